@@ -46,11 +46,6 @@ class CheckpointWatch:
     """
 
     def __init__(self, watch: HangWatch, spec: RunSpec, *, clock: Clock) -> None:
-        """Args:
-        watch: Reads the workers' heartbeats.
-        spec: Whether nodes that wait are taken in after a checkpoint, and the most members.
-        clock: The heartbeats'.
-        """
         self._watch = watch
         self._is_asked_for = spec.grow is GrowPolicy.CHECKPOINT
         self._max_nodes = spec.max_nodes
@@ -81,11 +76,7 @@ class CheckpointWatch:
         self._is_waiting = waiting
 
     def look(self, running: Collection[int]) -> CheckpointStatus | None:
-        """Read the heartbeats if it is time to.
-
-        Args:
-            running: Local ranks whose worker has not ended.
-        """
+        """Read the heartbeats if it is time to."""
         now = self._clock.monotonic()
         if self._due is None or now < self._due:
             return None
@@ -139,11 +130,6 @@ class PreemptionWatch:
     """One agent's. All methods are for its main thread, and none waits."""
 
     def __init__(self, watch: HangWatch, spec: RunSpec, *, clock: Clock) -> None:
-        """Args:
-        watch: Reads and writes the workers' pages.
-        spec: Whether workers are sent a signal, and so follow notices whatever their pages show.
-        clock: The pages'.
-        """
         self._watch = watch
         self._clock = clock
         self._signal = signal.Signals[spec.preemption_signal] if spec.preemption_signal else None
@@ -162,12 +148,7 @@ class PreemptionWatch:
         return self._due
 
     def on_record(self, record: RoundRecord, workers: LocalWorkers | None) -> None:
-        """A newer record: does it hold a notice, one that leaves less time, or the step that is agreed?
-
-        Args:
-            record: The record.
-            workers: Those that run.
-        """
+        """A newer record: does it hold a notice, one that leaves less time, or the step that is agreed?"""
         if record.notice is None or record.status is not Status.FINAL or record.notice == self._notice:
             return
         is_new = self._notice is None
@@ -182,11 +163,7 @@ class PreemptionWatch:
             workers.send(self._signal)
 
     def look(self, running: Collection[int]) -> PreemptionReply | None:
-        """Read the workers' pages if it is time to.
-
-        Args:
-            running: Local ranks whose worker has not ended.
-        """
+        """Read the workers' pages if it is time to."""
         now = self._clock.monotonic()
         if self._due is None or now < self._due:
             return None

@@ -101,12 +101,6 @@ class SimpleElasticAgent(ElasticAgent):
         metrics: MetricSink | None = None,
         clock: Clock | None = None,
     ) -> None:
-        """Args:
-        spec: What to run.
-        exit_barrier_timeout: Seconds.
-        metrics: Where figures go; nowhere by default.
-        clock: For waits and durations.
-        """
         self._group = WorkerGroup(spec)
         self._exit_barrier_timeout = exit_barrier_timeout
         self._metrics = metrics or NoMetrics()

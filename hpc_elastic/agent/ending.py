@@ -202,14 +202,7 @@ def exit_code(
     unfit: HealthVerdict | None,
     record: RoundRecord | None,
 ) -> int:
-    """The agent's exit code.
-
-    Args:
-        ended_by: The signal that ended it.
-        failure: What ended it otherwise.
-        unfit: Why its node took itself out, where a health check failed.
-        record: The newest one.
-    """
+    """The agent's exit code."""
     if ended_by is not None:
         return 128 + ended_by
     if isinstance(failure, StoreWipedError):
@@ -336,16 +329,7 @@ class CrashGuard:
         write_error_file: Callable[[], object],
         pipes: Sequence[int],
     ) -> NoReturn:
-        """The main thread has failed: leave evidence, and end this process at once.
-
-        Args:
-            error: What it failed with.
-            events: Gets an ``agent_failed``.
-            write_line: Writes to the job log.
-            flush: Waits until the job log has it, for a moment.
-            write_error_file: Does so in bounded time.
-            pipes: As `workers.linux.output_pipes` found them.
-        """
+        """The main thread has failed: leave evidence, and end this process at once."""
         self._reserve = None
         steps: list[Callable[[], object]] = [
             lambda: events.write("agent_failed", error=describe_error(error), where=where_raised(error)),

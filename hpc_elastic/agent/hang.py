@@ -63,10 +63,6 @@ def describe_silence(beat: RankBeat, now: float, *, limit: float | None = None) 
 def learned_timeout(intervals: int, longest: float) -> float | None:
     """The timeout for ``step`` that a run's own steps teach: five times the longest time between two heartbeats.
 
-    Args:
-        intervals: How many were measured.
-        longest: The longest, seconds.
-
     Returns:
         At least 60 seconds; None (no worker is judged) before 20 were measured.
     """
@@ -85,14 +81,7 @@ def limit_of(beat: RankBeat, timeouts: SectionTimeouts, *, learned: float | None
 def judge(
     beats: Iterable[RankBeat], timeouts: SectionTimeouts, *, now: float, learned: float | None = None
 ) -> HangVerdict | None:
-    """Decide whether workers of this node hang.
-
-    Args:
-        beats: Of the workers that still run.
-        timeouts: The user's.
-        now: On the clock of the beats.
-        learned: From `learned_timeout`.
-    """
+    """Decide whether workers of this node hang."""
     here = tuple(beats)
     silent: dict[int, tuple[RankBeat, float]] = {}
     for beat in here:
@@ -199,15 +188,7 @@ class HangWatch:
         node: int = 0,
         host: str = "",
     ) -> None:
-        """Args:
-        folder: Where the workers' files are.
-        timeouts: The user's.
-        clock: Its monotonic clock must be the workers' (CLOCK_BOOTTIME).
-        files: Writes the summary.
-        summary: Its path in the run directory; None: none.
-        node: Index of this node.
-        host: Its name.
-        """
+        """The monotonic `clock` must be the workers' (CLOCK_BOOTTIME); `summary` is a path in the run directory."""
         self._folder = folder
         self._timeouts = timeouts
         self._clock = clock
@@ -256,9 +237,6 @@ class HangWatch:
     def look(self, running: Collection[int]) -> HangVerdict | None:
         """Read the heartbeats if it is time to.
 
-        Args:
-            running: Local ranks whose worker has not ended.
-
         Returns:
             The verdict, once, where workers hang.
         """
@@ -283,12 +261,7 @@ class HangWatch:
         return verdict
 
     def on_hang(self, mark: HangMark, running: Collection[int]) -> None:
-        """Another node found a hang: note the workers here that its worker waits for.
-
-        Args:
-            mark: Where the hung worker stood.
-            running: Local ranks whose worker has not ended.
-        """
+        """Another node found a hang: note the workers here that its worker waits for."""
         if self._beats is None or self.verdict is not None:
             return
         now = self._clock.monotonic()
@@ -303,9 +276,7 @@ class HangWatch:
     def deliver_notice(self, *, deadline: float, step: int) -> None:
         """Write to the round's workers that the job is going to be ended.
 
-        Args:
-            deadline: Monotonic: until then a checkpoint is waited for.
-            step: As in `NoticeRecord`.
+        `deadline` is monotonic: until then a checkpoint is waited for; `step` as in `NoticeRecord`.
         """
         if self._beats is not None:
             self._notices += 1

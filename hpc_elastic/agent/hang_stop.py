@@ -104,12 +104,7 @@ class StacksThenStop:
     def __init__(
         self, targets: Sequence[Target], stopper: GroupStopper, *, clock: Clock, head_start: float = 0.0
     ) -> None:
-        """Args:
-        targets: The workers that still run.
-        stopper: Ends the whole group; not begun.
-        clock: Its monotonic clock is used.
-        head_start: For so long the workers are only stopped: other nodes have to do that before the first one ends.
-        """
+        """`head_start`: seconds in which workers are only stopped, so that other nodes do that too before one ends."""
         self._head_start = head_start
         self._targets = tuple(targets)
         self._stopper = stopper
@@ -280,10 +275,7 @@ def stacks_text(worker: HungWorker, dump: StackDump | None) -> str:
 def describe_hang(worker: HungWorker, dump: StackDump | None, *, last_heartbeat_ns: int) -> WorkerFailure:
     """The failure of a worker that hung, written to its error.json.
 
-    Args:
-        worker: It.
-        dump: Its stacks.
-        last_heartbeat_ns: When its last heartbeat came, by this host's wall clock: that is when it failed.
+    `last_heartbeat_ns`, by this host's wall clock, is when it failed.
     """
     facts = replace(worker.facts, stopped_by_agent=False)
     found = describe_failure(facts=facts, error_file=worker.paths.error_file, stderr_log=worker.paths.stderr)

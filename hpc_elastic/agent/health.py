@@ -202,12 +202,7 @@ def judge_clock(offset: ClockOffset | None, *, most: float) -> Finding:
 
 
 def judge_links(interfaces: Sequence[tuple[str, bool]], *, seconds: float) -> Finding:
-    """Can other nodes reach this one at all?
-
-    Args:
-        interfaces: Those that have an address of this node's, and whether each has a link; empty: not known.
-        seconds: How long that was looked at.
-    """
+    """Can other nodes reach this one at all?"""
     if not interfaces or any(has_link for _, has_link in interfaces):
         return Finding(check=Check.LINK.value)
     names = ", ".join(name for name, _ in interfaces)
@@ -336,9 +331,7 @@ def measure_memory(proc: str = "/proc") -> MemoryFacts | None:
 def measure_shared(path: Path, clock: Clock) -> SharedFacts:
     """Write a few bytes to a file of this agent's own, sync them to the server, and read them back.
 
-    Args:
-        path: The file; it is left there, and rewritten the next time.
-        clock: The wall clock that the server's stamp is compared with.
+    The file is left there, and rewritten the next time; the server's stamp is compared with `clock`.
     """
     text = os.urandom(16).hex().encode()
     folder = str(path.parent)

@@ -86,11 +86,6 @@ class HealthChecks:
     """One agent's. All methods are for its main thread, and none waits but `wait` and `close`."""
 
     def __init__(self, plan: HealthPlan, site: HealthSite, *, clock: Clock) -> None:
-        """Args:
-        plan: What to look at.
-        site: Where.
-        clock: For the server's offset.
-        """
         self._plan = plan
         self._site = site
         self._clock = clock
@@ -120,8 +115,7 @@ class HealthChecks:
     def begin(self, last_round: int) -> None:
         """Begin all checks now; where they run already, their answer will do.
 
-        Args:
-            last_round: The last round that this node took part in, -1 before the first: for the user's check.
+        `last_round`: the last one that this node took part in, -1 before the first: for the user's check.
         """
         if self._is_awaited:
             return

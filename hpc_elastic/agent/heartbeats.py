@@ -42,10 +42,7 @@ class HeartbeatFolder:
     """One agent's folder. Without one (no place for it) all workers are silent, and the run goes on."""
 
     def __init__(self, path: Path | None, lock_fd: int = -1) -> None:
-        """Args:
-        path: The folder, or None.
-        lock_fd: Holds the lock that shows that its agent lives.
-        """
+        """`lock_fd` holds the lock that shows that its agent lives."""
         self.path = path
         self._lock_fd = lock_fd
 
@@ -76,13 +73,7 @@ class HeartbeatFolder:
 
 
 def open_folder(name: str, env: Mapping[str, str], *, mounts: str = "/proc/self/mountinfo") -> HeartbeatFolder:
-    """Make the agent's folder in memory, or on the node's disk; clear up what dead agents of ours left there.
-
-    Args:
-        name: Tells this agent's folder from every other's.
-        env: For XDG_RUNTIME_DIR and TMPDIR.
-        mounts: Tells which folders are the node's own.
-    """
+    """Make the agent's folder in memory, or on the node's disk; clear up what dead agents of ours left there."""
     for base in candidates(env):
         if not _is_local(base, mounts):
             continue
@@ -204,13 +195,6 @@ class RoundBeats:
     """One round's files, and what was read from them last."""
 
     def __init__(self, folder: HeartbeatFolder, *, round_index: int, first_rank: int, count: int, now: float) -> None:
-        """Args:
-        folder: The agent's.
-        round_index: The round.
-        first_rank: Global rank of local rank 0.
-        count: Workers here.
-        now: The agent's monotonic clock, which is CLOCK_BOOTTIME.
-        """
         self._folder = folder
         self._round = round_index
         self.paths = [folder.make_file(f"{round_index}-{local_rank}") for local_rank in range(count)]

@@ -114,19 +114,7 @@ class LocalWorkers:
         is_ending: Callable[[], bool],
         watch: HangWatch | None = None,
     ) -> None:
-        """Args:
-        place: Where this is.
-        round_index: The round.
-        layout: This node's place in it.
-        inherited: What the workers get back of the user's shell.
-        pump: Takes their output.
-        clock: For all times.
-        shown: Local rank → what of its output goes to the job log.
-        excluding: Gives the pids that are no workers, when the group is ended.
-        files: Touches the files.
-        is_ending: Whether this node is to end: nothing is waited for any more.
-        watch: Reads the workers' heartbeats; None: they have none.
-        """
+        """`excluding` gives the pids that are no workers; once `is_ending`, nothing is waited for any more."""
         self.round = round_index
         self.layout = layout
         self._place = place
@@ -162,10 +150,7 @@ class LocalWorkers:
     ) -> None:
         """Start all workers of the node.
 
-        Args:
-            argv: The same for all.
-            environment: (local rank, path of its error file) → the whole environment.
-            cwd: Where they run.
+        `environment`: (local rank, path of its error file) → the whole environment.
 
         Raises:
             WorkerStartError: one could not be; the others, if any, run and are to be stopped.
@@ -214,10 +199,6 @@ class LocalWorkers:
 
     def replace(self, local_rank: int, extra: Mapping[str, str]) -> int:
         """Put a fresh process in the place of a dead one, and leave the others alone. Returns its pid.
-
-        Args:
-            local_rank: The dead worker's.
-            extra: What the process finds in its environment besides.
 
         Raises:
             WorkerStartError: it could not be started.

@@ -82,7 +82,6 @@ class JsonlMetrics(_FileMetrics):
         clock: Clock | None = None,
         post: Post | None = None,
     ) -> None:
-        """Args: as of `_FileMetrics`, and `clock` for `t`."""
         super().__init__(path, labels=labels, post=post)
         self._clock = clock or SystemClock()
         self._waiting: deque[str] = deque(maxlen=_MOST_WAITING)
@@ -114,7 +113,6 @@ class PrometheusMetrics(_FileMetrics):
     """
 
     def __init__(self, path: Path, *, labels: Mapping[str, str] | None = None, post: Post | None = None) -> None:
-        """Args: as of `_FileMetrics`."""
         super().__init__(path, labels=labels, post=post)
         self._text_due = ""
         self._values: dict[tuple[str, str], float] = {}
@@ -171,11 +169,6 @@ class PrometheusMetrics(_FileMetrics):
 
 def open_metrics(target: MetricsTarget | None, *, labels: Mapping[str, str], post: Post | None = None) -> MetricSink:
     """The sink for ``--metrics``.
-
-    Args:
-        target: Where to; None: nowhere.
-        labels: Kept with every figure; ``host`` among them.
-        post: Has the file written; without, each `put` waits for the disk.
 
     Raises:
         UsageError: anything else; one line that names the value.

@@ -121,15 +121,7 @@ _FROM_OUTSIDE = {"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2",
 def sum_up(
     failures: Sequence[WorkerFailure], *, node: int, seconds: float, step: int = -1, hang: HangMark | None = None
 ) -> NodeFailure:
-    """One node's failures in a round, as the coordinator needs them.
-
-    Args:
-        failures: At least one.
-        node: Index of this node.
-        seconds: How long the workers ran.
-        step: The furthest that a worker here has reported.
-        hang: Of the hung worker that is furthest behind.
-    """
+    """One node's failures in a round, as the coordinator needs them."""
     ranking = Ranking(failures, WorkerFailure.standing)
     first = ranking.first or ranking.all[0]
     is_hang = first.failure_class is FailureClass.HANG
@@ -148,14 +140,7 @@ def sum_up(
 
 
 def early_failure(reason: str, *, node: int, workers: LocalWorkers, watch: HangWatch) -> NodeFailure:
-    """A failure of this node's workers as it is reported at once, before the evidence is there.
-
-    Args:
-        reason: One line.
-        node: Index of this node.
-        workers: Know how long they ran, and whether the exit code of one asks for no other try.
-        watch: Knows whether one hangs, and how far they came.
-    """
+    """A failure of this node's workers as it is reported at once, before the evidence is there."""
     hang = watch.mark
     return NodeFailure(
         node=node,

@@ -92,13 +92,7 @@ def log_round(events: EventLog, facts: RoundFacts, *, restarts_used: int) -> Non
 
 
 def log_health(events: EventLog, verdict: HealthVerdict, *, round_index: int) -> None:
-    """What was found before a round: nothing where the node is fit.
-
-    Args:
-        events: The agent's.
-        verdict: Of all checks.
-        round_index: The last round that this node was in.
-    """
+    """What was found before a round: nothing where the node is fit."""
     for check, text in verdict.warnings.items():
         events.write("health_warning", check=check, reason=text)
         logger.warning("%s", text)
@@ -115,15 +109,7 @@ def log_failure(events: EventLog, failure: WorkerFailure) -> None:
 def log_stacks(
     events: EventLog, round_index: int, *, stacks: Mapping[int, RankStacks], beats: Sequence[RankBeat], now: float
 ) -> None:
-    """The stacks of this node's workers in a round that was ended because of a hang.
-
-    Args:
-        events: The agent's.
-        round_index: The round.
-        stacks: Of those that were asked, by global rank.
-        beats: Their last signs of life.
-        now: On the beats' clock, when the workers were about to be ended.
-    """
+    """The stacks of this node's workers in a round that was ended because of a hang."""
     main = {rank: found.main for rank, found in stacks.items() if found.main}
     events.write(
         "stacks_taken",
@@ -181,12 +167,6 @@ class ClockOffsetLog:
     """One agent's."""
 
     def __init__(self, events: EventLog, ruler: Ruler | None, *, uid: str, clock: Clock) -> None:
-        """Args:
-        events: Where offsets are logged.
-        ruler: Measures; None: nothing is ever logged.
-        uid: This agent's own.
-        clock: The one that `ruler` reads, too.
-        """
         self._events = events
         self._ruler = ruler
         self._uid = uid

@@ -58,20 +58,6 @@ class Worker(Struct):
 class WorkerGroup:
     """The workers of one node, which change state as a unit."""
 
-    __slots__ = (
-        "group_rank",
-        "group_world_size",
-        "layout",
-        "master_addr",
-        "master_port",
-        "restarts_used",
-        "round",
-        "spec",
-        "state",
-        "store",
-        "workers",
-    )
-
     def __init__(self, spec: WorkerSpec) -> None:
         """A group that has not started: its workers have local ranks and nothing else."""
         self.spec = spec

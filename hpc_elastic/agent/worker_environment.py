@@ -56,11 +56,7 @@ def worker_environment(
 ) -> dict[str, str]:
     """The whole environment of one worker.
 
-    Args:
-        base: The agent's own; copied.
-        facts: The round's.
-        local_rank: From 0 to `facts.layout.local_world_size` - 1.
-        error_file: Where torch's ``@record``, or ours, writes. Never the one that the agent itself was given.
+    torch's ``@record``, or this package's, writes to `error_file`: never the one that the agent itself was given.
     """
     layout = facts.layout
     rank = layout.first_rank + local_rank

@@ -12,10 +12,6 @@ import os
 def oom_kill_count(pid: int | str = "self", *, proc: str = "/proc") -> int | None:
     """OOM kills counted so far in the memory cgroup of a process.
 
-    Args:
-        pid: Whose cgroup; ``"self"`` is the caller's.
-        proc: Where procfs is mounted (tests pass a tree of their own).
-
     Returns:
         The counter, or None where no cgroup with one can be read: then nothing is known of OOM kills.
     """
@@ -28,10 +24,6 @@ def oom_kill_count(pid: int | str = "self", *, proc: str = "/proc") -> int | Non
 
 def memory_folders(pid: int | str = "self", *, proc: str = "/proc") -> list[tuple[str, bool]]:
     """The memory cgroup of a process and all above it that can be seen from here, the closest first.
-
-    Args:
-        pid: Whose.
-        proc: Where procfs is mounted.
 
     Returns:
         (folder, whether it is of version 2); empty where there is none.

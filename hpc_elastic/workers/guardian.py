@@ -173,12 +173,6 @@ def _agent_died(agent: int, control: int, tag: Tag, stopped_limit: float | None,
 def end_tagged(tag: Tag, *, clock: Clock, bound: float = _BOUND_S, children: ChildSnapshot | None = None) -> list[Proc]:
     """End every process of the run's own jobs that was started with the worker tag `tag`, and all below, with SIGKILL.
 
-    Args:
-        tag: The agent's.
-        clock: For the bound and the short waits.
-        bound: Seconds to keep trying.
-        children: Whose remnants are ended too, tag or not.
-
     Returns:
         What still runs after `bound` seconds (D state).
     """
@@ -201,11 +195,6 @@ def kill_stale_processes(tag: Tag, *, clock: Clock, bound: float = _STALE_BOUND_
     A new agent calls it before it joins. Only processes of this run's own jobs on this node are touched: those whose
     worker tag is of another incarnation, older ones that carry the node's tag (the agent, its store host and its
     guardian), and all below them. This process, its ancestors and its children are not.
-
-    Args:
-        tag: This agent's own.
-        clock: For the bound and the short waits.
-        bound: Seconds to keep trying. Where there is nothing to end, it takes one look.
 
     Returns:
         What still runs after `bound` seconds (D state): it may hold memory and devices.
@@ -307,10 +296,6 @@ class ChildSnapshot:
     """
 
     def __init__(self, agent: int, *, leave_out: Iterable[int] = ()) -> None:
-        """Args:
-        agent: Its pid.
-        leave_out: Children that are none of a worker's.
-        """
         self._agent = agent
         self._leave_out = frozenset(leave_out)
         own = tree.look_at(agent)

@@ -137,10 +137,6 @@ def leave_hung_threads(code: int, pipes: Sequence[int]) -> NoReturn:
     A mount that does not answer can hold a thread so that not even the process' own end takes it. The process then
     stays in the table until the mount answers, with all its descriptors open, and a reader of its output would wait as
     long for the end of file. So the output is let go by hand, and nothing else is waited for or cleaned up.
-
-    Args:
-        code: The exit code.
-        pipes: As `output_pipes` found them.
     """
     try:
         null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)

@@ -91,8 +91,6 @@ def test_it_joins_when_its_node_is_fit_and_looks_again_before_the_next_round(p: 
         lambda: p.workers[1].finish(),
         [],
         [closed()],
-        [],
-        [],
     )
     assert code == 0
     assert health.begun == [-1, 0]
