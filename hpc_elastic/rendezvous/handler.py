@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from hpc_elastic.base.clock import Clock, SystemClock
+from hpc_elastic.base.file_executor import FilesystemHangsError, FileThread
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.rendezvous.ending import close_if_last, close_run
@@ -69,6 +70,7 @@ class FileRendezvousHandler:
         self._sweeper: threading.Thread | None = None
         self._stop_sweep = threading.Event()
         self._rng = random.Random()
+        self._files = FileThread(name="rendezvous files", clock=self._clock)
         try:
             self._epoch_found = self._steadily(self._folder.current_epoch, _FIRST_LOOK_SECONDS)
         except RendezvousTimeoutError as error:
@@ -92,8 +94,8 @@ class FileRendezvousHandler:
         """
         deadline = self._clock.monotonic() + self._config.settings.timeout
         if self._membership is None:
-            self._refuse_closed(self._left(deadline))
-            self._membership = self._steadily(self._enter, self._left(deadline))
+            self._refuse_closed(deadline - self._clock.monotonic())
+            self._membership = self._steadily(self._enter, deadline - self._clock.monotonic())
             self._membership.start()
             self._sweep(self._membership)
         membership = self._membership
@@ -106,8 +108,10 @@ class FileRendezvousHandler:
                         raise self._closed_error(record)
                     if membership.advance(record, self._opened_master):
                         # In a round that has become final at the last moment: it is worth a moment more.
-                        return self._steadily(partial(membership.result, record), max(_GRACE, self._left(deadline)))
-                left = self._left(deadline)
+                        return self._steadily(
+                            partial(membership.result, record), max(_GRACE, deadline - self._clock.monotonic())
+                        )
+                left = deadline - self._clock.monotonic()
                 if left <= 0:
                     raise self._timeout_error(membership)
                 membership.wait(self._ask_who_is_here(membership, left))
@@ -270,9 +274,6 @@ class FileRendezvousHandler:
         if membership is not None:
             membership.leave(within=within, workers_done=False)
 
-    def _left(self, deadline: float) -> float:
-        return deadline - self._clock.monotonic()
-
     def _ask_who_is_here(self, membership: Membership, left: float) -> float:
         """Just before the time is over. Returns how long to wait for news now."""
         early = min(1.0, self._config.settings.timeout / 4)
@@ -310,42 +311,21 @@ class FileRendezvousHandler:
         )
 
     def _steadily(self, action: Callable[[], T], seconds: float) -> T:
-        """Do something with files that may be repeated: in a thread of its own, since a dead mount answers never.
+        """Do something with files, which may be repeated, in the thread for them: a dead mount never answers.
 
         Raises:
             FilesystemTimeoutError: not within `seconds`.
             RendezvousError: what no repetition would help.
             KeyValueTimeoutError: as `action` does.
         """
-        outcome: list[tuple[T | None, Exception | None]] = []
-        refusals: list[str] = []
-        done, stop = threading.Event(), threading.Event()
-
-        def run() -> None:
-            while not stop.is_set() and not done.is_set():
-                try:
-                    outcome.append((action(), None))
-                except OSError as error:
-                    refusals.append(str(error))
-                    stop.wait(self._rng.uniform(0.05, 0.2))
-                    continue
-                except Exception as error:
-                    outcome.append((None, error))
-                done.set()
-
-        threading.Thread(target=run, name="rendezvous files", daemon=True).start()
-        done.wait(max(0.0, seconds))
-        stop.set()
-        if not outcome:
-            raise FilesystemTimeoutError(
-                run_id=self._config.run_id,
-                path=self._folder.path,
-                timeout=seconds,
-                why=refusals[-1] if refusals else "no answer",
-            )
-        value, error = outcome[0]
-        if error is None:
-            return value  # type: ignore[return-value]
-        if isinstance(error, RendezvousError | KeyValueTimeoutError) or not isinstance(error, HpcElasticError):
-            raise error
-        raise RendezvousError(message=f"rendezvous of run {self._config.run_id!r}: {error}") from error
+        run_id = self._config.run_id
+        try:
+            return self._files.do(action, within=seconds, again=lambda error: isinstance(error, OSError))
+        except OSError as error:
+            why = "no answer" if isinstance(error, FilesystemHangsError) else str(error)
+            path = self._folder.path
+            raise FilesystemTimeoutError(run_id=run_id, path=path, timeout=seconds, why=why) from error
+        except (RendezvousError, KeyValueTimeoutError):
+            raise
+        except HpcElasticError as error:
+            raise RendezvousError(message=f"rendezvous of run {run_id!r}: {error}") from error

@@ -71,7 +71,7 @@ def test_the_deadline_holds_alone_and_with_one_that_does_not_confirm(
     advance, frozen = Membership.advance, threading.Event()
 
     def never_confirm(seat: Membership, record: RoundRecord, open_master: Callable[[], str]) -> bool:
-        if seat is silent._seat and record.status is Status.FROZEN:
+        if seat is silent._membership and record.status is Status.FROZEN:
             frozen.set()
             return False
         return advance(seat, record, open_master)
@@ -106,7 +106,7 @@ def test_a_store_for_the_workers_that_does_not_open_is_a_rendezvous_error(rig: H
     node._open_master = refuse
     with pytest.raises(RendezvousError, match=r"run 'run': the store for the workers could not be opened: .*(use|own)"):
         node.next_rendezvous()
-    assert node._seat is None, "and it has left the round"
+    assert node._membership is None, "and it has left the round"
 
 
 # -- num_nodes_waiting, is_closed, set_closed, shutdown
@@ -133,7 +133,7 @@ def test_nodes_that_wait_are_counted_in_the_final_state_alone(rig: HandlerRig, s
     record = RoundRecord(
         number=1, epoch="e", term=1, leader="", round=0, status=Status.JOINABLE, waiting=2, outcome=Outcome.CANCELLED
     )
-    node._seat = Looks(replace(record, status=status) if status else None)
+    node._membership = Looks(replace(record, status=status) if status else None)
     assert node.num_nodes_waiting() == (2 if status is Status.FINAL else 0)
     node.shutdown()
     assert node.num_nodes_waiting() == 0, "after it has left"
@@ -173,7 +173,7 @@ def test_a_shutdown_that_fails_says_false_and_warns(
     if how == "could not close":
         monkeypatch.setattr(handler, "close_if_last", fail)
     else:
-        seat = node._seat
+        seat = node._membership
         assert seat is not None
         monkeypatch.setattr(seat, "leave", fail)
     with caplog.at_level(logging.WARNING):
