@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from hpc_elastic.base.clock import Clock, SystemClock
-from hpc_elastic.base.file_executor import FilesystemHangsError, FileThread
+from hpc_elastic.base.file_executor import FileExecutor, FilesystemHangsError
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.rendezvous.ending import close_if_last, close_run
@@ -70,7 +70,7 @@ class FileRendezvousHandler:
         self._sweeper: threading.Thread | None = None
         self._stop_sweep = threading.Event()
         self._rng = random.Random()
-        self._files = FileThread(name="rendezvous files", clock=self._clock)
+        self._files = FileExecutor(name="rendezvous files", clock=self._clock)
         try:
             self._epoch_found = self._steadily(self._folder.current_epoch, _FIRST_LOOK_SECONDS)
         except RendezvousTimeoutError as error:

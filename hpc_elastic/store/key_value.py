@@ -20,6 +20,7 @@ from typing import TypeVar
 from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.file_executor import repeat
 from hpc_elastic.store.base import Store, StoreError
 
 KEPT_VERSIONS = 1024
@@ -345,16 +346,14 @@ class KeyValueStore:
 
     def _steadily(self, operation: Callable[[], T], until: float | None = None) -> T:
         """Try an operation that may be repeated until it works; not beyond `until`, where somebody waits no longer."""
-        deadline = self._clock.monotonic() + FAULT_SECONDS
-        deadline = deadline if until is None else min(until, deadline)
-        while True:
-            try:
-                return operation()
-            except OSError:
-                left = deadline - self._clock.monotonic()
-                if left <= 0:
-                    raise
-            self._clock.wait(self._never, min(left, self._rng.uniform(0.5, 1) * _LONGEST_DELAY))
+        left = FAULT_SECONDS if until is None else min(FAULT_SECONDS, until - self._clock.monotonic())
+        return repeat(
+            operation,
+            again=lambda error: isinstance(error, OSError),
+            within=left,
+            clock=self._clock,
+            pause=lambda _: self._rng.uniform(0.5, 1) * _LONGEST_DELAY,
+        )
 
     def _freshen(self, folder: str) -> None:
         """Make sure that what is polled shows some day: a change within one tick of the server's clock does not show
