@@ -63,7 +63,7 @@ def _submit(parsed: Parsed, env: Mapping[str, str]) -> int:
         return 0
     clock = SystemClock()
     client = submission_client(submission, env, clock, print_note)
-    job = submit_job(submission, client, clock=clock, env=env, tell=print_note)
+    job = submit_job(submission, client, clock=clock, env=env, log=print_note)
     options, tasks = submission.job.options, submission.job.tasks
     try:
         _print_where(job, submission.paths, options)

@@ -90,7 +90,6 @@ def is_same_everywhere(unable: Collection[UnableNode], *, nodes: int) -> bool:
     One node that fails shows nothing of the others, but where its agent itself says that the run is not usable.
 
     Args:
-        unable: The nodes that could not run the agent.
         nodes: How many the attempt has.
     """
     codes = {node.code for node in unable}
@@ -146,11 +145,7 @@ class Agents:
         clock: Clock,
     ) -> None:
         """Args:
-        launcher: Starts and ends them.
-        names: The nodes', in order.
         ask: Has something done by the supervisor's participant.
-        events: The supervisor's.
-        clock: For deadlines.
         """
         self._launcher = launcher
         self._names = names

@@ -79,10 +79,7 @@ def next_nodes(record: NodeRecord, spec: RunSpec, eligible: EligibleNodes | None
     """Decide which nodes the next attempt does without. Pure.
 
     Args:
-        record: From `keep_evidence`.
-        spec: The run.
         eligible: Which nodes there are; None: not known, so nothing is changed.
-        now_ns: The wall clock.
     """
     settings = spec.bad_nodes
     if settings.scope is Scope.OFF:

@@ -93,7 +93,6 @@ def finish_attempt(run_dir: Path, number: int, env: Mapping[str, str], *, agent:
     """Write the verdict and the report, append it to the job log, and requeue the job or end it.
 
     Args:
-        run_dir: The run's.
         number: The attempt's; its log is closed.
         env: Of a task of the job.
         agent: The uid of the agent for which this is done.

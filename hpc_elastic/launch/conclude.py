@@ -81,13 +81,7 @@ def conclude(
     """Write how an attempt ended, and have the next one queued where that is decided.
 
     Args:
-        paths: The run's.
-        spec: What was asked for.
         site: For the requeue.
-        attempt: The attempt.
-        result: How it ended.
-        events: Its log.
-        clock: For the age of what speaks against nodes.
         files: Touches the files; in bounded time, since the user waits for the end.
         is_hurried: Whether the user has asked (again) for the end: a mount that hangs is not waited for then.
 
@@ -356,7 +350,6 @@ class LastFiles:
 
     def __init__(self, files: FileExecutor, *, is_hurried: Callable[[], bool], is_late: bool) -> None:
         """Args:
-        files: What touches them.
         is_hurried: Whether the user has asked (again) for the end: a mount that hangs is not waited for then.
         is_late: Whether a signal has ended the attempt: there is little time then, and none of it for a mount that
             may never answer.

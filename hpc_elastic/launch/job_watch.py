@@ -103,8 +103,6 @@ class EndClaim:
         """Args:
         allocation: Asks Slurm whether this node still belongs to the job; may take a minute.
         ask: Has something done by this supervisor's participant.
-        clock: For the waits.
-        start: As for `SlurmQuestion`.
         """
         self._question = SlurmQuestion(allocation, start)
         self._ask = ask
@@ -217,9 +215,6 @@ class JobWatch:
     ) -> None:
         """Args:
         ask: The job's nodes by Slurm, none where it does not run; may take its time, and raise SlurmError.
-        events: The supervisor's.
-        clock: For the looks.
-        start: As for `SlurmQuestion`.
         """
         self._question = SlurmQuestion(ask, start)
         self._events = events
@@ -241,7 +236,6 @@ class JobWatch:
 
         Args:
             used: As in `nodes_differ`; None: nodes are just meeting, and nothing is compared.
-            lost: As in `nodes_differ`.
         """
         now = self._clock.monotonic()
         if tuple(lost) != tuple(self._lost):

@@ -214,8 +214,6 @@ class AgentProcess:
 
         Args:
             argv: Its command, with the program's whole path.
-            env: Its whole environment.
-            umask: Its own.
 
         Raises:
             OSError: it could not be started.
@@ -275,9 +273,6 @@ class LocalLauncher:
         self, nodes: int, command: AgentCommand, *, environment: Callable[[int], Mapping[str, str]], umask: int
     ) -> None:
         """Args:
-        nodes: How many agents.
-        command: What to run for a node.
-        environment: The agent's whole environment.
         umask: The user's, which the agent hands on to the workers.
         """
         self._nodes = nodes
@@ -414,7 +409,6 @@ def run_local(run_dir: Path, env: Mapping[str, str] | None = None, *, ready: Cal
     """Run to the end, through requeues.
 
     Args:
-        run_dir: The run's.
         env: For the agents.
         ready: Called when no signal is lost on a filesystem that hangs any more.
 

@@ -51,8 +51,6 @@ def choose_nodes(allocated: Sequence[str], wish: NodeWish, taken: Mapping[str, s
     """The nodes of the allocation that a run gets, in the allocation's order.
 
     Args:
-        allocated: The allocation's.
-        wish: What is asked for.
         taken: Nodes that other runs of the allocation have → which run.
 
     Raises:
@@ -108,8 +106,6 @@ class NodeClaims(Struct):
         """Choose nodes and hold them until this process, and whatever it hands the descriptors to, has ended.
 
         Args:
-            allocated: As in `choose_nodes`.
-            wish: As in `choose_nodes`.
             shares: Whether nodes of other runs may be taken too (``--overlap``).
 
         Raises:
@@ -161,10 +157,8 @@ def open_claims(job_id: str, restart_count: int, bases: Iterator[Path], *, clock
     What jobs of other weeks left there is removed.
 
     Args:
-        job_id: The job's.
         restart_count: How often it was requeued.
         bases: Folders of this host's own.
-        clock: For the age of what others left.
     """
     for base in bases:
         try:

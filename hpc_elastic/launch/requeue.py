@@ -138,10 +138,7 @@ def closed_result(
     """How an attempt ended, by the record that closed it.
 
     Args:
-        record: The log's last one.
-        outcome: Its outcome.
         signal_number: The signal that ended the attempt, where one did.
-        seconds: How long the attempt took.
     """
     return AttemptResult(
         outcome=outcome,
@@ -189,10 +186,6 @@ def decide_requeue(
 
     Args:
         before: How the attempt before it ended; None for the first one, and where that is not known.
-        spec: What was asked for.
-        attempt: The attempt.
-        result: How it ended.
-        idle: From `idle_attempts`.
     """
     if result.outcome is Outcome.SUCCEEDED:
         return _end("the run succeeded", ExitCode.OK)

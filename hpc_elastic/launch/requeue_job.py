@@ -21,7 +21,6 @@ from hpc_elastic.launch.requeue import RequeueWay
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import (
-    InvalidNodeError,
     JobNotPendingError,
     RequeueDisabledError,
     SlurmError,
@@ -81,7 +80,6 @@ class JobRequeuer:
     ) -> None:
         """Args:
         client: With time: every call may take a minute.
-        clock: For patience.
         job: As ``scontrol requeue`` wants it.
         restart_count: This execution's: a higher one means that it has been requeued.
         array_task: The task's index, of an array.
@@ -133,14 +131,19 @@ class JobRequeuer:
             if not self._is_requeued():
                 raise
 
-    def _is_requeued(self) -> bool:
+    def _state(self) -> JobState | None:
+        """Slurm's record of the job; None where it has none. Raises SlurmUnavailableError."""
         try:
-            state = self._client.job_state(self._job)
+            return self._client.job_state(self._job)
         except SlurmUnavailableError:
             raise
         except SlurmError:
-            return False
-        return state is not None and _has_been_requeued(state, self._restart_count)
+            return None
+
+    def _is_requeued(self) -> bool:
+        # Slurm counts the restart when it requeues; a job that pends has been requeued in any case, since this one ran.
+        state = self._state()
+        return state is not None and (state.restarts > self._restart_count or state.phase is JobPhase.PENDING)
 
     def _gone_seconds(self) -> float:
         if self.has_epilog is None:
@@ -213,8 +216,6 @@ class JobRequeuer:
                 if self._clock.monotonic() >= deadline or self._runs_again():
                     return str(error)
                 self._clock.wait(threading.Event(), UPDATE_RETRY)
-            except InvalidNodeError as error:
-                return str(error)
             except SlurmError as error:
                 return str(error)
 
@@ -243,8 +244,9 @@ class JobRequeuer:
                 logger.info("job %s waits for the end of job %s already", waiting[0], self._job)
                 found.append(waiting[0])
                 return
-            if plan.excluded is None:
-                excluded = self._excluded_now()
+            if plan.excluded is None:  # the follow-on job would not have by itself what this one was given later
+                state = self._state()
+                excluded = () if state is None else state.excluded
             asked = self._nodes_to_ask(plan)
             now = replace(plan, excluded=excluded, nodes=asked[0] if asked is not None else None)
             extra = follow_on_arguments(self._job, now, array_task=self._array_task)
@@ -257,16 +259,6 @@ class JobRequeuer:
             found[0] += f"_{self._array_task}"
         summary = f"job {found[0]} goes on when job {self._job} has ended{later}{without}"
         return Requeued(summary=summary, next_job=found[0])
-
-    def _excluded_now(self) -> tuple[str, ...]:
-        """This job's list, which the follow-on job would not have by itself: it has been given more than its script."""
-        try:
-            state = self._client.job_state(self._job)
-        except SlurmUnavailableError:
-            raise
-        except SlurmError:
-            return ()
-        return () if state is None else state.excluded
 
     def _patiently(self, action: Callable[[], None]) -> None:
         deadline = self._clock.monotonic() + CONTROLLER_PATIENCE
@@ -315,8 +307,3 @@ def node_range(nodes: tuple[int, int], *, names: Collection[str], up: Collection
     gone = sorted(set(names) - set(up))
     why = f"with {train} to {with_spares} nodes"
     return nodes, f"{why} ({compress(gone)} {'is' if len(gone) == 1 else 'are'} drained or down)" if gone else why
-
-
-def _has_been_requeued(state: JobState, restart_count: int) -> bool:
-    # Slurm counts the restart when it requeues; a job that pends has been requeued in any case, since this one ran.
-    return state.restarts > restart_count or state.phase is JobPhase.PENDING

@@ -63,7 +63,6 @@ def create_run(spec: RunSpec, runs_dir: Path) -> NewRun:
     """Make ``<runs_dir>/<run id>`` (0700) with its secret (0600) and run.json.
 
     Args:
-        spec: What was asked for; names the run.
         runs_dir: Made where it is missing.
 
     Raises:
@@ -104,8 +103,6 @@ def create_tasks(array: RunPaths, spec: RunSpec, tasks: Iterable[int]) -> None:
 
     Args:
         array: Just made by `create_run`.
-        spec: The array's.
-        tasks: Their numbers.
 
     Raises:
         UsageError: they can't be made; the caller discards the array.
@@ -234,12 +231,9 @@ def give_way(
     A batch script that begins late, on a node that Slurm has given up since, gives way to the same job's newer start.
 
     Args:
-        paths: The run's.
         mine: The attempt that was just claimed; it is removed where this job gives way.
-        job_id: This job's.
         restart_count: How often Slurm had requeued this job when it started this process.
         is_running: Whether Slurm says that of a job; False where it can't be asked.
-        clock: For the time that another one has to say which job it is.
 
     Raises:
         RunElsewhereError: it gives way.
@@ -322,8 +316,6 @@ def earlier_run(job: JobEnvironment, spec: RunSpec, runs_dir: Path, env: Mapping
     A script may have several runs, one after the other: where it was requeued from is the one that has not ended.
 
     Args:
-        job: This one.
-        spec: What is asked for now.
         runs_dir: Where its directory would be made.
         env: For the index.
     """

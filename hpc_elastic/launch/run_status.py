@@ -225,8 +225,6 @@ def read_steps(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> St
 
     Args:
         attempt: Where nodes tell it.
-        record: The round.
-        now_ns: This host's wall clock.
     """
     steps: dict[int, int] = {}
     newest = 0
@@ -307,8 +305,6 @@ def query_job_states(
     """What Slurm says of jobs, by their ids: the controller, and of those that it has forgotten the accounting.
 
     Args:
-        client: This cluster's.
-        jobs: Which.
         warn: Is given a sentence where Slurm can't be asked.
 
     Returns:
@@ -376,7 +372,6 @@ def ends_by_slurm(
     Args:
         client: This cluster's; None: Slurm is not asked.
         statuses: The runs, from their files.
-        clock: For how long their files have not changed.
         warn: Is given a sentence where Slurm can't be asked.
     """
     asked: dict[int, JobId] = {}

@@ -172,7 +172,6 @@ def decide_signal(
     """Decide what a call means.
 
     Args:
-        call: What was heard.
         heard_by: Which processes received it.
         answer: What Slurm says of the job.
         grace: ``--grace``, in seconds.
@@ -223,7 +222,6 @@ class PreemptionDeadlines(Struct, frozen=True, kw_only=True):
         reason: Which signal came where, and what it means.
         left: Seconds until the job is ended from outside.
         shutdown_timeout: The workers' grace, in seconds.
-        now: The time.
         """
         seconds = seconds_to_save(left, shutdown_timeout=shutdown_timeout)
         return cls(
@@ -259,8 +257,6 @@ class SignalResolver:
         ask: What Slurm says of the job, in bounded time; given how near its limit is when it is near, in seconds.
         grace: ``--grace``, in seconds.
         kill_wait: Seconds from Slurm's SIGTERM to its SIGKILL; None where unknown.
-        events: For each decision.
-        clock: For the looks.
         """
         self._ask = ask
         self._grace = grace
@@ -276,9 +272,7 @@ class SignalResolver:
         """What a signal means.
 
         Args:
-            number: The signal.
             heard_by: Which processes received it.
-            reason: For the event.
             ends_in: Seconds until the job's end by the notice that the workers have already; None: they have none.
 
         Returns:
@@ -288,7 +282,7 @@ class SignalResolver:
         call = call_of(number)
         # A person at a terminal does not wait for Slurm's answer.
         answer = SlurmAnswer(JobCondition.NO_SLURM) if call is Call.INTERRUPT else self._ask(self._grace + EARLY_NOTICE)
-        decision = self._decide(call, heard_by, answer)
+        decision = decide_signal(call, heard_by, answer, grace=self._grace, kill_wait=self._kill_wait)
         assert decision is not None, "the table has a row for each signal"
         if ends_in is not None:
             is_later = decision.saves and decision.seconds > ends_in - SOONER_SECONDS
@@ -311,24 +305,20 @@ class SignalResolver:
                 self.due = self._clock.monotonic() + answer.seconds_left - lead + LATE_LOOK
                 return None
             answer = replace(answer, condition=JobCondition.NEAR_LIMIT)
-        decision = self._decide(Call.LOOK, HeardBy.BATCH, answer)
-        return self._log(decision, Call.LOOK, HeardBy.BATCH, answer, "nobody gave notice")
-
-    def _decide(self, call: Call, heard_by: HeardBy, answer: SlurmAnswer) -> SignalDecision | None:
-        return decide_signal(call, heard_by, answer, grace=self._grace, kill_wait=self._kill_wait)
+        decision = decide_signal(Call.LOOK, HeardBy.BATCH, answer, grace=self._grace, kill_wait=self._kill_wait)
+        return decision and self._log(decision, Call.LOOK, HeardBy.BATCH, answer, "nobody gave notice")
 
     def _log(
-        self, decision: SignalDecision | None, call: Call, heard_by: HeardBy, answer: SlurmAnswer, reason: str
-    ) -> SignalDecision | None:
-        if decision is not None:
-            self._events.write(
-                "signal_decided",
-                call=call.value,
-                heard_by=heard_by.value,
-                slurm=answer.condition.value,
-                meaning=decision.meaning.value,
-                saves=decision.saves,
-                seconds=round(decision.seconds, 1),
-                reason=reason,
-            )
+        self, decision: SignalDecision, call: Call, heard_by: HeardBy, answer: SlurmAnswer, reason: str
+    ) -> SignalDecision:
+        self._events.write(
+            "signal_decided",
+            call=call.value,
+            heard_by=heard_by.value,
+            slurm=answer.condition.value,
+            meaning=decision.meaning.value,
+            saves=decision.saves,
+            seconds=round(decision.seconds, 1),
+            reason=reason,
+        )
         return decision

@@ -120,13 +120,11 @@ class SlurmLauncher:
     ) -> None:
         """Args:
         nodes: Names of the run's nodes, in Slurm's order.
-        command: What each task runs.
         environment: The batch script's; scrubbed here of what would overrule srun's flags.
         min_nodes: A launch is made again without a dead node while so many are left.
         umask: The user's: srun hands it to the agents, and these to the workers.
         allocated: The allocation's nodes, of which the run may leave some to others; of a het job each component's:
             no step of srun's reaches beyond one without MPI's help, and none needs to. Empty: `nodes` are all.
-        is_het: Whether it is a het job.
         keep: Descriptors that each srun is to have too.
         extra: The user's ``--srun-arg``s.
         """

@@ -44,7 +44,6 @@ def slurm_answer(state: JobState | None, *, restarts: int, near: float, now_ns: 
         state: Its record; None where Slurm does not know the job (any more).
         restarts: How often it had been requeued when this attempt began.
         near: The limit is near when it is so many seconds away.
-        now_ns: This host's wall clock.
     """
     if state is None:
         return SlurmAnswer(JobCondition.ENDED)
@@ -106,7 +105,6 @@ class SlurmSite(Site):
         client: For what has time.
         confirming: For the question whether this node still belongs to the job; None: `client`.
         hurried: The same with a short timeout: for questions while Slurm's SIGKILL is KillWait away.
-        clock: For the patience with a controller that does not answer.
         umask: The user's, for the workers.
         script: What `submit` made and sbatch was given; None: the job's script is the user's own.
         nodes: Those of the allocation that the run takes; None: all.
@@ -278,25 +276,17 @@ class SlurmSite(Site):
     def requeue(self, plan: NextAttempt) -> Requeued:
         nodes = plan.nodes if self._job.het_leader_id is None else None  # of a het job each component has a number
         done = self._requeuer.carry_out(replace(plan, script=self._script, nodes=nodes))
-        if done.next_job:
-            self._remember(done.next_job)
-        return done
-
-    def _remember(self, job_id: str) -> None:
-        """So that the run is found by the follow-on job's id too."""
-        problem = (
-            None
-            if self._script is None
-            else index.record(
-                cluster=self._job.cluster or "",
-                job_id=job_id,
+        if done.next_job and self._script is not None:  # the run is to be found by the follow-on job's id too
+            problem = index.record(
+                cluster=self.cluster_name,
+                job_id=done.next_job,
                 submitted_ns=self._clock.time_ns(),
                 run_dir=self._script.parent,
                 env=self._env,
             )
-        )
-        if problem is not None:
-            logger.warning("the run can't be found by job %s: %s", job_id, problem)
+            if problem is not None:
+                logger.warning("the run can't be found by job %s: %s", done.next_job, problem)
+        return done
 
     def end_job(self) -> None:
         """Give the allocation back, where no batch script is left that could end by itself.

@@ -65,7 +65,6 @@ class StepRendezvous:
         runs_dir: Where run directories are made; the same on each node.
         job: With a task.
         env: For srun's port, which no other step of this job's id has.
-        clock: For how long is waited.
 
         Raises:
             OSError: it can't be made there.

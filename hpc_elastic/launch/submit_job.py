@@ -36,8 +36,8 @@ from hpc_elastic.slurm.commands import JobId, sbatch
 from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError
 from hpc_elastic.slurm.notation import HostlistError, compress, expand
 
-Tell = Callable[[str], None]
-"""Takes one line for the person who submits."""
+Log = Callable[[str], None]
+"""Takes one line for the user who submits."""
 
 
 class MessageHints(Struct, frozen=True, kw_only=True):
@@ -78,10 +78,10 @@ class Submission(Struct, frozen=True, kw_only=True):
         )
 
 
-def submission_client(submission: Submission, env: Mapping[str, str], clock: Clock, tell: Tell) -> SlurmClient:
-    """Whose sbatch takes from `env` only what the submission does not say itself; `tell` hears what it says besides."""
+def submission_client(submission: Submission, env: Mapping[str, str], clock: Clock, log: Log) -> SlurmClient:
+    """Whose sbatch takes from `env` only what the submission does not say itself; `log` gets what it prints besides."""
     overruled = submission.job.options.overruled_variables()
-    return CommandSlurmClient(SubprocessRunner(env, overruled=overruled), clock, tell=tell)
+    return CommandSlurmClient(SubprocessRunner(env, overruled=overruled), clock, log=log)
 
 
 def dry_run(submission: Submission) -> str:
@@ -100,17 +100,14 @@ def submit_job(
     *,
     clock: Clock,
     env: Mapping[str, str],
-    tell: Tell,
+    log: Log,
     fill: Callable[[], None] = lambda: None,
 ) -> JobId:
     """Make the run directory, submit its script, and remember the job.
 
     Args:
-        submission: What is to be submitted.
-        client: From `submission_client`.
-        clock: For what is written down.
         env: For sbatch's own variables, and the account's folder.
-        tell: Hears what the user should know besides: which nodes are left out, say.
+        log: For what the user should know besides: which nodes are left out, say.
         fill: Writes what else belongs into the run's `places`, which are there by then.
 
     Raises:
@@ -124,7 +121,7 @@ def submit_job(
     users = users_excluded(job.options, env)
     remark = check_node_count(job, partitions, users or ())
     if remark is not None:
-        tell(remark)
+        log(remark)
     run = create_run(job.spec, submission.runs_dir)
     with _leaving_nothing(run, submission.hints):
         create_tasks(run.paths, job.spec, job.tasks)
@@ -134,9 +131,9 @@ def submit_job(
             write_private(run.paths.script, script)
             if not job.tasks:
                 write_private(run.paths.job_log, "")  # Slurm appends to it, and would make it with the job's umask
-            extra = _left_out(submission, client, partitions, users, env, now_ns=clock.time_ns(), tell=tell)
+            extra = _left_out(submission, client, partitions, users, env, now_ns=clock.time_ns(), log=log)
             number = client.submit(str(run.paths.script), extra=extra)
-        _remember(number, run.paths, env, now_ns=clock.time_ns(), tell=tell)
+        _remember(number, run.paths, env, now_ns=clock.time_ns(), log=log)
     return number
 
 
@@ -170,7 +167,7 @@ def _left_out(
     env: Mapping[str, str],
     *,
     now_ns: int,
-    tell: Tell,
+    log: Log,
 ) -> list[str]:
     """What keeps the job off bad nodes, as sbatch's argument.
 
@@ -179,7 +176,7 @@ def _left_out(
     if users is None:
         return []
     script = str(submission.paths.script)
-    found = bad_nodes(client, submission.job, partitions, users, env, script=script, now_ns=now_ns, tell=tell)
+    found = bad_nodes(client, submission.job, partitions, users, env, script=script, now_ns=now_ns, log=log)
     if not found:
         return []
     for place in submission.places:
@@ -187,11 +184,11 @@ def _left_out(
     return [exclude_argument({*users, *found})]
 
 
-def _remember(job: JobId, paths: RunPaths, env: Mapping[str, str], *, now_ns: int, tell: Tell) -> None:
+def _remember(job: JobId, paths: RunPaths, env: Mapping[str, str], *, now_ns: int, log: Log) -> None:
     cluster = job.cluster or env.get("SLURM_CLUSTER_NAME", "")
     problem = index.record(cluster=cluster, job_id=job.number, submitted_ns=now_ns, run_dir=paths.root, env=env)
     if problem is not None:
-        tell(f"the run can't be found by its job id later, only by its directory: {problem}")
+        log(f"the run can't be found by its job id later, only by its directory: {problem}")
 
 
 @contextmanager
@@ -255,11 +252,6 @@ def users_excluded(options: SbatchOptions, env: Mapping[str, str]) -> frozenset[
 def check_node_count(job: SlurmJob, partitions: Sequence[PartitionNodes], users: Collection[str]) -> str | None:
     """Compare with what there is: 20.11, 22.05 and 26.05 accept more nodes than that, and the job pends for ever. Pure.
 
-    Args:
-        job: What is to be submitted.
-        partitions: From `eligible_partitions`.
-        users: From `users_excluded`.
-
     Returns:
         What the user should know, where the job has to wait.
 
@@ -293,19 +285,13 @@ def bad_nodes(
     *,
     script: str,
     now_ns: int,
-    tell: Tell,
+    log: Log,
 ) -> tuple[str, ...]:
     """Those that earlier jobs of this account found bad, as far as the job can do without them.
 
     Args:
-        client: This cluster's.
-        job: What is to be submitted.
-        partitions: From `eligible_partitions`.
-        users: From `users_excluded`.
         env: For the account's folder.
-        script: The batch script, written.
-        now_ns: The wall clock.
-        tell: Hears of each that is left out, and of each that can't be.
+        log: For each node that is left out, and each that can't be.
     """
     settings = job.spec.bad_nodes
     if settings.scope is not Scope.JOBS or not partitions:
@@ -324,16 +310,16 @@ def bad_nodes(
         )
         reasons = {score.node: score.why for score in bad}
         for name, reason in exclusion.spared:
-            tell(f"{name} is bad ({reasons[name]}), and not left out: {reason}")
+            log(f"{name} is bad ({reasons[name]}), and not left out: {reason}")
         chosen = exclusion.nodes
         why = why_not_without(client, script, exclude_argument({*users, *chosen})) if chosen else None
     except (SlurmError, HostlistError):
         return ()
     if why is not None:
-        tell(f"{compress(sorted(chosen))} would be left out, but then the job could not run: {why}")
+        log(f"{compress(sorted(chosen))} would be left out, but then the job could not run: {why}")
         return ()
     for name in chosen:
-        tell(f"{name} is left out: {reasons[name]}")
+        log(f"{name} is left out: {reasons[name]}")
     return tuple(sorted(chosen))
 
 

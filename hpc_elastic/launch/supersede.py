@@ -97,11 +97,6 @@ class EarlierAttempt:
         nodes: Sequence[str] = (),
     ) -> None:
         """Args:
-        store: The attempt's.
-        run_id: The run's.
-        intervals: How often its agents look.
-        clock: For the silence.
-        number: The attempt's.
         nodes: Slurm's names of its nodes; none where they are not known.
         """
         self._store = store
@@ -217,13 +212,7 @@ class EarlierAttempts:
         clock: Clock,
     ) -> None:
         """Args:
-        paths: The run's.
-        spec: What was asked for.
-        attempt: The attempt that was claimed for this process.
-        uid: This process' own.
         site: Asked which nodes are up.
-        events: The new attempt's.
-        clock: For the silence.
         """
         self._paths = paths
         self._spec = spec

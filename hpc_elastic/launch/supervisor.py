@@ -86,14 +86,8 @@ class Supervisor:
         job_watch: JobWatch | None = None,
     ) -> None:
         """Args:
-        attempt: The attempt's facts.
-        launcher: Starts the agents.
         coordination: With an observer's participant; not started yet.
-        signals: This process's.
-        events: The supervisor's log.
-        clock: For deadlines.
         shutdown_timeout: The workers' grace, in seconds.
-        resolver: Finds out what signals mean.
         end_claim: To finish the attempt once it is closed.
         job_watch: Looks at the job now and then; None: there is none.
         """
@@ -427,7 +421,6 @@ class Supervisor:
         no requeue.
 
         Args:
-            error: What has ended `run`.
             keep: Writes it where the report looks for it.
         """
         self.failure = failure = SupervisorFailedError(error=describe_error(error), where=where_raised(error))

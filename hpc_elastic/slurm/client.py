@@ -220,20 +220,20 @@ class CommandSlurmClient:
         *,
         timeout: float = DEFAULT_TIMEOUT,
         heard: Callable[[SlurmUnavailableError | None], None] = lambda error: None,
-        tell: Callable[[str], object] = logger.info,
+        log: Callable[[str], object] = logger.info,
     ) -> None:
         """Args:
         runner: Runs the commands.
         clock: For how long they took.
         timeout: Seconds for each.
         heard: Called after each: with the error where the controller did not answer, else with None.
-        tell: Hears what sbatch prints besides the job's id: notes of the site's plugins, mostly.
+        log: For what sbatch prints besides the job's id: notes of the site's plugins, mostly.
         """
         self._heard = heard
         self._runner = runner
         self._clock = clock
         self._timeout = timeout
-        self._tell = tell
+        self._log = log
 
     def submit(self, script: str, *, extra: Sequence[str] = ()) -> JobId:
         argv = commands.sbatch(script, extra=extra)
@@ -250,7 +250,7 @@ class CommandSlurmClient:
             why = f"printed {answer!r} instead of a job id"
             raise _failure(SlurmAnswerError, what="sbatch", why=why, argv=argv, result=result)
         if note := one_line(result.stderr):
-            self._tell(f"sbatch: {note}")
+            self._log(f"sbatch: {note}")
         return JobId(number, cluster or None)
 
     def job_state(self, job: JobId) -> JobState | None:

@@ -19,7 +19,6 @@ class ElasticJobPaths(JobPaths):  # type: ignore[misc]
     def __init__(self, folder: Path | str, job_id: str, task_id: int | None = None, *, run_dir: Path | None) -> None:
         """Args:
         folder: The executor's, with ``%j`` and the like.
-        job_id: The job's.
         task_id: The rank; None: 0.
         run_dir: None: by the link that `remember` made.
         """

@@ -120,7 +120,6 @@ def submit_to_slurm(request: Request, *, parallelism: int) -> list[tuple[str, Pa
     """Submit one call as a job, several as an array of one run each.
 
     Args:
-        request: All of it.
         parallelism: So many tasks of an array run at once.
 
     Returns:
@@ -150,7 +149,7 @@ def submit_to_slurm(request: Request, *, parallelism: int) -> list[tuple[str, Pa
         clock = SystemClock()
         client = submission_client(submission, request.env, clock, logger.warning)
         number = submit_job(
-            submission, client, clock=clock, env=request.env, tell=logger.warning, fill=write_calls
+            submission, client, clock=clock, env=request.env, log=logger.warning, fill=write_calls
         ).number
     ids = [f"{number}_{task}" for task in job.tasks] or [number]
     return [(one, place.root) for one, place in zip(ids, submission.places, strict=True)]

@@ -128,7 +128,6 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         rank: int | None = None,
     ) -> None:
         """Args:
-        folder: The executor's.
         job_id: Slurm's, or on this machine the run's id.
         tasks: As submitit has it; not used.
         run_dir: None: found by the job's id in `folder`.

@@ -33,12 +33,9 @@ def start(paths: RunPaths, *, limit: float, delay: float, lines: ScriptLines, en
     """Start the run.
 
     Args:
-        paths: The run's, just made.
         limit: Seconds that an attempt may take; 0: as long as it likes.
         delay: Seconds before that at which notice is given.
-        lines: Shell commands around it.
         env: For the launcher, the agents and the workers.
-        cwd: Where.
     """
     command = [*module_command(_MODULE, "main"), str(paths.root), f"{limit}", f"{delay}"]
     if lines:

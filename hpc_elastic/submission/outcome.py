@@ -220,8 +220,6 @@ def output(paths: RunPaths, rank: int, stream: str) -> str | None:
     """What a rank printed, in all attempts and rounds one after the other; None where it has not begun.
 
     Args:
-        paths: The run's.
-        rank: Global.
         stream: ``stdout`` or ``stderr``.
     """
     texts = []

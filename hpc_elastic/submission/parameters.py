@@ -118,7 +118,6 @@ def parsed_options(parameters: Mapping[str, Any], *, job_name: str, env: Mapping
     """What the parameters say, over what the configuration's layers say, as a command line of ``submit`` would.
 
     Args:
-        parameters: From `normalized`.
         job_name: Where none is given.
         env: For the layers.
         slurm: Whether it is for Slurm: sbatch's own variables count there.

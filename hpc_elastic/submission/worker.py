@@ -162,7 +162,6 @@ def find_state(paths: RunPaths, *, rank: int, before: int) -> SavedState | None:
     """The state of the newest attempt before `before` in which every rank wrote one.
 
     Args:
-        paths: The run's.
         rank: Whose. One that there was none of then, since the world has grown, takes rank 0's.
         before: The running attempt.
 
@@ -208,11 +207,7 @@ class _Leave(SystemExit):
 
 
 def main(arguments: Sequence[str] = ()) -> None:
-    """Run. Ends the process with 0, 1, or 93 where no other attempt is wanted.
-
-    Args:
-        arguments: None.
-    """
+    """Run. Ends the process with 0, 1, or 93 where no other attempt is wanted."""
     sys.argv = [__file__, *arguments]
     place = WorkerPlace.from_env(os.environ)
     worker = _Worker(place)

@@ -54,8 +54,8 @@ class Site:
         )
 
     def submit(self, submission: Submission, **more: Any) -> str:
-        client = CommandSlurmClient(self.slurm, self.clock, tell=self.told.append)
-        return submit_job(submission, client, clock=self.clock, env=self.env, tell=self.told.append, **more).number
+        client = CommandSlurmClient(self.slurm, self.clock, log=self.told.append)
+        return submit_job(submission, client, clock=self.clock, env=self.env, log=self.told.append, **more).number
 
     @property
     def sbatch(self) -> list[str]:
@@ -196,7 +196,7 @@ def test_a_ctrl_c_takes_effect_when_the_job_is_known(site: Site) -> None:
     client = CommandSlurmClient(Interrupted(site.slurm), site.clock)
     before, blocked = signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, ())
     with pytest.raises(KeyboardInterrupt):
-        submit_job(submission, client, clock=site.clock, env=site.env, tell=site.told.append)
+        submit_job(submission, client, clock=site.clock, env=site.env, log=site.told.append)
     (job,) = site.slurm.jobs
     assert index.find(job, env=site.env) == submission.paths.root
     assert submission.paths.script.is_file()

@@ -89,7 +89,7 @@ def left_out(
         env,
         script="/r/job.sbatch",
         now_ns=NOW + 1,
-        tell=[].append if told is None else told.append,
+        log=[].append if told is None else told.append,
     )
 
 

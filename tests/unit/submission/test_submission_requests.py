@@ -34,7 +34,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeSlurm:
     """Nodes n1..n4, of which earlier jobs of this account have found n2 bad."""
     found = FakeSlurm()
 
-    def client(submission: Submission, env: object, clock: SystemClock, tell: object) -> CommandSlurmClient:
+    def client(submission: Submission, env: object, clock: SystemClock, log: object) -> CommandSlurmClient:
         return CommandSlurmClient(found, clock)
 
     monkeypatch.setattr(module, "submission_client", client)
