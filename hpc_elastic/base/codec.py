@@ -2,7 +2,7 @@
 
 A record is a `msgspec.Struct` whose fields' types are its format. ``rename`` on the class gives a field its name in the
 JSON, ``array_like=True`` writes it as a list. Readers are strict about types and tolerant of everything else: unknown
-keys are ignored, missing ones take the field's default, and what can't be read is a `Problem`, a sentence, and no
+keys are ignored, missing ones take the field's default, and what can't be read is an `Unreadable`, a sentence, and no
 exception. The text itself is the standard library's JSON: msgspec's own encoder refuses the lone surrogates of paths
 that are not UTF-8.
 """
@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from msgspec import Struct, ValidationError, convert, to_builtins
-from msgspec.structs import fields
+from msgspec.structs import FieldInfo, fields
 
 from hpc_elastic.base.files import Unreadable, read_json, write_json
 from hpc_elastic.errors import UsageError
@@ -24,6 +25,8 @@ VERSION = 1
 """Of every format that is written here. A change that older readers can't ignore takes the next number."""
 
 R = TypeVar("R", bound=Struct)
+_REFUSALS = (ValidationError, UnicodeEncodeError, RecursionError)
+"""Of msgspec; the second where a key, or an enumeration's value, is a lone surrogate."""
 
 
 class UnreadableRecordError(ValueError):
@@ -56,7 +59,7 @@ def from_json(cls: type[R], value: object, **known: Any) -> R:
     """
     try:
         return convert({**value, **known} if isinstance(value, dict) else value, cls, dec_hook=_decode, str_keys=True)
-    except (ValidationError, RecursionError) as error:
+    except _REFUSALS as error:
         raise UnreadableRecordError(str(error)) from None
 
 
@@ -71,13 +74,18 @@ def readable(cls: type[R], value: object) -> R | None:
 def readable_fields(cls: type[Struct], value: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that `value` has in their types: for a record of which any part is better than none."""
     found = {}
-    for each in fields(cls):
+    for each in _fields(cls):
         if each.encode_name in value:
             try:
                 found[each.name] = convert(value[each.encode_name], each.type, dec_hook=_decode, str_keys=True)
-            except (ValidationError, RecursionError):
+            except _REFUSALS:
                 pass  # a newer version's, or damaged
     return found
+
+
+@cache
+def _fields(cls: type[Struct]) -> tuple[FieldInfo, ...]:
+    return fields(cls)
 
 
 def readable_items(cls: type[R], values: object) -> tuple[R, ...]:

@@ -13,11 +13,10 @@ from typing import Any
 
 from msgspec import Struct
 
+from hpc_elastic.base import codec
 from hpc_elastic.base.text import clean_text, cut_end
 from hpc_elastic.failures.ranking import Category, FailureClass, Standing
 from hpc_elastic.failures.traceback_text import summary_line
-
-VERSION = 1
 
 
 class EvidenceSource(str, Enum):
@@ -82,11 +81,7 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values, with ``version``."""
-        value: dict[str, Any] = {"version": VERSION}
-        for name in WorkerFailure.__struct_fields__:
-            content = getattr(self, name)
-            value[name] = content.value if isinstance(content, Enum) else content
-        return value
+        return {"version": codec.VERSION, **codec.to_json(self)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], **overrides: Any) -> WorkerFailure:
@@ -96,21 +91,9 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
             value: The object under ``hpc_elastic`` in error.json.
             overrides: Fields that the caller knows better (the round, from the file's place).
         """
-        chosen: dict[str, Any] = {}
-        for name, default in _DEFAULTS.items():
-            if name not in value:
-                continue
-            content = value[name]
-            if name in _ENUMS:
-                try:
-                    chosen[name] = _ENUMS[name](content)
-                except ValueError:
-                    pass  # a newer version's value
-            elif name == "last_step":
-                chosen[name] = content if isinstance(content, int) and not isinstance(content, bool) else None
-            elif type(content) is type(default):
-                chosen[name] = cut_end(clean_text(content), _TEXT_LIMIT) if isinstance(content, str) else content
-        return cls(**{**chosen, **overrides})
+        found = codec.readable_fields(cls, value)
+        texts = {name: cut_end(clean_text(text), _TEXT_LIMIT) for name, text in found.items() if type(text) is str}
+        return cls(**{**found, **texts, **overrides})
 
     def to_event(self) -> dict[str, Any]:
         """The fields of the event ``worker_failed``: the record without its texts."""
@@ -156,8 +139,4 @@ _EVENT_FIELDS = (
     "ended_ns",
     "ended_uptime_ns",
 )
-_ENUMS: dict[str, type[Enum]] = {"category": Category, "failure_class": FailureClass, "source": EvidenceSource}
 _TEXT_LIMIT = 128 << 10
-
-
-_DEFAULTS: dict[str, Any] = {name: getattr(WorkerFailure(), name) for name in WorkerFailure.__struct_fields__}

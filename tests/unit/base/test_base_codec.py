@@ -85,6 +85,8 @@ def test_a_newer_and_an_older_record_are_read() -> None:
         {"n": "x", "step": True},
         {"n": "x", "folder": 3},
         {"n": "x", "by_rank": {"one": "x"}},
+        {"n": "x", "colour": "\udc80"},
+        {"n": "x", "\udc80": 1},
     ],
 )
 def test_another_value_is_refused(value: Any) -> None:
