@@ -206,16 +206,20 @@ def consequences(
     for node in sorted(proposal.missing):
         events.append(("node_missing", {"round": record.round, "node": node, "host": "", "reason": "it has not come"}))
     for gone, come in proposal.replaced:
-        fields = {
-            "round": record.round,
-            "group_rank": record.rank(come.uid),
-            "node": come.node,
-            "host": host_of(come.uid),
-            "reason": f"{host_of(gone.uid)} is no member any more, and {host_of(come.uid)} waited",
-            "replaces_node": gone.node,
-            "replaces_host": host_of(gone.uid),
-        }
-        events.append(("node_replaced", fields))
+        events.append(
+            (
+                "node_replaced",
+                {
+                    "round": record.round,
+                    "group_rank": record.rank(come.uid),
+                    "node": come.node,
+                    "host": host_of(come.uid),
+                    "reason": f"{host_of(gone.uid)} is no member any more, and {host_of(come.uid)} waited",
+                    "replaces_node": gone.node,
+                    "replaces_host": host_of(gone.uid),
+                },
+            )
+        )
     return events
 
 

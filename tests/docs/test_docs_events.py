@@ -6,6 +6,8 @@ import ast
 import re
 from pathlib import Path
 
+from tests.rigs.run_builder import make_failure
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 IN_MEMORY = {"agents_departed", "end_claimed", "end_unclaimed", "looked_anew"}
@@ -74,6 +76,7 @@ def written_fields() -> dict[str, set[str]]:
                 and re.fullmatch(r"[a-z]+(_[a-z]+)*", node.args[0].value)
             ):
                 found.setdefault(node.args[0].value, set()).update(word.arg for word in node.keywords if word.arg)
+    found["worker_failed"] |= set(make_failure(0, at=1).to_event())  # written as a whole
     return found
 
 
