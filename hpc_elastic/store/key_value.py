@@ -346,7 +346,8 @@ class KeyValueStore:
 
     def _steadily(self, operation: Callable[[], T], until: float | None = None) -> T:
         """Try an operation that may be repeated until it works; not beyond `until`, where somebody waits no longer."""
-        left = FAULT_SECONDS if until is None else min(FAULT_SECONDS, until - self._clock.monotonic())
+        left = FAULT_SECONDS + _LONGEST_DELAY
+        left = left if until is None else min(left, until - self._clock.monotonic())
         return repeat(
             operation,
             again=lambda error: isinstance(error, OSError),
