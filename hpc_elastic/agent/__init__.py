@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from hpc_elastic.agent.supervision import WorkerGroup as WorkerGroup
     from hpc_elastic.agent.supervision import WorkerGroupFailureError as WorkerGroupFailureError
     from hpc_elastic.agent.supervision import WorkerGroupFailureException as WorkerGroupFailureException
+    from hpc_elastic.agent.supervision import WorkerSpec as WorkerSpec
     from hpc_elastic.agent.supervision import WorkerState as WorkerState
-    from hpc_elastic.agent.worker_spec import WorkerSpec as WorkerSpec
 
 _FROM = {
     "elastic_agent": ("ElasticAgent", "SimpleElasticAgent"),
@@ -31,9 +31,9 @@ _FROM = {
         "WorkerGroup",
         "WorkerGroupFailureError",
         "WorkerGroupFailureException",
+        "WorkerSpec",
         "WorkerState",
     ),
-    "worker_spec": ("WorkerSpec",),
 }
 _MODULE_OF = {name: module for module, names in _FROM.items() for name in names}
 

@@ -19,8 +19,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hpc_elastic.agent.metrics import MetricSink, NoMetrics
-from hpc_elastic.agent.supervision import MonitorResult, RunResult, WorkerGroup, WorkerGroupFailureError, WorkerState
-from hpc_elastic.agent.worker_spec import Rendezvous, Round, WorkerSpec
+from hpc_elastic.agent.supervision import (
+    MonitorResult,
+    Rendezvous,
+    Round,
+    RunResult,
+    WorkerGroup,
+    WorkerGroupFailureError,
+    WorkerSpec,
+    WorkerState,
+)
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.host_facts import candidate_addresses, choose_master_address
 from hpc_elastic.errors import HpcElasticError, UsageError

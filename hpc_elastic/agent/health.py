@@ -21,8 +21,7 @@ from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.base.host_facts import available_memory
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.run.option_values import Check
-from hpc_elastic.workers.cgroup import memory_folders
-from hpc_elastic.workers.linux import OUT_OF_DESCRIPTORS
+from hpc_elastic.workers.linux import OUT_OF_DESCRIPTORS, memory_folders
 
 DESCRIPTORS = "descriptors"
 """The check that a finding names where the agent has no file descriptor left."""

@@ -49,7 +49,7 @@ from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.option_values import Check
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.spawn import Inherited, WorkerProcess, WorkerStartError, start_worker
-from hpc_elastic.workers.tags import JOB_VARIABLE, TAG_VARIABLE
+from hpc_elastic.workers.tree import JOB_VARIABLE, TAG_VARIABLE
 
 TOKEN_VARIABLE = "HPC_ELASTIC_HEALTH_TOKEN"
 """Marks a check's process and all that it starts; another value each time."""

@@ -25,9 +25,8 @@ from hpc_elastic.agent.hang import HangWatch, silent_watch
 from hpc_elastic.agent.heartbeats import open_folder
 from hpc_elastic.agent.local_workers import LocalWorkers, Place
 from hpc_elastic.agent.metrics import MetricSink
-from hpc_elastic.agent.supervision import MonitorResult, RunResult, WorkerGroup, WorkerState
+from hpc_elastic.agent.supervision import MonitorResult, RunResult, WorkerGroup, WorkerSpec, WorkerState
 from hpc_elastic.agent.worker_environment import RoundFacts, worker_environment
-from hpc_elastic.agent.worker_spec import WorkerSpec
 from hpc_elastic.base.clock import Clock, RunClock
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import make_private_dir
@@ -48,7 +47,7 @@ from hpc_elastic.run.spec import EntryKind, Entrypoint
 from hpc_elastic.workers import linux, tree
 from hpc_elastic.workers.spawn import Inherited, candidates
 from hpc_elastic.workers.stop import Stopped
-from hpc_elastic.workers.tags import TAG_VARIABLE, Tag
+from hpc_elastic.workers.tree import TAG_VARIABLE, Tag
 
 logger = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from hpc_elastic.run.log_pieces import holds_at_end
 from hpc_elastic.run.option_values import Std
 from hpc_elastic.run.paths import AttemptPaths, RankPaths
 from hpc_elastic.workers import linux
-from hpc_elastic.workers.cgroup import oom_kill_count
+from hpc_elastic.workers.linux import oom_kill_count
 from hpc_elastic.workers.spawn import (
     EXEC_WAIT_S,
     ExitStatus,

@@ -55,7 +55,7 @@ from hpc_elastic.workers import linux
 from hpc_elastic.workers.guardian import kill_stale_processes, start_guardian
 from hpc_elastic.workers.linux import SignalQueue, leave_hung_threads, output_pipes
 from hpc_elastic.workers.spawn import Inherited, prepare_agent_process
-from hpc_elastic.workers.tags import JOB_VARIABLE, TAG_VARIABLE, Tag, node_key
+from hpc_elastic.workers.tree import JOB_VARIABLE, TAG_VARIABLE, Tag, node_key
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.workers import linux, tree
 from hpc_elastic.workers.linux import SignalQueue, leave_hung_threads, output_pipes
-from hpc_elastic.workers.tags import JOB_VARIABLE, NODE_TAG_VARIABLE
+from hpc_elastic.workers.tree import JOB_VARIABLE, NODE_TAG_VARIABLE
 
 RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -15,7 +15,7 @@ from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec
-from hpc_elastic.workers.tags import node_key
+from hpc_elastic.workers.tree import node_key
 
 
 class AgentEnded(Struct, frozen=True, kw_only=True):

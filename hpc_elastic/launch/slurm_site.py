@@ -31,7 +31,7 @@ from hpc_elastic.slurm.errors import SlurmError, SlurmUnavailableError, is_limit
 from hpc_elastic.slurm.job_environment import JobEnvironment
 from hpc_elastic.slurm.job_state import JobPhase, JobState, seconds_until_end
 from hpc_elastic.slurm.notation import compress
-from hpc_elastic.workers.tags import NODE_TAG_VARIABLE
+from hpc_elastic.workers.tree import NODE_TAG_VARIABLE
 
 _LIMITS = ("TIMEOUT", "DEADLINE")
 _LIMIT_REASONS = ("TimeLimit", "DeadLine")

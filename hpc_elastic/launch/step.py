@@ -34,7 +34,7 @@ from hpc_elastic.slurm.job_environment import JobEnvironment, TaskFacts
 from hpc_elastic.store.base import StoreError
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.workers.linux import SignalQueue
-from hpc_elastic.workers.tags import NODE_TAG_VARIABLE
+from hpc_elastic.workers.tree import NODE_TAG_VARIABLE
 
 FOLDER = ".steps"
 """In the runs folder."""

@@ -27,8 +27,7 @@ from msgspec import Struct
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.staleness import Staleness
 from hpc_elastic.workers import linux, tree
-from hpc_elastic.workers.tags import NODE_TAG_VARIABLE, TAG_VARIABLE, Tag
-from hpc_elastic.workers.tree import Environ, Proc, TreeKiller
+from hpc_elastic.workers.tree import NODE_TAG_VARIABLE, TAG_VARIABLE, Environ, Proc, Tag, TreeKiller
 
 GUARDIAN_NAME = "hpc-el-guardian"
 _IGNORED = (

@@ -21,7 +21,7 @@ from hpc_elastic.failures.recording import ProcessFailure
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 from hpc_elastic.report.write import write_report
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.workers.cgroup import oom_kill_count
+from hpc_elastic.workers.linux import oom_kill_count
 
 FACTS = WorkerFailure(attempt=0, round=0, host="?", node=0, local_rank=0, global_rank=0, pid=0, exitcode=1, ended_ns=0)
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from hpc_elastic.base.outcome import ExitCode
-from hpc_elastic.workers.tags import TAG_VARIABLE
+from hpc_elastic.workers.tree import TAG_VARIABLE
 from tests.rigs.local_run import LocalRun, Process
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
 

@@ -30,7 +30,7 @@ if os.geteuid() == 0:
     linux._prctl(4, 1, 0, 0, 0)  # dumpable again, as an agent of this user would be
 most = int(os.environ["MOST"])
 resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
-tag = tags.Tag(run_uid=os.environ["RUN"], node_key="0", agent_uid="a1")
+tag = tree.Tag(run_uid=os.environ["RUN"], node_key="0", agent_uid="a1")
 guard = guardian.start_guardian(tag)
 env = {"PATH": os.environ["PATH"], "HPC_ELASTIC_TAG": str(tag), "END": str(int(time.time()) + 40)}
 worker = spawn.start_worker(argv=["bash", bomb], env=env, cwd="/", inherited=inherited, clock=clock)

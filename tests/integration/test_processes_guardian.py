@@ -15,7 +15,7 @@ from tests.rigs.agent_stand_in import StandIn, is_alive, run_stand_in, until
 
 # An agent with a guardian, a worker, and the daemon that the worker made.
 _AGENT = """
-tag = tags.Tag(run_uid=os.environ["RUN"], node_key=os.environ["NODE"], agent_uid=os.environ["UID_OF_AGENT"],
+tag = tree.Tag(run_uid=os.environ["RUN"], node_key=os.environ["NODE"], agent_uid=os.environ["UID_OF_AGENT"],
                jobs=frozenset(os.environ.get("JOBS", "").split()))
 limit = float(os.environ["LIMIT"]) if "LIMIT" in os.environ else None
 guard = guardian.start_guardian(tag, remove=os.environ.get("LOCAL"), stopped_limit=limit)
@@ -132,7 +132,7 @@ report(holder=holder.pid)
 def test_guardian_is_small_and_comes_before_threads() -> None:
     facts = run_stand_in(
         """
-        guard = guardian.start_guardian(tags.Tag(run_uid="small", node_key="0", agent_uid="a"))
+        guard = guardian.start_guardian(tree.Tag(run_uid="small", node_key="0", agent_uid="a"))
         until(lambda: tree.look_at(guard.pid).name == guardian.GUARDIAN_NAME)
         junk = [bytes(1000) for _ in range(10_000)]  # the agent lives on, and makes its pages its own
         until(lambda: tree.look_at(guard.pid).state == "S")
@@ -143,7 +143,7 @@ def test_guardian_is_small_and_comes_before_threads() -> None:
         thread = threading.Thread(target=stop_it.wait)
         thread.start()
         try:
-            guardian.start_guardian(tags.Tag(run_uid="small", node_key="0", agent_uid="a"))
+            guardian.start_guardian(tree.Tag(run_uid="small", node_key="0", agent_uid="a"))
             refused = ""
         except RuntimeError as error:
             refused = str(error)
@@ -158,7 +158,7 @@ def test_guardian_is_small_and_comes_before_threads() -> None:
 def test_guardian_ends_those_who_have_cleared_their_environment(tmp_path: Path, spawned: list[int]) -> None:
     """One in the worker's session, and a daemon; and nobody who merely looks like one of the run's."""
     code = """
-tag = tags.Tag(run_uid=os.environ["RUN"], node_key=os.environ["NODE"], agent_uid=os.environ["UID_OF_AGENT"])
+tag = tree.Tag(run_uid=os.environ["RUN"], node_key=os.environ["NODE"], agent_uid=os.environ["UID_OF_AGENT"])
 guard = guardian.start_guardian(tag)
 worker = start('''
     import subprocess
@@ -225,7 +225,7 @@ def test_new_agent_ends_the_one_before_it(tmp_path: Path, spawned: list[int], is
             assert is_alive(facts["daemon"])
         new = run_stand_in(
             """
-            tag = tags.Tag(run_uid=os.environ["RUN"], node_key=os.environ["NODE"], agent_uid=os.environ["UID_OF_AGENT"])
+            tag = tree.Tag(run_uid=os.environ["RUN"], node_key=os.environ["NODE"], agent_uid=os.environ["UID_OF_AGENT"])
             guard = guardian.start_guardian(tag)
             own = start("print('ready', flush=True); time.sleep(600)", HPC_ELASTIC_TAG=str(tag))
             read_line(own.stdout_fd)
@@ -264,7 +264,7 @@ def test_younger_agent_is_left_to_end_us(tmp_path: Path, spawned: list[int]) -> 
     env = _env(tmp_path)
     with StandIn(
         """
-        tag = tags.Tag(run_uid=os.environ["RUN"], node_key=os.environ["NODE"], agent_uid="a1")
+        tag = tree.Tag(run_uid=os.environ["RUN"], node_key=os.environ["NODE"], agent_uid="a1")
         report()
         until(lambda: os.path.exists(os.environ["GO"]))
         report(left=len(guardian.kill_stale_processes(tag, clock=clock)))
@@ -302,7 +302,7 @@ def test_a_job_that_a_worker_submitted_lives_on(tmp_path: Path, spawned: list[in
     left = run_stand_in(
         """
         jobs = frozenset(os.environ["JOBS"].split())
-        tag = tags.Tag(run_uid=os.environ["RUN"], node_key="0", agent_uid="a2", jobs=jobs)
+        tag = tree.Tag(run_uid=os.environ["RUN"], node_key="0", agent_uid="a2", jobs=jobs)
         report(left=len(guardian.kill_stale_processes(tag, clock=clock)))
         """,
         env={**env, **job, "JOBS": agent_job},
@@ -328,7 +328,7 @@ def test_the_next_attempt_ends_what_the_last_one_left(
     left = run_stand_in(
         """
         jobs = frozenset(os.environ["JOBS"].split())
-        tag = tags.Tag(run_uid=os.environ["RUN"], node_key="0", agent_uid="a2", jobs=jobs)
+        tag = tree.Tag(run_uid=os.environ["RUN"], node_key="0", agent_uid="a2", jobs=jobs)
         report(left=len(guardian.kill_stale_processes(tag, clock=clock)))
         """,
         env={**env, "SLURM_JOB_ID": now.split()[0], "JOBS": now},

@@ -18,7 +18,7 @@ _PREAMBLE = '''
 import json, os, resource, select, signal, subprocess, sys, textwrap, threading, time
 from pathlib import Path
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.workers import guardian, linux, spawn, stop, tags, tree
+from hpc_elastic.workers import guardian, linux, spawn, stop, tree
 
 def report(**facts):
     print(json.dumps(facts), flush=True)

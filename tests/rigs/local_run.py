@@ -22,8 +22,7 @@ from typing import Any
 
 from hpc_elastic.run.event_reader import read_events
 from hpc_elastic.run.paths import AttemptPaths, RankPaths, RunPaths
-from hpc_elastic.workers.tags import NODE_TAG_VARIABLE, TAG_VARIABLE
-from hpc_elastic.workers.tree import read_environments
+from hpc_elastic.workers.tree import NODE_TAG_VARIABLE, TAG_VARIABLE, read_environments
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "LOCAL_RUN_MARK"

@@ -17,8 +17,7 @@ from hpc_elastic.run.result import load_result
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, new_run_id
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.guardian import GUARDIAN_NAME
-from hpc_elastic.workers.tags import NODE_TAG_VARIABLE, TAG_VARIABLE
-from hpc_elastic.workers.tree import Proc
+from hpc_elastic.workers.tree import NODE_TAG_VARIABLE, TAG_VARIABLE, Proc
 from tests.rigs.chaos.clocks import set_clock, with_clock
 from tests.rigs.chaos.places import Place
 from tests.rigs.chaos.schedule import Plan

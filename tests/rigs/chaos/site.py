@@ -23,7 +23,7 @@ from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.workers.linux import SignalQueue
-from hpc_elastic.workers.tags import NODE_TAG_VARIABLE, node_key
+from hpc_elastic.workers.tree import NODE_TAG_VARIABLE, node_key
 from tests.rigs.chaos.clocks import with_clock
 
 

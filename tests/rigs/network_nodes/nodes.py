@@ -23,7 +23,7 @@ from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.event_reader import read_events
 from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, new_run_id
-from hpc_elastic.workers.tags import NODE_TAG_VARIABLE
+from hpc_elastic.workers.tree import NODE_TAG_VARIABLE
 from tests.rigs.network_nodes.network import NETNS_FOLDER, Network
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator
 

@@ -12,7 +12,7 @@ from hpc_elastic.agent import worker_environment as module
 from hpc_elastic.agent.worker_environment import RoundFacts, worker_environment
 from hpc_elastic.rendezvous.ranks import RankLayout
 from hpc_elastic.slurm.job_environment import without_run_variables
-from hpc_elastic.workers import tags
+from hpc_elastic.workers import tree
 
 DOCS = Path(__file__).parents[3] / "docs/reference/environment.md"
 LAYOUT = RankLayout(group_rank=1, group_world_size=3, first_rank=4, local_world_size=2, world_size=9)
@@ -165,4 +165,4 @@ def test_what_a_worker_gets_of_its_run_is_left_out_of_what_it_submits() -> None:
 
 
 def test_the_tag_is_the_one_that_is_looked_for() -> None:
-    assert module.TAG_VARIABLE == tags.TAG_VARIABLE
+    assert module.TAG_VARIABLE == tree.TAG_VARIABLE

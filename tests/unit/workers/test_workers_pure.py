@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_elastic.workers.spawn import WorkerStartError, candidates, exec_failure, find_program, pipe_bytes_for
-from hpc_elastic.workers.tags import Tag
-from hpc_elastic.workers.tree import Environ, Proc, ancestors, parse_cgroup_job, parse_stat, subtree
+from hpc_elastic.workers.tree import Environ, Proc, Tag, ancestors, parse_cgroup_job, parse_stat, subtree
 
 
 def _proc(pid: int, ppid: int) -> Proc:

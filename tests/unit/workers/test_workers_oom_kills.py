@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.workers.cgroup import oom_kill_count
+from hpc_elastic.workers.linux import oom_kill_count
 
 EVENTS = "low 0\nhigh 0\nmax 12\noom 3\noom_kill 2\noom_group_kill 0\n"
 CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n"
