@@ -38,7 +38,6 @@ _HOST_WIDTH = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The subcommand's arguments."""
     add_run_arguments(parser, attempt_help="of the N-th execution of the job (default: of all)")
     parser.add_argument(
         "-f",
@@ -59,8 +58,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 class EventChoice(Struct, frozen=True, kw_only=True):
-    """Which events are shown."""
-
     names: frozenset[str] | None
     nodes: str | None
 
@@ -192,7 +189,6 @@ class EventFollower:
         self._nodes: dict[int, frozenset[int] | None] = {}
 
     def look(self, *, everything: bool = False) -> float:
-        """What is new, in time order as far as it came together."""
         found = [event for _, events in self._followed.look(everything=everything) for event in events]
         found = [event for event in found if self._choice.wants(event, self._nodes_of(event.attempt))]
         found.sort(key=lambda event: (event.attempt, event.time_ns))
@@ -203,7 +199,6 @@ class EventFollower:
         return self._followed.seconds_until_due()
 
     def finish(self) -> None:
-        """As `Follower` has it."""
         for file in self._files.values():
             for sentence in file.left_out():
                 print_note(sentence)

@@ -31,8 +31,6 @@ _LAST_WAIT_S = 0.5
 
 
 class RunEnd(Struct, frozen=True, kw_only=True):
-    """How it ended."""
-
     code: int
     why: str
     has_ended: bool = True

@@ -25,7 +25,6 @@ _AT_ONCE = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The subcommand's arguments."""
     states = "|".join(state.value for state in RunState)
     parser.add_argument(
         "--runs-dir", metavar="DIR", help="where runs are (default: what the configuration says, else ./runs)"
@@ -89,7 +88,6 @@ def _statuses(some: Sequence[RunPaths], clock: Clock) -> Iterator[RunStatus]:
 
 
 def _runs(folder: str, names: Sequence[str]) -> Iterator[RunPaths]:
-    """Those in a folder, an array's one by one."""
     for name in names:
         paths = RunPaths(Path(folder, name))
         if paths.run_json.is_file():

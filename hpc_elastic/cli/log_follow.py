@@ -54,7 +54,6 @@ class LogFollower:
         self._has_begun = False
 
     def look(self, *, everything: bool = False) -> float:
-        """As `Follower` has it."""
         if not self._has_begun:
             self._has_begun = True
             self._begin()
@@ -66,7 +65,6 @@ class LogFollower:
         return self._files.seconds_until_due()
 
     def finish(self) -> None:
-        """As `Follower` has it."""
         for stream, chunk in self._files.rests():
             self._show(Piece(stream, None, chunk.data, chunk.after_gap))
         self._printer.flush()

@@ -59,8 +59,6 @@ _TIME_WIDTH = 23
 
 
 class LogChoice(Struct, frozen=True, kw_only=True):
-    """What was asked for."""
-
     ranks: NumberSet | None = None
     nodes: str | None = None
     rounds: NumberSet | None = None
@@ -98,7 +96,6 @@ class LogChoice(Struct, frozen=True, kw_only=True):
         check_ranks(self.ranks, world, option="--rank", where=f"{name} of attempt {attempt.number}")
 
     def streams_in(self, attempt: AttemptPaths, round_number: int) -> list[LogStream]:
-        """The outputs of a round."""
         ranks = self.ranks
         if self.nodes is None:
             return streams_of(
@@ -135,7 +132,6 @@ class LogPrinter:
         self._labels: dict[int, str] = {}
 
     def show(self, piece: Piece) -> None:
-        """Lines of one worker."""
         rank = piece.stream.rank
         if piece.after_gap:
             self.note(f"[rank {rank}] ... what stood here was removed: see --log-max-files ...")
@@ -143,16 +139,13 @@ class LogPrinter:
         self._out.write(with_prefix(data, self._before(rank, piece.time_us).encode()))
 
     def note(self, text: str, colour: str = DIM) -> None:
-        """A line of our own."""
         line = painted(one_line(text), colour if self._colours else "")
         self._out.write(line.encode("utf-8", "replace") + b"\n")
 
     def title(self, text: str) -> None:
-        """What follows."""
         self.note(f"--- {text} ---", BOLD)
 
     def flush(self) -> None:
-        """Show it."""
         self._out.flush()
 
     def _before(self, rank: int, time_us: int | None) -> str:
@@ -167,7 +160,6 @@ class LogPrinter:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The subcommand's arguments."""
     add_run_arguments(parser, attempt_help="of the N-th execution of the job (default: the newest)")
     parser.add_argument(
         "-f",

@@ -36,7 +36,6 @@ _AGENT_OPTIONS = ("--run-dir", "--attempt", "--node", "--launcher-pid")
 
 
 def console_main() -> NoReturn:
-    """The console script's entry point."""
     sys.exit(main(sys.argv[1:]))
 
 

@@ -56,7 +56,6 @@ _BOLD_RED = f"{BOLD};{RED}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The subcommand's arguments."""
     add_run_arguments(parser, attempt_help="the N-th execution of the job (default: the last with a failure)")
     parser.add_argument(
         "--format",
@@ -272,7 +271,6 @@ class ReportFollower:
         self._seen: object = None
 
     def look(self, *, everything: bool = False) -> float:
-        """As `Follower` has it."""
         state, files = self._state()
         began = self._clock.monotonic()
         if state != self._seen:
@@ -282,7 +280,6 @@ class ReportFollower:
         return max(_SHORTEST_S, files / _FILES_PER_SECOND, cost * _SHARE)
 
     def finish(self) -> None:
-        """As `Follower` has it."""
         self._show()
 
     def _state(self) -> tuple[object, int]:

@@ -37,7 +37,6 @@ DESCRIPTION = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run. Returns the run's exit code."""
     env = os.environ
     parsed = read_command_line(argv, subcommand="run", description=DESCRIPTION, env=env)
     if parsed is None:

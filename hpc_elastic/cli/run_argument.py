@@ -47,8 +47,6 @@ _MOST_ITEMS = 10_000
 
 
 class NumberSet(Struct, frozen=True):
-    """Numbers from 0 on, as ranges."""
-
     ranges: tuple[tuple[int, int], ...]
     text: str
 
@@ -60,7 +58,6 @@ class NumberSet(Struct, frozen=True):
         return max(last for _, last in self.ranges)
 
     def within(self, numbers: Iterable[int]) -> list[int]:
-        """Those of `numbers` that are in it."""
         return [number for number in numbers if number in self]
 
 
@@ -133,7 +130,6 @@ class AskedRun(Struct, frozen=True, kw_only=True):
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, *, attempt_help: str) -> None:
-    """RUN, ``--attempt`` and ``--runs-dir``."""
     parser.add_argument("run", metavar="RUN|JOBID|DIR", help=RUN_HELP)
     parser.add_argument("--attempt", type=whole_number, metavar="N", help=attempt_help)
     parser.add_argument(

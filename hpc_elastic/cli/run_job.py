@@ -36,15 +36,12 @@ SHORT_SECONDS = 10.0
 
 
 class RunJob(Struct, frozen=True, kw_only=True):
-    """A run, where it stands, and its job."""
-
     paths: RunPaths
     status: RunStatus
     job: JobId
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """RUN and ``--runs-dir``."""
     parser.add_argument("run", metavar="RUN|JOBID|DIR", help=RUN_HELP)
     parser.add_argument(
         "--runs-dir", metavar="DIR", help="where runs are (default: what the configuration says, else ./runs)"
@@ -84,7 +81,6 @@ def find_run_job(args: argparse.Namespace, *, arrays: bool = False) -> RunJob:
 
 
 def slurm_client(*, timeout: float = SLURM_SECONDS) -> SlurmClient:
-    """This cluster's."""
     return CommandSlurmClient(SubprocessRunner(os.environ), SystemClock(), timeout=timeout)
 
 

@@ -29,7 +29,6 @@ def wants_colour(stream: TextIO, env: Mapping[str, str]) -> bool:
 
 
 def is_terminal(stream: TextIO) -> bool:
-    """Whether a person reads it."""
     try:
         return stream.isatty()
     except ValueError:
@@ -47,7 +46,6 @@ def painted(text: str, colour: str) -> str:
 
 
 def rank_colour(rank: int) -> str:
-    """Neighbours differ."""
     return _RANK_COLOURS[rank % len(_RANK_COLOURS)]
 
 

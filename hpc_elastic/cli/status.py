@@ -36,7 +36,6 @@ from hpc_elastic.slurm.notation import HostlistError, compress, expand
 
 
 def add_forget_argument(parser: argparse.ArgumentParser, whose: str) -> None:
-    """``--forget-nodes``."""
     parser.add_argument(
         "--forget-nodes", metavar="NODES|all", help=f"forget what {whose} remembers of bad nodes (--bad-nodes)"
     )
@@ -94,7 +93,6 @@ _CLEAR = "\x1b[H\x1b[J"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The subcommand's arguments."""
     run_job.add_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument(
@@ -320,7 +318,6 @@ def array_lines(paths: RunPaths, runs: Mapping[int, RunStatus], jobs: Mapping[in
 
 
 def array_json(paths: RunPaths, runs: Mapping[int, RunStatus], jobs: Mapping[int, JobState]) -> dict[str, Any]:
-    """The same as an object."""
     return {
         "version": JSON_VERSION,
         "run_id": paths.run_id,

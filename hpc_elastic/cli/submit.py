@@ -203,8 +203,6 @@ def where_to_look(job: JobId, paths: RunPaths) -> str:
 
 
 class _Waiting:
-    """One wait for a run's end."""
-
     def __init__(
         self, client: SlurmClient, job: JobId, paths: RunPaths, *, clock: Clock, log: OutputReader | None
     ) -> None:

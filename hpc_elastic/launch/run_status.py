@@ -73,8 +73,6 @@ class RunState(str, Enum):
 
 
 class StepStatus(Struct, frozen=True, kw_only=True):
-    """Where the workers are, by their heartbeats."""
-
     least: int
     most: int
     behind: tuple[int, ...]
@@ -86,8 +84,6 @@ class StepStatus(Struct, frozen=True, kw_only=True):
 
 
 class RunStatus(Struct, frozen=True, kw_only=True):
-    """One run, now."""
-
     run_id: str
     run_dir: str
     name: str

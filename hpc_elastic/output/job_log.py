@@ -69,7 +69,6 @@ class JobLog:
         self._thread.start()
 
     def source(self, prefix: str) -> JobLogSource:
-        """A new source, whose lines start with `prefix`."""
         source = JobLogSource(prefix)
         with self._changed:
             self._sources.add(source)
@@ -82,7 +81,6 @@ class JobLog:
             self._queue_loss_message(source)
 
     def write_line(self, line: str) -> None:
-        """Write a line of the agent's own."""
         self.write(self._own, (line.rstrip("\n") + "\n").encode("utf-8", "surrogateescape"))
 
     def write(self, source: JobLogSource, lines: bytes, *, patience: float = 0.0) -> bool:

@@ -44,8 +44,6 @@ class Place(Struct, frozen=True):
 
 
 class Chunk(Struct, frozen=True, kw_only=True):
-    """Whole lines."""
-
     data: bytes
     """Ends with a line feed."""
     head: Place
@@ -108,7 +106,6 @@ class OutputReader:
 
     @property
     def has_begun_line(self) -> bool:
-        """Whether a line waits for its end."""
         return bool(self._begun)
 
     def _take(self, data: bytes, here: Place) -> Chunk | None:
@@ -312,15 +309,12 @@ class FollowedFiles(Generic[K, T]):
         self._files[key] = _Followed(reader)
 
     def drop(self, key: K) -> None:
-        """Follow it no more."""
         self._files.pop(key, None)
 
     def followed(self) -> list[K]:
-        """All files, in the order in which they were added."""
         return list(self._files)
 
     def find(self) -> None:
-        """Look for files that are new."""
         self._find()
         self._find_at = self._clock.monotonic() + max(_FIND_S, len(self._files) / LOOKS_PER_SECOND)
 

@@ -48,7 +48,6 @@ class RoundLayout(Struct, frozen=True, kw_only=True):
 
 
 def round_numbers(attempt: AttemptPaths) -> list[int]:
-    """The rounds that have a folder, ascending."""
     return sorted(index for name in _names(attempt.root) if (index := round_index(name)) is not None)
 
 
@@ -130,7 +129,6 @@ class StreamMarks(Struct):
     first_us: int | None = None
 
     def add(self, piece: int, offset: int, time_us: int) -> None:
-        """The next entry of the file, in its order."""
         if piece == self._newest:
             offsets, times = self._ends
         else:
@@ -247,7 +245,6 @@ class Piece(Struct, frozen=True):
 
     @property
     def lines(self) -> int:
-        """How many."""
         return self.data.count(b"\n")
 
 
@@ -329,7 +326,6 @@ def readers_of(
 
 
 def readers_of_last(streams: Sequence[LogStream], count: int) -> dict[LogStream, OutputReader]:
-    """Readers that begin with the last `count` lines of each."""
     return readers_of(streams, lambda one: last_lines_place(one.path, count))
 
 
@@ -387,7 +383,6 @@ def _end_of_lines(data: bytes, count: int) -> int:
 
 
 def last_of(pieces: Iterable[Piece], count: int) -> list[Piece]:
-    """The pieces with the last `count` lines."""
     last = _LastLines(count)
     for piece in pieces:
         last.add(piece)

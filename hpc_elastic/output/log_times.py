@@ -37,8 +37,6 @@ _WHOLE_SHARE = 4
 
 
 class TimeMark(Struct, frozen=True):
-    """One entry."""
-
     rank: int
     stream: int
     """`STDOUT` or `STDERR`."""
@@ -62,7 +60,6 @@ def times_node(name: str) -> int | None:
 
 
 def mark_line(mark: TimeMark) -> bytes:
-    """One entry's line."""
     return b"%d %d %d %d %d\n" % (mark.rank, mark.stream, mark.piece, mark.offset, mark.time_us)
 
 
@@ -133,16 +130,13 @@ class TimesFile:
 
     @property
     def is_used(self) -> bool:
-        """Whether one of its streams has not ended."""
         return self._users > 0
 
     @property
     def is_waiting(self) -> bool:
-        """Whether entries wait to be written."""
         return bool(self._waiting)
 
     def add(self, mark: TimeMark) -> None:
-        """Keep an entry until `flush`."""
         if len(self._waiting) < _MOST_WAITING:
             self._waiting.append(mark_line(mark))
 
@@ -172,7 +166,6 @@ class TimesFile:
             self._close()
 
     def release(self, now: float) -> None:
-        """One stream has ended."""
         with self._lock:
             self._users -= 1
         if not self.is_used:
@@ -206,8 +199,6 @@ class TimesFile:
 
 
 class StreamTimes:
-    """One stream's part of a `TimesFile`."""
-
     __slots__ = ("_at_us", "_file", "_number", "_place", "_rank")
 
     def __init__(self, file: TimesFile, rank: int, number: int) -> None:
@@ -226,5 +217,4 @@ class StreamTimes:
         self._file.add(TimeMark(self._rank, self._number, piece, offset, at_us))
 
     def release(self, now: float) -> None:
-        """It has ended."""
         self._file.release(now)

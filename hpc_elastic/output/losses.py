@@ -66,11 +66,9 @@ class StreamAccount:
 
     @property
     def dropped(self) -> int:
-        """Bytes that the job log dropped in all."""
         return self.source.dropped if self.source is not None else 0
 
     def take(self) -> StreamLoss:
-        """What was lost since it was taken last."""
         loss = StreamLoss(
             round=round_index(self.path.parent.parent.name),
             rank=self.rank,
@@ -115,7 +113,6 @@ class LossBook:
             self._forget()
 
     def lose(self, account: StreamAccount, count: int, reason: str) -> None:
-        """`count` bytes will not be in its file."""
         with self._lock:
             account.lost += count
             self._accounts.add(account)

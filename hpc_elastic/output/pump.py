@@ -24,13 +24,13 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from msgspec import Struct, to_builtins
+from msgspec import to_builtins
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.waking import Waker
 from hpc_elastic.output.job_log import JobLog, JobLogSource
 from hpc_elastic.output.log_files import FileWriter, HoldBudget, LogFile
-from hpc_elastic.output.log_times import STDERR, STDOUT, StreamTimes, times_path
+from hpc_elastic.output.log_times import STDERR, STDOUT, times_path
 from hpc_elastic.output.losses import LossBook, LossEpisode, StreamAccount
 from hpc_elastic.output.terminal import LineSplitter
 from hpc_elastic.run.events import EventLog
@@ -51,20 +51,6 @@ _PATIENCE_SHARE = 0.02
 _PATIENCE_STEP_S = 0.02
 _SMALLEST_PIPE = 4096
 _F_GETPIPE_SZ = 1032  # fcntl.F_GETPIPE_SZ, which some builds lack
-
-
-class LogStats(Struct, frozen=True, kw_only=True):
-    """What was moved and lost so far, in bytes."""
-
-    read: int
-    """From the workers."""
-    file_written: int
-    file_lost: int
-    """Disk full, or hung for long."""
-    job_log_written: int
-    """Prefixes and the agent's own lines included."""
-    job_log_dropped: int
-    open_streams: int
 
 
 class _Output:
@@ -124,7 +110,7 @@ class LogPump:
         self._limit = limit
         self._node = node
         self._waker = Waker()
-        self._files = FileWriter(clock=clock, on_room=self._waker.wake)
+        self.files = FileWriter(clock=clock, on_room=self._waker.wake)
         self._losses = LossBook(clock=clock, log=lambda line: job_log.write_line(f"[{host}] {line}"))
         self._budget = HoldBudget(now=clock.monotonic())
         self._streams: dict[int, _Stream] = {}
@@ -135,7 +121,8 @@ class LogPump:
         self._hurry = threading.Event()
         self._close_by: float | None = None
         self._is_closed = False
-        self._read = 0
+        self.read = 0
+        """Bytes that came from the workers."""
         self._patience = _PATIENCE_S
         self._patience_at = clock.monotonic()
         self._thread = threading.Thread(target=self._run, name="log-pump", daemon=True)
@@ -170,22 +157,19 @@ class LogPump:
                     source=self._job_log.source(f"[{self._host}:{rank}] ") if std & shown else None,
                 )
             )
-            on_loss = partial(self._losses.lose, account)
+            times = None
+            if self._node is not None:
+                times = self.files.times(times_path(path.parent.parent, self._node))
             file = LogFile(
                 path,
                 on_end=output.one_ended,
-                on_loss=on_loss,
+                on_loss=partial(self._losses.lose, account),
                 limit=self._limit,
-                times=self._times(path, rank, STDOUT if std is Std.OUT else STDERR),
+                times=times.stream(rank, STDOUT if std is Std.OUT else STDERR) if times is not None else None,
             )
             self._streams[fd] = _Stream(fd, file, account)
             self._epoll.register(fd, select.EPOLLIN)
         return lambda: file.kept  # of the last of the two: stderr
-
-    def _times(self, path: Path, rank: int, number: int) -> StreamTimes | None:
-        if self._node is None:
-            return None
-        return self._files.times(times_path(path.parent.parent, self._node)).stream(rank, number)
 
     def drained(self, pid: int, timeout: float) -> bool:
         """Wait until all output of the worker `pid` is in its files, or is known to be lost.
@@ -200,17 +184,6 @@ class LogPump:
             return True
         self._hurry.set()
         return self._clock.wait(output.ended, timeout)
-
-    def stats(self) -> LogStats:
-        """What was moved and lost so far."""
-        return LogStats(
-            read=self._read,
-            file_written=self._files.written,
-            file_lost=self._files.lost,
-            job_log_written=self._job_log.written,
-            job_log_dropped=self._job_log.dropped,
-            open_streams=len(self._streams),
-        )
 
     def take_losses(self) -> LossEpisode | None:
         """What was lost, where an episode of losses has ended: to be asked every few seconds, and after `close`."""
@@ -231,7 +204,7 @@ class LogPump:
         self._waker.wake()
         self._thread.join(timeout)
         is_moved = not self._thread.is_alive()
-        is_written = self._files.close(max(0.0, deadline - self._clock.monotonic()))
+        is_written = self.files.close(max(0.0, deadline - self._clock.monotonic()))
         self._is_closed = True
         if is_moved and is_written:
             self._epoll.close()
@@ -272,7 +245,7 @@ class LogPump:
 
     def _move(self, stream: _Stream) -> bool:
         """One read of one stream. Returns whether the pipe fills so fast that it must be looked at again at once."""
-        has_room = self._files.has_room(stream.file)
+        has_room = self.files.has_room(stream.file)
         if not has_room and self._may_hold():
             # Not merely masked: epoll reports a hang-up always.
             self._epoll.unregister(stream.fd)
@@ -287,7 +260,7 @@ class LogPump:
         if not data:
             self._end(stream)
             return False
-        self._read += len(data)
+        self.read += len(data)
         if stream.source is not None:
             lines = stream.splitter.feed(data)
             self._show(stream.source, lines)
@@ -296,20 +269,20 @@ class LogPump:
             elif lines or stream.partial_since is None:
                 stream.partial_since = self._clock.monotonic()
         if has_room:
-            self._files.write(stream.file, data)
+            self.files.write(stream.file, data)
         else:
-            self._files.skip(stream.file, len(data))
+            self.files.skip(stream.file, len(data))
         return len(data) >= stream.flood
 
     def _resume(self) -> None:
         for stream in list(self._paused):
-            if self._files.has_room(stream.file) or not self._may_hold():
+            if self.files.has_room(stream.file) or not self._may_hold():
                 self._epoll.register(stream.fd, select.EPOLLIN)
                 self._paused.discard(stream)
 
     def _may_hold(self) -> bool:
         now = self._clock.monotonic()
-        return self._budget.may_hold(now=now, written=self._files.written, holding=bool(self._paused))
+        return self._budget.may_hold(now=now, written=self.files.written, holding=bool(self._paused))
 
     def _flush_partials(self, now: float) -> None:
         for stream in list(self._streams.values()):
@@ -349,11 +322,11 @@ class LogPump:
             self._paused.discard(stream)
             left = _bytes_in_pipe(stream.fd)
             if left:
-                self._files.skip(stream.file, left)
+                self.files.skip(stream.file, left)
         else:
             self._epoll.unregister(stream.fd)
         os.close(stream.fd)
-        self._files.end(stream.file)
+        self.files.end(stream.file)
         self._losses.end(stream.account)
 
 

@@ -105,7 +105,6 @@ class EventFile:
 
     @property
     def has_begun_line(self) -> bool:
-        """Whether a line waits for its end."""
         return bool(self._begun)
 
     def events(self) -> Iterator[Event]:

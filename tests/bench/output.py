@@ -158,7 +158,7 @@ def _agent(case: Case, folder: Path) -> Cost:
     pump.close(10)
     log.close(0.0 if case.stuck else 10)
     cpu = time.process_time() - before
-    total = pump.stats().read
+    total = pump.read
     return Cost(
         title=case.title,
         cpu_per_gb=cpu / total * 1e9,

@@ -56,8 +56,9 @@ def finished():
     streams = lost.streams if lost else ()
     losses = [(one.rank, one.stream, one.not_in_file, one.not_in_job_log) for one in streams]
     facts = dict(closed=done, losses=losses, why=lost.reason if lost else "", logged=log.close(10), text=sink.end())
-    return dict(facts, stats={k: getattr(pump.stats(), k) for k in (
-        "read", "file_written", "file_lost", "job_log_written", "job_log_dropped", "open_streams")})
+    return dict(facts, stats=dict(
+        read=pump.read, file_written=pump.files.written, file_lost=pump.files.lost,
+        job_log_written=log.written, job_log_dropped=log.dropped, open_streams=len(pump._streams)))
 """
 
 
@@ -172,7 +173,7 @@ began = time.monotonic()
 closed = pump.close(5)
 logged = log.close(0.3)
 seconds = time.monotonic() - began
-report(closed=closed, logged=logged, seconds=seconds, dropped=pump.stats().job_log_dropped)
+report(closed=closed, logged=logged, seconds=seconds, dropped=log.dropped)
 """,
         env={"WHERE": str(tmp_path), "STUCK": "1"},
     )
@@ -239,7 +240,7 @@ file = WHERE / "round-000" / "rank-00000" / "stdout.log"
 until(lambda: file.exists() and file.read_text() == "first\\n")
 full.set()
 os.kill(worker.pid, signal.SIGUSR1)
-until(lambda: pump.stats().file_lost == 7)
+until(lambda: pump.files.lost == 7)
 full.clear()
 os.kill(worker.pid, signal.SIGUSR1)
 until(worker.poll)
@@ -277,12 +278,12 @@ began = time.monotonic()
 worker = run("for i in range(300): os.write(1, b'0123456789' * 10_000)", wait=False, shown=Std.NONE)
 until(worker.poll, 30)
 seconds = time.monotonic() - began
-until(lambda: pump.stats().file_lost > 20_000_000)
+until(lambda: pump.files.lost > 20_000_000)
 grown = rss("VmHWM") - before
 drained = pump.drained(worker.pid, 0.2)
 closed = pump.close(0.5)
 report(code=worker.exit_status.exitcode, seconds=seconds, grown=grown, drained=drained, closed=closed,
-       lost=pump.stats().file_lost, read=pump.stats().read)
+       lost=pump.files.lost, read=pump.read)
 os._exit(0)
 """,
         env={"WHERE": str(tmp_path)},
@@ -380,7 +381,7 @@ def switches():
 one(0)
 first, *_, last = [one(rank % 5) for rank in range(30)]
 worker = run("print('x', flush=True); time.sleep(600)", wait=False)
-until(lambda: pump.stats().read == 64)
+until(lambda: pump.read == 64)
 for _ in range(10):  # until what was there to do is done: a second comes that is silent
     before = switches()
     time.sleep(1)

@@ -147,13 +147,13 @@ log_files._open_for_append = lambda path: os.dup(pipe[1]) if path.name == "stdou
 """
     # The workers' last words wait behind what hangs: they are read when it answers again.
     end = """
-hung_then = pump.stats()
+lost_then = pump.files.lost
 answers = threading.Thread(target=lambda: all(os.read(pipe[0], 1 << 20) for _ in iter(int, 1)), daemon=True)
 answers.start()
 drained = all(pump.drained(worker.pid, 20) for worker in workers)
 facts = finished()
 report(codes=[w.exit_status.exitcode for w in workers], seconds=seconds, grown=grown, drained=drained,
-       lost_then=hung_then.file_lost, **facts)
+       lost_then=lost_then, **facts)
 os._exit(0)
 """
     facts = _flood(tmp_path, _LINES, before=hung, end=end, shown="Std.NONE")
