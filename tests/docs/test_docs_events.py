@@ -6,6 +6,7 @@ import ast
 import re
 from pathlib import Path
 
+from hpc_elastic.output.losses import LossEpisode, StreamLoss
 from tests.rigs.run_builder import make_failure
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -76,7 +77,9 @@ def written_fields() -> dict[str, set[str]]:
                 and re.fullmatch(r"[a-z]+(_[a-z]+)*", node.args[0].value)
             ):
                 found.setdefault(node.args[0].value, set()).update(word.arg for word in node.keywords if word.arg)
-    found["worker_failed"] |= set(make_failure(0, at=1).to_event())  # written as a whole
+    # Written as a whole:
+    found["worker_failed"] |= set(make_failure(0, at=1).to_event())
+    found["output_lost"] |= {*LossEpisode.__struct_fields__, *StreamLoss.__struct_fields__}
     return found
 
 
