@@ -136,28 +136,9 @@ def _checked_name(name: object) -> bytes:
 class _Reporter:
     """This process' part: silent until it has found the agent's file, and has it for itself."""
 
-    __slots__ = (
-        "_asks",
-        "_checkpoints",
-        "_count",
-        "_has_notice",
-        "_intervals",
-        "_last_ns",
-        "_last_section",
-        "_lock_fd",
-        "_longest_ns",
-        "_map",
-        "_off",
-        "_pid",
-        "_retry_ns",
-        "_saved_ns",
-        "_step",
-        "has_begun",
-    )  # fmt: skip
-
     def __init__(self) -> None:
         self._map: object | None = None
-        self._off = False
+        self.is_off = False
         self._retry_ns = 0
         self._lock_fd = -1
         self._pid = 0
@@ -169,22 +150,14 @@ class _Reporter:
         self._longest_ns = 0
         self._checkpoints = 0
         self._saved_ns = 0
-        self._asks = False
+        self.asks_for_notices = False
         self._has_notice = False
         self.has_begun = False
 
-    @property
-    def asks_for_notices(self) -> bool:
-        return self._asks
-
-    @property
-    def is_off(self) -> bool:
-        return self._off
-
     def read_notice(self) -> NoticeRecord | None:
         """The agent's notice. The heartbeats then show that this worker asks, and that it has found a notice."""
-        if not self._asks:
-            self._asks = True
+        if not self.asks_for_notices:
+            self.asks_for_notices = True
             self.beat(None, self._last_section or b"setup", False)
         if self._map is None:
             return None
@@ -198,7 +171,7 @@ class _Reporter:
         self.beat(None, self._last_section or b"setup", False, saved=True)
 
     def beat(self, step: int | None, section: bytes, is_heartbeat: bool, *, saved: bool = False) -> None:
-        if self._off:
+        if self.is_off:
             return
         if self._map is None and not self._open():
             return
@@ -228,7 +201,7 @@ class _Reporter:
             longest_ns=self._longest_ns,
             checkpoints=self._checkpoints,
             saved_ns=self._saved_ns,
-            asks_for_notices=self._asks,
+            asks_for_notices=self.asks_for_notices,
             has_notice=self._has_notice,
         )
 
@@ -236,7 +209,7 @@ class _Reporter:
         """Find the file, and take it for this process alone. Whatever is wrong with it: training goes on."""
         path = os.environ.get(VARIABLE)
         if not path or _is_helper_process():
-            self._off = True
+            self.is_off = True
             return False
         now = clock_gettime_ns(CLOCK_BOOTTIME)
         if now < self._retry_ns:
@@ -247,7 +220,7 @@ class _Reporter:
                 return True
             self._retry_ns = now + _RETRY_NS  # another process of this worker's reports for it, for now
         except (OSError, ValueError, ImportError):
-            self._off = True
+            self.is_off = True
         return False
 
     def _map_file(self, path: str) -> bool:
@@ -288,7 +261,7 @@ def _be_silent() -> None:
     """In a forked child: its parent reports."""
     global _reporter
     _reporter = _Reporter()
-    _reporter._off = True
+    _reporter.is_off = True
 
 
 _reporter = _Reporter()

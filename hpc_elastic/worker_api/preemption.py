@@ -1,17 +1,17 @@
-"""``hpc_elastic.should_checkpoint`` and ``preemption_notice``: a worker learns that its job is about to end. No torch.
+"""``hpc_elastic.should_checkpoint``, ``preemption_notice`` and ``on_preemption``: the job is about to end. No torch.
 
 The agents agree on a step, so that all ranks save the same one: a rank reads it from the page that its heartbeats are
-written to. For the process that gives a worker's heartbeats, as there; in any other there is never a notice.
-
-``hpc_elastic.on_preemption``: have a function called when the job is about to end. No torch.
-
-A thread of this process looks at the page that the agent writes into, as `preemption_notice` does, five times a second.
-No signal handler is installed, and none is in the way: it works whatever the script does with signals.
+written to. Only the process that reports a worker's heartbeats ever sees a notice. For `on_preemption` a thread looks
+at that page, five times a second. No signal handler is installed: it works whatever the script does with signals.
 """
 
 from __future__ import annotations
 
 import os
+import sys
+import threading
+import time
+import traceback
 from collections.abc import Callable
 from itertools import count
 from time import CLOCK_BOOTTIME, clock_gettime_ns
@@ -19,7 +19,7 @@ from time import CLOCK_BOOTTIME, clock_gettime_ns
 from msgspec import Struct
 
 from hpc_elastic.worker_api import heartbeat
-from hpc_elastic.worker_api.heartbeat_record import STEP_PENDING, NoticeRecord
+from hpc_elastic.worker_api.heartbeat_record import STEP_PENDING
 
 
 class PreemptionNotice(Struct, frozen=True):
@@ -48,7 +48,10 @@ def preemption_notice() -> PreemptionNotice | None:
     Call it, or `should_checkpoint`, from the first step on: where no worker ever does, no agent waits for a checkpoint.
     """
     found = heartbeat.read_notice_of_agent()
-    return None if found is None else _notice(found)
+    if found is None:
+        return None
+    step = found.step if found.step >= 0 else None
+    return PreemptionNotice(deadline_ns=found.deadline_ns, step=step, is_agreed=found.step != STEP_PENDING)
 
 
 def should_checkpoint(step: int) -> bool:
@@ -69,14 +72,6 @@ def should_checkpoint(step: int) -> bool:
     heartbeat.heartbeat(step)
     notice = preemption_notice()
     return notice is not None and notice.is_due(step)
-
-
-def _notice(found: NoticeRecord) -> PreemptionNotice:
-    return PreemptionNotice(
-        deadline_ns=found.deadline_ns,
-        step=found.step if found.step >= 0 else None,
-        is_agreed=found.step != STEP_PENDING,
-    )
 
 
 LOOK_SECONDS = 0.2
@@ -115,7 +110,7 @@ def on_preemption(callback: Callback) -> Callable[[], None]:
 
 
 class _Watch:
-    """The thread, and for whom it looks. No locks, which a signal handler could meet: a pop gets an entry once."""
+    """The thread and its callbacks. No locks, which a signal handler could meet: a pop gets an entry once."""
 
     def __init__(self) -> None:
         self.waiting: dict[int, Callback] = {}
@@ -125,33 +120,26 @@ class _Watch:
         if self._has_started or heartbeat.is_outside():
             return
         self._has_started = True
-        import threading
-
-        # That this worker heeds notices is known from now on, not from the first look of the thread on.
+        # That this worker asks for notices is known from now on, not from the first look of the thread on.
         preemption_notice()
         os.register_at_fork(after_in_child=_forget)
         threading.Thread(target=self._run, name="hpc_elastic on_preemption", daemon=True).start()
 
     def _run(self) -> None:
-        from time import sleep
-
         while _watch is self and not heartbeat.is_outside():
             notice = preemption_notice()
             if notice is not None and notice.is_agreed:
                 for key in list(self.waiting):
                     if (callback := self.waiting.pop(key, None)) is not None:
                         self._call(callback, notice)
-            sleep(LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)
 
     def _call(self, callback: Callback, notice: PreemptionNotice) -> None:
         try:
             callback(notice)
         except Exception:
-            import sys
-            from traceback import print_exc
-
             print("hpc_elastic: a callback of on_preemption failed:", file=sys.stderr)
-            print_exc()
+            traceback.print_exc()
 
 
 _watch = _Watch()
