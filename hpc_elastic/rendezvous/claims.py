@@ -5,16 +5,22 @@ What this node has to say about rounds and has not written yet: in order, each o
 
 from __future__ import annotations
 
-import json
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status, decode_failure, node_of
+from msgspec import Struct
+from msgspec.structs import replace
+
+from hpc_elastic.base import codec
+from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status, node_of
 from hpc_elastic.store.base import Store
 
-T = TypeVar("T")
+C = TypeVar("C", bound=Struct)
+
+MOST_MESSAGE = 300
+"""Characters of a message in a claim."""
 
 
 class ClaimKind(str, Enum):
@@ -40,6 +46,26 @@ class ClaimKind(str, Enum):
     """There is a notice: where its workers stand."""
     KEPT = "kept"
     """There is a notice: all its workers that follow it have saved."""
+
+
+class Ready(Struct, frozen=True):
+    """What an ACK holds."""
+
+    master: str = ""
+    """``host:port`` of the TCPStore, from the first slot; else empty."""
+
+
+class Departure(Struct, frozen=True):
+    """What a LEAVE holds."""
+
+    reason: str = ""
+
+
+class Saved(Struct, frozen=True):
+    """What a SAVED holds."""
+
+    age: float
+    """Seconds for which the checkpoint had been complete."""
 
 
 Claims = Mapping[str, Sequence[str]]
@@ -75,28 +101,28 @@ def read_confirmed(store: Store, record: RoundRecord, uids: Sequence[str]) -> di
     first = record.members[0].uid
     confirmed = dict.fromkeys((uid for uid in uids if uid != first), "")
     if first in uids:
-        value = decode_object(store.get(claim_key(record.round, ClaimKind.ACK, first)))
-        if value is not None:
-            confirmed[first] = str(value.get("master", ""))
+        ready = read_claim(Ready, store.get(claim_key(record.round, ClaimKind.ACK, first)))
+        if ready is not None:
+            confirmed[first] = ready.master
     return confirmed
 
 
-class ClaimReader(Generic[T]):
+class ClaimReader(Generic[C]):
     """Reads the claims of one kind. What was read once is not read again: claims never change."""
 
-    def __init__(self, store: Store, kind: ClaimKind, decode: Callable[[Mapping[str, Any]], T | None]) -> None:
+    def __init__(self, store: Store, kind: ClaimKind, content: type[C]) -> None:
         """Args:
         store: Where they are.
         kind: Which ones.
-        decode: The content of such a claim; None where it makes no sense.
+        content: The record that such a claim holds.
         """
         self._store = store
         self._kind = kind
-        self._decode = decode
+        self._content = content
         self._round = -1
-        self._read: dict[str, T] = {}
+        self._read: dict[str, C] = {}
 
-    def read(self, round_index: int, claims: Claims, *, without: Container[str] = ()) -> dict[str, T]:
+    def read(self, round_index: int, claims: Claims, *, without: Container[str] = ()) -> dict[str, C]:
         """Uid → content, for all that can be read.
 
         Args:
@@ -110,9 +136,7 @@ class ClaimReader(Generic[T]):
         unread = [uid for uid in uids if uid not in self._read and uid not in without]
         keys = [claim_key(round_index, self._kind, uid) for uid in unread]
         for uid, raw in zip(unread, self._store.get_many(keys), strict=True):
-            value = decode_object(raw)
-            found = self._decode(value) if value is not None else None
-            if found is not None:
+            if (found := read_claim(self._content, raw)) is not None:
                 self._read[uid] = found
         return {uid: self._read[uid] for uid in uids if uid in self._read}
 
@@ -121,8 +145,8 @@ class FailureReader:
     """Reads the failures that nodes reported: what a node summed up replaces its bare fact."""
 
     def __init__(self, store: Store) -> None:
-        self._facts = ClaimReader(store, ClaimKind.FAIL, decode_failure)
-        self._summaries = ClaimReader(store, ClaimKind.SUM, decode_failure)
+        self._facts = ClaimReader(store, ClaimKind.FAIL, NodeFailure)
+        self._summaries = ClaimReader(store, ClaimKind.SUM, NodeFailure)
 
     def read(self, round_index: int, claims: Claims) -> dict[str, NodeFailure]:
         """The failures of a round by uid; one that can't be read counts too."""
@@ -132,24 +156,16 @@ class FailureReader:
         return {uid: found.get(uid) or _unreadable(uid) for uid in sorted(uids)}
 
 
-def decode_reason(value: Mapping[str, Any]) -> str:
-    """Why a node takes itself out."""
-    return str(value.get("reason", ""))
-
-
 def _unreadable(uid: str) -> NodeFailure:
     return NodeFailure(node=node_of(uid), fingerprint="", failure_class="root", retryable=True, message="(unreadable)")
 
 
-def decode_object(raw: str | None) -> dict[str, Any] | None:
-    """A JSON object, or None where there is none that makes sense."""
-    if raw is None:
-        return None
+def read_claim(cls: type[C], raw: str | None) -> C | None:
+    """A claim's content, or None where there is none that makes sense."""
     try:
-        value = json.loads(raw)
-    except ValueError:
+        return None if raw is None else codec.loads(cls, raw)
+    except codec.UnreadableRecordError:
         return None
-    return value if isinstance(value, dict) else None
 
 
 class OwnClaims:
@@ -165,10 +181,13 @@ class OwnClaims:
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def add(self, round_index: int, kind: ClaimKind, value: Mapping[str, Any], *, serial: str = "") -> None:
+    def add(self, round_index: int, kind: ClaimKind, content: Struct | None = None, *, serial: str = "") -> None:
         """Say something about a round."""
         key = claim_key(round_index, kind, self._uid, serial=serial)
-        self.add_key(key, json.dumps(value, separators=(",", ":")))
+        self.add_key(key, "{}" if content is None else codec.dumps(content))
+
+    def add_failure(self, round_index: int, kind: ClaimKind, failure: NodeFailure) -> None:
+        self.add(round_index, kind, replace(failure, message=failure.message[:MOST_MESSAGE]))
 
     def add_key(self, key: str, value: str) -> None:
         """Say something else."""

@@ -15,16 +15,16 @@ from hpc_elastic.rendezvous.claims import (
     ClaimKind,
     ClaimReader,
     Claims,
+    Departure,
     FailureReader,
     claim_folder,
-    decode_reason,
     read_claims,
     read_confirmed,
 )
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.growth import GrowthSigns
 from hpc_elastic.rendezvous.peers import NodeInfo, Peers
-from hpc_elastic.rendezvous.preemption import PreemptionStatus, decode_status
+from hpc_elastic.rendezvous.preemption import PreemptionStatus
 from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status
 from hpc_elastic.store.base import Store
 
@@ -94,9 +94,9 @@ class ClaimScanner:
         self._peers = peers
         self._detector = detector
         self._failures = FailureReader(store)
-        self._leaving = ClaimReader(store, ClaimKind.LEAVE, decode_reason)
+        self._leaving = ClaimReader(store, ClaimKind.LEAVE, Departure)
         self._growth = GrowthSigns(store)
-        self._noted = ClaimReader(store, ClaimKind.NOTED, decode_status)
+        self._noted = ClaimReader(store, ClaimKind.NOTED, PreemptionStatus)
         self._dead: frozenset[str] = frozenset()
         self._status_since = detector.mark
         self._lost_since = detector.mark
@@ -169,7 +169,8 @@ class ClaimScanner:
             acked=read_confirmed(self._store, record, here.get("ack", ())),
             failures=self._failures.read(failed_round, failed),
             done=frozenset(here.get("done", ())),
-            leaving=dict.fromkeys(here.get("leave", ()), "") | self._leaving.read(record.round, here),
+            leaving=dict.fromkeys(here.get("leave", ()), "")
+            | {uid: leave.reason for uid, leave in self._leaving.read(record.round, here).items()},
             gone=frozenset(int(n) for n in self._store.list(_GONE) if n.isdecimal()),
             dead=dead,
             silent=frozenset(uid for uid in uids if self._detector.is_silent(uid)),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from hpc_elastic.rendezvous.claims import ClaimKind, Claims, claim_key, decode_object
+from hpc_elastic.rendezvous.claims import ClaimKind, Claims, Saved, claim_key, read_claim
 from hpc_elastic.run.option_values import GrowPolicy
 from hpc_elastic.store.base import Store
 
@@ -111,7 +111,8 @@ class GrowthSigns:
         unread = [word for word in _words(claims, ClaimKind.SAVED) if word[:2] not in self._saved_at]
         keys = [claim_key(round_index, ClaimKind.SAVED, uid, serial=serial) for uid, serial, _ in unread]
         for (uid, serial, _), raw in zip(unread, self._store.get_many(keys), strict=True):
-            self._saved_at[uid, serial] = now - _age(decode_object(raw))
+            saved = read_claim(Saved, raw)
+            self._saved_at[uid, serial] = now - (max(0.0, saved.age) if saved is not None and saved.age < 1e9 else 0.0)
 
     def paused_for(self, seconds: float) -> None:
         """This process was, for so long: that is nobody's time."""
@@ -143,8 +144,3 @@ def _words(claims: Claims, kind: ClaimKind) -> list[tuple[str, str, str]]:
         if dot and word == kind.value:
             found += [(uid, serial, name) for uid in uids]
     return found
-
-
-def _age(value: dict[str, object] | None) -> float:
-    age = value.get("age") if value is not None else None
-    return max(0.0, float(age)) if isinstance(age, (int, float)) and age < 1e9 else 0.0

@@ -17,7 +17,7 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.cache_invalidator import CacheInvalidator, PendingNotifications, record_name
-from hpc_elastic.rendezvous.claims import ClaimKind, OwnClaims, round_to_join
+from hpc_elastic.rendezvous.claims import MOST_MESSAGE, ClaimKind, Departure, OwnClaims, Ready, Saved, round_to_join
 from hpc_elastic.rendezvous.cluster_view import ClaimScanner, gone_key
 from hpc_elastic.rendezvous.coordinator import DecideRestart, next_proposal, rests_on_absence
 from hpc_elastic.rendezvous.ending import Ending, goodbye_key
@@ -124,7 +124,7 @@ class Participant:
 
     def confirm(self, round_index: int, master: str) -> None:
         """This node is ready for the frozen round; `master` is ``host:port`` from the first slot, else empty."""
-        self._claims.add(round_index, ClaimKind.ACK, {"master": master})
+        self._claims.add(round_index, ClaimKind.ACK, Ready(master))
 
     def member_addresses(self, uids: Collection[str]) -> frozenset[str] | None:
         """Every address of these nodes; None where one of them has not said its own. It may read files.
@@ -136,34 +136,34 @@ class Participant:
 
     def report_failure(self, round_index: int, failure: NodeFailure) -> None:
         """A worker of this node failed: the round is over for all, as soon as the coordinator reads it."""
-        self._claims.add(round_index, ClaimKind.FAIL, failure.to_json())
+        self._claims.add_failure(round_index, ClaimKind.FAIL, failure)
 
     def sum_up_failures(self, round_index: int, failure: NodeFailure) -> None:
         """What the failures on this node were, once its workers have ended and the evidence is written.
 
         To be said before `join`: the coordinator settles a round's failures when the next one is frozen.
         """
-        self._claims.add(round_index, ClaimKind.SUM, failure.to_json())
+        self._claims.add_failure(round_index, ClaimKind.SUM, failure)
 
     def report_done(self, round_index: int) -> None:
         """All workers of this node ended with 0."""
-        self._claims.add(round_index, ClaimKind.DONE, {})
+        self._claims.add(round_index, ClaimKind.DONE)
 
     def report_saving(self, round_index: int, serial: int) -> None:
         """While nodes wait: workers of this node are writing a checkpoint."""
-        self._claims.add(round_index, ClaimKind.SAVING, {}, serial=str(serial))
+        self._claims.add(round_index, ClaimKind.SAVING, serial=str(serial))
 
     def report_saved(self, round_index: int, serial: int, age: float) -> None:
         """While nodes wait: the last checkpoint of this node's workers has been complete for `age` seconds.
 
         A word with a serial can't be taken back: in a round, each has one of its own.
         """
-        self._claims.add(round_index, ClaimKind.SAVED, {"age": round(age, 3)}, serial=str(serial))
+        self._claims.add(round_index, ClaimKind.SAVED, Saved(round(age, 3)), serial=str(serial))
 
     def leave(self, round_index: int, reason: str) -> None:
         """This node takes itself out."""
         self._wants_in = False
-        self._claims.add(round_index, ClaimKind.LEAVE, {"reason": reason[:300]})
+        self._claims.add(round_index, ClaimKind.LEAVE, Departure(reason[:MOST_MESSAGE]))
 
     def give_up_node(self, node: int) -> None:
         """The launcher will bring no further agent to `node`."""
@@ -231,11 +231,11 @@ class Participant:
 
     def report_noted(self, round_index: int, status: PreemptionStatus) -> None:
         """There is a notice: where this node's workers stand."""
-        self._claims.add(round_index, ClaimKind.NOTED, status.to_json())
+        self._claims.add(round_index, ClaimKind.NOTED, status)
 
     def report_kept(self, round_index: int) -> None:
         """There is a notice: this node's workers have saved, as far as they follow it."""
-        self._claims.add(round_index, ClaimKind.KEPT, {})
+        self._claims.add(round_index, ClaimKind.KEPT)
 
     def heard(self, uids: Iterable[str], *, hears_us: bool | None = True) -> None:
         """Datagrams of these have come in: they live.

@@ -7,13 +7,11 @@ where its workers stand, the coordinator names the step, and members say when al
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from hpc_elastic.base import codec
 from hpc_elastic.worker_api.heartbeat_record import NO_STEP, STEP_PENDING
 
 MEASURE_SECONDS = 1.0
@@ -21,6 +19,7 @@ MEASURE_SECONDS = 1.0
 NEWS_SECONDS = 1.0
 """By how much less time a later notice has to leave than the one that holds, to be told."""
 _MOST_STEPS = 1 << 62
+_MOST_RATE = 1e9
 
 
 class PreemptionNotice(Struct, frozen=True, array_like=True):
@@ -58,15 +57,6 @@ class PreemptionStatus(Struct, frozen=True, kw_only=True):
     rate: float = 0.0
     """Steps per second of the fastest."""
 
-    def to_json(self) -> dict[str, Any]:
-        return codec.to_json(self)
-
-
-def decode_status(value: Mapping[str, Any]) -> PreemptionStatus | None:
-    """A node's status, or None where it makes no sense."""
-    found = codec.readable(PreemptionStatus, value)
-    return None if found is None else replace(found, rate=min(1e9, max(0.0, found.rate)))
-
 
 def seconds_to_save(given: float, *, shutdown_timeout: float) -> float:
     """For how long a checkpoint is waited for.
@@ -92,6 +82,6 @@ def agreed_step(statuses: Collection[PreemptionStatus], *, spread: float) -> int
     if not known:
         return NO_STEP
     furthest = max(status.step for status in known)
-    ahead = math.ceil(max(status.rate for status in known) * spread)
+    ahead = math.ceil(min(_MOST_RATE, max(0.0, *(status.rate for status in known))) * spread)
     # One more: a step is told when it is complete. Ranks that wait for each other are no further apart.
     return min(_MOST_STEPS, furthest + ahead + 1)

@@ -281,13 +281,6 @@ class NodeFailure(Struct, frozen=True, kw_only=True, rename={"fingerprint": "fp"
     hang: HangMark | None = None
     """Of a worker here that hangs, the one that is furthest behind."""
 
-    def to_json(self) -> dict[str, Any]:
-        return codec.to_json(replace(self, message=self.message[:300]))
-
-
-def decode_failure(value: Mapping[str, Any]) -> NodeFailure | None:
-    return codec.readable(NodeFailure, value)
-
 
 class RoundEvent(str, Enum):
     """What a coordinator writes a record for."""

@@ -27,8 +27,9 @@ from hpc_elastic.base import codec
 from hpc_elastic.failures.error_file import error_data, write_error_data
 from hpc_elastic.failures.evidence import read_failure, write_evidence
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.rendezvous.preemption import PreemptionStatus, decode_status
-from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, decode_failure, decode_record
+from hpc_elastic.rendezvous.claims import ClaimKind, Departure, OwnClaims, Ready, Saved, read_claim
+from hpc_elastic.rendezvous.preemption import PreemptionStatus
+from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, decode_record
 from hpc_elastic.run import index, node_records
 from hpc_elastic.run.attempt import AttemptInfo, load_attempt
 from hpc_elastic.run.index import JobEntry
@@ -41,6 +42,7 @@ from hpc_elastic.submission.call import CallTerms
 from hpc_elastic.worker_api import heartbeat_record, restart_group
 from hpc_elastic.worker_api.heartbeat_record import HeartbeatRecord, NoticeRecord
 from hpc_elastic.worker_api.restart_group import RestartGroupReport
+from tests.rigs.memory_store import MemoryStore
 
 PACKAGE = Path(hpc_elastic.__file__).parent
 WRITERS = ("to_json", "encode", "save")
@@ -137,7 +139,16 @@ def read_by_the_codec() -> Iterator[type]:
             if not isinstance(node, ast.Call) or name == codec.__name__:
                 continue
             function = ast.unparse(node.func).removeprefix("codec.")
-            at = {"load": 1, "loads": 0, "from_json": 0, "readable_items": 0, "readable_fields": 0}.get(function)
+            at = {
+                "load": 1,
+                "loads": 0,
+                "from_json": 0,
+                "readable_items": 0,
+                "readable_fields": 0,
+                "readable": 0,
+                "read_claim": 0,
+                "ClaimReader": 2,
+            }.get(function)
             if at is not None and len(node.args) > at and isinstance(node.args[at], ast.Name):
                 cls = getattr(importlib.import_module(name), ast.unparse(node.args[at]), None)
                 if isinstance(cls, type) and issubclass(cls, msgspec.Struct):
@@ -152,12 +163,15 @@ def record_there_and_back(record: RoundRecord, folder: Path) -> RoundRecord:
     return decode_record(record.number, json.loads(json.dumps(record.to_json())), run_id="x")
 
 
-def node_failure_there_and_back(record: NodeFailure, folder: Path) -> NodeFailure | None:
-    return decode_failure(json.loads(json.dumps(record.to_json())))
+def failure_claim_there_and_back(record: NodeFailure, folder: Path) -> NodeFailure | None:
+    store = MemoryStore()
+    claims = OwnClaims(store, "00001-a")
+    claims.add_failure(0, ClaimKind.FAIL, record)
+    return read_claim(NodeFailure, store.get(claims.flush()))
 
 
-def status_there_and_back(record: PreemptionStatus, folder: Path) -> PreemptionStatus | None:
-    return decode_status(json.loads(json.dumps(record.to_json())))
+def claim_there_and_back(record: Any, folder: Path) -> Any:
+    return read_claim(type(record), codec.dumps(record))
 
 
 def failure_there_and_back(record: WorkerFailure, folder: Path) -> WorkerFailure:
@@ -234,10 +248,10 @@ OWN_WAYS: dict[type, Callable[[Any, Path], Any]] = {
     GpuFacts: gpus_there_and_back,
     HeartbeatRecord: heartbeat_there_and_back,
     JobEntry: job_there_and_back,
-    NodeFailure: node_failure_there_and_back,
+    NodeFailure: failure_claim_there_and_back,
     NodeRecord: nodes_there_and_back,
     NoticeRecord: notice_there_and_back,
-    PreemptionStatus: status_there_and_back,
+    **dict.fromkeys((Departure, PreemptionStatus, Ready, Saved), claim_there_and_back),
     RestartGroupReport: report_there_and_back,
     RoundRecord: record_there_and_back,
     RunSpec: spec_there_and_back,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from hpc_elastic.base import codec
 from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.rendezvous.claims import read_claim
 from hpc_elastic.rendezvous.coordinator import next_proposal
 from hpc_elastic.rendezvous.preemption import (
     PreemptionNotice,
     PreemptionStatus,
     agreed_step,
-    decode_status,
     seconds_to_save,
 )
 from hpc_elastic.rendezvous.proposals import RequestsToAll, propose_notice
@@ -30,9 +32,9 @@ HEEDS = PreemptionStatus(heeds=True, step=100, rate=10.0)
 def test_what_is_on_disk_reads_back_and_rubbish_is_refused() -> None:
     with_notice = replace(FINAL, notice=replace(NOTICE, step=7))
     assert decode_record(with_notice.number, with_notice.to_json(), run_id="r") == with_notice
-    assert decode_status(HEEDS.to_json()) == HEEDS
+    assert read_claim(PreemptionStatus, codec.dumps(HEEDS)) == HEEDS
     for wrong in ({}, {"heeds": "yes"}, {"heeds": True, "step": "x", "rate": 1}):
-        assert decode_status(wrong) is None
+        assert read_claim(PreemptionStatus, json.dumps(wrong)) is None
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from hpc_elastic.base import codec
 from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.rendezvous.claims import ClaimKind, OwnClaims, read_claim
 from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
@@ -20,10 +22,10 @@ from hpc_elastic.rendezvous.state import (
     NodeFailure,
     RoundRecord,
     Status,
-    decode_failure,
     decode_record,
 )
 from hpc_elastic.store.file_store import LONGEST_SYMLINK
+from tests.rigs.memory_store import MemoryStore
 
 TEXT = st.text(max_size=20)
 SMALL = st.integers(-1, 10**6)
@@ -148,22 +150,24 @@ FAILURE = NodeFailure(node=3, fingerprint="F", failure_class="root", retryable=T
     )
 )
 def test_a_nodes_failure_comes_back(failure: NodeFailure) -> None:
-    assert decode_failure(through_disk(failure.to_json())) == failure
+    assert read_claim(NodeFailure, codec.dumps(failure)) == failure
 
 
 def test_a_long_message_is_cut() -> None:
-    found = decode_failure(replace(FAILURE, message="m" * 5000).to_json())
+    claims = OwnClaims(store := MemoryStore(), "00001-a")
+    claims.add_failure(0, ClaimKind.SUM, replace(FAILURE, message="m" * 5000))
+    found = read_claim(NodeFailure, store.get(claims.flush()))
     assert found is not None
     assert 100 < len(found.message) < 900
 
 
-@given(garbage=st.dictionaries(st.sampled_from([*FAILURE.to_json()]), JSON))
+@given(garbage=st.dictionaries(st.sampled_from([*codec.to_json(FAILURE)]), JSON))
 def test_claims_that_make_no_sense_are_none(garbage: dict[str, object]) -> None:
-    decode_failure(garbage)
-    assert decode_failure({}) is None
+    read_claim(NodeFailure, json.dumps(garbage))
+    assert read_claim(NodeFailure, "{}") is None
 
 
 @pytest.mark.parametrize("key", ["node", "step", "seconds"])
 @pytest.mark.parametrize("value", [None, "x", []])
 def test_a_failure_without_sensible_numbers_is_none(key: str, value: object) -> None:
-    assert decode_failure({**FAILURE.to_json(), key: value}) is None
+    assert codec.readable(NodeFailure, {**codec.to_json(FAILURE), key: value}) is None
