@@ -1,14 +1,18 @@
+""""""
+
 from __future__ import annotations
 
 import json
 import os
 import stat
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent.metrics import JsonlMetrics, NoMetrics, PrometheusMetrics, open_metrics
+from hpc_elastic.agent.metrics import JsonlMetrics, NoMetrics, PrometheusMetrics, RoundFigures, open_metrics
+from hpc_elastic.agent.supervision import WorkerState
 from hpc_elastic.run.option_values import parse_metrics
 from tests.rigs.fake_clock import FakeClock
 
@@ -120,3 +124,26 @@ def test_a_planted_temporary_file_of_prometheus_is_not_used(tmp_path: Path) -> N
     os.mkfifo(tmp_path / f".a.prom.{os.getpid()}")  # opening it for writing would wait for ever
     PrometheusMetrics(tmp_path / "a.prom").put("workers.default.healthy", 1)
     assert stat.S_IMODE((tmp_path / "a.prom").stat().st_mode) == 0o644
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.seen: list[tuple[str, float]] = []
+
+    def put(self, name: str, value: float) -> None:
+        self.seen.append((name, value))
+
+
+def test_durations_and_states_are_told_once() -> None:
+    sink, clock = Sink(), FakeClock()
+    figures = RoundFigures(sink, role="trainer", clock=clock)
+    assert figures.end("rendezvous") is None
+    figures.begin("rendezvous")
+    clock.wait(threading.Event(), 1.25)
+    figures.begin("rendezvous")  # asked for again in the same wait
+    clock.wait(threading.Event(), 0.25)
+    assert figures.end("rendezvous") == 1.5
+    assert figures.end("rendezvous") is None
+    figures.enter(WorkerState.HEALTHY)
+    figures.enter(WorkerState.HEALTHY)
+    assert sink.seen == [("workers.trainer.rendezvous_seconds", 1.5), ("workers.trainer.healthy", 1)]

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent.rendezvous_session import prepare_session
+from hpc_elastic.agent.rendezvous_session import (
+    START_NUMBER_SECONDS,
+    local_world_size,
+    next_start_number,
+    prepare_session,
+)
+from hpc_elastic.errors import UsageError
 from hpc_elastic.rendezvous.coordination import RendezvousSession
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.store.base import StoreFullError
+from tests.rigs.captures import VERSIONS, captured
 from tests.rigs.fake_clock import FakeClock
+from tests.rigs.memory_store import MemoryStore
 
 
 def meet(tmp_path: Path, node: int, **conf: str) -> RendezvousSession:
@@ -62,3 +73,123 @@ def test_nodes_beyond_max_are_spares(tmp_path: Path) -> None:
 def test_no_file_is_touched_before_the_thread_runs(tmp_path: Path) -> None:
     meet(tmp_path / "a mount that hangs", 0)
     assert list(tmp_path.iterdir()) == []
+
+
+class Refusing(MemoryStore):
+    """Its listings fail so many times, or show nothing; or it is full."""
+
+    def __init__(self, *, fails: int = 0, hides: int = 0, full: bool = False) -> None:
+        super().__init__()
+        self.fails = fails
+        self.hides = hides
+        self.full = full
+
+    def list(self, folder: str) -> list[str]:
+        if self.fails:
+            self.fails -= 1
+            raise OSError(5, "Input/output error")
+        if self.hides:
+            self.hides -= 1
+            return []
+        return super().list(folder)
+
+    def put_if_absent(self, key: str, value: str) -> bool:
+        if self.full:
+            raise StoreFullError(root="store", why="full")
+        return super().put_if_absent(key, value)
+
+
+def start(store: MemoryStore, node: int = 3) -> int:
+    return next_start_number(lambda: store, node, clock=FakeClock())
+
+
+def test_each_start_of_a_node_has_the_next_number() -> None:
+    store = MemoryStore()
+    assert [start(store), start(store), start(store, node=4), start(store)] == [1, 2, 1, 3]
+
+
+def test_what_a_cache_hides_is_found_out_by_the_refusal() -> None:
+    store = Refusing()
+    for _ in range(3):
+        start(store)
+    store.hides = 2
+    assert start(store) == 4
+
+
+def test_passing_faults_are_waited_out() -> None:
+    assert start(Refusing(fails=7)) == 1
+
+
+def test_a_full_disk_holds_up_no_start() -> None:
+    store = Refusing()
+    start(store)
+    store.full = True
+    assert start(store) == 2
+
+
+def test_a_filesystem_that_goes_on_refusing_is_told_of() -> None:
+    clock = FakeClock()
+    with pytest.raises(OSError, match="Input/output"):
+        next_start_number(lambda: Refusing(fails=10**6), 0, clock=clock)
+    assert clock.now - 1000.0 >= START_NUMBER_SECONDS
+
+
+def captured_environment(version: str, name: str) -> dict[str, str]:
+    _, text, _ = captured(version, name)
+    return dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
+
+
+@pytest.mark.parametrize(("asked", "expected"), [("1", 1), ("4", 4), ("128", 128)])
+def test_a_number_is_that_number(asked: str, expected: int) -> None:
+    assert local_world_size(asked, {"CUDA_VISIBLE_DEVICES": "0,1"}) == expected
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [("0", 1), ("0,1,2,3", 4), ("GPU-8932f937,GPU-46a3", 2), ("", 1), (None, 1), ("NoDevFiles", 1)],
+)
+def test_auto_outside_of_slurm_counts_the_visible_gpus(visible: str | None, expected: int) -> None:
+    env = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert local_world_size("auto", env) == expected
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_auto_in_a_job_is_what_slurm_gave_this_node(version: str) -> None:
+    with_gpus = captured_environment(version, "env-gres-gpu2-step-n3-task0")
+    without = captured_environment(version, "env-plain-step-n1-task0")
+    assert local_world_size("auto", with_gpus) == local_world_size("gpu", with_gpus) == 2
+    assert local_world_size("auto", without) == 1
+
+
+@pytest.mark.parametrize(
+    ("env", "way_out"),
+    [
+        (captured_environment("22.05.8", "env-plain-step-n1-task0"), "--gpus-per-node"),
+        ({}, "/nvidia*); give the number of workers"),
+        ({"CUDA_VISIBLE_DEVICES": ""}, "CUDA_VISIBLE_DEVICES='' names no GPU; unset it"),
+    ],
+    ids=["in a job", "outside", "hidden"],
+)
+def test_gpu_on_a_node_without_is_refused_with_the_way_out(tmp_path: Path, env: dict[str, str], way_out: str) -> None:
+    with pytest.raises(UsageError, match=rf"--nproc-per-node gpu: .*{re.escape(way_out)}"):
+        local_world_size("gpu", env, devices=tmp_path)
+
+
+def test_gpu_outside_of_slurm_is_all_that_the_machine_has(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm", "nvidia-modeset"):
+        (tmp_path / name).touch()
+    assert local_world_size("gpu", {}, devices=tmp_path) == 3
+    assert local_world_size("gpu", {"CUDA_VISIBLE_DEVICES": "1"}, devices=tmp_path) == 1
+    assert local_world_size("auto", {}, devices=tmp_path) == 1, "it is the default, on workstations too"
+
+
+def test_cpu_is_the_cores_that_this_process_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 2, 5} if pid == 0 else set())
+    assert local_world_size("cpu", {}) == 3
+
+
+@pytest.mark.parametrize("asked", ["0", "-1", "many", "", "1.5", "GPU", "4 "])
+def test_anything_else_is_refused_by_its_value(asked: str) -> None:
+    with pytest.raises(UsageError, match=r"--nproc-per-node") as caught:
+        local_world_size(asked, {})
+    assert f"--nproc-per-node {asked}:" in str(caught.value)
