@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +15,7 @@ from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.outcome import STORE_LOST_CODE, Outcome
 from hpc_elastic.launch import supervisor as module
 from hpc_elastic.launch.agents import NEWS_SECONDS, RELAUNCHES_PER_NODE, SETTLE_SECONDS
-from hpc_elastic.launch.job_watch import EndClaim
+from hpc_elastic.launch.job_watch import LOOK_SECONDS, EndClaim, JobWatch
 from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
 from hpc_elastic.launch.site import AgentEnded, Allocation
 from hpc_elastic.launch.supervisor import (
@@ -249,7 +250,6 @@ def test_fewer_than_min_left_closes_the_run(s: Stage) -> None:
 
 
 def test_all_gone_without_a_verdict_closes_it_as_failed(s: Stage) -> None:
-
     def all_die() -> None:
         for node in (0, 1, 2):
             s.agents.kill(node, 2)
@@ -289,7 +289,6 @@ def test_one_that_was_to_be_started_again_is_not_when_the_run_ends_meanwhile(s: 
 
 @pytest.mark.parametrize(("outcome", "code"), [(Outcome.SUCCEEDED, 0), (Outcome.FAILED, 1)])
 def test_nobody_is_started_again_for_an_end_that_a_cache_hides(s: Stage, outcome: Outcome, code: int) -> None:
-
     def close() -> None:
         s.look.store.keep()
         s.agents.of[0].participant.close(outcome, "over")
@@ -463,7 +462,6 @@ def test_a_notice_ends_the_attempt_as_preempted_and_by_no_signal(s: Stage) -> No
 
 
 def test_a_second_notice_that_leaves_as_much_time_or_more_tells_nothing_new(s: Stage) -> None:
-
     def first() -> None:
         s.answer = SlurmAnswer(JobCondition.PREEMPTING, 60.0)
         s.signals.append(signal.SIGUSR2)
@@ -583,7 +581,6 @@ def test_a_preemption_that_the_agents_hear_of_lets_the_workers_save(s: Stage) ->
 
 
 def test_a_cancel_while_the_workers_save_ends_everything(s: Stage) -> None:
-
     def cancel() -> None:
         s.answer = SlurmAnswer(JobCondition.ENDED)
         s.signals.append(signal.SIGTERM)
@@ -688,28 +685,38 @@ def test_a_store_that_can_not_be_read_ends_the_attempt(s: Stage) -> None:
     assert s.agents.ends
 
 
-def test_who_waits_for_long_is_told_of_once(s: Stage, caplog: pytest.LogCaptureFixture) -> None:
+def freeze_until(s: Stage) -> Callable[[], None]:
+    """No agent joins until the returned function is called."""
+    launch = s.agents.launch
 
-    def nobody_joins() -> None:
+    def frozen() -> None:
+        launch()
         for agent in s.agents.of.values():
             agent.frozen = True
-
-    nobody_joins_first = s.agents.launch
-
-    def launch() -> None:
-        nobody_joins_first()
-        nobody_joins()
-
-    s.agents.launch = launch  # type: ignore[method-assign]
 
     def thaw() -> None:
         for agent in s.agents.of.values():
             agent.frozen = False
 
+    s.agents.launch = frozen  # type: ignore[method-assign]
+    return thaw
+
+
+def test_nodes_that_have_not_met_for_long_are_logged_once(s: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    thaw = freeze_until(s)
     s.run(LAUNCH_NEWS_SECONDS + 5, thaw, 3.0, s.done)
-    said = [message for message in caplog.messages if "have not met after 30 s" in message]
-    assert len(said) == 1
+    assert [message for message in caplog.messages if "have not met after 30 s" in message] == [caplog.messages[0]]
     assert module.logger.name == caplog.records[0].name
+
+
+def test_it_sleeps_while_nodes_have_not_met_though_the_job_is_to_be_looked_at(s: Stage) -> None:
+    thaw = freeze_until(s)
+    s.supervisor._job_watch = JobWatch(
+        lambda: ("n0", "n1", "n2"), events=s.supervisor._events, clock=s.world.clock, start=lambda work: work()
+    )
+    due: list[float | None] = []
+    s.run(2 * LOOK_SECONDS, lambda: due.append(s.supervisor.due()), thaw, 3.0, s.done)
+    assert due == [None], "where it were in the past, the loop would not sleep at all"
 
 
 # -- a store that is lost, or does not answer
@@ -723,7 +730,6 @@ def test_an_agent_that_lost_the_store_is_not_started_again(s: Stage) -> None:
 
 
 def test_all_agents_lost_the_store_and_the_supervisor_sees_why(s: Stage) -> None:
-
     def wipe() -> None:
         for node in list(s.agents.of):
             s.agents.kill(node, STORE_LOST_CODE, detail="exit code 94")
@@ -739,7 +745,6 @@ def test_all_agents_lost_the_store_and_the_supervisor_sees_why(s: Stage) -> None
 
 
 def test_a_store_that_does_not_take_the_end_has_the_agents_told_by_signal(s: Stage) -> None:
-
     def hang() -> None:
         s.look.hangs = True
         s.signals.append(signal.SIGINT)
