@@ -17,7 +17,7 @@ from typing import Protocol
 
 from hpc_elastic.agent.supervision import WorkerState
 from hpc_elastic.base.clock import Clock, SystemClock
-from hpc_elastic.base.files import open_own, write_private
+from hpc_elastic.base.files import Owner, open_checked, write_private
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.run.option_values import MetricsTarget
 
@@ -96,7 +96,7 @@ class JsonlMetrics(_FileMetrics):
     def _write(self) -> None:
         try:
             # Other users never write to it, whatever the umask.
-            fd = open_own(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+            fd = open_checked(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, owner=Owner.OWN, mode=0o644)
             with open(fd, "a", encoding="utf-8") as file:
                 while self._waiting:
                     file.write(self._waiting.popleft())

@@ -13,6 +13,7 @@ import re
 import stat
 import struct
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,7 @@ def check_private_dir(path: Path) -> None:
     if not stat.S_ISDIR(info.st_mode):
         raise UnsafePathError(f"{path} is not a folder; remove it or choose another path")
     if info.st_uid != os.geteuid():
-        raise UnsafePathError(
-            f"{path} belongs to uid {info.st_uid}, not to you (uid {os.geteuid()}); choose another path"
-        )
+        raise UnsafePathError(f"{path} {_of_another(info)}; choose another path")
     if info.st_mode & 0o077:
         raise UnsafePathError(
             f"{path} is open to other users (mode {stat.S_IMODE(info.st_mode):04o}); run: chmod 700 {path}"
@@ -86,42 +85,94 @@ def why_replaceable(folder: Path | str, *, option: str) -> str | None:
     return None
 
 
-def open_own(path: Path | str, flags: int, mode: int = 0o600) -> int:
-    """Open a regular file of this user's, or make it: not through a link, and without waiting for a FIFO's other end.
+class Owner(Enum):
+    """Whose a file may be that is opened."""
+
+    OWN = "own"
+    """This user's."""
+    TRUSTED = "trusted"
+    """This user's or root's."""
+    ANY = "any"
+
+
+def open_checked(
+    path: Path | str, flags: int = os.O_RDONLY, *, owner: Owner, mode: int = 0o600, links: Owner | None = None
+) -> int:
+    """Open a regular file, or make it, where other users may have planted something: the one way to do that.
+
+    What was opened is judged, not the path: another file could come in between the two. No FIFO's other end is waited
+    for. Who may write to a file may also link it to another name, so a file of ours that is to be written has one name.
 
     Args:
         path: Where. Other users may be able to write into its folder.
         flags: As of ``os.open``; no O_TRUNC, since the file is judged after it was opened.
+        owner: Whose it may be.
         mode: Of a new file, less the umask.
+        links: Whose links are followed; None: nobody's.
 
     Returns:
         A descriptor that programs started from here don't inherit.
 
     Raises:
-        UnsafePathError: it is a link, no regular file, another user's, or to be written and has a second name (a hard
-            link to a file of ours, which another user may plant).
+        UnsafePathError: it is a link, no regular file, another user's, or has a second name.
         OSError: as open.
     """
+    here = Path(path)
+    for _ in range(_MOST_LINKS):
+        try:
+            fd = os.open(here, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode)
+            break
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # a FIFO that nobody reads, or a socket
+                raise UnsafePathError(f"{path} is not a regular file; remove it or choose another path") from None
+            if error.errno != errno.ELOOP:
+                raise
+            if links is None:
+                raise UnsafePathError(f"{path} is a symbolic link; give the file itself, or remove the link") from None
+        here = _target(here, links)
+    else:
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
     try:
-        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode)
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise UnsafePathError(f"{path} is a symbolic link; give the file itself, or remove the link") from None
-        if error.errno == errno.ENXIO:  # a FIFO that nobody reads, or a socket
-            raise UnsafePathError(f"{path} is not a regular file; remove it or choose another path") from None
-        raise
-    info = os.fstat(fd)
-    problem = ""
-    if not stat.S_ISREG(info.st_mode):
-        problem = "is not a regular file; remove it or choose another path"
-    elif info.st_uid != os.geteuid():
-        problem = f"belongs to uid {info.st_uid}, not to you (uid {os.geteuid()}); choose another path"
-    elif flags & (os.O_WRONLY | os.O_RDWR) and info.st_nlink > 1:
-        problem = "has a second name (a hard link); remove it or choose another path"
-    if problem:
+        _judge(path, os.fstat(fd), owner, writes=bool(flags & (os.O_WRONLY | os.O_RDWR)))
+    except BaseException:
         os.close(fd)
-        raise UnsafePathError(f"{path} {problem}")
+        raise
     return fd
+
+
+_MOST_LINKS = 8
+
+
+def _target(link: Path, owner: Owner) -> Path:
+    """Where a link leads: its owner and its target are read from one descriptor."""
+    fd = os.open(link, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        info = os.fstat(fd)
+        if not stat.S_ISLNK(info.st_mode):
+            return link
+        if not _is_of(owner, info):
+            raise UnsafePathError(f"{link} is a symbolic link that {_of_another(info)}", owner=info.st_uid)
+        return link.parent / os.readlink("", dir_fd=fd)
+    finally:
+        os.close(fd)
+
+
+def _judge(path: Path | str, info: os.stat_result, owner: Owner, *, writes: bool) -> None:
+    if not stat.S_ISREG(info.st_mode):
+        raise UnsafePathError(f"{path} is not a regular file; remove it or choose another path")
+    if not _is_of(owner, info):
+        way_out = "; choose another path" if owner is Owner.OWN else ""
+        raise UnsafePathError(f"{path} {_of_another(info)}{way_out}", owner=info.st_uid)
+    if owner is Owner.OWN and writes and info.st_nlink > 1:
+        raise UnsafePathError(f"{path} has a second name (a hard link); remove it or choose another path")
+
+
+def _is_of(owner: Owner, info: os.stat_result) -> bool:
+    return owner is Owner.ANY or info.st_uid == os.geteuid() or (owner is Owner.TRUSTED and info.st_uid == 0)
+
+
+def _of_another(info: os.stat_result) -> str:
+    return f"belongs to uid {info.st_uid}, not to you (uid {os.geteuid()})"
 
 
 def write_private(path: Path, data: bytes | str, *, durable: bool = False, mode: int = 0o600) -> None:
@@ -198,143 +249,23 @@ def read_bytes(path: Path, *, limit: int) -> bytes:
     """At most `limit` bytes from the start of a regular file. Never follows a link, never blocks on a FIFO.
 
     Raises:
-        UnsafePathError: it is not a regular file, or another user owns it.
+        UnsafePathError: it is a link, not a regular file, or another user's.
         OSError: as open and read.
     """
-    fd = open_regular(path)
+    fd = open_checked(path, owner=Owner.TRUSTED if os.geteuid() else Owner.ANY)
     try:
-        info = os.fstat(fd)
-        if info.st_uid not in (os.geteuid(), 0) and os.geteuid() != 0:
-            raise UnsafePathError(f"{path} belongs to uid {info.st_uid}, not to you (uid {os.geteuid()})")
-        return _read(fd, limit)
+        return read_from(fd, limit)
     finally:
         os.close(fd)
 
 
-OPEN_TO_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-"""How a file is opened that another user may have planted: no link is followed, and no FIFO is waited for."""
-
-
-def open_regular(path: Path) -> int:
-    """A descriptor of a regular file, for reading.
-
-    Raises:
-        UnsafePathError: it is not a regular file.
-        OSError: as open; ELOOP where it is a link.
-    """
-    fd = os.open(path, OPEN_TO_READ)
-    try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise UnsafePathError(f"{path} is not a regular file")
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _read(fd: int, limit: int) -> bytes:
+def read_from(fd: int, limit: int) -> bytes:
+    """At most `limit` bytes from where a descriptor stands."""
     chunks: list[bytes] = []
-    left = limit
-    while left > 0:
-        chunk = os.read(fd, min(left, 1 << 20))
-        if not chunk:
-            break
+    while limit > 0 and (chunk := os.read(fd, min(limit, 1 << 20))):
         chunks.append(chunk)
-        left -= len(chunk)
+        limit -= len(chunk)
     return b"".join(chunks)
-
-
-def is_trusted_owner(uid: int) -> bool:
-    """Whether what `uid` wrote may decide what is executed here: this process' own user, or root."""
-    return uid in (0, os.geteuid())
-
-
-class TrustedFile:
-    """A file that decides what is executed, opened once: it is judged and read by one descriptor.
-
-    By path, another file could come in between the two. A context manager.
-    """
-
-    def __init__(self, path: Path, *, any_owner: bool = False) -> None:
-        """Open it. Nothing is read, and no FIFO is waited for.
-
-        Args:
-            path: May be a link, or a chain of links, of trusted owners.
-            any_owner: The user has named this file, and trusts it whosever it is.
-
-        Raises:
-            UnsafePathError: it is not a regular file, or a link of another user leads to it.
-            OSError: as open.
-        """
-        self._path, self._any_owner = path, any_owner
-        self._fd = _open_through_links(path, any_owner=any_owner)
-
-    def __enter__(self) -> TrustedFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._fd)
-
-    def check(self) -> None:
-        """Refuse what another user wrote, or could have written.
-
-        Raises:
-            UnsafePathError: with one line that says why.
-        """
-        info = os.fstat(self._fd)
-        if self._any_owner:
-            return
-        if not is_trusted_owner(info.st_uid):
-            raise UnsafePathError(
-                f"{self._path} belongs to uid {info.st_uid}, not to you (uid {os.geteuid()})", owner=info.st_uid
-            )
-        if info.st_mode & stat.S_IWOTH:
-            # Who may write to a file of root's may also link it to another name.
-            raise UnsafePathError(f"{self._path} can be written by every user; run: chmod o-w {self._path}")
-
-    def read(self, *, limit: int) -> bytes:
-        """At most `limit` bytes.
-
-        Raises:
-            UnsafePathError: the kernel makes the content up as it is read, as in /proc: in a file of root's may stand
-                what another user chose (the arguments of a process).
-            OSError: as read.
-        """
-        os.lseek(self._fd, 0, os.SEEK_SET)
-        data = _read(self._fd, limit)
-        if len(data) > os.fstat(self._fd).st_size:
-            raise UnsafePathError(f"{self._path} is made up by the kernel, and no file on a disk")
-        return data
-
-
-_MOST_LINKS = 8
-
-
-def _open_through_links(path: Path, *, any_owner: bool) -> int:
-    """`open_regular` of what a chain of links leads to, each of a trusted owner."""
-    here = path
-    for _ in range(_MOST_LINKS):
-        try:
-            return open_regular(here)
-        except UnsafePathError:
-            raise UnsafePathError(f"{path} is not a regular file") from None
-        except OSError as error:
-            if error.errno != errno.ELOOP:
-                raise
-        # The link itself, opened: its owner and its target are of one descriptor, too.
-        link = os.open(here, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-        try:
-            info = os.fstat(link)
-            if stat.S_ISLNK(info.st_mode):
-                if not (any_owner or is_trusted_owner(info.st_uid)):
-                    raise UnsafePathError(
-                        f"{here} is a symbolic link that belongs to uid {info.st_uid}, not to you (uid {os.geteuid()})",
-                        owner=info.st_uid,
-                    )
-                here = here.parent / os.readlink("", dir_fd=link)
-        finally:
-            os.close(link)
-    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
 
 
 def ask_about(folder: Path) -> bool:

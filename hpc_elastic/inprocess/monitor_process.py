@@ -23,7 +23,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.codec import dumps, loads
-from hpc_elastic.base.files import open_own
+from hpc_elastic.base.files import Owner, open_checked
 from hpc_elastic.base.staleness import Staleness
 from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.errors import UnsafePathError
@@ -247,7 +247,7 @@ def _detach(keep: tuple[int, ...], logfile: str | None) -> None:
     log = null
     if logfile not in (None, os.devnull):
         try:
-            log = open_own(logfile, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            log = open_checked(logfile, os.O_WRONLY | os.O_CREAT | os.O_APPEND, owner=Owner.OWN)
         except (OSError, UnsafePathError) as error:
             logger.warning("monitor_process_logfile=%s: the monitor goes on without it: %s", logfile, error)
     os.dup2(null, 0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from hpc_elastic.base.files import TrustedFile
+from hpc_elastic.base.files import Owner, open_checked, read_from
 from hpc_elastic.errors import UnsafePathError, UsageError
 from hpc_elastic.options.table import Keys, key_of, texts_of
 
@@ -198,7 +199,7 @@ def read_settings(
         path: Of a TOML file.
         keys: What may stand in it.
         tables: Where in the file our keys are, by the path of the table: the first that is there.
-        any_owner: As `TrustedFile` takes it.
+        any_owner: The user has named this file, and trusts it whosever it is.
 
     Returns:
         None where the file has no such table.
@@ -226,19 +227,27 @@ def read_settings(
 def _read(path: Path, tables: tuple[tuple[str, ...], ...], *, any_owner: bool) -> bytes | None:
     """The file, which is no larger than a person writes; None: it does not mention us, so need not be understood."""
     try:
-        with TrustedFile(path, any_owner=any_owner) as file:
-            if () in tables:
-                file.check()
-            data = file.read(limit=_MAX_SEARCHED + 1)
-            is_searched = len(data) <= _MAX_SEARCHED
-            if is_searched and not any(not table or table[-1].encode() in data for table in tables):
-                return None
-            try:
-                file.check()
-            except UnsafePathError:
-                if not _has_table(data, tables):
-                    return None  # our name is that of a dependency, say
-                raise
+        fd = open_checked(path, owner=Owner.ANY, links=Owner.ANY if any_owner else Owner.TRUSTED)
+        try:
+            info = os.fstat(fd)
+            if not any_owner and () in tables:
+                _check_trusted(path, info)
+            data = read_from(fd, _MAX_SEARCHED + 1)
+        finally:
+            os.close(fd)
+        if len(data) > info.st_size:
+            # In a file of root's in /proc may stand what another user chose: the arguments of a process.
+            raise UnsafePathError(f"{path} is made up by the kernel, and no file on a disk")
+        is_searched = len(data) <= _MAX_SEARCHED
+        if is_searched and not any(not table or table[-1].encode() in data for table in tables):
+            return None
+        try:
+            if not any_owner:
+                _check_trusted(path, info)
+        except UnsafePathError:
+            if not _has_table(data, tables):
+                return None  # our name is that of a dependency, say
+            raise
     except UnsafePathError as error:
         owner = {"owner": error.owner} if "owner" in error.facts else {}
         raise UnsafePathError(f"the configuration {error}, so it is not read", **owner) from None
@@ -249,6 +258,16 @@ def _read(path: Path, tables: tuple[tuple[str, ...], ...], *, any_owner: bool) -
     if len(data) > _MAX_BYTES:
         raise UsageError(f"the configuration {path} is larger than {_MAX_BYTES} bytes")
     return data
+
+
+def _check_trusted(path: Path, info: os.stat_result) -> None:
+    """Refuse what another user wrote, or could have written: it decides what is executed."""
+    if info.st_uid not in (0, os.geteuid()):
+        why = f"belongs to uid {info.st_uid}, not to you (uid {os.geteuid()})"
+        raise UnsafePathError(f"{path} {why}", owner=info.st_uid)
+    if info.st_mode & stat.S_IWOTH:
+        # Who may write to a file of root's may also link it to another name.
+        raise UnsafePathError(f"{path} can be written by every user; run: chmod o-w {path}")
 
 
 def _has_table(data: bytes, tables: tuple[tuple[str, ...], ...]) -> bool:

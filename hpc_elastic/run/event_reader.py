@@ -17,7 +17,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from hpc_elastic.base.files import ask_about, open_regular
+from hpc_elastic.base.files import Owner, ask_about, open_checked
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.run.paths import AttemptPaths
 
@@ -119,7 +119,7 @@ class EventFile:
 
     def _pread(self) -> bytes:
         try:
-            fd = open_regular(self._path)  # a FIFO or a link that somebody planted is not waited for
+            fd = open_checked(self._path, owner=Owner.ANY)  # a FIFO or a link that somebody planted is not waited for
         except (OSError, UnsafePathError):
             return b""
         half = LARGEST_FILE // 2

@@ -26,7 +26,7 @@ from typing import Any
 from msgspec import Struct, field
 
 from hpc_elastic.base import codec
-from hpc_elastic.base.files import ask_about, open_own
+from hpc_elastic.base.files import Owner, ask_about, open_checked
 from hpc_elastic.base.host_facts import filesystem_type
 from hpc_elastic.errors import UnreadableFileError, UnsafePathError, UsageError
 from hpc_elastic.run.paths import AttemptPaths, RunPaths, rank_index, round_index
@@ -105,7 +105,7 @@ def read_object(path: Path) -> Any:
 def _open(path: Path) -> BufferedReader:
     for again in (False, True):
         try:
-            fd = open_own(path, os.O_RDONLY)
+            fd = open_checked(path, owner=Owner.OWN)
             break
         except OSError as error:
             if isinstance(error, FileNotFoundError) and not again and ask_about(path.parent):
