@@ -29,7 +29,7 @@ from hpc_elastic.agent.supervision import Phase  # noqa: E402
 from hpc_elastic.cli import main as cli  # noqa: E402
 from hpc_elastic.failures import classify  # noqa: E402
 from hpc_elastic.launch import signals  # noqa: E402
-from hpc_elastic.options.all_options import ALL_OPTIONS, default_of  # noqa: E402
+from hpc_elastic.options.run_request import ALL_OPTIONS, default_of  # noqa: E402
 from hpc_elastic.options.table import Keys, key_of, variable_of  # noqa: E402
 from hpc_elastic.rendezvous import state as rendezvous_state  # noqa: E402
 from hpc_elastic.rendezvous.state import Status  # noqa: E402

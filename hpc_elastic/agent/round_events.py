@@ -18,8 +18,7 @@ from hpc_elastic.agent.hang import describe_beat
 from hpc_elastic.agent.health import HealthVerdict
 from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.agent.worker_environment import RoundFacts
-from hpc_elastic.base.clock import Clock, uptime_ns
-from hpc_elastic.base.clock_offset import Offset
+from hpc_elastic.base.clock import Clock, Offset, uptime_ns
 from hpc_elastic.base.codec import to_json
 from hpc_elastic.failures.stacks import RankStacks, fold_stacks, fold_threads
 from hpc_elastic.rendezvous.state import node_of

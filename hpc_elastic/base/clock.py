@@ -1,10 +1,20 @@
-"""The one module that reads the system's clocks. Everything else takes a `Clock`."""
+"""The one module that reads the system's clocks; and how far apart the clocks of two hosts are.
+
+Everything else takes a `Clock`. Each host has a clock that nobody sets: the time since it was booted
+(`Clock.monotonic`). A packet that was sent at S by one such clock and came at R by another took some time, but never
+less than none: the receiver's clock is ahead of the sender's by at most R - S. Packets the other way bound it from
+below; half of the two bounds' distance is half a round trip, as in NTP, and how long an answer was held back does not
+matter. Of all packets the quickest ones count, but clocks run apart by and by: a bound that is `age` old has grown by
+`drift_ns(age)`.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from typing import Protocol
+
+from msgspec import Struct
 
 
 class Clock(Protocol):
@@ -53,3 +63,84 @@ class RunClock(SystemClock):
 
     def time_ns(self) -> int:
         return self._booted_ns + time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+
+DRIFT = 1000
+"""One nanosecond in so many is how fast two hosts' clocks may run apart: NTP slews each by up to 500 ppm. (chrony does
+more after a start with a wrong clock: measurements contradict each other then, and begin anew.)"""
+
+
+def drift_ns(age_ns: int) -> int:
+    """How far two clocks may have run apart, `age_ns` before or after they were compared."""
+    return -(-abs(age_ns) // DRIFT)
+
+
+class Offset(Struct, frozen=True, kw_only=True):
+    """How far one clock is ahead of another."""
+
+    offset_ns: int
+    bound_ns: int
+    """It is off by at most so much more or less."""
+
+    def aged(self, age_ns: int) -> Offset:
+        """The same, so long before or after it was measured."""
+        return Offset(offset_ns=self.offset_ns, bound_ns=self.bound_ns + drift_ns(age_ns))
+
+
+class PeerClock:
+    """What one participant knows about one other's clock. Times are nanoseconds by their hosts' clocks since boot.
+
+    Fed by one thread; others may ask, and are told nothing while the two bounds are being changed.
+    """
+
+    __slots__ = ("_lower", "_upper")
+
+    def __init__(self) -> None:
+        self._upper: tuple[int, int] | None = None
+        """Own clock ahead by at most the first, at the second (own time)."""
+        self._lower: tuple[int, int] | None = None
+
+    def received(self, *, sent_ns: int, received_ns: int, told_ns: int | None) -> None:
+        """Take a packet in.
+
+        Args:
+            sent_ns: By the other's clock.
+            received_ns: By the own one, or later.
+            told_ns: By how much at most the other said that *its* clock is ahead; None: it did not know.
+        """
+        highest = received_ns - sent_ns
+        if self._upper is None or highest <= _grown(self._upper, received_ns):
+            self._upper = (highest, received_ns)
+        if told_ns is not None:
+            # It was so when the packet left, which is no longer ago than this.
+            travelled = max(0, highest + told_ns)
+            lowest = -told_ns - drift_ns(travelled)
+            if self._lower is None or lowest >= _shrunk(self._lower, received_ns):
+                self._lower = (lowest, received_ns)
+        if self._lower is not None and _shrunk(self._lower, received_ns) > _grown(self._upper, received_ns):
+            # One of the two clocks has jumped (a machine that was paused and moved): only this packet is still true.
+            # What the other told may be of before; it finds out in the same way.
+            self._upper, self._lower = (highest, received_ns), None
+
+    def bound_to_send(self, now_ns: int) -> int | None:
+        """By how much at most the own clock is ahead, for the other to know; None: nothing was heard of it."""
+        upper = self._upper
+        return None if upper is None else _grown(upper, now_ns)
+
+    def offset(self, now_ns: int) -> Offset | None:
+        """By how much the own clock is ahead; None: packets did not pass both ways."""
+        upper, lower = self._upper, self._lower
+        if upper is None or lower is None:
+            return None
+        high, low = _grown(upper, now_ns), _shrunk(lower, now_ns)
+        if high < low:
+            return None
+        return Offset(offset_ns=(high + low) // 2, bound_ns=(high - low + 1) // 2)
+
+
+def _grown(bound: tuple[int, int], now_ns: int) -> int:
+    return bound[0] + drift_ns(now_ns - bound[1])
+
+
+def _shrunk(bound: tuple[int, int], now_ns: int) -> int:
+    return bound[0] - drift_ns(now_ns - bound[1])

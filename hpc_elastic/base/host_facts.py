@@ -1,9 +1,7 @@
-"""Facts of this host that psutil knows: addresses, free memory, and the arguments of processes.
+"""Facts of this host: its addresses and links, free memory, and the arguments of processes.
 
 This module alone imports psutil. That takes 13 ms and 1.3 MB, so each function does it when it is called first. How
 processes are found and signalled, and why not with psutil, stands in `hpc_elastic.workers.tree`.
-
-By which addresses other nodes may reach this one, the likeliest first.
 """
 
 from __future__ import annotations

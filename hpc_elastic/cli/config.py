@@ -14,10 +14,9 @@ from typing import Any
 from hpc_elastic.cli.screen import print_note
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import job_options, worker_options
-from hpc_elastic.options.all_options import ALL_OPTIONS, REFUSED, YIELDS, default_of
 from hpc_elastic.options.config_files import Layer
 from hpc_elastic.options.resolve import Origin, Resolved, resolve
-from hpc_elastic.options.run_request import check_values, current_directory
+from hpc_elastic.options.run_request import ALL_OPTIONS, REFUSED, YIELDS, check_values, current_directory, default_of
 from hpc_elastic.options.table import Keys, Option, Parsed, explaining, key_of, parse, render_help
 from hpc_elastic.output.terminal import each_line
 

@@ -22,9 +22,9 @@ from hpc_elastic.options.sbatch import SbatchOptions
 from hpc_elastic.options.table import Parsed, explaining
 from hpc_elastic.output.log_reader import OutputReader
 from hpc_elastic.output.terminal import each_line, harmless
+from hpc_elastic.run.attempt import load_newest_result
 from hpc_elastic.run.index import array_tasks
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.run.result import load_newest_result
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError

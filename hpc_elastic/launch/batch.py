@@ -32,9 +32,8 @@ from hpc_elastic.rendezvous.ending import claim_end
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, Status, new_uid
-from hpc_elastic.run.attempt import UnreadableAttemptError, load_attempt
+from hpc_elastic.run.attempt import UnreadableAttemptError, load_attempt, load_result
 from hpc_elastic.run.events import EventLog
-from hpc_elastic.run.result import load_result
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.workers.linux import SignalQueue
 

@@ -37,12 +37,11 @@ from hpc_elastic.launch.requeue import (
 from hpc_elastic.launch.requeue_job import NextAttempt
 from hpc_elastic.launch.signals import JobCondition
 from hpc_elastic.launch.site import Site
-from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.attempt import AttemptInfo, StoredResult, load_result
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.node_records import load_record, save_record
 from hpc_elastic.run.option_values import RequeueChoice
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.run.result import StoredResult, load_result
 from hpc_elastic.run.spec import RunSpec
 
 if TYPE_CHECKING:

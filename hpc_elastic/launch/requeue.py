@@ -14,9 +14,8 @@ from hpc_elastic.agent.hang import HANG_FINGERPRINT, may_be_a_bug
 from hpc_elastic.agent.restart_policy import made_progress
 from hpc_elastic.base.outcome import ExitCode, Outcome
 from hpc_elastic.rendezvous.state import RoundRecord
-from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.attempt import AttemptInfo, StoredResult
 from hpc_elastic.run.option_values import RequeueChoice
-from hpc_elastic.run.result import StoredResult
 from hpc_elastic.run.spec import RunSpec
 
 BACK_OFF_SECONDS = 60.0

@@ -26,12 +26,11 @@ from hpc_elastic.errors import HpcElasticError, UsageError
 from hpc_elastic.options.sbatch import parse_array
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.run.attempt import AttemptInfo, UnreadableAttemptError, load_attempt
+from hpc_elastic.run.attempt import AttemptInfo, UnreadableAttemptError, load_attempt, load_result
 from hpc_elastic.run.heartbeats import NodeHeartbeats
 from hpc_elastic.run.index import JobEntry, array_tasks, jobs_of, known_jobs
 from hpc_elastic.run.node_records import load_record
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
-from hpc_elastic.run.result import load_result
 from hpc_elastic.run.spec import RunSpec, UnreadableRunError, load_run_spec
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId

@@ -29,10 +29,9 @@ from hpc_elastic.rendezvous.peers import NodeInfo, NotificationSender, Peers
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.schedule import PollIntervals, poll_intervals
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, RoundRecord, host_of, node_of
-from hpc_elastic.run.attempt import AttemptInfo, UnreadableAttemptError, load_attempt
+from hpc_elastic.run.attempt import AttemptInfo, StoredResult, UnreadableAttemptError, load_attempt
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
-from hpc_elastic.run.result import StoredResult
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.notation import compress
 from hpc_elastic.store.base import Store

@@ -1,9 +1,7 @@
-"""The layers of the configuration: which files there are, and which of them gives each option its value.
+"""The configuration files: which there are, lowest layer first, and one of them read, with the line of each value.
 
 From the lowest: defaults, the site's file, the user's, the project's; a profile's tables of the same files; the
-environment; the command line, or a program's arguments.
-
-One configuration file: read, checked against the keys, and each value with its line.
+environment; the command line, or a program's arguments (`resolve`).
 """
 
 from __future__ import annotations

@@ -189,7 +189,7 @@ def configured_runs_dir(env: Mapping[str, str], here: Path) -> str | None:
             return env[name]
     if not config_files.there(config_files.candidates(env, here)):
         return None  # and the tables of options need not be imported
-    from hpc_elastic.options.all_options import ALL_OPTIONS
+    from hpc_elastic.options.run_request import ALL_OPTIONS
 
     nothing = Parsed(values={}, sources={}, command=())
     return resolve(nothing, ALL_OPTIONS, env=env, here=here).parsed.get("runs_dir")

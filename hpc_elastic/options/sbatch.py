@@ -1,10 +1,4 @@
-"""How many nodes: ``4``, ``2-4`` as in sbatch, ``2:4`` as in torchrun.
-
-Slurm's time limits: ``30``, ``90:00``, ``2:00:00``, ``1-12``, ``1-12:30``, ``1-12:30:00``, ``UNLIMITED``.
-
-``--array``: which tasks a job array has.
-
-sbatch's options → its arguments and ``#SBATCH`` lines, checked. Pure.
+"""sbatch's options → its arguments and ``#SBATCH`` lines, checked; and its numbers of nodes, times and arrays. Pure.
 
 ``#SBATCH`` lines are sbatch's own language: no shell expands them; blanks separate, ``#`` begins a comment, quotes and
 backslashes quote as in C (read in its parser, and tried: tests/integration hands nasty values to the real sbatch). A

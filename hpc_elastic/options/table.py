@@ -1,11 +1,8 @@
-"""Reads a command line against a table of options, up to the user's script: what follows it is the script's.
+"""The type of an option, and what reads options: command lines, keys of files, variables, arguments of a program.
 
-Not argparse: its REMAINDER drops ``--``, it takes an option's value that begins with ``-`` for an option, and it
-accepts abbreviations that the next version may make ambiguous.
-
-What an unknown name was probably meant to be: what other launchers call it, or else what looks most alike. Pure.
-
-The options as keys of a file, variables of the environment and arguments of a program: names, values as text.
+A command line is read up to the user's script: what follows it is the script's. Not by argparse: its REMAINDER drops
+``--``, it takes an option's value that begins with ``-`` for an option, and it accepts abbreviations that the next
+version may make ambiguous. An unknown name is answered with the one that was probably meant.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A batch script template of the user's own: what the supervisor needs in it, and what its #SBATCH lines ask for.
-
-``--template FILE``: the user's own batch script, whose #SBATCH lines count where the command line says nothing.
-"""
+"""``--template FILE``: the user's own batch script, checked; its #SBATCH lines count below the command line."""
 
 from __future__ import annotations
 

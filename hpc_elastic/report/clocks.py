@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from hpc_elastic.base.clock_offset import drift_ns
+from hpc_elastic.base.clock import drift_ns
 from hpc_elastic.failures.ranking import Moment
 from hpc_elastic.report.collect_values import integer, text_of
 

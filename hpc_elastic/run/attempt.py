@@ -1,4 +1,4 @@
-"""One execution of the job: attempt.json, written by the supervisor before the agents start, read by them and later."""
+"""One execution of the job: attempt.json, written before the agents start, and result.json, its end."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.files import Unreadable
 from hpc_elastic.errors import UnreadableFileError
+from hpc_elastic.run.paths import RunPaths
 
 _JOB_ID = re.compile(r"[1-9][0-9]{0,9}(?:[_+][0-9]{1,10})?\Z")
 
@@ -69,3 +71,38 @@ def load_attempt(path: Path) -> AttemptInfo:
     if not (found.job_id is None or is_job_id(found.job_id)):
         raise UnreadableAttemptError(path=str(path), why=f"unreadable: job_id {found.job_id!r} is no job's id")
     return found
+
+
+class StoredResult(Struct, frozen=True, kw_only=True):
+    """The end of one attempt."""
+
+    outcome: str
+    reason: str
+    exit_code: int
+    action: str
+    """``requeue`` or ``end``."""
+    decision: str
+    """Why."""
+    fingerprint: str = ""
+    step: int = -1
+    idle: int = 0
+    """How many attempts in a row, this one included, ended by a failure without progress."""
+    next_job: str = ""
+    """The follow-on job's id, where the next attempt is another job's."""
+
+    def save(self, path: Path) -> None:
+        codec.save(path, self, durable=True)
+
+
+def load_result(path: Path) -> StoredResult | None:
+    """The stored end, or None where there is none that can be read."""
+    found = codec.load(path, StoredResult)
+    if isinstance(found, Unreadable):
+        return None
+    return found if is_job_id(found.next_job) else replace(found, next_job="")
+
+
+def load_newest_result(paths: RunPaths) -> StoredResult | None:
+    """How the newest attempt ended; None where it has not ended, or none has begun."""
+    begun = paths.begun_attempts()
+    return load_result(begun[-1].result_json) if begun else None

@@ -1,10 +1,9 @@
-"""Where a person's account keeps what outlives a run: which jobs there were, which nodes were bad.
+"""What outlives a run in the account's folder, and the index of runs there: finds a run by path, id or job id.
 
-Finds a run by its path, its id, or its Slurm job's id: small files under ``$XDG_STATE_HOME/hpc_elastic/jobs``.
-
-Job ids come back (after a controller's restart, and on every cluster), so an entry is keyed by cluster, job id and
-submit time, and the newest wins. The index is a convenience: a home that can't be written never stops a submission, and
-runs are found without it. Each entry is a file of its own name, written whole and never changed, so no lock is needed.
+The index is small files under ``$XDG_STATE_HOME/hpc_elastic/jobs``. Job ids come back (after a controller's restart,
+and on every cluster), so an entry is keyed by cluster, job id and submit time, and the newest wins. A home that can't
+be written never stops a submission, and runs are found without the index. Each entry is a file of its own name, written
+whole and never changed, so no lock is needed.
 """
 
 from __future__ import annotations

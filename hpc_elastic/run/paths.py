@@ -17,7 +17,7 @@
         heartbeats/node-00012.json       where each node's workers were last (agent/hang.py)
         round-000/times-node-00003       when what was printed (log_times.py)
         round-000/rank-00012/            stdout.log stderr.log error.json stacks.txt
-        result.json                      how the attempt ended, and what was decided (run/result.py)
+        result.json                      how the attempt ended, and what was decided (run/attempt.py)
         report.json report.txt report.html
 
 An array's run directory has ``task-<k>/`` for each of its tasks, and each is a run directory of its own, with a

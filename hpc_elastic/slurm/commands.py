@@ -1,7 +1,4 @@
-"""Argument lists and environments for Slurm's commands. Nothing is run here, and nothing goes through a shell.
-
-The GPUs of the agents' step: as many on each node as the job has there.
-"""
+"""Argument lists and environments for Slurm's commands. Nothing is run here, and nothing goes through a shell."""
 
 from __future__ import annotations
 

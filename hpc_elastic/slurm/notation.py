@@ -1,9 +1,8 @@
-"""Slurm's hostlists, ``rack[1-2]n[01-10],login1``: expanded and compressed here, since a container has no scontrol.
+"""Slurm's packed strings: hostlists ``rack[1-2]n[01-10],login1``, counts ``4(x2),1``, GRES and device lists.
 
-The order is Slurm's (topology), and duplicates stay: ``n[1-3,1]`` names n1 twice, as ``scontrol show hostnames`` does.
-Suffixes (``n[1-2].cluster.local``) are read as Slurm 24.11 reads them; 20.11 and 22.05 call them invalid, with rc 0.
-
-Slurm's counted strings: ``4(x2),1`` tasks, ``gpu:a100:4(S:0-1)`` GRES, ``0,1`` or ``GPU-…`` device lists.
+Hostlists are expanded and compressed here, since a container has no scontrol. The order is Slurm's (topology), and
+duplicates stay: ``n[1-3,1]`` names n1 twice, as ``scontrol show hostnames`` does. Suffixes (``n[1-2].cluster.local``)
+are read as Slurm 24.11 reads them; 20.11 and 22.05 call them invalid, with rc 0.
 """
 
 from __future__ import annotations

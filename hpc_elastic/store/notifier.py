@@ -9,7 +9,7 @@ is, a counter that only grows, the address and port that it was sent to (so that
 addresses others reach it, and none that was recorded elsewhere is taken), the key that was written (of a beat: the
 newest record's), for a notification the addresses to notify in turn, for a beat whether its sender hears whom it is for
 and whether the shared filesystem refuses its sender, and the sender's clock, with how much it may be ahead of the
-receiver's as far as it knows (`hpc_elastic.base.clock_offset`); an HMAC-SHA256 with the run's secret stands before it.
+receiver's as far as it knows (`hpc_elastic.base.clock`); an HMAC-SHA256 with the run's secret stands before it.
 
 A flood costs little: after `MOST_REJECTED` invalid datagrams within `PERIOD` seconds the notifier is muted until that
 time is over, so that taking them in needs about one hundredth of a core. Nobody counts as silent for that time.
@@ -30,8 +30,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from hpc_elastic.base.clock import Clock, SystemClock, uptime_ns
-from hpc_elastic.base.clock_offset import Offset, PeerClock
+from hpc_elastic.base.clock import Clock, Offset, PeerClock, SystemClock, uptime_ns
 from hpc_elastic.base.digests import Mac, sha256
 from hpc_elastic.base.files import read_bytes
 from hpc_elastic.errors import UnsafePathError, UsageError

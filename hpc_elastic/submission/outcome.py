@@ -15,9 +15,9 @@ from hpc_elastic.base.files import read_bytes, read_json
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import HpcElasticError, UnsafePathError
 from hpc_elastic.launch.requeue import RequeueAction
+from hpc_elastic.run.attempt import load_newest_result
 from hpc_elastic.run.log_pieces import find_pieces, piece_path
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.run.result import load_newest_result
 from hpc_elastic.submission.call import (
     RoundPlace,
     UnreadableObjectError,

@@ -7,8 +7,8 @@ from enum import IntEnum
 from pathlib import Path
 
 from hpc_elastic.base import outcome
-from hpc_elastic.options.all_options import ALL_OPTIONS
 from hpc_elastic.options.config_files import FILE_LAYERS
+from hpc_elastic.options.run_request import ALL_OPTIONS
 from hpc_elastic.options.table import key_of, variable_of
 
 ROOT = Path(__file__).resolve().parent.parent.parent

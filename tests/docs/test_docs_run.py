@@ -18,11 +18,11 @@ import pytest
 import hpc_elastic
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.cli import main as cli
-from hpc_elastic.options.all_options import ALL_OPTIONS
 from hpc_elastic.options.config_files import read_settings
+from hpc_elastic.options.run_request import ALL_OPTIONS
 from hpc_elastic.options.table import Keys
 from hpc_elastic.run import index as run_index
-from hpc_elastic.run.result import StoredResult
+from hpc_elastic.run.attempt import StoredResult
 from tests.rigs.run_builder import START_NS, RunBuilder, make_failure
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -36,7 +36,7 @@ while renameat2(-100, one, -100, other, 2) == 0:
 _RESOLVE = """
 import os, time
 from pathlib import Path
-from hpc_elastic.options.all_options import ALL_OPTIONS
+from hpc_elastic.options.run_request import ALL_OPTIONS
 from hpc_elastic.options.table import Parsed
 from hpc_elastic.options.resolve import resolve
 from hpc_elastic.errors import UsageError

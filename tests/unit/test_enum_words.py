@@ -34,8 +34,8 @@ from hpc_elastic.report.render_text import render_text
 from hpc_elastic.report.subject import Subject, choose_subject
 from hpc_elastic.report.verdict import Cause, Confidence
 from hpc_elastic.report.wording import describe_outages
+from hpc_elastic.run.attempt import StoredResult
 from hpc_elastic.run.event_reader import read_events
-from hpc_elastic.run.result import StoredResult
 from hpc_elastic.submission.outcome import RunEnd
 from tests.rigs.run_builder import RunBuilder, make_failure
 

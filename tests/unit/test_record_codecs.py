@@ -31,11 +31,10 @@ from hpc_elastic.rendezvous.claims import ClaimKind, Departure, OwnClaims, Ready
 from hpc_elastic.rendezvous.preemption import PreemptionStatus
 from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, decode_record
 from hpc_elastic.run import index, node_records
-from hpc_elastic.run.attempt import AttemptInfo, load_attempt
+from hpc_elastic.run.attempt import AttemptInfo, StoredResult, load_attempt, load_result
 from hpc_elastic.run.index import JobEntry
 from hpc_elastic.run.node_records import NodeRecord
 from hpc_elastic.run.node_score import Evidence
-from hpc_elastic.run.result import StoredResult, load_result
 from hpc_elastic.run.spec import RunSpec, load_run_spec
 from hpc_elastic.submission import call
 from hpc_elastic.submission.call import CallTerms

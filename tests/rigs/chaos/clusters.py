@@ -13,7 +13,7 @@ from typing import Protocol
 
 from hpc_elastic.launch.run_directory import create_run
 from hpc_elastic.rendezvous.run_folder import safe_name
-from hpc_elastic.run.result import load_result
+from hpc_elastic.run.attempt import load_result
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, new_run_id
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.guardian import GUARDIAN_NAME

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hpc_elastic.agent.round_events import MOST_REFERENCES, ClockOffsetLog, ClockSample, is_news
-from hpc_elastic.base.clock_offset import Offset
+from hpc_elastic.base.clock import Offset
 from tests.rigs.fake_clock import FakeClock
 
 MS = 1_000_000

@@ -7,7 +7,7 @@ from fractions import Fraction
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hpc_elastic.base.clock_offset import DRIFT, Offset, PeerClock, drift_ns
+from hpc_elastic.base.clock import DRIFT, Offset, PeerClock, drift_ns
 
 MS = 1_000_000
 SECOND = 1000 * MS

@@ -20,9 +20,9 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.launch import run_status
 from hpc_elastic.launch.run_directory import create_run, create_tasks
 from hpc_elastic.launch.run_status import RunState
+from hpc_elastic.run.attempt import StoredResult
 from hpc_elastic.run.index import UnknownRunError, find, record
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.run.result import StoredResult
 from hpc_elastic.run.spec import load_run_spec
 from hpc_elastic.slurm.client import CommandSlurmClient
 from hpc_elastic.slurm.commands import JobId

@@ -14,9 +14,9 @@ from hpc_elastic.cli import submit
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.submit import follow, how_it_ended
 from hpc_elastic.launch.run_directory import create_run, create_tasks
+from hpc_elastic.run.attempt import StoredResult
 from hpc_elastic.run.index import record
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.run.result import StoredResult
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmUnavailableError

@@ -15,8 +15,8 @@ from hpc_elastic.cli.log_follow import LogFollower
 from hpc_elastic.cli.logs import LogChoice, LogPrinter
 from hpc_elastic.cli.report import ReportFollower
 from hpc_elastic.cli.run_argument import AskedRun
+from hpc_elastic.run.attempt import StoredResult
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.run.result import StoredResult
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.run_builder import RunBuilder
 

@@ -9,9 +9,8 @@ import pytest
 from msgspec.structs import fields
 
 from hpc_elastic.options import job_options, worker_options
-from hpc_elastic.options.all_options import ALL_OPTIONS
 from hpc_elastic.options.job_options import notice_seconds
-from hpc_elastic.options.run_request import build_spec
+from hpc_elastic.options.run_request import ALL_OPTIONS, build_spec
 from hpc_elastic.options.table import Option, parse
 from hpc_elastic.run.spec import RunSpec, load_run_spec
 

@@ -10,7 +10,7 @@ import pytest
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.report import coloured_report
 from hpc_elastic.cli.screen import wants_colour
-from hpc_elastic.run.result import StoredResult
+from hpc_elastic.run.attempt import StoredResult
 from tests.rigs.run_builder import RunBuilder, make_failure
 
 

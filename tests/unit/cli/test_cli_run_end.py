@@ -8,9 +8,9 @@ from typing import cast
 import pytest
 
 from hpc_elastic.cli.follow import SILENT_SECONDS, RunEnd, RunWatch
+from hpc_elastic.run.attempt import StoredResult
 from hpc_elastic.run.index import record
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.run.result import StoredResult
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import JobState
 from tests.rigs.fake_clock import FakeClock

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.launch.run_directory import create_run, earlier_run
 from hpc_elastic.run import index
-from hpc_elastic.run.result import StoredResult
+from hpc_elastic.run.attempt import StoredResult
 from hpc_elastic.run.spec import EntryKind, Entrypoint
 from hpc_elastic.slurm.job_environment import JobEnvironment
 from tests.rigs.specs import make_attempt, make_spec

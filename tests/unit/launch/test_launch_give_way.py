@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.launch.run_directory import YOUNG_SECONDS, RunElsewhereError, claim_attempt, give_way
+from hpc_elastic.run.attempt import StoredResult
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
-from hpc_elastic.run.result import StoredResult
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.specs import make_attempt
 

@@ -18,8 +18,8 @@ from hpc_elastic.launch.requeue import (
     decide_arming,
     decide_requeue,
 )
+from hpc_elastic.run.attempt import StoredResult
 from hpc_elastic.run.option_values import RequeueChoice
-from hpc_elastic.run.result import StoredResult
 from tests.rigs.specs import make_attempt, make_spec
 
 SPEC = make_spec(max_requeues=3, restart_window=600.0)

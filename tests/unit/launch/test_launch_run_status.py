@@ -15,10 +15,9 @@ from hpc_elastic.launch.run_status import RunState, RunStatus, StepStatus, read_
 from hpc_elastic.rendezvous.preemption import PreemptionNotice
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
-from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.attempt import AttemptInfo, StoredResult
 from hpc_elastic.run.heartbeats import NodeHeartbeats, RankHeartbeat
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.run.result import StoredResult
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 from hpc_elastic.slurm.job_state import JobState
 from hpc_elastic.store.file_store import FileStore

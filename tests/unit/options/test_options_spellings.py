@@ -6,7 +6,7 @@ import pytest
 
 from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.errors import UsageError
-from hpc_elastic.options.all_options import ALL_OPTIONS
+from hpc_elastic.options.run_request import ALL_OPTIONS
 from hpc_elastic.options.table import MEANT, SBATCHS_OWN, Keys, nearest
 from hpc_elastic.submission.parameters import unknown
 

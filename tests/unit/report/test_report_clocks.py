@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from hpc_elastic.base.clock_offset import DRIFT
+from hpc_elastic.base.clock import DRIFT
 from hpc_elastic.report.clocks import SUPERVISOR, ClockOffset, Clocks, ClocksBuilder
 
 MS = 1_000_000

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.run.result import StoredResult, load_result
+from hpc_elastic.run.attempt import StoredResult, load_result
 
 RESULT = StoredResult(
     outcome="failed",

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from hpc_elastic.base.clock_offset import PeerClock
+from hpc_elastic.base.clock import PeerClock
 from hpc_elastic.store.notifier import (
     MAX_DATAGRAM,
     MOST_FORWARDED,

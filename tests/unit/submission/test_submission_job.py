@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from hpc_elastic.run.attempt import StoredResult
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.run.result import StoredResult
 from hpc_elastic.run.spec import EntryKind, Entrypoint
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.submission import job as job_module
