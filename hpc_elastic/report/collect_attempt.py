@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from hpc_elastic.base.outcome import REFUSED_CODE, UNHEALTHY_CODE, ExitCode
 from hpc_elastic.failures.classify import signal_name, signal_of
 from hpc_elastic.report.clocks import CLOCK_EVENTS, SUPERVISOR, Clocks, ClocksBuilder
-from hpc_elastic.report.collect_round import ROUND_HANDLERS, EventCoverage, RoundBuilder
+from hpc_elastic.report.collect_round import ROUND_EVENTS, EventCoverage, RoundBuilder
 from hpc_elastic.report.collect_values import integer, integer_or, job_id_of, names_of, text_of
 from hpc_elastic.report.history import (
     AgentEnd,
@@ -86,15 +86,65 @@ class AttemptBuilder(Struct):
             self.is_supervised = True
         if name in CLOCK_EVENTS:
             self.clocks.take(event)
-        round_handler = ROUND_HANDLERS.get(name)
-        if round_handler is not None:
+        if name in ROUND_EVENTS:
             if index is not None and index >= 0:
                 host = text_of(event.get("host"))
-                round_handler(self.round(index), event, when, -1 if node is None else node, host)
-        elif name == "closed":
-            self.closed_outcome, self.closed_reason = text_of(event.get("outcome")), text_of(event.get("reason"))
-        elif isinstance(role, str) and (handler := _HANDLERS.get((role, name))) is not None:
-            handler(self, event, when)
+                self.round(index).take(name, event, when, -1 if node is None else node, host)
+        elif role in ("agent", "supervisor"):
+            self._take(f"{role} {name}", event, when, node)
+
+    def _take(self, what: str, event: dict[str, Any], when: int, node: int | None) -> None:
+        """Of the supervisor's events `node` is the node that they are about, of an agent's its own."""
+        name, reason, outcome = text_of(event.get("name")), text_of(event.get("reason")), text_of(event.get("outcome"))
+        match what:
+            case "supervisor closed" | "agent closed":
+                self.closed_outcome, self.closed_reason = outcome, reason
+            case "supervisor attempt_started":
+                self.started_ns = when
+                self.job_id = job_id_of(event.get("job_id")) or self.job_id
+                self.nodes = names_of(event.get("nodes")) or self.nodes
+            case "supervisor agent_ended":
+                self._agent_ended(event, when, name, node)
+            case "supervisor agent_relaunched":
+                self.relaunched.append(name)
+                self.replaced_ends += [end for end in reversed(self.agent_ends) if end.name == name][:1]
+            case "supervisor node_given_up" if node is not None and node >= 0:
+                cause, name = text_of(event.get("cause")), name or self.name_of(node)
+                self.given_up[node] = GivenUpNode(
+                    node=node, name=name, cause=cause, reason=reason[:_MOST_REASON], seen_ns=when
+                )
+            case "supervisor notice":
+                self.notices.append(text_of(event.get("signal")))
+            case "supervisor verdict":
+                self.outcome, self.reason = self.outcome or outcome, reason
+                self.exit_code = integer(event.get("exit_code")) if self.exit_code is None else self.exit_code
+            case "supervisor requeue_decision":
+                self.decision = f"{text_of(event.get('action'))}: {reason}"
+            case "supervisor attempt_ended":
+                self.ended_ns, self.outcome = when, outcome or self.outcome
+                self.exit_code = integer(event.get("exit_code"))
+            case "agent agent_failed" if node is not None:
+                why, where = text_of(event.get("error"))[:_MOST_WORDS], text_of(event.get("where"))
+                self.own_reasons.setdefault(node, []).append(f"{why} ({where})" if where else why)
+            case "agent node_missing" if node is not None and node >= 0:
+                self.missing.add(node)
+            case "agent output_lost":
+                self.output_lost.append(read_loss(event, when))
+            case "agent filesystem_refused" | "supervisor filesystem_refused":
+                self.outages.append(read_outage(OutageKind.FILESYSTEM, event, when))
+            case "agent link_lost":
+                self.outages.append(read_outage(OutageKind.LINK, event, when))
+
+    def _agent_ended(self, event: dict[str, Any], when: int, name: str, node: int | None) -> None:
+        code, detail = integer(event.get("code")), text_of(event.get("detail"))
+        if event.get("started") is False and name:
+            self.unstarted.setdefault(name, detail)
+        if code is None and not detail:
+            return
+        if name in self.nodes and (node is None or node < 0):
+            node = self.nodes.index(name)
+        place = -1 if node is None else node
+        self.agent_ends.append(AgentEnd(node=place, name=name, code=code, seen_ns=when, detail=detail))
 
     def name_of(self, node: int) -> str:
         """Slurm's name of it, or its number."""
@@ -259,101 +309,3 @@ def _end_text(end: AgentEnd) -> str:
         return f"its agent failed: {end.why}"
     name = signal_name(signal_of(end.code))
     return f"its agent was ended by {name}" if name else f"its agent ended with code {end.code}"
-
-
-def _attempt_started(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
-    builder.started_ns = when
-    builder.job_id = job_id_of(event.get("job_id")) or builder.job_id
-    builder.nodes = names_of(event.get("nodes")) or builder.nodes
-
-
-def _agent_ended(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
-    code, detail = integer(event.get("code")), text_of(event.get("detail"))
-    if event.get("started") is False and (who := text_of(event.get("name"))):
-        builder.unstarted.setdefault(who, detail)
-    if code is None and not detail:
-        return
-    name, node = text_of(event.get("name")), integer(event.get("node"))
-    if name in builder.nodes and (node is None or node < 0):
-        node = builder.nodes.index(name)
-    end = AgentEnd(node=-1 if node is None else node, name=name, code=code, seen_ns=when, detail=detail)
-    builder.agent_ends.append(end)
-
-
-def _agent_failed(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
-    node, where = integer(event.get("node")), text_of(event.get("where"))
-    if node is not None:
-        why = text_of(event.get("error"))[:_MOST_WORDS]
-        builder.own_reasons.setdefault(node, []).append(f"{why} ({where})" if where else why)
-
-
-def _agent_relaunched(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
-    name = text_of(event.get("name"))
-    builder.relaunched.append(name)
-    builder.replaced_ends += [end for end in reversed(builder.agent_ends) if end.name == name][:1]
-
-
-def _node_given_up(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
-    node = integer(event.get("node"))
-    if node is not None and node >= 0:
-        name = text_of(event.get("name")) or builder.name_of(node)
-        cause, reason = text_of(event.get("cause")), text_of(event.get("reason"))[:_MOST_REASON]
-        builder.given_up[node] = GivenUpNode(node=node, name=name, cause=cause, reason=reason, seen_ns=when)
-
-
-def _node_missing(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
-    node = integer(event.get("node"))
-    if node is not None and node >= 0:
-        builder.missing.add(node)
-
-
-def _notice(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
-    builder.notices.append(text_of(event.get("signal")))
-
-
-def _verdict(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
-    builder.outcome = builder.outcome or text_of(event.get("outcome"))
-    builder.reason = text_of(event.get("reason"))
-    if builder.exit_code is None:
-        builder.exit_code = integer(event.get("exit_code"))
-
-
-def _requeue_decision(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
-    builder.decision = f"{text_of(event.get('action'))}: {text_of(event.get('reason'))}"
-
-
-def _attempt_ended(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
-    builder.ended_ns = when
-    builder.outcome = text_of(event.get("outcome")) or builder.outcome
-    builder.exit_code = integer(event.get("exit_code"))
-
-
-def _output_lost(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
-    builder.output_lost.append(read_loss(event, when))
-
-
-def _filesystem_refused(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
-    builder.outages.append(read_outage(OutageKind.FILESYSTEM, event, when))
-
-
-def _link_lost(builder: AttemptBuilder, event: dict[str, Any], when: int) -> None:
-    builder.outages.append(read_outage(OutageKind.LINK, event, when))
-
-
-# The supervisor's `node` field is the node that the event is about; an agent's is its own.
-_HANDLERS = {
-    ("supervisor", "attempt_started"): _attempt_started,
-    ("supervisor", "agent_ended"): _agent_ended,
-    ("supervisor", "agent_relaunched"): _agent_relaunched,
-    ("supervisor", "node_given_up"): _node_given_up,
-    ("supervisor", "notice"): _notice,
-    ("supervisor", "verdict"): _verdict,
-    ("supervisor", "requeue_decision"): _requeue_decision,
-    ("supervisor", "attempt_ended"): _attempt_ended,
-    ("agent", "agent_failed"): _agent_failed,
-    ("agent", "node_missing"): _node_missing,
-    ("agent", "output_lost"): _output_lost,
-    ("agent", "filesystem_refused"): _filesystem_refused,
-    ("supervisor", "filesystem_refused"): _filesystem_refused,
-    ("agent", "link_lost"): _link_lost,
-}

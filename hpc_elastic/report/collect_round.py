@@ -8,7 +8,8 @@ One round, put together from its events in any order of files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from msgspec import Struct, field
@@ -18,7 +19,7 @@ from hpc_elastic.base.codec import readable_items
 from hpc_elastic.failures.classify import signal_name, signal_of
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.report.collect_values import integer, integer_or, names_of, text_of, whole_numbers
+from hpc_elastic.report.collect_values import integer, integer_or, names_of, seconds_of, text_of, whole_numbers
 from hpc_elastic.report.history import (
     NodeLoss,
     RankStatus,
@@ -102,12 +103,20 @@ class EventCoverage(Struct):
         self._place, self._has_ended, self._is_whole = None, False, True
 
 
+ROUND_EVENTS = frozenset(
+    {
+        "round_opened", "round_frozen", "round_final", "worker_failed", "node_lost", "node_left", "node_replaced",
+        "health_check_failed", "platform_failure", "ring_restarted", "ring_gave_up", "workers_stopping",
+        "workers_succeeded", "workers_stopped", "restart_decision", "stacks_taken",
+    }
+)  # fmt: skip
+"""What `RoundBuilder.take` learns from."""
 _FRAMES = 20
 _WORDS = 300
 
 
 class RoundBuilder(Struct):
-    """Fed by `ROUND_HANDLERS`, and with what the error files say."""
+    """Fed with events by `take`, and with what the error files say."""
 
     index: int
     known: dict[RoundNode, RoundNode] = field(default_factory=dict)
@@ -147,6 +156,92 @@ class RoundBuilder(Struct):
         place = WorkerFailure(attempt=attempt, round=self.index, global_rank=rank)
         node = next((node for node in self.nodes.values() if rank in node.ranks), None)
         return replace(place, host=node.host, node=node.node, local_rank=node.ranks.index(rank)) if node else place
+
+    def take(self, name: str, event: Mapping[str, Any], when: int, node: int, host: str) -> None:
+        """Fill in what one of `ROUND_EVENTS` says.
+
+        Args:
+            name: The event's name.
+            event: Its fields.
+            when: Its time.
+            node: The node that it is about: of an agent's own event that node, of a coordinator's the one it names.
+            host: That node's.
+        """
+        loss = partial(NodeLoss, round=self.index, node=node, host=host, seen_ns=when)
+        reason = text_of(event.get("reason"))
+        match name:
+            case "round_opened":
+                self.reason = reason
+            case "round_frozen":
+                self.frozen_reason, self.restarts_used = reason, integer(event.get("restarts_used"))
+            case "round_final":
+                group_rank = integer_or(integer(event.get("group_rank")), -1)
+                place = RoundNode(node, host, tuple(whole_numbers(event.get("ranks"))), group_rank)
+                self.nodes[node] = self.known.setdefault(place, place)
+                self.final_ns[node] = when
+                self.started_ns = when if self.started_ns is None else min(self.started_ns, when)
+                self.world_size = integer(event.get("world_size"))
+            case "worker_failed":
+                self._take_failure(event, when, node, host)
+            case "node_lost":
+                self.lost[node] = loss(age=seconds_of(event.get("age")), observer=integer(event.get("by")))
+            case "node_left":
+                self.left[node] = loss(left=reason or "no reason was given", observer=integer(event.get("by")))
+            case "health_check_failed":
+                self.lost[node] = loss(left=reason, observer=node)
+            case "platform_failure":
+                self.own[node] = loss(broke=reason, observer=node)
+            case "node_replaced":
+                gone = integer_or(integer(event.get("replaces_node")), -1)
+                self.replaced[gone] = Replacement(
+                    node=node,
+                    host=host or f"node {node}",
+                    replaces_node=gone,
+                    replaces_host=text_of(event.get("replaces_host")) or f"node {gone}",
+                    group_rank=integer_or(integer(event.get("group_rank")), -1),
+                )
+            case "ring_restarted" | "ring_gave_up":
+                self.in_process.append(read_restart(event, when, node))
+            case "workers_stopping":
+                self.stopping[reason] = None
+            case "workers_succeeded" | "workers_stopped":
+                if name == "workers_succeeded":
+                    self.succeeded.add(node)
+                elif node in self.ended:
+                    return
+                self.ended.add(node)
+                begin = self.final_ns.get(node)
+                if begin is not None and when >= begin:
+                    self.seconds = max(self.seconds or 0.0, (when - begin) / 1e9)
+            case "restart_decision":
+                if when >= self.decided_ns:  # a new coordinator may have decided again: the last decision holds
+                    self.decided_ns = when
+                    used, most = integer(event.get("restarts_used")), integer(event.get("max_restarts"))
+                    action = text_of(event.get("action"))
+                    self.decision = RestartRecord(action=action, reason=reason, restarts_used=used, max_restarts=most)
+            case "stacks_taken":
+                self._take_stacks(event, when, node)
+
+    def _take_failure(self, event: Mapping[str, Any], when: int, node: int, host: str) -> None:
+        rank = integer(event.get("rank"))
+        if rank is None:
+            return
+        failure = WorkerFailure.from_event({"ended_ns": when, **event}, round=self.index, host=host, node=node)
+        is_machine = failure.failure_class is FailureClass.INFRASTRUCTURE
+        category = Category.INFRASTRUCTURE if is_machine else Category.WORKER
+        self.told[rank] = replace(failure, category=category, signal=signal_name(signal_of(failure.exitcode)))
+
+    def _take_stacks(self, event: Mapping[str, Any], when: int, node: int) -> None:
+        for status in rank_statuses(readable_items(RankHeartbeat, event.get("beats")), node=node, when=when):
+            self.rank_statuses[status.rank] = status
+        for into, key in ((self.stacks, "groups"), (self.threads, "threads")):
+            for group in _dicts(event.get(key)):
+                if numbers := whole_numbers(group.get("ranks")):
+                    name = text_of(group.get("name"))[:_WORDS]
+                    into.setdefault((name, "", names_of(group.get("stack"))[-_FRAMES:]), []).extend(numbers)
+        states = {integer(one.get("rank")): text_of(one.get("state"))[:_WORDS] for one in _dicts(event.get("states"))}
+        for rank in whole_numbers(event.get("silent")):
+            self.stacks.setdefault(("", states.get(rank, ""), ()), []).append(rank)
 
     def build(self) -> RoundHistory:
         """What is known of the round."""
@@ -196,143 +291,5 @@ def rank_statuses(beats: Iterable[RankHeartbeat], *, node: int, when: int) -> li
     ]
 
 
-def _round_opened(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
-    part.reason = text_of(event.get("reason"))
-
-
-def _round_frozen(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
-    part.frozen_reason = text_of(event.get("reason"))
-    part.restarts_used = integer(event.get("restarts_used"))
-
-
-def _round_final(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
-    group_rank = integer_or(integer(event.get("group_rank")), -1)
-    word = RoundNode(node, host, tuple(whole_numbers(event.get("ranks"))), group_rank)
-    part.nodes[node] = part.known.setdefault(word, word)
-    part.final_ns[node] = when
-    part.started_ns = when if part.started_ns is None else min(part.started_ns, when)
-    part.world_size = integer(event.get("world_size"))
-
-
-def _worker_failed(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
-    rank = integer(event.get("rank"))
-    if rank is None:
-        return
-    failure = WorkerFailure.from_event({"ended_ns": when, **event}, round=part.index, host=host, node=node)
-    is_machine = failure.failure_class is FailureClass.INFRASTRUCTURE
-    category = Category.INFRASTRUCTURE if is_machine else Category.WORKER
-    part.told[rank] = replace(failure, category=category, signal=signal_name(signal_of(failure.exitcode)))
-
-
-def _node_lost(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
-    age = event.get("age")
-    # An agent's own `node` and `host` head every line: the event's fields of that name are the lost node's.
-    part.lost[node] = NodeLoss(
-        round=part.index,
-        node=node,
-        host=host,
-        seen_ns=when,
-        age=float(age) if isinstance(age, (int, float)) and 0 <= age < 1e9 else 0.0,
-        observer=integer(event.get("by")),
-    )
-
-
-def _health_check_failed(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
-    left = text_of(event.get("reason"))
-    part.lost[node] = NodeLoss(round=part.index, node=node, host=host, seen_ns=when, left=left, observer=node)
-
-
-def _node_left(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
-    why = text_of(event.get("reason")) or "no reason was given"
-    observer = integer(event.get("by"))
-    part.left[node] = NodeLoss(round=part.index, node=node, host=host, seen_ns=when, left=why, observer=observer)
-
-
-def _node_replaced(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
-    gone = integer_or(integer(event.get("replaces_node")), -1)
-    part.replaced[gone] = Replacement(
-        node=node,
-        host=host or f"node {node}",
-        replaces_node=gone,
-        replaces_host=text_of(event.get("replaces_host")) or f"node {gone}",
-        group_rank=integer_or(integer(event.get("group_rank")), -1),
-    )
-
-
-def _in_process_restart(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
-    part.in_process.append(read_restart(event, when, node))
-
-
-def _platform_failure(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
-    broke = text_of(event.get("reason"))
-    part.own[node] = NodeLoss(round=part.index, node=node, host=host, seen_ns=when, broke=broke, observer=node)
-
-
-def _workers_succeeded(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
-    part.succeeded.add(node)
-    _ended(part, when, node)
-
-
-def _workers_stopping(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
-    part.stopping[text_of(event.get("reason"))] = None
-
-
-def _workers_stopped(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
-    if node not in part.ended:
-        _ended(part, when, node)
-
-
-def _ended(part: RoundBuilder, when: int, node: int) -> None:
-    part.ended.add(node)
-    begin = part.final_ns.get(node)
-    if begin is not None and when >= begin:
-        part.seconds = max(part.seconds or 0.0, (when - begin) / 1e9)
-
-
-def _restart_decision(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
-    if when >= part.decided_ns:  # a new coordinator may have decided again: the last word holds
-        part.decided_ns = when
-        part.decision = RestartRecord(
-            action=text_of(event.get("action")),
-            reason=text_of(event.get("reason")),
-            restarts_used=integer(event.get("restarts_used")),
-            max_restarts=integer(event.get("max_restarts")),
-        )
-
-
-def _stacks_taken(part: RoundBuilder, event: dict[str, Any], when: int, node: int, host: str) -> None:
-    for status in rank_statuses(readable_items(RankHeartbeat, event.get("beats")), node=node, when=when):
-        part.rank_statuses[status.rank] = status
-    for into, key in ((part.stacks, "groups"), (part.threads, "threads")):
-        for group in _dicts(event.get(key)):
-            if ranks := whole_numbers(group.get("ranks")):
-                name = text_of(group.get("name"))[:_WORDS]
-                into.setdefault((name, "", names_of(group.get("stack"))[-_FRAMES:]), []).extend(ranks)
-    states = {integer(item.get("rank")): text_of(item.get("state"))[:_WORDS] for item in _dicts(event.get("states"))}
-    for rank in whole_numbers(event.get("silent")):
-        part.stacks.setdefault(("", states.get(rank, ""), ()), []).append(rank)
-
-
 def _dicts(value: object) -> list[dict[str, Any]]:
     return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
-
-
-# Each takes the builder, the event, its time, and the node and host that it is about.
-ROUND_HANDLERS: Mapping[str, Callable[[RoundBuilder, dict[str, Any], int, int, str], None]] = {
-    "stacks_taken": _stacks_taken,
-    "round_opened": _round_opened,
-    "round_frozen": _round_frozen,
-    "round_final": _round_final,
-    "worker_failed": _worker_failed,
-    "node_lost": _node_lost,
-    "node_left": _node_left,
-    "node_replaced": _node_replaced,
-    "ring_restarted": _in_process_restart,
-    "ring_gave_up": _in_process_restart,
-    "health_check_failed": _health_check_failed,
-    "platform_failure": _platform_failure,
-    "workers_succeeded": _workers_succeeded,
-    "workers_stopping": _workers_stopping,
-    "workers_stopped": _workers_stopped,
-    "restart_decision": _restart_decision,
-}

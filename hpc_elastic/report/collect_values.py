@@ -22,6 +22,11 @@ def integer_or(value: int | None, default: int) -> int:
     return default if value is None else value
 
 
+def seconds_of(value: object) -> float:
+    """A duration; 0 for what is none."""
+    return float(value) if isinstance(value, (int, float)) and 0 <= value < 1e9 else 0.0
+
+
 def text_of(value: object) -> str:
     """Any value as a text of bounded length; nothing is an empty one."""
     if value is None:

@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.report.clocks import SUPERVISOR
-from hpc_elastic.report.collect_values import integer, integer_or, text_of, whole_numbers
+from hpc_elastic.report.collect_values import integer, integer_or, seconds_of, text_of, whole_numbers
 
 _SAME_MOMENT_NS = 2_000_000_000
 _SLACK_NS = 10_000_000_000
@@ -52,11 +52,9 @@ class Outage(Struct, frozen=True, kw_only=True):
 
 def read_outage(kind: OutageKind, event: Mapping[str, Any], when: int) -> Outage:
     """From an event ``filesystem_refused`` or ``link_lost``."""
-    seconds = event.get("seconds")
-    lasted = float(seconds) if isinstance(seconds, (int, float)) and 0 <= seconds < 1e9 else 0.0
-    node = integer_or(integer(event.get("node")), SUPERVISOR)
-    if event.get("role") == "supervisor":
-        node = SUPERVISOR
+    lasted = seconds_of(event.get("seconds"))
+    is_agent = event.get("role") != "supervisor"
+    node = integer_or(integer(event.get("node")), SUPERVISOR) if is_agent else SUPERVISOR
     return Outage(
         kind=kind,
         node=node,
@@ -178,7 +176,6 @@ class InProcessRestart(Struct, frozen=True, kw_only=True):
 
 def read_restart(event: Mapping[str, Any], when: int, node: int) -> InProcessRestart:
     """From an agent's event ``ring_restarted`` or ``ring_gave_up``; what is not as it should be is left out."""
-    seconds = event.get("seconds")
     pairs = event.get("interruptions")
     found = []
     for pair in pairs if isinstance(pairs, list) else []:
@@ -188,7 +185,7 @@ def read_restart(event: Mapping[str, Any], when: int, node: int) -> InProcessRes
         told_ns=when,
         node=node,
         iteration=integer_or(integer(event.get("iteration")), 0),
-        seconds=float(seconds) if isinstance(seconds, int | float) else 0.0,
+        seconds=seconds_of(event.get("seconds")),
         world_size=integer_or(integer(event.get("world_size")), 0),
         interruptions=tuple(found),
         joined=tuple(whole_numbers(event.get("joined"))),
