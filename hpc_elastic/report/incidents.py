@@ -13,8 +13,9 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from hpc_elastic.base.codec import readable_fields
 from hpc_elastic.report.clocks import SUPERVISOR
-from hpc_elastic.report.collect_values import integer, integer_or, seconds_of, text_of, whole_numbers
+from hpc_elastic.report.collect_values import integer, integer_or, seconds_of, text_of
 
 _SAME_MOMENT_NS = 2_000_000_000
 _SLACK_NS = 10_000_000_000
@@ -99,60 +100,32 @@ def refused_hosts(outages: Collection[Outage], *, at_ns: int | None = None) -> t
     return tuple(dict.fromkeys(one.host.partition(".")[0] for one in refused))
 
 
-_MOST_STREAMS = 1000
-
-
 class StreamLoss(Struct, frozen=True, kw_only=True):
     """Of one worker's stdout or stderr, in bytes."""
 
-    round: int
+    round: int = 0
     rank: int
-    stream: str
-    not_in_file: int
-    not_in_job_log: int
+    stream: str = ""
+    not_in_file: int = 0
+    not_in_job_log: int = 0
 
 
 class OutputLoss(Struct, frozen=True, kw_only=True):
     """What one node lost in one episode."""
 
-    host: str
-    node: int
-    reason: str
-    not_in_files: int
-    not_in_job_log: int
-    told_ns: int
+    host: str = ""
+    node: int = 0
+    reason: str = ""
+    not_in_files: int = 0
+    not_in_job_log: int = 0
+    told_ns: int = 0
     """When, by the node's clock."""
-    streams: tuple[StreamLoss, ...]
+    streams: tuple[StreamLoss, ...] = ()
 
 
 def read_loss(event: Mapping[str, Any], when: int) -> OutputLoss:
-    """From an agent's event ``output_lost``; what is not as it should be is left out."""
-    streams = event.get("streams")
-    found = []
-    for item in streams[:_MOST_STREAMS] if isinstance(streams, list) else []:
-        if isinstance(item, dict) and isinstance(item.get("rank"), int):
-            found.append(
-                StreamLoss(
-                    round=_count(item.get("round")),
-                    rank=item["rank"],
-                    stream=str(item.get("stream"))[:16],
-                    not_in_file=_count(item.get("not_in_file")),
-                    not_in_job_log=_count(item.get("not_in_job_log")),
-                )
-            )
-    return OutputLoss(
-        host=str(event.get("host"))[:256],
-        node=_count(event.get("node")),
-        reason=str(event.get("reason"))[:256],
-        not_in_files=_count(event.get("not_in_files")),
-        not_in_job_log=_count(event.get("not_in_job_log")),
-        told_ns=when,
-        streams=tuple(found),
-    )
-
-
-def _count(value: object) -> int:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else 0
+    """From an agent's event ``output_lost``."""
+    return OutputLoss(**{**readable_fields(OutputLoss, event), "told_ns": when})
 
 
 class InProcessRestart(Struct, frozen=True, kw_only=True):
@@ -161,7 +134,7 @@ class InProcessRestart(Struct, frozen=True, kw_only=True):
     told_ns: int
     """When, by the node's clock."""
     node: int
-    iteration: int
+    iteration: int = 0
     """That began; of a process that gave up, the one that it was in."""
     seconds: float = 0.0
     """From the fault to the function's start."""
@@ -175,19 +148,7 @@ class InProcessRestart(Struct, frozen=True, kw_only=True):
 
 
 def read_restart(event: Mapping[str, Any], when: int, node: int) -> InProcessRestart:
-    """From an agent's event ``ring_restarted`` or ``ring_gave_up``; what is not as it should be is left out."""
-    pairs = event.get("interruptions")
-    found = []
-    for pair in pairs if isinstance(pairs, list) else []:
-        if isinstance(pair, list) and len(pair) == 2 and (rank := integer(pair[0])) is not None:
-            found.append((rank, text_of(pair[1])[:64]))
-    return InProcessRestart(
-        told_ns=when,
-        node=node,
-        iteration=integer_or(integer(event.get("iteration")), 0),
-        seconds=seconds_of(event.get("seconds")),
-        world_size=integer_or(integer(event.get("world_size")), 0),
-        interruptions=tuple(found),
-        joined=tuple(whole_numbers(event.get("joined"))),
-        gave_up=(text_of(event.get("reason")) or "no reason was given") if event.get("event") == "ring_gave_up" else "",
-    )
+    """From an agent's event ``ring_restarted`` or ``ring_gave_up``."""
+    gave_up = (text_of(event.get("reason")) or "no reason was given") if event.get("event") == "ring_gave_up" else ""
+    known = {**readable_fields(InProcessRestart, event), "told_ns": when, "node": node, "gave_up": gave_up}
+    return InProcessRestart(**known)
