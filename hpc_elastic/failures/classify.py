@@ -17,10 +17,14 @@ from __future__ import annotations
 import re
 import signal
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from hpc_elastic.failures.ranking import Category, FailureClass
+
+if TYPE_CHECKING:
+    from hpc_elastic.failures.worker_failure import WorkerFailure
 
 _GAP = 200
 """How many characters ``*`` may stand for."""
@@ -438,3 +442,24 @@ def _root_reason(exitcode: int, number: int, exception_type: str, *, wrong_call:
     if number:
         return f"crashed ({signal_name(number)})"
     return f"ended itself with exit code {exitcode}"
+
+
+def wording_of(failure: WorkerFailure) -> tuple[str, str, int]:
+    """Equal for failures with the same text but for numbers, addresses and paths, of one class and exit code."""
+    return failure.fingerprint or failure.headline, failure.failure_class.value, failure.exitcode
+
+
+def kind_of(failure: WorkerFailure) -> tuple[str, str, int]:
+    """Equal for failures that are one entry of a report: symptoms by what they show, others by their wording.
+
+    What healthy ranks say of a peer that is gone has many wordings, and which rank says which is chance.
+    """
+    if failure.failure_class is not FailureClass.SYMPTOM or not failure.reason:
+        return wording_of(failure)
+    # How such a rank ends (an exception, std::terminate) shows nothing of what happened either.
+    return symptom_kind(failure.reason), failure.failure_class.value, 0
+
+
+def is_same_failure(one: WorkerFailure, other: WorkerFailure) -> bool:
+    """Whether a report may call two failures the same."""
+    return one.fingerprint == other.fingerprint or kind_of(one) == kind_of(other)

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.clock import drift_ns
 from hpc_elastic.failures.ranking import Moment
-from hpc_elastic.report.collect_values import integer, text_of
+from hpc_elastic.run.event_reader import integer, text_of
 
 if TYPE_CHECKING:
     from hpc_elastic.failures.worker_failure import WorkerFailure

@@ -15,17 +15,15 @@ from msgspec.structs import replace
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.files import Unreadable, ask_about, read_json
-from hpc_elastic.failures.classify import find_pattern
+from hpc_elastic.failures.classify import find_pattern, wording_of
 from hpc_elastic.failures.evidence import read_failure
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import Clocks
 from hpc_elastic.report.collect_attempt import AttemptBuilder
 from hpc_elastic.report.collect_round import EventCoverage, RoundBuilder, rank_statuses
-from hpc_elastic.report.collect_values import integer, job_id_of, names_of, text_of
-from hpc_elastic.report.fold import wording_of
 from hpc_elastic.report.history import AttemptHistory, RunHistory
-from hpc_elastic.run.event_reader import EventFile, event_files
+from hpc_elastic.run.event_reader import EventFile, event_files, integer, job_id_of, names_of, text_of
 from hpc_elastic.run.heartbeats import NodeHeartbeats
 from hpc_elastic.run.node_records import NodeRecord, load_record
 from hpc_elastic.run.node_score import NodeScore, score_nodes

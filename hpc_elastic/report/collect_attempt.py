@@ -12,7 +12,6 @@ from hpc_elastic.base.outcome import REFUSED_CODE, UNHEALTHY_CODE, ExitCode
 from hpc_elastic.failures.classify import signal_name, signal_of
 from hpc_elastic.report.clocks import CLOCK_EVENTS, SUPERVISOR, Clocks, ClocksBuilder
 from hpc_elastic.report.collect_round import ROUND_EVENTS, EventCoverage, RoundBuilder
-from hpc_elastic.report.collect_values import integer, integer_or, job_id_of, names_of, text_of
 from hpc_elastic.report.history import (
     AgentEnd,
     AttemptHistory,
@@ -24,6 +23,7 @@ from hpc_elastic.report.history import (
 )
 from hpc_elastic.report.incidents import Outage, OutageKind, OutputLoss, attributed, read_loss, read_outage
 from hpc_elastic.report.node_times import TimesBuilder
+from hpc_elastic.run.event_reader import integer, integer_or, job_id_of, names_of, text_of
 
 _MOST_WORDS = 300
 _MOST_REASON = 400

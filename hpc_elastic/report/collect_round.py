@@ -19,7 +19,6 @@ from hpc_elastic.base.codec import readable_items
 from hpc_elastic.failures.classify import signal_name, signal_of
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.report.collect_values import integer, integer_or, names_of, seconds_of, text_of, whole_numbers
 from hpc_elastic.report.history import (
     NodeLoss,
     RankStatus,
@@ -30,6 +29,7 @@ from hpc_elastic.report.history import (
     StackGroup,
 )
 from hpc_elastic.report.incidents import InProcessRestart, read_restart
+from hpc_elastic.run.event_reader import integer, integer_or, names_of, seconds_of, text_of, whole_numbers
 from hpc_elastic.run.heartbeats import RankHeartbeat
 
 _ENDS = ("workers_stopped", "workers_succeeded")

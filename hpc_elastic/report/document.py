@@ -6,17 +6,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
 from msgspec import Struct
 
 from hpc_elastic.base.text import ranges, time_text
+from hpc_elastic.failures.classify import kind_of, wording_of
+from hpc_elastic.failures.fingerprint import normalise_message
 from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.report.clocks import NO_CLOCKS
-from hpc_elastic.report.fold import kind_of
+from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
 from hpc_elastic.report.goodput import Goodput, goodput_of
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
 from hpc_elastic.report.incidents import OutageKind
@@ -38,6 +39,74 @@ from hpc_elastic.report.wording import (
 NOT_AVAILABLE = "<N/A>"
 _MOST_CAUSES = 2
 _MOST_AGENTS = 3
+_Key = tuple[str, str, int]
+
+
+class SimilarFailures(Struct, frozen=True, kw_only=True):
+    """Failures whose words differ in numbers, addresses and paths at most."""
+
+    members: tuple[WorkerFailure, ...]
+    """By time."""
+
+    @property
+    def first(self) -> WorkerFailure:
+        """The earliest: it stands for the others."""
+        return self.members[0]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks, ascending."""
+        return tuple(sorted(failure.global_rank for failure in self.members))
+
+
+class Fold(Struct, frozen=True, kw_only=True):
+    """Failures of one kind."""
+
+    first: WorkerFailure
+    """The earliest."""
+    members: tuple[WorkerFailure, ...]
+    """All of them, by time."""
+    wordings: tuple[SimilarFailures, ...]
+    """The most frequent first, then by their words; of what is no symptom there is one."""
+
+    @property
+    def headline(self) -> str:
+        """What most of them say."""
+        return self.wordings[0].first.headline
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Global ranks, ascending."""
+        return tuple(sorted(failure.global_rank for failure in self.members))
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """Each once, by node index."""
+        return tuple(dict.fromkeys(f.host for f in sorted(self.members, key=lambda f: (f.node, f.host))))
+
+
+def fold_failures(failures: Iterable[WorkerFailure], clocks: Clocks = NO_CLOCKS) -> tuple[Fold, ...]:
+    """Group failures by their kind; groups and their members by time, then rank.
+
+    Which ranks are in which group does not depend on who was first.
+    """
+    groups: dict[_Key, dict[_Key, list[WorkerFailure]]] = {}
+    members: dict[_Key, list[WorkerFailure]] = {}
+    for failure in sorted(failures, key=lambda f: (clocks.of_failure(f).at_ns, f.global_rank)):
+        kind = kind_of(failure)
+        groups.setdefault(kind, {}).setdefault(wording_of(failure), []).append(failure)
+        members.setdefault(kind, []).append(failure)
+    return tuple(
+        Fold(first=members[kind][0], members=tuple(members[kind]), wordings=_by_frequency(wordings))
+        for kind, wordings in groups.items()
+    )
+
+
+def _by_frequency(wordings: dict[_Key, list[WorkerFailure]]) -> tuple[SimilarFailures, ...]:
+    found = [(wording, SimilarFailures(members=tuple(members))) for wording, members in wordings.items()]
+    if len(found) > 1:
+        found.sort(key=lambda item: (-len(item[1].members), normalise_message(item[1].first.headline), item[0]))
+    return tuple(same for _, same in found)
 
 
 class Fact(NamedTuple):

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.codec import readable_fields
 from hpc_elastic.report.clocks import SUPERVISOR
-from hpc_elastic.report.collect_values import integer, integer_or, seconds_of, text_of
+from hpc_elastic.run.event_reader import integer, integer_or, seconds_of, text_of
 
 _SAME_MOMENT_NS = 2_000_000_000
 _SLACK_NS = 10_000_000_000

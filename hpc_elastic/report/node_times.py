@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 from msgspec import Struct, field
 
 from hpc_elastic.report.clocks import CLOCK_EVENTS, ClockOffset, Clocks, ClocksBuilder
-from hpc_elastic.report.collect_values import integer
-from hpc_elastic.run.event_reader import read_events
+from hpc_elastic.run.event_reader import integer, read_events
 from hpc_elastic.run.paths import AttemptPaths
 
 

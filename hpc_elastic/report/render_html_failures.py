@@ -8,8 +8,7 @@ from msgspec import Struct
 
 from hpc_elastic.base.text import plural
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.report.document import NOT_AVAILABLE
-from hpc_elastic.report.fold import Fold
+from hpc_elastic.report.document import NOT_AVAILABLE, Fold
 from hpc_elastic.report.history import AttemptHistory, RoundHistory
 from hpc_elastic.report.render_html_markup import (
     Markup,

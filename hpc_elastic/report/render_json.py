@@ -13,8 +13,7 @@ from hpc_elastic.base.files import json_text
 from hpc_elastic.base.text import ranges
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, SUPERVISOR, Clocks
-from hpc_elastic.report.document import choose_attempt
-from hpc_elastic.report.fold import Fold, fold_failures
+from hpc_elastic.report.document import Fold, choose_attempt, fold_failures
 from hpc_elastic.report.goodput import Goodput, goodput_of
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RoundNode, RunHistory
 from hpc_elastic.report.incidents import InProcessRestart, Outage

@@ -10,11 +10,11 @@ import re
 from collections.abc import Mapping, Sequence
 
 from hpc_elastic.base.text import clean_line, clean_lines, duration, fit, plural, ranks_text, time_text
+from hpc_elastic.failures.classify import is_same_failure
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import Clocks
-from hpc_elastic.report.document import Document, RoundEntry, build_document, round_entry
-from hpc_elastic.report.fold import Fold, fold_failures, kind_of
+from hpc_elastic.report.document import Document, Fold, RoundEntry, build_document, fold_failures, round_entry
 from hpc_elastic.report.goodput import Cost, Goodput
 from hpc_elastic.report.history import AttemptHistory, RankStatus, RoundHistory, RunHistory, StackGroup
 from hpc_elastic.report.subject import Subject
@@ -204,7 +204,7 @@ def _fold_line(fold: Fold, root: WorkerFailure | None, clocks: Clocks) -> str:
     first = fold.first
     hosts = clean_line(fold.hosts[0]) if len(fold.hosts) == 1 else f"{len(fold.hosts)} hosts"
     what = FAILURE_WORDS[first.failure_class] if first.failure_class is not FailureClass.ROOT else ""
-    if root is not None and (first.fingerprint == root.fingerprint or kind_of(first) == kind_of(root)):
+    if root is not None and is_same_failure(first, root):
         what = "the same failure"
     label = ", ".join(filter(None, (what, f"in {len(fold.wordings)} wordings" if len(fold.wordings) > 1 else "")))
     at = time_text(clocks.of_failure(first).at_ns, date=False, fine=True)

@@ -18,7 +18,7 @@ from hpc_elastic.base.text import ranges
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import ClockOffset
-from hpc_elastic.report.fold import Fold, fold_failures
+from hpc_elastic.report.document import Fold, fold_failures
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RunHistory
 from hpc_elastic.report.subject import verdict_of
 from hpc_elastic.report.timeline_attempt import (

@@ -14,7 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.text import first_of, milliseconds_text, plural, ranges, ranks_text, seconds_text
-from hpc_elastic.failures.classify import NOT_RETRYABLE_EXIT_CODE
+from hpc_elastic.failures.classify import NOT_RETRYABLE_EXIT_CODE, is_same_failure
 from hpc_elastic.failures.ranking import (
     SAME_NODE_NS,
     Category,
@@ -29,7 +29,6 @@ from hpc_elastic.failures.ranking import (
 )
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
-from hpc_elastic.report.fold import kind_of
 from hpc_elastic.report.history import NodeLoss, RankStatus
 from hpc_elastic.run.node_score import is_everywhere
 
@@ -400,5 +399,4 @@ def _cut_short_verdict(failure: WorkerFailure, symptoms: int) -> Verdict:
 
 
 def _same(root: WorkerFailure, failures: Sequence[WorkerFailure]) -> tuple[int, ...]:
-    kind = kind_of(root)
-    return tuple(sorted(f.global_rank for f in failures if f.fingerprint == root.fingerprint or kind_of(f) == kind))
+    return tuple(sorted(failure.global_rank for failure in failures if is_same_failure(failure, root)))

@@ -1,8 +1,9 @@
 """Reads a run's events: the one reader of what `events.EventLog` writes, for the report, `events` and `logs`.
 
 Each writer has a file of its own, in which its lines stand in their order. `EventFile` reads one file, also while it
-grows; `merged_events` reads all files of an attempt in time order. Torn and foreign lines are left out, and bounds hold
-for what no writer of ours leaves: a file of gigabytes, or a line of them.
+grows; `merged_events` reads all files of an attempt in time order; `integer` and those below give a field's value in
+the type that is wanted. Torn and foreign lines are left out, and bounds hold for what no writer of ours leaves: a file
+of gigabytes, or a line of them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from msgspec import Struct
 
 from hpc_elastic.base.files import Owner, ask_about, open_checked
 from hpc_elastic.errors import UnsafePathError
+from hpc_elastic.run.attempt import is_job_id
 from hpc_elastic.run.paths import AttemptPaths
 
 LONGEST_EVENT = 4 << 20
@@ -26,6 +28,7 @@ LONGEST_EVENT = 4 << 20
 LARGEST_FILE = 64 << 20
 """Bytes of one writer's file that are read: of a larger one the first half of these, and the last."""
 _CHUNK = 1 << 20
+_TEXT_LIMIT = 4000
 _SMALLEST_CHUNK = 4096
 _CHUNKS_TOGETHER = 32 << 20
 """Bytes that all files which are merged may hold at once."""
@@ -247,3 +250,41 @@ def merged_events(
     for file in files:
         for sentence in file.left_out():
             on_left_out(sentence)
+
+
+def integer(value: object) -> int | None:
+    """The whole number that `value` is; None: it is none."""
+    return value if type(value) is int else None
+
+
+def whole_numbers(value: object) -> list[int]:
+    """Those of a list."""
+    return [n for n in value if type(n) is int] if isinstance(value, list) else []
+
+
+def integer_or(value: int | None, default: int) -> int:
+    """`value`, or `default` where there is none."""
+    return default if value is None else value
+
+
+def seconds_of(value: object) -> float:
+    """A duration; 0 for what is none."""
+    return float(value) if isinstance(value, (int, float)) and 0 <= value < 1e9 else 0.0
+
+
+def text_of(value: object) -> str:
+    """Any value as a text of bounded length; nothing is an empty one."""
+    if value is None:
+        return ""
+    text = value if isinstance(value, str) else str(value)
+    return text if len(text) <= _TEXT_LIMIT else text[:_TEXT_LIMIT]
+
+
+def job_id_of(value: object) -> str:
+    """A Slurm job's id; what is none is an empty one."""
+    return value if isinstance(value, str) and is_job_id(value) else ""
+
+
+def names_of(value: object) -> tuple[str, ...]:
+    """The texts of a list."""
+    return tuple(name for name in value if isinstance(name, str)) if isinstance(value, list) else ()

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from hpc_elastic.base.text import ranges
-from hpc_elastic.failures.classify import ONE_LOSS, PATTERNS, SYMPTOM_TYPES
+from hpc_elastic.failures.classify import ONE_LOSS, PATTERNS, SYMPTOM_TYPES, kind_of, wording_of
 from hpc_elastic.failures.fingerprint import normalise_message
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.fold import Fold, fold_failures, kind_of, wording_of
+from hpc_elastic.report.document import Fold, fold_failures
 from hpc_elastic.report.render_html import render_html
 from hpc_elastic.report.render_json import render_json
 from hpc_elastic.report.render_text import render_text
