@@ -56,19 +56,6 @@ class Settings(Struct, frozen=True, kw_only=True):
 
 TIMES = tuple(name for name, kind in Settings.__annotations__.items() if kind == "timedelta")
 
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "store_kwargs": (dict, type(None)),
-    "initialize": (Initialize, type(None)),
-    "abort": (Abort, type(None)),
-    "finalize": (Finalize, type(None)),
-    "health_check": (HealthCheck, type(None)),
-    "rank_assignment": RankAssignment,
-    "rank_filter": (RankFilter, type(None)),
-    **dict.fromkeys(TIMES, timedelta),
-    "monitor_process_logfile": (str, type(None)),
-    "enabled": bool,
-}
-
 
 def check(arguments: Mapping[str, Any]) -> None:
     """Check the wrapper's arguments.
@@ -80,10 +67,10 @@ def check(arguments: Mapping[str, Any]) -> None:
     factory = arguments["store_factory"]
     if not (isinstance(factory, type) and issubclass(factory, StoreMixin)):
         raise TypeError(f"Wrapper: store_factory={factory!r} must be a subclass of StoreMixin")
-    for name, wanted in _TYPES.items():
+    for name, hint in typing.get_type_hints(Settings).items():
         value = arguments[name]
-        if not isinstance(value, wanted):
-            kinds = wanted if isinstance(wanted, tuple) else (wanted,)
+        kinds = tuple(typing.get_origin(kind) or kind for kind in typing.get_args(hint) or (hint,))
+        if name != "store_factory" and not isinstance(value, kinds):
             names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
             raise TypeError(f"Wrapper: {name}={value!r} must be {names}, not {type(value).__name__}")
     for name in TIMES:

@@ -18,12 +18,12 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
-from msgspec import Struct
+from msgspec import Struct, field
 
 from hpc_elastic.base.codec import dumps, loads
 from hpc_elastic.inprocess.settings import Settings
@@ -105,42 +105,28 @@ def _own_address(host: str, port: int) -> str:
         return str(probe.getsockname()[0])
 
 
-class Refuge:
+class Refuge(Struct, kw_only=True):
     """A rank's way to the standby stores of its call."""
 
-    def __init__(
-        self,
-        *,
-        name: str,
-        initial_rank: int,
-        primary: tuple[str, int],
-        standbys: Sequence[Standby],
-        timeout: timedelta,
-        silence: float,
-        patience: float,
-    ) -> None:
-        """Args:
-        name: The call's: the prefix of its keys.
-        initial_rank: This one.
-        primary: Where the store's server is.
-        standbys: In the order in which they are tried; the same on all ranks.
-        timeout: The store's own.
-        silence: Seconds without any sign of a rank, after which it is dead.
-        patience: Seconds in which a rank that lives leaves its function and comes.
-        """
-        self._name = name
-        self._initial_rank = initial_rank
-        self._server = primary
-        self._left = list(standbys)
-        self._timeout = timeout
-        self._silence = silence
-        self._patience = patience
-        self._lock = threading.Lock()
-        self._is_certain = False
-        self._fled_at = 0.0
-        self.raw: Any = None
-        """The store of the standby that this rank has fled to."""
-        self.standby: Standby | None = None
+    name: str
+    """The call's: the prefix of its keys."""
+    initial_rank: int
+    server: tuple[str, int]
+    """Where the store's server is."""
+    left: list[Standby]
+    """In the order in which they are tried; the same on all ranks."""
+    timeout: timedelta
+    """The store's own."""
+    silence: float
+    """Seconds without any sign of a rank, after which it is dead."""
+    patience: float
+    """Seconds in which a rank that lives leaves its function and comes."""
+    lock: Any = field(default_factory=threading.Lock)
+    is_certain: bool = False
+    fled_at: float = 0.0
+    raw: Any = None
+    """The store of the standby to which this rank has fled."""
+    standby: Standby | None = None
 
     def flee(self) -> None:
         """Go to the first standby that does not refuse, and say there that this rank lives. From any thread.
@@ -148,15 +134,15 @@ class Refuge:
         Raises:
             InternalError: the server is alive, or there is no standby, or the next one does not answer.
         """
-        with self._lock:
+        with self.lock:
             if self.raw is not None:
                 return
-            self._is_certain = not self._is_silent(self._server)
-            while self._left:
-                found = self._left.pop(0)
+            self.is_certain = not self._is_silent(self.server)
+            while self.left:
+                found = self.left.pop(0)
                 knocked = knock((found.host, found.port), _KNOCK_SECONDS)
                 if knocked is None:
-                    self._left.clear()  # ranks that reach it are there: no other will do
+                    self.left.clear()  # ranks that reach it are there: no other will do
                     raise InternalError(f"the restart group's store is lost, and the standby at {found.host} is silent")
                 if knocked:
                     self._move_to(found)
@@ -173,13 +159,13 @@ class Refuge:
 
     def _move_to(self, standby: Standby) -> None:
         try:
-            raw = connect(standby, self._timeout)
-            PrefixStore(self._name, raw).append_item(ALIVE, str(self._initial_rank))
+            raw = connect(standby, self.timeout)
+            PrefixStore(self.name, raw).append_item(ALIVE, str(self.initial_rank))
         except dist.DistError as error:
-            self._left.clear()
+            self.left.clear()
             raise InternalError(f"the restart group's store is lost, and its standby fails: {error}") from error
-        logger.warning("rank %d goes to the standby store at %s", self._initial_rank, standby.host)
-        self.raw, self.standby, self._fled_at = raw, standby, time.monotonic()
+        logger.warning("rank %d goes to the standby store at %s", self.initial_rank, standby.host)
+        self.raw, self.standby, self.fled_at = raw, standby, time.monotonic()
 
     def meet(self, *, iteration: int, world_size: int, has_returned: bool) -> Meeting:
         """Wait for all that live, and agree with them on the members of the next iteration.
@@ -193,20 +179,20 @@ class Refuge:
         """
         self.flee()
         mine = Arrival(
-            initial_rank=self._initial_rank,
+            initial_rank=self.initial_rank,
             iteration=iteration,
             world_size=world_size,
             has_returned=has_returned,
-            is_certain=self._is_certain,
+            is_certain=self.is_certain,
         )
         try:
-            meeting = self._agree(PrefixStore(self._name, self.raw), mine)
+            meeting = self._agree(PrefixStore(self.name, self.raw), mine)
         except dist.DistNetworkError:
             self._forget_old_server()
             raise
         if meeting.objection:
             raise InternalError(f"the restart group's store is lost: {meeting.objection}")
-        if self._initial_rank not in meeting.present:
+        if self.initial_rank not in meeting.present:
             raise InternalError(
                 "the restart group's store is lost, and the others went on without this rank, which came late"
             )
@@ -221,8 +207,8 @@ class Refuge:
             waited = time.monotonic() - began
             if (
                 len(arrivals) >= count_expected(arrivals)
-                or (time.monotonic() - self._fled_at >= self._silence and len(arrivals) >= len(alive))
-                or waited >= self._patience
+                or (time.monotonic() - self.fled_at >= self.silence and len(arrivals) >= len(alive))
+                or waited >= self.patience
             ):
                 base.compare_set(MET, "", dumps(decide(arrivals)))
                 continue
@@ -237,13 +223,13 @@ class Refuge:
         """
         raw, standby = self._forget_old_server()
         second = raw.clone()
-        detect_silence(standby.port, self._silence)
+        detect_silence(standby.port, self.silence)
         return raw, second, standby
 
     def _forget_old_server(self) -> tuple[Any, Standby]:
         raw, standby = self.raw, self.standby
         assert standby is not None
-        self._server = standby.host, standby.port
+        self.server = standby.host, standby.port
         self.raw = self.standby = None
         return raw, standby
 
@@ -263,13 +249,13 @@ def find_refuge(
         return None
     standbys = [loads(Standby, item) for item in PrefixStore(name, raw).items(STANDBYS)]
     kwargs = settings.store_kwargs or {}
-    primary, silence = _address(kwargs, environ), settings.heartbeat_timeout.total_seconds()
-    detect_silence(primary[1], silence)
+    server, silence = _address(kwargs, environ), settings.heartbeat_timeout.total_seconds()
+    detect_silence(server[1], silence)
     return Refuge(
         name=name,
         initial_rank=initial_rank,
-        primary=primary,
-        standbys=sorted(standbys, key=lambda each: each.initial_rank),
+        server=server,
+        left=sorted(standbys, key=lambda each: each.initial_rank),
         timeout=kwargs.get("timeout", timedelta(seconds=300)),
         silence=silence,
         patience=settings.barrier_timeout.total_seconds(),

@@ -91,7 +91,7 @@ def refuge(rank: int, primary: tuple[str, int], *standbys: tuple[str, int], **ot
     given = {"timeout": timedelta(seconds=60), "silence": 60.0, "patience": 60.0}
     places = [Standby(initial_rank=1 + n, host=host, port=port) for n, (host, port) in enumerate(standbys)]
     assert [loads(Standby, dumps(place)) for place in places] == places
-    return Refuge(name="call0", initial_rank=rank, primary=primary, standbys=places, **{**given, **other})
+    return Refuge(name="call0", initial_rank=rank, server=primary, left=places, **{**given, **other})
 
 
 def test_all_that_live_meet_at_the_first_standby_that_does_not_refuse(
