@@ -408,7 +408,7 @@ class AgentWorld(World):
             max_restarts=max_restarts,
             min_nodes=settings.min_nodes,
             max_nodes=settings.max_nodes,
-            grow=settings.grow.value,
+            grow=settings.grow,
         )
         patch(node_agent, "LocalWorkers", self._make_workers)
         patch(node_agent, "reap_orphans", lambda known: [])
