@@ -382,7 +382,7 @@ class LastFiles:
             done = self._files.do(
                 action,
                 within=within,
-                unless=self._hangs_and_is_hurried,
+                unless=lambda: self._files.stuck_for() > HUNG_SECONDS and self._is_hurried(),
                 again=is_waited_for,
                 refused_within=refused_within,
             )
@@ -390,6 +390,3 @@ class LastFiles:
             return otherwise
         self._has_refused = False
         return done
-
-    def _hangs_and_is_hurried(self) -> bool:
-        return self._files.stuck_for() > HUNG_SECONDS and self._is_hurried()

@@ -59,12 +59,12 @@ def choose_nodes(allocated: Sequence[str], wish: NodeWish, taken: Mapping[str, s
     listed, excluded = set(wish.listed), set(wish.excluded)
     foreign = [node for node in wish.listed if node not in allocated]
     if foreign:
-        raise UsageError(f"--nodelist: {_names(foreign)} not in this allocation, which has {_names(allocated)}")
+        raise UsageError(f"--nodelist: {compress(foreign)} not in this allocation, which has {compress(allocated)}")
     if both := listed & excluded:
-        raise UsageError(f"--nodelist and --exclude both name {_names(sorted(both))}")
+        raise UsageError(f"--nodelist and --exclude both name {compress(sorted(both))}")
     allowed = [node for node in allocated if node not in excluded]
     if not allowed:
-        raise UsageError(f"--exclude {_names(wish.excluded)}: this allocation has no other node")
+        raise UsageError(f"--exclude {compress(wish.excluded)}: this allocation has no other node")
     if busy := [node for node in allowed if node in listed and node in taken]:
         raise UsageError(f"--nodelist: {_in_use(busy, taken)}; --overlap shares them")
     if wish.most is not None and len(listed) > wish.most:
@@ -73,7 +73,7 @@ def choose_nodes(allocated: Sequence[str], wish: NodeWish, taken: Mapping[str, s
     if wish.most is None:
         busy = [node for node in allowed if node in taken]
         if busy and not listed:
-            rest = f"give --nodelist {_names(free)} for the others" if free else "wait for its end"
+            rest = f"give --nodelist {compress(free)} for the others" if free else "wait for its end"
             raise UsageError(f"{_in_use(busy, taken)}; {rest}, or --overlap to share them")
         return tuple(node for node in allowed if not listed or node in listed)
     chosen = listed | set([node for node in free if node not in listed][: wish.most - len(listed)])
@@ -85,13 +85,9 @@ def choose_nodes(allocated: Sequence[str], wish: NodeWish, taken: Mapping[str, s
     return tuple(node for node in allowed if node in chosen)
 
 
-def _names(nodes: Sequence[str]) -> str:
-    return compress(nodes)
-
-
 def _in_use(nodes: Sequence[str], taken: Mapping[str, str]) -> str:
     runs = ", ".join(dict.fromkeys(taken[node] or "another run" for node in nodes))
-    return f"{_names(nodes)} of this allocation in use by {runs}"
+    return f"{compress(nodes)} of this allocation in use by {runs}"
 
 
 class NodeClaims(Struct):

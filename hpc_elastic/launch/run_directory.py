@@ -14,7 +14,7 @@ import secrets
 import shutil
 import stat
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -51,11 +51,7 @@ class NewRun(Struct, frozen=True):
         import shutil
 
         shutil.rmtree(self.paths.root, ignore_errors=True)
-        for folder in reversed(self.made):
-            try:
-                os.rmdir(folder)
-            except OSError:
-                return  # another process uses it by now
+        _remove_empty(self.made)
 
 
 def create_run(spec: RunSpec, runs_dir: Path) -> NewRun:
@@ -177,12 +173,12 @@ def _failed(path: Path, error: OSError) -> UsageError:
     return UsageError(f"can't make the run directory {path}: {why}; choose another folder with --runs-dir")
 
 
-def _remove_empty(folders: list[Path]) -> None:
+def _remove_empty(folders: Sequence[Path]) -> None:
     for folder in reversed(folders):
         try:
             os.rmdir(folder)
         except OSError:
-            return
+            return  # another process uses it by now
 
 
 YOUNG_SECONDS = 5.0

@@ -188,19 +188,16 @@ def decide_signal(
         Deadline.GRACE: grace,
         Deadline.KILL_WAIT: kill_wait or 0.0,
     }[row.deadline]
+    outcome = Outcome.TIMED_OUT if row.meaning is Meaning.LIMIT and not row.saves else Outcome.PREEMPTED
+    if row.meaning is Meaning.CANCEL:
+        outcome = Outcome.CANCELLED
     return SignalDecision(
         meaning=row.meaning,
         saves=row.saves,
         seconds=seconds,
-        outcome=_outcome(row),
+        outcome=outcome,
         requeued=answer.condition is JobCondition.REQUEUED,
     )
-
-
-def _outcome(row: Row) -> Outcome:
-    if row.meaning is Meaning.CANCEL:
-        return Outcome.CANCELLED
-    return Outcome.TIMED_OUT if row.meaning is Meaning.LIMIT and not row.saves else Outcome.PREEMPTED
 
 
 NOTICE_SLACK = 5.0

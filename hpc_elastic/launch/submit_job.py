@@ -126,14 +126,25 @@ def submit_job(
     with _leaving_nothing(run, submission.hints):
         create_tasks(run.paths, job.spec, job.tasks)
         fill()
+    now_ns = clock.time_ns()
     with _interrupts_deferred():
         with _leaving_nothing(run, submission.hints):
             write_private(run.paths.script, script)
             if not job.tasks:
                 write_private(run.paths.job_log, "")  # Slurm appends to it, and would make it with the job's umask
-            extra = _left_out(submission, client, partitions, users, env, now_ns=clock.time_ns(), log=log)
+            extra = []
+            if users is not None and (found := bad_nodes(submission, client, partitions, users, env, now_ns, log)):
+                extra = [exclude_argument({*users, *found})]
+                for place in submission.places:
+                    # So that a requeue can let them in again: what is not there counts as the user's own list.
+                    save_record(place.nodes_json, NodeRecord(excluded=found, saved_ns=now_ns))
             number = client.submit(str(run.paths.script), extra=extra)
-        _remember(number, run.paths, env, now_ns=clock.time_ns(), log=log)
+        cluster = number.cluster or env.get("SLURM_CLUSTER_NAME", "")
+        problem = index.record(
+            cluster=cluster, job_id=number.number, submitted_ns=now_ns, run_dir=run.paths.root, env=env
+        )
+        if problem is not None:
+            log(f"the run can't be found by its job id later, only by its directory: {problem}")
     return number
 
 
@@ -157,38 +168,6 @@ def _leaving_nothing(run: NewRun, hints: MessageHints) -> Iterator[None]:
     except BaseException:
         run.discard()
         raise
-
-
-def _left_out(
-    submission: Submission,
-    client: SlurmClient,
-    partitions: Sequence[PartitionNodes],
-    users: frozenset[str] | None,
-    env: Mapping[str, str],
-    *,
-    now_ns: int,
-    log: Log,
-) -> list[str]:
-    """What keeps the job off bad nodes, as sbatch's argument.
-
-    Kept in nodes.json, so that a requeue can let them in again: what is not there counts as the user's own list.
-    """
-    if users is None:
-        return []
-    script = str(submission.paths.script)
-    found = bad_nodes(client, submission.job, partitions, users, env, script=script, now_ns=now_ns, log=log)
-    if not found:
-        return []
-    for place in submission.places:
-        save_record(place.nodes_json, NodeRecord(excluded=found, saved_ns=now_ns))
-    return [exclude_argument({*users, *found})]
-
-
-def _remember(job: JobId, paths: RunPaths, env: Mapping[str, str], *, now_ns: int, log: Log) -> None:
-    cluster = job.cluster or env.get("SLURM_CLUSTER_NAME", "")
-    problem = index.record(cluster=cluster, job_id=job.number, submitted_ns=now_ns, run_dir=paths.root, env=env)
-    if problem is not None:
-        log(f"the run can't be found by its job id later, only by its directory: {problem}")
 
 
 @contextmanager
@@ -277,13 +256,11 @@ def check_node_count(job: SlurmJob, partitions: Sequence[PartitionNodes], users:
 
 
 def bad_nodes(
+    submission: Submission,
     client: SlurmClient,
-    job: SlurmJob,
     partitions: Sequence[PartitionNodes],
     users: frozenset[str],
     env: Mapping[str, str],
-    *,
-    script: str,
     now_ns: int,
     log: Log,
 ) -> tuple[str, ...]:
@@ -291,8 +268,9 @@ def bad_nodes(
 
     Args:
         env: For the account's folder.
-        log: For each node that is left out, and each that can't be.
+        log: For each that is left out, and each that can't be.
     """
+    job = submission.job
     settings = job.spec.bad_nodes
     if settings.scope is not Scope.JOBS or not partitions:
         return ()
@@ -312,7 +290,11 @@ def bad_nodes(
         for name, reason in exclusion.spared:
             log(f"{name} is bad ({reasons[name]}), and not left out: {reason}")
         chosen = exclusion.nodes
-        why = why_not_without(client, script, exclude_argument({*users, *chosen})) if chosen else None
+        why = (
+            why_not_without(client, str(submission.paths.script), exclude_argument({*users, *chosen}))
+            if chosen
+            else None
+        )
     except (SlurmError, HostlistError):
         return ()
     if why is not None:

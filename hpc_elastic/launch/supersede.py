@@ -267,7 +267,10 @@ class EarlierAttempts:
             folder = self._paths.attempt(number)
             if not folder.root.is_dir():
                 continue  # one that gave way
-            info = _attempt_info(folder)
+            try:
+                info: AttemptInfo | None = load_attempt(folder.attempt_json)
+            except UnreadableAttemptError:
+                info = None
             intervals = poll_intervals(rendezvous_settings(self._spec, info or self._attempt))
             earlier = EarlierAttempt(
                 FileStore(folder.store, clock=self._clock),
@@ -412,10 +415,3 @@ def why_safe(silent: Collection[str], up: Collection[str], *, seconds: float) ->
             "use the run directory; its workers are ended as soon as it can"
         )
     return "; ".join(parts)
-
-
-def _attempt_info(folder: AttemptPaths) -> AttemptInfo | None:
-    try:
-        return load_attempt(folder.attempt_json)
-    except UnreadableAttemptError:
-        return None

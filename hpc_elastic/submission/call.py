@@ -99,7 +99,8 @@ def read_object(path: Path) -> Any:
         try:
             return pickle.load(file)
         except Exception as error:
-            raise UnreadableObjectError(path=str(path), why=f"can't be unpickled: {_named(error)}") from error
+            why = f"can't be unpickled: {type(error).__name__}: {error}"
+            raise UnreadableObjectError(path=str(path), why=why) from error
 
 
 def _open(path: Path) -> BufferedReader:
@@ -140,10 +141,6 @@ def _head(path: Path, file: BufferedReader) -> dict[str, Any]:
     if not isinstance(value, dict) or codec.version_problem(value):
         raise UnreadableObjectError(path=str(path), why="is of a version that this program does not know")
     return value
-
-
-def _named(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 class CallTerms(Struct, frozen=True, kw_only=True):

@@ -21,6 +21,8 @@ from msgspec.structs import replace
 from submitit.core.core import Executor, Job
 from submitit.core.utils import DelayedSubmission, JobPaths
 from submitit.local.debug import DebugJob
+from submitit.local.local import LocalExecutor
+from submitit.slurm.slurm import SlurmExecutor
 
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.self_command import worker_arguments
@@ -242,14 +244,7 @@ class ParameterNames(frozenset[str]):
         return iter(sorted(name for name in super().__iter__() if name not in _OF_OTHERS))
 
 
-def _others() -> frozenset[str]:
-    from submitit.local.local import LocalExecutor
-    from submitit.slurm.slurm import SlurmExecutor
-
-    return frozenset(SlurmExecutor._valid_parameters() | LocalExecutor._valid_parameters())
-
-
-_OF_OTHERS = _others()
+_OF_OTHERS = frozenset(SlurmExecutor._valid_parameters() | LocalExecutor._valid_parameters())
 
 
 _GIGABYTE = 1 << 30
@@ -346,12 +341,10 @@ class ElasticExecutor(Executor):  # type: ignore[misc]
         else:
             parallelism = self.parameters.get("array_parallelism", names.DEFAULT_PARALLELISM)
             placed = submit_to_slurm(self._request(tuple(calls), many=many), parallelism=parallelism)
-        return [self._job(job_id, run_dir) for job_id, run_dir in placed]
-
-    def _job(self, job_id: str, run_dir: Path) -> ElasticJob[Any]:
-        job: ElasticJob[Any] = ElasticJob(self.folder, job_id, run_dir=run_dir)
-        job.paths.remember()
-        return job
+        jobs: list[Job[Any]] = [ElasticJob(self.folder, job_id, run_dir=run_dir) for job_id, run_dir in placed]
+        for job in jobs:
+            job.paths.remember()
+        return jobs
 
     def _request(self, calls: tuple[Call, ...], *, many: int) -> Request:
         """`many`: how many calls share what a submission may take."""

@@ -207,13 +207,10 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         if end is not None:
             return end.state
         if self.cluster != "slurm":
-            return self._local_state()
-        return self.watcher.get_state(self._job_now, mode="standard")
-
-    def _local_state(self) -> str:
-        if not local_process.lives(self._run):
+            if local_process.lives(self._run):
+                return "RUNNING" if self._run.begun_attempts() else "PENDING"
             return "NODE_FAIL" if self._run.begun_attempts() else "CANCELLED"
-        return "RUNNING" if self._run.begun_attempts() else "PENDING"
+        return self.watcher.get_state(self._job_now, mode="standard")
 
     def get_info(self, mode: str = "force") -> dict[str, str]:
         """What is known of the job: ``JobID``, ``State`` and, under Slurm, ``NodeList``."""
@@ -303,7 +300,8 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         return self._failure(end)
 
     def _value(self, rank: int) -> R:
-        self._raise_failure()
+        if (failure := self.exception()) is not None:
+            raise failure
         try:
             return cast(R, self._awaited_result(rank))
         except (UnreadableObjectError, UnsafePathError) as error:
@@ -319,11 +317,6 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
                 if error.errno is None or time.monotonic() >= deadline:
                     raise
             time.sleep(_FIRST_LOOK)
-
-    def _raise_failure(self) -> None:
-        error = self.exception()
-        if error is not None:
-            raise error
 
     def _failure(self, end: outcome.RunEnd | None) -> ElasticJobFailedError | ElasticJobUncompletedError:
         text = self._awaited_report()
@@ -413,11 +406,8 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
             raise UsageError(f"job {self.job_id} is not running on {os.uname().nodename}")
 
     def __del__(self) -> None:
-        if self.__dict__.get("_cancel_at_deletion") and not self._is_known_to_have_ended():
+        if self.__dict__.get("_cancel_at_deletion") and outcome.find_end(self._run) is None:
             self.cancel(check=False)
-
-    def _is_known_to_have_ended(self) -> bool:
-        return outcome.find_end(self._run) is not None
 
     # -- inside -----------------------------------------------------------------------------------------------------
 

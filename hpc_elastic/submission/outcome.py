@@ -19,7 +19,6 @@ from hpc_elastic.run.attempt import load_newest_result
 from hpc_elastic.run.log_pieces import find_pieces, piece_path
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.submission.call import (
-    RoundPlace,
     UnreadableObjectError,
     exception_file,
     newest_round,
@@ -199,12 +198,8 @@ def _exception_files(paths: RunPaths) -> Iterator[Path]:
         pass  # it is about a node, say
     place = newest_round(paths)
     if place is not None:
-        written = [exception_file(place.rank_dir(rank)) for rank in ranks(_folder(place))]
+        written = [exception_file(place.rank_dir(rank)) for rank in ranks(place.attempt.round_dir(place.round))]
         yield from sorted(filter(Path.exists, written), key=lambda path: path.stat().st_mtime_ns)
-
-
-def _folder(place: RoundPlace) -> Path:
-    return place.attempt.round_dir(place.round)
 
 
 def report_text(paths: RunPaths) -> str:

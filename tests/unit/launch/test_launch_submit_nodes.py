@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.submit_job import bad_nodes, check_node_count, eligible_partitions, users_excluded
+from hpc_elastic.launch.submit_job import Submission, bad_nodes, check_node_count, eligible_partitions, users_excluded
 from hpc_elastic.options.run_request import SlurmJob
 from hpc_elastic.options.sbatch import SbatchOptions
 from hpc_elastic.run.node_records import remember
@@ -81,22 +81,15 @@ def left_out(
     users = users_excluded(options, env)
     if users is None:
         return ()
-    return bad_nodes(
-        found,
-        SlurmJob(spec=spec, options=options),
-        eligible_partitions(found, options, env),
-        users,
-        env,
-        script="/r/job.sbatch",
-        now_ns=NOW + 1,
-        log=[].append if told is None else told.append,
-    )
+    submission = Submission(job=SlurmJob(spec=spec, options=options), runs_dir=Path("/runs"))
+    partitions = eligible_partitions(found, options, env)
+    return bad_nodes(submission, found, partitions, users, env, NOW + 1, [].append if told is None else told.append)
 
 
 def test_a_bad_node_of_the_partition_is_left_out(env: dict[str, str]) -> None:
     client, told = Client(), list[str]()
     assert left_out(env, client=client, told=told) == ("n3",)
-    assert client.tried == [["/r/job.sbatch", "--exclude=n3"]]
+    assert client.tried == [["/runs/r/job.sbatch", "--exclude=n3"]]
     assert told == ["n3 is left out: node n3 was lost"]
     assert client.asked == [None], "Slurm was asked once"
 
@@ -109,7 +102,7 @@ def test_the_users_own_list_is_theirs(env: dict[str, str]) -> None:
     ):
         client = Client()
         assert left_out({**env, **environment}, client=client, **given) == ("n3",), "the others are not ours"  # type: ignore[arg-type]
-        assert client.tried == [["/r/job.sbatch", "--exclude=n[3,5-6]"]]
+        assert client.tried == [["/runs/r/job.sbatch", "--exclude=n[3,5-6]"]]
     assert left_out(env, exclude="n3") == (), "theirs, which no requeue of ours may let in again"
 
 
