@@ -290,7 +290,7 @@ class CrashGuard:
     """One agent's. It holds back some memory, in order to have it when there is none."""
 
     def __init__(self) -> None:
-        self._reserve: bytearray | None = bytearray(_RESERVE_BYTES)  # never touched, and so not resident
+        self._reserve: bytes | None = bytes(_RESERVE_BYTES)  # never touched, and so not resident: a bytearray would be
         self._threads: set[threading.Thread] = set()
 
     def watch_threads(self, on_failure: Callable[[ThreadFailedError], None]) -> None:

@@ -19,7 +19,7 @@ from hpc_elastic.agent.ending import LAST_WRITES_SECONDS, CrashGuard
 from hpc_elastic.agent.hang import HangWatch
 from hpc_elastic.agent.health import HealthPlan
 from hpc_elastic.agent.health_checks import HealthChecks, HealthSite, health_environment
-from hpc_elastic.agent.heartbeats import HeartbeatFolder, open_folder
+from hpc_elastic.agent.heartbeats import open_folder
 from hpc_elastic.agent.local_workers import Place
 from hpc_elastic.agent.metrics import RoundFigures, open_metrics
 from hpc_elastic.agent.node_agent import NodeAgent
@@ -44,7 +44,6 @@ from hpc_elastic.rendezvous.state import new_uid
 from hpc_elastic.run.attempt import AttemptInfo, load_attempt
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.option_values import (
-    Std,
     shown_in_job_log,
 )
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
@@ -96,7 +95,10 @@ def agent_main(argv: Sequence[str]) -> int:
     files = FileExecutor(clock=clock)
     signals = SignalQueue([signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2, signal.SIGCHLD])
     job_log = JobLog(1)
-    _log_to(job_log, me.host)
+    root = logging.getLogger("hpc_elastic")
+    root.setLevel(logging.INFO)
+    root.addHandler(_JobLogHandler(job_log, me.host))
+    root.propagate = False
     for proc in left:
         logger.error("process %d (%s) of an earlier agent here does not end; it may hold devices", proc.pid, proc.name)
     pump = LogPump(host=me.host, clock=clock, job_log=job_log, limit=spec.log_limit, node=me.node)
@@ -155,14 +157,24 @@ def agent_main(argv: Sequence[str]) -> int:
             torch_available=lambda: torch_available(spec.entrypoint.python),
             events=events,
             signals=signals,
-            shown=_shown(spec),
+            shown=lambda local_rank: shown_in_job_log(
+                local_rank, redirects=spec.redirects, tee=spec.tee, only_local_ranks=spec.local_ranks_filter
+            ),
             helpers=lambda: {guardian.pid} | ({store_server.pid} if store_server.pid else set()) | health.pids,
             files=files,
             health=health,
             restart_group=restart_group,
             crash=crash,
             figures=RoundFigures(metrics, role=spec.role, clock=clock),
-            watch=_hang_watch(me, folder, files, clock),
+            watch=HangWatch(
+                folder=folder,
+                timeouts=spec.section_timeouts,
+                clock=clock,
+                files=files,
+                summary=at.heartbeats(me.node),
+                node=me.node,
+                host=me.host,
+            ),
         )
     )
     crash.watch_threads(session.coordination.fail)
@@ -170,12 +182,17 @@ def agent_main(argv: Sequence[str]) -> int:
         code = agent.run()
     except BaseException as failed:
         error = failed  # whose own name is gone once this block is left
+
+        def write_error_file() -> None:
+            path = at.agent_error_file(me.node)
+            write_own_failure(path, error, role="agent", host=me.host, now_ns=clock.time_ns())
+
         crash.end(
             error,
             events=events,
             write_line=lambda line: job_log.write_line(f"[{me.host}] {line}"),
             flush=lambda: job_log.close(HUNG_LOGS_SECONDS),
-            write_error_file=lambda: files.do(lambda: _keep(error, me, clock), within=LAST_WRITES_SECONDS),
+            write_error_file=lambda: files.do(write_error_file, within=LAST_WRITES_SECONDS),
             pipes=pipes,
         )
     if session.notifier is not None:
@@ -274,32 +291,6 @@ def _health_checks(
     )
 
 
-def _hang_watch(me: _Identity, folder: HeartbeatFolder, files: FileExecutor, clock: Clock) -> HangWatch:
-    return HangWatch(
-        folder=folder,
-        timeouts=me.spec.section_timeouts,
-        clock=clock,
-        files=files,
-        summary=me.paths.heartbeats(me.node),
-        node=me.node,
-        host=me.host,
-    )
-
-
-def _shown(spec: RunSpec) -> Callable[[int], Std]:
-    """Which of a local rank's streams the job log shows."""
-    return lambda local_rank: shown_in_job_log(
-        local_rank, redirects=spec.redirects, tee=spec.tee, only_local_ranks=spec.local_ranks_filter
-    )
-
-
-def _keep(error: BaseException, me: _Identity, clock: Clock) -> None:
-    """Leave an error file of the agent's own failure, as a worker leaves one of its."""
-
-    path = me.paths.agent_error_file(me.node)
-    write_own_failure(path, error, role="agent", host=me.host, now_ns=clock.time_ns())
-
-
 class _Options(Struct, frozen=True, kw_only=True):
     run_dir: str
     attempt: int
@@ -396,10 +387,3 @@ class _JobLogHandler(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         level = "" if record.levelno <= logging.INFO else f"{record.levelname.lower()}: "
         self._job_log.write_line(f"[{self._host}] {level}{self.format(record)}")
-
-
-def _log_to(job_log: JobLog, host: str) -> None:
-    root = logging.getLogger("hpc_elastic")
-    root.setLevel(logging.INFO)
-    root.addHandler(_JobLogHandler(job_log, host))
-    root.propagate = False
