@@ -1,6 +1,6 @@
 """The one module that reads the system's clocks; and how far apart the clocks of two hosts are.
 
-Everything else takes a `Clock`. Each host has a clock that nobody sets: the time since it was booted
+Everything else takes a `Clock`. Each host has a clock that is never set: the time since it was booted
 (`Clock.monotonic`). A packet that was sent at S by one such clock and came at R by another took some time, but never
 less than none: the receiver's clock is ahead of the sender's by at most R - S. Packets the other way bound it from
 below; half of the two bounds' distance is half a round trip, as in NTP, and how long an answer was held back does not
@@ -90,7 +90,7 @@ class Offset(Struct, frozen=True, kw_only=True):
 class PeerClock:
     """What one participant knows about one other's clock. Times are nanoseconds by their hosts' clocks since boot.
 
-    Fed by one thread; others may ask, and are told nothing while the two bounds are being changed.
+    Fed by one thread; other threads may ask, and get None while the two bounds are being changed.
     """
 
     __slots__ = ("_lower", "_upper")
@@ -119,11 +119,11 @@ class PeerClock:
                 self._lower = (lowest, received_ns)
         if self._lower is not None and _shrunk(self._lower, received_ns) > _grown(self._upper, received_ns):
             # One of the two clocks has jumped (a machine that was paused and moved): only this packet is still true.
-            # What the other told may be of before; it finds out in the same way.
+            # The other's bound may be from before; it finds out in the same way.
             self._upper, self._lower = (highest, received_ns), None
 
     def bound_to_send(self, now_ns: int) -> int | None:
-        """By how much at most the own clock is ahead, for the other to know; None: nothing was heard of it."""
+        """By how much at most the own clock is ahead, for the other to know; None: no packet of it came."""
         upper = self._upper
         return None if upper is None else _grown(upper, now_ns)
 

@@ -56,5 +56,5 @@ class Mac:
         return code
 
     def verifies(self, code: bytes, message: bytes) -> bool:
-        """Whether `code` is that of `message`, in a time that does not tell where they differ."""
+        """Whether `code` is that of `message`, in a time that does not depend on where they differ."""
         return bool(_compare_digest(code, self.of(message)))

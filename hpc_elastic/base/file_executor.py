@@ -170,7 +170,7 @@ class FileExecutor:
 
         Args:
             action: Its result is returned, what it raises is raised here. Given up before it began, it is not done;
-                given up later, nobody learns what became of it.
+                given up later, what became of it is not reported.
             within: Seconds. They count from when the thread got stuck, where it is stuck already: the next caller does
                 not wait as long again.
             unless: Asked all the time: whether to give up at once.
@@ -242,6 +242,6 @@ class FileExecutor:
             try:
                 action()
             except Exception:
-                pass  # nobody waits for it
+                pass  # posted, so not waited for
             finally:
                 self._since = None

@@ -60,10 +60,10 @@ def check_private_dir(path: Path) -> None:
 
 
 def why_replaceable(folder: Path | str, *, option: str) -> str | None:
-    """Say why another user could put something else in the place of what lies in a folder; None where nobody can.
+    """Say why another user could put something else in the place of what lies in a folder; None: no other user could.
 
     A sticky bit holds back all but the folder's owner. The folders above are not looked at: projects' folders often
-    belong to somebody who is trusted.
+    belong to a user that is trusted.
 
     Args:
         folder: The folder; links are followed.
@@ -108,7 +108,7 @@ def open_checked(
         flags: As of ``os.open``; no O_TRUNC, since the file is judged after it was opened.
         owner: Whose it may be.
         mode: Of a new file, less the umask.
-        links: Whose links are followed; None: nobody's.
+        links: Whose links are followed; None: no link is.
 
     Returns:
         A descriptor that programs started from here don't inherit.
@@ -123,7 +123,7 @@ def open_checked(
             fd = os.open(here, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode)
             break
         except OSError as error:
-            if error.errno == errno.ENXIO:  # a FIFO that nobody reads, or a socket
+            if error.errno == errno.ENXIO:  # a FIFO without a reader, or a socket
                 raise UnsafePathError(f"{path} is not a regular file; remove it or choose another path") from None
             if error.errno != errno.ELOOP:
                 raise
@@ -205,7 +205,7 @@ def write_private(path: Path, data: bytes | str, *, durable: bool = False, mode:
         try:
             os.unlink(temporary)
         except OSError:
-            pass  # the first error is the one to tell
+            pass  # the first error is the one that is raised
         raise
 
 
@@ -271,8 +271,8 @@ def read_from(fd: int, limit: int) -> bytes:
 def ask_about(folder: Path) -> bool:
     """Have this host's NFS client ask the server what is in a folder, and in those above where it seems to be missing.
 
-    A client remembers up to a minute (acdirmax) what it did not find, whoever makes it meanwhile. Opening the folder
-    makes it forget.
+    A client remembers up to a minute (acdirmax) what it did not find, although another host makes it meanwhile. Opening
+    the folder makes it forget.
 
     Returns:
         Whether the folder is there, so that another look can find more.

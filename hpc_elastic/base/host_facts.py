@@ -48,7 +48,7 @@ def command_line(pid: int) -> list[str]:
 LOOPBACK = "127.0.0.1"
 _SIOCGIFFLAGS = 0x8913
 _IFF_RUNNING = 0x40
-"""The interface is up and, as far as its driver can tell, has a link: the far end of the cable answers."""
+"""The interface is up and, as far as its driver knows, has a link: the far end of the cable answers."""
 
 
 def candidate_addresses(node_name: str) -> list[str]:
@@ -69,7 +69,7 @@ def candidate_addresses(node_name: str) -> list[str]:
 
 
 def choose_master_address(*, given: str | None, reached: Iterable[str], candidates: Iterable[str]) -> str:
-    """The address that workers on other nodes are told.
+    """The address that workers on other nodes are given.
 
     Args:
         given: The user's own choice wins.

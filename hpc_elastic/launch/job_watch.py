@@ -159,7 +159,7 @@ class ControllerOutage:
         self.since: float | None = None
         """When it was noticed, monotonic; None: it answers."""
 
-    def heard(self, error: SlurmUnavailableError | None) -> None:
+    def on_answer(self, error: SlurmUnavailableError | None) -> None:
         """Take in what a call came to: its error, or None where it was answered."""
         now = self._clock.monotonic()
         if error is not None and self.since is None:

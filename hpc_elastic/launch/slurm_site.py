@@ -319,7 +319,7 @@ def slurm_site(
     """
     runner = SubprocessRunner(env)
     hurried = CommandSlurmClient(runner, clock, timeout=HURRIED_SECONDS)
-    client = CommandSlurmClient(runner, clock, heard=ControllerOutage(clock).heard)
+    client = CommandSlurmClient(runner, clock, on_answer=ControllerOutage(clock).on_answer)
     return SlurmSite(
         env,
         client=client,

@@ -164,7 +164,7 @@ class StepSite(SlurmSite):
     def __init__(self, env: Mapping[str, str], *, rendezvous: StepRendezvous, clock: Clock, umask: int) -> None:
         runner = SubprocessRunner(env)
         hurried = CommandSlurmClient(runner, clock, timeout=HURRIED_SECONDS)
-        client = CommandSlurmClient(runner, clock, heard=ControllerOutage(clock).heard)
+        client = CommandSlurmClient(runner, clock, on_answer=ControllerOutage(clock).on_answer)
         super().__init__(env, client=client, hurried=hurried, clock=clock, umask=umask)
         self.environment = dict(env)
         self.umask = umask

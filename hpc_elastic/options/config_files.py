@@ -82,16 +82,16 @@ def there(found: Sequence[Candidate]) -> list[Candidate]:
 
 
 def is_trusted_by_name(candidate: Candidate) -> bool:
-    """Whether a file is obeyed whosever it is: a variable names it, so the user says so. Root trusts root's files only.
+    """Whether any owner's file is obeyed: a variable names it, so the user says so. Root trusts root's files only.
 
-    What others say would be executed in the user's name (``python``, ``health-check``), and in /tmp anybody may plant a
-    file above the working directory.
+    What others say would be executed in the user's name (``python``, ``health-check``), and in /tmp any user may plant
+    a file above the working directory.
     """
     return candidate.required and os.geteuid() != 0
 
 
 def way_out(candidate: Candidate, error: UnsafePathError) -> str:
-    """What lets a user go on who has such a file in the way."""
+    """What lets the user go on with such a file in the way."""
     variable = f"HPC_ELASTIC_{candidate.layer.value.upper()}_CONFIG"
     leave_out = f"to leave it out, set {variable}= (empty)"
     if "owner" not in error.facts:
@@ -197,7 +197,7 @@ def read_settings(
         path: Of a TOML file.
         keys: What may stand in it.
         tables: Where in the file our keys are, by the path of the table: the first that is there.
-        any_owner: The user has named this file, and trusts it whosever it is.
+        any_owner: The user has named this file, and trusts it, any owner's.
 
     Returns:
         None where the file has no such table.

@@ -17,7 +17,7 @@ class RendezvousSettings(Struct, frozen=True, kw_only=True):
     min_nodes: int = 1
     max_nodes: int = 1
     expected_nodes: int = 1
-    """How many agents were launched: nobody waits for a node that does not exist."""
+    """How many agents were launched: no node waits for one that does not exist."""
     segment: int = 1
     """Nodes of which only all are any use (``--segment``): neighbours in Slurm's order; `min_nodes` and `max_nodes` are
     multiples of it."""
@@ -46,7 +46,7 @@ class RendezvousSettings(Struct, frozen=True, kw_only=True):
     beat_interval: float = 1.0
     """Between two datagrams that say "alive"."""
     beat_silence: float = 3.0
-    """After so long without one, a node that was heard before is asked through the files whether it lives."""
+    """After so long without one, a node whose datagrams came before is asked through the files whether it lives."""
     suspect_answer: float = 4.0
     """How long it may take to rewrite its heartbeat then. Above what the filesystem takes to show a change."""
 
@@ -68,7 +68,7 @@ def settings_from_conf(conf: Mapping[str, str | float | bool], base: RendezvousS
     changed = replace(base, **changes)
     if "heartbeat_ttl" in changes and "heartbeat_interval" not in changes:
         changed = replace(changed, heartbeat_interval=changed.heartbeat_ttl / 5)
-    if "suspect_answer" not in changes:  # who is asked has to look first
+    if "suspect_answer" not in changes:  # the node that is asked has to look first
         changed = replace(changed, suspect_answer=max(changed.suspect_answer, 4 * changed.poll_interval))
     if "beat_silence" not in changes:
         changed = replace(changed, beat_silence=max(changed.beat_silence, 3 * changed.beat_interval))

@@ -305,7 +305,7 @@ def _put_variable(values: _Values, option: Option, name: str, texts: tuple[str, 
 
 
 def _refuse_if_near(name: str, known: Mapping[str, Option]) -> None:
-    """A variable that is nearly one of ours was meant to be one; others may be anybody's."""
+    """A variable that is nearly one of ours was meant to be one; others may be another program's."""
     from difflib import get_close_matches
 
     plain = [variable.removeprefix(VARIABLE_PREFIX) for variable in known]

@@ -212,7 +212,7 @@ def spec_fields(parsed: Parsed) -> dict[str, Any]:
         if option.field and (value := parsed.value(option)) is not None:
             fields[option.field] = value
     if fields.get("master_port") == 0:
-        del fields["master_port"]  # torchrun's word for a free one
+        del fields["master_port"]  # torchrun's way to ask for a free one
     if "log_max_files" in fields and "log_max_size" not in fields:
         count = fields["log_max_files"]
         raise UsageError(f"--log-max-files {count}: nothing is rotated without a size; give --log-max-size too")
@@ -220,7 +220,7 @@ def spec_fields(parsed: Parsed) -> dict[str, Any]:
 
 
 def _check_fits_here(parsed: Parsed, nodes: int, nproc: str) -> None:
-    """A figure with a digit too many would fork until the machine stands still, and whoever else works on it."""
+    """A figure with a digit too many would fork until the machine stands still, for all its users."""
     if nodes > _MOST_LOCAL_NODES:
         option = "spares" if nodes - job_options.spare_nodes(parsed) <= _MOST_LOCAL_NODES else "nodes"
         raise UsageError(
@@ -235,7 +235,7 @@ def _check_fits_here(parsed: Parsed, nodes: int, nproc: str) -> None:
 
 
 def check_values(parsed: Parsed) -> None:
-    """Everything that can be told of the options without a script.
+    """Check all that can be checked of the options without a script.
 
     Raises:
         UsageError: a value that can't be right.

@@ -276,7 +276,7 @@ def check_possible(argument: str, *, option: str) -> None:
 
 
 def notice_grace(options: SbatchOptions) -> int:
-    """`grace`, but at most a quarter of a short job, which would otherwise be told to stop as it begins."""
+    """`grace`, but at most a quarter of a short job, which would otherwise get its notice as it begins."""
     limit = check_time_option(options.time) if options.time else None
     return options.grace if limit is None else max(_MIN_GRACE, min(options.grace, limit // 4))
 

@@ -122,7 +122,7 @@ class EventFile:
 
     def _pread(self) -> bytes:
         try:
-            fd = open_checked(self._path, owner=Owner.ANY)  # a FIFO or a link that somebody planted is not waited for
+            fd = open_checked(self._path, owner=Owner.ANY)  # a planted FIFO or link is not waited for
         except (OSError, UnsafePathError):
             return b""
         half = LARGEST_FILE // 2

@@ -47,7 +47,7 @@ class EventLog:
             role: ``supervisor`` or ``agent``.
             host: Whose wall clock it is.
             node: Node index.
-            uid: What tells this writer from an earlier one of the same role and node.
+            uid: What distinguishes this writer from an earlier one of the same role and node.
             clock: For the lines' times.
             files: The thread that writes, for a caller that must not wait for a disk; without, `write` writes itself.
 
@@ -123,7 +123,7 @@ class EventLog:
     def _write_out(self, fd: int) -> None:
         # Not O_APPEND: it loses records on NFS and CephFS. One writer knows its own offset.
         # An NFS client would keep it for half a minute, and a node that loses its power would take it along. And what
-        # it can't write out at last, on a full disk, it drops, and tells fsync alone: so a line is kept here until
+        # it can't write out at last, on a full disk, it drops, and only fsync reports it: so a line is kept here until
         # then, and written again at the same offset.
         offset, written = self._offset, []
         try:

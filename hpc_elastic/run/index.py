@@ -13,13 +13,13 @@ import pwd
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.files import make_private_dir, read_json
+from hpc_elastic.base.text import first_of
 from hpc_elastic.errors import UsageError
 from hpc_elastic.run.attempt import is_job_id
 from hpc_elastic.run.paths import RunPaths, task_index
@@ -117,24 +117,9 @@ def record(
 
 def entries(job_id: str, *, cluster: str | None = None, env: Mapping[str, str] | None = None) -> list[JobEntry]:
     """What is known of a job, newest first; ids of other clusters too unless `cluster` is given."""
-    folder = account_folder("jobs", env)
-    found: list[JobEntry] = []
-    try:
-        names = os.listdir(folder) if folder is not None else []
-    except OSError:
-        names = []
-    for name in names:
-        if folder is None or f"-{_UNSAFE.sub('-', job_id)}-" not in name or not name.endswith(".json"):
-            continue
-        value = read_json(folder / name)
-        if isinstance(value, str) or value.get("job_id") != job_id:
-            continue
-        if cluster is not None and value.get("cluster") not in (cluster, ""):
-            continue
-        entry = _entry(value)
-        if entry is not None:
-            found.append(entry)
-    return sorted(found, key=lambda entry: entry.submitted_ns, reverse=True)
+    known = known_jobs(env=env, part_of_name=f"-{_UNSAFE.sub('-', job_id)}-")
+    clusters = None if cluster is None else (cluster, "")
+    return [entry for entry in known if entry.job_id == job_id and (clusters is None or entry.cluster in clusters)]
 
 
 def jobs_of(
@@ -154,41 +139,28 @@ def jobs_of(
     if task is not None:
         arrays = jobs_of(os.path.dirname(run_dir), known=known)
         own = [entry for entry in arrays if entry.job_id.partition("_")[2] in ("", str(task))]  # 81_3: a follow-on job
-        return [replace(entry, job_id=_of_task(entry.job_id, task), run_dir=Path(run_dir)) for entry in own]
+        ids = (entry.job_id if "_" in entry.job_id else f"{entry.job_id}_{task}" for entry in own)
+        return [replace(entry, job_id=job_id, run_dir=Path(run_dir)) for entry, job_id in zip(own, ids, strict=True)]
     return [entry for entry in known if str(entry.run_dir) == run_dir]
 
 
-def known_jobs(*, env: Mapping[str, str] | None = None) -> list[JobEntry]:
-    """Every job that is known, newest first."""
+def known_jobs(*, env: Mapping[str, str] | None = None, part_of_name: str = "") -> list[JobEntry]:
+    """Every job that is known, newest first; with `part_of_name` only of entries whose file's name has that part."""
     folder = account_folder("jobs", env)
     try:
         names = os.listdir(folder) if folder is not None else []
     except OSError:
         names = []
-    found = []
+    found: list[JobEntry] = []
     for name in names:
-        value = read_json(folder / name) if folder is not None and name.endswith(".json") else ""
-        entry = None if isinstance(value, str) else _entry(value)
-        if entry is not None:
-            found.append(entry)
+        value = read_json(folder / name) if folder and name.endswith(".json") and part_of_name in name else ""
+        if isinstance(value, dict) and is_job_id(value.get("job_id")):
+            found += codec.readable_items(JobEntry, [value])
     return sorted(found, key=lambda entry: entry.submitted_ns, reverse=True)
 
 
-def _entry(value: Mapping[str, Any]) -> JobEntry | None:
-    if not is_job_id(value.get("job_id")):
-        return None
-    try:
-        return codec.from_json(JobEntry, value)
-    except codec.UnreadableRecordError:
-        return None  # a newer format, or a torn one
-
-
-def _of_task(job_id: str, task: int) -> str:
-    return job_id if "_" in job_id else f"{job_id}_{task}"
-
-
 class UnknownRunError(UsageError):
-    """No run is known by what somebody gave."""
+    """No run is known by what the user gave."""
 
 
 def find(text: str, runs_dir: Path | None = None, *, env: Mapping[str, str] | None = None) -> Path:
@@ -280,7 +252,6 @@ def _by_run_id(text: str, runs: Path, *, digits: bool = False) -> Path | None:
         return None
     matches = [runs / name for name in names if RunPaths(runs / name).run_json.is_file()]
     if len(matches) > 1:
-        shown = ", ".join(match.name for match in matches[:_CANDIDATES])
-        more = f" and {len(matches) - _CANDIDATES} more" if len(matches) > _CANDIDATES else ""
-        raise UsageError(f"{text} begins {len(matches)} runs in {runs}; give more of one of {shown}{more}")
+        shown = first_of([match.name for match in matches], _CANDIDATES)
+        raise UsageError(f"{text} begins {len(matches)} runs in {runs}; give more of one of {shown}")
     return matches[0] if matches else None

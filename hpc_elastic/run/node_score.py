@@ -18,7 +18,7 @@ BAD = 1.0
 """From this score on a node is left out."""
 _FEW = 3
 _AHEAD_NS = 3600 * 10**9
-"""So far ahead of now the time of something that happened may be: hosts' clocks differ. Beyond, it tells nothing."""
+"""So far ahead of now the time of a piece of evidence may be: hosts' clocks differ. Beyond, it is left out."""
 
 
 class EvidenceKind(str, Enum):
@@ -52,7 +52,7 @@ class Evidence(Struct, frozen=True, kw_only=True):
     node: str
     kind: EvidenceKind
     at_ns: int
-    """By the wall clock of whoever saw it."""
+    """By the wall clock of the host that saw it."""
     why: str = ""
     """In words, for people."""
     code: str = ""
@@ -99,7 +99,7 @@ def score_nodes(evidence: Iterable[Evidence], *, now_ns: int, hours: float = DEF
     """The score of every node that something counts against, the worst first.
 
     Args:
-        evidence: In any order; the same thing told twice counts once.
+        evidence: In any order; the same thing reported twice counts once.
         now_ns: The wall clock.
         hours: For how long something counts.
     """
@@ -118,7 +118,7 @@ def score_nodes(evidence: Iterable[Evidence], *, now_ns: int, hours: float = DEF
 
 
 def _score(node: str, items: list[Evidence], life_ns: int) -> NodeScore:
-    # By everything, so that neither the order nor who told it first matters.
+    # By everything, so that neither the order nor the first reporter matters.
     items.sort(key=lambda e: (-e.at_ns, e.kind.value, e.why, e.attempt, e.round, e.run_id, e.code, e.fingerprint))
     total = sum(WEIGHTS[item.kind] for item in items)
     left, until = total, items[-1].at_ns
@@ -148,7 +148,7 @@ def choose_excluded(
     required: Collection[str] = (),
     share: float = DEFAULT_SHARE,
 ) -> Exclusion:
-    """Choose whom to leave out, the worst first.
+    """Choose the nodes to leave out, the worst first.
 
     Args:
         scores: From `score_nodes`.

@@ -219,17 +219,17 @@ class CommandSlurmClient:
         clock: Clock,
         *,
         timeout: float = DEFAULT_TIMEOUT,
-        heard: Callable[[SlurmUnavailableError | None], None] = lambda error: None,
+        on_answer: Callable[[SlurmUnavailableError | None], None] = lambda error: None,
         log: Callable[[str], object] = logger.info,
     ) -> None:
         """Args:
         runner: Runs the commands.
         clock: For how long they took.
         timeout: Seconds for each.
-        heard: Called after each: with the error where the controller did not answer, else with None.
+        on_answer: Called after each: with the error where the controller did not answer, else with None.
         log: For what sbatch prints besides the job's id: notes of the site's plugins, mostly.
         """
-        self._heard = heard
+        self._on_answer = on_answer
         self._runner = runner
         self._clock = clock
         self._timeout = timeout
@@ -348,14 +348,14 @@ class CommandSlurmClient:
         try:
             result = self._run_quietly(what, argv, tries=tries)
         except SlurmUnavailableError as error:
-            self._heard(error)
+            self._on_answer(error)
             raise
         except SlurmMissingError:
             raise
         except SlurmError:
-            self._heard(None)
+            self._on_answer(None)
             raise
-        self._heard(None)
+        self._on_answer(None)
         return result
 
     def _run_quietly(self, what: str, argv: list[str], *, tries: int) -> CommandResult:

@@ -256,7 +256,7 @@ _AS_A_WHOLE = ("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")  # th
 
 
 def step_gpu_flags(env: Mapping[str, str]) -> tuple[str, ...]:
-    """What srun must be told so that each agent sees all GPUs that the job has on its node.
+    """srun's flags so that each agent sees all GPUs that the job has on its node.
 
     Nothing, for ``--gres`` and ``--gpus-per-node``: a step has them by itself. Of a job with ``--gpus`` (a total) or
     ``--gpus-per-task`` a step asks for the same again: 22.05 gave two agents 1 and 2 GPUs of two nodes with 2 each, and

@@ -1,4 +1,4 @@
-"""What can go wrong with a Slurm command, told apart by the text that it prints (exit codes are mostly 1).
+"""What can go wrong with a Slurm command, distinguished by the text that it prints (exit codes are mostly 1).
 
 Checked on the messages of 20.11, 22.05, 24.11 and 26.05.
 """

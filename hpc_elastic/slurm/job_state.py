@@ -1,4 +1,4 @@
-"""A job as ``scontrol show job`` and ``squeue`` tell it: pure parsers of their output."""
+"""A job as ``scontrol show job`` and ``squeue`` show it: pure parsers of their output."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Mapping
 from enum import Enum
+from typing import Any
 
 from msgspec import Struct
 
@@ -16,7 +17,7 @@ from hpc_elastic.slurm.notation import HostlistError, expand
 
 
 class JobPhase(Enum):
-    """Slurm's two dozen states, as far as anyone who waits for a job cares."""
+    """Slurm's two dozen states, as far as it matters to what waits for a job."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -120,7 +121,7 @@ class JobState(Struct, frozen=True, kw_only=True):
     end_time: str | None = None
     """Of a job that runs: by its limit, or when its grace time is over."""
     preempt_time: str | None = None
-    """When it was told to make room: while it still runs, the grace time has begun then."""
+    """When it had to make room: while it still runs, the grace time has begun then."""
     work_dir: str | None = None
     stdout: str | None = None
     comment: str = ""
@@ -190,7 +191,7 @@ def seconds_until_end(job: JobState | None, *, now_ns: int) -> float | None:
     """Until the job's time limit; None where there is none, or it is not known. Below 0 when it is over.
 
     Args:
-        job: As Slurm told it on this host, in this host's time zone.
+        job: As Slurm gave it on this host, in this host's time zone.
         now_ns: This host's wall clock.
     """
     try:
@@ -236,18 +237,13 @@ def parse_squeue(text: str) -> tuple[JobState, ...]:
         job_id, state, reason, nodes = cells[0], cells[1], cells[2], cells[6]
         if not (is_job_id(job_id) or _TASKS_THAT_WAIT.match(job_id)):
             continue
-        base, _, task = job_id.partition("_")
-        leader, plus, offset = job_id.partition("+")
         least, most = _range(cells[5])
         jobs.append(
             JobState(
                 job_id=job_id,
                 state=state,
                 reason=_reason(reason),
-                array_job_id=base if task else None,
-                array_task_id=task or None,
-                het_leader_id=leader if plus else None,
-                het_offset=_number(offset),
+                **_parts_of_id(job_id),
                 nodes=_nodes(nodes),
                 min_nodes=least,
                 max_nodes=most,
@@ -260,6 +256,18 @@ def parse_squeue(text: str) -> tuple[JobState, ...]:
     return tuple(jobs)
 
 
+def _parts_of_id(job_id: str) -> dict[str, Any]:
+    """``70_3``: task 3 of array 70; ``70+1``: component 1 of het job 70."""
+    array, _, task = job_id.partition("_")
+    leader, plus, offset = job_id.partition("+")
+    return {
+        "array_job_id": array if task else None,
+        "array_task_id": task or None,
+        "het_leader_id": leader if plus else None,
+        "het_offset": _number(offset),
+    }
+
+
 def parse_sacct(text: str) -> tuple[JobState, ...]:
     """The jobs in the output of `commands.sacct`. Lines of another form are left out."""
     jobs = []
@@ -267,18 +275,13 @@ def parse_sacct(text: str) -> tuple[JobState, ...]:
         cells = line.split("|")
         if len(cells) < 3 or "." in cells[0] or not cells[0][:1].isdigit():
             continue  # a step
-        base, _, task = cells[0].partition("_")
-        leader, plus, offset = cells[0].partition("+")
         code, _, signal = cells[2].partition(":")
         jobs.append(
             JobState(
                 job_id=cells[0],
                 state=cells[1].partition(" ")[0],  # "CANCELLED by 1001"
                 reason="",
-                array_job_id=base if task else None,
-                array_task_id=task or None,
-                het_leader_id=leader if plus else None,
-                het_offset=_number(offset),
+                **_parts_of_id(cells[0]),
                 exit_code=_number(code),
                 exit_signal=_number(signal),
             )

@@ -207,7 +207,7 @@ def gpu_count(text: str) -> int:
 def device_count(text: str) -> int:
     """How many devices ``CUDA_VISIBLE_DEVICES`` and its kin name: indices, ranges, UUIDs, or nothing.
 
-    CUDA stops at the first entry that it can't use, such as ``-1``; ``NoDevFiles`` was Slurm's word for none.
+    CUDA stops at the first entry that it can't use, such as ``-1``; ``NoDevFiles`` was Slurm's name for none.
     """
     count = 0
     for part in text.split(","):

@@ -134,7 +134,7 @@ def test_an_outage_is_one_line_when_it_is_noticed_and_one_when_it_is_over(caplog
             return CommandResult(rc=1, stderr="slurm_load_jobs error: Unable to contact slurm controller")
         return CommandResult(rc=1, stderr="slurm_load_jobs error: Invalid job id specified")
 
-    client = CommandSlurmClient(run, clock, heard=ControllerOutage(clock).heard)
+    client = CommandSlurmClient(run, clock, on_answer=ControllerOutage(clock).on_answer)
     for _ in range(6):
         try:
             client.queue_states([JobId("7")])
