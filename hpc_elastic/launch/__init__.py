@@ -1,6 +1,15 @@
-"""The batch side: a supervisor that starts one agent per node, and writes the verdict and the report.
+"""The batch side of a run, from sbatch to the requeue. The way of an attempt: ::
 
-Called, ``hpc_elastic.launch(fn, …)``, it is `submission.notebook.launch`: the name is torch's for it.
+    submit_job      the run directory, the script, sbatch
+    batch           what the script exec's on the batch host
+    run_attempt     claims the attempt's directory; `supersede` ends earlier attempts that still run
+    supervisor      the loop: `agents` on all nodes, what `signals` mean, what Slurm knows of the job (`job_watch`)
+    conclude        the attempt's end: result.json, bad nodes, report
+    requeue         whether there is another attempt, and how; `requeue_job` has it queued
+
+Where that happens is a `site.Site` with its launcher of agents: `slurm_site` and `slurm_launcher`, `step` (an srun
+step of the user's own), or `local` (this machine). Called, ``hpc_elastic.launch(fn, …)``, the package is
+`submission.notebook.launch`: the name is torch's for it.
 """
 
 from __future__ import annotations

@@ -9,7 +9,6 @@ may live, and what it did about the job would not be done (`rendezvous.ending` h
 from __future__ import annotations
 
 import logging
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -18,6 +17,7 @@ from typing import Generic, TypeVar
 from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.waking import Waker
 from hpc_elastic.launch.site import Allocation
 from hpc_elastic.rendezvous.ending import END_UNCONFIRMED
 from hpc_elastic.rendezvous.participant import Participant
@@ -59,13 +59,13 @@ class SlurmQuestion(Generic[T]):
         self._ask = ask
         self._start = start
         self._answers: deque[T | SlurmError] = deque()
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._waker = Waker()
         self.is_open = False
         """Whether it was asked, and its answer not taken yet."""
 
     def fileno(self) -> int:
         """Readable when there is an answer."""
-        return self._fd
+        return self._waker.fileno()
 
     def ask(self) -> None:
         if not self.is_open:
@@ -74,9 +74,7 @@ class SlurmQuestion(Generic[T]):
 
     def take(self) -> T | SlurmError | None:
         """The answer, once; None: there is none yet."""
-        try:
-            os.eventfd_read(self._fd)
-        except BlockingIOError:
+        if not self._waker.drain():
             return None
         self.is_open = False
         return self._answers.popleft()
@@ -86,7 +84,7 @@ class SlurmQuestion(Generic[T]):
             self._answers.append(self._ask())
         except SlurmError as error:
             self._answers.append(error)
-        os.eventfd_write(self._fd, 1)
+        self._waker.wake()
 
 
 class EndClaim:
