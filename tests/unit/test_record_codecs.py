@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import re
 import types
 import typing
 import zlib
@@ -32,9 +33,11 @@ from hpc_elastic.rendezvous.preemption import PreemptionStatus
 from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, decode_record
 from hpc_elastic.run import index, node_records
 from hpc_elastic.run.attempt import AttemptInfo, StoredResult, load_attempt, load_result
+from hpc_elastic.run.heartbeats import RankHeartbeat
 from hpc_elastic.run.index import JobEntry
 from hpc_elastic.run.node_records import NodeRecord
 from hpc_elastic.run.node_score import Evidence
+from hpc_elastic.run.option_values import BadNodeSettings
 from hpc_elastic.run.spec import RunSpec, load_run_spec
 from hpc_elastic.submission import call
 from hpc_elastic.submission.call import CallTerms
@@ -302,3 +305,13 @@ def test_a_failure_comes_back_from_its_error_file(is_the_workers: bool, tmp_path
     found = read_failure(path, facts=make(WorkerFailure, index=1))
     assert found is not None
     assert not names_of_differences(found, failure)
+
+
+def test_the_page_on_files_names_the_records_that_are_written_to_disk() -> None:
+    page = (PACKAGE.parent / "docs" / "reference" / "files.md").read_text(encoding="utf-8")
+    rows = page.partition("## Which type is in which file")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`([a-z]+): (\w+)`", rows))
+    elsewhere = {GpuFacts, HeartbeatRecord, NoticeRecord, RestartGroupReport}  # a pipe, or a page in memory
+    elsewhere |= {BadNodeSettings, RankHeartbeat}  # within another record
+    written = {(cls.__module__.split(".")[1], cls.__qualname__) for cls in RECORDS if cls not in elsewhere}
+    assert named == {(package, name) for package, name in written if package not in ("inprocess", "report")}
