@@ -145,9 +145,20 @@ class FileExecutor:
         """Have `action` done some day; what it raises is lost. Never blocks."""
         self._put(action)
 
-    def close(self) -> None:
-        """End the thread when all that was posted is done. Nothing may be posted any more."""
+    def close(self, within: float) -> bool:
+        """End the thread when all that was posted is done. Nothing may be posted any more.
+
+        Args:
+            within: Seconds.
+
+        Returns:
+            Whether it has ended.
+        """
+        if self._thread is None:
+            return True
         self._put(None)
+        self._thread.join(max(0.0, within))
+        return not self._thread.is_alive()
 
     def _put(self, action: Callable[[], object] | None) -> None:
         with self._changed:

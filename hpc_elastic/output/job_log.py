@@ -12,6 +12,7 @@ import select
 import threading
 from collections import deque
 
+from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.output.terminal import readable, with_prefix
 
 _ITEM_COST = 200  # bytes of bookkeeping per queued item, so that many small ones don't exceed the bound
@@ -55,9 +56,8 @@ class JobLog:
         self._pending = 0
         self._in_flight = 0
         self._sources: set[JobLogSource] = set()
-        lock = threading.Lock()
-        self._changed = threading.Condition(lock)
-        self._freed = threading.Condition(lock)
+        self._lock = threading.Lock()
+        self._freed = threading.Condition(self._lock)
         self._is_closing = False
         self._is_broken = False
         self.written = 0
@@ -65,18 +65,17 @@ class JobLog:
         self.dropped = 0
         """Bytes that never will."""
         self._own = self.source("")
-        self._thread = threading.Thread(target=self._run, name="job-log", daemon=True)
-        self._thread.start()
+        self._writer = FileExecutor(name="job-log")
 
     def source(self, prefix: str) -> JobLogSource:
         source = JobLogSource(prefix)
-        with self._changed:
+        with self._lock:
             self._sources.add(source)
         return source
 
     def forget(self, source: JobLogSource) -> None:
         """`source` writes no more. A line about drops is queued where one is due."""
-        with self._changed:
+        with self._lock:
             self._sources.discard(source)
             self._queue_loss_message(source)
 
@@ -116,7 +115,7 @@ class JobLog:
             is_in_share = not source.pending or source.pending + size <= self._source_bytes
             return is_in_share and self._pending < self._total_bytes
 
-        with self._changed:
+        with self._lock:
             had_room = has_room()
             if had_room or (patience > 0 and self._freed.wait_for(has_room, patience)):
                 self._queue_loss_message(source)
@@ -131,13 +130,12 @@ class JobLog:
         Returns:
             Whether all was written.
         """
-        with self._changed:
+        with self._lock:
             for source in self._sources:
                 self._queue_loss_message(source)
             self._is_closing = True
-            self._changed.notify()
-        self._thread.join(max(0.0, timeout))
-        with self._changed:
+        self._writer.close(timeout)
+        with self._lock:
             for source, data in self._queue:
                 self._drop(source, len(data))
             self._queue.clear()
@@ -149,7 +147,7 @@ class JobLog:
         source.pending += cost
         self._pending += cost
         self._queue.append((source, data))
-        self._changed.notify()
+        self._writer.post(self._write_next)
 
     def _drop(self, source: JobLogSource, count: int) -> None:
         source.dropped += count
@@ -158,33 +156,30 @@ class JobLog:
 
     def _queue_loss_message(self, source: JobLogSource) -> None:
         """Queue the line that tells of the drops since the last such line."""
-        if source.unsaid:
+        if source.unsaid and not self._is_broken:
             text = f"[… {source.unsaid} bytes dropped: the job log could not keep up]\n"
             source.unsaid = 0
             self._append(source, text.encode())
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._queue and not self._is_closing:
-                    self._changed.wait()
-                if not self._queue:
-                    return
-                source, data = self._queue.popleft()
-                self._in_flight = len(data)
-            # What is never written need not be made fit for it: so here, not where the workers' pipes wait.
-            shown = with_prefix(readable(data), source.prefix)
-            rest = self._write(shown)
-            lost = -(-len(data) * rest // len(shown)) if rest else 0
-            with self._changed:
-                cost = len(data) + _ITEM_COST
-                source.pending -= cost
-                self._pending -= cost
-                self._in_flight = 0
-                self._freed.notify()
-                self.written += len(shown) - rest
-                if lost:
-                    self._drop(source, lost)
+    def _write_next(self) -> None:
+        with self._lock:
+            if not self._queue:
+                return  # `close` has given it up
+            source, data = self._queue.popleft()
+            self._in_flight = len(data)
+        # What is never written need not be made fit for it: so here, not where the workers' pipes wait.
+        shown = with_prefix(readable(data), source.prefix)
+        rest = self._write(shown)
+        lost = -(-len(data) * rest // len(shown)) if rest else 0
+        with self._lock:
+            cost = len(data) + _ITEM_COST
+            source.pending -= cost
+            self._pending -= cost
+            self._in_flight = 0
+            self._freed.notify()
+            self.written += len(shown) - rest
+            if lost:
+                self._drop(source, lost)
 
     def _write(self, data: bytes) -> int:
         """Write all of `data`, however long it takes. Returns the bytes that could not be."""

@@ -41,6 +41,10 @@ def test_results_and_errors_come_back_in_order() -> None:
     with pytest.raises(ZeroDivisionError):
         files.do(lambda: 1 / 0, within=10)
     assert files.settle(10)
+    files.post(lambda: seen.append(3))
+    assert files.close(10)
+    assert seen == [1, 2, 3]
+    assert FileExecutor().close(10)
 
 
 def test_who_does_not_get_an_answer_hears_so_in_time(mount: Mount) -> None:
