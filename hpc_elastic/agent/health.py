@@ -239,14 +239,13 @@ def _ours(devices: Sequence[GpuDevice], given: int | None, visible: str | None) 
     found = [
         device
         for device in devices
-        if any(entry == str(device.index) or (device.uuid and _names_gpu(entry, device.uuid)) for entry in entries)
+        if any(
+            # CUDA takes any beginning of a UUID that is unambiguous.
+            entry == str(device.index) or (device.uuid and entry.startswith("GPU-") and device.uuid.startswith(entry))
+            for entry in entries
+        )
     ]
     return found if len(found) == len(entries) else []
-
-
-def _names_gpu(entry: str, uuid: str) -> bool:
-    # CUDA takes any beginning of it that is unambiguous.
-    return entry.startswith("GPU-") and uuid.startswith(entry)
 
 
 def _faults(device: GpuDevice, least_errors: float) -> list[str]:

@@ -45,11 +45,10 @@ from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.host_facts import links
 from hpc_elastic.base.self_command import module_command
 from hpc_elastic.base.waking import Waker, wait_readable
-from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.option_values import Check
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.spawn import Inherited, WorkerProcess, WorkerStartError, start_worker
-from hpc_elastic.workers.tree import JOB_VARIABLE, TAG_VARIABLE
+from hpc_elastic.workers.tree import JOB_VARIABLE
 
 TOKEN_VARIABLE = "HPC_ELASTIC_HEALTH_TOKEN"
 """Marks a check's process and all that it starts; another value each time."""
@@ -167,7 +166,7 @@ class HealthChecks:
             jobs.append(self._shared(session, site.probe))
         if Check.LINK in limits and site.addresses:
             jobs.append(self._link(session))
-        if Check.GPU in limits and self._has_gpus():
+        if Check.GPU in limits and (os.path.exists(_NVIDIA) if site.gpus_given is None else site.gpus_given > 0):
             jobs.append(self._gpus(session))
         if self._plan.command:
             jobs.append(self._script(session, last_round))
@@ -214,10 +213,6 @@ class HealthChecks:
                     return [finding]
 
         return _Job(Check.LINK.value, "the network's link", seconds + CHECK_SECONDS, look)
-
-    def _has_gpus(self) -> bool:
-        given = self._site.gpus_given
-        return given > 0 if given is not None else os.path.exists(_NVIDIA)
 
     def _gpus(self, session: _Session) -> _Job:
         site, least = self._site, self._plan.limits[Check.GPU]
@@ -407,17 +402,15 @@ class _Child:
         texts = [bytes(kept[fd]).decode("utf-8", "replace") for fd in (stdout_fd, stderr_fd)]
         return _Ended(exitcode=status.exitcode if status else -int(signal.SIGKILL), stdout=texts[0], stderr=texts[1])
 
-    def _is_marked(self, environ: tree.Environ) -> bool:
-        # The token alone is not enough: a job that the check submits inherits it.
-        return all(environ.get(name) == value for name, value in self._marks.items())
-
     def _end_all(self) -> None:
         """Until nothing of this job that carries its token lives; what sits in D state is left after a while."""
         deadline = time.monotonic() + END_SECONDS
         self.kill()
         while time.monotonic() < deadline:
-            found = tree.own_processes_where(lambda _, environ: self._is_marked(environ))
-            left = [proc for proc in found if not proc.is_dead]
+            # The token alone is not enough: a job that the check submits inherits it.
+            left = tree.own_processes_where(
+                lambda _, environ: all(environ.get(name) == value for name, value in self._marks.items())
+            )
             if not left and self._process.poll() is not None:
                 return
             for proc in left:
@@ -443,20 +436,6 @@ def _read_some(kept: Mapping[int, bytearray], open_fds: set[int], pidfd: int | N
 
 def _printable(line: str) -> str:
     return "".join(char if char.isprintable() else "?" for char in line)[:200]
-
-
-def health_environment(
-    environ: Mapping[str, str], *, tag: str, run_dir: str, attempt: AttemptInfo, node: int
-) -> dict[str, str]:
-    """What the user's check finds in its environment, over the agent's own. docs/reference/environment.md lists it."""
-    return {
-        **environ,
-        TAG_VARIABLE: tag,
-        "HPC_ELASTIC_RUN_DIR": run_dir,
-        "HPC_ELASTIC_ATTEMPT": str(attempt.number),
-        "HPC_ELASTIC_NODE": str(node),
-        "HPC_ELASTIC_HOST": attempt.nodes[node],
-    }
 
 
 def no_health_checks() -> HealthChecks:

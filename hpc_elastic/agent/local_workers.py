@@ -156,7 +156,13 @@ class LocalWorkers:
             WorkerStartError: one could not be; the others, if any, run and are to be stopped.
             OSError: their folders could not be made.
         """
-        self._files.do(self._make_folders, within=FOLDERS_SECONDS, unless=self._is_ending, again=is_refusal)
+
+        def make_folders() -> None:
+            make_private_dir(self._place.attempt.round_dir(self.round))
+            for local_rank in range(self.layout.local_world_size):
+                make_private_dir(self.paths_of(local_rank).root)
+
+        self._files.do(make_folders, within=FOLDERS_SECONDS, unless=self._is_ending, again=is_refusal)
         self._watch.begin(self.round, first_rank=self.layout.first_rank, count=self.layout.local_world_size)
         deadline = self._clock.monotonic() + EXEC_WAIT_S
 
@@ -214,11 +220,6 @@ class LocalWorkers:
         slot.process, slot.exit = process, None
         self._take_output(slot)
         return process.pid
-
-    def _make_folders(self) -> None:
-        make_private_dir(self._place.attempt.round_dir(self.round))
-        for local_rank in range(self.layout.local_world_size):
-            make_private_dir(self.paths_of(local_rank).root)
 
     def paths_of(self, local_rank: int) -> RankPaths:
         return self._place.attempt.rank(self.round, self.layout.first_rank + local_rank)

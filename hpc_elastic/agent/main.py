@@ -18,7 +18,7 @@ from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.ending import LAST_WRITES_SECONDS, CrashGuard
 from hpc_elastic.agent.hang import HangWatch
 from hpc_elastic.agent.health import HealthPlan
-from hpc_elastic.agent.health_checks import HealthChecks, HealthSite, health_environment
+from hpc_elastic.agent.health_checks import HealthChecks, HealthSite
 from hpc_elastic.agent.heartbeats import open_folder
 from hpc_elastic.agent.local_workers import Place
 from hpc_elastic.agent.metrics import RoundFigures, open_metrics
@@ -271,7 +271,7 @@ class _Identity(Struct, frozen=True, kw_only=True):
 def _health_checks(
     me: _Identity, worker_env: Mapping[str, str], addresses: Sequence[str], *, is_refused_alone: Callable[[], bool]
 ) -> HealthChecks:
-    spec, tag, run_dir = me.spec, str(me.tag), str(me.run.root)
+    spec = me.spec
     return HealthChecks(
         HealthPlan(
             limits=spec.health_checks,
@@ -280,7 +280,14 @@ def _health_checks(
         ),
         HealthSite(
             probe=me.paths.health_probe(me.node, me.short_uid),
-            environ=health_environment(worker_env, tag=tag, run_dir=run_dir, attempt=me.attempt, node=me.node),
+            environ={
+                **worker_env,
+                TAG_VARIABLE: str(me.tag),
+                "HPC_ELASTIC_RUN_DIR": str(me.run.root),
+                "HPC_ELASTIC_ATTEMPT": str(me.attempt.number),
+                "HPC_ELASTIC_NODE": str(me.node),
+                "HPC_ELASTIC_HOST": me.host,
+            },
             cwd=spec.cwd,
             inherited=me.inherited,
             addresses=tuple(address for address in addresses if address != LOOPBACK),

@@ -240,27 +240,25 @@ class StoreServer:
         self._state = StoreState.IDLE
         self._end()
         self._readable.close()
+
+        def remove_empty_log() -> None:
+            if os.lstat(self._log_path).st_size == 0:
+                os.unlink(self._log_path)
+
         try:
-            self._on_disk(self._remove_empty_log)
+            self._on_disk(remove_empty_log)
         except OSError:
             pass  # none was made, or it lies on a disk that has other worries
 
     def _on_disk(self, action: Callable[[], T]) -> T:
         return action() if self._files is None else self._files.do(action, within=_LOG_SECONDS)
 
-    def _remove_empty_log(self) -> None:
-        if os.lstat(self._log_path).st_size == 0:
-            os.unlink(self._log_path)
-
-    def _open_log(self) -> int:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-        return os.open(self._log_path, flags, 0o600)
-
     def _start(self) -> bool:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         argv = [self._python, str(_HOST_PROGRAM), "--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
         try:
-            log = self._on_disk(self._open_log)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+            log = self._on_disk(lambda: os.open(self._log_path, flags, 0o600))
         except OSError:
             log = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)  # such a disk must not stop the training
         try:
