@@ -1,15 +1,13 @@
-"""What libraries, the CUDA driver and the kernel say when they fail, and what each of these says about the failure.
-
-One table: to know one more text is to add one row, and an excerpt of it to tests/data/failures. The words of gloo and
-the stores were produced with torch 2.13; those of NCCL, CUDA and the driver are from public issue threads
-(tests/data/failures/expected.json says which). The first row that fits holds, so a row about a part that is broken
-stands before one about what follows from it: NCCL's watchdog ends a process for an error of the GPU with the same
-sentence as for a peer that is gone.
-
-What kind of failure it is, and what that means for the next step. Pure tables over text and numbers.
+"""What kind of failure it is, and what that means for the next step. Pure tables over text and numbers.
 
 A *symptom* is what a healthy rank says when another one is gone; ordering by class before time is what keeps 511 of
-them from hiding the one that matters. The words that tell are a table of their own, `failure_patterns`.
+them from hiding the one that matters.
+
+`PATTERNS` holds what libraries, the CUDA driver and the kernel print when they fail: to know one more text is to add
+one row, and an excerpt of it to tests/data/failures. The texts of gloo and the stores were produced with torch 2.13;
+those of NCCL, CUDA and the driver are from public issue threads (tests/data/failures/expected.json says which). The
+first row that fits holds, so a row about a part that is broken stands before one about what follows from it: NCCL's
+watchdog ends a process for an error of the GPU with the same sentence as for a peer that is gone.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ The shapes that are understood, with ``E`` = ``TORCHELASTIC_ERROR_FILE``'s conte
 and beside ``message`` our own object under ``hpc_elastic`` (docs/reference/error-file.md). A file that is missing,
 empty, torn, foreign, unreadable or huge gives an `ErrorFile` that says so: never an exception.
 
-A failure of this package itself as an error file: for whoever looks into it, and for an outer scheduler.
+A failure of this package itself is written in the same form, for a person and for an outer scheduler.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ErrorFile(Struct, frozen=True, kw_only=True):
 
     @property
     def found(self) -> bool:
-        """Whether the file tells anything about the failure."""
+        """Whether the file holds anything about the failure."""
         return bool(self.message or self.traceback)
 
 

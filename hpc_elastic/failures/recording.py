@@ -1,12 +1,9 @@
-"""torch's names for failures, without torch: `ProcessFailure` and `ChildFailedError`.
+"""torch's `record`, `ProcessFailure` and `ChildFailedError`, without torch.
 
-Where torch 2.13 and this differ: a torn or foreign error file raises nothing; the finer time stamp breaks ties; `host`
-is where it happened; both pickle. The *verdict* on which failure was the cause is another thing: ``report.verdict``.
-
-`record`: write what a function raised into ``TORCHELASTIC_ERROR_FILE``. A drop-in for torch's, without torch.
-
-Not needed for a traceback in the report, since the agent finds it in stderr.log; a recorded one is exact, carries the
-time at which it was raised, and reaches outer schedulers.
+`record` writes what a function raised into ``TORCHELASTIC_ERROR_FILE``. The report does not need it, since the agent
+finds a traceback in stderr.log; a recorded one is exact, has the time at which it was raised, and reaches outer
+schedulers. Where torch 2.13 and this differ: a torn or foreign error file raises nothing; the finer time stamp breaks
+ties; `host` is where it happened; both errors pickle. The *verdict* on the cause is another thing: ``report.verdict``.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
-"""Where the threads of a process stood: faulthandler's dump, found in its stderr, or py-spy's.
+"""Where a hung process stood: the stacks of its threads, and what the kernel says of it.
 
-The dump comes with the SIGABRT that ends a hung worker (``PYTHONFAULTHANDLER=1``): all threads, also with the GIL held
-in C. py-spy, where it is installed, tells of who does not answer; `process_state` of who is no Python.
-
-What the kernel says of a process that gives no stack of its own: states, wait channels, system calls, children.
-
-For one that sits in the kernel, is stopped, or is no Python. Nothing here waits for longer than a moment.
+faulthandler's dump comes with the SIGABRT that ends a hung worker (``PYTHONFAULTHANDLER=1``): all threads, also with
+the GIL held in C. py-spy, where it is installed, shows a process that does not answer; `look_at_process` one that sits
+in the kernel, is stopped, or is no Python (states, wait channels, system calls, children). Nothing waits for longer
+than a moment.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""The line of an exception's message that says what happened. Pure.
+"""What a dying process printed: Python tracebacks, faulthandler's dumps and C++ terminations, found in text.
 
-It need not be the first: ``ProcessRaisedException`` begins with blank lines, ``Error(s) in loading state_dict for
-Net:`` goes on below, and what a DataLoader's worker raised is quoted with its whole traceback.
-
-Tracebacks as the library rich draws them, turned into Python's own form. Pure.
-
-``rich.traceback.install()``, which typer and many a trainer call, replaces what Python prints by a box (seen with rich
-15.0.0, in Unicode and in ASCII)::
+Pure functions over text, fed with the end of a worker's stderr.log or with an error file's ``py_callstack``. Nothing
+has to be injected into the worker for this. Formats seen with CPython 3.10-3.14, torch 2.13, whose excepthook puts
+``[rank3]: `` before every line, and rich 15.0.0, whose ``rich.traceback.install()`` prints a box instead, which is
+turned into Python's own form first (in Unicode and in ASCII)::
 
     ╭────────────── Traceback (most recent call last) ───────────────╮
     │ /home/ann/train.py:13 in <module>                              │
@@ -15,12 +12,6 @@ Tracebacks as the library rich draws them, turned into Python's own form. Pure.
     │ ❱ 13 main()                                                    │
     ╰────────────────────────────────────────────────────────────────╯
     ValueError: bad batch 17
-
-What a dying process printed: Python tracebacks, faulthandler's dumps and C++ terminations, found in text.
-
-Pure functions over text, fed with the end of a worker's stderr.log or with an error file's ``py_callstack``. Nothing
-has to be injected into the worker for this. Formats seen with CPython 3.10-3.14, torch 2.13, whose excepthook puts
-``[rank3]: `` before every line, and rich.
 """
 
 from __future__ import annotations

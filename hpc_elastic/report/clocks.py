@@ -4,9 +4,7 @@ Each agent compares its host's clock with the coordinator's (`clock_offset` in t
 taken to one of them, the reference, over a chain of such samples where the coordinator changed: offsets and bounds add
 up, and a bound grows with the time between the measurement and the moment that is asked for. What was measured are the
 clocks that nobody sets; a wall clock that was set meanwhile disturbs nothing where an agent saw the moment. Where
-nothing was measured, nothing is known, and said so. Pure.
-
-Words about clocks, for the text report and the page.
+nothing was measured, nothing is known, and the report states that. Pure.
 """
 
 from __future__ import annotations
@@ -123,7 +121,7 @@ class Clocks(Struct, frozen=True, kw_only=True):
         """Where something that a node saw stands among the others.
 
         Args:
-            node: Who saw it; `SUPERVISOR`: the supervisor. None: not known.
+            node: The node that saw it; `SUPERVISOR`: the supervisor. None: not known.
             wall_ns: By its wall clock.
             uptime_ns: By its clock since its boot; 0: not known, and concluded from the wall clock.
         """
@@ -229,7 +227,7 @@ class ClocksBuilder:
         self._built: Clocks | None = None
 
     def take(self, event: Mapping[str, Any]) -> None:
-        """Any event; those that say nothing of clocks or hosts tell nothing."""
+        """Any event; those without clocks or hosts are ignored."""
         self._built = None
         name, role = event.get("event"), event.get("role")
         if role == "supervisor" and name == "attempt_started":
@@ -297,7 +295,7 @@ def _wall_offset(clocks: Clocks, node: int, uptime_ns: int, ahead_ns: int) -> Cl
 
 
 def _links(samples: list[_Sample]) -> tuple[dict[tuple[int, int], _Hop], tuple[int, ...]]:
-    """(near, far) → the way between two nodes whose clocks were compared, both ways; and who contradicts itself."""
+    """(near, far) → the way between two compared clocks, both ways; and the nodes that contradict themselves."""
     found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
     for sample in samples:
         if sample.node == sample.reference:
@@ -314,7 +312,7 @@ def _links(samples: list[_Sample]) -> tuple[dict[tuple[int, int], _Hop], tuple[i
     for (near, to), measured in found.items():
         measured.sort()
         if any(_contradict(one, other) for one, other in pairwise(measured)):
-            # A clock was reset (its host was booted anew), or somebody measured something wrong.
+            # A clock was reset (its host was booted anew), or a measurement was wrong.
             wrong |= {near} if (near, to) in pairs else set()
             continue
         links[near, to] = _Hop(
@@ -346,4 +344,4 @@ def _tree(links: Mapping[tuple[int, int], _Hop], reference: int) -> dict[int, _H
 
 
 NOTABLE_NS = 50_000_000
-"""A wall clock that is off by no more disturbs nobody who reads times."""
+"""A wall clock that is off by no more is not worth mentioning."""

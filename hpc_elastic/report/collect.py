@@ -1,6 +1,7 @@
-"""Read the ranks' error files: of many failures that are alike, those that stand for the others.
+"""Read a run directory into a `RunHistory`. Any file may be missing, torn, newer or foreign; reads are bounded.
 
-Read a run directory into a `RunHistory`. Any file may be missing, torn, newer or foreign; reads are bounded.
+The events come first. Of a round's many failures that are alike, the error files of some are read: those stand for the
+others.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from hpc_elastic.run.paths import AttemptPaths, RunPaths, attempt_number, rank_i
 from hpc_elastic.run.spec import decode_bad_nodes
 
 OF_EACH_KIND = 16
-"""Error files that are read of a round's failures that are alike: the first ones, by what the events tell."""
+"""Error files that are read of a round's failures that are alike: the first ones, by the events."""
 _MISSING = "error.json is missing: this is what its agent's event says"
 
 
 def read_failures(paths: AttemptPaths, builder: AttemptBuilder, ranks: Container[int] = ()) -> None:
-    """Complete what the events tell of failures, and add those that no event tells of.
+    """Complete the failures that events report, and add those that no event reports.
 
     Args:
         paths: The attempt's.
@@ -73,7 +74,7 @@ class _RoundReader:
         return self._clocks.of_failure(failure).at_ns, failure.global_rank
 
     def read_reported(self, ranks: Container[int]) -> None:
-        """Those of which events tell."""
+        """Those that events report."""
         part = self._part
         kinds: dict[tuple[str, str, int], list[WorkerFailure]] = {}
         for failure in part.told.values():
@@ -155,13 +156,13 @@ def _alike(told: WorkerFailure, example: WorkerFailure) -> WorkerFailure:
 
 
 def _reason(told: WorkerFailure, known: dict[str, str]) -> str:
-    """What a consequence tells, by the words that its event has; `known`: by fingerprint."""
+    """What a symptom shows, by the message in its event; `known`: by fingerprint."""
     if told.failure_class is not FailureClass.SYMPTOM:
         return ""
     key = told.fingerprint or told.message
     if key not in known:
-        words = find_pattern(told.message)
-        known[key] = words.says if words is not None and words.failure_class is FailureClass.SYMPTOM else ""
+        found = find_pattern(told.message)
+        known[key] = found.says if found is not None and found.failure_class is FailureClass.SYMPTOM else ""
     return known[key]
 
 
@@ -268,7 +269,7 @@ def _describe_missing(builder: AttemptBuilder) -> list[str]:
     has_begun = bool(coverage.heard or builder.ended_ns)
     if has_begun and not builder.is_supervised:
         found.append("the supervisor's events are missing")
-    # A node that was given up may never have had an agent, which then has said nothing that could be missing.
+    # A node that was given up may never have had an agent, whose events could be missing.
     told = coverage.heard | set(builder.given_up)
     silent = [name for node, name in enumerate(builder.nodes) if node not in told]
     if silent and has_begun:

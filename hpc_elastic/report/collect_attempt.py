@@ -28,7 +28,7 @@ from hpc_elastic.run.event_reader import integer, integer_or, job_id_of, names_o
 _MOST_WORDS = 300
 _MOST_REASON = 400
 _NEVER_JOINED_NS = 10 * 10**9
-"""An attempt that ended sooner tells nothing against a node that was still to come."""
+"""An attempt that ended sooner is no evidence against a node that was still to come."""
 
 
 class AttemptBuilder(Struct):
@@ -48,7 +48,7 @@ class AttemptBuilder(Struct):
     replaced_ends: list[AgentEnd] = field(default_factory=list)
     """Those after which another agent was started on the node: they were there, and took part."""
     own_reasons: dict[int, list[str]] = field(default_factory=dict)
-    """By node: what its agents said of their own failures, where they still could."""
+    """By node: what its agents reported of their own failures, where they still could."""
     relaunched: list[str] = field(default_factory=list)
     unstarted: dict[str, str] = field(default_factory=dict)
     given_up: dict[int, GivenUpNode] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class AttemptBuilder(Struct):
     known: dict[RoundNode, RoundNode] = field(default_factory=dict)
     clocks: ClocksBuilder = field(default_factory=ClocksBuilder)
     is_supervised: bool = False
-    """The supervisor told anything."""
+    """The supervisor wrote any event."""
 
     def round(self, index: int) -> RoundBuilder:
         """That round's builder."""
@@ -74,7 +74,7 @@ class AttemptBuilder(Struct):
         return self.rounds[index]
 
     def take(self, event: dict[str, Any]) -> None:
-        """Fill in what one event tells; an event that this version does not know tells nothing."""
+        """Fill in what one event reports; one that this version does not know is left out."""
         name, role, when = event["event"], event.get("role"), integer_or(integer(event.get("t")), 0)
         node, index = integer(event.get("node")), integer(event.get("round"))
         if not isinstance(name, str):
@@ -203,7 +203,7 @@ class AttemptBuilder(Struct):
         ]
 
     def _drop_repeated_departures(self) -> None:
-        """A node's own word stands in the round that it was in last; the coordinator's, in the one after it."""
+        """A node's own event stands in the round that it was in last; the coordinator's, in the one after it."""
         told = {node for part in self.rounds.values() for node, loss in part.lost.items() if loss.left}
         for part in self.rounds.values():
             for node, loss in part.left.items():
@@ -211,17 +211,17 @@ class AttemptBuilder(Struct):
                     part.lost[node] = loss
 
     def _explain_agent_failures(self) -> None:
-        """The supervisor saw an exit code; the n-th of those goes with the n-th word of that node's agents."""
-        for node, words in self.own_reasons.items():
+        """The supervisor saw an exit code; the n-th of those goes with the n-th event of that node's agents."""
+        for node, reasons in self.own_reasons.items():
             mine = [end for end in self.agent_ends if end.node == node and end.code == ExitCode.WORKERS_FAILED]
-            for end, why in zip(mine, words, strict=False):
+            for end, why in zip(mine, reasons, strict=False):
                 for ends in (self.agent_ends, self.replaced_ends):
                     ends[:] = [replace(one, why=why) if one is end else one for one in ends]
 
     def _completed(
         self, part: RoundHistory, bad_ends: Mapping[int, Sequence[AgentEnd]], cut_short: Mapping[int, Sequence[int]]
     ) -> RoundHistory:
-        """Add what other events tell about a round: the decision after it, its lost nodes' names and agents."""
+        """Add what other events report about a round: the decision after it, its lost nodes' names and agents."""
         lost = [self._named(loss, bad_ends, cut_short) for loss in part.lost_nodes]
         if bad_ends:
             lost += _dead_agents(part, bad_ends, cut_short)
@@ -241,7 +241,7 @@ class AttemptBuilder(Struct):
         return replace(part, decision=decision)
 
     def _cut_short(self, node: int) -> list[int]:
-        """Rounds of which this node told no end, though it was there again later."""
+        """Rounds of which this node reported no end, though it was there again later."""
         mine = [index for index in sorted(self.rounds) if node in self.rounds[index].nodes]
         return [index for index in mine[:-1] if node not in self.rounds[index].ended]
 
@@ -272,9 +272,9 @@ def _with_clocks(part: RoundHistory, clocks: Clocks) -> RoundHistory:
 def _dead_agents(
     part: RoundHistory, bad_ends: Mapping[int, Sequence[AgentEnd]], cut_short: Mapping[int, Sequence[int]]
 ) -> list[NodeLoss]:
-    """Agents that died in this round and were started again: no coordinator tells of them as lost nodes.
+    """Agents that died in this round and were started again: no coordinator reports them as lost nodes.
 
-    No clocks compared: such a node took part, told no end of it, and takes part in a later round. The n-th of its
+    No clocks compared: such a node took part, reported no end of it, and takes part in a later round. The n-th of its
     rounds of that kind goes with the n-th bad end of its agent that the supervisor saw.
     """
     lost = []

@@ -1,9 +1,8 @@
-"""Whether a node's file tells of all its failures in a round, so that no rank's folder has to be looked into for more.
+"""One round, put together from its events in any order of files; and how far these events can be trusted to be all.
 
-Of a thousand nodes and a hundred rounds there are a million such folders, and each look is a round trip to the file
+`EventCoverage` finds the nodes whose files report all their failures in a round, so that no rank's folder has to be
+looked into for more: of a thousand nodes and a hundred rounds there are a million, each a round trip to the file
 server.
-
-One round, put together from its events in any order of files.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ _ENDS = ("workers_stopped", "workers_succeeded")
 class EventCoverage(Struct):
     """Fed with each file's events in their order.
 
-    An agent tells of failed workers after the end of all. So it has told of all that failed once its file goes on after
+    An agent reports failed workers after the end of all. So it has reported all that failed once its file goes on after
     that with another round, or with the agent's own end, and no line is missing in between.
     """
 
     heard: set[int] = field(default_factory=set)
-    """Nodes whose agents told anything."""
+    """Nodes whose agents wrote any event."""
     missing: dict[int, int] = field(default_factory=dict)
     """How many lines of a node's files are missing."""
     _unsure: dict[int, set[int]] = field(default_factory=dict)
@@ -52,7 +51,7 @@ class EventCoverage(Struct):
     """No line since the round began is missing."""
     _has_ended: bool = False
     _place: tuple[int, int] | None = None
-    """Round and node of which the file told last."""
+    """Round and node of the file's last events."""
 
     def begin_file(self) -> None:
         """What follows is another writer's; call it after the last file, too."""
@@ -88,7 +87,7 @@ class EventCoverage(Struct):
             self.heard.add(node)
 
     def is_sure_of(self, index: int, node: int) -> bool:
-        """Whether every file of that node's that tells of the round tells all of it."""
+        """Whether every file of that node's that has events of the round has all of them."""
         return node not in self._unsure.get(index, ())
 
     def _miss_until(self, number: object, node: int | None) -> None:
@@ -131,13 +130,13 @@ class RoundBuilder(Struct):
     told: dict[int, WorkerFailure] = field(default_factory=dict)
     lost: dict[int, NodeLoss] = field(default_factory=dict)
     left: dict[int, NodeLoss] = field(default_factory=dict)
-    """Nodes that took themselves out, as the coordinator tells it."""
+    """Nodes that took themselves out, as the coordinator reports it."""
     replaced: dict[int, Replacement] = field(default_factory=dict)
     in_process: list[InProcessRestart] = field(default_factory=list)
     own: dict[int, NodeLoss] = field(default_factory=dict)
     succeeded: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
-    """Nodes that told the end of their workers."""
+    """Nodes that reported the end of their workers."""
     stopping: dict[str, None] = field(default_factory=dict)
     frozen_reason: str = ""
     """Why it could begin: what was decided about the failures of the round before."""

@@ -55,7 +55,7 @@ class NodeLoss(Struct, frozen=True, kw_only=True):
 
     @property
     def whose_clock(self) -> str:
-        """By which clock `gone_ns` is, in words."""
+        """By which clock `gone_ns` is."""
         if self.left or self.broke:
             return f"{self.host}'s clock"
         return "the supervisor's clock" if self.unable else "last sign of it, by its observer's clock"
@@ -86,14 +86,14 @@ class Replacement(Struct, frozen=True, kw_only=True):
 
 
 class RankStatus(Struct, frozen=True, kw_only=True):
-    """A worker's last sign of life, as its node told it."""
+    """A worker's last heartbeat, as its node reported it."""
 
     rank: int
     node: int
     step: int | None
     section: str
     age: float
-    """Seconds since, when it was told."""
+    """Seconds since, when it was reported."""
     told_ns: int
     """When that was, by the node's clock."""
 
@@ -105,7 +105,7 @@ class StackGroup(Struct, frozen=True, kw_only=True):
     stack: tuple[str, ...]
     """``/path/train.py:44 step``, the most recent call last; empty: none could be had."""
     name: str = ""
-    """Of a thread that is not the main one, where it was told."""
+    """Of a thread that is not the main one, where it has one."""
     state: str = ""
     """Where there is no stack: what the kernel said of the process, as ``D (disk sleep) in rpc_wait_bit_killable``."""
 
@@ -121,7 +121,7 @@ class RestartRecord(Struct, frozen=True, kw_only=True):
 
 
 class RoundHistory(Struct, frozen=True, kw_only=True):
-    """One round: who took part, what failed, what was decided."""
+    """One round: its nodes, what failed, what was decided."""
 
     index: int
     reason: str = ""
@@ -129,7 +129,7 @@ class RoundHistory(Struct, frozen=True, kw_only=True):
     started_ns: int | None = None
     """First ``round_final`` of its nodes, by that node's clock."""
     seconds: float | None = None
-    """From ``round_final`` to the workers' end, the longest of its nodes; None where no node told both."""
+    """From ``round_final`` to the workers' end, the longest of its nodes; None where no node reported both."""
     world_size: int | None = None
     nodes: tuple[RoundNode, ...] = ()
     replaced: tuple[Replacement, ...] = ()
@@ -144,7 +144,7 @@ class RoundHistory(Struct, frozen=True, kw_only=True):
     stopping_reasons: tuple[str, ...] = ()
     decision: RestartRecord | None = None
     rank_statuses: tuple[RankStatus, ...] = ()
-    """The workers' last heartbeats, by rank; empty where none was told."""
+    """The workers' last heartbeats, by rank; empty where none was reported."""
     stacks: tuple[StackGroup, ...] = ()
     """The rarest first."""
     threads: tuple[StackGroup, ...] = ()
@@ -169,12 +169,12 @@ class AgentEnd(Struct, frozen=True, kw_only=True):
     node: int
     name: str
     code: int | None
-    """None: its step ended, and nobody told with what it ended itself."""
+    """None: its step ended, and its own exit code is not known."""
     seen_ns: int
     detail: str = ""
-    """In words, as ``its step ended, srun: SIGKILL``."""
+    """As ``its step ended, srun: SIGKILL``."""
     why: str = ""
-    """What it said itself, where it failed and still could: ``MemoryError (node_agent.py:12 in run)``."""
+    """What it reported itself, where it failed and still could: ``MemoryError (node_agent.py:12 in run)``."""
 
 
 _UNABLE = {
@@ -198,12 +198,12 @@ class GivenUpNode(Struct, frozen=True, kw_only=True):
 
     @property
     def loss(self) -> NodeLoss | None:
-        """The same as a loss, where no agent of the node ever took part; else a round tells it."""
-        said = _UNABLE.get(self.cause, "").format(reason=self.reason)
-        if not said:
+        """The same as a loss, where no agent of the node ever took part; else a round has it."""
+        unable = _UNABLE.get(self.cause, "").format(reason=self.reason)
+        if not unable:
             return None
         return NodeLoss(
-            round=-1, node=self.node, host=self.name, seen_ns=self.seen_ns, unable=said, observer=SUPERVISOR
+            round=-1, node=self.node, host=self.name, seen_ns=self.seen_ns, unable=unable, observer=SUPERVISOR
         )
 
 
@@ -269,7 +269,7 @@ class AttemptHistory(Struct, frozen=True, kw_only=True):
 
 
 class RunHistory(Struct, frozen=True, kw_only=True):
-    """Everything that a run directory tells about failures."""
+    """Everything that a run directory holds about failures."""
 
     run_id: str
     run_dir: str

@@ -1,4 +1,4 @@
-"""What an attempt tells against nodes: from its history, for `hpc_elastic.run.node_score`."""
+"""What an attempt shows against nodes: from its history, for `hpc_elastic.run.node_score`."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _of_rounds(history: RunHistory, attempt: AttemptHistory) -> Iterator[Evidenc
 
 
 def _of_failures(history: RunHistory, attempt: AttemptHistory, part: RoundHistory) -> Iterator[Evidence]:
-    """Whoever named a broken part of its node, first or not; and where the round's first failure was."""
+    """Failures that name a broken part of their node, first or not; and where the round's first failure was."""
     for failure in part.failures:
         name = _name(attempt, failure.node, failure.host)
         if failure.node_suspect and name:
@@ -88,7 +88,7 @@ def _of_failures(history: RunHistory, attempt: AttemptHistory, part: RoundHistor
 
 
 def _kind_of_loss(attempt: AttemptHistory, loss: NodeLoss) -> EvidenceKind | None:
-    """An agent that was killed and started again tells nothing about its node; nor does a failed filesystem."""
+    """An agent that was killed and started again shows nothing about its node; nor does a failed filesystem."""
     if loss.node in attempt.without_files:
         return None if attempt.filesystem_failed else EvidenceKind.UNHEALTHY
     if loss.agent_only or loss.broke:

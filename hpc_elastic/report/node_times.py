@@ -1,8 +1,4 @@
-"""When each node did what: the part of an attempt's history that only its picture needs. Read by `collect`.
-
-Nanoseconds since the epoch by the wall clock of the node that told it.
-
-Whose wall clock is how far off: so that rows of different hosts can stand on one axis.
+"""When each node did what, by its own wall clock, and how far that clock is off: what the picture and merged logs need.
 
 Where offsets were measured they are used, with their bounds. Elsewhere clocks are trusted, but for one that contradicts
 the others: all nodes learn within a minute at most that a round is final, so a clock that shows that later, or earlier,
@@ -22,7 +18,7 @@ from hpc_elastic.run.paths import AttemptPaths
 
 
 class NodeTimes(NamedTuple):
-    """One node's part in one round, as its agent told it; None: it did not."""
+    """One node's part in one round, as its agent reported it; None: it did not."""
 
     round: int
     node: int
@@ -42,7 +38,7 @@ class AgentTimes(Struct, frozen=True, kw_only=True):
     host: str
     started_ns: tuple[int, ...] = ()
     ended_ns: tuple[int, ...] = ()
-    """By the agent's own word; one that was killed has none."""
+    """By the agent's own event; one that was killed has none."""
 
 
 class AttemptTimes(Struct, frozen=True, kw_only=True):
@@ -65,7 +61,7 @@ _FIELDS = {
 
 
 class TimesBuilder(Struct):
-    """Fed with what agents tell of themselves, in any order of files."""
+    """Fed with what agents report of themselves, in any order of files."""
 
     _nodes: dict[tuple[int, int], list[int | None]] = field(default_factory=dict)
     _agents: dict[int, tuple[list[str], list[int], list[int]]] = field(default_factory=dict)
@@ -89,8 +85,8 @@ class TimesBuilder(Struct):
             times = self._nodes.get((node, index))
             if times is None:
                 times = self._nodes[node, index] = [None, None, None, None, None]
-            # workers_stopped comes after workers_succeeded, too: the first word counts. A round may become final anew
-            # for an agent that died in it and came back: there the first is the truth as well.
+            # workers_stopped comes after workers_succeeded, too: the first of them counts. A round may become final
+            # anew for an agent that died in it and came back: there the first is the truth as well.
             if times[place] is None:
                 times[place] = when
             if name == "workers_succeeded":
@@ -101,7 +97,7 @@ class TimesBuilder(Struct):
             (started if name == "agent_started" else ended).append(when)
 
     def build(self) -> AttemptTimes:
-        """What was told."""
+        """What was reported."""
         return AttemptTimes(
             nodes=tuple(
                 NodeTimes(index, node, final, started, stopping, ended, succeeded is not None)

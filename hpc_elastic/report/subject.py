@@ -15,7 +15,7 @@ _WITHOUT = 3
 
 
 class Subject(Struct, frozen=True, kw_only=True):
-    """The failure that somebody who asks "why?" wants to hear about."""
+    """The failure that answers "why?"."""
 
     attempt: AttemptHistory | None
     """The attempt in which it happened; None where there is none at all."""
@@ -101,9 +101,9 @@ def nodes_done_without(subject: Subject, shown: AttemptHistory) -> list[str]:
     """Nodes of which no agent took part in the attempt that is shown, where the verdict does not name them."""
     if subject.round is None and subject.attempt is shown and subject.verdict.category is not None:
         return []
-    said = [loss.summary for loss in shown.unable]
-    more = len(said) - _WITHOUT
-    return said[:_WITHOUT] + ([f"{more} more nodes"] if more > 0 else [])
+    named = [loss.summary for loss in shown.unable]
+    more = len(named) - _WITHOUT
+    return named[:_WITHOUT] + ([f"{more} more nodes"] if more > 0 else [])
 
 
 def consequences(part: RoundHistory) -> int:

@@ -1,9 +1,8 @@
-"""From wall-clock time to a place from left to right: attempts to scale, the waits between them cut short.
+"""The picture of a run, as values: rows of spans with marks on one axis of time. `render_html_chart` draws it.
 
-The picture of a run, as values: rows of spans with marks on one axis of time. Drawn by `render_html`.
-
-One axis for all hosts: times are wall-clock times, those of a clock that is known to be wrong shifted. They are good
-for a picture to look at; which failure was first is decided elsewhere (`verdict`), with the clocks' bounds.
+The axis has attempts to scale, and the waits between them cut short. It is one for all hosts: times are wall-clock
+times, those of a clock that is known to be wrong shifted. They are good for a picture; the failure that was first is
+found elsewhere (`verdict`), with the clocks' bounds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What a node was doing from moment to moment of an attempt: a pure reading of its agents' times.
-
-One attempt with all its times on an axis that all hosts share, every stay's ends known.
-"""
+"""One attempt on an axis that all hosts share: each node's parts in its rounds with every end known, and its states."""
 
 from __future__ import annotations
 

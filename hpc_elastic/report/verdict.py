@@ -1,7 +1,7 @@
 """Which failure was the cause: a pure decision over one round's failures, with its evidence and its confidence.
 
 By class first (what is not a symptom), then by each agent's own time of the failure, taken to one clock as far as the
-hosts' clocks were compared. Two times that are closer than the clocks can tell apart are a tie, and said to be one; so
+hosts' clocks were compared. Two times that are closer than the clocks can tell apart are a tie, and reported as one; so
 are times of hosts whose clocks nobody compared.
 """
 
@@ -209,7 +209,7 @@ def _of_worker(
 
 
 def _unknown(symptoms: list[WorkerFailure], ranks: Mapping[int, str]) -> str:
-    """Every failure is a consequence: whoever said nothing is the one to look at."""
+    """Every failure is a consequence: the silent ranks are the ones to look at."""
     if len(symptoms) == 1:
         reads = "not known: the only failure reads like the consequence of another"
     else:
@@ -219,12 +219,14 @@ def _unknown(symptoms: list[WorkerFailure], ranks: Mapping[int, str]) -> str:
         return f"{reads}, which left no trace. Shown is the first one seen"
     hosts = dict.fromkeys(ranks[rank] for rank in silent)
     where = f"on {', '.join(hosts)}" if len(hosts) <= _HOSTS else f"on {len(hosts)} nodes"
-    told = "" if len(symptoms) == 1 else ". Shown is the first one seen"
+    shown = "" if len(symptoms) == 1 else ". Shown is the first one seen"
     if len(silent) == 1:
-        return f"{reads}. Look at rank {silent[0]} {where}, which did not fail: it hung, was late, or ended early{told}"
+        return (
+            f"{reads}. Look at rank {silent[0]} {where}, which did not fail: it hung, was late, or ended early{shown}"
+        )
     return (
         f"{reads}. Look at ranks {ranges(silent)} {where}, which did not fail: "
-        f"one of them hung, was late, or ended early{told}"
+        f"one of them hung, was late, or ended early{shown}"
     )
 
 
