@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import errno
 import pickle
+import signal
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hpc_elastic.workers.guardian import StoppedWatch
 from hpc_elastic.workers.spawn import WorkerStartError, candidates, exec_failure, find_program, pipe_bytes_for
-from hpc_elastic.workers.tree import Environ, Proc, Tag, ancestors, parse_cgroup_job, parse_stat, subtree
+from hpc_elastic.workers.tree import Environ, Proc, Tag, TreeKiller, ancestors, parse_cgroup_job, parse_stat, subtree
 
 
 def _proc(pid: int, ppid: int) -> Proc:
@@ -169,3 +171,49 @@ def test_program_is_found_where_it_may_be_executed(tmp_path: Path) -> None:
     assert find_program(f"{tmp_path}/b/tool", {}) == f"{tmp_path}/b/tool"
     assert find_program("folder", env) is None
     assert find_program("nothing", env) is None
+
+
+def looks(*seen: tuple[float, str]) -> list[bool]:
+    watch = StoppedWatch(limit=3.0, longest_gap=2.5)
+    return [watch.look(state, now) for now, state in seen]
+
+
+def test_it_counts_from_the_first_look_that_shows_it_stopped() -> None:
+    assert looks((0, "S"), (1, "T"), (2, "T"), (3, "T"), (4, "T"), (5, "T")) == [False] * 4 + [True] * 2
+
+
+def test_an_agent_that_runs_in_between_begins_anew() -> None:
+    assert looks((0, "T"), (2, "T"), (3, "R"), (4, "T"), (6, "T")) == [False] * 5
+
+
+def test_a_debugger_does_not_count() -> None:
+    assert looks(*[(now, "t") for now in range(9)]) == [False] * 9
+
+
+def test_a_suspended_job_does_not_count() -> None:
+    """The guardian slept with the agent, and cannot tell for how long that was stopped."""
+    assert looks((0, "T"), (1, "T"), (600, "T"), (601, "T"), (602, "S")) == [False] * 5
+
+
+def _procs(*pids: int) -> list[Proc]:
+    return [Proc(pid=pid, starttime=1, ppid=1, pgid=pid, sid=pid, state="S", name="x") for pid in pids]
+
+
+def test_those_who_stand_still_are_killed() -> None:
+    killer = TreeKiller()
+    assert [killer.next_signal(_procs(1, 2)) for _ in range(9)] == [signal.SIGKILL] * 9
+
+
+def test_those_who_multiply_are_stopped_until_all_are_known() -> None:
+    killer = TreeKiller()
+    sent = [killer.next_signal(_procs(*range(10 * look))) for look in range(1, 6)]
+    assert sent == [signal.SIGKILL] * 3 + [signal.SIGSTOP] * 2
+    assert killer.next_signal(_procs(*range(50))) is signal.SIGKILL
+    assert killer.next_signal(_procs(60)) is signal.SIGSTOP
+
+
+def test_it_does_not_stop_them_for_ever() -> None:
+    """Where each one that is stopped is followed by another without end, somebody must be killed at last."""
+    killer = TreeKiller()
+    sent = [killer.next_signal(_procs(look)) for look in range(500)]
+    assert sent[-1] is signal.SIGKILL
