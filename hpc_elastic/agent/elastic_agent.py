@@ -9,14 +9,14 @@ record, this one from `GroupFacts`, which the agents exchange through the round'
 from __future__ import annotations
 
 import abc
-import json
 import logging
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from hpc_elastic.agent.metrics import MetricSink, NoMetrics
 from hpc_elastic.agent.supervision import (
@@ -29,6 +29,7 @@ from hpc_elastic.agent.supervision import (
     WorkerSpec,
     WorkerState,
 )
+from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.host_facts import candidate_addresses, choose_master_address
 from hpc_elastic.errors import HpcElasticError, UsageError
@@ -57,8 +58,7 @@ class _RoundIsOverError(Exception):
     """The round ended while its agents still exchanged their facts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupFacts:
+class GroupFacts(Struct, frozen=True, kw_only=True):
     """What one agent publishes of itself at the start of a round."""
 
     role: str
@@ -67,6 +67,14 @@ class GroupFacts:
     """As it knew them in its last round; 0 for a newcomer."""
     failed: bool
     """Whether one of its workers' failures ended its last round."""
+
+
+class _Agreed(Struct, frozen=True, kw_only=True):
+    """What group rank 0 publishes for all."""
+
+    groups: tuple[GroupFacts, ...]
+    """In the order of group ranks."""
+    master: tuple[str, int]
 
 
 def layouts_of(groups: Sequence[GroupFacts], group_rank: int) -> tuple[RankLayout, RankLayout]:
@@ -264,13 +272,15 @@ class SimpleElasticAgent(ElasticAgent):
             restarts_used=group.restarts_used,
             failed=self._failed_last,
         )
-        round_.store.set(f"agent/{round_.rank}", json.dumps(asdict(own)).encode())
+        round_.store.set(f"agent/{round_.rank}", codec.dumps(own).encode())
         if round_.rank == 0:
-            found = [json.loads(self._read(group, f"agent/{rank}", rank)) for rank in range(round_.world_size)]
-            round_.store.set("agents", json.dumps({"groups": found, "master": self._open_master(group)}).encode())
-        agreed = json.loads(self._read(group, "agents", 0))
-        groups = [GroupFacts(**facts) for facts in agreed["groups"]]
-        group.master_addr, group.master_port = agreed["master"]
+            raw = (self._read(group, f"agent/{rank}", rank) for rank in range(round_.world_size))
+            found = tuple(codec.loads(GroupFacts, text) for text in raw)
+            agreed = _Agreed(groups=found, master=self._open_master(group))
+            round_.store.set("agents", codec.dumps(agreed).encode())
+        agreed = codec.loads(_Agreed, self._read(group, "agents", 0))
+        groups = agreed.groups
+        group.master_addr, group.master_port = agreed.master
         # One more than before where a worker's failure led to this round, on any node.
         group.restarts_used = max(each.restarts_used for each in groups) + int(any(each.failed for each in groups))
         group.layout, in_role = layouts_of(groups, round_.rank)

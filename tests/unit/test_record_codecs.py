@@ -49,6 +49,8 @@ from tests.rigs.memory_store import MemoryStore
 PACKAGE = Path(hpc_elastic.__file__).parent
 WRITERS = ("to_json", "encode", "save")
 """Methods by which a record writes itself."""
+SENT = ("agent", "inprocess", "report")
+"""Packages whose records are no files: they are sent, or part of events."""
 ALTERNATIVES = {"members_at"}
 """Fields of which the codec takes another way when they are set; each has its own test below."""
 
@@ -311,7 +313,7 @@ def test_the_page_on_files_names_the_records_that_are_written_to_disk() -> None:
     page = (PACKAGE.parent / "docs" / "reference" / "files.md").read_text(encoding="utf-8")
     rows = page.partition("## Which type is in which file")[2].partition("\n## ")[0]
     named = set(re.findall(r"`([a-z]+): (\w+)`", rows))
-    elsewhere = {GpuFacts, HeartbeatRecord, NoticeRecord, RestartGroupReport}  # a pipe, or a page in memory
+    elsewhere = {HeartbeatRecord, NoticeRecord, RestartGroupReport}  # a pipe, or a page in memory
     elsewhere |= {BadNodeSettings, RankHeartbeat}  # within another record
     written = {(cls.__module__.split(".")[1], cls.__qualname__) for cls in RECORDS if cls not in elsewhere}
-    assert named == {(package, name) for package, name in written if package not in ("inprocess", "report")}
+    assert named == {(package, name) for package, name in written if package not in SENT}
