@@ -82,7 +82,7 @@ class SharedFacts(Struct, frozen=True, kw_only=True):
     lacks_descriptor: bool = False
     """No file could be opened, wherever it lies: that is no sign of this filesystem."""
     is_refusal: bool = False
-    """It may pass: `file_thread.is_refusal`."""
+    """It may pass: `base.file_executor.is_refusal`."""
     clock: ClockOffset | None = None
     """Where its stamps are the server's; a client that stamps by itself shows no offset."""
 

@@ -7,8 +7,8 @@ once, or goes through the store.
 
 Nothing fails for want of a lock: after the timeout, or where none can be had, the caller goes on without it.
 
-Protected today: what ``--forget-nodes`` rewrites (`node_records`), and the choice of an allocation's nodes
-(`launch.node_claims`). Elsewhere there is nothing to protect: the index of jobs (`run_index`) and what attempts add to
+Protected today: what ``--forget-nodes`` rewrites (`run.node_records`), and the choice of an allocation's nodes
+(`launch.node_claims`). Elsewhere there is nothing to protect: the index of jobs (`run.index`) and what attempts add to
 the history of nodes are files of their own name, written once and whole; ``hpc-elastic config`` writes nothing; in
 the runs folder (``.steps`` among it) several hosts write. A run's nodes.json is written by its supervisor without the
 lock: ``--forget-nodes`` comes from another host as a rule.

@@ -3,10 +3,10 @@
 ::
 
     <runs>/<run-id>/                     0700
-      run.json                           what was asked for (run_spec.py): immutable
-      secret                             0600: authenticates rings (store/notifier.py)
+      run.json                           what was asked for (run/spec.py): immutable
+      secret                             0600: authenticates notifications (store/notifier.py)
       job.sbatch  job.log                the exact script, and what the batch host printed (appended by every attempt)
-      nodes.json                         what speaks against nodes, and which are left out (node_records.py)
+      nodes.json                         what speaks against nodes, and which are left out (run/node_records.py)
       call.pkl  launcher.json            of a submitted function: see submission/call.py
       latest -> attempt-000
       attempt-000/                       one per execution of the job
@@ -15,7 +15,7 @@
         events/<role>-<node>-<uid>.jsonl one writer per file
         health/node-00012-<uid>          what an agent writes to see whether it can (agent/health.py)
         heartbeats/node-00012.json       where each node's workers were last (agent/hang.py)
-        round-000/times-node-00003       when what was printed (log_times.py)
+        round-000/times-node-00003       when what was printed (output/log_times.py)
         round-000/rank-00012/            stdout.log stderr.log error.json stacks.txt
         result.json                      how the attempt ended, and what was decided (run/attempt.py)
         report.json report.txt report.html
