@@ -23,6 +23,7 @@ LINKS = [
     Step(number=0, name=name, path=(page.parent / path).resolve(), where=page.name)
     for page in sorted(PAGES.glob("*.md"))
     for name, path in _LINK.findall(page.read_text(encoding="utf-8"))
+    if name != Path(path).stem  # a module
 ]
 
 
