@@ -26,37 +26,6 @@ def spec(**changes: object) -> RunSpec:
     return replace(base, **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"local_ranks_filter": (0, 2), "sbatch_args": ("-p", "a b"), "srun_args": ("--mpi=none",)},
-        {"local_ranks_filter": ()},
-        {
-            "rdzv_conf": {"timeout": 600.0, "doorbell": False},
-            "master_addr": "n1",
-            "master_port": 29500,
-            "requeue": False,
-        },
-        {"entrypoint": Entrypoint(kind=EntryKind.COMMAND, target="./train.sh")},
-        {"entrypoint": Entrypoint(kind=EntryKind.MODULE, target="pkg.train", args=("x",))},
-    ],
-)
-def test_a_run_comes_back_as_it_was_saved(tmp_path: Path, changes: dict[str, object]) -> None:
-    before = spec(**changes)
-    before.save(tmp_path / "run.json")
-    assert load_run_spec(tmp_path / "run.json") == before
-
-
-def test_unknown_keys_are_ignored_and_missing_ones_have_their_defaults(tmp_path: Path) -> None:
-    spec().save(tmp_path / "run.json")
-    value = json.loads((tmp_path / "run.json").read_text(encoding="utf-8"))
-    del value["max_restarts"]
-    value["added_later"] = {"x": 1}
-    (tmp_path / "run.json").write_text(json.dumps(value))
-    assert load_run_spec(tmp_path / "run.json") == spec()
-
-
 def changed(key: str, item: object) -> bytes:
     value = {"version": 1, **to_builtins(spec())}
     value["entrypoint"]["kind"] = "script"
@@ -68,17 +37,10 @@ def changed(key: str, item: object) -> bytes:
     ("raw", "said"),
     [
         (None, "missing"),
-        (b"", "unreadable"),
         (b'{"version": 1, "run_id": "x', "unreadable"),
-        (b"[]", "unreadable"),
         (b"{}", "has format version None; this program reads 1"),
-        (b'{"version": 1}', "unreadable"),
         (changed("version", 2), "has format version 2; this program reads 1"),
-        (changed("version", "1"), "has format version '1'"),
-        (changed("entrypoint", None), "unreadable"),
         (changed("entrypoint", {"kind": "telepathy", "target": "x"}), "unreadable"),
-        (changed("entrypoint", {"kind": "script"}), "unreadable"),
-        (changed("local_ranks_filter", 3), "unreadable"),
         (changed("sbatch_args", 3), "unreadable"),
     ],
 )
