@@ -55,9 +55,9 @@ def read_failures(paths: AttemptPaths, builder: AttemptBuilder, ranks: Container
         if index in folders:
             reader.read_reported(ranks)
             reader.read_unreported(builder.coverage)
-        for rank, told in part.told.items():
+        for rank, reported in part.reported.items():
             if rank not in part.failures:
-                part.failures[rank] = replace(told, problem=_MISSING, reason=_reason(told, reasons))
+                part.failures[rank] = replace(reported, problem=_MISSING, reason=_reason(reported, reasons))
 
 
 class _RoundReader:
@@ -77,23 +77,25 @@ class _RoundReader:
         """Those that events report."""
         part = self._part
         kinds: dict[tuple[str, str, int], list[WorkerFailure]] = {}
-        for failure in part.told.values():
+        for failure in part.reported.values():
             kinds.setdefault(wording_of(failure), []).append(failure)
         for members in kinds.values():
             if len(members) <= OF_EACH_KIND:
-                for told in members:
-                    self._read(told.global_rank)
+                for reported in members:
+                    self._read(reported.global_rank)
                 continue
             members.sort(key=self._by_time)
             example = self._read_some(members)
             if members[0].failure_class is FailureClass.HANG:  # the one that is furthest behind may be the cause
-                self._read_some(sorted(members, key=lambda told: -1 if told.last_step is None else told.last_step))
-            for told in members:
-                if told.global_rank in ranks and told.global_rank not in part.failures:
-                    self._read(told.global_rank)
-                is_new = told.global_rank not in part.failures and told.global_rank not in self._missing
+                self._read_some(
+                    sorted(members, key=lambda reported: -1 if reported.last_step is None else reported.last_step)
+                )
+            for reported in members:
+                if reported.global_rank in ranks and reported.global_rank not in part.failures:
+                    self._read(reported.global_rank)
+                is_new = reported.global_rank not in part.failures and reported.global_rank not in self._missing
                 if is_new and example is not None:
-                    part.failures[told.global_rank] = _alike(told, example)
+                    part.failures[reported.global_rank] = _alike(reported, example)
 
     def read_unreported(self, coverage: EventCoverage) -> None:
         """An event that was never written hides no failure."""
@@ -110,8 +112,8 @@ class _RoundReader:
     def _read_some(self, order: Sequence[WorkerFailure]) -> WorkerFailure | None:
         """Read until there are enough. Returns the first; None where there are not as many: all have been tried."""
         found: list[WorkerFailure] = []
-        for told in order:
-            failure = self._part.failures.get(told.global_rank) or self._read(told.global_rank)
+        for reported in order:
+            failure = self._part.failures.get(reported.global_rank) or self._read(reported.global_rank)
             if failure is not None:
                 found.append(failure)
             if len(found) == OF_EACH_KIND:
@@ -123,7 +125,7 @@ class _RoundReader:
         error_file = self._paths.rank(part.index, rank).error_file
         facts = part.facts(self._paths.number, rank)
         failure = read_failure(error_file, facts=facts)
-        if failure is None and rank in part.told and ask_about(error_file.parent):
+        if failure is None and rank in part.reported and ask_about(error_file.parent):
             failure = read_failure(error_file, facts=facts)  # an earlier report here missed it, and NFS remembers
         if failure is None:
             self._missing.add(rank)
@@ -143,10 +145,10 @@ class _RoundReader:
         return failure
 
 
-def _alike(told: WorkerFailure, example: WorkerFailure) -> WorkerFailure:
+def _alike(reported: WorkerFailure, example: WorkerFailure) -> WorkerFailure:
     """What is known of a failure without a look at its own file."""
     return replace(
-        told,
+        reported,
         exception_type=example.exception_type,
         category=example.category,
         reason=example.reason,
@@ -155,13 +157,13 @@ def _alike(told: WorkerFailure, example: WorkerFailure) -> WorkerFailure:
     )
 
 
-def _reason(told: WorkerFailure, known: dict[str, str]) -> str:
+def _reason(reported: WorkerFailure, known: dict[str, str]) -> str:
     """What a symptom shows, by the message in its event; `known`: by fingerprint."""
-    if told.failure_class is not FailureClass.SYMPTOM:
+    if reported.failure_class is not FailureClass.SYMPTOM:
         return ""
-    key = told.fingerprint or told.message
+    key = reported.fingerprint or reported.message
     if key not in known:
-        found = find_pattern(told.message)
+        found = find_pattern(reported.message)
         known[key] = found.says if found is not None and found.failure_class is FailureClass.SYMPTOM else ""
     return known[key]
 
@@ -270,8 +272,8 @@ def _describe_missing(builder: AttemptBuilder) -> list[str]:
     if has_begun and not builder.is_supervised:
         found.append("the supervisor's events are missing")
     # A node that was given up may never have had an agent, whose events could be missing.
-    told = coverage.heard | set(builder.given_up)
-    silent = [name for node, name in enumerate(builder.nodes) if node not in told]
+    reported = coverage.heard | set(builder.given_up)
+    silent = [name for node, name in enumerate(builder.nodes) if node not in reported]
     if silent and has_begun:
         found.append(f"no events of {len(silent)} of {len(builder.nodes)} nodes: {_some(silent)}")
     if coverage.missing:

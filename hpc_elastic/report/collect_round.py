@@ -127,7 +127,7 @@ class RoundBuilder(Struct):
     nodes: dict[int, RoundNode] = field(default_factory=dict)
     final_ns: dict[int, int] = field(default_factory=dict)
     failures: dict[int, WorkerFailure] = field(default_factory=dict)
-    told: dict[int, WorkerFailure] = field(default_factory=dict)
+    reported: dict[int, WorkerFailure] = field(default_factory=dict)
     lost: dict[int, NodeLoss] = field(default_factory=dict)
     left: dict[int, NodeLoss] = field(default_factory=dict)
     """Nodes that took themselves out, as the coordinator reports it."""
@@ -150,8 +150,8 @@ class RoundBuilder(Struct):
 
     def facts(self, attempt: int, rank: int) -> WorkerFailure:
         """What is known of a rank from the events: for an error file that no agent completed."""
-        if (told := self.told.get(rank)) is not None:
-            return replace(told, attempt=attempt)
+        if (reported := self.reported.get(rank)) is not None:
+            return replace(reported, attempt=attempt)
         place = WorkerFailure(attempt=attempt, round=self.index, global_rank=rank)
         node = next((node for node in self.nodes.values() if rank in node.ranks), None)
         return replace(place, host=node.host, node=node.node, local_rank=node.ranks.index(rank)) if node else place
@@ -228,7 +228,7 @@ class RoundBuilder(Struct):
         failure = WorkerFailure.from_event({"ended_ns": when, **event}, round=self.index, host=host, node=node)
         is_machine = failure.failure_class is FailureClass.INFRASTRUCTURE
         category = Category.INFRASTRUCTURE if is_machine else Category.WORKER
-        self.told[rank] = replace(failure, category=category, signal=signal_name(signal_of(failure.exitcode)))
+        self.reported[rank] = replace(failure, category=category, signal=signal_name(signal_of(failure.exitcode)))
 
     def _take_stacks(self, event: Mapping[str, Any], when: int, node: int) -> None:
         for status in rank_statuses(readable_items(RankHeartbeat, event.get("beats")), node=node, when=when):
@@ -244,7 +244,7 @@ class RoundBuilder(Struct):
 
     def build(self) -> RoundHistory:
         """What is known of the round."""
-        failures = {**self.told, **self.failures}
+        failures = {**self.reported, **self.failures}
         return RoundHistory(
             index=self.index,
             reason=self.reason,

@@ -13,7 +13,7 @@ from enum import Enum
 
 from msgspec import Struct
 
-from hpc_elastic.base.text import ranges
+from hpc_elastic.base.text import ranks_text
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import ClockOffset
@@ -36,27 +36,8 @@ _GAP_SHARE = 0.035
 _LEAST_SHARE = 0.05
 """Of the axis, for the shortest attempt: one of two seconds beside one of ten hours can still be looked at."""
 _STEPS: Sequence[int] = (
-    1,
-    2,
-    5,
-    10,
-    15,
-    30,
-    60,
-    120,
-    300,
-    600,
-    900,
-    1800,
-    3600,
-    7200,
-    10800,
-    21600,
-    43200,
-    86400,
-    172800,
-    604800,
-)
+    1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800,
+)  # fmt: skip
 
 
 class Piece(Struct, frozen=True, kw_only=True):
@@ -326,7 +307,7 @@ def _draw_nodes(part: PlacedAttempt, rows: _Rows, by_round: Mapping[tuple[int, i
             start_ns=part.start_ns,
             end_ns=part.end_ns,
         )
-        rows.add(name, number, spans, _ranks_of(ranks.get(node, ())))
+        rows.add(name, number, spans, ranks_text(ranks[node]) if ranks.get(node) else "")
     for item in part.attempt.rounds:
         for entry in by_round.get((number, item.index), ()):
             if entry.loss is not None and entry.loss.node in names:
@@ -389,10 +370,6 @@ def _cut(spans: Iterable[Span], end_ns: int | None) -> list[Span]:
         elif span.start_ns < end_ns:
             kept.append(span._replace(end_ns=end_ns))
     return kept
-
-
-def _ranks_of(ranks: Sequence[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {ranges(ranks)}" if ranks else ""
 
 
 def _loss_mark(entry: Entry, loss: NodeLoss, part: PlacedAttempt) -> Mark:

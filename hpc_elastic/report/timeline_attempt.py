@@ -122,17 +122,17 @@ def node_spans(
         stays: Its parts in rounds.
         agent_starts: When its agents began.
         agent_ends: When they ended.
-        rounds: Every round's beginning and end, whoever was in it.
+        rounds: Every round's beginning and end, whichever nodes were in it.
         start_ns: Of the attempt.
         end_ns: Of the attempt.
     """
     if not stays and not agent_starts:
         return []
     spans: list[Span] = []
-    cursor, early_failure = start_ns, agent_starts[0] if agent_starts else None
-    if early_failure is not None and early_failure > cursor:
-        spans.append(Span(State.LAUNCHING, cursor, early_failure, -1))
-        cursor = early_failure
+    cursor, first_start = start_ns, agent_starts[0] if agent_starts else None
+    if first_start is not None and first_start > cursor:
+        spans.append(Span(State.LAUNCHING, cursor, first_start, -1))
+        cursor = first_start
     was_in = -1
     for stay in stays:
         spans += _between(cursor, stay.start_ns, rounds, was_in=was_in, then_in=stay.round)
@@ -156,7 +156,7 @@ def node_spans(
 
 
 def round_extents(stays: Iterable[Stay]) -> dict[int, tuple[int, int]]:
-    """From when to when somebody was in each round."""
+    """From when to when any node was in each round."""
     found: dict[int, tuple[int, int]] = {}
     for stay in stays:
         start, end = found.get(stay.round, (stay.start_ns, stay.end_ns))
@@ -186,7 +186,7 @@ def _between(
 
 
 def _first(times: NodeTimes) -> int | None:
-    """When it joined; who tells of an end alone had not."""
+    """When it joined; a node that reported an end alone had not."""
     return times.final_ns if times.final_ns is not None else times.started_ns
 
 
@@ -234,8 +234,8 @@ class PlacedAttempt:
             agents.node: [self.at(agents.node, when) for when in agents.ended_ns] for agents in attempt.times.agents
         }
         self._times: dict[int, list[NodeTimes]] = {}
-        for told in attempt.times.nodes:
-            self._times.setdefault(told.node, []).append(self._shifted(told))
+        for times in attempt.times.nodes:
+            self._times.setdefault(times.node, []).append(self._shifted(times))
         self.start_ns, self.end_ns = self._extent()
         self.stays = {
             node: make_stays(
@@ -270,7 +270,7 @@ class PlacedAttempt:
 
     def loss_at(self, loss: NodeLoss) -> int:
         """When it was lost: the last sign of it."""
-        # Its own word is by its own clock; its coordinator's is by a clock that is taken for right.
+        # Its own event is by its own clock; its coordinator's is by a clock that is taken for right.
         guess = self.at(loss.node, loss.seen_ns) if loss.left or loss.broke else loss.gone_ns
         return self._known(self.attempt.clocks.of_loss(loss), guess)
 
@@ -282,20 +282,12 @@ class PlacedAttempt:
     def _known(moment: Moment, otherwise_ns: int) -> int:
         return otherwise_ns if moment.bound_ns is None else moment.at_ns
 
-    def _shifted(self, told: NodeTimes) -> NodeTimes:
-        if told.node not in self._shifts and told.node not in self.attempt.clocks.set_nodes:
-            return told
-        values = (told.final_ns, told.started_ns, told.stopping_ns, told.ended_ns)
-        final, started, stopping, ended = (None if when is None else self.at(told.node, when) for when in values)
-        return NodeTimes(
-            round=told.round,
-            node=told.node,
-            final_ns=final,
-            started_ns=started,
-            stopping_ns=stopping,
-            ended_ns=ended,
-            succeeded=told.succeeded,
-        )
+    def _shifted(self, times: NodeTimes) -> NodeTimes:
+        if times.node not in self._shifts and times.node not in self.attempt.clocks.set_nodes:
+            return times
+        values = (times.final_ns, times.started_ns, times.stopping_ns, times.ended_ns)
+        final, started, stopping, ended = (None if when is None else self.at(times.node, when) for when in values)
+        return times._replace(final_ns=final, started_ns=started, stopping_ns=stopping, ended_ns=ended)
 
     def _extent(self) -> tuple[int, int]:
         attempt = self.attempt

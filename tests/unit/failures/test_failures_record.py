@@ -84,19 +84,6 @@ def test_exits(error_file: Path) -> None:
     assert read_error_file(error_file).message == "SystemExit: no data"
 
 
-def test_without_a_place_to_write_it_is_only_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    monkeypatch.chdir(tmp_path)
-
-    @recorded
-    def main() -> None:
-        raise ValueError("bad")
-
-    with pytest.raises(ValueError, match="bad"):
-        main()
-    assert os.listdir(tmp_path) == []
-
-
 def test_a_failure_while_recording_does_not_hide_the_failure(
     error_file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
