@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.files import Unreadable, ask_about, read_json
+from hpc_elastic.base.text import first_of
 from hpc_elastic.failures.classify import find_pattern, wording_of
 from hpc_elastic.failures.evidence import read_failure
 from hpc_elastic.failures.ranking import FailureClass
@@ -275,15 +276,11 @@ def _describe_missing(builder: AttemptBuilder) -> list[str]:
     reported = coverage.heard | set(builder.given_up)
     silent = [name for node, name in enumerate(builder.nodes) if node not in reported]
     if silent and has_begun:
-        found.append(f"no events of {len(silent)} of {len(builder.nodes)} nodes: {_some(silent)}")
+        found.append(f"no events of {len(silent)} of {len(builder.nodes)} nodes: {first_of(silent, 3)}")
     if coverage.missing:
-        whose = _some([builder.name_of(node) for node in sorted(coverage.missing)])
+        whose = first_of([builder.name_of(node) for node in sorted(coverage.missing)], 3)
         found.append(f"{sum(coverage.missing.values())} lines of the events of {whose} are missing or torn")
     return found
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _read_heartbeats(paths: AttemptPaths, builder: AttemptBuilder) -> None:
