@@ -54,14 +54,10 @@ class CheckpointWatch:
         self._serial = 0
         self._before: int | None = None
         """Checkpoints completed when this period began; None: it has yet to be looked at."""
-        self._has_told_of_saving = False
+        self._has_reported_saving = False
         self._is_waiting = False
-        self._due: float | None = None
-
-    @property
-    def due(self) -> float | None:
+        self.due: float | None = None
         """When `look` is to be called next, monotonic; None: there is nothing to look for."""
-        return self._due
 
     def on_record(self, record: RoundRecord) -> None:
         """A newer record: do nodes wait?"""
@@ -69,18 +65,18 @@ class CheckpointWatch:
             self._round, self._serial, self._is_waiting = record.round, 0, False
         waiting = record.status is Status.FINAL and record.waiting > 0 and len(record.members) < self._max_nodes
         if waiting and not self._is_waiting and self._is_asked_for:
-            self._before, self._has_told_of_saving = None, False
-            self._due = self._clock.monotonic()
+            self._before, self._has_reported_saving = None, False
+            self.due = self._clock.monotonic()
         elif not waiting:
-            self._due = None
+            self.due = None
         self._is_waiting = waiting
 
     def look(self, running: Collection[int]) -> CheckpointStatus | None:
         """Read the heartbeats if it is time to."""
         now = self._clock.monotonic()
-        if self._due is None or now < self._due:
+        if self.due is None or now < self.due:
             return None
-        self._due = now + CHECKPOINT_LOOK_SECONDS
+        self.due = now + CHECKPOINT_LOOK_SECONDS
         beats = self._watch.read()
         completed = sum(beat.checkpoints for beat in beats)
         age = max(0.0, now - max((beat.saved_at for beat in beats), default=0.0))
@@ -88,12 +84,12 @@ class CheckpointWatch:
             self._before = completed
             return self._completed(age) if completed else None
         if any(beat.section == CHECKPOINT and beat.local_rank in running for beat in beats):
-            if self._has_told_of_saving:
+            if self._has_reported_saving:
                 return None
-            self._has_told_of_saving = True
+            self._has_reported_saving = True
             return CheckpointStatus(round=self._round, serial=self._serial, age=None)
         if completed > self._before:
-            self._due = None
+            self.due = None
             return self._completed(age)
         return None
 
@@ -140,12 +136,8 @@ class PreemptionWatch:
         """When the workers' steps were read first, and what was found."""
         self._has_noted = False
         self._has_kept = False
-        self._due: float | None = None
-
-    @property
-    def due(self) -> float | None:
-        """When `look` is to be called next, monotonic; None: there is no notice, or nothing more to report."""
-        return self._due
+        self.due: float | None = None
+        """When `look` is to be called next, monotonic; None: no notice, or nothing more to report."""
 
     def on_record(self, record: RoundRecord, workers: LocalWorkers | None) -> None:
         """A newer record: does it hold a notice, one that leaves less time, or the step that is agreed?"""
@@ -154,7 +146,7 @@ class PreemptionWatch:
         is_new = self._notice is None
         now = self._clock.monotonic()
         if is_new:
-            self._round, self._deadline, self._due = record.round, now + record.notice.seconds, now
+            self._round, self._deadline, self.due = record.round, now + record.notice.seconds, now
         elif not record.notice.is_given_as(self._notice):
             self._deadline = min(self._deadline, now + record.notice.seconds)
         self._notice = record.notice
@@ -165,9 +157,9 @@ class PreemptionWatch:
     def look(self, running: Collection[int]) -> PreemptionReply | None:
         """Read the workers' pages if it is time to."""
         now = self._clock.monotonic()
-        if self._due is None or now < self._due:
+        if self.due is None or now < self.due:
             return None
-        self._due = now + PREEMPTION_LOOK_SECONDS
+        self.due = now + PREEMPTION_LOOK_SECONDS
         beats = self._watch.read()
         if self._began is None:
             self._began = now, beats
@@ -190,7 +182,7 @@ class PreemptionWatch:
         return self._kept() if self._signal is not None or any(beat.has_notice for beat in beats) else None
 
     def _kept(self) -> PreemptionReply:
-        self._has_kept, self._due = True, None
+        self._has_kept, self.due = True, None
         return PreemptionReply(round=self._round)
 
     def _heeds(self, beat: RankBeat) -> bool:

@@ -197,7 +197,8 @@ class HangWatch:
         self._node, self._host = node, host
         self._beats: RoundBeats | None = None
         self._round = -1
-        self._due: float | None = None
+        self.due: float | None = None
+        """When `look` is to be called next, monotonic; None: no worker is judged."""
         self._summary_due = 0.0
         self._is_writing = False
         self._notices = 0
@@ -223,16 +224,11 @@ class HangWatch:
         if self._beats is not None:
             now = self._clock.monotonic()
             self._beats.begin_again(local_rank, now)
-            self._due = now if self._due is not None else None
+            self.due = now if self.due is not None else None
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """What the worker must find in its environment."""
         return {VARIABLE: self._beats.paths[local_rank] if self._beats is not None else ""}
-
-    @property
-    def due(self) -> float | None:
-        """When `look` is to be called next, monotonic; None: no worker is judged."""
-        return self._due
 
     def look(self, running: Collection[int]) -> HangVerdict | None:
         """Read the heartbeats if it is time to.
@@ -241,11 +237,11 @@ class HangWatch:
             The verdict, once, where workers hang.
         """
         now = self._clock.monotonic()
-        if self._beats is None or self._due is None or now < self._due or self.verdict is not None:
+        if self._beats is None or self.due is None or now < self.due or self.verdict is not None:
             return None
         beats = self._beats.read(now)
-        if now - self._due > PAUSED_SECONDS:
-            logger.info("held up for %.1f s: heartbeats count from now on", now - self._due)
+        if now - self.due > PAUSED_SECONDS:
+            logger.info("held up for %.1f s: heartbeats count from now on", now - self.due)
             self._beats.renew(now)
             beats = self._beats.beats
         self._learn(beats)
@@ -324,11 +320,11 @@ class HangWatch:
 
     def rest(self) -> None:
         """No worker is judged any more in this round; what is known of it stays."""
-        self._due = None
+        self.due = None
 
     def end(self) -> None:
         """The round's workers are gone."""
-        self._due = None
+        self.due = None
         if self._beats is not None:
             self._beats.remove()
 
@@ -349,7 +345,7 @@ class HangWatch:
         assert self._beats is not None
         beats = [beat for beat in self._beats.beats if beat.local_rank in running]
         due = next_look(beats, self._timeouts, now=now, learned=self._learned())
-        self._due = self._summary_due if due is None else min(due, self._summary_due)
+        self.due = self._summary_due if due is None else min(due, self._summary_due)
 
     def _write_summary(self, beats: Collection[RankBeat], now: float) -> None:
         if self._summary is None or not any(beat.count for beat in beats) or self._is_writing:
