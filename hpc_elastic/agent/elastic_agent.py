@@ -12,13 +12,12 @@ import abc
 import logging
 import socket
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from msgspec import Struct
 
-from hpc_elastic.agent.metrics import MetricSink, NoMetrics
+from hpc_elastic.agent.metrics import MetricSink, NoMetrics, RoundFigures
 from hpc_elastic.agent.supervision import (
     MonitorResult,
     Rendezvous,
@@ -119,8 +118,8 @@ class SimpleElasticAgent(ElasticAgent):
     ) -> None:
         self._group = WorkerGroup(spec)
         self._exit_barrier_timeout = exit_barrier_timeout
-        self._metrics = metrics or NoMetrics()
         self._clock = clock or SystemClock()
+        self._figures = RoundFigures(metrics or NoMetrics(), role=spec.role, clock=self._clock)
         self._failed_last = False
         self._never = threading.Event()
 
@@ -213,7 +212,7 @@ class SimpleElasticAgent(ElasticAgent):
         self._restart(group, "a worker failed")
 
     def _give_up(self, group: WorkerGroup, found: MonitorResult, why: str) -> None:
-        with self._timed("stop"):
+        with self._figures.timed("stop"):
             self._stop_workers(group)
         self._enter(group, WorkerState.FAILED)
         used = f"{group.restarts_used} of {group.spec.max_restarts} restarts used"
@@ -227,14 +226,14 @@ class SimpleElasticAgent(ElasticAgent):
 
     def _restart(self, group: WorkerGroup, reason: str) -> None:
         logger.info("stopping the workers of round %d: %s", group.round, reason)
-        with self._timed("restart"):
-            with self._timed("stop"):
+        with self._figures.timed("restart"):
+            with self._figures.timed("stop"):
                 self._stop_workers(group)
             self._enter(group, WorkerState.STOPPED)
             self._begin_round(group)
 
     def _begin_round(self, group: WorkerGroup) -> None:
-        with self._timed("rendezvous"):
+        with self._figures.timed("rendezvous"):
             while True:
                 round_ = group.spec.handler.next_rendezvous()
                 try:
@@ -242,7 +241,7 @@ class SimpleElasticAgent(ElasticAgent):
                     break
                 except _RoundIsOverError:
                     logger.info("round %d ended before it began", round_.version)
-        self._metrics.put(self._name("remaining_restarts"), group.spec.max_restarts - group.restarts_used)
+        self._figures.put("remaining_restarts", group.spec.max_restarts - group.restarts_used)
         logger.info(
             "round %d: role %s, %d of %d restarts used, group rank %s of %s, ranks %s, master %s:%s",
             group.round,
@@ -256,7 +255,7 @@ class SimpleElasticAgent(ElasticAgent):
             group.master_port,
         )
         self._failed_last = False
-        with self._timed("start"):
+        with self._figures.timed("start"):
             ids = self._start_workers(group)
         for worker in group.workers:
             worker.id = ids.get(worker.local_rank)
@@ -339,20 +338,9 @@ class SimpleElasticAgent(ElasticAgent):
     def _round_is_over(self, group: WorkerGroup) -> bool:
         return bool(_call(group.spec.handler, "round_is_over"))
 
-    # -- figures -------------------------------------------------------------------------------------------------
-
     def _enter(self, group: WorkerGroup, state: WorkerState) -> None:
         group.state = state
-        self._metrics.put(self._name(state.name.lower()), 1)
-
-    def _name(self, what: str) -> str:
-        return f"workers.{self._group.spec.role}.{what}"
-
-    @contextmanager
-    def _timed(self, what: str) -> Iterator[None]:
-        began = self._clock.monotonic()
-        yield
-        self._metrics.put(self._name(f"{what}_seconds"), self._clock.monotonic() - began)
+        self._figures.enter(state)
 
 
 def _call(handler: Rendezvous, name: str) -> object:

@@ -11,7 +11,8 @@ import logging
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -203,6 +204,13 @@ class RoundFigures:
         seconds = round(self._clock.monotonic() - began, 3)
         self.put(f"{what}_seconds", seconds)
         return seconds
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """`begin` and `end` around a block; nothing is measured where it raises."""
+        self.begin(what)
+        yield
+        self.end(what)
 
     def enter(self, state: WorkerState) -> None:
         """The worker group is in `state`; it may be in it already."""
