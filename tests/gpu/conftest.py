@@ -1,7 +1,7 @@
 """The optional tier for one NVIDIA GPU: ``python -m tests.check --tier gpu [--record FILE]``.
 
 The machine may be bare: Python with CUDA's torch, no network, no Slurm. What the tests import besides (pytest, and this
-package's run-time dependencies: psutil, filelock, submitit, cloudpickle, typing_extensions) is brought along where it
+package's run-time dependencies: msgspec, psutil, filelock, submitit, cloudpickle) is brought along where it
 is missing: `docs/reference/versions.md` says how. Nothing here imports torch into pytest: each test starts processes,
 with deadlines, and none depends on another.
 
