@@ -32,10 +32,10 @@ _CHILD = """
 import json, os, sys, time
 import hpc_elastic.agent.main
 from pathlib import Path
-from hpc_elastic.failures.worker_failure import ExitFacts
+from hpc_elastic.failures.worker_failure import WorkerFailure
 folder, exitcode, count = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-facts = [ExitFacts(attempt=0, round=0, host="n1", node=0, local_rank=rank, global_rank=rank, pid=9, exitcode=exitcode,
-                   ended_ns=time.time_ns()) for rank in range(count)]
+facts = [WorkerFailure(attempt=0, round=0, host="n1", node=0, local_rank=rank, global_rank=rank, pid=9,
+                       exitcode=exitcode, ended_ns=time.time_ns()) for rank in range(count)]
 times = []
 for turn in ("first", "again"):
     began = time.process_time()
