@@ -52,7 +52,7 @@ NOT_EXECUTABLE = 126
 NOT_FOUND = 127
 _LASTING = (ExitCode.USAGE, NOT_EXECUTABLE, NOT_FOUND)
 _PROLOG = "TaskProlog failed"
-"""slurmstepd's words (20.11 to 26.05); the exit code is the program's own."""
+"""As slurmstepd puts it (20.11 to 26.05); the exit code is the program's own."""
 _OWN_PREFIX = "hpc-elastic: error: "
 _NAMED = 4
 
@@ -72,7 +72,7 @@ class UnableNode(Struct, frozen=True, kw_only=True):
     code: int | None
     """As `subprocess` has it; None where it is not known."""
     detail: str
-    """How the start ended, in srun's words."""
+    """How the start ended, as srun puts it."""
     message: str = ""
     """The last line that was printed there; empty where none was seen."""
 

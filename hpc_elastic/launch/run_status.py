@@ -77,9 +77,9 @@ class StepStatus(Struct, frozen=True, kw_only=True):
     behind: tuple[int, ...]
     """Ranks at `least`, where that is not where all are."""
     ranks: int
-    """How many have told a step."""
+    """How many have reported a step."""
     told_seconds: float
-    """Since the newest of these words was written."""
+    """Since the newest of these reports was written."""
 
 
 class RunStatus(Struct, frozen=True, kw_only=True):
@@ -164,7 +164,7 @@ def with_slurms_end(
     """`status` with the end that its files do not hold, where Slurm says that its job has ended.
 
     Args:
-        status: From the files: without a verdict where the supervisor was killed, and nobody was left to write one.
+        status: From the files: without a verdict where the supervisor was killed, and no process was left to write one.
         job: What Slurm says of the run's job; None: it was not asked, or see `is_known`.
         is_known: False: Slurm was asked, and neither its controller nor its accounting knows the job (any more).
         silent_seconds: For how long no file of the newest attempt has changed; None: not known, or there is none.
@@ -216,7 +216,7 @@ def state_of(record: RoundRecord | None, exit_code: int | None) -> RunState:
 
 
 def read_steps(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> StepStatus | None:
-    """Where the workers of a round are; None where none has told. One small file for each member.
+    """Where the workers of a round are; None where none has reported. One small file for each member.
 
     Args:
         attempt: Where nodes tell it.
