@@ -1,7 +1,8 @@
 """One worker's failure: evidence, class, fingerprint; and torch's own names for it, without torch.
 
-Whoever imports from ``torch.distributed.elastic.multiprocessing.errors`` finds the same names here, and its modules
-``error_handler`` and ``handlers``. They are imported when they are first asked for: an agent needs none of them.
+A program that imports from ``torch.distributed.elastic.multiprocessing.errors`` finds the same names here, and its
+modules ``error_handler`` and ``handlers``. They are imported when they are first asked for: an agent needs none of
+them.
 """
 
 from __future__ import annotations

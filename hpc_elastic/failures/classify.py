@@ -39,7 +39,7 @@ class FailurePattern(Struct, frozen=True):
         retryable: Whether another start may help. A bug that may depend on the data is worth one: the same failure
             again with no progress between ends the run anyway.
         node_suspect: Whether a part of the node where it was said is likely broken.
-        category: Who has to do something; None: by class and exit code.
+        category: By whom something is to be done; None: by class and exit code.
     """
 
     failure_class: FailureClass
@@ -169,7 +169,7 @@ PATTERNS: tuple[FailurePattern, ...] = (
 SYMPTOM_TYPES: dict[str, str] = dict.fromkeys(
     ("BrokenPipeError", "ConnectionResetError", "ConnectionAbortedError"), "the connection to a peer broke"
 )
-"""Exceptions whose type alone tells that a peer is gone → what happened."""
+"""Exceptions whose type alone shows that a peer is gone → what happened."""
 
 LOST_PEER = "a peer is gone"
 ONE_LOSS = frozenset(
@@ -182,7 +182,7 @@ ONE_LOSS = frozenset(
     }
 )
 """What healthy ranks say when one and the same peer is gone: which of these each of them says, and in which words, is a
-matter of the call that it was in, to the microsecond. A timeout, or a network that failed, tells something else."""
+matter of the call that it was in, to the microsecond. A timeout, or a network that failed, shows something else."""
 
 _XID = re.compile(r"xid \((?:pci:)?[^)]{1,40}\): (\d{1,3})\b")
 
@@ -226,7 +226,7 @@ def find_pattern(text: str) -> FailurePattern | None:
 
 
 def symptom_kind(says: str) -> str:
-    """What a symptom tells, whatever its words: equal for those that one event may cause side by side.
+    """What a symptom shows, whatever its wording: equal for those that one event may cause side by side.
 
     Args:
         says: A row's `FailurePattern.says`, as failures keep it in their ``reason``.
@@ -267,7 +267,7 @@ class Classification(Struct, frozen=True, kw_only=True):
     retryable: bool
     reason: str
     node_suspect: bool = False
-    """Whether the words tell of a part of this node that is likely broken: a GPU's memory, a link, an adapter."""
+    """Whether the text names a part of this node that is likely broken: a GPU's memory, a link, an adapter."""
 
 
 _INPUT_TYPES = frozenset({"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"})
@@ -280,7 +280,7 @@ _OOM_IN_TEXT = re.compile(r"killed by signal: Killed|terminated abruptly|exited 
 _ASKED_TO_END = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 # What the agent sends to end a worker: TERM, ABRT (for a dump of its stacks), KILL.
 _SENT_BY_AGENT = frozenset({signal.SIGTERM, signal.SIGABRT, signal.SIGKILL, signal.SIGINT})
-# Who talks to a service outside the job; "connection reset by peer" is no word about another rank then.
+# Libraries that call a service outside the job: their "connection reset by peer" is not about another rank.
 _OTHER_SERVICES = (
     "requests.", "urllib", "http", "aiohttp.", "boto", "huggingface_hub.", "wandb.", "google.", "azure.", "s3fs.",
     "gcsfs.", "openai.", "grpc.", "redis.", "psycopg", "sqlalchemy.", "pymongo.",

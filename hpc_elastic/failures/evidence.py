@@ -82,14 +82,14 @@ def describe_exit(facts: WorkerFailure, problem: str) -> WorkerFailure:
 
 
 def read_failure(error_file: Path | str, *, facts: WorkerFailure) -> WorkerFailure | None:
-    """Read error.json back, whoever wrote it.
+    """Read error.json back, whichever program wrote it.
 
     Args:
         error_file: Where.
         facts: Used where no agent completed the file (it died first): what can be guessed from elsewhere.
 
     Returns:
-        The failure with its evidence; None where the file tells of none.
+        The failure with its evidence; None where the file holds none.
     """
     file = read_error_file(error_file)
     if "failure_class" not in file.own:
@@ -169,7 +169,7 @@ def _describe(facts: WorkerFailure, error_file: str, stderr_log: str, unwritten:
 
 
 def _recorded(file: ErrorFile) -> FailureText:
-    """The exception that an error file tells of."""
+    """The exception in an error file."""
     found = find_python_traceback(file.traceback) if file.traceback else None
     declared = file.own.get("exception_type")
     name, separator, rest = file.message.partition(": ")
@@ -286,7 +286,7 @@ def _exit_message(facts: WorkerFailure, found: FailureText | None) -> str:
 
 
 def _find_in_text(facts: WorkerFailure, text: str) -> FailureText | None:
-    """Choose what in the end of stderr tells of *this* end: a caught exception that was logged hours ago does not.
+    """Choose what in the end of stderr explains *this* end: a caught exception that was logged hours ago does not.
 
     Args:
         facts: How it ended.
@@ -299,7 +299,7 @@ def _find_in_text(facts: WorkerFailure, text: str) -> FailureText | None:
             python = None
         return python or find_cpp_terminate(text, cleaned=True)
     if number in (2, 9, 15):
-        # It was hanging in its shutdown after the exception, and was ended: by its agent, or by whoever lost patience.
+        # It was hanging in its shutdown after the exception, and was ended: by its agent, or by a person.
         return python if python is not None and python.lines_after <= _CLOSE and facts.stopped_by_agent else None
     fatal, cpp = find_fatal_error(text, cleaned=True), find_cpp_terminate(text, cleaned=True)
     dumped = max((one.span[1] - one.span[0] for one in (fatal, cpp) if one is not None), default=0)

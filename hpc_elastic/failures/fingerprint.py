@@ -68,6 +68,6 @@ def fingerprint(
     inner = tuple(frame for frame in mine if frame.function != "<module>")
     chosen = (inner or mine or tuple(frames))[-_FRAMES:]
     where = "|".join(f"{frame.file.rsplit('/', 1)[-1]}:{frame.function}" for frame in chosen)
-    # What follows that line may be what somebody else printed after the exception: a run's name, a time.
+    # What follows that line may be what another part of the program printed after the exception: a run's name, a time.
     digest = sha1(f"{name}\n{normalise_message(summary_line(message))}\n{where}".encode("utf-8", "replace"))
     return f"{re.sub(r'[^A-Za-z0-9_]', '_', name)[:60]}:{digest.hex()[:12]}"

@@ -134,7 +134,7 @@ class ChildFailedError(HpcElasticError):
 
 
 def _as_process_failure(failure: Any) -> ProcessFailure:
-    if hasattr(failure, "timestamp_isoformat"):  # ours, torch's, or whoever's has the same methods
+    if hasattr(failure, "timestamp_isoformat"):  # ours, torch's, or another with the same methods
         return failure  # type: ignore[no-any-return]
     made = ProcessFailure(failure.local_rank, failure.pid, failure.exitcode, failure.error_file)
     if made.error_file == NOT_AVAILABLE:

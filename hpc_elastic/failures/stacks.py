@@ -62,7 +62,7 @@ class RankStacks(Struct, frozen=True, kw_only=True):
     main: tuple[str, ...] = ()
     """`short_stack` of its main thread; empty: none could be had."""
     others: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Of each other thread with Python in it: its name, where that is told, and its `short_stack`."""
+    """Of each other thread with Python in it: its name, where it has one, and its `short_stack`."""
     where: str = ""
     """What the kernel said of it, where there is no stack."""
 
@@ -112,7 +112,7 @@ def find_dump(text: str) -> StackDump | None:
 
 
 def find_py_spy(text: str) -> StackDump | None:
-    """What ``py-spy dump`` printed (0.3 and 0.4); None where it could not tell."""
+    """What ``py-spy dump`` printed (0.3 and 0.4); None where it shows none."""
     threads: list[ThreadStack] = []
     frames: list[Frame] = []
     name: str | None = None
@@ -135,7 +135,7 @@ def find_py_spy(text: str) -> StackDump | None:
 
 
 def stacks_of(dump: StackDump | None, *, where: str = "") -> RankStacks:
-    """What an event tells of a rank.
+    """What an event holds of a rank.
 
     Args:
         dump: Its stacks, where there are any.
@@ -186,7 +186,7 @@ def _fold(found: Iterable[tuple[int, T]]) -> list[tuple[list[int], T]]:
 _THREADS = 64
 _CHILDREN = 8
 _SYSCALL_SECONDS = 0.2
-"""On kernels before 5.11 a process that hangs in the middle of an execve keeps those who ask for its call waiting."""
+"""On kernels before 5.11 a process that hangs in the middle of an execve keeps a reader of its call waiting."""
 # Those in which a process may sit for ever; from the kernel's unistd.h.
 _X86_64 = {
     0: "read", 1: "write", 3: "close", 4: "stat", 5: "fstat", 6: "lstat", 7: "poll", 16: "ioctl", 17: "pread64",
@@ -219,9 +219,9 @@ class Whereabouts(Struct, frozen=True, kw_only=True):
     state: str
     """``S (sleeping)``."""
     wchan: str = ""
-    """The function in the kernel that it waits in; empty where that is not told."""
+    """The function in the kernel that it waits in; empty where that is not known."""
     syscall: str = ""
-    """The system call that it is in; empty where that is not told."""
+    """The system call that it is in; empty where that is not known."""
 
     @property
     def is_stuck(self) -> bool:
@@ -236,7 +236,7 @@ class Whereabouts(Struct, frozen=True, kw_only=True):
 
 
 class ProcessState(Struct, frozen=True, kw_only=True):
-    """What the kernel told of a process before it was ended."""
+    """What the kernel reported of a process before it was ended."""
 
     pid: int
     state: str = ""
@@ -269,7 +269,7 @@ class ProcessState(Struct, frozen=True, kw_only=True):
         return f"state {self.state}, {self.thread_count} threads" if self.state else "gone"
 
     def whereabouts(self) -> str:
-        """Where it was, for who has no stack of it; empty: it was gone."""
+        """Where it was, where there is no stack of it; empty: it was gone."""
         if not self.state:
             return ""
         words = self.threads[0].describe() if self.threads else self.state
@@ -278,7 +278,7 @@ class ProcessState(Struct, frozen=True, kw_only=True):
 
 
 def look_at_process(pid: int, *, proc: str = "/proc") -> ProcessState:
-    """What the kernel tells of a process, its threads and its children. Never raises."""
+    """What the kernel reports of a process, its threads and its children. Never raises."""
     state = _status(f"{proc}/{pid}/status").get("State", "")
     try:
         names = sorted(os.listdir(f"{proc}/{pid}/task"), key=lambda name: (name != str(pid), len(name), name))

@@ -148,7 +148,7 @@ _CONNECTORS = (
 # What stands before a traceback that did not end the process.
 _NOT_THE_END = ("Exception ignored", "--- Logging error ---", "Exception in callback", "Error in ")
 _OTHER_THREAD = ("Exception in thread ", "Task exception was never retrieved", "Future exception was never retrieved")
-# What somebody else printed, in a line of its own: c10d, glog, NCCL, logging, warnings, wandb, a progress bar, Slurm.
+# What other programs print in a line of their own: c10d, glog, NCCL, logging, warnings, wandb, a progress bar, Slurm.
 _LOG_LINE = (
     r"\[rank\d+\]:\[[A-Z]|\[[WEIF]\d* |\[[WEIF]\d{3,4} |\S+:\d+:\d+ \[\d+\] NCCL |wandb: |\S+\.py:\d+: \w*Warning: "
     r"|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL):[\w.]+:|\[?\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d|.{0,80}?\b\d+%\|"
@@ -165,7 +165,7 @@ _TERMINATE = re.compile(
     r"^terminate called (?:after throwing an instance of '([^'\n]*)|without an active exception)", re.MULTILINE
 )
 _WHAT = re.compile(r"^\s*what\(\):\s*(.*(?:\n.+){0,8})$", re.MULTILINE)
-# What follows c10's message: its C++ stack, advice that is the same each time, or somebody else's words.
+# What follows c10's message: its C++ stack, advice that is the same each time, or another program's output.
 _AFTER_WHAT = re.compile(
     r"\n(?:Exception raised from |frame #\d|CUDA kernel errors might |Fatal Python error: |terminate called|\[rank\d)"
 )
@@ -179,7 +179,7 @@ _OVERFLOW = " (a stack overflow?)"
 
 
 class TextKind(str, Enum):
-    """Who wrote the text."""
+    """What wrote the text."""
 
     PYTHON = "python"
     FATAL = "faulthandler"

@@ -204,10 +204,10 @@ class AttemptBuilder(Struct):
 
     def _drop_repeated_departures(self) -> None:
         """A node's own event stands in the round that it was in last; the coordinator's, in the one after it."""
-        told = {node for part in self.rounds.values() for node, loss in part.lost.items() if loss.left}
+        named = {node for part in self.rounds.values() for node, loss in part.lost.items() if loss.left}
         for part in self.rounds.values():
             for node, loss in part.left.items():
-                if node not in told:
+                if node not in named:
                     part.lost[node] = loss
 
     def _explain_agent_failures(self) -> None:

@@ -88,7 +88,7 @@ class Fold(Struct, frozen=True, kw_only=True):
 def fold_failures(failures: Iterable[WorkerFailure], clocks: Clocks = NO_CLOCKS) -> tuple[Fold, ...]:
     """Group failures by their kind; groups and their members by time, then rank.
 
-    Which ranks are in which group does not depend on who was first.
+    Which ranks are in which group does not depend on which was first.
     """
     groups: dict[_Key, dict[_Key, list[WorkerFailure]]] = {}
     members: dict[_Key, list[WorkerFailure]] = {}

@@ -1,4 +1,4 @@
-"""One readable line for each event: who, what, and why. Pure.
+"""One readable line for each event: what happened, where, and why. Pure.
 
 An event that this version does not know, or whose fields are not as they should be, is shown with its fields.
 """

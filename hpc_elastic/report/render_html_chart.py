@@ -28,7 +28,7 @@ _TICKS = (1, 4, 16)
 """Zooms that have their own; larger ones show the last one's."""
 _TICK_SPACING = 0.1
 _LINE_SPACING = 0.02
-# Each state is a line of its own height and width, or several: they are told apart without their colours, and a picture
+# Each state is a line of its own height and width, or several: they differ without their colours, and a picture
 # that is stretched sideways keeps them.
 _LINES: Mapping[State, tuple[str, tuple[int, ...]]] = {
     State.RUNNING: ("s-r", (8,)),
@@ -283,8 +283,8 @@ def _words(row: Row) -> str:
     sums: dict[State, int] = {}
     for span in row.spans:
         sums[span.state] = sums.get(span.state, 0) + span.end_ns - span.start_ns
-    told = [f"{state.value} {duration(sums[state] / 1e9)}" for state in State if sums.get(state)]
-    return f"{shorten(row.name, 40)}: {', '.join(told) or 'nothing is known'}"
+    spans = [f"{state.value} {duration(sums[state] / 1e9)}" for state in State if sums.get(state)]
+    return f"{shorten(row.name, 40)}: {', '.join(spans) or 'nothing is known'}"
 
 
 def _axis_row(axis: Axis, timeline: Timeline) -> Markup:

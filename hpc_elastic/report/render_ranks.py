@@ -18,11 +18,11 @@ ReadStacks = Callable[[RankPaths], str]
 
 
 def world_size(history: RunHistory, *, attempt: int | None) -> int:
-    """How many ranks there were at most; 0: nobody told."""
+    """How many ranks there were at most; 0: not known."""
     rounds = [part for item in history.attempts if attempt in (None, item.number) for part in item.rounds]
-    told = [part.world_size or 0 for part in rounds]
+    known = [part.world_size or 0 for part in rounds]
     seen = [1 + failure.global_rank for part in rounds for failure in part.failures]
-    return max([0, *told, *seen])
+    return max([0, *known, *seen])
 
 
 def render_ranks(
@@ -77,12 +77,12 @@ def _round_lines(
     lines = ["=" * _RULE, f"Attempt {attempt.number}, round {part.index}"]
     failures = {failure.global_rank: failure for failure in part.failures}
     paths = RunPaths(Path(history.run_dir)).attempt(attempt.number)
-    told: dict[str, int] = {}
+    shown: dict[str, int] = {}
     for rank in ranks:
         place = paths.rank(part.index, rank)
         lines.append("-" * _RULE)
         failure = failures.get(rank)
-        lines += _failed(failure, told) if failure is not None else _well(part, rank)
+        lines += _failed(failure, shown) if failure is not None else _well(part, rank)
         lines.append(text_field("output", clean_line(str(place.root))))
         text = stacks(place)
         if text.strip():
@@ -90,7 +90,7 @@ def _round_lines(
     return lines
 
 
-def _failed(failure: WorkerFailure, told: dict[str, int]) -> list[str]:
+def _failed(failure: WorkerFailure, shown: dict[str, int]) -> list[str]:
     signal = f" ({failure.signal})" if failure.signal else ""
     local = f" (local_rank: {failure.local_rank})" if failure.local_rank >= 0 else ""
     lines = [
@@ -110,7 +110,7 @@ def _failed(failure: WorkerFailure, told: dict[str, int]) -> list[str]:
     for name, text in (("traceback", failure.traceback), ("stderr", failure.stderr_tail)):
         if not text or (name == "stderr" and failure.traceback and failure.traceback.strip() in text):
             continue
-        before = told.setdefault(text, failure.global_rank)
+        before = shown.setdefault(text, failure.global_rank)
         if before != failure.global_rank:
             lines.append(text_field(name, f"the same as that of rank {before} above"))
         else:

@@ -275,8 +275,8 @@ def _done(document: Document, width: int) -> list[str]:
     title = "What was done about it:"
     if not lines:
         return [f"{title} nothing is recorded{' yet' if shown is not None and not shown.outcome else ''}"]
-    told = [_without_cause(_without_repeat(line, lines[0]), subject) for line in lines]
-    return [title, *(part for line in told for part in _split_words(f"  {brief(line)}", width))]
+    kept = [_without_cause(_without_repeat(line, lines[0]), subject) for line in lines]
+    return [title, *(part for line in kept for part in _split_words(f"  {brief(line)}", width))]
 
 
 def _without_repeat(line: str, first: str) -> str:

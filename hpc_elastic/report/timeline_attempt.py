@@ -47,7 +47,7 @@ class Span(NamedTuple):
 
 
 class Stay(NamedTuple):
-    """A node's part in a round, with every end known: told, or concluded. A tuple for the same reason."""
+    """A node's part in a round, with every end known: reported, or concluded. A tuple for the same reason."""
 
     round: int
     start_ns: int
@@ -291,18 +291,18 @@ class PlacedAttempt:
 
     def _extent(self) -> tuple[int, int]:
         attempt = self.attempt
-        told: list[int | None] = [self._seen_by_supervisor(when) for when in (attempt.started_ns, attempt.ended_ns)]
+        times: list[int | None] = [self._seen_by_supervisor(when) for when in (attempt.started_ns, attempt.ended_ns)]
         for whens in (*self.agent_starts.values(), *self.agent_ends.values()):
-            told += whens
+            times += whens
         for items in self._times.values():
             for item in items:
-                told += (item.final_ns, item.started_ns, item.stopping_ns, item.ended_ns)
+                times += (item.final_ns, item.started_ns, item.stopping_ns, item.ended_ns)
         for part in attempt.rounds:
-            told += [self.failure_at(failure) for failure in part.failures if failure.ended_ns]
-            told += [loss.seen_ns for losses in self.losses.values() for loss in losses.values()]
-            told += [self.at(status.node, status.told_ns) for status in part.rank_statuses]
-        told += [self._seen_by_supervisor(end.seen_ns) for end in attempt.agent_ends]
-        known = [when for when in told if when]
+            times += [self.failure_at(failure) for failure in part.failures if failure.ended_ns]
+            times += [loss.seen_ns for losses in self.losses.values() for loss in losses.values()]
+            times += [self.at(status.node, status.told_ns) for status in part.rank_statuses]
+        times += [self._seen_by_supervisor(end.seen_ns) for end in attempt.agent_ends]
+        known = [when for when in times if when]
         return (min(known), max(known)) if known else (0, 0)
 
     @property

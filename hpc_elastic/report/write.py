@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from msgspec import Struct
@@ -71,17 +72,15 @@ def write_report(
         )
     problems: list[str] = []
     paths = RunPaths(Path(os.path.abspath(run_dir))).attempt(attempt)
-    try:
-        write_private(paths.report_text, text)
-    except Exception as error:
-        problems.append(f"could not write {paths.report_text}: {error}")
-    try:
-        write_private(paths.report_json, json_report(history, attempt=attempt, goodput=goodput))
-    except Exception as error:
-        problems.append(f"could not write {paths.report_json}: {error}")
-    try:
-        if is_cheap(history):
-            write_private(paths.report_html, render_html(history, attempt=attempt))
-    except Exception as error:
-        problems.append(f"could not write {paths.report_html}: {error}")
+    files: list[tuple[Path, Callable[[], str]]] = [
+        (paths.report_text, lambda: text),
+        (paths.report_json, lambda: json_report(history, attempt=attempt, goodput=goodput)),
+    ]
+    if is_cheap(history):
+        files.append((paths.report_html, lambda: render_html(history, attempt=attempt)))
+    for path, render in files:
+        try:
+            write_private(path, render())
+        except Exception as error:
+            problems.append(f"could not write {path}: {error}")
     return ReportResult(verdict=verdict, text=text, history=history, problems=tuple(problems))
