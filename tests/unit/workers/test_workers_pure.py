@@ -1,4 +1,4 @@
-"""Tags, command paths, process tables, pipe sizes: the pure pieces of processes/."""
+"""Tags, command paths, process tables, pipe sizes: the pure parts of workers/."""
 
 from __future__ import annotations
 
