@@ -274,7 +274,7 @@ def asked_nodes(text: str, attempt: AttemptPaths) -> frozenset[int]:
         UsageError: one is no node of the attempt.
     """
     from hpc_elastic.output.log_streams import read_layouts
-    from hpc_elastic.slurm.notation import HostlistError, compress, expand
+    from hpc_elastic.slurm.notation import HostlistError, expand, names_text
 
     try:
         wanted = expand(text)
@@ -289,11 +289,8 @@ def asked_nodes(text: str, attempt: AttemptPaths) -> frozenset[int]:
         if not indices and name.isascii() and name.isdigit() and int(name) in hosts:
             indices = [int(name)]
         if not indices:
-            try:
-                there = compress(hosts[index] for index in sorted(hosts))
-            except HostlistError:
-                there = ", ".join(hosts[index] for index in sorted(hosts))
-            raise UsageError(f"--node {name}: its nodes are {there or 'not known'}")
+            there = names_text(hosts[index] for index in sorted(hosts)) or "not known"
+            raise UsageError(f"--node {name}: its nodes are {there}")
         found.update(indices)
     if not found:
         raise UsageError(f"--node {text!r} names no node")

@@ -32,7 +32,7 @@ from hpc_elastic.run.node_score import NodeScore, score_nodes
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import JobPhase, JobState, seconds_until_end
-from hpc_elastic.slurm.notation import HostlistError, compress, expand
+from hpc_elastic.slurm.notation import HostlistError, expand, names_text
 
 
 def add_forget_argument(parser: argparse.ArgumentParser, whose: str) -> None:
@@ -195,13 +195,16 @@ def status_lines(status: RunStatus, job: JobState | None, *, seconds_left: float
     elif status.state is RunState.ENDING:
         put("ending", status.reason)
     if status.round is not None and status.members:
-        put("round", f"{status.round}: {len(status.members)} nodes, {status.workers} workers: {_names(status.members)}")
+        put(
+            "round",
+            f"{status.round}: {len(status.members)} nodes, {status.workers} workers: {names_text(status.members)}",
+        )
     elif status.round is not None and status.state is RunState.MEETING:
         put("round", f"{status.round}: nodes are meeting")
     if status.lost:
-        put("lost", _names(status.lost))
+        put("lost", names_text(status.lost))
     if status.bad_nodes:
-        put("left out", _names(status.bad_nodes))
+        put("left out", names_text(status.bad_nodes))
     if differ := _differ(status, job):
         put("differs", str(differ))
     if status.waiting:
@@ -269,13 +272,6 @@ def _steps(steps: StepStatus) -> str:
 
 def _because(reason: str) -> str:
     return f": {reason}" if reason else ""
-
-
-def _names(names: tuple[str, ...]) -> str:
-    try:
-        return compress(names)
-    except HostlistError:
-        return ", ".join(names)
 
 
 def status_line(status: RunStatus) -> str:

@@ -29,12 +29,18 @@ from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError
 from hpc_elastic.slurm.job_state import JobPhase, JobState
-from hpc_elastic.slurm.notation import HostlistError, compress
+from hpc_elastic.slurm.notation import names_text
 
 DESCRIPTION = (
     "Makes a run directory, writes the batch script into it, and submits it. What follows the script is the script's "
     "own. Without Slurm the run is done here and now, with agents side by side on this machine."
 )
+_ASK_SLURM_EVERY = 2.0
+_LOOK_AT_LOG_EVERY = 0.5
+_SETTLE = 10.0
+"""An ended job whose last attempt said "requeued", or nothing yet, may be on its way back into the queue, and a shared
+filesystem may show its result late: so long it is watched on. (Not a cancelled one: that is final.)"""
+_MOST_REPORTS = 3
 
 
 def main(argv: Sequence[str]) -> int:
@@ -92,14 +98,6 @@ def _print_where(job: JobId, paths: RunPaths, options: SbatchOptions) -> None:
     sys.stdout.flush()
 
 
-_ASK_SLURM_EVERY = 2.0
-_LOOK_AT_LOG_EVERY = 0.5
-_SETTLE = 10.0
-"""An ended job whose last attempt said "requeued", or nothing yet, may be on its way back into the queue, and a shared
-filesystem may show its result late: so long it is watched on. (Not a cancelled one: that is final.)"""
-_MOST_REPORTS = 3
-
-
 def how_it_ended(states: tuple[JobState, ...], result: int | None) -> RunEnd:
     """The run's exit code.
 
@@ -128,35 +126,6 @@ def newest_result(paths: RunPaths) -> int | None:
         return max(known) if len(known) == len(codes) else None
     stored = load_newest_result(paths)
     return None if stored is None else stored.exit_code
-
-
-def waive_delay(
-    client: SlurmClient, job: JobId, states: tuple[JobState, ...], paths: RunPaths, waived: set[int]
-) -> None:
-    """Let a requeued job begin that waits for nothing but Slurm's own delay.
-
-    The attempt that had it requeued did so as well, but Slurm begins the delay anew where that attempt's nodes took
-    long to be done with it (one of them was lost, say).
-
-    Args:
-        client: This cluster's.
-        job: The job.
-        states: What Slurm has just said of it.
-        paths: The run: an attempt may have asked for a delay of its own.
-        waived: Restarts of the job for which it was tried; one try each.
-    """
-    if len(states) != 1 or states[0].phase is not JobPhase.PENDING or states[0].reason != "BeginTime":
-        return
-    state, stored = states[0], load_newest_result(paths)
-    if stored is None or stored.exit_code != ExitCode.REQUEUED or back_off(stored.idle):
-        return
-    if not state.restarts or state.restarts in waived:
-        return
-    waived.add(state.restarts)
-    try:
-        client.start_now(job)
-    except SlurmError:
-        pass  # then it begins after the delay
 
 
 def follow(client: SlurmClient, job: JobId, paths: RunPaths, *, clock: Clock, show_log: bool) -> int:
@@ -215,6 +184,7 @@ class _Waiting:
         self._is_terminal = is_terminal(sys.stdout)
         self._said = ""
         self._waived: set[int] = set()
+        """Restarts of the job for which it was tried that they need not wait; one try each."""
         self._ended_since: float | None = None
 
     def run(self) -> RunEnd:
@@ -246,7 +216,7 @@ class _Waiting:
             self._print(f"can't be asked about: {error.why}; trying on")
             return None
         self._print(_describe(states))
-        waive_delay(self._client, self.job, states, self._paths, self._waived)
+        self._waive_delay(states)
         left = [state for state in states if state.phase is not JobPhase.FINISHED]
         if not left:
             return self._when_finished(states)
@@ -254,6 +224,25 @@ class _Waiting:
         if all(state.never_starts for state in left):
             return RunEnd(code=1, why=f"{left[0].reason}: {left[0].way_out}", has_ended=False)
         return None
+
+    def _waive_delay(self, states: tuple[JobState, ...]) -> None:
+        """Let a requeued job begin that waits for nothing but Slurm's own delay.
+
+        The attempt that had it requeued did so as well, but Slurm begins the delay anew where that attempt's nodes took
+        long to be done with it (one of them was lost, say).
+        """
+        if len(states) != 1 or states[0].phase is not JobPhase.PENDING or states[0].reason != "BeginTime":
+            return
+        restarts, stored = states[0].restarts, load_newest_result(self._paths)
+        if stored is None or stored.exit_code != ExitCode.REQUEUED or back_off(stored.idle):
+            return  # the attempt has asked for a delay of its own
+        if not restarts or restarts in self._waived:
+            return
+        self._waived.add(restarts)
+        try:
+            self._client.start_now(self.job)
+        except SlurmError:
+            pass  # then it begins after the delay
 
     def _when_finished(self, states: tuple[JobState, ...]) -> RunEnd | None:
         following = job_now(self._paths)
@@ -298,8 +287,5 @@ def _describe(states: tuple[JobState, ...]) -> str:
         stuck = f"; {state.way_out}" if state.way_out else ""
         return f"is pending{again}: {state.reason or 'not looked at yet'}{begin}{stuck}"
     if state.phase is JobPhase.RUNNING:
-        try:
-            return f"is {state.state.lower()} on {compress(state.nodes)}"
-        except HostlistError:
-            return f"is {state.state.lower()}"
+        return f"is {state.state.lower()}" + (f" on {names_text(state.nodes)}" if state.nodes else "")
     return f"is {state.state.lower()}{f' ({state.reason})' if state.reason else ''}"

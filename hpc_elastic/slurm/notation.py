@@ -86,6 +86,15 @@ def compress(hosts: Iterable[str]) -> str:
     return ",".join(_group_text(prefix, ranges) for prefix, ranges in groups)
 
 
+def names_text(hosts: Iterable[str]) -> str:
+    """Hosts for people: as `compress`, or with commas where a name can't be a host's."""
+    names = tuple(hosts)
+    try:
+        return compress(names)
+    except HostlistError:
+        return ", ".join(names)
+
+
 def _group_text(prefix: str, ranges: list[list[str]]) -> str:
     if not ranges:
         return prefix
