@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,9 @@ import pytest
 
 from hpc_elastic import __version__
 from hpc_elastic.cli import main as cli
+from hpc_elastic.cli.run_argument import check_ranks, parse_numbers
 from hpc_elastic.errors import HpcElasticError, UsageError
+from hpc_elastic.launch import batch as launch_batch
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
@@ -165,3 +168,40 @@ def test_closed_standard_streams_are_replaced(monkeypatch: pytest.MonkeyPatch) -
         assert cli.main(["--version"]) == 0
         sys.stdout.close()
     assert opened == [0, 1, 2]
+
+
+def test_a_job_that_a_worker_submitted_is_none_of_that_workers_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By hand, with a script or a template of its own: sbatch hands the whole environment on."""
+    seen: list[Mapping[str, str]] = []
+    monkeypatch.setattr(launch_batch, "run_of_this_job", lambda run_dir, env: seen.append(env) or run_dir)
+    monkeypatch.setattr(launch_batch, "run_batch", lambda run_dir, env: seen.append(env) or 0)
+    own = {"SLURM_JOB_ID": "13", "HPC_ELASTIC_PROFILE": "big"}
+    workers = {"HPC_ELASTIC_TAG": "a:host:b", "HPC_ELASTIC_NODE_TAG": "a:host", "RANK": "3", "TORCHELASTIC_RUN_ID": "a"}
+    monkeypatch.setattr(os, "environ", {**own, **workers})
+    assert cli.main(["batch", str(tmp_path)]) == 0
+    assert seen == [own, own]
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"), [("3", [3]), ("0-3,7", [0, 1, 2, 3, 7]), (" 2 , 1", [1, 2]), ("0-999999999", list(range(20)))]
+)
+def test_what_is_in_it(text: str, numbers: list[int]) -> None:
+    assert parse_numbers(text, option="--rank").within(range(20)) == numbers
+
+
+@pytest.mark.parametrize("text", ["", "x", "3-1", "1,,2", "-1", "1-", "0x1", "1.5", "\u0663", "9" * 30])
+def test_what_is_none(text: str) -> None:
+    with pytest.raises(UsageError, match="write it as 0-3,7"):
+        parse_numbers(text, option="--rank")
+
+
+def test_ranks_that_are_nowhere() -> None:
+    ranks = parse_numbers("2,9", option="--rank")
+    check_ranks(ranks, 10, option="--rank", where="round 1")
+    check_ranks(ranks, 0, option="--rank", where="a round of which nobody told how large it was")
+    with pytest.raises(UsageError, match=r"--rank 2,9: round 1 has ranks 0-8"):
+        check_ranks(ranks, 9, option="--rank", where="round 1")
+    with pytest.raises(UsageError, match="rank 0 alone"):
+        check_ranks(ranks, 1, option="--rank", where="round 1")

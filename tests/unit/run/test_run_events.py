@@ -5,13 +5,12 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from hpc_elastic.run import events
-from hpc_elastic.run.event_reader import EventFile, read_events
+from hpc_elastic.run.event_reader import read_events
 from hpc_elastic.run.events import EventLog
 
 
@@ -247,90 +246,3 @@ def test_what_is_no_file_of_ours_is_not_waited_for(tmp_path: Path, kind: str) ->
     finally:
         if writer >= 0:
             os.close(writer)
-
-
-def test_lines_across_reads_of_a_file_and_between_garbage(tmp_path: Path) -> None:
-    lines = [b'{"event": "a", "t": 1}', b"\xff\xfe", b'{"event": "\xc3\xbc"}', b"[1]", b'{"event": "b"} x', b"{}", b""]
-    path = tmp_path / "x.jsonl"
-    path.write_bytes(b"\n".join([*lines, b'{"event": "torn", "t"']))
-    expected = [{"event": "a", "t": 1}, {"event": "\u00fc"}]
-    assert list(read_events(tmp_path)) == expected
-    assert [event.value for event in EventFile(path, chunk=7).events()] == expected
-
-
-def test_two_torn_lines_make_no_event(tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl").write_bytes(b'{"event": "a"\n"b": 1}\n{"event": "c"}\n')
-    assert list(read_events(tmp_path)) == [{"event": "c"}]
-
-
-def test_what_comes_later_is_read_later(tmp_path: Path) -> None:
-    path = tmp_path / "agent-00007-x.jsonl"
-    file = EventFile(path)
-    assert file.read() is None
-    path.write_bytes(b'{"event": "a"}\n{"eve')
-    assert [event.name for event in file.read() or ()] == ["a"]
-    assert file.read() is None
-    assert file.has_begun_line
-    with path.open("ab") as end:
-        end.write(b'nt": "b", "t": 5}\n{"event": "c", "t": 3}')
-    found = file.read() or []
-    assert [(event.name, event.writer, event.time_ns, event.raw) for event in found] == [
-        ("b", 7, 5, b'{"event": "b", "t": 5}')
-    ]
-    assert [(event.name, event.time_ns) for event in file.rest() or ()] == [("c", 5)], "never before an earlier line"
-    assert file.read() is None
-
-
-def test_a_line_that_takes_gigabytes_to_decode_is_left_out(tmp_path: Path) -> None:
-    """60 MB in one line took 1.7 GB."""
-    path = tmp_path / "events" / "x.jsonl"
-    path.parent.mkdir()
-    path.write_bytes(b'{"event": "a"}\n{"event": "b", "x": [' + b"[]," * 20_000_000 + b'0]}\n{"event": "c"}\n')
-    tracemalloc.start()
-    try:
-        file = EventFile(path)
-        assert [event.name for event in file.events()] == ["a", "c"]
-        assert tracemalloc.get_traced_memory()[1] < 30 << 20
-    finally:
-        tracemalloc.stop()
-    assert file.left_out() == [
-        f"events/x.jsonl: {path.stat().st_size - 30} bytes were left out: a line is longer than 4194304 bytes"
-    ]
-
-
-def test_of_a_large_file_only_the_beginning_and_the_end_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read = 0
-    path = tmp_path / "events" / "x.jsonl"
-    path.parent.mkdir()
-    path.write_bytes(b'{"event": "a"}\n' * 5000)
-    with path.open("r+b") as sparse:
-        sparse.seek(2 << 30)
-        sparse.write(b'\n{"event": "b"}\n')
-    pread = os.pread
-
-    def counted(fd: int, size: int, offset: int) -> bytes:
-        nonlocal read
-        data = pread(fd, size, offset)
-        read += len(data)
-        return data
-
-    monkeypatch.setattr(os, "pread", counted)
-    file = EventFile(path)
-    assert [event.name for event in file.events()] == ["a"] * 5000 + ["b"]
-    assert read < 66 << 20
-    assert sorted(sentence.partition(" left out: ")[2] for sentence in file.left_out()) == [
-        "a line is longer than 4194304 bytes",
-        "it is larger than 67108864 bytes",
-    ]
-    path.write_bytes(b'{"event": "a", "fill": "%s"}\n' % (b"x" * 9_971) * 10_000)
-    with path.open("ab") as end:
-        end.write(b'{"event": "b"}\n')
-    file = EventFile(path)
-    found = [event.name for event in file.events()]
-    assert found[-1] == "b"
-    assert 6_000 < len(found) < 7_000
-    (sentence,) = file.left_out()
-    assert sentence.startswith("events/x.jsonl: ")
-    assert sentence.endswith(" bytes were left out: it is larger than 67108864 bytes")
