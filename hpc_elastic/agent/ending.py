@@ -183,7 +183,7 @@ def is_unclaimed(
     """
     uids = [member.uid for member in members]
     turn = uids.index(uid) if uid in uids else len(uids)
-    coordination.ask(lambda participant: participant.await_end(turn, confirmed=confirmed))
+    coordination.ask(lambda participant: participant.ending.begin(turn, confirmed=confirmed))
     deadline = clock.monotonic() + (END_ASKED if confirmed else END_UNCONFIRMED) + END_TURN * turn + _SPARE_SECONDS
     while (left := deadline - clock.monotonic()) > 0:
         wait_readable([coordination], left)

@@ -117,7 +117,7 @@ class EndClaim:
     def begin(self) -> None:
         """The run is closed: ask Slurm."""
         self._deadline = self.due = self._clock.monotonic() + END_UNCONFIRMED
-        self._ask(lambda participant: participant.announce_claim())
+        self._ask(lambda participant: participant.ending.announce_claim())
         self._question.ask()
 
     def step(self) -> None:
@@ -142,7 +142,7 @@ class EndClaim:
     def claim(self) -> None:
         """Claim the end without asking: Slurm's own signal has come, so Slurm reaches this node."""
         self.stop()
-        self._ask(lambda participant: participant.claim_end())
+        self._ask(lambda participant: participant.ending.may_claim())
 
     def stop(self) -> None:
         """Another process finishes the attempt, or this one does by now."""

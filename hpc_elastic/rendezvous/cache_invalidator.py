@@ -1,16 +1,13 @@
-"""Which folders' caches are invalidated and when, so that no participant waits for ever for what a coarse clock hides.
+"""Which folders' caches are invalidated and when, so that nothing that others wrote stays hidden.
 
-A server that tells times by the second can show a folder unchanged although something came within the tick of the last
-look. To invalidate the folder in a later tick ends that for all clients. So what is waited for is invalidated once the
-tick is over, and then ever more rarely: another invalidation, or a claim in the same tick, opens the same hole again.
+A client may trust a folder's listing for seconds (sshfs, GlusterFS, NFS mounted ``nocto``), or while the folder's time
+has not changed, which a server may tell by the second: what came within the tick of the last look is not shown. To
+invalidate the folder in a later tick ends that for all clients.
 
-What this participant was notified of and has not found yet: the client's caches hide it, so they are invalidated.
-
-A notification is faster than the caches of a shared filesystem: a folder's listing may be trusted for seconds (sshfs,
-GlusterFS, NFS mounted ``nocto``), or while the folder's time, which a server may tell by the second, has not changed.
-So a notification carries what was written. Where that is not in the listings, their folders are invalidated, once for
-each
-thing: a notification about something that does not exist costs one more look and no more.
+- `CacheInvalidator`: what is waited for is invalidated once the tick is over, and then ever more rarely: another
+  invalidation, or a claim in the same tick, opens the same hole again.
+- `PendingNotifications`: a notification is faster than the caches, and names the key that was written. Where that is
+  not in the listings, its folder is invalidated, once: one about a key that does not exist costs one look.
 """
 
 from __future__ import annotations

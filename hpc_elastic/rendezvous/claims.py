@@ -1,6 +1,6 @@
-"""What nodes say about a round: one small value each, under ``round/<index>/<kind>+<uid>``, never changed.
+"""What nodes report about a round: one small value each, under ``round/<index>/<kind>+<uid>``, never changed.
 
-What this node has to say about rounds and has not written yet: in order, each once, though the disk refuse.
+`ClaimReader` reads others' claims; `OwnClaims` keeps this node's until the filesystem takes them, in order, each once.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class OwnClaims:
         self._uid = uid
         self._waiting: deque[tuple[str, str]] = deque()
         self._joined_round = -1
-        self._untold = False
+        self._is_unannounced = False
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -212,14 +212,14 @@ class OwnClaims:
             return False
         self._store.put_if_absent(claim_key(target, ClaimKind.JOIN, self._uid), "in")
         self._joined_round = target
-        self._untold = True
+        self._is_unannounced = True
         return True
 
     def unannounced_join(self, target: int) -> str:
         """The key of the claim on `target`, where the coordinator is still to be notified of it; once."""
-        if not self._untold or target != self._joined_round:
+        if not self._is_unannounced or target != self._joined_round:
             return ""
-        self._untold = False
+        self._is_unannounced = False
         return claim_key(target, ClaimKind.JOIN, self._uid)
 
 

@@ -1,9 +1,4 @@
-"""What a coordinator sees when it decides.
-
-What members say about checkpoints while nodes wait, as the coordinator reads it.
-
-What the coordinator sees: the claims on two rounds, and who of those that made them lives.
-"""
+"""What the coordinator sees when it decides: the claims on two rounds, and which of their authors live."""
 
 from __future__ import annotations
 

@@ -328,13 +328,13 @@ class Coordination:
         news = False
         if participant is not None:
             if heard.muted:
-                participant.packets_dropped_for(heard.muted)
+                participant.detector.packets_dropped_for(heard.muted)
             if heard.alive:
-                participant.heard(heard.alive - heard.hears.keys(), hears_us=None)
+                participant.detector.heard(heard.alive - heard.hears.keys(), hears_us=None)
                 for hears in (True, False):
-                    participant.heard([uid for uid, us in heard.hears.items() if us is hears], hears_us=hears)
+                    participant.detector.heard([uid for uid, us in heard.hears.items() if us is hears], hears_us=hears)
                 participant.notified_of(heard.about)
-                news = participant.note_newest(heard.told)
+                news = participant.note_newest(heard.newest)
                 if self._refusals.heard(heard.hears.keys(), heard.refused, self._clock.monotonic()):
                     # A cache may still answer here: an access that goes to the server shows how this node fares.
                     self._commands.append(lambda p: p.beat_to_files())

@@ -1,8 +1,7 @@
-"""The id of a store: a random name that its first opener gives it. It shows when the store was wiped or replaced.
+"""One participant's signs of life in the store: its heartbeat, and the answer when it is asked whether it lives.
 
-Sends one participant's signs of life: its heartbeat in the store, and the answer when it is asked.
-
-It also checks that the store that it beats to is still the one that it joined.
+`StoreId` checks that the store that it beats to is still the one that it joined: a random name, given by its first
+opener, that shows when the store was wiped or replaced.
 """
 
 from __future__ import annotations

@@ -79,9 +79,9 @@ class Participant:
         now = clock.monotonic()
         self.intervals = poll_intervals(settings)
         self._peers = Peers(store, info, notifier)
-        self._detector = FailureDetector(store, settings, self.intervals, clock)
-        self._scanner = ClaimScanner(store, info.uid, self._peers, self._detector)
-        self._succession = Succession(store, info, settings, self.intervals, self._detector, rng)
+        self.detector = FailureDetector(store, settings, self.intervals, clock)
+        self._scanner = ClaimScanner(store, info.uid, self._peers, self.detector)
+        self._succession = Succession(store, info, settings, self.intervals, self.detector, rng)
         self._schedule = Schedule(self.intervals, rng, now)
         self._store_id = StoreId(store, run_id, patience=settings.heartbeat_interval)
         self._heartbeat_sender = HeartbeatSender(
@@ -98,7 +98,8 @@ class Participant:
         self._started_at = now
         self._invalidator = CacheInvalidator(store, info.uid, observes=self.observes)
         self._notifications = PendingNotifications()
-        self._ending = Ending(store, info.uid, listener, clock)
+        self.ending = Ending(store, info.uid, listener, clock)
+        """Which process finishes the attempt, once the run is closed."""
         self._sweep = Sweep(store, info.uid, self._peers, observes=self.observes, now=now)
 
     @property
@@ -195,28 +196,6 @@ class Participant:
         """This node's agent ends now, and leaves nothing running."""
         self._claims.add_key(goodbye_key(self._info.uid), "bye")
 
-    def await_end(self, turn: int, *, confirmed: bool = True) -> None:
-        """The run is closed: find out which process finishes the attempt (`rendezvous.ending`).
-
-        The listener hears ``end_claimed``, or ``end_unclaimed`` when no process has claimed it by this agent's turn.
-
-        Args:
-            turn: 0 for the first agent that may step in; each further one waits longer.
-            confirmed: Whether Slurm would be asked first; else this is the last resort, which waits longer.
-        """
-        self._ending.begin(turn, confirmed=confirmed)
-
-    def announce_claim(self) -> None:
-        """The run is closed, and this supervisor is about to claim the end: agents wait a little longer for it."""
-        self._ending.announce_claim()
-
-    def claim_end(self) -> None:
-        """The run is closed, and this supervisor may finish the attempt: the next step claims that.
-
-        The listener hears ``end_claimed`` or, where another process was quicker, ``end_taken_over``.
-        """
-        self._ending.may_claim()
-
     def close(self, outcome: Outcome, reason: str) -> None:
         """End the run for all, as soon as the log takes it. The first one to close wins."""
         self._to_all.close(outcome, reason)
@@ -237,19 +216,6 @@ class Participant:
         """There is a notice: this node's workers have saved, as far as they follow it."""
         self._claims.add(round_index, ClaimKind.KEPT)
 
-    def heard(self, uids: Iterable[str], *, hears_us: bool | None = True) -> None:
-        """Datagrams of these have come in: they live.
-
-        Args:
-            uids: Whose.
-            hears_us: Whether they say that they hear this participant; None: they did not say (notifications don't).
-        """
-        self._detector.heard(uids, hears_us=hears_us)
-
-    def packets_dropped_for(self, seconds: float) -> None:
-        """This host may have dropped packets in a flood of invalid ones: that time counts as silence of no node."""
-        self._detector.packets_dropped_for(seconds)
-
     def notified_of(self, keys: Iterable[str]) -> None:
         """Somebody sent a notification, and said what it wrote: the next look finds it, past the caches that hide
         it."""
@@ -267,7 +233,7 @@ class Participant:
         if record is None or record.status is Status.CLOSED or self.observes:
             return BeatPlan()
         uids = {m.uid for m in record.members} | self._scanner.joining if self._leads() else {record.leader}
-        return self._peers.beat_plan(record, uids - {self._info.uid}, hears=self._detector.hears)
+        return self._peers.beat_plan(record, uids - {self._info.uid}, hears=self.detector.hears)
 
     # -- the machine ---------------------------------------------------------------------------------------------
 
@@ -297,11 +263,11 @@ class Participant:
             StoreError: a lasting one. StoreWipedError: the store is not the one that was joined.
             RendezvousStateError: the log holds a record that this program can't read.
         """
-        now = self._detector.begin_step()
+        now = self.detector.begin_step()
         self._heartbeat_sender.check_if_doubted(now)
         plans = self.waits_to_speak
         if not (notified or plans) and now < self._rests_until and self._is_connected():
-            self._scanner.paused_for(self._detector.look_at(()))
+            self._scanner.paused_for(self.detector.look_at(()))
             return min(self.intervals.stride, self._rests_until - now)
         self._scanner.listed = {}
         if not self._announced:
@@ -315,7 +281,7 @@ class Participant:
             self._notify_coordinator()
         self._report_links(self._record)
         said = any([self._flush_claims(), self._join_if_wanted()])
-        self._scanner.paused_for(self._detector.look_at(()))
+        self._scanner.paused_for(self.detector.look_at(()))
         survey = self._schedule.survey_now(self._clock.monotonic(), notified=notified or said)
         progress = self._commit_requests_to_all() or self._coordinate(looked=looked, survey=survey)
         if looked or survey:
@@ -328,7 +294,7 @@ class Participant:
             self._schedule.hurry(now)
             return 0.0
         closed = self._record is not None and self._record.status is Status.CLOSED
-        ending = self._ending.look_interval(self.intervals, observes=self.observes) if closed else None
+        ending = self.ending.look_interval(self.intervals, observes=self.observes) if closed else None
         wait = self._schedule.wait(
             now, self._record, leads=self._leads(), connected=self._is_connected(), ending=ending, idle=self._is_idle()
         )
@@ -362,7 +328,7 @@ class Participant:
 
     def _is_connected(self) -> bool:
         record = self._record
-        return record is not None and self._notifier is not None and self._detector.is_connected(record.leader)
+        return record is not None and self._notifier is not None and self.detector.is_connected(record.leader)
 
     def _is_idle(self) -> bool:
         """Whether this node coordinates a round that runs, and it and all others who take part hear each other."""
@@ -388,13 +354,13 @@ class Participant:
             notified = False  # for a record that is known, or for a claim, which the log says nothing about
         if not self._schedule.look_now(now, notified=notified or news, connected=self._is_connected()):
             return False
-        self._take_newest(told=number if news else 0)
+        self._take_newest(hint=number if news else 0)
         if self._log.went_back:
             self._store_id.check(now)
         return True
 
-    def _take_newest(self, *, told: int = 0) -> None:
-        found = self._log.latest(told=told)
+    def _take_newest(self, *, hint: int = 0) -> None:
+        found = self._log.latest(hint=hint)
         if found is not None and found is not self._record:
             self._take_in(found)
 
@@ -415,9 +381,9 @@ class Participant:
         if record.notice is not None and not record.notice.is_given_as(before.notice if before else None):
             self._scanner.notice_was_given(now)
         self._schedule.new_record(now)
-        self._detector.asked(record.suspects, now)
+        self.detector.asked(record.suspects, now)
         if before is not None and before.lost != record.lost:
-            self._detector.lost(m.uid for m in before.members if m.node in record.lost)
+            self.detector.lost(m.uid for m in before.members if m.node in record.lost)
         self._report_links(record)
         if before is not None:
             self._succession.new_record(before, record)
@@ -428,7 +394,7 @@ class Participant:
         if record is None:
             return
         now, now_ns = self._clock.monotonic(), self._clock.time_ns()
-        for link in self._detector.links_lost(to_the_end=record.status is Status.CLOSED):
+        for link in self.detector.links_lost(to_the_end=record.status is Status.CLOSED):
             if record.leader == self._info.uid:
                 self._listener.on_event(*link_event(record, link, now=now, now_ns=now_ns))
 
@@ -474,13 +440,13 @@ class Participant:
         record = self._record
         if self.observes:
             if record is not None and record.status is Status.CLOSED and looked:
-                self._ending.step_of_supervisor(record, self._peers)
+                self.ending.step_of_supervisor(record, self._peers)
             return False
         if record is None:
             return self._open_first_round()
         if record.status is Status.CLOSED:
             if looked:
-                self._ending.step_of_agent()
+                self.ending.step_of_agent()
             return False
         if record.leader != self._info.uid:
             return self._take_over_if_needed(record, looked=looked)
@@ -540,7 +506,7 @@ class Participant:
         before = self._record
         name, fields = to_event(proposal)
         if self._append(record, name, fields) and before is not None:
-            for event in consequences(before, proposal, self._detector.last_sign):
+            for event in consequences(before, proposal, self.detector.last_sign):
                 self._listener.on_event(*event)
             if record.number % 16 == 0:
                 self._log.compact()
@@ -552,6 +518,6 @@ class Participant:
         self._listener.on_event(event, fields)
         self._take_in(record)
         self._peers.learn(())
-        silent = [m.uid for m in record.members if self._detector.is_silent(m.uid)]
+        silent = [m.uid for m in record.members if self.detector.is_silent(m.uid)]
         self._peers.notify_all(record_name(record.number), silent=silent)
         return True

@@ -1,5 +1,5 @@
-"""Who takes part and where their notifiers are: what each participant says of itself once, in a name, so that one
-listing tells all about all."""
+"""Which participants there are and where their notifiers are: each announces itself once, in a name, so that one
+listing shows all of all."""
 
 from __future__ import annotations
 

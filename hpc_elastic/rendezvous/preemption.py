@@ -1,7 +1,7 @@
-"""The notice that the job is going to be ended: what a record carries of it, and how a step to save after is agreed on.
+"""The preemption notice: what a record carries of it, and how the step after which all save is agreed on. Pure.
 
-Whoever hears of it (the supervisor by its signal, an agent by its own) writes it into the log; each member then says
-where its workers stand, the coordinator names the step, and members say when all is saved. All of it is pure.
+The process that learns of the end (the supervisor or an agent, by a signal) writes the notice into the log; each member
+reports where its workers stand, the coordinator names the step, and members report when all is saved.
 """
 
 from __future__ import annotations

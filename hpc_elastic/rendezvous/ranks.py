@@ -1,7 +1,7 @@
-"""Who sits where, and with which ranks: from the last round's members and the nodes that live to the next round's.
+"""Ranks: from the last round's members and the nodes that live to the next round's members, in order.
 
-The one place where ranks come from. `assign_ranks` is asked by the coordinator when it freezes a round, and its answer
-is in the round's record; every agent reads its own ranks off that with `rank_layout`.
+The one place where ranks come from. The coordinator calls `assign_ranks` when it freezes a round, and the answer is in
+the round's record; every agent reads its own ranks off that with `rank_layout`.
 """
 
 from __future__ import annotations

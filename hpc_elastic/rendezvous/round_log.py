@@ -1,9 +1,7 @@
-"""Numbered immutable records: creating number n + 1 is the compare-and-set, and the number is the fencing token.
+"""The log of round records: to create record n + 1 is the compare-and-set, and the number is the fencing token.
 
 A deposed coordinator that still believes itself in office tries to create a number that is already there, loses, reads
 what the others did, and steps down. Nothing else is needed to keep two of them apart.
-
-The log as round records: what `store.record_log` keeps, with the member lists that records refer to.
 """
 
 from __future__ import annotations
@@ -41,19 +39,19 @@ class RecordLog:
         """Whether the last listing had nothing as new as what was seen before: the store was wiped, or a listing is
         stale."""
 
-    def latest(self, *, told: int = 0) -> LogRecord | None:
+    def latest(self, *, hint: int = 0) -> LogRecord | None:
         """The newest record that is visible. Costs one listing, and one read when there is something new.
 
         Args:
-            told: The number of a record that somebody says is there: one read where it is true and this process has not
-                seen it yet. A newer one is then found at the next look.
+            hint: The number of a record that another participant says is there: one read where it is true and this
+                process has not seen it yet. A newer one is then found at the next look.
 
         Raises:
             OSError: a passing fault.
         """
         known = self._newest.number if self._newest else 0
-        if told > known and (raw := self._store.get(_key(told))) is not None:
-            self._newest = LogRecord(told, _decode(raw))
+        if hint > known and (raw := self._store.get(_key(hint))) is not None:
+            self._newest = LogRecord(hint, _decode(raw))
             return self._newest
         numbers = self._numbers()
         self.went_back = known > max(numbers, default=0)
@@ -124,17 +122,17 @@ class RoundLog:
         """Whether the last look showed less than one before: a wiped store, or a stale listing."""
         return self._log.went_back
 
-    def latest(self, *, told: int = 0) -> RoundRecord | None:
+    def latest(self, *, hint: int = 0) -> RoundRecord | None:
         """The newest record that is visible; the same object while there is no newer one.
 
         Args:
-            told: The number of a record that somebody says is there.
+            hint: The number of a record that another participant says is there.
 
         Raises:
             OSError: a passing fault; also where the member list that a record refers to can't be read yet.
             RendezvousStateError: a record that this program can't read.
         """
-        found = self._log.latest(told=told)
+        found = self._log.latest(hint=hint)
         if found is not None and (self._newest is None or found.number > self._newest.number):
             self._newest = self._decode(found.number, found.value)
         return self._newest

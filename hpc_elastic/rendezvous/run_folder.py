@@ -1,13 +1,9 @@
-"""Removing the earlier epochs of a run id, which nobody will read again: in the background, by who uses the id next.
+"""Where the rendezvous of a run id lives in a shared directory, and how its earlier epochs are removed.
 
-An epoch is only ever followed by another one once it is closed. Who may still look at it is an agent that has not ended
-yet, or one that slept: so it is watched for a while, on this process' own clock, before it goes. What this program did
-not make is not touched, no symbolic link is followed, and nothing outside the epoch's folder is ever opened.
-
-Where a run's rendezvous lives in a shared directory: many runs side by side, each id used again in a new epoch.
-
-``<directory>[/<prefix>]/<name of the run>/epoch-000001`` is a store. When it is closed, whoever comes with the same id
-later opens ``epoch-000002``, and nothing of the old one is read.
+``<directory>[/<prefix>]/<name of the run>/epoch-000001`` is a store. When it is closed, the next start with the same id
+opens ``epoch-000002``, and nothing of the old one is read. An agent that has not ended yet, or slept, may still look at
+the old one: so it is watched for a while, on this process' own clock, before it is removed. What this program did not
+make is not touched, no symbolic link is followed, and nothing outside the epoch's folder is ever opened.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""How often a participant looks and says that it lives: from the settings and the number of nodes, for a server that
-all of them share.
+"""When a participant looks at the files and beats: intervals for nodes that share a server, and the next look of one.
 
 A metadata server takes some 10,000 operations a second, and a job should leave nearly all of them to others. So the
 intervals grow with the number of nodes, such that all nodes together stay below `budget`. Where packets get through
-("connected"), no node has to look often: each beat says which record is the newest, and a silence of the coordinator is
-noticed within seconds.
-
-When a participant looks at the files by itself: at the log, and as coordinator at the claims.
+("connected"), no node has to look often: each beat carries the number of the newest record, and a silence of the
+coordinator is noticed within seconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Names of participants: unique for every agent start, readable, and ordered on one node.
+"""The record that the nodes agree on, what may follow what, and the names of participants.
 
-The record that the nodes agree on, and its form on disk.
-
-The one table of what may follow what in the log. docs/reference/states.md is generated from it.
+docs/reference/states.md is generated from `TRANSITIONS`.
 """
 
 from __future__ import annotations

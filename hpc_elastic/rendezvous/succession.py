@@ -84,7 +84,7 @@ class Succession:
         turn = self._turn(record) * 0.2 + self._patience
         unchanged = self._detector.unchanged(leader)
         silent = self._detector.silence(leader)
-        if self._has_left(leader, now, turn, looked=looked, told=goodbye_key(leader) in notified_of):
+        if self._has_left(leader, now, turn, looked=looked, announced=goodbye_key(leader) in notified_of):
             return Move(event=RoundEvent.TAKE_OVER, why=f"the coordinator {leader} has left")
         if unchanged > self._settings.heartbeat_ttl + turn:
             why = f"the coordinator {leader} has not changed its heartbeat for {unchanged:.1f} s"
@@ -101,11 +101,11 @@ class Succession:
             return Move(event=RoundEvent.ASK, why=why)
         return None
 
-    def _has_left(self, leader: str, now: float, turn: float, *, looked: bool, told: bool) -> bool:
+    def _has_left(self, leader: str, now: float, turn: float, *, looked: bool, announced: bool) -> bool:
         """Whether it has said goodbye, and this node's turn has come."""
         late = self._detector.unchanged(leader) > 1.5 * self._settings.heartbeat_interval
         suspicious = self._detector.is_silent(leader) or (late and not self._detector.hears(leader))
-        worth_a_look = self._left[0] != leader and (told or (looked and suspicious))
+        worth_a_look = self._left[0] != leader and (announced or (looked and suspicious))
         if worth_a_look and self._store.get(goodbye_key(leader)) is not None:
             self._left = (leader, now)
         self.turn_due = self._left[1] + turn if self._left[0] == leader else float("inf")

@@ -1,18 +1,17 @@
-"""The file with the run's secret, by which notifications are authenticated: only its owner may ever have read it.
+"""The notifier: small authenticated datagrams that say "look at the files now" or "I am alive", and nothing else.
 
-The notifier: small authenticated datagrams that say "look at the files now" or "I am alive", and nothing else.
+Every decision is in the files. A lost notification costs the wait for the next poll; a lost beat makes no node lost,
+since a silent one is asked through the files; a forged or repeated datagram is dropped, counted, and logged once; and
+where no packet gets through the same program runs on polling alone.
 
-Every decision is in the files. A lost notification costs the wait for the next poll; a lost beat makes nobody lost,
-since a silent node is asked through the files; a forged or repeated datagram is dropped, counted, and told of once; and
-where no packet gets through the same program runs on polling alone. The payload is JSON with the sender's uid, what it
-is, a counter that only grows, the address and port that it was sent to (so that the receiver learns by which of its own
-addresses others reach it, and none that was recorded elsewhere is taken), the key that was written (of a beat: the
-newest record's), for a notification the addresses to notify in turn, for a beat whether its sender hears whom it is for
-and whether the shared filesystem refuses its sender, and the sender's clock, with how much it may be ahead of the
-receiver's as far as it knows (`hpc_elastic.base.clock`); an HMAC-SHA256 with the run's secret stands before it.
+A datagram is an HMAC-SHA256 with the run's secret, and JSON: the sender's uid (``u``), the kind (``k``: ``ring`` or
+``beat``), a counter that only grows (``c``), the address and port that it was sent to (``to``, ``p``: so the receiver
+learns by which of its addresses others reach it), the key that was written, of a beat the newest record's (``a``), the
+addresses to notify in turn (``f``), whether the sender hears the receiver (``h``), whether the filesystem refuses the
+sender (``r``), the sender's clock (``t``), and by how much it may be ahead of the receiver's (``b``).
 
 A flood costs little: after `MOST_REJECTED` invalid datagrams within `PERIOD` seconds the notifier is muted until that
-time is over, so that taking them in needs about one hundredth of a core. Nobody counts as silent for that time.
+time is over, so that it needs about one hundredth of a core. No node counts as silent for that time.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ MOST_REJECTED = 500
 """Invalid datagrams that are looked at within one period."""
 PERIOD = 0.5
 """Seconds."""
-MOST_TOLD = 16
+MOST_LOGGED = 16
 """Different (reason, host) that are logged: a forger may make up any number of hosts."""
 MOST_FORWARDED = 20
 """Addresses that a notification can carry on."""
@@ -108,7 +107,7 @@ class Heard(Struct, frozen=True, kw_only=True):
     """Uids of the senders, of notifications too."""
     about: frozenset[str] = frozenset()
     """The keys that were written, as the notifications said."""
-    told: frozenset[str] = frozenset()
+    newest: frozenset[str] = frozenset()
     """The keys of the newest records, as the beats said."""
     hears: Mapping[str, bool] = field(default_factory=dict)
     """Who sent beats, and whether it hears this participant."""
@@ -148,7 +147,7 @@ class Notifier:
         """Who sends from there, and so may be told about its clock there."""
         self.rejections: Counter[str] = Counter()
         """Invalid datagrams by reason."""
-        self._told: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
         self._period_end = 0.0
         self._left = MOST_REJECTED
         self._muted_until: float | None = None
@@ -245,7 +244,7 @@ class Notifier:
         notified = False
         alive: set[str] = set()
         about: set[str] = set()
-        told: set[str] = set()
+        newest: set[str] = set()
         hears: dict[str, bool] = {}
         refused: dict[str, bool] = {}
         for _ in range(1000):  # many valid ones must not keep the owner from its work either
@@ -268,7 +267,7 @@ class Notifier:
             self._compare_clocks(sender, sender_address, said)
             key = str(said.get("a", ""))
             if key:
-                (about if kind == "ring" else told).add(key)
+                (about if kind == "ring" else newest).add(key)
             if kind == "ring":
                 notified = True
                 self.notify(_unpack(said.get("f")), key)
@@ -278,19 +277,19 @@ class Notifier:
             notified=notified,
             alive=frozenset(alive),
             about=frozenset(about),
-            told=frozenset(told),
+            newest=frozenset(newest),
             hears=hears,
             refused=frozenset(uid for uid, is_refused in refused.items() if is_refused),
             muted=muted,
         )
 
     def _compare_clocks(self, sender: str, address: Address, said: Mapping[str, Any]) -> None:
-        sent, told = said.get("t"), said.get("b")
+        sent, bound = said.get("t"), said.get("b")
         if type(sent) is not int:
             return
         now_ns = uptime_ns(self._clock)
         known = self._clocks.setdefault(sender, PeerClock())
-        known.received(sent_ns=sent, received_ns=now_ns, told_ns=told if type(told) is int else None)
+        known.received(sent_ns=sent, received_ns=now_ns, told_ns=bound if type(bound) is int else None)
         self._senders[address] = sender
 
     def _accept(self, data: bytes) -> tuple[str, str, Mapping[str, Any]] | str:
@@ -319,10 +318,10 @@ class Notifier:
 
     def _reject(self, reason: str, sender: Address) -> None:
         self.rejections[reason] += 1
-        told = (reason, sender[0])
-        if told in self._told or len(self._told) >= MOST_TOLD:
+        seen = (reason, sender[0])
+        if seen in self._logged or len(self._logged) >= MOST_LOGGED:
             return
-        self._told.add(told)
+        self._logged.add(seen)
         level = logging.INFO if reason == "repeated" else logging.WARNING  # a network may double a packet
         logger.log(
             level, "dropped a packet from %s: %s; more of the same are only counted", sender[0], _REASONS[reason]

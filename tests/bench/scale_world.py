@@ -221,7 +221,7 @@ class World:
                     other = self._by_address.get(address)
                     if other is None or not other.alive:
                         continue
-                    other.participant.heard([sender.info.uid], hears_us=hears)
+                    other.participant.detector.heard([sender.info.uid], hears_us=hears)
                     if plan.about and other.participant.note_newest([plan.about]):
                         self._push(self.now + HOP, other, functools.partial(self._rung, other, plan.about, ()))
 
@@ -233,7 +233,7 @@ class World:
             uid = sender.info.uid
 
             def arrive() -> None:
-                other.participant.heard([uid], hears_us=None)
+                other.participant.detector.heard([uid], hears_us=None)
                 self._rung(other, about, forward)
 
             self._push(at + HOP, other, arrive)

@@ -272,8 +272,8 @@ class World:
             for uid in hearers:
                 other = live.get(uid)
                 if other is not None and other is not node and (node.index, other.index) not in self.cut:
-                    hears = node.participant._detector.hears(uid)
-                    other.participant.heard([node.info.uid], hears_us=hears)
+                    hears = node.participant.detector.hears(uid)
+                    other.participant.detector.heard([node.info.uid], hears_us=hears)
 
     def _beat_as_planned(self) -> None:
         if self.clock.now < self._next_beat:
@@ -285,14 +285,14 @@ class World:
                 for address in addresses:
                     other = self._reached(node, address)
                     if other is not None:
-                        other.participant.heard([node.info.uid], hears_us=hears)
+                        other.participant.detector.heard([node.info.uid], hears_us=hears)
                         other.notified = other.participant.note_newest([plan.about]) or other.notified
 
     def deliver(self, sender: Node, address: Address, about: str) -> None:
         """A notification, where it is not lost."""
         other = self._reached(sender, address)
         if other is not None and not self.loses():
-            other.participant.heard([sender.info.uid], hears_us=None)
+            other.participant.detector.heard([sender.info.uid], hears_us=None)
             other.participant.notified_of([about] if about else [])
             other.notified = True
 

@@ -146,6 +146,10 @@ class Said:
     def __init__(self) -> None:
         self.words: list[tuple[str, tuple[Any, ...]]] = []
 
+    @property
+    def ending(self) -> SimpleNamespace:
+        return SimpleNamespace(begin=self.await_end)
+
     def __getattr__(self, word: str) -> Callable[..., None]:
         return lambda *arguments, **named: self.words.append((word, (*arguments, *named.values())))
 

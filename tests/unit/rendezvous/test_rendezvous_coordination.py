@@ -29,6 +29,7 @@ class Stepped:
     """A participant's place: counts its steps, does what a test wants in them."""
 
     def __init__(self, do: Callable[[int], float | None] | None = None) -> None:
+        self.detector = self
         self.steps = 0
         self.asked: list[str] = []
         self.notified: list[bool] = []

@@ -425,7 +425,7 @@ def test_the_age_of_who_was_in_touch_counts_from_when_it_was_heard_last(store: S
     first, second = running(store, clock)
     for _ in range(25):
         clock.now += 1
-        first.participant.heard([second.info.uid])
+        first.participant.detector.heard([second.info.uid])
         first.settle_down()
     advance(clock, 12, first)
     assert first.record.lost == (1,)
@@ -512,7 +512,7 @@ def test_a_question_to_one_node_does_not_start_the_last_call_anew(store: SpyStor
     while first.record.status is Status.JOINABLE:
         assert clock.now - began < 32
         if int(clock.now - began) % 10 == 0:
-            first.participant.heard([second.info.uid])  # then silent again, and asked
+            first.participant.detector.heard([second.info.uid])  # then silent again, and asked
         advance(clock, 1, first, second)
         numbers.add(first.record.number)
     assert clock.now - began > 29
@@ -605,14 +605,14 @@ def three(store: SpyStore, clock: FakeClock, *, heard: bool = True) -> tuple[Sea
     first, second, third = seats
     assert third.record.status is Status.FINAL
     if heard:
-        first.participant.heard([second.info.uid, third.info.uid])
+        first.participant.detector.heard([second.info.uid, third.info.uid])
     return first, second, third
 
 
 def test_a_node_that_falls_silent_is_asked_through_the_files(store: SpyStore, clock: FakeClock) -> None:
     first, second, third = three(store, clock)
     for _ in range(4):
-        first.participant.heard([third.info.uid])
+        first.participant.detector.heard([third.info.uid])
         advance(clock, 1, first, third)
     assert first.record.suspects == (second.info.uid,)
     assert first.record.status is Status.FINAL
@@ -620,11 +620,11 @@ def test_a_node_that_falls_silent_is_asked_through_the_files(store: SpyStore, cl
     before = store.get(f"hb/{second.info.uid}")
     second.settle_down()
     assert store.get(f"hb/{second.info.uid}") != before, "it answers at once"
-    first.participant.heard([third.info.uid])
+    first.participant.detector.heard([third.info.uid])
     advance(clock, 1, first)
     assert first.record.suspects == ()
     for _ in range(10):
-        first.participant.heard([third.info.uid])
+        first.participant.detector.heard([third.info.uid])
         advance(clock, 1, first, second, third)
     assert first.record.suspects == (), "no packet of its comes through, and that was said once"
     assert first.record.round == 0
@@ -650,7 +650,7 @@ def test_who_does_not_answer_is_out(store: SpyStore, clock: FakeClock) -> None:
     began = clock.now
     while first.record.round == 0:
         assert clock.now - began < 10
-        first.participant.heard([third.info.uid])
+        first.participant.detector.heard([third.info.uid])
         advance(clock, 0.5, first, third, tick=0.5)
     assert first.record.lost == (1,)
 
@@ -665,7 +665,7 @@ def test_who_was_never_heard_is_not_missed(store: SpyStore, clock: FakeClock) ->
 def test_a_read_that_blocks_makes_nobody_late_with_the_answer(store: SpyStore, clock: FakeClock) -> None:
     """What was read before the filesystem stood still says nothing about what came after."""
     first, second, third = three(store, clock, heard=False)
-    first.participant.heard([second.info.uid])
+    first.participant.detector.heard([second.info.uid])
     for _ in range(4):
         advance(clock, 1, first, third)
     assert first.record.suspects == (second.info.uid,)
@@ -690,7 +690,7 @@ def test_a_read_that_blocks_makes_no_coordinator_silent(store: SpyStore, clock: 
     """Its beats were waiting in the socket meanwhile."""
     first, second, third = three(store, clock)
     advance(clock, 5, first, third)
-    second.participant.heard([first.info.uid])
+    second.participant.detector.heard([first.info.uid])
 
     def stand_still(key: str) -> None:
         if key == f"hb/{first.info.uid}" and not store.hidden:
@@ -701,7 +701,7 @@ def test_a_read_that_blocks_makes_no_coordinator_silent(store: SpyStore, clock: 
     clock.now += 1
     second.participant.step()
     assert store.hidden, "the read did block"
-    second.participant.heard([first.info.uid])
+    second.participant.detector.heard([first.info.uid])
     second.settle_down()
     assert second.record.leader == first.info.uid
 
@@ -712,17 +712,17 @@ def test_a_coordinator_that_falls_silent_is_asked_and_stays_in_office_if_it_answ
     """Packets are lost on the way to one node: who took over for that would take the others' beats away."""
     first, second, third = three(store, clock)
     for seat in (second, third):
-        seat.participant.heard([first.info.uid])
+        seat.participant.detector.heard([first.info.uid])
     for _ in range(4):
-        first.participant.heard([third.info.uid])
-        third.participant.heard([first.info.uid])
+        first.participant.detector.heard([third.info.uid])
+        third.participant.detector.heard([first.info.uid])
         advance(clock, 1, second)
     assert (second.record.leader, second.record.term) == (first.info.uid, 1)
     assert set(second.record.suspects) == {first.info.uid, third.info.uid}, "who died with it is to be missed"
     number = second.record.number
     for _ in range(15):
-        first.participant.heard([second.info.uid, third.info.uid])
-        third.participant.heard([first.info.uid])
+        first.participant.detector.heard([second.info.uid, third.info.uid])
+        third.participant.detector.heard([first.info.uid])
         advance(clock, 1, first, third, second)
     assert second.record.suspects == ()
     assert (second.record.leader, second.record.status) == (first.info.uid, Status.FINAL)
@@ -732,7 +732,7 @@ def test_a_coordinator_that_falls_silent_is_asked_and_stays_in_office_if_it_answ
 def test_a_coordinator_that_does_not_answer_is_succeeded(store: SpyStore, clock: FakeClock) -> None:
     first, second, third = three(store, clock)
     for seat in (second, third):
-        seat.participant.heard([first.info.uid])
+        seat.participant.detector.heard([first.info.uid])
     began = clock.now
     while second.record.leader != second.info.uid:
         assert clock.now - began < 8.5
@@ -747,7 +747,7 @@ def test_a_coordinator_that_says_goodbye_is_succeeded_at_once(
     store: SpyStore, clock: FakeClock, notified: bool
 ) -> None:
     first, second, _third = three(store, clock)
-    second.participant.heard([first.info.uid])
+    second.participant.detector.heard([first.info.uid])
     first.notified.clear()
     first.participant.deregister()
     first.settle_down()
@@ -763,7 +763,7 @@ def test_a_coordinator_that_says_goodbye_is_succeeded_at_once(
 def test_who_is_notified_of_a_goodbye_wakes_when_its_turn_has_come(store: SpyStore, clock: FakeClock) -> None:
     """Not with the next poll: nodes wait for the round that it had opened."""
     first, second, _third = three(store, clock)
-    second.participant.heard([first.info.uid])
+    second.participant.detector.heard([first.info.uid])
     first.participant.deregister()
     first.settle_down()
     began = clock.now
@@ -771,7 +771,7 @@ def test_who_is_notified_of_a_goodbye_wakes_when_its_turn_has_come(store: SpySto
     wait = second.participant.step()
     while second.record.leader != second.info.uid:
         clock.now += max(wait, 0.001)
-        second.participant.heard([first.info.uid])  # a late packet
+        second.participant.detector.heard([first.info.uid])  # a late packet
         wait = second.participant.step(notified=False)
         assert clock.now - began < 0.5
 
@@ -779,7 +779,7 @@ def test_who_is_notified_of_a_goodbye_wakes_when_its_turn_has_come(store: SpySto
 def test_a_notification_about_a_goodbye_that_nobody_said_deposes_nobody(store: SpyStore, clock: FakeClock) -> None:
     first, second, _third = three(store, clock)
     for _ in range(5):
-        second.participant.heard([first.info.uid])
+        second.participant.detector.heard([first.info.uid])
         second.participant.notified_of([f"bye/{first.info.uid}"])
         advance(clock, 1, first, second)
     assert second.record.leader == first.info.uid
@@ -788,7 +788,7 @@ def test_a_notification_about_a_goodbye_that_nobody_said_deposes_nobody(store: S
 def test_an_answer_notifies_who_asked(store: SpyStore, clock: FakeClock) -> None:
     first, second, third = three(store, clock)
     for _ in range(4):
-        first.participant.heard([third.info.uid])
+        first.participant.detector.heard([third.info.uid])
         advance(clock, 1, first, third)
     assert first.record.suspects == (second.info.uid,)
     second.notified.clear()
@@ -800,7 +800,7 @@ def test_who_is_heard_stays_in_though_its_cell_stands_still(store: SpyStore, clo
     """Its mount hangs, its workers do not: the beats come from another thread."""
     first, second, third = three(store, clock)
     for _ in range(60):
-        first.participant.heard([second.info.uid, third.info.uid])
+        first.participant.detector.heard([second.info.uid, third.info.uid])
         advance(clock, 1, first, third)
     assert first.record.round == 0
     assert first.record.suspects == ()
@@ -811,7 +811,7 @@ def test_who_was_asked_and_is_heard_again_stays_in_though_its_cell_stands_still(
 ) -> None:
     first, second, third = three(store, clock)
     for second_at in range(30):
-        first.participant.heard([third.info.uid, *([second.info.uid] if second_at > 5 else [])])
+        first.participant.detector.heard([third.info.uid, *([second.info.uid] if second_at > 5 else [])])
         advance(clock, 1, first, third)
         if second_at == 5:
             assert first.record.suspects == (second.info.uid,)
@@ -823,11 +823,11 @@ def test_who_answers_too_late_but_is_heard_is_not_put_out_for_it(store: SpyStore
     """Both looks of the coordinator fall into the same second: the deadline has passed, and its beat has come."""
     first, second, third = three(store, clock)
     for _ in range(4):
-        first.participant.heard([third.info.uid])
+        first.participant.detector.heard([third.info.uid])
         advance(clock, 1, first, third)
     assert first.record.suspects == (second.info.uid,)
     clock.now += 6
-    first.participant.heard([second.info.uid, third.info.uid])
+    first.participant.detector.heard([second.info.uid, third.info.uid])
     first.settle_down()
     assert first.record.round == 0
 
@@ -838,7 +838,7 @@ def test_a_coordinator_that_stood_still_asks_nobody_for_that(store: SpyStore, cl
     clock.now += 60
     first.settle_down()
     assert first.record.number == number
-    first.participant.heard([second.info.uid, third.info.uid])
+    first.participant.detector.heard([second.info.uid, third.info.uid])
     advance(clock, 2, first, second, third)
     assert first.record.number == number
 

@@ -108,10 +108,10 @@ def test_what_was_told_is_read_without_a_listing() -> None:
     log, reader = RoundLog(store, "r"), RoundLog(store, "r")
     log.append(first(3))
     store.listings = 0
-    found = reader.latest(told=1)
+    found = reader.latest(hint=1)
     assert found == first(3)
     assert store.listings == 0
-    assert reader.latest(told=7) is found, "what is not there is looked for as ever"
+    assert reader.latest(hint=7) is found, "what is not there is looked for as ever"
     assert store.listings == 1
 
 

@@ -20,8 +20,8 @@ from hpc_elastic.base.clock import PeerClock
 from hpc_elastic.store.notifier import (
     MAX_DATAGRAM,
     MOST_FORWARDED,
+    MOST_LOGGED,
     MOST_REJECTED,
-    MOST_TOLD,
     PERIOD,
     Notifier,
     open_notifier,
@@ -256,7 +256,7 @@ def test_forgers_of_many_hosts_fill_no_log(make_notifier: MakeNotifier, caplog: 
     notifier = make_notifier()
     for host in range(200):
         notifier._reject("forged", (f"10.0.0.{host}", 1))
-    assert len(caplog.records) == MOST_TOLD
+    assert len(caplog.records) == MOST_LOGGED
     assert notifier.rejected == 200
 
 
@@ -432,7 +432,7 @@ def test_a_beat_says_whether_its_sender_hears_and_which_record_is_the_newest(mak
         found = b.drain()
         assert not found.notified
         assert found.hears == {"a": hears}
-        assert found.told == {"log/9"}
+        assert found.newest == {"log/9"}
         assert not found.about
 
 
