@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     except BrokenPipeError:
         from hpc_elastic.cli.screen import leave_output
 
-        leave_output()  # whoever read it has gone (`| head`)
+        leave_output()  # its reader has gone (`| head`)
         return _BROKEN_PIPE
     except OSError as error:
         # A file or folder of the user's that can't be reached is no defect of ours; anything else shows its traceback.

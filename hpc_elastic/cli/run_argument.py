@@ -2,7 +2,7 @@
 
 ``0-3,7``: sets of ranks, rounds and attempts as people write them. Pure.
 
-The argument RUN of the subcommands that look at runs: which directory, attempt, rounds and nodes somebody means.
+The argument RUN of the subcommands that look at runs: which directory, attempt, rounds and nodes it names.
 """
 
 from __future__ import annotations

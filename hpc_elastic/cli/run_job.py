@@ -197,7 +197,7 @@ def requeue(asked: RunJob, client: SlurmClient) -> str:
     """Requeue, and say what happens. Raises as `run`."""
     status, job = asked.status, asked.job
     if status.state is RunState.REQUEUED and _has_ended(job, client):
-        # Whoever had decided it was killed before Slurm heard of it.
+        # The process that decided it was killed before it asked Slurm.
         return _again(
             asked, client, f"job {job} had ended without the requeue that was decided; it is in the queue again now"
         )

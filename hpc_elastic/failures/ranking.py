@@ -123,7 +123,7 @@ class Order(str, Enum):
 
     KNOWN = "known"
     TIE = "tie"
-    """Closer than the clocks can tell."""
+    """Closer than the clocks can order."""
     UNKNOWN = "unknown"
     """Two nodes whose clocks nobody has compared."""
 

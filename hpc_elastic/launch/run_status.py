@@ -219,7 +219,7 @@ def read_steps(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> St
     """Where the workers of a round are; None where none has reported. One small file for each member.
 
     Args:
-        attempt: Where nodes tell it.
+        attempt: Where nodes report it.
     """
     steps: dict[int, int] = {}
     newest = 0

@@ -102,7 +102,7 @@ class Parsed(Struct, frozen=True, kw_only=True):
     def explained(self, error: UsageError) -> UsageError:
         """The same error, naming what the user wrote where it names an option that a file or a variable gave.
 
-        Whoever checks a value far from here knows its option alone: ``--mem 3X: …`` → ``hpc.toml:4: mem = 3X: …``.
+        Code that checks a value far from here knows its option alone: ``--mem 3X: …`` → ``hpc.toml:4: mem = 3X: …``.
         """
         name, blank, rest = str(error).partition(" ")
         written = self.named.get(name.removesuffix(":"))

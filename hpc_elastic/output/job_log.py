@@ -1,7 +1,7 @@
 """The way to the job log, which may be stuck: a bounded queue and a thread that alone writes.
 
 The agent's stdout ends in a pipe to slurmstepd and srun; when these don't read, a write blocks for as long as they
-like. Only this thread is held up then: what is over the bound is dropped, counted, and told of in its place. Each
+like. Only this thread is held up then: what is over the bound is dropped, counted, and named in its place. Each
 source has its own share, so that some ranks' floods drop those ranks' lines and not another's traceback.
 """
 
@@ -33,7 +33,7 @@ class JobLogSource:
         self.dropped = 0
         """Bytes of it that never reached the job log, so far."""
         self.unsaid = 0
-        """How many of these no line has told of yet."""
+        """How many of these no line has reported yet."""
 
 
 class JobLog:
@@ -155,7 +155,7 @@ class JobLog:
         self.dropped += count
 
     def _queue_loss_message(self, source: JobLogSource) -> None:
-        """Queue the line that tells of the drops since the last such line."""
+        """Queue the line that reports the drops since the last such line."""
         if source.unsaid and not self._is_broken:
             text = f"[… {source.unsaid} bytes dropped: the job log could not keep up]\n"
             source.unsaid = 0
@@ -188,7 +188,7 @@ class JobLog:
             try:
                 view = view[os.write(self._fd, view[:_PIECE]) :]
             except BlockingIOError:
-                poll = select.poll()  # somebody who shares our stdout made it non-blocking
+                poll = select.poll()  # another process that shares our stdout made it non-blocking
                 poll.register(self._fd, select.POLLOUT)
                 poll.poll()
             except BrokenPipeError:

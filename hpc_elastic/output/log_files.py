@@ -215,7 +215,7 @@ def _open_for_append(path: Path) -> int:
                 raise UnsafePathError(f"{path} belongs to uid {info.st_uid}, not to you")
             os.fchmod(fd, 0o600)
             os.lseek(fd, 0, os.SEEK_END)
-        elif not stat.S_ISCHR(info.st_mode):  # /dev/null, where somebody wants none
+        elif not stat.S_ISCHR(info.st_mode):  # /dev/null, where the user wants none
             raise UnsafePathError(f"{path} is no regular file")
     except BaseException:
         os.close(fd)
@@ -251,7 +251,7 @@ class HoldBudget:
         Args:
             now: Seconds, monotonic.
             written: Bytes that the disk has taken so far.
-            holding: Whether somebody was held up since the last call.
+            holding: Whether a writer was held up since the last call.
         """
         self._left += (written - self._written) / SLOWEST_DISK
         if holding:

@@ -37,14 +37,14 @@ class LogStream(Struct, frozen=True):
 
 
 class RoundLayout(Struct, frozen=True, kw_only=True):
-    """Who was where in a round, as the agents told it."""
+    """Which rank ran where in a round, from the agents' events."""
 
     nodes: Mapping[int, int]
     """Rank → node."""
     hosts: Mapping[int, str]
     """Node → host."""
     world_size: int
-    """0: nobody told it."""
+    """0: no event names it."""
 
 
 def round_numbers(attempt: AttemptPaths) -> list[int]:
@@ -82,7 +82,7 @@ def streams_of(
 
 
 def read_layouts(attempt: AttemptPaths) -> dict[int, RoundLayout]:
-    """Round → who was where, from the events. Rounds of which nobody told are not there."""
+    """Round → which rank ran where, from the events. Rounds without such events are missing."""
     nodes: dict[int, dict[int, int]] = {}
     sizes: dict[int, int] = {}
     hosts: dict[int, str] = {}

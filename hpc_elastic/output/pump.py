@@ -99,7 +99,7 @@ class LogPump:
         """
         Args:
             host: For the prefix ``[host:rank] ``.
-            clock: For waits, and to tell a slow disk from a hung one.
+            clock: For waits, and to distinguish a slow disk from a hung one.
             job_log: Where shown lines go; not closed here.
             limit: When the workers' files are rotated; None: never.
             node: Whose times are kept beside the ranks' folders (`log_times`); None: nobody's.
@@ -139,7 +139,7 @@ class LogPump:
             shown: The streams that go to the job log too.
 
         Returns:
-            What tells the end of its stderr that a full disk refused, once all is drained; nothing where none was.
+            What reports the end of its stderr that a full disk refused, once all is drained; nothing where none was.
         """
         pid = worker.pid
 

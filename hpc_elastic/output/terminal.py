@@ -151,7 +151,7 @@ class Screen:
     def __init__(self) -> None:
         self._rows = [b""]
         self._shown: list[bytes | None] = [None]
-        """What was last told of each row; None: nothing yet."""
+        """What was last printed of each row; None: nothing yet."""
         self._at = 0
         self._is_home = False
         self.has_moved = False
@@ -170,21 +170,21 @@ class Screen:
         return self._scroll()
 
     def take(self, *, again: bool) -> bytes:
-        """The rows that changed since they were told, as lines.
+        """The rows that changed since they were printed, as lines.
 
         Args:
-            again: Those too that were told before and are drawn over now and then; else what is new alone.
+            again: Those too that were printed before and are drawn over now and then; else what is new alone.
         """
-        told = b""
+        printed = b""
         for number, row in enumerate(self._rows):
             before = self._shown[number]
             if row != before and row.strip() and (again or before is None):
-                told += row + b"\n"
+                printed += row + b"\n"
                 self._shown[number] = row
-        return told
+        return printed
 
     def close(self) -> tuple[bytes, bytes]:
-        """Everything that was not told, as lines, and the row of the cursor where it is the last one."""
+        """Everything that was not printed, as lines, and the row of the cursor where it is the last one."""
         tail = b""
         if self._at == len(self._rows) - 1 and self._rows[-1] != self._shown[-1]:
             tail = self._rows[-1]
@@ -216,7 +216,7 @@ class Screen:
     def _up(self, count: int) -> None:
         self.has_moved = True
         missing = min(count, _ROWS) - self._at
-        if missing > 0:  # rows that were told before there was a screen
+        if missing > 0:  # rows that were printed before there was a screen
             self._rows[:0] = [b""] * missing
             self._shown[:0] = [b""] * missing
         self._at = max(0, self._at - count) if missing <= 0 else 0
@@ -307,14 +307,14 @@ class LineSplitter:
             final: No more comes: also what may be half a character or escape sequence.
         """
         if self._screen is not None:
-            told = self._screen.take(again=again or final)
+            printed = self._screen.take(again=again or final)
             if final or (again and not self._screen.has_moved):
-                told += self._end_screen()
+                printed += self._end_screen()
             elif again:
                 self._screen.has_moved = False
             if not final:
-                return told
-            return told + self.flush(final=True)
+                return printed
+            return printed + self.flush(final=True)
         if self._is_drawn and self._is_shown and not (again or final):
             return b""
         cut = len(self._tail) - (0 if final else unfinished(self._tail))
@@ -333,9 +333,9 @@ class LineSplitter:
 
     def _end_screen(self) -> bytes:
         assert self._screen is not None
-        told, row = self._screen.close()
+        printed, row = self._screen.close()
         self._tail, self._screen, self._is_shown = row + self._tail, None, not row
-        return told
+        return printed
 
 
 def _as_a_terminal(text: bytes) -> tuple[bytes, bytes]:

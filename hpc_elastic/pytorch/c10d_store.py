@@ -1,16 +1,16 @@
 """The store's Protocol over a ``Store`` of torch's: processes that share a ``TCPStore`` meet in it, without files.
 
 A value is one key, created by compare-and-set. Listings, which torch's stores lack, are one text for each folder. Every
-writer appends a line to it, which the server does as a whole: none is lost, whoever else writes.
+writer appends a line to it, which the server does as a whole: none is lost, however many write.
 
-- The value is written before its name is listed: a name that is listed can be read. Whoever finds a value there before
+- The value is written before its name is listed: a name that is listed can be read. One that finds a value there before
   its own lists the name too, in case its writer died in between.
 - A name that was deleted is listed as such before the value goes. Names are never used again, so the order of the lines
   says nothing. Those that say nothing any more are dropped now and then.
 
 Nothing here blocks on what is not there, so that threads which share one client don't hold each other up. But a thread
 that waits in a ``TCPStore`` (``get``, ``wait``) does hold up all others of that client: give this store a clone of its
-own where somebody does. An operation on a server that was stopped, or whose host is gone without a word, has no timeout
+own where one does. An operation on a server that was stopped, or whose host is gone without a reset, has no timeout
 in torch 2.13: use a thread that may hang.
 """
 
@@ -122,7 +122,7 @@ class C10dStore(Store):
         old = self._read(key) or b""
         new = b"".join(b"+%b\n" % name.encode() for name in _names(old))
         if len(old) - len(new) > waste:
-            self._compare_set(key, old, new)  # where somebody has appended meanwhile: some other time
+            self._compare_set(key, old, new)  # where another process has appended meanwhile: some other time
 
     def _read(self, key: str) -> bytes | None:
         # torch's `get` blocks on what is not there. This never sets anything: no value is what is expected.

@@ -39,7 +39,7 @@ def get_handler() -> Callable[[RendezvousParameters], TorchRendezvousHandler]:
 
 
 def create_handler(params: RendezvousParameters) -> TorchRendezvousHandler:
-    """A handler for what the user told torchrun.
+    """A handler for the options that torchrun was given.
 
     Raises:
         ValueError: with one line that names the value, as torch's own backends do.

@@ -77,7 +77,7 @@ def claim_folder(round_index: int) -> str:
 
 
 def claim_key(round_index: int, kind: ClaimKind, uid: str, *, serial: str = "") -> str:
-    """Where a claim is; `serial` tells those apart that a node makes several times in a round."""
+    """Where a claim is; `serial` distinguishes those that a node makes several times in a round."""
     word = f"{kind.value}.{serial}" if serial else kind.value
     return f"{claim_folder(round_index)}/{word}+{uid}"
 

@@ -58,7 +58,7 @@ class ClusterView(Struct, frozen=True, kw_only=True):
     since_waiting: float = 0.0
     """Seconds for which nodes have waited while the round is final."""
     since_saved: float = float("inf")
-    """Seconds since a checkpoint was complete; infinite where no member has told of one."""
+    """Seconds since a checkpoint was complete; infinite where no member has reported one."""
     is_saving: bool = False
     """Whether a member is writing one."""
     noted: Mapping[str, PreemptionStatus] = field(default_factory=dict)

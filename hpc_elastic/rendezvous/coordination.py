@@ -298,7 +298,7 @@ class Coordination:
     def _wait(self, seconds: float, participant: Participant | None) -> bool:
         """Until the agent asks, a notification comes, or the time has passed. Returns whether one came.
 
-        A beat ends no wait, unless it tells of a newer record; nor does what is no valid datagram. But a long wait
+        A beat ends no wait, unless it announces a newer record; nor does what is no valid datagram. But a long wait
         that is nearly over ends with a beat, and is a little longer where it does not: one waking in place of two.
         """
         slack = _SLACK * seconds if seconds >= _LONG_WAIT and self._notifier is not None else 0.0

@@ -37,7 +37,7 @@ _BYE = "bye"
 
 
 class EventListener(Protocol):
-    """Whom to tell."""
+    """The peers to notify."""
 
     def on_event(self, event: str, fields: Mapping[str, Any]) -> None: ...
 

@@ -269,7 +269,7 @@ class FailureDetector:
     # -- the verdict ---------------------------------------------------------------------------------------------
 
     def last_sign(self, uid: str) -> float:
-        """Seconds since its last sign of life, as far as this participant can tell.
+        """Seconds since its last sign of life, as far as this participant knows.
 
         A node that is connected changes its heartbeat rarely: that says less than when it was last heard. (What was
         heard of a node whose heartbeat changed later is forgotten by then.)

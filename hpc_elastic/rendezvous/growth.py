@@ -54,7 +54,7 @@ def decide_growth(facts: GrowthFacts, policy: GrowPolicy, *, patience: float, an
         facts: What is known.
         policy: ``--grow``.
         patience: After so long without a checkpoint, CHECKPOINT waits for none any more.
-        answer: How long it may take until the members, asked by the record that says that nodes wait, have told of the
+        answer: How long it may take until the members, asked by the record that says that nodes wait, have reported the
             checkpoints that they completed before.
     """
     several = facts.newcomers + facts.spares > 1
@@ -127,7 +127,7 @@ class GrowthSigns:
 
     @property
     def since_saved(self) -> float:
-        """Since a checkpoint was complete; infinite where nobody has told of one."""
+        """Since a checkpoint was complete; infinite where no member has reported one."""
         return min((self._now - at for at in self._saved_at.values()), default=float("inf"))
 
     @property

@@ -154,7 +154,7 @@ class FileRendezvousHandler:
         return record is not None and record.status is Status.CLOSED and record.outcome is Outcome.SUCCEEDED
 
     def fileno(self) -> int:
-        """Readable when there is news of the rounds, until somebody asks; -1 before `next_rendezvous`, and after."""
+        """Readable when there is news of the rounds, until the caller asks; -1 before `next_rendezvous`, and after."""
         return self._membership.fileno() if self._membership is not None else -1
 
     def is_closed(self) -> bool:
@@ -168,7 +168,7 @@ class FileRendezvousHandler:
         self._close(Outcome.CANCELLED, "closed by a node")
 
     def give_up(self, reason: str) -> None:
-        """As `set_closed`, because the run has failed: the others are told why."""
+        """As `set_closed`, because the run has failed: the others learn why."""
         self._close(Outcome.FAILED, reason[:_LONGEST_REASON])
 
     def store_extra_data(self, version: int, key: str, value: Any) -> None:
@@ -204,7 +204,7 @@ class FileRendezvousHandler:
                 `report_done`.
 
         Returns:
-            Whether the others could be told.
+            Whether the others could be notified.
         """
         self._stop_sweep.set()
         membership, self._membership = self._membership, None
@@ -221,7 +221,7 @@ class FileRendezvousHandler:
         return True
 
     def withdraw(self) -> None:
-        """Take this node out without closing anything: for an agent that was told to end while others go on."""
+        """Take this node out without closing anything: for an agent that was asked to end while others go on."""
         self._drop_membership(_SHUTDOWN_SECONDS)
 
     def reached_addresses(self) -> list[str]:

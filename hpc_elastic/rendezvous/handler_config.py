@@ -1,4 +1,4 @@
-"""How a rendezvous handler is told where to meet, with how many, and for how long to wait: keys or a URL."""
+"""How a rendezvous handler is configured: where to meet, with how many, for how long to wait; as keys or a URL."""
 
 from __future__ import annotations
 

@@ -52,16 +52,16 @@ class StoreId:
             raise OSError(errno.EIO, "the store's epoch can't be read yet")
         return self._id
 
-    def accept(self, told: str) -> None:
+    def accept(self, found: str) -> None:
         """What a record of the log says; the first one is believed.
 
         Raises:
             StoreWipedError: it is another than before.
         """
         if self._id is None:
-            self._id = told
-        if told != self._id:
-            raise wiped(self._store, epoch=self._id, found=told, otherwise=self._run_id)
+            self._id = found
+        if found != self._id:
+            raise wiped(self._store, epoch=self._id, found=found, otherwise=self._run_id)
 
     def check(self, now: float) -> None:
         """Look whether it is still this store, where anything is known of it.
@@ -152,7 +152,7 @@ class HeartbeatSender:
         self._doubts_store = True
 
     def check_if_doubted(self, now: float) -> None:
-        """As soon as a record has told which store it should be."""
+        """As soon as a record has named the store that it should be."""
         if self._doubts_store and self._store_id.is_known:
             self._store_id.check(now)
             self._doubts_store = False
@@ -190,7 +190,7 @@ class HeartbeatSender:
         if leads:
             self._store_id.check(now)
         elif self._heartbeat.beaten_at is None:
-            self._doubts_store = True  # once, as soon as a record has told which store it should be
+            self._doubts_store = True  # once, as soon as a record has named the store that it should be
         self.beat_to_files(now)
 
     def beat_to_files(self, now: float) -> None:

@@ -211,7 +211,7 @@ class Membership:
         return list(self._notifier.reached) if self._notifier is not None else []
 
     def leave(self, *, within: float, workers_done: bool) -> bool:
-        """Tell the others and end the thread. Returns whether the filesystem took it within so many seconds."""
+        """Notify the others and end the thread. Returns whether the filesystem took it within so many seconds."""
         uid = self._info.uid
         workers_done |= self.round >= 0 and self._done == self.round
 

@@ -40,7 +40,7 @@ OBSERVER_NODE = -1
 
 
 class Listener(Protocol):
-    """Whom a participant tells. Called from within `Participant.step`."""
+    """What a participant calls when something changes. Called from within `Participant.step`."""
 
     def on_record(self, record: RoundRecord) -> None:
         """A newer record is there; records in between may be skipped."""
@@ -171,11 +171,11 @@ class Participant:
         self._claims.add_key(gone_key(node), "gone")
 
     def doubt_store(self) -> None:
-        """Somebody has lost the store: look whether it is still the one that was joined."""
+        """Another participant has lost the store: look whether it is still the one that was joined."""
         self._heartbeat_sender.doubt_store()
 
     def beat_to_files(self) -> None:
-        """Rewrite the heartbeat now: an access that no cache answers. Of a store that is missing the next step tells.
+        """Rewrite the heartbeat now: an access that no cache answers. The next step finds a missing store.
 
         Raises:
             OSError: as `step` does.
@@ -201,7 +201,7 @@ class Participant:
         self._to_all.close(outcome, reason)
 
     def give_notice(self, notice: PreemptionNotice) -> None:
-        """Tell all that the job is going to be ended, as soon as the log takes it; a later one may only be sooner."""
+        """Record that the job is going to be ended, as soon as the log takes it; a later one may only be sooner."""
         self._to_all.give_notice(notice)
 
     def report_signal(self, what: str) -> None:
@@ -217,7 +217,7 @@ class Participant:
         self._claims.add(round_index, ClaimKind.KEPT)
 
     def notified_of(self, keys: Iterable[str]) -> None:
-        """Somebody sent a notification, and said what it wrote: the next look finds it, past the caches that hide
+        """A peer sent a notification that names what it wrote: the next look finds it, past the caches that hide
         it."""
         self._notifications.add(keys)
 
@@ -316,7 +316,7 @@ class Participant:
         """Before anything else: who this is. Returns whether to look at the log now.
 
         Many nodes that start together claim a place in the first round before they look: the notification that says
-        that the round is frozen tells them all that they need to know.
+        that the round is frozen holds all that they need to know.
         """
         self._peers.announce()
         later = self._info.node > 0 and self._wants_in and self.intervals.first_look > 0
@@ -374,7 +374,7 @@ class Participant:
             if record.status in (Status.FROZEN, Status.FINAL) and record.member(self._info.uid) is not None:
                 # The next round needs the agent's word: its workers must have ended, and one that does not even
                 # confirm must not come back by itself, to break round after round. Asked once per state: what the
-                # agent says in it holds, whoever else writes a record.
+                # agent says in it holds, even where another participant writes a record.
                 self._wants_in = False
         if before is None or before.lost != record.lost:
             self._scanner.somebody_was_lost(now)
@@ -408,7 +408,7 @@ class Participant:
         if key:
             self._notify_coordinator(key)
         if key == goodbye_key(self._info.uid) and self._leads():
-            self._peers.notify_all(key)  # somebody has to take over
+            self._peers.notify_all(key)  # another member has to take over
         return bool(key)
 
     def _join_if_wanted(self) -> bool:
@@ -423,7 +423,7 @@ class Participant:
         return claimed
 
     def _commit_requests_to_all(self) -> bool:
-        """Close the run, or tell of a notice or a signal: anybody may. Returns whether it did, or was too late."""
+        """Close the run, or record a notice or a signal: any may. Returns whether it did, or was too late."""
         record = self._record
         if record is None or not self._to_all:
             return False
@@ -491,7 +491,7 @@ class Participant:
             self._store.invalidate("log")
             self._take_newest()
             if self._record is not record:
-                return True  # caches hid that somebody has gone on
+                return True  # caches hid that another participant has gone on
         now = self._clock.monotonic()
         self._store_id.check(now)  # the coordinator may have gone because of it
         self._heartbeat_sender.beat(now)
@@ -513,7 +513,7 @@ class Participant:
 
     def _append(self, record: RoundRecord, event: str, fields: Mapping[str, Any]) -> bool:
         if not self._log.append(record):
-            self._take_newest()  # somebody else has that number: what they wrote holds
+            self._take_newest()  # another participant has that number: what it wrote holds
             return False
         self._listener.on_event(event, fields)
         self._take_in(record)

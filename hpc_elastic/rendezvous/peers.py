@@ -133,12 +133,12 @@ class Peers:
         return {node.node: node.host for node in self._known.values()}
 
     def notify(self, where: Sequence[Address], about: str = "") -> None:
-        """Tell one of them to look now, for the key `about`."""
+        """Notify one of them to look now, for the key `about`."""
         if self._notifier is not None and where:
             self._notifier.notify(list(where), about)
 
     def notify_all(self, about: str = "", *, silent: Iterable[str] = ()) -> None:
-        """Tell all that are known to look now, for the key `about`.
+        """Notify all that are known to look now, for the key `about`.
 
         Args:
             about: The key that was written.
@@ -160,7 +160,7 @@ class Peers:
 
     def beat_plan(self, record: RoundRecord, whom: Iterable[str], *, hears: Callable[[str], bool]) -> BeatPlan:
         """Say to `whom` that this one lives; where the coordinator's notifier is, is in the record."""
-        # Thousands that have just claimed a place wait for the next record: the first would tell them nothing.
+        # Thousands that have just claimed a place wait for the next record: the first would hold nothing for them.
         about = record_name(record.number) if record.number > 1 else ""
         found: dict[bool, list[Address]] = {True: [], False: []}
         for uid in whom:
@@ -202,7 +202,7 @@ def _understood(uid: str, said: str) -> NodeInfo | None:
 
 
 def notifier_of(node: NodeInfo) -> tuple[str, ...]:
-    """As a record tells it (`RoundRecord.notifier`)."""
+    """As a record holds it (`RoundRecord.notifier`)."""
     return (str(node.port), *node.addresses) if node.port else ()
 
 

@@ -17,7 +17,7 @@ from hpc_elastic.worker_api.heartbeat_record import NO_STEP, STEP_PENDING
 MEASURE_SECONDS = 1.0
 """For how long a node measures how fast its workers step before it says where they stand."""
 NEWS_SECONDS = 1.0
-"""By how much less time a later notice has to leave than the one that holds, to be told."""
+"""By how much less time a later notice has to leave than the one that holds, to be sent on."""
 _MOST_STEPS = 1 << 62
 _MOST_RATE = 1e9
 
@@ -30,7 +30,7 @@ class PreemptionNotice(Struct, frozen=True, array_like=True):
     seconds: float
     """For how long a checkpoint is waited for, from when it was given."""
     step: int = STEP_PENDING
-    """All workers save after this step; `NO_STEP`: none was told."""
+    """All workers save after this step; `NO_STEP`: no worker reports steps."""
     left: float | None = None
     """Until the job is ended from outside, from when it was given; None where nobody knows."""
 
@@ -53,7 +53,7 @@ class PreemptionStatus(Struct, frozen=True, kw_only=True):
     heeds: bool
     """Whether any of them has ever asked for notices, or is sent a signal."""
     step: int = NO_STEP
-    """The furthest step that one of them has told."""
+    """The furthest step that one of them has reported."""
     rate: float = 0.0
     """Steps per second of the fastest."""
 
@@ -76,12 +76,12 @@ def agreed_step(statuses: Collection[PreemptionStatus], *, spread: float) -> int
         spread: Seconds from those reports until every worker has read the step.
 
     Returns:
-        The step; `NO_STEP` where no worker tells steps.
+        The step; `NO_STEP` where no worker reports steps.
     """
     known = [status for status in statuses if status.step >= 0]
     if not known:
         return NO_STEP
     furthest = max(status.step for status in known)
     ahead = math.ceil(min(_MOST_RATE, max(0.0, *(status.rate for status in known))) * spread)
-    # One more: a step is told when it is complete. Ranks that wait for each other are no further apart.
+    # One more: a step is reported when it is complete. Ranks that wait for each other are no further apart.
     return min(_MOST_STEPS, furthest + ahead + 1)

@@ -39,7 +39,7 @@ WATCH_SECONDS = 20.0
 REMOVALS_PER_SECOND = 50.0
 
 _STORE_FOLDERS = ("node", "hb", "bye", "gone", "place", "end", "round", "kv", "extra", "epoch", "log")
-"""A store's folders, in the order in which they go: by its log one tells for certain what it was."""
+"""A store's folders, in the order in which they go: its log shows for certain what it was."""
 
 
 def why_remove(*, closed: bool, followers: int, unchanged: float) -> str | None:
@@ -119,7 +119,7 @@ def remove_epoch(path: str, *, clock: Clock, stop: threading.Event) -> bool:
     """Remove a store's folder with what this program makes in one, some files a second.
 
     Returns:
-        Whether all of it is gone. What is not ours, ``.nfsXXXX`` (a file that somebody has open) and so the folders
+        Whether all of it is gone. What is not ours, ``.nfsXXXX`` (a file that a process has open) and so the folders
         that hold them stay.
     """
     try:
@@ -180,7 +180,7 @@ class _Removal:
             if stat.S_ISREG(info.st_mode) or stat.S_ISLNK(info.st_mode):
                 os.unlink(name, dir_fd=parent)
         except OSError:
-            pass  # somebody else was quicker, or it stays for another time
+            pass  # another process was quicker, or it stays for another time
 
     @staticmethod
     def rmdir(name: str, parent: int | None = None) -> bool:
@@ -283,7 +283,7 @@ class RunFolder:
 
     def _state(self, epoch: int) -> tuple[bool, object]:
         """Whether an epoch is closed, and what changes when something happens in it."""
-        # Looked at only: a folder that somebody else is removing must not be made anew.
+        # Looked at only: a folder that another process is removing must not be made anew.
         if not os.path.isdir(self.epoch_path(epoch)):
             return False, None
         store = self.open(epoch)

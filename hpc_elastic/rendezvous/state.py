@@ -37,7 +37,7 @@ def new_uid(node: int, host: str, clock: Clock, *, start: int = 0) -> str:
         node: Node index.
         host: Its name.
         clock: For the start's last 12 digits: this host's time in units of 65.5 µs.
-        start: Its first 4 digits: the how-manyeth agent of the node this is, where somebody counts. A node that comes
+        start: Its first 4 digits: the ordinal of this agent on its node, where agents are counted. A node that comes
             back may have another time than before; this orders its agents first.
     """
     time = clock.time_ns() >> _TIME_SHIFT & (1 << _TIME_BITS) - 1
@@ -298,7 +298,7 @@ class RoundEvent(str, Enum):
     HEARD = "heard"
     """An agent heard a signal that may mean the job's end: the supervisor asks Slurm what it stands for."""
     NOTICE = "notice"
-    """The job is going to be ended: whoever hears of it writes that."""
+    """The job is going to be ended: the first participant that learns of it writes that."""
     AGREE = "agree"
     """The step after which all workers save, where there is a notice."""
     CLOSE = "close"

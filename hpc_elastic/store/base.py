@@ -20,7 +20,7 @@ class StoreError(HpcElasticError):
 
 
 class StoreFullError(StoreError):
-    """A disk or a quota is full: nothing was written, and nothing can be until somebody makes room."""
+    """A disk or a quota is full: nothing was written, and nothing can be until there is room."""
 
 
 class StoreRefusedError(StoreError):
@@ -49,7 +49,7 @@ class Store(Protocol):
 
         Returns:
             Whether `key` now holds `value`: true also when an earlier try of the same caller had worked although it
-            looked like a failure (a lost reply). False: somebody else's value is there.
+            looked like a failure (a lost reply). False: another process's value is there.
 
         Raises:
             StoreFullError: no space: nothing was written.
@@ -74,7 +74,7 @@ class Store(Protocol):
         ...
 
     def version(self, key: str) -> str | None:
-        """What tells one state of a cell from the next, or None where there is none: it changes with each `overwrite`,
+        """What differs between two states of a cell, or None where there is none: it changes with each `overwrite`,
         also one that found no room for the new value."""
         ...
 
@@ -105,7 +105,7 @@ def wiped(store: Store, *, epoch: str, found: str | None, otherwise: str) -> Sto
     """What to raise where a store's epoch is not the one that was joined.
 
     Args:
-        store: It is looked at once more, to tell what happened.
+        store: It is looked at once more, to see what happened.
         epoch: The one that was joined.
         found: The one that is there.
         otherwise: What to call a store that has no place.

@@ -7,7 +7,7 @@ O_APPEND, replacing a file by rename, comparing times) is not used.
   block, no fsync. A longer value, or a filesystem without symlinks, takes a hard link to a temporary file in the same
   folder; where there are no hard links either, an exclusively created file.
 - Values carry a checksum, so that a reader of a half-written file sees "not yet".
-- The return code of a create is not trusted: a reply can be lost after the server did the work. Whoever loses reads
+- The return code of a create is not trusted: a reply can be lost after the server did the work. The loser reads
   what is there.
 """
 
@@ -36,7 +36,7 @@ LANES = 16
 SETTLE_SECONDS = 5.0
 """How long a name that a failed create may have left behind is looked for before the create is tried again."""
 REFUSED_SECONDS = 0.5
-"""The same where the looks are refused too: whoever asked tries again later."""
+"""The same where the looks are refused too: the caller tries again later."""
 
 T = TypeVar("T")
 
@@ -211,7 +211,7 @@ class FileStore(Store):
     def _ask_about(self, folder: str) -> bool:
         """Make the client ask the server for changes of a folder in which it found no such name.
 
-        An NFS client remembers what it did not find, up to a minute (acdirmax), whoever creates it meanwhile. Opening
+        An NFS client remembers what it did not find, up to a minute (acdirmax), though it is created meanwhile. Opening
         the folder makes it ask, and forget; where the folder itself is missing, the one above has to be opened first.
 
         Returns:
@@ -308,7 +308,7 @@ class FileStore(Store):
         try:
             os.rmdir(self._path(folder))
         except OSError as error:
-            # Not empty: somebody's .nfsXXXX, or a claim that was just made.
+            # Not empty: another process's .nfsXXXX, or a claim that was just made.
             if error.errno not in (*_GONE, errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
                 raise
 
@@ -344,7 +344,7 @@ class FileStore(Store):
         return self._root
 
     def check(self) -> None:
-        """Refuse to go on over a store that somebody else put in this one's place.
+        """Refuse to go on over a store that was put in this one's place.
 
         Raises:
             UnsafePathError, FileNotFoundError: the folder is not ours any more, or gone.
@@ -385,7 +385,7 @@ def _fits_symlink(raw: bytes) -> bool:
 
 
 def _ask_mount(path: str) -> None:
-    """Tell a folder that was removed from a filesystem that is gone, as where its export was withdrawn.
+    """Distinguish a folder that was removed from a filesystem that is gone, as where its export was withdrawn.
 
     Raises:
         OSError: the filesystem as a whole answers no more.
@@ -400,7 +400,7 @@ def _ask_mount(path: str) -> None:
 
 
 def _may_be_no_such_kind(error: OSError, path: str) -> bool:
-    """Whether a refused create may say that the filesystem has no such thing, and not that somebody was first."""
+    """Whether a refused create may say that the filesystem has no such thing, not that another process was first."""
     return error.errno in _NO_SUCH_KIND or (error.errno == errno.EPERM and not os.path.lexists(path))
 
 

@@ -24,7 +24,7 @@ from hpc_elastic.base.file_executor import repeat
 from hpc_elastic.store.base import Store, StoreError
 
 KEPT_VERSIONS = 1024
-"""Of each key. Whoever was stopped while so many others wrote is told so, instead of writing into the past."""
+"""Of each key. A writer that was stopped while so many others wrote gets an error, instead of writing into the past."""
 _PRUNE_EVERY = 256
 _FIRST_DELAY = 0.003
 _LONGEST_DELAY = 0.1
@@ -227,7 +227,7 @@ class KeyValueStore:
                     continue
                 if not self._is_past(digest, number):
                     return _decode(number, raw).value
-                # Else somebody took it long ago, and while this process was stopped the mark was cleared away.
+                # Else another process took it long ago, and while this process was stopped the mark was cleared away.
             # All were taken by others meanwhile, who may have put new ones there: look again.
             self._store.invalidate(self._taken_folder)
             self._clock.wait(self._never, self._rng.uniform(0, _FIRST_DELAY))
@@ -288,7 +288,7 @@ class KeyValueStore:
         while True:
             old = self._newest(digest)
             if old.number < lost:
-                self._store.invalidate(self._folder)  # somebody has created that number, and the listing is older
+                self._store.invalidate(self._folder)  # another process created that number; the listing is older
                 self._clock.wait(self._never, self._rng.uniform(0, delay))
                 continue
             value = decide(old.value)
@@ -345,7 +345,7 @@ class KeyValueStore:
         return self._steadily(lambda: self._store.list(folder), until)
 
     def _steadily(self, operation: Callable[[], T], until: float | None = None) -> T:
-        """Try an operation that may be repeated until it works; not beyond `until`, where somebody waits no longer."""
+        """Try an operation that may be repeated until it works; not beyond `until`, when the caller stops waiting."""
         left = FAULT_SECONDS + _LONGEST_DELAY
         left = left if until is None else min(left, until - self._clock.monotonic())
         return repeat(

@@ -102,7 +102,7 @@ class Heard(Struct, frozen=True, kw_only=True):
     """What valid datagrams said."""
 
     notified: bool
-    """Somebody wants this participant to look now."""
+    """A peer asks this participant to look now."""
     alive: frozenset[str]
     """Uids of the senders, of notifications too."""
     about: frozenset[str] = frozenset()
@@ -144,7 +144,7 @@ class Notifier:
         self._newest: dict[tuple[str, str], int] = {}
         self._clocks: dict[str, PeerClock] = {}
         self._senders: dict[Address, str] = {}
-        """Who sends from there, and so may be told about its clock there."""
+        """The peer that sends from there: an answer about clocks may go there."""
         self.rejections: Counter[str] = Counter()
         """Invalid datagrams by reason."""
         self._logged: set[tuple[str, str]] = set()
@@ -175,7 +175,7 @@ class Notifier:
         return self._socket.fileno()
 
     def notify(self, addresses: Iterable[Address], about: str = "", forward: Sequence[Address] = ()) -> None:
-        """Tell each of `addresses` to look now. Never blocks, never raises: polling is the fallback.
+        """Ask each of `addresses` to look now. Never blocks, never raises: polling is the fallback.
 
         Args:
             addresses: Where the others' notifiers are.
@@ -190,7 +190,7 @@ class Notifier:
     def beat(
         self, addresses: Iterable[Address], about: str = "", *, hears: bool = False, refused: bool = False
     ) -> None:
-        """Tell each of `addresses` that this participant lives. From any thread.
+        """Send each of `addresses` a heartbeat of this participant. From any thread.
 
         Args:
             addresses: Where the others' notifiers are.
