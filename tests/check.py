@@ -63,9 +63,9 @@ class Tier:
 TIERS = (
     Tier(name="unit", folders=("tests/unit",), budget=90, processes=2),
     Tier(name="store", folders=("tests/contract", "tests/model"), budget=360),
-    Tier(name="faults", folders=("tests/integration",), budget=900, processes=2),
+    Tier(name="faults", folders=("tests/integration",), budget=900, processes=3),
     Tier(name="catalogue", folders=("tests/catalogue",), budget=150, processes=2),
-    Tier(name="slurm", folders=("tests/slurm",), budget=900, processes=3, sharing="worksteal"),
+    Tier(name="slurm", folders=("tests/slurm",), budget=900, processes=4, sharing="worksteal"),
     Tier(
         name="slurm-next",
         folders=("tests/slurm",),

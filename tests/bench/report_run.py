@@ -10,9 +10,11 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from hpc_elastic.failures.evidence import write_evidence
 from hpc_elastic.failures.fingerprint import fingerprint

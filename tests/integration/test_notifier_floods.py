@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_elastic.rendezvous.peers import addresses_of
 from hpc_elastic.store.notifier import MOST_LOGGED, MOST_REJECTED, PERIOD
 from tests.rigs.network_nodes import NetworkRun, require_network
 from tests.rigs.network_nodes.network import NETNS_FOLDER
@@ -78,10 +79,9 @@ def cpu_seconds(pid: int) -> float:
 
 
 def notifier_of(run: NetworkRun, node: int) -> tuple[str, int]:
-    folder = run.attempt.store / "node"
-    name = next(name for name in os.listdir(folder) if name.startswith(f"{node:05d}-"))
-    value = json.loads(os.readlink(folder / name).partition(" ")[2])
-    return value["addrs"][0], int(value["port"])
+    """Of the coordinator: its records say where."""
+    assert node == run.coordinator()
+    return addresses_of(run.newest_record()["bell"])[0]
 
 
 def flood(run: NetworkRun, sender: int, receiver: int, *, seconds: float) -> subprocess.Popen[str]:
