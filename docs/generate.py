@@ -325,8 +325,29 @@ def known_failures_page() -> str:
     for number, (failure_class, suspect, says) in classify.XIDS.items():
         xids.append(f"| {number} | {says} | {failure_class.value} | {'yes' if suspect else ''} |")
     heading = "## The GPU driver's Xid\n\nThe most telling one counts; others than these are infrastructure.\n"
-    return "\n".join([KNOWN_INTRODUCTION, *lines, "", heading, *xids, ""])
+    return "\n".join([KNOWN_INTRODUCTION, *lines, "", heading, *xids, "", VERDICTS_INTRODUCTION, verdicts_table(), ""])
 
+
+def verdicts_table() -> str:
+    """What the page has between the marks: the result of running the calibration catalogue, which takes minutes."""
+    page = ROOT / "docs" / "reference" / "known-failures.md"
+    begin, end = VERDICTS_MARKS
+    kept = page.read_text(encoding="utf-8").partition(begin)[2].partition(end)[0] or "\n\n"
+    return begin + kept + end
+
+
+VERDICTS_MARKS = (
+    "<!-- verdicts: begin, written by python -m tests.verdicts.run --update-docs -->",
+    "<!-- verdicts: end -->",
+)
+VERDICTS_INTRODUCTION = """\
+## How often the report is right
+
+The calibration catalogue (tests/verdicts) has failures that really happen, each on 2 nodes with 2 workers and without a
+restart; what is right to report of each was written before it was run. *Right* is a report that names the rank or the
+node and states what happened there; *honest* is one that states that the cause is not known and sends nobody to a wrong
+rank; all others are *wrong*. `python -m tests.check --tier verdicts` runs the catalogue before a release.
+"""
 
 PAGES = {
     "docs/reference/cli.md": cli_page,

@@ -8,6 +8,7 @@
     python -m tests.check --long                the minutes-long tests too; no budgets
     python -m tests.check --tier frameworks     accelerate and Lightning, which it downloads; not part of "everything"
     python -m tests.check --tier gpu --record FILE      what needs an NVIDIA GPU, and a table of what it saw; neither
+    python -m tests.check --tier verdicts       how often the report is right, on real failures; before a release
     python -m tests.check --bench               short benchmarks at the end (a crash fails, a missed figure is printed)
 
 The tiers: unit (pure, no process), store (one suite per protocol, and models), faults (real processes and signals),
@@ -77,6 +78,7 @@ TIERS = (
     Tier(name="docs", folders=("tests/docs", "tests/browser"), budget=240),
     Tier(name="frameworks", folders=("tests/frameworks",), budget=900, optional=True),
     Tier(name="gpu", folders=("tests/gpu",), budget=470, optional=True),
+    Tier(name="verdicts", folders=("tests/verdicts",), budget=1800, optional=True),
 )
 BENCH_BUDGET = 520.0
 

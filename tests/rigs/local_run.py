@@ -105,7 +105,7 @@ class LocalRun:
     folder: Path
     """Of the test; empty."""
     script: str
-    """Python, after ``from stage import *``; the leading blanks are taken away."""
+    """Python, after `prelude`; the leading blanks are taken away."""
     nodes: int = 2
     min_nodes: int | None = None
     nproc: int | str = 1
@@ -118,6 +118,8 @@ class LocalRun:
     runs_dir: Path | None = None
     interpreter: Sequence[str] | None = None
     """The whole command line of the workers in place of the script."""
+    prelude: str = "from stage import *\n"
+    """The script's first lines; empty for a script that knows nothing of its test."""
 
     def __post_init__(self) -> None:
         self.mark = uuid.uuid4().hex
@@ -128,7 +130,7 @@ class LocalRun:
             path.mkdir(mode=0o700, exist_ok=True)
         self.script_path = self.folder / "train.py"
         (self.folder / "stage.py").write_text(_STAGE)
-        self.script_path.write_text("from stage import *\n" + textwrap.dedent(self.script))
+        self.script_path.write_text(self.prelude + textwrap.dedent(self.script))
         self.log_path = self.folder / "job.log"
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._behind: int | None = None

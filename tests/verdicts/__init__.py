@@ -1,0 +1,1 @@
+"""The calibration catalogue: failures that really happen, and whether the report names their cause."""

@@ -1,0 +1,210 @@
+"""Runs the calibration catalogue and prints what the reports are worth.
+
+::
+
+    python -m tests.verdicts.run                             all cases
+    python -m tests.verdicts.run --only exceptions           one group, or single cases (may be repeated)
+    python -m tests.verdicts.run --jobs 2                    so many cases at a time
+    python -m tests.verdicts.run --reports FOLDER            keep every report.txt there
+    python -m tests.verdicts.run --update-docs               write the table into docs/reference/known-failures.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.rigs.local_run import LocalRun, TookTooLong
+from tests.verdicts.case import Case, all_cases
+from tests.verdicts.judge import Grade, Judged, failed_to_run, judge
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "reference" / "known-failures.md"
+BEGIN, END = "<!-- verdicts: begin, written by python -m tests.verdicts.run --update-docs -->", "<!-- verdicts: end -->"
+CONFIDENCES = ("high", "tie", "low", "none")
+ENVIRON = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "", "PYTHONWARNINGS": ""}
+"""Beside what is the machine's: a rank with a thread for each core would slow the others down."""
+
+
+def run_case(case: Case) -> Judged:
+    """Run one case in a folder of its own, of which nothing is left."""
+    folder = Path(tempfile.mkdtemp(prefix="hpc-verdict-", dir="/tmp"))
+    try:
+        with _filesystems(case, folder):
+            return _run_in(case, folder)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _run_in(case: Case, folder: Path) -> Judged:
+    for name, text in case.files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755 if text.startswith("#!") else 0o644)
+    run = LocalRun(
+        folder,
+        case.script,
+        prelude="",
+        nodes=case.nodes,
+        nproc=case.nproc,
+        arguments=case.arguments,
+        options=["--max-restarts", "0", "--shutdown-timeout", "5", *case.options],
+        environ={**ENVIRON, **case.environ},
+        interpreter=case.command,
+    )
+    judged: Judged | None = None
+    try:
+        with run:
+            if case.act is not None:
+                case.act(run)
+            if run.finish(within=case.seconds) == 0:
+                judged = failed_to_run(case, "the run succeeded", run.log())
+            else:
+                judged = judge(case, run.report(), run.attempt().report_text.read_text())
+    except TookTooLong as error:
+        return failed_to_run(case, str(error).splitlines()[0], run.log())
+    except AssertionError:
+        if judged is None:
+            raise
+        # What a script leaves behind is its own affair: `LocalRun` has ended what lived, the folder goes.
+    except (OSError, KeyError) as error:
+        return failed_to_run(case, f"no report can be read: {type(error).__name__}: {error}", run.log())
+    return judged
+
+
+@contextlib.contextmanager
+def _filesystems(case: Case, folder: Path) -> Iterator[None]:
+    """Mount what the case needs. Raises where nothing can be mounted here: a case is never left out silently."""
+    mounted: list[Path] = []
+    try:
+        for name, size in case.tmpfs.items():
+            path = folder / name
+            path.mkdir()
+            subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(path)], check=True)
+            mounted.append(path)
+        yield
+    finally:
+        for path in mounted:
+            subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def run_all(cases: Sequence[Case], *, jobs: int, done: Callable[[Judged], None] = lambda judged: None) -> list[Judged]:
+    """Run cases, `jobs` at a time.
+
+    Args:
+        cases: The cases.
+        jobs: Runs at a time.
+        done: Called with each result, in the order of the cases.
+
+    Returns:
+        The results, in the order of the cases.
+    """
+    results = []
+    with ThreadPoolExecutor(jobs) as pool:
+        for judged in pool.map(run_case, cases):
+            done(judged)
+            results.append(judged)
+    return results
+
+
+def table(results: Sequence[Judged]) -> list[str]:
+    """Right, honest and wrong by group, then by confidence, as a table in Markdown."""
+    heads = ["class of failures", "cases", *(grade.value for grade in Grade), "wrong with `high`"]
+    lines = [f"| {' | '.join(heads)} |", f"| --- {'| ---: ' * (len(heads) - 1)}|"]
+    groups = list(dict.fromkeys(judged.group for judged in results))
+    lines += [_row(group, [one for one in results if one.group == group]) for group in groups]
+    lines.append(_row("**all**", results))
+    heads = ["confidence", "cases", *(grade.value for grade in Grade)]
+    lines += ["", f"| {' | '.join(heads)} |", f"| --- {'| ---: ' * (len(heads) - 1)}|"]
+    for confidence in CONFIDENCES:
+        found = [one for one in results if one.confidence == confidence]
+        lines.append(f"| {confidence} | {len(found)} | {' | '.join(map(str, _counts(found)))} |")
+    return lines
+
+
+def _row(name: str, results: Sequence[Judged]) -> str:
+    return f"| {name} | {len(results)} | {' | '.join(map(str, _counts(results)))} | {len(high_and_wrong(results))} |"
+
+
+def _counts(results: Sequence[Judged]) -> list[int]:
+    counts = Counter(one.grade for one in results)
+    return [counts[grade] for grade in Grade]
+
+
+def high_and_wrong(results: Sequence[Judged]) -> list[Judged]:
+    """What is wrong and was said to be certain."""
+    return [one for one in results if one.grade is Grade.WRONG and one.confidence == "high"]
+
+
+def complaints(results: Sequence[Judged]) -> list[str]:
+    """A line for each result that is not right."""
+    return [
+        f"{one.grade.value:6} {one.confidence or '-':5} {one.name} ({one.group}): {one.why}; it says: {one.summary}"
+        for one in results
+        if one.grade is not Grade.RIGHT
+    ]
+
+
+def chosen(only: Sequence[str]) -> list[Case]:
+    """The cases of these names or groups; of none given, all.
+
+    Raises:
+        SystemExit: A name that no case and no group has.
+    """
+    cases = all_cases()
+    known = {name for case in cases for name in (case.name, case.group)}
+    if unknown := [name for name in only if name not in known]:
+        sys.exit(f"no case and no group is named {', '.join(unknown)}; groups: {', '.join(groups_of(cases))}")
+    return [case for case in cases if not only or case.name in only or case.group in only]
+
+
+def groups_of(cases: Sequence[Case]) -> list[str]:
+    """Each group once, in order."""
+    return list(dict.fromkeys(case.group for case in cases))
+
+
+def write_table(results: Sequence[Judged]) -> None:
+    """Replace the table in the page of known failures."""
+    before, begin, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        sys.exit(f"{PAGE}: the marks of the table are missing; run docs/generate.py")
+    PAGE.write_text("\n".join([before + BEGIN, "", *table(results), "", END + after]), encoding="utf-8")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.verdicts.run", description="See tests/verdicts/run.py.")
+    parser.add_argument("--only", action="append", default=[], metavar="NAME", help="a case or a group; repeatable")
+    parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
+    parser.add_argument("--reports", type=Path, metavar="FOLDER", help="keep every report.txt there")
+    parser.add_argument("--update-docs", action="store_true", help="write the table into the page of known failures")
+    options = parser.parse_args(argv)
+    if options.update_docs and options.only:
+        parser.error("--update-docs: the table is about all cases")
+
+    def done(judged: Judged) -> None:
+        print(f"{judged.grade.value:6} {judged.confidence or '-':5} {judged.name}", flush=True)
+        if options.reports:
+            options.reports.mkdir(parents=True, exist_ok=True)
+            (options.reports / f"{judged.name}.txt").write_text(judged.text)
+
+    results = run_all(chosen(options.only), jobs=options.jobs, done=done)
+    print("\n".join(["", *table(results), "", *complaints(results)]))
+    if options.update_docs:
+        write_table(results)
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ["HPC_ELASTIC_SITE_CONFIG"] = os.environ["HPC_ELASTIC_USER_CONFIG"] = ""
+    sys.exit(main())
