@@ -2,9 +2,11 @@
 
 First each worker is stopped where it is: a collective whose peer on another node is gone would raise, and its stack be
 lost. When the other nodes have had time to learn of the hang and to do the same, each worker's main process gets a
-SIGABRT, on which faulthandler prints the Python stacks of all its threads to stderr and ends it (0.1 s). What has not
-ended by then is asked with py-spy, where that is installed. Then the rest of the group is ended as always. Nothing here
-waits. When all have ended, each worker's stacks go to its stacks.txt, and those that hung are described as failures.
+SIGABRT, on which faulthandler prints the Python stacks of all its threads to stderr and ends it (0.1 s). The main
+thread gets it, since a process that was stopped goes on in all its threads at once: while another thread printed the
+stacks, the main thread would leave the place where it stood. What has not ended by then is asked with py-spy, where
+that is installed. Then the rest of the group is ended as always. Nothing here waits. When all have ended, each worker's
+stacks go to its stacks.txt, and those that hung are described as failures.
 """
 
 from __future__ import annotations
@@ -48,6 +50,8 @@ from hpc_elastic.workers.tree import Proc
 
 ANSWER_SECONDS = 3.0
 """How long a dump may take before the worker counts as one that does not answer."""
+ASK_AGAIN_SECONDS = 1.5
+"""After which any thread of the worker may answer: its main thread may hold the signal back."""
 PY_SPY_SECONDS = 5.0
 HEAD_START_SECONDS = 0.3
 """For the news to reach all nodes before the first worker ends: it takes about 0.1 s."""
@@ -114,6 +118,7 @@ class StacksThenStop:
         self._py_spy_deadline: float | None = None
         self._began = 0.0
         self._was_asked = False
+        self._was_asked_again = False
         self._is_asking = False
 
     def begin(self) -> None:
@@ -137,7 +142,7 @@ class StacksThenStop:
             if asked.proc is None:
                 continue
             _forbid_core_dump(asked.proc.pid)
-            tree.kill_safely(asked.proc, signal.SIGABRT)
+            tree.kill_safely(asked.proc, signal.SIGABRT, main_thread=True)
             tree.kill_safely(asked.proc, signal.SIGCONT)
 
     def kill_now(self) -> None:
@@ -158,6 +163,11 @@ class StacksThenStop:
                     return _LOOK_SECONDS
                 self._ask()
             silent = [asked for asked in self._asked.values() if _lives(asked.proc)]
+            if silent and not self._was_asked_again and now >= self._deadline - ANSWER_SECONDS + ASK_AGAIN_SECONDS:
+                self._was_asked_again = True
+                for asked in silent:
+                    if asked.proc is not None:
+                        tree.kill_safely(asked.proc, signal.SIGABRT)
             if silent and now < self._deadline:
                 return _LOOK_SECONDS
             if silent and self._py_spy_deadline is None and _start_py_spy(silent):

@@ -26,6 +26,8 @@ _PR_GET_CHILD_SUBREAPER = 37
 _SYS_PIDFD_SEND_SIGNAL = 424
 _SYS_PIDFD_OPEN = 434
 _SYS_CLOSE_RANGE = 436
+_SYS_TGKILL = {"x86_64": 234, "aarch64": 131, "riscv64": 131, "ppc64le": 250}
+"""An older call: one number for each architecture. glibc has a function for it from 2.30 on, RHEL 8 an older one."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _prctl = _libc.prctl
@@ -104,6 +106,20 @@ def pidfd_send_signal(pidfd: int, signal_number: int) -> None:
             ctypes.c_uint(0),
         )
     )
+
+
+def signal_main_thread(pid: int, signal_number: int) -> None:
+    """Signal the main thread of `pid`, and none of its other threads.
+
+    Raises:
+        ProcessLookupError: there is no such process.
+        PermissionError: it is another user's.
+        OSError: the call's number is not known on this architecture.
+    """
+    number = _SYS_TGKILL.get(os.uname().machine)
+    if number is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    _check(_syscall(number, ctypes.c_int(pid), ctypes.c_int(pid), ctypes.c_int(signal_number)))
 
 
 def close_from(first: int) -> None:

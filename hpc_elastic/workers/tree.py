@@ -33,6 +33,7 @@ everything that it starts.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -277,10 +278,15 @@ def parse_cgroup_job(raw: bytes) -> str | None:
     return None
 
 
-def kill_safely(proc: Proc, signal_number: int) -> Delivery:
+def kill_safely(proc: Proc, signal_number: int, *, main_thread: bool = False) -> Delivery:
     """Signal `proc`, and no other process that has got its pid meanwhile. Raises nothing for the process's sake.
 
     On a kernel without pidfd (before 5.3) a gap of microseconds is left between the look and the signal.
+
+    Args:
+        proc: The process.
+        signal_number: What to send.
+        main_thread: To its main thread, where this architecture's call for that is known; else any thread may get it.
     """
     try:
         pidfd = linux.pidfd_open(proc.pid)
@@ -292,6 +298,13 @@ def kill_safely(proc: Proc, signal_number: int) -> Delivery:
         now = look_at(proc.pid)
         if now is None or now.starttime != proc.starttime:
             return Delivery.GONE
+        if main_thread:
+            try:
+                linux.signal_main_thread(proc.pid, signal_number)
+                return Delivery.SENT
+            except OSError as error:
+                if error.errno != errno.ENOSYS:
+                    raise
         if pidfd is None:
             os.kill(proc.pid, signal_number)
         else:

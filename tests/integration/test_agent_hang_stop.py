@@ -41,6 +41,72 @@ def test_those_that_answer_end_by_it_and_dump_no_core() -> None:
     assert facts["states"] == ["S", "T", "S"]
 
 
+def test_the_main_thread_of_one_that_was_stopped_does_not_leave_its_place() -> None:
+    """Its other threads go on at the same time, and any of them could have the signal in place of the main thread."""
+    facts = run_stand_in(
+        """
+        from hpc_elastic.agent.hang_stop import StacksThenStop, find_targets
+        from hpc_elastic.failures.stacks import find_dump
+        workers = [start('''
+            import faulthandler, threading
+            faulthandler.enable()
+            def innermost():
+                os.kill(os.getpid(), signal.SIGSTOP)
+            def elsewhere():
+                while True:
+                    pass
+            for _ in range(30):
+                threading.Thread(target=threading.Event().wait, daemon=True).start()
+            print("ready", flush=True)
+            innermost()
+            elsewhere()
+        ''') for _ in range(12)]
+        pipes = [worker.take_output() for worker in workers]
+        for out, _ in pipes:
+            read_line(out)
+        for worker in workers:
+            until(lambda: tree.look_at(worker.pid).state == "T")
+        stopper = StacksThenStop(
+            find_targets([(worker, 0) for worker in workers]),
+            stop.GroupStopper(workers, grace=30, clock=clock),
+            clock=clock,
+        )
+        stopper.begin()
+        finish(stopper)
+        texts = []
+        for _, err in pipes:
+            os.set_blocking(err, True)
+            with open(err) as file:
+                texts.append(file.read())
+        report(stood=[find_dump(text).main[-1].function for text in texts])
+        """
+    )
+    assert facts["stood"] == ["innermost"] * 12
+
+
+def test_one_that_holds_the_signal_back_answers_by_another_thread() -> None:
+    facts = run_stand_in(
+        """
+        from hpc_elastic.agent.hang_stop import StacksThenStop, find_targets
+        worker = start('''
+            import faulthandler, threading
+            faulthandler.enable()
+            threading.Thread(target=threading.Event().wait, daemon=True).start()
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGABRT})
+            print("ready", flush=True)
+            time.sleep(600)
+        ''')
+        read_line(worker.stdout_fd)
+        stopper = StacksThenStop(
+            find_targets([(worker, 0)]), stop.GroupStopper([worker], grace=30, clock=clock), clock=clock
+        )
+        stopper.begin()
+        report(code=finish(stopper).exits[worker.pid].exitcode)
+        """
+    )
+    assert facts["code"] == -6
+
+
 def test_one_that_does_not_answer_is_asked_with_py_spy_and_ended_as_always() -> None:
     facts = run_stand_in(
         """
