@@ -33,6 +33,8 @@ from hpc_elastic.options.run_request import ALL_OPTIONS, default_of  # noqa: E40
 from hpc_elastic.options.table import Keys, key_of, variable_of  # noqa: E402
 from hpc_elastic.rendezvous import state as rendezvous_state  # noqa: E402
 from hpc_elastic.rendezvous.state import Status  # noqa: E402
+from hpc_elastic.run import agent_events, coordinator_events, supervisor_events  # noqa: E402
+from hpc_elastic.run.event_types import Event, name_of  # noqa: E402
 
 
 def _life() -> ModuleType:
@@ -349,7 +351,52 @@ node and states what happened there; *honest* is one that states that the cause 
 rank; all others are *wrong*. `python -m tests.check --tier verdicts` runs the catalogue before a release.
 """
 
+
+def words_of_fields(path: Path) -> dict[str, dict[str, str]]:
+    """Of each record in a module: its fields, and the texts that stand below them."""
+    found: dict[str, dict[str, str]] = {}
+    for record in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(record, ast.ClassDef):
+            words = found[record.name] = {}
+            for statement, after in itertools.zip_longest(record.body, record.body[1:]):
+                if isinstance(statement, ast.AnnAssign):
+                    has_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                    words[ast.unparse(statement.target)] = " ".join(str(after.value.value).split()) if has_text else ""
+    return found
+
+
+def events_table(module: ModuleType) -> str:
+    """A module's events: what each says, and its fields."""
+    words = words_of_fields(Path(str(module.__file__)))
+    lines = ["| event | says | fields |", "| --- | --- | --- |"]
+    for kind in vars(module).values():
+        if not (isinstance(kind, type) and issubclass(kind, Event) and kind.__module__ == module.__name__):
+            continue
+        texts = [(name, words[kind.__name__].get(name, "")) for name in kind.__struct_fields__]
+        fields = ", ".join(f"`{name}`" + (f" ({text})" if text else "") for name, text in texts)
+        lines.append(f"| `{name_of(kind)}` | {' '.join(str(kind.__doc__).split())} | {fields} |")
+    return "\n".join([*lines, ""])
+
+
+def events_page() -> str:
+    """The page with its tables made anew; the text around them is written by hand."""
+    page = (ROOT / "docs" / "reference" / "events.md").read_text(encoding="utf-8")
+    before, _, rest = page.partition("\n## Supervisor\n")
+    _, heading, after = rest.partition("\n## Clocks\n")
+    sections = [
+        before,
+        "## Supervisor\n",
+        events_table(supervisor_events),
+        "## Agent\n",
+        events_table(agent_events),
+        "## Coordinator\n\nOne of the agents coordinates the rounds; its events stand in its own file.\n",
+        events_table(coordinator_events),
+    ]
+    return "\n".join(sections) + heading + after
+
+
 PAGES = {
+    "docs/reference/events.md": events_page,
     "docs/reference/cli.md": cli_page,
     "docs/reference/configuration.md": configuration_page,
     "docs/reference/states.md": states_page,

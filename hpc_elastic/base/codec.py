@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin
 
 from msgspec import Struct, ValidationError, convert, to_builtins
 from msgspec.structs import FieldInfo, fields
@@ -58,7 +58,8 @@ def from_json(cls: type[R], value: object, **known: Any) -> R:
         UnreadableRecordError: a field is missing or of another type.
     """
     try:
-        return convert({**value, **known} if isinstance(value, dict) else value, cls, dec_hook=_decode, str_keys=True)
+        known_too = {**value, **known} if known and isinstance(value, dict) else value
+        return convert(known_too, cls, dec_hook=_decode, str_keys=True)
     except _REFUSALS as error:
         raise UnreadableRecordError(str(error)) from None
 
@@ -72,15 +73,33 @@ def readable(cls: type[R], value: object) -> R | None:
 
 
 def readable_fields(cls: type[Struct], value: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that `value` has in their types: for a record of which any part is better than none."""
+    """The fields that `value` has in their types: for a record of which any part is better than none.
+
+    Of a field that is a ``tuple[item, ...]`` the readable items.
+    """
     found = {}
     for each in _fields(cls):
         if each.encode_name in value:
             try:
-                found[each.name] = convert(value[each.encode_name], each.type, dec_hook=_decode, str_keys=True)
+                found[each.name] = _field(value[each.encode_name], each.type)
             except _REFUSALS:
                 pass  # a newer version's, or damaged
     return found
+
+
+def _field(value: object, kind: Any) -> object:
+    try:
+        return convert(value, kind, dec_hook=_decode, str_keys=True)
+    except _REFUSALS:
+        if get_origin(kind) is not tuple or get_args(kind)[1:] != (...,) or not isinstance(value, list):
+            raise
+    found = []
+    for item in value:
+        try:
+            found.append(convert(item, get_args(kind)[0], dec_hook=_decode, str_keys=True))
+        except _REFUSALS:
+            pass
+    return tuple(found)
 
 
 @cache

@@ -14,12 +14,15 @@ import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from msgspec import Struct
 
+from hpc_elastic.base.codec import UnreadableRecordError, from_json, readable_fields
 from hpc_elastic.base.files import Owner, ask_about, open_checked
 from hpc_elastic.errors import UnsafePathError
+from hpc_elastic.run import agent_events, coordinator_events, event_types, supervisor_events
 from hpc_elastic.run.attempt import is_job_id
 from hpc_elastic.run.paths import AttemptPaths
 
@@ -35,6 +38,38 @@ _CHUNKS_TOGETHER = 32 << 20
 _TOO_LARGE = f"it is larger than {LARGEST_FILE} bytes"
 _TOO_LONG = f"a line is longer than {LONGEST_EVENT} bytes"
 _WRITER = re.compile(r"[a-z]+-(-?\d+)-")
+
+
+def _defined_in(module: ModuleType) -> dict[str, type[event_types.Event]]:
+    kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
+    return {event_types.name_of(kind): kind for kind in kinds if issubclass(kind, event_types.Event)}
+
+
+SUPERVISOR_EVENTS = _defined_in(supervisor_events)
+EVENTS = {**SUPERVISOR_EVENTS, **_defined_in(agent_events), **_defined_in(coordinator_events)}
+"""The type of each event, by its name in the file. Of ``agent_ended``, which two write, the agent's."""
+
+
+def read_event(value: Mapping[str, Any]) -> event_types.Event | None:
+    """The event of a line; None: this version does not know it, or it lacks what makes it worth reading.
+
+    A field of another type takes its default; of a list the readable items stay.
+    """
+    name = value.get("event")
+    if not isinstance(name, str):
+        return None
+    own = SUPERVISOR_EVENTS if value.get("role") == "supervisor" else EVENTS
+    kind = own.get(name) or EVENTS.get(name)
+    if kind is None:
+        return None
+    try:
+        return from_json(kind, value)
+    except UnreadableRecordError:
+        pass
+    try:
+        return kind(**readable_fields(kind, value))
+    except TypeError:
+        return None
 
 
 class Event(Struct, frozen=True, kw_only=True):

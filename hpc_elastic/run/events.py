@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.codec import to_json
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import json_text, make_private_dir
 from hpc_elastic.errors import UnsafePathError
+from hpc_elastic.run.agent_events import EventsDropped
+from hpc_elastic.run.event_types import Event
 
 SCHEMA_VERSION = 1
 _KEPT_WHEN_DISK_IS_FULL = 1000
@@ -76,14 +79,17 @@ class EventLog:
         os.close(os.open(self._path, _OPENED | os.O_CREAT | os.O_EXCL, 0o600))
         self._exists = True
 
-    def write(self, event: str, **fields: Any) -> None:
+    def write(self, event: Event | str, **fields: Any) -> None:
         """Append one event. Never raises for the disk's sake, and with a thread of files never waits for it."""
+        if isinstance(event, Event):
+            fields = to_json(event)
+        else:
+            fields = {"event": event, **fields}
         line = {
             "v": SCHEMA_VERSION,
             "t": self._clock.time_ns(),
             "n": self._count,
             **self._head,
-            "event": event,
             **fields,
             **({"by": self._head["node"]} if "node" in fields else {}),
         }
@@ -161,7 +167,7 @@ class EventLog:
         self._flush()  # first, so that what follows pushes out nothing
         self._files = None
         if self._dropped:
-            self.write("events_dropped", count=self._dropped)
+            self.write(EventsDropped(count=self._dropped))
         self._closed = True
 
 

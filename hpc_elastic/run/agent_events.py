@@ -1,0 +1,280 @@
+"""An agent's events, each about its own node. Some the supervisor writes too."""
+
+from __future__ import annotations
+
+from msgspec import UNSET, Struct, UnsetType
+
+from hpc_elastic.run.event_types import AgentEvent, Seconds
+from hpc_elastic.run.heartbeats import RankHeartbeat
+
+
+class AgentStarted(AgentEvent, frozen=True, kw_only=True):
+    """An agent's first event."""
+
+    pid: int = 0
+    version: str = ""
+
+
+class RoundFinal(AgentEvent, frozen=True, kw_only=True):
+    """All members agree on the round; the workers are about to be started."""
+
+    round: int
+    group_rank: int = -1
+    group_world_size: int = 0
+    world_size: int | None = None
+    local_world_size: int = 0
+    ranks: tuple[int, ...] = ()
+    """global ranks here"""
+    master: str = ""
+    restarts_used: int = 0
+    max_restarts: int = 0
+
+
+class HealthCheckFailed(AgentEvent, frozen=True, kw_only=True):
+    """The node takes itself out."""
+
+    round: int
+    """the last one that this node was in"""
+    checks: tuple[str, ...] = ()
+    """those that failed"""
+    reason: str = ""
+
+
+class HealthWarning(AgentEvent, frozen=True, kw_only=True):
+    """The node is fit all the same; once for each check."""
+
+    check: str
+    reason: str = ""
+
+
+class WorkersStarted(AgentEvent, frozen=True, kw_only=True):
+    """The workers of this node run."""
+
+    round: int
+    pids: tuple[int, ...] = ()
+    rendezvous_seconds: float | None = None
+    """from asking to be in until the round was final, the health check included"""
+    start_seconds: float | None = None
+    restart_seconds: float | None = None
+    """from the first order to the old workers to end, until the new ones ran; null for a node's first round"""
+
+
+class WorkerFailed(AgentEvent, frozen=True, kw_only=True):
+    """A worker ended badly, or was stopped; its evidence is written."""
+
+    round: int
+    rank: int
+    local_rank: int = -1
+    pid: int = 0
+    exitcode: int = 1
+    """negative: a signal"""
+    failure_class: str = "root"
+    fingerprint: str = ""
+    error_file: str = ""
+    last_step: int | None = None
+    ended_ns: int = 0
+    """when its agent saw the end; the line is written when the evidence is"""
+    ended_uptime_ns: int = 0
+    """the same by the host's clock that nobody sets"""
+    message: str = ""
+
+
+class WorkerReplaced(AgentEvent, frozen=True, kw_only=True):
+    """A fresh process takes a failed one's place, with `--restart-policy in-process`."""
+
+    round: int
+    rank: int
+    local_rank: int = -1
+    exitcode: int | None = None
+    """of the process that ended"""
+    old_pid: int = 0
+    """of the process that ended"""
+    pid: int = 0
+    """of the fresh one in its place"""
+    reason: str = ""
+
+
+class ReplacementRefused(AgentEvent, frozen=True, kw_only=True):
+    """The same policy, but all workers start again."""
+
+    round: int
+    rank: int
+    reason: str = ""
+
+
+class InProcessRestarted(AgentEvent, frozen=True, kw_only=True, tag="ring_restarted"):
+    """The wrapped function starts again in its processes: see [restart in process](../how-to/restart-in-process.md)."""
+
+    round: int
+    iteration: int = 0
+    """that begins"""
+    seconds: Seconds = 0.0
+    """from the fault to the function's start"""
+    world_size: int = 0
+    active_world_size: int = 0
+    interruptions: tuple[tuple[int, str], ...] = ()
+    """a rank of the iteration before, and what happened there, for each"""
+    joined: tuple[int, ...] = ()
+    """ranks of the iteration before whose places fresh processes took"""
+    reason: str = ""
+    """the interruptions in words"""
+
+
+class InProcessLeft(AgentEvent, frozen=True, kw_only=True, tag="ring_left"):
+    """This rank alone leaves a wrapped call; the others go on."""
+
+    round: int
+    rank: int
+    iteration: int = 0
+    reason: str = ""
+
+
+class InProcessGaveUp(AgentEvent, frozen=True, kw_only=True, tag="ring_gave_up"):
+    """No further restart within the processes."""
+
+    round: int
+    rank: int = -1
+    iteration: int = 0
+    reason: str = ""
+
+
+class PlatformFailure(AgentEvent, frozen=True, kw_only=True):
+    """Something of this package failed, as the process that serves the workers' TCPStore; of the supervisor too."""
+
+    round: int
+    node: int | UnsetType = UNSET
+    """only where the supervisor writes it"""
+    host: str | UnsetType = UNSET
+    """only where the supervisor writes it"""
+    reason: str = ""
+
+
+class HangFound(AgentEvent, frozen=True, kw_only=True, tag="hang"):
+    """A worker here gave no sign of life for its section's timeout."""
+
+    round: int
+    limit: float = 0.0
+    """seconds"""
+    reason: str = ""
+
+
+class RankStack(Struct, frozen=True, kw_only=True):
+    """Ranks whose threads had the same stack."""
+
+    ranks: tuple[int, ...] = ()
+    name: str = ""
+    stack: tuple[str, ...] = ()
+
+
+class RankState(Struct, frozen=True, kw_only=True):
+    """What the kernel said of a rank without a stack."""
+
+    rank: int
+    state: str = ""
+
+
+class StacksTaken(AgentEvent, frozen=True, kw_only=True):
+    """What the workers here did when they were ended because of a hang."""
+
+    round: int
+    groups: tuple[RankStack, ...] = ()
+    """`ranks`, `stack` of their main thread, the most recent call last"""
+    threads: tuple[RankStack, ...] = ()
+    """`ranks`, `name`, `stack` of the others"""
+    silent: tuple[int, ...] = ()
+    """ranks without a stack"""
+    states: tuple[RankState, ...] = ()
+    """`rank`, `state`: what the kernel said of those"""
+    beats: tuple[RankHeartbeat, ...] = ()
+    """`rank`, `local_rank`, `step`, `section`, `age`, `count` of each worker's heartbeats when it was ended"""
+
+
+class ClockOffset(AgentEvent, frozen=True, kw_only=True):
+    """How far this node's clock is ahead of the coordinator's: see [clocks](#clocks)."""
+
+    reference: int
+    """node index of the coordinator"""
+    offset_ns: int
+    bound_ns: int
+    uptime_ns: int
+    wall_ns: int
+
+
+class WorkersStopping(AgentEvent, frozen=True, kw_only=True):
+    """The workers here are being stopped."""
+
+    round: int
+    reason: str = ""
+
+
+class WorkersStopped(AgentEvent, frozen=True, kw_only=True):
+    """No worker of this node is left."""
+
+    round: int
+    seconds: Seconds = 0.0
+    killed: int = 0
+    """how many needed SIGKILL"""
+    left: tuple[int, ...] = ()
+    """pids that could not be ended"""
+
+
+class WorkersSucceeded(AgentEvent, frozen=True, kw_only=True):
+    """All workers of this node ended with 0."""
+
+    round: int
+
+
+class AgentEnded(AgentEvent, frozen=True, kw_only=True):
+    """An agent's last event."""
+
+    reason: str = ""
+    code: int | None = None
+
+
+class AgentFailed(AgentEvent, frozen=True, kw_only=True):
+    """The agent itself failed (out of memory or descriptors, a defect); its guardian ends its workers, and another
+    agent is started."""
+
+    error: str = ""
+    where: str = ""
+
+
+class StreamLoss(Struct, frozen=True, kw_only=True):
+    """What was lost of one stream in an episode, in bytes of what the worker printed."""
+
+    round: int | None = None
+    rank: int
+    stream: str = ""
+    """``stdout`` or ``stderr``."""
+    not_in_file: int = 0
+    not_in_job_log: int = 0
+
+
+class OutputLost(AgentEvent, frozen=True, kw_only=True):
+    """Written when nothing more was lost for 10 s, every 10 minutes, and at the end."""
+
+    reason: str = ""
+    not_in_files: int = 0
+    """bytes of what workers here printed"""
+    not_in_job_log: int = 0
+    """bytes of what workers here printed"""
+    streams: tuple[StreamLoss, ...] = ()
+    """`round`, `rank`, `stream`, `not_in_file`, `not_in_job_log` of each, the largest first"""
+
+
+class FilesystemRefused(AgentEvent, frozen=True, kw_only=True):
+    """The shared filesystem refused this agent, or was full, for more than a second; of the supervisor too."""
+
+    error: str = ""
+    path: str = ""
+    """what was refused first"""
+    since_ns: int | None = None
+    seconds: Seconds = 0.0
+    over: bool = True
+    """false: it lasted to the end"""
+
+
+class EventsDropped(AgentEvent, frozen=True, kw_only=True):
+    """Lines that were lost while the disk was full; of the supervisor too."""
+
+    count: int = 0

@@ -1,0 +1,169 @@
+"""The coordinator's events: what it decides about rounds, and about the nodes in them."""
+
+from __future__ import annotations
+
+from hpc_elastic.run.event_types import CoordinatorEvent, Seconds
+
+
+class RoundOpened(CoordinatorEvent, frozen=True, kw_only=True):
+    """Nodes may join the round."""
+
+    reason: str = ""
+    """why the one before ended"""
+    restarts_used: int | None = None
+
+
+class RoundFrozen(CoordinatorEvent, frozen=True, kw_only=True):
+    """The members of the round are chosen."""
+
+    reason: str = ""
+    """what was decided about the failures of the round before"""
+    restarts_used: int | None = None
+    nodes: tuple[int, ...] = ()
+
+
+class RoundConfirmed(CoordinatorEvent, frozen=True, kw_only=True):
+    """All members have confirmed the round."""
+
+    reason: str = ""
+    restarts_used: int | None = None
+
+
+class NodeLost(CoordinatorEvent, frozen=True, kw_only=True):
+    """A node is taken out of the round: it was silent for too long."""
+
+    round: int
+    """the one that it is taken out of"""
+    node: int
+    host: str = ""
+    age: Seconds = 0.0
+    """seconds without a sign of it"""
+    reason: str = ""
+
+
+class NodeLeft(CoordinatorEvent, frozen=True, kw_only=True):
+    """It took itself out, because of a health check say."""
+
+    node: int
+    host: str = ""
+    reason: str = ""
+
+
+class SpareLost(CoordinatorEvent, frozen=True, kw_only=True):
+    """A node that waited for a place had died when the run was closed."""
+
+    node: int
+    host: str = ""
+    age: Seconds = 0.0
+    """seconds without a sign of it"""
+    reason: str = ""
+
+
+class NodeMissing(CoordinatorEvent, frozen=True, kw_only=True):
+    """A node has not come, or not as a member."""
+
+    round: int
+    """the one that begins without it, or for which the run waited in vain"""
+    node: int
+    host: str = ""
+    """empty where it is not known"""
+    reason: str = ""
+
+
+class NodeReplaced(CoordinatorEvent, frozen=True, kw_only=True):
+    """A node takes the place of one that is no member any more."""
+
+    group_rank: int = -1
+    """the place"""
+    node: int
+    """the node that came"""
+    host: str = ""
+    """its name"""
+    reason: str = ""
+    replaces_node: int = -1
+    """the node whose place that was"""
+    replaces_host: str = ""
+    """its name"""
+
+
+class NodesWaiting(CoordinatorEvent, frozen=True, kw_only=True):
+    """Nodes wait for a place in the next round."""
+
+    reason: str = ""
+    """which nodes, and what for"""
+    restarts_used: int | None = None
+
+
+class LinkLost(CoordinatorEvent, frozen=True, kw_only=True):
+    """No packet of a node came through for a while, though it answered through the files; written when its packets come
+    through again."""
+
+    node: int
+    host: str = ""
+    since_ns: int | None = None
+    seconds: Seconds = 0.0
+    over: bool = True
+    """false: not again by the end"""
+    reason: str = ""
+
+
+class NodesAsked(CoordinatorEvent, frozen=True, kw_only=True):
+    """Nodes fell silent on the network and are asked through the files whether they live, or have answered."""
+
+    reason: str = ""
+    restarts_used: int | None = None
+
+
+class CoordinatorChanged(CoordinatorEvent, frozen=True, kw_only=True):
+    """The agent that writes this coordinates now."""
+
+    reason: str = ""
+    restarts_used: int | None = None
+
+
+class SignalHeard(CoordinatorEvent, frozen=True, kw_only=True):
+    """An agent heard it, and the supervisor is to find out what it means."""
+
+    reason: str = ""
+    """`SIGTERM on n2`"""
+    restarts_used: int | None = None
+
+
+class NoticeGiven(CoordinatorEvent, frozen=True, kw_only=True):
+    """The job is about to end. A second one: sooner than was thought, with the step that was agreed on."""
+
+    reason: str = ""
+    """which agent heard of it"""
+    restarts_used: int | None = None
+    seconds: float = 0.0
+    """for how long checkpoints are waited for"""
+    step: int | None = None
+    """null at first"""
+
+
+class StepAgreed(CoordinatorEvent, frozen=True, kw_only=True):
+    """All workers save after this step."""
+
+    reason: str = ""
+    restarts_used: int | None = None
+    seconds: float = 0.0
+    step: int | None = None
+    """null where no worker reports its steps"""
+
+
+class RestartDecided(CoordinatorEvent, frozen=True, kw_only=True, tag="restart_decision"):
+    """What follows the round; of earlier versions: `round_frozen` of the next round or `closed` says the same."""
+
+    action: str = ""
+    """`restart`; `continue`: costs no restart; `close`"""
+    reason: str = ""
+    restarts_used: int | None = None
+    max_restarts: int | None = None
+
+
+class RunClosed(CoordinatorEvent, frozen=True, kw_only=True, tag="closed"):
+    """No further round begins."""
+
+    outcome: str
+    reason: str = ""
+    restarts_used: int | None = None

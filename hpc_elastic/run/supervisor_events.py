@@ -1,0 +1,164 @@
+"""The supervisor's events: what it does for an attempt, and what it decides about the job."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+from hpc_elastic.run.event_types import Seconds, SupervisorEvent
+
+
+class AttemptStarted(SupervisorEvent, frozen=True, kw_only=True):
+    """The supervisor of an attempt begins."""
+
+    attempt: int
+    job_id: str | None = None
+    nodes: tuple[str, ...] = ()
+    """names in Slurm's order"""
+    requeue_armed: bool = False
+    requeue_reason: str = ""
+
+
+class AttemptSuperseded(SupervisorEvent, frozen=True, kw_only=True):
+    """An earlier attempt of this run was ended by this one: see [one owner](../explanation/one-owner.md)."""
+
+    superseded: int
+    """the earlier attempt's number"""
+    ended: tuple[str, ...] = ()
+    """names of its nodes whose agents have ended"""
+    silent: tuple[str, ...] = ()
+    """names of its nodes of whose agents nothing is known"""
+    seconds: Seconds = 0.0
+    """waited for that"""
+    reason: str = ""
+    """by which rule it was safe to go on without those"""
+
+
+class AgentsLaunched(SupervisorEvent, frozen=True, kw_only=True):
+    """srun starts the agents."""
+
+    nodes: int
+    """how many"""
+
+
+class AgentProcessEnded(SupervisorEvent, frozen=True, kw_only=True, tag="agent_ended"):
+    """The supervisor saw an agent end, or that none could be started."""
+
+    node: int = -1
+    name: str = ""
+    code: int | None = None
+    """as a shell sees it: 137 for SIGKILL"""
+    detail: str = ""
+    """the same in words, or why it never started"""
+    started: bool = True
+    """false: no agent could be started there"""
+
+
+class AgentRelaunched(SupervisorEvent, frozen=True, kw_only=True):
+    """Another agent is started on a node."""
+
+    node: int = -1
+    name: str = ""
+    reason: str = ""
+    """how it had ended"""
+
+
+class NodeGivenUp(SupervisorEvent, frozen=True, kw_only=True):
+    """No further agent is started there, and the others do not wait for one. Causes: `not_started` (Slurm could not
+    start an agent there), `could_not_run` (what was started there ended before it was an agent, twice, or with the code
+    for wrong usage; the reason has its exit code and the last line that it printed), `died` (its agents took part, and
+    ended too often), `unhealthy`, `store_lost`, `refused`."""
+
+    node: int
+    name: str = ""
+    cause: str = ""
+    reason: str = ""
+
+
+class SignalReceived(SupervisorEvent, frozen=True, kw_only=True, tag="notice"):
+    """Preemption, the time limit or a person asks for the end."""
+
+    signal: str
+
+
+class SignalDecided(SupervisorEvent, frozen=True, kw_only=True):
+    """What a signal means for the job: [the table](signals.md)."""
+
+    call: str
+    """what was heard, or that the supervisor looked by itself"""
+    heard_by: str = ""
+    """`supervisor` or `agents alone`"""
+    slurm: str = ""
+    """what it says of the job"""
+    meaning: str = ""
+    saves: bool = False
+    """whether workers may save first"""
+    seconds: float = 0.0
+    """until the job is ended from outside"""
+    reason: str = ""
+
+
+class VerdictReached(SupervisorEvent, frozen=True, kw_only=True, tag="verdict"):
+    """How the attempt ended."""
+
+    outcome: str
+    reason: str = ""
+
+
+class RequeueDecided(SupervisorEvent, frozen=True, kw_only=True, tag="requeue_decision"):
+    """Whether the job goes on after this attempt."""
+
+    action: str
+    """`requeue` or `end`"""
+    reason: str = ""
+
+
+class NodesDiffer(SupervisorEvent, frozen=True, kw_only=True):
+    """Slurm and the run disagree about the job's nodes; both lists are empty when they agree again."""
+
+    taken: tuple[str, ...] = ()
+    """used by the run, and not in the job any more"""
+    kept: tuple[str, ...] = ()
+    """lost to the run, and in the job"""
+    reason: str = ""
+
+
+class SparedNode(Struct, frozen=True, kw_only=True):
+    """A bad node that stays."""
+
+    node: str
+    reason: str = ""
+
+
+class NodesJudged(SupervisorEvent, frozen=True, kw_only=True):
+    """What the attempt showed about its nodes."""
+
+    excluded: tuple[str, ...] = ()
+    """nodes that the next attempt does without"""
+    reason: str = ""
+    """what they did"""
+    spared: tuple[SparedNode, ...] = ()
+    """`node`, `reason`: bad ones that stay"""
+
+
+class AttemptRequeued(SupervisorEvent, frozen=True, kw_only=True, tag="requeued"):
+    """The next attempt is queued."""
+
+    job_id: str | None = None
+    """of the job that goes on: this one, or a follow-on job"""
+    reason: str = ""
+    """what was done"""
+
+
+class AttemptEnded(SupervisorEvent, frozen=True, kw_only=True):
+    """The attempt's result is written."""
+
+    outcome: str
+    exit_code: int | None = None
+
+
+class EndTakenOver(SupervisorEvent, frozen=True, kw_only=True):
+    """The supervisor did not finish the attempt, and another node writes the verdict and requeues or ends the job."""
+
+    by: str = ""
+    """the agent's id"""
+    reason: str = ""
