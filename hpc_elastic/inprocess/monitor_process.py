@@ -117,6 +117,7 @@ class Unplaced(Struct, frozen=True, kw_only=True):
                 time.sleep(0.02)
             if base.decide_fate(self.initial_rank, "gone"):
                 PrefixStore(0, base).report_gone(self.initial_rank)
+                base.record_base_terminated_rank(self.initial_rank)
             return
         base.append_item(WITHDRAWN, self.newcomer.uid)
         deadline = time.monotonic() + min(patience, _RACE_SECONDS)

@@ -4,8 +4,8 @@
 
     python -m tests.rigs.inprocess_ranks FOLDER SCENARIO:COUNT[:OPTION=VALUE…] …
 
-One scenario (`tests.rigs.inprocess_scenarios`) after the other. Each rank writes what the scenario returns, or raises,
-to FOLDER/<number>/<rank>.json, and its output to FOLDER/<number>/output.txt.
+`RANKS_AT_ONCE` at the most run at once. Each rank of a scenario (`tests.rigs.inprocess_scenarios`) writes what the
+scenario returns, or raises, to FOLDER/<number>/<rank>.json, and its output to FOLDER/<number>/output.txt.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEADLINE = 150.0
 """Seconds for one scenario. torch 2.13 takes 5 s for a new connection to a TCPStore now and then."""
+RANKS_AT_ONCE = 12
+"""Scenarios wait nearly all of their time, for timeouts; but two cores start no more ranks within the shortest ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +56,7 @@ class Job:
 
 
 def run_jobs(folder: Path, *jobs: str, search: str = "") -> list[Job]:
-    """Run scenarios to their ends, one after the other.
+    """Run scenarios to their ends, those that fit side by side.
 
     Args:
         folder: Empty, for results and stores.
@@ -102,10 +105,17 @@ def _ending(path: Path, code: int) -> Ending:
     return Ending(exit_code=code, result=found.get("result"), error=found.get("error", ""))
 
 
-def free_ports(count: int = 10) -> int:
-    """The first of some that follow each other, below those that the kernel gives to anybody who asks."""
+def free_ports(count: int = 10, *, taken: Collection[int] = ()) -> int:
+    """The first of some that follow each other, below those that the kernel gives to anybody who asks.
+
+    Args:
+        count: How many.
+        taken: Firsts that were given before, and may be without a listener yet.
+    """
     while True:
         first = random.randrange(10000, 30000, count)
+        if first in taken:
+            continue
         try:
             for port in range(first, first + count):
                 with socket.socket() as found:
@@ -150,25 +160,54 @@ def main(argv: list[str]) -> int:
     server, group_port = _serve_group_store()
     os.environ["GROUP_STORE_PORT"] = str(group_port)
     try:
-        for number, job in enumerate(argv[1:]):
-            place = folder / str(number)
-            place.mkdir(mode=0o700)
-            if not _run_job(job, place, number):
-                print(job, (place / "output.txt").read_text(errors="replace"), sep="\n")
-                return 1
+        return _run_side_by_side(argv[1:], folder)
     finally:
         os.kill(server, signal.SIGKILL)
         os.waitpid(server, 0)
-    return 0
 
 
-def _run_job(job: str, folder: Path, number: int) -> bool:
-    """Whether it has ended in time."""
+def _run_side_by_side(jobs: list[str], folder: Path) -> int:
+    """Run each job in a child that forks its ranks, in order; the exit code."""
+    running: dict[int, int] = {}
+    ports: list[int] = []
+    sizes = [int(job.split(":")[1]) for job in jobs]
+    failed = False
+    for number, job in enumerate(jobs):
+        while running and sum(sizes[each] for each in running.values()) + sizes[number] > RANKS_AT_ONCE:
+            failed |= _reap(running)
+        if failed:
+            break
+        (folder / str(number)).mkdir(mode=0o700)
+        ports.append(free_ports(taken=ports))
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                status = 0 if _run_job(job, folder / str(number), number, ports[-1]) else 1
+            finally:
+                sys.stdout.flush()
+                os._exit(status)
+        running[pid] = number
+    while running:
+        failed |= _reap(running)
+    return int(failed)
+
+
+def _reap(running: dict[int, int]) -> bool:
+    """Wait for the end of one of the jobs; whether it failed."""
+    while True:
+        pid, status = os.waitpid(-1, 0)
+        if running.pop(pid, None) is not None:
+            return status != 0
+
+
+def _run_job(job: str, folder: Path, number: int, port: int) -> bool:
+    """Whether it has ended in time; its output is printed where not."""
     import faulthandler
 
     scenario, count, *given = job.split(":")
     options = {"job": str(number), **dict(option.split("=", 1) for option in given)}
-    port = free_ports()
     ranks = {}
     output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for rank in range(int(count)):
@@ -188,7 +227,10 @@ def _run_job(job: str, folder: Path, number: int) -> bool:
                 os._exit(status)
         ranks[pid] = rank
     os.close(output)
-    return _wait(ranks, folder, seconds=float(options.get("deadline", DEADLINE)))
+    has_ended = _wait(ranks, folder, seconds=float(options.get("deadline", DEADLINE)))
+    if not has_ended:
+        print(job, (folder / "output.txt").read_text(errors="replace"), sep="\n")
+    return has_ended
 
 
 def _serve_group_store() -> tuple[int, int]:
