@@ -35,11 +35,13 @@ import torch.distributed as dist
 GLOO = (
     TORCH
     + """\
-dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+dist.init_process_group("gloo", timeout=timedelta(seconds=120))
 dist.barrier()
 """
 )
-"""A script's beginning: all ranks have met, so that no rank fails while others still start."""
+"""A script's beginning: all ranks have met, so that no rank fails while others still start.
+
+For a short timeout a script makes a group of its own: on a busy machine the ranks come here many seconds apart."""
 
 MEET = """\
 def meet(name):
