@@ -336,7 +336,7 @@ def _is_stuck(state: ProcessState | None, dump: StackDump | None) -> bool:
 def _reason(worker: HungWorker, dump: StackDump | None) -> str:
     state = worker.state
     if state is not None and state.is_stopped:
-        return "it was stopped from outside (SIGSTOP, or a debugger), not by this job's agent; ended for that"
+        return "SIGSTOP not sent by hpc-elastic (a debugger, or a manual kill); killed for that"
     if state is not None and _is_stuck(state, dump):
         if (child := state.hung_child) is not None:
             return (
@@ -346,8 +346,8 @@ def _reason(worker: HungWorker, dump: StackDump | None) -> str:
         where = state.threads[0].describe() if state.threads else state.state
         return f"it sat in an uninterruptible system call (a hung mount or device?): {where}; ended for that"
     if dump is None:
-        return "it gave no sign of life, and no stack when it was asked; ended for that"
-    return "it gave no sign of life; ended for that, after all ranks' stacks were taken (stacks.txt)"
+        return "no heartbeat, and no answer when its stacks were asked for; killed for that"
+    return "no heartbeat; killed after the stacks of all ranks were taken (stacks.txt)"
 
 
 def _tail(path: Path) -> str:

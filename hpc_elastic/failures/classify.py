@@ -367,7 +367,7 @@ def classify(
     if stopped_by_agent and (number in _SENT_BY_AGENT or name in _END_REQUESTED_TYPES):
         failure_class, reason = (
             FailureClass.STOPPED_BY_US,
-            f"ended by this job's agent ({signal_name(number) or 'asked to stop'})",
+            f"stopped by hpc-elastic ({signal_name(number) or 'asked to stop'})",
         )
     elif number == signal.SIGKILL and oom_kills > 0:
         failure_class, reason = FailureClass.INFRASTRUCTURE, "killed by the kernel: the job's memory limit was reached"
@@ -384,8 +384,8 @@ def classify(
             failure_class, reason = FailureClass.SYMPTOM, SYMPTOM_TYPES[name]
         elif not exception_type and number in _ASKED_TO_END:
             failure_class = FailureClass.INFRASTRUCTURE
-            came = f"{signal_name(number)} came from outside this job's agent"
-            reason = f"{came}: Slurm (cancel, limit, preemption) or a person"
+            came = f"{signal_name(number)} not sent by hpc-elastic"
+            reason = f"{came}: probably Slurm (cancel, limit, preemption) or a manual kill"
         else:
             failure_class = FailureClass.ROOT
             wrong_call = last_step is None and _is_wrong_call(name, exitcode, stderr_tail)
@@ -432,9 +432,9 @@ def _root_reason(exitcode: int, number: int, exception_type: str, *, wrong_call:
     if wrong_call:
         return "the script could not start"
     if exception_type and exception_type not in ("SystemExit", "KeyboardInterrupt"):
-        return "an exception that nothing caught"
+        return "uncaught exception"
     if number == signal.SIGKILL:
-        return "killed from outside, not by this job's agent: by a person, or for the node's memory (dmesg tells)"
+        return "SIGKILL not sent by hpc-elastic: probably the OOM killer (check dmesg) or a manual kill"
     if number == signal.SIGBUS:
         return "a bus error: often a full /dev/shm, or a mapped file that was cut"
     if number:

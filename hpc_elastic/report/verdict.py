@@ -250,7 +250,7 @@ def _hang_verdict(
             "which one the others waited for, the stacks show"
         )
     else:
-        evidence = "the only one that gave no sign of life"
+        evidence = "the only one without a heartbeat"
     if symptoms:
         are = "is its consequence" if len(symptoms) == 1 else "are its consequences"
         evidence += f"; {plural(len(symptoms), 'failure')} elsewhere {are}"

@@ -31,6 +31,8 @@ _CATEGORY_WORDS = {
     Category.INFRASTRUCTURE: "infrastructure: the node or the cluster",
 }
 _BLAMELESS = (FailureClass.STOPPED_BY_US, FailureClass.SYMPTOM)
+_SENT_BY_OTHERS = ("not sent by hpc-elastic", "from outside")
+"""In the reason of a signal that this package did not send; the second in records of versions before 0.2."""
 _MOST_NAMES = 4
 _MOST_SPARES = 3
 _MOST_RESTARTS = 3
@@ -40,8 +42,8 @@ def describe_class(failure: WorkerFailure) -> str:
     """Why a failure is of its class, whether its node is suspect, and whether another try may help."""
     retry = f"; {failure.host} is suspect" if failure.node_suspect else ""
     retry += "" if failure.retryable else "; not worth another try"
-    # A worker that was killed or stopped from outside may have done nothing wrong, nor one that lost a peer.
-    blameless = failure.failure_class in _BLAMELESS or "from outside" in failure.reason
+    # A worker that another process killed or stopped may have done nothing wrong, nor one that lost a peer.
+    blameless = failure.failure_class in _BLAMELESS or any(text in failure.reason for text in _SENT_BY_OTHERS)
     whose = failure.category.value if blameless else _CATEGORY_WORDS[failure.category]
     return f"{failure.reason} ({whose}){retry}" if failure.reason else f"{whose}{retry}"
 

@@ -32,6 +32,6 @@ raise [RuntimeError("zero"), KeyError("one"), ValueError("two")][RANK]
             confidence="high",
             evidence="first of 2 different failures, <N> s before the next "
             "(rank 2 on node2; clocks known to within <N> ms)",
-            kind="an exception that nothing caught",
+            kind="uncaught exception",
         )
         catalogue.check(run, "clocks-an-hour-apart", expected)

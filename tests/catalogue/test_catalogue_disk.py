@@ -76,7 +76,7 @@ def test_a_full_disk_while_the_error_file_is_written(catalogue: Catalogue, tiny_
             retryable=True,
             confidence="high",
             evidence="the only failure",
-            kind="an exception that nothing caught",
+            kind="uncaught exception",
         )
         catalogue.check(run, "disk-full", expected)
         assert "ValueError: loss is NaN at step 17" in run.log(), "the report sends there"

@@ -26,8 +26,8 @@ if RANK == 1:
 hpc_elastic.heartbeat(step=5)
 wait_for_all_gradients()
 """
-_SILENT = "it gave no sign of life; ended for that, after all ranks' stacks were taken (stacks.txt)"
-_STOPPED = "it was stopped from outside (SIGSTOP, or a debugger), not by this job's agent; ended for that"
+_SILENT = "no heartbeat; killed after the stacks of all ranks were taken (stacks.txt)"
+_STOPPED = "SIGSTOP not sent by hpc-elastic (a debugger, or a manual kill); killed for that"
 _WAYS = {
     "deadlock": ("lock = threading.Lock(); lock.acquire(); lock.acquire()", _SILENT),
     "held-gil": ("ctypes.PyDLL(None).sleep(1000)", _SILENT),

@@ -69,7 +69,7 @@ train()
             "Signal 9 (SIGKILL) received by PID <PID>",
             host="node0",
             evidence="the only failure that is not a consequence of another one; 3 others are consequences",
-            kind="killed from outside, not by this job's agent: by a person, or for the node's memory (dmesg tells)",
+            kind="SIGKILL not sent by hpc-elastic: probably the OOM killer (check dmesg) or a manual kill",
             consequences={LOST_PEER: "0,2-3"},
         )
         catalogue.check(run, "gloo-peer-vanished", expected)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.rigs.failure_catalogue import MEET, Catalogue, Told
 
-_EXCEPTION = "an exception that nothing caught"
+_EXCEPTION = "uncaught exception"
 
 
 def told(cause: str, **changes: Any) -> Told:
@@ -298,7 +298,7 @@ def test_an_exception_and_then_a_hang_in_the_shutdown(catalogue: Catalogue) -> N
             confidence="low",
             evidence="likely: it had printed this, and had not ended when this job ended it; "
             "1 other failure is a consequence",
-            kind="ended by this job's agent (SIGTERM)",
+            kind="stopped by hpc-elastic (SIGTERM)",
             consequences={"a collective waited for a peer until its timeout": "0"},
         )
         catalogue.check(run, "exception-then-hang", expected)

@@ -99,7 +99,7 @@ def test_killed_from_outside(catalogue: Catalogue) -> None:
         run.finish()
         expected = told(
             "Signal 9 (SIGKILL) received by PID <PID>",
-            kind="killed from outside, not by this job's agent: by a person, or for the node's memory (dmesg tells)",
+            kind="SIGKILL not sent by hpc-elastic: probably the OOM killer (check dmesg) or a manual kill",
         )
         catalogue.check(run, "killed-from-outside", expected)
 

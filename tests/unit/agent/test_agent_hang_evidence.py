@@ -74,7 +74,7 @@ def test_one_that_was_stopped_from_outside_has_a_name_that_is_no_bug(tmp_path: P
     failure = failure_of(worker(tmp_path, stderr=DUMP.format(function="load"), of=state("T")))
     assert failure.fingerprint == "hang:stopped"
     assert not may_be_a_bug(failure.fingerprint)
-    assert failure.reason.startswith("it was stopped from outside")
+    assert failure.reason.startswith("SIGSTOP not sent by hpc-elastic")
     assert "in load" in failure.traceback
 
 

@@ -354,7 +354,7 @@ def test_one_that_never_got_to_a_step_is_behind_all() -> None:
     verdict = decide_verdict([hang(0, 1.0, 3), hang(1, 2.0, None)], rank_statuses=[word(0, 3)])
     assert verdict.failure is not None
     assert verdict.failure.global_rank == 1
-    assert decide_verdict([hang(5, 1.0, 3)]).evidence == "the only one that gave no sign of life"
+    assert decide_verdict([hang(5, 1.0, 3)]).evidence == "the only one without a heartbeat"
 
 
 def test_an_exception_before_the_silence_is_the_cause() -> None:

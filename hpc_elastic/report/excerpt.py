@@ -1,0 +1,188 @@
+"""The part of a failure's traceback, or of its output, that a report has room for. Pure.
+
+The cause stands at the end of a traceback, but the line to look at is the innermost one of the user's own code: where
+libraries' frames fill the end, that frame is shown above them. A dump of faulthandler has the innermost call first.
+"""
+
+from __future__ import annotations
+
+import re
+
+from msgspec import Struct
+
+from hpc_elastic.base.text import clean_lines
+from hpc_elastic.failures.fingerprint import user_frames
+from hpc_elastic.failures.traceback_text import Frame
+from hpc_elastic.failures.worker_failure import WorkerFailure
+
+_REPEATS = 3
+_STACK_WANTED = 12
+"""Lines of the stack that a message of many lines leaves room for, and so many of the message are shown in any case."""
+_MESSAGE_LEAST = 3
+_MOST_FRAME_LINES = 2
+_SHOW_ALL = "(--all shows them)"
+_TITLE = "Traceback (most recent call last):"
+_FIRST_CALL_FIRST = "(most recent call first):"
+_CONNECTORS = (
+    "During handling of the above exception, another exception occurred:",
+    "The above exception was the direct cause of the following exception:",
+)
+_FRAME = re.compile(r'(?:\s*\| )*\s*File "([^"]+)", line (\d+)(?:,? in (.*))?')
+
+
+class _Line(Struct, frozen=True):
+    """A frame of the user's own code in a traceback."""
+
+    at: int
+    frame: Frame
+
+
+class Excerpt(Struct, frozen=True, kw_only=True):
+    """What is shown of a failure's text."""
+
+    name: str
+    """``traceback`` or ``stderr``."""
+    title: str
+    """Python's own first line of a traceback, or why there is nothing; may be empty."""
+    lines: tuple[str, ...]
+
+
+def user_frame(failure: WorkerFailure) -> Frame | None:
+    """The innermost frame of the user's own code; None where the failure has none."""
+    found = _user_line(failure, clean_lines(failure.traceback)) if failure.traceback else None
+    return found.frame if found is not None else None
+
+
+def make_excerpt(failure: WorkerFailure, *, lost: str = "", most: int | None = None) -> Excerpt:
+    """Choose what to show of a failure.
+
+    Args:
+        failure: Whose traceback, or the end of whose output.
+        lost: Why its output is not in its file; empty where it is.
+        most: At most so many lines, the title's included; None: all.
+    """
+    if failure.traceback:
+        body = clean_lines(failure.traceback)
+        title = body.pop(0) if body and body[0] == _TITLE else ""
+        return Excerpt(name="traceback", title=title, lines=tuple(_shortened(failure, body, most)))
+    if failure.stderr_tail:
+        body = fold_repeats(clean_lines(failure.stderr_tail))
+        room = len(body) if most is None else max(1, most - 2)
+        return Excerpt(name="stderr", title="", lines=tuple(_end_of(body, room)))
+    if lost:
+        return Excerpt(name="stderr", title=lost, lines=())
+    hint = " (closed or redirected by the script?)" if failure.exitcode == 1 else ""
+    return Excerpt(name="stderr", title=f"empty, so there is no traceback{hint}", lines=())
+
+
+def _shortened(failure: WorkerFailure, body: list[str], most: int | None) -> list[str]:
+    body = fold_repeats(body)
+    if most is None or len(body) <= most - 1:
+        return body
+    room = max(1, most - 2)
+    mine = _user_line(failure, body)
+    frame = _frame_lines(body, mine.at) if mine is not None else []
+    if any(_FIRST_CALL_FIRST in line for line in body[:3]):
+        return _beginning_of(body, room, mine.at if mine is not None else None, frame)
+    start, end = _block(failure, body)
+    if start == 0 and end < len(body):  # a chain whose first exception is the cause: what follows is cut first
+        body = [*body[:end], f"... {len(body) - end} lines below {_SHOW_ALL}"]
+    body = _without_long_message(failure, body, room)
+    shown = _end_of(body, room)
+    if mine is None or mine.at >= len(body) - room or room <= len(frame) + 2:
+        return shown
+    tail = body[-(room - len(frame) - 1) :]
+    between = len(body) - len(tail) - mine.at - len(frame)
+    above = [f"... {mine.at} lines above {_SHOW_ALL}"] if mine.at else []
+    return [*above, *frame, *([f"... {between} lines of libraries {_SHOW_ALL}"] if between else []), *tail]
+
+
+def _beginning_of(body: list[str], room: int, at: int | None, frame: list[str]) -> list[str]:
+    """Of a dump that has the innermost call first."""
+    if at is None or at < room:
+        return [*body[:room], f"... {len(body) - room} lines below {_SHOW_ALL}"]
+    kept = max(1, room - len(frame) - 1)
+    below = len(body) - at - len(frame)
+    return [
+        *body[:kept],
+        f"... {at - kept} lines of libraries {_SHOW_ALL}",
+        *frame,
+        *([f"... {below} lines below {_SHOW_ALL}"] if below else []),
+    ]
+
+
+def _end_of(body: list[str], room: int) -> list[str]:
+    if len(body) <= room + 1:
+        return body
+    return [f"... {len(body) - room} lines above {_SHOW_ALL}", *body[-room:]]
+
+
+def _without_long_message(failure: WorkerFailure, body: list[str], room: int) -> list[str]:
+    """Of a long message only the beginning: the stack is worth more."""
+    message = _message_lines(failure)
+    kept = min(message, max(_MESSAGE_LEAST, room - _STACK_WANTED))
+    if message - kept > 1 and room > _MESSAGE_LEAST:
+        return [*body[: len(body) - message + kept], f"... {message - kept} more lines {_SHOW_ALL}"]
+    return body
+
+
+def _message_lines(failure: WorkerFailure) -> int:
+    """How many lines at the traceback's end are the exception's message; 0 where it quotes another's traceback."""
+    body, message = failure.traceback.rstrip("\n"), failure.message.rstrip("\n")
+    if not body or "Traceback (most recent call last):" in message:
+        return 0
+    lines = message.count("\n")
+    first = body.split("\n")[-lines - 1 :][0]
+    return lines + 1 if message and first.rstrip().endswith(message.split("\n", 1)[0].rstrip()[-60:]) else 0
+
+
+def _block(failure: WorkerFailure, body: list[str]) -> tuple[int, int]:
+    """The lines of the exception that is the failure's, of several in a chain: `body` from the one to the other."""
+    starts = [0, *(at + 1 for at, line in enumerate(body) if line.strip() in _CONNECTORS)]
+    ends = [*(at - 1 for at in starts[1:]), len(body)]
+    name = failure.exception_type.rsplit(".", 1)[-1]
+    words = failure.headline.partition(": ")[2][:40]
+    for start, end in zip(starts, ends, strict=True):
+        if any(name and name in line and words in line and line[:1].strip() for line in body[start:end]):
+            return start, end
+    return starts[-1], ends[-1]
+
+
+def _user_line(failure: WorkerFailure, body: list[str]) -> _Line | None:
+    """The innermost frame of the user's code in the failure's own exception, else in any of the chain."""
+    found = []
+    for at, line in enumerate(body):
+        if match := _FRAME.match(line):
+            frame = Frame(file=match[1], line=int(match[2]), function=match[3] or "")
+            found += [_Line(at, frame)] if user_frames([frame]) else []
+    if not found:
+        return None
+    if any(_FIRST_CALL_FIRST in line for line in body[:3]):
+        return found[0]
+    start, end = _block(failure, body)
+    return next((one for one in reversed(found) if start <= one.at < end), found[-1])
+
+
+def _frame_lines(body: list[str], at: int) -> list[str]:
+    """A frame's line, and the line of code that Python prints below it."""
+    return [
+        body[at],
+        *(line for line in body[at + 1 : at + _MOST_FRAME_LINES] if not _FRAME.match(line) and line[:4].isspace()),
+    ]
+
+
+def fold_repeats(lines: list[str]) -> list[str]:
+    """Runs of the same line in a stack, as Python's own tracebacks fold them."""
+    folded: list[str] = []
+    at = 0
+    while at < len(lines):
+        end = at + 1
+        while end < len(lines) and lines[end] == lines[at]:
+            end += 1
+        if end - at > _REPEATS + 1 and lines[at].lstrip().startswith("File "):
+            indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
+            folded += [*lines[at : at + _REPEATS], f"{indent}[Previous line repeated {end - at - _REPEATS} more times]"]
+        else:
+            folded += lines[at:end]
+        at = end
+    return folded
