@@ -32,6 +32,7 @@ from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.output.pump import LogPump
 from hpc_elastic.rendezvous.ranks import RankLayout
+from hpc_elastic.run.agent_events import OwnEnd
 from hpc_elastic.run.log_pieces import holds_at_end
 from hpc_elastic.run.option_values import Std
 from hpc_elastic.run.paths import AttemptPaths, RankPaths
@@ -322,6 +323,21 @@ class LocalWorkers:
         else:
             self.poll()
         return result
+
+    @property
+    def own_ends(self) -> tuple[OwnEnd, ...]:
+        """How the workers ended that the agent's signal did not end: a few, however many ranks there are."""
+        return tuple(
+            OwnEnd(
+                rank=slot.global_rank,
+                exitcode=slot.exit.exitcode,
+                ended_ns=slot.exit.observed_ns,
+                ended_uptime_ns=slot.exit.observed_uptime_ns,
+                stopped=slot.stopped_by_agent,
+            )
+            for slot in self._slots
+            if slot.exit is not None and not (slot.stopped_by_agent and slot.exit.exitcode in _OURS - {0})
+        )
 
     def describe_failures(self) -> list[WorkerFailure]:
         """Gather and write the evidence of all that ended badly. To be called once the group has ended."""

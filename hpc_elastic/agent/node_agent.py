@@ -19,6 +19,8 @@ import selectors
 import signal
 from collections.abc import Callable
 
+from msgspec import to_builtins
+
 from hpc_elastic.agent.checkpoints import CheckpointWatch, PreemptionWatch
 from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.ending import (
@@ -278,6 +280,7 @@ class NodeAgent:
             seconds=round(result.seconds, 3),
             killed=result.killed,
             left=[survivor.pid for survivor in result.left],
+            ends=to_builtins(workers.own_ends),
         )
         for survivor in result.left:
             logger.error("process %d (%s) is still there: %s", survivor.pid, survivor.name, survivor.why)

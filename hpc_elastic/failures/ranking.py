@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
 
+from msgspec import Struct
+
 
 class FailureClass(str, Enum):
     """Whose failure it is."""
@@ -38,6 +40,16 @@ class Category(str, Enum):
     """This package: its agent or supervisor failed."""
     INFRASTRUCTURE = "infrastructure"
     """The node, the network, the filesystem, the memory limit."""
+
+
+class Suspect(Struct, frozen=True, kw_only=True):
+    """A rank to look at where every failure is a symptom: it may be the cause, and nothing proves it."""
+
+    rank: int
+    host: str = ""
+    """Empty: not known."""
+    why: str
+    """One clause, as ``it ended with 0 3.0 s before``."""
 
 
 _CAUSES = (FailureClass.ROOT, FailureClass.HANG, FailureClass.INFRASTRUCTURE)

@@ -53,6 +53,8 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
     ended_uptime_ns: int = 0
     """The same moment by the host's clock that nobody sets (`hpc_elastic.base.clock.uptime_ns`): what failures are
     ordered by. 0: no agent saw it."""
+    printed_ns: int = 0
+    """When the first line of its traceback came from its pipe, by the same clock as `ended_ns`; 0: not known."""
     message: str = ""
     """``ValueError: bad batch``, or ``Signal 9 (SIGKILL) received by PID 4711``."""
     exception_type: str = ""
@@ -138,5 +140,6 @@ _EVENT_FIELDS = (
     "last_step",
     "ended_ns",
     "ended_uptime_ns",
+    "printed_ns",
 )
 _TEXT_LIMIT = 128 << 10

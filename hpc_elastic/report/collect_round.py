@@ -26,8 +26,10 @@ from hpc_elastic.report.history import (
     RoundHistory,
     RoundNode,
     StackGroup,
+    WorkerEnd,
 )
 from hpc_elastic.report.incidents import InProcessRestart, read_restart
+from hpc_elastic.run.agent_events import OwnEnd
 from hpc_elastic.run.event_reader import integer, integer_or, names_of, seconds_of, text_of, whole_numbers
 from hpc_elastic.run.heartbeats import RankHeartbeat
 
@@ -128,6 +130,7 @@ class RoundBuilder(Struct):
     final_ns: dict[int, int] = field(default_factory=dict)
     failures: dict[int, WorkerFailure] = field(default_factory=dict)
     reported: dict[int, WorkerFailure] = field(default_factory=dict)
+    ends: dict[int, WorkerEnd] = field(default_factory=dict)
     lost: dict[int, NodeLoss] = field(default_factory=dict)
     left: dict[int, NodeLoss] = field(default_factory=dict)
     """Nodes that took themselves out, as the coordinator reports it."""
@@ -206,8 +209,10 @@ class RoundBuilder(Struct):
             case "workers_succeeded" | "workers_stopped":
                 if name == "workers_succeeded":
                     self.succeeded.add(node)
-                elif node in self.ended:
-                    return
+                else:
+                    self._take_ends(event, node)
+                    if node in self.ended:
+                        return
                 self.ended.add(node)
                 begin = self.final_ns.get(node)
                 if begin is not None and when >= begin:
@@ -229,6 +234,12 @@ class RoundBuilder(Struct):
         is_machine = failure.failure_class is FailureClass.INFRASTRUCTURE
         category = Category.INFRASTRUCTURE if is_machine else Category.WORKER
         self.reported[rank] = replace(failure, category=category, signal=signal_name(signal_of(failure.exitcode)))
+
+    def _take_ends(self, event: Mapping[str, Any], node: int) -> None:
+        for end in readable_items(OwnEnd, event.get("ends")):
+            self.ends[end.rank] = WorkerEnd(
+                end.rank, node, end.exitcode, end.ended_ns, end.ended_uptime_ns, end.stopped
+            )
 
     def _take_stacks(self, event: Mapping[str, Any], when: int, node: int) -> None:
         for status in rank_statuses(readable_items(RankHeartbeat, event.get("beats")), node=node, when=when):
@@ -253,6 +264,7 @@ class RoundBuilder(Struct):
             world_size=self.world_size,
             nodes=tuple(self.nodes[node] for node in sorted(self.nodes)),
             failures=tuple(failures[rank] for rank in sorted(failures)),
+            ends=tuple(self.ends[rank] for rank in sorted(self.ends)) if failures or self.lost or self.own else (),
             in_process=tuple(sorted(self.in_process, key=lambda one: (one.iteration, one.told_ns))),
             replaced=tuple(self.replaced[node] for node in sorted(self.replaced)),
             lost_nodes=tuple(self.lost[node] for node in sorted(self.lost)),

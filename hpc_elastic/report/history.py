@@ -85,6 +85,21 @@ class Replacement(Struct, frozen=True, kw_only=True):
     group_rank: int
 
 
+class WorkerEnd(NamedTuple):
+    """The end of a worker that the agent's own signal did not end: its exit code 0 is a fact, too."""
+
+    rank: int
+    node: int
+    exitcode: int
+    """Negative for a signal, like subprocess."""
+    ended_ns: int
+    """When its agent saw it, by the node's wall clock."""
+    ended_uptime_ns: int
+    """The same moment by the node's clock since its boot."""
+    stopped: bool = False
+    """The agent had begun to end the group before; the worker ended by itself all the same, with 0 say."""
+
+
 class RankStatus(Struct, frozen=True, kw_only=True):
     """A worker's last heartbeat, as its node reported it."""
 
@@ -137,6 +152,9 @@ class RoundHistory(Struct, frozen=True, kw_only=True):
     in_process: tuple[InProcessRestart, ...] = ()
     """Restarts within its processes, by time; nothing of the round ended by them."""
     failures: tuple[WorkerFailure, ...] = ()
+    ends: tuple[WorkerEnd, ...] = ()
+    """By rank, of a round that broke: the workers that ended otherwise than by the agent's signal. A rank that is
+    missing was ended by it, or its agent reported no end."""
     lost_nodes: tuple[NodeLoss, ...] = ()
     own_failures: tuple[NodeLoss, ...] = ()
     """What of this package failed (`NodeLoss.broke`); no node was lost by it."""

@@ -110,6 +110,7 @@ def _verdict_core(verdict: Verdict) -> dict[str, Any]:
         "cause": verdict.cause.value,
         "summary": verdict.summary,
         "confidence": verdict.confidence.value,
+        "suspects": [_values(suspect, optional=("host",)) for suspect in verdict.suspects],
         "evidence": verdict.evidence,
         "resolution_ns": verdict.resolution_ns,
         "category": verdict.category.value if verdict.category is not None else None,

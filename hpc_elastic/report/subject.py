@@ -81,6 +81,7 @@ def verdict_of(part: RoundHistory) -> Verdict:
         part.failures,
         lost_nodes=(*part.lost_nodes, *part.own_failures),
         rank_statuses=part.rank_statuses,
+        ends=part.ends,
         clocks=part.clocks,
         ranks={rank: node.host for node in part.nodes for rank in node.ranks} if needs_ranks else None,
     )

@@ -22,6 +22,7 @@ from hpc_elastic.failures.ranking import (
     Moment,
     Order,
     Ranking,
+    Suspect,
     clock_bound_ns,
     gap_ns,
     order_of,
@@ -29,7 +30,8 @@ from hpc_elastic.failures.ranking import (
 )
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
-from hpc_elastic.report.history import NodeLoss, RankStatus
+from hpc_elastic.report.history import NodeLoss, RankStatus, WorkerEnd
+from hpc_elastic.report.suspects import find_suspects, look_at
 from hpc_elastic.run.node_score import is_everywhere
 
 _HOSTS = 3
@@ -80,6 +82,8 @@ class Verdict(Struct, frozen=True, kw_only=True):
     """Global ranks that failed in the same way, the root cause's included."""
     candidates: tuple[WorkerFailure, ...] = ()
     """The other failures that are no consequence, by time; without those of the same kind."""
+    suspects: tuple[Suspect, ...] = ()
+    """For `Cause.UNKNOWN`: the ranks to look at, the likeliest first."""
     headline: str = ""
     """What happened, where it was no failure of a worker's and no single node's."""
     resolution_ns: int | None = None
@@ -102,6 +106,7 @@ def decide_verdict(
     *,
     lost_nodes: Sequence[NodeLoss] = (),
     rank_statuses: Sequence[RankStatus] = (),
+    ends: Sequence[WorkerEnd] = (),
     ranks: Mapping[int, str] | None = None,
     clocks: Clocks = NO_CLOCKS,
 ) -> Verdict:
@@ -111,6 +116,7 @@ def decide_verdict(
         failures: In any order.
         lost_nodes: Nodes that were taken out of the round; each is a candidate at the time of its last sign.
         rank_statuses: All ranks' last heartbeats.
+        ends: How the workers ended that the agents did not end.
         ranks: The host of every rank of the round, where it is known.
         clocks: What two hosts' times are worth.
     """
@@ -128,8 +134,15 @@ def decide_verdict(
         evidence = f"all {len(failures)} were ended by this job itself" if failures else "there is no failure"
         return Verdict(cause=Cause.NONE, confidence=Confidence.HIGH, evidence=evidence)
     if first.failure_class is FailureClass.SYMPTOM:
+        failed = [failure.global_rank for failure in ranking.all]
+        suspects = find_suspects(failed, when[id(first)], ends=ends, ranks=ranks, clocks=clocks)
         verdict = _of_worker(
-            first, Confidence.NONE, _unknown(symptoms, ranks or {}), cause=Cause.UNKNOWN, same=_same(first, ranking.all)
+            first,
+            Confidence.NONE,
+            _unknown(symptoms, suspects),
+            cause=Cause.UNKNOWN,
+            same=_same(first, ranking.all),
+            suspects=suspects,
         )
     elif first.failure_class is FailureClass.STOPPED_BY_US:
         verdict = _cut_short_verdict(first, len(symptoms))
@@ -190,6 +203,7 @@ def _of_worker(
     cause: Cause = Cause.WORKER,
     same: tuple[int, ...] = (),
     candidates: Iterable[WorkerFailure] = (),
+    suspects: tuple[Suspect, ...] = (),
     resolution_ns: int | None = None,
 ) -> Verdict:
     """The verdict that names a worker's failure."""
@@ -204,30 +218,20 @@ def _of_worker(
         retryable=root.retryable or cause is Cause.UNKNOWN,
         same_failure=same or (root.global_rank,),
         candidates=tuple(candidates),
+        suspects=suspects,
         resolution_ns=resolution_ns,
     )
 
 
-def _unknown(symptoms: list[WorkerFailure], ranks: Mapping[int, str]) -> str:
-    """Every failure is a consequence: the silent ranks are the ones to look at."""
+def _unknown(symptoms: list[WorkerFailure], suspects: Sequence[Suspect]) -> str:
+    """Every failure is a consequence: what to look at."""
     if len(symptoms) == 1:
         reads = "not known: the only failure reads like the consequence of another"
     else:
         reads = f"not known: {len(symptoms)} failures, and each reads like the consequence of another"
-    silent = sorted(ranks.keys() - {failure.global_rank for failure in symptoms})
-    if not silent:
+    if not suspects:
         return f"{reads}, which left no trace. Shown is the first one seen"
-    hosts = dict.fromkeys(ranks[rank] for rank in silent)
-    where = f"on {', '.join(hosts)}" if len(hosts) <= _HOSTS else f"on {len(hosts)} nodes"
-    shown = "" if len(symptoms) == 1 else ". Shown is the first one seen"
-    if len(silent) == 1:
-        return (
-            f"{reads}. Look at rank {silent[0]} {where}, which did not fail: it hung, was late, or ended early{shown}"
-        )
-    return (
-        f"{reads}. Look at ranks {ranges(silent)} {where}, which did not fail: "
-        f"one of them hung, was late, or ended early{shown}"
-    )
+    return f"{reads}. {look_at(suspects)}{'' if len(symptoms) == 1 else '. Shown is the first one seen'}"
 
 
 def _hang_verdict(

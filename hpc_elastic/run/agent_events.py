@@ -76,6 +76,8 @@ class WorkerFailed(AgentEvent, frozen=True, kw_only=True):
     """when its agent saw the end; the line is written when the evidence is"""
     ended_uptime_ns: int = 0
     """the same by the host's clock that nobody sets"""
+    printed_ns: int = 0
+    """when its traceback began to come from its pipe, by the clock of `ended_ns`; 0: not known"""
     message: str = ""
 
 
@@ -207,6 +209,16 @@ class WorkersStopping(AgentEvent, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class OwnEnd(Struct, frozen=True, kw_only=True):
+    """How a worker ended that the agent's signal did not end."""
+
+    rank: int
+    exitcode: int
+    ended_ns: int
+    ended_uptime_ns: int = 0
+    stopped: bool = False
+
+
 class WorkersStopped(AgentEvent, frozen=True, kw_only=True):
     """No worker of this node is left."""
 
@@ -216,6 +228,9 @@ class WorkersStopped(AgentEvent, frozen=True, kw_only=True):
     """how many needed SIGKILL"""
     left: tuple[int, ...] = ()
     """pids that could not be ended"""
+    ends: tuple[OwnEnd, ...] = ()
+    """`rank`, `exitcode`, `ended_ns`, `ended_uptime_ns`, `stopped` (workers were being ended by then) of each worker
+    that the agent's signal did not end, one that ended with 0 included"""
 
 
 class WorkersSucceeded(AgentEvent, frozen=True, kw_only=True):

@@ -160,6 +160,34 @@ def test_one_of_two_workers_on_a_node_fails(tmp_path: Path) -> None:
         assert len(run.moments("here", round_index=1)) == 4
 
 
+def test_a_rank_that_ended_with_0_is_named_where_the_others_only_lost_it(tmp_path: Path) -> None:
+    script = """
+    tell("here")
+    if RANK == 1:
+        wait_for("end")
+        sys.exit(0)
+    wait_for("fail")
+    if RANK == 2:
+        raise BrokenPipeError(32, "gloo: broken pipe")
+    wait_for("never")
+    """
+    with LocalRun(tmp_path, script, nproc=2, options=("--max-restarts", "0")) as run:
+        run.wait_moments("here", count=4)
+        pid = run.worker(1, round_index=0)
+        run.say("end")
+        run.until(lambda: not run.is_alive(pid), "end of rank 1")
+        run.say("fail")
+        assert run.finish() != ExitCode.OK
+        (own,) = [event["ends"] for event in run.events("workers_stopped") if event["node"] == 0]
+        assert [(end["rank"], end["exitcode"], end["stopped"]) for end in own] == [(1, 0, False)]
+        verdict = run.report()["verdict"]
+        assert (verdict["cause"], verdict["confidence"]) == ("unknown", "none")
+        (suspect,) = verdict["suspects"]
+        assert (suspect["rank"], suspect["host"]) == (1, "node0")
+        assert suspect["why"].startswith("it ended with 0 ")
+        assert suspect["why"].endswith(" s before")
+
+
 def test_late_failure_has_the_finished_nodes_run_again(tmp_path: Path) -> None:
     script = """
     tell("here")

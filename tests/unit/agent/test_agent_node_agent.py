@@ -28,6 +28,7 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.preemption import PreemptionNotice
 from hpc_elastic.rendezvous.state import HangMark, Member, RoundRecord, Status
+from hpc_elastic.run.agent_events import OwnEnd
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
@@ -97,6 +98,7 @@ class Workers:
     took_stacks: bool = False
     stacks: dict[int, tuple[str, ...]] = field(default_factory=dict)
     unwritten_evidence: list[Callable[[], object]] = field(default_factory=list)
+    own_ends: tuple[OwnEnd, ...] = ()
 
     def take_stacks_first(self) -> None:
         self.took_stacks = True

@@ -9,6 +9,7 @@ import pytest
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import EvidenceSource
 from hpc_elastic.report.collect import collect_run
+from hpc_elastic.report.history import WorkerEnd
 from tests.rigs.run_builder import GLOO, START_NS, RunBuilder, make_failure
 
 
@@ -164,6 +165,22 @@ def test_agents_that_end_with_their_run_are_no_losses(builder: RunBuilder) -> No
     for node in range(4):
         builder.event(0, "supervisor", node, 141, "agent_ended", name=f"n{node + 1}", code=1)
     assert [part.lost_nodes for part in collect_run(builder.root).attempts[0].rounds] == [(), ()]
+
+
+def test_an_end_with_0_is_a_fact_of_a_round_that_broke(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    builder.fail(make_failure(2, at=30, exitcode=3))
+    own = [{"rank": 1, "exitcode": 0, "ended_ns": 7, "ended_uptime_ns": 27, "stopped": False}, {"rank": "x"}, 7]
+    builder.event(0, "agent", 1, 31, "workers_stopped", round=0, seconds=0.1, ends=own)
+    builder.event(0, "agent", 2, 31, "workers_stopped", round=0, seconds=0.1, ends="none")
+    builder.round(0, 1, at=40)
+    whole = [{"rank": 3, "exitcode": 0, "ended_ns": 9, "ended_uptime_ns": 50, "stopped": False}]
+    builder.event(0, "agent", 3, 50, "workers_succeeded", round=1)
+    builder.event(0, "agent", 3, 50, "workers_stopped", round=1, seconds=0.1, ends=whole)
+    broken, fine = collect_run(builder.root).attempts[0].rounds
+    assert broken.ends == (WorkerEnd(rank=1, node=1, exitcode=0, ended_ns=7, ended_uptime_ns=27),)
+    assert fine.ends == ()
 
 
 def test_an_event_without_an_error_file_counts(builder: RunBuilder) -> None:

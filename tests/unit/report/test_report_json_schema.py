@@ -38,7 +38,7 @@ LOSS: dict[str, Any] = {
 }
 FAILURE: dict[str, Any] = {
     **dict.fromkeys(("version", "attempt", "round", "node", "local_rank", "global_rank", "pid", "exitcode"), INT),
-    **dict.fromkeys(("ended_ns", "ended_uptime_ns", "oom_kills"), INT),
+    **dict.fromkeys(("ended_ns", "ended_uptime_ns", "printed_ns", "oom_kills"), INT),
     **dict.fromkeys(("host", "signal", "message", "exception_type", "traceback", "stderr_tail", "fingerprint"), TEXT),
     **dict.fromkeys(("category", "failure_class", "reason", "source", "error_file", "problem"), TEXT),
     **dict.fromkeys(("retryable", "core_dumped", "stopped_by_agent", "node_suspect"), BOOL),
@@ -53,6 +53,7 @@ PLACE: dict[str, Any] = {
 }
 CORE: dict[str, Any] = {
     **dict.fromkeys(("cause", "summary", "confidence", "evidence", "same_failure_ranks"), TEXT),
+    "suspects": [{"rank": INT, "host": "str?", "why": TEXT}],
     "category": "str?",
     "retryable": BOOL,
     "fingerprint": "str?",
@@ -262,11 +263,19 @@ def everything(root: Path) -> RunBuilder:
     return builder
 
 
+def unknown_cause(root: Path) -> RunBuilder:
+    builder = RunBuilder(root)
+    builder.attempt(0)
+    builder.round(0, 0, at=9)
+    builder.fail(make_failure(0, at=60, exception=f"RuntimeError: {GLOO.format(rank=0)}"))
+    return builder
+
+
 def empty(root: Path) -> RunBuilder:
     return RunBuilder(root)
 
 
-@pytest.mark.parametrize("make", [requeued_run, hung_run, everything, empty])
+@pytest.mark.parametrize("make", [requeued_run, hung_run, everything, unknown_cause, empty])
 def test_every_key_and_its_type(tmp_path: Path, make: Any) -> None:
     value = json.loads(json_report(collect_run(make(tmp_path / "run").root)))
     assert list(wrong(value, RUN, "report")) == []
@@ -286,7 +295,7 @@ def test_the_samples_fill_every_list(tmp_path: Path) -> None:
             for item in value:
                 walk(item, place)
 
-    for number, make in enumerate((requeued_run, hung_run, everything)):
+    for number, make in enumerate((requeued_run, hung_run, everything, unknown_cause)):
         walk(json.loads(json_report(collect_run(make(tmp_path / f"run-{number}").root))), "report")
     builder = everything(tmp_path / "torn")
     builder.paths.run_json.unlink()

@@ -4,10 +4,10 @@ import itertools
 
 from msgspec.structs import replace
 
-from hpc_elastic.failures.ranking import OBSERVED_NS, Category, FailureClass
+from hpc_elastic.failures.ranking import OBSERVED_NS, Category, FailureClass, Suspect
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import SUPERVISOR, Clocks, ClocksBuilder
-from hpc_elastic.report.history import NodeLoss, RankStatus
+from hpc_elastic.report.history import NodeLoss, RankStatus, WorkerEnd
 from hpc_elastic.report.verdict import Cause, Confidence, Verdict, decide_verdict
 from tests.rigs.run_builder import GLOO, START_NS, UPTIME_NS, make_failure
 
@@ -204,6 +204,35 @@ def test_where_all_that_failed_are_symptoms_the_silent_rank_is_named() -> None:
     both = decide_verdict([symptom(0, 1.0), symptom(2, 1.0)], ranks=hosts)
     assert "Look at ranks 1,3 on n1, n2, which did not fail" in both.evidence
     assert "Look at" not in decide_verdict([symptom(rank, 1.0) for rank in hosts], ranks=hosts).evidence
+
+
+def ended(rank: int, at: float, *, exitcode: int = 0, stopped: bool = False) -> WorkerEnd:
+    own = int(at * 1e9)
+    return WorkerEnd(rank, rank, exitcode, START_NS + own, UPTIME_NS + own, stopped)
+
+
+def test_a_rank_that_ended_with_0_before_the_symptoms_is_the_one_to_look_at() -> None:
+    hosts = {rank: f"n{rank + 1}" for rank in range(4)}
+    failures = [symptom(0, 5.0), symptom(3, 5.1)]
+    verdict = decide_verdict(failures, ranks=hosts, ends=[ended(1, 2.0)], clocks=NODES)
+    assert (verdict.cause, verdict.confidence) == (Cause.UNKNOWN, Confidence.NONE)
+    assert verdict.suspects == (Suspect(rank=1, host="n2", why="it ended with 0 3.0 s before"),)
+    assert "Look at rank 1 on n2: it ended with 0 3.0 s before. Shown" in verdict.evidence
+    both = decide_verdict(failures, ranks=hosts, ends=[ended(1, 4.0), ended(2, 3.0)], clocks=NODES)
+    assert [suspect.rank for suspect in both.suspects] == [2, 1]
+    assert "Look at ranks 1-2 on n3, n2, rank 2 first: it ended with 0 2.0 s before" in both.evidence
+
+
+def test_an_end_with_0_that_explains_nothing_is_no_suspect() -> None:
+    """It came after the symptoms, or the agent had begun to end that group, or it was no 0."""
+    hosts = {rank: f"n{rank + 1}" for rank in range(4)}
+    ends = [ended(1, 6.0), ended(2, 2.0, stopped=True), ended(3, 4.0, exitcode=1)]
+    verdict = decide_verdict([symptom(0, 5.0)], ranks=hosts, ends=ends, clocks=NODES)
+    assert [(suspect.rank, suspect.why) for suspect in verdict.suspects] == [(2, "it hung, was late, or ended early")]
+    with_a_cause = decide_verdict([symptom(0, 5.0), root(3, 5.1)], ranks=hosts, ends=[ended(1, 2.0)], clocks=NODES)
+    assert with_a_cause.suspects == ()
+    near = decide_verdict([symptom(0, 5.0)], ranks=hosts, ends=[ended(1, 5.01)], clocks=NODES)
+    assert near.suspects == (Suspect(rank=1, host="n2", why="it ended with 0 at about the same time"),)
 
 
 def test_our_own_failure_is_told_before_its_consequences() -> None:
