@@ -15,8 +15,11 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.node_claims import NodeWish, open_claims
 from hpc_elastic.launch.run_directory import create_run, earlier_run, why_not_shared
 from hpc_elastic.options import job_options
+from hpc_elastic.options.remarks import plan_text, remarks
 from hpc_elastic.options.run_request import (
+    ALL_OPTIONS,
     build_spec,
+    cluster_here,
     runs_directory,
     working_directory,
 )
@@ -46,8 +49,21 @@ def main(argv: Sequence[str]) -> int:
         if cluster == "slurm" and not in_job(env):
             raise UsageError("--cluster slurm: this is no Slurm allocation; use hpc-elastic submit, or salloc first")
         if cluster == "local" or not in_job(env):
+            if cluster == "auto":
+                _refuse_on_login_node(parsed, env)
             return run_here(parsed, env)
         return _run_in_allocation(parsed, env)
+
+
+def _refuse_on_login_node(parsed: Parsed, env: Mapping[str, str]) -> None:
+    """Raises UsageError where several nodes were asked for on a machine that can submit jobs to Slurm."""
+    nodes = job_options.asked_nodes(parsed)[1] + job_options.spare_nodes(parsed)
+    if nodes > 1 and cluster_here("auto", env) == "slurm":
+        raise UsageError(
+            f"{parsed.source('nodes', '--nodes')} {parsed.get('nodes') or 1}: run starts everything on this machine, "
+            "and it can submit to Slurm; use hpc-elastic submit (or salloc first), or say --cluster local to have "
+            "all agents and workers on this machine"
+        )
 
 
 def run_here(parsed: Parsed, env: Mapping[str, str], *, dry_run: bool = False) -> int:
@@ -59,12 +75,10 @@ def run_here(parsed: Parsed, env: Mapping[str, str], *, dry_run: bool = False) -
     nodes = job_options.asked_nodes(parsed)
     spec = build_spec(parsed, cluster="local", nodes=nodes, cwd=cwd, env=env, grace=job_options.notice_seconds(parsed))
     runs_dir = runs_directory(parsed, cwd)
+    for line in remarks(parsed, spec, ALL_OPTIONS, env=env):
+        print_note(line)
     if dry_run:
-        text = (
-            f"run directory   {runs_dir / spec.run_id}\nnodes           {nodes[1] + spec.spares}, all on this machine\n"
-            f"each worker     {spec.entrypoint}\n"
-        )
-        sys.stdout.write(each_line(text))
+        sys.stdout.write(each_line(plan_text(spec, runs_dir / spec.run_id)))
         return 0
     from hpc_elastic.launch.local import run_behind_front, run_local
 
@@ -94,6 +108,8 @@ def _run_in_allocation(parsed: Parsed, env: Mapping[str, str]) -> int:
     chosen = claims.claim(job.nodes, _node_wish(parsed), shares=parsed.flag("overlap"))
     nodes = nodes_of(parsed, len(chosen), what="allocation" if chosen == job.nodes else "choice of nodes")
     spec = build_spec(parsed, cluster="slurm", nodes=nodes, cwd=cwd, env=env, grace=job_options.notice_seconds(parsed))
+    for line in remarks(parsed, spec, ALL_OPTIONS, env=env):
+        print_note(line)
     why = why_not_shared(runs_dir) if len(job.nodes) > 1 else None
     if why is not None:
         raise UsageError(f"the nodes can't see {runs_dir}: {why}; give a shared folder with --runs-dir")

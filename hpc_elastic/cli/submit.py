@@ -17,7 +17,8 @@ from hpc_elastic.launch.requeue import back_off
 from hpc_elastic.launch.run_directory import job_now
 from hpc_elastic.launch.submit_job import Submission, dry_run, submission_client, submit_job
 from hpc_elastic.options import job_options
-from hpc_elastic.options.run_request import cluster_here, runs_directory, slurm_job, working_directory
+from hpc_elastic.options.remarks import plan_text, remarks
+from hpc_elastic.options.run_request import ALL_OPTIONS, cluster_here, runs_directory, slurm_job, working_directory
 from hpc_elastic.options.sbatch import SbatchOptions
 from hpc_elastic.options.table import Parsed, explaining
 from hpc_elastic.output.log_reader import OutputReader
@@ -63,8 +64,15 @@ def main(argv: Sequence[str]) -> int:
 def _submit(parsed: Parsed, env: Mapping[str, str]) -> int:
     runs_dir = runs_directory(parsed, working_directory(parsed, env))
     submission = Submission(job=slurm_job(parsed, env), runs_dir=runs_dir)
+    for line in remarks(parsed, submission.job.spec, ALL_OPTIONS, env=env):
+        print_note(line)
     if parsed.flag("dry_run"):
         text = dry_run(submission)
+        # On stderr: what comes from stdout is a batch script as it stands.
+        sys.stderr.write(
+            each_line(plan_text(submission.job.spec, submission.paths.root, submission.job.options)) + "\n"
+        )
+        sys.stderr.flush()
         sys.stdout.write(each_line(text) if is_terminal(sys.stdout) else text)
         return 0
     clock = SystemClock()

@@ -8,8 +8,16 @@ from enum import Enum
 from typing import Any
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.options.sbatch import MAX_NODES, SbatchOptions, check_time_option, parse_nodes, sbatch_variables
-from hpc_elastic.options.table import Option, Parsed
+from hpc_elastic.options.sbatch import (
+    MAX_NODES,
+    SbatchOptions,
+    check_given_once,
+    check_srun_argument,
+    check_time_option,
+    parse_nodes,
+    sbatch_variables,
+)
+from hpc_elastic.options.table import Option, Parsed, key_of
 from hpc_elastic.run.option_values import RequeueChoice, one_of, parse_bad_nodes, whole
 from hpc_elastic.run.paths import attempt_number, task_index
 
@@ -200,6 +208,15 @@ def sbatch_options(parsed: Parsed, *, nodes: tuple[int, int], job_name: str, gra
     plain["job_name"] = job_name
     if parsed.get("gpus") is not None:
         plain["gpus_per_node"] = gpus_on_each(parsed, nodes)
+    known = {
+        name: f"{parsed.source(option.dest, f'--{key_of(option)}')} {parsed.get(option.dest) or '(default 1)'}"
+        for option in OPTIONS
+        if option.sbatch and not option.repeatable and (option.dest in parsed.values or option.dest == "nodes")
+        for name in option.names
+    }
+    check_given_once(parsed.all("sbatch_args"), known)
+    for argument in parsed.all("srun_args"):
+        check_srun_argument(argument)
     return SbatchOptions(
         nodes=allocated_nodes(nodes, spare_nodes(parsed)),
         **plain,

@@ -8,7 +8,7 @@ line break can't be written there at all.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -147,6 +147,25 @@ IMPOSSIBLE = {
 }
 
 
+_RELIED_ON = {
+    **dict.fromkeys(("--requeue", "--no-requeue"), "give --requeue or --no-requeue itself: the run must know"),
+    "--signal": "the run's notice before the time limit comes by it; give --grace SECONDS, or --signal itself",
+    "--open-mode": "every attempt appends to the job log",
+    **dict.fromkeys(("--no-kill", "-k"), "a run outlives its nodes: --no-kill is always given"),
+    **dict.fromkeys(("--chdir", "-D"), "give --chdir itself: workers begin there too"),
+}
+"""sbatch's options by which a run lives: behind `extra` they would silently take the place of its own."""
+_OF_THE_STEP = {
+    **dict.fromkeys(("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--nodelist", "-w"), "one agent is started"
+                    " on each node of the run; give --nodes or --nodelist to hpc-elastic"),
+    **dict.fromkeys(("--kill-on-bad-exit", "-K", "--wait", "-W"), "an agent that ends must not end the others"),
+    **dict.fromkeys(("--output", "-o", "--error", "-e"), "the job log is made of the agents' output; give --output to "
+                    "hpc-elastic"),
+    **dict.fromkeys(("--pty", "--multi-prog", "--test-only", "--help", "--version", "-V"), "no agent would be started"),
+}  # fmt: skip
+"""srun's options under which no run can work, with the reason and the way out."""
+
+
 class SbatchOptions(Struct, frozen=True, kw_only=True):
     """sbatch's options, by sbatch's names; None or empty: not given."""
 
@@ -258,7 +277,36 @@ def _checked(extra: Sequence[str]) -> list[str]:
         if not argument.startswith("-") or argument in ("-", "--"):
             raise UsageError(f"--sbatch-arg {argument}: not an option; write it as --sbatch-arg=--name=value")
         check_possible(argument, option="--sbatch-arg")
+        if (name := _option_name(argument)) in _RELIED_ON:
+            raise UsageError(f"--sbatch-arg {argument}: {_RELIED_ON[name]}")
     return list(extra)
+
+
+def check_srun_argument(text: str, option: str = "--srun-arg") -> None:
+    """Raises UsageError for an option of srun's under which no run can work, with the reason."""
+    if not text.startswith("-") or text in ("-", "--"):
+        raise UsageError(f"{option} {text}: not an option; write it as {option}=--name=value")
+    if (name := _option_name(text)) in _OF_THE_STEP:
+        raise UsageError(f"{option} {text}: not possible here: {_OF_THE_STEP[name]}")
+
+
+def check_given_once(extra: Sequence[str], given: Mapping[str, str]) -> None:
+    """Raises UsageError where ``--sbatch-arg`` repeats an option that hpc-elastic has by its own name.
+
+    Args:
+        extra: The ``--sbatch-arg``s.
+        given: Each name of sbatch's that the command line, a file or a variable already gives → as what, with its
+            value: ``-N`` → ``--nodes 4``.
+    """
+    for argument in extra:
+        if (own := given.get(_option_name(argument))) is not None:
+            raise UsageError(f"--sbatch-arg {argument}: {own} says another value for the same; leave one of them out")
+
+
+def _option_name(argument: str) -> str:
+    """``--time=10`` → ``--time``; ``-t10`` → ``-t``."""
+    name = argument.partition("=")[0].partition(" ")[0]
+    return name if name.startswith("--") else name[:2]
 
 
 def check_possible(argument: str, *, option: str) -> None:
@@ -268,10 +316,7 @@ def check_possible(argument: str, *, option: str) -> None:
         argument: ``--name=value`` or ``-nvalue``.
         option: As what the user gave it.
     """
-    name = argument.partition("=")[0].partition(" ")[0]
-    if not name.startswith("--"):
-        name = name[:2]
-    if name in IMPOSSIBLE:
+    if (name := _option_name(argument)) in IMPOSSIBLE:
         raise UsageError(f"{option} {argument}: not possible here: {IMPOSSIBLE[name]}")
 
 

@@ -113,7 +113,7 @@ def _ended_run(folder: Path) -> None:
 def test_what_starts_runs_would_start_them(
     place: Path, page: str, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, name, *argv = shlex.split(command, comments=True)
+    _, name, *argv = shlex.split(os.path.expandvars(command), comments=True)
     if name == "config":
         assert cli.main([name, *argv]) == 0
         return
@@ -134,7 +134,8 @@ def test_a_run_that_is_typed_really_runs(place: Path) -> None:
     assert typed
     started = {
         command: subprocess.Popen(
-            [sys.executable, "-m", "hpc_elastic", *shlex.split(command, comments=True)[1:]],
+            # Where the page means an allocation, all is done on this machine.
+            [sys.executable, "-m", "hpc_elastic", "run", "--cluster=local", *shlex.split(command, comments=True)[2:]],
             env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for command in sorted(typed)

@@ -96,7 +96,7 @@ def test_what_a_configuration_file_says(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     assert main(["config", "python"]) == 0
-    assert main(["submit", "--cluster", "local", "--dry-run", "train.py"]) == 0
+    assert main(["submit", "--cluster", "local", "--dry-run", "train.py"]) == 2  # there is no such interpreter
     printed = "".join(capsys.readouterr())
     assert _SHOWN.search(printed) is None
     assert f"hpc-elastic: {path}:1: python = " in printed

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import fields
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.options.sbatch import SbatchOptions, notice_grace, sbatch_arguments, sbatch_line
+from hpc_elastic.options.sbatch import SbatchOptions, check_srun_argument, notice_grace, sbatch_arguments, sbatch_line
 from hpc_elastic.slurm.batch_script import literal_path, load_template, render_script
 
 OURS = ["--requeue", "--no-kill", "--open-mode=append", "--signal=B:USR2@120"]
@@ -155,3 +155,22 @@ def test_what_was_given_wins_over_sbatchs_variables() -> None:
     assert overruled >= {"SBATCH_OPEN_MODE", "SBATCH_NO_KILL", "SBATCH_OUTPUT"}
     assert "SBATCH_ACCOUNT" not in overruled
     assert "SBATCH_ARRAY_INX" in SbatchOptions().overruled_variables(), "no array was asked for, and none is made"
+
+
+@pytest.mark.parametrize(
+    "argument", ["--no-requeue", "--requeue", "--signal=USR1@60", "--open-mode=truncate", "-k", "-D/x"]
+)
+def test_what_a_run_lives_by_is_no_sbatch_arg(argument: str) -> None:
+    with pytest.raises(UsageError, match=f"--sbatch-arg {argument}: "):
+        sbatch_arguments(SbatchOptions(extra=(argument,)))
+
+
+@pytest.mark.parametrize("argument", ["--ntasks=4", "-n4", "-N2", "--nodelist=n1", "-K", "--output=x", "--pty", "x"])
+def test_options_of_srun_under_which_no_agent_works(argument: str) -> None:
+    with pytest.raises(UsageError, match=f"--srun-arg {argument}: "):
+        check_srun_argument(argument)
+
+
+def test_other_options_of_srun_pass() -> None:
+    for argument in ("--mpi=none", "--cpu-bind=cores", "--export=ALL,X=1", "-v"):
+        check_srun_argument(argument)

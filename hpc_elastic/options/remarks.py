@@ -1,0 +1,169 @@
+"""What a user should see before a run begins: the plan in a few lines, and what is probably a mistake. Pure but for
+the look at the interpreter and at the health check's program.
+
+A refusal is a `UsageError`; a remark is one line, after which the run goes on: what it is about may be meant.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from hpc_elastic.base.text import plural
+from hpc_elastic.errors import UsageError
+from hpc_elastic.options.sbatch import SbatchOptions
+from hpc_elastic.options.table import Option, Parsed
+from hpc_elastic.run.spec import EntryKind, RunSpec
+
+_LAUNCHERS = ("torchrun", "deepspeed", "mpirun", "mpiexec", "horovodrun", "srun")
+_LAUNCHING_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
+_EXPORTS_ALL = ("ALL", "NONE", "NIL")
+_ASK_SECONDS = 5.0
+_PYTHON = re.compile(rb"(?:Python|PyPy) ?\d")
+
+
+def plan_text(spec: RunSpec, run_dir: Path, options: SbatchOptions | None = None) -> str:
+    """Nodes and workers, what they run, where, what happens at a failure, the run directory: one line each.
+
+    Args:
+        spec: The run.
+        run_dir: Where it would be.
+        options: sbatch's; None: the run would be on this machine.
+    """
+    rows = (
+        ("nodes", f"{_nodes(spec)}; {_workers(spec)}"),
+        ("runs", str(spec.entrypoint)),
+        ("where", _where(spec, options)),
+        ("on failure", _on_failure(spec)),
+        ("run directory", str(run_dir)),
+    )
+    return "".join(f"{label:<16}{text}\n" for label, text in rows)
+
+
+def _nodes(spec: RunSpec) -> str:
+    count = str(spec.max_nodes) if spec.min_nodes == spec.max_nodes else f"{spec.min_nodes}-{spec.max_nodes}"
+    spares = f" and {plural(spec.spares, 'spare')}" if spec.spares else ""
+    tasks = f", for each task of --array {spec.array}" if spec.array else ""
+    return f"{count}{spares}{tasks}"
+
+
+def _workers(spec: RunSpec) -> str:
+    number = spec.nproc_per_node
+    if number.isdigit():
+        return f"{plural(int(number), 'worker')} on each"
+    if number == "auto":
+        return "workers on each: as many as Slurm gave it GPUs, else 1"
+    return f"workers on each: as many as it has {number.upper()}s"
+
+
+def _where(spec: RunSpec, options: SbatchOptions | None) -> str:
+    if options is None:
+        return f"this machine, in {spec.cwd}"
+    partition = f"partition {options.partition}" if options.partition else "the default partition"
+    limit = f"time limit {options.time}" if options.time else "the partition's time limit"
+    return f"Slurm, {partition}, {limit}, in {spec.cwd}"
+
+
+def _on_failure(spec: RunSpec) -> str:
+    restarts = f"up to {plural(spec.max_restarts, 'restart')} within the job" if spec.max_restarts else "no restart"
+    if not spec.requeue or not spec.max_requeues:
+        return f"{restarts}; no requeue"
+    return f"{restarts}, then up to {plural(spec.max_requeues, 'requeue')}"
+
+
+def remarks(parsed: Parsed, spec: RunSpec, options: Sequence[Option], *, env: Mapping[str, str]) -> Iterator[str]:
+    """What is probably a mistake, one line each.
+
+    Args:
+        parsed: The options, of all layers.
+        spec: What became of them.
+        options: The table.
+        env: Where programs are looked for.
+
+    Raises:
+        UsageError: ``--python`` is no Python, or the program of ``--health-check`` can't be started.
+    """
+    yield from _misplaced(parsed, options)
+    export = parsed.get("export")
+    names = [name.partition("=")[0] for name in (export or "").split(",")]
+    if export is not None and not any(name in _EXPORTS_ALL for name in names):
+        yield (
+            f"{parsed.source('export', '--export')} {export}: Slurm then keeps everything else of your environment "
+            f"(PATH, a conda environment) from the job; to add to it write ALL,{export}"
+        )
+    if nested := _nested_launcher(spec):
+        yield (
+            f"{nested} starts workers of its own inside each worker here; give its script to hpc-elastic instead, "
+            "or add --nproc-per-node 1 if that is meant"
+        )
+    yield from _interpreter(parsed, spec, env)
+    yield from _health_program(parsed, spec, env)
+
+
+def _misplaced(parsed: Parsed, options: Sequence[Option]) -> Iterator[str]:
+    by_name = {name: option for option in options for name in option.names if name.startswith("--")}
+    for word in parsed.command[1:]:
+        name = word.partition("=")[0].replace("_", "-")
+        option = by_name.get(name) if word.startswith("--") else None
+        if option is not None and option.dest not in parsed.values:
+            yield (
+                f"{word.partition('=')[0]} comes after {parsed.command[0]}, so it is an argument of the script; "
+                f"if it is meant for hpc-elastic, write it before {parsed.command[0]}"
+            )
+
+
+def _nested_launcher(spec: RunSpec) -> str:
+    entry = spec.entrypoint
+    if entry.kind is EntryKind.MODULE:
+        return f"python -m {entry.target}" if entry.target in _LAUNCHING_MODULES else ""
+    name = os.path.basename(entry.target)
+    if name in _LAUNCHERS or (name == "accelerate" and entry.args[:1] == ("launch",)):
+        return name
+    words = (entry.target, *entry.args[:2])
+    is_module = name.startswith("python") and words[1:2] == ("-m",) and words[2:3] and words[2] in _LAUNCHING_MODULES
+    return f"python -m {words[2]}" if is_module else ""
+
+
+def _interpreter(parsed: Parsed, spec: RunSpec, env: Mapping[str, str]) -> Iterator[str]:
+    given = parsed.get("python")
+    if given is None or spec.entrypoint.kind is EntryKind.COMMAND:
+        return
+    option = f"{parsed.source('python', '--python')} {given}"
+    found = shutil.which(os.path.join(spec.cwd, given) if "/" in given else given, path=env.get("PATH"))
+    if found is None:
+        yield from _missing(option, given, spec)
+        return
+    try:
+        answer = subprocess.run([found, "-V"], capture_output=True, timeout=_ASK_SECONDS, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return  # a slow filesystem, or a binary for the nodes' processors: the nodes find out
+    if not _PYTHON.match(answer.stdout or answer.stderr):
+        raise UsageError(f"{option}: not a Python interpreter ({found} -V does not print its version)")
+
+
+def _health_program(parsed: Parsed, spec: RunSpec, env: Mapping[str, str]) -> Iterator[str]:
+    if not spec.health_check:
+        return
+    program = spec.health_check[0]
+    option = f"{parsed.source('health_check', '--health-check')} {program}"
+    if shutil.which(os.path.join(spec.cwd, program) if "/" in program else program, path=env.get("PATH")) is None:
+        yield from _missing(option, program, spec)
+
+
+def _missing(option: str, program: str, spec: RunSpec) -> Iterator[str]:
+    """A program that is not here: on this machine, and in a folder that the nodes share with it, that is an error.
+
+    A bare name and a path outside of the working directory may exist on the nodes alone (``nvidia-smi``, a module's).
+    """
+    path = Path(spec.cwd, program)
+    where = f"in {spec.cwd}" if "/" in program else "in PATH"
+    if path.exists() and "/" in program:
+        why = "is a folder" if path.is_dir() else f"is not executable; run: chmod +x {program}"
+        raise UsageError(f"{option}: {why}")
+    if spec.cluster == "local" or ("/" in program and path.is_relative_to(spec.cwd)):
+        raise UsageError(f"{option}: no such program {where}")
+    yield f"{option}: there is no such program on this host; every node of the job must have it"
