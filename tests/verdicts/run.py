@@ -31,8 +31,11 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "known-failures.md"
 BEGIN, END = "<!-- verdicts: begin, written by python -m tests.verdicts.run --update-docs -->", "<!-- verdicts: end -->"
 CONFIDENCES = ("high", "tie", "low", "none")
-ENVIRON = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "", "PYTHONWARNINGS": ""}
-"""Beside what is the machine's: a rank with a thread for each core would slow the others down."""
+ENVIRON = {
+    "OMP_NUM_THREADS": "1",  # a rank with a thread for each core would slow the others down
+    "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",  # wrappers start this python3
+}
+"""Beside what is the machine's."""
 
 
 def run_case(case: Case) -> Judged:
