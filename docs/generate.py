@@ -27,7 +27,7 @@ sys.path.insert(0, str(ROOT))  # this checkout, whatever else is installed
 from hpc_elastic.agent import supervision  # noqa: E402
 from hpc_elastic.agent.supervision import Phase  # noqa: E402
 from hpc_elastic.cli import main as cli  # noqa: E402
-from hpc_elastic.failures import classify  # noqa: E402
+from hpc_elastic.failures import patterns  # noqa: E402
 from hpc_elastic.launch import signals  # noqa: E402
 from hpc_elastic.options.run_request import ALL_OPTIONS, default_of  # noqa: E402
 from hpc_elastic.options.table import Keys, key_of, variable_of  # noqa: E402
@@ -139,14 +139,19 @@ whatever comes after it: the limit is told by its reason, a preemption by its Pr
 KNOWN_INTRODUCTION = """\
 # Failures that are known by their words
 
-<!-- Written by docs/generate.py from the tables in hpc_elastic/failures/classify.py; do not edit. -->
+<!-- Written by docs/generate.py from the tables in hpc_elastic/failures/patterns.py; do not edit. -->
 
 What is looked for in an exception's text and in what it was raised from, else in the last lines of stderr; upper and
 lower case are alike, `*` stands for at most 200 characters of a line, and the first row that fits holds. A *symptom* is
 what a healthy rank says when another one is gone; *root* is a candidate for the cause; *infrastructure* is not the
 script's. The node is suspect where the words tell of a part of it that is likely broken. A failure that is worth
-another try still ends the run where it comes again with no progress between. What an exception of a client for services
-outside the job says of its connection (`requests`, `urllib3`, `aiohttp`, `botocore` …) is no symptom.
+another try still ends the run where it comes again with no progress between.
+
+Where an exception was raised decides before its text does. A symptom needs a type, an innermost frame or a text of
+torch's process group, gloo or NCCL: the broken pipe to a subprocess, a reset connection to a data server and a message
+that the script put together are no symptoms. A text of the system's error numbers ("no space left on device") in a
+message that the script raised counts only with its number. Of exceptions that were raised from each other, or while
+another one was handled, the first one decides.
 
 Real excerpts, with their sources, are in tests/data/failures.
 """
@@ -316,15 +321,15 @@ def _who_requeues(row: signals.Row, words: list[str]) -> str:
 def known_failures_page() -> str:
     """The words that are known, as tables."""
     lines = ["| what happened | class | another try | node suspect | words |", "| --- | --- | --- | --- | --- |"]
-    for row in classify.PATTERNS:
+    for row in patterns.PATTERNS:
         texts = ", ".join(f"`{text}`" for text in row.any_of)
         kind = row.failure_class.value + (f", {row.category.value}" if row.category is not None else "")
         tried = "yes" if row.retryable else "no"
         lines.append(f"| {row.says} | {kind} | {tried} | {'yes' if row.node_suspect else ''} | {texts} |")
-    for name, says in classify.SYMPTOM_TYPES.items():
-        lines.append(f"| {says} | symptom | yes | | an exception of type `{name}` |")
+    for name, says in patterns.SYMPTOM_TYPES.items():
+        lines.append(f"| {says} | symptom | yes | | an exception of type `{name}` that torch's process group raised |")
     xids = ["| Xid | what happened | class | node suspect |", "| --- | --- | --- | --- |"]
-    for number, (failure_class, suspect, says) in classify.XIDS.items():
+    for number, (failure_class, suspect, says) in patterns.XIDS.items():
         xids.append(f"| {number} | {says} | {failure_class.value} | {'yes' if suspect else ''} |")
     heading = "## The GPU driver's Xid\n\nThe most telling one counts; others than these are infrastructure.\n"
     return "\n".join([KNOWN_INTRODUCTION, *lines, "", heading, *xids, "", VERDICTS_INTRODUCTION, verdicts_table(), ""])

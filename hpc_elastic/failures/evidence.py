@@ -22,6 +22,7 @@ from hpc_elastic.failures.error_file import (
     write_error_data,
 )
 from hpc_elastic.failures.fingerprint import fingerprint
+from hpc_elastic.failures.origin import find_origin
 from hpc_elastic.failures.traceback_text import (
     FailureText,
     TextKind,
@@ -185,7 +186,8 @@ def _recorded(file: ErrorFile) -> FailureText:
         exception_type=exception_type,
         message=body,
         frames=found.frames if found else (),
-        causes=found.causes if found else (),
+        source=found.source if found else "",
+        earlier=found.earlier if found else (),
     )
 
 
@@ -226,18 +228,22 @@ def _build(
     problem: str,
 ) -> WorkerFailure:
     number = signal_of(facts.exitcode)
-    exception_type = found.exception_type if found else ""
-    words = found.message if found else ""
+    chain = found.chain if found else ()
     kind = classify(
         exitcode=facts.exitcode,
-        exception_type=exception_type,
+        chain=chain,
         message=found.message if found else message,
-        causes=found.causes if found else (),
+        rank=facts.global_rank,
         stderr_tail=stderr_tail,
         stopped_by_agent=facts.stopped_by_agent,
         oom_kills=facts.oom_kills,
         last_step=facts.last_step,
     )
+    origin = find_origin(chain)
+    exception_type = origin.exception_type if origin else ""
+    words = origin.message if origin else found.message if found else ""
+    if origin is not None and origin is not chain[0]:
+        message = f"{exception_type}: {words}" if words else exception_type
     return replace(
         facts,
         signal=signal_name(number),
@@ -249,7 +255,7 @@ def _build(
             # sys.exit(3), recorded: as where nobody records it, and only the code is known.
             exception_type="" if exception_type == "SystemExit" and words.isdigit() else exception_type,
             message=words,
-            frames=found.frames if found else (),
+            frames=origin.frames if origin else (),
             exitcode=facts.exitcode,
             signal=signal_name(number),
         ),

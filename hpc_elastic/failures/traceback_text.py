@@ -17,6 +17,7 @@ turned into Python's own form first (in Unicode and in ASCII)::
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from enum import Enum
 
 from msgspec import Struct
@@ -25,6 +26,8 @@ from hpc_elastic.base.text import clean_text, cut_end, cut_middle
 
 _HEADER = "Traceback (most recent call last):"
 _MOST_JOINED = 4
+# In a message: torch's loader ("Original "), torch.distributed.checkpoint ("(RANK 1)").
+_QUOTED_HEADER = re.compile(r"\s*(?:Original )?Traceback \(most recent call last\):(?: \(RANK (\d+)\))?\s*\Z")
 
 
 def summary_line(message: str) -> str:
@@ -57,11 +60,12 @@ def _joined(lines: list[str]) -> str:
 
 
 def _quoted(lines: list[str]) -> str:
-    """The last line of the last traceback in it: ``ValueError: bad batch 17``."""
-    starts = [at for at, line in enumerate(lines) if at and line.endswith(_HEADER)]
+    """The last line of a traceback in it: ``ValueError: bad batch 17``. Of several ranks' ones the first counts."""
+    starts = [at for at, line in enumerate(lines) if at and _QUOTED_HEADER.match(line)]
     if not starts:
         return ""
-    return next((line.strip() for line in lines[starts[-1] + 1 :] if line.strip() and not line[0].isspace()), "")
+    start = starts[0] if lines[starts[0]].endswith(")") else starts[-1]
+    return next((line.strip() for line in lines[start + 1 :] if line.strip() and not line[0].isspace()), "")
 
 
 TITLE = " Traceback (most recent call last) "
@@ -130,6 +134,7 @@ TEXT_LIMIT = 64 << 10
 """Characters of a traceback that are kept: its first eighth and its end."""
 MESSAGE_LIMIT = 16 << 10
 _MESSAGE_LINES = 40
+_MOST_PREFIXED = 1000
 _CAUSE_LIMIT = 400
 
 _RANK_PREFIX = re.compile(r"\[rank\d+\]: ?(?!\[)")
@@ -158,7 +163,8 @@ _SOMEBODY_ELSE = re.compile(_LOG_LINE)
 # A line that can't belong to an exception's message: the same, and the next report of the same death.
 _NOT_MESSAGE = re.compile(
     _LOG_LINE + r"|Exception ignored|Exception in thread|Fatal Python error: |terminate called|Extension modules: "
-    r"|--- Logging error ---|Traceback \(most recent call last\):|sys:1: |Set the environment variable HYDRA_FULL_ERROR"
+    r"|--- Logging error ---|Traceback \(most recent call last\):(?! \(RANK \d)|sys:1: "
+    r"|Set the environment variable HYDRA_FULL_ERROR"
 )
 _FATAL = re.compile(r"^Fatal Python error: (.*)$", re.MULTILINE)
 _TERMINATE = re.compile(
@@ -194,6 +200,31 @@ class Frame(Struct, frozen=True, kw_only=True):
     function: str
 
 
+class RaisedException(Struct, frozen=True, kw_only=True):
+    """One exception of a chain."""
+
+    exception_type: str
+    """As printed, ``torch.distributed.DistNetworkError``."""
+    message: str = ""
+    """Without the type."""
+    frames: tuple[Frame, ...] = ()
+    """Outermost call first; of an exception that another one followed, from the function that caught it on."""
+    source: str = ""
+    """The innermost frame's line of code; empty where it was not printed."""
+    while_handling: bool = False
+    """Whether the next exception of the chain was raised while this one was handled, and not from it."""
+    rank: int | None = None
+    """The global rank that raised it, where another rank reports it."""
+    is_quoted: bool = False
+    """Whether it stands in the next one's message, as that of a loader's worker does."""
+
+    @property
+    def headline(self) -> str:
+        """``KeyError: 'x'``."""
+        text = f"{self.exception_type}: {self.message}" if self.message else self.exception_type
+        return cut_end(text.split("\n", 1)[0], _CAUSE_LIMIT)
+
+
 class FailureText(Struct, frozen=True, kw_only=True):
     """One failure, as its process described it."""
 
@@ -206,12 +237,29 @@ class FailureText(Struct, frozen=True, kw_only=True):
     """Without the type; may have several lines."""
     frames: tuple[Frame, ...] = ()
     """Outermost call first, of the exception that ended the process."""
-    causes: tuple[str, ...] = ()
-    """``KeyError: 'x'``: the exceptions that it was raised from or while handling, nearest first."""
+    source: str = ""
+    """The innermost frame's line of code; empty where it was not printed."""
+    earlier: tuple[RaisedException, ...] = ()
+    """The exceptions that it was raised from or while handling, nearest first; those that its message quotes too."""
     lines_after: int = 0
     """Lines that were printed after it."""
     span: tuple[int, int] = (0, 0)
     """Its first line and one past its last in `clean_text` of what it was found in; (0, 0) where it is not known."""
+
+    @property
+    def causes(self) -> tuple[str, ...]:
+        """``KeyError: 'x'``: `earlier`, in short; without what the message quotes."""
+        return tuple(raised.headline for raised in self.earlier if not raised.is_quoted)
+
+    @property
+    def chain(self) -> tuple[RaisedException, ...]:
+        """All its exceptions, the last one first; empty where none is known."""
+        if not self.exception_type:
+            return ()
+        last = RaisedException(
+            exception_type=self.exception_type, message=self.message, frames=self.frames, source=self.source
+        )
+        return (last, *self.earlier)
 
     @property
     def headline(self) -> str:
@@ -431,9 +479,13 @@ def _line_before(lines: list[str], index: int) -> str:
 def _message_end(lines: list[str], prefixed: list[bool], at: int) -> int:
     """One past the last line of the message that starts on line `at`."""
     end = at + 1
-    last = min(len(lines), at + _MESSAGE_LINES)
+    if at >= len(lines):
+        return at
+    last = min(len(lines), at + (_MOST_PREFIXED if prefixed[at] else _MESSAGE_LINES))
     while end < last:
         line = lines[end]
+        if _QUOTED_HEADER.match(line):
+            last = min(len(lines), max(last, end + _MESSAGE_LINES))
         if prefixed[at] and not prefixed[end]:
             break
         if line in _CONNECTORS or _NOT_MESSAGE.match(line) or line.lstrip() == _GROUP_HEADER:
@@ -448,34 +500,94 @@ def _message_end(lines: list[str], prefixed: list[bool], at: int) -> int:
 
 def _from_block(lines: list[str], blocks: list[_Block], index: int) -> FailureText:
     block = blocks[index]
-    if block.group:
-        exception_type, message = _group_message(lines[block.exception : block.end])
-    else:
-        exception_type, message = _split_exception(lines[block.exception : block.end])
-    causes: list[str] = []
+    last = _raised(lines, block)
+    earlier = list(_quoted_exceptions(lines, block, last))
     first = index
     while blocks[first].chained:
+        while_handling = _line_before(lines, blocks[first].start) == _CONNECTORS[0]
         first -= 1
-        cause_type, cause = _split_exception([lines[blocks[first].exception].lstrip("| ")])
-        causes.append(cut_end(f"{cause_type}: {cause}" if cause else cause_type, _CAUSE_LIMIT))
-    shift = 4 if block.group else 0
-    frames: list[Frame] = []
-    for line in lines[block.start + 1 : block.exception]:
-        match = _FRAME.match(line[shift:])
-        if match:
-            frames.append(Frame(file=match[1], line=int(match[2]), function=match[3] or "<module>"))
+        raised = _raised(lines, blocks[first], while_handling=while_handling)
+        earlier += [raised, *_quoted_exceptions(lines, blocks[first], raised)]
     return FailureText(
         kind=TextKind.PYTHON,
         text=cut_middle(_as_printed(lines[blocks[first].start : block.exception]), TEXT_LIMIT - MESSAGE_LIMIT)
         + "\n"
         + cut_end("\n".join(lines[block.exception : block.end]), MESSAGE_LIMIT),
-        exception_type=exception_type,
-        message=message,
-        frames=tuple(frames),
-        causes=tuple(causes),
+        exception_type=last.exception_type,
+        message=last.message,
+        frames=last.frames,
+        source=last.source,
+        earlier=tuple(earlier),
         lines_after=sum(1 for line in lines[block.end :] if line.strip()),
         span=(blocks[first].start, block.end),
     )
+
+
+def _raised(lines: list[str], block: _Block, *, while_handling: bool = False) -> RaisedException:
+    if block.group:
+        exception_type, message = _group_message(lines[block.exception : block.end])
+    else:
+        exception_type, message = _split_exception(lines[block.exception : block.end])
+    frames, source = _frames(lines[block.start + 1 : block.exception], shift=4 if block.group else 0)
+    return RaisedException(
+        exception_type=exception_type, message=message, frames=frames, source=source, while_handling=while_handling
+    )
+
+
+def _frames(lines: list[str], *, shift: int = 0) -> tuple[tuple[Frame, ...], str]:
+    """A stack's frames, and the innermost one's line of code."""
+    frames: list[Frame] = []
+    source = ""
+    for line in lines:
+        if match := _FRAME.match(line[shift:]):
+            frames.append(Frame(file=match[1], line=int(match[2]), function=match[3] or "<module>"))
+            source = ""
+        elif not source and frames:
+            source = line[shift:].strip()
+    return tuple(frames), source
+
+
+def _quoted_exceptions(lines: list[str], block: _Block, raised: RaisedException) -> Iterator[RaisedException]:
+    """What a message quotes: the exception of a loader's worker, those of a group, those of a checkpoint's ranks."""
+    if block.group:
+        yield from _group_exceptions(lines[block.exception + 1 : block.end])
+        return
+    message = raised.message.split("\n")
+    starts = [(at, match) for at, line in enumerate(message) if (match := _QUOTED_HEADER.match(line))]
+    for index, (at, match) in enumerate(starts):
+        until = starts[index + 1][0] if index + 1 < len(starts) else len(message)
+        body = message[at + 1 : until]
+        end = next((end for end, line in enumerate(body) if line.strip() and not line.startswith("  ")), len(body))
+        if end == len(body) or not _is_exception_line(body, end):
+            continue
+        exception_type, text = _split_exception(body[end:])
+        frames, source = _frames(body[:end])
+        rank = int(match[1]) if match[1] else None
+        yield RaisedException(
+            exception_type=exception_type,
+            message=text.rstrip(),
+            frames=frames,
+            source=source,
+            rank=rank,
+            is_quoted=True,
+        )
+
+
+def _group_exceptions(lines: list[str]) -> Iterator[RaisedException]:
+    """The exceptions in a group, without groups in it."""
+    start: int | None = None
+    for at, line in enumerate(lines):
+        text = line.lstrip()[2:] if line.lstrip().startswith("| ") else ""
+        if text == _HEADER:
+            start = at
+        elif text and not text.startswith(" ") and _EXCEPTION_LINE.match(text):
+            body = [part.lstrip()[2:] for part in lines[start + 1 : at]] if start is not None else []
+            frames, source = _frames(body)
+            exception_type, message = _split_exception([text])
+            yield RaisedException(
+                exception_type=exception_type, message=message, frames=frames, source=source, is_quoted=True
+            )
+            start = None
 
 
 def _as_printed(lines: list[str]) -> str:

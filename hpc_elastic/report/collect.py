@@ -17,8 +17,9 @@ from msgspec.structs import replace
 from hpc_elastic.base import codec
 from hpc_elastic.base.files import Unreadable, ask_about, read_json
 from hpc_elastic.base.text import first_of
-from hpc_elastic.failures.classify import find_pattern, wording_of
+from hpc_elastic.failures.classify import wording_of
 from hpc_elastic.failures.evidence import read_failure
+from hpc_elastic.failures.patterns import find_pattern
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import Clocks

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.failures.classify import LOST_PEER
+from hpc_elastic.failures.patterns import LOST_PEER
 from tests.rigs.failure_catalogue import MEET, Catalogue, Told
 from tests.rigs.local_run import LocalRun
 from tests.rigs.wrong_clocks import node_0_coordinates
@@ -172,6 +172,9 @@ def test_a_port_that_is_taken(catalogue: Catalogue) -> None:
 _PEER_BY_SOCKET = """
 import socket, struct
 
+class DistNetworkError(RuntimeError):
+    pass  # torch's, without torch
+
 def serve_samples():
     with socket.create_server(("127.0.0.1", 0)) as server:
         tell("listens", port=server.getsockname()[1])
@@ -185,7 +188,10 @@ def receive_samples():
     port = json.loads(open(sys.argv[1]).read())
     with socket.create_connection(("127.0.0.1", port)) as peer:
         tell("here")
-        peer.recv(1)
+        try:
+            peer.recv(1)
+        except ConnectionResetError as error:
+            raise DistNetworkError(str(error)) from None
 
 if ROUND == 0:
     serve_samples() if RANK == 1 else receive_samples()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.failures.classify import symptom_kind
+from hpc_elastic.failures.patterns import symptom_kind
 from hpc_elastic.report.render_text import DEFAULT_LINES, brief
 from tests.rigs.golden_report import normalise
 from tests.rigs.local_run import LocalRun

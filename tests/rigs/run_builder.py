@@ -13,6 +13,7 @@ from hpc_elastic.base.files import make_private_dir, write_json
 from hpc_elastic.failures.classify import classify, signal_name, signal_of
 from hpc_elastic.failures.evidence import write_evidence
 from hpc_elastic.failures.fingerprint import fingerprint
+from hpc_elastic.failures.traceback_text import Frame, RaisedException
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.paths import RunPaths
@@ -24,6 +25,10 @@ GLOO = (
     "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.{rank}]:24496. "
     "This is typically caused by a remote worker crashing."
 )
+_FRAMES = (
+    Frame(file="/venv/lib/python3.11/site-packages/torch/distributed/c10d_logger.py", line=83, function="wrapper"),
+)
+"""Where a collective raises."""
 
 
 class SetClock:
@@ -75,8 +80,7 @@ def make_failure(
     signal = signal_name(number)
     kind = classify(
         exitcode=exitcode,
-        exception_type=exception_type,
-        message=message,
+        chain=[RaisedException(exception_type=exception_type, message=message, frames=_FRAMES)] if exception else [],
         stderr_tail=stderr_tail,
         stopped_by_agent=stopped_by_agent,
         oom_kills=oom_kills,

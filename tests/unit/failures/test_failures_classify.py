@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,16 +10,16 @@ import pytest
 
 from hpc_elastic.failures.classify import (
     CATEGORY_TABLE,
-    PATTERNS,
     Classification,
     category_of,
     classify,
-    find_pattern,
     signal_name,
     signal_of,
 )
 from hpc_elastic.failures.evidence import describe_failure
+from hpc_elastic.failures.patterns import PATTERNS, find_pattern
 from hpc_elastic.failures.ranking import Category, FailureClass
+from hpc_elastic.failures.traceback_text import Frame, RaisedException
 from hpc_elastic.failures.worker_failure import WorkerFailure
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "failures"
@@ -175,14 +176,27 @@ def test_a_star_stays_within_a_line_and_200_characters() -> None:
     ],
 )
 def test_a_service_outside_the_job_is_no_peer(kind: str) -> None:
-    found = exception(kind, "Connection reset by peer", causes=["ConnectionResetError: Connection reset by peer"])
+    reset = RaisedException(exception_type="ConnectionResetError", message="Connection reset by peer")
+    found = exception(kind, "Connection reset by peer", earlier=[reset])
     assert found.failure_class is FailureClass.ROOT
     # … but its words on this node's disk count.
     assert exception(kind, "[Errno 28] No space left on device").failure_class is FailureClass.INFRASTRUCTURE
 
 
-def exception(kind: str, message: str = "", **facts: object) -> Classification:
-    return classify(**{"exitcode": 1, "exception_type": kind, "message": message, **facts})  # type: ignore[arg-type]
+TORCH = "/venv/lib/python3.11/site-packages/torch"
+COLLECTIVE = f"{TORCH}/distributed/distributed_c10d.py"
+
+
+def raised(kind: str, message: str = "", *, file: str = "", source: str = "", **more: Any) -> RaisedException:
+    """An exception whose innermost frame is in `file`."""
+    frames = (Frame(file=file, line=3, function="f"),) if file else ()
+    return RaisedException(exception_type=kind, message=message, frames=frames, source=source, **more)
+
+
+def exception(
+    kind: str, message: str = "", *, file: str = "", earlier: Sequence[RaisedException] = (), **facts: Any
+) -> Classification:
+    return classify(**{"exitcode": 1, "chain": [raised(kind, message, file=file), *earlier], **facts})
 
 
 @pytest.mark.parametrize(
@@ -198,7 +212,7 @@ def exception(kind: str, message: str = "", **facts: object) -> Classification:
     ],
 )
 def test_symptoms(kind: str, message: str) -> None:
-    found = exception(kind, message)
+    found = exception(kind, message, file=COLLECTIVE)
     assert (found.failure_class, found.category, found.retryable) == (FailureClass.SYMPTOM, Category.WORKER, True)
 
 
@@ -237,14 +251,15 @@ def test_infrastructure(kind: str, message: str) -> None:
 
 
 def test_the_cause_of_an_exception_counts_too() -> None:
-    found = exception("RuntimeError", "training failed", causes=["RuntimeError: [pair.cc:1] Connection closed by peer"])
+    closed = RaisedException(exception_type="RuntimeError", message="[pair.cc:1] Connection closed by peer")
+    found = exception("RuntimeError", "training failed", earlier=[closed])
     assert found.failure_class is FailureClass.SYMPTOM
 
 
 def test_a_long_message_is_searched_at_both_ends() -> None:
     filler = "x" * 1_000_000
-    assert exception("RuntimeError", f"{filler} Connection closed by peer").failure_class is FailureClass.SYMPTOM
-    assert exception("RuntimeError", f"Connection closed by peer {filler}").failure_class is FailureClass.SYMPTOM
+    for message in (f"{filler} Connection closed by peer", f"Connection closed by peer {filler}"):
+        assert exception("RuntimeError", message, file=COLLECTIVE).failure_class is FailureClass.SYMPTOM
 
 
 def test_stderr_is_not_searched_where_an_exception_is_known() -> None:
@@ -253,9 +268,11 @@ def test_stderr_is_not_searched_where_an_exception_is_known() -> None:
 
 
 def test_stderr_is_searched_where_none_is_known() -> None:
-    assert classify(exitcode=5, stderr_tail="x: Connection closed by peer").failure_class is FailureClass.SYMPTOM
-    # … but not for a kill, which needs no words.
-    assert classify(exitcode=-9, stderr_tail="x: Connection closed by peer").failure_class is FailureClass.ROOT
+    closed = "[E1122 10:00:00.1 pair.cc:553] Connection closed by peer"
+    assert classify(exitcode=5, stderr_tail=closed).failure_class is FailureClass.SYMPTOM
+    # … but not for a kill, which needs no words, and not for what another program says of its own connection.
+    assert classify(exitcode=-9, stderr_tail=closed).failure_class is FailureClass.ROOT
+    assert classify(exitcode=5, stderr_tail="rsync: connection reset by peer").failure_class is FailureClass.ROOT
 
 
 @pytest.mark.parametrize("exitcode", [-15, -9, -6, 143, 137])
@@ -267,12 +284,14 @@ def test_what_the_agent_ended_is_no_failure_of_the_worker(exitcode: int) -> None
 
 @pytest.mark.parametrize("kind", ["SystemExit", "KeyboardInterrupt", ""])
 def test_an_exit_on_request_is_no_failure_either(kind: str) -> None:
-    assert classify(exitcode=1, exception_type=kind, stopped_by_agent=True).failure_class is FailureClass.STOPPED_BY_US
+    chain = [raised(kind)] if kind else []
+    found = classify(exitcode=1, chain=chain, stopped_by_agent=True)
+    assert found.failure_class is FailureClass.STOPPED_BY_US
 
 
 def test_an_exception_that_came_while_it_was_being_stopped_is_its_own() -> None:
     assert exception("ValueError", "bad", stopped_by_agent=True).failure_class is FailureClass.ROOT
-    closed = exception("RuntimeError", "Connection closed by peer", stopped_by_agent=True)
+    closed = exception("RuntimeError", "[pair.cc:1] Connection closed by peer", stopped_by_agent=True)
     assert closed.failure_class is FailureClass.SYMPTOM
 
 

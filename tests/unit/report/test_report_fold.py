@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from hpc_elastic.base.text import ranges
-from hpc_elastic.failures.classify import ONE_LOSS, PATTERNS, SYMPTOM_TYPES, kind_of, wording_of
+from hpc_elastic.failures.classify import kind_of, wording_of
 from hpc_elastic.failures.fingerprint import normalise_message
+from hpc_elastic.failures.patterns import ONE_LOSS, PATTERNS, SYMPTOM_TYPES
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.collect import collect_run

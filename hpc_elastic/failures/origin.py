@@ -1,0 +1,152 @@
+"""Which exception of a chain its end comes from, and what that one means: by where it was raised, then by its text.
+
+A text alone shows little: "connection reset by peer" is what torch's process group says of another rank, what a client
+says of its data server, and what a script may print. So a text that speaks of a peer counts only where torch, gloo or
+NCCL raised the exception or wrote the line, and a text of the system's error numbers only where the script did not
+write it itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from hpc_elastic.failures.fingerprint import user_frames
+from hpc_elastic.failures.patterns import SYMPTOM_TYPES, FailurePattern, find_pattern
+from hpc_elastic.failures.ranking import FailureClass
+from hpc_elastic.failures.traceback_text import RaisedException
+
+_COLLECTIVE_TYPE = re.compile(r"torch\.distributed\.|(?:\w+\.)*(?:C10d|Dist(?:Backend|Network|Store)?)Error\Z")
+_COLLECTIVE_FILE = re.compile(r"/torch/(?:distributed/|nn/parallel/|autograd/|_C)")
+# What gloo, NCCL and c10d put into all that they say: their names, or the place in their source.
+_COLLECTIVE_TEXT = re.compile(
+    r"gloo|nccl|c10d|tcpstore|processgroup|torch\.distributed|monitoredbarrier|net/ofi|\bucx\b|\brank ?\d+\]"
+    r"|\bdist(?:backend|network|store)?error\b|\w\.(?:cc|cpp|cu|hpp):\d+|\bpg (?:id )?\d+ |watchdog"
+)
+_QUOTED_TEXT = re.compile(r"\w\.(?:cc|cpp|cu|hpp):\d+|nccl error|nccl\w+error\b|dist(?:backend|network|store)error")
+"""The same in a message that the script put together: there the name of a library alone shows nothing."""
+_ERROR_NUMBER = re.compile(
+    r"\berrno\b|\bos error \d|\berror (?:code|number) \d|\w\.(?:cc|cpp|cu|hpp):\d+|can't allocate"
+)
+_SYSTEM_TYPES = re.compile(r"(?:OSError|IOError|\w*(?:Connection|Permission|File|Process|Pipe)\w*Error|MemoryError)\Z")
+_RAISES = re.compile(r"\b(?:raise|assert)\b")
+# Libraries that call a service outside the job: their "connection reset by peer" is not about another rank.
+_OTHER_SERVICES = (
+    "requests.", "urllib", "http", "aiohttp.", "boto", "huggingface_hub.", "wandb.", "google.", "azure.", "s3fs.",
+    "gcsfs.", "openai.", "grpc.", "redis.", "psycopg", "sqlalchemy.", "pymongo.",
+)  # fmt: skip
+_EXPECTED = frozenset(
+    {"KeyError", "IndexError", "AttributeError", "StopIteration", "Empty", "Full", "FileNotFoundError", "TimeoutError",
+     "FileExistsError", "ImportError", "ModuleNotFoundError", "BlockingIOError", "LookupError", "NotImplementedError"}
+)  # fmt: skip
+"""What a script catches in the line that raises it, as a part of its normal course."""
+
+
+OF_ANOTHER_RANK = FailurePattern(FailureClass.SYMPTOM, "another rank's part in a checkpoint failed", ())
+"""torch.distributed.checkpoint gathers what the ranks raised, and raises it on all of them."""
+
+
+def explain_chain(chain: Sequence[RaisedException], *, rank: int = -1) -> FailurePattern | None:
+    """What is known of an exception with all that it was raised from.
+
+    The first one decides whether it is a symptom: what is raised in the ``finally`` of a failure follows from it.
+
+    Args:
+        chain: The last one first.
+        rank: The global rank whose exception it is; -1 for not known.
+
+    Returns:
+        The pattern that holds, None where none does.
+    """
+    failed = {raised.rank for raised in chain if raised.rank is not None}
+    if failed and rank >= 0 and rank not in failed:
+        return OF_ANOTHER_RANK
+    known = [explain(raised) for raised in reversed(_without_expected(chain))]
+    if known and known[0] is not None and known[0].failure_class is FailureClass.SYMPTOM:
+        return known[0]
+    return next((row for row in known if row is not None and row.failure_class is not FailureClass.SYMPTOM), None)
+
+
+def find_origin(chain: Sequence[RaisedException]) -> RaisedException | None:
+    """The exception to name: the last one that is not a consequence of one before it.
+
+    Args:
+        chain: The last one first.
+
+    Returns:
+        The chain's last exception, in most cases; an earlier one where a symptom followed it. None for no chain.
+    """
+    kept = _without_expected(chain)
+    named = kept[-1] if kept else None
+    for raised in reversed(kept):
+        row = explain(raised)
+        if row is not None and row.failure_class is FailureClass.SYMPTOM and raised is not kept[-1]:
+            return named
+        named = raised
+    return kept[0] if kept else None
+
+
+def explain(raised: RaisedException) -> FailurePattern | None:
+    """What is known of one exception."""
+    name = raised.exception_type.rsplit(".", 1)[-1]
+    of_collective = is_of_process_group(raised)
+    of_script = _is_raised_by_script(raised)
+    of_service = raised.exception_type.startswith(_OTHER_SERVICES)
+    of_system = _SYSTEM_TYPES.match(name) is not None
+
+    def accept(row: FailurePattern, line: str) -> bool:
+        if row.failure_class is FailureClass.SYMPTOM:
+            return of_collective or not (of_script or row.is_common or of_service)
+        return not row.is_common or not of_script or of_system or _ERROR_NUMBER.search(line) is not None
+
+    row = find_pattern(_ends(f"{raised.exception_type}: {raised.message}"), accept)
+    if row is None and of_collective and name in SYMPTOM_TYPES:
+        return FailurePattern(FailureClass.SYMPTOM, SYMPTOM_TYPES[name], ())
+    return row
+
+
+def explain_text(text: str) -> FailurePattern | None:
+    """What is known of the last lines of a worker that left no exception."""
+    return find_pattern(
+        _ends(text),
+        lambda row, line: (
+            row.failure_class is not FailureClass.SYMPTOM
+            or not row.is_common
+            or _COLLECTIVE_TEXT.search(line) is not None
+        ),
+    )
+
+
+def is_of_process_group(raised: RaisedException) -> bool:
+    """Whether torch's process group, gloo or NCCL raised it: by its type, its innermost frame, else by its text."""
+    if raised.exception_type.startswith(_OTHER_SERVICES):
+        return False
+    if _COLLECTIVE_TYPE.match(raised.exception_type) or "::" in raised.exception_type:  # a C++ library ended it
+        return True
+    text = raised.message.lower()
+    if _is_raised_by_script(raised):
+        return _QUOTED_TEXT.search(text) is not None
+    if raised.frames and _COLLECTIVE_FILE.search(raised.frames[-1].file):
+        return True
+    # A call into C++ has no frame of its own: ``work.wait()`` of the script.
+    return raised.exception_type == "RuntimeError" and _COLLECTIVE_TEXT.search(text) is not None
+
+
+def _is_raised_by_script(raised: RaisedException) -> bool:
+    """Whether a ``raise`` or an ``assert`` of the user's code made it: its text is the script's own."""
+    return bool(user_frames(raised.frames[-1:])) and _RAISES.search(raised.source) is not None
+
+
+def _without_expected(chain: Sequence[RaisedException]) -> Sequence[RaisedException]:
+    """Without a first exception that the script caught where it was raised, and went on: a key not in a cache."""
+    first = chain[-1] if chain else None
+    if first is not None and len(chain) > 1 and first.while_handling and len(first.frames) == 1:
+        name = first.exception_type.rsplit(".", 1)[-1]
+        if name in _EXPECTED and explain(first) is None:
+            return chain[:-1]
+    return chain
+
+
+def _ends(text: str) -> str:
+    """The parts of a long text where it says what it is."""
+    return text if len(text) <= 4000 else f"{text[:2500]}\n{text[-1500:]}"

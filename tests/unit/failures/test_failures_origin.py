@@ -1,0 +1,222 @@
+"""Where an exception was raised decides what its text means, and of a chain the first exception does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.failures.evidence import describe_failure
+from hpc_elastic.failures.origin import explain, explain_chain, find_origin
+from hpc_elastic.failures.ranking import FailureClass
+from hpc_elastic.failures.traceback_text import Frame, RaisedException, find_python_traceback
+from hpc_elastic.failures.worker_failure import WorkerFailure
+
+SITE = "/venv/lib/python3.11/site-packages"
+CLOSED = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711"
+
+
+def raised(
+    kind: str, message: str = "", file: str = "/home/ann/train.py", source: str = "f()", *, depth: int = 2
+) -> RaisedException:
+    """An exception with `depth` frames, all of them in `file`."""
+    frames = tuple(Frame(file=file, line=at, function="f") for at in range(depth))
+    return RaisedException(exception_type=kind, message=message, frames=frames, source=source)
+
+
+def class_of(*chain: RaisedException) -> FailureClass | None:
+    row = explain_chain(chain)
+    return row.failure_class if row is not None else None
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        raised("ConnectionResetError", "[Errno 104] Connection reset by peer", source="c.recv(10)"),
+        raised("BrokenPipeError", "[Errno 32] Broken pipe", source="p.stdin.flush()"),
+        raised("ConnectionResetError", "[Errno 104] Connection reset by peer", "/usr/lib/python3.11/socket.py"),
+        raised("BrokenPipeError", "[Errno 32] Broken pipe", "/usr/lib/python3.11/multiprocessing/connection.py"),
+        raised("ConnectionResetError", "", f"{SITE}/torch/multiprocessing/reductions.py"),
+        raised("RuntimeError", "broken pipeline schedule", source="raise RuntimeError('broken pipeline schedule')"),
+        raised("ValueError", "zarr store is closed", source="raise ValueError(text)"),
+        raised("RuntimeError", "gloo was slow: timed out waiting for the barrier", source="raise RuntimeError(text)"),
+        raised("ValueError", "store is closed", f"{SITE}/zarr/storage.py", "raise ValueError(text)"),
+    ],
+    ids=lambda one: f"{one.exception_type}-{one.message[:12]}",
+)
+def test_what_the_process_group_did_not_raise_is_no_symptom(one: RaisedException) -> None:
+    assert class_of(one) is None
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        raised("RuntimeError", CLOSED, source="work.wait()"),
+        raised("RuntimeError", CLOSED, f"{SITE}/torch/autograd/graph.py"),
+        raised("torch.distributed.DistNetworkError", "Connection reset by peer", source="store.set('k', 'v')"),
+        raised("ConnectionResetError", "[Errno 104] …", f"{SITE}/torch/distributed/rpc/api.py"),
+        raised("TrainError", f"step 3 failed: {CLOSED}", source="raise TrainError(str(error)) from None"),
+    ],
+    ids=["wait", "autograd", "store", "frame", "quoted"],
+)
+def test_what_it_raised_is_one(one: RaisedException) -> None:
+    assert class_of(one) is FailureClass.SYMPTOM
+
+
+@pytest.mark.parametrize(
+    ("one", "expected"),
+    [
+        (raised("ValueError", "the input/output error is 0.4", source="raise ValueError(text)"), None),
+        (raised("AssertionError", "address already in use by tensor 4", source="assert free, text"), None),
+        (raised("OSError", "[Errno 5] Input/output error", source="read(f)"), FailureClass.INFRASTRUCTURE),
+        (
+            raised("SaveError", "[Errno 28] No space left on device", source="raise SaveError(str(e))"),
+            FailureClass.INFRASTRUCTURE,
+        ),
+    ],
+    ids=["calibration", "tensor", "read", "quoted"],
+)
+def test_texts_of_error_numbers_in_a_scripts_own_message(one: RaisedException, expected: FailureClass | None) -> None:
+    row = explain(one)
+    assert (row.failure_class if row else None) is expected
+
+
+def handled(one: RaisedException) -> RaisedException:
+    return RaisedException(
+        exception_type=one.exception_type,
+        message=one.message,
+        frames=one.frames,
+        source=one.source,
+        while_handling=True,
+    )
+
+
+def test_the_first_exception_of_a_chain_decides() -> None:
+    bad, closed = raised("ValueError", "bad batch"), raised("RuntimeError", CLOSED)
+    assert class_of(closed, handled(bad)) is None
+    assert find_origin([closed, handled(bad)]) == handled(bad)
+    assert class_of(raised("SaveError"), closed) is FailureClass.SYMPTOM
+    assert find_origin([raised("SaveError"), closed]) == raised("SaveError")
+
+
+def test_of_a_failure_that_was_raised_again_the_last_one_before_the_symptom_is_named() -> None:
+    key, config, closed = raised("KeyError", "'lr'"), raised("ConfigError", "no lr"), raised("RuntimeError", CLOSED)
+    assert find_origin([closed, handled(config), key]) == handled(config)
+    assert find_origin([config, key]) == config
+
+
+def test_an_exception_that_belongs_to_the_normal_course_decides_nothing() -> None:
+    missing, closed = handled(raised("KeyError", "'cache'", depth=1)), raised("RuntimeError", CLOSED)
+    assert class_of(closed, missing) is FailureClass.SYMPTOM
+    assert class_of(closed, handled(raised("KeyError", "'lr'", depth=3))) is None
+
+
+CHECKPOINT = """\
+[rank{rank}]: Traceback (most recent call last):
+[rank{rank}]:   File "/home/ann/train.py", line 13, in <module>
+[rank{rank}]:     dcp.save(state, checkpoint_id=path)
+[rank{rank}]:   File "/venv/lib/python3.11/site-packages/torch/distributed/checkpoint/utils.py", line 263, in all_reduce
+[rank{rank}]:     raise final_result
+[rank{rank}]: torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:dict_keys([1])
+[rank{rank}]: Traceback (most recent call last): (RANK 1)
+[rank{rank}]:   File "/venv/lib/python3.11/site-packages/torch/distributed/checkpoint/utils.py", line 241, in all_reduce
+[rank{rank}]:     local_data = map_fun()
+[rank{rank}]:                  ^^^^^^^^^
+[rank{rank}]: OSError: [Errno 28] No space left on device: '/scratch/__1_0.distcp'
+
+"""
+
+
+@pytest.mark.parametrize(("rank", "expected"), [(0, FailureClass.SYMPTOM), (1, FailureClass.INFRASTRUCTURE)])
+def test_a_checkpoints_exception_is_that_of_the_rank_it_names(
+    tmp_path: Path, rank: int, expected: FailureClass
+) -> None:
+    """Captured from torch 2.13, which raises it on all ranks."""
+    log = tmp_path / "stderr.log"
+    log.write_text(CHECKPOINT.format(rank=rank))
+    facts = WorkerFailure(global_rank=rank, exitcode=1)
+    failure = describe_failure(facts=facts, error_file=tmp_path / "none.json", stderr_log=log)
+    assert failure.failure_class is expected
+    assert "ranks:dict_keys([1])" in failure.headline
+    assert "OSError: [Errno 28] No space left on device: '/scratch/__1_0.distcp'" in failure.headline
+
+
+LOADER = """\
+Traceback (most recent call last):
+  File "/venv/lib/python3.11/site-packages/torch/_utils.py", line 794, in reraise
+    raise exception
+{kind}: Caught {kind} in DataLoader worker process 1.
+Original Traceback (most recent call last):
+  File "/venv/lib/python3.11/site-packages/torch/utils/data/_utils/worker.py", line 374, in _worker_loop
+    data = fetcher.fetch(index)
+  File "/home/ann/train.py", line 12, in __getitem__
+    return self.sock.recv(10)
+           ^^^^^^^^^^^^^^^^^^
+{kind}: {message}
+"""
+
+
+def test_the_exception_of_a_loaders_worker_is_part_of_the_chain() -> None:
+    text = LOADER.format(kind="ConnectionResetError", message="[Errno 104] Connection reset by peer")
+    found = find_python_traceback(text)
+    assert found is not None
+    assert [one.headline for one in found.earlier] == ["ConnectionResetError: [Errno 104] Connection reset by peer"]
+    assert found.causes == ()
+    assert found.earlier[0].frames[-1].file == "/home/ann/train.py"
+    assert found.earlier[0].source == "return self.sock.recv(10)"
+    assert class_of(*found.chain) is None
+    full = find_python_traceback(LOADER.format(kind="OSError", message="[Errno 28] No space left on device"))
+    assert full is not None
+    assert class_of(*full.chain) is FailureClass.INFRASTRUCTURE
+
+
+def test_the_exceptions_of_a_group_are_parts_of_the_chain() -> None:
+    text = f"""\
+  + Exception Group Traceback (most recent call last):
+  |   File "/home/ann/train.py", line 13, in <module>
+  |     asyncio.run(main())
+  | ExceptionGroup: unhandled errors in a TaskGroup (2 sub-exceptions)
+  +-+---------------- 1 ----------------
+    | Traceback (most recent call last):
+    |   File "/home/ann/train.py", line 2, in f
+    |     work.wait()
+    | RuntimeError: {CLOSED}
+    +---------------- 2 ----------------
+    | Traceback (most recent call last):
+    |   File "/home/ann/train.py", line 3, in g
+    |     raise KeyError('shard b')
+    | KeyError: 'shard b'
+    +------------------------------------
+"""
+    found = find_python_traceback(text)
+    assert found is not None
+    assert [one.headline for one in found.earlier] == [f"RuntimeError: {CLOSED}", "KeyError: 'shard b'"]
+    assert found.earlier[1].source == "raise KeyError('shard b')"
+    assert class_of(*found.chain) is None
+
+
+def test_a_failure_is_named_by_its_origin_and_shown_whole(tmp_path: Path) -> None:
+    text = f"""\
+[rank2]: Traceback (most recent call last):
+[rank2]:   File "/home/ann/train.py", line 12, in <module>
+[rank2]:     try: step()
+[rank2]:          ^^^^^^
+[rank2]:   File "/home/ann/train.py", line 9, in step
+[rank2]:     raise ValueError('bad batch 17')
+[rank2]: ValueError: bad batch 17
+
+[rank2]: During handling of the above exception, another exception occurred:
+
+[rank2]: Traceback (most recent call last):
+[rank2]:   File "/home/ann/train.py", line 13, in <module>
+[rank2]:     finally: dist.barrier()
+[rank2]:   File "{SITE}/torch/distributed/distributed_c10d.py", line 4900, in barrier
+[rank2]:     work.wait()
+[rank2]: RuntimeError: {CLOSED}
+"""
+    log = tmp_path / "stderr.log"
+    log.write_text(text)
+    failure = describe_failure(facts=WorkerFailure(exitcode=1), error_file=tmp_path / "none", stderr_log=log)
+    assert (failure.headline, failure.exception_type) == ("ValueError: bad batch 17", "ValueError")
+    assert failure.failure_class is FailureClass.ROOT
+    assert failure.traceback.endswith(CLOSED)
