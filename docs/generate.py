@@ -34,7 +34,7 @@ from hpc_elastic.options.table import Keys, key_of, variable_of  # noqa: E402
 from hpc_elastic.rendezvous import state as rendezvous_state  # noqa: E402
 from hpc_elastic.rendezvous.state import Status  # noqa: E402
 from hpc_elastic.run import agent_events, coordinator_events, supervisor_events  # noqa: E402
-from hpc_elastic.run.event_types import Event, name_of  # noqa: E402
+from hpc_elastic.run.event_types import RunEvent, name_of  # noqa: E402
 
 
 def _life() -> ModuleType:
@@ -375,7 +375,7 @@ def events_table(module: ModuleType) -> str:
     words = words_of_fields(Path(str(module.__file__)))
     lines = ["| event | says | fields |", "| --- | --- | --- |"]
     for kind in vars(module).values():
-        if not (isinstance(kind, type) and issubclass(kind, Event) and kind.__module__ == module.__name__):
+        if not (isinstance(kind, type) and issubclass(kind, RunEvent) and kind.__module__ == module.__name__):
             continue
         texts = [(name, words[kind.__name__].get(name, "")) for name in kind.__struct_fields__]
         fields = ", ".join(f"`{name}`" + (f" ({text})" if text else "") for name, text in texts)

@@ -34,10 +34,11 @@ from hpc_elastic.base.self_command import own_command
 from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.errors import HpcElasticError, describe_error, where_raised
 from hpc_elastic.rendezvous.coordination import Coordination
-from hpc_elastic.rendezvous.ending import END_ASKED, END_TURN, END_UNCONFIRMED
+from hpc_elastic.rendezvous.ending import END_ASKED, END_TURN, END_UNCONFIRMED, EndClaimed, EndUnclaimed
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.preemption import PreemptionNotice
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
+from hpc_elastic.run.agent_events import AgentFailed
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.store.base import StoreRefusedError, StoreWipedError
 from hpc_elastic.workers.linux import leave_hung_threads
@@ -188,9 +189,9 @@ def is_unclaimed(
     while (left := deadline - clock.monotonic()) > 0:
         wait_readable([coordination], left)
         for message in coordination.take():
-            if isinstance(message, Exception) or (isinstance(message, tuple) and message[0] == "end_claimed"):
+            if isinstance(message, (Exception, EndClaimed)):
                 return False
-            if isinstance(message, tuple) and message[0] == "end_unclaimed":
+            if isinstance(message, EndUnclaimed):
                 return True
     return False
 
@@ -332,7 +333,7 @@ class CrashGuard:
         """The main thread has failed: leave evidence, and end this process at once."""
         self._reserve = None
         steps: list[Callable[[], object]] = [
-            lambda: events.write("agent_failed", error=describe_error(error), where=where_raised(error)),
+            lambda: events.write(AgentFailed(error=describe_error(error), where=where_raised(error))),
             lambda: write_line(f"error: the agent itself failed: {describe_error(error)}; its workers are ended"),
             lambda: [write_line(line) for line in _traceback(error)],
             flush,

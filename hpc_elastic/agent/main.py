@@ -41,6 +41,7 @@ from hpc_elastic.failures.error_file import write_own_failure
 from hpc_elastic.output.job_log import JobLog
 from hpc_elastic.output.pump import LogPump, log_losses
 from hpc_elastic.rendezvous.state import new_uid
+from hpc_elastic.run.agent_events import AgentStarted
 from hpc_elastic.run.attempt import AttemptInfo, load_attempt
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.option_values import (
@@ -103,7 +104,7 @@ def agent_main(argv: Sequence[str]) -> int:
         logger.error("process %d (%s) of an earlier agent here does not end; it may hold devices", proc.pid, proc.name)
     pump = LogPump(host=me.host, clock=clock, job_log=job_log, limit=spec.log_limit, node=me.node)
     events = EventLog(at.events, role="agent", host=me.host, node=me.node, uid=me.short_uid, clock=clock, files=files)
-    events.write("agent_started", pid=os.getpid(), version=__version__)
+    events.write(AgentStarted(pid=os.getpid(), version=__version__))
 
     policy = RestartPolicy(
         max_restarts=spec.max_restarts,

@@ -19,8 +19,6 @@ import selectors
 import signal
 from collections.abc import Callable
 
-from msgspec import to_builtins
-
 from hpc_elastic.agent.checkpoints import CheckpointWatch, PreemptionWatch
 from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.ending import (
@@ -54,6 +52,16 @@ from hpc_elastic.output.pump import log_losses
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.ranks import rank_layout
 from hpc_elastic.rendezvous.state import RoundRecord, Status, supersedes
+from hpc_elastic.run.agent_events import (
+    AgentEnded,
+    HangFound,
+    PlatformFailure,
+    WorkersStarted,
+    WorkersStopped,
+    WorkersStopping,
+    WorkersSucceeded,
+)
+from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.workers.spawn import WorkerStartError, reap_orphans
 from hpc_elastic.workers.stop import Stopped
 
@@ -208,7 +216,7 @@ class NodeAgent:
         verdict = self._context.watch.look(self._workers.running)
         if verdict is not None:
             logger.error("%s", verdict.reason)
-            self._context.events.write("hang", round=self._workers.round, limit=verdict.limit, reason=verdict.reason)
+            self._context.events.write(HangFound(round=self._workers.round, limit=verdict.limit, reason=verdict.reason))
             self._workers.take_stacks_first()
             self._happens(Event.FAILED, verdict.reason)
         elif (status := self._checkpoints.look(self._workers.running)) is not None:
@@ -220,8 +228,8 @@ class NodeAgent:
         for message in self._context.coordination.take():
             if isinstance(message, RoundRecord):
                 self._handle_record(message)
-            elif isinstance(message, tuple):
-                log_coordination(self._context.events, *message, nodes=self._context.attempt.nodes)
+            elif isinstance(message, RunEvent):
+                log_coordination(self._context.events, message, nodes=self._context.attempt.nodes)
             else:
                 self._failure = message
                 logger.error("%s", message)
@@ -275,12 +283,13 @@ class NodeAgent:
         self._stop_due = None
         self._figures.end("stop")
         self._context.events.write(
-            "workers_stopped",
-            round=workers.round,
-            seconds=round(result.seconds, 3),
-            killed=result.killed,
-            left=[survivor.pid for survivor in result.left],
-            ends=to_builtins(workers.own_ends),
+            WorkersStopped(
+                round=workers.round,
+                seconds=round(result.seconds, 3),
+                killed=result.killed,
+                left=tuple(survivor.pid for survivor in result.left),
+                ends=workers.own_ends,
+            )
         )
         for survivor in result.left:
             logger.error("process %d (%s) is still there: %s", survivor.pid, survivor.name, survivor.why)
@@ -295,7 +304,7 @@ class NodeAgent:
             return
         self._platform_failure = f"the workers' TCPStore is gone: {self._context.store_server.failure}"
         logger.error("%s", self._platform_failure)
-        self._context.events.write("platform_failure", round=self._round, reason=self._platform_failure)
+        self._context.events.write(PlatformFailure(round=self._round, reason=self._platform_failure))
         if self._phase is Phase.RUNNING:  # workers that connect would retry for five minutes before they fail
             self._happens(Event.FAILED, self._platform_failure)
 
@@ -425,12 +434,13 @@ class NodeAgent:
             return
         self._clock_offsets.log_first()
         context.events.write(
-            "workers_started",
-            round=record.round,
-            pids=workers.pids,
-            rendezvous_seconds=met,
-            start_seconds=self._figures.end("start"),
-            restart_seconds=self._figures.end("restart"),
+            WorkersStarted(
+                round=record.round,
+                pids=tuple(workers.pids),
+                rendezvous_seconds=met,
+                start_seconds=self._figures.end("start"),
+                restart_seconds=self._figures.end("restart"),
+            )
         )
         if serves:
             context.store_server.serve()
@@ -457,7 +467,7 @@ class NodeAgent:
     def _report_done(self) -> None:
         assert self._workers is not None
         index = self._workers.round
-        self._context.events.write("workers_succeeded", round=index)
+        self._context.events.write(WorkersSucceeded(round=index))
         self._context.watch.refresh()
         self._context.watch.rest()
         if (reply := self._notice.ended()) is not None:
@@ -475,7 +485,7 @@ class NodeAgent:
             self._happens(Event.STOPPED, reason)
             return
         if not workers.stopping and self._stop_due is None:
-            context.events.write("workers_stopping", round=workers.round, reason=reason)
+            context.events.write(WorkersStopping(round=workers.round, reason=reason))
             self._figures.begin("restart")
             self._figures.begin("stop")
             self._last_beats = context.watch.refresh(), context.clock.monotonic()
@@ -535,7 +545,7 @@ class NodeAgent:
         by_slurm = self._heard.ended_by in (None, signal.SIGTERM)
         if by_slurm and self._failure is None and context.attempt.cluster == "slurm":
             finish_if_unclaimed(context, self._record, is_closing=self._heard.ended_by is not None)
-        context.events.write("agent_ended", reason=self._why_ended, code=code)
+        context.events.write(AgentEnded(reason=self._why_ended, code=code))
         context.coordination.ask(lambda participant: participant.deregister())
         if not context.coordination.stop(within=HUNG_SECONDS) and (
             context.files.stuck_for() >= HUNG_SECONDS
@@ -546,6 +556,6 @@ class NodeAgent:
             how = "does not answer" if refusal is None else f"refuses: {refusal}"
             logger.warning("%s %s; leaving without it", context.run_dir, how)
         for message in [*context.coordination.take(), context.coordination.lasting_refusal()]:
-            if isinstance(message, tuple):  # what was decided meanwhile: that the run is closed, for one
-                log_coordination(context.events, *message, nodes=context.attempt.nodes)
+            if isinstance(message, RunEvent):  # what was decided meanwhile: that the run is closed, for one
+                log_coordination(context.events, message, nodes=context.attempt.nodes)
         return code

@@ -17,6 +17,13 @@ from msgspec import Struct
 
 from hpc_elastic.agent.heartbeats import HeartbeatFolder
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.run.agent_events import (
+    InProcessGaveUp,
+    InProcessLeft,
+    InProcessRestarted,
+    ReplacementRefused,
+    WorkerReplaced,
+)
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.worker_api.restart_group import (
     REPLACES,
@@ -168,20 +175,21 @@ class RestartGroupWatch:
         reason = f"{dead}; {sum(self._used.values())} of {self._limit} replacements in this round are used"
         logger.warning("a fresh process takes its place: %s", reason)
         self._events.write(
-            "worker_replaced",
-            round=workers.round,
-            rank=dead.rank,
-            local_rank=dead.local_rank,
-            exitcode=dead.exitcode,
-            old_pid=dead.pid,
-            pid=pid,
-            reason=reason,
+            WorkerReplaced(
+                round=workers.round,
+                rank=dead.rank,
+                local_rank=dead.local_rank,
+                exitcode=dead.exitcode,
+                old_pid=dead.pid,
+                pid=pid,
+                reason=reason,
+            )
         )
         return True
 
     def _refuse(self, dead: DeadWorker, why: str, round_index: int) -> bool:
         logger.warning("not replaced: %s", why)
-        self._events.write("replacement_refused", round=round_index, rank=dead.rank, reason=why)
+        self._events.write(ReplacementRefused(round=round_index, rank=dead.rank, reason=why))
         return False
 
     def _take(self, line: RestartGroupReport, round_index: int) -> None:
@@ -191,25 +199,26 @@ class RestartGroupWatch:
                 "the function starts again (iteration %d) after %.2f s: %s", line.iteration, line.seconds, kinds
             )
             self._events.write(
-                "ring_restarted",
-                round=round_index,
-                iteration=line.iteration,
-                seconds=line.seconds,
-                world_size=line.world_size,
-                active_world_size=line.active_world_size,
-                interruptions=[list(each) for each in line.interruptions],
-                joined=list(line.joined),
-                reason=kinds,
+                InProcessRestarted(
+                    round=round_index,
+                    iteration=line.iteration,
+                    seconds=line.seconds,
+                    world_size=line.world_size,
+                    active_world_size=line.active_world_size,
+                    interruptions=line.interruptions,
+                    joined=line.joined,
+                    reason=kinds,
+                )
             )
             return
         self._last[line.pid] = line.event
         if line.event is RestartGroupEvent.LEFT:
             self._events.write(
-                "ring_left", round=round_index, rank=line.rank, iteration=line.iteration, reason=line.reason
+                InProcessLeft(round=round_index, rank=line.rank, iteration=line.iteration, reason=line.reason)
             )
         elif line.event is RestartGroupEvent.GAVE_UP:
             self._events.write(
-                "ring_gave_up", round=round_index, rank=line.rank, iteration=line.iteration, reason=line.reason
+                InProcessGaveUp(round=round_index, rank=line.rank, iteration=line.iteration, reason=line.reason)
             )
 
 

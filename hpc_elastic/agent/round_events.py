@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
@@ -19,9 +19,36 @@ from hpc_elastic.agent.health import HealthVerdict
 from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.agent.worker_environment import RoundFacts
 from hpc_elastic.base.clock import Clock, Offset, uptime_ns
-from hpc_elastic.base.codec import to_json
 from hpc_elastic.failures.stacks import RankStacks, fold_stacks, fold_threads
 from hpc_elastic.rendezvous.state import node_of
+from hpc_elastic.run.agent_events import (
+    ClockOffset,
+    HealthCheckFailed,
+    HealthWarning,
+    RankStack,
+    RankState,
+    RoundFinal,
+    StacksTaken,
+    ThreadStack,
+)
+from hpc_elastic.run.coordinator_events import (
+    CoordinatorChanged,
+    LinkLost,
+    NodeLeft,
+    NodeLost,
+    NodeMissing,
+    NodeReplaced,
+    NodesAsked,
+    NodesWaiting,
+    NoticeGiven,
+    RoundFrozen,
+    RoundOpened,
+    RunClosed,
+    SignalHeard,
+    SpareLost,
+    StepAgreed,
+)
+from hpc_elastic.run.event_types import RunEvent, name_of
 from hpc_elastic.run.events import EventLog
 
 if TYPE_CHECKING:
@@ -30,50 +57,53 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _STACK_GROUPS = 50
-_PLACES = (("host", "node"), ("replaces_host", "replaces_node"))
 
 
-def log_coordination(events: EventLog, event: str, fields: Mapping[str, Any], *, nodes: Sequence[str]) -> None:
+def log_coordination(events: EventLog, event: RunEvent, *, nodes: Sequence[str]) -> None:
     """What this node decided as coordinator."""
-    events.write(event, **fields)
-    if event in ("node_lost", "node_missing", "spare_lost"):
-        node = int(fields["node"])
-        name = nodes[node] if 0 <= node < len(nodes) else str(node)
-        if event == "node_missing":
-            logger.warning("node %s has not come: the round begins without it", name)
-            return
-        silent = f", silent for {fields['age']:.0f} s" if fields.get("age", 0.0) >= 1 else ""
-        logger.warning("%s %s is lost%s", event.split("_")[0], name, silent)
-    elif event in ("round_opened", "closed", "coordinator_changed", "nodes_waiting", "nodes_asked"):
-        logger.info("%s (round %s): %s", event.replace("_", " "), fields.get("round"), fields.get("reason"))
-    elif event == "link_lost":
-        logger.warning("%s: %s", fields.get("host") or f"node {fields.get('node')}", fields.get("reason"))
-    elif event in ("signal_heard", "notice_given", "step_agreed"):
-        logger.info("%s", fields.get("reason"))
-    elif event == "node_left":
-        logger.warning("node %s left: %s", fields.get("host") or fields.get("node"), fields.get("reason"))
-    elif event == "node_replaced":
-        come, gone = (fields.get(host) or fields.get(node) for host, node in _PLACES)
-        logger.warning("%s took the place of %s (node %s of the round)", come, gone, fields.get("group_rank"))
-    elif event == "round_frozen" and str(fields.get("reason")).startswith("restart"):
-        logger.info("%s", fields.get("reason"))  # "restart 1 of 3 (2 left) after: …"
+    events.write(event)
+    what = name_of(event).replace("_", " ")
+    match event:
+        case NodeMissing():
+            logger.warning("node %s has not come: the round begins without it", _name(nodes, event.node))
+        case NodeLost() | SpareLost():
+            silent = f", silent for {event.age:.0f} s" if event.age >= 1 else ""
+            logger.warning("%s %s is lost%s", what.split()[0], _name(nodes, event.node), silent)
+        case RoundOpened() | RunClosed() | CoordinatorChanged() | NodesWaiting() | NodesAsked():
+            logger.info("%s (round %s): %s", what, event.round, event.reason)
+        case LinkLost():
+            logger.warning("%s: %s", event.host or f"node {event.node}", event.reason)
+        case SignalHeard() | NoticeGiven() | StepAgreed():
+            logger.info("%s", event.reason)
+        case NodeLeft():
+            logger.warning("node %s left: %s", event.host or event.node, event.reason)
+        case NodeReplaced():
+            come, gone = event.host or event.node, event.replaces_host or event.replaces_node
+            logger.warning("%s took the place of %s (node %s of the round)", come, gone, event.group_rank)
+        case RoundFrozen() if event.reason.startswith("restart"):
+            logger.info("%s", event.reason)  # "restart 1 of 3 (2 left) after: …"
+
+
+def _name(nodes: Sequence[str], node: int) -> str:
+    return nodes[node] if 0 <= node < len(nodes) else str(node)
 
 
 def log_round(events: EventLog, facts: RoundFacts, *, restarts_used: int) -> None:
     """The round is final: ranks hold, workers are about to be started."""
     layout = facts.layout
-    ranks = list(layout.global_ranks)
+    ranks = tuple(layout.global_ranks)
     events.write(
-        "round_final",
-        round=facts.round,
-        group_rank=layout.group_rank,
-        group_world_size=layout.group_world_size,
-        world_size=layout.world_size,
-        local_world_size=layout.local_world_size,
-        ranks=ranks,
-        master=f"{facts.master_addr}:{facts.master_port}",
-        restarts_used=restarts_used,
-        max_restarts=facts.max_restarts,
+        RoundFinal(
+            round=facts.round,
+            group_rank=layout.group_rank,
+            group_world_size=layout.group_world_size,
+            world_size=layout.world_size,
+            local_world_size=layout.local_world_size,
+            ranks=ranks,
+            master=f"{facts.master_addr}:{facts.master_port}",
+            restarts_used=restarts_used,
+            max_restarts=facts.max_restarts,
+        )
     )
     logger.info(
         "round %d: role %s, ranks %s of %d, node %d of %d, master %s:%s, %d of %d restarts used",
@@ -93,16 +123,16 @@ def log_round(events: EventLog, facts: RoundFacts, *, restarts_used: int) -> Non
 def log_health(events: EventLog, verdict: HealthVerdict, *, round_index: int) -> None:
     """What was found before a round: nothing where the node is fit."""
     for check, text in verdict.warnings.items():
-        events.write("health_warning", check=check, reason=text)
+        events.write(HealthWarning(check=check, reason=text))
         logger.warning("%s", text)
     if not verdict.is_healthy:
-        events.write("health_check_failed", round=round_index, checks=list(verdict.checks), reason=verdict.reason)
+        events.write(HealthCheckFailed(round=round_index, checks=tuple(verdict.checks), reason=verdict.reason))
         logger.error("this node leaves the run: %s", verdict.reason)
 
 
 def log_failure(events: EventLog, failure: WorkerFailure) -> None:
     """A worker ended badly, and its evidence is written."""
-    events.write("worker_failed", **failure.to_event())
+    events.write(failure.to_event())
 
 
 def log_stacks(
@@ -111,16 +141,21 @@ def log_stacks(
     """The stacks of this node's workers in a round that was ended because of a hang."""
     main = {rank: found.main for rank, found in stacks.items() if found.main}
     events.write(
-        "stacks_taken",
-        round=round_index,
-        groups=[{"ranks": ranks, "stack": list(stack)} for ranks, stack in fold_stacks(main)[:_STACK_GROUPS]],
-        threads=[
-            {"ranks": ranks, "name": name, "stack": list(stack)}
-            for ranks, (name, stack) in fold_threads(stacks)[:_STACK_GROUPS]
-        ],
-        silent=sorted(set(stacks) - set(main)),
-        states=[{"rank": rank, "state": found.where} for rank, found in sorted(stacks.items()) if found.where],
-        beats=[to_json(describe_beat(beat, now)) for beat in beats],
+        StacksTaken(
+            round=round_index,
+            groups=tuple(
+                RankStack(ranks=tuple(ranks), stack=tuple(stack)) for ranks, stack in fold_stacks(main)[:_STACK_GROUPS]
+            ),
+            threads=tuple(
+                ThreadStack(ranks=tuple(ranks), name=name, stack=tuple(stack))
+                for ranks, (name, stack) in fold_threads(stacks)[:_STACK_GROUPS]
+            ),
+            silent=tuple(sorted(set(stacks) - set(main))),
+            states=tuple(
+                RankState(rank=rank, state=found.where) for rank, found in sorted(stacks.items()) if found.where
+            ),
+            beats=tuple(describe_beat(beat, now) for beat in beats),
+        )
     )
 
 
@@ -200,12 +235,13 @@ class ClockOffsetLog:
             if is_news(sample, self._logged[reference]):
                 self._logged[reference] = sample
                 self._events.write(
-                    "clock_offset",
-                    reference=node_of(reference),
-                    offset_ns=offset.offset_ns,
-                    bound_ns=offset.bound_ns,
-                    uptime_ns=uptime,
-                    wall_ns=wall,
+                    ClockOffset(
+                        reference=node_of(reference),
+                        offset_ns=offset.offset_ns,
+                        bound_ns=offset.bound_ns,
+                        uptime_ns=uptime,
+                        wall_ns=wall,
+                    )
                 )
 
     def _both_clocks(self) -> tuple[int, int]:

@@ -17,6 +17,7 @@ from hpc_elastic.base import codec
 from hpc_elastic.base.text import clean_text, cut_end
 from hpc_elastic.failures.ranking import Category, FailureClass, Standing
 from hpc_elastic.failures.traceback_text import summary_line
+from hpc_elastic.run.agent_events import WorkerFailed
 
 
 class EvidenceSource(str, Enum):
@@ -97,21 +98,17 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
         texts = {name: cut_end(clean_text(text), _TEXT_LIMIT) for name, text in found.items() if type(text) is str}
         return cls(**{**found, **texts, **overrides})
 
-    def to_event(self) -> dict[str, Any]:
-        """The fields of the event ``worker_failed``: the record without its texts."""
-        value = self.to_json()
-        return {
-            "round": self.round,
-            "rank": self.global_rank,
-            **{name: value[name] for name in _EVENT_FIELDS},
-            "message": self.headline,
-        }
+    def to_event(self) -> WorkerFailed:
+        """The event that reports it: the record without its texts."""
+        shared = {name: getattr(self, name) for name in _SHARED}
+        own = {"rank": self.global_rank, "failure_class": self.failure_class.value, "message": self.headline}
+        return WorkerFailed(**{**shared, **own})
 
     @classmethod
-    def from_event(cls, event: Mapping[str, Any], **overrides: Any) -> WorkerFailure:
+    def from_event(cls, event: WorkerFailed, **overrides: Any) -> WorkerFailure:
         """Read a failure from its event; `overrides` as in `from_json`."""
-        known = {name: event[name] for name in (*_EVENT_FIELDS, "message") if name in event}
-        return cls.from_json({**known, "global_rank": event.get("rank")}, **overrides, source=EvidenceSource.EVENT)
+        known = {**overrides, "global_rank": event.rank, "source": EvidenceSource.EVENT}
+        return cls.from_json(codec.to_json(event), **known)
 
     @property
     def headline(self) -> str:
@@ -130,16 +127,5 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
         )
 
 
-_EVENT_FIELDS = (
-    "local_rank",
-    "pid",
-    "exitcode",
-    "failure_class",
-    "fingerprint",
-    "error_file",
-    "last_step",
-    "ended_ns",
-    "ended_uptime_ns",
-    "printed_ns",
-)
+_SHARED = tuple(name for name in WorkerFailed.__struct_fields__ if name in WorkerFailure.__struct_fields__)
 _TEXT_LIMIT = 128 << 10

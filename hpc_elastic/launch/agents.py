@@ -30,6 +30,7 @@ from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.state import RoundRecord, node_of
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.node_score import is_everywhere
+from hpc_elastic.run.supervisor_events import AgentProcessEnded, AgentRelaunched, AgentsLaunched, NodeGivenUp
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +173,7 @@ class Agents:
     def launch(self) -> None:
         """Start one on every node. Raises HpcElasticError: nothing could be started at all."""
         self._launcher.launch()
-        self._events.write("agents_launched", nodes=len(self._names))
+        self._events.write(AgentsLaunched(nodes=len(self._names)))
 
     def step(self) -> None:
         """Deal with what has ended, and start what is due."""
@@ -230,7 +231,7 @@ class Agents:
         if not ended.started and not ended.gone and self._is_tried_later(ended):
             return
         self._events.write(
-            "agent_ended", node=node, name=name, code=ended.code, detail=ended.detail, started=ended.started
+            AgentProcessEnded(node=node, name=name, code=ended.code, detail=ended.detail, started=ended.started)
         )
         if self._is_ending:
             return
@@ -298,12 +299,12 @@ class Agents:
         return failing > 1 and 2 * failing > len(self._names)
 
     def _relaunch(self, node: int, reason: str) -> None:
-        self._events.write("agent_relaunched", node=node, name=self._names[node], reason=reason)
+        self._events.write(AgentRelaunched(node=node, name=self._names[node], reason=reason))
         self._launcher.relaunch(node)
 
     def _give_up(self, node: int, cause: GivenUp, reason: str) -> None:
         """No further agent is started there, and the others need not wait for one."""
-        self._events.write("node_given_up", node=node, name=self._names[node], cause=cause.value, reason=reason)
+        self._events.write(NodeGivenUp(node=node, name=self._names[node], cause=cause.value, reason=reason))
         self._given_up.setdefault(node, set()).add(cause)
         self._trials.pop(node, None)
         self._ask(lambda participant: participant.give_up_node(node))

@@ -34,6 +34,7 @@ from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, Status, new_uid
 from hpc_elastic.run.attempt import UnreadableAttemptError, load_attempt, load_result
 from hpc_elastic.run.events import EventLog
+from hpc_elastic.run.supervisor_events import EndTakenOver
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.workers.linux import SignalQueue
 
@@ -132,7 +133,7 @@ def finish_attempt(run_dir: Path, number: int, env: Mapping[str, str], *, agent:
     events = EventLog(
         attempt_paths.events, role="supervisor", host=host, node=OBSERVER_NODE, uid=uid[-21:], clock=clock
     )
-    events.write("end_taken_over", by=agent, reason=why)
+    events.write(EndTakenOver(by=agent, reason=why))
     result = closed_result(record, record.outcome)
     if (how := site.how_script_ended()) is not None:
         logger.warning("%s", how)

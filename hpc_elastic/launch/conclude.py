@@ -43,6 +43,14 @@ from hpc_elastic.run.node_records import load_record, save_record
 from hpc_elastic.run.option_values import RequeueChoice
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec
+from hpc_elastic.run.supervisor_events import (
+    AttemptEnded,
+    AttemptRequeued,
+    NodesJudged,
+    RequeueDecided,
+    SparedNode,
+    VerdictReached,
+)
 
 if TYPE_CHECKING:
     from hpc_elastic.report.history import RunHistory
@@ -120,7 +128,7 @@ class _End:
         self._is_removed = False
         """Whether the attempt's folder is gone: another attempt would find no run either."""
         before = None
-        events.write("verdict", outcome=result.outcome.value, reason=result.reason)
+        events.write(VerdictReached(outcome=result.outcome.value, reason=result.reason))
         if attempt.number:
             before = disk.do(lambda: load_result(paths.attempt(attempt.number - 1).result_json), None)
         self._idle = idle_attempts(before, spec, result)
@@ -159,8 +167,8 @@ class _End:
 
     def _write_decision(self) -> None:
         decision, outcome = self._decision, self._result.outcome.value
-        self._events.write("requeue_decision", action=decision.action.value, reason=decision.reason)
-        self._events.write("attempt_ended", outcome=outcome, exit_code=decision.exit_code)
+        self._events.write(RequeueDecided(action=decision.action.value, reason=decision.reason))
+        self._events.write(AttemptEnded(outcome=outcome, exit_code=decision.exit_code))
 
     def _give_up(self, why: str, exit_code: ExitCode) -> None:
         reason = f"{self._decision.reason}; but {why}"
@@ -187,7 +195,7 @@ class _End:
             self._give_up(f"the requeue failed: {error}; {again}", ExitCode.WORKERS_FAILED)
             return False
         logger.info("%s", done.summary)
-        self._events.write("requeued", job_id=done.next_job or self._attempt.job_id, reason=done.summary)
+        self._events.write(AttemptRequeued(job_id=done.next_job or self._attempt.job_id, reason=done.summary))
         self._next_job = done.next_job
         return True
 
@@ -273,10 +281,12 @@ class _End:
         if nodes.bad and eligible is not None:
             why = {one.node: one.why for one in nodes.bad}
             self._events.write(
-                "nodes_judged",
-                excluded=list(nodes.exclusion.nodes),
-                reason="; ".join(f"{name}: {why[name]}" for name in nodes.exclusion.nodes) or "none can be left out",
-                spared=[{"node": name, "reason": reason} for name, reason in nodes.exclusion.spared],
+                NodesJudged(
+                    excluded=tuple(nodes.exclusion.nodes),
+                    reason="; ".join(f"{name}: {why[name]}" for name in nodes.exclusion.nodes)
+                    or "none can be left out",
+                    spared=tuple(SparedNode(node=name, reason=reason) for name, reason in nodes.exclusion.spared),
+                )
             )
         return nodes
 

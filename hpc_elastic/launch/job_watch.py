@@ -22,6 +22,7 @@ from hpc_elastic.launch.site import Allocation
 from hpc_elastic.rendezvous.ending import END_UNCONFIRMED
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.run.events import EventLog
+from hpc_elastic.run.supervisor_events import NodesCompared
 from hpc_elastic.slurm.errors import SlurmError, SlurmUnavailableError
 from hpc_elastic.slurm.notation import compress
 
@@ -255,4 +256,4 @@ class JobWatch:
         self._differ = differ
         reason = str(differ) or "Slurm and the run agree about the job's nodes again"
         (logger.warning if differ else logger.info)("%s%s", "Slurm and the run disagree: " if differ else "", reason)
-        self._events.write("nodes_differ", taken=list(differ.taken), kept=list(differ.kept), reason=reason)
+        self._events.write(NodesCompared(taken=tuple(differ.taken), kept=tuple(differ.kept), reason=reason))

@@ -42,6 +42,7 @@ from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
 from hpc_elastic.run.spec import RunSpec, UnreadableRunError, load_run_spec
+from hpc_elastic.run.supervisor_events import AttemptStarted
 from hpc_elastic.slurm.notation import compress
 from hpc_elastic.store.notifier import read_secret
 from hpc_elastic.workers.linux import SignalQueue, output_pipes
@@ -202,12 +203,13 @@ class _AttemptRun:
             files=self._files,
         )
         events.write(
-            "attempt_started",
-            attempt=attempt.number,
-            job_id=attempt.job_id,
-            nodes=list(attempt.nodes),
-            requeue_armed=attempt.requeue_armed,
-            requeue_reason=attempt.requeue_reason,
+            AttemptStarted(
+                attempt=attempt.number,
+                job_id=attempt.job_id,
+                nodes=attempt.nodes,
+                requeue_armed=attempt.requeue_armed,
+                requeue_reason=attempt.requeue_reason,
+            )
         )
         return events
 

@@ -22,6 +22,7 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.rendezvous.preemption import PreemptionNotice, seconds_to_save
 from hpc_elastic.run.events import EventLog
+from hpc_elastic.run.supervisor_events import SignalDecided
 
 
 class Call(str, Enum):
@@ -309,13 +310,14 @@ class SignalResolver:
         self, decision: SignalDecision, call: Call, heard_by: HeardBy, answer: SlurmAnswer, reason: str
     ) -> SignalDecision:
         self._events.write(
-            "signal_decided",
-            call=call.value,
-            heard_by=heard_by.value,
-            slurm=answer.condition.value,
-            meaning=decision.meaning.value,
-            saves=decision.saves,
-            seconds=round(decision.seconds, 1),
-            reason=reason,
+            SignalDecided(
+                call=call.value,
+                heard_by=heard_by.value,
+                slurm=answer.condition.value,
+                meaning=decision.meaning.value,
+                saves=decision.saves,
+                seconds=round(decision.seconds, 1),
+                reason=reason,
+            )
         )
         return decision

@@ -33,6 +33,7 @@ from hpc_elastic.run.attempt import AttemptInfo, StoredResult, UnreadableAttempt
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
 from hpc_elastic.run.spec import RunSpec
+from hpc_elastic.run.supervisor_events import AttemptEnded, AttemptSuperseded, RequeueDecided
 from hpc_elastic.slurm.notation import compress
 from hpc_elastic.store.base import Store
 from hpc_elastic.store.file_store import FileStore
@@ -347,12 +348,13 @@ class EarlierAttempts:
         if silent:
             logger.warning("attempt %d was not seen to end everywhere; this attempt starts now: %s", number, rule)
         self._events.write(
-            "attempt_superseded",
-            superseded=number,
-            ended=ended,
-            silent=silent,
-            seconds=round(seconds, 3),
-            reason=rule,
+            AttemptSuperseded(
+                superseded=number,
+                ended=tuple(ended),
+                silent=tuple(silent),
+                seconds=round(seconds, 3),
+                reason=rule,
+            )
         )
 
     def _record_end(self, folder: AttemptPaths, reason: str, *, step: int) -> None:
@@ -375,8 +377,8 @@ class EarlierAttempts:
                 uid=self._uid[-21:],
                 clock=self._clock,
             )
-            events.write("requeue_decision", action=stored.action, reason=reason)
-            events.write("attempt_ended", outcome=stored.outcome, exit_code=stored.exit_code)
+            events.write(RequeueDecided(action=stored.action, reason=reason))
+            events.write(AttemptEnded(outcome=stored.outcome, exit_code=stored.exit_code))
             events.close()
         except (OSError, HpcElasticError) as error:
             logger.error("the end of attempt %d could not be written: %s", folder.number, error)

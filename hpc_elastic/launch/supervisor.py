@@ -25,10 +25,14 @@ from hpc_elastic.launch.requeue import AttemptResult, closed_result
 from hpc_elastic.launch.signals import HeardBy, Meaning, PreemptionDeadlines, SignalDecision, SignalResolver
 from hpc_elastic.launch.site import Launcher
 from hpc_elastic.rendezvous.coordination import Coordination
-from hpc_elastic.rendezvous.ending import END_UNCONFIRMED
+from hpc_elastic.rendezvous.ending import END_UNCONFIRMED, AgentsDeparted, EndClaimed
+from hpc_elastic.rendezvous.participant import LookedAnew
 from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.run.agent_events import FilesystemRefused, PlatformFailure
 from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.run.events import EventLog
+from hpc_elastic.run.supervisor_events import EndTakenOver, SignalReceived
 from hpc_elastic.store.base import StoreWipedError
 from hpc_elastic.workers.linux import SignalQueue
 
@@ -155,7 +159,7 @@ class Supervisor:
         self._coordination.stop(within=1.0 if self._is_store_silent else 5.0)
         self._handle_messages()
         if (refusal := self._coordination.lasting_refusal()) is not None:
-            self._events.write(refusal[0], **refusal[1])
+            self._events.write(refusal)
         return self.result()
 
     def _wait(self) -> None:
@@ -194,7 +198,7 @@ class Supervisor:
         for number in self._signals.take():
             if number is signal.SIGCHLD:
                 continue
-            self._events.write("notice", signal=number.name)
+            self._events.write(SignalReceived(signal=number.name))
             if number is signal.SIGINT and self._signal is not None:
                 before = "second Ctrl-C" if self._signal is signal.SIGINT else f"Ctrl-C after {self._signal.name}"
                 logger.warning("%s: killing everything now", before)
@@ -270,26 +274,29 @@ class Supervisor:
         for message in self._coordination.take():
             if isinstance(message, RoundRecord):
                 self._on_record(message)
-            elif isinstance(message, tuple):
-                event, fields = message
-                if event == "looked_anew":
-                    self._agents.on_looked_anew(fields["serial"], fields["announced"])
-                elif event == "end_claimed":
-                    self._settle_end(superseded=False)
-                elif event == "filesystem_refused":
-                    self._events.write(event, **fields)
-                elif event == "end_taken_over":
-                    self._settle_end(superseded=True)
-                    self._end_by = self._clock.monotonic()
-                elif event == "agents_departed":
-                    # srun may never return (a lost node, a dead slurmstepd): it gets a moment, and is ended.
-                    self._end_by = self._clock.monotonic() + DEPARTED_SECONDS
+            elif isinstance(message, RunEvent):
+                self._on_event(message)
             else:
                 self.failure = message
                 logger.error("the store can't be read any more: %s", message)
                 self._begin_end()
                 if isinstance(message, StoreWipedError):
                     self._launcher.terminate()
+
+    def _on_event(self, event: RunEvent) -> None:
+        match event:
+            case LookedAnew():
+                self._agents.on_looked_anew(event.serial, event.announced)
+            case EndClaimed():
+                self._settle_end(superseded=False)
+            case FilesystemRefused():
+                self._events.write(event)
+            case EndTakenOver():
+                self._settle_end(superseded=True)
+                self._end_by = self._clock.monotonic()
+            case AgentsDeparted():
+                # srun may never return (a lost node, a dead slurmstepd): it gets a moment, and is ended.
+                self._end_by = self._clock.monotonic() + DEPARTED_SECONDS
 
     def _on_record(self, record: RoundRecord) -> None:
         self.record = record
@@ -429,7 +436,7 @@ class Supervisor:
         node = nodes.index(host) if host in nodes else 0
         index = self.record.round if self.record is not None else 0
         steps: list[Callable[[], object]] = [
-            lambda: self._events.write("platform_failure", round=index, node=node, host=host, reason=str(failure)),
+            lambda: self._events.write(PlatformFailure(round=index, node=node, host=host, reason=str(failure))),
             lambda: self._coordination.ask(lambda participant: participant.close(Outcome.FAILED, str(failure))),
             keep,
             lambda: self._launcher.end(within=self._shutdown_timeout + END_RESERVE),

@@ -11,11 +11,10 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from msgspec import Struct
-
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.text import first_of
 from hpc_elastic.output.job_log import JobLogSource
+from hpc_elastic.run.agent_events import OutputLost, StreamLoss
 from hpc_elastic.run.paths import round_index
 
 QUIET_S = 10.0
@@ -25,27 +24,6 @@ _NAMED = 8
 """Streams that a line names."""
 _MOST_STREAMS = 100
 """That an event lists."""
-
-
-class StreamLoss(Struct, frozen=True, kw_only=True):
-    """What was lost of one stream in an episode, in bytes of what the worker printed."""
-
-    round: int | None
-    rank: int
-    stream: str
-    """``stdout`` or ``stderr``."""
-    not_in_file: int
-    not_in_job_log: int
-
-
-class LossEpisode(Struct, frozen=True, kw_only=True):
-    """What was lost on this node from one quiet time to the next: the fields of the event ``output_lost``."""
-
-    reason: str
-    not_in_files: int
-    not_in_job_log: int
-    streams: tuple[StreamLoss, ...]
-    """The largest losses first."""
 
 
 class StreamAccount:
@@ -125,7 +103,7 @@ class LossBook:
                 " again"
             )
 
-    def settle(self, *, final: bool = False) -> LossEpisode | None:
+    def settle(self, *, final: bool = False) -> OutputLost | None:
         """To be called every few seconds: the episode that has ended, or has lasted long; None: there is none."""
         now = self._clock.monotonic()
         with self._lock:
@@ -152,7 +130,7 @@ class LossBook:
             why = f" ({reason})" if reason else ""
             whose = first_of(lacking, _NAMED)
             self._log(f"{not_in_files} bytes of the workers' output are not in their files: {whose}{why}")
-        return LossEpisode(
+        return OutputLost(
             reason=reason or "the job log could not keep up",
             not_in_files=not_in_files,
             not_in_job_log=sum(one.not_in_job_log for one in losses),

@@ -24,15 +24,14 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from msgspec import to_builtins
-
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.waking import Waker
 from hpc_elastic.output.job_log import JobLog, JobLogSource
 from hpc_elastic.output.log_files import FileWriter, HoldBudget, LogFile
 from hpc_elastic.output.log_times import STDERR, STDOUT, times_path
-from hpc_elastic.output.losses import LossBook, LossEpisode, StreamAccount
+from hpc_elastic.output.losses import LossBook, StreamAccount
 from hpc_elastic.output.terminal import LineSplitter
+from hpc_elastic.run.agent_events import OutputLost
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.log_pieces import PieceLimit
 from hpc_elastic.run.option_values import Std
@@ -185,7 +184,7 @@ class LogPump:
         self._hurry.set()
         return self._clock.wait(output.ended, timeout)
 
-    def take_losses(self) -> LossEpisode | None:
+    def take_losses(self) -> OutputLost | None:
         """What was lost, where an episode of losses has ended: to be asked every few seconds, and after `close`."""
         return self._losses.settle(final=self._is_closed)
 
@@ -338,4 +337,4 @@ def log_losses(events: EventLog, pump: LogPump) -> None:
     """Write an event where an episode of losses has ended. Costs next to nothing where there is none."""
     episode = pump.take_losses()
     if episode is not None:
-        events.write("output_lost", **to_builtins(episode))
+        events.write(episode)

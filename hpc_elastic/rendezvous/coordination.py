@@ -10,7 +10,7 @@ import logging
 import random
 import threading
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 from msgspec import Struct
@@ -25,6 +25,8 @@ from hpc_elastic.rendezvous.coordinator import DecideRestart
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.peers import BeatPlan, NodeInfo
 from hpc_elastic.rendezvous.state import RoundRecord
+from hpc_elastic.run.agent_events import FilesystemRefused
+from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.store.base import Store, StoreFullError, StoreRefusedError
 from hpc_elastic.store.notifier import Notifier
 
@@ -51,15 +53,11 @@ class Refusal(Struct, frozen=True, kw_only=True):
     def __str__(self) -> str:
         return f"{self.error} ({self.path})" if self.path else self.error
 
-    def fields(self, now: float, *, over: bool) -> dict[str, Any]:
-        """Of the event ``filesystem_refused``."""
-        return {
-            "error": self.error,
-            "path": self.path,
-            "since_ns": self.since_ns,
-            "seconds": round(now - self.since, 3),
-            "over": over,
-        }
+    def to_event(self, now: float, *, over: bool) -> FilesystemRefused:
+        """How it is reported."""
+        return FilesystemRefused(
+            error=self.error, path=self.path, since_ns=self.since_ns, seconds=round(now - self.since, 3), over=over
+        )
 
 
 class RefusalWatch:
@@ -129,7 +127,7 @@ FULL_SECONDS = 600.0
 """How long a filesystem that is full, or that refuses, is waited for with something to write: as long as a rendezvous
 waits by default."""
 
-Message = RoundRecord | tuple[str, Mapping[str, Any]] | Exception
+Message = RoundRecord | RunEvent | Exception
 """A newer record; an event of this node's coordinator; or what ended the thread."""
 
 
@@ -218,8 +216,8 @@ class Coordination:
     def on_record(self, record: RoundRecord) -> None:
         self._post(record)
 
-    def on_event(self, event: str, fields: Mapping[str, Any]) -> None:
-        self._post((event, fields))
+    def on_event(self, event: RunEvent) -> None:
+        self._post(event)
 
     def _post(self, message: Message) -> None:
         self._messages.append(message)
@@ -281,19 +279,19 @@ class Coordination:
         now = self._clock.monotonic()
         if now - ended.since >= WORTH_TELLING:
             logger.warning("the shared filesystem answers again, after %.0f s of: %s", now - ended.since, ended)
-            self._post(("filesystem_refused", ended.fields(now, over=True)))
+            self._post(ended.to_event(now, over=True))
 
     def _give_up(self, error: Exception, seconds: float) -> None:
         if is_refusal(error):
             error = StoreRefusedError(seconds=seconds, why=self._refusals.now or error)
         self._post(error)
 
-    def lasting_refusal(self) -> tuple[str, Mapping[str, Any]] | None:
+    def lasting_refusal(self) -> FilesystemRefused | None:
         """The event of a refusal that lasts at this process' end; None: none does, or not for long."""
         refusal, now = self._refusals.now, self._clock.monotonic()
         if refusal is None or now - refusal.since < WORTH_TELLING:
             return None
-        return "filesystem_refused", {**refusal.fields(now, over=False)}
+        return refusal.to_event(now, over=False)
 
     def _wait(self, seconds: float, participant: Participant | None) -> bool:
         """Until the agent asks, a notification comes, or the time has passed. Returns whether one came.

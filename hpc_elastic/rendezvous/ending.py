@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable
+from typing import Protocol
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import Outcome
@@ -21,6 +21,8 @@ from hpc_elastic.rendezvous.proposals import propose_close
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.schedule import PollIntervals
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, RoundRecord, Status, node_of, supersedes
+from hpc_elastic.run.event_types import RunEvent
+from hpc_elastic.run.supervisor_events import EndTakenOver
 from hpc_elastic.store.base import Store
 
 END_PATIENCE = 5.0
@@ -36,10 +38,26 @@ _ASKED = "end/asked"
 _BYE = "bye"
 
 
-class EventListener(Protocol):
-    """The peers to notify."""
+class EndClaimed(RunEvent, frozen=True, kw_only=True):
+    """It is known which process finishes the attempt. For this process: no log has it, as of the two that follow."""
 
-    def on_event(self, event: str, fields: Mapping[str, Any]) -> None: ...
+    by: str
+
+
+class EndUnclaimed(RunEvent, frozen=True, kw_only=True):
+    """It is this agent's turn to finish the attempt."""
+
+
+class AgentsDeparted(RunEvent, frozen=True, kw_only=True):
+    """No living agent is left."""
+
+    nodes: tuple[int, ...]
+
+
+class EventListener(Protocol):
+    """What hears of the end."""
+
+    def on_event(self, event: RunEvent) -> None: ...
 
 
 def goodbye_key(uid: str) -> str:
@@ -121,25 +139,25 @@ class Ending:
         self._may_claim = True
 
     def step_of_agent(self) -> None:
-        """Report ``end_claimed``, or ``end_unclaimed`` when it is this agent's turn to step in."""
+        """Report `EndClaimed`, or `EndUnclaimed` when it is this agent's turn to step in."""
         since = self._see_closed()
         if self._turn is None:
             return
         by = self._store.get(_BY)
         if by is not None:
             self._turn = None
-            self._listener.on_event("end_claimed", {"by": by})
+            self._listener.on_event(EndClaimed(by=by))
         elif self._clock.monotonic() - since >= self._patience + END_TURN * self._turn:
             if self._patience == END_PATIENCE and self._store.get(_ASKED) is not None:
                 self._patience = END_ASKED
                 return
             self._turn = None
-            self._listener.on_event("end_unclaimed", {})
+            self._listener.on_event(EndUnclaimed())
 
     def step_of_supervisor(self, record: RoundRecord, peers: Peers) -> None:
-        """Claim the end where allowed, or report ``end_taken_over``.
+        """Claim the end where allowed, or report `EndTakenOver`.
 
-        Report ``agents_departed`` when no living agent is left.
+        Report `AgentsDeparted` when no living agent is left.
         """
         if self._announces:
             self._store.put_if_absent(_ASKED, self._uid)
@@ -150,15 +168,15 @@ class Ending:
             elif self._store.get(_BY) is not None:
                 self._in_charge = False
             if self._in_charge:
-                self._listener.on_event("end_claimed", {"by": self._uid})
+                self._listener.on_event(EndClaimed(by=self._uid))
             elif self._in_charge is False:
-                self._listener.on_event("end_taken_over", {"by": self._store.get(_BY) or ""})
+                self._listener.on_event(EndTakenOver(by=self._store.get(_BY) or ""))
         if self._all_departed:
             return
         newest = newest_agents(peers.all_uids(), without=record.lost)
         if set(newest.values()) <= departed(self._store):
             self._all_departed = True
-            self._listener.on_event("agents_departed", {"nodes": sorted(newest)})
+            self._listener.on_event(AgentsDeparted(nodes=tuple(sorted(newest))))
 
 
 def close_run(store: Store, run_id: str, outcome: Outcome, reason: str) -> None:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable
+from typing import Protocol
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import Outcome
@@ -25,18 +25,29 @@ from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.heartbeat_sender import HeartbeatSender, StoreId
 from hpc_elastic.rendezvous.peers import BeatPlan, NodeInfo, NotificationSender, Peers, addresses_of, notifier_of
 from hpc_elastic.rendezvous.preemption import PreemptionNotice, PreemptionStatus
-from hpc_elastic.rendezvous.proposals import EVENT_NAMES, Proposal, RequestsToAll, consequences, link_event, to_event
+from hpc_elastic.rendezvous.proposals import Proposal, RequestsToAll, consequences, link_event, to_event
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.schedule import Schedule, poll_intervals
 from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status
 from hpc_elastic.rendezvous.succession import Succession
 from hpc_elastic.rendezvous.sweep import Sweep
+from hpc_elastic.run.coordinator_events import RoundOpened
+from hpc_elastic.run.event_types import CoordinatorEvent, RunEvent
 from hpc_elastic.store.base import Store
 
 logger = logging.getLogger(__name__)
 
 OBSERVER_NODE = -1
 """Node index of a participant that only looks: the supervisor."""
+
+
+class LookedAnew(RunEvent, frozen=True, kw_only=True):
+    """The files were read as the server has them. For this process: no log has it."""
+
+    serial: int
+    """Of the call that asked for it."""
+    announced: frozenset[str]
+    """All uids."""
 
 
 class Listener(Protocol):
@@ -46,8 +57,8 @@ class Listener(Protocol):
         """A newer record is there; records in between may be skipped."""
         ...
 
-    def on_event(self, event: str, fields: Mapping[str, Any]) -> None:
-        """This node, as coordinator, decided something."""
+    def on_event(self, event: RunEvent) -> None:
+        """This node, as coordinator, decided something; or there is news for its process alone."""
         ...
 
 
@@ -188,7 +199,7 @@ class Participant:
     def look_anew(self, serial: int) -> None:
         """Look at the log past all caches, and at who has ever announced itself.
 
-        The listener hears ``looked_anew`` with the serial, and with all uids as ``announced``, when that is done.
+        The listener hears `LookedAnew` with the serial, and with all uids as ``announced``, when that is done.
         """
         self._look_anew = serial
 
@@ -346,7 +357,7 @@ class Participant:
             self._store.invalidate("node")
             self._take_newest()
             announced = frozenset(self._peers.all_uids())
-            self._listener.on_event("looked_anew", {"serial": self._look_anew, "announced": announced})
+            self._listener.on_event(LookedAnew(serial=self._look_anew, announced=announced))
             self._look_anew = 0
         number = self._notifications.newest_record
         news = number > self._newest_number
@@ -396,7 +407,7 @@ class Participant:
         now, now_ns = self._clock.monotonic(), self._clock.time_ns()
         for link in self.detector.links_lost(to_the_end=record.status is Status.CLOSED):
             if record.leader == self._info.uid:
-                self._listener.on_event(*link_event(record, link, now=now, now_ns=now_ns))
+                self._listener.on_event(link_event(record, link, now=now, now_ns=now_ns))
 
     def _notify_coordinator(self, about: str = "") -> None:
         if self._record is not None and not self._leads():
@@ -479,7 +490,7 @@ class Participant:
             status=Status.JOINABLE,
             reason="start",
         )
-        self._append(record, "round_opened", {"round": 0, "reason": "start", "restarts_used": 0})
+        self._append(record, RoundOpened(round=0, reason=record.reason, restarts_used=0))
         return True
 
     def _take_over_if_needed(self, record: RoundRecord, *, looked: bool) -> bool:
@@ -496,26 +507,25 @@ class Participant:
         self._store_id.check(now)  # the coordinator may have gone because of it
         self._heartbeat_sender.beat(now)
         successor = self._succession.successor(record, move, asks=self._notifier is not None)
-        fields = {"round": record.round, "reason": move.why}
-        if self._append(successor, EVENT_NAMES[move.event], fields) and self._leads():
+        if self._append(successor, to_event(move.event, successor, move.why)) and self._leads():
             self._succession.took_over(successor)
         return True
 
     def _commit(self, proposal: Proposal) -> None:
         record = proposal.record
         before = self._record
-        name, fields = to_event(proposal)
-        if self._append(record, name, fields) and before is not None:
+        reported = to_event(proposal.event, record, proposal.reason)
+        if self._append(record, reported) and before is not None:
             for event in consequences(before, proposal, self.detector.last_sign):
-                self._listener.on_event(*event)
+                self._listener.on_event(event)
             if record.number % 16 == 0:
                 self._log.compact()
 
-    def _append(self, record: RoundRecord, event: str, fields: Mapping[str, Any]) -> bool:
+    def _append(self, record: RoundRecord, event: CoordinatorEvent) -> bool:
         if not self._log.append(record):
             self._take_newest()  # another participant has that number: what it wrote holds
             return False
-        self._listener.on_event(event, fields)
+        self._listener.on_event(event)
         self._take_in(record)
         self._peers.learn(())
         silent = [m.uid for m in record.members if self.detector.is_silent(m.uid)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from signal import Signals
-from types import MappingProxyType
 from typing import Any
 
 from msgspec import Struct, field
@@ -26,6 +25,25 @@ from hpc_elastic.rendezvous.state import (
     next_status,
     node_of,
 )
+from hpc_elastic.run.coordinator_events import (
+    CoordinatorChanged,
+    LinkLost,
+    NodeLeft,
+    NodeLost,
+    NodeMissing,
+    NodeReplaced,
+    NodesAsked,
+    NodesWaiting,
+    NoticeGiven,
+    RoundConfirmed,
+    RoundFrozen,
+    RoundOpened,
+    RunClosed,
+    SignalHeard,
+    SpareLost,
+    StepAgreed,
+)
+from hpc_elastic.run.event_types import CoordinatorEvent
 
 
 class Proposal(Struct, frozen=True, kw_only=True):
@@ -127,57 +145,49 @@ def _is_news(heard: str, record: RoundRecord) -> bool:
     return not record.heard and record.notice is None
 
 
-EVENT_NAMES = MappingProxyType(
-    {
-        RoundEvent.FREEZE: "round_frozen",
-        RoundEvent.CONFIRM: "round_confirmed",
-        RoundEvent.REOPEN: "round_opened",
-        RoundEvent.ANNOUNCE: "nodes_waiting",
-        RoundEvent.ASK: "nodes_asked",
-        RoundEvent.HEARD: "signal_heard",
-        RoundEvent.NOTICE: "notice_given",
-        RoundEvent.AGREE: "step_agreed",
-        RoundEvent.CLOSE: "closed",
-        RoundEvent.TAKE_OVER: "coordinator_changed",
-    }
-)
+EVENTS: Mapping[RoundEvent, Callable[..., CoordinatorEvent]] = {
+    RoundEvent.FREEZE: RoundFrozen,
+    RoundEvent.CONFIRM: RoundConfirmed,
+    RoundEvent.REOPEN: RoundOpened,
+    RoundEvent.ANNOUNCE: NodesWaiting,
+    RoundEvent.ASK: NodesAsked,
+    RoundEvent.HEARD: SignalHeard,
+    RoundEvent.NOTICE: NoticeGiven,
+    RoundEvent.AGREE: StepAgreed,
+    RoundEvent.CLOSE: RunClosed,
+    RoundEvent.TAKE_OVER: CoordinatorChanged,
+}
+"""How each is reported."""
 
 
-def to_event(proposal: Proposal) -> tuple[str, dict[str, Any]]:
-    """An event's name and fields."""
-    record = proposal.record
-    fields: dict[str, Any] = {
-        "round": record.round,
-        "reason": proposal.reason,
-        "restarts_used": record.restarts_used,
-    }
-    if proposal.event is RoundEvent.CLOSE and record.outcome is not None:
-        fields["outcome"] = record.outcome.value
-    if proposal.event is RoundEvent.FREEZE:
-        fields["nodes"] = [m.node for m in record.members]
-    if proposal.event in (RoundEvent.NOTICE, RoundEvent.AGREE) and record.notice is not None:
+def to_event(event: RoundEvent, record: RoundRecord, reason: str) -> CoordinatorEvent:
+    """What `record` is reported as, which `event` led to."""
+    fields: dict[str, Any] = {}
+    if event is RoundEvent.CLOSE:
+        fields["outcome"] = record.outcome.value if record.outcome is not None else ""
+    elif event is RoundEvent.FREEZE:
+        fields["nodes"] = tuple(m.node for m in record.members)
+    elif event in (RoundEvent.NOTICE, RoundEvent.AGREE) and record.notice is not None:
         fields["seconds"] = record.notice.seconds
         fields["step"] = record.notice.step if record.notice.step >= 0 else None
-    return EVENT_NAMES[proposal.event], fields
+    return EVENTS[event](round=record.round, reason=reason, restarts_used=record.restarts_used, **fields)
 
 
-def link_event(record: RoundRecord, lost: LostLink, *, now: float, now_ns: int) -> tuple[str, dict[str, Any]]:
+def link_event(record: RoundRecord, lost: LostLink, *, now: float, now_ns: int) -> LinkLost:
     """As `to_event`, for packets that did not come through. `now` and `now_ns`: the same moment by both clocks."""
     again = "" if lost.over else ", and none has since"
-    return "link_lost", {
-        "round": record.round,
-        "node": node_of(lost.uid),
-        "host": host_of(lost.uid),
-        "since_ns": now_ns - round((now - lost.since) * 1e9),
-        "seconds": round(lost.seconds, 3),
-        "over": lost.over,
-        "reason": f"no packet of it came through for {lost.seconds:.1f} s{again}; it answered through the files",
-    }
+    return LinkLost(
+        round=record.round,
+        node=node_of(lost.uid),
+        host=host_of(lost.uid),
+        since_ns=now_ns - round((now - lost.since) * 1e9),
+        seconds=round(lost.seconds, 3),
+        over=lost.over,
+        reason=f"no packet of it came through for {lost.seconds:.1f} s{again}; it answered through the files",
+    )
 
 
-def consequences(
-    before: RoundRecord, proposal: Proposal, last_sign: Callable[[str], float]
-) -> list[tuple[str, dict[str, Any]]]:
+def consequences(before: RoundRecord, proposal: Proposal, last_sign: Callable[[str], float]) -> list[CoordinatorEvent]:
     """As `to_event`, for what a committed decision means for single nodes: lost, left, missing, replaced.
 
     Args:
@@ -187,37 +197,34 @@ def consequences(
     """
     record = proposal.record
     members = {m.node: m.uid for m in before.members}
-    events: list[tuple[str, dict[str, Any]]] = []
+    events: list[CoordinatorEvent] = []
     for node in sorted(set(record.lost) - set(before.lost)):
         uid = members.get(node)
-        fields: dict[str, Any] = {"round": before.round, "node": node, "host": host_of(uid) if uid else ""}
+        host, index = host_of(uid) if uid else "", before.round
         spare = next((uid for uid in proposal.dead_spares if node_of(uid) == node), None)
         if node in proposal.left:
-            events.append(("node_left", {**fields, "reason": proposal.left[node]}))
+            events.append(NodeLeft(round=index, node=node, host=host, reason=proposal.left[node]))
         elif spare is not None:
-            events.append(("spare_lost", {**fields, "host": host_of(spare), **_silence(last_sign(spare))}))
+            events.append(SpareLost(round=index, node=node, host=host_of(spare), **_silence(last_sign(spare))))
         elif proposal.event is RoundEvent.CLOSE:
             pass  # its workers were done: the run is closed without it, and not because of it
         elif uid is None:
-            reason = "it has not come" if before.round == 0 else "it was no member, and nothing is heard of it"
-            events.append(("node_missing", {**fields, "reason": reason}))
+            reason = "it has not come" if index == 0 else "it was no member, and nothing is heard of it"
+            events.append(NodeMissing(round=index, node=node, host=host, reason=reason))
         else:
-            events.append(("node_lost", {**fields, **_silence(last_sign(uid))}))
+            events.append(NodeLost(round=index, node=node, host=host, **_silence(last_sign(uid))))
     for node in sorted(proposal.missing):
-        events.append(("node_missing", {"round": record.round, "node": node, "host": "", "reason": "it has not come"}))
+        events.append(NodeMissing(round=record.round, node=node, reason="it has not come"))
     for gone, come in proposal.replaced:
         events.append(
-            (
-                "node_replaced",
-                {
-                    "round": record.round,
-                    "group_rank": record.rank(come.uid),
-                    "node": come.node,
-                    "host": host_of(come.uid),
-                    "reason": f"{host_of(gone.uid)} is no member any more, and {host_of(come.uid)} waited",
-                    "replaces_node": gone.node,
-                    "replaces_host": host_of(gone.uid),
-                },
+            NodeReplaced(
+                round=record.round,
+                group_rank=record.rank(come.uid),
+                node=come.node,
+                host=host_of(come.uid),
+                reason=f"{host_of(gone.uid)} is no member any more, and {host_of(come.uid)} waited",
+                replaces_node=gone.node,
+                replaces_host=host_of(gone.uid),
             )
         )
     return events

@@ -29,8 +29,8 @@ from hpc_elastic.report.history import (
     WorkerEnd,
 )
 from hpc_elastic.report.incidents import InProcessRestart, read_restart
-from hpc_elastic.run.agent_events import OwnEnd
-from hpc_elastic.run.event_reader import integer, integer_or, names_of, seconds_of, text_of, whole_numbers
+from hpc_elastic.run.agent_events import OwnEnd, WorkerFailed
+from hpc_elastic.run.event_reader import integer, integer_or, names_of, read_event, seconds_of, text_of, whole_numbers
 from hpc_elastic.run.heartbeats import RankHeartbeat
 
 _ENDS = ("workers_stopped", "workers_succeeded")
@@ -227,13 +227,13 @@ class RoundBuilder(Struct):
                 self._take_stacks(event, when, node)
 
     def _take_failure(self, event: Mapping[str, Any], when: int, node: int, host: str) -> None:
-        rank = integer(event.get("rank"))
-        if rank is None:
+        found = read_event({"ended_ns": when, **event, "event": "worker_failed"})
+        if not isinstance(found, WorkerFailed):
             return
-        failure = WorkerFailure.from_event({"ended_ns": when, **event}, round=self.index, host=host, node=node)
+        failure = WorkerFailure.from_event(found, round=self.index, host=host, node=node)
         is_machine = failure.failure_class is FailureClass.INFRASTRUCTURE
         category = Category.INFRASTRUCTURE if is_machine else Category.WORKER
-        self.reported[rank] = replace(failure, category=category, signal=signal_name(signal_of(failure.exitcode)))
+        self.reported[found.rank] = replace(failure, category=category, signal=signal_name(signal_of(failure.exitcode)))
 
     def _take_ends(self, event: Mapping[str, Any], node: int) -> None:
         for end in readable_items(OwnEnd, event.get("ends")):

@@ -161,7 +161,14 @@ class HangFound(AgentEvent, frozen=True, kw_only=True, tag="hang"):
 
 
 class RankStack(Struct, frozen=True, kw_only=True):
-    """Ranks whose threads had the same stack."""
+    """Ranks whose main threads had the same stack."""
+
+    ranks: tuple[int, ...] = ()
+    stack: tuple[str, ...] = ()
+
+
+class ThreadStack(Struct, frozen=True, kw_only=True):
+    """Ranks that had a thread of this name with the same stack."""
 
     ranks: tuple[int, ...] = ()
     name: str = ""
@@ -181,7 +188,7 @@ class StacksTaken(AgentEvent, frozen=True, kw_only=True):
     round: int
     groups: tuple[RankStack, ...] = ()
     """`ranks`, `stack` of their main thread, the most recent call last"""
-    threads: tuple[RankStack, ...] = ()
+    threads: tuple[ThreadStack, ...] = ()
     """`ranks`, `name`, `stack` of the others"""
     silent: tuple[int, ...] = ()
     """ranks without a stack"""

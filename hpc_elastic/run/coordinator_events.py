@@ -73,7 +73,7 @@ class NodeMissing(CoordinatorEvent, frozen=True, kw_only=True):
 class NodeReplaced(CoordinatorEvent, frozen=True, kw_only=True):
     """A node takes the place of one that is no member any more."""
 
-    group_rank: int = -1
+    group_rank: int | None = None
     """the place"""
     node: int
     """the node that came"""

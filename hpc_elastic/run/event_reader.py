@@ -40,9 +40,9 @@ _TOO_LONG = f"a line is longer than {LONGEST_EVENT} bytes"
 _WRITER = re.compile(r"[a-z]+-(-?\d+)-")
 
 
-def _defined_in(module: ModuleType) -> dict[str, type[event_types.Event]]:
+def _defined_in(module: ModuleType) -> dict[str, type[event_types.RunEvent]]:
     kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
-    return {event_types.name_of(kind): kind for kind in kinds if issubclass(kind, event_types.Event)}
+    return {event_types.name_of(kind): kind for kind in kinds if issubclass(kind, event_types.RunEvent)}
 
 
 SUPERVISOR_EVENTS = _defined_in(supervisor_events)
@@ -50,7 +50,7 @@ EVENTS = {**SUPERVISOR_EVENTS, **_defined_in(agent_events), **_defined_in(coordi
 """The type of each event, by its name in the file. Of ``agent_ended``, which two write, the agent's."""
 
 
-def read_event(value: Mapping[str, Any]) -> event_types.Event | None:
+def read_event(value: Mapping[str, Any]) -> event_types.RunEvent | None:
     """The event of a line; None: this version does not know it, or it lacks what makes it worth reading.
 
     A field of another type takes its default; of a list the readable items stay.

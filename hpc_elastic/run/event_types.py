@@ -22,24 +22,24 @@ def _snake(name: str) -> str:
     return "".join(f"_{char.lower()}" if char.isupper() else char for char in name).lstrip("_")
 
 
-class Event(Struct, frozen=True, kw_only=True, tag_field="event", tag=_snake):
+class RunEvent(Struct, frozen=True, kw_only=True, tag_field="event", tag=_snake):
     """What was done, decided or found."""
 
 
-class SupervisorEvent(Event, frozen=True, kw_only=True):
+class SupervisorEvent(RunEvent, frozen=True, kw_only=True):
     """Written by the supervisor."""
 
 
-class AgentEvent(Event, frozen=True, kw_only=True):
+class AgentEvent(RunEvent, frozen=True, kw_only=True):
     """Written by an agent, about its own node."""
 
 
-class CoordinatorEvent(Event, frozen=True, kw_only=True):
+class CoordinatorEvent(RunEvent, frozen=True, kw_only=True):
     """Written by the agent that coordinates the rounds."""
 
     round: int
 
 
-def name_of(event: Event | type[Event]) -> str:
+def name_of(event: RunEvent | type[RunEvent]) -> str:
     """Its name in the file."""
     return str(event.__struct_config__.tag)

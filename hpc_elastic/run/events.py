@@ -20,7 +20,7 @@ from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import json_text, make_private_dir
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.run.agent_events import EventsDropped
-from hpc_elastic.run.event_types import Event
+from hpc_elastic.run.event_types import RunEvent
 
 SCHEMA_VERSION = 1
 _KEPT_WHEN_DISK_IS_FULL = 1000
@@ -79,9 +79,9 @@ class EventLog:
         os.close(os.open(self._path, _OPENED | os.O_CREAT | os.O_EXCL, 0o600))
         self._exists = True
 
-    def write(self, event: Event | str, **fields: Any) -> None:
+    def write(self, event: RunEvent | str, **fields: Any) -> None:
         """Append one event. Never raises for the disk's sake, and with a thread of files never waits for it."""
-        if isinstance(event, Event):
+        if isinstance(event, RunEvent):
             fields = to_json(event)
         else:
             fields = {"event": event, **fields}

@@ -112,7 +112,7 @@ class RequeueDecided(SupervisorEvent, frozen=True, kw_only=True, tag="requeue_de
     reason: str = ""
 
 
-class NodesDiffer(SupervisorEvent, frozen=True, kw_only=True):
+class NodesCompared(SupervisorEvent, frozen=True, kw_only=True, tag="nodes_differ"):
     """Slurm and the run disagree about the job's nodes; both lists are empty when they agree again."""
 
     taken: tuple[str, ...] = ()

@@ -26,6 +26,7 @@ from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
 from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.schedule import poll_intervals
 from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, RoundRecord, Status, new_uid
+from hpc_elastic.run.event_types import RunEvent, name_of
 from hpc_elastic.store import file_store
 from tests.bench.scale_server import Client, ClientClock, ModelOs, Server
 
@@ -107,9 +108,10 @@ class Node:
 
     # -- the participant's listener
 
-    def on_event(self, event: str, fields: Mapping[str, Any]) -> None:
-        self.told.add(event)
-        self.world.events.append((self.client.now, self.info.node, event))
+    def on_event(self, event: RunEvent) -> None:
+        name = name_of(event)
+        self.told.add(name)
+        self.world.events.append((self.client.now, self.info.node, name))
 
     def on_record(self, record: RoundRecord) -> None:
         if self.info.node == OBSERVER_NODE:

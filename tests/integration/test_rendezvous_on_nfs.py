@@ -17,7 +17,9 @@ from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.state import RoundRecord, Status, new_uid
+from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.store.file_store import FileStore
+from tests.rigs.event_pairs import pair_of
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
 from tests.rigs.rendezvous_world import settle_always_restarting
 
@@ -98,8 +100,8 @@ class Node:
             self._running_round = None
             self._participant.join()
 
-    def on_event(self, event: str, fields: Mapping[str, Any]) -> None:
-        self.events.append((event, dict(fields)))
+    def on_event(self, event: RunEvent) -> None:
+        self.events.append(pair_of(event))
 
     def stop(self) -> None:
         self._stop.set()

@@ -37,11 +37,13 @@ from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.ranks import RankLayout
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.run.option_values import SectionTimeouts
 from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 from hpc_elastic.workers.spawn import Inherited
 from hpc_elastic.workers.stop import Stopped
+from tests.rigs.event_pairs import log_into
 from tests.rigs.rendezvous_world import Crash, Node, World
 
 LOOKS_TO_STOP = 2
@@ -324,7 +326,7 @@ class AgentNode(Node):
             pump=SimpleNamespace(take_losses=lambda: None),  # type: ignore[arg-type]
             store_server=FakeServer(),  # type: ignore[arg-type]
             torch_available=lambda: True,
-            events=SimpleNamespace(write=lambda event, **fields: self.told.append((event, fields))),  # type: ignore[arg-type]
+            events=log_into(self.told),  # type: ignore[arg-type]
             signals=SimpleNamespace(take=list, holds=lambda numbers: False),  # type: ignore[arg-type]
             shown=lambda local_rank: None,  # type: ignore[arg-type,return-value]
             helpers=frozenset,
@@ -341,9 +343,9 @@ class AgentNode(Node):
         if record.status is Status.FINAL and record.member(self.info.uid) is not None:
             self.finals.append(record)
 
-    def on_event(self, event: str, fields: object) -> None:
-        super().on_event(event, fields)
-        self.coordination.notices.append((event, fields))
+    def on_event(self, event: RunEvent) -> None:
+        super().on_event(event)
+        self.coordination.notices.append(event)
 
     def step(self, *, notified: bool = True) -> float:
         """Both threads, in an order of the world's choice."""

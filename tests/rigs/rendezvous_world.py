@@ -28,8 +28,10 @@ from hpc_elastic.rendezvous.state import (
     new_uid,
     supersedes,
 )
+from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.store.base import Store
 from hpc_elastic.store.notifier import Address
+from tests.rigs.event_pairs import pair_of
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.memory_store import MemoryStore
 
@@ -151,8 +153,8 @@ class Node:
             self.running_round = self.ready_round = None
             self.participant.join()
 
-    def on_event(self, event: str, fields: object) -> None:
-        self.world.events.append((self.index, event, fields))
+    def on_event(self, event: RunEvent) -> None:
+        self.world.events.append((self.index, *pair_of(event)))
 
     def step(self, *, notified: bool = True) -> float:
         self.notified = False

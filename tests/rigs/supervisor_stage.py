@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import signal
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +24,8 @@ from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
 from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.preemption import PreemptionStatus
 from hpc_elastic.rendezvous.state import RoundRecord, Status, new_uid
+from hpc_elastic.run.event_types import RunEvent
+from tests.rigs.event_pairs import log_into
 from tests.rigs.memory_store import MemoryStore
 from tests.rigs.rendezvous_world import Node, World, settle_always_restarting
 from tests.rigs.specs import make_attempt
@@ -95,8 +97,8 @@ class Look:
     def on_record(self, record: RoundRecord) -> None:
         self._messages.append(record)
 
-    def on_event(self, event: str, fields: Mapping[str, Any]) -> None:
-        self._messages.append((event, fields))
+    def on_event(self, event: RunEvent) -> None:
+        self._messages.append(event)
 
     def start(self) -> None:
         pass
@@ -234,14 +236,14 @@ class Stage:
             launcher=self.agents,
             coordination=self.look,  # type: ignore[arg-type]
             signals=SimpleNamespace(fileno=lambda: never, take=self._take_signals),  # type: ignore[arg-type]
-            events=SimpleNamespace(write=lambda event, **fields: self.events.append((event, fields))),  # type: ignore[arg-type]
+            events=log_into(self.events),  # type: ignore[arg-type]
             clock=self.world.clock,
             shutdown_timeout=30.0,
             resolver=SignalResolver(
                 lambda near: self.answer,
                 grace=120.0,
                 kill_wait=30.0,
-                events=SimpleNamespace(write=lambda event, **fields: self.events.append((event, fields))),  # type: ignore[arg-type]
+                events=log_into(self.events),  # type: ignore[arg-type]
                 clock=self.world.clock,
             ),
             end_claim=self.end_claim,

@@ -25,16 +25,20 @@ from hpc_elastic.base.outcome import UNCONFIRMED_CODE, Outcome
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import RankStacks
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.rendezvous.ending import EndClaimed, EndUnclaimed
 from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.preemption import PreemptionNotice
 from hpc_elastic.rendezvous.state import HangMark, Member, RoundRecord, Status
 from hpc_elastic.run.agent_events import OwnEnd
 from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.coordinator_events import RunClosed
+from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 from hpc_elastic.store.base import StoreError
 from hpc_elastic.workers.spawn import Inherited, WorkerStartError
 from hpc_elastic.workers.stop import Stopped, Survivor
+from tests.rigs.event_pairs import log_into
 from tests.rigs.fake_clock import FakeClock
 
 ME = "00000-n0-0000000000000005-aaaa"
@@ -166,6 +170,9 @@ class Said:
 Step = Callable[[], Any] | list[Any]
 
 
+CLAIMED, UNCLAIMED = EndClaimed(by="another"), EndUnclaimed()
+
+
 class Script:
     """Stands for the coordination: each look of the agent's loop plays the next step of the test."""
 
@@ -182,7 +189,7 @@ class Script:
         self.last_words: list[Any] = []
         """What is there when the agent has ended its coordination."""
         self._is_stopped = False
-        self.ends = ["end_claimed"]
+        self.ends: list[RunEvent] = [CLAIMED]
         """What the agent hears when it asks which process finishes the closed attempt; the last one for ever."""
 
     def fileno(self) -> int:
@@ -203,7 +210,7 @@ class Script:
             return self.last_words
         step = next(self.steps, None)
         if step is None and self._said.all("await_end"):
-            return [(self.ends.pop(0) if len(self.ends) > 1 else self.ends[0], {"by": "another"})]
+            return [self.ends.pop(0) if len(self.ends) > 1 else self.ends[0]]
         if step is None:
             self._idle_looks += 1
             assert self._idle_looks < 20, "the script is over, and the agent has not ended"
@@ -327,7 +334,7 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
             pump=SimpleNamespace(take_losses=lambda: None),  # type: ignore[arg-type]
             store_server=server,  # type: ignore[arg-type]
             torch_available=lambda: True,
-            events=SimpleNamespace(write=lambda event, **fields: events.append((event, fields))),  # type: ignore[arg-type]
+            events=log_into(events),  # type: ignore[arg-type]
             signals=SimpleNamespace(fileno=lambda: never_ready, take=take),  # type: ignore[arg-type]
             shown=lambda local_rank: None,  # type: ignore[arg-type,return-value]
             helpers=lambda: {77},
@@ -369,7 +376,7 @@ def test_a_run_that_succeeds(play: Callable[..., Play]) -> None:
 
 def test_what_was_decided_while_it_left_is_told_too(play: Callable[..., Play]) -> None:
     p = play()
-    p.script.last_words = [("closed", {"round": 0, "reason": "SIGINT on n0"}), closed()]
+    p.script.last_words = [RunClosed(round=0, outcome="failed", reason="SIGINT on n0"), closed()]
     p.signals.append(signal.SIGINT)
     assert p.run([START]) == 128 + signal.SIGINT
     assert p.event("closed")["reason"] == "SIGINT on n0"
@@ -796,17 +803,17 @@ def _hold(p: Play, record: RoundRecord) -> list[RoundRecord]:
 @pytest.mark.parametrize(
     ("heard", "codes", "tries"),
     [
-        (["end_claimed"], [], []),
-        (["end_unclaimed"], [0], [True]),
-        (["end_unclaimed"], [None], [True]),
-        (["end_unclaimed", "end_claimed"], [UNCONFIRMED_CODE], [True]),
-        (["end_unclaimed", "end_unclaimed"], [UNCONFIRMED_CODE, 0], [True, False]),
+        ([CLAIMED], [], []),
+        ([UNCLAIMED], [0], [True]),
+        ([UNCLAIMED], [None], [True]),
+        ([UNCLAIMED, CLAIMED], [UNCONFIRMED_CODE], [True]),
+        ([UNCLAIMED, UNCLAIMED], [UNCONFIRMED_CODE, 0], [True, False]),
     ],
 )
 def test_the_end_is_this_agents_where_no_process_has_claimed_it(
     play: Callable[..., Play],
     monkeypatch: pytest.MonkeyPatch,
-    heard: list[str],
+    heard: list[RunEvent],
     codes: list[int | None],
     tries: list[bool],
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +28,7 @@ from hpc_elastic.worker_api.restart_group import (
     RestartWith,
     decode,
 )
+from tests.rigs.event_pairs import log_into_dicts
 
 DEAD = DeadWorker(local_rank=1, rank=5, pid=100, exitcode=-9)
 
@@ -52,7 +52,7 @@ class Workers:
 class Group:
     def __init__(self, folder: Path, *, policy: RestartWith = RestartWith.IN_PROCESS, limit: int = 2) -> None:
         self.events: list[dict[str, Any]] = []
-        log: Any = SimpleNamespace(write=lambda name, **fields: self.events.append({"event": name, **fields}))
+        log: Any = log_into_dicts(self.events)
         self.watch = RestartGroupWatch(folder=HeartbeatFolder(folder), events=log, policy=policy, limit=limit)
         self.path = folder / "ring"
 

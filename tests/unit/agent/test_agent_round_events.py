@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from hpc_elastic.agent.round_events import MOST_REFERENCES, ClockOffsetLog, ClockSample, is_news
 from hpc_elastic.base.clock import Offset
+from hpc_elastic.run.agent_events import ClockOffset
 from tests.rigs.fake_clock import FakeClock
 
 MS = 1_000_000
@@ -17,9 +16,8 @@ class Log:
     def __init__(self) -> None:
         self.lines: list[tuple[int, int, int]] = []
 
-    def write(self, event: str, **fields: Any) -> None:
-        assert event == "clock_offset"
-        self.lines.append((fields["reference"], fields["offset_ns"], fields["bound_ns"]))
+    def write(self, event: ClockOffset) -> None:
+        self.lines.append((event.reference, event.offset_ns, event.bound_ns))
 
 
 class Ruler:

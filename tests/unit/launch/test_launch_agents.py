@@ -25,6 +25,7 @@ from hpc_elastic.launch.agents import (
 )
 from hpc_elastic.launch.site import AgentEnded
 from hpc_elastic.launch.supervisor import ORPHANED_SECONDS, SILENT_SECONDS
+from tests.rigs.event_pairs import log_into
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.supervisor_stage import SETTINGS, Stage
 
@@ -68,7 +69,7 @@ def run(agents: Agents, clock: FakeClock, until: float = 1e9) -> None:
 def world() -> tuple[FakeClock, Dead, list[tuple[str, dict[str, Any]]], Agents]:
     clock = FakeClock()
     launcher, events = Dead(clock), list[tuple[str, dict[str, Any]]]()
-    log = SimpleNamespace(write=lambda event, **fields: events.append((event, fields)))
+    log = log_into(events)
     agents = Agents(launcher, ("n0", "n1", "n2"), ask=lambda _: None, events=log, clock=clock)  # type: ignore[arg-type]
     agents.on_record(record(0, 1, 2))
     return clock, launcher, events, agents

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -17,10 +17,10 @@ from hpc_elastic.launch.job_watch import (
     NodesDiffer,
     nodes_differ,
 )
-from hpc_elastic.run.events import EventLog
 from hpc_elastic.slurm.client import CommandResult, CommandSlurmClient
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError, SlurmUnavailableError
+from tests.rigs.event_pairs import log_into_dicts
 from tests.rigs.fake_clock import FakeClock
 
 AWAY = SlurmUnavailableError(what="looking up jobs", why="Unable to contact slurm controller")
@@ -55,16 +55,13 @@ class World:
         self.asked: list[float] = []
         self.events: list[dict[str, Any]] = []
         self.waiting: list[Callable[[], None]] = []
-        self.watch = JobWatch(self.ask, events=cast("EventLog", self), clock=self.clock, start=self.waiting.append)
+        self.watch = JobWatch(self.ask, events=log_into_dicts(self.events), clock=self.clock, start=self.waiting.append)
 
     def ask(self) -> Sequence[str]:
         self.asked.append(self.clock.now)
         if isinstance(self.answer, SlurmError):
             raise self.answer
         return self.answer
-
-    def write(self, event: str, **fields: Any) -> None:
-        self.events.append({"event": event, **fields})
 
     def pass_seconds(self, seconds: float, *, used: list[str] | None, lost: Sequence[str] = ()) -> None:
         """As the supervisor does: it sleeps until something is due."""

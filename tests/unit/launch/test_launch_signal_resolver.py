@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +17,7 @@ from hpc_elastic.launch.signals import (
     SignalResolver,
     SlurmAnswer,
 )
+from tests.rigs.event_pairs import log_into_dicts
 from tests.rigs.fake_clock import FakeClock
 
 
@@ -29,7 +29,7 @@ class Asked:
         self.near: list[float] = []
         self.events: list[dict[str, Any]] = []
         self.clock = FakeClock()
-        events = SimpleNamespace(write=lambda event, **fields: self.events.append({"event": event, **fields}))
+        events = log_into_dicts(self.events)
         self.resolver = SignalResolver(self._ask, grace=grace, kill_wait=30.0, events=events, clock=self.clock)  # type: ignore[arg-type]
 
     def _ask(self, near: float) -> SlurmAnswer:

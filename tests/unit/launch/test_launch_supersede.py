@@ -30,6 +30,7 @@ from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.attempt import AttemptInfo, StoredResult, load_result
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.store.file_store import FileStore
+from tests.rigs.event_pairs import log_into
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.specs import make_attempt, make_spec
 
@@ -99,7 +100,7 @@ class Stage:
             mine,
             uid="99999-boss-0000000000000001-0000",
             site=SimpleNamespace(nodes_up=lambda: self.up),  # type: ignore[arg-type]
-            events=SimpleNamespace(write=lambda event, **fields: self.events.append((event, fields))),  # type: ignore[arg-type]
+            events=log_into(self.events),  # type: ignore[arg-type]
             clock=self.clock,
         )
 

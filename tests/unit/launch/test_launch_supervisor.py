@@ -30,8 +30,10 @@ from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.ending import END_UNCONFIRMED, claim_end, close_run
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
 from hpc_elastic.rendezvous.peers import NodeInfo
-from hpc_elastic.rendezvous.state import FailureMemory, Status, new_uid
+from hpc_elastic.rendezvous.proposals import to_event
+from hpc_elastic.rendezvous.state import FailureMemory, RoundEvent, Status, new_uid
 from hpc_elastic.store.base import StoreError, StoreWipedError
+from tests.rigs.event_pairs import log_into
 from tests.rigs.rendezvous_world import World, settle_always_restarting
 from tests.rigs.specs import make_attempt
 from tests.rigs.supervisor_stage import SETTINGS, TICK, Stage
@@ -151,7 +153,7 @@ def test_what_the_record_says_is_handed_on(s: Stage, outcome: Outcome, fingerpri
         record = agent.record
         assert record is not None
         closed = record.successor(status=Status.CLOSED, outcome=outcome, reason="why", retryable=False, memory=memory)
-        agent._append(closed, "closed", {})
+        agent._append(closed, to_event(RoundEvent.CLOSE, closed, "why"))
 
     result = s.run(3.0, close)
     assert (result.outcome, result.reason, result.retryable) == (outcome, "why", False)
@@ -398,7 +400,7 @@ def test_news_of_the_end_comes_before_a_restart_also_without_notifications() -> 
         launcher=launcher,
         coordination=coordination,
         signals=SimpleNamespace(fileno=lambda: never, take=list),  # type: ignore[arg-type]
-        events=SimpleNamespace(write=lambda event, **fields: None),  # type: ignore[arg-type]
+        events=log_into([]),  # type: ignore[arg-type]
         clock=clock,
         shutdown_timeout=30.0,
         resolver=SimpleNamespace(due=None, look=lambda: None),  # type: ignore[arg-type]

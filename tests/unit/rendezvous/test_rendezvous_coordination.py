@@ -16,6 +16,7 @@ from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.peers import BeatPlan
 from hpc_elastic.rendezvous.schedule import poll_intervals
 from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.run.coordinator_events import RunClosed
 from hpc_elastic.store.base import StoreError, StoreFullError
 from hpc_elastic.store.notifier import Notifier
 
@@ -129,13 +130,16 @@ def test_what_is_asked_is_done_in_order_before_the_next_step(start: Callable[...
     assert [word for word, _ in done] == ["a", "b", "c"]
 
 
+CLOSED = RunClosed(round=0, outcome="failed")
+
+
 def test_what_is_told_comes_through_a_descriptor_in_order(start: Callable[..., Started]) -> None:
     running = start()
     ready, _, _ = select.select([running.coordination], [], [], 0)
     assert not ready
     running.coordination.on_record(RECORD)
-    running.coordination.on_event("closed", {"round": 0})
-    assert running.notices() == [RECORD, ("closed", {"round": 0})]
+    running.coordination.on_event(CLOSED)
+    assert running.notices() == [RECORD, CLOSED]
     assert running.coordination.take() == []
     ready, _, _ = select.select([running.coordination], [], [], 0)
     assert not ready
@@ -145,7 +149,7 @@ def test_ten_thousand_notices_block_nobody(start: Callable[..., Started]) -> Non
     """Nobody takes them while the main loop is busy."""
     running = start()
     for _ in range(10_000):
-        running.coordination.on_event("x", {})
+        running.coordination.on_event(CLOSED)
     for _ in range(10_000):
         running.coordination.ask(lambda p: None)
     assert len(running.notices()) == 10_000

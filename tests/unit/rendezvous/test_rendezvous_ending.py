@@ -19,6 +19,8 @@ from hpc_elastic.rendezvous.ending import (
 from hpc_elastic.rendezvous.peers import NodeInfo, Peers
 from hpc_elastic.rendezvous.schedule import poll_intervals
 from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.run.event_types import RunEvent
+from tests.rigs.event_pairs import pair_of
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.memory_store import MemoryStore
 
@@ -32,8 +34,8 @@ class Heard:
     def __init__(self) -> None:
         self.events: list[tuple[str, Mapping[str, Any]]] = []
 
-    def on_event(self, event: str, fields: Mapping[str, Any]) -> None:
-        self.events.append((event, fields))
+    def on_event(self, event: RunEvent) -> None:
+        self.events.append(pair_of(event))
 
     @property
     def names(self) -> list[str]:
@@ -81,7 +83,7 @@ def test_a_supervisor_that_may_not_claim_the_end_leaves_it_open() -> None:
     assert heard.names == []
     assert claim_end(stage.store, "a")
     boss.step_of_supervisor(CLOSED, peers)
-    assert heard.events == [("end_taken_over", {"by": "a"})]
+    assert heard.events == [("end_taken_over", {"by": "a", "reason": ""})]
 
 
 def test_a_supervisor_that_waits_for_slurms_answer_is_waited_for_longer() -> None:
@@ -165,7 +167,7 @@ def test_a_supervisor_that_comes_back_late_hears_that_it_was_replaced() -> None:
     boss.may_claim()
     boss.step_of_supervisor(CLOSED, peers)
     boss.step_of_supervisor(CLOSED, peers)
-    assert heard.events[0] == ("end_taken_over", {"by": "a"})
+    assert heard.events[0] == ("end_taken_over", {"by": "a", "reason": ""})
     assert heard.names.count("end_taken_over") == 1
 
 

@@ -18,7 +18,9 @@ from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
 from hpc_elastic.rendezvous.peers import NodeInfo, announcement
 from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, RoundRecord, Status, new_uid
+from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.store.base import StoreWipedError
+from tests.rigs.event_pairs import pair_of
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.memory_store import MemoryStore
 
@@ -109,8 +111,8 @@ class Seat:
     def on_record(self, record: RoundRecord) -> None:
         self.records.append(record)
 
-    def on_event(self, event: str, fields: Mapping[str, Any]) -> None:
-        self.events.append((event, fields))
+    def on_event(self, event: RunEvent) -> None:
+        self.events.append(pair_of(event))
 
     def notify(self, addresses: list[tuple[str, int]], about: str = "") -> None:
         self.notified += addresses

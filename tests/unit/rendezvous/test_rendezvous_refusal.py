@@ -6,6 +6,7 @@ import errno
 
 import pytest
 
+from hpc_elastic.base.codec import to_json
 from hpc_elastic.base.file_executor import is_refusal
 from hpc_elastic.rendezvous.coordination import ALONE_SECONDS, RefusalWatch
 from hpc_elastic.store.base import StoreFullError
@@ -33,7 +34,8 @@ def test_a_time_of_refusal_begins_once_and_ends() -> None:
     assert str(watch.now) == "Permission denied (/runs/store/hb/1)"
     ended = watch.answered()
     assert ended is not None
-    assert ended.fields(35.0, over=True) == {
+    assert to_json(ended.to_event(35.0, over=True)) == {
+        "event": "filesystem_refused",
         "error": "Permission denied",
         "path": "/runs/store/hb/1",
         "since_ns": 1_000,

@@ -14,7 +14,7 @@ from msgspec.structs import fields
 from hpc_elastic.base.codec import to_json
 from hpc_elastic.run.agent_events import AgentEnded, RoundFinal, StacksTaken, WorkerFailed, WorkersStopped
 from hpc_elastic.run.event_reader import EVENTS, SUPERVISOR_EVENTS, read_event, read_events
-from hpc_elastic.run.event_types import AgentEvent, CoordinatorEvent, Event, SupervisorEvent, name_of
+from hpc_elastic.run.event_types import AgentEvent, CoordinatorEvent, RunEvent, SupervisorEvent, name_of
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.heartbeats import RankHeartbeat
 from hpc_elastic.run.supervisor_events import AgentProcessEnded
@@ -57,7 +57,7 @@ def test_every_event_is_of_one_writer_and_has_a_name_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_what_is_written_is_read(kind: type[Event], tmp_path: Path) -> None:
+def test_what_is_written_is_read(kind: type[RunEvent], tmp_path: Path) -> None:
     event = sample(kind)
     role = "supervisor" if issubclass(kind, SupervisorEvent) else "agent"
     log = EventLog(tmp_path / "events", role=role, host="n3", node=3, uid="u1", clock=FakeClock())
@@ -73,7 +73,7 @@ def test_what_is_written_is_read(kind: type[Event], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_no_damage_of_a_field_is_an_error(kind: type[Event]) -> None:
+def test_no_damage_of_a_field_is_an_error(kind: type[RunEvent]) -> None:
     role = "supervisor" if issubclass(kind, SupervisorEvent) else "agent"
     whole = {"role": role, **to_json(sample(kind))}
     for each in fields(kind):

@@ -1,0 +1,40 @@
+"""Events as a name and the JSON values of their fields, which tests compare."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, cast
+
+from hpc_elastic.base.codec import to_json
+from hpc_elastic.run.event_types import RunEvent
+from hpc_elastic.run.events import EventLog
+
+
+def pair_of(event: RunEvent) -> tuple[str, dict[str, Any]]:
+    """Name and fields, as a line of the log has them."""
+    fields = json.loads(json.dumps(to_json(event)))
+    return fields.pop("event"), fields
+
+
+class PairLog:
+    """An event log that hands each event to a function, by its name and its fields."""
+
+    def __init__(self, take: Callable[[str, dict[str, Any]], object]) -> None:
+        self._take = take
+
+    def write(self, event: RunEvent) -> None:
+        self._take(*pair_of(event))
+
+    def close(self, *, within: float = 0.0) -> None:
+        pass
+
+
+def log_into(pairs: list[tuple[str, dict[str, Any]]]) -> EventLog:
+    """An event log that appends to a list."""
+    return cast("EventLog", PairLog(lambda name, fields: pairs.append((name, fields))))
+
+
+def log_into_dicts(events: list[dict[str, Any]]) -> EventLog:
+    """The same; ``event`` is the name."""
+    return cast("EventLog", PairLog(lambda name, fields: events.append({"event": name, **fields})))
