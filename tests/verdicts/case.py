@@ -63,7 +63,7 @@ class Case:
     script: str
     """The whole of train.py."""
     ranks: tuple[int, ...]
-    """Global ranks that are right to name; empty: only the node is."""
+    """Global ranks that are right to name; empty: only `node` is, or none at all where that is None too."""
     says: tuple[str, ...] = ()
     """One of these stands in the headline or in what is shown of the root cause; letter case does not count."""
     options: Sequence[str] = ()

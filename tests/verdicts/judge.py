@@ -102,7 +102,7 @@ def _grade_unknown(case: Case, verdict: Mapping[str, Any], section: str) -> tupl
         return Grade.WRONG, f"not known, and sends to rank {_ranks(suspects)}, not {_expected(case)}"
     if not case.unknown_is_right:
         return Grade.HONEST, f"not known; right is {_expected(case)}"
-    if not suspects:
+    if right and not suspects:
         return Grade.HONEST, f"names no suspect; right is {_expected(case)}"
     if len(suspects - right) > len(suspects & right):
         return Grade.HONEST, f"names ranks {_ranks(suspects)} as suspects; right is {_expected(case)}"
@@ -149,7 +149,9 @@ def _flat(text: str) -> str:
 
 
 def _expected(case: Case) -> str:
-    return f"rank {_ranks(case.ranks)}" if case.ranks else f"node {case.node}"
+    if case.ranks:
+        return f"rank {_ranks(case.ranks)}"
+    return f"node {case.node}" if case.node else "no rank at all"
 
 
 def _ranks(ranks: tuple[int, ...] | set[int]) -> str:
