@@ -63,9 +63,11 @@ class Case:
     script: str
     """The whole of train.py."""
     ranks: tuple[int, ...]
-    """Global ranks that are right to name; empty: only `node` is, or none at all where that is None too."""
+    """Global ranks that are right to name; empty: only `node` is. Where that is None too, no rank is at fault: a
+    report may name one for its text (`says`), and must suspect none."""
     says: tuple[str, ...] = ()
-    """One of these stands in the headline or in what is shown of the root cause; letter case does not count."""
+    """One of these stands in the headline or in what is shown of the root cause; letter case does not count. Empty: no
+    exception has the cause, and a rank is right to suspect but not for what a victim reports."""
     options: Sequence[str] = ()
     """Further ones of ``hpc-elastic run``."""
     arguments: Sequence[str] = ()

@@ -10,6 +10,8 @@ from typing import Any
 
 from tests.verdicts.case import Case
 
+_VICTIM = re.compile(r"timed out waiting \d+ms for|closed by peer|reset by peer|broken pipe", re.IGNORECASE)
+"""What gloo has a rank report when another one is gone or does not come."""
 _LOOK_AT = re.compile(r"look at ranks? ([0-9][0-9, -]*)", re.IGNORECASE)
 
 
@@ -85,11 +87,13 @@ def _grade(case: Case, verdict: Mapping[str, Any], section: str) -> tuple[Grade,
     if lost is not None:
         if lost["host"] != case.node:
             return Grade.WRONG, f"names node {lost['host']}, not {_expected(case)}"
-    elif not case.ranks:
+    elif case.node is not None and not case.ranks:
         if failure["host"] != case.node:
             return Grade.WRONG, f"names rank {failure['global_rank']} on {failure['host']}, not {case.node}"
-    elif failure["global_rank"] not in case.ranks:
+    elif case.ranks and failure["global_rank"] not in case.ranks:
         return Grade.WRONG, f"names rank {failure['global_rank']}, not {_expected(case)}"
+    elif not case.says and (not case.ranks or _VICTIM.search(verdict["summary"])):
+        return Grade.WRONG, f"names rank {failure['global_rank']} by what a victim reports; right is {_expected(case)}"
     why = _unsaid(case, verdict, section)
     return (Grade.WRONG, why) if why else (Grade.RIGHT, "")
 
