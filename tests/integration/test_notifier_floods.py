@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.peers import addresses_of
+from hpc_elastic.rendezvous.schedule import budget
 from hpc_elastic.store.notifier import MOST_LOGGED, MOST_REJECTED, PERIOD
 from tests.rigs.network_nodes import NetworkRun, require_network
 from tests.rigs.network_nodes.network import NETNS_FOLDER
@@ -24,6 +26,8 @@ NODES = 3
 FLOOD_SECONDS = 3.0
 MOST_CPU = 0.10
 """Of one core: the agent's, while it is flooded. The notifier alone takes a hundredth."""
+SHARE = budget(NODES, RendezvousSettings().operations_per_second) / NODES
+"""Operations a second. What a coordinator asks for in three quiet seconds is chance: 4 to 44."""
 
 _FLOOD = """
 import hashlib, hmac, json, os, socket, sys, time
@@ -119,7 +123,6 @@ def test_a_flood_costs_the_coordinator_little_and_nobody_a_place(run: NetworkRun
         took = time.monotonic() - began
         return (cpu_seconds(pid) - before) / took, run.emulator.counters(receiver).total()
 
-    _, quiet_operations = usage(FLOOD_SECONDS)
     flooding = flood(run, sender, receiver, seconds=FLOOD_SECONDS + 3.0)
     cores, operations = usage(FLOOD_SECONDS)
     # A failure in the midst of it is told of by the next poll, if no notification gets through.
@@ -128,10 +131,11 @@ def test_a_flood_costs_the_coordinator_little_and_nobody_a_place(run: NetworkRun
     assert flooding.stdout is not None
     sent = int(flooding.stdout.read())
     assert flooding.wait(30) == 0
-    print(f"{sent} packets: {cores:.3f} cores, {operations} operations (quiet: {quiet_operations}), stop {took:.2f} s")
+    print(f"{sent} packets: {cores:.3f} cores, {operations} operations, stop {took:.2f} s")
     assert sent > 20 * MOST_REJECTED, "it was no flood"
     assert cores < MOST_CPU
-    assert operations < 1.5 * quiet_operations + 60, "one valid notification: one look, and one past the caches"
+    # One valid notification is one look, and one past the caches; each packet for itself would be thousands.
+    assert operations < SHARE * FLOOD_SECONDS, "its share of what all nodes may ask of the server"
     assert took < 15.0
     assert not run.events("node_lost")
 
