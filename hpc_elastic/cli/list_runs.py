@@ -11,25 +11,34 @@ from itertools import islice
 from pathlib import Path
 
 from hpc_elastic.base.clock import Clock, SystemClock
+from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.cli import run_job
 from hpc_elastic.cli.run_argument import runs_folder
 from hpc_elastic.cli.screen import print_note
-from hpc_elastic.cli.status import add_forget_argument, forget_account, show_account, status_json, status_line
+from hpc_elastic.cli.status import (
+    LINE_HEAD,
+    add_forget_argument,
+    forget_account,
+    show_account,
+    status_json,
+    status_line,
+)
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_status import RunState, RunStatus, ends_by_slurm, read_status
-from hpc_elastic.run.index import DEFAULT_RUNS_DIR, array_tasks
+from hpc_elastic.run.index import DEFAULT_RUNS_DIR, account_runs, array_tasks
 from hpc_elastic.run.paths import RunPaths
 
 MOST = 20
+_STATES = (*(state.value for state in RunState), *(outcome.value for outcome in Outcome))
 _AT_ONCE = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    states = "|".join(state.value for state in RunState)
+    states = "|".join(_STATES)
     parser.add_argument(
         "--runs-dir", metavar="DIR", help="where runs are (default: what the configuration says, else ./runs)"
     )
-    parser.add_argument("--state", metavar=states, help="only runs in one of these states, as in training,meeting")
+    parser.add_argument("--state", metavar=states, help="only runs in one of these states, as in training,failed")
     parser.add_argument("--name", metavar="TEXT", help="only runs whose name or id has this in it")
     parser.add_argument("-n", "--limit", metavar="N", default=str(MOST), help=f"at most N, or all (default: {MOST})")
     parser.add_argument("--json", action="store_true", help="one JSON object for each run and line")
@@ -52,31 +61,55 @@ def run(args: argparse.Namespace) -> int:
         return show_account()
     wanted = _states(args.state)
     most = _limit(args.limit)
-    folder = os.path.abspath(runs_folder(args.runs_dir) or DEFAULT_RUNS_DIR)
-    try:
-        names = sorted(os.listdir(folder), reverse=True)  # ids begin with the time
-    except OSError as error:
-        raise UsageError(f"{folder} can't be read: {error.strerror}; say where runs are with --runs-dir") from None
+    where, folders = _folders(args.runs_dir)
     clock = SystemClock()
     client = None if args.no_slurm else run_job.slurm_client(timeout=run_job.SHORT_SECONDS)
     shown = 0
-    runs = _runs(folder, names)
+    runs = _runs(folders)
     at_once = _AT_ONCE if most is None else min(_AT_ONCE, most + 1)
     while some := list(islice(runs, at_once)):
         statuses = [
             status for status in _statuses(some, clock) if (args.name or "") in status.name + "\n" + status.run_id
         ]
         for status, _ in ends_by_slurm(client, statuses, clock=clock, warn=print_note):
-            if wanted and status.state not in wanted:
+            if wanted and not wanted & {status.state.value, _outcome_of(status)}:
                 continue
             if shown == most:
                 print_note("there are more; --limit all shows them")
                 return 0
-            sys.stdout.write((_as_json(status) if args.json else status_line(status)) + "\n")
+            if not shown and not args.json:
+                sys.stdout.write(LINE_HEAD + "\n")
+            line = _as_json(status) if args.json else status_line(status, clock.time_ns())
+            sys.stdout.write(line + "\n")
             shown += 1
     if not shown:
-        print_note(f"no such run in {folder}")
+        print_note(f"no such run in {where}")
     return 0
+
+
+def _folders(runs_dir: str | None) -> tuple[str, list[Path]]:
+    """Where runs are looked for, and what may be their directories, newest first.
+
+    Without ``--runs-dir`` and without a runs folder here, these are the runs that this account has submitted.
+    """
+    chosen = runs_folder(runs_dir)
+    folder = os.path.abspath(chosen or DEFAULT_RUNS_DIR)
+    try:
+        return folder, [Path(folder, name) for name in sorted(os.listdir(folder), reverse=True)]  # ids begin with time
+    except FileNotFoundError as error:
+        if chosen is None and (found := account_runs()):
+            return "what this account has submitted", found
+        raise _unreadable(folder, error) from None
+    except OSError as error:
+        raise _unreadable(folder, error) from None
+
+
+def _unreadable(folder: str, error: OSError) -> UsageError:
+    return UsageError(f"{folder} can't be read: {error.strerror}; say where runs are with --runs-dir")
+
+
+def _outcome_of(status: RunStatus) -> str:
+    return status.outcome if status.state is RunState.ENDED else ""
 
 
 def _statuses(some: Sequence[RunPaths], clock: Clock) -> Iterator[RunStatus]:
@@ -87,9 +120,8 @@ def _statuses(some: Sequence[RunPaths], clock: Clock) -> Iterator[RunStatus]:
             continue  # it is being removed
 
 
-def _runs(folder: str, names: Sequence[str]) -> Iterator[RunPaths]:
-    for name in names:
-        paths = RunPaths(Path(folder, name))
+def _runs(folders: Sequence[Path]) -> Iterator[RunPaths]:
+    for paths in map(RunPaths, folders):
         if paths.run_json.is_file():
             tasks = array_tasks(paths)
             yield from map(paths.task, tasks) if tasks else (paths,)
@@ -99,14 +131,13 @@ def _as_json(status: RunStatus) -> str:
     return json.dumps(status_json(status, None, seconds_left=None))
 
 
-def _states(text: str | None) -> frozenset[RunState]:
-    known = {state.value: state for state in RunState}
-    found = set()
-    for name in (text or "").split(",") if text else ():
-        if name.strip() not in known:
-            raise UsageError(f"--state {name}: give one of {', '.join(known)}")
-        found.add(known[name.strip()])
-    return frozenset(found)
+def _states(text: str | None) -> frozenset[str]:
+    """States of `RunState`, and of an ended run its `Outcome`."""
+    names = [name.strip().replace("-", "_") for name in (text or "").split(",")] if text else []
+    for name in names:
+        if name not in _STATES:
+            raise UsageError(f"--state {name}: give one of {', '.join(_STATES)}")
+    return frozenset(names)
 
 
 def _limit(text: str) -> int | None:

@@ -97,7 +97,9 @@ def check_ranks(ranks: NumberSet, world_size: int, *, option: str, where: str) -
         raise UsageError(f"{option} {ranks.text}: {where} has {valid}")
 
 
+LAST = "latest"
 RUN_HELP = "a run id or its beginning, a Slurm job id, or a run's or attempt's directory"
+LAST_HELP = f"{RUN_HELP}; nothing, or {LAST}: the last run of this folder, else of this account"
 
 
 class AskedRun(Struct, frozen=True, kw_only=True):
@@ -130,7 +132,7 @@ class AskedRun(Struct, frozen=True, kw_only=True):
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, *, attempt_help: str) -> None:
-    parser.add_argument("run", metavar="RUN|JOBID|DIR", help=RUN_HELP)
+    parser.add_argument("run", metavar="RUN|JOBID|DIR", nargs="?", default=LAST, help=LAST_HELP)
     parser.add_argument("--attempt", type=whole_number, metavar="N", help=attempt_help)
     parser.add_argument(
         "--runs-dir", metavar="DIR", help="where runs are (default: what the configuration says, else ./runs)"
@@ -173,7 +175,7 @@ def find_run_dir(text: str, runs_dir: str | None, *, ask_slurm: bool = True) -> 
     """The run directory that `text` means: a path (to an attempt's folder, too), a run id or a job id.
 
     Args:
-        text: As the user gave it.
+        text: As the user gave it; `LAST`: the last run there is.
         runs_dir: Where run ids are looked for.
         ask_slurm: Whether Slurm may be asked about a job that is not known here.
 
@@ -189,6 +191,8 @@ def find_run_dir(text: str, runs_dir: str | None, *, ask_slurm: bool = True) -> 
         from hpc_elastic.run.attempt import is_job_id
         from hpc_elastic.run.index import UnknownRunError, find
 
+        if text == LAST:
+            return _last_run(runs_folder(runs_dir))
         try:
             return find(text, runs_folder(runs_dir))
         except UnknownRunError as error:
@@ -199,6 +203,19 @@ def find_run_dir(text: str, runs_dir: str | None, *, ask_slurm: bool = True) -> 
         raise UsageError(
             f"{error.filename} can't be read: {error.strerror}; a run's files are their owner's alone: ask for a copy"
         ) from None
+
+
+def _last_run(runs_dir: Path | None) -> Path:
+    """Raises UsageError where there is no run."""
+    from hpc_elastic.cli.screen import print_note
+    from hpc_elastic.run.index import DEFAULT_RUNS_DIR, last_run
+
+    found = last_run(runs_dir)
+    if found is None:
+        where = os.path.abspath(runs_dir or DEFAULT_RUNS_DIR)
+        raise UsageError(f"there is no run in {where} (--runs-dir), and this account has submitted none; name one")
+    print_note(f"the last run: {found}")
+    return found
 
 
 def runs_folder(given: str | None) -> Path | None:

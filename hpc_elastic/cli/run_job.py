@@ -10,7 +10,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.cli.run_argument import RUN_HELP, check_single, find_run_dir
+from hpc_elastic.cli.run_argument import LAST, LAST_HELP, RUN_HELP, check_single, find_run_dir
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_status import RunState, RunStatus, newest_job, read_status
 from hpc_elastic.launch.slurm_site import own_script
@@ -41,8 +41,15 @@ class RunJob(Struct, frozen=True, kw_only=True):
     job: JobId
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN|JOBID|DIR", help=RUN_HELP)
+def add_arguments(parser: argparse.ArgumentParser, *, last: bool = False) -> None:
+    """Args:
+    parser: The subcommand's.
+    last: Whether RUN may be left out: not for what ends or changes a run.
+    """
+    if last:
+        parser.add_argument("run", metavar="RUN|JOBID|DIR", nargs="?", default=LAST, help=LAST_HELP)
+    else:
+        parser.add_argument("run", metavar="RUN|JOBID|DIR", help=RUN_HELP)
     parser.add_argument(
         "--runs-dir", metavar="DIR", help="where runs are (default: what the configuration says, else ./runs)"
     )

@@ -93,7 +93,7 @@ _CLEAR = "\x1b[H\x1b[J"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    run_job.add_arguments(parser)
+    run_job.add_arguments(parser, last=True)
     parser.add_argument("--json", action="store_true", help="one JSON object")
     parser.add_argument(
         "-w", "--watch", action="store_true", help=f"again each {WATCH_SECONDS:g} s, until the run has ended"
@@ -274,15 +274,23 @@ def _because(reason: str) -> str:
     return f": {reason}" if reason else ""
 
 
-def status_line(status: RunStatus) -> str:
-    """A run's state in one line."""
+LINE_HEAD = f"{'state':<13}  {'created':<16}  {'took':>9}  {'job':>8}  run"
+"""Above `status_line`s."""
+
+
+def status_line(status: RunStatus, now_ns: int | None = None) -> str:
+    """A run's state in one line: of one that has ended, how; as long as it goes on, its time so far.
+
+    Args:
+        status: The run's.
+        now_ns: For a run that goes on; None: its time is left out.
+    """
     created = time.strftime("%Y-%m-%d %H:%M", time.localtime(status.created_ns / 1e9)) if status.created_ns else "?"
-    parts = [f"{status.state.value:<9}", created, status.run_id]
-    if status.job_id:
-        parts.append(f"job {status.job_id}")
-    if status.state is RunState.ENDED:
-        parts.append(status.outcome.replace("_", " "))
-    elif status.members:
+    state = status.outcome.replace("_", " ") if status.state is RunState.ENDED else status.state.value
+    until = status.ended_ns if status.state is RunState.ENDED else now_ns
+    took = duration((until - status.created_ns) / 1e9) if until and status.created_ns else "-"
+    parts = [f"{state:<13}", f"{created:<16}", f"{took:>9}", f"{status.job_id or '-':>8}", status.run_id]
+    if status.state is not RunState.ENDED and status.members:
         parts.append(f"{len(status.members)} nodes, round {status.round}")
     if status.steps is not None and status.state is not RunState.ENDED:
         parts.append(f"step {status.steps.least}")

@@ -110,6 +110,8 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     reason: str = ""
     exit_code: int | None = None
     created_ns: int = 0
+    ended_ns: int = 0
+    """When the newest attempt's end was written, by the file's time; 0: it has not ended."""
     bad_nodes: tuple[str, ...] = ()
     """What later attempts do without."""
     problem: str = ""
@@ -269,7 +271,11 @@ def _result(attempt: AttemptPaths) -> dict[str, Any]:
     result = load_result(attempt.result_json)
     if result is None:
         return {}
-    found = {"outcome": result.outcome, "reason": result.reason, "exit_code": result.exit_code}
+    found: dict[str, Any] = {"outcome": result.outcome, "reason": result.reason, "exit_code": result.exit_code}
+    try:
+        found["ended_ns"] = attempt.result_json.stat().st_mtime_ns
+    except OSError:
+        pass  # it is being removed
     if result.exit_code == ExitCode.REQUEUED and result.next_job:
         found["job_id"] = result.next_job  # the run goes on in another job
     return found

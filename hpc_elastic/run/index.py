@@ -222,6 +222,34 @@ def find(text: str, runs_dir: Path | None = None, *, env: Mapping[str, str] | No
     )
 
 
+def last_run(runs_dir: Path | None = None, *, env: Mapping[str, str] | None = None) -> Path | None:
+    """The newest run in the runs folder; where that has none, the newest that this account submitted.
+
+    Args:
+        runs_dir: ``./runs`` where None.
+        env: As in `record`.
+    """
+    made: list[tuple[int, Path]] = []
+    try:
+        with os.scandir(os.path.abspath(runs_dir or DEFAULT_RUNS_DIR)) as folders:
+            for folder in folders:
+                try:
+                    made.append((RunPaths(Path(folder.path)).run_json.stat().st_mtime_ns, Path(folder.path)))
+                except OSError:
+                    continue  # no run, or it is being removed
+    except OSError:
+        pass
+    if made:
+        return max(made)[1]
+    return next(iter(account_runs(env=env)), None)
+
+
+def account_runs(*, env: Mapping[str, str] | None = None) -> list[Path]:
+    """The run directories of this account's jobs that are still there, the last submitted one first."""
+    folders = dict.fromkeys(entry.run_dir for entry in known_jobs(env=env))
+    return [folder for folder in folders if RunPaths(folder).run_json.is_file()]
+
+
 def array_tasks(paths: RunPaths) -> tuple[int, ...]:
     """The tasks of the array of runs at `paths`, ascending; none where it is a single run, or can't be read."""
     try:

@@ -88,8 +88,8 @@ def test_each_task_of_an_array_is_a_run_of_its_own(cluster: SlurmCluster, runs: 
     assert "none of its 3 runs" in runs.hpc_elastic("cancel", run.job).stdout
     assert cluster.wait_job(second.job) == "CANCELLED"
     assert not list(third.root.glob("attempt-*"))
-    listed = runs.hpc_elastic("list").stdout.splitlines()
-    assert [line.split()[3] for line in listed] == [f"{run.root.name}_{task}" for task in range(3)]
+    _, *listed = runs.hpc_elastic("list").stdout.splitlines()
+    assert [line.split()[5] for line in listed] == [f"{run.root.name}_{task}" for task in range(3)]
 
 
 def test_a_het_jobs_components_are_one_run(cluster: SlurmCluster, runs: SlurmRuns) -> None:

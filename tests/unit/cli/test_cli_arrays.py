@@ -144,7 +144,7 @@ def test_the_status_of_all_with_one_question(
     head, *lines = capsys.readouterr().out.splitlines()
     assert head == f"array {SPEC.run_id}, job 48: 5 runs: 3 submitted, 1 meeting, 1 requeued"
     assert "[RUNNING]" in lines[0]
-    assert "job 48_1" in lines[0]
+    assert " 48_1  " in lines[0]
     for line in lines[2:5]:
         assert line.endswith("[PENDING: JobArrayTaskLimit]")
     assert slurm.calls == [("squeue", "48")]
@@ -173,10 +173,10 @@ def test_a_list_that_squeue_cut_short_is_no_error() -> None:
 
 def test_the_list_has_a_line_for_each(array: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
     list_runs.run(parsed(list_runs))
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[3] for line in lines] == [f"{SPEC.run_id}_{task}" for task in TASKS]
+    _, *lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[5] for line in lines] == [f"{SPEC.run_id}_{task}" for task in TASKS]
     list_runs.run(parsed(list_runs, "--state", "requeued"))
-    assert capsys.readouterr().out.split()[3] == f"{SPEC.run_id}_2"
+    assert capsys.readouterr().out.splitlines()[1].split()[5] == f"{SPEC.run_id}_2"
 
 
 def test_a_task_is_cancelled_or_requeued_by_its_own_id(array: RunPaths) -> None:

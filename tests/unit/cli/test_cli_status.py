@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import time
 from pathlib import Path
 
@@ -46,17 +48,67 @@ def test_list_shows_the_newest_first_and_filters(tmp_path: Path, capsys: pytest.
     (tmp_path / "not-a-run").mkdir()
     there = ("--runs-dir", str(tmp_path))
     lines, _ = listed(capsys, *there)
-    assert [line.split()[0] for line in lines] == ["submitted", "ended"]
-    assert lines[1].endswith("job 42  failed  why")
-    lines, _ = listed(capsys, *there, "--state", "ended,training")
-    assert len(lines) == 1
+    assert [line.split()[0] for line in lines] == ["state", "submitted", "failed"]
+    assert re.fullmatch(rf"failed +\S+ \S+ +\S*\d:\d\d:\d\d +42  {RUN_ID}  why", lines[2])
+    for states in ("ended,training", "failed", "too-few-nodes,failed"):
+        lines, _ = listed(capsys, *there, "--state", states)
+        assert [line.split()[0] for line in lines] == ["state", "failed"]
+    assert listed(capsys, *there, "--state", "succeeded")[0] == []
     lines, err = listed(capsys, *there, "--limit", "1")
-    assert len(lines) == 1
+    assert len(lines) == 2
     assert "--limit all" in err
     lines, _ = listed(capsys, *there, "--json", "--name", "train", "--limit", "all")
     assert {json.loads(line)["state"] for line in lines} == {"submitted", "ended"}
     lines, err = listed(capsys, *there, "--name", "other")
     assert (lines, err) == ([], f"hpc-elastic: no such run in {tmp_path}\n")
+
+
+def test_without_a_runs_folder_the_accounts_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["list"]) == 2
+    assert f"{tmp_path}/runs can't be read" in capsys.readouterr().err
+    (tmp_path / "elsewhere").mkdir()
+    Run(tmp_path / "elsewhere").attempt(0).ended("failed", 1)
+    for number in ("42", "43"):
+        assert (
+            record(cluster="", job_id=number, submitted_ns=int(number), run_dir=tmp_path / "elsewhere" / RUN_ID) is None
+        )
+    lines, _ = listed(capsys)
+    assert [RUN_ID in line for line in lines] == [False, True]
+
+
+@pytest.mark.parametrize("argv", [[], ["latest"]])
+def test_the_last_run_is_meant_where_none_is_named(
+    argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["status", *argv]) == 2
+    assert f"there is no run in {tmp_path}/runs (--runs-dir), and this account has submitted none" in (
+        capsys.readouterr().err
+    )
+    (tmp_path / "elsewhere").mkdir()
+    Run(tmp_path / "elsewhere").attempt(0).ended("failed", 1)
+    assert record(cluster="", job_id="42", submitted_ns=1, run_dir=tmp_path / "elsewhere" / RUN_ID) is None
+    assert main(["status", *argv]) == 0
+    assert f"the last run: {tmp_path}/elsewhere/{RUN_ID}" in capsys.readouterr().err, "the account's"
+    (tmp_path / "runs").mkdir()
+    Run(tmp_path / "runs")
+    (tmp_path / "runs" / RUN_ID).rename(tmp_path / "runs" / "a-name-of-mine")
+    os.utime(tmp_path / "runs" / "a-name-of-mine" / "run.json", ns=(1, 1))
+    Run(tmp_path / "runs")
+    for command in ("status", "report"):
+        assert main([command, *argv]) == 0
+        assert f"the last run: {tmp_path}/runs/{RUN_ID}" in capsys.readouterr().err, "this folder's"
+
+
+@pytest.mark.parametrize("command", ["cancel", "requeue"])
+def test_what_changes_a_run_wants_its_name(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command]) == 2
+    assert "RUN|JOBID|DIR" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
