@@ -30,7 +30,7 @@ from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.failures.evidence import describe_exit, describe_failure, write_evidence
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.output.pump import LogPump
+from hpc_elastic.output.pump import LogPump, WorkerOutput
 from hpc_elastic.rendezvous.ranks import RankLayout
 from hpc_elastic.run.agent_events import OwnEnd
 from hpc_elastic.run.log_pieces import holds_at_end
@@ -76,8 +76,7 @@ class _Slot(Struct):
     paths: RankPaths
     exit: ExitStatus | None = None
     stopped_by_agent: bool = False
-    unwritten: Callable[[], bytes] = bytes
-    """The end of its stderr that a full disk refused."""
+    output: WorkerOutput | None = None
 
     @property
     def has_failed(self) -> bool:
@@ -187,7 +186,7 @@ class LocalWorkers:
             self._take_output(slot)
 
     def _take_output(self, slot: _Slot) -> None:
-        slot.unwritten = self._pump.add(
+        slot.output = self._pump.add(
             rank=slot.global_rank,
             worker=slot.process,
             stdout=slot.paths.stdout,
@@ -409,7 +408,7 @@ class LocalWorkers:
             facts=facts,
             error_file=slot.paths.error_file,
             stderr_log=slot.paths.stderr,
-            unwritten=slot.unwritten(),
+            output=slot.output,
         )
         self._write_evidence(failure, slot.paths.error_file)
         return failure
@@ -421,7 +420,9 @@ class LocalWorkers:
         self._pump.drained(slot.process.pid, DRAIN_SECONDS)
         if not holds_at_end(slot.paths.stderr, _TRACEBACK, within=_TRACEBACK_WITHIN):
             return None
-        failure = describe_failure(facts=facts, error_file=slot.paths.error_file, stderr_log=slot.paths.stderr)
+        failure = describe_failure(
+            facts=facts, error_file=slot.paths.error_file, stderr_log=slot.paths.stderr, output=slot.output
+        )
         if not failure.exception_type:
             return None
         self._write_evidence(failure, slot.paths.error_file)

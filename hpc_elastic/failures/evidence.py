@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -44,8 +45,22 @@ _CLOSE = 40
 _HEADER = b"Traceback (most recent call last)"
 
 
+_LINE_END = re.compile(rb"\r\n?|\n")
+_NOT_AHEAD_NS = 1_000_000_000
+"""An error file's time that is later than the end by more is by a clock that was set."""
+
+
+class Output(Protocol):
+    """What is needed of `output.pump.WorkerOutput`."""
+
+    @property
+    def unwritten(self) -> bytes: ...
+
+    def printed_ns(self, before_end: int) -> int: ...
+
+
 def describe_failure(
-    *, facts: WorkerFailure, error_file: Path | str, stderr_log: Path | str, unwritten: bytes = b""
+    *, facts: WorkerFailure, error_file: Path | str, stderr_log: Path | str, output: Output | None = None
 ) -> WorkerFailure:
     """Gather what is known about a worker's end. Never raises; some milliseconds.
 
@@ -53,10 +68,10 @@ def describe_failure(
         facts: What the agent saw, the rest of the record being left at its defaults.
         error_file: The worker's ``TORCHELASTIC_ERROR_FILE``; it may not be there, torn, foreign …
         stderr_log: What it printed; it may not be there.
-        unwritten: The end of what it printed, where a full disk kept that from the file.
+        output: What is known of its output beside the files: the end that a full disk refused, and when it was printed.
     """
     try:
-        return _describe(facts, os.fspath(error_file), os.fspath(stderr_log), unwritten)
+        return _describe(facts, os.fspath(error_file), os.fspath(stderr_log), output)
     except Exception as error:
         return _build(
             facts,
@@ -143,17 +158,19 @@ def write_evidence(failure: WorkerFailure, error_file: Path | str) -> str:
     return ""
 
 
-def _describe(facts: WorkerFailure, error_file: str, stderr_log: str, unwritten: bytes) -> WorkerFailure:
+def _describe(facts: WorkerFailure, error_file: str, stderr_log: str, output: Output | None) -> WorkerFailure:
     raw, has_more, problem = _read_tail(stderr_log)
-    text = clean_text((raw + unwritten).decode("utf-8", "replace"))
+    text = clean_text((raw + (output.unwritten if output is not None else b"")).decode("utf-8", "replace"))
     file = read_error_file(error_file)
     if file.found:
         recorded = _recorded(file)
-        return _from_error_file(
-            facts, error_file, file, recorded, stderr_tail=_last_lines(text, _printed_again(recorded, text))
-        )
+        span = _printed_again(recorded, text)
+        facts = replace(facts, printed_ns=_printed_ns(raw, span, output) or _recorded_ns(file, facts))
+        return _from_error_file(facts, error_file, file, recorded, stderr_tail=_last_lines(text, span))
     found = _find_in_text(facts, text)
-    tail = _last_lines(text, found.span if found is not None else (0, 0))
+    span = found.span if found is not None else (0, 0)
+    facts = replace(facts, printed_ns=_printed_ns(raw, span, output))
+    tail = _last_lines(text, span)
     if found is None and facts.exitcode > 0 and has_more:
         found = _find_far_back(stderr_log)
     if file.problem != "missing":
@@ -167,6 +184,30 @@ def _describe(facts: WorkerFailure, error_file: str, stderr_log: str, unwritten:
         stderr_tail=tail,
         problem=problem,
     )
+
+
+def _printed_ns(raw: bytes, span: tuple[int, int], output: Output | None) -> int:
+    """When the first line of `span` was printed; 0: not known.
+
+    Args:
+        raw: The end of stderr.log.
+        span: Lines of the same text, cleaned.
+        output: What knows the times.
+    """
+    if output is None or not span[1]:
+        return 0
+    begin = 0
+    for number, end in enumerate(_LINE_END.finditer(raw)):
+        if number == span[0]:
+            return output.printed_ns(len(raw) - begin)
+        begin = end.end()
+    return 0
+
+
+def _recorded_ns(file: ErrorFile, facts: WorkerFailure) -> int:
+    """When the exception was recorded, where our own writer did that; torch's has whole seconds."""
+    at_ns = file.timestamp_ns if OWN_KEY in file.data and "timestamp_ns" in file.own else None
+    return at_ns if at_ns is not None and 0 < at_ns <= facts.ended_ns + _NOT_AHEAD_NS else 0
 
 
 def _recorded(file: ErrorFile) -> FailureText:

@@ -19,7 +19,7 @@ from pathlib import Path
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.errors import UnsafePathError
-from hpc_elastic.output.log_times import FLUSH_S, StreamTimes, TimesFile
+from hpc_elastic.output.log_times import FLUSH_S, RecentTimes, StreamTimes, TimesFile
 from hpc_elastic.run.log_pieces import PieceLimit, find_pieces, piece_path, to_remove
 
 PATIENCE_S = 5.0
@@ -41,7 +41,8 @@ class LogFile:
     """One output file. Its methods are for the writer's thread; `pending` and `skipped` are the queue's."""
 
     __slots__ = (
-        "_at", "_fd", "_limit", "_on_end", "_pieces", "_retry_at", "_rotate_at", "_times", "_unsaid",
+        "_at", "_fd", "_limit", "_on_end", "_pieces", "_recent", "_retry_at", "_rotate_at", "_times",
+        "_total", "_unsaid",
         "failure", "kept", "on_loss", "path", "pending", "skipped", "written",
     )  # fmt: skip
 
@@ -74,6 +75,9 @@ class LogFile:
         self.on_loss = on_loss
         self._limit = limit
         self._times = times
+        self._recent = RecentTimes()
+        self._total = 0
+        """Bytes that were put into it, its notes on losses included."""
         self._pieces: list[int] | None = None
         self._fd = -1
         self._at = 0
@@ -100,7 +104,10 @@ class LogFile:
             if self._unsaid:
                 mark = f"\n[… {self._unsaid} bytes lost here: {self.failure or HANGS}]\n".encode()
                 self._at += _write_all(self._fd, memoryview(mark))
+                self._total += len(mark)
                 self._unsaid = 0
+            if at_us and data:
+                self._recent.note(self._total, at_us)
             while done < len(data):
                 end = len(data) if self._limit is None else self._piece_end(data, done, self._limit, now)
                 if self._times is not None and at_us:
@@ -108,6 +115,7 @@ class LogFile:
                 count = os.write(self._fd, memoryview(data)[done:end])
                 self.written += count
                 self._at += count
+                self._total += count
                 done += count
             self.failure = None
             if data:
@@ -116,6 +124,10 @@ class LogFile:
             self.failure = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
             self._retry_at = now + _RETRY_S
             self._lose(data[done:])
+
+    def printed_ns(self, before_end: int) -> int:
+        """When the byte was printed that stands so many bytes before the end, by the wall clock; 0: not known."""
+        return self._recent.at_us(self._total - before_end) * 1000
 
     def skip(self, count: int) -> None:
         """In the place of `count` bytes that were given up, and counted, before they came here."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+from bisect import bisect_right
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -99,6 +100,37 @@ def thinned(raw: bytes) -> bytes:
             kept.append(line + b"\n")
     kept.append(raw[whole_from:])
     return b"".join(kept)
+
+
+MOST_RECENT = 1024
+
+
+class RecentTimes:
+    """When the parts of one stream were printed, in memory: the end of it, where failures are, to 10 ms.
+
+    Two threads may use it, one that notes and one that asks.
+    """
+
+    __slots__ = ("_marks",)
+
+    def __init__(self) -> None:
+        self._marks: list[tuple[int, int]] = []
+
+    def note(self, offset: int, at_us: int) -> None:
+        """What stands from byte `offset` of the stream on was printed at `at_us`."""
+        marks = self._marks
+        if marks and 0 <= at_us - marks[-1][1] < FINEST_US:
+            return
+        if len(marks) >= MOST_RECENT:
+            whole = len(marks) - len(marks) // _WHOLE_SHARE
+            marks = self._marks = marks[:whole:2] + marks[whole:]
+        marks.append((offset, at_us))
+
+    def at_us(self, offset: int) -> int:
+        """When the byte at `offset` was printed, or up to 10 ms before that; 0: not known."""
+        marks = self._marks
+        at = bisect_right(marks, offset, key=lambda mark: mark[0]) - 1
+        return marks[at][1] if at >= 0 else 0
 
 
 FLUSH_S = 1.0

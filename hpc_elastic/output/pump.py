@@ -68,6 +68,25 @@ class _Output:
             self._on_end(self)
 
 
+class WorkerOutput:
+    """What is known of a worker's output beside its files, once all of it is drained."""
+
+    def __init__(self, stderr: LogFile) -> None:
+        self._stderr = stderr
+
+    @property
+    def unwritten(self) -> bytes:
+        """The end of its stderr that a full disk refused; nothing where none was."""
+        return self._stderr.kept
+
+    def printed_ns(self, before_end: int) -> int:
+        """When it printed what stands so many bytes before the end of stderr.log, by the wall clock; 0: not known.
+
+        It was printed at that time or after it, by 10 ms at most, and was read up to 20 ms late.
+        """
+        return self._stderr.printed_ns(before_end)
+
+
 class _Stream:
     __slots__ = ("account", "fd", "file", "flood", "partial_since", "shown_again_at", "source", "splitter")
 
@@ -127,7 +146,7 @@ class LogPump:
         self._thread = threading.Thread(target=self._run, name="log-pump", daemon=True)
         self._thread.start()
 
-    def add(self, *, rank: int, worker: WorkerProcess, stdout: Path, stderr: Path, shown: Std) -> Callable[[], bytes]:
+    def add(self, *, rank: int, worker: WorkerProcess, stdout: Path, stderr: Path, shown: Std) -> WorkerOutput:
         """Take over a worker's output pipes.
 
         Args:
@@ -138,7 +157,7 @@ class LogPump:
             shown: The streams that go to the job log too.
 
         Returns:
-            What reports the end of its stderr that a full disk refused, once all is drained; nothing where none was.
+            What is asked about it once all is drained.
         """
         pid = worker.pid
 
@@ -168,7 +187,7 @@ class LogPump:
             )
             self._streams[fd] = _Stream(fd, file, account)
             self._epoll.register(fd, select.EPOLLIN)
-        return lambda: file.kept  # of the last of the two: stderr
+        return WorkerOutput(file)  # of the last of the two: stderr
 
     def drained(self, pid: int, timeout: float) -> bool:
         """Wait until all output of the worker `pid` is in its files, or is known to be lost.

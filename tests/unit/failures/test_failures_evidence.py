@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,16 @@ def facts(**changes: Any) -> WorkerFailure:
         "ended_ns": 1_700_000_009_000_000_007,
     }
     return WorkerFailure(**{**values, **changes})
+
+
+@dataclass
+class Printed:
+    """Stands for `WorkerOutput`: a byte that is N before the end was printed at -N."""
+
+    unwritten: bytes = b""
+
+    def printed_ns(self, before_end: int) -> int:
+        return -before_end
 
 
 def describe(tmp_path: Path, stderr: str = "", **changes: Any) -> WorkerFailure:
@@ -202,12 +213,39 @@ def test_what_a_full_disk_kept_from_the_log_is_read_all_the_same(tmp_path: Path)
     head, _, rest = TRACE.rpartition("ValueError")
     for stored, unwritten in (("", TRACE), (head, "ValueError" + rest)):
         log.write_text(stored)
+        output = Printed(unwritten=unwritten.encode())
         failure = describe_failure(
-            facts=facts(exitcode=1), error_file=tmp_path / "error.json", stderr_log=log, unwritten=unwritten.encode()
+            facts=facts(exitcode=1), error_file=tmp_path / "error.json", stderr_log=log, output=output
         )
         assert failure.exception_type == "ValueError"
     log.unlink()
-    found = describe_failure(
-        facts=facts(exitcode=1), error_file=tmp_path / "error.json", stderr_log=log, unwritten=TRACE.encode()
-    )
+    output = Printed(unwritten=TRACE.encode())
+    found = describe_failure(facts=facts(exitcode=1), error_file=tmp_path / "error.json", stderr_log=log, output=output)
     assert found.exception_type == "ValueError"
+
+
+@pytest.mark.parametrize("before", ["", "one\ntwo\n", "10 %\r20 %\r30 %\r\n\x1b[31mred\x1b[0m\n", "\xe4\xf6 torn\n"])
+@pytest.mark.parametrize("after", ["", "Exception ignored in: <x>\nbye\n"])
+def test_the_time_of_a_failure_is_that_of_its_tracebacks_first_line(tmp_path: Path, before: str, after: str) -> None:
+    (tmp_path / "stderr.log").write_bytes(before.encode("latin-1") + (TRACE + after).encode())
+    failure = describe_failure(
+        facts=facts(), error_file=tmp_path / "error.json", stderr_log=tmp_path / "stderr.log", output=Printed()
+    )
+    assert failure.message == "ValueError: bad 7"
+    assert failure.printed_ns == -len((TRACE + after).encode())
+
+
+def test_a_recorded_exception_has_the_time_at_which_it_was_printed_or_recorded(tmp_path: Path) -> None:
+    ended = facts().ended_ns
+    own = {"version": 1, "timestamp_ns": ended - 5}
+    message = {"message": "ValueError: bad 7", "extraInfo": {"py_callstack": TRACE, "timestamp": "1700000000"}}
+    (tmp_path / "error.json").write_text(json.dumps({"message": message, "hpc_elastic": own}))
+    for printed, expected in (("", ended - 5), (f"one\n{TRACE}", -len(TRACE))):
+        (tmp_path / "stderr.log").write_text(printed)
+        failure = describe_failure(
+            facts=facts(), error_file=tmp_path / "error.json", stderr_log=tmp_path / "stderr.log", output=Printed()
+        )
+        assert failure.printed_ns == expected
+    (tmp_path / "stderr.log").write_text("")
+    (tmp_path / "error.json").write_text(json.dumps({"message": message}))
+    assert describe(tmp_path).printed_ns == 0, "torch's time has whole seconds"

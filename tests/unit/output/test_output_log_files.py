@@ -194,3 +194,15 @@ def test_the_end_of_what_a_full_disk_refuses_is_kept(tmp_path: Path, monkeypatch
     assert watched.file.kept == b"x" * (16 << 10), "the note that stands in its place is no reason to forget it"
     watched.write(b"after\n", now=100.0)
     assert watched.file.kept == b""
+
+
+def test_the_end_of_a_file_has_its_times(tmp_path: Path) -> None:
+    watched = _Watched(_folder(tmp_path) / "stderr.log")
+    watched.file.write(b"first line\n", now=0.0, at_us=1_000_000)
+    watched.file.write(b"Traceback\n", now=1.0, at_us=2_000_000)
+    watched.file.write(b"ValueError\n", now=1.0, at_us=2_005_000)
+    watched.file.finish()
+    size = len(b"Traceback\nValueError\n")
+    assert watched.file.printed_ns(size) == watched.file.printed_ns(1) == 2_000_000_000
+    assert watched.file.printed_ns(size + 1) == 1_000_000_000
+    assert watched.file.printed_ns(size + 100) == 0

@@ -7,7 +7,18 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_elastic.output.log_times import HEADER, TimeMark, mark_line, read_marks, thinned, times_node, times_path
+from hpc_elastic.output.log_times import (
+    FINEST_US,
+    HEADER,
+    MOST_RECENT,
+    RecentTimes,
+    TimeMark,
+    mark_line,
+    read_marks,
+    thinned,
+    times_node,
+    times_path,
+)
 
 MARKS = st.lists(
     st.builds(
@@ -78,3 +89,25 @@ def test_names() -> None:
     assert times_node(path.name) == 12
     assert times_node("rank-00012") is None
     assert times_node(".times-node-00012.55.ab") is None
+
+
+@given(st.lists(st.tuples(st.integers(1, 200), st.integers(0, 40_000)), min_size=1, max_size=80))
+def test_a_byte_was_printed_at_the_time_that_is_known_or_up_to_10_ms_after_it(chunks: list[tuple[int, int]]) -> None:
+    times, offset, now = RecentTimes(), 0, 10**15
+    printed = []
+    for count, later in chunks:
+        now += later
+        times.note(offset, now)
+        printed += [now] * count
+        offset += count
+    assert all(0 <= at - times.at_us(place) < FINEST_US for place, at in enumerate(printed))
+    assert times.at_us(-1) == 0
+
+
+def test_the_newest_times_are_known_best() -> None:
+    times = RecentTimes()
+    for number in range(20 * MOST_RECENT):
+        times.note(number * 100, number * 2 * FINEST_US)
+    last = 20 * MOST_RECENT - 1
+    assert all(times.at_us(number * 100) == number * 2 * FINEST_US for number in range(last - MOST_RECENT // 4, last))
+    assert times.at_us(5) == 0 or times.at_us(5) <= 2 * FINEST_US
