@@ -45,6 +45,7 @@ def _report(**changes: Any) -> dict[str, Any]:
 
 
 _UNKNOWN = {"cause": "unknown", "confidence": "none"}
+_VICTIM = {"summary": "rank 1 on node0: RuntimeError: Timed out waiting 3000ms for recv operation to complete"}
 
 
 def _suspects(*ranks: int) -> list[dict[str, Any]]:
@@ -84,6 +85,14 @@ def test_the_section_of_the_cause() -> None:
         (_case(ranks=(), node="node1"), _report(lost_node={"host": "node1"}), Grade.RIGHT),
         (_case(), _report(lost_node={"host": "node1"}), Grade.WRONG),
         (_case(ranks=(), node="node1"), _report(**_UNKNOWN, suspects=_suspects(2)), Grade.HONEST),
+        # The right rank, by chance: its own timeout is no cause.
+        (_case(says=(), unknown_is_right=True), _report(**_VICTIM), Grade.WRONG),
+        (_case(says=(), unknown_is_right=True), _report(), Grade.RIGHT),
+        # No rank is at fault.
+        (_case(ranks=(), says=(), unknown_is_right=True), _report(**_UNKNOWN), Grade.RIGHT),
+        (_case(ranks=(), says=(), unknown_is_right=True), _report(**_UNKNOWN, suspects=_suspects(1)), Grade.WRONG),
+        (_case(ranks=(), says=(), unknown_is_right=True), _report(), Grade.WRONG),
+        (_case(ranks=(), unknown_is_right=True), _report(), Grade.RIGHT),
     ],
 )
 def test_grades(case: Case, report: dict[str, Any], grade: Grade) -> None:
@@ -116,6 +125,6 @@ def test_the_cases() -> None:
     """Scripts that compile, names that are unlike, and an expectation in each."""
     for case in all_cases():
         compile(case.script, case.name, "exec")
-        assert case.ranks or case.node, case.name
+        assert case.ranks or case.node or case.unknown_is_right, case.name
         assert case.says or case.unknown_is_right, case.name
         assert all(0 <= rank < case.nodes * case.nproc for rank in case.ranks), case.name

@@ -95,6 +95,8 @@ class Case:
     """Of the verdict; None: either."""
     retryable: bool | None = None
     """Of the verdict; None: either."""
+    succeeds: bool = False
+    """The run goes on after the failure, and succeeds; its report is on what it survived."""
 
 
 def pid_of(run: LocalRun, rank: int, *, name: str = "pid") -> int:

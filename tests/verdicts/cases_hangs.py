@@ -147,6 +147,7 @@ for step in range(20):
     dist.all_reduce(torch.ones(4))
 """,
         ranks=(1,),
+        says=("no heartbeat",),
         options=("--section-timeouts", "setup:60,step:4"),
     ),
     Case(
@@ -167,6 +168,7 @@ for step in range(20):
 """,
         # The others are in the next step's all_reduce, and have reported one step more.
         ranks=(3,),
+        says=("no heartbeat",),
         options=("--section-timeouts", "setup:60,step:4"),
     ),
     Case(

@@ -70,8 +70,9 @@ def _run_in(case: Case, folder: Path) -> Judged:
         with run:
             if case.act is not None:
                 case.act(run)
-            if run.finish(within=case.seconds) == 0:
-                judged = failed_to_run(case, "the run succeeded", run.log())
+            if (run.finish(within=case.seconds) == 0) is not case.succeeds:
+                how = "failed" if case.succeeds else "succeeded"
+                judged = failed_to_run(case, f"the run {how}", run.log())
             else:
                 judged = judge(case, run.report(), run.attempt().report_text.read_text())
     except TookTooLong as error:
