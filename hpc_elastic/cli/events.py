@@ -19,21 +19,28 @@ from hpc_elastic.cli.screen import BOLD, DIM, RED, is_terminal, painted, print_n
 from hpc_elastic.errors import UsageError
 from hpc_elastic.output.log_reader import FollowedFiles
 from hpc_elastic.output.terminal import harmless
-from hpc_elastic.report.event_text import KNOWN_EVENTS, describe_event
+from hpc_elastic.report.event_text import describe_event
 from hpc_elastic.report.node_times import read_offsets_ns
-from hpc_elastic.run.event_reader import Event, EventFile, event_files, merged_events
+from hpc_elastic.run.agent_events import (
+    AgentFailed,
+    EventsDropped,
+    FilesystemRefused,
+    HangFound,
+    HealthCheckFailed,
+    OutputLost,
+    WorkerFailed,
+)
+from hpc_elastic.run.coordinator_events import NodeLost, RestartDecided, RoundFrozen, RunClosed
+from hpc_elastic.run.event_reader import EVENTS, EventFile, EventLine, event_files, merged_events
+from hpc_elastic.run.event_types import RunEvent
+from hpc_elastic.run.supervisor_events import AttemptStarted, RequeueDecided, VerdictReached
 
-_BAD = {
-    "worker_failed",
-    "hang",
-    "node_lost",
-    "agent_failed",
-    "health_check_failed",
-    "output_lost",
-    "events_dropped",
-    "filesystem_refused",
-}
-_DECISIONS = {"restart_decision", "requeue_decision", "verdict", "closed", "round_frozen", "attempt_started"}
+_BAD: frozenset[type[RunEvent]] = frozenset(
+    {WorkerFailed, HangFound, NodeLost, AgentFailed, HealthCheckFailed, OutputLost, EventsDropped, FilesystemRefused}
+)
+_DECISIONS: frozenset[type[RunEvent]] = frozenset(
+    {RestartDecided, RequeueDecided, VerdictReached, RunClosed, RoundFrozen, AttemptStarted}
+)
 _HOST_WIDTH = 12
 
 
@@ -61,12 +68,11 @@ class EventChoice(Struct, frozen=True, kw_only=True):
     names: frozenset[str] | None
     nodes: str | None
 
-    def wants(self, event: Event, nodes: frozenset[int] | None) -> bool:
+    def wants(self, event: EventLine, nodes: frozenset[int] | None) -> bool:
         """Whether it is of one of these nodes; `names` is for the reader."""
         if nodes is None:
             return True
-        node = event.value.get("node")
-        return event.writer in nodes or (isinstance(node, int) and node in nodes)
+        return event.writer in nodes or event.node in nodes
 
 
 BATCH_NODE = -1
@@ -105,11 +111,11 @@ def _names(given: list[str] | None) -> frozenset[str] | None:
         return None
     names = [name.strip() for text in given for name in text.split(",")]
     for name in names:
-        if name not in KNOWN_EVENTS:
+        if name not in EVENTS:
             from difflib import get_close_matches
 
-            near = get_close_matches(name, KNOWN_EVENTS, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(KNOWN_EVENTS))}"
+            near = get_close_matches(name, EVENTS, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(EVENTS))}"
             raise UsageError(f"--event {name}: no event has this name; {hint}")
     return frozenset(names)
 
@@ -123,7 +129,7 @@ def _nodes(asked: AskedRun, number: int, choice: EventChoice) -> frozenset[int] 
     return asked_nodes(choice.nodes, asked.paths.attempt(number))
 
 
-def _all_events(asked: AskedRun, numbers: list[int], choice: EventChoice) -> Iterator[Event]:
+def _all_events(asked: AskedRun, numbers: list[int], choice: EventChoice) -> Iterator[EventLine]:
     found = False
     problem: UsageError | None = None
     for number in numbers:
@@ -147,21 +153,22 @@ class _Printer:
         self._colours = colours
         self._is_terminal = is_terminal(sys.stdout)
 
-    def show(self, event: Event) -> None:
+    def show(self, event: EventLine) -> None:
         if self._as_json:
             raw = event.raw + b"\n"
             sys.stdout.buffer.write(harmless(raw) if self._is_terminal else raw)
             return
         sys.stdout.buffer.write((self._line(event) + "\n").encode("utf-8", "backslashreplace"))
 
-    def _line(self, event: Event) -> str:
-        value, name = event.value, event.name
-        role = str(value.get("role", ""))
-        host = "batch" if role == "supervisor" else str(value.get("host", ""))
-        colour = "" if not self._colours else RED if name in _BAD else BOLD if name in _DECISIONS else ""
+    def _line(self, event: EventLine) -> str:
+        name = event.name
+        host = "batch" if event.role == "supervisor" else event.host
+        kind = type(event.event)
+        mark = RED if kind in _BAD else BOLD if kind in _DECISIONS else ""
+        colour = mark if self._colours else ""
         time = painted(time_text(event.time_ns, fine=True), DIM if self._colours else "")
         head = f"{host:<{_HOST_WIDTH}} {name:<19}"
-        line = f"{time} {painted(head, colour)} {describe_event(value)}".rstrip()
+        line = f"{time} {painted(head, colour)} {describe_event(event)}".rstrip()
         return harmless((line + "\n").encode("utf-8", "backslashreplace"))[:-1].decode("utf-8", "replace")
 
 
@@ -182,7 +189,7 @@ class EventFollower:
         self._choice = choice
         self._printer = printer
         self._tail = tail
-        self._followed: FollowedFiles[EventFile, list[Event]] = FollowedFiles(
+        self._followed: FollowedFiles[EventFile, list[EventLine]] = FollowedFiles(
             self._find_files, clock=clock, partial=False
         )
         self._files: dict[Path, EventFile] = {}

@@ -14,14 +14,15 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from hpc_elastic.output.log_reader import Chunk, OutputReader, Place, chunk_for, last_lines_place
 from hpc_elastic.output.log_times import HEADER, LARGEST, STDERR, STDOUT, read_marks, times_node
+from hpc_elastic.run.agent_events import RoundFinal
 from hpc_elastic.run.event_reader import read_events
+from hpc_elastic.run.event_types import name_of
 from hpc_elastic.run.paths import AttemptPaths, rank_index, round_index
 
 
@@ -86,16 +87,13 @@ def read_layouts(attempt: AttemptPaths) -> dict[int, RoundLayout]:
     nodes: dict[int, dict[int, int]] = {}
     sizes: dict[int, int] = {}
     hosts: dict[int, str] = {}
-    for event in read_events(attempt.events, names={"round_final"}):
-        node, index = _whole(event.get("node")), _whole(event.get("round"))
-        if node is None or index is None:
+    for line in read_events(attempt.events, names={name_of(RoundFinal)}):
+        node, event = line.node, line.event
+        if node is None or node < 0 or not isinstance(event, RoundFinal) or event.round < 0:
             continue
-        hosts[node] = str(event.get("host"))
-        ranks = event.get("ranks")
-        for rank in map(_whole, ranks if isinstance(ranks, list) else ()):
-            if rank is not None:
-                nodes.setdefault(index, {})[rank] = node
-        sizes[index] = max(sizes.get(index, 0), _whole(event.get("world_size")) or 0)
+        hosts[node] = line.host
+        nodes.setdefault(event.round, {}).update((rank, node) for rank in event.ranks if rank >= 0)
+        sizes[event.round] = max(sizes.get(event.round, 0), event.world_size or 0)
     return {
         index: RoundLayout(nodes=nodes.get(index, {}), hosts=hosts, world_size=sizes[index]) for index in sorted(sizes)
     }
@@ -106,10 +104,6 @@ def _names(folder: Path) -> list[str]:
         return os.listdir(folder)
     except OSError:
         return []
-
-
-def _whole(value: Any) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
 _ALL_IN_FULL = 64 << 20

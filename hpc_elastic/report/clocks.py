@@ -13,20 +13,24 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from hpc_elastic.base.clock import drift_ns
 from hpc_elastic.failures.ranking import Moment
-from hpc_elastic.run.event_reader import integer, text_of
+from hpc_elastic.run.agent_events import AgentStarted
+from hpc_elastic.run.agent_events import ClockOffset as ClockOffsetEvent
+from hpc_elastic.run.event_reader import EventLine
+from hpc_elastic.run.event_types import name_of
+from hpc_elastic.run.supervisor_events import AttemptStarted
 
 if TYPE_CHECKING:
     from hpc_elastic.failures.worker_failure import WorkerFailure
     from hpc_elastic.report.history import NodeLoss
 
-CLOCK_EVENTS = frozenset({"clock_offset", "agent_started", "attempt_started"})
+CLOCK_EVENTS = frozenset(name_of(kind) for kind in (ClockOffsetEvent, AgentStarted, AttemptStarted))
 """What `ClocksBuilder.take` learns from."""
 SUPERVISOR = -1
 _VIEWS = 8
@@ -226,28 +230,28 @@ class ClocksBuilder:
         self._hosts: dict[int, str] = {}
         self._built: Clocks | None = None
 
-    def take(self, event: Mapping[str, Any]) -> None:
+    def take(self, line: EventLine) -> None:
         """Any event; those without clocks or hosts are ignored."""
-        self._built = None
-        name, role = event.get("event"), event.get("role")
-        if role == "supervisor" and name == "attempt_started":
-            self._hosts[SUPERVISOR] = text_of(event.get("host"))
-        node = integer(event.get("node"))
-        if role != "agent" or node is None or node < 0 or "by" in event:
+        event, node = line.event, line.node
+        if not isinstance(event, (ClockOffsetEvent, AgentStarted, AttemptStarted)):
             return
-        if name == "agent_started":
-            self._hosts.setdefault(node, text_of(event.get("host")))
-        elif name == "clock_offset":
-            self._hosts.setdefault(node, text_of(event.get("host")))
-            keys = ("reference", "offset_ns", "bound_ns", "uptime_ns", "wall_ns")
-            reference, offset, bound, uptime, wall = (integer(event.get(key)) for key in keys)
-            if reference is None or offset is None or bound is None or uptime is None or wall is None:
-                return
-            if reference < 0 or bound < 0:
-                return
+        self._built = None
+        if isinstance(event, AttemptStarted):
+            if line.role == "supervisor":
+                self._hosts[SUPERVISOR] = line.host
+            return
+        if line.role != "agent" or node is None or node < 0 or line.by is not None:
+            return
+        self._hosts.setdefault(node, line.host)
+        if isinstance(event, ClockOffsetEvent) and event.reference >= 0 and event.bound_ns >= 0:
             self._samples.append(
                 _Sample(
-                    node=node, reference=reference, offset_ns=offset, bound_ns=bound, uptime_ns=uptime, wall_ns=wall
+                    node=node,
+                    reference=event.reference,
+                    offset_ns=event.offset_ns,
+                    bound_ns=event.bound_ns,
+                    uptime_ns=event.uptime_ns,
+                    wall_ns=event.wall_ns,
                 )
             )
 

@@ -253,12 +253,12 @@ def collect_attempt(paths: AttemptPaths, *, ranks: Container[int] = ()) -> Attem
     for path in event_files(paths.events):
         builder.coverage.begin_file()
         file = EventFile(path)
-        for event in file.events():
+        for line in file.events():
             try:
-                builder.take(event.value)
+                builder.take(line)
             except (TypeError, ValueError, OverflowError) as error:
                 builder.coverage.miss()
-                builder.problems.append(f"event {event.name!r} could not be read: {error}")
+                builder.problems.append(f"event {line.name!r} could not be read: {error}")
         builder.problems += file.left_out()
     builder.coverage.begin_file()
     builder.problems += _describe_missing(builder)

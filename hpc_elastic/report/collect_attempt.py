@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 from hpc_elastic.base.outcome import REFUSED_CODE, UNHEALTHY_CODE, ExitCode
 from hpc_elastic.failures.classify import signal_name, signal_of
-from hpc_elastic.report.clocks import CLOCK_EVENTS, SUPERVISOR, Clocks, ClocksBuilder
+from hpc_elastic.report.clocks import SUPERVISOR, Clocks, ClocksBuilder
 from hpc_elastic.report.collect_round import ROUND_EVENTS, EventCoverage, RoundBuilder
 from hpc_elastic.report.history import (
     AgentEnd,
@@ -21,9 +20,22 @@ from hpc_elastic.report.history import (
     RoundHistory,
     RoundNode,
 )
-from hpc_elastic.report.incidents import Outage, OutageKind, OutputLoss, attributed, read_loss, read_outage
+from hpc_elastic.report.incidents import Outage, OutputLoss, attributed, read_loss, read_outage
 from hpc_elastic.report.node_times import TimesBuilder
-from hpc_elastic.run.event_reader import integer, integer_or, job_id_of, names_of, text_of
+from hpc_elastic.run.agent_events import AgentFailed, FilesystemRefused, OutputLost
+from hpc_elastic.run.coordinator_events import LinkLost, NodeMissing, RunClosed
+from hpc_elastic.run.event_reader import EventLine, job_id_of
+from hpc_elastic.run.event_types import RunEvent
+from hpc_elastic.run.supervisor_events import (
+    AgentProcessEnded,
+    AgentRelaunched,
+    AttemptEnded,
+    AttemptStarted,
+    NodeGivenUp,
+    RequeueDecided,
+    SignalReceived,
+    VerdictReached,
+)
 
 _MOST_WORDS = 300
 _MOST_REASON = 400
@@ -73,78 +85,75 @@ class AttemptBuilder(Struct):
             self.rounds[index] = RoundBuilder(index, self.known)
         return self.rounds[index]
 
-    def take(self, event: dict[str, Any]) -> None:
+    def take(self, line: EventLine) -> None:
         """Fill in what one event reports; one that this version does not know is left out."""
-        name, role, when = event["event"], event.get("role"), integer_or(integer(event.get("t")), 0)
-        node, index = integer(event.get("node")), integer(event.get("round"))
-        if not isinstance(name, str):
-            return
-        if role == "agent":
-            self.coverage.take(name, event.get("n"), node, index)
-            self.times.take(event, name, node, index, when)
-        elif role == "supervisor":
+        event = line.event
+        if line.role == "agent":
+            self.coverage.take(line)
+            self.times.take(line)
+        elif line.role == "supervisor":
             self.is_supervised = True
-        if name in CLOCK_EVENTS:
-            self.clocks.take(event)
-        if name in ROUND_EVENTS:
-            if index is not None and index >= 0:
-                host = text_of(event.get("host"))
-                self.round(index).take(name, event, when, -1 if node is None else node, host)
-        elif role in ("agent", "supervisor"):
-            self._take(f"{role} {name}", event, when, node)
-
-    def _take(self, what: str, event: dict[str, Any], when: int, node: int | None) -> None:
-        """Of the supervisor's events `node` is the node that they are about, of an agent's its own."""
-        name, reason, outcome = text_of(event.get("name")), text_of(event.get("reason")), text_of(event.get("outcome"))
-        match what:
-            case "supervisor closed" | "agent closed":
-                self.closed_outcome, self.closed_reason = outcome, reason
-            case "supervisor attempt_started":
-                self.started_ns = when
-                self.job_id = job_id_of(event.get("job_id")) or self.job_id
-                self.nodes = names_of(event.get("nodes")) or self.nodes
-            case "supervisor agent_ended":
-                self._agent_ended(event, when, name, node)
-            case "supervisor agent_relaunched":
-                self.relaunched.append(name)
-                self.replaced_ends += [end for end in reversed(self.agent_ends) if end.name == name][:1]
-            case "supervisor node_given_up" if node is not None and node >= 0:
-                cause, name = text_of(event.get("cause")), name or self.name_of(node)
-                self.given_up[node] = GivenUpNode(
-                    node=node, name=name, cause=cause, reason=reason[:_MOST_REASON], seen_ns=when
-                )
-            case "supervisor notice":
-                self.notices.append(text_of(event.get("signal")))
-            case "supervisor verdict":
-                self.outcome, self.reason = self.outcome or outcome, reason
-                self.exit_code = integer(event.get("exit_code")) if self.exit_code is None else self.exit_code
-            case "supervisor requeue_decision":
-                self.decision = f"{text_of(event.get('action'))}: {reason}"
-            case "supervisor attempt_ended":
-                self.ended_ns, self.outcome = when, outcome or self.outcome
-                self.exit_code = integer(event.get("exit_code"))
-            case "agent agent_failed" if node is not None:
-                why, where = text_of(event.get("error"))[:_MOST_WORDS], text_of(event.get("where"))
-                self.own_reasons.setdefault(node, []).append(f"{why} ({where})" if where else why)
-            case "agent node_missing" if node is not None and node >= 0:
-                self.missing.add(node)
-            case "agent output_lost":
-                self.output_lost.append(read_loss(event, when))
-            case "agent filesystem_refused" | "supervisor filesystem_refused":
-                self.outages.append(read_outage(OutageKind.FILESYSTEM, event, when))
-            case "agent link_lost":
-                self.outages.append(read_outage(OutageKind.LINK, event, when))
-
-    def _agent_ended(self, event: dict[str, Any], when: int, name: str, node: int | None) -> None:
-        code, detail = integer(event.get("code")), text_of(event.get("detail"))
-        if event.get("started") is False and name:
-            self.unstarted.setdefault(name, detail)
-        if code is None and not detail:
+        if event is None:
             return
-        if name in self.nodes and (node is None or node < 0):
+        self.clocks.take(line)
+        if type(event) in ROUND_EVENTS:
+            index: int = event.round  # type: ignore[attr-defined]
+            if index >= 0:
+                self.round(index).take(line, event)
+        elif line.role in ("agent", "supervisor"):
+            self._take(line, event)
+
+    def _take(self, line: EventLine, event: RunEvent) -> None:
+        """Of the supervisor's events the line's node is the node that they are about, of an agent's its own."""
+        node, when = line.node, line.written_ns
+        match event:
+            case RunClosed():
+                self.closed_outcome, self.closed_reason = event.outcome, event.reason
+            case AttemptStarted():
+                self.started_ns = when
+                self.job_id = job_id_of(event.job_id) or self.job_id
+                self.nodes = event.nodes or self.nodes
+            case AgentProcessEnded():
+                self._agent_ended(event, when)
+            case AgentRelaunched():
+                self.relaunched.append(event.name)
+                self.replaced_ends += [end for end in reversed(self.agent_ends) if end.name == event.name][:1]
+            case NodeGivenUp() if event.node >= 0:
+                self.given_up[event.node] = GivenUpNode(
+                    node=event.node,
+                    name=event.name or self.name_of(event.node),
+                    cause=event.cause,
+                    reason=event.reason[:_MOST_REASON],
+                    seen_ns=when,
+                )
+            case SignalReceived():
+                self.notices.append(event.signal)
+            case VerdictReached():
+                self.outcome, self.reason = self.outcome or event.outcome, event.reason
+            case RequeueDecided():
+                self.decision = f"{event.action}: {event.reason}"
+            case AttemptEnded():
+                self.ended_ns, self.outcome = when, event.outcome or self.outcome
+                self.exit_code = event.exit_code
+            case AgentFailed() if node is not None:
+                why = event.error[:_MOST_WORDS]
+                self.own_reasons.setdefault(node, []).append(f"{why} ({event.where})" if event.where else why)
+            case NodeMissing() if event.node >= 0:
+                self.missing.add(event.node)
+            case OutputLost():
+                self.output_lost.append(read_loss(line, event))
+            case FilesystemRefused() | LinkLost():
+                self.outages.append(read_outage(line, event))
+
+    def _agent_ended(self, event: AgentProcessEnded, when: int) -> None:
+        code, name, node = event.code, event.name, event.node
+        if not event.started and name:
+            self.unstarted.setdefault(name, event.detail)
+        if code is None and not event.detail:
+            return
+        if name in self.nodes and node < 0:
             node = self.nodes.index(name)
-        place = -1 if node is None else node
-        self.agent_ends.append(AgentEnd(node=place, name=name, code=code, seen_ns=when, detail=detail))
+        self.agent_ends.append(AgentEnd(node=max(node, -1), name=name, code=code, seen_ns=when, detail=event.detail))
 
     def name_of(self, node: int) -> str:
         """Slurm's name of it, or its number."""

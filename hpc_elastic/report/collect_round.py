@@ -7,14 +7,12 @@ server.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from hpc_elastic.base.codec import readable_items
 from hpc_elastic.failures.classify import signal_name, signal_of
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
@@ -29,11 +27,31 @@ from hpc_elastic.report.history import (
     WorkerEnd,
 )
 from hpc_elastic.report.incidents import InProcessRestart, read_restart
-from hpc_elastic.run.agent_events import OwnEnd, WorkerFailed
-from hpc_elastic.run.event_reader import integer, integer_or, names_of, read_event, seconds_of, text_of, whole_numbers
+from hpc_elastic.run.agent_events import (
+    AgentEnded,
+    AgentStarted,
+    HealthCheckFailed,
+    InProcessGaveUp,
+    InProcessRestarted,
+    PlatformFailure,
+    RoundFinal,
+    StacksTaken,
+    WorkerFailed,
+    WorkersStopped,
+    WorkersStopping,
+    WorkersSucceeded,
+)
+from hpc_elastic.run.coordinator_events import (
+    NodeLeft,
+    NodeLost,
+    NodeReplaced,
+    RestartDecided,
+    RoundFrozen,
+    RoundOpened,
+)
+from hpc_elastic.run.event_reader import EVENTS, EventLine
+from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.run.heartbeats import RankHeartbeat
-
-_ENDS = ("workers_stopped", "workers_succeeded")
 
 
 class EventCoverage(Struct):
@@ -64,37 +82,35 @@ class EventCoverage(Struct):
         """An event could not be read."""
         self._is_whole = False
 
-    def take(self, name: str, number: object, node: int | None, index: int | None) -> None:
-        """Note an agent's event.
-
-        Args:
-            name: Its name.
-            number: Its place in its file, ``n``.
-            node: Whose it is.
-            index: Of the round.
-        """
+    def take(self, line: EventLine) -> None:
+        """Note an agent's event."""
+        event, number = line.event, line.number
         if number != self._next:
-            self._miss_until(number, node)
-        self._next = number + 1 if isinstance(number, int) else -1
-        if name == "round_final":
-            self._close(is_told=True)
-            if node is not None and index is not None:
-                self._place = index, node
-                self.heard.add(node)
-        elif name in _ENDS:
-            self._has_ended = self._place is not None and self._place[0] == index
-        elif name == "agent_ended":
-            self._close(is_told=True)
-        elif name == "agent_started" and node is not None:
-            self.heard.add(node)
+            self._miss_until(number, line.node)
+        self._next = -1 if number is None else number + 1
+        match event:
+            case None:
+                if line.name in EVENTS:
+                    self.miss()
+            case RoundFinal():
+                self._close(is_told=True)
+                if line.node is not None:
+                    self._place = event.round, line.node
+                    self.heard.add(line.node)
+            case WorkersStopped() | WorkersSucceeded():
+                self._has_ended = self._place is not None and self._place[0] == event.round
+            case AgentEnded():
+                self._close(is_told=True)
+            case AgentStarted() if line.node is not None:
+                self.heard.add(line.node)
 
     def is_sure_of(self, index: int, node: int) -> bool:
         """Whether every file of that node's that has events of the round has all of them."""
         return node not in self._unsure.get(index, ())
 
-    def _miss_until(self, number: object, node: int | None) -> None:
+    def _miss_until(self, number: int | None, node: int | None) -> None:
         self._is_whole = False
-        if isinstance(number, int) and number > self._next >= 0 and node is not None:
+        if number is not None and number > self._next >= 0 and node is not None:
             self.missing[node] = self.missing.get(node, 0) + number - self._next
 
     def _close(self, *, is_told: bool) -> None:
@@ -104,11 +120,11 @@ class EventCoverage(Struct):
         self._place, self._has_ended, self._is_whole = None, False, True
 
 
-ROUND_EVENTS = frozenset(
+ROUND_EVENTS: frozenset[type[RunEvent]] = frozenset(
     {
-        "round_opened", "round_frozen", "round_final", "worker_failed", "node_lost", "node_left", "node_replaced",
-        "health_check_failed", "platform_failure", "ring_restarted", "ring_gave_up", "workers_stopping",
-        "workers_succeeded", "workers_stopped", "restart_decision", "stacks_taken",
+        RoundOpened, RoundFrozen, RoundFinal, WorkerFailed, NodeLost, NodeLeft, NodeReplaced, HealthCheckFailed,
+        PlatformFailure, InProcessRestarted, InProcessGaveUp, WorkersStopping, WorkersSucceeded, WorkersStopped,
+        RestartDecided, StacksTaken,
     }
 )  # fmt: skip
 """What `RoundBuilder.take` learns from."""
@@ -159,98 +175,91 @@ class RoundBuilder(Struct):
         node = next((node for node in self.nodes.values() if rank in node.ranks), None)
         return replace(place, host=node.host, node=node.node, local_rank=node.ranks.index(rank)) if node else place
 
-    def take(self, name: str, event: Mapping[str, Any], when: int, node: int, host: str) -> None:
-        """Fill in what one of `ROUND_EVENTS` says.
-
-        Args:
-            name: The event's name.
-            event: Its fields.
-            when: Its time.
-            node: The node that it is about: of an agent's own event that node, of a coordinator's the one it names.
-            host: That node's.
-        """
+    def take(self, line: EventLine, event: RunEvent) -> None:
+        """Fill in what one of `ROUND_EVENTS` says."""
+        node, host, when = -1 if line.node is None else line.node, line.host, line.written_ns
         loss = partial(NodeLoss, round=self.index, node=node, host=host, seen_ns=when)
-        reason = text_of(event.get("reason"))
-        match name:
-            case "round_opened":
-                self.reason = reason
-            case "round_frozen":
-                self.frozen_reason, self.restarts_used = reason, integer(event.get("restarts_used"))
-            case "round_final":
-                group_rank = integer_or(integer(event.get("group_rank")), -1)
-                place = RoundNode(node, host, tuple(whole_numbers(event.get("ranks"))), group_rank)
+        match event:
+            case RoundOpened():
+                self.reason = event.reason
+            case RoundFrozen():
+                self.frozen_reason, self.restarts_used = event.reason, event.restarts_used
+            case RoundFinal():
+                place = RoundNode(node, host, event.ranks, event.group_rank)
                 self.nodes[node] = self.known.setdefault(place, place)
                 self.final_ns[node] = when
                 self.started_ns = when if self.started_ns is None else min(self.started_ns, when)
-                self.world_size = integer(event.get("world_size"))
-            case "worker_failed":
+                self.world_size = event.world_size
+            case WorkerFailed():
                 self._take_failure(event, when, node, host)
-            case "node_lost":
-                self.lost[node] = loss(age=seconds_of(event.get("age")), observer=integer(event.get("by")))
-            case "node_left":
-                self.left[node] = loss(left=reason or "no reason was given", observer=integer(event.get("by")))
-            case "health_check_failed":
-                self.lost[node] = loss(left=reason, observer=node)
-            case "platform_failure":
-                self.own[node] = loss(broke=reason, observer=node)
-            case "node_replaced":
-                gone = integer_or(integer(event.get("replaces_node")), -1)
+            case NodeLost():
+                self.lost[node] = loss(age=event.age, observer=line.by)
+            case NodeLeft():
+                self.left[node] = loss(left=event.reason or "no reason was given", observer=line.by)
+            case HealthCheckFailed():
+                self.lost[node] = loss(left=event.reason, observer=node)
+            case PlatformFailure():
+                self.own[node] = loss(broke=event.reason, observer=node)
+            case NodeReplaced():
+                gone = event.replaces_node
                 self.replaced[gone] = Replacement(
                     node=node,
                     host=host or f"node {node}",
                     replaces_node=gone,
-                    replaces_host=text_of(event.get("replaces_host")) or f"node {gone}",
-                    group_rank=integer_or(integer(event.get("group_rank")), -1),
+                    replaces_host=event.replaces_host or f"node {gone}",
+                    group_rank=-1 if event.group_rank is None else event.group_rank,
                 )
-            case "ring_restarted" | "ring_gave_up":
-                self.in_process.append(read_restart(event, when, node))
-            case "workers_stopping":
-                self.stopping[reason] = None
-            case "workers_succeeded" | "workers_stopped":
-                if name == "workers_succeeded":
-                    self.succeeded.add(node)
-                else:
-                    self._take_ends(event, node)
-                    if node in self.ended:
-                        return
-                self.ended.add(node)
-                begin = self.final_ns.get(node)
-                if begin is not None and when >= begin:
-                    self.seconds = max(self.seconds or 0.0, (when - begin) / 1e9)
-            case "restart_decision":
+            case InProcessRestarted() | InProcessGaveUp():
+                self.in_process.append(read_restart(line, event, node))
+            case WorkersStopping():
+                self.stopping[event.reason] = None
+            case WorkersSucceeded():
+                self.succeeded.add(node)
+                self._take_end(when, node)
+            case WorkersStopped():
+                for end in event.ends:
+                    self.ends[end.rank] = WorkerEnd(
+                        end.rank, node, end.exitcode, end.ended_ns, end.ended_uptime_ns, end.stopped
+                    )
+                if node not in self.ended:
+                    self._take_end(when, node)
+            case RestartDecided():
                 if when >= self.decided_ns:  # a new coordinator may have decided again: the last decision holds
                     self.decided_ns = when
-                    used, most = integer(event.get("restarts_used")), integer(event.get("max_restarts"))
-                    action = text_of(event.get("action"))
-                    self.decision = RestartRecord(action=action, reason=reason, restarts_used=used, max_restarts=most)
-            case "stacks_taken":
+                    self.decision = RestartRecord(
+                        action=event.action,
+                        reason=event.reason,
+                        restarts_used=event.restarts_used,
+                        max_restarts=event.max_restarts,
+                    )
+            case StacksTaken():
                 self._take_stacks(event, when, node)
 
-    def _take_failure(self, event: Mapping[str, Any], when: int, node: int, host: str) -> None:
-        found = read_event({"ended_ns": when, **event, "event": "worker_failed"})
-        if not isinstance(found, WorkerFailed):
-            return
-        failure = WorkerFailure.from_event(found, round=self.index, host=host, node=node)
+    def _take_failure(self, event: WorkerFailed, when: int, node: int, host: str) -> None:
+        ended = event.ended_ns or when
+        failure = WorkerFailure.from_event(event, round=self.index, host=host, node=node, ended_ns=ended)
         is_machine = failure.failure_class is FailureClass.INFRASTRUCTURE
         category = Category.INFRASTRUCTURE if is_machine else Category.WORKER
-        self.reported[found.rank] = replace(failure, category=category, signal=signal_name(signal_of(failure.exitcode)))
+        self.reported[event.rank] = replace(failure, category=category, signal=signal_name(signal_of(failure.exitcode)))
 
-    def _take_ends(self, event: Mapping[str, Any], node: int) -> None:
-        for end in readable_items(OwnEnd, event.get("ends")):
-            self.ends[end.rank] = WorkerEnd(
-                end.rank, node, end.exitcode, end.ended_ns, end.ended_uptime_ns, end.stopped
-            )
+    def _take_end(self, when: int, node: int) -> None:
+        """All workers of a node have ended."""
+        self.ended.add(node)
+        begin = self.final_ns.get(node)
+        if begin is not None and when >= begin:
+            self.seconds = max(self.seconds or 0.0, (when - begin) / 1e9)
 
-    def _take_stacks(self, event: Mapping[str, Any], when: int, node: int) -> None:
-        for status in rank_statuses(readable_items(RankHeartbeat, event.get("beats")), node=node, when=when):
+    def _take_stacks(self, event: StacksTaken, when: int, node: int) -> None:
+        for status in rank_statuses(event.beats, node=node, when=when):
             self.rank_statuses[status.rank] = status
-        for into, key in ((self.stacks, "groups"), (self.threads, "threads")):
-            for group in _dicts(event.get(key)):
-                if numbers := whole_numbers(group.get("ranks")):
-                    name = text_of(group.get("name"))[:_WORDS]
-                    into.setdefault((name, "", names_of(group.get("stack"))[-_FRAMES:]), []).extend(numbers)
-        states = {integer(one.get("rank")): text_of(one.get("state"))[:_WORDS] for one in _dicts(event.get("states"))}
-        for rank in whole_numbers(event.get("silent")):
+        for main in event.groups:
+            if main.ranks:
+                self.stacks.setdefault(("", "", main.stack[-_FRAMES:]), []).extend(main.ranks)
+        for other in event.threads:
+            if other.ranks:
+                self.threads.setdefault((other.name[:_WORDS], "", other.stack[-_FRAMES:]), []).extend(other.ranks)
+        states = {one.rank: one.state[:_WORDS] for one in event.states}
+        for rank in event.silent:
             self.stacks.setdefault(("", states.get(rank, ""), ()), []).append(rank)
 
     def build(self) -> RoundHistory:
@@ -293,14 +302,10 @@ def rank_statuses(beats: Iterable[RankHeartbeat], *, node: int, when: int) -> li
             rank=beat.rank,
             node=node,
             step=beat.step,
-            section=text_of(beat.section)[:64],
+            section=beat.section[:64],
             age=beat.age if 0 <= beat.age < 1e9 else 0.0,
             told_ns=when,
         )
         for beat in beats
         if beat.count
     ]
-
-
-def _dicts(value: object) -> list[dict[str, Any]]:
-    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

@@ -1,36 +1,208 @@
 """One readable line for each event: what happened, where, and why. Pure.
 
-An event that this version does not know, or whose fields are not as they should be, is shown with its fields.
+An event that this version does not know, or can't read, is shown with its fields. Where an event has a `reason`, that
+is put behind the sentence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 from hpc_elastic.base.text import clean_text, plural, ranks_text
+from hpc_elastic.run import agent_events as of_agent
+from hpc_elastic.run import coordinator_events as of_coordinator
+from hpc_elastic.run import supervisor_events as of_supervisor
+from hpc_elastic.run.event_reader import EventLine
+from hpc_elastic.run.event_types import AgentEvent, CoordinatorEvent, RunEvent, SupervisorEvent
 
 _HEAD = ("v", "t", "n", "host", "node", "role", "event")
 _LONGEST_VALUE = 200
-Fields = Mapping[str, Any]
 
 
-def describe_event(event: Fields) -> str:
+def describe_event(line: EventLine) -> str:
     """What happened, and why, in one line without control characters."""
-    sentence = _SENTENCES.get(str(event.get("event")))
-    text = ""
-    if sentence is not None:
-        try:
-            text = sentence(event)
-        except (KeyError, TypeError, ValueError, AttributeError):
-            pass
+    text = _sentence(line.event, line)
     if not text:
-        left = {key: value for key, value in event.items() if key not in (*_HEAD, "reason")}
+        left = {key: value for key, value in line.value.items() if key not in (*_HEAD, "reason")}
         text = " ".join(f"{key}={_short(value)}" for key, value in left.items())
-    reason = event.get("reason")
+    reason = line.value.get("reason")
     if isinstance(reason, str) and reason and reason not in text:
         text = f"{text}: {reason}" if text else reason
     return clean_text(text).replace("\n", " ").replace("\t", " ")
+
+
+def _sentence(event: RunEvent | None, line: EventLine) -> str:
+    match event:
+        case SupervisorEvent():
+            return _of_supervisor(event)
+        case CoordinatorEvent():
+            return _of_coordinator(event, line)
+        case AgentEvent():
+            return _of_round(event) if hasattr(event, "round") else _of_agent(event)
+    return ""
+
+
+def _of_supervisor(event: SupervisorEvent) -> str:
+    match event:
+        case of_supervisor.AttemptStarted():
+            job = f", job {event.job_id}" if event.job_id else ""
+            armed = "armed" if event.requeue_armed else f"not armed: {event.requeue_reason or 'no reason'}"
+            return f"attempt {event.attempt}{job}, {plural(len(event.nodes), 'node')}; requeue {armed}"
+        case of_supervisor.AttemptSuperseded():
+            ended = f"; it has ended on {', '.join(event.ended)}" if event.ended else ""
+            silent = f"; not heard of: {', '.join(event.silent)}" if event.silent else ""
+            return f"attempt {event.superseded} was superseded{ended}{silent}"
+        case of_supervisor.AgentsLaunched():
+            return f"{plural(event.nodes, 'agent')} launched"
+        case of_supervisor.AgentProcessEnded():
+            code = f"exit code {event.code}"
+            detail = f" ({event.detail})" if event.detail not in ("", code) else ""
+            return f"the agent on {event.name or f'node {event.node}'} ended, {code}{detail}"
+        case of_supervisor.AgentRelaunched():
+            return f"the agent on {event.name} is started again"
+        case of_supervisor.NodeGivenUp():
+            return f"{event.name or f'node {event.node}'} is given up ({_words(event.cause)})"
+        case of_supervisor.SignalReceived():
+            return f"{event.signal}: somebody asks for the end"
+        case of_supervisor.SignalDecided():
+            until = f"the workers may save, it ends in {event.seconds:.0f} s"
+            ends = until if event.saves else "everything ends now"
+            return f"{event.meaning}, heard by the {event.heard_by}; the job {event.slurm}: {ends}"
+        case of_supervisor.VerdictReached():
+            return _words(event.outcome)
+        case of_supervisor.RequeueDecided():
+            return {"requeue": "the job is requeued", "end": "the job ends"}.get(event.action, event.action)
+        case of_supervisor.NodesCompared():
+            return f"Slurm and the run {'disagree' if event.taken or event.kept else 'agree'} about the nodes"
+        case of_supervisor.NodesJudged():
+            excluded = ", ".join(event.excluded)
+            stays = "".join(f"; {one.node} stays: {one.reason}" for one in event.spared)
+            return (f"the next attempt does without {excluded}" if excluded else "bad nodes stay") + stays
+        case of_supervisor.AttemptRequeued():
+            return "the next attempt is queued"
+        case of_supervisor.AttemptEnded():
+            return f"{_words(event.outcome)}, exit code {event.exit_code}"
+        case of_supervisor.EndTakenOver():
+            return f"this node finishes the attempt, for agent {event.by}"
+    return ""
+
+
+def _of_agent(event: AgentEvent) -> str:
+    """Those of an agent that belong to no round."""
+    match event:
+        case of_agent.AgentStarted():
+            return f"pid {event.pid}, version {event.version}"
+        case of_agent.AgentEnded():
+            return f"ended, exit code {event.code}"
+        case of_agent.AgentFailed():
+            return f"the agent itself failed: {event.error} at {event.where}"
+        case of_agent.HealthWarning():
+            return event.check
+        case of_agent.ClockOffset():
+            ahead, bound = event.offset_ns / 1e6, event.bound_ns / 1e6
+            return (
+                f"this node's clock since its boot is {ahead:.3f} ms ahead of node {event.reference}'s, "
+                f"give or take {bound:.3f} ms"
+            )
+        case of_agent.OutputLost():
+            whose = f" of {_ranks({one.rank for one in event.streams})}" if event.streams else ""
+            return f"{event.not_in_files} bytes{whose} are in no file, {event.not_in_job_log} not in the job log"
+        case of_agent.FilesystemRefused():
+            lasted = f"{event.seconds:.0f} s{_to_the_end(event.over)}"
+            where = f" ({event.path})" if event.path else ""
+            return f"the shared filesystem refused for {lasted}: {event.error}{where}"
+        case of_agent.EventsDropped():
+            return f"{event.count} events lost: the disk was full"
+    return ""
+
+
+def _of_round(event: AgentEvent) -> str:
+    """Those of an agent in a round."""
+    text, index = "", getattr(event, "round", None)
+    match event:
+        case of_agent.HealthCheckFailed():
+            return f"this node leaves the run ({', '.join(event.checks)})"
+        case of_agent.RoundFinal():
+            text = (
+                f"{_ranks(event.ranks)} of {event.world_size}, node {event.group_rank} of {event.group_world_size}, "
+                f"master {event.master}, {_restarts(event)}"
+            )
+        case of_agent.WorkersStarted():
+            text = f"{plural(len(event.pids), 'worker')} started"
+        case of_agent.WorkerFailed():
+            how = f"{_code(event.exitcode)} ({_words(event.failure_class)})"
+            text = f"rank {event.rank} failed, {how}: {event.message}"
+        case of_agent.WorkerReplaced():
+            text = f"a fresh process ({event.pid}) takes the place of rank {event.rank}; the others stay"
+        case of_agent.ReplacementRefused():
+            text = "all workers are to start again"
+        case of_agent.InProcessRestarted():
+            active = f"{event.active_world_size} of {event.world_size} ranks active"
+            text = (
+                f"the function starts again in its processes (iteration {event.iteration}, "
+                f"{event.seconds:.2f} s after the fault, {active})"
+            )
+        case of_agent.InProcessLeft():
+            text = f"rank {event.rank} leaves the in-process restart group"
+        case of_agent.InProcessGaveUp():
+            text = f"the in-process restart group gives up on rank {event.rank}"
+        case of_agent.PlatformFailure():
+            text = "something of hpc-elastic itself failed"
+        case of_agent.HangFound():
+            text = f"no sign of life for {event.limit} s"
+        case of_agent.StacksTaken():
+            silent = f", none of {_ranks(event.silent)}" if event.silent else ""
+            text = f"stacks of {_ranks(rank for group in event.groups for rank in group.ranks)} taken{silent}"
+        case of_agent.WorkersStopping():
+            text = "workers are being stopped"
+        case of_agent.WorkersStopped():
+            killed = f", {event.killed} by SIGKILL" if event.killed else ""
+            left = f", left: {', '.join(map(str, event.left))}" if event.left else ""
+            text = f"workers stopped in {event.seconds:.1f} s{killed}{left}"
+        case of_agent.WorkersSucceeded():
+            text = "all workers here ended with 0"
+    return f"round {index}: {text}" if text else ""
+
+
+def _of_coordinator(event: CoordinatorEvent, line: EventLine) -> str:
+    index, name = f"round {event.round}", line.host or f"node {line.node}"
+    match event:
+        case of_coordinator.RoundOpened():
+            return f"{index} opened"
+        case of_coordinator.RoundFrozen():
+            return f"{index}: {plural(len(event.nodes), 'node')} are in"
+        case of_coordinator.RoundConfirmed():
+            return f"{index} confirmed by all"
+        case of_coordinator.NodeLost():
+            return f"{name} is taken out of {index}{_silence(event)}"
+        case of_coordinator.NodeLeft():
+            return f"{name} left"
+        case of_coordinator.SpareLost():
+            return f"{name}, which waited for a place, had died{_silence(event)}"
+        case of_coordinator.NodeMissing():
+            return f"{index} begins without node {event.node}"
+        case of_coordinator.NodeReplaced():
+            gone = event.replaces_host or f"node {event.replaces_node}"
+            return f"{index}: {name} took the place of {gone} (node {event.group_rank} of the round)"
+        case of_coordinator.NodesWaiting():
+            return f"{index}: nodes wait"
+        case of_coordinator.LinkLost():
+            return f"the network link to {name} was lost for {event.seconds:.0f} s{_to_the_end(event.over)}"
+        case of_coordinator.NodesAsked():
+            return f"{index}: nodes are asked whether they live"
+        case of_coordinator.CoordinatorChanged():
+            return f"{index}: this node coordinates now"
+        case of_coordinator.SignalHeard():
+            return f"{index}: the supervisor is asked what a signal means"
+        case of_coordinator.NoticeGiven():
+            return f"{index}: the job is about to end; workers have {event.seconds:.0f} s to save"
+        case of_coordinator.StepAgreed():
+            return index
+        case of_coordinator.RestartDecided():
+            return f"{index}: {event.action}, {_restarts(event)}"
+        case of_coordinator.RunClosed():
+            return f"the run is closed in {index}: {_words(event.outcome)}"
+    return ""
 
 
 def _short(value: object) -> str:
@@ -38,149 +210,25 @@ def _short(value: object) -> str:
     return text if len(text) <= _LONGEST_VALUE else text[:_LONGEST_VALUE] + "..."
 
 
-def _ranks(value: object) -> str:
-    ranks = [rank for rank in value if isinstance(rank, int)] if isinstance(value, list) else []
-    return ranks_text(ranks)
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
-def _code(value: object) -> str:
-    return f"signal {-value}" if isinstance(value, int) and value < 0 else f"exit code {value}"
+def _ranks(ranks: Iterable[int]) -> str:
+    return ranks_text(sorted(ranks))
 
 
-def _bytes_lost(e: Fields) -> str:
-    streams = e["streams"]
-    ranks = sorted({one["rank"] for one in streams if isinstance(one, dict) and isinstance(one.get("rank"), int)})
-    whose = f" of {ranks_text(ranks)}" if ranks else ""
-    return f"{e['not_in_files']} bytes{whose} are in no file, {e['not_in_job_log']} not in the job log"
+def _code(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def _requeue(e: Fields) -> str:
-    return {"requeue": "the job is requeued", "end": "the job ends"}[e["action"]]
+def _silence(event: of_coordinator.NodeLost | of_coordinator.SpareLost) -> str:
+    return "" if event.reason else f": no sign of it for {event.age:.1f} s"
 
 
-def _armed(e: Fields) -> str:
-    nodes = e["nodes"]
-    job = f", job {e['job_id']}" if e.get("job_id") else ""
-    armed = "requeue armed" if e["requeue_armed"] else f"requeue not armed: {e.get('requeue_reason') or 'no reason'}"
-    return f"attempt {e['attempt']}{job}, {plural(len(nodes), 'node')}; {armed}"
+def _to_the_end(over: bool) -> str:
+    return "" if over else ", to the end"
 
 
-def _round(e: Fields) -> str:
-    return f"round {e['round']}"
-
-
-def _name(e: Fields, key: str = "host", other: str = "node") -> str:
-    return str(e.get(key) or f"node {e[other]}")
-
-
-def _silence(e: Fields) -> str:
-    return "" if e.get("reason") else f": no sign of it for {float(e['age']):.1f} s"
-
-
-def _restarts(e: Fields) -> str:
-    return f"{e['restarts_used']} of {e['max_restarts']} restarts used"
-
-
-_SENTENCES: dict[str, Callable[[Fields], str]] = {
-    "attempt_started": _armed,
-    "agents_launched": lambda e: f"{plural(e['nodes'], 'agent')} launched",
-    "agent_ended": lambda e: (
-        f"the agent on {e['name']} ended, exit code {e['code']}"
-        + (f" ({e['detail']})" if e.get("detail") not in ("", None, f"exit code {e['code']}") else "")
-        if "name" in e
-        else f"ended, exit code {e['code']}"
-    ),
-    "agent_relaunched": lambda e: f"the agent on {e['name']} is started again",
-    "node_given_up": lambda e: f"{e['name']} is given up ({str(e['cause']).replace('_', ' ')})",
-    "notice": lambda e: f"{e['signal']}: somebody asks for the end",
-    "signal_heard": lambda e: f"{_round(e)}: the supervisor is asked what a signal means",
-    "signal_decided": lambda e: (
-        f"{e['meaning']}, heard by the {e['heard_by']}; the job {e['slurm']}: "
-        + (f"the workers may save, it ends in {e['seconds']:.0f} s" if e["saves"] else "everything ends now")
-    ),
-    "notice_given": lambda e: f"{_round(e)}: the job is about to end; workers have {e['seconds']:.0f} s to save",
-    "step_agreed": lambda e: _round(e),
-    "verdict": lambda e: str(e["outcome"]).replace("_", " "),
-    "requeue_decision": _requeue,
-    "nodes_differ": lambda e: f"Slurm and the run {'disagree' if e['taken'] or e['kept'] else 'agree'} about the nodes",
-    "nodes_judged": lambda e: (
-        (f"the next attempt does without {', '.join(e['excluded'])}" if e["excluded"] else "bad nodes stay")
-        + "".join(f"; {one['node']} stays: {one['reason']}" for one in e.get("spared") or ())
-    ),
-    "requeued": lambda e: "the next attempt is queued",
-    "attempt_ended": lambda e: f"{str(e['outcome']).replace('_', ' ')}, exit code {e['exit_code']}",
-    "agent_started": lambda e: f"pid {e['pid']}, version {e['version']}",
-    "round_final": lambda e: (
-        f"{_round(e)}: {_ranks(e['ranks'])} of {e['world_size']}, node {e['group_rank']} of {e['group_world_size']}, "
-        f"master {e['master']}, {_restarts(e)}"
-    ),
-    "workers_started": lambda e: f"{_round(e)}: {plural(len(e['pids']), 'worker')} started",
-    "worker_failed": lambda e: (
-        f"{_round(e)}: rank {e['rank']} failed, {_code(e['exitcode'])} ({str(e['failure_class']).replace('_', ' ')}): "
-        f"{e['message']}"
-    ),
-    "hang": lambda e: f"{_round(e)}: no sign of life for {e['limit']} s",
-    "stacks_taken": lambda e: (
-        f"{_round(e)}: stacks of {_ranks([rank for group in e['groups'] for rank in group['ranks']])} taken"
-        + (f", none of {_ranks(e['silent'])}" if e["silent"] else "")
-    ),
-    "workers_stopping": lambda e: f"{_round(e)}: workers are being stopped",
-    "workers_stopped": lambda e: (
-        f"{_round(e)}: workers stopped in {float(e['seconds']):.1f} s"
-        + (f", {e['killed']} by SIGKILL" if e.get("killed") else "")
-        + (f", left: {', '.join(map(str, e['left']))}" if e.get("left") else "")
-    ),
-    "workers_succeeded": lambda e: f"{_round(e)}: all workers here ended with 0",
-    "agent_failed": lambda e: f"the agent itself failed: {e['error']} at {e['where']}",
-    "end_taken_over": lambda e: f"this node finishes the attempt, for agent {e['by']}",
-    "attempt_superseded": lambda e: (
-        f"attempt {e['superseded']} was superseded"
-        + (f"; it has ended on {', '.join(e['ended'])}" if e["ended"] else "")
-        + (f"; not heard of: {', '.join(e['silent'])}" if e["silent"] else "")
-    ),
-    "output_lost": _bytes_lost,
-    "filesystem_refused": lambda e: (
-        f"the shared filesystem refused for {float(e['seconds']):.0f} s{'' if e['over'] else ', to the end'}: "
-        f"{e['error']}" + (f" ({e['path']})" if e.get("path") else "")
-    ),
-    "link_lost": lambda e: (
-        f"the network link to {_name(e)} was lost for {float(e['seconds']):.0f} s{'' if e['over'] else ', to the end'}"
-    ),
-    "events_dropped": lambda e: f"{e['count']} events lost: the disk was full",
-    "platform_failure": lambda e: f"{_round(e)}: something of hpc-elastic itself failed",
-    "spare_lost": lambda e: f"{_name(e)}, which waited for a place, had died{_silence(e)}",
-    "ring_restarted": lambda e: (
-        f"{_round(e)}: the function starts again in its processes (iteration {e['iteration']}, "
-        f"{float(e['seconds']):.2f} s after the fault, {e['active_world_size']} of {e['world_size']} ranks active)"
-    ),
-    "ring_left": lambda e: f"{_round(e)}: rank {e['rank']} leaves the in-process restart group",
-    "ring_gave_up": lambda e: f"{_round(e)}: the in-process restart group gives up on rank {e['rank']}",
-    "worker_replaced": lambda e: (
-        f"{_round(e)}: a fresh process ({e['pid']}) takes the place of rank {e['rank']}; the others stay"
-    ),
-    "replacement_refused": lambda e: f"{_round(e)}: all workers are to start again",
-    "health_check_failed": lambda e: f"this node leaves the run ({', '.join(e['checks'])})",
-    "health_warning": lambda e: f"{e['check']}",
-    "round_opened": lambda e: f"{_round(e)} opened",
-    "round_frozen": lambda e: f"{_round(e)}: {plural(len(e['nodes']), 'node')} are in",
-    "round_confirmed": lambda e: f"{_round(e)} confirmed by all",
-    "node_lost": lambda e: f"{_name(e)} is taken out of {_round(e)}{_silence(e)}",
-    "node_left": lambda e: f"{_name(e)} left",
-    "node_missing": lambda e: f"{_round(e)} begins without node {e['node']}",
-    "node_replaced": lambda e: (
-        f"{_round(e)}: {_name(e)} took the place of {_name(e, 'replaces_host', 'replaces_node')} "
-        f"(node {e['group_rank']} of the round)"
-    ),
-    "nodes_waiting": lambda e: f"{_round(e)}: nodes wait",
-    "nodes_asked": lambda e: f"{_round(e)}: nodes are asked whether they live",
-    "coordinator_changed": lambda e: f"{_round(e)}: this node coordinates now",
-    "clock_offset": lambda e: (
-        f"this node's clock since its boot is {e['offset_ns'] / 1e6:.3f} ms ahead of node {e['reference']}'s, "
-        f"give or take {e['bound_ns'] / 1e6:.3f} ms"
-    ),
-    "restart_decision": lambda e: f"{_round(e)}: {e['action']}, {_restarts(e)}",
-    "closed": lambda e: f"the run is closed in {_round(e)}: {str(e['outcome']).replace('_', ' ')}",
-}
-"""Event → what happened; the field `reason` is put behind it."""
-
-KNOWN_EVENTS = frozenset(_SENTENCES)
+def _restarts(event: of_agent.RoundFinal | of_coordinator.RestartDecided) -> str:
+    return f"{event.restarts_used} of {event.max_restarts} restarts used"

@@ -6,16 +6,22 @@ its files or the job log. Each is read from an event; what is not as it should b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from enum import Enum
-from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from hpc_elastic.base.codec import readable_fields
 from hpc_elastic.report.clocks import SUPERVISOR
-from hpc_elastic.run.event_reader import integer, integer_or, seconds_of, text_of
+from hpc_elastic.run.agent_events import (
+    FilesystemRefused,
+    InProcessGaveUp,
+    InProcessRestarted,
+    OutputLost,
+    StreamLoss,
+)
+from hpc_elastic.run.coordinator_events import LinkLost
+from hpc_elastic.run.event_reader import EventLine
 
 _SAME_MOMENT_NS = 2_000_000_000
 _SLACK_NS = 10_000_000_000
@@ -51,21 +57,20 @@ class Outage(Struct, frozen=True, kw_only=True):
     """What it refused first."""
 
 
-def read_outage(kind: OutageKind, event: Mapping[str, Any], when: int) -> Outage:
-    """From an event ``filesystem_refused`` or ``link_lost``."""
-    lasted = seconds_of(event.get("seconds"))
-    is_agent = event.get("role") != "supervisor"
-    node = integer_or(integer(event.get("node")), SUPERVISOR) if is_agent else SUPERVISOR
+def read_outage(line: EventLine, event: FilesystemRefused | LinkLost) -> Outage:
+    """From such an event."""
+    node = SUPERVISOR if line.node is None or line.role == "supervisor" else line.node
+    since = line.written_ns - int(event.seconds * 1e9) if event.since_ns is None else event.since_ns
     return Outage(
-        kind=kind,
+        kind=OutageKind.LINK if isinstance(event, LinkLost) else OutageKind.FILESYSTEM,
         node=node,
-        host=text_of(event.get("host")),
-        seconds=lasted,
-        since_ns=integer_or(integer(event.get("since_ns")), when - int(lasted * 1e9)),
-        observer=integer_or(integer(event.get("by")), node),
-        over=event.get("over") is not False,
-        error=text_of(event.get("error"))[:_WORDS],
-        path=text_of(event.get("path"))[:_WORDS],
+        host=line.host,
+        seconds=event.seconds,
+        since_ns=since,
+        observer=node if line.by is None else line.by,
+        over=event.over,
+        error="" if isinstance(event, LinkLost) else event.error[:_WORDS],
+        path="" if isinstance(event, LinkLost) else event.path[:_WORDS],
     )
 
 
@@ -100,16 +105,6 @@ def refused_hosts(outages: Collection[Outage], *, at_ns: int | None = None) -> t
     return tuple(dict.fromkeys(one.host.partition(".")[0] for one in refused))
 
 
-class StreamLoss(Struct, frozen=True, kw_only=True):
-    """Of one worker's stdout or stderr, in bytes."""
-
-    round: int = 0
-    rank: int
-    stream: str = ""
-    not_in_file: int = 0
-    not_in_job_log: int = 0
-
-
 class OutputLoss(Struct, frozen=True, kw_only=True):
     """What one node lost in one episode."""
 
@@ -123,9 +118,17 @@ class OutputLoss(Struct, frozen=True, kw_only=True):
     streams: tuple[StreamLoss, ...] = ()
 
 
-def read_loss(event: Mapping[str, Any], when: int) -> OutputLoss:
-    """From an agent's event ``output_lost``."""
-    return OutputLoss(**{**readable_fields(OutputLoss, event), "told_ns": when})
+def read_loss(line: EventLine, event: OutputLost) -> OutputLoss:
+    """From an agent's event."""
+    return OutputLoss(
+        host=line.host,
+        node=0 if line.node is None else line.node,
+        reason=event.reason,
+        not_in_files=event.not_in_files,
+        not_in_job_log=event.not_in_job_log,
+        told_ns=line.written_ns,
+        streams=event.streams,
+    )
 
 
 class InProcessRestart(Struct, frozen=True, kw_only=True):
@@ -147,8 +150,17 @@ class InProcessRestart(Struct, frozen=True, kw_only=True):
     """Why no further restart was tried; empty: one was."""
 
 
-def read_restart(event: Mapping[str, Any], when: int, node: int) -> InProcessRestart:
-    """From an agent's event ``ring_restarted`` or ``ring_gave_up``."""
-    gave_up = (text_of(event.get("reason")) or "no reason was given") if event.get("event") == "ring_gave_up" else ""
-    known = {**readable_fields(InProcessRestart, event), "told_ns": when, "node": node, "gave_up": gave_up}
-    return InProcessRestart(**known)
+def read_restart(line: EventLine, event: InProcessRestarted | InProcessGaveUp, node: int) -> InProcessRestart:
+    """From an agent's event."""
+    if isinstance(event, InProcessGaveUp):
+        why = event.reason or "no reason was given"
+        return InProcessRestart(told_ns=line.written_ns, node=node, iteration=event.iteration, gave_up=why)
+    return InProcessRestart(
+        told_ns=line.written_ns,
+        node=node,
+        iteration=event.iteration,
+        seconds=event.seconds,
+        world_size=event.world_size,
+        interruptions=event.interruptions,
+        joined=event.joined,
+    )

@@ -8,12 +8,22 @@ in every round by more than that is set wrong by about as much.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from msgspec import Struct, field
 
 from hpc_elastic.report.clocks import CLOCK_EVENTS, ClockOffset, Clocks, ClocksBuilder
-from hpc_elastic.run.event_reader import integer, read_events
+from hpc_elastic.run.agent_events import (
+    AgentEnded,
+    AgentStarted,
+    RoundFinal,
+    WorkersStarted,
+    WorkersStopped,
+    WorkersStopping,
+    WorkersSucceeded,
+)
+from hpc_elastic.run.event_reader import EventLine, read_events
+from hpc_elastic.run.event_types import RunEvent, name_of
 from hpc_elastic.run.paths import AttemptPaths
 
 
@@ -51,12 +61,12 @@ class AttemptTimes(Struct, frozen=True, kw_only=True):
 
 
 _FINAL, _STARTED, _STOPPING, _ENDED, _SUCCEEDED = range(5)
-_FIELDS = {
-    "round_final": _FINAL,
-    "workers_started": _STARTED,
-    "workers_stopping": _STOPPING,
-    "workers_stopped": _ENDED,
-    "workers_succeeded": _ENDED,
+_FIELDS: Mapping[type[RunEvent], int] = {
+    RoundFinal: _FINAL,
+    WorkersStarted: _STARTED,
+    WorkersStopping: _STOPPING,
+    WorkersStopped: _ENDED,
+    WorkersSucceeded: _ENDED,
 }
 
 
@@ -66,21 +76,15 @@ class TimesBuilder(Struct):
     _nodes: dict[tuple[int, int], list[int | None]] = field(default_factory=dict)
     _agents: dict[int, tuple[list[str], list[int], list[int]]] = field(default_factory=dict)
 
-    def take(self, event: Mapping[str, Any], name: str, node: int | None, index: int | None, when: int) -> None:
-        """Note one of an agent's events.
-
-        Args:
-            event: It.
-            name: Its name.
-            node: Whose it is.
-            index: Of the round.
-            when: Its time.
-        """
-        if node is None or node < 0 or when < 0:
+    def take(self, line: EventLine) -> None:
+        """Note one of an agent's events."""
+        event, node, when = line.event, line.node, line.written_ns
+        if event is None or node is None or node < 0 or when < 0:
             return
-        place = _FIELDS.get(name)
+        place = _FIELDS.get(type(event))
         if place is not None:
-            if index is None or index < 0:
+            index: int = event.round  # type: ignore[attr-defined]
+            if index < 0:
                 return
             times = self._nodes.get((node, index))
             if times is None:
@@ -89,12 +93,12 @@ class TimesBuilder(Struct):
             # anew for an agent that died in it and came back: there the first is the truth as well.
             if times[place] is None:
                 times[place] = when
-            if name == "workers_succeeded":
+            if isinstance(event, WorkersSucceeded):
                 times[_SUCCEEDED] = when
-        elif name == "agent_started" or name == "agent_ended":
+        elif isinstance(event, (AgentStarted, AgentEnded)):
             hosts, started, ended = self._agents.setdefault(node, ([], [], []))
-            hosts.append(str(event.get("host") or ""))
-            (started if name == "agent_started" else ended).append(when)
+            hosts.append(line.host)
+            (started if isinstance(event, AgentStarted) else ended).append(when)
 
     def build(self) -> AttemptTimes:
         """What was reported."""
@@ -153,13 +157,13 @@ def read_offsets_ns(attempt: AttemptPaths) -> dict[int, int]:
     """
     times: dict[tuple[int, int], NodeTimes] = {}
     clocks = ClocksBuilder()
-    for event in read_events(attempt.events, names={*CLOCK_EVENTS, "round_final"}):
-        if event["event"] in CLOCK_EVENTS:
-            clocks.take(event)
+    for line in read_events(attempt.events, names={*CLOCK_EVENTS, name_of(RoundFinal)}):
+        if isinstance(line.event, RoundFinal):
+            if line.node is not None and line.written_ns:
+                index = line.event.round
+                times.setdefault((index, line.node), NodeTimes(round=index, node=line.node, final_ns=line.written_ns))
         else:
-            node, index, when = (integer(event.get(key)) for key in ("node", "round", "t"))
-            if node is not None and index is not None and when is not None:
-                times.setdefault((index, node), NodeTimes(round=index, node=node, final_ns=when))
+            clocks.take(line)
     return {node: offset.offset_ns for node, offset in node_offsets(times.values(), clocks=clocks.build()).items()}
 
 

@@ -18,12 +18,14 @@ from types import ModuleType
 from typing import Any
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from hpc_elastic.base.codec import UnreadableRecordError, from_json, readable_fields
 from hpc_elastic.base.files import Owner, ask_about, open_checked
 from hpc_elastic.errors import UnsafePathError
-from hpc_elastic.run import agent_events, coordinator_events, event_types, supervisor_events
+from hpc_elastic.run import agent_events, coordinator_events, supervisor_events
 from hpc_elastic.run.attempt import is_job_id
+from hpc_elastic.run.event_types import RunEvent, name_of
 from hpc_elastic.run.paths import AttemptPaths
 
 LONGEST_EVENT = 4 << 20
@@ -40,9 +42,9 @@ _TOO_LONG = f"a line is longer than {LONGEST_EVENT} bytes"
 _WRITER = re.compile(r"[a-z]+-(-?\d+)-")
 
 
-def _defined_in(module: ModuleType) -> dict[str, type[event_types.RunEvent]]:
+def _defined_in(module: ModuleType) -> dict[str, type[RunEvent]]:
     kinds = [kind for kind in vars(module).values() if isinstance(kind, type) and kind.__module__ == module.__name__]
-    return {event_types.name_of(kind): kind for kind in kinds if issubclass(kind, event_types.RunEvent)}
+    return {name_of(kind): kind for kind in kinds if issubclass(kind, RunEvent)}
 
 
 SUPERVISOR_EVENTS = _defined_in(supervisor_events)
@@ -50,7 +52,7 @@ EVENTS = {**SUPERVISOR_EVENTS, **_defined_in(agent_events), **_defined_in(coordi
 """The type of each event, by its name in the file. Of ``agent_ended``, which two write, the agent's."""
 
 
-def read_event(value: Mapping[str, Any]) -> event_types.RunEvent | None:
+def read_event(value: Mapping[str, Any]) -> RunEvent | None:
     """The event of a line; None: this version does not know it, or it lacks what makes it worth reading.
 
     A field of another type takes its default; of a list the readable items stay.
@@ -72,19 +74,57 @@ def read_event(value: Mapping[str, Any]) -> event_types.RunEvent | None:
         return None
 
 
-class Event(Struct, frozen=True, kw_only=True):
+class EventLine(Struct, frozen=True, kw_only=True):
     """One line of an event log."""
 
     name: str
+    event: RunEvent | None = None
+    """None: this version does not know it, or can't read it."""
     value: dict[str, Any]
     """All its fields, the common ones included."""
-    raw: bytes
+    raw: bytes = b""
     """As it was written, without its line feed."""
-    attempt: int
-    writer: int
+    attempt: int = 0
+    writer: int = -1
     """The node of its file; negative: the batch host. An event may be about another node."""
-    time_ns: int
+    time_ns: int = 0
     """On one clock for all nodes, as far as their offsets are known; never before an earlier line of its file."""
+    written_ns: int = 0
+    """By the writer's wall clock."""
+    number: int | None = None
+    """Its place in its file."""
+    role: str = ""
+    """``supervisor`` or ``agent``."""
+    node: int | None = None
+    """That the event is about: of an agent's own that node, of a coordinator's the one that it names."""
+    host: str = ""
+    """That node's."""
+    by: int | None = None
+    """The node of the writer, where the event is about a node."""
+
+
+def event_line(value: dict[str, Any], **known: Any) -> EventLine:
+    """A line from its JSON value; `known`: the fields that its file gives."""
+    role, when, event = value.get("role"), integer(value.get("t")), read_event(value)
+    if event is not None and len(known.get("raw", b"")) > _TEXT_LIMIT:
+        event = _with_bounded_texts(event)
+    return EventLine(
+        name=value["event"],
+        event=event,
+        value=value,
+        written_ns=0 if when is None else when,
+        number=integer(value.get("n")),
+        role=role if isinstance(role, str) else "",
+        node=integer(value.get("node")),
+        host=text_of(value.get("host")),
+        by=integer(value.get("by")),
+        **known,
+    )
+
+
+def _with_bounded_texts(event: RunEvent) -> RunEvent:
+    texts = {name: getattr(event, name) for name in event.__struct_fields__}
+    return replace(event, **{name: text[:_TEXT_LIMIT] for name, text in texts.items() if isinstance(text, str)})
 
 
 class EventFile:
@@ -128,7 +168,7 @@ class EventFile:
         """Why → bytes."""
         self._latest = 0
 
-    def read(self) -> list[Event] | None:
+    def read(self) -> list[EventLine] | None:
         """The events in the next whole lines; None: there are no more now, or the file can't be read."""
         while data := self._pread():
             lines = self._whole_lines(data)
@@ -136,7 +176,7 @@ class EventFile:
                 return self._parse(lines)
         return None
 
-    def rest(self) -> list[Event] | None:
+    def rest(self) -> list[EventLine] | None:
         """The event whose line has no end; None: there is none."""
         raw, self._begun = bytes(self._begun), bytearray()
         return self._parse(raw) or None
@@ -145,7 +185,7 @@ class EventFile:
     def has_begun_line(self) -> bool:
         return bool(self._begun)
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[EventLine]:
         """All that follow, to the end that the file has now."""
         while (found := self.read() or self.rest()) is not None:
             yield from found
@@ -199,7 +239,7 @@ class EventFile:
     def _leave_out(self, count: int, why: str) -> None:
         self._left_out[why] = self._left_out.get(why, 0) + count
 
-    def _parse(self, data: bytes) -> list[Event]:
+    def _parse(self, data: bytes) -> list[EventLine]:
         wanted, names = self._wanted, self._names
         if wanted is not None and not wanted.search(data):
             return []  # not even decoded
@@ -212,9 +252,8 @@ class EventFile:
             when = value.get("t")
             if type(when) is int:
                 self._latest = max(self._latest, when - self._ahead)
-            found.append(
-                Event(name=name, value=value, raw=raw, attempt=self._attempt, writer=self._writer, time_ns=self._latest)
-            )
+            known = {"raw": raw, "attempt": self._attempt, "writer": self._writer, "time_ns": self._latest}
+            found.append(event_line(value, **known))
         return found
 
 
@@ -251,7 +290,7 @@ def event_files(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(names) if name.endswith(".jsonl") and not name.startswith(".")]
 
 
-def read_events(folder: Path, *, names: Collection[str] | None = None) -> Iterator[dict[str, Any]]:
+def read_events(folder: Path, *, names: Collection[str] | None = None) -> Iterator[EventLine]:
     """An attempt's events, or those of some names: file by file, each file in its own order.
 
     Args:
@@ -259,8 +298,7 @@ def read_events(folder: Path, *, names: Collection[str] | None = None) -> Iterat
         names: Only these; None: all.
     """
     for path in event_files(folder):
-        for event in EventFile(path, names=names).events():
-            yield event.value
+        yield from EventFile(path, names=names).events()
 
 
 def merged_events(
@@ -269,7 +307,7 @@ def merged_events(
     *,
     names: Collection[str] | None = None,
     on_left_out: Callable[[str], None] = lambda sentence: None,
-) -> Iterator[Event]:
+) -> Iterator[EventLine]:
     """An attempt's events, or those of some names, in time order and in bounded memory.
 
     Args:

@@ -10,7 +10,7 @@ from hpc_elastic.run.event_types import Seconds, SupervisorEvent
 class AttemptStarted(SupervisorEvent, frozen=True, kw_only=True):
     """The supervisor of an attempt begins."""
 
-    attempt: int
+    attempt: int = 0
     job_id: str | None = None
     nodes: tuple[str, ...] = ()
     """names in Slurm's order"""

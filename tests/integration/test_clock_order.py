@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc_elastic.run.event_reader import read_events
+from tests.rigs.event_pairs import read_events
 from tests.rigs.local_run import LocalRun
 from tests.rigs.wrong_clocks import (
     fail_one_after_the_other,

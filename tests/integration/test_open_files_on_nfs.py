@@ -14,8 +14,8 @@ from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import make_private_dir, read_json, write_json
 from hpc_elastic.launch.batch import WriteBack
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.run.event_reader import read_events
 from hpc_elastic.run.events import EventLog
+from tests.rigs.event_pairs import read_events
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
 from tests.rigs.run_builder import RunBuilder, make_failure
 

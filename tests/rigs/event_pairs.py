@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
 from typing import Any, cast
 
 from hpc_elastic.base.codec import to_json
+from hpc_elastic.run import event_reader
 from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.run.events import EventLog
 
@@ -38,3 +40,9 @@ def log_into(pairs: list[tuple[str, dict[str, Any]]]) -> EventLog:
 def log_into_dicts(events: list[dict[str, Any]]) -> EventLog:
     """The same; ``event`` is the name."""
     return cast("EventLog", PairLog(lambda name, fields: events.append({"event": name, **fields})))
+
+
+def read_events(folder: Path, *, names: Collection[str] | None = None) -> Iterator[dict[str, Any]]:
+    """The lines of an attempt's events, as JSON values."""
+    for line in event_reader.read_events(folder, names=names):
+        yield line.value

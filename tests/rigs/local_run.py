@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.run.event_reader import read_events
 from hpc_elastic.run.paths import AttemptPaths, RankPaths, RunPaths
 from hpc_elastic.workers.tree import NODE_TAG_VARIABLE, TAG_VARIABLE, read_environments
+from tests.rigs.event_pairs import read_events
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "LOCAL_RUN_MARK"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.run.event_reader import read_events
 from hpc_elastic.run.paths import RunPaths
+from tests.rigs.event_pairs import read_events
 from tests.rigs.slurm_cluster.processes import wait_until
 from tests.rigs.two_users import TwoUsers, User
 

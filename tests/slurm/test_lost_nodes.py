@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from hpc_elastic.run.event_reader import read_events
+from tests.rigs.event_pairs import read_events
 from tests.rigs.slurm_cluster import SlurmCluster
 from tests.rigs.slurm_cluster.processes import wait_until
 from tests.rigs.slurm_runs import ALL_COME, SHORT, Run, SlurmRuns

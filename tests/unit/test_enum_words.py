@@ -34,9 +34,12 @@ from hpc_elastic.report.render_text import render_text
 from hpc_elastic.report.subject import Subject, choose_subject
 from hpc_elastic.report.verdict import Cause, Confidence
 from hpc_elastic.report.wording import describe_outages
+from hpc_elastic.run.agent_events import FilesystemRefused
 from hpc_elastic.run.attempt import StoredResult
-from hpc_elastic.run.event_reader import read_events
+from hpc_elastic.run.coordinator_events import LinkLost
+from hpc_elastic.run.event_reader import event_line
 from hpc_elastic.submission.outcome import RunEnd
+from tests.rigs.event_pairs import read_events
 from tests.rigs.run_builder import RunBuilder, make_failure
 
 PACKAGE = Path(hpc_elastic.__file__).parent
@@ -112,7 +115,7 @@ def test_every_kind_of_failure_is_rendered(
         assert value not in found["text"] + found["html"]
     assert f'"{failure_class.value}"' in found["json"]
     (line,) = [
-        describe_event(event)
+        describe_event(event_line(event))
         for event in read_events(builder.paths.attempt(0).events)
         if event["event"] == "worker_failed" and event["rank"] == 2
     ]
@@ -138,7 +141,7 @@ def test_every_outcome_is_rendered(outcome: Outcome, tmp_path: Path) -> None:
     lines = [*status_lines(status, None, seconds_left=None), status_line(status)]
     assert words in lines[-1]
     assert words in "\n".join(lines[:-1])
-    events = [describe_event(event) for event in read_events(builder.paths.attempt(0).events)]
+    events = [describe_event(event_line(event)) for event in read_events(builder.paths.attempt(0).events)]
     assert sum(words in line for line in events) >= 2
     for value in raw_values(Outcome):
         assert value not in found["text"] + found["html"] + "\n".join([*lines, *events])
@@ -172,7 +175,7 @@ def test_every_reason_to_give_a_node_up_is_rendered(cause: GivenUp, tmp_path: Pa
     found = shown_by_all(builder)
     assert f'"{cause.value}"' in found["json"]
     (line,) = [
-        describe_event(event)
+        describe_event(event_line(event))
         for event in read_events(builder.paths.attempt(0).events)
         if event["event"] == "node_given_up"
     ]
@@ -211,7 +214,12 @@ def test_every_verdict_is_rendered(
 
 @pytest.mark.parametrize("kind", OutageKind)
 def test_every_kind_of_outage_is_described(kind: OutageKind) -> None:
-    outage = read_outage(kind, {"host": "n2", "node": 1, "seconds": 7.0, "error": "EIO"}, 10**18)
+    event = {OutageKind.FILESYSTEM: "filesystem_refused", OutageKind.LINK: "link_lost"}[kind]
+    told = {"round": 0, "host": "n2", "node": 1, "seconds": 7.0, "error": "EIO", "t": 10**18}
+    line = event_line({"event": event, "role": "agent", **told})
+    assert isinstance(line.event, (FilesystemRefused, LinkLost))
+    outage = read_outage(line, line.event)
+    assert outage.kind is kind
     ((name, text),) = describe_outages([outage], str)
     assert name
     assert "n2" in text
@@ -220,7 +228,7 @@ def test_every_kind_of_outage_is_described(kind: OutageKind) -> None:
 
 @pytest.mark.parametrize("action", RequeueAction)
 def test_every_decision_about_the_queue_has_its_sentence(action: RequeueAction) -> None:
-    line = describe_event({"event": "requeue_decision", "action": action.value, "reason": "so"})
+    line = describe_event(event_line({"event": "requeue_decision", "action": action.value, "reason": "so"}))
     assert re.fullmatch(r"the job .*: so", line)
 
 

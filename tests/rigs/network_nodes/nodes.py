@@ -20,10 +20,10 @@ from typing import Any
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.launch.run_directory import claim_attempt, create_run
 from hpc_elastic.run.attempt import AttemptInfo
-from hpc_elastic.run.event_reader import read_events
 from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, new_run_id
 from hpc_elastic.workers.tree import NODE_TAG_VARIABLE
+from tests.rigs.event_pairs import read_events
 from tests.rigs.network_nodes.network import NETNS_FOLDER, Network
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator
 

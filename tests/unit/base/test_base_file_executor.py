@@ -11,8 +11,8 @@ import pytest
 
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.file_executor import FileExecutor, FilesystemHangsError
-from hpc_elastic.run.event_reader import read_events
 from hpc_elastic.run.events import EventLog
+from tests.rigs.event_pairs import read_events
 
 
 class Mount:

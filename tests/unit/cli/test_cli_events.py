@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
 from hpc_elastic.cli.main import main
-from hpc_elastic.report.event_text import KNOWN_EVENTS
 from tests.rigs.run_builder import RunBuilder, make_failure
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -92,9 +90,3 @@ def test_what_is_wrong_is_said_in_a_line(
 ) -> None:
     (line,) = shown(capsys, str(root), *argv, code=2)
     assert says in line
-
-
-def test_every_event_that_is_documented_has_its_sentence() -> None:
-    page = (ROOT / "docs" / "reference" / "events.md").read_text(encoding="utf-8").split("## Supervisor", 1)[1]
-    documented = set(re.findall(r"^\| `([a-z_]+)` \|", page, re.MULTILINE))
-    assert not documented - KNOWN_EVENTS, "give them a sentence in hpc_elastic/report/event_text.py"

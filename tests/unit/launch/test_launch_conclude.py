@@ -18,13 +18,13 @@ from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
 from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
 from hpc_elastic.launch.site import EligibleNodes
 from hpc_elastic.run.attempt import AttemptInfo, StoredResult, load_result
-from hpc_elastic.run.event_reader import read_events
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.node_records import load_record
 from hpc_elastic.run.option_values import RequeueChoice
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.errors import SlurmError
+from tests.rigs.event_pairs import read_events
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.run_builder import START_NS, RunBuilder, make_failure
 from tests.rigs.specs import make_attempt, make_spec

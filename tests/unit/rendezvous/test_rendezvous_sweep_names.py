@@ -16,10 +16,10 @@ from hpc_elastic.rendezvous.round_log import KEPT_RECORDS, RecordLog
 from hpc_elastic.rendezvous.run_folder import RunFolder
 from hpc_elastic.rendezvous.state import NodeFailure
 from hpc_elastic.rendezvous.sweep import SWEEP_SECONDS
-from hpc_elastic.run.event_reader import read_events
 from hpc_elastic.run.paths import RunPaths, attempt_number, rank_index, round_index
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.key_value import KeyValueStore
+from tests.rigs.event_pairs import read_events
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.memory_store import MemoryStore
 from tests.rigs.rendezvous_world import World

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from hpc_elastic.base.clock import DRIFT
 from hpc_elastic.report.clocks import SUPERVISOR, ClockOffset, Clocks, ClocksBuilder
+from hpc_elastic.run.event_reader import event_line
 
 MS = 1_000_000
 SECOND = 1000 * MS
@@ -48,7 +49,7 @@ class Hosts:
     def event(self, node: int, name: str, *, at: int = 0, role: str = "agent", **fields: Any) -> None:
         host = f"n{max(node, 0)}"
         line = {"event": name, "role": role, "node": node, "host": host, "t": self.wall_of(max(node, 0), at), **fields}
-        self.builder.take(line)
+        self.builder.take(event_line(line))
 
     def build(self) -> Clocks:
         return self.builder.build()
@@ -161,7 +162,7 @@ def test_the_supervisor_reads_the_clock_of_its_host() -> None:
     hosts.tell(0, 0, at=0, bound=0)
     hosts.tell(1, 0, at=0)
     assert hosts.build().moment(SUPERVISOR, START).bound_ns is None
-    hosts.builder.take({"event": "attempt_started", "role": "supervisor", "node": -1, "host": "n1", "t": 1})
+    hosts.event(-1, "attempt_started", role="supervisor", host="n1")
     moment = hosts.build().moment(SUPERVISOR, START + 7 * SECOND)
     assert moment.at_ns == START
     assert moment.node == 1
@@ -171,8 +172,8 @@ def test_foreign_words_say_nothing() -> None:
     builder = ClocksBuilder()
     for fields in ({}, {"reference": "0"}, {"reference": 0, "offset_ns": 1.5}, {"reference": -1, "bound_ns": -5}):
         whole = {"offset_ns": 1, "bound_ns": 1, "uptime_ns": 1, "wall_ns": 1, **fields}
-        builder.take({"event": "clock_offset", "role": "agent", "node": 1, "host": "n1", **whole})
-    builder.take({"event": "clock_offset", "role": "agent", "node": None})
+        builder.take(event_line({"event": "clock_offset", "role": "agent", "node": 1, "host": "n1", **whole}))
+    builder.take(event_line({"event": "clock_offset", "role": "agent", "node": None}))
     assert builder.build() == Clocks()
 
 

@@ -6,7 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_elastic.report.event_text import KNOWN_EVENTS, describe_event
+from hpc_elastic.base.codec import to_json
+from hpc_elastic.report.event_text import describe_event
+from hpc_elastic.run.event_reader import EVENTS, event_line
+from hpc_elastic.run.event_types import RunEvent, SupervisorEvent
+from tests.rigs.event_samples import KINDS, sample
 
 
 def event(name: str, second: float, node: int = 0, **fields: object) -> dict[str, object]:
@@ -45,11 +49,11 @@ def event(name: str, second: float, node: int = 0, **fields: object) -> dict[str
     ],
 )
 def test_a_line_says_what_happened_and_why(name: str, fields: dict[str, object], line: str) -> None:
-    assert describe_event({**event(name, 1), **fields}) == line
+    assert describe_event(event_line({**event(name, 1), **fields})) == line
 
 
 @given(
-    st.sampled_from(sorted(KNOWN_EVENTS)),
+    st.sampled_from(sorted(EVENTS)),
     st.dictionaries(
         st.sampled_from(
             ["round", "ranks", "nodes", "reason", "exitcode", "age", "streams", "groups", "seconds", "pids"]
@@ -58,6 +62,14 @@ def test_a_line_says_what_happened_and_why(name: str, fields: dict[str, object],
     ),
 )
 def test_whatever_a_file_holds_there_is_a_line(name: str, fields: dict[str, object]) -> None:
-    line = describe_event({**event(name, 1), **fields})
+    line = describe_event(event_line({**event(name, 1), **fields}))
     assert "\n" not in line
     assert "\x1b" not in line
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_event_has_its_sentence(kind: type[RunEvent]) -> None:
+    role = "supervisor" if issubclass(kind, SupervisorEvent) else "agent"
+    line = describe_event(event_line({"role": role, "node": 7, "host": "n7", **to_json(sample(kind))}))
+    assert line
+    assert "=" not in line, "the fields of an event without a sentence"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -9,6 +10,7 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import SUPERVISOR, Clocks, ClocksBuilder
 from hpc_elastic.report.history import NodeLoss, RankStatus, WorkerEnd
 from hpc_elastic.report.verdict import Cause, Confidence, Verdict, decide_verdict
+from hpc_elastic.run.event_reader import event_line
 from tests.rigs.run_builder import GLOO, START_NS, UPTIME_NS, make_failure
 
 MS = 1_000_000
@@ -30,21 +32,21 @@ def lost(node: int, at: float, age: float = 0.0, observer: int | None = 0) -> No
 def compared(*ahead: float, bound_ms: float = 1.0) -> Clocks:
     """What nodes have told: how far their clocks are ahead of n1's, in seconds; both kinds of them."""
     builder = ClocksBuilder()
-    builder.take({"event": "attempt_started", "role": "supervisor", "node": -1, "host": "n1", "t": START_NS})
+    line: dict[str, Any] = {"event": "attempt_started", "role": "supervisor", "node": -1, "host": "n1", "t": START_NS}
+    builder.take(event_line(line))
     for node, seconds in enumerate((0.0, *ahead)):
-        builder.take(
-            {
-                "event": "clock_offset",
-                "role": "agent",
-                "node": node,
-                "host": f"n{node + 1}",
-                "reference": 0,
-                "offset_ns": int(seconds * 1e9),
-                "bound_ns": int(bound_ms * MS) if node else 0,
-                "uptime_ns": UPTIME_NS + int((seconds + 5) * 1e9),
-                "wall_ns": START_NS + int((seconds + 5) * 1e9),
-            }
-        )
+        line = {
+            "event": "clock_offset",
+            "role": "agent",
+            "node": node,
+            "host": f"n{node + 1}",
+            "reference": 0,
+            "offset_ns": int(seconds * 1e9),
+            "bound_ns": int(bound_ms * MS) if node else 0,
+            "uptime_ns": UPTIME_NS + int((seconds + 5) * 1e9),
+            "wall_ns": START_NS + int((seconds + 5) * 1e9),
+        }
+        builder.take(event_line(line))
     return builder.build()
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.run.event_reader import EventFile, merged_events, read_events
+from hpc_elastic.run.event_reader import EventFile, merged_events
 from hpc_elastic.run.paths import AttemptPaths
+from tests.rigs.event_pairs import read_events
 
 
 def write(folder: Path, name: str, *events: dict[str, object], torn: str = "") -> None:

@@ -2,48 +2,28 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 from msgspec.structs import fields
 
+import hpc_elastic
 from hpc_elastic.base.codec import to_json
+from hpc_elastic.report import collect_round
 from hpc_elastic.run.agent_events import AgentEnded, RoundFinal, StacksTaken, WorkerFailed, WorkersStopped
-from hpc_elastic.run.event_reader import EVENTS, SUPERVISOR_EVENTS, read_event, read_events
+from hpc_elastic.run.coordinator_events import RestartDecided
+from hpc_elastic.run.event_reader import EVENTS, read_event, read_events
 from hpc_elastic.run.event_types import AgentEvent, CoordinatorEvent, RunEvent, SupervisorEvent, name_of
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.heartbeats import RankHeartbeat
 from hpc_elastic.run.supervisor_events import AgentProcessEnded
+from tests.rigs.event_samples import KINDS, sample
 from tests.rigs.fake_clock import FakeClock
-
-KINDS = sorted({*EVENTS.values(), *SUPERVISOR_EVENTS.values()}, key=lambda kind: (name_of(kind), kind.__name__))
-
-
-def sample(kind: Any) -> Any:
-    """A value of a type that is none of its defaults."""
-    origin, args = msgspec.inspect.type_info(kind), getattr(kind, "__args__", ())
-    match origin:
-        case msgspec.inspect.IntType():
-            return 7
-        case msgspec.inspect.FloatType():
-            return 2.5
-        case msgspec.inspect.StrType():
-            return "so"
-        case msgspec.inspect.BoolType():
-            return True
-        case msgspec.inspect.VarTupleType():
-            return (sample(args[0]),)
-        case msgspec.inspect.TupleType():
-            return tuple(map(sample, args))
-        case msgspec.inspect.UnionType():
-            return sample(args[0])
-        case msgspec.inspect.StructType():
-            return kind(**{each.name: sample(each.type) for each in fields(kind)})
-    raise AssertionError(f"no sample of {kind}")
 
 
 def test_every_event_is_of_one_writer_and_has_a_name_of_its_own() -> None:
@@ -63,9 +43,10 @@ def test_what_is_written_is_read(kind: type[RunEvent], tmp_path: Path) -> None:
     log = EventLog(tmp_path / "events", role=role, host="n3", node=3, uid="u1", clock=FakeClock())
     log.write(event)
     log.close()
-    (line,) = read_events(tmp_path / "events")
-    assert line["event"] == name_of(kind)
-    assert read_event(line) == event
+    (found,) = read_events(tmp_path / "events")
+    line = found.value
+    assert found.name == line["event"] == name_of(kind)
+    assert found.event == event
     written = json.loads(json.dumps(to_json(event)))
     assert {key: line[key] for key in written} == written
     if "node" in written and "by" not in written:
@@ -119,3 +100,32 @@ DECISIONS = {
 
 def test_every_decision_has_its_reason() -> None:
     assert not {name for name in DECISIONS if "reason" not in EVENTS[name].__struct_fields__}
+
+
+READ_ONLY = {RestartDecided}
+"""What earlier versions wrote."""
+PACKAGE = Path(hpc_elastic.__file__).parent
+
+
+def test_every_event_is_written_somewhere() -> None:
+    texts = [
+        path.read_text(encoding="utf-8")
+        for path in PACKAGE.rglob("*.py")
+        if path.parent.name not in ("report", "cli") and not path.name.endswith("_events.py")
+    ]
+    texts.append((PACKAGE / "agent" / "round_events.py").read_text(encoding="utf-8"))
+    used = {name for text in texts for name in re.findall(r"\b[A-Z]\w+\b", text)}
+    assert {kind for kind in KINDS if kind.__name__ not in used} == READ_ONLY
+
+
+def test_what_a_round_learns_from_is_what_it_is_given() -> None:
+    tree = ast.parse(inspect.getsource(collect_round))
+    (take,) = (
+        method
+        for record in tree.body
+        if isinstance(record, ast.ClassDef) and record.name == "RoundBuilder"
+        for method in record.body
+        if isinstance(method, ast.FunctionDef) and method.name == "take"
+    )
+    cases = {ast.unparse(node.cls) for node in ast.walk(take) if isinstance(node, ast.MatchClass)}
+    assert cases == {kind.__name__ for kind in collect_round.ROUND_EVENTS}

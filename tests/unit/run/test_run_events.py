@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.run import events
-from hpc_elastic.run.event_reader import read_events
 from hpc_elastic.run.events import EventLog
+from tests.rigs.event_pairs import read_events
 
 
 class CountingClock:
