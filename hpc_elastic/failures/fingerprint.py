@@ -28,7 +28,9 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = (
 # `record` itself is in the stack of a recorded failure only: without this, the same failure would get two names.
 _LIBRARY = re.compile(
     r"(?:site|dist)-packages/|/lib(?:64)?/python\d|\A<frozen |\A<string>\Z"
-    r"|/hpc_elastic/failures/record(?:ing)?\.py\Z|/torch/distributed/elastic/"
+    r"|/hpc_elastic/(?:failures|inprocess|submission|worker_api)/\w+\.py\Z"
+    # A torch that was built in place has no site-packages in its paths.
+    r"|/torch/(?:_\w+|autograd|cuda|distributed|fx|jit|nn|optim|utils)/|/torch/(?:_\w+|functional|serialization)\.py\Z"
 )
 
 

@@ -1,7 +1,7 @@
-"""The report as a document: what it says, in its order, before anybody lays it out.
+"""The report as a document: what it says, in its order, before it is laid out.
 
-`render_text` and `render_html` are layouts of it; report.json has the history's values instead. Sentences come from
-`wording`, the verdict from `verdict`.
+`render_text` and `render_html` are layouts of it; report.json has its sentences beside the history's values. Sentences
+come from `wording`, the verdict from `verdict`.
 """
 
 from __future__ import annotations
@@ -12,33 +12,50 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from hpc_elastic.base.text import ranges, time_text
+from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.base.text import plural, ranges, time_text
 from hpc_elastic.failures.classify import kind_of, wording_of
 from hpc_elastic.failures.fingerprint import normalise_message
 from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
+from hpc_elastic.report.excerpt import user_frame
 from hpc_elastic.report.goodput import Goodput, goodput_of
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
 from hpc_elastic.report.incidents import OutageKind
 from hpc_elastic.report.subject import Subject, choose_subject, failure_count, nodes_done_without, verdict_of
-from hpc_elastic.report.verdict import Cause
+from hpc_elastic.report.verdict import Cause, Confidence
 from hpc_elastic.report.wording import (
     describe_after_round,
     describe_class,
     describe_clock,
     describe_decision,
     describe_end,
+    describe_end_without_failure,
     describe_exit,
     describe_losses,
     describe_outages,
-    describe_outcome,
+    describe_place,
     describe_size,
+    describe_status,
+    without_failure,
+    without_repeat,
 )
 
 NOT_AVAILABLE = "<N/A>"
+ROOT_CAUSE = "Root Cause (first observed failure)"
+"""As torchrun prints it."""
+_TITLES = {
+    Confidence.HIGH: ROOT_CAUSE,
+    Confidence.TIE: "Root Cause (not certain)",
+    Confidence.LOW: "Root Cause (likely)",
+    Confidence.NONE: ROOT_CAUSE,
+}
+_ASKED_TO_END = (Outcome.CANCELLED.value, Outcome.PREEMPTED.value, Outcome.TIMED_OUT.value)
+"""Its agents ended otherwise than well since they were asked to."""
 _MOST_CAUSES = 2
 _MOST_AGENTS = 3
+_MOST_SUSPECTS = 2
 _Key = tuple[str, str, int]
 
 
@@ -131,6 +148,23 @@ class RoundEntry(Struct, frozen=True, kw_only=True):
     """Equal for rounds that ended in the same way; empty: this one is like no other."""
 
 
+class Finding(Struct, frozen=True, kw_only=True):
+    """What happened, to whom, where."""
+
+    title: str
+    """``Root Cause (first observed failure)``; or, where there is none, the sentence that says so."""
+    headline: str = ""
+    """What happened; empty where the title says all."""
+    place: str = ""
+    """Which rank on which node, and where in its code."""
+    facts: tuple[Fact, ...] = ()
+    """What kind of failure it is, and why it is taken for the cause."""
+    evidence: WorkerFailure | None = None
+    """The failure whose traceback belongs to it."""
+    details: tuple[Fact, ...] = ()
+    """For a search: exit code, file, time."""
+
+
 class Document(Struct, frozen=True, kw_only=True):
     """Everything that the text and the page say of a run."""
 
@@ -144,14 +178,11 @@ class Document(Struct, frozen=True, kw_only=True):
     """Nothing failed that the report would have to explain."""
     survived: str
     """How many failures a run survived that succeeded; empty: none."""
-    headline: str
-    """What happened."""
-    facts: tuple[Fact, ...]
-    """About the cause."""
+    finding: Finding
     agents: tuple[str, ...]
     """Where no worker failed: the agents that ended otherwise than well."""
     done: tuple[str, ...]
-    """What was done about it."""
+    """The recovery: what was decided, and what came of it."""
     notes: tuple[Fact, ...]
     """What went wrong beside the cause: nodes that were not there, outages, lost output, files that can't be read."""
     goodput: Goodput
@@ -172,17 +203,16 @@ def build_document(
     subject = choose_subject(history, attempt=attempt)
     shown = choose_attempt(history, attempt)
     succeeded = shown is not None and shown.outcome == "succeeded"
-    headline, facts = _cause(subject, shown, times)
+    is_fine = subject.verdict.cause is Cause.NONE and (shown is None or shown.outcome in ("", "succeeded"))
     return Document(
         history=history,
         subject=subject,
         shown=shown,
-        status=describe_outcome(history, shown),
-        is_fine=subject.verdict.cause is Cause.NONE and (shown is None or shown.outcome in ("", "succeeded")),
+        status=describe_status(history, shown),
+        is_fine=is_fine,
         survived=_describe_survived(failure_count(history, attempt=attempt)) if succeeded else "",
-        headline=headline,
-        facts=tuple(facts),
-        agents=_bad_agents(subject, shown),
+        finding=_nothing_failed(history, shown) if is_fine else _find(history, subject, shown, times),
+        agents=() if is_fine else _bad_agents(subject, shown),
         done=tuple(_done(subject, shown)),
         notes=tuple(_notes(history, subject, shown, partial(times, date=False, fine=True))),
         goodput=goodput or goodput_of(history),
@@ -199,59 +229,102 @@ def choose_attempt(history: RunHistory, attempt: int | None) -> AttemptHistory |
 def _describe_survived(failures: int) -> str:
     if failures < 2:
         return "One failure was survived; the run went on and succeeded." if failures else ""
-    return f"{failures} failures were survived, of which the last is told here; the run succeeded."
+    return f"{failures} failures were survived, of which the last is described here; the run succeeded."
 
 
-def _cause(subject: Subject, shown: AttemptHistory | None, times: Callable[..., str]) -> tuple[str, list[Fact]]:
-    """What happened, and the fields about it: torch's, in torch's order, and the verdict."""
+def _nothing_failed(history: RunHistory, shown: AttemptHistory | None) -> Finding:
+    """Nothing ended a round; restarts within the processes leave the round as it is."""
+    parts = history.attempts if shown is None else [shown]
+    restarts = [one for part in parts for item in part.rounds for one in item.in_process if not one.gave_up]
+    if not restarts:
+        return Finding(title="No failures.")
+    seconds = sum(one.seconds for one in restarts)
+    often = plural(len(restarts), "restart")
+    return Finding(title=f"No failure ended a round: {often} within the processes, {seconds:.1f} s in all.")
+
+
+def _find(history: RunHistory, subject: Subject, shown: AttemptHistory | None, times: Callable[..., str]) -> Finding:
+    """What happened; torch's fields have torch's names."""
     verdict, failure, loss = subject.verdict, subject.verdict.failure, subject.verdict.lost_node
-    evidence = Fact("verdict", verdict.evidence)
+    title, evidence = _TITLES[verdict.confidence], Fact("verdict", verdict.evidence)
+    if verdict.cause is Cause.UNKNOWN:
+        why = verdict.evidence.removeprefix("not known: ").partition(". Look at ")[0]
+        return Finding(title=_not_known(subject), facts=(Fact("verdict", why),))
     if loss is not None:
-        facts = [
-            Fact("time", f"{times(loss.gone_ns)} ({loss.whose_clock})"),
-            Fact("host", f"{loss.host} (node {loss.node}){_where(subject)}"),
-            *_last_steps(subject.round, loss, times),
-        ]
-        return loss.summary, [*facts, evidence]
+        where = f"{loss.host} (node {loss.node}){_where(history, subject)}"
+        return Finding(
+            title=title,
+            headline=loss.summary,
+            place=where,
+            facts=(evidence, *_last_steps(subject.round, loss, times)),
+            details=(Fact("time", f"{times(loss.gone_ns)} ({loss.whose_clock})"),),
+        )
     if failure is not None:
-        return failure.headline, _of_failure(subject, failure, times)
+        return _of_failure(history, subject, failure, times)
     if verdict.what:
         outages = subject.attempt.outages if subject.attempt is not None else ()
         since = min((one.since_ns for one in outages if one.kind is OutageKind.FILESYSTEM), default=None)
-        return verdict.what, [*([Fact("time", f"{times(since)} (since then)")] if since is not None else []), evidence]
+        details = (Fact("time", f"{times(since)} (since then)"),) if since is not None else ()
+        return Finding(title=title, headline=verdict.what, facts=(evidence,), details=details)
     if verdict.headline:
-        return verdict.headline, [evidence]
-    reason = shown.reason if shown is not None and shown.reason else describe_end(shown)
-    return f"none of the workers: {verdict.evidence}", [Fact("reason", reason)]
+        return Finding(title=title, headline=verdict.headline, facts=(evidence,))
+    if shown is None:
+        return Finding(title="No failures.")
+    return Finding(
+        title=f"{describe_end_without_failure(shown)}.",
+        facts=()
+        if shown.outcome == Outcome.CANCELLED.value
+        else (Fact("reason", shown.reason or describe_end(shown)),),
+    )
 
 
-def _of_failure(subject: Subject, failure: WorkerFailure, times: Callable[..., str]) -> list[Fact]:
+def _not_known(subject: Subject) -> str:
+    """That the cause is not known, and where to look."""
+    suspects = subject.verdict.suspects
+    if not suspects:
+        return "Root cause: not known."
+    named: dict[str, list[str]] = {}
+    for one in suspects[:_MOST_SUSPECTS]:
+        named.setdefault(one.why, []).append(f"rank {one.rank} ({one.host})")
+    looks = "; and at ".join(f"{', '.join(ranks)}{f': {why}' if why else ''}" for why, ranks in named.items())
+    more = f"; and at {plural(len(suspects) - _MOST_SUSPECTS, 'more rank')}" if len(suspects) > _MOST_SUSPECTS else ""
+    return f"Root cause: not known. Look at {looks}{more}"
+
+
+def _of_failure(history: RunHistory, subject: Subject, failure: WorkerFailure, times: Callable[..., str]) -> Finding:
     verdict = subject.verdict
     clocks = subject.attempt.clocks if subject.attempt is not None else NO_CLOCKS
     clock = describe_clock(failure.host, failure.node, clocks)
     same = verdict.same_failure
-    also = f"; the same on {len(same)} ranks: {ranges(same, limit=40)}" if len(same) > 1 else ""
-    facts = [
-        Fact("time", f"{times(failure.ended_ns, fine=True)} ({clock})"),
-        Fact("host", f"{failure.host} (node {failure.node}){_where(subject)}"),
-        Fact("rank", f"{failure.global_rank} (local_rank: {failure.local_rank}){also}"),
-        Fact("exitcode", describe_exit(failure)),
-        Fact("error_file", failure.error_file or NOT_AVAILABLE),
-        *([Fact("", f"({failure.problem})")] if failure.problem else []),
-        Fact("verdict", verdict.evidence),
-        Fact("kind", describe_class(failure)),
-        *([Fact("last step", str(failure.last_step))] if failure.last_step is not None else []),
-    ]
+    also = f"; the same on {len(same)} ranks: {ranges(same, limit=40)}" if len(same) > 1 and verdict.candidates else ""
     found = find_python_traceback(failure.traceback) if failure.traceback else None
-    return [*facts, *(Fact("caused by", cause) for cause in (found.causes if found else ())[:_MOST_CAUSES])]
+    return Finding(
+        title=_TITLES[verdict.confidence],
+        headline=failure.headline or "(no message)",
+        place=f"{describe_place(failure, user_frame(failure))}{_where(history, subject)}{also}",
+        facts=(
+            Fact("kind", describe_class(failure)),
+            Fact("verdict", verdict.evidence),
+            *([Fact("last step", str(failure.last_step))] if failure.last_step is not None else []),
+            *(Fact("caused by", cause) for cause in (found.causes if found else ())[:_MOST_CAUSES]),
+        ),
+        evidence=failure,
+        details=(
+            Fact("exitcode", describe_exit(failure)),
+            Fact("error_file", failure.error_file or NOT_AVAILABLE),
+            *([Fact("", f"({failure.problem})")] if failure.problem else []),
+            Fact("time", f"{times(failure.ended_ns, fine=True)} ({clock})"),
+        ),
+    )
 
 
-def _where(subject: Subject) -> str:
-    if subject.attempt is None:
+def _where(history: RunHistory, subject: Subject) -> str:
+    """Which round of which attempt, where there is more than one."""
+    if subject.attempt is None or (len(history.attempts) == 1 and len(subject.attempt.rounds) < 2):
         return ""
     if subject.round is None:
-        return f", in attempt {subject.attempt.number}"
-    return f", in round {subject.round.index} of attempt {subject.attempt.number}"
+        return f", attempt {subject.attempt.number}"
+    return f", round {subject.round.index} of attempt {subject.attempt.number}"
 
 
 def _last_steps(part: RoundHistory | None, loss: NodeLoss, times: Callable[..., str]) -> list[Fact]:
@@ -263,13 +336,14 @@ def _last_steps(part: RoundHistory | None, loss: NodeLoss, times: Callable[..., 
     at = f"{min(steps)}" if min(steps) == max(steps) else f"{min(steps)} to {max(steps)}"
     mine = [status for status in statuses if status.step is not None]
     seen = times(mine[0].told_ns, date=False, fine=True)
-    return [Fact("last step", f"{at} of its ranks {ranges([status.rank for status in mine])}, told at {seen}")]
+    return [Fact("last step", f"{at} of its ranks {ranges([status.rank for status in mine])}, reported at {seen}")]
 
 
 def _bad_agents(subject: Subject, shown: AttemptHistory | None) -> tuple[str, ...]:
     verdict = subject.verdict
     if (
         shown is None
+        or shown.outcome in _ASKED_TO_END
         or verdict.failure is not None
         or verdict.lost_node is not None
         or verdict.what
@@ -284,7 +358,7 @@ def _bad_agents(subject: Subject, shown: AttemptHistory | None) -> tuple[str, ..
 
 
 def _done(subject: Subject, shown: AttemptHistory | None) -> list[str]:
-    """What the coordinator and the supervisor decided, and what the next round looks like."""
+    """What the coordinator and the supervisor decided, and what the next round looks like; not the failure again."""
     lines: list[str] = []
     if subject.round is not None and subject.attempt is not None:
         lines += describe_after_round(subject.attempt, subject.round)
@@ -292,7 +366,9 @@ def _done(subject: Subject, shown: AttemptHistory | None) -> list[str]:
             lines.append(describe_decision(subject.attempt.decision))
     if shown is not None and shown.decision and shown.outcome != "succeeded":
         lines.append(describe_decision(shown.decision))
-    return list(dict.fromkeys(lines))
+    failures = subject.round.failures if subject.round is not None else ()
+    root = subject.verdict.failure
+    return [without_failure(without_repeat(line, lines[0]), failures, root) for line in dict.fromkeys(lines)]
 
 
 def _notes(

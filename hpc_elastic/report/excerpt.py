@@ -53,8 +53,8 @@ def user_frame(failure: WorkerFailure) -> Frame | None:
     return found.frame if found is not None else None
 
 
-def make_excerpt(failure: WorkerFailure, *, lost: str = "", most: int | None = None) -> Excerpt:
-    """Choose what to show of a failure.
+def make_excerpt(failure: WorkerFailure, *, lost: str = "", most: int | None = None) -> Excerpt | None:
+    """Choose what to show of a failure; None where there is nothing, and its signal says why.
 
     Args:
         failure: Whose traceback, or the end of whose output.
@@ -71,6 +71,8 @@ def make_excerpt(failure: WorkerFailure, *, lost: str = "", most: int | None = N
         return Excerpt(name="stderr", title="", lines=tuple(_end_of(body, room)))
     if lost:
         return Excerpt(name="stderr", title=lost, lines=())
+    if failure.signal:
+        return None
     hint = " (closed or redirected by the script?)" if failure.exitcode == 1 else ""
     return Excerpt(name="stderr", title=f"empty, so there is no traceback{hint}", lines=())
 
@@ -85,6 +87,8 @@ def _shortened(failure: WorkerFailure, body: list[str], most: int | None) -> lis
     if any(_FIRST_CALL_FIRST in line for line in body[:3]):
         return _beginning_of(body, room, mine.at if mine is not None else None, frame)
     start, end = _block(failure, body)
+    while end > start and not body[end - 1].strip():
+        end -= 1
     if start == 0 and end < len(body):  # a chain whose first exception is the cause: what follows is cut first
         body = [*body[:end], f"... {len(body) - end} lines below {_SHOW_ALL}"]
     body = _without_long_message(failure, body, room)

@@ -38,7 +38,13 @@ from hpc_elastic.report.render_html_markup import (
 )
 from hpc_elastic.report.subject import Subject
 from hpc_elastic.report.timeline import IMPORTANCE, Entry, Timeline, build_timeline, make_axis
-from hpc_elastic.report.wording import describe_after_round, describe_decision, describe_outcome, describe_restarts
+from hpc_elastic.report.wording import (
+    describe_after_round,
+    describe_decision,
+    describe_outcome,
+    describe_restarts,
+    is_requeued,
+)
 
 ENTRIES = 250
 """Failures, folded, of which the page has everything."""
@@ -143,7 +149,9 @@ def _head(document: Document, *, zone: str) -> Markup:
     """Which run, and how it ended."""
     history, shown = document.history, document.shown
     ended = shown.outcome if shown is not None else ""
-    tone = "good" if ended == "succeeded" else "bad" if ended else "warn"
+    tone = (
+        "good" if ended == "succeeded" else "bad" if shown is not None and ended and not is_requeued(shown) else "warn"
+    )
     sign = {"good": "\u2713 ", "bad": "\u2715 ", "warn": "\u2026 "}[tone]
     facts = []
     if shown is not None:
@@ -165,31 +173,29 @@ def _head(document: Document, *, zone: str) -> Markup:
 
 
 def _verdict(document: Document, *, entry: int | None) -> Markup:
-    """The root cause with its evidence, and what was done about it."""
-    subject, verdict = document.subject, document.subject.verdict
-    fine = document.is_fine
-    what = "No worker failed by itself." if fine else document.headline or "(no message)"
-    facts: list[tuple[str, str]] = [] if fine else list(document.facts)
+    """The root cause with its evidence, and the recovery."""
+    subject, verdict, finding = document.subject, document.subject.verdict, document.finding
     facts = [
         (name, f"{text} (confidence: {verdict.confidence.value})" if name == "verdict" else text)
-        for name, text in facts
+        for name, text in finding.facts
     ]
-    facts += [("" if number else "agents", line) for number, line in enumerate(() if fine else document.agents)]
+    facts += [("" if number else "agents", line) for number, line in enumerate(document.agents)]
     done = [line.replace(" -> ", " \u2192 ") for line in document.done]
-    facts += [("" if number else "then", line) for number, line in enumerate(done)]
-    facts += document.notes
-    failure = verdict.failure
+    last = [("" if number else "recovery", line) for number, line in enumerate(done)]
+    last += [*finding.details, *document.notes]
     button: str = ""
     if entry is not None and subject.round is not None and len(subject.round.failures) > 1:
         button = element("p", opener(entry, "All that is known of this failure"), class_="screen")
     return element(
         "section",
-        "" if fine else element("div", "Root Cause (first observed failure)", class_="label"),
-        element("h2", what[:1].upper() + what[1:] if what.startswith("none of") else what, class_="what"),
+        element("div", finding.title, class_="label") if finding.headline else "",
+        element("h2", finding.headline or finding.title, class_="what"),
+        element("p", finding.place) if finding.place else "",
         fact_list(facts),
-        evidence_text(failure, TextRoom(), is_open=True) if failure is not None else "",
+        evidence_text(finding.evidence, TextRoom(), is_open=True) if finding.evidence is not None else "",
+        fact_list(last),
         button,
-        class_=f"card verdict{' good' if fine else ''}",
+        class_=f"card verdict{' good' if document.is_fine else ''}",
         aria_label="Verdict",
     )
 

@@ -173,11 +173,11 @@ def evidence_text(failure: WorkerFailure, room: TextRoom, *, is_open: bool, whos
     """A failure's traceback, or the end of its stderr."""
     text = failure.traceback.rstrip("\n") or failure.stderr_tail.rstrip("\n")
     if not text:
-        return element("p", "No traceback was printed, and nothing else on stderr.", class_="muted")
+        return element("p", "Its stderr is empty, so there is no traceback.", class_="muted")
     kept = room.take(text)
     if kept is None:
         return element("p", "The traceback is left out here for the page's size: see the error file.", class_="muted")
-    title = "Traceback" if failure.traceback else "No traceback was printed; the end of its stderr"
+    title = "Traceback" if failure.traceback else "The end of its stderr"
     return _unfolding(f"{title} ({whose})" if whose else title, kept, is_open=is_open)
 
 

@@ -13,11 +13,12 @@ from hpc_elastic.base.files import json_text
 from hpc_elastic.base.text import ranges
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, SUPERVISOR, Clocks
-from hpc_elastic.report.document import Fold, choose_attempt, fold_failures
-from hpc_elastic.report.goodput import Goodput, goodput_of
+from hpc_elastic.report.document import Document, Fold, build_document, fold_failures
+from hpc_elastic.report.excerpt import user_frame
+from hpc_elastic.report.goodput import Goodput
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RoundNode, RunHistory
 from hpc_elastic.report.incidents import InProcessRestart, Outage
-from hpc_elastic.report.subject import Subject, choose_subject, verdict_of
+from hpc_elastic.report.subject import verdict_of
 from hpc_elastic.report.verdict import Verdict
 from hpc_elastic.run.node_score import NodeScore
 
@@ -34,9 +35,8 @@ def render_json(history: RunHistory, *, attempt: int | None = None, goodput: Goo
         attempt: The attempt that it is about; None: the verdict is on the last failure, the end is the last attempt's.
         goodput: Of the run, where it has been measured before.
     """
-    subject = choose_subject(history, attempt=attempt)
-    shown = choose_attempt(history, attempt)
-    measured = goodput or goodput_of(history)
+    document = build_document(history, attempt=attempt, goodput=goodput)
+    shown, measured = document.shown, document.goodput
     return {
         "version": VERSION,
         "run_id": history.run_id,
@@ -46,7 +46,10 @@ def render_json(history: RunHistory, *, attempt: int | None = None, goodput: Goo
         "outcome": (shown.outcome if shown is not None else "") or None,
         "exit_code": shown.exit_code if shown is not None else None,
         "decision": (shown.decision if shown is not None else "") or None,
-        "verdict": _verdict(subject),
+        "title": document.finding.title,
+        "place": document.finding.place or None,
+        "recovery": list(document.done),
+        "verdict": _verdict(document),
         "goodput": {"share": measured.share, **_values(measured)},
         "bad_nodes": [_bad_node(history, score) for score in history.bad_nodes],
         "problems": list(history.problems),
@@ -93,14 +96,16 @@ def _bad_node(history: RunHistory, score: NodeScore) -> dict[str, Any]:
     }
 
 
-def _verdict(subject: Subject) -> dict[str, Any]:
-    verdict, attempt = subject.verdict, subject.attempt
+def _verdict(document: Document) -> dict[str, Any]:
+    subject, verdict, attempt = document.subject, document.subject.verdict, document.subject.attempt
+    frame = user_frame(verdict.failure) if verdict.failure is not None else None
     clocks = attempt.clocks if attempt is not None else NO_CLOCKS
     return {
         **_verdict_core(verdict),
         "attempt": attempt.number if attempt is not None and subject.round is not None else None,
         "round": subject.round.index if subject.round is not None else None,
         "failure": verdict.failure.to_json() if verdict.failure is not None else None,
+        "user_frame": to_builtins(frame) if frame is not None else None,
         "candidates": [_place(failure, clocks) for failure in verdict.candidates[:_MOST_CANDIDATES]],
     }
 

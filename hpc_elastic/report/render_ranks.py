@@ -7,8 +7,9 @@ from pathlib import Path
 
 from hpc_elastic.base.text import clean_line, clean_lines, plural, time_text
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.report.excerpt import fold_repeats
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
-from hpc_elastic.report.render_text import fold_repeats, text_field
+from hpc_elastic.report.render_text import text_field
 from hpc_elastic.report.subject import choose_subject
 from hpc_elastic.report.wording import describe_class
 from hpc_elastic.run.paths import RankPaths, RunPaths
@@ -116,7 +117,7 @@ def _failed(failure: WorkerFailure, shown: dict[str, int]) -> list[str]:
         else:
             lines += [text_field(name, "").rstrip(), *(f"    {line}" for line in fold_repeats(clean_lines(text)))]
     if not failure.traceback and not failure.stderr_tail:
-        lines.append(text_field("traceback", "none was printed, and nothing else on stderr"))
+        lines.append(text_field("stderr", "empty, so there is no traceback"))
     return lines
 
 
@@ -124,7 +125,7 @@ def _well(part: RoundHistory, rank: int) -> list[str]:
     node = next((node for node in part.nodes if rank in node.ranks), None)
     where = f" on {clean_line(node.host)}" if node is not None else ""
     if node is None and part.nodes:
-        return [f"Rank {rank}: was not in this round, or its node told nothing"]
+        return [f"Rank {rank}: was not in this round, or its node reported nothing"]
     status = next((status for status in part.rank_statuses if status.rank == rank), None)
     loss = next((loss for loss in part.lost_nodes if node is not None and loss.node == node.node), None)
     what = (

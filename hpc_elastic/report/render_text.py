@@ -1,7 +1,8 @@
 """The report that stands in the job log: a document on one screen, for a person who opens it at 3 a.m.
 
-The root cause as torch prints it, with the verdict and the end of its traceback; what else failed in that round,
-folded; where the ranks stood, if it was a hang; what was done; one line for each attempt and round. ASCII only.
+What happened, to which rank, where, in the first two lines of the root cause; its kind, the verdict and the end of its
+traceback; what else failed in that round, folded; where the ranks stood, if it was a hang; the recovery; one line for
+each attempt and round where there were several. ASCII only.
 """
 
 from __future__ import annotations
@@ -9,17 +10,22 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from hpc_elastic.base.text import clean_line, clean_lines, duration, fit, plural, ranks_text, time_text
-from hpc_elastic.failures.classify import is_same_failure
+from hpc_elastic.base.text import clean_line, duration, fit, plural, ranks_text, time_text
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import Clocks
-from hpc_elastic.report.document import Document, Fold, RoundEntry, build_document, fold_failures, round_entry
+from hpc_elastic.report.document import Document, Fact, Fold, RoundEntry, build_document, fold_failures, round_entry
+from hpc_elastic.report.excerpt import make_excerpt
 from hpc_elastic.report.goodput import Cost, Goodput
 from hpc_elastic.report.history import AttemptHistory, RankStatus, RoundHistory, RunHistory, StackGroup
-from hpc_elastic.report.subject import Subject
-from hpc_elastic.report.verdict import Verdict
-from hpc_elastic.report.wording import FAILURE_WORDS, describe_outcome, describe_restarts, describe_silence
+from hpc_elastic.report.verdict import Cause, Verdict
+from hpc_elastic.report.wording import (
+    FAILURE_WORDS,
+    describe_outcome,
+    describe_restarts,
+    describe_silence,
+    describe_size,
+)
 
 DEFAULT_LINES = 40
 DEFAULT_WIDTH = 120
@@ -30,13 +36,13 @@ _HISTORY = 9
 _BAD_NODES = 3
 _TRACEBACK_MOST = 20
 _TRACEBACK_LEAST = 4
-_STACK_WANTED = 12
-"""Lines of the stack that a message of many lines leaves room for, and so many of the message are shown in any case."""
-_MESSAGE_LEAST = 3
-_REPEATS = 3
+_CONSEQUENCE_MOST = 12
+_HEADLINE_LINES = 5
 _WRAPPED = ("", "verdict", "kind", "reason", "last step")
 """Fields whose text goes on in the next lines; paths, times and places are never cut."""
 _SHOW_ALL = "(--all shows them)"
+_GOODPUT_SECONDS = 60.0
+"""Of a run that failed earlier than that, the share of its time that was training shows nothing."""
 
 
 def render_text(
@@ -74,9 +80,7 @@ def render_text(
     if max_lines is not None and (excess := fixed + len(cause) - max_lines) > 0:
         past = _past(document, width, cap=max(1, _HISTORY - excess))
     rule, line = "=" * _RULE, "-" * _RULE
-    parts = [rule, *head, line, "Root Cause (first observed failure):", *cause]
-    if document.is_fine:
-        parts = [rule, *head, line, "No worker failed by itself."]
+    parts = [rule, *head, line, *cause]
     return "\n".join(map(clean_line, [*parts, *others, *done, *past, rule])) + "\n"
 
 
@@ -87,13 +91,12 @@ def text_field(name: str, value: str) -> str:
 
 def _head(document: Document, width: int) -> list[str]:
     shown, history = document.shown, document.history
-    status = document.status.upper() if shown is not None and shown.outcome else document.status
     where = ""
     if shown is not None:
         job = f", job {shown.job_id}" if shown.job_id else ""
         code = f" (exit code {shown.exit_code})" if shown.exit_code is not None else ""
         where = f"{code} - attempt {shown.number}{job}"
-    lines = [fit(f"{history.name} {status}{where}", width), f"  run directory: {history.run_dir}"]
+    lines = [fit(f"{history.name} {document.status}{where}", width), f"  run directory: {history.run_dir}"]
     lines += [f"  {document.survived}"] if document.survived else []
     for name, text in document.notes:
         if name == "did without":
@@ -106,28 +109,36 @@ def _head(document: Document, width: int) -> list[str]:
 
 
 def _cause(document: Document, width: int, *, lines: int | None) -> list[str]:
-    """The lines below `Root Cause`; at most so many where `lines` says it, but for the fields themselves."""
-    found = (
-        headline_lines(document.headline, width) if _is_known(document.subject.verdict) else [f"  {document.headline}"]
-    )
-    for name, text in document.facts:
-        if name in _WRAPPED:
-            found += _wrapped(name, text, width)
-        elif name == "caused by":
-            found.append(fit(text_field(name, clean_line(text)), width))
-        else:
-            found.append(text_field(name, clean_line(text)))
+    """The root cause; in at most so many lines where `lines` says it, but for the fields themselves."""
+    finding = document.finding
+    title = finding.title if document.is_fine or not finding.headline else f"{finding.title}:"
+    found = _split_words(clean_line(title), width, most=_HEADLINE_LINES)
+    if finding.headline:
+        found += headline_lines(finding.headline, width)
+    if finding.place:
+        found += _split_words(f"  {clean_line(finding.place)}", width)
+    found += _fields(finding.facts, width)
     found += [fit(f"  {clean_line(agent)}", width) for agent in document.agents]
-    failure = document.subject.verdict.failure
-    if failure is None or document.subject.verdict.lost_node is not None:
-        return found
-    left = None if lines is None else max(_TRACEBACK_LEAST, min(_TRACEBACK_MOST, lines - len(found)))
-    return found + _traceback(failure, width, left, lost=_lost_stderr(document.subject.attempt, failure))
+    details = _fields(finding.details, width)
+    if finding.evidence is None:
+        return found + details
+    left = None
+    if lines is not None:
+        left = max(_TRACEBACK_LEAST, min(_TRACEBACK_MOST, lines - len(found) - len(details)))
+    lost = _lost_stderr(document.subject.attempt, finding.evidence)
+    return found + _traceback(finding.evidence, width, left, lost=lost) + details
 
 
-def _is_known(verdict: Verdict) -> bool:
-    known = verdict.failure or verdict.lost_node or verdict.what or verdict.headline
-    return bool(known)
+def _fields(facts: Sequence[Fact], width: int) -> list[str]:
+    lines = []
+    for name, text in facts:
+        if name in _WRAPPED:
+            lines += _wrapped(name, text, width)
+        elif name == "caused by":
+            lines.append(fit(text_field(name, clean_line(text)), width))
+        else:
+            lines.append(text_field(name, clean_line(text)))
+    return lines
 
 
 def _lost_stderr(attempt: AttemptHistory | None, failure: WorkerFailure) -> str:
@@ -141,48 +152,18 @@ def _lost_stderr(attempt: AttemptHistory | None, failure: WorkerFailure) -> str:
 
 
 def _traceback(failure: WorkerFailure, width: int, lines: int | None, *, lost: str) -> list[str]:
-    """The field ``traceback``, and as many of its last lines as there is room for: the cause stands at its end."""
-    title = ""
-    if failure.traceback:
-        body = clean_lines(failure.traceback)
-        if body and body[0].startswith("Traceback ("):
-            title, body = body[0], body[1:]
-    elif failure.stderr_tail:
-        title, body = "none was printed; the end of its stderr:", clean_lines(failure.stderr_tail)
-    else:
-        if lost:
-            return [fit(text_field("traceback", clean_line(lost)), width)]
-        hint = " (closed or redirected by the script?)" if failure.exitcode == 1 else ""
-        return [text_field("traceback", f"none was printed, and nothing else on stderr{hint}")]
-    body = fold_repeats(body)
-    if lines is not None and len(body) > lines - 1:
-        body = _cut(body, max(1, lines - 2), message=_message_lines(failure))
-    return [text_field("traceback", title).rstrip(), *(fit_traceback(f"    {line}", width).rstrip() for line in body)]
-
-
-def _message_lines(failure: WorkerFailure) -> int:
-    """How many lines at the traceback's end are the exception's message; 0 where it quotes another's traceback."""
-    body, message = failure.traceback.rstrip("\n"), failure.message.rstrip("\n")
-    if not body or "Traceback (most recent call last):" in message:
-        return 0
-    lines = message.count("\n")
-    first = body.split("\n")[-lines - 1 :][0]
-    return lines + 1 if message and first.rstrip().endswith(message.split("\n", 1)[0].rstrip()[-60:]) else 0
-
-
-def _cut(body: list[str], room: int, *, message: int) -> list[str]:
-    """The end of it, where the cause stands. Of a long message only the beginning: the stack is worth more."""
-    kept = min(message, max(_MESSAGE_LEAST, room - _STACK_WANTED))
-    if message - kept > 1 and room > _MESSAGE_LEAST:
-        body = [*body[: len(body) - message + kept], f"... {message - kept} more lines {_SHOW_ALL}"]
-    if len(body) <= room + 1:
-        return body
-    return [f"... {len(body) - room} lines above {_SHOW_ALL}", *body[-room:]]
+    """The traceback or the end of stderr, as much as there is room for."""
+    excerpt = make_excerpt(failure, lost=lost, most=lines)
+    if excerpt is None:
+        return []
+    field = fit(text_field(excerpt.name, clean_line(excerpt.title)), width).rstrip()
+    return [field, *(fit_traceback(f"    {line}", width).rstrip() for line in excerpt.lines)]
 
 
 def _others(part: RoundHistory, verdict: Verdict, width: int, *, cap: int | None) -> list[str]:
     """Failures besides the verdict's, folded, in at most `cap` lines; None: all."""
-    root = verdict.failure
+    is_known = verdict.cause is not Cause.UNKNOWN
+    root = verdict.failure if is_known else None
     rest = [failure for failure in part.failures if failure is not root]
     lost = [loss for loss in part.lost_nodes if loss is not verdict.lost_node]
     if not rest and not lost:
@@ -191,20 +172,32 @@ def _others(part: RoundHistory, verdict: Verdict, width: int, *, cap: int | None
     folds = sorted(fold_failures(rest, part.clocks), key=lambda fold: order.index(fold.first.failure_class))
     lines = [f"  {clean_line(describe_silence(loss))}" for loss in lost]
     for fold in folds:
-        lines.append(_fold_line(fold, root, part.clocks))
+        lines.append(_fold_line(fold, root, verdict, part.clocks))
         if cap is None and len(fold.wordings) > 1:
             lines += [f"    {ranks_text(w.ranks, limit=40)}: {brief(w.first.headline)}" for w in fold.wordings]
     if cap is not None and len(lines) > cap:
         hidden = sum(len(fold.members) for fold in folds[cap - 1 - len(lost) :]) if len(lost) < cap else len(rest)
         lines = [*lines[: cap - 1], f"  ... {hidden} failures of {len(lines) - cap + 1} more kinds {_SHOW_ALL}"]
-    return [f"Other failures in that round: {len(rest) + len(lost)}", *(fit(line, width) for line in lines)]
+    lines = [fit(line, width) for line in lines]
+    if is_known:
+        return [f"Other failures in that round: {len(rest) + len(lost)}", *lines]
+    return [f"Failures in that round: {len(rest) + len(lost)}", *lines, *_first_symptom(verdict, width, cap=cap)]
 
 
-def _fold_line(fold: Fold, root: WorkerFailure | None, clocks: Clocks) -> str:
+def _first_symptom(verdict: Verdict, width: int, *, cap: int | None) -> list[str]:
+    """Where the cause is not known: where the first of the others stood."""
+    first = verdict.failure
+    if first is None:
+        return []
+    title = f"What rank {first.global_rank} on {first.host} printed, the first of them:"
+    return [title, *_traceback(first, width, None if cap is None else _CONSEQUENCE_MOST, lost="")]
+
+
+def _fold_line(fold: Fold, root: WorkerFailure | None, verdict: Verdict, clocks: Clocks) -> str:
     first = fold.first
     hosts = clean_line(fold.hosts[0]) if len(fold.hosts) == 1 else f"{len(fold.hosts)} hosts"
     what = FAILURE_WORDS[first.failure_class] if first.failure_class is not FailureClass.ROOT else ""
-    if root is not None and is_same_failure(first, root):
+    if root is not None and set(fold.ranks) <= set(verdict.same_failure):
         what = "the same failure"
     label = ", ".join(filter(None, (what, f"in {len(fold.wordings)} wordings" if len(fold.wordings) > 1 else "")))
     at = time_text(clocks.of_failure(first).at_ns, date=False, fine=True)
@@ -268,36 +261,16 @@ def _heartbeats(part: RoundHistory, *, cap: int | None) -> list[str]:
 
 
 def _done(document: Document, width: int) -> list[str]:
-    """What was done about it, without what stands above already."""
-    subject, shown, lines = document.subject, document.shown, document.done
-    if not lines and subject.round is None:
+    """What was decided, in one line where it fits."""
+    shown, lines = document.shown, [brief(line) for line in document.done]
+    if not lines and document.subject.round is None:
         return []
-    title = "What was done about it:"
     if not lines:
-        return [f"{title} nothing is recorded{' yet' if shown is not None and not shown.outcome else ''}"]
-    kept = [_without_cause(_without_repeat(line, lines[0]), subject) for line in lines]
-    return [title, *(part for line in kept for part in _split_words(f"  {brief(line)}", width))]
-
-
-def _without_repeat(line: str, first: str) -> str:
-    """The supervisor's reason quotes the coordinator's, which stands above it already."""
-    reason = first.partition(": ")[2]
-    if line is first or len(reason) <= 20:
-        return line
-    return line.replace(f": {reason}", "").replace(reason, "").rstrip(" :")
-
-
-def _without_cause(line: str, subject: Subject) -> str:
-    """The coordinator's reason quotes the failure: where that is the root cause, it stands above it already."""
-    failure = subject.verdict.failure
-    if failure is None:
-        return line
-    before, quote, rest = line.partition(f": rank {failure.global_rank}: ")
-    said, arrow, after = rest.rpartition(" -> round ")
-    said = said if arrow else rest
-    if not quote or not failure.headline.startswith(said.removesuffix("...").rstrip()):
-        return line
-    return f"{before.removesuffix(' after')}{arrow}{after if arrow else ''}"
+        return [f"Recovery: nothing is recorded{' yet' if shown is not None and not shown.outcome else ''}"]
+    joined = f"Recovery: {'; '.join(lines)}"
+    if len(joined) <= width:
+        return [joined]
+    return ["Recovery:", *(part for line in lines for part in _split_words(f"  {line}", width))]
 
 
 def _bad_nodes(history: RunHistory, width: int, *, cap: int | None) -> list[str]:
@@ -324,6 +297,8 @@ def _past(document: Document, width: int, *, cap: int | None) -> list[str]:
     history = document.history
     if not history.attempts:
         return []
+    if len(history.attempts) == 1 and len(history.attempts[0].rounds) < 2 and not _has_restarts(history.attempts[0]):
+        return _split_words(_only_attempt(document, history.attempts[0]), width)
     costs = {(cost.attempt, cost.round): cost for cost in document.goodput.costs}
     blocks = [(attempt, _round_lines(history, attempt, costs, everything=cap is None)) for attempt in history.attempts]
     hidden = 0
@@ -335,6 +310,21 @@ def _past(document: Document, width: int, *, cap: int | None) -> list[str]:
         lines.append(_attempt_line(history, attempt, is_alone=not rounds))
         lines += rounds
     return ["Attempts and rounds:", *(fit(line, width) for line in lines), *_goodput(document, width)]
+
+
+def _has_restarts(attempt: AttemptHistory) -> bool:
+    return any(part.in_process for part in attempt.rounds)
+
+
+def _only_attempt(document: Document, attempt: AttemptHistory) -> str:
+    """When and for how long it ran on what; the rest of its end stands in the report's first line."""
+    part = attempt.rounds[0] if attempt.rounds else None
+    size = describe_size(part) if part is not None and part.nodes else plural(len(attempt.nodes), "node")
+    when = f"from {time_text(attempt.started_ns)}" if attempt.started_ns else "at an unknown time"
+    lasted = f" for {duration(attempt.seconds)}" if attempt.seconds is not None else ""
+    rounds = "one round" if attempt.rounds else "no round"
+    goodput = "; ".join(text for text in (_goodput_text(document),) if text)
+    return f"Ran {when}{lasted}: {size}, {rounds}{f'. {goodput}' if goodput else ''}"
 
 
 def _cut_to(blocks: list[tuple[AttemptHistory, list[str]]], lines: int) -> list[tuple[AttemptHistory, list[str]]]:
@@ -397,9 +387,15 @@ def _cost(costs: Sequence[Cost]) -> str:
 
 def _goodput(document: Document, width: int) -> list[str]:
     """How much of the time was training, and where the rest went."""
+    text = _goodput_text(document)
+    return _split_words(text, width) if text else []
+
+
+def _goodput_text(document: Document) -> str:
+    """Empty where nothing is known, or the time was too short to show anything."""
     goodput = document.goodput
-    if goodput.share is None:
-        return []
+    if goodput.share is None or goodput.wall < _GOODPUT_SECONDS:
+        return ""
     until = time_text(goodput.until_ns, date=False, fine=True)
     so_far = "" if document.history.attempts[-1].outcome else f" until {until}, the last that is known"
     failures = sum(1 for cost in goodput.costs if cost.is_failure)
@@ -413,7 +409,7 @@ def _goodput(document: Document, width: int) -> list[str]:
     ]
     rest = [f"{duration(seconds)} {what}" for seconds, what in parts if seconds >= 0.05]
     text = f"Goodput: {100 * goodput.share:.1f} % of {duration(goodput.wall)}{so_far}"
-    return _split_words(f"{text} ({', '.join(rest)})" if rest else text, width)
+    return f"{text} ({', '.join(rest)})" if rest else text
 
 
 def _wrapped(name: str, text: str, width: int) -> list[str]:
@@ -427,22 +423,24 @@ def _wrapped(name: str, text: str, width: int) -> list[str]:
     return [first, *(f"{'':14}{line}" for line in lines[1:4])]
 
 
-def _split_words(text: str, width: int) -> list[str]:
-    """An entry in at most three lines, indented from the second on."""
+def _split_words(text: str, width: int, *, most: int = 3) -> list[str]:
+    """An entry in at most so many lines, indented from the second on."""
     words = text.lstrip(" ")
     lines = [text[: len(text) - len(words)]]
     for word in words.split(" "):
         if len(lines[-1]) + len(word) + 1 > width and lines[-1].strip():
             lines.append("     ")
         lines[-1] += f" {word}" if lines[-1].strip() or len(lines) > 1 else word
-    return [*lines[:2], fit(" ".join([lines[2], *lines[3:]]), width)] if len(lines) > 2 else lines
+    if len(lines) < most:
+        return lines
+    return [*lines[: most - 1], fit(" ".join([lines[most - 1], *lines[most:]]), width)]
 
 
 def headline_lines(text: str, width: int) -> list[str]:
-    """What happened, in at most three lines, broken between words where there are any."""
+    """What happened, in at most five lines, broken between words where there are any."""
     lines: list[str] = []
     text, room = brief(text).strip(), width - 2
-    while text and len(lines) < 3:
+    while text and len(lines) < _HEADLINE_LINES:
         line = text[:room]
         if len(text) > room and (blank := text.rfind(" ", room // 2, room + 1)) > 0:
             line = text[:blank]
@@ -473,20 +471,3 @@ def fit_traceback(line: str, width: int) -> str:
     cut = match[2][-room:] if room > 0 else ""
     start = cut.find("/")
     return f"{match[1]}...{cut[start:]}{match[3]}" if start >= 0 else fit(line, width)
-
-
-def fold_repeats(lines: list[str]) -> list[str]:
-    """Runs of the same line in a stack, as Python's own tracebacks fold them."""
-    folded: list[str] = []
-    at = 0
-    while at < len(lines):
-        end = at + 1
-        while end < len(lines) and lines[end] == lines[at]:
-            end += 1
-        if end - at > _REPEATS + 1 and lines[at].lstrip().startswith("File "):
-            indent = lines[at][: len(lines[at]) - len(lines[at].lstrip())]
-            folded += [*lines[at : at + _REPEATS], f"{indent}[Previous line repeated {end - at - _REPEATS} more times]"]
-        else:
-            folded += lines[at:end]
-        at = end
-    return folded

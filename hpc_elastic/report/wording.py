@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from hpc_elastic.base.outcome import ExitCode, Outcome
 from hpc_elastic.base.text import first_of, plural, ranges, ranks_text, seconds_text
 from hpc_elastic.failures.ranking import Category, FailureClass
+from hpc_elastic.failures.traceback_text import Frame
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NOTABLE_NS, SUPERVISOR, Clocks
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
@@ -74,8 +76,52 @@ def describe_outcome(history: RunHistory, attempt: AttemptHistory | None) -> str
     if attempt.outcome:
         return attempt.outcome.replace("_", " ")
     if attempt.number < history.attempts[-1].number:
-        return "ended without a word"
-    return "is still running (or its supervisor died)"
+        return "ended, and its end was not recorded"
+    return "is running (no end is recorded)"
+
+
+def describe_status(history: RunHistory, attempt: AttemptHistory | None) -> str:
+    """The same for a report's first line: an attempt that another one follows is no failed run."""
+    if attempt is None or not attempt.outcome:
+        return describe_outcome(history, attempt)
+    if attempt.outcome != Outcome.SUCCEEDED.value and is_requeued(attempt):
+        return f"REQUEUED as attempt {attempt.number + 1}"
+    return describe_outcome(history, attempt).upper()
+
+
+def is_requeued(attempt: AttemptHistory) -> bool:
+    """Whether another attempt was decided on at its end."""
+    return attempt.decision.startswith("requeue: ")
+
+
+def describe_place(failure: WorkerFailure, frame: Frame | None) -> str:
+    """Where a failure was: ``rank 5 (local_rank 1) on n3 (node 2), in step (train.py:61)``."""
+    rank = f"rank {failure.global_rank} (local_rank {failure.local_rank}) on {failure.host} (node {failure.node})"
+    if frame is None:
+        return rank
+    place = f"{frame.file.rsplit('/', 1)[-1]}:{frame.line}"
+    return f"{rank}, in {frame.function} ({place})" if frame.function else f"{rank}, at {place}"
+
+
+_ENDED_BY = {
+    Outcome.PREEMPTED.value: "Preempted",
+    Outcome.TIMED_OUT.value: "Time limit reached",
+    Outcome.SUPERSEDED.value: "Superseded by a later attempt",
+    Outcome.TOO_FEW_NODES.value: "Too few nodes",
+}
+
+
+def describe_end_without_failure(attempt: AttemptHistory) -> str:
+    """What ended an attempt in which nothing failed."""
+    if attempt.outcome == Outcome.CANCELLED.value:
+        is_ctrl_c = attempt.exit_code == ExitCode.INTERRUPTED or attempt.reason.startswith("SIGINT")
+        return "Cancelled by Ctrl-C" if is_ctrl_c else f"Cancelled: {attempt.reason or 'no reason is recorded'}"
+    ended = _ENDED_BY.get(attempt.outcome, "")
+    if not ended:
+        return "Root cause: not known. No failure of a worker is recorded"
+    if is_requeued(attempt):
+        return f"{ended}: requeued as attempt {attempt.number + 1}"
+    return ended
 
 
 def describe_end(attempt: AttemptHistory | None) -> str:
@@ -94,6 +140,34 @@ def describe_decision(text: str) -> str:
     if action == "end":
         return f"not requeued: {reason}"
     return reason if reason.startswith(action) else text
+
+
+_LONG_REASON = 20
+
+
+def without_repeat(line: str, first: str) -> str:
+    """A line of the recovery without the coordinator's reason, which the first line has already."""
+    reason = first.partition(": ")[2]
+    if line is first or len(reason) <= _LONG_REASON:
+        return line
+    return line.replace(f": {reason}", "").replace(reason, "").rstrip(" :")
+
+
+def without_failure(line: str, failures: Sequence[WorkerFailure], root: WorkerFailure | None) -> str:
+    """A line of the recovery without the failure that it quotes: the report has all failures of the round.
+
+    Of another rank than the root cause's, its number is left where it is the reason of the decision.
+    """
+    for failure in failures:
+        before, quote, rest = line.partition(f": rank {failure.global_rank}: ")
+        said, arrow, after = rest.rpartition(" -> round ")
+        said = said if arrow else rest
+        if not quote or not failure.headline.startswith(said.removesuffix("...").rstrip()):
+            continue
+        if failure is not root and not before.endswith((" restarts used)", " after")):
+            before += f" (rank {failure.global_rank})"
+        return f"{before.removesuffix(' after')}{arrow}{after if arrow else ''}"
+    return line
 
 
 def describe_after_round(attempt: AttemptHistory, part: RoundHistory) -> list[str]:

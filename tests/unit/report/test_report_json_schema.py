@@ -65,6 +65,7 @@ VERDICT: dict[str, Any] = {
     "attempt": "int?",
     "round": "int?",
     "failure": (FAILURE, None),
+    "user_frame": ({"file": TEXT, "line": INT, "function": TEXT}, None),
     "candidates": [PLACE],
 }
 RING: dict[str, Any] = {
@@ -188,6 +189,9 @@ RUN: dict[str, Any] = {
     "outcome": "str?",
     "exit_code": "int?",
     "decision": "str?",
+    "title": TEXT,
+    "place": "str?",
+    "recovery": [TEXT],
     "verdict": VERDICT,
     "goodput": GOODPUT,
     "bad_nodes": [BAD_NODE],

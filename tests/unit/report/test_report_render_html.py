@@ -75,7 +75,7 @@ def test_verdict_and_goodput_stand_above_the_timeline(tmp_path: Path) -> None:
     for words in (
         "Root Cause (first observed failure)",
         "Signal 9 (SIGKILL) received by PID 4001",
-        "n1 (node 0), in round 2 of attempt 0",
+        "on n1 (node 0), round 2 of attempt 0",
         "53.8 %",
         "requeue 1 of 3 (2 left): too few nodes",
         "3 failures were survived",

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from hpc_elastic.report.render_text import fit_traceback, fold_repeats, headline_lines
+from hpc_elastic.report.excerpt import fold_repeats
+from hpc_elastic.report.render_text import fit_traceback, headline_lines
 
 
 def test_a_headline_breaks_between_words_and_says_that_it_was_cut() -> None:
     text = "RuntimeError: " + "word " * 100
     lines = headline_lines(text, 60)
-    assert len(lines) == 3
+    assert len(lines) == 5
     assert all(len(line) <= 60 and line == line.rstrip() for line in lines)
-    assert all(line.endswith("word") for line in lines[:2])
-    assert lines[2].endswith(" ...")
+    assert all(line.endswith("word") for line in lines[:4])
+    assert lines[4].endswith(" ...")
     assert headline_lines("x" * 70, 60) == ["  " + "x" * 58, "  " + "x" * 12]
     assert headline_lines("", 60) == ["  (no message)"]
 

@@ -1,0 +1,127 @@
+"""What of a traceback a report shows: its end, and in any case the innermost line of the user's own code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from hpc_elastic.failures.evidence import describe_failure
+from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.report.excerpt import make_excerpt, user_frame
+from tests.rigs.run_builder import make_failure
+
+# As torch 2.13 printed it where no C++ compiler was found; 71 lines, of which the user's code has the first four.
+INDUCTOR = Path(__file__).resolve().parents[2] / "data" / "tracebacks" / "inductor-no-compiler.txt"
+LIBRARY = '  File "/opt/venv/lib/python3.11/site-packages/torch/_ops.py", line {}, in call\n    return f(x)\n'
+
+
+def lines_of(failure: WorkerFailure, most: int | None) -> tuple[str, ...]:
+    excerpt = make_excerpt(failure, most=most)
+    assert excerpt is not None
+    assert most is None or len(excerpt.lines) < most
+    return excerpt.lines
+
+
+def failure_with(traceback: str, exception: str = "RuntimeError: no data") -> WorkerFailure:
+    return replace(make_failure(0, at=5, exception=exception), traceback=traceback)
+
+
+def test_the_users_frame_stands_above_those_of_the_compiler(tmp_path: Path) -> None:
+    facts = make_failure(0, at=5)
+    failure = describe_failure(facts=facts, error_file=tmp_path / "error.json", stderr_log=INDUCTOR)
+    frame = user_frame(failure)
+    assert frame is not None
+    assert (frame.file, frame.line, frame.function) == ("/home/ann/train.py", 9, "train")
+    for most in (8, 12, 20):
+        shown = lines_of(failure, most)
+        assert '  File "/home/ann/train.py", line 9, in train' in shown
+        assert "    model(torch.ones(4, 4))" in shown
+        assert any(line.startswith("torch._inductor.exc.InductorError: ") for line in shown)
+        assert any(line.endswith("lines of libraries (--all shows them)") for line in shown)
+    whole = lines_of(failure, None)
+    assert not any("--all" in line for line in whole)
+
+
+def test_the_frame_is_of_the_exception_that_is_the_failure() -> None:
+    """A chain: what is raised while the cause is handled comes last, and is no place to look at."""
+    cause = 'Traceback (most recent call last):\n  File "/u/train.py", line 10, in step\nValueError: loss is NaN\n'
+    then = "\nDuring handling of the above exception, another exception occurred:\n\n"
+    last = (
+        'Traceback (most recent call last):\n  File "/u/train.py", line 14, in main\n    dist.barrier()\n'
+        + "".join(LIBRARY.format(line) for line in range(20))
+        + "RuntimeError: Connection closed by peer\n"
+    )
+    failure = failure_with(cause + then + last, "ValueError: loss is NaN")
+    frame = user_frame(failure)
+    assert frame is not None
+    assert frame.line == 10
+    shown = lines_of(failure, 10)
+    assert shown[:2] == ('  File "/u/train.py", line 10, in step', "ValueError: loss is NaN")
+    assert "lines below" in shown[2]
+    other = user_frame(failure_with(cause + then + last, "RuntimeError: Connection closed by peer"))
+    assert other is not None
+    assert other.line == 14
+
+
+def test_of_a_dump_the_beginning_is_shown_for_the_innermost_call_comes_first() -> None:
+    libraries = "".join(
+        f'  File "/opt/venv/lib/python3.11/site-packages/torch/nn/linear.py", line {line} in forward\n'
+        for line in range(30)
+    )
+    dump = (
+        "Fatal Python error: Segmentation fault\n\nCurrent thread 0x01 (most recent call first):\n"
+        f'{libraries}  File "/u/train.py", line 7 in step\n  File "/u/train.py", line 9 in <module>\n'
+    )
+    failure = replace(make_failure(0, at=5, exitcode=-11), traceback=dump)
+    frame = user_frame(failure)
+    assert frame is not None
+    assert (frame.line, frame.function) == (7, "step")
+    shown = lines_of(failure, 12)
+    assert shown[0] == "Fatal Python error: Segmentation fault"
+    assert "line 0 in forward" in shown[3]
+    assert '  File "/u/train.py", line 7 in step' in shown
+    assert shown[-1] == "... 1 lines below (--all shows them)"
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "/opt/venv/lib/python3.11/site-packages/numpy/core.py",
+        "/usr/lib/python3/dist-packages/torch/_tensor.py",
+        "/usr/lib64/python3.12/threading.py",
+        "/home/me/pytorch/torch/autograd/function.py",
+        "/home/me/pytorch/torch/_tensor.py",
+        "<frozen importlib._bootstrap>",
+        "<string>",
+        "/opt/hpc_elastic/inprocess/wrapper.py",
+    ],
+)
+def test_libraries_are_no_code_of_the_user(file: str) -> None:
+    text = (
+        f'Traceback (most recent call last):\n  File "/u/train.py", line 3, in main\n  File "{file}", line 1, in f\n'
+        "RuntimeError: no data\n"
+    )
+    frame = user_frame(failure_with(text))
+    assert frame is not None
+    assert frame.file == "/u/train.py"
+    only = user_frame(failure_with(text.replace('  File "/u/train.py", line 3, in main\n', "")))
+    assert only is None
+
+
+def test_a_folder_that_is_called_torch_may_be_the_users() -> None:
+    text = 'Traceback (most recent call last):\n  File "/home/ann/torch/train.py", line 3, in main\nRuntimeError: x\n'
+    frame = user_frame(failure_with(text))
+    assert frame is not None
+    assert frame.file == "/home/ann/torch/train.py"
+
+
+def test_where_there_is_no_traceback_the_end_of_stderr_is_shown_and_a_signal_needs_neither() -> None:
+    said = make_excerpt(make_failure(0, at=5, exitcode=3, stderr_tail="epoch 1\nno data"))
+    assert said is not None
+    assert (said.name, said.title, said.lines) == ("stderr", "", ("epoch 1", "no data"))
+    silent = make_excerpt(make_failure(0, at=5, exitcode=3))
+    assert silent is not None
+    assert silent.title == "empty, so there is no traceback"
+    assert make_excerpt(make_failure(0, at=5, exitcode=-9)) is None

@@ -1,0 +1,161 @@
+"""The first lines of a report: what happened, to which rank, where; or what ended a run in which nothing failed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.base.text import clean_line
+from hpc_elastic.report.collect import collect_run
+from hpc_elastic.report.document import build_document
+from hpc_elastic.report.history import RunHistory
+from hpc_elastic.report.render_html import render_html
+from hpc_elastic.report.render_json import render_json
+from hpc_elastic.report.render_text import render_text
+from tests.rigs.run_builder import GLOO, RunBuilder, make_failure
+
+
+@pytest.fixture
+def builder(tmp_path: Path) -> RunBuilder:
+    builder = RunBuilder(tmp_path / "run", nodes=2)
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    return builder
+
+
+def section(history: RunHistory) -> list[str]:
+    """The lines of the root cause, up to the next heading."""
+    lines = render_text(history).splitlines()
+    lines = lines[lines.index("-" * 60) + 1 :]
+    return [lines[0], *lines[1 : next(n for n, line in enumerate(lines) if n and not line.startswith(" "))]]
+
+
+def test_what_who_and_where_stand_in_two_lines(builder: RunBuilder) -> None:
+    builder.fail(make_failure(1, at=5, exception="ValueError: bad batch", last_step=7))
+    history = collect_run(builder.root)
+    names = [line.strip().partition(":")[0].strip() for line in section(history)[3:] if line[:14].rstrip()[-1] == ":"]
+    assert section(history)[:3] == [
+        "Root Cause (first observed failure):",
+        "  ValueError: bad batch",
+        "  rank 1 (local_rank 0) on n2 (node 1), in train_step (train.py:61)",
+    ]
+    assert [name for name in names if name in _FIELDS] == list(_FIELDS)
+
+
+_FIELDS = ("kind", "verdict", "last step", "traceback", "exitcode", "error_file", "time")
+
+
+def test_the_cause_that_is_not_known_names_a_suspect_and_no_victim(builder: RunBuilder) -> None:
+    """Rank 1 ended with 0, and rank 0 lost its connection by that."""
+    builder.event(0, "agent", 1, 4.0, "workers_succeeded", round=0)
+    builder.fail(make_failure(0, at=5, exception=f"RuntimeError: {GLOO.format(rank=1)}"))
+    history = collect_run(builder.root)
+    lines = section(history)
+    assert lines[0].startswith("Root cause: not known. Look at rank 1 (n2): ")
+    assert "RuntimeError" not in "\n".join(lines)
+    text = render_text(history)
+    assert "Failures in that round: 1\n" in text
+    assert "What rank 0 on n1 printed, the first of them:\n" in text
+    assert "Other failures" not in text
+
+
+def test_text_page_and_json_have_the_same_sentences(builder: RunBuilder) -> None:
+    builder.fail(make_failure(1, at=5, exception="ValueError: bad batch"))
+    builder.end(0, at=9, outcome="failed", code=1, decision="end: 0 of 0 requeues used")
+    history = collect_run(builder.root)
+    document, value = build_document(history), render_json(history)
+    finding = document.finding
+    assert (value["title"], value["place"], value["recovery"]) == (finding.title, finding.place, list(document.done))
+    assert value["verdict"]["user_frame"] == {"file": "/home/ann/train.py", "line": 61, "function": "train_step"}
+    page, text = render_html(history), render_text(history)
+    for sentence in (finding.title, finding.headline, finding.place, *document.done):
+        assert sentence in page
+        assert clean_line(sentence) in text
+
+
+@pytest.mark.parametrize(
+    ("outcome", "code", "reason", "decision", "title", "status"),
+    [
+        ("cancelled", 130, "SIGINT on vm", "end: the run was cancelled", "Cancelled by Ctrl-C.", "CANCELLED"),
+        ("cancelled", 143, "SIGTERM on vm", "end: it was cancelled", "Cancelled: SIGTERM on vm.", "CANCELLED"),
+        (
+            "preempted",
+            75,
+            "notice SIGUSR2",
+            "requeue: requeue 1 of 3",
+            "Preempted: requeued as attempt 1.",
+            "REQUEUED as attempt 1",
+        ),
+        ("preempted", 143, "notice SIGUSR2", "end: 0 of 0 requeues used", "Preempted.", "PREEMPTED"),
+        (
+            "timed_out",
+            75,
+            "time",
+            "requeue: again",
+            "Time limit reached: requeued as attempt 1.",
+            "REQUEUED as attempt 1",
+        ),
+    ],
+)
+def test_a_run_that_was_ended_names_what_ended_it(
+    builder: RunBuilder, outcome: str, code: int, reason: str, decision: str, title: str, status: str
+) -> None:
+    builder.stopped(0, 0, at=8)
+    builder.event(0, "supervisor", -1, 8, "agent_ended", node=1, name="n2", code=1)
+    builder.end(0, at=9, outcome=outcome, code=code, reason=reason, decision=decision)
+    history = collect_run(builder.root)
+    lines = render_text(history).splitlines()
+    assert title in lines
+    assert lines[1].startswith(f"train.py {status} (exit code {code})")
+    assert not [line for line in lines if "Root" in line or "the agent on" in line]
+    assert title in render_html(history)
+
+
+def test_a_failed_attempt_that_is_requeued_has_not_failed_the_run(builder: RunBuilder) -> None:
+    builder.fail(make_failure(1, at=5, exception="ValueError: bad batch"))
+    builder.end(0, at=9, outcome="failed", code=75, decision="requeue: requeue 1 of 3 (2 left): spent")
+    history = collect_run(builder.root)
+    assert render_text(history).splitlines()[1] == "train.py REQUEUED as attempt 1 (exit code 75) - attempt 0, job 4242"
+    assert render_json(history)["outcome"] == "failed"
+
+
+def test_restarts_within_the_processes_are_no_lack_of_failures(builder: RunBuilder) -> None:
+    interruptions = [{"rank": 1, "interruption": "TERMINATED"}]
+    builder.event(
+        0, "agent", 0, 5, "ring_restarted", round=0, iteration=1, seconds=7.0, world_size=2, active_world_size=1,
+        interruptions=interruptions, joined=[], reason="",
+    )  # fmt: skip
+    builder.succeeded(0, 0, at=20)
+    builder.end(0, at=21, outcome="succeeded", code=0)
+    history = collect_run(builder.root)
+    assert section(history)[0] == "No failure ended a round: 1 restart within the processes, 7.0 s in all."
+
+
+def test_the_reason_of_a_decision_leaves_out_what_another_rank_raised(builder: RunBuilder) -> None:
+    """The coordinator has no times: it may quote another rank than the report's."""
+    builder.fail(make_failure(1, at=5, exception="ValueError: bad batch"))
+    builder.fail(make_failure(0, at=6, exception="KeyError: 'x'"))
+    reason = "restarts exhausted (0 of 0 restarts used): rank 0: KeyError: 'x'"
+    builder.event(0, "agent", 0, 7, "closed", round=1, outcome="failed", reason=reason)
+    assert build_document(collect_run(builder.root)).done == ("given up: restarts exhausted (0 of 0 restarts used)",)
+
+
+def test_only_the_verdict_says_which_failures_are_the_same(builder: RunBuilder) -> None:
+    """One that this job ended has the same exit code; the verdict does not count it, and nor does its line."""
+    builder.fail(make_failure(0, at=5, exitcode=1))
+    builder.fail(make_failure(1, at=6, exitcode=-15, stopped_by_agent=True))
+    text = render_text(collect_run(builder.root))
+    assert "[the same failure]" not in text
+    assert "[ended by this job]" in text
+
+
+def test_one_round_of_one_attempt_is_one_line_without_goodput_in_the_first_minute(builder: RunBuilder) -> None:
+    builder.fail(make_failure(1, at=5, exception="ValueError: bad batch"))
+    builder.stopped(0, 0, at=6)
+    builder.end(0, at=9, outcome="failed", code=1, decision="end: 0 of 0 requeues used")
+    lines = render_text(collect_run(builder.root)).splitlines()
+    assert lines[-2].startswith("Ran from ")
+    assert lines[-2].endswith(" for 9.0 s: 2 nodes, 2 workers, one round")
+    assert lines[-3].startswith("Recovery: ")
+    assert "Attempts and rounds:" not in lines
