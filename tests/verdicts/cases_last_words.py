@@ -266,13 +266,14 @@ exec python3 -u train.py
         files={"launch.sh": "#!/bin/bash\nexec pyhton3 -u train.py\n"},
     ),
     Case(
-        "not-executable",
+        # In place of a script that is not executable: hpc-elastic refuses that before anything starts.
+        "missing-interpreter",
         GROUP,
         ENVIRON + _SLEEP,
         ranks=ALL,
-        says=("Permission denied",),
-        command=("--no-python", "./launch.txt"),
-        files={"launch.txt": "exec python3 -u train.py\n"},
+        says=("/opt/site/bin/bash", "No such file or directory"),
+        command=("--no-python", "./launch.sh"),
+        files={"launch.sh": "#!/opt/site/bin/bash\nexec python3 -u train.py\n"},
     ),
     Case(
         "nested-launcher",
