@@ -163,6 +163,7 @@ if rank == 3:
         says=("index has 3 columns, 4 expected",),
     ),
     Case(
+        # Mistaken at first: Python prints the seconds that were left, 0.99997 or so.
         "child-takes-too-long",
         GROUP,
         ENVIRON
@@ -174,7 +175,7 @@ if rank == 3:
 """
         + _SLEEP,
         ranks=(3,),
-        says=("timed out after 1 seconds",),
+        says=("Command '['sleep', '30']' timed out after",),
     ),
     Case(
         "name-that-does-not-resolve",
