@@ -29,12 +29,12 @@ from hpc_elastic.run.index import DEFAULT_RUNS_DIR, account_runs, array_tasks
 from hpc_elastic.run.paths import RunPaths
 
 MOST = 20
-_STATES = (*(state.value for state in RunState), *(outcome.value for outcome in Outcome))
+STATES = (*(state.value for state in RunState), *(outcome.value for outcome in Outcome))
 _AT_ONCE = 100
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    states = "|".join(_STATES)
+    states = "|".join(STATES)
     parser.add_argument(
         "--runs-dir", metavar="DIR", help="where runs are (default: what the configuration says, else ./runs)"
     )
@@ -59,20 +59,20 @@ def run(args: argparse.Namespace) -> int:
         return forget_account(args.forget_nodes)
     if args.bad_nodes:
         return show_account()
-    wanted = _states(args.state)
+    wanted = asked_states(args.state)
     most = _limit(args.limit)
-    where, folders = _folders(args.runs_dir)
+    where, folders = folders_of_runs(args.runs_dir)
     clock = SystemClock()
     client = None if args.no_slurm else run_job.slurm_client(timeout=run_job.SHORT_SECONDS)
     shown = 0
-    runs = _runs(folders)
+    runs = runs_in(folders)
     at_once = _AT_ONCE if most is None else min(_AT_ONCE, most + 1)
     while some := list(islice(runs, at_once)):
         statuses = [
-            status for status in _statuses(some, clock) if (args.name or "") in status.name + "\n" + status.run_id
+            status for status in statuses_of(some, clock) if (args.name or "") in status.name + "\n" + status.run_id
         ]
         for status, _ in ends_by_slurm(client, statuses, clock=clock, warn=print_note):
-            if wanted and not wanted & {status.state.value, _outcome_of(status)}:
+            if wanted and not wanted & {status.state.value, outcome_of(status)}:
                 continue
             if shown == most:
                 print_note("there are more; --limit all shows them")
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _folders(runs_dir: str | None) -> tuple[str, list[Path]]:
+def folders_of_runs(runs_dir: str | None) -> tuple[str, list[Path]]:
     """Where runs are looked for, and what may be their directories, newest first.
 
     Without ``--runs-dir`` and without a runs folder here, these are the runs that this account has submitted.
@@ -108,11 +108,11 @@ def _unreadable(folder: str, error: OSError) -> UsageError:
     return UsageError(f"{folder} can't be read: {error.strerror}; say where runs are with --runs-dir")
 
 
-def _outcome_of(status: RunStatus) -> str:
+def outcome_of(status: RunStatus) -> str:
     return status.outcome if status.state is RunState.ENDED else ""
 
 
-def _statuses(some: Sequence[RunPaths], clock: Clock) -> Iterator[RunStatus]:
+def statuses_of(some: Sequence[RunPaths], clock: Clock) -> Iterator[RunStatus]:
     for paths in some:
         try:
             yield read_status(paths, clock=clock)
@@ -120,7 +120,7 @@ def _statuses(some: Sequence[RunPaths], clock: Clock) -> Iterator[RunStatus]:
             continue  # it is being removed
 
 
-def _runs(folders: Sequence[Path]) -> Iterator[RunPaths]:
+def runs_in(folders: Sequence[Path]) -> Iterator[RunPaths]:
     for paths in map(RunPaths, folders):
         if paths.run_json.is_file():
             tasks = array_tasks(paths)
@@ -131,12 +131,12 @@ def _as_json(status: RunStatus) -> str:
     return json.dumps(status_json(status, None, seconds_left=None))
 
 
-def _states(text: str | None) -> frozenset[str]:
+def asked_states(text: str | None) -> frozenset[str]:
     """States of `RunState`, and of an ended run its `Outcome`."""
     names = [name.strip().replace("-", "_") for name in (text or "").split(",")] if text else []
     for name in names:
-        if name not in _STATES:
-            raise UsageError(f"--state {name}: give one of {', '.join(_STATES)}")
+        if name not in STATES:
+            raise UsageError(f"--state {name}: give one of {', '.join(STATES)}")
     return frozenset(names)
 
 

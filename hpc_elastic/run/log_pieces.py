@@ -33,16 +33,25 @@ class PieceLimit(Struct, frozen=True, kw_only=True):
     """Pieces that are kept, the one that is being written included; at least 2."""
 
 
-def parse_size(text: str, option: str) -> int:
+def parse_bytes(text: str, option: str) -> int:
     """Read ``1G``, ``500M``, ``64K`` or bytes; powers of 1024, ``GB`` and ``GiB`` too.
 
     Raises:
-        UsageError: anything else, or less than 64K.
+        UsageError: anything else.
     """
     match = _SIZE.match(text.strip())
     if match is None:
         raise UsageError(f"{option} {text!r}: give a size such as 500M or 1G (K, M, G, T: powers of 1024)")
-    size = int(match[1]) << _UNIT[(match[2] or "").upper()]
+    return int(match[1]) << _UNIT[(match[2] or "").upper()]
+
+
+def parse_size(text: str, option: str) -> int:
+    """The size at which a log is rotated, as `parse_bytes` reads it.
+
+    Raises:
+        UsageError: no size, or less than 64K.
+    """
+    size = parse_bytes(text, option)
     if not SMALLEST_PIECE <= size <= _LARGEST_PIECE:
         raise UsageError(f"{option} {text}: give from 64K to 1024T; without the option files grow as they like")
     return size

@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 JOB, OTHER_JOBS = "4711", ("70", "70_3")
 RUN_ID = "20261121-053000-train-9f3c"
-ELSEWHERE = ("cancel", "requeue")
-"""What needs a job that runs: tests/slurm does."""
+ELSEWHERE = ("cancel", "requeue", "clean")
+"""What needs a job that runs (tests/slurm), and what would remove the run of the others."""
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -1,0 +1,197 @@
+"""``hpc-elastic clean``: removes the directories of runs that have ended, by age, state and size.
+
+A run is removed only where its files or Slurm say that it has ended; or, where a run on this machine was killed and
+left no end, where none of its files has changed for a day. What a run's directory links to is left alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import stat
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from msgspec import Struct
+
+from hpc_elastic.base.clock import Clock, SystemClock
+from hpc_elastic.base.text import plural
+from hpc_elastic.cli import run_job
+from hpc_elastic.cli.list_runs import STATES, asked_states, folders_of_runs, outcome_of
+from hpc_elastic.cli.run_argument import RUN_HELP, find_run_dir
+from hpc_elastic.cli.screen import is_terminal, print_note
+from hpc_elastic.cli.status import duration
+from hpc_elastic.errors import UsageError
+from hpc_elastic.launch.run_status import RunState, RunStatus, ends_by_slurm, read_status, silent_for
+from hpc_elastic.output.terminal import one_line
+from hpc_elastic.run.index import array_tasks
+from hpc_elastic.run.log_pieces import parse_bytes
+from hpc_elastic.run.paths import RunPaths, attempt_number
+
+ABANDONED_SECONDS = 24 * 3600.0
+"""Agents write signs of life every half minute at most: a run of this machine that has written none so long died."""
+_AGE = re.compile(r"(\d{1,6})([mhdw]?)\Z", re.ASCII)
+_SECONDS = {"m": 60, "h": 3600, "": 86400, "d": 86400, "w": 7 * 86400}
+_AT_ONCE = 100
+
+
+class OldRun(Struct, frozen=True, kw_only=True):
+    """A directory that may be removed: of a run, or of an array with all its runs."""
+
+    paths: RunPaths
+    statuses: tuple[RunStatus, ...]
+    size: int
+    """Bytes on the disk."""
+    age: float
+    """Seconds since its end, or since its last change where its end is not known."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", metavar="RUN|JOBID|DIR", nargs="*", help=f"only these: {RUN_HELP}")
+    parser.add_argument(
+        "--runs-dir", metavar="DIR", help="where runs are (default: what the configuration says, else ./runs)"
+    )
+    parser.add_argument("--older-than", metavar="AGE", help="only runs that ended so long ago: 30d, 12h, 2w")
+    parser.add_argument("--state", metavar="|".join(STATES), help="only runs that ended so, as in succeeded,cancelled")
+    parser.add_argument("--larger-than", metavar="SIZE", help="only runs whose files take more, as in 500M or 1G")
+    parser.add_argument("-y", "--yes", action="store_true", help="remove them without asking")
+    parser.add_argument("-n", "--dry-run", action="store_true", help="show what would be removed, and change nothing")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show, ask, remove. Returns 0; 1 where something could not be removed.
+
+    Raises:
+        UsageError: nothing says which runs are meant, or there is nobody to ask.
+    """
+    older = _age(args.older_than)
+    wanted = asked_states(args.state)
+    larger = -1 if args.larger_than is None else parse_bytes(args.larger_than, "--larger-than")
+    if not (args.runs or wanted or args.older_than or args.larger_than):
+        raise UsageError("say which runs: RUN..., --older-than 30d, --state failed or --larger-than 1G")
+    clock = SystemClock()
+    paths = [_named(text, args.runs_dir) for text in args.runs] or _all(args.runs_dir)
+    found = []
+    for old in ended_runs(paths, clock, says_why=bool(args.runs)):
+        states = {name for status in old.statuses for name in (status.state.value, outcome_of(status))}
+        if (
+            (wanted and not wanted & states)
+            or old.age < (older or 0.0)
+            or old.size <= (-1 if larger is None else larger)
+        ):
+            continue
+        sys.stdout.write(one_line(f"{_size(old.size):>9}  {duration(old.age):>12} ago  {old.paths.root}") + "\n")
+        found.append(old)
+    total = f"{plural(len(found), 'run')}, {_size(sum(old.size for old in found))}"
+    if not found or args.dry_run:
+        print_note(f"would remove {total}" if found else "no run that has ended is meant by this; nothing is removed")
+        return 0
+    if not args.yes and not _agrees(total):
+        print_note("nothing is removed")
+        return 0
+    failed = [old for old in found if not _remove(old, clock)]
+    print_note(f"removed {plural(len(found) - len(failed), 'run')}")
+    return 1 if failed else 0
+
+
+def ended_runs(paths: Sequence[RunPaths], clock: Clock, *, says_why: bool = False) -> Iterator[OldRun]:
+    """Those of `paths` that have ended, with their sizes. `says_why`: of each other one it is said why it is not."""
+    client = run_job.slurm_client(timeout=run_job.SHORT_SECONDS)
+    for first in range(0, len(paths), _AT_ONCE):
+        some = paths[first : first + _AT_ONCE]
+        members = [[run.task(task) for task in array_tasks(run)] or [run] for run in some]
+        flat = []
+        for runs in members:
+            for one in runs:
+                try:
+                    flat.append(read_status(one, clock=clock))
+                except OSError:
+                    flat.append(RunStatus(run_id="", run_dir="", name="", cluster="", state=RunState.TRAINING))
+        known = iter(ends_by_slurm(client, flat, clock=clock, warn=print_note))
+        for run, runs in zip(some, members, strict=True):
+            statuses = tuple(next(known)[0] for _ in runs)
+            silent = [_silent(one, status, clock) for one, status in zip(runs, statuses, strict=True)]
+            if all(seconds is not None for seconds in silent):
+                age = min(seconds for seconds in silent if seconds is not None)
+                yield OldRun(paths=run, statuses=statuses, size=_bytes_in(run.root), age=age)
+            elif says_why:
+                print_note(f"{run.run_id} may be running ({statuses[0].state.value}); it is left")
+
+
+def _silent(paths: RunPaths, status: RunStatus, clock: Clock) -> float | None:
+    """Seconds since the run's end; None: it may be running."""
+    now = clock.time_ns()
+    changed = silent_for(paths, status.attempt, now_ns=now) if status.attempt is not None else None
+    if status.state is RunState.ENDED:
+        return max(0.0, (now - status.ended_ns) / 1e9) if status.ended_ns else changed or 0.0
+    is_abandoned = status.cluster == "local" and changed is not None and changed > ABANDONED_SECONDS
+    return changed if is_abandoned else None
+
+
+def _all(runs_dir: str | None) -> list[RunPaths]:
+    return [paths for paths in map(RunPaths, folders_of_runs(runs_dir)[1]) if paths.run_json.is_file()]
+
+
+def _named(text: str, runs_dir: str | None) -> RunPaths:
+    folder = find_run_dir(text, runs_dir)
+    if attempt_number(folder.name) is not None:
+        raise UsageError(f"{text} is one attempt of a run; give the run's directory, {folder.parent}")
+    return RunPaths(folder)
+
+
+def _age(text: str | None) -> float:
+    if text is None:
+        return 0.0
+    match = _AGE.match(text)
+    if match is None:
+        raise UsageError(f"--older-than {text}: give an age such as 30d, 12h or 2w (m, h, d, w; days without a unit)")
+    return float(int(match[1]) * _SECONDS[match[2]])
+
+
+def _agrees(total: str) -> bool:
+    if not is_terminal(sys.stdin):
+        raise UsageError(f"{total} would be removed, and there is no terminal to ask on; give --yes")
+    sys.stdout.flush()
+    sys.stderr.write(f"hpc-elastic: remove {total}? [y/N] ")
+    sys.stderr.flush()
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
+
+
+def _remove(old: OldRun, clock: Clock) -> bool:
+    """Whether the directory is gone. It is looked at once more: somebody may have started the run again meanwhile."""
+    if not list(ended_runs([old.paths], clock, says_why=True)):
+        return False
+    try:
+        shutil.rmtree(old.paths.root)  # never through a symbolic link
+    except OSError as error:
+        print_note(f"{error.filename or old.paths.root} can't be removed: {error.strerror}")
+        return False
+    return True
+
+
+def _bytes_in(folder: Path) -> int:
+    """What its files take on the disk; what can't be read counts as nothing."""
+    total, left = 0, [str(folder)]
+    while left:
+        try:
+            with os.scandir(left.pop()) as entries:
+                for entry in entries:
+                    found = entry.stat(follow_symlinks=False)
+                    total += found.st_blocks * 512
+                    if stat.S_ISDIR(found.st_mode):
+                        left.append(entry.path)
+        except OSError:
+            continue
+    return total
+
+
+def _size(size: int) -> str:
+    amount, unit = float(size), "B"
+    for bigger in ("KiB", "MiB", "GiB", "TiB"):
+        if amount < 1024:
+            break
+        amount, unit = amount / 1024, bigger
+    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
