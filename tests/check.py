@@ -43,6 +43,10 @@ STOP_FACTOR = 1.25
 """A tier is interrupted at so many times its budget: long enough to finish and say by how much it was over."""
 
 
+BY_TESTS = ("--dist=load", "--maxschedchunk=1")
+"""Each process takes the next test: where a conftest has the longest come first, none is left over at the end."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tier:
     """Folders of tests that share a time budget."""
@@ -55,18 +59,20 @@ class Tier:
     """pytest processes that share the tier's tests: for tests that mostly wait, on processes and timeouts."""
     optional: bool = False
     """Only where ``--tier`` names it: it downloads, or takes long. Its tests find HPC_ELASTIC_REQUIRE_<NAME> set."""
-    sharing: str = "loadfile"
-    """How they share them (pytest-xdist's ``--dist``): by files, or by single tests (``worksteal``)."""
+    sharing: tuple[str, ...] = ("--dist=loadfile", "--no-loadscope-reorder")
+    """How they share them, in pytest-xdist's words: by files in order, or `BY_TESTS`."""
     environment: tuple[tuple[str, str], ...] = ()
     """Variables that its tests get where they are not set."""
 
 
 TIERS = (
     Tier(name="unit", folders=("tests/unit",), budget=90, processes=2),
-    Tier(name="store", folders=("tests/contract", "tests/model"), budget=360),
-    Tier(name="faults", folders=("tests/integration",), budget=900, processes=3),
+    Tier(
+        name="store", folders=("tests/contract", "tests/model"), budget=360, processes=3, sharing=("--dist=worksteal",)
+    ),
+    Tier(name="faults", folders=("tests/integration",), budget=900, processes=4),
     Tier(name="catalogue", folders=("tests/catalogue",), budget=150, processes=2),
-    Tier(name="slurm", folders=("tests/slurm",), budget=900, processes=4, sharing="worksteal"),
+    Tier(name="slurm", folders=("tests/slurm",), budget=900, processes=4, sharing=BY_TESTS),
     Tier(
         name="slurm-next",
         folders=("tests/slurm",),
@@ -75,7 +81,7 @@ TIERS = (
         environment=(("HPC_ELASTIC_SLURM_RELEASE", "trixie"), ("HPC_ELASTIC_REQUIRE_SLURM", "1")),
     ),
     Tier(name="security", folders=("tests/security",), budget=60),
-    Tier(name="docs", folders=("tests/docs", "tests/browser"), budget=240),
+    Tier(name="docs", folders=("tests/docs", "tests/browser"), budget=240, processes=2),
     Tier(name="frameworks", folders=("tests/frameworks",), budget=900, optional=True),
     Tier(name="gpu", folders=("tests/gpu",), budget=470, optional=True),
     Tier(name="verdicts", folders=("tests/verdicts",), budget=1800, optional=True),
@@ -188,7 +194,7 @@ def run_tier(tier: Tier, outcome: Outcome, *, long: bool, arguments: Sequence[st
         argv = [sys.executable, "-m", "pytest", "-q", *folders, *arguments, "-rfE", f"--junitxml={xml}"]
         argv += ["--durations=3"]
         if tier.processes > 1:
-            argv += ["-n", str(tier.processes), "--dist", tier.sharing]
+            argv += ["-n", str(tier.processes), *tier.sharing]
         if not long:
             argv += ["-m", "not slow"]
         limit = None if long else tier.budget * STOP_FACTOR

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 # What the machine and the developer have configured is no part of a test; processes that tests start inherit it.
 os.environ["HPC_ELASTIC_SITE_CONFIG"] = os.environ["HPC_ELASTIC_USER_CONFIG"] = ""
 # torch looks up the name of each address that a TCPStore connects to; a DNS server that loses a packet takes it 5 s.
@@ -17,3 +19,28 @@ else:
     # A busy machine is no defect: the tiers' budgets are what holds the time.
     settings.register_profile("tests", deadline=None)
     settings.load_profile("tests")
+
+
+LONGEST = (
+    "integration/test_chaos_runs.py",
+    "integration/test_notifier_lost_nodes.py",
+    "integration/test_inprocess_faults.py",
+    "integration/test_example_fsdp.py",
+    "integration/test_example_digits.py",
+    "integration/test_inprocess_replacement.py",
+    "integration/test_torchrun_backend.py",
+    "slurm/test_requeue_and_bad_nodes.py::test_a_controller_that_is_down_loses_no_requeue",
+    "slurm/test_one_owner.py::test_the_end_of_a_run_whose_batch_host_slurm_has_given_up_is_finished_by_another_node",
+    "slurm/test_one_owner.py::test_an_attempt_on_a_node_that_slurm_has_lost_ends_before_the_next_one_trains",
+    "slurm/test_main_job.py::test_a_node_that_loses_its_power_shrinks_the_run",
+    "slurm/test_soak.py",
+)
+"""Files and tests that begin first, so that no process is left over with one of them at the end of its tier."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        found = (number for number, name in enumerate(LONGEST) if item.nodeid.startswith(f"tests/{name}"))
+        return next(found, len(LONGEST))
+
+    items.sort(key=place)

@@ -71,6 +71,7 @@ class FakeWorkers:
         self.layout = layout
         self.failed = self.succeeded = self.stopping = False
         self.want_no_other_try = False
+        self.own_ends = ()
         self.took_stacks = False
         self.stacks: dict[int, RankStacks] = {}
         self.unwritten_evidence: list[Callable[[], object]] = []

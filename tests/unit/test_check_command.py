@@ -9,6 +9,7 @@ import pytest
 
 from tests import check
 from tests.check import Outcome
+from tests.conftest import LONGEST
 
 XML = """<?xml version="1.0" encoding="utf-8"?>
 <testsuites><testsuite name="pytest" errors="1" failures="1" skipped="1" tests="4" time="0.1">
@@ -62,3 +63,9 @@ def test_where_slurm_is_required_a_tier_that_ran_nothing_fails(monkeypatch: pyte
 def test_shell_scripts_of_the_project_are_found() -> None:
     names = {str(path.relative_to(check.ROOT)) for path in check.shell_scripts()}
     assert {".ci/run", "tests/run.sh", "docs/examples/setup-venv.sh"} <= names
+
+
+@pytest.mark.parametrize("name", LONGEST)
+def test_what_is_to_begin_first_is_there(name: str) -> None:
+    path, _, function = name.partition("::")
+    assert f"def {function}" in (check.ROOT / "tests" / path).read_text()
