@@ -1,9 +1,8 @@
 """Reads a run's events: the one reader of what `events.EventLog` writes, for the report, `events` and `logs`.
 
 Each writer has a file of its own, in which its lines stand in their order. `EventFile` reads one file, also while it
-grows; `merged_events` reads all files of an attempt in time order; `integer` and those below give a field's value in
-the type that is wanted. Torn and foreign lines are left out, and bounds hold for what no writer of ours leaves: a file
-of gigabytes, or a line of them.
+grows; `merged_events` reads all files of an attempt in time order; a line's event is one of `EVENTS`. Torn and foreign
+lines are left out, and bounds hold for what no writer of ours leaves: a file of gigabytes, or a line of them.
 """
 
 from __future__ import annotations
@@ -328,21 +327,6 @@ def merged_events(
 def integer(value: object) -> int | None:
     """The whole number that `value` is; None: it is none."""
     return value if type(value) is int else None
-
-
-def whole_numbers(value: object) -> list[int]:
-    """Those of a list."""
-    return [n for n in value if type(n) is int] if isinstance(value, list) else []
-
-
-def integer_or(value: int | None, default: int) -> int:
-    """`value`, or `default` where there is none."""
-    return default if value is None else value
-
-
-def seconds_of(value: object) -> float:
-    """A duration; 0 for what is none."""
-    return float(value) if isinstance(value, (int, float)) and 0 <= value < 1e9 else 0.0
 
 
 def text_of(value: object) -> str:

@@ -2,8 +2,8 @@
 
 A line is one object: ``v`` (schema version, 1), ``t`` (this host's wall clock, nanoseconds since the epoch), ``n``
 (position in this file, from 0), ``host``, ``node`` (node index in Slurm's order, or -1), ``role`` (``supervisor`` or
-``agent``), ``event`` (a name from `docs/reference/events.md`) and the event's own fields. Times of two hosts are shown,
-never subtracted.
+``agent``), ``event`` (its name) and the event's own fields (`event_types`). Times of two hosts are shown, never
+subtracted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import errno
 import os
 from collections import deque
 from pathlib import Path
-from typing import Any
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.codec import to_json
@@ -79,12 +78,9 @@ class EventLog:
         os.close(os.open(self._path, _OPENED | os.O_CREAT | os.O_EXCL, 0o600))
         self._exists = True
 
-    def write(self, event: RunEvent | str, **fields: Any) -> None:
+    def write(self, event: RunEvent) -> None:
         """Append one event. Never raises for the disk's sake, and with a thread of files never waits for it."""
-        if isinstance(event, RunEvent):
-            fields = to_json(event)
-        else:
-            fields = {"event": event, **fields}
+        fields = to_json(event)
         line = {
             "v": SCHEMA_VERSION,
             "t": self._clock.time_ns(),

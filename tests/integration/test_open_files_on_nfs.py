@@ -14,6 +14,7 @@ from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import make_private_dir, read_json, write_json
 from hpc_elastic.launch.batch import WriteBack
 from hpc_elastic.report.collect import collect_run
+from hpc_elastic.run.coordinator_events import RoundOpened
 from hpc_elastic.run.events import EventLog
 from tests.rigs.event_pairs import read_events
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
@@ -46,7 +47,7 @@ def test_an_event_is_seen_elsewhere_while_its_log_is_open(clients: tuple[Path, P
         name = f"events-{files is None}"
         events = EventLog(here / name, role="agent", host="n1", node=0, uid="0", clock=clock, files=files)
         for count in (1, 2):
-            events.write("round_opened", round=count)
+            events.write(RoundOpened(round=count))
             assert eventually(lambda name=name, count=count: len(list(read_events(there / name))) == count)
         events.close()
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
+
+from msgspec import defstruct
 
 from hpc_elastic.base.codec import to_json
 from hpc_elastic.run import event_reader
@@ -17,6 +20,18 @@ def pair_of(event: RunEvent) -> tuple[str, dict[str, Any]]:
     """Name and fields, as a line of the log has them."""
     fields = json.loads(json.dumps(to_json(event)))
     return fields.pop("event"), fields
+
+
+@cache
+def _kind(name: str, fields: tuple[str, ...]) -> type[RunEvent]:
+    return defstruct(
+        "AnyEvent", [(each, Any) for each in fields], bases=(RunEvent,), tag=name, frozen=True, kw_only=True
+    )
+
+
+def event_of(name: str, /, **fields: Any) -> RunEvent:
+    """An event of any name and fields, as other versions may write them."""
+    return _kind(name, tuple(fields))(**fields)
 
 
 class PairLog:

@@ -17,6 +17,7 @@ from hpc_elastic.failures.traceback_text import Frame, RaisedException
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.paths import RunPaths
+from tests.rigs.event_pairs import event_of
 
 START_NS = 1_795_000_000_000_000_000
 UPTIME_NS = 5_000_000_000_000
@@ -155,7 +156,7 @@ class RunBuilder:
             make_private_dir(paths.root)
             host = "n1" if node < 0 else f"n{node + 1}"
             self._logs[key] = EventLog(paths.events, role=role, host=host, node=node, uid="u1", clock=self.clock)
-        self._logs[key].write(name, **fields)
+        self._logs[key].write(event_of(name, **fields))
 
     def attempt(self, number: int, *, at: float = 0.0, job_id: str = "4242") -> None:
         self.event(

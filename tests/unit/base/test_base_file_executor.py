@@ -11,6 +11,7 @@ import pytest
 
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.file_executor import FileExecutor, FilesystemHangsError
+from hpc_elastic.run.agent_events import RoundFinal
 from hpc_elastic.run.events import EventLog
 from tests.rigs.event_pairs import read_events
 
@@ -91,7 +92,7 @@ def test_events_are_written_when_the_disk_is_back_and_nobody_waited(tmp_path: Pa
     files.post(mount.ask)
     events = EventLog(tmp_path, role="agent", host="h", node=0, uid="u", clock=SystemClock(), files=files)
     for index in range(5):
-        events.write("round_final", round=index)
+        events.write(RoundFinal(round=index))
     assert list(tmp_path.iterdir()) == []
     mount.answers.set()
     events.close()
@@ -103,7 +104,7 @@ def test_a_log_of_events_is_closed_in_time_although_the_disk_hangs(tmp_path: Pat
     files = FileExecutor()
     files.post(mount.ask)
     events = EventLog(tmp_path, role="agent", host="h", node=0, uid="u", clock=SystemClock(), files=files)
-    events.write("round_final", round=0)
+    events.write(RoundFinal(round=0))
     began = time.monotonic()
     events.close(within=0.1)
     assert time.monotonic() - began < 5

@@ -11,7 +11,7 @@ import pytest
 
 from hpc_elastic.run import events
 from hpc_elastic.run.events import EventLog
-from tests.rigs.event_pairs import read_events
+from tests.rigs.event_pairs import event_of, read_events
 
 
 class CountingClock:
@@ -37,8 +37,8 @@ def open_log(folder: Path, *, uid: str = "u1", role: str = "agent", node: int = 
 
 def test_events_come_back_with_their_head_and_in_order(tmp_path: Path) -> None:
     log = open_log(tmp_path / "events")
-    log.write("started", pid=42)
-    log.write("worker_failed", message='two\nlines, "quoted", ünïcode')
+    log.write(event_of("started", pid=42))
+    log.write(event_of("worker_failed", message='two\nlines, "quoted", ünïcode'))
     log.close()
     assert list(read_events(tmp_path / "events")) == [
         {"v": 1, "t": 1001, "n": 0, "host": "nid003", "node": 3, "role": "agent", "event": "started", "pid": 42},
@@ -67,7 +67,7 @@ def test_each_writer_has_a_file_of_its_own_and_none_takes_another_s(tmp_path: Pa
 
 def test_values_that_are_no_json_become_text(tmp_path: Path) -> None:
     log = open_log(tmp_path / "events")
-    log.write("odd", path=tmp_path, raw="\udcff")
+    log.write(event_of("odd", path=tmp_path, raw="\udcff"))
     log.close()
     (event,) = read_events(tmp_path / "events")
     assert (event["path"], event["raw"]) == (str(tmp_path), "\udcff")
@@ -77,18 +77,18 @@ def test_a_full_disk_never_raises_and_the_lines_are_written_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = open_log(tmp_path / "events")
-    log.write("before")
+    log.write(event_of("before"))
     real_pwrite = os.pwrite
 
     def full(fd: int, data: bytes, offset: int) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(events.os, "pwrite", full)
-    log.write("during", k=1)
-    log.write("during", k=2)
+    log.write(event_of("during", k=1))
+    log.write(event_of("during", k=2))
     assert [e["event"] for e in read_events(tmp_path / "events")] == ["before"]
     monkeypatch.setattr(events.os, "pwrite", real_pwrite)
-    log.write("after")
+    log.write(event_of("after"))
     log.close()
     assert [(e["n"], e["event"]) for e in read_events(tmp_path / "events")] == [
         (0, "before"),
@@ -103,7 +103,7 @@ def test_what_the_disk_drops_after_it_was_written_is_written_again(
 ) -> None:
     """As an NFS client does on a full disk: the write succeeds, and fsync tells that it did not."""
     log = open_log(tmp_path / "events")
-    log.write("one")
+    log.write(event_of("one"))
 
     pwrite = os.pwrite
 
@@ -116,9 +116,9 @@ def test_what_the_disk_drops_after_it_was_written_is_written_again(
     with monkeypatch.context() as patched:
         patched.setattr(events.os, "pwrite", into_the_cache)
         patched.setattr(events.os, "fdatasync", refused)
-        log.write("two")
-        log.write("three")
-    log.write("four")
+        log.write(event_of("two"))
+        log.write(event_of("three"))
+    log.write(event_of("four"))
     log.close()
     assert [event["event"] for event in read_events(tmp_path / "events")] == ["one", "two", "three", "four"]
     (path,) = (tmp_path / "events").iterdir()
@@ -143,7 +143,7 @@ def test_a_filesystem_without_fsync_is_written_once(
     monkeypatch.setattr(events.os, "pwrite", noted)
     log = open_log(tmp_path / "events")
     for name in ("one", "two"):
-        log.write(name)
+        log.write(event_of(name))
     log.close()
     assert [event["event"] for event in read_events(tmp_path / "events")] == ["one", "two"]
     assert len(offsets) == 2
@@ -155,10 +155,10 @@ def test_a_line_that_was_cut_by_a_full_disk_is_written_again_whole(
     log = open_log(tmp_path / "events")
     real_pwrite = os.pwrite
     monkeypatch.setattr(events.os, "pwrite", lambda fd, data, offset: real_pwrite(fd, data[:7], offset))
-    log.write("cut")
+    log.write(event_of("cut"))
     assert list(read_events(tmp_path / "events")) == []
     monkeypatch.setattr(events.os, "pwrite", real_pwrite)
-    log.write("whole")
+    log.write(event_of("whole"))
     log.close()
     assert [e["event"] for e in read_events(tmp_path / "events")] == ["cut", "whole"]
 
@@ -172,7 +172,7 @@ def test_what_a_long_full_disk_costs_is_counted(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(events.os, "pwrite", full)
     for k in range(1005):
-        log.write("during", k=k)
+        log.write(event_of("during", k=k))
     monkeypatch.setattr(events.os, "pwrite", real_pwrite)
     log.close()
     found = list(read_events(tmp_path / "events"))
@@ -191,7 +191,7 @@ def test_closing_twice_is_fine(tmp_path: Path) -> None:
 def test_torn_and_foreign_lines_are_left_out(tmp_path: Path) -> None:
     folder = tmp_path / "events"
     log = open_log(folder)
-    log.write("first")
+    log.write(event_of("first"))
     log.close()
     (name,) = os.listdir(folder)
     with open(folder / name, "ab") as file:
@@ -215,7 +215,7 @@ def test_a_missing_folder_has_no_events(tmp_path: Path) -> None:
 def test_no_file_stays_open_between_two_lines(tmp_path: Path) -> None:
     """A process that is started meanwhile inherits none, and hangs with no mount that hangs."""
     log = open_log(tmp_path / "events", uid="a")
-    log.write("worker_failed")
+    log.write(event_of("worker_failed"))
     opened = {
         os.readlink(f"/proc/self/fd/{name}")
         for name in os.listdir("/proc/self/fd")
@@ -227,7 +227,7 @@ def test_no_file_stays_open_between_two_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
 def test_what_is_no_file_of_ours_is_not_waited_for(tmp_path: Path, kind: str) -> None:
     log = open_log(tmp_path / "events")
-    log.write("one")
+    log.write(event_of("one"))
     log.close()
     planted = tmp_path / "events" / "agent-00009-x.jsonl"
     line = b'{"event": "planted"}\n'
