@@ -64,6 +64,8 @@ class Target(Struct, frozen=True, kw_only=True):
 
     worker: WorkerProcess
     pid: int
+    is_asked: bool = True
+    """Whether it is asked for its stack, which ends it; else it is only looked at."""
 
 
 class _Asked(Struct):
@@ -128,7 +130,8 @@ class StacksThenStop:
         self._is_asking = True
         for target in self._targets:
             # All are looked at before the first is touched: its end changes what the others do.
-            self._asked[target.worker.pid] = _Asked(tree.look_at(target.pid), look_at_process(target.pid))
+            proc = tree.look_at(target.pid) if target.is_asked else None
+            self._asked[target.worker.pid] = _Asked(proc, look_at_process(target.pid))
         for asked in self._asked.values():
             if asked.proc is not None:
                 tree.kill_safely(asked.proc, signal.SIGSTOP)
@@ -266,7 +269,7 @@ def stacks_text(worker: HungWorker, dump: StackDump | None) -> str:
     """The contents of stacks.txt."""
     facts = worker.facts
     lines = [f"rank {facts.global_rank} on {facts.host}, pid {worker.state.pid if worker.state else facts.pid}"]
-    lines.append(worker.why or "it gave signs of life; others hung")
+    lines.append(worker.why or "it did not fail; others hung, or lost another rank")
     if worker.state is not None:
         lines.append(f"before it was ended: {worker.state.describe()}")
         lines += [f"  thread {thread.pid} {thread.name}: {thread.describe()}" for thread in worker.state.threads]

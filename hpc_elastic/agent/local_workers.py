@@ -22,6 +22,7 @@ from hpc_elastic.agent.hang_stop import (
     rank_stacks,
     read_stacks,
 )
+from hpc_elastic.agent.last_look import JUDGE_SECONDS, MomentThenStop, Stopper, acts_on, observe_failure, observe_silent
 from hpc_elastic.agent.restart_group import DeadWorker, keep_apart
 from hpc_elastic.base.clock import Clock, uptime_ns
 from hpc_elastic.base.file_executor import FileExecutor, FilesystemHangsError, is_refusal
@@ -51,6 +52,7 @@ from hpc_elastic.workers.stop import GroupStopper, Stopped
 
 if TYPE_CHECKING:
     from hpc_elastic.failures.stacks import RankStacks
+    from hpc_elastic.run.activities import Activity
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +79,8 @@ class _Slot(Struct):
     exit: ExitStatus | None = None
     stopped_by_agent: bool = False
     output: WorkerOutput | None = None
+    is_symptom: bool | None = None
+    """Whether its failure only shows that another rank is gone; None: not looked at."""
 
     @property
     def has_failed(self) -> bool:
@@ -130,12 +134,17 @@ class LocalWorkers:
         self._replaced: list[WorkerProcess] = []
         """Ended, and kept until the group is ended: what they started may still run."""
         self._start_one: Callable[[int, Mapping[str, str], float], WorkerProcess] | None = None
-        self._stopper: GroupStopper | StacksThenStop | None = None
+        self._stopper: Stopper | None = None
         self._asked: StacksThenStop | None = None
         self._wants_stacks = False
+        self.wants_look = False
+        """Whether nothing but symptoms is known of the round."""
         self.stacks: dict[int, RankStacks] = {}
         """Global rank → its main thread's stack, once `describe_failures` has read what a hung round left;
         empty where there was none."""
+        self._observed: dict[int, Activity] = {}
+        self.activities: list[Activity] = []
+        """What each worker here was doing, once `describe_failures` has found nothing but symptoms, or a hang."""
         self.unwritten_evidence: list[Callable[[], object]] = []
         """Each writes a failure's evidence that the filesystem refused when `describe_failures` wrote it."""
         self._started_at = clock.monotonic()
@@ -260,8 +269,8 @@ class LocalWorkers:
 
     @property
     def took_stacks(self) -> bool:
-        """Whether the workers were asked for their stacks before they were ended."""
-        return self._asked is not None
+        """Whether workers were asked for their stacks before they were ended."""
+        return self._asked is not None and (self._wants_stacks or bool(self.stacks))
 
     @property
     def running(self) -> list[int]:
@@ -287,6 +296,44 @@ class LocalWorkers:
         """The round hangs: when the workers are ended, they get SIGABRT in place of SIGTERM, and leave their stacks."""
         self._wants_stacks = True
 
+    def look_first(self) -> None:
+        """Nothing but symptoms is known: before the workers are ended, they get a moment to fail by themselves, and
+        those that are silent then leave their stacks."""
+        self.wants_look = True
+
+    def end_moment(self) -> None:
+        """What happened is known: nothing is waited for any more."""
+        if isinstance(self._stopper, MomentThenStop):
+            self._stopper.end_moment()
+
+    @property
+    def has_symptoms_only(self) -> bool:
+        """Whether workers have failed here, and each failure only shows that another rank is gone.
+
+        Reads the ends of their stderr, where their exit codes do not say what happened: some milliseconds.
+        """
+        failed = [slot for slot in self._slots if slot.has_failed]
+        return bool(failed) and all(self._is_symptom(slot) for slot in failed)
+
+    def _is_symptom(self, slot: _Slot) -> bool:
+        if slot.is_symptom is None:
+            assert slot.exit is not None
+            facts = self._facts(slot, slot.exit, (oom_kill_count() or 0) - self._oom_kills)
+            slot.is_symptom = False
+            if facts.exitcode > 0 or facts.exitcode in _ABORTED:
+                self._pump.drained(slot.process.pid, JUDGE_SECONDS)
+                try:
+                    found = self._files.do(
+                        lambda: describe_failure(
+                            facts=facts, error_file=slot.paths.error_file, stderr_log=slot.paths.stderr
+                        ),
+                        within=JUDGE_SECONDS,
+                    )
+                    slot.is_symptom = found.failure_class is FailureClass.SYMPTOM
+                except FilesystemHangsError:
+                    pass  # it is ended as if its cause were known
+        return slot.is_symptom
+
     def begin_stop(self, *, grace: float) -> None:
         """SIGTERM to all; SIGKILL after `grace` seconds. A second call can only shorten that."""
         self.poll()
@@ -296,20 +343,40 @@ class LocalWorkers:
             else:
                 self._stopper.shorten(grace)
             return
+        if self.wants_look and not self._wants_stacks:
+            self._stopper = MomentThenStop(
+                is_over=self._is_moment_over, then=self._stop_now, grace=grace, clock=self._clock
+            )
+        else:
+            self._stopper = self._stop_now(grace)
+        self._stopper.begin()
+
+    def _is_moment_over(self) -> bool:
+        self.poll()
+        if any(slot.has_failed and not self._is_symptom(slot) for slot in self._slots):
+            self.wants_look = False
+        return not self.wants_look or not self.running
+
+    def _stop_now(self, grace: float) -> Stopper:
+        """What ends the workers that run now."""
         for slot in self._slots:
             slot.stopped_by_agent = slot.exit is None
         ended = [*self._replaced, *(slot.process for slot in self._slots)]
-        self._stopper = GroupStopper(ended, grace=grace, clock=self._clock, excluding=self._excluding())
-        if self._wants_stacks:
-            beats = {slot.local_rank: self._watch.beat(slot.local_rank) for slot in self._slots if slot.exit is None}
-            targets = find_targets(
-                [(self._slots[local_rank].process, beat.pid if beat else 0) for local_rank, beat in beats.items()]
-            )
-            alone = self.layout.group_world_size == 1
-            self._asked = self._stopper = StacksThenStop(
-                targets, self._stopper, clock=self._clock, head_start=0.0 if alone else HEAD_START_SECONDS
-            )
-        self._stopper.begin()
+        stopper = GroupStopper(ended, grace=grace, clock=self._clock, excluding=self._excluding())
+        if not self._wants_stacks and not self.wants_look:
+            return stopper
+        beats = {slot.local_rank: self._watch.beat(slot.local_rank) for slot in self._slots if slot.exit is None}
+        targets = find_targets(
+            [(self._slots[local_rank].process, beat.pid if beat else 0) for local_rank, beat in beats.items()]
+        )
+        if not self._wants_stacks:
+            # SIGABRT in place of SIGTERM, but not where that would keep a script from saving.
+            targets = [replace(target, is_asked=not acts_on(signal.SIGTERM, target.pid)) for target in targets]
+        has_peers = self._wants_stacks and self.layout.group_world_size > 1
+        self._asked = StacksThenStop(
+            targets, stopper, clock=self._clock, head_start=HEAD_START_SECONDS if has_peers else 0.0
+        )
+        return self._asked
 
     def step_stop(self) -> Stopped | float:
         """Go on ending them. Returns what became of them, or the seconds until the next call."""
@@ -352,7 +419,10 @@ class LocalWorkers:
         stopped = [
             (slot, self._facts(slot, slot.exit, kills))
             for slot in self._slots
-            if not hung and slot.exit is not None and slot.stopped_by_agent and slot.exit.exitcode in _OURS - {0}
+            if not (hung and self._wants_stacks)
+            and slot.exit is not None
+            and slot.stopped_by_agent
+            and slot.exit.exitcode in self._ours - {0}
         ]
         if not (failed or hung or stopped):
             return []
@@ -361,7 +431,13 @@ class LocalWorkers:
             found = [self._describe_hung(slot, worker) for slot, worker in hung]
             found += [self._describe(slot, facts) for slot, facts in failed]
             found += [self._describe_stopped(slot, facts) for slot, facts in stopped]
-            return [failure for failure in found if failure is not None]
+            described = [failure for failure in found if failure is not None]
+            if self._wants_stacks or self.wants_look:
+                self._observed |= {
+                    failure.global_rank: each for failure in described if (each := observe_failure(failure))
+                }
+                self.activities = [self._observed[rank] for rank in sorted(self._observed)]
+            return described
 
         hurried = self._is_ending()
         try:
@@ -398,6 +474,7 @@ class LocalWorkers:
         self._pump.drained(slot.process.pid, DRAIN_SECONDS)
         dump = read_stacks(worker)
         self.stacks[slot.global_rank] = rank_stacks(worker, dump)
+        self._observed[slot.global_rank] = observe_silent(slot.global_rank, worker.state, dump)
         if not worker.why:
             return None
         return describe_hang(worker, dump, last_heartbeat_ns=self._watch.last_heartbeat_ns(slot.local_rank))
@@ -483,5 +560,9 @@ class LocalWorkers:
 
     def _fell_while_stopping(self, slot: _Slot) -> bool:
         # It was failing already when the agent's signal came: its evidence is worth keeping.
-        ours = _OURS | _ABORTED if self._asked is not None else _OURS
-        return slot.exit is not None and slot.stopped_by_agent and slot.exit.exitcode not in ours
+        return slot.exit is not None and slot.stopped_by_agent and slot.exit.exitcode not in self._ours
+
+    @property
+    def _ours(self) -> AbstractSet[int]:
+        """Exit codes of workers that the agent ended."""
+        return _OURS | _ABORTED if self._asked is not None else _OURS

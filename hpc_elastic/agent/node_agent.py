@@ -56,6 +56,7 @@ from hpc_elastic.run.agent_events import (
     AgentEnded,
     HangFound,
     PlatformFailure,
+    RanksObserved,
     WorkersStarted,
     WorkersStopped,
     WorkersStopping,
@@ -325,6 +326,8 @@ class NodeAgent:
             self._start_workers()
         elif event is Event.FAILED:
             self._clock_offsets.log_changes()
+            if self._workers is not None and self._workers.has_symptoms_only:
+                self._workers.look_first()
             self._report_failure(reason)
             self._stop_workers(reason)
         elif event is Event.SUCCEEDED:
@@ -492,7 +495,11 @@ class NodeAgent:
             if record is not None and record.hang is not None and record.round == workers.round + 1:
                 context.watch.on_hang(record.hang, workers.running)  # a worker elsewhere hangs: for which here?
                 workers.take_stacks_first()
+            elif record is not None and record.symptoms and record.round == workers.round + 1:
+                workers.look_first()
             context.watch.rest()
+        elif record is not None and not record.symptoms and record.round > workers.round:
+            workers.end_moment()
         workers.begin_stop(grace=self._heard.grace())
         self._stop_due = context.clock.monotonic()
 
@@ -520,6 +527,8 @@ class NodeAgent:
         if workers.took_stacks:
             beats, now = self._last_beats
             log_stacks(context.events, index, stacks=workers.stacks, beats=beats, now=now)
+        if workers.activities:
+            context.events.write(RanksObserved(round=index, ranks=tuple(workers.activities)))
         context.watch.end()
         if summary is not None:
             context.coordination.ask(lambda participant: participant.sum_up_failures(index, summary))

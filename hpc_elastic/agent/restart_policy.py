@@ -145,7 +145,7 @@ def early_failure(reason: str, *, node: int, workers: LocalWorkers, watch: HangW
     return NodeFailure(
         node=node,
         fingerprint="",
-        failure_class="unknown" if hang is None else "hang",
+        failure_class="hang" if hang is not None else "symptom" if workers.wants_look else "unknown",
         retryable=not workers.want_no_other_try,
         message=reason,
         step=watch.furthest_step,

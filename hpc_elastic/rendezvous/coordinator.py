@@ -59,6 +59,7 @@ class RestartDecision(Struct, frozen=True, kw_only=True):
 
 
 _CLASSES = {one.value: one for one in FailureClass}
+_SYMPTOM = FailureClass.SYMPTOM.value
 
 
 def first_failure(failures: Iterable[NodeFailure]) -> NodeFailure:
@@ -267,7 +268,10 @@ def _while_final(view: ClusterView, settings: RendezvousSettings) -> Proposal | 
         reason = f"{first.message} on {_name(first.node, view)}"
         marks = [failure.hang for failure in view.failures.values() if failure.hang is not None]
         hang = min(marks, key=lambda mark: mark.lag, default=None)
-        return _reopen(record, reason, lost=_lost_members(view), hang=hang)
+        lost = _lost_members(view)
+        # A lost node explains the symptoms.
+        symptoms = not lost and all(failure.failure_class == _SYMPTOM for failure in view.failures.values())
+        return _reopen(record, reason, lost=lost, hang=hang, symptoms=symptoms)
     lost = {node: why for node, why in _lost_members(view).items() if not _node_done(view, node)}
     if lost:
         return _reopen(record, _describe_nodes(lost, view), lost=lost)
@@ -406,7 +410,14 @@ def _node_done(view: ClusterView, node: int) -> bool:
     return any(m.node == node and m.uid in view.done for m in view.record.members)
 
 
-def _reopen(record: RoundRecord, reason: str, *, lost: Mapping[int, str], hang: HangMark | None = None) -> Proposal:
+def _reopen(
+    record: RoundRecord,
+    reason: str,
+    *,
+    lost: Mapping[int, str],
+    hang: HangMark | None = None,
+    symptoms: bool = False,
+) -> Proposal:
     returned = {node for node, why in lost.items() if why == "has a new agent"}
     return propose(
         record,
@@ -418,6 +429,7 @@ def _reopen(record: RoundRecord, reason: str, *, lost: Mapping[int, str], hang: 
         reason=reason,
         master="",
         hang=hang,
+        symptoms=symptoms,
     )
 
 

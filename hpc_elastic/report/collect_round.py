@@ -27,6 +27,7 @@ from hpc_elastic.report.history import (
     WorkerEnd,
 )
 from hpc_elastic.report.incidents import InProcessRestart, read_restart
+from hpc_elastic.run.activities import MOST_NAMED, Activity
 from hpc_elastic.run.agent_events import (
     AgentEnded,
     AgentStarted,
@@ -34,6 +35,7 @@ from hpc_elastic.run.agent_events import (
     InProcessGaveUp,
     InProcessRestarted,
     PlatformFailure,
+    RanksObserved,
     RoundFinal,
     StacksTaken,
     WorkerFailed,
@@ -124,7 +126,7 @@ ROUND_EVENTS: frozenset[type[RunEvent]] = frozenset(
     {
         RoundOpened, RoundFrozen, RoundFinal, WorkerFailed, NodeLost, NodeLeft, NodeReplaced, HealthCheckFailed,
         PlatformFailure, InProcessRestarted, InProcessGaveUp, WorkersStopping, WorkersSucceeded, WorkersStopped,
-        RestartDecided, StacksTaken,
+        RestartDecided, StacksTaken, RanksObserved,
     }
 )  # fmt: skip
 """What `RoundBuilder.take` learns from."""
@@ -163,6 +165,7 @@ class RoundBuilder(Struct):
     decision: RestartRecord | None = None
     decided_ns: int = -1
     rank_statuses: dict[int, RankStatus] = field(default_factory=dict)
+    activities: dict[int, Activity] = field(default_factory=dict)
     stacks: dict[tuple[str, str, tuple[str, ...]], list[int]] = field(default_factory=dict)
     """(name, state, stack) of a `StackGroup` → ranks."""
     threads: dict[tuple[str, str, tuple[str, ...]], list[int]] = field(default_factory=dict)
@@ -234,6 +237,9 @@ class RoundBuilder(Struct):
                     )
             case StacksTaken():
                 self._take_stacks(event, when, node)
+            case RanksObserved():
+                for found in event.ranks:
+                    self.activities[found.rank] = _cut(found)
 
     def _take_failure(self, event: WorkerFailed, when: int, node: int, host: str) -> None:
         ended = event.ended_ns or when
@@ -282,9 +288,16 @@ class RoundBuilder(Struct):
             stopping_reasons=tuple(self.stopping),
             decision=self.decision,
             rank_statuses=tuple(self.rank_statuses[rank] for rank in sorted(self.rank_statuses)),
+            activities=tuple(self.activities[rank] for rank in sorted(self.activities)),
             stacks=_stack_groups(self.stacks),
             threads=_stack_groups(self.threads),
         )
+
+
+def _cut(found: Activity) -> Activity:
+    """As short as an agent writes it."""
+    texts = {name: getattr(found, name)[:_WORDS] for name in ("call", "at", "line", "operation", "key")}
+    return replace(found, names=found.names[:MOST_NAMED], **texts)
 
 
 def _stack_groups(found: dict[tuple[str, str, tuple[str, ...]], list[int]]) -> tuple[StackGroup, ...]:

@@ -153,6 +153,8 @@ def _of_round(event: AgentEvent) -> str:
         case of_agent.StacksTaken():
             silent = f", none of {_ranks(event.silent)}" if event.silent else ""
             text = f"stacks of {_ranks(rank for group in event.groups for rank in group.ranks)} taken{silent}"
+        case of_agent.RanksObserved():
+            text = "; ".join(f"rank {one.rank} {'failed ' if one.failed else ''}{one.where}" for one in event.ranks)
         case of_agent.WorkersStopping():
             text = "workers are being stopped"
         case of_agent.WorkersStopped():

@@ -15,6 +15,7 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, SUPERVISOR, Clocks
 from hpc_elastic.report.incidents import InProcessRestart, Outage, OutputLoss, refused_hosts
 from hpc_elastic.report.node_times import AttemptTimes
+from hpc_elastic.run.activities import Activity
 from hpc_elastic.run.node_score import NodeScore
 
 
@@ -163,6 +164,8 @@ class RoundHistory(Struct, frozen=True, kw_only=True):
     decision: RestartRecord | None = None
     rank_statuses: tuple[RankStatus, ...] = ()
     """The workers' last heartbeats, by rank; empty where none was reported."""
+    activities: tuple[Activity, ...] = ()
+    """What each rank was doing, by rank, where the nodes knew nothing but symptoms, or a hang."""
     stacks: tuple[StackGroup, ...] = ()
     """The rarest first."""
     threads: tuple[StackGroup, ...] = ()

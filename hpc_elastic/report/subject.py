@@ -76,12 +76,14 @@ def verdict_of(part: RoundHistory) -> Verdict:
     """The verdict on one round."""
     # Of a thousand nodes this takes longer than all the rest, and only a round without a cause needs it.
     classes = {failure.failure_class for failure in part.failures}
-    needs_ranks = FailureClass.SYMPTOM in classes <= {FailureClass.SYMPTOM, FailureClass.STOPPED_BY_US}
+    is_unknown = FailureClass.SYMPTOM in classes <= {FailureClass.SYMPTOM, FailureClass.STOPPED_BY_US}
+    needs_ranks = is_unknown or FailureClass.HANG in classes
     return decide_verdict(
         part.failures,
         lost_nodes=(*part.lost_nodes, *part.own_failures),
         rank_statuses=part.rank_statuses,
         ends=part.ends,
+        activities=part.activities,
         clocks=part.clocks,
         ranks={rank: node.host for node in part.nodes for rank in node.ranks} if needs_ranks else None,
     )

@@ -1,7 +1,8 @@
 """Which ranks to look at where every failure of a round is a symptom: pure, over what is known of the others.
 
 A rank that ended with 0 while the others still needed it is the likeliest one: its sockets closed, and every peer that
-was in a collective with it lost a connection. Next come the ranks that neither failed nor ended: one of them hung, was
+was in a collective with it lost a connection. Next come the ranks that differ from the others by what they were doing,
+and then the ranks that neither failed nor ended: one of them hung, was
 late, or was just not as fast as the others to notice.
 """
 
@@ -13,6 +14,7 @@ from hpc_elastic.base.text import ranges, seconds_text
 from hpc_elastic.failures.ranking import Moment, Order, Suspect, gap_ns, order_of
 from hpc_elastic.report.clocks import Clocks
 from hpc_elastic.report.history import WorkerEnd
+from hpc_elastic.run.activities import Activity, Doing
 
 MOST_SUSPECTS = 16
 _HOSTS = 3
@@ -24,15 +26,19 @@ def find_suspects(
     first: Moment,
     *,
     ends: Sequence[WorkerEnd] = (),
+    compared: Sequence[Suspect] = (),
+    activities: Sequence[Activity] = (),
     ranks: Mapping[int, str] | None = None,
     clocks: Clocks,
 ) -> tuple[Suspect, ...]:
-    """The ranks to look at, the likeliest first; empty where all ranks failed.
+    """The ranks to look at, the likeliest first; empty where all ranks failed in the same way.
 
     Args:
         failed: The ranks with a symptom.
         first: When the first symptom was seen.
         ends: The round's.
+        compared: The ranks that differ from the others by what they were doing (`collectives.compare_ranks`).
+        activities: What the ranks were doing.
         ranks: The host of every rank of the round, where it is known.
         clocks: What two hosts' times are worth.
     """
@@ -44,13 +50,22 @@ def find_suspects(
             gap = gap_ns(moment, first)
             if gap >= 0 or order_of(first, moment) is not Order.KNOWN:
                 early.append((-gap, end.rank))
-    if early:
-        return tuple(
-            Suspect(rank=rank, host=hosts.get(rank, ""), why=_how_early(-behind)) for behind, rank in sorted(early)
-        )[:MOST_SUSPECTS]
+    found = [Suspect(rank=rank, host=hosts.get(rank, ""), why=_how_early(-behind)) for behind, rank in sorted(early)]
+    known = {suspect.rank for suspect in found}
+    found += [suspect for suspect in compared if suspect.rank not in known]
+    if found:
+        return tuple(found[:MOST_SUSPECTS])
     ended = {end.rank for end in ends if not end.stopped}
     silent = sorted(hosts.keys() - set(failed) - ended)
-    return tuple(Suspect(rank=rank, host=hosts[rank], why=_SILENT) for rank in silent[:MOST_SUSPECTS])
+    doing = {activity.rank: activity for activity in activities if activity.doing is not Doing.UNKNOWN}
+    return tuple(
+        Suspect(
+            rank=rank,
+            host=hosts[rank],
+            why=f"it did not fail; it was {doing[rank].where}" if rank in doing else _SILENT,
+        )
+        for rank in silent[:MOST_SUSPECTS]
+    )
 
 
 def _how_early(gap: int) -> str:

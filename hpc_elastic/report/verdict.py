@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.text import first_of, milliseconds_text, plural, ranges, ranks_text, seconds_text
 from hpc_elastic.failures.classify import NOT_RETRYABLE_EXIT_CODE, is_same_failure
+from hpc_elastic.failures.collectives import compare_ranks
 from hpc_elastic.failures.ranking import (
     SAME_NODE_NS,
     Category,
@@ -32,6 +33,7 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
 from hpc_elastic.report.history import NodeLoss, RankStatus, WorkerEnd
 from hpc_elastic.report.suspects import find_suspects, look_at
+from hpc_elastic.run.activities import Activity
 from hpc_elastic.run.node_score import is_everywhere
 
 _HOSTS = 3
@@ -107,6 +109,7 @@ def decide_verdict(
     lost_nodes: Sequence[NodeLoss] = (),
     rank_statuses: Sequence[RankStatus] = (),
     ends: Sequence[WorkerEnd] = (),
+    activities: Sequence[Activity] = (),
     ranks: Mapping[int, str] | None = None,
     clocks: Clocks = NO_CLOCKS,
 ) -> Verdict:
@@ -117,6 +120,7 @@ def decide_verdict(
         lost_nodes: Nodes that were taken out of the round; each is a candidate at the time of its last sign.
         rank_statuses: All ranks' last heartbeats.
         ends: How the workers ended that the agents did not end.
+        activities: What the ranks were doing, where the nodes knew nothing but symptoms, or a hang.
         ranks: The host of every rank of the round, where it is known.
         clocks: What two hosts' times are worth.
     """
@@ -135,11 +139,20 @@ def decide_verdict(
         return Verdict(cause=Cause.NONE, confidence=Confidence.HIGH, evidence=evidence)
     if first.failure_class is FailureClass.SYMPTOM:
         failed = [failure.global_rank for failure in ranking.all]
-        suspects = find_suspects(failed, when[id(first)], ends=ends, ranks=ranks, clocks=clocks)
+        compared = compare_ranks(activities, hosts=ranks)
+        suspects = find_suspects(
+            failed,
+            when[id(first)],
+            ends=ends,
+            compared=compared.suspects,
+            activities=activities,
+            ranks=ranks,
+            clocks=clocks,
+        )
         verdict = _of_worker(
             first,
             Confidence.NONE,
-            _unknown(symptoms, suspects),
+            _unknown(symptoms, suspects, compared.says),
             cause=Cause.UNKNOWN,
             same=_same(first, ranking.all),
             suspects=suspects,
@@ -147,7 +160,8 @@ def decide_verdict(
     elif first.failure_class is FailureClass.STOPPED_BY_US:
         verdict = _cut_short_verdict(first, len(symptoms))
     elif first.failure_class is FailureClass.HANG:
-        verdict = _hang_verdict(first, causes, symptoms, rank_statuses)
+        compared = compare_ranks(activities, hosts=ranks)
+        verdict = _hang_verdict(first, causes, symptoms, rank_statuses, compared.suspects, len(ranks or ()))
     else:
         verdict = _worker_verdict(causes, ranking.cut_short, len(symptoms), losses, [when[id(one)] for one in causes])
     return verdict if retryable else replace(verdict, retryable=False)
@@ -223,42 +237,73 @@ def _of_worker(
     )
 
 
-def _unknown(symptoms: list[WorkerFailure], suspects: Sequence[Suspect]) -> str:
-    """Every failure is a consequence: what to look at."""
+def _unknown(symptoms: list[WorkerFailure], suspects: Sequence[Suspect], says: str = "") -> str:
+    """Every failure is a consequence: what to look at.
+
+    Args:
+        symptoms: The failures.
+        suspects: The ranks to look at.
+        says: What the ranks show together.
+    """
     if len(symptoms) == 1:
         reads = "not known: the only failure reads like the consequence of another"
     else:
         reads = f"not known: {len(symptoms)} failures, and each reads like the consequence of another"
+    told = f": {says}" if says else ""
     if not suspects:
-        return f"{reads}, which left no trace. Shown is the first one seen"
-    return f"{reads}. {look_at(suspects)}{'' if len(symptoms) == 1 else '. Shown is the first one seen'}"
+        return f"{reads}{told or ', which left no trace'}. Shown is the first one seen"
+    return f"{reads}{told}. {look_at(suspects)}{'' if len(symptoms) == 1 else '. Shown is the first one seen'}"
 
 
 def _hang_verdict(
-    root: WorkerFailure, causes: list[WorkerFailure], symptoms: list[WorkerFailure], rank_statuses: Sequence[RankStatus]
+    root: WorkerFailure,
+    causes: list[WorkerFailure],
+    symptoms: list[WorkerFailure],
+    rank_statuses: Sequence[RankStatus],
+    odd: Sequence[Suspect] = (),
+    world_size: int = 0,
 ) -> Verdict:
-    """Where one hangs the others wait for it: it is the furthest behind, or else the first that fell silent."""
+    """Where one hangs the others wait for it: it is the furthest behind, the odd one out by the stacks, or else the
+    first that fell silent.
+
+    Args:
+        root: The failure that the ranking names.
+        causes: All that are no symptoms.
+        symptoms: The others.
+        rank_statuses: All ranks' last heartbeats.
+        odd: The ranks whose stacks differ from the others'.
+        world_size: 0: not known.
+    """
     step = -1 if root.last_step is None else root.last_step
     others = [status for status in rank_statuses if status.rank != root.global_rank]
     further = [status.step for status in others if status.step is not None and status.step > step]
-    hung = (one for one in causes if one.failure_class is FailureClass.HANG and one is not root)
-    level = [failure for failure in hung if failure.last_step == root.last_step]
-    confidence = Confidence.HIGH
+    hung = {one.global_rank: one for one in causes if one.failure_class is FailureClass.HANG}
+    confidence, suspects = Confidence.HIGH, tuple(odd)
     if further:
         at = f"step {min(further)}" if min(further) == max(further) else f"steps {min(further)} to {max(further)}"
-        evidence = f"furthest behind: {plural(len(further), 'other rank')} had got to {at}"
-    elif level:
+        evidence, suspects = f"furthest behind: {plural(len(further), 'other rank')} had got to {at}", ()
+    elif len(odd) == 1 and odd[0].rank in hung:
+        root, suspects = hung[odd[0].rank], ()
+        evidence = f"the odd one out: {odd[0].why}"
+    elif odd:
+        confidence, evidence = Confidence.LOW, f"first to fall silent. {look_at(odd)}"
+    elif level := [rank for rank, one in hung.items() if one is not root and one.last_step == root.last_step]:
         confidence = Confidence.LOW
         evidence = (
-            f"first to fall silent; {ranks_text([failure.global_rank for failure in level])} hung at the same step: "
+            f"first to fall silent; {ranks_text(level)} hung at the same step: "
             "which one the others waited for, the stacks show"
         )
+    elif world_size > len(others) + 1:
+        # In many scripts one rank reports for all.
+        confidence = Confidence.LOW
+        evidence = f"only {plural(len(others) + 1, 'rank')} of {world_size} sent heartbeats"
     else:
         evidence = "the only one without a heartbeat"
     if symptoms:
         are = "is its consequence" if len(symptoms) == 1 else "are its consequences"
         evidence += f"; {plural(len(symptoms), 'failure')} elsewhere {are}"
-    return _of_worker(root, confidence, evidence, candidates=(failure for failure in causes if failure is not root))
+    candidates = (failure for failure in causes if failure is not root)
+    return _of_worker(root, confidence, evidence, candidates=candidates, suspects=suspects)
 
 
 def _worker_verdict(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from msgspec import UNSET, Struct, UnsetType
 
+from hpc_elastic.run.activities import Activity
 from hpc_elastic.run.event_types import AgentEvent, Seconds
 from hpc_elastic.run.heartbeats import RankHeartbeat
 
@@ -183,7 +184,7 @@ class RankState(Struct, frozen=True, kw_only=True):
 
 
 class StacksTaken(AgentEvent, frozen=True, kw_only=True):
-    """What the workers here did when they were ended because of a hang."""
+    """What the workers here did when they were ended because of a hang, or since nothing but symptoms was known."""
 
     round: int
     groups: tuple[RankStack, ...] = ()
@@ -196,6 +197,15 @@ class StacksTaken(AgentEvent, frozen=True, kw_only=True):
     """`rank`, `state`: what the kernel said of those"""
     beats: tuple[RankHeartbeat, ...] = ()
     """`rank`, `local_rank`, `step`, `section`, `age`, `count` of each worker's heartbeats when it was ended"""
+
+
+class RanksObserved(AgentEvent, frozen=True, kw_only=True):
+    """What each rank here was doing when the round broke, where every failure here is a symptom, or a rank hung."""
+
+    round: int
+    ranks: tuple[Activity, ...] = ()
+    """`rank`, `doing`, `call`, `at` (the innermost frame of the user's code), `line` (of the source), `failed`, and
+    what its messages say of its collective: `sequence`, `operation`, `names`, `key`, `clients`, `sizes`"""
 
 
 class ClockOffset(AgentEvent, frozen=True, kw_only=True):

@@ -82,8 +82,12 @@ def test_a_collective_whose_timeout_runs_out(catalogue: Catalogue) -> None:
     # The group itself has a long one: on a busy machine the ranks come to it many seconds apart.
     script = _GROUP.replace("signal.SIG_IGN", "signal.SIG_DFL") + (
         """
+import threading
+never = threading.Lock()
+never.acquire()
+
 def evaluate():
-    wait_for("never")
+    never.acquire()
 
 if RANK == 1:
     evaluate()
@@ -102,7 +106,8 @@ dist.all_reduce(torch.ones(4))
             failure_class="symptom",
             confidence="none",
             evidence="not known: the only failure reads like the consequence of another. "
-            "Look at rank 1 on node1, which did not fail: it hung, was late, or ended early",
+            "Look at rank 1 on node1: it was waiting for a lock, a queue or a thread (train.py:17 evaluate): "
+            "`never.acquire()` while rank 0 waited in all_reduce",
             kind="a collective waited for a peer until its timeout",
             consequences={"a collective waited for a peer until its timeout": "0"},
         )

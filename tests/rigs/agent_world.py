@@ -36,6 +36,7 @@ from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.ranks import RankLayout
 from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.run.activities import Activity
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.run.option_values import SectionTimeouts
@@ -72,7 +73,8 @@ class FakeWorkers:
         self.failed = self.succeeded = self.stopping = False
         self.want_no_other_try = False
         self.own_ends = ()
-        self.took_stacks = False
+        self.took_stacks = self.wants_look = self.has_symptoms_only = False
+        self.activities: list[Activity] = []
         self.stacks: dict[int, RankStacks] = {}
         self.unwritten_evidence: list[Callable[[], object]] = []
         self.started = False
@@ -126,6 +128,12 @@ class FakeWorkers:
 
     def take_stacks_first(self) -> None:
         self.took_stacks = True
+
+    def look_first(self) -> None:
+        self.wants_look = True
+
+    def end_moment(self) -> None:
+        pass
 
     def begin_stop(self, *, grace: float) -> None:
         self._node._gate("SIGTERM")

@@ -25,6 +25,8 @@ def sample(kind: Any) -> Any:
             return "so"
         case msgspec.inspect.BoolType():
             return True
+        case msgspec.inspect.EnumType():
+            return next(iter(kind))
         case msgspec.inspect.VarTupleType():
             return (sample(args[0]),)
         case msgspec.inspect.TupleType():

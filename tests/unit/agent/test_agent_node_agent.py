@@ -29,6 +29,7 @@ from hpc_elastic.rendezvous.ending import EndClaimed, EndUnclaimed
 from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.preemption import PreemptionNotice
 from hpc_elastic.rendezvous.state import HangMark, Member, RoundRecord, Status
+from hpc_elastic.run.activities import Activity, Doing
 from hpc_elastic.run.agent_events import OwnEnd
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.coordinator_events import RunClosed
@@ -103,9 +104,19 @@ class Workers:
     stacks: dict[int, tuple[str, ...]] = field(default_factory=dict)
     unwritten_evidence: list[Callable[[], object]] = field(default_factory=list)
     own_ends: tuple[OwnEnd, ...] = ()
+    has_symptoms_only: bool = False
+    wants_look: bool = False
+    moment_ended: bool = False
+    activities: list[Activity] = field(default_factory=list)
 
     def take_stacks_first(self) -> None:
         self.took_stacks = True
+
+    def look_first(self) -> None:
+        self.wants_look = True
+
+    def end_moment(self) -> None:
+        self.moment_ended = True
 
     def start(self, argv: list[str], environment: Callable[[int, str], Mapping[str, str]], *, cwd: str) -> None:
         self.argv = argv
@@ -929,6 +940,58 @@ def test_a_hang_elsewhere_has_the_stacks_taken_here(play: Callable[..., Play], h
     marked = [call for call in watch.calls if isinstance(call, tuple)]
     assert marked == ([("on_hang", hang, [0, 1])] if hang else [])
     assert [name for name, _ in p.events if name == "stacks_taken"] == (["stacks_taken"] if hang else [])
+
+
+def test_where_only_a_symptom_is_known_the_workers_get_a_moment_on_all_nodes(play: Callable[..., Play]) -> None:
+    p = play()
+
+    def fails() -> None:
+        p.workers[0].has_symptoms_only = True
+        p.workers[0].fall(failure(failure_class=FailureClass.SYMPTOM))
+
+    def reported() -> list[Any]:
+        assert p.workers[0].stopping
+        assert p.workers[0].wants_look
+        assert not p.workers[0].moment_ended
+        _, first = p.said.last("report_failure")
+        assert first.failure_class == "symptom"
+        p.workers[0].activities = [Activity(rank=0, doing=Doing.COLLECTIVE, call="all_reduce", failed=True)]
+        p.workers[0].looks_to_stop = 3
+        return [joinable(1, symptoms=True)]
+
+    def goes_on() -> None:
+        assert not p.workers[0].moment_ended
+
+    p.run(*RUNNING, fails, reported, goes_on, [], [], [], [closed(Outcome.FAILED)])
+    (rank,) = p.event("ranks_observed")["ranks"]
+    assert (rank["doing"], rank["call"], rank["failed"]) == ("collective", "all_reduce", True)
+
+
+@pytest.mark.parametrize("symptoms", [False, True])
+def test_a_symptom_elsewhere_gives_the_workers_here_a_moment(play: Callable[..., Play], symptoms: bool) -> None:
+    p = play()
+
+    def stopping() -> list[Any]:
+        assert p.workers[0].stopping
+        assert p.workers[0].wants_look == symptoms
+        return []
+
+    p.run(*RUNNING, [joinable(1, symptoms=symptoms)], stopping, [], [], [closed(Outcome.FAILED)])
+
+
+def test_a_cause_that_is_known_elsewhere_ends_the_moment(play: Callable[..., Play]) -> None:
+    p = play()
+
+    def fails() -> None:
+        p.workers[0].has_symptoms_only = True
+        p.workers[0].looks_to_stop = 5
+        p.workers[0].fall(failure(failure_class=FailureClass.SYMPTOM))
+
+    def ended() -> list[Any]:
+        assert p.workers[0].moment_ended
+        return []
+
+    p.run(*RUNNING, fails, [joinable(1)], ended, [], [], [], [], [], [closed(Outcome.FAILED)])
 
 
 def test_an_older_rounds_hang_takes_nobodys_stacks(play: Callable[..., Play]) -> None:

@@ -421,7 +421,7 @@ def test_what_this_node_lacks_to_start_workers_is_no_bug_in_the_script(retryable
 @pytest.mark.parametrize("final", [False, True])
 def test_the_first_word_tells_whether_another_try_is_wanted(final: bool) -> None:
     """In a notice nobody waits for the second one."""
-    workers: Any = SimpleNamespace(want_no_other_try=final, seconds=3.0)
+    workers: Any = SimpleNamespace(want_no_other_try=final, seconds=3.0, wants_look=False)
     watch: Any = SimpleNamespace(mark=None, furthest_step=7)
     word = early_failure("rank 0 ended with exit code 93", node=1, workers=workers, watch=watch)
     assert (word.retryable, word.seconds, word.step) == (not final, 3.0, 7)

@@ -1,0 +1,137 @@
+"""Before silent ranks are ended: a moment in which they may fail by themselves, and then a look at where they stand.
+
+Where every failure so far is a symptom, the rank behind it has not failed yet: it is about to (its exception still
+unwinds), or it is stuck outside of the collective that the others lost. So the group gets `MOMENT_SECONDS`, unless all
+of it ends sooner or a cause shows, and the ranks that are silent then are asked for their stacks. Where a cause is
+known, none of this happens.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import Protocol
+
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.failures.collectives import activity_of_failure, activity_of_stack
+from hpc_elastic.failures.fingerprint import user_frames
+from hpc_elastic.failures.ranking import FailureClass
+from hpc_elastic.failures.stacks import ProcessState, StackDump, find_dump
+from hpc_elastic.failures.traceback_text import Frame, find_python_traceback
+from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.run.activities import Activity
+from hpc_elastic.workers.stop import Stopped
+
+MOMENT_SECONDS = 1.0
+JUDGE_SECONDS = 0.1
+"""How long the last output of a worker that has failed is waited for, before its failure counts as a known cause."""
+_SOURCE_BYTES = 1 << 20
+_LOOK_SECONDS = 0.02
+
+
+class Stopper(Protocol):
+    """What `GroupStopper`, `StacksThenStop` and `MomentThenStop` have in common."""
+
+    def begin(self) -> None: ...
+
+    def kill_now(self) -> None: ...
+
+    def shorten(self, grace: float) -> None: ...
+
+    def step(self) -> Stopped | float: ...
+
+
+class MomentThenStop:
+    """Has the shape of the `GroupStopper` that it goes before."""
+
+    def __init__(
+        self, *, is_over: Callable[[], bool], then: Callable[[float], Stopper], grace: float, clock: Clock
+    ) -> None:
+        """
+        Args:
+            is_over: Asked all the time: whether nothing is left to wait for.
+            then: What ends the workers, made when the moment is over; called with the grace.
+            grace: Seconds from SIGTERM to SIGKILL.
+            clock: Its monotonic clock is used.
+        """
+        self._is_over = is_over
+        self._then = then
+        self._grace = grace
+        self._clock = clock
+        self._deadline = 0.0
+        self._next: Stopper | None = None
+
+    def begin(self) -> None:
+        """The moment begins."""
+        self._deadline = self._clock.monotonic() + MOMENT_SECONDS
+
+    def end_moment(self) -> None:
+        """A cause is known elsewhere, or there is no time: go on at the next step."""
+        self._deadline = self._clock.monotonic()
+
+    def kill_now(self) -> None:
+        """Give up the moment and the grace."""
+        if self._next is None:
+            self._next = self._then(0.0)
+        self._next.kill_now()
+
+    def shorten(self, grace: float) -> None:
+        """As `GroupStopper.shorten`; less time than was known ends the moment, too."""
+        if self._next is not None:
+            self._next.shorten(grace)
+        elif grace < self._grace:
+            self._grace = grace
+            self.end_moment()
+
+    def step(self) -> Stopped | float:
+        """As `GroupStopper.step`."""
+        if self._next is None:
+            if not self._is_over() and self._clock.monotonic() < self._deadline:
+                return _LOOK_SECONDS
+            self._next = self._then(self._grace)
+            self._next.begin()
+        return self._next.step()
+
+
+def acts_on(number: signal.Signals, pid: int) -> bool:
+    """Whether the process `pid` catches or ignores a signal; True where that is not known."""
+    try:
+        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
+            lines = [line.split() for line in file if line.startswith(("SigCgt:", "SigIgn:"))]
+        return len(lines) != 2 or any(int(mask, 16) >> (number - 1) & 1 for _, mask in lines)
+    except (OSError, ValueError):
+        return True
+
+
+def observe_failure(failure: WorkerFailure) -> Activity | None:
+    """What a rank was doing whose failure is a symptom; None for another failure."""
+    if failure.failure_class is not FailureClass.SYMPTOM:
+        return None
+    found, dump = find_python_traceback(failure.traceback), find_dump(failure.traceback)
+    frames = found.frames if found is not None else dump.main if dump is not None else ()
+    text = "\n".join((failure.message, failure.traceback, failure.stderr_tail))
+    return activity_of_failure(failure.global_rank, frames, text)
+
+
+def observe_silent(rank: int, state: ProcessState | None, dump: StackDump | None) -> Activity:
+    """What a rank was doing that had not failed. Reads a line of its script.
+
+    Args:
+        rank: Its global rank.
+        state: What the kernel said of it before it was asked.
+        dump: Its stacks, where it left any.
+    """
+    frames = dump.main if dump is not None else ()
+    syscall = state.threads[0].syscall if state is not None and state.threads else ""
+    mine = user_frames(frames)
+    return activity_of_stack(rank, frames, syscall=syscall, line=_source(mine[-1]) if mine else "")
+
+
+def _source(frame: Frame) -> str:
+    """The line of the source; empty where it can't be read."""
+    try:
+        with open(frame.file, "rb") as file:
+            lines = file.read(_SOURCE_BYTES).split(b"\n")
+    except (OSError, ValueError):
+        return ""
+    return lines[frame.line - 1].decode("utf-8", "replace").strip() if 0 < frame.line <= len(lines) else ""

@@ -1,0 +1,388 @@
+"""What each rank was doing when a round broke, and which rank differs from the others: pure.
+
+A collective that fails shows that *some* rank did not come to it. Which one it was, the ranks show together: one was in
+no collective while the others waited in one, or in another collective; the watchdogs' sequence numbers are lower on one
+rank; torch's own comparison (``TORCH_DISTRIBUTED_DEBUG=DETAIL``) or `monitored_barrier` names it. An agent makes an
+`Activity` of each of its ranks, from the traceback that the rank printed or from the stack that it left; the report
+compares those of all nodes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+from msgspec import Struct
+
+from hpc_elastic.base.text import cut_end, plural, ranks_text
+from hpc_elastic.failures.fingerprint import user_frames
+from hpc_elastic.failures.ranking import Suspect
+from hpc_elastic.failures.traceback_text import Frame
+from hpc_elastic.run.activities import MOST_NAMED, Activity, Doing
+
+MOST_SUSPECTS = 8
+_SAYS_LIMIT = 400
+
+
+_POINT_TO_POINT = ("recv", "irecv", "send", "isend", "batch_isend_irecv", "recv_object_list", "send_object_list")
+_WAITS_FOR_RANKS = (Doing.COLLECTIVE, Doing.STORE, Doing.BACKWARD)
+_C10D = "/torch/distributed/distributed_c10d.py"
+_OF_PROCESS_GROUP = re.compile(r"/torch/distributed/(?!elastic/|run\.py|launch)|/torch/nn/parallel/distributed\.py\Z")
+_LEAVES = ("destroy_process_group", "_shutdown_backend", "abort_process_group")
+_STORE_CALLS = ("_create_c10d_store", "_store_based_barrier", "store_timeout", "barrier_store")
+# File (its end) and function of a library's frame → what it waits for.
+_LIBRARY_CALLS: tuple[tuple[str, str, Doing, str], ...] = (
+    ("/torch/utils/data/dataloader.py", "", Doing.LOADER, "DataLoader"),
+    ("/torch/autograd/graph.py", "_engine_run_backward", Doing.BACKWARD, "backward"),
+    ("/subprocess.py", "", Doing.CHILD, "subprocess"),
+    ("/multiprocessing/popen_fork.py", "", Doing.CHILD, "multiprocessing"),
+    ("/multiprocessing/process.py", "join", Doing.CHILD, "multiprocessing"),
+    ("/threading.py", "_shutdown", Doing.LEAVING, "the end of its threads"),
+    ("/threading.py", "", Doing.LOCK, "threading"),
+    ("/queue.py", "", Doing.LOCK, "queue"),
+    ("/multiprocessing/queues.py", "", Doing.LOCK, "multiprocessing queue"),
+    ("/multiprocessing/connection.py", "", Doing.IO, "multiprocessing connection"),
+    ("/selectors.py", "", Doing.IO, "select"),
+    ("/socket.py", "", Doing.IO, "socket"),
+    ("/ssl.py", "", Doing.IO, "socket"),
+)
+_SYSCALLS: Mapping[str, Doing] = {
+    **dict.fromkeys(("clock_nanosleep", "nanosleep"), Doing.SLEEP),
+    **dict.fromkeys(("wait4", "waitid"), Doing.CHILD),
+    "futex": Doing.LOCK,
+    **dict.fromkeys(
+        ("read", "pread64", "readv", "write", "pwrite64", "writev", "poll", "ppoll", "select", "pselect6", "recvfrom",
+         "recvmsg", "sendto", "sendmsg", "epoll_wait", "epoll_pwait", "connect", "accept", "accept4", "flock", "fcntl",
+         "openat", "fsync", "fdatasync", "statx", "newfstatat", "getdents64"),
+        Doing.IO,
+    ),
+}  # fmt: skip
+
+
+def activity_of_stack(rank: int, frames: Sequence[Frame], *, syscall: str = "", line: str = "") -> Activity:
+    """What a rank was doing that was asked for its stack.
+
+    Args:
+        rank: Its global rank.
+        frames: Its main thread's, outermost call first; empty: none could be had.
+        syscall: The system call that its main thread was in before it was asked.
+        line: The source of the innermost frame of the user's code.
+    """
+    if not frames:
+        return Activity(rank=rank, doing=_SYSCALLS.get(syscall, Doing.UNKNOWN), call=syscall)
+    doing, call = _call_of(frames)
+    if doing is Doing.CODE and frames[-1] in user_frames(frames[-1:]):
+        # A call into C has no frame of its own: time.sleep, a lock's acquire, input, work.wait.
+        doing, call = _SYSCALLS.get(syscall, Doing.CODE), syscall if syscall in _SYSCALLS else ""
+    shown = "" if doing in (Doing.COLLECTIVE, Doing.BACKWARD) else cut_end(line.strip(), 100)
+    return Activity(rank=rank, doing=doing, call=call, at=_at(frames), line=shown)
+
+
+def activity_of_failure(rank: int, frames: Sequence[Frame], text: str) -> Activity:
+    """What a rank was doing whose failure is a symptom.
+
+    Args:
+        rank: Its global rank.
+        frames: Of its exception, outermost call first.
+        text: Its exception's text and the end of its stderr.
+    """
+    doing, call = _call_of(frames)
+    if doing is Doing.CODE:
+        doing, call = Doing.COLLECTIVE, ""  # a symptom is raised in a call of torch, which has no frame of its own
+    said = _read_messages(rank, text)
+    if said.key or said.clients:
+        doing = Doing.STORE
+    return Activity(
+        rank=rank,
+        doing=doing,
+        call=call or said.operation.partition(" ")[0].lower(),
+        at=_at(frames),
+        failed=True,
+        sequence=said.sequence,
+        operation=said.operation,
+        names=said.names,
+        key=said.key,
+        clients=said.clients,
+        sizes=said.sizes,
+    )
+
+
+def _call_of(frames: Sequence[Frame]) -> tuple[Doing, str]:
+    """The library's call that the user's code was in, and its kind."""
+    at = len(frames)
+    while at > 0 and not user_frames(frames[at - 1 : at]):
+        at -= 1
+    below = frames[at:]
+    public = [frame.function for frame in below if frame.file.endswith(_C10D) and not frame.function.startswith("_")]
+    if any(frame.function in _LEAVES for frame in below):
+        return Doing.LEAVING, "destroy_process_group"
+    if any(frame.function in _STORE_CALLS for frame in below):
+        return Doing.STORE, public[0] if public else "store"
+    if public:
+        return Doing.COLLECTIVE, public[0]
+    for frame in below:
+        for end, function, doing, call in _LIBRARY_CALLS:
+            if frame.file.endswith(end) and (not function or frame.function == function):
+                return doing, call
+    inside = [frame for frame in below if _OF_PROCESS_GROUP.search(frame.file)]
+    if inside:
+        return Doing.COLLECTIVE, inside[-1].function.strip("_")
+    return Doing.CODE, ""
+
+
+def _at(frames: Sequence[Frame]) -> str:
+    mine = user_frames(frames)
+    if not mine:
+        return ""
+    frame = mine[-1]
+    return f"{frame.file.rsplit('/', 1)[-1]}:{frame.line} {frame.function}".removesuffix(" <module>")
+
+
+# What torch 2.2 to 2.13 print: ProcessGroupGloo.cpp, ProcessGroupNCCL.cpp, ProcessGroupWrapper.cpp, TCPStore.cpp.
+_BARRIER = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
+_BARRIER_FIRST = re.compile(r"\[Rank \d+\]: Rank (\d+) failed to pass monitoredBarrier")
+_ENQUEUED = re.compile(r"last enqueued(?: NCCL)? work: (-?\d+)")
+_WORK = re.compile(r"WorkNCCL\(SeqNum=(\d+), OpType=(\w+), NumelIn=(\d+), NumelOut=(\d+)")
+_FINGERPRINT = re.compile(
+    r"[Rr]ank (\d+) is running (?:collective: )?(CollectiveFingerPrint\([^)]*\)|inconsistent \S+)"
+)
+_SEQUENCE = re.compile(r"SequenceNumber=(\d+),? ?")
+_KEYS = re.compile(r"wait timeout after \d+ms, keys: (\S+)")
+_PEER_KEY = re.compile(r"default_pg/\d+//(?:cpu|gloo)\w*//\d+/(\d+)\Z")
+"""What gloo writes for each rank of the default group: the last number is the rank."""
+_CLIENTS = re.compile(r"(\d+)/(\d+) clients joined")
+_SIZES = re.compile(r"op\.preamble\.(?:length|nbytes) <= op\.nbytes\. (\d+) vs (\d+)")
+
+
+class _Said(Struct, frozen=True, kw_only=True):
+    sequence: int | None = None
+    operation: str = ""
+    names: tuple[int, ...] = ()
+    key: str = ""
+    clients: tuple[int, int] | None = None
+    sizes: tuple[int, int] | None = None
+
+
+def _read_messages(rank: int, text: str) -> _Said:
+    sequence, operation = None, ""
+    if works := _WORK.findall(text):
+        number, kind, into, out = works[-1]
+        sequence, operation = int(number), f"{kind} of {into} to {out} elements"
+    if enqueued := _ENQUEUED.findall(text):
+        sequence = int(enqueued[-1])
+    for whose, prints in _FINGERPRINT.findall(text):
+        if int(whose) == rank:
+            found = _SEQUENCE.search(prints)
+            sequence = int(found[1]) if found else sequence
+            operation = _operation(prints)
+    named: dict[int, None] = {}
+    for numbers in (*_BARRIER.findall(text), *_BARRIER_FIRST.findall(text)):
+        named |= dict.fromkeys(int(number) for number in re.findall(r"\d+", numbers))
+    keys, clients, sizes = _KEYS.search(text), _CLIENTS.search(text), _SIZES.search(text)
+    return _Said(
+        sequence=sequence,
+        operation=cut_end(operation, _SAYS_LIMIT),
+        names=tuple(sorted(named))[:MOST_NAMED],
+        key=cut_end(keys[1], 100).removeprefix("/") if keys else "",
+        clients=(int(clients[1]), int(clients[2])) if clients else None,
+        sizes=(int(sizes[1]), int(sizes[2])) if sizes else None,
+    )
+
+
+def _operation(prints: str) -> str:
+    """``ALLREDUCE of [10] Float`` of torch's fingerprint of a collective."""
+    fields = dict(re.findall(r"(\w+)=(\[[^\]]*\]|[^,()]+)", prints))
+    kind, shape = fields.get("OpType", ""), fields.get("TensorShape", "")
+    types = fields.get("TensorDtypes", "")
+    return f"{kind} of {shape} {types}".strip() if shape else kind or prints
+
+
+class Comparison(Struct, frozen=True, kw_only=True):
+    """What the ranks' activities show together."""
+
+    suspects: tuple[Suspect, ...] = ()
+    """The ranks that differ, the likeliest first; empty: none does, or too many do."""
+    says: str = ""
+    """What the ranks have in common, or how they differ, in one clause; empty: nothing that is worth it."""
+
+
+def odd_ones_out(activities: Sequence[Activity], *, hosts: Mapping[int, str] | None = None) -> tuple[Suspect, ...]:
+    """The ranks to look at; see `compare_ranks`."""
+    return compare_ranks(activities, hosts=hosts).suspects
+
+
+def compare_ranks(activities: Sequence[Activity], *, hosts: Mapping[int, str] | None = None) -> Comparison:
+    """Find the ranks that differ from the others, by the most telling difference.
+
+    Args:
+        activities: Those of the round's ranks that are known.
+        hosts: Of every rank of the round, where it is known.
+    """
+    known = {activity.rank: activity for activity in activities}
+    where = hosts or {}
+    workers = len(where) or len(known)
+    for find in (
+        _named,
+        _by_operation,
+        _by_sequence,
+        partial(_by_store, workers=workers),
+        _outside,
+        _by_call,
+        _by_place,
+        _by_size,
+    ):
+        found = find(known)
+        if found is not None:
+            whys, says = found
+            suspects = tuple(Suspect(rank=rank, host=where.get(rank, ""), why=why) for rank, why in whys.items())
+            return Comparison(suspects=suspects[:MOST_SUSPECTS], says=says)
+    return Comparison()
+
+
+_Found = tuple[Mapping[int, str], str] | None
+
+
+def _named(known: Mapping[int, Activity]) -> _Found:
+    """`monitored_barrier` names those that did not come."""
+    by = {rank: activity.rank for activity in known.values() for rank in activity.names}
+    if not by:
+        return None
+    whys = {}
+    for rank in sorted(by):
+        activity = known.get(rank)
+        does = f"; it was {activity.where}" if activity is not None and activity.doing is not Doing.UNKNOWN else ""
+        whys[rank] = f"rank {by[rank]} waited for it in monitored_barrier in vain{does}"
+    return whys, ""
+
+
+def _by_operation(known: Mapping[int, Activity]) -> _Found:
+    """Types and sizes of the collective, as torch's own comparison or the watchdogs have them."""
+    operations = {rank: activity.operation for rank, activity in known.items() if activity.operation}
+    found = _minority(operations)
+    if found is None:
+        return None
+    most, odd = found
+    return {rank: f"its collective was {operations[rank]}, the others' {most}" for rank in odd}, _differ(operations)
+
+
+def _by_sequence(known: Mapping[int, Activity]) -> _Found:
+    """The rank that had come to the fewest collectives."""
+    numbers = {rank: activity.sequence for rank, activity in known.items() if activity.sequence is not None}
+    if len(set(numbers.values())) < 2:
+        return None
+    least, most = min(numbers.values()), max(numbers.values())
+    behind = [rank for rank, number in sorted(numbers.items()) if number == least]
+    if 2 * len(behind) >= len(numbers):
+        return None
+    return dict.fromkeys(behind, f"it had come to collective {least}, the others to {most}"), ""
+
+
+def _by_store(known: Mapping[int, Activity], *, workers: int) -> _Found:
+    """A key that no rank wrote, or a rank that never came: only what the waiting ranks say is known."""
+    clients = next((activity.clients for activity in known.values() if activity.clients is not None), None)
+    if clients is not None:
+        came, wanted = clients
+        return {}, (
+            f"{came} of {plural(wanted, 'rank')} had connected to the store: "
+            f"is the world size {wanted}, given by the script, right for {plural(workers, 'worker')}?"
+        )
+    keys = {rank: activity.key for rank, activity in known.items() if activity.key}
+    if not keys:
+        return None
+    most = Counter(keys.values()).most_common(1)[0][0]
+    waiting = sorted(rank for rank, key in keys.items() if key == most)
+    are = "waits" if len(waiting) == 1 else "wait"
+    if peer := _PEER_KEY.search(most):
+        rank = int(peer[1])
+        if rank >= workers:
+            return {}, (
+                f"{ranks_text(waiting)} {are} for rank {rank} to join the process group, and "
+                f"{plural(workers, 'worker')} run: the world size that the script gives is too large"
+            )
+        does = f"; it was {known[rank].where}" if rank in known and known[rank].doing is not Doing.UNKNOWN else ""
+        return {rank: f"{ranks_text(waiting)} waited for it to join the process group in vain{does}"}, ""
+    others = {
+        rank: f"it was {activity.where} while {ranks_text(waiting)} waited for the key {most!r} of the store"
+        for rank, activity in sorted(known.items())
+        if rank not in waiting and not activity.failed
+    }
+    says = f"{ranks_text(waiting)} {are} for the key {most!r} of the store, which no rank has written"
+    return (others if 2 * len(others) <= len(known) else {}), says
+
+
+def _outside(known: Mapping[int, Activity]) -> _Found:
+    """Ranks in no collective while the others wait in one."""
+    inside = {rank: activity for rank, activity in known.items() if activity.doing in _WAITS_FOR_RANKS}
+    outside = {
+        rank: activity
+        for rank, activity in sorted(known.items())
+        if activity.doing not in (*_WAITS_FOR_RANKS, Doing.UNKNOWN) and not activity.failed
+    }
+    if not inside or not outside:
+        return None
+    if all(activity.call in _POINT_TO_POINT for activity in inside.values()) and len(outside) >= len(inside):
+        return None  # two ranks may wait for each other, and the others have no part in it
+    calls = Counter(activity.call or "a collective" for activity in inside.values())
+    name = calls.most_common(1)[0][0]
+    others = "the others" if len(inside) > 1 else f"rank {next(iter(inside))}"
+    return {rank: f"it was {activity.where} while {others} waited in {name}" for rank, activity in outside.items()}, ""
+
+
+def _by_call(known: Mapping[int, Activity]) -> _Found:
+    """Another collective, or another place of the script."""
+    inside = {rank: activity for rank, activity in known.items() if activity.doing in _WAITS_FOR_RANKS}
+    calls = {rank: activity.call for rank, activity in inside.items() if activity.call}
+    places = {rank: activity.at for rank, activity in inside.items() if activity.at and (activity.call or not calls)}
+    for values in (calls, places):
+        found = _minority(values)
+        if found is not None:
+            most, odd = found
+            other = next(inside[rank].where for rank, value in values.items() if value == most)
+            return {rank: f"it was {inside[rank].where} while the others were {other}" for rank in odd}, ""
+        if len(set(values.values())) > 1:
+            return {}, _differ({rank: inside[rank].where for rank in values}, "were ")
+    return None
+
+
+def _by_place(known: Mapping[int, Activity]) -> _Found:
+    """Ranks that stood elsewhere than most: in scripts without torch's collectives, too."""
+    places = {rank: activity.at for rank, activity in known.items() if activity.at and not activity.failed}
+    found = _minority(places)
+    if found is None:
+        return None
+    most, odd = found
+    other = next(known[rank].where for rank, value in places.items() if value == most)
+    return {rank: f"it was {known[rank].where} while the others were {other}" for rank in odd}, ""
+
+
+def _by_size(known: Mapping[int, Activity]) -> _Found:
+    """gloo compares sizes only: which of two ranks was wrong, they do not show."""
+    for activity in known.values():
+        if activity.sizes is not None:
+            came, expected = activity.sizes
+            name = activity.call or "a collective"
+            return {}, (
+                f"the ranks' tensors differ in shape or type: in {name} {came} bytes came to rank {activity.rank} "
+                f"from a peer where it expected at most {expected}"
+            )
+    return None
+
+
+def _minority(values: Mapping[int, str]) -> tuple[str, list[int]] | None:
+    """The value that most ranks have, and the ranks with another one; None where there is no clear majority."""
+    if len(set(values.values())) < 2:
+        return None
+    most, count = Counter(values.values()).most_common(1)[0]
+    if 2 * count <= len(values):
+        return None
+    return most, sorted(rank for rank, value in values.items() if value != most)
+
+
+def _differ(values: Mapping[int, str], verb: str = "ran ") -> str:
+    groups: dict[str, list[int]] = {}
+    for rank, value in sorted(values.items()):
+        groups.setdefault(value, []).append(rank)
+    parts = [f"{ranks_text(ranks)} {verb}{value}" for value, ranks in list(groups.items())[:4]]
+    return "; ".join(parts)

@@ -1,0 +1,89 @@
+"""What a rank was doing when its round broke: part of the event ``ranks_observed``."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from msgspec import Struct
+
+MOST_NAMED = 64
+"""Ranks that a message names, of which so many are kept."""
+
+
+class Doing(str, Enum):
+    """What kind of call a rank was in."""
+
+    COLLECTIVE = "collective"
+    """It waited for other ranks: in a collective, in a send or receive, or while a process group was made."""
+    STORE = "store"
+    """It waited for a key of the process group's store."""
+    BACKWARD = "backward"
+    """In a backward pass, which may wait for a collective and may compute."""
+    LOADER = "loader"
+    """It waited for a DataLoader's worker."""
+    CHILD = "child"
+    """It waited for a process that it had started."""
+    SLEEP = "sleep"
+    LOCK = "lock"
+    """It waited for a lock, a queue or a thread; work.wait() of the script looks the same."""
+    IO = "io"
+    """In a read, a write or a wait for a descriptor."""
+    LEAVING = "leaving"
+    """It had left the process group, or was about to end."""
+    CODE = "code"
+    """In other code."""
+    UNKNOWN = "unknown"
+    """No stack of it could be had."""
+
+
+class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one rank was doing, for an event."""
+
+    rank: int
+    doing: Doing = Doing.UNKNOWN
+    call: str = ""
+    """``all_reduce``, ``DataLoader``, ``time.sleep``; empty: not known, or the user's own code."""
+    at: str = ""
+    """The innermost frame of the user's code: ``train.py:44 step``."""
+    line: str = ""
+    """That line of the source, where it could be read and no collective's name says more."""
+    failed: bool = False
+    """It had failed by itself; else it was silent."""
+    sequence: int | None = None
+    """The last collective that it had enqueued, as NCCL's watchdog counts them."""
+    operation: str = ""
+    """That collective's type and size, as its messages have them."""
+    names: tuple[int, ...] = ()
+    """Ranks that its message says did not come."""
+    key: str = ""
+    """Of the store: the key that it waited for."""
+    clients: tuple[int, int] | None = None
+    """Of the store: how many ranks had come, of how many."""
+    sizes: tuple[int, int] | None = None
+    """Bytes that came from a peer, and that its own collective expected at most."""
+
+    @property
+    def where(self) -> str:
+        """One clause: what it was doing, and at which place of the user's code."""
+        place = f" ({self.at})" if self.at else ""
+        if self.doing in (Doing.COLLECTIVE, Doing.BACKWARD):
+            return f"in {self.call or 'a collective'}{place}"
+        if self.doing is Doing.STORE:
+            key = f" {self.key!r}" if self.key else ""
+            return f"waiting for the key{key} of the store{place}"
+        if self.doing is Doing.UNKNOWN:
+            return "silent"
+        what = _WORDS[self.doing]
+        source = f": `{self.line}`" if self.line else ""
+        return f"{what}{place}{source}"
+
+
+_WORDS = {
+    Doing.LOADER: "waiting for a worker of its DataLoader",
+    Doing.CHILD: "waiting for a process that it had started",
+    Doing.SLEEP: "asleep",
+    Doing.LOCK: "waiting for a lock, a queue or a thread",
+    Doing.IO: "waiting in a read, a write or a poll",
+    Doing.LEAVING: "leaving its process group or about to end",
+    Doing.CODE: "in code outside of any collective",
+}

@@ -1,0 +1,139 @@
+"""A moment before silent ranks are ended, and what is known of them then."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from hpc_elastic.agent.last_look import MOMENT_SECONDS, MomentThenStop, acts_on, observe_failure, observe_silent
+from hpc_elastic.failures.ranking import FailureClass
+from hpc_elastic.failures.stacks import ProcessState, StackDump, ThreadStack, Whereabouts
+from hpc_elastic.failures.traceback_text import Frame
+from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.run.activities import Doing
+from hpc_elastic.workers.stop import Stopped
+from tests.rigs.fake_clock import FakeClock
+
+GONE = Stopped(exits={}, killed=0, left=(), seconds=0.0)
+
+
+class Ends:
+    """Stands for the `GroupStopper`."""
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+
+    def begin(self) -> None:
+        self.calls.append("begin")
+
+    def kill_now(self) -> None:
+        self.calls.append("kill_now")
+
+    def shorten(self, grace: float) -> None:
+        self.calls.append(grace)
+
+    def step(self) -> Stopped | float:
+        return GONE
+
+
+class Moment:
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.ends = Ends()
+        self.graces: list[float] = []
+        self.is_over = False
+        self.stopper = MomentThenStop(is_over=lambda: self.is_over, then=self.then, grace=30.0, clock=self.clock)
+        self.stopper.begin()
+
+    def then(self, grace: float) -> Ends:
+        self.graces.append(grace)
+        return self.ends
+
+
+def test_the_moment_ends_after_a_second() -> None:
+    moment = Moment()
+    assert isinstance(moment.stopper.step(), float)
+    moment.clock.now += MOMENT_SECONDS - 0.01
+    assert isinstance(moment.stopper.step(), float)
+    assert moment.graces == []
+    moment.clock.now += 0.02
+    assert moment.stopper.step() is GONE
+    assert (moment.graces, moment.ends.calls) == ([30.0], ["begin"])
+
+
+def test_the_moment_ends_at_once_where_there_is_nothing_to_wait_for() -> None:
+    moment = Moment()
+    moment.is_over = True
+    assert moment.stopper.step() is GONE
+
+
+def test_a_cause_that_is_known_elsewhere_ends_the_moment() -> None:
+    moment = Moment()
+    moment.stopper.end_moment()
+    assert moment.stopper.step() is GONE
+
+
+def test_less_time_ends_the_moment_and_as_much_does_not() -> None:
+    moment = Moment()
+    moment.stopper.shorten(30.0)
+    assert isinstance(moment.stopper.step(), float)
+    moment.stopper.shorten(4.0)
+    assert moment.stopper.step() is GONE
+    assert moment.graces == [4.0]
+    moment.stopper.shorten(2.0)
+    assert moment.ends.calls == ["begin", 2.0]
+
+
+def test_a_kill_gives_up_the_moment() -> None:
+    moment = Moment()
+    moment.stopper.kill_now()
+    assert (moment.graces, moment.ends.calls) == ([0.0], ["kill_now"])
+    assert moment.stopper.step() is GONE
+
+
+def test_a_process_that_catches_a_signal_acts_on_it() -> None:
+    before = signal.signal(signal.SIGUSR1, lambda *_: None)
+    try:
+        assert acts_on(signal.SIGUSR1, os.getpid())
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        assert acts_on(signal.SIGUSR1, os.getpid())
+        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+        assert not acts_on(signal.SIGUSR1, os.getpid())
+        assert acts_on(signal.SIGUSR1, 2**22 + 1), "not known"
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_symptom_is_observed_and_no_other_failure() -> None:
+    symptom = WorkerFailure(
+        global_rank=3,
+        failure_class=FailureClass.SYMPTOM,
+        message="RuntimeError: Rank 2 failed to pass monitoredBarrier in 2000 ms",
+        traceback=(
+            "Traceback (most recent call last):\n"
+            '  File "/me/train.py", line 8, in step\n    dist.monitored_barrier()\n'
+            '  File "/v/site-packages/torch/distributed/distributed_c10d.py", line 99, in monitored_barrier\n'
+            "    return pg.monitored_barrier()\n"
+            "RuntimeError: Rank 2 failed to pass monitoredBarrier in 2000 ms"
+        ),
+    )
+    found = observe_failure(symptom)
+    assert found is not None
+    assert (found.rank, found.call, found.at, found.names) == (3, "monitored_barrier", "train.py:8 step", (2,))
+    assert observe_failure(WorkerFailure(failure_class=FailureClass.ROOT)) is None
+
+
+def test_a_silent_rank_is_observed_with_its_line_of_the_source(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("def save():\n    with lock:\n        pass\n")
+    frames = (Frame(file=str(script), line=2, function="save"),)
+    dump = StackDump(threads=(ThreadStack(frames=frames, is_main=True),), text="")
+    state = ProcessState(pid=7, threads=(Whereabouts(pid=7, name="python", state="S (sleeping)", syscall="futex"),))
+    found = observe_silent(2, state, dump)
+    assert (found.doing, found.at, found.line) == (Doing.LOCK, "train.py:2 save", "with lock:")
+    gone = StackDump(
+        threads=(ThreadStack(frames=(Frame(file="/gone.py", line=2, function="f"),), is_main=True),), text=""
+    )
+    assert observe_silent(2, state, gone).line == ""
+    assert observe_silent(2, None, None).doing is Doing.UNKNOWN

@@ -1,0 +1,251 @@
+"""What ranks were doing when a round broke, and which one differs."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_elastic.failures.collectives import (
+    activity_of_failure,
+    activity_of_stack,
+    compare_ranks,
+    odd_ones_out,
+)
+from hpc_elastic.failures.traceback_text import Frame
+from hpc_elastic.run.activities import Activity, Doing
+
+LIB = "/opt/venv/lib/python3.11/site-packages/torch"
+STDLIB = "/usr/lib/python3.11"
+C10D = f"{LIB}/distributed/distributed_c10d.py"
+HOSTS = {0: "n0", 1: "n0", 2: "n1", 3: "n1"}
+
+
+def stack(*frames: str) -> tuple[Frame, ...]:
+    """Frames of ``FILE:FUNCTION``, outermost first."""
+    parts = [frame.rsplit(":", 1) for frame in frames]
+    return tuple(Frame(file=file, line=10 + n, function=function) for n, (file, function) in enumerate(parts))
+
+
+ALL_REDUCE = stack(
+    "/home/me/train.py:<module>", "/home/me/train.py:step", f"{LIB}/c10d_logger.py:wrapper", f"{C10D}:all_reduce"
+)
+BARRIER = stack("/home/me/train.py:<module>", f"{C10D}:barrier")
+
+
+def in_collective(rank: int, *, call: str = "all_reduce", at: str = "train.py:11 step", **changes: object) -> Activity:
+    return Activity(rank=rank, doing=Doing.COLLECTIVE, call=call, at=at, failed=True, **changes)  # type: ignore[arg-type]
+
+
+SCRIPT = "/me/t.py:f"
+LOADER = f"{LIB}/utils/data/dataloader.py:__next__"
+PEERS = f"{STDLIB}/multiprocessing/connection.py:wait"
+SVD = "/opt/venv/lib/python3.11/site-packages/numpy/linalg.py:svd"
+
+
+@pytest.mark.parametrize(
+    ("frames", "syscall", "doing", "call"),
+    [
+        (ALL_REDUCE, "futex", Doing.COLLECTIVE, "all_reduce"),
+        (
+            stack(SCRIPT, f"{C10D}:all_gather_object", f"{LIB}/x.py:w", f"{C10D}:all_gather"),
+            "",
+            Doing.COLLECTIVE,
+            "all_gather_object",
+        ),
+        (stack(SCRIPT, f"{C10D}:new_group", f"{C10D}:_store_based_barrier"), "", Doing.STORE, "new_group"),
+        (stack(SCRIPT, f"{C10D}:destroy_process_group"), "", Doing.LEAVING, "destroy_process_group"),
+        (
+            stack(
+                SCRIPT, f"{LIB}/nn/parallel/distributed.py:__init__", f"{LIB}/distributed/utils.py:_verify_param_shape"
+            ),
+            "",
+            Doing.COLLECTIVE,
+            "verify_param_shape",
+        ),
+        (stack(SCRIPT, f"{LIB}/autograd/graph.py:_engine_run_backward"), "futex", Doing.BACKWARD, "backward"),
+        (stack(SCRIPT, LOADER, PEERS, f"{STDLIB}/selectors.py:select"), "poll", Doing.LOADER, "DataLoader"),
+        (stack(SCRIPT, f"{STDLIB}/subprocess.py:wait"), "wait4", Doing.CHILD, "subprocess"),
+        (stack(SCRIPT, f"{STDLIB}/queue.py:get", f"{STDLIB}/threading.py:wait"), "futex", Doing.LOCK, "queue"),
+        (stack(f"{STDLIB}/threading.py:_shutdown"), "futex", Doing.LEAVING, "the end of its threads"),
+        (stack(SCRIPT), "clock_nanosleep", Doing.SLEEP, "clock_nanosleep"),
+        (stack(SCRIPT), "futex", Doing.LOCK, "futex"),
+        (stack(SCRIPT), "read", Doing.IO, "read"),
+        (stack(SCRIPT), "", Doing.CODE, ""),
+        (stack(SCRIPT, SVD), "futex", Doing.CODE, ""),
+        ((), "wait4", Doing.CHILD, "wait4"),
+        ((), "", Doing.UNKNOWN, ""),
+    ],
+)
+def test_a_stack_shows_what_a_rank_was_doing(frames: tuple[Frame, ...], syscall: str, doing: Doing, call: str) -> None:
+    found = activity_of_stack(3, frames, syscall=syscall)
+    assert (found.rank, found.doing, found.call, found.failed) == (3, doing, call, False)
+
+
+def test_the_line_of_the_source_is_kept_where_no_collective_says_more() -> None:
+    asleep = activity_of_stack(1, stack("/me/t.py:load"), syscall="clock_nanosleep", line="  time.sleep(1000)\n")
+    assert asleep.where == "asleep (t.py:10 load): `time.sleep(1000)`"
+    assert activity_of_stack(1, ALL_REDUCE, line="dist.all_reduce(x)").where == "in all_reduce (train.py:11 step)"
+
+
+def test_the_rank_in_no_collective_is_the_odd_one_out() -> None:
+    activities = [in_collective(0), in_collective(1), in_collective(3)]
+    activities.append(activity_of_stack(2, stack("/me/t.py:load"), syscall="clock_nanosleep", line="time.sleep(9)"))
+    (suspect,) = odd_ones_out(activities, hosts=HOSTS)
+    assert (suspect.rank, suspect.host) == (2, "n1")
+    assert suspect.why == "it was asleep (t.py:10 load): `time.sleep(9)` while the others waited in all_reduce"
+
+
+def test_a_rank_that_failed_is_not_outside_of_the_collectives() -> None:
+    """Its exception was a symptom: it was in a call of torch, whatever its frames show."""
+    failed = activity_of_failure(0, stack("/me/t.py:step"), "RuntimeError: Connection closed by peer [10.0.0.1]:4711")
+    assert failed.doing is Doing.COLLECTIVE
+    assert odd_ones_out([failed, in_collective(1), in_collective(2)]) == ()
+
+
+def test_a_rank_without_a_stack_is_no_odd_one() -> None:
+    assert odd_ones_out([in_collective(0), in_collective(1), Activity(rank=2)]) == ()
+
+
+def test_another_collective_than_the_others() -> None:
+    activities = [
+        in_collective(0),
+        in_collective(1, call="barrier", at="train.py:30"),
+        in_collective(2),
+        in_collective(3),
+    ]
+    (suspect,) = odd_ones_out(activities)
+    assert suspect.rank == 1
+    assert suspect.why == "it was in barrier (train.py:30) while the others were in all_reduce (train.py:11 step)"
+
+
+def test_the_same_collective_at_another_place() -> None:
+    (suspect,) = odd_ones_out([in_collective(0), in_collective(1, at="train.py:40 evaluate"), in_collective(2)])
+    assert suspect.rank == 1
+
+
+def test_half_and_half_names_nobody_and_says_how_they_differ() -> None:
+    halves = [
+        in_collective(rank, call="all_reduce" if rank < 2 else "barrier", at=f"t.py:{rank // 2}") for rank in range(4)
+    ]
+    found = compare_ranks(halves)
+    assert found.suspects == ()
+    assert found.says == "ranks 0-1 were in all_reduce (t.py:0); ranks 2-3 were in barrier (t.py:1)"
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("RuntimeError: Rank 3 failed to pass monitoredBarrier in 2000 ms", (3,)),
+        ("[Rank 0]: Ranks 1, 2 failed to pass monitoredBarrier in 3000 ms\n Original exception:", (1, 2)),
+        (
+            "Rank 2 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0",
+            (),
+        ),
+    ],
+)
+def test_monitored_barrier_names_those_that_did_not_come(text: str, names: tuple[int, ...]) -> None:
+    zero = activity_of_failure(0, stack("/me/t.py:f", f"{C10D}:monitored_barrier"), text)
+    assert zero.names == names
+    others = [in_collective(rank, call="monitored_barrier", at=zero.at) for rank in (1, 2)]
+    odd = odd_ones_out([zero, *others])
+    assert tuple(suspect.rank for suspect in odd) == names
+    assert all("rank 0 waited for it in monitored_barrier in vain" in suspect.why for suspect in odd)
+
+
+MISMATCH = (
+    "RuntimeError: Detected mismatch between collectives on ranks. Rank {rank} is running collective: "
+    "CollectiveFingerPrint(SequenceNumber=5, OpType=ALLREDUCE, TensorShape=[{own}], TensorDtypes=Float, "
+    "TensorDeviceTypes=TensorOptions(dtype=float (default), device=cpu, layout=Strided (default))), "
+    "but Rank {other} is running collective: "
+    "CollectiveFingerPrint(SequenceNumber=5, OpType=ALLREDUCE, TensorShape=[{theirs}], "
+    "TensorDtypes=Float).Collectives differ"
+)
+
+
+def test_torchs_own_comparison_names_the_rank_whose_collective_differs() -> None:
+    texts = [MISMATCH.format(rank=rank, own=10, other=3, theirs=12) for rank in range(3)]
+    texts.append(MISMATCH.format(rank=3, own=12, other=0, theirs=10))
+    found = compare_ranks([activity_of_failure(rank, ALL_REDUCE, text) for rank, text in enumerate(texts)], hosts=HOSTS)
+    (suspect,) = found.suspects
+    assert (suspect.rank, suspect.host) == (3, "n1")
+    assert suspect.why == "its collective was ALLREDUCE of [12] Float, the others' ALLREDUCE of [10] Float"
+
+
+def test_the_rank_that_had_come_to_the_fewest_collectives() -> None:
+    text = (
+        "[PG ID 0 PG GUID 0(default_pg) Rank {}] Timeout at NCCL work: 7, last enqueued NCCL work: {}, "
+        "last completed NCCL work: 6."
+    )
+    activities = [activity_of_failure(rank, (), text.format(rank, 6 if rank == 2 else 7)) for rank in range(4)]
+    (suspect,) = odd_ones_out(activities)
+    assert (suspect.rank, suspect.why) == (2, "it had come to collective 6, the others to 7")
+
+
+def test_nccls_type_and_size_are_compared() -> None:
+    text = (
+        "Watchdog caught collective operation timeout: "
+        "WorkNCCL(SeqNum=7, OpType={}, NumelIn={}, NumelOut={}, Timeout(ms)=600000)"
+    )
+    kinds = ["ALLREDUCE", "ALLREDUCE", "BROADCAST", "ALLREDUCE"]
+    activities = [activity_of_failure(rank, (), text.format(kind, 10, 10)) for rank, kind in enumerate(kinds)]
+    (suspect,) = odd_ones_out(activities)
+    assert suspect.rank == 2
+    assert activities[2].call == "broadcast"
+
+
+def test_a_key_that_no_rank_wrote() -> None:
+    text = "torch.distributed.DistStoreError: wait timeout after 4000ms, keys: /default_pg/0//config/lr"
+    waiting = [activity_of_failure(rank, stack("/me/t.py:f"), text) for rank in (0, 1, 3)]
+    asleep = activity_of_stack(2, stack("/me/t.py:load"), syscall="clock_nanosleep")
+    found = compare_ranks([*waiting, asleep], hosts=HOSTS)
+    assert (
+        "ranks 0-1,3 wait for the key 'default_pg/0//config/lr' of the store, which no rank has written" in found.says
+    )
+    assert [suspect.rank for suspect in found.suspects] == [2]
+    assert compare_ranks(waiting).suspects == ()
+
+
+@pytest.mark.parametrize(("rank", "says"), [(4, "the world size that the script gives is too large"), (2, "")])
+def test_a_rank_that_never_joined_the_process_group(rank: int, says: str) -> None:
+    text = f"torch.distributed.DistStoreError: wait timeout after 5000ms, keys: /default_pg/0//cpu//0/{rank}"
+    found = compare_ranks(
+        [activity_of_failure(0, ALL_REDUCE, text), activity_of_failure(1, ALL_REDUCE, text)], hosts=HOSTS
+    )
+    assert says in found.says
+    assert [suspect.rank for suspect in found.suspects] == ([] if says else [2])
+
+
+def test_clients_that_never_connected() -> None:
+    text = "torch.distributed.DistStoreError: Timed out after 6 seconds waiting for clients. 4/5 clients joined."
+    found = compare_ranks([activity_of_failure(0, ALL_REDUCE, text)], hosts=HOSTS)
+    assert found.says == (
+        "4 of 5 ranks had connected to the store: is the world size 5, given by the script, right for 4 workers?"
+    )
+
+
+def test_gloos_sizes_show_that_tensors_differ_and_not_whose() -> None:
+    text = "gloo::EnforceNotMet: [pair.cc:456] op.preamble.length <= op.nbytes. 16 vs 8. Received"
+    found = compare_ranks([activity_of_failure(0, ALL_REDUCE, text), in_collective(1), in_collective(2)])
+    assert found.suspects == ()
+    assert found.says == (
+        "the ranks' tensors differ in shape or type: in all_reduce 16 bytes came to rank 0 from a peer "
+        "where it expected at most 8"
+    )
+
+
+def test_nothing_known_is_nothing_said() -> None:
+    assert compare_ranks([]) == compare_ranks([in_collective(0), in_collective(1)])
+
+
+def test_two_ranks_that_receive_do_not_accuse_two_that_take_no_part() -> None:
+    receive = [in_collective(rank, call="recv", at="t.py:9") for rank in (0, 1)]
+    asleep = [activity_of_stack(rank, stack(SCRIPT), syscall="clock_nanosleep") for rank in (2, 3)]
+    assert odd_ones_out([*receive, *asleep]) == ()
+    assert [suspect.rank for suspect in odd_ones_out([*receive, in_collective(2, call="recv"), asleep[1]])] == [3]
+
+
+def test_without_torch_the_rank_that_stands_elsewhere_is_the_odd_one() -> None:
+    waits = [
+        activity_of_stack(rank, stack("/me/t.py:wait_for_others"), syscall="clock_nanosleep") for rank in (0, 1, 3)
+    ]
+    (suspect,) = odd_ones_out([*waits, activity_of_stack(2, stack("/me/t.py:f", "/me/t.py:g"), syscall="read")])
+    assert suspect.rank == 2
