@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,14 +22,6 @@ PROJECT = Path(__file__).resolve().parents[2]
 def sbatch(cluster: SlurmCluster, script: str, *options: str) -> int:
     done = cluster.run(["sbatch", "--parsable", *options], input=f"#!/bin/bash\n{script}\n", check=True)
     return int(done.stdout)
-
-
-@pytest.fixture
-def fast_cluster(slurm_can_run: None) -> Iterator[SlurmCluster]:
-    """Two nodes whose death Slurm notices within seconds."""
-    settings = {"SlurmdTimeout": 5, "MessageTimeout": 3}
-    with SlurmCluster(2, accounting=False, python=False, settings=settings) as started:
-        yield started
 
 
 def test_a_job_runs_as_a_normal_user_on_hosts_with_their_own_names_and_addresses(cluster: SlurmCluster) -> None:
@@ -129,52 +120,6 @@ def make_folder(cluster: SlurmCluster, name: str) -> Path:
     return cluster.shared / name
 
 
-def test_a_power_cut_is_noticed_and_the_node_comes_back(fast_cluster: SlurmCluster) -> None:
-    cluster = fast_cluster
-    script = "srun --no-kill --kill-on-bad-exit=0 --wait=0 bash -c 'echo $(hostname) >> tasks; exec sleep 300'"
-    job = sbatch(cluster, script, "-N2", "--no-kill", f"--chdir={make_folder(cluster, 'job')}")
-    tasks = cluster.shared / "job" / "tasks"
-    wait_until(lambda: tasks.exists() and len(tasks.read_text().split()) == 2, timeout=20, what="both tasks run")
-    assert any("sleep 300" in line for _, line in cluster.node_pids("n2", user="alice"))
-
-    cluster.kill_node("n2")
-    cluster.kill_node("n2")
-    assert cluster.node_pids("n2") == []
-    assert cluster.run(["timeout", "1", "bash", "-c", "exec 3<>/dev/tcp/n2/6818"]).returncode != 0
-    with pytest.raises(RigError, match=r"'n2' of rig auto\d+ is off"):
-        cluster.run(["true"], node="n2")
-    cluster.wait_node("n2", {"down"}, timeout=40)
-    assert cluster.job_info(job)["NodeList"] == "n1"
-    assert any("sleep 300" in line for _, line in cluster.node_pids("n1", user="alice"))
-
-    cluster.start_node("n2")
-    cluster.start_node("n2")
-    assert cluster.run(["srun", "-N1", "-w", "n2", "hostname"]).stdout == "n2\n"
-    assert cluster.job_state(job) == "RUNNING"
-
-
-def test_a_drained_node_gets_no_job_until_it_is_undrained(cluster: SlurmCluster) -> None:
-    cluster.drain("n1")
-    cluster.wait_node("n1", {"drained"}, timeout=10)
-    assert cluster.run(["srun", "-N1", "hostname"]).stdout == "n2\n"
-    cluster.undrain("n1")
-    cluster.undrain("n1")
-    cluster.wait_node("n1", {"idle"}, timeout=10)
-    with pytest.raises(RigError, match="'n9' is none of n1 n2 n3 n4"):
-        cluster.drain("n9")
-
-
-def test_the_controller_goes_and_comes_back(cluster: SlurmCluster) -> None:
-    job = sbatch(cluster, "sleep 300", "-N1")
-    cluster.wait_job(job, "RUNNING")
-    cluster.stop_slurmctld()
-    cluster.stop_slurmctld()
-    assert cluster.run(["scontrol", "ping"]).stdout == "Slurmctld(primary) at ctl is DOWN\n"
-    cluster.start_slurmctld()
-    cluster.start_slurmctld()
-    assert cluster.job_state(job) == "RUNNING"
-
-
 def test_heal_undoes_what_a_test_did(cluster: SlurmCluster) -> None:
     sbatch(cluster, "trap '' TERM; srun sleep 300", "-N3")
     cluster.drain("n4")
@@ -185,23 +130,6 @@ def test_heal_undoes_what_a_test_did(cluster: SlurmCluster) -> None:
     cluster.heal()
     assert set(cluster.node_states().values()) == {"idle"}
     assert cluster.run(["srun", "-N4", "true"]).returncode == 0
-
-
-def test_a_frozen_node_does_nothing_until_it_is_thawed(cluster: SlurmCluster) -> None:
-    program = "i=0; while true; do i=$((i+1)); echo $i > tick.new; mv tick.new tick; sleep 0.02; done"
-    folder = make_folder(cluster, "frozen")
-    process = cluster.popen(["bash", "-c", program], node="n2", cwd=folder, stdout=None, stderr=None)
-    wait_until((folder / "tick").exists, timeout=20, what="it runs")
-    cluster.freeze_node("n2")
-    frozen_at = (folder / "tick").read_text()
-    assert cluster.run(["timeout", "1", "bash", "-c", "exec 3<>/dev/tcp/n2/6818"]).returncode != 0
-    assert (folder / "tick").read_text() == frozen_at
-    cluster.thaw_node("n2")
-    wait_until(lambda: (folder / "tick").read_text() != frozen_at, timeout=20, what="it goes on")
-    cluster.freeze_node("n2")
-    cluster.kill_node("n2")  # a frozen process dies all the same
-    process.wait(timeout=20 * CROWDED)
-    assert cluster.node_pids("n2") == []
 
 
 def test_a_cluster_becomes_another_site_until_it_is_healed(cluster: SlurmCluster) -> None:
@@ -235,24 +163,6 @@ def test_a_cluster_becomes_another_site_until_it_is_healed(cluster: SlurmCluster
     wait_until(lambda: bool(cluster.sacct(again)), timeout=20, what="the accounting is there again", interval=0.2)
 
 
-def test_nodes_with_control_groups_hold_a_step_to_its_memory(slurm_can_run: None) -> None:
-    program = "x = bytearray(300 << 20); print('has it all')"
-    with SlurmCluster(1, accounting=False, python=False, cgroups=True) as cluster:
-        groups = Path("/sys/fs/cgroup/memory", cluster.layout.netns("n1"))
-        assert groups.is_dir()
-        enough = cluster.run(["srun", "--mem=500", "python3", "-c", program])
-        assert (enough.returncode, enough.stdout) == (0, "has it all\n"), enough.stderr
-        short = cluster.run(["srun", "--mem=100", "python3", "-c", program])
-        assert short.returncode != 0
-        assert "oom-kill event" in short.stderr, short
-        cluster.wait_node("n1", {"idle"})  # else the job's end is lost with the power, and the next one waits for it
-        cluster.kill_node("n1")
-        cluster.start_node("n1")
-        again = cluster.run(["srun", "--mem=100", "python3", "-c", program])
-        assert "oom-kill event" in again.stderr, again
-    assert not groups.exists()
-
-
 def test_commands_end_when_they_are_told_to(cluster: SlurmCluster) -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         cluster.run(["sleep", "300"], node="n4", timeout=0.5)
@@ -274,6 +184,7 @@ def test_commands_end_when_they_are_told_to(cluster: SlurmCluster) -> None:
         cluster.run(["ls", "/nonesuch"], check=True)
 
 
+@pytest.mark.slow
 def test_a_rig_whose_owner_was_killed_is_cleaned_up_by_name_and_its_neighbour_is_left_alone(
     cluster: SlurmCluster,
 ) -> None:
@@ -306,6 +217,7 @@ def test_a_rig_whose_owner_was_killed_is_cleaned_up_by_name_and_its_neighbour_is
     assert cluster.run(["srun", "-N4", "true"]).returncode == 0
 
 
+@pytest.mark.slow
 def test_the_rig_works_by_hand(slurm_can_run: None) -> None:
     name = f"hand{os.getpid()}"
 
