@@ -38,7 +38,8 @@ def read_command_line(
     """
     left_out = [option.dest for option in ALL_OPTIONS if option.only not in ("", subcommand)]
     options = tuple(option for option in ALL_OPTIONS if option.dest not in left_out)
-    given = parse(argv, options, refused=REFUSED, env={})
+    others = {name: option.only for option in ALL_OPTIONS if option.dest in left_out for name in option.names}
+    given = parse(argv, options, refused=REFUSED, env={}, elsewhere=others)
     if not given.help:
         here = current_directory(env)
         parsed = resolve(given, ALL_OPTIONS, env=env, here=here, left_out=left_out, yields=YIELDS).parsed

@@ -6,6 +6,7 @@ Only the subcommand's own module is imported: the agent starts on every node thr
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -37,7 +38,13 @@ _AGENT_OPTIONS = ("--run-dir", "--attempt", "--node", "--launcher-pid")
 
 
 def console_main() -> NoReturn:
-    sys.exit(main(sys.argv[1:]))
+    """The command itself. `hpc_elastic.cli` has let Ctrl-C end the process until here."""
+    try:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
 
 
 def main(argv: Sequence[str]) -> int:

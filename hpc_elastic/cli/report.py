@@ -63,6 +63,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="text",
         help="default: text; html: a page with a timeline, whose path is printed",
     )
+    for name in ("json", "html"):
+        parser.add_argument(
+            f"--{name}", dest="format", action="store_const", const=name, help=f"the same as --format {name}"
+        )
     parser.add_argument(
         "--output",
         metavar="FILE",

@@ -221,13 +221,17 @@ def _last_run(runs_dir: Path | None) -> Path:
 def runs_folder(given: str | None) -> Path | None:
     """``--runs-dir``, or where the configuration says that runs are; None: nowhere.
 
-    Raises:
-        UsageError: something is wrong in a configuration file.
+    A mistake in a configuration file, which keeps a run from being started, keeps nobody from looking at one.
     """
     if given is None:
         from hpc_elastic.options.resolve import configured_runs_dir
 
-        given = configured_runs_dir(os.environ, Path.cwd())
+        try:
+            given = configured_runs_dir(os.environ, Path.cwd())
+        except UsageError as error:
+            from hpc_elastic.cli.screen import print_note
+
+            print_note(f"{error}; runs are looked for without the configuration")
     return Path(given) if given is not None else None
 
 

@@ -108,9 +108,15 @@ def run_of_job(job: str, client: SlurmClient) -> Path:
         raise
     except SlurmError as error:
         raise UsageError(
-            f"no run of job {job} is known on this account, and Slurm can't be asked ({error.why}); give its directory"
+            f"no run of job {job} is known on this account, and Slurm can't be asked ({_briefly(error.why)}); "
+            "give its directory"
         ) from None
     return _run_of(job, state)
+
+
+def _briefly(why: str) -> str:
+    """The last of several messages of one command: what the others led to."""
+    return why.removesuffix(" (after 0 s)").rpartition("; ")[2]
 
 
 def _run_of(text: str, state: JobState | None) -> Path:

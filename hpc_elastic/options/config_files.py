@@ -293,7 +293,7 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
         found = re.search(r" \(at line (\d+), column \d+\)", str(error))
         where = f"{path}:{found[1]}" if found else str(path)
         why = str(error)[: found.start()] if found else str(error)
-        raise UsageError(f"{where}: no TOML: {why}; strings stand in quotes") from None
+        raise UsageError(f"{where}: invalid TOML: {why} (strings need quotes)") from None
     except RecursionError:
         raise UsageError(f"{path}: nested too deeply") from None
 

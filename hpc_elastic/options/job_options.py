@@ -159,7 +159,7 @@ OPTIONS = (
     Option(
         names=("--run-id", "--rdzv-id"), dest="run_id", metavar="ID", group=OWN_GROUP, env="PET_RDZV_ID",
         in_files=False, parse=_parse_run_id, field="run_id",
-        help="the run directory's name (default: time, name and four random digits); must be new",
+        help="the run directory's name (default: time, name and four random hex digits); must be new",
     ),
     Option(
         names=("-D", "--chdir"), dest="chdir", metavar="DIR", group=OWN_GROUP, path=True,
@@ -204,6 +204,7 @@ SBATCH_VARIABLES: Mapping[str, tuple[str, ...]] = {
 
 def sbatch_options(parsed: Parsed, *, nodes: tuple[int, int], job_name: str, grace: int) -> SbatchOptions:
     """The sbatch side of a command line. Values are checked when the script is rendered."""
+    parsed.value(_BY_DEST["time"])  # checked here, where it is known how the user called it
     plain: dict[str, Any] = {dest: parsed.get(dest) for dest in _PLAIN}
     plain["job_name"] = job_name
     if parsed.get("gpus") is not None:

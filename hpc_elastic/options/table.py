@@ -136,7 +136,12 @@ class _Reading(Struct):
 
 
 def parse(
-    argv: Sequence[str], options: Sequence[Option], *, refused: Mapping[str, str], env: Mapping[str, str]
+    argv: Sequence[str],
+    options: Sequence[Option],
+    *,
+    refused: Mapping[str, str],
+    env: Mapping[str, str],
+    elsewhere: Mapping[str, str] | None = None,
 ) -> Parsed:
     """Read `argv` up to the first word that is no option, or ``--``.
 
@@ -145,6 +150,7 @@ def parse(
         options: The table.
         refused: Long options that will never be, with the reason and the way out.
         env: For options that have a variable.
+        elsewhere: Options of another subcommand → which.
 
     Raises:
         UsageError: an option that is unknown, refused, or without its value.
@@ -164,7 +170,7 @@ def parse(
         name, value = _split(word, by_name)
         option = by_name.get(name)
         if option is None:
-            raise _unknown(name, by_name, refused)
+            raise _unknown(name, by_name, refused, elsewhere or {})
         if option.metavar is None:
             if value is not None:
                 raise UsageError(f"{name} takes no value; leave out ={value}")
@@ -225,7 +231,11 @@ def _split(word: str, by_name: Mapping[str, Option]) -> tuple[str, str | None]:
     return word, None
 
 
-def _unknown(name: str, by_name: Mapping[str, Option], refused: Mapping[str, str]) -> UsageError:
+def _unknown(
+    name: str, by_name: Mapping[str, Option], refused: Mapping[str, str], elsewhere: Mapping[str, str]
+) -> UsageError:
+    if name in elsewhere:
+        return UsageError(f"{name} belongs to hpc-elastic {elsewhere[name]}")
     if name in refused:
         return UsageError(f"{name}: {refused[name]}")
     long = name.startswith("--")
@@ -234,7 +244,7 @@ def _unknown(name: str, by_name: Mapping[str, Option], refused: Mapping[str, str
         if name[2:] in SBATCHS_OWN:
             return UsageError(f"unknown option {name}; it is sbatch's: give --sbatch-arg={name}=value")
         return UsageError(
-            f"unknown option {name}; the script's own stand behind its name, others of sbatch's in --sbatch-arg=--x=y"
+            f"unknown option {name}; script arguments go after the script, sbatch's other options in --sbatch-arg=--x=y"
         )
     remark = remark_on(name[2:])
     return UsageError(f"unknown option {name}; did you mean --{match}{f' ({remark})' if remark else ''}?")

@@ -103,7 +103,7 @@ OPTIONS = (
         group=GROUP, names=("--health-checks",), dest="health_checks", metavar="NAME[=LIMIT],...|none",
         parse=parse_health_checks, field="health_checks",
         help="what a node must pass before it joins a round: tmp=SIZE, shm=SIZE, memory=SIZE, shared=SECONDS, "
-        "clock=SECONDS, gpu=ERRORS; default for all (the default)",
+        "clock=SECONDS, gpu=ERRORS, link; default for all (the default)",
     ),
     Option(
         group=GROUP, names=("--health-check",), dest="health_check", metavar="COMMAND",

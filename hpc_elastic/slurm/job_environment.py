@@ -297,7 +297,9 @@ def _job_nodes(reader: _Reader) -> tuple[str, ...]:
     listed = reader.nodes("SLURM_JOB_NODELIST", "SLURM_NODELIST")
     if not listed:
         raise JobEnvironmentError(
-            variable="SLURM_JOB_NODELIST", value="", why="is missing, though SLURM_JOB_ID is there"
+            variable="SLURM_JOB_NODELIST",
+            value="",
+            why="is missing, though SLURM_JOB_ID is there; where this is no job, unset SLURM_JOB_ID; else restore it",
         )
     count = reader.number("SLURM_JOB_NUM_NODES")
     if count is not None and count != len(listed):

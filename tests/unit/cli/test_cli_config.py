@@ -86,7 +86,20 @@ def test_those_that_look_at_runs_find_them(project: Path, capsys: pytest.Capture
     assert f"{project}/results" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["submit --dry-run train.py", "run train.py", "config", "list"])
+@pytest.mark.parametrize("text", ["nodes = = 1", 'runs-dir = "$NOT_SET_ANYWHERE/runs"'])
+def test_a_mistake_in_a_file_keeps_nobody_from_looking_at_runs(
+    project: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    (project / "runs").mkdir()
+    (project / "hpc_elastic.toml").write_text(text + "\n")
+    assert cli.main(["list"]) == 0
+    said = capsys.readouterr().err
+    assert f"{project}/hpc_elastic.toml:1" in said
+    assert "; runs are looked for without the configuration\n" in said
+    assert f"no such run in {project}/runs" in said
+
+
+@pytest.mark.parametrize("command", ["submit --dry-run train.py", "run train.py", "config"])
 def test_a_mistake_in_a_file_is_one_line(project: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
     (project / "hpc_elastic.toml").write_text("\nmax-restart = 7\n")
     assert cli.main(command.split()) == 2

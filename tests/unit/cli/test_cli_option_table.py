@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from hpc_elastic.cli.main import main
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.table import Option, Parsed, parse, render_help
 
@@ -96,7 +97,7 @@ def test_variables_give_defaults_and_are_named() -> None:
         (["--nodez", "4"], "unknown option --nodez; did you mean --nodes?"),
         (["--nproc_per_nod=4"], "did you mean --nproc-per-node?"),
         (["--licenses=m"], "unknown option --licenses; it is sbatch's: give --sbatch-arg=--licenses=value"),
-        (["--epochs=3"], "unknown option --epochs; the script's own stand behind its name, others of sbatch's in"),
+        (["--epochs=3"], "unknown option --epochs; script arguments go after the script, sbatch's other options in"),
         (["-z"], "unknown option -z"),
         (["--nodes"], "--nodes needs a value (N)"),
         (["--nodes="], "--nodes needs a value (N)"),
@@ -125,3 +126,11 @@ def test_help_names_every_option() -> None:
     assert max(map(len, text.splitlines())) <= 100
     assert "[PET_NNODES]" in text
     assert "--exclusive[=user]" in text
+
+
+@pytest.mark.parametrize("option", ["--dry-run", "--follow", "--wait", "--het", "--template"])
+def test_what_belongs_to_submit_is_named_so_by_run(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", option, "train.py"]) == 2
+    assert f"{option} belongs to hpc-elastic submit" in capsys.readouterr().err
+    assert main(["submit", "--overlap", "train.py"]) == 2
+    assert "--overlap belongs to hpc-elastic run" in capsys.readouterr().err

@@ -91,7 +91,7 @@ def test_on_a_python_without_tomllib(place: Place, monkeypatch: pytest.MonkeyPat
     path = place.write("site", "max-restarts = 7\n")
     assert place.resolve().parsed.get("max_restarts") == "7"
     path.write_text("max-restarts = = 7\n")
-    with pytest.raises(UsageError, match=rf"{path}:1: no TOML"):
+    with pytest.raises(UsageError, match=rf"{path}:1: invalid TOML"):
         place.resolve()
     project = (Path(__file__).resolve().parents[3] / "pyproject.toml").read_text()
     assert "\"tomli>=2; python_version < '3.11'\"" in project
@@ -143,7 +143,7 @@ def test_a_profile_wins_over_every_file_and_loses_to_the_environment(place: Plac
         ("no-requeue = true", ":1: unknown key no-requeue; did you mean requeue?"),
         ("default-profile = 3", ":1: default-profile = 3: give a profile's name"),
         ("profile = 'a100'", ":1: profile is no table; write [profile.NAME]"),
-        ("partition = gpu", ":1: no TOML: Invalid value; strings stand in quotes"),
+        ("partition = gpu", ":1: invalid TOML: Invalid value (strings need quotes)"),
         # What the checks of the values say, which know the option alone.
         ("\nmax-restarts = 'many'", ":2: max-restarts = many: give a whole number from 0 to 1000000"),
         ("max-restarts = -1", ":1: max-restarts = -1: give a whole number"),

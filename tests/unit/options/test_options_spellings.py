@@ -77,7 +77,7 @@ def answer(*argv: str) -> str:
         ("--quos", "did you mean --qos?"),
         (
             "--frobnicate",
-            "unknown option --frobnicate; the script's own stand behind its name, others of sbatch's",
+            "unknown option --frobnicate; script arguments go after the script, sbatch's other options",
         ),
     ],
 )
