@@ -485,6 +485,7 @@ class LocalWorkers:
             facts=facts,
             error_file=slot.paths.error_file,
             stderr_log=slot.paths.stderr,
+            stdout_log=slot.paths.stdout,
             output=slot.output,
         )
         self._write_evidence(failure, slot.paths.error_file)

@@ -40,7 +40,9 @@ class Classification(Struct, frozen=True, kw_only=True):
 _INPUT_TYPES = frozenset({"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"})
 _INPUT_TEXT = re.compile(
     r"^usage: .*^\S.*: error: |can't open file '|: No module named \S+\s*\Z|^error: unrecognized arguments"
-    r"|can't find '__main__' module",
+    r"|can't find '__main__' module|^(?:\S+: )?[Ee]rror: (?:No such (?:option|command)|Missing (?:option|argument)"
+    r"|Invalid value for |Got unexpected extra argument|unrecognized arguments|the following arguments are required"
+    r"|argument \S+: )",
     re.MULTILINE | re.DOTALL,
 )
 _OOM_IN_TEXT = re.compile(r"killed by signal: Killed|terminated abruptly|exited unexpectedly", re.IGNORECASE)
@@ -152,7 +154,7 @@ def classify(
             reason = f"{came}: probably Slurm (cancel, limit, preemption) or a manual kill"
         else:
             failure_class = FailureClass.ROOT
-            wrong_call = last_step is None and _is_wrong_call(name, exitcode, stderr_tail)
+            wrong_call = last_step is None and _is_wrong_call(name, exitcode, f"{message}\n{stderr_tail}")
             reason = _root_reason(exitcode, number, exception_type, wrong_call=wrong_call)
     category, retryable = category_of(failure_class, exitcode, wrong_call=wrong_call)
     return Classification(
@@ -183,6 +185,8 @@ def _root_reason(exitcode: int, number: int, exception_type: str, *, wrong_call:
         return "the command could not be run"
     if wrong_call:
         return "the script could not start"
+    if exception_type == "KeyboardInterrupt" and number == signal.SIGINT:
+        return "interrupted: by `_thread.interrupt_main()` in it, or by a SIGINT from outside"
     if exception_type and exception_type not in ("SystemExit", "KeyboardInterrupt"):
         return "uncaught exception"
     if number == signal.SIGKILL:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from pathlib import Path
 from typing import Protocol
 
@@ -23,25 +24,35 @@ from hpc_elastic.failures.error_file import (
     write_error_data,
 )
 from hpc_elastic.failures.fingerprint import fingerprint
+from hpc_elastic.failures.last_lines import LastLines, find_last_lines
 from hpc_elastic.failures.origin import find_origin
 from hpc_elastic.failures.traceback_text import (
     FailureText,
+    RaisedException,
     TextKind,
     find_cpp_terminate,
     find_fatal_error,
     find_python_traceback,
+    find_tracebacks,
+    summary_line,
 )
+from hpc_elastic.failures.uncaught import find_uncaught
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
+from hpc_elastic.failures.wrapped import find_wrapped, is_wrapper
 from hpc_elastic.run.log_pieces import EndReader
 
 _TAIL = 128 << 10
 """How much of stderr.log is looked at: with faulthandler's dump of 100 threads, too."""
+_STDOUT_TAIL = 32 << 10
+"""The same for stdout.log."""
 _SCAN_BACK = 16 << 20
 """How far back a traceback's header is looked for where the tail holds none: a message may be 10 MB long."""
 _TAIL_LINES = 20
 _TAIL_LINE = 300
 _CLOSE = 40
 """A traceback with more lines than this after it did not end a process that ended otherwise than by an exception."""
+_SAID_BEFORE = 30
+"""Lines before a dump or a KeyboardInterrupt in which the reason may stand."""
 _HEADER = b"Traceback (most recent call last)"
 
 
@@ -60,7 +71,12 @@ class Output(Protocol):
 
 
 def describe_failure(
-    *, facts: WorkerFailure, error_file: Path | str, stderr_log: Path | str, output: Output | None = None
+    *,
+    facts: WorkerFailure,
+    error_file: Path | str,
+    stderr_log: Path | str,
+    stdout_log: Path | str = "",
+    output: Output | None = None,
 ) -> WorkerFailure:
     """Gather what is known about a worker's end. Never raises; some milliseconds.
 
@@ -68,10 +84,11 @@ def describe_failure(
         facts: What the agent saw, the rest of the record being left at its defaults.
         error_file: The worker's ``TORCHELASTIC_ERROR_FILE``; it may not be there, torn, foreign …
         stderr_log: What it printed; it may not be there.
+        stdout_log: Looked at where stderr says nothing; empty for none.
         output: What is known of its output beside the files: the end that a full disk refused, and when it was printed.
     """
     try:
-        return _describe(facts, os.fspath(error_file), os.fspath(stderr_log), output)
+        return _describe(facts, os.fspath(error_file), os.fspath(stderr_log), os.fspath(stdout_log), output)
     except Exception as error:
         return _build(
             facts,
@@ -158,7 +175,9 @@ def write_evidence(failure: WorkerFailure, error_file: Path | str) -> str:
     return ""
 
 
-def _describe(facts: WorkerFailure, error_file: str, stderr_log: str, output: Output | None) -> WorkerFailure:
+def _describe(
+    facts: WorkerFailure, error_file: str, stderr_log: str, stdout_log: str, output: Output | None
+) -> WorkerFailure:
     raw, has_more, problem = _read_tail(stderr_log)
     text = clean_text((raw + (output.unwritten if output is not None else b"")).decode("utf-8", "replace"))
     file = read_error_file(error_file)
@@ -166,23 +185,57 @@ def _describe(facts: WorkerFailure, error_file: str, stderr_log: str, output: Ou
         recorded = _recorded(file)
         span = _printed_again(recorded, text)
         facts = replace(facts, printed_ns=_printed_ns(raw, span, output) or _recorded_ns(file, facts))
-        return _from_error_file(facts, error_file, file, recorded, stderr_tail=_last_lines(text, span))
-    found = _find_in_text(facts, text)
-    span = found.span if found is not None else (0, 0)
+        lines = text.split("\n")
+        wrapped = find_wrapped(replace(recorded, span=span if span[1] else (len(lines), len(lines))), lines)
+        tail = _last_lines(text, span)
+        return _from_error_file(facts, error_file, file, recorded, stderr_tail=tail, wrapped=wrapped)
+    found, source, printed = _find_printed(facts, text, stdout_log)
+    span = found.span if found is not None and source is EvidenceSource.STDERR else (0, 0)
     facts = replace(facts, printed_ns=_printed_ns(raw, span, output))
-    tail = _last_lines(text, span)
-    if found is None and facts.exitcode > 0 and has_more:
-        found = _find_far_back(stderr_log)
+    tail = _last_lines(text, span if found is not None and found.text else (0, 0))
+    if (found is None or not found.exception_type) and facts.exitcode > 0 and has_more:
+        found = _find_far_back(stderr_log) or found
     if file.problem != "missing":
         problem = file.problem
     return _build(
         facts,
         found,
         message=_exit_message(facts, found),
-        source=EvidenceSource.STDERR if found else EvidenceSource.EXIT,
+        source=source if found is not None else EvidenceSource.EXIT,
         error_file=error_file,
         stderr_tail=tail,
         problem=problem,
+        wrapped=find_wrapped(found, printed.split("\n")) if found is not None else None,
+    )
+
+
+def _find_printed(facts: WorkerFailure, stderr: str, stdout_log: str) -> tuple[FailureText | None, EvidenceSource, str]:
+    """What explains the end in stderr, else in stdout (``2>&1 | tee log``), and the text that it stands in."""
+    found = _find_in_text(facts, stderr)
+    if found is not None or signal_of(facts.exitcode) in (signal.SIGKILL, signal.SIGTERM):
+        return found, EvidenceSource.STDERR, stderr
+    said = find_last_lines(stderr.split("\n"))
+    if said is None or not said.is_telling:
+        stdout = clean_text(_read_tail(stdout_log)[0][-_STDOUT_TAIL:].decode("utf-8", "replace")) if stdout_log else ""
+        found = _find_in_text(facts, stdout)
+        if found is not None:
+            return found, EvidenceSource.STDOUT, stdout
+        printed = find_last_lines(stdout.split("\n"))
+        if printed is not None and (printed.is_telling or said is None):
+            return _from_lines(facts, printed), EvidenceSource.STDOUT, stdout
+    return _from_lines(facts, said), EvidenceSource.STDERR, stderr
+
+
+def _from_lines(facts: WorkerFailure, said: LastLines | None) -> FailureText | None:
+    """What a process without an exception printed last. Of one that crashed a line counts only where it tells why."""
+    if said is None or (signal_of(facts.exitcode) and not said.is_telling):
+        return None
+    return FailureText(
+        kind=TextKind.LINES if said.is_telling else TextKind.LAST_LINE,
+        text="",
+        exception_type="",
+        message=said.text,
+        span=(said.at, said.at + 1),
     )
 
 
@@ -233,7 +286,13 @@ def _recorded(file: ErrorFile) -> FailureText:
 
 
 def _from_error_file(
-    facts: WorkerFailure, error_file: str, file: ErrorFile, recorded: FailureText, *, stderr_tail: str
+    facts: WorkerFailure,
+    error_file: str,
+    file: ErrorFile,
+    recorded: FailureText,
+    *,
+    stderr_tail: str,
+    wrapped: RaisedException | None = None,
 ) -> WorkerFailure:
     return _build(
         facts,
@@ -243,6 +302,7 @@ def _from_error_file(
         error_file=error_file,
         stderr_tail=stderr_tail,
         problem=file.problem,
+        wrapped=wrapped,
     )
 
 
@@ -267,9 +327,12 @@ def _build(
     error_file: str,
     stderr_tail: str,
     problem: str,
+    wrapped: RaisedException | None = None,
 ) -> WorkerFailure:
     number = signal_of(facts.exitcode)
     chain = found.chain if found else ()
+    if wrapped is not None:
+        chain = (*chain, wrapped)
     kind = classify(
         exitcode=facts.exitcode,
         chain=chain,
@@ -285,6 +348,11 @@ def _build(
     words = origin.message if origin else found.message if found else ""
     if origin is not None and origin is not chain[0]:
         message = f"{exception_type}: {words}" if words else exception_type
+    if found is not None and wrapped is not None:
+        outer, inner = summary_line(message), wrapped.headline
+        message = f"{inner} ({outer})" if is_wrapper(found) else f"{outer} ({inner})"
+        if is_wrapper(found) and wrapped.exception_type:
+            origin, exception_type, words = wrapped, wrapped.exception_type, wrapped.message
     return replace(
         facts,
         signal=signal_name(number),
@@ -299,6 +367,7 @@ def _build(
             frames=origin.frames if origin else (),
             exitcode=facts.exitcode,
             signal=signal_name(number),
+            is_said=found is not None and found.kind is TextKind.LINES,
         ),
         category=kind.category,
         failure_class=kind.failure_class,
@@ -312,39 +381,42 @@ def _build(
 
 
 def _exit_message(facts: WorkerFailure, found: FailureText | None) -> str:
+    """What ended it, as far as that is known: what it said, then how it ended."""
     number = signal_of(facts.exitcode)
     if found is not None and found.exception_type:
         return f"{found.exception_type}: {found.message}" if found.message else found.exception_type
+    said = found.message if found is not None else ""
+    if said:
+        how = signal_name(number) or f"exit code {facts.exitcode}"
+        first, separator, more = said.partition("\n")
+        return f"{first} ({how}{', core dumped' if facts.core_dumped else ''}){separator}{more}"
     if facts.exitcode < 0:
         text = f"Signal {number} ({signal_name(number)}) received by PID {facts.pid}"
     else:
         text = f"Process failed with exitcode {facts.exitcode}"
         if number:
             text += f" ({signal_name(number)}, as a shell reports it)"
-    details: list[str] = []
-    if found is not None:
-        details.append(found.message)
     if facts.oom_kills and number == 9:
-        text = f"Out of memory: {text}"
-        details.append("the OOM killer struck in its cgroup")
+        text = f"Out of memory: {text}; the OOM killer struck in its cgroup"
     if facts.core_dumped:
-        details.append("core dumped")
-    return "; ".join([text, *details])
+        text += "; core dumped"
+    return text
 
 
 def _find_in_text(facts: WorkerFailure, text: str) -> FailureText | None:
-    """Choose what in the end of stderr explains *this* end: a caught exception that was logged hours ago does not.
+    """Choose what in the end of the output explains *this* end: a caught exception that was logged hours ago does not.
 
     Args:
         facts: How it ended.
         text: Cleaned.
     """
     number = signal_of(facts.exitcode)
-    python = find_python_traceback(text, cleaned=True)
+    lines = text.split("\n")
     if not number:
-        if python is not None and facts.exitcode != 1 and python.lines_after > _CLOSE:
-            python = None
-        return python or find_cpp_terminate(text, cleaned=True)
+        return find_uncaught(text, lines, exitcode=facts.exitcode) or find_cpp_terminate(text, cleaned=True)
+    if number == signal.SIGINT and not facts.stopped_by_agent:
+        return _interrupted(text, lines)
+    python = find_python_traceback(text, cleaned=True)
     if number in (2, 9, 15):
         # It was hanging in its shutdown after the exception, and was ended: by its agent, or by a person.
         return python if python is not None and python.lines_after <= _CLOSE and facts.stopped_by_agent else None
@@ -352,18 +424,28 @@ def _find_in_text(facts: WorkerFailure, text: str) -> FailureText | None:
     dumped = max((one.span[1] - one.span[0] for one in (fatal, cpp) if one is not None), default=0)
     if python is not None and python.lines_after <= _CLOSE + dumped:
         return python  # a crash while an exception unwinds: the exception is what one wants to know
-    if cpp is None:
-        return fatal
+    if cpp is not None:
+        frames = fatal.frames if fatal is not None else cpp.frames
+        start = min(cpp.span[0], fatal.span[0]) if fatal is not None else cpp.span[0]
+        return replace(cpp, frames=frames, span=(start, cpp.span[1]))
     if fatal is None:
-        return cpp
-    return FailureText(
-        kind=cpp.kind,
-        text=cpp.text,
-        exception_type=cpp.exception_type,
-        message=cpp.message,
-        frames=fatal.frames,
-        span=(min(cpp.span[0], fatal.span[0]), cpp.span[1]),
-    )
+        return None
+    said = find_last_lines(lines[max(0, fatal.span[0] - _SAID_BEFORE) : fatal.span[0]])
+    # "free(): invalid pointer" stands before the dump of the fault handler.
+    return replace(fatal, message=f"{said.text}\n{fatal.message}") if said is not None and said.is_telling else fatal
+
+
+def _interrupted(text: str, lines: list[str]) -> FailureText | None:
+    """What explains a KeyboardInterrupt, which ``_thread.interrupt_main()`` raises too: something led to that."""
+    tracebacks = find_tracebacks(text)
+    last = tracebacks[-1] if tracebacks else None
+    if last is None or last.exception_type != "KeyboardInterrupt" or last.lines_after > _CLOSE:
+        return None
+    for earlier in reversed([*tracebacks[:-1], *find_tracebacks(text, threads=True)]):
+        if earlier.lines_after <= last.lines_after + _CLOSE + last.span[1] - last.span[0]:
+            return earlier
+    said = find_last_lines(lines[max(0, last.span[0] - _SAID_BEFORE) : last.span[0]])
+    return replace(last, message=said.text) if said is not None and said.is_telling else last
 
 
 def _read_tail(path: str) -> tuple[bytes, bool, str]:

@@ -48,7 +48,13 @@ def user_frames(frames: Sequence[Frame]) -> tuple[Frame, ...]:
 
 
 def fingerprint(
-    *, exception_type: str = "", message: str = "", frames: Sequence[Frame] = (), exitcode: int = 1, signal: str = ""
+    *,
+    exception_type: str = "",
+    message: str = "",
+    frames: Sequence[Frame] = (),
+    exitcode: int = 1,
+    signal: str = "",
+    is_said: bool = False,
 ) -> str:
     """Name a failure.
 
@@ -58,12 +64,16 @@ def fingerprint(
         frames: Outermost call first.
         exitcode: As subprocess gives it: negative for a signal.
         signal: The signal's name; empty where there was none.
+        is_said: Whether `message` is, without an exception, why the process ended.
 
     Returns:
         A word without blanks, the same for two occurrences of one failure.
     """
     if not exception_type:
-        return f"signal:{signal}" if signal else f"exit:{exitcode}"
+        end = f"signal:{signal}" if signal else f"exit:{exitcode}"
+        if not is_said:
+            return end
+        return f"{end}:{sha1(normalise_message(summary_line(message)).encode('utf-8', 'replace')).hex()[:12]}"
     name = exception_type.rsplit(".", 1)[-1].rsplit("::", 1)[-1]
     mine = user_frames(frames)
     # A recorded traceback starts below the module's own frame.

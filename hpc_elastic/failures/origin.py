@@ -87,10 +87,12 @@ def find_origin(chain: Sequence[RaisedException]) -> RaisedException | None:
 
 
 def explain(raised: RaisedException) -> FailurePattern | None:
-    """What is known of one exception."""
+    """What is known of one exception, or of a line that stands for one."""
+    if not raised.exception_type:
+        return explain_text(raised.message)
     name = raised.exception_type.rsplit(".", 1)[-1]
     of_collective = is_of_process_group(raised)
-    of_script = _is_raised_by_script(raised)
+    of_script = is_raised_by_script(raised)
     of_service = raised.exception_type.startswith(_OTHER_SERVICES)
     of_system = _SYSTEM_TYPES.match(name) is not None
 
@@ -124,7 +126,7 @@ def is_of_process_group(raised: RaisedException) -> bool:
     if _COLLECTIVE_TYPE.match(raised.exception_type) or "::" in raised.exception_type:  # a C++ library ended it
         return True
     text = raised.message.lower()
-    if _is_raised_by_script(raised):
+    if is_raised_by_script(raised):
         return _QUOTED_TEXT.search(text) is not None
     if raised.frames and _COLLECTIVE_FILE.search(raised.frames[-1].file):
         return True
@@ -132,7 +134,7 @@ def is_of_process_group(raised: RaisedException) -> bool:
     return raised.exception_type == "RuntimeError" and _COLLECTIVE_TEXT.search(text) is not None
 
 
-def _is_raised_by_script(raised: RaisedException) -> bool:
+def is_raised_by_script(raised: RaisedException) -> bool:
     """Whether a ``raise`` or an ``assert`` of the user's code made it: its text is the script's own."""
     return bool(user_frames(raised.frames[-1:])) and _RAISES.search(raised.source) is not None
 

@@ -190,6 +190,10 @@ class TextKind(str, Enum):
     PYTHON = "python"
     FATAL = "faulthandler"
     CPP = "c++"
+    LINES = "lines"
+    """The last lines, which speak of an error."""
+    LAST_LINE = "last line"
+    """The last line, whatever it says."""
 
 
 class Frame(Struct, frozen=True, kw_only=True):
@@ -204,7 +208,7 @@ class RaisedException(Struct, frozen=True, kw_only=True):
     """One exception of a chain."""
 
     exception_type: str
-    """As printed, ``torch.distributed.DistNetworkError``."""
+    """As printed, ``torch.distributed.DistNetworkError``; empty for a line that stands for an exception."""
     message: str = ""
     """Without the type."""
     frames: tuple[Frame, ...] = ()
@@ -221,7 +225,7 @@ class RaisedException(Struct, frozen=True, kw_only=True):
     @property
     def headline(self) -> str:
         """``KeyError: 'x'``."""
-        text = f"{self.exception_type}: {self.message}" if self.message else self.exception_type
+        text = ": ".join(part for part in (self.exception_type, self.message) if part)
         return cut_end(text.split("\n", 1)[0], _CAUSE_LIMIT)
 
 
@@ -241,10 +245,15 @@ class FailureText(Struct, frozen=True, kw_only=True):
     """The innermost frame's line of code; empty where it was not printed."""
     earlier: tuple[RaisedException, ...] = ()
     """The exceptions that it was raised from or while handling, nearest first; those that its message quotes too."""
+    is_prefixed: bool = False
+    """Whether torch's hook printed it, which does so for what nothing caught."""
     lines_after: int = 0
     """Lines that were printed after it."""
     span: tuple[int, int] = (0, 0)
     """Its first line and one past its last in `clean_text` of what it was found in; (0, 0) where it is not known."""
+
+    exception_at: int = 0
+    """The line with the exception's type, counted as `span`: others' output may have been taken for its message."""
 
     @property
     def causes(self) -> tuple[str, ...]:
@@ -284,8 +293,22 @@ def find_python_traceback(text: str, *, cleaned: bool = False) -> FailureText | 
     for wanted in (_Rank.MAIN, _Rank.OTHER_THREAD):
         for index in range(len(blocks) - 1, -1, -1):
             if blocks[index].rank is wanted:
-                return _from_block(lines, blocks, index)
+                return _from_block(lines, prefixed, blocks, index)
     return _syntax_error(lines)
+
+
+def find_tracebacks(text: str, *, threads: bool = False) -> list[FailureText]:
+    """All tracebacks of exceptions that may have ended a process, in the order of the text.
+
+    Args:
+        text: What was printed, after `clean_text`.
+        threads: Those of threads and of an event loop's tasks instead, which end nothing by themselves.
+    """
+    lines, prefixed = _split(text)
+    blocks = _blocks(lines, prefixed)
+    wanted = _Rank.OTHER_THREAD if threads else _Rank.MAIN
+    last = [at for at in range(len(blocks)) if at + 1 == len(blocks) or not blocks[at + 1].chained]
+    return [_from_block(lines, prefixed, blocks, at) for at in last if blocks[at].rank is wanted]
 
 
 def find_fatal_error(text: str, *, cleaned: bool = False) -> FailureText | None:
@@ -471,7 +494,7 @@ def _is_exception_line(lines: list[str], at: int) -> bool:
 
 def _line_before(lines: list[str], index: int) -> str:
     for at in range(index - 1, max(-1, index - 4), -1):
-        if lines[at].strip():
+        if lines[at].strip() and not lines[at].startswith("future: <"):
             return lines[at].strip()
     return ""
 
@@ -498,7 +521,7 @@ def _message_end(lines: list[str], prefixed: list[bool], at: int) -> int:
     return end
 
 
-def _from_block(lines: list[str], blocks: list[_Block], index: int) -> FailureText:
+def _from_block(lines: list[str], prefixed: list[bool], blocks: list[_Block], index: int) -> FailureText:
     block = blocks[index]
     last = _raised(lines, block)
     earlier = list(_quoted_exceptions(lines, block, last))
@@ -518,8 +541,10 @@ def _from_block(lines: list[str], blocks: list[_Block], index: int) -> FailureTe
         frames=last.frames,
         source=last.source,
         earlier=tuple(earlier),
+        is_prefixed=prefixed[block.exception],
         lines_after=sum(1 for line in lines[block.end :] if line.strip()),
         span=(blocks[first].start, block.end),
+        exception_at=block.exception,
     )
 
 

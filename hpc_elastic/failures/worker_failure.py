@@ -27,6 +27,8 @@ class EvidenceSource(str, Enum):
     """The worker's own error file (torch's ``@record`` or ours)."""
     STDERR = "stderr"
     """Found in what it printed: a traceback, faulthandler's dump, a C++ termination."""
+    STDOUT = "stdout"
+    """Found there, since stderr says nothing: ``2>&1 | tee log``."""
     EXIT = "exit"
     """Only the exit code or the signal is known."""
     EVENT = "event"

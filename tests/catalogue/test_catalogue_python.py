@@ -182,7 +182,7 @@ def test_sys_exit(catalogue: Catalogue) -> None:
     """
     with catalogue.run(script) as run:
         run.finish()
-        expected = told("Process failed with exitcode 3", kind="ended itself with exit code 3")
+        expected = told("no data for today (exit code 3)", kind="ended itself with exit code 3")
         catalogue.check(run, "sys-exit", expected)
 
 

@@ -227,7 +227,7 @@ def test_a_segfault_shows_its_python_stack(tmp_path: Path) -> None:
     assert failure.exitcode == -signal.SIGSEGV
     assert failure.signal == "SIGSEGV"
     assert failure.fingerprint == "signal:SIGSEGV"
-    assert failure.message.startswith(f"Signal 11 (SIGSEGV) received by PID {worker.pid}")
+    assert failure.message.startswith("Fatal Python error: Segmentation fault (SIGSEGV")
     assert "Segmentation fault" in failure.message
     assert "in crash" in failure.traceback
     assert failure.failure_class is FailureClass.ROOT
@@ -244,7 +244,7 @@ def test_sigkill_from_outside_and_from_us(tmp_path: Path) -> None:
     failure = worker.describe()
     assert failure.message == f"Signal 9 (SIGKILL) received by PID {worker.pid}"
     assert failure.failure_class is FailureClass.ROOT
-    assert "from outside" in failure.reason
+    assert "not sent by hpc-elastic" in failure.reason
     assert worker.describe(stopped_by_agent=True).failure_class is FailureClass.STOPPED_BY_US
     assert worker.describe(oom_kills=1).failure_class is FailureClass.INFRASTRUCTURE
 

@@ -1,0 +1,136 @@
+"""What a process printed last: the lines that say why it ended, where it left no exception, or beside one.
+
+A process ends with much that says nothing: progress bars, loggers' lines, warnings, the dump of a fault handler, a
+usage text before the one line with the wrong option. Of what is left the last line that speaks of an error counts, else
+the last line of all, unless it is one of a row of alike lines: those are the program's progress.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from hpc_elastic.base.text import cut_end
+
+_NEAR = 12
+"""So many lines from the end the one that speaks of an error may stand."""
+_LINE_LIMIT = 600
+_FOLLOWING = 4
+_MOST_LINES = 200
+
+# Lines that say nothing about an end: loggers' below ERROR, warnings, progress, the stacks and dumps of other parts.
+_SILENT = re.compile(
+    r"\s*\Z|\[rank\d+\]:\[[WI]|\[?[WID]\d{4}[ \]]|\[[WID]\d* |\S+:\d+:\d+ \[\d+\] NCCL (?:INFO|TRACE)|wandb: (?!ERROR)"
+    r"|slurmstepd: |srun: |\S+\.py:\d+: \w*Warning: |.{0,80}?\b\d+%\|"
+    r"|Try '.*' for help|(?:[Uu]sage|USAGE): |Set the environment variable |(?:Current t|T)hread 0x|Extension modules: "
+    r"|frame #\d|Exception raised from |Current thread's C stack|Binary file |Abort(?:ed|) \(core dumped\)|\+ \S"
+    r"|Exception ignored |--- Logging error ---|sys:1: |\*+\Z|[-=_~#*]{4,}\Z|Fatal Python error: (?:Abort|Segm)"
+    r"|could not write the error file "
+    r"|During handling of the above |The above exception was |[╭╰┌└][─-]+|Python runtime state: |Stack \(most recent"
+)
+_LOGGED = re.compile(r"(?:DEBUG|INFO|WARNING):|.{0,60}?[\s\[|:](?:DEBUG|INFO|WARNING|WARN|TRACE|SUCCESS)[\s\]|:]")
+"""A logger's line below ERROR."""
+_STRONG = re.compile(
+    r"error\b|\b(?:fatal|critical|panic|assertion|assert|abort(?:ed|ing)?|exception|failed|failure)\b|\w\(\): |\*\*\* ",
+    re.IGNORECASE,
+)
+_TELLING = re.compile(
+    r"invalid|cannot|can't|could not|couldn't|unable|no such|not found|denied|unbound|corrupt|\bnan\b|\binf\b|exceed"
+    r"|missing|killed|out of memory|segmentation|undefined|diverged|giv(?:e|ing) up|mismatch|unknown|unexpected|must "
+    r"|not in |does not|doesn't|too (?:many|few|small|large|long)|refus|timed out|timeout|illegal|unsupported|required"
+    r"|interrupt|stall|\bhung\b|\bhangs?\b|stuck|no progress|expired|exhaust|watchdog|deadline|stopping",
+    re.IGNORECASE,
+)
+_NUMBER = re.compile(r"\d[\d.,:e+-]*")
+_TIME = re.compile(r"\[?\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?Z?\]?\s*(?:[-|]\s*)?")
+_BOX = re.compile(r"[│|] (.*?)\s*[│|]\s*\Z")
+_HEADER = "Traceback (most recent call last):"
+
+
+class LastLines(Struct, frozen=True, kw_only=True):
+    """What was printed last."""
+
+    text: str
+    """The line that tells most, and what follows it in its paragraph."""
+    is_telling: bool
+    """Whether it speaks of an error; else it is the last line, whatever it says."""
+    at: int
+    """The line's number in what it was found in."""
+
+
+def find_last_lines(lines: Sequence[str]) -> LastLines | None:
+    """Find the line that tells why a process ended.
+
+    Args:
+        lines: Of stderr or stdout, cleaned.
+
+    Returns:
+        What it said; None where there is no line, or nothing but a row of alike ones.
+    """
+    first = max(0, len(lines) - _MOST_LINES)
+    spoken = [(first + at, line) for at, line in speaking_lines(lines[first:]) if not _LOGGED.match(line)]
+    if not spoken:
+        return None
+    near = spoken[-_NEAR:]
+    for pattern in (_STRONG, _TELLING):
+        for at, line in reversed(near):
+            if pattern.search(line) and not _is_progress(line, spoken):
+                return LastLines(text=_paragraph(lines, at, line), is_telling=True, at=at)
+    at, line = spoken[-1]
+    if _is_progress(line, spoken):
+        return None
+    return LastLines(text=_paragraph(lines, at, line), is_telling=False, at=at)
+
+
+def speaking_lines(lines: Sequence[str]) -> list[tuple[int, str]]:
+    """The lines that may say something, with their numbers: without tracebacks, which are judged by themselves."""
+    found: list[tuple[int, str]] = []
+    inside = warned = False
+    for at, line in enumerate(lines):
+        if line.endswith(_HEADER):
+            inside, warned = True, False
+        elif inside:
+            inside = line.startswith("  ") or not line.strip()
+        elif warned and line.startswith("  "):
+            warned = False
+        elif not _SILENT.match(line) and not line.startswith('  File "'):
+            match = _BOX.match(line)
+            found.append((at, match[1] if match else line))
+        else:
+            warned = "Warning: " in line
+    return found
+
+
+def goes_on(before: Sequence[str], after: Sequence[str]) -> bool:
+    """Whether a process went on with what it did before: it prints lines that are alike again."""
+    shapes = {_shape(line) for _, line in speaking_lines(after)}
+    return bool(shapes) and any(_shape(line) in shapes for _, line in speaking_lines(before))
+
+
+def has_progress(lines: Sequence[str]) -> bool:
+    """Whether a row of alike lines stands in it."""
+    spoken = speaking_lines(lines)
+    return any(_is_progress(line, spoken) for _, line in spoken[-3:])
+
+
+def _is_progress(line: str, spoken: Sequence[tuple[int, str]]) -> bool:
+    shape = _shape(line)
+    if shape == line:  # no number in it: the same sentence again is no progress
+        return False
+    return sum(_shape(other) == shape for _, other in spoken) > 2
+
+
+def _shape(line: str) -> str:
+    return _NUMBER.sub("#", line)
+
+
+def _paragraph(lines: Sequence[str], at: int, line: str) -> str:
+    text = [cut_end(_TIME.sub("", line, count=1).strip(), _LINE_LIMIT)]
+    for following in lines[at + 1 : at + 1 + _FOLLOWING]:
+        if _SILENT.match(following) or _LOGGED.match(following) or following.endswith(_HEADER):
+            break
+        match = _BOX.match(following)
+        text.append(cut_end((match[1] if match else following).rstrip(), _LINE_LIMIT))
+    return "\n".join(text)

@@ -1,0 +1,87 @@
+"""Which of the tracebacks in a process's output ended it. A traceback that was logged is not one that nothing caught.
+
+torch's hook puts ``[rank3]: `` before every line of what nothing caught: that is certain. Else the place decides: what
+Python prints of an exception that nothing caught begins at the script's ``<module>``, what a handler logs begins in the
+function that caught it. Such a one ended the process only where the output ends soon after it ("except: log it, exit
+with 1"). A process that prints the same lines as before after a traceback went on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from hpc_elastic.failures.last_lines import find_last_lines, goes_on, has_progress, speaking_lines
+from hpc_elastic.failures.traceback_text import FailureText, find_python_traceback, find_tracebacks
+
+_SOON = 5
+"""So many speaking lines after a logged traceback a process may print before it ends for it."""
+_LOOKED_AT = 100
+"""Lines before and after a traceback that are compared."""
+_LOGGER = re.compile(r".{0,80}?\b(?:ERROR|CRITICAL|WARNING|INFO|DEBUG|EXCEPTION)\b")
+_TOP_FILES = ("<frozen runpy>", "/runpy.py", "/hpc_elastic/failures/recording.py")
+
+
+def find_uncaught(text: str, lines: Sequence[str], *, exitcode: int) -> FailureText | None:
+    """Find the exception that ended a process, be it one of its threads' that the process ended for.
+
+    Args:
+        text: The output, cleaned.
+        lines: The same, by lines.
+        exitcode: Of the process.
+    """
+    tracebacks = find_tracebacks(text)
+    found = find_ending(tracebacks, lines, exitcode=exitcode)
+    if found is None:
+        found = find_ending(find_tracebacks(text, threads=True), lines, exitcode=exitcode)
+    if found is None and not tracebacks:
+        found = find_python_traceback(text, cleaned=True)  # a script that can't be compiled
+    return found
+
+
+def find_ending(tracebacks: Sequence[FailureText], lines: Sequence[str], *, exitcode: int) -> FailureText | None:
+    """Choose the traceback of the exception that ended a process.
+
+    Args:
+        tracebacks: All that were found, in the order of the output.
+        lines: The output, cleaned.
+        exitcode: Of the process; 1 is Python's own after an exception.
+
+    Returns:
+        None where the process ended for another reason.
+    """
+    certain = [found for found in tracebacks if found.is_prefixed]
+    if certain:
+        return certain[-1]
+    logged: FailureText | None = None
+    for found in reversed(tracebacks):
+        after = lines[found.exception_at + 1 : found.exception_at + 1 + _LOOKED_AT]
+        if goes_on(lines[max(0, found.span[0] - _LOOKED_AT) : found.span[0]], after):
+            break
+        spoken = len(speaking_lines(after))
+        if exitcode != 1 and has_progress(after):
+            break
+        if reaches_top(found) and not (_is_logged(lines, found) and _says_why(after)):
+            return found
+        if spoken > _SOON and (exitcode != 1 or _says_why(after)):
+            break
+        logged = logged or found
+    return logged
+
+
+def reaches_top(found: FailureText) -> bool:
+    """Whether it went all the way up: nothing in the script caught it."""
+    if not found.frames:
+        return True
+    top = found.frames[0]
+    return top.function == "<module>" or top.file.endswith(_TOP_FILES) or top.function == "_run_module_as_main"
+
+
+def _is_logged(lines: Sequence[str], found: FailureText) -> bool:
+    """Whether a logger's line stands right before it."""
+    return found.span[0] > 0 and _LOGGER.match(lines[found.span[0] - 1]) is not None
+
+
+def _says_why(after: Sequence[str]) -> bool:
+    last = find_last_lines(after)
+    return last is not None and last.is_telling

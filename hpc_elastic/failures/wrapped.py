@@ -1,0 +1,101 @@
+"""What stands behind an exception that only reports the end of something else: a child process, a launcher, a worker.
+
+``CalledProcessError: … returned non-zero exit status 1`` has its cause in what the child printed before it; so has the
+RuntimeError into which a script turned another one (``raise RuntimeError("step failed") from None``).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from hpc_elastic.failures.last_lines import find_last_lines, speaking_lines
+from hpc_elastic.failures.origin import explain, explain_text, is_raised_by_script
+from hpc_elastic.failures.traceback_text import FailureText, RaisedException, find_tracebacks
+
+_WRAPPERS = re.compile(
+    r"(?:CalledProcessError|ChildFailedError|ProcessExitedException|BrokenProcessPool|SubprocessError|ExecutionError"
+    r"|TerminatedWorkerError)\Z"
+)
+_WORKER_GONE = re.compile(r"DataLoader worker \(pid.*?(?:exited unexpectedly|is killed by signal)")
+_LOOKED_BACK = 400
+"""Lines before its traceback in which a child's output may stand."""
+_CHILD_LINES = 60
+"""So many speaking lines may stand between a child's traceback and that of its parent."""
+_NEAR = 8
+"""So many speaking lines before its traceback the script may have printed what it hides."""
+_SOON = 3
+"""The same for a traceback that it hides."""
+_DEEPEST = 4
+_GENERAL = frozenset({"RuntimeError", "Exception", "SystemExit", "OSError", "SubprocessError", "AssertionError"})
+_WAITING = frozenset({"Empty", "TimeoutError", "CancelledError", "BrokenBarrierError", "InvalidStateError"})
+"""What a thread raises for which another one's result did not come."""
+_FAILED = re.compile(r"fail|error|abort|crash|could not|unable|died|exit|return", re.IGNORECASE)
+
+
+def find_wrapped(found: FailureText, lines: Sequence[str]) -> RaisedException | None:
+    """Find what an exception hides.
+
+    Args:
+        found: The exception that ended the process, with its place in `lines`.
+        lines: The output, cleaned.
+
+    Returns:
+        The exception of the child, or a line that it printed (then without a type); None where nothing is hidden, or
+        nothing of it was printed.
+    """
+    before = lines[max(0, found.span[0] - _LOOKED_BACK) : found.span[0]]
+    if not before or not found.exception_type:
+        return None
+    if is_wrapper(found):
+        return _of_child(before)
+    last = found.chain[0]
+    if _waits(last):
+        return _of_thread(before)
+    if not _says_little(last) or any(explain(raised) is not None for raised in found.chain):
+        return None
+    tracebacks = [*find_tracebacks("\n".join(before)), *find_tracebacks("\n".join(before), threads=True)]
+    for earlier in tracebacks:
+        if len(speaking_lines(before[earlier.exception_at + 1 :])) <= _SOON:
+            return earlier.chain[0]
+    near = [line for _, line in speaking_lines(before)[-_NEAR:]]
+    for line in reversed(near):
+        if explain_text(line) is not None:
+            return RaisedException(exception_type="", message=line.strip())
+    return None
+
+
+def _says_little(raised: RaisedException) -> bool:
+    """Whether the script raised it in place of something else: ``RuntimeError("preprocessing failed")``."""
+    name = raised.exception_type.rsplit(".", 1)[-1]
+    return name in _GENERAL and is_raised_by_script(raised) and _FAILED.search(raised.message) is not None
+
+
+def _waits(raised: RaisedException) -> bool:
+    return raised.exception_type.rsplit(".", 1)[-1] in _WAITING
+
+
+def _of_thread(before: Sequence[str]) -> RaisedException | None:
+    """A thread's exception, printed before that of the main thread, which waited for it."""
+    threads = find_tracebacks("\n".join(before), threads=True)
+    if not threads or len(speaking_lines(before[threads[-1].exception_at + 1 :])) > _NEAR:
+        return None
+    return threads[-1].chain[0]
+
+
+def is_wrapper(found: FailureText) -> bool:
+    """Whether it says no more than that something else has failed."""
+    name = found.exception_type.rsplit(".", 1)[-1]
+    return _WRAPPERS.match(name) is not None or _WORKER_GONE.match(found.message) is not None
+
+
+def _of_child(before: Sequence[str]) -> RaisedException | None:
+    for _ in range(_DEEPEST):
+        tracebacks = find_tracebacks("\n".join(before))
+        if not tracebacks or len(speaking_lines(before[tracebacks[-1].span[1] :])) > _CHILD_LINES:
+            break
+        if not is_wrapper(tracebacks[-1]):
+            return tracebacks[-1].chain[0]
+        before = before[: tracebacks[-1].span[0]]
+    last = find_last_lines(before)
+    return RaisedException(exception_type="", message=last.text) if last is not None and last.is_telling else None

@@ -1,0 +1,167 @@
+"""What a process printed last: the headline where it left no exception. Texts captured from the programs named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.failures.evidence import describe_failure
+from hpc_elastic.failures.last_lines import find_last_lines, goes_on
+from hpc_elastic.failures.ranking import Category
+from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
+
+TRACE = """\
+Traceback (most recent call last):
+  File "/home/ann/train.py", line 12, in {top}
+    load("/nope/cache")
+FileNotFoundError: [Errno 2] No such file or directory: '/nope/cache'
+"""
+UNCAUGHT, CAUGHT = TRACE.format(top="<module>"), TRACE.format(top="load_cache")
+STEPS = "".join(f"step {step}: loss 0.{step}\n" for step in range(20))
+DUMP = """\
+Fatal Python error: Aborted
+
+Current thread 0x00007f4b437cbb80 (most recent call first):
+  File "/home/ann/train.py", line 6 in corrupt
+  File "/home/ann/train.py", line 7 in <module>
+"""
+
+
+def described(folder: Path, stderr: str, stdout: str = "", exitcode: int = 1) -> WorkerFailure:
+    (folder / "stderr.log").write_text(stderr)
+    (folder / "stdout.log").write_text(stdout)
+    return describe_failure(
+        facts=WorkerFailure(exitcode=exitcode, pid=7, global_rank=1),
+        error_file=folder / "none.json",
+        stderr_log=folder / "stderr.log",
+        stdout_log=folder / "stdout.log",
+    )
+
+
+@pytest.mark.parametrize(
+    ("stderr", "exitcode", "headline"),
+    [
+        (
+            "usage: train.py [-h] [--lr LR]\ntrain.py: error: argument --lr: invalid float value: 'x'\n",
+            2,
+            "train.py: error: argument --lr: invalid float value: 'x' (exit code 2)",
+        ),
+        (
+            "Usage: train.py [OPTIONS]\nTry 'train.py --help' for help.\n\nError: No such option '--lrr'.\n",
+            2,
+            "Error: No such option '--lrr'. (exit code 2)",
+        ),
+        (
+            "Could not override 'optimizer.lrr'.\nKey 'lrr' is not in struct\n    full_key: optimizer.lrr\n\n"
+            "Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.\n",
+            1,
+            "Key 'lrr' is not in struct (exit code 1)",
+        ),
+        ("free(): invalid pointer\n", -6, "free(): invalid pointer (SIGABRT)"),
+        ("free(): invalid pointer\n" + DUMP, -6, "free(): invalid pointer (SIGABRT)"),
+        (
+            "python: tokenizer.cpp:17: int encode(int): Assertion `n > 0' failed.\n",
+            -6,
+            "python: tokenizer.cpp:17: int encode(int): Assertion `n > 0' failed. (SIGABRT)",
+        ),
+        (f"{STEPS}validation loss is NaN, giving up\n", 1, "validation loss is NaN, giving up (exit code 1)"),
+        ("run.sh: line 3: ROOT: unbound variable\n", 1, "run.sh: line 3: ROOT: unbound variable (exit code 1)"),
+        (
+            "2026-11-23 01:00:00,123 [INFO] trainer: epoch 9\n"
+            "2026-11-23 01:00:00,124 [CRITICAL] trainer: gradient norm is inf\n"
+            "2026-11-23 01:00:00,125 [INFO] trainer: closing the data loader\n",
+            5,
+            "[CRITICAL] trainer: gradient norm is inf (exit code 5)",
+        ),
+        (
+            "Error: no key 'model'\n/home/ann/train.py:3: UserWarning: a leak\n  warnings.warn('a leak')\n",
+            2,
+            "Error: no key 'model' (exit code 2)",
+        ),
+        (
+            "\u256d\u2500 Error \u2500\u256e\n\u2502 No such option: --lrr  \u2502\n\u2570\u2500\u2500\u2500\u256f\n",
+            2,
+            "No such option: --lrr (exit code 2)",
+        ),
+        (STEPS, 3, "Process failed with exitcode 3"),
+        ("", 3, "Process failed with exitcode 3"),
+        ("Error: the disk is slow\n", -9, "Signal 9 (SIGKILL) received by PID 7"),
+        ("loading\n", -11, "Signal 11 (SIGSEGV) received by PID 7"),
+    ],
+    ids=["argparse", "click", "hydra", "glibc", "glibc-and-dump", "assert", "sys-exit", "bash", "logger", "warning",
+         "typer", "progress", "nothing", "killed", "crashed"],
+)  # fmt: skip
+def test_the_line_that_says_why_is_the_headline(tmp_path: Path, stderr: str, exitcode: int, headline: str) -> None:
+    assert described(tmp_path, stderr, exitcode=exitcode).headline == headline
+
+
+def test_where_stderr_says_nothing_stdout_is_asked(tmp_path: Path) -> None:
+    for stderr in ("", STEPS, "+ python train.py\n"):
+        failure = described(tmp_path, stderr, STEPS + UNCAUGHT)
+        assert (failure.exception_type, failure.source) == ("FileNotFoundError", EvidenceSource.STDOUT)
+        assert failure.traceback == UNCAUGHT.rstrip("\n")
+    printed = described(tmp_path, "", f"{STEPS}the dataset has no shard 7\n", exitcode=4)
+    assert printed.headline == "the dataset has no shard 7 (exit code 4)"
+    wrong_call = described(tmp_path, "", "usage: t.py\nt.py: error: unrecognized arguments: --lrr\n", exitcode=2)
+    assert (wrong_call.category, wrong_call.retryable) == (Category.INPUT, False)
+
+
+def test_what_stderr_says_counts_before_stdout(tmp_path: Path) -> None:
+    assert described(tmp_path, "Error: bad key\n", "Error: worse\n").headline == "Error: bad key (exit code 1)"
+
+
+def test_the_same_end_with_other_numbers_is_one_failure(tmp_path: Path) -> None:
+    one, other = (described(tmp_path, f"shard {n} of /data/{n}/x.tar is corrupt\n", exitcode=3) for n in (3, 14))
+    assert one.fingerprint == other.fingerprint
+    assert one.fingerprint != described(tmp_path, "the model is corrupt\n", exitcode=3).fingerprint
+    assert described(tmp_path, "", exitcode=3).fingerprint == "exit:3"
+
+
+@pytest.mark.parametrize(
+    ("stderr", "headline"),
+    [
+        (f"{STEPS}{CAUGHT}{STEPS}loss diverged\n", "loss diverged (exit code 1)"),
+        (f"ERROR:root:cache unavailable\n{CAUGHT}{STEPS}loss diverged\n", "loss diverged (exit code 1)"),
+        (f"{CAUGHT}{STEPS}loss diverged\n", "loss diverged (exit code 1)"),
+        (f"ERROR:root:training failed\n{CAUGHT}ERROR:root:exiting\n", CAUGHT.splitlines()[-1]),
+        (UNCAUGHT + "".join(f"closing shard {n}\n" for n in range(80)), UNCAUGHT.splitlines()[-1]),
+        (f"{UNCAUGHT}bye\n{CAUGHT.replace('/nope/cache', '/nope/flush')}", UNCAUGHT.splitlines()[-1]),
+        ("".join(f"[rank1]: {line}\n" for line in UNCAUGHT.splitlines()) + CAUGHT, UNCAUGHT.splitlines()[-1]),
+    ],
+    ids=["went-on", "logged-far-above", "printed-far-above", "logged-then-exit", "teardown", "atexit", "prefixed"],
+)
+def test_logged_is_not_uncaught(tmp_path: Path, stderr: str, headline: str) -> None:
+    assert described(tmp_path, stderr).headline == headline
+
+
+INTERRUPT = """\
+Traceback (most recent call last):
+  File "/home/ann/train.py", line 8, in <module>
+    next_batch()
+  File "/home/ann/train.py", line 7, in next_batch
+    time.sleep(5)
+KeyboardInterrupt
+"""
+
+
+def test_an_interrupt_from_within_is_no_signal_from_outside(tmp_path: Path) -> None:
+    watchdog = "watchdog: no batch for 30 s, interrupting the main thread\n"
+    failure = described(tmp_path, watchdog + INTERRUPT, exitcode=-2)
+    assert failure.headline == f"KeyboardInterrupt: {watchdog.strip()}"
+    assert failure.failure_class == "root"
+    assert described(tmp_path, INTERRUPT, exitcode=-2).headline == "KeyboardInterrupt"
+    thread = UNCAUGHT.replace("<module>", "run")
+    failure = described(tmp_path, f"Exception in thread Thread-1 (watch):\n{thread}{INTERRUPT}", exitcode=-2)
+    assert failure.exception_type == "FileNotFoundError"
+    # Without a KeyboardInterrupt of its own the default action ended it.
+    assert described(tmp_path, "", exitcode=-2).failure_class == "infrastructure"
+
+
+def test_alike_lines_are_progress_and_a_repeated_sentence_is_none() -> None:
+    assert find_last_lines(STEPS.splitlines()) is None
+    said = find_last_lines(["Error: no peer", "Error: no peer", "Error: no peer"])
+    assert said is not None
+    assert said.text == "Error: no peer\nError: no peer" or said.text == "Error: no peer"
+    assert goes_on(["step 1"], ["step 2"])
+    assert not goes_on(["step 1"], ["closing shard 2"])

@@ -1,0 +1,112 @@
+"""What stands behind an exception that only reports the end of something else (CPython 3.11, torch 2.13)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.failures.evidence import describe_failure
+from hpc_elastic.failures.ranking import FailureClass
+from hpc_elastic.failures.worker_failure import WorkerFailure
+
+CHILD = """\
+Traceback (most recent call last):
+  File "/home/ann/child.py", line 2, in <module>
+    raise ValueError("tokenizer: bad merge table")
+ValueError: tokenizer: bad merge table
+"""
+PARENT = """\
+[rank1]: Traceback (most recent call last):
+[rank1]:   File "/home/ann/train.py", line 11, in <module>
+[rank1]:     subprocess.run(command, check=True)
+[rank1]:   File "/usr/lib/python3.11/subprocess.py", line 571, in run
+[rank1]:     raise CalledProcessError(retcode, process.args,
+[rank1]: subprocess.CalledProcessError: Command '['prepare']' returned non-zero exit status 1.
+"""
+LAUNCHER = """\
+E1123 01:09:06.237000 14890 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 1) local_rank: 1
+Traceback (most recent call last):
+  File "<frozen runpy>", line 198, in _run_module_as_main
+  File "/venv/lib/python3.11/site-packages/torch/distributed/launcher/api.py", line 383, in launch_agent
+    raise ChildFailedError(
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError: 
+============================================================
+child.py FAILED
+------------------------------------------------------------
+Failures:
+  <NO_OTHER_FAILURES>
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-23_01:09:06
+  rank      : 1 (local_rank: 1)
+  exitcode  : 1 (pid: 14973)
+  error_file: <N/A>
+  traceback : To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html
+============================================================
+"""  # noqa: W291
+HIDING = """\
+Traceback (most recent call last):
+  File "/home/ann/train.py", line 7, in <module>
+    raise RuntimeError('training step failed') from None
+RuntimeError: training step failed
+"""
+
+
+def described(folder: Path, stderr: str, exitcode: int = 1) -> WorkerFailure:
+    log = folder / "stderr.log"
+    log.write_text(stderr)
+    facts = WorkerFailure(exitcode=exitcode, global_rank=1)
+    return describe_failure(facts=facts, error_file=folder / "none.json", stderr_log=log)
+
+
+@pytest.mark.parametrize("between", ["", LAUNCHER], ids=["child", "launcher"])
+def test_a_childs_exception_stands_first(tmp_path: Path, between: str) -> None:
+    failure = described(tmp_path, CHILD + between + PARENT)
+    assert failure.headline.startswith("ValueError: tokenizer: bad merge table (subprocess.CalledProcessError: Command")
+    assert failure.exception_type == "ValueError"
+
+
+def test_a_childs_last_line_stands_first(tmp_path: Path) -> None:
+    failure = described(tmp_path, f"rsync: link_stat /data/x failed: No such file or directory (2)\n{PARENT}")
+    assert failure.headline.startswith("rsync: link_stat /data/x failed: No such file or directory (2) (subprocess.C")
+    assert described(tmp_path, PARENT).headline.startswith("subprocess.CalledProcessError: Command")
+
+
+def test_a_childs_full_disk_is_one(tmp_path: Path) -> None:
+    failure = described(tmp_path, f"tar: /scratch/x: Cannot write: No space left on device\n{PARENT}")
+    assert failure.failure_class is FailureClass.INFRASTRUCTURE
+
+
+def test_a_line_that_a_script_hides_behind_its_own_exception(tmp_path: Path) -> None:
+    memory = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
+    failure = described(tmp_path, f"{memory}\n{HIDING}")
+    assert failure.headline == f"RuntimeError: training step failed ({memory})"
+    assert failure.reason == "the GPU's memory is full"
+    closed = "[E1122 10:00:00.1 pair.cc:553] Connection closed by peer"
+    assert described(tmp_path, f"{closed}\n{HIDING}").failure_class is FailureClass.SYMPTOM
+    far = f"{memory}\n" + "".join(f"line {n} of something else\n" for n in range(20))
+    assert described(tmp_path, far + HIDING).headline == "RuntimeError: training step failed"
+
+
+def test_a_process_of_multiprocessing_that_a_script_reports_in_few_words(tmp_path: Path) -> None:
+    """The child prints its traceback after ``Process ForkProcess-1:``; the parent looks at its exit code alone."""
+    child = f"Process ForkProcess-1:\n{CHILD.replace('<module>', 'run')}"
+    failure = described(tmp_path, child + HIDING)
+    assert failure.headline == "RuntimeError: training step failed (ValueError: tokenizer: bad merge table)"
+    specific = HIDING.replace("RuntimeError: training step failed", "KeyError: 'lr'")
+    assert described(tmp_path, child + specific).headline == "KeyError: 'lr'"
+
+
+def test_a_threads_exception_stands_beside_that_of_the_main_thread(tmp_path: Path) -> None:
+    thread = f"Exception in thread prefetch:\n{CHILD.replace('<module>', 'run')}"
+    empty = HIDING.replace("RuntimeError: training step failed", "_queue.Empty")
+    assert described(tmp_path, thread + empty).headline == "_queue.Empty (ValueError: tokenizer: bad merge table)"
+
+
+def test_a_task_that_nobody_awaited_did_not_end_the_process(tmp_path: Path) -> None:
+    task = (
+        f"Task exception was never retrieved\nfuture: <Task finished name='Task-2'>\n{CHILD.replace('<module>', 'run')}"
+    )
+    assert described(tmp_path, HIDING + task).headline == "RuntimeError: training step failed"
