@@ -9,7 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.outcome import ExitCode
+from hpc_elastic.launch.run_status import read_status
+from hpc_elastic.report.collect import collect_run
 from tests.rigs.local_run import LocalRun, Process
 
 # Every rank tells that it is here and waits for the others, so that a failure never meets a rank that still starts.
@@ -38,6 +41,11 @@ def test_killed_worker_three_times_in_a_row(tmp_path: Path, ranks: tuple[int, ..
         assert [(event["round"], event["rank"], event["exitcode"]) for event in failed] == [
             (index, rank, -signal.SIGKILL) for index, rank in enumerate(ranks)
         ]
+        # The log of records, which `status` reads, and the events, of which the report is made, say the same.
+        status, (attempt,) = read_status(run.paths, clock=SystemClock()), collect_run(run.paths.root).attempts
+        last = attempt.rounds[-1]
+        assert (status.round, status.outcome, status.reason) == (last.index, attempt.outcome, attempt.reason)
+        assert status.restarts_used == attempt.rounds[-2].decision.restarts_used == 3  # type: ignore[union-attr]
 
 
 def test_worker_that_raises_once_is_started_again(tmp_path: Path) -> None:

@@ -1,0 +1,48 @@
+"""What is read in the log of records and what is read in the events is the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.rendezvous.preemption import PreemptionNotice
+from hpc_elastic.rendezvous.proposals import EVENTS, propose_close, to_event
+from hpc_elastic.rendezvous.state import Member, RoundEvent, RoundRecord, Status
+from hpc_elastic.run import event_reader
+from hpc_elastic.run.coordinator_events import NoticeGiven, RoundFrozen, RunClosed
+from hpc_elastic.run.event_types import name_of
+
+RECORD = RoundRecord(
+    number=7,
+    epoch="e",
+    term=1,
+    leader="00000-n0-0001000000000000-aaaa",
+    notifier="",
+    round=3,
+    status=Status.JOINABLE,
+    reason="worker failure on node 1",
+    restarts_used=2,
+)
+
+
+@pytest.mark.parametrize("event", RoundEvent)
+def test_an_event_says_of_a_record_what_the_record_says(event: RoundEvent) -> None:
+    """`status` reads the newest record, and `report` the events."""
+    found = to_event(event, RECORD, RECORD.reason)
+    assert (found.round, found.reason, found.restarts_used) == (3, RECORD.reason, 2)  # type: ignore[attr-defined]
+    assert event_reader.EVENTS[name_of(found)] is EVENTS[event]
+
+
+def test_what_some_records_have_beside_that_is_in_their_events() -> None:
+    closed = propose_close(RECORD, Outcome.FAILED, "no restart is left")
+    found = to_event(closed.event, closed.record, closed.reason)
+    assert isinstance(found, RunClosed)
+    assert (found.outcome, found.reason) == ("failed", closed.record.reason)
+    members = tuple(Member(f"0000{n}-n{n}-0001000000000000-aaaa", n, 2) for n in (0, 2))
+    frozen = to_event(RoundEvent.FREEZE, RECORD.successor(members=members), "2 nodes are here")
+    assert isinstance(frozen, RoundFrozen)
+    assert frozen.nodes == (0, 2)
+    notice = PreemptionNotice(reason="SIGUSR2 on n1", seconds=60.0)
+    given = to_event(RoundEvent.NOTICE, RECORD.successor(notice=notice), "notice")
+    assert isinstance(given, NoticeGiven)
+    assert (given.seconds, given.step) == (60.0, None)
