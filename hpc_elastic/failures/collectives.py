@@ -102,6 +102,7 @@ def activity_of_failure(rank: int, frames: Sequence[Frame], text: str) -> Activi
         failed=True,
         sequence=said.sequence,
         operation=said.operation,
+        peer_operation=said.peer_operation,
         names=said.names,
         key=said.key,
         clients=said.clients,
@@ -159,6 +160,7 @@ _SIZES = re.compile(r"op\.preamble\.(?:length|nbytes) <= op\.nbytes\. (\d+) vs (
 class _Said(Struct, frozen=True, kw_only=True):
     sequence: int | None = None
     operation: str = ""
+    peer_operation: tuple[int, str] | None = None
     names: tuple[int, ...] = ()
     key: str = ""
     clients: tuple[int, int] | None = None
@@ -166,7 +168,7 @@ class _Said(Struct, frozen=True, kw_only=True):
 
 
 def _read_messages(rank: int, text: str) -> _Said:
-    sequence, operation = None, ""
+    sequence, operation, peer = None, "", None
     if works := _WORK.findall(text):
         number, kind, into, out = works[-1]
         sequence, operation = int(number), f"{kind} of {into} to {out} elements"
@@ -177,6 +179,8 @@ def _read_messages(rank: int, text: str) -> _Said:
             found = _SEQUENCE.search(prints)
             sequence = int(found[1]) if found else sequence
             operation = _operation(prints)
+        else:
+            peer = int(whose), cut_end(_operation(prints), _SAYS_LIMIT)
     named: dict[int, None] = {}
     for numbers in (*_BARRIER.findall(text), *_BARRIER_FIRST.findall(text)):
         named |= dict.fromkeys(int(number) for number in re.findall(r"\d+", numbers))
@@ -184,6 +188,7 @@ def _read_messages(rank: int, text: str) -> _Said:
     return _Said(
         sequence=sequence,
         operation=cut_end(operation, _SAYS_LIMIT),
+        peer_operation=peer,
         names=tuple(sorted(named))[:MOST_NAMED],
         key=cut_end(keys[1], 100).removeprefix("/") if keys else "",
         clients=(int(clients[1]), int(clients[2])) if clients else None,
@@ -206,6 +211,9 @@ class Comparison(Struct, frozen=True, kw_only=True):
     """The ranks that differ, the likeliest first; empty: none does, or too many do."""
     says: str = ""
     """What the ranks have in common, or how they differ, in one clause; empty: nothing that is worth it."""
+
+
+NOTHING = Comparison()
 
 
 def odd_ones_out(activities: Sequence[Activity], *, hosts: Mapping[int, str] | None = None) -> tuple[Suspect, ...]:
@@ -238,7 +246,7 @@ def compare_ranks(activities: Sequence[Activity], *, hosts: Mapping[int, str] | 
             whys, says = found
             suspects = tuple(Suspect(rank=rank, host=where.get(rank, ""), why=why) for rank, why in whys.items())
             return Comparison(suspects=suspects[:MOST_SUSPECTS], says=says)
-    return Comparison()
+    return NOTHING
 
 
 _Found = tuple[Mapping[int, str], str] | None
@@ -259,7 +267,8 @@ def _named(known: Mapping[int, Activity]) -> _Found:
 
 def _by_operation(known: Mapping[int, Activity]) -> _Found:
     """Types and sizes of the collective, as torch's own comparison or the watchdogs have them."""
-    operations = {rank: activity.operation for rank, activity in known.items() if activity.operation}
+    peers = dict(activity.peer_operation for activity in known.values() if activity.peer_operation is not None)
+    operations = {**peers, **{rank: activity.operation for rank, activity in known.items() if activity.operation}}
     found = _minority(operations)
     if found is None:
         return None
@@ -301,6 +310,11 @@ def _by_store(known: Mapping[int, Activity], *, workers: int) -> _Found:
                 f"{ranks_text(waiting)} {are} for rank {rank} to join the process group, and "
                 f"{plural(workers, 'worker')} run: the world size that the script gives is too large"
             )
+        if rank in waiting:
+            return {}, (
+                f"{ranks_text(waiting)} {are} for rank {rank} to join the process group, rank {rank} of this job too: "
+                f"the ranks that the script gives are not this job's"
+            )
         does = f"; it was {known[rank].where}" if rank in known and known[rank].doing is not Doing.UNKNOWN else ""
         return {rank: f"{ranks_text(waiting)} waited for it to join the process group in vain{does}"}, ""
     others = {
@@ -326,6 +340,10 @@ def _outside(known: Mapping[int, Activity]) -> _Found:
         return None  # two ranks may wait for each other, and the others have no part in it
     calls = Counter(activity.call or "a collective" for activity in inside.values())
     name = calls.most_common(1)[0][0]
+    if len(inside) < len(outside):
+        # A collective that most ranks never come to: one below `if rank == 0`.
+        where = next(iter(outside.values())).where
+        return {rank: f"it was {activity.where}, and the others were {where}" for rank, activity in inside.items()}, ""
     others = "the others" if len(inside) > 1 else f"rank {next(iter(inside))}"
     return {rank: f"it was {activity.where} while {others} waited in {name}" for rank, activity in outside.items()}, ""
 

@@ -117,7 +117,6 @@ PATTERNS: tuple[FailurePattern, ...] = (
           retryable=False, category=Category.INPUT),
     FailurePattern(_ROOT, "NCCL was called wrongly",
           ("nccl error*invalid usage", "ncclinvalidusage", "ncclinvalidargument")),
-    FailurePattern(_ROOT, "the ranks ran different collectives", ("detected mismatch between collectives on ranks",)),
     FailurePattern(_ROOT,
           "its NCCL watchdog was stuck: a GPU call that does not return, or a thread that keeps the GIL",
           ("watchdog got stuck for", "heartbeat monitor timed out")),
@@ -130,6 +129,9 @@ PATTERNS: tuple[FailurePattern, ...] = (
            "milliseconds before timing out", "collective operation timed out", "collective operation timeout",
            "watchdog detected operation timeout", "nccl operation timed out",
            "timed out waiting for*barrier"), is_common=True),
+    # Every rank prints it, also those whose collective is the right one: which one differs, the ranks show together.
+    FailurePattern(_SYMPTOM, "the ranks ran different collectives",
+          ("detected mismatch between collectives on ranks",)),
     FailurePattern(_SYMPTOM, "the ranks called a collective with different sizes",
           ("op.preamble.length <= op.nbytes", "received data size doesn't match expected size")),
     FailurePattern(_SYMPTOM, "another rank's collective ran into its timeout",

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hpc_elastic.base.text import ranges, seconds_text
+from hpc_elastic.failures.collectives import NOTHING, Comparison
 from hpc_elastic.failures.ranking import Moment, Order, Suspect, gap_ns, order_of
 from hpc_elastic.report.clocks import Clocks
 from hpc_elastic.report.history import WorkerEnd
@@ -26,7 +27,7 @@ def find_suspects(
     first: Moment,
     *,
     ends: Sequence[WorkerEnd] = (),
-    compared: Sequence[Suspect] = (),
+    compared: Comparison = NOTHING,
     activities: Sequence[Activity] = (),
     ranks: Mapping[int, str] | None = None,
     clocks: Clocks,
@@ -37,7 +38,7 @@ def find_suspects(
         failed: The ranks with a symptom.
         first: When the first symptom was seen.
         ends: The round's.
-        compared: The ranks that differ from the others by what they were doing (`collectives.compare_ranks`).
+        compared: What the ranks were doing shows together.
         activities: What the ranks were doing.
         ranks: The host of every rank of the round, where it is known.
         clocks: What two hosts' times are worth.
@@ -52,8 +53,8 @@ def find_suspects(
                 early.append((-gap, end.rank))
     found = [Suspect(rank=rank, host=hosts.get(rank, ""), why=_how_early(-behind)) for behind, rank in sorted(early)]
     known = {suspect.rank for suspect in found}
-    found += [suspect for suspect in compared if suspect.rank not in known]
-    if found:
+    found += [suspect for suspect in compared.suspects if suspect.rank not in known]
+    if found or compared.says:  # what all ranks have in common is no single rank's fault
         return tuple(found[:MOST_SUSPECTS])
     ended = {end.rank for end in ends if not end.stopped}
     silent = sorted(hosts.keys() - set(failed) - ended)

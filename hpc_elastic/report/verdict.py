@@ -144,7 +144,7 @@ def decide_verdict(
             failed,
             when[id(first)],
             ends=ends,
-            compared=compared.suspects,
+            compared=compared,
             activities=activities,
             ranks=ranks,
             clocks=clocks,

@@ -53,6 +53,8 @@ class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The last collective that it had enqueued, as NCCL's watchdog counts them."""
     operation: str = ""
     """That collective's type and size, as its messages have them."""
+    peer_operation: tuple[int, str] | None = None
+    """Another rank, and its collective, as its message has them."""
     names: tuple[int, ...] = ()
     """Ranks that its message says did not come."""
     key: str = ""

@@ -205,7 +205,8 @@ class RanksObserved(AgentEvent, frozen=True, kw_only=True):
     round: int
     ranks: tuple[Activity, ...] = ()
     """`rank`, `doing`, `call`, `at` (the innermost frame of the user's code), `line` (of the source), `failed`, and
-    what its messages say of its collective: `sequence`, `operation`, `names`, `key`, `clients`, `sizes`"""
+    what its messages say of its collective: `sequence`, `operation`, `peer_operation`, `names`, `key`, `clients`,
+    `sizes`"""
 
 
 class ClockOffset(AgentEvent, frozen=True, kw_only=True):

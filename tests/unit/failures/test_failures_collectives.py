@@ -105,6 +105,13 @@ def test_a_rank_without_a_stack_is_no_odd_one() -> None:
     assert odd_ones_out([in_collective(0), in_collective(1), Activity(rank=2)]) == ()
 
 
+def test_a_collective_that_one_rank_calls_alone() -> None:
+    asleep = [activity_of_stack(rank, stack("/me/t.py:train"), syscall="clock_nanosleep") for rank in (1, 2, 3)]
+    (suspect,) = odd_ones_out([in_collective(0), *asleep])
+    assert suspect.rank == 0
+    assert suspect.why == "it was in all_reduce (train.py:11 step), and the others were asleep (t.py:10 train)"
+
+
 def test_another_collective_than_the_others() -> None:
     activities = [
         in_collective(0),
@@ -170,6 +177,13 @@ def test_torchs_own_comparison_names_the_rank_whose_collective_differs() -> None
     assert suspect.why == "its collective was ALLREDUCE of [12] Float, the others' ALLREDUCE of [10] Float"
 
 
+def test_one_message_shows_the_collective_of_two_ranks() -> None:
+    """The rank that differs may have left none of its own."""
+    texts = [MISMATCH.format(rank=rank, own=10, other=3, theirs=12) for rank in range(3)]
+    (suspect,) = odd_ones_out([activity_of_failure(rank, ALL_REDUCE, text) for rank, text in enumerate(texts)])
+    assert suspect.rank == 3
+
+
 def test_the_rank_that_had_come_to_the_fewest_collectives() -> None:
     text = (
         "[PG ID 0 PG GUID 0(default_pg) Rank {}] Timeout at NCCL work: 7, last enqueued NCCL work: {}, "
@@ -212,6 +226,14 @@ def test_a_rank_that_never_joined_the_process_group(rank: int, says: str) -> Non
     )
     assert says in found.says
     assert [suspect.rank for suspect in found.suspects] == ([] if says else [2])
+
+
+def test_a_rank_that_all_wait_for_and_that_waits_itself() -> None:
+    """LOCAL_RANK was given as the rank."""
+    text = "torch.distributed.DistStoreError: wait timeout after 5000ms, keys: /default_pg/0//cpu//0/2"
+    found = compare_ranks([activity_of_failure(rank, ALL_REDUCE, text) for rank in range(4)], hosts=HOSTS)
+    assert found.suspects == ()
+    assert "the ranks that the script gives are not this job's" in found.says
 
 
 def test_clients_that_never_connected() -> None:
