@@ -63,16 +63,37 @@ CASES = (
         says=("label 1001 is not below 1000",),
     ),
     Case(
+        # Mistaken at first: the class stood in the function, so that the error never came out of the loader's worker.
         "loader-worker-raises-own-type",
         GROUP,
-        _trouble(
-            0,
-            "class CorruptSample(Exception):\n    def __init__(self, path, offset):\n"
-            '        super().__init__(f"{path}: bad magic at {offset}")\n'
-            'raise CorruptSample("shard-0007.tar", 4096)',
-        ),
+        """\
+class CorruptSample(Exception):
+    def __init__(self, path, offset):
+        super().__init__(f"{path}: bad magic at {offset}")
+"""
+        + _trouble(0, 'raise CorruptSample("shard-0007.tar", 4096)'),
         ranks=(0,),
         says=("shard-0007.tar: bad magic at 4096",),
+    ),
+    Case(
+        # The loader's worker prints why it cannot send its error, and rank 0 waits for a batch for ever.
+        "loader-worker-cannot-send-its-error",
+        GROUP,
+        _LOADER
+        + """\
+group = dist.new_group(timeout=timedelta(seconds=5))
+def trouble():
+    class BadSample(Exception):
+        pass
+    if rank == 0:
+        raise BadSample("sample 9")
+for batch in DataLoader(Tokens(), batch_size=4, num_workers=1):
+    dist.all_reduce(batch, group=group)
+time.sleep(60)
+""",
+        ranks=(0,),
+        says=("Can't pickle local object",),
+        unknown_is_right=True,
     ),
     Case(
         "loader-timeout",
