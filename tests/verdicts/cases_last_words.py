@@ -266,12 +266,13 @@ exec python3 -u train.py
         files={"launch.sh": "#!/bin/bash\nexec pyhton3 -u train.py\n"},
     ),
     Case(
-        # In place of a script that is not executable: hpc-elastic refuses that before anything starts.
+        # In place of a script that is not executable: hpc-elastic refuses that before anything starts. Mistaken at
+        # first: the kernel's words, in place of which the report states what they mean.
         "missing-interpreter",
         GROUP,
         ENVIRON + _SLEEP,
         ranks=ALL,
-        says=("/opt/site/bin/bash", "No such file or directory"),
+        says=("/opt/site/bin/bash", "the interpreter that its first line ('#!') names is not"),
         command=("--no-python", "./launch.sh"),
         files={"launch.sh": "#!/opt/site/bin/bash\nexec python3 -u train.py\n"},
     ),

@@ -85,7 +85,9 @@ import _thread, threading
 def watch():
     print("watchdog: no progress for 2 s at step 31, giving up", file=sys.stderr)
     _thread.interrupt_main()
-threading.Timer(0.3, watch).start()""",
+threading.Timer(0.3, watch).start()
+while True:
+    time.sleep(0.1)  # a long sleep would go on to its end""",
         "no progress for 2 s at step 31",
     ),
     _own("alarm-without-a-handler", 2, "signal.alarm(1)", "SIGALRM", "Alarm clock"),

@@ -1,0 +1,30 @@
+"""A handful of the calibration catalogue: cheap ones, of each mechanism, so that CI runs the judge and the rig too.
+
+The whole of it is a tier of its own: ``python -m tests.check --tier verdicts``.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.verdicts.case import all_cases
+from tests.verdicts.judge import Grade
+from tests.verdicts.run import run_case
+
+NAMES = (
+    "wrapped-in-words-of-a-symptom",
+    "sigterm-handlers-raise",
+    "buried-under-teardown",
+    "argparse-unknown-option",
+    "wrapper-with-a-trailer",
+    "manager-killed",
+    "interrupt-main",
+    "child-kills-its-parent",
+)
+_CASES = {case.name: case for case in all_cases()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_report_is_right(name: str) -> None:
+    judged = run_case(_CASES[name])
+    assert judged.grade is Grade.RIGHT, f"{judged.confidence}: {judged.why}\n\n{judged.text}"
