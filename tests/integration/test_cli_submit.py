@@ -169,6 +169,7 @@ def test_a_dry_run_prints_the_script_and_changes_nothing(site: Site, capsys: pyt
         (["--sbatch-arg=--ntasks=4", "train.py"], "tasks are started by srun"),
         (["--nodes=5", "train.py"], "partition main has 4 nodes; the job would wait for ever"),
         (["--nodes=5-9", "-p", "short", "train.py"], "partition short has 4 nodes"),
+        (["--nodes=4", "--exclude=n1", "train.py"], "partition main has 4 nodes, 1 of them excluded"),
         (["--run-id=a/b", "train.py"], "--run-id a/b: a run id has"),
         (["--chdir=absent", "train.py"], "--chdir absent: no such folder"),
         (["--cluster=cloud", "train.py"], "--cluster cloud: give one of"),

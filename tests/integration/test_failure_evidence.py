@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -13,15 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
 from hpc_elastic.failures.evidence import describe_failure, read_failure, write_evidence
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.recording import ProcessFailure
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
-from hpc_elastic.report.write import write_report
-from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.workers.linux import oom_kill_count
 
 FACTS = WorkerFailure(attempt=0, round=0, host="?", node=0, local_rank=0, global_rank=0, pid=0, exitcode=1, ended_ns=0)
 ROOT = Path(__file__).resolve().parents[2]
@@ -84,49 +79,6 @@ def run(folder: Path, source: str, *args: str) -> Worker:
     return Worker(folder=folder, pid=process.pid, exitcode=process.returncode)
 
 
-def test_an_exception_without_record(tmp_path: Path) -> None:
-    worker = run(tmp_path, "def step(n):\n    raise ValueError(f'bad batch {n}')\nstep(17)\n")
-    failure = worker.describe()
-    assert failure.message == "ValueError: bad batch 17"
-    assert failure.exception_type == "ValueError"
-    assert failure.traceback.startswith("Traceback (most recent call last):")
-    assert "in step" in failure.traceback
-    assert (failure.failure_class, failure.category) == (FailureClass.ROOT, Category.WORKER)
-    assert failure.source is EvidenceSource.STDERR
-    assert failure.exitcode == 1
-    assert failure.signal == ""
-    assert failure.problem == ""
-    assert failure.fingerprint.startswith("ValueError:")
-
-
-def test_a_chained_exception_names_its_cause(tmp_path: Path) -> None:
-    worker = run(
-        tmp_path,
-        """
-        def load():
-            raise KeyError("shard")
-        def step():
-            try:
-                load()
-            except KeyError as error:
-                raise RuntimeError("no data\\nin two lines") from error
-        step()
-        """,
-    )
-    failure = worker.describe()
-    assert failure.message == "RuntimeError: no data\nin two lines"
-    assert failure.headline == "RuntimeError: no data"
-    assert "KeyError: 'shard'" in failure.traceback
-    assert failure.traceback.count("Traceback (most recent call last)") == 2
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="exception groups came with Python 3.11")
-def test_an_exception_group(tmp_path: Path) -> None:
-    failure = run(tmp_path, "raise ExceptionGroup('two', [ValueError('a'), KeyError('b')])\n").describe()
-    assert failure.exception_type == "ExceptionGroup"
-    assert failure.message == "ExceptionGroup: two (2 sub-exceptions); in it: ValueError: a; KeyError: 'b'"
-
-
 def test_what_python_prints_after_the_exception_does_not_hide_it(tmp_path: Path) -> None:
     worker = run(
         tmp_path,
@@ -171,14 +123,6 @@ def test_an_exception_between_a_progress_bar_and_what_runs_at_the_exit(tmp_path:
     assert failure.stderr_tail.splitlines()[-1] == "wandb: run sunny-sea 59"
 
 
-def test_an_exit_code_is_named(tmp_path: Path) -> None:
-    failure = run(tmp_path, "import sys\nsys.exit(3)\n").describe()
-    assert failure.message == "Process failed with exitcode 3"
-    assert failure.fingerprint == "exit:3"
-    assert failure.source is EvidenceSource.EXIT
-    assert failure.retryable
-
-
 def test_a_logged_exception_before_an_exit_code_is_found(tmp_path: Path) -> None:
     worker = run(
         tmp_path,
@@ -215,30 +159,6 @@ def test_an_exception_that_was_survived_long_ago_is_not_taken_for_the_end(tmp_pa
     assert failure.stderr_tail.endswith("step 99")
 
 
-def test_exit_code_93_is_not_retried(tmp_path: Path) -> None:
-    failure = run(tmp_path, "import os\nos._exit(93)\n").describe()
-    assert not failure.retryable
-    assert failure.category is Category.WORKER
-
-
-def test_a_segfault_shows_its_python_stack(tmp_path: Path) -> None:
-    worker = run(tmp_path, "import ctypes\ndef crash():\n    ctypes.string_at(0)\ncrash()\n")
-    failure = worker.describe()
-    assert failure.exitcode == -signal.SIGSEGV
-    assert failure.signal == "SIGSEGV"
-    assert failure.fingerprint == "signal:SIGSEGV"
-    assert failure.message.startswith("Fatal Python error: Segmentation fault (SIGSEGV")
-    assert "Segmentation fault" in failure.message
-    assert "in crash" in failure.traceback
-    assert failure.failure_class is FailureClass.ROOT
-
-
-def test_an_abort_shows_its_python_stack(tmp_path: Path) -> None:
-    failure = run(tmp_path, "import os\ndef crash():\n    os.abort()\ncrash()\n").describe()
-    assert failure.signal == "SIGABRT"
-    assert "in crash" in failure.traceback
-
-
 def test_sigkill_from_outside_and_from_us(tmp_path: Path) -> None:
     worker = run(tmp_path, "import os\nos.kill(os.getpid(), 9)\n")
     failure = worker.describe()
@@ -247,22 +167,6 @@ def test_sigkill_from_outside_and_from_us(tmp_path: Path) -> None:
     assert "not sent by hpc-elastic" in failure.reason
     assert worker.describe(stopped_by_agent=True).failure_class is FailureClass.STOPPED_BY_US
     assert worker.describe(oom_kills=1).failure_class is FailureClass.INFRASTRUCTURE
-
-
-def test_a_worker_that_hung_after_its_exception_keeps_the_traceback(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import threading, time\nthreading.Thread(target=time.sleep, args=(600,)).start()\nraise ValueError('hangs')\n"
-    )
-    process = start(tmp_path, [sys.executable, "-u", str(script)])
-    deadline = time.monotonic() + 60
-    while "ValueError" not in (tmp_path / "stderr.log").read_text() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.terminate()
-    process.communicate(timeout=60)
-    failure = Worker(folder=tmp_path, pid=process.pid, exitcode=process.returncode).describe(stopped_by_agent=True)
-    assert failure.exitcode == -signal.SIGTERM
-    assert failure.message == "ValueError: hangs"
 
 
 @pytest.mark.parametrize("use", ["ours", pytest.param("torch", marks=pytest.mark.torch)])
@@ -314,21 +218,6 @@ def test_record_names_an_exit_code(tmp_path: Path) -> None:
     assert failure.source is EvidenceSource.ERROR_FILE
 
 
-def test_a_script_with_a_syntax_error(tmp_path: Path) -> None:
-    failure = run(tmp_path, "def f(:\n    pass\n").describe()
-    assert failure.exception_type == "SyntaxError"
-    assert failure.category is Category.INPUT
-    assert not failure.retryable
-    assert "train.py" in failure.traceback
-
-
-def test_a_module_that_is_not_there(tmp_path: Path) -> None:
-    failure = run(tmp_path, "import no_such_module_here\n").describe()
-    assert failure.message == "ModuleNotFoundError: No module named 'no_such_module_here'"
-    assert failure.category is Category.INPUT
-    assert not failure.retryable
-
-
 def test_a_wrong_option_is_the_users_input(tmp_path: Path) -> None:
     failure = run(
         tmp_path,
@@ -339,14 +228,6 @@ def test_a_wrong_option_is_the_users_input(tmp_path: Path) -> None:
     assert failure.exitcode == 2
     assert failure.category is Category.INPUT
     assert "invalid float value" in failure.stderr_tail
-
-
-def test_a_script_that_is_not_there(tmp_path: Path) -> None:
-    process = start(tmp_path, [sys.executable, "-u", str(tmp_path / "gone.py")])
-    process.communicate(timeout=60)
-    failure = Worker(folder=tmp_path, pid=process.pid, exitcode=process.returncode).describe()
-    assert failure.category is Category.INPUT
-    assert "can't open file" in failure.stderr_tail
 
 
 def test_a_torn_error_file(tmp_path: Path) -> None:
@@ -428,55 +309,6 @@ def test_a_script_that_closes_stderr(tmp_path: Path) -> None:
     assert worker.describe().message == "Process failed with exitcode 1"
 
 
-@pytest.mark.torch
-def test_gloo_peers_are_symptoms_of_the_one_that_vanished(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    script = tmp_path / "train.py"
-    script.write_text(
-        textwrap.dedent(
-            """
-            import datetime, os, sys
-            import torch, torch.distributed as dist
-            store = dist.FileStore(sys.argv[1], 3)
-            rank = int(sys.argv[2])
-            dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=3, timeout=datetime.timedelta(seconds=60)
-            )
-            for step in range(100):
-                if rank == 1 and step == 5:
-                    os.kill(os.getpid(), 9)
-                dist.all_reduce(torch.ones(4))
-            """
-        )
-    )
-    run_dir = tmp_path / "run"
-    paths = [RunPaths(run_dir).attempt(0).rank(0, rank) for rank in range(3)]
-    processes = []
-    for rank, place in enumerate(paths):
-        place.root.mkdir(parents=True)
-        processes.append(start(place.root, [sys.executable, "-u", str(script), str(tmp_path / "store"), str(rank)]))
-    failures = []
-    # The killed one's evidence is written last, as it would be on a slow node.
-    for rank in (0, 2, 1):
-        processes[rank].communicate(timeout=120)
-        worker = Worker(folder=paths[rank].root, pid=processes[rank].pid, exitcode=processes[rank].returncode)
-        failure = replace(worker.describe(), round=0, global_rank=rank)
-        assert write_evidence(failure, worker.error_file) == ""
-        failures.append(failure)
-    assert [failure.failure_class for failure in failures] == [
-        FailureClass.SYMPTOM,
-        FailureClass.SYMPTOM,
-        FailureClass.ROOT,
-    ]
-    assert failures[0].exception_type == "RuntimeError"
-    assert "[rank0]" not in failures[0].traceback
-    result = write_report(run_dir, attempt=0, outcome="failed", exit_code=1)
-    assert result.verdict.failure is not None
-    assert result.verdict.failure.global_rank == 1
-    assert result.verdict.evidence.startswith("the only failure that is not a consequence of another one")
-    assert f"Signal 9 (SIGKILL) received by PID {processes[1].pid}" in result.text
-
-
 def test_the_evidence_is_read_by_torchs_names(tmp_path: Path) -> None:
     worker = run(tmp_path, "raise ValueError('bad')\n")
     failure = worker.describe()
@@ -508,46 +340,3 @@ def test_eight_failing_workers_cost_at_most_50_ms(tmp_path: Path) -> None:
         best = min(best, time.process_time() - begin)
     assert workers[7].describe().message == "ValueError: bad 7"
     assert best <= 0.05
-
-
-def _memory_cgroup() -> Path | None:
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "memory":
-            return Path("/sys/fs/cgroup/memory") / path.lstrip("/")
-    return None
-
-
-def test_an_oom_kill_is_counted_and_named(tmp_path: Path) -> None:
-    parent = _memory_cgroup()
-    if parent is None or os.geteuid() != 0:
-        pytest.skip("needs root and a cgroup v1 memory controller")
-    cgroup = parent / f"hpc-elastic-test-{os.getpid()}"
-    try:
-        cgroup.mkdir()
-        (cgroup / "memory.limit_in_bytes").write_text(str(64 << 20))
-    except OSError as error:
-        pytest.skip(f"no memory cgroup can be made here: {error}")
-    try:
-        script = tmp_path / "train.py"
-        script.write_text(
-            f"import os, sys\nopen({str(cgroup / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
-            "print('in', flush=True)\nsys.stdin.readline()\nx = b'x' * (200 << 20)\n"
-        )
-        with open(tmp_path / "stderr.log", "wb") as stderr:
-            process = subprocess.Popen(
-                [sys.executable, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr
-            )
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"in\n"
-        before = oom_kill_count(process.pid)
-        assert before == 0
-        process.communicate(b"go\n", timeout=60)
-        counted = [line for line in (cgroup / "memory.oom_control").read_text().splitlines() if "oom_kill " in line]
-        after = int(counted[0].split()[1])
-    finally:
-        cgroup.rmdir()
-    failure = Worker(folder=tmp_path, pid=process.pid, exitcode=process.returncode).describe(oom_kills=after - before)
-    assert failure.exitcode == -signal.SIGKILL
-    assert failure.failure_class is FailureClass.INFRASTRUCTURE
-    assert "memory limit" in failure.reason

@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import os
-import signal
-import stat
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.submit_job import MessageHints, Submission, dry_run, submit_job
+from hpc_elastic.launch.submit_job import MessageHints, Submission, submit_job
 from hpc_elastic.options.job_options import OPTIONS
 from hpc_elastic.options.run_request import slurm_job
 from hpc_elastic.options.sbatch import ScriptLines
 from hpc_elastic.options.table import parse
-from hpc_elastic.run import index
 from hpc_elastic.run.node_records import load_record, remember
 from hpc_elastic.run.node_score import Evidence, EvidenceKind
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import load_run_spec
-from hpc_elastic.slurm.client import CommandResult, CommandSlurmClient
-from hpc_elastic.slurm.errors import SubmissionRefusedError
+from hpc_elastic.slurm.client import CommandSlurmClient
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.fake_slurm import FakeSlurm
 
@@ -72,21 +67,6 @@ def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
 
 
-def test_a_job(site: Site) -> None:
-    submission = site.submission("--nodes=2", "--job-name=x")
-    job = site.submit(submission)
-    paths = submission.paths
-    assert submission.places == (paths,)
-    assert site.sbatch == [str(paths.script)]
-    assert paths.script.read_text() == submission.script
-    assert "module load x" in submission.script
-    assert f'--comment="hpc-elastic {paths.root}"' in submission.script
-    assert {stat.S_IMODE(os.stat(path).st_mode) for path in paths.root.iterdir()} == {0o600}
-    assert {path.name for path in paths.root.iterdir()} == {"run.json", "secret", "job.sbatch", "job.log"}
-    assert index.find(job, env=site.env) == paths.root
-    assert site.told == []
-
-
 def test_bad_nodes_of_other_jobs_are_left_out(site: Site) -> None:
     submission = site.submission("--nodes=2", "--exclude=n4", "--bad-nodes=jobs,share=0.5")
     site.submit(submission)
@@ -118,31 +98,6 @@ def test_sbatchs_own_variable_makes_an_array_only_where_it_may(site: Site) -> No
     assert site.submission(array="").job.options.array is None
 
 
-def test_more_nodes_than_there_are(site: Site) -> None:
-    with pytest.raises(UsageError, match=r"--nodes 5: partition main has 4 nodes; the job would wait for ever"):
-        site.submit(site.submission("--nodes=5"))
-    with pytest.raises(UsageError, match=r"--nodes 4: partition main has 4 nodes, 1 of them excluded"):
-        site.submit(site.submission("--nodes=4", "--exclude=n1"))
-    assert "sbatch" not in site.commands()
-    assert not site.runs.exists()
-
-
-def test_nodes_that_are_down_are_told_of(site: Site) -> None:
-    """One of the recording's four is drained."""
-    site.submit(site.submission("--nodes=4"))
-    assert site.told == ["only 3 of the 4 nodes of partition main are up now"]
-
-
-def test_what_slurm_refuses_leaves_nothing(site: Site) -> None:
-    with pytest.raises(SubmissionRefusedError, match="nosuch"):
-        site.submit(site.submission("--partition=nosuch"))
-    assert not site.runs.exists()
-    site.slurm.missing = {"sbatch"}
-    with pytest.raises(UsageError, match=r"sbatch is not on PATH: .*; run on this machine with cluster='local'"):
-        site.submit(site.submission())
-    assert not site.runs.exists()
-
-
 def test_what_the_site_says_of_a_job_that_it_takes_reaches_the_user(site: Site) -> None:
     """By a job_submit plugin, say: sbatch prints it, and takes the job all the same."""
     site.slurm.note = "sbatch: 17 core-hours are left to you.\nsbatch: See https://hpc.example\n"
@@ -160,48 +115,6 @@ def test_what_can_not_be_written_leaves_nothing(site: Site) -> None:
         site.submit(site.submission(), fill=lambda: print(1 // 0))
     assert "sbatch" not in site.commands()
     assert not site.runs.exists()
-
-
-def test_a_folder_that_no_other_node_sees(site: Site) -> None:
-    submission = Submission(job=site.submission(shared=False).job, runs_dir=Path("/dev/shm/r"), hints=HINTS)
-    for attempt in (dry_run, site.submit):
-        with pytest.raises(UsageError, match=r"the nodes can't see /dev/shm/r: /dev/shm .*; give another"):
-            attempt(submission)
-    assert site.slurm.calls == []
-
-
-def test_a_dry_run_changes_nothing(site: Site) -> None:
-    submission = site.submission()
-    text = dry_run(submission)
-    assert text == f"{submission.script}\n# sbatch --parsable {submission.paths.script}\n"
-    assert site.slurm.calls == []
-    assert not site.runs.exists()
-
-
-class Interrupted:
-    """A Slurm where somebody presses Ctrl-C while sbatch has the job and has not answered."""
-
-    def __init__(self, slurm: FakeSlurm) -> None:
-        self._slurm = slurm
-
-    def __call__(self, argv: Sequence[str], *, timeout: float) -> CommandResult:
-        answer = self._slurm(argv, timeout=timeout)
-        if argv[0] == "sbatch":
-            os.kill(os.getpid(), signal.SIGINT)
-        return answer
-
-
-def test_a_ctrl_c_takes_effect_when_the_job_is_known(site: Site) -> None:
-    submission = site.submission()
-    client = CommandSlurmClient(Interrupted(site.slurm), site.clock)
-    before, blocked = signal.getsignal(signal.SIGTERM), signal.pthread_sigmask(signal.SIG_BLOCK, ())
-    with pytest.raises(KeyboardInterrupt):
-        submit_job(submission, client, clock=site.clock, env=site.env, log=site.told.append)
-    (job,) = site.slurm.jobs
-    assert index.find(job, env=site.env) == submission.paths.root
-    assert submission.paths.script.is_file()
-    assert signal.getsignal(signal.SIGTERM) is before
-    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == blocked
 
 
 def test_another_thread_may_submit(site: Site) -> None:
