@@ -198,10 +198,12 @@ def _read_messages(rank: int, text: str) -> _Said:
 
 def _operation(prints: str) -> str:
     """``ALLREDUCE of [10] Float`` of torch's fingerprint of a collective."""
-    fields = dict(re.findall(r"(\w+)=(\[[^\]]*\]|[^,()]+)", prints))
-    kind, shape = fields.get("OpType", ""), fields.get("TensorShape", "")
-    types = fields.get("TensorDtypes", "")
-    return f"{kind} of {shape} {types}".strip() if shape else kind or prints
+    # Torch 2.13 prints no comma between the number and the type of one without a tensor.
+    kind = re.search(r"OpType=(\w+)", prints)
+    shape = re.search(r"TensorShape=(\[[^\]]*\])", prints)
+    types = re.search(r"TensorDtypes=([^,()]+)", prints)
+    parts = [f"of {shape[1]}" if shape else "", types[1].strip() if types else ""]
+    return " ".join(filter(None, [kind[1] if kind else prints, *parts]))
 
 
 class Comparison(Struct, frozen=True, kw_only=True):

@@ -177,6 +177,16 @@ def test_torchs_own_comparison_names_the_rank_whose_collective_differs() -> None
     assert suspect.why == "its collective was ALLREDUCE of [12] Float, the others' ALLREDUCE of [10] Float"
 
 
+def test_a_collective_without_a_tensor_is_compared_too() -> None:
+    barrier = (
+        "RuntimeError: Detected mismatch between collectives on ranks. Rank 1 is running collective: "
+        "CollectiveFingerPrint(SequenceNumber=3OpType=BARRIER), but Rank 0 is running collective: "
+        "CollectiveFingerPrint(SequenceNumber=3, OpType=ALLREDUCE, TensorShape=[10], TensorDtypes=Float)."
+    )
+    activity = activity_of_failure(1, BARRIER, barrier)
+    assert (activity.operation, activity.peer_operation) == ("BARRIER", (0, "ALLREDUCE of [10] Float"))
+
+
 def test_one_message_shows_the_collective_of_two_ranks() -> None:
     """The rank that differs may have left none of its own."""
     texts = [MISMATCH.format(rank=rank, own=10, other=3, theirs=12) for rank in range(3)]
