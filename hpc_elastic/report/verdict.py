@@ -293,6 +293,9 @@ def _hang_verdict(
             f"first to fall silent; {ranks_text(level)} hung at the same step: "
             "which one the others waited for, the stacks show"
         )
+    elif quiet := _as_silent(root, rank_statuses):
+        confidence = Confidence.LOW
+        evidence = f"{ranks_text(quiet)} gave no heartbeat for as long, in sections without a timeout"
     elif world_size > len(others) + 1:
         # In many scripts one rank reports for all.
         confidence = Confidence.LOW
@@ -304,6 +307,15 @@ def _hang_verdict(
         evidence += f"; {plural(len(symptoms), 'failure')} elsewhere {are}"
     candidates = (failure for failure in causes if failure is not root)
     return _of_worker(root, confidence, evidence, candidates=candidates, suspects=suspects)
+
+
+def _as_silent(root: WorkerFailure, rank_statuses: Sequence[RankStatus]) -> list[int]:
+    """The ranks, beside a hung one, whose last heartbeat is about as old, or older."""
+    own = next((status.age for status in rank_statuses if status.rank == root.global_rank), None)
+    if own is None:
+        return []
+    least = own - max(1.0, 0.1 * own)
+    return [status.rank for status in rank_statuses if status.rank != root.global_rank and status.age >= least]
 
 
 def _worker_verdict(

@@ -10,6 +10,7 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import SUPERVISOR, Clocks, ClocksBuilder
 from hpc_elastic.report.history import NodeLoss, RankStatus, WorkerEnd
 from hpc_elastic.report.verdict import Cause, Confidence, Verdict, decide_verdict
+from hpc_elastic.run.activities import Activity, Doing
 from hpc_elastic.run.event_reader import event_line
 from tests.rigs.run_builder import GLOO, START_NS, UPTIME_NS, make_failure
 
@@ -237,6 +238,45 @@ def test_an_end_with_0_that_explains_nothing_is_no_suspect() -> None:
     assert near.suspects == (Suspect(rank=1, host="n2", why="it ended with 0 at about the same time"),)
 
 
+def waits(rank: int) -> Activity:
+    return Activity(rank=rank, doing=Doing.COLLECTIVE, call="all_reduce", at="train.py:9 step", failed=True)
+
+
+def sleeps(rank: int) -> Activity:
+    return Activity(rank=rank, doing=Doing.SLEEP, at="data.py:4 fetch")
+
+
+WHY = "it was asleep (data.py:4 fetch) while the others waited in all_reduce"
+
+
+def test_the_rank_in_no_collective_is_the_one_to_look_at() -> None:
+    hosts = {rank: f"n{rank + 1}" for rank in range(4)}
+    failures = [symptom(rank, 5.0) for rank in (0, 2)]
+    activities = [waits(0), sleeps(1), waits(2)]
+    verdict = decide_verdict(failures, ranks=hosts, activities=activities, clocks=NODES)
+    assert verdict.suspects == (Suspect(rank=1, host="n2", why=WHY),), "rank 3 is silent, and nothing is known of it"
+    both = decide_verdict(failures, ranks=hosts, activities=activities, ends=[ended(3, 2.0)], clocks=NODES)
+    assert [suspect.rank for suspect in both.suspects] == [3, 1], "what is certain comes first"
+
+
+def test_a_silent_rank_that_does_what_the_others_do_is_named_with_that() -> None:
+    hosts = {rank: f"n{rank + 1}" for rank in range(3)}
+    silent = replace(waits(1), failed=False)
+    verdict = decide_verdict(
+        [symptom(0, 5.0), symptom(2, 5.0)], ranks=hosts, activities=[waits(0), silent, waits(2)], clocks=NODES
+    )
+    (suspect,) = verdict.suspects
+    assert (suspect.rank, suspect.why) == (1, "it did not fail; it was in all_reduce (train.py:9 step)")
+
+
+def test_what_all_ranks_have_in_common_is_said_and_no_rank_is_named() -> None:
+    hosts = {rank: f"n{rank + 1}" for rank in range(4)}
+    activities = [replace(waits(rank), doing=Doing.STORE, clients=(4, 5)) for rank in (0, 2)]
+    verdict = decide_verdict([symptom(0, 5.0), symptom(2, 5.0)], ranks=hosts, activities=activities, clocks=NODES)
+    assert verdict.suspects == ()
+    assert "4 of 5 ranks had connected to the store" in verdict.evidence
+
+
 def test_our_own_failure_is_told_before_its_consequences() -> None:
     gone = replace(lost(0, 5.0), broke="the workers' TCPStore is gone")
     verdict = decide_verdict([symptom(0, 5.1), symptom(1, 5.2)], lost_nodes=[gone])
@@ -392,3 +432,30 @@ def test_an_exception_before_the_silence_is_the_cause() -> None:
     verdict = decide_verdict([root(0, 1.0), hang(1, 2.0, 3)])
     assert verdict.failure is not None
     assert verdict.failure.global_rank == 0
+
+
+def test_among_ranks_that_hang_at_one_step_the_odd_one_out_is_the_cause() -> None:
+    failures = [hang(0, 1.0, step=4), hang(2, 1.5, step=4)]
+    activities = [replace(waits(0), failed=False), replace(waits(1), failed=False), sleeps(2)]
+    verdict = decide_verdict(failures, activities=activities)
+    assert verdict.failure is failures[1]
+    assert (verdict.confidence, verdict.evidence) == (Confidence.HIGH, f"the odd one out: {WHY}")
+
+
+def test_an_odd_one_that_nobody_judged_is_to_be_looked_at() -> None:
+    """It sends no heartbeats; the one that does waits for it."""
+    activities = [replace(waits(0), failed=False), sleeps(1), replace(waits(2), failed=False)]
+    verdict = decide_verdict([hang(0, 1.0, step=4)], activities=activities, ranks={0: "n1", 1: "n2", 2: "n3"})
+    assert verdict.confidence is Confidence.LOW
+    assert [suspect.rank for suspect in verdict.suspects] == [1]
+    assert f"Look at rank 1 on n2: {WHY}" in verdict.evidence
+
+
+def test_the_only_one_is_said_only_where_all_ranks_send_heartbeats() -> None:
+    alone = decide_verdict([hang(0, 1.0, step=4)], ranks={0: "n1", 1: "n2"})
+    assert (alone.confidence, alone.evidence) == (Confidence.LOW, "only 1 rank of 2 sent heartbeats")
+    quiet = decide_verdict([hang(0, 1.0, 8)], rank_statuses=[word(0, 8), word(1, 8)])
+    assert quiet.confidence is Confidence.LOW
+    assert quiet.evidence == "rank 1 gave no heartbeat for as long, in sections without a timeout"
+    lives = decide_verdict([hang(0, 1.0, 8)], rank_statuses=[word(0, 8), replace(word(1, 8), age=0.5)])
+    assert (lives.confidence, lives.evidence) == (Confidence.HIGH, "the only one without a heartbeat")
