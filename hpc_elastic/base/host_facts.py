@@ -7,6 +7,7 @@ processes are found and signalled, and why not with psutil, stands in `hpc_elast
 from __future__ import annotations
 
 import fcntl
+import os
 import socket
 import struct
 from collections.abc import Collection, Iterable
@@ -32,6 +33,14 @@ def available_memory() -> int | None:
     try:
         return psutil.virtual_memory().available
     except (OSError, ValueError, KeyError, IndexError):  # the last three: a sandbox's /proc/meminfo
+        return None
+
+
+def total_memory() -> int | None:
+    """Bytes that the node has at all; None: the system does not say."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):
         return None
 
 

@@ -17,6 +17,8 @@ from msgspec import Struct
 from hpc_elastic.failures.origin import explain_chain, explain_text
 from hpc_elastic.failures.patterns import FailurePattern, symptom_kind
 from hpc_elastic.failures.ranking import Category, FailureClass
+from hpc_elastic.failures.sizes import judge_size
+from hpc_elastic.failures.stop_noise import is_stop_noise
 from hpc_elastic.failures.traceback_text import RaisedException
 
 if TYPE_CHECKING:
@@ -107,6 +109,7 @@ def classify(
     chain: Sequence[RaisedException] = (),
     message: str = "",
     rank: int = -1,
+    node_bytes: int = 0,
     stderr_tail: str = "",
     stopped_by_agent: bool = False,
     oom_kills: int = 0,
@@ -119,6 +122,7 @@ def classify(
         chain: The exception that ended it and those before it, the last one first; empty where none is known.
         message: What else ended it: looked at only where no exception is known.
         rank: The global rank.
+        node_bytes: The node's memory, 0 for not known: a larger request is no full memory.
         stderr_tail: The last lines of stderr: looked at only where no exception is known.
         stopped_by_agent: The agent had sent this worker a signal before it ended.
         oom_kills: By how much the cgroup's counter of OOM kills rose while the worker ran.
@@ -129,7 +133,7 @@ def classify(
     name = exception_type.rsplit(".", 1)[-1]
     wrong_call = False
     words = _NOTHING_KNOWN
-    if stopped_by_agent and (number in _SENT_BY_AGENT or name in _END_REQUESTED_TYPES):
+    if stopped_by_agent and (number in _SENT_BY_AGENT or name in _END_REQUESTED_TYPES or is_stop_noise(chain)):
         failure_class, reason = (
             FailureClass.STOPPED_BY_US,
             f"stopped by hpc-elastic ({signal_name(number) or 'asked to stop'})",
@@ -141,6 +145,8 @@ def classify(
         if exception_type:
             text = "\n".join(raised.headline for raised in chain)
             words = explain_chain(chain, rank=rank) or _NOTHING_KNOWN
+            sizes = (judge_size(raised.message, node_bytes=node_bytes) for raised in chain)
+            words = next((row for row in sizes if row is not None), words)
         elif number not in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGBUS):
             text = f"{message}\n{stderr_tail}"
             words = explain_text(text) or _NOTHING_KNOWN

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
+from hpc_elastic.base.host_facts import total_memory
 from hpc_elastic.base.text import clean_text, cut_end
 from hpc_elastic.failures.classify import classify, signal_name, signal_of
 from hpc_elastic.failures.error_file import (
@@ -281,6 +282,7 @@ def _recorded(file: ErrorFile) -> FailureText:
         message=body,
         frames=found.frames if found else (),
         source=found.source if found else "",
+        caller=found.caller if found else "",
         earlier=found.earlier if found else (),
     )
 
@@ -338,6 +340,7 @@ def _build(
         chain=chain,
         message=found.message if found else message,
         rank=facts.global_rank,
+        node_bytes=total_memory() or 0,
         stderr_tail=stderr_tail,
         stopped_by_agent=facts.stopped_by_agent,
         oom_kills=facts.oom_kills,

@@ -12,12 +12,13 @@ import re
 from collections.abc import Sequence
 
 from hpc_elastic.failures.fingerprint import user_frames
-from hpc_elastic.failures.patterns import SYMPTOM_TYPES, FailurePattern, find_pattern
+from hpc_elastic.failures.patterns import DISK_FULL, SHM_FULL, SYMPTOM_TYPES, FailurePattern, find_pattern
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.traceback_text import RaisedException
 
 _COLLECTIVE_TYPE = re.compile(r"torch\.distributed\.|(?:\w+\.)*(?:C10d|Dist(?:Backend|Network|Store)?)Error\Z")
 _COLLECTIVE_FILE = re.compile(r"/torch/(?:distributed/|nn/parallel/|autograd/|_C)")
+_SHARED_MEMORY_FILE = re.compile(r"/multiprocessing/(?:shared_memory|synchronize|heap|queues)\.py\Z")
 # What gloo, NCCL and c10d put into all that they say: their names, or the place in their source.
 _COLLECTIVE_TEXT = re.compile(
     r"gloo|nccl|c10d|tcpstore|processgroup|torch\.distributed|monitoredbarrier|net/ofi|\bucx\b|\brank ?\d+\]"
@@ -104,6 +105,8 @@ def explain(raised: RaisedException) -> FailurePattern | None:
     row = find_pattern(_ends(f"{raised.exception_type}: {raised.message}"), accept)
     if row is None and of_collective and name in SYMPTOM_TYPES:
         return FailurePattern(FailureClass.SYMPTOM, SYMPTOM_TYPES[name], ())
+    if row is DISK_FULL and raised.frames and _SHARED_MEMORY_FILE.search(raised.frames[-1].file):
+        return SHM_FULL
     return row
 
 

@@ -71,15 +71,21 @@ PATTERNS: tuple[FailurePattern, ...] = (
     FailurePattern(_INFRASTRUCTURE, "/dev/shm is full",
           ("while creating shared memory segment*no space left", "failed to extend /dev/shm/",
            "posix_fallocate failed*no space left", "insufficient shared memory (shm)", "out of shared memory",
-           "unable to write to file </torch_", "killed by signal: bus error"), is_common=True),
+           "unable to write to file </torch_", "unable to allocate shared memory(shm)",
+           "no space left on device: '/dev/shm",
+           "unable to open shared memory object", "killed by signal: bus error"), is_common=True),
     FailurePattern(_INFRASTRUCTURE, "a disk or a quota is full",
           ("no space left on device", "disk quota exceeded", "enospc", "edquot"), is_common=True),
+    FailurePattern(_INFRASTRUCTURE, "a file could not be written: a full disk or quota, or a filesystem that failed",
+          ("basic_ios::clear: iostream error", "inline_container.cc*unexpected pos",
+           "pytorchstreamwriter failed writing", "file write failed")),
     FailurePattern(_INFRASTRUCTURE, "a filesystem failed",
           ("stale file handle", "stale nfs file handle", "transport endpoint is not connected", "input/output error",
            "remote i/o error", "read-only file system", "host is down", "transport endpoint shutdown"), is_common=True),
     FailurePattern(_INFRASTRUCTURE, "the node's memory is full",
           ("cannot allocate memory", "defaultcpuallocator: can't allocate memory",
-           "defaultcpuallocator: not enough memory", "std::bad_alloc"), is_common=True),
+           "defaultcpuallocator: not enough memory", "std::bad_alloc", "unable to allocate*for an array with shape"),
+          is_common=True),
     FailurePattern(_INFRASTRUCTURE, "a port was taken", ("eaddrinuse", "address already in use"),
           is_common=True),
     FailurePattern(_INFRASTRUCTURE, "the network failed",
@@ -172,6 +178,9 @@ SYMPTOM_TYPES: dict[str, str] = dict.fromkeys(
     ("BrokenPipeError", "ConnectionResetError", "ConnectionAbortedError"), "the connection to a peer broke"
 )
 """Exceptions that show, where torch's process group raised them, that a peer is gone → what happened."""
+
+SHM_FULL = next(row for row in PATTERNS if row.says == "/dev/shm is full")
+DISK_FULL = next(row for row in PATTERNS if row.says == "a disk or a quota is full")
 
 LOST_PEER = "a peer is gone"
 ONE_LOSS = frozenset(

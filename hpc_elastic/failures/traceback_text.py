@@ -215,6 +215,8 @@ class RaisedException(Struct, frozen=True, kw_only=True):
     """Outermost call first; of an exception that another one followed, from the function that caught it on."""
     source: str = ""
     """The innermost frame's line of code; empty where it was not printed."""
+    caller: str = ""
+    """The line of code of the frame around it."""
     while_handling: bool = False
     """Whether the next exception of the chain was raised while this one was handled, and not from it."""
     rank: int | None = None
@@ -243,6 +245,8 @@ class FailureText(Struct, frozen=True, kw_only=True):
     """Outermost call first, of the exception that ended the process."""
     source: str = ""
     """The innermost frame's line of code; empty where it was not printed."""
+    caller: str = ""
+    """The line of code of the frame around it."""
     earlier: tuple[RaisedException, ...] = ()
     """The exceptions that it was raised from or while handling, nearest first; those that its message quotes too."""
     is_prefixed: bool = False
@@ -266,7 +270,11 @@ class FailureText(Struct, frozen=True, kw_only=True):
         if not self.exception_type:
             return ()
         last = RaisedException(
-            exception_type=self.exception_type, message=self.message, frames=self.frames, source=self.source
+            exception_type=self.exception_type,
+            message=self.message,
+            frames=self.frames,
+            source=self.source,
+            caller=self.caller,
         )
         return (last, *self.earlier)
 
@@ -540,6 +548,7 @@ def _from_block(lines: list[str], prefixed: list[bool], blocks: list[_Block], in
         message=last.message,
         frames=last.frames,
         source=last.source,
+        caller=last.caller,
         earlier=tuple(earlier),
         is_prefixed=prefixed[block.exception],
         lines_after=sum(1 for line in lines[block.end :] if line.strip()),
@@ -553,23 +562,28 @@ def _raised(lines: list[str], block: _Block, *, while_handling: bool = False) ->
         exception_type, message = _group_message(lines[block.exception : block.end])
     else:
         exception_type, message = _split_exception(lines[block.exception : block.end])
-    frames, source = _frames(lines[block.start + 1 : block.exception], shift=4 if block.group else 0)
+    frames, source, caller = _frames(lines[block.start + 1 : block.exception], shift=4 if block.group else 0)
     return RaisedException(
-        exception_type=exception_type, message=message, frames=frames, source=source, while_handling=while_handling
+        exception_type=exception_type,
+        message=message,
+        frames=frames,
+        source=source,
+        caller=caller,
+        while_handling=while_handling,
     )
 
 
-def _frames(lines: list[str], *, shift: int = 0) -> tuple[tuple[Frame, ...], str]:
-    """A stack's frames, and the innermost one's line of code."""
+def _frames(lines: list[str], *, shift: int = 0) -> tuple[tuple[Frame, ...], str, str]:
+    """A stack's frames, the innermost one's line of code, and that of the one around it."""
     frames: list[Frame] = []
-    source = ""
+    source = caller = ""
     for line in lines:
         if match := _FRAME.match(line[shift:]):
             frames.append(Frame(file=match[1], line=int(match[2]), function=match[3] or "<module>"))
-            source = ""
+            source, caller = "", source
         elif not source and frames:
             source = line[shift:].strip()
-    return tuple(frames), source
+    return tuple(frames), source, caller
 
 
 def _quoted_exceptions(lines: list[str], block: _Block, raised: RaisedException) -> Iterator[RaisedException]:
@@ -586,7 +600,7 @@ def _quoted_exceptions(lines: list[str], block: _Block, raised: RaisedException)
         if end == len(body) or not _is_exception_line(body, end):
             continue
         exception_type, text = _split_exception(body[end:])
-        frames, source = _frames(body[:end])
+        frames, source, _ = _frames(body[:end])
         rank = int(match[1]) if match[1] else None
         yield RaisedException(
             exception_type=exception_type,
@@ -607,7 +621,7 @@ def _group_exceptions(lines: list[str]) -> Iterator[RaisedException]:
             start = at
         elif text and not text.startswith(" ") and _EXCEPTION_LINE.match(text):
             body = [part.lstrip()[2:] for part in lines[start + 1 : at]] if start is not None else []
-            frames, source = _frames(body)
+            frames, source, _ = _frames(body)
             exception_type, message = _split_exception([text])
             yield RaisedException(
                 exception_type=exception_type, message=message, frames=frames, source=source, is_quoted=True

@@ -10,7 +10,8 @@ import re
 from collections.abc import Sequence
 
 from hpc_elastic.failures.last_lines import find_last_lines, speaking_lines
-from hpc_elastic.failures.origin import explain, explain_text, is_raised_by_script
+from hpc_elastic.failures.origin import explain, explain_chain, explain_text, find_origin, is_raised_by_script
+from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.traceback_text import FailureText, RaisedException, find_tracebacks
 
 _WRAPPERS = re.compile(
@@ -50,6 +51,8 @@ def find_wrapped(found: FailureText, lines: Sequence[str]) -> RaisedException | 
     if is_wrapper(found):
         return _of_child(before)
     last = found.chain[0]
+    if (lost := _symptom_before(before)) is not None:
+        return lost
     if _waits(last):
         return _of_thread(before)
     if not _says_little(last) or any(explain(raised) is not None for raised in found.chain):
@@ -63,6 +66,15 @@ def find_wrapped(found: FailureText, lines: Sequence[str]) -> RaisedException | 
         if explain_text(line) is not None:
             return RaisedException(exception_type="", message=line.strip())
     return None
+
+
+def _symptom_before(before: Sequence[str]) -> RaisedException | None:
+    """A lost connection that the script logged right before: what then fails in its cleanup follows from that."""
+    tracebacks = find_tracebacks("\n".join(before))
+    if not tracebacks or len(speaking_lines(before[tracebacks[-1].exception_at + 1 :])) > _SOON:
+        return None
+    row = explain_chain(tracebacks[-1].chain)
+    return find_origin(tracebacks[-1].chain) if row is not None and row.failure_class is FailureClass.SYMPTOM else None
 
 
 def _says_little(raised: RaisedException) -> bool:

@@ -110,3 +110,21 @@ def test_a_task_that_nobody_awaited_did_not_end_the_process(tmp_path: Path) -> N
         f"Task exception was never retrieved\nfuture: <Task finished name='Task-2'>\n{CHILD.replace('<module>', 'run')}"
     )
     assert described(tmp_path, HIDING + task).headline == "RuntimeError: training step failed"
+
+
+def test_what_fails_after_a_lost_connection_that_was_logged_is_a_symptom_too(tmp_path: Path) -> None:
+    lost = """\
+ERROR:root:sync failed
+Traceback (most recent call last):
+  File "/home/ann/train.py", line 5, in sync
+    dist.all_reduce(x)
+  File "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 3000, in all_reduce
+    work.wait()
+RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4711
+"""
+    cleanup = HIDING.replace("RuntimeError: training step failed", "FileNotFoundError: [Errno 2] … 'emergency.pt'")
+    failure = described(tmp_path, lost + cleanup)
+    assert failure.failure_class is FailureClass.SYMPTOM
+    assert failure.headline.startswith("FileNotFoundError")
+    between = "".join(f"reconnected, step {n}\n" for n in range(9))
+    assert described(tmp_path, lost + between + cleanup).failure_class is FailureClass.ROOT
