@@ -58,8 +58,8 @@ def from_json(cls: type[R], value: object, **known: Any) -> R:
         UnreadableRecordError: a field is missing or of another type.
     """
     try:
-        known_too = {**value, **known} if known and isinstance(value, dict) else value
-        return convert(known_too, cls, dec_hook=_decode, str_keys=True)
+        merged = {**value, **known} if known and isinstance(value, dict) else value
+        return convert(merged, cls, dec_hook=_decode, str_keys=True)
     except _REFUSALS as error:
         raise UnreadableRecordError(str(error)) from None
 

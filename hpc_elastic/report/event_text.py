@@ -63,7 +63,7 @@ def _of_supervisor(event: SupervisorEvent) -> str:
         case of_supervisor.NodeGivenUp():
             return f"{event.name or f'node {event.node}'} is given up ({_words(event.cause)})"
         case of_supervisor.SignalReceived():
-            return f"{event.signal}: somebody asks for the end"
+            return f"{event.signal}: the end of the run is asked for"
         case of_supervisor.SignalDecided():
             until = f"the workers may save, it ends in {event.seconds:.0f} s"
             ends = until if event.saves else "everything ends now"
