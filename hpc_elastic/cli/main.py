@@ -27,6 +27,7 @@ _SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "events": ("events", "what every part of the run did and decided, and why"),
     "status": ("status", "where a run stands now: nodes, round, steps, restarts used, what Slurm says"),
     "list": ("list_runs", "the runs in a folder, each with its state"),
+    "convert": ("convert", "print the command that does what an sbatch file around torchrun does, line by line"),
     "clean": ("clean", "remove the directories of old runs, never of one that may be running"),
     "cancel": ("run_job", "end a run's job: its workers get SIGTERM, and the report is written"),
     "requeue": ("run_job", "have a run's workers save and its job requeued; or start one that has ended again"),

@@ -97,7 +97,7 @@ def test_options_that_are_named_exist(page: Path) -> None:
     known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', example))
     for program in ("check.py", "soak/__main__.py"):
         known |= set(re.findall(r"--[a-z-]+", (ROOT / "tests" / program).read_text(encoding="utf-8")))
-    for name in ("report", "logs", "events", "status", "list", "clean", "cancel", "requeue"):
+    for name in ("report", "logs", "events", "status", "list", "clean", "convert", "cancel", "requeue"):
         parser = argument_parser(name, "")
         importlib.import_module(f"hpc_elastic.cli.{cli._SUBCOMMANDS[name][0]}").add_arguments(parser)
         known |= set(parser._option_string_actions)

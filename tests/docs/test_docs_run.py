@@ -29,8 +29,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 JOB, OTHER_JOBS = "4711", ("70", "70_3")
 RUN_ID = "20261121-053000-train-9f3c"
-ELSEWHERE = ("cancel", "requeue", "clean")
-"""What needs a job that runs (tests/slurm), and what would remove the run of the others."""
+ELSEWHERE = ("cancel", "requeue", "clean", "convert")
+"""What needs a job that runs (tests/slurm), what would remove the run of the others, and what wants a file
+(tests/unit/options)."""
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -1,0 +1,76 @@
+"""``hpc-elastic convert FILE``: an sbatch file that starts torchrun as one command, and what became of each line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpc_elastic.base.text import plural
+from hpc_elastic.cli.screen import print_note
+from hpc_elastic.errors import UsageError
+from hpc_elastic.options.convert import Conversion, check_converted, convert
+from hpc_elastic.options.run_request import ALL_OPTIONS, REFUSED, check_values
+from hpc_elastic.options.table import parse
+from hpc_elastic.output.terminal import each_line, one_line
+
+_LARGEST = 1 << 20
+_WIDTH = 100
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", metavar="FILE", help="an sbatch file; -: standard input")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the command, and on stderr what became of each line. Returns 0; 1 where lines are left to the user.
+
+    Raises:
+        UsageError: the file can't be read, or what it does is not understood.
+    """
+    found = convert(_read(args.file))
+    check_converted(found, _check)
+    for line in found.lines:
+        shown = line.text if len(line.text) <= _WIDTH else line.text[: _WIDTH - 1] + "…"
+        sys.stderr.write(f"{line.number:>4}  {one_line(shown)}\n      {line.fate.value}: {one_line(line.why)}\n")
+    sys.stderr.flush()
+    sys.stdout.write(each_line(_shell_text(found)))
+    sys.stdout.flush()
+    if found.left:
+        print_note(f"{plural(len(found.left), 'line')} not taken over (above): decide about each before you submit")
+    return 1 if found.left else 0
+
+
+def _shell_text(found: Conversion) -> str:
+    """The lines before the command, and the command in lines of a readable length."""
+    lines, current = [], ""
+    for word in found.words:
+        if current and len(current) + len(word) + 3 > _WIDTH and word.startswith("-"):
+            lines.append(f"{current} \\")
+            current = f"    {word}"
+        else:
+            current = f"{current} {word}" if current else word
+    return "\n".join([*found.before, *lines, current]) + "\n"
+
+
+def _read(name: str) -> str:
+    try:
+        data = sys.stdin.buffer.read(_LARGEST + 1) if name == "-" else _read_file(Path(name))
+        if len(data) > _LARGEST:
+            raise UsageError(f"{name} is larger than {_LARGEST} bytes, so no sbatch file")
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise UsageError(f"{name} is no text in UTF-8") from None
+    except OSError as error:
+        raise UsageError(f"{name} can't be read: {error.strerror}") from None
+
+
+def _read_file(path: Path) -> bytes:
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # a FIFO keeps nobody waiting
+        return file.read(_LARGEST + 1) or b""
+
+
+def _check(argv: Sequence[str]) -> None:
+    check_values(parse(argv, ALL_OPTIONS, refused=REFUSED, env={}))

@@ -1,0 +1,199 @@
+"""The line of an sbatch file that starts workers, taken apart: srun, torchrun, accelerate launch, python. Pure.
+
+A word is raw: with the quotes and variables that it has in the file.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct, field
+
+from hpc_elastic.errors import UsageError
+from hpc_elastic.options import job_options, worker_options
+from hpc_elastic.options.table import Option
+
+ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
+OF_THE_JOB = re.compile(
+    r"\$\{?(?:SLURM_\w+|SLURM[A-Z]\w+|RANK\b|LOCAL_RANK\b|WORLD_SIZE\b)|scontrol|\bhostname\b|/dev/tcp"
+)
+"""What only has a value in the job."""
+PRINTS = ("echo", "printf", "date", "hostname", "env", "printenv", "nvidia-smi", "squeue", "scontrol", "pwd", "whoami")
+_NO_VALUE_OF_SRUN = frozenset(
+    ("--label", "-l", "--unbuffered", "-u", "--kill-on-bad-exit", "-K", "--exclusive", "--overlap", "--verbose", "-v")
+)
+_STEP_OWN = frozenset(
+    (
+        "-N", "--nodes", "-n", "--ntasks", "--ntasks-per-node", "-w", "--nodelist", "-l", "--label", "-u",
+        "--unbuffered", "-K", "--kill-on-bad-exit", "-W", "--wait", "-o", "--output", "-e", "--error", "--jobid",
+        "-v", "--verbose",
+        "--export", "-c", "--cpus-per-task", "--gres", "--gpus-per-node", "--gpus-per-task", "--exclusive",
+        "--overlap", "-J", "--job-name", "-p", "--partition", "-G", "--gpus", "--mem", "-t", "--time",
+    )
+)  # fmt: skip
+"""Of srun's options what the agents' step has from the job, or must not have."""
+_RENDEZVOUS = (
+    "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--master-addr", "--master-port", "--node-rank", "--standalone",
+    "--local-addr", "--machine-rank", "--main-process-ip", "--main-process-port",
+)  # fmt: skip
+_NOT_NEEDED = "not needed"
+_IN_ACCELERATE = {"--num-machines": "--nnodes"}
+_WRAPPERS = ("time", "exec", "nohup", "command")
+_OF_WORKERS: Mapping[str, Option] = {name: option for option in worker_options.OPTIONS for name in option.names} | {
+    name: option for option in job_options.OPTIONS if option.dest in ("nodes", "runs_dir") for name in option.names
+}
+
+
+def plain(word: str) -> str:
+    """A raw word without its quotes, where nothing in it is the shell's; else as it is."""
+    if any(char in word for char in "$`"):
+        return word
+    try:
+        (value,) = shlex.split(word)
+        return value
+    except ValueError:
+        return word
+
+
+class Launch(Struct):
+    """The line that starts the workers, taken apart."""
+
+    options: list[str] = field(default_factory=list)
+    script: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    is_per_task: bool = False
+    """``srun python train.py``: each task is a worker."""
+    nnodes: str | None = None
+    decide: list[str] = field(default_factory=list)
+    """What the user has to see to."""
+    rendezvous: list[str] = field(default_factory=list)
+    """Options that are not needed."""
+
+
+def find_launch(words: Sequence[str]) -> Launch | None:
+    """The launch that a simple command is; None: it is none.
+
+    Raises:
+        UsageError: it is one that can't be taken over.
+    """
+    launch = Launch()
+    rest = list(words)
+    while rest and (plain(rest[0]) in _WRAPPERS or ASSIGNMENT.fullmatch(rest[0])):
+        if ASSIGNMENT.fullmatch(rest[0]):
+            return None if len(rest) == 1 else _with_variable(rest)
+        rest.pop(0)
+    in_srun = bool(rest) and plain(rest[0]) == "srun"
+    if in_srun:
+        rest.pop(0)
+        _drop_srun_options(rest, launch)
+    if not rest:
+        return None
+    program = plain(rest[0]).rpartition("/")[2]
+    if program == "torchrun":
+        return _torchrun(rest[1:], launch)
+    if program == "accelerate" and rest[1:2] == ["launch"]:
+        return _torchrun(rest[2:], launch, accelerate=True)
+    if re.fullmatch(r"python[\d.]*", program):
+        return _python(rest, launch, in_srun=in_srun)
+    if in_srun and program in PRINTS:
+        return None
+    if in_srun or program in ("deepspeed", "mpirun", "mpiexec", "horovodrun"):
+        raise UsageError(
+            f"{' '.join(words)[:70]}: what {program} starts is not seen from here; give the Python script that it "
+            "starts in the end to hpc-elastic submit, or the program itself with --no-python"
+        )
+    return None
+
+
+def _with_variable(words: Sequence[str]) -> Launch | None:
+    launch = find_launch(words[1:])
+    if launch is not None:
+        raise UsageError(f"{words[0]} before the command: write export {words[0]} in a line of its own above it")
+    return None
+
+
+def _drop_srun_options(rest: list[str], launch: Launch) -> None:
+    while rest and rest[0].startswith("-"):
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        if not word.startswith("--") and len(word) > 2:
+            name, equals, value = word[:2], "=", word[2:]
+        if not equals and name not in _NO_VALUE_OF_SRUN and rest and not rest[0].startswith("-"):
+            value = rest.pop(0)
+        if name.startswith("--container"):
+            launch.decide.append(f"{name}: the agents run in the container, so hpc-elastic must be installed in it")
+        if name not in _STEP_OWN:
+            argument = f"{name}={value}" if value and name.startswith("--") else f"{name}{value}"
+            launch.options.append(f"--srun-arg={argument}")
+            launch.notes.append(f"--srun-arg={argument}")
+
+
+def _python(rest: Sequence[str], launch: Launch, *, in_srun: bool) -> Launch | None:
+    """``python -m torch.distributed.run …``, or the script that srun starts in each task."""
+    interpreter = plain(rest[0])
+    words = list(rest[1:])
+    while words and words[0] in ("-u", "-O", "-B"):
+        words.pop(0)
+    if "/" in interpreter:
+        launch.options += ["--python", rest[0]]
+    if words[:1] == ["-m"] and words[1:2] in (["torch.distributed.run"], ["torch.distributed.launch"]):
+        return _torchrun(words[2:], launch)
+    if words[:2] == ["-m", "accelerate.commands.launch"]:
+        return _torchrun(words[2:], launch, accelerate=True)
+    if not in_srun:
+        return None
+    launch.is_per_task = True
+    launch.notes.append("the workers of a node are started by its agent; they find RANK, LOCAL_RANK and WORLD_SIZE")
+    if words[:1] == ["-m"]:
+        launch.options.append("--module")
+        words.pop(0)
+    launch.script = words
+    return launch if words else None
+
+
+def _torchrun(words: Sequence[str], launch: Launch, *, accelerate: bool = False) -> Launch:
+    rest = list(words)
+    while rest and rest[0].startswith("-"):
+        word = rest.pop(0)
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-") if name.startswith("--") else name
+        name = {"-t": "--tee", **(_IN_ACCELERATE if accelerate else {})}.get(name, name)
+        option = _OF_WORKERS.get(name)
+        takes_value = (
+            option.metavar is not None
+            if option is not None
+            else name in (*_RENDEZVOUS, "--num-processes") and name != "--standalone"
+        )
+        if takes_value and not equals and rest:
+            value = rest.pop(0)
+        _worker_option(name, value, option, launch)
+    if not rest:
+        raise UsageError("the line that starts workers names no script")
+    launch.script = rest
+    return launch
+
+
+def _worker_option(name: str, value: str, option: Option | None, launch: Launch) -> None:
+    if name in _RENDEZVOUS:
+        launch.rendezvous.append(name)
+    elif option is not None and option.dest == "nodes":
+        launch.nnodes = value
+    elif option is not None and option.dest == "nproc_per_node" and OF_THE_JOB.search(value):
+        launch.notes.append("--nproc-per-node: by default one worker for each GPU that Slurm gives the node")
+    elif option is not None and option.dest == "rdzv_conf":
+        kept = [part for part in value.split(",") if part.startswith(("timeout=", "last_call_timeout="))]
+        if kept:
+            launch.options += ["--rdzv-conf", ",".join(kept)]
+        launch.notes.append(f"of --rdzv-conf {value} timeouts are kept")
+    elif option is not None:
+        launch.options += [next(one for one in option.names if one.startswith("--")), *([value] if value else [])]
+    elif name == "--num-processes":
+        launch.notes.append(f"{name} {value}: by default one worker for each GPU that Slurm gives the node")
+    else:
+        why = worker_options.REFUSED.get(name, "it is none of hpc-elastic's options; set it in the script")
+        if why.startswith(_NOT_NEEDED):
+            launch.notes.append(f"{name} is {why.partition('; leave it out')[0]}")
+            return
+        raise UsageError(f"{name}: {why}; take it out of the line that starts the workers, and convert again")

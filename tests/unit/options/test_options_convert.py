@@ -1,0 +1,127 @@
+"""``convert``: sbatch files of many styles, and the command that each becomes; what can't be taken over is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.cli.main import main
+from hpc_elastic.errors import UsageError
+from hpc_elastic.options.convert import Conversion, Fate, convert
+
+FILES = Path(__file__).resolve().parents[2] / "data" / "sbatch"
+
+
+def converted(name: str) -> Conversion:
+    (path,) = FILES.glob(f"{name}-*.sbatch")
+    return convert(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "command"),
+    [
+        ("01", [], "--job-name resnet --nodes 4 --gpus-per-node 4 --cpus-per-task 32 --time 12:00:00 "
+         "--nproc-per-node 4 train.py --batch 64"),
+        ("02", ["export LOGLEVEL=INFO"], "--job-name multinode-example --nodes 2 --cpus-per-task 4 --gpus-per-node 1 "
+         "--nproc-per-node 1 multinode.py 50 10"),
+        ("03", ["module load Python/3.11 CUDA/12"], "--account proj42 --partition booster --nodes 8 --gres gpu:4 "
+         "--time 02:00:00 --nproc-per-node 4 --srun-arg=--cpu-bind=v,cores train.py --config configs/base.yaml"),
+        ("04", ["conda activate torch"], "--nodes 2 --sbatch-arg=--mem-per-gpu=60G --sbatch-arg=--cpus-per-gpu=8 "
+         "--sbatch-arg=--licenses=imagenet:1 --nproc-per-node 4 --gpus-per-node 4 --module pkg.train --epochs 90"),
+        ("05", ["source /opt/envs/torch/bin/activate", "cd $HOME/project"], "--nodes 2-4 --gpus-per-node a100:8 "
+         "--exclusive --sbatch-arg=--hint=nomultithread --no-requeue --nproc-per-node gpu --max-restarts 5 "
+         "--rdzv-conf timeout=900 --module pkg.main"),
+        ("06", ["export HF_HOME=$HOME/hf"], "--nodes 2 --gpus-per-node 4 run_clm.py --model gpt2"),
+        ("07", [], "--nodes 1 --gpus-per-node 8 --export ALL,NCCL_DEBUG=INFO,OMP_NUM_THREADS=8 --mail-type END,FAIL "
+         "--mail-user ann@example.org --nproc-per-node 8 train.py"),
+        ("08", [], "--nodes 2 --grace 180 --output logs/%x-%j.out --error logs/%x-%j.err train.py --resume"),
+        ("10", ["LR=${LR:-0.1}", 'DATA="/data/image net"', "ARGS=\"--lr $LR --data '$DATA'\""],
+         "--nodes 2 --nproc-per-node 4 --tee 3 train.py $ARGS --note \"it's $USER\""),
+        ("14", [], "--nodes 2 --nproc-per-node 2 --srun-arg=--mpi=pmi2 --python /opt/py/bin/python3.11 train.py"),
+    ],
+)  # fmt: skip
+def test_what_is_taken_over_whole(name: str, before: list[str], command: str) -> None:
+    found = converted(name)
+    assert list(found.before) == before
+    assert found.command == f"hpc-elastic submit {command}"
+    assert found.left == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "left", "command"),
+    [
+        ("09", ["${LRS[$SLURM_ARRAY_TASK_ID]}"], "--array 0-7%2 --nodes 1 --gpus 4 --nproc-per-node 4 sweep.py --lr "
+         "${LRS[$SLURM_ARRAY_TASK_ID]}"),
+        ("11", ["mkdir -p $TMPDIR/data", "tar -xf /archive/data.tar -C $TMPDIR/data",
+                "cp -r results /archive/results-$SLURM_JOB_ID"],
+         "--nodes 1 --nproc-per-node 4 train.py --data $TMPDIR/data"),
+        ("12", ["if [ -f last.pt ]; then", 'RESUME="--resume last.pt"', "fi"],
+         "--nodes 2 --nproc-per-node 2 train.py $RESUME"),
+        ("13", ["runs/$SLURM_JOB_ID"], "--nodes 2 --nproc-per-node 2 train.py --out runs/$SLURM_JOB_ID --seed 1"),
+        ("22", ["srun --container-image=nvcr.io/nvidia/pytorch:24.05-py3 --container-mounts=/data:/data torchrun "
+                "--nnodes=2 --nproc_per_node=8 train.py"] * 2,
+         "--nodes 2 --partition batch --srun-arg=--container-image=nvcr.io/nvidia/pytorch:24.05-py3 "
+         "--srun-arg=--container-mounts=/data:/data --nproc-per-node 8 train.py"),
+    ],
+)  # fmt: skip
+def test_what_the_user_has_to_decide(
+    name: str, left: list[str], command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = converted(name)
+    assert [line.text for line in found.left] == left
+    assert found.command == f"hpc-elastic submit {command}"
+    (path,) = FILES.glob(f"{name}-*.sbatch")
+    assert main(["convert", str(path)]) == 1
+    out, err = capsys.readouterr()
+    assert " ".join(out.replace("\\\n", " ").split()).endswith(" ".join(command.split()[-3:]))
+    assert f"{len(left)} line{'s' if len(left) > 1 else ''} not taken over (above)" in err
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("15", "line 3: the workers are started by more than a simple command"),
+        ("16", "line 4: a second line that starts workers"),
+        ("17", "what singularity starts is not seen from here"),
+        ("18", "no line starts workers"),
+        ("19", "what deepspeed starts is not seen from here"),
+        ("20", "no line starts workers"),
+        ("21", "how many tasks each node has is not said; add --ntasks-per-node"),
+    ],
+)
+def test_what_is_not_guessed(name: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match=says):
+        converted(name)
+    (path,) = FILES.glob(f"{name}-*.sbatch")
+    assert main(["convert", str(path)]) == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", sorted(FILES.iterdir()), ids=lambda path: path.name)
+def test_every_line_has_its_fate(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    try:
+        found = convert(text)
+    except UsageError:
+        return
+    numbers = {line.number for line in found.lines}
+    continued = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip() and (not line.startswith("#") or line.startswith(("#SBATCH", "#!"))) and not continued:
+            assert number in numbers, line
+        continued = line.endswith("\\")
+    assert all(line.why for line in found.lines)
+    assert any(line.fate is Fate.TAKEN for line in found.lines)
+
+
+def test_a_command_that_submit_would_refuse_is_no_answer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "job.sh"
+    path.write_text("#SBATCH --nodes=2\n#SBATCH --time=soon\nsrun torchrun --nnodes 2 train.py\n")
+    assert main(["convert", str(path)]) == 2
+    assert "--time soon: not a time" in capsys.readouterr().err
+    assert main(["convert", str(tmp_path / "absent")]) == 2
+    assert "absent can't be read: No such file or directory" in capsys.readouterr().err
+    (tmp_path / "binary").write_bytes(b"\xff\xfe")
+    assert main(["convert", str(tmp_path / "binary")]) == 2
+    assert "binary is no text in UTF-8" in capsys.readouterr().err
