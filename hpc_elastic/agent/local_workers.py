@@ -79,8 +79,9 @@ class _Slot(Struct):
     exit: ExitStatus | None = None
     stopped_by_agent: bool = False
     output: WorkerOutput | None = None
-    is_symptom: bool | None = None
-    """Whether its failure only shows that another rank is gone; None: not looked at."""
+    early: WorkerFailure | None = None
+    """Its failure as far as its output had come before the group was ended; None: not looked at, or out of reach."""
+    is_looked_at: bool = False
 
     @property
     def has_failed(self) -> bool:
@@ -147,6 +148,9 @@ class LocalWorkers:
         """What each worker here was doing, once `describe_failures` has found nothing but symptoms, or a hang."""
         self.unwritten_evidence: list[Callable[[], object]] = []
         """Each writes a failure's evidence that the filesystem refused when `describe_failures` wrote it."""
+        self._waits_since: float | None = None
+        """Since when the workers elsewhere are let go on after a failure here that may be the node's."""
+        self._waited = 0.0
         self._started_at = clock.monotonic()
         self._oom_kills = oom_kill_count() or 0
 
@@ -257,6 +261,16 @@ class LocalWorkers:
         """Whether a worker has ended badly, and not by the agent."""
         return any(slot.has_failed for slot in self._slots)
 
+    def look_at_failure(self) -> WorkerFailure | None:
+        """The failure of the first worker that has ended badly, as far as its output has come; None where a signal
+        ended it, or its output is out of reach. Some milliseconds."""
+        slot = next((one for one in self._slots if one.has_failed), None)
+        return self._look_at(slot) if slot is not None else None
+
+    def begin_moment(self) -> None:
+        """The workers that run are let go on, since the failure here may be the node's."""
+        self._waits_since = self._clock.monotonic()
+
     @property
     def want_no_other_try(self) -> bool:
         """Whether the exit code of one of them asks for no other try."""
@@ -316,23 +330,28 @@ class LocalWorkers:
         return bool(failed) and all(self._is_symptom(slot) for slot in failed)
 
     def _is_symptom(self, slot: _Slot) -> bool:
-        if slot.is_symptom is None:
-            assert slot.exit is not None
-            facts = self._facts(slot, slot.exit, (oom_kill_count() or 0) - self._oom_kills)
-            slot.is_symptom = False
-            if facts.exitcode > 0 or facts.exitcode in _ABORTED:
-                self._pump.drained(slot.process.pid, JUDGE_SECONDS)
-                try:
-                    found = self._files.do(
-                        lambda: describe_failure(
-                            facts=facts, error_file=slot.paths.error_file, stderr_log=slot.paths.stderr
-                        ),
-                        within=JUDGE_SECONDS,
-                    )
-                    slot.is_symptom = found.failure_class is FailureClass.SYMPTOM
-                except FilesystemHangsError:
-                    pass  # it is ended as if its cause were known
-        return slot.is_symptom
+        found = self._look_at(slot)
+        return found is not None and found.failure_class is FailureClass.SYMPTOM
+
+    def _look_at(self, slot: _Slot) -> WorkerFailure | None:
+        """A failure before the group is ended, where its exit code does not say what happened."""
+        assert slot.exit is not None
+        if slot.is_looked_at:
+            return slot.early
+        slot.is_looked_at = True
+        facts = self._facts(slot, slot.exit, (oom_kill_count() or 0) - self._oom_kills)
+        if facts.exitcode > 0 or facts.exitcode in _ABORTED:
+            self._pump.drained(slot.process.pid, JUDGE_SECONDS)
+            try:
+                slot.early = self._files.do(
+                    lambda: describe_failure(
+                        facts=facts, error_file=slot.paths.error_file, stderr_log=slot.paths.stderr, output=slot.output
+                    ),
+                    within=JUDGE_SECONDS,
+                )
+            except FilesystemHangsError:
+                pass  # it is ended as if its cause were known
+        return slot.early
 
     def begin_stop(self, *, grace: float) -> None:
         """SIGTERM to all; SIGKILL after `grace` seconds. A second call can only shorten that."""
@@ -359,6 +378,8 @@ class LocalWorkers:
 
     def _stop_now(self, grace: float) -> Stopper:
         """What ends the workers that run now."""
+        if self._waits_since is not None:
+            self._waited = self._clock.monotonic() - self._waits_since
         for slot in self._slots:
             slot.stopped_by_agent = slot.exit is None
         ended = [*self._replaced, *(slot.process for slot in self._slots)]
@@ -556,6 +577,7 @@ class LocalWorkers:
             oom_kills=max(0, oom_kills),
             core_dumped=status.core_dumped,
             stopped_by_agent=slot.stopped_by_agent,
+            waited=0.0 if slot.stopped_by_agent else round(self._waited, 3),
             last_step=self._watch.last_step(slot.local_rank),
         )
 

@@ -33,7 +33,7 @@ from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.agent.metrics import NoMetrics, RoundFigures
 from hpc_elastic.agent.rendezvous_session import rendezvous_settings
-from hpc_elastic.agent.restart_policy import early_failure, platform_failure, sum_up
+from hpc_elastic.agent.restart_policy import early_failure, may_wait, platform_failure, sum_up
 from hpc_elastic.agent.round_events import (
     ClockOffsetLog,
     log_coordination,
@@ -48,6 +48,7 @@ from hpc_elastic.agent.worker_environment import round_facts, worker_environment
 from hpc_elastic.base.file_executor import FilesystemHangsError
 from hpc_elastic.base.host_facts import choose_master_address
 from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.failures.contrast import ALL_ALIKE, MOMENT_SECONDS
 from hpc_elastic.output.pump import log_losses
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.ranks import rank_layout
@@ -105,6 +106,8 @@ class NodeAgent:
         self._last_beats: tuple[list[RankBeat], float] = ([], 0.0)
         """The workers' last heartbeats before they were ended, and when they were read."""
         self._unfit: HealthVerdict | None = None
+        self._moment_ends: float | None = None
+        """Until when the workers elsewhere are let go on after a failure here that may be this node's."""
         self._unwritten: list[Callable[[], object]] = []
         """Evidence of failures that the filesystem refused."""
         self._figures = context.figures or RoundFigures(NoMetrics(), role=context.spec.role, clock=context.clock)
@@ -185,6 +188,7 @@ class NodeAgent:
             return max(0.0, self._stop_due - now)
         watches = (self._context.watch, self._checkpoints, self._notice, self._heard)
         looks = [watch.due - now for watch in watches if watch.due is not None]
+        looks += [self._moment_ends - now] if self._moment_ends is not None else []
         return max(0.0, min([self._context.spec.monitor_interval, *looks]))
 
     # -- what comes in -------------------------------------------------------------------------------------------
@@ -203,13 +207,33 @@ class NodeAgent:
     def _handle_workers(self) -> None:
         workers = self._workers
         self._context.restart_group.handle(self._round)
-        if workers is None or self._phase is not Phase.RUNNING or not workers.poll():
+        if workers is None or self._phase is not Phase.RUNNING:
+            return
+        if self._moment_ends is not None:
+            workers.poll()
+            if self._context.clock.monotonic() >= self._moment_ends:
+                self._moment_ends = None
+                self._happens(Event.FAILED, workers.exit_summary())
+            return
+        if not workers.poll():
             return
         if workers.failed:
-            if not self._context.restart_group.replace_dead(workers):
+            if not self._context.restart_group.replace_dead(workers) and not self._gives_moment(workers):
                 self._happens(Event.FAILED, workers.exit_summary())
         elif workers.succeeded:
             self._happens(Event.SUCCEEDED, "all workers here ended with 0")
+
+    def _gives_moment(self, workers: LocalWorkers) -> bool:
+        """Let the other workers go on for a moment, where that shows whether the failure is this node's alone."""
+        record = self._record
+        if record is None or len(record.members) < 2 or (failure := workers.look_at_failure()) is None:
+            return False
+        if not may_wait(failure, record, max_restarts=self._context.spec.max_restarts):
+            return False
+        workers.begin_moment()
+        self._moment_ends = self._context.clock.monotonic() + MOMENT_SECONDS
+        logger.info("%s: may be this node's: the other workers go on for %g s", failure.headline, MOMENT_SECONDS)
+        return True
 
     def _handle_heartbeats(self) -> None:
         if self._workers is None or self._phase is not Phase.RUNNING:
@@ -248,6 +272,8 @@ class NodeAgent:
         uid = self._context.info.uid
         if any(supersedes(member.uid, uid) for member in record.members):
             self._happens(Event.LEAVE, "a newer agent runs on this node")
+        elif self._context.info.node in record.unfit and self._unfit is None:
+            self._leave_apart()
         elif record.status is Status.CLOSED:
             self._happens(Event.CLOSED, record.reason)
         elif record.round > self._round and self._phase in (Phase.READY, Phase.RUNNING, Phase.DONE, Phase.STOPPING):
@@ -272,6 +298,12 @@ class NodeAgent:
         self._unfit = verdict
         context.coordination.ask(lambda participant: leave_run(participant, verdict.reason))
         self._happens(Event.LEAVE, verdict.reason)
+
+    def _leave_apart(self) -> None:
+        """All workers here failed alike, and none elsewhere: another agent here would find the same."""
+        self._unfit = HealthVerdict(reason=ALL_ALIKE)
+        self._context.coordination.ask(lambda participant: leave_run(participant, ALL_ALIKE))
+        self._happens(Event.LEAVE, ALL_ALIKE)
 
     def _handle_stop(self) -> None:
         workers = self._workers
@@ -407,6 +439,7 @@ class NodeAgent:
             # Rank 0 opens it itself, or another node has it now. Not sooner: workers elsewhere that were still being
             # ended would have failed with a lost connection.
             context.store_server.release()
+        self._moment_ends = None
         workers = self._workers = LocalWorkers(
             context.place,
             round_index=record.round,
@@ -521,7 +554,8 @@ class NodeAgent:
         summary = None
         if own:
             step, mark = context.watch.furthest_step, context.watch.mark
-            summary = sum_up(own, node=context.info.node, seconds=seconds, step=step, hang=mark)
+            count = workers.layout.local_world_size
+            summary = sum_up(own, node=context.info.node, seconds=seconds, step=step, hang=mark, workers=count)
         elif self._platform_failure:
             summary = platform_failure(self._platform_failure, node=context.info.node, seconds=seconds)
         if workers.took_stacks:

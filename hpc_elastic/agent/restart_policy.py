@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from hpc_elastic.agent.hang import may_be_a_bug
+from hpc_elastic.failures.contrast import NodeFailures, may_be_of_node, nodes_apart, sum_up_node
 from hpc_elastic.failures.ranking import FailureClass, Ranking
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.rendezvous.coordinator import RestartDecision, first_failure
@@ -49,10 +50,11 @@ class RestartPolicy(Struct, frozen=True, kw_only=True):
         cause = first_failure(failures)
         refilled = self._why_refilled(memory, failures) if record.restarts_used else ""
         memory = self._remember(memory, failures, cause)
+        apart = _apart(record, failures)
         final = next((f for f in failures if not f.retryable), None)
-        if final is not None:
+        if final is not None and not apart:
             return _give_up(f"not retryable: {final.message}", memory)
-        if self.max_same_failures and memory.times >= self.max_same_failures:
+        if not apart and self.max_same_failures and memory.times >= self.max_same_failures:
             return _give_up(
                 f"this looks like a bug in the script: the same failure {memory.times} times in a row "
                 f"with no progress between ({cause.message})",
@@ -68,6 +70,7 @@ class RestartPolicy(Struct, frozen=True, kw_only=True):
             counts=True,
             reason=f"restart {used + 1} of {self.max_restarts} ({left}) after: {cause.message}",
             memory=memory,
+            apart=apart,
             refills=bool(refilled),
         )
 
@@ -97,6 +100,35 @@ class RestartPolicy(Struct, frozen=True, kw_only=True):
         )
 
 
+def _apart(record: RoundRecord, failures: Sequence[NodeFailure]) -> tuple[int, ...]:
+    """The nodes on which all workers failed alike, and none elsewhere."""
+    found = {failure.node: failure for failure in failures}
+    return nodes_apart(
+        NodeFailures(node=member.node, workers=member.local_world_size)
+        if (failure := found.get(member.node)) is None
+        else NodeFailures(
+            node=member.node,
+            workers=member.local_world_size,
+            alike=failure.alike,
+            fingerprint=failure.fingerprint,
+            waited=failure.waited,
+            passed=failure.failure_class == FailureClass.SYMPTOM.value,
+        )
+        for member in record.members
+    )
+
+
+def may_wait(failure: WorkerFailure, record: RoundRecord, *, max_restarts: int) -> bool:
+    """Whether the workers of the other nodes are let go on for a moment, to show whether a failure is its node's.
+
+    Only where that delays no recovery: another round would end the same way, or has done so, or is not left.
+    """
+    if len(record.members) < 2 or not may_be_of_node(failure):
+        return False
+    is_again = failure.fingerprint == record.memory.fingerprint
+    return not failure.retryable or is_again or record.restarts_used >= max_restarts
+
+
 def _give_up(reason: str, memory: FailureMemory) -> RestartDecision:
     return RestartDecision(go_on=False, counts=False, reason=reason, memory=memory, retryable=False)
 
@@ -119,13 +151,29 @@ _FROM_OUTSIDE = {"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2",
 
 
 def sum_up(
-    failures: Sequence[WorkerFailure], *, node: int, seconds: float, step: int = -1, hang: HangMark | None = None
+    failures: Sequence[WorkerFailure],
+    *,
+    node: int,
+    seconds: float,
+    step: int = -1,
+    hang: HangMark | None = None,
+    workers: int = 0,
 ) -> NodeFailure:
-    """One node's failures in a round, as the coordinator needs them."""
+    """One node's failures in a round, as the coordinator needs them.
+
+    Args:
+        failures: Of its workers.
+        node: Its index.
+        seconds: How long they had run.
+        step: The furthest that was reported.
+        hang: Of the one that hangs.
+        workers: How many ran there.
+    """
     ranking = Ranking(failures, WorkerFailure.standing)
     first = ranking.first or ranking.all[0]
     is_hang = first.failure_class is FailureClass.HANG
     counts = is_hang or (first.failure_class is FailureClass.ROOT and first.signal not in _FROM_OUTSIDE)
+    whole = sum_up_node(failures, node=node, workers=workers)
     return NodeFailure(
         node=node,
         # A kill from outside is no bug in the script: it never counts as "the same failure again".
@@ -136,6 +184,8 @@ def sum_up(
         step=max([step, *(f.last_step for f in failures if f.last_step is not None)]),
         seconds=seconds,
         hang=hang if is_hang else None,
+        alike=whole.alike if whole.fingerprint == first.fingerprint else 0,
+        waited=whole.waited,
     )
 
 

@@ -76,6 +76,8 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
     core_dumped: bool = False
     stopped_by_agent: bool = False
     """The agent had sent it a signal before it ended."""
+    waited: float = 0.0
+    """Seconds for which the other workers of the round were let go on, since it may be its node's (`contrast`)."""
     last_step: int | None = None
     """The last step that the worker reported."""
     source: EvidenceSource = EvidenceSource.EXIT

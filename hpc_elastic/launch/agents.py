@@ -58,7 +58,7 @@ _OWN_PREFIX = "hpc-elastic: error: "
 _NAMED = 4
 
 _LEFT = {
-    UNHEALTHY_CODE: (GivenUp.UNHEALTHY, "it failed a health check"),
+    UNHEALTHY_CODE: (GivenUp.UNHEALTHY, "it failed a health check, or its workers alone failed"),
     REFUSED_CODE: (GivenUp.REFUSED, "the filesystem of the run directory refuses it, or does not answer"),
     # Never with a new agent: it would take an empty folder for a run that begins.
     STORE_LOST_CODE: (GivenUp.STORE_LOST, "its agent has lost the run's store"),

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.text import first_of, ranges
+from hpc_elastic.failures.contrast import ALL_ALIKE
 from hpc_elastic.failures.ranking import FailureClass, Ranking, Standing
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.cluster_view import ClusterView
@@ -54,6 +55,8 @@ class RestartDecision(Struct, frozen=True, kw_only=True):
     memory: FailureMemory
     retryable: bool = True
     """Where it does not go on: whether another attempt could end otherwise."""
+    apart: tuple[int, ...] = ()
+    """Nodes that are to be in no further round: all workers there failed alike, and none elsewhere."""
     refills: bool = False
     """Whether there was progress enough for the whole budget to be there again, before the new round is charged."""
 
@@ -215,15 +218,26 @@ def _freeze(
         return propose_close(
             record, Outcome.FAILED, decision.reason, memory=decision.memory, retryable=decision.retryable
         )
+    apart = frozenset(decision.apart)
+    set_apart = f"{', '.join(_name(node, view) for node in decision.apart)} ({ALL_ALIKE})"
+    if apart:
+        present = whole_segments([member for member in present if member.node not in apart], settings.segment)
+        here = {member.uid for member in present}
+        if len(present) < settings.min_nodes:
+            left = f"{len(present)} of at least {settings.min_nodes} nodes are left{_in_segments(settings)}"
+            cause = first_failure(view.failures.values()).message
+            reason = f"{left} without {set_apart}: {cause}"
+            return propose_close(record, Outcome.FAILED, reason, memory=decision.memory)
     members = assign_ranks(record.members, present, max_nodes=settings.max_nodes, segment=settings.segment)
     replaced = replacements(record.members, members)
     taken = "".join(f"; {_name(come.node, view)} took the place of {_name(gone.node, view)}" for gone, come in replaced)
     places = min(len(record.members) + record.vacant, settings.max_nodes)
-    parts = {member.node for member in _newest_per_node(view)} - {member.node for member in present}
+    parts = {member.node for member in _newest_per_node(view)} - {member.node for member in present} - apart
     without = ", ".join(
         [
             *(_name_and_why(node, view) for node in sorted(awaited | away)),
             *(f"{_name(node, view)} (the rest of a segment)" for node in sorted(parts)),
+            *([set_apart] if apart else []),
         ]
     )
     missing = f"; without {without}" if without else ""
@@ -236,6 +250,7 @@ def _freeze(
         waiting=0,
         vacant=max(0, places - len(members)),
         lost=tuple(sorted(away | awaited)),
+        unfit=tuple(sorted({*record.unfit, *apart})),
         memory=decision.memory,
     )
     return replace(proposal, replaced=replaced)
@@ -359,7 +374,7 @@ def _in_segments(settings: RendezvousSettings) -> str:
 def _newest_per_node(view: ClusterView) -> list[Member]:
     newest: dict[int, NodeInfo] = {}
     for uid, info in view.joined.items():
-        if uid in view.dead or uid in view.leaving or info.node in view.gone:
+        if uid in view.dead or uid in view.leaving or info.node in view.gone or info.node in view.record.unfit:
             continue  # a node that was given up stays out: taken in, it would break the round at once
         other = newest.get(info.node)
         if other is None or supersedes(uid, other.uid):

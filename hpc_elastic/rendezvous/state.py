@@ -160,6 +160,9 @@ class RoundRecord(Struct, frozen=True, kw_only=True, rename={"notifier": "bell",
     """Node indexes whose agent stopped its heartbeat, until a new agent comes from there."""
     suspects: tuple[str, ...] = ()
     """Uids that have fallen silent on the network: each rewrites its heartbeat on reading its name here, or is lost."""
+    unfit: tuple[int, ...] = ()
+    """Node indexes that are in no further round, since all workers there failed alike, and none elsewhere: their
+    agents leave on reading it."""
     reason: str = ""
     """Why this round was opened, or the run closed."""
     master: str = ""
@@ -187,7 +190,7 @@ class RoundRecord(Struct, frozen=True, kw_only=True, rename={"notifier": "bell",
         """The record without its number, which is its name, and short: that of a few nodes fits into a symlink."""
         value = {"v": codec.VERSION, **codec.to_json(self, without=("number", "members_at"))}
         value["members"] = self.members_at or _pack_members(value["members"])
-        for name in ("vacant", "hang", "symptoms", "notice", "heard"):
+        for name in ("vacant", "unfit", "hang", "symptoms", "notice", "heard"):
             if not value[name]:
                 del value[name]
         if self.notice is not None and self.notice.left is None:
@@ -281,6 +284,10 @@ class NodeFailure(Struct, frozen=True, kw_only=True, rename={"fingerprint": "fp"
     """How long this node's workers had run."""
     hang: HangMark | None = None
     """Of a worker here that hangs, the one that is furthest behind."""
+    alike: int = 0
+    """How many workers here failed in the way of `fingerprint`, where that may be the node's."""
+    waited: float = 0.0
+    """Seconds for which the workers of the other nodes were let go on after that."""
 
 
 class RoundEvent(str, Enum):

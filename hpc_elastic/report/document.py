@@ -303,7 +303,7 @@ def _of_failure(history: RunHistory, subject: Subject, failure: WorkerFailure, t
         headline=failure.headline or "(no message)",
         place=f"{describe_place(failure, user_frame(failure))}{_where(history, subject)}{also}",
         facts=(
-            Fact("kind", describe_class(failure)),
+            Fact("kind", describe_class(failure, is_apart=bool(verdict.apart))),
             Fact("verdict", verdict.evidence),
             *([Fact("last step", str(failure.last_step))] if failure.last_step is not None else []),
             *(Fact("caused by", cause) for cause in (found.causes if found else ())[:_MOST_CAUSES]),

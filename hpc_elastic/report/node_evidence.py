@@ -77,6 +77,16 @@ def _of_failures(history: RunHistory, attempt: AttemptHistory, part: RoundHistor
     first = verdict.failure
     if first is None or verdict.cause is not Cause.WORKER or verdict.confidence is not Confidence.HIGH:
         return
+    if verdict.apart:
+        for host in verdict.apart:
+            node = next((one.node for one in part.nodes if one.host == host), -1)
+            if apart := _name(attempt, node, host):
+                why = f"all its workers failed alike, and none elsewhere: {first.headline}"
+                yield _evidence(
+                    history, attempt, part, apart, EvidenceKind.APART, first.ended_ns, why,
+                    fingerprint=first.fingerprint,
+                )  # fmt: skip
+        return
     hosts = {failure.host for failure in part.failures if failure.global_rank in verdict.same_failure}
     name = _name(attempt, first.node, first.host)
     is_the_scripts = bool(first.oom_kills) or not first.retryable or first.category is Category.INPUT

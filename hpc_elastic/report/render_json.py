@@ -105,6 +105,7 @@ def _verdict(document: Document) -> dict[str, Any]:
         "attempt": attempt.number if attempt is not None and subject.round is not None else None,
         "round": subject.round.index if subject.round is not None else None,
         "failure": verdict.failure.to_json() if verdict.failure is not None else None,
+        "nodes_apart": list(verdict.apart),
         "user_frame": to_builtins(frame) if frame is not None else None,
         "candidates": [_place(failure, clocks) for failure in verdict.candidates[:_MOST_CANDIDATES]],
     }

@@ -6,6 +6,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.base.text import plural
+from hpc_elastic.failures.contrast import apart_in_round
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
 from hpc_elastic.report.incidents import OutageKind, refused_hosts
@@ -78,7 +80,7 @@ def verdict_of(part: RoundHistory) -> Verdict:
     classes = {failure.failure_class for failure in part.failures}
     is_unknown = FailureClass.SYMPTOM in classes <= {FailureClass.SYMPTOM, FailureClass.STOPPED_BY_US}
     needs_ranks = is_unknown or FailureClass.HANG in classes
-    return decide_verdict(
+    verdict = decide_verdict(
         part.failures,
         lost_nodes=(*part.lost_nodes, *part.own_failures),
         rank_statuses=part.rank_statuses,
@@ -87,6 +89,22 @@ def verdict_of(part: RoundHistory) -> Verdict:
         clocks=part.clocks,
         ranks={rank: node.host for node in part.nodes for rank in node.ranks} if needs_ranks else None,
     )
+    return _contrasted(verdict, part)
+
+
+def _contrasted(verdict: Verdict, part: RoundHistory) -> Verdict:
+    """The verdict, where a failure of a worker is a fact about its node."""
+    failure = verdict.failure
+    if verdict.cause is not Cause.WORKER or failure is None:
+        return verdict
+    apart = apart_in_round(part.failures, {node.node: len(node.ranks) for node in part.nodes})
+    if failure.node not in apart:
+        return verdict
+    hosts = {node.node: node.host for node in part.nodes}
+    names = tuple(hosts[node] for node in apart)
+    ranks = f"all {plural(sum(len(node.ranks) for node in part.nodes if node.node in apart), 'rank')}"
+    evidence = f"the same failure on {ranks} of {', '.join(names)}, and on none elsewhere: the node lacks something"
+    return replace(verdict, evidence=evidence, retryable=True, category=Category.INFRASTRUCTURE, apart=names)
 
 
 def failure_count(history: RunHistory, *, attempt: int | None = None) -> int:

@@ -84,6 +84,8 @@ class Verdict(Struct, frozen=True, kw_only=True):
     """Global ranks that failed in the same way, the root cause's included."""
     candidates: tuple[WorkerFailure, ...] = ()
     """The other failures that are no consequence, by time; without those of the same kind."""
+    apart: tuple[str, ...] = ()
+    """Hosts on which all workers failed in this way, where no worker of the others did: what fails is on the node."""
     suspects: tuple[Suspect, ...] = ()
     """For `Cause.UNKNOWN`: the ranks to look at, the likeliest first."""
     headline: str = ""

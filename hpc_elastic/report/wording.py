@@ -40,13 +40,19 @@ _MOST_SPARES = 3
 _MOST_RESTARTS = 3
 
 
-def describe_class(failure: WorkerFailure) -> str:
-    """Why a failure is of its class, whether its node is suspect, and whether another try may help."""
-    retry = f"; {failure.host} is suspect" if failure.node_suspect else ""
-    retry += "" if failure.retryable else "; not worth another try"
+def describe_class(failure: WorkerFailure, *, is_apart: bool = False) -> str:
+    """Why a failure is of its class, whether its node is suspect, and whether another try may help.
+
+    Args:
+        failure: The failure.
+        is_apart: All workers of its node failed so, and none elsewhere.
+    """
+    retry = f"; {failure.host} is suspect" if failure.node_suspect or is_apart else ""
+    retry += "" if failure.retryable or is_apart else "; not worth another try"
     # A worker that another process killed or stopped may have done nothing wrong, nor one that lost a peer.
     blameless = failure.failure_class in _BLAMELESS or any(text in failure.reason for text in _SENT_BY_OTHERS)
-    whose = failure.category.value if blameless else _CATEGORY_WORDS[failure.category]
+    category = Category.INFRASTRUCTURE if is_apart else failure.category
+    whose = category.value if blameless else _CATEGORY_WORDS[category]
     return f"{failure.reason} ({whose}){retry}" if failure.reason else f"{whose}{retry}"
 
 

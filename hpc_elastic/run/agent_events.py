@@ -79,6 +79,8 @@ class WorkerFailed(AgentEvent, frozen=True, kw_only=True):
     """the same by the host's clock that nobody sets"""
     printed_ns: int = 0
     """when its traceback began to come from its pipe, by the clock of `ended_ns`; 0: not known"""
+    waited: float = 0.0
+    """seconds for which the other workers were let go on, since it may be its node's"""
     message: str = ""
 
 

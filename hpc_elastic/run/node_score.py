@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
+from itertools import combinations
 
 from msgspec import Struct
 
@@ -30,6 +31,8 @@ class EvidenceKind(str, Enum):
     """It failed a health check."""
     HARDWARE = "hardware"
     """A worker's words name a broken part of it: an ECC error, an Xid."""
+    APART = "apart"
+    """All its workers failed alike, and none of the other nodes': something is missing there."""
     FIRST_FAILURE = "first_failure"
     """A round's first failure was there, by a signal, a hang or something that the node offers."""
     FIRST_EXCEPTION = "first_exception"
@@ -40,6 +43,7 @@ WEIGHTS = {
     EvidenceKind.LOST: 1.0,
     EvidenceKind.UNHEALTHY: 1.0,
     EvidenceKind.HARDWARE: 1.0,
+    EvidenceKind.APART: 1.0,
     EvidenceKind.FIRST_FAILURE: 0.5,
     EvidenceKind.FIRST_EXCEPTION: 0.25,
 }
@@ -109,12 +113,26 @@ def score_nodes(evidence: Iterable[Evidence], *, now_ns: int, hours: float = DEF
     for item in counts:
         if item.kind in _FIRST:
             places.setdefault((item.code, item.fingerprint), set()).add(item.node)
+    moved = _moved(counts)
     by_node: dict[str, list[Evidence]] = {}
     for item in counts:
+        if item.kind is EvidenceKind.APART and (item.code, item.fingerprint) in moved:
+            continue
         if item.kind not in _FIRST or len(places[item.code, item.fingerprint]) == 1:
             by_node.setdefault(item.node, []).append(item)
     found = [_score(node, items, life_ns) for node, items in by_node.items()]
     return tuple(sorted(found, key=lambda one: (-one.score, -one.evidence[0].at_ns, one.node)))
+
+
+def _moved(counts: Sequence[Evidence]) -> set[tuple[str, str]]:
+    """The failures that some nodes had apart from the others, and in another round other nodes: these move with the
+    code. Several nodes of one round may lack the same."""
+    rounds: dict[tuple[str, str], dict[tuple[str, int, int], set[str]]] = {}
+    for item in counts:
+        if item.kind is EvidenceKind.APART:
+            place = (item.run_id, item.attempt, item.round)
+            rounds.setdefault((item.code, item.fingerprint), {}).setdefault(place, set()).add(item.node)
+    return {key for key, found in rounds.items() if any(a.isdisjoint(b) for a, b in combinations(found.values(), 2))}
 
 
 def _score(node: str, items: list[Evidence], life_ns: int) -> NodeScore:

@@ -21,7 +21,8 @@ from hpc_elastic.agent.local_workers import Place
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.store_server import MasterPortTakenError, StoreState
 from hpc_elastic.agent.supervision import Phase, WorkerState
-from hpc_elastic.base.outcome import UNCONFIRMED_CODE, Outcome
+from hpc_elastic.base.outcome import UNCONFIRMED_CODE, UNHEALTHY_CODE, Outcome
+from hpc_elastic.failures.contrast import ALL_ALIKE, MOMENT_SECONDS
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import RankStacks
 from hpc_elastic.failures.worker_failure import WorkerFailure
@@ -105,6 +106,8 @@ class Workers:
     unwritten_evidence: list[Callable[[], object]] = field(default_factory=list)
     own_ends: tuple[OwnEnd, ...] = ()
     has_symptoms_only: bool = False
+    early: WorkerFailure | None = None
+    waits: bool = False
     wants_look: bool = False
     moment_ended: bool = False
     activities: list[Activity] = field(default_factory=list)
@@ -117,6 +120,12 @@ class Workers:
 
     def end_moment(self) -> None:
         self.moment_ended = True
+
+    def look_at_failure(self) -> WorkerFailure | None:
+        return self.early
+
+    def begin_moment(self) -> None:
+        self.waits = True
 
     def start(self, argv: list[str], environment: Callable[[int, str], Mapping[str, str]], *, cwd: str) -> None:
         self.argv = argv
@@ -992,6 +1001,56 @@ def test_a_cause_that_is_known_elsewhere_ends_the_moment(play: Callable[..., Pla
         return []
 
     p.run(*RUNNING, fails, [joinable(1)], ended, [], [], [], [], [], [closed(Outcome.FAILED)])
+
+
+LACKS = failure(
+    exception_type="ModuleNotFoundError", message="ModuleNotFoundError: No module named 'x'", retryable=False
+)
+
+
+def test_what_may_be_missing_on_this_node_alone_is_reported_after_a_moment_for_the_others(
+    play: Callable[..., Play],
+) -> None:
+    p = play()
+
+    def fails() -> None:
+        p.workers[0].early = LACKS
+        p.workers[0].fall(LACKS)
+
+    def waits() -> None:
+        assert p.workers[0].waits
+        assert not p.workers[0].stopping
+        assert not p.said.all("report_failure")
+        p.pass_seconds(MOMENT_SECONDS)
+
+    def reported() -> None:
+        assert p.workers[0].stopping
+        assert p.said.all("report_failure")
+
+    p.run(*RUNNING, fails, waits, reported, [], [], [closed(Outcome.FAILED)])
+
+
+def test_a_round_that_breaks_elsewhere_ends_the_moment(play: Callable[..., Play]) -> None:
+    p = play()
+
+    def fails() -> None:
+        p.workers[0].early = LACKS
+        p.workers[0].fall(LACKS)
+
+    def stopping() -> list[Any]:
+        assert p.workers[0].stopping
+        return []
+
+    p.run(*RUNNING, fails, [joinable(1)], stopping, [], [], [closed(Outcome.FAILED)])
+
+
+def test_an_agent_leaves_whose_node_is_in_no_further_round(play: Callable[..., Play]) -> None:
+    p = play()
+    members = (Member(OTHER, 1, 1),)
+    p.said.record = None
+    code = p.run(*RUNNING, [joinable(1)], [], [frozen(1, members, unfit=(0,))], [], [])
+    assert code == UNHEALTHY_CODE
+    assert p.event("agent_ended")["reason"] == ALL_ALIKE
 
 
 def test_an_older_rounds_hang_takes_nobodys_stacks(play: Callable[..., Play]) -> None:

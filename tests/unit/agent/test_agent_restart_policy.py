@@ -11,14 +11,15 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.agent.local_workers import LocalWorkers, _Slot
-from hpc_elastic.agent.restart_policy import RestartPolicy, early_failure, sum_up
+from hpc_elastic.agent.restart_policy import RestartPolicy, early_failure, may_wait, sum_up
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.rendezvous.coordinator import RestartDecision
-from hpc_elastic.rendezvous.state import FailureMemory, HangMark, NodeFailure, RoundRecord, Status
+from hpc_elastic.rendezvous.state import FailureMemory, HangMark, Member, NodeFailure, RoundRecord, Status
 from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.workers.spawn import ExitStatus
 from tests.rigs.fake_clock import FakeClock
+from tests.rigs.run_builder import make_failure
 
 POLICY = RestartPolicy(max_restarts=3, max_same_failures=2, restart_window=600.0)
 
@@ -425,3 +426,66 @@ def test_the_first_word_tells_whether_another_try_is_wanted(final: bool) -> None
     watch: Any = SimpleNamespace(mark=None, furthest_step=7)
     word = early_failure("rank 0 ended with exit code 93", node=1, workers=workers, watch=watch)
     assert (word.retryable, word.seconds, word.step) == (not final, 3.0, 7)
+
+
+# -- contrast between nodes
+
+
+def _in_round(*nodes: int) -> RoundRecord:
+    return replace(record(), members=tuple(Member(f"{node:05d}-n{node}", node, 2) for node in nodes))
+
+
+def _lacks(node: int, *, alike: int = 2, waited: float = 1.0, retryable: bool = False) -> NodeFailure:
+    return failure(node=node, alike=alike, waited=waited, retryable=retryable, message="rank 2: ModuleNotFoundError: x")
+
+
+def test_what_one_node_alone_lacks_is_worth_another_round_without_it() -> None:
+    decision = POLICY.decide_restart(_in_round(0, 1, 2), [_lacks(1)], False)
+    assert (decision.go_on, decision.counts, decision.apart) == (True, True, (1,))
+    again = replace(_in_round(0, 1, 2), memory=FailureMemory(fingerprint="F", times=5))
+    assert POLICY.decide_restart(again, [_lacks(1, retryable=True)], False).apart == (1,)
+
+
+def test_what_all_nodes_lack_is_not() -> None:
+    decision = POLICY.decide_restart(_in_round(0, 1), [_lacks(0), _lacks(1)], False)
+    assert (decision.go_on, decision.retryable, decision.apart) == (False, False, ())
+    for one in (_lacks(1, alike=1), _lacks(1, waited=0.0)):
+        assert not POLICY.decide_restart(_in_round(0, 1), [one], False).go_on
+
+
+def test_where_no_restart_is_left_another_attempt_may_go_well_all_the_same() -> None:
+    policy = replace(POLICY, max_restarts=0)
+    decision = policy.decide_restart(_in_round(0, 1), [_lacks(1)], False)
+    assert (decision.go_on, decision.retryable) == (False, True)
+
+
+def test_a_node_sums_up_how_many_of_its_workers_failed_alike() -> None:
+    failed = [
+        replace(make_failure(rank, at=1, exception="ImportError: no x", per_node=2), waited=1.0) for rank in (2, 3)
+    ]
+    summed = sum_up(failed, node=1, seconds=1.0, workers=2)
+    assert (summed.alike, summed.waited, summed.retryable) == (2, 1.0, False)
+    assert sum_up([make_failure(2, at=1, exitcode=-9)], node=1, seconds=1.0, workers=2).alike == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "exception", "changes", "max_restarts", "waits"),
+    [
+        ("a package that is missing: no recovery is delayed", "ImportError: no x", {}, 3, True),
+        ("a file that is missing, the first time: a restart may help", "FileNotFoundError: x", {}, 3, False),
+        ("the same with no restart left", "FileNotFoundError: x", {"restarts_used": 3}, 3, True),
+        ("a bug", "ValueError: bad", {"restarts_used": 3}, 3, False),
+        ("a round of one node", "ImportError: no x", {"members": ()}, 3, False),
+    ],
+)
+def test_the_others_get_their_moment_where_that_delays_no_recovery(
+    what: str, exception: str, changes: dict[str, Any], max_restarts: int, waits: bool
+) -> None:
+    of = replace(_in_round(0, 1), **changes)
+    assert may_wait(make_failure(2, at=1, exception=exception), of, max_restarts=max_restarts) is waits, what
+
+
+def test_the_same_file_that_is_missing_again_gets_a_moment() -> None:
+    missing = make_failure(2, at=1, exception="FileNotFoundError: x")
+    of = replace(_in_round(0, 1), memory=FailureMemory(fingerprint=missing.fingerprint, times=1))
+    assert may_wait(missing, of, max_restarts=3)

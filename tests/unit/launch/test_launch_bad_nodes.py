@@ -129,3 +129,21 @@ def test_a_record_that_is_torn_costs_what_it_held_and_no_more(tmp_path: Path) ->
     RunPaths(tmp_path).nodes_json.write_text("{")
     assert keep(tmp_path, lost("n4")).evidence == (lost("n4"),)
     assert load_record(RunPaths(tmp_path).nodes_json).evidence == (lost("n4"),)
+
+
+def _apart(node: str, *, ago: float = 1.0, attempt: int = 0, fingerprint: str = "ImportError:1") -> Evidence:
+    return Evidence(
+        node=node, kind=EvidenceKind.APART, at_ns=NOW - int(ago * HOUR), why="all its workers failed alike",
+        code="train.py", fingerprint=fingerprint, run_id="r", attempt=attempt, round=0,
+    )  # fmt: skip
+
+
+def test_a_node_that_lacks_something_is_left_out_of_the_next_attempt() -> None:
+    assert excluded(_apart("n3")) == ("n3",)
+    assert excluded(_apart("n3"), _apart("n5")) == ("n3", "n5"), "two nodes of one round may lack the same"
+    assert excluded(_apart("n3", ago=2), _apart("n3", attempt=1)) == ("n3",)
+
+
+def test_what_another_node_lacks_in_the_next_attempt_moves_with_the_code() -> None:
+    assert excluded(_apart("n3", ago=2), _apart("n5", attempt=1)) is None
+    assert excluded(_apart("n3", ago=2), _apart("n5", attempt=1, fingerprint="other")) == ("n3", "n5")

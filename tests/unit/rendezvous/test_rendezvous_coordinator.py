@@ -867,3 +867,29 @@ def test_of_many_missing_nodes_some_are_named() -> None:
     assert proposal.record.reason.endswith(
         "(missing: node 30-39, nid001, nid002, nid003, nid004, nid005, nid006, nid007, nid008 and 21 more)"
     )
+
+
+# -- all workers of a node failed alike, and none elsewhere
+
+
+def test_a_node_apart_is_in_no_further_round() -> None:
+    decide_restart = DecideRestart(settled(reason="restart 1 of 3", apart=(2,)))
+    proposal = committed(view(AGAIN, joined=ALL, failures={uid(2): failure(2)}), decide_restart=decide_restart)
+    assert proposal.event is RoundEvent.FREEZE
+    assert nodes_of(proposal) == [0, 1, 3]
+    assert proposal.record.unfit == (2,)
+    assert proposal.record.lost == (), "it lives, and leaves by itself"
+    assert "; without node 2 (all its workers failed alike, and none of the other nodes')" in proposal.reason
+    # It waits until it has read that, and is taken in no more.
+    later = replace(proposal.record, status=Status.JOINABLE, number=20)
+    assert nodes_of(committed(view(later, joined=ALL, since_status=30.0))) == [0, 1, 3]
+    assert decode_record(20, later.to_json(), run_id="r").unfit == (2,)
+
+
+def test_where_too_few_are_left_without_it_the_attempt_ends_and_another_one_may_go_well() -> None:
+    decide_restart = DecideRestart(settled(reason="restart 1 of 3", apart=(0, 2, 3)))
+    proposal = committed(view(AGAIN, joined=ALL, failures={uid(2): failure(2)}), decide_restart=decide_restart)
+    assert proposal.event is RoundEvent.CLOSE
+    assert (proposal.record.outcome, proposal.record.retryable) == (Outcome.FAILED, True)
+    assert proposal.record.reason.startswith("1 of at least 2 nodes are left without node 0, node 2, nid003 (all its")
+    assert proposal.record.reason.endswith(": boom")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.render_json import VERSION, json_report
@@ -39,6 +40,7 @@ LOSS: dict[str, Any] = {
 FAILURE: dict[str, Any] = {
     **dict.fromkeys(("version", "attempt", "round", "node", "local_rank", "global_rank", "pid", "exitcode"), INT),
     **dict.fromkeys(("ended_ns", "ended_uptime_ns", "printed_ns", "oom_kills"), INT),
+    "waited": NUMBER,
     **dict.fromkeys(("host", "signal", "message", "exception_type", "traceback", "stderr_tail", "fingerprint"), TEXT),
     **dict.fromkeys(("category", "failure_class", "reason", "source", "error_file", "problem"), TEXT),
     **dict.fromkeys(("retryable", "core_dumped", "stopped_by_agent", "node_suspect"), BOOL),
@@ -65,6 +67,7 @@ VERDICT: dict[str, Any] = {
     "attempt": "int?",
     "round": "int?",
     "failure": (FAILURE, None),
+    "nodes_apart": [TEXT],
     "user_frame": ({"file": TEXT, "line": INT, "function": TEXT}, None),
     "candidates": [PLACE],
 }
@@ -286,6 +289,14 @@ def test_every_key_and_its_type(tmp_path: Path, make: Any) -> None:
     assert value["version"] == VERSION == 1
 
 
+def node_apart(root: Path) -> RunBuilder:
+    builder = RunBuilder(root, nodes=2)
+    builder.attempt(0)
+    builder.round(0, 0, at=9)
+    builder.fail(replace(make_failure(1, at=60, exception="ModuleNotFoundError: No module named 'x'"), waited=1.0))
+    return builder
+
+
 def test_the_samples_fill_every_list(tmp_path: Path) -> None:
     """Else a wrong type in one that is always empty would not be seen."""
     filled: set[str] = set()
@@ -299,7 +310,7 @@ def test_the_samples_fill_every_list(tmp_path: Path) -> None:
             for item in value:
                 walk(item, place)
 
-    for number, make in enumerate((requeued_run, hung_run, everything, unknown_cause)):
+    for number, make in enumerate((requeued_run, hung_run, everything, unknown_cause, node_apart)):
         walk(json.loads(json_report(collect_run(make(tmp_path / f"run-{number}").root))), "report")
     builder = everything(tmp_path / "torn")
     builder.paths.run_json.unlink()

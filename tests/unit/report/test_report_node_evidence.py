@@ -6,6 +6,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.node_evidence import node_evidence
 from hpc_elastic.report.render_html import render_html
@@ -240,3 +241,34 @@ def test_of_a_node_that_was_lost_and_then_could_not_run_the_agent_both_are_told(
     builder.round(0, 1, at=13, without=(2,))
     (loss,) = collect_run(builder.root).attempts[0].rounds[0].lost_nodes
     assert loss.detail == f"its agent was ended by SIGKILL; given up after that: {COULD_NOT}"
+
+
+def _lacks(rank: int) -> WorkerFailure:
+    failure = make_failure(rank, at=5 + rank / 100, exception="ModuleNotFoundError: No module named 'x'", per_node=2)
+    return replace(failure, waited=1.0)
+
+
+def test_a_node_whose_workers_alone_lack_something_is_bad(tmp_path: Path) -> None:
+    builder = RunBuilder(tmp_path / "run", nodes=3, per_node=2)
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    for rank in (2, 3):
+        builder.fail(_lacks(rank))
+    assert found(builder) == [("n2", EvidenceKind.APART)]
+    history = collect_run(builder.root)
+    verdict = render_json(history)["verdict"]
+    assert (verdict["nodes_apart"], verdict["retryable"], verdict["category"]) == (["n2"], True, "infrastructure")
+    text = render_text(history)
+    assert "; n2 is suspect\n" in text
+    assert "the same failure on all 2 ranks of n2, and on none elsewhere" in text
+    assert "not worth another try" not in text
+
+
+def test_what_all_nodes_lack_speaks_against_none(tmp_path: Path) -> None:
+    builder = RunBuilder(tmp_path / "run", nodes=2, per_node=2)
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    for rank in range(4):
+        builder.fail(_lacks(rank))
+    assert found(builder) == []
+    assert "not worth another try" in render_text(collect_run(builder.root))

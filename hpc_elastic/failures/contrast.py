@@ -1,0 +1,119 @@
+"""Contrast between nodes: the same failure on all workers of some nodes, and on none elsewhere. Pure.
+
+A package, a library or a file that is missing on one node raises the same exception in every worker there. That is a
+fact about the node: another attempt without it may go well. The same exception on all nodes is the user's mistake, and
+another attempt would end the same way. The coordinator asks `nodes_apart` when a round has broken, the report asks it
+for the same round afterwards.
+
+Whether the workers elsewhere would have failed a moment later shows only where they got that moment
+(`WorkerFailure.waited`), or where they had come to a collective, and failed in it when the peer was gone. A failure
+after which all were ended at once is contrasted with nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from msgspec import Struct
+
+from hpc_elastic.failures.classify import is_same_failure
+from hpc_elastic.failures.ranking import FailureClass
+from hpc_elastic.failures.worker_failure import WorkerFailure
+
+ALL_ALIKE = "all its workers failed alike, and none of the other nodes'"
+"""Why such a node is left out."""
+MOMENT_SECONDS = 1.0
+"""So long the workers of the other nodes may go on, so that those which would fail in the same way do."""
+_ENOUGH = 0.8
+_TYPES = frozenset({"ImportError", "ModuleNotFoundError", "FileNotFoundError", "NotADirectoryError", "PermissionError"})
+"""What Python raises where a package, a file or the right to read it is missing."""
+_TEXTS = re.compile(
+    r"cannot open shared object file|error while loading shared libraries|version `\w+_[\d.]+' not found"
+    r"|command not found|can't open file '|no such file or directory|no cuda gpus are available"
+    r"|driver on your system is too old|driver version is insufficient",
+    re.IGNORECASE,
+)
+_CANNOT_RUN = (126, 127)
+
+
+class NodeFailures(Struct, frozen=True, kw_only=True):
+    """What one node of a round shows."""
+
+    node: int
+    workers: int
+    """How many ran there."""
+    alike: int = 0
+    """How many of them failed by themselves in the way of `fingerprint`."""
+    fingerprint: str = ""
+    """Of a failure that may be the node's; empty where there is none."""
+    waited: float = 0.0
+    """Seconds for which the workers elsewhere were let go on after that."""
+    passed: bool = False
+    """Its workers had come further: one of them lost a peer in a collective."""
+
+
+def may_be_of_node(failure: WorkerFailure) -> bool:
+    """Whether a failure is one that a node alone may have: something is missing there, or does not fit."""
+    if failure.failure_class is not FailureClass.ROOT:
+        return False
+    name = failure.exception_type.rsplit(".", 1)[-1]
+    if name in _TYPES or failure.exitcode in _CANNOT_RUN:
+        return True
+    return bool(_TEXTS.search(failure.headline) or (not name and _TEXTS.search(failure.stderr_tail)))
+
+
+def sum_up_node(failures: Sequence[WorkerFailure], *, node: int, workers: int) -> NodeFailures:
+    """One node's part in the contrast.
+
+    Args:
+        failures: Of its workers, in one round.
+        node: Its index.
+        workers: How many ran there.
+    """
+    by_itself = [one for one in failures if not one.stopped_by_agent]
+    own = [one for one in by_itself if may_be_of_node(one)]
+    if not own:
+        passed = any(one.failure_class is FailureClass.SYMPTOM for one in by_itself)
+        return NodeFailures(node=node, workers=workers, passed=passed)
+    first = min(own, key=lambda one: (one.ended_uptime_ns, one.global_rank))
+    alike = [one for one in own if is_same_failure(one, first)]
+    waited = max(one.waited for one in alike)
+    return NodeFailures(node=node, workers=workers, alike=len(alike), fingerprint=first.fingerprint, waited=waited)
+
+
+def nodes_apart(nodes: Iterable[NodeFailures]) -> tuple[int, ...]:
+    """The nodes on which all workers failed alike, where no worker of the others did; none where it is most of them.
+
+    Args:
+        nodes: All nodes of the round.
+    """
+    found = list(nodes)
+    whole: dict[str, list[NodeFailures]] = {}
+    for one in found:
+        if one.fingerprint and 0 < one.workers <= one.alike:
+            whole.setdefault(one.fingerprint, []).append(one)
+    apart: list[int] = []
+    for fingerprint, those in whole.items():
+        elsewhere = [one for one in found if one not in those]
+        had_time = max(one.waited for one in those) >= _ENOUGH * MOMENT_SECONDS
+        if not elsewhere or any(one.fingerprint == fingerprint for one in elsewhere):
+            continue
+        if had_time or all(one.passed for one in elsewhere):
+            apart += [one.node for one in those]
+    return tuple(sorted(apart)) if 2 * len(apart) <= len(found) else ()
+
+
+def apart_in_round(failures: Sequence[WorkerFailure], workers: Mapping[int, int]) -> tuple[int, ...]:
+    """`nodes_apart` of a round's failures.
+
+    Args:
+        failures: Of all nodes.
+        workers: Node → how many workers ran there.
+    """
+    if len(workers) < 2 or not any(may_be_of_node(one) for one in failures):
+        return ()
+    return nodes_apart(
+        sum_up_node([one for one in failures if one.node == node], node=node, workers=count)
+        for node, count in workers.items()
+    )
