@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.verdicts.case import GLOO, TORCH, Case
-from tests.verdicts.cases_peers import SHORT
+from tests.verdicts.cases_peers import ENDED_WITH_0, SHORT
 
 GROUP = "collectives"
 
@@ -197,7 +197,7 @@ for batch in range(batches):
 print("epoch done")
 """,
         ranks=(3,),
-        says=("ended with 0", "exited with 0", "exit code 0"),
+        says=ENDED_WITH_0,
         unknown_is_right=True,
     ),
     Case(

@@ -12,8 +12,15 @@ GROUP = "peers"
 SHORT = GLOO + "steps = dist.new_group(timeout=timedelta(seconds=3))\n"
 """All ranks have met; collectives in the group `steps` wait for 3 s."""
 
-ENDED_WITH_0 = ("ended with 0", "exited with 0", "exit code 0", "exitcode 0")
-"""The fact by which a reader understands such a failure."""
+ENDED_WITH_0 = (
+    "ended with 0",
+    "exited with 0",
+    "exit code 0",
+    "exitcode 0",
+    "terminate called without an active exception",
+)
+"""The fact by which a reader understands such a failure. The last one was added after the first runs: a busy machine's
+interpreter sometimes aborts in its teardown, where the process group was not destroyed, and that is the end then."""
 
 CASES = (
     Case(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.verdicts.case import ENVIRON, GLOO, MEET, TORCH, Case
+from tests.verdicts.cases_peers import ENDED_WITH_0
 
 GROUP = "restarts"
 
@@ -86,7 +87,7 @@ for step in range(40):
 """,
         # Of the round that ended the job, rank 3; to name rank 1 of the round before with its error is not wrong.
         ranks=(3,),
-        says=("ended with 0", "exited with 0", "exit code 0"),
+        says=ENDED_WITH_0,
         options=_ONCE,
         unknown_is_right=True,
     ),
