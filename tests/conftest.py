@@ -10,6 +10,8 @@ import pytest
 os.environ["HPC_ELASTIC_SITE_CONFIG"] = os.environ["HPC_ELASTIC_USER_CONFIG"] = ""
 # torch looks up the name of each address that a TCPStore connects to; a DNS server that loses a packet takes it 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+# A process for each core in each of several tests at once: threads that spin for work would take it from the others.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 try:
     from hypothesis import settings

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
+
+import pytest
 
 from tests.rigs.local_run import LocalRun, open_to_others
 
@@ -16,7 +17,8 @@ print("err of", RANK, file=sys.stderr)
 """
 
 
-def test_workers_get_torchruns_environment(tmp_path: Path) -> None:
+def test_workers_get_torchruns_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
     arguments = ["--lr", "0.1", "a b", "it's $HOME", "line\nbreak", "ünï", ""]
     with LocalRun(tmp_path, _TELL_ENVIRONMENT, nproc=2, arguments=arguments, environ={"MINE": "x y"}) as run:
         assert run.finish() == 0
@@ -40,7 +42,7 @@ def test_workers_get_torchruns_environment(tmp_path: Path) -> None:
                 "TORCHELASTIC_MAX_RESTARTS": "3",
                 "TORCHELASTIC_RUN_ID": run.paths.run_id,
                 "TORCHELASTIC_ERROR_FILE": str(run.rank(rank).error_file),
-                "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+                "OMP_NUM_THREADS": "1",
                 "PYTHONFAULTHANDLER": "1",
                 "HPC_ELASTIC_RUN_DIR": str(run.paths.root),
                 "HPC_ELASTIC_ATTEMPT": "0",
@@ -59,11 +61,12 @@ def test_workers_get_torchruns_environment(tmp_path: Path) -> None:
         assert int(port) > 0
 
 
-def test_one_worker_per_node_keeps_its_threads(tmp_path: Path) -> None:
+def test_one_worker_per_node_keeps_its_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS")
     with LocalRun(tmp_path, _TELL_ENVIRONMENT, nodes=1) as run:
         assert run.finish() == 0
         (worker,) = run.moments("here")
-        assert worker["environ"].get("OMP_NUM_THREADS") == os.environ.get("OMP_NUM_THREADS")
+        assert "OMP_NUM_THREADS" not in worker["environ"]
 
 
 def test_output_is_in_the_ranks_files_and_prefixed_in_the_job_log(tmp_path: Path) -> None:
