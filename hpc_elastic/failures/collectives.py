@@ -213,9 +213,13 @@ class Comparison(Struct, frozen=True, kw_only=True):
     """The ranks that differ, the likeliest first; empty: none does, or too many do."""
     says: str = ""
     """What the ranks have in common, or how they differ, in one clause; empty: nothing that is worth it."""
+    is_of_all: bool = False
+    """Whether `says` is what happened, and no rank differs: numbers that the script gives to all."""
 
 
 NOTHING = Comparison()
+_WRONG_SIZE = "the world size that the script gives is too large"
+_WRONG_RANKS = "the ranks that the script gives are not this job's"
 
 
 def odd_ones_out(activities: Sequence[Activity], *, hosts: Mapping[int, str] | None = None) -> tuple[Suspect, ...]:
@@ -247,7 +251,8 @@ def compare_ranks(activities: Sequence[Activity], *, hosts: Mapping[int, str] | 
         if found is not None:
             whys, says = found
             suspects = tuple(Suspect(rank=rank, host=where.get(rank, ""), why=why) for rank, why in whys.items())
-            return Comparison(suspects=suspects[:MOST_SUSPECTS], says=says)
+            is_of_all = says.endswith((_WRONG_SIZE, _WRONG_RANKS))
+            return Comparison(suspects=suspects[:MOST_SUSPECTS], says=says, is_of_all=is_of_all)
     return NOTHING
 
 
@@ -295,10 +300,8 @@ def _by_store(known: Mapping[int, Activity], *, workers: int) -> _Found:
     clients = next((activity.clients for activity in known.values() if activity.clients is not None), None)
     if clients is not None:
         came, wanted = clients
-        return {}, (
-            f"{came} of {plural(wanted, 'rank')} had connected to the store: "
-            f"is the world size {wanted}, given by the script, right for {plural(workers, 'worker')}?"
-        )
+        says = f"{came} of {plural(wanted, 'rank')} had connected to the store"
+        return {}, f"{says}, and {plural(workers, 'worker')} run: {_WRONG_SIZE}" if wanted > workers else says
     keys = {rank: activity.key for rank, activity in known.items() if activity.key}
     if not keys:
         return None
@@ -310,12 +313,12 @@ def _by_store(known: Mapping[int, Activity], *, workers: int) -> _Found:
         if rank >= workers:
             return {}, (
                 f"{ranks_text(waiting)} {are} for rank {rank} to join the process group, and "
-                f"{plural(workers, 'worker')} run: the world size that the script gives is too large"
+                f"{plural(workers, 'worker')} run: {_WRONG_SIZE}"
             )
         if rank in waiting:
             return {}, (
                 f"{ranks_text(waiting)} {are} for rank {rank} to join the process group, rank {rank} of this job too: "
-                f"the ranks that the script gives are not this job's"
+                f"{_WRONG_RANKS}"
             )
         does = f"; it was {known[rank].where}" if rank in known and known[rank].doing is not Doing.UNKNOWN else ""
         return {rank: f"{ranks_text(waiting)} waited for it to join the process group in vain{does}"}, ""

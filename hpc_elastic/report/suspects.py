@@ -43,6 +43,8 @@ def find_suspects(
         ranks: The host of every rank of the round, where it is known.
         clocks: What two hosts' times are worth.
     """
+    if compared.is_of_all:
+        return ()
     hosts = ranks or {}
     early = []
     for end in ends:

@@ -280,7 +280,7 @@ def _hang_verdict(
     others = [status for status in rank_statuses if status.rank != root.global_rank]
     further = [status.step for status in others if status.step is not None and status.step > step]
     hung = {one.global_rank: one for one in causes if one.failure_class is FailureClass.HANG}
-    confidence, suspects = Confidence.HIGH, tuple(odd)
+    cause, confidence, suspects = Cause.WORKER, Confidence.HIGH, tuple(odd)
     if further:
         at = f"step {min(further)}" if min(further) == max(further) else f"steps {min(further)} to {max(further)}"
         evidence, suspects = f"furthest behind: {plural(len(further), 'other rank')} had got to {at}", ()
@@ -288,7 +288,8 @@ def _hang_verdict(
         root, suspects = hung[odd[0].rank], ()
         evidence = f"the odd one out: {odd[0].why}"
     elif odd:
-        confidence, evidence = Confidence.LOW, f"first to fall silent. {look_at(odd)}"
+        cause, confidence = Cause.UNKNOWN, Confidence.NONE
+        evidence = f"not known: ranks hung at the same step. {look_at(odd)}"
     elif level := [rank for rank, one in hung.items() if one is not root and one.last_step == root.last_step]:
         confidence = Confidence.LOW
         evidence = (
@@ -308,7 +309,7 @@ def _hang_verdict(
         are = "is its consequence" if len(symptoms) == 1 else "are its consequences"
         evidence += f"; {plural(len(symptoms), 'failure')} elsewhere {are}"
     candidates = (failure for failure in causes if failure is not root)
-    return _of_worker(root, confidence, evidence, candidates=candidates, suspects=suspects)
+    return _of_worker(root, confidence, evidence, cause=cause, candidates=candidates, suspects=suspects)
 
 
 def _as_silent(root: WorkerFailure, rank_statuses: Sequence[RankStatus]) -> list[int]:

@@ -250,8 +250,11 @@ def test_clients_that_never_connected() -> None:
     text = "torch.distributed.DistStoreError: Timed out after 6 seconds waiting for clients. 4/5 clients joined."
     found = compare_ranks([activity_of_failure(0, ALL_REDUCE, text)], hosts=HOSTS)
     assert found.says == (
-        "4 of 5 ranks had connected to the store: is the world size 5, given by the script, right for 4 workers?"
+        "4 of 5 ranks had connected to the store, and 4 workers run: the world size that the script gives is too large"
     )
+    assert found.is_of_all
+    fewer = compare_ranks([activity_of_failure(0, ALL_REDUCE, text.replace("4/5", "3/4"))], hosts=HOSTS)
+    assert (fewer.says, fewer.is_of_all) == ("3 of 4 ranks had connected to the store", False)
 
 
 def test_gloos_sizes_show_that_tensors_differ_and_not_whose() -> None:

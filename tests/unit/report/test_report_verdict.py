@@ -272,7 +272,9 @@ def test_a_silent_rank_that_does_what_the_others_do_is_named_with_that() -> None
 def test_what_all_ranks_have_in_common_is_said_and_no_rank_is_named() -> None:
     hosts = {rank: f"n{rank + 1}" for rank in range(4)}
     activities = [replace(waits(rank), doing=Doing.STORE, clients=(4, 5)) for rank in (0, 2)]
-    verdict = decide_verdict([symptom(0, 5.0), symptom(2, 5.0)], ranks=hosts, activities=activities, clocks=NODES)
+    verdict = decide_verdict(
+        [symptom(0, 5.0), symptom(2, 5.0)], ranks=hosts, activities=activities, ends=[ended(1, 2.0)], clocks=NODES
+    )
     assert verdict.suspects == ()
     assert "4 of 5 ranks had connected to the store" in verdict.evidence
 
@@ -446,7 +448,7 @@ def test_an_odd_one_that_nobody_judged_is_to_be_looked_at() -> None:
     """It sends no heartbeats; the one that does waits for it."""
     activities = [replace(waits(0), failed=False), sleeps(1), replace(waits(2), failed=False)]
     verdict = decide_verdict([hang(0, 1.0, step=4)], activities=activities, ranks={0: "n1", 1: "n2", 2: "n3"})
-    assert verdict.confidence is Confidence.LOW
+    assert (verdict.cause, verdict.confidence) == (Cause.UNKNOWN, Confidence.NONE)
     assert [suspect.rank for suspect in verdict.suspects] == [1]
     assert f"Look at rank 1 on n2: {WHY}" in verdict.evidence
 

@@ -1,0 +1,94 @@
+"""Where every failure so far is a symptom: a moment for the ranks, and a look at the silent ones. Elsewhere neither."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.base.outcome import ExitCode
+from tests.rigs.local_run import LocalRun
+
+_needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
+ALONE = ("--max-restarts", "0", "--max-requeues", "0")
+THREADS = {"OMP_NUM_THREADS": "1"}
+GROUP = """
+import datetime, torch, torch.distributed as dist
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+dist.all_reduce(torch.ones(4))
+tell("here")
+others_in_round()
+"""
+
+
+@pytest.mark.torch
+@_needs_torch
+def test_a_rank_that_is_about_to_fail_gets_a_moment(tmp_path: Path) -> None:
+    """It leaves the group, and fails when an agent has seen the first of the others fail for that."""
+    script = (
+        GROUP
+        + """
+if RANK != 2:
+    while True:
+        dist.all_reduce(torch.ones(4))
+others = [int(name.split("-")[3]) for name in os.listdir(FOLDER) if name.endswith("-here")]
+dist.destroy_process_group()
+while all(os.path.exists(f"/proc/{pid}") for pid in others):
+    time.sleep(0.01)
+time.sleep(0.1)
+raise ValueError("lr=-1")
+"""
+    )
+    with LocalRun(tmp_path, script, nproc=2, options=ALONE, environ=THREADS) as run:
+        assert run.finish() != ExitCode.OK
+        failure = run.report()["verdict"]["failure"]
+        assert (failure["global_rank"], failure["exitcode"], failure["message"]) == (2, 1, "ValueError: lr=-1")
+
+
+@pytest.mark.torch
+@_needs_torch
+def test_a_silent_rank_with_a_handler_for_sigterm_is_looked_at_and_not_aborted(tmp_path: Path) -> None:
+    script = (
+        GROUP
+        + """
+def save(*_):
+    tell("saved")
+    os._exit(0)
+
+def fetch():
+    time.sleep(100)
+
+if RANK == 1:
+    signal.signal(signal.SIGTERM, save)
+    fetch()
+dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=2))
+dist.all_reduce(torch.ones(4))
+"""
+    )
+    with LocalRun(tmp_path, script, nproc=2, options=ALONE, environ=THREADS) as run:
+        assert run.finish() != ExitCode.OK
+        assert len(run.moments("saved")) == 1
+        verdict = run.report()["verdict"]
+        assert (verdict["cause"], [suspect["rank"] for suspect in verdict["suspects"]]) == ("unknown", [1])
+        assert "it was asleep while the others waited in all_reduce" in verdict["suspects"][0]["why"]
+
+
+@pytest.mark.parametrize("how", ["raise ValueError('lr=-1')", "os.kill(os.getpid(), signal.SIGKILL)"])
+def test_where_a_cause_is_known_nothing_is_waited_for_and_no_rank_is_asked(tmp_path: Path, how: str) -> None:
+    script = f"""
+    tell("here")
+    others_in_round()
+    if ROUND == 0 and RANK == 1:
+        {how}
+    if ROUND == 0:
+        wait_for("never")
+    """
+    with LocalRun(tmp_path, script, nproc=2) as run:
+        assert run.finish() == ExitCode.OK
+        assert run.events("ranks_observed") == run.events("stacks_taken") == []
+        (failed,) = run.events("worker_failed")
+        assert failed["exitcode"] in (1, -signal.SIGKILL)
+        began = min(event["t"] for event in run.events("workers_stopping") if event["round"] == 0)
+        assert began - failed["ended_ns"] < 0.5e9
