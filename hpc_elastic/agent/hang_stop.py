@@ -182,6 +182,11 @@ class StacksThenStop:
             self._stopper.begin()
         return self._stopper.step()
 
+    @property
+    def spared(self) -> set[int]:
+        """Pids of the workers that are not asked."""
+        return {target.worker.pid for target in self._targets if not target.is_asked}
+
     def state_of(self, worker_pid: int) -> ProcessState | None:
         """How the worker's process stood before the signal."""
         asked = self._asked.get(worker_pid)
@@ -253,6 +258,8 @@ class HungWorker(Struct, frozen=True, kw_only=True):
     py_spy: str
     why: str
     """Why it counts as hung; empty: it only waited."""
+    is_spared: bool = False
+    """It was looked at, and not asked."""
 
 
 def read_stacks(worker: HungWorker) -> StackDump | None:

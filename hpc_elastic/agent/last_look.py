@@ -124,7 +124,9 @@ def observe_silent(rank: int, state: ProcessState | None, dump: StackDump | None
     frames = dump.main if dump is not None else ()
     syscall = state.threads[0].syscall if state is not None and state.threads else ""
     mine = user_frames(frames)
-    return activity_of_stack(rank, frames, syscall=syscall, line=_source(mine[-1]) if mine else "")
+    is_ending = dump is not None and any(thread.is_main and not thread.frames for thread in dump.threads)
+    line = _source(mine[-1]) if mine else ""
+    return activity_of_stack(rank, frames, syscall=syscall, line=line, is_ending=is_ending)
 
 
 def _source(frame: Frame) -> str:

@@ -486,6 +486,7 @@ class LocalWorkers:
                 state=self._asked.state_of(slot.process.pid),
                 py_spy=self._asked.py_spy_of(slot.process.pid),
                 why=self._watch.hung.get(slot.local_rank, ""),
+                is_spared=slot.process.pid in self._asked.spared,
             )
             found.append((slot, worker))
         return found
@@ -494,7 +495,8 @@ class LocalWorkers:
         """Keep its stacks; a failure only where it hung itself, and did not wait for one that did."""
         self._pump.drained(slot.process.pid, DRAIN_SECONDS)
         dump = read_stacks(worker)
-        self.stacks[slot.global_rank] = rank_stacks(worker, dump)
+        if self._wants_stacks or dump is not None or worker.is_spared:
+            self.stacks[slot.global_rank] = rank_stacks(worker, dump)  # else it was about to end
         self._observed[slot.global_rank] = observe_silent(slot.global_rank, worker.state, dump)
         if not worker.why:
             return None

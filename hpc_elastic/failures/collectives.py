@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from hpc_elastic.base.text import cut_end, plural, ranks_text
 from hpc_elastic.failures.fingerprint import user_frames
@@ -27,6 +28,8 @@ _SAYS_LIMIT = 400
 
 
 _POINT_TO_POINT = ("recv", "irecv", "send", "isend", "batch_isend_irecv", "recv_object_list", "send_object_list")
+_ROOTED = ("gather", "gather_object", "reduce", "broadcast", "broadcast_object_list", "scatter", "scatter_object_list")
+"""Collectives that one rank leaves later than the others, by their nature."""
 _WAITS_FOR_RANKS = (Doing.COLLECTIVE, Doing.STORE, Doing.BACKWARD)
 _C10D = "/torch/distributed/distributed_c10d.py"
 _OF_PROCESS_GROUP = re.compile(r"/torch/distributed/(?!elastic/|run\.py|launch)|/torch/nn/parallel/distributed\.py\Z")
@@ -61,7 +64,9 @@ _SYSCALLS: Mapping[str, Doing] = {
 }  # fmt: skip
 
 
-def activity_of_stack(rank: int, frames: Sequence[Frame], *, syscall: str = "", line: str = "") -> Activity:
+def activity_of_stack(
+    rank: int, frames: Sequence[Frame], *, syscall: str = "", line: str = "", is_ending: bool = False
+) -> Activity:
     """What a rank was doing that was asked for its stack.
 
     Args:
@@ -69,7 +74,10 @@ def activity_of_stack(rank: int, frames: Sequence[Frame], *, syscall: str = "", 
         frames: Its main thread's, outermost call first; empty: none could be had.
         syscall: The system call that its main thread was in before it was asked.
         line: The source of the innermost frame of the user's code.
+        is_ending: It left its stacks, and its main thread had no Python in it any more.
     """
+    if not frames and is_ending:
+        return Activity(rank=rank, doing=Doing.LEAVING, call="the interpreter's end")
     if not frames:
         return Activity(rank=rank, doing=_SYSCALLS.get(syscall, Doing.UNKNOWN), call=syscall)
     doing, call = _call_of(frames)
@@ -222,6 +230,13 @@ _WRONG_SIZE = "the world size that the script gives is too large"
 _WRONG_RANKS = "the ranks that the script gives are not this job's"
 
 
+def is_with_the_others(activity: Activity, activities: Sequence[Activity]) -> bool:
+    """Whether a rank that did not fail waited in the same call as one that did."""
+    return activity.doing in _WAITS_FOR_RANKS and any(
+        other.failed and other.call == activity.call for other in activities if other.doing in _WAITS_FOR_RANKS
+    )
+
+
 def odd_ones_out(activities: Sequence[Activity], *, hosts: Mapping[int, str] | None = None) -> tuple[Suspect, ...]:
     """The ranks to look at; see `compare_ranks`."""
     return compare_ranks(activities, hosts=hosts).suspects
@@ -249,17 +264,19 @@ def compare_ranks(activities: Sequence[Activity], *, hosts: Mapping[int, str] | 
     ):
         found = find(known)
         if found is not None:
-            whys, says = found
-            suspects = tuple(Suspect(rank=rank, host=where.get(rank, ""), why=why) for rank, why in whys.items())
-            is_of_all = says.endswith((_WRONG_SIZE, _WRONG_RANKS))
-            return Comparison(suspects=suspects[:MOST_SUSPECTS], says=says, is_of_all=is_of_all)
+            suspects = (
+                replace(suspect, host=where.get(suspect.rank, "")) for suspect in found.suspects[:MOST_SUSPECTS]
+            )
+            return replace(found, suspects=tuple(suspects))
     return NOTHING
 
 
-_Found = tuple[Mapping[int, str], str] | None
+def _blame(whys: Mapping[int, str], says: str = "") -> Comparison:
+    """`whys`: the ranks that differ, each with what it did."""
+    return Comparison(suspects=tuple(Suspect(rank=rank, why=why) for rank, why in whys.items()), says=says)
 
 
-def _named(known: Mapping[int, Activity]) -> _Found:
+def _named(known: Mapping[int, Activity]) -> Comparison | None:
     """`monitored_barrier` names those that did not come."""
     by = {rank: activity.rank for activity in known.values() for rank in activity.names}
     if not by:
@@ -269,10 +286,10 @@ def _named(known: Mapping[int, Activity]) -> _Found:
         activity = known.get(rank)
         does = f"; it was {activity.where}" if activity is not None and activity.doing is not Doing.UNKNOWN else ""
         whys[rank] = f"rank {by[rank]} waited for it in monitored_barrier in vain{does}"
-    return whys, ""
+    return _blame(whys)
 
 
-def _by_operation(known: Mapping[int, Activity]) -> _Found:
+def _by_operation(known: Mapping[int, Activity]) -> Comparison | None:
     """Types and sizes of the collective, as torch's own comparison or the watchdogs have them."""
     peers = dict(activity.peer_operation for activity in known.values() if activity.peer_operation is not None)
     operations = {**peers, **{rank: activity.operation for rank, activity in known.items() if activity.operation}}
@@ -280,10 +297,11 @@ def _by_operation(known: Mapping[int, Activity]) -> _Found:
     if found is None:
         return None
     most, odd = found
-    return {rank: f"its collective was {operations[rank]}, the others' {most}" for rank in odd}, _differ(operations)
+    whys = {rank: f"its collective was {operations[rank]}, the others' {most}" for rank in odd}
+    return _blame(whys, _differ(operations))
 
 
-def _by_sequence(known: Mapping[int, Activity]) -> _Found:
+def _by_sequence(known: Mapping[int, Activity]) -> Comparison | None:
     """The rank that had come to the fewest collectives."""
     numbers = {rank: activity.sequence for rank, activity in known.items() if activity.sequence is not None}
     if len(set(numbers.values())) < 2:
@@ -292,16 +310,18 @@ def _by_sequence(known: Mapping[int, Activity]) -> _Found:
     behind = [rank for rank, number in sorted(numbers.items()) if number == least]
     if 2 * len(behind) >= len(numbers):
         return None
-    return dict.fromkeys(behind, f"it had come to collective {least}, the others to {most}"), ""
+    return _blame(dict.fromkeys(behind, f"it had come to collective {least}, the others to {most}"))
 
 
-def _by_store(known: Mapping[int, Activity], *, workers: int) -> _Found:
+def _by_store(known: Mapping[int, Activity], *, workers: int) -> Comparison | None:
     """A key that no rank wrote, or a rank that never came: only what the waiting ranks say is known."""
     clients = next((activity.clients for activity in known.values() if activity.clients is not None), None)
     if clients is not None:
         came, wanted = clients
         says = f"{came} of {plural(wanted, 'rank')} had connected to the store"
-        return {}, f"{says}, and {plural(workers, 'worker')} run: {_WRONG_SIZE}" if wanted > workers else says
+        if wanted > workers:
+            return Comparison(says=f"{says}, and {plural(workers, 'worker')} run: {_WRONG_SIZE}", is_of_all=True)
+        return Comparison(says=says)
     keys = {rank: activity.key for rank, activity in known.items() if activity.key}
     if not keys:
         return None
@@ -310,28 +330,23 @@ def _by_store(known: Mapping[int, Activity], *, workers: int) -> _Found:
     are = "waits" if len(waiting) == 1 else "wait"
     if peer := _PEER_KEY.search(most):
         rank = int(peer[1])
+        come = f"{ranks_text(waiting)} {are} for rank {rank} to join the process group"
         if rank >= workers:
-            return {}, (
-                f"{ranks_text(waiting)} {are} for rank {rank} to join the process group, and "
-                f"{plural(workers, 'worker')} run: {_WRONG_SIZE}"
-            )
+            return Comparison(says=f"{come}, and {plural(workers, 'worker')} run: {_WRONG_SIZE}", is_of_all=True)
         if rank in waiting:
-            return {}, (
-                f"{ranks_text(waiting)} {are} for rank {rank} to join the process group, rank {rank} of this job too: "
-                f"{_WRONG_RANKS}"
-            )
+            return Comparison(says=f"{come}, rank {rank} of this job too: {_WRONG_RANKS}", is_of_all=True)
         does = f"; it was {known[rank].where}" if rank in known and known[rank].doing is not Doing.UNKNOWN else ""
-        return {rank: f"{ranks_text(waiting)} waited for it to join the process group in vain{does}"}, ""
+        return _blame({rank: f"{ranks_text(waiting)} waited for it to join the process group in vain{does}"})
     others = {
         rank: f"it was {activity.where} while {ranks_text(waiting)} waited for the key {most!r} of the store"
         for rank, activity in sorted(known.items())
         if rank not in waiting and not activity.failed
     }
     says = f"{ranks_text(waiting)} {are} for the key {most!r} of the store, which no rank has written"
-    return (others if 2 * len(others) <= len(known) else {}), says
+    return _blame(others if 2 * len(others) <= len(known) else {}, says)
 
 
-def _outside(known: Mapping[int, Activity]) -> _Found:
+def _outside(known: Mapping[int, Activity]) -> Comparison | None:
     """Ranks in no collective while the others wait in one."""
     inside = {rank: activity for rank, activity in known.items() if activity.doing in _WAITS_FOR_RANKS}
     outside = {
@@ -348,28 +363,29 @@ def _outside(known: Mapping[int, Activity]) -> _Found:
     if len(inside) < len(outside):
         # A collective that most ranks never come to: one below `if rank == 0`.
         where = next(iter(outside.values())).where
-        return {rank: f"it was {activity.where}, and the others were {where}" for rank, activity in inside.items()}, ""
+        return _blame({rank: f"it was {each.where}, and the others were {where}" for rank, each in inside.items()})
     others = "the others" if len(inside) > 1 else f"rank {next(iter(inside))}"
-    return {rank: f"it was {activity.where} while {others} waited in {name}" for rank, activity in outside.items()}, ""
+    return _blame({rank: f"it was {each.where} while {others} waited in {name}" for rank, each in outside.items()})
 
 
-def _by_call(known: Mapping[int, Activity]) -> _Found:
+def _by_call(known: Mapping[int, Activity]) -> Comparison | None:
     """Another collective, or another place of the script."""
     inside = {rank: activity for rank, activity in known.items() if activity.doing in _WAITS_FOR_RANKS}
     calls = {rank: activity.call for rank, activity in inside.items() if activity.call}
     places = {rank: activity.at for rank, activity in inside.items() if activity.at and (activity.call or not calls)}
+    is_even = not any(call in (*_POINT_TO_POINT, *_ROOTED) for call in calls.values())
     for values in (calls, places):
         found = _minority(values)
-        if found is not None:
+        if found is not None and is_even:
             most, odd = found
             other = next(inside[rank].where for rank, value in values.items() if value == most)
-            return {rank: f"it was {inside[rank].where} while the others were {other}" for rank in odd}, ""
+            return _blame({rank: f"it was {inside[rank].where} while the others were {other}" for rank in odd})
         if len(set(values.values())) > 1:
-            return {}, _differ({rank: inside[rank].where for rank in values}, "were ")
+            return Comparison(says=_differ({rank: inside[rank].where for rank in values}, verbs=("was", "were")))
     return None
 
 
-def _by_place(known: Mapping[int, Activity]) -> _Found:
+def _by_place(known: Mapping[int, Activity]) -> Comparison | None:
     """Ranks that stood elsewhere than most: in scripts without torch's collectives, too."""
     places = {rank: activity.at for rank, activity in known.items() if activity.at and not activity.failed}
     found = _minority(places)
@@ -377,17 +393,17 @@ def _by_place(known: Mapping[int, Activity]) -> _Found:
         return None
     most, odd = found
     other = next(known[rank].where for rank, value in places.items() if value == most)
-    return {rank: f"it was {known[rank].where} while the others were {other}" for rank in odd}, ""
+    return _blame({rank: f"it was {known[rank].where} while the others were {other}" for rank in odd})
 
 
-def _by_size(known: Mapping[int, Activity]) -> _Found:
+def _by_size(known: Mapping[int, Activity]) -> Comparison | None:
     """gloo compares sizes only: which of two ranks was wrong, they do not show."""
     for activity in known.values():
         if activity.sizes is not None:
             came, expected = activity.sizes
             name = activity.call or "a collective"
-            return {}, (
-                f"the ranks' tensors differ in shape or type: in {name} {came} bytes came to rank {activity.rank} "
+            return Comparison(
+                says=f"the ranks' tensors differ in shape or type: in {name} {came} bytes came to rank {activity.rank} "
                 f"from a peer where it expected at most {expected}"
             )
     return None
@@ -403,9 +419,10 @@ def _minority(values: Mapping[int, str]) -> tuple[str, list[int]] | None:
     return most, sorted(rank for rank, value in values.items() if value != most)
 
 
-def _differ(values: Mapping[int, str], verb: str = "ran ") -> str:
+def _differ(values: Mapping[int, str], *, verbs: tuple[str, str] = ("ran", "ran")) -> str:
+    """``ranks 0-1 were in X; rank 2 was in Y``; `verbs`: of one rank, of several."""
     groups: dict[str, list[int]] = {}
     for rank, value in sorted(values.items()):
         groups.setdefault(value, []).append(rank)
-    parts = [f"{ranks_text(ranks)} {verb}{value}" for value, ranks in list(groups.items())[:4]]
+    parts = [f"{ranks_text(ranks)} {verbs[len(ranks) > 1]} {value}" for value, ranks in list(groups.items())[:4]]
     return "; ".join(parts)

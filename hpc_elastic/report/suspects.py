@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hpc_elastic.base.text import ranges, seconds_text
-from hpc_elastic.failures.collectives import NOTHING, Comparison
+from hpc_elastic.failures.collectives import NOTHING, Comparison, is_with_the_others
 from hpc_elastic.failures.ranking import Moment, Order, Suspect, gap_ns, order_of
 from hpc_elastic.report.clocks import Clocks
 from hpc_elastic.report.history import WorkerEnd
@@ -56,11 +56,12 @@ def find_suspects(
     found = [Suspect(rank=rank, host=hosts.get(rank, ""), why=_how_early(-behind)) for behind, rank in sorted(early)]
     known = {suspect.rank for suspect in found}
     found += [suspect for suspect in compared.suspects if suspect.rank not in known]
-    if found or compared.says:  # what all ranks have in common is no single rank's fault
+    if found:
         return tuple(found[:MOST_SUSPECTS])
     ended = {end.rank for end in ends if not end.stopped}
-    silent = sorted(hosts.keys() - set(failed) - ended)
     doing = {activity.rank: activity for activity in activities if activity.doing is not Doing.UNKNOWN}
+    alike = {rank for rank, activity in doing.items() if is_with_the_others(activity, activities)}
+    silent = sorted(hosts.keys() - set(failed) - ended - alike)
     return tuple(
         Suspect(
             rank=rank,

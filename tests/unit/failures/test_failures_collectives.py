@@ -124,6 +124,21 @@ def test_another_collective_than_the_others() -> None:
     assert suspect.why == "it was in barrier (train.py:30) while the others were in all_reduce (train.py:11 step)"
 
 
+@pytest.mark.parametrize(("one", "most"), [("send", "recv"), ("gather", "barrier")])
+def test_calls_that_differ_by_their_nature_accuse_nobody(one: str, most: str) -> None:
+    found = compare_ranks([in_collective(0, call=one), in_collective(1, call=most), in_collective(2, call=most)])
+    assert found.suspects == ()
+    assert found.says.startswith(f"rank 0 was in {one}")
+
+
+def test_a_rank_in_its_interpreters_end_is_outside() -> None:
+    (suspect,) = odd_ones_out([in_collective(0), in_collective(1), activity_of_stack(2, (), is_ending=True)])
+    assert (suspect.rank, suspect.why) == (
+        2,
+        "it was leaving its process group or about to end while the others waited in all_reduce",
+    )
+
+
 def test_the_same_collective_at_another_place() -> None:
     (suspect,) = odd_ones_out([in_collective(0), in_collective(1, at="train.py:40 evaluate"), in_collective(2)])
     assert suspect.rank == 1

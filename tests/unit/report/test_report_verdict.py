@@ -259,14 +259,14 @@ def test_the_rank_in_no_collective_is_the_one_to_look_at() -> None:
     assert [suspect.rank for suspect in both.suspects] == [3, 1], "what is certain comes first"
 
 
-def test_a_silent_rank_that_does_what_the_others_do_is_named_with_that() -> None:
-    hosts = {rank: f"n{rank + 1}" for rank in range(3)}
-    silent = replace(waits(1), failed=False)
-    verdict = decide_verdict(
-        [symptom(0, 5.0), symptom(2, 5.0)], ranks=hosts, activities=[waits(0), silent, waits(2)], clocks=NODES
-    )
-    (suspect,) = verdict.suspects
-    assert (suspect.rank, suspect.why) == (1, "it did not fail; it was in all_reduce (train.py:9 step)")
+def test_a_silent_rank_is_named_with_what_it_did_and_not_where_it_waits_with_the_others() -> None:
+    hosts = {rank: f"n{rank + 1}" for rank in range(4)}
+    failures = [symptom(0, 5.0), symptom(2, 5.0)]
+    same = replace(waits(1), failed=False)
+    verdict = decide_verdict(failures, ranks=hosts, activities=[waits(0), same, waits(2)], clocks=NODES)
+    assert [suspect.rank for suspect in verdict.suspects] == [3]
+    alone = decide_verdict(failures, ranks=hosts, activities=[replace(same, call="recv")], clocks=NODES)
+    assert alone.suspects[0].why == "it did not fail; it was in recv (train.py:9 step)"
 
 
 def test_what_all_ranks_have_in_common_is_said_and_no_rank_is_named() -> None:
