@@ -36,7 +36,7 @@ def test_help(capsys: pytest.CaptureFixture[str], word: str) -> None:
     assert (code, err) == (0, "")
     for name in ("submit", "run", "report", "agent"):
         assert f"\n  {name} " in out
-    assert "batch " not in out
+    assert "  batch " not in out
 
 
 def test_nothing_at_all(capsys: pytest.CaptureFixture[str]) -> None:
