@@ -43,6 +43,11 @@ _TELLING = re.compile(
     r"|interrupt|stall|\bhung\b|\bhangs?\b|stuck|no progress|expired|exhaust|watchdog|deadline|stopping",
     re.IGNORECASE,
 )
+_ONLY_ENDS = re.compile(
+    r"\b(?:exiting|aborting|quitting|terminating|giving up|stopping|not recoverable)\b|\b(?:see|errors?) above\b"
+    r"|Error \d+\Z",
+    re.IGNORECASE,
+)
 _NUMBER = re.compile(r"\d[\d.,:e+-]*")
 _TIME = re.compile(r"\[?\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(?:[.,]\d+)?Z?\]?\s*(?:[-|]\s*)?")
 _BOX = re.compile(r"[│|] (.*?)\s*[│|]\s*\Z")
@@ -75,8 +80,9 @@ def find_last_lines(lines: Sequence[str]) -> LastLines | None:
         return None
     near = spoken[-_NEAR:]
     for pattern in (_STRONG, _TELLING):
-        for at, line in reversed(near):
-            if pattern.search(line) and not _is_progress(line, spoken):
+        for index in range(len(near) - 1, -1, -1):
+            if pattern.search(near[index][1]) and not _is_progress(near[index][1], spoken):
+                at, line = near[_first_of_it(near, index)]
                 return LastLines(text=_paragraph(lines, at, line), is_telling=True, at=at)
     at, line = spoken[-1]
     if _is_progress(line, spoken):
@@ -101,6 +107,16 @@ def speaking_lines(lines: Sequence[str]) -> list[tuple[int, str]]:
         else:
             warned = "Warning: " in line
     return found
+
+
+def _first_of_it(near: Sequence[tuple[int, str]], index: int) -> int:
+    """The line before one that only says that it ends now: "tar: Error is not recoverable: exiting now"."""
+    while index > 0 and _ONLY_ENDS.search(near[index][1]):
+        before = near[index - 1][1]
+        if not (_STRONG.search(before) or _TELLING.search(before)):
+            break
+        index -= 1
+    return index
 
 
 def goes_on(before: Sequence[str], after: Sequence[str]) -> bool:

@@ -61,9 +61,10 @@ def find_ending(tracebacks: Sequence[FailureText], lines: Sequence[str], *, exit
         spoken = len(speaking_lines(after))
         if exitcode != 1 and has_progress(after):
             break
-        if reaches_top(found) and not (_is_logged(lines, found) and _says_why(after)):
+        says_why = _says_why(lines[max(found.exception_at + 1, len(lines) - _LOOKED_AT) :])
+        if reaches_top(found) and not (_is_logged(lines, found) and says_why and spoken > _SOON):
             return found
-        if spoken > _SOON and (exitcode != 1 or _says_why(after)):
+        if spoken > _SOON and (exitcode != 1 or says_why):
             break
         logged = logged or found
     return logged

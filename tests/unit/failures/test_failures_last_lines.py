@@ -84,13 +84,18 @@ def described(folder: Path, stderr: str, stdout: str = "", exitcode: int = 1) ->
             2,
             "No such option: --lrr (exit code 2)",
         ),
+        (
+            "tar: /data/x.tar: Cannot open: No such file or directory\ntar: Error is not recoverable: exiting now\n",
+            2,
+            "tar: /data/x.tar: Cannot open: No such file or directory (exit code 2)",
+        ),
         (STEPS, 3, "Process failed with exitcode 3"),
         ("", 3, "Process failed with exitcode 3"),
         ("Error: the disk is slow\n", -9, "Signal 9 (SIGKILL) received by PID 7"),
         ("loading\n", -11, "Signal 11 (SIGSEGV) received by PID 7"),
     ],
     ids=["argparse", "click", "hydra", "glibc", "glibc-and-dump", "assert", "sys-exit", "bash", "logger", "warning",
-         "typer", "progress", "nothing", "killed", "crashed"],
+         "typer", "tar", "progress", "nothing", "killed", "crashed"],
 )  # fmt: skip
 def test_the_line_that_says_why_is_the_headline(tmp_path: Path, stderr: str, exitcode: int, headline: str) -> None:
     assert described(tmp_path, stderr, exitcode=exitcode).headline == headline
@@ -124,12 +129,25 @@ def test_the_same_end_with_other_numbers_is_one_failure(tmp_path: Path) -> None:
         (f"{STEPS}{CAUGHT}{STEPS}loss diverged\n", "loss diverged (exit code 1)"),
         (f"ERROR:root:cache unavailable\n{CAUGHT}{STEPS}loss diverged\n", "loss diverged (exit code 1)"),
         (f"{CAUGHT}{STEPS}loss diverged\n", "loss diverged (exit code 1)"),
+        (
+            f"ERROR:root:no cache\n{UNCAUGHT}{STEPS * 10}accuracy too low, stopping\n",
+            "accuracy too low, stopping (exit code 1)",
+        ),
         (f"ERROR:root:training failed\n{CAUGHT}ERROR:root:exiting\n", CAUGHT.splitlines()[-1]),
         (UNCAUGHT + "".join(f"closing shard {n}\n" for n in range(80)), UNCAUGHT.splitlines()[-1]),
         (f"{UNCAUGHT}bye\n{CAUGHT.replace('/nope/cache', '/nope/flush')}", UNCAUGHT.splitlines()[-1]),
         ("".join(f"[rank1]: {line}\n" for line in UNCAUGHT.splitlines()) + CAUGHT, UNCAUGHT.splitlines()[-1]),
     ],
-    ids=["went-on", "logged-far-above", "printed-far-above", "logged-then-exit", "teardown", "atexit", "prefixed"],
+    ids=[
+        "went-on",
+        "logged-far-above",
+        "printed-far-above",
+        "logged-at-the-top",
+        "logged-then-exit",
+        "teardown",
+        "atexit",
+        "prefixed",
+    ],
 )
 def test_logged_is_not_uncaught(tmp_path: Path, stderr: str, headline: str) -> None:
     assert described(tmp_path, stderr).headline == headline
