@@ -37,7 +37,7 @@ from hpc_elastic.failures.traceback_text import (
     find_tracebacks,
     summary_line,
 )
-from hpc_elastic.failures.uncaught import find_uncaught
+from hpc_elastic.failures.uncaught import find_uncaught, went_on
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 from hpc_elastic.failures.wrapped import find_wrapped, is_wrapper
 from hpc_elastic.run.log_pieces import EndReader
@@ -422,7 +422,9 @@ def _find_in_text(facts: WorkerFailure, text: str) -> FailureText | None:
     python = find_python_traceback(text, cleaned=True)
     if number in (2, 9, 15):
         # It was hanging in its shutdown after the exception, and was ended: by its agent, or by a person.
-        return python if python is not None and python.lines_after <= _CLOSE and facts.stopped_by_agent else None
+        if python is None or python.lines_after > _CLOSE or not facts.stopped_by_agent:
+            return None
+        return python if python.is_prefixed or not went_on(python, lines) else None
     fatal, cpp = find_fatal_error(text, cleaned=True), find_cpp_terminate(text, cleaned=True)
     dumped = max((one.span[1] - one.span[0] for one in (fatal, cpp) if one is not None), default=0)
     if python is not None and python.lines_after <= _CLOSE + dumped:

@@ -15,7 +15,9 @@ from hpc_elastic.failures.traceback_text import Frame, summary_line
 _FRAMES = 3
 _MESSAGE_LIMIT = 500
 _RULES: tuple[tuple[re.Pattern[str], str], ...] = (
-    # Order matters: a path before its digits, hexadecimal before decimal.
+    # Order matters: a path before its digits, hexadecimal before decimal. A file that an error of the system names may
+    # be each rank's own; where it is tried is in the frames.
+    (re.compile(r"(\[Errno \d+\][^:']{0,80}: )'[^'\n]{1,300}'"), r"\1'#'"),
     (re.compile(r"(?<![\w.])(?:/[^\s/'\":,;()\[\]]+)+/([^\s/'\":,;()\[\]]*)"), r"\1"),
     (re.compile(r"\b0[xX][0-9a-fA-F]+\b"), "#"),
     (re.compile(r"\b[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b"), "#"),

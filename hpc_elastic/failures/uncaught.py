@@ -70,6 +70,12 @@ def find_ending(tracebacks: Sequence[FailureText], lines: Sequence[str], *, exit
     return logged
 
 
+def went_on(found: FailureText, lines: Sequence[str]) -> bool:
+    """Whether a process went on with its work after it had printed a traceback."""
+    after = lines[found.exception_at + 1 : found.exception_at + 1 + _LOOKED_AT]
+    return has_progress(after) or goes_on(lines[max(0, found.span[0] - _LOOKED_AT) : found.span[0]], after)
+
+
 def reaches_top(found: FailureText) -> bool:
     """Whether it went all the way up: nothing in the script caught it."""
     if not found.frames:

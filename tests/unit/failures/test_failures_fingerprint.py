@@ -62,3 +62,15 @@ def test_signals_and_exit_codes_are_readable() -> None:
 def test_no_blanks_whatever_the_type_is_called() -> None:
     name = fingerprint(exception_type="an odd\ntype", message="x")
     assert name.split() == [name]
+
+
+def test_each_ranks_own_file_is_no_other_failure() -> None:
+    frames = (Frame(file="/home/ann/train.py", line=3, function="load"),)
+
+    def name(message: str, kind: str = "FileNotFoundError") -> str:
+        return fingerprint(exception_type=kind, message=message, frames=frames)
+
+    missing = "[Errno 2] No such file or directory: '{}'"
+    assert name(missing.format("shards/alpha.tar")) == name(missing.format("/data/shards/beta.tar"))
+    assert name(missing.format("a")) != name("[Errno 13] Permission denied: 'a'")
+    assert name("'lr'", "KeyError") != name("'width'", "KeyError")

@@ -28,11 +28,13 @@ Current thread 0x00007f4b437cbb80 (most recent call first):
 """
 
 
-def described(folder: Path, stderr: str, stdout: str = "", exitcode: int = 1) -> WorkerFailure:
+def described(
+    folder: Path, stderr: str, stdout: str = "", exitcode: int = 1, *, stopped: bool = False
+) -> WorkerFailure:
     (folder / "stderr.log").write_text(stderr)
     (folder / "stdout.log").write_text(stdout)
     return describe_failure(
-        facts=WorkerFailure(exitcode=exitcode, pid=7, global_rank=1),
+        facts=WorkerFailure(exitcode=exitcode, pid=7, global_rank=1, stopped_by_agent=stopped),
         error_file=folder / "none.json",
         stderr_log=folder / "stderr.log",
         stdout_log=folder / "stdout.log",
@@ -183,3 +185,11 @@ def test_alike_lines_are_progress_and_a_repeated_sentence_is_none() -> None:
     assert said.text == "Error: no peer\nError: no peer" or said.text == "Error: no peer"
     assert goes_on(["step 1"], ["step 2"])
     assert not goes_on(["step 1"], ["closing shard 2"])
+
+
+def test_a_worker_that_went_on_after_a_traceback_was_not_failing_when_it_was_stopped(tmp_path: Path) -> None:
+    few = "".join(STEPS.splitlines(keepends=True)[:4])
+    for stderr in (UNCAUGHT + few, few + CAUGHT + "step 9: loss 0.1\n"):
+        assert described(tmp_path, stderr, exitcode=-15, stopped=True).exception_type == ""
+    for stderr in (few + UNCAUGHT, few + UNCAUGHT + "closing\n"):
+        assert described(tmp_path, stderr, exitcode=-15, stopped=True).exception_type == "FileNotFoundError"
