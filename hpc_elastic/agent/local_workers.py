@@ -140,6 +140,7 @@ class LocalWorkers:
         self._wants_stacks = False
         self.wants_look = False
         """Whether nothing but symptoms is known of the round."""
+        self._stopped_ns = 0
         self.stacks: dict[int, RankStacks] = {}
         """Global rank → its main thread's stack, once `describe_failures` has read what a hung round left;
         empty where there was none."""
@@ -380,6 +381,7 @@ class LocalWorkers:
         """What ends the workers that run now."""
         if self._waits_since is not None:
             self._waited = self._clock.monotonic() - self._waits_since
+        self._stopped_ns = self._clock.time_ns()
         for slot in self._slots:
             slot.stopped_by_agent = slot.exit is None
         ended = [*self._replaced, *(slot.process for slot in self._slots)]
@@ -423,7 +425,7 @@ class LocalWorkers:
                 stopped=slot.stopped_by_agent,
             )
             for slot in self._slots
-            if slot.exit is not None and not (slot.stopped_by_agent and slot.exit.exitcode in _OURS - {0})
+            if slot.exit is not None and not (slot.stopped_by_agent and slot.exit.exitcode in self._ours - {0})
         )
 
     def describe_failures(self) -> list[WorkerFailure]:
@@ -580,6 +582,7 @@ class LocalWorkers:
             core_dumped=status.core_dumped,
             stopped_by_agent=slot.stopped_by_agent,
             waited=0.0 if slot.stopped_by_agent else round(self._waited, 3),
+            stopped_ns=self._stopped_ns if slot.stopped_by_agent else 0,
             last_step=self._watch.last_step(slot.local_rank),
         )
 

@@ -550,7 +550,7 @@ class NodeAgent:
         self._unwritten += workers.unwritten_evidence
         for failure in failures:
             log_failure(context.events, failure)
-        own = [failure for failure in failures if not failure.stopped_by_agent]
+        own = [failure for failure in failures if not failure.is_stopped or failure.is_own_cause]
         summary = None
         if own:
             step, mark = context.watch.furthest_step, context.watch.mark

@@ -133,12 +133,12 @@ def classify(
     name = exception_type.rsplit(".", 1)[-1]
     wrong_call = False
     words = _NOTHING_KNOWN
-    if stopped_by_agent and (number in _SENT_BY_AGENT or name in _END_REQUESTED_TYPES or is_stop_noise(chain)):
+    if stopped_by_agent and (name in _END_REQUESTED_TYPES or is_stop_noise(chain)):
         failure_class, reason = (
             FailureClass.STOPPED_BY_US,
             f"stopped by hpc-elastic ({signal_name(number) or 'asked to stop'})",
         )
-    elif number == signal.SIGKILL and oom_kills > 0:
+    elif number == signal.SIGKILL and oom_kills > 0 and not stopped_by_agent:
         failure_class, reason = FailureClass.INFRASTRUCTURE, "killed by the kernel: the job's memory limit was reached"
     else:
         text = ""

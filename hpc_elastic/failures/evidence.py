@@ -37,7 +37,7 @@ from hpc_elastic.failures.traceback_text import (
     find_tracebacks,
     summary_line,
 )
-from hpc_elastic.failures.uncaught import find_uncaught, went_on
+from hpc_elastic.failures.uncaught import find_uncaught, reaches_top, went_on
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 from hpc_elastic.failures.wrapped import find_wrapped, is_wrapper
 from hpc_elastic.run.log_pieces import EndReader
@@ -192,7 +192,7 @@ def _describe(
         return _from_error_file(facts, error_file, file, recorded, stderr_tail=tail, wrapped=wrapped)
     found, source, printed = _find_printed(facts, text, stdout_log)
     span = found.span if found is not None and source is EvidenceSource.STDERR else (0, 0)
-    facts = replace(facts, printed_ns=_printed_ns(raw, span, output))
+    facts = replace(facts, printed_ns=_printed_ns(raw, span, output), is_caught=_is_caught(found))
     tail = _last_lines(text, span if found is not None and found.text else (0, 0))
     if (found is None or not found.exception_type) and facts.exitcode > 0 and has_more:
         found = _find_far_back(stderr_log) or found
@@ -256,6 +256,11 @@ def _printed_ns(raw: bytes, span: tuple[int, int], output: Output | None) -> int
             return output.printed_ns(len(raw) - begin)
         begin = end.end()
     return 0
+
+
+def _is_caught(found: FailureText | None) -> bool:
+    """Whether a handler printed it: what nothing catches is printed from the script's first line on."""
+    return found is not None and bool(found.exception_type) and not (found.is_prefixed or reaches_top(found))
 
 
 def _recorded_ns(file: ErrorFile, facts: WorkerFailure) -> int:

@@ -2,10 +2,10 @@
 
 An agent ranks the failures of its workers, the coordinator those that the nodes report, and the report's verdict those
 of a round. All three call `Ranking`, so that the reason of a restart and the report differ in nothing but what was
-known by then. The order: a failure that nothing else explains before one that the agent cut short, before a symptom,
-before what the agent ended. Of several causes the earliest; where that is a hang, the hung rank that is furthest
-behind, since the others wait for it. Where times can't be compared, the script's own failure before a hang before the
-infrastructure's.
+known by then. The order: a failure that nothing else explains before one that the agent's own signal may have
+provoked, before a symptom; what the agent ended is none. Of several causes the earliest, by when its traceback was
+printed; where that is a hang, the hung rank that is furthest behind, since the others wait for it. Where times can't be
+compared, the script's own failure before a hang before the infrastructure's.
 """
 
 from __future__ import annotations
@@ -54,20 +54,19 @@ class Suspect(Struct, frozen=True, kw_only=True):
 
 _CAUSES = (FailureClass.ROOT, FailureClass.HANG, FailureClass.INFRASTRUCTURE)
 """What may be a cause, in the order that holds where times can't be compared."""
+_SYMPTOMS = (FailureClass.SYMPTOM, None)
 _SENT_BY_AGENT = ("SIGTERM", "SIGKILL")
-"""A worker that ended by one of these may have logged an exception, and gone on, before a stop that it did not cause.
-"""
 
 F = TypeVar("F")
 
 
 class Standing(NamedTuple):
-    """What the ranking needs to know of a failure."""
+    """What the ranking needs to know of a failure. Times are by a clock that all failures of one ranking share."""
 
     failure_class: FailureClass | None
     """None: not known yet."""
     at_ns: int = 0
-    """By a clock that all failures of one ranking share; the same for all where there is none."""
+    """When its end was seen; the same for all where there is no common clock."""
     rank: int = 0
     """Decides between equal ones."""
     step: int = -1
@@ -75,7 +74,13 @@ class Standing(NamedTuple):
     silent: float = 0.0
     """Seconds for which a hung worker gave no sign of life, where no time says so."""
     raised: bool = False
-    """Whether a worker that the agent ended had raised an exception before that."""
+    """Whether an exception is known."""
+    printed_ns: int = 0
+    """When that began to be printed; 0: not known."""
+    stopped: bool = False
+    """Whether the agent ended the worker."""
+    may_follow_stop: bool = False
+    """Whether it may have provoked by that what the worker printed."""
     signal: str = ""
 
 
@@ -84,14 +89,24 @@ class Ranking(Generic[F]):
 
     def __init__(self, failures: Iterable[F], standing: Callable[[F], Standing]) -> None:
         found = [(standing(failure), failure) for failure in failures]
-        found.sort(key=lambda item: (item[0].at_ns, _strength(item[0]), item[0].rank))
+        is_cause = [how.failure_class in _CAUSES and not how.may_follow_stop for how, _ in found]
+        deciding = [how for (how, _), one in zip(found, is_cause, strict=True) if one or not any(is_cause)]
+        self.by_printed = _are_all_printed(deciding)
+        """Whether the failures are ordered by when they were printed; else by when their processes' ends were seen.
+
+        An exception is printed before its process ends, by milliseconds or by minutes, and what it provokes elsewhere
+        may end sooner. A failure without an exception has its end alone. Where one that raised has no known time, all
+        are ordered by their ends.
+        """
+        found.sort(key=lambda item: (self.time_of(item[0]), _strength(item[0]), item[0].rank))
         self.all = [failure for _, failure in found]
-        self.causes = [failure for how, failure in found if how.failure_class in _CAUSES]
+        self.causes = [failure for how, failure in found if how.failure_class in _CAUSES and not how.may_follow_stop]
         """What no other failure explains."""
-        self.symptoms = [failure for how, failure in found if how.failure_class in (FailureClass.SYMPTOM, None)]
-        stopped = [item for item in found if item[0].failure_class is FailureClass.STOPPED_BY_US and item[0].raised]
-        self.cut_short = [failure for _, failure in stopped]
-        """What the agent ended, and what had raised an exception before that."""
+        self.symptoms = [failure for how, failure in found if how.failure_class in _SYMPTOMS]
+        self.late = [failure for how, failure in found if how.failure_class in _CAUSES and how.may_follow_stop]
+        """What reads like a cause, and may have been provoked by the agent's own signal."""
+        # A run that is cancelled breaks connections, too, and ends whatever had logged an exception.
+        is_broken = any(how.failure_class in _SYMPTOMS and not how.stopped for how, _ in found)
         self.first: F | None = None
         """The cause as far as it is known; None where there is nothing but what the agent ended."""
         if self.causes:
@@ -99,10 +114,16 @@ class Ranking(Generic[F]):
             hung = [item for item in found if item[0].failure_class is FailureClass.HANG]
             if hung and hung[0][1] is self.first:
                 self.first = min(hung, key=lambda item: (item[0].step, -item[0].silent))[1]
-        elif stopped and (self.symptoms or stopped[0][0].signal not in _SENT_BY_AGENT):
-            self.first = self.cut_short[0]
-        elif self.symptoms:
-            self.first = self.symptoms[0]
+        elif is_broken or any(how.signal not in _SENT_BY_AGENT for how, failure in found if failure in self.late):
+            self.first = next(iter(self.late or self.symptoms), None)
+
+    def time_of(self, standing: Standing) -> int:
+        """When it failed."""
+        return standing.printed_ns if self.by_printed and standing.printed_ns else standing.at_ns
+
+
+def _are_all_printed(standings: list[Standing]) -> bool:
+    return any(how.printed_ns for how in standings) and all(how.printed_ns or not how.raised for how in standings)
 
 
 def _strength(standing: Standing) -> int:
@@ -113,6 +134,10 @@ SAME_NODE_NS = 2_000_000
 """One agent reads the ends of its workers one after the other."""
 OBSERVED_NS = 10_000_000
 """An agent that is woken by a worker's end, on a busy node, may read the clock by so much later."""
+
+
+PRINTED_NS = 20_000_000
+"""The pump reads what was printed up to 10 ms later, and keeps its time to 10 ms."""
 
 
 class Moment(NamedTuple):
@@ -128,6 +153,8 @@ class Moment(NamedTuple):
     """By its node's own clock: two moments of one node are as far apart as this says."""
     is_uptime: bool = False
     """`own_ns` is the time since its boot, not the wall clock's."""
+    blur_ns: int = 0
+    """It may have been so much earlier."""
 
 
 class Order(str, Enum):
@@ -163,10 +190,11 @@ def gap_ns(first: Moment, other: Moment) -> int:
 
 def resolution_ns(first: Moment, other: Moment) -> int | None:
     """How close two moments may be before their order means nothing; None: it means nothing at all."""
+    blur = first.blur_ns + other.blur_ns
     if first.node == other.node >= 0:
-        return SAME_NODE_NS
+        return max(SAME_NODE_NS, blur)
     bound = clock_bound_ns(first, other)
-    return None if bound is None else bound + 2 * OBSERVED_NS
+    return None if bound is None else bound + max(2 * OBSERVED_NS, blur)
 
 
 def clock_bound_ns(first: Moment, other: Moment) -> int | None:

@@ -58,6 +58,10 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
     ordered by. 0: no agent saw it."""
     printed_ns: int = 0
     """When the first line of its traceback came from its pipe, by the same clock as `ended_ns`; 0: not known."""
+    stopped_ns: int = 0
+    """When its agent began to end it, by the same clock; 0: it had ended before."""
+    is_caught: bool = False
+    """Something caught its exception and printed it: its traceback does not begin where the script does."""
     message: str = ""
     """``ValueError: bad batch``, or ``Signal 9 (SIGKILL) received by PID 4711``."""
     exception_type: str = ""
@@ -119,17 +123,43 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
         """The message's line that says what happened."""
         return summary_line(self.message)
 
-    def standing(self, at_ns: int | None = None) -> Standing:
-        """For `ranking.Ranking`; `at_ns`: by a clock that the ranked failures share, else by that of their one host."""
+    @property
+    def is_stopped(self) -> bool:
+        """Whether its agent ended it; known from the event, too."""
+        return self.stopped_by_agent or self.stopped_ns > 0
+
+    @property
+    def may_follow_stop(self) -> bool:
+        """Whether its agent ended it, and what it had printed may come from that, or had ended nothing."""
+        return self.is_stopped and (self.is_caught or not 0 < self.printed_ns <= self.stopped_ns)
+
+    @property
+    def is_own_cause(self) -> bool:
+        """Whether it is known to have failed by itself, whatever its agent did then, and not for another rank."""
+        own = (FailureClass.ROOT, FailureClass.HANG, FailureClass.INFRASTRUCTURE)
+        return self.failure_class in own and not self.may_follow_stop
+
+    @property
+    def is_stop_noise(self) -> bool:
+        """Whether it printed its exception at once when its agent ended it: a signal handler that raises, a cleanup."""
+        return self.stopped_ns > 0 and self.stopped_ns < self.printed_ns <= self.stopped_ns + _PROVOKED_NS
+
+    def standing(self, at_ns: int | None = None, printed_ns: int | None = None) -> Standing:
+        """For `ranking.Ranking`. Times by a clock that the ranked failures share; None: by that of their one host."""
         return Standing(
-            self.failure_class,
+            FailureClass.STOPPED_BY_US if self.is_stop_noise else self.failure_class,
             self.ended_ns if at_ns is None else at_ns,
             rank=self.global_rank,
             step=-1 if self.last_step is None else self.last_step,
             raised=bool(self.exception_type),
+            printed_ns=self.printed_ns if printed_ns is None else printed_ns,
+            stopped=self.is_stopped,
+            may_follow_stop=self.may_follow_stop,
             signal=self.signal,
         )
 
 
 _SHARED = tuple(name for name in WorkerFailed.__struct_fields__ if name in WorkerFailure.__struct_fields__)
+_PROVOKED_NS = 500_000_000
+"""What a stop provokes is printed within that time; a worker that goes on for longer has not felt it."""
 _TEXT_LIMIT = 128 << 10

@@ -19,7 +19,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from hpc_elastic.base.clock import drift_ns
-from hpc_elastic.failures.ranking import Moment
+from hpc_elastic.failures.ranking import PRINTED_NS, Moment
 from hpc_elastic.run.agent_events import AgentStarted
 from hpc_elastic.run.agent_events import ClockOffset as ClockOffsetEvent
 from hpc_elastic.run.event_reader import EventLine
@@ -141,6 +141,14 @@ class Clocks(Struct, frozen=True, kw_only=True):
         """When the failure's agent noticed it."""
         node = failure.node if failure.node >= 0 else None
         return self.moment(node, failure.ended_ns, uptime_ns=failure.ended_uptime_ns)
+
+    def of_printed(self, failure: WorkerFailure) -> Moment | None:
+        """When the failure's traceback was printed; None: not known."""
+        if not failure.printed_ns:
+            return None
+        node = failure.node if failure.node >= 0 else None
+        uptime = failure.ended_uptime_ns - (failure.ended_ns - failure.printed_ns) if failure.ended_uptime_ns else 0
+        return self.moment(node, failure.printed_ns, uptime_ns=max(0, uptime))._replace(blur_ns=PRINTED_NS)
 
     def of_loss(self, loss: NodeLoss) -> Moment:
         """The last sign of a lost node, by its observer's clock."""

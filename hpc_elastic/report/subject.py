@@ -77,9 +77,10 @@ def _filesystem_subject(attempt: AttemptHistory) -> Subject:
 def verdict_of(part: RoundHistory) -> Verdict:
     """The verdict on one round."""
     # Of a thousand nodes this takes longer than all the rest, and only a round without a cause needs it.
-    classes = {failure.failure_class for failure in part.failures}
-    is_unknown = FailureClass.SYMPTOM in classes <= {FailureClass.SYMPTOM, FailureClass.STOPPED_BY_US}
-    needs_ranks = is_unknown or FailureClass.HANG in classes
+    blameless = (FailureClass.SYMPTOM, FailureClass.STOPPED_BY_US)
+    has_hang = any(failure.failure_class is FailureClass.HANG for failure in part.failures)
+    is_unknown = all(failure.failure_class in blameless or failure.may_follow_stop for failure in part.failures)
+    needs_ranks = is_unknown or has_hang
     verdict = decide_verdict(
         part.failures,
         lost_nodes=(*part.lost_nodes, *part.own_failures),

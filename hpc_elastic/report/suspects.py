@@ -2,16 +2,17 @@
 
 A rank that ended with 0 while the others still needed it is the likeliest one: its sockets closed, and every peer that
 was in a collective with it lost a connection. Next come the ranks that differ from the others by what they were doing,
-and then the ranks that neither failed nor ended: one of them hung, was
-late, or was just not as fast as the others to notice.
+and then the ranks that neither failed nor ended: one of them hung, was late, or was just not as fast as the others to
+notice.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 
 from hpc_elastic.base.text import ranges, seconds_text
-from hpc_elastic.failures.collectives import NOTHING, Comparison, is_with_the_others
+from hpc_elastic.failures.collectives import is_with_the_others
 from hpc_elastic.failures.ranking import Moment, Order, Suspect, gap_ns, order_of
 from hpc_elastic.report.clocks import Clocks
 from hpc_elastic.report.history import WorkerEnd
@@ -22,30 +23,23 @@ _HOSTS = 3
 _SILENT = "it hung, was late, or ended early"
 
 
-def find_suspects(
+def find_early_ends(
     failed: Sequence[int],
     first: Moment,
     *,
-    ends: Sequence[WorkerEnd] = (),
-    compared: Comparison = NOTHING,
-    activities: Sequence[Activity] = (),
-    ranks: Mapping[int, str] | None = None,
+    ends: Sequence[WorkerEnd],
+    ranks: Mapping[int, str],
     clocks: Clocks,
 ) -> tuple[Suspect, ...]:
-    """The ranks to look at, the likeliest first; empty where all ranks failed in the same way.
+    """The ranks that ended with 0 before the first symptom, the earliest first.
 
     Args:
-        failed: The ranks with a symptom.
+        failed: The ranks with a failure.
         first: When the first symptom was seen.
         ends: The round's.
-        compared: What the ranks were doing shows together.
-        activities: What the ranks were doing.
         ranks: The host of every rank of the round, where it is known.
         clocks: What two hosts' times are worth.
     """
-    if compared.is_of_all:
-        return ()
-    hosts = ranks or {}
     early = []
     for end in ends:
         if end.exitcode == 0 and not end.stopped and end.rank not in failed:
@@ -53,23 +47,45 @@ def find_suspects(
             gap = gap_ns(moment, first)
             if gap >= 0 or order_of(first, moment) is not Order.KNOWN:
                 early.append((-gap, end.rank))
-    found = [Suspect(rank=rank, host=hosts.get(rank, ""), why=_how_early(-behind)) for behind, rank in sorted(early)]
-    known = {suspect.rank for suspect in found}
-    found += [suspect for suspect in compared.suspects if suspect.rank not in known]
-    if found:
-        return tuple(found[:MOST_SUSPECTS])
+    found = [Suspect(rank=rank, host=ranks.get(rank, ""), why=_how_early(-behind)) for behind, rank in sorted(early)]
+    return tuple(found[:MOST_SUSPECTS])
+
+
+def find_silent(
+    failed: Sequence[int],
+    *,
+    ends: Sequence[WorkerEnd],
+    activities: Sequence[Activity] = (),
+    ranks: Mapping[int, str],
+) -> tuple[Suspect, ...]:
+    """The ranks that neither failed nor ended, until they were stopped.
+
+    Args:
+        failed: The ranks with a failure.
+        ends: The round's.
+        activities: What the ranks were doing.
+        ranks: The host of every rank of the round, where it is known.
+    """
     ended = {end.rank for end in ends if not end.stopped}
     doing = {activity.rank: activity for activity in activities if activity.doing is not Doing.UNKNOWN}
     alike = {rank for rank, activity in doing.items() if is_with_the_others(activity, activities)}
-    silent = sorted(hosts.keys() - set(failed) - ended - alike)
+    silent = sorted(ranks.keys() - set(failed) - ended - alike)
     return tuple(
         Suspect(
             rank=rank,
-            host=hosts[rank],
+            host=ranks[rank],
             why=f"it did not fail; it was {doing[rank].where}" if rank in doing else _SILENT,
         )
         for rank in silent[:MOST_SUSPECTS]
     )
+
+
+def in_order(*groups: Sequence[Suspect]) -> tuple[Suspect, ...]:
+    """The suspects of several groups, the likeliest group first; each rank once."""
+    found: dict[int, Suspect] = {}
+    for suspect in itertools.chain(*groups):
+        found.setdefault(suspect.rank, suspect)
+    return tuple(found.values())[:MOST_SUSPECTS]
 
 
 def _how_early(gap: int) -> str:

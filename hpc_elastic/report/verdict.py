@@ -23,6 +23,7 @@ from hpc_elastic.failures.ranking import (
     Moment,
     Order,
     Ranking,
+    Standing,
     Suspect,
     clock_bound_ns,
     gap_ns,
@@ -32,7 +33,7 @@ from hpc_elastic.failures.ranking import (
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
 from hpc_elastic.report.history import NodeLoss, RankStatus, WorkerEnd
-from hpc_elastic.report.suspects import find_suspects, look_at
+from hpc_elastic.report.suspects import find_early_ends, find_silent, in_order, look_at
 from hpc_elastic.run.activities import Activity
 from hpc_elastic.run.node_score import is_everywhere
 
@@ -126,8 +127,7 @@ def decide_verdict(
         ranks: The host of every rank of the round, where it is known.
         clocks: What two hosts' times are worth.
     """
-    when = {id(failure): clocks.of_failure(failure) for failure in failures}
-    ranking = Ranking(failures, lambda failure: failure.standing(when[id(failure)].at_ns))
+    ranking, when = _rank(failures, clocks)
     causes, symptoms, first = ranking.causes, ranking.symptoms, ranking.first
     retryable = all(failure.exitcode != NOT_RETRYABLE_EXIT_CODE for failure in failures)
     losses = sorted(((clocks.of_loss(loss), loss) for loss in lost_nodes), key=lambda at: (at[0].at_ns, at[1].node))
@@ -139,34 +139,40 @@ def decide_verdict(
     if first is None:
         evidence = f"all {len(failures)} were ended by this job itself" if failures else "there is no failure"
         return Verdict(cause=Cause.NONE, confidence=Confidence.HIGH, evidence=evidence)
-    if first.failure_class is FailureClass.SYMPTOM:
+    if not causes:
+        seen, hosts = when[id(symptoms[0] if symptoms else first)], ranks or {}
         failed = [failure.global_rank for failure in ranking.all]
         compared = compare_ranks(activities, hosts=ranks)
-        suspects = find_suspects(
-            failed,
-            when[id(first)],
-            ends=ends,
-            compared=compared,
-            activities=activities,
-            ranks=ranks,
-            clocks=clocks,
-        )
-        verdict = _of_worker(
-            first,
-            Confidence.NONE,
-            _unknown(symptoms, suspects, compared.says),
-            cause=Cause.UNKNOWN,
-            same=_same(first, ranking.all),
-            suspects=suspects,
-        )
-    elif first.failure_class is FailureClass.STOPPED_BY_US:
-        verdict = _cut_short_verdict(first, len(symptoms))
+        early = find_early_ends(failed, seen, ends=ends, ranks=hosts, clocks=clocks)
+        if ranking.late and not (early and symptoms):
+            verdict = _late_verdict(first, len(symptoms))
+        else:
+            suspects: tuple[Suspect, ...] = ()
+            if not compared.is_of_all:  # what all ranks have in common is no single rank's fault
+                suspects = in_order(early, compared.suspects, [_printed(failure) for failure in ranking.late])
+                suspects = suspects or find_silent(failed, ends=ends, activities=activities, ranks=hosts)
+            verdict = _unknown_verdict(ranking, suspects, compared.says)
     elif first.failure_class is FailureClass.HANG:
         compared = compare_ranks(activities, hosts=ranks)
         verdict = _hang_verdict(first, causes, symptoms, rank_statuses, compared.suspects, len(ranks or ()))
     else:
-        verdict = _worker_verdict(causes, ranking.cut_short, len(symptoms), losses, [when[id(one)] for one in causes])
+        verdict = _worker_verdict(causes, ranking.late, len(symptoms), losses, [when[id(one)] for one in causes])
     return verdict if retryable else replace(verdict, retryable=False)
+
+
+def _rank(failures: Sequence[WorkerFailure], clocks: Clocks) -> tuple[Ranking[WorkerFailure], dict[int, Moment]]:
+    """The ranking on the one clock of the report, and each failure's moment (by `id`) as it is ranked by."""
+    ended = {id(failure): clocks.of_failure(failure) for failure in failures}
+    printed = {id(failure): clocks.of_printed(failure) for failure in failures}
+
+    def standing(failure: WorkerFailure) -> Standing:
+        begun = printed[id(failure)]
+        return failure.standing(ended[id(failure)].at_ns, begun.at_ns if begun is not None else 0)
+
+    ranking = Ranking(failures, standing)
+    if not ranking.by_printed:
+        return ranking, ended
+    return ranking, {key: printed[key] or moment for key, moment in ended.items()}
 
 
 def decide_start_verdict(unable: Sequence[NodeLoss], *, nodes: int) -> Verdict:
@@ -237,6 +243,22 @@ def _of_worker(
         suspects=suspects,
         resolution_ns=resolution_ns,
     )
+
+
+def _unknown_verdict(ranking: Ranking[WorkerFailure], suspects: tuple[Suspect, ...], says: str) -> Verdict:
+    first = ranking.symptoms[0]
+    return _of_worker(
+        first,
+        Confidence.NONE,
+        _unknown(ranking.symptoms, suspects, says),
+        cause=Cause.UNKNOWN,
+        same=_same(first, ranking.all),
+        suspects=suspects,
+    )
+
+
+def _printed(failure: WorkerFailure) -> Suspect:
+    return Suspect(rank=failure.global_rank, host=failure.host, why=f"it had printed {failure.headline}")
 
 
 def _unknown(symptoms: list[WorkerFailure], suspects: Sequence[Suspect], says: str = "") -> str:
@@ -323,7 +345,7 @@ def _as_silent(root: WorkerFailure, rank_statuses: Sequence[RankStatus]) -> list
 
 def _worker_verdict(
     causes: list[WorkerFailure],
-    cut_short: list[WorkerFailure],
+    late: list[WorkerFailure],
     symptoms: int,
     losses: list[tuple[Moment, NodeLoss]],
     when: list[Moment],
@@ -335,7 +357,7 @@ def _worker_verdict(
         for failure, moment in zip(causes, when, strict=True)
         if failure.fingerprint != root.fingerprint
     ]
-    same = _same(root, [*causes, *cut_short])
+    same = _same(root, [*causes, *late])
     confidence = Confidence.HIGH
     if others:
         confidence, evidence = _among(root, first, others)
@@ -345,6 +367,9 @@ def _worker_verdict(
         evidence = "the only failure that is not a consequence of another one"
     else:
         evidence = "the only failure"
+    if root.is_stopped:
+        confidence = Confidence.LOW if confidence is Confidence.HIGH else confidence
+        evidence = f"likely: it had printed this before this job ended it; {evidence}"
     if symptoms:
         evidence += f"; {plural(symptoms, 'other')} {'is a consequence' if symptoms == 1 else 'are consequences'}"
     if losses:
@@ -455,13 +480,21 @@ def _node_fingerprint(loss: NodeLoss) -> str:
     return "agent_died" if loss.agent_only else "node_left" if loss.left else "node_lost"
 
 
-def _cut_short_verdict(failure: WorkerFailure, symptoms: int) -> Verdict:
-    evidence = "likely: it had printed this, and had not ended when this job ended it"
-    if symptoms:
-        evidence += (
-            f"; {plural(symptoms, 'other failure')} {'is a consequence' if symptoms == 1 else 'are consequences'}"
+def _late_verdict(failure: WorkerFailure, symptoms: int) -> Verdict:
+    what = "it had printed this, and had not ended when this job ended it"
+    if 0 < failure.stopped_ns < failure.printed_ns:
+        what = (
+            f"it printed this {seconds_text((failure.printed_ns - failure.stopped_ns) / 1e9)} after this job ended it"
         )
-    return _of_worker(failure, Confidence.LOW, evidence)
+    elif failure.is_caught:
+        what = "it had caught and printed this, and had not ended when this job ended it"
+    return _of_worker(failure, Confidence.LOW, f"likely: {what}{_consequences(symptoms)}")
+
+
+def _consequences(symptoms: int) -> str:
+    if not symptoms:
+        return ""
+    return f"; {plural(symptoms, 'other failure')} {'is a consequence' if symptoms == 1 else 'are consequences'}"
 
 
 def _same(root: WorkerFailure, failures: Sequence[WorkerFailure]) -> tuple[int, ...]:

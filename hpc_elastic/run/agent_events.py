@@ -81,6 +81,10 @@ class WorkerFailed(AgentEvent, frozen=True, kw_only=True):
     """when its traceback began to come from its pipe, by the clock of `ended_ns`; 0: not known"""
     waited: float = 0.0
     """seconds for which the other workers were let go on, since it may be its node's"""
+    stopped_ns: int = 0
+    """when its agent began to end it, by the same clock; 0: it had ended before"""
+    is_caught: bool = False
+    """its exception was caught and printed: its traceback does not begin where the script does"""
     message: str = ""
 
 

@@ -170,13 +170,16 @@ def test_one_of_two_workers_on_a_node_fails(tmp_path: Path) -> None:
 
 def test_a_rank_that_ended_with_0_is_named_where_the_others_only_lost_it(tmp_path: Path) -> None:
     script = """
+    class DistNetworkError(RuntimeError):  # as torch.distributed has it
+        pass
+
     tell("here")
     if RANK == 1:
         wait_for("end")
         sys.exit(0)
     wait_for("fail")
     if RANK == 2:
-        raise type("DistNetworkError", (RuntimeError,), {})("gloo: broken pipe")
+        raise DistNetworkError("Connection closed by peer [10.0.0.1]:4711")
     wait_for("never")
     """
     with LocalRun(tmp_path, script, nproc=2, options=("--max-restarts", "0")) as run:
@@ -190,10 +193,42 @@ def test_a_rank_that_ended_with_0_is_named_where_the_others_only_lost_it(tmp_pat
         assert [(end["rank"], end["exitcode"], end["stopped"]) for end in own] == [(1, 0, False)]
         verdict = run.report()["verdict"]
         assert (verdict["cause"], verdict["confidence"]) == ("unknown", "none")
-        (suspect,) = verdict["suspects"]
+        suspect = verdict["suspects"][0]
         assert (suspect["rank"], suspect["host"]) == (1, "node0")
         assert suspect["why"].startswith("it ended with 0 ")
         assert suspect["why"].endswith(" s before")
+
+
+def test_what_was_printed_first_is_the_cause_though_its_worker_lives_on(tmp_path: Path) -> None:
+    """Rank 0 is about to end: an exit handler keeps it, and rank 3 fails meanwhile. Its agent ends it then."""
+    script = """
+    import atexit, signal
+    tell("here")
+    if RANK == 0:
+        wait_for("go")
+        @atexit.register
+        def linger():
+            tell("lingers")
+            wait_for("never")
+        raise ValueError("no shard 17 in the index")
+    if RANK == 3:
+        wait_for("fail")
+        raise KeyError("lr")
+    wait_for("never")
+    """
+    with LocalRun(tmp_path, script, nproc=2, options=("--max-restarts", "0")) as run:
+        run.wait_moments("here", count=4)
+        run.say("go")
+        run.wait_moments("lingers", count=1)
+        run.until(lambda: "shard 17" in run.rank(0).stderr.read_text(), "traceback of rank 0")
+        run.say("fail")
+        assert run.finish() != ExitCode.OK
+        verdict = run.report()["verdict"]
+        failure = verdict["failure"]
+        assert (failure["global_rank"], failure["exception_type"]) == (0, "ValueError")
+        assert 0 < failure["printed_ns"] < failure["stopped_ns"] < failure["ended_ns"]
+        assert verdict["confidence"] in ("low", "tie")
+        assert [one["global_rank"] for one in verdict["candidates"]] == [3]
 
 
 def test_late_failure_has_the_finished_nodes_run_again(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
@@ -11,7 +12,8 @@ from hpc_elastic.agent.restart_policy import sum_up
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 from hpc_elastic.rendezvous.coordinator import first_failure
-from hpc_elastic.report.verdict import decide_verdict
+from hpc_elastic.report.history import WorkerEnd
+from hpc_elastic.report.verdict import Cause, Confidence, Verdict, decide_verdict
 
 ROOT, SYMPTOM = FailureClass.ROOT, FailureClass.SYMPTOM
 
@@ -31,7 +33,14 @@ def failure(rank: int, at: int, failure_class: FailureClass, *, raised: bool = T
     )
 
 
-@pytest.mark.parametrize("classes", [*itertools.product(FailureClass, repeat=3)], ids=lambda c: "-".join(c))
+STOPPED = FailureClass.STOPPED_BY_US
+
+
+@pytest.mark.parametrize(
+    "classes",
+    [three for three in itertools.product(FailureClass, repeat=3) if set(three) != {STOPPED}],
+    ids=lambda c: "-".join(c),
+)
 def test_a_nodes_summary_and_the_report_name_the_same_failure(classes: tuple[FailureClass, ...]) -> None:
     failures = [failure(rank, at, one) for rank, (at, one) in enumerate(zip((2, 3, 1), classes, strict=True))]
     for order in itertools.permutations(failures):
@@ -40,6 +49,97 @@ def test_a_nodes_summary_and_the_report_name_the_same_failure(classes: tuple[Fai
         summary = sum_up(order, node=0, seconds=1.0)
         assert summary.message == f"rank {verdict.failure.global_rank}: ValueError: {verdict.failure.global_rank}"
         assert summary.failure_class == verdict.failure.failure_class.value
+
+
+S = 1_000_000_000
+BEGIN = 10**18
+
+
+def printed(known: WorkerFailure, at: float, *, stopped: float = 0.0, caught: bool = False) -> WorkerFailure:
+    """Printed and, where that is given, begun to be ended so many seconds after the beginning."""
+    return replace(
+        known,
+        printed_ns=BEGIN + int(at * S),
+        stopped_ns=BEGIN + int(stopped * S) if stopped else 0,
+        stopped_by_agent=bool(stopped),
+        is_caught=caught,
+        signal="SIGTERM" if stopped else "",
+    )
+
+
+def cause_of(*failures: WorkerFailure, **facts: Any) -> Verdict:
+    """The verdict, which a node's summary must agree with where it names a cause."""
+    verdicts = [decide_verdict(order, **facts) for order in itertools.permutations(failures)]
+    assert all(verdict == verdicts[0] for verdict in verdicts)
+    own = [one for one in failures if not one.stopped_by_agent or one.is_own_cause]
+    if verdicts[0].cause is Cause.WORKER and verdicts[0].failure in own:
+        assert sum_up(own, node=0, seconds=1.0).message.startswith(f"rank {verdicts[0].failure.global_rank}:")
+    return verdicts[0]
+
+
+def test_what_was_printed_first_is_the_cause_and_not_what_ended_first() -> None:
+    lives_on, next_one = printed(failure(0, 5, ROOT), 1.0), printed(failure(3, 2, ROOT), 1.9)
+    assert cause_of(lives_on, next_one).failure is lives_on
+    crashed = failure(2, 3, ROOT, raised=False, signal="SIGSEGV")
+    assert cause_of(lives_on, crashed).failure is lives_on, "a crash is over when its process is"
+    unknown = failure(1, 4, ROOT)
+    assert cause_of(lives_on, next_one, unknown).failure is next_one, "one has no known time: all by their ends"
+
+
+def test_close_times_of_printed_failures_are_a_tie() -> None:
+    one, other = printed(failure(0, 5, ROOT), 1.0), printed(failure(3, 2, ROOT), 1.03)
+    assert cause_of(one, other).confidence is Confidence.TIE
+    assert cause_of(one, printed(other, 1.1)).confidence is Confidence.HIGH
+
+
+def test_a_cause_that_a_stopped_rank_had_printed_is_a_cause() -> None:
+    """It destroyed its group, which the others noticed, and was slow to end: the stop came before its own end."""
+    slow, victim = printed(failure(2, 4, ROOT), 1.0, stopped=1.2), printed(failure(0, 1, SYMPTOM), 1.1)
+    found = cause_of(slow, victim)
+    assert (found.failure, found.confidence) == (slow, Confidence.LOW)
+    own = printed(failure(3, 2, ROOT), 1.9)
+    both = cause_of(slow, own, victim)
+    assert (both.failure, both.confidence) == (slow, Confidence.LOW)
+    assert both.candidates == (own,)
+
+
+def test_a_stopped_ranks_symptom_is_none_but_a_symptom() -> None:
+    victims = [printed(failure(rank, 1, SYMPTOM), 1.0, stopped=1.2 * (rank > 0)) for rank in range(3)]
+    hosts = dict.fromkeys(range(4), "n1")
+    found = cause_of(*victims, ranks=hosts)
+    assert found.cause is Cause.UNKNOWN
+    assert [suspect.rank for suspect in found.suspects] == [3]
+
+
+def test_what_a_stop_provokes_is_noise() -> None:
+    victim = printed(failure(0, 1, SYMPTOM), 1.1)
+    noise = printed(failure(1, 2, ROOT), 1.21, stopped=1.2)
+    found = cause_of(victim, noise, ranks={0: "n1", 1: "n1"})
+    assert (found.cause, found.failure) == (Cause.UNKNOWN, victim)
+    own = printed(failure(3, 2, ROOT), 1.9)
+    assert cause_of(victim, noise, own).failure is own
+    long_after = printed(failure(1, 3, ROOT), 2.4, stopped=1.2)
+    last_resort = cause_of(victim, long_after)
+    assert (last_resort.failure, last_resort.confidence) == (long_after, Confidence.LOW)
+    assert cause_of(victim, long_after, own).failure is own
+
+
+def test_a_caught_exception_of_a_stopped_rank_comes_after_all_else() -> None:
+    """It was logged, and the rank went on: perhaps for a retry."""
+    victim, logged = printed(failure(0, 3, SYMPTOM), 2.1), printed(failure(1, 3, ROOT), 1.0, stopped=2.2, caught=True)
+    own = printed(failure(3, 3, ROOT), 2.0)
+    assert cause_of(victim, logged, own).failure is own
+    assert cause_of(victim, logged).confidence is Confidence.LOW
+    left = WorkerEnd(rank=2, node=0, exitcode=0, ended_ns=BEGIN + S, ended_uptime_ns=0)
+    found = cause_of(victim, logged, ends=[left])
+    assert (found.cause, [suspect.rank for suspect in found.suspects]) == (Cause.UNKNOWN, [2, 1])
+
+
+def test_a_cancelled_run_has_no_cause() -> None:
+    """Ranks that are being ended lose each other."""
+    stopped = [printed(failure(rank, 3, kind), 1.0, stopped=1.2) for rank, kind in enumerate((SYMPTOM, SYMPTOM))]
+    caught = printed(failure(2, 3, ROOT), 1.0, stopped=1.2, caught=True)
+    assert cause_of(*stopped, caught).cause is Cause.NONE
 
 
 def test_what_the_agent_ended_without_an_exception_is_no_cause() -> None:

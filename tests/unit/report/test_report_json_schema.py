@@ -39,11 +39,11 @@ LOSS: dict[str, Any] = {
 }
 FAILURE: dict[str, Any] = {
     **dict.fromkeys(("version", "attempt", "round", "node", "local_rank", "global_rank", "pid", "exitcode"), INT),
-    **dict.fromkeys(("ended_ns", "ended_uptime_ns", "printed_ns", "oom_kills"), INT),
+    **dict.fromkeys(("ended_ns", "ended_uptime_ns", "printed_ns", "stopped_ns", "oom_kills"), INT),
     "waited": NUMBER,
     **dict.fromkeys(("host", "signal", "message", "exception_type", "traceback", "stderr_tail", "fingerprint"), TEXT),
     **dict.fromkeys(("category", "failure_class", "reason", "source", "error_file", "problem"), TEXT),
-    **dict.fromkeys(("retryable", "core_dumped", "stopped_by_agent", "node_suspect"), BOOL),
+    **dict.fromkeys(("retryable", "core_dumped", "stopped_by_agent", "node_suspect", "is_caught"), BOOL),
     "last_step": "int?",
 }
 PLACE: dict[str, Any] = {
