@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from hpc_elastic.base.text import cut_end, plural, ranks_text
 from hpc_elastic.failures.fingerprint import user_frames
 from hpc_elastic.failures.ranking import Suspect
-from hpc_elastic.failures.traceback_text import Frame
+from hpc_elastic.failures.traceback_text import Frame, find_python_traceback
 from hpc_elastic.run.activities import MOST_NAMED, Activity, Doing
 
 MOST_SUSPECTS = 8
@@ -112,6 +112,7 @@ def activity_of_failure(rank: int, frames: Sequence[Frame], text: str) -> Activi
         operation=said.operation,
         peer_operation=said.peer_operation,
         names=said.names,
+        reports=said.reports,
         key=said.key,
         clients=said.clients,
         sizes=said.sizes,
@@ -152,6 +153,8 @@ def _at(frames: Sequence[Frame]) -> str:
 # What torch 2.2 to 2.13 print: ProcessGroupGloo.cpp, ProcessGroupNCCL.cpp, ProcessGroupWrapper.cpp, TCPStore.cpp.
 _BARRIER = re.compile(r"Ranks? ([\d, ]+) failed to pass monitoredBarrier")
 _BARRIER_FIRST = re.compile(r"\[Rank \d+\]: Rank (\d+) failed to pass monitoredBarrier")
+_CHECKPOINT = re.compile(r"CheckpointException ranks:dict_keys\(\[([\d, ]+)\]\)")
+"""torch.distributed.checkpoint raises on all ranks what some of them raised, and quotes that."""
 _ENQUEUED = re.compile(r"last enqueued(?: NCCL)? work: (-?\d+)")
 _WORK = re.compile(r"WorkNCCL\(SeqNum=(\d+), OpType=(\w+), NumelIn=(\d+), NumelOut=(\d+)")
 _FINGERPRINT = re.compile(
@@ -170,6 +173,7 @@ class _Said(Struct, frozen=True, kw_only=True):
     operation: str = ""
     peer_operation: tuple[int, str] | None = None
     names: tuple[int, ...] = ()
+    reports: str = ""
     key: str = ""
     clients: tuple[int, int] | None = None
     sizes: tuple[int, int] | None = None
@@ -192,12 +196,19 @@ def _read_messages(rank: int, text: str) -> _Said:
     named: dict[int, None] = {}
     for numbers in (*_BARRIER.findall(text), *_BARRIER_FIRST.findall(text)):
         named |= dict.fromkeys(int(number) for number in re.findall(r"\d+", numbers))
+    reports = ""
+    if checkpoint := _CHECKPOINT.search(text):
+        named |= dict.fromkeys(int(number) for number in re.findall(r"\d+", checkpoint[1]))
+        found_text = find_python_traceback(text)
+        quoted = [raised for raised in found_text.earlier if raised.rank is not None] if found_text is not None else []
+        reports = cut_end(quoted[0].headline, _SAYS_LIMIT) if quoted else ""
     keys, clients, sizes = _KEYS.search(text), _CLIENTS.search(text), _SIZES.search(text)
     return _Said(
         sequence=sequence,
         operation=cut_end(operation, _SAYS_LIMIT),
         peer_operation=peer,
         names=tuple(sorted(named))[:MOST_NAMED],
+        reports=reports,
         key=cut_end(keys[1], 100).removeprefix("/") if keys else "",
         clients=(int(clients[1]), int(clients[2])) if clients else None,
         sizes=(int(sizes[1]), int(sizes[2])) if sizes else None,
@@ -277,15 +288,18 @@ def _blame(whys: Mapping[int, str], says: str = "") -> Comparison:
 
 
 def _named(known: Mapping[int, Activity]) -> Comparison | None:
-    """`monitored_barrier` names those that did not come."""
-    by = {rank: activity.rank for activity in known.values() for rank in activity.names}
+    """`monitored_barrier` names those that did not come, a checkpoint's exception those that raised it."""
+    by = {rank: activity for activity in known.values() for rank in activity.names}
     if not by:
         return None
     whys = {}
     for rank in sorted(by):
         activity = known.get(rank)
         does = f"; it was {activity.where}" if activity is not None and activity.doing is not Doing.UNKNOWN else ""
-        whys[rank] = f"rank {by[rank]} waited for it in monitored_barrier in vain{does}"
+        if by[rank].reports:
+            whys[rank] = f"rank {by[rank].rank} reports of it: {by[rank].reports}{does}"
+        else:
+            whys[rank] = f"rank {by[rank].rank} waited for it in monitored_barrier in vain{does}"
     return _blame(whys)
 
 

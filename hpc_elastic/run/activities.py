@@ -56,7 +56,9 @@ class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True):
     peer_operation: tuple[int, str] | None = None
     """Another rank, and its collective, as its message has them."""
     names: tuple[int, ...] = ()
-    """Ranks that its message says did not come."""
+    """Ranks that its message says did not come, or failed."""
+    reports: str = ""
+    """What its message says that they raised: ``OSError: [Errno 122] Disk quota exceeded``."""
     key: str = ""
     """Of the store: the key that it waited for."""
     clients: tuple[int, int] | None = None

@@ -173,6 +173,26 @@ def test_monitored_barrier_names_those_that_did_not_come(text: str, names: tuple
     assert all("rank 0 waited for it in monitored_barrier in vain" in suspect.why for suspect in odd)
 
 
+CHECKPOINT = """\
+Traceback (most recent call last):
+  File "/home/me/train.py", line 13, in <module>
+    dcp.save(state, checkpoint_id=path)
+torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:dict_keys([2])
+Traceback (most recent call last): (RANK 2)
+  File "/venv/lib/python3.11/site-packages/torch/distributed/checkpoint/utils.py", line 241, in all_reduce
+    local_data = map_fun()
+OSError: [Errno 122] Disk quota exceeded
+"""
+
+
+def test_a_checkpoints_exception_names_the_rank_that_raised_and_what() -> None:
+    zero = activity_of_failure(0, stack("/me/t.py:f"), CHECKPOINT)
+    assert zero.names == (2,)
+    (suspect,) = odd_ones_out([zero, in_collective(1), in_collective(3)])
+    assert suspect.rank == 2
+    assert suspect.why == "rank 0 reports of it: OSError: [Errno 122] Disk quota exceeded"
+
+
 MISMATCH = (
     "RuntimeError: Detected mismatch between collectives on ranks. Rank {rank} is running collective: "
     "CollectiveFingerPrint(SequenceNumber=5, OpType=ALLREDUCE, TensorShape=[{own}], TensorDtypes=Float, "
