@@ -15,6 +15,7 @@ import argparse
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -202,6 +203,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             options.reports.mkdir(parents=True, exist_ok=True)
             (options.reports / f"{judged.name}.txt").write_text(judged.text)
 
+    # As Ctrl-C: no further case begins, and what the ones that run have started and mounted is cleared away.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     results = run_all(chosen(options.only), jobs=options.jobs, done=done)
     print("\n".join(["", *table(results), "", *complaints(results)]))
     if options.update_docs:
