@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.inprocess_ranks import ROOT
-from tests.rigs.rendezvous_handlers import until
+from tests.rigs.waiting import until
 
 pytestmark = [
     pytest.mark.torch,
@@ -72,7 +72,7 @@ def test_an_exception_restarts_the_function_and_a_death_leaves_nothing(tmp_path:
         assert told.get(f"1-{rank}", [0, 0])[1] == 2.0, output
         assert told[f"0-{rank}"] == told[f"1-{rank}"], "the same process"
     # The monitor processes too: the store that they need was torchrun's.
-    until(lambda: not marked(mark), 100)
+    until(lambda: not marked(mark), seconds=100)
 
 
 def marked(mark: str) -> list[str]:

@@ -11,7 +11,8 @@ from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.key_value import KeyValueStore
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
-from tests.rigs.rendezvous_handlers import HandlerRig, until
+from tests.rigs.rendezvous_handlers import HandlerRig
+from tests.rigs.waiting import until
 
 CACHES = {
     "3 s": MountSettings(),

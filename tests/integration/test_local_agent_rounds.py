@@ -20,7 +20,7 @@ from hpc_elastic.rendezvous.handler_config import config_from_url
 from hpc_elastic.rendezvous.run_folder import RunFolder
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.store.file_store import FileStore
-from tests.rigs.rendezvous_handlers import until
+from tests.rigs.waiting import until
 
 PATIENCE = 60.0
 
@@ -74,11 +74,11 @@ def test_a_spare_that_waits_has_nobody_restarted(tmp_path: Path) -> None:
 
     def say_go() -> None:
         try:
-            until(lambda: (record := seen.newest()) is not None and record.status is Status.FINAL, PATIENCE)
+            until(lambda: (record := seen.newest()) is not None and record.status is Status.FINAL, seconds=PATIENCE)
             waiting.start()
-            until(lambda: (record := seen.newest()) is not None and record.waiting == 1, PATIENCE)
+            until(lambda: (record := seen.newest()) is not None and record.waiting == 1, seconds=PATIENCE)
             before = handler.times
-            until(lambda: handler.times >= before + 5, PATIENCE)
+            until(lambda: handler.times >= before + 5, seconds=PATIENCE)
         finally:
             go.touch()
 
@@ -123,7 +123,7 @@ def test_a_node_that_dies_in_the_exit_barrier_is_not_missed(tmp_path: Path) -> N
         for path in ("", str(go))
     )
     try:
-        until(lambda: len(seen.done()) == 1, PATIENCE)
+        until(lambda: len(seen.done()) == 1, seconds=PATIENCE)
         (lost,) = seen.done()
         os.kill(first.pid, signal.SIGKILL)
         first.wait()
@@ -137,7 +137,7 @@ def test_a_node_that_dies_in_the_exit_barrier_is_not_missed(tmp_path: Path) -> N
             beats.add(seen.store.version(f"hb/{other}"))
             return len(beats) > 45
 
-        until(has_lived_on, PATIENCE)
+        until(has_lived_on, seconds=PATIENCE)
         go.touch()
         told, _ = last.communicate(timeout=PATIENCE)
     finally:

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.base.outcome import ExitCode
-from tests.rigs.agent_stand_in import is_alive, until
+from tests.rigs.agent_stand_in import is_alive
 from tests.rigs.local_run import LocalRun
 from tests.rigs.nfs_emulator import require_fuse
 from tests.rigs.silent_mount import SilentMount
+from tests.rigs.waiting import until
 
 # Python starts programs by vfork: until its child has loaded the program, the worker waits for it in the kernel.
 _STARTS_A_PROGRAM = """

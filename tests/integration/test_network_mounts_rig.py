@@ -8,8 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ import pytest
 from tests.rigs.network_mounts import NetworkMounts, prerequisites, require_mounts
 from tests.rigs.network_mounts.leftovers import PREFIX, remove_leftovers
 from tests.rigs.network_mounts.location import mounts_below
+from tests.rigs.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 _OWNER = """
@@ -27,13 +27,6 @@ rig.__enter__()
 print(rig.keeper, rig.paths[0].parent, flush=True)
 time.sleep(100)
 """
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.02)
 
 
 def processes_of(folder: Path) -> list[str]:

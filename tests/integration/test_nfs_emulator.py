@@ -19,21 +19,13 @@ import pytest
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
 from tests.rigs.nfs_emulator import emulator as emulator_module
 from tests.rigs.nfs_emulator.emulator import ROOT
+from tests.rigs.waiting import until
 
 LONG = 600.0
 """Seconds of a cache that does not expire within a test."""
 SOON = 0.4
 """Seconds of one that does."""
 NUMBERS = itertools.count()
-
-
-def eventually(condition: Callable[[], object], *, seconds: float = 40.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
 
 
 def errno_of(call: Callable[[], object]) -> str:
@@ -96,7 +88,7 @@ def test_without_close_to_open_a_listing_is_stale_until_its_time_is_over(clients
     (clients.a / "new").touch()
     assert os.listdir(clients.b) == ["old"]
     clients.emulator.change(directories=SOON)
-    assert eventually(lambda: len(os.listdir(clients.b)) == 2)
+    until(lambda: len(os.listdir(clients.b)) == 2)
 
 
 def test_a_missing_name_stays_missing_until_its_folder_is_asked_for_again(clients: Clients) -> None:
@@ -112,7 +104,7 @@ def test_a_missing_name_shows_when_the_folders_time_is_over(clients: Clients) ->
     clients.emulator.change(directories=SOON)
     assert not (clients.b / "new").exists()
     (clients.a / "new").touch()
-    assert eventually((clients.b / "new").exists)
+    until((clients.b / "new").exists)
 
 
 def test_missing_names_need_not_be_remembered(clients: Clients) -> None:
@@ -144,7 +136,7 @@ def test_a_change_within_one_tick_of_the_servers_clock_is_missed_until_the_next(
         (clients.a / str(seen)).touch()
         return len(os.listdir(clients.b)) < seen
 
-    assert eventually(missed)
+    until(missed)
     time.sleep(1.1 - time.time() % 1)  # the tick is over: that is what this test is about
     assert len(os.listdir(clients.b)) < seen, "nothing has changed since, as far as its time says"
     (clients.a / "next").touch()
@@ -200,10 +192,10 @@ def test_caches_by_time_alone_hold_whatever_is_opened(clients: Clients) -> None:
     (clients.a / "new").touch()
     assert os.listdir(clients.b) == []
     clients.emulator.change(listings=SOON)
-    assert eventually(lambda: os.listdir(clients.b) == ["new"])
+    until(lambda: os.listdir(clients.b) == ["new"])
     assert not (clients.b / "new").exists(), "listed, and yet not there"
     clients.emulator.change(missing_names=SOON)
-    assert eventually((clients.b / "new").exists)
+    until((clients.b / "new").exists)
 
 
 # -- exclusive creation
@@ -266,7 +258,7 @@ def test_what_is_open_is_fresh_when_its_time_is_over(clients: Clients) -> None:
     with open(clients.b / "cell", "rb", buffering=0) as reader:
         assert os.pread(reader.fileno(), 9, 0) == b"1"
         (clients.a / "cell").write_text("2")
-        assert eventually(lambda: os.pread(reader.fileno(), 9, 0) == b"2")
+        until(lambda: os.pread(reader.fileno(), 9, 0) == b"2")
 
 
 def test_writes_can_go_to_the_server_at_once(clients: Clients) -> None:
@@ -281,7 +273,7 @@ def test_what_is_not_closed_is_written_back_after_a_while(clients: Clients) -> N
         writer.write(b"late")
         assert (clients.b / "log").read_bytes() == b""
         clients.emulator.change(written_back=0.2)
-        assert eventually(lambda: (clients.b / "log").read_bytes() == b"late")
+        until(lambda: (clients.b / "log").read_bytes() == b"late")
 
 
 def test_large_files_come_back_as_they_were(clients: Clients) -> None:
@@ -300,7 +292,7 @@ def test_an_open_file_that_another_client_removed_is_stale(clients: Clients) -> 
     with open(clients.b / "file", "rb", buffering=0) as reader:
         assert os.pread(reader.fileno(), 9, 0) == b"old"
         (clients.a / "file").unlink()
-        assert eventually(lambda: errno_of(lambda: os.pread(reader.fileno(), 9, 0)) == "ESTALE")
+        until(lambda: errno_of(lambda: os.pread(reader.fileno(), 9, 0)) == "ESTALE")
 
 
 def test_a_file_that_was_replaced_is_opened_anew(clients: Clients) -> None:
@@ -326,7 +318,7 @@ def test_a_file_removed_while_its_own_client_has_it_open_is_renamed(clients: Cli
         (clients.a / "file").unlink()
         assert [name[:4] for name in os.listdir(clients.b)] == [".nfs"]
         assert reader.read() == "old"
-    assert eventually(lambda: os.listdir(clients.server) == [])
+    until(lambda: os.listdir(clients.server) == [])
 
 
 # -- what goes wrong
@@ -444,7 +436,7 @@ def test_nothing_is_left_of_a_mount_that_was_killed_or_frozen(tmp_path: Path) ->
         ours = [str(path) for path in emulator.paths]
         assert set(ours) <= set(mounted())
         os.kill(emulator.pid(0), signal.SIGKILL)
-        assert eventually(lambda: errno_of(lambda: os.listdir(ours[0])) == "ENOTCONN")
+        until(lambda: errno_of(lambda: os.listdir(ours[0])) == "ENOTCONN")
         emulator.freeze(mount=1)
         threading.Thread(target=lambda: errno_of(lambda: os.mkdir(ours[1] + "/made")), daemon=True).start()
         os.kill(emulator.pid(2), signal.SIGSTOP)
@@ -464,8 +456,8 @@ def test_mounts_end_with_whoever_started_them(tmp_path: Path) -> None:
         path = user.stdout.readline().decode().strip()
         assert path in mounted()
         user.kill()
-    assert eventually(lambda: path not in mounted())
-    assert eventually(lambda: not Path(path).parent.exists())
+    until(lambda: path not in mounted())
+    until(lambda: not Path(path).parent.exists())
 
 
 def test_one_client_can_be_mounted_by_command(tmp_path: Path) -> None:
@@ -473,7 +465,7 @@ def test_one_client_can_be_mounted_by_command(tmp_path: Path) -> None:
     (tmp_path / "server").mkdir()
     argv = [sys.executable, "-m", "tests.rigs.nfs_emulator", str(tmp_path / "server"), str(tmp_path / "client")]
     with subprocess.Popen([*argv, "--settings", '{"attributes": 60}'], cwd=ROOT) as client:
-        assert eventually(lambda: str(tmp_path / "client") in mounted(), seconds=60)
+        until(lambda: str(tmp_path / "client") in mounted(), seconds=60)
         (tmp_path / "client/file").write_text("text")
         assert (tmp_path / "server/file").read_text() == "text"
         client.terminate()

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.agent_stand_in import StandIn, run_stand_in, until
+from tests.rigs.agent_stand_in import StandIn, run_stand_in
+from tests.rigs.waiting import until
 
 _SOMEBODY = 61_234
 """A user whom nobody else is: a limit of processes counts a user's, and root has none."""

@@ -14,8 +14,9 @@ import pytest
 
 from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.workers.guardian import GUARDIAN_NAME
-from tests.rigs.agent_stand_in import is_alive, until
+from tests.rigs.agent_stand_in import is_alive
 from tests.rigs.local_run import LocalRun
+from tests.rigs.waiting import until
 
 _ZOO = """
 def child(code, **how):

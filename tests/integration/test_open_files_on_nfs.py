@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,19 @@ from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import make_private_dir, read_json, write_json
 from hpc_elastic.launch.batch import WriteBack
+from hpc_elastic.output.log_files import LogFile
+from hpc_elastic.output.log_reader import OutputReader
+from hpc_elastic.output.log_streams import read_round_marks, streams_of
+from hpc_elastic.output.log_times import TimesFile, times_path
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.run.coordinator_events import RoundOpened
 from hpc_elastic.run.events import EventLog
+from hpc_elastic.run.log_pieces import PieceLimit, piece_path
+from hpc_elastic.run.paths import AttemptPaths
 from tests.rigs.event_pairs import read_events
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
 from tests.rigs.run_builder import RunBuilder, make_failure
+from tests.rigs.waiting import until
 
 MINUTE = MountSettings(attributes=60, directories=60)
 
@@ -31,15 +37,6 @@ def clients(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
         yield emulator.paths[0], emulator.paths[1]
 
 
-def eventually(condition: Callable[[], object], *, seconds: float = 40.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
 def test_an_event_is_seen_elsewhere_while_its_log_is_open(clients: tuple[Path, Path]) -> None:
     here, there = clients
     clock = SystemClock()
@@ -48,7 +45,7 @@ def test_an_event_is_seen_elsewhere_while_its_log_is_open(clients: tuple[Path, P
         events = EventLog(here / name, role="agent", host="n1", node=0, uid="0", clock=clock, files=files)
         for count in (1, 2):
             events.write(RoundOpened(round=count))
-            assert eventually(lambda name=name, count=count: len(list(read_events(there / name))) == count)
+            until(lambda name=name, count=count: len(list(read_events(there / name))) == count)
         events.close()
 
 
@@ -59,7 +56,7 @@ def test_the_job_log_is_seen_elsewhere_while_it_is_open(clients: tuple[Path, Pat
     assert write_back.start()
     for text in ("one\n", "two\n"):
         os.write(fd, text.encode())
-        assert eventually(lambda text=text: (there / "job.log").read_text().endswith(text))
+        until(lambda text=text: (there / "job.log").read_text().endswith(text))
     write_back.stop()
     os.close(fd)
     assert (there / "job.log").read_text() == "one\ntwo\n"
@@ -100,3 +97,35 @@ def test_a_report_shows_the_failure_that_an_earlier_one_on_this_host_came_too_ea
     (attempt,) = collect_run(there / "run").attempts
     (failure,) = attempt.rounds[0].failures
     assert "loss.backward()" in failure.traceback, "from error.json, which was not there before"
+
+
+def test_what_grows_is_rotated_and_was_not_there_before(clients: tuple[Path, Path]) -> None:
+    here, there = (AttemptPaths(client / "attempt-000") for client in clients)
+    for folder in (here.root, here.round_dir(0), here.rank(0, 3).root):
+        folder.mkdir(mode=0o700)
+    reader = OutputReader(there.rank(0, 3).stdout)
+    assert reader.read() is None, "and the client remembers that"
+    assert [stream.rank for stream in streams_of(there, 0)] == [3, 3]
+    times = TimesFile(times_path(here.round_dir(0), 1))
+    found: list[bytes] = []
+
+    def read(line: bytes) -> bool:
+        chunk = reader.read()
+        if chunk is not None:
+            found.extend(chunk.data.splitlines())
+        return line in found
+
+    for number in range(8):  # 40 bytes each: a new piece for every third
+        log = LogFile(
+            here.rank(0, 3).stdout,
+            on_end=list,
+            on_loss=lambda *_: None,
+            limit=PieceLimit(size=100, count=9),
+            times=times.stream(3, 1),
+        )
+        log.write(b"line %d %s\n" % (number, b"x" * 32), now=0.0, at_us=1_000_000 * (number + 1))
+        log.finish(now=float(number))
+        until(lambda number=number: read(b"line %d %s" % (number, b"x" * 32))), f"line {number}"
+    assert [line.split()[1] for line in found] == [b"%d" % number for number in range(8)]
+    assert os.path.exists(piece_path(here.rank(0, 3).stdout, 2))
+    until(lambda: read_round_marks(there.round_dir(0)).of(3, 1).last_us == 8_000_000)

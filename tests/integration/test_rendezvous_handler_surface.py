@@ -33,7 +33,8 @@ from hpc_elastic.rendezvous.round_log import RecordLog
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.store import file_store
 from tests.rigs.memory_store import MemoryStore
-from tests.rigs.rendezvous_handlers import HandlerRig, until
+from tests.rigs.rendezvous_handlers import HandlerRig
+from tests.rigs.waiting import until
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "reference" / "rendezvous.md"
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.rendezvous.errors import RendezvousTimeoutError
-from tests.rigs.rendezvous_handlers import HandlerRig, until
+from tests.rigs.rendezvous_handlers import HandlerRig
+from tests.rigs.waiting import until
 
 
 @pytest.fixture

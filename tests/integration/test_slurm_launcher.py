@@ -22,6 +22,7 @@ from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint
 from tests.rigs.captures import DATA, VERSIONS
 from tests.rigs.specs import make_attempt, make_spec
+from tests.rigs.waiting import until
 
 NODES = ["n1", "n2", "n3", "n4"]
 FAKE_SRUN = """\
@@ -77,13 +78,6 @@ class Srun:
     @property
     def calls(self) -> int:
         return len(list(self.folder.glob("call.*")))
-
-
-def until(condition: Callable[[], object], what: str, seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited for {what}"
-        time.sleep(0.005)
 
 
 def alive(pid: int) -> bool:

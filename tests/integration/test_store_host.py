@@ -18,6 +18,7 @@ import pytest
 
 from hpc_elastic.agent.store_server import StoreServer, StoreState, torch_available
 from tests.rigs.inprocess_ranks import free_ports
+from tests.rigs.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE = 120.0
@@ -55,13 +56,6 @@ class TCPStore:
         self.listener = socket.socket(fileno=master_listen_fd)
         self.connection = socket.create_connection((host, port))
 """
-
-
-def wait_until(condition: Callable[[], object], what: str) -> None:
-    deadline = time.monotonic() + DEADLINE
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {DEADLINE:.0f} s: {what}"
-        time.sleep(0.005)
 
 
 def wait_for_state(server: StoreServer, *wanted: StoreState) -> StoreState:
@@ -199,7 +193,7 @@ def test_a_worker_that_connects_before_the_store_is_up_waits(make_server: Callab
     with start(CLIENT, str(port)) as client:
         assert line_of(client) == "connecting"
         established = f":{port:04X} "
-        wait_until(
+        until(
             lambda: any(
                 established in line.split("00000000:0000")[0] and line.split()[3] == "01"
                 for line in Path("/proc/net/tcp").read_text().splitlines()[1:]
@@ -271,7 +265,7 @@ def test_it_dies_with_its_agent(when: str, tmp_path: Path, fake_torch: Callable[
         pid, port = map(int, line_of(agent).split())
         agent.kill()
     # Its main thread is a zombie a moment before the last thread lets go of the socket.
-    wait_until(lambda: is_gone(pid) and nobody_listens(port), "the store host's end")
+    until(lambda: is_gone(pid) and nobody_listens(port), "the store host's end")
 
 
 @pytest.mark.parametrize(

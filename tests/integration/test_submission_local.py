@@ -8,8 +8,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,8 +30,8 @@ from hpc_elastic.submission import (
 from hpc_elastic.submission.outcome import WorkerRaisedError
 from hpc_elastic.workers import tree
 from tests.rigs import submitted_functions as functions
+from tests.rigs.waiting import until
 
-PATIENCE = 120.0
 LARGE = 64 << 20
 SCRIPT = """
 import os, sys, time
@@ -51,13 +49,6 @@ mine.write_text(str(last))
 sys.exit(0)
 """
 """As one writes it for any launcher: it saves where it is, and goes on from there."""
-
-
-def until(condition: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.05)
 
 
 @dataclass

@@ -7,8 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -143,14 +142,6 @@ def run_stand_in(code: str, *, env: Mapping[str, str] | None = None, prefix: lis
     """Run `code` as an agent and return the one report that it makes."""
     with StandIn(code, env=env, prefix=prefix) as stand_in:
         return stand_in.report()
-
-
-def until(condition: Callable[[], object], *, seconds: float = 60.0, what: str = "the condition") -> None:
-    """Wait for a condition with a deadline."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {seconds} s for {what}"
-        time.sleep(0.005)
 
 
 def is_alive(pid: int) -> bool:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,13 +64,6 @@ class HandlerRig:
 
     def start(self, handler: FileRendezvousHandler) -> Future[RoundResult]:
         return self.pool.submit(handler.next_rendezvous)
-
-
-def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come"
-        threading.Event().wait(0.01)
 
 
 @contextmanager

@@ -10,7 +10,8 @@ import pytest
 
 from hpc_elastic.rendezvous.errors import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
 from hpc_elastic.rendezvous.run_folder import RunFolder, safe_name
-from tests.rigs.rendezvous_handlers import HandlerRig, at_most, until
+from tests.rigs.rendezvous_handlers import HandlerRig, at_most
+from tests.rigs.waiting import until
 
 
 @pytest.fixture

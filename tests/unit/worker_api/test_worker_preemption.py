@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,7 @@ from hpc_elastic.worker_api.heartbeat_record import (
     read_notice,
     read_record,
 )
+from tests.rigs.waiting import until
 
 
 @pytest.fixture
@@ -140,13 +141,6 @@ def watch(page: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[preemption._W
     for thread in threading.enumerate():
         if thread.name == "hpc_elastic on_preemption":
             thread.join(10)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_a_callback_is_called_once_when_the_step_is_agreed(page: Path, watch: preemption._Watch) -> None:
