@@ -159,6 +159,7 @@ class RoundBuilder(Struct):
     ended: set[int] = field(default_factory=set)
     """Nodes that reported the end of their workers."""
     stopping: dict[str, None] = field(default_factory=dict)
+    stopping_ns: dict[int, int] = field(default_factory=dict)
     frozen_reason: str = ""
     """Why it could begin: what was decided about the failures of the round before."""
     restarts_used: int | None = None
@@ -216,6 +217,7 @@ class RoundBuilder(Struct):
                 self.in_process.append(read_restart(line, event, node))
             case WorkersStopping():
                 self.stopping[event.reason] = None
+                self.stopping_ns.setdefault(node, when)
             case WorkersSucceeded():
                 self.succeeded.add(node)
                 self._take_end(when, node)
@@ -286,6 +288,7 @@ class RoundBuilder(Struct):
             own_failures=tuple(self.own[node] for node in sorted(self.own)),
             succeeded_nodes=frozenset(self.succeeded),
             stopping_reasons=tuple(self.stopping),
+            stopping_ns=tuple(sorted(self.stopping_ns.items())),
             decision=self.decision,
             rank_statuses=tuple(self.rank_statuses[rank] for rank in sorted(self.rank_statuses)),
             activities=tuple(self.activities[rank] for rank in sorted(self.activities)),

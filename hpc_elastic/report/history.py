@@ -161,6 +161,8 @@ class RoundHistory(Struct, frozen=True, kw_only=True):
     """What of this package failed (`NodeLoss.broke`); no node was lost by it."""
     succeeded_nodes: frozenset[int] = frozenset()
     stopping_reasons: tuple[str, ...] = ()
+    stopping_ns: tuple[tuple[int, int], ...] = ()
+    """(node, when its agent began to end its workers, by its own wall clock)."""
     decision: RestartRecord | None = None
     rank_statuses: tuple[RankStatus, ...] = ()
     """The workers' last heartbeats, by rank; empty where none was reported."""

@@ -25,7 +25,7 @@ from hpc_elastic.report.render_html_markup import (
     time_of_day,
 )
 from hpc_elastic.report.timeline import IMPORTANCE, Entry
-from hpc_elastic.report.wording import describe_class, describe_exit
+from hpc_elastic.report.wording import describe_class, describe_exit, known_stacks
 
 TRACEBACK_CHARS = 12_000
 TRACEBACK_TOTAL = 600_000
@@ -183,18 +183,19 @@ def evidence_text(failure: WorkerFailure, room: TextRoom, *, is_open: bool, whos
 
 def stacks_part(attempt: AttemptHistory | None, part: RoundHistory | None) -> Markup:
     """Where every rank was when a round was ended because of a hang, the odd one out first."""
-    if part is None or attempt is None or not part.stacks:
+    stacks = known_stacks(part) if part is not None else []
+    if part is None or attempt is None or not stacks:
         return Markup("")
     steps = {status.rank: status for status in part.rank_statuses}
     items = []
-    for number, group in enumerate(part.stacks[:STACKS]):
+    for number, group in enumerate(stacks[:STACKS]):
         at = sorted({status.step for rank in group.ranks if (status := steps.get(rank)) and status.step is not None})
         step = "" if not at else f", step {at[0]}" if len(at) == 1 else f", steps {at[0]} to {at[-1]}"
         inner = group.stack[-1] if group.stack else f"no Python stack; {group.state}".rstrip("; ")
         title = f"{ranks(group.ranks)} ({plural(len(group.ranks), 'rank')}{step}): {shorten(inner, 120)}"
         lines = "\n".join(reversed(group.stack)) or group.state or "none could be had"
         items.append(_unfolding(title, lines, is_open=number < 3, label=f"Stack of {ranks(group.ranks)}"))
-    hidden = sum(len(group.ranks) for group in part.stacks[STACKS:])
+    hidden = sum(len(group.ranks) for group in stacks[STACKS:])
     return card(
         f"Where each rank's main thread was in round {part.index} of attempt {attempt.number}",
         element("p", "The innermost call first, the rarest place first.", class_="muted"),

@@ -25,6 +25,7 @@ from hpc_elastic.report.wording import (
     describe_restarts,
     describe_silence,
     describe_size,
+    known_stacks,
 )
 
 DEFAULT_LINES = 40
@@ -207,11 +208,12 @@ def _fold_line(fold: Fold, root: WorkerFailure | None, verdict: Verdict, clocks:
 
 def _stacks(part: RoundHistory, width: int, *, cap: int | None) -> list[str]:
     """Where all ranks stood, the odd one out first, and their last heartbeats."""
-    if not part.stacks:
+    stacks = known_stacks(part)
+    if not stacks:
         return []
-    lines = [f"  {ranks_text(group.ranks, limit=40)}: {_where_stood(group)}" for group in part.stacks]
+    lines = [f"  {ranks_text(group.ranks, limit=40)}: {_where_stood(group)}" for group in stacks]
     if cap is not None and len(lines) > cap:
-        hidden = sum(len(group.ranks) for group in part.stacks[cap - 1 :])
+        hidden = sum(len(group.ranks) for group in stacks[cap - 1 :])
         lines = [*lines[: cap - 1], f"  ... {hidden} more ranks {_SHOW_ALL}"]
     title = "Where each rank's main thread was (innermost call first):"
     lines = [title, *lines, *_threads(part, is_short=cap is not None), *_heartbeats(part, cap=cap)]

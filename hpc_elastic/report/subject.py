@@ -6,12 +6,13 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.outcome import Outcome
-from hpc_elastic.base.text import plural
+from hpc_elastic.base.text import duration, plural
 from hpc_elastic.failures.contrast import apart_in_round
 from hpc_elastic.failures.ranking import Category, FailureClass
+from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
 from hpc_elastic.report.incidents import OutageKind, refused_hosts
-from hpc_elastic.report.verdict import Cause, Confidence, Verdict, decide_start_verdict, decide_verdict
+from hpc_elastic.report.verdict import ONLY_FAILURE, Cause, Confidence, Verdict, decide_start_verdict, decide_verdict
 
 _WITHOUT = 3
 
@@ -90,7 +91,25 @@ def verdict_of(part: RoundHistory) -> Verdict:
         clocks=part.clocks,
         ranks={rank: node.host for node in part.nodes for rank in node.ranks} if needs_ranks else None,
     )
+    if verdict.evidence == ONLY_FAILURE and verdict.failure is not None:
+        verdict = replace(verdict, evidence=_beside_stopped(verdict.failure, part))
     return _contrasted(verdict, part)
+
+
+def _beside_stopped(failure: WorkerFailure, part: RoundHistory) -> str:
+    """The evidence for a failure beside which there is no other: whether the others had time to fail."""
+    ended = {end.rank for end in part.ends} | {one.global_rank for one in part.failures if not one.stopped_by_agent}
+    stopped = (part.world_size or 0) - len(ended)
+    if stopped < 1:
+        return ONLY_FAILURE
+    others = "the other was" if stopped == 1 else "the others were" if len(ended) == 1 else f"{stopped} others were"
+    began = next((when for node, when in part.stopping_ns if node == failure.node), 0)
+    if began < failure.ended_ns or not failure.ended_ns:
+        they = "it" if stopped == 1 else "they"
+        return f"first of {part.world_size}; {others} stopped before {they} could fail"
+    return (
+        f"first of {part.world_size}; {others} stopped within {duration((began - failure.ended_ns) / 1e9, fine=True)}"
+    )
 
 
 def _contrasted(verdict: Verdict, part: RoundHistory) -> Verdict:

@@ -42,6 +42,10 @@ _SIGN_NS = 1_000_000_000
 """A lost node lived for so long after the last sign of it, at most: then the next one was due."""
 
 
+ONLY_FAILURE = "the only failure"
+"""The evidence for a failure beside which nothing else is known."""
+
+
 class Cause(str, Enum):
     """What the verdict points at."""
 
@@ -366,7 +370,7 @@ def _worker_verdict(
     elif symptoms:
         evidence = "the only failure that is not a consequence of another one"
     else:
-        evidence = "the only failure"
+        evidence = ONLY_FAILURE
     if root.is_stopped:
         confidence = Confidence.LOW if confidence is Confidence.HIGH else confidence
         evidence = f"likely: it had printed this before this job ended it; {evidence}"

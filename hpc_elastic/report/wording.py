@@ -15,7 +15,7 @@ from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.traceback_text import Frame
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NOTABLE_NS, SUPERVISOR, Clocks
-from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
+from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory, StackGroup
 from hpc_elastic.report.incidents import InProcessRestart, Outage, OutageKind, OutputLoss
 
 FAILURE_WORDS = {
@@ -220,6 +220,11 @@ def _membership(part: RoundHistory, after: RoundHistory) -> list[str]:
     change = [f"without {first_of(gone, 5)}"] if gone else []
     change += [f"with {first_of(came, 5)}"] if came else []
     return [*lines, f"round {after.index}: {size}, {'; '.join(change)}"]
+
+
+def known_stacks(part: RoundHistory) -> list[StackGroup]:
+    """The groups of ranks of which a place is known: a stack, or where in the kernel they sat."""
+    return [group for group in part.stacks if group.stack or (group.state and not group.state.startswith("R "))]
 
 
 def describe_size(part: RoundHistory) -> str:

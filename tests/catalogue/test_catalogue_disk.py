@@ -75,7 +75,7 @@ def test_a_full_disk_while_the_error_file_is_written(catalogue: Catalogue, tiny_
             category="worker",
             retryable=True,
             confidence="high",
-            evidence="the only failure",
+            evidence="first of 2; the other was stopped within <N> ms",
             kind="uncaught exception",
         )
         catalogue.check(run, "disk-full", expected)

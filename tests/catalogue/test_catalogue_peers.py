@@ -40,7 +40,7 @@ def told(cause: str, **changes: Any) -> Told:
         "category": "worker",
         "retryable": True,
         "confidence": "high",
-        "evidence": "the only failure",
+        "evidence": "first of 2; the other was stopped within <N> ms",
         "kind": "",
     }
     return Told(**{**values, **changes})

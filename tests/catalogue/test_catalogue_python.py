@@ -23,7 +23,7 @@ def told(cause: str, **changes: Any) -> Told:
         "category": "worker",
         "retryable": True,
         "confidence": "high",
-        "evidence": "the only failure",
+        "evidence": "first of 2; the other was stopped within <N> ms",
         "kind": _EXCEPTION,
     }
     return Told(**{**values, **changes})
@@ -41,7 +41,15 @@ def test_an_exception_on_one_rank(catalogue: Catalogue) -> None:
     """
     with catalogue.run(script, nproc=2) as run:
         run.finish()
-        catalogue.check(run, "exception-on-one-rank", told("ZeroDivisionError: division by zero", rank=2))
+        catalogue.check(
+            run,
+            "exception-on-one-rank",
+            told(
+                "ZeroDivisionError: division by zero",
+                rank=2,
+                evidence="first of 4; the others were stopped within <N> ms",
+            ),
+        )
 
 
 def test_the_same_exception_on_all_ranks(catalogue: Catalogue) -> None:
@@ -137,6 +145,7 @@ def test_a_syntax_error_in_the_script(catalogue: Catalogue) -> None:
             host="node0",
             category="input",
             retryable=False,
+            evidence="the only failure",
             kind="the script could not start",
         )
         catalogue.check(run, "syntax-error", expected)
@@ -152,6 +161,7 @@ def test_a_module_that_is_not_installed(catalogue: Catalogue) -> None:
             host="node0",
             category="input",
             retryable=False,
+            evidence="the only failure",
             kind="the script could not start",
         )
         catalogue.check(run, "import-error", expected)
@@ -302,3 +312,30 @@ def test_an_exception_and_then_a_hang_in_the_shutdown(catalogue: Catalogue) -> N
             consequences={"a collective waited for a peer until its timeout": "0"},
         )
         catalogue.check(run, "exception-then-hang", expected)
+
+
+def test_the_users_line_is_shown_where_a_librarys_frames_fill_the_report(catalogue: Catalogue) -> None:
+    """Twenty frames of copy.py, as a compiler's of torch, and the line to look at above them."""
+    script = f"""
+    {MEET}
+    import copy, threading
+
+    def snapshot(state):
+        return copy.deepcopy(state)
+
+    state = [threading.Lock()]
+    for _ in range(10):
+        state = [state]
+    if RANK == 1:
+        snapshot(state)
+    wait_for("never")
+    """
+    with catalogue.run(script) as run:
+        run.finish()
+        text = run.attempt().report_text.read_text()
+        assert ", in snapshot (train.py:" in text.partition("TypeError: cannot pickle '_thread.lock' object")[2]
+        assert "        return copy.deepcopy(state)\n" in text
+        assert "lines of libraries (--all shows them)" in text
+        assert len(text.splitlines()) <= 40
+        frame = run.report()["verdict"]["user_frame"]
+        assert (frame["function"], frame["file"].endswith("train.py")) == ("snapshot", True)

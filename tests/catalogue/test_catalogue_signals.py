@@ -25,7 +25,7 @@ def told(cause: str, **changes: Any) -> Told:
         "category": "worker",
         "retryable": True,
         "confidence": "high",
-        "evidence": "the only failure",
+        "evidence": "first of 2; the other was stopped within <N> ms",
     }
     return Told(**{**values, **changes})
 

@@ -51,6 +51,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(?<![\w.])\d+(?:\.\d+)?(?:(?:-| to )\d+(?:\.\d+)?)? s\b", "<N> s"),
         (r"^Goodput: .*", "Goodput: <N> %"),  # what is under a twentieth of a second is not told
         (r"\b\d+ min \d+ s\b", "<N> s"),
+        (r"\bstopped within (?:\d+ ms|<N> s)", "stopped within <N> ms"),
         (r"\bknown to within \d+(?:\.\d+)? ms\b", "known to within <N> ms"),
         (r"\b\d+ bytes of the output", "<N> bytes of the output"),
         (r"(\[(?:consequence|the same failure))(?:, in \d+ wordings)?\]", r"\1]"),

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from hpc_elastic.base.text import clean_line
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import build_document
-from hpc_elastic.report.history import RunHistory
+from hpc_elastic.report.history import RunHistory, StackGroup
 from hpc_elastic.report.render_html import render_html
 from hpc_elastic.report.render_json import render_json
 from hpc_elastic.report.render_text import render_text
@@ -159,3 +160,39 @@ def test_one_round_of_one_attempt_is_one_line_without_goodput_in_the_first_minut
     assert lines[-2].endswith(" for 9.0 s: 2 nodes, 2 workers, one round")
     assert lines[-3].startswith("Recovery: ")
     assert "Attempts and rounds:" not in lines
+
+
+@pytest.mark.parametrize(
+    ("per_node", "after", "evidence"),
+    [
+        (1, 0.004, "first of 2; the other was stopped within 4 ms"),
+        (8, 0.004, "first of 16; the others were stopped within 4 ms"),
+        (8, None, "first of 16; the others were stopped before they could fail"),
+    ],
+)
+def test_of_ranks_that_were_stopped_nobody_knows_whether_they_would_have_failed(
+    tmp_path: Path, per_node: int, after: float | None, evidence: str
+) -> None:
+    builder = RunBuilder(tmp_path / "other", nodes=2, per_node=per_node)
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    builder.fail(make_failure(1, at=5, exception="ValueError: bad batch", per_node=per_node))
+    if after is not None:
+        builder.event(0, "agent", 1 // per_node, 5 + after, "workers_stopping", round=0, reason="rank 1 failed")
+    assert build_document(collect_run(builder.root)).subject.verdict.evidence == evidence
+
+
+def test_a_rank_without_a_stack_and_without_a_place_in_the_kernel_has_no_line(builder: RunBuilder) -> None:
+    builder.fail(make_failure(1, at=5, exception="ValueError: bad batch"))
+    history = collect_run(builder.root)
+    (attempt,) = history.attempts
+    groups = (
+        StackGroup(ranks=(0,), stack=(), state="R (running)"),
+        StackGroup(ranks=(1,), stack=(), state="D (disk sleep) in rpc_wait_bit_killable"),
+        StackGroup(ranks=(2,), stack=()),
+    )
+    part = replace(attempt.rounds[0], stacks=groups)
+    text = render_text(replace(history, attempts=(replace(attempt, rounds=(part,)),)))
+    assert "rank 1: no Python stack; D (disk sleep)" in text
+    assert "rank 0: no Python stack" not in text
+    assert "rank 2: no Python stack" not in text
