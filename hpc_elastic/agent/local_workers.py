@@ -497,7 +497,7 @@ class LocalWorkers:
         """Keep its stacks; a failure only where it hung itself, and did not wait for one that did."""
         self._pump.drained(slot.process.pid, DRAIN_SECONDS)
         dump = read_stacks(worker)
-        if self._wants_stacks or dump is not None or worker.is_spared:
+        if self._wants_stacks or worker.is_spared or (dump is not None and dump.main):
             self.stacks[slot.global_rank] = rank_stacks(worker, dump)  # else it was about to end
         self._observed[slot.global_rank] = observe_silent(slot.global_rank, worker.state, dump)
         if not worker.why:

@@ -233,7 +233,8 @@ class Comparison(Struct, frozen=True, kw_only=True):
     says: str = ""
     """What the ranks have in common, or how they differ, in one clause; empty: nothing that is worth it."""
     is_of_all: bool = False
-    """Whether `says` is what happened, and no rank differs: numbers that the script gives to all."""
+    """Whether `says` is all that is known, and no silent rank is the one to look at: the script gives wrong numbers to
+    all, or ranks wait for each other."""
 
 
 NOTHING = Comparison()
@@ -371,7 +372,9 @@ def _outside(known: Mapping[int, Activity]) -> Comparison | None:
     if not inside or not outside:
         return None
     if all(activity.call in _POINT_TO_POINT for activity in inside.values()) and len(outside) >= len(inside):
-        return None  # two ranks may wait for each other, and the others have no part in it
+        # Two ranks may wait for each other, and the others have no part in it.
+        says = _differ({rank: known[rank].where for rank in {**inside, **outside}}, verbs=("was", "were"))
+        return Comparison(says=says, is_of_all=True)
     calls = Counter(activity.call or "a collective" for activity in inside.values())
     name = calls.most_common(1)[0][0]
     if len(inside) < len(outside):

@@ -309,7 +309,9 @@ def test_nothing_known_is_nothing_said() -> None:
 def test_two_ranks_that_receive_do_not_accuse_two_that_take_no_part() -> None:
     receive = [in_collective(rank, call="recv", at="t.py:9") for rank in (0, 1)]
     asleep = [activity_of_stack(rank, stack(SCRIPT), syscall="clock_nanosleep") for rank in (2, 3)]
-    assert odd_ones_out([*receive, *asleep]) == ()
+    found = compare_ranks([*receive, *asleep])
+    assert (found.suspects, found.is_of_all) == ((), True)
+    assert found.says == "ranks 0-1 were in recv (t.py:9); ranks 2-3 were asleep (t.py:10 f)"
     assert [suspect.rank for suspect in odd_ones_out([*receive, in_collective(2, call="recv"), asleep[1]])] == [3]
 
 
