@@ -131,6 +131,8 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
     @property
     def may_follow_stop(self) -> bool:
         """Whether its agent ended it, and what it had printed may come from that, or had ended nothing."""
+        if self.failure_class is FailureClass.HANG:
+            return False  # it was found to hang before it was ended
         return self.is_stopped and (self.is_caught or not 0 < self.printed_ns <= self.stopped_ns)
 
     @property

@@ -19,6 +19,8 @@ from hpc_elastic.report.history import WorkerEnd
 from hpc_elastic.run.activities import Activity, Doing
 
 MOST_SUSPECTS = 16
+_TEARDOWN_NS = 3_000_000_000
+"""What the end of an interpreter with torch in it takes on a busy node, at most."""
 _HOSTS = 3
 _SILENT = "it hung, was late, or ended early"
 
@@ -41,14 +43,44 @@ def find_early_ends(
         clocks: What two hosts' times are worth.
     """
     early = []
+    for gap, is_later, end in _ends_with_0(failed, first, ends=ends, clocks=clocks):
+        if not is_later:
+            early.append(Suspect(rank=end.rank, host=ranks.get(end.rank, ""), why=_how_early(gap)))
+    return tuple(early[:MOST_SUSPECTS])
+
+
+def find_late_ends(
+    failed: Sequence[int],
+    first: Moment,
+    *,
+    ends: Sequence[WorkerEnd],
+    ranks: Mapping[int, str],
+    clocks: Clocks,
+) -> tuple[Suspect, ...]:
+    """The ranks that ended with 0 soon after the first symptom; arguments as of `find_early_ends`.
+
+    A process that ends closes its sockets, by which its peers fail within milliseconds, long before it has ended.
+    """
+    late = []
+    for gap, is_later, end in _ends_with_0(failed, first, ends=ends, clocks=clocks):
+        if is_later and -gap <= _TEARDOWN_NS:
+            why = f"it ended with 0 {seconds_text(-gap / 1e9)} after the first of them failed"
+            late.append(Suspect(rank=end.rank, host=ranks.get(end.rank, ""), why=why))
+    return tuple(late[:MOST_SUSPECTS])
+
+
+def _ends_with_0(
+    failed: Sequence[int], first: Moment, *, ends: Sequence[WorkerEnd], clocks: Clocks
+) -> list[tuple[int, bool, WorkerEnd]]:
+    """How long before the first symptom each came, in nanoseconds, and whether it is known to have come after it; the
+    earliest first."""
+    found = []
     for end in ends:
         if end.exitcode == 0 and not end.stopped and end.rank not in failed:
             moment = clocks.moment(end.node, end.ended_ns, uptime_ns=end.ended_uptime_ns)
             gap = gap_ns(moment, first)
-            if gap >= 0 or order_of(first, moment) is not Order.KNOWN:
-                early.append((-gap, end.rank))
-    found = [Suspect(rank=rank, host=ranks.get(rank, ""), why=_how_early(-behind)) for behind, rank in sorted(early)]
-    return tuple(found[:MOST_SUSPECTS])
+            found.append((gap, gap < 0 and order_of(first, moment) is Order.KNOWN, end))
+    return sorted(found, key=lambda one: (-one[0], one[2].rank))
 
 
 def find_silent(

@@ -33,7 +33,7 @@ from hpc_elastic.failures.ranking import (
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
 from hpc_elastic.report.history import NodeLoss, RankStatus, WorkerEnd
-from hpc_elastic.report.suspects import find_early_ends, find_silent, in_order, look_at
+from hpc_elastic.report.suspects import find_early_ends, find_late_ends, find_silent, in_order, look_at
 from hpc_elastic.run.activities import Activity
 from hpc_elastic.run.node_score import is_everywhere
 
@@ -153,7 +153,8 @@ def decide_verdict(
         else:
             suspects: tuple[Suspect, ...] = ()
             if not compared.is_of_all:  # what all ranks have in common is no single rank's fault
-                suspects = in_order(early, compared.suspects, [_printed(failure) for failure in ranking.late])
+                late = find_late_ends(failed, seen, ends=ends, ranks=hosts, clocks=clocks)
+                suspects = in_order(early, compared.suspects, late, [_printed(failure) for failure in ranking.late])
                 suspects = suspects or find_silent(failed, ends=ends, activities=activities, ranks=hosts)
             verdict = _unknown_verdict(ranking, suspects, compared.says)
     elif first.failure_class is FailureClass.HANG:

@@ -227,15 +227,25 @@ def test_a_rank_that_ended_with_0_before_the_symptoms_is_the_one_to_look_at() ->
 
 
 def test_an_end_with_0_that_explains_nothing_is_no_suspect() -> None:
-    """It came after the symptoms, or the agent had begun to end that group, or it was no 0."""
+    """It came long after the symptoms, or the agent had begun to end that group, or it was no 0."""
     hosts = {rank: f"n{rank + 1}" for rank in range(4)}
-    ends = [ended(1, 6.0), ended(2, 2.0, stopped=True), ended(3, 4.0, exitcode=1)]
+    ends = [ended(1, 9.0), ended(2, 2.0, stopped=True), ended(3, 4.0, exitcode=1)]
     verdict = decide_verdict([symptom(0, 5.0)], ranks=hosts, ends=ends, clocks=NODES)
     assert [(suspect.rank, suspect.why) for suspect in verdict.suspects] == [(2, "it hung, was late, or ended early")]
     with_a_cause = decide_verdict([symptom(0, 5.0), root(3, 5.1)], ranks=hosts, ends=[ended(1, 2.0)], clocks=NODES)
     assert with_a_cause.suspects == ()
     near = decide_verdict([symptom(0, 5.0)], ranks=hosts, ends=[ended(1, 5.01)], clocks=NODES)
     assert near.suspects == (Suspect(rank=1, host="n2", why="it ended with 0 at about the same time"),)
+
+
+def test_an_end_with_0_soon_after_the_symptoms_explains_them_where_nothing_else_does() -> None:
+    """The sockets of a process are closed, and the others have printed that, before it has ended."""
+    hosts = {rank: f"n{rank + 1}" for rank in range(4)}
+    failures = [symptom(0, 5.0), symptom(3, 5.0)]
+    verdict = decide_verdict(failures, ranks=hosts, ends=[ended(1, 6.0)], clocks=NODES)
+    assert verdict.suspects == (Suspect(rank=1, host="n2", why="it ended with 0 1.0 s after the first of them failed"),)
+    odd = decide_verdict(failures, ranks=hosts, ends=[ended(1, 6.0)], activities=[waits(0), sleeps(2)], clocks=NODES)
+    assert [suspect.rank for suspect in odd.suspects] == [2, 1]
 
 
 def waits(rank: int) -> Activity:
@@ -461,3 +471,10 @@ def test_the_only_one_is_said_only_where_all_ranks_send_heartbeats() -> None:
     assert quiet.evidence == "rank 1 gave no heartbeat for as long, in sections without a timeout"
     lives = decide_verdict([hang(0, 1.0, 8)], rank_statuses=[word(0, 8), replace(word(1, 8), age=0.5)])
     assert (lives.confidence, lives.evidence) == (Confidence.HIGH, "the only one without a heartbeat")
+
+
+def test_a_hang_never_follows_from_the_stop_that_it_brought() -> None:
+    hung = replace(hang(0, 1.0, step=4), stopped_ns=START_NS)
+    verdict = decide_verdict([hung])
+    assert (verdict.cause, verdict.confidence) == (Cause.WORKER, Confidence.HIGH)
+    assert verdict.evidence == "the only one without a heartbeat"
