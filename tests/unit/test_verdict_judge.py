@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.verdicts import run
 from tests.verdicts.case import Case, all_cases
 from tests.verdicts.judge import Grade, Judged, cause_section, judge
 from tests.verdicts.run import complaints, high_and_wrong, table
@@ -128,3 +130,22 @@ def test_the_cases() -> None:
         assert case.ranks or case.node or case.unknown_is_right, case.name
         assert case.says or case.unknown_is_right, case.name
         assert all(0 <= rank < case.nodes * case.nproc for rank in case.ranks), case.name
+
+
+def test_results_that_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that was ended goes on: what has a result is not run again, and stands in the table."""
+    ran: list[str] = []
+
+    def run_case(case: Case) -> Judged:
+        ran.append(case.name)
+        return Judged(
+            name=case.name, group=case.group, grade=Grade.RIGHT, confidence="high", why="", summary="", text="report"
+        )
+
+    monkeypatch.setattr(run, "run_case", run_case)
+    monkeypatch.setattr(run.signal, "signal", lambda *_: None)
+    file = tmp_path / "results"
+    run.main(["--results", str(file), "--only", "plain-exception"])
+    run.main(["--results", str(file), "--only", "plain-exception", "--only", "finally-barrier"])
+    assert sorted(ran) == ["finally-barrier", "plain-exception"]
+    assert {one.name for one in run.read_results(file)} == {"finally-barrier", "plain-exception"}

@@ -6,6 +6,7 @@
     python -m tests.verdicts.run --only exceptions           one group, or single cases (may be repeated)
     python -m tests.verdicts.run --jobs 2                    so many cases at a time
     python -m tests.verdicts.run --reports FOLDER            keep every report.txt there
+    python -m tests.verdicts.run --results FILE              keep the results there; a run that was ended goes on
     python -m tests.verdicts.run --update-docs               write the table into docs/reference/known-failures.md
 """
 
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
+import json
 import os
 import shutil
 import signal
@@ -178,6 +181,12 @@ def groups_of(cases: Sequence[Case]) -> list[str]:
     return list(dict.fromkeys(case.group for case in cases))
 
 
+def read_results(path: Path) -> list[Judged]:
+    """What `--results` has kept."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [Judged(**{**values, "grade": Grade(values["grade"])}) for values in map(json.loads, lines)]
+
+
 def write_table(results: Sequence[Judged]) -> None:
     """Replace the table in the page of known failures."""
     before, begin, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
@@ -192,20 +201,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="a case or a group; repeatable")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
     parser.add_argument("--reports", type=Path, metavar="FOLDER", help="keep every report.txt there")
+    parser.add_argument("--results", type=Path, metavar="FILE", help="cases whose results are there are not run again")
     parser.add_argument("--update-docs", action="store_true", help="write the table into the page of known failures")
     options = parser.parse_args(argv)
     if options.update_docs and options.only:
         parser.error("--update-docs: the table is about all cases")
 
+    cases = chosen(options.only)
+    known = {one.name: one for one in read_results(options.results)} if options.results else {}
+
     def done(judged: Judged) -> None:
+        known[judged.name] = judged
         print(f"{judged.grade.value:6} {judged.confidence or '-':5} {judged.name}", flush=True)
+        if options.results:
+            with open(options.results, "a", encoding="utf-8") as file:
+                file.write(json.dumps({**dataclasses.asdict(judged), "text": ""}) + "\n")
         if options.reports:
             options.reports.mkdir(parents=True, exist_ok=True)
             (options.reports / f"{judged.name}.txt").write_text(judged.text)
 
     # As Ctrl-C: no further case begins, and what the ones that run have started and mounted is cleared away.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    results = run_all(chosen(options.only), jobs=options.jobs, done=done)
+    run_all([case for case in cases if case.name not in known], jobs=options.jobs, done=done)
+    results = [known[case.name] for case in cases]
     print("\n".join(["", *table(results), "", *complaints(results)]))
     if options.update_docs:
         write_table(results)
