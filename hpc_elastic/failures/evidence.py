@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import signal
 from pathlib import Path
 from typing import Protocol
 
@@ -24,20 +23,12 @@ from hpc_elastic.failures.error_file import (
     read_error_file,
     write_error_data,
 )
+from hpc_elastic.failures.explanation import find_explanation
 from hpc_elastic.failures.fingerprint import fingerprint
-from hpc_elastic.failures.last_lines import LastLines, find_last_lines
 from hpc_elastic.failures.origin import find_origin
-from hpc_elastic.failures.traceback_text import (
-    FailureText,
-    RaisedException,
-    TextKind,
-    find_cpp_terminate,
-    find_fatal_error,
-    find_python_traceback,
-    find_tracebacks,
-    summary_line,
-)
-from hpc_elastic.failures.uncaught import find_uncaught, reaches_top, went_on
+from hpc_elastic.failures.summary import summary_line
+from hpc_elastic.failures.traceback_text import FailureText, RaisedException, TextKind, find_python_traceback
+from hpc_elastic.failures.uncaught import reaches_top
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 from hpc_elastic.failures.wrapped import find_wrapped, is_wrapper
 from hpc_elastic.run.log_pieces import EndReader
@@ -50,10 +41,6 @@ _SCAN_BACK = 16 << 20
 """How far back a traceback's header is looked for where the tail holds none: a message may be 10 MB long."""
 _TAIL_LINES = 20
 _TAIL_LINE = 300
-_CLOSE = 40
-"""A traceback with more lines than this after it did not end a process that ended otherwise than by an exception."""
-_SAID_BEFORE = 30
-"""Lines before a dump or a KeyboardInterrupt in which the reason may stand."""
 _HEADER = b"Traceback (most recent call last)"
 
 
@@ -190,11 +177,16 @@ def _describe(
         wrapped = find_wrapped(replace(recorded, span=span if span[1] else (len(lines), len(lines))), lines)
         tail = _last_lines(text, span)
         return _from_error_file(facts, error_file, file, recorded, stderr_tail=tail, wrapped=wrapped)
-    found, source, printed = _find_printed(facts, text, stdout_log)
+
+    def read_stdout() -> str:
+        raw = _read_tail(stdout_log)[0][-_STDOUT_TAIL:] if stdout_log else b""
+        return clean_text(raw.decode("utf-8", "replace"))
+
+    found, source, printed = find_explanation(facts, text, read_stdout)
     span = found.span if found is not None and source is EvidenceSource.STDERR else (0, 0)
     facts = replace(facts, printed_ns=_printed_ns(raw, span, output), is_caught=_is_caught(found))
     tail = _last_lines(text, span if found is not None and found.text else (0, 0))
-    if (found is None or not found.exception_type) and facts.exitcode > 0 and has_more:
+    if (found is None or found.kind is TextKind.LAST_LINE) and facts.exitcode > 0 and has_more:
         found = _find_far_back(stderr_log) or found
     if file.problem != "missing":
         problem = file.problem
@@ -207,36 +199,6 @@ def _describe(
         stderr_tail=tail,
         problem=problem,
         wrapped=find_wrapped(found, printed.split("\n")) if found is not None else None,
-    )
-
-
-def _find_printed(facts: WorkerFailure, stderr: str, stdout_log: str) -> tuple[FailureText | None, EvidenceSource, str]:
-    """What explains the end in stderr, else in stdout (``2>&1 | tee log``), and the text that it stands in."""
-    found = _find_in_text(facts, stderr)
-    if found is not None or signal_of(facts.exitcode) in (signal.SIGKILL, signal.SIGTERM):
-        return found, EvidenceSource.STDERR, stderr
-    said = find_last_lines(stderr.split("\n"))
-    if said is None or not said.is_telling:
-        stdout = clean_text(_read_tail(stdout_log)[0][-_STDOUT_TAIL:].decode("utf-8", "replace")) if stdout_log else ""
-        found = _find_in_text(facts, stdout)
-        if found is not None:
-            return found, EvidenceSource.STDOUT, stdout
-        printed = find_last_lines(stdout.split("\n"))
-        if printed is not None and (printed.is_telling or said is None):
-            return _from_lines(facts, printed), EvidenceSource.STDOUT, stdout
-    return _from_lines(facts, said), EvidenceSource.STDERR, stderr
-
-
-def _from_lines(facts: WorkerFailure, said: LastLines | None) -> FailureText | None:
-    """What a process without an exception printed last. Of one that crashed a line counts only where it tells why."""
-    if said is None or (signal_of(facts.exitcode) and not said.is_telling):
-        return None
-    return FailureText(
-        kind=TextKind.LINES if said.is_telling else TextKind.LAST_LINE,
-        text="",
-        exception_type="",
-        message=said.text,
-        span=(said.at, said.at + 1),
     )
 
 
@@ -409,53 +371,6 @@ def _exit_message(facts: WorkerFailure, found: FailureText | None) -> str:
     if facts.core_dumped:
         text += "; core dumped"
     return text
-
-
-def _find_in_text(facts: WorkerFailure, text: str) -> FailureText | None:
-    """Choose what in the end of the output explains *this* end: a caught exception that was logged hours ago does not.
-
-    Args:
-        facts: How it ended.
-        text: Cleaned.
-    """
-    number = signal_of(facts.exitcode)
-    lines = text.split("\n")
-    if not number:
-        return find_uncaught(text, lines, exitcode=facts.exitcode) or find_cpp_terminate(text, cleaned=True)
-    if number == signal.SIGINT and not facts.stopped_by_agent:
-        return _interrupted(text, lines)
-    python = find_python_traceback(text, cleaned=True)
-    if number in (2, 9, 15):
-        # It was hanging in its shutdown after the exception, and was ended: by its agent, or by a person.
-        if python is None or python.lines_after > _CLOSE or not facts.stopped_by_agent:
-            return None
-        return python if python.is_prefixed or not went_on(python, lines) else None
-    fatal, cpp = find_fatal_error(text, cleaned=True), find_cpp_terminate(text, cleaned=True)
-    dumped = max((one.span[1] - one.span[0] for one in (fatal, cpp) if one is not None), default=0)
-    if python is not None and python.lines_after <= _CLOSE + dumped:
-        return python  # a crash while an exception unwinds: the exception is what one wants to know
-    if cpp is not None:
-        frames = fatal.frames if fatal is not None else cpp.frames
-        start = min(cpp.span[0], fatal.span[0]) if fatal is not None else cpp.span[0]
-        return replace(cpp, frames=frames, span=(start, cpp.span[1]))
-    if fatal is None:
-        return None
-    said = find_last_lines(lines[max(0, fatal.span[0] - _SAID_BEFORE) : fatal.span[0]])
-    # "free(): invalid pointer" stands before the dump of the fault handler.
-    return replace(fatal, message=f"{said.text}\n{fatal.message}") if said is not None and said.is_telling else fatal
-
-
-def _interrupted(text: str, lines: list[str]) -> FailureText | None:
-    """What explains a KeyboardInterrupt, which ``_thread.interrupt_main()`` raises too: something led to that."""
-    tracebacks = find_tracebacks(text)
-    last = tracebacks[-1] if tracebacks else None
-    if last is None or last.exception_type != "KeyboardInterrupt" or last.lines_after > _CLOSE:
-        return None
-    for earlier in reversed([*tracebacks[:-1], *find_tracebacks(text, threads=True)]):
-        if earlier.lines_after <= last.lines_after + _CLOSE + last.span[1] - last.span[0]:
-            return earlier
-    said = find_last_lines(lines[max(0, last.span[0] - _SAID_BEFORE) : last.span[0]])
-    return replace(last, message=said.text) if said is not None and said.is_telling else last
 
 
 def _read_tail(path: str) -> tuple[bytes, bool, str]:

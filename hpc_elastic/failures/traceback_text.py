@@ -1,17 +1,8 @@
-"""What a dying process printed: Python tracebacks, faulthandler's dumps and C++ terminations, found in text.
+"""What a dying process printed: Python tracebacks, found in text.
 
 Pure functions over text, fed with the end of a worker's stderr.log or with an error file's ``py_callstack``. Nothing
 has to be injected into the worker for this. Formats seen with CPython 3.10-3.14, torch 2.13, whose excepthook puts
-``[rank3]: `` before every line, and rich 15.0.0, whose ``rich.traceback.install()`` prints a box instead, which is
-turned into Python's own form first (in Unicode and in ASCII)::
-
-    ╭────────────── Traceback (most recent call last) ───────────────╮
-    │ /home/ann/train.py:13 in <module>                              │
-    │                                                                │
-    │   12 │   step(17)                                              │
-    │ ❱ 13 main()                                                    │
-    ╰────────────────────────────────────────────────────────────────╯
-    ValueError: bad batch 17
+``[rank3]: `` before every line, and rich (`hpc_elastic.failures.rich_box`).
 """
 
 from __future__ import annotations
@@ -23,112 +14,8 @@ from enum import Enum
 from msgspec import Struct
 
 from hpc_elastic.base.text import clean_text, cut_end, cut_middle
-
-_HEADER = "Traceback (most recent call last):"
-_MOST_JOINED = 4
-# In a message: torch's loader ("Original "), torch.distributed.checkpoint ("(RANK 1)").
-_QUOTED_HEADER = re.compile(r"\s*(?:Original )?Traceback \(most recent call last\):(?: \(RANK (\d+)\))?\s*\Z")
-
-
-def summary_line(message: str) -> str:
-    """One line.
-
-    Args:
-        message: With or without the exception's type before it.
-    """
-    first, more, rest = message.partition("\n")
-    if not more:
-        return message
-    if first.strip() and not first.rstrip().endswith(":") and _HEADER not in rest:
-        return first
-    return _joined(message.split("\n"))
-
-
-def _joined(lines: list[str]) -> str:
-    said = [line.strip() for line in lines if line.strip()]
-    if not said:
-        return ""
-    words = said[0]
-    for line in said[1:_MOST_JOINED]:
-        if not words.endswith(":") or line.endswith(_HEADER):
-            break
-        words += f" {line}"
-    quoted = _quoted(lines)
-    if not quoted:
-        return words
-    return f"{words} {quoted}" if words.endswith(":") else f"{words} ({quoted})"
-
-
-def _quoted(lines: list[str]) -> str:
-    """The last line of a traceback in it: ``ValueError: bad batch 17``. Of several ranks' ones the first counts."""
-    starts = [at for at, line in enumerate(lines) if at and _QUOTED_HEADER.match(line)]
-    if not starts:
-        return ""
-    start = starts[0] if lines[starts[0]].endswith(")") else starts[-1]
-    return next((line.strip() for line in lines[start + 1 :] if line.strip() and not line[0].isspace()), "")
-
-
-TITLE = " Traceback (most recent call last) "
-INSIDE = "  "
-"""What stands for a line of a box that says nothing: as long as any line of a traceback, and dropped from its text."""
-
-_TOP = re.compile(r"[╭┌+][─-]+ Traceback \(most recent call last\) [─-]+[╮┐+]\s*\Z")
-_BOTTOM = re.compile(r"[╰└+][─-]+[╯┘+]\s*\Z")
-_SIDES = re.compile(r"[│|] (.*?)\s*[│|]?\s*\Z")
-_PLACE = re.compile(r"(.+):(\d+) in (\S+)\Z")
-_SOURCE = re.compile(r"(?:❱|\\u2771|>) +\d+ (.*)\Z")
-_GUIDES = re.compile(r"[│|] ?")
-_MOST_LINES = 4000
-_PATH_LINES = 6
-
-
-def plain_tracebacks(lines: list[str], header: str) -> None:
-    """Rewrite every box in `lines` in place, line by line, so that each keeps its number.
-
-    Args:
-        lines: Without colours.
-        header: What Python prints in place of the box's top.
-    """
-    for top, line in enumerate(lines):
-        if TITLE not in line or not _TOP.match(line):
-            continue
-        bottom = next((at for at in range(top + 1, min(len(lines), top + _MOST_LINES)) if _BOTTOM.match(lines[at])), 0)
-        if bottom:
-            lines[top] = header
-            _rewrite(lines, top + 1, bottom)
-
-
-def _rewrite(lines: list[str], first: int, bottom: int) -> None:
-    inside = [_inside(line) for line in lines[first:bottom]]
-    lines[first : bottom + 1] = [INSIDE] * (bottom + 1 - first)
-    at = 0
-    while at < len(inside):
-        taken, place = _place(inside, at)
-        if place is not None:
-            lines[first + at] = f'  File "{place[1]}", line {place[2]}, in {place[3]}'
-        elif source := _SOURCE.match(inside[at]):
-            lines[first + at] = f"    {_GUIDES.sub('', source[1]).strip()}"
-        at += taken
-
-
-def _inside(line: str) -> str:
-    match = _SIDES.match(line)
-    return match[1] if match else ""
-
-
-def _place(inside: list[str], at: int) -> tuple[int, re.Match[str] | None]:
-    """``path:13 in main``, which may be long enough for several lines, and how many it takes."""
-    if not inside[at] or inside[at][0].isspace() or (at and inside[at - 1]):
-        return 1, None
-    text = ""
-    for count, piece in enumerate(inside[at : at + _PATH_LINES], 1):
-        if not piece:
-            break
-        text += piece if not text or text[-1] in "-/" else f" {piece}"
-        if match := _PLACE.match(text):
-            return count, match
-    return 1, None
-
+from hpc_elastic.failures.rich_box import INSIDE, TITLE, plain_tracebacks
+from hpc_elastic.failures.summary import HEADER, QUOTED_HEADER, summary_line
 
 TEXT_LIMIT = 64 << 10
 """Characters of a traceback that are kept: its first eighth and its end."""
@@ -141,7 +28,6 @@ _RANK_PREFIX = re.compile(r"\[rank\d+\]: ?(?!\[)")
 _LAST = "(most recent call last):"
 _GROUP_HEADER = "+ Exception Group Traceback (most recent call last):"
 _FRAME = re.compile(r'  File "(.*)", line (\d+)(?:, in (.*))?\Z')
-_FATAL_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)\Z')
 _EXCEPTION_LINE = re.compile(r"([A-Za-z_][\w.]*(?:\.<locals>[\w.]*)*)(?::(?: (.*))?)?\Z")
 _CLASS_LINE = re.compile(r"(?:[a-z_]\w*\.)*[A-Z]\w*(?::|\Z)")
 _MOST_BETWEEN = 20
@@ -166,22 +52,6 @@ _NOT_MESSAGE = re.compile(
     r"|--- Logging error ---|Traceback \(most recent call last\):(?! \(RANK \d)|sys:1: "
     r"|Set the environment variable HYDRA_FULL_ERROR"
 )
-_FATAL = re.compile(r"^Fatal Python error: (.*)$", re.MULTILINE)
-_TERMINATE = re.compile(
-    r"^terminate called (?:after throwing an instance of '([^'\n]*)|without an active exception)", re.MULTILINE
-)
-_WHAT = re.compile(r"^\s*what\(\):\s*(.*(?:\n.+){0,8})$", re.MULTILINE)
-# What follows c10's message: its C++ stack, advice that is the same each time, or another program's output.
-_AFTER_WHAT = re.compile(
-    r"\n(?:Exception raised from |frame #\d|CUDA kernel errors might |Fatal Python error: |terminate called|\[rank\d)"
-)
-# "[rank3]:[F1206 18:44:12.7 ProcessGroupNCCL.cpp:1169] [PG 0 Rank 3] ...": glog's FATAL ends the process.
-_FATAL_LOG = re.compile(r"^(?:\[rank\d+\]:)?\[F\d* ?[\d:.]* ?\S+:\d+\] (.+)$", re.MULTILINE)
-
-
-# faulthandler prints 100 frames and then "...".
-_RECURSION = 10
-_OVERFLOW = " (a stack overflow?)"
 
 
 class TextKind(str, Enum):
@@ -319,78 +189,6 @@ def find_tracebacks(text: str, *, threads: bool = False) -> list[FailureText]:
     return [_from_block(lines, prefixed, blocks, at) for at in last if blocks[at].rank is wanted]
 
 
-def find_fatal_error(text: str, *, cleaned: bool = False) -> FailureText | None:
-    """faulthandler's dump of the stack at a fatal signal: from ``Fatal Python error: Segmentation fault`` on."""
-    text = text if cleaned else clean_text(text)
-    last = _last_match(_FATAL, "Fatal Python error: ", text)
-    if last is None:
-        return None
-    body = text[last.start() :]
-    lines = body.split("\n")
-    frames: list[Frame] = []
-    inside = endless = False
-    for line in lines[1:]:
-        match = _FATAL_FRAME.match(line)
-        if line.startswith("Current thread ") and "C stack" not in line:
-            frames, inside = [], True
-        elif match and inside:
-            frames.append(Frame(file=match[1], line=int(match[2]), function=match[3]))
-        elif frames:
-            endless = line.strip() == "..." and len({frame.function for frame in frames}) <= _RECURSION
-            break
-    return FailureText(
-        kind=TextKind.FATAL,
-        text=cut_end(body.rstrip(), TEXT_LIMIT // 4),
-        exception_type="",
-        message=f"Fatal Python error: {last[1].strip()}" + (_OVERFLOW if endless else ""),
-        frames=tuple(reversed(frames)),
-        span=_to_the_end(text, last.start()),
-    )
-
-
-def find_cpp_terminate(text: str, *, cleaned: bool = False) -> FailureText | None:
-    """``terminate called after throwing an instance of 'X'`` and its ``what()``; else a library's last FATAL line."""
-    text = text if cleaned else clean_text(text)
-    last = _last_match(_TERMINATE, "terminate called ", text)
-    if last is None:
-        logged = _last_match(_FATAL_LOG, "[F", text)
-        if logged is None:
-            return None
-        body = text[logged.start() :]
-        return FailureText(
-            kind=TextKind.CPP,
-            text=cut_end(body.rstrip(), TEXT_LIMIT // 4),
-            exception_type="",
-            message=cut_end(logged[1], MESSAGE_LIMIT),
-            span=_to_the_end(text, logged.start()),
-        )
-    body = text[last.start() :]
-    what = _WHAT.search(body)
-    return FailureText(
-        kind=TextKind.CPP,
-        text=cut_end(body.rstrip(), TEXT_LIMIT // 4),
-        exception_type=(last[1] or "").strip("'"),
-        message=cut_end(_AFTER_WHAT.split(what[1], 1)[0], MESSAGE_LIMIT) if what else body.split("\n", 1)[0],
-        span=_to_the_end(text, last.start()),
-    )
-
-
-def _to_the_end(text: str, start: int) -> tuple[int, int]:
-    before = text.count("\n", 0, start)
-    return before, before + text.count("\n", start) + 1
-
-
-def _last_match(pattern: re.Pattern[str], words: str, text: str) -> re.Match[str] | None:
-    """The last line that fits a pattern which has these words in it."""
-    at = text.rfind(words)
-    while at >= 0:
-        start = text.rfind("\n", 0, at) + 1
-        if match := pattern.match(text, start):
-            return match
-        at = text.rfind(words, 0, start)
-    return None
-
-
 class _Rank(Enum):
     MAIN = 1
     OTHER_THREAD = 2
@@ -416,17 +214,17 @@ def _split(text: str) -> tuple[list[str], list[bool]]:
                 lines[index] = line[match.end() :]
                 prefixed[index] = True
     if TITLE in text:
-        plain_tracebacks(lines, _HEADER)
+        plain_tracebacks(lines, HEADER)
     return lines, prefixed
 
 
 def _begins_traceback(lines: list[str], at: int) -> bool:
     """Whether Python began a traceback on this line, be it behind a progress bar that had not ended it."""
     line = lines[at]
-    if line == _HEADER:
+    if line == HEADER:
         return True
-    before = line[: -len(_HEADER)]
-    if not line.endswith(_HEADER) or not before.strip() or before.endswith(("Original ", "Exception Group ")):
+    before = line[: -len(HEADER)]
+    if not line.endswith(HEADER) or not before.strip() or before.endswith(("Original ", "Exception Group ")):
         return False
     return at + 1 < len(lines) and _FRAME.match(lines[at + 1]) is not None
 
@@ -515,7 +313,7 @@ def _message_end(lines: list[str], prefixed: list[bool], at: int) -> int:
     last = min(len(lines), at + (_MOST_PREFIXED if prefixed[at] else _MESSAGE_LINES))
     while end < last:
         line = lines[end]
-        if _QUOTED_HEADER.match(line):
+        if QUOTED_HEADER.match(line):
             last = min(len(lines), max(last, end + _MESSAGE_LINES))
         if prefixed[at] and not prefixed[end]:
             break
@@ -592,7 +390,7 @@ def _quoted_exceptions(lines: list[str], block: _Block, raised: RaisedException)
         yield from _group_exceptions(lines[block.exception + 1 : block.end])
         return
     message = raised.message.split("\n")
-    starts = [(at, match) for at, line in enumerate(message) if (match := _QUOTED_HEADER.match(line))]
+    starts = [(at, match) for at, line in enumerate(message) if (match := QUOTED_HEADER.match(line))]
     for index, (at, match) in enumerate(starts):
         until = starts[index + 1][0] if index + 1 < len(starts) else len(message)
         body = message[at + 1 : until]
@@ -617,7 +415,7 @@ def _group_exceptions(lines: list[str]) -> Iterator[RaisedException]:
     start: int | None = None
     for at, line in enumerate(lines):
         text = line.lstrip()[2:] if line.lstrip().startswith("| ") else ""
-        if text == _HEADER:
+        if text == HEADER:
             start = at
         elif text and not text.startswith(" ") and _EXCEPTION_LINE.match(text):
             body = [part.lstrip()[2:] for part in lines[start + 1 : at]] if start is not None else []
@@ -631,7 +429,7 @@ def _group_exceptions(lines: list[str]) -> Iterator[RaisedException]:
 
 def _as_printed(lines: list[str]) -> str:
     """A traceback's lines, without a progress bar before them and what is left of a drawn box."""
-    first = f"  {_GROUP_HEADER}" if lines[0].endswith(_GROUP_HEADER) else _HEADER
+    first = f"  {_GROUP_HEADER}" if lines[0].endswith(_GROUP_HEADER) else HEADER
     return "\n".join([first, *(line for line in lines[1:] if line != INSIDE)])
 
 

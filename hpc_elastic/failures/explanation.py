@@ -1,0 +1,111 @@
+"""Which part of a worker's output explains its end: an exception, a crash's dump, or the lines that were printed last.
+
+Pure functions over text. A caught exception that was logged hours ago explains nothing (`failures.uncaught`).
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+
+from msgspec.structs import replace
+
+from hpc_elastic.failures.classify import signal_of
+from hpc_elastic.failures.crash_text import find_cpp_terminate, find_fatal_error
+from hpc_elastic.failures.last_lines import LastLines, find_last_lines
+from hpc_elastic.failures.traceback_text import FailureText, TextKind, find_python_traceback, find_tracebacks
+from hpc_elastic.failures.uncaught import find_uncaught, went_on
+from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
+
+_CLOSE = 40
+"""A traceback with more lines than this after it did not end a process that ended otherwise than by an exception."""
+_SAID_BEFORE = 30
+"""Lines before a dump or a KeyboardInterrupt in which the reason may stand."""
+
+
+def find_explanation(
+    facts: WorkerFailure, stderr: str, read_stdout: Callable[[], str]
+) -> tuple[FailureText | None, EvidenceSource, str]:
+    """Find what explains the end in stderr, else in stdout (``2>&1 | tee log``).
+
+    Args:
+        facts: How it ended.
+        stderr: The end of it, cleaned.
+        read_stdout: Gives the end of stdout, cleaned; called where stderr says nothing.
+
+    Returns:
+        What explains it, None where nothing does; where it was found; the text that it stands in.
+    """
+    found = _find_in_text(facts, stderr)
+    if found is not None or signal_of(facts.exitcode) in (signal.SIGKILL, signal.SIGTERM):
+        return found, EvidenceSource.STDERR, stderr
+    said = find_last_lines(stderr.split("\n"))
+    if said is None or not said.is_telling:
+        stdout = read_stdout()
+        found = _find_in_text(facts, stdout)
+        if found is not None:
+            return found, EvidenceSource.STDOUT, stdout
+        printed = find_last_lines(stdout.split("\n"))
+        if printed is not None and (printed.is_telling or said is None):
+            return _from_lines(facts, printed), EvidenceSource.STDOUT, stdout
+    return _from_lines(facts, said), EvidenceSource.STDERR, stderr
+
+
+def _from_lines(facts: WorkerFailure, said: LastLines | None) -> FailureText | None:
+    """What a process without an exception printed last. Of one that crashed a line counts only where it tells why."""
+    if said is None or (signal_of(facts.exitcode) and not said.is_telling):
+        return None
+    return FailureText(
+        kind=TextKind.LINES if said.is_telling else TextKind.LAST_LINE,
+        text="",
+        exception_type="",
+        message=said.text,
+        span=(said.at, said.at + 1),
+    )
+
+
+def _find_in_text(facts: WorkerFailure, text: str) -> FailureText | None:
+    """Choose what in the end of the output explains *this* end: a caught exception that was logged hours ago does not.
+
+    Args:
+        facts: How it ended.
+        text: Cleaned.
+    """
+    number = signal_of(facts.exitcode)
+    lines = text.split("\n")
+    if not number:
+        return find_uncaught(text, lines, exitcode=facts.exitcode) or find_cpp_terminate(text, cleaned=True)
+    if number == signal.SIGINT and not facts.stopped_by_agent:
+        return _interrupted(text, lines)
+    python = find_python_traceback(text, cleaned=True)
+    if number in (2, 9, 15):
+        # It was hanging in its shutdown after the exception, and was ended: by its agent, or by a person.
+        if python is None or python.lines_after > _CLOSE or not facts.stopped_by_agent:
+            return None
+        return python if python.is_prefixed or not went_on(python, lines) else None
+    fatal, cpp = find_fatal_error(text, cleaned=True), find_cpp_terminate(text, cleaned=True)
+    dumped = max((one.span[1] - one.span[0] for one in (fatal, cpp) if one is not None), default=0)
+    if python is not None and python.lines_after <= _CLOSE + dumped:
+        return python  # a crash while an exception unwinds: the exception is what one wants to know
+    if cpp is not None:
+        frames = fatal.frames if fatal is not None else cpp.frames
+        start = min(cpp.span[0], fatal.span[0]) if fatal is not None else cpp.span[0]
+        return replace(cpp, frames=frames, span=(start, cpp.span[1]))
+    if fatal is None:
+        return None
+    said = find_last_lines(lines[max(0, fatal.span[0] - _SAID_BEFORE) : fatal.span[0]])
+    # "free(): invalid pointer" stands before the dump of the fault handler.
+    return replace(fatal, message=f"{said.text}\n{fatal.message}") if said is not None and said.is_telling else fatal
+
+
+def _interrupted(text: str, lines: list[str]) -> FailureText | None:
+    """What explains a KeyboardInterrupt, which ``_thread.interrupt_main()`` raises too: something led to that."""
+    tracebacks = find_tracebacks(text)
+    last = tracebacks[-1] if tracebacks else None
+    if last is None or last.exception_type != "KeyboardInterrupt" or last.lines_after > _CLOSE:
+        return None
+    for earlier in reversed([*tracebacks[:-1], *find_tracebacks(text, threads=True)]):
+        if earlier.lines_after <= last.lines_after + _CLOSE + last.span[1] - last.span[0]:
+            return earlier
+    said = find_last_lines(lines[max(0, last.span[0] - _SAID_BEFORE) : last.span[0]])
+    return replace(last, message=said.text) if said is not None and said.is_telling else last

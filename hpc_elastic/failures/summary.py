@@ -1,0 +1,48 @@
+"""A failure's message in one line."""
+
+from __future__ import annotations
+
+import re
+
+HEADER = "Traceback (most recent call last):"
+_MOST_JOINED = 4
+# In a message: torch's loader ("Original "), torch.distributed.checkpoint ("(RANK 1)").
+QUOTED_HEADER = re.compile(r"\s*(?:Original )?Traceback \(most recent call last\):(?: \(RANK (\d+)\))?\s*\Z")
+
+
+def summary_line(message: str) -> str:
+    """One line.
+
+    Args:
+        message: With or without the exception's type before it.
+    """
+    first, more, rest = message.partition("\n")
+    if not more:
+        return message
+    if first.strip() and not first.rstrip().endswith(":") and HEADER not in rest:
+        return first
+    return _joined(message.split("\n"))
+
+
+def _joined(lines: list[str]) -> str:
+    said = [line.strip() for line in lines if line.strip()]
+    if not said:
+        return ""
+    words = said[0]
+    for line in said[1:_MOST_JOINED]:
+        if not words.endswith(":") or line.endswith(HEADER):
+            break
+        words += f" {line}"
+    quoted = _quoted(lines)
+    if not quoted:
+        return words
+    return f"{words} {quoted}" if words.endswith(":") else f"{words} ({quoted})"
+
+
+def _quoted(lines: list[str]) -> str:
+    """The last line of a traceback in it: ``ValueError: bad batch 17``. Of several ranks' ones the first counts."""
+    starts = [at for at, line in enumerate(lines) if at and QUOTED_HEADER.match(line)]
+    if not starts:
+        return ""
+    start = starts[0] if lines[starts[0]].endswith(")") else starts[-1]
+    return next((line.strip() for line in lines[start + 1 :] if line.strip() and not line[0].isspace()), "")
