@@ -31,9 +31,6 @@ assert not result.problems and "ValueError: bad batch" in result.text, result
 """
 """What the supervisor does at the end of an attempt: text and JSON; of so large a run it makes no page."""
 _HUGE = 100 << 20
-_LOADED = (
-    "const t = performance.getEntriesByType('navigation')[0]; return t.loadEventEnd && (t.loadEventEnd - t.startTime)"
-)
 
 
 def measure(*, quick: bool) -> list[Number]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from tests.rigs.run_builder import GLOO, START_NS, RunBuilder, make_failure
+from tests.rigs.run_builder import GLOO, RunBuilder, make_failure
 
 HOSTILE = "\"'><script>document.title='OWNED'</script><img src=x onerror=\"document.title='OWNED'\">&amp;</pre></style>"
 """Breaks out of an element, of an attribute in either quotes, and of a style sheet."""
@@ -154,8 +154,3 @@ def hostile_run(root: Path) -> RunBuilder:
     builder.stopped(0, 1, at=90, reason=HOSTILE)
     builder.end(0, at=100, outcome=HOSTILE, code=1, decision=f"requeue: {HOSTILE}", reason=HOSTILE)
     return builder
-
-
-def end_of(seconds: float) -> int:
-    """Seconds after the run's start as the wall clock shows them."""
-    return START_NS + int(seconds * 1e9)

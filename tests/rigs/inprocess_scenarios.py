@@ -198,10 +198,6 @@ def swallow_in_c_callback() -> None:
     time.sleep(1000)
 
 
-def wait_in_collective() -> None:
-    summed()
-
-
 def _raise() -> None:
     raise ValueError("planted")
 

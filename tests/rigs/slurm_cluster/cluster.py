@@ -106,15 +106,6 @@ class SlurmCluster(Rig):
         if not any(line.startswith("munged ") for _, line in self.node_pids(self._node(name))):
             self._hosts.start_daemon(name, configuration.munged_command(self.layout))
 
-    def kill_stepd(self, name: str, job_id: int | str, step: str = "0") -> None:
-        """Kill the node's slurmstepd of one step; the step's tasks go on there, and its srun waits for ever."""
-        self.kill_process(self._node(name), rf"\Aslurmstepd: \[{job_id}\.{step}\]")
-
-    def reboot_node(self, name: str, *, booted: bool = True) -> None:
-        """Cut the node's power and boot it again at once; back before Slurm has missed it. See `start_node`."""
-        self.kill_node(name)
-        self.start_node(name, booted=booted, wait=False)
-
     def drain(self, name: str, *, reason: str = "drained by the rig") -> None:
         """Let Slurm start nothing new on the node."""
         self._root("scontrol", "update", f"nodename={self._node(name)}", "state=drain", f"reason={reason}")

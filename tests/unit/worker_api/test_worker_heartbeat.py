@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,92 +29,80 @@ from hpc_elastic.worker_api.heartbeat_record import (
 )
 
 
-@pytest.fixture
-def beats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The file of a worker that is this process."""
-    path = tmp_path / "beats"
-    path.write_bytes(empty_file())
-    monkeypatch.setenv(VARIABLE, str(path))
-    monkeypatch.setattr(heartbeat, "_reporter", heartbeat._Reporter())
-    yield path
-    if heartbeat._reporter._lock_fd >= 0:
-        os.close(heartbeat._reporter._lock_fd)
-
-
 def said(path: Path) -> HeartbeatRecord:
     record = read_record(path.read_bytes())
     assert record is not None
     return record
 
 
-def test_the_last_word_stands_in_the_file(beats: Path) -> None:
+def test_the_last_word_stands_in_the_file(page: Path) -> None:
     before = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     hpc_elastic.heartbeat(step=7)
-    first = said(beats)
+    first = said(page)
     assert (first.count, first.step, first.section, first.pid) == (1, 7, "step", os.getpid())
     assert before <= first.at_ns <= time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     hpc_elastic.heartbeat(section="checkpoint")
-    second = said(beats)
+    second = said(page)
     assert (second.count, second.step, second.section) == (2, 7, "checkpoint")
     hpc_elastic.heartbeat(9)
-    assert (said(beats).step, said(beats).section) == (9, "step")
+    assert (said(page).step, said(page).section) == (9, "step")
 
 
-def test_a_checkpoint_is_complete_at_the_end_of_its_section_or_when_the_worker_says_so(beats: Path) -> None:
+def test_a_checkpoint_is_complete_at_the_end_of_its_section_or_when_the_worker_says_so(page: Path) -> None:
     def completed() -> int:
-        return said(beats).checkpoints
+        return said(page).checkpoints
 
     with hpc_elastic.section("setup-data"):
         pass
-    assert (completed(), said(beats).saved_ns) == (0, 0)
+    assert (completed(), said(page).saved_ns) == (0, 0)
     with hpc_elastic.section("checkpoint"):
         before = time.clock_gettime_ns(time.CLOCK_BOOTTIME)
-        assert (completed(), said(beats).section) == (0, "checkpoint")
+        assert (completed(), said(page).section) == (0, "checkpoint")
     assert completed() == 1
-    assert before <= said(beats).saved_ns <= time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+    assert before <= said(page).saved_ns <= time.clock_gettime_ns(time.CLOCK_BOOTTIME)
     with pytest.raises(OSError, match="no space"), hpc_elastic.section("checkpoint"):
         raise OSError("no space left")
     assert completed() == 1, "one that failed is none"
     hpc_elastic.heartbeat(step=5, section="evaluation")
     hpc_elastic.checkpoint_done()
-    assert (completed(), said(beats).section, said(beats).step) == (2, "evaluation", 5)
+    assert (completed(), said(page).section, said(page).step) == (2, "evaluation", 5)
     hpc_elastic.heartbeat(step=6)
     assert completed() == 2, "a later word keeps what was said"
 
 
-def test_a_checkpoint_before_the_first_heartbeat_does_not_end_the_setup(beats: Path) -> None:
+def test_a_checkpoint_before_the_first_heartbeat_does_not_end_the_setup(page: Path) -> None:
     hpc_elastic.checkpoint_done()
-    assert (said(beats).checkpoints, said(beats).section) == (1, "setup")
+    assert (said(page).checkpoints, said(page).section) == (1, "setup")
 
 
-def test_times_between_steps_are_measured_where_nothing_else_was_done(beats: Path) -> None:
+def test_times_between_steps_are_measured_where_nothing_else_was_done(page: Path) -> None:
     hpc_elastic.heartbeat(step=1)
     hpc_elastic.heartbeat(step=2)
     with hpc_elastic.section("checkpoint"):
         pass
-    assert said(beats).intervals == 1
+    assert said(page).intervals == 1
     hpc_elastic.heartbeat(step=3)
-    assert said(beats).intervals == 2
+    assert said(page).intervals == 2
     hpc_elastic.heartbeat(section="eval")
     hpc_elastic.heartbeat(step=4)
-    assert said(beats).intervals == 2
-    assert said(beats).longest_ns > 0
+    assert said(page).intervals == 2
+    assert said(page).longest_ns > 0
 
 
-def test_sections_nest_and_setup_lasts_until_the_first_heartbeat(beats: Path) -> None:
+def test_sections_nest_and_setup_lasts_until_the_first_heartbeat(page: Path) -> None:
     seen = []
     with hpc_elastic.section("load"):
-        seen.append(said(beats).section)
-    seen.append(said(beats).section)
+        seen.append(said(page).section)
+    seen.append(said(page).section)
     hpc_elastic.heartbeat(step=0)
     with hpc_elastic.section("checkpoint"):
         hpc_elastic.heartbeat(step=1)
-        seen.append(said(beats).section)
+        seen.append(said(page).section)
         with pytest.raises(RuntimeError), hpc_elastic.section("upload"):
-            seen.append(said(beats).section)
+            seen.append(said(page).section)
             raise RuntimeError
-        seen.append(said(beats).section)
-    seen.append(said(beats).section)
+        seen.append(said(page).section)
+    seen.append(said(page).section)
     assert seen == ["load", "setup", "checkpoint", "upload", "checkpoint", "step"]
 
 
@@ -144,19 +131,19 @@ def test_what_cannot_be_right_is_named(arguments: dict[str, Any], error: type[Ex
             hpc_elastic.section(arguments["section"])
 
 
-def test_whole_numbers_of_other_types_are_steps(beats: Path) -> None:
+def test_whole_numbers_of_other_types_are_steps(page: Path) -> None:
     class Whole:
         def __index__(self) -> int:
             return 12
 
     hpc_elastic.heartbeat(step=Whole())  # type: ignore[arg-type]
-    assert said(beats).step == 12
+    assert said(page).step == 12
 
 
 @pytest.mark.parametrize("kind", ["unset", "empty", "gone", "foreign", "folder", "link"])
 def test_no_run_no_heartbeat(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "_reporter", heartbeat._Reporter())
-    path = tmp_path / "beats"
+    path = tmp_path / "page"
     if kind == "foreign":
         path.write_bytes(b"x" * FILE_BYTES)
     elif kind == "folder":
@@ -178,42 +165,42 @@ def test_no_run_no_heartbeat(kind: str, tmp_path: Path, monkeypatch: pytest.Monk
         assert (tmp_path / "real").read_bytes() == empty_file()
 
 
-def test_a_process_that_is_not_the_worker_is_not_listened_to(beats: Path) -> None:
+def test_a_process_that_is_not_the_worker_is_not_listened_to(page: Path) -> None:
     """Of a worker's processes one speaks: a helper that goes on beating would hide that the worker hangs."""
     hpc_elastic.heartbeat(step=1)
     code = "import hpc_elastic; hpc_elastic.heartbeat(step=99)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
-    assert said(beats).step == 1
+    assert said(page).step == 1
     pid = os.fork()
     if pid == 0:
         hpc_elastic.heartbeat(step=98)
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == 0
-    assert said(beats).step == 1
+    assert said(page).step == 1
     hpc_elastic.heartbeat(step=2)
-    assert said(beats).step == 2
+    assert said(page).step == 2
 
 
-def test_a_worker_that_replaces_another_one_in_the_same_shell_is_heard(beats: Path) -> None:
+def test_a_worker_that_replaces_another_one_in_the_same_shell_is_heard(page: Path) -> None:
     code = "import hpc_elastic\nfor n in range(5): hpc_elastic.heartbeat(step=n)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
-    assert (said(beats).step, said(beats).count) == (4, 5)
+    assert (said(page).step, said(page).count) == (4, 5)
     hpc_elastic.heartbeat(step=0)
-    assert (said(beats).step, said(beats).pid) == (0, os.getpid())
+    assert (said(page).step, said(page).pid) == (0, os.getpid())
 
 
-def test_daemonic_processes_of_multiprocessing_stay_silent(beats: Path) -> None:
-    """A data loader's worker that beats before its worker does must not take its place."""
+def test_daemonic_processes_of_multiprocessing_stay_silent(page: Path) -> None:
+    """A data loader's worker that page before its worker does must not take its place."""
     code = (
         "import multiprocessing as m, hpc_elastic\n"
         "p = m.get_context('fork').Process(target=hpc_elastic.heartbeat, args=(5,), daemon=True)\n"
         "p.start(); p.join(); raise SystemExit(p.exitcode)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
-    assert read_record(beats.read_bytes()) is None
+    assert read_record(page.read_bytes()) is None
 
 
-def test_threads_may_all_beat(beats: Path) -> None:
+def test_threads_may_all_beat(page: Path) -> None:
     def many() -> None:
         for step in range(2000):
             hpc_elastic.heartbeat(step=step)
@@ -224,13 +211,13 @@ def test_threads_may_all_beat(beats: Path) -> None:
     for thread in threads:
         thread.join()
     # No lock: a thread that is held up between its count and its write may write over a newer record.
-    assert 7990 < said(beats).count <= 8000
+    assert 7990 < said(page).count <= 8000
 
 
-def test_the_lock_goes_with_the_process_that_speaks(beats: Path) -> None:
+def test_the_lock_goes_with_the_process_that_speaks(page: Path) -> None:
     hpc_elastic.heartbeat(step=1)
     code = (
-        f"import fcntl, os, sys; fd = os.open({str(beats)!r}, os.O_RDWR)\n"
+        f"import fcntl, os, sys; fd = os.open({str(page)!r}, os.O_RDWR)\n"
         "try: fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)\nexcept OSError: sys.exit(7)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=30).returncode == 7
@@ -305,7 +292,7 @@ def test_names_that_are_not_there() -> None:
     assert {"heartbeat", "section", "__version__"} <= set(dir(hpc_elastic))
 
 
-def test_a_heartbeat_costs_microseconds(beats: Path) -> None:
+def test_a_heartbeat_costs_microseconds(page: Path) -> None:
     """At most 5 µs: measured as the best of many, so that the machine's other work is left out."""
     hpc_elastic.heartbeat(step=0)
     best = float("inf")

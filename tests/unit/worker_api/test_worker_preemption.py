@@ -30,18 +30,6 @@ from hpc_elastic.worker_api.heartbeat_record import (
 from tests.rigs.waiting import until
 
 
-@pytest.fixture
-def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The file of a worker that is this process."""
-    path = tmp_path / "page"
-    path.write_bytes(empty_file())
-    monkeypatch.setenv(VARIABLE, str(path))
-    monkeypatch.setattr(heartbeat, "_reporter", heartbeat._Reporter())
-    yield path
-    if heartbeat._reporter._lock_fd >= 0:
-        os.close(heartbeat._reporter._lock_fd)
-
-
 def tell(page: Path, *, step: int, serial: int = 1, seconds: float = 60.0) -> None:
     deadline = time.clock_gettime_ns(time.CLOCK_BOOTTIME) + int(seconds * 1e9)
     offset, raw = pack_notice(NoticeRecord(serial=serial, deadline_ns=deadline, step=step))

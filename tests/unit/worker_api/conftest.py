@@ -1,0 +1,24 @@
+"""For the tests of what a worker and its agent say to each other through one file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.worker_api import heartbeat
+from hpc_elastic.worker_api.heartbeat_record import VARIABLE, empty_file
+
+
+@pytest.fixture
+def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The file of a worker that is this process."""
+    path = tmp_path / "page"
+    path.write_bytes(empty_file())
+    monkeypatch.setenv(VARIABLE, str(path))
+    monkeypatch.setattr(heartbeat, "_reporter", heartbeat._Reporter())
+    yield path
+    if heartbeat._reporter._lock_fd >= 0:
+        os.close(heartbeat._reporter._lock_fd)
