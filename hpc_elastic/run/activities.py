@@ -71,18 +71,22 @@ class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True):
         """One clause: what it was doing, and at which place of the user's code."""
         place = f" ({self.at})" if self.at else ""
         if self.doing in (Doing.COLLECTIVE, Doing.BACKWARD):
-            return f"in {self.call or 'a collective'}{place}"
+            return f"in {self.call or _WORDS[self.doing]}{place}"
         if self.doing is Doing.STORE:
             key = f" {self.key!r}" if self.key else ""
-            return f"waiting for the key{key} of the store{place}"
-        if self.doing is Doing.UNKNOWN:
-            return "silent"
+            return f"waiting for the key{key} of {_WORDS[self.doing]}{place}"
         what = _WORDS[self.doing]
+        if self.doing is Doing.UNKNOWN:
+            return what
         source = f": `{self.line}`" if self.line else ""
         return f"{what}{place}{source}"
 
 
 _WORDS = {
+    Doing.COLLECTIVE: "a collective",
+    Doing.BACKWARD: "a backward pass",
+    Doing.STORE: "the store",
+    Doing.UNKNOWN: "silent",
     Doing.LOADER: "waiting for a worker of its DataLoader",
     Doing.CHILD: "waiting for a process that it had started",
     Doing.SLEEP: "asleep",
