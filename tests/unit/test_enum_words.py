@@ -24,7 +24,6 @@ from hpc_elastic.failures.worker_failure import EvidenceSource
 from hpc_elastic.launch.requeue import RequeueAction
 from hpc_elastic.launch.run_status import RunState, read_status
 from hpc_elastic.report import document as document_module
-from hpc_elastic.report import render_json as render_json_module
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.event_text import describe_event
 from hpc_elastic.report.incidents import OutageKind, read_outage
@@ -204,8 +203,7 @@ def test_every_verdict_is_rendered(
         chosen = choose_subject(*args, **named)
         return replace(chosen, verdict=replace(chosen.verdict, cause=cause, confidence=confidence))
 
-    for module in (document_module, render_json_module):
-        monkeypatch.setattr(module, "choose_subject", choose)
+    monkeypatch.setattr(document_module, "choose_subject", choose)
     found = shown_by_all(builder)
     value = json.loads(found["json"])["verdict"]
     assert (value["cause"], value["confidence"]) == (cause.value, confidence.value)
