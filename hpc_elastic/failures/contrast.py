@@ -72,13 +72,14 @@ def sum_up_node(failures: Sequence[WorkerFailure], *, node: int, workers: int) -
         workers: How many ran there.
     """
     by_itself = [one for one in failures if not one.stopped_by_agent]
-    own = [one for one in by_itself if may_be_of_node(one)]
+    # One that the stop overtook had failed in the same way, and shows that it is not another node's alone.
+    own = [one for one in failures if may_be_of_node(one)]
     if not own:
         passed = any(one.failure_class is FailureClass.SYMPTOM for one in by_itself)
         return NodeFailures(node=node, workers=workers, passed=passed)
-    first = min(own, key=lambda one: (one.ended_uptime_ns, one.global_rank))
-    alike = [one for one in own if is_same_failure(one, first)]
-    waited = max(one.waited for one in alike)
+    first = min(own, key=lambda one: (one.stopped_by_agent, one.ended_uptime_ns, one.global_rank))
+    alike = [one for one in by_itself if is_same_failure(one, first)]
+    waited = max((one.waited for one in alike), default=0.0)
     return NodeFailures(node=node, workers=workers, alike=len(alike), fingerprint=first.fingerprint, waited=waited)
 
 

@@ -161,7 +161,7 @@ def decide_verdict(
         compared = compare_ranks(activities, hosts=ranks)
         verdict = _hang_verdict(first, causes, symptoms, rank_statuses, compared.suspects, len(ranks or ()))
     else:
-        verdict = _worker_verdict(causes, ranking.late, len(symptoms), losses, [when[id(one)] for one in causes])
+        verdict = _worker_verdict(causes, ranking.all, len(symptoms), losses, [when[id(one)] for one in causes])
     return verdict if retryable else replace(verdict, retryable=False)
 
 
@@ -350,7 +350,7 @@ def _as_silent(root: WorkerFailure, rank_statuses: Sequence[RankStatus]) -> list
 
 def _worker_verdict(
     causes: list[WorkerFailure],
-    late: list[WorkerFailure],
+    failures: list[WorkerFailure],
     symptoms: int,
     losses: list[tuple[Moment, NodeLoss]],
     when: list[Moment],
@@ -362,7 +362,7 @@ def _worker_verdict(
         for failure, moment in zip(causes, when, strict=True)
         if failure.fingerprint != root.fingerprint
     ]
-    same = _same(root, [*causes, *late])
+    same = _same(root, failures)
     confidence = Confidence.HIGH
     if others:
         confidence, evidence = _among(root, first, others)

@@ -304,11 +304,9 @@ def test_an_exception_and_then_a_hang_in_the_shutdown(catalogue: Catalogue) -> N
         run.finish()
         expected = told(
             "ValueError: the batch has no labels",
-            failure_class="stopped_by_us",
             confidence="low",
-            evidence="likely: it had printed this, and had not ended when this job ended it; "
-            "1 other failure is a consequence",
-            kind="stopped by hpc-elastic (SIGTERM)",
+            evidence="likely: it had printed this before this job ended it; "
+            "the only failure that is not a consequence of another one; 1 other is a consequence",
             consequences={"a collective waited for a peer until its timeout": "0"},
         )
         catalogue.check(run, "exception-then-hang", expected)

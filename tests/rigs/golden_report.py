@@ -59,6 +59,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         # Of what a full disk refused, the first file that a node could not write is chance.
         (r"^( {17}\S*/attempt-\d+/)\S+$", r"\1<FILE>"),
         (r"\[\S*?(gloo/\S+?):\d+\]", r"[\1:<N>]"),
+        (r"\((threading|subprocess|socket|selectors|queue)\.py:\d+\)", r"(\1.py:<N>)"),  # another one in each Python
     )
 )
 

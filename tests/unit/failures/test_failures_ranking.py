@@ -135,6 +135,12 @@ def test_a_caught_exception_of_a_stopped_rank_comes_after_all_else() -> None:
     assert (found.cause, [suspect.rank for suspect in found.suspects]) == (Cause.UNKNOWN, [2, 1])
 
 
+def test_the_same_failure_is_the_same_where_the_stop_came_before_it_was_printed() -> None:
+    first = printed(failure(0, 2, ROOT), 1.0)
+    others = [replace(printed(failure(rank, 3, ROOT), 1.3, stopped=1.2), fingerprint="F0") for rank in (1, 2)]
+    assert cause_of(first, *others).same_failure == (0, 1, 2)
+
+
 def test_a_cancelled_run_has_no_cause() -> None:
     """Ranks that are being ended lose each other."""
     stopped = [printed(failure(rank, 3, kind), 1.0, stopped=1.2) for rank, kind in enumerate((SYMPTOM, SYMPTOM))]
