@@ -84,7 +84,7 @@ TIERS = (
     Tier(name="docs", folders=("tests/docs", "tests/browser"), budget=240, processes=2),
     Tier(name="frameworks", folders=("tests/frameworks",), budget=900, optional=True),
     Tier(name="gpu", folders=("tests/gpu",), budget=470, optional=True),
-    Tier(name="verdicts", folders=("tests/verdicts",), budget=1800, optional=True),
+    Tier(name="verdicts", folders=("tests/verdicts",), budget=2400, optional=True),
 )
 BENCH_BUDGET = 520.0
 
