@@ -6,7 +6,7 @@ come from `wording`, the verdict from `verdict`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -306,7 +306,7 @@ def _of_failure(history: RunHistory, subject: Subject, failure: WorkerFailure, t
             Fact("kind", describe_class(failure, is_apart=bool(verdict.apart))),
             Fact("verdict", verdict.evidence),
             *([Fact("last step", str(failure.last_step))] if failure.last_step is not None else []),
-            *(Fact("caused by", cause) for cause in (found.causes if found else ())[:_MOST_CAUSES]),
+            *_causes(found.causes if found else ()),
         ),
         evidence=failure,
         details=(
@@ -316,6 +316,14 @@ def _of_failure(history: RunHistory, subject: Subject, failure: WorkerFailure, t
             Fact("time", f"{times(failure.ended_ns, fine=True)} ({clock})"),
         ),
     )
+
+
+def _causes(causes: Sequence[str]) -> Iterator[Fact]:
+    """The exceptions of a chain, nearest first; of many the nearest, and the one that it began with."""
+    for cause in causes if len(causes) <= _MOST_CAUSES else causes[:1]:
+        yield Fact("caused by", cause)
+    if len(causes) > _MOST_CAUSES:
+        yield Fact("began with", f"{causes[-1]} ({plural(len(causes) - 2, 'exception')} between)")
 
 
 def _where(history: RunHistory, subject: Subject) -> str:

@@ -92,6 +92,8 @@ def _shortened(failure: WorkerFailure, body: list[str], most: int | None) -> lis
     if start == 0 and end < len(body):  # a chain whose first exception is the cause: what follows is cut first
         body = [*body[:end], f"... {len(body) - end} lines below {_SHOW_ALL}"]
     body = _without_long_message(failure, body, room)
+    if start > 0 and (chain := _with_its_first(body, room)):
+        return chain
     shown = _end_of(body, room)
     if mine is None or mine.at >= len(body) - room or room <= len(frame) + 2:
         return shown
@@ -99,6 +101,26 @@ def _shortened(failure: WorkerFailure, body: list[str], most: int | None) -> lis
     between = len(body) - len(tail) - mine.at - len(frame)
     above = [f"... {mine.at} lines above {_SHOW_ALL}"] if mine.at else []
     return [*above, *frame, *([f"... {between} lines of libraries {_SHOW_ALL}"] if between else []), *tail]
+
+
+def _with_its_first(body: list[str], room: int) -> list[str]:
+    """The end of a chain, and above it what it began with: the user's line, and the exception. Empty: no room."""
+    end = next(at for at, line in enumerate(body) if line.strip() in _CONNECTORS)
+    while end > 1 and not body[end - 1].strip():
+        end -= 1
+    mine = _user_lines(body[:end])
+    frame = _frame_lines(body, mine[-1].at) if mine else []
+    first = [*frame, body[end - 1]]
+    tail = body[-(room - len(first) - 2) :] if room > len(first) + 6 else []
+    if not tail or len(body) - len(tail) <= end:
+        return []
+    above = mine[-1].at if mine else end - 1
+    return [
+        *([f"... {above} lines above {_SHOW_ALL}"] if above else []),
+        *first,
+        f"... {len(body) - len(tail) - end} lines {_SHOW_ALL}",
+        *tail,
+    ]
 
 
 def _beginning_of(body: list[str], room: int, at: int | None, frame: list[str]) -> list[str]:
@@ -154,17 +176,22 @@ def _block(failure: WorkerFailure, body: list[str]) -> tuple[int, int]:
 
 def _user_line(failure: WorkerFailure, body: list[str]) -> _Line | None:
     """The innermost frame of the user's code in the failure's own exception, else in any of the chain."""
-    found = []
-    for at, line in enumerate(body):
-        if match := _FRAME.match(line):
-            frame = Frame(file=match[1], line=int(match[2]), function=match[3] or "")
-            found += [_Line(at, frame)] if user_frames([frame]) else []
+    found = _user_lines(body)
     if not found:
         return None
     if any(_FIRST_CALL_FIRST in line for line in body[:3]):
         return found[0]
     start, end = _block(failure, body)
     return next((one for one in reversed(found) if start <= one.at < end), found[-1])
+
+
+def _user_lines(body: list[str]) -> list[_Line]:
+    found = []
+    for at, line in enumerate(body):
+        if match := _FRAME.match(line):
+            frame = Frame(file=match[1], line=int(match[2]), function=match[3] or "")
+            found += [_Line(at, frame)] if user_frames([frame]) else []
+    return found
 
 
 def _frame_lines(body: list[str], at: int) -> list[str]:

@@ -135,7 +135,7 @@ def _fields(facts: Sequence[Fact], width: int) -> list[str]:
     for name, text in facts:
         if name in _WRAPPED:
             lines += _wrapped(name, text, width)
-        elif name == "caused by":
+        elif name in ("caused by", "began with"):
             lines.append(fit(text_field(name, clean_line(text)), width))
         else:
             lines.append(text_field(name, clean_line(text)))

@@ -9,8 +9,10 @@ from msgspec.structs import replace
 
 from hpc_elastic.failures.evidence import describe_failure
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.excerpt import make_excerpt, user_frame
-from tests.rigs.run_builder import make_failure
+from hpc_elastic.report.render_text import render_text
+from tests.rigs.run_builder import RunBuilder, make_failure
 
 # As torch 2.13 printed it where no C++ compiler was found; 71 lines, of which the user's code has the first four.
 INDUCTOR = Path(__file__).resolve().parents[2] / "data" / "tracebacks" / "inductor-no-compiler.txt"
@@ -125,3 +127,31 @@ def test_where_there_is_no_traceback_the_end_of_stderr_is_shown_and_a_signal_nee
     assert silent is not None
     assert silent.title == "empty, so there is no traceback"
     assert make_excerpt(make_failure(0, at=5, exitcode=-9)) is None
+
+
+def test_of_a_long_chain_the_first_exception_is_shown_with_its_line(tmp_path: Path) -> None:
+    """What a reader needs is where it began; the middle is cut."""
+    joint = "\nThe above exception was the direct cause of the following exception:\n\n"
+    names = ("IndexError: shard 7 is empty", "KeyError: 'shard'", "OSError: no cache", "RuntimeError: no data")
+    parts = [
+        "Traceback (most recent call last):\n"
+        + "".join(f'  File "/u/train.py", line {10 * number + line}, in f\n    g()\n' for line in range(3))
+        + f"{name}\n"
+        for number, name in enumerate(names)
+    ]
+    failure = failure_with(joint.join(parts), names[-1])
+    shown = lines_of(failure, 18)
+    assert shown[:4] == (
+        "... 4 lines above (--all shows them)",
+        '  File "/u/train.py", line 2, in f',
+        "    g()",
+        "IndexError: shard 7 is empty",
+    )
+    assert shown[-1] == "RuntimeError: no data"
+    builder = RunBuilder(tmp_path / "run")
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    builder.fail(failure)
+    text = render_text(collect_run(builder.root))
+    assert "  caused by : OSError: no cache\n" in text
+    assert "  began with: IndexError: shard 7 is empty (1 exception between)\n" in text
