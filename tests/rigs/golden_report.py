@@ -38,6 +38,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r'File "[^"]*?/(?:site|dist)-packages/([^"]+)", line \d+', r'File "<LIB>/\1", line <N>'),
         (r'File "[^"]*?/lib/python3\.\d+/([^"]+)", line \d+', r'File "<LIB>/\1", line <N>'),
         (r'File "<ROOT>/([^"]+)", line \d+', r'File "<LIB>/\1", line <N>'),
+        (r"\(threading\.py:\d+\)", "(threading.py:<N>)"),
         (r'File "<frozen ([\w.]+)>", line \d+', r'File "<frozen \1>", line <N>'),
         (r"('127\.0\.0\.1', )\d+", r"\1<PORT>"),
         (r"\b\d{8}-\d{6}-(\w+)-[0-9a-f]{4}\b", r"<RUN>-\1"),
