@@ -19,7 +19,7 @@ from hpc_elastic.report.history import WorkerEnd
 from hpc_elastic.run.activities import Activity, Doing
 
 MOST_SUSPECTS = 16
-_TEARDOWN_NS = 3_000_000_000
+_TEARDOWN_NS = 5_000_000_000
 """What the end of an interpreter with torch in it takes on a busy node, at most."""
 _HOSTS = 3
 _SILENT = "it hung, was late, or ended early"
@@ -64,7 +64,7 @@ def find_late_ends(
     late = []
     for gap, is_later, end in _ends_with_0(failed, first, ends=ends, clocks=clocks):
         if is_later and -gap <= _TEARDOWN_NS:
-            why = f"it ended with 0 {seconds_text(-gap / 1e9)} after the first of them failed"
+            why = f"it ended with 0 at about the same time (seen {seconds_text(-gap / 1e9)} later)"
             late.append(Suspect(rank=end.rank, host=ranks.get(end.rank, ""), why=why))
     return tuple(late[:MOST_SUSPECTS])
 
