@@ -70,9 +70,9 @@ TIERS = (
     Tier(
         name="store", folders=("tests/contract", "tests/model"), budget=360, processes=3, sharing=("--dist=worksteal",)
     ),
-    Tier(name="faults", folders=("tests/integration",), budget=900, processes=4),
+    Tier(name="faults", folders=("tests/integration",), budget=900, processes=3),
     Tier(name="catalogue", folders=("tests/catalogue",), budget=150, processes=2),
-    Tier(name="slurm", folders=("tests/slurm",), budget=900, processes=4, sharing=BY_TESTS),
+    Tier(name="slurm", folders=("tests/slurm",), budget=900, processes=3, sharing=BY_TESTS),
     Tier(
         name="slurm-next",
         folders=("tests/slurm",),
