@@ -22,9 +22,12 @@ _SHARED_MEMORY_FILE = re.compile(r"/multiprocessing/(?:shared_memory|synchronize
 # What gloo, NCCL and c10d put into all that they say: their names, or the place in their source.
 _COLLECTIVE_TEXT = re.compile(
     r"gloo|nccl|c10d|tcpstore|processgroup|torch\.distributed|monitoredbarrier|net/ofi|\bucx\b|\brank ?\d+\]"
-    r"|\bdist(?:backend|network|store)?error\b|\w\.(?:cc|cpp|cu|hpp):\d+|\bpg (?:id )?\d+ |watchdog"
+    r"|\bdist(?:backend|network|store)?error\b|\w\.(?:cc|cpp|cu|hpp):\d+|\bpg (?:id )?\d+ |watchdog|remote worker"
 )
-_QUOTED_TEXT = re.compile(r"\w\.(?:cc|cpp|cu|hpp):\d+|nccl error|nccl\w+error\b|dist(?:backend|network|store)error")
+_QUOTED_TEXT = re.compile(
+    r"\w\.(?:cc|cpp|cu|hpp):\d+|nccl error|nccl\w+error\b|dist(?:backend|network|store)error"
+    r"|remote worker (?:crash|before rep)"
+)
 """The same in a message that the script put together: there the name of a library alone shows nothing."""
 _ERROR_NUMBER = re.compile(
     r"\berrno\b|\bos error \d|\berror (?:code|number) \d|\w\.(?:cc|cpp|cu|hpp):\d+|can't allocate"

@@ -220,3 +220,11 @@ def test_a_failure_is_named_by_its_origin_and_shown_whole(tmp_path: Path) -> Non
     assert (failure.headline, failure.exception_type) == ("ValueError: bad batch 17", "ValueError")
     assert failure.failure_class is FailureClass.ROOT
     assert failure.traceback.endswith(CLOSED)
+
+
+def test_the_end_of_gloos_text_in_a_scripts_last_line_is_a_symptom(tmp_path: Path) -> None:
+    """The script caught the exception, printed the end of its text, and left with 1."""
+    log = tmp_path / "stderr.log"
+    log.write_text("communication failed (ogs of the remote worker before reporting an error. GLHF!), leaving\n")
+    failure = describe_failure(facts=WorkerFailure(exitcode=1), error_file=tmp_path / "none", stderr_log=log)
+    assert failure.failure_class is FailureClass.SYMPTOM
