@@ -14,12 +14,12 @@ from tests.verdicts.run import run_case
 NAMES = (
     "wrapped-in-words-of-a-symptom",
     "sigterm-handlers-raise",
-    "buried-under-teardown",
+    "only-stdout",
     "argparse-unknown-option",
-    "wrapper-with-a-trailer",
-    "manager-killed",
+    "wrapper-with-tee",
+    "assert-in-c",
     "interrupt-main",
-    "child-kills-its-parent",
+    "hidden-in-a-child",
 )
 _CASES = {case.name: case for case in all_cases()}
 
