@@ -133,13 +133,15 @@ def decide_verdict(
     """
     ranking, when = _rank(failures, clocks)
     causes, symptoms, first = ranking.causes, ranking.symptoms, ranking.first
+    # One that was printed after the stop may be the stop's: it is no evidence, and a consequence all the same.
+    consequences = [failure for failure in ranking.all if failure.failure_class is FailureClass.SYMPTOM]
     retryable = all(failure.exitcode != NOT_RETRYABLE_EXIT_CODE for failure in failures)
     losses = sorted(((clocks.of_loss(loss), loss) for loss in lost_nodes), key=lambda at: (at[0].at_ns, at[1].node))
     if losses and (not causes or losses[0][0].at_ns <= when[id(causes[0])].at_ns):
         order = Order.KNOWN
         if causes:  # the node may have lived on after the last sign of it
             order = order_of(losses[0][0], when[id(causes[0])], slack_ns=_SIGN_NS if losses[0][1].age else 0)
-        return _node_verdict([loss for _, loss in losses], causes, symptoms, order, retryable=retryable)
+        return _node_verdict([loss for _, loss in losses], causes, consequences, order, retryable=retryable)
     if first is None:
         evidence = f"all {len(failures)} were ended by this job itself" if failures else "there is no failure"
         return Verdict(cause=Cause.NONE, confidence=Confidence.HIGH, evidence=evidence)
@@ -159,9 +161,9 @@ def decide_verdict(
             verdict = _unknown_verdict(ranking, suspects, compared.says)
     elif first.failure_class is FailureClass.HANG:
         compared = compare_ranks(activities, hosts=ranks)
-        verdict = _hang_verdict(first, causes, symptoms, rank_statuses, compared.suspects, len(ranks or ()))
+        verdict = _hang_verdict(first, causes, consequences, rank_statuses, compared.suspects, len(ranks or ()))
     else:
-        verdict = _worker_verdict(causes, ranking.all, len(symptoms), losses, [when[id(one)] for one in causes])
+        verdict = _worker_verdict(causes, ranking.all, len(consequences), losses, [when[id(one)] for one in causes])
     return verdict if retryable else replace(verdict, retryable=False)
 
 
@@ -362,7 +364,8 @@ def _worker_verdict(
         for failure, moment in zip(causes, when, strict=True)
         if failure.fingerprint != root.fingerprint
     ]
-    same = _same(root, failures)
+    # By exit code alone a symptom has the same name.
+    same = _same(root, [failure for failure in failures if failure.failure_class is not FailureClass.SYMPTOM])
     confidence = Confidence.HIGH
     if others:
         confidence, evidence = _among(root, first, others)
