@@ -107,6 +107,9 @@ class Verdict(Struct, frozen=True, kw_only=True):
             return self.lost_node.summary
         if self.failure is None:
             return self.headline or "no worker failed by itself"
+        if self.cause is Cause.UNKNOWN:
+            where = look_at(self.suspects) if self.suspects else f"First seen: rank {self.failure.global_rank}"
+            return f"cause not known. {where}"
         return f"rank {self.failure.global_rank} on {self.failure.host}: {self.failure.headline}"
 
 
