@@ -131,7 +131,7 @@ else:
     time.sleep(30)
 dist.barrier()
 """,
-        # The odd one out is rank 0, and it fails. The first expectation had it wait in new_group: a group of one rank is
+        # The odd one out is rank 0, and it fails. The first expectation had it wait in new_group: a group of one is
         # made at once, and it waits in the barrier behind.
         ranks=(0,),
         unknown_is_right=True,
