@@ -132,6 +132,12 @@ class FakeWorkers:
     def look_first(self) -> None:
         self.wants_look = True
 
+    def look_at_failure(self) -> WorkerFailure | None:
+        return None
+
+    def begin_moment(self) -> None:
+        pass
+
     def end_moment(self) -> None:
         pass
 
