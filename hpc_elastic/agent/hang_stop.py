@@ -123,6 +123,11 @@ class StacksThenStop:
         self._was_asked_again = False
         self._is_asking = False
 
+    @property
+    def sent_kill(self) -> bool:
+        """As of `GroupStopper`."""
+        return self._stopper.sent_kill
+
     def begin(self) -> None:
         """Look at each, and stop it where it is."""
         self._began = self._clock.monotonic()

@@ -32,6 +32,9 @@ _LOOK_SECONDS = 0.02
 class Stopper(Protocol):
     """What `GroupStopper`, `StacksThenStop` and `MomentThenStop` have in common."""
 
+    @property
+    def sent_kill(self) -> bool: ...
+
     def begin(self) -> None: ...
 
     def kill_now(self) -> None: ...
@@ -60,6 +63,11 @@ class MomentThenStop:
         self._clock = clock
         self._deadline = 0.0
         self._next: Stopper | None = None
+
+    @property
+    def sent_kill(self) -> bool:
+        """As of `GroupStopper`."""
+        return self._next is not None and self._next.sent_kill
 
     def begin(self) -> None:
         """The moment begins."""

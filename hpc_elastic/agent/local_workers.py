@@ -88,6 +88,15 @@ class _Slot(Struct):
         """Whether it has ended badly, and not by the agent."""
         return self.exit is not None and self.exit.exitcode != 0 and not self.stopped_by_agent
 
+    def note_exit(self, status: ExitStatus, stopper: Stopper | None) -> None:
+        """It has ended. A SIGKILL that the agent has not sent was on its way when the stop began: a failure of its own.
+
+        A worker's sockets close before its end can be seen, so the peers' failures may be here first.
+        """
+        self.exit = status
+        if status.exitcode == -signal.SIGKILL and not (stopper is not None and stopper.sent_kill):
+            self.stopped_by_agent = False
+
 
 class Place(Struct, frozen=True, kw_only=True):
     """Where the workers are, for their evidence."""
@@ -253,7 +262,7 @@ class LocalWorkers:
         for slot in self._slots:
             if slot.exit is None and (status := slot.process.poll()) is not None:
                 # All that one look finds ended get the same time: which of them was first can't be known.
-                slot.exit = replace(status, observed_ns=now, observed_uptime_ns=uptime)
+                slot.note_exit(replace(status, observed_ns=now, observed_uptime_ns=uptime), self._stopper)
                 changed = True
         return changed
 
@@ -406,9 +415,10 @@ class LocalWorkers:
         assert self._stopper is not None
         result = self._stopper.step()
         if isinstance(result, Stopped):
-            self._stopper = None
             for slot in self._slots:
-                slot.exit = slot.exit or result.exits.get(slot.process.pid)
+                if slot.exit is None and (status := result.exits.get(slot.process.pid)) is not None:
+                    slot.note_exit(status, self._stopper)
+            self._stopper = None
         else:
             self.poll()
         return result

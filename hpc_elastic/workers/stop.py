@@ -66,6 +66,7 @@ class _Progress(Struct):
     next_look: float = 0.0
     interval: float = _FIRST_LOOK_S
     signalled: set[tuple[int, int]] = field(default_factory=set)
+    sent_kill: bool = False
     killed: set[tuple[int, int]] = field(default_factory=set)
     refused: set[int] = field(default_factory=set)
     killer: TreeKiller = field(default_factory=TreeKiller)
@@ -113,6 +114,11 @@ class GroupStopper:
         for worker in self._workers:
             worker.signal_group(signal.SIGTERM)
             worker.signal_group(signal.SIGCONT)
+
+    @property
+    def sent_kill(self) -> bool:
+        """Whether SIGKILL was sent: before, a worker that it ended was killed by another."""
+        return self._state.sent_kill
 
     def kill_now(self) -> None:
         """Give up the rest of the grace, or all of it: SIGKILL at once. May be called in any phase."""
@@ -187,6 +193,7 @@ class GroupStopper:
     def _enter_kill(self, now: float) -> None:
         state = self._state
         state.phase = _Phase.KILL
+        state.sent_kill = True
         state.deadline = now + self._kill_bound
         state.interval = _KILL_FIRST_LOOK_S
         state.next_look = now

@@ -378,3 +378,26 @@ def test_a_run_beside_it_is_not_touched(tmp_path: Path) -> None:
         other.say("end")
         assert other.finish() == ExitCode.OK
         assert other.moments("here") == sorted(before, key=lambda value: value["t"])
+
+
+def test_a_worker_killed_while_its_group_is_being_stopped_failed_by_itself(tmp_path: Path) -> None:
+    """Its peers see its connections close before its agent sees its end: their failure may begin the stop."""
+    script = """
+signal.signal(signal.SIGTERM, lambda *_: tell("told"))
+tell("here")
+others_in_round()
+if RANK == 0:
+    wait_for("fail")
+    raise ValueError("a consequence, say")
+wait_for("never")
+"""
+    with LocalRun(tmp_path, script, options=["--max-restarts", "0", "--shutdown-timeout", "60"]) as run:
+        run.wait_moments("here", count=2)
+        run.say("fail")
+        run.wait_moments("told", count=1)
+        run.kill_worker(1, round_index=0)
+        assert run.finish() == ExitCode.WORKERS_FAILED
+        ends = {end["rank"]: end for event in run.events("workers_stopped") for end in event["ends"]}
+        assert (ends[1]["exitcode"], ends[1]["stopped"]) == (-9, False)
+        (killed,) = (event for event in run.events("worker_failed") if event["rank"] == 1)
+        assert killed["failure_class"] == "root"
