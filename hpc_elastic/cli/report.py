@@ -257,7 +257,7 @@ def coloured_report(text: str) -> str:
 def _status_colour(line: str) -> str:
     if " SUCCEEDED" in line:
         return f"{BOLD};{GREEN}"
-    return f"{BOLD};{YELLOW}" if "still running" in line or "no attempt yet" in line else _BOLD_RED
+    return f"{BOLD};{YELLOW}" if "is running" in line or "no attempt yet" in line else _BOLD_RED
 
 
 class ReportFollower:

@@ -100,7 +100,7 @@ def test_everything_that_follows_sees_the_run_through_a_restart_to_its_end(tmp_p
         ):
             run.until(lambda: "hello of 1 in 0" in logs.text(), "hello of rank 1")
             run.until(lambda: " round_final " in events.text(), "round_final")
-            run.until(lambda: "running since" in report.text(), "report of a run that goes on")
+            run.until(lambda: "is running" in report.text(), "report of a run that goes on")
             run.say("go")
             run.until(lambda: "last words" in logs.text(), "last words of round 1")
             run.until(lambda: " worker_failed " in events.text(), "the failure's event")
@@ -182,7 +182,7 @@ def test_ctrl_c_ends_who_follows_and_not_the_run(tmp_path: Path) -> None:
         ):
             run.until(lambda: "[rank 0] here" in logs.text(), "output")
             run.until(lambda: "workers_started" in events.text(), "events")
-            run.until(lambda: "still running" in report.text(), "report")
+            run.until(lambda: "is running" in report.text(), "report")
             for one in (logs, events, report):
                 one.process.send_signal(signal.SIGINT)
             assert [one.process.wait(60) for one in (logs, events, report)] == [130] * 3

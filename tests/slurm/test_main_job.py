@@ -192,7 +192,7 @@ def test_a_node_that_loses_its_power_shrinks_the_run(cluster: SlurmCluster, runs
     run = runs.submit("--nodes", "2-4", *ALL_COME, *SHORT, runs.script(WAITS_TO_BE_TOLD))
     run.wait_log(lambda log: log.count("of 4 round 0") == 4)
     # Fills the caches of the submitting host, with what is missing too.
-    assert "still running" in runs.hpc_elastic("report", run.job).stdout
+    assert "is running" in runs.hpc_elastic("report", run.job).stdout
     cluster.kill_node("n3")
     lost_at = time.time()
     index, _ = run.wait_training(["n1", "n2", "n4"])
