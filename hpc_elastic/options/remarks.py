@@ -95,6 +95,11 @@ def remarks(parsed: Parsed, spec: RunSpec, options: Sequence[Option], *, env: Ma
             f"{parsed.source('export', '--export')} {export}: Slurm then keeps everything else of your environment "
             f"(PATH, a conda environment) from the job; to add to it write ALL,{export}"
         )
+    if "--no-requeue" in parsed.all("sbatch_args"):
+        yield (
+            "--sbatch-arg --no-requeue: the job can't be requeued, so the run would go on in follow-on jobs; "
+            "where no further attempt is wanted, give --no-requeue itself"
+        )
     if nested := _nested_launcher(spec):
         yield (
             f"{nested} starts workers of its own inside each worker here; give its script to hpc-elastic instead, "

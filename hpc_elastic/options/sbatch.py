@@ -148,7 +148,6 @@ IMPOSSIBLE = {
 
 
 _RELIED_ON = {
-    **dict.fromkeys(("--requeue", "--no-requeue"), "give --requeue or --no-requeue itself: the run must know"),
     "--signal": "the run's notice before the time limit comes by it; give --grace SECONDS, or --signal itself",
     "--open-mode": "every attempt appends to the job log",
     **dict.fromkeys(("--no-kill", "-k"), "a run outlives its nodes: --no-kill is always given"),

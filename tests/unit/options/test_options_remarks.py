@@ -46,6 +46,7 @@ def remarks_on(here: Path, *argv: str, cluster: str = "slurm") -> list[str]:
         (["train.py", "--max_restarts=1"], "--max_restarts comes after train.py"),
         (["--export", "NCCL_DEBUG=INFO", "train.py"], "--export NCCL_DEBUG=INFO: Slurm then keeps everything else"),
         (["--export=HOME,X=1", "train.py"], "--export HOME,X=1: "),
+        (["--sbatch-arg=--no-requeue", "train.py"], "--sbatch-arg --no-requeue: the job can't be requeued"),
         (["--no-python", "torchrun", "train.py"], "torchrun starts workers of its own"),
         (["--no-python", "accelerate", "launch", "train.py"], "accelerate starts workers of its own"),
         (["--no-python", "python3", "-m", "torch.distributed.run", "x"], "python -m torch.distributed.run starts"),

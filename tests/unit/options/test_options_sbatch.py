@@ -157,9 +157,7 @@ def test_what_was_given_wins_over_sbatchs_variables() -> None:
     assert "SBATCH_ARRAY_INX" in SbatchOptions().overruled_variables(), "no array was asked for, and none is made"
 
 
-@pytest.mark.parametrize(
-    "argument", ["--no-requeue", "--requeue", "--signal=USR1@60", "--open-mode=truncate", "-k", "-D/x"]
-)
+@pytest.mark.parametrize("argument", ["--signal=USR1@60", "--open-mode=truncate", "-k", "-D/x"])
 def test_what_a_run_lives_by_is_no_sbatch_arg(argument: str) -> None:
     with pytest.raises(UsageError, match=f"--sbatch-arg {argument}: "):
         sbatch_arguments(SbatchOptions(extra=(argument,)))
