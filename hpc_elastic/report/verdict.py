@@ -108,8 +108,14 @@ class Verdict(Struct, frozen=True, kw_only=True):
         if self.failure is None:
             return self.headline or "no worker failed by itself"
         if self.cause is Cause.UNKNOWN:
-            where = look_at(self.suspects) if self.suspects else f"First seen: rank {self.failure.global_rank}"
-            return f"cause not known. {where}"
+            if self.suspects:
+                return f"cause not known. {look_at(self.suspects)}"
+            return f"cause not known. First seen: {self._failure_line}"
+        return self._failure_line
+
+    @property
+    def _failure_line(self) -> str:
+        assert self.failure is not None
         return f"rank {self.failure.global_rank} on {self.failure.host}: {self.failure.headline}"
 
 
