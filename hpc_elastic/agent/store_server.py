@@ -27,11 +27,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from subprocess import TimeoutExpired
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from hpc_elastic.agent.address_filter import Guard
 from hpc_elastic.base.file_executor import FileExecutor
@@ -44,13 +44,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 _MESSAGE_LIMIT = 65536
 _BACKLOG = 65535  # the kernel caps it at net.core.somaxconn
 _RELEASE_SECONDS = 1.0
 _LOG_TAIL_BYTES = 2000
+_LOG_BYTES = 1 << 20
 _LOG_SECONDS = 2.0
+_SPAWN_SECONDS = 10.0
 _HOST_PROGRAM = Path(__file__).resolve().parent.parent / "pytorch" / "store_host.py"
 _FIND_TORCH = (
     "import sys; sys.path[:] = [p for p in sys.path if p]; import importlib.util as u; s = u.find_spec('torch'); "
@@ -91,9 +91,9 @@ class StoreServer:
 
     Args:
         python: An interpreter that has torch.
-        log_path: Where the process' own output goes (0600; removed by `close` while empty); its folder exists.
+        log_path: Where `close` writes what the processes printed (0600), if they printed anything; its folder exists.
         environ: The process' environment: the agent's own, with the run's tag.
-        files: The thread that opens and reads the log; without, the caller's own does.
+        files: The thread that writes the log; without, the caller's own does.
     """
 
     def __init__(
@@ -101,6 +101,10 @@ class StoreServer:
     ) -> None:
         self._python = python
         self._log_path = log_path
+        # The log is in memory, and another thread forks: on a mount that hangs the new process can't even close the
+        # descriptors that it inherits. The kernel ends the process when this thread ends: it never does.
+        self._spawner = FileExecutor(name="store-host")
+        self._log = os.fdopen(os.memfd_create("store-host.log"), "rb", buffering=0)
         self._files = files
         self._environ = {
             **environ,
@@ -240,45 +244,48 @@ class StoreServer:
         self._state = StoreState.IDLE
         self._end()
         self._readable.close()
+        if not self._log.closed:
+            self._save_log()
+            self._log.close()
 
-        def remove_empty_log() -> None:
-            if os.lstat(self._log_path).st_size == 0:
-                os.unlink(self._log_path)
+    def _save_log(self) -> None:
+        printed = os.pread(self._log.fileno(), _LOG_BYTES, 0)
+
+        def save() -> None:
+            with open(os.open(self._log_path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600), "ab") as log:
+                log.write(printed)
 
         try:
-            self._on_disk(remove_empty_log)
+            if printed and self._files is not None:
+                self._files.do(save, within=_LOG_SECONDS)
+            elif printed:
+                save()
         except OSError:
-            pass  # none was made, or it lies on a disk that has other worries
-
-    def _on_disk(self, action: Callable[[], T]) -> T:
-        return action() if self._files is None else self._files.do(action, within=_LOG_SECONDS)
+            pass  # such a disk has other worries
 
     def _start(self) -> bool:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         argv = [self._python, str(_HOST_PROGRAM), "--fd", str(theirs.fileno()), "--parent", str(os.getpid())]
+
+        def spawn() -> subprocess.Popen[bytes]:
+            with theirs:
+                # Neither the agent's pipes (srun waits for their end) nor its terminal, session or signals.
+                return subprocess.Popen(
+                    argv + ["--full"] * self._full_import,
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._log,
+                    stderr=self._log,
+                    pass_fds=(theirs.fileno(),),
+                    env=self._environ,
+                    start_new_session=True,
+                )
+
         try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-            log = self._on_disk(lambda: os.open(self._log_path, flags, 0o600))
-        except OSError:
-            log = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)  # such a disk must not stop the training
-        try:
-            # Neither the agent's pipes (srun waits for their end) nor its terminal, session or signals.
-            self._process = subprocess.Popen(
-                argv + ["--full"] * self._full_import,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(theirs.fileno(),),
-                env=self._environ,
-                start_new_session=True,
-            )
+            self._process = self._spawner.do(spawn, within=_SPAWN_SECONDS)
         except OSError as error:
-            ours.close()
+            ours.close()  # which also ends a process that comes later
             self._fail(f"{self._python} can't be started: {error}")
             return False
-        finally:
-            theirs.close()
-            os.close(log)
         ours.setblocking(False)
         self._readable.register(ours, select.EPOLLIN)
         self._control = ours
@@ -324,15 +331,9 @@ class StoreServer:
         self._shut_port()
 
     def _log_tail(self) -> str:
-        def read() -> str:
-            with open(self._log_path, "rb") as log:
-                log.seek(max(0, os.fstat(log.fileno()).st_size - _LOG_TAIL_BYTES))
-                return log.read(_LOG_TAIL_BYTES).decode("utf-8", "replace").strip()
-
-        try:
-            text = self._on_disk(read)
-        except OSError:
-            return ""
+        log = self._log.fileno()
+        start = max(0, os.fstat(log).st_size - _LOG_TAIL_BYTES)
+        text = os.pread(log, _LOG_TAIL_BYTES, start).decode("utf-8", "replace").strip()
         return f": {text.splitlines()[-1]}" if text else ""
 
     def _dropped(self) -> bool:

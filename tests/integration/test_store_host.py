@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -218,7 +219,8 @@ def test_it_outlives_terminations_and_loses_only_its_own_round(make_server: Call
     assert server.pid is not None
     assert os.getsid(server.pid) == server.pid
     outputs = {os.path.basename(os.readlink(f"/proc/{server.pid}/fd/{fd}")) for fd in (0, 1, 2)}
-    assert outputs == {"null", "store-host.log"}  # none of the agent's: srun waits for the end of those
+    # None of the agent's: srun waits for the end of those. None on a disk: one that hangs would take the agent along.
+    assert outputs == {"null", "memfd:store-host.log (deleted)"}
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         os.kill(server.pid, number)
     with start(CLIENT, str(port)) as client:  # also the proof that the signals have been dealt with
@@ -343,6 +345,37 @@ def test_an_interpreter_that_is_not_there_is_a_failure_not_a_crash(tmp_path: Pat
     assert "/nowhere/python3" in server.failure
     server.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_process_printed_is_a_file_when_it_is_over(
+    make_server: Callable[..., StoreServer], fake_torch: Callable[..., str], tmp_path: Path
+) -> None:
+    crashes = "import sys; sys.exit('no such driver')"
+    server = make_server(PYTHONPATH=fake_torch(lean=crashes, full=crashes))
+    server.bind("127.0.0.1", None)
+    server.serve()
+    assert wait_for_state(server, StoreState.SERVING, StoreState.FAILED) is StoreState.FAILED
+    assert "no such driver" in server.failure
+    assert not (tmp_path / "store-host.log").exists()
+    server.close()
+    assert "no such driver" in (tmp_path / "store-host.log").read_text()
+    assert (tmp_path / "store-host.log").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_process_that_can_not_come_is_given_up(
+    make_server: Callable[..., StoreServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a descriptor that it inherits lies on a mount that hangs: the fork's end is not seen."""
+    goes_on = threading.Event()
+    monkeypatch.setattr("hpc_elastic.agent.store_server._SPAWN_SECONDS", 0.2)
+    monkeypatch.setattr("hpc_elastic.agent.store_server.subprocess.Popen", lambda *_, **__: goes_on.wait(DEADLINE))
+    server = make_server()
+    server.bind("127.0.0.1", None)
+    server.serve()
+    goes_on.set()
+    assert server.handle() is StoreState.FAILED
+    assert "has not answered" in server.failure
+    assert server.pid is None
 
 
 def test_torch_is_looked_for_without_being_imported(fake_torch: Callable[..., str], tmp_path: Path) -> None:
