@@ -10,10 +10,10 @@ from msgspec import Struct, field
 from hpc_elastic.agent.ending import CrashGuard
 from hpc_elastic.agent.hang import HangWatch, silent_watch
 from hpc_elastic.agent.health_checks import HealthChecks, no_health_checks
-from hpc_elastic.agent.local_workers import Place
 from hpc_elastic.agent.metrics import RoundFigures
 from hpc_elastic.agent.restart_group import NoRestartGroup, RestartGroupWatch
 from hpc_elastic.agent.store_server import StoreServer
+from hpc_elastic.agent.worker_evidence import Place
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.output.pump import LogPump

@@ -23,10 +23,11 @@ from hpc_elastic.agent.elastic_agent import EXIT_BARRIER_SECONDS, SimpleElasticA
 from hpc_elastic.agent.function_call import FunctionCall
 from hpc_elastic.agent.hang import HangWatch, silent_watch
 from hpc_elastic.agent.heartbeats import open_folder
-from hpc_elastic.agent.local_workers import LocalWorkers, Place
+from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.agent.metrics import MetricSink
 from hpc_elastic.agent.supervision import MonitorResult, RunResult, WorkerGroup, WorkerSpec, WorkerState
 from hpc_elastic.agent.worker_environment import RoundFacts, worker_environment
+from hpc_elastic.agent.worker_evidence import Place
 from hpc_elastic.base.clock import Clock, RunClock
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import make_private_dir

@@ -20,7 +20,6 @@ from hpc_elastic.agent.hang import HangWatch
 from hpc_elastic.agent.health import HealthPlan
 from hpc_elastic.agent.health_checks import HealthChecks, HealthSite
 from hpc_elastic.agent.heartbeats import open_folder
-from hpc_elastic.agent.local_workers import Place
 from hpc_elastic.agent.metrics import RoundFigures, open_metrics
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.rendezvous_session import (
@@ -32,6 +31,7 @@ from hpc_elastic.agent.rendezvous_session import (
 from hpc_elastic.agent.restart_group import RestartGroupWatch
 from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.agent.store_server import StoreServer, torch_available
+from hpc_elastic.agent.worker_evidence import Place
 from hpc_elastic.base.clock import Clock, RunClock, SystemClock
 from hpc_elastic.base.file_executor import FileExecutor, is_refusal
 from hpc_elastic.base.host_facts import LOOPBACK

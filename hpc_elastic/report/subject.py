@@ -12,7 +12,8 @@ from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
 from hpc_elastic.report.incidents import OutageKind, refused_hosts
-from hpc_elastic.report.verdict import ONLY_FAILURE, Cause, Confidence, Verdict, decide_start_verdict, decide_verdict
+from hpc_elastic.report.root_cause import decide_start_verdict, decide_verdict
+from hpc_elastic.report.verdict import ONLY_FAILURE, Cause, Confidence, Verdict
 
 _WITHOUT = 3
 

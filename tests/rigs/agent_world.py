@@ -23,11 +23,11 @@ from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.hang import HangWatch
 from hpc_elastic.agent.health import HealthVerdict
 from hpc_elastic.agent.heartbeats import HeartbeatFolder, RankBeat
-from hpc_elastic.agent.local_workers import Place
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.agent.store_server import StoreState
 from hpc_elastic.agent.supervision import Phase
+from hpc_elastic.agent.worker_evidence import Place
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import RankStacks

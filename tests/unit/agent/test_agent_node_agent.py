@@ -17,10 +17,10 @@ from msgspec.structs import replace
 from hpc_elastic.agent import ending, node_agent
 from hpc_elastic.agent.address_filter import Guard
 from hpc_elastic.agent.context import AgentContext
-from hpc_elastic.agent.local_workers import Place
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.store_server import MasterPortTakenError, StoreState
 from hpc_elastic.agent.supervision import Phase, WorkerState
+from hpc_elastic.agent.worker_evidence import Place
 from hpc_elastic.base.outcome import UNCONFIRMED_CODE, UNHEALTHY_CODE, Outcome
 from hpc_elastic.failures.contrast import ALL_ALIKE, MOMENT_SECONDS
 from hpc_elastic.failures.ranking import Category, FailureClass

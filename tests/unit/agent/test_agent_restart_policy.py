@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.agent.local_workers import LocalWorkers, _Slot
+from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.agent.restart_policy import RestartPolicy, early_failure, may_wait, sum_up
+from hpc_elastic.agent.worker_evidence import WorkerEvidence, WorkerSlot
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.rendezvous.coordinator import RestartDecision
@@ -394,7 +395,7 @@ def test_whom_one_look_finds_ended_are_told_with_one_time() -> None:
     clock = _TickingClock()
     workers = object.__new__(LocalWorkers)
     workers._clock, workers._stopper = clock, None
-    workers._slots = [_Slot(rank, rank, _Ended(rank, clock), None) for rank in (1, 2)]  # type: ignore[arg-type]
+    workers._slots = [WorkerSlot(rank, rank, _Ended(rank, clock), None) for rank in (1, 2)]  # type: ignore[arg-type]
     assert workers.poll()
     first, second = (slot.exit for slot in workers._slots)
     assert first is not None
@@ -406,15 +407,14 @@ def test_whom_one_look_finds_ended_are_told_with_one_time() -> None:
 
 @pytest.mark.parametrize(("retryable", "fingerprint"), [(True, ""), (False, "start:OSError")])
 def test_what_this_node_lacks_to_start_workers_is_no_bug_in_the_script(retryable: bool, fingerprint: str) -> None:
-    workers = object.__new__(LocalWorkers)
-    workers._clock = FakeClock()
-    workers._slots = []
-    workers._files = SimpleNamespace(post=lambda action: None)  # type: ignore[assignment]
+    evidence = object.__new__(WorkerEvidence)
+    evidence._clock = FakeClock()
+    evidence._files = SimpleNamespace(post=lambda action: None)  # type: ignore[assignment]
     attempt = AttemptPaths(Path("/r/attempt-000"))
-    workers._place = SimpleNamespace(attempt=attempt, host="n0", node=0)  # type: ignore[assignment]
-    workers.round = 3
-    workers.layout = SimpleNamespace(first_rank=4, local_world_size=2)  # type: ignore[assignment]
-    found = workers.describe_start_failure(OSError(24, "Too many open files"), retryable=retryable)
+    evidence._place = SimpleNamespace(attempt=attempt, host="n0", node=0)  # type: ignore[assignment]
+    evidence._round = 3
+    evidence._layout = SimpleNamespace(first_rank=4, local_world_size=2)  # type: ignore[assignment]
+    found = evidence.describe_start_failure(0, OSError(24, "Too many open files"), retryable=retryable)
     assert (found.global_rank, found.retryable) == (4, retryable)
     assert sum_up([found], node=0, seconds=0.0).fingerprint == fingerprint
 

@@ -13,7 +13,8 @@ from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 from hpc_elastic.rendezvous.coordinator import first_failure
 from hpc_elastic.report.history import WorkerEnd
-from hpc_elastic.report.verdict import Cause, Confidence, Verdict, decide_verdict
+from hpc_elastic.report.root_cause import decide_verdict
+from hpc_elastic.report.verdict import Cause, Confidence, Verdict
 
 ROOT, SYMPTOM = FailureClass.ROOT, FailureClass.SYMPTOM
 

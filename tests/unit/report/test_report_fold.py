@@ -19,7 +19,7 @@ from hpc_elastic.report.document import Fold, fold_failures
 from hpc_elastic.report.render_html import render_html
 from hpc_elastic.report.render_json import render_json
 from hpc_elastic.report.render_text import render_text
-from hpc_elastic.report.verdict import decide_verdict
+from hpc_elastic.report.root_cause import decide_verdict
 from tests.rigs.run_builder import GLOO, RunBuilder, make_failure
 
 _GLOO = "RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/"

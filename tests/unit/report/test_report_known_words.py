@@ -9,7 +9,8 @@ import pytest
 
 from hpc_elastic.failures.evidence import describe_failure
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.report.verdict import Cause, decide_verdict
+from hpc_elastic.report.root_cause import decide_verdict
+from hpc_elastic.report.verdict import Cause
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "failures"
 EXITCODES = {case["file"]: case["exitcode"] for case in json.loads((DATA / "expected.json").read_text())}

@@ -1,0 +1,338 @@
+"""What the workers of one node leave as they fail: looked at before the group is ended, described afterwards."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from hpc_elastic.agent.hang import HangWatch
+from hpc_elastic.agent.hang_stop import HungWorker, StacksThenStop, describe_hang, rank_stacks, read_stacks
+from hpc_elastic.agent.last_look import JUDGE_SECONDS, Stopper, observe_failure, observe_silent
+from hpc_elastic.base.clock import Clock, uptime_ns
+from hpc_elastic.base.file_executor import FileExecutor, FilesystemHangsError
+from hpc_elastic.failures.evidence import describe_exit, describe_failure, write_evidence
+from hpc_elastic.failures.ranking import Category, FailureClass
+from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.output.pump import LogPump, WorkerOutput
+from hpc_elastic.rendezvous.ranks import RankLayout
+from hpc_elastic.run.agent_events import OwnEnd
+from hpc_elastic.run.log_pieces import holds_at_end
+from hpc_elastic.run.paths import AttemptPaths, RankPaths
+from hpc_elastic.workers.linux import oom_kill_count
+from hpc_elastic.workers.spawn import ExitStatus, WorkerProcess, exit_status_now
+
+if TYPE_CHECKING:
+    from hpc_elastic.failures.stacks import RankStacks
+    from hpc_elastic.run.activities import Activity
+
+logger = logging.getLogger(__name__)
+
+EVIDENCE_SECONDS = 10.0
+"""For reading what failed workers left, and writing it down."""
+HURRIED_SECONDS = 2.0
+"""The same when this node is to end."""
+DRAIN_SECONDS = 0.5
+"""How long the last output of an ended worker is waited for; a descendant may hold its pipes open."""
+_TRACEBACK = b"Traceback (most recent call last)"
+_TRACEBACK_WITHIN = 16 << 10
+"""Bytes at the end of stderr.log."""
+_OURS = {-int(signal.SIGTERM), -int(signal.SIGKILL), 128 + int(signal.SIGTERM), 0}
+_ABORTED = {-int(signal.SIGABRT), 128 + int(signal.SIGABRT)}
+
+
+class WorkerSlot(Struct):
+    """One worker of the group, whichever process is in its place now."""
+
+    local_rank: int
+    global_rank: int
+    process: WorkerProcess
+    paths: RankPaths
+    exit: ExitStatus | None = None
+    stopped_by_agent: bool = False
+    output: WorkerOutput | None = None
+    early: WorkerFailure | None = None
+    """Its failure as far as its output had come before the group was ended; None: not looked at, or out of reach."""
+    is_looked_at: bool = False
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether it has ended badly, and not by the agent."""
+        return self.exit is not None and self.exit.exitcode != 0 and not self.stopped_by_agent
+
+    def note_exit(self, status: ExitStatus, stopper: Stopper | None) -> None:
+        """It has ended. A SIGKILL that the agent has not sent was on its way when the stop began: a failure of its own.
+
+        A worker's sockets close before its end can be seen, so the peers' failures may be here first.
+        """
+        self.exit = status
+        if status.exitcode == -signal.SIGKILL and not (stopper is not None and stopper.sent_kill):
+            self.stopped_by_agent = False
+
+
+class Place(Struct, frozen=True, kw_only=True):
+    """Where the workers are, for their evidence."""
+
+    attempt: AttemptPaths
+    host: str
+    node: int
+
+
+class StopRecord(Struct):
+    """How the group is ended, as far as its evidence depends on that."""
+
+    wants_stacks: bool = False
+    """The round hangs: the workers leave their stacks."""
+    wants_look: bool = False
+    """Nothing but symptoms is known of the round."""
+    asked: StacksThenStop | None = None
+    began_ns: int = 0
+    """When the workers that ran were ended; 0: not yet."""
+    waited: float = 0.0
+    """Seconds for which the workers elsewhere were let go on after a failure here."""
+
+
+class WorkerEvidence:
+    """Describes the failures of one group of workers. All methods are for the main thread, and wait for files within
+    the bounds above, but not when this node is to end."""
+
+    def __init__(
+        self,
+        place: Place,
+        *,
+        round_index: int,
+        layout: RankLayout,
+        stop: StopRecord,
+        pump: LogPump,
+        clock: Clock,
+        files: FileExecutor,
+        is_ending: Callable[[], bool],
+        watch: HangWatch,
+    ) -> None:
+        """`stop` is kept up to date by the caller."""
+        self._place = place
+        self._round = round_index
+        self._layout = layout
+        self._stop = stop
+        self._pump = pump
+        self._clock = clock
+        self._files = files
+        self._is_ending = is_ending
+        self._watch = watch
+        self._oom_kills = oom_kill_count() or 0
+        self.stacks: dict[int, RankStacks] = {}
+        """Global rank → its main thread's stack, once `describe` has read what a hung round left;
+        empty where there was none."""
+        self._observed: dict[int, Activity] = {}
+        self.activities: list[Activity] = []
+        """What each worker here was doing, once `describe` has found nothing but symptoms, or a hang."""
+        self.unwritten: list[Callable[[], object]] = []
+        """Each writes a failure's evidence that the filesystem refused when `describe` wrote it."""
+
+    def is_symptom(self, slot: WorkerSlot) -> bool:
+        """Whether the failure of an ended worker only shows that another rank is gone."""
+        found = self.look_at(slot)
+        return found is not None and found.failure_class is FailureClass.SYMPTOM
+
+    def look_at(self, slot: WorkerSlot) -> WorkerFailure | None:
+        """A failure before the group is ended, where its exit code does not say what happened. Some milliseconds."""
+        assert slot.exit is not None
+        if slot.is_looked_at:
+            return slot.early
+        slot.is_looked_at = True
+        facts = self._facts(slot, slot.exit, (oom_kill_count() or 0) - self._oom_kills)
+        if facts.exitcode > 0 or facts.exitcode in _ABORTED:
+            self._pump.drained(slot.process.pid, JUDGE_SECONDS)
+            try:
+                slot.early = self._files.do(
+                    lambda: describe_failure(
+                        facts=facts, error_file=slot.paths.error_file, stderr_log=slot.paths.stderr, output=slot.output
+                    ),
+                    within=JUDGE_SECONDS,
+                )
+            except FilesystemHangsError:
+                pass  # it is ended as if its cause were known
+        return slot.early
+
+    def own_ends(self, slots: Sequence[WorkerSlot]) -> tuple[OwnEnd, ...]:
+        """How the workers ended that the agent's signal did not end: a few, however many ranks there are."""
+        return tuple(
+            OwnEnd(
+                rank=slot.global_rank,
+                exitcode=slot.exit.exitcode,
+                ended_ns=slot.exit.observed_ns,
+                ended_uptime_ns=slot.exit.observed_uptime_ns,
+                stopped=slot.stopped_by_agent,
+            )
+            for slot in slots
+            if slot.exit is not None and not (slot.stopped_by_agent and slot.exit.exitcode in self._ours - {0})
+        )
+
+    def describe(self, slots: Sequence[WorkerSlot]) -> list[WorkerFailure]:
+        """Gather and write the evidence of all that ended badly. To be called once the group has ended."""
+        kills = (oom_kill_count() or 0) - self._oom_kills
+        hung = self._asked_for_stacks(slots, kills)
+        failed = [
+            (slot, self._facts(slot, slot.exit, kills))
+            for slot in slots
+            if slot.exit is not None
+            and (slot.has_failed or self._fell_while_stopping(slot))
+            and not (hung and slot.local_rank in self._watch.hung)
+        ]
+        stopped = [
+            (slot, self._facts(slot, slot.exit, kills))
+            for slot in slots
+            if not (hung and self._stop.wants_stacks)
+            and slot.exit is not None
+            and slot.stopped_by_agent
+            and slot.exit.exitcode in self._ours - {0}
+        ]
+        if not (failed or hung or stopped):
+            return []
+
+        def gather() -> list[WorkerFailure]:
+            found = [self._describe_hung(slot, worker) for slot, worker in hung]
+            found += [self._describe(slot, facts) for slot, facts in failed]
+            found += [self._describe_stopped(slot, facts) for slot, facts in stopped]
+            described = [failure for failure in found if failure is not None]
+            if self._stop.wants_stacks or self._stop.wants_look:
+                self._observed |= {
+                    failure.global_rank: each for failure in described if (each := observe_failure(failure))
+                }
+                self.activities = [self._observed[rank] for rank in sorted(self._observed)]
+            return described
+
+        hurried = self._is_ending()
+        try:
+            return self._files.do(
+                gather,
+                within=HURRIED_SECONDS if hurried else EVIDENCE_SECONDS,
+                unless=None if hurried else self._is_ending,
+            )
+        except FilesystemHangsError as error:
+            logger.warning("no evidence of the workers' failures: %s: %s", self._place.attempt.root, error.strerror)
+            return [describe_exit(facts, f"its evidence was out of reach: {error.strerror}") for _, facts in failed]
+
+    def _asked_for_stacks(self, slots: Sequence[WorkerSlot], kills: int) -> list[tuple[WorkerSlot, HungWorker]]:
+        """The workers that were to leave their stacks before they ended."""
+        asked = self._stop.asked
+        if asked is None:
+            return []
+        found = []
+        for slot in slots:
+            if not slot.stopped_by_agent:
+                continue
+            status = slot.exit or exit_status_now(-int(signal.SIGKILL), self._clock)
+            worker = HungWorker(
+                facts=self._facts(slot, status, kills),
+                paths=slot.paths,
+                state=asked.state_of(slot.process.pid),
+                py_spy=asked.py_spy_of(slot.process.pid),
+                why=self._watch.hung.get(slot.local_rank, ""),
+                is_spared=slot.process.pid in asked.spared,
+            )
+            found.append((slot, worker))
+        return found
+
+    def _describe_hung(self, slot: WorkerSlot, worker: HungWorker) -> WorkerFailure | None:
+        """Keep its stacks; a failure only where it hung itself, and did not wait for one that did."""
+        self._pump.drained(slot.process.pid, DRAIN_SECONDS)
+        dump = read_stacks(worker)
+        if self._stop.wants_stacks or worker.is_spared or (dump is not None and dump.main):
+            self.stacks[slot.global_rank] = rank_stacks(worker, dump)  # else it was about to end
+        self._observed[slot.global_rank] = observe_silent(slot.global_rank, worker.state, dump)
+        if not worker.why:
+            return None
+        return describe_hang(worker, dump, last_heartbeat_ns=self._watch.last_heartbeat_ns(slot.local_rank))
+
+    def _describe(self, slot: WorkerSlot, facts: WorkerFailure) -> WorkerFailure:
+        self._pump.drained(slot.process.pid, DRAIN_SECONDS)
+        failure = describe_failure(
+            facts=facts,
+            error_file=slot.paths.error_file,
+            stderr_log=slot.paths.stderr,
+            stdout_log=slot.paths.stdout,
+            output=slot.output,
+        )
+        self._write_evidence(failure, slot.paths.error_file)
+        return failure
+
+    def _describe_stopped(self, slot: WorkerSlot, facts: WorkerFailure) -> WorkerFailure | None:
+        """A worker that the agent's signal ended, where it had printed an exception before: it was about to end, or
+        hung in its shutdown."""
+
+        self._pump.drained(slot.process.pid, DRAIN_SECONDS)
+        if not holds_at_end(slot.paths.stderr, _TRACEBACK, within=_TRACEBACK_WITHIN):
+            return None
+        failure = describe_failure(
+            facts=facts, error_file=slot.paths.error_file, stderr_log=slot.paths.stderr, output=slot.output
+        )
+        if not failure.exception_type:
+            return None
+        self._write_evidence(failure, slot.paths.error_file)
+        return failure
+
+    def _write_evidence(self, failure: WorkerFailure, path: Path) -> None:
+        if write_evidence(failure, path):
+            self.unwritten.append(lambda: write_evidence(failure, path))
+
+    def describe_start_failure(self, local_rank: int, error: Exception, *, retryable: bool) -> WorkerFailure:
+        """The evidence where a worker could not even be started."""
+        rank = self._layout.first_rank + local_rank
+        path = self._place.attempt.rank(self._round, rank).error_file
+        failure = WorkerFailure(
+            attempt=self._place.attempt.number,
+            round=self._round,
+            host=self._place.host,
+            node=self._place.node,
+            local_rank=local_rank,
+            global_rank=rank,
+            exitcode=127,
+            ended_ns=self._clock.time_ns(),
+            ended_uptime_ns=uptime_ns(self._clock),
+            message=str(error),
+            exception_type=type(error).__name__,
+            fingerprint=f"start:{type(error).__name__}",
+            # Too few descriptors or too little memory are no bug in the script, however often they happen.
+            failure_class=FailureClass.INFRASTRUCTURE if retryable else FailureClass.ROOT,
+            category=Category.INFRASTRUCTURE if retryable else Category.INPUT,
+            reason="the worker's process could not be started",
+            retryable=retryable,
+            error_file=str(path),
+        )
+        self._files.post(lambda: write_evidence(failure, path))
+        return failure
+
+    def _facts(self, slot: WorkerSlot, status: ExitStatus, oom_kills: int) -> WorkerFailure:
+        return WorkerFailure(
+            attempt=self._place.attempt.number,
+            round=self._round,
+            host=self._place.host,
+            node=self._place.node,
+            local_rank=slot.local_rank,
+            global_rank=slot.global_rank,
+            pid=slot.process.pid,
+            exitcode=status.exitcode,
+            ended_ns=status.observed_ns,
+            ended_uptime_ns=status.observed_uptime_ns,
+            oom_kills=max(0, oom_kills),
+            core_dumped=status.core_dumped,
+            stopped_by_agent=slot.stopped_by_agent,
+            waited=0.0 if slot.stopped_by_agent else round(self._stop.waited, 3),
+            stopped_ns=self._stop.began_ns if slot.stopped_by_agent else 0,
+            last_step=self._watch.last_step(slot.local_rank),
+        )
+
+    def _fell_while_stopping(self, slot: WorkerSlot) -> bool:
+        # It was failing already when the agent's signal came: its evidence is worth keeping.
+        return slot.exit is not None and slot.stopped_by_agent and slot.exit.exitcode not in self._ours
+
+    @property
+    def _ours(self) -> AbstractSet[int]:
+        """Exit codes of workers that the agent ended."""
+        return _OURS | _ABORTED if self._stop.asked is not None else _OURS

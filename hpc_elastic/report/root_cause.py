@@ -1,0 +1,349 @@
+"""Which failure was the cause: a pure decision over one round's failures, with its evidence and its confidence.
+
+By class first (what is not a symptom), then by each agent's own time of the failure, taken to one clock as far as the
+hosts' clocks were compared. Two times that are closer than the clocks can tell apart are a tie, and reported as one; so
+are times of hosts whose clocks nobody compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from msgspec.structs import replace
+
+from hpc_elastic.base.text import first_of, milliseconds_text, plural, ranges, seconds_text
+from hpc_elastic.failures.classify import NOT_RETRYABLE_EXIT_CODE, is_same_failure
+from hpc_elastic.failures.collectives import compare_ranks
+from hpc_elastic.failures.ranking import (
+    SAME_NODE_NS,
+    Category,
+    FailureClass,
+    Moment,
+    Order,
+    Ranking,
+    Standing,
+    Suspect,
+    clock_bound_ns,
+    gap_ns,
+    order_of,
+    resolution_ns,
+)
+from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
+from hpc_elastic.report.hang_cause import decide_hang
+from hpc_elastic.report.history import NodeLoss, RankStatus, WorkerEnd
+from hpc_elastic.report.suspects import find_early_ends, find_late_ends, find_silent, in_order, look_at
+from hpc_elastic.report.verdict import ONLY_FAILURE, Cause, Confidence, Verdict, of_worker
+from hpc_elastic.run.activities import Activity
+from hpc_elastic.run.node_score import is_everywhere
+
+_HOSTS = 3
+_SIGN_NS = 1_000_000_000
+"""A lost node lived for so long after the last sign of it, at most: then the next one was due."""
+
+
+def decide_verdict(
+    failures: Sequence[WorkerFailure],
+    *,
+    lost_nodes: Sequence[NodeLoss] = (),
+    rank_statuses: Sequence[RankStatus] = (),
+    ends: Sequence[WorkerEnd] = (),
+    activities: Sequence[Activity] = (),
+    ranks: Mapping[int, str] | None = None,
+    clocks: Clocks = NO_CLOCKS,
+) -> Verdict:
+    """Name the root cause among the failures of one round.
+
+    Args:
+        failures: In any order.
+        lost_nodes: Nodes that were taken out of the round; each is a candidate at the time of its last sign.
+        rank_statuses: All ranks' last heartbeats.
+        ends: How the workers ended that the agents did not end.
+        activities: What the ranks were doing, where the nodes knew nothing but symptoms, or a hang.
+        ranks: The host of every rank of the round, where it is known.
+        clocks: What two hosts' times are worth.
+    """
+    ranking, when = _rank(failures, clocks)
+    causes, symptoms, first = ranking.causes, ranking.symptoms, ranking.first
+    # One that was printed after the stop may be the stop's: it is no evidence, and a consequence all the same.
+    consequences = [failure for failure in ranking.all if failure.failure_class is FailureClass.SYMPTOM]
+    retryable = all(failure.exitcode != NOT_RETRYABLE_EXIT_CODE for failure in failures)
+    losses = sorted(((clocks.of_loss(loss), loss) for loss in lost_nodes), key=lambda at: (at[0].at_ns, at[1].node))
+    if losses and (not causes or losses[0][0].at_ns <= when[id(causes[0])].at_ns):
+        order = Order.KNOWN
+        if causes:  # the node may have lived on after the last sign of it
+            order = order_of(losses[0][0], when[id(causes[0])], slack_ns=_SIGN_NS if losses[0][1].age else 0)
+        return _node_verdict([loss for _, loss in losses], causes, consequences, order, retryable=retryable)
+    if first is None:
+        evidence = f"all {len(failures)} were ended by this job itself" if failures else "there is no failure"
+        return Verdict(cause=Cause.NONE, confidence=Confidence.HIGH, evidence=evidence)
+    if not causes:
+        seen, hosts = when[id(symptoms[0] if symptoms else first)], ranks or {}
+        failed = [failure.global_rank for failure in ranking.all]
+        compared = compare_ranks(activities, hosts=ranks)
+        early = find_early_ends(failed, seen, ends=ends, ranks=hosts, clocks=clocks)
+        if ranking.late and not (early and symptoms):
+            verdict = _late_verdict(first, len(symptoms))
+        else:
+            suspects: tuple[Suspect, ...] = ()
+            if not compared.is_of_all:  # what all ranks have in common is no single rank's fault
+                late = find_late_ends(failed, seen, ends=ends, ranks=hosts, clocks=clocks)
+                suspects = in_order(early, compared.suspects, late, [_printed(failure) for failure in ranking.late])
+                suspects = suspects or find_silent(failed, ends=ends, activities=activities, ranks=hosts)
+            verdict = _unknown_verdict(ranking, suspects, compared.says)
+    elif first.failure_class is FailureClass.HANG:
+        compared = compare_ranks(activities, hosts=ranks)
+        verdict = decide_hang(first, causes, consequences, rank_statuses, compared.suspects, len(ranks or ()))
+    else:
+        verdict = _worker_verdict(causes, ranking.all, len(consequences), losses, [when[id(one)] for one in causes])
+    return verdict if retryable else replace(verdict, retryable=False)
+
+
+def _rank(failures: Sequence[WorkerFailure], clocks: Clocks) -> tuple[Ranking[WorkerFailure], dict[int, Moment]]:
+    """The ranking on the one clock of the report, and each failure's moment (by `id`) as it is ranked by."""
+    ended = {id(failure): clocks.of_failure(failure) for failure in failures}
+    printed = {id(failure): clocks.of_printed(failure) for failure in failures}
+
+    def standing(failure: WorkerFailure) -> Standing:
+        begun = printed[id(failure)]
+        return failure.standing(ended[id(failure)].at_ns, begun.at_ns if begun is not None else 0)
+
+    ranking = Ranking(failures, standing)
+    if not ranking.by_printed:
+        return ranking, ended
+    return ranking, {key: printed[key] or moment for key, moment in ended.items()}
+
+
+def decide_start_verdict(unable: Sequence[NodeLoss], *, nodes: int) -> Verdict:
+    """Name the root cause where an attempt had too few nodes and no round of it was broken.
+
+    Args:
+        unable: Nodes of which no agent ever took part.
+        nodes: How many the attempt had.
+    """
+    if not unable:
+        return Verdict(cause=Cause.NONE, confidence=Confidence.HIGH, evidence="no worker failed by itself")
+    if is_everywhere(len(unable), nodes=nodes):
+        here = "any node" if len(unable) == nodes else "any node but the batch host"
+        what = f"no agent ran on {here}: {unable[0].summary}"
+        whose = f"all {nodes} nodes" if len(unable) == nodes else f"all {nodes} nodes but the batch host"
+        evidence = (
+            f"{whose} failed, so it is no single node: look at what they share (the interpreter, "
+            "the run directory's mount, a TaskProlog, options for srun)"
+        )
+        return Verdict(
+            cause=Cause.NONE,
+            confidence=Confidence.HIGH,
+            evidence=evidence,
+            headline=what,
+            category=Category.INPUT,
+            fingerprint="node_unable",
+        )
+    first, *others = unable
+    parts = ["no agent of it ever took part"]
+    if len(unable) < nodes:
+        parts.append(f"{plural(nodes - len(unable), 'other node')} could")
+    parts += [loss.summary for loss in others[:_HOSTS]]
+    if len(others) > _HOSTS:
+        parts.append(f"{plural(len(others) - _HOSTS, 'more node')} could not either")
+    return Verdict(
+        cause=Cause.NODE,
+        confidence=Confidence.HIGH,
+        evidence="; ".join(parts),
+        lost_node=first,
+        category=Category.INFRASTRUCTURE,
+        fingerprint="node_unable",
+    )
+
+
+def _unknown_verdict(ranking: Ranking[WorkerFailure], suspects: tuple[Suspect, ...], says: str) -> Verdict:
+    first = ranking.symptoms[0]
+    return of_worker(
+        first,
+        Confidence.NONE,
+        _unknown(ranking.symptoms, suspects, says),
+        cause=Cause.UNKNOWN,
+        same=_same(first, ranking.all),
+        suspects=suspects,
+    )
+
+
+def _printed(failure: WorkerFailure) -> Suspect:
+    return Suspect(rank=failure.global_rank, host=failure.host, why=f"it had printed {failure.headline}")
+
+
+def _unknown(symptoms: list[WorkerFailure], suspects: Sequence[Suspect], says: str = "") -> str:
+    """Every failure is a consequence: what to look at.
+
+    Args:
+        symptoms: The failures.
+        suspects: The ranks to look at.
+        says: What the ranks show together.
+    """
+    if len(symptoms) == 1:
+        reads = "not known: the only failure reads like the consequence of another"
+    else:
+        reads = f"not known: {len(symptoms)} failures, and each reads like the consequence of another"
+    told = f": {says}" if says else ""
+    if not suspects:
+        return f"{reads}{told or ', which left no trace'}. Shown is the first one seen"
+    return f"{reads}{told}. {look_at(suspects)}{'' if len(symptoms) == 1 else '. Shown is the first one seen'}"
+
+
+def _worker_verdict(
+    causes: list[WorkerFailure],
+    failures: list[WorkerFailure],
+    symptoms: int,
+    losses: list[tuple[Moment, NodeLoss]],
+    when: list[Moment],
+) -> Verdict:
+    """`when`: the moments of `causes`, which are in order."""
+    root, first = causes[0], when[0]
+    others = [
+        (failure, moment)
+        for failure, moment in zip(causes, when, strict=True)
+        if failure.fingerprint != root.fingerprint
+    ]
+    # By exit code alone a symptom has the same name.
+    same = _same(root, [failure for failure in failures if failure.failure_class is not FailureClass.SYMPTOM])
+    confidence = Confidence.HIGH
+    if others:
+        confidence, evidence = _among(root, first, others)
+    elif len(same) > 1:
+        evidence = f"the same failure on {len(same)} ranks ({ranges(same)}); this one was seen first"
+    elif symptoms:
+        evidence = "the only failure that is not a consequence of another one"
+    else:
+        evidence = ONLY_FAILURE
+    if root.is_stopped:
+        confidence = Confidence.LOW if confidence is Confidence.HIGH else confidence
+        evidence = f"likely: it had printed this before this job ended it; {evidence}"
+    if symptoms:
+        evidence += f"; {plural(symptoms, 'other')} {'is a consequence' if symptoms == 1 else 'are consequences'}"
+    if losses:
+        gone, loss = losses[0]
+        order = order_of(first, gone)
+        confidence = confidence if order is Order.KNOWN else Confidence.TIE
+        evidence += f"; {_after(loss)}" if order is Order.KNOWN else f"; not certain: {_about_then(loss, order)}"
+    return of_worker(
+        root,
+        confidence,
+        evidence,
+        same=same,
+        candidates=(failure for failure, _ in others),
+        resolution_ns=resolution_ns(first, others[0][1]) if others else None,
+    )
+
+
+def _among(
+    root: WorkerFailure, first: Moment, others: Sequence[tuple[WorkerFailure, Moment]]
+) -> tuple[Confidence, str]:
+    """Whether the one that seems to be the first of several failures was, and how that is known."""
+    orders = [(failure, moment, order_of(first, moment)) for failure, moment in others]
+    unknown = [(failure, moment) for failure, moment, order in orders if order is Order.UNKNOWN]
+    near = [(failure, moment) for failure, moment, order in orders if order is Order.TIE]
+    parts = []
+    if near:
+        within = f"{milliseconds_text(SAME_NODE_NS)} on one host"
+        if any(moment.node != first.node for _, moment in near):
+            within = f"{milliseconds_text(max(resolution_ns(first, moment) or 0 for _, moment in near))} between hosts"
+        parts.append(f"{_names(near)} failed too, in another way, within the clocks' resolution ({within})")
+    if unknown:
+        gap = max(0, gap_ns(first, unknown[0][1]))
+        hosts = "its clock was" if len({failure.host for failure, _ in unknown}) == 1 else "those clocks were"
+        parts.append(
+            f"{_names(unknown)} failed too, in another way, and {hosts} not compared with {root.host}'s "
+            f"(by the clocks as they are, {seconds_text(gap / 1e9)} later)"
+        )
+    if parts:
+        return Confidence.TIE, f"not certain: {'; '.join(parts)}"
+    failure, moment = others[0]
+    gap = gap_ns(first, moment)
+    bound = clock_bound_ns(first, moment) if moment.node != first.node else None
+    known = f"; clocks known to within {milliseconds_text(bound)}" if bound is not None else ""
+    return Confidence.HIGH, (
+        f"first of {len(others) + 1} different failures, {seconds_text(gap / 1e9)} before the next "
+        f"(rank {failure.global_rank} on {failure.host}{known})"
+    )
+
+
+def _names(failures: Sequence[tuple[WorkerFailure, Moment]]) -> str:
+    return first_of([f"rank {failure.global_rank} on {failure.host}" for failure, _ in failures], 3)
+
+
+def _about_then(loss: NodeLoss, order: Order) -> str:
+    what = loss.broke or f"{loss.host} {'left' if loss.left else 'was lost'}"
+    if order is Order.UNKNOWN:
+        return f"{what} too, and nobody compared the clocks by which one could tell which came first"
+    return f"{what} at about the same time"
+
+
+def _after(loss: NodeLoss) -> str:
+    if loss.broke:
+        return f"after it, {loss.broke}"
+    return f"{loss.host} left after it" if loss.left else f"node {loss.host} was lost after it"
+
+
+def _node_verdict(
+    lost: list[NodeLoss],
+    causes: list[WorkerFailure],
+    symptoms: list[WorkerFailure],
+    order: Order,
+    *,
+    retryable: bool,
+) -> Verdict:
+    first = lost[0]
+    silent = [f"no sign of it for {seconds_text(first.age)}"] if first.age else []
+    parts = [", ".join([*silent, *([first.detail] if first.detail else [])]) or "its agent left the run"]
+    if first.broke:
+        parts = ["the script did not cause this: a process of hpc-elastic's own did"]
+    elif first.left:
+        parts = ["it found itself unfit for another round, and took itself out"]
+    confidence = Confidence.HIGH
+    if len(lost) > 1:
+        parts.append(f"lost too: {', '.join(loss.host for loss in lost[1:4])}" + (" ..." if len(lost) > 4 else ""))
+    if causes and order is not Order.KNOWN:
+        confidence = Confidence.TIE
+        how = "at about the same time" if order is Order.TIE else "too, by a clock that was not compared"
+        parts.append(f"not certain: rank {causes[0].global_rank} on {causes[0].host} failed {how}")
+    if symptoms:
+        parts.append(
+            f"{plural(len(symptoms), 'failure')} elsewhere {'is' if len(symptoms) == 1 else 'are'} its consequence"
+        )
+    return Verdict(
+        cause=Cause.NODE,
+        confidence=confidence,
+        evidence="; ".join(parts),
+        lost_node=first,
+        category=Category.PLATFORM if first.agent_only or first.broke else Category.INFRASTRUCTURE,
+        fingerprint=_node_fingerprint(first),
+        retryable=retryable,
+        candidates=tuple(causes),
+    )
+
+
+def _node_fingerprint(loss: NodeLoss) -> str:
+    if loss.broke:
+        return "platform_failure"
+    return "agent_died" if loss.agent_only else "node_left" if loss.left else "node_lost"
+
+
+def _late_verdict(failure: WorkerFailure, symptoms: int) -> Verdict:
+    what = "it had printed this, and had not ended when this job ended it"
+    if 0 < failure.stopped_ns < failure.printed_ns:
+        what = (
+            f"it printed this {seconds_text((failure.printed_ns - failure.stopped_ns) / 1e9)} after this job ended it"
+        )
+    elif failure.is_caught:
+        what = "it had caught and printed this, and had not ended when this job ended it"
+    return of_worker(failure, Confidence.LOW, f"likely: {what}{_consequences(symptoms)}")
+
+
+def _consequences(symptoms: int) -> str:
+    if not symptoms:
+        return ""
+    return f"; {plural(symptoms, 'other failure')} {'is a consequence' if symptoms == 1 else 'are consequences'}"
+
+
+def _same(root: WorkerFailure, failures: Sequence[WorkerFailure]) -> tuple[int, ...]:
+    return tuple(sorted(failure.global_rank for failure in failures if is_same_failure(failure, root)))
