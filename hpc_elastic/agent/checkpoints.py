@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Collection
 
@@ -17,6 +18,8 @@ from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.option_values import GrowPolicy
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.worker_api.heartbeat_record import CHECKPOINT
+
+logger = logging.getLogger(__name__)
 
 CHECKPOINT_LOOK_SECONDS = 1.0
 """Between two looks at the workers' heartbeats, while nodes wait."""
@@ -136,6 +139,8 @@ class PreemptionWatch:
         """When the workers' steps were read first, and what was found."""
         self._has_noted = False
         self._has_kept = False
+        self._explained: set[int] = set()
+        """Local ranks whose checkpoint was too early, as the log has it."""
         self.due: float | None = None
         """When `look` is to be called next, monotonic; None: no notice, or nothing more to report."""
 
@@ -198,8 +203,34 @@ class PreemptionWatch:
         return PreemptionStatus(heeds=heeds, step=max(steps), rate=max(0.0, walked / seconds) if seconds > 0 else 0.0)
 
     def _have_saved(self, beats: Collection[RankBeat], running: Collection[int]) -> bool:
-        """Whether all workers that follow the notice have reported a checkpoint since, or ended with 0."""
+        """Whether all workers that follow the notice have saved because of it, or ended with 0."""
         assert self._began is not None
-        before = {beat.local_rank: beat.checkpoints for beat in self._began[1]}
+        before = {beat.local_rank: beat for beat in self._began[1]}
         awaited = [beat for beat in beats if beat.local_rank in running and self._heeds(beat)]
-        return all(beat.checkpoints > before[beat.local_rank] for beat in awaited)
+        missing = [beat for beat in awaited if not self._has_saved(beat, before[beat.local_rank])]
+        self._explain([beat for beat in missing if beat.checkpoints > before[beat.local_rank].checkpoints])
+        return not missing
+
+    def _has_saved(self, beat: RankBeat, before: RankBeat) -> bool:
+        """Whether a worker has completed a checkpoint since the notice that holds the step it is to save after."""
+        awaited = self._awaited_step(beat, before)
+        is_far_enough = awaited is None or (beat.saved_step is not None and beat.saved_step >= awaited)
+        return beat.checkpoints > before.checkpoints and is_far_enough
+
+    def _awaited_step(self, beat: RankBeat, before: RankBeat) -> int | None:
+        """None: any checkpoint counts that is complete after the notice."""
+        assert self._notice is not None
+        if beat.step is None or self._notice.step < 0:
+            return None
+        # A worker that only heeds the signal does not know of the agreed step: it saves where the signal meets it.
+        return self._notice.step if beat.asks_for_notices else before.step
+
+    def _explain(self, early: Collection[RankBeat]) -> None:
+        """Log, once for each worker, that its checkpoint is not the one that is waited for."""
+        assert self._notice is not None
+        for beat in early:
+            if beat.local_rank in self._explained:
+                continue
+            self._explained.add(beat.local_rank)
+            holds = f"holds step {beat.saved_step}" if beat.saved_step is not None else "was reported without its step"
+            logger.info("a checkpoint of rank %d %s: step %d is waited for", beat.rank, holds, self._notice.step)

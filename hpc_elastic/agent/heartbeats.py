@@ -181,6 +181,8 @@ class RankBeat(Struct, frozen=True, kw_only=True):
     """How many it has completed in this round."""
     saved_at: float = 0.0
     """When the last of them was complete."""
+    saved_step: int | None = None
+    """The furthest step that one of them holds, as far as it is known."""
     asks_for_notices: bool = False
     """Whether it has ever asked if there is a notice."""
     has_notice: bool = False
@@ -268,6 +270,7 @@ class RoundBeats:
             pid=record.pid,
             checkpoints=record.checkpoints,
             saved_at=min(now, record.saved_ns / 1e9),
+            saved_step=record.saved_step,
             asks_for_notices=record.asks_for_notices,
             has_notice=record.has_notice,
         )

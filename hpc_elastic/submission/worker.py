@@ -50,6 +50,7 @@ from hpc_elastic.submission.call import (
     write_object,
 )
 from hpc_elastic.worker_api import heartbeat
+from hpc_elastic.worker_api.heartbeat_record import LAST_STEP
 
 _SURE_SHARE = 0.8
 _SURE_MINUTES = 10.0
@@ -300,7 +301,7 @@ class _Worker:
                 raise _Leave(self._fail(error, ExitCode.WORKERS_FAILED)) from None
         if reason:
             raise _Leave(self._fail(JobNotRequeuedError(reason=reason), ExitCode.NOT_RETRYABLE))
-        heartbeat.checkpoint_done()  # what is left to end may take its time
+        heartbeat.checkpoint_done(LAST_STEP)  # what is left to end may take its time
         raise _Leave(0)
 
     def _save(self, state: Call, timeouts_left: int) -> None:

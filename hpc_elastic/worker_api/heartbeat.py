@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from _thread import _local as ThreadLocal
+from _thread import get_ident, get_native_id
 from itertools import count
 from operator import index
 from time import CLOCK_BOOTTIME, clock_gettime_ns
@@ -18,6 +19,7 @@ from types import TracebackType
 from hpc_elastic.worker_api.heartbeat_record import (
     CHECKPOINT,
     FILE_BYTES,
+    LAST_STEP,
     MAGIC,
     NAME_LIMIT,
     NO_STEP,
@@ -31,7 +33,6 @@ from hpc_elastic.worker_api.heartbeat_record import (
     write_record,
 )
 
-_MOST = (1 << 63) - 1
 _RETRY_NS = 1_000_000_000
 
 _CHECKPOINT = CHECKPOINT.encode()
@@ -51,7 +52,7 @@ def heartbeat(step: int | None = None, *, section: str | None = None) -> None:
         TypeError: `step` is no whole number, or `section` no text.
         ValueError: `step` is negative, or `section` cannot be a section's name.
     """
-    if step is not None and (type(step) is not int or not 0 <= step <= _MOST):
+    if step is not None and (type(step) is not int or not 0 <= step <= LAST_STEP):
         step = _checked_step(step)
     if section is None:
         stack = getattr(_inside, "stack", None)
@@ -63,13 +64,22 @@ def heartbeat(step: int | None = None, *, section: str | None = None) -> None:
     _reporter.beat(step, name, True)
 
 
-def checkpoint_done() -> None:
+def checkpoint_done(step: int | None = None) -> None:
     """Report to this node's agent that a checkpoint is complete: a good moment to take nodes in that wait (``--grow``).
 
     For one that is written elsewhere than in ``section("checkpoint")``, whose end says the same: by a thread of its
-    own, say. A sign of life; the section does not change.
+    own, say. A sign of life; the section does not change. After a preemption notice a checkpoint counts where it holds
+    the step after which all save, or a later one.
+
+    Args:
+        step: The last step that the checkpoint holds. Without it: the step that was reported last, where the thread
+            that reports the steps or the main thread calls this. In any other thread the step is not known then:
+            training has gone on since the save began.
+
+    Raises:
+        TypeError, ValueError: as `heartbeat`.
     """
-    _reporter.checkpoint_done()
+    _reporter.checkpoint_done(None if step is None else _checked_step(step))
 
 
 class section:
@@ -80,23 +90,29 @@ class section:
     checkpoint is complete.
     """
 
-    __slots__ = ("_name",)
+    __slots__ = ("_holds", "_name", "_step")
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, step: int | None = None) -> None:
         """Args:
         name: 1 to 32 letters, digits, ``_``, ``-`` and ``.``
+        step: The last step that a checkpoint holds which is saved in this section. Without it, the step that was
+            reported last when the section began, as for `checkpoint_done`.
 
         Raises:
-            TypeError: it is no text.
-            ValueError: it cannot be a section's name.
+            TypeError: `name` is no text, or `step` no whole number.
+            ValueError: `name` cannot be a section's, or `step` is negative.
         """
         self._name = _checked_name(name)
+        self._step = None if step is None else _checked_step(step)
+        self._holds = NO_STEP
 
     def __enter__(self) -> section:
         stack = getattr(_inside, "stack", None)
         if stack is None:
             stack = _inside.stack = []
         stack.append(self._name)
+        if self._name == _CHECKPOINT:
+            self._holds = _reporter.held_step(self._step)
         _reporter.beat(None, self._name, False)
         return self
 
@@ -106,7 +122,8 @@ class section:
         stack = _inside.stack
         stack.pop()
         outer = stack[-1] if stack else (b"step" if _reporter.has_begun else b"setup")
-        _reporter.beat(None, outer, False, saved=self._name == _CHECKPOINT and kind is None)
+        saved = self._holds if self._name == _CHECKPOINT and kind is None else None
+        _reporter.beat(None, outer, False, saved=saved)
 
 
 def _checked_step(step: object) -> int:
@@ -116,7 +133,7 @@ def _checked_step(step: object) -> int:
         value = index(step)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"heartbeat: step must be a whole number, not {type(step).__name__}") from None
-    if not 0 <= value <= _MOST:
+    if not 0 <= value <= LAST_STEP:
         raise ValueError(f"heartbeat: step={value} must be 0 or more, and less than 2**63")
     return value
 
@@ -150,6 +167,9 @@ class _Reporter:
         self._longest_ns = 0
         self._checkpoints = 0
         self._saved_ns = 0
+        self._saved_step = NO_STEP
+        self._stepper = 0
+        """The thread that reported a step last."""
         self.asks_for_notices = False
         self._has_notice = False
         self.has_begun = False
@@ -167,10 +187,18 @@ class _Reporter:
             self.beat(None, self._last_section or b"setup", False)
         return found
 
-    def checkpoint_done(self) -> None:
-        self.beat(None, self._last_section or b"setup", False, saved=True)
+    def checkpoint_done(self, step: int | None) -> None:
+        self.beat(None, self._last_section or b"setup", False, saved=self.held_step(step))
 
-    def beat(self, step: int | None, section: bytes, is_heartbeat: bool, *, saved: bool = False) -> None:
+    def held_step(self, given: int | None) -> int:
+        """The step that a checkpoint holds whose save this thread begins now; `NO_STEP`: it is not known."""
+        if given is not None:
+            return given
+        # A thread that saves beside the training may come to it late: what it saves is older than the last step.
+        is_known = self._stepper == get_ident() or get_native_id() == os.getpid()
+        return self._step if is_known else NO_STEP
+
+    def beat(self, step: int | None, section: bytes, is_heartbeat: bool, *, saved: int | None = None) -> None:
         if self.is_off:
             return
         if self._map is None and not self._open():
@@ -178,10 +206,12 @@ class _Reporter:
         now = clock_gettime_ns(CLOCK_BOOTTIME)
         if step is not None:
             self._step = step
+            self._stepper = get_ident()
         if is_heartbeat:
             self.has_begun = True
-        if saved:
+        if saved is not None:
             self._checkpoints += 1
+            self._saved_step = max(self._saved_step, saved)
             self._saved_ns = now
         if section == b"step" and self._last_section == b"step" and is_heartbeat:
             interval = now - self._last_ns
@@ -201,6 +231,7 @@ class _Reporter:
             longest_ns=self._longest_ns,
             checkpoints=self._checkpoints,
             saved_ns=self._saved_ns,
+            saved_step=self._saved_step,
             asks_for_notices=self.asks_for_notices,
             has_notice=self._has_notice,
         )

@@ -23,10 +23,12 @@ CHECKPOINT = "checkpoint"
 NAME_LIMIT = 32
 """Characters of a section's name."""
 FILE_BYTES = 512
-MAGIC = b"hpc-elastic heartbeat 3\n"
+MAGIC = b"hpc-elastic heartbeat 4\n"
 NO_STEP = -1
+LAST_STEP = (1 << 63) - 1
+"""The largest step. As a checkpoint's: this worker does no step after it."""
 
-_BODY = struct.Struct("<Qqqqqqqqq32s")
+_BODY = struct.Struct("<Qqqqqqqqqq32s")
 _CHECKSUM = struct.Struct("<Q")
 _AT = (128, 320)
 _LENGTH = _CHECKSUM.size + _BODY.size
@@ -58,6 +60,8 @@ class HeartbeatRecord(Struct, frozen=True, kw_only=True):
     """How many were completed."""
     saved_ns: int = 0
     """When the last of them was, by the same clock."""
+    saved_step: int | None = None
+    """The furthest step that one of them holds; None where no step of any is known."""
     asks_for_notices: bool = False
     """Whether it has ever asked if there is a notice."""
     has_notice: bool = False
@@ -93,6 +97,7 @@ def write_record(
     longest_ns: int,
     checkpoints: int = 0,
     saved_ns: int = 0,
+    saved_step: int = NO_STEP,
     asks_for_notices: bool = False,
     has_notice: bool = False,
 ) -> None:
@@ -100,10 +105,10 @@ def write_record(
 
     Args:
         buffer: The mapped file.
-        count: As in `HeartbeatRecord`; the rest too, but `step` is `NO_STEP` where there is none, and `section` ASCII.
+        count: As in `HeartbeatRecord`; the rest too, but a step is `NO_STEP` where there is none, and `section` ASCII.
     """
     flags = asks_for_notices * _ASKS | has_notice * _HAS_NOTICE
-    body = _BODY.pack(count, at_ns, step, pid, intervals, longest_ns, checkpoints, saved_ns, flags, section)
+    body = _BODY.pack(count, at_ns, step, pid, intervals, longest_ns, checkpoints, saved_ns, saved_step, flags, section)
     start = _AT[count & 1]
     # One store of the whole: no other thread of this process gets in between.
     buffer[start : start + _LENGTH] = _CHECKSUM.pack(crc32(body)) + body  # type: ignore[index]
@@ -111,7 +116,7 @@ def write_record(
 
 def read_record(raw: bytes) -> HeartbeatRecord | None:
     """The newest whole record in the file's contents; None where there is none (yet)."""
-    newest: tuple[int, int, int, int, int, int, int, int, int, bytes] | None = None
+    newest: tuple[int, int, int, int, int, int, int, int, int, int, bytes] | None = None
     for start in _AT:
         body = raw[start + _CHECKSUM.size : start + _LENGTH]
         if len(body) != _BODY.size:
@@ -122,7 +127,7 @@ def read_record(raw: bytes) -> HeartbeatRecord | None:
             newest = found
     if newest is None:
         return None
-    count, at_ns, step, pid, intervals, longest_ns, checkpoints, saved_ns, flags, section = newest
+    count, at_ns, step, pid, intervals, longest_ns, checkpoints, saved_ns, saved_step, flags, section = newest
     return HeartbeatRecord(
         count=count,
         at_ns=at_ns,
@@ -133,6 +138,7 @@ def read_record(raw: bytes) -> HeartbeatRecord | None:
         longest_ns=longest_ns,
         checkpoints=checkpoints,
         saved_ns=saved_ns,
+        saved_step=None if saved_step < 0 else saved_step,
         asks_for_notices=bool(flags & _ASKS),
         has_notice=bool(flags & _HAS_NOTICE),
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import pytest
+
 from hpc_elastic.base.outcome import ExitCode
 from tests.rigs.local_run import LocalRun
 
@@ -34,6 +36,32 @@ while True:
 _ENDS = _ASKS.replace("FINISH", "sys.exit(0)")
 _STAYS = _ASKS.replace("FINISH", "hpc_elastic.checkpoint_done(); wait_for('never')")
 _NEVER_SAVES = _ASKS.replace("FINISH", "wait_for('never')")
+_SAVES_BESIDE = """
+import hpc_elastic, threading
+
+def save(step):
+    tell("saves", step=step)
+    wait_for("written")
+    hpc_elastic.checkpoint_done(GIVEN)
+
+tell("here")
+others_in_round()
+if ATTEMPT:
+    sys.exit(0)
+for step in range(10**9):
+    time.sleep(0.01)
+    due = hpc_elastic.should_checkpoint(step)
+    if step == 7:
+        beside = threading.Thread(target=save, args=[step])
+        beside.start()
+    if due:
+        tell("due", step=step)
+        beside.join()
+        time.sleep(1.0)  # looks of the agent, which the earlier checkpoint must not satisfy
+        with hpc_elastic.section("checkpoint"):
+            tell("saved", step=step)
+        wait_for("never")
+"""
 _HEEDS_A_SIGNAL = """
 def save(number, frame):
     tell("saved", signal=number)
@@ -91,6 +119,23 @@ def test_all_ranks_save_after_one_step_and_the_run_is_requeued(tmp_path: Path) -
         assert [part["outcome"] for part in report["attempts"]] == ["preempted", "succeeded"]
         assert "saved in" in run.log()
         assert {event["code"] for event in run.events("agent_ended", attempt=0)} == {0}
+
+
+@pytest.mark.parametrize("given", ["step", ""])
+def test_a_save_of_an_earlier_step_that_ends_after_the_notice_is_not_the_one_that_is_waited_for(
+    given: str, tmp_path: Path
+) -> None:
+    script = _SAVES_BESIDE.replace("GIVEN", given)
+    with LocalRun(tmp_path, script, options=["--max-requeues", "1", "--shutdown-timeout", "1"]) as run:
+        run.wait_moments("saves", count=2)
+        run.signal(signal.SIGUSR2)
+        run.wait_moments("due", count=2)
+        run.say("written")
+        assert run.finish() == ExitCode.OK
+        assert len(run.moments("saved")) == 2, "the attempt ended before the step was saved"
+        what = "holds step 7" if given else "was reported without its step"
+        assert f"a checkpoint of rank 1 {what}: step" in run.log()
+        assert "saved in" in run.log()
 
 
 def test_workers_that_end_with_0_after_saving_have_not_succeeded_yet(tmp_path: Path) -> None:

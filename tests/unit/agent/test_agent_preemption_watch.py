@@ -6,6 +6,7 @@ import signal
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.agent.checkpoints import PreemptionWatch
@@ -141,15 +142,15 @@ def noted() -> Node:
 
 def test_the_node_has_saved_when_all_its_workers_have() -> None:
     node = noted()
-    node.pages.put(0, checkpoints=4)
-    node.pages.put(1, checkpoints=1)
+    node.pages.put(0, checkpoints=4, saved_step=30)
+    node.pages.put(1, checkpoints=1, saved_step=30)
     assert node.look(after=1.0) is None, "not before the step is agreed: it was another checkpoint"
     node = noted()
     node.on_record(AGREED)
     assert node.look(after=1.0) is None
-    node.pages.put(1, checkpoints=1)
+    node.pages.put(1, checkpoints=1, saved_step=30)
     assert node.look(after=1.0) is None
-    node.pages.put(0, checkpoints=4)
+    node.pages.put(0, checkpoints=4, saved_step=31)
     reply = node.look(after=1.0)
     assert (reply.round, reply.status) == (2, None)
     assert node.watch.due is None, "there is no more to say"
@@ -158,12 +159,53 @@ def test_the_node_has_saved_when_all_its_workers_have() -> None:
 def test_who_has_ended_or_does_not_heed_is_not_waited_for() -> None:
     node = noted()
     node.on_record(AGREED)
-    node.pages.put(1, checkpoints=1)
+    node.pages.put(1, checkpoints=1, saved_step=30)
     assert node.look(after=1.0, running=(1,)).status is None
     node = noted()
     node.on_record(AGREED)
     node.pages.put(0, asks_for_notices=False)
-    node.pages.put(1, checkpoints=1)
+    node.pages.put(1, checkpoints=1, saved_step=30)
+    assert node.look(after=1.0).status is None
+
+
+@pytest.mark.parametrize("early", [10, 29, None])
+def test_a_checkpoint_of_an_earlier_step_or_of_none_is_not_the_one_that_is_waited_for(
+    early: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    node = noted()
+    node.on_record(AGREED)
+    node.pages.put(0, checkpoints=4, saved_step=30)
+    node.pages.put(1, checkpoints=1, saved_step=early)
+    assert node.look(after=1.0) is None
+    assert node.look(after=1.0) is None
+    (line,) = caplog.messages
+    assert "rank 1" in line
+    assert "step 30 is waited for" in line
+    node.pages.put(1, checkpoints=2, saved_step=30)
+    assert node.look(after=1.0).status is None
+
+
+def test_a_worker_that_heeds_the_signal_alone_saves_where_it_stands() -> None:
+    node = Node("SIGUSR1")
+    for rank in range(2):
+        node.pages.put(rank, asks_for_notices=False)
+    node.on_record(NOTICED)
+    node.look()
+    node.look(after=1.0)
+    node.on_record(AGREED)
+    node.pages.put(0, checkpoints=1, saved_step=10)
+    node.pages.put(1, checkpoints=1, saved_step=7)
+    assert node.look(after=1.0) is None, "begun before the signal"
+    node.pages.put(1, checkpoints=2, saved_step=12)
+    assert node.look(after=1.0).status is None
+
+
+def test_a_worker_without_steps_has_saved_with_any_checkpoint() -> None:
+    node = noted()
+    node.on_record(AGREED)
+    node.pages.put(0, checkpoints=4, saved_step=30)
+    node.pages.put(1, step=None, checkpoints=1)
     assert node.look(after=1.0).status is None
 
 

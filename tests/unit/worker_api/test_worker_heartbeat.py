@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,42 @@ def test_a_checkpoint_is_complete_at_the_end_of_its_section_or_when_the_worker_s
     assert completed() == 2, "a later word keeps what was said"
 
 
+def in_a_thread(call: Callable[[], object]) -> None:
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+
+
+def test_a_checkpoint_holds_the_step_at_which_its_save_began(page: Path) -> None:
+    hpc_elastic.heartbeat(step=5)
+    with hpc_elastic.section("checkpoint"):
+        hpc_elastic.heartbeat(step=8)  # by whichever thread
+    assert said(page).saved_step == 5
+    hpc_elastic.checkpoint_done()
+    assert said(page).saved_step == 8
+    with hpc_elastic.section("checkpoint", step=7):
+        pass
+    assert (said(page).saved_step, said(page).checkpoints) == (8, 3), "the furthest stays"
+    hpc_elastic.checkpoint_done(20)
+    assert said(page).saved_step == 20
+
+
+def test_of_a_save_beside_the_training_only_the_given_step_is_known(page: Path) -> None:
+    hpc_elastic.heartbeat(step=70)
+
+    def save(**step: int) -> None:
+        with hpc_elastic.section("checkpoint", **step):
+            hpc_elastic.heartbeat()
+        hpc_elastic.checkpoint_done(**step)
+
+    in_a_thread(save)
+    assert (said(page).saved_step, said(page).checkpoints) == (None, 2)
+    in_a_thread(lambda: save(step=60))
+    assert (said(page).saved_step, said(page).checkpoints) == (60, 4)
+    in_a_thread(lambda: (hpc_elastic.heartbeat(step=71), hpc_elastic.checkpoint_done()))
+    assert said(page).saved_step == 71, "it is the thread that trains"
+
+
 def test_a_checkpoint_before_the_first_heartbeat_does_not_end_the_setup(page: Path) -> None:
     hpc_elastic.checkpoint_done()
     assert (said(page).checkpoints, said(page).section) == (1, "setup")
@@ -129,6 +166,11 @@ def test_what_cannot_be_right_is_named(arguments: dict[str, Any], error: type[Ex
     if "section" in arguments:
         with pytest.raises(error, match=words):
             hpc_elastic.section(arguments["section"])
+    else:
+        with pytest.raises(error, match=words):
+            hpc_elastic.checkpoint_done(**arguments)
+        with pytest.raises(error, match=words):
+            hpc_elastic.section("checkpoint", **arguments)
 
 
 def test_whole_numbers_of_other_types_are_steps(page: Path) -> None:
