@@ -74,6 +74,7 @@ def find_last_lines(lines: Sequence[str]) -> LastLines | None:
     Returns:
         What it said; None where there is no line, or nothing but a row of alike ones.
     """
+    lines = [line[: 2 * _LINE_LIMIT] for line in lines]  # a line of megabytes costs no more than another
     first = max(0, len(lines) - _MOST_LINES)
     spoken = [(first + at, line) for at, line in speaking_lines(lines[first:]) if not _LOGGED.match(line)]
     if not spoken:
