@@ -157,14 +157,14 @@ Real excerpts, with their sources, are in tests/data/failures.
 """
 
 
-def help_text(*arguments: str) -> str:
-    """What ``--help`` prints, at a fixed width."""
+def help_text(*arguments: str, option: str = "--help") -> str:
+    """What ``--help`` or ``--help-all`` prints, at a fixed width."""
     printed = io.StringIO()
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "100"
     try:
         with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
-            cli.main([*arguments, "--help"])
+            cli.main([*arguments, option])
     finally:
         if before is None:
             del os.environ["COLUMNS"]
@@ -180,7 +180,8 @@ def cli_page() -> str:
             other = text.rpartition(" ")[2]
             parts.append(f"## {name}\n\nThe same as [{other}](#{other}).\n")
             continue
-        parts.append(f"## {name}\n\n```text\n{help_text(name)}\n```\n")
+        shown = help_text(name, option="--help-all" if name in ("submit", "run", "agent") else "--help")
+        parts.append(f"## {name}\n\n```text\n{shown}\n```\n")
     return "\n".join(parts)
 
 

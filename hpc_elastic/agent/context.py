@@ -47,8 +47,8 @@ class AgentContext(Struct, frozen=True, kw_only=True):
     torch_available: Callable[[], bool]
     events: EventLog
     signals: SignalQueue
-    shown: Callable[[int], Std]
-    """Local rank → what of its output goes to the job log."""
+    shown: Callable[[int, int], Std]
+    """Local and global rank → what of its output goes to the job log."""
     helpers: Callable[[], AbstractSet[int]]
     """Pids of the agent's own helpers, which are no workers."""
     files: FileExecutor = field(default_factory=FileExecutor)

@@ -103,8 +103,8 @@ class LocalElasticAgent(SimpleElasticAgent):
         super().__init__(spec, exit_barrier_timeout=exit_barrier_timeout, metrics=metrics, clock=clock)
         kept = parse_std_streams(redirects, option="redirects")
         shown = parse_std_streams(tee, option="tee")
-        self._shown: Callable[[int], Std] = lambda local_rank: shown_in_job_log(
-            local_rank, redirects=kept, tee=shown, only_local_ranks=local_ranks_filter
+        self._shown: Callable[[int, int], Std] = lambda local_rank, rank: shown_in_job_log(
+            local_rank, rank, redirects=kept, tee=shown, only_local_ranks=local_ranks_filter
         )
         self._local_clock = clock
         self._log_limit = log_limit

@@ -52,7 +52,7 @@ class LocalWorkers:
         inherited: Inherited,
         pump: LogPump,
         clock: Clock,
-        shown: Callable[[int], Std],
+        shown: Callable[[int, int], Std],
         excluding: Callable[[], AbstractSet[int]],
         files: FileExecutor,
         is_ending: Callable[[], bool],
@@ -141,7 +141,7 @@ class LocalWorkers:
             worker=slot.process,
             stdout=slot.paths.stdout,
             stderr=slot.paths.stderr,
-            shown=self._shown(slot.local_rank),
+            shown=self._shown(slot.local_rank, slot.global_rank),
         )
 
     @property

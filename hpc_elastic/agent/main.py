@@ -158,8 +158,13 @@ def agent_main(argv: Sequence[str]) -> int:
             torch_available=lambda: torch_available(spec.entrypoint.python),
             events=events,
             signals=signals,
-            shown=lambda local_rank: shown_in_job_log(
-                local_rank, redirects=spec.redirects, tee=spec.tee, only_local_ranks=spec.local_ranks_filter
+            shown=lambda local_rank, rank: shown_in_job_log(
+                local_rank,
+                rank,
+                redirects=spec.redirects,
+                tee=spec.tee,
+                only_local_ranks=spec.local_ranks_filter,
+                only_ranks=spec.job_log_ranks,
             ),
             helpers=lambda: {guardian.pid} | ({store_server.pid} if store_server.pid else set()) | health.pids,
             files=files,

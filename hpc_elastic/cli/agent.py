@@ -12,6 +12,7 @@ from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.cli.run import create_run_in_job, nodes_of
+from hpc_elastic.cli.screen import print_note
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import why_not_shared
 from hpc_elastic.launch.step import (
@@ -22,21 +23,24 @@ from hpc_elastic.launch.step import (
     run_first_task,
     step_nodes,
 )
-from hpc_elastic.options.job_options import notice_seconds
+from hpc_elastic.options.help_text import Help
+from hpc_elastic.options.job_options import ignored_in_allocation, notice_seconds
 from hpc_elastic.options.run_request import build_spec, runs_directory, working_directory
 from hpc_elastic.options.table import Parsed, explaining
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job, without_run_variables
 
-DESCRIPTION = (
-    "One node's agent, as a task of an srun step in a batch script of your own: one task on each node. Task 0 also "
-    "does what the batch side does elsewhere: the report, and the requeue. What follows the script is the script's own."
+HELP = Help(
+    usage="hpc-elastic agent [options] SCRIPT [script arguments...]",
+    description="The agent of one node, started by srun in your own batch script, with one task on each node. Task 0 "
+    "also writes the report and requeues the job. Script arguments go after the script.",
+    examples=(("srun --ntasks-per-node=1 hpc-elastic agent train.py --lr 0.1", "in your own batch script"),),
 )
 
 
 def main(argv: Sequence[str]) -> int:
     """Be an agent. Returns the run's exit code in task 0, the agent's in others."""
     env = without_run_variables(os.environ)
-    parsed = read_command_line(argv, subcommand="agent", description=DESCRIPTION, env=env)
+    parsed = read_command_line(argv, subcommand="agent", help_=HELP, env=env)
     if parsed is None:
         return 0
     job = JobEnvironment.from_env(env) if in_job(env) else None
@@ -72,6 +76,8 @@ def _take_part(parsed: Parsed, job: JobEnvironment, env: Mapping[str, str]) -> i
     try:
         if why is not None:
             raise UsageError(f"the nodes can't see {runs_dir}: {why}; give a shared folder with --runs-dir")
+        if ignored := ignored_in_allocation(parsed, "agent"):
+            print_note(f"no effect in an existing allocation: {' '.join(ignored)}")
         rendezvous.clean()
         spec = build_spec(
             parsed,

@@ -9,28 +9,22 @@ import json
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from shutil import get_terminal_size
 from typing import Any
+
+from msgspec.structs import replace
 
 from hpc_elastic.cli.screen import print_note
 from hpc_elastic.errors import UsageError
-from hpc_elastic.options import job_options, worker_options
 from hpc_elastic.options.config_files import Layer
+from hpc_elastic.options.help_text import Help, render_help
 from hpc_elastic.options.resolve import Origin, Resolved, resolve
 from hpc_elastic.options.run_request import ALL_OPTIONS, REFUSED, YIELDS, check_values, current_directory, default_of
-from hpc_elastic.options.table import Keys, Option, Parsed, explaining, key_of, parse, render_help
+from hpc_elastic.options.table import Group, HelpWanted, Keys, Option, Parsed, explaining, key_of, parse
 from hpc_elastic.output.terminal import each_line
 
-GROUPS = {
-    worker_options.GROUP: "workers, as in torchrun (names with _ too; [PET_...]: a variable that gives the default)",
-    job_options.GROUP: "job, as in sbatch",
-    job_options.OWN_GROUP: "run (each option can also be set in a file, or as HPC_ELASTIC_MAX_RESTARTS; "
-    "hpc-elastic config shows where its value comes from)",
-}
 
-
-def read_command_line(
-    argv: Sequence[str], *, subcommand: str, description: str, env: Mapping[str, str]
-) -> Parsed | None:
+def read_command_line(argv: Sequence[str], *, subcommand: str, help_: Help, env: Mapping[str, str]) -> Parsed | None:
     """Read it, and the layers below it; None where ``--help`` was asked for and printed.
 
     Raises:
@@ -40,28 +34,54 @@ def read_command_line(
     options = tuple(option for option in ALL_OPTIONS if option.dest not in left_out)
     others = {name: option.only for option in ALL_OPTIONS if option.dest in left_out for name in option.names}
     given = parse(argv, options, refused=REFUSED, env={}, elsewhere=others)
-    if not given.help:
+    if given.help is None:
         here = current_directory(env)
         parsed = resolve(given, ALL_OPTIONS, env=env, here=here, left_out=left_out, yields=YIELDS).parsed
         for line in parsed.executed:
             print_note(line)
         return parsed
-    usage = f"hpc-elastic {subcommand} [options] SCRIPT [arguments of the script...]"
-    sys.stdout.write(render_help(usage, description, options, GROUPS))
+    _print_help(subcommand, help_, [option for option in options if subcommand not in option.ignored_by], given.help)
     return None
 
 
-DESCRIPTION = (
-    "Shows what submit and run would work with when they are given the same options here and now, and where each "
-    "value comes from. A later layer wins: defaults, the site's file, the user's, the project's, the tables of a "
-    "profile, the environment, the command line. KEY shows some settings alone. Everything is checked as submit would."
+_SETTINGS = (
+    "Long options are taken with - and with _. Each option can also be set in a configuration file or by a variable: "
+    "--max-restarts is HPC_ELASTIC_MAX_RESTARTS (hpc-elastic config shows each value and where it comes from)."
 )
-_GROUP = "config"
+
+
+def _print_help(subcommand: str, help_: Help, options: Sequence[Option], wanted: HelpWanted) -> None:
+    shown = options if wanted is HelpWanted.ALL else [option for option in options if option.common]
+    ending = _SETTINGS
+    if any(option.env for option in shown):
+        ending += " A variable in brackets, as in [PET_NNODES], is one of torchrun's for the same option."
+    if len(shown) < len(options):
+        ending += f" hpc-elastic {subcommand} --help-all shows all {len(options)} options."
+    text = render_help(replace(help_, ending=ending), shown, width=get_terminal_size().columns)
+    sys.stdout.write(text)
+
+
+HELP = Help(
+    usage="hpc-elastic config [options] [KEY...]",
+    description="Shows the value that each option would have for submit or run here and now, and where it comes from. "
+    "It takes the options of submit and run, and checks them as submit does. A later source wins: defaults, the "
+    "site's file, the user's file, the project's file, the tables of a profile, variables, the command line. KEY: "
+    "only these settings.",
+    examples=(
+        ("hpc-elastic config", "the settings that have a value"),
+        ("hpc-elastic config max-restarts nodes --nodes 2-4", "two settings, as for this command line"),
+    ),
+)
 OPTIONS = (
-    Option(names=("--json",), dest="json", group=_GROUP, in_files=False, help="one JSON object"),
-    Option(names=("--all",), dest="all", group=_GROUP, in_files=False, help="also settings without any value"),
-    *(option for option in ALL_OPTIONS if option.dest != "dry_run"),
-)
+    Option(
+        names=("--json",), dest="json", group=Group.SHOWN, in_files=False, common=True, help="print one JSON object"
+    ),
+    Option(
+        names=("--all",), dest="all", group=Group.SHOWN, in_files=False, common=True,
+        help="show settings without a value as well",
+    ),
+    *(replace(option, common=option.dest == "profile") for option in ALL_OPTIONS if option.dest != "dry_run"),
+)  # fmt: skip
 
 
 def main(argv: Sequence[str]) -> int:
@@ -71,9 +91,8 @@ def main(argv: Sequence[str]) -> int:
         UsageError: something that submit would refuse, but for the script.
     """
     given = parse(argv, OPTIONS, refused=REFUSED, env={})
-    if given.help:
-        groups = {_GROUP: "what is shown", **GROUPS}
-        sys.stdout.write(render_help("hpc-elastic config [options] [KEY...]", DESCRIPTION, OPTIONS, groups))
+    if given.help is not None:
+        _print_help("config", HELP, OPTIONS, given.help)
         return 0
     env = os.environ
     found = resolve(given, ALL_OPTIONS, env=env, here=current_directory(env), yields=YIELDS)

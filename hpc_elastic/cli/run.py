@@ -15,6 +15,7 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.node_claims import NodeWish, open_claims
 from hpc_elastic.launch.run_directory import create_run, earlier_run, why_not_shared
 from hpc_elastic.options import job_options
+from hpc_elastic.options.help_text import Help
 from hpc_elastic.options.remarks import plan_text, remarks
 from hpc_elastic.options.run_request import (
     ALL_OPTIONS,
@@ -32,16 +33,21 @@ from hpc_elastic.slurm.commands import step_gpu_flags
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job, without_run_variables
 from hpc_elastic.slurm.notation import HostlistError, expand
 
-DESCRIPTION = (
-    "Runs to the end and exits with the run's code: in a Slurm allocation (an sbatch script of your own, or salloc) "
-    "with one agent on each of its nodes, elsewhere with agents side by side on this machine. What follows the script "
-    "is the script's own."
+HELP = Help(
+    usage="hpc-elastic run [options] SCRIPT [script arguments...]",
+    description="Executes a run in the foreground and exits with its exit code: in a Slurm allocation (your own batch "
+    "script, or salloc) with one agent on each of its nodes, elsewhere with all agents on this machine. Script "
+    "arguments go after the script.",
+    examples=(
+        ("hpc-elastic run --nproc-per-node 8 train.py --lr 0.1", "8 workers on each node of this allocation"),
+        ("hpc-elastic run --cluster local --nodes 2 train.py", "2 agents on this machine"),
+    ),
 )
 
 
 def main(argv: Sequence[str]) -> int:
     env = os.environ
-    parsed = read_command_line(argv, subcommand="run", description=DESCRIPTION, env=env)
+    parsed = read_command_line(argv, subcommand="run", help_=HELP, env=env)
     if parsed is None:
         return 0
     with explaining(parsed):
@@ -70,7 +76,7 @@ def run_here(parsed: Parsed, env: Mapping[str, str], *, dry_run: bool = False) -
     """The run on this machine, requeues included."""
     ignored = job_options.only_for_slurm(parsed)
     if ignored:
-        print_note(f"without Slurm this means nothing: {' '.join(ignored)}")
+        print_note(f"no effect without Slurm: {' '.join(ignored)}")
     cwd = working_directory(parsed, env)
     nodes = job_options.asked_nodes(parsed)
     spec = build_spec(parsed, cluster="local", nodes=nodes, cwd=cwd, env=env, grace=job_options.notice_seconds(parsed))
@@ -100,6 +106,8 @@ def _run_in_allocation(parsed: Parsed, env: Mapping[str, str]) -> int:
     from hpc_elastic.agent.heartbeats import candidates
     from hpc_elastic.launch.batch import run_batch
 
+    if ignored := job_options.ignored_in_allocation(parsed, "run"):
+        print_note(f"no effect in an existing allocation: {' '.join(ignored)}")
     step_gpu_flags(env)  # says what can't work before anything is made
     cwd = working_directory(parsed, env)
     runs_dir = runs_directory(parsed, cwd)

@@ -17,6 +17,7 @@ from hpc_elastic.launch.requeue import back_off
 from hpc_elastic.launch.run_directory import job_now
 from hpc_elastic.launch.submit_job import Submission, dry_run, submission_client, submit_job
 from hpc_elastic.options import job_options
+from hpc_elastic.options.help_text import Help
 from hpc_elastic.options.remarks import plan_text, remarks
 from hpc_elastic.options.run_request import ALL_OPTIONS, cluster_here, runs_directory, slurm_job, working_directory
 from hpc_elastic.options.sbatch import SbatchOptions
@@ -32,9 +33,21 @@ from hpc_elastic.slurm.errors import SlurmError
 from hpc_elastic.slurm.job_state import JobPhase, JobState
 from hpc_elastic.slurm.notation import names_text
 
-DESCRIPTION = (
-    "Makes a run directory, writes the batch script into it, and submits it. What follows the script is the script's "
-    "own. Without Slurm the run is done here and now, with agents side by side on this machine."
+HELP = Help(
+    usage="hpc-elastic submit [options] SCRIPT [script arguments...]",
+    description="Creates a run directory with a batch script and submits it to Slurm. Script arguments go after the "
+    "script. On a machine without Slurm the run is executed at once, with all agents on this machine.",
+    examples=(
+        ("hpc-elastic submit --nodes 4 --gpus-per-node 8 -t 720 train.py --lr 0.1", "4 nodes with 8 GPUs each"),
+        (
+            "hpc-elastic submit --nodes 3-4 --spares 1 --follow train.py",
+            "continue with 3 nodes when one is lost and the spare is used up; print the job log",
+        ),
+        (
+            "hpc-elastic submit --cluster local --nodes 2 --nproc-per-node 2 train.py",
+            "try it on this machine: 2 agents with 2 workers each",
+        ),
+    ),
 )
 _ASK_SLURM_EVERY = 2.0
 _LOOK_AT_LOG_EVERY = 0.5
@@ -47,7 +60,7 @@ _MOST_REPORTS = 3
 def main(argv: Sequence[str]) -> int:
     """Submit, or run here. Returns 0, or with --wait, --follow and on this machine the run's exit code."""
     env = os.environ
-    parsed = read_command_line(argv, subcommand="submit", description=DESCRIPTION, env=env)
+    parsed = read_command_line(argv, subcommand="submit", help_=HELP, env=env)
     if parsed is None:
         return 0
     with explaining(parsed):

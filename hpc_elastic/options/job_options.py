@@ -17,12 +17,9 @@ from hpc_elastic.options.sbatch import (
     parse_nodes,
     sbatch_variables,
 )
-from hpc_elastic.options.table import Option, Parsed, key_of
+from hpc_elastic.options.table import Group, Option, Parsed, key_of
 from hpc_elastic.run.option_values import RequeueChoice, one_of, parse_bad_nodes, whole
 from hpc_elastic.run.paths import attempt_number, task_index
-
-GROUP = "job"
-OWN_GROUP = "own"
 
 _PLAIN: Mapping[str, tuple[tuple[str, ...], str, str]] = {
     names[-1][2:].replace("-", "_"): (names, metavar, text)
@@ -31,28 +28,31 @@ _PLAIN: Mapping[str, tuple[tuple[str, ...], str, str]] = {
         (("-A", "--account"), "NAME", "account"),
         (("-q", "--qos"), "NAME", "quality of service"),
         (("-t", "--time"), "TIME", "time limit: minutes, H:M:S, D-H …"),
-        (("-J", "--job-name"), "NAME", "the run's name (default: the script's)"),
+        (("-J", "--job-name"), "NAME", "name of the run (default: the script's name)"),
         (("-c", "--cpus-per-task"), "N", "CPUs on each node"),
-        (("-C", "--constraint"), "LIST", "node features"),
-        (("-x", "--exclude"), "NODES", "nodes to leave out"),
-        (("-w", "--nodelist"), "NODES", "nodes to have"),
+        (("-C", "--constraint"), "LIST", "features that the nodes must have"),
+        (("-x", "--exclude"), "NODES", "nodes to exclude"),
+        (("-w", "--nodelist"), "NODES", "nodes to use"),
         (("-d", "--dependency"), "LIST", "start after other jobs"),
-        (("-a", "--array"), "LIST", "several runs, as in 1-4%2"),
-        (("-o", "--output"), "PATTERN", "instead of job.log in the run directory"),
-        (("-e", "--error"), "PATTERN", "the batch host's stderr, apart from its stdout"),
+        (("-a", "--array"), "LIST", "job array: several runs, as in 1-4%2"),
+        (("-o", "--output"), "PATTERN", "file for the job log, in place of job.log in the run directory"),
+        (("-e", "--error"), "PATTERN", "separate file for the batch script's stderr"),
         (("--gres",), "LIST", "generic resources on each node"),
         (("--gpus-per-node",), "[TYPE:]N", "GPUs on each node"),
         (("--mem",), "SIZE", "memory on each node"),
         (("--reservation",), "NAME", "reservation"),
-        (("--signal",), "[B:]SIG[@T]", "instead of the notice that --grace asks for"),
-        (("--comment",), "TEXT", "a comment"),
+        (("--signal",), "[B:]SIG[@T]", "signal before the time limit, in place of the one that --grace requests"),
+        (("--comment",), "TEXT", "comment on the job"),
         (("--mail-type",), "LIST", "when to send mail"),
-        (("--mail-user",), "ADDRESS", "to whom"),
-        (("--export",), "LIST", "environment variables to hand on (default: all)"),
-        (("-b", "--begin"), "TIME", "not before"),
+        (("--mail-user",), "ADDRESS", "address for mail"),
+        (("--export",), "LIST", "environment variables of the job (default: all)"),
+        (("-b", "--begin"), "TIME", "earliest start time"),
     )
 }
 """Those that sbatch gets as they are."""
+_COMMON = ("partition", "account", "time", "job_name", "cpus_per_task", "gpus_per_node", "mem")
+_IGNORED_BY: Mapping[str, tuple[str, ...]] = {"job_name": (), "exclude": ("agent",), "nodelist": ("agent",)}
+"""Where not by all but ``submit``."""
 
 _RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
 _MAX_GRACE = 65535  # sbatch's own limit for --signal
@@ -78,117 +78,138 @@ def _parse_run_id(text: str, option: str) -> str:
 
 OPTIONS = (
     Option(
-        names=("-N", "--nodes", "--nnodes"), dest="nodes", metavar="N|MIN-MAX", group=GROUP, env="PET_NNODES",
+        names=("-N", "--nodes", "--nnodes"), dest="nodes", metavar="N|MIN-MAX", group=Group.JOB, env="PET_NNODES",
         parse=parse_nodes, sbatch=True,
-        help="nodes; a range (2-4 or 2:4) goes on with fewer when some are lost (default 1)",
+        common=True,
+        help="number of nodes; with a range (2-4 or 2:4) the run continues with fewer when nodes are lost "
+        "(default 1)",
     ),
     Option(
-        names=("--spares",), dest="spares", metavar="K", group=GROUP,
+        names=("--spares",), dest="spares", metavar="K", group=Group.RECOVERY,
         parse=whole(least=0, most=MAX_NODES, wanted="a number of nodes, 0 or more"), field="spares",
-        help="nodes beyond --nodes that wait, ready, to take a lost one's place with its ranks (default 0)",
+        common=True,
+        help="nodes beyond --nodes that wait to replace lost ones (default 0)",
     ),
     Option(
-        names=("--segment",), dest="segment", metavar="K", group=GROUP,
+        names=("--segment",), dest="segment", metavar="K", group=Group.RECOVERY,
         parse=whole(least=1, most=MAX_NODES, wanted="a number of nodes, 1 or more"),
-        help="K neighbouring nodes are in together or not at all; MIN, MAX and spares are multiples (default 1)",
+        help="nodes join and leave in blocks of K neighbours; MIN, MAX and --spares must be multiples of K "
+        "(default 1)",
     ),
     *(
         Option(
-            names=names, dest=dest, metavar=metavar, group=GROUP, help=text, sbatch=True,
+            names=names, dest=dest, metavar=metavar, group=Group.JOB, help=text, sbatch=True, common=dest in _COMMON,
+            ignored_by=_IGNORED_BY.get(dest, ("run", "agent")),
             slurm_only=dest != "job_name", parse=check_time_option if dest == "time" else None,
         )
         for dest, (names, metavar, text) in _PLAIN.items()
     ),
     Option(
-        names=("-G", "--gpus"), dest="gpus", metavar="[TYPE:]N", group=GROUP, slurm_only=True,
-        help="GPUs in all, the same number on each of a fixed number of nodes",
+        names=("-G", "--gpus"), dest="gpus", metavar="[TYPE:]N", group=Group.JOB, slurm_only=True,
+        ignored_by=("run", "agent"),
+        help="GPUs in total; each node gets the same number, so the number of nodes must be fixed",
     ),
     Option(
-        names=("--het",), dest="het", metavar="'OPTIONS'", repeatable=True, group=GROUP, slurm_only=True, only="submit",
-        help="one more component of a het job, as in --het '-N 2 -p gpu'; its nodes are in the same run; repeatable",
+        names=("--het",), dest="het", metavar="'OPTIONS'", repeatable=True, group=Group.JOB, slurm_only=True,
+        only="submit",
+        help="one more component of a heterogeneous job, as in --het '-N 2 -p gpu'; its nodes belong to the "
+        "same run; repeatable",
     ),
     Option(
-        names=("--exclusive",), dest="exclusive", metavar="user|mcs", optional_value=True, group=GROUP,
+        names=("--exclusive",), dest="exclusive", metavar="user|mcs", optional_value=True, group=Group.JOB,
         sbatch=True, slurm_only=True,
-        help="no other job on the nodes",
+        ignored_by=("run", "agent"),
+        help="no other jobs on the nodes",
     ),
     Option(
-        names=("--requeue",), dest="requeue", group=GROUP, sbatch=True,
-        help="requeue what can be mended (the default)",
+        names=("--requeue",), dest="requeue", group=Group.RECOVERY, sbatch=True,
+        help="requeue the job after a failure that another attempt may get past (the default)",
     ),
-    Option(names=("--no-requeue",), dest="requeue", constant="0", group=GROUP, sbatch=True, help="never requeue"),
     Option(
-        names=("--requeue-with",), dest="requeue_with", metavar="auto|scontrol|chain", group=GROUP,
+        names=("--no-requeue",), dest="requeue", constant="0", group=Group.RECOVERY, sbatch=True,
+        help="never requeue the job",
+    ),
+    Option(
+        names=("--requeue-with",), dest="requeue_with", metavar="auto|scontrol|chain", group=Group.RECOVERY,
         parse=one_of(RequeueChoice), field="requeue_with", slurm_only=True,
-        help="how: the same job again (scontrol), or a follow-on job that depends on this one's end (chain); auto "
-        "(the default) takes that where this job may not be requeued",
+        help="how to requeue: scontrol, the same job again; chain, a follow-on job that depends on the end of "
+        "this one; auto (the default), chain where this job may not be requeued",
     ),
     Option(
-        names=("--bad-nodes",), dest="bad_nodes", metavar="run|jobs|off[,hours=H][,share=S]", group=GROUP,
+        names=("--bad-nodes",), dest="bad_nodes", metavar="run|jobs|off[,hours=H][,share=S]", group=Group.RECOVERY,
         parse=parse_bad_nodes, field="bad_nodes", slurm_only=True,
-        help="which nodes a requeue leaves out: what was lost, unfit, or where failures began, in this run (the "
-        "default) or in all jobs of yours that say jobs, in the last H hours (24), at most a share S of all (0.33)",
+        help="nodes that a requeue excludes (lost, unfit, or where failures began): run, those of this run (the "
+        "default); jobs, those of all your runs that have jobs here, of the last H hours (24); at most a "
+        "share S of all nodes (0.33)",
     ),
     Option(
-        names=("--grace",), dest="grace", metavar="SECONDS", group=GROUP,
+        names=("--grace",), dest="grace", metavar="SECONDS", group=Group.RECOVERY,
         parse=whole(least=1, most=_MAX_GRACE, wanted=f"whole seconds from 1 to {_MAX_GRACE}"),
-        help="notice before the time limit, for a last checkpoint (default 120; Slurm may be 60 s early)",
+        common=True,
+        help="notice before the time limit, for a last checkpoint (default 120; Slurm may send it 60 s early)",
     ),
     Option(
-        names=("--sbatch-arg",), dest="sbatch_args", metavar="ARG", repeatable=True, group=GROUP,
+        names=("--sbatch-arg",), dest="sbatch_args", metavar="ARG", repeatable=True, group=Group.JOB,
         executes=True, field="sbatch_args", sbatch=True, slurm_only=True,
-        help="any other option of sbatch's, as in --sbatch-arg=--licenses=matlab:2; repeatable",
+        common=True, ignored_by=("run", "agent"),
+        help="any other option of sbatch, as in --sbatch-arg=--licenses=matlab:2; repeatable",
     ),
     Option(
-        names=("--srun-arg",), dest="srun_args", metavar="ARG", repeatable=True, group=GROUP,
+        names=("--srun-arg",), dest="srun_args", metavar="ARG", repeatable=True, group=Group.JOB,
         executes=True, field="srun_args", slurm_only=True,
-        help="an option for the srun that starts the agents; repeatable",
+        ignored_by=("agent",),
+        help="option for the srun that starts the agents; repeatable",
     ),
     Option(
-        names=("--profile",), dest="profile", metavar="NAME", group=OWN_GROUP, in_files=False,
-        help="take the [profile.NAME] tables of the configuration files as well [HPC_ELASTIC_PROFILE]",
+        names=("--profile",), dest="profile", metavar="NAME", group=Group.RUN, in_files=False,
+        help="also read the [profile.NAME] tables of the configuration files [HPC_ELASTIC_PROFILE]",
     ),
     Option(
-        names=("--cluster",), dest="cluster", metavar="auto|slurm|local", group=OWN_GROUP, parse=one_of(Cluster),
-        help="where it runs: auto takes Slurm where there is one, else this machine",
+        names=("--cluster",), dest="cluster", metavar="auto|slurm|local", group=Group.RUN, parse=one_of(Cluster),
+        common=True, ignored_by=("agent",),
+        help="where to run: slurm, local (this machine), or auto (the default): Slurm if there is an sbatch, "
+        "else local",
     ),
     Option(
-        names=("--runs-dir", "--log-dir"), dest="runs_dir", metavar="DIR", group=OWN_GROUP, env="PET_LOG_DIR",
-        path=True, help="where run directories are made (default ./runs); all nodes must see it",
+        names=("--runs-dir", "--log-dir"), dest="runs_dir", metavar="DIR", group=Group.RUN, env="PET_LOG_DIR",
+        path=True, common=True,
+        help="where run directories are created; all nodes must see it (default ./runs)",
     ),
     Option(
-        names=("--run-id", "--rdzv-id"), dest="run_id", metavar="ID", group=OWN_GROUP, env="PET_RDZV_ID",
+        names=("--run-id", "--rdzv-id"), dest="run_id", metavar="ID", group=Group.RUN, env="PET_RDZV_ID",
         in_files=False, parse=_parse_run_id, field="run_id",
-        help="the run directory's name (default: time, name and four random hex digits); must be new",
+        help="name of the run directory; must be new (default: time, name and four random hex digits)",
     ),
     Option(
-        names=("-D", "--chdir"), dest="chdir", metavar="DIR", group=OWN_GROUP, path=True,
+        names=("-D", "--chdir"), dest="chdir", metavar="DIR", group=Group.WORKERS, path=True,
         executes=True,
-        help="the workers' working directory (default: this one)",
+        help="working directory of the workers (default: the current one)",
     ),
     Option(
-        names=("--allow-local-runs-dir",), dest="allow_local_runs_dir", group=OWN_GROUP, only="submit",
-        help="accept a run directory that looks as if only this machine saw it",
+        names=("--allow-local-runs-dir",), dest="allow_local_runs_dir", group=Group.RUN, only="submit",
+        help="accept a run directory that seems to be visible on this machine only",
     ),
     Option(
-        names=("--template",), dest="template", metavar="FILE", group=OWN_GROUP, path=True,
+        names=("--template",), dest="template", metavar="FILE", group=Group.RUN, path=True,
         executes=True, slurm_only=True, only="submit",
-        help="a batch script of your own, with @SBATCH_LINES@ and @COMMAND@ where ours go",
+        help="your own batch script, with the placeholders @SBATCH_LINES@ and @COMMAND@",
     ),
     Option(
-        names=("--dry-run",), dest="dry_run", group=OWN_GROUP, in_files=False, only="submit",
-        help="print the script and the command, and change nothing",
+        names=("--dry-run",), dest="dry_run", group=Group.RUN, in_files=False, only="submit",
+        common=True,
+        help="print the plan and the batch script, and change nothing",
     ),
     Option(
-        names=("--wait",), dest="wait", group=OWN_GROUP, slurm_only=True, only="submit",
-        help="wait for the run's end, through requeues, and exit with its code",
+        names=("--wait",), dest="wait", group=Group.RUN, slurm_only=True, only="submit",
+        help="wait until the run ends, through requeues, and exit with its code",
     ),
     Option(
-        names=("--overlap",), dest="overlap", group=OWN_GROUP, in_files=False, slurm_only=True, only="run",
-        help="within an allocation: share nodes with other runs of it",
+        names=("--overlap",), dest="overlap", group=Group.RUN, in_files=False, slurm_only=True, only="run",
+        help="within an allocation: share nodes with its other runs",
     ),
     Option(
-        names=("--follow",), dest="follow", group=OWN_GROUP, slurm_only=True, only="submit",
+        names=("--follow",), dest="follow", group=Group.RUN, slurm_only=True, only="submit",
+        common=True,
         help="--wait, and print the job log as it grows",
     ),
 )  # fmt: skip
@@ -305,6 +326,15 @@ def allocated_nodes(nodes: tuple[int, int], spares: int) -> str:
 
 def wants_requeue(parsed: Parsed) -> bool:
     return parsed.get("requeue") != "0"
+
+
+def ignored_in_allocation(parsed: Parsed, subcommand: str) -> list[str]:
+    """The options on the command line that `subcommand` does nothing with, as the user wrote them."""
+    return [
+        source
+        for dest, source in parsed.sources.items()
+        if dest in _BY_DEST and subcommand in _BY_DEST[dest].ignored_by and parsed.from_command_line(dest)
+    ]
 
 
 def only_for_slurm(parsed: Parsed) -> list[str]:

@@ -10,11 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import date, datetime, time
+from enum import Enum
 from typing import Any
 
 from msgspec import Struct, field
 
 from hpc_elastic.errors import UsageError
+
+
+class Group(str, Enum):
+    """Options that ``--help`` shows together, in this order, each group under its title."""
+
+    SHOWN = "output of this command"
+    WORKERS = "workers"
+    JOB = "Slurm job, with the names of sbatch"
+    RUN = "where to run, and what to do"
+    RECOVERY = "failures, preemption and lost nodes"
+    HANGS = "hangs and node health"
+    OUTPUT = "logs and metrics"
+    NETWORK = "network"
 
 
 class Option(Struct, frozen=True, kw_only=True):
@@ -24,7 +38,7 @@ class Option(Struct, frozen=True, kw_only=True):
     """The one to show first; ``--name`` or ``-n``."""
     dest: str
     help: str
-    group: str = ""
+    group: Group = Group.RUN
     metavar: str | None = None
     """None: a flag."""
     constant: str = "1"
@@ -50,6 +64,17 @@ class Option(Struct, frozen=True, kw_only=True):
     """Without meaning where there is no Slurm."""
     only: str = ""
     """The one subcommand that takes it, ``submit`` or ``run``; empty: both."""
+    ignored_by: tuple[str, ...] = ()
+    """Subcommands that accept it, and do nothing with it: their help leaves it out."""
+    common: bool = False
+    """Among the options that most people use: in the short help."""
+
+
+class HelpWanted(Enum):
+    """What was asked for in place of a run."""
+
+    SHORT = "--help"
+    ALL = "--help-all"
 
 
 class Parsed(Struct, frozen=True, kw_only=True):
@@ -61,7 +86,7 @@ class Parsed(Struct, frozen=True, kw_only=True):
     """As what the user gave each: ``--nnodes``, ``-N`` or ``PET_NNODES``, for error messages."""
     command: tuple[str, ...]
     """The script and its arguments, untouched."""
-    help: bool = False
+    help: HelpWanted | None = None
     named: Mapping[str, str] = field(default_factory=dict)
     """Option name → what the user wrote in its place, for options that came from elsewhere (`explained`)."""
     executed: tuple[str, ...] = ()
@@ -166,7 +191,9 @@ def parse(
         if not word.startswith("-") or word == "-":
             break
         if word in ("-h", "--help"):
-            return Parsed(values={}, sources={}, command=(), help=True)
+            return Parsed(values={}, sources={}, command=(), help=HelpWanted.SHORT)
+        if word.replace("_", "-") == HelpWanted.ALL.value:
+            return Parsed(values={}, sources={}, command=(), help=HelpWanted.ALL)
         name, value = _split(word, by_name)
         option = by_name.get(name)
         if option is None:
@@ -192,32 +219,6 @@ def parse(
         sources=reading.sources,
         command=tuple(argv[index:]),
     )
-
-
-def render_help(usage: str, description: str, options: Sequence[Option], groups: Mapping[str, str]) -> str:
-    """The text of ``--help``."""
-    from textwrap import wrap
-
-    lines = [f"usage: {usage}", "", *wrap(description, 100)]
-    for group, title in groups.items():
-        lines += ["", f"{title}:"]
-        for option in options:
-            if option.group != group:
-                continue
-            value = (
-                ""
-                if option.metavar is None
-                else f"[={option.metavar}]"
-                if option.optional_value
-                else f" {option.metavar}"
-            )
-            left = "  " + ", ".join(option.names) + value
-            right = wrap(option.help + (f" [{option.env}]" if option.env else ""), 68)
-            if len(left) > 30:
-                lines.append(left)
-                left = ""
-            lines += [f"{left if number == 0 else '':<32}{text}" for number, text in enumerate(right)]
-    return "\n".join(lines) + "\n"
 
 
 def _split(word: str, by_name: Mapping[str, Option]) -> tuple[str, str | None]:

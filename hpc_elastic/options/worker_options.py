@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings, settings_from_conf
-from hpc_elastic.options.table import Option, Parsed
+from hpc_elastic.options.table import Group, Option, Parsed
 from hpc_elastic.run.log_pieces import parse_count, parse_size
 from hpc_elastic.run.option_values import (
     GrowPolicy,
@@ -20,6 +20,7 @@ from hpc_elastic.run.option_values import (
     parse_metrics,
     parse_nproc,
     parse_positive_seconds,
+    parse_rank_ranges,
     parse_rdzv_conf,
     parse_seconds,
     parse_section_timeouts,
@@ -30,7 +31,6 @@ from hpc_elastic.run.option_values import (
 from hpc_elastic.run.spec import EntryKind, Entrypoint
 from hpc_elastic.worker_api.restart_group import RestartWith
 
-GROUP = "workers"
 _SHELL = re.compile(rb"#!\s*(?:\S*/env\s+)?(?:\S*/)?(?:ba|da|z|k|c|tc)?sh(?:\s|$)")
 
 _COUNT = whole(least=0, most=1_000_000)
@@ -44,163 +44,180 @@ def _conf(text: str, option: str) -> dict[str, float | bool]:
 
 OPTIONS = (
     Option(
-        group=GROUP, names=("--nproc-per-node",), dest="nproc_per_node", metavar="N|auto|gpu|cpu",
+        group=Group.WORKERS, names=("--nproc-per-node",), dest="nproc_per_node", metavar="N|auto|gpu|cpu",
         env="PET_NPROC_PER_NODE",
         parse=parse_nproc, field="nproc_per_node",
-        help="workers on each node; auto (the default): the GPUs that Slurm gave, else 1",
+        common=True,
+        help="workers on each node; auto (the default): one for each GPU that Slurm allocated, else 1",
     ),
     Option(
-        group=GROUP, names=("--max-restarts",), dest="max_restarts", metavar="N", env="PET_MAX_RESTARTS",
+        group=Group.RECOVERY, names=("--max-restarts",), dest="max_restarts", metavar="N", env="PET_MAX_RESTARTS",
         parse=_COUNT, field="max_restarts",
-        help="how often the workers may be started again in one attempt of the job, wherever they failed (default 3)",
+        common=True,
+        help="restarts of the workers within one attempt, all nodes together (default 3)",
     ),
     Option(
-        group=GROUP, names=("--restart-policy",), dest="restart_policy", metavar="processes|in-process",
+        group=Group.RECOVERY, names=("--restart-policy",), dest="restart_policy", metavar="processes|in-process",
         parse=one_of(RestartWith), field="restart_policy",
-        help="when a worker ends badly: all start again (the default); or, in a script that uses "
-        "hpc_elastic.inprocess, a fresh process takes its place, --max-restarts times on a node, and the others stay",
+        help="processes (the default): after a failure all workers restart; in-process: only the failed worker "
+        "is replaced, at most --max-restarts times on a node, in scripts that use hpc_elastic.inprocess",
     ),
     Option(
-        group=GROUP, names=("--max-requeues",), dest="max_requeues", metavar="N",
+        group=Group.RECOVERY, names=("--max-requeues",), dest="max_requeues", metavar="N",
         parse=_COUNT, field="max_requeues",
-        help="attempts of the job after the first one (default 3)",
+        common=True,
+        help="requeues of the job: attempts after the first one (default 3)",
     ),
     Option(
-        group=GROUP, names=("--max-same-failures",), dest="max_same_failures", metavar="N",
+        group=Group.RECOVERY, names=("--max-same-failures",), dest="max_same_failures", metavar="N",
         parse=_COUNT, field="max_same_failures",
-        help="the same failure so often with no progress between is a bug, not tried again (default 2; 0: never)",
+        help="give up after N identical failures without progress (default 2; 0: never)",
     ),
     Option(
-        group=GROUP, names=("--restart-window",), dest="restart_window", metavar="SECONDS",
+        group=Group.RECOVERY, names=("--restart-window",), dest="restart_window", metavar="SECONDS",
         parse=parse_seconds, field="restart_window",
-        help="workers that ran this long have all of --max-restarts again (default: time does not refill it)",
+        help="reset the restart counter after the workers have run this long (default: never)",
     ),
     Option(
-        group=GROUP, names=("--restart-steps",), dest="restart_steps", metavar="N",
+        group=Group.RECOVERY, names=("--restart-steps",), dest="restart_steps", metavar="N",
         parse=whole(least=1, most=1_000_000_000), field="restart_steps",
-        help="N steps (hpc_elastic.heartbeat) beyond the last failure refill --max-restarts (default: they do not)",
+        help="reset the restart counter N steps (hpc_elastic.heartbeat) beyond the last failure (default: never)",
     ),
     Option(
-        group=GROUP, names=("--grow",), dest="grow", metavar="checkpoint|now|never",
+        group=Group.RECOVERY, names=("--grow",), dest="grow", metavar="checkpoint|now|never",
         parse=one_of(GrowPolicy), field="grow",
-        help="when a node that comes late is taken into a run smaller than MAX: after the next checkpoint that the "
-        "script reports, at once where it reported none for 5 minutes (the default); at once; or not before the "
-        "next restart",
+        help="when a late node is added to a run that is smaller than MAX: checkpoint (the default), after the "
+        "next checkpoint that the script reports, or at once if it reported none for 5 minutes; now, at "
+        "once; never, only at the next restart",
     ),
     Option(
-        group=GROUP, names=("--preemption-signal",), dest="preemption_signal", metavar="NAME",
+        group=Group.RECOVERY, names=("--preemption-signal",), dest="preemption_signal", metavar="NAME",
         parse=parse_signal, field="preemption_signal",
-        help="sent to the workers, as in USR1, when the job is about to end and they may save "
-        "(default: none; hpc_elastic.should_checkpoint tells them)",
+        help="signal for the workers, as in USR1, when the job is about to end and they should save (default: "
+        "none; hpc_elastic.should_checkpoint then returns True)",
     ),
     Option(
-        group=GROUP, names=("--section-timeouts",), dest="section_timeouts", metavar="NAME:SECONDS,...",
+        group=Group.HANGS, names=("--section-timeouts",), dest="section_timeouts", metavar="NAME:SECONDS,...",
         parse=parse_section_timeouts, field="section_timeouts",
-        help="seconds without hpc_elastic.heartbeat that make a hang, by section, as in "
-        "setup:900,step:60,checkpoint:300; step:auto learns from the steps (default: nobody is judged)",
+        common=True,
+        help="longest time between two heartbeats (hpc_elastic.heartbeat) before a worker counts as hung, by "
+        "section, as in setup:900,step:60,checkpoint:300; step:auto learns it from the steps (default: "
+        "hang detection is off)",
     ),
     Option(
-        group=GROUP, names=("--health-checks",), dest="health_checks", metavar="NAME[=LIMIT],...|none",
+        group=Group.HANGS, names=("--health-checks",), dest="health_checks", metavar="NAME[=LIMIT],...|none",
         parse=parse_health_checks, field="health_checks",
-        help="what a node must pass before it joins a round: tmp=SIZE, shm=SIZE, memory=SIZE, shared=SECONDS, "
-        "clock=SECONDS, gpu=ERRORS, link; default for all (the default)",
+        help="checks that a node must pass before it joins a round: tmp=SIZE, shm=SIZE, memory=SIZE, "
+        "shared=SECONDS, clock=SECONDS, gpu=ERRORS, link; default: all of them, with default limits (the "
+        "default)",
     ),
     Option(
-        group=GROUP, names=("--health-check",), dest="health_check", metavar="COMMAND",
+        group=Group.HANGS, names=("--health-check",), dest="health_check", metavar="COMMAND",
         parse=parse_health_command, field="health_check",
         executes=True,
-        help="a check of your own, run on each node before it joins a round: exit code 0, or the node leaves the run",
+        help="your own check, run on each node before it joins a round; a node where it exits with another code "
+        "than 0 leaves the run",
     ),
     Option(
-        group=GROUP, names=("--health-check-timeout",), dest="health_check_timeout", metavar="SECONDS",
+        group=Group.HANGS, names=("--health-check-timeout",), dest="health_check_timeout", metavar="SECONDS",
         parse=parse_positive_seconds, field="health_check_timeout",
-        help="how long --health-check may take; then it counts as failed (default 30)",
+        help="time limit of --health-check; a check that takes longer has failed (default 30)",
     ),
     Option(
-        group=GROUP, names=("--metrics",), dest="metrics", metavar="jsonl:FILE|prometheus:FILE.prom",
+        group=Group.OUTPUT, names=("--metrics",), dest="metrics", metavar="jsonl:FILE|prometheus:FILE.prom",
         parse=parse_metrics, field="metrics",
-        help="where each agent writes its figures; {host} in FILE is the node's name (default: nowhere)",
+        help="file to which each agent writes its metrics; {host} in FILE is the node's name (default: none)",
     ),
     Option(
-        group=GROUP, names=("-m", "--module"), dest="module", env="PET_MODULE",
+        group=Group.WORKERS, names=("-m", "--module"), dest="module", env="PET_MODULE",
         executes=True,
-        help="the script is a module's name, as for python -m",
+        common=True,
+        help="SCRIPT is the name of a module, as for python -m",
     ),
     Option(
-        group=GROUP, names=("--no-python",), dest="no_python", env="PET_NO_PYTHON",
+        group=Group.WORKERS, names=("--no-python",), dest="no_python", env="PET_NO_PYTHON",
         executes=True,
-        help="the script is a command, not for Python",
+        help="SCRIPT is a command and is not run by Python",
     ),
     Option(
-        group=GROUP, names=("--run-path",), dest="run_path", env="PET_RUN_PATH",
-        help="accepted as in torchrun: a script always runs as __main__",
+        group=Group.WORKERS, names=("--run-path",), dest="run_path", env="PET_RUN_PATH",
+        help="accepted for compatibility with torchrun; a script always runs as __main__",
     ),
     Option(
-        group=GROUP, names=("--python",), dest="python", metavar="PATH", path=True,
+        group=Group.WORKERS, names=("--python",), dest="python", metavar="PATH", path=True,
         executes=True,
-        help="the workers' interpreter (default: the one that runs this command)",
+        help="Python interpreter of the workers (default: the one that runs hpc-elastic)",
     ),
     Option(
-        group=GROUP, names=("--role",), dest="role", metavar="NAME", env="PET_ROLE",
+        group=Group.WORKERS, names=("--role",), dest="role", metavar="NAME", env="PET_ROLE",
         field="role",
-        help="the workers' role (default: default)",
+        help="role of the workers (default: default)",
     ),
     Option(
-        group=GROUP, names=("-r", "--redirects"), dest="redirects", metavar="STREAMS", env="PET_REDIRECTS",
+        group=Group.OUTPUT, names=("-r", "--redirects"), dest="redirects", metavar="STREAMS", env="PET_REDIRECTS",
         parse=parse_std_streams, field="redirects",
-        help="workers' streams that go to their files only: 0, 1 (stdout), 2 (stderr), 3, or 0:3,1:1 by local rank",
+        help="worker streams that go to their files only, not to the job log: 0 (none), 1 (stdout), 2 (stderr), "
+        "3 (both), or by local rank, as in 0:3,1:1",
     ),
     Option(
-        group=GROUP, names=("--tee",), dest="tee", metavar="STREAMS", env="PET_TEE",
+        group=Group.OUTPUT, names=("--tee",), dest="tee", metavar="STREAMS", env="PET_TEE",
         parse=parse_std_streams, field="tee",
-        help="streams that go to the job log all the same (torchrun's -t, which is sbatch's time limit here)",
+        help="worker streams that go to the job log in spite of --redirects (torchrun's -t; here -t is sbatch's "
+        "time limit)",
     ),
     Option(
-        group=GROUP, names=("--local-ranks-filter",), dest="local_ranks_filter", metavar="RANKS",
+        group=Group.OUTPUT, names=("--local-ranks-filter",), dest="local_ranks_filter", metavar="RANKS",
         env="PET_LOCAL_RANKS_FILTER",
         parse=parse_local_ranks, field="local_ranks_filter",
-        help="only these local ranks reach the job log, as in 0,1",
+        help="local ranks whose output goes to the job log, as in 0,1 (default: all)",
     ),
     Option(
-        group=GROUP, names=("--log-max-size",), dest="log_max_size", metavar="SIZE",
+        group=Group.OUTPUT, names=("--job-log-ranks",), dest="job_log_ranks", metavar="RANKS",
+        parse=parse_rank_ranges, field="job_log_ranks",
+        help="global ranks whose output goes to the job log, as in 0 or 0-3,8 (default: all)",
+    ),
+    Option(
+        group=Group.OUTPUT, names=("--log-max-size",), dest="log_max_size", metavar="SIZE",
         parse=parse_size, field="log_max_size",
-        help="rotate a worker's stdout.log or stderr.log at this size, as in 1G (default: never, however long)",
+        help="rotate a worker's stdout.log and stderr.log at this size, as in 1G (default: never)",
     ),
     Option(
-        group=GROUP, names=("--log-max-files",), dest="log_max_files", metavar="N",
+        group=Group.OUTPUT, names=("--log-max-files",), dest="log_max_files", metavar="N",
         parse=parse_count, field="log_max_files",
-        help="with --log-max-size: keep so many pieces of each, the first and the latest (default 5)",
+        help="with --log-max-size: number of files to keep of each log, the first and the latest ones (default "
+        "5)",
     ),
     Option(
-        group=GROUP, names=("--shutdown-timeout",), dest="shutdown_timeout", metavar="SECONDS",
+        group=Group.WORKERS, names=("--shutdown-timeout",), dest="shutdown_timeout", metavar="SECONDS",
         env="PET_SHUTDOWN_TIMEOUT",
         parse=parse_seconds, field="shutdown_timeout",
-        help="from SIGTERM to SIGKILL when workers are stopped (default 30)",
+        help="seconds from SIGTERM to SIGKILL when workers are stopped (default 30)",
     ),
     Option(
-        group=GROUP, names=("--monitor-interval",), dest="monitor_interval", metavar="SECONDS",
+        group=Group.WORKERS, names=("--monitor-interval",), dest="monitor_interval", metavar="SECONDS",
         env="PET_MONITOR_INTERVAL",
         parse=parse_positive_seconds, field="monitor_interval",
-        help="the fallback's poll interval; workers are watched by events (default 5)",
+        help="poll interval; only a fallback, since workers are watched by events (default 5)",
     ),
     Option(
-        group=GROUP, names=("--rdzv-conf",), dest="rdzv_conf", metavar="KEY=VALUE,...", env="PET_RDZV_CONF",
+        group=Group.NETWORK, names=("--rdzv-conf",), dest="rdzv_conf", metavar="KEY=VALUE,...", env="PET_RDZV_CONF",
         parse=_conf, field="rdzv_conf",
-        help="timeout, last_call_timeout, heartbeat_interval, heartbeat_ttl, poll_interval, doorbell, grow_patience",
+        help="rendezvous settings: timeout, last_call_timeout, heartbeat_interval, heartbeat_ttl, "
+        "poll_interval, doorbell, grow_patience",
     ),
     Option(
-        group=GROUP, names=("--master-addr",), dest="master_addr", metavar="ADDRESS", env="PET_MASTER_ADDR",
+        group=Group.NETWORK, names=("--master-addr",), dest="master_addr", metavar="ADDRESS", env="PET_MASTER_ADDR",
         field="master_addr",
-        help="MASTER_ADDR for the workers, instead of the address that another node reached",
+        help="MASTER_ADDR of the workers (default: an address that another node has reached)",
     ),
     Option(
-        group=GROUP, names=("--master-port",), dest="master_port", metavar="PORT", env="PET_MASTER_PORT",
+        group=Group.NETWORK, names=("--master-port",), dest="master_port", metavar="PORT", env="PET_MASTER_PORT",
         parse=whole(least=0, most=65535), field="master_port",
-        help="MASTER_PORT for the workers, instead of a free one",
+        help="MASTER_PORT of the workers (default: a free port)",
     ),
     Option(
-        group=GROUP, names=("--start-method",), dest="start_method", metavar="METHOD", env="PET_START_METHOD",
-        help="accepted as in torchrun: scripts are always executed, never forked",
+        group=Group.WORKERS, names=("--start-method",), dest="start_method", metavar="METHOD", env="PET_START_METHOD",
+        help="accepted for compatibility with torchrun; scripts are always executed, never forked",
     ),
 )  # fmt: skip
 

@@ -124,7 +124,8 @@ class StreamChoice(Struct, frozen=True, kw_only=True):
     """``--redirects`` and ``--tee``, in torchrun's grammar: which streams are named, per local rank.
 
     A worker's stdout and stderr always go to its files. `redirects` keeps streams from the job log, ``--tee`` brings
-    them back, and ``--local-ranks-filter`` leaves out all streams of other ranks (`shown_in_job_log`).
+    them back, and ``--local-ranks-filter`` and ``--job-log-ranks`` leave out all streams of other ranks
+    (`shown_in_job_log`).
     """
 
     default: Std = Std.NONE
@@ -165,11 +166,50 @@ def parse_local_ranks(text: str, option: str = "--local-ranks-filter") -> tuple[
     return tuple(sorted({int(word) for word in words}))
 
 
+RankRanges = tuple[tuple[int, int], ...]
+"""``0-3,8`` as ((0, 3), (8, 8)): sorted, and no two that touch."""
+
+
+def parse_rank_ranges(text: str, option: str) -> RankRanges:
+    """``0-3,8``: global ranks."""
+    found: list[tuple[int, int]] = []
+    for word in (word.strip() for word in text.split(",")):
+        first, dash, last = word.partition("-")
+        if not _is_rank(first) or (dash and not (_is_rank(last) and int(last) >= int(first))):
+            raise UsageError(
+                f"{option} {text!r}: give ranks and ranges of ranks separated by commas, such as 0 or 0-3,8"
+            )
+        found.append((int(first), int(last) if dash else int(first)))
+    merged: list[tuple[int, int]] = []
+    for begin, end in sorted(found):
+        if merged and begin <= merged[-1][1] + 1:
+            begin, end = merged[-1][0], max(merged.pop()[1], end)
+        merged.append((begin, end))
+    return tuple(merged)
+
+
 def shown_in_job_log(
-    local_rank: int, *, redirects: StreamChoice, tee: StreamChoice, only_local_ranks: tuple[int, ...] | None
+    local_rank: int,
+    rank: int,
+    *,
+    redirects: StreamChoice,
+    tee: StreamChoice,
+    only_local_ranks: tuple[int, ...] | None,
+    only_ranks: RankRanges | None = None,
 ) -> Std:
-    """Which streams of `local_rank` go to the job log; `only_local_ranks`: None means all."""
+    """Which streams of a worker go to the job log.
+
+    Args:
+        local_rank: Of the worker.
+        rank: Its global one.
+        redirects: Streams that stay out of it.
+        tee: Streams that go there all the same.
+        only_local_ranks: Only these go there; None: all.
+        only_ranks: The same, by global rank.
+    """
     if only_local_ranks is not None and local_rank not in only_local_ranks:
+        return Std.NONE
+    if only_ranks is not None and not any(first <= rank <= last for first, last in only_ranks):
         return Std.NONE
     return (Std.ALL & ~redirects.of(local_rank)) | tee.of(local_rank)
 

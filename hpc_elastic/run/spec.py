@@ -22,6 +22,7 @@ from hpc_elastic.run.option_values import (
     Check,
     GrowPolicy,
     MetricsTarget,
+    RankRanges,
     RequeueChoice,
     SectionTimeouts,
     StreamChoice,
@@ -121,6 +122,8 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     """By default all is shown in the job log; files are always written."""
     local_ranks_filter: tuple[int, ...] | None = None
     """Only these local ranks reach the job log; None: all."""
+    job_log_ranks: RankRanges | None = None
+    """Only these global ranks do; None: all."""
     log_max_size: int | None = None
     """Bytes from which on a worker's output file is rotated; None: never."""
     log_max_files: int = DEFAULT_PIECES

@@ -475,7 +475,7 @@ def test_without_sbatch_it_runs_here_and_says_so(site: Site, monkeypatch: pytest
     done = subprocess.run([PYTHON, "-m", "hpc_elastic", *argv], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no sbatch here, so the run is done on this machine (--cluster local)" in done.stderr
-    assert "without Slurm this means nothing: --gpus-per-node" in done.stderr
+    assert "no effect without Slurm: --gpus-per-node" in done.stderr
     for rank in (0, 1):
         assert f"rank {rank} ['a b', '--', '$x']" in done.stdout
     run = the_run(site)

@@ -55,6 +55,7 @@ def test_options_show_what_torchrun_shows(tmp_path: Path) -> None:
         for rank in range(WORKERS):
             shown = shown_in_job_log(
                 rank,
+                rank,
                 redirects=parse_std_streams(redirects, option="--redirects"),
                 tee=parse_std_streams(tee, option="--tee"),
                 only_local_ranks=None if only is None else parse_local_ranks(only),

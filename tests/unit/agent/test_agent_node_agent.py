@@ -356,7 +356,7 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
             torch_available=lambda: True,
             events=log_into(events),  # type: ignore[arg-type]
             signals=SimpleNamespace(fileno=lambda: never_ready, take=take),  # type: ignore[arg-type]
-            shown=lambda local_rank: None,  # type: ignore[arg-type,return-value]
+            shown=lambda local_rank, rank: None,  # type: ignore[arg-type,return-value]
             helpers=lambda: {77},
         )
         return Play(NodeAgent(context), said, server, made, signals, events, script)

@@ -35,6 +35,7 @@ VALUES = {
     "chdir": "elsewhere",
     "health_check": "true --fast",
     "health_checks": "tmp=5G",
+    "job_log_ranks": "0-3,8",
     "job_name": "mine",
     "local_ranks_filter": "0,2",
     "log_max_size": "5G",

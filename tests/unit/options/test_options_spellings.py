@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.cli.config import read_command_line
+from hpc_elastic.cli.config import HELP, read_command_line
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.run_request import ALL_OPTIONS
 from hpc_elastic.options.table import MEANT, SBATCHS_OWN, Keys, nearest
@@ -17,7 +17,7 @@ NAMES = {name[2:] for option in ALL_OPTIONS for name in option.names if name.sta
 def answer(*argv: str) -> str:
     """What `submit` says to it; the option's name where it is taken."""
     try:
-        parsed = read_command_line([*argv, "train.py"], subcommand="submit", description="", env=ENV)
+        parsed = read_command_line([*argv, "train.py"], subcommand="submit", help_=HELP, env=ENV)
     except UsageError as error:
         return str(error)
     assert parsed is not None

@@ -26,6 +26,7 @@ from hpc_elastic.run.option_values import (
     parse_health_command,
     parse_local_ranks,
     parse_metrics,
+    parse_rank_ranges,
     parse_section_timeouts,
     parse_std_streams,
     shown_in_job_log,
@@ -75,13 +76,32 @@ def test_a_value_travels_in_run_json_and_as_text_in_an_older_one(
 # -- --redirects, --tee, --local-ranks-filter --------------------------------------------------------------------------
 
 
-def _shown(local_rank: int, *, redirects: str = "0", tee: str = "0", only: str | None = None) -> Std:
+def _shown(
+    local_rank: int, *, redirects: str = "0", tee: str = "0", only: str | None = None, ranks: str = "", rank: int = 0
+) -> Std:
     return shown_in_job_log(
         local_rank,
+        rank,
         redirects=parse_std_streams(redirects, option="--redirects"),
         tee=parse_std_streams(tee, option="--tee"),
         only_local_ranks=None if only is None else parse_local_ranks(only),
+        only_ranks=parse_rank_ranges(ranks, "--job-log-ranks") if ranks else None,
     )
+
+
+def test_the_job_log_can_be_that_of_some_global_ranks() -> None:
+    assert _shown(0, ranks="0", rank=0) == Std.ALL
+    assert _shown(0, ranks="0", rank=4) == Std.NONE  # local rank 0 of the second node
+    assert [rank for rank in range(12) if _shown(0, ranks="8, 0-3", rank=rank)] == [0, 1, 2, 3, 8]
+    assert _shown(1, ranks="0-3", rank=1, only="0") == Std.NONE  # both hold
+    assert _shown(0, ranks="0", rank=1, tee="3") == Std.NONE
+    assert parse_rank_ranges("5,0-2,3,1-2", "x") == ((0, 3), (5, 5))
+
+
+@pytest.mark.parametrize("text", ["", "a", "3-1", "-1", "0-", "0,,1", "1-2-3"])
+def test_ranks_that_are_none(text: str) -> None:
+    with pytest.raises(UsageError, match="--job-log-ranks"):
+        parse_rank_ranges(text, "--job-log-ranks")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,73 @@
+"""``--help`` and ``--help-all`` of the subcommands that have our own table of options."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from hpc_elastic.cli import main as cli
+from hpc_elastic.options.run_request import ALL_OPTIONS
+from hpc_elastic.options.table import Group
+
+WIDTHS = (50, 80, 100, 120, 200)
+
+
+def help_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert cli.main(argv) == 0
+    return capsys.readouterr().out
+
+
+def named(text: str) -> set[str]:
+    """The options that have a line of their own."""
+    lines = re.findall(r"(?m)^  (?:-\w, )?(--[a-z-]+)", text)
+    return set(lines) - {"--"}
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("name", ["submit", "run", "agent", "config"])
+@pytest.mark.parametrize("which", ["--help", "--help-all"])
+def test_no_line_is_wider_than_the_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int, name: str, which: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    text = help_of(capsys, name, which)
+    wide = [line for line in text.splitlines() if len(line) > width]
+    assert not [line for line in wide if len(line.split()) > 1], wide
+    assert len(wide) <= 2  # a metavar of one word
+
+
+def test_the_short_help_has_twenty_options_and_three_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(capsys, "submit", "--help")
+    assert len(named(text)) == 20
+    assert len(re.findall(r"(?m)^  hpc-elastic submit ", text)) == 3
+    assert "hpc-elastic submit --help-all" in " ".join(text.split())
+    assert "--segment" not in text
+
+
+def test_the_full_help_has_every_option_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of(capsys, "submit", "--help-all")
+    for option in ALL_OPTIONS:
+        shown = any(line.startswith("  " + ", ".join(option.names)) for line in text.splitlines())
+        assert shown is (option.only in ("", "submit")), option.names
+    titles = [group.value for group in Group if group is not Group.SHOWN]
+    assert [line[:-1] for line in text.splitlines() if line[:-1] in titles] == titles
+    assert "[PET_NNODES]" in text
+    assert "--exclusive[=user|mcs]" in text
+
+
+def test_run_and_agent_show_what_they_take(capsys: pytest.CaptureFixture[str]) -> None:
+    of_run, of_agent = help_of(capsys, "run", "--help-all"), help_of(capsys, "agent", "--help-all")
+    for option in ("--partition", "--time", "--mail-type", "--sbatch-arg", "--dry-run", "--follow", "--template"):
+        assert option not in named(of_run) | named(of_agent)
+    assert {"--nodes", "--nodelist", "--exclude", "--cluster", "--srun-arg", "--overlap"} <= named(of_run)
+    only_run = {"--nodelist", "--exclude", "--cluster", "--srun-arg", "--overlap"}
+    assert named(of_run) - named(of_agent) == only_run
+    assert named(help_of(capsys, "config", "--help")) == {"--json", "--all", "--profile"}
+    assert "--partition" in named(help_of(capsys, "config", "--help-all"))
+
+
+def test_what_has_no_effect_is_hidden_and_named_all_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    """A command line that was written for submit can be given to run."""
+    assert cli.main(["run", "--cluster", "local", "-p", "gpu", "--nodes", "0", "x.py"]) == 2
+    assert "no effect without Slurm: -p" in capsys.readouterr().err
