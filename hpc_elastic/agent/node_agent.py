@@ -5,21 +5,20 @@ coordination thread), a signal, an answer of the health checks, the TCPStore's p
 takes in all that has come: what was observed becomes an `Event`, `supervision.TRANSITIONS` holds which phase follows,
 and `_happens` does what belongs to it. The way of a worker that is killed:
 
-- `_handle_workers` sees its end, and `_report_failure` reports the bare fact, so that all nodes stop;
+- `_handle_workers` sees its end, and `FailureReports` the bare fact, so that all nodes stop;
 - `_stop_workers` begins to end the others, and `_handle_stop` goes on with that until nothing is left;
-- `_workers_ended` reports the evidence, and `_join` asks to be in the next round, once this node is known to be fit;
-- `_handle_record` sees that round frozen: `_confirm` opens the port of rank 0; and final: `_start_workers`.
+- `_workers_ended` has the evidence reported, and `_join` asks to be in the next round, once this node is fit;
+- `_handle_record` sees that round frozen: `confirm_round` opens the port of rank 0; and final: `_start_workers`.
 """
 
 from __future__ import annotations
 
-import errno
 import logging
 import selectors
 import signal
-from collections.abc import Callable
 
 from hpc_elastic.agent.checkpoints import CheckpointWatch, PreemptionWatch
+from hpc_elastic.agent.confirmation import confirm_round
 from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.ending import (
     HeardSignals,
@@ -28,36 +27,29 @@ from hpc_elastic.agent.ending import (
     finish_if_unclaimed,
     leave_run,
 )
+from hpc_elastic.agent.failure_reports import FailureReports
 from hpc_elastic.agent.health import HealthVerdict
-from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.agent.metrics import NoMetrics, RoundFigures
-from hpc_elastic.agent.rendezvous_session import rendezvous_settings
-from hpc_elastic.agent.restart_policy import early_failure, may_wait, platform_failure, sum_up
+from hpc_elastic.agent.restart_policy import may_wait
 from hpc_elastic.agent.round_events import (
     ClockOffsetLog,
     log_coordination,
-    log_failure,
     log_health,
     log_round,
-    log_stacks,
 )
-from hpc_elastic.agent.store_server import StoreBindError, StoreState
+from hpc_elastic.agent.store_server import StoreState
 from hpc_elastic.agent.supervision import WORKER_STATE, Event, Phase, WorkerState, next_phase
 from hpc_elastic.agent.worker_environment import round_facts, worker_environment
-from hpc_elastic.base.file_executor import FilesystemHangsError
-from hpc_elastic.base.host_facts import choose_master_address
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.failures.contrast import ALL_ALIKE, MOMENT_SECONDS
 from hpc_elastic.output.pump import log_losses
-from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.ranks import rank_layout
 from hpc_elastic.rendezvous.state import RoundRecord, Status, supersedes
 from hpc_elastic.run.agent_events import (
     AgentEnded,
     HangFound,
     PlatformFailure,
-    RanksObserved,
     WorkersStarted,
     WorkersStopped,
     WorkersStopping,
@@ -75,8 +67,6 @@ LAST_COMMANDS_SECONDS = 5.0
 """How long an agent that ends waits for the shared filesystem to take what it has to report."""
 HUNG_SECONDS = 1.0
 """The same where other files have not answered for as long either."""
-FIND_TORCH_SECONDS = 60.0
-_PASSING_START_ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.ENFILE, errno.EMFILE)
 
 
 class NodeAgent:
@@ -93,8 +83,6 @@ class NodeAgent:
         self._failure: Exception | None = None
         """What ended this agent, and was no worker's."""
         self._why_ended = ""
-        self._platform_failure = ""
-        """What of this package failed in this round."""
         self._stop_due: float | None = None
         """When workers that are being ended must be looked at again; None: none are."""
         self._swept = False
@@ -103,15 +91,12 @@ class NodeAgent:
         """Whether the filesystem did not take the last commands in time: a thread may wait for it for ever."""
         self._selector = selectors.DefaultSelector()
         self._watched: set[int] = set()
-        self._last_beats: tuple[list[RankBeat], float] = ([], 0.0)
-        """The workers' last heartbeats before they were ended, and when they were read."""
         self._unfit: HealthVerdict | None = None
         self._moment_ends: float | None = None
         """Until when the workers elsewhere are let go on after a failure here that may be this node's."""
-        self._unwritten: list[Callable[[], object]] = []
-        """Evidence of failures that the filesystem refused."""
         self._figures = context.figures or RoundFigures(NoMetrics(), role=context.spec.role, clock=context.clock)
         self._checkpoints = CheckpointWatch(context.watch, context.spec, clock=context.clock)
+        self._reports = FailureReports(context)
         self._clock_offsets = ClockOffsetLog(
             context.events, context.notifier, uid=context.info.uid, clock=context.clock
         )
@@ -273,7 +258,10 @@ class NodeAgent:
         if any(supersedes(member.uid, uid) for member in record.members):
             self._happens(Event.LEAVE, "a newer agent runs on this node")
         elif self._context.info.node in record.unfit and self._unfit is None:
-            self._leave_apart()
+            # All workers here failed alike, and none elsewhere: another agent here would find the same.
+            self._unfit = HealthVerdict(reason=ALL_ALIKE)
+            self._context.coordination.ask(lambda participant: leave_run(participant, ALL_ALIKE))
+            self._happens(Event.LEAVE, ALL_ALIKE)
         elif record.status is Status.CLOSED:
             self._happens(Event.CLOSED, record.reason)
         elif record.round > self._round and self._phase in (Phase.READY, Phase.RUNNING, Phase.DONE, Phase.STOPPING):
@@ -298,12 +286,6 @@ class NodeAgent:
         self._unfit = verdict
         context.coordination.ask(lambda participant: leave_run(participant, verdict.reason))
         self._happens(Event.LEAVE, verdict.reason)
-
-    def _leave_apart(self) -> None:
-        """All workers here failed alike, and none elsewhere: another agent here would find the same."""
-        self._unfit = HealthVerdict(reason=ALL_ALIKE)
-        self._context.coordination.ask(lambda participant: leave_run(participant, ALL_ALIKE))
-        self._happens(Event.LEAVE, ALL_ALIKE)
 
     def _handle_stop(self) -> None:
         workers = self._workers
@@ -333,13 +315,14 @@ class NodeAgent:
 
     def _handle_store(self) -> None:
         has_workers = self._phase in (Phase.RUNNING, Phase.STOPPING)  # a worker may notice it before this agent does
-        if self._context.store_server.handle() is not StoreState.FAILED or not has_workers or self._platform_failure:
+        reports = self._reports
+        if self._context.store_server.handle() is not StoreState.FAILED or not has_workers or reports.platform_failure:
             return
-        self._platform_failure = f"the workers' TCPStore is gone: {self._context.store_server.failure}"
-        logger.error("%s", self._platform_failure)
-        self._context.events.write(PlatformFailure(round=self._round, reason=self._platform_failure))
+        reports.platform_failure = f"the workers' TCPStore is gone: {self._context.store_server.failure}"
+        logger.error("%s", reports.platform_failure)
+        self._context.events.write(PlatformFailure(round=self._round, reason=reports.platform_failure))
         if self._phase is Phase.RUNNING:  # workers that connect would retry for five minutes before they fail
-            self._happens(Event.FAILED, self._platform_failure)
+            self._happens(Event.FAILED, reports.platform_failure)
 
     # -- what follows --------------------------------------------------------------------------------------------
 
@@ -353,14 +336,17 @@ class NodeAgent:
         if event in (Event.CLOSED, Event.LEAVE):
             self._why_ended = self._why_ended or reason
         if event is Event.FROZEN:
-            self._confirm()
+            assert self._record is not None
+            self._round = self._record.round
+            confirm_round(self._context, self._record, is_ending=self._heard.is_ending)
         elif event is Event.FINAL:
             self._start_workers()
         elif event is Event.FAILED:
             self._clock_offsets.log_changes()
             if self._workers is not None and self._workers.has_symptoms_only:
                 self._workers.look_first()
-            self._report_failure(reason)
+            assert self._workers is not None
+            self._reports.on_failure(self._workers, reason)
             self._stop_workers(reason)
         elif event is Event.SUCCEEDED:
             self._report_done()
@@ -376,54 +362,6 @@ class NodeAgent:
         self._figures.begin("rendezvous")
         self._context.health.begin(self._round)
         self._handle_health()
-
-    def _confirm(self) -> None:
-        """Agree to the frozen round; the node of group rank 0 has the port of its TCPStore open before."""
-        record, context = self._record, self._context
-        assert record is not None
-        self._round = record.round
-        master, guard = "", None
-        if record.members[0].uid == context.info.uid:
-            try:
-                master = self._open_master(record)
-            except StoreBindError as error:
-                reason = str(error)
-                logger.error("%s", reason)
-                context.coordination.ask(lambda participant: participant.close(Outcome.FAILED, reason))
-                return
-            guard = context.store_server.guard  # this round's, whenever `confirm` is carried out
-
-        def confirm(participant: Participant) -> None:  # in the coordination's thread: it may read files
-            if guard is not None:
-                addresses = participant.member_addresses([member.uid for member in record.members])
-                senders = context.notifier.senders if context.notifier is not None else frozenset()
-                guard.admit(None if addresses is None else addresses | senders)
-            participant.confirm(record.round, master)
-
-        context.coordination.ask(confirm)
-
-    def _open_master(self, record: RoundRecord) -> str:
-        """Bind the TCPStore's port on this node: on the loopback where no other node is in the round.
-
-        Returns:
-            ``address port 1|0``, the last for whether this agent serves it; else rank 0 does.
-
-        Raises:
-            StoreBindError: the port can't be listened on.
-        """
-        context, is_alone = self._context, len(record.members) == 1
-        host = choose_master_address(
-            given=context.spec.master_addr,
-            reached=list(context.notifier.reached) if context.notifier and not is_alone else (),
-            candidates=() if is_alone else context.info.addresses,
-        )
-        try:
-            serves = context.files.do(context.torch_available, within=FIND_TORCH_SECONDS, unless=self._heard.is_ending)
-        except FilesystemHangsError:
-            serves = False
-        guarded = serves and rendezvous_settings(context.spec, context.attempt).member_filter
-        address, port = context.store_server.bind(host, context.spec.master_port, guarded=guarded)
-        return f"{address} {port} {int(serves)}"
 
     def _start_workers(self) -> None:
         record, context = self._record, self._context
@@ -453,8 +391,8 @@ class NodeAgent:
             is_ending=self._heard.is_ending,
             watch=context.watch,
         )
-        self._write_evidence_again()
-        self._swept, self._has_run, self._platform_failure = False, True, ""
+        self._reports.write_again()
+        self._swept, self._has_run, self._reports.platform_failure = False, True, ""
         log_round(context.events, facts, restarts_used=record.restarts_used)
         self._figures.put("remaining_restarts", context.spec.max_restarts - record.restarts_used)
         try:
@@ -483,22 +421,9 @@ class NodeAgent:
 
     def _report_start_failure(self, workers: LocalWorkers, error: Exception) -> None:
         logger.error("the workers could not be started: %s", error)
-        retryable = not isinstance(error, WorkerStartError) or error.errno in _PASSING_START_ERRORS
-        failure = workers.describe_start_failure(error, retryable=retryable)
-        log_failure(self._context.events, failure)
-        summary = sum_up([failure], node=self._context.info.node, seconds=0.0)
-        index = workers.round
-        self._context.coordination.ask(lambda participant: participant.report_failure(index, summary))
-        self._context.coordination.ask(lambda participant: participant.sum_up_failures(index, summary))
+        self._reports.on_start_failure(workers, error)
         self._phase = next_phase(self._phase, Event.FAILED)
         self._stop_workers(str(error))
-
-    def _report_failure(self, reason: str) -> None:
-        """Report the bare fact at once, so that all nodes stop; the evidence follows when the workers have ended."""
-        assert self._workers is not None
-        failure = early_failure(reason, node=self._context.info.node, workers=self._workers, watch=self._context.watch)
-        index = self._workers.round
-        self._context.coordination.ask(lambda participant: participant.report_failure(index, failure))
 
     def _report_done(self) -> None:
         assert self._workers is not None
@@ -524,7 +449,7 @@ class NodeAgent:
             context.events.write(WorkersStopping(round=workers.round, reason=reason))
             self._figures.begin("restart")
             self._figures.begin("stop")
-            self._last_beats = context.watch.refresh(), context.clock.monotonic()
+            self._reports.last_beats = context.watch.refresh(), context.clock.monotonic()
             if record is not None and record.hang is not None and record.round == workers.round + 1:
                 context.watch.on_hang(record.hang, workers.running)  # a worker elsewhere hangs: for which here?
                 workers.take_stacks_first()
@@ -540,38 +465,9 @@ class NodeAgent:
         """All of the group are gone: write and report the evidence, and join again where this agent goes on."""
         workers, self._workers = self._workers, None
         if workers is not None:
-            self._report_evidence(workers)
+            self._reports.on_end(workers)
         if self._phase is Phase.JOINING:
             self._join()
-
-    def _report_evidence(self, workers: LocalWorkers) -> None:
-        context, index, seconds = self._context, workers.round, workers.seconds
-        failures = workers.describe_failures()
-        self._unwritten += workers.unwritten_evidence
-        for failure in failures:
-            log_failure(context.events, failure)
-        own = [failure for failure in failures if not failure.is_stopped or failure.is_own_cause]
-        summary = None
-        if own:
-            step, mark = context.watch.furthest_step, context.watch.mark
-            count = workers.layout.local_world_size
-            summary = sum_up(own, node=context.info.node, seconds=seconds, step=step, hang=mark, workers=count)
-        elif self._platform_failure:
-            summary = platform_failure(self._platform_failure, node=context.info.node, seconds=seconds)
-        if workers.took_stacks:
-            beats, now = self._last_beats
-            log_stacks(context.events, index, stacks=workers.stacks, beats=beats, now=now)
-        if workers.activities:
-            context.events.write(RanksObserved(round=index, ranks=tuple(workers.activities)))
-        context.watch.end()
-        if summary is not None:
-            context.coordination.ask(lambda participant: participant.sum_up_failures(index, summary))
-
-    def _write_evidence_again(self) -> None:
-        """The filesystem takes files again, or never will."""
-        for write in self._unwritten:
-            self._context.files.post(write)
-        self._unwritten.clear()
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -579,7 +475,7 @@ class NodeAgent:
         """The phase is ENDED: close all, and report the end. Returns the exit code."""
         context = self._context
         self._selector.close()
-        self._write_evidence_again()
+        self._reports.write_again()
         code = exit_code(ended_by=self._heard.ended_by, failure=self._failure, unfit=self._unfit, record=self._record)
         context.store_server.close()
         context.watch.close()

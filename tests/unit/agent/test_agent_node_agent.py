@@ -893,7 +893,7 @@ class Watch:
 
 def with_watch(p: Play) -> Watch:
     watch = Watch(FakeClock())
-    p.agent._context = replace(p.agent._context, watch=watch)  # type: ignore[type-var]
+    p.agent._context = p.agent._reports._context = replace(p.agent._context, watch=watch)  # type: ignore[type-var]
     return watch
 
 

@@ -1,0 +1,80 @@
+"""What a node reports of its workers' failures: the bare fact at once, the evidence when the workers have ended."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from hpc_elastic.agent.restart_policy import early_failure, platform_failure, sum_up
+from hpc_elastic.agent.round_events import log_failure, log_stacks
+from hpc_elastic.run.agent_events import RanksObserved
+from hpc_elastic.workers.spawn import WorkerStartError
+
+if TYPE_CHECKING:
+    from hpc_elastic.agent.context import AgentContext
+    from hpc_elastic.agent.heartbeats import RankBeat
+    from hpc_elastic.agent.local_workers import LocalWorkers
+    from hpc_elastic.rendezvous.state import NodeFailure
+
+_PASSING_START_ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.ENFILE, errno.EMFILE)
+
+
+class FailureReports:
+    """One agent's: to the events, and through the coordination to the coordinator. All methods are for its main
+    thread."""
+
+    def __init__(self, context: AgentContext) -> None:
+        self._context = context
+        self.platform_failure = ""
+        """What of this package failed in this round."""
+        self.last_beats: tuple[list[RankBeat], float] = ([], 0.0)
+        """The workers' last heartbeats before they were ended, and when they were read."""
+        self._unwritten: list[Callable[[], object]] = []
+        """Evidence of failures that the filesystem refused."""
+
+    def on_start_failure(self, workers: LocalWorkers, error: Exception) -> None:
+        """A worker could not be started."""
+        retryable = not isinstance(error, WorkerStartError) or error.errno in _PASSING_START_ERRORS
+        failure = workers.describe_start_failure(error, retryable=retryable)
+        log_failure(self._context.events, failure)
+        summary = sum_up([failure], node=self._context.info.node, seconds=0.0)
+        index = workers.round
+        self._context.coordination.ask(lambda participant: participant.report_failure(index, summary))
+        self._context.coordination.ask(lambda participant: participant.sum_up_failures(index, summary))
+
+    def on_failure(self, workers: LocalWorkers, reason: str) -> None:
+        """Report the bare fact at once, so that all nodes stop; the evidence follows when the workers have ended."""
+        failure = early_failure(reason, node=self._context.info.node, workers=workers, watch=self._context.watch)
+        index = workers.round
+        self._context.coordination.ask(lambda participant: participant.report_failure(index, failure))
+
+    def on_end(self, workers: LocalWorkers) -> None:
+        """All of the group are gone: write and report the evidence."""
+        context, index, seconds = self._context, workers.round, workers.seconds
+        failures = workers.describe_failures()
+        self._unwritten += workers.unwritten_evidence
+        for failure in failures:
+            log_failure(context.events, failure)
+        own = [failure for failure in failures if not failure.is_stopped or failure.is_own_cause]
+        summary: NodeFailure | None = None
+        if own:
+            step, mark = context.watch.furthest_step, context.watch.mark
+            count = workers.layout.local_world_size
+            summary = sum_up(own, node=context.info.node, seconds=seconds, step=step, hang=mark, workers=count)
+        elif self.platform_failure:
+            summary = platform_failure(self.platform_failure, node=context.info.node, seconds=seconds)
+        if workers.took_stacks:
+            beats, now = self.last_beats
+            log_stacks(context.events, index, stacks=workers.stacks, beats=beats, now=now)
+        if workers.activities:
+            context.events.write(RanksObserved(round=index, ranks=tuple(workers.activities)))
+        context.watch.end()
+        if summary is not None:
+            context.coordination.ask(lambda participant: participant.sum_up_failures(index, summary))
+
+    def write_again(self) -> None:
+        """The filesystem takes files again, or never will."""
+        for write in self._unwritten:
+            self._context.files.post(write)
+        self._unwritten.clear()
