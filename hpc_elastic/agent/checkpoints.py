@@ -139,6 +139,10 @@ class PreemptionWatch:
         """When the workers' steps were read first, and what was found."""
         self._has_noted = False
         self._has_kept = False
+        self._workers: LocalWorkers | None = None
+        """Those that are sent the signal."""
+        self._unsent: set[int] | None = None
+        """Local ranks that have not got it; None: it has not been sent yet."""
         self._explained: set[int] = set()
         """Local ranks whose checkpoint was too early, as the log has it."""
         self.due: float | None = None
@@ -157,7 +161,8 @@ class PreemptionWatch:
         self._notice = record.notice
         self._watch.deliver_notice(deadline=self._deadline, step=record.notice.step)
         if is_new and workers is not None and self._signal is not None:
-            workers.send(self._signal)
+            self._workers = workers
+            self._send()
 
     def look(self, running: Collection[int]) -> PreemptionReply | None:
         """Read the workers' pages if it is time to."""
@@ -166,6 +171,7 @@ class PreemptionWatch:
             return None
         self.due = now + PREEMPTION_LOOK_SECONDS
         beats = self._watch.read()
+        self._send()
         if self._began is None:
             self._began = now, beats
         if not self._has_noted:
@@ -185,6 +191,21 @@ class PreemptionWatch:
             return None
         beats = self._watch.read()
         return self._kept() if self._signal is not None or any(beat.has_notice for beat in beats) else None
+
+    def _send(self) -> None:
+        """Send the signal to the workers that have not got it: to one without a handler when it has one."""
+        if self._workers is None or self._signal is None:
+            return
+        speakers = {
+            beat.local_rank: beat.pid
+            for beat in self._watch.read()
+            if self._unsent is None or beat.local_rank in self._unsent
+        }
+        is_first = self._unsent is None
+        self._unsent = set(self._workers.send(self._signal, speakers)) if speakers else set()
+        if self._unsent and is_first:
+            ranks = ", ".join(str(beat.rank) for beat in self._watch.read() if beat.local_rank in self._unsent)
+            logger.info("no process of rank %s catches %s: it is sent when one does", ranks, self._signal.name)
 
     def _kept(self) -> PreemptionReply:
         self._has_kept, self.due = True, None

@@ -8,7 +8,6 @@ known, none of this happens.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
 from typing import Protocol
 
@@ -99,16 +98,6 @@ class MomentThenStop:
             self._next = self._then(self._grace)
             self._next.begin()
         return self._next.step()
-
-
-def acts_on(number: signal.Signals, pid: int) -> bool:
-    """Whether the process `pid` catches or ignores a signal; True where that is not known."""
-    try:
-        with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
-            lines = [line.split() for line in file if line.startswith(("SigCgt:", "SigIgn:"))]
-        return len(lines) != 2 or any(int(mask, 16) >> (number - 1) & 1 for _, mask in lines)
-    except (OSError, ValueError):
-        return True
 
 
 def observe_failure(failure: WorkerFailure) -> Activity | None:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.agent.hang import HangWatch, silent_watch
 from hpc_elastic.agent.hang_stop import HEAD_START_SECONDS, StacksThenStop, find_targets
-from hpc_elastic.agent.last_look import MomentThenStop, Stopper, acts_on
+from hpc_elastic.agent.last_look import MomentThenStop, Stopper
 from hpc_elastic.agent.restart_group import DeadWorker, keep_apart
 from hpc_elastic.agent.worker_evidence import Place, StopRecord, WorkerEvidence, WorkerSlot
 from hpc_elastic.base.clock import Clock, uptime_ns
@@ -24,7 +24,7 @@ from hpc_elastic.rendezvous.ranks import RankLayout
 from hpc_elastic.run.agent_events import OwnEnd
 from hpc_elastic.run.option_values import Std
 from hpc_elastic.run.paths import RankPaths
-from hpc_elastic.workers import linux
+from hpc_elastic.workers.handlers import acts_on, send_to_handler
 from hpc_elastic.workers.spawn import EXEC_WAIT_S, Inherited, WorkerProcess, pipe_bytes_for, start_worker
 from hpc_elastic.workers.stop import GroupStopper, Stopped
 
@@ -233,11 +233,22 @@ class LocalWorkers:
         """Since the start, monotonic."""
         return self._clock.monotonic() - self._started_at
 
-    def send(self, number: signal.Signals) -> None:
-        """A signal to every worker that runs; not to what it started."""
-        for slot in self._slots:
-            if slot.exit is None and slot.process.pidfd is not None:
-                linux.pidfd_send_signal(slot.process.pidfd, number)
+    def send(self, number: signal.Signals, speakers: Mapping[int, int]) -> list[int]:
+        """A signal to those workers in `speakers` that run: to the process of each that catches it.
+
+        Args:
+            number: The signal.
+            speakers: Local rank → pid of the process that sends its heartbeats; 0 where none does.
+
+        Returns:
+            Local ranks of running workers no process of which catches it: it would end them.
+        """
+        running = [slot for slot in self._slots if slot.exit is None and slot.local_rank in speakers]
+        return [
+            slot.local_rank
+            for slot in running
+            if not send_to_handler(slot.process.pid, number, speaker=speakers[slot.local_rank])
+        ]
 
     def take_stacks_first(self) -> None:
         """The round hangs: when the workers are ended, they get SIGABRT in place of SIGTERM, and leave their stacks."""

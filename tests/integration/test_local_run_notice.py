@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,21 @@ def test_workers_get_a_signal_where_one_is_asked_for(tmp_path: Path) -> None:
         run.signal(signal.SIGUSR2)
         assert run.finish() == ExitCode.OK
         assert [moment["signal"] for moment in run.moments("saved")] == [signal.SIGUSR1] * 4
+        assert [part["outcome"] for part in run.report(1)["attempts"]] == ["preempted", "succeeded"]
+
+
+def test_behind_a_shell_the_script_gets_the_signal(tmp_path: Path) -> None:
+    """And one that has no handler yet gets it when it has."""
+    script = _HEEDS_A_SIGNAL.replace("signal.signal(", "tell('there'); wait_for('ready'); signal.signal(", 1)
+    line = ["bash", "-c", f"{sys.executable} {tmp_path / 'train.py'}; code=$?; exit $code"]
+    options = ["--preemption-signal", "usr1", "--max-requeues", "1"]
+    with LocalRun(tmp_path, script, options=options, interpreter=["--no-python", *line]) as run:
+        run.wait_moments("there", count=2)
+        run.signal(signal.SIGUSR2)
+        run.until(lambda: "catches SIGUSR1: it is sent when one does" in run.log(), "a line in the log")
+        run.say("ready")
+        assert run.finish() == ExitCode.OK
+        assert [moment["signal"] for moment in run.moments("saved")] == [signal.SIGUSR1] * 2
         assert [part["outcome"] for part in run.report(1)["attempts"]] == ["preempted", "succeeded"]
 
 

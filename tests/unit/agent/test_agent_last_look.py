@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 
-from hpc_elastic.agent.last_look import MOMENT_SECONDS, MomentThenStop, acts_on, observe_failure, observe_silent
+from hpc_elastic.agent.last_look import MOMENT_SECONDS, MomentThenStop, observe_failure, observe_silent
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.stacks import ProcessState, StackDump, ThreadStack, Whereabouts
 from hpc_elastic.failures.traceback_text import Frame
@@ -90,19 +88,6 @@ def test_a_kill_gives_up_the_moment() -> None:
     moment.stopper.kill_now()
     assert (moment.graces, moment.ends.calls) == ([0.0], ["kill_now"])
     assert moment.stopper.step() is GONE
-
-
-def test_a_process_that_catches_a_signal_acts_on_it() -> None:
-    before = signal.signal(signal.SIGUSR1, lambda *_: None)
-    try:
-        assert acts_on(signal.SIGUSR1, os.getpid())
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-        assert acts_on(signal.SIGUSR1, os.getpid())
-        signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-        assert not acts_on(signal.SIGUSR1, os.getpid())
-        assert acts_on(signal.SIGUSR1, 2**22 + 1), "not known"
-    finally:
-        signal.signal(signal.SIGUSR1, before)
 
 
 def test_a_symptom_is_observed_and_no_other_failure() -> None:

@@ -54,11 +54,18 @@ class Node:
         self.clock = FakeClock()
         self.pages = Pages()
         self.sent: list[signal.Signals] = []
+        self.deaf: set[int] = set()
+        """Local ranks no process of which catches the signal."""
         spec = SimpleNamespace(preemption_signal=signal_name)
         self.watch = PreemptionWatch(self.pages, spec, clock=self.clock)  # type: ignore[arg-type]
 
     def on_record(self, record: RoundRecord) -> None:
-        self.watch.on_record(record, SimpleNamespace(send=self.sent.append))  # type: ignore[arg-type]
+        self.watch.on_record(record, SimpleNamespace(send=self._send))  # type: ignore[arg-type]
+
+    def _send(self, number: signal.Signals, speakers: dict[int, int]) -> list[int]:
+        heard = [rank for rank in speakers if rank not in self.deaf]
+        self.sent += [number] * len(heard)
+        return [rank for rank in speakers if rank in self.deaf]
 
     def look(self, after: float = 0.0, running: tuple[int, ...] = (0, 1)) -> Any:
         self.clock.now += after
@@ -99,7 +106,23 @@ def test_a_notice_that_leaves_less_time_is_told_and_one_that_leaves_more_is_not(
     node.clock.now += 1
     node.on_record(replace(AGREED, number=9, notice=PreemptionNotice("another", 40.0, step=30)))
     assert [deadline - began for deadline, _ in node.pages.told] == [60, 60, 25, 25]
-    assert node.sent == [signal.SIGUSR1], "once"
+    assert node.sent == [signal.SIGUSR1] * 2, "once to each"
+
+
+def test_a_worker_that_does_not_catch_the_signal_yet_gets_it_when_it_does(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    node = Node("SIGUSR1")
+    node.deaf = {1}
+    node.on_record(NOTICED)
+    node.look(after=0.2)
+    node.on_record(AGREED)
+    node.look(after=1.0)
+    assert node.sent == [signal.SIGUSR1], "to the other one, once"
+    node.deaf = set()
+    node.look(after=0.2)
+    node.look(after=0.2)
+    assert node.sent == [signal.SIGUSR1] * 2
+    assert caplog.messages == ["no process of rank 1 catches SIGUSR1: it is sent when one does"]
 
 
 def test_the_node_says_where_its_workers_stand_and_how_fast_they_are() -> None:
@@ -128,7 +151,7 @@ def test_a_signal_counts_as_heeding() -> None:
     node.on_record(NOTICED)
     node.on_record(replace(NOTICED, number=7))
     assert node.look().status.heeds
-    assert node.sent == [signal.SIGUSR1], "once"
+    assert node.sent == [signal.SIGUSR1] * 2, "once to each"
 
 
 def noted() -> Node:

@@ -1,0 +1,87 @@
+"""Which process of a worker's is sent the signal that asks it to save."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from hpc_elastic.workers.handlers import SignalMasks, acts_on, choose_receivers, read_masks
+from hpc_elastic.workers.tree import Proc
+
+USR1 = signal.SIGUSR1
+
+
+def proc(pid: int, parent: int, state: str = "S") -> Proc:
+    return Proc(pid=pid, starttime=1, ppid=parent, pgid=1, sid=1, state=state, name="x")
+
+
+def chosen(
+    below: dict[int, int], *, catching: dict[int, int], speaker: int = 0, ended: tuple[int, ...] = ()
+) -> list[int]:
+    """`below`: pid → parent; `catching`: pid → the pid that it sees itself; the root is 1."""
+    bit = 1 << (USR1 - 1)
+    masks = {
+        pid: SignalMasks(
+            caught=bit if pid in catching else 1 << (signal.SIGCHLD - 1),
+            ignored=0,
+            blocked=0,
+            inner_pid=catching.get(pid, pid),
+        )
+        for pid in (1, *below)
+    }
+    found = [proc(pid, parent, "Z" if pid in ended else "S") for pid, parent in below.items()]
+    return [each.pid for each in choose_receivers(proc(1, 0), found, masks, number=USR1, speaker=speaker)]
+
+
+def test_the_worker_itself_where_it_catches_it() -> None:
+    assert chosen({2: 1}, catching={1: 1, 2: 2}, speaker=2) == [1]
+
+
+def test_behind_a_wrapper_the_script_and_not_what_it_forked() -> None:
+    assert chosen({2: 1, 3: 2, 4: 3, 5: 4}, catching={3: 3, 4: 4, 5: 5}) == [3]
+    assert chosen({2: 1, 3: 1, 4: 3}, catching={2: 2, 4: 4}) == [2, 4], "two branches"
+
+
+def test_the_process_that_sends_the_heartbeats_before_a_launcher_above_it() -> None:
+    assert chosen({2: 1, 3: 2}, catching={2: 2, 3: 3}, speaker=3) == [3]
+    assert chosen({2: 1, 3: 2}, catching={2: 2, 3: 7}, speaker=7) == [3], "in a pid namespace of its own"
+    assert chosen({2: 1, 3: 2}, catching={2: 2}, speaker=3) == [2], "which has no handler"
+
+
+def test_no_process_where_none_catches_it() -> None:
+    assert chosen({2: 1, 3: 2}, catching={}, speaker=3) == []
+    assert chosen({2: 1}, catching={2: 2}, ended=(2,)) == []
+
+
+def test_a_signal_that_is_blocked_is_waited_for_in_some_other_way() -> None:
+    masks = {1: SignalMasks(caught=0, ignored=0, blocked=1 << (USR1 - 1), inner_pid=1)}
+    assert [each.pid for each in choose_receivers(proc(1, 0), [], masks, number=USR1, speaker=0)] == [1]
+
+
+def test_the_kernel_says_what_a_process_catches() -> None:
+    before = signal.signal(USR1, lambda *_: None)
+    try:
+        masks = read_masks(os.getpid())
+        assert masks is not None
+        assert masks.catches(USR1)
+        assert masks.inner_pid == os.getpid()
+        signal.signal(USR1, signal.SIG_IGN)
+        masks = read_masks(os.getpid())
+        assert masks is not None
+        assert not masks.catches(USR1)
+    finally:
+        signal.signal(USR1, before)
+    assert read_masks(2**22 + 1) is None
+
+
+def test_a_process_that_catches_a_signal_acts_on_it() -> None:
+    before = signal.signal(USR1, lambda *_: None)
+    try:
+        assert acts_on(USR1, os.getpid())
+        signal.signal(USR1, signal.SIG_IGN)
+        assert acts_on(USR1, os.getpid())
+        signal.signal(USR1, signal.SIG_DFL)
+        assert not acts_on(USR1, os.getpid())
+        assert acts_on(USR1, 2**22 + 1), "not known"
+    finally:
+        signal.signal(USR1, before)
