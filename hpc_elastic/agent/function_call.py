@@ -18,6 +18,7 @@ from typing import Any
 
 from hpc_elastic.base.self_command import worker_arguments
 from hpc_elastic.errors import UsageError
+from hpc_elastic.worker_api.exit_hold import ExitHold
 
 
 class FunctionCall:
@@ -64,7 +65,9 @@ class FunctionCall:
 def main(argv: list[str]) -> None:
     """Call the function, in a worker."""
     call, results = argv
-    result = f"{results}-{os.environ['LOCAL_RANK']}"
+    local_rank = int(os.environ["LOCAL_RANK"])
+    hold = ExitHold(f"{results}.hold", local_rank=local_rank, local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]))
+    result = f"{results}-{local_rank}"
     sys.argv = [__file__]
     with open(call, "rb") as file:
         sys.path[:] = pickle.load(file)
@@ -80,3 +83,4 @@ def main(argv: list[str]) -> None:
     with open(beside, "wb") as file:
         file.write(raw)
     os.replace(beside, result)
+    hold.wait()

@@ -50,7 +50,8 @@ from hpc_elastic.submission.call import (
     write_object,
 )
 from hpc_elastic.worker_api import heartbeat
-from hpc_elastic.worker_api.heartbeat_record import LAST_STEP
+from hpc_elastic.worker_api.exit_hold import ExitHold
+from hpc_elastic.worker_api.heartbeat_record import LAST_STEP, VARIABLE
 
 _SURE_SHARE = 0.8
 _SURE_MINUTES = 10.0
@@ -224,6 +225,12 @@ class _Worker:
         self._call: Call | None = None
         self._terms: CallTerms | None = None
         self._handled = False
+        page, local_rank = os.environ.get(VARIABLE, ""), int(os.environ["LOCAL_RANK"])
+        self._hold = ExitHold(
+            f"{page.rpartition('-')[0]}.hold" if page else "",
+            local_rank=local_rank,
+            local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
+        )
 
     def run(self) -> int:
         try:
@@ -242,6 +249,7 @@ class _Worker:
             problem = TypeError(f"the return value, a {type(value).__name__}, can't be handed back: {error}")
             problem.__cause__ = error
             return self._fail(problem, ExitCode.WORKERS_FAILED)
+        self._hold.wait()
         return 0
 
     def _prepare(self) -> None:

@@ -21,6 +21,7 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.rendezvous.handler import FileRendezvousHandler
 from hpc_elastic.rendezvous.handler_config import config_from_url
 from hpc_elastic.run.spec import EntryKind, Entrypoint
+from tests.rigs.submitted_functions import outlives_its_return
 
 
 def handler_at(folder: Path, run_id: str = "run", nodes: str = "min_workers=1") -> FileRendezvousHandler:
@@ -44,6 +45,20 @@ def test_what_functions_return_comes_back_by_global_rank(tmp_path: Path) -> None
     result = an_agent(tmp_path, add_rank, 100).run()
     assert result.return_values == {0: 100, 1: 101}
     assert result.state is WorkerState.SUCCEEDED
+
+
+def test_a_function_that_has_returned_is_held_until_the_others_have(tmp_path: Path) -> None:
+    """Where its process group was not destroyed, its end would abort them."""
+    assert an_agent(tmp_path, outlives_its_return, tmp_path).run().return_values == {0: True, 1: True}
+
+
+def leaves_without_a_word() -> None:
+    if os.environ["RANK"] == "1":
+        os._exit(0)
+
+
+def test_one_that_leaves_without_a_result_holds_no_other(tmp_path: Path) -> None:
+    an_agent(tmp_path, leaves_without_a_word).run()
 
 
 def test_a_lambda_and_a_closure_are_handed_over_too(tmp_path: Path) -> None:

@@ -208,6 +208,10 @@ def test_launch_calls_a_function_on_workers_here(
     assert os.listdir(tmp_path) == [], "what went well leaves nothing"
 
 
+def test_a_function_that_has_returned_is_held_until_the_others_have(tmp_path: Path) -> None:
+    assert hpc_elastic.launch(functions.outlives_its_return, tmp_path, nproc_per_node=2) == {0: True, 1: True}
+
+
 def test_launch_raises_what_failed_and_keeps_its_files() -> None:
     with pytest.raises(ElasticJobFailedError, match="ZeroDivisionError") as caught:
         hpc_elastic.launch(partial(divmod, 1, 0), max_restarts=0, show_output=False)

@@ -1,0 +1,69 @@
+"""Functions' workers of one node end together: one that has returned waits for the node's others.
+
+A process group that the function did not destroy has threads, and where a peer's connection closes while this process
+ends, gloo's abort it (SIGABRT at exit, after the result was written: seen with torch 2.13 on busy CPUs). torch's own
+agent holds its workers until it has read all results, for the same reason.
+
+No agent takes part: the workers share one file with a byte for each, which its process locks while it lives. So a
+worker that was killed, or left by ``os._exit``, is waited for no longer than it lives.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+
+from hpc_elastic.worker_api.heartbeat import heartbeat
+
+SECTION = "returned"
+"""The section of a worker that is held: no timeout is meant for it."""
+_STARTED, _RETURNED = b"s", b"r"
+_LOOK_SECONDS = 0.02
+_BEAT_SECONDS = 1.0
+
+
+class ExitHold:
+    """One worker's part. Made when it starts; `wait` when its function has returned and its result is written."""
+
+    def __init__(self, path: str, *, local_rank: int, local_world_size: int) -> None:
+        """`path` is on the node's own disk or memory, the same for its workers, and another in each round. Where it
+        can't be written, no worker is held."""
+        self._others = [rank for rank in range(local_world_size) if rank != local_rank]
+        self._rank = local_rank
+        self._fd = -1
+        if not self._others:
+            return
+        try:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, local_rank)
+            os.pwrite(self._fd, _STARTED, local_rank)
+        except OSError:
+            self._fd = -1
+
+    def wait(self) -> None:
+        """Wait until each of the node's other workers has returned or ended, however long that takes."""
+        if self._fd < 0:
+            return
+        try:
+            os.pwrite(self._fd, _RETURNED, self._rank)
+            next_beat = 0.0
+            while not all(map(self._is_over, self._others)):
+                if time.monotonic() >= next_beat:
+                    heartbeat(section=SECTION)
+                    next_beat = time.monotonic() + _BEAT_SECONDS
+                time.sleep(_LOOK_SECONDS)
+        except OSError:
+            return
+
+    def _is_over(self, rank: int) -> bool:
+        """Whether a worker has returned or its process is gone; False for one that has yet to start."""
+        state = os.pread(self._fd, 1, rank)
+        if state != _STARTED:
+            return state == _RETURNED
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, rank)
+        except (BlockingIOError, PermissionError):
+            return False
+        fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, rank)  # a process that takes its place may lock it
+        return True
