@@ -13,7 +13,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
-from hpc_elastic.agent.heartbeats import HeartbeatFolder, RankBeat, RoundBeats
+from hpc_elastic.agent.heartbeats import HeartbeatFolder, RankBeat, RoundBeats, StepPace
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.file_executor import FileExecutor
@@ -169,6 +169,8 @@ logger = logging.getLogger(__name__)
 
 SUMMARY_SECONDS = 15.0
 """How often a node writes where its workers are, however fast their steps."""
+FIRST_SUMMARY_SECONDS = 5.0
+"""After which it does so first in a round."""
 PAUSED_SECONDS = 5.0
 """An agent that wakes so much later than it asked for was stopped itself (a suspended job or node), and so were its
 workers: no silence counts."""
@@ -196,6 +198,7 @@ class HangWatch:
         self._summary = summary
         self._node, self._host = node, host
         self._beats: RoundBeats | None = None
+        self._pace = StepPace()
         self._round = -1
         self.due: float | None = None
         """When `look` is to be called next, monotonic; None: no worker is judged."""
@@ -216,7 +219,8 @@ class HangWatch:
         self.verdict = None
         self.hung = {}
         self._beats = RoundBeats(self._folder, round_index=round_index, first_rank=first_rank, count=count, now=now)
-        self._summary_due = now + SUMMARY_SECONDS
+        self._pace = StepPace()
+        self._summary_due = now + FIRST_SUMMARY_SECONDS
         self._plan(now, range(count))
 
     def begin_again(self, local_rank: int) -> None:
@@ -348,13 +352,17 @@ class HangWatch:
         self.due = self._summary_due if due is None else min(due, self._summary_due)
 
     def _write_summary(self, beats: Collection[RankBeat], now: float) -> None:
+        self._pace.add(beats, now)
         if self._summary is None or not any(beat.count for beat in beats) or self._is_writing:
             return
+        pace = self._pace.steps_per_second
         value = NodeHeartbeats(
             node=self._node,
             host=self._host,
             round=self._round,
             written_ns=self._clock.time_ns(),
+            steps_per_second=None if pace is None else round(pace, 4),
+            total=max((beat.total for beat in beats if beat.total is not None), default=None),
             ranks=tuple(describe_beat(beat, now) for beat in beats),
         )
         self._is_writing = True  # no second one waits behind a mount that hangs
@@ -380,6 +388,8 @@ def describe_beat(beat: RankBeat, now: float) -> RankHeartbeat:
         section=beat.section,
         age=round(beat.age(now), 3),
         count=beat.count,
+        saved_step=beat.saved_step,
+        saved_age=round(max(0.0, now - beat.saved_at), 3) if beat.checkpoints else None,
     )
 
 

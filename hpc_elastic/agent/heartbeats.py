@@ -10,7 +10,8 @@ import fcntl
 import itertools
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from msgspec import Struct
@@ -26,6 +27,7 @@ from hpc_elastic.worker_api.heartbeat_record import (
     empty_file,
     pack_notice,
     read_record,
+    read_total,
 )
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,9 @@ _ALIVE = "alive"
 _MOST_ENTRIES = 100_000
 _MOST_NAMES = 5_000
 """Of heartbeat folders, anybody's: some 20 ms."""
+_PACE_SAMPLES = 5
+"""A minute, of looks every 15 s."""
+_PACE_LEAST_SECONDS = 2.0
 _LOCAL_TYPES = frozenset({"tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "overlay", "zfs", "f2fs"})
 
 
@@ -183,6 +188,8 @@ class RankBeat(Struct, frozen=True, kw_only=True):
     """When the last of them was complete."""
     saved_step: int | None = None
     """The furthest step that one of them holds, as far as it is known."""
+    total: int | None = None
+    """How many steps the training has, where it reports that."""
     asks_for_notices: bool = False
     """Whether it has ever asked if there is a notice."""
     has_notice: bool = False
@@ -191,6 +198,30 @@ class RankBeat(Struct, frozen=True, kw_only=True):
     def age(self, now: float) -> float:
         """Seconds since."""
         return max(0.0, now - self.at)
+
+
+class StepPace:
+    """How fast the steps of one round are, over the last looks at its workers' heartbeats."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, int]] = deque(maxlen=_PACE_SAMPLES)
+
+    def add(self, beats: Iterable[RankBeat], now: float) -> None:
+        """Take what a look has found: of the furthest worker."""
+        steps = [beat.step for beat in beats if beat.step is not None]
+        if not steps:
+            return
+        if len(self._samples) > 1 and now - self._samples[-1][0] < _PACE_LEAST_SECONDS:
+            self._samples.pop()  # looks in quick succession are one
+        self._samples.append((now, max(steps)))
+
+    @property
+    def steps_per_second(self) -> float | None:
+        """None before two looks; 0 where no step was done between."""
+        if len(self._samples) < 2 or self._samples[-1][0] <= self._samples[0][0]:
+            return None
+        (begin, first), (end, last) = self._samples[0], self._samples[-1]
+        return max(0, last - first) / (end - begin)
 
 
 class RoundBeats:
@@ -251,9 +282,10 @@ class RoundBeats:
             return before
         try:
             with open(path, "rb", buffering=0) as file:
-                record = read_record(file.read(FILE_BYTES))
+                raw = file.read(FILE_BYTES)
         except OSError:
             return before
+        record = read_record(raw)
         if record is None or (record.count, record.pid) == (before.count, before.pid):
             return before
         # By the worker's own clock, which is this one but in a time namespace of its own; it came after the last look.
@@ -271,6 +303,7 @@ class RoundBeats:
             checkpoints=record.checkpoints,
             saved_at=min(now, record.saved_ns / 1e9),
             saved_step=record.saved_step,
+            total=read_total(raw),
             asks_for_notices=record.asks_for_notices,
             has_notice=record.has_notice,
         )

@@ -24,7 +24,8 @@ from hpc_elastic.cli import run_job
 from hpc_elastic.cli.screen import is_terminal, output_failed, print_note
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.job_watch import NodesDiffer, nodes_differ
-from hpc_elastic.launch.run_status import RunState, RunStatus, StepStatus, ends_by_slurm, read_status
+from hpc_elastic.launch.run_progress import OutputStatus, StepStatus
+from hpc_elastic.launch.run_status import RunState, RunStatus, ends_by_slurm, read_status
 from hpc_elastic.output.terminal import one_line
 from hpc_elastic.run.index import account_folder, array_tasks, jobs_of
 from hpc_elastic.run.node_records import account_evidence, forget, forget_in
@@ -120,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
                 has_ended = _show_array(paths, tasks, client, clock, as_json=args.json, clears=clears)
             else:
                 ((status, job),) = ends_by_slurm(
-                    client, [read_status(paths, clock=clock)], clock=clock, warn=print_note
+                    client, [read_status(paths, clock=clock, looks_at_output=True)], clock=clock, warn=print_note
                 )
                 _print(status, job, clock, as_json=args.json, clears=clears)
                 has_ended = status.state is RunState.ENDED
@@ -163,18 +164,21 @@ def _print(status: RunStatus, job: JobState | None, clock: Clock, *, as_json: bo
     if as_json:
         sys.stdout.write(json.dumps(status_json(status, job, seconds_left=left)) + "\n")
     else:
-        lines = map(one_line, status_lines(status, job, seconds_left=left))
+        lines = map(one_line, status_lines(status, job, seconds_left=left, now_ns=clock.time_ns()))
         sys.stdout.write((_CLEAR if clears else "") + "\n".join(lines) + "\n")
     sys.stdout.flush()
 
 
-def status_lines(status: RunStatus, job: JobState | None, *, seconds_left: float | None) -> list[str]:
+def status_lines(
+    status: RunStatus, job: JobState | None, *, seconds_left: float | None, now_ns: int | None = None
+) -> list[str]:
     """The lines, the headline first.
 
     Args:
         status: From the files.
         job: What Slurm says; None: it was not asked, or knows nothing.
         seconds_left: Until the job's time limit.
+        now_ns: For the time that has passed; None: it is left out.
     """
     where = f", attempt {status.attempt}" if status.attempt is not None else ""
     job_id = status.job_id or (job.job_id if job is not None else None)
@@ -186,6 +190,8 @@ def status_lines(status: RunStatus, job: JobState | None, *, seconds_left: float
 
     if job is not None:
         put("slurm", _slurm(job, seconds_left))
+    if spent := _time(status, now_ns):
+        put("time", spent)
     if status.state is RunState.ENDED:
         put("ended", f"{status.outcome.replace('_', ' ')} (exit code {status.exit_code}){_because(status.reason)}")
     elif status.state is RunState.REQUEUED:
@@ -212,9 +218,17 @@ def status_lines(status: RunStatus, job: JobState | None, *, seconds_left: float
     if status.opened_because:
         put("because", status.opened_because)
     if status.steps is not None:
-        put("steps", _steps(status.steps))
+        put("steps", _steps(status.steps, has_ended=status.state is RunState.ENDED))
+        if status.state is not RunState.ENDED:
+            put("saved", _saved(status.steps))
+    if status.output is not None:
+        put("output", _output(status.output))
     put("used", f"{status.restarts_used} of {status.max_restarts} restarts in this attempt, "
         f"{status.requeues_used} of {status.max_requeues} requeues")  # fmt: skip
+    if status.job_log:
+        put("log", status.job_log)
+    if status.rank_logs:
+        put("rank logs", status.rank_logs)
     put("directory", status.run_dir)
     if status.problem:
         put("problem", status.problem)
@@ -262,12 +276,55 @@ def _slurm(job: JobState, seconds_left: float | None) -> str:
     return text
 
 
-def _steps(steps: StepStatus) -> str:
+def _time(status: RunStatus, now_ns: int | None) -> str:
+    if status.state is RunState.ENDED:
+        return f"{duration((status.ended_ns - status.created_ns) / 1e9)} in total" if status.ended_ns else ""
+    if now_ns is None or not status.created_ns:
+        return ""
+    since_submitted = f"{duration((now_ns - status.created_ns) / 1e9)} since the run was submitted"
+    if not status.started_ns or status.state is RunState.REQUEUED:
+        return since_submitted
+    elapsed = f"{duration((now_ns - status.started_ns) / 1e9)} elapsed"
+    return f"{elapsed} in this attempt, {since_submitted}" if status.attempt else elapsed
+
+
+def _steps(steps: StepStatus, *, has_ended: bool) -> str:
     text = f"{steps.least}" if steps.least == steps.most else f"{steps.least} to {steps.most}"
+    if steps.total is not None:
+        text += f" of {steps.total}"
     if steps.behind:
         more = ", …" if len(steps.behind) > _MOST_BEHIND else ""
         text += f" (behind: rank {ranges(steps.behind[:_MOST_BEHIND])}{more})"
-    return f"{text}; told {duration(steps.told_seconds)} ago by {steps.ranks} workers"
+    if has_ended:
+        return text
+    if steps.steps_per_second is not None:
+        text += f", {steps.steps_per_second:.3g} steps/s"
+    if steps.seconds_to_end is not None:
+        text += f", {duration(steps.seconds_to_end)} to the end"
+    seconds = steps.told_seconds if steps.heartbeat_seconds is None else steps.heartbeat_seconds
+    return f"{text}; last heartbeat {_ago(seconds)} ({steps.ranks} worker{'' if steps.ranks == 1 else 's'})"
+
+
+def _saved(steps: StepStatus) -> str:
+    if steps.checkpoint_seconds is None:
+        return "no checkpoint reported in this round"
+    step = f"step {steps.checkpoint_step}, " if steps.checkpoint_step is not None else ""
+    return f"last checkpoint: {step}{_ago(steps.checkpoint_seconds)}"
+
+
+def _output(output: OutputStatus) -> str:
+    text = "no heartbeats, so by the size of the logs: "
+    if output.silent_seconds is None:
+        return f"{text}none of {output.ranks} ranks has printed anything yet"
+    text += f"{output.bytes} bytes, the last {_ago(output.silent_seconds)} (rank {output.newest_rank})"
+    return text + (
+        f"; {output.silent_ranks} of {output.ranks} ranks have printed nothing" if output.silent_ranks else ""
+    )
+
+
+def _ago(seconds: float) -> str:
+    """``2 s ago``, ``0:12:00 ago``."""
+    return f"{seconds:.0f} s ago" if seconds < 120 else f"{duration(seconds)} ago"
 
 
 def _because(reason: str) -> str:

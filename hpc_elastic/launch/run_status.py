@@ -18,16 +18,14 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.files import Unreadable
 from hpc_elastic.base.outcome import ExitCode, Outcome
 from hpc_elastic.errors import HpcElasticError, UsageError
+from hpc_elastic.launch.run_progress import OutputStatus, StepStatus, read_output, read_steps
 from hpc_elastic.options.sbatch import parse_array
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.attempt import AttemptInfo, UnreadableAttemptError, load_attempt, load_result
-from hpc_elastic.run.heartbeats import NodeHeartbeats
 from hpc_elastic.run.index import JobEntry, array_tasks, jobs_of, known_jobs
 from hpc_elastic.run.node_records import load_record
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
@@ -71,17 +69,6 @@ class RunState(str, Enum):
     ENDED = "ended"
 
 
-class StepStatus(Struct, frozen=True, kw_only=True):
-    least: int
-    most: int
-    behind: tuple[int, ...]
-    """Ranks at `least`, where that is not where all are."""
-    ranks: int
-    """How many have reported a step."""
-    told_seconds: float
-    """Since the newest of these reports was written."""
-
-
 class RunStatus(Struct, frozen=True, kw_only=True):
     run_id: str
     run_dir: str
@@ -105,11 +92,19 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     requeues_used: int = 0
     max_requeues: int = 0
     steps: StepStatus | None = None
+    output: OutputStatus | None = None
+    """In place of `steps`, where it was asked for and the workers of a round report none."""
     outcome: str = ""
     """Of the newest attempt, where it has ended."""
     reason: str = ""
     exit_code: int | None = None
     created_ns: int = 0
+    started_ns: int = 0
+    """When the newest attempt began, by its batch host's clock; 0: none has."""
+    job_log: str = ""
+    """Where the job log is; empty: it went to a terminal."""
+    rank_logs: str = ""
+    """The workers' own files, as a shell pattern; empty before the first round."""
     ended_ns: int = 0
     """When the newest attempt's end was written, by the file's time; 0: it has not ended."""
     bad_nodes: tuple[str, ...] = ()
@@ -118,8 +113,14 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     """What could not be read."""
 
 
-def read_status(paths: RunPaths, *, clock: Clock) -> RunStatus:
-    """Look at a run's files. What is missing or damaged is left out, and said in `problem`."""
+def read_status(paths: RunPaths, *, clock: Clock, looks_at_output: bool = False) -> RunStatus:
+    """Look at a run's files. What is missing or damaged is left out, and said in `problem`.
+
+    Args:
+        paths: The run's.
+        clock: For ages.
+        looks_at_output: Look at the sizes of the workers' logs too, where they report no steps.
+    """
     problem = ""
     spec: RunSpec | None = None
     try:
@@ -144,7 +145,7 @@ def read_status(paths: RunPaths, *, clock: Clock) -> RunStatus:
     info: AttemptInfo | None = None
     try:
         info = load_attempt(attempt.attempt_json)
-        known.update(job_id=info.job_id, nodes=info.nodes, cluster=info.cluster)
+        known.update(job_id=info.job_id, nodes=info.nodes, cluster=info.cluster, started_ns=info.started_ns)
     except UnreadableAttemptError as error:
         problem = problem or str(error)
     record: RoundRecord | None = None
@@ -157,7 +158,21 @@ def read_status(paths: RunPaths, *, clock: Clock) -> RunStatus:
         known["steps"] = read_steps(attempt, record, now_ns=clock.time_ns())
     result = _result(attempt)
     known.update(result)
-    return RunStatus(**known, state=state_of(record, result.get("exit_code")), problem=problem)
+    state = state_of(record, result.get("exit_code"))
+    known["job_log"] = _job_log(paths, spec, known.get("job_id"))
+    if record is not None and record.round >= 0:
+        known["rank_logs"] = str(attempt.round_dir(record.round) / "rank-*" / "{stdout,stderr}.log")
+        if looks_at_output and known["steps"] is None and state in (RunState.TRAINING, RunState.SAVING):
+            known["output"] = read_output(attempt, record, now_ns=clock.time_ns())
+    return RunStatus(**known, state=state, problem=problem)
+
+
+def _job_log(paths: RunPaths, spec: RunSpec | None, job_id: str | None) -> str:
+    given = [word.partition("=")[2] for word in (spec.sbatch_args if spec else ()) if word.startswith("--output=")]
+    if given:
+        base, _, task = (job_id or "%j").partition("_")
+        return given[-1].replace("%j", job_id or "%j").replace("%A", base).replace("%a", task or "%a")
+    return str(paths.job_log) if paths.job_log.is_file() else ""
 
 
 def with_slurms_end(
@@ -215,28 +230,6 @@ def state_of(record: RoundRecord | None, exit_code: int | None) -> RunState:
     if record.status is Status.CLOSED:
         return RunState.ENDING
     return RunState.TRAINING if record.notice is None else RunState.SAVING
-
-
-def read_steps(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> StepStatus | None:
-    """Where the workers of a round are; None where none has reported. One small file for each member.
-
-    Args:
-        attempt: Where nodes report it.
-    """
-    steps: dict[int, int] = {}
-    newest = 0
-    for member in record.members:
-        found = codec.load(attempt.heartbeats(member.node), NodeHeartbeats)
-        if isinstance(found, Unreadable) or found.round != record.round:
-            continue
-        steps |= {beat.rank: beat.step for beat in found.ranks if beat.step is not None}
-        newest = max(newest, found.written_ns)
-    if not steps:
-        return None
-    least, most = min(steps.values()), max(steps.values())
-    behind = tuple(sorted(rank for rank, step in steps.items() if step == least)) if least < most else ()
-    seconds = max(0.0, (now_ns - newest) / 1e9)
-    return StepStatus(least=least, most=most, behind=behind, ranks=len(steps), told_seconds=round(seconds, 1))
 
 
 def _newest_attempt(paths: RunPaths) -> int | None:

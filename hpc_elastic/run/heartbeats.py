@@ -17,6 +17,10 @@ class RankHeartbeat(Struct, frozen=True, kw_only=True):
     """Seconds since the heartbeat, when this was written."""
     count: int = 0
     """Heartbeats in this round so far."""
+    saved_step: int | None = None
+    """The furthest step that a checkpoint of this round holds."""
+    saved_age: float | None = None
+    """Seconds since its last checkpoint was complete, when this was written; None: none was in this round."""
 
 
 class NodeHeartbeats(Struct, frozen=True, kw_only=True):
@@ -27,4 +31,8 @@ class NodeHeartbeats(Struct, frozen=True, kw_only=True):
     round: int
     written_ns: int
     """By the node's wall clock."""
+    steps_per_second: float | None = None
+    """Over the last minute of the round; None: not known yet."""
+    total: int | None = None
+    """How many steps the training has, where the script reports that."""
     ranks: tuple[RankHeartbeat, ...] = ()

@@ -31,6 +31,7 @@ from hpc_elastic.worker_api.heartbeat_record import (
     read_notice,
     read_record,
     write_record,
+    write_total,
 )
 
 _RETRY_NS = 1_000_000_000
@@ -40,17 +41,18 @@ _names: dict[str, bytes] = {SETUP: SETUP.encode(), STEP: STEP.encode()}
 _inside = ThreadLocal()
 
 
-def heartbeat(step: int | None = None, *, section: str | None = None) -> None:
+def heartbeat(step: int | None = None, *, section: str | None = None, total: int | None = None) -> None:
     """Report to this node's agent that this worker makes progress. From any thread; half a microsecond to a few.
 
     Args:
         step: The training step that begins or ends: whole, 0 or more; a call without it keeps the last one.
         section: What the worker is doing: a name for `--section-timeouts`. Without it: the innermost `section` that
             this thread is in, else ``step``. It holds until the next call.
+        total: How many steps the training has: `hpc-elastic status` then shows the time to its end. Once is enough.
 
     Raises:
-        TypeError: `step` is no whole number, or `section` no text.
-        ValueError: `step` is negative, or `section` cannot be a section's name.
+        TypeError: `step` or `total` is no whole number, or `section` no text.
+        ValueError: `step` or `total` is negative, or `section` cannot be a section's name.
     """
     if step is not None and (type(step) is not int or not 0 <= step <= LAST_STEP):
         step = _checked_step(step)
@@ -62,6 +64,8 @@ def heartbeat(step: int | None = None, *, section: str | None = None) -> None:
         if name is None:
             name = _checked_name(section)
     _reporter.beat(step, name, True)
+    if total is not None:
+        _reporter.set_total(total)
 
 
 def checkpoint_done(step: int | None = None) -> None:
@@ -172,6 +176,7 @@ class _Reporter:
         """The thread that reported a step last."""
         self.asks_for_notices = False
         self._has_notice = False
+        self._total: int | None = None
         self.has_begun = False
 
     def read_notice(self) -> NoticeRecord | None:
@@ -189,6 +194,12 @@ class _Reporter:
 
     def checkpoint_done(self, step: int | None) -> None:
         self.beat(None, self._last_section or b"setup", False, saved=self.held_step(step))
+
+    def set_total(self, total: int) -> None:
+        """After `beat`, which finds the page."""
+        if total != self._total and self._map is not None:
+            write_total(self._map, _checked_step(total))
+            self._total = total
 
     def held_step(self, given: int | None) -> int:
         """The step that a checkpoint holds whose save this thread begins now; `NO_STEP`: it is not known."""

@@ -32,6 +32,8 @@ _BODY = struct.Struct("<Qqqqqqqqqq32s")
 _CHECKSUM = struct.Struct("<Q")
 _AT = (128, 320)
 _LENGTH = _CHECKSUM.size + _BODY.size
+_TOTAL = struct.Struct("<Qq")
+_TOTAL_AT = 64
 _NOTICE = struct.Struct("<Qqq")
 _NOTICE_AT = 448
 _NOTICE_END = _NOTICE_AT + _CHECKSUM.size + _NOTICE.size
@@ -142,6 +144,21 @@ def read_record(raw: bytes) -> HeartbeatRecord | None:
         asks_for_notices=bool(flags & _ASKS),
         has_notice=bool(flags & _HAS_NOTICE),
     )
+
+
+def write_total(buffer: bytearray | memoryview | object, total: int) -> None:
+    """Write how many steps the training has, which rarely changes: beside the records."""
+    body = _TOTAL.pack(0, total)[_CHECKSUM.size :]
+    buffer[_TOTAL_AT : _TOTAL_AT + _TOTAL.size] = _CHECKSUM.pack(crc32(body)) + body  # type: ignore[index]
+
+
+def read_total(raw: bytes) -> int | None:
+    """How many steps the training has; None where the worker has not reported it."""
+    if len(raw) < _TOTAL_AT + _TOTAL.size:
+        return None
+    checksum, total = _TOTAL.unpack_from(raw, _TOTAL_AT)
+    body = raw[_TOTAL_AT + _CHECKSUM.size : _TOTAL_AT + _TOTAL.size]
+    return int(total) if checksum == crc32(body) and total > 0 else None
 
 
 def pack_notice(notice: NoticeRecord) -> tuple[int, bytes]:

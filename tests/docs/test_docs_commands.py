@@ -22,6 +22,7 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "do
 RUN_OPTIONS = (*worker_options.OPTIONS, *job_options.OPTIONS)
 ELSEWHERE = {
     "--help",
+    "--help-all",
     "--version",
     "--run-dir",
     "--kill",

@@ -14,12 +14,12 @@ import pytest
 
 from hpc_elastic.agent import heartbeats
 from hpc_elastic.agent.hang import SUMMARY_SECONDS, HangWatch
-from hpc_elastic.agent.heartbeats import PREFIX, HeartbeatFolder, RoundBeats, open_folder
+from hpc_elastic.agent.heartbeats import PREFIX, HeartbeatFolder, RankBeat, RoundBeats, StepPace, open_folder
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.host_facts import filesystem_type
 from hpc_elastic.rendezvous.state import HangMark
 from hpc_elastic.run.option_values import SectionTimeouts
-from hpc_elastic.worker_api.heartbeat_record import FILE_BYTES, VARIABLE, write_record
+from hpc_elastic.worker_api.heartbeat_record import FILE_BYTES, VARIABLE, write_record, write_total
 from tests.rigs.fake_clock import FakeClock
 
 MOUNTS = """\
@@ -150,7 +150,9 @@ def test_what_others_have_planted_is_passed_over(tmp_path: Path, monkeypatch: py
 # -- reading
 
 
-def put(path: str, count: int, *, at: float, step: int = 3, section: str = "step", intervals: int = 0) -> None:
+def put(
+    path: str, count: int, *, at: float, step: int = 3, section: str = "step", intervals: int = 0, **more: int
+) -> None:
     buffer = bytearray(Path(path).read_bytes())
     write_record(
         buffer,
@@ -161,6 +163,7 @@ def put(path: str, count: int, *, at: float, step: int = 3, section: str = "step
         section=section.encode(),
         intervals=intervals,
         longest_ns=int(2e9),
+        **more,
     )
     Path(path).write_bytes(buffer)
 
@@ -303,6 +306,36 @@ def test_the_run_directory_learns_of_it_slowly_whatever_the_steps(watch: HangWat
     assert (first["rank"], first["local_rank"], first["section"]) == (4, 0, "step")
     assert first["step"] > 1000
     assert second["age"] <= 0.2
+    assert value["steps_per_second"] == pytest.approx(10.0, rel=0.02)
+    assert value.get("total") is None
+
+
+def test_a_checkpoint_and_the_number_of_all_steps_are_in_it(watch: HangWatch, clock: FakeClock) -> None:
+    now_ns = int(clock.monotonic() * 1e9)
+    for local_rank in (0, 1):
+        say(watch, clock, local_rank, 1, step=8, checkpoints=1, saved_ns=now_ns, saved_step=7 + local_rank)
+        with open(watch.environment(local_rank)[VARIABLE], "r+b") as file:
+            page = bytearray(file.read())
+            write_total(page, 500)
+            file.seek(0)
+            file.write(page)
+    clock.now += 4.0
+    watch.refresh()
+    assert watch._summary is not None
+    value = json.loads(watch._summary.read_text())
+    assert value["total"] == 500
+    assert [(beat["saved_step"], beat["saved_age"]) for beat in value["ranks"]] == [(7, 4.0), (8, 4.0)]
+
+
+def test_the_pace_is_that_of_the_last_minute() -> None:
+    pace = StepPace()
+    for now in range(0, 200, 15):
+        step = now if now < 100 else 100 + 3 * (now - 100)
+        pace.add([RankBeat(rank=0, local_rank=0, section="step", at=0.0, step=step)], float(now))
+    assert pace.steps_per_second == pytest.approx(3.0)
+    for _ in range(10):
+        pace.add([RankBeat(rank=0, local_rank=0, section="step", at=0.0, step=385)], 195.1)
+    assert pace.steps_per_second == pytest.approx(3.0, rel=0.02), "looks in quick succession are one"
 
 
 def test_who_never_speaks_costs_no_file(watch: HangWatch, clock: FakeClock) -> None:

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.cli.status import duration, status_json, status_lines
-from hpc_elastic.launch.run_status import RunState, RunStatus, StepStatus, read_status, state_of
+from hpc_elastic.launch.run_progress import OutputStatus, StepStatus
+from hpc_elastic.launch.run_status import RunState, RunStatus, read_status, state_of
 from hpc_elastic.rendezvous.preemption import PreemptionNotice
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from hpc_elastic.run.attempt import AttemptInfo, StoredResult
 from hpc_elastic.run.heartbeats import NodeHeartbeats, RankHeartbeat
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, load_run_spec
 from hpc_elastic.slurm.job_state import JobState
 from hpc_elastic.store.file_store import FileStore
 from tests.rigs.fake_clock import FakeClock
@@ -99,14 +103,72 @@ def test_training(run: Run) -> None:
     assert (status.round, status.members, status.workers, status.lost) == (1, ("n1", "n3"), 4, ("n2",))
     assert (status.restarts_used, status.requeues_used, status.waiting) == (1, 2, 1)
     assert status.steps == StepStatus(least=40, most=41, behind=(0, 2), ranks=3, told_seconds=3.0)
+    assert status.started_ns == 1
     job = JobState(job_id="42", state="RUNNING", reason="")
     text = "\n".join(status_lines(status, job, seconds_left=13280))
     assert f"run {RUN_ID}: training, attempt 2, job 42" in text
     assert "slurm    : RUNNING, 3:41:20 left" in text
     assert "round    : 1: 2 nodes, 4 workers: n[1,3]" in text
     assert "because  : rank 3 ended with SIGKILL on n2" in text
-    assert "steps    : 40 to 41 (behind: rank 0,2); told 0:00:03 ago by 3 workers" in text
+    assert "steps    : 40 to 41 (behind: rank 0,2); last heartbeat 3 s ago (3 workers)" in text
     assert "used     : 1 of 3 restarts in this attempt, 2 of 3 requeues" in text
+
+
+def test_pace_end_and_checkpoint_by_the_heartbeats(run: Run) -> None:
+    run.attempt(0).log(record(Status.FINAL))
+    for node, pace in ((0, 2.5), (2, 2.0)):
+        path = run.there.heartbeats(node)
+        make_private_dir(path.parent)
+        ranks = tuple(
+            RankHeartbeat(rank=node + n, step=1100, age=1.0 + n, count=9, saved_step=1000 + n, saved_age=60.0 + node)
+            for n in range(2)
+        )
+        written = run.clock.time_ns() - 3_000_000_000
+        found = NodeHeartbeats(node=node, round=1, written_ns=written, ranks=ranks, steps_per_second=pace, total=10_100)
+        codec.save(path, found)
+    status = run.status()
+    assert status.steps is not None
+    assert (status.steps.steps_per_second, status.steps.total, status.steps.seconds_to_end) == (2.0, 10_100, 4500.0)
+    text = "\n".join(status_lines(status, None, seconds_left=None, now_ns=61_000_000_001))
+    assert "time     : 0:01:01 elapsed" in text
+    assert "steps    : 1100 of 10100, 2 steps/s, 1:15:00 to the end; last heartbeat 4 s ago (4 workers)" in text
+    assert "saved    : last checkpoint: step 1001, 63 s ago" in text
+    assert f"rank logs: {run.there.root}/round-001/rank-*/{{stdout,stderr}}.log" in text
+    assert json.loads(json.dumps(status_json(status, None, seconds_left=None)))["steps"]["checkpoint_step"] == 1001
+
+
+def test_without_heartbeats_the_logs_show_whether_it_moves(run: Run) -> None:
+    run.attempt(0).log(record(Status.FINAL))
+    assert run.status().output is None
+    status = read_status(run.paths, clock=run.clock, looks_at_output=True)
+    assert "by the size of the logs: none of 4 ranks has printed anything yet" in "\n".join(
+        status_lines(status, None, seconds_left=None)
+    )
+    now = run.clock.time_ns()
+    for rank, text in enumerate(("", "epoch 1\n", "", "")):
+        paths = run.there.rank(1, rank)
+        paths.root.mkdir(parents=True)
+        paths.stdout.write_text(text)
+        paths.stderr.touch()
+        os.utime(paths.stdout, ns=(now - 7_000_000_000, now - 7_000_000_000))
+    status = read_status(run.paths, clock=run.clock, looks_at_output=True)
+    assert status.output == OutputStatus(bytes=8, silent_seconds=7.0, newest_rank=1, silent_ranks=3, ranks=4)
+    (line,) = [line for line in status_lines(status, None, seconds_left=None) if "output" in line]
+    assert line == (
+        "  output   : no heartbeats, so by the size of the logs: 8 bytes, the last 7 s ago (rank 1); "
+        "3 of 4 ranks have printed nothing"
+    )
+    run.steps(0, 1, 4, 4)
+    assert read_status(run.paths, clock=run.clock, looks_at_output=True).output is None
+
+
+def test_the_job_logs_path(run: Run) -> None:
+    assert run.attempt(0).status().job_log == ""
+    run.paths.job_log.touch()
+    assert run.status().job_log == str(run.paths.job_log)
+    spec = load_run_spec(run.paths.run_json)
+    replace(spec, sbatch_args=("--nodes=2", "--output=/logs/%x-%j.out")).save(run.paths.run_json)
+    assert run.status().job_log == "/logs/%x-42.out"
 
 
 def test_words_of_another_round_are_none_of_this_one(run: Run) -> None:

@@ -26,6 +26,7 @@ from hpc_elastic.worker_api.heartbeat_record import (
     HeartbeatRecord,
     empty_file,
     read_record,
+    read_total,
     write_record,
 )
 
@@ -110,6 +111,19 @@ def test_of_a_save_beside_the_training_only_the_given_step_is_known(page: Path) 
 def test_a_checkpoint_before_the_first_heartbeat_does_not_end_the_setup(page: Path) -> None:
     hpc_elastic.checkpoint_done()
     assert (said(page).checkpoints, said(page).section) == (1, "setup")
+
+
+def test_the_number_of_all_steps_stands_beside_the_records(page: Path) -> None:
+    hpc_elastic.heartbeat(1)
+    assert read_total(page.read_bytes()) is None
+    hpc_elastic.heartbeat(2, total=100)
+    hpc_elastic.heartbeat(3)
+    assert (read_total(page.read_bytes()), said(page).step) == (100, 3)
+    hpc_elastic.heartbeat(4, total=200)
+    assert read_total(page.read_bytes()) == 200
+    with pytest.raises(ValueError, match="-1"):
+        hpc_elastic.heartbeat(5, total=-1)
+    assert read_total(b"") is None
 
 
 def test_times_between_steps_are_measured_where_nothing_else_was_done(page: Path) -> None:

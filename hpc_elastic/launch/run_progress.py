@@ -1,0 +1,136 @@
+"""How far the workers of a round are: by their heartbeats, or, where they send none, by how their logs grow.
+
+Ages are by this host's wall clock against those that wrote them: for people, not for decisions.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from msgspec import Struct
+
+from hpc_elastic.base import codec
+from hpc_elastic.base.files import Unreadable
+from hpc_elastic.rendezvous.state import RoundRecord
+from hpc_elastic.run.heartbeats import NodeHeartbeats, RankHeartbeat
+from hpc_elastic.run.paths import AttemptPaths
+
+_MOST_RANKS_LOOKED_AT = 64
+"""Each costs two file operations."""
+
+
+class StepStatus(Struct, frozen=True, kw_only=True):
+    """By the heartbeats."""
+
+    least: int
+    most: int
+    behind: tuple[int, ...]
+    """Ranks at `least`, where that is not where all are."""
+    ranks: int
+    """How many have reported a step."""
+    told_seconds: float
+    """Since the newest of these reports was written."""
+    heartbeat_seconds: float | None = None
+    """Since the newest heartbeat in them."""
+    steps_per_second: float | None = None
+    """Of the slowest node, over the last minute; None: not known yet."""
+    total: int | None = None
+    """Steps of the whole training, where the script reports that."""
+    seconds_to_end: float | None = None
+    """Of `total`, at this pace."""
+    checkpoint_seconds: float | None = None
+    """Since the newest checkpoint of this round was complete; None: there is none."""
+    checkpoint_step: int | None = None
+    """The furthest step that one of them holds."""
+
+
+class OutputStatus(Struct, frozen=True, kw_only=True):
+    """By the workers' logs, where they report no steps."""
+
+    bytes: int
+    """In the logs of this round so far, of the ranks that were looked at."""
+    silent_seconds: float | None
+    """Since one of them printed last; None: none has printed yet."""
+    newest_rank: int | None
+    """The rank that did."""
+    silent_ranks: int
+    """How many have printed nothing yet."""
+    ranks: int
+    """How many were looked at: of a large run 64, evenly chosen."""
+
+
+def read_steps(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> StepStatus | None:
+    """Where the workers of a round are; None where none has reported. One small file for each member.
+
+    Args:
+        attempt: Where nodes report it.
+        record: The round.
+        now_ns: This host's wall clock.
+    """
+    steps: dict[int, int] = {}
+    paces: list[float] = []
+    totals: list[int] = []
+    saved: list[tuple[float, RankHeartbeat]] = []
+    newest, heard = 0, None
+    for member in record.members:
+        found = codec.load(attempt.heartbeats(member.node), NodeHeartbeats)
+        if isinstance(found, Unreadable) or found.round != record.round:
+            continue
+        age = max(0.0, (now_ns - found.written_ns) / 1e9)
+        steps |= {beat.rank: beat.step for beat in found.ranks if beat.step is not None}
+        saved += [(age + beat.saved_age, beat) for beat in found.ranks if beat.saved_age is not None]
+        ages = [age + beat.age for beat in found.ranks if beat.count]
+        heard = min([*ages, *([heard] if heard is not None else [])], default=None)
+        paces += [found.steps_per_second] if found.steps_per_second is not None else []
+        totals += [found.total] if found.total is not None else []
+        newest = max(newest, found.written_ns)
+    if not steps:
+        return None
+    least, most = min(steps.values()), max(steps.values())
+    pace, total = min(paces, default=None), max(totals, default=None)
+    return StepStatus(
+        least=least,
+        most=most,
+        behind=tuple(sorted(rank for rank, step in steps.items() if step == least)) if least < most else (),
+        ranks=len(steps),
+        told_seconds=round(max(0.0, (now_ns - newest) / 1e9), 1),
+        heartbeat_seconds=None if heard is None else round(heard, 1),
+        steps_per_second=pace,
+        total=total,
+        seconds_to_end=round(max(0, total - least) / pace, 1) if pace and total is not None else None,
+        checkpoint_seconds=round(min(age for age, _ in saved), 1) if saved else None,
+        checkpoint_step=max((beat.saved_step for _, beat in saved if beat.saved_step is not None), default=None),
+    )
+
+
+def read_output(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> OutputStatus:
+    """How the workers' logs of a round grow."""
+    world = sum(member.local_world_size for member in record.members)
+    step = max(1, -(-world // _MOST_RANKS_LOOKED_AT))
+    written, newest, silent, looked = 0, (0, -1), 0, 0
+    for rank in range(0, world, step):
+        paths = attempt.rank(record.round, rank)
+        sizes = [found for path in (paths.stdout, paths.stderr) if (found := _size(path)) is not None]
+        looked += 1
+        size = sum(found[0] for found in sizes)
+        written += size
+        silent += not size
+        if size:
+            newest = max(newest, (max(when for size, when in sizes if size), rank))
+    has_printed = newest[1] >= 0
+    return OutputStatus(
+        bytes=written,
+        silent_seconds=round(max(0.0, (now_ns - newest[0]) / 1e9), 1) if has_printed else None,
+        newest_rank=newest[1] if has_printed else None,
+        silent_ranks=silent,
+        ranks=looked,
+    )
+
+
+def _size(path: Path) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
