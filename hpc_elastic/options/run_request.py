@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import job_options, worker_options
+from hpc_elastic.options.machine import workers_here
 from hpc_elastic.options.sbatch import (
     IMPOSSIBLE,
     SbatchOptions,
@@ -183,6 +184,8 @@ def build_spec(
     name = job_name(parsed, entry, env)
     fields = spec_fields(parsed)
     if cluster == "local":
+        if fields.get("nproc_per_node") in ("auto", "gpu", "cpu") and not env.get("SLURM_JOB_ID"):
+            fields["nproc_per_node"] = str(workers_here(fields["nproc_per_node"], env))
         _check_fits_here(parsed, nodes[1] + fields.get("spares", 0), fields.get("nproc_per_node", ""))
     site_disables_requeue = cluster == "slurm" and parsed.get("requeue") is None and "SBATCH_NO_REQUEUE" in env
     return RunSpec(

@@ -48,7 +48,8 @@ OPTIONS = (
         env="PET_NPROC_PER_NODE",
         parse=parse_nproc, field="nproc_per_node",
         common=True,
-        help="workers on each node; auto (the default): one for each GPU that Slurm allocated, else 1",
+        help="workers on each node (default: one for each GPU that Slurm allocated, else 1); without Slurm auto is "
+        "the machine's GPUs, else its CPUs",
     ),
     Option(
         group=Group.RECOVERY, names=("--max-restarts",), dest="max_restarts", metavar="N", env="PET_MAX_RESTARTS",

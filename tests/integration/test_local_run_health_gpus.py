@@ -14,6 +14,7 @@ from hpc_elastic.agent.health_checks import HealthChecks, HealthSite
 from hpc_elastic.agent.health_gpu import from_json
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.self_command import module_command
+from hpc_elastic.options.machine import workers_here
 from hpc_elastic.run.option_values import Check
 from hpc_elastic.workers.spawn import Inherited
 
@@ -134,6 +135,15 @@ def test_what_nvml_says(libraries: dict[str, str], tmp_path: Path) -> None:
     assert ask(libraries["new"], FAKE_NVML="", FAKE_NVML_INIT="9") == GpuFacts(error="the driver is not loaded")
     assert ask(libraries["new"], FAKE_NVML="0:", FAKE_NVML_INIT="crash").error == "asking it failed"
     assert not ask(str(tmp_path)).is_there
+
+
+def test_the_workers_of_a_machine_are_its_gpus(libraries: dict[str, str]) -> None:
+    """``--nproc-per-node gpu`` without Slurm."""
+    env = {key: value for key, value in os.environ.items() if key != "CUDA_VISIBLE_DEVICES"}
+    env |= {"LD_LIBRARY_PATH": libraries["new"], "FAKE_NVML": "0:;1:;2:"}
+    assert workers_here("gpu", env) == workers_here("auto", env) == 3
+    assert workers_here("gpu", {**env, "CUDA_VISIBLE_DEVICES": "2,0"}) == 2
+    assert workers_here("auto", {**env, "FAKE_NVML_INIT": "9"}) == len(os.sched_getaffinity(0))
 
 
 def verdict_of(library: str, *, given: int, seconds: float = 30.0, **environ: str) -> HealthVerdict:

@@ -48,6 +48,22 @@ def test_defaults(here: Path) -> None:
     assert made.uid != spec(here, "train.py").uid
 
 
+def test_without_slurm_auto_and_its_kin_are_resolved_here(here: Path) -> None:
+    def local(*argv: str, **env: str) -> str:
+        parsed = read(*argv, **env)
+        return build_spec(parsed, cluster="local", nodes=(1, 1), cwd=here, env=env, grace=60).nproc_per_node
+
+    cpus = str(len(os.sched_getaffinity(0)))
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    assert local("train.py", **hidden) == "auto", "by default one, or what Slurm gives"
+    assert local("--nproc-per-node", "cpu", "train.py") == cpus
+    assert local("--nproc-per-node", "auto", "train.py", **hidden) == cpus
+    assert local("train.py", PET_NPROC_PER_NODE="auto", **hidden) == cpus
+    assert local("--nproc-per-node", "gpu", "train.py", SLURM_JOB_ID="7") == "gpu", "Slurm says how many"
+    with pytest.raises(UsageError, match="this machine has no NVIDIA GPU for the workers"):
+        local("--nproc-per-node", "gpu", "train.py", **hidden)
+
+
 def test_every_torchrun_option(here: Path) -> None:
     made = spec(
         here,
