@@ -26,6 +26,7 @@ _SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "logs": ("logs", "what the workers printed, of all ranks in one"),
     "events": ("events", "what every part of the run did and decided, and why"),
     "status": ("status", "where a run stands now: nodes, round, steps, restarts used, what Slurm says"),
+    "hangs": ("hangs", "which rank the others wait for, by dumps of torch's flight recorder"),
     "list": ("list_runs", "the runs in a folder, each with its state"),
     "convert": ("convert", "print the command that does what an sbatch file around torchrun does, line by line"),
     "clean": ("clean", "remove the directories of old runs, never of one that may be running"),

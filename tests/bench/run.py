@@ -25,6 +25,7 @@ from typing import Any
 from tests.bench import (
     agent_numbers,
     evidence,
+    flight_recorder,
     heartbeat,
     inprocess,
     leftovers,
@@ -43,6 +44,7 @@ BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
 TABLES: dict[str, tuple[Any, tuple[str, str]]] = {
     "agent": (agent_numbers, ("<!-- bench of an agent: begin -->", "<!-- bench of an agent: end -->")),
     "evidence": (evidence, ("<!-- bench of evidence: begin -->", "<!-- bench of evidence: end -->")),
+    "hangs": (flight_recorder, ("<!-- bench of hangs: begin -->", "<!-- bench of hangs: end -->")),
     "report": (report, ("<!-- bench of a report: begin -->", "<!-- bench of a report: end -->")),
 }
 """Part → module, and the marks between which its table stands."""

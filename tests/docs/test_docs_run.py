@@ -29,9 +29,9 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 JOB, OTHER_JOBS = "4711", ("70", "70_3")
 RUN_ID = "20261121-053000-train-9f3c"
-ELSEWHERE = ("cancel", "requeue", "clean", "convert")
-"""What needs a job that runs (tests/slurm), what would remove the run of the others, and what wants a file
-(tests/unit/options)."""
+ELSEWHERE = ("cancel", "requeue", "clean", "convert", "hangs")
+"""What needs a job that runs (tests/slurm), what would remove the run of the others, and what wants files
+(tests/unit/options, tests/unit/failures)."""
 
 
 def blocks(page: Path, language: str) -> list[str]:

@@ -1,0 +1,307 @@
+"""One rank's dump of torch's flight recorder: its last collectives, read from JSON or pickle into columns. Pure.
+
+Formats 1.x (torch 2.3) to 2.10 (torch 2.13), of NCCL and of gloo, as FlightRecorder.cpp and `_dump_fr_trace_json` write
+them. What they have in common is read; what one of them lacks is left empty. A pickle may hold plain containers only:
+one that names a class or a function is refused before anything of it is made.
+"""
+
+from __future__ import annotations
+
+import io
+import marshal
+import math
+import pickle
+import re
+from array import array
+from collections.abc import Callable, Iterable, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple, NoReturn
+
+import msgspec
+from msgspec import Struct, field
+
+from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.failures.sizes import size_text
+
+MOST_BYTES = 256 << 20
+"""Of one dump: some hundred thousand entries."""
+_MOST_RANKS = 1 << 20
+_P2P = re.compile(r"(send|recv)\b(?: (\d+)(->|<-)(\d+))?")
+# torch's names of types (ScalarType.h), their short names, and the bytes of one element.
+_TYPES: Mapping[str, tuple[str, int]] = {
+    "Float": ("fp32", 4), "Half": ("fp16", 2), "BFloat16": ("bf16", 2), "Double": ("fp64", 8), "Byte": ("uint8", 1),
+    "Char": ("int8", 1), "Short": ("int16", 2), "Int": ("int32", 4), "Long": ("int64", 8), "Bool": ("bool", 1),
+    "Float8_e4m3fn": ("fp8", 1), "Float8_e5m2": ("fp8", 1), "ComplexFloat": ("complex64", 8),
+    "ComplexDouble": ("complex128", 16),
+}  # fmt: skip
+
+
+class UnreadableDumpError(HpcElasticError):
+    """Not a dump of the flight recorder, or half of one. `why` says what is wrong with it."""
+
+    template = "no dump of the flight recorder: {why}"
+
+
+class Call(Struct, frozen=True, kw_only=True):
+    """A collective, a send or a receive, as the ranks that belong together in it must have called it."""
+
+    name: str
+    """``all_reduce``; of a send or a receive ``send`` or ``recv``."""
+    group: str
+    """The process group's name in torch, the same on all its ranks."""
+    description: str = ""
+    """What the script or the framework calls the group; empty: nothing."""
+    backend: str = ""
+    """``nccl`` or ``gloo``; empty: not known."""
+    inputs: tuple[tuple[int, ...], ...] = ()
+    outputs: tuple[tuple[int, ...], ...] = ()
+    types: tuple[str, ...] = ()
+    peers: tuple[int, int] | None = None
+    """Of a send or a receive: from which rank of the group, to which."""
+
+    @property
+    def numel(self) -> tuple[int, int]:
+        """Elements that go in, and that come out."""
+        return sum(map(math.prod, self.inputs)), sum(map(math.prod, self.outputs))
+
+    @property
+    def size(self) -> str:
+        """``4.0 MiB bf16``; empty for one without a tensor, or where no sizes were recorded."""
+        shapes = self.inputs or self.outputs
+        if not shapes:
+            return ""
+        kind = self.types[0] if self.types else ""
+        short, each = _TYPES.get(kind, (kind, 0))
+        count = sum(map(math.prod, shapes))
+        return f"{size_text(count * each)} {short}" if each else " ".join(filter(None, [f"{count} elements", short]))
+
+    @property
+    def shape(self) -> str:
+        """``[4, 5] fp32``; as `size` otherwise."""
+        shapes = ", ".join(str(list(shape)) for shape in (self.inputs or self.outputs)[:3])
+        kind = self.types[0] if self.types else ""
+        return " ".join(filter(None, [shapes, _TYPES.get(kind, (kind, 0))[0]])) if shapes else ""
+
+
+class Track(Struct, kw_only=True):
+    """What one rank did in one process group, in the order of its calls: one column for each fact."""
+
+    sequences: array[int] = field(default_factory=lambda: array("q"))
+    """The number of each collective; of sends and receives one, too, counted apart."""
+    calls: array[int] = field(default_factory=lambda: array("I"))
+    """Each a place in `RankDump.calls`."""
+    done: bytearray = field(default_factory=bytearray)
+    """1 for what is completed. gloo marks one that failed in the same way."""
+
+
+class RankDump(Struct, kw_only=True):
+    """One rank's dump."""
+
+    rank: int
+    version: str = ""
+    calls: list[Call] = field(default_factory=list)
+    collectives: dict[tuple[str, str], Track] = field(default_factory=dict)
+    """(Backend, group) → its collectives."""
+    transfers: dict[tuple[str, str], Track] = field(default_factory=dict)
+    """(Backend, group) → its sends and receives."""
+    members: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Group → its ranks, where the dump has them."""
+
+
+class _Entry(Struct, gc=False):
+    profiling_name: str = ""
+    process_group: msgspec.Raw = msgspec.Raw(b"null")
+    pg_name: str = ""
+    state: str = ""
+    input_sizes: msgspec.Raw = msgspec.Raw(b"null")
+    output_sizes: msgspec.Raw = msgspec.Raw(b"null")
+    input_dtypes: msgspec.Raw = msgspec.Raw(b"null")
+    retired: bool = False
+    is_p2p: bool = False
+    collective_seq_id: int = -1
+    p2p_seq_id: int = -1
+    seq_id: int = -1
+
+
+class _Document(Struct):
+    entries: list[_Entry]
+    version: Any = ""
+    rank: Any = None
+    pg_config: Any = None
+
+
+_JSON = msgspec.json.Decoder(_Document, strict=False)
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Numbers, texts, lists, tuples, dictionaries: nothing that is looked up by a name."""
+
+    def find_class(self, module_name: str, global_name: str) -> NoReturn:
+        raise UnreadableDumpError(why=f"a pickle that names {module_name}.{global_name}, and was not loaded")
+
+    def persistent_load(self, pid: Any) -> NoReturn:
+        raise UnreadableDumpError(why="a pickle that refers to something outside of it, and was not loaded")
+
+
+def rank_of_name(name: str) -> int | None:
+    """The number at the end of a file's name, an extension left out; None where there is none."""
+    found = re.search(r"(\d+)(?:\.[A-Za-z]+)*\Z", name)
+    return int(found[1]) if found is not None and len(found[1]) < 8 else None
+
+
+def read_dump(raw: bytes, *, rank: int | None = None) -> RankDump:
+    """Read a dump, JSON or pickle.
+
+    Args:
+        raw: The file's contents.
+        rank: The rank, where the dump does not hold it.
+
+    Raises:
+        UnreadableDumpError: it is none, or half of one, or its rank is not known.
+    """
+    if len(raw) > MOST_BYTES:
+        raise UnreadableDumpError(why=f"{size_text(len(raw))}, which is more than any dump has")
+    try:
+        if raw[:1] == b"\x80":
+            return _of_pickle(raw, rank)
+        return _of_json(raw, rank)
+    except UnreadableDumpError:
+        raise
+    except msgspec.DecodeError as error:
+        raise UnreadableDumpError(why=f"{error}" if raw.strip() else "it is empty") from None
+    except Exception as error:  # a foreign pickle may fail in any way
+        raise UnreadableDumpError(why=f"{type(error).__name__}: {error}"[:200]) from None
+
+
+def _of_json(raw: bytes, rank: int | None) -> RankDump:
+    document = _JSON.decode(raw)
+    builder = _Builder(_rank(document.rank, rank), str(document.version), document.pg_config)
+    places: dict[tuple[object, ...], _Place] = {}
+    for entry in document.entries:
+        key = (
+            entry.profiling_name,
+            bytes(entry.process_group),
+            bytes(entry.input_sizes),
+            bytes(entry.output_sizes),
+            bytes(entry.input_dtypes),
+            entry.is_p2p,
+        )
+        place = places.get(key)
+        if place is None:
+            group, ins, outs, types = (msgspec.json.decode(value) for value in key[1:5])
+            group = group or entry.pg_name
+            place = places[key] = builder.place(entry.profiling_name, group, ins, outs, types, is_p2p=entry.is_p2p)
+        is_transfer, trusts, call, add_sequence, add_call, add_done = place
+        number = entry.p2p_seq_id if is_transfer else entry.collective_seq_id
+        add_sequence(number if number >= 0 else entry.seq_id)
+        add_call(call)
+        add_done(entry.state == "completed" or (entry.retired and trusts))
+    return builder.dump
+
+
+def _of_pickle(raw: bytes, rank: int | None) -> RankDump:
+    document = _PlainUnpickler(io.BytesIO(raw)).load()
+    if not isinstance(document, dict) or not isinstance(document.get("entries"), list):
+        raise UnreadableDumpError(why="a pickle without entries")
+    builder = _Builder(_rank(document.get("rank"), rank), str(document.get("version", "")), document.get("pg_config"))
+    places: dict[bytes, _Place] = {}
+    for entry in document["entries"]:
+        get = entry.get
+        name, group = get("profiling_name", ""), get("process_group") or get("pg_name", "")
+        sizes = get("input_sizes"), get("output_sizes"), get("input_dtypes")
+        is_p2p = bool(get("is_p2p"))
+        key = marshal.dumps((name, group, sizes, is_p2p), 2)
+        place = places.get(key)
+        if place is None:
+            place = places[key] = builder.place(name, group, *sizes, is_p2p=is_p2p)
+        is_transfer, trusts, call, add_sequence, add_call, add_done = place
+        number = get("p2p_seq_id" if is_transfer else "collective_seq_id")
+        add_sequence(get("seq_id", -1) if number is None else number)
+        add_call(call)
+        add_done(get("state") == "completed" or (trusts and bool(get("retired"))))
+    return builder.dump
+
+
+def _rank(held: object, given: int | None) -> int:
+    rank = held if isinstance(held, int) and not isinstance(held, bool) else given
+    if rank is None or not 0 <= rank < _MOST_RANKS:
+        raise UnreadableDumpError(why="it does not hold its rank: let the file's name end with it")
+    return rank
+
+
+class _Place(NamedTuple):
+    """Where the entries of one kind of call go: the columns' own methods, since dumps have millions of entries."""
+
+    is_transfer: bool
+    trusts_retired: bool
+    call: int
+    add_sequence: Callable[[int], None]
+    add_call: Callable[[int], None]
+    add_done: Callable[[int], None]
+
+
+class _Builder:
+    def __init__(self, rank: int, version: str, config: object) -> None:
+        self.dump = RankDump(rank=rank, version=version, members=dict(_members(config)))
+
+    def place(
+        self, profiling_name: object, group: object, inputs: object, outputs: object, types: object, *, is_p2p: bool
+    ) -> _Place:
+        """The place of a call that was not seen before."""
+        dump = self.dump
+        backend, _, name = str(profiling_name).rpartition(":")
+        parts = [str(part) for part in group] if isinstance(group, list | tuple) else [str(group)]
+        description = parts[1] if len(parts) > 1 and parts[1] != "undefined" else ""
+        found = _P2P.match(name)
+        peers = None
+        if found is not None and found[2] is not None:
+            ends = int(found[2]), int(found[4])
+            peers = ends if found[3] == "->" else ends[::-1]
+        dump.calls.append(
+            Call(
+                name=found[1] if found is not None else name,
+                group=parts[0] if parts else "",
+                description=description,
+                backend=backend,
+                inputs=_shapes(inputs),
+                outputs=_shapes(outputs),
+                types=tuple(str(kind) for kind in types) if isinstance(types, list | tuple) else (),
+                peers=peers,
+            )
+        )
+        is_transfer = is_p2p or found is not None
+        tracks = dump.transfers if is_transfer else dump.collectives
+        track = tracks.setdefault((backend, parts[0] if parts else ""), Track())
+        # NCCL's watchdog retires what it has seen fail, too, and leaves its state; gloo has no state but this.
+        trusts = backend != "nccl"
+        return _Place(
+            is_transfer, trusts, len(dump.calls) - 1, track.sequences.append, track.calls.append, track.done.append
+        )
+
+
+def _shapes(sizes: object) -> tuple[tuple[int, ...], ...]:
+    if not isinstance(sizes, list | tuple):
+        return ()
+    return tuple(
+        tuple(int(one) for one in shape) if isinstance(shape, list | tuple) else (int(shape),) for shape in sizes
+    )
+
+
+def _members(config: object) -> Iterable[tuple[str, tuple[int, ...]]]:
+    """The groups' ranks: ``{"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1]"}}``, the ranks as a text or a
+    list; older formats have the list alone."""
+    groups = config.items() if isinstance(config, dict) else ()
+    for name, group in groups:
+        ranks = group.get("ranks") if isinstance(group, dict) else group
+        members = _listed(ranks) if isinstance(ranks, str) else ranks
+        if isinstance(members, list | tuple) and members and all(isinstance(rank, int) for rank in members):
+            yield str(name), tuple(members)
+
+
+@lru_cache(maxsize=64)
+def _listed(ranks: str) -> tuple[int, ...]:
+    """The ranks of ``[0, 1]``, the same in the dumps of a thousand ranks."""
+    try:
+        return msgspec.json.decode(ranks, type=tuple[int, ...])
+    except msgspec.DecodeError:
+        return ()

@@ -1,0 +1,344 @@
+"""What dumps of torch's flight recorder show: the rules one by one, and dumps that torch 2.13 wrote with gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_elastic.cli.main import main
+from hpc_elastic.failures.flight_analysis import Analysis, Reason, analyse
+from hpc_elastic.failures.flight_dump import RankDump, UnreadableDumpError, rank_of_name, read_dump
+
+DATA = Path(__file__).parents[2] / "data" / "flight_recorder"
+SHAPE = ((1024, 2048), "BFloat16")
+
+
+def call(name: str, sequence: int, *, group: str = "0", done: bool = True, shape: Any = SHAPE, **more: Any) -> dict:
+    """One entry, as NCCL's process group writes it."""
+    sizes = [] if shape is None else [list(shape[0])]
+    types = [] if shape is None else [shape[1]]
+    entry = {
+        "pg_id": 0,
+        "process_group": (group, {"0": "default_pg"}.get(group, group)),
+        "collective_seq_id": sequence,
+        "p2p_seq_id": 0,
+        "op_id": sequence,
+        "profiling_name": f"nccl:{name}",
+        "input_sizes": sizes,
+        "input_dtypes": types,
+        "output_sizes": sizes,
+        "output_dtypes": types,
+        "state": "completed" if done else "started",
+        "retired": done,
+        "is_p2p": False,
+    }
+    return {**entry, **more}
+
+
+def transfer(name: str, sequence: int, *, done: bool = False, **more: Any) -> dict:
+    return call(name, 0, done=done, p2p_seq_id=sequence, is_p2p=True, **more)
+
+
+def ran(count: int, *, first: int = 1, **more: Any) -> list[dict]:
+    """Collectives that are completed."""
+    return [call("all_reduce", first + number, **more) for number in range(count)]
+
+
+GROUPS = {"0": {"name": "0", "desc": "default_pg", "ranks": "[0, 1, 2, 3]"}}
+
+
+def dump(entries: list[dict], *, version: str = "2.4", groups: Any = GROUPS, **more: Any) -> dict:
+    return {"version": version, "pg_config": groups, "entries": entries, **more}
+
+
+def judge(ranks: dict[int, list[dict]], *, groups: Any = GROUPS, world_size: int | None = None) -> Analysis:
+    """Every case is read as a pickle and as JSON, and says the same."""
+    found = [
+        analyse(
+            [read_dump(write(dump(entries, groups=groups)), rank=rank) for rank, entries in ranks.items()],
+            world_size=world_size,
+        )
+        for write in (lambda document: pickle.dumps(document, 2), lambda document: json.dumps(document).encode())
+    ]
+    assert found[0] == found[1]
+    return found[0]
+
+
+def named(analysis: Analysis) -> list[tuple[int, Reason]]:
+    return [(suspect.rank, suspect.kind) for suspect in analysis.suspects]
+
+
+def waiting(rank_count: int, *, without: tuple[int, ...] = (), **more: Any) -> dict[int, list[dict]]:
+    """All but some wait in the fourth all_reduce."""
+    return {
+        rank: ran(3, **more) + ([] if rank in without else [call("all_reduce", 4, done=False, **more)])
+        for rank in range(rank_count)
+    }
+
+
+def test_a_rank_that_never_entered_is_named_with_all_that_is_known() -> None:
+    analysis = judge(waiting(4, without=(2,)))
+    (suspect,) = analysis.suspects
+    assert (suspect.rank, suspect.kind, suspect.sequence) == (2, Reason.NEVER_ENTERED, 4)
+    assert (suspect.group, suspect.collective) == ("default_pg", "all_reduce")
+    assert suspect.reason == (
+        "never entered all_reduce #4 of group default_pg (4.0 MiB bf16), which the 3 others wait in; "
+        "its last there was all_reduce #3"
+    )
+    assert analysis.groups[0].completed == 3
+    assert analysis.groups[0].waiting == ((0, 4), (1, 4), (3, 4))
+
+
+def test_two_ranks_may_be_guilty_at_once() -> None:
+    assert named(judge(waiting(4, without=(1, 3)))) == [(1, Reason.NEVER_ENTERED), (3, Reason.NEVER_ENTERED)]
+    ranks = waiting(4, without=(3,)) | {1: [*ran(3), call("broadcast", 4, done=False)]}
+    assert named(judge(ranks)) == [(1, Reason.OTHER_COLLECTIVE), (3, Reason.NEVER_ENTERED)]
+
+
+@pytest.mark.parametrize(
+    ("entry", "kind", "reason"),
+    [
+        (
+            call("broadcast", 4, done=False),
+            Reason.OTHER_COLLECTIVE,
+            "called broadcast #4 of group default_pg where the others called all_reduce (4.0 MiB bf16)",
+        ),
+        (
+            call("all_reduce", 4, done=False, shape=((1024, 2047), "BFloat16")),
+            Reason.OTHER_SIZE,
+            "called all_reduce #4 of group default_pg with [1024, 2047] bf16 where the others gave [1024, 2048] bf16",
+        ),
+        (
+            call("all_reduce", 4, done=False, shape=((1024, 2048), "Float")),
+            Reason.OTHER_SIZE,
+            "called all_reduce #4 of group default_pg with [1024, 2048] fp32 where the others gave [1024, 2048] bf16",
+        ),
+    ],
+)
+def test_a_rank_that_calls_something_else_is_named(entry: dict, kind: Reason, reason: str) -> None:
+    (suspect,) = judge(waiting(4) | {2: [*ran(3), entry]}).suspects
+    assert (suspect.rank, suspect.kind, suspect.reason) == (2, kind, reason)
+
+
+def test_the_first_difference_counts_and_not_what_follows_from_it() -> None:
+    # Rank 1 left out a broadcast: from there on its numbers are one behind, and at the end it misses the last.
+    others = [*ran(2), call("broadcast", 3), *ran(3, first=4), call("all_gather", 7, done=False)]
+    behind = [*ran(5), call("all_gather", 6, done=False)]
+    analysis = judge({0: others, 1: behind, 2: others, 3: others})
+    assert {suspect.rank for suspect in analysis.suspects} == {1}
+    assert analysis.suspects[0].sequence == 3
+
+
+def test_the_same_elements_in_another_shape_are_no_difference() -> None:
+    ranks = waiting(4, without=(0,)) | {3: [*ran(3), call("all_reduce", 4, done=False, shape=((1 << 21,), "BFloat16"))]}
+    assert named(judge(ranks)) == [(0, Reason.NEVER_ENTERED)]
+
+
+def test_without_a_majority_every_rank_is_named() -> None:
+    ranks = {0: [call("all_reduce", 1, done=False)], 1: [call("broadcast", 1, done=False)]}
+    groups = {"0": {"desc": "default_pg", "ranks": "[0, 1]"}}
+    assert named(judge(ranks, groups=groups)) == [(0, Reason.OTHER_COLLECTIVE), (1, Reason.OTHER_COLLECTIVE)]
+
+
+def test_ranks_may_give_all_to_all_different_sizes() -> None:
+    ranks = {
+        rank: [call("all_to_all", 1, shape=((rank,), "Float")), call("all_reduce", 2, done=False)] for rank in (0, 1, 3)
+    }
+    assert named(judge(ranks | {2: [call("all_to_all", 1, shape=((9,), "Float"))]})) == [(2, Reason.NEVER_ENTERED)]
+
+
+def test_a_ring_that_has_wrapped_is_compared_as_far_as_it_goes() -> None:
+    ranks = {rank: [*ran(50, first=100), call("all_reduce", 150, done=False)] for rank in (0, 1, 3)}
+    assert named(judge(ranks | {2: ran(40, first=110)})) == [(2, Reason.NEVER_ENTERED)]
+
+
+TENSOR_PARALLEL = {
+    **GROUPS,
+    "3": {"name": "3", "desc": "tp_0", "ranks": "[0, 1]"},
+    "4": {"name": "4", "desc": "tp_1", "ranks": "[2, 3]"},
+}
+
+
+def test_a_rank_that_waits_in_another_group_is_no_suspect() -> None:
+    # Rank 3 is missing in tp_1; rank 2 waits for it there, and so is missing in the group of all.
+    ranks = waiting(4, without=(2, 3)) | {
+        2: [*ran(3), call("all_gather", 1, group="4", done=False)],
+    }
+    (suspect,) = judge(ranks, groups=TENSOR_PARALLEL).suspects
+    assert (suspect.rank, suspect.kind) == (3, Reason.NEVER_ENTERED)
+    ranks[3] = [*ran(3), call("all_gather", 1, group="4", done=False)]
+    ranks[1] = ran(3)
+    ranks[0] = [*ran(3), call("all_gather", 1, group="3", done=False)]
+    (suspect,) = judge(ranks, groups=TENSOR_PARALLEL).suspects
+    assert (suspect.rank, suspect.group) == (1, "3")
+
+
+def test_groups_of_a_subset_need_only_their_own_ranks() -> None:
+    ranks = {rank: ran(3) for rank in range(4)}
+    ranks[2] = [*ran(3), call("all_gather", 1, group="4", done=False)]
+    (suspect,) = judge(ranks, groups=TENSOR_PARALLEL).suspects
+    assert suspect.rank == 3
+    assert "which rank 2 waits in" in suspect.reason
+
+
+def test_ranks_that_wait_for_each_other_are_named_both() -> None:
+    pair = {"a": {"ranks": "[0, 1]"}, "b": {"ranks": "[0, 1]"}}
+    ranks = {0: [call("all_reduce", 1, group="a", done=False)], 1: [call("all_reduce", 1, group="b", done=False)]}
+    analysis = judge(ranks, groups=pair)
+    assert named(analysis) == [(0, Reason.EACH_OTHER), (1, Reason.EACH_OTHER)]
+    assert "waits in all_reduce #1 of group a" in analysis.suspects[0].reason
+
+
+def test_a_rank_that_did_not_complete_what_the_others_did_is_named() -> None:
+    ranks = {rank: ran(4) for rank in range(4)} | {2: [*ran(3), call("all_reduce", 4, done=False)]}
+    assert named(judge(ranks)) == [(2, Reason.NOT_COMPLETED)]
+
+
+def test_one_rank_in_what_no_other_comes_to_is_the_odd_one_out() -> None:
+    ranks = {rank: ran(3) for rank in range(4)} | {1: [*ran(3), call("all_reduce", 4, done=False)]}
+    assert named(judge(ranks)) == [(1, Reason.ALONE)]
+
+
+def test_a_rank_without_a_dump_is_a_suspect_only_where_no_other_rank_is() -> None:
+    ranks = waiting(4)
+    del ranks[2]
+    (suspect,) = judge(ranks).suspects
+    assert (suspect.rank, suspect.kind) == (2, Reason.NO_DUMP)
+    assert suspect.reason.startswith("left no dump, and the 3 others wait in all_reduce #4")
+    ranks[0] = ran(3)
+    assert named(judge(ranks)) == [(0, Reason.NEVER_ENTERED)]
+
+
+def test_all_in_the_same_collective_point_at_no_rank() -> None:
+    analysis = judge(waiting(4))
+    assert not analysis.suspects
+    assert "look at the network" in analysis.says
+    assert not judge({rank: ran(3) for rank in range(4)}).suspects
+
+
+def test_a_send_waits_for_its_receive_and_a_receive_for_its_send() -> None:
+    def pair(first: list[dict], second: list[dict]) -> list[tuple[int, Reason]]:
+        return named(judge({0: ran(1) + first, 1: ran(1) + second, 2: ran(1), 3: ran(1)}))
+
+    send, receive = transfer("send 0->1", 1), transfer("recv 1<-0", 1)
+    assert pair([send], []) == [(1, Reason.NEVER_ENTERED)]
+    assert pair([], [receive]) == [(0, Reason.NEVER_ENTERED)]
+    assert pair([send], [receive]) == []
+    assert pair([send], [{**receive, "output_sizes": [[3]]}]) == [(0, Reason.OTHER_SIZE), (1, Reason.OTHER_SIZE)]
+    # Both receive first: each waits for the other.
+    assert pair([transfer("recv 0<-1", 1)], [receive]) == [(0, Reason.EACH_OTHER), (1, Reason.EACH_OTHER)]
+    # The rank that should receive waits in a collective, which the ranks without a part in the transfer never entered.
+    assert pair([send], [call("all_reduce", 2, done=False)]) == [(2, Reason.NEVER_ENTERED), (3, Reason.NEVER_ENTERED)]
+
+
+@pytest.mark.parametrize(("version", "change"), [("1.5", "seq_id"), ("2.0", "p2p"), ("2.10", "newer")])
+def test_older_and_newer_formats_are_read(version: str, change: str) -> None:
+    def altered(entries: list[dict]) -> list[dict]:
+        for entry in entries:
+            if change == "seq_id":  # torch 2.3: one counter, the group by its number alone
+                entry["seq_id"] = entry.pop("collective_seq_id")
+                entry["pg_name"] = entry.pop("process_group")[0]
+                del entry["is_p2p"], entry["retired"], entry["input_dtypes"]
+            elif change == "p2p":
+                del entry["is_p2p"]
+            else:
+                entry |= {"thread_id": "1", "a_new_one": {"x": [1]}, "frames": [{"name": "f", "line": 3}]}
+        return entries
+
+    ranks = waiting(4, without=(1,))
+    found = [
+        read_dump(json.dumps(dump(altered(entries), version=version, groups=None, a_new_one=[1])).encode(), rank=rank)
+        for rank, entries in ranks.items()
+    ]
+    assert [one.version for one in found] == [version] * 4
+    (suspect,) = analyse(found).suspects
+    assert (suspect.rank, suspect.kind) == (1, Reason.NEVER_ENTERED)
+
+
+def test_the_rank_that_a_dump_holds_comes_before_the_names() -> None:
+    assert read_dump(json.dumps(dump(ran(1), rank=7)).encode(), rank=3).rank == 7
+    assert read_dump(pickle.dumps(dump(ran(1)), 2), rank=3).rank == 3
+    with pytest.raises(UnreadableDumpError, match="rank"):
+        read_dump(json.dumps(dump(ran(1))).encode())
+
+
+@pytest.mark.parametrize(
+    ("name", "rank"), [("nccl_trace_rank_12", 12), ("d0", 0), ("7.json", 7), ("x.3.pkl", 3), ("a3b", None), ("", None)]
+)
+def test_the_rank_is_the_number_at_the_end_of_the_name(name: str, rank: int | None) -> None:
+    assert rank_of_name(name) == rank
+
+
+class _Evil:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("/tmp/must-never-be",)
+
+
+@pytest.mark.parametrize(
+    ("raw", "why"),
+    [
+        (pickle.dumps(dump(ran(1), groups=_Evil())), "names posix.mkdir"),
+        (pickle.dumps(dump(ran(3)))[:-200], ""),
+        (json.dumps(dump(ran(3))).encode()[:-20], "truncated"),
+        (b"", "empty"),
+        (b"\x80", ""),
+        (b"\x80\x02]q\x00.", "without entries"),
+        (pickle.dumps({"entries": [1, None]}), ""),
+        (pickle.dumps({"entries": [{"collective_seq_id": "x", "profiling_name": 3}]}), ""),
+        (b'{"entries": 3}', "entries"),
+        (b"[]", ""),
+        (b"Traceback (most recent call last):\n", "malformed"),
+    ],
+)
+def test_what_is_no_dump_is_refused_with_the_reason_and_runs_nothing(raw: bytes, why: str) -> None:
+    with pytest.raises(UnreadableDumpError) as caught:
+        read_dump(raw, rank=0)
+    assert why in str(caught.value)
+    assert not os.path.exists("/tmp/must-never-be")
+
+
+def real(name: str) -> list[RankDump]:
+    return [read_dump(path.read_bytes(), rank=rank_of_name(path.name)) for path in sorted(DATA.glob(f"{name}_?"))]
+
+
+@pytest.mark.parametrize(
+    ("name", "suspects"),
+    [
+        ("gloo_2.13_never", [(2, Reason.NEVER_ENTERED)]),
+        ("gloo_2.13_pickle", [(2, Reason.NEVER_ENTERED)]),
+        ("gloo_2.13_other", [(2, Reason.OTHER_COLLECTIVE)]),
+        ("gloo_2.13_shape", [(2, Reason.OTHER_SIZE)]),
+    ],
+)
+def test_what_torch_wrote_with_gloo_names_the_rank(name: str, suspects: list[tuple[int, Reason]]) -> None:
+    assert named(analyse(real(name))) == suspects
+
+
+def test_the_command_names_the_rank_and_says_what_it_could_not_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken_9").write_text("{")
+    files = [str(path) for path in sorted(DATA.glob("gloo_2.13_never_?"))]
+    assert main(["hangs", *files, str(tmp_path), str(tmp_path / "none_1")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "4 dumps, of ranks 0-3"
+    assert lines[1].startswith("rank 2 never entered all_reduce #6 of group default_pg (28 B fp32), which the 3 others")
+    assert "group default_pg (gloo), ranks 0-3: all have completed #5; in #6: ranks 0-1,3" in lines
+    assert [line.split(": ")[0] for line in lines[-2:]] == ["unreadable", "unreadable"]
+
+    assert main(["hangs", "--json", *files]) == 0
+    document = json.loads(capsys.readouterr().out)
+    (suspect,) = document["suspects"]
+    assert (suspect["rank"], suspect["group"], suspect["collective"]) == (2, "default_pg", "all_reduce")
+    assert suspect["reason"].startswith("never entered")
+
+
+def test_the_command_fails_where_nothing_is_a_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "x_1").write_text("no")
+    assert main(["hangs", str(tmp_path)]) == 2
+    assert "no dump of the flight recorder" in capsys.readouterr().err
