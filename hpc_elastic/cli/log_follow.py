@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.cli.logs import LogChoice, LogPrinter
+from hpc_elastic.cli.logs import LogChoice, LogPrinter, has_anything
 from hpc_elastic.cli.run_argument import AskedRun
 from hpc_elastic.cli.screen import print_note
 from hpc_elastic.output.log_reader import Chunk, FollowedFiles, OutputReader
@@ -73,7 +73,9 @@ class LogFollower:
         """Show what is there, in time order, the last lines of all together; the same readers go on from there."""
         self._files.find()
         if not self._seen:
-            print_note(f"run {self._asked.paths.run_id} has started no worker yet: waiting")
+            print_note(f"run {self._asked.paths.run_id} has started no worker yet; waiting")
+        elif not any(has_anything(stream) for stream in self._files.followed()):
+            print_note(f"no worker of run {self._asked.paths.run_id} has printed anything yet; waiting")
         attempt = self._asked.shown_attempt()
         streams = self._files.followed()
         if attempt is None or not streams:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from msgspec import Struct
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.base.text import ranks_text, time_text
+from hpc_elastic.base.text import ranges, ranks_text, time_text
 from hpc_elastic.cli.follow import follow_to_end
 from hpc_elastic.cli.run_argument import (
     AskedRun,
@@ -239,8 +239,16 @@ def run(args: argparse.Namespace) -> int:
     assert attempt is not None
     if not rounds:
         print_note(f"attempt {attempt.number} of run {asked.paths.run_id} has no round yet: no worker was started")
-    _print(attempt, rounds, choice, printer, tail)
+    if not _print(attempt, rounds, choice, printer, tail) and rounds and tail != 0:
+        print_note(_nothing_printed(attempt, rounds, choice))
     return 0
+
+
+def _nothing_printed(attempt: AttemptPaths, rounds: Sequence[int], choice: LogChoice) -> str:
+    chosen = choice.ranks is not None or choice.nodes is not None
+    what = "output" if len(choice.streams) > 1 else "stdout" if choice.streams == (STDOUT,) else "stderr"
+    numbers = f"round{'' if len(rounds) == 1 else 's'} {ranges(rounds)} of attempt {attempt.number}"
+    return f"no {what} from {'these workers' if chosen else 'any worker'} in {numbers}"
 
 
 def _choice(args: argparse.Namespace) -> LogChoice:
@@ -277,7 +285,8 @@ def _tail(args: argparse.Namespace) -> int | None:
 
 def _print(
     attempt: AttemptPaths, rounds: Sequence[int], choice: LogChoice, printer: LogPrinter, tail: int | None
-) -> None:
+) -> bool:
+    """Returns whether there was anything to print."""
     pieces = _pieces(attempt, rounds, choice, tail)
     before: LogStream | None = None
     for piece in pieces if tail is None else last_of(pieces, tail):
@@ -286,6 +295,7 @@ def _print(
         before = piece.stream
         printer.show(piece)
     printer.flush()
+    return before is not None
 
 
 def _pieces(attempt: AttemptPaths, rounds: Sequence[int], choice: LogChoice, tail: int | None) -> Iterator[Piece]:
@@ -382,13 +392,13 @@ def _warn_without_times(streams: Sequence[LogStream], marks: RoundMarks) -> None
     """Say so where the order can't be known."""
     found = []
     for one in streams if len(streams) > 1 else ():
-        if marks.of(one.rank, one.stream).first_us is None and _has_anything(one):
+        if marks.of(one.rank, one.stream).first_us is None and has_anything(one):
             found.append(one.rank)
     if found:
         print_note(f"no times are kept for {ranks_text(found)}: one after the other")
 
 
-def _has_anything(stream: LogStream) -> bool:
+def has_anything(stream: LogStream) -> bool:
     try:
         return os.stat(stream.path).st_size > 0
     except OSError:

@@ -33,6 +33,7 @@ _SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "cancel": ("run_job", "end a run's job: its workers get SIGTERM, and the report is written"),
     "requeue": ("run_job", "have a run's workers save and its job requeued; or start one that has ended again"),
     "config": ("config", "what every option's value is, and where it comes from: files, variables, command line"),
+    "completion": ("completion", "print a script for bash that completes subcommands, options and runs"),
     "agent": ("agent", "one node's agent, inside a step of your own"),
 }
 _AGENT_OPTIONS = ("--run-dir", "--attempt", "--node", "--launcher-pid")

@@ -117,7 +117,7 @@ def test_logs_of_a_run_that_has_not_begun(tmp_path: Path, capsys: pytest.Capture
     clock.happens.append((clock.now + 5.0, lambda: (paths.attempt(0).result_json).write_text(RESULT)))
     assert follow_to_end(asked, follower, clock=clock) == 0
     assert out.getvalue().count(b"\n") == 20, "what was not there at first is new"
-    assert "has started no worker yet: waiting" in capsys.readouterr().err
+    assert "has started no worker yet; waiting" in capsys.readouterr().err
 
 
 RESULT = (

@@ -213,6 +213,23 @@ def test_a_run_that_has_not_begun(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "no round yet" in capsys.readouterr().err
 
 
+def test_a_silent_run_is_said_to_be_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    builder = LogRun(tmp_path / "r", nodes=1, per_node=2)
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    for rank in (0, 1):
+        builder.paths.attempt(0).rank(0, rank).root.mkdir(parents=True)
+    assert main(["logs", str(builder.root)]) == 0
+    assert capsys.readouterr() == ("", "hpc-elastic: no output from any worker in round 0 of attempt 0\n")
+    builder.say(1, "hello", at=2)
+    assert main(["logs", str(builder.root), "--stderr"]) == 0
+    assert capsys.readouterr().err == "hpc-elastic: no stderr from any worker in round 0 of attempt 0\n"
+    assert main(["logs", str(builder.root), "--rank", "0"]) == 0
+    assert capsys.readouterr().err == "hpc-elastic: no output from these workers in round 0 of attempt 0\n"
+    assert main(["logs", str(builder.root)]) == 0
+    assert capsys.readouterr() == ("[rank 1] hello\n", "")
+
+
 def test_a_folder_of_somebody_else(
     run: LogRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

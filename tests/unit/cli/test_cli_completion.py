@@ -1,0 +1,103 @@
+"""The completion script in a real bash: its function, and a TAB on a terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.cli import main as cli
+from hpc_elastic.options.run_request import ALL_OPTIONS
+
+_CALL = 'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); compopt() { :; }; _hpc_elastic; '
+_CALL += 'printf "%s\\n" "${COMPREPLY[@]}"'
+
+
+@pytest.fixture
+def script(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Path:
+    assert cli.main(["completion", "bash"]) == 0
+    path = tmp_path / "completion.bash"
+    path.write_text(capsys.readouterr().out)
+    work = tmp_path / "work"
+    for name in ("20261123-a", "20261123-b"):
+        (work / "runs" / name).mkdir(parents=True)
+        (work / "runs" / name / "run.json").touch()
+    (work / "my script.py").touch()
+    (work / "train.py").touch()
+    monkeypatch.chdir(work)
+    return path
+
+
+def completed(script: Path, *words: str) -> list[str]:
+    bash = shutil.which("bash")
+    assert bash is not None
+    line = [bash, "--norc", "-c", _CALL, "bash", str(script), *words]
+    # Without a PATH: a TAB starts no program.
+    done = subprocess.run(line, check=True, capture_output=True, text=True, env={"PATH": "/nothing"})
+    assert done.stderr == ""
+    return sorted(line for line in done.stdout.splitlines() if line)
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        (["rep"], ["report"]),
+        (["submit", "--no"], ["--no-python", "--no-requeue", "--nodelist", "--nodes"]),
+        (["submit", "--cluster", ""], ["auto", "local", "slurm"]),
+        (["submit", "--cluster", "=", "l"], ["local"]),
+        (["submit", "--nodes", "2", "--cluster", "s"], ["slurm"]),
+        (["submit", "--nodes", "=", "2", "t"], ["train.py"]),
+        (["submit", "m"], ["my script.py"]),
+        (["submit", "train.py", "--no"], []),
+        (["submit", "-m", "--no"], ["--no-python", "--no-requeue", "--nodelist", "--nodes"]),
+        (["run", "--part"], []),
+        (["run", "--over"], ["--overlap"]),
+        (["report", "2026"], ["20261123-a", "20261123-b"]),
+        (["logs", "l"], ["latest"]),
+        (["logs", "--runs-dir", "runs", "2"], ["20261123-a", "20261123-b"]),
+        (["report", "--format", "h"], ["html"]),
+        (["list", "--state", "fai"], ["failed"]),
+        (["config", "max-re"], ["max-requeues", "max-restarts"]),
+        (["submit", "--template", "my"], ["my script.py"]),
+        (["nonsense", ""], []),
+    ],
+)
+def test_what_is_completed(script: Path, line: list[str], expected: list[str]) -> None:
+    assert completed(script, "hpc-elastic", *line) == expected
+
+
+def test_every_option_of_submit_is_completed(script: Path) -> None:
+    known = {name for option in ALL_OPTIONS if option.only in ("", "submit") for name in option.names}
+    assert set(completed(script, "hpc-elastic", "submit", "-")) == known | {"-h", "--help", "--help-all"}
+
+
+def test_a_tab_in_an_interactive_bash(script: Path) -> None:
+    pid, fd = pty.fork()
+    if pid == 0:
+        os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], {**os.environ, "TERM": "dumb", "PS1": "$ "})
+    try:
+        os.write(fd, f"source {script}\n".encode())
+        os.write(fd, b"echo hpc-elastic; hpc-elastic submit --allow-l\t")
+        seen, until = b"", time.monotonic() + 20
+        while b"--allow-local-runs-dir " not in seen and time.monotonic() < until:
+            if select.select([fd], [], [], 0.2)[0]:
+                seen += os.read(fd, 4096)
+        assert b"--allow-local-runs-dir " in seen, seen
+    finally:
+        os.write(fd, b"\x15exit\n")
+        os.close(fd)
+        os.waitpid(pid, 0)
+
+
+def test_the_script_is_clean(script: Path) -> None:
+    if shutil.which("shellcheck") is None:
+        assert subprocess.run(["bash", "-n", str(script)]).returncode == 0
+        return
+    done = subprocess.run(["shellcheck", "-s", "bash", str(script)], capture_output=True, text=True)
+    assert done.stdout == ""
