@@ -17,8 +17,11 @@ _WHAT = re.compile(r"^\s*what\(\):\s*(.*(?:\n.+){0,8})$", re.MULTILINE)
 _AFTER_WHAT = re.compile(
     r"\n(?:Exception raised from |frame #\d|CUDA kernel errors might |Fatal Python error: |terminate called|\[rank\d)"
 )
-# "[rank3]:[F1206 18:44:12.7 ProcessGroupNCCL.cpp:1169] [PG 0 Rank 3] ...": glog's FATAL ends the process.
-_FATAL_LOG = re.compile(r"^(?:\[rank\d+\]:)?\[F\d* ?[\d:.]* ?\S+:\d+\] (.+)$", re.MULTILINE)
+# "[rank3]:[F1206 18:44:12.7 ProcessGroupNCCL.cpp:1169] [PG 0 Rank 3] ...": glog's FATAL ends the process; so does
+# "F20261123 04:37:58.570145  8096 sampler.cc:77] Check failed: n == 4 (3 vs. 4)", and absl's.
+_FATAL_LOG = re.compile(
+    r"^(?:\[rank\d+\]:)?(?:\[F\d* ?[\d:.]*|F(?:\d{4})?\d{4} [\d:.]+ +\d+) ?\S+:\d+\] (.+)$", re.MULTILINE
+)
 
 
 # faulthandler prints 100 frames and then "...".
@@ -60,7 +63,7 @@ def find_cpp_terminate(text: str, *, cleaned: bool = False) -> FailureText | Non
     text = text if cleaned else clean_text(text)
     last = _last_match(_TERMINATE, "terminate called ", text)
     if last is None:
-        logged = _last_match(_FATAL_LOG, "[F", text)
+        logged = _last_match(_FATAL_LOG, "] ", text) if _FATAL_LOG.search(text) else None
         if logged is None:
             return None
         body = text[logged.start() :]

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from hpc_elastic.base.host_facts import total_memory
 from hpc_elastic.base.text import clean_text, cut_end
 from hpc_elastic.failures.classify import classify, signal_name, signal_of
+from hpc_elastic.failures.decorated import undecorate
 from hpc_elastic.failures.error_file import (
     OWN_KEY,
     ErrorFile,
@@ -167,7 +168,8 @@ def _describe(
     facts: WorkerFailure, error_file: str, stderr_log: str, stdout_log: str, output: Output | None
 ) -> WorkerFailure:
     raw, has_more, problem = _read_tail(stderr_log)
-    text = clean_text((raw + (output.unwritten if output is not None else b"")).decode("utf-8", "replace"))
+    cleaned = clean_text((raw + (output.unwritten if output is not None else b"")).decode("utf-8", "replace"))
+    text = undecorate(cleaned)
     file = read_error_file(error_file)
     if file.found:
         recorded = _recorded(file)
@@ -175,17 +177,17 @@ def _describe(
         facts = replace(facts, printed_ns=_printed_ns(raw, span, output) or _recorded_ns(file, facts))
         lines = text.split("\n")
         wrapped = find_wrapped(replace(recorded, span=span if span[1] else (len(lines), len(lines))), lines)
-        tail = _last_lines(text, span)
+        tail = _last_lines(cleaned, span)
         return _from_error_file(facts, error_file, file, recorded, stderr_tail=tail, wrapped=wrapped)
 
     def read_stdout() -> str:
         raw = _read_tail(stdout_log)[0][-_STDOUT_TAIL:] if stdout_log else b""
-        return clean_text(raw.decode("utf-8", "replace"))
+        return undecorate(clean_text(raw.decode("utf-8", "replace")))
 
     found, source, printed = find_explanation(facts, text, read_stdout)
     span = found.span if found is not None and source is EvidenceSource.STDERR else (0, 0)
     facts = replace(facts, printed_ns=_printed_ns(raw, span, output), is_caught=_is_caught(found))
-    tail = _last_lines(text, span if found is not None and found.text else (0, 0))
+    tail = _last_lines(cleaned, span if found is not None and found.text else (0, 0))
     if (found is None or found.kind is TextKind.LAST_LINE) and facts.exitcode > 0 and has_more:
         found = _find_far_back(stderr_log) or found
     if file.problem != "missing":
@@ -358,8 +360,8 @@ def _exit_message(facts: WorkerFailure, found: FailureText | None) -> str:
     said = found.message if found is not None else ""
     if said:
         how = signal_name(number) or f"exit code {facts.exitcode}"
-        first, separator, more = said.partition("\n")
-        return f"{first} ({how}{', core dumped' if facts.core_dumped else ''}){separator}{more}"
+        _, separator, more = said.partition("\n")
+        return f"{summary_line(said)} ({how}{', core dumped' if facts.core_dumped else ''}){separator}{more}"
     if facts.exitcode < 0:
         text = f"Signal {number} ({signal_name(number)}) received by PID {facts.pid}"
     else:

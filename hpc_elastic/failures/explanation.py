@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.failures.classify import signal_of
 from hpc_elastic.failures.crash_text import find_cpp_terminate, find_fatal_error
+from hpc_elastic.failures.decorated import read_json_line
 from hpc_elastic.failures.last_lines import LastLines, find_last_lines
 from hpc_elastic.failures.traceback_text import FailureText, TextKind, find_python_traceback, find_tracebacks
 from hpc_elastic.failures.uncaught import find_uncaught, went_on
@@ -47,20 +48,24 @@ def find_explanation(
             return found, EvidenceSource.STDOUT, stdout
         printed = find_last_lines(stdout.split("\n"))
         if printed is not None and (printed.is_telling or said is None):
-            return _from_lines(facts, printed), EvidenceSource.STDOUT, stdout
-    return _from_lines(facts, said), EvidenceSource.STDERR, stderr
+            return _from_lines(facts, printed, stdout.split("\n")), EvidenceSource.STDOUT, stdout
+    return _from_lines(facts, said, stderr.split("\n")), EvidenceSource.STDERR, stderr
 
 
-def _from_lines(facts: WorkerFailure, said: LastLines | None) -> FailureText | None:
+def _from_lines(facts: WorkerFailure, said: LastLines | None, lines: list[str]) -> FailureText | None:
     """What a process without an exception printed last. Of one that crashed a line counts only where it tells why."""
     if said is None or (signal_of(facts.exitcode) and not said.is_telling):
         return None
+    traceback, logged = read_json_line(lines[said.at])
+    span = (said.at, said.at + 1)
+    if traceback and (found := find_python_traceback(traceback)) is not None:
+        return replace(found, span=span, exception_at=said.at)
     return FailureText(
         kind=TextKind.LINES if said.is_telling else TextKind.LAST_LINE,
         text="",
         exception_type="",
-        message=said.text,
-        span=(said.at, said.at + 1),
+        message=logged or said.text,
+        span=span,
     )
 
 

@@ -27,13 +27,26 @@ _SILENT = re.compile(
     r"|Try '.*' for help|(?:[Uu]sage|USAGE): |Set the environment variable |(?:Current t|T)hread 0x|Extension modules: "
     r"|frame #\d|Exception raised from |Current thread's C stack|Binary file |Abort(?:ed|) \(core dumped\)|\+ \S"
     r"|Exception ignored |--- Logging error ---|sys:1: |\*+\Z|[-=_~#*]{4,}\Z|Fatal Python error: (?:Abort|Segm)"
-    r"|could not write the error file "
+    r"|could not write the error file |make(?:\[\d+\])?: \*\*\* |ninja: build stopped"
+    r"|Pass --help|={4,} (?:\d+ (?:failed|passed|error)|short test summary|FAILURES|ERRORS|test session).*={4,}\Z"
+    r"|_{4,} .* _{4,}\Z"
+    # Stacks and dumps of other languages: C++, AddressSanitizer, Java, Rust, Go, Julia, Fortran.
+    r"|\s+at \S|\s*#\d+ +0x|\s+@ |\s{2,}\d+: |\s+\.\.\. \d+ more|\s*\[\d+\] \S+\(.*\)|goroutine \d+ "
+    r"|[\w/.-]+\.[\w(*).]+\((?:0x[0-9a-f]+.*|\.\.\.)?\)\Z"
+    r"|\s+\S+\.go:\d+|exit status \d+\Z|(?:note|NOTE): |[Ss]tack ?(?:backtrace|trace):|Error termination\. Backtrace"
+    r"|\*\*\* .{0,40}stack trace|(?:=>|  )0x[0-9a-f]+:|Shadow byte|==\d+==ABORTING"
+    r"|Node\.js v\d|in expression starting at "
+    r"|\s+[A-Z][\w' ]+(?: \(.*\))?: +(?:0\d|[a-f][\da-f])(?: [\da-f]{2})*\Z"
     r"|During handling of the above |The above exception was |[╭╰┌└][─-]+|Python runtime state: |Stack \(most recent"
 )
-_LOGGED = re.compile(r"(?:DEBUG|INFO|WARNING):|.{0,60}?[\s\[|:](?:DEBUG|INFO|WARNING|WARN|TRACE|SUCCESS)[\s\]|:]")
+_LOGGED = re.compile(
+    r"(?:DEBUG|INFO|WARNING)[: ]|.{0,60}?[\s\[|:](?:DEBUG|INFO|WARNING|WARN|TRACE|SUCCESS)[\s\]|:]"
+    r'|\{.*"(?:level|levelname|log_level|severity|lvl)": ?"(?i:trace|debug|info|notice|warn|warning)"'
+)
 """A logger's line below ERROR."""
 _STRONG = re.compile(
-    r"error\b|\b(?:fatal|critical|panic|assertion|assert|abort(?:ed|ing)?|exception|failed|failure)\b|\w\(\): |\*\*\* ",
+    r"error\b|\b(?:fatal|critical|panic(?:ked)?|assertion|assert|abort(?:ed|ing)?|exception|failed|failure)\b|\w\(\): "
+    r"|\*\*\* |MPI_ABORT",
     re.IGNORECASE,
 )
 _TELLING = re.compile(

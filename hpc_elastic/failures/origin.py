@@ -46,8 +46,17 @@ _EXPECTED = frozenset(
 """What a script catches in the line that raises it, as a part of its normal course."""
 
 
+_CLEANS_UP = re.compile(r"__a?exit__|__del__|close|clean_?up|tear_?down|shut_?down|finali[sz]e", re.IGNORECASE)
+"""A function that runs while an exception goes up, too: what fails in it follows from that."""
+_COLLECTIVE_WAIT = re.compile(r"\.wait\(|\b(?:group|pg|backend)\.\w+\(")
+_LIMITS_TIME = re.compile(
+    r"time ?-?out|timed out|took (?:too )?long|longer than|within \d|no progress|stall|hung|hang", re.I
+)
+
 OF_ANOTHER_RANK = FailurePattern(FailureClass.SYMPTOM, "another rank's part in a checkpoint failed", ())
 """torch.distributed.checkpoint gathers what the ranks raised, and raises it on all of them."""
+OWN_TIME_LIMIT = FailurePattern(FailureClass.SYMPTOM, "its own time limit struck while it waited for its peers", ())
+"""A handler of SIGALRM that the script has set raised it, with a collective under it in the stack."""
 
 
 def explain_chain(chain: Sequence[RaisedException], *, rank: int = -1) -> FailurePattern | None:
@@ -83,6 +92,8 @@ def find_origin(chain: Sequence[RaisedException]) -> RaisedException | None:
     kept = _without_expected(chain)
     named = kept[-1] if kept else None
     for raised in reversed(kept):
+        if named is not raised and named is not None and named.while_handling and _is_of_cleanup(raised):
+            return named
         row = explain(raised)
         if row is not None and row.failure_class is FailureClass.SYMPTOM and raised is not kept[-1]:
             return named
@@ -94,6 +105,8 @@ def explain(raised: RaisedException) -> FailurePattern | None:
     """What is known of one exception, or of a line that stands for one."""
     if not raised.exception_type:
         return explain_text(raised.message)
+    if _is_of_own_limit(raised):
+        return OWN_TIME_LIMIT
     name = raised.exception_type.rsplit(".", 1)[-1]
     of_collective = is_of_process_group(raised)
     of_script = is_raised_by_script(raised)
@@ -138,6 +151,19 @@ def is_of_process_group(raised: RaisedException) -> bool:
         return True
     # A call into C++ has no frame of its own: ``work.wait()`` of the script.
     return raised.exception_type == "RuntimeError" and _COLLECTIVE_TEXT.search(text) is not None
+
+
+def _is_of_own_limit(raised: RaisedException) -> bool:
+    """Whether a handler of the script's interrupted a collective for the time that it took."""
+    if len(raised.frames) < 2 or not _COLLECTIVE_FILE.search(raised.frames[-2].file) or not is_raised_by_script(raised):
+        return False
+    if raised.frames[-1].function in raised.caller or not _COLLECTIVE_WAIT.search(raised.caller):
+        return False
+    return "Time" in raised.exception_type or _LIMITS_TIME.search(raised.message) is not None
+
+
+def _is_of_cleanup(raised: RaisedException) -> bool:
+    return any(_CLEANS_UP.search(frame.function) for frame in user_frames(raised.frames))
 
 
 def is_raised_by_script(raised: RaisedException) -> bool:

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import re
 
+from hpc_elastic.base.text import cut_end
+
 HEADER = "Traceback (most recent call last):"
 _MOST_JOINED = 4
+_LIMIT = 1000
 # In a message: torch's loader ("Original "), torch.distributed.checkpoint ("(RANK 1)").
 QUOTED_HEADER = re.compile(r"\s*(?:Original )?Traceback \(most recent call last\):(?: \(RANK (\d+)\))?\s*\Z")
 
 
 def summary_line(message: str) -> str:
-    """One line.
+    """One line of at most a thousand characters.
 
     Args:
         message: With or without the exception's type before it.
     """
     first, more, rest = message.partition("\n")
-    if not more:
-        return message
-    if first.strip() and not first.rstrip().endswith(":") and HEADER not in rest:
-        return first
-    return _joined(message.split("\n"))
+    if not more or (first.strip() and not first.rstrip().endswith(":") and HEADER not in rest):
+        return cut_end(first, _LIMIT)
+    return cut_end(_joined(message.split("\n")), _LIMIT)
 
 
 def _joined(lines: list[str]) -> str:

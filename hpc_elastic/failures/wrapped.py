@@ -48,19 +48,22 @@ def find_wrapped(found: FailureText, lines: Sequence[str]) -> RaisedException | 
     before = lines[max(0, found.span[0] - _LOOKED_BACK) : found.span[0]]
     if not before or not found.exception_type:
         return None
-    if is_wrapper(found):
+    if is_wrapper(found) or _is_wrapper(found.chain[-1]):
         return _of_child(before)
     last = found.chain[0]
     if (lost := _symptom_before(before)) is not None:
         return lost
     if _waits(last):
         return _of_thread(before)
-    if not _says_little(last) or any(explain(raised) is not None for raised in found.chain):
+    if not _is_general(last) or any(explain(raised) is not None for raised in found.chain):
         return None
-    tracebacks = [*find_tracebacks("\n".join(before)), *find_tracebacks("\n".join(before), threads=True)]
-    for earlier in tracebacks:
-        if len(speaking_lines(before[earlier.exception_at + 1 :])) <= _SOON:
-            return earlier.chain[0]
+    # A thread's exception right before it needs no more; another one the script may have coped with.
+    for threads in (True, False) if _FAILED.search(last.message) else (True,):
+        for earlier in find_tracebacks("\n".join(before), threads=threads):
+            if len(speaking_lines(before[earlier.exception_at + 1 :])) <= _SOON:
+                return earlier.chain[0]
+    if not _FAILED.search(last.message):
+        return None
     near = [line for _, line in speaking_lines(before)[-_NEAR:]]
     for line in reversed(near):
         if explain_text(line) is not None:
@@ -77,10 +80,9 @@ def _symptom_before(before: Sequence[str]) -> RaisedException | None:
     return find_origin(tracebacks[-1].chain) if row is not None and row.failure_class is FailureClass.SYMPTOM else None
 
 
-def _says_little(raised: RaisedException) -> bool:
-    """Whether the script raised it in place of something else: ``RuntimeError("preprocessing failed")``."""
-    name = raised.exception_type.rsplit(".", 1)[-1]
-    return name in _GENERAL and is_raised_by_script(raised) and _FAILED.search(raised.message) is not None
+def _is_general(raised: RaisedException) -> bool:
+    """Whether the script may have raised it in place of something else: ``RuntimeError("preprocessing failed")``."""
+    return raised.exception_type.rsplit(".", 1)[-1] in _GENERAL and is_raised_by_script(raised)
 
 
 def _waits(raised: RaisedException) -> bool:
@@ -97,8 +99,12 @@ def _of_thread(before: Sequence[str]) -> RaisedException | None:
 
 def is_wrapper(found: FailureText) -> bool:
     """Whether it says no more than that something else has failed."""
-    name = found.exception_type.rsplit(".", 1)[-1]
-    return _WRAPPERS.match(name) is not None or _WORKER_GONE.match(found.message) is not None
+    return bool(found.chain) and _is_wrapper(found.chain[0])
+
+
+def _is_wrapper(raised: RaisedException) -> bool:
+    name = raised.exception_type.rsplit(".", 1)[-1]
+    return _WRAPPERS.match(name) is not None or _WORKER_GONE.match(raised.message) is not None
 
 
 def _of_child(before: Sequence[str]) -> RaisedException | None:

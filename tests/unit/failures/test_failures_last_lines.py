@@ -45,6 +45,71 @@ def described(
     ("stderr", "exitcode", "headline"),
     [
         (
+            "I1123 04:37:58.570026 1399 ab.py:4] start\nF1123 04:37:58.570145 1399 ab.py:5] 3 shards, 4 expected\n"
+            + DUMP,
+            -6,
+            "3 shards, 4 expected (SIGABRT)",
+        ),
+        (
+            "F20261123 04:37:58.570145  8096 sampler.cc:77] Check failed: n == 4 (3 vs. 4)\n"
+            "*** Check failure stack trace: ***\n    @     0x7f0f4c3d1b03  google::LogMessage::Fail()\n",
+            -6,
+            "Check failed: n == 4 (3 vs. 4) (SIGABRT)",
+        ),
+        (
+            "\nthread 'main' (28281) panicked at src/lib.rs:1:87:\nindex out of bounds: the len is 3 but the index is 7"
+            "\n"
+            "note: run with `RUST_BACKTRACE=1` environment variable to display a backtrace\n",
+            101,
+            "thread 'main' (28281) panicked at src/lib.rs:1:87: index out of bounds: the len is 3 but the index is 7 "
+            "(exit code 101)",
+        ),
+        (
+            "panic: runtime error: index out of range [7] with length 3\n\ngoroutine 1 [running]:\nmain.shard(...)\n"
+            "\t/home/u/fetch.go:6\nmain.main()\n\t/home/u/fetch.go:10 +0x1d\nexit status 2\n",
+            2,
+            "panic: runtime error: index out of range [7] with length 3 (exit code 2)",
+        ),
+        (
+            "==9==ERROR: AddressSanitizer: heap-buffer-overflow on address 0x6020\n    #0 0x556e in f /home/u/a.c:2\n\n"
+            "SUMMARY: AddressSanitizer: heap-buffer-overflow /home/u/a.c:2 in f\nShadow bytes around the address:\n"
+            "=>0x0c047fff8000: fa fa 00[fa]fa\nShadow byte legend (one shadow byte represents 8 application bytes):\n"
+            "  Addressable:           00\n  Partially addressable: 01 02 03\n"
+            "  Right alloca redzone:    cb\n==9==ABORTING\n",
+            1,
+            "==9==ERROR: AddressSanitizer: heap-buffer-overflow on address 0x6020 (exit code 1)",
+        ),
+        (
+            "At line 12 of file mesh.f90\nFortran runtime error: End of file\n\nError termination. Backtrace:\n"
+            "#0  0x7f1c2e423960 in ???\n",
+            2,
+            "Fortran runtime error: End of file (exit code 2)",
+        ),
+        (
+            "ERROR: LoadError: BoundsError: index [7]\nStacktrace:\n [1] throw_boundserror(A::Vector{Int64})\n"
+            "   @ Base ./essentials.jl:14\nin expression starting at mesh.jl:3\n",
+            1,
+            "ERROR: LoadError: BoundsError: index [7] (exit code 1)",
+        ),
+        (
+            "E       AssertionError: loss is too high\n\ntest_train.py:4: AssertionError\n"
+            "=========================== short test summary info ============================\n"
+            "FAILED test_train.py::test_train - AssertionError: loss is too high\n"
+            "============================== 1 failed in 0.05s ===============================\n",
+            1,
+            "FAILED test_train.py::test_train - AssertionError: loss is too high (exit code 1)",
+        ),
+        (
+            "train.py: base.yaml: key 'optimizer' is given twice\nmake: *** [Makefile:12: train] Error 3\n",
+            2,
+            "train.py: base.yaml: key 'optimizer' is given twice (exit code 2)",
+        ),
+        (
+            'usage: train.py [--lr LR]\nerror: Parser key "lr":\n  Expected a float. Got value: fast\n',
+            2,
+            'error: Parser key "lr": Expected a float. Got value: fast (exit code 2)',
+        ),
+        (
             "usage: train.py [-h] [--lr LR]\ntrain.py: error: argument --lr: invalid float value: 'x'\n",
             2,
             "train.py: error: argument --lr: invalid float value: 'x' (exit code 2)",
@@ -96,7 +161,9 @@ def described(
         ("Error: the disk is slow\n", -9, "Signal 9 (SIGKILL) received by PID 7"),
         ("loading\n", -11, "Signal 11 (SIGSEGV) received by PID 7"),
     ],
-    ids=["argparse", "click", "hydra", "glibc", "glibc-and-dump", "assert", "sys-exit", "bash", "logger", "warning",
+    ids=[
+        "absl", "glog", "rust", "go", "asan", "fortran", "julia", "pytest", "make", "jsonargparse",
+        "argparse", "click", "hydra", "glibc", "glibc-and-dump", "assert", "sys-exit", "bash", "logger", "warning",
          "typer", "tar", "progress", "nothing", "killed", "crashed"],
 )  # fmt: skip
 def test_the_line_that_says_why_is_the_headline(tmp_path: Path, stderr: str, exitcode: int, headline: str) -> None:

@@ -228,3 +228,39 @@ def test_the_end_of_gloos_text_in_a_scripts_last_line_is_a_symptom(tmp_path: Pat
     log.write_text("communication failed (ogs of the remote worker before reporting an error. GLHF!), leaving\n")
     failure = describe_failure(facts=WorkerFailure(exitcode=1), error_file=tmp_path / "none", stderr_log=log)
     assert failure.failure_class is FailureClass.SYMPTOM
+
+
+def interrupted(
+    kind: str, message: str, caller: str = "work.wait()", file: str = "distributed_c10d.py"
+) -> RaisedException:
+    """A handler of SIGALRM raised it, over what the main thread ran."""
+    files = ("/home/ann/train.py", f"{SITE}/torch/distributed/{file}", "/home/ann/train.py")
+    frames = tuple(Frame(file=name, line=at, function=f"f{at}") for at, name in enumerate(files))
+    return RaisedException(exception_type=kind, message=message, frames=frames, source="raise late", caller=caller)
+
+
+def test_a_time_limit_of_the_scripts_own_that_strikes_in_a_collective_is_a_symptom() -> None:
+    assert class_of(interrupted("TimeoutError", "no step within 60 s")) is FailureClass.SYMPTOM
+    assert class_of(interrupted("StepError", "step 7 took longer than 60 s")) is FailureClass.SYMPTOM
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        interrupted("ValueError", "the preemption notice came"),
+        interrupted("TimeoutError", "no answer of the tokenizer", caller="pickler.dump(obj)"),
+        raised("TimeoutError", "no step within 60 s", source="raise TimeoutError(text)"),
+    ],
+    ids=["another reason", "called by the collective", "outside"],
+)
+def test_another_exception_of_a_handler_is_no_symptom(one: RaisedException) -> None:
+    assert class_of(one) is None
+
+
+def test_what_fails_in_the_cleanup_of_an_exception_is_not_named() -> None:
+    first = RaisedException(exception_type="AssertionError", message="3 images, 4 captions", while_handling=True)
+    frames = (Frame(file="train.py", line=9, function="<module>"), Frame(file="train.py", line=5, function="__exit__"))
+    last = RaisedException(exception_type="RuntimeError", message="2 writers are open", frames=frames, source="raise x")
+    assert find_origin((last, first)) is first
+    meant = RaisedException(exception_type="ConfigError", message="no lr", frames=frames[:1], source="raise x")
+    assert find_origin((meant, first)) is meant

@@ -128,3 +128,29 @@ RuntimeError: [/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connect
     assert failure.headline.startswith("FileNotFoundError")
     between = "".join(f"reconnected, step {n}\n" for n in range(9))
     assert described(tmp_path, lost + between + cleanup).failure_class is FailureClass.ROOT
+
+
+def test_the_output_of_a_child_whose_end_another_exception_reports(tmp_path: Path) -> None:
+    """torch's cpp_extension, with what ninja printed."""
+    said = "/home/ann/rope.cpp:7:12: error: 'x' is not a member of 'torch'\nninja: build stopped: subcommand failed.\n"
+    chained = PARENT.replace("[rank1]: ", "") + (
+        "\nThe above exception was the direct cause of the following exception:\n\n"
+        'Traceback (most recent call last):\n  File "/home/ann/train.py", line 3, in <module>\n    load("rope")\n'
+        '  File "/v/lib/python3.11/site-packages/torch/utils/cpp_extension.py", line 9, in _run\n'
+        "    raise RuntimeError(message) from e\nRuntimeError: Error building extension 'rope'\n"
+    )
+    failure = described(tmp_path, said + chained)
+    assert failure.headline.startswith("RuntimeError: Error building extension 'rope' (/home/ann/rope.cpp:7:12: error")
+
+
+def test_a_threads_exception_right_before_a_general_one(tmp_path: Path) -> None:
+    thread = (
+        "Exception in thread Thread-1 (save):\nTraceback (most recent call last):\n"
+        '  File "/usr/lib/python3.11/threading.py", line 1045, in _bootstrap_inner\n    self.run()\n'
+        '  File "/home/ann/train.py", line 4, in save\n    file.write(part)\n'
+        "OSError: [Errno 28] No space left on device\n"
+    )
+    hiding = HIDING.replace("training step failed", "the checkpoint of step 100 was not written")
+    failure = described(tmp_path, thread + hiding)
+    assert "No space left on device" in failure.headline
+    assert failure.failure_class is FailureClass.INFRASTRUCTURE

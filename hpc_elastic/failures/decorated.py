@@ -1,0 +1,169 @@
+"""Tracebacks that a logger, a wrapper or a notebook printed in a form of its own, turned into Python's own form.
+
+::
+
+    [04:37:58 rank2] Traceback (most recent call last):        a prefix before every line: ``| sed``, ``srun -l``
+    [04:37:58 rank2]   File "train.py", line 9, in <module>
+
+    Traceback (most recent call last):                         loguru 0.7: empty lines, an arrow, the variables' values
+
+    > File "train.py", line 7, in <module>
+        main("b")
+        └ <function main at 0x7f7c352d2de0>
+
+    ZeroDivisionError          Traceback (most recent call last)    IPython 9, papermill
+    Cell In[1], line 3
+    ----> 3 f(0)
+
+    {"event": "failed", "exception": "Traceback (most recent call last):\\n  File ..."}    structlog and other JSON
+
+The first three are rewritten in place, so that every line keeps its number.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from hpc_elastic.failures.rich_box import INSIDE
+from hpc_elastic.failures.summary import HEADER
+
+_FRAME = '  File "'
+_NO_PREFIX = re.compile(r"\[rank\d+\]: |Original |Exception Group |\+ ")
+"""What torch's hook, torch's loader and Python itself put before it."""
+_CLOCK = re.compile(r"\d{4}-\d\d-\d\d|\d\d:\d\d:\d\d(?:[.,]\d+)?|\d+\.\d{2,}")
+_MOST_BETWEEN = 5
+_LOGURU_FRAME = re.compile(r'[> ] File "')
+_IPYTHON = re.compile(r"([A-Za-z_][\w.]*) {2,}Traceback \(most recent call last\)\s*\Z")
+_IPYTHON_PLACE = re.compile(r"(?:File )?(.+?)(?:, line |:)(\d+)(?:, in ([\w.<>]+)\b.*)?\Z")
+_IPYTHON_SOURCE = re.compile(r"-+> +\d+ (.*)\Z")
+_MOST_LINES = 400
+_JSON_LIMIT = 256 << 10
+_TITLES = ("event", "message", "msg", "text")
+_REASONS = ("error", "err", "exception", "exc", "exc_info", "reason", "detail")
+_CHAINED = "\n\nDuring handling of the above exception, another exception occurred:\n\n"
+
+
+def undecorate(text: str) -> str:
+    """Rewrite all tracebacks with a prefix, of loguru and of IPython.
+
+    Args:
+        text: Cleaned.
+
+    Returns:
+        The same lines, with the tracebacks as Python prints them.
+    """
+    if "Traceback (most recent call last)" not in text:
+        return text
+    lines = text.split("\n")
+    for at, line in enumerate(lines):
+        if line.endswith(HEADER):
+            before = line[: -len(HEADER)]
+            if before.strip() and not _NO_PREFIX.match(before):
+                _strip_prefix(lines, at, before)
+            elif not before and lines[at + 1 : at + 2] == [""]:
+                _plain_loguru(lines, at + 1)
+        elif match := _IPYTHON.match(line):
+            _plain_ipython(lines, at, match[1])
+    return "\n".join(lines)
+
+
+def _strip_prefix(lines: list[str], at: int, before: str) -> None:
+    """Take the prefix from the lines that follow, too, where it stands before the first frame."""
+    parts = _CLOCK.split(before)
+    clocks = _CLOCK.findall(before)
+    shapes = [re.escape(part) + (r"[\d:.,-]+" if index < len(clocks) else "") for index, part in enumerate(parts)]
+    prefix = re.compile("".join(shapes))
+    if at + 1 >= len(lines) or not (match := prefix.match(lines[at + 1])):
+        return
+    if not lines[at + 1][match.end() :].startswith((_FRAME, "  + Exception Group")):
+        return
+    others = 0
+    for index in range(at, min(len(lines), at + _MOST_LINES)):
+        if match := prefix.match(lines[index]):
+            lines[index] = lines[index][match.end() :]
+            others = 0
+        elif prefix.match(f"{lines[index]} "):  # a line end without spaces before it
+            lines[index] = ""
+        elif (others := others + 1) > _MOST_BETWEEN:
+            break
+
+
+def _plain_loguru(lines: list[str], first: int) -> None:
+    if not any(_LOGURU_FRAME.match(line) for line in lines[first : first + 3]):
+        return
+    for at in range(first, min(len(lines), first + _MOST_LINES)):
+        if not lines[at]:
+            lines[at] = INSIDE
+        elif _LOGURU_FRAME.match(lines[at]):
+            lines[at] = f"  {lines[at][2:]}"
+        elif not lines[at].startswith("  "):
+            break
+
+
+def _plain_ipython(lines: list[str], at: int, name: str) -> None:
+    ends = range(at + 1, min(len(lines), at + _MOST_LINES))
+    end = next((n for n in ends if lines[n] == name or lines[n].startswith(f"{name}: ")), None)
+    if end is None:
+        return
+    lines[at] = HEADER
+    for index in range(at + 1, end):
+        if source := _IPYTHON_SOURCE.match(lines[index]):
+            lines[index] = f"    {source[1].strip()}"
+        elif not lines[index][:1].isspace() and (place := _IPYTHON_PLACE.match(lines[index])):
+            lines[index] = f'{_FRAME}{place[1]}", line {place[2]}, in {place[3] or "<module>"}'
+        else:
+            lines[index] = INSIDE
+
+
+def read_json_line(line: str) -> tuple[str, str]:
+    """What a logger that writes JSON reports in a line.
+
+    Args:
+        line: Of the output.
+
+    Returns:
+        The traceback in it, as Python prints one, and its message with the reason; each empty where there is none.
+    """
+    start = line.find("{")
+    if start < 0 or not line.endswith("}") or len(line) > _JSON_LIMIT:
+        return "", ""
+    try:
+        values = json.loads(line[start:])
+    except (ValueError, RecursionError):
+        return "", ""
+    if not isinstance(values, dict):
+        return "", ""
+    traceback = next(_tracebacks(values), "")
+    said = [_first_text(values, _TITLES), "" if traceback else _first_text(values, _REASONS)]
+    return traceback, ": ".join(text for text in said if text)
+
+
+def _tracebacks(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        if HEADER in value:
+            yield value
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tracebacks(part)
+    elif isinstance(value, list):
+        stacks = [stack for stack in value if isinstance(stack, dict) and stack.get("exc_type")]
+        if stacks:  # structlog's dict_tracebacks: the last exception first
+            yield _CHAINED.join(_as_printed(stack) for stack in reversed(stacks))
+        else:
+            for part in value:
+                yield from _tracebacks(part)
+
+
+def _as_printed(stack: Mapping[str, Any]) -> str:
+    frames = stack.get("frames")
+    places = [frame for frame in frames if isinstance(frame, dict)] if isinstance(frames, list) else []
+    lines = [f'{_FRAME}{p.get("filename")}", line {p.get("lineno") or 0}, in {p.get("name")}' for p in places]
+    value = stack.get("exc_value")
+    return "\n".join([HEADER, *lines, f"{stack['exc_type']}: {value}" if value else str(stack["exc_type"])])
+
+
+def _first_text(values: Mapping[str, Any], keys: tuple[str, ...]) -> str:
+    return next((text for key in keys if isinstance(text := values.get(key), str) and text.strip()), "")
