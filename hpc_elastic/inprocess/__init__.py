@@ -23,6 +23,7 @@ from hpc_elastic.inprocess import monitor_thread as monitor_thread
 from hpc_elastic.inprocess import progress_watchdog as progress_watchdog
 from hpc_elastic.inprocess import rank_assignment as rank_assignment
 from hpc_elastic.inprocess import store as store
+from hpc_elastic.inprocess import tools as tools
 from hpc_elastic.inprocess.hooks import Compose as Compose
 from hpc_elastic.inprocess.wrap import CallWrapper as CallWrapper
 from hpc_elastic.inprocess.wrap import Wrapper as Wrapper

@@ -35,10 +35,13 @@ REPEAT = 0.05
 
 
 class RankShouldRestart(BaseException):
-    """Raised in the main thread to get it out of the wrapped function. Let it pass."""
+    """Raised in the main thread to get it out of the wrapped function. Let it pass.
+
+    A function that raises it itself asks for a restart: all ranks are started again, and this one caused it.
+    """
 
     owner: object = None
-    """The call that it belongs to: of nested ones, each takes its own."""
+    """The call that it belongs to: of nested ones, each takes its own. None: the function's own, of the innermost."""
 
 
 class Interruptible:

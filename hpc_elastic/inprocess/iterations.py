@@ -263,8 +263,11 @@ class Iterations:
         try:
             self._value = self._part.run(self._body)
         except RankShouldRestart as error:
-            if error.owner is not self._part:
+            if error.owner is not None and error.owner is not self._part:
                 raise  # an outer call's
+            if error.owner is None and not self._part.is_wanted:  # the function's own wish
+                logger.warning("rank %d: the function asks for a restart: %s", self._state.rank, error)
+                store.record_interrupted(InterruptionRecord(self._state.rank, Interruption.EXCEPTION))
             return Event.INTERRUPTED
         except Exception as error:
             if not self._part.is_wanted:

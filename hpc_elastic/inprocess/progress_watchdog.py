@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from hpc_elastic.base.staleness import Staleness
 
-_FIELDS = struct.Struct("=qqqq")
+_FIELDS = struct.Struct("=qqqqq")
 _SEMAPHORE_BYTES = 128  # sem_t has 32 on x86-64 and aarch64
 
 
@@ -31,12 +31,14 @@ class Reading(NamedTuple):
         manual: Of the function's pings.
         armed: Whether a ping of this iteration has armed the manual timeout.
         epoch: Changes when everything starts anew.
+        paused: Whether no standstill counts for now.
     """
 
     automatic: int = 0
     manual: int = 0
     armed: bool = False
     epoch: int = 0
+    paused: bool = False
 
 
 class ProgressPage:
@@ -46,11 +48,11 @@ class ProgressPage:
         self._memory = mmap.mmap(-1, mmap.PAGESIZE)
 
     def write(self, reading: Reading) -> None:
-        _FIELDS.pack_into(self._memory, 0, reading.automatic, reading.manual, reading.armed, reading.epoch)
+        _FIELDS.pack_into(self._memory, 0, *reading)
 
     def read(self) -> Reading:
-        automatic, manual, armed, epoch = _FIELDS.unpack_from(self._memory, 0)
-        return Reading(automatic=automatic, manual=manual, armed=bool(armed), epoch=epoch)
+        automatic, manual, armed, epoch, paused = _FIELDS.unpack_from(self._memory, 0)
+        return Reading(automatic=automatic, manual=manual, armed=bool(armed), epoch=epoch, paused=bool(paused))
 
     def close(self) -> None:
         self._memory.close()
@@ -73,6 +75,9 @@ class StallWatch:
             reading: As it is now.
             now: Monotonic seconds.
         """
+        if reading.paused:
+            self._ages = Staleness()  # both limits begin anew afterwards
+            return False
         # The epoch is part of what is compared: both counters start anew with it.
         automatic = self._ages.observe("automatic", (reading.epoch, reading.automatic), now)
         manual = self._ages.observe("manual", (reading.epoch, reading.manual), now)
@@ -134,6 +139,7 @@ class ProgressWatchdog:
         self._automatic = self._manual = self._epoch = 0
         self._armed = False
         self._is_held = False
+        self._pauses = 0
         self._look: Callable[[Reading], None] | None = None
         self._thread = threading.Thread(target=self._run, name="inprocess-watchdog", daemon=True)
 
@@ -156,9 +162,22 @@ class ProgressWatchdog:
         self._epoch += 1
         self._write()
 
+    def pause(self) -> None:
+        """Until `resume`, as often as it was called: no standstill counts."""
+        with self._lock:
+            self._pauses += 1
+        self._write()
+
+    def resume(self) -> None:
+        """Both timeouts begin anew."""
+        with self._lock:
+            self._pauses -= 1
+        self._write()
+
     def hold(self) -> None:
         """Until `reset`, nothing counts: a main thread that does not leave, whatever it does, makes no progress."""
         self._is_held = True
+        self._write()
 
     def shutdown(self) -> None:
         self._stop.set()
@@ -166,7 +185,11 @@ class ProgressWatchdog:
             self._thread.join()
 
     def _write(self) -> None:
-        self._page.write(Reading(automatic=self._automatic, manual=self._manual, armed=self._armed, epoch=self._epoch))
+        # A main thread that is to leave is not protected: `hold` wins.
+        paused = self._pauses > 0 and not self._is_held
+        self._page.write(
+            Reading(automatic=self._automatic, manual=self._manual, armed=self._armed, epoch=self._epoch, paused=paused)
+        )
 
     def _run(self) -> None:
         probe = _bytecode_probe()

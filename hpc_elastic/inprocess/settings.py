@@ -6,14 +6,14 @@ import inspect
 import os.path
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 from msgspec import Struct
 
 from hpc_elastic.inprocess.abort import Abort
-from hpc_elastic.inprocess.hooks import Finalize, HealthCheck, Initialize, RankFilter
+from hpc_elastic.inprocess.hooks import Compose, Finalize, HealthCheck, Initialize, RankFilter
 from hpc_elastic.inprocess.rank_assignment import RankAssignment
 from hpc_elastic.inprocess.store import StoreMixin
 
@@ -54,6 +54,16 @@ class Settings(Struct, frozen=True, kw_only=True):
     enabled: bool
 
 
+_HOOKS = (Abort, Finalize, HealthCheck, Initialize, RankAssignment, RankFilter)
+GIVEN: Mapping[str, Sequence[str]] = {
+    "initialize": ("state",),
+    "abort": ("state",),
+    "finalize": ("state", "train_ex"),
+    "health_check": ("state", "train_ex"),
+    "rank_assignment": ("state", "terminated_ranks"),
+    "rank_filter": ("state",),
+}
+"""What each hook is called with."""
 TIMES = tuple(name for name, kind in Settings.__annotations__.items() if kind == "timedelta")
 
 
@@ -73,6 +83,9 @@ def check(arguments: Mapping[str, Any]) -> None:
         if name != "store_factory" and not isinstance(value, kinds):
             names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
             raise TypeError(f"Wrapper: {name}={value!r} must be {names}, not {type(value).__name__}")
+    for name, given in GIVEN.items():
+        if arguments[name] is not None:
+            _check_call(name, arguments[name], given)
     for name in TIMES:
         if arguments[name] < timedelta(0):
             raise ValueError(f"Wrapper: {name}={_seconds(arguments[name])} must not be negative")
@@ -83,6 +96,27 @@ def check(arguments: Mapping[str, Any]) -> None:
     logfile = arguments["monitor_process_logfile"]
     if logfile is not None and not os.path.isabs(logfile):
         raise ValueError(f"Wrapper: monitor_process_logfile={logfile!r} must be an absolute path")
+
+
+def _check_call(name: str, hook: Callable[..., Any], given: Sequence[str]) -> None:
+    """Whether a hook can be called with what it is given: it is called for the first time after a fault.
+
+    Raises:
+        TypeError: it can't.
+    """
+    # The last of a chain is called first. What the others get is the one's value that is called before them.
+    parts = hook.instances if isinstance(hook, Compose) else (hook,)
+    for part in (parts[-1], *(part for part in parts[:-1] if isinstance(part, _HOOKS))):
+        try:
+            signature = inspect.signature(part)
+        except (TypeError, ValueError):
+            continue  # written in C
+        try:
+            signature.bind(*given)
+        except TypeError as error:
+            raise TypeError(
+                f"Wrapper: {name}={part!r} is called with ({', '.join(given)}), and its call takes {signature}: {error}"
+            ) from None
 
 
 def _seconds(value: timedelta) -> str:

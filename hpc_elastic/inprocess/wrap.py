@@ -94,7 +94,7 @@ class Wrapper:
             enabled: If false, the function stays as it is.
 
         Raises:
-            TypeError: an argument has the wrong type.
+            TypeError: an argument has the wrong type, or a hook can't be called with what it is given.
             ValueError: timeouts are out of order, the logfile's path is not absolute, or torch has no
                 ``torch.distributed``.
         """
@@ -273,6 +273,20 @@ class CallWrapper:
         """
         with self._atomic_lock:
             yield
+
+    @contextlib.contextmanager
+    def disable_hang_protection(self) -> Iterator[None]:
+        """``with call.disable_hang_protection():`` what may take long without progress: a load, a compilation.
+
+        Neither `soft_timeout` nor `hard_timeout` counts meanwhile; both begin anew at the end. A fault on another rank
+        interrupts it all the same, and then `hard_timeout` counts. Nests.
+        """
+        watchdog = self._open_rank().watchdog
+        watchdog.pause()
+        try:
+            yield
+        finally:
+            watchdog.resume()
 
     def __call__(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run `fn` until all ranks have completed it in the same iteration.

@@ -7,6 +7,7 @@ served by the agent of rank 0, and a `FileSystemStore` of its own for the agents
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -32,6 +33,17 @@ from hpc_elastic.rendezvous.handler_config import HandlerConfig, config_from_key
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
+_OF_OTHER_BACKENDS = frozenset(
+    {
+        *("join_timeout", "close_timeout", "heartbeat_timeout", "keep_alive_interval", "keep_alive_max_attempt"),
+        *("is_host", "store_type", "read_timeout", "rank"),
+        *("protocol", "cacert", "cert", "key", "ca_cert", "ssl_cert", "ssl_cert_key", "etcd_prefix"),
+    }
+)
+"""What torch 2.13's c10d, etcd, etcd-v2 and static read."""
+
 
 def get_handler() -> Callable[[RendezvousParameters], TorchRendezvousHandler]:
     """What the entry point names: torch calls it, and then the creator that it returns."""
@@ -54,15 +66,21 @@ def create_handler(params: RendezvousParameters) -> TorchRendezvousHandler:
 def config_from_parameters(params: RendezvousParameters, environ: Mapping[str, str]) -> HandlerConfig:
     """What torchrun's options say, and under Slurm its environment: node order, and which start of the job this is.
 
+    Settings that mean something to torch's own backends alone are ignored, as these ignore each other's, with one
+    warning: an existing line needs another backend's name and endpoint, and nothing else.
+
     Raises:
         UsageError: one line that names the value.
     """
+    conf = {key: str(value) for key, value in params.config.items() if key not in _OF_OTHER_BACKENDS}
+    if ignored := sorted(_OF_OTHER_BACKENDS.intersection(params.config)):
+        logger.warning("--rdzv-conf %s: not a setting of the backend hpcfs; ignored", ", ".join(ignored))
     config = config_from_keys(
         params.endpoint,
         params.run_id,
         min_nodes=params.min_nodes,
         max_nodes=params.max_nodes,
-        conf={key: str(value) for key, value in params.config.items()},
+        conf=conf,
     )
     return on_this_node(config, environ, address=params.local_addr or "")
 

@@ -39,6 +39,7 @@ JOBS = {
     "lost-monitors": "lost_host:4:victims=0,1:what=monitor:silence=30",
     "spares": "spares:4",
     "pings": "pings:2",
+    "protected": "protected:2",
     "nested": "nested:2",
     "held": "held_tensors:2:store=file",
     "host-leaves": "host_leaves:3",
@@ -60,7 +61,7 @@ def test_exceptions_hangs_and_swallowed_interruptions_restart_all(jobs: dict[str
     job = jobs["gentle"]
     assert [rank.exit_code for rank in job.ranks] == [0, 0, 0], job.output
     for rank, result in enumerate(job.results):
-        for name in ("exception", "except", "destructor", "generator", "c_callback", "never_ending_sleep"):
+        for name in ("exception", "own_wish", "except", "destructor", "generator", "c_callback", "never_ending_sleep"):
             iteration, together, number, world_size, seconds = result[name]
             assert (iteration, together, number, world_size) == (1, 3, rank, 3), name
             assert seconds < 45, f"{name}: gloo's own timeout is 60 s"
@@ -217,6 +218,12 @@ def test_a_rank_that_stops_pinging_is_interrupted(jobs: dict[str, Job]) -> None:
     job = jobs["pings"]
     assert job.results == [1, 1], job.output
     assert "SOFT_TIMEOUT on rank 1" in job.output
+
+
+def test_no_standstill_counts_where_hang_protection_is_disabled(jobs: dict[str, Job]) -> None:
+    job = jobs["protected"]
+    assert job.results[1] == [0], job.output
+    assert "SOFT_TIMEOUT" in job.output, "but afterwards"
 
 
 def test_nested_calls_restart_each_their_own(jobs: dict[str, Job]) -> None:

@@ -259,3 +259,20 @@ def test_a_wrong_key_is_refused_by_name(tmp_path: Path) -> None:
     )
     assert done.returncode != 0
     assert "--rdzv-conf: unknown key 'tiemout'" in done.stderr
+
+
+def test_settings_of_torchs_other_backends_are_ignored_with_one_warning(tmp_path: Path) -> None:
+    """So that an existing line needs the backend's name and endpoint changed, and nothing else."""
+    (tmp_path / "train.py").write_text("print('trained')\n")
+    argv = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "hpcfs", "--rdzv-endpoint", str(tmp_path)]
+    conf = "join_timeout=60,is_host=1,read_timeout=30,timeout=100"
+    done = subprocess.run(
+        [*argv, "--rdzv-id", "x", "--nnodes", "1", "--rdzv-conf", conf, str(tmp_path / "train.py")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "trained" in done.stdout
+    warning = "--rdzv-conf is_host, join_timeout, read_timeout: not a setting of the backend hpcfs; ignored"
+    assert done.stderr.count(warning) == 1

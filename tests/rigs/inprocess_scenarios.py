@@ -202,11 +202,16 @@ def _raise() -> None:
     raise ValueError("planted")
 
 
+def _ask_for_a_restart() -> None:
+    raise RankShouldRestart("as I please")
+
+
 def gentle_faults(rank: int, folder: Path, options: Options) -> dict[str, Any]:
     """One call after the other in the same processes: rank 1's fault, while the others are where `elsewhere` says."""
     found: dict[str, Any] = {}
     cases: dict[str, tuple[Callable[[], None], Callable[[], None] | None]] = {
         "exception": (_raise, None),
+        "own_wish": (_ask_for_a_restart, None),
         "except": (_raise, swallow_in_except),
         "destructor": (_raise, swallow_in_destructor),
         "generator": (_raise, swallow_in_generator),
@@ -434,6 +439,24 @@ def pings(rank: int, folder: Path, options: Options) -> Any:
                 time.sleep(0.01)
         return call.iteration
 
+    return function()
+
+
+def protected(rank: int, folder: Path, options: Options) -> Any:
+    """Rank 1 makes no progress for longer than the soft timeout, where that is allowed; then where it is not."""
+
+    @inprocess.Wrapper(**short_timeouts(hard_timeout=timedelta(seconds=30)), **store_of(folder, options))
+    def function(call: inprocess.CallWrapper) -> list[int]:
+        if call.iteration == 0:
+            with call.disable_hang_protection(), call.disable_hang_protection():
+                time.sleep(6.0 if rank == 1 else 0.0)
+            passed.append(call.iteration)
+            while rank == 0:
+                time.sleep(0.01)
+            time.sleep(1000)
+        return passed
+
+    passed: list[int] = []
     return function()
 
 

@@ -46,6 +46,11 @@ def test_submodules_come_with_the_package() -> None:
             assert inspect.ismodule(getattr(inprocess, name)), name
 
 
+def test_the_tools_come_with_their_package() -> None:
+    assert inspect.ismodule(inprocess.tools.inject_fault)
+    assert callable(inprocess.tools.inject_fault.inject_fault)
+
+
 def defaults(function: Any) -> dict[str, Any]:
     return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
 

@@ -55,6 +55,33 @@ def test_broken_orders_are_named(arguments: dict[str, float], words: str) -> Non
     assert words in str(caught.value)
 
 
+class OldFinalize(inprocess.finalize.Finalize):
+    def __call__(self, state: Any) -> Any:  # type: ignore[override]
+        return state
+
+
+class NoState(inprocess.abort.Abort):
+    def __call__(self) -> None:  # type: ignore[override]
+        return None
+
+
+class WithDefault(inprocess.health_check.HealthCheck):
+    def __call__(self, state: Any, train_ex: Any = None, *, more: int = 1) -> Any:
+        return state, train_ex
+
+
+def test_a_hook_that_can_not_be_called_is_refused_at_once() -> None:
+    """And not after the first fault, when it is called first."""
+    with pytest.raises(TypeError, match=r"finalize=.*OldFinalize.* is called with \(state, train_ex\), .*too many"):
+        inprocess.Wrapper(finalize=OldFinalize())
+    with pytest.raises(TypeError, match=r"abort=.*NoState.* is called with \(state\)"):
+        inprocess.Wrapper(abort=NoState())
+    chain = inprocess.Compose(OldFinalize(), inprocess.finalize.ThreadedFinalize(timedelta(seconds=1), print))
+    with pytest.raises(TypeError, match=r"finalize=.*OldFinalize"):
+        inprocess.Wrapper(finalize=chain)  # type: ignore[arg-type]
+    inprocess.Wrapper(health_check=WithDefault())
+
+
 def test_the_logfile_is_absolute() -> None:
     with pytest.raises(ValueError, match="monitor_process_logfile='log' must be an absolute path"):
         inprocess.Wrapper(monitor_process_logfile="log")

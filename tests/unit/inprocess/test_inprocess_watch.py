@@ -38,9 +38,29 @@ def test_a_new_iteration_disarms_and_starts_anew() -> None:
     assert not watch.is_stalled(Reading(manual=1, epoch=1), 59)
 
 
+def test_while_it_is_paused_nothing_is_a_stall_and_then_all_begins_anew() -> None:
+    watch = StallWatch(10)
+    watch.is_stalled(Reading(manual=1, armed=True), 0)
+    assert not watch.is_stalled(Reading(manual=1, armed=True, paused=True), 500)
+    assert not watch.is_stalled(Reading(manual=1, armed=True), 501)
+    assert not watch.is_stalled(Reading(manual=1, armed=True), 510)
+    assert watch.is_stalled(Reading(manual=1, armed=True), 511)
+
+
+def test_pauses_nest_and_end_for_a_main_thread_that_is_to_leave() -> None:
+    page = ProgressPage()
+    watchdog = ProgressWatchdog(page, interval=1.0)
+    seen = [page.read().paused]
+    for change in (watchdog.pause, watchdog.pause, watchdog.resume, watchdog.hold, watchdog.reset, watchdog.resume):
+        change()
+        seen.append(page.read().paused)
+    assert seen == [False, True, True, True, False, True, False]
+    page.close()
+
+
 def test_the_page_holds_what_was_written() -> None:
     page = ProgressPage()
-    reading = Reading(automatic=3, manual=4, armed=True, epoch=5)
+    reading = Reading(automatic=3, manual=4, armed=True, epoch=5, paused=True)
     page.write(reading)
     assert page.read() == reading
     page.close()
