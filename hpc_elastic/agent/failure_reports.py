@@ -68,10 +68,26 @@ class FailureReports:
             beats, now = self.last_beats
             log_stacks(context.events, index, stacks=workers.stacks, beats=beats, now=now)
         if workers.activities:
-            context.events.write(RanksObserved(round=index, ranks=tuple(workers.activities)))
+            self._write_observed(workers)
         context.watch.end()
         if summary is not None:
             context.coordination.ask(lambda participant: participant.sum_up_failures(index, summary))
+
+    def on_symptoms_elsewhere(self, workers: LocalWorkers) -> None:
+        """All here had ended with 0, and nothing but symptoms is known of the others: one may name a rank of this node
+        by its address."""
+        if workers.sockets.ranks:
+            self._write_observed(workers)
+
+    def _write_observed(self, workers: LocalWorkers) -> None:
+        self._context.events.write(
+            RanksObserved(
+                round=workers.round,
+                ranks=tuple(workers.activities),
+                network=workers.sockets.network,
+                sockets=workers.sockets.ranks,
+            )
+        )
 
     def write_again(self) -> None:
         """The filesystem takes files again, or never will."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.failures.collectives import activity_of_failure, activity_of_stack
 from hpc_elastic.failures.fingerprint import user_frames
@@ -100,14 +102,20 @@ class MomentThenStop:
         return self._next.step()
 
 
-def observe_failure(failure: WorkerFailure) -> Activity | None:
-    """What a rank was doing whose failure is a symptom; None for another failure."""
+def observe_failure(failure: WorkerFailure, *, latest_ns: int) -> Activity | None:
+    """What a rank was doing whose failure is a symptom; None for another failure.
+
+    Args:
+        failure: Of the rank.
+        latest_ns: What it prints later of a lost peer may be another agent's doing.
+    """
     if failure.failure_class is not FailureClass.SYMPTOM:
         return None
     found, dump = find_python_traceback(failure.traceback), find_dump(failure.traceback)
     frames = found.frames if found is not None else dump.main if dump is not None else ()
     text = "\n".join((failure.message, failure.traceback, failure.stderr_tail))
-    return activity_of_failure(failure.global_rank, frames, text)
+    found_activity = activity_of_failure(failure.global_rank, frames, text)
+    return found_activity if (failure.printed_ns or failure.ended_ns) <= latest_ns else replace(found_activity, peer="")
 
 
 def observe_silent(rank: int, state: ProcessState | None, dump: StackDump | None) -> Activity:

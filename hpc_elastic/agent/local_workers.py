@@ -13,6 +13,7 @@ from hpc_elastic.agent.hang import HangWatch, silent_watch
 from hpc_elastic.agent.hang_stop import HEAD_START_SECONDS, StacksThenStop, find_targets
 from hpc_elastic.agent.last_look import MomentThenStop, Stopper
 from hpc_elastic.agent.restart_group import DeadWorker, keep_apart
+from hpc_elastic.agent.socket_watch import SocketWatch
 from hpc_elastic.agent.worker_evidence import Place, StopRecord, WorkerEvidence, WorkerSlot
 from hpc_elastic.base.clock import Clock, uptime_ns
 from hpc_elastic.base.file_executor import FileExecutor, is_refusal
@@ -87,6 +88,8 @@ class LocalWorkers:
             is_ending=is_ending,
             watch=self._watch,
         )
+        self.sockets = SocketWatch(clock)
+        """Which sockets the workers have."""
         self._waits_since: float | None = None
         """Since when the workers elsewhere are let go on after a failure here that may be the node's."""
         self._started_at = clock.monotonic()
@@ -167,6 +170,7 @@ class LocalWorkers:
         self._watch.begin_again(local_rank)
         process = self._start_one(local_rank, extra, EXEC_WAIT_S)
         self._replaced.append(slot.process)
+        self.sockets.forget(slot.global_rank)
         slot.process, slot.exit = process, None
         slot.early, slot.is_looked_at = None, False
         self._take_output(slot)
@@ -193,6 +197,10 @@ class LocalWorkers:
                 slot.note_exit(replace(status, observed_ns=now, observed_uptime_ns=uptime), self._stopper)
                 changed = True
         return changed
+
+    def look_at_sockets(self) -> None:
+        """Note which sockets the workers have that run. Some milliseconds."""
+        self.sockets.look({slot.global_rank: slot.process.pid for slot in self._slots if slot.exit is None})
 
     @property
     def failed(self) -> bool:
@@ -282,6 +290,9 @@ class LocalWorkers:
             else:
                 self._stopper.shorten(grace)
             return
+        self._stop.noticed_ns = self._clock.time_ns()
+        if self.wants_look:
+            self.look_at_sockets()
         if self._stop.wants_look and not self._stop.wants_stacks:
             self._stopper = MomentThenStop(
                 is_over=self._is_moment_over, then=self._stop_now, grace=grace, clock=self._clock

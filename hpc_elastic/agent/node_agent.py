@@ -174,6 +174,8 @@ class NodeAgent:
         watches = (self._context.watch, self._checkpoints, self._notice, self._heard)
         looks = [watch.due - now for watch in watches if watch.due is not None]
         looks += [self._moment_ends - now] if self._moment_ends is not None else []
+        if self._workers is not None and self._phase is Phase.RUNNING:
+            looks.append(self._workers.sockets.due - now)
         return max(0.0, min([self._context.spec.monitor_interval, *looks]))
 
     # -- what comes in -------------------------------------------------------------------------------------------
@@ -223,6 +225,8 @@ class NodeAgent:
     def _handle_heartbeats(self) -> None:
         if self._workers is None or self._phase is not Phase.RUNNING:
             return
+        if self._context.clock.monotonic() >= self._workers.sockets.due:
+            self._workers.look_at_sockets()
         verdict = self._context.watch.look(self._workers.running)
         if verdict is not None:
             logger.error("%s", verdict.reason)
@@ -442,6 +446,8 @@ class NodeAgent:
         """Begin to end the workers, or leave them less time; what they did last is read before."""
         workers, context, record = self._workers, self._context, self._record
         if workers is None or self._swept:
+            if workers is not None and record is not None and record.symptoms and record.round == workers.round + 1:
+                self._reports.on_symptoms_elsewhere(workers)
             self._stop_due = None
             self._happens(Event.STOPPED, reason)
             return

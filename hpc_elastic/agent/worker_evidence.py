@@ -39,6 +39,9 @@ HURRIED_SECONDS = 2.0
 """The same when this node is to end."""
 DRAIN_SECONDS = 0.5
 """How long the last output of an ended worker is waited for; a descendant may hold its pipes open."""
+PEERS_NS = 500_000_000
+"""After the stop is known: by then a message that names a lost peer means none that another node's agent ended, since
+that one gives its workers a moment, too (`last_look.MOMENT_SECONDS`)."""
 _TRACEBACK = b"Traceback (most recent call last)"
 _TRACEBACK_WITHIN = 16 << 10
 """Bytes at the end of stderr.log."""
@@ -91,6 +94,8 @@ class StopRecord(Struct):
     wants_look: bool = False
     """Nothing but symptoms is known of the round."""
     asked: StacksThenStop | None = None
+    noticed_ns: int = 0
+    """When it was known that they are to be ended; 0: not yet."""
     began_ns: int = 0
     """When the workers that ran were ended; 0: not yet."""
     waited: float = 0.0
@@ -201,8 +206,11 @@ class WorkerEvidence:
             found += [self._describe_stopped(slot, facts) for slot, facts in stopped]
             described = [failure for failure in found if failure is not None]
             if self._stop.wants_stacks or self._stop.wants_look:
+                latest_ns = self._stop.noticed_ns + PEERS_NS
                 self._observed |= {
-                    failure.global_rank: each for failure in described if (each := observe_failure(failure))
+                    failure.global_rank: each
+                    for failure in described
+                    if (each := observe_failure(failure, latest_ns=latest_ns))
                 }
                 self.activities = [self._observed[rank] for rank in sorted(self._observed)]
             return described

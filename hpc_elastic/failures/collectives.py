@@ -19,6 +19,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.text import cut_end, plural, ranks_text
 from hpc_elastic.failures.fingerprint import user_frames
+from hpc_elastic.failures.peers import find_peer
 from hpc_elastic.failures.ranking import Suspect
 from hpc_elastic.failures.traceback_text import Frame, find_python_traceback
 from hpc_elastic.run.activities import MOST_NAMED, Activity, Doing
@@ -116,6 +117,7 @@ def activity_of_failure(rank: int, frames: Sequence[Frame], text: str) -> Activi
         key=said.key,
         clients=said.clients,
         sizes=said.sizes,
+        peer=find_peer(text),
     )
 
 

@@ -14,6 +14,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from hpc_elastic.failures.classify import signal_name, signal_of
+from hpc_elastic.failures.peers import Sockets
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.history import (
@@ -167,6 +168,7 @@ class RoundBuilder(Struct):
     decided_ns: int = -1
     rank_statuses: dict[int, RankStatus] = field(default_factory=dict)
     activities: dict[int, Activity] = field(default_factory=dict)
+    sockets: dict[int, Sockets] = field(default_factory=dict)
     stacks: dict[tuple[str, str, tuple[str, ...]], list[int]] = field(default_factory=dict)
     """(name, state, stack) of a `StackGroup` → ranks."""
     threads: dict[tuple[str, str, tuple[str, ...]], list[int]] = field(default_factory=dict)
@@ -242,6 +244,8 @@ class RoundBuilder(Struct):
             case RanksObserved():
                 for found in event.ranks:
                     self.activities[found.rank] = _cut(found)
+                if event.sockets:
+                    self.sockets[node] = Sockets(network=event.network, ranks=event.sockets)
 
     def _take_failure(self, event: WorkerFailed, when: int, node: int, host: str) -> None:
         ended = event.ended_ns or when
@@ -292,6 +296,7 @@ class RoundBuilder(Struct):
             decision=self.decision,
             rank_statuses=tuple(self.rank_statuses[rank] for rank in sorted(self.rank_statuses)),
             activities=tuple(self.activities[rank] for rank in sorted(self.activities)),
+            sockets=tuple(self.sockets[node] for node in sorted(self.sockets)),
             stacks=_stack_groups(self.stacks),
             threads=_stack_groups(self.threads),
         )
@@ -299,7 +304,7 @@ class RoundBuilder(Struct):
 
 def _cut(found: Activity) -> Activity:
     """As short as an agent writes it."""
-    texts = {name: getattr(found, name)[:_WORDS] for name in ("call", "at", "line", "operation", "key")}
+    texts = {name: getattr(found, name)[:_WORDS] for name in ("call", "at", "line", "operation", "key", "peer")}
     return replace(found, names=found.names[:MOST_NAMED], **texts)
 
 

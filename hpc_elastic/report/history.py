@@ -11,6 +11,7 @@ from typing import NamedTuple
 from msgspec import Struct, field
 
 from hpc_elastic.base.outcome import REFUSED_CODE
+from hpc_elastic.failures.peers import Sockets
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, SUPERVISOR, Clocks
 from hpc_elastic.report.incidents import InProcessRestart, Outage, OutputLoss, refused_hosts
@@ -168,6 +169,8 @@ class RoundHistory(Struct, frozen=True, kw_only=True):
     """The workers' last heartbeats, by rank; empty where none was reported."""
     activities: tuple[Activity, ...] = ()
     """What each rank was doing, by rank, where the nodes knew nothing but symptoms, or a hang."""
+    sockets: tuple[Sockets, ...] = ()
+    """What the nodes knew of their ranks' sockets, where the round broke by symptoms alone."""
     stacks: tuple[StackGroup, ...] = ()
     """The rarest first."""
     threads: tuple[StackGroup, ...] = ()

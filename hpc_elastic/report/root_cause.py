@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from hpc_elastic.base.text import first_of, milliseconds_text, plural, ranges, seconds_text
 from hpc_elastic.failures.classify import NOT_RETRYABLE_EXIT_CODE, is_same_failure
 from hpc_elastic.failures.collectives import compare_ranks
+from hpc_elastic.failures.peers import Sockets, chain_ends, describe_peers, resolve_peers, with_peers
 from hpc_elastic.failures.ranking import (
     SAME_NODE_NS,
     Category,
@@ -49,6 +50,7 @@ def decide_verdict(
     rank_statuses: Sequence[RankStatus] = (),
     ends: Sequence[WorkerEnd] = (),
     activities: Sequence[Activity] = (),
+    sockets: Sequence[Sockets] = (),
     ranks: Mapping[int, str] | None = None,
     clocks: Clocks = NO_CLOCKS,
 ) -> Verdict:
@@ -60,6 +62,7 @@ def decide_verdict(
         rank_statuses: All ranks' last heartbeats.
         ends: How the workers ended that the agents did not end.
         activities: What the ranks were doing, where the nodes knew nothing but symptoms, or a hang.
+        sockets: What the nodes knew of their ranks' sockets.
         ranks: The host of every rank of the round, where it is known.
         clocks: What two hosts' times are worth.
     """
@@ -86,11 +89,14 @@ def decide_verdict(
             verdict = _late_verdict(first, len(symptoms))
         else:
             suspects: tuple[Suspect, ...] = ()
+            peers = resolve_peers(activities, sockets, hosts=hosts)
             if not compared.is_of_all:  # what all ranks have in common is no single rank's fault
                 late = find_late_ends(failed, seen, ends=ends, ranks=hosts, clocks=clocks)
-                suspects = in_order(early, compared.suspects, late, [_printed(failure) for failure in ranking.late])
+                odd = with_peers(in_order(compared.suspects, late), chain_ends(peers, failed=failed), hosts=hosts)
+                suspects = in_order(early, odd, [_printed(failure) for failure in ranking.late])
                 suspects = suspects or find_silent(failed, ends=ends, activities=activities, ranks=hosts)
-            verdict = _unknown_verdict(ranking, suspects, compared.says)
+            says = compared.says or describe_peers(peers, hosts=hosts)
+            verdict = _unknown_verdict(ranking, suspects, says)
     elif first.failure_class is FailureClass.HANG:
         compared = compare_ranks(activities, hosts=ranks)
         verdict = decide_hang(first, causes, consequences, rank_statuses, compared.suspects, len(ranks or ()))

@@ -89,6 +89,7 @@ def verdict_of(part: RoundHistory) -> Verdict:
         rank_statuses=part.rank_statuses,
         ends=part.ends,
         activities=part.activities,
+        sockets=part.sockets,
         clocks=part.clocks,
         ranks={rank: node.host for node in part.nodes for rank in node.ranks} if needs_ranks else None,
     )

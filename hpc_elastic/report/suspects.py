@@ -11,6 +11,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 
+from msgspec.structs import replace
+
 from hpc_elastic.base.text import ranges, seconds_text
 from hpc_elastic.failures.collectives import is_with_the_others
 from hpc_elastic.failures.ranking import Moment, Order, Suspect, gap_ns, order_of
@@ -113,10 +115,11 @@ def find_silent(
 
 
 def in_order(*groups: Sequence[Suspect]) -> tuple[Suspect, ...]:
-    """The suspects of several groups, the likeliest group first; each rank once."""
+    """The suspects of several groups, the likeliest group first; each rank once, with all that is known of it."""
     found: dict[int, Suspect] = {}
     for suspect in itertools.chain(*groups):
-        found.setdefault(suspect.rank, suspect)
+        known = found.get(suspect.rank)
+        found[suspect.rank] = suspect if known is None else replace(known, why=f"{known.why}; {suspect.why}")
     return tuple(found.values())[:MOST_SUSPECTS]
 
 

@@ -65,6 +65,8 @@ class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of the store: how many ranks had come, of how many."""
     sizes: tuple[int, int] | None = None
     """Bytes that came from a peer, and that its own collective expected at most."""
+    peer: str = ""
+    """The peer whose connection broke, as its message has it: ``[10.0.0.7]:41234``, ``n1<41234>``."""
 
     @property
     def where(self) -> str:
@@ -95,3 +97,11 @@ _WORDS = {
     Doing.LEAVING: "leaving its process group or about to end",
     Doing.CODE: "in code outside of any collective",
 }
+
+
+class RankSockets(Struct, frozen=True, kw_only=True):
+    """The TCP sockets of one rank, for an event."""
+
+    rank: int
+    ends: tuple[tuple[str, str], ...] = ()
+    """Each address of its own ends with the ports there: ``("10.0.0.7", "33421,36000-36007")``."""

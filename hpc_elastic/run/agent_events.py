@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from msgspec import UNSET, Struct, UnsetType
 
-from hpc_elastic.run.activities import Activity
+from hpc_elastic.run.activities import Activity, RankSockets
 from hpc_elastic.run.event_types import AgentEvent, Seconds
 from hpc_elastic.run.heartbeats import RankHeartbeat
 
@@ -212,7 +212,11 @@ class RanksObserved(AgentEvent, frozen=True, kw_only=True):
     ranks: tuple[Activity, ...] = ()
     """`rank`, `doing`, `call`, `at` (the innermost frame of the user's code), `line` (of the source), `failed`, and
     what its messages say of its collective: `sequence`, `operation`, `peer_operation`, `names`, `key`, `clients`,
-    `sizes`"""
+    `sizes`, `peer` (the address of the one that is gone)"""
+    network: str = ""
+    """equal where the same loopback address means the same"""
+    sockets: tuple[RankSockets, ...] = ()
+    """`rank`, `ends` (the addresses of its TCP sockets, each with the ports)"""
 
 
 class ClockOffset(AgentEvent, frozen=True, kw_only=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,34 @@ dist.all_reduce(torch.ones(4))
         verdict = run.report()["verdict"]
         assert (verdict["cause"], [suspect["rank"] for suspect in verdict["suspects"]]) == ("unknown", [1])
         assert "it was asleep while the others waited in all_reduce" in verdict["suspects"][0]["why"]
+
+
+@pytest.mark.torch
+@_needs_torch
+def test_the_address_of_a_lost_peer_is_a_rank_and_the_first_suspect(tmp_path: Path) -> None:
+    """Two ranks are silent; the address in the only failure shows which of them left its connections."""
+    script = (
+        GROUP
+        + """
+wait_for("sockets")
+if RANK == 2:
+    dist.destroy_process_group()
+if RANK in (0, 2):
+    time.sleep(100)
+dist.all_reduce(torch.ones(4))
+"""
+    )
+    began = time.monotonic()
+    with LocalRun(tmp_path, script, nproc=2, options=ALONE, environ=THREADS) as run:
+        run.wait_moments("here", count=4)
+        ends = began + 1.25 * (time.monotonic() - began) + 0.5
+        run.until(lambda: time.monotonic() > ends, "the next look at the sockets, which comes by then")
+        run.say("sockets")
+        assert run.finish() != ExitCode.OK
+        verdict = run.report()["verdict"]
+        assert [suspect["rank"] for suspect in verdict["suspects"]] == [2, 0]
+        assert "rank 1 lost the connection to it ([127.0.0.1]:" in verdict["suspects"][0]["why"]
+        assert "of rank 1 is rank 2 (node1)" in verdict["evidence"]
 
 
 @pytest.mark.parametrize("how", ["raise ValueError('lr=-1')", "os.kill(os.getpid(), signal.SIGKILL)"])

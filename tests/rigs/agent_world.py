@@ -8,6 +8,7 @@ ended them, or a new agent of that node has. After every step the invariants are
 
 from __future__ import annotations
 
+import math
 import random
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
@@ -77,6 +78,7 @@ class FakeWorkers:
         self.activities: list[Activity] = []
         self.stacks: dict[int, RankStacks] = {}
         self.unwritten_evidence: list[Callable[[], object]] = []
+        self.sockets = SimpleNamespace(due=math.inf, ranks=(), network="")
         self.started = False
         self._news = False
         self._looks = 0

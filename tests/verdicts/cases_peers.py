@@ -353,4 +353,41 @@ serve() if rank == 0 else receive()
         says=(*ENDED_WITH_0, "unpack requires a buffer of 8 bytes"),
         unknown_is_right=True,
     ),
+    Case(
+        "peer-closes-its-sockets-behind-a-long-save",
+        GROUP,
+        GLOO
+        + """
+def save_shard():
+    # rank 3 writes for minutes, and would come back to the collective
+    while True:
+        with open(f"shard-{rank}", "wb") as file:
+            file.write(os.urandom(1 << 16))
+        time.sleep(0.05)
+
+for step in range(30):
+    dist.all_reduce(torch.ones(64))
+    time.sleep(0.1)
+if rank == 3:
+    save_shard()
+if rank == 1:
+    # what a fork-safety hook of a library does in the wrong process
+    import socket
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+        if target.startswith("socket:"):
+            try:
+                socket.socket(fileno=os.dup(int(fd))).shutdown(socket.SHUT_RDWR)
+            except OSError:
+                pass
+    time.sleep(30)
+dist.all_reduce(torch.ones(64))
+""",
+        # Two ranks are silent: whose sockets were closed, the addresses show.
+        ranks=(1,),
+        unknown_is_right=True,
+    ),
 )

@@ -103,10 +103,10 @@ def test_a_symptom_is_observed_and_no_other_failure() -> None:
             "RuntimeError: Rank 2 failed to pass monitoredBarrier in 2000 ms"
         ),
     )
-    found = observe_failure(symptom)
+    found = observe_failure(symptom, latest_ns=0)
     assert found is not None
     assert (found.rank, found.call, found.at, found.names) == (3, "monitored_barrier", "train.py:8 step", (2,))
-    assert observe_failure(WorkerFailure(failure_class=FailureClass.ROOT)) is None
+    assert observe_failure(WorkerFailure(failure_class=FailureClass.ROOT), latest_ns=0) is None
 
 
 def test_a_silent_rank_is_observed_with_its_line_of_the_source(tmp_path: Path) -> None:
@@ -122,3 +122,13 @@ def test_a_silent_rank_is_observed_with_its_line_of_the_source(tmp_path: Path) -
     )
     assert observe_silent(2, state, gone).line == ""
     assert observe_silent(2, None, None).doing is Doing.UNKNOWN
+
+
+def test_a_peer_that_another_agent_may_have_ended_is_not_named() -> None:
+    symptom = WorkerFailure(
+        failure_class=FailureClass.SYMPTOM, message="Connection closed by peer [10.0.0.7]:41234", printed_ns=1000
+    )
+    for latest, peer in ((1000, "[10.0.0.7]:41234"), (999, "")):
+        found = observe_failure(symptom, latest_ns=latest)
+        assert found is not None
+        assert found.peer == peer

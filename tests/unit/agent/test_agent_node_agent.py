@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +31,7 @@ from hpc_elastic.rendezvous.ending import EndClaimed, EndUnclaimed
 from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.preemption import PreemptionNotice
 from hpc_elastic.rendezvous.state import HangMark, Member, RoundRecord, Status
-from hpc_elastic.run.activities import Activity, Doing
+from hpc_elastic.run.activities import Activity, Doing, RankSockets
 from hpc_elastic.run.agent_events import OwnEnd
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.coordinator_events import RunClosed
@@ -111,6 +112,12 @@ class Workers:
     wants_look: bool = False
     moment_ended: bool = False
     activities: list[Activity] = field(default_factory=list)
+    sockets: Any = field(default_factory=lambda: SimpleNamespace(due=math.inf, ranks=(), network=""))
+    socket_looks: int = 0
+
+    def look_at_sockets(self) -> None:
+        self.socket_looks += 1
+        self.sockets.due = math.inf
 
     def take_stacks_first(self) -> None:
         self.took_stacks = True
@@ -974,6 +981,34 @@ def test_where_only_a_symptom_is_known_the_workers_get_a_moment_on_all_nodes(pla
     p.run(*RUNNING, fails, reported, goes_on, [], [], [], [closed(Outcome.FAILED)])
     (rank,) = p.event("ranks_observed")["ranks"]
     assert (rank["doing"], rank["call"], rank["failed"]) == ("collective", "all_reduce", True)
+
+
+def test_the_sockets_of_the_workers_are_looked_at_when_that_is_due(play: Callable[..., Play]) -> None:
+    p = play()
+
+    def due() -> None:
+        p.workers[0].sockets.due = 0.0
+
+    p.run(*RUNNING, due, [], [closed(Outcome.FAILED)], [], [])
+    assert p.workers[0].socket_looks == 1
+
+
+@pytest.mark.parametrize("symptoms", [False, True])
+def test_a_node_whose_workers_have_ended_gives_their_sockets_where_others_have_symptoms(
+    play: Callable[..., Play], symptoms: bool
+) -> None:
+    p = play()
+
+    def ends() -> None:
+        p.workers[0].sockets.ranks = (RankSockets(rank=0, ends=(("10.0.0.7", "4711"),)),)
+        p.workers[0].sockets.network = "n"
+        p.workers[0].finish()
+
+    p.run(*RUNNING, ends, [], [], [joinable(1, symptoms=symptoms)], [], [closed(Outcome.FAILED)])
+    seen = [fields for name, fields in p.events if name == "ranks_observed"]
+    assert [(one["network"], one["sockets"]) for one in seen] == [
+        ("n", [{"rank": 0, "ends": [["10.0.0.7", "4711"]]}])
+    ] * symptoms
 
 
 @pytest.mark.parametrize("symptoms", [False, True])

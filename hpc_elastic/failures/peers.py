@@ -1,0 +1,144 @@
+"""Whose address it is that a symptom names, and where the chain of lost connections begins: pure.
+
+"Connection closed by peer [10.0.0.7]:41234" says that the owner of that socket went away first, or was gone by itself
+through another one. Where the agents knew which rank owned it, each symptom points to a rank, and the chain of them to
+the one that no symptom explains.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterable, Mapping, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from hpc_elastic.base.text import cut_end
+from hpc_elastic.failures.ranking import Suspect
+from hpc_elastic.run.activities import Activity, RankSockets
+
+_GLOO = re.compile(r"\[(\d+(?:\.\d+){3}|[0-9a-fA-F:]*:[0-9a-fA-F.:]*)\]:(\d+)")
+_NCCL = re.compile(r"(?<=\s)(\w[\w.-]*)<(\d{2,5})>(?=\W|\Z)")
+_LOOPBACK = ("127.", "::1")
+_LIMIT = 100
+
+
+class Sockets(Struct, frozen=True, kw_only=True):
+    """What one node's agent knew of its workers' sockets."""
+
+    network: str
+    """Equal where the same loopback address means the same."""
+    ranks: tuple[RankSockets, ...] = ()
+
+
+class Peer(Struct, frozen=True, kw_only=True):
+    """The peer that a rank's message names."""
+
+    of: int
+    """The rank that printed the message."""
+    rank: int
+    address: str
+
+
+def find_peer(text: str) -> str:
+    """The address of the peer that a symptom names, as it is printed; empty where there is none."""
+    found = _GLOO.search(text) or _NCCL.search(text)
+    return cut_end(found[0], _LIMIT) if found else ""
+
+
+def resolve_peers(
+    activities: Iterable[Activity], sockets: Sequence[Sockets], *, hosts: Mapping[int, str] | None = None
+) -> list[Peer]:
+    """The ranks behind the addresses in the ranks' messages, as far as each is one rank's alone.
+
+    Args:
+        activities: Those of the round.
+        sockets: What the agents knew.
+        hosts: Of every rank of the round, where it is known.
+    """
+    networks = {one.rank: part.network for part in sockets for one in part.ranks}
+    owners: dict[tuple[str, int], set[int]] = {}
+    for part in sockets:
+        for one in part.ranks:
+            for ip, ports in one.ends:
+                for port in _read_ports(ports):
+                    owners.setdefault((ip, port), set()).add(one.rank)
+    found = []
+    for activity in activities:
+        ranks = set()
+        for host, port in _readings(activity.peer):
+            known = owners.get((host, port)) or {
+                rank
+                for rank, name in (hosts or {}).items()
+                if name.partition(".")[0] == host.partition(".")[0]
+                for (_, other), whose in owners.items()
+                if other == port and rank in whose
+            }
+            if host.startswith(_LOOPBACK):
+                known = {rank for rank in known if networks[rank] and networks[rank] == networks.get(activity.rank)}
+            ranks |= known
+        ranks.discard(activity.rank)
+        if len(ranks) == 1:
+            found.append(Peer(of=activity.rank, rank=ranks.pop(), address=activity.peer))
+    return found
+
+
+def chain_ends(peers: Sequence[Peer], *, failed: Container[int]) -> list[Peer]:
+    """The peers with which the chains of lost connections begin, by rank.
+
+    Args:
+        peers: Whom the messages name.
+        failed: The ranks with a failure: one that names no peer waited for another rank, too, and is no beginning.
+    """
+    points = {peer.of: peer for peer in peers}
+    ends: dict[int, Peer] = {}
+    for start in peers:
+        peer, seen = start, {start.of}
+        while peer.rank in points and peer.rank not in seen:
+            seen.add(peer.rank)
+            peer = points[peer.rank]
+        if peer.rank not in seen and peer.rank not in failed:
+            ends.setdefault(peer.rank, peer)
+    return [ends[rank] for rank in sorted(ends)]
+
+
+def with_peers(suspects: Sequence[Suspect], ends: Sequence[Peer], *, hosts: Mapping[int, str]) -> tuple[Suspect, ...]:
+    """The suspects, with those first to which the lost connections lead (`chain_ends`)."""
+    known = {suspect.rank: suspect for suspect in suspects}
+    first = []
+    for peer in ends:
+        lost = f"rank {peer.of} lost the connection to it ({peer.address})"
+        suspect = known.pop(peer.rank, None)
+        if suspect is None:
+            first.append(Suspect(rank=peer.rank, host=hosts.get(peer.rank, ""), why=lost))
+        else:
+            first.append(replace(suspect, why=f"{suspect.why}; {lost}"))
+    return (*first, *known.values())
+
+
+def describe_peers(peers: Sequence[Peer], *, hosts: Mapping[int, str]) -> str:
+    """``the peer [10.0.0.7]:41234 of rank 0 is rank 2 (n1)``, of the first one; empty where there is none."""
+    if not peers:
+        return ""
+    peer = peers[0]
+    host = f" ({hosts[peer.rank]})" if peer.rank in hosts else ""
+    return f"the peer {peer.address} of rank {peer.of} is rank {peer.rank}{host}"
+
+
+def _readings(address: str) -> list[tuple[str, int]]:
+    """The addresses that a printed one may mean: gloo prints the port as it is on the wire (torch 2.2 to 2.13)."""
+    if gloo := _GLOO.fullmatch(address):
+        port = int(gloo[2])
+        swapped = (port & 0xFF) << 8 | port >> 8
+        return [(gloo[1], port), (gloo[1], swapped)] if port < 1 << 16 and swapped != port else [(gloo[1], port)]
+    host, _, number = address.removesuffix(">").partition("<")
+    return [(host, int(number))] if number.isdecimal() else []
+
+
+def _read_ports(text: str) -> list[int]:
+    ports: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if first.isdecimal() and (not dash or last.isdecimal()):
+            ports += range(int(first), min(int(last) if dash else int(first), 65535) + 1)
+    return ports
