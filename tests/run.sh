@@ -11,6 +11,8 @@ command -v shellcheck >/dev/null 2>&1 || apt_install shellcheck || say "skipped:
 
 command -v fusermount3 >/dev/null 2>&1 || apt_install fuse3 || say "skipped: the tests on emulated NFS, which need root and Debian's fuse3"
 
+command -v ch-run >/dev/null 2>&1 || apt_install charliecloud || say "skipped: the tests in containers, which need charliecloud"
+
 if [ "$(id -u)" != 0 ]; then
     say "skipped: the real-Slurm tests and those on real network filesystems, which need root for namespaces and mounts"
 else

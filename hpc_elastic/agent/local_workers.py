@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from hpc_elastic.agent.container import enter_container
 from hpc_elastic.agent.hang import HangWatch, silent_watch
 from hpc_elastic.agent.hang_stop import HEAD_START_SECONDS, StacksThenStop, find_targets
 from hpc_elastic.agent.last_look import MomentThenStop, Stopper
@@ -23,6 +25,7 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.output.pump import LogPump
 from hpc_elastic.rendezvous.ranks import RankLayout
 from hpc_elastic.run.agent_events import OwnEnd
+from hpc_elastic.run.container import Container
 from hpc_elastic.run.option_values import Std
 from hpc_elastic.run.paths import RankPaths
 from hpc_elastic.workers.handlers import acts_on, send_to_handler
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
     from hpc_elastic.failures.stacks import RankStacks
     from hpc_elastic.run.activities import Activity
 
+_NVIDIA = "/dev/nvidiactl"
 FOLDERS_SECONDS = 60.0
 """How long a filesystem is waited for that hangs, or refuses, just when workers are to be started."""
 
@@ -100,10 +104,12 @@ class LocalWorkers:
         environment: Callable[[int, str], Mapping[str, str]],
         *,
         cwd: str,
+        container: Container | None = None,
     ) -> None:
         """Start all workers of the node.
 
         `environment`: (local rank, path of its error file) → the whole environment.
+        `container`: what they run in; None: on the host.
 
         Raises:
             WorkerStartError: one could not be; the others, if any, run and are to be stopped.
@@ -121,9 +127,12 @@ class LocalWorkers:
 
         def start_one(local_rank: int, extra: Mapping[str, str], exec_wait: float) -> WorkerProcess:
             own = environment(local_rank, str(self.paths_of(local_rank).error_file))
+            command, env = list(argv), {**own, **self._watch.environment(local_rank), **extra}
+            if container is not None:
+                command, env = enter_container(container, argv, env, cwd=cwd, has_nvidia=os.path.exists(_NVIDIA))
             return start_worker(
-                argv=argv,
-                env={**own, **self._watch.environment(local_rank), **extra},
+                argv=command,
+                env=env,
                 cwd=cwd,
                 inherited=self._inherited,
                 clock=self._clock,

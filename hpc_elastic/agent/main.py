@@ -134,7 +134,7 @@ def agent_main(argv: Sequence[str]) -> int:
     worker_env = {key: value for key, value in me.env.items() if key != "TORCHELASTIC_ERROR_FILE"}
     worker_env.update(restart_group.environment(me.env))
     store_server = StoreServer(
-        spec.entrypoint.python,
+        spec.host_python,
         log_path=at.root / f"store-host-{me.node:05d}.log",
         environ={**me.env, TAG_VARIABLE: str(me.tag)},
         files=files,
@@ -161,7 +161,7 @@ def agent_main(argv: Sequence[str]) -> int:
             notifier=session.notifier,
             pump=pump,
             store_server=store_server,
-            torch_available=lambda: torch_available(spec.entrypoint.python),
+            torch_available=lambda: torch_available(spec.host_python),
             events=events,
             signals=signals,
             shown=lambda local_rank, rank: shown_in_job_log(

@@ -407,6 +407,7 @@ class NodeAgent:
                     context.environ, facts, local_rank=local_rank, error_file=error_file
                 ),
                 cwd=context.spec.cwd,
+                container=context.spec.container,
             )
         except (WorkerStartError, OSError) as error:
             self._report_start_failure(workers, error)

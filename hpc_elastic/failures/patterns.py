@@ -67,6 +67,18 @@ PATTERNS: tuple[FailurePattern, ...] = (
     FailurePattern(_INFRASTRUCTURE, "the network adapter of this node failed",
           ("local catastrophic error", "async event*port error", "async fatal event*port error",
            "ibv_*failed with error no such device"), node_suspect=True),
+    # -- the runtime of a container ------------------------------------------------------------------------------
+    FailurePattern(_ROOT, "the container's image has no such program",
+          ("ch-run[*]: error: can't execve", "executable file not found in $path", "executable file `*` not found"),
+          retryable=False, category=Category.INPUT),
+    FailurePattern(_ROOT, "the container's image has no such folder: make it in the image",
+          ("ch-run[*]: error: can't mkdir:*read-only file system", "ch-run[*]: error: can't cd to",
+           "destination*doesn't exist in container"),
+          retryable=False, category=Category.INPUT),
+    FailurePattern(_INFRASTRUCTURE, "the container's runtime failed on this node",
+          ("ch-run[*]: error:", "fatal:   ", "error: crun:", "error: runc:", "oci runtime error",
+           "oci permission denied"),
+          node_suspect=True),
     # -- something that the node offers has run out, or does not answer ------------------------------------------
     FailurePattern(_INFRASTRUCTURE, "/dev/shm is full",
           ("while creating shared memory segment*no space left", "failed to extend /dev/shm/",

@@ -273,7 +273,7 @@ def _log_head(paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, attempt_path
     armed += attempt.requeue_reason
     lines = [
         f"run {spec.run_id}, attempt {attempt.number}, {where}, {nodes}: {compress(attempt.nodes)}",
-        f"command: {spec.entrypoint}",
+        f"command: {spec.command}",
         f"versions: {versions}",
         f"run directory: {paths.root}",
         f"rank logs: {attempt_paths.root}/round-*/rank-*/{{stdout,stderr}}.log",

@@ -17,6 +17,7 @@ from hpc_elastic.base.text import plural
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.sbatch import SbatchOptions
 from hpc_elastic.options.table import Option, Parsed
+from hpc_elastic.run.container import Runtime
 from hpc_elastic.run.spec import EntryKind, RunSpec
 
 _LAUNCHERS = ("torchrun", "deepspeed", "mpirun", "mpiexec", "horovodrun", "srun")
@@ -36,7 +37,7 @@ def plan_text(spec: RunSpec, run_dir: Path, options: SbatchOptions | None = None
     """
     rows = (
         ("nodes", f"{_nodes(spec)}; {_workers(spec)}"),
-        ("runs", str(spec.entrypoint)),
+        ("runs", spec.command),
         ("where", _where(spec, options)),
         ("on failure", _on_failure(spec)),
         ("run directory", str(run_dir)),
@@ -105,6 +106,7 @@ def remarks(parsed: Parsed, spec: RunSpec, options: Sequence[Option], *, env: Ma
             f"{nested} starts workers of its own inside each worker here; give its script to hpc-elastic instead, "
             "or add --nproc-per-node 1 if that is meant"
         )
+    yield from _container(parsed, spec, env)
     yield from _interpreter(parsed, spec, env)
     yield from _health_program(parsed, spec, env)
 
@@ -133,9 +135,37 @@ def _nested_launcher(spec: RunSpec) -> str:
     return f"python -m {words[2]}" if is_module else ""
 
 
+def _container(parsed: Parsed, spec: RunSpec, env: Mapping[str, str]) -> Iterator[str]:
+    container = spec.container
+    if container is None:
+        for dest in ("container_mounts", "container_workdir", "container_env", "container_args"):
+            if parsed.get(dest) is not None:
+                name = parsed.source(dest, dest)
+                raise UsageError(
+                    f"{name} {parsed.get(dest)}: the workers run in no container; give --container-image too"
+                )
+        return
+    runtime, image = container.image.runtime, container.image.image
+    option = f"{parsed.source('container_image', '--container-image')} {parsed.get('container_image')}"
+    if runtime is Runtime.CHARLIECLOUD and (mount := next((m for m in container.mounts if m.read_only), None)):
+        raise UsageError(
+            f"{parsed.source('container_mounts', '--container-mounts')} {parsed.get('container_mounts')}: charliecloud "
+            f"can't mount {mount.source} read-only; leave out :ro"
+        )
+    if image.startswith(("/", ".")) and not (path := Path(spec.cwd, image)).exists():
+        where = f"{path} does not exist"
+        if spec.cluster == "local" or path.is_relative_to(spec.cwd):
+            raise UsageError(f"{option}: {where}")
+        yield f"{option}: {where} on this host; every node of the job must have it"
+    if shutil.which(runtime.program, path=env.get("PATH")) is None:
+        if spec.cluster == "local":
+            raise UsageError(f"{option}: {runtime.program} is not in PATH; install {runtime.value}, or load its module")
+        yield f"{option}: {runtime.program} is not in PATH on this host; every node of the job must have it"
+
+
 def _interpreter(parsed: Parsed, spec: RunSpec, env: Mapping[str, str]) -> Iterator[str]:
     given = parsed.get("python")
-    if given is None or spec.entrypoint.kind is EntryKind.COMMAND:
+    if given is None or spec.entrypoint.kind is EntryKind.COMMAND or spec.container is not None:
         return
     option = f"{parsed.source('python', '--python')} {given}"
     found = shutil.which(os.path.join(spec.cwd, given) if "/" in given else given, path=env.get("PATH"))

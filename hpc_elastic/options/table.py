@@ -25,6 +25,7 @@ class Group(str, Enum):
     WORKERS = "workers"
     JOB = "Slurm job, with the names of sbatch"
     RUN = "where to run, and what to do"
+    CONTAINER = "containers"
     RECOVERY = "failures, preemption and lost nodes"
     HANGS = "hangs and node health"
     OUTPUT = "logs and metrics"

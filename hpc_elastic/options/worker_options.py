@@ -10,6 +10,13 @@ from pathlib import Path
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings, settings_from_conf
 from hpc_elastic.options.table import Group, Option, Parsed
+from hpc_elastic.run.container import (
+    parse_container_args,
+    parse_container_env,
+    parse_container_image,
+    parse_container_mounts,
+    parse_container_workdir,
+)
 from hpc_elastic.run.log_pieces import parse_count, parse_size
 from hpc_elastic.run.option_values import (
     GrowPolicy,
@@ -150,6 +157,34 @@ OPTIONS = (
         help="Python interpreter of the workers (default: the one that runs hpc-elastic)",
     ),
     Option(
+        group=Group.CONTAINER, names=("--container-image",), dest="container_image", metavar="[RUNTIME:]IMAGE",
+        parse=parse_container_image, field="container_image",
+        executes=True,
+        help="run the workers in a container of this image; RUNTIME is charliecloud, apptainer, singularity, podman or "
+        "enroot (default: by the image's form and what is installed)",
+    ),
+    Option(
+        group=Group.CONTAINER, names=("--container-mounts",), dest="container_mounts", metavar="SRC[:DST[:ro]],...",
+        parse=parse_container_mounts, field="container_mounts",
+        help="what else of the host the container has; the working directory and the run directory are there",
+    ),
+    Option(
+        group=Group.CONTAINER, names=("--container-workdir",), dest="container_workdir", metavar="DIR",
+        parse=parse_container_workdir, field="container_workdir",
+        help="the workers' working directory inside (default: where the run was started)",
+    ),
+    Option(
+        group=Group.CONTAINER, names=("--container-env",), dest="container_env", metavar="NAME,...",
+        parse=parse_container_env, field="container_env",
+        help="variables that keep the host's value where the image has its own, such as PATH or LD_LIBRARY_PATH",
+    ),
+    Option(
+        group=Group.CONTAINER, names=("--container-args",), dest="container_args", metavar="'ARGS'",
+        parse=parse_container_args, field="container_args",
+        executes=True,
+        help="further arguments of the runtime, before the image",
+    ),
+    Option(
         group=Group.WORKERS, names=("--role",), dest="role", metavar="NAME", env="PET_ROLE",
         field="role",
         help="role of the workers (default: default)",
@@ -260,11 +295,17 @@ def entrypoint(parsed: Parsed, *, cwd: Path, interpreter: str) -> Entrypoint:
     if not target:
         raise UsageError("the script's name is empty")
     kind = EntryKind.MODULE if module else EntryKind.COMMAND if command else EntryKind.SCRIPT
-    if kind is EntryKind.SCRIPT:
+    in_container = parsed.get("container_image") is not None
+    # An absolute path that is not here may be the image's own.
+    is_images_own = in_container and os.path.isabs(target) and not os.path.exists(target)
+    if kind is EntryKind.SCRIPT and not is_images_own:
         _check_script(target, cwd)
-    elif kind is EntryKind.COMMAND and "/" in target:
+        if in_container:
+            target = str(cwd / target)  # whatever the working directory is inside
+    elif kind is EntryKind.COMMAND and "/" in target and not is_images_own:
         _check_command(target, cwd)
-    return Entrypoint(kind=kind, target=target, args=tuple(args), python=parsed.get("python") or interpreter)
+    python = parsed.get("python") or ("python3" if in_container else interpreter)
+    return Entrypoint(kind=kind, target=target, args=tuple(args), python=python)
 
 
 def _check_script(target: str, cwd: Path) -> None:

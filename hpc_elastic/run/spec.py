@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import sys
 import time
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -15,6 +16,7 @@ from msgspec import Struct, field, to_builtins
 from hpc_elastic.base import codec
 from hpc_elastic.base.files import Unreadable
 from hpc_elastic.errors import UnreadableFileError, UsageError
+from hpc_elastic.run.container import Container, ContainerImage, ContainerMount
 from hpc_elastic.run.log_pieces import DEFAULT_PIECES, PieceLimit
 from hpc_elastic.run.option_values import (
     DEFAULT_LIMITS,
@@ -141,9 +143,38 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     """``SIGUSR1``, say: workers are sent it when the job is going to be ended. Empty: none."""
     array: str = ""
     """``0-7%2``: this is an array of runs, one for each task, in a folder of its own; empty: it is a run."""
+    container_image: ContainerImage | None = None
+    """What the workers run in; None: on the host. See `container`, which has the four that follow too."""
+    container_mounts: tuple[ContainerMount, ...] = ()
+    container_workdir: str = ""
+    container_env: tuple[str, ...] = ()
+    container_args: tuple[str, ...] = ()
     sbatch_args: tuple[str, ...] = ()
     """What was passed to sbatch, for the record."""
     srun_args: tuple[str, ...] = ()
+
+    @property
+    def container(self) -> Container | None:
+        """All that was asked for about the workers' container; None: they run on the host."""
+        if self.container_image is None:
+            return None
+        return Container(
+            image=self.container_image,
+            mounts=self.container_mounts,
+            workdir=self.container_workdir,
+            env=self.container_env,
+            args=self.container_args,
+        )
+
+    @property
+    def command(self) -> str:
+        """What each worker runs, and in which image, for a reader."""
+        return f"{self.entrypoint}{f' in {self.container_image}' if self.container_image is not None else ''}"
+
+    @property
+    def host_python(self) -> str:
+        """The interpreter for what an agent starts beside the workers, such as the TCPStore's process."""
+        return self.entrypoint.python if self.container_image is None else sys.executable
 
     @property
     def log_limit(self) -> PieceLimit | None:

@@ -21,6 +21,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs" / "examples").glob("*.sh")])
 RUN_OPTIONS = (*worker_options.OPTIONS, *job_options.OPTIONS)
 ELSEWHERE = {
+    "--container",
+    "--nv",
     "--help",
     "--help-all",
     "--version",

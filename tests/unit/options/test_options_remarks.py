@@ -53,6 +53,7 @@ def remarks_on(here: Path, *argv: str, cluster: str = "slurm") -> list[str]:
         (["-m", "torch.distributed.run", "train.py"], "python -m torch.distributed.run starts"),
         (["--python", "/only/on/the/nodes/python", "train.py"], "--python /only/on/the/nodes/python: there is no"),
         (["--health-check", "gpu-burn-in --fast", "train.py"], "--health-check gpu-burn-in: there is no such program"),
+        (["--container-image", "enroot:torch", "train.py"], "--container-image enroot:torch: enroot is not in PATH"),
     ],
 )
 def test_what_is_probably_a_mistake(here: Path, argv: list[str], begins: str) -> None:
@@ -87,6 +88,12 @@ def test_what_is_meant_brings_no_remark(here: Path, argv: list[str]) -> None:
         (["-N", "4", "--sbatch-arg=--nodes=3", "train.py"], "--sbatch-arg --nodes=3: --nodes 4|-N 4 says another"),
         (["--sbatch-arg=-N3", "train.py"], r"--sbatch-arg -N3: --nodes \(default 1\) says another value"),
         (["-t", "10", "--sbatch-arg=--time=20", "train.py"], "--sbatch-arg --time=20: -t 10 says another value"),
+        (["--container-env", "PATH", "train.py"], "--container-env PATH: the workers run in no container"),
+        (["--container-image", "enroot:./no.sqsh", "train.py"], "no.sqsh does not exist"),
+        (
+            ["--container-image", "charliecloud:./folder", "--container-mounts", "/a:/b:ro", "train.py"],
+            "charliecloud can't mount /a read-only",
+        ),
     ],
 )
 def test_what_is_refused(here: Path, argv: list[str], says: str) -> None:

@@ -1,0 +1,159 @@
+"""How a worker is started inside a container: the runtime's command line around the worker's own. Pure.
+
+Agents, supervisor and everything that speaks to Slurm stay on the host; a worker is the runtime's process, which is, or
+becomes, the script's. Its folders are mounted at the paths that they have outside, so that an error file, a
+heartbeat's page or a checkpoint has one name. Tried: charliecloud 0.31. The command lines of the others follow their
+manuals (apptainer 1.3, podman 4.3, enroot 3.5) and are not tried.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from hpc_elastic.run.container import Container, ContainerMount, Runtime
+from hpc_elastic.worker_api.heartbeat_record import VARIABLE as HEARTBEAT
+from hpc_elastic.worker_api.restart_group import REPORTS
+
+_HOSTS_OWN = (
+    *("LD_LIBRARY_PATH", "LD_PRELOAD", "LD_AUDIT", "PYTHONHOME", "PYTHONPATH", "PYTHONSTARTUP", "PYTHONUSERBASE"),
+    *("VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "CONDA_EXE", "CONDA_PYTHON_EXE", "CONDA_SHLVL"),
+)
+"""They name the host's libraries and packages, which an image has not, or others."""
+_IMAGES_OWN = ("PATH", "HOME", "HOSTNAME", "SHELL", "TMPDIR", "XDG_RUNTIME_DIR", "_", "OLDPWD", "PWD")
+"""What the image says of these holds, where the runtime passes nothing on by itself."""
+_SHARED: Mapping[Runtime, tuple[str, ...]] = {
+    Runtime.CHARLIECLOUD: ("/dev", "/proc", "/sys", "/tmp"),
+    Runtime.APPTAINER: ("/dev", "/proc", "/sys", "/tmp"),
+    Runtime.SINGULARITY: ("/dev", "/proc", "/sys", "/tmp"),
+    Runtime.PODMAN: ("/dev/shm", "/proc", "/sys"),
+    Runtime.ENROOT: ("/dev", "/proc", "/sys", "/tmp"),
+}
+"""What a container has of the host without being asked."""
+
+
+class _Start(Struct, frozen=True, kw_only=True):
+    """What a runtime's command line is made of."""
+
+    container: Container
+    mounts: tuple[ContainerMount, ...]
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+    workdir: str
+    has_nvidia: bool
+
+
+def enter_container(
+    container: Container, argv: Sequence[str], env: Mapping[str, str], *, cwd: str, has_nvidia: bool
+) -> tuple[list[str], dict[str, str]]:
+    """The command line that runs `argv` inside, and its environment.
+
+    Args:
+        container: What was asked for.
+        argv: The worker's own command line, as it is inside.
+        env: The worker's environment, as it would be on the host.
+        cwd: The run's working directory on the host.
+        has_nvidia: Whether the node has NVIDIA's devices.
+    """
+    if (image := container.image).image.startswith("."):
+        container = replace(container, image=replace(image, image=os.path.join(cwd, image.image)))
+    kept = {key: value for key, value in env.items() if key not in _HOSTS_OWN or key in container.env}
+    start = _Start(
+        container=container,
+        mounts=(*needed_mounts(container, env=env, cwd=cwd), *container.mounts),
+        argv=tuple(argv),
+        env=kept,
+        workdir=container.workdir or cwd,
+        has_nvidia=has_nvidia,
+    )
+    if container.image.runtime is Runtime.CHARLIECLOUD:
+        # ch-run 0.31 refuses to start without USER, which a batch job may lack, and mounts TMPDIR in place of /tmp.
+        kept = {"USER": str(os.getuid()), **{key: value for key, value in kept.items() if key != "TMPDIR"}}
+    return _COMMANDS[container.image.runtime](start), kept
+
+
+def needed_mounts(container: Container, *, env: Mapping[str, str], cwd: str) -> list[ContainerMount]:
+    """What a worker needs of the host and the container would not have: each folder once, at its own path."""
+    files = (env.get("TORCHELASTIC_ERROR_FILE", ""), env.get(HEARTBEAT, ""), env.get(REPORTS, ""))
+    folders = {cwd, env.get("HPC_ELASTIC_RUN_DIR", ""), *(os.path.dirname(file) for file in files)}
+    given = [*_SHARED[container.image.runtime], *(mount.target for mount in container.mounts)]
+    found: list[str] = []
+    for folder in sorted(folders - {""}):
+        if not any(_is_below(folder, other) for other in (*given, *found)):
+            found.append(folder)
+    return [ContainerMount(source=folder, target=folder) for folder in found]
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path == folder or path.startswith(folder.rstrip("/") + "/")
+
+
+def _charliecloud(start: _Start) -> list[str]:
+    container, image = start.container, start.container.image.image
+    from_image = [f"--set-env={image}/ch/environment"] if os.path.isfile(f"{image}/ch/environment") else []
+    names = [name for name in container.env if name in start.env]
+    seen = (*_SHARED[Runtime.CHARLIECLOUD], *(mount.target for mount in start.mounts))
+    if "TMPDIR" not in names and any(_is_below(start.env.get("TMPDIR", ""), folder) for folder in seen):
+        names.append("TMPDIR")
+    return [
+        *("ch-run", *(f"--bind={mount.source}:{mount.target}" for mount in start.mounts), f"--cd={start.workdir}"),
+        *(*from_image, "--env-no-expand", *(f"--set-env={name}={start.env[name]}" for name in names)),
+        *(*container.args, image, "--", *start.argv),
+    ]
+
+
+def _apptainer(start: _Start) -> list[str]:
+    container = start.container
+    names = (name for name in container.env if name in start.env)
+    return [
+        *(container.image.runtime.program, "exec", *_each("--bind", start.mounts), "--pwd", start.workdir),
+        *(["--nv"] if start.has_nvidia else []),
+        *(word for name in names for word in ("--env", f"{name}={start.env[name]}")),
+        *(*container.args, container.image.image, *start.argv),
+    ]
+
+
+def _podman(start: _Start) -> list[str]:
+    container, image = start.container, start.container.image.image
+    return [
+        # The host's namespaces: ranks meet over its network, share its /dev/shm, and are seen by the agent's tools.
+        *("podman", "run", "--rm", "--network=host", "--ipc=host", "--pid=host", "--ulimit=host", "--entrypoint="),
+        *(["--userns=keep-id"] if os.getuid() != 0 else []),
+        *(*_each("--volume", start.mounts), f"--workdir={start.workdir}"),
+        *(["--device=nvidia.com/gpu=all"] if start.has_nvidia else []),
+        *(f"--env={name}" for name in _passed_on(start)),
+        *(*container.args, *(["--rootfs"] if image.startswith("/") else []), image, *start.argv),
+    ]
+
+
+def _enroot(start: _Start) -> list[str]:
+    return [
+        *("enroot", "start", *_each("--mount", start.mounts)),
+        *(word for name in _passed_on(start) for word in ("--env", name)),
+        # It has no option for the working directory.
+        *(*start.container.args, start.container.image.image),
+        *("sh", "-c", 'cd "$0" && exec "$@"', start.workdir, *start.argv),
+    ]
+
+
+def _passed_on(start: _Start) -> list[str]:
+    """Names of variables, for a runtime that passes nothing on by itself."""
+    return [name for name in sorted(start.env) if name not in _IMAGES_OWN or name in start.container.env]
+
+
+def _each(option: str, mounts: Sequence[ContainerMount]) -> Iterator[str]:
+    for mount in mounts:
+        yield option
+        yield f"{mount.source}:{mount.target}{':ro' if mount.read_only else ''}"
+
+
+_COMMANDS: Mapping[Runtime, Callable[[_Start], list[str]]] = {
+    Runtime.CHARLIECLOUD: _charliecloud,
+    Runtime.APPTAINER: _apptainer,
+    Runtime.SINGULARITY: _apptainer,
+    Runtime.PODMAN: _podman,
+    Runtime.ENROOT: _enroot,
+}

@@ -1,0 +1,135 @@
+"""The image that workers run in: what was asked for, and the parsers of the ``--container-*`` options.
+
+The names are those of Pyxis. ``--container`` itself is sbatch's own, for OCI bundles.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+from enum import Enum
+
+from msgspec import Struct
+
+from hpc_elastic.errors import UsageError
+
+
+class Runtime(str, Enum):
+    """The program that starts a container."""
+
+    CHARLIECLOUD = "charliecloud"
+    APPTAINER = "apptainer"
+    SINGULARITY = "singularity"
+    PODMAN = "podman"
+    ENROOT = "enroot"
+
+    @property
+    def program(self) -> str:
+        """What is executed, found in PATH."""
+        return "ch-run" if self is Runtime.CHARLIECLOUD else self.value
+
+
+class ContainerImage(Struct, frozen=True, kw_only=True):
+    """``--container-image``."""
+
+    runtime: Runtime
+    image: str
+    """As the runtime takes it: a path, a URI, or a name in its store."""
+
+    def __str__(self) -> str:
+        return f"{self.runtime.value}:{self.image}"
+
+
+class ContainerMount(Struct, frozen=True, kw_only=True):
+    """A folder or file of the host, and where the container has it."""
+
+    source: str
+    target: str
+    read_only: bool = False
+
+
+class Container(Struct, frozen=True, kw_only=True):
+    """All that was asked for about the container."""
+
+    image: ContainerImage
+    mounts: tuple[ContainerMount, ...] = ()
+    workdir: str = ""
+    """Where the workers run inside; empty: where the run was started."""
+    env: tuple[str, ...] = ()
+    """Variables that keep the host's value, whatever the image says."""
+    args: tuple[str, ...] = ()
+    """Further arguments of the runtime."""
+
+
+def parse_container_image(text: str, option: str) -> ContainerImage:
+    """``RUNTIME:IMAGE``, or an image whose form or the installed runtimes tell which one it is for."""
+    name, colon, image = text.partition(":")
+    names = [runtime.value for runtime in Runtime]
+    if colon and name == "pyxis":
+        raise UsageError(f"{option} {text}: pyxis is not supported yet; the same image works with enroot:{image}")
+    if colon and name in names:
+        if not image:
+            raise UsageError(f"{option} {text}: the image is missing; give {name}:IMAGE")
+        return ContainerImage(runtime=Runtime(name), image=image)
+    candidates = _runtimes_for(text)
+    installed = [runtime for runtime in candidates if shutil.which(runtime.program)]
+    if len(candidates) == 1 or installed:
+        return ContainerImage(runtime=(installed or candidates)[0], image=text)
+    programs = " and ".join(runtime.program for runtime in candidates)
+    raise UsageError(
+        f"{option} {text}: its runtime can't be guessed, {programs} are not in PATH; "
+        f"give RUNTIME:{text} with one of {', '.join(names)}"
+    )
+
+
+def _runtimes_for(image: str) -> tuple[Runtime, ...]:
+    """Those that take an image of this form, the likeliest first."""
+    if image.endswith(".sif") or image.startswith(("docker://", "library://", "oras://", "shub://")):
+        return Runtime.APPTAINER, Runtime.SINGULARITY
+    if image.endswith((".sqsh", ".squashfs", ".sqfs")):
+        return Runtime.ENROOT, Runtime.CHARLIECLOUD
+    if image.startswith(("/", ".", "~")):
+        return Runtime.CHARLIECLOUD, Runtime.APPTAINER, Runtime.SINGULARITY
+    return Runtime.PODMAN, Runtime.CHARLIECLOUD
+
+
+def parse_container_mounts(text: str, option: str) -> tuple[ContainerMount, ...]:
+    """``SRC[:DST[:ro]],...``."""
+    return tuple(_mount(part.strip(), f"{option} {text}") for part in text.split(","))
+
+
+def _mount(text: str, given: str) -> ContainerMount:
+    source, *rest = text.split(":")
+    target = rest[0] if rest and rest[0] else source
+    mode = rest[1] if len(rest) > 1 else "rw"
+    if not os.path.isabs(source) or not os.path.isabs(target) or len(rest) > 2 or mode not in ("ro", "rw"):
+        raise UsageError(
+            f"{given}: {text!r} is not of the form SRC[:DST[:ro]] with absolute paths, as in /data:/data:ro"
+        )
+    return ContainerMount(source=source, target=target, read_only=mode == "ro")
+
+
+def parse_container_workdir(text: str, option: str) -> str:
+    """An absolute path inside."""
+    if not os.path.isabs(text):
+        raise UsageError(f"{option} {text}: give an absolute path inside the container")
+    return text
+
+
+def parse_container_env(text: str, option: str) -> tuple[str, ...]:
+    """``NAME,...``."""
+    names = tuple(word.strip() for word in text.split(","))
+    if bad := [name for name in names if not name.replace("_", "a").isalnum() or name[:1].isdigit()]:
+        raise UsageError(
+            f"{option} {text}: {bad[0]!r} is no name of a variable; give names, as in PATH,LD_LIBRARY_PATH"
+        )
+    return names
+
+
+def parse_container_args(text: str, option: str) -> tuple[str, ...]:
+    """Quoted as for a shell."""
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise UsageError(f"{option} {text}: {error}; quote as for a shell") from None

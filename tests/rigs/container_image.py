@@ -1,0 +1,47 @@
+"""A container image of a folder for charliecloud: an own root, with the host's /usr, Python and this checkout mounted.
+
+It has its own /etc, /home, /opt and so on, and none of the host's other folders, so what a worker has of the host is
+what was mounted. Charliecloud 0.31 makes no folder to mount at in a read-only image: they are made here.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+_FOLDERS = ("dev", "etc", "home", "mnt", "opt", "proc", "root", "run", "sys", "tmp", "usr", "var")
+_LINKS = ("bin", "lib", "lib64", "sbin")
+
+
+def require_charliecloud() -> None:
+    """Skip the test where ch-run is missing; in CI, fail it."""
+    if shutil.which("ch-run") is not None:
+        return
+    if os.environ.get("CI", "").lower() in ("true", "1"):
+        pytest.fail("charliecloud (ch-run) is not installed")
+    pytest.skip("charliecloud (ch-run) is not installed")
+
+
+def interpreters_folders() -> list[str]:
+    """What a worker's Python needs, as absolute paths, none below another."""
+    wanted = {"/usr", str(ROOT), os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix)}
+    return sorted(path for path in wanted if not any(path.startswith(other + "/") for other in wanted))
+
+
+def make_image(folder: Path, *, mounted_at: list[str]) -> Path:
+    """An image with room for mounts at `mounted_at`."""
+    for name in _FOLDERS:
+        (folder / name).mkdir(parents=True)
+    for name in _LINKS:
+        (folder / name).symlink_to(f"usr/{name}")
+    for name in ("passwd", "group", "hosts", "resolv.conf"):
+        (folder / "etc" / name).touch()
+    (folder / "etc" / "of-the-image").write_text("yes")
+    for path in mounted_at:
+        (folder / path.lstrip("/")).mkdir(parents=True, exist_ok=True)
+    return folder
