@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hpc_elastic.submission.call import Command as Command
+    from hpc_elastic.submission.call import Module as Module
     from hpc_elastic.submission.call import Script as Script
     from hpc_elastic.submission.executor import ElasticExecutor as ElasticExecutor
     from hpc_elastic.submission.job import ElasticJob as ElasticJob
@@ -22,6 +24,8 @@ _FROM = {
     "ElasticJobFailedError": "outcome",
     "ElasticJobUncompletedError": "outcome",
     "LaunchConfig": "notebook",
+    "Command": "call",
+    "Module": "call",
     "Script": "call",
     "launch": "notebook",
 }

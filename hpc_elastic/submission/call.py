@@ -12,11 +12,15 @@ is in it; so each file holds its own inode number, which no copy has. `Script` i
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import pickle
 import runpy
+import shutil
+import signal
 import stat
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from io import BufferedReader
@@ -30,6 +34,7 @@ from hpc_elastic.base.files import Owner, ask_about, open_checked
 from hpc_elastic.base.host_facts import filesystem_type
 from hpc_elastic.errors import UnreadableFileError, UnsafePathError, UsageError
 from hpc_elastic.run.paths import AttemptPaths, RunPaths, rank_index, round_index
+from hpc_elastic.run.spec import EntryKind, Entrypoint
 from hpc_elastic.worker_api import heartbeat
 
 TRUST_VARIABLE = "HPC_ELASTIC_TRUST_COPIES"
@@ -238,12 +243,46 @@ def _is_inside(path: str, prefix: str) -> bool:
     return path in (prefix, library) or path.startswith(library + "/")
 
 
-class Script:
+class _Program:
+    """What runs as ``__main__`` in the worker itself. It returns None; what it raises, and an exit code other than 0,
+    fail it. After a restart or a requeue it begins anew, and goes on from the checkpoint that it has saved itself."""
+
+    __qualname__: str
+    """For messages and the run's name."""
+    first: tuple[str, ...] = ()
+    """Arguments before those of a call."""
+
+    def _run(self, arguments: list[str]) -> None:
+        raise NotImplementedError
+
+    def __call__(self, *args: object) -> None:
+        before = sys.argv, sys.path
+        try:
+            self._run([*self.first, *map(str, args)])
+        except SystemExit as leave:
+            # Only the program's own: what leaves because of a notice is of another class.
+            if type(leave) is not SystemExit or leave.code not in (None, 0):
+                raise
+        finally:
+            sys.argv, sys.path = before
+
+    @property
+    def checkpoint(self) -> Callable[..., Any] | None:
+        """By submitit's protocol; None where the program asks for notices itself, and saves at a step of its own."""
+        return None if heartbeat.asks_for_notices() else self._again
+
+    def _again(self, *args: object) -> Any:
+        try:
+            from submitit.core.utils import DelayedSubmission
+        except ImportError:  # a worker needs no submitit
+            return Call(self, args)
+        return DelayedSubmission(self, *args)
+
+
+class Script(_Program):
     """``executor.submit(Script("train.py"), "--epochs", 90)``: what ``hpc-elastic submit train.py --epochs 90`` runs.
 
-    The worker itself becomes the script: ``__name__`` is ``"__main__"``, ``sys.argv`` and ``sys.path`` are as under
-    ``python train.py``. It returns None; what it raises, and an exit code other than 0, fail it. After a restart or a
-    requeue it begins anew, and goes on from the checkpoint that it has saved itself.
+    ``__name__`` is ``"__main__"``, ``sys.argv`` and ``sys.path`` are as under ``python train.py``.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -256,32 +295,83 @@ class Script:
         self.path = os.path.abspath(path)
         if not os.path.isfile(self.path):
             raise UsageError(f"there is no script {self.path}")
-        self.__qualname__ = os.path.basename(self.path)  # for messages and the run's name
+        self.__qualname__ = os.path.basename(self.path)
 
-    def __call__(self, *args: object) -> None:
-        before = sys.argv, sys.path
-        sys.argv = [self.path, *map(str, args)]
+    def _run(self, arguments: list[str]) -> None:
+        sys.argv = [self.path, *arguments]
         sys.path = [os.path.dirname(self.path), *sys.path]
-        try:
-            runpy.run_path(self.path, run_name="__main__")
-        except SystemExit as leave:
-            # Only the script's own: what leaves because of a notice is of another class.
-            if type(leave) is not SystemExit or leave.code not in (None, 0):
-                raise
-        finally:
-            sys.argv, sys.path = before
+        runpy.run_path(self.path, run_name="__main__")
+
+
+class Module(_Program):
+    """``executor.submit(Module("package.train"), "--epochs", 90)``: as ``python -m package.train --epochs 90``."""
+
+    def __init__(self, name: str) -> None:
+        """`name` must be importable in the workers."""
+        self.name = name
+        self.__qualname__ = name.rpartition(".")[2] or name
+
+    def _run(self, arguments: list[str]) -> None:
+        sys.argv = [self.name, *arguments]
+        sys.path = ["", *sys.path]
+        runpy.run_module(self.name, run_name="__main__", alter_sys=True)
+
+
+class Command(_Program):
+    """A command and its first arguments: a child of each worker, whose exit code or signal becomes the worker's."""
+
+    def __init__(self, *argv: str) -> None:
+        self.argv = argv
+        self.__qualname__ = os.path.basename(argv[0])
 
     @property
-    def checkpoint(self) -> Callable[..., Any] | None:
-        """By submitit's protocol; None where the script asks for notices itself, and saves at a step of its own."""
-        return None if heartbeat.asks_for_notices() else self._again
+    def checkpoint(self) -> None:
+        """The child hears of a notice itself: it asks for it, or has a handler for the signal."""
+        return None
 
-    def _again(self, *args: object) -> Any:
+    def _run(self, arguments: list[str]) -> None:
+        # Without a handler of this process' own, the agent signals the descendant that has one.
+        before = signal.signal(signal.SIGUSR2, signal.SIG_DFL)
         try:
-            from submitit.core.utils import DelayedSubmission
-        except ImportError:  # a worker needs no submitit
-            return Call(self, args)
-        return DelayedSubmission(self, *args)
+            code = subprocess.run([*self.argv, *arguments], check=False).returncode
+        finally:
+            signal.signal(signal.SIGUSR2, before)
+        if code < 0:
+            signal.signal(-code, signal.SIG_DFL)
+            os.kill(os.getpid(), -code)
+        sys.exit(code)
+
+
+def program_of(target: str | os.PathLike[str] | Entrypoint) -> Callable[..., Any]:
+    """What a script, a module or a command is as a function.
+
+    Args:
+        target: An `Entrypoint`; or text: a file that ends in ``.py``, a command of PATH, or an importable module.
+
+    Raises:
+        UsageError: there is none of these.
+    """
+    if isinstance(target, Entrypoint):
+        if target.kind is EntryKind.COMMAND:
+            return Command(target.target, *target.args)
+        made = Module(target.target) if target.kind is EntryKind.MODULE else Script(target.target)
+        made.first = target.args
+        return made
+    text = os.fspath(target)
+    if text.endswith(".py") or (os.path.isfile(text) and not os.access(text, os.X_OK)):
+        return Script(text)
+    if shutil.which(text):
+        return Command(shutil.which(text) or text)
+    if all(part.isidentifier() for part in text.split(".")) and _is_importable(text):
+        return Module(text)
+    raise UsageError(f"{text!r} is no script (a file that ends in .py), no command of PATH, and no importable module")
+
+
+def _is_importable(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def call_file(paths: RunPaths) -> Path:

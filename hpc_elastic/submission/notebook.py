@@ -20,6 +20,8 @@ from typing import Any
 from msgspec import Struct, field
 
 from hpc_elastic.errors import UsageError
+from hpc_elastic.run.spec import Entrypoint
+from hpc_elastic.submission.call import program_of
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +127,7 @@ _TAKEN = frozenset(LaunchConfig.__struct_fields__)
 
 
 def launch(
-    fn: Callable[..., Any],
+    fn: Callable[..., Any] | str | os.PathLike[str] | Entrypoint,
     *args: Any,
     config: Any = None,
     cluster: str = "local",
@@ -135,15 +137,16 @@ def launch(
     """Call ``fn(*args)`` on every worker, and wait.
 
     Args:
-        fn: Any function: of a notebook, a lambda, a closure.
-        args: Its arguments. (For named ones: functools.partial.)
+        fn: Any function: of a notebook, a lambda, a closure. Or what torch's `elastic_launch` runs, too: the path of a
+            script (``train.py``), a command (`sys.executable`), a module's name; or an `Entrypoint`, which says which.
+        args: Its arguments. (For named ones: functools.partial.) Those of a script are turned into text.
         config: A `LaunchConfig`, this one or torch's.
         cluster: ``local``: agents on this machine; ``slurm``: a job; ``debug``: one call in this process.
         show_output: Print what the workers print, with their rank in front, while it runs.
         options: Fields of `LaunchConfig`, and parameters of `ElasticExecutor`.
 
     Returns:
-        What it returned, by global rank.
+        What it returned, by global rank; None for a script, a module or a command.
 
     Raises:
         ElasticJobFailedError: it failed; the cause is what it raised.
@@ -151,12 +154,13 @@ def launch(
     """
     from hpc_elastic.submission.executor import ElasticExecutor
 
+    function = fn if callable(fn) else program_of(fn)
     parameters = _parameters(config, options)
     log_dir = parameters.pop("log_dir", None)
     with _folder(log_dir, cluster) as folder:
         executor = ElasticExecutor(folder, cluster=cluster)
         executor.update_parameters(**parameters)
-        job = executor.submit(fn, *args)
+        job = executor.submit(function, *args)
         if cluster == "debug":
             return {0: job.result()}
         try:

@@ -17,7 +17,9 @@ import pytest
 
 import hpc_elastic
 from hpc_elastic.base.files import write_json
+from hpc_elastic.errors import UsageError
 from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.spec import EntryKind, Entrypoint
 from hpc_elastic.submission import (
     ElasticExecutor,
     ElasticJob,
@@ -210,6 +212,40 @@ def test_launch_calls_a_function_on_workers_here(
 
 def test_a_function_that_has_returned_is_held_until_the_others_have(tmp_path: Path) -> None:
     assert hpc_elastic.launch(functions.outlives_its_return, tmp_path, nproc_per_node=2) == {0: True, 1: True}
+
+
+@pytest.mark.parametrize("kind", ["script", "module", "command", "entrypoint"])
+def test_launch_runs_a_script_a_module_or_a_command(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As torch's ``elastic_launch(config, entrypoint)(*args)``."""
+    (tmp_path / "trains_here.py").write_text(
+        "import os, sys\nprint(__name__, 'rank', os.environ['RANK'], sys.argv[1:], flush=True)\n"
+        "sys.exit(int(sys.argv[2]))\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    targets: dict[str, Any] = {
+        "script": "trains_here.py",
+        "module": "trains_here",
+        "command": sys.executable,
+        "entrypoint": Entrypoint(kind=EntryKind.MODULE, target="trains_here", args=("--lr",)),
+    }
+    first = {"command": ("trains_here.py", "--lr"), "entrypoint": ()}.get(kind, ("--lr",))
+    assert hpc_elastic.launch(targets[kind], *first, 0, nproc_per_node=2) == {0: None, 1: None}
+    said = capfd.readouterr().out
+    for rank in (0, 1):
+        assert f"__main__ rank {rank} ['--lr', '0']" in said
+    if kind in ("module", "command"):
+        with pytest.raises(ElasticJobFailedError, match="exit code 7"):
+            hpc_elastic.launch(targets[kind], *first, 7, max_restarts=0)
+
+
+def test_launch_of_what_is_not_there_is_refused() -> None:
+    with pytest.raises(UsageError, match="'no_such_thing' is no script"):
+        hpc_elastic.launch("no_such_thing")
+    with pytest.raises(UsageError, match="there is no script"):
+        hpc_elastic.launch("no_such_thing.py")
 
 
 def test_launch_raises_what_failed_and_keeps_its_files() -> None:
