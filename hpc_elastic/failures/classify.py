@@ -47,6 +47,14 @@ _INPUT_TEXT = re.compile(
     r"|argument \S+: )",
     re.MULTILINE | re.DOTALL,
 )
+_USAGE = re.compile(r"^[Uu]sage: ", re.MULTILINE)
+_USAGE_ERROR = re.compile(r"^(?:Error|ERROR|error): |^\S+: error: |[╭┌+][─-]+ Error [─-]+", re.MULTILINE)
+"""Beside a usage text, with exit code 2: click 8.5, typer 0.29 (in a box), fire 0.7, argparse and their kin."""
+_BAD_FLAG = re.compile(r"^FATAL Flags parsing error:", re.MULTILINE)
+"""absl 2.5, which ends with 1."""
+_HYDRA = re.compile(r"^Set the environment variable HYDRA_FULL_ERROR=1 ", re.MULTILINE)
+_HYDRA_RAN = re.compile(r"^Error executing job with overrides: |^Traceback \(most recent", re.MULTILINE)
+"""hydra 1.3 ends with 1, too: without this line the configuration could not be put together, and no job began."""
 _OOM_IN_TEXT = re.compile(r"killed by signal: Killed|terminated abruptly|exited unexpectedly", re.IGNORECASE)
 _ASKED_TO_END = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 # What the agent sends to end a worker: TERM, ABRT (for a dump of its stacks), KILL.
@@ -181,7 +189,13 @@ _CHILD_KILLED = FailurePattern(
 def _is_wrong_call(name: str, exitcode: int, stderr_tail: str) -> bool:
     if name in _INPUT_TYPES:
         return True
-    return name in ("", "SystemExit") and exitcode in (1, 2) and bool(_INPUT_TEXT.search(stderr_tail))
+    if name not in ("", "SystemExit") or exitcode not in (1, 2):
+        return False
+    if _INPUT_TEXT.search(stderr_tail) or _BAD_FLAG.search(stderr_tail):
+        return True
+    if exitcode == 2 and _USAGE.search(stderr_tail) and _USAGE_ERROR.search(stderr_tail):
+        return True
+    return bool(_HYDRA.search(stderr_tail)) and not _HYDRA_RAN.search(stderr_tail)
 
 
 def _root_reason(exitcode: int, number: int, exception_type: str, *, wrong_call: bool) -> str:

@@ -22,6 +22,16 @@ from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.traceback_text import Frame, RaisedException
 from hpc_elastic.failures.worker_failure import WorkerFailure
 
+# Captured from click 8.5, typer 0.29, fire 0.7, absl 2.5, hydra 1.3.8.
+CLICK = (
+    "Missing option '--lr'.",
+    "Invalid value for '--lr': 'x' is not a valid float.",
+    "No such option '--rl'. (Did you mean one of: '--help', '--lr'?)",
+    "steps and epochs exclude each other",  # a click.UsageError of the script's own
+)
+HYDRA = "Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace."
+
+
 DATA = Path(__file__).resolve().parents[2] / "data" / "failures"
 
 
@@ -332,11 +342,49 @@ def test_a_missing_module_on_a_broken_mount_is_infrastructure() -> None:
         (1, "/usr/bin/python3: No module named nosuch"),
         (127, "bash: trian: command not found"),
         (126, ""),
+        *((2, f"Usage: c.py [OPTIONS]\nTry 'c.py --help' for help.\n\nError: {text}") for text in CLICK),
+        (
+            2,
+            "Usage: t.py [OPTIONS]\nTry 't.py --help' for help.\n"
+            "╭─ Error ──────────────────────────────────────────────────────────────────────╮\n"
+            "│ No such option: --rl (Possible options: --help, --lr)                        │\n"
+            "╰──────────────────────────────────────────────────────────────────────────────╯",
+        ),
+        (
+            2,
+            "ERROR: Could not consume arg: --rl\nUsage: f.py -\n\n"
+            "For detailed information on this command, run:\n  f.py - --help",
+        ),
+        (
+            1,
+            "FATAL Flags parsing error: Unknown command line flag 'rl'\n"
+            "Pass --helpshort or --helpfull to see help on flags.",
+        ),
+        (
+            1,
+            "Could not override 'lr'.\nTo append to your config use +lr=3\nKey 'lr' is not in struct\n"
+            "    full_key: lr\n    object_type=dict\n\n" + HYDRA,
+        ),
+        (1, "Cannot find primary config 'nope'. Check that it's in your config search path.\n\n" + HYDRA),
     ],
 )
 def test_a_wrong_call_is_the_users_input(exitcode: int, stderr: str) -> None:
     found = classify(exitcode=exitcode, stderr_tail=stderr)
     assert (found.category, found.retryable) == (Category.INPUT, False)
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "stderr"),
+    [
+        (1, "Error executing job with overrides: []\nloss diverged\n\n" + HYDRA),
+        (1, "Usage: c.py [OPTIONS]\n\nError: the loss diverged"),
+        (3, "FATAL Flags parsing error: Unknown command line flag 'rl'"),
+        (2, "Usage: 80 %\nepoch 3 done"),
+    ],
+)
+def test_what_only_looks_like_a_wrong_call_is_retried(exitcode: int, stderr: str) -> None:
+    assert classify(exitcode=exitcode, stderr_tail=stderr).retryable
+    assert classify(exitcode=2, stderr_tail=f"Usage: c.py\nError: {CLICK[3]}", last_step=10).retryable, "it had trained"
 
 
 def test_exit_code_2_alone_says_nothing() -> None:
