@@ -17,6 +17,7 @@ _WHAT = re.compile(r"^\s*what\(\):\s*(.*(?:\n.+){0,8})$", re.MULTILINE)
 _AFTER_WHAT = re.compile(
     r"\n(?:Exception raised from |frame #\d|CUDA kernel errors might |Fatal Python error: |terminate called|\[rank\d)"
 )
+_VIRTUAL = re.compile(r"(?:pure|deleted) virtual method called\s*\Z")
 # "[rank3]:[F1206 18:44:12.7 ProcessGroupNCCL.cpp:1169] [PG 0 Rank 3] ...": glog's FATAL ends the process; so does
 # "F20261123 04:37:58.570145  8096 sampler.cc:77] Check failed: n == 4 (3 vs. 4)", and absl's.
 _FATAL_LOG = re.compile(
@@ -76,11 +77,13 @@ def find_cpp_terminate(text: str, *, cleaned: bool = False) -> FailureText | Non
         )
     body = text[last.start() :]
     what = _WHAT.search(body)
+    before = text[: last.start()].rstrip("\n").rpartition("\n")[2]
+    first = before if _VIRTUAL.match(before) else body.split("\n", 1)[0]
     return FailureText(
         kind=TextKind.CPP,
         text=cut_end(body.rstrip(), TEXT_LIMIT // 4),
         exception_type=(last[1] or "").strip("'"),
-        message=cut_end(_AFTER_WHAT.split(what[1], 1)[0], MESSAGE_LIMIT) if what else body.split("\n", 1)[0],
+        message=cut_end(_AFTER_WHAT.split(what[1], 1)[0], MESSAGE_LIMIT) if what else first,
         span=_to_the_end(text, last.start()),
     )
 

@@ -29,7 +29,7 @@ from hpc_elastic.failures.fingerprint import fingerprint
 from hpc_elastic.failures.origin import find_origin
 from hpc_elastic.failures.summary import summary_line
 from hpc_elastic.failures.traceback_text import FailureText, RaisedException, TextKind, find_python_traceback
-from hpc_elastic.failures.uncaught import reaches_top
+from hpc_elastic.failures.uncaught import find_uncaught, reaches_top
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 from hpc_elastic.failures.wrapped import find_wrapped, is_wrapper
 from hpc_elastic.run.log_pieces import EndReader
@@ -171,8 +171,8 @@ def _describe(
     cleaned = clean_text((raw + (output.unwritten if output is not None else b"")).decode("utf-8", "replace"))
     text = undecorate(cleaned)
     file = read_error_file(error_file)
-    if file.found:
-        recorded = _recorded(file)
+    recorded = _recorded(file) if file.found else None
+    if recorded is not None and not _is_of_earlier(recorded, text, facts.exitcode):
         span = _printed_again(recorded, text)
         facts = replace(facts, printed_ns=_printed_ns(raw, span, output) or _recorded_ns(file, facts))
         lines = text.split("\n")
@@ -192,6 +192,10 @@ def _describe(
         found = _find_far_back(stderr_log) or found
     if file.problem != "missing":
         problem = file.problem
+    if recorded is not None:
+        problem = (
+            f"its error file has another exception, which did not end it: {cut_end(recorded.headline, _TAIL_LINE)}"
+        )
     return _build(
         facts,
         found,
@@ -277,6 +281,25 @@ def _from_error_file(
     )
 
 
+def _is_of_earlier(recorded: FailureText, text: str, exitcode: int) -> bool:
+    """Whether a later exception, which nothing caught, ended the process.
+
+    The script may have handled the recorded one; a child of it, which has the same error file, may have left it.
+
+    Args:
+        recorded: What the error file has.
+        text: The end of stderr.
+        exitcode: Of the process.
+    """
+    if not recorded.frames or exitcode != 1:
+        return False
+    ended = find_uncaught(text, text.split("\n"), exitcode=exitcode)
+    if ended is None or not ended.frames or not (ended.is_prefixed or reaches_top(ended)):
+        return False
+    headlines = {_start(raised.exception_type, raised.message) for raised in ended.chain}
+    return headlines.isdisjoint(_start(raised.exception_type, raised.message) for raised in recorded.chain)
+
+
 def _printed_again(recorded: FailureText, text: str) -> tuple[int, int]:
     """Where in stderr the recorded exception's traceback stands: Python prints what went up through ``@record``."""
     printed = find_python_traceback(text, cleaned=True)
@@ -286,7 +309,11 @@ def _printed_again(recorded: FailureText, text: str) -> tuple[int, int]:
 
 
 def _name(found: FailureText) -> tuple[str, str]:
-    return found.exception_type.rsplit(".", 1)[-1], found.message.split("\n", 1)[0][:200]
+    return _start(found.exception_type, found.message)
+
+
+def _start(exception_type: str, message: str) -> tuple[str, str]:
+    return exception_type.rsplit(".", 1)[-1], message.split("\n", 1)[0][:200]
 
 
 def _build(

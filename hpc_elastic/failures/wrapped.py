@@ -31,7 +31,9 @@ _DEEPEST = 4
 _GENERAL = frozenset({"RuntimeError", "Exception", "SystemExit", "OSError", "SubprocessError", "AssertionError"})
 _WAITING = frozenset({"Empty", "TimeoutError", "CancelledError", "BrokenBarrierError", "InvalidStateError"})
 """What a thread raises for which another one's result did not come."""
-_FAILED = re.compile(r"fail|error|abort|crash|could not|unable|died|exit|return", re.IGNORECASE)
+_FAILED = re.compile(
+    r"fail|error|abort|crash|could not|unable|died|exit|return|ended with|terminated|gone", re.IGNORECASE
+)
 
 
 def find_wrapped(found: FailureText, lines: Sequence[str]) -> RaisedException | None:

@@ -249,3 +249,43 @@ def test_a_recorded_exception_has_the_time_at_which_it_was_printed_or_recorded(t
     (tmp_path / "stderr.log").write_text("")
     (tmp_path / "error.json").write_text(json.dumps({"message": message}))
     assert describe(tmp_path).printed_ns == 0, "torch's time has whole seconds"
+
+
+def recorded(tmp_path: Path, trace: str) -> None:
+    error = {
+        "message": trace.rstrip().rpartition("\n")[2],
+        "extraInfo": {"py_callstack": trace, "timestamp": "1700000000"},
+    }
+    (tmp_path / "error.json").write_text(json.dumps({"message": error}))
+
+
+LATER = TRACE.replace("ValueError: bad 7", "IndexError: list index out of range").replace("in f", "in <module>")
+
+
+@pytest.mark.parametrize("before", ["", TRACE, "step 1\n" * 50], ids=["silent", "logged", "steps"])
+def test_a_recorded_exception_that_was_handled_is_not_the_one_that_ended_it(tmp_path: Path, before: str) -> None:
+    recorded(tmp_path, TRACE)
+    failure = describe(tmp_path, before + LATER)
+    assert failure.headline == "IndexError: list index out of range"
+    assert failure.source is EvidenceSource.STDERR
+    assert "ValueError: bad 7" in failure.problem
+    assert write_evidence(failure, tmp_path / "error.json") == ""
+    again = read_failure(tmp_path / "error.json", facts=facts())
+    assert again is not None
+    assert again.headline == failure.headline
+
+
+@pytest.mark.parametrize(
+    "stderr",
+    [
+        TRACE.replace("in f", "in <module>"),
+        TRACE + "\nDuring handling of the above exception, another exception occurred:\n\n" + LATER,
+        LATER.replace("in <module>", "in report"),
+        "Error in atexit._run_exitfuncs:\n" + LATER,
+        "",
+    ],
+    ids=["same", "chained", "logged", "at exit", "nothing"],
+)
+def test_a_recorded_exception_that_ended_it_is_believed(tmp_path: Path, stderr: str) -> None:
+    recorded(tmp_path, TRACE)
+    assert describe(tmp_path, stderr).headline == "ValueError: bad 7"

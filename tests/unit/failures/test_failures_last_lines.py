@@ -80,6 +80,11 @@ def described(
             "==9==ERROR: AddressSanitizer: heap-buffer-overflow on address 0x6020 (exit code 1)",
         ),
         (
+            "pure virtual method called\nterminate called without an active exception\n",
+            -6,
+            "pure virtual method called (SIGABRT)",
+        ),
+        (
             "At line 12 of file mesh.f90\nFortran runtime error: End of file\n\nError termination. Backtrace:\n"
             "#0  0x7f1c2e423960 in ???\n",
             2,
@@ -162,7 +167,7 @@ def described(
         ("loading\n", -11, "Signal 11 (SIGSEGV) received by PID 7"),
     ],
     ids=[
-        "absl", "glog", "rust", "go", "asan", "fortran", "julia", "pytest", "make", "jsonargparse",
+        "absl", "glog", "rust", "go", "asan", "virtual", "fortran", "julia", "pytest", "make", "jsonargparse",
         "argparse", "click", "hydra", "glibc", "glibc-and-dump", "assert", "sys-exit", "bash", "logger", "warning",
          "typer", "tar", "progress", "nothing", "killed", "crashed"],
 )  # fmt: skip

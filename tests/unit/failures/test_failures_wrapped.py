@@ -154,3 +154,10 @@ def test_a_threads_exception_right_before_a_general_one(tmp_path: Path) -> None:
     failure = described(tmp_path, thread + hiding)
     assert "No space left on device" in failure.headline
     assert failure.failure_class is FailureClass.INFRASTRUCTURE
+
+
+def test_the_exception_of_a_process_whose_exit_code_the_script_looked_at(tmp_path: Path) -> None:
+    failure = described(
+        tmp_path, f"Process Crop-1:\n{CHILD}{HIDING.replace('training step failed', 'crop ended with 1')}"
+    )
+    assert failure.headline == "RuntimeError: crop ended with 1 (ValueError: tokenizer: bad merge table)"
