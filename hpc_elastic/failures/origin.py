@@ -57,6 +57,14 @@ OF_ANOTHER_RANK = FailurePattern(FailureClass.SYMPTOM, "another rank's part in a
 """torch.distributed.checkpoint gathers what the ranks raised, and raises it on all of them."""
 OWN_TIME_LIMIT = FailurePattern(FailureClass.SYMPTOM, "its own time limit struck while it waited for its peers", ())
 """A handler of SIGALRM that the script has set raised it, with a collective under it in the stack."""
+OWN_WATCHDOG = FailurePattern(FailureClass.SYMPTOM, "its own watchdog ended it, since it made no progress", ())
+"""A thread of the script ended the process: which rank it waited for, or that it waited for none, it did not know."""
+_WATCHDOG = re.compile(
+    r"\bno (?:progress|step|iteration|heartbeat)s?\b.{0,30}\b(?:for|within|in|since)\b"
+    r"|\b(?:watchdog|monitor)\b.{0,60}\b(?:time ?out|timed out|expired|stall|hang|hung|stuck)"
+    r"|\b(?:training|process|step|loop) (?:is|seems|appears|looks) (?:to be )?(?:hung|hanging|stalled|stuck)\b",
+    re.IGNORECASE,
+)
 
 
 def explain_chain(chain: Sequence[RaisedException], *, rank: int = -1) -> FailurePattern | None:
@@ -128,6 +136,8 @@ def explain(raised: RaisedException) -> FailurePattern | None:
 
 def explain_text(text: str) -> FailurePattern | None:
     """What is known of the last lines of a worker that left no exception."""
+    if _WATCHDOG.search(text.split("\n", 1)[0]) and "nccl" not in text.lower():
+        return OWN_WATCHDOG
     return find_pattern(
         _ends(text),
         lambda row, line: (
@@ -154,7 +164,13 @@ def is_of_process_group(raised: RaisedException) -> bool:
 
 
 def _is_of_own_limit(raised: RaisedException) -> bool:
-    """Whether a handler of the script's interrupted a collective for the time that it took."""
+    """Whether the script interrupted a collective for the time that it took: a handler of a signal, or a thread."""
+    if (
+        raised.exception_type == "KeyboardInterrupt"
+        and raised.frames
+        and _COLLECTIVE_FILE.search(raised.frames[-1].file)
+    ):
+        return _WATCHDOG.search(raised.message) is not None  # `_thread.interrupt_main()` after a line that says why
     if len(raised.frames) < 2 or not _COLLECTIVE_FILE.search(raised.frames[-2].file) or not is_raised_by_script(raised):
         return False
     if raised.frames[-1].function in raised.caller or not _COLLECTIVE_WAIT.search(raised.caller):

@@ -10,7 +10,7 @@ HEADER = "Traceback (most recent call last):"
 _MOST_JOINED = 4
 _LIMIT = 1000
 _CONTINUES = re.compile(r"Traceback \(most recent call last\):|\A: |^  File \".*\", line \d+, in ", re.MULTILINE)
-"""A message whose cause stands below its first line: a traceback, be it without its header, or Py4J's Java exception."""
+"""A message whose cause stands below its first line: a traceback, with or without its header, or Py4J's exception."""
 # In a message: torch's loader ("Original "), torch.distributed.checkpoint ("(RANK 1)").
 QUOTED_HEADER = re.compile(r"\s*(?:Original )?Traceback \(most recent call last\):(?: \(RANK (\d+)\))?\s*\Z")
 

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from hpc_elastic.base.text import first_of, milliseconds_text, plural, ranges, seconds_text
 from hpc_elastic.failures.classify import NOT_RETRYABLE_EXIT_CODE, is_same_failure
 from hpc_elastic.failures.collectives import compare_ranks
+from hpc_elastic.failures.origin import OWN_WATCHDOG
 from hpc_elastic.failures.peers import Sockets, chain_ends, describe_peers, resolve_peers, with_peers
 from hpc_elastic.failures.ranking import (
     SAME_NODE_NS,
@@ -85,7 +86,11 @@ def decide_verdict(
         failed = [failure.global_rank for failure in ranking.all]
         compared = compare_ranks(activities, hosts=ranks)
         early = find_early_ends(failed, seen, ends=ends, ranks=hosts, clocks=clocks)
-        if ranking.late and not (early and symptoms):
+        watchdog = next((failure for failure in symptoms if failure.reason == OWN_WATCHDOG.says), None)
+        if watchdog is not None and not (early or any(s.rank != watchdog.global_rank for s in compared.suspects)):
+            evidence = "likely: its own watchdog ended it, and no other rank stands out"
+            verdict = of_worker(watchdog, Confidence.LOW, evidence, same=_same(watchdog, ranking.all))
+        elif ranking.late and not (early and symptoms):
             verdict = _late_verdict(first, len(symptoms))
         else:
             suspects: tuple[Suspect, ...] = ()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.failures.evidence import describe_failure
-from hpc_elastic.failures.origin import explain, explain_chain, find_origin
+from hpc_elastic.failures.origin import OWN_WATCHDOG, explain, explain_chain, explain_text, find_origin
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.traceback_text import Frame, RaisedException, find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
@@ -264,3 +264,14 @@ def test_what_fails_in_the_cleanup_of_an_exception_is_not_named() -> None:
     assert find_origin((last, first)) is first
     meant = RaisedException(exception_type="ConfigError", message="no lr", frames=frames[:1], source="raise x")
     assert find_origin((meant, first)) is meant
+
+
+def test_a_watchdog_of_the_scripts_own_shows_that_a_rank_waited() -> None:
+    """The words of a thread that called `os._exit`, and those before `_thread.interrupt_main()` in a collective."""
+    assert explain_text("monitor: no progress for 60 s, ending this process\nstep 7\n") is OWN_WATCHDOG
+    assert explain_text("training seems to be stuck, aborting") is OWN_WATCHDOG
+    assert explain_text("the licence watchdog is on\n") is None
+    assert explain_text("cannot open shard 7\nno progress for 60 s\n") is None
+    frames = (Frame(file=f"{SITE}/torch/distributed/distributed_c10d.py", line=3, function="barrier"),)
+    one = RaisedException(exception_type="KeyboardInterrupt", message="no progress for 60 s", frames=frames)
+    assert class_of(one) is FailureClass.SYMPTOM

@@ -163,7 +163,8 @@ RuntimeError: no such device
         ("a:\nb:\nc:\nd:\ne", "a: b: c: d:"),
         ("E: An error occurred while calling o4.load.\n: java.io.IOException: x\n\tat y", "E: An error occurred while "
          "calling o4.load: java.io.IOException: x"),
-        ('R: ray::f() (pid=7)\n  File "/p.py", line 4, in f\n    g()\nValueError: x', "R: ray::f() (pid=7) (ValueError: x)"),
+        ('R: ray::f() (pid=7)\n  File "/p.py", line 4, in f\n    g()\nValueError: x', "R: ray::f() (pid=7) "
+         "(ValueError: x)"),
         ("y" * 5000, "y" * 1000 + "... (4000 characters cut)"),
     ],
     ids=lambda text: text.strip()[:12],

@@ -5,6 +5,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from hpc_elastic.failures.origin import OWN_WATCHDOG
 from hpc_elastic.failures.ranking import OBSERVED_NS, Category, FailureClass, Suspect
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import SUPERVISOR, Clocks, ClocksBuilder
@@ -279,6 +280,16 @@ def test_a_silent_rank_is_named_with_what_it_did_and_not_where_it_waits_with_the
     assert [suspect.rank for suspect in verdict.suspects] == [3]
     alone = decide_verdict(failures, ranks=hosts, activities=[replace(same, call="recv")], clocks=NODES)
     assert alone.suspects[0].why == "it did not fail; it was in recv (train.py:9 step)"
+
+
+def test_a_watchdog_of_the_scripts_own_is_a_likely_cause_where_no_other_rank_stands_out() -> None:
+    hosts = {0: "n0", 1: "n1", 2: "n2", 3: "n3"}
+    own = replace(symptom(0, 5.0), reason=OWN_WATCHDOG.says)
+    alone = decide_verdict([own, symptom(2, 5.1)], ranks=hosts, activities=[waits(2)], clocks=NODES)
+    assert (alone.cause, alone.confidence) == (Cause.WORKER, Confidence.LOW)
+    assert alone.failure is own
+    other = decide_verdict([own, symptom(2, 5.1)], ranks=hosts, activities=[waits(2), sleeps(3)], clocks=NODES)
+    assert (other.cause, [suspect.rank for suspect in other.suspects][:1]) == (Cause.UNKNOWN, [3])
 
 
 def test_what_all_ranks_have_in_common_is_said_and_no_rank_is_named() -> None:
