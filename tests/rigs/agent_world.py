@@ -101,7 +101,7 @@ class FakeWorkers:
         processes = self._node.agents.processes
         return [p for p in processes if p.agent == self._node.info.uid and p.round == self.round]
 
-    def start(self, argv: list[str], environment: Callable[[int, str], Mapping[str, str]], *, cwd: str) -> None:
+    def start(self, argv: list[str], environment: Callable[[int, str], Mapping[str, str]], **_how: object) -> None:
         self._node._gate(f"before workers of round {self.round}")
         for local_rank in range(self.layout.local_world_size):
             env = environment(local_rank, "error")

@@ -134,7 +134,7 @@ class Workers:
     def begin_moment(self) -> None:
         self.waits = True
 
-    def start(self, argv: list[str], environment: Callable[[int, str], Mapping[str, str]], *, cwd: str) -> None:
+    def start(self, argv: list[str], environment: Callable[[int, str], Mapping[str, str]], **_how: object) -> None:
         self.argv = argv
         self.environments = [environment(n, f"error{n}") for n in range(self.layout.local_world_size)]
 
