@@ -1,10 +1,11 @@
-"""Writes the pages of docs/reference that follow from the code: cli, configuration, states, signals …
+"""Writes the pages of docs/reference that follow from the code: cli, configuration, states, signals, python …
 
 ::
 
     python docs/generate.py
 
-A test fails where a page and the code differ.
+A test fails where a page and the code differ. What the other pages show of a program's output is written by
+``pytest tests/docs/test_docs_output.py --update-docs``.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from types import ModuleType
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # this checkout, whatever else is installed
 
+from docs.python_page import python_page  # noqa: E402
 from hpc_elastic.agent import supervision  # noqa: E402
 from hpc_elastic.agent.supervision import Phase  # noqa: E402
 from hpc_elastic.cli import main as cli  # noqa: E402
@@ -402,6 +404,7 @@ def events_page() -> str:
 
 
 PAGES = {
+    "docs/reference/python.md": python_page,
     "docs/reference/events.md": events_page,
     "docs/reference/cli.md": cli_page,
     "docs/reference/configuration.md": configuration_page,

@@ -6,6 +6,8 @@ import os
 
 import pytest
 
+from tests.rigs.shown_output import ShownOutput
+
 # What the machine and the developer have configured is no part of a test; processes that tests start inherit it.
 os.environ["HPC_ELASTIC_SITE_CONFIG"] = os.environ["HPC_ELASTIC_USER_CONFIG"] = ""
 # torch looks up the name of each address that a TCPStore connects to; a DNS server that loses a packet takes it 5 s.
@@ -38,6 +40,18 @@ LONGEST = (
     "slurm/test_soak.py",
 )
 """Files and tests that begin first, so that no process is left over with one of them at the end of its tier."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-docs", action="store_true", help="write the output that the docs show in place of comparing"
+    )
+
+
+@pytest.fixture
+def shown_output(request: pytest.FixtureRequest) -> ShownOutput:
+    """The output that the documentation shows."""
+    return ShownOutput(update=bool(request.config.getoption("--update-docs")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -7,7 +7,6 @@ are processes, started from the agent's main thread and attended by a thread, an
 from __future__ import annotations
 
 import _thread
-import errno
 import os
 import select
 import signal
@@ -62,8 +61,6 @@ _SHM = "/dev/shm"
 _NVIDIA = "/dev/nvidiactl"
 _KEPT_OUTPUT = 65536
 _LOOK_SECONDS = 0.05
-_NO_PROGRAM = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
-"""No such program, or none: the user's mistake."""
 
 
 class HealthSite(Struct, frozen=True, kw_only=True):
@@ -223,7 +220,7 @@ class HealthChecks:
         child = session.start(argv, environ=site.environ, cwd="/", inherited=site.inherited, clock=self._clock)
 
         def look() -> list[Finding]:
-            if isinstance(child, WorkerStartError):
+            if isinstance(child, str):
                 return [Finding(check=Check.GPU.value, warning=f"the GPUs can't be looked at: {child}")]
             facts = from_json(child.run(GPU_SECONDS + END_SECONDS).stdout)
             visible = site.environ.get("CUDA_VISIBLE_DEVICES")
@@ -238,10 +235,8 @@ class HealthChecks:
         child = session.start(command, environ=environ, cwd=site.cwd, inherited=site.inherited, clock=self._clock)
 
         def look() -> list[Finding]:
-            if isinstance(child, WorkerStartError):
-                is_usage = child.errno in _NO_PROGRAM
-                option = "--health-check: " if is_usage else ""
-                return [Finding(check="script", reason=f"{option}{child}", is_usage=is_usage)]
+            if isinstance(child, str):
+                return [Finding(check="script", reason=child)]
             ended = child.run(seconds + END_SECONDS)
             lines = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
             return [judge_script(ended.exitcode, _printable(lines[-1]) if lines else "", command=command[0])]
@@ -279,15 +274,15 @@ class _Session:
 
     def start(
         self, argv: Sequence[str], *, environ: Mapping[str, str], cwd: str, inherited: Inherited, clock: Clock
-    ) -> _Child | WorkerStartError:
-        """Start a check's process; returns why where it could not be started."""
+    ) -> _Child | str:
+        """Start a check's process; a text where it could not be started: why."""
         env = {**environ, TOKEN_VARIABLE: os.urandom(8).hex()}
         try:
             process = start_worker(
                 argv=argv, env=env, cwd=cwd, inherited=inherited, clock=clock, pipe_bytes=0, exec_wait=EXEC_SECONDS
             )
         except WorkerStartError as error:
-            return error
+            return str(error)
         child = _Child(process, env, self._cancelled)
         self._children.append(child)
         return child

@@ -237,5 +237,5 @@ def _place(failure: WorkerFailure, clocks: Clocks) -> dict[str, Any]:
 
 
 def _loss(loss: NodeLoss) -> dict[str, Any]:
-    value = _values(loss, without=("age", "observer"), optional=("detail", "left", "broke", "unable", "refusal"))
+    value = _values(loss, without=("age", "observer"), optional=("detail", "left", "broke", "unable"))
     return {**value, "round": loss.round if loss.round >= 0 else None, "silent_seconds": loss.age}

@@ -38,6 +38,10 @@ ELSEWHERE = {
     "--num_machines",
     "--ntasks-per-node",
     "--time-limit",
+    "--mem-per-gpu",
+    "--cpus-per-gpu",
+    "--hint",
+    "--licenses",
 }
 """Options that are no subcommand's or no real ones (the example's are looked up in it)."""
 
@@ -59,7 +63,7 @@ def text_of(page: Path) -> str:
 def commands(page: Path) -> list[str]:
     """Every command line of ours: after a prompt, or as inline code."""
     text = text_of(page)
-    found = re.findall(r"^\$ (hpc-elastic .*)$", text, re.MULTILINE)
+    found = re.findall(r"^\$ (hpc-elastic .*)$", text.replace("\\\n", " "), re.MULTILINE)
     found += re.findall(r"(?<!`)`(hpc-elastic [^`]+)`", text)
     found += re.findall(r"\.venv/bin/(hpc-elastic [^\n)]+)", text)
     return [command for command in found if not command.split()[1].isupper()]

@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 JOB, OTHER_JOBS = "4711", ("70", "70_3")
 RUN_ID = "20261121-053000-train-9f3c"
-ELSEWHERE = ("cancel", "requeue", "clean", "convert", "hangs")
+ELSEWHERE = ("cancel", "requeue", "clean", "convert", "hangs", "completion")
 """What needs a job that runs (tests/slurm), what would remove the run of the others, and what wants files
 (tests/unit/options, tests/unit/failures)."""
 
@@ -236,7 +236,15 @@ def test_python_runs(page: str, text: str, monkeypatch: pytest.MonkeyPatch) -> N
     for name in [name for name in os.environ if name.startswith("HPC_ELASTIC_")]:
         monkeypatch.delenv(name)
     nothing = _Model()
-    names = {"train": nothing, "save": nothing, "start": 0, "steps": 3, "loader": range(3), "hpc_elastic": hpc_elastic}
+    names = {
+        "train": nothing,
+        "save": nothing,
+        "start": 0,
+        "step": 0,
+        "steps": 3,
+        "loader": range(3),
+        "hpc_elastic": hpc_elastic,
+    }
     exec(compile(parsed(text), page, "exec"), {"__name__": "docs", **names})
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.slurm.notation import expand
+from tests.rigs.shown_output import Session, ShownOutput
 from tests.rigs.slurm_cluster import SlurmCluster
 from tests.rigs.slurm_cluster.processes import CROWDED, wait_until
 from tests.rigs.slurm_runs import ALL_COME, SHORT, Run, SlurmRuns
@@ -74,7 +75,7 @@ def _wait_end(run: Run, attempt: int = 1, *, timeout: float = 90) -> None:
 
 
 def test_a_lost_node_is_left_out_of_the_next_attempt_whose_delay_is_waived(
-    cluster: SlurmCluster, runs: SlurmRuns
+    cluster: SlurmCluster, runs: SlurmRuns, shown_output: ShownOutput
 ) -> None:
     """And of other jobs (--bad-nodes jobs): what runs share lies in the user's home, and here in this test's own."""
     env = {"XDG_STATE_HOME": str(runs.folder / "state")}
@@ -82,6 +83,7 @@ def test_a_lost_node_is_left_out_of_the_next_attempt_whose_delay_is_waived(
     with cluster.popen(["hpc-elastic", *arguments], cwd=runs.folder, env=env) as follower:
         run = runs.newest()
         _lose_a_node_and_go_on(cluster, run)
+        shown_output.check("bad-nodes", Session(output=run.log, folder=runs.folder))
         out, err = follower.communicate(timeout=120 * CROWDED)
     assert follower.returncode == 0, out + err
     assert _nodes(run, 1) == ["n1", "n2", "n4"]

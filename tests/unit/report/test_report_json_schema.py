@@ -36,7 +36,6 @@ LOSS: dict[str, Any] = {
     "left": "str?",
     "broke": "str?",
     "unable": "str?",
-    "refusal": "str?",
 }
 FAILURE: dict[str, Any] = {
     **dict.fromkeys(("version", "attempt", "round", "node", "local_rank", "global_rank", "pid", "exitcode"), INT),

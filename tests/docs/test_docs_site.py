@@ -1,0 +1,127 @@
+"""docs/ builds into a site: strictly, with every link and anchor, and nothing of a page lost on the way.
+
+The tools are those of the extra ``docs``, which ``dev`` holds. Where they are missing the tests are skipped, but in CI
+(``CI=true``) they fail.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from docs import python_page
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+COUNTED = ("li", "pre", "table", "tr", "h1", "h2", "h3", "h4")
+
+
+def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    """What README says, into another folder."""
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--site-dir", str(site)],
+        cwd=root, capture_output=True, text=True, timeout=240, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tools() -> None:
+    if importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("material") is None:
+        why = "the site's tools are missing: pip install -e '.[docs]'"
+        if os.environ.get("CI"):
+            pytest.fail(why, pytrace=False)
+        pytest.skip(why)
+
+
+@pytest.fixture(scope="module")
+def site(tools: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = build(ROOT, folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stderr
+    return folder
+
+
+@pytest.fixture
+def copy(tools: None, tmp_path: Path) -> Path:
+    """Of all that the site is made of."""
+    for name in ("docs", "mkdocs.yml", "hpc_elastic", "tests/catalogue/golden", "tests/unit", "README.md"):
+        source, target = ROOT / name, tmp_path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if source.is_dir():
+            shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(source, target)
+    return tmp_path
+
+
+def elements(html: str) -> dict[str, int]:
+    return {name: len(re.findall(rf"<{name}[ >]", html)) for name in COUNTED}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_a_page_is_on_the_site_as_it_is_read_elsewhere(site: Path, page: Path) -> None:
+    """The site's Markdown is not CommonMark: a list or a fence that it does not see would be lost."""
+    markdown_it = pytest.importorskip("markdown_it")
+    html = (site / page.relative_to(DOCS).with_suffix(".html")).read_text(encoding="utf-8")
+    article = html.partition("<article")[2].partition("</article>")[0]
+    common = markdown_it.MarkdownIt("commonmark").enable("table").render(page.read_text(encoding="utf-8"))
+    assert elements(article) == elements(common)
+
+
+def test_the_files_that_pages_link_to_are_on_the_site(site: Path) -> None:
+    page = (site / "how-to" / "read-a-failure-report.html").read_text(encoding="utf-8")
+    assert (site / "source/tests/catalogue/golden/deadlock.txt.txt").is_file()
+    assert 'href="../source/tests/catalogue/golden/deadlock.txt.txt"' in page
+
+
+@pytest.mark.parametrize(
+    "link",
+    ["[x](no-such-page.md)", "[x](configure.md#no-such-heading)", "[x](../../hpc_elastic/no_such_module.py)"],
+)
+def test_a_link_that_leads_nowhere_ends_the_build(copy: Path, link: str) -> None:
+    page = copy / "docs" / "how-to" / "submit-to-slurm.md"
+    page.write_text(page.read_text(encoding="utf-8") + f"\n{link}\n", encoding="utf-8")
+    done = build(copy, copy / "site")
+    assert done.returncode != 0
+    assert re.search(r"WARNING.*how-to/submit-to-slurm\.md", done.stderr), done.stderr
+
+
+# The page of the Python API -----------------------------------------------------------------------------------------
+
+
+def test_everything_on_the_python_page_can_be_imported() -> None:
+    pytest.importorskip("torch")
+    code = "import importlib, sys\n" + "".join(
+        f"getattr(importlib.import_module({module!r}), {name!r})\n"
+        for module, _, name in (full.rpartition(".") for full in python_page.names())
+    )
+    # A module that stands for several of NVIDIA's is there once its package is.
+    code = code.replace("import importlib, sys\n", "import importlib, sys, hpc_elastic.inprocess\n", 1)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+def test_all_that_the_packages_offer_is_on_the_python_page() -> None:
+    import hpc_elastic
+    from hpc_elastic import agent, submission
+
+    on_page = {name.rpartition(".")[2] for name in python_page.names()}
+    offered = {*hpc_elastic._FROM, "launch", *submission._FROM, *agent._MODULE_OF} - {"WorkerGroupFailureException"}
+    assert offered - on_page == set()
+
+
+def test_an_argument_of_a_docstring_is_on_the_python_page() -> None:
+    text = python_page.python_page()
+    assert "\nshould_checkpoint(step: int) -> bool\n" in text
+    assert "- `soft_timeout`: Without progress, after which a rank is interrupted." in text
+    assert "- `name`: 1 to 32 letters" in text
+    assert "``" not in re.sub(r"^```.*$", "", text, flags=re.MULTILINE)
