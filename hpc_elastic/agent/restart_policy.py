@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from hpc_elastic.agent.hang import may_be_a_bug
-from hpc_elastic.failures.contrast import NodeFailures, may_be_of_node, nodes_apart, sum_up_node
+from hpc_elastic.failures.contrast import NodeFailures, is_read_only, may_be_of_node, nodes_apart, sum_up_node
 from hpc_elastic.failures.ranking import FailureClass, Ranking
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.rendezvous.coordinator import RestartDecision, first_failure
@@ -54,7 +54,8 @@ class RestartPolicy(Struct, frozen=True, kw_only=True):
         final = next((f for f in failures if not f.retryable), None)
         if final is not None and not apart:
             return _give_up(f"not retryable: {final.message}", memory)
-        if not apart and self.max_same_failures and memory.times >= self.max_same_failures:
+        is_bug = self.max_same_failures and memory.times >= self.max_same_failures
+        if is_bug and not apart and not _is_of_one_node(record, failures, cause):
             return _give_up(
                 f"this looks like a bug in the script: the same failure {memory.times} times in a row "
                 f"with no progress between ({cause.message})",
@@ -118,6 +119,17 @@ def _apart(record: RoundRecord, failures: Sequence[NodeFailure]) -> tuple[int, .
     )
 
 
+def _is_of_one_node(record: RoundRecord, failures: Sequence[NodeFailure], cause: NodeFailure) -> bool:
+    """Whether an infrastructure failure with a fingerprint, a read-only filesystem, shows on one node of several.
+
+    That is the node's mount. All workers of a container that write to ``/results.txt`` have a wrong path. (Before the
+    same failure counts again, the other nodes' workers get a moment to show it: `may_wait`.)
+    """
+    alike = [one for one in failures if one.fingerprint == cause.fingerprint]
+    is_infrastructure = cause.failure_class == FailureClass.INFRASTRUCTURE.value
+    return is_infrastructure and len(record.members) > 1 and len(alike) == 1
+
+
 def may_wait(failure: WorkerFailure, record: RoundRecord, *, max_restarts: int) -> bool:
     """Whether the workers of the other nodes are let go on for a moment, to show whether a failure is its node's.
 
@@ -173,6 +185,7 @@ def sum_up(
     first = ranking.first or ranking.all[0]
     is_hang = first.failure_class is FailureClass.HANG
     counts = is_hang or (first.failure_class is FailureClass.ROOT and first.signal not in _FROM_OUTSIDE)
+    counts = counts or is_read_only(first)
     whole = sum_up_node(failures, node=node, workers=workers)
     return NodeFailure(
         node=node,

@@ -53,8 +53,18 @@ class NodeFailures(Struct, frozen=True, kw_only=True):
     """Its workers had come further: one of them lost a peer in a collective."""
 
 
+_READ_ONLY = re.compile(r"read-only file system", re.IGNORECASE)
+
+
+def is_read_only(failure: WorkerFailure) -> bool:
+    """Whether a worker wrote to a filesystem that is read-only: of one node a fault, of all workers a wrong path."""
+    return failure.failure_class is FailureClass.INFRASTRUCTURE and bool(_READ_ONLY.search(failure.headline))
+
+
 def may_be_of_node(failure: WorkerFailure) -> bool:
     """Whether a failure is one that a node alone may have: something is missing there, or does not fit."""
+    if is_read_only(failure):
+        return True
     if failure.failure_class is not FailureClass.ROOT:
         return False
     name = failure.exception_type.rsplit(".", 1)[-1]

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.agent.restart_policy import RestartPolicy, early_failure, may_wait, sum_up
 from hpc_elastic.agent.worker_evidence import WorkerEvidence, WorkerSlot
+from hpc_elastic.failures.contrast import is_read_only, may_be_of_node
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.rendezvous.coordinator import RestartDecision
@@ -257,6 +258,31 @@ def test_a_kill_from_outside_is_never_the_same_failure_again() -> None:
         decision = decide_restart(failure(fingerprint=""), used=used, memory=memory)
         assert decision.go_on
         memory = decision.memory
+
+
+def read_only(node: int, fingerprint: str = "OSError:1a") -> NodeFailure:
+    return replace(failure("infrastructure", node=node), fingerprint=fingerprint)
+
+
+def test_a_read_only_filesystem_of_all_nodes_is_a_wrong_path_and_of_one_its_mount() -> None:
+    first = POLICY.decide_restart(_in_round(0, 1), [read_only(0)], False)
+    assert first.go_on
+    again = replace(_in_round(0, 1), memory=first.memory)
+    assert POLICY.decide_restart(again, [read_only(0)], False).go_on, "the other node does not say so"
+    both = POLICY.decide_restart(again, [read_only(0), read_only(1)], False)
+    assert (both.go_on, both.retryable) == (False, False)
+    assert "the same failure 2 times in a row" in both.reason
+    alone = replace(_in_round(0), memory=first.memory)
+    assert not POLICY.decide_restart(alone, [read_only(0)], False).go_on, "there is no other node"
+
+
+def test_a_read_only_filesystem_has_a_fingerprint() -> None:
+    text = "OSError: [Errno 30] Read-only file system: '/results.txt'"
+    one = make_failure(0, at=1, exception=text)
+    one = replace(one, failure_class=FailureClass.INFRASTRUCTURE)
+    assert is_read_only(one)
+    assert may_be_of_node(one)
+    assert sum_up([replace(one, fingerprint="F")], node=0, seconds=1.0, workers=2).fingerprint == "F"
 
 
 def test_the_limit_on_equal_failures_can_be_another_one_or_none() -> None:
