@@ -8,12 +8,13 @@ may be overdue, and writes the workers' last heartbeats to the run directory now
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
 
-from hpc_elastic.agent.heartbeats import HeartbeatFolder, RankBeat, RoundBeats, StepPace
+from hpc_elastic.agent.heartbeats import FOLDER_VARIABLE, HeartbeatFolder, RankBeat, RoundBeats, StepPace, is_seen_by
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.file_executor import FileExecutor
@@ -22,6 +23,7 @@ from hpc_elastic.rendezvous.state import HangMark
 from hpc_elastic.run.heartbeats import NodeHeartbeats, RankHeartbeat
 from hpc_elastic.run.option_values import LEARNED_LEAST, SectionTimeouts
 from hpc_elastic.worker_api.heartbeat_record import STEP, VARIABLE, NoticeRecord
+from hpc_elastic.workers.tree import descendants
 
 HANG_FINGERPRINT = "hang:"
 """What every hang's fingerprint begins with."""
@@ -209,6 +211,10 @@ class HangWatch:
         self._longest = 0.0
         self.verdict: HangVerdict | None = None
         """The round's, where this node gave one."""
+        self._pids: dict[int, int] = {}
+        """Local rank → pid."""
+        self._unseen: set[int] = set()
+        """Local ranks of this round that can send no heartbeats."""
         self.hung: dict[int, str] = {}
         """Local rank → why it counts as hung in this round."""
 
@@ -218,6 +224,7 @@ class HangWatch:
         self._round = round_index
         self.verdict = None
         self.hung = {}
+        self._unseen = set()
         self._beats = RoundBeats(self._folder, round_index=round_index, first_rank=first_rank, count=count, now=now)
         self._pace = StepPace()
         self._summary_due = now + FIRST_SUMMARY_SECONDS
@@ -234,6 +241,10 @@ class HangWatch:
         """What the worker must find in its environment."""
         return {VARIABLE: self._beats.paths[local_rank] if self._beats is not None else ""}
 
+    def note_pid(self, local_rank: int, pid: int) -> None:
+        """A worker was started. One whose processes don't see its page can send nothing, and is not judged."""
+        self._pids[local_rank] = pid
+
     def look(self, running: Collection[int]) -> HangVerdict | None:
         """Read the heartbeats if it is time to.
 
@@ -249,8 +260,12 @@ class HangWatch:
             self._beats.renew(now)
             beats = self._beats.beats
         self._learn(beats)
-        judged = [beat for beat in beats if beat.local_rank in running and self._beats.paths[beat.local_rank]]
+        reachable = (beat for beat in beats if self._beats.paths[beat.local_rank])
+        judged = [beat for beat in reachable if beat.local_rank in running and beat.local_rank not in self._unseen]
         verdict = judge(judged, self._timeouts, now=now, learned=self._learned())
+        if verdict is not None and self._find_unseen(verdict.hung):
+            judged = [beat for beat in judged if beat.local_rank not in self._unseen]
+            verdict = judge(judged, self._timeouts, now=now, learned=self._learned())
         if verdict is not None:
             self.verdict = verdict
             self.hung = dict(verdict.hung)
@@ -259,6 +274,24 @@ class HangWatch:
             self._write_summary(beats, now)
         self._plan(now, running)
         return verdict
+
+    def _find_unseen(self, hung: Iterable[int]) -> bool:
+        """Note which of those that look hung have sent nothing since they can't."""
+        assert self._beats is not None
+        before = len(self._unseen)
+        for rank in hung:
+            beat, path = self._beats.beats[rank], self._beats.paths[rank]
+            if beat.count or rank not in self._pids:
+                continue
+            pid = self._pids[rank]
+            if not is_seen_by([pid, *(proc.pid for proc in descendants(pid))], path):
+                self._unseen.add(rank)
+                logger.warning(
+                    "rank %d can send no heartbeats, and is not judged: %s is not there for it (a container with a "
+                    "/dev/shm of its own?); mount it, or choose a folder with %s",
+                    beat.rank, os.path.dirname(path), FOLDER_VARIABLE,
+                )  # fmt: skip
+        return len(self._unseen) > before
 
     def on_hang(self, mark: HangMark, running: Collection[int]) -> None:
         """Another node found a hang: note the workers here that its worker waits for."""

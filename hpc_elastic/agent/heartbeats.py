@@ -33,6 +33,8 @@ from hpc_elastic.worker_api.heartbeat_record import (
 logger = logging.getLogger(__name__)
 
 PREFIX = "hpc-elastic-beats."
+FOLDER_VARIABLE = "HPC_ELASTIC_HEARTBEAT_DIR"
+"""For an agent: where its folder of pages is made, on the node itself, and seen in the workers' containers."""
 _ALIVE = "alive"
 _MOST_ENTRIES = 100_000
 _MOST_NAMES = 5_000
@@ -92,7 +94,9 @@ def open_folder(name: str, env: Mapping[str, str], *, mounts: str = "/proc/self/
 
 
 def candidates(env: Mapping[str, str]) -> Iterator[Path]:
-    """Where the folder may be, memory first."""
+    """Where the folder may be: as chosen, then memory first."""
+    if env.get(FOLDER_VARIABLE, "").startswith("/"):
+        yield Path(env[FOLDER_VARIABLE])
     yield Path("/dev/shm")
     for variable in ("XDG_RUNTIME_DIR", "TMPDIR"):
         if env.get(variable, "").startswith("/"):
@@ -164,6 +168,30 @@ def _remove(path: Path) -> None:
         os.rmdir(path)
     except OSError:
         pass
+
+
+def is_seen_by(pids: Iterable[int], path: str) -> bool:
+    """Whether all these processes see the page `path` where this one does: a container may have its own /dev/shm.
+
+    A process of which that can't be known, or that is gone, counts as one that does.
+    """
+    try:
+        mine = os.stat(path)
+    except OSError:
+        return True
+    for pid in pids:
+        try:
+            os.stat(f"/proc/{pid}/root/")
+            found = os.stat(f"/proc/{pid}/root{path}")
+        except FileNotFoundError:
+            if os.path.exists(f"/proc/{pid}/root/"):
+                return False
+        except OSError:
+            continue
+        else:
+            if (found.st_dev, found.st_ino) != (mine.st_dev, mine.st_ino):
+                return False
+    return True
 
 
 class RankBeat(Struct, frozen=True, kw_only=True):

@@ -130,7 +130,7 @@ class LocalWorkers:
             command, env = list(argv), {**own, **self._watch.environment(local_rank), **extra}
             if container is not None:
                 command, env = enter_container(container, argv, env, cwd=cwd, has_nvidia=os.path.exists(_NVIDIA))
-            return start_worker(
+            process = start_worker(
                 argv=command,
                 env=env,
                 cwd=cwd,
@@ -139,6 +139,8 @@ class LocalWorkers:
                 pipe_bytes=pipe_bytes_for(self.layout.local_world_size),
                 exec_wait=exec_wait,
             )
+            self._watch.note_pid(local_rank, process.pid)
+            return process
 
         self._start_one = start_one
         for local_rank, global_rank in enumerate(self.layout.global_ranks):

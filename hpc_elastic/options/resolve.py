@@ -26,7 +26,18 @@ from hpc_elastic.options.table import (
 NOT_SETTINGS = frozenset(
     VARIABLE_PREFIX + name
     for name in (
-        *("RUN_DIR", "ATTEMPT", "JOB_ID", "HEARTBEAT", "TAG", "NODE_TAG", "NODE", "HOST", "LAST_ROUND"),
+        *(
+            "RUN_DIR",
+            "ATTEMPT",
+            "JOB_ID",
+            "HEARTBEAT",
+            "HEARTBEAT_DIR",
+            "TAG",
+            "NODE_TAG",
+            "NODE",
+            "HOST",
+            "LAST_ROUND",
+        ),
         *("HEALTH_TOKEN", "TORCH", "REQUIRE_SLURM", "REQUIRE_FRAMEWORKS", "SLURM_FS", "BENCH", "PROFILE"),
         *("SITE_CONFIG", "USER_CONFIG", "PROJECT_CONFIG", "TRUST_COPIES"),
     )

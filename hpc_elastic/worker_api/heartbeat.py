@@ -261,8 +261,12 @@ class _Reporter:
                 os.register_at_fork(after_in_child=_be_silent)
                 return True
             self._retry_ns = now + _RETRY_NS  # another process of this worker's reports for it, for now
-        except (OSError, ValueError, ImportError):
+        except (OSError, ValueError, ImportError) as error:
             self.is_off = True
+            sys.stderr.write(
+                f"hpc_elastic: this worker's heartbeats and notices are off: {path}: {error}. In a container, mount "
+                "its folder, or choose one that is mounted with HPC_ELASTIC_HEARTBEAT_DIR.\n"
+            )
         return False
 
     def _map_file(self, path: str) -> bool:

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import stat
+import subprocess
 import sys
 import threading
 import time
@@ -199,3 +200,29 @@ def test_steps_are_progress_for_the_budget_and_for_the_same_failure_again(tmp_pa
         assert [event["last_step"] for event in run.events("worker_failed")] == [10, 20, 30]
         assert run.report()["verdict"]["failure"]["last_step"] == 30
         assert "restart 1 of 1 (0 left, refilled by 10 good steps)" in run.attempt().report_text.read_text()
+
+
+_OWN_SHM = """
+import hpc_elastic
+hpc_elastic.heartbeat(step=1)
+tell("here")
+wait_for("end")
+"""
+
+
+def test_a_worker_with_a_dev_shm_of_its_own_is_warned_and_not_judged(tmp_path: Path) -> None:
+    """As in a container: it can send no heartbeats, and is healthy."""
+    inside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c"]
+    probe = subprocess.run([*inside, "mount -t tmpfs tmpfs /dev/shm"], capture_output=True, text=True)
+    if probe.returncode != 0:
+        if os.environ.get("CI"):
+            pytest.fail(f"no user namespaces: {probe.stderr}")
+        pytest.skip(f"no user namespaces: {probe.stderr}")
+    line = f"mount -t tmpfs tmpfs /dev/shm && {sys.executable} {tmp_path / 'train.py'}"
+    options = ["--section-timeouts", "setup:1,step:60", "--max-restarts", "0"]
+    with LocalRun(tmp_path, _OWN_SHM, options=options, interpreter=["--no-python", *inside, line]) as run:
+        run.wait_moments("here", count=2)
+        run.until(lambda: run.log().count("can send no heartbeats, and is not judged") == 2, "both agents' warnings")
+        run.say("end")
+        assert run.finish() == ExitCode.OK
+        assert run.log().count("this worker's heartbeats and notices are off") == 2

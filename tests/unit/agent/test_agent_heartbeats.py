@@ -14,7 +14,16 @@ import pytest
 
 from hpc_elastic.agent import heartbeats
 from hpc_elastic.agent.hang import SUMMARY_SECONDS, HangWatch
-from hpc_elastic.agent.heartbeats import PREFIX, HeartbeatFolder, RankBeat, RoundBeats, StepPace, open_folder
+from hpc_elastic.agent.heartbeats import (
+    FOLDER_VARIABLE,
+    PREFIX,
+    HeartbeatFolder,
+    RankBeat,
+    RoundBeats,
+    StepPace,
+    is_seen_by,
+    open_folder,
+)
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.host_facts import filesystem_type
 from hpc_elastic.rendezvous.state import HangMark
@@ -62,6 +71,21 @@ class Inline(FileExecutor):
 def test_which_filesystem_a_folder_is_on(tmp_path: Path, path: str, kind: str) -> None:
     (tmp_path / "mountinfo").write_text(MOUNTS)
     assert filesystem_type(path, mountinfo=str(tmp_path / "mountinfo")) == kind
+
+
+def test_the_folder_can_be_chosen(tmp_path: Path) -> None:
+    (tmp_path / "mountinfo").write_text("22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw\n")
+    env = {FOLDER_VARIABLE: str(tmp_path)}
+    folder = open_folder("x", env, mounts=str(tmp_path / "mountinfo"))
+    assert folder.path == tmp_path / f"{PREFIX}x"
+    folder.remove()
+
+
+def test_a_page_is_seen_by_processes_of_the_same_mounts(tmp_path: Path) -> None:
+    page = tmp_path / "page"
+    page.touch()
+    assert is_seen_by([os.getpid(), os.getppid(), 2**22 + 1], str(page))
+    assert is_seen_by([os.getpid()], str(tmp_path / "none")), "not known"
 
 
 def test_memory_first_and_never_a_shared_filesystem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
