@@ -45,7 +45,7 @@ _PLAIN: Mapping[str, tuple[tuple[str, ...], str, str]] = {
         (("--comment",), "TEXT", "comment on the job"),
         (("--mail-type",), "LIST", "when to send mail"),
         (("--mail-user",), "ADDRESS", "address for mail"),
-        (("--export",), "LIST", "environment variables of the job (default: all)"),
+        (("--export",), "LIST", "environment variables of the job (default: all); ALL,NAME=value adds one"),
         (("-b", "--begin"), "TIME", "earliest start time"),
     )
 }

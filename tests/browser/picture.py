@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.browser.chromium import missing, started
+from tests.browser.chromium import Browser, missing, started
 
 ROOT = Path(__file__).resolve().parents[2]
 PICTURE = ROOT / "docs" / "images" / "report.png"
@@ -37,27 +37,26 @@ def _environment(folder: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder / "state")}
 
 
-def take(html: str, picture: Path) -> None:
-    """A picture of the upper part of a page."""
-    with tempfile.TemporaryDirectory() as name, started() as browser:
-        page = Path(name) / "report.html"
-        page.write_text(html, encoding="utf-8")
-        browser.open(page)
-        browser.devtools(
-            "Emulation.setDeviceMetricsOverride", width=WIDTH, height=HEIGHT, deviceScaleFactor=1, mobile=False
-        )
-        clip = {"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT, "scale": 1}
-        taken = browser.devtools("Page.captureScreenshot", format="png", clip=clip, optimizeForSpeed=False)
-        picture.write_bytes(base64.b64decode(taken["data"]))
+def take(browser: Browser, html: str, folder: Path) -> bytes:
+    """A picture of the upper part of a page, as PNG."""
+    page = folder / "page.html"
+    page.write_text(html, encoding="utf-8")
+    browser.open(page)
+    browser.devtools(
+        "Emulation.setDeviceMetricsOverride", width=WIDTH, height=HEIGHT, deviceScaleFactor=1, mobile=False
+    )
+    clip = {"x": 0, "y": 0, "width": WIDTH, "height": HEIGHT, "scale": 1}
+    taken = browser.devtools("Page.captureScreenshot", format="png", clip=clip)
+    browser.devtools("Emulation.clearDeviceMetricsOverride")
+    return base64.b64decode(taken["data"])
 
 
 def main() -> int:
     if why := missing():
         print(why, file=sys.stderr)
         return 1
-    with tempfile.TemporaryDirectory() as name:
-        PICTURE.parent.mkdir(exist_ok=True)
-        take(page_of_a_real_run(Path(name)), PICTURE)
+    with tempfile.TemporaryDirectory() as name, started() as browser:
+        PICTURE.write_bytes(take(browser, page_of_a_real_run(Path(name)), Path(name)))
     print(f"{PICTURE.relative_to(ROOT)}: {PICTURE.stat().st_size} bytes")
     return 0
 

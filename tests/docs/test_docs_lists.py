@@ -68,3 +68,29 @@ def test_every_option_has_its_place_on_its_pages() -> None:
         if option.in_files and option.constant != "0":  # --no-requeue is requeue = false
             assert re.search(rf"`{re.escape(key_of(option))}`", keys), f"{key_of(option)} has no row"
             assert variable_of(option) in keys, f"{variable_of(option)} has no row"
+
+
+def test_the_readme_says_on_its_first_screen_what_is_needed_and_brought() -> None:
+    """Each dependency by name, the oldest Python, the state, what was tried, and the GPUs that were not."""
+    first_screen = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Try it")[0]
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    dependencies = re.findall(
+        r'^    "([\w-]+)[<>=]', project.partition("\ndependencies = [")[2].partition("\n]")[0], re.M
+    )
+    assert len(dependencies) > 4
+    assert [name for name in dependencies if f"`{name}`" not in first_screen] == []
+    (oldest,) = re.findall(r'^requires-python = ">=([\d.]+)"', project, re.MULTILINE)
+    (torch,) = re.findall(r'^torch = \["torch>=([\d.]+)"\]', project, re.MULTILINE)
+    (state,) = re.findall(r'"Development Status :: \d - (\w+)"', project)
+    for text in (
+        f"Python {oldest} or later",
+        f"PyTorch {torch} or later",
+        state.lower(),
+        "never met a GPU",
+        "](docs/images/",
+    ):
+        assert text in first_screen
+    tried = page("versions.md")
+    row = next(line for line in first_screen.splitlines() if line.startswith("| Tried with"))
+    versions = re.findall(r"\b\d+\.\d+\b", row)
+    assert [version for version in versions if version not in tried] == []
