@@ -31,7 +31,7 @@ from hpc_elastic.failures.rich_box import INSIDE
 from hpc_elastic.failures.summary import HEADER
 
 _FRAME = '  File "'
-_NO_PREFIX = re.compile(r"\[rank\d+\]: |Original |Exception Group |\+ ")
+_NO_PREFIX = re.compile(r"\[rank\d+\]: |Original |Exception Group |\s*[|+] ")
 """What torch's hook, torch's loader and Python itself put before it."""
 _CLOCK = re.compile(r"\d{4}-\d\d-\d\d|\d\d:\d\d:\d\d(?:[.,]\d+)?|\d+\.\d{2,}")
 _MOST_BETWEEN = 5

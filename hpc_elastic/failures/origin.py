@@ -182,6 +182,11 @@ def _is_of_cleanup(raised: RaisedException) -> bool:
     return any(_CLEANS_UP.search(frame.function) for frame in user_frames(raised.frames))
 
 
+def gave_up_waiting(headline: str) -> bool:
+    """Whether a failure shows no more than that something else did not come in time."""
+    return _LIMITS_TIME.search(headline) is not None or headline.startswith("TimeoutError")
+
+
 def is_raised_by_script(raised: RaisedException) -> bool:
     """Whether a ``raise`` or an ``assert`` of the user's code made it: its text is the script's own."""
     return bool(user_frames(raised.frames[-1:])) and _RAISES.search(raised.source) is not None

@@ -82,6 +82,8 @@ class Standing(NamedTuple):
     may_follow_stop: bool = False
     """Whether it may have provoked by that what the worker printed."""
     signal: str = ""
+    lost_connection: bool = False
+    """Whether it reports that what it was connected to is gone: another rank's own server, or a service elsewhere."""
 
 
 class Ranking(Generic[F]):
@@ -118,8 +120,9 @@ class Ranking(Generic[F]):
             self.first = next(iter(self.late or self.symptoms), None)
 
     def time_of(self, standing: Standing) -> int:
-        """When it failed."""
-        return standing.printed_ns if self.by_printed and standing.printed_ns else standing.at_ns
+        """When it failed; of a lost connection as late as what it lost may have been seen to end."""
+        at_ns = standing.printed_ns if self.by_printed and standing.printed_ns else standing.at_ns
+        return at_ns + _LOST_NS if standing.lost_connection else at_ns
 
 
 def _are_all_printed(standings: list[Standing]) -> bool:
@@ -130,6 +133,8 @@ def _strength(standing: Standing) -> int:
     return _CAUSES.index(standing.failure_class) if standing.failure_class in _CAUSES else len(_CAUSES)
 
 
+_LOST_NS = 100_000_000
+"""A process's sockets close before its end can be seen: by so much its clients may fail before it."""
 SAME_NODE_NS = 2_000_000
 """One agent reads the ends of its workers one after the other."""
 OBSERVED_NS = 10_000_000

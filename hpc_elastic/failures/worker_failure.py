@@ -7,6 +7,7 @@ and sums it up for the coordinator. The report reads it back from either.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
@@ -158,10 +159,16 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
             stopped=self.is_stopped,
             may_follow_stop=self.may_follow_stop,
             signal=self.signal,
+            lost_connection=self.failure_class is FailureClass.ROOT
+            and _LOST_CONNECTION.search(self.headline) is not None,
         )
 
 
 _SHARED = tuple(name for name in WorkerFailed.__struct_fields__ if name in WorkerFailure.__struct_fields__)
+_LOST_CONNECTION = re.compile(
+    r"Connection(?:Reset|Refused|Aborted)Error|BrokenPipeError|RemoteDisconnected|IncompleteReadError|ServerDisconnected"
+    r"|\A(?:\w+\.)*EOFError|Errno (?:104|111|32)\b|[Cc]onnection (?:reset|refused|aborted|closed|lost)"
+)
 _PROVOKED_NS = 500_000_000
 """What a stop provokes is printed within that time; a worker that goes on for longer has not felt it."""
 _TEXT_LIMIT = 128 << 10

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
-from hpc_elastic.base.text import first_of, milliseconds_text, plural, ranges, seconds_text
+from hpc_elastic.base.text import first_of, milliseconds_text, plural, ranges, ranks_text, seconds_text
 from hpc_elastic.failures.classify import NOT_RETRYABLE_EXIT_CODE, is_same_failure
 from hpc_elastic.failures.collectives import compare_ranks
-from hpc_elastic.failures.origin import OWN_WATCHDOG
+from hpc_elastic.failures.origin import OWN_WATCHDOG, gave_up_waiting
 from hpc_elastic.failures.peers import Sockets, chain_ends, describe_peers, resolve_peers, with_peers
 from hpc_elastic.failures.ranking import (
     SAME_NODE_NS,
@@ -107,6 +107,11 @@ def decide_verdict(
         verdict = decide_hang(first, causes, consequences, rank_statuses, compared.suspects, len(ranks or ()))
     else:
         verdict = _worker_verdict(causes, ranking.all, len(consequences), losses, [when[id(one)] for one in causes])
+        came = {failure.global_rank for failure in (*causes, *consequences)}
+        missing = sorted(set(ranks or ()) - came)
+        if missing and len(missing) < len(verdict.same_failure) and gave_up_waiting(first.headline):
+            waited = f"it gave up waiting; {ranks_text(missing)} did not fail: look there, too"
+            verdict = replace(verdict, confidence=Confidence.LOW, evidence=f"{verdict.evidence}; {waited}")
     return verdict if retryable else replace(verdict, retryable=False)
 
 

@@ -107,6 +107,13 @@ def test_what_needs_nothing_stays_as_it_is(text: str) -> None:
     assert undecorate(text) == text
 
 
+def test_the_exceptions_of_a_group_have_no_prefix() -> None:
+    text = prefixed("    | ")
+    assert undecorate(f"  + Exception Group Traceback (most recent call last):\n  +-+---- 1 ----\n{text}").endswith(
+        text
+    )
+
+
 def test_structlogs_dictionaries_are_a_traceback() -> None:
     stacks = [
         {

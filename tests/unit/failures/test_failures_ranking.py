@@ -172,3 +172,24 @@ def test_a_failure_comes_back_from_its_event_without_its_texts() -> None:
     known = replace(failure(3, 1, FailureClass.HANG), round=2, local_rank=1, pid=9, exitcode=-6, ended_uptime_ns=5)
     back = WorkerFailure.from_event(known.to_event(), round=2, host="n1", node=0)
     assert back == replace(known, exception_type="", source=EvidenceSource.EVENT)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "ConnectionResetError: [Errno 104] Connection reset by peer",
+        "urllib.error.URLError: <urlopen error [Errno 111] Connection refused>",
+        "http.client.RemoteDisconnected: Remote end closed connection without response",
+        "EOFError",
+    ],
+)
+def test_a_lost_connection_comes_after_an_end_that_was_seen_a_little_later(message: str) -> None:
+    """The sockets of a process close before its agent sees its end."""
+    second = 10**18 + 10**9
+    lost = replace(failure(1, 1, ROOT), message=message, printed_ns=second - 40_000_000)
+    ended = replace(failure(0, 1, ROOT, raised=False), message="Process failed with exitcode 3")
+    verdict = decide_verdict([lost, ended])
+    assert (verdict.failure, verdict.confidence) == (ended, Confidence.TIE)
+    assert sum_up([lost, ended], node=0, seconds=1.0).message.startswith("rank 0:")
+    alone = replace(lost, printed_ns=second - 400_000_000)
+    assert decide_verdict([alone, ended]).failure is alone
