@@ -109,7 +109,7 @@ class Guard:
         """Serve these addresses and this host itself alone; None: all. For any thread; once closed, it does nothing."""
         try:
             if addresses is None:
-                logger.info("the workers' TCPStore serves every address: some nodes have not said theirs")
+                logger.info("the workers' TCPStore serves every address: the addresses of some nodes are not known")
                 self._choose([(_RETURN, 0, 0, _SERVED)])
             else:
                 own = self.listener.getsockname()[0]

@@ -48,7 +48,7 @@ class PeerMissingError(HpcElasticError):
     """An agent of the round did not publish its `GroupFacts`."""
 
     template = (
-        "round {round} of run {run_id!r}: no word from the agent of group rank {group_rank} within {seconds:g} s; "
+        "round {round} of run {run_id!r}: no answer from the agent of group rank {group_rank} within {seconds:g} s; "
         "look at that node's log"
     )
 

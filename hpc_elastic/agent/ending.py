@@ -317,7 +317,7 @@ class CrashGuard:
         """
         for thread in self._threads:
             if not thread.is_alive():
-                raise ThreadFailedError(thread=thread.name, error="it ended without a word (out of memory?)")
+                raise ThreadFailedError(thread=thread.name, error="it ended without a message (out of memory?)")
         self._threads.update(thread for thread in threading.enumerate() if thread.name in _NEVER_END)
 
     def end(
@@ -334,7 +334,7 @@ class CrashGuard:
         self._reserve = None
         steps: list[Callable[[], object]] = [
             lambda: events.write(AgentFailed(error=describe_error(error), where=where_raised(error))),
-            lambda: write_line(f"error: the agent itself failed: {describe_error(error)}; its workers are ended"),
+            lambda: write_line(f"error: the agent itself failed: {describe_error(error)}; ending its workers"),
             lambda: [write_line(line) for line in _traceback(error)],
             flush,
             lambda: events.close(within=LAST_WRITES_SECONDS),

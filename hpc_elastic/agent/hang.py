@@ -256,7 +256,7 @@ class HangWatch:
             return None
         beats = self._beats.read(now)
         if now - self.due > PAUSED_SECONDS:
-            logger.info("held up for %.1f s: heartbeats count from now on", now - self.due)
+            logger.info("this agent was paused for %.1f s: heartbeat timeouts start again", now - self.due)
             self._beats.renew(now)
             beats = self._beats.beats
         self._learn(beats)

@@ -351,17 +351,17 @@ def _is_stuck(state: ProcessState | None, dump: StackDump | None) -> bool:
 def _reason(worker: HungWorker, dump: StackDump | None) -> str:
     state = worker.state
     if state is not None and state.is_stopped:
-        return "SIGSTOP not sent by hpc-elastic (a debugger, or a manual kill); killed for that"
+        return "SIGSTOP not sent by hpc-elastic (a debugger, or a manual kill); killed"
     if state is not None and _is_stuck(state, dump):
         if (child := state.hung_child) is not None:
             return (
                 f"it waited for its child {child.pid} to begin its program, which sat in {child.describe()} "
-                "(a program on a hung mount?); ended for that"
+                "(a program on a hung mount?); killed"
             )
         where = state.threads[0].describe() if state.threads else state.state
-        return f"it sat in an uninterruptible system call (a hung mount or device?): {where}; ended for that"
+        return f"stuck in an uninterruptible system call (a hung mount or device?): {where}; killed"
     if dump is None:
-        return "no heartbeat, and no answer when its stacks were asked for; killed for that"
+        return "no heartbeat, and no answer to the request for its stacks; killed"
     return "no heartbeat; killed after the stacks of all ranks were taken (stacks.txt)"
 
 

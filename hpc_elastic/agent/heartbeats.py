@@ -287,7 +287,7 @@ class RoundBeats:
             try:
                 os.pwrite(fd, raw, offset)
             except OSError as error:
-                logger.warning("a worker can't be told of the notice: %s", error)
+                logger.warning("a worker can't be notified: %s", error)
             finally:
                 os.close(fd)
 

@@ -65,7 +65,7 @@ def log_coordination(events: EventLog, event: RunEvent, *, nodes: Sequence[str])
     what = name_of(event).replace("_", " ")
     match event:
         case NodeMissing():
-            logger.warning("node %s has not come: the round begins without it", _name(nodes, event.node))
+            logger.warning("node %s has not joined: the round starts without it", _name(nodes, event.node))
         case NodeLost() | SpareLost():
             silent = f", silent for {event.age:.0f} s" if event.age >= 1 else ""
             logger.warning("%s %s is lost%s", what.split()[0], _name(nodes, event.node), silent)

@@ -215,8 +215,8 @@ class StoreServer:
     def _log_refused(self, guard: Guard) -> None:
         for address in guard.refuse():
             logger.warning(
-                "the workers' TCPStore refused %s: that is no address that a node of this round has said; "
-                "if it is one, give --rdzv-conf member_filter=off",
+                "the workers' TCPStore refused %s: not an address of a node of this round; "
+                "if it is, give --rdzv-conf member_filter=off",
                 address,
             )
         if guard.has_refused_enough:

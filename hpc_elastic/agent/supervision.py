@@ -338,7 +338,7 @@ class WorkerSpec(Struct):
         if self.entrypoint is None or self.entrypoint == "":
             raise UsageError("WorkerSpec: entrypoint is missing: give a function, a script, a module or a command")
         if not callable(self.entrypoint) and not isinstance(self.entrypoint, str | os.PathLike | Entrypoint):
-            raise UsageError(f"WorkerSpec: entrypoint={self.entrypoint!r} is no function, command or Entrypoint")
+            raise UsageError(f"WorkerSpec: entrypoint={self.entrypoint!r} is not a function, command or Entrypoint")
         if not self.role:
             raise UsageError("WorkerSpec: role is empty: give a name, such as 'default'")
         if isinstance(self.local_world_size, bool) or self.local_world_size < 1:

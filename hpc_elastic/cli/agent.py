@@ -46,8 +46,8 @@ def main(argv: Sequence[str]) -> int:
     job = JobEnvironment.from_env(env) if in_job(env) else None
     if job is None or job.task is None:
         raise UsageError(
-            "agent is for srun in a batch script of your own (srun --ntasks-per-node=1 hpc-elastic agent SCRIPT); "
-            "here use hpc-elastic run, or submit"
+            "agent must be started by srun in your own batch script (srun --ntasks-per-node=1 hpc-elastic agent "
+            "SCRIPT); otherwise use hpc-elastic run or submit"
         )
     try:
         check_one_task_per_node(job.task)

@@ -52,11 +52,15 @@ class OldRun(Struct, frozen=True, kw_only=True):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN|JOBID|DIR", nargs="*", help=f"only these: {RUN_HELP}")
     parser.add_argument(
-        "--runs-dir", metavar="DIR", help="where runs are (default: what the configuration says, else ./runs)"
+        "--runs-dir", metavar="DIR", help="folder of the runs (default: from the configuration, else ./runs)"
     )
-    parser.add_argument("--older-than", metavar="AGE", help="only runs that ended so long ago: 30d, 12h, 2w")
-    parser.add_argument("--state", metavar="|".join(STATES), help="only runs that ended so, as in succeeded,cancelled")
-    parser.add_argument("--larger-than", metavar="SIZE", help="only runs whose files take more, as in 500M or 1G")
+    parser.add_argument(
+        "--older-than", metavar="AGE", help="only runs that ended at least this long ago, as in 30d, 12h or 2w"
+    )
+    parser.add_argument(
+        "--state", metavar="|".join(STATES), help="only runs with one of these outcomes, as in succeeded,cancelled"
+    )
+    parser.add_argument("--larger-than", metavar="SIZE", help="only runs larger than this, as in 500M or 1G")
     parser.add_argument("-y", "--yes", action="store_true", help="remove them without asking")
     parser.add_argument("-n", "--dry-run", action="store_true", help="show what would be removed, and change nothing")
 
@@ -71,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     wanted = asked_states(args.state)
     larger = -1 if args.larger_than is None else parse_bytes(args.larger_than, "--larger-than")
     if not (args.runs or wanted or args.older_than or args.larger_than):
-        raise UsageError("say which runs: RUN..., --older-than 30d, --state failed or --larger-than 1G")
+        raise UsageError("name the runs to remove: RUN..., --older-than 30d, --state failed or --larger-than 1G")
     clock = SystemClock()
     paths = [_named(text, args.runs_dir) for text in args.runs] or _all(args.runs_dir)
     found = []
@@ -87,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         found.append(old)
     total = f"{plural(len(found), 'run')}, {_size(sum(old.size for old in found))}"
     if not found or args.dry_run:
-        print_note(f"would remove {total}" if found else "no run that has ended is meant by this; nothing is removed")
+        print_note(f"would remove {total}" if found else "no ended run matches; nothing is removed")
         return 0
     if not args.yes and not _agrees(total):
         print_note("nothing is removed")
@@ -118,7 +122,7 @@ def ended_runs(paths: Sequence[RunPaths], clock: Clock, *, says_why: bool = Fals
                 age = min(seconds for seconds in silent if seconds is not None)
                 yield OldRun(paths=run, statuses=statuses, size=_bytes_in(run.root), age=age)
             elif says_why:
-                print_note(f"{run.run_id} may be running ({statuses[0].state.value}); it is left")
+                print_note(f"{run.run_id} may be running ({statuses[0].state.value}); it is not removed")
 
 
 def _silent(paths: RunPaths, status: RunStatus, clock: Clock) -> float | None:

@@ -62,7 +62,7 @@ def _read(name: str) -> str:
             raise UsageError(f"{name} is larger than {_LARGEST} bytes, so no sbatch file")
         return data.decode("utf-8")
     except UnicodeDecodeError:
-        raise UsageError(f"{name} is no text in UTF-8") from None
+        raise UsageError(f"{name} is not UTF-8 text") from None
     except OSError as error:
         raise UsageError(f"{name} can't be read: {error.strerror}") from None
 

@@ -45,23 +45,23 @@ _HOST_WIDTH = 12
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run_arguments(parser, attempt_help="of the N-th execution of the job (default: of all)")
+    add_run_arguments(parser, attempt_help="attempt N (default: all)")
     parser.add_argument(
         "-f",
         "--follow",
         action="store_true",
-        help="go on with what comes, through requeues, to the run's end; exit with the run's code",
+        help="follow new events through requeues until the run ends, and exit with its code",
     )
-    parser.add_argument("--json", action="store_true", help="the lines as they were written: JSON, one event each")
+    parser.add_argument("--json", action="store_true", help="print the events as JSON, one per line")
     parser.add_argument(
-        "--event", metavar="NAME", action="append", help="only these: worker_failed,node_lost (may be repeated)"
+        "--event", metavar="NAME", action="append", help="only these events, as in worker_failed,node_lost; repeatable"
     )
     parser.add_argument(
         "--node",
         metavar="NODES",
-        help="only what these nodes wrote, or is about them: names as in n[1-3], or indices; batch: the batch host",
+        help="only events from or about these nodes: names, as in n[1-3], or indices; batch: the batch host",
     )
-    parser.add_argument("-n", "--tail", metavar="N", help="the last N of what is there (default: all)")
+    parser.add_argument("-n", "--tail", metavar="N", help="the last N events (default: all)")
 
 
 class EventChoice(Struct, frozen=True, kw_only=True):

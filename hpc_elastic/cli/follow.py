@@ -94,7 +94,7 @@ class RunWatch:
         if now - self._changed_at < SILENT_SECONDS:
             return None
         minutes = SILENT_SECONDS / 60
-        return RunEnd(code=1, why=f"none of its files has changed for {minutes:.0f} minutes, and it told no end")
+        return RunEnd(code=1, why=f"none of its files has changed for {minutes:.0f} minutes, and no end was recorded")
 
     def _by_slurm(self, now: float) -> RunEnd | None:
         """The end of a run whose files will never hold one; rarely looked for, since it costs the controller a call."""

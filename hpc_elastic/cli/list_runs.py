@@ -36,16 +36,16 @@ _AT_ONCE = 100
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     states = "|".join(STATES)
     parser.add_argument(
-        "--runs-dir", metavar="DIR", help="where runs are (default: what the configuration says, else ./runs)"
+        "--runs-dir", metavar="DIR", help="folder of the runs (default: from the configuration, else ./runs)"
     )
     parser.add_argument("--state", metavar=states, help="only runs in one of these states, as in training,failed")
-    parser.add_argument("--name", metavar="TEXT", help="only runs whose name or id has this in it")
+    parser.add_argument("--name", metavar="TEXT", help="only runs whose name or id contains this")
     parser.add_argument("-n", "--limit", metavar="N", default=str(MOST), help=f"at most N, or all (default: {MOST})")
-    parser.add_argument("--json", action="store_true", help="one JSON object for each run and line")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per run, one per line")
     parser.add_argument(
-        "--bad-nodes", action="store_true", help="instead: the nodes that submit --bad-nodes jobs leaves out, and why"
+        "--bad-nodes", action="store_true", help="list the nodes that submit --bad-nodes jobs excludes, and why"
     )
-    parser.add_argument("--no-slurm", action="store_true", help="from the files alone")
+    parser.add_argument("--no-slurm", action="store_true", help="do not ask Slurm")
     add_forget_argument(parser, "this account")
 
 
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
             if wanted and not wanted & {status.state.value, outcome_of(status)}:
                 continue
             if shown == most:
-                print_note("there are more; --limit all shows them")
+                print_note("more runs exist; --limit all shows them")
                 return 0
             if not shown and not args.json:
                 sys.stdout.write(LINE_HEAD + "\n")

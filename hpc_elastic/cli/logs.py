@@ -1,4 +1,4 @@
-"""``hpc-elastic logs RUN``: what the workers printed, of all ranks in one, while the run goes on or after it ended."""
+"""``hpc-elastic logs RUN``: show the output of all workers, while the run goes on or after it ended."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class LogPrinter:
     def show(self, piece: Piece) -> None:
         rank = piece.stream.rank
         if piece.after_gap:
-            self.note(f"[rank {rank}] ... what stood here was removed: see --log-max-files ...")
+            self.note(f"[rank {rank}] ... output removed here by --log-max-files ...")
         data = harmless(piece.data) if self._clean else piece.data
         self._out.write(with_prefix(data, self._before(rank, piece.time_us).encode()))
 
@@ -160,50 +160,50 @@ class LogPrinter:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run_arguments(parser, attempt_help="of the N-th execution of the job (default: the newest)")
+    add_run_arguments(parser, attempt_help="attempt N (default: the newest)")
     parser.add_argument(
         "-f",
         "--follow",
         action="store_true",
-        help="go on with what comes, through restarts and requeues, to the run's end; exit with the run's code",
+        help="follow the output through restarts and requeues until the run ends, and exit with its code",
     )
     what = parser.add_argument_group("what")
-    what.add_argument("--rank", metavar="RANKS", help="of these global ranks alone, as in 0-3,7")
-    what.add_argument("--node", metavar="NODES", help="of these nodes alone: names as in n[1-3], or indices")
+    what.add_argument("--rank", metavar="RANKS", help="only these global ranks, as in 0-3,7")
+    what.add_argument("--node", metavar="NODES", help="only these nodes: names, as in n[1-3], or indices")
     streams = what.add_mutually_exclusive_group()
-    streams.add_argument("--stdout", action="store_true", help="without stderr")
-    streams.add_argument("--stderr", action="store_true", help="without stdout")
-    what.add_argument("--round", metavar="ROUNDS", help="of these rounds, as in 0-2, or all (default: the newest)")
+    streams.add_argument("--stdout", action="store_true", help="only stdout")
+    streams.add_argument("--stderr", action="store_true", help="only stderr")
+    what.add_argument("--round", metavar="ROUNDS", help="only these rounds, as in 0-2, or all (default: the newest)")
     what.add_argument(
         "-n",
         "--tail",
         metavar="N",
-        help=f"the last N lines of all together, or all (default: all; with --follow {_FOLLOWED_LINES})",
+        help=f"the last N lines, all ranks together, or all (default: all; with --follow {_FOLLOWED_LINES})",
     )
     what.add_argument(
         "--around-failure",
         action="store_true",
-        help="what all ranks printed around the first failure, as the report names it",
+        help="output of all ranks around the first failure that the report names",
     )
     what.add_argument(
         "--seconds",
         type=whole_number,
         metavar="S",
-        help=f"with --around-failure: so many before and after it (default: {SECONDS})",
+        help=f"with --around-failure: seconds before and after it (default: {SECONDS})",
     )
     what.add_argument(
         "--lines",
         type=whole_number,
         metavar="N",
-        help=f"with --around-failure: at most so many of each output before and after it (default: {LINES})",
+        help=f"with --around-failure: at most N lines of each output before and after it (default: {LINES})",
     )
     how = parser.add_argument_group("how")
-    how.add_argument("-T", "--timestamps", action="store_true", help="with the time at which it was printed")
-    how.add_argument("--no-prefix", action="store_true", help="without [rank N] before each line")
+    how.add_argument("-T", "--timestamps", action="store_true", help="show when each line was printed")
+    how.add_argument("--no-prefix", action="store_true", help="print no [rank N] before each line")
     how.add_argument(
         "--raw",
         action="store_true",
-        help="every byte as it is, on a terminal too (default there: without what steers it, but for colours)",
+        help="print every byte unchanged (default on a terminal: without control sequences other than colours)",
     )
 
 
@@ -254,7 +254,7 @@ def _nothing_printed(attempt: AttemptPaths, rounds: Sequence[int], choice: LogCh
 def _choice(args: argparse.Namespace) -> LogChoice:
     all_rounds = args.round == _ALL
     if all_rounds and args.follow:
-        raise UsageError("--round all: with --follow, later rounds are shown as they come; leave it out")
+        raise UsageError("--round all: --follow shows later rounds in any case; leave it out")
     return LogChoice(
         ranks=parse_numbers(args.rank, option="--rank") if args.rank is not None else None,
         nodes=args.node,
@@ -270,10 +270,10 @@ def _tail(args: argparse.Namespace) -> int | None:
     if args.around_failure:
         for option, given in (("--tail", text), ("--follow", args.follow or None), ("--round", args.round)):
             if given is not None:
-                raise UsageError(f"{option} does not go with --around-failure, which chooses by itself what it shows")
+                raise UsageError(f"{option} can't be used with --around-failure")
     for option, given in (("--seconds", args.seconds), ("--lines", args.lines)):
         if given is not None and not args.around_failure:
-            raise UsageError(f"{option} {given} goes with --around-failure; to see the end: --tail N")
+            raise UsageError(f"{option} {given} needs --around-failure; for the last lines use --tail N")
     if text is None:
         return _FOLLOWED_LINES if args.follow else None
     if text == _ALL:
@@ -370,7 +370,7 @@ def first_failure(history: RunHistory, *, attempt: int | None) -> Moment:
     if verdict.lost_node is not None:
         loss = verdict.lost_node
         node, rank, when = -1, None, loss.gone_ns
-        caption = loss.summary if loss.left or loss.broke else f"{loss.summary} (last sign of it)"
+        caption = loss.summary if loss.left or loss.broke else f"{loss.summary} (last heard from then)"
     elif verdict.failure is not None:
         failure = verdict.failure
         node, rank, when = failure.node, failure.global_rank, failure.ended_ns

@@ -19,22 +19,22 @@ _USAGE, _INTERRUPTED, _BROKEN_PIPE = 2, 130, 141
 
 # Name → module, help. A module has `main(argv)`, or `add_arguments(parser)` and `run(args)`, or `run_NAME(args)`.
 _SUBCOMMANDS: dict[str, tuple[str, str]] = {
-    "submit": ("submit", "make a run directory and submit the run to Slurm (or run it here: --cluster local)"),
-    "run": ("run", "run in the foreground: in this Slurm allocation, or on this machine"),
-    "report": ("report", "what failed first, and why"),
+    "submit": ("submit", "create a run directory and submit the run to Slurm (or run it here: --cluster local)"),
+    "run": ("run", "run in the foreground, in this Slurm allocation or on this machine"),
+    "report": ("report", "show what failed first, and why"),
     "why": ("report", "the same as report"),
-    "logs": ("logs", "what the workers printed, of all ranks in one"),
-    "events": ("events", "what every part of the run did and decided, and why"),
-    "status": ("status", "where a run stands now: nodes, round, steps, restarts used, what Slurm says"),
-    "hangs": ("hangs", "which rank the others wait for, by dumps of torch's flight recorder"),
-    "list": ("list_runs", "the runs in a folder, each with its state"),
-    "convert": ("convert", "print the command that does what an sbatch file around torchrun does, line by line"),
-    "clean": ("clean", "remove the directories of old runs, never of one that may be running"),
-    "cancel": ("run_job", "end a run's job: its workers get SIGTERM, and the report is written"),
-    "requeue": ("run_job", "have a run's workers save and its job requeued; or start one that has ended again"),
-    "config": ("config", "what every option's value is, and where it comes from: files, variables, command line"),
+    "logs": ("logs", "show the output of all workers"),
+    "events": ("events", "show what each part of a run did and decided, and why"),
+    "status": ("status", "show the state of a run: nodes, steps, restarts, what Slurm says"),
+    "hangs": ("hangs", "find the rank that the others wait for, from dumps of torch's flight recorder"),
+    "list": ("list_runs", "list runs with their states"),
+    "convert": ("convert", "convert an sbatch file that starts torchrun into a command, and explain each line"),
+    "clean": ("clean", "remove directories of old runs, never of one that may be running"),
+    "cancel": ("run_job", "cancel a run's job: its workers get SIGTERM, and the report is written"),
+    "requeue": ("run_job", "save a running job's progress and requeue it, or start one again that has ended"),
+    "config": ("config", "show the value of each option, and where it comes from"),
     "completion": ("completion", "print a script for bash that completes subcommands, options and runs"),
-    "agent": ("agent", "one node's agent, inside a step of your own"),
+    "agent": ("agent", "run the agent of one node, inside a step of your own"),
 }
 _AGENT_OPTIONS = ("--run-dir", "--attempt", "--node", "--launcher-pid")
 """With one of these first, ``agent`` is called by a launcher of ours, not by a user's srun."""
@@ -164,7 +164,7 @@ def _why_nowhere(error: OSError) -> str | None:
     except OSError as problem:
         if problem.errno == error.errno:
             where = os.environ.get("PWD") or "of this shell"
-            return f"the current directory {where} is gone ({problem.strerror}); cd to one that is there, and try again"
+            return f"the current directory {where} no longer exists ({problem.strerror}); change to another directory"
     return None
 
 
@@ -195,5 +195,5 @@ def _help() -> str:
     return (
         f"usage: {PROGRAM} SUBCOMMAND ...\n\n"
         "Fault-tolerant, elastic PyTorch training on Slurm.\n\n" + "\n".join(lines) + "\n\n"
-        f"{PROGRAM} SUBCOMMAND --help says more about one. {PROGRAM} --version prints the version.\n"
+        f"{PROGRAM} SUBCOMMAND --help shows its options. {PROGRAM} --version prints the version.\n"
     )

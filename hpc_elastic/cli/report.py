@@ -56,12 +56,12 @@ _BOLD_RED = f"{BOLD};{RED}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run_arguments(parser, attempt_help="the N-th execution of the job (default: the last with a failure)")
+    add_run_arguments(parser, attempt_help="attempt N (default: the last with a failure)")
     parser.add_argument(
         "--format",
         choices=("text", "json", "html"),
         default="text",
-        help="default: text; html: a page with a timeline, whose path is printed",
+        help="text (default), json, or html: a page with a timeline, whose path is printed",
     )
     for name in ("json", "html"):
         parser.add_argument(
@@ -72,20 +72,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="with --format html: where to write the page (default: the attempt's report.html; -: standard output)",
     )
-    parser.add_argument("--all", action="store_true", help="every line, instead of at most 40")
+    parser.add_argument("--all", action="store_true", help="all lines, not at most 40")
     parser.add_argument(
         "--rank",
         metavar="RANKS",
-        help="of these ranks, as in 0-3,7, everything that is known of their failures, uncut (--all: in all rounds)",
+        help="everything that is known about failures of these ranks, as in 0-3,7 (--all: in all rounds)",
     )
     parser.add_argument(
-        "--width", type=whole_number, metavar="N", help="cut longer lines (default: the terminal's, or 120)"
+        "--width", type=whole_number, metavar="N", help="width of the lines (default: the terminal's, or 120)"
     )
     parser.add_argument(
         "-f",
         "--follow",
         action="store_true",
-        help="again whenever there is news, to the run's end; exit with the run's code",
+        help="print the report again when it changes, until the run ends, and exit with its code",
     )
 
 
@@ -210,7 +210,7 @@ def _write_page(history: RunHistory, attempt: int | None, output: str | None) ->
             raise UsageError(f"run {history.run_id} has no attempt yet; say where to write the page with --output FILE")
         path = RunPaths(Path(history.run_dir)).attempt(number).report_html
     if path.exists() and not path.is_file():  # it would be replaced, /dev/stdout as well
-        raise UsageError(f"{path} is no regular file; --output - writes the page to standard output")
+        raise UsageError(f"{path} is not a regular file; --output - writes the page to standard output")
     try:
         write_private(path, render_html(history, attempt=attempt))
     except OSError as error:

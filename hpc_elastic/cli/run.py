@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
     with explaining(parsed):
         cluster = job_options.asked_cluster(parsed)
         if cluster == "slurm" and not in_job(env):
-            raise UsageError("--cluster slurm: this is no Slurm allocation; use hpc-elastic submit, or salloc first")
+            raise UsageError("--cluster slurm: not in a Slurm allocation; use hpc-elastic submit, or salloc first")
         if cluster == "local" or not in_job(env):
             if cluster == "auto":
                 _refuse_on_login_node(parsed, env)

@@ -73,7 +73,7 @@ def parse_numbers(text: str, *, option: str) -> NumberSet:
         match = _ITEM.match(item)
         first, last = (int(match[1]), int(match[2] or match[1])) if match is not None else (1, 0)
         if match is None or first > last:
-            raise UsageError(f"{option} {text}: {item or 'nothing'} is no number and no range; write it as 0-3,7")
+            raise UsageError(f"{option} {text}: {item or 'nothing'} is not a number or a range; write it as 0-3,7")
         ranges.append((first, last))
     if len(items) > _MOST_ITEMS:
         raise UsageError(f"{option} {text[:40]}...: more than {_MOST_ITEMS} ranges; write neighbours as 0-3")
@@ -93,13 +93,13 @@ def check_ranks(ranks: NumberSet, world_size: int, *, option: str, where: str) -
         UsageError: with the range that is valid.
     """
     if world_size and ranks.largest >= world_size:
-        valid = f"ranks 0-{world_size - 1}" if world_size > 1 else "rank 0 alone"
+        valid = f"ranks 0-{world_size - 1}" if world_size > 1 else "rank 0 only"
         raise UsageError(f"{option} {ranks.text}: {where} has {valid}")
 
 
 LAST = "latest"
-RUN_HELP = "a run id or its beginning, a Slurm job id, or a run's or attempt's directory"
-LAST_HELP = f"{RUN_HELP}; nothing, or {LAST}: the last run of this folder, else of this account"
+RUN_HELP = "run id or its beginning, Slurm job id, or directory of a run or attempt"
+LAST_HELP = f"{RUN_HELP}; default, or {LAST}: the last run in this folder, else of this account"
 
 
 class AskedRun(Struct, frozen=True, kw_only=True):
@@ -135,7 +135,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, *, attempt_help: str) -> 
     parser.add_argument("run", metavar="RUN|JOBID|DIR", nargs="?", default=LAST, help=LAST_HELP)
     parser.add_argument("--attempt", type=whole_number, metavar="N", help=attempt_help)
     parser.add_argument(
-        "--runs-dir", metavar="DIR", help="where runs are (default: what the configuration says, else ./runs)"
+        "--runs-dir", metavar="DIR", help="folder of the runs (default: from the configuration, else ./runs)"
     )
 
 
@@ -201,7 +201,7 @@ def find_run_dir(text: str, runs_dir: str | None, *, ask_slurm: bool = True) -> 
             return _by_slurm(text, error)
     except PermissionError as error:
         raise UsageError(
-            f"{error.filename} can't be read: {error.strerror}; a run's files are their owner's alone: ask for a copy"
+            f"{error.filename} can't be read: {error.strerror}; only their owner can read a run's files: ask for a copy"
         ) from None
 
 
@@ -213,7 +213,7 @@ def _last_run(runs_dir: Path | None) -> Path:
     found = last_run(runs_dir)
     if found is None:
         where = os.path.abspath(runs_dir or DEFAULT_RUNS_DIR)
-        raise UsageError(f"there is no run in {where} (--runs-dir), and this account has submitted none; name one")
+        raise UsageError(f"no run in {where} (--runs-dir), and none submitted by this account; name one")
     print_note(f"the last run: {found}")
     return found
 
@@ -231,7 +231,7 @@ def runs_folder(given: str | None) -> Path | None:
         except UsageError as error:
             from hpc_elastic.cli.screen import print_note
 
-            print_note(f"{error}; runs are looked for without the configuration")
+            print_note(f"{error}; continuing without the configuration")
     return Path(given) if given is not None else None
 
 
@@ -271,7 +271,7 @@ def _names_in(folder: Path) -> list[str]:
         except OSError:
             whose = ""
         raise UsageError(
-            f"{folder} can't be read: {error.strerror}; {whose}a run's files are their owner's alone: ask for a copy"
+            f"{folder} can't be read: {error.strerror}; {whose}only their owner can read a run's files: ask for a copy"
         ) from None
     except OSError as error:
         raise UsageError(f"{folder} can't be read: {error.strerror}") from None

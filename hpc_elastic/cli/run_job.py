@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, last: bool = False) -> Non
     else:
         parser.add_argument("run", metavar="RUN|JOBID|DIR", help=RUN_HELP)
     parser.add_argument(
-        "--runs-dir", metavar="DIR", help="where runs are (default: what the configuration says, else ./runs)"
+        "--runs-dir", metavar="DIR", help="folder of the runs (default: from the configuration, else ./runs)"
     )
 
 
@@ -61,12 +61,16 @@ def find_paths(args: argparse.Namespace) -> RunPaths:
     return RunPaths(folder.parent if attempt_number(folder.name) is not None else folder)
 
 
-def find_run_job(args: argparse.Namespace, *, arrays: bool = False) -> RunJob:
+_START_AGAIN = "start it again with the command that started it"
+
+
+def find_run_job(args: argparse.Namespace, *, arrays: bool = False, if_ended: str = _START_AGAIN) -> RunJob:
     """The run that is meant, and its job.
 
     Args:
         args: From `add_arguments`.
         arrays: Whether it may be an array of runs.
+        if_ended: What to say of a run of this machine that has ended.
 
     Raises:
         UsageError: RUN means none, or one that has no job.
@@ -77,9 +81,9 @@ def find_run_job(args: argparse.Namespace, *, arrays: bool = False) -> RunJob:
     status = read_status(paths, clock=SystemClock())
     if status.cluster == "local" and status.state is RunState.ENDED:
         ended = status.outcome.replace("_", " ")
-        raise UsageError(f"run {status.run_id} is no job and has ended already: {ended}; start it again where it was")
+        raise UsageError(f"run {status.run_id} has already ended: {ended}; {if_ended}")
     if status.cluster == "local":
-        raise UsageError(f"run {status.run_id} is no job: it runs where it was started; press Ctrl-C there")
+        raise UsageError(f"run {status.run_id} is not a Slurm job: press Ctrl-C where it was started")
     job = newest_job(status)
     if job is None:
         why = f" ({status.problem})" if status.problem else ""
@@ -108,7 +112,7 @@ def run_of_job(job: str, client: SlurmClient) -> Path:
         raise
     except SlurmError as error:
         raise UsageError(
-            f"no run of job {job} is known on this account, and Slurm can't be asked ({_briefly(error.why)}); "
+            f"job {job}: no such run (searched this account's runs; Slurm does not answer: {_briefly(error.why)}); "
             "give its directory"
         ) from None
     return _run_of(job, state)
@@ -122,19 +126,19 @@ def _briefly(why: str) -> str:
 def _run_of(text: str, state: JobState | None) -> Path:
     if state is None:
         raise UsageError(
-            f"job {text} is unknown: it is no run of this account's, and Slurm knows no such job (any more); "
+            f"job {text}: no such run (searched this account's runs; Slurm does not know the job); "
             "give the run directory"
         )
     whose = state.user if state.user not in (None, _own_name(), str(os.getuid())) else None
     root = _run_directory_of(state)
     if root is None:
-        owner = f"{whose}'s, and " if whose else ""
+        owner = f", of {whose}" if whose else ""
         raise UsageError(
-            f"job {text} ({state.name}) is {owner}no run that is known here: not submitted by hpc-elastic, or its run "
-            "directory is elsewhere; see scontrol show job"
+            f"job {text} ({state.name}{owner}): no such run (not submitted by hpc-elastic, or its run directory is "
+            "elsewhere; see scontrol show job)"
         )
     if whose:
-        raise UsageError(f"job {text} is {whose}'s: a run's files are their owner's alone ({root})")
+        raise UsageError(f"job {text} belongs to {whose}: only their owner can read a run's files ({root})")
     task = text.partition("_")[2]
     paths = RunPaths(root)
     if task.isdecimal() and task_index(root.name) is None:
@@ -170,7 +174,9 @@ def run_cancel(args: argparse.Namespace) -> int:
         UsageError: there is nothing to cancel.
         SlurmError: Slurm did not do it.
     """
-    sys.stdout.write(one_line(cancel(find_run_job(args, arrays=True), slurm_client())) + "\n")
+    sys.stdout.write(
+        one_line(cancel(find_run_job(args, arrays=True, if_ended="nothing to cancel"), slurm_client())) + "\n"
+    )
     return 0
 
 
@@ -188,7 +194,7 @@ def cancel(asked: RunJob, client: SlurmClient) -> str:
         client.cancel(asked.job)
         return f"job {asked.job} is cancelled: none of its {len(tasks)} runs begins any more, and those that run end"
     if status.state is RunState.ENDED:
-        raise UsageError(f"run {status.run_id} has ended already: {status.outcome.replace('_', ' ')}")
+        raise UsageError(f"run {status.run_id} has already ended: {status.outcome.replace('_', ' ')}")
     client.cancel(asked.job)
     if status.state in (RunState.SUBMITTED, RunState.REQUEUED):
         return f"job {asked.job} is cancelled; none of its workers was running"
@@ -212,16 +218,16 @@ def requeue(asked: RunJob, client: SlurmClient) -> str:
     if status.state is RunState.REQUEUED and _has_ended(job, client):
         # The process that decided it was killed before it asked Slurm.
         return _again(
-            asked, client, f"job {job} had ended without the requeue that was decided; it is in the queue again now"
+            asked, client, f"job {job} had ended without the requeue that was decided; it is back in the queue now"
         )
     if status.state is RunState.SUBMITTED and _has_ended(job, client):
-        return _again(asked, client, f"job {job} had ended before it began; it is in the queue again now")
+        return _again(asked, client, f"job {job} had ended before it began; it is back in the queue now")
     if status.state in (RunState.SUBMITTED, RunState.REQUEUED):
-        raise UsageError(f"job {job} waits in the queue already; hpc-elastic status {job} says for what")
+        raise UsageError(f"job {job} is already in the queue; hpc-elastic status {job} shows what it waits for")
     if status.state is RunState.ENDED:
-        return _again(asked, client, f"job {job} is in the queue again; it goes on from the last checkpoint")
+        return _again(asked, client, f"job {job} is back in the queue; it continues from the last checkpoint")
     if _has_ended(job, client):
-        said = "had ended without a verdict; it is in the queue again, and goes on from the last checkpoint"
+        said = "had ended without a verdict; it is back in the queue, and continues from the last checkpoint"
         return _again(asked, client, f"job {job} {said}")
     if status.requeues_used >= status.max_requeues:
         raise UsageError(
@@ -229,11 +235,9 @@ def requeue(asked: RunJob, client: SlurmClient) -> str:
             f"end it with hpc-elastic cancel {job}"
         )
     if status.state in (RunState.SAVING, RunState.ENDING):
-        return f"job {job} is about to end already; hpc-elastic status {job} shows how far it is"
+        return f"job {job} is already about to end; hpc-elastic status {job} shows how far it is"
     client.notify(job)
-    return (
-        f"the workers of job {job} are asked to save; it is requeued when they have (hpc-elastic status {job} --watch)"
-    )
+    return f"the workers of job {job} are asked to save; then it is requeued (hpc-elastic status {job} --watch)"
 
 
 def _again(asked: RunJob, client: SlurmClient, done: str) -> str:

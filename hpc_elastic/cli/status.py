@@ -38,7 +38,7 @@ from hpc_elastic.slurm.notation import HostlistError, expand, names_text
 
 def add_forget_argument(parser: argparse.ArgumentParser, whose: str) -> None:
     parser.add_argument(
-        "--forget-nodes", metavar="NODES|all", help=f"forget what {whose} remembers of bad nodes (--bad-nodes)"
+        "--forget-nodes", metavar="NODES|all", help=f"forget the bad nodes that {whose} has recorded (--bad-nodes)"
     )
 
 
@@ -49,7 +49,7 @@ def show_account(env: Mapping[str, str] | None = None, *, now_ns: int | None = N
     for score in scores:
         sys.stdout.write(one_line(_line(score)) + "\n")
     if not scores:
-        print_note(f"nothing is known against any node (in {account_folder('nodes', env)})")
+        print_note(f"no bad nodes are recorded (in {account_folder('nodes', env)})")
     return 0
 
 
@@ -82,7 +82,7 @@ def _nodes(text: str) -> tuple[str, ...] | None:
 
 
 def _print_count(count: int) -> int:
-    sys.stdout.write(f"{count} thing{'' if count == 1 else 's'} forgotten\n")
+    sys.stdout.write(f"{count} record{'' if count == 1 else 's'} forgotten\n")
     return 0
 
 
@@ -95,11 +95,11 @@ _CLEAR = "\x1b[H\x1b[J"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     run_job.add_arguments(parser, last=True)
-    parser.add_argument("--json", action="store_true", help="one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
-        "-w", "--watch", action="store_true", help=f"again each {WATCH_SECONDS:g} s, until the run has ended"
+        "-w", "--watch", action="store_true", help=f"redraw every {WATCH_SECONDS:g} s until the run has ended"
     )
-    parser.add_argument("--no-slurm", action="store_true", help="from the files alone")
+    parser.add_argument("--no-slurm", action="store_true", help="do not ask Slurm")
     add_forget_argument(parser, "the run")
 
 
@@ -197,7 +197,7 @@ def status_lines(
     elif status.state is RunState.REQUEUED:
         put("requeued", f"{status.outcome.replace('_', ' ')}{_because(status.reason)}")
         if job is not None and job.phase is JobPhase.FINISHED:
-            put("but", f"the job has ended: the requeue never came about; hpc-elastic requeue {job_id} makes up for it")
+            put("but", f"the job has ended without its requeue; to requeue it: hpc-elastic requeue {job_id}")
     elif status.state is RunState.ENDING:
         put("ending", status.reason)
     if status.round is not None and status.members:
@@ -206,7 +206,7 @@ def status_lines(
             f"{status.round}: {len(status.members)} nodes, {status.workers} workers: {names_text(status.members)}",
         )
     elif status.round is not None and status.state is RunState.MEETING:
-        put("round", f"{status.round}: nodes are meeting")
+        put("round", f"{status.round}: nodes are joining")
     if status.lost:
         put("lost", names_text(status.lost))
     if status.bad_nodes:
@@ -214,7 +214,7 @@ def status_lines(
     if differ := _differ(status, job):
         put("differs", str(differ))
     if status.waiting:
-        put("waiting", f"{status.waiting} nodes for a place")
+        put("waiting", f"{status.waiting} nodes that want to join")
     if status.opened_because:
         put("because", status.opened_because)
     if status.steps is not None:

@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         asked = job_options.asked_cluster(parsed)
         if cluster_here(asked, env) == "local":
             if asked == "auto":
-                print_note("no sbatch here, so the run is done on this machine (--cluster local)")
+                print_note("no sbatch here: running on this machine (--cluster local)")
             from hpc_elastic.cli.run import run_here
 
             return run_here(parsed, env, dry_run=parsed.flag("dry_run"))
@@ -97,7 +97,7 @@ def _submit(parsed: Parsed, env: Mapping[str, str]) -> int:
         if not (parsed.flag("wait") or parsed.flag("follow")):
             return 0
         if parsed.flag("follow") and tasks:
-            print_note(f"an array has a log for each task: hpc-elastic logs --follow {job}_{tasks[0]}, say")
+            print_note(f"each task of an array has its own log, as in: hpc-elastic logs --follow {job}_{tasks[0]}")
         shows_log = parsed.flag("follow") and options.output is None and not tasks
         return follow(client, job, submission.paths, clock=clock, show_log=shows_log)
     except KeyboardInterrupt:
@@ -129,7 +129,7 @@ def how_it_ended(states: tuple[JobState, ...], result: int | None) -> RunEnd:
     if result is not None and result != ExitCode.REQUEUED:
         return RunEnd(code=result, why=f"exit code {result}")
     if not states:
-        return RunEnd(code=1, why="Slurm has forgotten the job, and its last attempt left no result")
+        return RunEnd(code=1, why="Slurm no longer knows the job, and its last attempt wrote no result")
     codes = [state.code for state in states]
     worst = max(range(len(states)), key=lambda index: codes[index])
     state = states[worst]
@@ -163,7 +163,7 @@ def follow(client: SlurmClient, job: JobId, paths: RunPaths, *, clock: Clock, sh
     if end.has_ended:
         print_note(f"run {paths.run_id} ended: {end.why}; {where_to_look(job, paths)}")
     else:
-        print_note(f"run {paths.run_id} is not waited for any more: {end.why}")
+        print_note(f"run {paths.run_id} is no longer waited for: {end.why}")
     return end.code
 
 
@@ -174,7 +174,7 @@ def leave(job: JobId, paths: RunPaths) -> int:
         if array_tasks(paths)
         else f"hpc-elastic logs {job} --follow (or, for its exit code, hpc-elastic report {job} --follow)"
     )
-    print_note(f"job {job} goes on without being watched; to end it: scancel {job}; to follow it again: {again}")
+    print_note(f"job {job} continues; to end it: scancel {job}; to follow it again: {again}")
     return int(ExitCode.INTERRUPTED)
 
 
@@ -234,7 +234,7 @@ class _Waiting:
         try:
             states = self._client.job_states(self.job)
         except SlurmError as error:
-            self._print(f"can't be asked about: {error.why}; trying on")
+            self._print(f"has no known state, since Slurm does not answer: {error.why}; trying again")
             return None
         self._print(_describe(states))
         self._waive_delay(states)
@@ -268,7 +268,7 @@ class _Waiting:
     def _when_finished(self, states: tuple[JobState, ...]) -> RunEnd | None:
         following = job_now(self._paths)
         if following is not None and following != self.job.number:
-            print_note(f"job {following} goes on with the run")
+            print_note(f"the run continues in job {following}")
             self.job, self._said, self._ended_since = JobId(following, self.job.cluster), "", None
             return self._look()
         now, result = self._clock.monotonic(), newest_result(self._paths)

@@ -62,7 +62,7 @@ def keep_evidence(
     settings = spec.bad_nodes
     record = load_record(paths.nodes_json)
     if record.problem:
-        logger.warning("%s %s: what it said of nodes is lost", paths.nodes_json, record.problem)
+        logger.warning("%s %s: its records of nodes are lost", paths.nodes_json, record.problem)
     evidence = merged(record.evidence, seen)
     if seen:
         save_record(paths.nodes_json, NodeRecord(evidence=evidence, excluded=record.excluded, saved_ns=now_ns))

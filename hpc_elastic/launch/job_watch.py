@@ -169,7 +169,7 @@ class ControllerOutage:
                 error.why,
             )
         elif error is None and self.since is not None:
-            logger.warning("Slurm's controller answers again, after at least %.0f s", now - self.since)
+            logger.warning("Slurm's controller answers again after at least %.0f s", now - self.since)
             self.since = None
 
 

@@ -208,7 +208,7 @@ def decide_requeue(
     if attempt.number >= spec.max_requeues:
         return _end(f"{attempt.number} of {spec.max_requeues} requeues used", code)
     if not attempt.requeue_armed:
-        return _end(f"requeue is not armed: {attempt.requeue_reason}", code)
+        return _end(f"requeue is not enabled: {attempt.requeue_reason}", code)
     left = spec.max_requeues - attempt.number - 1
     delay = 0.0 if attempt.cluster == "local" else back_off(idle)
     later = f", in {delay:.0f} s since {idle} attempts in a row made no progress" if delay else ""

@@ -267,7 +267,7 @@ def _log_head(paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, attempt_path
         f"versions: {versions}",
         f"run directory: {paths.root}",
         f"rank logs: {attempt_paths.root}/round-*/rank-*/{{stdout,stderr}}.log",
-        f"restarts: {spec.max_restarts} per attempt; requeues: {spec.max_requeues}; requeue armed: {armed}",
+        f"restarts: {spec.max_restarts} per attempt; requeues: {spec.max_requeues}; requeue enabled: {armed}",
         f"stopping workers: SIGTERM, SIGKILL after {spec.shutdown_timeout:g} s"
         + (f" ({attempt.kill_wait:g} s less a reserve where Slurm ends the job)" if attempt.kill_wait else ""),
         f"when it has ended: hpc-elastic report {paths.root}",

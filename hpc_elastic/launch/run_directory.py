@@ -119,9 +119,9 @@ def why_not_shared(path: Path, *, mountinfo: str = "/proc/self/mountinfo") -> st
     real = os.path.realpath(path)
     for place in _LOCAL_PLACES:
         if real == place or real.startswith(place + "/"):
-            return f"{place} is every node's own"
+            return f"{place} is local to each node"
     kind = filesystem_type(real, mountinfo=mountinfo)
-    return f"it is on {kind}, in this machine's memory" if kind in _LOCAL_TYPES else None
+    return f"it is on {kind}, in the memory of this machine" if kind in _LOCAL_TYPES else None
 
 
 def _missing(folder: Path) -> list[Path]:
@@ -150,7 +150,7 @@ def _check_runs_dir(runs: Path) -> None:
     free = (space.f_bavail if os.geteuid() else space.f_bfree) * space.f_frsize
     if 0 < free < _LEAST_FREE:  # none: it's full, as mkdir is about to say, or counts no blocks
         raise UsageError(
-            f"{runs} has {free >> 10} KiB free, too little for a run; make room, or give another folder with --runs-dir"
+            f"{runs} has {free >> 10} KiB free, too little for a run; free some, or give another folder with --runs-dir"
         )
 
 

@@ -322,7 +322,7 @@ def query_job_states(
     except SlurmMissingError:
         pass
     except SlurmError as error:
-        warn(f"Slurm can't be asked: {error}")
+        warn(f"Slurm does not answer: {error}")
     return found
 
 

@@ -31,7 +31,7 @@ class Call(str, Enum):
     NOTICE = "notice (SIGUSR2)"
     END = "SIGTERM"
     INTERRUPT = "SIGINT, SIGHUP"
-    LOOK = "no signal: a look at the job"
+    LOOK = "no signal: the state of the job"
     """When the supervisor starts, since Slurm may have called before it could hear, and when the limit is near."""
 
 
@@ -304,7 +304,7 @@ class SignalResolver:
                 return None
             answer = replace(answer, condition=JobCondition.NEAR_LIMIT)
         decision = decide_signal(Call.LOOK, HeardBy.BATCH, answer, grace=self._grace, kill_wait=self._kill_wait)
-        return decision and self._log(decision, Call.LOOK, HeardBy.BATCH, answer, "nobody gave notice")
+        return decision and self._log(decision, Call.LOOK, HeardBy.BATCH, answer, "no notice was given")
 
     def _log(
         self, decision: SignalDecision, call: Call, heard_by: HeardBy, answer: SlurmAnswer, reason: str

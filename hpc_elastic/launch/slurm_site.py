@@ -157,7 +157,7 @@ class SlurmSite(Site):
         try:
             state = self._client.job_state(self._id)
         except SlurmError as error:
-            problem = f"Slurm can't be asked: {error}"
+            problem = f"Slurm does not answer: {error}"
         arming = decide_arming(
             ArmingFacts(
                 wanted=spec.requeue and spec.max_requeues > 0,

@@ -247,7 +247,7 @@ def check_node_count(job: SlurmJob, partitions: Sequence[PartitionNodes], users:
         less = f", {largest.total - left} of them excluded" if left < largest.total else ""
         raise UsageError(
             f"{job.asked_nodes}{spares}: partition {largest.name} has {largest.total} nodes{less}; "
-            "the job would wait for ever"
+            "the job would never start"
         )
     if up < least:
         those = " that are not excluded" if left < largest.total else ""

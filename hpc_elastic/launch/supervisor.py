@@ -265,7 +265,7 @@ class Supervisor:
         """No node has closed the run in time: the files may not answer, or the agents."""
         if self._notice is None or self._is_ending() or self._clock.monotonic() < self._notice.closed_by:
             return
-        logger.warning("the notice's time is over, and the nodes have not ended the run")
+        logger.warning("the notice period is over, and the nodes have not ended the run")
         self._close(Outcome.PREEMPTED, "notice; the nodes did not answer in time")
 
     # -- the log -----------------------------------------------------------------------------------------------------
@@ -332,7 +332,7 @@ class Supervisor:
         self._has_logged_waiting = True
         if self.record is None or (self.record.round == 0 and self.record.status is Status.JOINABLE):
             logger.warning(
-                "%d nodes were launched, and they have not met after %.0f s; see events/ in the attempt's directory",
+                "%d nodes were launched, and have not joined after %.0f s; see events/ in the attempt's directory",
                 len(self._attempt.nodes),
                 LAUNCH_NEWS_SECONDS,
             )
@@ -380,7 +380,7 @@ class Supervisor:
             )
         else:
             logger.info(
-                "the nodes have not met yet, or the filesystem of the run directory does not answer: ending the agents"
+                "no node has joined yet, or the filesystem of the run directory does not answer: ending the agents"
             )
         self._launcher.terminate()
         if self._end_by is not None:
@@ -431,7 +431,7 @@ class Supervisor:
             keep: Writes it where the report looks for it.
         """
         self.failure = failure = SupervisorFailedError(error=describe_error(error), where=where_raised(error))
-        logger.error("%s; the workers are ended", failure, exc_info=error)
+        logger.error("%s; ending the workers", failure, exc_info=error)
         host, nodes = self._attempt.batch_host, self._attempt.nodes
         node = nodes.index(host) if host in nodes else 0
         index = self.record.round if self.record is not None else 0

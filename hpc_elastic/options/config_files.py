@@ -93,7 +93,7 @@ def is_trusted_by_name(candidate: Candidate) -> bool:
 def way_out(candidate: Candidate, error: UnsafePathError) -> str:
     """What lets the user go on with such a file in the way."""
     variable = f"HPC_ELASTIC_{candidate.layer.value.upper()}_CONFIG"
-    leave_out = f"to leave it out, set {variable}= (empty)"
+    leave_out = f"to ignore it, set {variable}= (empty)"
     if "owner" not in error.facts:
         return leave_out
     if os.geteuid() == 0:
@@ -161,7 +161,7 @@ _TOKEN = re.compile(
 """Each begins where the one before ends, and one without an end goes on to the line's or the file's: so the search for
 them takes no longer than the text."""
 _PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
-_COMMAND_LINE_ONLY = "belongs on the command line: it holds for one run"
+_COMMAND_LINE_ONLY = "is allowed on the command line only"
 
 
 class Setting(Struct, frozen=True, kw_only=True):
@@ -218,7 +218,7 @@ def read_settings(
         if isinstance(found, dict):
             return _Reader(path, data.decode("utf-8"), keys, table).read(found)
         if found is not None:
-            raise UsageError(f"{path}: {'.'.join(table)} is no table; write [{'.'.join(table)}]")
+            raise UsageError(f"{path}: {'.'.join(table)} is not a table; write [{'.'.join(table)}]")
     return None
 
 
@@ -235,7 +235,7 @@ def _read(path: Path, tables: tuple[tuple[str, ...], ...], *, any_owner: bool) -
             os.close(fd)
         if len(data) > info.st_size:
             # In a file of root's in /proc may stand what another user chose: the arguments of a process.
-            raise UnsafePathError(f"{path} is made up by the kernel, and no file on a disk")
+            raise UnsafePathError(f"{path} is a file of the kernel, not of a disk")
         is_searched = len(data) <= _MAX_SEARCHED
         if is_searched and not any(not table or table[-1].encode() in data for table in tables):
             return None
@@ -248,7 +248,7 @@ def _read(path: Path, tables: tuple[tuple[str, ...], ...], *, any_owner: bool) -
             raise
     except UnsafePathError as error:
         owner = {"owner": error.owner} if "owner" in error.facts else {}
-        raise UnsafePathError(f"the configuration {error}, so it is not read", **owner) from None
+        raise UnsafePathError(f"configuration not read: {error}", **owner) from None
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(str(path)) from None
     except OSError as error:
@@ -288,7 +288,7 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
         return value
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise UsageError(f"{path}:{line}: no UTF-8, so no TOML") from None
+        raise UsageError(f"{path}:{line}: not UTF-8, so not TOML") from None
     except tomllib.TOMLDecodeError as error:
         found = re.search(r" \(at line (\d+), column \d+\)", str(error))
         where = f"{path}:{found[1]}" if found else str(path)
@@ -345,10 +345,12 @@ class _Reader:
     def _profiles(self, key: str, value: object) -> dict[str, Mapping[str, Setting]]:
         where = self._at((), key)
         if not isinstance(value, dict):
-            raise UsageError(f"{where}: {key} is no table; write [{'.'.join((*self._table, key))}.NAME]")
+            raise UsageError(f"{where}: {key} is not a table; write [{'.'.join((*self._table, key))}.NAME]")
         for name, item in value.items():
             if not _PROFILE_NAME.match(name) or not isinstance(item, dict):
-                wrong = "its name has letters, digits, '.', '_' and '-'" if isinstance(item, dict) else "it is no table"
+                wrong = (
+                    "its name has letters, digits, '.', '_' and '-'" if isinstance(item, dict) else "it is not a table"
+                )
                 raise UsageError(f"{self._at((key,), name)}: {key}.{name}: {wrong}; write [{key}.NAME]")
         return {name: self._settings((key, name), item) for name, item in value.items()}
 

@@ -180,7 +180,7 @@ class _Reader:
             if not word.startswith("--") and len(word) > 2:
                 name, equals, value = word[:2], "=", word[2:].removeprefix("=")
             if not word.startswith("-"):
-                self._note(number, line, Fate.LEFT, f"{word} is no option")
+                self._note(number, line, Fate.LEFT, f"{word} is not an option")
                 continue
             option = _OF_SLURM.get(name)
             if not equals and words and not words[0].startswith("-") and (option is None or option.metavar is not None):
@@ -205,7 +205,7 @@ class _Reader:
         if long in IMPOSSIBLE and option is None:
             return Fate.LEFT, IMPOSSIBLE[long]
         if name.startswith("--no-kill") or name == "-k":
-            return Fate.DROPPED, "a run outlives its nodes: --no-kill is always given"
+            return Fate.DROPPED, "--no-kill is always given, so that a run survives the loss of nodes"
         if option is None:
             argument = f"{name}={value}" if value and name.startswith("--") else f"{name}{value}"
             self._options.append(("--sbatch-arg", shlex.quote(argument)))

@@ -72,7 +72,7 @@ def _parse_run_id(text: str, option: str) -> str:
             f"{option} {text}: a run id has at most 100 letters, digits, '.', '_' and '-', a letter or digit first"
         )
     if task_index(text) is not None or attempt_number(text) is not None:
-        raise UsageError(f"{option} {text}: folders in a run directory are called so")
+        raise UsageError(f"{option} {text}: this name is used for folders in a run directory")
     return text
 
 
@@ -309,7 +309,7 @@ def segment_nodes(parsed: Parsed, nodes: tuple[int, int]) -> int:
     for what, count in (("--nodes", nodes[0]), ("--nodes", nodes[1]), ("--spares", spare_nodes(parsed))):
         if count % segment:
             raise UsageError(
-                f"--segment {segment}: {what} {count} is no multiple of it, so a part of a segment would idle"
+                f"--segment {segment}: {what} {count} is not a multiple of it, so a part of a segment would be unused"
             )
     return segment
 

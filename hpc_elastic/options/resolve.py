@@ -313,7 +313,9 @@ def _refuse_if_near(name: str, known: Mapping[str, Option]) -> None:
     matches = get_close_matches(name.removeprefix(VARIABLE_PREFIX), plain, n=1, cutoff=0.75)
     if matches:
         meant = VARIABLE_PREFIX + matches[0]
-        raise UsageError(f"unknown variable {name}; did you mean {meant}? (unset it if it is not for us)")
+        raise UsageError(
+            f"unknown variable {name}; did you mean {meant}? (unset it if it is not meant for hpc-elastic)"
+        )
 
 
 def _expanded(text: str, env: Mapping[str, str], *, called: str, base: Path | None, bare: bool) -> str:

@@ -33,7 +33,7 @@ def parse_nodes(text: str, option: str = "--nodes") -> tuple[int, int]:
     if least < 1 or most < 1:
         raise UsageError(f"{option} {text}: a run needs at least 1 node")
     if most < least:
-        raise UsageError(f"{option} {text}: the least is above the most; write {option} {most}-{least}")
+        raise UsageError(f"{option} {text}: the minimum is above the maximum; write {option} {most}-{least}")
     if most > MAX_NODES:
         raise UsageError(f"{option} {text}: at most {MAX_NODES} nodes")
     return least, most
@@ -136,7 +136,7 @@ IMPOSSIBLE = {
     "-G": "use hpc-elastic submit --gpus, or --gpus-per-node",
     "--array": "use hpc-elastic submit --array, which gives each task a run directory of its own",
     "-a": "use hpc-elastic submit --array, which gives each task a run directory of its own",
-    "--wrap": "the script is made here",
+    "--wrap": "the batch script is generated",
     "--wait": "use hpc-elastic submit --wait, which follows requeues",
     "-W": "use hpc-elastic submit --wait, which follows requeues",
     "--test-only": "use --dry-run",
@@ -150,7 +150,7 @@ IMPOSSIBLE = {
 _RELIED_ON = {
     "--signal": "the run's notice before the time limit comes by it; give --grace SECONDS, or --signal itself",
     "--open-mode": "every attempt appends to the job log",
-    **dict.fromkeys(("--no-kill", "-k"), "a run outlives its nodes: --no-kill is always given"),
+    **dict.fromkeys(("--no-kill", "-k"), "--no-kill is always given, so that a run survives the loss of nodes"),
     **dict.fromkeys(("--chdir", "-D"), "give --chdir itself: workers begin there too"),
 }
 """sbatch's options by which a run lives: behind `extra` they would silently take the place of its own."""
@@ -299,7 +299,7 @@ def check_given_once(extra: Sequence[str], given: Mapping[str, str]) -> None:
     """
     for argument in extra:
         if (own := given.get(_option_name(argument))) is not None:
-            raise UsageError(f"--sbatch-arg {argument}: {own} says another value for the same; leave one of them out")
+            raise UsageError(f"--sbatch-arg {argument}: {own} contradicts it; leave one of them out")
 
 
 def _option_name(argument: str) -> str:

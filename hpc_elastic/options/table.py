@@ -169,7 +169,7 @@ def parse(
     env: Mapping[str, str],
     elsewhere: Mapping[str, str] | None = None,
 ) -> Parsed:
-    """Read `argv` up to the first word that is no option, or ``--``.
+    """Read `argv` up to the first word that is not an option, or ``--``.
 
     Args:
         argv: Without the program and the subcommand.
@@ -260,8 +260,8 @@ def _from_environment(options: Sequence[Option], env: Mapping[str, str], reading
 
 _EACH = "on each node"
 _RANGE = "a range, as in --nodes 2-4"
-_ALL = "on each node, not on all of them"
-_WHEN = "and --mail-type says when"
+_ALL = "per node, not in total"
+_WHEN = "with --mail-type"
 
 MEANT: Mapping[str, tuple[str, str]] = {
     # torchrun, python -m torch.distributed.launch, mpirun
@@ -275,8 +275,8 @@ MEANT: Mapping[str, tuple[str, str]] = {
     # accelerate
     "num-processes": ("nproc-per-node", _ALL),
     "num-machines": ("nodes", ""),
-    "main-process-ip": ("master-addr", "only where the address that is found will not do"),
-    "main-process-port": ("master-port", "only where it must be a certain one"),
+    "main-process-ip": ("master-addr", "only if the detected address does not work"),
+    "main-process-port": ("master-port", "only for a fixed port"),
     # DeepSpeed, Lightning
     **dict.fromkeys(("num-nodes", "nnode", "n-nodes", "machines", "num-hosts"), ("nodes", "")),
     **dict.fromkeys(("min-nodes", "max-nodes", "min-nnodes", "max-nnodes"), ("nodes", _RANGE)),
@@ -401,7 +401,7 @@ def texts_of(option: Option, value: object, *, called: str) -> tuple[str, ...]:
         UsageError: of another type than the option takes.
     """
     if any(isinstance(item, str) and "\0" in item for item in (value if isinstance(value, (list, tuple)) else [value])):
-        raise UsageError(f"{called} = {value!r}: a NUL character can stand in no path and no argument; take it out")
+        raise UsageError(f"{called} = {value!r}: paths and arguments can't contain a NUL character")
     if option.repeatable and isinstance(value, (list, tuple)):
         if not all(isinstance(item, str) and item for item in value):
             raise UsageError(f"{called} = {_shown(value)}: give an array of strings ({option.metavar} each)")

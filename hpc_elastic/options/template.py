@@ -44,7 +44,7 @@ def check_template(text: str) -> list[str]:
     known = ", ".join(f"@{name}@" for name in PLACEHOLDERS)
     for name in dict.fromkeys(_PLACEHOLDER.findall(text)):
         if name not in PLACEHOLDERS:
-            problems.append(f"@{name}@ means nothing here; there are {known}")
+            problems.append(f"@{name}@ is not a known placeholder; there are {known}")
     return problems + _problems_of_lines(lines) + _problems_of_options(lines)
 
 
@@ -76,7 +76,9 @@ def _problems_of_lines(lines: Sequence[str]) -> list[str]:
         )
     traps = [number for number in commands if _TRAP.match(lines[number - 1].strip())]
     if not traps:
-        problems.append("trap '' USR2 is missing: the shell would die of the notice before the time limit, and the job")
+        problems.append(
+            "trap '' USR2 is missing: the notice before the time limit would end the shell, and the job with it"
+        )
     else:
         before = [n for n in commands if n < traps[0] and not _HARMLESS.match(lines[n - 1].strip())]
         if before:
@@ -166,7 +168,7 @@ def read_template(parsed: Parsed, cwd: Path, env: Mapping[str, str]) -> tuple[st
     try:
         text = (cwd / given).read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise UsageError(f"--template {given}: no text in UTF-8") from None
+        raise UsageError(f"--template {given}: not UTF-8 text") from None
     except OSError as error:
         raise UsageError(f"--template {given} can't be read: {error.strerror}") from None
     problems = check_template(text)

@@ -257,16 +257,16 @@ OPTIONS = (
     ),
 )  # fmt: skip
 
-_NOTHING_TO_POINT_AT = "there is nothing to point at: nodes meet through files in the run directory; leave it out"
+_NOTHING_TO_POINT_AT = "not needed: nodes find each other through files in the run directory; leave it out"
 REFUSED: Mapping[str, str] = {
     "--rdzv-backend": _NOTHING_TO_POINT_AT,
     "--rdzv-endpoint": _NOTHING_TO_POINT_AT,
-    "--standalone": "not needed: a run is always alone in its run directory; leave it out",
+    "--standalone": "not needed: each run has its own run directory; leave it out",
     "--node-rank": "not needed: Slurm says which node is which; leave it out",
     "--machine-rank": "not needed: Slurm says which node is which; leave it out",
-    "--multi-gpu": "not needed: each worker is told its rank; leave it out",
-    "--mixed-precision": "this starts workers only: set it in the script, as in Accelerator(mixed_precision='bf16')",
-    "--local-addr": "not needed: a node's address is found and tried from another node; leave it out",
+    "--multi-gpu": "not needed: each worker gets its rank; leave it out",
+    "--mixed-precision": "not a launcher's option: set it in the script, as in Accelerator(mixed_precision='bf16')",
+    "--local-addr": "not needed: the address of each node is detected; leave it out",
     "--numa-binding": "not supported yet; leave it out",
     "--logs-specs": "not supported: each worker has its own files in the run directory",
     "--event-log-handler": "not supported: events are in the run directory",

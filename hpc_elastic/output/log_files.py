@@ -228,7 +228,7 @@ def _open_for_append(path: Path) -> int:
             os.fchmod(fd, 0o600)
             os.lseek(fd, 0, os.SEEK_END)
         elif not stat.S_ISCHR(info.st_mode):  # /dev/null, where the user wants none
-            raise UnsafePathError(f"{path} is no regular file")
+            raise UnsafePathError(f"{path} is not a regular file")
     except BaseException:
         os.close(fd)
         raise

@@ -106,7 +106,7 @@ class FileSystemStore(dist.Store):  # type: ignore[misc, unused-ignore]
             return self._values.get_waiting(self._key(key), self.timeout.total_seconds())
 
     def add(self, key: str, value: int) -> int:
-        """Raises: ValueError: what is there is no number."""
+        """Raises: ValueError: what is there is not a number."""
         amount = operator.index(value)
         if not -_LARGEST <= amount < _LARGEST:
             raise TypeError(f"add: {amount} does not fit into 64 bits")
@@ -126,7 +126,7 @@ class FileSystemStore(dist.Store):  # type: ignore[misc, unused-ignore]
         """
         limit = self.timeout if timeout is None else timeout
         if not isinstance(limit, timedelta):
-            raise TypeError(f"wait: the timeout {timeout!r} is no timedelta")
+            raise TypeError(f"wait: the timeout {timeout!r} is not a timedelta")
         with self._torch_errors("wait"):
             self._values.wait(self._keys(keys), limit.total_seconds())
 

@@ -162,7 +162,7 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True, help="the control socket")
     parser.add_argument("--parent", type=int, required=True, help="the agent's process id")
-    parser.add_argument("--full", action="store_true", help="import torch as everybody does")
+    parser.add_argument("--full", action="store_true", help="import torch in the usual way")
     arguments = parser.parse_args(argv)
     ignore_signals()
     end_with_parent(arguments.parent)

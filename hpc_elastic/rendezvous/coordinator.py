@@ -145,7 +145,7 @@ def _describe_suspects(view: ClusterView, suspects: Sequence[str]) -> str:
     new = sorted(set(suspects) - set(view.record.suspects))
     if not new:
         return "all that were asked have answered, or are lost"
-    return f"no word from {', '.join(_name(node_of(uid), view) for uid in new)}: asked whether it lives"
+    return f"no packets from {', '.join(_name(node_of(uid), view) for uid in new)}: checking whether it is alive"
 
 
 def rests_on_absence(view: ClusterView, proposal: Proposal) -> bool:
@@ -329,7 +329,7 @@ def _under_notice(view: ClusterView, notice: PreemptionNotice, settings: Rendezv
         kept = any(view.noted[m.uid].heeds for m in record.members if m.uid in view.noted)
         at = f" (step {notice.step})" if notice.step >= 0 else ""
         saved = f"saved in {view.since_notice:.0f} of {notice.seconds:.0f} s{at}"
-        return _preempted(record, notice, saved if kept else "the script does not ask for it, so nobody waits")
+        return _preempted(record, notice, saved if kept else "the script does not check for it: not waiting")
     if view.since_notice >= notice.seconds:
         names = first_of([_name(m.node, view) for m in awaited], _MOST_NAMES)
         late = f"{names} had not saved after {notice.seconds:.0f} s"
@@ -339,7 +339,7 @@ def _under_notice(view: ClusterView, notice: PreemptionNotice, settings: Rendezv
     if notice.is_agreed or (missing and view.since_notice < patience):
         return None
     step = agreed_step(view.noted.values(), spread=min(0.25 * notice.seconds, settings.suspect_answer))
-    said = f"all workers save after step {step}" if step >= 0 else "no worker tells its steps: each saves when it can"
+    said = f"all workers save after step {step}" if step >= 0 else "no worker reports its steps: each saves when it can"
     return propose(record, RoundEvent.AGREE, said, notice=replace(notice, step=step))
 
 

@@ -232,7 +232,7 @@ class FailureDetector:
         self.mark = now
         if gap <= self._longest_gap:
             return 0.0
-        logger.warning("held up for %.1f s; nobody counts as lost for that", gap)
+        logger.warning("this process was paused for %.1f s: no node counts as lost because of that", gap)
         self._paused_for(gap, now)
         return gap
 

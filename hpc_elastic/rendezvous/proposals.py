@@ -209,12 +209,12 @@ def consequences(before: RoundRecord, proposal: Proposal, last_sign: Callable[[s
         elif proposal.event is RoundEvent.CLOSE:
             pass  # its workers were done: the run is closed without it, and not because of it
         elif uid is None:
-            reason = "it has not come" if index == 0 else "it was no member, and nothing is heard of it"
+            reason = "it has not joined" if index == 0 else "it was not a member, and it does not answer"
             events.append(NodeMissing(round=index, node=node, host=host, reason=reason))
         else:
             events.append(NodeLost(round=index, node=node, host=host, **_silence(last_sign(uid))))
     for node in sorted(proposal.missing):
-        events.append(NodeMissing(round=record.round, node=node, reason="it has not come"))
+        events.append(NodeMissing(round=record.round, node=node, reason="it has not joined"))
     for gone, come in proposal.replaced:
         events.append(
             NodeReplaced(

@@ -93,11 +93,9 @@ class Succession:
             patience = turn if self._asked_about == leader else turn + HEAD_START
             if not self._detector.is_dead(leader, patience=patience):
                 return None
-            return Move(
-                event=RoundEvent.TAKE_OVER, why=f"the coordinator {leader} was asked whether it lives: no answer"
-            )
+            return Move(event=RoundEvent.TAKE_OVER, why=f"the coordinator {leader} did not answer")
         if silent is not None and silent > self._intervals.silence + turn:
-            why = f"no word from the coordinator {leader} for {silent:.1f} s: asked whether it lives"
+            why = f"no packets from the coordinator {leader} for {silent:.1f} s: checking whether it is alive"
             return Move(event=RoundEvent.ASK, why=why)
         return None
 

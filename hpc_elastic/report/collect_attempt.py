@@ -204,7 +204,7 @@ class AttemptBuilder(Struct):
                 node=node,
                 name=self.name_of(node),
                 cause="never_joined",
-                reason="its agent was started, and nothing was heard of it",
+                reason="its agent was started but never reported",
                 seen_ns=self.ended_ns or 0,
             )
             for node in sorted(self.missing)

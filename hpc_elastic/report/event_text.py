@@ -46,11 +46,11 @@ def _of_supervisor(event: SupervisorEvent) -> str:
     match event:
         case of_supervisor.AttemptStarted():
             job = f", job {event.job_id}" if event.job_id else ""
-            armed = "armed" if event.requeue_armed else f"not armed: {event.requeue_reason or 'no reason'}"
+            armed = "enabled" if event.requeue_armed else f"not enabled: {event.requeue_reason or 'no reason'}"
             return f"attempt {event.attempt}{job}, {plural(len(event.nodes), 'node')}; requeue {armed}"
         case of_supervisor.AttemptSuperseded():
             ended = f"; it has ended on {', '.join(event.ended)}" if event.ended else ""
-            silent = f"; not heard of: {', '.join(event.silent)}" if event.silent else ""
+            silent = f"; not heard from: {', '.join(event.silent)}" if event.silent else ""
             return f"attempt {event.superseded} was superseded{ended}{silent}"
         case of_supervisor.AgentsLaunched():
             return f"{plural(event.nodes, 'agent')} launched"
@@ -77,7 +77,7 @@ def _of_supervisor(event: SupervisorEvent) -> str:
         case of_supervisor.NodesJudged():
             excluded = ", ".join(event.excluded)
             stays = "".join(f"; {one.node} stays: {one.reason}" for one in event.spared)
-            return (f"the next attempt does without {excluded}" if excluded else "bad nodes stay") + stays
+            return (f"the next attempt excludes {excluded}" if excluded else "bad nodes stay") + stays
         case of_supervisor.AttemptRequeued():
             return "the next attempt is queued"
         case of_supervisor.AttemptEnded():
@@ -147,9 +147,9 @@ def _of_round(event: AgentEvent) -> str:
         case of_agent.InProcessGaveUp():
             text = f"the in-process restart group gives up on rank {event.rank}"
         case of_agent.PlatformFailure():
-            text = "something of hpc-elastic itself failed"
+            text = "a part of hpc-elastic itself failed"
         case of_agent.HangFound():
-            text = f"no sign of life for {event.limit} s"
+            text = f"no heartbeat for {event.limit} s"
         case of_agent.StacksTaken():
             silent = f", none of {_ranks(event.silent)}" if event.silent else ""
             text = f"stacks of {_ranks(rank for group in event.groups for rank in group.ranks)} taken{silent}"
@@ -191,7 +191,7 @@ def _of_coordinator(event: CoordinatorEvent, line: EventLine) -> str:
         case of_coordinator.LinkLost():
             return f"the network link to {name} was lost for {event.seconds:.0f} s{_to_the_end(event.over)}"
         case of_coordinator.NodesAsked():
-            return f"{index}: nodes are asked whether they live"
+            return f"{index}: checking whether nodes are alive"
         case of_coordinator.CoordinatorChanged():
             return f"{index}: this node coordinates now"
         case of_coordinator.SignalHeard():

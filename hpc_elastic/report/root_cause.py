@@ -138,7 +138,7 @@ def decide_start_verdict(unable: Sequence[NodeLoss], *, nodes: int) -> Verdict:
         nodes: How many the attempt had.
     """
     if not unable:
-        return Verdict(cause=Cause.NONE, confidence=Confidence.HIGH, evidence="no worker failed by itself")
+        return Verdict(cause=Cause.NONE, confidence=Confidence.HIGH, evidence="no failures")
     if is_everywhere(len(unable), nodes=nodes):
         here = "any node" if len(unable) == nodes else "any node but the batch host"
         what = f"no agent ran on {here}: {unable[0].summary}"

@@ -76,7 +76,7 @@ class Verdict(Struct, frozen=True, kw_only=True):
         if self.lost_node is not None:
             return self.lost_node.summary
         if self.failure is None:
-            return self.headline or "no worker failed by itself"
+            return self.headline or "no failures"
         if self.cause is Cause.UNKNOWN:
             if self.suspects:
                 return f"cause not known. {look_at(self.suspects)}"

@@ -48,7 +48,7 @@ def describe_class(failure: WorkerFailure, *, is_apart: bool = False) -> str:
         is_apart: All workers of its node failed so, and none elsewhere.
     """
     retry = f"; {failure.host} is suspect" if failure.node_suspect or is_apart else ""
-    retry += "" if failure.retryable or is_apart else "; not worth another try"
+    retry += "" if failure.retryable or is_apart else "; not retryable"
     # A worker that another process killed or stopped may have done nothing wrong, nor one that lost a peer.
     blameless = failure.failure_class in _BLAMELESS or any(text in failure.reason for text in _SENT_BY_OTHERS)
     category = Category.INFRASTRUCTURE if is_apart else failure.category

@@ -159,7 +159,7 @@ class PlatformFailure(AgentEvent, frozen=True, kw_only=True):
 
 
 class HangFound(AgentEvent, frozen=True, kw_only=True, tag="hang"):
-    """A worker here gave no sign of life for its section's timeout."""
+    """A worker here sent no heartbeat for its section's timeout."""
 
     round: int
     limit: float = 0.0

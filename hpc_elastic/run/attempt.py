@@ -69,7 +69,7 @@ def load_attempt(path: Path) -> AttemptInfo:
     if isinstance(found, Unreadable):
         raise UnreadableAttemptError(path=str(path), why=found, errno=found.errno)
     if not (found.job_id is None or is_job_id(found.job_id)):
-        raise UnreadableAttemptError(path=str(path), why=f"unreadable: job_id {found.job_id!r} is no job's id")
+        raise UnreadableAttemptError(path=str(path), why=f"unreadable: job_id {found.job_id!r} is not a job id")
     return found
 
 

@@ -207,18 +207,15 @@ def find(text: str, runs_dir: Path | None = None, *, env: Mapping[str, str] | No
                 raise UsageError(f"job {array} has no task {task}: hpc-elastic status {array} shows which it has")
         if known:
             raise UsageError(
-                f"the run directory of job {text} is gone: {known[0][1]}; if the job runs on, scancel {text} ends it"
+                f"the run directory of job {text} no longer exists: {known[0][1]}; to end the job: scancel {text}"
             )
         if "/" not in text:
             found = _by_run_id(text, runs, digits=True)  # a run id begins with digits, too
             if found is not None:
                 return found
-        raise UnknownRunError(
-            f"no run of job {text} is known on this account (submitted by another, or elsewhere?); "
-            "give its run directory"
-        )
+        raise UnknownRunError(f"job {text}: no such run (searched this account's runs); give its run directory")
     raise UnknownRunError(
-        f"{text or repr(text)} is no run: neither a run directory, nor a run id in {runs} (--runs-dir), nor a job id"
+        f"{text or repr(text)}: no such run (searched run directories, run ids in {runs} (--runs-dir), and job ids)"
     )
 
 

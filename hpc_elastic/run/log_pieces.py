@@ -53,7 +53,7 @@ def parse_size(text: str, option: str) -> int:
     """
     size = parse_bytes(text, option)
     if not SMALLEST_PIECE <= size <= _LARGEST_PIECE:
-        raise UsageError(f"{option} {text}: give from 64K to 1024T; without the option files grow as they like")
+        raise UsageError(f"{option} {text}: give from 64K to 1024T; without the option files grow without limit")
     return size
 
 

@@ -250,10 +250,10 @@ def parse_section_timeouts(text: str, option: str = "--section-timeouts") -> Sec
             raise UsageError(f"{option} {text}: {part!r} is not of the form section:seconds, as in step:60")
         if not is_section_name(name):
             raise UsageError(
-                f"{option} {text}: {name!r} is no section's name; it has 1 to {NAME_LIMIT} letters, digits, _, - and ."
+                f"{option} {text}: {name!r} is not a section name; use 1 to {NAME_LIMIT} letters, digits, _, - and ."
             )
         if name in seconds or (learns and name == STEP):
-            raise UsageError(f"{option} {text}: section {name!r} is there twice")
+            raise UsageError(f"{option} {text}: section {name!r} is given twice")
         if value == "auto":
             if name != STEP:
                 raise UsageError(f"{option} {text}: only step:auto can be learned, not {part!r}; give it seconds")
@@ -322,7 +322,7 @@ def parse_health_checks(text: str, option: str = "--health-checks") -> Mapping[C
             check = Check(name)
         except ValueError:
             known = ", ".join(item.value for item in Check)
-            raise UsageError(f"{option} {text}: {name!r} is no check; there are {known}, default and none") from None
+            raise UsageError(f"{option} {text}: {name!r} is not a check; there are {known}, default and none") from None
         limits[check] = _limit(check, value, text, option) if equals else DEFAULT_LIMITS[check]
     return limits
 
@@ -367,7 +367,7 @@ def parse_metrics(text: str, option: str = "--metrics") -> MetricsTarget:
     if not os.path.isabs(path):
         raise UsageError(f"{option} {text!r}: give an absolute path, which means the same on every node")
     if form == "prometheus" and not path.endswith(".prom"):
-        raise UsageError(f"{option} {text!r}: the node exporter reads files that end in .prom alone")
+        raise UsageError(f"{option} {text!r}: the node exporter only reads files that end in .prom")
     return MetricsTarget(form=form, path=path)
 
 
@@ -462,7 +462,7 @@ def parse_bad_nodes(text: str, option: str = "--bad-nodes") -> BadNodeSettings:
             if not 0 < found[name] <= most:
                 raise UsageError(f"{option} {word}: give a number above 0, at most {most:g}")
         else:
-            raise UsageError(f"{option} {text}: give run, jobs or off, and behind it hours=24 or share=0.33")
+            raise UsageError(f"{option} {text}: give run, jobs or off, with hours=24 or share=0.33 after it")
     return BadNodeSettings(scope=scope, hours=found["hours"], share=found["share"])
 
 

@@ -379,7 +379,7 @@ class CommandSlurmClient:
         text = result.stderr if result.stderr.strip() else result.stdout
         kind = classify(text)
         error: type[SlurmError] = kind.value
-        why = one_line(text) or f"{argv[0]} exited with {result.rc} and said nothing"
+        why = one_line(text) or f"{argv[0]} exited with {result.rc} and printed nothing"
         if kind is ErrorKind.UNAVAILABLE:
             why += f" (after {self._clock.monotonic() - began:.0f} s)"
         raise _failure(error, what=what, why=why, argv=argv, result=result)

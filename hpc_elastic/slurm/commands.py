@@ -65,7 +65,7 @@ class JobId(Struct, frozen=True):
 
     def __post_init__(self) -> None:
         if not (self.number.isascii() and self.number.replace("_", "").replace("+", "").isalnum()):
-            raise UsageError(f"{self.number!r} is no Slurm job's id; give one like 70, 70_3 or 70+1")
+            raise UsageError(f"{self.number!r} is not the id of a Slurm job; give one like 70, 70_3 or 70+1")
 
     def __str__(self) -> str:
         return self.number

@@ -299,7 +299,7 @@ def _job_nodes(reader: _Reader) -> tuple[str, ...]:
         raise JobEnvironmentError(
             variable="SLURM_JOB_NODELIST",
             value="",
-            why="is missing, though SLURM_JOB_ID is there; where this is no job, unset SLURM_JOB_ID; else restore it",
+            why="is missing, though SLURM_JOB_ID is there; outside of a job, unset SLURM_JOB_ID; in a job, restore it",
         )
     count = reader.number("SLURM_JOB_NUM_NODES")
     if count is not None and count != len(listed):

@@ -33,8 +33,8 @@ class StoreWipedError(StoreError):
     """The store that this participant joined is gone or was replaced: going on could contradict what others read."""
 
     template = (
-        "the run's store {root} {why} while the run was going on, which can't go on without it; "
-        "start the run again, and keep whatever cleans up there away from it"
+        "the run's store {root} {why} while the run was in progress, and it can't continue without it; "
+        "start the run again, and exclude this folder from automatic clean-up"
     )
 
 

@@ -123,7 +123,7 @@ class KeyValueStore:
             try:
                 return b"%d" % (int(old or b"0") + amount)
             except ValueError:
-                raise ValueError(f"the value of {key!r} is no number that could be added to: {old!r:.50}") from None
+                raise ValueError(f"the value of {key!r} is not a number that can be added to: {old!r:.50}") from None
 
         changed = self._change(key, decide)
         assert changed is not None

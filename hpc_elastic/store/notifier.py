@@ -61,7 +61,7 @@ def read_secret(path: Path) -> bytes:
     if info.st_mode & 0o077:
         raise UnsafePathError(
             f"the run's secret {path} is open to other users (mode {stat.S_IMODE(info.st_mode):04o}): "
-            f"whoever has read it can forge packets of this run; {anew}"
+            f"they can forge packets of this run; {anew}"
         )
     secret = read_bytes(path, limit=4096).strip()
     if len(secret) < _LEAST_BYTES:
@@ -87,7 +87,7 @@ _MAC_BYTES = 32
 _REASONS = {
     "oversized": f"longer than {MAX_DATAGRAM} bytes",
     "forged": "without this run's code (cut off, forged, or of another run)",
-    "garbled": "its contents make no sense",
+    "garbled": "its contents are invalid",
     "misdirected": "sent to another",
     "repeated": "it was there before, or overtaken by a newer one",
 }

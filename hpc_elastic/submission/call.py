@@ -98,8 +98,8 @@ def read_object(path: Path) -> Any:
     with _open(path) as file:
         if not _was_made_here(path, file, _head(path, file).get(_MADE)) and not os.environ.get(TRUST_VARIABLE):
             raise UnsafePathError(
-                f"{path} is a copy: nothing is unpickled from it, since another user may have written the original; "
-                f"if you know who did, set {TRUST_VARIABLE}=1"
+                f"{path} is a copy, and is not unpickled, since another user may have written the original; "
+                f"if you trust it, set {TRUST_VARIABLE}=1"
             )
         try:
             return pickle.load(file)
@@ -120,7 +120,7 @@ def _open(path: Path) -> BufferedReader:
             raise UnreadableObjectError(path=str(path), why=why.lower(), errno=error.errno) from None
     if os.fstat(fd).st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         os.close(fd)
-        raise UnsafePathError(f"{path} is not a file of yours alone: nothing is unpickled from it")
+        raise UnsafePathError(f"{path} can be written by other users, and is not unpickled")
     return open(fd, "rb")
 
 

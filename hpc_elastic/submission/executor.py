@@ -374,5 +374,5 @@ class ElasticExecutor(Executor):  # type: ignore[misc]
 
 def _call(delayed: DelayedSubmission) -> Call:
     if not callable(delayed.function):
-        raise UsageError(f"{delayed.function!r} is no function: give one to submit, with its arguments behind it")
+        raise UsageError(f"{delayed.function!r} is not a function: give one to submit, with its arguments after it")
     return Call(delayed.function, tuple(delayed.args), dict(delayed.kwargs))

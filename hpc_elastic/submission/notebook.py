@@ -29,7 +29,7 @@ _ELSEWHERE: tuple[tuple[str, Any, str], ...] = (
     ("log_line_prefix_template", None, "lines have [host:rank] before them here"),
     ("metrics_cfg", None, "give launch metrics=…"),
     ("event_log_handler", "null", "events are kept in the run directory (hpc-elastic events)"),
-    ("signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "the agents' signals are not a matter of choice here"),
+    ("signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "the agents' signals are fixed"),
     ("duplicate_stdout_filters", None, "hpc-elastic logs shows what is asked for"),
     ("duplicate_stderr_filters", None, "hpc-elastic logs shows what is asked for"),
     ("virtual_local_rank", False, "LOCAL_RANK is a worker's place on its node here"),
@@ -92,7 +92,7 @@ def _streams(value: Any) -> str:
 
 _LOOK_SECONDS = 0.2
 _LAUNCHER_SECONDS = 60.0
-_NO_PLACE = "there is nothing to point at: nodes meet through files in the run directory; leave it out"
+_NO_PLACE = "not needed: nodes find each other through files in the run directory; leave it out"
 _NO_ADDRESS = "a node's address is found by itself; leave it out"
 _REFUSED = {"rdzv_endpoint": _NO_PLACE, "rdzv_backend": _NO_PLACE, "local_addr": _NO_ADDRESS}
 _HARMLESS = {"rdzv_backend": ("", "etcd", "static", "c10d"), "rdzv_endpoint": ("",), "local_addr": (None,)}

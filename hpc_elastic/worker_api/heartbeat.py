@@ -72,8 +72,8 @@ def checkpoint_done(step: int | None = None) -> None:
     """Report to this node's agent that a checkpoint is complete: a good moment to take nodes in that wait (``--grow``).
 
     For one that is written elsewhere than in ``section("checkpoint")``, whose end says the same: by a thread of its
-    own, say. A sign of life; the section does not change. After a preemption notice a checkpoint counts where it holds
-    the step after which all save, or a later one.
+    own, say. It counts as a heartbeat; the section does not change. After a preemption notice a checkpoint counts where
+    it holds the step after which all save, or a later one.
 
     Args:
         step: The last step that the checkpoint holds. Without it: the step that was reported last, where the thread
@@ -89,7 +89,7 @@ def checkpoint_done(step: int | None = None) -> None:
 class section:
     """``with hpc_elastic.section("checkpoint"): …``: what this thread does meanwhile, with a timeout of its own.
 
-    Sections nest; at the end the outer one goes on. Entering and leaving are signs of life like a heartbeat, but only
+    Sections nest; at the end the outer one goes on. Entering and leaving count as heartbeats, but only
     a heartbeat ends the section ``setup``. The end of a section ``checkpoint``, but by an exception, says that the
     checkpoint is complete.
     """

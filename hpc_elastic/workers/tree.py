@@ -370,9 +370,7 @@ class Tag(Struct, frozen=True, kw_only=True):
         for name in ("run_uid", "node_key", "agent_uid"):
             value = getattr(self, name)
             if not value or not value.isascii() or not value.isprintable() or ":" in value or "=" in value:
-                raise ValueError(
-                    f"{name}={value!r} cannot be part of a tag: printable ASCII without ':' and '=', please"
-                )
+                raise ValueError(f"{name}={value!r} cannot be part of a tag: give printable ASCII without ':' and '='")
 
     @property
     def node(self) -> str:

@@ -133,7 +133,7 @@ def _hang(rank: int, *, at: float) -> WorkerFailure:
 
     failure = make_failure(rank, at=at, exitcode=-6, per_node=2, last_step=70 + (rank != 3), stopped_by_agent=True)
     kind = FailureClass.HANG if rank == 3 else FailureClass.STOPPED_BY_US
-    return replace(failure, failure_class=kind, reason="no sign of life for 60 s")
+    return replace(failure, failure_class=kind, reason="no heartbeat for 60 s")
 
 
 def hostile_run(root: Path) -> RunBuilder:

@@ -378,7 +378,7 @@ def test_a_value_that_is_no_number_is_told(tmp_path: Path) -> None:
     """Where TCPStore drops the connection."""
     store = opener("FileSystemStore", tmp_path)()
     store.set("k", "text")
-    with pytest.raises(ValueError, match="'k' is no number that could be added to: b'text'"):
+    with pytest.raises(ValueError, match="'k' is not a number that can be added to: b'text'"):
         store.add("k", 1)
     assert store.get("k") == b"text"
 

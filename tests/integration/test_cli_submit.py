@@ -156,7 +156,7 @@ def test_a_dry_run_prints_the_script_and_changes_nothing(site: Site, capsys: pyt
     ("argv", "says"),
     [
         (["--nodez=4", "train.py"], "unknown option --nodez; did you mean --nodes?"),
-        (["--nodes", "4-2", "train.py"], "--nodes 4-2: the least is above the most; write --nodes 2-4"),
+        (["--nodes", "4-2", "train.py"], "--nodes 4-2: the minimum is above the maximum; write --nodes 2-4"),
         (["--nnodes=0", "train.py"], "--nnodes 0: a run needs at least 1 node"),
         (["--nodes=two", "train.py"], "--nodes two: not a number of nodes"),
         (["absent.py"], "the script absent.py does not exist"),
@@ -164,10 +164,10 @@ def test_a_dry_run_prints_the_script_and_changes_nothing(site: Site, capsys: pyt
         ([], "no script was given"),
         (["-t", "0:3", "train.py"], "torchrun's -t is --tee 0:3"),
         (["--time=soon", "train.py"], "soon: not a time"),
-        (["--rdzv-endpoint=n1", "train.py"], "there is nothing to point at"),
+        (["--rdzv-endpoint=n1", "train.py"], "not needed: nodes find each other"),
         (["--job-name=two\nlines", "train.py"], "--job-name 'two\\nlines': a line break"),
         (["--sbatch-arg=--ntasks=4", "train.py"], "tasks are started by srun"),
-        (["--nodes=5", "train.py"], "partition main has 4 nodes; the job would wait for ever"),
+        (["--nodes=5", "train.py"], "partition main has 4 nodes; the job would never start"),
         (["--nodes=5-9", "-p", "short", "train.py"], "partition short has 4 nodes"),
         (["--nodes=4", "--exclude=n1", "train.py"], "partition main has 4 nodes, 1 of them excluded"),
         (["--run-id=a/b", "train.py"], "--run-id a/b: a run id has"),
@@ -382,7 +382,8 @@ def test_folders_that_no_other_node_sees(site: Site, capsys: pytest.CaptureFixtu
     out, err = capsys.readouterr()
     assert (code, out) == (2, "")
     assert (
-        "the nodes can't see /tmp/runs-of-a-test: /tmp is every node's own; give a shared folder with --runs-dir" in err
+        "the nodes can't see /tmp/runs-of-a-test: /tmp is local to each node; give a shared folder with --runs-dir"
+        in err
     )
     assert not Path("/tmp/runs-of-a-test").exists()
 
@@ -439,7 +440,7 @@ def test_a_sigint_without_a_terminal_ends_the_waiting_alone(site: Site, option: 
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert said.startswith("hpc-elastic: job 1234 goes on without being watched; to end it: scancel 1234; ")
+    assert said.startswith("hpc-elastic: job 1234 continues; to end it: scancel 1234; ")
     assert "to follow it again: hpc-elastic logs 1234 --follow" in said
     assert not Path(f"{site.asked}.scancel").exists()
 
@@ -462,8 +463,8 @@ def test_in_a_deleted_directory_it_says_so(
     assert main(command.split()) == 2
     said = capsys.readouterr().err
     assert said == (
-        f"hpc-elastic: error: the current directory {gone} is gone (No such file or directory); "
-        "cd to one that is there, and try again\n"
+        f"hpc-elastic: error: the current directory {gone} no longer exists (No such file or directory); "
+        "change to another directory\n"
     )
 
 
@@ -474,7 +475,7 @@ def test_without_sbatch_it_runs_here_and_says_so(site: Site, monkeypatch: pytest
     argv = ["submit", "--nodes=2", "--gpus-per-node=2", "--nproc-per-node=1", "train.py", "a b", "--", "$x"]
     done = subprocess.run([PYTHON, "-m", "hpc_elastic", *argv], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "no sbatch here, so the run is done on this machine (--cluster local)" in done.stderr
+    assert "no sbatch here: running on this machine (--cluster local)" in done.stderr
     assert "no effect without Slurm: --gpus-per-node" in done.stderr
     for rank in (0, 1):
         assert f"rank {rank} ['a b', '--', '$x']" in done.stdout
@@ -498,4 +499,4 @@ def test_run_in_an_allocation_refuses_to_be_multiplied_by_srun(
 
 def test_run_with_slurm_but_outside_a_job(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--cluster=slurm", "train.py"]) == 2
-    assert "this is no Slurm allocation" in capsys.readouterr().err
+    assert "not in a Slurm allocation" in capsys.readouterr().err

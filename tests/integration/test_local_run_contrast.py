@@ -45,7 +45,7 @@ def test_the_round_goes_on_without_a_node_that_lacks_a_package(tmp_path: Path) -
         assert "the same failure on all 2 ranks of node1, and on none elsewhere" in verdict["evidence"]
         text = run.attempt().report_text.read_text()
         assert "; node1 is suspect\n" in text
-        assert "not worth another try" not in text
+        assert "not retryable" not in text
         rounds = run.report()["attempts"][0]["rounds"]
         assert [[node["host"] for node in part["nodes"]] for part in rounds] == [["node0", "node1"], ["node0"]]
         assert [part["verdict"] is None for part in rounds] == [False, True], "leaving it out is no second failure"
@@ -68,4 +68,4 @@ def test_what_is_missing_on_all_nodes_is_not_tried_again(tmp_path: Path) -> None
         assert {event["round"] for event in run.events("round_final")} == {0}
         verdict = run.report()["verdict"]
         assert (verdict["nodes_apart"], verdict["retryable"]) == ([], False)
-        assert "not worth another try" in run.attempt().report_text.read_text()
+        assert "not retryable" in run.attempt().report_text.read_text()

@@ -90,7 +90,7 @@ def test_job_log_tells_where_things_are(tmp_path: Path) -> None:
             run.paths.run_id,
             str(run.paths.root),
             "stdout,stderr",
-            "requeue armed:",
+            "requeue enabled:",
             "python 3.",
             "node[0-1]",
         ):

@@ -258,7 +258,7 @@ def test_launch_raises_what_failed_and_keeps_its_files() -> None:
 
 def test_launch_in_this_process() -> None:
     assert hpc_elastic.launch(os.getpid, cluster="debug") == {0: os.getpid()}
-    with pytest.raises(hpc_elastic.errors.UsageError, match="nothing to point at"):
+    with pytest.raises(hpc_elastic.errors.UsageError, match="not needed: nodes find each other"):
         hpc_elastic.launch(os.getpid, rdzv_backend="etcd-v2", rdzv_endpoint="here:29400")
 
 

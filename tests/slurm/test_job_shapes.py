@@ -130,7 +130,7 @@ srun -n2 --ntasks-per-node=1 hpc-elastic run train.py; echo "third: $?"
     job = sbatch(runs, script, "-N2", "-n4", "--ntasks-per-node=2", "--requeue")
     assert cluster.wait_job(job, {"COMPLETED"}, timeout=120) == "COMPLETED"
     log = (runs.folder / "own.log").read_text()
-    assert log.count("requeue armed: yes") == 2, log
+    assert log.count("requeue enabled: yes") == 2, log
     assert log.count("attempt 1 rank") == 2, log
     assert "first: 0" in log
     assert log.count("srun started 2 tasks on a node") == 1, "said by the first task alone"
@@ -225,9 +225,9 @@ def test_jobs_that_are_no_runs_of_this_accounts(cluster: SlurmCluster, runs: Slu
     )
     expected = {
         "999999": "job 999999 is unknown",
-        own: f"job {own} (sleep.sh) is no run that is known here",
+        own: f"job {own} (sleep.sh): no such run (not submitted by hpc-elastic",
         theirs: f"job {theirs} (sleep.sh) is mallory's, and no run",
-        "12_x": "12_x is no run",
+        "12_x": "12_x: no such run (searched",
     }
     for job, said in expected.items():
         for subcommand in ("status", "cancel") if job in (own, theirs) else ("requeue", "report"):

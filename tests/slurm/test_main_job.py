@@ -106,10 +106,10 @@ def test_the_first_lines_say_what_runs_where_and_whether_requeue_is_armed(runs: 
     assert "n[1-2]" in head
     assert "slurm 2" in head
     assert str(run.root) in head
-    assert "requeue armed: yes" in head
+    assert "requeue enabled: yes" in head
     assert "[n2:1] line of 1 of 2 round 0" in run.log
     off = runs.submit_and_follow("--nodes", "1", "--no-requeue", *SHORT, runs.script(WAITS), "0.1")
-    assert "requeue armed: no, because" in off.log
+    assert "requeue enabled: no, because" in off.log
 
 
 @pytest.mark.any_release
@@ -391,7 +391,7 @@ def test_inside_an_allocation_run_uses_it(cluster: SlurmCluster, runs: SlurmRuns
         cwd=runs.folder,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "requeue armed: no, because" in done.stdout
+    assert "requeue enabled: no, because" in done.stdout
     assert "line of 1 of 2" in done.stdout
 
 

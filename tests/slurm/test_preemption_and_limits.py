@@ -146,7 +146,7 @@ def decided(run: Run, attempt: int = 0) -> list[tuple[object, object, object, ob
 
 
 def saved_step(run: Run, why: str, *, ranks: int = 1) -> str:
-    """The step after which all saved, once the job is in the queue again; the log and the report tell of it."""
+    """The step after which all saved, once the job is back in the queue; the log and the report tell of it."""
     log = run.wait_log(lambda log: "is requeued" in log, timeout=LONG)
     steps = re.findall(r"saved after step (\d+)", log)
     assert len(steps) == ranks, log
@@ -271,7 +271,7 @@ def test_limits_cancels_and_notices_at_bad_moments(cluster: SlurmCluster, runs: 
     ended.wait_log(lambda log: "the workers have" in log)
     assert cluster.run(["scancel", ended.job]).returncode == 0
     # While nodes meet.
-    meeting.wait_log(lambda log: "srun" in log or "requeue armed" in log)
+    meeting.wait_log(lambda log: "srun" in log or "requeue enabled" in log)
     wait_until(lambda: any(event["event"] == "agent_started" for event in meeting.events()), timeout=60, what="agents")
     assert cluster.run(["scancel", "--signal=USR2", "--batch", meeting.job]).returncode == 0
 

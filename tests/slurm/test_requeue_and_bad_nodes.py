@@ -230,9 +230,9 @@ def test_a_job_that_may_not_be_requeued_goes_on_in_a_follow_on_job(cluster: Slur
     )
     assert done.done is not None
     assert done.done.returncode == 0, done.done.stderr + done.log
-    assert "requeue armed: yes, by a follow-on job: this job may not be requeued" in done.log
+    assert "requeue enabled: yes, by a follow-on job: this job may not be requeued" in done.log
     (following,) = re.findall(rf"job (\d+) goes on when job {done.job} has ended", done.log)
-    assert f"job {following} goes on with the run" in done.done.stderr
+    assert f"the run continues in job {following}" in done.done.stderr
     jobs = [json.loads((done.root / f"attempt-00{n}" / "attempt.json").read_text())["job_id"] for n in (0, 1)]
     assert jobs == [done.job, following]
     assert done.result(0)["next_job"] == following
@@ -249,7 +249,7 @@ def test_a_requeue_that_slurm_refuses_becomes_a_follow_on_job(cluster: SlurmClus
     done = runs.submit_and_follow("--nodes", "1", "--max-restarts", "0", *SHORT, runs.script(STAYS))
     assert done.done is not None
     assert done.done.returncode == 0, done.done.stderr + done.log
-    assert "requeue armed: yes\n" in done.log
+    assert "requeue enabled: yes\n" in done.log
     assert "submitting a follow-on job instead" in done.log
     (following,) = re.findall(rf"job (\d+) goes on when job {done.job} has ended", done.log)
     assert done.result(0)["next_job"] == following

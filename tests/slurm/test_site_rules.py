@@ -86,7 +86,7 @@ def test_a_run_on_a_site_with_rules(site: SlurmCluster) -> None:
     assert (ended["global_rank"], ended["signal"]) == (0, "SIGTERM")
     assert "rank 0 has 2 CPUs" in run.log
     # A second job is one too many until this one has ended.
-    assert "requeue armed: yes, by a follow-on job" in run.log
+    assert "requeue enabled: yes, by a follow-on job" in run.log
     assert run.done.returncode == 1, run.log
     way_out = f"hpc-elastic requeue {run.root.name}"
     assert "QOSMaxSubmitJobPerUserLimit" in run.result()["decision"]

@@ -113,8 +113,8 @@ def test_nodes_failures_and_what_slurm_refuses(cluster: SlurmCluster, runs: Slur
     assert said["pending"] == "PENDING"
     assert said["cancelled"][:2] == ["ElasticJobUncompletedError", "CANCELLED"]
     too_many, too_few_left, no_partition = said["refused"]
-    assert too_many == "nodes = 5: partition main has 4 nodes; the job would wait for ever"
-    assert too_few_left == "nodes = 3: partition main has 4 nodes, 2 of them excluded; the job would wait for ever"
+    assert too_many == "nodes = 5: partition main has 4 nodes; the job would never start"
+    assert too_few_left == "nodes = 3: partition main has 4 nodes, 2 of them excluded; the job would never start"
     assert "artition" in no_partition
     assert [entry for entry in said["left"] if not entry.endswith("_run")] == sorted(said["runs"]), (
         "nothing of it is left"

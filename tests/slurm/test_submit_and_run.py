@@ -43,7 +43,7 @@ def test_given_options_win_over_sbatchs_variables(runs: SlurmRuns) -> None:
 def test_more_nodes_than_there_are(runs: SlurmRuns) -> None:
     done = runs.hpc_elastic("submit", "--nodes", "5", runs.script(HELLO))
     assert done.returncode == 2
-    assert "has 4 nodes; the job would wait for ever" in done.stderr
+    assert "has 4 nodes; the job would never start" in done.stderr
     assert not (runs.folder / "runs").exists()
 
 
@@ -58,7 +58,7 @@ def test_ctrl_c_ends_the_following_and_not_the_job(cluster: SlurmCluster, runs: 
         cluster.kill_process("login", r"bin/hpc-elastic submit", signal.SIGINT)
         _, err = follower.communicate(timeout=90 * CROWDED)
     assert follower.returncode == 130
-    assert f"job {job} goes on without being watched; to end it: scancel {job}" in err
+    assert f"job {job} continues; to end it: scancel {job}" in err
     assert cluster.job_state(job) == "RUNNING"
     cluster.run(["scancel", job])
     cluster.wait_job(job)
@@ -128,7 +128,7 @@ if os.environ["HPC_ELASTIC_ATTEMPT"] == "0":
     (run,) = (runs.folder / "runs").iterdir()
     attempts = sorted(path.name for path in run.iterdir() if re.match(r"attempt-\d", path.name))
     assert attempts == ["attempt-000", "attempt-001"], log
-    assert "requeue armed: yes, the site has JobRequeue=0; it was set for this job" in log
+    assert "requeue enabled: yes, the site has JobRequeue=0; it was set for this job" in log
     again = runs.hpc_elastic("report", job)
     assert again.returncode == 0, again.stderr
     assert str(run) in again.stdout

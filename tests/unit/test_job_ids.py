@@ -77,7 +77,7 @@ def test_what_is_no_id_is_taken_from_no_file(tmp_path: Path, value: object) -> N
     assert run.status().job_id == job_now(run.paths) == "42"
     change(run.there.result_json, next_job="")
     change(run.there.attempt_json, job_id=value)
-    with pytest.raises(UnreadableAttemptError, match=r"job_id .* is no job's id|at `\$\.job_id`"):
+    with pytest.raises(UnreadableAttemptError, match=r"job_id .* is not a job id|at `\$\.job_id`"):
         load_attempt(run.there.attempt_json)
     assert run.status().job_id is None
     assert "job_id" in run.status().problem
@@ -106,7 +106,7 @@ def test_a_prepared_run_directory_gives_slurms_commands_no_option(
     change(run.there.attempt_json, job_id="--user=root")
     assert main([name, str(run.paths.root)]) == (0 if name == "status" else 2)
     assert commands() == []
-    assert "job_id '--user=root' is no job's id" in "".join(capsys.readouterr())
+    assert "job_id '--user=root' is not a job id" in "".join(capsys.readouterr())
     change(run.there.attempt_json, job_id="42")
     StoredResult(outcome="failed", reason="", exit_code=75, action="requeue", decision="", next_job="--me").save(
         run.there.result_json
@@ -118,7 +118,7 @@ def test_a_prepared_run_directory_gives_slurms_commands_no_option(
 
 @pytest.mark.parametrize("value", ["--user=root", "7 8", "7,8", "", "-7", "7\n"])
 def test_what_a_command_could_misread_becomes_no_argument(value: str) -> None:
-    with pytest.raises(UsageError, match="is no Slurm job's id"):
+    with pytest.raises(UsageError, match="is not the id of a Slurm job"):
         JobId(value)
 
 

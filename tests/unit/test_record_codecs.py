@@ -96,7 +96,7 @@ def value_of(hint: Any, name: str, default: Any = None, *, index: int = 0) -> An
     if issubclass(hint, Enum):
         return next(member for member in reversed(hint) if member is not default)
     assert hint is str, f"{name}: no values of {hint} are made here yet"
-    return str(seed) if "job" in name else f"{name}-{seed}"  # readers refuse what is no job's id
+    return str(seed) if "job" in name else f"{name}-{seed}"  # readers refuse what is not a job id
 
 
 def names_of_differences(one: Any, other: Any) -> set[str]:

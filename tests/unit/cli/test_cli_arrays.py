@@ -238,7 +238,7 @@ def as_alice(monkeypatch: pytest.MonkeyPatch, name: str = "alice") -> None:
 
 
 def test_an_unknown_job(slurm: tuple[FakeSlurm, CommandSlurmClient]) -> None:
-    with pytest.raises(UsageError, match=r"^job 99999 is unknown: "):
+    with pytest.raises(UsageError, match=r"^job 99999: no such run "):
         run_of_job("99999", slurm[1])
 
 
@@ -246,7 +246,7 @@ def test_one_of_another_program(
     slurm: tuple[FakeSlurm, CommandSlurmClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_alice(monkeypatch)
-    with pytest.raises(UsageError, match=r"^job 1000 \(other\) is no run that is known here: not submitted by"):
+    with pytest.raises(UsageError, match=r"^job 1000 \(other\): no such run \(not submitted by"):
         run_of_job(submitted(slurm, tmp_path, "(null)"), slurm[1])
 
 
@@ -254,7 +254,7 @@ def test_one_of_another_user(
     slurm: tuple[FakeSlurm, CommandSlurmClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_alice(monkeypatch, "bob")
-    with pytest.raises(UsageError, match=r"^job 1000 is alice's: "):
+    with pytest.raises(UsageError, match=r"^job 1000 belongs to alice: "):
         run_of_job(submitted(slurm, tmp_path, "hpc-elastic /home/alice/runs/r1"), slurm[1])
 
 
@@ -274,7 +274,9 @@ def test_one_of_ours_that_another_home_remembers(
 
 def test_slurm_that_does_not_answer(slurm: tuple[FakeSlurm, CommandSlurmClient]) -> None:
     slurm[0].reachable = False
-    with pytest.raises(UsageError, match=r"^no run of job 12 is known on this account, and Slurm can't be asked \("):
+    with pytest.raises(
+        UsageError, match=r"^job 12: no such run \(searched this account's runs; Slurm does not answer: "
+    ):
         run_of_job("12", slurm[1])
 
 
@@ -285,7 +287,7 @@ def test_where_there_is_no_slurm_that_is_no_news(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(run_job, "slurm_client", lambda: slurm[1])
-    with pytest.raises(UnknownRunError, match="no run of job 12 is known on this account"):
+    with pytest.raises(UnknownRunError, match=r"job 12: no such run \(searched this account's runs"):
         find_run_dir("12", None)
 
 

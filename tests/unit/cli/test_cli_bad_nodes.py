@@ -19,7 +19,7 @@ def test_an_account_shows_and_forgets_what_it_knows(
     state = {"XDG_STATE_HOME": str(tmp_path / "state")}
     monkeypatch.setenv("XDG_STATE_HOME", state["XDG_STATE_HOME"])
     assert main(["list", "--bad-nodes"]) == 0
-    assert "nothing is known against any node" in capsys.readouterr().err
+    assert "no bad nodes are recorded" in capsys.readouterr().err
     now = time.time_ns()
     seen = [
         Evidence(node="n3", kind=EvidenceKind.LOST, at_ns=now, why="node n3\x1b[31m was lost"),
@@ -32,7 +32,7 @@ def test_an_account_shows_and_forgets_what_it_knows(
     assert "\x1b" not in bad
     assert fair.split()[:3] == ["n4", "fair", "0.50"]
     assert main(["list", "--forget-nodes", "n[3,9]"]) == 0
-    assert capsys.readouterr().out == "1 thing forgotten\n"
+    assert capsys.readouterr().out == "1 record forgotten\n"
     assert [item.node for item in account_evidence(state)] == ["n4"]
     for wrong in ("", "n[3", "None assigned"):
         assert main(["list", "--forget-nodes", wrong]) == 2

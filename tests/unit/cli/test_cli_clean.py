@@ -68,7 +68,7 @@ def test_a_run_that_may_be_running_stays(here: Path, days_old: float, capsys: py
     """Of a job in Slurm that nobody can be asked about here, silence is no end."""
     made(here, "running", days_old=days_old)
     assert main(["clean", "running", "--yes"]) == 0
-    assert "running may be running (meeting); it is left" in capsys.readouterr().err
+    assert "running may be running (meeting); it is not removed" in capsys.readouterr().err
     assert main(["clean", "--older-than", "0", "--yes"]) == 0
     assert left(here) == {"running"}
 
@@ -96,12 +96,12 @@ def test_what_a_run_links_to_is_left_alone(here: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        ([], "say which runs: RUN..., --older-than 30d"),
+        ([], "name the runs to remove: RUN..., --older-than 30d"),
         (["--older-than", "soon"], "--older-than soon: give an age such as 30d, 12h or 2w"),
         (["--state", "done"], "--state done: give one of submitted, "),
         (["--larger-than", "big"], "--larger-than 'big': give a size such as 500M or 1G"),
         (["--state", "failed"], "1 run, .* would be removed, and there is no terminal to ask on; give --yes"),
-        (["nothing"], "nothing is no run"),
+        (["nothing"], "nothing: no such run"),
     ],
 )
 def test_what_is_refused(here: Path, argv: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:

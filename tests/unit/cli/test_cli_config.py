@@ -95,7 +95,7 @@ def test_a_mistake_in_a_file_keeps_nobody_from_looking_at_runs(
     assert cli.main(["list"]) == 0
     said = capsys.readouterr().err
     assert f"{project}/hpc_elastic.toml:1" in said
-    assert "; runs are looked for without the configuration\n" in said
+    assert "; continuing without the configuration\n" in said
     assert f"no such run in {project}/runs" in said
 
 

@@ -65,9 +65,9 @@ def test_segments(argv: tuple[str, ...], nodes: tuple[int, int], segment: int) -
     [
         (("--segment=0",), (4, 4), "--segment 0: give a number of nodes, 1 or more"),
         (("--segment=x",), (4, 4), "--segment x: give a number"),
-        (("--segment=4",), (4, 6), "--segment 4: --nodes 6 is no multiple of it"),
-        (("--segment=4",), (2, 8), "--segment 4: --nodes 2 is no multiple of it"),
-        (("--segment=4", "--spares=1"), (4, 4), "--segment 4: --spares 1 is no multiple of it"),
+        (("--segment=4",), (4, 6), "--segment 4: --nodes 6 is not a multiple of it"),
+        (("--segment=4",), (2, 8), "--segment 4: --nodes 2 is not a multiple of it"),
+        (("--segment=4", "--spares=1"), (4, 4), "--segment 4: --spares 1 is not a multiple of it"),
     ],
 )
 def test_parts_of_segments_are_refused(argv: tuple[str, ...], nodes: tuple[int, int], words: str) -> None:

@@ -183,15 +183,15 @@ def test_into_a_pipe_as_it_came_and_on_a_terminal_harmless(
     ("argv", "says"),
     [
         (["--rank", "4"], "--rank 4: round 1 of attempt 0 has ranks 0-3"),
-        (["--rank", "x"], "--rank x: x is no number"),
+        (["--rank", "x"], "--rank x: x is not a number or a range"),
         (["--node", "n7"], "--node n7: its nodes are n[1-2]"),
         (["--round", "5"], "--round 5: attempt 0 has 0-1"),
         (["--attempt", "3"], "has no attempt 3; it has 0"),
         (["--tail", "many"], "--tail many: give a number of lines, or all"),
-        (["--lines", "3"], "--lines 3 goes with --around-failure"),
-        (["--around-failure", "--follow"], "--follow does not go with --around-failure"),
-        (["--around-failure", "--round", "0"], "--round does not go with"),
-        (["--follow", "--round", "all"], "--round all: with --follow"),
+        (["--lines", "3"], "--lines 3 needs --around-failure"),
+        (["--around-failure", "--follow"], "--follow can't be used with --around-failure"),
+        (["--around-failure", "--round", "0"], "--round can't be used with"),
+        (["--follow", "--round", "all"], "--round all: --follow shows later rounds"),
         (["--stdout", "--stderr"], "--stdout"),
         (["--attempt", "-1"], "--attempt"),
     ],
@@ -263,4 +263,4 @@ def test_a_run_below_a_folder_of_somebody_else(
     argv = [run.root.name, "--runs-dir", str(run.root.parent)] if by_id else [str(run.root)]
     (line,) = shown(capsys, *argv, code=2)
     assert f"{run.root}" in line
-    assert "can't be read: Permission denied; a run's files are their owner's alone" in line
+    assert "can't be read: Permission denied; only their owner can read a run's files" in line

@@ -203,5 +203,5 @@ def test_ranks_that_are_nowhere() -> None:
     check_ranks(ranks, 0, option="--rank", where="a round of which nobody told how large it was")
     with pytest.raises(UsageError, match=r"--rank 2,9: round 1 has ranks 0-8"):
         check_ranks(ranks, 9, option="--rank", where="round 1")
-    with pytest.raises(UsageError, match="rank 0 alone"):
+    with pytest.raises(UsageError, match="rank 0 only"):
         check_ranks(ranks, 1, option="--rank", where="round 1")

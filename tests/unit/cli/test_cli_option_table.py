@@ -20,7 +20,7 @@ TABLE = (
 
 
 def read(*argv: str, **env: str) -> Parsed:
-    return parse(argv, TABLE, refused={"--rdzv-backend": "there is nothing to point at"}, env=env)
+    return parse(argv, TABLE, refused={"--rdzv-backend": "not needed: nodes find each other"}, env=env)
 
 
 @pytest.mark.parametrize(
@@ -103,8 +103,8 @@ def test_variables_give_defaults_and_are_named() -> None:
         (["--nodes="], "--nodes needs a value (N)"),
         (["-N", ""], "-N needs a value (N)"),
         (["--module=yes"], "--module takes no value"),
-        (["--rdzv-backend=c10d"], "--rdzv-backend: there is nothing to point at"),
-        (["--rdzv_backend", "c10d"], "--rdzv-backend: there is nothing to point at"),
+        (["--rdzv-backend=c10d"], "--rdzv-backend: not needed: nodes find each other"),
+        (["--rdzv_backend", "c10d"], "--rdzv-backend: not needed: nodes find each other"),
     ],
 )
 def test_what_is_wrong_is_named(argv: list[str], says: str) -> None:

@@ -103,9 +103,9 @@ def test_by_the_beginning_of_its_id(
         err = shown(capsys, text, *runs, code=2)
         assert "begins 2 runs in" in err
         assert "20261121-053000-train-9f3c, 20261121-060000-other-0000" in err
-    assert "no run of job 99" in shown(capsys, "99", *runs, code=2)
+    assert "job 99: no such run" in shown(capsys, "99", *runs, code=2)
     monkeypatch.chdir(builder.root.parent)
-    assert "is no run" in shown(capsys, "", *runs, code=2)
+    assert "no such run" in shown(capsys, "", *runs, code=2)
 
 
 def test_an_attempt_that_contradicts_its_folder(builder: RunBuilder, capsys: pytest.CaptureFixture[str]) -> None:

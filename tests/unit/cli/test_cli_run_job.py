@@ -60,7 +60,7 @@ def test_any_run_that_has_not_ended_is_cancelled(state: RunState) -> None:
 
 def test_one_that_has_ended_is_not() -> None:
     client = Client()
-    with pytest.raises(UsageError, match="has ended already: failed"):
+    with pytest.raises(UsageError, match="has already ended: failed"):
         cancel(asked(RunState.ENDED), client)  # type: ignore[arg-type]
     assert client.done == []
 
@@ -84,15 +84,15 @@ def test_workers_save_before_a_requeue(state: RunState, done: list[str]) -> None
 @pytest.mark.parametrize("state", [RunState.TRAINING, RunState.ENDING])
 def test_one_whose_batch_script_was_killed_is_put_back(state: RunState) -> None:
     client = Client("FAILED")
-    assert "had ended without a verdict; it is in the queue again" in requeue(asked(state), client)  # type: ignore[arg-type]
+    assert "had ended without a verdict; it is back in the queue" in requeue(asked(state), client)  # type: ignore[arg-type]
     assert client.done == ["requeue 42"]
 
 
 @pytest.mark.parametrize(
     ("found", "word"),
     [
-        (asked(RunState.SUBMITTED), "waits in the queue already"),
-        (asked(RunState.REQUEUED), "waits in the queue already"),
+        (asked(RunState.SUBMITTED), "is already in the queue"),
+        (asked(RunState.REQUEUED), "is already in the queue"),
         (asked(RunState.TRAINING, requeues_used=3), "has used its 3 requeues"),
     ],
 )
@@ -165,7 +165,7 @@ def test_a_local_run_is_no_job(tmp_path: Path, capsys: pytest.CaptureFixture[str
     run.paths.run_json.write_text(text)
     for name in ("cancel", "requeue"):
         assert main([name, RUN_ID, "--runs-dir", str(tmp_path)]) == 2
-        assert "press Ctrl-C there" in capsys.readouterr().err
+        assert "press Ctrl-C where it was started" in capsys.readouterr().err
 
 
 def test_a_local_run_that_has_ended_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,6 +174,6 @@ def test_a_local_run_that_has_ended_is_told_so(tmp_path: Path, capsys: pytest.Ca
     run.attempt(0).ended("succeeded", 0)
     attempt = run.paths.attempt(0).attempt_json
     attempt.write_text(attempt.read_text().replace('"slurm"', '"local"'))
-    for name in ("cancel", "requeue"):
+    for name, then in (("cancel", "nothing to cancel"), ("requeue", "start it again with the command")):
         assert main([name, RUN_ID, "--runs-dir", str(tmp_path)]) == 2
-        assert "has ended already: succeeded; start it again" in capsys.readouterr().err
+        assert f"has already ended: succeeded; {then}" in capsys.readouterr().err

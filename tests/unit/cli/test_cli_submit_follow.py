@@ -153,7 +153,7 @@ def test_a_controller_that_is_away_is_waited_for(paths: RunPaths, capsys: pytest
     store(paths, 0, 0)
     away = SlurmUnavailableError(what="looking up job 7", why="Unable to contact slurm controller")
     assert run(paths, Scripted(state("RUNNING"), away, away, away, state("COMPLETED"))) == 0
-    assert capsys.readouterr().err.count("can't be asked about: Unable to contact") == 1
+    assert capsys.readouterr().err.count("since Slurm does not answer: Unable to contact") == 1
 
 
 def test_a_job_that_slurm_forgot(paths: RunPaths) -> None:
@@ -163,7 +163,7 @@ def test_a_job_that_slurm_forgot(paths: RunPaths) -> None:
 
 def test_a_forgotten_job_without_a_result(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(paths, Scripted(())) == 1
-    assert "Slurm has forgotten the job" in capsys.readouterr().err
+    assert "Slurm no longer knows the job" in capsys.readouterr().err
 
 
 def test_the_log_is_shown_as_it_grows_and_to_its_end(
@@ -198,7 +198,7 @@ def test_ctrl_c_leaves_the_job_running_and_says_so(paths: RunPaths, capsys: pyte
 
     assert run(paths, Scripted(state("RUNNING")), clock=Clock(interrupt)) == 130
     said = capsys.readouterr().err
-    assert "job 7 goes on without being watched; to end it: scancel 7; to follow it again: " in said
+    assert "job 7 continues; to end it: scancel 7; to follow it again: " in said
     assert "hpc-elastic logs 7 --follow (or, for its exit code, hpc-elastic report 7 --follow)\n" in said
 
 
@@ -217,7 +217,7 @@ def test_a_job_that_never_starts_is_not_waited_for(paths: RunPaths, capsys: pyte
     assert run(paths, client) == 1
     assert client.asked == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert "is not waited for any more: DependencyNeverSatisfied: the job that it depends on ended otherwise" in last
+    assert "is no longer waited for: DependencyNeverSatisfied: the job that it depends on ended otherwise" in last
     assert last.endswith("scancel 7 takes it out of the queue")
 
 
@@ -307,7 +307,7 @@ def test_a_follow_on_job_is_followed(paths: RunPaths, capsys: pytest.CaptureFixt
     clock = Clock(lambda: store(paths, 1, 0) if client.asked == 3 else None)
     assert run(paths, client, clock=clock) == 0
     said = capsys.readouterr().err
-    assert "job 8 goes on with the run" in said
+    assert "the run continues in job 8" in said
     assert "job 8 is running" in said
 
 
@@ -324,4 +324,4 @@ def test_a_follow_on_job_that_has_begun_before_anybody_looked_is_followed(
     client = Scripted(state("FAILED", exit_code=75), *[state("RUNNING")] * (0 if has_ended else 9), state("COMPLETED"))
     clock = Clock(lambda: store(paths, 1, 0) if client.asked == 10 else None)
     assert run(paths, client, clock=clock) == 0
-    assert "job 8 goes on with the run" in capsys.readouterr().err
+    assert "the run continues in job 8" in capsys.readouterr().err

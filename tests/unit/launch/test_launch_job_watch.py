@@ -139,4 +139,4 @@ def test_an_outage_is_one_line_when_it_is_noticed_and_one_when_it_is_over(caplog
             pass
     begun, over = (record.getMessage() for record in caplog.records)
     assert begun.startswith("Slurm's controller does not answer (Unable to contact slurm controller")
-    assert over == "Slurm's controller answers again, after at least 18 s"
+    assert over == "Slurm's controller answers again after at least 18 s"

@@ -60,7 +60,7 @@ ROWS: list[tuple[str, dict[str, Any], str, int, str]] = [
     ("a hang again", {**HANG, "retryable": False}, "end", 124, "would end the same way"),
     ("a hang with requeues left", HANG, "requeue", 75, "requeue 1 of 3"),
     ("the same failure as before", {"before": BEFORE}, "end", 1, "by the same failure"),
-    ("not armed", {"armed_reason": "the site has JobRequeue=0"}, "end", 1, "not armed: the site has JobRequeue=0"),
+    ("not armed", {"armed_reason": "the site has JobRequeue=0"}, "end", 1, "not enabled: the site has JobRequeue=0"),
     (
         "cancelled by the user",
         {"outcome": Outcome.CANCELLED, "reason": "SIGINT on n1", "signal_number": 2},
@@ -89,7 +89,7 @@ ROWS: list[tuple[str, dict[str, Any], str, int, str]] = [
         {"outcome": Outcome.TIMED_OUT, "signal_number": 15, "armed_reason": "x"},
         "end",
         143,
-        "requeue is not armed: x",
+        "requeue is not enabled: x",
     ),
     (
         "Slurm preempts it without a grace time, and cancels it",

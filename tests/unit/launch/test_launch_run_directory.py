@@ -36,10 +36,10 @@ def spec(run_id: str = "r1") -> RunSpec:
         ("/mnt/scratch/alice", None),
         ("/srv/shared/not/made/yet", None),
         ("/over/runs", None),
-        ("/home/fast disk/runs", "tmpfs, in this machine's memory"),
-        ("/tmp/runs", "/tmp is every node's own"),
-        ("/var/tmp", "/var/tmp is every node's own"),
-        ("/dev/shm/x", "/dev/shm is every node's own"),
+        ("/home/fast disk/runs", "tmpfs, in the memory of this machine"),
+        ("/tmp/runs", "/tmp is local to each node"),
+        ("/var/tmp", "/var/tmp is local to each node"),
+        ("/dev/shm/x", "/dev/shm is local to each node"),
         ("/tmpfiles/x", None),
     ],
 )
@@ -86,7 +86,7 @@ def test_a_disk_that_is_nearly_full_is_refused(
     if not refused:
         create_run(spec(), tmp_path / "runs")
         return
-    with pytest.raises(UsageError, match="runs has 40 KiB free, too little for a run; make room"):
+    with pytest.raises(UsageError, match="runs has 40 KiB free, too little for a run; free some"):
         create_run(spec(), tmp_path / "runs")
     assert list(tmp_path.iterdir()) == []
 

@@ -84,7 +84,7 @@ def test_what_is_armed_is_looked_up() -> None:
 def test_a_controller_that_is_down_at_the_start_disarms_nothing() -> None:
     facts = site(Client(state=UNAVAILABLE, config=UNAVAILABLE)).facts(SPEC)
     assert facts.requeue_armed
-    assert facts.requeue_reason.startswith("not verified: Slurm can't be asked")
+    assert facts.requeue_reason.startswith("not verified: Slurm does not answer")
 
 
 LIMIT = (

@@ -164,10 +164,15 @@ def test_as_many_nodes_as_there_are() -> None:
 @pytest.mark.parametrize(
     ("nodes", "users", "spares", "says"),
     [
-        ("7", (), 0, "--nodes 7: partition main has 6 nodes; the job would wait for ever"),
+        ("7", (), 0, "--nodes 7: partition main has 6 nodes; the job would never start"),
         ("7-9", (), 0, "--nodes 7-9: partition main has 6 nodes;"),
         ("7", (), 1, "--nodes 7 and 1 spare: partition main has 6 nodes;"),
-        ("5", ("n1", "n2", "n9"), 0, "--nodes 5: partition main has 6 nodes, 2 of them excluded; the job would wait"),
+        (
+            "5",
+            ("n1", "n2", "n9"),
+            0,
+            "--nodes 5: partition main has 6 nodes, 2 of them excluded; the job would never start",
+        ),
     ],
 )
 def test_more_nodes_than_there_are(nodes: str, users: tuple[str, ...], spares: int, says: str) -> None:

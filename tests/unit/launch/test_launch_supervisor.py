@@ -627,7 +627,7 @@ def test_a_notice_that_nobody_gave_is_seen_when_the_limit_is_near(s: Stage) -> N
     assert result.outcome is Outcome.PREEMPTED
     assert result.reason.startswith("notice seen by the supervisor (time limit); saved in ")
     (told,) = s.names("signal_decided")
-    assert (told["call"], told["meaning"], told["seconds"]) == ("no signal: a look at the job", "time limit", 120.0)
+    assert (told["call"], told["meaning"], told["seconds"]) == ("no signal: the state of the job", "time limit", 120.0)
 
 
 def test_a_preemption_that_came_before_the_supervisor_is_seen_at_its_start(s: Stage) -> None:
@@ -707,7 +707,7 @@ def freeze_until(s: Stage) -> Callable[[], None]:
 def test_nodes_that_have_not_met_for_long_are_logged_once(s: Stage, caplog: pytest.LogCaptureFixture) -> None:
     thaw = freeze_until(s)
     s.run(LAUNCH_NEWS_SECONDS + 5, thaw, 3.0, s.done)
-    assert [message for message in caplog.messages if "have not met after 30 s" in message] == [caplog.messages[0]]
+    assert [message for message in caplog.messages if "have not joined after 30 s" in message] == [caplog.messages[0]]
     assert module.logger.name == caplog.records[0].name
 
 

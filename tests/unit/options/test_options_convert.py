@@ -124,4 +124,4 @@ def test_a_command_that_submit_would_refuse_is_no_answer(tmp_path: Path, capsys:
     assert "absent can't be read: No such file or directory" in capsys.readouterr().err
     (tmp_path / "binary").write_bytes(b"\xff\xfe")
     assert main(["convert", str(tmp_path / "binary")]) == 2
-    assert "binary is no text in UTF-8" in capsys.readouterr().err
+    assert "binary is not UTF-8 text" in capsys.readouterr().err

@@ -139,10 +139,10 @@ def test_a_profile_wins_over_every_file_and_loses_to_the_environment(place: Plac
         ("requeue = 'yes'", ":1: requeue = yes: give true or false"),
         ("sbatch-arg = [1]", ":1: sbatch-arg = [1]: give an array of strings (ARG each)"),
         ("nodes = 4\nnnodes = 5", ":2: nnodes is nodes once more; give one of them"),
-        ("run-id = 'x'", ":1: run-id belongs on the command line"),
+        ("run-id = 'x'", ":1: run-id is allowed on the command line only"),
         ("no-requeue = true", ":1: unknown key no-requeue; did you mean requeue?"),
         ("default-profile = 3", ":1: default-profile = 3: give a profile's name"),
-        ("profile = 'a100'", ":1: profile is no table; write [profile.NAME]"),
+        ("profile = 'a100'", ":1: profile is not a table; write [profile.NAME]"),
         ("partition = gpu", ":1: invalid TOML: Invalid value (strings need quotes)"),
         # What the checks of the values say, which know the option alone.
         ("\nmax-restarts = 'many'", ":2: max-restarts = many: give a whole number from 0 to 1000000"),
@@ -292,7 +292,7 @@ def test_a_file_is_read_of_its_user_and_of_root(
         assert place.resolve().parsed.get("python") == "/opt/python"
         return
     refused = place.refused()
-    assert f"{path} belongs to uid {uid}, not to you (uid {me}), so it is not read; " in refused
+    assert f"{path} belongs to uid {uid}, not to you (uid {me}); " in refused
     assert "HPC_ELASTIC_PROJECT_CONFIG= (empty)" in refused
     assert place.resolve(HPC_ELASTIC_PROJECT_CONFIG="").parsed.get("python") is None
     if me:
@@ -343,7 +343,7 @@ def test_a_file_that_everybody_may_write_is_not_read(place: Place) -> None:
 def test_what_the_kernel_makes_up_is_not_read(place: Place) -> None:
     """Root owns /proc/PID/cmdline of a setuid program; what stands in it, another user chose."""
     (place.root / "project" / "hpc_elastic.toml").symlink_to("/proc/self/cmdline")
-    assert "hpc_elastic.toml is made up by the kernel" in place.refused()
+    assert "hpc_elastic.toml is a file of the kernel" in place.refused()
 
 
 @pytest.mark.parametrize("name", ["hpc_elastic.toml", "pyproject.toml"])
@@ -470,7 +470,7 @@ def test_a_large_pyproject_of_another_purpose_is_not_refused(place: Place) -> No
 def test_a_nul_is_refused_with_its_line(place: Place, text: str) -> None:
     path = place.write("user", text.replace("'", '"'))
     assert place.refused().startswith(f"{path}:1: {text.split(' ')[0]} = ")
-    assert "a NUL character can stand in no path and no argument" in place.refused()
+    assert "paths and arguments can't contain a NUL character" in place.refused()
 
 
 def test_what_files_say_of_what_is_executed_is_known_with_its_line(place: Place) -> None:

@@ -85,9 +85,9 @@ def test_what_is_meant_brings_no_remark(here: Path, argv: list[str]) -> None:
         (["--python", "./absent", "train.py"], "--python ./absent: no such program in /"),
         (["--python", "folder/", "train.py"], "--python folder/: is a folder"),
         (["--health-check", "./text", "train.py"], r"--health-check ./text: is not executable; run: chmod \+x ./text"),
-        (["-N", "4", "--sbatch-arg=--nodes=3", "train.py"], "--sbatch-arg --nodes=3: --nodes 4|-N 4 says another"),
-        (["--sbatch-arg=-N3", "train.py"], r"--sbatch-arg -N3: --nodes \(default 1\) says another value"),
-        (["-t", "10", "--sbatch-arg=--time=20", "train.py"], "--sbatch-arg --time=20: -t 10 says another value"),
+        (["-N", "4", "--sbatch-arg=--nodes=3", "train.py"], "--sbatch-arg --nodes=3: --nodes 4|-N 4 contradicts it"),
+        (["--sbatch-arg=-N3", "train.py"], r"--sbatch-arg -N3: --nodes \(default 1\) contradicts it"),
+        (["-t", "10", "--sbatch-arg=--time=20", "train.py"], "--sbatch-arg --time=20: -t 10 contradicts it"),
         (["--container-env", "PATH", "train.py"], "--container-env PATH: the workers run in no container"),
         (["--container-image", "enroot:./no.sqsh", "train.py"], "no.sqsh does not exist"),
         (

@@ -61,7 +61,7 @@ def test_nodes(text: str, nodes: tuple[int, int]) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("4-2", "the least is above the most; write --nnodes 2-4"),
+        ("4-2", "the minimum is above the maximum; write --nnodes 2-4"),
         ("4:2", "write --nnodes 2-4"),
         ("0", "at least 1 node"),
         ("0-4", "at least 1 node"),

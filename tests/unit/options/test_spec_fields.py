@@ -47,7 +47,7 @@ def test_what_was_asked_for(argv: list[str], field: str, value: object) -> None:
         (["--restart-steps", "many"], "--restart-steps many"),
         (["--restart-window", "-1"], "--restart-window -1: give seconds, 0 or more"),
         (["--grow=later"], "--grow later: give one of checkpoint, now, never"),
-        (["--health-checks", "disk"], "--health-checks disk: 'disk' is no check"),
+        (["--health-checks", "disk"], "--health-checks disk: 'disk' is not a check"),
         (["--health-check", "'open"], "--health-check 'open"),
         (["--health-check-timeout", "0"], "--health-check-timeout 0: give seconds, more than 0"),
         (["--metrics", "statsd:host"], "--metrics 'statsd:host': give jsonl:FILE"),
@@ -61,7 +61,7 @@ def test_what_was_asked_for(argv: list[str], field: str, value: object) -> None:
         (["--requeue-with=x"], "--requeue-with x: give one of auto, scontrol, chain"),
         (["--bad-nodes=x"], "--bad-nodes x: give run, jobs or off"),
         (["--run-id=-x"], "--run-id -x: a run id has"),
-        (["--run-id=task-3"], "--run-id task-3: folders in a run directory"),
+        (["--run-id=task-3"], "--run-id task-3: this name is used for folders in a run directory"),
     ],
 )
 def test_what_cannot_be_right_is_named(argv: list[str], words: str) -> None:

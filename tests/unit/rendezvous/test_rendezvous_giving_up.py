@@ -67,4 +67,4 @@ def test_where_the_time_is_over_the_nodes_that_never_came_are_named_as_missing()
 
     assert world.run(is_closed)
     missing = [fields for _, event, fields in world.events if event == "node_missing"]
-    assert missing == [{"round": 0, "node": 2, "host": "", "reason": "it has not come"}]
+    assert missing == [{"round": 0, "node": 2, "host": "", "reason": "it has not joined"}]

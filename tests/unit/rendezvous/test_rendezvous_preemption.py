@@ -95,7 +95,7 @@ def test_where_no_steps_are_told_each_saves_when_it_can() -> None:
     proposal = under(noted=dict.fromkeys(ALL, PreemptionStatus(heeds=True)))
     assert proposal.record.notice.step == NO_STEP
     assert proposal.record.notice.is_agreed
-    assert "no worker tells its steps" in proposal.reason
+    assert "no worker reports its steps" in proposal.reason
 
 
 def test_while_they_save_nothing_follows_whatever_else_happens() -> None:
@@ -118,7 +118,7 @@ def test_a_script_that_heeds_no_notices_is_not_waited_for() -> None:
     noted = dict.fromkeys(ALL, PreemptionStatus(heeds=False, step=5, rate=1.0))
     proposal = under(notice=AGREED, noted=noted, kept=frozenset(ALL), since_notice=1.2)
     assert proposal.record.outcome is Outcome.PREEMPTED
-    assert "does not ask for it" in proposal.reason
+    assert "does not check for it" in proposal.reason
 
 
 def test_who_is_too_late_is_named() -> None:

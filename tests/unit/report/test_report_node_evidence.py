@@ -219,12 +219,12 @@ def test_a_node_that_never_joined_counts_where_the_others_had_waited(tmp_path: P
     """As one whose Python hangs at its imports; a short attempt, or one that nobody waited in, tells nothing."""
     builder = too_few(tmp_path, seconds=20)
     assert found(builder) == []
-    builder.event(0, "agent", 0, 19, "node_missing", round=0, node=3, host="", reason="it has not come")
+    builder.event(0, "agent", 0, 19, "node_missing", round=0, node=3, host="", reason="it has not joined")
     assert found(builder) == [], "it had said that it is there"
     silent = RunBuilder(tmp_path / "silent", nodes=2)
     silent.attempt(0)
     silent.event(0, "agent", 0, 1, "agent_started", pid=1, version="1")
-    silent.event(0, "agent", 0, 8, "node_missing", round=0, node=1, host="", reason="it has not come")
+    silent.event(0, "agent", 0, 8, "node_missing", round=0, node=1, host="", reason="it has not joined")
     silent.event(0, "supervisor", -1, 9, "attempt_ended", outcome="too_few_nodes", exit_code=1)
     assert found(silent) == []
     silent.event(0, "supervisor", -1, 20, "attempt_ended", outcome="too_few_nodes", exit_code=1)
@@ -261,7 +261,7 @@ def test_a_node_whose_workers_alone_lack_something_is_bad(tmp_path: Path) -> Non
     text = render_text(history)
     assert "; n2 is suspect\n" in text
     assert "the same failure on all 2 ranks of n2, and on none elsewhere" in text
-    assert "not worth another try" not in text
+    assert "not retryable" not in text
 
 
 def test_what_all_nodes_lack_speaks_against_none(tmp_path: Path) -> None:
@@ -271,4 +271,4 @@ def test_what_all_nodes_lack_speaks_against_none(tmp_path: Path) -> None:
     for rank in range(4):
         builder.fail(_lacks(rank))
     assert found(builder) == []
-    assert "not worth another try" in render_text(collect_run(builder.root))
+    assert "not retryable" in render_text(collect_run(builder.root))

@@ -328,8 +328,8 @@ class TestCommand:
         [
             (["--output", "x"], "--format html"),
             (["--format", "html", "--output", "/no-such-folder/x.html"], "/no-such-folder/x.html can't be written"),
-            (["--format", "html", "--output", "a-pipe"], "no regular file"),
-            (["--format", "html", "--output", "."], "no regular file"),
+            (["--format", "html", "--output", "a-pipe"], "not a regular file"),
+            (["--format", "html", "--output", "."], "not a regular file"),
         ],
     )
     def test_wrong_use(

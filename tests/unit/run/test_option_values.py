@@ -197,8 +197,8 @@ def test_timeouts_as_they_are_written() -> None:
         (":60", "''"),
         ("two words:60", "'two words'"),
         ("x" * 33 + ":60", "x" * 33),
-        ("step:60,step:70", "'step' is there twice"),
-        ("step:auto,step:70", "'step' is there twice"),
+        ("step:60,step:70", "'step' is given twice"),
+        ("step:auto,step:70", "'step' is given twice"),
         ("checkpoint:auto", "'checkpoint:auto'"),
     ],
 )

@@ -31,7 +31,7 @@ def test_by_path_and_by_what_lies_in_it(tmp_path: Path, env: dict[str, str], mon
     rank = run / "attempt-000" / "round-000" / "rank-00000"
     rank.mkdir(parents=True)
     monkeypatch.chdir(run)
-    with pytest.raises(UsageError, match="no run of job 12 is known"):
+    with pytest.raises(UsageError, match="job 12: no such run"):
         find("12", env=env)
     monkeypatch.chdir(tmp_path)
     for text in (str(run), "runs/r1", "runs/r1/", str(run / "run.json"), str(rank)):
@@ -69,13 +69,13 @@ def test_array_tasks_and_clusters_are_told_apart(tmp_path: Path, env: dict[str, 
 
 def test_a_run_that_is_gone_is_said(tmp_path: Path, env: dict[str, str]) -> None:
     remember(env, tmp_path / "gone")
-    with pytest.raises(UsageError, match=r"the run directory of job 12 is gone: .*/gone; .*scancel 12 ends"):
+    with pytest.raises(UsageError, match=r"the run directory of job 12 no longer exists: .*/gone; .*scancel 12"):
         find("12", env=env)
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
-    [("99", "no run of job 99 is known"), ("absent", "absent is no run"), ("/absent/x", "/absent/x is no run")],
+    [("99", "job 99: no such run"), ("absent", "absent: no such run"), ("/absent/x", "/absent/x: no such run")],
 )
 def test_what_means_nothing(tmp_path: Path, env: dict[str, str], text: str, says: str) -> None:
     with pytest.raises(UsageError) as caught:

@@ -93,7 +93,7 @@ def test_an_empty_answer_about_a_job_is_not_taken_for_no_job() -> None:
 
 
 def test_a_failure_that_says_nothing() -> None:
-    with pytest.raises(SlurmError, match="scontrol exited with 3 and said nothing"):
+    with pytest.raises(SlurmError, match="scontrol exited with 3 and printed nothing"):
         answering("", rc=3).requeue(JOB)
 
 

@@ -46,7 +46,7 @@ def test_ours_and_a_good_one_have_all() -> None:
         ("exec @COMMAND@", "@COMMAND@", "must be started with exec"),
         ("exec @COMMAND@", "srun hostname", "@COMMAND@ is missing"),
         ("exec @COMMAND@", "x=(@COMMAND@)\nexec hostname", "must be started with exec"),
-        ("/scratch/x", "@DATA_DIR@", "@DATA_DIR@ means nothing here"),
+        ("/scratch/x", "@DATA_DIR@", "@DATA_DIR@ is not a known placeholder"),
         ("--mail-type=END", "--ntasks-per-node=4", "line 3: --ntasks-per-node=4: not possible here: tasks are started"),
         ("--mail-type=END", "-n 4", "line 3: -n: not possible here"),
         ("--mail-type=END", "--gpus-per-task=1", "use --gpus-per-node"),

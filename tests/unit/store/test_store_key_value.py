@@ -87,7 +87,7 @@ def test_a_counter_starts_at_zero_and_is_readable_text() -> None:
     kv.set("n", b"7")
     assert kv.add("n", 1) == 8
     kv.set("n", b"x")
-    with pytest.raises(ValueError, match="'n' is no number that could be added to: b'x'"):
+    with pytest.raises(ValueError, match="'n' is not a number that can be added to: b'x'"):
         kv.add("n", 1)
 
 

@@ -86,7 +86,7 @@ def test_so_it_is_for_each_task_of_an_array(slurm: FakeSlurm, tmp_path: Path) ->
 def test_more_nodes_than_there_are_is_one_line_and_leaves_nothing(slurm: FakeSlurm, tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         executor(tmp_path, nodes=5).submit(operator.add, 1, 2)
-    assert str(caught.value) == "nodes = 5: partition main has 4 nodes; the job would wait for ever"
+    assert str(caught.value) == "nodes = 5: partition main has 4 nodes; the job would never start"
     with pytest.raises(UsageError, match="nodes = 3: partition main has 4 nodes, 2 of them excluded"):
         executor(tmp_path, nodes=3, exclude="n[1,3]").submit(operator.add, 1, 2)
     assert list(tmp_path.glob("jobs/*")) == []
