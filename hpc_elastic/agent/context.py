@@ -8,6 +8,7 @@ from collections.abc import Set as AbstractSet
 from msgspec import Struct, field
 
 from hpc_elastic.agent.ending import CrashGuard
+from hpc_elastic.agent.fork_server_states import NoForkServer
 from hpc_elastic.agent.hang import HangWatch, silent_watch
 from hpc_elastic.agent.health_checks import HealthChecks, no_health_checks
 from hpc_elastic.agent.metrics import RoundFigures
@@ -59,6 +60,8 @@ class AgentContext(Struct, frozen=True, kw_only=True):
     """Checks whether this node may join a round."""
     restart_group: RestartGroupWatch = field(default_factory=NoRestartGroup)
     """Follows in-process restarts, and replaces single workers."""
+    fork_server: NoForkServer = field(default_factory=NoForkServer)
+    """What the workers are forks of, where they are."""
     crash: CrashGuard = field(default_factory=CrashGuard)
     """Notices a thread of the agent's that fails."""
     figures: RoundFigures | None = None

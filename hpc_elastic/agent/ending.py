@@ -53,6 +53,10 @@ KILL_RESERVE = 2.0
 KILL_WAIT_SHARE = 0.2
 """The same as a share of KillWait, where that is more: on a crowded node two seconds were not enough for the report."""
 LEAST_GRACE = 0.5
+LAST_COMMANDS_SECONDS = 5.0
+"""How long an agent that ends waits for the shared filesystem to take what it has to report."""
+HUNG_SECONDS = 1.0
+"""The same where other files have not answered for as long either."""
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -226,6 +230,24 @@ def leave_run(participant: Participant, reason: str) -> None:
     index = participant.record.round if participant.record is not None else 0
     participant.leave(index, reason)
     participant.leave(index + 1, reason)
+
+
+def deregister(context: AgentContext) -> bool:
+    """Report that nothing of this agent is left running.
+
+    Returns:
+        Whether the store took it in time; if not, a thread may wait for the filesystem for ever.
+    """
+    context.coordination.ask(lambda participant: participant.deregister())
+    if context.coordination.stop(within=HUNG_SECONDS):
+        return True
+    is_stuck = context.files.stuck_for() >= HUNG_SECONDS
+    if not is_stuck and context.coordination.stop(within=LAST_COMMANDS_SECONDS - HUNG_SECONDS):
+        return True
+    refusal = context.coordination.refusal
+    how = "does not answer" if refusal is None else f"refuses: {refusal}"
+    logger.warning("%s %s; leaving without it", context.run_dir, how)
+    return False
 
 
 def finish_if_unclaimed(context: AgentContext, record: RoundRecord | None, *, is_closing: bool = False) -> None:

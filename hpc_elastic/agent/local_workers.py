@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from hpc_elastic.agent.container import enter_container
+from hpc_elastic.agent.fork_server_states import NoForkServer
 from hpc_elastic.agent.hang import HangWatch, silent_watch
 from hpc_elastic.agent.hang_stop import HEAD_START_SECONDS, StacksThenStop, find_targets
 from hpc_elastic.agent.last_look import MomentThenStop, Stopper
@@ -21,6 +22,7 @@ from hpc_elastic.base.clock import Clock, uptime_ns
 from hpc_elastic.base.file_executor import FileExecutor, is_refusal
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.base.outcome import ExitCode
+from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.output.pump import LogPump
 from hpc_elastic.rendezvous.ranks import RankLayout
@@ -62,6 +64,7 @@ class LocalWorkers:
         files: FileExecutor,
         is_ending: Callable[[], bool],
         watch: HangWatch | None = None,
+        fork_server: NoForkServer | None = None,
     ) -> None:
         """`excluding` gives the pids that are no workers; once `is_ending`, nothing is waited for any more."""
         self.round = round_index
@@ -75,10 +78,11 @@ class LocalWorkers:
         self._files = files
         self._is_ending = is_ending
         self._watch = watch or silent_watch()
+        self._fork_server = fork_server or NoForkServer()
         self._slots: list[WorkerSlot] = []
         self._replaced: list[WorkerProcess] = []
         """Ended, and kept until the group is ended: what they started may still run."""
-        self._start_one: Callable[[int, Mapping[str, str], float], WorkerProcess] | None = None
+        self._start_one: Callable[[int, Mapping[str, str]], WorkerProcess] | None = None
         self._stopper: Stopper | None = None
         self._stop = StopRecord()
         self._evidence = WorkerEvidence(
@@ -125,9 +129,12 @@ class LocalWorkers:
         self._watch.begin(self.round, first_rank=self.layout.first_rank, count=self.layout.local_world_size)
         deadline = self._clock.monotonic() + EXEC_WAIT_S
 
-        def start_one(local_rank: int, extra: Mapping[str, str], exec_wait: float) -> WorkerProcess:
+        def env_of(local_rank: int, extra: Mapping[str, str]) -> Mapping[str, str]:
             own = environment(local_rank, str(self.paths_of(local_rank).error_file))
-            command, env = list(argv), {**own, **self._watch.environment(local_rank), **extra}
+            return {**own, **self._watch.environment(local_rank), **extra}
+
+        def start_fresh(own: Mapping[str, str], exec_wait: float) -> WorkerProcess:
+            command, env = list(argv), dict(own)
             if container is not None:
                 command, env = enter_container(container, argv, env, cwd=cwd, has_nvidia=os.path.exists(_NVIDIA))
             process = start_worker(
@@ -142,9 +149,21 @@ class LocalWorkers:
             self._watch.note_pid(local_rank, process.pid)
             return process
 
+        def start_one(local_rank: int, extra: Mapping[str, str]) -> WorkerProcess:
+            env = env_of(local_rank, extra)
+            return self._fork_server.fork_workers([env])[0] or start_fresh(env, EXEC_WAIT_S)
+
         self._start_one = start_one
+        environments = [env_of(local_rank, {}) for local_rank in range(self.layout.local_world_size)]
+        forked = self._fork_server.fork_workers(environments)
         for local_rank, global_rank in enumerate(self.layout.global_ranks):
-            process = start_one(local_rank, {}, deadline - self._clock.monotonic())
+            try:
+                process = forked[local_rank] or start_fresh(
+                    environments[local_rank], deadline - self._clock.monotonic()
+                )
+            except (OSError, HpcElasticError):
+                self._replaced += [later for later in forked[local_rank:] if later is not None]
+                raise
             slot = WorkerSlot(local_rank, global_rank, process, self.paths_of(local_rank))
             self._slots.append(slot)
             self._take_output(slot)
@@ -179,7 +198,7 @@ class LocalWorkers:
         error_file, number = slot.paths.error_file, len(self._replaced)
         self._files.post(lambda: keep_apart(error_file, number))
         self._watch.begin_again(local_rank)
-        process = self._start_one(local_rank, extra, EXEC_WAIT_S)
+        process = self._start_one(local_rank, extra)
         self._replaced.append(slot.process)
         self.sockets.forget(slot.global_rank)
         slot.process, slot.exit = process, None

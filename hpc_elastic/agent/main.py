@@ -16,6 +16,7 @@ from msgspec import Struct
 from hpc_elastic import __version__
 from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.ending import LAST_WRITES_SECONDS, CrashGuard
+from hpc_elastic.agent.fork_server_states import NoForkServer
 from hpc_elastic.agent.hang import HangWatch
 from hpc_elastic.agent.health import HealthPlan
 from hpc_elastic.agent.health_checks import HealthChecks, HealthSite
@@ -45,6 +46,7 @@ from hpc_elastic.run.agent_events import AgentStarted
 from hpc_elastic.run.attempt import AttemptInfo, load_attempt
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.option_values import (
+    StartMethod,
     shown_in_job_log,
 )
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
@@ -140,6 +142,23 @@ def agent_main(argv: Sequence[str]) -> int:
     labels = {"host": me.host, "node": str(me.node), "run": spec.run_id}
     metrics = open_metrics(spec.metrics, labels=labels, post=metrics_files.post)
     crash = CrashGuard()
+    fork_server = NoForkServer()
+    if spec.start_method is StartMethod.FORKSERVER:
+        from hpc_elastic.agent.fork_server import fork_server_for  # an agent of fresh interpreters does without
+
+        fork_server = fork_server_for(
+            spec,
+            environ=worker_env,
+            local_world_size=session.info.local_world_size,
+            inherited=inherited,
+            folder=folder.path,
+            paths=at,
+            node=me.node,
+            tag=str(me.tag),
+            clock=clock,
+            files=files,
+            write_event=events.write,
+        )
     agent = NodeAgent(
         AgentContext(
             spec=spec,
@@ -166,11 +185,18 @@ def agent_main(argv: Sequence[str]) -> int:
                 only_local_ranks=spec.local_ranks_filter,
                 only_ranks=spec.job_log_ranks,
             ),
-            helpers=lambda: {guardian.pid} | ({store_server.pid} if store_server.pid else set()) | health.pids,
+            helpers=lambda: (
+                {
+                    guardian.pid,
+                    *(server.pid for server in (store_server, fork_server) if server.pid),
+                }
+                | health.pids
+            ),
             files=files,
             health=health,
             restart_group=restart_group,
             crash=crash,
+            fork_server=fork_server,
             figures=RoundFigures(metrics, role=spec.role, clock=clock),
             watch=HangWatch(
                 folder=folder,

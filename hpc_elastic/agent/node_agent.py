@@ -23,6 +23,7 @@ from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.ending import (
     HeardSignals,
     ThreadFailedError,
+    deregister,
     exit_code,
     finish_if_unclaimed,
     leave_run,
@@ -32,12 +33,7 @@ from hpc_elastic.agent.health import HealthVerdict
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.agent.metrics import NoMetrics, RoundFigures
 from hpc_elastic.agent.restart_policy import may_wait
-from hpc_elastic.agent.round_events import (
-    ClockOffsetLog,
-    log_coordination,
-    log_health,
-    log_round,
-)
+from hpc_elastic.agent.round_events import ClockOffsetLog, log_coordination, log_health, log_round
 from hpc_elastic.agent.store_server import StoreState
 from hpc_elastic.agent.supervision import WORKER_STATE, Event, Phase, WorkerState, next_phase
 from hpc_elastic.agent.worker_environment import round_facts, worker_environment
@@ -63,10 +59,6 @@ logger = logging.getLogger(__name__)
 
 FIRST_HEALTH_SECONDS = 0.25
 """How long an agent waits for its first health check before it asks to join."""
-LAST_COMMANDS_SECONDS = 5.0
-"""How long an agent that ends waits for the shared filesystem to take what it has to report."""
-HUNG_SECONDS = 1.0
-"""The same where other files have not answered for as long either."""
 
 
 class NodeAgent:
@@ -104,6 +96,8 @@ class NodeAgent:
         self._notice = PreemptionWatch(context.watch, context.spec, clock=context.clock)
         self._unendable: set[int] = set()
         """Pids that not even SIGKILL ended: logged once, and not waited for again."""
+        self._met: float | None = None  # seconds that the rendezvous of this round took
+        self._awaits_imports = False  # the round is final, and its workers wait for the fork server
 
     @property
     def phase(self) -> Phase:
@@ -138,6 +132,7 @@ class NodeAgent:
 
     def begin(self) -> None:
         """Ask to be in the first round."""
+        self._context.fork_server.begin()
         self._join()
         # Of thousands that start, each should ask at once.
         self._context.health.wait(FIRST_HEALTH_SECONDS)
@@ -155,12 +150,14 @@ class NodeAgent:
         self._handle_health()
         self._handle_stop()
         self._handle_store()
+        self._handle_fork_server()
         log_losses(self._context.events, self._context.pump)
         self._figures.enter(self.state)
 
     def _watch_workers(self) -> None:
         wanted = set(self._workers.watched()) if self._workers else set()
-        wanted |= {fd for fd in (self._context.store_server.fileno(), self._context.restart_group.fileno()) if fd >= 0}
+        parts = (self._context.store_server, self._context.restart_group, self._context.fork_server)
+        wanted |= {fd for part in parts if (fd := part.fileno()) >= 0}
         for fd in self._watched - wanted:
             self._selector.unregister(fd)
         for fd in wanted - self._watched:
@@ -171,7 +168,7 @@ class NodeAgent:
         now = self._context.clock.monotonic()
         if self._stop_due is not None:
             return max(0.0, self._stop_due - now)
-        watches = (self._context.watch, self._checkpoints, self._notice, self._heard)
+        watches = (self._context.watch, self._checkpoints, self._notice, self._heard, self._context.fork_server)
         looks = [watch.due - now for watch in watches if watch.due is not None]
         looks += [self._moment_ends - now] if self._moment_ends is not None else []
         if self._workers is not None and self._phase is Phase.RUNNING:
@@ -328,6 +325,12 @@ class NodeAgent:
         if self._phase is Phase.RUNNING:  # workers that connect would retry for five minutes before they fail
             self._happens(Event.FAILED, reports.platform_failure)
 
+    def _handle_fork_server(self) -> None:
+        self._context.fork_server.handle()
+        if self._awaits_imports and not self._context.fork_server.is_awaited:
+            self._awaits_imports = False
+            self._start_workers()
+
     # -- what follows --------------------------------------------------------------------------------------------
 
     def _happens(self, event: Event, reason: str) -> None:
@@ -337,6 +340,7 @@ class NodeAgent:
             return
         self._phase = next_phase(before, event)
         self._figures.enter(self.state)
+        self._awaits_imports = False
         if event in (Event.CLOSED, Event.LEAVE):
             self._why_ended = self._why_ended or reason
         if event is Event.FROZEN:
@@ -344,7 +348,11 @@ class NodeAgent:
             self._round = self._record.round
             confirm_round(self._context, self._record, is_ending=self._heard.is_ending)
         elif event is Event.FINAL:
-            self._start_workers()
+            self._met = self._figures.end("rendezvous")
+            self._figures.begin("start")
+            self._awaits_imports = self._context.fork_server.is_awaited
+            if not self._awaits_imports:
+                self._start_workers()
         elif event is Event.FAILED:
             self._clock_offsets.log_changes()
             if self._workers is not None and self._workers.has_symptoms_only:
@@ -370,8 +378,6 @@ class NodeAgent:
     def _start_workers(self) -> None:
         record, context = self._record, self._context
         assert record is not None
-        met = self._figures.end("rendezvous")
-        self._figures.begin("start")
         layout = rank_layout(record.members, context.info.uid)
         facts = round_facts(
             record, layout, spec=context.spec, run_dir=context.run_dir, attempt=context.attempt.number, tag=context.tag
@@ -394,6 +400,7 @@ class NodeAgent:
             files=context.files,
             is_ending=self._heard.is_ending,
             watch=context.watch,
+            fork_server=context.fork_server,
         )
         self._reports.write_again()
         self._swept, self._has_run, self._reports.platform_failure = False, True, ""
@@ -416,9 +423,10 @@ class NodeAgent:
             WorkersStarted(
                 round=record.round,
                 pids=tuple(workers.pids),
-                rendezvous_seconds=met,
+                rendezvous_seconds=self._met,
                 start_seconds=self._figures.end("start"),
                 restart_seconds=self._figures.end("restart"),
+                started_fresh=context.fork_server.why_fresh,
             )
         )
         if serves:
@@ -485,6 +493,7 @@ class NodeAgent:
         self._reports.write_again()
         code = exit_code(ended_by=self._heard.ended_by, failure=self._failure, unfit=self._unfit, record=self._record)
         context.store_server.close()
+        context.fork_server.close()
         context.watch.close()
         context.health.close()
         # Slurm's own end too: where it has killed the batch script (scancel --batch), nothing else writes the verdict.
@@ -492,15 +501,7 @@ class NodeAgent:
         if by_slurm and self._failure is None and context.attempt.cluster == "slurm":
             finish_if_unclaimed(context, self._record, is_closing=self._heard.ended_by is not None)
         context.events.write(AgentEnded(reason=self._why_ended, code=code))
-        context.coordination.ask(lambda participant: participant.deregister())
-        if not context.coordination.stop(within=HUNG_SECONDS) and (
-            context.files.stuck_for() >= HUNG_SECONDS
-            or not context.coordination.stop(within=LAST_COMMANDS_SECONDS - HUNG_SECONDS)
-        ):
-            self.hangs = True
-            refusal = context.coordination.refusal
-            how = "does not answer" if refusal is None else f"refuses: {refusal}"
-            logger.warning("%s %s; leaving without it", context.run_dir, how)
+        self.hangs = not deregister(context)
         for message in [*context.coordination.take(), context.coordination.lasting_refusal()]:
             if isinstance(message, RunEvent):  # what was decided meanwhile: that the run is closed, for one
                 log_coordination(context.events, message, nodes=context.attempt.nodes)

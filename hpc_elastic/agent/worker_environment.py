@@ -95,6 +95,38 @@ def worker_environment(
     return env
 
 
+def shared_environment(
+    base: Mapping[str, str], *, spec: RunSpec, local_world_size: int, run_dir: str, attempt: int, tag: str
+) -> tuple[dict[str, str], frozenset[str]]:
+    """What the environments of all workers of a node have in common, in every round, and the names of the rest."""
+    environments = []
+    for number in (1, 2):  # two workers that have nothing in common that workers need not have
+        layout = RankLayout(
+            group_rank=number,
+            group_world_size=10 + number,
+            first_rank=100 * number,
+            local_world_size=local_world_size,
+            world_size=1000 + number,
+        )
+        facts = RoundFacts(
+            layout=layout,
+            round=number,
+            max_restarts=spec.max_restarts,
+            master_addr=f"10.0.0.{number}",
+            master_port=number,
+            agent_store=number == 1,
+            run_id=spec.run_id,
+            run_dir=run_dir,
+            attempt=attempt,
+            role=spec.role,
+            tag=tag,
+        )
+        environments.append(worker_environment(base, facts, local_rank=number, error_file=str(number)))
+    one, other = environments
+    shared = {name: value for name, value in one.items() if other.get(name) == value}
+    return shared, frozenset(one.keys() | other.keys()) - shared.keys()
+
+
 # Of the step that started the agents: no task of it is a worker.
 _AGENTS_OWN = ("SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_GTIDS")
 

@@ -35,7 +35,7 @@ from hpc_elastic.options.sbatch import (
 from hpc_elastic.options.table import Option, Parsed, parse
 from hpc_elastic.options.template import read_template
 from hpc_elastic.run.index import DEFAULT_RUNS_DIR
-from hpc_elastic.run.option_values import BadNodeSettings, StreamChoice
+from hpc_elastic.run.option_values import BadNodeSettings, StartMethod, StreamChoice
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, new_run_id
 
 ALL_OPTIONS = (*worker_options.OPTIONS, *job_options.OPTIONS)
@@ -219,6 +219,11 @@ def spec_fields(parsed: Parsed) -> dict[str, Any]:
     if "log_max_files" in fields and "log_max_size" not in fields:
         count = fields["log_max_files"]
         raise UsageError(f"--log-max-files {count}: nothing is rotated without a size; give --log-max-size too")
+    if "preload" in fields and fields.get("start_method") is not StartMethod.FORKSERVER:
+        raise UsageError(
+            f"--preload {','.join(fields['preload'])}: nothing is preloaded for fresh interpreters; "
+            "give --start-method forkserver too"
+        )
     return fields
 
 

@@ -25,6 +25,7 @@ from hpc_elastic.run.option_values import (
     parse_health_command,
     parse_local_ranks,
     parse_metrics,
+    parse_modules,
     parse_nproc,
     parse_positive_seconds,
     parse_rank_ranges,
@@ -32,6 +33,7 @@ from hpc_elastic.run.option_values import (
     parse_seconds,
     parse_section_timeouts,
     parse_signal,
+    parse_start_method,
     parse_std_streams,
     whole,
 )
@@ -252,8 +254,17 @@ OPTIONS = (
         help="MASTER_PORT of the workers (default: a free port)",
     ),
     Option(
-        group=Group.WORKERS, names=("--start-method",), dest="start_method", metavar="METHOD", env="PET_START_METHOD",
-        help="accepted for compatibility with torchrun; scripts are always executed, never forked",
+        group=Group.WORKERS, names=("--start-method",), dest="start_method", metavar="spawn|forkserver",
+        env="PET_START_METHOD",
+        parse=parse_start_method, field="start_method",
+        help="spawn (the default): each worker is a fresh interpreter; forkserver: on each node one process imports "
+        "the modules of --preload, and each worker is a fork of it, so that a restart imports nothing",
+    ),
+    Option(
+        group=Group.WORKERS, names=("--preload",), dest="preload", metavar="MODULES|auto",
+        parse=parse_modules, field="preload",
+        help="with --start-method forkserver: the modules, as in auto,mylib.models; auto (the default) is torch and "
+        "what workers are seen to import of it, and of the installed libraries that the script imports first",
     ),
 )  # fmt: skip
 

@@ -98,6 +98,15 @@ def _of_agent(event: AgentEvent) -> str:
             return f"the agent itself failed: {event.error} at {event.where}"
         case of_agent.HealthWarning():
             return event.check
+        case of_agent.ForkServerReady():
+            size = f"{event.rss / 2**20:.0f} MiB"
+            return f"the fork server is ready after {event.seconds:.2f} s: {event.modules} modules, {size}"
+        case of_agent.ForkServerEnded():
+            return "another fork server is started"
+        case of_agent.ForkServerGaveUp():
+            return "no fork server any more: workers are started fresh"
+        case of_agent.PreloadLeftOut():
+            return f"the fork server does without {event.module}"
         case of_agent.ClockOffset():
             ahead, bound = event.offset_ns / 1e6, event.bound_ns / 1e6
             return (
@@ -128,7 +137,8 @@ def _of_round(event: AgentEvent) -> str:
                 f"master {event.master}, {_restarts(event)}"
             )
         case of_agent.WorkersStarted():
-            text = f"{plural(len(event.pids), 'worker')} started"
+            fresh = f"; fresh, since {event.started_fresh}" if event.started_fresh else ""
+            text = f"{plural(len(event.pids), 'worker')} started{fresh}"
         case of_agent.WorkerFailed():
             how = f"{_code(event.exitcode)} ({_words(event.failure_class)})"
             text = f"rank {event.rank} failed, {how}: {event.message}"

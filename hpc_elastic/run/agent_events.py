@@ -58,6 +58,38 @@ class WorkersStarted(AgentEvent, frozen=True, kw_only=True):
     start_seconds: float | None = None
     restart_seconds: float | None = None
     """from the first order to the old workers to end, until the new ones ran; null for a node's first round"""
+    started_fresh: str = ""
+    """with `--start-method forkserver`: why they, or some of them, are no forks of the server"""
+
+
+class ForkServerReady(AgentEvent, frozen=True, kw_only=True):
+    """The fork server of this node has imported all that is preloaded."""
+
+    modules: int = 0
+    """loaded in it, the standard library's too"""
+    seconds: float = 0.0
+    """since its start"""
+    rss: int = 0
+    """its memory, bytes; its workers share these pages"""
+
+
+class ForkServerEnded(AgentEvent, frozen=True, kw_only=True):
+    """The fork server of this node is gone, or of no use any more; another one takes its place."""
+
+    reason: str = ""
+
+
+class ForkServerGaveUp(AgentEvent, frozen=True, kw_only=True):
+    """This node has no fork server from here on: workers are started fresh."""
+
+    reason: str = ""
+
+
+class PreloadLeftOut(AgentEvent, frozen=True, kw_only=True):
+    """A module can't be shared: the fork server starts anew without it."""
+
+    module: str
+    reason: str = ""
 
 
 class WorkerFailed(AgentEvent, frozen=True, kw_only=True):

@@ -68,6 +68,30 @@ def one_of(kind: type[E]) -> Callable[[str, str], E]:
     return parse
 
 
+class StartMethod(str, Enum):
+    """``--start-method``: how a worker's process comes to be."""
+
+    SPAWN = "spawn"
+    """A fresh interpreter."""
+    FORKSERVER = "forkserver"
+    """A fork of one that has imported the modules already."""
+
+
+def parse_start_method(text: str, option: str) -> StartMethod:
+    """torchrun's values; its ``fork``, of a process that is an agent here, is a fresh interpreter too."""
+    return StartMethod.SPAWN if text == "fork" else one_of(StartMethod)(text, option)
+
+
+def parse_modules(text: str, option: str) -> tuple[str, ...]:
+    """``auto,mylib.models``: modules by their dotted names."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names or not all(part.isidentifier() for name in names for part in name.split(".")):
+        raise UsageError(
+            f"{option} {text!r}: give modules separated by commas, such as auto,mylib.models, or auto alone"
+        )
+    return names
+
+
 class GrowPolicy(str, Enum):
     """``--grow``: when a node that waits is taken into a healthy round that is smaller than MAX."""
 

@@ -4,6 +4,7 @@
 
     <runs>/<run-id>/                     0700
       run.json                           what was asked for (run/spec.py): immutable
+      preload.json                       what the fork servers import (run/preload.py)
       secret                             0600: authenticates notifications (store/notifier.py)
       job.sbatch  job.log                the exact script, and what the batch host printed (appended by every attempt)
       nodes.json                         what speaks against nodes, and which are left out (run/node_records.py)
@@ -136,6 +137,10 @@ class RunPaths(Struct, frozen=True):
     @property
     def run_json(self) -> Path:
         return self.root / "run.json"
+
+    @property
+    def preload(self) -> Path:
+        return self.root / "preload.json"
 
     @property
     def secret(self) -> Path:

@@ -27,6 +27,7 @@ from hpc_elastic.run.option_values import (
     RankRanges,
     RequeueChoice,
     SectionTimeouts,
+    StartMethod,
     StreamChoice,
     parse_bad_nodes,
     parse_health_checks,
@@ -36,6 +37,7 @@ from hpc_elastic.run.option_values import (
     parse_std_streams,
     rdzv_values,
 )
+from hpc_elastic.run.preload import AUTO
 from hpc_elastic.worker_api.restart_group import RestartWith
 
 
@@ -100,6 +102,9 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     max_restarts: int = 3
     """Rounds per attempt that may follow a worker's failure, wherever it happened."""
     restart_policy: RestartWith = RestartWith.PROCESSES
+    start_method: StartMethod = StartMethod.SPAWN
+    preload: tuple[str, ...] = (AUTO,)
+    """For FORKSERVER: the modules that are imported once on each node."""
     max_requeues: int = 3
     """Attempts after the first one."""
     max_same_failures: int = 2

@@ -214,7 +214,7 @@ def start_worker(
     opened: list[int] = []
     try:
         try:
-            stdout_r, stdout_w, stderr_r, stderr_w = _output_pipes(opened, pipe_bytes)
+            stdout_r, stdout_w, stderr_r, stderr_w = output_pipes(opened, pipe_bytes)
             error_r, error_w = os.pipe()
             opened += (error_r, error_w)
             pid = _fork_worker(argv, dict(env), cwd, inherited, stdout_w, stderr_w, error_w)
@@ -272,7 +272,7 @@ def _shortage(error: OSError) -> str:
     return f"{error.strerror} (too many processes or open files?)"
 
 
-def _output_pipes(opened: list[int], pipe_bytes: int) -> tuple[int, int, int, int]:
+def output_pipes(opened: list[int], pipe_bytes: int) -> tuple[int, int, int, int]:
     fds: list[int] = []
     for _ in range(2):
         read_end, write_end = os.pipe()

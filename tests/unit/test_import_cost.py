@@ -102,9 +102,17 @@ def test_what_an_agent_may_need_is_imported_at_its_start() -> None:
 DEF = (ast.FunctionDef, ast.AsyncFunctionDef)
 NOT_AT_WORK = ("hpc_elastic.cli",)
 """What they import in functions, agents need at their start, or never."""
-RARELY_NEEDED = {"psutil", "base64", "concurrent.futures", "importlib.util", "traceback", "shutil"}
-"""By the health check; for thousands of nodes; for another Python than the agent's own; loaded by `logging`; the
-guardian's, for its very last duty."""
+RARELY_NEEDED = {
+    "hpc_elastic.agent.fork_server",
+    "psutil",
+    "base64",
+    "concurrent.futures",
+    "importlib.util",
+    "traceback",
+    "shutil",
+}
+"""At an agent's start, for a run that asks for it; by the health check; for thousands of nodes; for another Python than
+the agent's own; loaded by `logging`; the guardian's, for its very last duty."""
 
 
 def imported_in(function: ast.AST) -> Iterator[str]:

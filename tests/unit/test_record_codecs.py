@@ -38,6 +38,7 @@ from hpc_elastic.run.index import JobEntry
 from hpc_elastic.run.node_records import NodeRecord
 from hpc_elastic.run.node_score import Evidence
 from hpc_elastic.run.option_values import BadNodeSettings
+from hpc_elastic.run.preload import Preload
 from hpc_elastic.run.spec import RunSpec, load_run_spec
 from hpc_elastic.submission import call
 from hpc_elastic.submission.call import CallTerms
@@ -191,6 +192,13 @@ def spec_there_and_back(record: RunSpec, folder: Path) -> RunSpec:
     return load_run_spec(folder / "file.json")
 
 
+def preload_there_and_back(record: Preload, folder: Path) -> Preload:
+    record.save(folder / "file.json")
+    found = codec.load(folder / "file.json", Preload)
+    assert isinstance(found, Preload)
+    return found
+
+
 def attempt_there_and_back(record: AttemptInfo, folder: Path) -> AttemptInfo:
     record.save(folder / "file.json")
     return load_attempt(folder / "file.json")
@@ -262,6 +270,7 @@ OWN_WAYS: dict[type, Callable[[Any, Path], Any]] = {
     RestartGroupReport: report_there_and_back,
     RoundRecord: record_there_and_back,
     RunSpec: spec_there_and_back,
+    Preload: preload_there_and_back,
     StoredResult: result_there_and_back,
     WorkerFailure: failure_there_and_back,
 }

@@ -26,7 +26,7 @@ TRAVELS_AS = {
     "srun_args": "srun_args",
 }
 """`Option.dest` → the field, where they differ in name or in kind."""
-STAYS = {"run_path", "start_method"}
+STAYS = {"run_path"}
 """Of the workers' options: accepted as torchrun's, and without effect."""
 DECIDED = {"array", "cluster", "created_ns", "max_nodes", "min_nodes", "uid"}
 """Fields that no single option gives here: `slurm_job` puts the array's tasks in."""
@@ -43,6 +43,7 @@ VALUES = {
     "metrics": "jsonl:/tmp/figures",
     "nproc_per_node": "7",
     "preemption_signal": "USR1",
+    "preload": "auto,json",
     "python": "/opt/python",
     "rdzv_conf": "timeout=77",
     "redirects": "3",
@@ -54,7 +55,7 @@ VALUES = {
     "tee": "3",
 }
 """Of options whose metavar does not say what they take."""
-TOGETHER = {"log_max_files": ("--log-max-size=5G",)}
+TOGETHER = {"log_max_files": ("--log-max-size=5G",), "preload": ("--start-method=forkserver",)}
 DERIVED = {"segment": "2"}
 TRAVELLING = [
     option

@@ -1,0 +1,499 @@
+"""The fork server of one node, seen from its agent: started, heard, asked for workers, and replaced where it ends.
+
+All calls from the agent's main thread::
+
+    server.begin()                    # at the agent's start: it imports while the rendezvous is under way
+    …                                 # server.handle() whenever server.fileno() is readable, and at server.due
+    server.is_awaited                 # workers that are to be started had better wait for it
+    server.fork(requests)             # a process for each request; None where a fresh start is to be made
+
+What the server does is in `hpc_elastic.workers.fork_server`. Whatever becomes of it costs a fresh start at most:
+`why_fresh` holds the reason, and `fork_server_states` every way from one state to another.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import select
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from hpc_elastic.agent.fork_request import ForkRequest, PendingFork
+from hpc_elastic.agent.fork_server_states import (
+    MOST_STARTS,
+    NoForkServer,
+    ServerEvent,
+    ServerState,
+    next_state,
+    why_given_up,
+)
+from hpc_elastic.agent.script_text import late_settings, top_level_imports
+from hpc_elastic.agent.worker_environment import shared_environment
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.file_executor import FileExecutor
+from hpc_elastic.run.agent_events import ForkServerEnded, ForkServerGaveUp, ForkServerReady, PreloadLeftOut
+from hpc_elastic.run.event_types import AgentEvent
+from hpc_elastic.run.paths import AttemptPaths, RunPaths
+from hpc_elastic.run.preload import Preload, preload_for
+from hpc_elastic.run.spec import EntryKind, RunSpec
+from hpc_elastic.workers import fork_server as program
+from hpc_elastic.workers.linux import oom_kill_count
+from hpc_elastic.workers.spawn import Inherited, WorkerProcess, pipe_bytes_for
+
+logger = logging.getLogger(__name__)
+
+IMPORT_SECONDS = 120.0
+"""For one module: 44 to 78 s have been reported for a cold import of torch from Lustre."""
+FORK_SECONDS = 2.0
+"""For all workers of a node, from the request until each is at its gate; one of torch's size takes 0.03 s."""
+_MODULES_IN_ONE = 1000
+_LOG_SECONDS = 2.0
+_LONGEST_SCRIPT = 1 << 20
+_END_SECONDS = 1.0
+
+
+class Launch(Struct, frozen=True, kw_only=True):
+    """What a server is started with: all that its workers have in common."""
+
+    argv: Sequence[str]
+    """Of each worker: interpreter, ``-u``, script or ``-m`` module, arguments."""
+    environ: Mapping[str, str]
+    """Of each worker, without what differs between ranks or rounds."""
+    watched: Sequence[str]
+    """The names of the variables that do."""
+    cwd: str
+    inherited: Inherited
+    folder: Path | None
+    """Node-local, the agent's own; None: there is none, and so no server."""
+    log_path: Path
+    """For what the server itself prints."""
+    pipe_bytes: int
+    """Capacity of each worker's output pipes."""
+    preload_path: Path | None = None
+    """Where what is learned is kept."""
+    refusal: str = ""
+    """Why these workers can't be forks; "" where they can."""
+
+
+class ForkServer(NoForkServer):
+    """One agent's. None of the methods waits but `fork`, for `FORK_SECONDS` at most."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        preload: Preload,
+        *,
+        clock: Clock,
+        files: FileExecutor,
+        write_event: Callable[[AgentEvent], object],
+        import_seconds: float = IMPORT_SECONDS,
+    ) -> None:
+        self._launch = launch
+        self.preload = preload
+        self._clock = clock
+        self._files = files
+        self._write_event = write_event
+        self._import_seconds = import_seconds
+        self.state = ServerState.OFF
+        self.why_fresh = ""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._readable = select.epoll()  # the same descriptor while servers come and go
+        self._module = ""
+        self._since = 0.0
+        self._began = 0.0
+        self._starts = 0
+        self._has_failed_start = False
+        self._oom_kills = 0
+        self._has_remarked = False
+        self._keeps_learned = False
+        """Whether this node has group rank 0: one node writes down what is learned."""
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    def fileno(self) -> int:
+        """Readable when there is something to `handle`. The same until `close`."""
+        return self._readable.fileno()
+
+    @property
+    def due(self) -> float | None:
+        return self._since + self._import_seconds if self.state is ServerState.IMPORTING else None
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether workers should wait for the import that is under way: not after a server that has failed."""
+        return self.state is ServerState.IMPORTING and not self._has_failed_start
+
+    # -- the server's life ---------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        why = self._launch.refusal or why_given_up(self.preload, starts=self._starts)
+        if why:
+            pass
+        elif self._launch.folder is None:
+            why = "no folder on this node can be written"
+        elif not self._launch.inherited.subreaper:
+            why = "this system refuses to make the agent the parent of its orphaned descendants"
+        if not why:
+            try:
+                self._start(self._launch.folder)
+            except OSError as error:
+                why = f"it can't be started: {error}"
+        if why:
+            self.state = next_state(self.state, ServerEvent.GIVE_UP)
+            self.why_fresh = f"there is no fork server: {why}"
+            logger.warning("no fork server any more, workers are started fresh: %s", why)
+            self._write_event(ForkServerGaveUp(reason=why))
+            return
+        self.state = next_state(self.state, ServerEvent.BEGIN)
+        self._since = self._began = self._clock.monotonic()
+        self._module = ""
+        self._starts += 1
+        wanted = self.preload.wanted
+        for start in range(0, len(wanted), _MODULES_IN_ONE):
+            self._send(
+                {
+                    "do": "import",
+                    "modules": wanted[start : start + _MODULES_IN_ONE],
+                    "watched": list(self._launch.watched) if not start else [],
+                    "left_out": list(self.preload.left_out) if not start else [],
+                    "given": list(self.preload.modules),
+                    "auto": self.preload.is_auto,
+                    "roots": top_level_imports(self._script()) if self.preload.is_auto and not start else [],
+                }
+            )
+
+    def _start(self, folder: Path | None) -> None:
+        assert folder is not None
+        launch, inherited = self._launch, self._launch.inherited
+        (folder / "sitecustomize.py").write_bytes(Path(program.__file__).read_bytes())
+        (folder / "__pycache__").touch()  # a file: where Python would make a folder, which nobody removes
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+            log = self._files.do(lambda: os.open(launch.log_path, flags, 0o600), within=_LOG_SECONDS)
+        except OSError:
+            log = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        limits = {"RLIMIT_CORE": inherited.core_limit}
+        if inherited.file_limit is not None:
+            limits["RLIMIT_NOFILE"] = inherited.file_limit
+        given = launch.environ.get("PYTHONPATH")
+        config = {
+            "stage": 1,
+            "fd": theirs.fileno(),
+            "log": log,
+            "agent": os.getpid(),
+            "argv": list(launch.argv),
+            "cwd": launch.cwd,
+            "umask": inherited.umask,
+            "limits": limits,
+            "pythonpath": given,
+            "folder": folder_of(launch.argv, launch.cwd),
+        }
+        pipe = os.pipe()  # as a worker's output is, until the server has its log there
+        try:
+            self._process = subprocess.Popen(
+                [launch.argv[0], "-u", "-c", "pass"],
+                stdin=subprocess.DEVNULL,
+                stdout=pipe[1],
+                stderr=pipe[1],
+                pass_fds=(theirs.fileno(), log),
+                env={
+                    **launch.environ,
+                    "PYTHONPATH": str(folder) if given is None else f"{folder}:{given}",
+                    program.CONFIG: json.dumps(config),
+                },
+                start_new_session=True,
+                preexec_fn=_default_signals,
+            )
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+            for fd in (log, *pipe):
+                os.close(fd)
+        ours.setblocking(False)
+        self._readable.register(ours, select.EPOLLIN)
+        self._control = ours
+        self._oom_kills = oom_kill_count() or 0
+
+    def handle(self) -> None:
+        while self._control is not None:
+            try:
+                raw = self._control.recv(program.MESSAGE_LIMIT)
+            except BlockingIOError:
+                break
+            except OSError:
+                raw = b""
+            if raw:
+                self._heard(json.loads(raw))
+            else:
+                self._replace(ServerEvent.ENDED, self._how_it_ended())
+        if self.due is not None and self._clock.monotonic() >= self.due:
+            what = f"the import of {self._module}" if self._module else "its start"
+            self._replace(ServerEvent.HANGS, f"{what} has taken {self._import_seconds:g} s")
+
+    def _heard(self, message: Mapping[str, Any]) -> None:
+        what = message["is"]
+        if what == "importing":
+            self._module, self._since = str(message["module"]), self._clock.monotonic()
+            self.state = next_state(self.state, ServerEvent.IMPORTS)
+        elif what == "ready":
+            self._is_ready(message)
+        elif what == "unfit":
+            module, why = str(message["module"]), str(message["why"])
+            logger.info("the fork server starts anew without %s: %s", module, why)
+            self._write_event(PreloadLeftOut(module=module, reason=why))
+            self._replace(ServerEvent.UNFIT, "", leave_out=(module, why))
+        elif what == "stale":
+            self._replace(ServerEvent.STALE, f"{message['path']} has changed since it was imported")
+        elif what == "learned":
+            self._keep(self.preload.with_learned([str(name) for name in message["modules"]]))
+
+    def _is_ready(self, message: Mapping[str, Any]) -> None:
+        is_first = not self.why_fresh and self.state is ServerState.IMPORTING
+        self.state = next_state(self.state, ServerEvent.IMPORTED)
+        self._module, self.why_fresh, self._has_failed_start = "", "", False
+        seconds = self._clock.monotonic() - self._began
+        if is_first:
+            logger.info("the fork server is ready: %d modules, %.2f s", message["modules"], seconds)
+        for name, why in message["failed"].items():
+            if name in self.preload.modules:
+                logger.warning("--preload: %s can't be imported: %s", name, why)
+        if not self._has_remarked:
+            self._has_remarked = True
+            for line in late_settings(self._script(), imported=message["imported"], reads=message["reads"]):
+                logger.warning("%s: %s", self._launch.argv[2], line)
+        self._write_event(ForkServerReady(modules=message["modules"], seconds=round(seconds, 3), rss=message["rss"]))
+
+    def _how_it_ended(self) -> str:
+        code = None
+        if self._process is not None:
+            try:
+                code = self._process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                pass
+        how = "" if code is None else f" with {signal.Signals(-code).name if code < 0 else f'exit code {code}'}"
+        if code == -signal.SIGKILL and (oom_kill_count() or 0) > self._oom_kills:
+            how += ", killed by the kernel for the memory limit"
+        return f"the fork server ended{how}" + (f" while it imported {self._module}" if self._module else "")
+
+    def _replace(self, event: ServerEvent, why: str, *, leave_out: tuple[str, str] | None = None) -> None:
+        """End this server, and begin the next one, without the module that was at fault."""
+        was_importing = self.state is ServerState.IMPORTING
+        self.state = next_state(self.state, event)
+        self._end()
+        if event in (ServerEvent.ENDED, ServerEvent.HANGS) and was_importing:
+            self._has_failed_start = True
+            if self._module:
+                leave_out = (self._module, why)
+            else:
+                self._starts = MOST_STARTS  # not even a start: the next one would do no better
+        if leave_out is not None:
+            self._keep(self.preload.without(*leave_out))
+        if why:
+            self.why_fresh = why
+            logger.warning("%s; a new one is started", why)
+            self._write_event(ForkServerEnded(reason=why))
+        self.begin()
+
+    def _script(self) -> str:
+        """The script's text; of a module nothing."""
+        path = script_of(self._launch.argv, self._launch.cwd)
+
+        def read() -> str:
+            with open(path, encoding="utf-8", errors="replace") as file:
+                return file.read(_LONGEST_SCRIPT)
+
+        try:
+            return self._files.do(read, within=_LOG_SECONDS) if path else ""
+        except OSError:
+            return ""
+
+    def _keep(self, preload: Preload) -> None:
+        self.preload, path = preload, self._launch.preload_path
+        if self._keeps_learned and path is not None:
+            self._files.post(lambda: preload.save(path))
+
+    def close(self) -> None:
+        self._end()
+        self._readable.close()
+
+    def _end(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+        if self._process is None:
+            return
+        self._process.kill()
+        try:
+            self._process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass  # in the kernel's hands; it dies when they open, or with the agent
+        self._process = None
+
+    def _send(self, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
+        assert self._control is not None
+        try:
+            socket.send_fds(self._control, [json.dumps(message).encode()], list(fds))
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # it has ended: `handle` finds out
+
+    # -- workers -------------------------------------------------------------------------------------------------
+
+    def fork_workers(self, environments: Sequence[Mapping[str, str]]) -> list[WorkerProcess | None]:
+        """Fork a worker with each of `environments`; None where it is to be started fresh. The reason is logged."""
+        self._keeps_learned = bool(environments) and environments[0].get("GROUP_RANK") == "0"
+        found = self.fork([ForkRequest(env=env, learn=not index) for index, env in enumerate(environments)])
+        if self.why_fresh:
+            logger.warning("workers are started fresh: %s", self.why_fresh)
+        return found
+
+    def fork(self, requests: Sequence[ForkRequest]) -> list[WorkerProcess | None]:
+        """Fork a worker for each of `requests`.
+
+        Returns:
+            In their order; None where it is to be started fresh, `why_fresh` says why.
+        """
+        if not requests:
+            return []
+        self.handle()
+        if self.state is not ServerState.READY:
+            if not self.why_fresh:
+                self.why_fresh = "the fork server is not ready yet"
+            return [None] * len(requests)
+        pending = [PendingFork(request, self._launch.pipe_bytes, self._clock) for request in requests]
+        try:
+            for each in pending:
+                self._ask(each)
+            found = self._gather(pending)
+        finally:
+            for each in pending:
+                each.close()
+        if any(process is not None for process in found):
+            self._starts = 0
+        return found
+
+    def _ask(self, each: PendingFork) -> None:
+        base = self._launch.environ
+        message = {
+            "do": "fork",
+            "set": {name: value for name, value in each.request.env.items() if base.get(name) != value},
+            "unset": [name for name in base if name not in each.request.env],
+            "learn": each.request.learn and self.preload.is_auto,
+        }
+        try:
+            each.open()
+            self._send(message, each.theirs)
+        except OSError as error:
+            each.why = f"the fork server can't be asked: {error.strerror}"
+        each.close_theirs()
+
+    def _gather(self, pending: Sequence[PendingFork]) -> list[WorkerProcess | None]:
+        deadline = self._clock.monotonic() + FORK_SECONDS
+        poll = select.poll()
+        waiting = {each.gate.fileno(): each for each in pending if each.gate is not None and not each.why}
+        for fd in waiting:
+            poll.register(fd, select.POLLIN)
+        while waiting and (left := deadline - self._clock.monotonic()) > 0:
+            for fd, _ in poll.poll(left * 1000):
+                poll.unregister(fd)
+                waiting.pop(fd).hear()
+        for each in waiting.values():
+            each.why = f"the fork server has not answered for {FORK_SECONDS:g} s"
+        found = [each.take() for each in pending]
+        self.why_fresh = next((each.why for each in pending if each.why), "")
+        self.handle()
+        if waiting and self.state is ServerState.READY:
+            self._replace(ServerEvent.HANGS, self.why_fresh)
+        return found
+
+
+def fork_server_for(
+    spec: RunSpec,
+    *,
+    environ: Mapping[str, str],
+    local_world_size: int,
+    inherited: Inherited,
+    folder: Path | None,
+    paths: AttemptPaths,
+    node: int,
+    tag: str,
+    clock: Clock,
+    files: FileExecutor,
+    write_event: Callable[[AgentEvent], object],
+) -> ForkServer:
+    """The fork server of a run's node.
+
+    Args:
+        spec: The run's.
+        environ: What the workers' environments are made of.
+        local_world_size: Workers on this node.
+        inherited, folder: As `Launch`'s.
+        paths: The attempt's.
+        node: Its index.
+        tag: The agent's, which its workers carry.
+        clock, files, write_event: As `ForkServer`'s.
+    """
+    run_dir = paths.root.parent
+    shared, watched = shared_environment(
+        environ,
+        spec=spec,
+        local_world_size=local_world_size,
+        run_dir=str(run_dir),
+        attempt=paths.number,
+        tag=tag,
+    )
+    preload_path = RunPaths(run_dir).preload
+    refusal = "the workers run in a container" if spec.container is not None else ""
+    if spec.entrypoint.kind is EntryKind.COMMAND:
+        refusal = "the workers run a command, not a Python script"
+    return ForkServer(
+        Launch(
+            argv=spec.entrypoint.argv(),
+            environ=shared,
+            watched=sorted(watched),
+            cwd=spec.cwd,
+            inherited=inherited,
+            folder=folder,
+            log_path=paths.root / f"fork-server-{node:05d}.log",
+            pipe_bytes=pipe_bytes_for(local_world_size),
+            preload_path=preload_path,
+            refusal=refusal,
+        ),
+        preload_for(spec.preload, preload_path),
+        clock=clock,
+        files=files,
+        write_event=write_event,
+    )
+
+
+def script_of(argv: Sequence[str], cwd: str) -> str:
+    """The script's path; for a module, which is not looked for, ""."""
+    return "" if argv[2] == "-m" else os.path.join(cwd, argv[2])
+
+
+def folder_of(argv: Sequence[str], cwd: str) -> str:
+    """What a worker has as ``sys.path[0]``."""
+    return cwd if argv[2] == "-m" else os.path.dirname(os.path.realpath(os.path.join(cwd, argv[2])))
+
+
+def _default_signals() -> None:
+    """Between fork and exec: what a nohup or the agent ignores is not ignored by the workers."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        try:
+            signal.signal(number, signal.SIG_DFL)
+        except (OSError, ValueError):
+            continue
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())

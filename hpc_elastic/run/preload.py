@@ -1,0 +1,54 @@
+"""What a run's fork servers import: given by the user, learned from workers, left out; `preload.json`, one of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from hpc_elastic.base import codec
+from hpc_elastic.base.files import Unreadable
+
+AUTO = "auto"
+"""Of ``--preload``: torch, and what workers are seen to import of it and of the libraries that the script names."""
+
+
+class Preload(Struct, frozen=True, kw_only=True):
+    """What a server imports."""
+
+    modules: tuple[str, ...]
+    """Given by the user; torch for ``auto``."""
+    learned: tuple[str, ...] = ()
+    """Which workers of earlier rounds were seen to import."""
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Module → why it can't be shared."""
+    is_auto: bool = False
+
+    def without(self, module: str, why: str) -> Preload:
+        """The same, and `module` is left out."""
+        return replace(self, left_out={**self.left_out, module: why})
+
+    def with_learned(self, modules: Sequence[str]) -> Preload:
+        """The same, with what a worker was seen to import."""
+        return replace(self, learned=tuple(dict.fromkeys((*self.learned, *modules))))
+
+    @property
+    def wanted(self) -> list[str]:
+        """In the order of their import."""
+        return [name for name in dict.fromkeys((*self.modules, *self.learned)) if name not in self.left_out]
+
+    def save(self, path: Path) -> None:
+        """Write preload.json."""
+        codec.save(path, self, durable=False)
+
+
+def preload_for(modules: Sequence[str], path: Path) -> Preload:
+    """What ``--preload MODULES`` stands for, with what is kept of earlier attempts in preload.json."""
+    is_auto = AUTO in modules
+    names = tuple("torch" if name == AUTO else name for name in modules)
+    kept = codec.load(path, Preload)
+    if not is_auto or isinstance(kept, Unreadable):
+        return Preload(modules=names, is_auto=is_auto)
+    return replace(kept, modules=names, is_auto=True)

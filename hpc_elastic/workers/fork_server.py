@@ -1,0 +1,498 @@
+"""The fork server: a Python interpreter that has imported what the workers need, and of which each worker is a fork.
+
+Run by the workers' interpreter, which may lack this package: this file needs the standard library alone. The agent puts
+a copy of it as ``sitecustomize.py`` into a node-local folder, and that folder into PYTHONPATH; so it runs inside the
+start of an interpreter, after its ``site`` and before its script. There the server waits. A worker is a fork that
+returns from here: the interpreter goes on with its start, and *is* ``python -u script args``, with the command line,
+``__main__``, ``sys.path[0]``, exit code and tracebacks of a fresh one.
+
+In two stages, since a script must never run in the server's place. The first runs ``-u -c pass``: an interpreter that
+leaves this file out ends at once. The second executes the same interpreter with the workers' command line.
+
+Each worker is forked twice: its parent, which ends at once, leaves it to the agent, which reaps orphaned descendants.
+So the agent has its pidfd and exact exit status. The worker waits at its gate until the agent lets it go: one that the
+agent has given up ends there, whatever happened to the server meanwhile.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import gc
+import importlib
+import importlib.util
+import json
+import mmap
+import os
+import resource
+import select
+import signal
+import socket
+import struct
+import sys
+import time
+import types
+import warnings
+from collections.abc import Iterable
+from typing import Any, ClassVar, NoReturn
+
+CONFIG = "HPC_ELASTIC_FORK_SERVER"
+MESSAGE_LIMIT = 200_000
+"""Bytes of one message; a socket takes 212992 by default."""
+_PR_SET_PDEATHSIG = 1
+_BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+"""Slurm sends TERM to every process of a step. Blocked, not ignored: the dispositions stay a fresh start's."""
+_OWN = "HPC_ELASTIC_"
+_WHEN_TORCH_IS_IMPORTED = "hpc_elastic.worker_api.flight_recorder"
+"""Its `start` is called at the end of ``import torch``, and does nothing in the server, which is no worker."""
+_NAMES_BYTES = 1 << 20
+_FIRST_LOOK_S, _LONGEST_LOOK_S = 1.0, 30.0
+_THREADS_END_S = 0.2
+_REPARENT_S = 0.0005
+
+
+class _WatchedEnviron(os._Environ):  # type: ignore[type-arg]  # of the standard library
+    """`os.environ` while modules are imported: notes which variables are read, by which entry of the preload."""
+
+    reads: ClassVar[dict[str, str]] = {}
+    entry = ""
+
+    def __getitem__(self, key: str) -> str:
+        # Not bytes, which subprocess tries first; and what this package reads for a worker it reads again there.
+        if self.entry and isinstance(key, str) and not key.startswith(_OWN):
+            self.reads.setdefault(key, self.entry)
+        value: str = super().__getitem__(key)
+        return value
+
+
+class _Recorder:
+    """First in a worker's ``sys.meta_path``: notes the names of the modules that are looked for, in shared memory.
+
+    It is asked once for each module that is not loaded yet, and finds none.
+    """
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self._memory, self._pid, self._end = memory, os.getpid(), 4
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        """Note `name`; a process that the worker forks notes nothing."""
+        line = name.encode("utf-8", "replace") + b"\n"
+        if os.getpid() == self._pid and self._end + len(line) <= _NAMES_BYTES:
+            self._memory[self._end : self._end + len(line)] = line
+            self._end += len(line)
+            self._memory[:4] = struct.pack("=I", self._end)
+
+
+def main(config: dict[str, Any]) -> None:
+    """Serve until the agent has gone. Returns in a worker alone."""
+    if config["stage"] == 1:
+        _execute(config)
+    libc = ctypes.CDLL(None, use_errno=True)
+    _end_with_parent(libc, config["agent"])
+    for fd in (1, 2):  # pipes until here, as a worker's are: a file object finds out once whether it can seek
+        os.dup2(config["log"], fd)
+    os.close(config["log"])
+    signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
+    _forget_this_file(config)
+    server = ForkServer(socket.socket(fileno=config["fd"]), config, libc)
+    if not server.run():
+        os._exit(0)
+
+
+def _execute(config: dict[str, Any]) -> NoReturn:
+    """Become the second stage: the interpreter that this is, with the flags that a wrapper may have added."""
+    given = list(getattr(sys, "orig_argv", [config["argv"][0], "-u", "-c", "pass"]))
+    if given[-3:] != ["-u", "-c", "pass"]:
+        print(f"fork server: started as {given}", file=sys.stderr)
+        os._exit(3)
+    os.environ[CONFIG] = json.dumps({**config, "stage": 2})
+    os.chdir(config["cwd"])
+    os.umask(config["umask"])
+    for name, limits in config["limits"].items():
+        resource.setrlimit(getattr(resource, name), tuple(limits))
+    os.execv(sys.executable, given[:-3] + config["argv"][1:])
+
+
+def _end_with_parent(libc: Any, agent: int) -> None:
+    libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != agent:
+        os._exit(0)
+
+
+def _forget_this_file(config: dict[str, Any]) -> None:
+    """Leave no trace in the environment and in sys.path, and run the site's own sitecustomize."""
+    folder = os.path.dirname(os.path.abspath(__file__))
+    os.environ.pop(CONFIG, None)
+    if config["pythonpath"] is None:
+        os.environ.pop("PYTHONPATH", None)
+    else:
+        os.environ["PYTHONPATH"] = config["pythonpath"]
+    sys.path[:] = [entry for entry in sys.path if entry != folder]
+    sys.path_importer_cache.pop(folder, None)
+    own = sys.modules.pop("sitecustomize", None)
+    try:
+        importlib.import_module("sitecustomize")
+    except ImportError as error:
+        if error.name != "sitecustomize":
+            sys.excepthook(*sys.exc_info())
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+    # The import system takes this file's own module out of there, once it is done with it.
+    sys.modules.setdefault("sitecustomize", own or types.ModuleType("sitecustomize"))
+
+
+class ForkServer:
+    """Imports, looks at itself, and forks."""
+
+    def __init__(self, control: socket.socket, config: dict[str, Any], libc: Any) -> None:
+        self._control = control
+        self._config = config
+        self._libc = libc
+        self._queue: list[str] = []
+        """What is to be imported, first in the list first."""
+        self._watched: set[str] = set()
+        """Variables that differ between workers, or between rounds."""
+        self._left_out: set[str] = set()
+        self._imported: list[str] = []
+        self._failed: dict[str, str] = {}
+        self._given: set[str] = set()
+        """Not learned from a worker, which has tried the same import."""
+        self._missing: set[str] = set()
+        self._files: dict[str, tuple[int, int] | None] = {}
+        self._is_auto = False
+        self._roots: list[str] = []
+        """What the script's top-level imports name."""
+        self._memory: mmap.mmap | None = None
+        self._noted = 0
+        self._look, self._due = _FIRST_LOOK_S, 0.0
+        self._baseline = _descriptors()
+        self._is_announced = False
+
+    def run(self) -> bool:
+        """Answer the agent, and import between its messages. True: in a worker; False: the agent has gone."""
+        self._control.setblocking(False)
+        self._send({"is": "hello"})
+        poll = select.poll()
+        poll.register(self._control, select.POLLIN)
+        while True:
+            wait = 0.0 if self._queue else None
+            if wait is None and self._memory is not None:
+                wait = max(0.0, self._due - time.monotonic())
+            if poll.poll(None if wait is None else wait * 1000):
+                message, fds = self._receive()
+                if message is None:
+                    return False
+                if self._handle(message, fds):
+                    return True
+            elif self._queue:
+                if not self._import_next(self._queue.pop(0)):
+                    return False
+                if not self._queue:
+                    self._settle()
+            else:
+                self._learn()
+
+    # -- messages ------------------------------------------------------------------------------------------------
+
+    def _receive(self) -> tuple[dict[str, Any] | None, list[int]]:
+        fds = array.array("i")
+        try:
+            raw, ancillary, _, _ = self._control.recvmsg(MESSAGE_LIMIT, socket.CMSG_SPACE(4 * fds.itemsize), _CLOEXEC)
+        except OSError:
+            return None, []
+        for level, kind, data in ancillary:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+        return (json.loads(raw), list(fds)) if raw else (None, [])
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            self._control.send(json.dumps(message).encode())
+        except OSError:
+            pass  # the agent has gone, or does not read: the next receive finds out
+
+    def _handle(self, message: dict[str, Any], fds: list[int]) -> bool:
+        if message["do"] == "import":
+            self._watched |= set(message.get("watched", ()))
+            self._left_out |= set(message.get("left_out", ()))
+            self._given |= set(message.get("given", ()))
+            self._is_auto = self._is_auto or bool(message.get("auto"))
+            self._roots += message.get("roots", ())
+            self._queue += [name for name in message["modules"] if name not in self._left_out]
+            if not self._queue:
+                self._settle()
+            return False
+        why = self._why_not(message)
+        if not why:
+            is_learning = bool(message.get("learn")) and self._is_auto
+            if is_learning:
+                self._memory, self._noted = mmap.mmap(-1, _NAMES_BYTES), 4
+                self._look, self._due = _FIRST_LOOK_S, time.monotonic() + _FIRST_LOOK_S
+            try:
+                if self._fork(message, fds, is_learning=is_learning):
+                    return True
+            except OSError as error:
+                why = f"fork: {error.strerror}"
+        if why:
+            _tell(fds[2], {"why": why})
+        for fd in fds:
+            os.close(fd)
+        return False
+
+    def _why_not(self, message: dict[str, Any]) -> str:
+        """Why no worker can be forked; "" where one can."""
+        for path, known in self._files.items():
+            if _state_of(path) != known:
+                self._send({"is": "stale", "path": path})
+                return f"{path} has changed since it was imported"
+        reads = _WatchedEnviron.reads
+        for name, value in [*message["set"].items(), *((name, None) for name in message["unset"])]:
+            if name in reads and os.environ.get(name) != value:
+                return f"{reads[name]} reads {name} when it is imported, which differs for this worker"
+        return ""
+
+    # -- workers -------------------------------------------------------------------------------------------------
+
+    def _fork(self, message: dict[str, Any], fds: list[int], *, is_learning: bool) -> bool:
+        """Fork one worker. Returns True in it."""
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+            return False
+        between = os.getpid()
+        try:
+            if os.fork():
+                os._exit(0)
+        except OSError as error:
+            _tell(fds[2], {"why": f"fork: {error.strerror}"})
+            os._exit(1)
+        try:
+            self._become_worker(message, fds, between, is_learning=is_learning)
+        except BaseException as error:
+            _tell(fds[2], {"why": repr(error)})
+            os._exit(127)
+        return True
+
+    def _become_worker(self, message: dict[str, Any], fds: list[int], between: int, *, is_learning: bool) -> None:
+        os.setsid()
+        while os.getppid() == between:
+            time.sleep(_REPARENT_S)
+        _end_with_parent(self._libc, self._config["agent"])
+        self._control.close()
+        stdout, stderr, gate = fds
+        os.dup2(stdout, 1)
+        os.dup2(stderr, 2)
+        for fd in (stdout, stderr):
+            os.close(fd)
+        os.chdir(self._config["cwd"])
+        for name in message["unset"]:
+            os.environ.pop(name, None)
+        os.environ.update(message["set"])
+        _renew_seeds()
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        with socket.socket(fileno=gate) as channel:
+            channel.send(json.dumps({"pid": os.getpid()}).encode())
+            if channel.recv(1) != b"g":
+                os._exit(0)  # the agent has given this worker up, and maybe started another in its place
+        if _WHEN_TORCH_IS_IMPORTED in sys.modules:
+            sys.modules[_WHEN_TORCH_IS_IMPORTED].start()
+        if is_learning and self._memory is not None:
+            sys.meta_path.insert(0, _Recorder(self._memory))
+
+    # -- imports -------------------------------------------------------------------------------------------------
+
+    def _import_next(self, name: str) -> bool:
+        """Import one module, and look what it did. Returns False where the server is to be started anew without it."""
+        if name in sys.modules:
+            return True
+        self._is_announced = False
+        self._send({"is": "importing", "module": name})
+        self._import(name)
+        why = self._find_fault() or self._failed.get(name, "")
+        if why == self._failed.get(name) and (name not in self._given or name in self._missing):
+            return True  # a worker's own try fails the same way
+        if not why:
+            return True
+        self._send({"is": "unfit", "module": name, "why": why})
+        return False
+
+    def _import(self, name: str) -> None:
+        # Where a worker looks: beside its script, or in its working directory.
+        sys.path.insert(0, self._config["folder"])
+        before, _WatchedEnviron.entry = os.environ.__class__, name
+        os.environ.__class__ = _WatchedEnviron
+        try:
+            importlib.import_module(name)
+            self._imported.append(name)
+        except BaseException as error:
+            # A part of it may have been carried out, and would be a second time in a worker: torch's can't be.
+            self._failed[name] = f"its import fails: {type(error).__name__}: {error}"[:200]
+            if isinstance(error, ModuleNotFoundError) and error.name == name:
+                self._missing.add(name)
+        finally:
+            os.environ.__class__, _WatchedEnviron.entry = before, ""
+            if self._config["folder"] in sys.path:
+                sys.path.remove(self._config["folder"])
+
+    def _find_fault(self) -> str:
+        """Why this process can't be forked any more; "" where it can."""
+        if _thread_count() > 1 and not _threads_end_at_fork():
+            return "it starts a thread"
+        opened = {fd: target for fd, target in _descriptors().items() if self._baseline.get(fd) != target}
+        if opened:
+            target = next(iter(opened.values()))
+            what = "a socket" if target.startswith("socket:") else target
+            return f"it opens {what}" + (", and so uses the GPU" if "/nvidia" in target else "")
+        if _has_children():
+            return "it starts a process"
+        cuda = sys.modules.get("torch.cuda")
+        if getattr(cuda, "_initialized", False):
+            return "it initialises CUDA"
+        read = sorted(name for name in self._watched if name in _WatchedEnviron.reads)
+        if read:
+            return f"it reads {', '.join(read)}, which differ between workers"
+        return ""
+
+    def _settle(self) -> None:
+        """All is imported: note the files' state, and have workers share the pages."""
+        self._files = {path: _state_of(path) for path in _files_to_watch(self._imported)}
+        gc.collect()
+        gc.freeze()
+        self._send(
+            {
+                "is": "ready",
+                "modules": len(sys.modules),
+                "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+                "failed": self._failed,
+                "imported": self._imported[:100],
+                "reads": _WatchedEnviron.reads,
+            }
+        )
+
+    # -- learning ------------------------------------------------------------------------------------------------
+
+    def _learn(self) -> None:
+        """Take in what the worker has imported, once it has imported nothing for one look."""
+        assert self._memory is not None
+        (end,) = struct.unpack("=I", self._memory[:4])
+        is_quiet, self._noted = end == self._noted, end
+        if end <= 4 or not is_quiet:
+            self._due = time.monotonic() + _FIRST_LOOK_S
+            return
+        names = self._memory[4:end].decode("utf-8", "replace").splitlines()
+        roots = _installed_roots(self._roots)
+        wanted = [name for name in dict.fromkeys(names) if name.partition(".")[0] in roots]
+        fresh = [n for n in wanted if n not in sys.modules and n not in self._failed and n not in self._left_out]
+        self._look = _FIRST_LOOK_S if fresh else min(_LONGEST_LOOK_S, self._look * 1.5)
+        self._due = time.monotonic() + self._look
+        if fresh:
+            for start in range(0, len(fresh), 1000):
+                self._send({"is": "learned", "modules": fresh[start : start + 1000]})
+            self._queue += fresh
+
+
+# -- what this process is like -----------------------------------------------------------------------------------
+
+_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+
+
+def _tell(gate: int, message: dict[str, Any]) -> None:
+    try:
+        os.write(gate, json.dumps(message).encode())
+    except OSError:
+        pass
+
+
+def _thread_count() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def _threads_end_at_fork() -> bool:
+    """Whether a fork's own handlers end all threads but this one, as OpenBLAS' do; the first use starts them again."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "multi-threaded, fork may deadlock": the child ends at once
+        child = os.fork()
+    if child == 0:
+        os._exit(0)
+    os.waitpid(child, 0)
+    deadline = time.monotonic() + _THREADS_END_S
+    while _thread_count() > 1:
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def _descriptors() -> dict[int, str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue  # the one that listed the folder
+    return found
+
+
+def _has_children() -> bool:
+    pid = os.getpid()
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            return bool(file.read().strip())
+    except OSError:
+        return False  # a kernel without this file
+
+
+def _renew_seeds() -> None:
+    """What a fresh interpreter takes from the system's entropy. `random` does so at a fork; torch has a fixed seed."""
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "multiprocessing.process" in sys.modules:
+        process = sys.modules["multiprocessing.process"]
+        process.current_process().authkey = os.urandom(32)
+
+
+def _state_of(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+def _files_to_watch(entries: Iterable[str]) -> list[str]:
+    """Of the libraries that came with the interpreter the package's own file; of all other modules each one."""
+    installed = tuple({os.path.realpath(path) + os.sep for path in (sys.prefix, sys.base_prefix)})
+    tops = {name.partition(".")[0] for name in entries}
+    found = []
+    for name, module in list(sys.modules.items()):
+        path = getattr(module, "__file__", None)
+        if isinstance(path, str) and (name in tops or not os.path.realpath(path).startswith(installed)):
+            found.append(path)
+    return found
+
+
+def _origin(root: str) -> str | None:
+    try:
+        spec = importlib.util.find_spec(root)
+    except (ImportError, ValueError):
+        return None
+    return spec.origin if spec is not None else None
+
+
+def _installed_roots(names: Iterable[str]) -> set[str]:
+    """torch, and those of `names` that are installed libraries."""
+    found = ((root, getattr(sys.modules.get(root), "__file__", None) or _origin(root) or "") for root in names)
+    return {"torch"} | {root for root, path in found if "site-packages" in path or "dist-packages" in path}
+
+
+def _begin() -> None:
+    """As a part of an interpreter's start, which goes on after any exception: with the script, if it were let."""
+    try:
+        main(json.loads(os.environ[CONFIG]))
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        os._exit(3)
+
+
+if __name__ == "sitecustomize" and CONFIG in os.environ:
+    _begin()

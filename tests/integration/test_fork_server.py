@@ -1,0 +1,295 @@
+"""Faults of the fork server: modules that can't be shared, and a server that dies, hangs, or lags behind the files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.agent.fork_request import ForkRequest
+from hpc_elastic.agent.fork_server_states import ServerState
+from hpc_elastic.run.agent_events import ForkServerEnded, ForkServerGaveUp, PreloadLeftOut
+from hpc_elastic.run.preload import preload_for
+from tests.rigs.local_run import LocalRun
+from tests.rigs.start_methods import Starter, finish
+from tests.rigs.waiting import until
+
+UNFIT = {
+    "threads": ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()", "a thread"),
+    "listens": ("import socket\nLISTENER = socket.socket()", "opens a socket"),
+    "keeps_a_file": ("FILE = open('/dev/zero')", "opens /dev/zero"),
+    "begins_a_process": ("import subprocess\nCHILD = subprocess.Popen(['sleep', '60'])", "starts a process"),
+    "knows_its_rank": ("import os\nIS_FIRST = os.environ.get('RANK', '0') == '0'", "reads RANK"),
+    "asks_for_a_rank": ("from os import environ\nIS_SET = 'LOCAL_RANK' in environ", "reads LOCAL_RANK"),
+    "crashes": ("import os\nos.kill(os.getpid(), 11)", "ended with SIGSEGV while it imported crashes"),
+    "is_killed": ("import os\nos.kill(os.getpid(), 9)", "ended with SIGKILL while it imported is_killed"),
+    "hangs": ("import time\ntime.sleep(60)", "the import of hangs has taken 1 s"),
+    "raises": ("raise ValueError('no')", "its import fails: ValueError: no"),
+    "exits": ("import sys\nsys.exit(1)", "its import fails: SystemExit: 1"),
+    "lacks": ("import no_such_module", "its import fails: ModuleNotFoundError: No module named 'no_such_module'"),
+    "leaves": ("import os\nos._exit(0)", "ended with exit code 0 while it imported leaves"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_a_module_that_cannot_be_shared_is_left_out_with_the_reason(name: str, tmp_path: Path) -> None:
+    text, reason = UNFIT[name]
+    (tmp_path / f"{name}.py").write_text(text)
+    (tmp_path / "good.py").write_text("")
+    (tmp_path / "train.py").write_text(f"import sys; print('good' in sys.modules, '{name}' in sys.modules)")
+    with Starter(tmp_path, ["train.py"], preload=(name, "good"), import_seconds=1.0) as starter:
+        starter.ready()
+        assert finish(starter.fork(RANK="1")).stdout == "True False\n"
+        assert reason in starter.server.preload.left_out[name]
+        left = [event for event in starter.events if isinstance(event, PreloadLeftOut | ForkServerEnded)]
+        assert reason in left[0].reason
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import subprocess\nsubprocess.run(['true'])",
+        "import threading\nt = threading.Thread(target=print)\nt.start()\nt.join()",
+        "import os\nos.environ.get('HOME')",
+    ],
+)
+def test_a_module_that_clears_up_after_itself_is_shared(text: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    (tmp_path / "train.py").write_text("import sys; print('json' in sys.modules)")
+    with Starter(tmp_path, ["train.py"], preload=("mine", "json")) as starter:
+        starter.ready()
+        assert not starter.server.preload.left_out
+        assert finish(starter.fork()).stdout == "True\n"
+
+
+def test_where_nothing_can_be_shared_workers_are_started_fresh(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import os\nos.abort()")
+    (tmp_path / "train.py").write_text("")
+    with Starter(tmp_path, ["train.py"], preload=("mine",)) as starter:
+        starter.server.begin()
+        starter.until(ServerState.FAILED)
+        assert starter.server.fork([ForkRequest(env={})]) == [None]
+        assert "nothing is left to preload: mine: the fork server ended with SIGABRT" in starter.server.why_fresh
+        assert isinstance(starter.events[-1], ForkServerGaveUp)
+
+
+@pytest.mark.parametrize("python", ["true", "false", "/no/such/python", "sh"])
+def test_an_interpreter_that_does_not_read_the_servers_file_never_runs_the_script(python: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("open('ran', 'w')")
+    with Starter(tmp_path, ["train.py"]) as starter:
+        starter.command[0] = python
+        starter.server._launch.argv[0] = python  # type: ignore[index]
+        starter.server.begin()
+        starter.until(ServerState.FAILED)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_an_isolated_interpreter_gets_no_server_and_never_runs_the_script(tmp_path: Path) -> None:
+    import sys
+
+    wrapper = tmp_path / "python"
+    wrapper.write_text(f'#!/bin/sh\nexec {sys.executable} -E "$@"\n')
+    wrapper.chmod(0o755)
+    (tmp_path / "train.py").write_text("open('ran', 'w')")
+    with Starter(tmp_path, ["train.py"]) as starter:
+        starter.server._launch.argv[0] = str(wrapper)  # type: ignore[index]
+        starter.server.begin()
+        starter.until(ServerState.FAILED)
+        assert "ended" in starter.server.why_fresh or "fork servers in a row" in starter.server.why_fresh
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_wrapper_of_the_interpreter_is_followed(tmp_path: Path) -> None:
+    import sys
+
+    wrapper = tmp_path / "python"
+    wrapper.write_text(f'#!/bin/sh\nexport WRAPPED=1\nexec {sys.executable} -X dev "$@"\n')
+    wrapper.chmod(0o755)
+    (tmp_path / "train.py").write_text("import sys, os; print(sys.flags.dev_mode, os.environ['WRAPPED'])")
+    with Starter(tmp_path, ["train.py"]) as starter:
+        starter.command[0] = str(wrapper)
+        starter.server._launch.argv[0] = str(wrapper)  # type: ignore[index]
+        starter.ready()
+        fresh, forked = starter.both()
+    assert fresh.stdout == forked.stdout == "True 1\n"
+
+
+def test_a_server_that_dies_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print('here')")
+    with Starter(tmp_path, ["train.py"]) as starter:
+        starter.ready()
+        first = starter.server.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        until(lambda: (starter.server.handle(), starter.server.pid != first)[1], "another server")
+        assert not starter.server.is_awaited or starter.server.state is ServerState.IMPORTING
+        starter.until(ServerState.READY)
+        assert finish(starter.fork()).stdout == "here\n"
+        assert "SIGKILL" in next(e for e in starter.events if isinstance(e, ForkServerEnded)).reason
+
+
+def test_a_stopped_server_costs_a_fresh_start_and_no_worker_twice(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import os; open(f'ran-{os.getpid()}', 'w')")
+    with Starter(tmp_path, ["train.py"]) as starter:
+        starter.ready()
+        first = starter.server.pid
+        assert first is not None
+        os.kill(first, signal.SIGSTOP)
+        began = time.monotonic()
+        assert starter.server.fork([ForkRequest(env=starter.base)] * 2) == [None, None]
+        assert time.monotonic() - began < 5.0
+        assert "has not answered for 2 s" in starter.server.why_fresh
+        assert starter.server.pid != first
+        starter.until(ServerState.READY)
+        assert finish(starter.fork()).status.exitcode == 0
+    assert len(list(tmp_path.glob("ran-*"))) == 1
+
+
+def test_a_worker_that_was_given_up_at_its_gate_never_runs(tmp_path: Path) -> None:
+    """Between fork and setsid, and after it: whatever happened to the server, the gate is shut."""
+    (tmp_path / "slow.py").write_text("import os, time\nos.register_at_fork(after_in_child=lambda: time.sleep(2.5))")
+    (tmp_path / "train.py").write_text("open('ran', 'w')")
+    with Starter(tmp_path, ["train.py"], preload=("slow",)) as starter:
+        starter.ready()
+        assert starter.server.fork([ForkRequest(env=starter.base)]) == [None]
+        starter.server.close()
+        until(lambda: not _forks(), "end of what was forked")
+    assert not (tmp_path / "ran").exists()
+
+
+def _forks() -> list[str]:
+    """Children of this process, ended ones aside, that would run the script."""
+    pid = os.getpid()
+    names = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [name for name in names if _leads(name)]
+
+
+def _leads(name: str) -> bool:
+    try:
+        return b"train.py" in Path(f"/proc/{name}/cmdline").read_bytes()
+    except OSError:
+        return False
+
+
+def test_a_file_that_changed_since_its_import_is_imported_again(tmp_path: Path) -> None:
+    mine = tmp_path / "mine.py"
+    mine.write_text("VALUE = 'old'")
+    (tmp_path / "train.py").write_text("import mine; print(mine.VALUE)")
+    with Starter(tmp_path, ["train.py"], preload=("mine",)) as starter:
+        starter.ready()
+        assert finish(starter.fork()).stdout == "old\n"
+        mine.write_text("VALUE = 'newer'")
+        assert starter.server.fork([ForkRequest(env=starter.base)]) == [None]
+        assert f"{mine} has changed since it was imported" in starter.server.why_fresh
+        starter.until(ServerState.READY)
+        assert finish(starter.fork()).stdout == "newer\n"
+
+
+def test_what_a_module_read_of_the_environment_must_hold_for_the_worker(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import os\nLEVEL = os.environ.get('LEVEL', '')")
+    (tmp_path / "train.py").write_text("import mine; print(mine.LEVEL)")
+    with Starter(tmp_path, ["train.py"], preload=("mine",), environ={"LEVEL": "1"}) as starter:
+        starter.ready()
+        assert finish(starter.fork()).stdout == "1\n"
+        assert starter.server.fork([ForkRequest(env={**starter.base, "LEVEL": "2"})]) == [None]
+        assert "mine reads LEVEL when it is imported" in starter.server.why_fresh
+
+
+def test_what_workers_import_is_learned_and_kept_for_the_next_attempt(tmp_path: Path) -> None:
+    library = tmp_path / "site-packages" / "lib"
+    library.mkdir(parents=True)
+    (library / "__init__.py").write_text("")
+    (library / "late.py").write_text("")
+    (library / "listens.py").write_text("import socket\nSOCKET = socket.socket()")
+    (tmp_path / "neighbour.py").write_text("")
+    (tmp_path / "train.py").write_text(
+        "import lib, neighbour, sys, time\nprint('lib.late' in sys.modules)\n"
+        "import lib.late, lib.listens, colorsys\ntime.sleep(4)"
+    )
+    environ = {"PYTHONPATH": str(tmp_path / "site-packages")}
+    with Starter(tmp_path, ["train.py"], preload=("json",), environ=environ, is_auto=True) as starter:
+        starter.ready()
+        worker = starter.server.fork_workers([{**starter.base, "GROUP_RANK": "0"}])[0]
+        assert worker is not None
+        until(lambda: (starter.server.handle(), "lib.listens" in starter.server.preload.left_out)[1], "the fault")
+        starter.until(ServerState.READY)
+        assert finish(worker).stdout == "False\n"
+        assert finish(starter.fork()).stdout == "True\n"
+        assert starter.server.preload.learned == ("lib", "lib.late", "lib.listens")
+        until(lambda: "lib.late" in (tmp_path / "preload.json").read_text(), "preload.json")
+        starter.files.settle(5.0)
+    kept = preload_for(("auto",), tmp_path / "preload.json")
+    assert kept.learned == ("lib", "lib.late", "lib.listens")
+    assert kept.wanted == ["torch", "lib", "lib.late"]
+    assert json.loads((tmp_path / "preload.json").read_text())["version"] == 1
+
+
+RESTARTS = """
+import decimal
+tell("here", parent=os.getppid(), sid=os.getsid(0))
+if ROUND == 0:
+    wait_for("go")
+"""
+OPTIONS = ("--start-method", "forkserver", "--preload", "decimal")
+
+
+def _starts(run: LocalRun) -> list[str]:
+    return [event["started_fresh"] for event in run.events("workers_started")]
+
+
+def test_a_killed_worker_comes_again_as_a_fork(tmp_path: Path) -> None:
+    with LocalRun(tmp_path, RESTARTS, nproc=2, options=OPTIONS) as run:
+        run.wait_moments("here", count=4, round_index=0)
+        agents = {run.agent(node).pid for node in (0, 1)}
+        assert {value["parent"] for value in run.moments("here")} == agents
+        assert all(value["sid"] == value["pid"] for value in run.moments("here"))
+        run.kill_worker(1, round_index=0)
+        run.say("go")
+        assert run.finish() == 0
+        assert _starts(run) == ["", "", "", ""]
+        assert len(run.events("fork_server_ready")) == 2
+        assert run.report()["verdict"]["failure"]["exitcode"] == -9
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_that_is_lost_costs_the_run_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    with LocalRun(tmp_path, RESTARTS, options=OPTIONS) as run:
+        run.wait_moments("here", count=2, round_index=0)
+        agent = run.agent(0)
+        servers = [
+            process.pid
+            for process in run.processes()
+            if process.parent == agent.pid and "HPC_ELASTIC_FORK_SERVER" in process.environ
+            and process.pid != run.worker(0, round_index=0)
+        ]  # fmt: skip
+        assert len(servers) == 1
+        os.kill(servers[0], number)
+        run.kill_worker(0, round_index=0)
+        run.say("go")
+        assert run.finish() == 0
+        assert run.report()["verdict"]["failure"]["exitcode"] == -9
+        if number is signal.SIGSTOP:
+            assert any("has not answered" in why for why in _starts(run))
+            assert "workers are started fresh: the fork server has not answered" in run.log()
+
+
+def test_an_import_that_crashes_is_reported_and_the_workers_start_fresh(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import os\nif 'RANK' not in dict(os.environ): os.abort()")
+    options = ("--start-method", "forkserver", "--preload", "mine")
+    with LocalRun(tmp_path, "import mine\ntell('here')", options=options) as run:
+        assert run.finish() == 0
+        assert len(run.moments("here")) == 2
+        assert all("SIGABRT while it imported mine" in why for why in _starts(run))
+        assert "no fork server any more, workers are started fresh" in run.log()
+
+
+def test_a_command_that_is_no_script_is_started_as_ever(tmp_path: Path) -> None:
+    options = ("--start-method", "forkserver", "--no-python")
+    with LocalRun(tmp_path, "", nodes=1, options=options, interpreter=["sh", "-c", "echo here"]) as run:
+        assert run.finish() == 0
+        assert "the workers run a command" in _starts(run)[0]
+        assert "here" in run.log()

@@ -1,0 +1,162 @@
+"""The fork server's states and decisions, and what is read in a script without running it."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.agent.fork_server import folder_of, script_of
+from hpc_elastic.agent.fork_server_states import (
+    MOST_STARTS,
+    TRANSITIONS,
+    NoForkServer,
+    ServerEvent,
+    ServerState,
+    next_state,
+    why_given_up,
+)
+from hpc_elastic.agent.script_text import late_settings, top_level_imports
+from hpc_elastic.agent.worker_environment import shared_environment, worker_environment
+from hpc_elastic.errors import IllegalTransitionError, UsageError
+from hpc_elastic.run.option_values import StartMethod, parse_modules, parse_start_method
+from hpc_elastic.run.preload import Preload, preload_for
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
+
+SPEC = RunSpec(
+    run_id="r", uid="u", name="n", created_ns=0, entrypoint=Entrypoint(kind=EntryKind.SCRIPT, target="t.py"), cwd="/"
+)
+
+
+def test_every_fault_of_a_living_server_leads_to_the_next_one_or_to_the_end() -> None:
+    for state in (ServerState.IMPORTING, ServerState.READY):
+        for fault in (ServerEvent.ENDED, ServerEvent.HANGS, ServerEvent.STALE):
+            assert next_state(state, fault) is ServerState.OFF
+        assert next_state(state, ServerEvent.GIVE_UP) is ServerState.FAILED
+    assert {next_state(ServerState.OFF, event) for event in TRANSITIONS[ServerState.OFF]} == {
+        ServerState.IMPORTING,
+        ServerState.FAILED,
+    }
+
+
+def test_what_is_given_up_stays_so_and_every_other_pair_is_illegal() -> None:
+    assert not TRANSITIONS[ServerState.FAILED]
+    for state, event in itertools.product(ServerState, ServerEvent):
+        if event not in TRANSITIONS[state]:
+            with pytest.raises(IllegalTransitionError):
+                next_state(state, event)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "starts", "reason"),
+    [
+        ({}, 0, ""),
+        ({"mine": "it opens a socket"}, 1, ""),
+        ({"torch._inductor": "it starts a process"}, 1, ""),
+        ({"torch": "it starts a thread", "mine": "it opens a socket"}, 1, "nothing is left to preload: torch: it"),
+        ({}, MOST_STARTS, f"{MOST_STARTS} fork servers in a row"),
+    ],
+)
+def test_a_server_is_given_up_when_nothing_is_left_or_none_ever_works(
+    left_out: dict[str, str], starts: int, reason: str
+) -> None:
+    preload = Preload(modules=("torch", "mine"), learned=("torch._inductor",), left_out=left_out)
+    assert why_given_up(preload, starts=starts).startswith(reason)
+    assert bool(why_given_up(preload, starts=starts)) is bool(reason)
+
+
+def test_what_is_left_out_is_not_imported_and_what_is_learned_comes_last() -> None:
+    preload = Preload(modules=("torch", "mine")).with_learned(["torch.x", "mine"]).with_learned(["torch.y"])
+    assert preload.wanted == ["torch", "mine", "torch.x", "torch.y"]
+    assert preload.without("torch.x", "it opens a socket").wanted == ["torch", "mine", "torch.y"]
+
+
+def test_what_was_learned_is_there_for_the_next_attempt_and_for_auto_alone(tmp_path: Path) -> None:
+    path = tmp_path / "preload.json"
+    assert preload_for(("auto", "mine"), path) == Preload(modules=("torch", "mine"), is_auto=True)
+    Preload(modules=("torch",), is_auto=True).with_learned(["torch.x"]).without("torch.y", "why").save(path)
+    again = preload_for(("auto",), path)
+    assert (again.learned, again.left_out, again.is_auto) == (("torch.x",), {"torch.y": "why"}, True)
+    assert preload_for(("mine",), path) == Preload(modules=("mine",))
+    path.write_text('{"version": 1, "modules"')
+    assert preload_for(("auto",), path).learned == ()
+
+
+def test_the_environment_that_workers_share_has_nothing_of_one_rank_or_round() -> None:
+    base = {"HOME": "/h", "SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "RANK": "5"}
+    shared, rest = shared_environment(base, spec=SPEC, local_world_size=2, run_dir="/r", attempt=1, tag="t")
+    assert {"RANK", "LOCAL_RANK", "MASTER_PORT", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"} <= rest
+    assert {"TORCHELASTIC_ERROR_FILE", "SLURM_PROCID", "SLURM_NTASKS"} <= rest
+    assert not rest & shared.keys()
+    assert shared["HPC_ELASTIC_TAG"] == "t"
+    assert shared["OMP_NUM_THREADS"] == "1"
+    assert shared["LOCAL_WORLD_SIZE"] == "2"
+    assert shared["HOME"] == "/h"
+    assert worker_environment.__name__  # whose names these are
+
+
+@pytest.mark.parametrize(
+    ("text", "method"),
+    [("spawn", StartMethod.SPAWN), ("fork", StartMethod.SPAWN), ("forkserver", StartMethod.FORKSERVER)],
+)
+def test_torchruns_start_methods(text: str, method: StartMethod) -> None:
+    assert parse_start_method(text, "--start-method") is method
+
+
+def test_other_start_methods_and_modules_are_refused() -> None:
+    with pytest.raises(UsageError, match="spawn, forkserver"):
+        parse_start_method("thread", "--start-method")
+    assert parse_modules("auto, mine.models,auto", "--preload") == ("auto", "mine.models")
+    for text in ("", "a b", "mine/models.py", "mine."):
+        with pytest.raises(UsageError, match="--preload"):
+            parse_modules(text, "--preload")
+
+
+SCRIPT = """
+'''doc'''
+import os, numpy.linalg
+from os import environ
+os.environ["TORCH_LOGS"] = "all"
+os.environ.setdefault("OMP_NUM_THREADS", "4")
+environ["MINE"] = "1"
+if True:
+    import inside
+from torch import nn
+os.environ["TORCH_SHOW_CPP_STACKTRACES"] = "1"
+from . import neighbour
+"""
+
+
+def test_top_level_imports_are_those_of_no_block_and_no_neighbour() -> None:
+    assert top_level_imports(SCRIPT) == ["os", "numpy", "torch"]
+    assert top_level_imports("import (") == []
+
+
+def test_a_variable_that_was_read_before_the_script_sets_it_is_named_with_its_line() -> None:
+    reads = {"TORCH_LOGS": "torch", "TORCH_SHOW_CPP_STACKTRACES": "torch"}
+    found = late_settings(SCRIPT, imported=["torch"], reads=reads)
+    assert [text.partition(",")[0] for text in found] == ["line 5 sets TORCH_LOGS", "line 6 sets OMP_NUM_THREADS"]
+    assert "torch has read already" in found[0]
+    assert late_settings(SCRIPT, imported=["numpy"], reads=reads) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "script", "folder"),
+    [
+        (["python", "-u", "sub/t.py", "-m"], "/w/sub/t.py", "/w/sub"),
+        (["python", "-u", "-m", "pkg.t"], "", "/w"),
+        (["python", "-u", "/abs/t.py"], "/abs/t.py", "/abs"),
+    ],
+)
+def test_where_the_script_and_its_neighbours_are(argv: list[str], script: str, folder: str) -> None:
+    assert (script_of(argv, "/w"), folder_of(argv, "/w")) == (script, folder)
+
+
+def test_without_a_server_nothing_is_forked_watched_or_waited_for() -> None:
+    none = NoForkServer()
+    none.begin()
+    none.handle()
+    none.close()
+    assert none.fork_workers([{}, {}]) == [None, None]
+    assert (none.pid, none.due, none.is_awaited, none.fileno(), none.why_fresh) == (None, None, False, -1, "")
