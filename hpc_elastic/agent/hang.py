@@ -20,9 +20,9 @@ from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.rendezvous.state import HangMark
-from hpc_elastic.run.heartbeats import NodeHeartbeats, RankHeartbeat
+from hpc_elastic.run.heartbeats import NodeHeartbeats, Progress, RankHeartbeat
 from hpc_elastic.run.option_values import LEARNED_LEAST, SectionTimeouts
-from hpc_elastic.worker_api.heartbeat_record import STEP, VARIABLE, NoticeRecord
+from hpc_elastic.worker_api.heartbeat_record import SETUP, STEP, VARIABLE, NoticeRecord
 from hpc_elastic.workers.tree import descendants
 
 HANG_FINGERPRINT = "hang:"
@@ -325,6 +325,13 @@ class HangWatch:
         self._write_summary(beats, now)
         return beats
 
+    def progress(self) -> Progress | None:
+        """What the round's workers have done; None: there are none."""
+        if self._beats is None:
+            return None
+        now = self._clock.monotonic()
+        return describe_progress(self._beats.read(now), now, now_ns=self._clock.time_ns())
+
     def beat(self, local_rank: int) -> RankBeat | None:
         """A worker's last heartbeat, as it was read last."""
         return self._beats.beats[local_rank] if self._beats is not None else None
@@ -396,6 +403,7 @@ class HangWatch:
             written_ns=self._clock.time_ns(),
             steps_per_second=None if pace is None else round(pace, 4),
             total=max((beat.total for beat in beats if beat.total is not None), default=None),
+            progress=describe_progress(beats, now, now_ns=self._clock.time_ns()),
             ranks=tuple(describe_beat(beat, now) for beat in beats),
         )
         self._is_writing = True  # no second one waits behind a mount that hangs
@@ -410,6 +418,27 @@ class HangWatch:
             logger.debug("heartbeats could not be written: %s", error)
         finally:
             self._is_writing = False
+
+
+def describe_progress(beats: Collection[RankBeat], now: float, *, now_ns: int) -> Progress:
+    """What the workers of a round have done so far; `now` and `now_ns` are one moment on the agent's two clocks."""
+    entered = [beat.sections for beat in beats]
+    sections = None
+    if None not in entered:
+        sections = tuple(sorted({SETUP, *(name for names in entered for name in names or ())}))
+    with_steps = [beat for beat in beats if beat.first_step is not None]
+    if not with_steps:
+        return Progress(sections=sections)
+    best = max(with_steps, key=lambda beat: (-1 if beat.step is None else beat.step, -beat.rank))
+    return Progress(
+        sections=sections,
+        first_step=best.first_step,
+        first_ns=now_ns - int((now - best.first_at) * 1e9),
+        step=-1 if best.step is None else best.step,
+        step_ns=now_ns - int((now - best.stepped_at) * 1e9),
+        checkpoint_seconds=round(max(beat.checkpoint_seconds for beat in beats), 3),
+        redone_seconds=round(best.redone_seconds, 3),
+    )
 
 
 def describe_beat(beat: RankBeat, now: float) -> RankHeartbeat:

@@ -27,6 +27,7 @@ from hpc_elastic.worker_api.heartbeat_record import (
     empty_file,
     pack_notice,
     read_record,
+    read_sections,
     read_total,
 )
 
@@ -218,6 +219,17 @@ class RankBeat(Struct, frozen=True, kw_only=True):
     """The furthest step that one of them holds, as far as it is known."""
     total: int | None = None
     """How many steps the training has, where it reports that."""
+    first_step: int | None = None
+    """The first step that it reported in this round, and `first_at`, when."""
+    first_at: float = 0.0
+    stepped_at: float = 0.0
+    """When it reported a step last."""
+    checkpoint_seconds: float = 0.0
+    """In section ``checkpoint``, in all."""
+    redone_seconds: float = 0.0
+    """At steps no further than one that it had reported before."""
+    sections: tuple[str, ...] | None = ()
+    """All that it has ever been in; None: too many to know."""
     asks_for_notices: bool = False
     """Whether it has ever asked if there is a notice."""
     has_notice: bool = False
@@ -332,6 +344,12 @@ class RoundBeats:
             saved_at=min(now, record.saved_ns / 1e9),
             saved_step=record.saved_step,
             total=read_total(raw),
+            first_step=record.first_step,
+            first_at=min(now, record.first_ns / 1e9),
+            stepped_at=min(now, record.stepped_ns / 1e9),
+            checkpoint_seconds=record.checkpoint_ns / 1e9,
+            redone_seconds=record.redone_ns / 1e9,
+            sections=read_sections(raw),
             asks_for_notices=record.asks_for_notices,
             has_notice=record.has_notice,
         )

@@ -305,6 +305,7 @@ class NodeAgent:
                 killed=result.killed,
                 left=tuple(survivor.pid for survivor in result.left),
                 ends=workers.own_ends,
+                progress=self._context.watch.progress(),
             )
         )
         for survivor in result.left:

@@ -52,6 +52,7 @@ _SHARE = 10
 """Making a report takes at most a tenth of the time."""
 _FIELD = re.compile(r"(  [a-z_ ]{10}: )(.*)", re.DOTALL)
 _RULE = re.compile(r"[-=]{20,}\Z")
+_OPEN = (" is running", " is starting", "no attempt yet", " REQUEUED ")
 _BOLD_RED = f"{BOLD};{RED}"
 
 
@@ -190,7 +191,7 @@ def _page(history: RunHistory, attempt: int | None, output: str | None) -> str:
     if output == "-":
         from hpc_elastic.report.render_html import render_html
 
-        return render_html(history, attempt=attempt)
+        return render_html(history, attempt=attempt, links=Path(history.run_dir).as_uri())
     return f"{one_line(str(_write_page(history, attempt, output)))}\n"
 
 
@@ -212,7 +213,8 @@ def _write_page(history: RunHistory, attempt: int | None, output: str | None) ->
     if path.exists() and not path.is_file():  # it would be replaced, /dev/stdout as well
         raise UsageError(f"{path} is not a regular file; --output - writes the page to standard output")
     try:
-        write_private(path, render_html(history, attempt=attempt))
+        links = ".." if output is None else Path(history.run_dir).as_uri()
+        write_private(path, render_html(history, attempt=attempt, links=links))
     except OSError as error:
         other = "" if output is not None else "; say where else with --output FILE"
         raise UsageError(f"{path} can't be written: {error.strerror}{other}") from None
@@ -257,7 +259,7 @@ def coloured_report(text: str) -> str:
 def _status_colour(line: str) -> str:
     if " SUCCEEDED" in line:
         return f"{BOLD};{GREEN}"
-    return f"{BOLD};{YELLOW}" if "is running" in line or "no attempt yet" in line else _BOLD_RED
+    return f"{BOLD};{YELLOW}" if any(text in line for text in _OPEN) else _BOLD_RED
 
 
 class ReportFollower:

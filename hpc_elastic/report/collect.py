@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shlex
 import sys
 from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
@@ -33,6 +34,7 @@ from hpc_elastic.run.node_score import NodeScore, score_nodes
 from hpc_elastic.run.option_values import Scope
 from hpc_elastic.run.paths import AttemptPaths, RunPaths, attempt_number, rank_index, round_index
 from hpc_elastic.run.spec import decode_bad_nodes
+from hpc_elastic.worker_api.heartbeat_record import STEP, is_section_name
 
 OF_EACH_KIND = 16
 """Error files that are read of a round's failures that are alike: the first ones, by the events."""
@@ -213,6 +215,8 @@ def collect_run(run_dir: Path | str, *, ranks: Container[int] = ()) -> RunHistor
         run_dir=str(root),
         name=target.rsplit("/", 1)[-1] or text_of(spec.get("name")) or root.name,
         max_requeues=integer(spec.get("max_requeues")),
+        command=_command(entrypoint),
+        section_timeouts=_sections(spec.get("section_timeouts")),
         attempts=_collect_attempts(paths, numbers, ranks),
         bad_nodes=_bad_nodes(record, spec.get("bad_nodes")),
         excluded=record.excluded,
@@ -227,6 +231,22 @@ def _bad_nodes(record: NodeRecord, option: object) -> tuple[NodeScore, ...]:
         return ()
     scores = score_nodes(record.evidence, now_ns=record.saved_ns, hours=settings.hours)
     return tuple(score for score in scores if score.is_bad)
+
+
+def _command(entrypoint: object) -> str:
+    """The script and its arguments, as a shell takes them; empty where that is not known."""
+    if not isinstance(entrypoint, dict):
+        return ""
+    words = [text_of(entrypoint.get("target")), *names_of(entrypoint.get("args"))]
+    return "" if _WORKER in words else shlex.join(filter(None, words))
+
+
+def _sections(given: object) -> tuple[str, ...]:
+    """The sections that have a timeout."""
+    found = given.get("seconds") if isinstance(given, dict) else None
+    names = tuple(name for name in found if is_section_name(name)) if isinstance(found, dict) else ()
+    is_learned = isinstance(given, dict) and given.get("learns_step") is True
+    return (*names, STEP) if is_learned and STEP not in names else names
 
 
 def _collect_attempts(paths: RunPaths, numbers: Sequence[int], ranks: Container[int]) -> tuple[AttemptHistory, ...]:
@@ -250,6 +270,9 @@ def collect_attempt(paths: AttemptPaths, *, ranks: Container[int] = ()) -> Attem
         builder.job_id = job_id_of(info.get("job_id"))
         builder.nodes = names_of(info.get("nodes"))
         builder.started_ns = integer(info.get("started_ns"))
+        versions = info.get("versions")
+        if isinstance(versions, dict):
+            builder.versions = tuple((str(name), text_of(value)) for name, value in versions.items() if text_of(value))
     for path in event_files(paths.events):
         builder.coverage.begin_file()
         file = EventFile(path)
@@ -291,6 +314,8 @@ def _read_heartbeats(paths: AttemptPaths, builder: AttemptBuilder) -> None:
         found = codec.load(folder / name, NodeHeartbeats, limit=_JSON_LIMIT)
         if isinstance(found, Unreadable) or found.round not in builder.rounds:
             continue
+        if found.progress is not None:
+            builder.rounds[found.round].progress.setdefault(found.node, found.progress)
         statuses = builder.rounds[found.round].rank_statuses
         for status in rank_statuses(found.ranks, node=found.node, when=found.written_ns):
             statuses.setdefault(status.rank, status)

@@ -49,6 +49,7 @@ class AttemptBuilder(Struct):
     number: int
     job_id: str = ""
     nodes: tuple[str, ...] = ()
+    versions: tuple[tuple[str, str], ...] = ()
     started_ns: int | None = None
     ended_ns: int | None = None
     outcome: str = ""
@@ -175,6 +176,7 @@ class AttemptBuilder(Struct):
         return AttemptHistory(
             number=self.number,
             job_id=self.job_id,
+            versions=self.versions,
             nodes=self.nodes,
             started_ns=self.started_ns,
             ended_ns=self.ended_ns,

@@ -54,7 +54,7 @@ from hpc_elastic.run.coordinator_events import (
 )
 from hpc_elastic.run.event_reader import EVENTS, EventLine
 from hpc_elastic.run.event_types import RunEvent
-from hpc_elastic.run.heartbeats import RankHeartbeat
+from hpc_elastic.run.heartbeats import Progress, RankHeartbeat
 
 
 class EventCoverage(Struct):
@@ -166,6 +166,7 @@ class RoundBuilder(Struct):
     restarts_used: int | None = None
     decision: RestartRecord | None = None
     decided_ns: int = -1
+    progress: dict[int, Progress] = field(default_factory=dict)
     rank_statuses: dict[int, RankStatus] = field(default_factory=dict)
     activities: dict[int, Activity] = field(default_factory=dict)
     sockets: dict[int, Sockets] = field(default_factory=dict)
@@ -228,6 +229,8 @@ class RoundBuilder(Struct):
                     self.ends[end.rank] = WorkerEnd(
                         end.rank, node, end.exitcode, end.ended_ns, end.ended_uptime_ns, end.stopped
                     )
+                if event.progress is not None:
+                    self.progress[node] = event.progress
                 if node not in self.ended:
                     self._take_end(when, node)
             case RestartDecided():
@@ -294,6 +297,7 @@ class RoundBuilder(Struct):
             stopping_reasons=tuple(self.stopping),
             stopping_ns=tuple(sorted(self.stopping_ns.items())),
             decision=self.decision,
+            progress=dict(self.progress),
             rank_statuses=tuple(self.rank_statuses[rank] for rank in sorted(self.rank_statuses)),
             activities=tuple(self.activities[rank] for rank in sorted(self.activities)),
             sockets=tuple(self.sockets[node] for node in sorted(self.sockets)),

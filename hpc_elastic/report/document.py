@@ -38,6 +38,7 @@ from hpc_elastic.report.wording import (
     describe_place,
     describe_size,
     describe_status,
+    describe_unused_timeouts,
     without_failure,
     without_repeat,
 )
@@ -237,7 +238,7 @@ def _nothing_failed(history: RunHistory, shown: AttemptHistory | None) -> Findin
     parts = history.attempts if shown is None else [shown]
     restarts = [one for part in parts for item in part.rounds for one in item.in_process if not one.gave_up]
     if not restarts:
-        return Finding(title="No failures.")
+        return Finding(title="No failures." if shown is None or shown.outcome else "No failures so far.")
     seconds = sum(one.seconds for one in restarts)
     often = plural(len(restarts), "restart")
     return Finding(title=f"No failure ended a round: {often} within the processes, {seconds:.1f} s in all.")
@@ -387,6 +388,7 @@ def _notes(
         notes += [Fact("did without", line) for line in nodes_done_without(subject, shown)]
         notes += [Fact(*note) for note in describe_outages(shown.outages, clock)]
         notes += [Fact("output lost", line) for line in describe_losses(shown.output_lost)]
+    notes += [Fact("hang watch", line) for line in describe_unused_timeouts(history)]
     problems = [*history.problems, *(shown.problems if shown is not None else ())]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""

@@ -1,4 +1,8 @@
-"""Goodput: the share of a run's wall time in which all workers of its round ran, and where the rest went."""
+"""Goodput: the share of a run's wall time that went into steps that were kept, and where the rest went.
+
+Steps are known where workers report them (`hpc_elastic.heartbeat`). Where none does, the share is the *uptime*: the
+time in which all workers of a round ran. Report, page and report.json have one accounting, this one.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,16 @@ from itertools import pairwise
 
 from msgspec import Struct
 
+from hpc_elastic.base.text import plural
+from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.report.history import RoundHistory, RunHistory
 from hpc_elastic.report.subject import verdict_of
-from hpc_elastic.report.timeline_attempt import AttemptSpan, RoundTimes, place_attempts
+from hpc_elastic.report.timeline_attempt import AttemptSpan, RoundSteps, RoundTimes, place_attempts
 from hpc_elastic.report.verdict import Cause
+from hpc_elastic.report.wording import describe_restart
+
+STEPS_UNKNOWN = "no worker reported its steps"
+STEPS_GO_BACK = "the steps that were reported go back without a restart"
 
 
 class Cost(Struct, frozen=True, kw_only=True):
@@ -20,9 +30,12 @@ class Cost(Struct, frozen=True, kw_only=True):
     round: int
     what: str
     seconds: float
-    """From when the first worker no longer ran until all ran again, or until the run's end."""
+    """From when the first worker no longer ran until all ran again, or until the run's end; with what had to be done
+    again."""
     queued: float = 0.0
     """Seconds of it between two attempts."""
+    recomputed: float = 0.0
+    """Seconds of it in which steps were done that had to be done again."""
     recovered: bool = True
     """Workers ran again after it."""
     is_failure: bool = True
@@ -30,26 +43,79 @@ class Cost(Struct, frozen=True, kw_only=True):
 
 
 class Goodput(Struct, frozen=True, kw_only=True):
-    """Seconds of wall time, which add up to `wall`."""
+    """Seconds of wall time, from the start of the first attempt, which add up to `wall`."""
 
     wall: float
     training: float
+    """All workers ran, and where steps are known, they had begun: `kept`, `recomputed`, `hanging` and
+    `checkpointing` together."""
     starting: float
-    """Until all workers ran for the first time."""
+    """Until all workers ran for the first time; where steps are known, until the first step."""
     interrupted: float
-    """After a failure or a change of the membership, without the queue."""
+    """After a failure, a restart within the processes or a change of the membership, without the queue: until all ran
+    again; where steps are known, until the next step."""
     queued: float
     """Between attempts."""
     ending: float
-    """After the last workers had ended well."""
+    """After the last workers had ended well; where steps are known, after the last step."""
+    steps_known: bool = False
+    why_unknown: str = STEPS_UNKNOWN
+    """Why steps are not known; empty: they are."""
+    kept: float = 0.0
+    """In steps that no restart took back."""
+    recomputed: float = 0.0
+    """In steps that were lost with a failure, the one that it broke off included; by the mean step's time."""
+    hanging: float = 0.0
+    """From the last step until a hang was found."""
+    checkpointing: float = 0.0
+    """In section ``checkpoint``."""
     until_ns: int | None = None
     """The end of that time: where the run goes on, the last that is known of it."""
     costs: tuple[Cost, ...]
 
     @property
     def share(self) -> float | None:
-        """Training's, from 0 to 1; None where no time has passed."""
-        return self.training / self.wall if self.wall > 0 else None
+        """Goodput, or without steps uptime, from 0 to 1; None where no time has passed."""
+        useful = self.kept if self.steps_known else self.training
+        return useful / self.wall if self.wall > 0 else None
+
+
+_LEAST_SECONDS = 60.0
+"""Of a run that took less, the share of its time that was useful shows nothing."""
+
+
+def is_worth_showing(goodput: Goodput) -> bool:
+    """Whether the run took long enough."""
+    return goodput.share is not None and goodput.wall >= _LEAST_SECONDS
+
+
+def describe_goodput(goodput: Goodput) -> list[tuple[str, str, float]]:
+    """Each part of the time: its key, what it went into, its seconds. The useful one first."""
+    failures = sum(1 for cost in goodput.costs if cost.is_failure)
+    changes = len(goodput.costs) - failures
+    after = [*([plural(failures, "failure")] if failures else []), *([plural(changes, "change")] if changes else [])]
+    useful = [("training", "all workers ran", goodput.training)]
+    if goodput.steps_known:
+        useful = [
+            ("training", "in steps that were kept", goodput.kept),
+            ("recomputed", "in steps that were lost", goodput.recomputed),
+            ("hanging", "until hangs were found", goodput.hanging),
+            ("checkpointing", "in checkpoints", goodput.checkpointing),
+        ]
+    return [
+        *useful,
+        ("starting", "to start", goodput.starting),
+        ("interrupted", f"to restart after {' and '.join(after)}" if after else "to restart", goodput.interrupted),
+        ("queued", "queued", goodput.queued),
+        ("ending", "to end", goodput.ending),
+    ]
+
+
+def describe_unknown_steps(goodput: Goodput) -> str:
+    """Why there is no goodput, and what would give one."""
+    if goodput.why_unknown == STEPS_UNKNOWN:
+        return "No steps were reported; with hpc_elastic.heartbeat(step) this would be the goodput."
+    return f"No goodput: {goodput.why_unknown}; hpc_elastic.heartbeat takes the global step."
 
 
 def goodput_of(history: RunHistory) -> Goodput:
@@ -61,7 +127,7 @@ def goodput_of(history: RunHistory) -> Goodput:
 
 
 def measure_goodput(history: RunHistory, *, attempts: Sequence[AttemptSpan], rounds: Sequence[RoundTimes]) -> Goodput:
-    """Add up a run's time. What was computed since the last checkpoint, and computed anew, is not known here.
+    """Add up a run's time.
 
     Args:
         history: The run.
@@ -70,77 +136,170 @@ def measure_goodput(history: RunHistory, *, attempts: Sequence[AttemptSpan], rou
     """
     if not attempts:
         return Goodput(wall=0, training=0, starting=0, interrupted=0, queued=0, ending=0, costs=())
-    start, end = attempts[0].start_ns, max(span.end_ns for span in attempts)
-    found = {(a.number, item.index): item for a in history.attempts for item in a.rounds}
-    gaps = [(before.end_ns, max(before.end_ns, after.start_ns)) for before, after in pairwise(attempts)]
-    training = starting = interrupted = queued = ending = 0.0
-    costs: list[Cost] = []
-    cursor, last = start, None
+    account = _Account(history, attempts, rounds)
     for times in sorted(
-        (item for item in rounds if item.trained_ns is not None), key=lambda item: item.trained_ns or (0, 0)
+        (one for one in rounds if one.trained_ns is not None), key=lambda one: one.trained_ns or (0, 0)
     ):
+        account.add(times)
+    return account.close(rounds[-1] if rounds else None)
+
+
+class _Account:
+    """Goes through the rounds in which workers ran, and books each second once."""
+
+    def __init__(self, history: RunHistory, attempts: Sequence[AttemptSpan], rounds: Sequence[RoundTimes]) -> None:
+        self._history = history
+        self._found = {(a.number, item.index): item for a in history.attempts for item in a.rounds}
+        self._gaps = [(before.end_ns, max(before.end_ns, after.start_ns)) for before, after in pairwise(attempts)]
+        self._start = self._cursor = attempts[0].start_ns
+        self._end = max(span.end_ns for span in attempts)
+        self._last: RoundTimes | None = None
+        self._costs: list[Cost] = []
+        self._booked = dict.fromkeys(("starting", "interrupted", "queued", "ending"), 0.0)
+        self._booked |= dict.fromkeys(("training", "kept", "recomputed", "hanging", "checkpointing"), 0.0)
+        self._why_unknown = self._find_why_unknown(rounds)
+        self._resumed = _resumed_at(rounds)
+        self._lost: dict[tuple[int, int], float] = {}
+        """Seconds of steps that went with a round's end."""
+
+    def _find_why_unknown(self, rounds: Sequence[RoundTimes]) -> str:
+        with_steps = [one for one in rounds if one.steps is not None]
+        if not with_steps:
+            return STEPS_UNKNOWN
+        for one in with_steps:
+            if one.steps is not None and one.steps.redone > 0 and not self._found[one.attempt, one.round].in_process:
+                return STEPS_GO_BACK
+        return ""
+
+    def add(self, times: RoundTimes) -> None:
         begin, stop = times.trained_ns or (0, 0)
-        begin, stop = max(begin, cursor), max(stop, cursor)
-        waited = _overlap(gaps, cursor, begin)
-        idle = (begin - cursor) / 1e9
-        if last is None:
-            starting += idle - waited
+        begin, stop = max(begin, self._cursor), max(stop, self._cursor)
+        waited = _overlap(self._gaps, self._cursor, begin)
+        idle = (begin - self._cursor) / 1e9 - waited
+        ran = (stop - begin) / 1e9
+        within = min(ran, self._restarts_within(times))
+        if self._why_unknown:
+            self._booked["training"] += ran - within
         else:
-            interrupted += idle - waited
-            costs.append(_cost(history, found, last, idle, waited, recovered=True))
-        queued += waited
-        training += (stop - begin) / 1e9
-        cursor, last = stop, times
-    rest, waited = (end - cursor) / 1e9, _overlap(gaps, cursor, end)
-    queued += waited
-    if last is None:
-        starting += rest - waited
-    elif found[last.attempt, last.round].broken or (last.attempt, last.round) != (rounds[-1].attempt, rounds[-1].round):
-        interrupted += rest - waited
-        costs.append(_cost(history, found, last, rest, waited, recovered=False))
-    else:
-        ending += rest - waited
-    return Goodput(
-        wall=(end - start) / 1e9,
-        training=training,
-        starting=starting,
-        interrupted=interrupted,
-        queued=queued,
-        ending=ending,
-        until_ns=end,
-        costs=tuple(costs),
-    )
+            warm, ran = self._book_steps(times, begin, stop, within)
+            idle += warm
+        self._booked["interrupted"] += within
+        self._booked["queued"] += waited
+        if self._last is None:
+            self._booked["starting"] += idle
+        else:
+            self._booked["interrupted"] += idle
+            self._add_cost(self._last, idle + waited, waited, recovered=True)
+        self._cursor, self._last = stop, times
 
+    def _restarts_within(self, times: RoundTimes) -> float:
+        """Seconds that restarts within the round's processes took."""
+        restarts = [one for one in self._found[times.attempt, times.round].in_process if not one.gave_up]
+        by_iteration = {one.iteration: one for one in restarts}
+        for one in by_iteration.values():
+            self._costs.append(
+                Cost(attempt=times.attempt, round=times.round, what=describe_restart(one), seconds=one.seconds)
+            )
+        return sum(one.seconds for one in by_iteration.values())
 
-def _cost(
-    history: RunHistory,
-    found: dict[tuple[int, int], RoundHistory],
-    times: RoundTimes,
-    seconds: float,
-    queued: float,
-    *,
-    recovered: bool,
-) -> Cost:
-    item = found[times.attempt, times.round]
-    verdict = verdict_of(item)
-    is_failure = verdict.cause is not Cause.NONE
-    if is_failure:
-        what = verdict.summary
-    else:
-        after = found.get((times.attempt, times.round + 1))
-        attempt = next((a for a in history.attempts if a.number == times.attempt), None)
+    def _book_steps(self, times: RoundTimes, begin: int, stop: int, within: float) -> tuple[float, float]:
+        """Book the time in which a round's workers ran. Returns the seconds until its first step, and the others."""
+        steps, item = times.steps, self._found[times.attempt, times.round]
+        if steps is None:
+            return max(0.0, (stop - begin) / 1e9 - within), 0.0
+        first = min(max(steps.first_ns, begin), stop)
+        last = min(max(steps.last_ns, first), stop)
+        core, tail = max(0.0, (last - first) / 1e9 - within), (stop - last) / 1e9
+        saving = min(core, steps.checkpointing)
+        redone = min(core - saving, max(0.0, steps.redone - within))
+        done = core - saving - redone
+        count = steps.last - steps.first
+        lost = 0.0
+        resumed = self._resumed.get((times.attempt, times.round))
+        if resumed is not None and resumed <= steps.last:
+            lost = done if count <= 0 else min(done, done * (steps.last - resumed + 1) / count)
+        booked = self._booked
+        booked["checkpointing"] += saving
+        booked["recomputed"] += redone + lost
+        booked["kept"] += done - lost
+        booked["training"] += core
+        verdict = verdict_of(item)
+        if item.succeeded:
+            booked["ending"] += tail
+            return (first - begin) / 1e9, core
+        is_open = not item.broken and not item.stopping_reasons
+        if verdict.failure is not None and verdict.failure.failure_class is FailureClass.HANG:
+            booked["hanging"] += tail
+        elif is_open:
+            booked["kept"] += tail
+        else:
+            booked["recomputed"] += tail
+            lost += tail
+        booked["training"] += tail
+        self._lost[times.attempt, times.round] = lost
+        return (first - begin) / 1e9, core + tail
+
+    def close(self, final: RoundTimes | None) -> Goodput:
+        """What is left after the last workers, and the whole."""
+        waited = _overlap(self._gaps, self._cursor, self._end)
+        rest = (self._end - self._cursor) / 1e9 - waited
+        self._booked["queued"] += waited
+        last = self._last
+        if last is None:
+            self._booked["starting"] += rest
+        elif final is not None and (
+            self._found[last.attempt, last.round].broken or (last.attempt, last.round) != (final.attempt, final.round)
+        ):
+            self._booked["interrupted"] += rest
+            self._add_cost(last, rest + waited, waited, recovered=False)
+        else:
+            self._booked["ending"] += rest
+        return Goodput(
+            wall=(self._end - self._start) / 1e9,
+            steps_known=not self._why_unknown,
+            why_unknown=self._why_unknown,
+            until_ns=self._end,
+            costs=tuple(self._costs),
+            **self._booked,
+        )
+
+    def _add_cost(self, times: RoundTimes, seconds: float, queued: float, *, recovered: bool) -> None:
+        item = self._found[times.attempt, times.round]
+        verdict = verdict_of(item)
+        is_failure = verdict.cause is not Cause.NONE
+        recomputed = self._lost.get((times.attempt, times.round), 0.0)
+        self._costs.append(
+            Cost(
+                attempt=times.attempt,
+                round=times.round,
+                what=verdict.summary if is_failure else self._why_changed(times, item),
+                seconds=seconds + recomputed,
+                queued=queued,
+                recomputed=recomputed,
+                recovered=recovered,
+                is_failure=is_failure,
+            )
+        )
+
+    def _why_changed(self, times: RoundTimes, item: RoundHistory) -> str:
+        after = self._found.get((times.attempt, times.round + 1))
+        attempt = next((a for a in self._history.attempts if a.number == times.attempt), None)
         reasons = [*item.stopping_reasons, *([after.reason] if after is not None else [])]
         reasons += [attempt.reason] if attempt is not None else []
-        what = next((reason for reason in reasons if reason), "its workers ended, and no reason is recorded")
-    return Cost(
-        attempt=times.attempt,
-        round=times.round,
-        what=what,
-        seconds=seconds,
-        queued=queued,
-        recovered=recovered,
-        is_failure=is_failure,
-    )
+        return next((reason for reason in reasons if reason), "its workers ended, and no reason is recorded")
+
+
+def _resumed_at(rounds: Sequence[RoundTimes]) -> dict[tuple[int, int], int]:
+    """For each round the least step at which a later one went on: what it had done from there on was done again."""
+    found: dict[tuple[int, int], int] = {}
+    least: int | None = None
+    for times in reversed(rounds):
+        if least is not None:
+            found[times.attempt, times.round] = least
+        if times.steps is not None:
+            first: RoundSteps = times.steps
+            least = first.first if least is None else min(least, first.first)
+    return found
 
 
 def _overlap(gaps: list[tuple[int, int]], start: int, end: int) -> float:

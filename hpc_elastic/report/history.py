@@ -6,6 +6,7 @@ subtracted across hosts; durations were measured on one host.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from msgspec import Struct, field
@@ -17,6 +18,7 @@ from hpc_elastic.report.clocks import NO_CLOCKS, SUPERVISOR, Clocks
 from hpc_elastic.report.incidents import InProcessRestart, Outage, OutputLoss, refused_hosts
 from hpc_elastic.report.node_times import AttemptTimes
 from hpc_elastic.run.activities import Activity
+from hpc_elastic.run.heartbeats import Progress
 from hpc_elastic.run.node_score import NodeScore
 
 
@@ -165,6 +167,8 @@ class RoundHistory(Struct, frozen=True, kw_only=True):
     stopping_ns: tuple[tuple[int, int], ...] = ()
     """(node, when its agent began to end its workers, by its own wall clock)."""
     decision: RestartRecord | None = None
+    progress: Mapping[int, Progress] = field(default_factory=dict)
+    """By node: what its workers have done, as its agent reported it last."""
     rank_statuses: tuple[RankStatus, ...] = ()
     """The workers' last heartbeats, by rank; empty where none was reported."""
     activities: tuple[Activity, ...] = ()
@@ -256,6 +260,8 @@ class AttemptHistory(Struct, frozen=True, kw_only=True):
     """Names of the nodes where no agent could be started, each with the reason."""
     given_up: tuple[GivenUpNode, ...] = ()
     """By node: those that the attempt went on without, or could not go on without."""
+    versions: tuple[tuple[str, str], ...] = ()
+    """Of what it ran with: Python, torch, Slurm …"""
     notices: tuple[str, ...] = ()
     """Signals that gave notice."""
     outages: tuple[Outage, ...] = ()
@@ -302,6 +308,10 @@ class RunHistory(Struct, frozen=True, kw_only=True):
     name: str
     """What torchrun would call it: the script."""
     max_requeues: int | None = None
+    command: str = ""
+    """What the user gave: what a worker runs."""
+    section_timeouts: tuple[str, ...] = ()
+    """The sections that the user gave a timeout for."""
     attempts: tuple[AttemptHistory, ...] = ()
     bad_nodes: tuple[NodeScore, ...] = ()
     """By what was known when an attempt ended last; the worst first."""

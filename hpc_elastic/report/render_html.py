@@ -12,7 +12,13 @@ from base64 import b64encode
 from hpc_elastic.base.text import milliseconds_text, plural
 from hpc_elastic.report.clocks import NOTABLE_NS
 from hpc_elastic.report.document import Document, build_document, round_entry
-from hpc_elastic.report.goodput import Goodput, measure_goodput
+from hpc_elastic.report.goodput import (
+    Goodput,
+    describe_goodput,
+    describe_unknown_steps,
+    is_worth_showing,
+    measure_goodput,
+)
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
 from hpc_elastic.report.render_html_chart import ChartLimits, choice_rules, draw_chart
 from hpc_elastic.report.render_html_failures import (
@@ -20,6 +26,7 @@ from hpc_elastic.report.render_html_failures import (
     entry_parts,
     evidence_text,
     failures_part,
+    log_links,
     opener,
     stacks_part,
 )
@@ -63,7 +70,9 @@ def is_cheap(history: RunHistory) -> bool:
     return sum(len(item.nodes) for part in history.attempts for item in part.rounds) <= CHEAP_NODE_ROUNDS
 
 
-def render_html(history: RunHistory, *, attempt: int | None = None, limits: ChartLimits | None = None) -> str:
+def render_html(
+    history: RunHistory, *, attempt: int | None = None, limits: ChartLimits | None = None, links: str = ".."
+) -> str:
     """Render the page.
 
     Args:
@@ -71,6 +80,7 @@ def render_html(history: RunHistory, *, attempt: int | None = None, limits: Char
         attempt: The attempt that the verdict is about; None: the last one in which something failed. The timeline is
             the whole run's.
         limits: How much of the chart a page may hold.
+        links: What leads from the page to the run directory, for the links to the ranks' logs.
 
     Returns:
         HTML without a character that UTF-8 can't write.
@@ -88,7 +98,7 @@ def render_html(history: RunHistory, *, attempt: int | None = None, limits: Char
     verdict = _entry_of(subject, timeline)
     chart = draw_chart(timeline, axis, shown=shown, limits=limits)
     room = TextRoom()
-    windows = entry_parts(timeline.entries, shown, room)
+    windows = entry_parts(timeline.entries, shown, room, links=links)
     notes = [*_clock_notes(timeline), *_gap_notes(timeline), *chart.left_out]
     if hidden := len(timeline.entries) - len(shown):
         notes.append(f"{hidden} of {len(timeline.entries)} kinds of failures are left out here; report.json has all.")
@@ -97,7 +107,7 @@ def render_html(history: RunHistory, *, attempt: int | None = None, limits: Char
     body = element(
         "main",
         _head(document, zone=zone(timeline.attempts[0].start_ns if timeline.attempts else None)),
-        _verdict(document, entry=verdict if verdict in shown else None),
+        _verdict(document, entry=verdict if verdict in shown else None, links=links),
         _goodput(goodput),
         card("Timeline", chart.html, label="Timeline of the run"),
         stacks_part(subject.attempt, subject.round),
@@ -167,12 +177,18 @@ def _head(document: Document, *, zone: str) -> Markup:
         element("span", sign, document.status, class_=f"chip {tone}"),
         element("p", " \u00b7 ".join(facts), class_="muted"),
         element("p", document.survived) if document.survived else "",
-        element("p", element("span", "run directory ", class_="muted"), element("code", history.run_dir)),
+        _labelled("command", history.command),
+        _labelled("run directory", history.run_dir),
+        _labelled("versions", ", ".join(f"{name} {value}" for name, value in shown.versions) if shown else ""),
         class_="top",
     )
 
 
-def _verdict(document: Document, *, entry: int | None) -> Markup:
+def _labelled(name: str, value: str) -> Markup | str:
+    return element("p", element("span", f"{name} ", class_="muted"), element("code", value)) if value else ""
+
+
+def _verdict(document: Document, *, entry: int | None, links: str) -> Markup:
     """The root cause with its evidence, and the recovery."""
     subject, verdict, finding = document.subject, document.subject.verdict, document.finding
     facts = [
@@ -193,6 +209,7 @@ def _verdict(document: Document, *, entry: int | None) -> Markup:
         element("p", finding.place) if finding.place else "",
         fact_list(facts),
         evidence_text(finding.evidence, TextRoom(), is_open=True) if finding.evidence is not None else "",
+        log_links(finding.evidence, links) if finding.evidence is not None else "",
         fact_list(last),
         button,
         class_=f"card verdict{' good' if document.is_fine else ''}",
@@ -201,25 +218,24 @@ def _verdict(document: Document, *, entry: int | None) -> Markup:
 
 
 def _goodput(goodput: Goodput) -> Markup:
-    """How much of the time was training, where the rest went, and what each interruption cost."""
+    """How much of the time was useful, where the rest went, and what each interruption cost."""
     share = goodput.share
-    if share is None:
+    if share is None or not is_worth_showing(goodput):
         return Markup("")
-    parts = [
-        ("training", "all workers ran", goodput.training),
-        ("starting", "until they first ran", goodput.starting),
-        ("interrupted", "after failures, until all ran again", goodput.interrupted),
-        ("queued", "between attempts", goodput.queued),
-        ("ending", "ending", goodput.ending),
-    ]
-    parts = [part for part in parts if part[2] > 0]
+    parts = [part for part in describe_goodput(goodput) if part[2] > 0]
     bar = [element("i", class_=f"f-{key}", style=f"width:{100 * s / goodput.wall:.2f}%") for key, _, s in parts]
     legend = [
         element("li", element("i", class_=f"f-{key}"), f"{what}: {duration(s)} ({100 * s / goodput.wall:.1f} %)")
         for key, what, s in parts
     ]
+    note = (
+        f"of {duration(goodput.wall)} since the start of the first attempt went into steps that no restart took back."
+    )
+    if not goodput.steps_known:
+        note = f"of {duration(goodput.wall)} since the start of the first attempt all workers of the round ran. "
+        note += describe_unknown_steps(goodput)
     return card(
-        "Goodput",
+        "Goodput" if goodput.steps_known else "Uptime",
         element(
             "div",
             element("div", f"{100 * share:.1f} %", class_="number"),
@@ -227,12 +243,7 @@ def _goodput(goodput: Goodput) -> Markup:
             element("ul", *legend, class_="parts"),
             class_="goodput",
         ),
-        element(
-            "p",
-            f"of {duration(goodput.wall)} of wall time all workers of the round were running. "
-            "Steps that were computed again after a restart are not taken off.",
-            class_="muted",
-        ),
+        element("p", note, class_="muted"),
         _costs(goodput),
     )
 
@@ -244,6 +255,7 @@ def _costs(goodput: Goodput) -> Markup:
     rows = []
     for cost in costs[:COSTS]:
         more = [f"{duration(cost.queued)} in the queue"] if cost.queued > 0.05 else []
+        more += [f"{duration(cost.recomputed)} of steps done again"] if cost.recomputed > 0.05 else []
         more += [] if cost.recovered else ["to the end"]
         lasted = duration(cost.seconds) + (f" ({', '.join(more)})" if more else "")
         rows.append(

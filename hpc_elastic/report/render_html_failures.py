@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from msgspec import Struct
 
@@ -26,6 +27,7 @@ from hpc_elastic.report.render_html_markup import (
 )
 from hpc_elastic.report.timeline import IMPORTANCE, Entry
 from hpc_elastic.report.wording import describe_class, describe_exit, known_stacks
+from hpc_elastic.run.paths import RunPaths
 
 TRACEBACK_CHARS = 12_000
 TRACEBACK_TOTAL = 600_000
@@ -79,14 +81,14 @@ def failures_part(entries: Sequence[Entry], shown: frozenset[int]) -> Markup:
     return card("Failures", table(("kind", "first at", "where", "what"), rows))
 
 
-def entry_parts(entries: Sequence[Entry], shown: frozenset[int], room: TextRoom) -> Markup:
+def entry_parts(entries: Sequence[Entry], shown: frozenset[int], room: TextRoom, *, links: str) -> Markup:
     """One window per entry; on paper, one after the other."""
     order = sorted(entries, key=lambda e: (IMPORTANCE[e.kind], -e.attempt, -e.round))
-    found = [_entry(entry, room) for entry in order if entry.number in shown]
+    found = [_entry(entry, room, links) for entry in order if entry.number in shown]
     return element("section", element("h2", "Failures in full"), *found, class_="entries") if found else Markup("")
 
 
-def _entry(entry: Entry, room: TextRoom) -> Markup:
+def _entry(entry: Entry, room: TextRoom, links: str) -> Markup:
     name = f"e{entry.number}"
     facts: list[tuple[str, str]] = [
         ("kind", entry.kind.value),
@@ -107,6 +109,7 @@ def _entry(entry: Entry, room: TextRoom) -> Markup:
         facts.append(("error_file", first.error_file or NOT_AVAILABLE))
         facts += [("note", first.problem)] if first.problem else []
         body.append(evidence_text(first, room, is_open=True))
+        body.append(log_links(first, links))
         body += _other_wordings(entry.fold, room)
         body += _members(entry.fold)
     close = element("button", "Close", type="button", class_="close", popovertarget=name, popovertargetaction="hide")
@@ -178,7 +181,21 @@ def evidence_text(failure: WorkerFailure, room: TextRoom, *, is_open: bool, whos
     if kept is None:
         return element("p", "The traceback is left out here for the page's size: see the error file.", class_="muted")
     title = "Traceback" if failure.traceback else "The end of its stderr"
-    return _unfolding(f"{title} ({whose})" if whose else title, kept, is_open=is_open)
+    shown = _unfolding(f"{title} ({whose})" if whose else title, kept, is_open=is_open)
+    tail = failure.stderr_tail.rstrip("\n")
+    if not failure.traceback or not tail or tail == text or whose or (rest := room.take(tail)) is None:
+        return shown
+    return join(shown, _unfolding("The end of its stderr", rest, is_open=False))
+
+
+def log_links(failure: WorkerFailure, links: str) -> Markup:
+    """The files that the rank has left, by their places in the run directory."""
+    paths = RunPaths(Path()).attempt(failure.attempt).rank(failure.round, failure.global_rank)
+    found = [
+        element("a", path.name, href=f"{links}/{path.as_posix()}")
+        for path in (paths.stdout, paths.stderr, paths.error_file)
+    ]
+    return element("p", f"Files of rank {failure.global_rank}: ", join(found[0], ", ", found[1], ", ", found[2]))
 
 
 def stacks_part(attempt: AttemptHistory | None, part: RoundHistory | None) -> Markup:

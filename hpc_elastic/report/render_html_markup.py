@@ -222,6 +222,9 @@ vertical-align:-.05rem;border:1px solid var(--line)}
 .f-training{background:var(--running)}
 .f-starting{background:repeating-linear-gradient(90deg,var(--starting) 0 4px,var(--card) 4px 6px)}
 .f-interrupted{background:repeating-linear-gradient(135deg,var(--stopping) 0 4px,var(--card) 4px 6px)}
+.f-recomputed{background:repeating-linear-gradient(45deg,var(--symptom) 0 5px,var(--card) 5px 7px)}
+.f-hanging{background:repeating-linear-gradient(0deg,var(--hang) 0 2px,var(--card) 2px 4px)}
+.f-checkpointing{background:repeating-linear-gradient(90deg,var(--done) 0 3px,var(--card) 3px 5px)}
 .f-queued{background:repeating-linear-gradient(45deg,var(--spare) 0 2px,var(--card) 2px 6px)}
 .f-ending{background:repeating-linear-gradient(0deg,var(--done) 0 3px,var(--card) 3px 5px)}
 .scroll{overflow-x:auto}

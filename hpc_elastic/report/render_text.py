@@ -16,7 +16,13 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import Clocks
 from hpc_elastic.report.document import Document, Fact, Fold, RoundEntry, build_document, fold_failures, round_entry
 from hpc_elastic.report.excerpt import make_excerpt
-from hpc_elastic.report.goodput import Cost, Goodput
+from hpc_elastic.report.goodput import (
+    Cost,
+    Goodput,
+    describe_goodput,
+    describe_unknown_steps,
+    is_worth_showing,
+)
 from hpc_elastic.report.history import AttemptHistory, RankStatus, RoundHistory, RunHistory, StackGroup
 from hpc_elastic.report.verdict import Cause, Verdict
 from hpc_elastic.report.wording import (
@@ -42,8 +48,6 @@ _HEADLINE_LINES = 5
 _WRAPPED = ("", "verdict", "kind", "reason", "last step")
 """Fields whose text goes on in the next lines; paths, times and places are never cut."""
 _SHOW_ALL = "(--all shows them)"
-_GOODPUT_SECONDS = 60.0
-"""Of a run that failed earlier than that, the share of its time that was training shows nothing."""
 
 
 def render_text(
@@ -53,6 +57,7 @@ def render_text(
     max_lines: int | None = DEFAULT_LINES,
     width: int = DEFAULT_WIDTH,
     goodput: Goodput | None = None,
+    is_file: bool = False,
 ) -> str:
     """Render the report.
 
@@ -62,6 +67,7 @@ def render_text(
         max_lines: At most so many lines; None: everything.
         width: Longer lines are cut, but for paths.
         goodput: Of the run, where it has been measured before.
+        is_file: It is not shown, but kept: the root cause is not cut.
 
     Returns:
         Text that ends with a line break.
@@ -77,7 +83,8 @@ def render_text(
         others = _others(part, document.subject.verdict, width, cap=None if everything else _OTHERS)
         others += _stacks(part, width, cap=None if everything else _OTHERS)
     fixed = len(head) + len(done) + len(past) + len(others) + 4
-    cause = _cause(document, width, lines=None if max_lines is None else max_lines - fixed)
+    left = None if max_lines is None else max_lines - fixed
+    cause = _cause(document, width, lines=left, most=None if everything or is_file else _HEADLINE_LINES)
     if max_lines is not None and (excess := fixed + len(cause) - max_lines) > 0:
         past = _past(document, width, cap=max(1, _HISTORY - excess))
     rule, line = "=" * _RULE, "-" * _RULE
@@ -100,7 +107,7 @@ def _head(document: Document, width: int) -> list[str]:
     lines = [fit(f"{history.name} {document.status}{where}", width), f"  run directory: {history.run_dir}"]
     lines += [f"  {document.survived}"] if document.survived else []
     for name, text in document.notes:
-        if name == "did without":
+        if name in ("did without", "hang watch"):
             lines += _split_words(f"  {name:<13}: {clean_line(text)}", width)
         elif name:
             lines.append(fit(f"  {name:<13}: {clean_line(text)}", width))
@@ -109,13 +116,16 @@ def _head(document: Document, width: int) -> list[str]:
     return lines
 
 
-def _cause(document: Document, width: int, *, lines: int | None) -> list[str]:
-    """The root cause; in at most so many lines where `lines` says it, but for the fields themselves."""
+def _cause(document: Document, width: int, *, lines: int | None, most: int | None) -> list[str]:
+    """The root cause; in at most so many lines where `lines` says it, but for the fields themselves.
+
+    What happened takes at most `most` lines.
+    """
     finding = document.finding
     title = finding.title if document.is_fine or not finding.headline else f"{finding.title}:"
-    found = _split_words(clean_line(title), width, most=_HEADLINE_LINES)
+    found = _split_words(clean_line(title), width, most=most or len(title))
     if finding.headline:
-        found += headline_lines(finding.headline, width)
+        found += headline_lines(finding.headline, width, most=most)
     if finding.place:
         found += _split_words(f"  {clean_line(finding.place)}", width)
     found += _fields(finding.facts, width)
@@ -390,27 +400,22 @@ def _cost(costs: Sequence[Cost]) -> str:
 def _goodput(document: Document, width: int) -> list[str]:
     """How much of the time was training, and where the rest went."""
     text = _goodput_text(document)
-    return _split_words(text, width) if text else []
+    if not text:
+        return []
+    lines = _split_words(text, width)
+    return lines if document.goodput.steps_known else [*lines, f"  {describe_unknown_steps(document.goodput)}"]
 
 
 def _goodput_text(document: Document) -> str:
     """Empty where nothing is known, or the time was too short to show anything."""
     goodput = document.goodput
-    if goodput.share is None or goodput.wall < _GOODPUT_SECONDS:
+    if not is_worth_showing(goodput):
         return ""
     until = time_text(goodput.until_ns, date=False, fine=True)
     so_far = "" if document.history.attempts[-1].outcome else f" until {until}, the last that is known"
-    failures = sum(1 for cost in goodput.costs if cost.is_failure)
-    changes = len(goodput.costs) - failures
-    after = [*([plural(failures, "failure")] if failures else []), *([plural(changes, "change")] if changes else [])]
-    parts = [
-        (goodput.starting, "to start"),
-        (goodput.interrupted, f"for {' and '.join(after)}"),
-        (goodput.queued, "queued"),
-        (goodput.ending, "to end"),
-    ]
-    rest = [f"{duration(seconds)} {what}" for seconds, what in parts if seconds >= 0.05]
-    text = f"Goodput: {100 * goodput.share:.1f} % of {duration(goodput.wall)}{so_far}"
+    rest = [f"{duration(seconds)} {what}" for _, what, seconds in describe_goodput(goodput)[1:] if seconds >= 0.05]
+    name = "Goodput" if goodput.steps_known else "Uptime"
+    text = f"{name}: {100 * (goodput.share or 0.0):.1f} % of {duration(goodput.wall)}{so_far}"
     return f"{text} ({', '.join(rest)})" if rest else text
 
 
@@ -438,11 +443,11 @@ def _split_words(text: str, width: int, *, most: int = 3) -> list[str]:
     return [*lines[: most - 1], fit(" ".join([lines[most - 1], *lines[most:]]), width)]
 
 
-def headline_lines(text: str, width: int) -> list[str]:
-    """What happened, in at most five lines, broken between words where there are any."""
+def headline_lines(text: str, width: int, *, most: int | None = _HEADLINE_LINES) -> list[str]:
+    """What happened, in at most so many lines, broken between words where there are any."""
     lines: list[str] = []
     text, room = brief(text).strip(), width - 2
-    while text and len(lines) < _HEADLINE_LINES:
+    while text and (most is None or len(lines) < most):
         line = text[:room]
         if len(text) > room and (blank := text.rfind(" ", room // 2, room + 1)) > 0:
             line = text[:blank]

@@ -95,6 +95,14 @@ def verdict_of(part: RoundHistory) -> Verdict:
     )
     if verdict.evidence == ONLY_FAILURE and verdict.failure is not None:
         verdict = replace(verdict, evidence=_beside_stopped(verdict.failure, part))
+    elif verdict.failure is not None and len(verdict.same_failure) > 1 and verdict.cause is Cause.WORKER:
+        stopped = (part.world_size or 0) - len({end.rank for end in part.ends} | set(verdict.same_failure))
+        stopped -= sum(
+            1 for one in part.failures if not one.stopped_by_agent and one.global_rank not in verdict.same_failure
+        )
+        if stopped > 0:
+            others = f"{plural(stopped, 'other')} {'was' if stopped == 1 else 'were'} stopped before they could fail"
+            verdict = replace(verdict, evidence=f"{verdict.evidence}; {others}")
     return _contrasted(verdict, part)
 
 

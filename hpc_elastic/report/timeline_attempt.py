@@ -190,6 +190,19 @@ def _first(times: NodeTimes) -> int | None:
     return times.final_ns if times.final_ns is not None else times.started_ns
 
 
+class RoundSteps(NamedTuple):
+    """The steps that a round's workers have reported, by the worker that got furthest; times on the common axis."""
+
+    first: int
+    first_ns: int
+    last: int
+    last_ns: int
+    checkpointing: float
+    """Seconds."""
+    redone: float
+    """Seconds."""
+
+
 class RoundTimes(Struct, frozen=True, kw_only=True):
     """A round on the common axis."""
 
@@ -199,6 +212,8 @@ class RoundTimes(Struct, frozen=True, kw_only=True):
     end_ns: int
     trained_ns: tuple[int, int] | None
     """From when to when all its workers ran; None: they never did all at once."""
+    steps: RoundSteps | None = None
+    """None: none was reported."""
 
 
 class AttemptSpan(Struct, frozen=True, kw_only=True):
@@ -327,7 +342,33 @@ class PlacedAttempt:
             begin = max(stay.running_ns for stay in stays.values())
             if min(ends) > begin:
                 trained = (begin, min(ends))
-        return RoundTimes(attempt=self.attempt.number, round=item.index, start_ns=start, end_ns=end, trained_ns=trained)
+        return RoundTimes(
+            attempt=self.attempt.number,
+            round=item.index,
+            start_ns=start,
+            end_ns=end,
+            trained_ns=trained,
+            steps=self._steps(item),
+        )
+
+    def _steps(self, item: RoundHistory) -> RoundSteps | None:
+        """By the node whose worker got furthest; of several the one that got there first."""
+        found = [
+            (-done.step, self.at(node, done.step_ns), node, done)
+            for node, done in item.progress.items()
+            if done.first_step is not None
+        ]
+        if not found:
+            return None
+        _, last_ns, node, done = min(found, key=lambda one: one[:3])
+        return RoundSteps(
+            first=done.first_step or 0,
+            first_ns=self.at(node, done.first_ns),
+            last=done.step,
+            last_ns=last_ns,
+            checkpointing=max(one.checkpoint_seconds for *_, one in found),
+            redone=done.redone_seconds,
+        )
 
 
 def place_attempts(history: RunHistory) -> list[PlacedAttempt]:

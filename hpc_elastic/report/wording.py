@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hpc_elastic.base.outcome import ExitCode, Outcome
-from hpc_elastic.base.text import first_of, plural, ranges, ranks_text, seconds_text
+from hpc_elastic.base.text import first_of, plural, ranges, ranks_text, seconds_text, time_text
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.traceback_text import Frame
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NOTABLE_NS, SUPERVISOR, Clocks
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory, StackGroup
 from hpc_elastic.report.incidents import InProcessRestart, Outage, OutageKind, OutputLoss
+from hpc_elastic.worker_api.heartbeat_record import SETUP
 
 FAILURE_WORDS = {
     FailureClass.ROOT: "failure",
@@ -83,7 +84,20 @@ def describe_outcome(history: RunHistory, attempt: AttemptHistory | None) -> str
         return attempt.outcome.replace("_", " ")
     if attempt.number < history.attempts[-1].number:
         return "ended, and its end was not recorded"
-    return "is running (no end is recorded)"
+    return _describe_running(attempt)
+
+
+def _describe_running(attempt: AttemptHistory) -> str:
+    """Where an attempt is of which no end is recorded: by its events, which may be half a minute old."""
+    part = attempt.rounds[-1] if attempt.rounds else None
+    if part is None:
+        return "is starting: no round has begun (no end is recorded)"
+    steps = [status.step for status in part.rank_statuses if status.step is not None]
+    at = f", at step {max(steps)}" if steps else ""
+    if part.broken or part.stopping_reasons:
+        return f"is running: after round {part.index}{at} (no end is recorded)"
+    since = f" since {time_text(part.started_ns, date=False)}" if part.started_ns else ""
+    return f"is running: round {part.index}{since}{at} (no end is recorded)"
 
 
 def describe_status(history: RunHistory, attempt: AttemptHistory | None) -> str:
@@ -225,6 +239,23 @@ def _membership(part: RoundHistory, after: RoundHistory) -> list[str]:
 def known_stacks(part: RoundHistory) -> list[StackGroup]:
     """The groups of ranks of which a place is known: a stack, or where in the kernel they sat."""
     return [group for group in part.stacks if group.stack or (group.state and not group.state.startswith("R "))]
+
+
+def describe_unused_timeouts(history: RunHistory) -> list[str]:
+    """The sections in ``--section-timeouts`` that no worker was ever in; none where that can't be known (yet)."""
+    if not history.section_timeouts or not history.attempts or not history.attempts[-1].outcome:
+        return []
+    entered: set[str] = set()
+    for item in (item for attempt in history.attempts for item in attempt.rounds):
+        for node in item.nodes:
+            done = item.progress.get(node.node)
+            if done is None or done.sections is None:
+                return []  # the node was lost, or its files are missing
+            entered.update(done.sections)
+    if entered <= {SETUP} and history.attempts[-1].outcome == Outcome.FAILED.value:
+        return []  # it failed before there was anything to watch
+    unused = [name for name in history.section_timeouts if name not in entered]
+    return [f"section '{name}' was never entered; its hang detection did nothing" for name in unused]
 
 
 def describe_size(part: RoundHistory) -> str:

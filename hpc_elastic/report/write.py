@@ -73,7 +73,7 @@ def write_report(
     problems: list[str] = []
     paths = RunPaths(Path(os.path.abspath(run_dir))).attempt(attempt)
     files: list[tuple[Path, Callable[[], str]]] = [
-        (paths.report_text, lambda: text),
+        (paths.report_text, lambda: render_text(history, attempt=attempt, goodput=goodput, is_file=True)),
         (paths.report_json, lambda: json_report(history, attempt=attempt, goodput=goodput)),
     ]
     if is_cheap(history):

@@ -6,7 +6,7 @@ from msgspec import UNSET, Struct, UnsetType
 
 from hpc_elastic.run.activities import Activity, RankSockets
 from hpc_elastic.run.event_types import AgentEvent, Seconds
-from hpc_elastic.run.heartbeats import RankHeartbeat
+from hpc_elastic.run.heartbeats import Progress, RankHeartbeat
 
 
 class AgentStarted(AgentEvent, frozen=True, kw_only=True):
@@ -291,6 +291,9 @@ class WorkersStopped(AgentEvent, frozen=True, kw_only=True):
     ends: tuple[OwnEnd, ...] = ()
     """`rank`, `exitcode`, `ended_ns`, `ended_uptime_ns`, `stopped` (workers were being ended by then) of each worker
     that the agent's signal did not end, one that ended with 0 included"""
+    progress: Progress | None = None
+    """`sections` (those that workers here were in), `first_step`, `first_ns`, `step`, `step_ns`, `checkpoint_seconds`,
+    `redone_seconds`: by the worker here that got furthest"""
 
 
 class WorkersSucceeded(AgentEvent, frozen=True, kw_only=True):

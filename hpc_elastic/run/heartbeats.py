@@ -23,6 +23,25 @@ class RankHeartbeat(Struct, frozen=True, kw_only=True):
     """Seconds since its last checkpoint was complete, when this was written; None: none was in this round."""
 
 
+class Progress(Struct, frozen=True, kw_only=True):
+    """What a node's workers have done in a round, by the one of them that got furthest: for the goodput."""
+
+    sections: tuple[str, ...] | None = None
+    """All that any worker here has been in; null: they can't be known."""
+    first_step: int | None = None
+    """The first step that was reported in the round; null: none was."""
+    first_ns: int = 0
+    """When, by the node's wall clock."""
+    step: int = -1
+    """The last one."""
+    step_ns: int = 0
+    """When."""
+    checkpoint_seconds: float = 0.0
+    """In section ``checkpoint``."""
+    redone_seconds: float = 0.0
+    """At steps no further than one that had been reported before, as after an in-process restart."""
+
+
 class NodeHeartbeats(Struct, frozen=True, kw_only=True):
     """``heartbeats/node-<index>.json``: of the round that the node took part in last."""
 
@@ -35,4 +54,6 @@ class NodeHeartbeats(Struct, frozen=True, kw_only=True):
     """Over the last minute of the round; None: not known yet."""
     total: int | None = None
     """How many steps the training has, where the script reports that."""
+    progress: Progress | None = None
+    """Of the round so far."""
     ranks: tuple[RankHeartbeat, ...] = ()

@@ -31,6 +31,7 @@ from hpc_elastic.worker_api.heartbeat_record import (
     read_notice,
     read_record,
     write_record,
+    write_section,
     write_total,
 )
 
@@ -172,6 +173,9 @@ class _Reporter:
         self._checkpoints = 0
         self._saved_ns = 0
         self._saved_step = NO_STEP
+        self._first_step = self._furthest = NO_STEP
+        self._first_ns = self._stepped_ns = self._checkpoint_ns = self._redone_ns = 0
+        self._sections: set[bytes] = set()
         self._stepper = 0
         """The thread that reported a step last."""
         self.asks_for_notices = False
@@ -215,9 +219,21 @@ class _Reporter:
         if self._map is None and not self._open():
             return
         now = clock_gettime_ns(CLOCK_BOOTTIME)
+        if self._last_section == b"checkpoint":
+            self._checkpoint_ns += now - self._last_ns
+        if section not in self._sections:
+            write_section(self._map, len(self._sections), section)
+            self._sections.add(section)
         if step is not None:
             self._step = step
             self._stepper = get_ident()
+            if step > self._furthest:
+                if self._first_ns == 0:
+                    self._first_step, self._first_ns = step, now
+                self._furthest = step
+            elif step < self._furthest:  # a step may be reported twice: as it begins, and as it ends
+                self._redone_ns += now - self._stepped_ns
+            self._stepped_ns = now
         if is_heartbeat:
             self.has_begun = True
         if saved is not None:
@@ -243,6 +259,11 @@ class _Reporter:
             checkpoints=self._checkpoints,
             saved_ns=self._saved_ns,
             saved_step=self._saved_step,
+            first_step=self._first_step,
+            first_ns=self._first_ns,
+            stepped_ns=self._stepped_ns,
+            checkpoint_ns=self._checkpoint_ns,
+            redone_ns=self._redone_ns,
             asks_for_notices=self.asks_for_notices,
             has_notice=self._has_notice,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from binascii import crc32
+from typing import Any
 
 from msgspec import Struct
 
@@ -22,21 +23,22 @@ CHECKPOINT = "checkpoint"
 """The section whose end is a checkpoint that is complete."""
 NAME_LIMIT = 32
 """Characters of a section's name."""
-FILE_BYTES = 512
-MAGIC = b"hpc-elastic heartbeat 4\n"
+FILE_BYTES = 1024
+MAGIC = b"hpc-elastic heartbeat 5\n"
 NO_STEP = -1
 LAST_STEP = (1 << 63) - 1
 """The largest step. As a checkpoint's: this worker does no step after it."""
 
-_BODY = struct.Struct("<Qqqqqqqqqq32s")
+_BODY = struct.Struct("<Qqqqqqqqqqqqqqq32s")
 _CHECKSUM = struct.Struct("<Q")
-_AT = (128, 320)
+_AT = (128, 288)
 _LENGTH = _CHECKSUM.size + _BODY.size
 _TOTAL = struct.Struct("<Qq")
 _TOTAL_AT = 64
 _NOTICE = struct.Struct("<Qqq")
 _NOTICE_AT = 448
 _NOTICE_END = _NOTICE_AT + _CHECKSUM.size + _NOTICE.size
+_SECTIONS_AT, _MOST_SECTIONS = 512, 15
 _ASKS, _HAS_NOTICE = 1, 2
 
 STEP_PENDING = -2
@@ -64,6 +66,15 @@ class HeartbeatRecord(Struct, frozen=True, kw_only=True):
     """When the last of them was, by the same clock."""
     saved_step: int | None = None
     """The furthest step that one of them holds; None where no step of any is known."""
+    first_step: int | None = None
+    """The first step that it reported, and `first_ns`, when."""
+    first_ns: int = 0
+    stepped_ns: int = 0
+    """When it reported a step last."""
+    checkpoint_ns: int = 0
+    """How long it was in section ``checkpoint`` in all."""
+    redone_ns: int = 0
+    """For how long it was at steps no further than one that it had reported before: they were done again."""
     asks_for_notices: bool = False
     """Whether it has ever asked if there is a notice."""
     has_notice: bool = False
@@ -100,6 +111,11 @@ def write_record(
     checkpoints: int = 0,
     saved_ns: int = 0,
     saved_step: int = NO_STEP,
+    first_step: int = NO_STEP,
+    first_ns: int = 0,
+    stepped_ns: int = 0,
+    checkpoint_ns: int = 0,
+    redone_ns: int = 0,
     asks_for_notices: bool = False,
     has_notice: bool = False,
 ) -> None:
@@ -110,7 +126,10 @@ def write_record(
         count: As in `HeartbeatRecord`; the rest too, but a step is `NO_STEP` where there is none, and `section` ASCII.
     """
     flags = asks_for_notices * _ASKS | has_notice * _HAS_NOTICE
-    body = _BODY.pack(count, at_ns, step, pid, intervals, longest_ns, checkpoints, saved_ns, saved_step, flags, section)
+    body = _BODY.pack(
+        count, at_ns, step, pid, intervals, longest_ns, checkpoints, saved_ns, saved_step,
+        first_step, first_ns, stepped_ns, checkpoint_ns, redone_ns, flags, section,
+    )  # fmt: skip
     start = _AT[count & 1]
     # One store of the whole: no other thread of this process gets in between.
     buffer[start : start + _LENGTH] = _CHECKSUM.pack(crc32(body)) + body  # type: ignore[index]
@@ -118,7 +137,7 @@ def write_record(
 
 def read_record(raw: bytes) -> HeartbeatRecord | None:
     """The newest whole record in the file's contents; None where there is none (yet)."""
-    newest: tuple[int, int, int, int, int, int, int, int, int, int, bytes] | None = None
+    newest: tuple[Any, ...] | None = None
     for start in _AT:
         body = raw[start + _CHECKSUM.size : start + _LENGTH]
         if len(body) != _BODY.size:
@@ -129,7 +148,8 @@ def read_record(raw: bytes) -> HeartbeatRecord | None:
             newest = found
     if newest is None:
         return None
-    count, at_ns, step, pid, intervals, longest_ns, checkpoints, saved_ns, saved_step, flags, section = newest
+    count, at_ns, step, pid, intervals, longest_ns, checkpoints, saved_ns, saved_step, *times, flags, section = newest
+    first_step, first_ns, stepped_ns, checkpoint_ns, redone_ns = times
     return HeartbeatRecord(
         count=count,
         at_ns=at_ns,
@@ -141,6 +161,11 @@ def read_record(raw: bytes) -> HeartbeatRecord | None:
         checkpoints=checkpoints,
         saved_ns=saved_ns,
         saved_step=None if saved_step < 0 else saved_step,
+        first_step=None if first_step < 0 else first_step,
+        first_ns=first_ns,
+        stepped_ns=stepped_ns,
+        checkpoint_ns=checkpoint_ns,
+        redone_ns=redone_ns,
         asks_for_notices=bool(flags & _ASKS),
         has_notice=bool(flags & _HAS_NOTICE),
     )
@@ -159,6 +184,21 @@ def read_total(raw: bytes) -> int | None:
     checksum, total = _TOTAL.unpack_from(raw, _TOTAL_AT)
     body = raw[_TOTAL_AT + _CHECKSUM.size : _TOTAL_AT + _TOTAL.size]
     return int(total) if checksum == crc32(body) and total > 0 else None
+
+
+def write_section(buffer: bytearray | memoryview | object, number: int, section: bytes) -> None:
+    """Note the `number`-th section that the worker enters for the first time; of very many the first ones."""
+    if number <= _MOST_SECTIONS:
+        start = _SECTIONS_AT + NAME_LIMIT * number
+        name = section if number < _MOST_SECTIONS else b"*"
+        buffer[start : start + NAME_LIMIT] = name.ljust(NAME_LIMIT, b"\0")  # type: ignore[index]
+
+
+def read_sections(raw: bytes) -> tuple[str, ...] | None:
+    """The sections that the worker has ever been in; None where they are too many to know."""
+    ends = range(_SECTIONS_AT, _SECTIONS_AT + NAME_LIMIT * (_MOST_SECTIONS + 1), NAME_LIMIT)
+    names = [raw[at : at + NAME_LIMIT].rstrip(b"\0").decode("ascii", "replace") for at in ends]
+    return None if names[-1] else tuple(filter(None, names))
 
 
 def pack_notice(notice: NoticeRecord) -> tuple[int, bytes]:

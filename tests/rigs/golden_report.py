@@ -50,7 +50,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"(\[?(?:127\.0\.0\.1|::1|localhost|::ffff:127\.0\.0\.1)\]?:)\d+", r"\1<PORT>"),
         (r"\b(port:?) \d+", r"\1 <PORT>"),
         (r"(?<![\w.])\d+(?:\.\d+)?(?:(?:-| to )\d+(?:\.\d+)?)? s\b", "<N> s"),
-        (r"^Goodput: .*", "Goodput: <N> %"),  # what is under a twentieth of a second is not told
+        (r"^(Goodput|Uptime): .*", r"\1: <N> %"),  # what is under a twentieth of a second is not told
         (r"\b\d+ min \d+ s\b", "<N> s"),
         (r"\bstopped within (?:\d+ ms|<N> s)", "stopped within <N> ms"),
         (r"\bknown to within \d+(?:\.\d+)? ms\b", "known to within <N> ms"),

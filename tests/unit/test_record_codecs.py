@@ -242,9 +242,8 @@ def job_there_and_back(record: JobEntry, folder: Path) -> JobEntry:
 def heartbeat_there_and_back(record: HeartbeatRecord, folder: Path) -> HeartbeatRecord | None:
     buffer = bytearray(heartbeat_record.empty_file())
     values = {each.name: getattr(record, each.name) for each in msgspec.structs.fields(record)}
-    steps = {
-        name: heartbeat_record.NO_STEP if values[name] is None else values[name] for name in ("step", "saved_step")
-    }
+    names = ("step", "saved_step", "first_step")
+    steps = {name: heartbeat_record.NO_STEP if values[name] is None else values[name] for name in names}
     heartbeat_record.write_record(buffer, **{**values, **steps, "section": record.section.encode()})
     return heartbeat_record.read_record(bytes(buffer))
 

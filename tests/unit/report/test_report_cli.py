@@ -46,7 +46,7 @@ def test_an_attempts_folder_means_that_attempt(root: Path, capsys: pytest.Captur
 
 def test_attempt_and_width_and_all(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert call("report", str(root), "--attempt", "1", "--width", "70", "--all") == 0
-    assert "No failures." in capsys.readouterr().out
+    assert "No failures so far." in capsys.readouterr().out
     assert call("report", str(root), "--attempt", "7") == 2
     assert "has no attempt 7; it has 0, 1" in capsys.readouterr().err
 

@@ -167,12 +167,16 @@ COST: dict[str, Any] = {
     "what": TEXT,
     "seconds": NUMBER,
     "queued": NUMBER,
+    "recomputed": NUMBER,
     "recovered": BOOL,
     "is_failure": BOOL,
 }
 GOODPUT: dict[str, Any] = {
     "share": "float|int?",
     **dict.fromkeys(("wall", "training", "starting", "interrupted", "queued", "ending"), NUMBER),
+    **dict.fromkeys(("kept", "recomputed", "hanging", "checkpointing"), NUMBER),
+    "steps_known": BOOL,
+    "why_unknown": TEXT,
     "until_ns": "int?",
     "costs": [COST],
 }

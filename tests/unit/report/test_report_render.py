@@ -54,7 +54,7 @@ def exhausted_run(builder: RunBuilder) -> None:
 
 def past_of(lines: list[str]) -> list[str]:
     """The history's lines."""
-    (end,) = (number for number, line in enumerate(lines) if line.startswith("Goodput: "))
+    (end,) = (number for number, line in enumerate(lines) if line.startswith("Uptime: "))
     return lines[lines.index("Attempts and rounds:") + 1 : end]
 
 
@@ -120,7 +120,7 @@ def test_history_spans_attempts_and_folds_rounds_that_went_alike(builder: RunBui
     builder.attempt(1, at=200)
     builder.round(1, 0, at=201)
     lines = render_text(collect_run(builder.root)).splitlines()
-    assert lines[1] == "train.py is running (no end is recorded) - attempt 1, job 4242"
+    assert lines[1] == "train.py is running: round 0 since 11:10:01 (no end is recorded) - attempt 1, job 4242"
     assert "  rank 2 (local_rank 0) on n3 (node 2), in train_step (train.py:61), round 3 of attempt 0" in lines
     assert "Recovery: given up: restarts exhausted (3 of 3); requeue 1 of 3 (2 left): restarts exhausted" in lines
     past = lines[lines.index("Attempts and rounds:") + 1 :]
@@ -304,8 +304,9 @@ def test_goodput_and_what_each_failure_cost(builder: RunBuilder) -> None:
     builder.end(1, at=302, outcome="succeeded", code=0)
     history = collect_run(builder.root)
     lines = render_text(history).splitlines()
-    assert lines[-2] == (
-        "Goodput: 51.6 % of 5 min 02 s (1.0 s to start, 27.0 s for 4 failures, 1 min 57 s queued, 1.0 s to end)"
+    assert " ".join(line.strip() for line in lines[-3:-1]) == (
+        "Uptime: 51.6 % of 5 min 02 s (1.0 s to start, 27.0 s to restart after 4 failures, 1 min 57 s queued, 1.0 s to "
+        "end) No steps were reported; with hpc_elastic.heartbeat(step) this would be the goodput."
     )
     goodput = json.loads(json_report(history))["goodput"]
     parts = [goodput[key] for key in ("training", "starting", "interrupted", "queued", "ending")]
@@ -325,7 +326,7 @@ def test_a_run_that_goes_on_says_until_when_its_goodput_is_known(builder: RunBui
     builder.fail(make_failure(2, at=50, exception="ValueError: bad"))
     builder.stopped(0, 0, at=51)
     builder.round(0, 1, at=60)
-    (line,) = [line for line in render_text(collect_run(builder.root)).splitlines() if line.startswith("Goodput: ")]
+    (line,) = [line for line in render_text(collect_run(builder.root)).splitlines() if line.startswith("Uptime: ")]
     assert " until " in line
     assert "the last that is known" in line
 

@@ -26,6 +26,7 @@ from hpc_elastic.worker_api.heartbeat_record import (
     HeartbeatRecord,
     empty_file,
     read_record,
+    read_sections,
     read_total,
     write_record,
 )
@@ -358,3 +359,36 @@ def test_a_heartbeat_costs_microseconds(page: Path) -> None:
             hpc_elastic.heartbeat(step=step)
         best = min(best, (time.process_time() - started) / 500)
     assert best <= 5e-6
+
+
+def test_the_page_has_what_the_goodput_needs(page: Path) -> None:
+    """The first step and when, time in checkpoints, and at steps that were done again."""
+    hpc_elastic.heartbeat(step=5)
+    first = said(page)
+    assert (first.first_step, first.first_ns, first.stepped_ns) == (5, first.at_ns, first.at_ns)
+    hpc_elastic.heartbeat(step=6)
+    with hpc_elastic.section("checkpoint"):
+        entered = said(page).at_ns
+    done = said(page)
+    assert (done.checkpoint_ns, done.redone_ns) == (done.at_ns - entered, 0)
+    hpc_elastic.heartbeat(step=6)  # as it ends
+    assert said(page).redone_ns == 0
+    before = said(page).stepped_ns
+    hpc_elastic.heartbeat(step=5)
+    again = said(page)
+    assert again.redone_ns == again.at_ns - before > 0
+    hpc_elastic.heartbeat(step=7)
+    assert (said(page).first_step, said(page).redone_ns) == (5, again.redone_ns)
+
+
+def test_the_page_names_every_section_that_was_entered(page: Path) -> None:
+    assert read_sections(page.read_bytes()) == ()
+    hpc_elastic.heartbeat(step=1)
+    with hpc_elastic.section("checkpoint"), hpc_elastic.section("upload"):
+        pass
+    hpc_elastic.heartbeat(step=2)
+    assert read_sections(page.read_bytes()) == ("step", "checkpoint", "upload")
+    for number in range(13):
+        assert read_sections(page.read_bytes()) is not None
+        hpc_elastic.heartbeat(section=f"s{number}")
+    assert read_sections(page.read_bytes()) is None, "too many to know"
