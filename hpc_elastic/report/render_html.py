@@ -254,16 +254,16 @@ def _costs(goodput: Goodput) -> Markup:
         return Markup("")
     rows = []
     for cost in costs[:COSTS]:
-        more = [f"{duration(cost.queued)} in the queue"] if cost.queued > 0.05 else []
+        more = [f"{duration(cost.queued)} of it in the queue"] if cost.queued > 0.05 else []
         more += [f"{duration(cost.recomputed)} of steps done again"] if cost.recomputed > 0.05 else []
         more += [] if cost.recovered else ["to the end"]
-        lasted = duration(cost.seconds) + (f" ({', '.join(more)})" if more else "")
+        what = shorten(cost.what, 300) + (f" ({', '.join(more)})" if more else "")
         rows.append(
             element(
                 "tr",
-                element("td", lasted, class_="n"),
+                element("td", duration(cost.seconds), class_="n"),
                 element("td", f"attempt {cost.attempt}, round {cost.round}", class_="w"),
-                element("td", shorten(cost.what, 300), class_="wide"),
+                element("td", what, class_="wide"),
             )
         )
     title = "What each interruption cost"
@@ -306,7 +306,7 @@ def _round_row(history: RunHistory, attempt: AttemptHistory, part: RoundHistory)
     how += describe_restarts(part.in_process, everything=False)
     return element(
         "tr",
-        element("td", str(part.index), class_="n"),
+        element("td", str(part.index), class_="n round"),
         element("td", time_of_day(part.started_ns), class_="w"),
         element("td", duration(part.seconds) if part.seconds is not None else "", class_="n"),
         element("td", entry.size, class_="w"),

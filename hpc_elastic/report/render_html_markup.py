@@ -233,8 +233,8 @@ th,td{text-align:left;vertical-align:top;padding:.35rem .9rem .35rem 0;border-bo
 th{font-weight:600;color:var(--muted);font-size:.87rem;white-space:nowrap}
 td.n,th.n{text-align:right;white-space:nowrap}
 td.w{white-space:nowrap}
-td.who{min-width:12rem;max-width:20rem;overflow-wrap:anywhere}
-td.wide{overflow-wrap:anywhere;min-width:16rem;width:100%}
+td.who{min-width:8rem;max-width:20rem;overflow-wrap:anywhere}
+td.wide{overflow-wrap:anywhere;min-width:10rem;width:100%}
 tr:last-child td{border-bottom:0}
 tr.group td{font-weight:650;border-bottom-width:2px;padding-top:.8rem}
 button{font:inherit;color:inherit}
@@ -323,6 +323,10 @@ box-shadow:0 10px 40px #0006}
 .vh{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%);white-space:nowrap}
 @media (max-width:700px){main{padding:.8rem}.chartscroll{--label:7rem}.goodput{grid-template-columns:1fr}
 dl.facts{grid-template-columns:1fr}dl.facts dd{margin-bottom:.3rem}}
+@media screen and (max-width:700px){.scroll table,.scroll tr{display:block}.scroll th{display:none}
+.scroll tr{border-bottom:1px solid var(--line);padding:.35rem 0}.scroll tr:last-child{border-bottom:0}
+.scroll td{display:inline;border:0;padding:0;white-space:normal;overflow-wrap:anywhere}
+.scroll td+td:before{content:" \\00b7  ";color:var(--muted)}.scroll td.round:before{content:"round "}}
 @media (forced-colors:active){.m,.share i,.parts i,.lines i,svg{forced-color-adjust:none}}
 @media print{
 @page{margin:12mm}

@@ -266,6 +266,15 @@ def test_wide_things_scroll_on_a_small_screen(
             assert all(before["right"] <= after["left"] for before, after in pairwise(places)), (zoom, kind, places)
 
 
+@pytest.mark.parametrize("width", [400, 800, 1400])
+@pytest.mark.parametrize("name", ["requeued", "hung", "hostile"])
+def test_no_table_is_clipped(browser: Browser, pages: Callable[[str], Path], name: str, width: int) -> None:
+    show(browser, pages(name), width=width, height=1600)
+    clipped = """return [...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth)
+        .map(e => e.closest('section').getAttribute('aria-label'));"""
+    assert browser.run(clipped) == []
+
+
 def test_page_of_a_real_run(browser: Browser, tmp_path: Path, keep: Callable[[str], Path]) -> None:
     """A failure, a restart, and a node that is lost and comes back: the page that the supervisor wrote at the end."""
     script = """
