@@ -56,6 +56,8 @@ class ArmingFacts(Struct, frozen=True, kw_only=True):
     """Slurm could be asked, and knows the job."""
     problem: str = ""
     """Why it could not be asked."""
+    missing: str = ""
+    """Why it never can be: Slurm's commands are not there."""
     job_allows: bool = True
     """``Requeue=1``."""
     site_allows: bool = True
@@ -87,6 +89,8 @@ def decide_arming(facts: ArmingFacts) -> Arming:
         if facts.can_chain:
             return Arming(way=RequeueWay.CHAIN, reason="--requeue-with chain was given")
         return Arming(way=RequeueWay.NONE, reason=f"--requeue-with chain: {own_script}")
+    if facts.missing:
+        return Arming(way=RequeueWay.NONE, reason=facts.missing)
     if facts.problem:
         return Arming(way=RequeueWay.REQUEUE, reason=f"not verified: {facts.problem}")
     if not facts.known:

@@ -10,7 +10,9 @@ import atexit
 import logging
 import math
 import os
+import re
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -41,7 +43,7 @@ from hpc_elastic.rendezvous.state import OBSERVER_PLACE, new_uid
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
-from hpc_elastic.run.spec import RunSpec, UnreadableRunError, load_run_spec
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, UnreadableRunError, load_run_spec
 from hpc_elastic.run.supervisor_events import AttemptStarted
 from hpc_elastic.slurm.notation import compress
 from hpc_elastic.store.notifier import read_secret
@@ -186,7 +188,7 @@ class _AttemptRun:
             batch_host=os.uname().nodename,
             started_ns=self._clock.time_ns(),
             slurm_job_ids=slurm_job_ids(self._paths, folder.number, own),
-            versions=_versions(facts.versions),
+            versions=_versions(facts.versions, self._spec.entrypoint if self._spec.container is None else None),
         )
         attempt.save(folder.attempt_json)
         return attempt
@@ -238,15 +240,57 @@ class _AttemptRun:
         )
 
 
-def _versions(site: Mapping[str, str]) -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
+_ASK_VERSIONS = """
+import sys
+sys.path[:] = filter(None, sys.path)
+print("python", ".".join(map(str, sys.version_info[:3])))
+from importlib.metadata import version
+print("torch", version("torch"))
+"""
+_VERSIONS_SECONDS = 5.0
 
-    found = {"hpc_elastic": __version__, "python": ".".join(map(str, sys.version_info[:3])), **site}
+
+def _versions(site: Mapping[str, str], entry: Entrypoint | None) -> dict[str, str]:
+    """This package's and the site's; Python and torch are those of the workers, as far as they are known here.
+
+    `entry` is None for workers in a container, whose interpreter is not on this host.
+    """
+    python = _interpreter(entry)
+    if python == sys.executable:
+        from importlib.metadata import PackageNotFoundError, version
+
+        asked = {"python": ".".join(map(str, sys.version_info[:3]))}
+        try:
+            asked["torch"] = version("torch")
+        except PackageNotFoundError:
+            pass
+    else:
+        asked = _ask_versions(python) if python else {}
+    return {"hpc_elastic": __version__, **{key: asked[key] for key in ("python",) if key in asked}, **site, **asked}
+
+
+def _interpreter(entry: Entrypoint | None) -> str:
+    """Of the workers; empty where a wrapper names none."""
+    if entry is None or entry.kind is not EntryKind.COMMAND:
+        return entry.python if entry is not None else ""
+    words = (entry.target, *entry.args)
+    return next((word for word in words if _PYTHON.fullmatch(os.path.basename(word))), "")
+
+
+_PYTHON = re.compile(r"python[0-9.]*")
+
+
+def _ask_versions(python: str) -> dict[str, str]:
+    """Ask another interpreter; a tenth of a second. What it can't say is left out."""
     try:
-        found["torch"] = version("torch")
-    except PackageNotFoundError:
-        pass  # another interpreter's, or none
-    return found
+        said = subprocess.run(
+            [python, "-c", _ASK_VERSIONS],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_VERSIONS_SECONDS, check=False,
+        ).stdout  # fmt: skip
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    lines = (line.partition(" ") for line in said.splitlines())
+    return {key: value for key, _, value in lines if key in ("python", "torch")}
 
 
 def _log_head(paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, attempt_paths: AttemptPaths) -> None:

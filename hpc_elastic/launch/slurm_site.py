@@ -27,7 +27,7 @@ from hpc_elastic.run.paths import RunPaths, task_index
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner, why_not_without
 from hpc_elastic.slurm.commands import JobId, step_gpu_flags
-from hpc_elastic.slurm.errors import SlurmError, SlurmUnavailableError, is_limit
+from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError, SlurmUnavailableError, is_limit
 from hpc_elastic.slurm.job_environment import JobEnvironment
 from hpc_elastic.slurm.job_state import JobPhase, JobState, seconds_until_end
 from hpc_elastic.slurm.notation import compress
@@ -153,9 +153,11 @@ class SlurmSite(Site):
         )
 
     def _arm(self, spec: RunSpec, *, site_allows: bool) -> Arming:
-        state, problem = None, ""
+        state, problem, missing = None, "", ""
         try:
             state = self._client.job_state(self._id)
+        except SlurmMissingError as error:
+            missing = str(error.facts["why"])
         except SlurmError as error:
             problem = f"Slurm does not answer: {error}"
         arming = decide_arming(
@@ -166,6 +168,7 @@ class SlurmSite(Site):
                 can_chain=self._script is not None,
                 known=state is not None,
                 problem=problem,
+                missing=missing,
                 job_allows=state is not None and state.requeue,
                 site_allows=site_allows,
             )

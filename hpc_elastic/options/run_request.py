@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -266,8 +267,29 @@ def job_name(parsed: Parsed, entry: Entrypoint, env: Mapping[str, str]) -> str:
         return given
     if entry.kind is EntryKind.MODULE:
         return entry.target.rpartition(".")[2] or entry.target
-    name = os.path.basename(entry.target)
+    script = _script_in((entry.target, *entry.args)) if entry.kind is EntryKind.COMMAND else None
+    name = os.path.basename(script or entry.target)
     return name.removesuffix(".py") or name or "run"
+
+
+_PYTHON = re.compile(r"python[0-9.]*")
+
+
+def _script_in(words: Sequence[str]) -> str | None:
+    """The script, or a module's last name, that a wrapper's command line runs in the end: a container's, a shell's."""
+    for place, word in enumerate(words):
+        if word.endswith(".py") and not re.search(r"\s|=", word):
+            return word
+        if word == "-m" and place and _PYTHON.fullmatch(os.path.basename(words[place - 1])) and words[place + 1 :]:
+            return words[place + 1].rpartition(".")[2]
+        if re.search(r"\s", word):  # what a shell is given to run
+            try:
+                found = _script_in(shlex.split(word))
+            except ValueError:
+                continue
+            if found is not None:
+                return found
+    return None
 
 
 class SlurmJob(Struct, frozen=True, kw_only=True):

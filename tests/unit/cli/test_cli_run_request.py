@@ -64,6 +64,21 @@ def test_without_slurm_auto_and_its_kin_are_resolved_here(here: Path) -> None:
         local("--nproc-per-node", "gpu", "train.py", **hidden)
 
 
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["ch-run", "-b", "/a.py:/b", "img", "--", "python3", "/w/train_gpt.py", "--lr", "1"], "train_gpt"),
+        (["bwrap", "--bind", "/", "/", "python3.11", "-m", "pkg.pretrain", "x.py"], "pretrain"),
+        (["bash", "-c", "source env.sh && exec python -u scripts/train.py --lr 1"], "train"),
+        (["bash", "-c", "echo 'unbalanced"], "bash"),
+        (["./simulate", "--cfg=a.py"], "simulate"),
+    ],
+)
+def test_a_run_is_named_after_the_script_behind_a_wrapper(here: Path, command: list[str], name: str) -> None:
+    (here / "simulate").touch(mode=0o755)
+    assert spec(here, "--no-python", *command).name == name
+
+
 def test_every_torchrun_option(here: Path) -> None:
     made = spec(
         here,

@@ -171,6 +171,7 @@ ARMING = ArmingFacts(wanted=True, choice=RequeueChoice.AUTO, has_batch_script=Tr
         (replace(ARMING, choice=RequeueChoice.CHAIN), "chain", "--requeue-with chain was given"),
         (replace(ARMING, choice=RequeueChoice.CHAIN, can_chain=False), "none", "not one that hpc-elastic submit made"),
         (replace(ARMING, problem="Slurm is down", known=False), "requeue", "not verified: Slurm is down"),
+        (replace(ARMING, missing="scontrol is not on PATH", known=False), "none", "scontrol is not on PATH"),
         (replace(ARMING, known=False), "none", "does not know"),
         (replace(ARMING, job_allows=False), "chain", "was submitted with --no-requeue"),
         (replace(ARMING, job_allows=False, site_allows=False), "chain", "the site has JobRequeue=0"),

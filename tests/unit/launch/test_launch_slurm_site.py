@@ -19,7 +19,7 @@ from hpc_elastic.launch.site import Allocation, EligibleNodes
 from hpc_elastic.launch.slurm_site import SlurmSite
 from hpc_elastic.run.spec import EntryKind, Entrypoint
 from hpc_elastic.slurm.cluster_facts import PartitionNodes
-from hpc_elastic.slurm.errors import SlurmError, SlurmPermissionError, SlurmUnavailableError
+from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError, SlurmPermissionError, SlurmUnavailableError
 from hpc_elastic.slurm.job_state import JobState
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.specs import make_spec
@@ -85,6 +85,13 @@ def test_a_controller_that_is_down_at_the_start_disarms_nothing() -> None:
     facts = site(Client(state=UNAVAILABLE, config=UNAVAILABLE)).facts(SPEC)
     assert facts.requeue_armed
     assert facts.requeue_reason.startswith("not verified: Slurm does not answer")
+
+
+def test_without_scontrol_the_start_says_that_no_requeue_will_come() -> None:
+    """As in a container without Slurm's commands: it can't be asked, and will not requeue."""
+    missing = SlurmMissingError(what="scontrol show job", why="scontrol is not on PATH: no Slurm here", argv=())
+    facts = site(Client(state=missing, config=missing)).facts(SPEC)
+    assert (facts.requeue_armed, facts.requeue_reason) == (False, "scontrol is not on PATH: no Slurm here")
 
 
 LIMIT = (
