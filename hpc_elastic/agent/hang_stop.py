@@ -26,6 +26,7 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import write_private
 from hpc_elastic.base.text import cut_middle
 from hpc_elastic.failures.evidence import describe_failure, write_evidence
+from hpc_elastic.failures.extension_lock import explain_lock
 from hpc_elastic.failures.fingerprint import fingerprint
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import (
@@ -360,6 +361,8 @@ def _reason(worker: HungWorker, dump: StackDump | None) -> str:
             )
         where = state.threads[0].describe() if state.threads else state.state
         return f"stuck in an uninterruptible system call (a hung mount or device?): {where}; killed"
+    if waits := explain_lock(dump.main if dump is not None else (), os.environ):
+        return f"no heartbeat; {waits}"
     if dump is None:
         return "no heartbeat, and no answer to the request for its stacks; killed"
     return "no heartbeat; killed after the stacks of all ranks were taken (stacks.txt)"
