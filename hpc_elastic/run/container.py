@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 from enum import Enum
 
 from msgspec import Struct
@@ -72,8 +71,10 @@ def parse_container_image(text: str, option: str) -> ContainerImage:
         if not image:
             raise UsageError(f"{option} {text}: the image is missing; give {name}:IMAGE")
         return ContainerImage(runtime=Runtime(name), image=image)
+    from shutil import which  # agents read run.json, and never come here
+
     candidates = _runtimes_for(text)
-    installed = [runtime for runtime in candidates if shutil.which(runtime.program)]
+    installed = [runtime for runtime in candidates if which(runtime.program)]
     if len(candidates) == 1 or installed:
         return ContainerImage(runtime=(installed or candidates)[0], image=text)
     programs = " and ".join(runtime.program for runtime in candidates)

@@ -30,9 +30,15 @@ STAYS = {"run_path"}
 """Of the workers' options: accepted as torchrun's, and without effect."""
 DECIDED = {"array", "cluster", "created_ns", "max_nodes", "min_nodes", "uid"}
 """Fields that no single option gives here: `slurm_job` puts the array's tasks in."""
+_IMAGE = "--container-image=enroot:image"
 VALUES = {
     "bad_nodes": "jobs",
     "chdir": "elsewhere",
+    "container_args": "--rw",
+    "container_env": "PATH",
+    "container_image": "enroot:image",
+    "container_mounts": "/data:/data:ro",
+    "container_workdir": "/opt",
     "health_check": "true --fast",
     "health_checks": "tmp=5G",
     "job_log_ranks": "0-3,8",
@@ -55,7 +61,11 @@ VALUES = {
     "tee": "3",
 }
 """Of options whose metavar does not say what they take."""
-TOGETHER = {"log_max_files": ("--log-max-size=5G",), "preload": ("--start-method=forkserver",)}
+TOGETHER = {
+    "log_max_files": ("--log-max-size=5G",),
+    "preload": ("--start-method=forkserver",),
+    **dict.fromkeys(("container_args", "container_env", "container_mounts", "container_workdir"), (_IMAGE,)),
+}
 DERIVED = {"segment": "2"}
 TRAVELLING = [
     option

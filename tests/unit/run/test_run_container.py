@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 
 import pytest
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.run import container
 from hpc_elastic.run.container import (
     ContainerImage,
     ContainerMount,
@@ -23,7 +23,7 @@ from hpc_elastic.run.container import (
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def install(*programs: str) -> None:
-        monkeypatch.setattr(container.shutil, "which", lambda name: f"/usr/bin/{name}" if name in programs else None)
+        monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if name in programs else None)
 
     return install
 
