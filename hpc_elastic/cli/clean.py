@@ -20,7 +20,7 @@ from msgspec import Struct
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.text import plural
 from hpc_elastic.cli import run_job
-from hpc_elastic.cli.list_runs import STATES, asked_states, folders_of_runs, outcome_of
+from hpc_elastic.cli.list_runs import STATES, asked_states, folders_of_runs, states_of
 from hpc_elastic.cli.run_argument import RUN_HELP, find_run_dir
 from hpc_elastic.cli.screen import is_terminal, print_note
 from hpc_elastic.cli.status import duration
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     paths = [_named(text, args.runs_dir) for text in args.runs] or _all(args.runs_dir)
     found = []
     for old in ended_runs(paths, clock, says_why=bool(args.runs)):
-        states = {name for status in old.statuses for name in (status.state.value, outcome_of(status))}
+        states = {name for status in old.statuses for name in states_of(status)}
         if (
             (wanted and not wanted & states)
             or old.age < (older or 0.0)

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.base.text import fit, plural
 from hpc_elastic.cli import run_job
 from hpc_elastic.cli.run_argument import runs_folder
-from hpc_elastic.cli.screen import print_note
+from hpc_elastic.cli.screen import print_note, width_for
 from hpc_elastic.cli.status import (
     LINE_HEAD,
     add_forget_argument,
@@ -64,7 +65,8 @@ def run(args: argparse.Namespace) -> int:
     where, folders = folders_of_runs(args.runs_dir)
     clock = SystemClock()
     client = None if args.no_slurm else run_job.slurm_client(timeout=run_job.SHORT_SECONDS)
-    shown = 0
+    shown = seen = 0
+    width = width_for(sys.stdout)
     runs = runs_in(folders)
     at_once = _AT_ONCE if most is None else min(_AT_ONCE, most + 1)
     while some := list(islice(runs, at_once)):
@@ -72,18 +74,19 @@ def run(args: argparse.Namespace) -> int:
             status for status in statuses_of(some, clock) if (args.name or "") in status.name + "\n" + status.run_id
         ]
         for status, _ in ends_by_slurm(client, statuses, clock=clock, warn=print_note):
-            if wanted and not wanted & {status.state.value, outcome_of(status)}:
+            seen += 1
+            if wanted and not wanted & states_of(status):
                 continue
             if shown == most:
                 print_note("more runs exist; --limit all shows them")
                 return 0
             if not shown and not args.json:
                 sys.stdout.write(LINE_HEAD + "\n")
-            line = _as_json(status) if args.json else status_line(status, clock.time_ns())
+            line = _as_json(status) if args.json else _fitted(status, clock.time_ns(), width)
             sys.stdout.write(line + "\n")
             shown += 1
     if not shown:
-        print_note(f"no such run in {where}")
+        print_note(f"no such run in {where}" + (f" (of {plural(seen, 'run')})" if seen else ""))
     return 0
 
 
@@ -108,8 +111,22 @@ def _unreadable(folder: str, error: OSError) -> UsageError:
     return UsageError(f"{folder} can't be read: {error.strerror}; say where runs are with --runs-dir")
 
 
-def outcome_of(status: RunStatus) -> str:
-    return status.outcome if status.state is RunState.ENDED else ""
+def _fitted(status: RunStatus, now_ns: int, width: int) -> str:
+    """A run's line, its reason cut to the terminal's width; what one needs to name the run is never cut."""
+    line = status_line(status, now_ns)
+    return fit(line, max(width, line.find(status.run_id) + len(status.run_id)))
+
+
+_BAD_ENDS = frozenset((Outcome.TOO_FEW_NODES.value, Outcome.TIMED_OUT.value))
+"""Which are failures for a user, too."""
+
+
+def states_of(status: RunStatus) -> frozenset[str]:
+    """What ``--state`` finds a run by: its state, and its outcome if it has ended; ``failed`` is every bad end."""
+    if status.state is not RunState.ENDED:
+        return frozenset((status.state.value,))
+    bad = {Outcome.FAILED.value} if status.outcome in _BAD_ENDS else set()
+    return frozenset((status.state.value, status.outcome, *bad))
 
 
 def statuses_of(some: Sequence[RunPaths], clock: Clock) -> Iterator[RunStatus]:

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from msgspec import to_builtins
@@ -21,7 +22,7 @@ from msgspec import to_builtins
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.text import ranges
 from hpc_elastic.cli import run_job
-from hpc_elastic.cli.screen import is_terminal, output_failed, print_note
+from hpc_elastic.cli.screen import is_terminal, output_failed, print_note, width_for
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.job_watch import NodesDiffer, nodes_differ
 from hpc_elastic.launch.run_progress import OutputStatus, StepStatus
@@ -90,6 +91,8 @@ JSON_VERSION = 1
 _MOST_BEHIND = 8
 WATCH_SECONDS = 5.0
 """Between two looks of ``--watch``: some file operations, and one squeue."""
+_TEXT_COLUMN = 13
+"""Where the text of a line begins, behind its name."""
 _CLEAR = "\x1b[H\x1b[J"
 
 
@@ -164,9 +167,17 @@ def _print(status: RunStatus, job: JobState | None, clock: Clock, *, as_json: bo
     if as_json:
         sys.stdout.write(json.dumps(status_json(status, job, seconds_left=left)) + "\n")
     else:
-        lines = map(one_line, status_lines(status, job, seconds_left=left, now_ns=clock.time_ns()))
+        lines = [one_line(line) for line in status_lines(status, job, seconds_left=left, now_ns=clock.time_ns())]
+        if is_terminal(sys.stdout):
+            lines = [_wrapped(line, width_for(sys.stdout)) for line in lines]
         sys.stdout.write((_CLEAR if clears else "") + "\n".join(lines) + "\n")
     sys.stdout.flush()
+
+
+def _wrapped(line: str, width: int) -> str:
+    """`line` on as many as it needs; a path stays whole."""
+    indent = " " * _TEXT_COLUMN
+    return "\n".join(wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False))
 
 
 def status_lines(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from hpc_elastic.cli import status as status_module
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.screen import print_note
 from hpc_elastic.cli.status import seconds_left, status_lines
@@ -36,6 +37,22 @@ def test_status_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert json.loads(capsys.readouterr().out)["exit_code"] == 0
 
 
+def test_on_a_terminal_long_lines_are_wrapped_and_paths_stay_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(status_module, "is_terminal", lambda stream: True)
+    monkeypatch.setattr(status_module, "width_for", lambda stream: 60)
+    run = Run(tmp_path).attempt(0)
+    run.ended("failed", 1)
+    result = run.there.result_json
+    result.write_text(result.read_text().replace('"why"', f'"{"why " * 50}"'))
+    assert main(["status", RUN_ID, "--runs-dir", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("why" in line for line in lines) > 3
+    assert all(len(line) <= 60 or str(tmp_path) in line for line in lines)
+    assert any(line.split()[-1] == str(tmp_path / RUN_ID) for line in lines if str(tmp_path) in line)
+
+
 def test_no_such_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["status", "nope", "--runs-dir", str(tmp_path)]) == 2
     assert "nope: no such run (searched run directories, run ids in " in capsys.readouterr().err
@@ -59,8 +76,27 @@ def test_list_shows_the_newest_first_and_filters(tmp_path: Path, capsys: pytest.
     assert "--limit all" in err
     lines, _ = listed(capsys, *there, "--json", "--name", "train", "--limit", "all")
     assert {json.loads(line)["state"] for line in lines} == {"submitted", "ended"}
+    for state in ("too_few_nodes", "timed_out"):
+        (tmp_path / state).mkdir()
+        Run(tmp_path / state).attempt(0).ended(state, 93)
+        again = ("--runs-dir", str(tmp_path / state))
+        for asked in ("failed", state):
+            assert len(listed(capsys, *again, "--state", asked)[0]) == 2, "every bad end is a failure"
+        assert listed(capsys, *again, "--state", "succeeded") == (
+            [], f"hpc-elastic: no such run in {tmp_path / state} (of 1 run)\n"
+        )  # fmt: skip
     lines, err = listed(capsys, *there, "--name", "other")
     assert (lines, err) == ([], f"hpc-elastic: no such run in {tmp_path}\n")
+
+
+def test_a_long_reason_is_cut_and_a_run_id_never(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = Run(tmp_path).attempt(0)
+    run.ended("failed", 1)
+    result = run.there.result_json
+    result.write_text(result.read_text().replace('"why"', f'"{"why " * 200}"'))
+    lines, _ = listed(capsys, "--runs-dir", str(tmp_path))
+    assert len(lines[1]) == 120
+    assert RUN_ID in lines[1]
 
 
 def test_without_a_runs_folder_the_accounts_are_listed(
