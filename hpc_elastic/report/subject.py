@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.text import duration, plural
 from hpc_elastic.failures.contrast import apart_in_round
+from hpc_elastic.failures.origin import gave_up_waiting
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
@@ -82,7 +83,7 @@ def verdict_of(part: RoundHistory) -> Verdict:
     blameless = (FailureClass.SYMPTOM, FailureClass.STOPPED_BY_US)
     has_hang = any(failure.failure_class is FailureClass.HANG for failure in part.failures)
     is_unknown = all(failure.failure_class in blameless or failure.may_follow_stop for failure in part.failures)
-    needs_ranks = is_unknown or has_hang
+    needs_ranks = is_unknown or has_hang or any(gave_up_waiting(failure.headline) for failure in part.failures)
     verdict = decide_verdict(
         part.failures,
         lost_nodes=(*part.lost_nodes, *part.own_failures),

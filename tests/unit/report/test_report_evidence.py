@@ -234,3 +234,10 @@ def test_the_rank_that_did_not_fail_is_named_where_all_others_are_symptoms(tmp_p
     for rank in (0, 1, 3):
         builder.fail(make_failure(rank, at=60 + rank, exception=f"RuntimeError: {GLOO.format(rank=rank)}"))
     assert "Look at rank 2 on n3, which did not fail" in verdict_of(ended(builder)).evidence
+
+
+def test_the_rank_that_did_not_fail_is_named_where_all_others_gave_up_waiting(tmp_path: Path) -> None:
+    builder = begun(tmp_path)
+    for rank in (0, 1, 3):
+        builder.fail(make_failure(rank, at=60 + rank, exception="TimeoutError: no part within 3 s"))
+    assert "rank 2 did not fail: look there, too" in verdict_of(ended(builder)).evidence
