@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from hpc_elastic.base.text import first_of, milliseconds_text, plural, ranges, ranks_text, seconds_text
 from hpc_elastic.failures.classify import NOT_RETRYABLE_EXIT_CODE, is_same_failure
 from hpc_elastic.failures.collectives import compare_ranks
-from hpc_elastic.failures.origin import OWN_WATCHDOG, gave_up_waiting
+from hpc_elastic.failures.origin import OWN_WATCHDOG, gave_up_waiting, is_raised_by_script
 from hpc_elastic.failures.peers import Sockets, chain_ends, describe_peers, resolve_peers, with_peers
 from hpc_elastic.failures.ranking import (
     SAME_NODE_NS,
@@ -30,6 +30,7 @@ from hpc_elastic.failures.ranking import (
     order_of,
     resolution_ns,
 )
+from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
 from hpc_elastic.report.hang_cause import decide_hang
@@ -107,12 +108,20 @@ def decide_verdict(
         verdict = decide_hang(first, causes, consequences, rank_statuses, compared.suspects, len(ranks or ()))
     else:
         verdict = _worker_verdict(causes, ranking.all, len(consequences), losses, [when[id(one)] for one in causes])
-        came = {failure.global_rank for failure in (*causes, *consequences)}
-        missing = sorted(set(ranks or ()) - came)
-        if missing and len(missing) < len(verdict.same_failure) and gave_up_waiting(first.headline):
-            waited = f"it gave up waiting; {ranks_text(missing)} did not fail: look there, too"
-            verdict = replace(verdict, confidence=Confidence.LOW, evidence=f"{verdict.evidence}; {waited}")
+        missing = sorted(set(ranks or ()) - {failure.global_rank for failure in (*causes, *consequences)})
+        if missing and _gave_up_waiting(first) and verdict.confidence is Confidence.HIGH:
+            waited = f"{verdict.evidence}; it gave up waiting"
+            if len(missing) < len(verdict.same_failure):
+                waited += f", and {ranks_text(missing)} did not fail: look there, too"
+            verdict = replace(verdict, confidence=Confidence.LOW, evidence=waited)
     return verdict if retryable else replace(verdict, retryable=False)
+
+
+def _gave_up_waiting(failure: WorkerFailure) -> bool:
+    """Whether the script itself limits the time of something that another rank may have to do."""
+    found = find_python_traceback(failure.traceback)
+    by_script = found is not None and bool(found.chain) and is_raised_by_script(found.chain[0])
+    return by_script and gave_up_waiting(failure.headline)
 
 
 def _rank(failures: Sequence[WorkerFailure], clocks: Clocks) -> tuple[Ranking[WorkerFailure], dict[int, Moment]]:

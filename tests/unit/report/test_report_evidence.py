@@ -238,6 +238,8 @@ def test_the_rank_that_did_not_fail_is_named_where_all_others_are_symptoms(tmp_p
 
 def test_the_rank_that_did_not_fail_is_named_where_all_others_gave_up_waiting(tmp_path: Path) -> None:
     builder = begun(tmp_path)
+    trace = 'Traceback (most recent call last):\n  File "/u/t.py", line 3, in <module>\n    raise TimeoutError(text)\n'
+    said = "TimeoutError: no part within 3 s"
     for rank in (0, 1, 3):
-        builder.fail(make_failure(rank, at=60 + rank, exception="TimeoutError: no part within 3 s"))
+        builder.fail(replace(make_failure(rank, at=60 + rank, exception=said), traceback=trace + said))
     assert "rank 2 did not fail: look there, too" in verdict_of(ended(builder)).evidence

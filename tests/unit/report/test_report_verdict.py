@@ -292,14 +292,25 @@ def test_a_watchdog_of_the_scripts_own_is_a_likely_cause_where_no_other_rank_sta
     assert (other.cause, [suspect.rank for suspect in other.suspects][:1]) == (Cause.UNKNOWN, [3])
 
 
+WAITED = (
+    'Traceback (most recent call last):\n  File "/home/ann/train.py", line 3, in <module>\n    {line}\n'
+    "TimeoutError: no part within 3 s"
+)
+
+
 def test_ranks_that_gave_up_waiting_alike_may_have_waited_for_the_one_that_did_not_fail() -> None:
     hosts = {0: "n0", 1: "n1", 2: "n2", 3: "n3"}
-    alike = [root(rank, 5.0, "TimeoutError: no part within 3 s") for rank in (0, 2, 3)]
-    verdict = decide_verdict(alike, ranks=hosts, clocks=NODES)
-    assert verdict.confidence is Confidence.LOW
-    assert "rank 1 did not fail: look there, too" in verdict.evidence
-    for others in ([root(rank, 5.0, "ValueError: bad") for rank in (0, 2, 3)], alike[:1]):
-        assert decide_verdict(others, ranks=hosts, clocks=NODES).confidence is Confidence.HIGH
+
+    def waited(*ranks: int, line: str = "raise TimeoutError(text)") -> Verdict:
+        text = WAITED.format(line=line)
+        failures = [replace(root(rank, 5.0, "TimeoutError: no part within 3 s"), traceback=text) for rank in ranks]
+        return decide_verdict(failures, ranks=hosts, clocks=NODES)
+
+    assert waited(0, 2, 3).confidence is Confidence.LOW
+    assert "it gave up waiting, and rank 1 did not fail: look there, too" in waited(0, 2, 3).evidence
+    assert waited(0).confidence is Confidence.LOW
+    assert waited(0, 1, 2, 3).confidence is Confidence.HIGH
+    assert waited(0, line="answer = server.get()").confidence is Confidence.HIGH
 
 
 def test_what_all_ranks_have_in_common_is_said_and_no_rank_is_named() -> None:
