@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hpc_elastic.agent.restart_policy import early_failure, platform_failure, sum_up
-from hpc_elastic.agent.round_events import log_failure, log_stacks
+from hpc_elastic.agent.round_events import ClockOffsetLog, log_failure, log_stacks
 from hpc_elastic.run.agent_events import RanksObserved
 from hpc_elastic.workers.spawn import WorkerStartError
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from hpc_elastic.agent.context import AgentContext
     from hpc_elastic.agent.heartbeats import RankBeat
     from hpc_elastic.agent.local_workers import LocalWorkers
-    from hpc_elastic.rendezvous.state import NodeFailure
+    from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord
 
 _PASSING_START_ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.ENFILE, errno.EMFILE)
 
@@ -24,8 +24,9 @@ class FailureReports:
     """One agent's: to the events, and through the coordination to the coordinator. All methods are for its main
     thread."""
 
-    def __init__(self, context: AgentContext) -> None:
+    def __init__(self, context: AgentContext, clock_offsets: ClockOffsetLog) -> None:
         self._context = context
+        self._clock_offsets = clock_offsets
         self.platform_failure = ""
         """What of this package failed in this round."""
         self.last_beats: tuple[list[RankBeat], float] = ([], 0.0)
@@ -61,7 +62,15 @@ class FailureReports:
         if own:
             step, mark = context.watch.furthest_step, context.watch.mark
             count = workers.layout.local_world_size
-            summary = sum_up(own, node=context.info.node, seconds=seconds, step=step, hang=mark, workers=count)
+            summary = sum_up(
+                own,
+                node=context.info.node,
+                seconds=seconds,
+                step=step,
+                hang=mark,
+                workers=count,
+                leader=self._clock_offsets.ahead_of_leader,
+            )
         elif self.platform_failure:
             summary = platform_failure(self.platform_failure, node=context.info.node, seconds=seconds)
         if workers.took_stacks:
@@ -73,9 +82,11 @@ class FailureReports:
         if summary is not None:
             context.coordination.ask(lambda participant: participant.sum_up_failures(index, summary))
 
-    def on_symptoms_elsewhere(self, workers: LocalWorkers) -> None:
-        """All here had ended with 0, and nothing but symptoms is known of the others: one may name a rank of this node
-        by its address."""
+    def on_break_elsewhere(self, workers: LocalWorkers | None, record: RoundRecord | None) -> None:
+        """All here had ended with 0. Where nothing but symptoms is known of the others, one may name a rank of this
+        node by its address."""
+        if workers is None or record is None or not record.symptoms or record.round != workers.round + 1:
+            return
         if workers.sockets.ranks:
             self._write_observed(workers)
 

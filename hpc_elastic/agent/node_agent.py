@@ -88,10 +88,10 @@ class NodeAgent:
         """Until when the workers elsewhere are let go on after a failure here that may be this node's."""
         self._figures = context.figures or RoundFigures(NoMetrics(), role=context.spec.role, clock=context.clock)
         self._checkpoints = CheckpointWatch(context.watch, context.spec, clock=context.clock)
-        self._reports = FailureReports(context)
         self._clock_offsets = ClockOffsetLog(
             context.events, context.notifier, uid=context.info.uid, clock=context.clock
         )
+        self._reports = FailureReports(context, self._clock_offsets)
         self._heard = HeardSignals(context)
         self._notice = PreemptionWatch(context.watch, context.spec, clock=context.clock)
         self._unendable: set[int] = set()
@@ -171,8 +171,7 @@ class NodeAgent:
         watches = (self._context.watch, self._checkpoints, self._notice, self._heard, self._context.fork_server)
         looks = [watch.due - now for watch in watches if watch.due is not None]
         looks += [self._moment_ends - now] if self._moment_ends is not None else []
-        if self._workers is not None and self._phase is Phase.RUNNING:
-            looks.append(self._workers.sockets.due - now)
+        looks += [self._workers.sockets.due - now] if self._workers is not None and self._phase is Phase.RUNNING else []
         return max(0.0, min([self._context.spec.monitor_interval, *looks]))
 
     # -- what comes in -------------------------------------------------------------------------------------------
@@ -356,9 +355,9 @@ class NodeAgent:
                 self._start_workers()
         elif event is Event.FAILED:
             self._clock_offsets.log_changes()
-            if self._workers is not None and self._workers.has_symptoms_only:
-                self._workers.look_first()
             assert self._workers is not None
+            if self._workers.has_symptoms_only:
+                self._workers.look_first()
             self._reports.on_failure(self._workers, reason)
             self._stop_workers(reason)
         elif event is Event.SUCCEEDED:
@@ -456,8 +455,7 @@ class NodeAgent:
         """Begin to end the workers, or leave them less time; what they did last is read before."""
         workers, context, record = self._workers, self._context, self._record
         if workers is None or self._swept:
-            if workers is not None and record is not None and record.symptoms and record.round == workers.round + 1:
-                self._reports.on_symptoms_elsewhere(workers)
+            self._reports.on_break_elsewhere(workers, record)
             self._stop_due = None
             self._happens(Event.STOPPED, reason)
             return

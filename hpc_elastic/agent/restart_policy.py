@@ -51,6 +51,8 @@ class RestartPolicy(Struct, frozen=True, kw_only=True):
         refilled = self._why_refilled(memory, failures) if record.restarts_used else ""
         memory = self._remember(memory, failures, cause)
         apart = _apart(record, failures)
+        known = cause.failure_class != FailureClass.SYMPTOM.value
+        after = cause.message if known else f"cause not known, first seen: {cause.message}"
         final = next((f for f in failures if not f.retryable), None)
         if final is not None and not apart:
             return _give_up(f"not retryable: {final.message}", memory)
@@ -63,13 +65,13 @@ class RestartPolicy(Struct, frozen=True, kw_only=True):
             )
         used = 0 if refilled else record.restarts_used
         if used >= self.max_restarts:
-            reason = f"restarts exhausted ({used} of {self.max_restarts} restarts used): {cause.message}"
+            reason = f"restarts exhausted ({used} of {self.max_restarts} restarts used): {after}"
             return RestartDecision(go_on=False, counts=False, reason=reason, memory=memory)
         left = f"{self.max_restarts - used - 1} left" + (f", refilled by {refilled}" if refilled else "")
         return RestartDecision(
             go_on=True,
             counts=True,
-            reason=f"restart {used + 1} of {self.max_restarts} ({left}) after: {cause.message}",
+            reason=f"restart {used + 1} of {self.max_restarts} ({left}) after: {after}",
             memory=memory,
             apart=apart,
             refills=bool(refilled),
@@ -170,6 +172,7 @@ def sum_up(
     step: int = -1,
     hang: HangMark | None = None,
     workers: int = 0,
+    leader: tuple[int, int] | None = None,
 ) -> NodeFailure:
     """One node's failures in a round, as the coordinator needs them.
 
@@ -180,13 +183,18 @@ def sum_up(
         step: The furthest that was reported.
         hang: Of the one that hangs.
         workers: How many ran there.
+        leader: The coordinator's node, and by how many nanoseconds this host's clock is ahead of its; None: not known.
     """
     ranking = Ranking(failures, WorkerFailure.standing)
     first = ranking.first or ranking.all[0]
     is_hang = first.failure_class is FailureClass.HANG
-    counts = is_hang or (first.failure_class is FailureClass.ROOT and first.signal not in _FROM_OUTSIDE)
+    is_own = first.is_stopped or first.signal not in _FROM_OUTSIDE  # the agent's signal came after its exception
+    counts = is_hang or (first.failure_class is FailureClass.ROOT and is_own)
     counts = counts or is_read_only(first)
     whole = sum_up_node(failures, node=node, workers=workers)
+    has_time = leader is not None and first.ended_uptime_ns > 0
+    clock, ahead_ns = leader if leader is not None and has_time else (-1, 0)
+    began_ns = first.ended_uptime_ns - (first.ended_ns - first.printed_ns) if first.printed_ns else 0
     return NodeFailure(
         node=node,
         # A kill from outside is no bug in the script: it never counts as "the same failure again".
@@ -199,6 +207,11 @@ def sum_up(
         hang=hang if is_hang else None,
         alike=whole.alike if whole.fingerprint == first.fingerprint else 0,
         waited=whole.waited,
+        clock=clock,
+        ended_ns=first.ended_uptime_ns - ahead_ns if has_time else 0,
+        printed_ns=began_ns - ahead_ns if has_time and began_ns else 0,
+        raised=bool(first.exception_type),
+        lost_connection=first.standing().lost_connection,
     )
 
 

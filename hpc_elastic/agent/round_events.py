@@ -214,6 +214,17 @@ class ClockOffsetLog:
         if len(self._logged) > MOST_REFERENCES:
             del self._logged[next(iter(self._logged))]
 
+    @property
+    def ahead_of_leader(self) -> tuple[int, int] | None:
+        """The last coordinator's node, and by how many nanoseconds this host's clock since its boot is ahead of its."""
+        leader = next(reversed(self._logged), None)
+        if leader is None:
+            return None
+        if leader == self._uid:
+            return node_of(leader), 0
+        offset = self._ruler.offset_to(leader) if self._ruler is not None else None
+        return None if offset is None else (node_of(leader), offset.offset_ns)
+
     def log_first(self) -> None:
         """Log the offset to each coordinator for which nothing was logged so far."""
         self._log([reference for reference, logged in self._logged.items() if logged is None])

@@ -31,7 +31,7 @@ _SAYS_LIMIT = 400
 _POINT_TO_POINT = ("recv", "irecv", "send", "isend", "batch_isend_irecv", "recv_object_list", "send_object_list")
 _ROOTED = ("gather", "gather_object", "reduce", "broadcast", "broadcast_object_list", "scatter", "scatter_object_list")
 """Collectives that one rank leaves later than the others, by their nature."""
-_WAITS_FOR_RANKS = (Doing.COLLECTIVE, Doing.STORE, Doing.BACKWARD)
+WAITS_FOR_RANKS = (Doing.COLLECTIVE, Doing.STORE, Doing.BACKWARD)
 _C10D = "/torch/distributed/distributed_c10d.py"
 _OF_PROCESS_GROUP = re.compile(r"/torch/distributed/(?!elastic/|run\.py|launch)|/torch/nn/parallel/distributed\.py\Z")
 _LEAVES = ("destroy_process_group", "_shutdown_backend", "abort_process_group")
@@ -246,8 +246,8 @@ _WRONG_RANKS = "the ranks that the script gives are not this job's"
 
 def is_with_the_others(activity: Activity, activities: Sequence[Activity]) -> bool:
     """Whether a rank that did not fail waited in the same call as one that did."""
-    return activity.doing in _WAITS_FOR_RANKS and any(
-        other.failed and other.call == activity.call for other in activities if other.doing in _WAITS_FOR_RANKS
+    return activity.doing in WAITS_FOR_RANKS and any(
+        other.failed and other.call == activity.call for other in activities if other.doing in WAITS_FOR_RANKS
     )
 
 
@@ -365,11 +365,11 @@ def _by_store(known: Mapping[int, Activity], *, workers: int) -> Comparison | No
 
 def _outside(known: Mapping[int, Activity]) -> Comparison | None:
     """Ranks in no collective while the others wait in one."""
-    inside = {rank: activity for rank, activity in known.items() if activity.doing in _WAITS_FOR_RANKS}
+    inside = {rank: activity for rank, activity in known.items() if activity.doing in WAITS_FOR_RANKS}
     outside = {
         rank: activity
         for rank, activity in sorted(known.items())
-        if activity.doing not in (*_WAITS_FOR_RANKS, Doing.UNKNOWN) and not activity.failed
+        if activity.doing not in (*WAITS_FOR_RANKS, Doing.UNKNOWN) and not activity.failed
     }
     if not inside or not outside:
         return None
@@ -389,7 +389,7 @@ def _outside(known: Mapping[int, Activity]) -> Comparison | None:
 
 def _by_call(known: Mapping[int, Activity]) -> Comparison | None:
     """Another collective, or another place of the script."""
-    inside = {rank: activity for rank, activity in known.items() if activity.doing in _WAITS_FOR_RANKS}
+    inside = {rank: activity for rank, activity in known.items() if activity.doing in WAITS_FOR_RANKS}
     calls = {rank: activity.call for rank, activity in inside.items() if activity.call}
     places = {rank: activity.at for rank, activity in inside.items() if activity.at and (activity.call or not calls)}
     is_even = not any(call in (*_POINT_TO_POINT, *_ROOTED) for call in calls.values())

@@ -84,6 +84,7 @@ class Standing(NamedTuple):
     signal: str = ""
     lost_connection: bool = False
     """Whether it reports that what it was connected to is gone: another rank's own server, or a service elsewhere."""
+    fingerprint: str = ""
 
 
 class Ranking(Generic[F]):
@@ -93,12 +94,12 @@ class Ranking(Generic[F]):
         found = [(standing(failure), failure) for failure in failures]
         is_cause = [how.failure_class in _CAUSES and not how.may_follow_stop for how, _ in found]
         deciding = [how for (how, _), one in zip(found, is_cause, strict=True) if one or not any(is_cause)]
-        self.by_printed = _are_all_printed(deciding)
+        self.by_printed = _are_all_printed(deciding) or _are_alike(deciding)
         """Whether the failures are ordered by when they were printed; else by when their processes' ends were seen.
 
         An exception is printed before its process ends, by milliseconds or by minutes, and what it provokes elsewhere
         may end sooner. A failure without an exception has its end alone. Where one that raised has no known time, all
-        are ordered by their ends.
+        are ordered by their ends, unless all are the same failure: then each has the time that is shown of it.
         """
         found.sort(key=lambda item: (self.time_of(item[0]), _strength(item[0]), item[0].rank))
         self.all = [failure for _, failure in found]
@@ -127,6 +128,10 @@ class Ranking(Generic[F]):
 
 def _are_all_printed(standings: list[Standing]) -> bool:
     return any(how.printed_ns for how in standings) and all(how.printed_ns or not how.raised for how in standings)
+
+
+def _are_alike(standings: list[Standing]) -> bool:
+    return len({how.fingerprint for how in standings}) == 1 and bool(standings[0].fingerprint)
 
 
 def _strength(standing: Standing) -> int:

@@ -161,6 +161,7 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
             signal=self.signal,
             lost_connection=self.failure_class is FailureClass.ROOT
             and _LOST_CONNECTION.search(self.headline) is not None,
+            fingerprint=self.fingerprint,
         )
 
 

@@ -16,6 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -67,14 +68,24 @@ _SYMPTOM = FailureClass.SYMPTOM.value
 
 def first_failure(failures: Iterable[NodeFailure]) -> NodeFailure:
     """The failure that counts as the cause among those of several nodes: of several hangs the furthest behind."""
-    ranking = Ranking(failures, _standing)
+    found = list(failures)
+    clocks = {failure.clock for failure in found if failure.failure_class != _SYMPTOM}
+    has_times = len(clocks) == 1 and -1 not in clocks  # else by what they are: no time of one host is another's
+    ranking = Ranking(found, partial(_standing, has_times=has_times))
     return ranking.first or ranking.all[0]
 
 
-def _standing(failure: NodeFailure) -> Standing:
-    # No time of it: clocks of two hosts are compared in the report alone, with their bounds.
+def _standing(failure: NodeFailure, *, has_times: bool) -> Standing:
     step, silent = (failure.hang.step, failure.hang.age) if failure.hang is not None else (-1, 0.0)
-    return Standing(_CLASSES.get(failure.failure_class), step=step, silent=silent)
+    standing = Standing(_CLASSES.get(failure.failure_class), step=step, silent=silent, fingerprint=failure.fingerprint)
+    if not has_times or failure.failure_class == _SYMPTOM:
+        return standing
+    return standing._replace(
+        at_ns=failure.ended_ns,
+        printed_ns=failure.printed_ns,
+        raised=failure.raised,
+        lost_connection=failure.lost_connection,
+    )
 
 
 DecideRestart = Callable[[RoundRecord, Sequence[NodeFailure], bool], RestartDecision]

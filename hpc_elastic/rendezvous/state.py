@@ -288,6 +288,16 @@ class NodeFailure(Struct, frozen=True, kw_only=True, rename={"fingerprint": "fp"
     """How many workers here failed in the way of `fingerprint`, where that may be the node's."""
     waited: float = 0.0
     """Seconds for which the workers of the other nodes were let go on after that."""
+    clock: int = -1
+    """The coordinator's node, by whose clock since its boot the times below are; -1: not known."""
+    ended_ns: int = 0
+    """When the end of the one that `message` names was seen."""
+    printed_ns: int = 0
+    """When its exception was printed; 0: not known, or it has none."""
+    raised: bool = False
+    """Whether an exception of it is known."""
+    lost_connection: bool = False
+    """Whether it reports that what it was connected to is gone (`ranking.Standing`)."""
 
 
 class RoundEvent(str, Enum):

@@ -24,6 +24,7 @@ from hpc_elastic.report.goodput import Goodput, goodput_of
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
 from hpc_elastic.report.incidents import OutageKind
 from hpc_elastic.report.subject import Subject, choose_subject, failure_count, nodes_done_without, verdict_of
+from hpc_elastic.report.suspects import of_several
 from hpc_elastic.report.verdict import Cause, Confidence
 from hpc_elastic.report.wording import (
     describe_after_round,
@@ -287,7 +288,10 @@ def _not_known(subject: Subject) -> str:
     named: dict[str, list[str]] = {}
     for one in suspects[:_MOST_SUSPECTS]:
         named.setdefault(one.why, []).append(f"rank {one.rank} ({one.host})")
-    looks = "; and at ".join(f"{', '.join(ranks)}{f': {why}' if why else ''}" for why, ranks in named.items())
+    looks = "; and at ".join(
+        f"{', '.join(ranks)}{f': {why if len(ranks) == 1 else of_several(why)}' if why else ''}"
+        for why, ranks in named.items()
+    )
     more = f"; and at {plural(len(suspects) - _MOST_SUSPECTS, 'more rank')}" if len(suspects) > _MOST_SUSPECTS else ""
     return f"Root cause: not known. Look at {looks}{more}"
 

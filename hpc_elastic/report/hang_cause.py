@@ -19,6 +19,7 @@ def decide_hang(
     rank_statuses: Sequence[RankStatus],
     odd: Sequence[Suspect] = (),
     world_size: int = 0,
+    has_ended: bool = False,
 ) -> Verdict:
     """Where one hangs the others wait for it: it is the furthest behind, the odd one out by the stacks, or else the
     first that fell silent.
@@ -30,13 +31,17 @@ def decide_hang(
         rank_statuses: All ranks' last heartbeats.
         odd: The ranks whose stacks differ from the others'.
         world_size: 0: not known.
+        has_ended: Whether `odd` are ranks that had ended with 0, and those that hung waited for them.
     """
     step = -1 if root.last_step is None else root.last_step
     others = [status for status in rank_statuses if status.rank != root.global_rank]
     further = [status.step for status in others if status.step is not None and status.step > step]
     hung = {one.global_rank: one for one in causes if one.failure_class is FailureClass.HANG}
     cause, confidence, suspects = Cause.WORKER, Confidence.HIGH, tuple(odd)
-    if further:
+    if has_ended:
+        cause, confidence = Cause.UNKNOWN, Confidence.NONE
+        evidence = f"not known: what hung waited for other ranks. {look_at(odd)}"
+    elif further:
         at = f"step {min(further)}" if min(further) == max(further) else f"steps {min(further)} to {max(further)}"
         evidence, suspects = f"furthest behind: {plural(len(further), 'other rank')} had got to {at}", ()
     elif len(odd) == 1 and odd[0].rank in hung:

@@ -35,7 +35,15 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
 from hpc_elastic.report.hang_cause import decide_hang
 from hpc_elastic.report.history import NodeLoss, RankStatus, WorkerEnd
-from hpc_elastic.report.suspects import find_early_ends, find_late_ends, find_silent, in_order, look_at
+from hpc_elastic.report.suspects import (
+    find_early_ends,
+    find_ends_before_hang,
+    find_late_ends,
+    find_left_behind,
+    find_silent,
+    in_order,
+    look_at,
+)
 from hpc_elastic.report.verdict import ONLY_FAILURE, Cause, Confidence, Verdict, of_worker
 from hpc_elastic.run.activities import Activity
 from hpc_elastic.run.node_score import is_everywhere
@@ -100,12 +108,17 @@ def decide_verdict(
                 late = find_late_ends(failed, seen, ends=ends, ranks=hosts, clocks=clocks)
                 odd = with_peers(in_order(compared.suspects, late), chain_ends(peers, failed=failed), hosts=hosts)
                 suspects = in_order(early, odd, [_printed(failure) for failure in ranking.late])
+                behind = find_left_behind(failed, ends=ends, activities=activities, ranks=hosts)
+                suspects = behind or suspects
                 suspects = suspects or find_silent(failed, ends=ends, activities=activities, ranks=hosts)
             says = compared.says or describe_peers(peers, hosts=hosts)
             verdict = _unknown_verdict(ranking, suspects, says)
     elif first.failure_class is FailureClass.HANG:
         compared = compare_ranks(activities, hosts=ranks)
-        verdict = decide_hang(first, causes, consequences, rank_statuses, compared.suspects, len(ranks or ()))
+        early = find_ends_before_hang(first, ends=ends, activities=activities, ranks=ranks or {}, clocks=clocks)
+        verdict = decide_hang(
+            first, causes, consequences, rank_statuses, early or compared.suspects, len(ranks or ()), bool(early)
+        )
     else:
         verdict = _worker_verdict(causes, ranking.all, len(consequences), losses, [when[id(one)] for one in causes])
         missing = sorted(set(ranks or ()) - {failure.global_rank for failure in (*causes, *consequences)})
@@ -240,7 +253,7 @@ def _worker_verdict(
         evidence = "the only failure that is not a consequence of another one"
     else:
         evidence = ONLY_FAILURE
-    if root.is_stopped:
+    if root.is_stopped and (others or len(same) < 2):  # of one failure on several ranks the cause is certain
         confidence = Confidence.LOW if confidence is Confidence.HIGH else confidence
         evidence = f"likely: it had printed this before this job ended it; {evidence}"
     if symptoms:

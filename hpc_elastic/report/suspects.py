@@ -9,13 +9,15 @@ notice.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 
 from msgspec.structs import replace
 
 from hpc_elastic.base.text import ranges, seconds_text
-from hpc_elastic.failures.collectives import is_with_the_others
+from hpc_elastic.failures.collectives import WAITS_FOR_RANKS, is_with_the_others
 from hpc_elastic.failures.ranking import Moment, Order, Suspect, gap_ns, order_of
+from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import Clocks
 from hpc_elastic.report.history import WorkerEnd
 from hpc_elastic.run.activities import Activity, Doing
@@ -24,6 +26,8 @@ MOST_SUSPECTS = 16
 _TEARDOWN_NS = 5_000_000_000
 """What the end of an interpreter with torch in it takes on a busy node, at most."""
 _HOSTS = 3
+_PLURAL = {"it was": "they were", "it ended": "they ended", "it had": "they had", "it did": "they did"}
+_SINGULAR = re.compile(r"\bit (?:was|ended|had|did)\b")
 _SILENT = "it hung, was late, or ended early"
 
 
@@ -85,6 +89,68 @@ def _ends_with_0(
     return sorted(found, key=lambda one: (-one[0], one[2].rank))
 
 
+def find_ends_before_hang(
+    hung: WorkerFailure,
+    *,
+    ends: Sequence[WorkerEnd],
+    activities: Sequence[Activity],
+    ranks: Mapping[int, str],
+    clocks: Clocks,
+) -> tuple[Suspect, ...]:
+    """The ranks that had ended with 0 where all others hung in wait for other ranks; none where most had ended.
+
+    Args:
+        hung: The failure that the ranking names; it failed when its last heartbeat came.
+        ends: The round's.
+        activities: What the ranks were doing.
+        ranks: The host of every rank of the round, where it is known.
+        clocks: What two hosts' times are worth.
+    """
+    done = [end for end in ends if end.exitcode == 0 and not end.stopped and end.rank != hung.global_rank]
+    here = [one for one in activities if one.rank not in {end.rank for end in done}]
+    if not here or 2 * len(done) > len(ranks) or any(one.doing not in WAITS_FOR_RANKS for one in here):
+        return ()
+    last = clocks.of_failure(hung)
+    found = []
+    for end in done:
+        gap = gap_ns(last, clocks.moment(end.node, end.ended_ns, uptime_ns=end.ended_uptime_ns)) / 1e9
+        when = f"{seconds_text(abs(gap))} {'after' if gap > 0 else 'before'}"
+        why = f"it had ended with 0, {when} the last heartbeat of rank {hung.global_rank}"
+        found.append(Suspect(rank=end.rank, host=ranks.get(end.rank, ""), why=why))
+    return tuple(sorted(found, key=lambda one: one.rank)[:MOST_SUSPECTS])
+
+
+def find_left_behind(
+    failed: Sequence[int],
+    *,
+    ends: Sequence[WorkerEnd],
+    activities: Sequence[Activity],
+    ranks: Mapping[int, str],
+) -> tuple[Suspect, ...]:
+    """The ranks that waited for others where most ranks of the round had ended with 0: they call a collective that most
+    do not.
+
+    Args:
+        failed: The ranks with a failure.
+        ends: The round's.
+        activities: What the ranks were doing.
+        ranks: The host of every rank of the round, where it is known.
+    """
+    done = {end.rank for end in ends if end.exitcode == 0 and not end.stopped} - set(failed)
+    waiting = [one for one in activities if one.doing in WAITS_FOR_RANKS and one.rank not in done]
+    if not ranks or not waiting or 2 * len(done) <= len(ranks):
+        return ()
+    others = f"the {len(done)} others had" if len(done) + len(waiting) == len(ranks) else f"{len(done)} ranks had"
+    return tuple(
+        Suspect(
+            rank=one.rank,
+            host=ranks.get(one.rank, ""),
+            why=f"it was {one.where} when {others} ended with 0: they do not call that",
+        )
+        for one in waiting[:MOST_SUSPECTS]
+    )
+
+
 def find_silent(
     failed: Sequence[int],
     *,
@@ -127,6 +193,11 @@ def _how_early(gap: int) -> str:
     if gap < 1_000_000:
         return "it ended with 0 at about the same time"
     return f"it ended with 0 {seconds_text(gap / 1e9)} before"
+
+
+def of_several(why: str) -> str:
+    """A suspect's clause as it reads for several ranks: ``they ended with 0``."""
+    return _SINGULAR.sub(lambda found: _PLURAL[found[0]], why)
 
 
 def look_at(suspects: Sequence[Suspect]) -> str:

@@ -163,6 +163,7 @@ def describe_decision(text: str) -> str:
 
 
 _LONG_REASON = 20
+_FIRST_SEEN = ", first seen"
 
 
 def without_repeat(line: str, first: str) -> str:
@@ -184,9 +185,9 @@ def without_failure(line: str, failures: Sequence[WorkerFailure], root: WorkerFa
         said = said if arrow else rest
         if not quote or not failure.headline.startswith(said.removesuffix("...").rstrip()):
             continue
-        if failure is not root and not before.endswith((" restarts used)", " after")):
+        if failure is not root and not before.endswith((" restarts used)", " after", _FIRST_SEEN)):
             before += f" (rank {failure.global_rank})"
-        return f"{before.removesuffix(' after')}{arrow}{after if arrow else ''}"
+        return f"{before.removesuffix(' after').removesuffix(_FIRST_SEEN)}{arrow}{after if arrow else ''}"
     return line
 
 

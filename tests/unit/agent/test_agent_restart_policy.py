@@ -515,3 +515,10 @@ def test_the_same_file_that_is_missing_again_gets_a_moment() -> None:
     missing = make_failure(2, at=1, exception="FileNotFoundError: x")
     of = replace(_in_round(0, 1), memory=FailureMemory(fingerprint=missing.fingerprint, times=1))
     assert may_wait(missing, of, max_restarts=3)
+
+
+def test_the_reason_names_no_victim_as_the_cause() -> None:
+    lost = replace(failure("symptom"), message="rank 1: RuntimeError: Connection closed by peer")
+    after = "cause not known, first seen: rank 1: RuntimeError: Connection closed by peer"
+    assert decide_restart(lost).reason == f"restart 1 of 3 (2 left) after: {after}"
+    assert decide_restart(lost, used=3).reason == f"restarts exhausted (3 of 3 restarts used): {after}"

@@ -193,3 +193,52 @@ def test_a_lost_connection_comes_after_an_end_that_was_seen_a_little_later(messa
     assert sum_up([lost, ended], node=0, seconds=1.0).message.startswith("rank 0:")
     alone = replace(lost, printed_ns=second - 400_000_000)
     assert decide_verdict([alone, ended]).failure is alone
+
+
+def test_of_one_failure_on_several_ranks_the_earliest_time_that_is_shown_counts_and_it_is_certain() -> None:
+    """One rank's output has no time: its end stands for it, and the others keep the times of their tracebacks."""
+    one, other, last = (replace(failure(rank, 5, ROOT), fingerprint="F") for rank in (0, 1, 2))
+    failures = [printed(one, 2.0, stopped=3.0), printed(other, 1.0, stopped=3.0), last]
+    for order in itertools.permutations(failures):
+        verdict = decide_verdict(order)
+        assert verdict.failure is not None
+        assert verdict.failure.global_rank == 1
+        assert verdict.confidence is Confidence.HIGH
+        assert verdict.evidence == "the same failure on 3 ranks (0-2); this one was seen first"
+        assert sum_up(order, node=0, seconds=1.0).message == "rank 1: ValueError: 1"
+
+
+def test_a_failure_that_the_stop_overtook_counts_as_the_same_failure_again() -> None:
+    stopped = printed(failure(0, 5, ROOT), 1.0, stopped=1.5)
+    assert sum_up([stopped], node=0, seconds=1.0).fingerprint == "F0"
+    killed = failure(0, 5, ROOT, raised=False, signal="SIGKILL")
+    assert sum_up([killed], node=0, seconds=1.0).fingerprint == "", "from outside, and no bug"
+
+
+@pytest.mark.parametrize(
+    ("clocks", "cause"),
+    [
+        (((7, 0), (7, 3 * S)), 1),  # node 1's clock is 3 s ahead: its failure came 1 s before
+        (((7, 0), (7, 0)), 0),
+        (((7, 0), None), 0),  # not compared: the first of them, by node
+        (((7, 0), (8, 3 * S)), 0),  # by the clocks of two coordinators: so, too
+    ],
+)
+def test_the_restarts_reason_names_the_first_by_the_coordinators_clock(clocks: Any, cause: int) -> None:
+    summaries = [
+        sum_up(
+            [replace(failure(node, 5 + 2 * node, ROOT), node=node, ended_uptime_ns=(5 + 2 * node) * S)],
+            node=node,
+            seconds=1.0,
+            leader=leader,
+        )
+        for node, leader in enumerate(clocks)
+    ]
+    assert first_failure(summaries).node == cause
+
+
+def test_the_time_of_a_traceback_is_taken_to_the_coordinators_clock_too() -> None:
+    known = replace(printed(failure(0, 5, ROOT), 2.0), ended_uptime_ns=50 * S)
+    summary = sum_up([known], node=0, seconds=1.0, leader=(3, 10 * S))
+    assert (summary.clock, summary.ended_ns, summary.printed_ns, summary.raised) == (3, 40 * S, 37 * S, True)
+    assert sum_up([known], node=0, seconds=1.0).clock == -1

@@ -11,6 +11,8 @@ from hpc_elastic.failures.evidence import describe_failure
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.root_cause import decide_verdict
 from hpc_elastic.report.verdict import Cause
+from hpc_elastic.report.wording import without_failure
+from tests.rigs.run_builder import make_failure
 
 DATA = Path(__file__).resolve().parents[2] / "data" / "failures"
 EXITCODES = {case["file"]: case["exitcode"] for case in json.loads((DATA / "expected.json").read_text())}
@@ -73,3 +75,11 @@ def test_where_all_waited_nobody_is_blamed(tmp_path: Path) -> None:
 )
 def test_whether_another_try_may_help(tmp_path: Path, name: str, retryable: bool) -> None:
     assert decide_verdict(failures_of(tmp_path, ["nccl-remote-exited", name])).retryable is retryable
+
+
+def test_a_reason_without_a_cause_is_shown_without_the_victim_that_it_quotes() -> None:
+    lost = make_failure(1, at=1.0, exception="RuntimeError: Connection closed by peer")
+    line = "given up: restarts exhausted (0 of 0 restarts used): cause not known, first seen: rank 1: RuntimeError: Co"
+    assert without_failure(line, [lost], lost) == (
+        "given up: restarts exhausted (0 of 0 restarts used): cause not known"
+    )

@@ -11,6 +11,7 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import SUPERVISOR, Clocks, ClocksBuilder
 from hpc_elastic.report.history import NodeLoss, RankStatus, WorkerEnd
 from hpc_elastic.report.root_cause import decide_verdict
+from hpc_elastic.report.suspects import of_several
 from hpc_elastic.report.verdict import Cause, Confidence, Verdict
 from hpc_elastic.run.activities import Activity, Doing
 from hpc_elastic.run.event_reader import event_line
@@ -512,3 +513,46 @@ def test_a_hang_never_follows_from_the_stop_that_it_brought() -> None:
     verdict = decide_verdict([hung])
     assert (verdict.cause, verdict.confidence) == (Cause.WORKER, Confidence.HIGH)
     assert verdict.evidence == "the only one without a heartbeat"
+
+
+FOUR = {rank: f"n{rank + 1}" for rank in range(4)}
+
+
+def _in(rank: int, call: str = "all_reduce", **changes: Any) -> Activity:
+    return Activity(rank=rank, doing=Doing.COLLECTIVE, call=call, at="train.py:7", **changes)
+
+
+def test_a_rank_that_most_others_have_left_behind_is_the_odd_one() -> None:
+    """It calls a collective more than the others, who had come to the end."""
+    failures = [symptom(1, 5.0)]
+    for late in (-0.2, 0.4):
+        ends = [ended(rank, 5.0 + late) for rank in (0, 2, 3)]
+        verdict = decide_verdict(failures, ends=ends, activities=[_in(1, failed=True)], ranks=FOUR, clocks=NODES)
+        assert verdict.cause is Cause.UNKNOWN
+        assert [(one.rank, one.why) for one in verdict.suspects] == [
+            (1, "it was in all_reduce (train.py:7) when the 3 others had ended with 0: they do not call that")
+        ]
+    verdict = decide_verdict(failures, ends=ends[:2], activities=[_in(1, failed=True)], ranks=FOUR, clocks=NODES)
+    assert [one.rank for one in verdict.suspects] == [0, 2], "half of them ended: either side may be wrong"
+
+
+def test_a_rank_that_ended_with_0_is_the_one_for_which_the_others_hang() -> None:
+    hung = [hang(rank, 5.0, step=3) for rank in (0, 1, 3)]
+    activities = [_in(rank) for rank in (0, 1, 3)]
+    verdict = decide_verdict(hung, ends=[ended(2, 6.0)], activities=activities, ranks=FOUR, clocks=NODES)
+    assert (verdict.cause, verdict.confidence) == (Cause.UNKNOWN, Confidence.NONE)
+    assert [(one.rank, one.why) for one in verdict.suspects] == [
+        (2, "it had ended with 0, 1.0 s after the last heartbeat of rank 0")
+    ]
+    computing = [*activities[:2], Activity(rank=3, doing=Doing.CODE, at="train.py:9")]
+    verdict = decide_verdict(hung, ends=[ended(2, 6.0)], activities=computing, ranks=FOUR, clocks=NODES)
+    assert 2 not in [one.rank for one in verdict.suspects], "rank 3 waits for no rank"
+    most = [ended(rank, 6.0) for rank in (1, 2, 3)]
+    verdict = decide_verdict(hung[:1], ends=most, activities=activities[:1], ranks=FOUR, clocks=NODES)
+    assert verdict.cause is Cause.WORKER
+
+
+def test_several_suspects_read_as_several() -> None:
+    assert of_several("it ended with 0 3.0 s before; it was asleep") == (
+        "they ended with 0 3.0 s before; they were asleep"
+    )
