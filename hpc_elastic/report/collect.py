@@ -27,6 +27,7 @@ from hpc_elastic.report.clocks import Clocks
 from hpc_elastic.report.collect_attempt import AttemptBuilder
 from hpc_elastic.report.collect_round import EventCoverage, RoundBuilder, rank_statuses
 from hpc_elastic.report.history import AttemptHistory, RunHistory
+from hpc_elastic.run.attempt import load_result
 from hpc_elastic.run.event_reader import EventFile, event_files, integer, job_id_of, names_of, text_of
 from hpc_elastic.run.heartbeats import NodeHeartbeats
 from hpc_elastic.run.node_records import NodeRecord, load_record
@@ -284,16 +285,28 @@ def collect_attempt(paths: AttemptPaths, *, ranks: Container[int] = ()) -> Attem
                 builder.problems.append(f"event {line.name!r} could not be read: {error}")
         builder.problems += file.left_out()
     builder.coverage.begin_file()
+    _read_result(paths, builder)
     builder.problems += _describe_missing(builder)
     read_failures(paths, builder, ranks)
     _read_heartbeats(paths, builder)
     return builder.build()
 
 
+def _read_result(paths: AttemptPaths, builder: AttemptBuilder) -> None:
+    """Fill in the end that no event reports: events/ may be missing, or may not have fitted on a full disk."""
+    result = load_result(paths.result_json)
+    if result is None or builder.exit_code is not None:
+        return
+    builder.has_result = True
+    builder.outcome, builder.reason = builder.outcome or result.outcome, builder.reason or result.reason
+    builder.exit_code = result.exit_code
+    builder.decision = builder.decision or f"{result.action}: {result.decision}"
+
+
 def _describe_missing(builder: AttemptBuilder) -> list[str]:
     """What a copy, or a disk that was full, has lost of the events. A run that has just begun has none yet."""
     coverage, found = builder.coverage, []
-    has_begun = bool(coverage.heard or builder.ended_ns)
+    has_begun = bool(coverage.heard or builder.ended_ns or builder.has_result)
     if has_begun and not builder.is_supervised:
         found.append("the supervisor's events are missing")
     # A node that was given up may never have had an agent, whose events could be missing.

@@ -77,6 +77,8 @@ class AttemptBuilder(Struct):
     coverage: EventCoverage = field(default_factory=EventCoverage)
     known: dict[RoundNode, RoundNode] = field(default_factory=dict)
     clocks: ClocksBuilder = field(default_factory=ClocksBuilder)
+    has_result: bool = False
+    """Its end is known by result.json, and not by the events."""
     is_supervised: bool = False
     """The supervisor wrote any event."""
 

@@ -311,7 +311,9 @@ def _past(document: Document, width: int, *, cap: int | None) -> list[str]:
         return []
     if len(history.attempts) == 1 and len(history.attempts[0].rounds) < 2 and not _has_restarts(history.attempts[0]):
         return _split_words(_only_attempt(document, history.attempts[0]), width)
-    costs = {(cost.attempt, cost.round): cost for cost in document.goodput.costs}
+    costs: dict[tuple[int, int], list[Cost]] = {}
+    for cost in document.goodput.costs:
+        costs.setdefault((cost.attempt, cost.round), []).append(cost)
     blocks = [(attempt, _round_lines(history, attempt, costs, everything=cap is None)) for attempt in history.attempts]
     hidden = 0
     if cap is not None and sum(1 + len(rounds) for _, rounds in blocks) > cap:
@@ -367,7 +369,7 @@ def _attempt_line(history: RunHistory, attempt: AttemptHistory, *, is_alone: boo
 
 
 def _round_lines(
-    history: RunHistory, attempt: AttemptHistory, costs: Mapping[tuple[int, int], Cost], *, everything: bool
+    history: RunHistory, attempt: AttemptHistory, costs: Mapping[tuple[int, int], Sequence[Cost]], *, everything: bool
 ) -> list[str]:
     groups: list[list[RoundEntry]] = []
     for part in attempt.rounds:
@@ -381,7 +383,7 @@ def _round_lines(
         parts = [first.part, *(entry.part for entry in more)]
         name = f"rounds {parts[0].index}-{parts[-1].index}, alike" if more else f"round {parts[0].index}"
         lasted = f", {duration(parts[0].seconds)}" if parts[0].seconds is not None else ""
-        lost = [costs[attempt.number, part.index] for part in parts if (attempt.number, part.index) in costs]
+        lost = [cost for part in parts for cost in costs.get((attempt.number, part.index), ())]
         lines.append(f"    {name}: {first.size}{lasted}{_cost(lost)}: {brief(first.how)}")
         restarts = describe_restarts(parts[0].in_process, everything=everything)
         lines += [f"      {clean_line(line)}" for line in restarts]

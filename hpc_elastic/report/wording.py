@@ -199,7 +199,7 @@ def describe_after_round(attempt: AttemptHistory, part: RoundHistory) -> list[st
     if decision is not None:
         text = decision.reason
         if decision.action == "close":
-            text = f"given up: {text}"
+            text = f"{'none was needed' if attempt.outcome == Outcome.SUCCEEDED.value else 'given up'}: {text}"
         elif decision.action == "continue":
             text = f"a new round, which costs no restart: {text}"
         elif not text.startswith(decision.action):

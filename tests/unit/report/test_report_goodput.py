@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.goodput import STEPS_GO_BACK, STEPS_UNKNOWN, Goodput, goodput_of
 from hpc_elastic.report.render_html import render_html
 from hpc_elastic.report.render_text import render_text
+from hpc_elastic.run.attempt import StoredResult
 from tests.rigs.run_builder import START_NS, RunBuilder, make_failure
 
 
@@ -158,3 +160,29 @@ def test_a_section_that_was_never_entered_is_named(builder: RunBuilder) -> None:
     for text in (render_text(collect_run(builder.root)), render_html(collect_run(builder.root)).replace("&#x27;", "'")):
         assert "section 'stepp' was never entered; its hang detection did nothing" in text
         assert text.count("was never entered") == 1
+
+
+def test_a_run_without_events_has_the_end_that_its_result_states(builder: RunBuilder) -> None:
+    """A missing part is named, and nothing is said to go on."""
+    failed_once(builder)
+    folder = builder.paths.attempt(0)
+    StoredResult(
+        outcome="failed", reason="restarts exhausted", exit_code=1, action="end", decision="0 of 0 requeues used"
+    ).save(folder.result_json)
+    shutil.rmtree(folder.events)
+    text = render_text(collect_run(builder.root))
+    assert "train.py FAILED (exit code 1) - attempt 0" in text
+    assert "is running" not in text
+    assert "incomplete   : the supervisor's events are missing (and 1 more)" in text
+    assert "not requeued: 0 of 0 requeues used" in text
+
+
+def test_a_run_that_succeeded_was_not_given_up(builder: RunBuilder) -> None:
+    builder.round(0, 0, at=10)
+    builder.event(0, "agent", 0, 100, "platform_failure", round=0, reason="the workers' TCPStore is gone")
+    builder.event(0, "agent", 0, 110, "closed", round=0, outcome="succeeded", reason="all workers ended with 0")
+    builder.succeeded(0, 0, at=110)
+    builder.end(0, at=112, outcome="succeeded", code=0)
+    text = render_text(collect_run(builder.root))
+    assert "given up" not in text
+    assert "Recovery: none was needed: all workers ended with 0" in text
