@@ -37,7 +37,7 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
             ("hpc_elastic", "submission/notebook.py:launch LaunchConfig"),
             ("hpc_elastic.submission", "submission/executor.py:ElasticExecutor"),
             ("hpc_elastic.submission", "submission/job.py:ElasticJob"),
-            ("hpc_elastic.submission", "submission/call.py:Script"),
+            ("hpc_elastic.submission", "submission/call.py:Script Module Command"),
             ("hpc_elastic.submission", "submission/outcome.py:ElasticJobFailedError ElasticJobUncompletedError"),
         ),
     ),

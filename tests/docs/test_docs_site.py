@@ -6,6 +6,7 @@ The tools are those of the extra ``docs``, which ``dev`` holds. Where they are m
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -34,8 +35,9 @@ def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def tools() -> None:
-    if importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("material") is None:
-        why = "the site's tools are missing: pip install -e '.[docs]'"
+    lacking = [name for name in ("mkdocs", "material", "markdown_it") if importlib.util.find_spec(name) is None]
+    if lacking:
+        why = f"{', '.join(lacking)} missing: pip install -e '.[docs]'"
         if os.environ.get("CI"):
             pytest.fail(why, pytrace=False)
         pytest.skip(why)
@@ -70,7 +72,7 @@ def elements(html: str) -> dict[str, int]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
 def test_a_page_is_on_the_site_as_it_is_read_elsewhere(site: Path, page: Path) -> None:
     """The site's Markdown is not CommonMark: a list or a fence that it does not see would be lost."""
-    markdown_it = pytest.importorskip("markdown_it")
+    markdown_it = importlib.import_module("markdown_it")
     html = (site / page.relative_to(DOCS).with_suffix(".html")).read_text(encoding="utf-8")
     article = html.partition("<article")[2].partition("</article>")[0]
     common = markdown_it.MarkdownIt("commonmark").enable("table").render(page.read_text(encoding="utf-8"))
