@@ -40,6 +40,7 @@ from hpc_elastic.run.agent_events import (
     RoundFinal,
     StacksTaken,
     WorkerFailed,
+    WorkersStarted,
     WorkersStopped,
     WorkersStopping,
     WorkersSucceeded,
@@ -127,7 +128,7 @@ ROUND_EVENTS: frozenset[type[RunEvent]] = frozenset(
     {
         RoundOpened, RoundFrozen, RoundFinal, WorkerFailed, NodeLost, NodeLeft, NodeReplaced, HealthCheckFailed,
         PlatformFailure, InProcessRestarted, InProcessGaveUp, WorkersStopping, WorkersSucceeded, WorkersStopped,
-        RestartDecided, StacksTaken, RanksObserved,
+        RestartDecided, StacksTaken, RanksObserved, WorkersStarted,
     }
 )  # fmt: skip
 """What `RoundBuilder.take` learns from."""
@@ -155,6 +156,7 @@ class RoundBuilder(Struct):
     """Nodes that took themselves out, as the coordinator reports it."""
     replaced: dict[int, Replacement] = field(default_factory=dict)
     in_process: list[InProcessRestart] = field(default_factory=list)
+    fresh_starts: dict[str, str] = field(default_factory=dict)
     own: dict[int, NodeLoss] = field(default_factory=dict)
     succeeded: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
@@ -218,6 +220,9 @@ class RoundBuilder(Struct):
                 )
             case InProcessRestarted() | InProcessGaveUp():
                 self.in_process.append(read_restart(line, event, node))
+            case WorkersStarted():
+                if event.started_fresh:
+                    self.fresh_starts[host or f"node {node}"] = event.started_fresh[:_WORDS]
             case WorkersStopping():
                 self.stopping[event.reason] = None
                 self.stopping_ns.setdefault(node, when)
@@ -290,6 +295,7 @@ class RoundBuilder(Struct):
             failures=tuple(failures[rank] for rank in sorted(failures)),
             ends=tuple(self.ends[rank] for rank in sorted(self.ends)) if failures or self.lost or self.own else (),
             in_process=tuple(sorted(self.in_process, key=lambda one: (one.iteration, one.told_ns))),
+            fresh_starts=tuple(sorted(self.fresh_starts.items())),
             replaced=tuple(self.replaced[node] for node in sorted(self.replaced)),
             lost_nodes=tuple(self.lost[node] for node in sorted(self.lost)),
             own_failures=tuple(self.own[node] for node in sorted(self.own)),

@@ -415,7 +415,7 @@ def round_entry(
         where = verdict.lost_node.node if where is None and verdict.lost_node is not None else where
         unknown = verdict.failure if verdict.cause is Cause.UNKNOWN else None
         same = kind_of(unknown)[0] if unknown is not None else verdict.fingerprint
-        alike = "" if part.in_process else f"{size}|{same}|{where}|{others}"
+        alike = "" if part.in_process or part.fresh_starts else f"{size}|{same}|{where}|{others}"
     elif part.succeeded:
         how = "all workers ended with 0"
     elif part.stopping_reasons:

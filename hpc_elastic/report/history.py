@@ -155,6 +155,8 @@ class RoundHistory(Struct, frozen=True, kw_only=True):
     """By the place that was taken."""
     in_process: tuple[InProcessRestart, ...] = ()
     """Restarts within its processes, by time; nothing of the round ended by them."""
+    fresh_starts: tuple[tuple[str, str], ...] = ()
+    """With a fork server: (host whose workers were started fresh, why)."""
     failures: tuple[WorkerFailure, ...] = ()
     ends: tuple[WorkerEnd, ...] = ()
     """By rank, of a round that broke: the workers that ended otherwise than by the agent's signal. A rank that is

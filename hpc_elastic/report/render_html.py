@@ -48,6 +48,7 @@ from hpc_elastic.report.timeline import IMPORTANCE, Entry, Timeline, build_timel
 from hpc_elastic.report.wording import (
     describe_after_round,
     describe_decision,
+    describe_fresh_starts,
     describe_outcome,
     describe_restarts,
     is_requeued,
@@ -303,6 +304,7 @@ def _round_row(history: RunHistory, attempt: AttemptHistory, part: RoundHistory)
     entry = round_entry(history, attempt, part, separator=" ")
     how = [shorten(entry.how, 240)]
     how += describe_after_round(attempt, part)[:1] if entry.failure else []
+    how += describe_fresh_starts(part.fresh_starts)
     how += describe_restarts(part.in_process, everything=False)
     return element(
         "tr",

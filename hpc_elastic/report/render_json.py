@@ -161,6 +161,7 @@ def _round(part: RoundHistory, nodes: dict[RoundNode, dict[str, Any]]) -> dict[s
         "nodes": [nodes.get(node) or nodes.setdefault(node, _node(node)) for node in part.nodes],
         "replaced": [_values(item) for item in part.replaced],
         "in_process": [_restart(one) for one in part.in_process],
+        "fresh_starts": [{"host": host, "reason": why} for host, why in part.fresh_starts],
         "succeeded": part.succeeded,
         "stopping_reasons": list(part.stopping_reasons),
         "decision": None if part.decision is None else _values(part.decision),

@@ -27,6 +27,7 @@ from hpc_elastic.report.history import AttemptHistory, RankStatus, RoundHistory,
 from hpc_elastic.report.verdict import Cause, Verdict
 from hpc_elastic.report.wording import (
     FAILURE_WORDS,
+    describe_fresh_starts,
     describe_outcome,
     describe_restarts,
     describe_silence,
@@ -327,7 +328,7 @@ def _past(document: Document, width: int, *, cap: int | None) -> list[str]:
 
 
 def _has_restarts(attempt: AttemptHistory) -> bool:
-    return any(part.in_process for part in attempt.rounds)
+    return any(part.in_process or part.fresh_starts for part in attempt.rounds)
 
 
 def _only_attempt(document: Document, attempt: AttemptHistory) -> str:
@@ -385,7 +386,8 @@ def _round_lines(
         lasted = f", {duration(parts[0].seconds)}" if parts[0].seconds is not None else ""
         lost = [cost for part in parts for cost in costs.get((attempt.number, part.index), ())]
         lines.append(f"    {name}: {first.size}{lasted}{_cost(lost)}: {brief(first.how)}")
-        restarts = describe_restarts(parts[0].in_process, everything=everything)
+        restarts = describe_fresh_starts(parts[0].fresh_starts)
+        restarts += describe_restarts(parts[0].in_process, everything=everything)
         lines += [f"      {clean_line(line)}" for line in restarts]
     return lines
 

@@ -335,6 +335,14 @@ def _each(numbers: Sequence[int]) -> str:
     return f"rank{'s' * (len(numbers) > 1)} {ranges(numbers)}"
 
 
+def describe_fresh_starts(starts: Sequence[tuple[str, str]]) -> list[str]:
+    """Why workers that were to be forks were interpreters of their own, with the hosts: one line for each reason."""
+    hosts: dict[str, list[str]] = {}
+    for host, why in starts:
+        hosts.setdefault(why, []).append(host)
+    return [f"workers started fresh on {first_of(names, 4, noun='node')}: {why}" for why, names in hosts.items()]
+
+
 def describe_restarts(restarts: Sequence[InProcessRestart], *, everything: bool) -> list[str]:
     """The last ones in their order, and how many there were. Several ranks that gave up in one iteration are one line.
 

@@ -47,8 +47,7 @@ _WHEN_TORCH_IS_IMPORTED = "hpc_elastic.worker_api.flight_recorder"
 """Its `start` is called at the end of ``import torch``, and does nothing in the server, which is no worker."""
 _NAMES_BYTES = 1 << 20
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 1.0, 30.0
-_THREADS_END_S = 0.2
-_REPARENT_S = 0.0005
+_THREADS_END_S, _REPARENT_S = 0.2, 0.0005
 
 
 class _WatchedEnviron(os._Environ):  # type: ignore[type-arg]  # of the standard library
@@ -197,7 +196,9 @@ class ForkServer:
     def _receive(self) -> tuple[dict[str, Any] | None, list[int]]:
         fds = array.array("i")
         try:
-            raw, ancillary, _, _ = self._control.recvmsg(MESSAGE_LIMIT, socket.CMSG_SPACE(4 * fds.itemsize), _CLOEXEC)
+            raw, ancillary, _, _ = self._control.recvmsg(
+                MESSAGE_LIMIT, socket.CMSG_SPACE(4 * fds.itemsize), getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+            )
         except OSError:
             return None, []
         for level, kind, data in ancillary:
@@ -393,8 +394,6 @@ class ForkServer:
 
 # -- what this process is like -----------------------------------------------------------------------------------
 
-_CLOEXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-
 
 def _tell(gate: int, message: dict[str, Any]) -> None:
     try:
@@ -443,9 +442,12 @@ def _has_children() -> bool:
 
 
 def _renew_seeds() -> None:
-    """What a fresh interpreter takes from the system's entropy. `random` does so at a fork; torch has a fixed seed."""
+    """What a fresh interpreter takes from the system's entropy. `random` does so at a fork by itself."""
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
+    generator = getattr(sys.modules.get("torch"), "default_generator", None)
+    if generator is not None:
+        generator.seed()  # the CPU's; CUDA's has a fixed seed
     if "multiprocessing.process" in sys.modules:
         process = sys.modules["multiprocessing.process"]
         process.current_process().authkey = os.urandom(32)

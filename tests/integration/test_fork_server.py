@@ -285,6 +285,8 @@ def test_an_import_that_crashes_is_reported_and_the_workers_start_fresh(tmp_path
         assert len(run.moments("here")) == 2
         assert all("SIGABRT while it imported mine" in why for why in _starts(run))
         assert "no fork server any more, workers are started fresh" in run.log()
+        report = run.attempt().report_text.read_text()
+        assert "workers started fresh on node0, node1: there is no fork server: " in report
 
 
 def test_a_command_that_is_no_script_is_started_as_ever(tmp_path: Path) -> None:

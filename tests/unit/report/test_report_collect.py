@@ -10,6 +10,7 @@ from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import EvidenceSource
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.history import WorkerEnd
+from hpc_elastic.report.wording import describe_fresh_starts
 from tests.rigs.run_builder import GLOO, START_NS, RunBuilder, make_failure
 
 
@@ -283,3 +284,15 @@ def test_identical_texts_are_kept_once(builder: RunBuilder) -> None:
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         collect_run(tmp_path / "none")
+
+
+def test_workers_that_were_to_be_forks_and_are_not_are_reported_with_the_reason(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    why = "the fork server ended with SIGABRT while it imported mine"
+    for node, started_fresh in ((0, why), (1, why), (2, "")):
+        builder.event(0, "agent", node, 5, "workers_started", round=0, pids=[1], started_fresh=started_fresh)
+    history = collect_run(builder.root)
+    (part,) = history.attempts[0].rounds
+    assert part.fresh_starts == (("n1", why), ("n2", why))
+    assert describe_fresh_starts(part.fresh_starts) == [f"workers started fresh on n1, n2: {why}"]

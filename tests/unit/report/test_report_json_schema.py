@@ -90,6 +90,7 @@ ROUND: dict[str, Any] = {
     "nodes": [{"node": INT, "host": TEXT, "group_rank": INT, "ranks": TEXT}],
     "replaced": [{"node": INT, "host": TEXT, "group_rank": INT, "replaces_node": INT, "replaces_host": TEXT}],
     "in_process": [RING],
+    "fresh_starts": [{"host": TEXT, "reason": TEXT}],
     "succeeded": BOOL,
     "stopping_reasons": [TEXT],
     "decision": ({"action": TEXT, "reason": TEXT, "restarts_used": "int?", "max_restarts": "int?"}, None),
@@ -266,6 +267,7 @@ def everything(root: Path) -> RunBuilder:
     place = {"group_rank": 2, "replaces_node": 2, "replaces_host": "n3"}
     builder.event(0, "agent", 0, 63, "node_replaced", round=1, node=4, host="n5", **place)
     fault = {"iteration": 1, "seconds": 0.25, "world_size": 10, "interruptions": [[2, "TERMINATED"]], "joined": [2]}
+    builder.event(0, "agent", 0, 62, "workers_started", round=1, started_fresh="the fork server is not ready yet")
     builder.event(0, "agent", 0, 63, "ring_restarted", round=1, active_world_size=10, **fault)
     builder.event(0, "agent", 0, 64, "ring_gave_up", round=1, rank=0, iteration=2, reason="RestartAbort: enough")
     builder.round(0, 1, at=64, without=(2,), reason="restart 1 of 3")
