@@ -27,7 +27,7 @@ def table() -> list[str]:
         ("the same where no packets come through", lambda p: p.poll),
         ("between two heartbeats in the files, in touch", lambda p: p.heartbeat_connected),
         ("the same where no packets come through", lambda p: p.heartbeat),
-        ("without a sign of life, lost after", lambda p: p.lease),
+        ("no heartbeat, lost after", lambda p: p.lease),
         ("between two beats", lambda p: p.beat),
         ("silent, and asked, after", lambda p: p.silence),
         ("time for the answer", lambda p: p.answer),
