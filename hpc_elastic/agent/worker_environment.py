@@ -29,6 +29,7 @@ class RoundFacts(Struct, frozen=True, kw_only=True):
     attempt: int
     role: str
     tag: str
+    virtual_local_rank: bool = False
 
 
 def round_facts(
@@ -48,6 +49,7 @@ def round_facts(
         attempt=attempt,
         role=spec.role,
         tag=tag,
+        virtual_local_rank=spec.virtual_local_rank,
     )
 
 
@@ -84,6 +86,11 @@ def worker_environment(
             TAG_VARIABLE: facts.tag,
         }
     )
+    if facts.virtual_local_rank:
+        # As torchrun 2.13: through the devices that the agent sees, where these are limited.
+        visible = [entry.strip() for entry in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()]
+        own = visible[local_rank : local_rank + 1] if visible else [str(local_rank)]
+        env.update({"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": ",".join(own)})
     if in_job(base):
         _set_slurm_variables(env, layout, local_rank)
     # torchrun's default; torch's own, without it, is another.

@@ -200,6 +200,7 @@ def build_spec(
         min_nodes=nodes[0],
         max_nodes=nodes[1],
         segment=job_options.segment_nodes(parsed, nodes),
+        virtual_local_rank=parsed.flag("virtual_local_rank"),
         requeue=job_options.wants_requeue(parsed) and not site_disables_requeue,
         signal_grace=grace,
     )

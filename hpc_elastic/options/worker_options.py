@@ -254,6 +254,15 @@ OPTIONS = (
         help="MASTER_PORT of the workers (default: a free port)",
     ),
     Option(
+        group=Group.WORKERS, names=("--virtual-local-rank",), dest="virtual_local_rank", env="PET_VIRTUAL_LOCAL_RANK",
+        help="give each worker LOCAL_RANK=0 and its own GPU alone in CUDA_VISIBLE_DEVICES, as torchrun does",
+    ),
+    Option(
+        group=Group.WORKERS, names=("--signals-to-handle",), dest="signals_to_handle", metavar="NAMES",
+        env="PET_SIGNALS_TO_HANDLE",
+        help="accepted for compatibility with torchrun; SIGTERM, SIGINT, SIGHUP and SIGUSR2 are handled always",
+    ),
+    Option(
         group=Group.WORKERS, names=("--start-method",), dest="start_method", metavar="spawn|forkserver",
         env="PET_START_METHOD",
         parse=parse_start_method, field="start_method",
@@ -281,7 +290,8 @@ REFUSED: Mapping[str, str] = {
     "--numa-binding": "not supported yet; leave it out",
     "--logs-specs": "not supported: each worker has its own files in the run directory",
     "--event-log-handler": "not supported: events are in the run directory",
-    "--signals-to-handle": "not supported: SIGTERM, SIGINT, SIGHUP and SIGUSR2 are handled",
+    "--duplicate-stdout-filters": "not supported yet: hpc-elastic logs RUN | grep shows the lines that match",
+    "--duplicate-stderr-filters": "not supported yet: hpc-elastic logs RUN | grep shows the lines that match",
     "--log-line-prefix-template": "not supported: lines begin with [host:rank]",
 }
 

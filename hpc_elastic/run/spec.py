@@ -122,6 +122,8 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     metrics: MetricsTarget | None = None
     monitor_interval: float = 5.0
     """The fallback's poll interval; watching is by events."""
+    virtual_local_rank: bool = False
+    """Each worker has LOCAL_RANK 0 and sees its own GPU alone."""
     shutdown_timeout: float = 30.0
     """From SIGTERM to SIGKILL when workers are stopped."""
     redirects: StreamChoice = field(default_factory=StreamChoice)

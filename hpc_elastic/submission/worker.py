@@ -225,10 +225,10 @@ class _Worker:
         self._call: Call | None = None
         self._terms: CallTerms | None = None
         self._handled = False
-        page, local_rank = os.environ.get(VARIABLE, ""), int(os.environ["LOCAL_RANK"])
+        of_round, _, number = os.environ.get(VARIABLE, "").rpartition("-")  # LOCAL_RANK may be a virtual one
         self._hold = ExitHold(
-            f"{page.rpartition('-')[0]}.hold" if page else "",
-            local_rank=local_rank,
+            f"{of_round}.hold" if number.isdigit() else "",
+            local_rank=int(number) if number.isdigit() else 0,
             local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
         )
 

@@ -71,6 +71,15 @@ def test_each_local_rank_has_its_own_ranks() -> None:
     assert first["LOCAL_WORLD_SIZE"] == "2"
 
 
+def test_a_virtual_local_rank_is_0_and_sees_its_own_gpu_alone() -> None:
+    """As torchrun's ``--virtual-local-rank``."""
+    facts = replace(FACTS, virtual_local_rank=True)
+    for base, gpu in (({}, "1"), ({"CUDA_VISIBLE_DEVICES": "4, 6"}, "6"), ({"CUDA_VISIBLE_DEVICES": "4"}, "")):
+        env = environment(dict(base), facts, local_rank=1)
+        assert (env["LOCAL_RANK"], env["CUDA_VISIBLE_DEVICES"]) == ("0", gpu)
+        assert env["RANK"] == environment(local_rank=1)["RANK"]
+
+
 def test_the_agents_own_environment_goes_along_and_is_not_changed() -> None:
     base = {"PATH": "/bin", "USER_SETTING": "a b\nc"}
     assert environment(base) == {**base, **TORCHRUNS, **OURS}

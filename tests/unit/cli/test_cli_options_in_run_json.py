@@ -26,7 +26,7 @@ TRAVELS_AS = {
     "srun_args": "srun_args",
 }
 """`Option.dest` → the field, where they differ in name or in kind."""
-STAYS = {"run_path"}
+STAYS = {"run_path", "signals_to_handle"}
 """Of the workers' options: accepted as torchrun's, and without effect."""
 DECIDED = {"array", "cluster", "created_ns", "max_nodes", "min_nodes", "uid"}
 """Fields that no single option gives here: `slurm_job` puts the array's tasks in."""

@@ -79,6 +79,13 @@ def test_a_run_is_named_after_the_script_behind_a_wrapper(here: Path, command: l
     assert spec(here, "--no-python", *command).name == name
 
 
+def test_torchruns_newer_options_are_taken(here: Path) -> None:
+    made = spec(here, "--virtual-local-rank", "--signals_to_handle=SIGTERM,SIGUSR1", "train.py")
+    assert made.virtual_local_rank
+    assert not spec(here, "train.py").virtual_local_rank
+    assert spec(here, "train.py", PET_VIRTUAL_LOCAL_RANK="1").virtual_local_rank
+
+
 def test_every_torchrun_option(here: Path) -> None:
     made = spec(
         here,
