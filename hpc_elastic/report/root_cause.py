@@ -127,6 +127,11 @@ def decide_verdict(
             if len(missing) < len(verdict.same_failure):
                 waited += f", and {ranks_text(missing)} did not fail: look there, too"
             verdict = replace(verdict, confidence=Confidence.LOW, evidence=waited)
+        same = verdict.same_failure
+        early = find_early_ends(same, when[id(first)], ends=ends, ranks=ranks or {}, clocks=clocks)
+        if early and len(same) == len(causes) > len(early) and verdict.confidence is not Confidence.TIE:
+            # The script may have made another exception of the connection that it lost.
+            verdict = replace(verdict, confidence=Confidence.LOW, evidence=f"{verdict.evidence}. {look_at(early)}")
     return verdict if retryable else replace(verdict, retryable=False)
 
 

@@ -314,6 +314,15 @@ def test_ranks_that_gave_up_waiting_alike_may_have_waited_for_the_one_that_did_n
     assert waited(0, line="answer = server.get()").confidence is Confidence.HIGH
 
 
+def test_ranks_that_fail_alike_after_one_ended_with_0_may_have_lost_it() -> None:
+    alike = [root(rank, 5.0, "TrainingFailed: sync failed") for rank in (0, 2, 3)]
+    verdict = decide_verdict(alike, ends=[ended(1, 4.5)], clocks=NODES)
+    assert verdict.confidence is Confidence.LOW
+    assert "Look at rank 1: it ended with 0 0.500 s before" in verdict.evidence
+    assert decide_verdict(alike[:1], ends=[ended(1, 4.5)], clocks=NODES).confidence is Confidence.HIGH
+    assert decide_verdict(alike, ends=[ended(1, 60.0)], clocks=NODES).confidence is Confidence.HIGH
+
+
 def test_what_all_ranks_have_in_common_is_said_and_no_rank_is_named() -> None:
     hosts = {rank: f"n{rank + 1}" for rank in range(4)}
     activities = [replace(waits(rank), doing=Doing.STORE, clients=(4, 5)) for rank in (0, 2)]
