@@ -137,7 +137,7 @@ class LocalWorkers:
             command, env = list(argv), dict(own)
             if container is not None:
                 command, env = enter_container(container, argv, env, cwd=cwd, has_nvidia=os.path.exists(_NVIDIA))
-            process = start_worker(
+            return start_worker(
                 argv=command,
                 env=env,
                 cwd=cwd,
@@ -146,8 +146,6 @@ class LocalWorkers:
                 pipe_bytes=pipe_bytes_for(self.layout.local_world_size),
                 exec_wait=exec_wait,
             )
-            self._watch.note_pid(local_rank, process.pid)
-            return process
 
         def start_one(local_rank: int, extra: Mapping[str, str]) -> WorkerProcess:
             env = env_of(local_rank, extra)
@@ -166,6 +164,7 @@ class LocalWorkers:
                 raise
             slot = WorkerSlot(local_rank, global_rank, process, self.paths_of(local_rank))
             self._slots.append(slot)
+            self._watch.note_pid(local_rank, process.pid)
             self._take_output(slot)
 
     def _take_output(self, slot: WorkerSlot) -> None:
@@ -199,6 +198,7 @@ class LocalWorkers:
         self._files.post(lambda: keep_apart(error_file, number))
         self._watch.begin_again(local_rank)
         process = self._start_one(local_rank, extra)
+        self._watch.note_pid(local_rank, process.pid)
         self._replaced.append(slot.process)
         self.sockets.forget(slot.global_rank)
         slot.process, slot.exit = process, None

@@ -226,6 +226,11 @@ def spec_fields(parsed: Parsed) -> dict[str, Any]:
             f"--preload {','.join(fields['preload'])}: nothing is preloaded for fresh interpreters; "
             "give --start-method forkserver too"
         )
+    if "container_image" in fields and fields.get("start_method") is StartMethod.FORKSERVER:
+        raise UsageError(
+            "--start-method forkserver: the fork server does not run in a container yet; "
+            "leave it out, or leave out --container-image"
+        )
     return fields
 
 

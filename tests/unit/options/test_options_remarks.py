@@ -88,6 +88,10 @@ def test_what_is_meant_brings_no_remark(here: Path, argv: list[str]) -> None:
         (["-N", "4", "--sbatch-arg=--nodes=3", "train.py"], "--sbatch-arg --nodes=3: --nodes 4|-N 4 contradicts it"),
         (["--sbatch-arg=-N3", "train.py"], r"--sbatch-arg -N3: --nodes \(default 1\) contradicts it"),
         (["-t", "10", "--sbatch-arg=--time=20", "train.py"], "--sbatch-arg --time=20: -t 10 contradicts it"),
+        (
+            ["--container-image", "enroot:torch", "--start-method", "forkserver", "train.py"],
+            "the fork server does not run in a container yet",
+        ),
         (["--container-env", "PATH", "train.py"], "--container-env PATH: the workers run in no container"),
         (["--container-image", "enroot:./no.sqsh", "train.py"], "no.sqsh does not exist"),
         (
