@@ -219,7 +219,7 @@ def exit_code(
             logger.error("internal error: %r", failure)
         return ExitCode.WORKERS_FAILED
     if unfit is not None:
-        return UNHEALTHY_CODE
+        return ExitCode.USAGE if unfit.is_usage else UNHEALTHY_CODE
     if record is not None and record.outcome in (Outcome.SUCCEEDED, Outcome.PREEMPTED):
         return ExitCode.OK
     return ExitCode.WORKERS_FAILED

@@ -123,6 +123,8 @@ class Finding(Struct, frozen=True, kw_only=True):
     warning: str = ""
     is_refusal: bool = False
     """The run directory's filesystem refuses, or does not answer: that need not be this node's fault."""
+    is_usage: bool = False
+    """The user's own check can't be started as it was given: no other try would do better."""
 
 
 class HealthVerdict(Struct, frozen=True, kw_only=True):
@@ -136,6 +138,8 @@ class HealthVerdict(Struct, frozen=True, kw_only=True):
     """Check → what it warns of."""
     is_refusal: bool = False
     """Nothing else is wrong than that the run directory's filesystem refuses, or does not answer."""
+    is_usage: bool = False
+    """Nothing else is wrong than that the user's own check can't be started as it was given."""
 
     @property
     def is_healthy(self) -> bool:
@@ -146,12 +150,16 @@ def sum_up_findings(findings: Sequence[Finding]) -> HealthVerdict:
     """One verdict, with one reason that names all that is wrong."""
     bad = [finding for finding in findings if finding.reason]
     reasons = [finding.reason for finding in bad]
+    is_usage = bool(bad) and all(finding.is_usage for finding in bad)
     more = f"; and {len(reasons) - _MOST_REASONS} more" if len(reasons) > _MOST_REASONS else ""
     return HealthVerdict(
-        reason=f"health check failed: {'; '.join(reasons[:_MOST_REASONS])}{more}" if bad else "",
+        reason=f"{'' if is_usage else 'health check failed: '}{'; '.join(reasons[:_MOST_REASONS])}{more}"
+        if bad
+        else "",
         checks=tuple(finding.check for finding in bad),
         warnings={finding.check: finding.warning for finding in findings if finding.warning},
         is_refusal=bool(bad) and all(finding.is_refusal for finding in bad),
+        is_usage=is_usage,
     )
 
 

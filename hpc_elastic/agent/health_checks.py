@@ -7,6 +7,7 @@ are processes, started from the agent's main thread and attended by a thread, an
 from __future__ import annotations
 
 import _thread
+import errno
 import os
 import select
 import signal
@@ -61,6 +62,8 @@ _SHM = "/dev/shm"
 _NVIDIA = "/dev/nvidiactl"
 _KEPT_OUTPUT = 65536
 _LOOK_SECONDS = 0.05
+_NO_PROGRAM = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
+"""No such program, or none: the user's mistake."""
 
 
 class HealthSite(Struct, frozen=True, kw_only=True):
@@ -220,7 +223,7 @@ class HealthChecks:
         child = session.start(argv, environ=site.environ, cwd="/", inherited=site.inherited, clock=self._clock)
 
         def look() -> list[Finding]:
-            if isinstance(child, str):
+            if isinstance(child, WorkerStartError):
                 return [Finding(check=Check.GPU.value, warning=f"the GPUs can't be looked at: {child}")]
             facts = from_json(child.run(GPU_SECONDS + END_SECONDS).stdout)
             visible = site.environ.get("CUDA_VISIBLE_DEVICES")
@@ -235,8 +238,10 @@ class HealthChecks:
         child = session.start(command, environ=environ, cwd=site.cwd, inherited=site.inherited, clock=self._clock)
 
         def look() -> list[Finding]:
-            if isinstance(child, str):
-                return [Finding(check="script", reason=child)]
+            if isinstance(child, WorkerStartError):
+                is_usage = child.errno in _NO_PROGRAM
+                option = "--health-check: " if is_usage else ""
+                return [Finding(check="script", reason=f"{option}{child}", is_usage=is_usage)]
             ended = child.run(seconds + END_SECONDS)
             lines = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
             return [judge_script(ended.exitcode, _printable(lines[-1]) if lines else "", command=command[0])]
@@ -274,15 +279,15 @@ class _Session:
 
     def start(
         self, argv: Sequence[str], *, environ: Mapping[str, str], cwd: str, inherited: Inherited, clock: Clock
-    ) -> _Child | str:
-        """Start a check's process; a text where it could not be started: why."""
+    ) -> _Child | WorkerStartError:
+        """Start a check's process; returns why where it could not be started."""
         env = {**environ, TOKEN_VARIABLE: os.urandom(8).hex()}
         try:
             process = start_worker(
                 argv=argv, env=env, cwd=cwd, inherited=inherited, clock=clock, pipe_bytes=0, exec_wait=EXEC_SECONDS
             )
         except WorkerStartError as error:
-            return str(error)
+            return error
         child = _Child(process, env, self._cancelled)
         self._children.append(child)
         return child

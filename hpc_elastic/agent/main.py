@@ -42,7 +42,7 @@ from hpc_elastic.failures.error_file import write_own_failure
 from hpc_elastic.output.job_log import JobLog
 from hpc_elastic.output.pump import LogPump, log_losses
 from hpc_elastic.rendezvous.state import new_uid
-from hpc_elastic.run.agent_events import AgentStarted
+from hpc_elastic.run.agent_events import AgentStarted, StartRefused
 from hpc_elastic.run.attempt import AttemptInfo, load_attempt
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.option_values import (
@@ -108,6 +108,12 @@ def agent_main(argv: Sequence[str]) -> int:
     events = EventLog(at.events, role="agent", host=me.host, node=me.node, uid=me.short_uid, clock=clock, files=files)
     events.write(AgentStarted(pid=os.getpid(), version=__version__))
 
+    try:
+        worker_count = local_world_size(spec.nproc_per_node, me.env)
+    except UsageError as refused:
+        events.write(StartRefused(reason=str(refused)))
+        events.close(within=CLOSE_LOGS_SECONDS)
+        raise
     policy = RestartPolicy(
         max_restarts=spec.max_restarts,
         max_same_failures=spec.max_same_failures,
@@ -122,7 +128,7 @@ def agent_main(argv: Sequence[str]) -> int:
         uid=me.uid,
         node=me.node,
         host=me.host,
-        local_world_size=local_world_size(spec.nproc_per_node, me.env),
+        local_world_size=worker_count,
         decide_restart=policy.decide_restart,
         clock=clock,
     )

@@ -284,7 +284,8 @@ class NodeAgent:
             context.coordination.ask(lambda participant: participant.join())
             return
         self._unfit = verdict
-        context.coordination.ask(lambda participant: leave_run(participant, verdict.reason))
+        if not verdict.is_usage:  # else the supervisor gives the node up, and judges by what all of them did
+            context.coordination.ask(lambda participant: leave_run(participant, verdict.reason))
         self._happens(Event.LEAVE, verdict.reason)
 
     def _handle_stop(self) -> None:

@@ -29,6 +29,7 @@ from hpc_elastic.run.agent_events import (
     RankState,
     RoundFinal,
     StacksTaken,
+    StartRefused,
     ThreadStack,
 )
 from hpc_elastic.run.coordinator_events import (
@@ -125,7 +126,10 @@ def log_health(events: EventLog, verdict: HealthVerdict, *, round_index: int) ->
     for check, text in verdict.warnings.items():
         events.write(HealthWarning(check=check, reason=text))
         logger.warning("%s", text)
-    if not verdict.is_healthy:
+    if verdict.is_usage:
+        events.write(StartRefused(reason=verdict.reason))
+        logger.error("%s", verdict.reason)
+    elif not verdict.is_healthy:
         events.write(HealthCheckFailed(round=round_index, checks=tuple(verdict.checks), reason=verdict.reason))
         logger.error("this node leaves the run: %s", verdict.reason)
 

@@ -25,6 +25,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import REFUSED_CODE, STORE_LOST_CODE, UNHEALTHY_CODE, ExitCode, GivenUp
+from hpc_elastic.base.text import plural
 from hpc_elastic.launch.site import AgentEnded, Launcher, describe_code
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.state import RoundRecord, node_of
@@ -101,11 +102,19 @@ def is_same_everywhere(unable: Collection[UnableNode], *, nodes: int) -> bool:
     return codes <= set(_LASTING) or all(_PROLOG in node.message for node in unable)
 
 
+def is_refused_by_all(unable: Collection[UnableNode], *, nodes: int) -> bool:
+    """Whether every agent refused what the run's options ask for: it is no want of nodes. Pure."""
+    return len(unable) == nodes and all(node.code == ExitCode.USAGE for node in unable)
+
+
 def describe_unable_nodes(unable: Collection[UnableNode], *, nodes: int) -> str:
     """Which nodes could not run the agent, and why. Empty where there are none. Pure."""
     if not unable:
         return ""
     first = next(iter(unable))
+    if is_refused_by_all(unable, nodes=nodes):
+        whose = "the agent" if nodes == 1 else "every agent"
+        return f"{whose} refused to start the workers ({first.reason})"
     if is_everywhere(len(unable), nodes=nodes):
         whose = "no node" if len(unable) == nodes else "no node but the batch host"
         return f"{whose} could run the agent: {first.name}: {first.reason}"
@@ -277,12 +286,14 @@ class Agents:
         never_came = not has_come and announced == 0
         most = FRUITLESS_RELAUNCHES if never_came else RELAUNCHES_PER_NODE
         # The code for wrong usage: the agent said why, and would say it again.
-        if used >= most or ended.code == ExitCode.USAGE or (never_came and self._fails_everywhere()):
-            starts = f"{used + 1} start{'s' if used else ''}"
+        is_refusal = ended.code == ExitCode.USAGE
+        if used >= most or is_refusal or (never_came and self._fails_everywhere()):
+            starts = plural(used + 1, "start")
             logger.error("the agent on %s ended (%s); giving the node up after %s", name, unable.reason, starts)
-            if never_came:
+            is_unable = never_came or is_refusal
+            if is_unable:
                 self._unable[node] = unable
-            self._give_up(node, GivenUp.COULD_NOT_RUN if never_came else GivenUp.DIED, unable.reason)
+            self._give_up(node, GivenUp.COULD_NOT_RUN if is_unable else GivenUp.DIED, unable.reason)
             return
         self._relaunched[node] += 1
         logger.warning("the agent on %s ended (%s); starting it again", name, unable.reason)
@@ -334,6 +345,11 @@ class Agents:
     def is_same_everywhere(self) -> bool:
         """Whether the nodes that were given up would fail another attempt in the same way."""
         return is_same_everywhere(self._unable.values(), nodes=len(self._names))
+
+    @property
+    def is_refused_by_all(self) -> bool:
+        """Whether every agent refused what the run's options ask for."""
+        return is_refused_by_all(self._unable.values(), nodes=len(self._names))
 
     @property
     def describe_unable(self) -> str:

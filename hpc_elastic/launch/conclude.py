@@ -37,6 +37,7 @@ from hpc_elastic.launch.requeue import (
 from hpc_elastic.launch.requeue_job import NextAttempt
 from hpc_elastic.launch.signals import JobCondition
 from hpc_elastic.launch.site import Site
+from hpc_elastic.rendezvous.round_log import RESERVE
 from hpc_elastic.run.attempt import AttemptInfo, StoredResult, load_result
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.node_records import load_record, save_record
@@ -62,6 +63,8 @@ REPORT_SECONDS = 120.0
 """For the report of an attempt: of a large run, on a slow filesystem."""
 HUNG_SECONDS = 5.0
 """Without any answer: it is logged, and no more waited for where the user waits for this process."""
+FULL_SECONDS = 10.0
+"""For room on a full disk, which nobody makes while an allocation waits."""
 JOB_LOG = "hpc_elastic_job_log"
 """The logger for text that goes to the job log as it is."""
 
@@ -216,6 +219,7 @@ class _End:
         )
 
         def save() -> bool:
+            (self._folder.store / RESERVE).unlink(missing_ok=True)
             stored.save(self._folder.result_json)
             return True
 
@@ -386,6 +390,8 @@ class LastFiles:
             if not is_refusal(error) and not (isinstance(error, OSError) and error.errno in FULL):
                 return False
             self._has_refused = True
+            if isinstance(error, OSError) and error.errno in FULL and time.monotonic() - began > FULL_SECONDS:
+                return False
             return not (self._is_hurried() and time.monotonic() - began > HUNG_SECONDS)
 
         try:

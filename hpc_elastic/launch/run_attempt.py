@@ -39,6 +39,7 @@ from hpc_elastic.launch.supervisor import Supervisor
 from hpc_elastic.output.job_log import JobLog
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
+from hpc_elastic.rendezvous.round_log import reserve_room
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, new_uid
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.events import EventLog
@@ -46,6 +47,7 @@ from hpc_elastic.run.paths import AttemptPaths, RunPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, UnreadableRunError, load_run_spec
 from hpc_elastic.run.supervisor_events import AttemptStarted
 from hpc_elastic.slurm.notation import compress
+from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.notifier import read_secret
 from hpc_elastic.workers.linux import SignalQueue, output_pipes
 
@@ -113,6 +115,7 @@ class _AttemptRun:
             raise
         launcher = site.launcher(spec, paths, attempt)
         coordination = self._on_disk(lambda: self._observe(attempt, folder, uid))
+        self._files.post(lambda: _reserve_room(folder, clock))
         supervisor = Supervisor(
             attempt=attempt,
             launcher=launcher,
@@ -238,6 +241,13 @@ class _AttemptRun:
             lambda: write_own_failure(path, error, role="supervisor", host=attempt.batch_host, now_ns=now_ns),
             within=HUNG_SECONDS,
         )
+
+
+def _reserve_room(folder: AttemptPaths, clock: Clock) -> None:
+    try:
+        reserve_room(FileStore(folder.store, clock=clock))
+    except (OSError, HpcElasticError) as error:
+        logger.warning("no room can be kept free for the attempt's end: %s", error)
 
 
 _ASK_VERSIONS = """

@@ -407,9 +407,11 @@ class Supervisor:
             self._orphaned_since, self._has_closed_for_orphans = now, False
         if now < self._orphaned_since + self._orphans_wait:
             return False
-        if self._has_closed_for_orphans or self._agents.are_all_unfit:
+        refused = self._agents.is_refused_by_all and self.record is not None
+        if self._has_closed_for_orphans or (self._agents.are_all_unfit and not refused):
             return True
-        self._coordination.ask(lambda p: p.close(Outcome.FAILED, "all agents ended without a verdict"))
+        reason = self._agents.describe_unable if refused else "all agents ended without a verdict"
+        self._coordination.ask(lambda p: p.close(Outcome.FAILED, reason))
         self._has_closed_for_orphans = True
         return False
 
@@ -460,6 +462,8 @@ class Supervisor:
             if result.outcome is Outcome.TOO_FEW_NODES and (unable := agents.describe_unable):
                 retryable = result.retryable and not agents.is_same_everywhere
                 result = replace(result, reason=f"{result.reason}; {unable}", retryable=retryable)
+            if agents.is_refused_by_all:
+                result = replace(result, outcome=Outcome.FAILED, reason=agents.describe_unable, retryable=False)
             return replace(result, requeued=self._requeued, cancelled=self._cancelled)
         if self._asked is not None:
             outcome, reason = self._asked
@@ -468,7 +472,8 @@ class Supervisor:
         elif self.failure is not None:
             outcome, reason = Outcome.FAILED, str(self.failure)
         elif agents.none_is_left:
-            outcome, reason = Outcome.TOO_FEW_NODES, agents.why_none_is_left(self._coordination.refusal)
+            outcome = Outcome.FAILED if agents.is_refused_by_all else Outcome.TOO_FEW_NODES
+            reason = agents.why_none_is_left(self._coordination.refusal)
         else:
             outcome, reason = Outcome.FAILED, "all agents ended without a verdict"
         return AttemptResult(

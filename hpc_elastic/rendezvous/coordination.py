@@ -246,8 +246,10 @@ class Coordination:
                 notified = False
                 self._beats_due = participant.beats()
                 self._beat_interval = max(self._beat_interval, participant.intervals.beat)
-                backoff, full_since = _FIRST_BACKOFF, None
-                self._answered()
+                backoff = _FIRST_BACKOFF
+                if not participant.has_unwritten_record:
+                    full_since = None
+                    self._answered()
             except (OSError, StoreFullError) as error:
                 now = self._clock.monotonic()
                 if self._refusals.refused(error, now, self._clock.time_ns()):

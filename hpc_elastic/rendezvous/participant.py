@@ -104,6 +104,9 @@ class Participant:
         self._wants_in = False
         self._rests_until = 0.0
         """Until then there is nothing to do for a member that is in touch with the coordinator."""
+        self.has_unwritten_record = False
+        """Whether the filesystem has refused this coordinator's next record, and no newer one is known: steps in which
+        nothing is written then don't show that it answers again."""
         self._look_anew = 0
         self._record: RoundRecord | None = None
         self._started_at = now
@@ -379,6 +382,7 @@ class Participant:
         before = self._record
         self._store_id.accept(record.epoch)
         self._record = record
+        self.has_unwritten_record = False
         now = self._clock.monotonic()
         if before is None or (before.round, before.status) != (record.round, record.status):
             self._scanner.status_began(now)
@@ -522,7 +526,10 @@ class Participant:
                 self._log.compact()
 
     def _append(self, record: RoundRecord, event: CoordinatorEvent) -> bool:
-        if not self._log.append(record):
+        self.has_unwritten_record = True
+        is_first = self._log.append(record)
+        self.has_unwritten_record = False
+        if not is_first:
             self._take_newest()  # another participant has that number: what it wrote holds
             return False
         self._listener.on_event(event)

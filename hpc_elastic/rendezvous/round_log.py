@@ -14,10 +14,13 @@ from typing import Any
 
 from msgspec import Struct
 
-from hpc_elastic.rendezvous.state import RoundRecord, decode_record, members_elsewhere
-from hpc_elastic.store.base import Store
+from hpc_elastic.rendezvous.state import RoundRecord, Status, decode_record, members_elsewhere
+from hpc_elastic.store.base import Store, StoreFullError
 
 KEPT_RECORDS = 32
+RESERVE = "reserve"
+"""The key of what keeps room free for a run's end."""
+_RESERVE_BYTES = 256 << 10
 _FOLDER = "log"
 _DIGITS = 16
 
@@ -109,10 +112,19 @@ def _decode(raw: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
+def reserve_room(store: Store) -> None:
+    """Keep room free for the run's last record, and for what is written after it: a disk may be full by then.
+
+    It is of random bytes, which no filesystem makes smaller. Removed with the first file of the attempt's end.
+    """
+    store.put_if_absent(RESERVE, os.urandom(_RESERVE_BYTES // 2).hex())
+
+
 class RoundLog:
     """The log of one run, as one participant sees it."""
 
     def __init__(self, store: Store, run_id: str) -> None:
+        self._store = store
         self._log = RecordLog(store)
         self._run_id = run_id
         self._newest: RoundRecord | None = None
@@ -138,8 +150,19 @@ class RoundLog:
         return self._newest
 
     def append(self, record: RoundRecord) -> bool:
-        """Create `record`, the successor of the newest one. False: another has its number; read `latest`."""
-        if not self._log.append(record.number, record.to_json()):
+        """Create `record`, the successor of the newest one. False: another has its number; read `latest`.
+
+        Raises:
+            StoreFullError: there is no room for it. For the last one there is what was kept free (`reserve_room`).
+        """
+        try:
+            is_first = self._log.append(record.number, record.to_json())
+        except StoreFullError:
+            if record.status is not Status.CLOSED:
+                raise
+            self._store.delete(RESERVE)
+            is_first = self._log.append(record.number, record.to_json())
+        if not is_first:
             return False
         self._newest = record
         return True

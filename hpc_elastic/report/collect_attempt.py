@@ -12,6 +12,7 @@ from hpc_elastic.failures.classify import signal_name, signal_of
 from hpc_elastic.report.clocks import SUPERVISOR, Clocks, ClocksBuilder
 from hpc_elastic.report.collect_round import ROUND_EVENTS, EventCoverage, RoundBuilder
 from hpc_elastic.report.history import (
+    START_REFUSED,
     AgentEnd,
     AttemptHistory,
     GivenUpNode,
@@ -22,7 +23,7 @@ from hpc_elastic.report.history import (
 )
 from hpc_elastic.report.incidents import Outage, OutputLoss, attributed, read_loss, read_outage
 from hpc_elastic.report.node_times import TimesBuilder
-from hpc_elastic.run.agent_events import AgentFailed, FilesystemRefused, OutputLost
+from hpc_elastic.run.agent_events import AgentFailed, FilesystemRefused, OutputLost, StartRefused
 from hpc_elastic.run.coordinator_events import LinkLost, NodeMissing, RunClosed
 from hpc_elastic.run.event_reader import EventLine, job_id_of
 from hpc_elastic.run.event_types import RunEvent
@@ -65,6 +66,8 @@ class AttemptBuilder(Struct):
     relaunched: list[str] = field(default_factory=list)
     unstarted: dict[str, str] = field(default_factory=dict)
     given_up: dict[int, GivenUpNode] = field(default_factory=dict)
+    refusals: dict[int, str] = field(default_factory=dict)
+    """By node: what its agent could not do of what the run's options ask for."""
     missing: set[int] = field(default_factory=set)
     """Nodes that the others did not wait for any longer."""
     notices: list[str] = field(default_factory=list)
@@ -141,6 +144,8 @@ class AttemptBuilder(Struct):
             case AgentFailed() if node is not None:
                 why = event.error[:_MOST_WORDS]
                 self.own_reasons.setdefault(node, []).append(f"{why} ({event.where})" if event.where else why)
+            case StartRefused() if node is not None:
+                self.refusals[node] = event.reason[:_MOST_REASON]
             case NodeMissing() if event.node >= 0:
                 self.missing.add(event.node)
             case OutputLost():
@@ -190,7 +195,7 @@ class AttemptBuilder(Struct):
             agent_ends=tuple(self.agent_ends),
             relaunched=tuple(self.relaunched),
             unstarted=tuple(self.unstarted.items()),
-            given_up=tuple(sorted((*self.given_up.values(), *self._never_joined()), key=lambda one: one.node)),
+            given_up=tuple(sorted((*map(self._explained, self.given_up.values()), *self._never_joined()), key=_node)),
             notices=tuple(dict.fromkeys(self.notices)),
             outages=attributed(self.outages, self.nodes),
             output_lost=tuple(self.output_lost),
@@ -198,6 +203,11 @@ class AttemptBuilder(Struct):
             times=self.times.build(),
             clocks=clocks,
         )
+
+    def _explained(self, one: GivenUpNode) -> GivenUpNode:
+        """With the agent's own reason, where it gave one: the supervisor saw no more than an exit code."""
+        reason = self.refusals.get(one.node)
+        return one if reason is None else replace(one, cause=START_REFUSED, reason=reason)
 
     def _never_joined(self) -> list[GivenUpNode]:
         """Nodes that the others had waited for and that nothing was ever heard of, though an agent was started."""
@@ -275,6 +285,10 @@ class AttemptBuilder(Struct):
 
     def _is_back(self, loss: NodeLoss) -> bool:
         return any(index > loss.round and loss.node in part.nodes for index, part in self.rounds.items())
+
+
+def _node(one: GivenUpNode) -> int:
+    return one.node
 
 
 def _with_clocks(part: RoundHistory, clocks: Clocks) -> RoundHistory:

@@ -43,6 +43,8 @@ class NodeLoss(Struct, frozen=True, kw_only=True):
     unable: str = ""
     """Why the attempt had no agent there, as ``could not run the agent: exit code 127``; then `round` is -1, since no
     round was begun with it, and `seen_ns` is by the supervisor's clock. Empty: there was one."""
+    refusal: str = ""
+    """Of `unable`: what the agent itself could not do of what the run's options ask for."""
     observer: int | None = None
     """The node by whose clock `seen_ns` is, or `clocks.SUPERVISOR`; None: not known."""
 
@@ -209,8 +211,11 @@ class AgentEnd(Struct, frozen=True, kw_only=True):
     """What it reported itself, where it failed and still could: ``MemoryError (node_agent.py:12 in run)``."""
 
 
+START_REFUSED = "start_refused"
+"""`GivenUpNode.cause` of a node whose agent could not do what the run's options ask for."""
 _UNABLE = {
     "could_not_run": "could not run the agent: {reason}",
+    START_REFUSED: "refused to start: {reason}",
     "not_started": "got no agent: {reason}",
     "never_joined": "never joined the run: {reason}",
 }
@@ -223,7 +228,7 @@ class GivenUpNode(Struct, frozen=True, kw_only=True):
     name: str
     cause: str
     """A value of `outcome.GivenUp`; ``never_joined`` where its agent was started, and nothing was heard of
-    it until the attempt's end."""
+    it until the attempt's end; `START_REFUSED` where its agent itself says why it could not run."""
     reason: str
     seen_ns: int
     """By the supervisor's clock."""
@@ -235,7 +240,13 @@ class GivenUpNode(Struct, frozen=True, kw_only=True):
         if not unable:
             return None
         return NodeLoss(
-            round=-1, node=self.node, host=self.name, seen_ns=self.seen_ns, unable=unable, observer=SUPERVISOR
+            round=-1,
+            node=self.node,
+            host=self.name,
+            seen_ns=self.seen_ns,
+            unable=unable,
+            refusal=self.reason if self.cause == START_REFUSED else "",
+            observer=SUPERVISOR,
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from hpc_elastic.base.outcome import GivenUp
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
+from hpc_elastic.report.history import START_REFUSED, AttemptHistory, NodeLoss, RoundHistory, RunHistory
 from hpc_elastic.report.subject import verdict_of
 from hpc_elastic.report.verdict import Cause, Confidence
 from hpc_elastic.run.node_score import Evidence, EvidenceKind, is_everywhere
@@ -34,7 +34,10 @@ def node_evidence(history: RunHistory, *, attempt: int) -> tuple[Evidence, ...]:
 def _unstarted(history: RunHistory, attempt: AttemptHistory) -> Iterator[Evidence]:
     """Where no agent could be started, or none came of it. Where that is so on every node, it is not the nodes."""
     named = {name: f"no agent could be started there: {why}" for name, why in attempt.unstarted}
-    could_not = sum(1 for node in attempt.given_up if node.cause == GivenUp.COULD_NOT_RUN.value)
+    refused = sum(1 for node in attempt.given_up if node.cause == START_REFUSED)
+    if refused and refused == len(attempt.nodes):
+        return
+    could_not = refused + sum(1 for node in attempt.given_up if node.cause == GivenUp.COULD_NOT_RUN.value)
     if not is_everywhere(could_not, nodes=len(attempt.nodes)):
         named |= {loss.host: loss.unable for loss in attempt.unable if loss.host not in named}
     named = {name: why for name, why in named.items() if name in attempt.nodes}

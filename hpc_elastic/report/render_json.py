@@ -238,5 +238,5 @@ def _place(failure: WorkerFailure, clocks: Clocks) -> dict[str, Any]:
 
 
 def _loss(loss: NodeLoss) -> dict[str, Any]:
-    value = _values(loss, without=("age", "observer"), optional=("detail", "left", "broke", "unable"))
+    value = _values(loss, without=("age", "observer"), optional=("detail", "left", "broke", "unable", "refusal"))
     return {**value, "round": loss.round if loss.round >= 0 else None, "silent_seconds": loss.age}

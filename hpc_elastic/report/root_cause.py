@@ -34,7 +34,7 @@ from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
 from hpc_elastic.report.hang_cause import decide_hang
-from hpc_elastic.report.history import NodeLoss, RankStatus, WorkerEnd
+from hpc_elastic.report.history import START_REFUSED, NodeLoss, RankStatus, WorkerEnd
 from hpc_elastic.report.suspects import (
     find_early_ends,
     find_ends_before_hang,
@@ -166,6 +166,18 @@ def decide_start_verdict(unable: Sequence[NodeLoss], *, nodes: int) -> Verdict:
     """
     if not unable:
         return Verdict(cause=Cause.NONE, confidence=Confidence.HIGH, evidence="no failures")
+    refused = unable[0].refusal
+    if refused and len(unable) == nodes and all(loss.refusal for loss in unable):
+        whose = "the agent" if nodes == 1 else f"each of the {nodes} agents"
+        return Verdict(
+            cause=Cause.NONE,
+            confidence=Confidence.HIGH,
+            evidence=f"{whose} refused to start the workers; no node is to blame",
+            headline=refused,
+            category=Category.INPUT,
+            fingerprint=START_REFUSED,
+            retryable=False,
+        )
     if is_everywhere(len(unable), nodes=nodes):
         here = "any node" if len(unable) == nodes else "any node but the batch host"
         what = f"no agent ran on {here}: {unable[0].summary}"

@@ -146,7 +146,8 @@ def failure_count(history: RunHistory, *, attempt: int | None = None) -> int:
 
 
 def _had_too_few_nodes(part: AttemptHistory) -> bool:
-    return bool(part.unable) and part.outcome == Outcome.TOO_FEW_NODES.value
+    is_refused = part.outcome == Outcome.FAILED.value and all(loss.refusal for loss in part.unable)
+    return bool(part.unable) and (part.outcome == Outcome.TOO_FEW_NODES.value or is_refused)
 
 
 def nodes_done_without(subject: Subject, shown: AttemptHistory) -> list[str]:

@@ -16,6 +16,12 @@ class AgentStarted(AgentEvent, frozen=True, kw_only=True):
     version: str = ""
 
 
+class StartRefused(AgentEvent, frozen=True, kw_only=True):
+    """The agent can't do what the run's options ask for, and ends with exit code 2: no node's fault where all do so."""
+
+    reason: str = ""
+
+
 class RoundFinal(AgentEvent, frozen=True, kw_only=True):
     """All members agree on the round; the workers are about to be started."""
 

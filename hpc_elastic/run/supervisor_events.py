@@ -65,8 +65,8 @@ class AgentRelaunched(SupervisorEvent, frozen=True, kw_only=True):
 class NodeGivenUp(SupervisorEvent, frozen=True, kw_only=True):
     """No further agent is started there, and the others do not wait for one. Causes: `not_started` (Slurm could not
     start an agent there), `could_not_run` (what was started there ended before it was an agent, twice, or with the code
-    for wrong usage; the reason has its exit code and the last line that it printed), `died` (its agents took part, and
-    ended too often), `unhealthy`, `store_lost`, `refused`."""
+    for wrong usage, see `start_refused`; the reason has its exit code and the last line that it printed), `died` (its
+    agents took part, and ended too often), `unhealthy`, `store_lost`, `refused`."""
 
     node: int
     name: str = ""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from hpc_elastic.base.outcome import ExitCode
+from hpc_elastic.run.attempt import load_result
 from tests.rigs.local_run import LocalRun
 
 _TRAINS = """
@@ -125,10 +127,31 @@ def test_restart_waits_for_room_on_the_disk(tmp_path: Path, tiny_disk: TinyDisk)
 def test_end_waits_for_room_on_the_disk(tmp_path: Path, tiny_disk: TinyDisk) -> None:
     with LocalRun(tmp_path, _TRAINS, options=_FILES_ALONE) as run:
         run.wait_moments("here", count=2)
+        reserve = run.attempt().store / "reserve"
+        run.until(reserve.exists, "room that is kept free")
+        reserve.unlink()  # another process may take it before the run does
         tiny_disk.fill()
         run.say("train")
         run.say("end")
         run.until(lambda: "the shared filesystem refused" in run.log(), "word about the full disk")
         wait_for_heartbeats(run)
+        assert run.log().count("trying again") == 1
         tiny_disk.make_room()
         assert run.finish() == ExitCode.OK
+
+
+def test_a_run_ends_by_itself_on_a_disk_that_stays_full(tmp_path: Path, tiny_disk: TinyDisk) -> None:
+    """What the attempt kept free is enough for the last record, the result and the report."""
+    with LocalRun(tmp_path, _TRAINS) as run:
+        run.wait_moments("here", count=2)
+        run.until(lambda: (run.attempt().store / "reserve").exists(), "room that is kept free")
+        tiny_disk.fill()
+        began = time.monotonic()
+        run.say("train")
+        run.say("end")
+        assert run.finish() == ExitCode.OK
+        assert time.monotonic() - began < 20.0
+        assert run.report()["outcome"] == "succeeded"
+        assert "train.py SUCCEEDED (exit code 0)" in run.attempt().report_text.read_text()
+        assert load_result(run.attempt().result_json).outcome == "succeeded"
+        assert not (run.attempt().store / "reserve").exists()

@@ -152,6 +152,10 @@ def test_all_nodes_alike_would_end_the_same_way(unable: list[UnableNode], nodes:
     assert is_same_everywhere(unable, nodes=nodes) is expected
     if expected and nodes > 1:
         whose = "no node" if len(unable) == nodes else "no node but the batch host"
+        if unable[0].code == 2:
+            said = describe_unable_nodes(unable, nodes=nodes)
+            assert said == f"every agent refused to start the workers ({unable[0].reason})"
+            return
         assert describe_unable_nodes(unable, nodes=nodes).startswith(f"{whose} could run the agent: {unable[0].name}: ")
 
 

@@ -257,8 +257,8 @@ def test_all_gone_without_a_verdict_closes_it_as_failed(s: Stage) -> None:
             s.agents.kill(node, 2)
 
     result = s.run(3.0, all_die)
-    assert result.outcome is Outcome.FAILED
-    assert result.reason == "all agents ended without a verdict"
+    assert (result.outcome, result.retryable) == (Outcome.FAILED, False)
+    assert result.reason == "every agent refused to start the workers (exit code 2)"
     record = s.world.newest()
     assert record is not None
     assert (record.status, record.outcome) == (Status.CLOSED, Outcome.FAILED), "said in the store too"
@@ -275,7 +275,8 @@ def test_not_one_agent_could_be_started(s: Stage) -> None:
 def test_agents_that_all_refuse_would_do_so_again(s: Stage, code: int | None, started: bool, retryable: bool) -> None:
     s.launch_nothing(code, started=started, detail="no run here")
     result = s.run()
-    assert (result.outcome, result.retryable) == (Outcome.TOO_FEW_NODES, retryable)
+    outcome = Outcome.FAILED if code == 2 else Outcome.TOO_FEW_NODES
+    assert (result.outcome, result.retryable) == (outcome, retryable)
 
 
 def test_an_agent_that_ends_when_the_run_is_to_end_is_let_go(s: Stage) -> None:

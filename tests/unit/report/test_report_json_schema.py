@@ -36,6 +36,7 @@ LOSS: dict[str, Any] = {
     "left": "str?",
     "broke": "str?",
     "unable": "str?",
+    "refusal": "str?",
 }
 FAILURE: dict[str, Any] = {
     **dict.fromkeys(("version", "attempt", "round", "node", "local_rank", "global_rank", "pid", "exitcode"), INT),

@@ -272,3 +272,34 @@ def test_what_all_nodes_lack_speaks_against_none(tmp_path: Path) -> None:
         builder.fail(_lacks(rank))
     assert found(builder) == []
     assert "not retryable" in render_text(collect_run(builder.root))
+
+
+def test_what_every_agent_refuses_is_the_cause_and_speaks_against_no_node(tmp_path: Path) -> None:
+    why = "--health-check: cannot start 'check.sh': no such command in PATH"
+    for nodes in (1, 3):
+        builder = RunBuilder(tmp_path / f"run-{nodes}", nodes=nodes)
+        builder.attempt(0)
+        for node in range(nodes):
+            builder.event(0, "agent", node, 1, "agent_started", pid=1, version="1")
+            builder.event(0, "agent", node, 1, "start_refused", reason=why)
+            given_up = {"name": f"n{node + 1}", "cause": "could_not_run", "reason": "exit code 2"}
+            builder.event(0, "supervisor", node, 2, "node_given_up", **given_up)
+        builder.event(0, "supervisor", -1, 3, "verdict", outcome="failed", reason="every agent refused")
+        builder.event(0, "supervisor", -1, 3, "attempt_ended", outcome="failed", exit_code=93)
+        assert found(builder) == []
+        history = collect_run(builder.root)
+        for text in (render_text(history), render_html(history).replace("&#x27;", "'")):
+            assert why in text
+            assert "no worker failed" not in text
+            assert "could not run the agent" not in text
+        verdict = render_json(history)["verdict"]
+        assert (verdict["summary"], verdict["category"], verdict["retryable"]) == (why, "input", False)
+        assert verdict["lost_node"] is None
+
+
+def test_a_node_that_alone_refuses_is_named_with_its_reason(tmp_path: Path) -> None:
+    builder = too_few(tmp_path, 2)
+    builder.event(0, "agent", 2, 1, "start_refused", reason="--nproc-per-node gpu: no NVIDIA GPU was found")
+    assert found(builder) == [("n3", LOST)]
+    text = render_text(collect_run(builder.root))
+    assert "node n3 refused to start: --nproc-per-node gpu: no NVIDIA GPU was found" in text
