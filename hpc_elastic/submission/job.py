@@ -24,7 +24,7 @@ from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError
 from hpc_elastic.slurm.job_state import JobPhase, JobState
 from hpc_elastic.submission import local_process, outcome
-from hpc_elastic.submission.call import UnreadableObjectError, call_file, read_call
+from hpc_elastic.submission.call import UnreadableObjectError, call_file, read_call, read_terms
 from hpc_elastic.submission.environment import ElasticJobPaths
 from hpc_elastic.submission.outcome import ElasticJobFailedError, ElasticJobUncompletedError, as_cause
 
@@ -191,6 +191,8 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
             raise ValueError("task_id must be 0: this is one rank's view already")
         if not 0 <= task_id < self.num_tasks:
             raise ValueError(f"task_id {task_id} must be between 0 and {self.num_tasks - 1}")
+        if self.num_tasks == 1:
+            return self
         return type(self)(self.paths._folder, self.job_id, run_dir=self.run_dir, rank=task_id)
 
     def submission(self) -> DelayedSubmission:
@@ -355,7 +357,12 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         return self._output("stdout")
 
     def stderr(self) -> str | None:
-        """The same for what they wrote to stderr."""
+        """The same for what they wrote to stderr; None where that goes to stdout."""
+        try:
+            if read_terms(call_file(self._run)).stderr_to_stdout:
+                return None
+        except UnreadableObjectError:
+            pass  # not begun yet, or removed
         return self._output("stderr")
 
     def _output(self, stream: str) -> str | None:

@@ -61,8 +61,8 @@ DEFAULT_PARALLELISM = 256
 _CLUSTERS = ("auto", "slurm", "local", "debug")
 
 
-class UnknownParameterError(UsageError, ValueError, NameError):
-    """There is no such parameter. (submitit raises ValueError, or NameError, for it.)"""
+class UnknownParameterError(UsageError, ValueError, NameError, TypeError):
+    """There is no such parameter. (submitit raises ValueError, or NameError, or in a constructor TypeError for it.)"""
 
 
 def unknown(name: str) -> UnknownParameterError:

@@ -159,7 +159,8 @@ def test_an_exception_that_can_not_be_copied_is_told_of_all_the_same(jobs: Jobs)
 def test_shell_commands_around_the_run_and_one_stream(jobs: Jobs) -> None:
     assert jobs.spoke.result() == "yes"
     assert jobs.spoke.stdout() == "said\n"
-    assert jobs.spoke.stderr() == ""
+    assert jobs.spoke.stderr() is None, "it goes to stdout"
+    assert jobs.spoke.task(0) is jobs.spoke, "there is no other"
     until(lambda: jobs.spoke.log().endswith("torn down\n"))
 
 

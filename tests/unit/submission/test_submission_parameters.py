@@ -9,7 +9,7 @@ import pytest
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.table import Parsed
-from hpc_elastic.submission.parameters import UnknownParameterError, normalized, parsed_options
+from hpc_elastic.submission.parameters import UnknownParameterError, normalized, parsed_options, unknown
 
 ENV = {"PATH": "/bin", "HPC_ELASTIC_SITE_CONFIG": "", "HPC_ELASTIC_USER_CONFIG": "", "HPC_ELASTIC_PROJECT_CONFIG": ""}
 
@@ -120,3 +120,12 @@ def test_the_configuration_lies_below_the_parameters(tmp_path: Path) -> None:
     assert [found.get(dest) for dest in ("time", "spares", "partition", "nproc_per_node", "max_restarts")] == [
         *("30", "2", "fast", "4", "5")
     ]
+
+
+def test_an_unknown_parameter_is_what_submitit_raises_for_it_anywhere() -> None:
+    """ValueError or NameError by update_parameters, TypeError by a constructor."""
+    with pytest.raises(TypeError) as caught:
+        raise unknown("tiemout_min")
+    assert isinstance(caught.value, ValueError)
+    assert isinstance(caught.value, NameError)
+    assert "did you mean timeout_min?" in str(caught.value)
