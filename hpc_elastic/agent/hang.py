@@ -218,6 +218,11 @@ class HangWatch:
         self.hung: dict[int, str] = {}
         """Local rank → why it counts as hung in this round."""
 
+    @property
+    def folder(self) -> Path | None:
+        """The agent's own on this node; None: there is none."""
+        return self._folder.path
+
     def begin(self, round_index: int, *, first_rank: int, count: int) -> None:
         """A round's workers are about to be started."""
         now = self._clock.monotonic()

@@ -20,7 +20,7 @@ from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.stacks import ProcessState, StackDump, find_dump
 from hpc_elastic.failures.traceback_text import Frame, find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.run.activities import Activity
+from hpc_elastic.run.activities import Activity, Doing
 from hpc_elastic.workers.stop import Stopped
 
 MOMENT_SECONDS = 1.0
@@ -49,7 +49,13 @@ class MomentThenStop:
     """Has the shape of the `GroupStopper` that it goes before."""
 
     def __init__(
-        self, *, is_over: Callable[[], bool], then: Callable[[float], Stopper], grace: float, clock: Clock
+        self,
+        *,
+        is_over: Callable[[], bool],
+        then: Callable[[float], Stopper],
+        grace: float,
+        clock: Clock,
+        seconds: float = MOMENT_SECONDS,
     ) -> None:
         """
         Args:
@@ -57,7 +63,9 @@ class MomentThenStop:
             then: What ends the workers, made when the moment is over; called with the grace.
             grace: Seconds from SIGTERM to SIGKILL.
             clock: Its monotonic clock is used.
+            seconds: How long the moment is at most.
         """
+        self._seconds = seconds
         self._is_over = is_over
         self._then = then
         self._grace = grace
@@ -72,7 +80,7 @@ class MomentThenStop:
 
     def begin(self) -> None:
         """The moment begins."""
-        self._deadline = self._clock.monotonic() + MOMENT_SECONDS
+        self._deadline = self._clock.monotonic() + self._seconds
 
     def end_moment(self) -> None:
         """A cause is known elsewhere, or there is no time: go on at the next step."""
@@ -127,6 +135,8 @@ def observe_silent(rank: int, state: ProcessState | None, dump: StackDump | None
         dump: Its stacks, where it left any.
     """
     frames = dump.main if dump is not None else ()
+    if state is not None and state.is_stopped:
+        return replace(activity_of_stack(rank, frames), doing=Doing.STOPPED, call="")
     syscall = state.threads[0].syscall if state is not None and state.threads else ""
     mine = user_frames(frames)
     is_ending = dump is not None and any(thread.is_main and not thread.frames for thread in dump.threads)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from hpc_elastic.agent.container import enter_container
+from hpc_elastic.agent.flight_recorder import ANSWER_SECONDS, FlightRecorders
 from hpc_elastic.agent.fork_server_states import NoForkServer
 from hpc_elastic.agent.hang import HangWatch, silent_watch
 from hpc_elastic.agent.hang_stop import HEAD_START_SECONDS, StacksThenStop, find_targets
@@ -85,6 +86,7 @@ class LocalWorkers:
         self._start_one: Callable[[int, Mapping[str, str]], WorkerProcess] | None = None
         self._stopper: Stopper | None = None
         self._stop = StopRecord()
+        self._recorders = FlightRecorders(self._watch.folder, round_index=round_index, clock=clock)
         self._evidence = WorkerEvidence(
             place,
             round_index=round_index,
@@ -95,6 +97,7 @@ class LocalWorkers:
             files=files,
             is_ending=is_ending,
             watch=self._watch,
+            recorders=self._recorders,
         )
         self.sockets = SocketWatch(clock)
         """Which sockets the workers have."""
@@ -131,7 +134,8 @@ class LocalWorkers:
 
         def env_of(local_rank: int, extra: Mapping[str, str]) -> Mapping[str, str]:
             own = environment(local_rank, str(self.paths_of(local_rank).error_file))
-            return {**own, **self._watch.environment(local_rank), **extra}
+            recorder = self._recorders.environment(self.layout.first_rank + local_rank, own)
+            return {**own, **self._watch.environment(local_rank), **recorder, **extra}
 
         def start_fresh(own: Mapping[str, str], exec_wait: float) -> WorkerProcess:
             command, env = list(argv), dict(own)
@@ -323,9 +327,20 @@ class LocalWorkers:
         self._stop.noticed_ns = self._clock.time_ns()
         if self.wants_look:
             self.look_at_sockets()
+        ranks = [slot.global_rank for slot in self._slots if slot.exit is None]
+        is_unknown = self._stop.wants_look or self._stop.wants_stacks
+        listens = is_unknown and self._recorders.ask(ranks)  # what is stopped can dump nothing
         if self._stop.wants_look and not self._stop.wants_stacks:
             self._stopper = MomentThenStop(
                 is_over=self._is_moment_over, then=self._stop_now, grace=grace, clock=self._clock
+            )
+        elif listens:
+            self._stopper = MomentThenStop(
+                is_over=self._recorders.have_answered,
+                then=self._stop_now,
+                grace=grace,
+                clock=self._clock,
+                seconds=ANSWER_SECONDS,
             )
         else:
             self._stopper = self._stop_now(grace)
@@ -387,7 +402,10 @@ class LocalWorkers:
 
     def describe_failures(self) -> list[WorkerFailure]:
         """Gather and write the evidence of all that ended badly. To be called once the group has ended."""
-        return self._evidence.describe(self._slots)
+        found = self._evidence.describe(self._slots)
+        for slot in self._slots:
+            self._recorders.forget(slot.global_rank)
+        return found
 
     def describe_start_failure(self, error: Exception, *, retryable: bool) -> WorkerFailure:
         """The evidence where a worker could not even be started."""

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from hpc_elastic.agent.flight_recorder import FlightRecorders
 from hpc_elastic.agent.hang import HangWatch
 from hpc_elastic.agent.hang_stop import HungWorker, StacksThenStop, describe_hang, rank_stacks, read_stacks
 from hpc_elastic.agent.last_look import JUDGE_SECONDS, Stopper, observe_failure, observe_silent
@@ -118,6 +120,7 @@ class WorkerEvidence:
         files: FileExecutor,
         is_ending: Callable[[], bool],
         watch: HangWatch,
+        recorders: FlightRecorders,
     ) -> None:
         """`stop` is kept up to date by the caller."""
         self._place = place
@@ -129,6 +132,7 @@ class WorkerEvidence:
         self._files = files
         self._is_ending = is_ending
         self._watch = watch
+        self._recorders = recorders
         self._oom_kills = oom_kill_count() or 0
         self.stacks: dict[int, RankStacks] = {}
         """Global rank → its main thread's stack, once `describe` has read what a hung round left;
@@ -212,7 +216,7 @@ class WorkerEvidence:
                     for failure in described
                     if (each := observe_failure(failure, latest_ns=latest_ns))
                 }
-                self.activities = [self._observed[rank] for rank in sorted(self._observed)]
+                self.activities = [self._with_flight(self._observed[rank]) for rank in sorted(self._observed)]
             return described
 
         hurried = self._is_ending()
@@ -225,6 +229,11 @@ class WorkerEvidence:
         except FilesystemHangsError as error:
             logger.warning("no evidence of the workers' failures: %s: %s", self._place.attempt.root, error.strerror)
             return [describe_exit(facts, f"its evidence was out of reach: {error.strerror}") for _, facts in failed]
+
+    def _with_flight(self, activity: Activity) -> Activity:
+        paths = self._place.attempt.rank(self._round, activity.rank)
+        tail = self._recorders.read(activity.rank, paths.root)
+        return activity if tail is None else replace(activity, flight=tail)
 
     def _asked_for_stacks(self, slots: Sequence[WorkerSlot], kills: int) -> list[tuple[WorkerSlot, HungWorker]]:
         """The workers that were to leave their stacks before they ended."""

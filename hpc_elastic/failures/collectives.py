@@ -19,6 +19,8 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.text import cut_end, plural, ranks_text
 from hpc_elastic.failures.fingerprint import user_frames
+from hpc_elastic.failures.flight_analysis import Reason, analyse
+from hpc_elastic.failures.flight_dump import dump_of
 from hpc_elastic.failures.peers import find_peer
 from hpc_elastic.failures.ranking import Suspect
 from hpc_elastic.failures.traceback_text import Frame, find_python_traceback
@@ -268,6 +270,7 @@ def compare_ranks(activities: Sequence[Activity], *, hosts: Mapping[int, str] | 
     workers = len(where) or len(known)
     for find in (
         _named,
+        partial(_by_flight_recorder, workers=workers),
         _by_operation,
         _by_sequence,
         partial(_by_store, workers=workers),
@@ -304,6 +307,19 @@ def _named(known: Mapping[int, Activity]) -> Comparison | None:
         else:
             whys[rank] = f"rank {by[rank].rank} waited for it in monitored_barrier in vain{does}"
     return _blame(whys)
+
+
+def _by_flight_recorder(known: Mapping[int, Activity], *, workers: int) -> Comparison | None:
+    """What the ranks' dumps show together; a rank without one shows less than what it was doing."""
+    dumps = [dump_of(rank, activity.flight) for rank, activity in known.items() if activity.flight is not None]
+    if not dumps:
+        return None
+    suspects = analyse(dumps, world_size=workers).suspects
+    whys = {one.rank: f"it {one.reason}" for one in suspects if one.kind is not Reason.NO_DUMP}
+    for rank in whys.keys() & known.keys():
+        if (activity := known[rank]).doing is not Doing.UNKNOWN and not activity.failed:
+            whys[rank] += f"; it was {activity.where}"
+    return _blame(whys) if whys else None
 
 
 def _by_operation(known: Mapping[int, Activity]) -> Comparison | None:

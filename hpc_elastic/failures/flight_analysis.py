@@ -10,7 +10,8 @@ The rules, in order:
 4. Of the calls with one number, those of the minority differ: *another collective*, or *another size or type*. All
    numbers that every dump still has are compared, and the one that is waited in; the first that differs counts. Without
    a majority every rank is named. Sizes are compared in elements, and not where ranks may differ (all_to_all).
-5. A rank *did not complete* what the others of its group have completed.
+5. A rank *did not complete* what the others of its group have completed. gloo's dumps do not show that: what has failed
+   looks like what is completed, and who has come to the number that a rank is missing from waited in it, too.
 6. A send waits for its receive, and a receive for its send, pair by pair.
 7. A rank that is missing in one group and waits in another is no suspect: those are that it waits for. Ranks that wait
    for *each other*, in different groups, are suspects all.
@@ -27,7 +28,8 @@ from enum import Enum
 from msgspec import Struct, field
 
 from hpc_elastic.base.text import plural, ranks_text
-from hpc_elastic.failures.flight_dump import Call, RankDump, Track
+from hpc_elastic.failures.flight_dump import RankDump, Track, numel_of, shape_of, size_of
+from hpc_elastic.run.flight_tail import Call
 
 MOST_SUSPECTS = 64
 _MOST_SHOWN = 60
@@ -229,9 +231,11 @@ def _waits(group: _Group, dumps: Sequence[RankDump]) -> Iterator[_Wait]:
             continue  # those are suspects, or wait themselves, by the call that they did not complete
         if not missing and silent:
             missing, kind = silent, Reason.NO_DUMP
-        elif not missing and passed and 2 * len(waiting) <= len(group.last):
+        elif not missing and passed and 2 * len(waiting) <= len(group.last) and group.backend != "gloo":
             missing, kind = waiting, Reason.NOT_COMPLETED
             waiting = passed
+        if missing is behind and group.backend == "gloo":
+            waiting = sorted({*waiting, *(rank for rank, last in group.last.items() if last == number)})
         if missing:
             yield _Wait(
                 group=group.label,
@@ -262,7 +266,7 @@ def _transfers(dumps: Sequence[RankDump], groups: Sequence[_Group]) -> Iterator[
         sends, receives = ends["send"], ends["recv"]
         if len(sends) == len(receives):
             call, number = sends[0]
-            if call.numel[0] != receives[0][0].numel[1] and call.inputs and receives[0][0].outputs:
+            if numel_of(call)[0] != numel_of(receives[0][0])[1] and call.inputs and receives[0][0].outputs:
                 yield _wait_of_pair(call, number, (), (source, target), name, kind=Reason.OTHER_SIZE)
             continue
         waits, missing = (source, target) if len(sends) > len(receives) else (target, source)
@@ -391,8 +395,8 @@ def _other(
         does = f"called {_named(call, number)} of group {group.label} where {who} called {other.name}{_sized(other)}"
     else:
         does = (
-            f"called {_named(call, number)} of group {group.label} with {call.shape or 'nothing'} "
-            f"where {who} gave {other.shape or 'nothing'}"
+            f"called {_named(call, number)} of group {group.label} with {shape_of(call) or 'nothing'} "
+            f"where {who} gave {shape_of(other) or 'nothing'}"
         )
     return FlightSuspect(rank=rank, kind=kind, reason=does, group=group.label, collective=call.name, sequence=number)
 
@@ -429,7 +433,7 @@ def _kind_of(call: Call) -> object:
 
 def _size_of(call: Call) -> object:
     """What must be equal on all ranks of a collective."""
-    into, out = call.numel
+    into, out = numel_of(call)
     if call.name in _BY_INPUT:
         return into, call.types[:1]
     return (out,) if call.name in _BY_OUTPUT else ()
@@ -475,7 +479,7 @@ def _named(call: Call, number: int) -> str:
 
 
 def _sized(call: Call) -> str:
-    return f" ({call.size})" if call.size else ""
+    return f" ({size})" if (size := size_of(call)) else ""
 
 
 def _who(waiting: Sequence[int], missing: Sequence[int], label: str, groups: Sequence[_Group]) -> str:

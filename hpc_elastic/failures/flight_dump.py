@@ -20,11 +20,15 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 from msgspec import Struct, field
 
+from hpc_elastic.base.text import ranges
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.failures.sizes import size_text
+from hpc_elastic.run.flight_tail import Call, FlightTail, TailTrack
 
 MOST_BYTES = 256 << 20
 """Of one dump: some hundred thousand entries."""
+MOST_KEPT = 48
+"""Calls of each group at the end of a dump that an event has."""
 _MOST_RANKS = 1 << 20
 _P2P = re.compile(r"(send|recv)\b(?: (\d+)(->|<-)(\d+))?")
 # torch's names of types (ScalarType.h), their short names, and the bytes of one element.
@@ -40,47 +44,6 @@ class UnreadableDumpError(HpcElasticError):
     """Not a dump of the flight recorder, or half of one. `why` says what is wrong with it."""
 
     template = "no dump of the flight recorder: {why}"
-
-
-class Call(Struct, frozen=True, kw_only=True):
-    """A collective, a send or a receive, as the ranks that belong together in it must have called it."""
-
-    name: str
-    """``all_reduce``; of a send or a receive ``send`` or ``recv``."""
-    group: str
-    """The process group's name in torch, the same on all its ranks."""
-    description: str = ""
-    """What the script or the framework calls the group; empty: nothing."""
-    backend: str = ""
-    """``nccl`` or ``gloo``; empty: not known."""
-    inputs: tuple[tuple[int, ...], ...] = ()
-    outputs: tuple[tuple[int, ...], ...] = ()
-    types: tuple[str, ...] = ()
-    peers: tuple[int, int] | None = None
-    """Of a send or a receive: from which rank of the group, to which."""
-
-    @property
-    def numel(self) -> tuple[int, int]:
-        """Elements that go in, and that come out."""
-        return sum(map(math.prod, self.inputs)), sum(map(math.prod, self.outputs))
-
-    @property
-    def size(self) -> str:
-        """``4.0 MiB bf16``; empty for one without a tensor, or where no sizes were recorded."""
-        shapes = self.inputs or self.outputs
-        if not shapes:
-            return ""
-        kind = self.types[0] if self.types else ""
-        short, each = _TYPES.get(kind, (kind, 0))
-        count = sum(map(math.prod, shapes))
-        return f"{size_text(count * each)} {short}" if each else " ".join(filter(None, [f"{count} elements", short]))
-
-    @property
-    def shape(self) -> str:
-        """``[4, 5] fp32``; as `size` otherwise."""
-        shapes = ", ".join(str(list(shape)) for shape in (self.inputs or self.outputs)[:3])
-        kind = self.types[0] if self.types else ""
-        return " ".join(filter(None, [shapes, _TYPES.get(kind, (kind, 0))[0]])) if shapes else ""
 
 
 class Track(Struct, kw_only=True):
@@ -108,6 +71,29 @@ class RankDump(Struct, kw_only=True):
     """Group → its ranks, where the dump has them."""
 
 
+def numel_of(call: Call) -> tuple[int, int]:
+    """Elements that go in, and that come out."""
+    return sum(map(math.prod, call.inputs)), sum(map(math.prod, call.outputs))
+
+
+def size_of(call: Call) -> str:
+    """``4.0 MiB bf16``; empty for one without a tensor, or where no sizes were recorded."""
+    shapes = call.inputs or call.outputs
+    if not shapes:
+        return ""
+    kind = call.types[0] if call.types else ""
+    short, each = _TYPES.get(kind, (kind, 0))
+    count = sum(map(math.prod, shapes))
+    return f"{size_text(count * each)} {short}" if each else " ".join(filter(None, [f"{count} elements", short]))
+
+
+def shape_of(call: Call) -> str:
+    """``[4, 5] fp32``; empty as of `size_of`."""
+    shapes = ", ".join(str(list(shape)) for shape in (call.inputs or call.outputs)[:3])
+    kind = call.types[0] if call.types else ""
+    return " ".join(filter(None, [shapes, _TYPES.get(kind, (kind, 0))[0]])) if shapes else ""
+
+
 class _Entry(Struct, gc=False):
     profiling_name: str = ""
     process_group: msgspec.Raw = msgspec.Raw(b"null")
@@ -131,6 +117,61 @@ class _Document(Struct):
 
 
 _JSON = msgspec.json.Decoder(_Document, strict=False)
+
+
+def tail_of(dumps: Iterable[RankDump], *, most: int = MOST_KEPT) -> FlightTail:
+    """The end of one rank's dumps, one for each backend, as an event has it."""
+    calls: list[Call] = []
+    tracks: list[TailTrack] = []
+    members: dict[str, str] = {}
+    for dump in dumps:
+        places: dict[int, int] = {}
+        for is_transfer, found in ((False, dump.collectives), (True, dump.transfers)):
+            for (backend, group), track in found.items():
+                for at in track.calls[-most:]:
+                    if at not in places:
+                        places[at] = len(calls)
+                        calls.append(dump.calls[at])
+                tracks.append(
+                    TailTrack(
+                        group=group,
+                        backend=backend,
+                        is_transfer=is_transfer,
+                        sequences=tuple(track.sequences[-most:]),
+                        calls=tuple(places[at] for at in track.calls[-most:]),
+                        done=tuple(track.done[-most:]),
+                    )
+                )
+        members |= {name: ranges(ranks) for name, ranks in dump.members.items()}
+    return FlightTail(calls=tuple(calls), tracks=tuple(tracks), members=members)
+
+
+def dump_of(rank: int, tail: FlightTail) -> RankDump:
+    """The dump again, as far as it was kept. What does not fit together is left out: an event may be another's."""
+    dump = RankDump(rank=rank, calls=list(tail.calls), members={})
+    for name, text in tail.members.items():
+        if (members := _of_ranges(text)) is not None:
+            dump.members[name] = members
+    for one in tail.tracks:
+        count = min(len(one.sequences), len(one.calls), len(one.done))
+        if count and all(0 <= at < len(tail.calls) for at in one.calls):
+            (dump.transfers if one.is_transfer else dump.collectives)[one.backend, one.group] = Track(
+                sequences=array("q", one.sequences[:count]),
+                calls=array("I", one.calls[:count]),
+                done=bytearray(1 if done else 0 for done in one.done[:count]),
+            )
+    return dump
+
+
+@lru_cache(maxsize=64)
+def _of_ranges(text: str) -> tuple[int, ...] | None:
+    found: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        if not first.isdigit() or not (last or first).isdigit() or int(last or first) >= _MOST_RANKS:
+            return None
+        found += range(int(first), int(last or first) + 1)
+    return tuple(found)
 
 
 class _PlainUnpickler(pickle.Unpickler):

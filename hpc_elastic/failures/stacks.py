@@ -29,7 +29,8 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)\Z')
 _SPY_THREAD = re.compile(r"Thread (?:\d+|0x[0-9A-Fa-f]+) \([^)]*\)(?:: \"(.*)\")?\Z")
 _SPY_FRAME = re.compile(r"    (\S.*) \((.*?)(?::(\d+))?\)\Z")
 _END = re.compile(r"Extension modules: |Current thread's C stack trace")
-
+_OWN_THREAD = "/hpc_elastic/worker_api/flight_recorder.py"
+"""Of the thread in a worker that is this package's: nothing that its user asks for."""
 
 T = TypeVar("T")
 
@@ -84,7 +85,7 @@ def find_dump(text: str) -> StackDump | None:
     last = 0
 
     def finish() -> None:
-        if frames is not None:
+        if frames is not None and not any(frame.file.endswith(_OWN_THREAD) for frame in frames):
             threads.append(ThreadStack(frames=tuple(reversed(frames)), is_main=False, name=name))
 
     for number, line in enumerate(lines[1:], 1):
@@ -118,7 +119,7 @@ def find_py_spy(text: str) -> StackDump | None:
     name: str | None = None
 
     def finish() -> None:
-        if name is not None:
+        if name is not None and not any(frame.file.endswith(_OWN_THREAD) for frame in frames):
             is_main = name == "MainThread" or (not threads and not name)
             threads.append(ThreadStack(frames=tuple(reversed(frames)), is_main=is_main, name=name))
 

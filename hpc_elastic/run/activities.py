@@ -6,6 +6,8 @@ from enum import Enum
 
 from msgspec import Struct
 
+from hpc_elastic.run.flight_tail import FlightTail
+
 MOST_NAMED = 64
 """Ranks that a message names, of which so many are kept."""
 
@@ -28,6 +30,8 @@ class Doing(str, Enum):
     """It waited for a lock, a queue or a thread; work.wait() of the script looks the same."""
     IO = "io"
     """In a read, a write or a wait for a descriptor."""
+    STOPPED = "stopped"
+    """By SIGSTOP or a debugger, not by its agent."""
     LEAVING = "leaving"
     """It had left the process group, or was about to end."""
     CODE = "code"
@@ -68,6 +72,9 @@ class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True):
     peer: str = ""
     """The peer whose connection broke, as its message has it: ``[10.0.0.7]:41234``, ``n1<41234>``."""
 
+    flight: FlightTail | None = None
+    """Its last collectives, where it left a dump of torch's flight recorder."""
+
     @property
     def where(self) -> str:
         """One clause: what it was doing, and at which place of the user's code."""
@@ -94,6 +101,7 @@ _WORDS = {
     Doing.SLEEP: "asleep",
     Doing.LOCK: "waiting for a lock, a queue or a thread",
     Doing.IO: "waiting in a read, a write or a poll",
+    Doing.STOPPED: "stopped by a signal (SIGSTOP, a debugger)",
     Doing.LEAVING: "leaving its process group or about to end",
     Doing.CODE: "in code outside of any collective",
 }

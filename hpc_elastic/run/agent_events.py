@@ -250,7 +250,8 @@ class RanksObserved(AgentEvent, frozen=True, kw_only=True):
     ranks: tuple[Activity, ...] = ()
     """`rank`, `doing`, `call`, `at` (the innermost frame of the user's code), `line` (of the source), `failed`, and
     what its messages say of its collective: `sequence`, `operation`, `peer_operation`, `names`, `key`, `clients`,
-    `sizes`, `peer` (the address of the one that is gone)"""
+    `sizes`, `peer` (the address of the one that is gone); `flight`: the end of its dump of torch's flight
+    recorder"""
     network: str = ""
     """equal where the same loopback address means the same"""
     sockets: tuple[RankSockets, ...] = ()

@@ -17,7 +17,8 @@
         health/node-00012-<uid>          what an agent writes to see whether it can (agent/health.py)
         heartbeats/node-00012.json       where each node's workers were last (agent/hang.py)
         round-000/times-node-00003       when what was printed (output/log_times.py)
-        round-000/rank-00012/            stdout.log stderr.log error.json stacks.txt
+        round-000/rank-00012/            stdout.log stderr.log error.json stacks.txt,
+                                           flight-recorder-12.json (agent/flight_recorder.py)
         result.json                      how the attempt ended, and what was decided (run/attempt.py)
         report.json report.txt report.html
 

@@ -8,11 +8,15 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from hpc_elastic.cli.main import main
+from hpc_elastic.failures.collectives import compare_ranks
 from hpc_elastic.failures.flight_analysis import Analysis, Reason, analyse
-from hpc_elastic.failures.flight_dump import RankDump, UnreadableDumpError, rank_of_name, read_dump
+from hpc_elastic.failures.flight_dump import RankDump, UnreadableDumpError, dump_of, rank_of_name, read_dump, tail_of
+from hpc_elastic.run.activities import Activity, Doing
+from hpc_elastic.run.flight_tail import FlightTail, TailTrack
 
 DATA = Path(__file__).parents[2] / "data" / "flight_recorder"
 SHAPE = ((1024, 2048), "BFloat16")
@@ -342,3 +346,58 @@ def test_the_command_fails_where_nothing_is_a_dump(tmp_path: Path, capsys: pytes
     (tmp_path / "x_1").write_text("no")
     assert main(["hangs", str(tmp_path)]) == 2
     assert "no dump of the flight recorder" in capsys.readouterr().err
+
+
+def test_the_end_of_a_dump_says_the_same_as_the_dump() -> None:
+    whole = real("gloo_2.13_never")
+    ends = [msgspec.json.decode(msgspec.json.encode(tail_of([one])), type=FlightTail) for one in whole]
+    assert analyse(dump_of(one.rank, end) for one, end in zip(whole, ends, strict=True)) == analyse(whole)
+    few = tail_of([whole[0]], most=2)
+    assert {track.group: track.sequences for track in few.tracks} == {"0": (5, 6), "1": (1,)}
+
+
+def test_gloo_marks_what_has_failed_as_done_and_that_is_no_difference() -> None:
+    def gloo(ranks: dict[int, list[dict]]) -> Analysis:
+        for entries in ranks.values():
+            for entry in entries:
+                entry |= {"profiling_name": entry["profiling_name"].replace("nccl", "gloo"), "state": "scheduled"}
+        return judge(ranks)
+
+    failed = [*ran(3), call("all_reduce", 4)]
+    assert not gloo({0: waiting(1)[0], 1: failed, 2: failed, 3: failed}).suspects
+    (suspect,) = gloo({0: waiting(1)[0], 1: failed, 2: ran(3), 3: failed}).suspects
+    assert suspect.rank == 2
+    assert "which the 3 others wait in" in suspect.reason
+
+
+def test_an_end_that_does_not_fit_together_is_left_out() -> None:
+    torn = FlightTail(tracks=(TailTrack(group="0", sequences=(1,), calls=(3,), done=(1,)),), members={"0": "0-x"})
+    found = dump_of(0, torn)
+    assert not found.collectives
+    assert not found.members
+
+
+def test_the_ranks_activities_name_the_rank_that_their_dumps_show() -> None:
+    activities = [
+        Activity(
+            rank=dump.rank, failed=dump.rank != 2, doing=Doing.CODE, at="train.py:22 fetch", flight=tail_of([dump])
+        )
+        for dump in real("gloo_2.13_never")
+    ]
+    (suspect,) = compare_ranks(activities, hosts={rank: f"n{rank}" for rank in range(4)}).suspects
+    assert (suspect.rank, suspect.host) == (2, "n2")
+    assert suspect.why.startswith("it never entered all_reduce #6 of group default_pg (28 B fp32)")
+    assert suspect.why.endswith("; it was in code outside of any collective (train.py:22 fetch)")
+
+
+def test_what_a_rank_was_doing_says_more_than_that_it_left_no_dump() -> None:
+    activities = [
+        Activity(rank=dump.rank, failed=True, doing=Doing.COLLECTIVE, call="all_reduce", flight=tail_of([dump]))
+        for dump in real("gloo_2.13_never")
+        if dump.rank != 2
+    ]
+    stopped = Activity(rank=2, doing=Doing.STOPPED, at="train.py:22 fetch")
+    (suspect,) = compare_ranks([*activities, stopped], hosts=dict.fromkeys(range(4), "n0")).suspects
+    assert suspect.why == (
+        "it was stopped by a signal (SIGSTOP, a debugger) (train.py:22 fetch) while the others waited in all_reduce"
+    )

@@ -1,0 +1,146 @@
+"""The agent's side of torch's flight recorder: where workers dump it, how they are asked to, and what they left.
+
+The files are in the folder of the heartbeats, on the node itself, the user's alone. NCCL's process group dumps on its
+timeout, and when a byte comes through its pipe; for gloo `hpc_elastic.worker_api.flight_recorder` does the same. A
+worker that is stopped, by a signal or by this agent, can dump nothing: the workers are asked before they are touched.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.files import write_private
+from hpc_elastic.failures.flight_dump import MOST_BYTES, RankDump, UnreadableDumpError, read_dump, tail_of
+from hpc_elastic.run.flight_tail import FlightTail
+from hpc_elastic.worker_api.flight_recorder import ASK, DUMP, VARIABLE
+
+ANSWER_SECONDS = 1.5
+"""How long dumps are waited for: NCCL's thread looks at its pipe once a second."""
+_SETTLED_SECONDS = 0.1
+"""NCCL writes into the file itself: whole is what has not grown for so long."""
+_NCCL_DUMP, _NCCL_PIPE = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_FILE"
+
+
+class FlightRecorders:
+    """Those of one node's workers in one round. Nothing here waits or raises."""
+
+    def __init__(self, folder: Path | None, *, round_index: int, clock: Clock) -> None:
+        """`folder`: on the node, the user's alone; None: there is none, and no dump."""
+        self._prefix = f"{folder}/flight-{round_index}-" if folder is not None else ""
+        self._clock = clock
+        self._began_ns = clock.time_ns()
+        self._users: dict[int, str] = {}
+        """Rank → where the user's own variable has NCCL dump."""
+        self._awaited: list[str] = []
+        """Files that those that were asked write as a whole."""
+        self._nccl_asked: list[int] = []
+        """Ranks whose NCCL was asked."""
+
+    def environment(self, rank: int, given: Mapping[str, str]) -> dict[str, str]:
+        """The variables of one worker; what it is given already stays.
+
+        Args:
+            rank: Its global rank.
+            given: Its environment so far.
+        """
+        if not self._prefix:
+            return {}
+        self.forget(rank)
+        if given.get(_NCCL_DUMP):
+            self._users[rank] = given[_NCCL_DUMP]
+        ours = {
+            "TORCH_FR_BUFFER_SIZE": "2000",
+            _NCCL_DUMP: f"{self._prefix}nccl-",
+            _NCCL_PIPE: f"{self._prefix}nccl-",
+            "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+            # Its stacks need the GIL, which a thread that hangs may hold: the dump would hang, too.
+            "TORCH_INCLUDE_STACK_TRACE": "0",
+        }
+        if "TORCH_NCCL_TRACE_BUFFER_SIZE" in given:
+            del ours["TORCH_FR_BUFFER_SIZE"]
+        return {**{name: value for name, value in ours.items() if name not in given}, VARIABLE: self._of(rank)}
+
+    def ask(self, ranks: Iterable[int]) -> bool:
+        """Ask workers for their dumps. Returns whether any of them listens."""
+        if self._prefix:
+            for rank in ranks:
+                pipes = glob.glob(f"{glob.escape(self._of(rank))}.*{ASK}")
+                self._awaited += [pipe.removesuffix(ASK) + DUMP for pipe in pipes if _write(pipe)]
+                self._nccl_asked += [rank] if _write(f"{self._prefix}nccl-{rank}.pipe") else []
+        return bool(self._awaited or self._nccl_asked)
+
+    def have_answered(self) -> bool:
+        """Whether all that were asked have left their dumps."""
+        return all(map(os.path.exists, self._awaited)) and all(map(self._is_settled, self._nccl_asked))
+
+    def read(self, rank: int, keep_in: Path) -> FlightTail | None:
+        """What a worker dumped, and keep it with its logs. Reads and writes files."""
+        dumps: list[RankDump] = []
+        found = [raw for path in glob.glob(f"{glob.escape(self._of(rank))}.*{DUMP}") if (raw := self._load(path))]
+        # A child that imports torch, too, has recorded nothing.
+        of_gloo, of_nccl = max(found, key=len, default=None), self._load(self._nccl(rank))
+        for raw, name in ((of_gloo, f"flight-recorder-{rank}.json"), (of_nccl, f"flight-recorder-nccl-{rank}")):
+            if not raw or not self._prefix:
+                continue
+            try:
+                write_private(keep_in / name, raw)
+            except OSError:
+                pass  # a full disk: the event has the end of it
+            try:
+                dumps.append(read_dump(raw, rank=rank))
+            except UnreadableDumpError:
+                continue  # half of one: the file is there for a person
+        return tail_of(dumps) if dumps else None
+
+    def forget(self, rank: int) -> None:
+        """Another process takes the rank's place, or the round is over: its files go."""
+        if not self._prefix:
+            return
+        own = glob.glob(f"{glob.escape(self._of(rank))}.*")
+        for path in (*own, f"{self._prefix}nccl-{rank}", f"{self._prefix}nccl-{rank}.pipe"):
+            try:
+                os.unlink(path)
+            except OSError:
+                continue
+
+    def _of(self, rank: int) -> str:
+        return f"{self._prefix}gloo-{rank}"
+
+    def _nccl(self, rank: int) -> str:
+        return f"{self._users.get(rank) or f'{self._prefix}nccl-'}{rank}"
+
+    def _is_settled(self, rank: int) -> bool:
+        try:
+            status = os.stat(self._nccl(rank))
+        except OSError:
+            return False
+        return status.st_size > 0 and self._clock.time_ns() - status.st_mtime_ns > _SETTLED_SECONDS * 1e9
+
+    def _load(self, path: str) -> bytes | None:
+        """A dump of this round; None where there is none. One of the user's name may be an earlier job's."""
+        try:
+            with open(path, "rb") as file:
+                if os.fstat(file.fileno()).st_mtime_ns < self._began_ns:
+                    return None
+                return file.read(MOST_BYTES + 1)
+        except OSError:
+            return None
+
+
+def _write(pipe: str) -> bool:
+    """One byte. Returns whether anybody reads it."""
+    try:
+        fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False  # no pipe, or no reader
+    try:
+        os.write(fd, b"1")
+        return True
+    except OSError:
+        return True  # full: it was asked before
+    finally:
+        os.close(fd)

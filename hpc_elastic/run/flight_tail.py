@@ -1,0 +1,46 @@
+"""The last collectives of one rank, by torch's flight recorder: part of what the event ``ranks_observed`` has of it."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class Call(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A collective, a send or a receive, as the ranks that belong together in it must have called it."""
+
+    name: str
+    """``all_reduce``; of a send or a receive ``send`` or ``recv``."""
+    group: str
+    """The process group's name in torch, the same on all its ranks."""
+    description: str = ""
+    """What the script or the framework calls the group; empty: nothing."""
+    backend: str = ""
+    """``nccl`` or ``gloo``; empty: not known."""
+    inputs: tuple[tuple[int, ...], ...] = ()
+    outputs: tuple[tuple[int, ...], ...] = ()
+    types: tuple[str, ...] = ()
+    peers: tuple[int, int] | None = None
+    """Of a send or a receive: from which rank of the group, to which."""
+
+
+class TailTrack(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The last calls of one rank in one process group, oldest first."""
+
+    group: str
+    backend: str = ""
+    is_transfer: bool = False
+    """Sends and receives; else collectives."""
+    sequences: tuple[int, ...] = ()
+    calls: tuple[int, ...] = ()
+    """Each a place in `FlightTail.calls`."""
+    done: tuple[int, ...] = ()
+    """1 for what is completed."""
+
+
+class FlightTail(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The end of one rank's dump."""
+
+    calls: tuple[Call, ...] = ()
+    tracks: tuple[TailTrack, ...] = ()
+    members: dict[str, str] = {}
+    """Group → its ranks (``0-3,8``), where the dump has them."""

@@ -1,0 +1,104 @@
+"""What torch's import starts in a worker: a thread that dumps when a byte comes; outside of a run nothing."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hpc_elastic.worker_api import flight_recorder
+from hpc_elastic.worker_api.flight_recorder import VARIABLE, start
+
+ROOT = Path(__file__).parents[3]
+DUMP = b'{"entries":[{}]}'
+
+
+class Torch(SimpleNamespace):
+    """As much of torch as is asked for."""
+
+    def __init__(self, version: str) -> None:
+        self.asked = threading.Event()
+        super().__init__(__version__=version, _C=SimpleNamespace(_distributed_c10d=SimpleNamespace()))
+        self._C._distributed_c10d._dump_fr_trace_json = self.dump
+
+    def dump(self) -> bytes:
+        self.asked.set()
+        return DUMP
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> Torch:
+    fake = Torch("2.13.0+cpu")
+    monkeypatch.setitem(sys.modules, "torch", fake)  # type: ignore[arg-type]
+    return fake
+
+
+@pytest.fixture
+def at_exit(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    found: list[Callable[[], None]] = []
+    monkeypatch.setattr(flight_recorder.atexit, "register", lambda call, *rest: found.append(lambda: call(*rest)))
+    return found
+
+
+def test_torch_calls_it() -> None:
+    section = (ROOT / "pyproject.toml").read_text().partition('[project.entry-points."torch.backends"]\n')[2]
+    assert section.startswith(f'hpc_elastic = "{flight_recorder.__name__}:start"\n')
+
+
+def test_a_byte_brings_a_dump(
+    tmp_path: Path, torch: Torch, at_exit: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "x"))
+    replaced = threading.Event()
+    move = os.replace
+    monkeypatch.setattr(flight_recorder.os, "replace", lambda *paths: (move(*paths), replaced.set()))
+    start()
+    fd = os.open(tmp_path / f"x.{os.getpid()}.ask", os.O_WRONLY | os.O_NONBLOCK)
+    os.write(fd, b"1")
+    os.close(fd)
+    assert replaced.wait(20)
+    dump = tmp_path / f"x.{os.getpid()}.json"
+    assert dump.read_bytes() == DUMP
+    assert dump.stat().st_mode & 0o077 == 0
+    assert len(at_exit) == 1
+
+
+def test_a_script_that_dies_of_an_exception_leaves_its_dump_and_another_does_not(
+    tmp_path: Path, torch: Torch, at_exit: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "x"))
+    start()
+    monkeypatch.delattr(sys, "last_value", raising=False)
+    at_exit[0]()
+    assert not list(tmp_path.glob("*.json"))
+    monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
+    at_exit[0]()
+    assert len(list(tmp_path.glob("*.json"))) == 1
+
+
+def test_outside_of_a_run_and_without_its_folder_nothing_happens(
+    tmp_path: Path, torch: Torch, at_exit: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    start()
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "gone" / "x"))
+    start()
+    assert not at_exit
+
+
+@pytest.mark.parametrize(("version", "is_old"), [("2.5.1", True), ("2.8.0a0+git1", True), ("2.13.0+cpu", False)])
+def test_an_older_torch_finds_the_names_that_it_knows(
+    tmp_path: Path, at_exit: list[Callable[[], None]], monkeypatch: pytest.MonkeyPatch, version: str, is_old: bool
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", Torch(version))  # type: ignore[arg-type]
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "x"))
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "2000")
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "x")
+    monkeypatch.delenv("TORCH_NCCL_TRACE_BUFFER_SIZE")
+    start()
+    assert os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE") == ("2000" if is_old else None)
