@@ -75,7 +75,7 @@ dist.all_reduce(torch.ones(4))
         assert len(run.moments("saved")) == 1
         verdict = run.report()["verdict"]
         assert (verdict["cause"], [suspect["rank"] for suspect in verdict["suspects"]]) == ("unknown", [1])
-        assert "it was asleep while the others waited in all_reduce" in verdict["suspects"][0]["why"]
+        assert "it was asleep" in verdict["suspects"][0]["why"]
 
 
 @pytest.mark.torch
