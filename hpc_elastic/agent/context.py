@@ -14,6 +14,7 @@ from hpc_elastic.agent.health_checks import HealthChecks, no_health_checks
 from hpc_elastic.agent.metrics import RoundFigures
 from hpc_elastic.agent.restart_group import NoRestartGroup, RestartGroupWatch
 from hpc_elastic.agent.store_server import StoreServer
+from hpc_elastic.agent.suspicion import SuspicionWatch, no_suspicions
 from hpc_elastic.agent.worker_evidence import Place
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileExecutor
@@ -56,6 +57,8 @@ class AgentContext(Struct, frozen=True, kw_only=True):
     """Does what the loop needs done with files: the loop itself touches none."""
     watch: HangWatch = field(default_factory=silent_watch)
     """Reads the workers' heartbeats."""
+    suspicions: SuspicionWatch = field(default_factory=no_suspicions)
+    """Whether the workers stand still."""
     health: HealthChecks = field(default_factory=no_health_checks)
     """Checks whether this node may join a round."""
     restart_group: RestartGroupWatch = field(default_factory=NoRestartGroup)

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import errno
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from hpc_elastic.agent.restart_policy import early_failure, platform_failure, sum_up
 from hpc_elastic.agent.round_events import ClockOffsetLog, log_failure, log_stacks
-from hpc_elastic.run.agent_events import RanksObserved
+from hpc_elastic.run.agent_events import HangFound, HangSuspected, RanksObserved
+from hpc_elastic.run.suspicions import OnHang
 from hpc_elastic.workers.spawn import WorkerStartError
 
 if TYPE_CHECKING:
     from hpc_elastic.agent.context import AgentContext
+    from hpc_elastic.agent.hang import HangVerdict
     from hpc_elastic.agent.heartbeats import RankBeat
     from hpc_elastic.agent.local_workers import LocalWorkers
     from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord
+
+logger = logging.getLogger(__name__)
 
 _PASSING_START_ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.ENFILE, errno.EMFILE)
 
@@ -49,6 +54,27 @@ class FailureReports:
         failure = early_failure(reason, node=self._context.info.node, workers=workers, watch=self._context.watch)
         index = workers.round
         self._context.coordination.ask(lambda participant: participant.report_failure(index, failure))
+
+    def on_hang(self, workers: LocalWorkers, verdict: HangVerdict) -> None:
+        """Workers here hang: they are going to leave their stacks."""
+        logger.error("%s", verdict.reason)
+        self._context.events.write(HangFound(round=workers.round, limit=verdict.limit, reason=verdict.reason))
+        workers.take_stacks_first()
+
+    def suspect(self, workers: LocalWorkers, record: RoundRecord | None) -> str:
+        """Look whether the run seems to hang. Returns why where that counts as a hang, and the workers leave their
+        stacks; else nothing."""
+        found = self._context.suspicions.look(workers, record)
+        if found is None:
+            return ""
+        logger.warning("the run seems to hang: %s", found.reason)
+        event = HangSuspected(round=workers.round, source=found.source.value, ranks=found.ranks, reason=found.reason)
+        self._context.events.write(event)
+        if self._context.spec.hangs.action is not OnHang.ACT:
+            return ""
+        self._context.watch.suspect(workers.running, found.reason)
+        workers.take_stacks_first()
+        return found.reason
 
     def on_end(self, workers: LocalWorkers) -> None:
         """All of the group are gone: write and report the evidence."""

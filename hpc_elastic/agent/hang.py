@@ -298,6 +298,10 @@ class HangWatch:
                 )  # fmt: skip
         return len(self._unseen) > before
 
+    def suspect(self, running: Collection[int], why: str) -> None:
+        """The run hangs by what is known beside heartbeats: all workers here stand still."""
+        self.hung = dict.fromkeys(running, why)
+
     def on_hang(self, mark: HangMark, running: Collection[int]) -> None:
         """Another node found a hang: note the workers here that its worker waits for."""
         if self._beats is None or self.verdict is not None:

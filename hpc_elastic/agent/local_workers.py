@@ -38,6 +38,7 @@ from hpc_elastic.workers.stop import GroupStopper, Stopped
 if TYPE_CHECKING:
     from hpc_elastic.failures.stacks import RankStacks
     from hpc_elastic.run.activities import Activity
+    from hpc_elastic.run.flight_tail import FlightTail
 
 _NVIDIA = "/dev/nvidiactl"
 FOLDERS_SECONDS = 60.0
@@ -291,6 +292,21 @@ class LocalWorkers:
             for slot in running
             if not send_to_handler(slot.process.pid, number, speaker=speakers[slot.local_rank])
         ]
+
+    @property
+    def running_pids(self) -> dict[int, int]:
+        """Local rank → pid, of the workers that have not ended."""
+        return {slot.local_rank: slot.process.pid for slot in self._slots if slot.exit is None}
+
+    def ask_for_dumps(self) -> None:
+        """Have the workers dump torch's flight recorder; it disturbs none."""
+        self._recorders.ask([self.layout.first_rank + local_rank for local_rank in self.running])
+
+    def read_dumps(self) -> dict[int, FlightTail]:
+        """Global rank → what the workers have dumped. Reads and writes files: not for the main thread."""
+        ranks = [(slot.global_rank, slot.paths.root) for slot in self._slots]
+        found = {rank: self._recorders.read(rank, root) for rank, root in ranks}
+        return {rank: tail for rank, tail in found.items() if tail is not None}
 
     def take_stacks_first(self) -> None:
         """The round hangs: when the workers are ended, they get SIGABRT in place of SIGTERM, and leave their stacks."""

@@ -32,6 +32,7 @@ from hpc_elastic.agent.rendezvous_session import (
 from hpc_elastic.agent.restart_group import RestartGroupWatch
 from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.agent.store_server import StoreServer, torch_available
+from hpc_elastic.agent.suspicion import SuspicionWatch
 from hpc_elastic.agent.worker_evidence import Place
 from hpc_elastic.base.clock import Clock, RunClock, SystemClock
 from hpc_elastic.base.file_executor import FileExecutor, is_refusal
@@ -204,6 +205,9 @@ def agent_main(argv: Sequence[str]) -> int:
             crash=crash,
             fork_server=fork_server,
             figures=RoundFigures(metrics, role=spec.role, clock=clock),
+            suspicions=SuspicionWatch(
+                at.suspicions, spec.hangs, node=me.node, names=me.attempt.nodes, clock=clock, files=files
+            ),
             watch=HangWatch(
                 folder=folder,
                 timeouts=spec.section_timeouts,

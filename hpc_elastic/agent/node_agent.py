@@ -44,7 +44,6 @@ from hpc_elastic.rendezvous.ranks import rank_layout
 from hpc_elastic.rendezvous.state import RoundRecord, Status, supersedes
 from hpc_elastic.run.agent_events import (
     AgentEnded,
-    HangFound,
     PlatformFailure,
     WorkersStarted,
     WorkersStopped,
@@ -168,9 +167,10 @@ class NodeAgent:
         now = self._context.clock.monotonic()
         if self._stop_due is not None:
             return max(0.0, self._stop_due - now)
-        watches = (self._context.watch, self._checkpoints, self._notice, self._heard, self._context.fork_server)
-        looks = [watch.due - now for watch in watches if watch.due is not None]
-        looks += [self._moment_ends - now] if self._moment_ends is not None else []
+        context = self._context
+        watches = (context.watch, context.suspicions, self._checkpoints, self._notice, self._heard, context.fork_server)
+        dues = (*(watch.due for watch in watches), self._moment_ends)
+        looks = [due - now for due in dues if due is not None]
         looks += [self._workers.sockets.due - now] if self._workers is not None and self._phase is Phase.RUNNING else []
         return max(0.0, min([self._context.spec.monitor_interval, *looks]))
 
@@ -225,14 +225,14 @@ class NodeAgent:
             self._workers.look_at_sockets()
         verdict = self._context.watch.look(self._workers.running)
         if verdict is not None:
-            logger.error("%s", verdict.reason)
-            self._context.events.write(HangFound(round=self._workers.round, limit=verdict.limit, reason=verdict.reason))
-            self._workers.take_stacks_first()
+            self._reports.on_hang(self._workers, verdict)
             self._happens(Event.FAILED, verdict.reason)
         elif (status := self._checkpoints.look(self._workers.running)) is not None:
             self._context.coordination.ask(status.send)
         elif (reply := self._notice.look(self._workers.running)) is not None:
             self._context.coordination.ask(reply.send)
+        elif found := self._reports.suspect(self._workers, self._record):
+            self._happens(Event.FAILED, found)
 
     def _handle_messages(self) -> None:
         for message in self._context.coordination.take():
@@ -420,6 +420,7 @@ class NodeAgent:
             self._report_start_failure(workers, error)
             return
         self._clock_offsets.log_first()
+        context.suspicions.begin(record.round)
         context.events.write(
             WorkersStarted(
                 round=record.round,
@@ -441,10 +442,10 @@ class NodeAgent:
 
     def _report_done(self) -> None:
         assert self._workers is not None
-        index = self._workers.round
-        self._context.events.write(WorkersSucceeded(round=index))
+        self._context.events.write(WorkersSucceeded(round=(index := self._workers.round)))
         self._context.watch.refresh()
         self._context.watch.rest()
+        self._context.suspicions.end()
         if (reply := self._notice.ended()) is not None:
             self._context.coordination.ask(reply.send)  # first: done alone would mean that there is no more to do
         self._context.coordination.ask(lambda participant: participant.report_done(index))
@@ -471,6 +472,7 @@ class NodeAgent:
             elif record is not None and record.symptoms and record.round == workers.round + 1:
                 workers.look_first()
             context.watch.rest()
+            context.suspicions.end()
         elif record is not None and not record.symptoms and record.round > workers.round:
             workers.end_moment()
         workers.begin_stop(grace=self._heard.grace())

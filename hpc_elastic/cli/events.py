@@ -26,6 +26,7 @@ from hpc_elastic.run.agent_events import (
     EventsDropped,
     FilesystemRefused,
     HangFound,
+    HangSuspected,
     HealthCheckFailed,
     OutputLost,
     WorkerFailed,
@@ -36,7 +37,17 @@ from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.run.supervisor_events import AttemptStarted, RequeueDecided, VerdictReached
 
 _BAD: frozenset[type[RunEvent]] = frozenset(
-    {WorkerFailed, HangFound, NodeLost, AgentFailed, HealthCheckFailed, OutputLost, EventsDropped, FilesystemRefused}
+    {
+        WorkerFailed,
+        HangFound,
+        HangSuspected,
+        NodeLost,
+        AgentFailed,
+        HealthCheckFailed,
+        OutputLost,
+        EventsDropped,
+        FilesystemRefused,
+    }
 )
 _DECISIONS: frozenset[type[RunEvent]] = frozenset(
     {RestartDecided, RequeueDecided, VerdictReached, RunClosed, RoundFrozen, AttemptStarted}

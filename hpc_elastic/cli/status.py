@@ -232,6 +232,8 @@ def status_lines(
         put("steps", _steps(status.steps, has_ended=status.state is RunState.ENDED))
         if status.state is not RunState.ENDED:
             put("saved", _saved(status.steps))
+    if status.suspicion:
+        put("hangs?", status.suspicion)
     if status.output is not None:
         put("output", _output(status.output))
     put("used", f"{status.restarts_used} of {status.max_restarts} restarts in this attempt, "

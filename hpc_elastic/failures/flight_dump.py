@@ -143,13 +143,13 @@ def tail_of(dumps: Iterable[RankDump], *, most: int = MOST_KEPT) -> FlightTail:
                     )
                 )
         members |= {name: ranges(ranks) for name, ranks in dump.members.items()}
-    return FlightTail(calls=tuple(calls), tracks=tuple(tracks), members=members)
+    return FlightTail(calls=tuple(calls), tracks=tuple(tracks), members=tuple(members.items()))
 
 
 def dump_of(rank: int, tail: FlightTail) -> RankDump:
     """The dump again, as far as it was kept. What does not fit together is left out: an event may be another's."""
     dump = RankDump(rank=rank, calls=list(tail.calls), members={})
-    for name, text in tail.members.items():
+    for name, text in tail.members:
         if (members := _of_ranges(text)) is not None:
             dump.members[name] = members
     for one in tail.tracks:

@@ -18,6 +18,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import ExitCode, Outcome
 from hpc_elastic.errors import HpcElasticError, UsageError
@@ -30,6 +31,7 @@ from hpc_elastic.run.index import JobEntry, array_tasks, jobs_of, known_jobs
 from hpc_elastic.run.node_records import load_record
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
 from hpc_elastic.run.spec import RunSpec, UnreadableRunError, load_run_spec
+from hpc_elastic.run.suspicions import Suspicion
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError
@@ -92,6 +94,8 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     requeues_used: int = 0
     max_requeues: int = 0
     steps: StepStatus | None = None
+    suspicion: str = ""
+    """Why the run seems to hang; empty: it does not."""
     output: OutputStatus | None = None
     """In place of `steps`, where it was asked for and the workers of a round report none."""
     outcome: str = ""
@@ -159,6 +163,10 @@ def read_status(paths: RunPaths, *, clock: Clock, looks_at_output: bool = False)
     result = _result(attempt)
     known.update(result)
     state = state_of(record, result.get("exit_code"))
+    if record is not None and state is RunState.TRAINING:
+        suspicion = codec.load(attempt.suspicions / "now.json", Suspicion)
+        if isinstance(suspicion, Suspicion) and suspicion.round == record.round:
+            known["suspicion"] = suspicion.reason
     known["job_log"] = _job_log(paths, spec, known.get("job_id"))
     if record is not None and record.round >= 0:
         known["rank_logs"] = str(attempt.round_dir(record.round) / "rank-*" / "{stdout,stderr}.log")

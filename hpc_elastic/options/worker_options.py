@@ -38,6 +38,7 @@ from hpc_elastic.run.option_values import (
     whole,
 )
 from hpc_elastic.run.spec import EntryKind, Entrypoint
+from hpc_elastic.run.suspicions import parse_hangs
 from hpc_elastic.worker_api.restart_group import RestartWith
 
 _SHELL = re.compile(rb"#!\s*(?:\S*/env\s+)?(?:\S*/)?(?:ba|da|z|k|c|tc)?sh(?:\s|$)")
@@ -113,6 +114,13 @@ OPTIONS = (
         help="longest time between two heartbeats (hpc_elastic.heartbeat) before a worker counts as hung, by "
         "section, as in setup:900,step:60,checkpoint:300; step:auto learns it from the steps (default: "
         "hang detection is off)",
+    ),
+    Option(
+        group=Group.HANGS, names=("--hangs",), dest="hangs", metavar="observe|act[:SECONDS]",
+        parse=parse_hangs, field="hangs",
+        help="when all workers stand still without a heartbeat's word: observe (the default), the job log and status "
+        "show it, with the rank that the others wait for; act, it counts as a hang; after SECONDS (default 300, "
+        "and more where the run has paused for longer before)",
     ),
     Option(
         group=Group.HANGS, names=("--health-checks",), dest="health_checks", metavar="NAME[=LIMIT],...|none",

@@ -158,6 +158,8 @@ def _of_round(event: AgentEvent) -> str:
             text = f"the in-process restart group gives up on rank {event.rank}"
         case of_agent.PlatformFailure():
             text = "a part of hpc-elastic itself failed"
+        case of_agent.HangSuspected():
+            return f"the run seems to hang: {event.reason}"
         case of_agent.HangFound():
             text = f"no heartbeat for {event.limit} s"
         case of_agent.StacksTaken():

@@ -205,6 +205,18 @@ class HangFound(AgentEvent, frozen=True, kw_only=True, tag="hang"):
     reason: str = ""
 
 
+class HangSuspected(AgentEvent, frozen=True, kw_only=True):
+    """All workers of all nodes have stood still for too long, and none sent a heartbeat that says more; by the agent of
+    group rank 0."""
+
+    round: int
+    source: str = ""
+    """``kernel``: by CPU time, bytes and context switches of all workers"""
+    ranks: tuple[int, ...] = ()
+    """those that the others wait for, where that is known"""
+    reason: str = ""
+
+
 class RankStack(Struct, frozen=True, kw_only=True):
     """Ranks whose main threads had the same stack."""
 

@@ -42,5 +42,5 @@ class FlightTail(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     calls: tuple[Call, ...] = ()
     tracks: tuple[TailTrack, ...] = ()
-    members: dict[str, str] = {}
-    """Group → its ranks (``0-3,8``), where the dump has them."""
+    members: tuple[tuple[str, str], ...] = ()
+    """A group and its ranks (``0-3,8``), for each where the dump has them."""

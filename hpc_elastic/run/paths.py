@@ -16,6 +16,7 @@
         events/<role>-<node>-<uid>.jsonl one writer per file
         health/node-00012-<uid>          what an agent writes to see whether it can (agent/health.py)
         heartbeats/node-00012.json       where each node's workers were last (agent/hang.py)
+        suspicions/now.json  node-00012.json  the run seems to hang (run/suspicions.py)
         round-000/times-node-00003       when what was printed (output/log_times.py)
         round-000/rank-00012/            stdout.log stderr.log error.json stacks.txt,
                                            flight-recorder-12.json (agent/flight_recorder.py)
@@ -109,6 +110,10 @@ class AttemptPaths(Struct, frozen=True):
 
     def heartbeats(self, node: int) -> Path:
         return self.root / "heartbeats" / f"node-{node:05d}.json"
+
+    @property
+    def suspicions(self) -> Path:
+        return self.root / "suspicions"
 
     def health_probe(self, node: int, uid: str) -> Path:
         return self.root / "health" / f"node-{node:05d}-{uid}"

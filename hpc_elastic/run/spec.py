@@ -38,6 +38,7 @@ from hpc_elastic.run.option_values import (
     rdzv_values,
 )
 from hpc_elastic.run.preload import AUTO
+from hpc_elastic.run.suspicions import HangSettings, parse_hangs
 from hpc_elastic.worker_api.restart_group import RestartWith
 
 
@@ -114,6 +115,7 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     restart_steps: int | None = None
     """So many steps beyond the last failure's do the same; None: steps do not."""
     section_timeouts: SectionTimeouts = field(default_factory=SectionTimeouts)
+    hangs: HangSettings = field(default_factory=HangSettings)
     health_checks: Mapping[Check, float] = field(default_factory=lambda: dict(DEFAULT_LIMITS))
     """What a node must pass before it joins a round, with the limit of each."""
     health_check: tuple[str, ...] = ()
@@ -228,6 +230,7 @@ _PARSERS: Mapping[str, Callable[[str, str], Any]] = {
     "redirects": parse_std_streams,
     "tee": parse_std_streams,
     "section_timeouts": parse_section_timeouts,
+    "hangs": parse_hangs,
     "health_checks": parse_health_checks,
     "health_check": parse_health_command,
     "metrics": parse_metrics,

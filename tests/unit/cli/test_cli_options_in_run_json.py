@@ -39,6 +39,7 @@ VALUES = {
     "container_image": "enroot:image",
     "container_mounts": "/data:/data:ro",
     "container_workdir": "/opt",
+    "hangs": "act:60",
     "health_check": "true --fast",
     "health_checks": "tmp=5G",
     "job_log_ranks": "0-3,8",

@@ -371,7 +371,7 @@ def test_gloo_marks_what_has_failed_as_done_and_that_is_no_difference() -> None:
 
 
 def test_an_end_that_does_not_fit_together_is_left_out() -> None:
-    torn = FlightTail(tracks=(TailTrack(group="0", sequences=(1,), calls=(3,), done=(1,)),), members={"0": "0-x"})
+    torn = FlightTail(tracks=(TailTrack(group="0", sequences=(1,), calls=(3,), done=(1,)),), members=(("0", "0-x"),))
     found = dump_of(0, torn)
     assert not found.collectives
     assert not found.members
