@@ -27,6 +27,8 @@ MOMENT_SECONDS = 1.0
 JUDGE_SECONDS = 0.1
 """How long the last output of a worker that has failed is waited for, before its failure counts as a known cause."""
 _SOURCE_BYTES = 1 << 20
+_MOST_CHILDREN = 3
+_POLLS = ("poll", "ppoll", "select", "pselect6", "epoll_wait", "epoll_pwait")
 _LOOK_SECONDS = 0.02
 
 
@@ -141,7 +143,13 @@ def observe_silent(rank: int, state: ProcessState | None, dump: StackDump | None
     mine = user_frames(frames)
     is_ending = dump is not None and any(thread.is_main and not thread.frames for thread in dump.threads)
     line = _source(mine[-1]) if mine else ""
-    return activity_of_stack(rank, frames, syscall=syscall, line=line, is_ending=is_ending)
+    found = activity_of_stack(rank, frames, syscall=syscall, line=line, is_ending=is_ending)
+    if state is None or found.doing not in (Doing.LOADER, Doing.CHILD):
+        return found
+    # A worker of a DataLoader that has nothing to do polls for its next batch: it comes last.
+    children = sorted(state.children, key=lambda child: (not child.is_stuck, child.syscall in _POLLS))
+    shown = tuple(f"its child process {child.pid}: {child.describe()}" for child in children[:_MOST_CHILDREN])
+    return replace(found, children=shown)
 
 
 def _source(frame: Frame) -> str:

@@ -38,7 +38,7 @@ from hpc_elastic.agent.store_server import StoreState
 from hpc_elastic.agent.supervision import WORKER_STATE, Event, Phase, WorkerState, next_phase
 from hpc_elastic.agent.worker_environment import round_facts, worker_environment
 from hpc_elastic.base.outcome import Outcome
-from hpc_elastic.failures.contrast import ALL_ALIKE, MOMENT_SECONDS
+from hpc_elastic.failures.contrast import ALL_ALIKE, moment_after
 from hpc_elastic.output.pump import log_losses
 from hpc_elastic.rendezvous.ranks import rank_layout
 from hpc_elastic.rendezvous.state import RoundRecord, Status, supersedes
@@ -214,8 +214,9 @@ class NodeAgent:
         if not may_wait(failure, record, max_restarts=self._context.spec.max_restarts):
             return False
         workers.begin_moment()
-        self._moment_ends = self._context.clock.monotonic() + MOMENT_SECONDS
-        logger.info("%s: may be this node's: the other workers go on for %g s", failure.headline, MOMENT_SECONDS)
+        seconds = moment_after(workers.seconds)
+        self._moment_ends = self._context.clock.monotonic() + seconds
+        logger.info("%s: may be this node's: the other workers go on for %.1f s", failure.headline, seconds)
         return True
 
     def _handle_heartbeats(self) -> None:

@@ -33,6 +33,7 @@ _SAYS_LIMIT = 400
 _POINT_TO_POINT = ("recv", "irecv", "send", "isend", "batch_isend_irecv", "recv_object_list", "send_object_list")
 _ROOTED = ("gather", "gather_object", "reduce", "broadcast", "broadcast_object_list", "scatter", "scatter_object_list")
 """Collectives that one rank leaves later than the others, by their nature."""
+_COLLECTS = ("gather", "gather_object", "reduce")
 WAITS_FOR_RANKS = (Doing.COLLECTIVE, Doing.STORE, Doing.BACKWARD)
 _C10D = "/torch/distributed/distributed_c10d.py"
 _OF_PROCESS_GROUP = re.compile(r"/torch/distributed/(?!elastic/|run\.py|launch)|/torch/nn/parallel/distributed\.py\Z")
@@ -408,10 +409,12 @@ def _by_call(known: Mapping[int, Activity]) -> Comparison | None:
     inside = {rank: activity for rank, activity in known.items() if activity.doing in WAITS_FOR_RANKS}
     calls = {rank: activity.call for rank, activity in inside.items() if activity.call}
     places = {rank: activity.at for rank, activity in inside.items() if activity.at and (activity.call or not calls)}
-    is_even = not any(call in (*_POINT_TO_POINT, *_ROOTED) for call in calls.values())
+    uneven = {rank for rank, call in calls.items() if call in (*_POINT_TO_POINT, *_ROOTED)}
     for values in (calls, places):
         found = _minority(values)
-        if found is not None and is_even:
+        # Where most ranks are in one that all leave together, another call is the odd one; but a root that still
+        # collects what the others have sent, and left behind, waits for one of them.
+        if found is not None and not uneven - {rank for rank in found[1] if calls.get(rank) not in _COLLECTS}:
             most, odd = found
             other = next(inside[rank].where for rank, value in values.items() if value == most)
             return _blame({rank: f"it was {inside[rank].where} while the others were {other}" for rank in odd})

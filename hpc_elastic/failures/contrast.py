@@ -24,7 +24,8 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 ALL_ALIKE = "all its workers failed alike, and none of the other nodes'"
 """Why such a node is left out."""
 MOMENT_SECONDS = 1.0
-"""So long the workers of the other nodes may go on, so that those which would fail in the same way do."""
+"""So long the other workers may go on, so that those which would fail in the same way do; see `moment_after`."""
+_YOUNG_SECONDS = 5.0
 _ENOUGH = 0.8
 _TYPES = frozenset({"ImportError", "ModuleNotFoundError", "FileNotFoundError", "NotADirectoryError", "PermissionError"})
 """What Python raises where a package, a file or the right to read it is missing."""
@@ -128,3 +129,11 @@ def apart_in_round(failures: Sequence[WorkerFailure], workers: Mapping[int, int]
         sum_up_node([one for one in failures if one.node == node], node=node, workers=count)
         for node, count in workers.items()
     )
+
+
+def moment_after(age: float) -> float:
+    """Seconds that the other workers get after one failed at `age` seconds, which may be its node's doing.
+
+    What is missing is missed at the start, and on a busy machine the starts are further apart: as long again.
+    """
+    return max(MOMENT_SECONDS, age) if age <= _YOUNG_SECONDS else MOMENT_SECONDS

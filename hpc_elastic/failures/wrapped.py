@@ -35,6 +35,9 @@ _FAILED = re.compile(
     r"fail|error|abort|crash|could not|unable|died|exit|return|ended with|terminated|gone", re.IGNORECASE
 )
 
+_LACKS = re.compile(r"\b(?:no|not|never|nothing|without|missing|lost|empty)\b|n't\b", re.IGNORECASE)
+"""What a thread should have done: ``the checkpoint of step 100 was not written``."""
+
 
 def find_wrapped(found: FailureText, lines: Sequence[str]) -> RaisedException | None:
     """Find what an exception hides.
@@ -59,12 +62,13 @@ def find_wrapped(found: FailureText, lines: Sequence[str]) -> RaisedException | 
         return _of_thread(before)
     if not _is_general(last) or any(explain(raised) is not None for raised in found.chain):
         return None
-    # A thread's exception right before it needs no more; another one the script may have coped with.
-    for threads in (True, False) if _FAILED.search(last.message) else (True,):
+    # Which other exception the script may have coped with: any that was printed, or one that ended a thread.
+    has_failed = _FAILED.search(last.message) is not None
+    for threads in (True, False) if has_failed else (True,) if _LACKS.search(last.message) else ():
         for earlier in find_tracebacks("\n".join(before), threads=threads):
             if len(speaking_lines(before[earlier.exception_at + 1 :])) <= _SOON:
                 return earlier.chain[0]
-    if not _FAILED.search(last.message):
+    if not has_failed:
         return None
     near = [line for _, line in speaking_lines(before)[-_NEAR:]]
     for line in reversed(near):

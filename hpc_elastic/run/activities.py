@@ -51,6 +51,8 @@ class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The innermost frame of the user's code: ``train.py:44 step``."""
     line: str = ""
     """That line of the source, where it could be read and no collective's name says more."""
+    children: tuple[str, ...] = ()
+    """Of a rank that waits for its children, at most three: ``its child process 4711: S (sleeping) in pipe_read``."""
     failed: bool = False
     """It had failed by itself; else it was silent."""
     sequence: int | None = None
@@ -88,7 +90,7 @@ class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True):
         if self.doing is Doing.UNKNOWN:
             return what
         source = f": `{self.line}`" if self.line else ""
-        return f"{what}{place}{source}"
+        return "; ".join((f"{what}{place}{source}", *self.children))
 
 
 _WORDS = {

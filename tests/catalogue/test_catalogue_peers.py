@@ -99,8 +99,9 @@ dist.all_reduce(torch.ones(4))
         run.wait_moments("here", count=2)
         run.finish()
         look = (
-            "Look at rank 1 on node1: it was waiting for a lock, a queue or a thread (train.py:17 evaluate): "
-            "`never.acquire()` while rank 0 waited in all_reduce"
+            "Look at rank 1 on node1: it never entered all_reduce #2 of group default_pg (16 B fp32), which rank 0 "
+            "waits in; its last there was all_reduce #1; it was waiting for a lock, a queue or a thread "
+            "(train.py:17 evaluate): `never.acquire()`"
         )
         expected = told(
             f"cause not known. {look}",

@@ -34,7 +34,7 @@ def remove_epoch(store: Path) -> None:
 
 def empty(store: Path) -> None:
     for path in store.iterdir():
-        shutil.rmtree(path)
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def put_a_link(store: Path) -> None:

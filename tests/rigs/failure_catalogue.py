@@ -99,9 +99,10 @@ class Catalogue:
     def check(self, run: LocalRun, name: str, expected: Told) -> None:
         """Compare what was told, then the report as the job log shows it with ``golden/<name>.txt``."""
         told = self.told(run)
-        text = run.attempt().report_text.read_text()
+        text = shown_report(run)
         assert told == expected, f"\n{told}\nis told in place of\n{expected}\n\n{text}"
-        assert text in run.log(), "the job log does not end with this report"
+        kept = run.attempt().report_text.read_text()
+        assert [line for line in text.splitlines() if line not in kept and not line.endswith(" ...")] == []
         assert len(text.splitlines()) <= DEFAULT_LINES
         top = "\n".join(text.splitlines()[:FIRST_SCREEN])
         assert brief(run.report()["verdict"]["summary"]).partition(f"{expected.host}: ")[2][:60] in top
@@ -113,6 +114,13 @@ class Catalogue:
         golden = path.read_text() if path.exists() else ""
         difference = difflib.unified_diff(golden.splitlines(), found.splitlines(), str(path), "this run", lineterm="")
         assert found == golden, "\n".join(["read it, then pytest tests/catalogue --update-golden:", *difference])
+
+
+def shown_report(run: LocalRun) -> str:
+    """The last report in the job log; report.txt may have more of a long cause."""
+    lines = run.log().splitlines()
+    first, last = [number for number, line in enumerate(lines) if line == 60 * "="][-2:]
+    return "".join(f"{line}\n" for line in lines[first : last + 1])
 
 
 def _consequences(report: Mapping[str, Any]) -> dict[str, str]:

@@ -124,6 +124,25 @@ def test_a_silent_rank_is_observed_with_its_line_of_the_source(tmp_path: Path) -
     assert observe_silent(2, None, None).doing is Doing.UNKNOWN
 
 
+def test_a_rank_that_waits_for_its_dataloader_shows_the_children_that_do_not_poll() -> None:
+    """A worker of the DataLoader that has nothing to do polls: it is not the one that is waited for."""
+    loader = Frame(file="/v/site-packages/torch/utils/data/dataloader.py", line=9, function="_try_get_data")
+    dump = StackDump(
+        threads=(ThreadStack(frames=(Frame(file="/u/t.py", line=3, function="f"), loader), is_main=True),), text=""
+    )
+    asleep = Whereabouts(pid=9, name="python", state="S (sleeping)", syscall="clock_nanosleep")
+    idle = [Whereabouts(pid=pid, name="python", state="S (sleeping)", syscall="poll") for pid in (7, 8)]
+    on_disk = Whereabouts(pid=10, name="python", state="D (disk sleep)", syscall="read", wchan="rpc_wait")
+    found = observe_silent(2, ProcessState(pid=6, children=(*idle, asleep, on_disk)), dump)
+    assert found.doing is Doing.LOADER
+    assert found.children == (
+        "its child process 10: D (disk sleep) in rpc_wait, system call read",
+        "its child process 9: S (sleeping), system call clock_nanosleep",
+        "its child process 7: S (sleeping), system call poll",
+    )
+    assert found.where.endswith("; ".join(("", *found.children)))
+
+
 def test_a_peer_that_another_agent_may_have_ended_is_not_named() -> None:
     symptom = WorkerFailure(
         failure_class=FailureClass.SYMPTOM, message="Connection closed by peer [10.0.0.7]:41234", printed_ns=1000

@@ -131,6 +131,12 @@ def test_calls_that_differ_by_their_nature_accuse_nobody(one: str, most: str) ->
     assert found.says.startswith(f"rank 0 was in {one}")
 
 
+@pytest.mark.parametrize("one", ["recv", "broadcast", "scatter"])
+def test_a_call_of_its_own_is_odd_where_the_others_are_in_one_that_all_leave_together(one: str) -> None:
+    (suspect,) = odd_ones_out([in_collective(2, call=one), *map(in_collective, (0, 1, 3))])
+    assert (suspect.rank, suspect.why.split(" (")[0]) == (2, f"it was in {one}")
+
+
 def test_a_rank_in_its_interpreters_end_is_outside() -> None:
     (suspect,) = odd_ones_out([in_collective(0), in_collective(1), activity_of_stack(2, (), is_ending=True)])
     assert (suspect.rank, suspect.why) == (

@@ -46,6 +46,7 @@ class Stepped:
     intervals = poll_intervals(RendezvousSettings(beat_interval=0.001))
     looks_when_asked = False
     waits_to_speak = False
+    has_unwritten_record = False
 
     def beat_to_files(self) -> None:
         pass
