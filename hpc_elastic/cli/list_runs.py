@@ -15,7 +15,7 @@ from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.text import fit, plural
 from hpc_elastic.cli import run_job
 from hpc_elastic.cli.run_argument import runs_folder
-from hpc_elastic.cli.screen import print_note, width_for
+from hpc_elastic.cli.screen import is_terminal, print_note, width_for
 from hpc_elastic.cli.status import (
     LINE_HEAD,
     add_forget_argument,
@@ -66,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
     clock = SystemClock()
     client = None if args.no_slurm else run_job.slurm_client(timeout=run_job.SHORT_SECONDS)
     shown = seen = 0
-    width = width_for(sys.stdout)
+    # A program that reads it gets whole lines.
+    width = width_for(sys.stdout) if is_terminal(sys.stdout) else None
     runs = runs_in(folders)
     at_once = _AT_ONCE if most is None else min(_AT_ONCE, most + 1)
     while some := list(islice(runs, at_once)):
@@ -111,10 +112,10 @@ def _unreadable(folder: str, error: OSError) -> UsageError:
     return UsageError(f"{folder} can't be read: {error.strerror}; say where runs are with --runs-dir")
 
 
-def _fitted(status: RunStatus, now_ns: int, width: int) -> str:
+def _fitted(status: RunStatus, now_ns: int, width: int | None) -> str:
     """A run's line, its reason cut to the terminal's width; what one needs to name the run is never cut."""
     line = status_line(status, now_ns)
-    return fit(line, max(width, line.find(status.run_id) + len(status.run_id)))
+    return line if width is None else fit(line, max(width, line.find(status.run_id) + len(status.run_id)))
 
 
 _BAD_ENDS = frozenset((Outcome.TOO_FEW_NODES.value, Outcome.TIMED_OUT.value))

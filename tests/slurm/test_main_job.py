@@ -446,5 +446,5 @@ except TimeoutError:
     stop.touch()
     assert run.wait_end() == "COMPLETED", run.log
     assert [told[node].stdout.strip() for node in ("n1", "n2", "n3")] == ["in", "in", ""]
-    assert re.search(r"refused 10\.\d+\.\d+\.\d+: that is no address that a node", run.log), run.log
+    assert re.search(r"refused 10\.\d+\.\d+\.\d+: not an address of a node", run.log), run.log
     assert "serves every address" not in run.log

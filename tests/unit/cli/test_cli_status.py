@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
+from hpc_elastic.cli import list_runs as list_module
 from hpc_elastic.cli import status as status_module
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.screen import print_note
@@ -89,14 +90,21 @@ def test_list_shows_the_newest_first_and_filters(tmp_path: Path, capsys: pytest.
     assert (lines, err) == ([], f"hpc-elastic: no such run in {tmp_path}\n")
 
 
-def test_a_long_reason_is_cut_and_a_run_id_never(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_reason_is_cut_on_a_terminal_and_a_run_id_never(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = Run(tmp_path).attempt(0)
     run.ended("failed", 1)
     result = run.there.result_json
     result.write_text(result.read_text().replace('"why"', f'"{"why " * 200}"'))
     lines, _ = listed(capsys, "--runs-dir", str(tmp_path))
-    assert len(lines[1]) == 120
-    assert RUN_ID in lines[1]
+    assert len(lines[1]) > 200, "a program gets all"
+    monkeypatch.setattr(list_module, "is_terminal", lambda stream: True)
+    for columns in (100, 40):
+        monkeypatch.setattr(list_module, "width_for", lambda stream, columns=columns: columns)
+        lines, _ = listed(capsys, "--runs-dir", str(tmp_path))
+        assert len(lines[1]) <= max(columns, lines[1].find(RUN_ID) + len(RUN_ID))
+        assert RUN_ID in lines[1]
 
 
 def test_without_a_runs_folder_the_accounts_are_listed(
