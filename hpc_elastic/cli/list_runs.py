@@ -115,9 +115,14 @@ def _unreadable(folder: str, error: OSError) -> UsageError:
 def _fitted(status: RunStatus, now_ns: int, width: int | None) -> str:
     """A run's line, its reason cut to the terminal's width; what one needs to name the run is never cut."""
     line = status_line(status, now_ns)
-    return line if width is None else fit(line, max(width, line.find(status.run_id) + len(status.run_id)))
+    end = line.find(status.run_id) + len(status.run_id)
+    if width is None:
+        return line
+    return fit(line, width) if width > end + _LEAST_REASON else line[:end]
 
 
+_LEAST_REASON = 10
+"""Columns below which a reason is not begun."""
 _BAD_ENDS = frozenset((Outcome.TOO_FEW_NODES.value, Outcome.TIMED_OUT.value))
 """Which are failures for a user, too."""
 

@@ -226,7 +226,7 @@ def test_jobs_that_are_no_runs_of_this_accounts(cluster: SlurmCluster, runs: Slu
     expected = {
         "999999": "job 999999: no such run (searched",
         own: f"job {own} (sleep.sh): no such run (not submitted by hpc-elastic",
-        theirs: f"job {theirs} (sleep.sh) is mallory's, and no run",
+        theirs: f"job {theirs} (sleep.sh, of mallory): no such run (not submitted by hpc-elastic",
         "12_x": "12_x: no such run (searched",
     }
     for job, said in expected.items():
