@@ -15,10 +15,10 @@ from hpc_elastic.base.text import ranges
 from hpc_elastic.run.activities import RankSockets
 from hpc_elastic.workers.sockets import Address, network_id, read_sockets
 
-FIRST_SECONDS = 1.0
-"""After the start; no worker has imported torch by then."""
+FIRST_SECONDS = 3.0
+"""After the start; few workers have imported torch by then."""
 _OFTEN_SECONDS = 60.0
-"""For so long each look is 1.25 times as far from the start as the one before; then twice as far."""
+"""For so long each look is 1.4 times as far from the start as the one before; then twice as far."""
 _MOST_SECONDS = 600.0
 """Between two looks."""
 _MOST_PORTS = 1024
@@ -27,7 +27,7 @@ _MOST_PORTS = 1024
 
 def next_look(age: float) -> float:
     """When to look again, in seconds since the start, after a look at `age`."""
-    return min(age * (1.25 if age < _OFTEN_SECONDS else 2.0), age + _MOST_SECONDS)
+    return min(age * (1.4 if age < _OFTEN_SECONDS else 2.0), age + _MOST_SECONDS)
 
 
 class SocketWatch:

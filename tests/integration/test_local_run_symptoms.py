@@ -96,7 +96,7 @@ dist.all_reduce(torch.ones(4))
     began = time.monotonic()
     with LocalRun(tmp_path, script, nproc=2, options=ALONE, environ=THREADS) as run:
         run.wait_moments("here", count=4)
-        ends = began + 1.25 * (time.monotonic() - began) + 0.5
+        ends = began + max(4.0, 1.4 * (time.monotonic() - began)) + 0.5
         run.until(lambda: time.monotonic() > ends, "the next look at the sockets, which comes by then")
         run.say("sockets")
         assert run.finish() != ExitCode.OK
