@@ -206,7 +206,7 @@ def _root_reason(exitcode: int, number: int, exception_type: str, *, wrong_call:
     if wrong_call:
         return "the script could not start"
     if exception_type == "KeyboardInterrupt" and number == signal.SIGINT:
-        return "interrupted: by `_thread.interrupt_main()` in it, or by a SIGINT from outside"
+        return "interrupted: by `_thread.interrupt_main()` in the script, or by SIGINT from outside"
     if exception_type and exception_type not in ("SystemExit", "KeyboardInterrupt"):
         return "uncaught exception"
     if number == signal.SIGKILL:

@@ -232,4 +232,4 @@ def consequences(before: RoundRecord, proposal: Proposal, last_sign: Callable[[s
 
 def _silence(seconds: float) -> dict[str, Any]:
     seconds = max(0.0, seconds)  # a process that was held up counts less than what has passed
-    return {"age": round(seconds, 3), "reason": f"no sign of it for {seconds:.1f} s"}
+    return {"age": round(seconds, 3), "reason": f"no heartbeat for {seconds:.1f} s"}

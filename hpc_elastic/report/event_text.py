@@ -66,8 +66,8 @@ def _of_supervisor(event: SupervisorEvent) -> str:
             return f"{event.signal}: the end of the run is asked for"
         case of_supervisor.SignalDecided():
             until = f"the workers may save, it ends in {event.seconds:.0f} s"
-            ends = until if event.saves else "everything ends now"
-            return f"{event.meaning}, heard by the {event.heard_by}; the job {event.slurm}: {ends}"
+            ends = until if event.saves else "all processes are killed now"
+            return f"{event.meaning}, received by the {event.heard_by}; the job {event.slurm}: {ends}"
         case of_supervisor.VerdictReached():
             return _words(event.outcome)
         case of_supervisor.RequeueDecided():
@@ -237,7 +237,7 @@ def _code(code: int) -> str:
 
 
 def _silence(event: of_coordinator.NodeLost | of_coordinator.SpareLost) -> str:
-    return "" if event.reason else f": no sign of it for {event.age:.1f} s"
+    return "" if event.reason else f": no heartbeat for {event.age:.1f} s"
 
 
 def _to_the_end(over: bool) -> str:

@@ -53,8 +53,7 @@ def decide_hang(
     elif level := [rank for rank, one in hung.items() if one is not root and one.last_step == root.last_step]:
         confidence = Confidence.LOW
         evidence = (
-            f"first to fall silent; {ranks_text(level)} hung at the same step: "
-            "which one the others waited for, the stacks show"
+            f"silent first; {ranks_text(level)} hung at the same step: which one the others waited for, the stacks show"
         )
     elif quiet := _as_silent(root, rank_statuses):
         confidence = Confidence.LOW

@@ -31,7 +31,7 @@ class NodeLoss(Struct, frozen=True, kw_only=True):
     seen_ns: int
     """When the coordinator took it out, by the coordinator's clock."""
     age: float = 0.0
-    """Seconds for which the coordinator had seen no sign of it by then."""
+    """Seconds for which the coordinator had seen no heartbeat by then."""
     detail: str = ""
     """What else is known: ``its agent was ended by SIGKILL``."""
     agent_only: bool = False
@@ -64,11 +64,11 @@ class NodeLoss(Struct, frozen=True, kw_only=True):
         """By which clock `gone_ns` is."""
         if self.left or self.broke:
             return f"{self.host}'s clock"
-        return "the supervisor's clock" if self.unable else "last sign of it, by its observer's clock"
+        return "the supervisor's clock" if self.unable else "last heartbeat, by its observer's clock"
 
     @property
     def gone_ns(self) -> int:
-        """About when it went: the last sign of it."""
+        """About when it went: the last heartbeat."""
         return self.seen_ns - int(self.age * 1e9)
 
 

@@ -268,7 +268,7 @@ def _costs(goodput: Goodput) -> Markup:
             )
         )
     title = "What each interruption cost"
-    title += f" (the {len(rows)} dearest of {len(costs)})" if len(costs) > len(rows) else ""
+    title += f" (the {len(rows)} most expensive of {len(costs)})" if len(costs) > len(rows) else ""
     body = table(("cost", "where", "what"), rows, numbers=("cost",))
     return element("details", element("summary", title), body, open=len(costs) <= COSTS)
 

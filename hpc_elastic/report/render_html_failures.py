@@ -98,7 +98,7 @@ def _entry(entry: Entry, room: TextRoom, links: str) -> Markup:
     if entry.loss is not None:
         loss = entry.loss
         facts.append(("taken out at", clock_time(loss.seen_ns, fine=True)))
-        facts += [("without a sign", duration(loss.age))] if loss.age else []
+        facts += [("without a heartbeat", duration(loss.age))] if loss.age else []
         facts += [("known", loss.detail)] if loss.detail else []
     elif entry.fold is not None:
         first = entry.fold.first

@@ -50,7 +50,7 @@ from hpc_elastic.run.node_score import is_everywhere
 
 _HOSTS = 3
 _SIGN_NS = 1_000_000_000
-"""A lost node lived for so long after the last sign of it, at most: then the next one was due."""
+"""A lost node lived for so long after the last heartbeat, at most: then the next one was due."""
 
 
 def decide_verdict(
@@ -84,7 +84,7 @@ def decide_verdict(
     losses = sorted(((clocks.of_loss(loss), loss) for loss in lost_nodes), key=lambda at: (at[0].at_ns, at[1].node))
     if losses and (not causes or losses[0][0].at_ns <= when[id(causes[0])].at_ns):
         order = Order.KNOWN
-        if causes:  # the node may have lived on after the last sign of it
+        if causes:  # the node may have lived on after the last heartbeat
             order = order_of(losses[0][0], when[id(causes[0])], slack_ns=_SIGN_NS if losses[0][1].age else 0)
         return _node_verdict([loss for _, loss in losses], causes, consequences, order, retryable=retryable)
     if first is None:
@@ -329,7 +329,7 @@ def _names(failures: Sequence[tuple[WorkerFailure, Moment]]) -> str:
 def _about_then(loss: NodeLoss, order: Order) -> str:
     what = loss.broke or f"{loss.host} {'left' if loss.left else 'was lost'}"
     if order is Order.UNKNOWN:
-        return f"{what} too, and nobody compared the clocks by which one could tell which came first"
+        return f"{what} too; the clocks were not compared, so which came first is not known"
     return f"{what} at about the same time"
 
 
@@ -348,7 +348,7 @@ def _node_verdict(
     retryable: bool,
 ) -> Verdict:
     first = lost[0]
-    silent = [f"no sign of it for {seconds_text(first.age)}"] if first.age else []
+    silent = [f"no heartbeat for {seconds_text(first.age)}"] if first.age else []
     parts = [", ".join([*silent, *([first.detail] if first.detail else [])]) or "its agent left the run"]
     if first.broke:
         parts = ["the script did not cause this: a process of hpc-elastic's own did"]

@@ -284,7 +284,7 @@ class PlacedAttempt:
         return self._known(self.attempt.clocks.of_failure(failure), self.at(failure.node, failure.ended_ns))
 
     def loss_at(self, loss: NodeLoss) -> int:
-        """When it was lost: the last sign of it."""
+        """When it was lost: the last heartbeat."""
         # Its own event is by its own clock; its coordinator's is by a clock that is taken for right.
         guess = self.at(loss.node, loss.seen_ns) if loss.left or loss.broke else loss.gone_ns
         return self._known(self.attempt.clocks.of_loss(loss), guess)

@@ -63,8 +63,8 @@ def describe_exit(failure: WorkerFailure) -> str:
 
 
 def describe_silence(loss: NodeLoss) -> str:
-    """A lost node, and for how long there was no sign of it."""
-    return f"{loss.summary}{f' ({loss.age:.1f} s without a sign)' if loss.age else ''}"
+    """A lost node, and for how long there was no heartbeat."""
+    return f"{loss.summary}{f' ({loss.age:.1f} s without a heartbeat)' if loss.age else ''}"
 
 
 def describe_clock(host: str, node: int, clocks: Clocks) -> str:

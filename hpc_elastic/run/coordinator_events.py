@@ -37,7 +37,7 @@ class NodeLost(CoordinatorEvent, frozen=True, kw_only=True):
     node: int
     host: str = ""
     age: Seconds = 0.0
-    """seconds without a sign of it"""
+    """seconds without a heartbeat"""
     reason: str = ""
 
 
@@ -55,7 +55,7 @@ class SpareLost(CoordinatorEvent, frozen=True, kw_only=True):
     node: int
     host: str = ""
     age: Seconds = 0.0
-    """seconds without a sign of it"""
+    """seconds without a heartbeat"""
     reason: str = ""
 
 

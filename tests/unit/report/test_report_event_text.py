@@ -35,7 +35,7 @@ def event(name: str, second: float, node: int = 0, **fields: object) -> dict[str
         (
             "node_lost",
             {"round": 1, "age": 8.25, "host": "n7", "node": 7},
-            "n7 is taken out of round 1: no sign of it for 8.2 s",
+            "n7 is taken out of round 1: no heartbeat for 8.2 s",
         ),
         (
             "closed",
