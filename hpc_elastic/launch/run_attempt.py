@@ -116,6 +116,7 @@ class _AttemptRun:
         launcher = site.launcher(spec, paths, attempt)
         coordination = self._on_disk(lambda: self._observe(attempt, folder, uid))
         self._files.post(lambda: _reserve_room(folder, clock))
+        self._files.settle(_ROOM_SECONDS)  # nothing is half written where the supervisor dies as the agents start
         supervisor = Supervisor(
             attempt=attempt,
             launcher=launcher,
@@ -258,6 +259,7 @@ from importlib.metadata import version
 print("torch", version("torch"))
 """
 _VERSIONS_SECONDS = 5.0
+_ROOM_SECONDS = 1.0
 
 
 def _versions(site: Mapping[str, str], entry: Entrypoint | None) -> dict[str, str]:
