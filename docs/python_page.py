@@ -31,6 +31,16 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         ),
     ),
     (
+        "In a script of a training framework",
+        "Each module imports its framework.",
+        (
+            ("hpc_elastic.integrations.transformers", "integrations/transformers.py:ElasticCallback"),
+            ("hpc_elastic.integrations.lightning", "integrations/lightning.py:ElasticCallback"),
+            ("hpc_elastic.integrations.accelerate", "integrations/accelerate.py:ElasticCallback"),
+            ("hpc_elastic.integrations", "integrations/checkpoints.py:last_whole_checkpoint"),
+        ),
+    ),
+    (
         "Launch and submit",
         "submitit is imported when they are first used.",
         (

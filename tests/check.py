@@ -6,17 +6,17 @@
     python -m tests.check --tier unit           one tier (may be repeated)
     python -m tests.check --no-slurm            all but the real-Slurm tier
     python -m tests.check --long                the minutes-long tests too; no budgets
-    python -m tests.check --tier frameworks     accelerate and Lightning, which it downloads; not part of "everything"
+    python -m tests.check --tier frameworks     accelerate, Lightning, transformers, which it downloads; not in all
     python -m tests.check --tier gpu --record FILE      what needs an NVIDIA GPU, and a table of what it saw; neither
     python -m tests.check --tier verdicts       how often the report is right, on real failures; before a release
     python -m tests.check --bench               short benchmarks at the end (a crash fails, a missed figure is printed)
 
 The tiers: unit (pure, no process), store (one suite per protocol, and models), faults (real processes and signals),
-catalogue (one case per kind of failure, each really failing, its report compared with a golden file that a person has
-read: ``pytest tests/catalogue --update-golden`` writes them anew), slurm (a real one), slurm-next (what is marked
-``any_release`` on a newer Debian's Slurm: only where ``--tier`` names it; HPC_ELASTIC_SLURM_RELEASE may name another
-release), security (attacks by another user of the same machine; root makes two for the while), docs (commands, links,
-pages in a browser).
+catalogue (one case per kind of failure, each really failing under both start methods, its report compared with a golden
+file that a person has read: ``pytest tests/catalogue --update-golden`` writes them anew), slurm (a real one),
+slurm-next (what is marked ``any_release`` on a newer Debian's Slurm: only where ``--tier`` names it;
+HPC_ELASTIC_SLURM_RELEASE may name another release), security (attacks by another user of the same machine; root makes
+two for the while), docs (commands, links, pages in a browser).
 
 Each tier has a time budget for two cores; a tier that takes longer fails. The last line is ``N passed, N failed[, N
 skipped]`` over everything that ran, where each check counts as one; the exit code is 1 if anything failed.
@@ -70,8 +70,8 @@ TIERS = (
     Tier(
         name="store", folders=("tests/contract", "tests/model"), budget=360, processes=3, sharing=("--dist=worksteal",)
     ),
-    Tier(name="faults", folders=("tests/integration",), budget=900, processes=3),
-    Tier(name="catalogue", folders=("tests/catalogue",), budget=150, processes=2),
+    Tier(name="faults", folders=("tests/integration",), budget=1080, processes=3),
+    Tier(name="catalogue", folders=("tests/catalogue",), budget=200, processes=2),
     Tier(name="slurm", folders=("tests/slurm",), budget=900, processes=3, sharing=BY_TESTS),
     Tier(
         name="slurm-next",
@@ -82,7 +82,7 @@ TIERS = (
     ),
     Tier(name="security", folders=("tests/security",), budget=60),
     Tier(name="docs", folders=("tests/docs", "tests/browser"), budget=240, processes=2),
-    Tier(name="frameworks", folders=("tests/frameworks",), budget=900, optional=True),
+    Tier(name="frameworks", folders=("tests/frameworks",), budget=1500, optional=True),
     Tier(name="gpu", folders=("tests/gpu",), budget=470, optional=True),
     Tier(name="verdicts", folders=("tests/verdicts",), budget=2400, optional=True),
 )
@@ -192,7 +192,7 @@ def run_tier(tier: Tier, outcome: Outcome, *, long: bool, arguments: Sequence[st
     with tempfile.TemporaryDirectory(prefix="hpc-elastic-check-") as temporary:
         xml = Path(temporary) / "junit.xml"
         argv = [sys.executable, "-m", "pytest", "-q", *folders, *arguments, "-rfE", f"--junitxml={xml}"]
-        argv += ["--durations=3"]
+        argv += ["--durations=12"]
         if tier.processes > 1:
             argv += ["-n", str(tier.processes), *tier.sharing]
         if not long:

@@ -13,6 +13,8 @@ command -v fusermount3 >/dev/null 2>&1 || apt_install fuse3 || say "skipped: the
 
 command -v ch-run >/dev/null 2>&1 || apt_install charliecloud || say "skipped: the tests in containers, which need charliecloud"
 
+command -v podman >/dev/null 2>&1 && command -v runc >/dev/null 2>&1 || apt_install podman runc || say "skipped: the tests in podman's containers"
+
 if [ "$(id -u)" != 0 ]; then
     say "skipped: the real-Slurm tests and those on real network filesystems, which need root for namespaces and mounts"
 else

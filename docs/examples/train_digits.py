@@ -134,6 +134,7 @@ def main():
             print(
                 f"final: epoch={state['epoch']} loss={state['loss']:.6f} accuracy={state['accuracy']:.4f}", flush=True
             )
+    del ddp  # before its group: the last to hold a gloo group, it may wait for ever for gloo's threads (torch 2.13)
     dist.destroy_process_group()
 
 

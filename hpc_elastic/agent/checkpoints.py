@@ -36,9 +36,9 @@ class CheckpointStatus(Struct, frozen=True, kw_only=True):
     def send(self, participant: Participant) -> None:
         """Report it to the coordinator through `participant`."""
         if self.age is None:
-            participant.report_saving(self.round, self.serial)
+            participant.claims.report_saving(self.round, self.serial)
         else:
-            participant.report_saved(self.round, self.serial, self.age)
+            participant.claims.report_saved(self.round, self.serial, self.age)
 
 
 class CheckpointWatch:
@@ -120,9 +120,9 @@ class PreemptionReply(Struct, frozen=True, kw_only=True):
     def send(self, participant: Participant) -> None:
         """Report it to the coordinator through `participant`."""
         if self.status is not None:
-            participant.report_noted(self.round, self.status)
+            participant.claims.report_noted(self.round, self.status)
         else:
-            participant.report_kept(self.round)
+            participant.claims.report_kept(self.round)
 
 
 class PreemptionWatch:

@@ -40,7 +40,7 @@ def confirm_round(context: AgentContext, record: RoundRecord, *, is_ending: Call
             addresses = participant.member_addresses([member.uid for member in record.members])
             senders = context.notifier.senders if context.notifier is not None else frozenset()
             guard.admit(None if addresses is None else addresses | senders)
-        participant.confirm(record.round, master)
+        participant.claims.confirm(record.round, master)
 
     context.coordination.ask(confirm)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from msgspec import Struct, field
@@ -12,6 +12,7 @@ from hpc_elastic.agent.fork_server_states import NoForkServer
 from hpc_elastic.agent.hang import HangWatch, silent_watch
 from hpc_elastic.agent.health_checks import HealthChecks, no_health_checks
 from hpc_elastic.agent.metrics import RoundFigures
+from hpc_elastic.agent.node_commands import NoNodeCommands
 from hpc_elastic.agent.restart_group import NoRestartGroup, RestartGroupWatch
 from hpc_elastic.agent.store_server import StoreServer
 from hpc_elastic.agent.suspicion import SuspicionWatch, no_suspicions
@@ -55,12 +56,16 @@ class AgentContext(Struct, frozen=True, kw_only=True):
     """Pids of the agent's own helpers, which are no workers."""
     files: FileExecutor = field(default_factory=FileExecutor)
     """Does what the loop needs done with files: the loop itself touches none."""
+    cpus: Sequence[frozenset[int]] = ()
+    """Of each worker, by local rank; none: all have those of the agent."""
     watch: HangWatch = field(default_factory=silent_watch)
     """Reads the workers' heartbeats."""
     suspicions: SuspicionWatch = field(default_factory=no_suspicions)
     """Whether the workers stand still."""
     health: HealthChecks = field(default_factory=no_health_checks)
     """Checks whether this node may join a round."""
+    commands: NoNodeCommands = field(default_factory=NoNodeCommands)
+    """The user's own, before the first workers and after the last ones."""
     restart_group: RestartGroupWatch = field(default_factory=NoRestartGroup)
     """Follows in-process restarts, and replaces single workers."""
     fork_server: NoForkServer = field(default_factory=NoForkServer)

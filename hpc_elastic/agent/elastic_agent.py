@@ -95,6 +95,9 @@ class ElasticAgent(abc.ABC):
     def run(self, role: str = "default") -> RunResult:
         """Run the workers to their end, through as many rounds as it takes.
 
+        Args:
+            role: Ignored, as torch does: an agent has workers of one role, the spec's.
+
         Raises:
             WorkerGroupFailureError: the workers failed, and no restart is left or would help.
             Exception: what no worker caused, such as a rendezvous that was closed.
@@ -157,11 +160,9 @@ class SimpleElasticAgent(ElasticAgent):
     # -- the agent -----------------------------------------------------------------------------------------------
 
     def get_worker_group(self, role: str = "default") -> WorkerGroup:
-        self._check_role(role)
         return self._group
 
     def run(self, role: str = "default") -> RunResult:
-        self._check_role(role)
         group = self._group
         if group.state is not WorkerState.INIT:
             raise UsageError(f"this agent has run already (its workers are {group.state.name}); make a new one")
@@ -175,10 +176,6 @@ class SimpleElasticAgent(ElasticAgent):
             raise
         finally:
             group.spec.handler.shutdown()
-
-    def _check_role(self, role: str) -> None:
-        if role not in ("default", self._group.spec.role):
-            raise UsageError(f"role {role!r}: this agent's workers have the role {self._group.spec.role!r}")
 
     def _rounds(self, group: WorkerGroup) -> RunResult:
         self._begin_round(group)

@@ -133,14 +133,17 @@ class HeardSignals:
 
     def grace(self) -> float:
         """Seconds from the workers' SIGTERM to their SIGKILL; never more than Slurm leaves where it ends the job."""
-        context = self._context
-        grace, now, kill_wait = context.spec.shutdown_timeout, context.clock.monotonic(), context.attempt.kill_wait
+        left, grace = self.left(), self._context.spec.shutdown_timeout
+        return grace if left is None else min(grace, left)
+
+    def left(self) -> float | None:
+        """Seconds that Slurm leaves where it ends the job, less a reserve; None: it does not."""
+        now, kill_wait, found = self._context.clock.monotonic(), self._context.attempt.kill_wait, []
         if self._kill_from is not None and kill_wait is not None:
-            reserve = max(KILL_RESERVE, KILL_WAIT_SHARE * kill_wait)
-            grace = min(grace, max(LEAST_GRACE, self._kill_from + kill_wait - now - reserve))
+            found.append(self._kill_from + kill_wait - now - max(KILL_RESERVE, KILL_WAIT_SHARE * kill_wait))
         if self._ends_at is not None:
-            grace = min(grace, max(LEAST_GRACE, self._ends_at - now - KILL_RESERVE))
-        return grace
+            found.append(self._ends_at - now - KILL_RESERVE)
+        return max(LEAST_GRACE, min(found)) if found else None
 
     def _ask(self, number: signal.Signals) -> None:
         """Slurm sends SIGTERM when a preemption begins, whatever notice there is, and again when its grace is over."""
@@ -238,7 +241,7 @@ def deregister(context: AgentContext) -> bool:
     Returns:
         Whether the store took it in time; if not, a thread may wait for the filesystem for ever.
     """
-    context.coordination.ask(lambda participant: participant.deregister())
+    context.coordination.ask(lambda participant: participant.claims.deregister())
     if context.coordination.stop(within=HUNG_SECONDS):
         return True
     is_stuck = context.files.stuck_for() >= HUNG_SECONDS

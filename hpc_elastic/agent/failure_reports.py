@@ -7,9 +7,10 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from hpc_elastic.agent.restart_policy import early_failure, platform_failure, sum_up
+from hpc_elastic.agent.restart_policy import early_failure, may_wait, platform_failure, sum_up
 from hpc_elastic.agent.round_events import ClockOffsetLog, log_failure, log_stacks
-from hpc_elastic.run.agent_events import HangFound, HangSuspected, RanksObserved
+from hpc_elastic.failures.contrast import moment_after
+from hpc_elastic.run.agent_events import HangFound, HangSuspected, PlatformFailure, RanksObserved
 from hpc_elastic.run.suspicions import OnHang
 from hpc_elastic.workers.spawn import WorkerStartError
 
@@ -34,26 +35,39 @@ class FailureReports:
         self._clock_offsets = clock_offsets
         self.platform_failure = ""
         """What of this package failed in this round."""
-        self.last_beats: tuple[list[RankBeat], float] = ([], 0.0)
+        self._last_beats: tuple[list[RankBeat], float] = ([], 0.0)
         """The workers' last heartbeats before they were ended, and when they were read."""
         self._unwritten: list[Callable[[], object]] = []
         """Evidence of failures that the filesystem refused."""
 
     def on_start_failure(self, workers: LocalWorkers, error: Exception) -> None:
         """A worker could not be started."""
+        logger.error("the workers could not be started: %s", error)
         retryable = not isinstance(error, WorkerStartError) or error.errno in _PASSING_START_ERRORS
         failure = workers.describe_start_failure(error, retryable=retryable)
         log_failure(self._context.events, failure)
         summary = sum_up([failure], node=self._context.info.node, seconds=0.0)
         index = workers.round
-        self._context.coordination.ask(lambda participant: participant.report_failure(index, summary))
-        self._context.coordination.ask(lambda participant: participant.sum_up_failures(index, summary))
+        self._context.coordination.ask(lambda participant: participant.claims.report_failure(index, summary))
+        self._context.coordination.ask(lambda participant: participant.claims.sum_up_failures(index, summary))
 
     def on_failure(self, workers: LocalWorkers, reason: str) -> None:
         """Report the bare fact at once, so that all nodes stop; the evidence follows when the workers have ended."""
         failure = early_failure(reason, node=self._context.info.node, workers=workers, watch=self._context.watch)
         index = workers.round
-        self._context.coordination.ask(lambda participant: participant.report_failure(index, failure))
+        self._context.coordination.ask(lambda participant: participant.claims.report_failure(index, failure))
+
+    def moment_for(self, workers: LocalWorkers, record: RoundRecord | None) -> float | None:
+        """For how many seconds the other workers go on, so that it shows whether a failure is this node's alone; None:
+        they need not."""
+        if record is None or len(record.members) < 2 or (failure := workers.look_at_failure()) is None:
+            return None
+        if not may_wait(failure, record, max_restarts=self._context.spec.max_restarts):
+            return None
+        workers.begin_moment()
+        seconds = moment_after(workers.seconds)
+        logger.info("%s: may be this node's: the other workers go on for %.1f s", failure.headline, seconds)
+        return seconds
 
     def on_hang(self, workers: LocalWorkers, verdict: HangVerdict) -> None:
         """Workers here hang: they are going to leave their stacks."""
@@ -70,11 +84,33 @@ class FailureReports:
         logger.warning("the run seems to hang: %s", found.reason)
         event = HangSuspected(round=workers.round, source=found.source.value, ranks=found.ranks, reason=found.reason)
         self._context.events.write(event)
-        if self._context.spec.hangs.action is not OnHang.ACT:
+        if self._context.spec.hangs.action is not OnHang.ACT or found.may_be_rest:
             return ""
         self._context.watch.suspect(workers.running, found.reason)
         workers.take_stacks_first()
         return found.reason
+
+    def on_platform_failure(self, round_index: int, reason: str) -> None:
+        """Something of this package has failed, and not the workers."""
+        self.platform_failure = reason
+        logger.error("%s", reason)
+        self._context.events.write(PlatformFailure(round=round_index, reason=reason))
+
+    def before_stop(self, workers: LocalWorkers, record: RoundRecord | None) -> None:
+        """Read what running workers did last; those that are to leave their stacks do so before they are ended."""
+        context = self._context
+        self._last_beats = context.watch.refresh(), context.clock.monotonic()
+        if record is not None and record.hang is not None and record.round == workers.round + 1:
+            context.watch.on_hang(record.hang, workers.running)  # a worker elsewhere hangs: for which here?
+            workers.take_stacks_first()
+        elif record is not None and record.symptoms and record.round == workers.round + 1:
+            workers.look_first()
+        self.rest()
+
+    def rest(self) -> None:
+        """The workers are ended from here on: no hang is looked for."""
+        self._context.watch.rest()
+        self._context.suspicions.end()
 
     def on_end(self, workers: LocalWorkers) -> None:
         """All of the group are gone: write and report the evidence."""
@@ -100,13 +136,13 @@ class FailureReports:
         elif self.platform_failure:
             summary = platform_failure(self.platform_failure, node=context.info.node, seconds=seconds)
         if workers.took_stacks:
-            beats, now = self.last_beats
+            beats, now = self._last_beats
             log_stacks(context.events, index, stacks=workers.stacks, beats=beats, now=now)
         if workers.activities:
             self._write_observed(workers)
         context.watch.end()
         if summary is not None:
-            context.coordination.ask(lambda participant: participant.sum_up_failures(index, summary))
+            context.coordination.ask(lambda participant: participant.claims.sum_up_failures(index, summary))
 
     def on_break_elsewhere(self, workers: LocalWorkers | None, record: RoundRecord | None) -> None:
         """All here had ended with 0. Where nothing but symptoms is known of the others, one may name a rank of this

@@ -19,6 +19,8 @@ class ForkRequest(Struct, frozen=True, kw_only=True):
     """One worker that is to be forked."""
 
     env: Mapping[str, str]
+    cpus: frozenset[int] = frozenset()
+    """Those that it may use; empty: as the server."""
     learn: bool = False
     """Note what it imports."""
 
@@ -80,6 +82,14 @@ class PendingFork:
             pidfd = linux.pidfd_open(self._pid)
         except OSError as error:
             self.why = f"the fork can't be watched: {error.strerror}"
+            return None
+        try:
+            if self.request.cpus:
+                os.sched_setaffinity(self._pid, self.request.cpus)  # at its gate it has one thread
+        except OSError as error:
+            self.why = f"the fork can't be bound to its CPUs: {error.strerror}"
+            if pidfd is not None:
+                os.close(pidfd)
             return None
         try:
             self.gate.send(b"g")

@@ -20,15 +20,16 @@ import select
 import signal
 import socket
 import subprocess
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from msgspec import Struct
+from msgspec.structs import replace
 
 from hpc_elastic.agent.fork_request import ForkRequest, PendingFork
+from hpc_elastic.agent.fork_server_process import Launch, script_text, start_process
 from hpc_elastic.agent.fork_server_states import (
-    MOST_STARTS,
     NoForkServer,
     ServerEvent,
     ServerState,
@@ -42,45 +43,26 @@ from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.run.agent_events import ForkServerEnded, ForkServerGaveUp, ForkServerReady, PreloadLeftOut
 from hpc_elastic.run.event_types import AgentEvent
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
-from hpc_elastic.run.preload import Preload, preload_for
+from hpc_elastic.run.preload import Preload, load_preload, preload_for
 from hpc_elastic.run.spec import EntryKind, RunSpec
 from hpc_elastic.workers import fork_server as program
+from hpc_elastic.workers.environment_change import NO_CHANGE, EnvironmentChange
 from hpc_elastic.workers.linux import oom_kill_count
 from hpc_elastic.workers.spawn import Inherited, WorkerProcess, pipe_bytes_for
 
 logger = logging.getLogger(__name__)
 
 IMPORT_SECONDS = 120.0
-"""For one module: 44 to 78 s have been reported for a cold import of torch from Lustre."""
+"""For one module, and for the start: 44 to 78 s have been reported for a cold import of torch from Lustre."""
 FORK_SECONDS = 2.0
 """For all workers of a node, from the request until each is at its gate; one of torch's size takes 0.03 s."""
 _MODULES_IN_ONE = 1000
+_SCRIPT_SECONDS = 2.0
+_FIRST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 5.0, 60.0
+"""Between two looks of a spare at what the workers elsewhere have learned."""
 _LOG_SECONDS = 2.0
 _LONGEST_SCRIPT = 1 << 20
 _END_SECONDS = 1.0
-
-
-class Launch(Struct, frozen=True, kw_only=True):
-    """What a server is started with: all that its workers have in common."""
-
-    argv: Sequence[str]
-    """Of each worker: interpreter, ``-u``, script or ``-m`` module, arguments."""
-    environ: Mapping[str, str]
-    """Of each worker, without what differs between ranks or rounds."""
-    watched: Sequence[str]
-    """The names of the variables that do."""
-    cwd: str
-    inherited: Inherited
-    folder: Path | None
-    """Node-local, the agent's own; None: there is none, and so no server."""
-    log_path: Path
-    """For what the server itself prints."""
-    pipe_bytes: int
-    """Capacity of each worker's output pipes."""
-    preload_path: Path | None = None
-    """Where what is learned is kept."""
-    refusal: str = ""
-    """Why these workers can't be forks; "" where they can."""
 
 
 class ForkServer(NoForkServer):
@@ -112,10 +94,16 @@ class ForkServer(NoForkServer):
         self._began = 0.0
         self._starts = 0
         self._has_failed_start = False
+        self._refusal = launch.refusal
+        """Why no server would do better than the last one."""
         self._oom_kills = 0
         self._has_remarked = False
-        self._keeps_learned = False
-        """Whether this node has group rank 0: one node writes down what is learned."""
+        self._keeps_learned: bool | None = None
+        """Whether this node has group rank 0: one node writes down what is learned. None: it had no workers yet."""
+        self._look_seconds = _FIRST_LOOK_SECONDS
+        self._looks_at = clock.monotonic() + _FIRST_LOOK_SECONDS
+        self._found: deque[Preload] = deque()
+        """Read by the thread for files."""
 
     @property
     def pid(self) -> int | None:
@@ -127,7 +115,19 @@ class ForkServer(NoForkServer):
 
     @property
     def due(self) -> float | None:
-        return self._since + self._import_seconds if self.state is ServerState.IMPORTING else None
+        if self.state is ServerState.IMPORTING:
+            return self._since + self._limit
+        return self._looks_at if self._is_spare else None
+
+    @property
+    def _is_spare(self) -> bool:
+        """Whether it waits for its first worker, and the workers elsewhere find out what is to be imported."""
+        is_first_to_come = self._keeps_learned is None and self._launch.preload_path is not None
+        return self.state is ServerState.READY and self.preload.is_auto and is_first_to_come
+
+    @property
+    def _limit(self) -> float:
+        return self._import_seconds if self._module else IMPORT_SECONDS
 
     @property
     def is_awaited(self) -> bool:
@@ -136,8 +136,10 @@ class ForkServer(NoForkServer):
 
     # -- the server's life ---------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        why = self._launch.refusal or why_given_up(self.preload, starts=self._starts)
+    def begin(self, change: EnvironmentChange = NO_CHANGE) -> None:
+        launch = self._launch
+        self._launch = replace(launch, argv=change.command(launch.argv), environ=change.apply(launch.environ))
+        why = self._refusal or why_given_up(self.preload, starts=self._starts)
         if why:
             pass
         elif self._launch.folder is None:
@@ -146,7 +148,9 @@ class ForkServer(NoForkServer):
             why = "this system refuses to make the agent the parent of its orphaned descendants"
         if not why:
             try:
-                self._start(self._launch.folder)
+                self._process, self._control = start_process(self._launch, self._files)
+                self._readable.register(self._control, select.EPOLLIN)
+                self._oom_kills = oom_kill_count() or 0
             except OSError as error:
                 why = f"it can't be started: {error}"
         if why:
@@ -159,74 +163,22 @@ class ForkServer(NoForkServer):
         self._since = self._began = self._clock.monotonic()
         self._module = ""
         self._starts += 1
-        wanted = self.preload.wanted
-        for start in range(0, len(wanted), _MODULES_IN_ONE):
+        self._ask_for_imports(self.preload.wanted, is_first=True)
+
+    def _ask_for_imports(self, names: Sequence[str], *, is_first: bool = False) -> None:
+        for start in range(0, len(names), _MODULES_IN_ONE):
+            has_all = is_first and not start
             self._send(
                 {
                     "do": "import",
-                    "modules": wanted[start : start + _MODULES_IN_ONE],
-                    "watched": list(self._launch.watched) if not start else [],
-                    "left_out": list(self.preload.left_out) if not start else [],
+                    "modules": names[start : start + _MODULES_IN_ONE],
+                    "watched": list(self._launch.watched) if has_all else [],
+                    "left_out": list(self.preload.left_out) if has_all else [],
                     "given": list(self.preload.modules),
                     "auto": self.preload.is_auto,
-                    "roots": top_level_imports(self._script()) if self.preload.is_auto and not start else [],
+                    "roots": top_level_imports(self._script()) if self.preload.is_auto and has_all else [],
                 }
             )
-
-    def _start(self, folder: Path | None) -> None:
-        assert folder is not None
-        launch, inherited = self._launch, self._launch.inherited
-        (folder / "sitecustomize.py").write_bytes(Path(program.__file__).read_bytes())
-        (folder / "__pycache__").touch()  # a file: where Python would make a folder, which nobody removes
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        try:
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-            log = self._files.do(lambda: os.open(launch.log_path, flags, 0o600), within=_LOG_SECONDS)
-        except OSError:
-            log = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        limits = {"RLIMIT_CORE": inherited.core_limit}
-        if inherited.file_limit is not None:
-            limits["RLIMIT_NOFILE"] = inherited.file_limit
-        given = launch.environ.get("PYTHONPATH")
-        config = {
-            "stage": 1,
-            "fd": theirs.fileno(),
-            "log": log,
-            "agent": os.getpid(),
-            "argv": list(launch.argv),
-            "cwd": launch.cwd,
-            "umask": inherited.umask,
-            "limits": limits,
-            "pythonpath": given,
-            "folder": folder_of(launch.argv, launch.cwd),
-        }
-        pipe = os.pipe()  # as a worker's output is, until the server has its log there
-        try:
-            self._process = subprocess.Popen(
-                [launch.argv[0], "-u", "-c", "pass"],
-                stdin=subprocess.DEVNULL,
-                stdout=pipe[1],
-                stderr=pipe[1],
-                pass_fds=(theirs.fileno(), log),
-                env={
-                    **launch.environ,
-                    "PYTHONPATH": str(folder) if given is None else f"{folder}:{given}",
-                    program.CONFIG: json.dumps(config),
-                },
-                start_new_session=True,
-                preexec_fn=_default_signals,
-            )
-        except OSError:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
-            for fd in (log, *pipe):
-                os.close(fd)
-        ours.setblocking(False)
-        self._readable.register(ours, select.EPOLLIN)
-        self._control = ours
-        self._oom_kills = oom_kill_count() or 0
 
     def handle(self) -> None:
         while self._control is not None:
@@ -240,9 +192,32 @@ class ForkServer(NoForkServer):
                 self._heard(json.loads(raw))
             else:
                 self._replace(ServerEvent.ENDED, self._how_it_ended())
-        if self.due is not None and self._clock.monotonic() >= self.due:
+        if self._is_spare:
+            self._look_elsewhere()
+        elif self.due is not None and self._clock.monotonic() >= self.due:
             what = f"the import of {self._module}" if self._module else "its start"
-            self._replace(ServerEvent.HANGS, f"{what} has taken {self._import_seconds:g} s")
+            self._replace(ServerEvent.HANGS, f"{what} has taken {self._limit:g} s")
+
+    def _look_elsewhere(self) -> None:
+        """Import what the workers of other nodes have imported meanwhile, as a worker here may be next."""
+        path, now = self._launch.preload_path, self._clock.monotonic()
+        while self._found:
+            merged = self.preload.merged(self._found.popleft())
+            fresh = [name for name in merged.wanted if name not in self.preload.wanted]
+            self.preload = merged
+            if fresh:
+                self._look_seconds = _FIRST_LOOK_SECONDS
+                self._ask_for_imports(fresh)
+        if now < self._looks_at or path is None:
+            return
+
+        def read() -> None:
+            if (found := load_preload(path)) is not None:
+                self._found.append(found)
+
+        self._looks_at = now + self._look_seconds
+        self._look_seconds = min(_LONGEST_LOOK_SECONDS, self._look_seconds * 1.5)
+        self._files.post(read)
 
     def _heard(self, message: Mapping[str, Any]) -> None:
         what = message["is"]
@@ -253,9 +228,12 @@ class ForkServer(NoForkServer):
             self._is_ready(message)
         elif what == "unfit":
             module, why = str(message["module"]), str(message["why"])
-            logger.info("the fork server starts anew without %s: %s", module, why)
-            self._write_event(PreloadLeftOut(module=module, reason=why))
-            self._replace(ServerEvent.UNFIT, "", leave_out=(module, why))
+            if module:
+                logger.info("the fork server starts anew without %s: %s", module, why)
+                self._write_event(PreloadLeftOut(module=module, reason=why))
+            else:
+                self._refusal = why
+            self._replace(ServerEvent.UNFIT, "", leave_out=(module, why) if module else None)
         elif what == "stale":
             self._replace(ServerEvent.STALE, f"{message['path']} has changed since it was imported")
         elif what == "learned":
@@ -299,7 +277,7 @@ class ForkServer(NoForkServer):
             if self._module:
                 leave_out = (self._module, why)
             else:
-                self._starts = MOST_STARTS  # not even a start: the next one would do no better
+                self._refusal = why  # not even a start
         if leave_out is not None:
             self._keep(self.preload.without(*leave_out))
         if why:
@@ -309,15 +287,8 @@ class ForkServer(NoForkServer):
         self.begin()
 
     def _script(self) -> str:
-        """The script's text; of a module nothing."""
-        path = script_of(self._launch.argv, self._launch.cwd)
-
-        def read() -> str:
-            with open(path, encoding="utf-8", errors="replace") as file:
-                return file.read(_LONGEST_SCRIPT)
-
         try:
-            return self._files.do(read, within=_LOG_SECONDS) if path else ""
+            return self._files.do(lambda: script_text(self._launch.argv, self._launch.cwd), within=_SCRIPT_SECONDS)
         except OSError:
             return ""
 
@@ -336,7 +307,8 @@ class ForkServer(NoForkServer):
             self._control = None
         if self._process is None:
             return
-        self._process.kill()
+        if self._process.returncode is None:
+            os.killpg(self._process.pid, signal.SIGKILL)  # with what its imports have started; workers are in no group
         try:
             self._process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
@@ -352,10 +324,20 @@ class ForkServer(NoForkServer):
 
     # -- workers -------------------------------------------------------------------------------------------------
 
-    def fork_workers(self, environments: Sequence[Mapping[str, str]]) -> list[WorkerProcess | None]:
-        """Fork a worker with each of `environments`; None where it is to be started fresh. The reason is logged."""
+    def fork_workers(
+        self, environments: Sequence[Mapping[str, str]], cpus: Sequence[frozenset[int]] = ()
+    ) -> list[WorkerProcess | None]:
+        """Fork a worker with each of `environments` on its `cpus`; None: it is to be started fresh, which is logged."""
+        had_kept = self._keeps_learned
         self._keeps_learned = bool(environments) and environments[0].get("GROUP_RANK") == "0"
-        found = self.fork([ForkRequest(env=env, learn=not index) for index, env in enumerate(environments)])
+        if self._keeps_learned and not had_kept:
+            self._keep(self.preload)
+        found = self.fork(
+            [
+                ForkRequest(env=env, cpus=cpus[i] if cpus else frozenset(), learn=not i)
+                for i, env in enumerate(environments)
+            ]
+        )
         if self.why_fresh:
             logger.warning("workers are started fresh: %s", self.why_fresh)
         return found
@@ -456,7 +438,7 @@ def fork_server_for(
         tag=tag,
     )
     preload_path = RunPaths(run_dir).preload
-    refusal = "the workers run in a container" if spec.container is not None else ""
+    refusal = "the Python of the workers is in a container's image" if spec.container is not None else ""
     if spec.entrypoint.kind is EntryKind.COMMAND:
         refusal = "the workers run a command, not a Python script"
     return ForkServer(
@@ -477,23 +459,3 @@ def fork_server_for(
         files=files,
         write_event=write_event,
     )
-
-
-def script_of(argv: Sequence[str], cwd: str) -> str:
-    """The script's path; for a module, which is not looked for, ""."""
-    return "" if argv[2] == "-m" else os.path.join(cwd, argv[2])
-
-
-def folder_of(argv: Sequence[str], cwd: str) -> str:
-    """What a worker has as ``sys.path[0]``."""
-    return cwd if argv[2] == "-m" else os.path.dirname(os.path.realpath(os.path.join(cwd, argv[2])))
-
-
-def _default_signals() -> None:
-    """Between fork and exec: what a nohup or the agent ignores is not ignored by the workers."""
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        try:
-            signal.signal(number, signal.SIG_DFL)
-        except (OSError, ValueError):
-            continue
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())

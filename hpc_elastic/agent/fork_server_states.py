@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from hpc_elastic.errors import IllegalTransitionError
 from hpc_elastic.run.preload import Preload
+from hpc_elastic.workers.environment_change import NO_CHANGE, EnvironmentChange
 from hpc_elastic.workers.spawn import WorkerProcess
 
 MOST_STARTS = 8
@@ -123,14 +124,16 @@ class NoForkServer:
         """Readable when there is something to `handle`; -1: never."""
         return -1
 
-    def begin(self) -> None:
-        """Start it. A fault is found by `handle`."""
+    def begin(self, change: EnvironmentChange = NO_CHANGE) -> None:
+        """Start it, with what ``--setup`` has made of the environment. A fault is found by `handle`."""
 
     def handle(self) -> None:
         """Take in the server's messages since the last call, its end included."""
 
-    def fork_workers(self, environments: Sequence[Mapping[str, str]]) -> Sequence[WorkerProcess | None]:
-        """A worker with each of `environments`; None where it is to be started fresh."""
+    def fork_workers(
+        self, environments: Sequence[Mapping[str, str]], cpus: Sequence[frozenset[int]] = ()
+    ) -> Sequence[WorkerProcess | None]:
+        """A worker with each of `environments`, on those CPUs; None where it is to be started fresh."""
         return [None] * len(environments)
 
     def close(self) -> None:

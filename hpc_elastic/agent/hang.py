@@ -20,7 +20,7 @@ from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.rendezvous.state import HangMark
-from hpc_elastic.run.heartbeats import NodeHeartbeats, Progress, RankHeartbeat
+from hpc_elastic.run.heartbeats import NodeHeartbeats, Progress, RankHeartbeat, describe_begun_again
 from hpc_elastic.run.option_values import LEARNED_LEAST, SectionTimeouts
 from hpc_elastic.worker_api.heartbeat_record import SETUP, STEP, VARIABLE, NoticeRecord
 from hpc_elastic.workers.tree import descendants
@@ -191,8 +191,12 @@ class HangWatch:
         summary: Path | None = None,
         node: int = 0,
         host: str = "",
+        furthest_before: int = -1,
     ) -> None:
-        """The monotonic `clock` must be the workers' (CLOCK_BOOTTIME); `summary` is a path in the run directory."""
+        """The monotonic `clock` must be the workers' (CLOCK_BOOTTIME); `summary` is a path in the run directory.
+
+        `furthest_before` is the furthest step of the attempt before, as far as it is known; -1: none.
+        """
         self._folder = folder
         self._timeouts = timeouts
         self._clock = clock
@@ -202,10 +206,14 @@ class HangWatch:
         self._beats: RoundBeats | None = None
         self._pace = StepPace()
         self._round = -1
+        self._furthest_before = furthest_before
+        """Of all rounds before this one; -1 also where the steps go back by themselves."""
+        self._awaits_first_step = True
         self.due: float | None = None
         """When `look` is to be called next, monotonic; None: no worker is judged."""
         self._summary_due = 0.0
         self._is_writing = False
+        self._is_first_write = True
         self._notices = 0
         self._intervals = 0
         self._longest = 0.0
@@ -226,6 +234,8 @@ class HangWatch:
     def begin(self, round_index: int, *, first_rank: int, count: int) -> None:
         """A round's workers are about to be started."""
         now = self._clock.monotonic()
+        self._furthest_before = max(self._furthest_before, self.furthest_step)
+        self._awaits_first_step = first_rank == 0
         self._round = round_index
         self.verdict = None
         self.hung = {}
@@ -393,6 +403,11 @@ class HangWatch:
         # The whole run's, on this node: a later round begins with what the earlier ones taught.
         self._intervals = max([self._intervals, *(beat.intervals for beat in beats)])
         self._longest = max([self._longest, *(beat.longest for beat in beats)])
+        first = min((beat.first_step for beat in beats if beat.first_step is not None), default=None)
+        if self._awaits_first_step and first is not None:
+            self._awaits_first_step = False
+            if begun_again := describe_begun_again(first, self._furthest_before):
+                logger.warning("%s", begun_again)
 
     def _plan(self, now: float, running: Collection[int]) -> None:
         assert self._beats is not None
@@ -412,6 +427,7 @@ class HangWatch:
             written_ns=self._clock.time_ns(),
             steps_per_second=None if pace is None else round(pace, 4),
             total=max((beat.total for beat in beats if beat.total is not None), default=None),
+            loss=next((beat.loss for beat in beats if beat.loss is not None), None),
             progress=describe_progress(beats, now, now_ns=self._clock.time_ns()),
             ranks=tuple(describe_beat(beat, now) for beat in beats),
         )
@@ -422,11 +438,21 @@ class HangWatch:
         assert self._summary is not None
         try:
             make_private_dir(self._summary.parent)
+            if self._is_first_write:
+                _keep_earlier(self._summary)
+                self._is_first_write = False
             codec.save(self._summary, value)
         except OSError as error:
             logger.debug("heartbeats could not be written: %s", error)
         finally:
             self._is_writing = False
+
+
+def _keep_earlier(path: Path) -> None:
+    """Put a killed agent's summary aside: no event has what the workers of its last round did."""
+    found = codec.load(path, NodeHeartbeats)
+    if isinstance(found, NodeHeartbeats):
+        os.replace(path, path.with_name(f"{path.stem}-round-{found.round:05d}.json"))
 
 
 def describe_progress(beats: Collection[RankBeat], now: float, *, now_ns: int) -> Progress:
@@ -446,6 +472,8 @@ def describe_progress(beats: Collection[RankBeat], now: float, *, now_ns: int) -
         step=-1 if best.step is None else best.step,
         step_ns=now_ns - int((now - best.stepped_at) * 1e9),
         checkpoint_seconds=round(max(beat.checkpoint_seconds for beat in beats), 3),
+        checkpoints=max(beat.checkpoints for beat in beats),
+        longest_step=round(max(beat.longest for beat in beats), 3),
         redone_seconds=round(best.redone_seconds, 3),
     )
 

@@ -77,16 +77,23 @@ class _Asked(Struct):
     text: str = ""
 
 
-def find_targets(workers: Sequence[tuple[WorkerProcess, int]]) -> list[Target]:
+def find_targets(
+    workers: Sequence[tuple[WorkerProcess, int]], scripts: Mapping[int, int] | None = None
+) -> list[Target]:
     """The process of each worker that holds its Python stacks: one look at the process table for all.
 
     Args:
         workers: Each with the pid that sends its heartbeats, 0 where none does. That process is the one, where it is
             below the worker; else the worker itself where it is a Python, else the first Python below it (a shell
             script around the training script).
+        scripts: Worker's pid → pid of the script, where that is not below the worker.
     """
     processes = tree.all_processes()
-    return [Target(worker=worker, pid=_main_process(processes, worker.pid, speaker)) for worker, speaker in workers]
+    roots = scripts or {}
+    return [
+        Target(worker=worker, pid=_main_process(processes, roots.get(worker.pid, worker.pid), speaker))
+        for worker, speaker in workers
+    ]
 
 
 def _main_process(processes: Mapping[int, Proc], pid: int, speaker: int) -> int:
@@ -171,7 +178,7 @@ class StacksThenStop:
                 if now < self._began + self._head_start:
                     return _LOOK_SECONDS
                 self._ask()
-            silent = [asked for asked in self._asked.values() if _lives(asked.proc)]
+            silent = [asked for asked in self._asked.values() if asked.proc is not None and tree.lives(asked.proc)]
             if silent and not self._was_asked_again and now >= self._deadline - ANSWER_SECONDS + ASK_AGAIN_SECONDS:
                 self._was_asked_again = True
                 for asked in silent:
@@ -216,13 +223,6 @@ class StacksThenStop:
             asked.py_spy, asked.output = None, -1
 
 
-def _lives(proc: Proc | None) -> bool:
-    if proc is None:
-        return False
-    now = tree.look_at(proc.pid)
-    return now is not None and now.starttime == proc.starttime and not now.is_dead
-
-
 def _forbid_core_dump(pid: int) -> None:
     """1, not 0: a core that goes to a program (systemd-coredump) is held back by that alone, core(5)."""
     try:
@@ -264,6 +264,9 @@ class HungWorker(Struct, frozen=True, kw_only=True):
     py_spy: str
     why: str
     """Why it counts as hung; empty: it only waited."""
+    environ: Mapping[str, str] = {}
+    """What it was started with."""
+    cwd: str = ""
     is_spared: bool = False
     """It was looked at, and not asked."""
 
@@ -361,7 +364,7 @@ def _reason(worker: HungWorker, dump: StackDump | None) -> str:
             )
         where = state.threads[0].describe() if state.threads else state.state
         return f"stuck in an uninterruptible system call (a hung mount or device?): {where}; killed"
-    if waits := explain_lock(dump.main if dump is not None else (), os.environ):
+    if waits := explain_lock(dump.main if dump is not None else (), worker.environ, cwd=worker.cwd):
         return f"no heartbeat; {waits}"
     if dump is None:
         return "no heartbeat, and no answer to the request for its stacks; killed"

@@ -12,6 +12,7 @@ import os
 import resource
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
@@ -20,13 +21,18 @@ from hpc_elastic.base.file_executor import is_refusal
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.base.host_facts import available_memory
 from hpc_elastic.errors import UnsafePathError
-from hpc_elastic.run.option_values import Check
+from hpc_elastic.run.health_limits import Check
 from hpc_elastic.workers.linux import OUT_OF_DESCRIPTORS, memory_folders
+
+if TYPE_CHECKING:
+    from hpc_elastic.rendezvous.state import RoundRecord
 
 DESCRIPTORS = "descriptors"
 """The check that a finding names where the agent has no file descriptor left."""
 CHECK_SECONDS = 10.0
 """How long a look at the node's own disk or memory may take."""
+GPU_MEMORY_SLACK = 512 << 20
+"""Bytes of a GPU's memory in use that are no reason to wait: a CUDA context of others that came meanwhile, say."""
 GPU_SECONDS = 60.0
 """How long NVML may take: without persistence mode it starts every GPU first, seconds each."""
 SCRIPT_SECONDS = 30.0
@@ -40,6 +46,32 @@ class HealthPlan(Struct, frozen=True, kw_only=True):
     command: tuple[str, ...] = ()
     """The user's own check; empty: none."""
     command_seconds: float = SCRIPT_SECONDS
+
+
+class Meeting(Struct, frozen=True, kw_only=True):
+    """One measurement of the network between nodes (`network_check`)."""
+
+    name: str
+    """``start``, or the round that hung."""
+    nodes: frozenset[int]
+    """Those that are expected."""
+
+
+def meeting_before(record: RoundRecord | None, *, last_round: int, hung: bool, nodes: int) -> Meeting | None:
+    """Which nodes measure the network before the next round: all at the start, the members after a hang.
+
+    Args:
+        record: The newest that is known.
+        last_round: That this node took part in; -1: none.
+        hung: Whether it hung.
+        nodes: Of the attempt.
+    """
+    if last_round < 0:
+        return Meeting(name="start", nodes=frozenset(range(nodes)))
+    if not hung or record is None:
+        return None
+    members = frozenset(member.node for member in record.members if member.node not in record.lost)
+    return Meeting(name=f"{last_round:06d}", nodes=members)
 
 
 # -- what was measured ---------------------------------------------------------------------------------------------
@@ -91,12 +123,22 @@ class GpuDevice(Struct, frozen=True, kw_only=True):
     """One GPU by NVML. None: it has no such figure."""
 
     index: int
+    name: str = ""
+    """``NVIDIA H100 80GB HBM3``."""
     uuid: str = ""
     uncorrectable: int | None = None
     """ECC errors since the driver was loaded or the GPU was reset."""
     waits_for_reset: bool | None = None
     """Pages or rows of its memory are to be retired or remapped at the next reset."""
     remap_failed: bool | None = None
+    use: int | None = None
+    """Percent of the last moment, a sixth of a second or one, in which a kernel ran."""
+    memory_use: int | None = None
+    """Percent of it in which its memory was read or written."""
+    held: int | None = None
+    """Bytes of its memory that are in use, but not by a living process that is none of this node's workers."""
+    slowed: tuple[str, ...] = ()
+    """Why its clocks are kept down at this moment: ``heat``. Neither idleness nor its limit of power counts."""
     error: str = ""
     """NVML's error in place of an answer: ``GPU is lost``."""
 
@@ -105,10 +147,16 @@ class GpuFacts(Struct, frozen=True, kw_only=True):
     """All of a node that NVML shows to this process."""
 
     devices: tuple[GpuDevice, ...] = ()
+    driver: str = ""
+    """The driver's version."""
     error: str = ""
     """Why NVML could not be asked although it is there; empty: it could, or there is none."""
     is_there: bool = True
     """Whether this node has NVML's library."""
+    waited: float = 0.0
+    """Seconds, for memory that ended workers held."""
+    waited_for: int = 0
+    """Bytes of it, on one GPU, that were in use at first."""
 
 
 # -- what follows from it ------------------------------------------------------------------------------------------
@@ -121,6 +169,8 @@ class Finding(Struct, frozen=True, kw_only=True):
     reason: str = ""
     """Why the node is unfit; empty: it is fit."""
     warning: str = ""
+    note: str = ""
+    """What took its time, on a node that is fit."""
     is_refusal: bool = False
     """The run directory's filesystem refuses, or does not answer: that need not be this node's fault."""
     is_usage: bool = False
@@ -136,6 +186,8 @@ class HealthVerdict(Struct, frozen=True, kw_only=True):
     """Those that failed."""
     warnings: Mapping[str, str] = field(default_factory=dict)
     """Check → what it warns of."""
+    notes: tuple[str, ...] = ()
+    """What took its time."""
     is_refusal: bool = False
     """Nothing else is wrong than that the run directory's filesystem refuses, or does not answer."""
     is_usage: bool = False
@@ -158,6 +210,7 @@ def sum_up_findings(findings: Sequence[Finding]) -> HealthVerdict:
         else "",
         checks=tuple(finding.check for finding in bad),
         warnings={finding.check: finding.warning for finding in findings if finding.warning},
+        notes=tuple(finding.note for finding in findings if finding.note),
         is_refusal=bool(bad) and all(finding.is_refusal for finding in bad),
         is_usage=is_usage,
     )
@@ -232,12 +285,35 @@ def judge_gpus(facts: GpuFacts, *, given: int | None, visible: str | None, least
     reasons = []
     if given is not None and len(facts.devices) < given:
         reasons.append(f"Slurm gave {given} GPUs, and {len(facts.devices)} are there")
-    for device in _ours(facts.devices, given, visible):
+    for device in own_gpus(facts.devices, given=given, visible=visible):
         reasons += _faults(device, least_errors)
     return Finding(check=Check.GPU.value, reason=", ".join(reasons))
 
 
-def _ours(devices: Sequence[GpuDevice], given: int | None, visible: str | None) -> Sequence[GpuDevice]:
+def judge_gpu_memory(facts: GpuFacts, *, before: Mapping[str, int]) -> Finding:
+    """Have the GPUs given back what ended workers held?
+
+    Args:
+        facts: What NVML shows after the wait.
+        before: UUID → `GpuDevice.held` before workers ran here, of the job's own GPUs.
+    """
+    full = [
+        (device, device.held - before[device.uuid])
+        for device in facts.devices
+        if device.held is not None and device.uuid in before
+    ]
+    reasons = [
+        f"{size(held)} of GPU {device.index}'s memory are still in use {facts.waited:.0f} s after its workers' end"
+        for device, held in full
+        if held > GPU_MEMORY_SLACK
+    ]
+    note = f"waited {facts.waited:.1f} s for {size(facts.waited_for)} of GPU memory that ended workers held"
+    return Finding(
+        check=Check.GPU_MEMORY.value, reason=", ".join(reasons), note=note if facts.waited_for and not reasons else ""
+    )
+
+
+def own_gpus(devices: Sequence[GpuDevice], *, given: int | None, visible: str | None) -> Sequence[GpuDevice]:
     """The job's own, where they are known; else none: another job's broken GPU is no reason to leave."""
     if given is None and visible is None:
         return devices

@@ -9,8 +9,7 @@ from __future__ import annotations
 import _thread
 import errno
 import os
-import select
-import signal
+import socket
 import threading
 import time
 from collections import deque
@@ -25,11 +24,14 @@ from hpc_elastic.agent.health import (
     DESCRIPTORS,
     GPU_SECONDS,
     Finding,
+    GpuFacts,
     HealthPlan,
     HealthVerdict,
+    Meeting,
     SharedFacts,
     did_not_answer,
     judge_clock,
+    judge_gpu_memory,
     judge_gpus,
     judge_links,
     judge_memory,
@@ -39,6 +41,7 @@ from hpc_elastic.agent.health import (
     measure_memory,
     measure_room,
     measure_shared,
+    own_gpus,
     sum_up_findings,
 )
 from hpc_elastic.agent.health_gpu import from_json
@@ -46,24 +49,30 @@ from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.host_facts import links
 from hpc_elastic.base.self_command import module_command
 from hpc_elastic.base.waking import Waker, wait_readable
-from hpc_elastic.run.option_values import Check
-from hpc_elastic.workers import tree
-from hpc_elastic.workers.spawn import Inherited, WorkerProcess, WorkerStartError, start_worker
-from hpc_elastic.workers.tree import JOB_VARIABLE
+from hpc_elastic.run.health_limits import Check
+from hpc_elastic.workers.spawn import Inherited, WorkerStartError
+from hpc_elastic.workers.user_command import END_SECONDS, UserCommand, last_lines
 
-TOKEN_VARIABLE = "HPC_ELASTIC_HEALTH_TOKEN"
-"""Marks a check's process and all that it starts; another value each time."""
 AGAIN_SECONDS = 1.0
 """A lack of room or memory is looked at again so much later: what ended workers held may still be on its way back."""
-EXEC_SECONDS = 0.5
-END_SECONDS = 2.0
-"""How long what was sent SIGKILL is waited for."""
 _SHM = "/dev/shm"
 _NVIDIA = "/dev/nvidiactl"
-_KEPT_OUTPUT = 65536
-_LOOK_SECONDS = 0.05
+_LOOK_SECONDS = 0.01
 _NO_PROGRAM = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
 """No such program, or none: the user's mistake."""
+
+
+class NetworkSite(Struct, frozen=True, kw_only=True):
+    """This node's part in measuring the network."""
+
+    store: Path
+    """The attempt's."""
+    node: int
+    host: str
+    addresses: tuple[str, ...]
+    """By which the other nodes may reach it, the likeliest first."""
+    probe: Callable[[], tuple[Sequence[str], Mapping[str, str]]]
+    """The interpreter that runs the probe, and its environment: as ``--setup`` has made it."""
 
 
 class HealthSite(Struct, frozen=True, kw_only=True):
@@ -82,6 +91,7 @@ class HealthSite(Struct, frozen=True, kw_only=True):
     """Whether the shared filesystem refuses this node and not the others: then it need not be waited for."""
     gpus_given: int | None = None
     """GPUs that Slurm gave to the job on this node; None: there is no Slurm."""
+    network: NetworkSite | None = None
 
 
 class HealthChecks:
@@ -94,6 +104,10 @@ class HealthChecks:
         self._waker = Waker()
         self._verdicts: deque[HealthVerdict] = deque()
         self._session: _Session | None = None
+        self._looks: _Session | None = None
+        """The last look at the GPUs beside the checks."""
+        self._memory_before: dict[str, int] = {}
+        """UUID → memory that was in use when no worker of this node was."""
         self._warned: set[str] = set()
         self._have_had_link: set[str] = set()
         """Network interfaces that had one at some look: of others the driver may not know."""
@@ -107,23 +121,25 @@ class HealthChecks:
     @property
     def pids(self) -> frozenset[int]:
         """Of the checks' own processes: their ends are waited for here."""
-        return self._session.pids if self._session is not None else frozenset()
+        return frozenset().union(*(session.pids for session in (self._session, self._looks) if session is not None))
 
     @property
     def is_stuck(self) -> bool:
         """Whether a thread still waits for something that does not answer."""
         return self._session is not None and self._session.is_stuck
 
-    def begin(self, last_round: int) -> None:
+    def begin(self, last_round: int, *, meeting: Meeting | None = None) -> None:
         """Begin all checks now; where they run already, their answer will do.
 
-        `last_round`: the last one that this node took part in, -1 before the first: for the user's check.
+        Args:
+            last_round: The last one that this node took part in, -1 before the first: for the user's check.
+            meeting: Of the nodes, where they are to measure the network now.
         """
         if self._is_awaited:
             return
         self._is_awaited = True
         self._session = _Session(self._post)
-        self._session.run(self._jobs(self._session, last_round))
+        self._session.run(self._jobs(self._session, last_round, meeting))
 
     def take(self) -> HealthVerdict | None:
         """The verdict, once; None: there is none yet. A check's warning is given once in an agent's life."""
@@ -144,9 +160,10 @@ class HealthChecks:
 
     def close(self) -> None:
         """No answer is wanted any more: end what runs. Waits for that, but not for what is stuck."""
-        if self._session is not None:
-            self._session.cancel()
-            self._session.join(END_SECONDS)
+        for session in (self._session, self._looks):
+            if session is not None:
+                session.cancel()
+                session.join(END_SECONDS)
 
     def _post(self, verdict: HealthVerdict) -> None:
         self._verdicts.append(verdict)
@@ -154,7 +171,7 @@ class HealthChecks:
 
     # -- the checks ----------------------------------------------------------------------------------------------
 
-    def _jobs(self, session: _Session, last_round: int) -> list[_Job]:
+    def _jobs(self, session: _Session, last_round: int, meeting: Meeting | None) -> list[_Job]:
         limits, site = self._plan.limits, self._site
         jobs = []
         if Check.TMP in limits:
@@ -169,8 +186,10 @@ class HealthChecks:
             jobs.append(self._shared(session, site.probe))
         if Check.LINK in limits and site.addresses:
             jobs.append(self._link(session))
-        if Check.GPU in limits and (os.path.exists(_NVIDIA) if site.gpus_given is None else site.gpus_given > 0):
-            jobs.append(self._gpus(session))
+        if (Check.GPU in limits or Check.GPU_MEMORY in limits) and self._has_gpus:
+            jobs.append(self._gpus(session, last_round))
+        if Check.NETWORK in limits and site.network is not None and meeting is not None and len(meeting.nodes) > 1:
+            jobs.append(self._network(session, site.network, meeting))
         if self._plan.command:
             jobs.append(self._script(session, last_round))
         return jobs
@@ -217,19 +236,88 @@ class HealthChecks:
 
         return _Job(Check.LINK.value, "the network's link", seconds + CHECK_SECONDS, look)
 
-    def _gpus(self, session: _Session) -> _Job:
-        site, least = self._site, self._plan.limits[Check.GPU]
-        argv = module_command("hpc_elastic.agent.health_gpu", "main")
-        child = session.start(argv, environ=site.environ, cwd="/", inherited=site.inherited, clock=self._clock)
+    @property
+    def _has_gpus(self) -> bool:
+        given = self._site.gpus_given
+        return os.path.exists(_NVIDIA) if given is None else given > 0
+
+    def look_at_gpus(self, take: Callable[[GpuFacts], None]) -> None:
+        """Ask NVML once, beside all checks: `take` is called with its answer in another thread, soon or never."""
+        if not self._has_gpus:
+            return
+        session = self._looks = _Session(lambda _: None)
+        child = self._start_nvml(session)
+        if not isinstance(child, WorkerStartError):
+            _thread.start_new_thread(lambda: take(self._own(from_json(child.run(GPU_SECONDS).stdout))), ())
+
+    def _own(self, facts: GpuFacts) -> GpuFacts:
+        """Of the job's own GPUs."""
+        visible = self._site.environ.get("CUDA_VISIBLE_DEVICES")
+        return replace(facts, devices=tuple(own_gpus(facts.devices, given=self._site.gpus_given, visible=visible)))
+
+    def _start_nvml(self, session: _Session, *arguments: str) -> UserCommand | WorkerStartError:
+        argv = [*module_command("hpc_elastic.agent.health_gpu", "main"), *arguments]
+        return session.start(
+            argv, environ=self._site.environ, cwd="/", inherited=self._site.inherited, clock=self._clock
+        )
+
+    def _gpus(self, session: _Session, last_round: int) -> _Job:
+        site, limits = self._site, self._plan.limits
+        seconds = limits.get(Check.GPU_MEMORY, 0.0) if last_round >= 0 and self._memory_before else 0.0
+        before = self._memory_before if seconds else {}
+        pairs = ",".join(f"{uuid}={held}" for uuid, held in before.items())
+        child = self._start_nvml(session, *([f"{seconds:g}", pairs] if before else []))
 
         def look() -> list[Finding]:
             if isinstance(child, WorkerStartError):
                 return [Finding(check=Check.GPU.value, warning=f"the GPUs can't be looked at: {child}")]
-            facts = from_json(child.run(GPU_SECONDS + END_SECONDS).stdout)
+            facts = from_json(child.run(GPU_SECONDS + seconds + END_SECONDS).stdout)
             visible = site.environ.get("CUDA_VISIBLE_DEVICES")
-            return [judge_gpus(facts, given=site.gpus_given, visible=visible, least_errors=least)]
+            for device in self._own(facts).devices:
+                if device.held is not None and device.uuid:
+                    known = self._memory_before.setdefault(device.uuid, device.held)
+                    self._memory_before[device.uuid] = min(known, device.held)
+            found = [judge_gpu_memory(facts, before=before)] if before else []
+            if Check.GPU in limits:
+                least = limits[Check.GPU]
+                found.append(judge_gpus(facts, given=site.gpus_given, visible=visible, least_errors=least))
+            return found
 
-        return _Job(Check.GPU.value, "NVML", GPU_SECONDS, look)
+        return _Job(Check.GPU.value, "NVML", GPU_SECONDS + seconds, look)
+
+    def _network(self, session: _Session, site: NetworkSite, meeting: Meeting) -> _Job:
+        from hpc_elastic.agent.network_check import PROGRAM, LinkProbe, NetworkCheck, judge_network  # rarely asked for
+        from hpc_elastic.store.base import StoreError
+        from hpc_elastic.store.file_store import FileStore
+
+        seconds = self._plan.limits[Check.NETWORK]
+        python, environ = site.probe()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            child = session.start(
+                [*python, str(PROGRAM)], environ=environ, cwd="/", inherited=self._site.inherited, clock=self._clock,
+                stdin=theirs.fileno(),
+            )  # fmt: skip
+
+        def look() -> list[Finding]:
+            with ours:
+                if isinstance(child, WorkerStartError):
+                    return [Finding(check=Check.NETWORK.value, warning=f"the network can't be measured: {child}")]
+                child.attend(seconds, lambda _: None)
+                try:
+                    found = NetworkCheck(
+                        FileStore(site.store, clock=self._clock), meeting, node=site.node, host=site.host,
+                        addresses=site.addresses, seconds=seconds, pause=session.pause,
+                    ).run(LinkProbe(ours))  # fmt: skip
+                except (OSError, StoreError) as error:
+                    found = str(error)
+                finally:
+                    child.kill()
+            if isinstance(found, str):
+                return [Finding(check=Check.NETWORK.value, note=f"the network was not measured here: {found}")]
+            return judge_network(found, site.node)
+
+        return _Job(Check.NETWORK.value, "", seconds + END_SECONDS, look, must_answer=False)
 
     def _script(self, session: _Session, last_round: int) -> _Job:
         command, seconds = self._plan.command, self._plan.command_seconds
@@ -243,8 +331,8 @@ class HealthChecks:
                 option = "--health-check: " if is_usage else ""
                 return [Finding(check="script", reason=f"{option}{child}", is_usage=is_usage)]
             ended = child.run(seconds + END_SECONDS)
-            lines = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
-            return [judge_script(ended.exitcode, _printable(lines[-1]) if lines else "", command=command[0])]
+            line = "".join(last_lines(ended.stderr, 1)).strip()[:200]
+            return [judge_script(ended.exitcode, line, command=command[0])]
 
         return _Job("script", command[0], seconds, look)
 
@@ -266,7 +354,7 @@ class _Session:
         self._changed = threading.Condition()
         self._found: dict[str, list[Finding]] = {}
         self._cancelled = threading.Event()
-        self._children: list[_Child] = []
+        self._children: list[UserCommand] = []
         self._busy: set[str] = set()
 
     @property
@@ -278,17 +366,22 @@ class _Session:
         return bool(self._busy)
 
     def start(
-        self, argv: Sequence[str], *, environ: Mapping[str, str], cwd: str, inherited: Inherited, clock: Clock
-    ) -> _Child | WorkerStartError:
-        """Start a check's process; returns why where it could not be started."""
-        env = {**environ, TOKEN_VARIABLE: os.urandom(8).hex()}
+        self,
+        argv: Sequence[str],
+        *,
+        environ: Mapping[str, str],
+        cwd: str,
+        inherited: Inherited,
+        clock: Clock,
+        stdin: int | None = None,
+    ) -> UserCommand | WorkerStartError:
+        """Start a check's process, as `UserCommand.start` does; returns why where it could not be started."""
         try:
-            process = start_worker(
-                argv=argv, env=env, cwd=cwd, inherited=inherited, clock=clock, pipe_bytes=0, exec_wait=EXEC_SECONDS
+            child = UserCommand.start(
+                argv, environ=environ, cwd=cwd, inherited=inherited, clock=clock, stdin=stdin, cancelled=self._cancelled
             )
         except WorkerStartError as error:
             return error
-        child = _Child(process, env, self._cancelled)
         self._children.append(child)
         return child
 
@@ -312,7 +405,7 @@ class _Session:
         """Wait for the ends of the checks' processes."""
         deadline = time.monotonic() + seconds
         while any(not child.is_gone for child in self._children) and time.monotonic() < deadline:
-            time.sleep(_LOOK_SECONDS / 5)
+            time.sleep(_LOOK_SECONDS)
 
     def run(self, jobs: Sequence[_Job]) -> None:
         if not jobs:
@@ -363,84 +456,6 @@ class _Session:
             for child in self._children:
                 child.kill()
         self._post(verdict)
-
-
-class _Ended(Struct, frozen=True):
-    exitcode: int
-    stdout: str
-    stderr: str
-
-
-class _Child:
-    """A check's process, and whatever it starts."""
-
-    def __init__(self, process: WorkerProcess, env: Mapping[str, str], cancelled: threading.Event) -> None:
-        self._process = process
-        self._marks = {name: env.get(name) for name in (TOKEN_VARIABLE, JOB_VARIABLE)}
-        self._cancelled = cancelled
-        self.is_gone = False
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def kill(self) -> None:
-        """SIGKILL to its process group; `run` sees to the rest."""
-        self._process.signal_group(signal.SIGKILL)
-
-    def run(self, seconds: float) -> _Ended:
-        """Attend it to its end, or end it with all that it started. Never longer than `seconds` and a little."""
-        process = self._process
-        stdout_fd, stderr_fd = process.take_output()
-        kept = {stdout_fd: bytearray(), stderr_fd: bytearray()}
-        open_fds = set(kept)
-        deadline = time.monotonic() + seconds
-        while process.poll() is None and time.monotonic() < deadline and not self._cancelled.is_set():
-            _read_some(kept, open_fds, process.pidfd, _LOOK_SECONDS)
-        status = process.poll()
-        self._end_all()
-        _read_some(kept, open_fds, None, 0.0)
-        process.release()
-        self.is_gone = True
-        for fd in (stdout_fd, stderr_fd):
-            os.close(fd)
-        texts = [bytes(kept[fd]).decode("utf-8", "replace") for fd in (stdout_fd, stderr_fd)]
-        return _Ended(exitcode=status.exitcode if status else -int(signal.SIGKILL), stdout=texts[0], stderr=texts[1])
-
-    def _end_all(self) -> None:
-        """Until nothing of this job that carries its token lives; what sits in D state is left after a while."""
-        deadline = time.monotonic() + END_SECONDS
-        self.kill()
-        while time.monotonic() < deadline:
-            # The token alone is not enough: a job that the check submits inherits it.
-            left = tree.own_processes_where(
-                lambda _, environ: all(environ.get(name) == value for name, value in self._marks.items())
-            )
-            if not left and self._process.poll() is not None:
-                return
-            for proc in left:
-                tree.kill_safely(proc, signal.SIGKILL)
-            time.sleep(_LOOK_SECONDS / 5)
-
-
-def _read_some(kept: Mapping[int, bytearray], open_fds: set[int], pidfd: int | None, seconds: float) -> None:
-    """Wait for output or the end, and read what is there; of endless output the end is kept."""
-    poll = select.poll()
-    for fd in (*open_fds, *([pidfd] if pidfd is not None else [])):
-        poll.register(fd, select.POLLIN)
-    for fd in open_fds & {fd for fd, _ in poll.poll(seconds * 1000)}:
-        try:
-            data = os.read(fd, _KEPT_OUTPUT)
-        except OSError:
-            data = b""
-        if not data:
-            open_fds.discard(fd)
-        kept[fd].extend(data)
-        del kept[fd][:-_KEPT_OUTPUT]
-
-
-def _printable(line: str) -> str:
-    return "".join(char if char.isprintable() else "?" for char in line)[:200]
 
 
 def no_health_checks() -> HealthChecks:

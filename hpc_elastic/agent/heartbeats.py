@@ -26,6 +26,7 @@ from hpc_elastic.worker_api.heartbeat_record import (
     NoticeRecord,
     empty_file,
     pack_notice,
+    read_loss,
     read_record,
     read_sections,
     read_total,
@@ -219,6 +220,8 @@ class RankBeat(Struct, frozen=True, kw_only=True):
     """The furthest step that one of them holds, as far as it is known."""
     total: int | None = None
     """How many steps the training has, where it reports that."""
+    loss: float | None = None
+    """As it reported it last."""
     first_step: int | None = None
     """The first step that it reported in this round, and `first_at`, when."""
     first_at: float = 0.0
@@ -344,6 +347,7 @@ class RoundBeats:
             saved_at=min(now, record.saved_ns / 1e9),
             saved_step=record.saved_step,
             total=read_total(raw),
+            loss=read_loss(raw),
             first_step=record.first_step,
             first_at=min(now, record.first_ns / 1e9),
             stepped_at=min(now, record.stepped_ns / 1e9),

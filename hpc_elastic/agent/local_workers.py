@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
-from hpc_elastic.agent.container import enter_container
+from hpc_elastic.agent.container import enter_container, exit_of_script
 from hpc_elastic.agent.flight_recorder import ANSWER_SECONDS, FlightRecorders
 from hpc_elastic.agent.fork_server_states import NoForkServer
 from hpc_elastic.agent.hang import HangWatch, silent_watch
@@ -24,14 +26,17 @@ from hpc_elastic.base.file_executor import FileExecutor, is_refusal
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.failures.classify import signal_of
+from hpc_elastic.failures.extension_lock import HeldLock, find_held_locks, remove_locks
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.output.pump import LogPump
 from hpc_elastic.rendezvous.ranks import RankLayout
 from hpc_elastic.run.agent_events import OwnEnd
-from hpc_elastic.run.container import Container
+from hpc_elastic.run.container import Container, Runtime
 from hpc_elastic.run.option_values import Std
 from hpc_elastic.run.paths import RankPaths
-from hpc_elastic.workers.handlers import acts_on, send_to_handler
+from hpc_elastic.workers import tree
+from hpc_elastic.workers.handlers import Inside, acts_on, send_to_handler
 from hpc_elastic.workers.spawn import EXEC_WAIT_S, Inherited, WorkerProcess, pipe_bytes_for, start_worker
 from hpc_elastic.workers.stop import GroupStopper, Stopped
 
@@ -39,6 +44,8 @@ if TYPE_CHECKING:
     from hpc_elastic.failures.stacks import RankStacks
     from hpc_elastic.run.activities import Activity
     from hpc_elastic.run.flight_tail import FlightTail
+
+logger = logging.getLogger(__name__)
 
 _NVIDIA = "/dev/nvidiactl"
 FOLDERS_SECONDS = 60.0
@@ -85,8 +92,14 @@ class LocalWorkers:
         self._replaced: list[WorkerProcess] = []
         """Ended, and kept until the group is ended: what they started may still run."""
         self._start_one: Callable[[int, Mapping[str, str]], WorkerProcess] | None = None
+        self._container: Container | None = None
+        self._inside: Inside | None = None
+        """Given where the workers are containers, whose runtimes may have processes of their own."""
+        self._is_wrapped = False
         self._stopper: Stopper | None = None
         self._stop = StopRecord()
+        self._held_locks: tuple[HeldLock, ...] = ()
+        """What the workers that were stopped had open of builds of C++ extensions."""
         self._recorders = FlightRecorders(self._watch.folder, round_index=round_index, clock=clock)
         self._evidence = WorkerEvidence(
             place,
@@ -113,11 +126,15 @@ class LocalWorkers:
         *,
         cwd: str,
         container: Container | None = None,
+        cpus: Sequence[frozenset[int]] = (),
+        is_wrapped: bool = False,
     ) -> None:
         """Start all workers of the node.
 
         `environment`: (local rank, path of its error file) → the whole environment.
         `container`: what they run in; None: on the host.
+        `cpus`: those of each, by local rank; none: as this process.
+        `is_wrapped`: `argv` begins with a program that may stay, and report a signal N of the script as 128 + N.
 
         Raises:
             WorkerStartError: one could not be; the others, if any, run and are to be stopped.
@@ -129,19 +146,26 @@ class LocalWorkers:
             for local_rank in range(self.layout.local_world_size):
                 make_private_dir(self.paths_of(local_rank).root)
 
+        self._is_wrapped = is_wrapped
         self._files.do(make_folders, within=FOLDERS_SECONDS, unless=self._is_ending, again=is_refusal)
         self._watch.begin(self.round, first_rank=self.layout.first_rank, count=self.layout.local_world_size)
         deadline = self._clock.monotonic() + EXEC_WAIT_S
+        self._container = container
+        self._inside = Inside() if container is not None and container.image.runtime is not Runtime.PYXIS else None
+        if container is not None and container.image.runtime is Runtime.PODMAN:
+            self._evidence.count_nodes_oom_kills()
 
         def env_of(local_rank: int, extra: Mapping[str, str]) -> Mapping[str, str]:
             own = environment(local_rank, str(self.paths_of(local_rank).error_file))
             recorder = self._recorders.environment(self.layout.first_rank + local_rank, own)
             return {**own, **self._watch.environment(local_rank), **recorder, **extra}
 
-        def start_fresh(own: Mapping[str, str], exec_wait: float) -> WorkerProcess:
+        def start_fresh(local_rank: int, own: Mapping[str, str], exec_wait: float) -> WorkerProcess:
             command, env = list(argv), dict(own)
             if container is not None:
-                command, env = enter_container(container, argv, env, cwd=cwd, has_nvidia=os.path.exists(_NVIDIA))
+                command, env = enter_container(
+                    container, argv, env, local_rank=local_rank, cwd=cwd, has_nvidia=os.path.exists(_NVIDIA)
+                )
             return start_worker(
                 argv=command,
                 env=env,
@@ -150,24 +174,27 @@ class LocalWorkers:
                 clock=self._clock,
                 pipe_bytes=pipe_bytes_for(self.layout.local_world_size),
                 exec_wait=exec_wait,
+                cpus=cpus[local_rank] if cpus else (),
             )
 
         def start_one(local_rank: int, extra: Mapping[str, str]) -> WorkerProcess:
             env = env_of(local_rank, extra)
-            return self._fork_server.fork_workers([env])[0] or start_fresh(env, EXEC_WAIT_S)
+            forked = self._fork_server.fork_workers([env], cpus[local_rank : local_rank + 1])
+            return forked[0] or start_fresh(local_rank, env, EXEC_WAIT_S)
 
         self._start_one = start_one
         environments = [env_of(local_rank, {}) for local_rank in range(self.layout.local_world_size)]
-        forked = self._fork_server.fork_workers(environments)
+        forked = self._fork_server.fork_workers(environments, cpus)
         for local_rank, global_rank in enumerate(self.layout.global_ranks):
             try:
                 process = forked[local_rank] or start_fresh(
-                    environments[local_rank], deadline - self._clock.monotonic()
+                    local_rank, environments[local_rank], deadline - self._clock.monotonic()
                 )
             except (OSError, HpcElasticError):
                 self._replaced += [later for later in forked[local_rank:] if later is not None]
                 raise
-            slot = WorkerSlot(local_rank, global_rank, process, self.paths_of(local_rank))
+            own = environments[local_rank]
+            slot = WorkerSlot(local_rank, global_rank, process, self.paths_of(local_rank), environ=own, cwd=cwd)
             self._slots.append(slot)
             self._watch.note_pid(local_rank, process.pid)
             self._take_output(slot)
@@ -229,13 +256,16 @@ class LocalWorkers:
         for slot in self._slots:
             if slot.exit is None and (status := slot.process.poll()) is not None:
                 # All that one look finds ended get the same time: which of them was first can't be known.
-                slot.note_exit(replace(status, observed_ns=now, observed_uptime_ns=uptime), self._stopper)
+                code = exit_of_script(self._container, status.exitcode)
+                code = -signal_of(code) or code if self._is_wrapped else code
+                seen = replace(status, exitcode=code, observed_ns=now, observed_uptime_ns=uptime)
+                slot.note_exit(seen, self._stopper)
                 changed = True
         return changed
 
     def look_at_sockets(self) -> None:
         """Note which sockets the workers have that run. Some milliseconds."""
-        self.sockets.look({slot.global_rank: slot.process.pid for slot in self._slots if slot.exit is None})
+        self.sockets.look({self._slots[rank].global_rank: pid for rank, pid in self.running_pids.items()})
 
     @property
     def failed(self) -> bool:
@@ -264,8 +294,9 @@ class LocalWorkers:
 
     @property
     def running(self) -> list[int]:
-        """Local ranks whose worker has not ended."""
-        return [slot.local_rank for slot in self._slots if slot.exit is None]
+        """Local ranks whose script has not ended; its container's runtime may still clean up then."""
+        ranks = [slot.local_rank for slot in self._slots if slot.exit is None]
+        return [rank for rank in ranks if self._inside is None or not self._inside.has_ended(rank)]
 
     @property
     def stopping(self) -> bool:
@@ -286,17 +317,25 @@ class LocalWorkers:
         Returns:
             Local ranks of running workers no process of which catches it: it would end them.
         """
-        running = [slot for slot in self._slots if slot.exit is None and slot.local_rank in speakers]
+        pids = self.running_pids
         return [
-            slot.local_rank
-            for slot in running
-            if not send_to_handler(slot.process.pid, number, speaker=speakers[slot.local_rank])
+            rank
+            for rank in self.running
+            if rank in speakers and not (rank in pids and send_to_handler(pids[rank], number, speaker=speakers[rank]))
         ]
 
     @property
     def running_pids(self) -> dict[int, int]:
-        """Local rank → pid, of the workers that have not ended."""
-        return {slot.local_rank: slot.process.pid for slot in self._slots if slot.exit is None}
+        """Local rank → pid of each script that runs: its container's may not have come up yet."""
+        if self._inside is None:
+            return {slot.local_rank: slot.process.pid for slot in self._slots if slot.exit is None}
+        scripts = self._inside.scripts(tree.descendants(os.getpid(), excluding=self._excluding()))
+        return {rank: scripts[rank].pid for rank in self.running if rank in scripts}
+
+    @property
+    def heartbeats(self) -> int:
+        """How many the workers have sent in this round."""
+        return sum(beat.count for beat in self._watch.read())
 
     def ask_for_dumps(self) -> None:
         """Have the workers dump torch's flight recorder; it disturbs none."""
@@ -346,18 +385,11 @@ class LocalWorkers:
         ranks = [slot.global_rank for slot in self._slots if slot.exit is None]
         is_unknown = self._stop.wants_look or self._stop.wants_stacks
         listens = is_unknown and self._recorders.ask(ranks)  # what is stopped can dump nothing
+        moment = partial(MomentThenStop, then=self._stop_now, grace=grace, clock=self._clock)
         if self._stop.wants_look and not self._stop.wants_stacks:
-            self._stopper = MomentThenStop(
-                is_over=self._is_moment_over, then=self._stop_now, grace=grace, clock=self._clock
-            )
+            self._stopper = moment(is_over=self._is_moment_over)
         elif listens:
-            self._stopper = MomentThenStop(
-                is_over=self._recorders.have_answered,
-                then=self._stop_now,
-                grace=grace,
-                clock=self._clock,
-                seconds=ANSWER_SECONDS,
-            )
+            self._stopper = moment(is_over=self._recorders.have_answered, seconds=ANSWER_SECONDS)
         else:
             self._stopper = self._stop_now(grace)
         self._stopper.begin()
@@ -375,13 +407,19 @@ class LocalWorkers:
         self._stop.began_ns = self._clock.time_ns()
         for slot in self._slots:
             slot.stopped_by_agent = slot.exit is None
+        scripts = self.running_pids
+        pids = list(scripts.values())
+        for pid in pids:  # it grows: the script may be below a wrapper
+            pids += tree.main_children(pid) or ()
+        self._held_locks = find_held_locks(pids)
         ended = [*self._replaced, *(slot.process for slot in self._slots)]
-        stopper = GroupStopper(ended, grace=grace, clock=self._clock, excluding=self._excluding())
+        stopper = GroupStopper(ended, grace=grace, clock=self._clock, excluding=self._excluding(), inside=self._inside)
         if not self._stop.wants_stacks and not self._stop.wants_look:
             return stopper
         beats = {slot.local_rank: self._watch.beat(slot.local_rank) for slot in self._slots if slot.exit is None}
         targets = find_targets(
-            [(self._slots[local_rank].process, beat.pid if beat else 0) for local_rank, beat in beats.items()]
+            [(self._slots[local_rank].process, beat.pid if beat else 0) for local_rank, beat in beats.items()],
+            {self._slots[rank].process.pid: pid for rank, pid in scripts.items()},
         )
         if not self._stop.wants_stacks:
             # SIGABRT in place of SIGTERM, but not where that would keep a script from saving.
@@ -399,11 +437,19 @@ class LocalWorkers:
         if isinstance(result, Stopped):
             for slot in self._slots:
                 if slot.exit is None and (status := result.exits.get(slot.process.pid)) is not None:
-                    slot.note_exit(status, self._stopper)
+                    code = exit_of_script(self._container, status.exitcode)
+                    slot.note_exit(replace(status, exitcode=code), self._stopper)
             self._stopper = None
+            if self._held_locks and not result.left:
+                self._files.post(self._remove_locks)
         else:
             self.poll()
         return result
+
+    def _remove_locks(self) -> None:
+        """Of builds that the stop broke off: else the next round would wait for them for ever."""
+        for path in remove_locks(self._held_locks, self._slots[0].environ):
+            logger.info("removed the lock file %s of a C++ extension's build, which the stop broke off", path)
 
     def exit_summary(self) -> str:
         """One line about the first failure, before any evidence is read."""

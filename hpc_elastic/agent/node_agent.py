@@ -29,24 +29,25 @@ from hpc_elastic.agent.ending import (
     leave_run,
 )
 from hpc_elastic.agent.failure_reports import FailureReports
-from hpc_elastic.agent.health import HealthVerdict
+from hpc_elastic.agent.health import HealthVerdict, meeting_before
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.agent.metrics import NoMetrics, RoundFigures
-from hpc_elastic.agent.restart_policy import may_wait
-from hpc_elastic.agent.round_events import ClockOffsetLog, log_coordination, log_health, log_round
+from hpc_elastic.agent.round_events import (
+    ClockOffsetLog,
+    log_coordination,
+    log_health,
+    log_round,
+)
+from hpc_elastic.agent.round_workers import RoundWorkers, log_started, log_stopped
 from hpc_elastic.agent.store_server import StoreState
 from hpc_elastic.agent.supervision import WORKER_STATE, Event, Phase, WorkerState, next_phase
-from hpc_elastic.agent.worker_environment import round_facts, worker_environment
 from hpc_elastic.base.outcome import Outcome
-from hpc_elastic.failures.contrast import ALL_ALIKE, moment_after
+from hpc_elastic.base.waking import wait_readable
+from hpc_elastic.failures.contrast import ALL_ALIKE
 from hpc_elastic.output.pump import log_losses
-from hpc_elastic.rendezvous.ranks import rank_layout
 from hpc_elastic.rendezvous.state import RoundRecord, Status, supersedes
 from hpc_elastic.run.agent_events import (
     AgentEnded,
-    PlatformFailure,
-    WorkersStarted,
-    WorkersStopped,
     WorkersStopping,
     WorkersSucceeded,
 )
@@ -58,6 +59,8 @@ logger = logging.getLogger(__name__)
 
 FIRST_HEALTH_SECONDS = 0.25
 """How long an agent waits for its first health check before it asks to join."""
+FIRST_RECORD_SECONDS = 1.0
+"""How long one whose fork server imports waits for a record before it asks to join: less than torch's import takes."""
 
 
 class NodeAgent:
@@ -83,6 +86,8 @@ class NodeAgent:
         self._selector = selectors.DefaultSelector()
         self._watched: set[int] = set()
         self._unfit: HealthVerdict | None = None
+        self._is_replaced = False
+        """Whether another agent of this node goes on."""
         self._moment_ends: float | None = None
         """Until when the workers elsewhere are let go on after a failure here that may be this node's."""
         self._figures = context.figures or RoundFigures(NoMetrics(), role=context.spec.role, clock=context.clock)
@@ -97,6 +102,8 @@ class NodeAgent:
         """Pids that not even SIGKILL ended: logged once, and not waited for again."""
         self._met: float | None = None  # seconds that the rendezvous of this round took
         self._awaits_imports = False  # the round is final, and its workers wait for the fork server
+        self._joins_when_warm = False
+        self._hung = False  # the last round did: the network is measured, where that was asked for
 
     @property
     def phase(self) -> Phase:
@@ -120,8 +127,9 @@ class NodeAgent:
             The agent's exit code: information for a person; the verdict is in the store.
         """
         context = self._context
-        for source in (context.coordination, context.signals, context.health):
-            self._selector.register(source, selectors.EVENT_READ)
+        for source in (context.coordination, context.signals, context.health, context.commands):
+            if source.fileno() >= 0:
+                self._selector.register(source, selectors.EVENT_READ)
         self.begin()
         while self._phase is not Phase.ENDED:
             self._watch_workers()
@@ -130,17 +138,41 @@ class NodeAgent:
         return self.leave()
 
     def begin(self) -> None:
-        """Ask to be in the first round."""
-        self._context.fork_server.begin()
+        """Ask to be in the first round, once the user's own commands have made this node fit for it."""
+        context = self._context
+        context.commands.begin()
+        if not context.commands.is_ready:
+            context.coordination.start()
+            return
+        self._begin_servers()
+        if is_cold := context.fork_server.is_awaited:
+            context.coordination.start()
+            self._find_round()
         self._join()
         # Of thousands that start, each should ask at once.
-        self._context.health.wait(FIRST_HEALTH_SECONDS)
+        context.health.wait(FIRST_HEALTH_SECONDS)
         self._handle_health()
-        self._context.coordination.start()
+        if not is_cold:
+            context.coordination.start()
+
+    def _find_round(self) -> None:
+        """Wait for the record of the round that goes on, if there is one, while the fork server imports anyway."""
+        context = self._context
+        while self._record is None and context.fork_server.is_awaited:
+            if not wait_readable([context.coordination, context.fork_server], FIRST_RECORD_SECONDS):
+                return
+            self._handle_messages()
+            context.fork_server.handle()
+
+    def _begin_servers(self) -> None:
+        change = self._context.commands.change
+        self._context.store_server.take_change(change)
+        self._context.fork_server.begin(change)
 
     def step(self) -> None:
         """Take in all that has come, and do what follows. Never waits."""
         self._handle_signals()
+        self._handle_commands()
         self._handle_workers()
         self._handle_heartbeats()
         self._handle_messages()
@@ -208,24 +240,17 @@ class NodeAgent:
 
     def _gives_moment(self, workers: LocalWorkers) -> bool:
         """Let the other workers go on for a moment, where that shows whether the failure is this node's alone."""
-        record = self._record
-        if record is None or len(record.members) < 2 or (failure := workers.look_at_failure()) is None:
-            return False
-        if not may_wait(failure, record, max_restarts=self._context.spec.max_restarts):
-            return False
-        workers.begin_moment()
-        seconds = moment_after(workers.seconds)
-        self._moment_ends = self._context.clock.monotonic() + seconds
-        logger.info("%s: may be this node's: the other workers go on for %.1f s", failure.headline, seconds)
-        return True
+        seconds = self._reports.moment_for(workers, self._record)
+        if seconds is not None:
+            self._moment_ends = self._context.clock.monotonic() + seconds
+        return seconds is not None
 
     def _handle_heartbeats(self) -> None:
         if self._workers is None or self._phase is not Phase.RUNNING:
             return
         if self._context.clock.monotonic() >= self._workers.sockets.due:
             self._workers.look_at_sockets()
-        verdict = self._context.watch.look(self._workers.running)
-        if verdict is not None:
+        if (verdict := self._context.watch.look(self._workers.running)) is not None:
             self._reports.on_hang(self._workers, verdict)
             self._happens(Event.FAILED, verdict.reason)
         elif (status := self._checkpoints.look(self._workers.running)) is not None:
@@ -257,6 +282,7 @@ class NodeAgent:
         self._notice.on_record(record, self._workers)
         uid = self._context.info.uid
         if any(supersedes(member.uid, uid) for member in record.members):
+            self._is_replaced = True
             self._happens(Event.LEAVE, "a newer agent runs on this node")
         elif self._context.info.node in record.unfit and self._unfit is None:
             # All workers here failed alike, and none elsewhere: another agent here would find the same.
@@ -275,14 +301,27 @@ class NodeAgent:
         elif record.status is Status.FINAL and self._phase is Phase.READY and record.round == self._round:
             self._happens(Event.FINAL, record.reason)
 
-    def _handle_health(self) -> None:
-        context = self._context
-        verdict = context.health.take()
-        if verdict is None or self._phase is not Phase.JOINING:
+    def _handle_commands(self) -> None:
+        why = self._context.commands.take()
+        if why is None or self._phase is not Phase.JOINING:
             return
+        if why:
+            self._on_health(HealthVerdict(reason=why, is_usage=True))
+        else:
+            self._begin_servers()
+            self._join()
+
+    def _handle_health(self) -> None:
+        if (verdict := self._context.health.take()) is not None and self._phase is Phase.JOINING:
+            self._on_health(verdict)
+
+    def _on_health(self, verdict: HealthVerdict) -> None:
+        context = self._context
         log_health(context.events, verdict, round_index=max(0, self._round))
         if verdict.is_healthy:
-            context.coordination.ask(lambda participant: participant.join())
+            self._joins_when_warm = self._is_too_cold
+            if not self._joins_when_warm:
+                context.coordination.ask(lambda participant: participant.join())
             return
         self._unfit = verdict
         if not verdict.is_usage:  # else the supervisor gives the node up, and judges by what all of them did
@@ -299,39 +338,35 @@ class NodeAgent:
             return
         self._stop_due = None
         self._figures.end("stop")
-        self._context.events.write(
-            WorkersStopped(
-                round=workers.round,
-                seconds=round(result.seconds, 3),
-                killed=result.killed,
-                left=tuple(survivor.pid for survivor in result.left),
-                ends=workers.own_ends,
-                progress=self._context.watch.progress(),
-            )
-        )
-        for survivor in result.left:
-            logger.error("process %d (%s) is still there: %s", survivor.pid, survivor.name, survivor.why)
-            self._unendable.add(survivor.pid)
+        log_stopped(self._context, workers, result)
+        self._unendable.update(survivor.pid for survivor in result.left)
         self._swept = self._phase is Phase.DONE
         if self._phase in (Phase.STOPPING, Phase.LEAVING):
             self._happens(Event.STOPPED, "workers have ended")
 
     def _handle_store(self) -> None:
+        store, reports = self._context.store_server, self._reports
         has_workers = self._phase in (Phase.RUNNING, Phase.STOPPING)  # a worker may notice it before this agent does
-        reports = self._reports
-        if self._context.store_server.handle() is not StoreState.FAILED or not has_workers or reports.platform_failure:
+        if store.handle() is not StoreState.FAILED or not has_workers or reports.platform_failure:
             return
-        reports.platform_failure = f"the workers' TCPStore is gone: {self._context.store_server.failure}"
-        logger.error("%s", reports.platform_failure)
-        self._context.events.write(PlatformFailure(round=self._round, reason=reports.platform_failure))
+        reports.on_platform_failure(self._round, f"the workers' TCPStore is gone: {store.failure}")
         if self._phase is Phase.RUNNING:  # workers that connect would retry for five minutes before they fail
             self._happens(Event.FAILED, reports.platform_failure)
 
     def _handle_fork_server(self) -> None:
         self._context.fork_server.handle()
+        if self._joins_when_warm and self._phase is Phase.JOINING and not self._is_too_cold:
+            self._joins_when_warm = False
+            self._context.coordination.ask(lambda participant: participant.join())
         if self._awaits_imports and not self._context.fork_server.is_awaited:
             self._awaits_imports = False
             self._start_workers()
+
+    @property
+    def _is_too_cold(self) -> bool:
+        """Whether a round goes on elsewhere, which would be ended for workers that then wait for the fork server."""
+        goes_on = self._record is not None and self._record.status is Status.FINAL and not self._has_run
+        return goes_on and self._context.fork_server.is_awaited
 
     # -- what follows --------------------------------------------------------------------------------------------
 
@@ -374,82 +409,55 @@ class NodeAgent:
     def _join(self) -> None:
         """Ask to be in the next round, once this node is known to be fit."""
         self._figures.begin("rendezvous")
-        self._context.health.begin(self._round)
+        nodes = len(self._context.attempt.nodes)
+        meeting = meeting_before(self._record, last_round=self._round, hung=self._hung, nodes=nodes)
+        self._hung = False
+        self._context.health.begin(self._round, meeting=meeting)
         self._handle_health()
 
     def _start_workers(self) -> None:
         record, context = self._record, self._context
         assert record is not None
-        layout = rank_layout(record.members, context.info.uid)
-        facts = round_facts(
-            record, layout, spec=context.spec, run_dir=context.run_dir, attempt=context.attempt.number, tag=context.tag
-        )
-        serves = layout.group_rank == 0 and facts.agent_store
-        if not serves:
+        own = RoundWorkers(context, record)
+        if not own.serves_store:
             # Rank 0 opens it itself, or another node has it now. Not sooner: workers elsewhere that were still being
             # ended would have failed with a lost connection.
             context.store_server.release()
         self._moment_ends = None
-        workers = self._workers = LocalWorkers(
-            context.place,
-            round_index=record.round,
-            layout=layout,
-            inherited=context.inherited,
-            pump=context.pump,
-            clock=context.clock,
-            shown=context.shown,
-            excluding=lambda: context.helpers() | self._unendable,
-            files=context.files,
-            is_ending=self._heard.is_ending,
-            watch=context.watch,
-            fork_server=context.fork_server,
+        workers = self._workers = own.group(
+            excluding=lambda: context.helpers() | self._unendable, is_ending=self._heard.is_ending
         )
         self._reports.write_again()
         self._swept, self._has_run, self._reports.platform_failure = False, True, ""
-        log_round(context.events, facts, restarts_used=record.restarts_used)
+        log_round(context.events, own.facts, restarts_used=record.restarts_used)
         self._figures.put("remaining_restarts", context.spec.max_restarts - record.restarts_used)
         try:
-            workers.start(
-                context.spec.entrypoint.argv(),
-                lambda local_rank, error_file: worker_environment(
-                    context.environ, facts, local_rank=local_rank, error_file=error_file
-                ),
-                cwd=context.spec.cwd,
-                container=context.spec.container,
-            )
+            own.start(workers)
         except (WorkerStartError, OSError) as error:
-            self._report_start_failure(workers, error)
+            self._reports.on_start_failure(workers, error)
+            self._phase = next_phase(self._phase, Event.FAILED)
+            self._stop_workers(str(error))
             return
         self._clock_offsets.log_first()
         context.suspicions.begin(record.round)
-        context.events.write(
-            WorkersStarted(
-                round=record.round,
-                pids=tuple(workers.pids),
-                rendezvous_seconds=self._met,
-                start_seconds=self._figures.end("start"),
-                restart_seconds=self._figures.end("restart"),
-                started_fresh=context.fork_server.why_fresh,
-            )
+        log_started(
+            context,
+            workers,
+            rendezvous_seconds=self._met,
+            start_seconds=self._figures.end("start"),
+            restart_seconds=self._figures.end("restart"),
         )
-        if serves:
+        if own.serves_store:
             context.store_server.serve()
-
-    def _report_start_failure(self, workers: LocalWorkers, error: Exception) -> None:
-        logger.error("the workers could not be started: %s", error)
-        self._reports.on_start_failure(workers, error)
-        self._phase = next_phase(self._phase, Event.FAILED)
-        self._stop_workers(str(error))
 
     def _report_done(self) -> None:
         assert self._workers is not None
         self._context.events.write(WorkersSucceeded(round=(index := self._workers.round)))
         self._context.watch.refresh()
-        self._context.watch.rest()
-        self._context.suspicions.end()
+        self._reports.rest()
         if (reply := self._notice.ended()) is not None:
             self._context.coordination.ask(reply.send)  # first: done alone would mean that there is no more to do
-        self._context.coordination.ask(lambda participant: participant.report_done(index))
+        self._context.coordination.ask(lambda participant: participant.claims.report_done(index))
         # What they left running does not outlive the round; the other nodes do not wait for its end.
         self._workers.begin_stop(grace=self._heard.grace())
         self._stop_due = self._context.clock.monotonic()
@@ -466,14 +474,7 @@ class NodeAgent:
             context.events.write(WorkersStopping(round=workers.round, reason=reason))
             self._figures.begin("restart")
             self._figures.begin("stop")
-            self._reports.last_beats = context.watch.refresh(), context.clock.monotonic()
-            if record is not None and record.hang is not None and record.round == workers.round + 1:
-                context.watch.on_hang(record.hang, workers.running)  # a worker elsewhere hangs: for which here?
-                workers.take_stacks_first()
-            elif record is not None and record.symptoms and record.round == workers.round + 1:
-                workers.look_first()
-            context.watch.rest()
-            context.suspicions.end()
+            self._reports.before_stop(workers, record)
         elif record is not None and not record.symptoms and record.round > workers.round:
             workers.end_moment()
         workers.begin_stop(grace=self._heard.grace())
@@ -483,6 +484,7 @@ class NodeAgent:
         """All of the group are gone: write and report the evidence, and join again where this agent goes on."""
         workers, self._workers = self._workers, None
         if workers is not None:
+            self._hung = workers.took_stacks
             self._reports.on_end(workers)
         if self._phase is Phase.JOINING:
             self._join()
@@ -495,10 +497,12 @@ class NodeAgent:
         self._selector.close()
         self._reports.write_again()
         code = exit_code(ended_by=self._heard.ended_by, failure=self._failure, unfit=self._unfit, record=self._record)
-        context.store_server.close()
-        context.fork_server.close()
-        context.watch.close()
-        context.health.close()
+        for part in (context.store_server, context.fork_server, context.watch, context.health):
+            part.close()
+        if self._is_replaced:
+            context.commands.close()
+        else:
+            context.commands.run_epilog(self._heard.left())
         # Slurm's own end too: where it has killed the batch script (scancel --batch), nothing else writes the verdict.
         by_slurm = self._heard.ended_by in (None, signal.SIGTERM)
         if by_slurm and self._failure is None and context.attempt.cluster == "slurm":

@@ -122,10 +122,12 @@ def log_round(events: EventLog, facts: RoundFacts, *, restarts_used: int) -> Non
 
 
 def log_health(events: EventLog, verdict: HealthVerdict, *, round_index: int) -> None:
-    """What was found before a round: nothing where the node is fit."""
+    """What was found before a round: nothing where the node is fit, and was at once."""
     for check, text in verdict.warnings.items():
         events.write(HealthWarning(check=check, reason=text))
         logger.warning("%s", text)
+    for text in verdict.notes:
+        logger.info("%s", text)
     if verdict.is_usage:
         events.write(StartRefused(reason=verdict.reason))
         logger.error("%s", verdict.reason)

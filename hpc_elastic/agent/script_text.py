@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 _READ_BY_LIBRARIES = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "NUMEXPR_")
 """Variables that compiled libraries read when they are loaded."""
@@ -24,15 +24,15 @@ def late_settings(source: str, *, imported: Collection[str], reads: Mapping[str,
     """
     roots = {name.partition(".")[0] for name in imported}
     found = []
-    for statement in _statements(source):
+    for statement in _flat(_statements(source)):
         if roots & set(_imports_of(statement)):
             break
-        name = _set_variable(statement)
-        if name and (name in reads or name.startswith(_READ_BY_LIBRARIES)):
-            found.append(
-                f"line {statement.lineno} sets {name}, which {reads.get(name, 'a library')} has read already, since it "
-                "is preloaded; set it in the job's environment, or leave the module out of --preload"
-            )
+        found += [
+            f"line {statement.lineno} sets {name}, which {reads.get(name, 'a library')} has read already, since it "
+            "is preloaded; set it in the job's environment, or leave the module out of --preload"
+            for name in _set_variables(statement)
+            if name in reads or name.startswith(_READ_BY_LIBRARIES)
+        ]
     return found
 
 
@@ -51,19 +51,37 @@ def _imports_of(statement: ast.stmt) -> list[str]:
     return []
 
 
-def _set_variable(statement: ast.stmt) -> str:
-    """The variable that the statement puts into the environment; "" for none."""
-    key: ast.expr | None = None
-    if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Subscript):
-        target = statement.targets[0]
-        key = target.slice if _is_environ(target.value) else None
-    elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call) and statement.value.args:
-        function = statement.value.func
-        if isinstance(function, ast.Attribute) and (
-            function.attr == "putenv" or (function.attr == "setdefault" and _is_environ(function.value))
-        ):
-            key = statement.value.args[0]
-    return key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) else ""
+def _flat(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """In the order of the lines: with those inside if, for, try and with, and without functions."""
+    for statement in statements:
+        yield statement
+        if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            for name in ("body", "handlers", "orelse", "finalbody"):
+                yield from _flat(getattr(statement, name, ()))
+
+
+def _set_variables(statement: ast.stmt) -> list[str]:
+    """The variables that the statement itself sets or removes in the environment."""
+    keys: list[ast.expr | None] = []
+    if isinstance(statement, (ast.Assign, ast.Delete)):
+        keys += [
+            target.slice
+            for target in statement.targets
+            if isinstance(target, ast.Subscript) and _is_environ(target.value)
+        ]
+    elif (
+        isinstance(statement, ast.AugAssign) and _is_environ(statement.target) and isinstance(statement.value, ast.Dict)
+    ):
+        keys += statement.value.keys
+    elif isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call):
+        call, function = statement.value, statement.value.func
+        if isinstance(function, ast.Attribute) and (function.attr == "putenv" or _is_environ(function.value)):
+            if function.attr in ("putenv", "setdefault", "pop"):
+                keys += call.args[:1]
+            elif function.attr == "update":
+                keys += [key for each in call.args if isinstance(each, ast.Dict) for key in each.keys]
+                keys += [ast.Constant(keyword.arg) for keyword in call.keywords]
+    return [key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)]
 
 
 def _is_environ(node: ast.expr) -> bool:

@@ -37,6 +37,7 @@ from hpc_elastic.agent.address_filter import Guard
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.host_facts import LOOPBACK
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.workers.environment_change import EnvironmentChange
 from hpc_elastic.workers.spawn import find_program
 
 if TYPE_CHECKING:
@@ -126,6 +127,10 @@ class StoreServer:
         self._was_ready = False
         self.failure = ""
         """Why the state is FAILED."""
+
+    def take_change(self, change: EnvironmentChange) -> None:
+        """From now on the processes have what ``--setup`` has made of the environment."""
+        self._python, self._environ = change.command([self._python])[0], change.apply(self._environ)
 
     @property
     def state(self) -> StoreState:

@@ -10,6 +10,7 @@ from hpc_elastic.rendezvous.ranks import RankLayout
 from hpc_elastic.rendezvous.state import RoundRecord
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.job_environment import in_job
+from hpc_elastic.workers.environment_change import EnvironmentChange
 
 TAG_VARIABLE = "HPC_ELASTIC_TAG"
 
@@ -30,6 +31,7 @@ class RoundFacts(Struct, frozen=True, kw_only=True):
     role: str
     tag: str
     virtual_local_rank: bool = False
+    wandb: bool = False
 
 
 def round_facts(
@@ -50,7 +52,13 @@ def round_facts(
         role=spec.role,
         tag=tag,
         virtual_local_rank=spec.virtual_local_rank,
+        wandb=spec.wandb,
     )
+
+
+def worker_command(spec: RunSpec, change: EnvironmentChange) -> list[str]:
+    """A worker's command line, by the Python that ``--setup`` has put first on PATH where none was asked for."""
+    return [*spec.worker_prefix, *change.command(spec.entrypoint.argv())]
 
 
 def worker_environment(
@@ -91,6 +99,10 @@ def worker_environment(
         visible = [entry.strip() for entry in base.get("CUDA_VISIBLE_DEVICES", "").split(",") if entry.strip()]
         own = visible[local_rank : local_rank + 1] if visible else [str(local_rank)]
         env.update({"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": ",".join(own)})
+    if facts.wandb:
+        # Two processes can't write the same run: most scripts have rank 0 alone log.
+        env.setdefault("WANDB_RUN_ID", facts.run_id if rank == 0 else f"{facts.run_id}-rank{rank}")
+        env.setdefault("WANDB_RESUME", "allow")
     if in_job(base):
         _set_slurm_variables(env, layout, local_rank)
     # torchrun's default; torch's own, without it, is another.
@@ -127,6 +139,7 @@ def shared_environment(
             attempt=attempt,
             role=spec.role,
             tag=tag,
+            wandb=spec.wandb,
         )
         environments.append(worker_environment(base, facts, local_rank=number, error_file=str(number)))
     one, other = environments

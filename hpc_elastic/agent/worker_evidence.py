@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ from hpc_elastic.rendezvous.ranks import RankLayout
 from hpc_elastic.run.agent_events import OwnEnd
 from hpc_elastic.run.log_pieces import holds_at_end
 from hpc_elastic.run.paths import AttemptPaths, RankPaths
-from hpc_elastic.workers.linux import oom_kill_count
+from hpc_elastic.workers.linux import node_oom_kill_count, oom_kill_count
 from hpc_elastic.workers.spawn import ExitStatus, WorkerProcess, exit_status_now
 
 if TYPE_CHECKING:
@@ -58,6 +58,9 @@ class WorkerSlot(Struct):
     global_rank: int
     process: WorkerProcess
     paths: RankPaths
+    environ: Mapping[str, str] = {}
+    """What it was started with."""
+    cwd: str = ""
     exit: ExitStatus | None = None
     stopped_by_agent: bool = False
     output: WorkerOutput | None = None
@@ -133,6 +136,7 @@ class WorkerEvidence:
         self._is_ending = is_ending
         self._watch = watch
         self._recorders = recorders
+        self._is_nodes_oom = False
         self._oom_kills = oom_kill_count() or 0
         self.stacks: dict[int, RankStacks] = {}
         """Global rank → its main thread's stack, once `describe` has read what a hung round left;
@@ -142,6 +146,14 @@ class WorkerEvidence:
         """What each worker here was doing, once `describe` has found nothing but symptoms, or a hang."""
         self.unwritten: list[Callable[[], object]] = []
         """Each writes a failure's evidence that the filesystem refused when `describe` wrote it."""
+
+    def count_nodes_oom_kills(self) -> None:
+        """The workers' containers have cgroups of their own, which end with them. To be called before they start."""
+        self._is_nodes_oom = True
+        self._oom_kills = node_oom_kill_count() or 0
+
+    def _oom_kills_since(self) -> int:
+        return ((node_oom_kill_count if self._is_nodes_oom else oom_kill_count)() or 0) - self._oom_kills
 
     def is_symptom(self, slot: WorkerSlot) -> bool:
         """Whether the failure of an ended worker only shows that another rank is gone."""
@@ -154,7 +166,7 @@ class WorkerEvidence:
         if slot.is_looked_at:
             return slot.early
         slot.is_looked_at = True
-        facts = self._facts(slot, slot.exit, (oom_kill_count() or 0) - self._oom_kills)
+        facts = self._facts(slot, slot.exit, self._oom_kills_since())
         if facts.exitcode > 0 or facts.exitcode in _ABORTED:
             self._pump.drained(slot.process.pid, JUDGE_SECONDS)
             try:
@@ -184,7 +196,7 @@ class WorkerEvidence:
 
     def describe(self, slots: Sequence[WorkerSlot]) -> list[WorkerFailure]:
         """Gather and write the evidence of all that ended badly. To be called once the group has ended."""
-        kills = (oom_kill_count() or 0) - self._oom_kills
+        kills = self._oom_kills_since()
         hung = self._asked_for_stacks(slots, kills)
         failed = [
             (slot, self._facts(slot, slot.exit, kills))
@@ -251,6 +263,8 @@ class WorkerEvidence:
                 state=asked.state_of(slot.process.pid),
                 py_spy=asked.py_spy_of(slot.process.pid),
                 why=self._watch.hung.get(slot.local_rank, ""),
+                environ=slot.environ,
+                cwd=slot.cwd,
                 is_spared=slot.process.pid in asked.spared,
             )
             found.append((slot, worker))
@@ -338,6 +352,7 @@ class WorkerEvidence:
             ended_ns=status.observed_ns,
             ended_uptime_ns=status.observed_uptime_ns,
             oom_kills=max(0, oom_kills),
+            is_nodes_oom=self._is_nodes_oom,
             core_dumped=status.core_dumped,
             stopped_by_agent=slot.stopped_by_agent,
             waited=0.0 if slot.stopped_by_agent else round(self._stop.waited, 3),

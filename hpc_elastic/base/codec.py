@@ -10,12 +10,15 @@ that are not UTF-8.
 from __future__ import annotations
 
 import json
+import os
+import threading
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin
 
-from msgspec import Struct, ValidationError, convert, to_builtins
+from msgspec import MsgspecError, Struct, ValidationError, convert, to_builtins
+from msgspec.json import Decoder
 from msgspec.structs import FieldInfo, fields
 
 from hpc_elastic.base.files import Unreadable, read_json, write_json
@@ -59,9 +62,47 @@ def from_json(cls: type[R], value: object, **known: Any) -> R:
     """
     try:
         merged = {**value, **known} if known and isinstance(value, dict) else value
+        _prepare(cls)
         return convert(merged, cls, dec_hook=_decode, str_keys=True)
     except _REFUSALS as error:
         raise UnreadableRecordError(str(error)) from None
+
+
+NOT_DECODED = (MsgspecError, UnicodeError, RecursionError)
+"""Of a `decoder`."""
+
+
+@cache
+def decoder(cls: type[R]) -> Decoder[R]:
+    """Reads records from texts, in a fraction of the time that `json.loads` and `from_json` take, for many of a kind.
+
+    What it gives is what those two give. It refuses more (`NOT_DECODED`): NaN, lone surrogates, what is not UTF-8; so a
+    text that it refuses is to be read by those two.
+    """
+    with _preparing:
+        return Decoder(cls, dec_hook=_decode)
+
+
+def _prepare(kind: Any) -> None:
+    """Have msgspec look at a type before it is used, in one thread at a time.
+
+    It does so at the first use else, and crashes where two threads are first at once (0.22: a segmentation fault).
+    """
+    if kind not in _prepared:
+        decoder(kind)
+        _prepared.add(kind)
+
+
+_prepared: set[Any] = set()
+_preparing = threading.Lock()
+
+
+def _forked() -> None:
+    global _preparing
+    _preparing = threading.Lock()  # the one that another thread may have held is nobody's here
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def readable(cls: type[R], value: object) -> R | None:
@@ -88,6 +129,7 @@ def readable_fields(cls: type[Struct], value: Mapping[str, Any]) -> dict[str, An
 
 
 def _field(value: object, kind: Any) -> object:
+    _prepare(kind)
     try:
         return convert(value, kind, dec_hook=_decode, str_keys=True)
     except _REFUSALS:

@@ -64,12 +64,21 @@ def _script(modules: Mapping[str, str]) -> str:
 
 
 def _subcommand(name: str, module: str) -> _Subcommand:
-    if name in ("submit", "run", "agent", "config"):
+    if name in ("submit", "run", "agent", "config", "rehearse", "doctor"):
         if name == "config":
             from hpc_elastic.cli.config import OPTIONS
 
             keys = " ".join(Keys(option for option in ALL_OPTIONS if option.in_files).by_name)
             return _of_table(OPTIONS, argument=keys)
+        if name == "rehearse":
+            from hpc_elastic.cli.rehearse import OPTIONS as OWN
+
+            return _of_table([*OWN, *(one for one in ALL_OPTIONS if one.only in ("", "submit"))], argument="@script")
+        if name == "doctor":
+            from hpc_elastic.cli.doctor import OPTIONS as DOCTORS
+            from hpc_elastic.doctor.node_job import TAKEN
+
+            return _of_table([*DOCTORS, *(one for one in ALL_OPTIONS if one.dest in TAKEN)], argument="")
         taken = [one for one in ALL_OPTIONS if one.only in ("", name) and name not in one.ignored_by]
         return _of_table(taken, argument="@script")
     parser = argument_parser(name, "")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from shutil import get_terminal_size
 from typing import Any
 
@@ -24,22 +24,45 @@ from hpc_elastic.options.table import Group, HelpWanted, Keys, Option, Parsed, e
 from hpc_elastic.output.terminal import each_line
 
 
-def read_command_line(argv: Sequence[str], *, subcommand: str, help_: Help, env: Mapping[str, str]) -> Parsed | None:
+def read_command_line(
+    argv: Sequence[str],
+    *,
+    subcommand: str,
+    help_: Help,
+    env: Mapping[str, str],
+    own: Sequence[Option] = (),
+    taken: Collection[str] | None = None,
+) -> Parsed | None:
     """Read it, and the layers below it; None where ``--help`` was asked for and printed.
+
+    Args:
+        argv: Without the program and the subcommand.
+        subcommand: Its name.
+        help_: What its help says.
+        env: Variables, and where the files are.
+        own: Options of this subcommand alone, which no file and no variable gives; it takes those of ``submit``, too.
+        taken: Those of ``submit`` that it takes (`Option.dest`); None: all.
 
     Raises:
         UsageError: an option that is unknown, refused or without its value; something is wrong in a file.
     """
-    left_out = [option.dest for option in ALL_OPTIONS if option.only not in ("", subcommand)]
-    options = tuple(option for option in ALL_OPTIONS if option.dest not in left_out)
-    others = {name: option.only for option in ALL_OPTIONS if option.dest in left_out for name in option.names}
+    left_out = [
+        option.dest
+        for option in ALL_OPTIONS
+        if option.only not in ("", "submit" if own else subcommand) or (taken is not None and option.dest not in taken)
+    ]
+    options = (*own, *(option for option in ALL_OPTIONS if option.dest not in left_out))
+    others = {
+        name: option.only or "submit" for option in ALL_OPTIONS if option.dest in left_out for name in option.names
+    }
     given = parse(argv, options, refused=REFUSED, env={}, elsewhere=others)
     if given.help is None:
         here = current_directory(env)
         parsed = resolve(given, ALL_OPTIONS, env=env, here=here, left_out=left_out, yields=YIELDS).parsed
         for line in parsed.executed:
             print_note(line)
-        return parsed
+        mine = {option.dest: given.values[option.dest] for option in own if option.dest in given.values}
+        return replace(parsed, values={**parsed.values, **mine}, sources={**given.sources, **parsed.sources})
     _print_help(subcommand, help_, [option for option in options if subcommand not in option.ignored_by], given.help)
     return None
 

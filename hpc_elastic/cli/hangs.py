@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,8 +13,9 @@ from msgspec import Struct
 from hpc_elastic.base import codec
 from hpc_elastic.base.text import plural, ranks_text
 from hpc_elastic.errors import UsageError
-from hpc_elastic.failures.flight_analysis import Analysis, FlightSuspect, GroupState, analyse
+from hpc_elastic.failures.flight_analysis import Analysis, analyse
 from hpc_elastic.failures.flight_dump import MOST_BYTES, RankDump, UnreadableDumpError, rank_of_name, read_dump
+from hpc_elastic.failures.flight_groups import FlightSuspect, GroupState
 from hpc_elastic.output.terminal import one_line
 
 SCHEMA = 1
@@ -59,11 +61,11 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: none of the files is a dump.
     """
-    found = _read_all(_files(args.files))
+    found = _without_older(_read_all(_files(args.files)))
     dumps = [dump for _, dump in found if isinstance(dump, RankDump)]
     unreadable = [(name, why) for name, why in found if isinstance(why, str)]
     if not dumps:
-        name, why = unreadable[0] if unreadable else (args.files[0], "an empty folder")
+        name, why = unreadable[0] if unreadable else (args.files[0], "no dump of the flight recorder is in it")
         raise UsageError(f"{name}: {why}")
     analysis = analyse(dumps)
     if args.json:
@@ -81,13 +83,45 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _files(given: Sequence[str]) -> list[Path]:
-    found: list[Path] = []
+    """Each once, those of folders and of the folders in them by their names."""
+    found: dict[Path, None] = {}
     for path in map(Path, given):
         if path.is_dir():
-            found += sorted(each for each in path.iterdir() if rank_of_name(each.name) is not None)
+            within = (Path(root, name) for root, _, names in os.walk(path) for name in names)
+            found |= dict.fromkeys(sorted(each for each in within if _may_be_dump(each)))
         else:
-            found.append(path)
-    return found
+            found[path] = None
+    return list(found)
+
+
+def _may_be_dump(path: Path) -> bool:
+    """Whether a file that is not named itself is worth a line: a folder of logs has others with a number."""
+    if rank_of_name(path.name) is None or not path.is_file():
+        return False
+    try:
+        with path.open("rb") as file:
+            return file.read(1) in (b"", b"{", b"\x80")
+    except OSError:
+        return True
+
+
+def _without_older(found: Sequence[tuple[str, RankDump | str]]) -> list[tuple[str, RankDump | str]]:
+    """Of several dumps of one rank with the same groups, as two failures leave them, the last that was written."""
+    newest: dict[tuple[int, str, str], tuple[float, int]] = {}
+    chosen: list[tuple[str, RankDump | str]] = list(found)
+    for place, (name, dump) in enumerate(found):
+        if not isinstance(dump, RankDump):
+            continue
+        at = os.stat(name).st_mtime
+        keys = [(dump.rank, *key) for key in (*dump.collectives, *dump.transfers)]
+        others = {newest[key] for key in keys if key in newest}
+        if any(at < when for when, _ in others):
+            chosen[place] = name, f"rank {dump.rank} has a newer dump"
+            continue
+        for _, other in others:
+            chosen[other] = found[other][0], f"rank {dump.rank} has a newer dump"
+        newest |= dict.fromkeys(keys, (at, place))
+    return chosen
 
 
 def _read_all(files: Sequence[Path]) -> list[tuple[str, RankDump | str]]:
@@ -97,13 +131,17 @@ def _read_all(files: Sequence[Path]) -> list[tuple[str, RankDump | str]]:
     import multiprocessing
 
     with multiprocessing.get_context("fork").Pool(processes) as pool:
-        return pool.map(_read, files, chunksize=8)
+        return pool.map(_read, files, chunksize=32)
 
 
 def _read(path: Path) -> tuple[str, RankDump | str]:
     """A dump, or why it is none."""
     try:
-        with path.open("rb") as file:
+        with open(
+            os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb"
+        ) as file:  # waits for no pipe's writer
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                return str(path), "no regular file"
             raw = file.read(MOST_BYTES + 1)
         return str(path), read_dump(raw, rank=rank_of_name(path.name))
     except UnreadableDumpError as error:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.outcome import Outcome
@@ -29,6 +30,9 @@ from hpc_elastic.launch.run_status import RunState, RunStatus, ends_by_slurm, re
 from hpc_elastic.run.index import DEFAULT_RUNS_DIR, account_runs, array_tasks
 from hpc_elastic.run.paths import RunPaths
 
+if TYPE_CHECKING:
+    from hpc_elastic.cli.goodput import MeasuredRuns
+
 MOST = 20
 STATES = (*(state.value for state in RunState), *(outcome.value for outcome in Outcome))
 _AT_ONCE = 100
@@ -45,6 +49,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object per run, one per line")
     parser.add_argument(
         "--bad-nodes", action="store_true", help="list the nodes that submit --bad-nodes jobs excludes, and why"
+    )
+    parser.add_argument(
+        "--goodput",
+        action="store_true",
+        help="show where the time of each run went, by its events, and of all together",
     )
     parser.add_argument("--no-slurm", action="store_true", help="do not ask Slurm")
     add_forget_argument(parser, "this account")
@@ -66,6 +75,11 @@ def run(args: argparse.Namespace) -> int:
     clock = SystemClock()
     client = None if args.no_slurm else run_job.slurm_client(timeout=run_job.SHORT_SECONDS)
     shown = seen = 0
+    measured = None
+    if args.goodput:
+        from hpc_elastic.cli.goodput import MeasuredRuns
+
+        measured = MeasuredRuns()
     # A program that reads it gets whole lines.
     width = width_for(sys.stdout) if is_terminal(sys.stdout) else None
     runs = runs_in(folders)
@@ -79,13 +93,21 @@ def run(args: argparse.Namespace) -> int:
             if wanted and not wanted & states_of(status):
                 continue
             if shown == most:
+                _end(measured, as_json=args.json)
                 print_note("more runs exist; --limit all shows them")
                 return 0
             if not shown and not args.json:
-                sys.stdout.write(LINE_HEAD + "\n")
-            line = _as_json(status) if args.json else _fitted(status, clock.time_ns(), width)
+                sys.stdout.write((LINE_HEAD if measured is None else measured.HEAD) + "\n")
+            goodput = measured.read(status) if measured is not None else None
+            if args.json:
+                line = json.dumps(status_json(status, None, seconds_left=None, goodput=goodput))
+            elif measured is not None:
+                line = measured.line(status, goodput)
+            else:
+                line = _fitted(status, clock.time_ns(), width)
             sys.stdout.write(line + "\n")
             shown += 1
+    _end(measured, as_json=args.json)
     if not shown:
         print_note(f"no such run in {where}" + (f" (of {plural(seen, 'run')})" if seen else ""))
     return 0
@@ -150,8 +172,9 @@ def runs_in(folders: Sequence[Path]) -> Iterator[RunPaths]:
             yield from map(paths.task, tasks) if tasks else (paths,)
 
 
-def _as_json(status: RunStatus) -> str:
-    return json.dumps(status_json(status, None, seconds_left=None))
+def _end(measured: MeasuredRuns | None, *, as_json: bool) -> None:
+    if measured is not None and not as_json and (line := measured.of_all()):
+        sys.stdout.write(line + "\n")
 
 
 def asked_states(text: str | None) -> frozenset[str]:

@@ -13,7 +13,6 @@ from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.cli.run_argument import LAST, LAST_HELP, RUN_HELP, check_single, find_run_dir
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_status import RunState, RunStatus, newest_job, read_status
-from hpc_elastic.launch.slurm_site import own_script
 from hpc_elastic.options.sbatch import COMMENT_MARK
 from hpc_elastic.output.terminal import one_line
 from hpc_elastic.run import index
@@ -253,6 +252,8 @@ def _again(asked: RunJob, client: SlurmClient, done: str) -> str:
         client.requeue(asked.job)
         return done
     except (RequeueDisabledError, UnknownJobError, SlurmPermissionError) as error:
+        from hpc_elastic.launch.slurm_site import own_script  # with the launcher: report, status and list need none
+
         script, task = own_script(asked.paths), task_index(asked.paths.root.name)
         if script is None or script.stat().st_uid != os.getuid():
             raise

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import to_builtins
 
@@ -32,9 +32,13 @@ from hpc_elastic.run.index import account_folder, array_tasks, jobs_of
 from hpc_elastic.run.node_records import account_evidence, forget, forget_in
 from hpc_elastic.run.node_score import NodeScore, score_nodes
 from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.preload import Preload, load_preload
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.job_state import JobPhase, JobState, seconds_until_end
 from hpc_elastic.slurm.notation import HostlistError, expand, names_text
+
+if TYPE_CHECKING:
+    from hpc_elastic.report.goodput import Goodput
 
 
 def add_forget_argument(parser: argparse.ArgumentParser, whose: str) -> None:
@@ -103,6 +107,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-w", "--watch", action="store_true", help=f"redraw every {WATCH_SECONDS:g} s until the run has ended"
     )
     parser.add_argument("--no-slurm", action="store_true", help="do not ask Slurm")
+    parser.add_argument(
+        "--preload",
+        action="store_true",
+        help="show which modules are imported before the workers start, and which are left out and why",
+    )
     add_forget_argument(parser, "the run")
 
 
@@ -115,6 +124,8 @@ def run(args: argparse.Namespace) -> int:
     paths = run_job.find_paths(args)
     if args.forget_nodes is not None:
         return forget_run(args.forget_nodes, paths.nodes_json)
+    if args.preload:
+        return _show_preload(paths, as_json=args.json)
     clock = SystemClock()
     client = None if args.no_slurm else run_job.slurm_client(timeout=run_job.SHORT_SECONDS)
     while True:
@@ -135,6 +146,32 @@ def run(args: argparse.Namespace) -> int:
         if not args.watch or has_ended:
             return 0
         clock.wait(threading.Event(), WATCH_SECONDS)
+
+
+def _show_preload(paths: RunPaths, *, as_json: bool) -> int:
+    """Print what preload.json holds. Returns 0."""
+    found = load_preload(paths.preload)
+    if as_json:
+        sys.stdout.write(
+            json.dumps({"version": JSON_VERSION, "path": str(paths.preload), **_preload_json(found)}) + "\n"
+        )
+    elif found is None:
+        print_note(
+            f"{paths.preload}: nothing is kept yet; it is written with --start-method forkserver or --prewarm, "
+            "when workers have started"
+        )
+    else:
+        lines = ["given:", *(f"  {name}" for name in found.modules)]
+        lines += [f"learned from workers ({len(found.learned)}):", *(f"  {name}" for name in found.learned)]
+        lines += [f"left out ({len(found.left_out)}):", *(f"  {name}: {why}" for name, why in found.left_out.items())]
+        lines += [f"kept in {paths.preload}; without this file it is learned anew"]
+        sys.stdout.write("\n".join(map(one_line, lines)) + "\n")
+    return 0
+
+
+def _preload_json(found: Preload | None) -> dict[str, Any]:
+    shown = found or Preload(modules=())
+    return {"modules": list(shown.modules), "learned": list(shown.learned), "left_out": dict(shown.left_out)}
 
 
 def _show_array(
@@ -164,10 +201,17 @@ def seconds_left(job: JobState | None, clock: Clock) -> float | None:
 
 def _print(status: RunStatus, job: JobState | None, clock: Clock, *, as_json: bool, clears: bool) -> None:
     left = seconds_left(job, clock)
+    # Without steps it is in the report; and a screen that is redrawn every few seconds reads no events for it.
+    goodput = None
+    if status.steps is not None and not clears:
+        from hpc_elastic.cli.goodput import read_goodput
+
+        goodput = read_goodput(Path(status.run_dir))
     if as_json:
-        sys.stdout.write(json.dumps(status_json(status, job, seconds_left=left)) + "\n")
+        sys.stdout.write(json.dumps(status_json(status, job, seconds_left=left, goodput=goodput)) + "\n")
     else:
-        lines = [one_line(line) for line in status_lines(status, job, seconds_left=left, now_ns=clock.time_ns())]
+        found = status_lines(status, job, seconds_left=left, now_ns=clock.time_ns(), goodput=goodput)
+        lines = [one_line(line) for line in found]
         if is_terminal(sys.stdout):
             lines = [_wrapped(line, width_for(sys.stdout)) for line in lines]
         sys.stdout.write((_CLEAR if clears else "") + "\n".join(lines) + "\n")
@@ -181,7 +225,12 @@ def _wrapped(line: str, width: int) -> str:
 
 
 def status_lines(
-    status: RunStatus, job: JobState | None, *, seconds_left: float | None, now_ns: int | None = None
+    status: RunStatus,
+    job: JobState | None,
+    *,
+    seconds_left: float | None,
+    now_ns: int | None = None,
+    goodput: Goodput | None = None,
 ) -> list[str]:
     """The lines, the headline first.
 
@@ -190,6 +239,7 @@ def status_lines(
         job: What Slurm says; None: it was not asked, or knows nothing.
         seconds_left: Until the job's time limit.
         now_ns: For the time that has passed; None: it is left out.
+        goodput: Where the run's time went; None: it is left out.
     """
     where = f", attempt {status.attempt}" if status.attempt is not None else ""
     job_id = status.job_id or (job.job_id if job is not None else None)
@@ -232,10 +282,16 @@ def status_lines(
         put("steps", _steps(status.steps, has_ended=status.state is RunState.ENDED))
         if status.state is not RunState.ENDED:
             put("saved", _saved(status.steps))
+    if goodput is not None:
+        from hpc_elastic.report.goodput import goodput_text
+
+        put("goodput", goodput_text(goodput).partition(": ")[2])
     if status.suspicion:
         put("hangs?", status.suspicion)
     if status.output is not None:
         put("output", _output(status.output))
+    if status.preload is not None:
+        put("preload", _preload(status.preload))
     put("used", f"{status.restarts_used} of {status.max_restarts} restarts in this attempt, "
         f"{status.requeues_used} of {status.max_requeues} requeues")  # fmt: skip
     if status.job_log:
@@ -248,7 +304,9 @@ def status_lines(
     return lines
 
 
-def status_json(status: RunStatus, job: JobState | None, *, seconds_left: float | None) -> dict[str, Any]:
+def status_json(
+    status: RunStatus, job: JobState | None, *, seconds_left: float | None, goodput: Goodput | None = None
+) -> dict[str, Any]:
     """The same as an object: docs/reference/status-json.md."""
     slurm: dict[str, Any] | None = None
     if job is not None:
@@ -260,7 +318,12 @@ def status_json(status: RunStatus, job: JobState | None, *, seconds_left: float 
         }
         if differ := _differ(status, job):
             slurm["differs"] = str(differ)
-    return {"version": JSON_VERSION, **to_builtins(status), "state": status.state.value, "slurm": slurm}
+    shown = {"version": JSON_VERSION, **to_builtins(status), "state": status.state.value, "slurm": slurm}
+    if goodput is None:
+        return shown
+    from hpc_elastic.cli.goodput import goodput_json
+
+    return {**shown, "goodput": goodput_json(goodput)}
 
 
 def _differ(status: RunStatus, job: JobState | None) -> NodesDiffer:
@@ -314,6 +377,8 @@ def _steps(steps: StepStatus, *, has_ended: bool) -> str:
         text += f", {steps.steps_per_second:.3g} steps/s"
     if steps.seconds_to_end is not None:
         text += f", {duration(steps.seconds_to_end)} to the end"
+    if steps.loss is not None:
+        text += f", loss {steps.loss:.4g}"
     seconds = steps.told_seconds if steps.heartbeat_seconds is None else steps.heartbeat_seconds
     return f"{text}; last heartbeat {_ago(seconds)} ({steps.ranks} worker{'' if steps.ranks == 1 else 's'})"
 
@@ -333,6 +398,11 @@ def _output(output: OutputStatus) -> str:
     return text + (
         f"; {output.silent_ranks} of {output.ranks} ranks have printed nothing" if output.silent_ranks else ""
     )
+
+
+def _preload(found: Preload) -> str:
+    text = f"{', '.join(found.modules)}; {len(found.learned)} modules learned from workers"
+    return text + (f"; {len(found.left_out)} left out" if found.left_out else "") + " (--preload lists them)"
 
 
 def _ago(seconds: float) -> str:

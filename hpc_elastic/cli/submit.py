@@ -13,6 +13,7 @@ from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.cli.follow import RunEnd
 from hpc_elastic.cli.screen import is_terminal, print_note
+from hpc_elastic.doctor.findings import saved_notes
 from hpc_elastic.launch.requeue import back_off
 from hpc_elastic.launch.run_directory import job_now
 from hpc_elastic.launch.submit_job import Submission, dry_run, submission_client, submit_job
@@ -79,6 +80,13 @@ def _submit(parsed: Parsed, env: Mapping[str, str]) -> int:
     submission = Submission(job=slurm_job(parsed, env), runs_dir=runs_dir)
     for line in remarks(parsed, submission.job.spec, ALL_OPTIONS, env=env):
         print_note(line)
+    spec, options = submission.job.spec, submission.job.options
+    for line in saved_notes(
+        env, partition=options.partition or env.get("SBATCH_PARTITION", ""), nodes=spec.max_nodes + spec.spares,
+        account=options.account or env.get("SBATCH_ACCOUNT", ""), qos=options.qos or env.get("SBATCH_QOS", ""),
+        shutdown_timeout=spec.shutdown_timeout, grace=spec.signal_grace,
+    ):  # fmt: skip
+        print_note(f"hpc-elastic doctor found: {line}")
     if parsed.flag("dry_run"):
         text = dry_run(submission)
         # On stderr: what comes from stdout is a batch script as it stands.
@@ -155,7 +163,7 @@ def follow(client: SlurmClient, job: JobId, paths: RunPaths, *, clock: Clock, sh
     Returns:
         The run's exit code; 1 for a job that never starts; 130 after Ctrl-C.
     """
-    waiting = _Waiting(client, job, paths, clock=clock, log=OutputReader(paths.job_log) if show_log else None)
+    waiting = Waiting(client, job, paths, clock=clock, log=OutputReader(paths.job_log) if show_log else None)
     try:
         end = waiting.run()
     except KeyboardInterrupt:
@@ -192,9 +200,11 @@ def where_to_look(job: JobId, paths: RunPaths) -> str:
     return f"{first}all its runs: hpc-elastic status {base}"
 
 
-class _Waiting:
+class Waiting:
+    """Follows a job to the end of its run, and prints what Slurm says of it when that changes."""
+
     def __init__(
-        self, client: SlurmClient, job: JobId, paths: RunPaths, *, clock: Clock, log: OutputReader | None
+        self, client: SlurmClient, job: JobId, paths: RunPaths, *, clock: Clock, log: OutputReader | None = None
     ) -> None:
         self.job = job
         """The run's job now: a run may go on in a follow-on job."""
@@ -209,6 +219,7 @@ class _Waiting:
         self._ended_since: float | None = None
 
     def run(self) -> RunEnd:
+        """Wait. Returns how the run ended, or that it never begins."""
         stop = threading.Event()  # never set: waiting ends by the job's end or by Ctrl-C
         next_question = self._clock.monotonic()
         while True:

@@ -20,6 +20,7 @@ from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.sizes import judge_size
 from hpc_elastic.failures.stop_noise import is_stop_noise
 from hpc_elastic.failures.traceback_text import RaisedException
+from hpc_elastic.failures.wrong_call import is_wrong_call
 
 if TYPE_CHECKING:
     from hpc_elastic.failures.worker_failure import WorkerFailure
@@ -39,22 +40,6 @@ class Classification(Struct, frozen=True, kw_only=True):
     """Whether the text names a part of this node that is likely broken: a GPU's memory, a link, an adapter."""
 
 
-_INPUT_TYPES = frozenset({"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"})
-_INPUT_TEXT = re.compile(
-    r"^usage: .*^\S.*: error: |can't open file '|: No module named \S+\s*\Z|^error: unrecognized arguments"
-    r"|can't find '__main__' module|^(?:\S+: )?[Ee]rror: (?:No such (?:option|command)|Missing (?:option|argument)"
-    r"|Invalid value for |Got unexpected extra argument|unrecognized arguments|the following arguments are required"
-    r"|argument \S+: )",
-    re.MULTILINE | re.DOTALL,
-)
-_USAGE = re.compile(r"^[Uu]sage: ", re.MULTILINE)
-_USAGE_ERROR = re.compile(r"^(?:Error|ERROR|error): |^\S+: error: |[╭┌+][─-]+ Error [─-]+", re.MULTILINE)
-"""Beside a usage text, with exit code 2: click 8.5, typer 0.29 (in a box), fire 0.7, argparse and their kin."""
-_BAD_FLAG = re.compile(r"^FATAL Flags parsing error:", re.MULTILINE)
-"""absl 2.5, which ends with 1."""
-_HYDRA = re.compile(r"^Set the environment variable HYDRA_FULL_ERROR=1 ", re.MULTILINE)
-_HYDRA_RAN = re.compile(r"^Error executing job with overrides: |^Traceback \(most recent", re.MULTILINE)
-"""hydra 1.3 ends with 1, too: without this line the configuration could not be put together, and no job began."""
 _OOM_IN_TEXT = re.compile(r"killed by signal: Killed|terminated abruptly|exited unexpectedly", re.IGNORECASE)
 _ASKED_TO_END = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 # What the agent sends to end a worker: TERM, ABRT (for a dump of its stacks), KILL.
@@ -119,8 +104,10 @@ def classify(
     rank: int = -1,
     node_bytes: int = 0,
     stderr_tail: str = "",
+    printed_tail: str = "",
     stopped_by_agent: bool = False,
     oom_kills: int = 0,
+    is_nodes_oom: bool = False,
     last_step: int | None = None,
 ) -> Classification:
     """Say what kind of failure a worker's end was.
@@ -132,8 +119,10 @@ def classify(
         rank: The global rank.
         node_bytes: The node's memory, 0 for not known: a larger request is no full memory.
         stderr_tail: The last lines of stderr: looked at only where no exception is known.
+        printed_tail: The last lines of stdout, where they are what explains the end.
         stopped_by_agent: The agent had sent this worker a signal before it ended.
         oom_kills: By how much the cgroup's counter of OOM kills rose while the worker ran.
+        is_nodes_oom: Whether that was the node's counter.
         last_step: The last step that the worker reported; None where it reported none.
     """
     number = signal_of(exitcode)
@@ -147,7 +136,8 @@ def classify(
             f"stopped by hpc-elastic ({signal_name(number) or 'asked to stop'})",
         )
     elif number == signal.SIGKILL and oom_kills > 0 and not stopped_by_agent:
-        failure_class, reason = FailureClass.INFRASTRUCTURE, "killed by the kernel: the job's memory limit was reached"
+        limit = "out of memory, by an OOM kill on its node" if is_nodes_oom else "the job's memory limit was reached"
+        failure_class, reason = FailureClass.INFRASTRUCTURE, f"killed by the kernel: {limit}"
     else:
         text = ""
         if exception_type:
@@ -158,7 +148,12 @@ def classify(
         elif number not in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGBUS):
             text = f"{message}\n{stderr_tail}"
             words = explain_text(text) or _NOTHING_KNOWN
-        if oom_kills > 0 and _OOM_IN_TEXT.search(text) and words.failure_class is not FailureClass.INFRASTRUCTURE:
+        if (
+            oom_kills > 0
+            and not is_nodes_oom
+            and _OOM_IN_TEXT.search(text)
+            and words.failure_class is not FailureClass.INFRASTRUCTURE
+        ):
             words = _CHILD_KILLED
         if words.says:
             failure_class, reason = words.failure_class, words.says
@@ -168,7 +163,8 @@ def classify(
             reason = f"{came}: probably Slurm (cancel, limit, preemption) or a manual kill"
         else:
             failure_class = FailureClass.ROOT
-            wrong_call = last_step is None and _is_wrong_call(name, exitcode, f"{message}\n{stderr_tail}")
+            said = f"{message}\n{printed_tail or stderr_tail}"
+            wrong_call = last_step is None and is_wrong_call(exception_type, exitcode, said)
             reason = _root_reason(exitcode, number, exception_type, wrong_call=wrong_call)
     category, retryable = category_of(failure_class, exitcode, wrong_call=wrong_call)
     return Classification(
@@ -184,18 +180,6 @@ _NOTHING_KNOWN = FailurePattern(FailureClass.ROOT, "", ())
 _CHILD_KILLED = FailurePattern(
     FailureClass.INFRASTRUCTURE, "a child of it was killed: the job's memory limit was reached", ()
 )
-
-
-def _is_wrong_call(name: str, exitcode: int, stderr_tail: str) -> bool:
-    if name in _INPUT_TYPES:
-        return True
-    if name not in ("", "SystemExit") or exitcode not in (1, 2):
-        return False
-    if _INPUT_TEXT.search(stderr_tail) or _BAD_FLAG.search(stderr_tail):
-        return True
-    if exitcode == 2 and _USAGE.search(stderr_tail) and _USAGE_ERROR.search(stderr_tail):
-        return True
-    return bool(_HYDRA.search(stderr_tail)) and not _HYDRA_RAN.search(stderr_tail)
 
 
 def _root_reason(exitcode: int, number: int, exception_type: str, *, wrong_call: bool) -> str:

@@ -19,11 +19,13 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.text import cut_end, plural, ranks_text
 from hpc_elastic.failures.fingerprint import user_frames
-from hpc_elastic.failures.flight_analysis import Reason, analyse
-from hpc_elastic.failures.flight_dump import dump_of
+from hpc_elastic.failures.flight_analysis import analyse
+from hpc_elastic.failures.flight_dump import dumps_of
+from hpc_elastic.failures.flight_groups import Reason
 from hpc_elastic.failures.peers import find_peer
 from hpc_elastic.failures.ranking import Suspect
 from hpc_elastic.failures.traceback_text import Frame, find_python_traceback
+from hpc_elastic.failures.watchdog_words import tail_of_words
 from hpc_elastic.run.activities import MOST_NAMED, Activity, Doing
 
 MOST_SUSPECTS = 8
@@ -121,6 +123,7 @@ def activity_of_failure(rank: int, frames: Sequence[Frame], text: str) -> Activi
         clients=said.clients,
         sizes=said.sizes,
         peer=find_peer(text),
+        flight=tail_of_words(text),
     )
 
 
@@ -312,7 +315,7 @@ def _named(known: Mapping[int, Activity]) -> Comparison | None:
 
 def _by_flight_recorder(known: Mapping[int, Activity], *, workers: int) -> Comparison | None:
     """What the ranks' dumps show together; a rank without one shows less than what it was doing."""
-    dumps = [dump_of(rank, activity.flight) for rank, activity in known.items() if activity.flight is not None]
+    dumps = dumps_of({rank: activity.flight for rank, activity in known.items() if activity.flight is not None})
     if not dumps:
         return None
     suspects = analyse(dumps, world_size=workers).suspects

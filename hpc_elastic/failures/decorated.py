@@ -30,6 +30,7 @@ from typing import Any
 from hpc_elastic.failures.rich_box import INSIDE
 from hpc_elastic.failures.summary import HEADER
 
+_TITLE = "Traceback (most recent call last)"
 _FRAME = '  File "'
 _NO_PREFIX = re.compile(r"\[rank\d+\]: |Original |Exception Group |\s*[|+] ")
 """What torch's hook, torch's loader and Python itself put before it."""
@@ -55,10 +56,12 @@ def undecorate(text: str) -> str:
     Returns:
         The same lines, with the tracebacks as Python prints them.
     """
-    if "Traceback (most recent call last)" not in text:
+    if _TITLE not in text:
         return text
     lines = text.split("\n")
     for at, line in enumerate(lines):
+        if _TITLE not in line:
+            continue
         if line.endswith(HEADER):
             before = line[: -len(HEADER)]
             if before.strip() and not _NO_PREFIX.match(before):

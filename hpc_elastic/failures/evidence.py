@@ -203,6 +203,7 @@ def _describe(
         source=source if found is not None else EvidenceSource.EXIT,
         error_file=error_file,
         stderr_tail=tail,
+        printed_tail=_last_lines(printed, (0, 0)) if source is EvidenceSource.STDOUT else "",
         problem=problem,
         wrapped=find_wrapped(found, printed.split("\n")) if found is not None else None,
     )
@@ -325,6 +326,7 @@ def _build(
     error_file: str,
     stderr_tail: str,
     problem: str,
+    printed_tail: str = "",
     wrapped: RaisedException | None = None,
 ) -> WorkerFailure:
     number = signal_of(facts.exitcode)
@@ -338,8 +340,10 @@ def _build(
         rank=facts.global_rank,
         node_bytes=total_memory() or 0,
         stderr_tail=stderr_tail,
+        printed_tail=printed_tail,
         stopped_by_agent=facts.stopped_by_agent,
         oom_kills=facts.oom_kills,
+        is_nodes_oom=facts.is_nodes_oom,
         last_step=facts.last_step,
     )
     origin = find_origin(chain)
@@ -396,7 +400,9 @@ def _exit_message(facts: WorkerFailure, found: FailureText | None) -> str:
         if number:
             text += f" ({signal_name(number)}, as a shell reports it)"
     if facts.oom_kills and number == 9:
-        text = f"Out of memory: {text}; the OOM killer struck in its cgroup"
+        text = (
+            f"Out of memory: {text}; the OOM killer struck {'on its node' if facts.is_nodes_oom else 'in its cgroup'}"
+        )
     if facts.core_dumped:
         text += "; core dumped"
     return text

@@ -7,18 +7,23 @@ one that names a class or a function is refused before anything of it is made.
 
 from __future__ import annotations
 
+import gc
 import io
 import marshal
 import math
 import pickle
 import re
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 from msgspec import Struct, field
+from msgspec.structs import replace
 
 from hpc_elastic.base.text import ranges
 from hpc_elastic.errors import HpcElasticError
@@ -30,6 +35,10 @@ MOST_BYTES = 256 << 20
 MOST_KEPT = 48
 """Calls of each group at the end of a dump that an event has."""
 _MOST_RANKS = 1 << 20
+GLOO = "gloo"
+_COALESCED = "coalesced"
+COALESCED = f"{_COALESCED} "
+"""What the name of a call begins with that is several, put together."""
 _P2P = re.compile(r"(send|recv)\b(?: (\d+)(->|<-)(\d+))?")
 # torch's names of types (ScalarType.h), their short names, and the bytes of one element.
 _TYPES: Mapping[str, tuple[str, int]] = {
@@ -55,6 +64,8 @@ class Track(Struct, kw_only=True):
     """Each a place in `RankDump.calls`."""
     done: bytearray = field(default_factory=bytearray)
     """1 for what is completed. gloo marks one that failed in the same way."""
+    started: int = -1
+    """The last number of those that its device has begun and not completed; -1: none, or not known."""
 
 
 class RankDump(Struct, kw_only=True):
@@ -140,6 +151,7 @@ def tail_of(dumps: Iterable[RankDump], *, most: int = MOST_KEPT) -> FlightTail:
                         sequences=tuple(track.sequences[-most:]),
                         calls=tuple(places[at] for at in track.calls[-most:]),
                         done=tuple(track.done[-most:]),
+                        started=track.started,
                     )
                 )
         members |= {name: ranges(ranks) for name, ranks in dump.members.items()}
@@ -159,8 +171,22 @@ def dump_of(rank: int, tail: FlightTail) -> RankDump:
                 sequences=array("q", one.sequences[:count]),
                 calls=array("I", one.calls[:count]),
                 done=bytearray(1 if done else 0 for done in one.done[:count]),
+                started=one.started,
             )
     return dump
+
+
+def dumps_of(tails: Mapping[int, FlightTail]) -> list[RankDump]:
+    """Those of all ranks. Beside dumps, what a watchdog printed has numbers alone: it knows no types to compare."""
+    has_dump = any(not tail.is_of_words for tail in tails.values())
+    return [
+        dump_of(rank, _without_names(tail) if has_dump and tail.is_of_words else tail) for rank, tail in tails.items()
+    ]
+
+
+def _without_names(tail: FlightTail) -> FlightTail:
+    calls = (Call(name="", group=call.group, description=call.description, backend=call.backend) for call in tail.calls)
+    return replace(tail, calls=tuple(calls))
 
 
 @lru_cache(maxsize=64)
@@ -202,6 +228,9 @@ def read_dump(raw: bytes, *, rank: int | None = None) -> RankDump:
     """
     if len(raw) > MOST_BYTES:
         raise UnreadableDumpError(why=f"{size_text(len(raw))}, which is more than any dump has")
+    # A dump is a hundred thousand objects without a circle: looking for one takes longer than to read it.
+    collects = gc.isenabled()
+    gc.disable()
     try:
         if raw[:1] == b"\x80":
             return _of_pickle(raw, rank)
@@ -212,6 +241,9 @@ def read_dump(raw: bytes, *, rank: int | None = None) -> RankDump:
         raise UnreadableDumpError(why=f"{error}" if raw.strip() else "it is empty") from None
     except Exception as error:  # a foreign pickle may fail in any way
         raise UnreadableDumpError(why=f"{type(error).__name__}: {error}"[:200]) from None
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _of_json(raw: bytes, rank: int | None) -> RankDump:
@@ -230,40 +262,63 @@ def _of_json(raw: bytes, rank: int | None) -> RankDump:
         place = places.get(key)
         if place is None:
             group, ins, outs, types = (msgspec.json.decode(value) for value in key[1:5])
-            group = group or entry.pg_name
-            place = places[key] = builder.place(entry.profiling_name, group, ins, outs, types, is_p2p=entry.is_p2p)
-        is_transfer, trusts, call, add_sequence, add_call, add_done = place
+            kind = entry.profiling_name, group or entry.pg_name, ins, outs, types, entry.is_p2p
+            place = places[key] = builder.place((key, entry.pg_name), kind)
+        is_transfer, trusts, call, track, add_sequence, add_call, add_done = place
         number = entry.p2p_seq_id if is_transfer else entry.collective_seq_id
-        add_sequence(number if number >= 0 else entry.seq_id)
+        number = number if number >= 0 else entry.seq_id
+        add_sequence(number)
         add_call(call)
         add_done(entry.state == "completed" or (entry.retired and trusts))
-    return builder.dump
+        if entry.state == "started":
+            track.started = number
+    return builder.finish()
 
 
 def _of_pickle(raw: bytes, rank: int | None) -> RankDump:
-    document = _PlainUnpickler(io.BytesIO(raw)).load()
+    # A BytesIO has no peek: the unpickler would read it byte by byte.
+    document = _PlainUnpickler(io.BufferedReader(io.BytesIO(raw), 1 << 16)).load()
     if not isinstance(document, dict) or not isinstance(document.get("entries"), list):
         raise UnreadableDumpError(why="a pickle without entries")
     builder = _Builder(_rank(document.get("rank"), rank), str(document.get("version", "")), document.get("pg_config"))
+    entries = document["entries"]
+    try:
+        kinds, facts = list(map(_KIND, entries)), list(map(_FACTS, entries))
+    except KeyError:  # an older one
+        kinds = [tuple(map(entry.get, _KIND_NAMES)) for entry in entries]
+        facts = [tuple(map(entry.get, _FACT_NAMES)) for entry in entries]
     places: dict[bytes, _Place] = {}
-    for entry in document["entries"]:
-        get = entry.get
-        name, group = get("profiling_name", ""), get("process_group") or get("pg_name", "")
-        sizes = get("input_sizes"), get("output_sizes"), get("input_dtypes")
-        is_p2p = bool(get("is_p2p"))
-        key = marshal.dumps((name, group, sizes, is_p2p), 2)
+    for key, kind, (state, retired, number, p2p_number), entry in zip(
+        map(marshal.dumps, kinds), kinds, facts, entries, strict=True
+    ):
         place = places.get(key)
         if place is None:
-            place = places[key] = builder.place(name, group, *sizes, is_p2p=is_p2p)
-        is_transfer, trusts, call, add_sequence, add_call, add_done = place
-        number = get("p2p_seq_id" if is_transfer else "collective_seq_id")
-        add_sequence(get("seq_id", -1) if number is None else number)
+            name, group, *more = kind
+            older = str(entry.get("pg_name", ""))
+            place = places[key] = builder.place((key, older), (name or "", group or older, *more))
+        is_transfer, trusts, call, track, add_sequence, add_call, add_done = place
+        number = p2p_number if is_transfer else number
+        add_sequence(int(entry.get("seq_id", -1) if number is None else number))
         add_call(call)
-        add_done(get("state") == "completed" or (trusts and bool(get("retired"))))
-    return builder.dump
+        if state == "completed":
+            add_done(1)
+        else:
+            add_done(1 if trusts and retired else 0)
+            if state == "started":
+                track.started = track.sequences[-1]
+    return builder.finish()
+
+
+_KIND_NAMES = ("profiling_name", "process_group", "input_sizes", "output_sizes", "input_dtypes", "is_p2p")
+_KIND = itemgetter(*_KIND_NAMES)
+"""What is the same in many entries of a dump; as bytes it is a key, however the lists in it are nested."""
+_FACT_NAMES = ("state", "retired", "collective_seq_id", "p2p_seq_id")
+_FACTS = itemgetter(*_FACT_NAMES)
 
 
 def _rank(held: object, given: int | None) -> int:
+    if isinstance(held, str) and held.isdecimal():
+        held = int(held)
     rank = held if isinstance(held, int) and not isinstance(held, bool) else given
     if rank is None or not 0 <= rank < _MOST_RANKS:
         raise UnreadableDumpError(why="it does not hold its rank: let the file's name end with it")
@@ -276,6 +331,7 @@ class _Place(NamedTuple):
     is_transfer: bool
     trusts_retired: bool
     call: int
+    track: Track
     add_sequence: Callable[[int], None]
     add_call: Callable[[int], None]
     add_done: Callable[[int], None]
@@ -285,39 +341,110 @@ class _Builder:
     def __init__(self, rank: int, version: str, config: object) -> None:
         self.dump = RankDump(rank=rank, version=version, members=dict(_members(config)))
 
-    def place(
-        self, profiling_name: object, group: object, inputs: object, outputs: object, types: object, *, is_p2p: bool
-    ) -> _Place:
-        """The place of a call that was not seen before."""
-        dump = self.dump
-        backend, _, name = str(profiling_name).rpartition(":")
-        parts = [str(part) for part in group] if isinstance(group, list | tuple) else [str(group)]
-        description = parts[1] if len(parts) > 1 and parts[1] != "undefined" else ""
-        found = _P2P.match(name)
-        peers = None
-        if found is not None and found[2] is not None:
-            ends = int(found[2]), int(found[4])
-            peers = ends if found[3] == "->" else ends[::-1]
-        dump.calls.append(
-            Call(
-                name=found[1] if found is not None else name,
-                group=parts[0] if parts else "",
-                description=description,
-                backend=backend,
-                inputs=_shapes(inputs),
-                outputs=_shapes(outputs),
-                types=tuple(str(kind) for kind in types) if isinstance(types, list | tuple) else (),
-                peers=peers,
-            )
-        )
-        is_transfer = is_p2p or found is not None
+    def place(self, key: object, kind: tuple[Any, ...]) -> _Place:
+        """The place of a call that this dump has not shown before: `kind` as `_KIND_NAMES` has it, `key` the same."""
+        dump, is_p2p = self.dump, bool(kind[-1])
+        call = _SEEN.get(key)
+        if call is None:
+            if len(_SEEN) >= _MOST_SEEN:
+                _SEEN.clear()
+            call = _SEEN[key] = _call(*kind[:-1])
+        dump.calls.append(call)
+        is_transfer = is_p2p or call.name in ("send", "recv")
         tracks = dump.transfers if is_transfer else dump.collectives
-        track = tracks.setdefault((backend, parts[0] if parts else ""), Track())
-        # NCCL's watchdog retires what it has seen fail, too, and leaves its state; gloo has no state but this.
-        trusts = backend != "nccl"
-        return _Place(
-            is_transfer, trusts, len(dump.calls) - 1, track.sequences.append, track.calls.append, track.done.append
-        )
+        track = tracks.setdefault((call.backend, call.group), Track())
+        # A device's watchdog retires what it has seen fail, too, and leaves its state; gloo has no state but this.
+        trusts = call.backend in ("", GLOO)
+        columns = track.sequences.append, track.calls.append, track.done.append
+        return _Place(is_transfer, trusts, len(dump.calls) - 1, track, *columns)
+
+    def finish(self) -> RankDump:
+        """The dump, when all its entries are in."""
+        for (backend, _), track in self.dump.collectives.items():
+            if backend == GLOO:  # it loses the mark of some: what came after them is marked
+                at = track.done.rfind(1)
+                track.done[:at] = b"\1" * max(0, at)
+            if len(set(track.sequences)) < len(track.sequences):
+                self._fold(track)
+        for track in self.dump.transfers.values():
+            self._end_together(track)
+        return self.dump
+
+    def _fold(self, track: Track) -> None:
+        """Entries with one number are one call: what `coalescing_manager` or an uneven collective puts together. Their
+        own entries have no state; the one at their end has."""
+        calls = self.dump.calls
+        found = Track(started=track.started)
+        folded: dict[tuple[int, ...], int] = {}
+        place = 0
+        for number, entries in groupby(track.sequences):
+            end = place + len(list(entries))
+            parts = tuple(track.calls[place:end])
+            is_cut = place == 0 and number > 1 and end < len(track.sequences)  # the ring has lost the first of them
+            if len(parts) > 1 and parts not in folded:
+                folded[parts] = len(calls)
+                calls.append(_coalesced([calls[at] for at in parts]))
+            if len(parts) == 1 or not is_cut:
+                found.sequences.append(number)
+                found.calls.append(parts[0] if len(parts) == 1 else folded[parts])
+                found.done.append(track.done[end - 1])
+            place = end
+        track.sequences, track.calls, track.done = found.sequences, found.calls, found.done
+
+    def _end_together(self, track: Track) -> None:
+        """Sends and receives that were put together are completed when the entry at their end is."""
+        calls = self.dump.calls
+        ends = {
+            number: done
+            for number, at, done in zip(track.sequences, track.calls, track.done, strict=True)
+            if calls[at].name.endswith(_COALESCED)
+        }
+        if ends:
+            track.done = bytearray(
+                ends.get(number, done) for number, done in zip(track.sequences, track.done, strict=True)
+            )
+
+
+_SEEN: dict[object, Call] = {}
+"""Calls of the dumps before: those of a job's ranks have the same."""
+_MOST_SEEN = 4096
+
+
+def _call(profiling_name: object, group: object, inputs: object, outputs: object, types: object) -> Call:
+    backend, _, name = str(profiling_name).rpartition(":")
+    parts = [str(part) for part in group] if isinstance(group, list | tuple) else [str(group)]
+    found = _P2P.match(name)
+    peers = None
+    if found is not None and found[2] is not None:
+        ends = int(found[2]), int(found[4])
+        peers = ends if found[3] == "->" else ends[::-1]
+    return Call(
+        name=found[1] if found is not None else name,
+        group=parts[0] if parts else "",
+        description=parts[1] if len(parts) > 1 and parts[1] != "undefined" else "",
+        backend=backend,
+        inputs=_shapes(inputs),
+        outputs=_shapes(outputs),
+        types=_kinds(types),
+        peers=peers,
+    )
+
+
+def _coalesced(parts: list[Call]) -> Call:
+    """One call of several, the last of which may be but their end."""
+    end = parts[-1]
+    inner = parts[:-1] if end.name.endswith(_COALESCED) else parts
+    names = Counter(part.name for part in inner)
+    (name, *more) = names
+    return Call(
+        name=COALESCED + (name if not more else ", ".join(f"{count} {each}" for each, count in names.items())),
+        group=end.group,
+        description=end.description,
+        backend=end.backend,
+        inputs=tuple(shape for part in inner for shape in part.inputs),
+        outputs=tuple(shape for part in inner for shape in part.outputs),
+        types=tuple(kind for part in inner for kind in part.types),
+    )
 
 
 def _shapes(sizes: object) -> tuple[tuple[int, ...], ...]:
@@ -326,6 +453,12 @@ def _shapes(sizes: object) -> tuple[tuple[int, ...], ...]:
     return tuple(
         tuple(int(one) for one in shape) if isinstance(shape, list | tuple) else (int(shape),) for shape in sizes
     )
+
+
+def _kinds(types: object) -> tuple[str, ...]:
+    if isinstance(types, str):
+        return (types,) if types else ()
+    return tuple(str(kind) for kind in types) if isinstance(types, list | tuple) else ()
 
 
 def _members(config: object) -> Iterable[tuple[str, tuple[int, ...]]]:

@@ -16,24 +16,22 @@ from hpc_elastic.failures.patterns import DISK_FULL, SHM_FULL, SYMPTOM_TYPES, Fa
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.traceback_text import RaisedException
 
-_COLLECTIVE_TYPE = re.compile(r"torch\.distributed\.|(?:\w+\.)*(?:C10d|Dist(?:Backend|Network|Store)?)Error\Z")
-_COLLECTIVE_FILE = re.compile(r"/torch/(?:distributed/|nn/parallel/|autograd/|_C)")
-_SHARED_MEMORY_FILE = re.compile(r"/multiprocessing/(?:shared_memory|synchronize|heap|queues)\.py\Z")
+_COLLECTIVE_TYPE = r"torch\.distributed\.|(?:\w+\.)*(?:C10d|Dist(?:Backend|Network|Store)?)Error\Z"
+_COLLECTIVE_FILE = r"/torch/(?:distributed/|nn/parallel/|autograd/|_C)"
+_SHARED_MEMORY_FILE = r"/multiprocessing/(?:shared_memory|synchronize|heap|queues)\.py\Z"
 # What gloo, NCCL and c10d put into all that they say: their names, or the place in their source.
-_COLLECTIVE_TEXT = re.compile(
+_COLLECTIVE_TEXT = (
     r"gloo|nccl|c10d|tcpstore|processgroup|torch\.distributed|monitoredbarrier|net/ofi|\bucx\b|\brank ?\d+\]"
     r"|\bdist(?:backend|network|store)?error\b|\w\.(?:cc|cpp|cu|hpp):\d+|\bpg (?:id )?\d+ |watchdog|remote worker"
 )
-_QUOTED_TEXT = re.compile(
+_QUOTED_TEXT = (
     r"\w\.(?:cc|cpp|cu|hpp):\d+|nccl error|nccl\w+error\b|dist(?:backend|network|store)error"
     r"|remote worker (?:crash|before rep)"
 )
 """The same in a message that the script put together: there the name of a library alone shows nothing."""
-_ERROR_NUMBER = re.compile(
-    r"\berrno\b|\bos error \d|\berror (?:code|number) \d|\w\.(?:cc|cpp|cu|hpp):\d+|can't allocate"
-)
-_SYSTEM_TYPES = re.compile(r"(?:OSError|IOError|\w*(?:Connection|Permission|File|Process|Pipe)\w*Error|MemoryError)\Z")
-_RAISES = re.compile(r"\b(?:raise|assert)\b")
+_ERROR_NUMBER = r"\berrno\b|\bos error \d|\berror (?:code|number) \d|\w\.(?:cc|cpp|cu|hpp):\d+|can't allocate"
+_SYSTEM_TYPES = r"(?:OSError|IOError|\w*(?:Connection|Permission|File|Process|Pipe)\w*Error|MemoryError)\Z"
+_RAISES = r"\b(?:raise|assert)\b"
 # Libraries that call a service outside the job: their "connection reset by peer" is not about another rank.
 _OTHER_SERVICES = (
     "requests.", "urllib", "http", "aiohttp.", "boto", "huggingface_hub.", "wandb.", "google.", "azure.", "s3fs.",
@@ -46,12 +44,10 @@ _EXPECTED = frozenset(
 """What a script catches in the line that raises it, as a part of its normal course."""
 
 
-_CLEANS_UP = re.compile(r"__a?exit__|__del__|close|clean_?up|tear_?down|shut_?down|finali[sz]e", re.IGNORECASE)
+_CLEANS_UP = r"(?i)__a?exit__|__del__|close|clean_?up|tear_?down|shut_?down|finali[sz]e"
 """A function that runs while an exception goes up, too: what fails in it follows from that."""
-_COLLECTIVE_WAIT = re.compile(r"\.wait\(|\b(?:group|pg|backend)\.\w+\(")
-_LIMITS_TIME = re.compile(
-    r"time ?-?out|timed out|took (?:too )?long|longer than|within \d|no progress|stall|hung|hang", re.I
-)
+_COLLECTIVE_WAIT = r"\.wait\(|\b(?:group|pg|backend)\.\w+\("
+_LIMITS_TIME = r"(?i)time ?-?out|timed out|took (?:too )?long|longer than|within \d|no progress|stall|hung|hang"
 
 OF_ANOTHER_RANK = FailurePattern(FailureClass.SYMPTOM, "another rank's part in a checkpoint failed", ())
 """torch.distributed.checkpoint gathers what the ranks raised, and raises it on all of them."""
@@ -59,11 +55,10 @@ OWN_TIME_LIMIT = FailurePattern(FailureClass.SYMPTOM, "its own time limit struck
 """A handler of SIGALRM that the script has set raised it, with a collective under it in the stack."""
 OWN_WATCHDOG = FailurePattern(FailureClass.SYMPTOM, "its own watchdog ended it, since it made no progress", ())
 """A thread of the script ended the process: which rank it waited for, or that it waited for none, it did not know."""
-_WATCHDOG = re.compile(
-    r"\bno (?:progress|step|iteration|heartbeat)s?\b.{0,30}\b(?:for|within|in|since)\b"
+_WATCHDOG = (
+    r"(?i)\bno (?:progress|step|iteration|heartbeat)s?\b.{0,30}\b(?:for|within|in|since)\b"
     r"|\b(?:watchdog|monitor)\b.{0,60}\b(?:time ?out|timed out|expired|stall|hang|hung|stuck)"
-    r"|\b(?:training|process|step|loop) (?:is|seems|appears|looks) (?:to be )?(?:hung|hanging|stalled|stuck)\b",
-    re.IGNORECASE,
+    r"|\b(?:training|process|step|loop) (?:is|seems|appears|looks) (?:to be )?(?:hung|hanging|stalled|stuck)\b"
 )
 
 
@@ -119,31 +114,31 @@ def explain(raised: RaisedException) -> FailurePattern | None:
     of_collective = is_of_process_group(raised)
     of_script = is_raised_by_script(raised)
     of_service = raised.exception_type.startswith(_OTHER_SERVICES)
-    of_system = _SYSTEM_TYPES.match(name) is not None
+    of_system = re.match(_SYSTEM_TYPES, name) is not None
 
     def accept(row: FailurePattern, line: str) -> bool:
         if row.failure_class is FailureClass.SYMPTOM:
             return of_collective or not (of_script or row.is_common or of_service)
-        return not row.is_common or not of_script or of_system or _ERROR_NUMBER.search(line) is not None
+        return not row.is_common or not of_script or of_system or re.search(_ERROR_NUMBER, line) is not None
 
     row = find_pattern(_ends(f"{raised.exception_type}: {raised.message}"), accept)
     if row is None and of_collective and name in SYMPTOM_TYPES:
         return FailurePattern(FailureClass.SYMPTOM, SYMPTOM_TYPES[name], ())
-    if row is DISK_FULL and raised.frames and _SHARED_MEMORY_FILE.search(raised.frames[-1].file):
+    if row is DISK_FULL and raised.frames and re.search(_SHARED_MEMORY_FILE, raised.frames[-1].file):
         return SHM_FULL
     return row
 
 
 def explain_text(text: str) -> FailurePattern | None:
     """What is known of the last lines of a worker that left no exception."""
-    if _WATCHDOG.search(text.split("\n", 1)[0]) and "nccl" not in text.lower():
+    if re.search(_WATCHDOG, text.split("\n", 1)[0]) and "nccl" not in text.lower():
         return OWN_WATCHDOG
     return find_pattern(
         _ends(text),
         lambda row, line: (
             row.failure_class is not FailureClass.SYMPTOM
             or not row.is_common
-            or _COLLECTIVE_TEXT.search(line) is not None
+            or re.search(_COLLECTIVE_TEXT, line) is not None
         ),
     )
 
@@ -152,15 +147,15 @@ def is_of_process_group(raised: RaisedException) -> bool:
     """Whether torch's process group, gloo or NCCL raised it: by its type, its innermost frame, else by its text."""
     if raised.exception_type.startswith(_OTHER_SERVICES):
         return False
-    if _COLLECTIVE_TYPE.match(raised.exception_type) or "::" in raised.exception_type:  # a C++ library ended it
+    if re.match(_COLLECTIVE_TYPE, raised.exception_type) or "::" in raised.exception_type:  # a C++ library ended it
         return True
     text = raised.message.lower()
     if is_raised_by_script(raised):
-        return _QUOTED_TEXT.search(text) is not None
-    if raised.frames and _COLLECTIVE_FILE.search(raised.frames[-1].file):
+        return re.search(_QUOTED_TEXT, text) is not None
+    if raised.frames and re.search(_COLLECTIVE_FILE, raised.frames[-1].file):
         return True
     # A call into C++ has no frame of its own: ``work.wait()`` of the script.
-    return raised.exception_type == "RuntimeError" and _COLLECTIVE_TEXT.search(text) is not None
+    return raised.exception_type == "RuntimeError" and re.search(_COLLECTIVE_TEXT, text) is not None
 
 
 def _is_of_own_limit(raised: RaisedException) -> bool:
@@ -168,28 +163,32 @@ def _is_of_own_limit(raised: RaisedException) -> bool:
     if (
         raised.exception_type == "KeyboardInterrupt"
         and raised.frames
-        and _COLLECTIVE_FILE.search(raised.frames[-1].file)
+        and re.search(_COLLECTIVE_FILE, raised.frames[-1].file)
     ):
-        return _WATCHDOG.search(raised.message) is not None  # `_thread.interrupt_main()` after a line that says why
-    if len(raised.frames) < 2 or not _COLLECTIVE_FILE.search(raised.frames[-2].file) or not is_raised_by_script(raised):
+        return re.search(_WATCHDOG, raised.message) is not None  # `_thread.interrupt_main()` after a line that says why
+    if (
+        len(raised.frames) < 2
+        or not re.search(_COLLECTIVE_FILE, raised.frames[-2].file)
+        or not is_raised_by_script(raised)
+    ):
         return False
-    if raised.frames[-1].function in raised.caller or not _COLLECTIVE_WAIT.search(raised.caller):
+    if raised.frames[-1].function in raised.caller or not re.search(_COLLECTIVE_WAIT, raised.caller):
         return False
-    return "Time" in raised.exception_type or _LIMITS_TIME.search(raised.message) is not None
+    return "Time" in raised.exception_type or re.search(_LIMITS_TIME, raised.message) is not None
 
 
 def _is_of_cleanup(raised: RaisedException) -> bool:
-    return any(_CLEANS_UP.search(frame.function) for frame in user_frames(raised.frames))
+    return any(re.search(_CLEANS_UP, frame.function) for frame in user_frames(raised.frames))
 
 
 def gave_up_waiting(headline: str) -> bool:
     """Whether a failure shows no more than that something else did not come in time."""
-    return _LIMITS_TIME.search(headline) is not None or headline.startswith("TimeoutError")
+    return re.search(_LIMITS_TIME, headline) is not None or headline.startswith("TimeoutError")
 
 
 def is_raised_by_script(raised: RaisedException) -> bool:
     """Whether a ``raise`` or an ``assert`` of the user's code made it: its text is the script's own."""
-    return bool(user_frames(raised.frames[-1:])) and _RAISES.search(raised.source) is not None
+    return bool(user_frames(raised.frames[-1:])) and re.search(_RAISES, raised.source) is not None
 
 
 def _without_expected(chain: Sequence[RaisedException]) -> Sequence[RaisedException]:

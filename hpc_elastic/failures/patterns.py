@@ -69,14 +69,22 @@ PATTERNS: tuple[FailurePattern, ...] = (
            "ibv_*failed with error no such device"), node_suspect=True),
     # -- the runtime of a container ------------------------------------------------------------------------------
     FailurePattern(_ROOT, "the container's image has no such program",
-          ("ch-run[*]: error: can't execve", "executable file not found in $path", "executable file `*` not found"),
+          ("ch-run[*]: error: can't execve", "executable file not found in $path", "executable file `*` not found",
+           "attempted to invoke a command that was not found"),
           retryable=False, category=Category.INPUT),
     FailurePattern(_ROOT, "the container's image has no such folder: make it in the image",
           ("ch-run[*]: error: can't mkdir:*read-only file system", "ch-run[*]: error: can't cd to",
            "destination*doesn't exist in container"),
           retryable=False, category=Category.INPUT),
+    FailurePattern(_INFRASTRUCTURE, "the container's image is not on this node, and can't be fetched",
+          ("error: initializing source docker://", "error: short-name * did not resolve",
+           "fatal:   could not open image", "[error] no such file or directory: *.sqsh",
+           "ch-run[*]: error: can't stat:"), node_suspect=True),
+    FailurePattern(_ROOT, "the container's runtime does not take these options",
+          ("see 'podman run --help'", "try `ch-run --help'"), retryable=False, category=Category.INPUT),
     FailurePattern(_INFRASTRUCTURE, "the container's runtime failed on this node",
-          ("ch-run[*]: error:", "fatal:   ", "error: crun:", "error: runc:", "oci runtime error",
+          ("ch-run[*]: error:", "error: statfs *no such file or directory",
+           "fatal:   ", "error: crun:", "error: runc:", "oci runtime error",
            "oci permission denied"),
           node_suspect=True),
     # -- something that the node offers has run out, or does not answer ------------------------------------------
@@ -251,6 +259,8 @@ def find_pattern(text: str, accept: Callable[[FailurePattern, str], bool] | None
                     return words
     for row in PATTERNS:
         for pattern in row.any_of:
+            if pattern.partition("*")[0] not in lowered:
+                continue  # as nearly all
             if any(accept is None or accept(row, line) for line in _lines_with(pattern, lowered)):
                 return row
     return None

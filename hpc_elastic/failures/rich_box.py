@@ -19,12 +19,13 @@ TITLE = " Traceback (most recent call last) "
 INSIDE = "  "
 """What stands for a line of a box that says nothing: as long as any line of a traceback, and dropped from its text."""
 
-_TOP = re.compile(r"[╭┌+][─-]+ Traceback \(most recent call last\) [─-]+[╮┐+]\s*\Z")
-_BOTTOM = re.compile(r"[╰└+][─-]+[╯┘+]\s*\Z")
-_SIDES = re.compile(r"[│|] (.*?)\s*[│|]?\s*\Z")
-_PLACE = re.compile(r"(.+):(\d+) in (\S+)\Z")
-_SOURCE = re.compile(r"(?:❱|\\u2771|>) +\d+ (.*)\Z")
-_GUIDES = re.compile(r"[│|] ?")
+# Texts, which `re` compiles at the first use: few agents ever see such a box.
+_TOP = r"[╭┌+][─-]+ Traceback \(most recent call last\) [─-]+[╮┐+]\s*\Z"
+_BOTTOM = r"[╰└+][─-]+[╯┘+]\s*\Z"
+_SIDES = r"[│|] (.*?)\s*[│|]?\s*\Z"
+_PLACE = r"(.+):(\d+) in (\S+)\Z"
+_SOURCE = r"(?:❱|\\u2771|>) +\d+ (.*)\Z"
+_GUIDES = r"[│|] ?"
 _MOST_LINES = 4000
 _PATH_LINES = 6
 
@@ -37,9 +38,11 @@ def plain_tracebacks(lines: list[str], header: str) -> None:
         header: What Python prints in place of the box's top.
     """
     for top, line in enumerate(lines):
-        if TITLE not in line or not _TOP.match(line):
+        if TITLE not in line or not re.match(_TOP, line):
             continue
-        bottom = next((at for at in range(top + 1, min(len(lines), top + _MOST_LINES)) if _BOTTOM.match(lines[at])), 0)
+        bottom = next(
+            (at for at in range(top + 1, min(len(lines), top + _MOST_LINES)) if re.match(_BOTTOM, lines[at])), 0
+        )
         if bottom:
             lines[top] = header
             _rewrite(lines, top + 1, bottom)
@@ -53,13 +56,13 @@ def _rewrite(lines: list[str], first: int, bottom: int) -> None:
         taken, place = _place(inside, at)
         if place is not None:
             lines[first + at] = f'  File "{place[1]}", line {place[2]}, in {place[3]}'
-        elif source := _SOURCE.match(inside[at]):
-            lines[first + at] = f"    {_GUIDES.sub('', source[1]).strip()}"
+        elif source := re.match(_SOURCE, inside[at]):
+            lines[first + at] = f"    {re.sub(_GUIDES, '', source[1]).strip()}"
         at += taken
 
 
 def _inside(line: str) -> str:
-    match = _SIDES.match(line)
+    match = re.match(_SIDES, line)
     return match[1] if match else ""
 
 
@@ -72,6 +75,6 @@ def _place(inside: list[str], at: int) -> tuple[int, re.Match[str] | None]:
         if not piece:
             break
         text += piece if not text or text[-1] in "-/" else f" {piece}"
-        if match := _PLACE.match(text):
+        if match := re.match(_PLACE, text):
             return count, match
     return 1, None

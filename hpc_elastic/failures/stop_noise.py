@@ -11,15 +11,15 @@ from collections.abc import Sequence
 
 from hpc_elastic.failures.traceback_text import RaisedException
 
-_TYPE = re.compile(
+_TYPE = (
     r"(?:SystemExit|KeyboardInterrupt|GeneratorExit|CancelledError)\Z"
     r"|.*(?:SIGTERM|SIGINT|Signal|Preempt|Terminat|GracefulExit|GracefulShutdown|ShutdownRequest|Interrupt)"
 )
-_TEXT = re.compile(
+_TEXT = (
     r"\bSIG(?:TERM|INT|HUP|KILL)\b|\bsignal (?:15|2|9)\b|is killed by signal: (?:Terminated|Killed|Interrupt|Hangup)"
     r"|(?:exit(?:ed)?(?: with)?(?: status| code)?|exitcode) -?(?:15|9|143|137)\b"
 )
-_HANDLER = re.compile(r"handl|signal|sigterm|\bon_|term|stop|shutdown|preempt|interrupt|quit|exit", re.IGNORECASE)
+_HANDLER = r"(?i)handl|signal|sigterm|\bon_|term|stop|shutdown|preempt|interrupt|quit|exit"
 
 
 def is_stop_noise(chain: Sequence[RaisedException]) -> bool:
@@ -32,7 +32,7 @@ def is_stop_noise(chain: Sequence[RaisedException]) -> bool:
         return False
     first = chain[-1]
     name = first.exception_type.rsplit(".", 1)[-1]
-    return _TYPE.match(name) is not None or _TEXT.search(first.message) is not None or _is_in_handler(first)
+    return re.match(_TYPE, name) is not None or re.search(_TEXT, first.message) is not None or _is_in_handler(first)
 
 
 def _is_in_handler(raised: RaisedException) -> bool:
@@ -40,4 +40,4 @@ def _is_in_handler(raised: RaisedException) -> bool:
     if len(raised.frames) < 2 or not raised.caller:
         return False
     function = raised.frames[-1].function
-    return _HANDLER.search(function) is not None and function not in raised.caller
+    return re.search(_HANDLER, function) is not None and function not in raised.caller

@@ -78,6 +78,8 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
     """Whether its message shows that a part of its node is likely broken."""
     oom_kills: int = 0
     """By how much the cgroup's counter rose since the workers started (`cgroup.oom_kill_count`)."""
+    is_nodes_oom: bool = False
+    """The counter is the node's: the worker's container has a cgroup of its own."""
     core_dumped: bool = False
     stopped_by_agent: bool = False
     """The agent had sent it a signal before it ended."""

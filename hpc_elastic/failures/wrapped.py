@@ -14,11 +14,11 @@ from hpc_elastic.failures.origin import explain, explain_chain, explain_text, fi
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.traceback_text import FailureText, RaisedException, find_tracebacks
 
-_WRAPPERS = re.compile(
+_WRAPPERS = (
     r"(?:CalledProcessError|ChildFailedError|ProcessExitedException|BrokenProcessPool|SubprocessError|ExecutionError"
     r"|TerminatedWorkerError)\Z"
 )
-_WORKER_GONE = re.compile(r"DataLoader worker \(pid.*?(?:exited unexpectedly|is killed by signal)")
+_WORKER_GONE = r"DataLoader worker \(pid.*?(?:exited unexpectedly|is killed by signal)"
 _LOOKED_BACK = 400
 """Lines before its traceback in which a child's output may stand."""
 _CHILD_LINES = 60
@@ -31,11 +31,9 @@ _DEEPEST = 4
 _GENERAL = frozenset({"RuntimeError", "Exception", "SystemExit", "OSError", "SubprocessError", "AssertionError"})
 _WAITING = frozenset({"Empty", "TimeoutError", "CancelledError", "BrokenBarrierError", "InvalidStateError"})
 """What a thread raises for which another one's result did not come."""
-_FAILED = re.compile(
-    r"fail|error|abort|crash|could not|unable|died|exit|return|ended with|terminated|gone", re.IGNORECASE
-)
+_FAILED = r"(?i)fail|error|abort|crash|could not|unable|died|exit|return|ended with|terminated|gone"
 
-_LACKS = re.compile(r"\b(?:no|not|never|nothing|without|missing|lost|empty)\b|n't\b", re.IGNORECASE)
+_LACKS = r"(?i)\b(?:no|not|never|nothing|without|missing|lost|empty)\b|n't\b"
 """What a thread should have done: ``the checkpoint of step 100 was not written``."""
 
 
@@ -63,8 +61,8 @@ def find_wrapped(found: FailureText, lines: Sequence[str]) -> RaisedException | 
     if not _is_general(last) or any(explain(raised) is not None for raised in found.chain):
         return None
     # Which other exception the script may have coped with: any that was printed, or one that ended a thread.
-    has_failed = _FAILED.search(last.message) is not None
-    for threads in (True, False) if has_failed else (True,) if _LACKS.search(last.message) else ():
+    has_failed = re.search(_FAILED, last.message) is not None
+    for threads in (True, False) if has_failed else (True,) if re.search(_LACKS, last.message) else ():
         for earlier in find_tracebacks("\n".join(before), threads=threads):
             if len(speaking_lines(before[earlier.exception_at + 1 :])) <= _SOON:
                 return earlier.chain[0]
@@ -110,7 +108,7 @@ def is_wrapper(found: FailureText) -> bool:
 
 def _is_wrapper(raised: RaisedException) -> bool:
     name = raised.exception_type.rsplit(".", 1)[-1]
-    return _WRAPPERS.match(name) is not None or _WORKER_GONE.match(raised.message) is not None
+    return re.match(_WRAPPERS, name) is not None or re.match(_WORKER_GONE, raised.message) is not None
 
 
 def _of_child(before: Sequence[str]) -> RaisedException | None:

@@ -14,9 +14,11 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from types import ModuleType
 from typing import Any
+
+import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +113,29 @@ def bind_store(host: str, port: int, *, one_host: bool) -> socket.socket | None:
             return None
         raise
     return listener
+
+
+def listen_at(host: str, port: int, environ: Mapping[str, str]) -> dict[str, int]:
+    """Arguments by which torch's ``TCPStore`` listens where its clients come to, and not at every address.
+
+    Args:
+        host, port: Where; 0 for any port.
+        environ: Says how many ranks there are, and how many of them on this host.
+
+    Raises:
+        OSError: the port is in use.
+    """
+    one_host = environ.get("WORLD_SIZE", "1") == environ.get("LOCAL_WORLD_SIZE", "")
+    listener = bind_store(host, port, one_host=one_host)
+    if listener is None:
+        return {"port": port}
+    return {"port": int(listener.getsockname()[1]), "master_listen_fd": listener.detach()}
+
+
+def serve_at(host: str, port: int, environ: Mapping[str, str], *, use_libuv: bool) -> dist.TCPStore:
+    """A server, and a first client of it. Raises as `listen_at`, and torch.distributed.DistNetworkError."""
+    listening = listen_at(host, port, environ)
+    return dist.TCPStore(host, is_master=True, wait_for_workers=False, use_libuv=use_libuv, **listening)
 
 
 def detect_silence(port: int, seconds: float) -> None:

@@ -27,9 +27,9 @@ from msgspec import Struct, field
 
 from hpc_elastic.base.codec import dumps, loads
 from hpc_elastic.inprocess.settings import Settings
-from hpc_elastic.inprocess.sockets import detect_silence
+from hpc_elastic.inprocess.sockets import detect_silence, serve_at
 from hpc_elastic.inprocess.state import InternalError
-from hpc_elastic.inprocess.store import PrefixStore, TCPStore, pause_after, read_value, serve_at
+from hpc_elastic.inprocess.store import PrefixStore, TCPStore, pause_after, read_value
 
 logger = logging.getLogger(__name__)
 

@@ -16,14 +16,14 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch.distributed as dist
 
-from hpc_elastic.inprocess.sockets import bind_store
+from hpc_elastic.inprocess.sockets import listen_at, serve_at
 from hpc_elastic.inprocess.state import Interruption, InterruptionRecord, RestartError
 from hpc_elastic.pytorch.file_system_store import FileSystemStore as _FileSystemStore
 
@@ -375,29 +375,6 @@ def _wait(store: Any, key: str, seconds: float) -> bool:
 
 
 _HOSTED = "hosted_by_the_ring"
-
-
-def listen_at(host: str, port: int, environ: Mapping[str, str]) -> dict[str, int]:
-    """Arguments by which torch's ``TCPStore`` listens where its clients come to, and not at every address.
-
-    Args:
-        host, port: Where; 0 for any port.
-        environ: Says how many ranks there are, and how many of them on this host.
-
-    Raises:
-        OSError: the port is in use.
-    """
-    one_host = environ.get("WORLD_SIZE", "1") == environ.get("LOCAL_WORLD_SIZE", "")
-    listener = bind_store(host, port, one_host=one_host)
-    if listener is None:
-        return {"port": port}
-    return {"port": int(listener.getsockname()[1]), "master_listen_fd": listener.detach()}
-
-
-def serve_at(host: str, port: int, environ: Mapping[str, str], *, use_libuv: bool) -> dist.TCPStore:
-    """A server, and a first client of it. Raises as `listen_at`, and torch.distributed.DistNetworkError."""
-    listening = listen_at(host, port, environ)
-    return dist.TCPStore(host, is_master=True, wait_for_workers=False, use_libuv=use_libuv, **listening)
 
 
 class TCPStore(StoreMixin, dist.TCPStore):  # type: ignore[misc, unused-ignore]

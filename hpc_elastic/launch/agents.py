@@ -318,7 +318,7 @@ class Agents:
         self._events.write(NodeGivenUp(node=node, name=self._names[node], cause=cause.value, reason=reason))
         self._given_up.setdefault(node, set()).add(cause)
         self._trials.pop(node, None)
-        self._ask(lambda participant: participant.give_up_node(node))
+        self._ask(lambda participant: participant.claims.give_up_node(node))
 
     # -- what is left ------------------------------------------------------------------------------------------------
 

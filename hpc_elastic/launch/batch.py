@@ -21,9 +21,11 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock, RunClock
+from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.outcome import UNCONFIRMED_CODE, ExitCode
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.conclude import conclude
+from hpc_elastic.launch.hooks import BatchCommands, end_with_commands
 from hpc_elastic.launch.requeue import RequeueAction, closed_result
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
 from hpc_elastic.launch.site import Allocation
@@ -139,6 +141,8 @@ def finish_attempt(run_dir: Path, number: int, env: Mapping[str, str], *, agent:
         logger.warning("%s", how)
         result = replace(result, reason=f"{result.reason}; {how}")
     decision = conclude(paths, spec, site, attempt, result, events, clock=clock)
+    commands = BatchCommands(spec, paths, attempt, umask=umask, write_event=events.write, clock=clock)
+    end_with_commands(commands, result, decision, files=FileExecutor(clock=clock))
     stored = load_result(attempt_paths.result_json)
     if decision.action is RequeueAction.END or (stored is not None and stored.next_job):
         logger.info("ending job %s, whose batch script is gone", attempt.job_id)

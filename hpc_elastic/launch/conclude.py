@@ -216,6 +216,7 @@ class _End:
             step=self._result.step,
             idle=self._idle,
             next_job=self._next_job,
+            notice=self._result.notice,
         )
 
         def save() -> bool:

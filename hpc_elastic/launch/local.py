@@ -18,12 +18,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from hpc_elastic.base.clock import RunClock
 from hpc_elastic.base.waking import Waker, wait_readable
 from hpc_elastic.launch.requeue import RequeueAction
 from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
+from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
 from hpc_elastic.launch.site import AgentEnded, Site, agent_command, attempt_facts, describe_code, node_mark
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.paths import RunPaths
@@ -294,9 +296,9 @@ class LocalLauncher:
     def hears_all_ends(self) -> bool:
         return True  # they are our children
 
-    def relaunch(self, node: int) -> None:
+    def relaunch(self, node: int, *arguments: str) -> None:
         try:
-            process = AgentProcess(self._command(node), env=self._environment(node), umask=self._umask)
+            process = AgentProcess([*self._command(node), *arguments], env=self._environment(node), umask=self._umask)
         except OSError as error:
             self._failed.append(AgentEnded(node=node, code=None, detail=str(error), started=False))
             return
@@ -379,9 +381,12 @@ class LocalLauncher:
 class LocalSite(Site):
     """This machine as a cluster: nodes are agents side by side, and a requeue is the next attempt at once."""
 
-    def __init__(self, env: Mapping[str, str], *, umask: int) -> None:
+    def __init__(
+        self, env: Mapping[str, str], *, umask: int, limit_is_near: Callable[[], bool] = lambda: False
+    ) -> None:
         self._env = dict(env)
-        self._umask = umask
+        self.umask = umask
+        self._limit_is_near = limit_is_near
 
     def facts(self, spec: RunSpec) -> AttemptInfo:
         armed = spec.requeue and spec.max_requeues > 0
@@ -398,19 +403,31 @@ class LocalSite(Site):
             len(attempt.nodes),
             lambda node: agent_command(paths, attempt.number, "--node", str(node), "--launcher-pid", pid),
             environment=lambda node: {**self._env, NODE_TAG_VARIABLE: node_mark(spec, "local", node)},
-            umask=self._umask,
+            umask=self.umask,
         )
+
+    def ask(self, *, near: float) -> SlurmAnswer:
+        # A look without a notice (near 0) finds nothing: this machine ends no job by itself.
+        is_near = near > 0 and self._limit_is_near()
+        return SlurmAnswer(JobCondition.NEAR_LIMIT if is_near else JobCondition.NO_SLURM)
 
     def requeue(self, plan: NextAttempt) -> Requeued:
         return Requeued(summary="the next attempt starts at once")
 
 
-def run_local(run_dir: Path, env: Mapping[str, str] | None = None, *, ready: Callable[[], None] = lambda: None) -> int:
+def run_local(
+    run_dir: Path,
+    env: Mapping[str, str] | None = None,
+    *,
+    ready: Callable[[], None] = lambda: None,
+    limit_is_near: Callable[[], bool] = lambda: False,
+) -> int:
     """Run to the end, through requeues.
 
     Args:
         env: For the agents.
         ready: Called when no signal is lost on a filesystem that hangs any more.
+        limit_is_near: Whether a notice of now means that the attempt is out of time.
 
     Returns:
         The run's exit code.
@@ -423,10 +440,16 @@ def run_local(run_dir: Path, env: Mapping[str, str] | None = None, *, ready: Cal
     output = log_to_stdout()
     paths, spec = load_run(run_dir)
     ready()
-    site = LocalSite(os.environ if env is None else env, umask=umask)
+    site = LocalSite(os.environ if env is None else env, umask=umask, limit_is_near=limit_is_near)
     while True:
         decision = run_attempt(paths, spec, site, clock=RunClock(), signals=signals)
         if decision.action is not RequeueAction.REQUEUE:
             break
     output.close()
     return decision.exit_code
+
+
+def main() -> NoReturn:
+    """``RUN_DIR``: a process that supervises a run which another process has made: its next attempt, and those that
+    follow it."""
+    sys.exit(run_local(Path(sys.argv[1])))

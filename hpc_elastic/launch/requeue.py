@@ -133,6 +133,8 @@ class AttemptResult(Struct, frozen=True, kw_only=True):
     """Whether Slurm has put the job back into the queue itself."""
     cancelled: bool = False
     """Whether the job was cancelled after the attempt had been given up for another reason."""
+    notice: str = ""
+    """What the preemption notice meant, where there was one: `signals.Meaning`."""
 
 
 def closed_result(

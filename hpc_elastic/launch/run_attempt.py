@@ -29,6 +29,7 @@ from hpc_elastic.base.file_executor import FileExecutor, FilesystemHangsError, i
 from hpc_elastic.errors import HpcElasticError, UsageError
 from hpc_elastic.failures.error_file import write_own_failure
 from hpc_elastic.launch.conclude import HUNG_SECONDS, JOB_LOG, conclude, log_plain
+from hpc_elastic.launch.hooks import BatchCommands, end_with_commands, run_missing_epilogs
 from hpc_elastic.launch.job_watch import EndClaim, JobWatch
 from hpc_elastic.launch.requeue import RequeueAction, RequeueDecision, RequeueWay
 from hpc_elastic.launch.run_directory import claim_attempt, forget_attempt, give_way, slurm_job_ids
@@ -80,6 +81,7 @@ def run_attempt(paths: RunPaths, spec: RunSpec, site: Site, *, clock: Clock, sig
     Raises:
         HpcElasticError, OSError: it could not even be begun.
     """
+    signals.hear_as(signal.SIGUSR2, spec.signals_to_handle)
     try:
         return _AttemptRun(paths, spec, site, clock=clock, signals=signals).run()
     except (FilesystemSilentError, StartInterruptedError) as error:
@@ -117,6 +119,7 @@ class _AttemptRun:
         coordination = self._on_disk(lambda: self._observe(attempt, folder, uid))
         self._files.post(lambda: _reserve_room(folder, clock))
         self._files.settle(_ROOM_SECONDS)  # nothing is half written where the supervisor dies as the agents start
+        commands = BatchCommands(spec, paths, attempt, umask=site.umask, write_event=events.write, clock=clock)
         supervisor = Supervisor(
             attempt=attempt,
             launcher=launcher,
@@ -125,6 +128,7 @@ class _AttemptRun:
             events=events,
             clock=clock,
             shutdown_timeout=spec.shutdown_timeout,
+            epilog_seconds=spec.epilog_seconds,
             resolver=SignalResolver(
                 lambda near: site.ask(near=near),
                 grace=float(spec.signal_grace),
@@ -134,6 +138,7 @@ class _AttemptRun:
             ),
             end_claim=EndClaim(site.allocation, coordination.ask, clock=clock),
             job_watch=JobWatch(site.job_nodes, events=events, clock=clock) if facts.cluster == "slurm" else None,
+            on_record=commands.on_record,
         )
         try:
             result = supervisor.run()
@@ -147,6 +152,9 @@ class _AttemptRun:
                 "another process of this run has finished this attempt, or goes on with the run; this one ends"
             )
             return RequeueDecision(action=RequeueAction.END, reason="finished by another process", exit_code=1)
+        if spec.node_epilog:
+            is_late = result.signal_number is not None
+            run_missing_epilogs(spec, folder, attempt, launcher, self._files, is_late=is_late)
         decision = conclude(
             paths,
             spec,
@@ -157,6 +165,9 @@ class _AttemptRun:
             clock=clock,
             files=self._files,
             is_hurried=lambda: self._signals.holds({signal.SIGINT}),
+        )
+        end_with_commands(
+            commands, result, decision, files=self._files, is_hurried=lambda: self._signals.holds({signal.SIGINT})
         )
         events.close(within=HUNG_SECONDS)
         return decision
@@ -320,6 +331,7 @@ def _log_head(paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, attempt_path
     lines = [
         f"run {spec.run_id}, attempt {attempt.number}, {where}, {nodes}: {compress(attempt.nodes)}",
         f"command: {spec.command}",
+        *([f"around the workers: {spec.around}"] if spec.around else []),
         f"versions: {versions}",
         f"run directory: {paths.root}",
         f"rank logs: {attempt_paths.root}/round-*/rank-*/{{stdout,stderr}}.log",

@@ -39,6 +39,8 @@ class StepStatus(Struct, frozen=True, kw_only=True):
     """Steps of the whole training, where the script reports that."""
     seconds_to_end: float | None = None
     """Of `total`, at this pace."""
+    loss: float | None = None
+    """As the lowest rank that reports one did last."""
     checkpoint_seconds: float | None = None
     """Since the newest checkpoint of this round was complete; None: there is none."""
     checkpoint_step: int | None = None
@@ -71,6 +73,7 @@ def read_steps(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> St
     steps: dict[int, int] = {}
     paces: list[float] = []
     totals: list[int] = []
+    losses: list[float] = []
     saved: list[tuple[float, RankHeartbeat]] = []
     newest, heard = 0, None
     for member in record.members:
@@ -84,6 +87,7 @@ def read_steps(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> St
         heard = min([*ages, *([heard] if heard is not None else [])], default=None)
         paces += [found.steps_per_second] if found.steps_per_second is not None else []
         totals += [found.total] if found.total is not None else []
+        losses += [found.loss] if found.loss is not None else []
         newest = max(newest, found.written_ns)
     if not steps:
         return None
@@ -99,6 +103,7 @@ def read_steps(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> St
         steps_per_second=pace,
         total=total,
         seconds_to_end=round(max(0, total - least) / pace, 1) if pace and total is not None else None,
+        loss=losses[0] if losses else None,
         checkpoint_seconds=round(min(age for age, _ in saved), 1) if saved else None,
         checkpoint_step=max((beat.saved_step for _, beat in saved if beat.saved_step is not None), default=None),
     )

@@ -30,6 +30,7 @@ from hpc_elastic.run.attempt import AttemptInfo, UnreadableAttemptError, load_at
 from hpc_elastic.run.index import JobEntry, array_tasks, jobs_of, known_jobs
 from hpc_elastic.run.node_records import load_record
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
+from hpc_elastic.run.preload import Preload, load_preload
 from hpc_elastic.run.spec import RunSpec, UnreadableRunError, load_run_spec
 from hpc_elastic.run.suspicions import Suspicion
 from hpc_elastic.slurm.client import SlurmClient
@@ -98,6 +99,8 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     """Why the run seems to hang; empty: it does not."""
     output: OutputStatus | None = None
     """In place of `steps`, where it was asked for and the workers of a round report none."""
+    preload: Preload | None = None
+    """What workers were seen to import, where it was asked for and the run's workers are forks."""
     outcome: str = ""
     """Of the newest attempt, where it has ended."""
     reason: str = ""
@@ -123,7 +126,7 @@ def read_status(paths: RunPaths, *, clock: Clock, looks_at_output: bool = False)
     Args:
         paths: The run's.
         clock: For ages.
-        looks_at_output: Look at the sizes of the workers' logs too, where they report no steps.
+        looks_at_output: Look at the sizes of the workers' logs too, where they report no steps, and at preload.json.
     """
     problem = ""
     spec: RunSpec | None = None
@@ -167,6 +170,8 @@ def read_status(paths: RunPaths, *, clock: Clock, looks_at_output: bool = False)
         suspicion = codec.load(attempt.suspicions / "now.json", Suspicion)
         if isinstance(suspicion, Suspicion) and suspicion.round == record.round:
             known["suspicion"] = suspicion.reason
+    if looks_at_output:
+        known["preload"] = load_preload(paths.preload)
     known["job_log"] = _job_log(paths, spec, known.get("job_id"))
     if record is not None and record.round >= 0:
         known["rank_logs"] = str(attempt.round_dir(record.round) / "rank-*" / "{stdout,stderr}.log")

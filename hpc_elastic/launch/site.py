@@ -70,8 +70,8 @@ class Launcher(Protocol):
         """
         ...
 
-    def relaunch(self, node: int) -> None:
-        """Start an agent on one node again, without disturbing the others."""
+    def relaunch(self, node: int, *arguments: str) -> None:
+        """Start an agent on one node again, without disturbing the others; `arguments`: further ones of its command."""
         ...
 
     def filenos(self) -> list[int]:
@@ -136,6 +136,9 @@ class Allocation(Enum):
 
 class Site:
     """Where an attempt runs. What is not overridden is the answer of a machine without Slurm."""
+
+    umask = 0o077
+    """The user's, for what is started for them."""
 
     @property
     def cluster_name(self) -> str:

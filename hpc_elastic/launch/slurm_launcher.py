@@ -167,9 +167,9 @@ class SlurmLauncher:
     def hears_all_ends(self) -> bool:
         return False  # not of a node that was back before Slurm missed it, nor of one whose slurmstepd died
 
-    def relaunch(self, node: int) -> None:
+    def relaunch(self, node: int, *arguments: str) -> None:
         component = next((index for index, nodes in enumerate(self._components) if node in nodes), None)
-        argv = srun_one_agent(self._nodes[node], self._command, component=component, extra=self._extra)
+        argv = srun_one_agent(self._nodes[node], [*self._command, *arguments], component=component, extra=self._extra)
         self._start(argv, {node}, component)
 
     def _start(self, argv: Sequence[str], nodes: set[int], component: int | None) -> None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import logging
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
 
+import hpc_elastic
+from hpc_elastic.agent.container import pyxis_arguments
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.launch.job_watch import ControllerOutage
 from hpc_elastic.launch.requeue import Arming, ArmingFacts, RequeueWay, decide_arming
@@ -23,6 +26,7 @@ from hpc_elastic.launch.site import Allocation, EligibleNodes, Site, agent_comma
 from hpc_elastic.launch.slurm_launcher import SlurmLauncher
 from hpc_elastic.run import index
 from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.container import Runtime
 from hpc_elastic.run.paths import RunPaths, task_index
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner, why_not_without
@@ -115,7 +119,7 @@ class SlurmSite(Site):
         self._clock = clock
         self._hurried = hurried
         self._confirming = confirming or client
-        self._umask = umask
+        self.umask = umask
         self._job = JobEnvironment.from_env(env)
         self._nodes = self._job.nodes if nodes is None else tuple(nodes)
         self._keep = tuple(keep)
@@ -206,8 +210,8 @@ class SlurmSite(Site):
             allocated=self._job.components or (self._job.nodes,),
             is_het=bool(self._job.components),
             keep=self._keep,
-            extra=(*step_gpu_flags(self._env), *spec.srun_args),
-            umask=self._umask,
+            extra=(*step_gpu_flags(self._env), *_container_arguments(spec, paths), *spec.srun_args),
+            umask=self.umask,
         )
 
     def ask(self, *, near: float) -> SlurmAnswer:
@@ -304,6 +308,16 @@ class SlurmSite(Site):
             return
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         self._client.cancel(self._id)
+
+
+def _container_arguments(spec: RunSpec, paths: RunPaths) -> list[str]:
+    """Of a step whose container srun itself starts, by Pyxis; none for any other runtime."""
+    container = spec.container
+    if container is None or container.image.runtime is not Runtime.PYXIS:
+        return []
+    folders = {sys.prefix, sys.base_prefix, str(Path(hpc_elastic.__file__).resolve().parent.parent)}
+    packages = [path for path in sorted(folders) if not any(path.startswith(f"{other}/") for other in folders)]
+    return pyxis_arguments(container, cwd=spec.cwd, run_dir=str(paths.root), packages=packages)
 
 
 def slurm_site(

@@ -27,6 +27,7 @@ from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
 from hpc_elastic.launch.site import agent_command, node_mark
 from hpc_elastic.launch.slurm_site import HURRIED_SECONDS, SlurmSite
 from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.container import Runtime
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.client import CommandSlurmClient, SubprocessRunner
@@ -175,6 +176,11 @@ class StepSite(SlurmSite):
         self.host = job.task.node.name or job.task.step_nodes[0]
 
     def facts(self, spec: RunSpec) -> AttemptInfo:
+        if spec.container_image is not None and spec.container_image.runtime is Runtime.PYXIS:
+            raise UsageError(
+                f"--container-image {spec.container_image}: this step of srun's runs already; "
+                "give srun itself --container-image, or use hpc-elastic submit"
+            )
         return replace(super().facts(spec), nodes=self.nodes)
 
     def launcher(self, spec: RunSpec, paths: RunPaths, attempt: AttemptInfo) -> StepLauncher:  # type: ignore[override]

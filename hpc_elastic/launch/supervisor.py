@@ -85,15 +85,19 @@ class Supervisor:
         events: EventLog,
         clock: Clock,
         shutdown_timeout: float,
+        epilog_seconds: float = 0.0,
         resolver: SignalResolver,
         end_claim: EndClaim,
         job_watch: JobWatch | None = None,
+        on_record: Callable[[RoundRecord], object] = lambda record: None,
     ) -> None:
         """Args:
         coordination: With an observer's participant; not started yet.
         shutdown_timeout: The workers' grace, in seconds.
+        epilog_seconds: How long agents may take beyond that for the user's epilog.
         end_claim: To finish the attempt once it is closed.
         job_watch: Looks at the job now and then; None: there is none.
+        on_record: Gets each record of the log that is newer; must not wait.
         """
         self._attempt = attempt
         self._launcher = launcher
@@ -102,9 +106,11 @@ class Supervisor:
         self._events = events
         self._clock = clock
         self._shutdown_timeout = shutdown_timeout
+        self._end_reserve = END_RESERVE + epilog_seconds
         self._resolver = resolver
         self._end_claim = end_claim
         self._job_watch = job_watch
+        self._take_record = on_record
         self._agents = Agents(launcher, attempt.nodes, ask=coordination.ask, events=events, clock=clock)
         self._started_at = clock.monotonic()
         self._has_logged_waiting = False
@@ -119,6 +125,7 @@ class Supervisor:
         self._agents_heard = ""
         """The newest signal of agents in the log: each is looked into once."""
         self._notice: PreemptionDeadlines | None = None
+        self._notice_means = ""
         """The preemption notice that leaves the least time so far."""
         self._signal: signal.Signals | None = None
         self._signal_reason = ""
@@ -252,7 +259,7 @@ class Supervisor:
         """The workers may save first."""
         reason, now = f"{reason} ({decision.meaning.value})", self._clock.monotonic()
         given = PreemptionDeadlines.now(reason, decision.seconds, shutdown_timeout=self._shutdown_timeout, now=now)
-        self._notice, notice = given, given.notice
+        self._notice, self._notice_means, notice = given, decision.meaning.value, given.notice
         in_time = f"notice: {notice.reason}, the job ends in {decision.seconds:.0f} s"
         if self.record is None:
             logger.info("%s; no round has begun: ending the attempt", in_time)
@@ -301,6 +308,7 @@ class Supervisor:
     def _on_record(self, record: RoundRecord) -> None:
         self.record = record
         self._agents.on_record(record)
+        self._take_record(record)
         if record.status is Status.CLOSED:
             self._begin_end()
             if self._closed_at is not None:
@@ -350,7 +358,7 @@ class Supervisor:
     def _begin_end(self) -> None:
         self._agents.stop_relaunching()
         if self._end_by is None:
-            self._end_by = self._clock.monotonic() + self._shutdown_timeout + END_RESERVE
+            self._end_by = self._clock.monotonic() + self._shutdown_timeout + self._end_reserve
 
     def _is_ending(self) -> bool:
         return self._end_by is not None
@@ -441,7 +449,7 @@ class Supervisor:
             lambda: self._events.write(PlatformFailure(round=index, node=node, host=host, reason=str(failure))),
             lambda: self._coordination.ask(lambda participant: participant.close(Outcome.FAILED, str(failure))),
             keep,
-            lambda: self._launcher.end(within=self._shutdown_timeout + END_RESERVE),
+            lambda: self._launcher.end(within=self._shutdown_timeout + self._end_reserve),
             lambda: self._coordination.stop(within=5.0),
         ]
         for step in steps:
@@ -464,7 +472,7 @@ class Supervisor:
                 result = replace(result, reason=f"{result.reason}; {unable}", retryable=retryable)
             if agents.is_refused_by_all:
                 result = replace(result, outcome=Outcome.FAILED, reason=agents.describe_unable, retryable=False)
-            return replace(result, requeued=self._requeued, cancelled=self._cancelled)
+            return replace(result, requeued=self._requeued, cancelled=self._cancelled, notice=self._notice_means)
         if self._asked is not None:
             outcome, reason = self._asked
         elif self._signal is not None:
@@ -486,4 +494,5 @@ class Supervisor:
             seconds=seconds,
             requeued=self._requeued,
             cancelled=self._cancelled,
+            notice=self._notice_means,
         )

@@ -1,7 +1,8 @@
 """An sbatch file that starts torchrun → the command of this program that does the same, and what became of each line.
 
-Pure: text in, `Conversion` out. A line is kept (it stands before the command, in the shell that submits: the job gets
-its environment from there), taken over as options, dropped with the reason, or left, where the user has to decide.
+Pure: text in, `Conversion` out. A line is taken over as options, kept (it stands before the command, in the shell that
+submits: the job gets its environment from there), dropped with the reason, or left, where the user has to decide. What
+makes the environment becomes ``--setup``, but where the command itself needs it.
 Nothing is guessed: what is not known here is left.
 """
 
@@ -90,11 +91,11 @@ _ENVIRONMENT = (
     "spack",
     "export",
     "unset",
-    "ulimit",
-    "cd",
 )
+_OF_THE_SHELL = ("ulimit", "cd")
 _SHELL = ("set", "shopt", "umask", "eval", "true", ":", "wait", "exit")
 _FOR_MEETING = re.compile(r"scontrol|\bhostname\b|NODELIST|LAUNCH_NODE_IPADDR|/dev/tcp|getent|\bip addr\b")
+_IN_SETUP = "--setup: bash does it on each node before the workers start"
 _IN_THE_SHELL = "in the shell that submits; the job gets its environment"
 _MEET = "nodes meet through files in the run directory, and workers get MASTER_ADDR and MASTER_PORT"
 
@@ -144,10 +145,22 @@ def _words(line: str) -> list[str] | None:
     return words
 
 
+class _SetupLine(Struct, frozen=True, kw_only=True):
+    """A line that makes the environment."""
+
+    number: int
+    line: str
+    text: str
+    """Without a comment."""
+    name: str = ""
+    """The variable that it sets; empty: not known, or none."""
+
+
 class _Reader:
     def __init__(self) -> None:
         self._options: list[tuple[str, str]] = []  # of the job: name, raw value (empty: a flag)
-        self._before: list[str] = []
+        self._before: list[tuple[int, str]] = []
+        self._setup: list[_SetupLine] = []
         self._lines: list[ConvertedLine] = []
         self._job_only: set[str] = set(_MEETING)
         """Variables that exist in the job alone."""
@@ -237,6 +250,11 @@ class _Reader:
         assigned = ASSIGNMENT.fullmatch(line) if is_array or (words and len(words) <= 2) else None
         if assigned:
             self._assignment(number, line, assigned[1], assigned[2])
+            if words and first == "export" and self._before[-1:] == [(number, line)]:
+                self._before.pop()  # where it goes is known when the command is
+                self._lines.pop()
+                text = " ".join(words)
+                self._setup.append(_SetupLine(number=number, line=line, text=text, name=assigned[1]))
             return
         if words is None:
             if any(launcher in line for launcher in ("torchrun", "torch.distributed", "accelerate launch", "srun ")):
@@ -261,7 +279,7 @@ class _Reader:
             self._launch_line = number
             self._note(number, line, Fate.TAKEN, "; ".join(launch.notes) or "the command")
             return
-        self._other(number, line, first)
+        self._other(number, line, first, " ".join(words))
 
     def _assignment(self, number: int, line: str, name: str, value: str) -> None:
         if name in _MEETING or _FOR_MEETING.search(value):
@@ -274,13 +292,13 @@ class _Reader:
             else:  # where the script gets it, `finish` says so
                 self._note(number, line, Fate.DROPPED, "known in the job alone, and not needed by the command")
         else:
-            self._before.append(line)
+            self._before.append((number, line))
             self._note(number, line, Fate.KEPT, _IN_THE_SHELL)
 
     def _uses_job_only(self, text: str) -> bool:
         return any(re.search(rf"\$\{{?{name}\b", text) for name in self._job_only)
 
-    def _other(self, number: int, line: str, first: str) -> None:
+    def _other(self, number: int, line: str, first: str, text: str) -> None:
         if self._launch is not None and first not in (*PRINTS, *_SHELL):
             self._note(
                 number, line, Fate.LEFT, "it ran after the training; give it a job of its own: sbatch --dependency"
@@ -289,8 +307,10 @@ class _Reader:
             self._note(number, line, Fate.DROPPED, "it prints; the run's report and events have these facts")
         elif first in _SHELL:
             self._note(number, line, Fate.DROPPED, "the batch script is written for you")
-        elif first in _ENVIRONMENT and not OF_THE_JOB.search(line) and not self._uses_job_only(line):
-            self._before.append(line)
+        elif first in _ENVIRONMENT and not self._uses_job_only(line):
+            self._setup.append(_SetupLine(number=number, line=line, text=text))
+        elif first in _OF_THE_SHELL and not OF_THE_JOB.search(line) and not self._uses_job_only(line):
+            self._before.append((number, line))
             self._note(number, line, Fate.KEPT, _IN_THE_SHELL)
         else:
             self._note(number, line, Fate.LEFT, _LEFT_WHY)
@@ -309,7 +329,7 @@ class _Reader:
             nodes = nodes or launch.nnodes
             if "--nodes" not in given:
                 self._options.insert(0, ("--nodes", launch.nnodes))
-        options = [*self._options, *self._workers(launch, nodes)]
+        options = [*self._options, *self._workers(launch, nodes), *self._environment(launch)]
         words = ["hpc-elastic", "submit"]
         for name, value in options:
             words += [f"{name}={value}"] if name == "--sbatch-arg" else [name, value] if value else [name]
@@ -318,10 +338,28 @@ class _Reader:
                 why = "its value is known in the job alone: read the variable in the script"
                 self._note(self._launch_line, word, Fate.LEFT, why)
         return Conversion(
-            before=tuple(self._before),
+            before=tuple(line for _, line in sorted(self._before)),
             words=(*words, *launch.options, *launch.script),
             lines=tuple(sorted(self._lines, key=lambda line: line.number)),
         )
+
+    def _environment(self, launch: Launch) -> list[tuple[str, str]]:
+        """``--setup``; what the command or the lines before it need stays there."""
+        used = " ".join([*launch.options, *launch.script, *(line for _, line in self._before)])
+        known = {one.name for one in self._setup} | {line.partition("=")[0] for _, line in self._before}
+        unknown = set(re.findall(r"\$\{?(\w+)", used)) - known - _USERS_OWN
+        taken = []
+        for one in self._setup:
+            is_file = one.text.split()[0] in ("source", ".")
+            is_needed = re.search(rf"\$\{{?{one.name}\b", used) is not None if one.name else is_file and bool(unknown)
+            if is_needed:
+                self._before.append((one.number, one.line))
+            if not is_needed or is_file:
+                taken.append(one.text)
+            self._note(
+                one.number, one.line, Fate.KEPT if is_needed else Fate.TAKEN, _IN_THE_SHELL if is_needed else _IN_SETUP
+            )
+        return [("--setup", shlex.quote("; ".join(taken)))] if taken else []
 
     def _workers(self, launch: Launch, nodes: str | None) -> list[tuple[str, str]]:
         """``--nproc-per-node`` and GPUs, where a task of srun's was a worker."""
@@ -342,6 +380,7 @@ class _Reader:
         return found
 
 
+_USERS_OWN = {"HOME", "USER", "LOGNAME", "SCRATCH", "WORK", "PWD"}
 _LEFT_WHY = "it ran on the first node, before the training: do it before you submit, or at the beginning of the script"
 _OF_SLURM: Mapping[str, Option] = {
     name: option for option in job_options.OPTIONS if option.sbatch and not option.repeatable for name in option.names

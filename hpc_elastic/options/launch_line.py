@@ -41,6 +41,38 @@ _RENDEZVOUS = (
 _NOT_NEEDED = "not needed"
 _IN_ACCELERATE = {"--num-machines": "--nnodes"}
 _WRAPPERS = ("time", "exec", "nohup", "command")
+
+
+class _ContainerCommand(Struct, frozen=True, kw_only=True):
+    """What of a runtime's command line is taken over."""
+
+    verbs: tuple[str, ...] = ()
+    """The subcommands that run one program in an image; none: there are no subcommands."""
+    mounts: tuple[str, ...]
+    workdir: tuple[str, ...]
+    values: tuple[str, ...]
+    """Options that have a value, of which nothing else is known."""
+
+
+_APPTAINER = _ContainerCommand(
+    verbs=("exec", "run"),
+    mounts=("--bind", "-B"),
+    workdir=("--pwd", "--cwd"),
+    values=("--env", "--env-file", "--overlay", "-o", "--home", "-H", "--workdir", "-W", "--scratch", "-S"),
+)
+_CONTAINER_COMMANDS: Mapping[str, _ContainerCommand] = {
+    "apptainer": _APPTAINER,
+    "singularity": _APPTAINER,
+    "podman": _ContainerCommand(
+        verbs=("run",),
+        mounts=("--volume", "-v"),
+        workdir=("--workdir", "-w"),
+        values=("--env", "-e", "--env-file", "--device", "--security-opt", "--shm-size", "--user", "-u", "--ulimit"),
+    ),
+    "ch-run": _ContainerCommand(mounts=("--bind", "-b"), workdir=("--cd", "-c"), values=("--feature",)),
+}
+_FLAGS_GIVEN_ANYWAY = ("--nv", "--rm", "-it", "-ti", "-i", "-t", "--interactive", "--tty")
+_VALUES_GIVEN_ANYWAY = ("--network", "--net", "--ipc", "--pid", "--gpus")
 _OF_WORKERS: Mapping[str, Option] = {name: option for option in worker_options.OPTIONS for name in option.names} | {
     name: option for option in job_options.OPTIONS if option.dest in ("nodes", "runs_dir") for name in option.names
 }
@@ -91,6 +123,9 @@ def find_launch(words: Sequence[str]) -> Launch | None:
     if not rest:
         return None
     program = plain(rest[0]).rpartition("/")[2]
+    if program in _CONTAINER_COMMANDS:
+        _enter_container(rest, launch)
+        program = plain(rest[0]).rpartition("/")[2]
     if program == "torchrun":
         return _torchrun(rest[1:], launch)
     if program == "accelerate" and rest[1:2] == ["launch"]:
@@ -122,12 +157,60 @@ def _drop_srun_options(rest: list[str], launch: Launch) -> None:
             name, equals, value = word[:2], "=", word[2:]
         if not equals and name not in _NO_VALUE_OF_SRUN and rest and not rest[0].startswith("-"):
             value = rest.pop(0)
-        if name.startswith("--container"):
-            launch.decide.append(f"{name}: the agents run in the container, so hpc-elastic must be installed in it")
-        if name not in _STEP_OWN:
+        if name == "--container-image":
+            launch.options += [name, f"pyxis:{value}"]
+            launch.notes.append(f"{name} pyxis:{value}: srun starts agents and workers in the container")
+        elif name in ("--container-mounts", "--container-workdir", "--container-env"):
+            launch.options += [name, value]
+        elif name.startswith(("--container", "--no-container")):
+            launch.options.append(f"--container-args={name}={value}" if value else f"--container-args={name}")
+        elif name not in _STEP_OWN:
             argument = f"{name}={value}" if value and name.startswith("--") else f"{name}{value}"
             launch.options.append(f"--srun-arg={argument}")
             launch.notes.append(f"--srun-arg={argument}")
+
+
+def _enter_container(rest: list[str], launch: Launch) -> None:
+    """Take a runtime's command line off `rest`, as ``--container-*``; what has none of these is the runtime's own.
+
+    Raises:
+        UsageError: it is no command that starts one program in an image.
+    """
+    line = " ".join(rest)[:70]
+    program = plain(rest.pop(0)).rpartition("/")[2]
+    known = _CONTAINER_COMMANDS[program]
+    verb = plain(rest.pop(0)) if known.verbs and rest else ""
+    if known.verbs and verb not in known.verbs:
+        raise UsageError(f"{line}: of {program} only {program} {known.verbs[0]} IMAGE COMMAND can be taken over")
+    if known.verbs.index(verb) if verb else 0:
+        launch.decide.append(
+            f"{program} {verb} has the image's runscript start the command: it is left out; what it sets goes into "
+            "--container-env, or into the script"
+        )
+    mounts, args, dropped = [], [], []
+    while rest and rest[0].startswith("-") and rest[0] != "--":
+        name, equals, value = rest.pop(0).partition("=")
+        if name in (*known.mounts, *known.workdir, *known.values, *_VALUES_GIVEN_ANYWAY) and not equals and rest:
+            value = rest.pop(0)
+        if name in known.mounts:
+            mounts += plain(value).split(",")
+        elif name in known.workdir:
+            launch.options += ["--container-workdir", value]
+        elif name in (*_FLAGS_GIVEN_ANYWAY, *_VALUES_GIVEN_ANYWAY):
+            dropped.append(name)
+        else:
+            args += [name if not value else f"{name}={value}" if name.startswith("--") else f"{name} {value}"]
+    if rest[1:2] == ["--"]:
+        del rest[1]
+    if len(rest) < 2:
+        raise UsageError(f"{line}: give the image and the command that {program} runs in it")
+    launch.options += ["--container-image", f"{'charliecloud' if program == 'ch-run' else program}:{rest.pop(0)}"]
+    if mounts:
+        launch.options += ["--container-mounts", ",".join(mounts)]
+    if args:
+        launch.options.append(f"--container-args={shlex.quote(' '.join(args))}")
+    also = f"; {', '.join(dropped)}: not needed" if dropped else ""
+    launch.notes.append(f"the workers run in the container, the agents outside{also}")
 
 
 def _python(rest: Sequence[str], launch: Launch, *, in_srun: bool) -> Launch | None:

@@ -39,6 +39,7 @@ def plan_text(spec: RunSpec, run_dir: Path, options: SbatchOptions | None = None
         ("nodes", f"{_nodes(spec)}; {_workers(spec)}"),
         ("runs", spec.command),
         ("where", _where(spec, options)),
+        *([("around it", spec.around)] if spec.around else []),
         ("on failure", _on_failure(spec)),
         ("run directory", str(run_dir)),
     )
@@ -147,6 +148,8 @@ def _container(parsed: Parsed, spec: RunSpec, env: Mapping[str, str]) -> Iterato
         return
     runtime, image = container.image.runtime, container.image.image
     option = f"{parsed.source('container_image', '--container-image')} {parsed.get('container_image')}"
+    if runtime is Runtime.PYXIS and spec.cluster == "local":
+        raise UsageError(f"{option}: Pyxis starts containers in Slurm's steps alone; use hpc-elastic submit")
     if runtime is Runtime.CHARLIECLOUD and (mount := next((m for m in container.mounts if m.read_only), None)):
         raise UsageError(
             f"{parsed.source('container_mounts', '--container-mounts')} {parsed.get('container_mounts')}: charliecloud "

@@ -37,8 +37,10 @@ NOT_SETTINGS = frozenset(
             "NODE",
             "HOST",
             "LAST_ROUND",
+            "JOURNAL",
         ),
-        *("HEALTH_TOKEN", "TORCH", "REQUIRE_SLURM", "REQUIRE_FRAMEWORKS", "SLURM_FS", "BENCH", "PROFILE"),
+        *("OUTCOME", "EXIT_CODE", "REASON", "ROOT_CAUSE", "REPORT", "NOTIFY_URL"),
+        *("COMMAND_TOKEN", "TORCH", "REQUIRE_SLURM", "REQUIRE_FRAMEWORKS", "SLURM_FS", "BENCH", "PROFILE"),
         *("SITE_CONFIG", "USER_CONFIG", "PROJECT_CONFIG", "TRUST_COPIES"),
     )
 )
@@ -277,6 +279,8 @@ def _put_settings(
         if option.path and texts:
             base = folder if layer is Layer.PROJECT else None
             texts = (_expanded(texts[0], env, called=setting.called, base=base, bare=option.dest == "python"),)
+        elif option.file_or_command and texts and layer is Layer.PROJECT and (folder / texts[0]).is_file():
+            texts = (str(folder / texts[0]),)
         origin = Origin(layer=layer, where=setting.where, profile=profile)
         values.put(option, texts, called=setting.called, origin=origin)
 

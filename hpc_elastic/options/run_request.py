@@ -21,7 +21,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.options import job_options, worker_options
+from hpc_elastic.options import hook_options, job_options, worker_options
 from hpc_elastic.options.machine import workers_here
 from hpc_elastic.options.sbatch import (
     IMPOSSIBLE,
@@ -39,7 +39,7 @@ from hpc_elastic.run.index import DEFAULT_RUNS_DIR
 from hpc_elastic.run.option_values import BadNodeSettings, StartMethod, StreamChoice
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, new_run_id
 
-ALL_OPTIONS = (*worker_options.OPTIONS, *job_options.OPTIONS)
+ALL_OPTIONS = (*worker_options.OPTIONS, *hook_options.OPTIONS, *job_options.OPTIONS)
 _NOT_FOR_A_JOB = ("--help", "--usage", "--version", "-V")
 REFUSED: Mapping[str, str] = {
     **{name: why for name, why in IMPOSSIBLE.items() if name not in _NOT_FOR_A_JOB},
@@ -201,6 +201,8 @@ def build_spec(
         max_nodes=nodes[1],
         segment=job_options.segment_nodes(parsed, nodes),
         virtual_local_rank=parsed.flag("virtual_local_rank"),
+        wandb=parsed.flag("wandb"),
+        prewarm=parsed.flag("prewarm"),
         requeue=job_options.wants_requeue(parsed) and not site_disables_requeue,
         signal_grace=grace,
     )
@@ -216,6 +218,8 @@ def spec_fields(parsed: Parsed) -> dict[str, Any]:
     for option in ALL_OPTIONS:
         if option.field and (value := parsed.value(option)) is not None:
             fields[option.field] = value
+    if passed_on := fields.get("signals_to_handle"):
+        fields.setdefault("preemption_signal", passed_on[0])
     if fields.get("master_port") == 0:
         del fields["master_port"]  # torchrun's way to ask for a free one
     if "log_max_files" in fields and "log_max_size" not in fields:
@@ -226,9 +230,24 @@ def spec_fields(parsed: Parsed) -> dict[str, Any]:
             f"--preload {','.join(fields['preload'])}: nothing is preloaded for fresh interpreters; "
             "give --start-method forkserver too"
         )
+    if "worker_prefix" in fields and fields.get("start_method") is StartMethod.FORKSERVER:
+        raise UsageError(
+            f"--worker-prefix '{' '.join(fields['worker_prefix'])}': workers that are forks of one process have no "
+            "command line to put it before; leave it out, or leave out --start-method forkserver"
+        )
     if "container_image" in fields and fields.get("start_method") is StartMethod.FORKSERVER:
         raise UsageError(
-            "--start-method forkserver: the fork server does not run in a container yet; "
+            "--start-method forkserver: the fork server runs on the node, and these workers' Python is in the image; "
+            "leave it out (each worker is then a fresh interpreter), or leave out --container-image"
+        )
+    if parsed.flag("prewarm") and fields.get("start_method") is StartMethod.FORKSERVER:
+        raise UsageError(
+            "--prewarm: with --start-method forkserver the fork server imports while the nodes meet; "
+            "leave out one of the two"
+        )
+    if parsed.flag("prewarm") and "container_image" in fields:
+        raise UsageError(
+            "--prewarm: the workers import the image's files, which are not on the node before its runtime has them; "
             "leave it out, or leave out --container-image"
         )
     return fields
@@ -340,10 +359,9 @@ def slurm_job(parsed: Parsed, env: Mapping[str, str], *, array: str | None = Non
         options,
         requeue=spec.requeue,
         array=array or None,
+        chdir=spec.cwd if parsed.get("chdir") is not None else None,
         components=tuple(component.arguments for component in components),
     )
-    if parsed.get("chdir") is not None:
-        options = replace(options, extra=(f"--chdir={spec.cwd}", *options.extra))
     arguments = (*sbatch_arguments(options), *(word for part in options.components for word in ("hetjob", *part)))
     return SlurmJob(
         spec=replace(spec, array=array, signal_grace=notice_grace(options), sbatch_args=arguments),

@@ -197,6 +197,7 @@ class SbatchOptions(Struct, frozen=True, kw_only=True):
     mail_user: str | None = None
     export: str | None = None
     begin: str | None = None
+    chdir: str | None = None
     requeue: bool = True
     grace: int = 120
     """Seconds before the time limit at which USR2 is asked for. (Slurm may be up to 60 s early.)"""

@@ -26,6 +26,7 @@ class Group(str, Enum):
     JOB = "Slurm job, with the names of sbatch"
     RUN = "where to run, and what to do"
     CONTAINER = "containers"
+    HOOKS = "environment, hooks and notifications"
     RECOVERY = "failures, preemption and lost nodes"
     HANGS = "hangs and node health"
     OUTPUT = "logs and metrics"
@@ -51,6 +52,8 @@ class Option(Struct, frozen=True, kw_only=True):
     """torchrun's variable that gives the value where the option is not there; ours follows from the name."""
     path: bool = False
     """A file or folder: ``~`` and variables are expanded where it stands in a configuration file."""
+    file_or_command: bool = False
+    """A shell file, which in a project's file is relative to that, or shell commands."""
     executes: bool = False
     """Its value decides what is executed: where a file gives it, the user is shown which."""
     in_files: bool = True
@@ -288,7 +291,7 @@ MEANT: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("exclude-nodes", "exclude-hosts"), ("exclude", "")),
     # sbatch, PBS, LSF, as one remembers them
     **dict.fromkeys(("time-limit", "timelimit", "walltime", "wall-time", "max-time", "timeout"), ("time", "")),
-    **dict.fromkeys(("mail", "email", "mail-to", "notify"), ("mail-user", _WHEN)),
+    **dict.fromkeys(("mail", "email", "mail-to"), ("mail-user", _WHEN)),
     **dict.fromkeys(("name", "job", "jobname"), ("job-name", "")),
     "queue": ("partition", ""),
     "project": ("account", ""),
@@ -296,6 +299,8 @@ MEANT: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("memory", "mem-per-node"), ("mem", _EACH)),
     **dict.fromkeys(("workdir", "work-dir", "working-dir", "working-directory", "cwd"), ("chdir", "")),
     **dict.fromkeys(("env", "environment"), ("export", "")),
+    "prolog": ("node-prolog", _EACH),
+    "epilog": ("node-epilog", _EACH),
     # ours
     **dict.fromkeys(("logs", "logdir", "log-path", "output-dir", "run-dir"), ("runs-dir", "")),
     **dict.fromkeys(("restarts", "retries", "max-retries"), ("max-restarts", "")),

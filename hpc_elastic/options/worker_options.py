@@ -17,11 +17,13 @@ from hpc_elastic.run.container import (
     parse_container_mounts,
     parse_container_workdir,
 )
+from hpc_elastic.run.health_limits import parse_health_checks
 from hpc_elastic.run.log_pieces import parse_count, parse_size
 from hpc_elastic.run.option_values import (
     GrowPolicy,
+    NumaBinding,
     one_of,
-    parse_health_checks,
+    parse_handled_signals,
     parse_health_command,
     parse_local_ranks,
     parse_metrics,
@@ -50,6 +52,12 @@ def _conf(text: str, option: str) -> dict[str, float | bool]:
     values = parse_rdzv_conf(text, option)
     settings_from_conf(values, RendezvousSettings())  # do they fit each other?
     return values
+
+
+def parse_texts(text: str, option: str) -> tuple[str, ...]:
+    """``loss,nan``, as torchrun has it: ``,,`` is a comma in a text."""
+    found = (one.replace("\0", ",") for one in text.replace(",,", "\0").split(","))
+    return tuple(filter(None, found))
 
 
 OPTIONS = (
@@ -126,8 +134,8 @@ OPTIONS = (
         group=Group.HANGS, names=("--health-checks",), dest="health_checks", metavar="NAME[=LIMIT],...|none",
         parse=parse_health_checks, field="health_checks",
         help="checks that a node must pass before it joins a round: tmp=SIZE, shm=SIZE, memory=SIZE, "
-        "shared=SECONDS, clock=SECONDS, gpu=ERRORS, link; default: all of them, with default limits (the "
-        "default)",
+        "shared=SECONDS, clock=SECONDS, gpu=ERRORS, gpu-memory=SECONDS, link, network=SECONDS; default: all but "
+        "network, with default limits (the default)",
     ),
     Option(
         group=Group.HANGS, names=("--health-check",), dest="health_check", metavar="COMMAND",
@@ -170,8 +178,8 @@ OPTIONS = (
         group=Group.CONTAINER, names=("--container-image",), dest="container_image", metavar="[RUNTIME:]IMAGE",
         parse=parse_container_image, field="container_image",
         executes=True,
-        help="run the workers in a container of this image; RUNTIME is charliecloud, apptainer, singularity, podman or "
-        "enroot (default: by the image's form and what is installed)",
+        help="run the workers in a container of this image; RUNTIME is charliecloud, apptainer, singularity, podman, "
+        "enroot or pyxis (default: by the image's form and what is installed)",
     ),
     Option(
         group=Group.CONTAINER, names=("--container-mounts",), dest="container_mounts", metavar="SRC[:DST[:ro]],...",
@@ -222,6 +230,16 @@ OPTIONS = (
         parse=parse_rank_ranges, field="job_log_ranks",
         help="global ranks whose output goes to the job log, as in 0 or 0-3,8 (default: all)",
     ),
+    *(
+        Option(
+            group=Group.OUTPUT, names=(f"--duplicate-{stream}-filters",), dest=f"duplicate_{stream}_filters",
+            metavar="TEXTS", env=f"PET_DUPLICATE_{stream.upper()}_FILTERS",
+            parse=parse_texts, field=f"duplicate_{stream}_filters",
+            help=f"lines of a worker's {stream} in the job log with one of these texts go to filtered_{stream}.log "
+            "beside its files, too, as in loss,nan (,, is a comma in a text)",
+        )
+        for stream in ("stdout", "stderr")
+    ),
     Option(
         group=Group.OUTPUT, names=("--log-max-size",), dest="log_max_size", metavar="SIZE",
         parse=parse_size, field="log_max_size",
@@ -266,9 +284,23 @@ OPTIONS = (
         help="give each worker LOCAL_RANK=0 and its own GPU alone in CUDA_VISIBLE_DEVICES, as torchrun does",
     ),
     Option(
-        group=Group.WORKERS, names=("--signals-to-handle",), dest="signals_to_handle", metavar="NAMES",
+        group=Group.WORKERS, names=("--wandb",), dest="wandb",
+        help="give each rank a W&B run that goes on through restarts and requeues: WANDB_RUN_ID and WANDB_RESUME, "
+        "where you have not set them",
+    ),
+    Option(
+        group=Group.RECOVERY, names=("--signals-to-handle",), dest="signals_to_handle", metavar="NAME,...",
         env="PET_SIGNALS_TO_HANDLE",
-        help="accepted for compatibility with torchrun; SIGTERM, SIGINT, SIGHUP and SIGUSR2 are handled always",
+        parse=parse_handled_signals, field="signals_to_handle",
+        help="signals that announce the job's end, as in SIGTERM,SIGUSR1, and are passed on to the workers, as by "
+        "torchrun; SIGTERM, SIGINT and SIGHUP end a run and SIGUSR2 announces its end in any case",
+    ),
+    Option(
+        group=Group.WORKERS, names=("--numa-binding",), dest="numa_binding",
+        metavar="node|socket|exclusive|core-complex",
+        parse=one_of(NumaBinding), field="numa_binding",
+        help="bind each worker to CPUs near the GPU of its local rank: those of its NUMA node, of its socket, an own "
+        "part of the node, or cores that share a cache; without GPUs by local rank (default: all CPUs of the job)",
     ),
     Option(
         group=Group.WORKERS, names=("--start-method",), dest="start_method", metavar="spawn|forkserver",
@@ -283,6 +315,11 @@ OPTIONS = (
         help="with --start-method forkserver: the modules, as in auto,mylib.models; auto (the default) is torch and "
         "what workers are seen to import of it, and of the installed libraries that the script imports first",
     ),
+    Option(
+        group=Group.WORKERS, names=("--prewarm",), dest="prewarm",
+        help="read the files of torch and of what the script imports first into each node's page cache, in the "
+        "background, while the nodes meet: for a first start from a network filesystem",
+    ),
 )  # fmt: skip
 
 _NOTHING_TO_POINT_AT = "not needed: nodes find each other through files in the run directory; leave it out"
@@ -295,11 +332,8 @@ REFUSED: Mapping[str, str] = {
     "--multi-gpu": "not needed: each worker gets its rank; leave it out",
     "--mixed-precision": "not a launcher's option: set it in the script, as in Accelerator(mixed_precision='bf16')",
     "--local-addr": "not needed: the address of each node is detected; leave it out",
-    "--numa-binding": "not supported yet; leave it out",
     "--logs-specs": "not supported: each worker has its own files in the run directory",
     "--event-log-handler": "not supported: events are in the run directory",
-    "--duplicate-stdout-filters": "not supported yet: hpc-elastic logs RUN | grep shows the lines that match",
-    "--duplicate-stderr-filters": "not supported yet: hpc-elastic logs RUN | grep shows the lines that match",
     "--log-line-prefix-template": "not supported: lines begin with [host:rank]",
 }
 

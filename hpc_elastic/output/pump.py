@@ -20,13 +20,13 @@ import select
 import sys
 import termios
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.waking import Waker
-from hpc_elastic.output.job_log import JobLog, JobLogSource
+from hpc_elastic.output.job_log import JobLog
 from hpc_elastic.output.log_files import FileWriter, HoldBudget, LogFile
 from hpc_elastic.output.log_times import STDERR, STDOUT, times_path
 from hpc_elastic.output.losses import LossBook, StreamAccount
@@ -87,11 +87,26 @@ class WorkerOutput:
         return self._stderr.printed_ns(before_end)
 
 
-class _Stream:
-    __slots__ = ("account", "fd", "file", "flood", "partial_since", "shown_again_at", "source", "splitter")
+class _Duplicate:
+    """The shown lines of one stream that have one of some texts, in a file of their own."""
 
-    def __init__(self, fd: int, file: LogFile, account: StreamAccount) -> None:
+    def __init__(self, path: Path, texts: Sequence[str], prefix: str, limit: PieceLimit | None) -> None:
+        self.file = LogFile(path, on_end=lambda: None, on_loss=lambda count, why: None, limit=limit)
+        self._texts = [text.encode() for text in texts]
+        self._prefix = prefix.encode()
+
+    def choose(self, lines: bytes) -> bytes:
+        """Of whole lines, those to write, each with the prefix that it has in the job log."""
+        kept = (line for line in lines.splitlines(keepends=True) if any(text in line for text in self._texts))
+        return b"".join(self._prefix + line for line in kept)
+
+
+class _Stream:
+    __slots__ = ("account", "duplicate", "fd", "file", "flood", "partial_since", "shown_again_at", "source", "splitter")
+
+    def __init__(self, fd: int, file: LogFile, account: StreamAccount, duplicate: _Duplicate | None) -> None:
         self.fd = fd
+        self.duplicate = duplicate
         self.file = file
         self.account = account
         self.source = account.source
@@ -112,7 +127,14 @@ class LogPump:
     """Moves the output of a node's workers. Its methods are for the main thread; only `drained` and `close` wait."""
 
     def __init__(
-        self, *, host: str, clock: Clock, job_log: JobLog, limit: PieceLimit | None = None, node: int | None = None
+        self,
+        *,
+        host: str,
+        clock: Clock,
+        job_log: JobLog,
+        limit: PieceLimit | None = None,
+        node: int | None = None,
+        duplicate_filters: Mapping[Std, Sequence[str]] | None = None,
     ) -> None:
         """
         Args:
@@ -121,12 +143,14 @@ class LogPump:
             job_log: Where shown lines go; not closed here.
             limit: When the workers' files are rotated; None: never.
             node: Whose times are kept beside the ranks' folders (`log_times`); None: nobody's.
+            duplicate_filters: Stream → texts: shown lines with one of them go to a file ``filtered_…`` of their own.
         """
         self._host = host
         self._clock = clock
         self._job_log = job_log
         self._limit = limit
         self._node = node
+        self._filters = duplicate_filters or {}
         self._waker = Waker()
         self.files = FileWriter(clock=clock, on_room=self._waker.wake)
         self._losses = LossBook(clock=clock, log=lambda line: job_log.write_line(f"[{host}] {line}"))
@@ -167,12 +191,13 @@ class LogPump:
 
         output = self._outputs[pid] = _Output(forget)
         for fd, path, std in zip(worker.take_output(), (stdout, stderr), (Std.OUT, Std.ERR), strict=True):
+            prefix = f"[{self._host}:{rank}] "
             account = self._losses.open(
                 StreamAccount(
                     rank=rank,
                     stream="stdout" if std is Std.OUT else "stderr",
                     path=path,
-                    source=self._job_log.source(f"[{self._host}:{rank}] ") if std & shown else None,
+                    source=self._job_log.source(prefix) if std & shown else None,
                 )
             )
             times = None
@@ -185,7 +210,10 @@ class LogPump:
                 limit=self._limit,
                 times=times.stream(rank, STDOUT if std is Std.OUT else STDERR) if times is not None else None,
             )
-            self._streams[fd] = _Stream(fd, file, account)
+            duplicate = None
+            if std & shown and (texts := self._filters.get(std)):
+                duplicate = _Duplicate(path.with_name(f"filtered_{path.name}"), texts, prefix, self._limit)
+            self._streams[fd] = _Stream(fd, file, account, duplicate)
             self._epoll.register(fd, select.EPOLLIN)
         return WorkerOutput(file)  # of the last of the two: stderr
 
@@ -281,7 +309,7 @@ class LogPump:
         self.read += len(data)
         if stream.source is not None:
             lines = stream.splitter.feed(data)
-            self._show(stream.source, lines)
+            self._show(stream, lines)
             if not stream.splitter.has_partial:
                 stream.partial_since = None
             elif lines or stream.partial_since is None:
@@ -312,13 +340,19 @@ class LogPump:
         if again:
             stream.shown_again_at = now
         if stream.source is not None:
-            self._show(stream.source, stream.splitter.flush(again=again))
+            self._show(stream, stream.splitter.flush(again=again))
         stream.partial_since = now if stream.splitter.has_partial else None
 
-    def _show(self, source: JobLogSource, lines: bytes) -> None:
+    def _show(self, stream: _Stream, lines: bytes) -> None:
         """Write to the job log, and let a burst pass: wait a little for room, but on the whole for next to nothing."""
-        if not lines:
+        source = stream.source
+        if not lines or source is None:
             return
+        if stream.duplicate is not None and (chosen := stream.duplicate.choose(lines)):
+            if self.files.has_room(stream.duplicate.file):
+                self.files.write(stream.duplicate.file, chosen)
+            else:
+                self.files.skip(stream.duplicate.file, len(chosen))
         if self._patience < _PATIENCE_STEP_S:
             now = self._clock.monotonic()
             self._patience = min(_PATIENCE_S, self._patience + _PATIENCE_SHARE * (now - self._patience_at))
@@ -332,7 +366,7 @@ class LogPump:
 
     def _end(self, stream: _Stream) -> None:
         if stream.source is not None:
-            self._show(stream.source, stream.splitter.flush(final=True))
+            self._show(stream, stream.splitter.flush(final=True))
             self._job_log.forget(stream.source)
         # Out of our table before its number is free: the main thread may get the same one for the next worker.
         del self._streams[stream.fd]
@@ -345,6 +379,8 @@ class LogPump:
             self._epoll.unregister(stream.fd)
         os.close(stream.fd)
         self.files.end(stream.file)
+        if stream.duplicate is not None:
+            self.files.end(stream.duplicate.file)
         self._losses.end(stream.account)
 
 

@@ -1,17 +1,15 @@
 """What nodes report about a round: one small value each, under ``round/<index>/<kind>+<uid>``, never changed.
 
-`ClaimReader` reads others' claims; `OwnClaims` keeps this node's until the filesystem takes them, in order, each once.
+`ClaimReader` reads them; `own_claims.OwnClaims` writes a node's own.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Container, Mapping, Sequence
 from enum import Enum
 from typing import Generic, TypeVar
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from hpc_elastic.base import codec
 from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status, node_of
@@ -83,7 +81,7 @@ def claim_key(round_index: int, kind: ClaimKind, uid: str, *, serial: str = "") 
 
 
 def read_claims(store: Store, round_index: int) -> Claims:
-    """Who says what about a round: one listing."""
+    """All claims on a round: one listing."""
     found: dict[str, list[str]] = {}
     for name in sorted(store.list(claim_folder(round_index))):
         kind, _, uid = name.partition("+")
@@ -94,7 +92,7 @@ def read_claims(store: Store, round_index: int) -> Claims:
 def read_confirmed(store: Store, record: RoundRecord, uids: Sequence[str]) -> dict[str, str]:
     """Who has confirmed a frozen round, uid → the TCPStore's address from the first slot.
 
-    The first slot has confirmed when its word can be read: nobody can start without.
+    The first slot has confirmed when the content of its claim can be read: no node can start without it.
     """
     if record.status is not Status.FROZEN:
         return {}
@@ -166,61 +164,6 @@ def read_claim(cls: type[C], raw: str | None) -> C | None:
         return None if raw is None else codec.loads(cls, raw)
     except codec.UnreadableRecordError:
         return None
-
-
-class OwnClaims:
-    """One participant's."""
-
-    def __init__(self, store: Store, uid: str) -> None:
-        self._store = store
-        self._uid = uid
-        self._waiting: deque[tuple[str, str]] = deque()
-        self._joined_round = -1
-        self._is_unannounced = False
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
-
-    def add(self, round_index: int, kind: ClaimKind, content: Struct | None = None, *, serial: str = "") -> None:
-        """Say something about a round."""
-        key = claim_key(round_index, kind, self._uid, serial=serial)
-        self.add_key(key, "{}" if content is None else codec.dumps(content))
-
-    def add_failure(self, round_index: int, kind: ClaimKind, failure: NodeFailure) -> None:
-        self.add(round_index, kind, replace(failure, message=failure.message[:MOST_MESSAGE]))
-
-    def add_key(self, key: str, value: str) -> None:
-        """Say something else."""
-        self._waiting.append((key, value))
-
-    def flush(self) -> str:
-        """Write all that waits. Returns the last key, empty where there was nothing.
-
-        Raises:
-            OSError, StoreError: the rest waits for the next time.
-        """
-        key = ""
-        while self._waiting:
-            key, value = self._waiting[0]
-            self._store.put_if_absent(key, value)
-            self._waiting.popleft()
-        return key
-
-    def join(self, target: int) -> bool:
-        """Claim a place in a round, once. Returns whether it was now."""
-        if target <= self._joined_round:
-            return False
-        self._store.put_if_absent(claim_key(target, ClaimKind.JOIN, self._uid), "in")
-        self._joined_round = target
-        self._is_unannounced = True
-        return True
-
-    def unannounced_join(self, target: int) -> str:
-        """The key of the claim on `target`, where the coordinator is still to be notified of it; once."""
-        if not self._is_unannounced or target != self._joined_round:
-            return ""
-        self._is_unannounced = False
-        return claim_key(target, ClaimKind.JOIN, self._uid)
 
 
 def round_to_join(record: RoundRecord | None, uid: str) -> int | None:

@@ -129,14 +129,14 @@ class ClaimScanner:
             self._store.make_folder(folder)
 
     def is_idle(self, record: RoundRecord | None) -> bool:
-        """Whether workers run, and this participant and all others who take part hear each other."""
+        """Whether workers run, and this participant and all members hear each other."""
         if record is None or record.status is not Status.FINAL or record.suspects:
             return False
         others = {m.uid for m in record.members} | self.joining
         return all(self._detector.is_connected(uid) for uid in others if uid != self._uid)
 
     def look(self, record: RoundRecord) -> ClusterView:
-        """Collect what a decision needs: three listings, a heartbeat of who is not heard, and what failed."""
+        """Collect what a decision needs: three listings, heartbeats of silent nodes, and failures."""
         self.prepare(record.round)
         here = read_claims(self._store, record.round)
         joinable = record.status is Status.JOINABLE

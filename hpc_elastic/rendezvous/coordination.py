@@ -200,7 +200,7 @@ class Coordination:
     def fail(self, error: Exception) -> None:
         """Hand `error` on as if it had ended the thread: something else has failed that a run can't do without.
 
-        For any thread. It goes on, for last words.
+        For any thread. The thread goes on, to write the last claims.
         """
         self._post(error)
 
@@ -269,7 +269,7 @@ class Coordination:
                 logger.exception("the coordination thread failed")
                 self._post(error)
                 return
-            if last and not refused:  # last words are said again until they are heard, or `stop` has had enough
+            if last and not refused:  # the last claims are tried again until they are written, or `stop` gives up
                 return
             notified = self._wait(delay, participant) or notified
 

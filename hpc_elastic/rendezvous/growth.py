@@ -12,8 +12,8 @@ from hpc_elastic.run.option_values import GrowPolicy
 from hpc_elastic.store.base import Store
 
 SETTLE_SECONDS = 2.5
-"""From the word that one node's checkpoint is complete until the others', which still write theirs, must have said so:
-an agent looks at its workers once a second."""
+"""From the report that one node's checkpoint is complete until the other nodes, which still write theirs, must have
+reported that: an agent looks at its workers once a second."""
 
 
 class GrowthFacts(Struct, frozen=True, kw_only=True):

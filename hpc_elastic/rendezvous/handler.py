@@ -89,7 +89,7 @@ class FileRendezvousHandler:
 
         Raises:
             RendezvousClosedError: the run is closed, or was closed meanwhile.
-            RendezvousTimeoutError: not within the timeout, which starts anew at each call; it names who is missing.
+            RendezvousTimeoutError: not within the timeout, which starts anew at each call; it names the missing nodes.
             RendezvousError: the store was wiped, can't be written, or holds what can't be understood.
         """
         deadline = self._clock.monotonic() + self._config.settings.timeout

@@ -153,7 +153,7 @@ class Membership:
         def ask(participant: Participant) -> None:
             record = participant.record
             if ended >= 0 and record is not None and record.status is Status.FINAL and record.round == ended:
-                participant.report_failure(ended, failure)
+                participant.claims.report_failure(ended, failure)
             participant.join()
 
         self._coordination.ask(ask)
@@ -171,7 +171,7 @@ class Membership:
         if record.status is Status.FROZEN and record.round > self._confirmed:
             master = open_master() if rank == 0 else ""
             self._confirmed = record.round
-            self._coordination.ask(lambda participant: participant.confirm(record.round, master))
+            self._coordination.ask(lambda participant: participant.claims.confirm(record.round, master))
         if record.status is not Status.FINAL:
             return False
         self.round = record.round
@@ -198,7 +198,7 @@ class Membership:
     def report_done(self) -> None:
         """All workers of this node have ended well in the last final round that it was in."""
         self._done = done = self.round
-        self._coordination.ask(lambda participant: participant.report_done(done))
+        self._coordination.ask(lambda participant: participant.claims.report_done(done))
 
     def ask_who_is_here(self) -> None:
         """`who_is_here` has the answer once the filesystem has given it."""
@@ -222,10 +222,10 @@ class Membership:
                     participant.leave(record.round, "its agent left")
                     participant.leave(record.round + 1, "its agent left")
                 elif workers_done and record.status is Status.FINAL:
-                    participant.report_done(record.round)
+                    participant.claims.report_done(record.round)
                 else:
                     participant.leave(record.round, "its agent left")
-            participant.deregister()
+            participant.claims.deregister()
 
         self._coordination.ask(depart)
         ended = self._coordination.stop(within=within)

@@ -17,18 +17,19 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.cache_invalidator import CacheInvalidator, PendingNotifications, record_name
-from hpc_elastic.rendezvous.claims import MOST_MESSAGE, ClaimKind, Departure, OwnClaims, Ready, Saved, round_to_join
-from hpc_elastic.rendezvous.cluster_view import ClaimScanner, gone_key
+from hpc_elastic.rendezvous.claims import round_to_join
+from hpc_elastic.rendezvous.cluster_view import ClaimScanner
 from hpc_elastic.rendezvous.coordinator import DecideRestart, next_proposal, rests_on_absence
 from hpc_elastic.rendezvous.ending import Ending, goodbye_key
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.heartbeat_sender import HeartbeatSender, StoreId
+from hpc_elastic.rendezvous.own_claims import OwnClaims
 from hpc_elastic.rendezvous.peers import BeatPlan, NodeInfo, NotificationSender, Peers, addresses_of, notifier_of
-from hpc_elastic.rendezvous.preemption import PreemptionNotice, PreemptionStatus
+from hpc_elastic.rendezvous.preemption import PreemptionNotice
 from hpc_elastic.rendezvous.proposals import Proposal, RequestsToAll, consequences, link_event, to_event
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.schedule import Schedule, poll_intervals
-from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status
+from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.rendezvous.succession import Succession
 from hpc_elastic.rendezvous.sweep import Sweep
 from hpc_elastic.run.coordinator_events import RoundOpened
@@ -98,7 +99,8 @@ class Participant:
         self._heartbeat_sender = HeartbeatSender(
             store, info.uid, store_id=self._store_id, settings=settings, intervals=self.intervals, rng=rng, now=now
         )
-        self._claims = OwnClaims(store, info.uid)
+        self.claims = OwnClaims(store, info.uid)
+        """What its agent reports of its own node; written at the next step."""
         self._to_all = RequestsToAll()
         self._announced = False
         self._wants_in = False
@@ -129,17 +131,13 @@ class Participant:
     @property
     def waits_to_speak(self) -> bool:
         """Whether it has something to write that others wait for."""
-        return bool(self._claims or self._to_all) or self._wants_in
+        return bool(self.claims or self._to_all) or self._wants_in
 
     # -- what the agent asks for; each takes effect at the next step ---------------------------------------------
 
     def join(self) -> None:
         """Take part in the round that is open, or wait for the next one."""
         self._wants_in = True
-
-    def confirm(self, round_index: int, master: str) -> None:
-        """This node is ready for the frozen round; `master` is ``host:port`` from the first slot, else empty."""
-        self._claims.add(round_index, ClaimKind.ACK, Ready(master))
 
     def member_addresses(self, uids: Collection[str]) -> frozenset[str] | None:
         """Every address of these nodes; None where one of them has not said its own. It may read files.
@@ -149,40 +147,10 @@ class Participant:
         """
         return self._peers.all_addresses(uids)
 
-    def report_failure(self, round_index: int, failure: NodeFailure) -> None:
-        """A worker of this node failed: the round is over for all, as soon as the coordinator reads it."""
-        self._claims.add_failure(round_index, ClaimKind.FAIL, failure)
-
-    def sum_up_failures(self, round_index: int, failure: NodeFailure) -> None:
-        """What the failures on this node were, once its workers have ended and the evidence is written.
-
-        To be said before `join`: the coordinator settles a round's failures when the next one is frozen.
-        """
-        self._claims.add_failure(round_index, ClaimKind.SUM, failure)
-
-    def report_done(self, round_index: int) -> None:
-        """All workers of this node ended with 0."""
-        self._claims.add(round_index, ClaimKind.DONE)
-
-    def report_saving(self, round_index: int, serial: int) -> None:
-        """While nodes wait: workers of this node are writing a checkpoint."""
-        self._claims.add(round_index, ClaimKind.SAVING, serial=str(serial))
-
-    def report_saved(self, round_index: int, serial: int, age: float) -> None:
-        """While nodes wait: the last checkpoint of this node's workers has been complete for `age` seconds.
-
-        A word with a serial can't be taken back: in a round, each has one of its own.
-        """
-        self._claims.add(round_index, ClaimKind.SAVED, Saved(round(age, 3)), serial=str(serial))
-
     def leave(self, round_index: int, reason: str) -> None:
         """This node takes itself out."""
         self._wants_in = False
-        self._claims.add(round_index, ClaimKind.LEAVE, Departure(reason[:MOST_MESSAGE]))
-
-    def give_up_node(self, node: int) -> None:
-        """The launcher will bring no further agent to `node`."""
-        self._claims.add_key(gone_key(node), "gone")
+        self.claims.leave(round_index, reason)
 
     def doubt_store(self) -> None:
         """Another participant has lost the store: look whether it is still the one that was joined."""
@@ -200,15 +168,11 @@ class Participant:
             pass  # the store is doubted now, which the next step looks into
 
     def look_anew(self, serial: int) -> None:
-        """Look at the log past all caches, and at who has ever announced itself.
+        """Look at the log past all caches, and at all participants that have ever announced themselves.
 
         The listener hears `LookedAnew` with the serial, and with all uids as ``announced``, when that is done.
         """
         self._look_anew = serial
-
-    def deregister(self) -> None:
-        """This node's agent ends now, and leaves nothing running."""
-        self._claims.add_key(goodbye_key(self._info.uid), "bye")
 
     def close(self, outcome: Outcome, reason: str) -> None:
         """End the run for all, as soon as the log takes it. The first one to close wins."""
@@ -221,14 +185,6 @@ class Participant:
     def report_signal(self, what: str) -> None:
         """``SIGTERM on n2``: this node was signalled; the supervisor is to find out what that means."""
         self._to_all.heard(what)
-
-    def report_noted(self, round_index: int, status: PreemptionStatus) -> None:
-        """There is a notice: where this node's workers stand."""
-        self._claims.add(round_index, ClaimKind.NOTED, status)
-
-    def report_kept(self, round_index: int) -> None:
-        """There is a notice: this node's workers have saved, as far as they follow it."""
-        self._claims.add(round_index, ClaimKind.KEPT)
 
     def notified_of(self, keys: Iterable[str]) -> None:
         """A peer sent a notification that names what it wrote: the next look finds it, past the caches that hide
@@ -327,7 +283,7 @@ class Participant:
         return bool(hidden)
 
     def _announce(self, now: float) -> bool:
-        """Before anything else: who this is. Returns whether to look at the log now.
+        """Write this node's entry, before anything else. Returns whether to look at the log now.
 
         Many nodes that start together claim a place in the first round before they look: the notification that says
         that the round is frozen holds all that they need to know.
@@ -335,7 +291,7 @@ class Participant:
         self._peers.announce()
         later = self._info.node > 0 and self._wants_in and self.intervals.first_look > 0
         if later:
-            self._claims.join(0)
+            self.claims.join(0)
             self._schedule.look_later(now)
         self._announced = True
         return not later
@@ -345,7 +301,7 @@ class Participant:
         return record is not None and self._notifier is not None and self.detector.is_connected(record.leader)
 
     def _is_idle(self) -> bool:
-        """Whether this node coordinates a round that runs, and it and all others who take part hear each other."""
+        """Whether this node coordinates a round that runs, and it and all members hear each other."""
         return (
             self._notifier is not None
             and self._schedule.may_rest
@@ -387,9 +343,9 @@ class Participant:
         if before is None or (before.round, before.status) != (record.round, record.status):
             self._scanner.status_began(now)
             if record.status in (Status.FROZEN, Status.FINAL) and record.member(self._info.uid) is not None:
-                # The next round needs the agent's word: its workers must have ended, and one that does not even
-                # confirm must not come back by itself, to break round after round. Asked once per state: what the
-                # agent says in it holds, even where another participant writes a record.
+                # The agent must ask for the next round itself: its workers must have ended, and an agent that does not
+                # even confirm must not come back, to break round after round. Reset once per state: what the agent
+                # asks for in it holds, even where another participant writes a record.
                 self._wants_in = False
         if before is None or before.lost != record.lost:
             self._scanner.somebody_was_lost(now)
@@ -419,7 +375,7 @@ class Participant:
 
     def _flush_claims(self) -> bool:
         """Returns whether there was something."""
-        key = self._claims.flush()
+        key = self.claims.flush()
         if key:
             self._notify_coordinator(key)
         if key == goodbye_key(self._info.uid) and self._leads():
@@ -432,8 +388,8 @@ class Participant:
         target = round_to_join(record, self._info.uid) if self._wants_in else None
         if target is None:
             return False
-        claimed = self._claims.join(target)
-        if record is not None and (key := self._claims.unannounced_join(target)):
+        claimed = self.claims.join(target)
+        if record is not None and (key := self.claims.unannounced_join(target)):
             self._notify_coordinator(key)
         return claimed
 

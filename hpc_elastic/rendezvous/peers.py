@@ -67,7 +67,7 @@ class Peers:
         self._invalidated_for: set[str] = set()
 
     def announce(self) -> None:
-        """Say who this is. Before any claim."""
+        """Write this participant's entry. Before any claim."""
         value = json.dumps({"v": 1, "addrs": self._own.addresses}, separators=(",", ":"))
         self._store.put_if_absent(f"{_FOLDER}/{announcement(self._own)}", value)
 
@@ -142,7 +142,7 @@ class Peers:
 
         Args:
             about: The key that was written.
-            silent: Those who are not to be relied on to notify others.
+            silent: Members that can't be relied on to pass the notification on.
         """
         if self._notifier is None:
             return

@@ -20,8 +20,8 @@ def assign_ranks(
 
     A node that was a member keeps its slot (also when a new agent came from there); a slot whose node is gone is
     filled from the nodes that were not members: with one that brings as many workers, so that the rank block stays,
-    where there is one, and of several with the lowest node index. What stays empty is closed up in slot order, and who
-    is left comes behind while there is room. The first round is in node order.
+    where there is one, and of several with the lowest node index. Empty slots are closed up in slot order, and the
+    remaining nodes come behind while there is room. The first round is in node order.
 
     With segments all of this holds for whole ones: a segment of which a node is missing is no member at all, and its
     slots go to another whole one.

@@ -48,7 +48,7 @@ class PollIntervals(Struct, frozen=True, kw_only=True):
     gathering: float
     """Between two looks of the coordinator while nodes gather or confirm."""
     ending: float
-    """How many times as rarely as a few nodes these look for who sees to the run's end."""
+    """How many times as rarely as in a small run these nodes look for the process that finishes the run."""
     heartbeat: float
     heartbeat_connected: float
     early: float
@@ -63,11 +63,11 @@ class PollIntervals(Struct, frozen=True, kw_only=True):
     beat: float
     """Between two datagrams that say "alive"."""
     silence: float
-    """After so long without one, who was heard is asked through the files."""
+    """After so long without one, a node that was heard before is asked through the files."""
     answer: float
-    """How long the answer may take for who was in touch …"""
+    """How long the answer of a node that was in touch may take …"""
     answer_unheard: float
-    """… and for who was not, and looks as rarely as ever."""
+    """… and that of a node that was not, and looks as rarely as ever."""
     stride: float
     """The longest time between two steps, of which most do nothing."""
 
@@ -127,8 +127,8 @@ EARLY = 0.1
 """What is due within this part of the longest wait is done at once: the coordination thread wakes up with a beat that
 comes a little before, and should not have to wake up once more."""
 CALM_SECONDS = 2.0
-"""At most so rarely a coordinator looks at the files that hears all who take part, and they it: what they claim, they
-notify of."""
+"""The longest time between two looks at the files of a coordinator that is in touch with all members: they notify it of
+what they claim."""
 
 
 class Schedule:
@@ -220,7 +220,7 @@ class Schedule:
             leads: Whether this node coordinates.
             connected: Whether it and the coordinator hear each other.
             ending: Where the run is closed and something is waited for: seconds between two looks for it.
-            idle: Whether it coordinates a round that runs, and hears all who take part, and they it.
+            idle: Whether it coordinates a round that runs, and it and all members hear each other.
         """
         self._is_idle = idle
         if self.look_due == float("inf"):

@@ -1,4 +1,4 @@
-"""When a participant takes the coordinator's place, and how it finds out then who else lives."""
+"""When a participant takes the coordinator's place, and how it finds out which other nodes live."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ STANDBYS = 16
 """Members, from the first slot on, that watch the coordinator's heartbeat; the others only see to it now and then."""
 _RARELY = 8
 HEAD_START = 1.5
-"""Seconds that who has asked has to take over before all others: it alone has seen all cells before the question, and
-so knows who else did not answer; anybody else has to ask them anew."""
+"""Seconds that the node which asked has to take over before all others: it alone has seen all cells before the
+question, and so knows which other nodes did not answer; any other node has to ask them anew."""
 
 
 class Move(Struct, frozen=True, kw_only=True):
@@ -68,8 +68,8 @@ class Succession:
     def move(self, record: RoundRecord, now: float, *, looked: bool, notified_of: Collection[str]) -> Move | None:
         """What this node should do about the coordinator, if anything.
 
-        Silence alone says no more than that no packet comes through from there to here: who took over for that would
-        take a healthy run's beats away. So the coordinator is asked like everybody else.
+        Silence alone means no more than that no packet comes through from there to here: a node that took over for
+        that would take a healthy run's beats away. So the coordinator is asked like all others.
 
         Args:
             record: The newest.
@@ -110,7 +110,7 @@ class Succession:
         return now >= self.turn_due
 
     def new_record(self, before: RoundRecord, record: RoundRecord) -> None:
-        """Take in who coordinates, or has answered."""
+        """Take in the new coordinator, or the answers."""
         leader = record.leader
         if before.leader != leader:
             self.turn_due = float("inf")
@@ -148,10 +148,10 @@ class Succession:
         return record.successor(term=record.term + 1, leader=me.uid, notifier=notifier_of(me), suspects=suspects)
 
     def _whom_to_ask(self, record: RoundRecord, move: Move) -> tuple[str, ...]:
-        """Suspects beside the coordinator, of whom this node hears none: who died with it is to be missed.
+        """Suspects beside the coordinator, of which this node hears none: they may have died with it.
 
-        Who was asked with it and has answered is none any more. Where there are many nodes only the coordinator is
-        asked: the others have to send their beats to the new one, or are asked for that.
+        A node that was asked with it and has answered is no suspect any more. Where there are many nodes
+        only the coordinator is asked: the others have to send their beats to the new one, or are asked for that.
         """
         if move.event is RoundEvent.TAKE_OVER and record.leader in record.suspects:
             self._detector.look_at(record.suspects, closely=True)

@@ -152,5 +152,5 @@ class Sweep:
         outside = {*announced, *self._store.list(HEARTBEATS)} - inside
         ages = self._outside.observe_all({uid: self._store.version(f"{HEARTBEATS}/{uid}") for uid in outside}, now)
         for uid in sorted(uid for uid, age in ages.items() if age >= GONE_SECONDS):
-            # In this order: who has announced itself and said no goodbye is waited for at the end of the run.
+            # In this order: the end of the run waits for each agent that has announced itself and not deregistered.
             yield from (f"node/{announced.get(uid, uid)}", f"{HEARTBEATS}/{uid}", f"bye/{uid}")

@@ -23,15 +23,17 @@ from hpc_elastic.failures.ranking import PRINTED_NS, Moment
 from hpc_elastic.run.agent_events import AgentStarted
 from hpc_elastic.run.agent_events import ClockOffset as ClockOffsetEvent
 from hpc_elastic.run.event_reader import EventLine
-from hpc_elastic.run.event_types import name_of
+from hpc_elastic.run.event_types import RunEvent, name_of
 from hpc_elastic.run.supervisor_events import AttemptStarted
 
 if TYPE_CHECKING:
     from hpc_elastic.failures.worker_failure import WorkerFailure
     from hpc_elastic.report.history import NodeLoss
 
-CLOCK_EVENTS = frozenset(name_of(kind) for kind in (ClockOffsetEvent, AgentStarted, AttemptStarted))
+OF_CLOCKS: frozenset[type[RunEvent]] = frozenset({ClockOffsetEvent, AgentStarted, AttemptStarted})
 """What `ClocksBuilder.take` learns from."""
+CLOCK_EVENTS = frozenset(name_of(kind) for kind in OF_CLOCKS)
+"""Their names."""
 SUPERVISOR = -1
 _VIEWS = 8
 _SOME = 16

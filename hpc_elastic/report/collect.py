@@ -10,7 +10,7 @@ import gc
 import os
 import shlex
 import sys
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -26,7 +26,7 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import Clocks
 from hpc_elastic.report.collect_attempt import AttemptBuilder
 from hpc_elastic.report.collect_round import EventCoverage, RoundBuilder, rank_statuses
-from hpc_elastic.report.history import AttemptHistory, RunHistory
+from hpc_elastic.report.history import WARM_OPTIONS, AttemptHistory, RunHistory
 from hpc_elastic.run.attempt import load_result
 from hpc_elastic.run.event_reader import EventFile, event_files, integer, job_id_of, names_of, text_of
 from hpc_elastic.run.heartbeats import NodeHeartbeats
@@ -34,7 +34,7 @@ from hpc_elastic.run.node_records import NodeRecord, load_record
 from hpc_elastic.run.node_score import NodeScore, score_nodes
 from hpc_elastic.run.option_values import Scope
 from hpc_elastic.run.paths import AttemptPaths, RunPaths, attempt_number, rank_index, round_index
-from hpc_elastic.run.spec import decode_bad_nodes
+from hpc_elastic.run.spec import EntryKind, decode_bad_nodes
 from hpc_elastic.worker_api.heartbeat_record import STEP, is_section_name
 
 OF_EACH_KIND = 16
@@ -105,9 +105,8 @@ class _RoundReader:
     def read_unreported(self, coverage: EventCoverage) -> None:
         """An event that was never written hides no failure."""
         part = self._part
-        sure = {
-            rank for node in part.nodes.values() if coverage.is_sure_of(part.index, node.node) for rank in node.ranks
-        }
+        told = [node.ranks for node in part.nodes.values() if coverage.is_sure_of(part.index, node.node)]
+        sure = set[int]().union(*told)
         if part.world_size is not None and len(sure) >= part.world_size:
             return
         for rank in sorted(_indices(self._paths.round_dir(part.index), rank_index)):
@@ -207,6 +206,8 @@ def collect_run(run_dir: Path | str, *, ranks: Container[int] = ()) -> RunHistor
     target = text_of(entrypoint.get("target")) if isinstance(entrypoint, dict) else ""
     if isinstance(entrypoint, dict) and _WORKER in names_of(entrypoint.get("args")):
         target = ""  # it calls a function, whose name is the run's
+    if isinstance(entrypoint, dict) and entrypoint.get("kind") == EntryKind.COMMAND.value:
+        target = text_of(spec.get("name")) or target  # of `bash -c`, or a container's runtime, the script that it runs
     numbers = sorted(n for n in map(attempt_number, os.listdir(root)) if n is not None)
     record = load_record(paths.nodes_json)
     if record.problem:
@@ -218,6 +219,9 @@ def collect_run(run_dir: Path | str, *, ranks: Container[int] = ()) -> RunHistor
         max_requeues=integer(spec.get("max_requeues")),
         command=_command(entrypoint),
         section_timeouts=_sections(spec.get("section_timeouts")),
+        step_timeout=_step_timeout(spec.get("section_timeouts")),
+        spares=integer(spec.get("spares")) or 0,
+        warm_options=_warm_options(spec),
         attempts=_collect_attempts(paths, numbers, ranks),
         bad_nodes=_bad_nodes(record, spec.get("bad_nodes")),
         excluded=record.excluded,
@@ -248,6 +252,23 @@ def _sections(given: object) -> tuple[str, ...]:
     names = tuple(name for name in found if is_section_name(name)) if isinstance(found, dict) else ()
     is_learned = isinstance(given, dict) and given.get("learns_step") is True
     return (*names, STEP) if is_learned and STEP not in names else names
+
+
+def _step_timeout(given: object) -> float | None:
+    found = given.get("seconds") if isinstance(given, dict) else None
+    seconds = found.get(STEP) if isinstance(found, dict) else None
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not isinstance(given, dict):
+        return None
+    return None if given.get("learns_step") else float(seconds)
+
+
+def _warm_options(spec: Mapping[str, object]) -> tuple[str, ...]:
+    """Neither goes with an image, whose Python the workers have, nor with a command that is no Python script."""
+    entrypoint = spec.get("entrypoint")
+    kind = entrypoint.get("kind") if isinstance(entrypoint, dict) else ""
+    if kind not in ("script", "module") or spec.get("container_image") or spec.get("start_method") == "forkserver":
+        return ()
+    return tuple(name for name in WARM_OPTIONS if not (name == "--prewarm" and spec.get("prewarm")))
 
 
 def _collect_attempts(paths: RunPaths, numbers: Sequence[int], ranks: Container[int]) -> tuple[AttemptHistory, ...]:

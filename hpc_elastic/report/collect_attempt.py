@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.outcome import REFUSED_CODE, UNHEALTHY_CODE, ExitCode
 from hpc_elastic.failures.classify import signal_name, signal_of
-from hpc_elastic.report.clocks import SUPERVISOR, Clocks, ClocksBuilder
+from hpc_elastic.report.clocks import OF_CLOCKS, SUPERVISOR, Clocks, ClocksBuilder
 from hpc_elastic.report.collect_round import ROUND_EVENTS, EventCoverage, RoundBuilder
 from hpc_elastic.report.history import (
     START_REFUSED,
@@ -21,12 +21,21 @@ from hpc_elastic.report.history import (
     RoundHistory,
     RoundNode,
 )
-from hpc_elastic.report.incidents import Outage, OutputLoss, attributed, read_loss, read_outage
+from hpc_elastic.report.incidents import (
+    CommandFailure,
+    Outage,
+    OutputLoss,
+    attributed,
+    read_command,
+    read_loss,
+    read_outage,
+)
 from hpc_elastic.report.node_times import TimesBuilder
-from hpc_elastic.run.agent_events import AgentFailed, FilesystemRefused, OutputLost, StartRefused
+from hpc_elastic.run.agent_events import AgentFailed, FilesystemRefused, OutputLost, StartRefused, UserCommandEnded
 from hpc_elastic.run.coordinator_events import LinkLost, NodeMissing, RunClosed
 from hpc_elastic.run.event_reader import EventLine, job_id_of
 from hpc_elastic.run.event_types import RunEvent
+from hpc_elastic.run.operator_events import FaultPlanted
 from hpc_elastic.run.supervisor_events import (
     AgentProcessEnded,
     AgentRelaunched,
@@ -34,6 +43,7 @@ from hpc_elastic.run.supervisor_events import (
     AttemptStarted,
     NodeGivenUp,
     RequeueDecided,
+    SignalDecided,
     SignalReceived,
     VerdictReached,
 )
@@ -71,8 +81,11 @@ class AttemptBuilder(Struct):
     missing: set[int] = field(default_factory=set)
     """Nodes that the others did not wait for any longer."""
     notices: list[str] = field(default_factory=list)
+    meaning: str = ""
+    planted: list[FaultPlanted] = field(default_factory=list)
     outages: list[Outage] = field(default_factory=list)
     output_lost: list[OutputLoss] = field(default_factory=list)
+    commands: list[CommandFailure] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     closed_outcome: str = ""
     closed_reason: str = ""
@@ -101,12 +114,14 @@ class AttemptBuilder(Struct):
             self.is_supervised = True
         if event is None:
             return
-        self.clocks.take(line)
-        if type(event) in ROUND_EVENTS:
+        kind = type(event)
+        if kind in OF_CLOCKS:
+            self.clocks.take(line)
+        if kind in ROUND_EVENTS:
             index: int = event.round  # type: ignore[attr-defined]
             if index >= 0:
                 self.round(index).take(line, event)
-        elif line.role in ("agent", "supervisor"):
+        elif line.role in ("agent", "supervisor", "operator"):
             self._take(line, event)
 
     def _take(self, line: EventLine, event: RunEvent) -> None:
@@ -132,8 +147,12 @@ class AttemptBuilder(Struct):
                     reason=event.reason[:_MOST_REASON],
                     seen_ns=when,
                 )
+            case FaultPlanted():
+                self.planted.append(event)
             case SignalReceived():
                 self.notices.append(event.signal)
+            case SignalDecided():
+                self.meaning = event.meaning
             case VerdictReached():
                 self.outcome, self.reason = self.outcome or event.outcome, event.reason
             case RequeueDecided():
@@ -146,6 +165,8 @@ class AttemptBuilder(Struct):
                 self.own_reasons.setdefault(node, []).append(f"{why} ({event.where})" if event.where else why)
             case StartRefused() if node is not None:
                 self.refusals[node] = event.reason[:_MOST_REASON]
+            case UserCommandEnded() if event.reason:
+                self.commands.append(read_command(line, event))
             case NodeMissing() if event.node >= 0:
                 self.missing.add(event.node)
             case OutputLost():
@@ -179,7 +200,7 @@ class AttemptBuilder(Struct):
         # A round that was opened but never became final had no workers: it is only what came after the one before.
         clocks = self.clocks.build()
         built = (_with_clocks(self.rounds[index].build(), clocks) for index in sorted(self.rounds))
-        rounds = [part for part in built if part.nodes or part.broken]
+        rounds = [with_planted(part, self.planted) for part in built if part.nodes or part.broken]
         return AttemptHistory(
             number=self.number,
             job_id=self.job_id,
@@ -197,8 +218,10 @@ class AttemptBuilder(Struct):
             unstarted=tuple(self.unstarted.items()),
             given_up=tuple(sorted((*map(self._explained, self.given_up.values()), *self._never_joined()), key=_node)),
             notices=tuple(dict.fromkeys(self.notices)),
+            meaning=self.meaning,
             outages=attributed(self.outages, self.nodes),
             output_lost=tuple(self.output_lost),
+            commands=tuple(sorted(self.commands, key=lambda one: (one.told_ns, one.node))),
             problems=tuple(self.problems),
             times=self.times.build(),
             clocks=clocks,
@@ -281,10 +304,29 @@ class AttemptBuilder(Struct):
         given_up = self.given_up.get(loss.node)
         if given_up is not None and given_up.reason != ends[len(earlier)].detail and not self._is_back(loss):
             detail += f"; given up after that: {given_up.reason}"
-        return replace(loss, host=host, detail=detail)
+        planted = [one for one in self.planted if one.round == loss.round and one.node == loss.node]
+        return replace(loss, host=host, detail=f"{detail}; {PLANTED}" if planted else detail)
 
     def _is_back(self, loss: NodeLoss) -> bool:
         return any(index > loss.round and loss.node in part.nodes for index, part in self.rounds.items())
+
+
+PLANTED = "planted by hpc-elastic chaos"
+
+
+def with_planted(part: RoundHistory, planted: Sequence[FaultPlanted]) -> RoundHistory:
+    """With what `hpc-elastic chaos` did in this round, also as the reason of the failures that it caused."""
+    mine = [one for one in planted if one.round == part.index]
+    if not mine:
+        return part
+    hit = {(one.rank, one.pid): one for one in mine if one.rank >= 0}
+    failures = tuple(
+        replace(failure, reason=f"{PLANTED}: {one.fault}")
+        if (one := hit.get((failure.global_rank, failure.pid))) is not None
+        else failure
+        for failure in part.failures
+    )
+    return replace(part, failures=failures, planted=tuple(f"{one.fault}: {one.what}" for one in mine))
 
 
 def _node(one: GivenUpNode) -> int:

@@ -8,7 +8,6 @@ server.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -187,28 +186,39 @@ class RoundBuilder(Struct):
     def take(self, line: EventLine, event: RunEvent) -> None:
         """Fill in what one of `ROUND_EVENTS` says."""
         node, host, when = -1 if line.node is None else line.node, line.host, line.written_ns
-        loss = partial(NodeLoss, round=self.index, node=node, host=host, seen_ns=when)
-        match event:
-            case RoundOpened():
-                self.reason = event.reason
-            case RoundFrozen():
-                self.frozen_reason, self.restarts_used = event.reason, event.restarts_used
+        match event:  # what each node writes in each round stands first
             case RoundFinal():
                 place = RoundNode(node, host, event.ranks, event.group_rank)
                 self.nodes[node] = self.known.setdefault(place, place)
                 self.final_ns[node] = when
                 self.started_ns = when if self.started_ns is None else min(self.started_ns, when)
                 self.world_size = event.world_size
+            case WorkersStarted():
+                if event.started_fresh:
+                    self.fresh_starts[host or f"node {node}"] = event.started_fresh[:_WORDS]
+            case WorkersStopping():
+                self.stopping[event.reason] = None
+                self.stopping_ns.setdefault(node, when)
+            case WorkersStopped():
+                for end in event.ends:
+                    self.ends[end.rank] = WorkerEnd(
+                        end.rank, node, end.exitcode, end.ended_ns, end.ended_uptime_ns, end.stopped
+                    )
+                if event.progress is not None:
+                    self.progress[node] = event.progress
+                if node not in self.ended:
+                    self._take_end(when, node)
+            case WorkersSucceeded():
+                self.succeeded.add(node)
+                self._take_end(when, node)
             case WorkerFailed():
                 self._take_failure(event, when, node, host)
-            case NodeLost():
-                self.lost[node] = loss(age=event.age, observer=line.by)
-            case NodeLeft():
-                self.left[node] = loss(left=event.reason or "no reason was given", observer=line.by)
-            case HealthCheckFailed():
-                self.lost[node] = loss(left=event.reason, observer=node)
-            case PlatformFailure():
-                self.own[node] = loss(broke=event.reason, observer=node)
+            case NodeLost() | NodeLeft() | HealthCheckFailed() | PlatformFailure():
+                self._take_loss(event, line, NodeLoss(round=self.index, node=node, host=host, seen_ns=when))
+            case RoundOpened():
+                self.reason = event.reason
+            case RoundFrozen():
+                self.frozen_reason, self.restarts_used = event.reason, event.restarts_used
             case NodeReplaced():
                 gone = event.replaces_node
                 self.replaced[gone] = Replacement(
@@ -220,24 +230,6 @@ class RoundBuilder(Struct):
                 )
             case InProcessRestarted() | InProcessGaveUp():
                 self.in_process.append(read_restart(line, event, node))
-            case WorkersStarted():
-                if event.started_fresh:
-                    self.fresh_starts[host or f"node {node}"] = event.started_fresh[:_WORDS]
-            case WorkersStopping():
-                self.stopping[event.reason] = None
-                self.stopping_ns.setdefault(node, when)
-            case WorkersSucceeded():
-                self.succeeded.add(node)
-                self._take_end(when, node)
-            case WorkersStopped():
-                for end in event.ends:
-                    self.ends[end.rank] = WorkerEnd(
-                        end.rank, node, end.exitcode, end.ended_ns, end.ended_uptime_ns, end.stopped
-                    )
-                if event.progress is not None:
-                    self.progress[node] = event.progress
-                if node not in self.ended:
-                    self._take_end(when, node)
             case RestartDecided():
                 if when >= self.decided_ns:  # a new coordinator may have decided again: the last decision holds
                     self.decided_ns = when
@@ -254,6 +246,19 @@ class RoundBuilder(Struct):
                     self.activities[found.rank] = _cut(found)
                 if event.sockets:
                     self.sockets[node] = Sockets(network=event.network, ranks=event.sockets)
+
+    def _take_loss(
+        self, event: NodeLost | NodeLeft | HealthCheckFailed | PlatformFailure, line: EventLine, loss: NodeLoss
+    ) -> None:
+        match event:
+            case NodeLost():
+                self.lost[loss.node] = replace(loss, age=event.age, observer=line.by)
+            case NodeLeft():
+                self.left[loss.node] = replace(loss, left=event.reason or "no reason was given", observer=line.by)
+            case HealthCheckFailed():
+                self.lost[loss.node] = replace(loss, left=event.reason, observer=loss.node)
+            case PlatformFailure():
+                self.own[loss.node] = replace(loss, broke=event.reason, observer=loss.node)
 
     def _take_failure(self, event: WorkerFailed, when: int, node: int, host: str) -> None:
         ended = event.ended_ns or when

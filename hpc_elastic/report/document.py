@@ -30,6 +30,7 @@ from hpc_elastic.report.wording import (
     describe_after_round,
     describe_class,
     describe_clock,
+    describe_commands,
     describe_decision,
     describe_end,
     describe_end_without_failure,
@@ -37,6 +38,7 @@ from hpc_elastic.report.wording import (
     describe_losses,
     describe_outages,
     describe_place,
+    describe_rounds_begun_again,
     describe_size,
     describe_status,
     describe_unused_timeouts,
@@ -308,7 +310,7 @@ def _of_failure(history: RunHistory, subject: Subject, failure: WorkerFailure, t
         headline=failure.headline or "(no message)",
         place=f"{describe_place(failure, user_frame(failure))}{_where(history, subject)}{also}",
         facts=(
-            Fact("kind", describe_class(failure, is_apart=bool(verdict.apart))),
+            Fact("kind", describe_class(failure, verdict.category, is_apart=bool(verdict.apart))),
             Fact("verdict", verdict.evidence),
             *([Fact("last step", str(failure.last_step))] if failure.last_step is not None else []),
             *_causes(found.causes if found else ()),
@@ -391,7 +393,9 @@ def _notes(
     if shown is not None:
         notes += [Fact("did without", line) for line in nodes_done_without(subject, shown)]
         notes += [Fact(*note) for note in describe_outages(shown.outages, clock)]
+        notes += [Fact(*note) for note in describe_commands(shown.commands)]
         notes += [Fact("output lost", line) for line in describe_losses(shown.output_lost)]
+    notes += [Fact("not resumed", line) for line in describe_rounds_begun_again(history)]
     notes += [Fact("hang watch", line) for line in describe_unused_timeouts(history)]
     problems = [*history.problems, *(shown.problems if shown is not None else ())]
     if problems:

@@ -14,6 +14,7 @@ from hpc_elastic.run import coordinator_events as of_coordinator
 from hpc_elastic.run import supervisor_events as of_supervisor
 from hpc_elastic.run.event_reader import EventLine
 from hpc_elastic.run.event_types import AgentEvent, CoordinatorEvent, RunEvent, SupervisorEvent
+from hpc_elastic.run.operator_events import FaultPlanted
 
 _HEAD = ("v", "t", "n", "host", "node", "role", "event")
 _LONGEST_VALUE = 200
@@ -21,11 +22,11 @@ _LONGEST_VALUE = 200
 
 def describe_event(line: EventLine) -> str:
     """What happened, and why, in one line without control characters."""
-    text = _sentence(line.event, line)
+    text, fields = _sentence(line.event, line), line.value
     if not text:
-        left = {key: value for key, value in line.value.items() if key not in (*_HEAD, "reason")}
+        left = {key: value for key, value in fields.items() if key not in (*_HEAD, "reason")}
         text = " ".join(f"{key}={_short(value)}" for key, value in left.items())
-    reason = line.value.get("reason")
+    reason = fields.get("reason")
     if isinstance(reason, str) and reason and reason not in text:
         text = f"{text}: {reason}" if text else reason
     return clean_text(text).replace("\n", " ").replace("\t", " ")
@@ -37,6 +38,9 @@ def _sentence(event: RunEvent | None, line: EventLine) -> str:
             return _of_supervisor(event)
         case CoordinatorEvent():
             return _of_coordinator(event, line)
+        case FaultPlanted():
+            hit = f"rank {event.rank}" if event.rank >= 0 else f"node {event.node}" if event.node >= 0 else "the job"
+            return f"planted by hpc-elastic chaos: {event.what or event.fault}, {hit}"
         case AgentEvent():
             return _of_round(event) if hasattr(event, "round") else _of_agent(event)
     return ""
@@ -98,6 +102,9 @@ def _of_agent(event: AgentEvent) -> str:
             return f"the agent itself failed: {event.error} at {event.where}"
         case of_agent.HealthWarning():
             return event.check
+        case of_agent.UserCommandEnded():
+            about = f" ({event.about})" if event.about else ""
+            return f"--{event.command}{about}: {'failed after ' if event.reason else ''}{event.seconds:.1f} s"
         case of_agent.ForkServerReady():
             size = f"{event.rss / 2**20:.0f} MiB"
             return f"the fork server is ready after {event.seconds:.2f} s: {event.modules} modules, {size}"
@@ -107,6 +114,8 @@ def _of_agent(event: AgentEvent) -> str:
             return "no fork server any more: workers are started fresh"
         case of_agent.PreloadLeftOut():
             return f"the fork server does without {event.module}"
+        case of_agent.FilesPrewarmed():
+            return f"prewarmed: {event.files} files, {event.bytes >> 20} MiB, in {event.seconds:.1f} s"
         case of_agent.ClockOffset():
             ahead, bound = event.offset_ns / 1e6, event.bound_ns / 1e6
             return (

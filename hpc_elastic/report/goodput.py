@@ -11,16 +11,25 @@ from itertools import pairwise
 
 from msgspec import Struct
 
-from hpc_elastic.base.text import plural
+from hpc_elastic.base.text import duration, plural
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.report.history import RoundHistory, RunHistory
 from hpc_elastic.report.subject import verdict_of
 from hpc_elastic.report.timeline_attempt import AttemptSpan, RoundSteps, RoundTimes, place_attempts
-from hpc_elastic.report.verdict import Cause
+from hpc_elastic.report.verdict import Cause, Verdict
 from hpc_elastic.report.wording import describe_restart
 
 STEPS_UNKNOWN = "no worker reported its steps"
+ONE_STEP = "no round reported more than one step"
 STEPS_GO_BACK = "the steps that were reported go back without a restart"
+
+
+class RestartPart(Struct, frozen=True, kw_only=True):
+    """One part of a restart within a job."""
+
+    name: str
+    """``stop``, ``meet``, ``start``, and where steps are known ``first step``."""
+    seconds: float
 
 
 class Cost(Struct, frozen=True, kw_only=True):
@@ -30,8 +39,8 @@ class Cost(Struct, frozen=True, kw_only=True):
     round: int
     what: str
     seconds: float
-    """From when the first worker no longer ran until all ran again, or until the run's end; with what had to be done
-    again."""
+    """From when the first worker no longer ran, or hung, until all ran again, or until the run's end; with what had to
+    be done again."""
     queued: float = 0.0
     """Seconds of it between two attempts."""
     recomputed: float = 0.0
@@ -40,6 +49,10 @@ class Cost(Struct, frozen=True, kw_only=True):
     """Workers ran again after it."""
     is_failure: bool = True
     """False: the membership changed."""
+    host: str = ""
+    """Where the failure began; empty: not known."""
+    parts: tuple[RestartPart, ...] = ()
+    """Of a restart within a job."""
 
 
 class Goodput(Struct, frozen=True, kw_only=True):
@@ -69,6 +82,8 @@ class Goodput(Struct, frozen=True, kw_only=True):
     """From the last step until a hang was found."""
     checkpointing: float = 0.0
     """In section ``checkpoint``."""
+    checkpoints: int = 0
+    """How many were complete."""
     until_ns: int | None = None
     """The end of that time: where the run goes on, the last that is known of it."""
     costs: tuple[Cost, ...]
@@ -111,11 +126,20 @@ def describe_goodput(goodput: Goodput) -> list[tuple[str, str, float]]:
     ]
 
 
+def goodput_text(goodput: Goodput, *, so_far: str = "") -> str:
+    """``Goodput: 87.1 % of 3 h 20 min (4 min 10 s to start, …)``; without steps it is the uptime."""
+    rest = [f"{duration(seconds)} {what}" for _, what, seconds in describe_goodput(goodput)[1:] if seconds >= 0.05]
+    name = "Goodput" if goodput.steps_known else "Uptime"
+    text = f"{name}: {100 * (goodput.share or 0.0):.1f} % of {duration(goodput.wall)}{so_far}"
+    return f"{text} ({', '.join(rest)})" if rest else text
+
+
 def describe_unknown_steps(goodput: Goodput) -> str:
     """Why there is no goodput, and what would give one."""
     if goodput.why_unknown == STEPS_UNKNOWN:
         return "No steps were reported; with hpc_elastic.heartbeat(step) this would be the goodput."
-    return f"No goodput: {goodput.why_unknown}; hpc_elastic.heartbeat takes the global step."
+    how = "; hpc_elastic.heartbeat takes the global step" if goodput.why_unknown == STEPS_GO_BACK else ""
+    return f"No goodput: {goodput.why_unknown}{how}."
 
 
 def goodput_of(history: RunHistory) -> Goodput:
@@ -155,12 +179,15 @@ class _Account:
         self._end = max(span.end_ns for span in attempts)
         self._last: RoundTimes | None = None
         self._costs: list[Cost] = []
+        self._checkpoints = 0
         self._booked = dict.fromkeys(("starting", "interrupted", "queued", "ending"), 0.0)
         self._booked |= dict.fromkeys(("training", "kept", "recomputed", "hanging", "checkpointing"), 0.0)
         self._why_unknown = self._find_why_unknown(rounds)
         self._resumed = _resumed_at(rounds)
         self._lost: dict[tuple[int, int], float] = {}
         """Seconds of steps that went with a round's end."""
+        self._hung: dict[tuple[int, int], float] = {}
+        """Seconds until the hang was found that ended a round."""
 
     def _find_why_unknown(self, rounds: Sequence[RoundTimes]) -> str:
         with_steps = [one for one in rounds if one.steps is not None]
@@ -169,7 +196,7 @@ class _Account:
         for one in with_steps:
             if one.steps is not None and one.steps.redone > 0 and not self._found[one.attempt, one.round].in_process:
                 return STEPS_GO_BACK
-        return ""
+        return "" if any(one.steps.last > one.steps.first for one in with_steps if one.steps is not None) else ONE_STEP
 
     def add(self, times: RoundTimes) -> None:
         begin, stop = times.trained_ns or (0, 0)
@@ -189,7 +216,7 @@ class _Account:
             self._booked["starting"] += idle
         else:
             self._booked["interrupted"] += idle
-            self._add_cost(self._last, idle + waited, waited, recovered=True)
+            self._add_cost(self._last, idle + waited, waited, recovered=True, after=times)
         self._cursor, self._last = stop, times
 
     def _restarts_within(self, times: RoundTimes) -> float:
@@ -207,9 +234,10 @@ class _Account:
         steps, item = times.steps, self._found[times.attempt, times.round]
         if steps is None:
             return max(0.0, (stop - begin) / 1e9 - within), 0.0
+        self._checkpoints += steps.checkpoints
         first = min(max(steps.first_ns, begin), stop)
         last = min(max(steps.last_ns, first), stop)
-        core, tail = max(0.0, (last - first) / 1e9 - within), (stop - last) / 1e9
+        core, tail, warm = _take_off(within, (last - first) / 1e9, (stop - last) / 1e9, (first - begin) / 1e9)
         saving = min(core, steps.checkpointing)
         redone = min(core - saving, max(0.0, steps.redone - within))
         done = core - saving - redone
@@ -226,10 +254,16 @@ class _Account:
         verdict = verdict_of(item)
         if item.succeeded:
             booked["ending"] += tail
-            return (first - begin) / 1e9, core
+            return warm, core
+        if resumed is not None and count > 0:  # a later round went on further on than was reported
+            unseen = min(tail, max(0, resumed - steps.last - 1) * done / count)
+            booked["kept"] += unseen
+            booked["training"] += unseen
+            tail, core = tail - unseen, core + unseen
         is_open = not item.broken and not item.stopping_reasons
         if verdict.failure is not None and verdict.failure.failure_class is FailureClass.HANG:
             booked["hanging"] += tail
+            self._hung[times.attempt, times.round] = tail
         elif is_open:
             booked["kept"] += tail
         else:
@@ -237,7 +271,7 @@ class _Account:
             lost += tail
         booked["training"] += tail
         self._lost[times.attempt, times.round] = lost
-        return (first - begin) / 1e9, core + tail
+        return warm, core + tail
 
     def close(self, final: RoundTimes | None) -> Goodput:
         """What is left after the last workers, and the whole."""
@@ -259,25 +293,35 @@ class _Account:
             steps_known=not self._why_unknown,
             why_unknown=self._why_unknown,
             until_ns=self._end,
+            checkpoints=self._checkpoints,
             costs=tuple(self._costs),
             **self._booked,
         )
 
-    def _add_cost(self, times: RoundTimes, seconds: float, queued: float, *, recovered: bool) -> None:
+    def _add_cost(
+        self, times: RoundTimes, seconds: float, queued: float, *, recovered: bool, after: RoundTimes | None = None
+    ) -> None:
         item = self._found[times.attempt, times.round]
         verdict = verdict_of(item)
         is_failure = verdict.cause is not Cause.NONE
+        planted = "; ".join(item.planted)
         recomputed = self._lost.get((times.attempt, times.round), 0.0)
         self._costs.append(
             Cost(
                 attempt=times.attempt,
                 round=times.round,
-                what=verdict.summary if is_failure else self._why_changed(times, item),
-                seconds=seconds + recomputed,
+                what=f"planted by hpc-elastic chaos: {planted}"
+                if planted
+                else verdict.summary
+                if is_failure
+                else self._why_changed(times, item),
+                seconds=seconds + recomputed + self._hung.get((times.attempt, times.round), 0.0),
                 queued=queued,
                 recomputed=recomputed,
                 recovered=recovered,
-                is_failure=is_failure,
+                is_failure=is_failure and not planted,
+                host=_began_on(verdict, item) if is_failure else "",
+                parts=_restart_parts(times, after) if after is not None and after.attempt == times.attempt else (),
             )
         )
 
@@ -287,6 +331,24 @@ class _Account:
         reasons = [*item.stopping_reasons, *([after.reason] if after is not None else [])]
         reasons += [attempt.reason] if attempt is not None else []
         return next((reason for reason in reasons if reason), "its workers ended, and no reason is recorded")
+
+
+def _began_on(verdict: Verdict, item: RoundHistory) -> str:
+    if verdict.failure is not None:
+        return verdict.failure.host
+    return item.lost_nodes[0].host if item.lost_nodes else ""
+
+
+def _restart_parts(before: RoundTimes, after: RoundTimes) -> tuple[RestartPart, ...]:
+    """The parts of the time from the last moment of one round's workers to the first step of the next one's."""
+    broke = before.trained_ns[1] if before.trained_ns is not None else before.end_ns
+    runs = max(broke, after.trained_ns[0] if after.trained_ns is not None else after.end_ns)
+    stopped = min(max(broke, before.end_ns), runs)
+    met = min(max(stopped, after.start_ns), runs)
+    moments = [("stop", broke, stopped), ("meet", stopped, met), ("start", met, runs)]
+    if after.steps is not None:
+        moments.append(("first step", runs, max(runs, after.steps.first_ns)))
+    return tuple(RestartPart(name=name, seconds=(end - begin) / 1e9) for name, begin, end in moments)
 
 
 def _resumed_at(rounds: Sequence[RoundTimes]) -> dict[tuple[int, int], int]:
@@ -300,6 +362,15 @@ def _resumed_at(rounds: Sequence[RoundTimes]) -> dict[tuple[int, int], int]:
             first: RoundSteps = times.steps
             least = first.first if least is None else min(least, first.first)
     return found
+
+
+def _take_off(seconds: float, *parts: float) -> list[float]:
+    """The parts without these seconds, which the first of them has as far as it is long enough."""
+    left = []
+    for part in parts:
+        left.append(max(0.0, part - seconds))
+        seconds = max(0.0, seconds - part)
+    return left
 
 
 def _overlap(gaps: list[tuple[int, int]], start: int, end: int) -> float:

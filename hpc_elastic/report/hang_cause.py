@@ -49,12 +49,12 @@ def decide_hang(
         evidence = f"the odd one out: {odd[0].why}"
     elif odd:
         cause, confidence = Cause.UNKNOWN, Confidence.NONE
-        evidence = f"not known: ranks hung at the same step. {look_at(odd)}"
+        alike = "hung together" if root.last_step is None else f"hung at step {step}"
+        evidence = f"not known: ranks {alike}. {look_at(odd)}"
     elif level := [rank for rank, one in hung.items() if one is not root and one.last_step == root.last_step]:
         confidence = Confidence.LOW
-        evidence = (
-            f"silent first; {ranks_text(level)} hung at the same step: which one the others waited for, the stacks show"
-        )
+        alike = "hung too" if root.last_step is None else "hung at the same step"
+        evidence = f"silent first; {ranks_text(level)} {alike}: which one the others waited for, the stacks show"
     elif quiet := _as_silent(root, rank_statuses):
         confidence = Confidence.LOW
         evidence = f"{ranks_text(quiet)} gave no heartbeat for as long, in sections without a timeout"

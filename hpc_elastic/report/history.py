@@ -15,7 +15,7 @@ from hpc_elastic.base.outcome import REFUSED_CODE
 from hpc_elastic.failures.peers import Sockets
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, SUPERVISOR, Clocks
-from hpc_elastic.report.incidents import InProcessRestart, Outage, OutputLoss, refused_hosts
+from hpc_elastic.report.incidents import CommandFailure, InProcessRestart, Outage, OutputLoss, refused_hosts
 from hpc_elastic.report.node_times import AttemptTimes
 from hpc_elastic.run.activities import Activity
 from hpc_elastic.run.heartbeats import Progress
@@ -141,8 +141,8 @@ class RestartRecord(Struct, frozen=True, kw_only=True):
     max_restarts: int | None = None
 
 
-class RoundHistory(Struct, frozen=True, kw_only=True):
-    """One round: its nodes, what failed, what was decided."""
+class RoundHistory(Struct, frozen=True, kw_only=True, dict=True):
+    """One round: its nodes, what failed, what was decided. Its `__dict__` keeps what was concluded from it."""
 
     index: int
     reason: str = ""
@@ -157,6 +157,8 @@ class RoundHistory(Struct, frozen=True, kw_only=True):
     """By the place that was taken."""
     in_process: tuple[InProcessRestart, ...] = ()
     """Restarts within its processes, by time; nothing of the round ended by them."""
+    planted: tuple[str, ...] = ()
+    """What `hpc-elastic chaos` did in it."""
     fresh_starts: tuple[tuple[str, str], ...] = ()
     """With a fork server: (host whose workers were started fresh, why)."""
     failures: tuple[WorkerFailure, ...] = ()
@@ -277,10 +279,14 @@ class AttemptHistory(Struct, frozen=True, kw_only=True):
     """Of what it ran with: Python, torch, Slurm …"""
     notices: tuple[str, ...] = ()
     """Signals that gave notice."""
+    meaning: str = ""
+    """What the last signal meant for the job: a value of `launch.signals.JobCondition`; empty: none came."""
     outages: tuple[Outage, ...] = ()
     """What came and went: the filesystem, network links; by time."""
     output_lost: tuple[OutputLoss, ...] = ()
     """What of the workers' output was lost."""
+    commands: tuple[CommandFailure, ...] = ()
+    """The user's own that failed; by time."""
     problems: tuple[str, ...] = ()
     """What could not be read."""
     times: AttemptTimes = field(default_factory=AttemptTimes)
@@ -313,6 +319,10 @@ class AttemptHistory(Struct, frozen=True, kw_only=True):
         return len(names) > 1 or (bool(names) and len(self.nodes) == 1)
 
 
+WARM_OPTIONS = ("--start-method forkserver", "--prewarm")
+"""By which workers start sooner."""
+
+
 class RunHistory(Struct, frozen=True, kw_only=True):
     """Everything that a run directory holds about failures."""
 
@@ -325,6 +335,11 @@ class RunHistory(Struct, frozen=True, kw_only=True):
     """What the user gave: what a worker runs."""
     section_timeouts: tuple[str, ...] = ()
     """The sections that the user gave a timeout for."""
+    step_timeout: float | None = None
+    """Seconds without a heartbeat in section ``step`` that make a hang; None: none are given, or they are learned."""
+    spares: int = 0
+    warm_options: tuple[str, ...] = ()
+    """Those of `WARM_OPTIONS` that it could have had, and had not."""
     attempts: tuple[AttemptHistory, ...] = ()
     bad_nodes: tuple[NodeScore, ...] = ()
     """By what was known when an attempt ended last; the worst first."""

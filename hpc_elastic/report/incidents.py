@@ -1,4 +1,5 @@
-"""What happened in an attempt without ending it: outages, lost output, restarts within the processes of a round.
+"""What happened in an attempt without ending it: outages, lost output, commands of the user's own that
+failed, restarts within the processes of a round.
 
 An outage came and went by itself: a filesystem that refused, a network link that was lost. Lost output never reached
 its files or the job log. Each is read from an event; what is not as it should be in one is left out.
@@ -19,6 +20,7 @@ from hpc_elastic.run.agent_events import (
     InProcessRestarted,
     OutputLost,
     StreamLoss,
+    UserCommandEnded,
 )
 from hpc_elastic.run.coordinator_events import LinkLost
 from hpc_elastic.run.event_reader import EventLine
@@ -27,6 +29,7 @@ _SAME_MOMENT_NS = 2_000_000_000
 _SLACK_NS = 10_000_000_000
 """So far may two hosts' clocks be apart, and so long may it take until an agent's end is seen."""
 _WORDS = 300
+_MOST_LINES = 20
 
 
 class OutageKind(str, Enum):
@@ -128,6 +131,40 @@ def read_loss(line: EventLine, event: OutputLost) -> OutputLoss:
         not_in_job_log=event.not_in_job_log,
         told_ns=line.written_ns,
         streams=event.streams,
+    )
+
+
+class CommandFailure(Struct, frozen=True, kw_only=True):
+    """A command of the user's own failed: ``--setup``, a hook, a notification."""
+
+    command: str
+    host: str
+    node: int
+    """Its index; `clocks.SUPERVISOR` for the supervisor."""
+    reason: str
+    code: int
+    seconds: float
+    told_ns: int
+    about: str = ""
+    """Of what was to be notified."""
+    output: tuple[str, ...] = ()
+    """The last lines that it printed."""
+    log: str = ""
+
+
+def read_command(line: EventLine, event: UserCommandEnded) -> CommandFailure:
+    """From such an event."""
+    return CommandFailure(
+        command=event.command,
+        host=line.host,
+        node=SUPERVISOR if line.node is None or line.role == "supervisor" else line.node,
+        reason=event.reason[:_WORDS],
+        code=event.code,
+        seconds=event.seconds,
+        told_ns=line.written_ns,
+        about=event.about,
+        output=tuple(text[:_WORDS] for text in event.output[-_MOST_LINES:]),
+        log=event.log,
     )
 
 

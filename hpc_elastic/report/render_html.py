@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 from base64 import b64encode
+from collections.abc import Sequence
 
 from hpc_elastic.base.text import milliseconds_text, plural
+from hpc_elastic.report.advice import advise
 from hpc_elastic.report.clocks import NOTABLE_NS
 from hpc_elastic.report.document import Document, build_document, round_entry
 from hpc_elastic.report.goodput import (
@@ -26,6 +28,7 @@ from hpc_elastic.report.render_html_failures import (
     entry_parts,
     evidence_text,
     failures_part,
+    grids_part,
     log_links,
     opener,
     stacks_part,
@@ -109,8 +112,9 @@ def render_html(
         "main",
         _head(document, zone=zone(timeline.attempts[0].start_ns if timeline.attempts else None)),
         _verdict(document, entry=verdict if verdict in shown else None, links=links),
-        _goodput(goodput),
+        _goodput(goodput, [one.text for one in advise(history, goodput)]),
         card("Timeline", chart.html, label="Timeline of the run"),
+        grids_part(subject.round),
         stacks_part(subject.attempt, subject.round),
         failures_part(timeline.entries, shown),
         _rounds(history),
@@ -218,7 +222,7 @@ def _verdict(document: Document, *, entry: int | None, links: str) -> Markup:
     )
 
 
-def _goodput(goodput: Goodput) -> Markup:
+def _goodput(goodput: Goodput, advice: Sequence[str]) -> Markup:
     """How much of the time was useful, where the rest went, and what each interruption cost."""
     share = goodput.share
     if share is None or not is_worth_showing(goodput):
@@ -245,6 +249,7 @@ def _goodput(goodput: Goodput) -> Markup:
             class_="goodput",
         ),
         element("p", note, class_="muted"),
+        *(element("p", f"Advice: {text}") for text in advice),
         _costs(goodput),
     )
 

@@ -12,7 +12,9 @@ from msgspec import Struct, to_builtins
 from hpc_elastic.base.files import json_text
 from hpc_elastic.base.text import ranges
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.report.advice import advise
 from hpc_elastic.report.clocks import NO_CLOCKS, SUPERVISOR, Clocks
+from hpc_elastic.report.collective_grid import grid_values
 from hpc_elastic.report.document import Document, Fold, build_document, fold_failures
 from hpc_elastic.report.excerpt import user_frame
 from hpc_elastic.report.goodput import Goodput
@@ -51,6 +53,7 @@ def render_json(history: RunHistory, *, attempt: int | None = None, goodput: Goo
         "recovery": list(document.done),
         "verdict": _verdict(document),
         "goodput": {"share": measured.share, **_values(measured)},
+        "advice": [_values(one) for one in advise(history, measured)],
         "bad_nodes": [_bad_node(history, score) for score in history.bad_nodes],
         "problems": list(history.problems),
         "attempts": [_attempt(part) for part in history.attempts],
@@ -142,6 +145,10 @@ def _attempt(attempt: AttemptHistory) -> dict[str, Any]:
         "notices": list(attempt.notices),
         "outages": [_outage(one) for one in attempt.outages],
         "output_lost": [_values(loss) for loss in attempt.output_lost],
+        "commands": [
+            {**_values(one, optional=("about", "log")), "node": one.node if one.node != SUPERVISOR else None}
+            for one in attempt.commands
+        ],
         "agents_ended": [_values(end, without=("why",), optional=("detail",)) for end in attempt.agent_ends],
         "agents_relaunched": list(attempt.relaunched),
         "nodes_given_up": [_values(one) for one in attempt.given_up],
@@ -163,12 +170,14 @@ def _round(part: RoundHistory, nodes: dict[RoundNode, dict[str, Any]]) -> dict[s
         "in_process": [_restart(one) for one in part.in_process],
         "fresh_starts": [{"host": host, "reason": why} for host, why in part.fresh_starts],
         "succeeded": part.succeeded,
+        "planted": list(part.planted),
         "stopping_reasons": list(part.stopping_reasons),
         "decision": None if part.decision is None else _values(part.decision),
         "lost_nodes": [_loss(loss) for loss in part.lost_nodes],
         "verdict": _verdict_core(verdict_of(part)) if part.broken else None,
         "failures": [_fold(fold, part.clocks) for fold in fold_failures(part.failures, part.clocks)],
         "heartbeats": [_values(status) for status in part.rank_statuses],
+        "collectives": grid_values(part),
         "stacks": [
             {"ranks": ranges(group.ranks), "stack": list(group.stack), "state": group.state} for group in part.stacks
         ],

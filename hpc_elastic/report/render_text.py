@@ -13,14 +13,16 @@ from collections.abc import Mapping, Sequence
 from hpc_elastic.base.text import clean_line, duration, fit, plural, ranks_text, time_text
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.report.advice import advise
 from hpc_elastic.report.clocks import Clocks
+from hpc_elastic.report.collective_grid import grid_lines
 from hpc_elastic.report.document import Document, Fact, Fold, RoundEntry, build_document, fold_failures, round_entry
 from hpc_elastic.report.excerpt import make_excerpt
 from hpc_elastic.report.goodput import (
     Cost,
     Goodput,
-    describe_goodput,
     describe_unknown_steps,
+    goodput_text,
     is_worth_showing,
 )
 from hpc_elastic.report.history import AttemptHistory, RankStatus, RoundHistory, RunHistory, StackGroup
@@ -82,6 +84,7 @@ def render_text(
     others: list[str] = []
     if (part := document.subject.round) is not None:
         others = _others(part, document.subject.verdict, width, cap=None if everything else _OTHERS)
+        others += [fit(line, width) for line in grid_lines(part, cap=None if everything else _OTHERS)]
         others += _stacks(part, width, cap=None if everything else _OTHERS)
     fixed = len(head) + len(done) + len(past) + len(others) + 4
     left = None if max_lines is None else max_lines - fixed
@@ -407,7 +410,11 @@ def _goodput(document: Document, width: int) -> list[str]:
     if not text:
         return []
     lines = _split_words(text, width)
-    return lines if document.goodput.steps_known else [*lines, f"  {describe_unknown_steps(document.goodput)}"]
+    if not document.goodput.steps_known:
+        lines.append(f"  {describe_unknown_steps(document.goodput)}")
+    for one in advise(document.history, document.goodput):
+        lines += _split_words(f"Advice: {one.text}", width)
+    return lines
 
 
 def _goodput_text(document: Document) -> str:
@@ -417,10 +424,7 @@ def _goodput_text(document: Document) -> str:
         return ""
     until = time_text(goodput.until_ns, date=False, fine=True)
     so_far = "" if document.history.attempts[-1].outcome else f" until {until}, the last that is known"
-    rest = [f"{duration(seconds)} {what}" for _, what, seconds in describe_goodput(goodput)[1:] if seconds >= 0.05]
-    name = "Goodput" if goodput.steps_known else "Uptime"
-    text = f"{name}: {100 * (goodput.share or 0.0):.1f} % of {duration(goodput.wall)}{so_far}"
-    return f"{text} ({', '.join(rest)})" if rest else text
+    return goodput_text(goodput, so_far=so_far)
 
 
 def _wrapped(name: str, text: str, width: int) -> list[str]:

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.text import duration, plural
-from hpc_elastic.failures.contrast import apart_in_round
+from hpc_elastic.failures.contrast import apart_in_round, is_read_only
 from hpc_elastic.failures.origin import gave_up_waiting
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
@@ -78,7 +78,15 @@ def _filesystem_subject(attempt: AttemptHistory) -> Subject:
 
 
 def verdict_of(part: RoundHistory) -> Verdict:
-    """The verdict on one round."""
+    """The verdict on one round. Text, goodput and JSON ask for it several times: it is found once."""
+    kept = vars(part)
+    if "verdict" not in kept:
+        kept["verdict"] = _find_verdict(part)
+    verdict: Verdict = kept["verdict"]
+    return verdict
+
+
+def _find_verdict(part: RoundHistory) -> Verdict:
     # Of a thousand nodes this takes longer than all the rest, and only a round without a cause needs it.
     blameless = (FailureClass.SYMPTOM, FailureClass.STOPPED_BY_US)
     has_hang = any(failure.failure_class is FailureClass.HANG for failure in part.failures)
@@ -130,7 +138,8 @@ def _contrasted(verdict: Verdict, part: RoundHistory) -> Verdict:
         return verdict
     apart = apart_in_round(part.failures, {node.node: len(node.ranks) for node in part.nodes})
     if failure.node not in apart:
-        return verdict
+        # Where a node's disk has failed the others write to theirs: this path is a wrong one.
+        return replace(verdict, category=Category.INPUT) if is_read_only(failure) else verdict
     hosts = {node.node: node.host for node in part.nodes}
     names = tuple(hosts[node] for node in apart)
     ranks = f"all {plural(sum(len(node.ranks) for node in part.nodes if node.node in apart), 'rank')}"

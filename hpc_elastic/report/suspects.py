@@ -26,8 +26,8 @@ MOST_SUSPECTS = 16
 _TEARDOWN_NS = 5_000_000_000
 """What the end of an interpreter with torch in it takes on a busy node, at most."""
 _HOSTS = 3
-_PLURAL = {"it was": "they were", "it ended": "they ended", "it had": "they had", "it did": "they did"}
-_SINGULAR = re.compile(r"\bit (?:was|ended|had|did)\b")
+_PLURAL = {"it was": "they were", "it is": "they are", "it has": "they have", "its ": "their "}
+_SINGULAR = re.compile(r"\bit (?:was|is|has|ended|had|did|never|entered|left)\b|\bits (?=last there|device)")
 _SILENT = "it hung, was late, or ended early"
 
 
@@ -197,7 +197,7 @@ def _how_early(gap: int) -> str:
 
 def of_several(why: str) -> str:
     """A suspect's clause as it reads for several ranks: ``they ended with 0``."""
-    return _SINGULAR.sub(lambda found: _PLURAL[found[0]], why)
+    return _SINGULAR.sub(lambda found: _PLURAL.get(found[0], f"they{found[0][2:]}"), why)
 
 
 def look_at(suspects: Sequence[Suspect]) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from msgspec import Struct
 from msgspec.structs import replace
 
-from hpc_elastic.failures.ranking import Moment
+from hpc_elastic.failures.ranking import FailureClass, Moment
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import SUPERVISOR
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
@@ -201,6 +201,7 @@ class RoundSteps(NamedTuple):
     """Seconds."""
     redone: float
     """Seconds."""
+    checkpoints: int = 0
 
 
 class RoundTimes(Struct, frozen=True, kw_only=True):
@@ -312,9 +313,9 @@ class PlacedAttempt:
         for items in self._times.values():
             for item in items:
                 times += (item.final_ns, item.started_ns, item.stopping_ns, item.ended_ns)
+        times += [loss.seen_ns for losses in self.losses.values() for loss in losses.values()]
         for part in attempt.rounds:
             times += [self.failure_at(failure) for failure in part.failures if failure.ended_ns]
-            times += [loss.seen_ns for losses in self.losses.values() for loss in losses.values()]
             times += [self.at(status.node, status.told_ns) for status in part.rank_statuses]
         times += [self._seen_by_supervisor(end.seen_ns) for end in attempt.agent_ends]
         known = [when for when in times if when]
@@ -338,7 +339,13 @@ class PlacedAttempt:
         trained = None
         if stays and len(stays) == len(item.nodes):
             ends = [stay.stopping_ns for stay in stays.values()]
-            ends += [self.failure_at(failure) for failure in item.failures if failure.ended_ns]
+            # A hang's time is its last heartbeat; it ended nothing until it was found.
+            is_found = bool(item.stopping_ns)
+            ends += [
+                self.failure_at(failure)
+                for failure in item.failures
+                if failure.ended_ns and not (is_found and failure.failure_class is FailureClass.HANG)
+            ]
             begin = max(stay.running_ns for stay in stays.values())
             if min(ends) > begin:
                 trained = (begin, min(ends))
@@ -366,8 +373,9 @@ class PlacedAttempt:
             first_ns=self.at(node, done.first_ns),
             last=done.step,
             last_ns=last_ns,
-            checkpointing=max(one.checkpoint_seconds for *_, one in found),
-            redone=done.redone_seconds,
+            checkpointing=max(0.0, *(one.checkpoint_seconds for *_, one in found)),
+            redone=max(0.0, done.redone_seconds),
+            checkpoints=max(0, *(one.checkpoints for *_, one in found)),
         )
 
 

@@ -11,12 +11,14 @@ from collections.abc import Callable, Sequence
 
 from hpc_elastic.base.outcome import ExitCode, Outcome
 from hpc_elastic.base.text import first_of, plural, ranges, ranks_text, seconds_text, time_text
+from hpc_elastic.failures.contrast import is_read_only
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.traceback_text import Frame
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NOTABLE_NS, SUPERVISOR, Clocks
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory, StackGroup
-from hpc_elastic.report.incidents import InProcessRestart, Outage, OutageKind, OutputLoss
+from hpc_elastic.report.incidents import CommandFailure, InProcessRestart, Outage, OutageKind, OutputLoss
+from hpc_elastic.run.heartbeats import describe_begun_again
 from hpc_elastic.worker_api.heartbeat_record import SETUP
 
 FAILURE_WORDS = {
@@ -41,20 +43,24 @@ _MOST_SPARES = 3
 _MOST_RESTARTS = 3
 
 
-def describe_class(failure: WorkerFailure, *, is_apart: bool = False) -> str:
+def describe_class(failure: WorkerFailure, category: Category | None = None, *, is_apart: bool = False) -> str:
     """Why a failure is of its class, whether its node is suspect, and whether another try may help.
 
     Args:
         failure: The failure.
+        category: What its round shows it to be; None: as it was judged alone.
         is_apart: All workers of its node failed so, and none elsewhere.
     """
     retry = f"; {failure.host} is suspect" if failure.node_suspect or is_apart else ""
     retry += "" if failure.retryable or is_apart else "; not retryable"
     # A worker that another process killed or stopped may have done nothing wrong, nor one that lost a peer.
     blameless = failure.failure_class in _BLAMELESS or any(text in failure.reason for text in _SENT_BY_OTHERS)
-    category = Category.INFRASTRUCTURE if is_apart else failure.category
+    category = category or failure.category
     whose = category.value if blameless else _CATEGORY_WORDS[category]
-    return f"{failure.reason} ({whose}){retry}" if failure.reason else f"{whose}{retry}"
+    reason = failure.reason
+    if category is Category.INPUT and is_read_only(failure):
+        reason = "it wrote to a path whose filesystem is read-only"
+    return f"{reason} ({whose}){retry}" if reason else f"{whose}{retry}"
 
 
 def describe_exit(failure: WorkerFailure) -> str:
@@ -259,6 +265,24 @@ def describe_unused_timeouts(history: RunHistory) -> list[str]:
     return [f"section '{name}' was never entered; its hang detection did nothing" for name in unused]
 
 
+def describe_rounds_begun_again(history: RunHistory) -> list[str]:
+    """The rounds that began at the first step again, though an earlier one had come further."""
+    done = [
+        (attempt.number, item.index, [one for one in item.progress.values() if one.first_step is not None])
+        for attempt in history.attempts
+        for item in attempt.rounds
+    ]
+    if any(one.redone_seconds for *_, found in done for one in found):
+        return []  # each epoch's steps begin at 0, say
+    lines, furthest = [], -1
+    for attempt_number, index, found in done:
+        first = min((one.first_step for one in found if one.first_step is not None), default=None)
+        if first is not None and (begun_again := describe_begun_again(first, furthest)):
+            lines.append(f"attempt {attempt_number}, round {index}: {begun_again}")
+        furthest = max([furthest, *(one.step for one in found)])
+    return lines
+
+
 def describe_size(part: RoundHistory) -> str:
     """``2 nodes, 4 workers``."""
     size = [plural(len(part.nodes), "node")] if part.nodes else []
@@ -296,6 +320,25 @@ def describe_outages(outages: Sequence[Outage], clock: Callable[[int], str]) -> 
         first = clock(found[0].since_ns)
         lines.append(("network", f"{host}: network link lost {often_lost}, {in_all}, first at {first}{lasts}"))
     return lines
+
+
+def describe_commands(failures: Sequence[CommandFailure]) -> list[tuple[str, str]]:
+    """The user's own commands that failed, alike on several nodes in one entry, with what the first of them printed."""
+    alike: dict[tuple[str, str, str], list[CommandFailure]] = {}
+    for one in failures:
+        alike.setdefault((one.command, one.about, one.reason), []).append(one)
+    lines: list[tuple[str, str]] = []
+    for (command, about, reason), same in alike.items():
+        hosts = first_of(list(dict.fromkeys(one.host for one in sorted(same, key=lambda one: one.node))), _MOST_HOSTS)
+        where = f" on {hosts}" if any(one.node != SUPERVISOR for one in same) else ""
+        lines.append((command, f"failed{where}{f' ({about})' if about else ''}: {reason}"))
+        printed = same[0].output[-_MOST_PRINTED:]
+        lines += [("", text) for text in (printed if len(printed) > 1 else ())]
+    return lines
+
+
+_MOST_HOSTS = 4
+_MOST_PRINTED = 8
 
 
 def describe_losses(losses: Sequence[OutputLoss]) -> list[str]:

@@ -22,6 +22,28 @@ class StartRefused(AgentEvent, frozen=True, kw_only=True):
     reason: str = ""
 
 
+class UserCommandEnded(AgentEvent, frozen=True, kw_only=True):
+    """A command of the user's own has ended: `--setup`, a hook or `--notify`; of the supervisor too."""
+
+    command: str
+    """``setup``, ``node-prolog``, ``node-epilog``, ``after`` or ``notify``"""
+    about: str = ""
+    """of what `--notify` was given notice"""
+    reason: str = ""
+    """why it has failed; empty: it has not"""
+    code: int = 0
+    """negative: a signal"""
+    seconds: Seconds = 0.0
+    output: tuple[str, ...] = ()
+    """the last lines that it printed, where it has failed"""
+    log: str = ""
+    """the file that has the end of what it printed"""
+    set: tuple[str, ...] = ()
+    """names of the variables that `--setup` has set"""
+    unset: tuple[str, ...] = ()
+    """and of those that it has removed"""
+
+
 class RoundFinal(AgentEvent, frozen=True, kw_only=True):
     """All members agree on the round; the workers are about to be started."""
 
@@ -66,6 +88,8 @@ class WorkersStarted(AgentEvent, frozen=True, kw_only=True):
     """from the first order to the old workers to end, until the new ones ran; null for a node's first round"""
     started_fresh: str = ""
     """with `--start-method forkserver`: why they, or some of them, are no forks of the server"""
+    cpus: tuple[str, ...] = ()
+    """with `--numa-binding`: the CPUs of each worker, by local rank"""
 
 
 class ForkServerReady(AgentEvent, frozen=True, kw_only=True):
@@ -96,6 +120,16 @@ class PreloadLeftOut(AgentEvent, frozen=True, kw_only=True):
 
     module: str
     reason: str = ""
+
+
+class FilesPrewarmed(AgentEvent, frozen=True, kw_only=True):
+    """Files of modules that workers are likely to import are in this node's page cache (`--prewarm`)."""
+
+    files: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    reason: str = ""
+    """why not all was read"""
 
 
 class WorkerFailed(AgentEvent, frozen=True, kw_only=True):
@@ -206,12 +240,11 @@ class HangFound(AgentEvent, frozen=True, kw_only=True, tag="hang"):
 
 
 class HangSuspected(AgentEvent, frozen=True, kw_only=True):
-    """All workers of all nodes have stood still for too long, and none sent a heartbeat that says more; by the agent of
-    group rank 0."""
+    """The run seems to hang, and none of its workers sent a heartbeat that says more; by the agent of group rank 0."""
 
     round: int
     source: str = ""
-    """``kernel``: by CPU time, bytes and context switches of all workers"""
+    """``kernel``: by CPU time, bytes and context switches of all workers; ``nccl``: by what NCCL's RAS answers"""
     ranks: tuple[int, ...] = ()
     """those that the others wait for, where that is known"""
     reason: str = ""
@@ -312,7 +345,7 @@ class WorkersStopped(AgentEvent, frozen=True, kw_only=True):
     that the agent's signal did not end, one that ended with 0 included"""
     progress: Progress | None = None
     """`sections` (those that workers here were in), `first_step`, `first_ns`, `step`, `step_ns`, `checkpoint_seconds`,
-    `redone_seconds`: by the worker here that got furthest"""
+    `checkpoints`, `longest_step`, `redone_seconds`: by the worker here that got furthest"""
 
 
 class WorkersSucceeded(AgentEvent, frozen=True, kw_only=True):

@@ -89,6 +89,8 @@ class StoredResult(Struct, frozen=True, kw_only=True):
     """How many attempts in a row, this one included, ended by a failure without progress."""
     next_job: str = ""
     """The follow-on job's id, where the next attempt is another job's."""
+    notice: str = ""
+    """Why the workers were asked to save and end, where they were: ``preemption``, ``time limit``, ``requeue``."""
 
     def save(self, path: Path) -> None:
         codec.save(path, self, durable=True)

@@ -22,11 +22,13 @@ class Runtime(str, Enum):
     SINGULARITY = "singularity"
     PODMAN = "podman"
     ENROOT = "enroot"
+    PYXIS = "pyxis"
+    """Of srun: the agents are inside too."""
 
     @property
     def program(self) -> str:
         """What is executed, found in PATH."""
-        return "ch-run" if self is Runtime.CHARLIECLOUD else self.value
+        return {Runtime.CHARLIECLOUD: "ch-run", Runtime.PYXIS: "srun"}.get(self, self.value)
 
 
 class ContainerImage(Struct, frozen=True, kw_only=True):
@@ -65,8 +67,6 @@ def parse_container_image(text: str, option: str) -> ContainerImage:
     """``RUNTIME:IMAGE``, or an image whose form or the installed runtimes tell which one it is for."""
     name, colon, image = text.partition(":")
     names = [runtime.value for runtime in Runtime]
-    if colon and name == "pyxis":
-        raise UsageError(f"{option} {text}: pyxis is not supported yet; the same image works with enroot:{image}")
     if colon and name in names:
         if not image:
             raise UsageError(f"{option} {text}: the image is missing; give {name}:IMAGE")

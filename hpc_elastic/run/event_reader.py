@@ -19,10 +19,10 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from hpc_elastic.base.codec import UnreadableRecordError, from_json, readable_fields
+from hpc_elastic.base.codec import NOT_DECODED, UnreadableRecordError, decoder, from_json, readable_fields
 from hpc_elastic.base.files import Owner, ask_about, open_checked
 from hpc_elastic.errors import UnsafePathError
-from hpc_elastic.run import agent_events, coordinator_events, supervisor_events
+from hpc_elastic.run import agent_events, coordinator_events, operator_events, supervisor_events
 from hpc_elastic.run.attempt import is_job_id
 from hpc_elastic.run.event_types import RunEvent, name_of
 from hpc_elastic.run.paths import AttemptPaths
@@ -47,7 +47,12 @@ def _defined_in(module: ModuleType) -> dict[str, type[RunEvent]]:
 
 
 SUPERVISOR_EVENTS = _defined_in(supervisor_events)
-EVENTS = {**SUPERVISOR_EVENTS, **_defined_in(agent_events), **_defined_in(coordinator_events)}
+EVENTS = {
+    **SUPERVISOR_EVENTS,
+    **_defined_in(agent_events),
+    **_defined_in(coordinator_events),
+    **_defined_in(operator_events),
+}
 """The type of each event, by its name in the file. Of ``agent_ended``, which two write, the agent's."""
 
 
@@ -57,10 +62,7 @@ def read_event(value: Mapping[str, Any]) -> RunEvent | None:
     A field of another type takes its default; of a list the readable items stay.
     """
     name = value.get("event")
-    if not isinstance(name, str):
-        return None
-    own = SUPERVISOR_EVENTS if value.get("role") == "supervisor" else EVENTS
-    kind = own.get(name) or EVENTS.get(name)
+    kind = _kind_of(name, value.get("role")) if isinstance(name, str) else None
     if kind is None:
         return None
     try:
@@ -73,14 +75,28 @@ def read_event(value: Mapping[str, Any]) -> RunEvent | None:
         return None
 
 
+def _kind_of(name: str, role: object) -> type[RunEvent] | None:
+    return (SUPERVISOR_EVENTS.get(name) if role == "supervisor" else None) or EVENTS.get(name)
+
+
+class _Head(Struct, kw_only=True):
+    """What every line has."""
+
+    event: str
+    t: int | None = None
+    n: int | None = None
+    role: str = ""
+    node: int | None = None
+    host: str = ""
+    by: int | None = None
+
+
 class EventLine(Struct, frozen=True, kw_only=True):
     """One line of an event log."""
 
     name: str
     event: RunEvent | None = None
     """None: this version does not know it, or can't read it."""
-    value: dict[str, Any]
-    """All its fields, the common ones included."""
     raw: bytes = b""
     """As it was written, without its line feed."""
     attempt: int = 0
@@ -93,7 +109,7 @@ class EventLine(Struct, frozen=True, kw_only=True):
     number: int | None = None
     """Its place in its file."""
     role: str = ""
-    """``supervisor`` or ``agent``."""
+    """``supervisor``, ``agent`` or ``operator``."""
     node: int | None = None
     """That the event is about: of an agent's own that node, of a coordinator's the one that it names."""
     host: str = ""
@@ -101,23 +117,49 @@ class EventLine(Struct, frozen=True, kw_only=True):
     by: int | None = None
     """The node of the writer, where the event is about a node."""
 
+    @property
+    def value(self) -> dict[str, Any]:
+        """All its fields, the common ones included."""
+        value: dict[str, Any] = _decode(self.raw)
+        return value
 
-def event_line(value: dict[str, Any], **known: Any) -> EventLine:
-    """A line from its JSON value; `known`: the fields that its file gives."""
-    role, when, event = value.get("role"), integer(value.get("t")), read_event(value)
-    if event is not None and len(known.get("raw", b"")) > _TEXT_LIMIT:
-        event = _with_bounded_texts(event)
-    return EventLine(
-        name=value["event"],
-        event=event,
-        value=value,
-        written_ns=0 if when is None else when,
-        number=integer(value.get("n")),
-        role=role if isinstance(role, str) else "",
+
+def event_line(value: Mapping[str, Any]) -> EventLine:
+    """A line from its JSON value."""
+    return _line(_head_of(value), json.dumps(value).encode(), read_event(value))
+
+
+def _head_of(value: Mapping[str, Any]) -> _Head:
+    """Another program may have given each of them another type."""
+    return _Head(
+        event=value["event"],
+        t=integer(value.get("t")),
+        n=integer(value.get("n")),
+        role=value["role"] if isinstance(value.get("role"), str) else "",
         node=integer(value.get("node")),
         host=text_of(value.get("host")),
         by=integer(value.get("by")),
-        **known,
+    )
+
+
+def _line(
+    head: _Head, raw: bytes, event: RunEvent | None, *, attempt: int = 0, writer: int = -1, time_ns: int = 0
+) -> EventLine:
+    if event is not None and len(raw) > _TEXT_LIMIT:
+        event = _with_bounded_texts(event)
+    return EventLine(
+        name=head.event,
+        event=event,
+        raw=raw,
+        attempt=attempt,
+        writer=writer,
+        time_ns=time_ns,
+        written_ns=head.t or 0,
+        number=head.n,
+        role=head.role,
+        node=head.node,
+        host=head.host if len(head.host) <= _TEXT_LIMIT else head.host[:_TEXT_LIMIT],
+        by=head.by,
     )
 
 
@@ -242,35 +284,37 @@ class EventFile:
         wanted, names = self._wanted, self._names
         if wanted is not None and not wanted.search(data):
             return []  # not even decoded
-        lines = [line for line in data.split(b"\n") if line and (wanted is None or wanted.search(line))]
         found = []
-        for raw, value in zip(lines, _decode(lines), strict=True):
-            name = value.get("event") if isinstance(value, dict) else None
-            if not isinstance(name, str) or (names is not None and name not in names):
+        for raw in data.split(b"\n"):
+            if not raw or (wanted is not None and not wanted.search(raw)):
                 continue
-            when = value.get("t")
-            if type(when) is int:
-                self._latest = max(self._latest, when - self._ahead)
-            known = {"raw": raw, "attempt": self._attempt, "writer": self._writer, "time_ns": self._latest}
-            found.append(event_line(value, **known))
+            read = _read(raw)
+            if read is None or (names is not None and read[0].event not in names):
+                continue
+            head, event = read
+            if head.t is not None:
+                self._latest = max(self._latest, head.t - self._ahead)
+            found.append(_line(head, raw, event, attempt=self._attempt, writer=self._writer, time_ns=self._latest))
         return found
 
 
-def _decode(lines: list[bytes]) -> list[Any]:
-    """The value of each line; None for one that is torn or foreign. All at once takes a third of the time."""
-    texts = [line.decode("utf-8", "replace") for line in lines]
+def _read(raw: bytes) -> tuple[_Head, RunEvent | None] | None:
+    """What a line says; None: it is torn or foreign. Its other values are decoded when they are asked for."""
     try:
-        values = json.loads(f"[{','.join(texts)}]")
-        if len(values) == len(lines):
-            return list(values)
-    except (ValueError, RecursionError):
+        head = decoder(_Head).decode(raw)
+        kind = _kind_of(head.event, head.role)
+        return head, None if kind is None else decoder(kind).decode(raw)
+    except NOT_DECODED:
         pass
-    return [_decode_one(text) for text in texts]
+    value = _decode(raw)
+    if not isinstance(value, dict) or not isinstance(value.get("event"), str):
+        return None
+    return _head_of(value), read_event(value)
 
 
-def _decode_one(text: str) -> Any:
+def _decode(raw: bytes) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(raw.decode("utf-8", "replace"))
     except (ValueError, RecursionError):
         return None
 

@@ -35,12 +35,16 @@ class TailTrack(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Each a place in `FlightTail.calls`."""
     done: tuple[int, ...] = ()
     """1 for what is completed."""
+    started: int = -1
+    """The last number of those that its device has begun and not completed; -1: none, or not known."""
 
 
 class FlightTail(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The end of one rank's dump."""
+    """The end of one rank's dump, or what NCCL's watchdog printed in place of one."""
 
     calls: tuple[Call, ...] = ()
     tracks: tuple[TailTrack, ...] = ()
     members: tuple[tuple[str, str], ...] = ()
     """A group and its ranks (``0-3,8``), for each where the dump has them."""
+    is_of_words: bool = False
+    """Of the watchdog's words: a call without a name is not known, and no types are."""

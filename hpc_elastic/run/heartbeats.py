@@ -38,6 +38,10 @@ class Progress(Struct, frozen=True, kw_only=True):
     """When."""
     checkpoint_seconds: float = 0.0
     """In section ``checkpoint``."""
+    checkpoints: int = 0
+    """How many are complete, of the worker that has most."""
+    longest_step: float = 0.0
+    """Seconds: the longest time between two heartbeats in section ``step``, or in the sections that it judges alike."""
     redone_seconds: float = 0.0
     """At steps no further than one that had been reported before, as after an in-process restart."""
 
@@ -54,6 +58,24 @@ class NodeHeartbeats(Struct, frozen=True, kw_only=True):
     """Over the last minute of the round; None: not known yet."""
     total: int | None = None
     """How many steps the training has, where the script reports that."""
+    loss: float | None = None
+    """Of the first of its ranks that reports one, as it did last; null also where that is no finite number."""
     progress: Progress | None = None
     """Of the round so far."""
     ranks: tuple[RankHeartbeat, ...] = ()
+
+
+_BEGINNING, _LEAST_LOST = 1, 2
+
+
+def describe_begun_again(first: int, before: int) -> str:
+    """What is wrong where a round begins at step `first`, and an earlier one had come to `before`; empty for nothing.
+
+    A script whose rounds each look for checkpoints in another folder trains the first steps again and again.
+    """
+    if first > _BEGINNING or before - first < _LEAST_LOST:
+        return ""
+    return (
+        f"training began at step {first} again, after step {before} of an earlier round: no checkpoint was loaded. "
+        "Does each start have a folder of its own, as by hydra's job.chdir or a time in the path?"
+    )

@@ -12,7 +12,6 @@ import shlex
 import signal
 from collections.abc import Callable, Mapping
 from enum import Enum, IntFlag
-from types import MappingProxyType
 from typing import TypeVar
 
 from msgspec import Struct, field
@@ -82,6 +81,15 @@ def parse_start_method(text: str, option: str) -> StartMethod:
     return StartMethod.SPAWN if text == "fork" else one_of(StartMethod)(text, option)
 
 
+class NumaBinding(str, Enum):
+    """``--numa-binding``: which CPUs a worker may use. torchrun's values; `agent.numa_binding` has their meanings."""
+
+    NODE = "node"
+    SOCKET = "socket"
+    EXCLUSIVE = "exclusive"
+    CORE_COMPLEX = "core-complex"
+
+
 def parse_modules(text: str, option: str) -> tuple[str, ...]:
     """``auto,mylib.models``: modules by their dotted names."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
@@ -119,6 +127,17 @@ def parse_signal(text: str, option: str) -> str:
     if name not in signal.Signals.__members__ or name in ("SIGKILL", "SIGSTOP"):
         raise UsageError(f"{option} {text}: give a signal that a program can handle, as in USR1")
     return name
+
+
+_ENDING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+
+
+def parse_handled_signals(text: str, option: str) -> tuple[str, ...]:
+    """torchrun's ``SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1``: those beside its first four, which always end a run."""
+    names = dict.fromkeys(parse_signal(word.strip(), option) for word in text.split(",") if word.strip())
+    if "SIGCHLD" in names:
+        raise UsageError(f"{option} {text}: SIGCHLD reports the end of a process here; leave it out")
+    return tuple(name for name in names if name not in _ENDING)
 
 
 MOST_WORKERS = 4096
@@ -283,81 +302,14 @@ def parse_section_timeouts(text: str, option: str = "--section-timeouts") -> Sec
                 raise UsageError(f"{option} {text}: only step:auto can be learned, not {part!r}; give it seconds")
             learns = True
             continue
-        number = _number(value)
+        number = number_of(value)
         if not 0 < number <= 1e8:
             raise UsageError(f"{option} {text}: {value!r} is not a number of seconds above 0")
         seconds[name] = number
     return SectionTimeouts(seconds=seconds, learns_step=learns)
 
 
-# -- a node's health ---------------------------------------------------------------------------------------------------
-
-MIB = 1 << 20
-
-
-class Check(str, Enum):
-    """What a node's health check can look at."""
-
-    TMP = "tmp"
-    """Room on the node's own disk: TMPDIR, or /tmp."""
-    SHM = "shm"
-    """Room in /dev/shm."""
-    MEMORY = "memory"
-    """Memory that can still be had: the node's, and below the cgroup's limits."""
-    SHARED = "shared"
-    """The run directory takes a small file and gives it back."""
-    CLOCK = "clock"
-    """The wall clock against that of the run directory's server: a warning, never more."""
-    GPU = "gpu"
-    """The node's GPUs, as NVML sees them."""
-    LINK = "link"
-    """The network interfaces by which other nodes reach this one have a link."""
-
-
-DEFAULT_LIMITS: Mapping[Check, float] = MappingProxyType(
-    {
-        Check.TMP: 16 * MIB,
-        Check.SHM: 1 * MIB,
-        Check.MEMORY: 64 * MIB,
-        Check.SHARED: 120.0,
-        Check.CLOCK: 60.0,
-        Check.GPU: 1.0,
-        Check.LINK: 3.0,
-    }
-)
-"""Bytes that must be free; seconds within which the run directory must have answered, that clocks may be apart, and for
-which there may be no link; uncorrectable ECC errors that make a GPU unfit. Floors that no node falls below on which a
-training could still start."""
-_SIZES = {Check.TMP, Check.SHM, Check.MEMORY}
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-
-
-def parse_health_checks(text: str, option: str = "--health-checks") -> Mapping[Check, float]:
-    """``none``, or a list as in ``default,tmp=10G,shared=30``: the checks that are named, ``default`` for all."""
-    if text == "none":
-        return {}
-    limits: dict[Check, float] = {}
-    for part in (text or "default").split(","):
-        name, equals, value = part.strip().partition("=")
-        if name == "default" and not equals:
-            limits = {**DEFAULT_LIMITS, **limits}
-            continue
-        try:
-            check = Check(name)
-        except ValueError:
-            known = ", ".join(item.value for item in Check)
-            raise UsageError(f"{option} {text}: {name!r} is not a check; there are {known}, default and none") from None
-        limits[check] = _limit(check, value, text, option) if equals else DEFAULT_LIMITS[check]
-    return limits
-
-
-def _limit(check: Check, value: str, text: str, option: str) -> float:
-    unit = value[-1:].upper() if check in _SIZES and value[-1:].isalpha() else ""
-    number = _number(value[: len(value) - len(unit)]) * _UNITS[unit] if unit in _UNITS else -1.0
-    if not 0 <= number < 1e18 or (number == 0 and check not in _SIZES):
-        wanted = "a size, as in 500M or 10G" if check in _SIZES else "a number above 0"
-        raise UsageError(f"{option} {text}: {check.value}={value} is not {wanted}")
-    return number
+# -- commands ----------------------------------------------------------------------------------------------------------
 
 
 def parse_health_command(text: str, option: str = "--health-check") -> tuple[str, ...]:
@@ -482,7 +434,7 @@ def parse_bad_nodes(text: str, option: str = "--bad-nodes") -> BadNodeSettings:
             scope = Scope(name)
         elif equals and name in found:
             most = MOST_HOURS if name == "hours" else 1.0
-            found[name] = _number(value)
+            found[name] = number_of(value)
             if not 0 < found[name] <= most:
                 raise UsageError(f"{option} {word}: give a number above 0, at most {most:g}")
         else:
@@ -490,7 +442,7 @@ def parse_bad_nodes(text: str, option: str = "--bad-nodes") -> BadNodeSettings:
     return BadNodeSettings(scope=scope, hours=found["hours"], share=found["share"])
 
 
-def _number(text: str) -> float:
+def number_of(text: str) -> float:
     """-1 for what is none."""
     try:
         return float(text)

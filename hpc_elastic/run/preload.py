@@ -34,6 +34,11 @@ class Preload(Struct, frozen=True, kw_only=True):
         """The same, with what a worker was seen to import."""
         return replace(self, learned=tuple(dict.fromkeys((*self.learned, *modules))))
 
+    def merged(self, other: Preload) -> Preload:
+        """The same, with what another node has learned and left out."""
+        learned = self.with_learned(other.learned)
+        return replace(learned, left_out={**other.left_out, **self.left_out})
+
     @property
     def wanted(self) -> list[str]:
         """In the order of their import."""
@@ -44,11 +49,17 @@ class Preload(Struct, frozen=True, kw_only=True):
         codec.save(path, self, durable=False)
 
 
+def load_preload(path: Path) -> Preload | None:
+    """What preload.json holds; None where there is none that can be read."""
+    kept = codec.load(path, Preload)
+    return None if isinstance(kept, Unreadable) else kept
+
+
 def preload_for(modules: Sequence[str], path: Path) -> Preload:
     """What ``--preload MODULES`` stands for, with what is kept of earlier attempts in preload.json."""
     is_auto = AUTO in modules
     names = tuple("torch" if name == AUTO else name for name in modules)
-    kept = codec.load(path, Preload)
-    if not is_auto or isinstance(kept, Unreadable):
+    kept = load_preload(path)
+    if not is_auto or kept is None:
         return Preload(modules=names, is_auto=is_auto)
     return replace(kept, modules=names, is_auto=True)

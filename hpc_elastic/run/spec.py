@@ -17,20 +17,19 @@ from hpc_elastic.base import codec
 from hpc_elastic.base.files import Unreadable
 from hpc_elastic.errors import UnreadableFileError, UsageError
 from hpc_elastic.run.container import Container, ContainerImage, ContainerMount
+from hpc_elastic.run.health_limits import DEFAULT_LIMITS, Check, parse_health_checks
 from hpc_elastic.run.log_pieces import DEFAULT_PIECES, PieceLimit
 from hpc_elastic.run.option_values import (
-    DEFAULT_LIMITS,
     BadNodeSettings,
-    Check,
     GrowPolicy,
     MetricsTarget,
+    NumaBinding,
     RankRanges,
     RequeueChoice,
     SectionTimeouts,
     StartMethod,
     StreamChoice,
     parse_bad_nodes,
-    parse_health_checks,
     parse_health_command,
     parse_metrics,
     parse_section_timeouts,
@@ -106,6 +105,8 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     start_method: StartMethod = StartMethod.SPAWN
     preload: tuple[str, ...] = (AUTO,)
     """For FORKSERVER: the modules that are imported once on each node."""
+    prewarm: bool = False
+    """For SPAWN: the files of likely modules are read into the page cache of each node before workers start."""
     max_requeues: int = 3
     """Attempts after the first one."""
     max_same_failures: int = 2
@@ -126,6 +127,10 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     """The fallback's poll interval; watching is by events."""
     virtual_local_rank: bool = False
     """Each worker has LOCAL_RANK 0 and sees its own GPU alone."""
+    wandb: bool = False
+    """Each rank's W&B run goes on through restarts and requeues."""
+    numa_binding: NumaBinding | None = None
+    """Which CPUs each worker may use; None: all that the job has on its node."""
     shutdown_timeout: float = 30.0
     """From SIGTERM to SIGKILL when workers are stopped."""
     redirects: StreamChoice = field(default_factory=StreamChoice)
@@ -133,6 +138,9 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     """By default all is shown in the job log; files are always written."""
     local_ranks_filter: tuple[int, ...] | None = None
     """Only these local ranks reach the job log; None: all."""
+    duplicate_stdout_filters: tuple[str, ...] = ()
+    """Lines in the job log with one of these go to a file of their own, too."""
+    duplicate_stderr_filters: tuple[str, ...] = ()
     job_log_ranks: RankRanges | None = None
     """Only these global ranks do; None: all."""
     log_max_size: int | None = None
@@ -150,6 +158,8 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     """Seconds before the time limit at which the notice signal is asked for."""
     preemption_signal: str = ""
     """``SIGUSR1``, say: workers are sent it when the job is going to be ended. Empty: none."""
+    signals_to_handle: tuple[str, ...] = ()
+    """``SIGUSR1``, say: they announce the job's end to supervisor and agents, as SIGUSR2 does in any case."""
     array: str = ""
     """``0-7%2``: this is an array of runs, one for each task, in a folder of its own; empty: it is a run."""
     container_image: ContainerImage | None = None
@@ -158,6 +168,20 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     container_workdir: str = ""
     container_env: tuple[str, ...] = ()
     container_args: tuple[str, ...] = ()
+    setup: str = ""
+    """Shell that makes the workers' environment, ``source FILE`` or commands; empty: none."""
+    setup_timeout: float = 300.0
+    worker_prefix: tuple[str, ...] = ()
+    """Stands before each worker's command."""
+    node_prolog: str = ""
+    """Shell, as the two that follow: before the first workers of a node in an attempt, after the last ones, and after
+    the run."""
+    node_epilog: str = ""
+    after: str = ""
+    hook_timeout: float = 600.0
+    """Of each of the three."""
+    notify: str = ""
+    """A URL, or shell; empty: nothing is notified."""
     sbatch_args: tuple[str, ...] = ()
     """What was passed to sbatch, for the record."""
     srun_args: tuple[str, ...] = ()
@@ -178,7 +202,26 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     @property
     def command(self) -> str:
         """What each worker runs, and in which image, for a reader."""
-        return f"{self.entrypoint}{f' in {self.container_image}' if self.container_image is not None else ''}"
+        prefix = f"{shlex.join(self.worker_prefix)} " if self.worker_prefix else ""
+        return f"{prefix}{self.entrypoint}{f' in {self.container_image}' if self.container_image is not None else ''}"
+
+    @property
+    def around(self) -> str:
+        """The user's own commands around the workers, for a reader; of a URL the host alone. Empty: none."""
+        host = "/".join(self.notify.split("/")[:3]) if "://" in self.notify else self.notify
+        commands = {
+            "--setup": self.setup,
+            "--node-prolog": self.node_prolog,
+            "--node-epilog": self.node_epilog,
+            "--after": self.after,
+            "--notify": host,
+        }
+        return "; ".join(f"{name} {shlex.quote(text)}" for name, text in commands.items() if text)
+
+    @property
+    def epilog_seconds(self) -> float:
+        """How long an agent may take after its workers have ended."""
+        return self.hook_timeout if self.node_epilog else 0.0
 
     @property
     def host_python(self) -> str:

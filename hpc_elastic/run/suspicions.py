@@ -50,6 +50,8 @@ class Source(str, Enum):
 
     KERNEL = "kernel"
     """All workers of all nodes stand still, by what the kernel counts of them."""
+    NCCL = "nccl"
+    """By NCCL's RAS ranks don't answer, or counts of collectives differ and stand still, or stand still on all."""
 
 
 class RestingRank(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -69,6 +71,8 @@ class NodeRest(Struct, frozen=True, kw_only=True):
     seconds: float
     """For how long, when this was written."""
     ranks: tuple[RestingRank, ...] = ()
+    gpus: tuple[int, ...] = ()
+    """Percent of the time in which a kernel ran on each of its GPUs, by NVML; empty: not known."""
 
 
 class Suspicion(Struct, frozen=True, kw_only=True):
@@ -82,3 +86,5 @@ class Suspicion(Struct, frozen=True, kw_only=True):
     """The ranks that the others wait for; empty: not known."""
     written_ns: int = 0
     """By the wall clock of the node of group rank 0."""
+    may_be_rest: bool = False
+    """All ranks have launched the same, and nothing shows that they wait for each other: never acted on."""

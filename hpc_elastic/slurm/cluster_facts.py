@@ -40,13 +40,19 @@ class SlurmConfig(Struct, frozen=True, kw_only=True):
         return ".".join(f"{part:02d}" if index == 1 else str(part) for index, part in enumerate(self.version))
 
 
-def parse_show_config(text: str) -> SlurmConfig:
-    """The output of ``scontrol show config``. What is missing takes Slurm's default."""
+def config_fields(text: str) -> dict[str, str]:
+    """The settings in the output of ``scontrol show config``, as it has them."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
         match = _LINE.match(line)
         if match:
             fields.setdefault(match.group(1), match.group(2).strip())
+    return fields
+
+
+def parse_show_config(text: str) -> SlurmConfig:
+    """The output of ``scontrol show config``. What is missing takes Slurm's default."""
+    fields = config_fields(text)
     cluster = fields.get("ClusterName", "(null)")
     return SlurmConfig(
         version=tuple(int(part) for part in re.findall(r"\d{1,9}", fields.get("SLURM_VERSION", ""))[:3]),

@@ -152,9 +152,10 @@ _MARKS = ("HPC_ELASTIC_TAG", "HPC_ELASTIC_NODE_TAG")
 RUN_VARIABLES = (
     *_MARKS,
     *(f"HPC_ELASTIC_{name}" for name in ("RUN_DIR", "ATTEMPT", "JOB_ID", "HEARTBEAT", "NODE", "HOST", "LAST_ROUND")),
-    *("HPC_ELASTIC_HEALTH_TOKEN", "HPC_ELASTIC_RING_REPORTS", "HPC_ELASTIC_RING_REPLACES"),
+    *(f"HPC_ELASTIC_{name}" for name in ("OUTCOME", "EXIT_CODE", "REASON", "ROOT_CAUSE", "REPORT", "NOTIFY_URL")),
+    *("HPC_ELASTIC_COMMAND_TOKEN", "HPC_ELASTIC_RING_REPORTS", "HPC_ELASTIC_RING_REPLACES"),
 )
-"""What only this package sets: in an agent, a worker or a health check."""
+"""What only this package sets: in an agent, a worker or a command of the user's own."""
 WORKER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "HPC_ELASTIC_RING_WAIT"),

@@ -166,6 +166,14 @@ class CallTerms(Struct, frozen=True, kw_only=True):
     """Where the submitting program's modules are, beyond its interpreter's own."""
 
 
+def is_timed_out(ran: float, *, limit: float) -> bool:
+    """Whether a notice after `ran` of `limit` seconds (0: none) means that the time is over, as submitit decides.
+
+    After four fifths of the limit, or up to ten minutes before its end: a job of ten minutes or less always is.
+    """
+    return limit > 0 and ran >= min(limit * 0.8, limit - 600)
+
+
 class Call(Struct, frozen=True):
     """``function(*args, **kwargs)``."""
 
@@ -357,6 +365,11 @@ def program_of(target: str | os.PathLike[str] | Entrypoint) -> Callable[..., Any
         made = Module(target.target) if target.kind is EntryKind.MODULE else Script(target.target)
         made.first = target.args
         return made
+    if not isinstance(target, str | os.PathLike):
+        kind = type(target).__name__
+        raise UsageError(
+            f"a {kind} is not a function, script, command or module: pass what is to run first, and config=… by name"
+        )
     text = os.fspath(target)
     if text.endswith(".py") or (os.path.isfile(text) and not os.access(text, os.X_OK)):
         return Script(text)

@@ -19,7 +19,7 @@ from hpc_elastic.base.host_facts import command_line
 from hpc_elastic.base.self_command import module_command
 from hpc_elastic.options.sbatch import ScriptLines
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.submission.call import launcher_file
+from hpc_elastic.submission.call import is_timed_out, launcher_file
 from hpc_elastic.workers import tree
 
 _MODULE = "hpc_elastic.submission.local_process"
@@ -110,10 +110,16 @@ def _launcher(paths: RunPaths, facts: Mapping[str, object]) -> tree.Proc | None:
 class _TimeLimit(threading.Thread):
     """Gives this process notice, in each attempt once, before its time is over."""
 
-    def __init__(self, paths: RunPaths, *, seconds: float) -> None:
+    def __init__(self, paths: RunPaths, *, limit: float, delay: float) -> None:
         super().__init__(name="time limit", daemon=True)
         self._paths = paths
-        self._seconds = seconds
+        self._limit = limit
+        self._seconds = max(0.5, limit - delay)
+        self._began = float("inf")
+
+    def is_near(self) -> bool:
+        """Whether a notice of now means that the attempt is out of time."""
+        return is_timed_out(time.monotonic() - self._began, limit=self._limit)
 
     def run(self) -> None:
         from hpc_elastic.base.clock import SystemClock
@@ -123,7 +129,8 @@ class _TimeLimit(threading.Thread):
         while True:
             found = self._paths.begun_attempts()
             if found and found[-1].number > attempt:
-                attempt, due = found[-1].number, clock.monotonic() + self._seconds
+                attempt, self._began = found[-1].number, clock.monotonic()
+                due = self._began + self._seconds
             if due and clock.monotonic() >= due:
                 os.kill(os.getpid(), signal.SIGUSR2)
                 due = 0.0
@@ -133,8 +140,9 @@ class _TimeLimit(threading.Thread):
 def main() -> None:
     """Run, in the process that `start` started."""
     run_dir, limit, delay = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
+    time_limit = _TimeLimit(RunPaths(run_dir), limit=limit, delay=delay)
     if limit:
-        _TimeLimit(RunPaths(run_dir), seconds=max(0.5, limit - delay)).start()
+        time_limit.start()
     from hpc_elastic.launch.local import run_local
 
-    sys.exit(run_local(run_dir))
+    sys.exit(run_local(run_dir, limit_is_near=time_limit.is_near))

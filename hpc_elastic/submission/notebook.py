@@ -7,7 +7,6 @@ executor's.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import tempfile
@@ -23,16 +22,10 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.run.spec import Entrypoint
 from hpc_elastic.submission.call import program_of
 
-logger = logging.getLogger(__name__)
-
 _ELSEWHERE: tuple[tuple[str, Any, str], ...] = (
     ("log_line_prefix_template", None, "lines have [host:rank] before them here"),
     ("metrics_cfg", None, "give launch metrics=…"),
     ("event_log_handler", "null", "events are kept in the run directory (hpc-elastic events)"),
-    ("signals_to_handle", "SIGTERM,SIGINT,SIGHUP,SIGQUIT", "the agents' signals are fixed"),
-    ("duplicate_stdout_filters", None, "hpc-elastic logs shows what is asked for"),
-    ("duplicate_stderr_filters", None, "hpc-elastic logs shows what is asked for"),
-    ("virtual_local_rank", False, "LOCAL_RANK is a worker's place on its node here"),
 )
 """Name, torch's default, and what there is in its place."""
 _DEFAULT_TIMEOUT = 900
@@ -54,9 +47,15 @@ def torch_parameters(config: object, taken: frozenset[str]) -> dict[str, Any]:
         value = getattr(config, name, default)
         if value and value != default:
             raise UsageError(f"LaunchConfig {name}={value!r}: {advice}; leave it out")
-    if getattr(config, "numa_options", None) is not None:  # torch sets them by itself where it sees GPUs
-        logger.warning("LaunchConfig numa_options: not supported; workers have the CPUs that their agent has")
+    if mode := getattr(getattr(config, "numa_options", None), "affinity_mode", None):
+        given["numa_binding"] = mode.value  # torch sets them by itself where it sees GPUs
+    for name in ("virtual_local_rank", "signals_to_handle"):
+        if value := getattr(config, name, None):
+            given[name] = value
     given.update(_logs(getattr(config, "logs_specs", None)))
+    for name in ("duplicate_stdout_filters", "duplicate_stderr_filters"):
+        if texts := getattr(config, name, None):
+            given[name] = [text.replace(",", ",,") for text in texts]
     if given.get("role") == "default_role":
         del given["role"]  # torch's name for none
     conf = dict(given.get("rdzv_configs") or {})

@@ -15,6 +15,7 @@ from hpc_elastic.base.files import read_bytes, read_json
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import HpcElasticError, UnsafePathError
 from hpc_elastic.launch.requeue import RequeueAction
+from hpc_elastic.launch.signals import Meaning
 from hpc_elastic.run.attempt import load_newest_result
 from hpc_elastic.run.log_pieces import find_pieces, piece_path
 from hpc_elastic.run.paths import RunPaths
@@ -95,6 +96,8 @@ class RunEnd(Struct, frozen=True, kw_only=True):
 
     outcome: str
     reason: str
+    is_out_of_time: bool = False
+    """Whether the workers were asked to save and end because of the time limit."""
 
     @property
     def succeeded(self) -> bool:
@@ -103,6 +106,8 @@ class RunEnd(Struct, frozen=True, kw_only=True):
     @property
     def state(self) -> str:
         """As Slurm would say it."""
+        if self.outcome == Outcome.PREEMPTED.value and self.is_out_of_time:
+            return _STATES[Outcome.TIMED_OUT.value]
         return _STATES.get(self.outcome, "FAILED")
 
 
@@ -119,7 +124,7 @@ def find_end(paths: RunPaths) -> RunEnd | None:
     stored = load_newest_result(paths)
     if stored is None or stored.action == RequeueAction.REQUEUE.value:
         return None
-    return RunEnd(outcome=stored.outcome, reason=stored.decision)
+    return RunEnd(outcome=stored.outcome, reason=stored.decision, is_out_of_time=stored.notice == Meaning.LIMIT.value)
 
 
 def world_size(paths: RunPaths) -> int | None:

@@ -40,6 +40,7 @@ from hpc_elastic.submission.call import (
     checkpoint_dir,
     checkpoint_file,
     exception_file,
+    is_timed_out,
     ranks,
     read_call,
     read_head,
@@ -52,9 +53,6 @@ from hpc_elastic.submission.call import (
 from hpc_elastic.worker_api import heartbeat
 from hpc_elastic.worker_api.exit_hold import ExitHold
 from hpc_elastic.worker_api.heartbeat_record import LAST_STEP, VARIABLE
-
-_SURE_SHARE = 0.8
-_SURE_MINUTES = 10.0
 
 
 class JobNotRequeuedError(HpcElasticError):
@@ -102,11 +100,9 @@ class PreemptionDecision(Struct, frozen=True, kw_only=True):
 def decide(facts: PreemptionFacts) -> PreemptionDecision:
     """Decide about a notice, as submitit does.
 
-    A job that ran for four fifths of its limit, or up to ten minutes before it, is taken to be timed out, any other to
-    be preempted. (So one of ten minutes or less is always timed out.) Only timeouts count against `max_num_timeout`.
+    Only timeouts count against `max_num_timeout`.
     """
-    sure = min(facts.limit * _SURE_SHARE, facts.limit - _SURE_MINUTES * 60)
-    timed_out = facts.limit > 0 and facts.ran >= sure
+    timed_out = is_timed_out(facts.ran, limit=facts.limit)
     left = facts.timeouts_left - timed_out
     if facts.asks_itself and not facts.has_checkpoint:
         return PreemptionDecision(action=PreemptionAction.GO_ON, timed_out=timed_out, timeouts_left=left)
@@ -308,7 +304,9 @@ class _Worker:
             except Exception as error:
                 raise _Leave(self._fail(error, ExitCode.WORKERS_FAILED)) from None
         if reason:
-            raise _Leave(self._fail(JobNotRequeuedError(reason=reason), ExitCode.NOT_RETRYABLE))
+            refusal = JobNotRequeuedError(reason=reason)
+            print(refusal, flush=True)  # as submitit, whose log goes there
+            raise _Leave(self._fail(refusal, ExitCode.NOT_RETRYABLE))
         heartbeat.checkpoint_done(LAST_STEP)  # what is left to end may take its time
         raise _Leave(0)
 

@@ -15,6 +15,7 @@ from itertools import count
 from operator import index
 from time import CLOCK_BOOTTIME, clock_gettime_ns
 from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 from hpc_elastic.worker_api.heartbeat_record import (
     CHECKPOINT,
@@ -30,10 +31,14 @@ from hpc_elastic.worker_api.heartbeat_record import (
     is_section_name,
     read_notice,
     read_record,
+    write_loss,
     write_record,
     write_section,
     write_total,
 )
+
+if TYPE_CHECKING:
+    from hpc_elastic.worker_api.journal import Journal
 
 _RETRY_NS = 1_000_000_000
 
@@ -42,7 +47,9 @@ _names: dict[str, bytes] = {SETUP: SETUP.encode(), STEP: STEP.encode()}
 _inside = ThreadLocal()
 
 
-def heartbeat(step: int | None = None, *, section: str | None = None, total: int | None = None) -> None:
+def heartbeat(
+    step: int | None = None, *, section: str | None = None, total: int | None = None, loss: object = None
+) -> None:
     """Report to this node's agent that this worker makes progress. From any thread; half a microsecond to a few.
 
     Args:
@@ -50,9 +57,13 @@ def heartbeat(step: int | None = None, *, section: str | None = None, total: int
         section: What the worker is doing: a name for `--section-timeouts`. Without it: the innermost `section` that
             this thread is in, else ``step``. It holds until the next call.
         total: How many steps the training has: `hpc-elastic status` then shows the time to its end. Once is enough.
+        loss: Of the step: a number, which `hpc-elastic status` shows, or a tensor with one. `hpc-elastic rehearse`
+            compares it with that of an undisturbed run; a tensor is not even looked at anywhere else, so that a GPU is
+            not waited for.
 
     Raises:
-        TypeError: `step` or `total` is no whole number, or `section` no text.
+        TypeError: `step` or `total` is no whole number, or `section` no text; in a rehearsal: `loss` can't be read as a
+            number.
         ValueError: `step` or `total` is negative, or `section` cannot be a section's name.
     """
     if step is not None and (type(step) is not int or not 0 <= step <= LAST_STEP):
@@ -67,14 +78,18 @@ def heartbeat(step: int | None = None, *, section: str | None = None, total: int
     _reporter.beat(step, name, True)
     if total is not None:
         _reporter.set_total(total)
+    if isinstance(loss, (int, float)):
+        _reporter.set_loss(float(loss))
+    if _reporter.journal is not None and (step is not None or loss is not None):
+        _reporter.note_step(loss)
 
 
 def checkpoint_done(step: int | None = None) -> None:
     """Report to this node's agent that a checkpoint is complete: a good moment to take nodes in that wait (``--grow``).
 
     For one that is written elsewhere than in ``section("checkpoint")``, whose end says the same: by a thread of its
-    own, say. It counts as a heartbeat; the section does not change. After a preemption notice a checkpoint counts where
-    it holds the step after which all save, or a later one.
+    own, say. In it or right after it this is the same checkpoint. It counts as a heartbeat; the section does not
+    change. After a preemption notice a checkpoint counts where it holds the step after which all save, or a later one.
 
     Args:
         step: The last step that the checkpoint holds. Without it: the step that was reported last, where the thread
@@ -182,6 +197,8 @@ class _Reporter:
         self._has_notice = False
         self._total: int | None = None
         self.has_begun = False
+        self.journal: Journal | None = None
+        """Of a rehearsed run; None: nobody asked for one."""
 
     def read_notice(self) -> NoticeRecord | None:
         """The agent's notice. The heartbeats then show that this worker asks, and that it has found a notice."""
@@ -193,6 +210,8 @@ class _Reporter:
         found = read_notice(self._map)
         if found is not None and not self._has_notice:
             self._has_notice = True
+            if self.journal is not None:
+                self.journal.note(notice=True)
             self.beat(None, self._last_section or b"setup", False)
         return found
 
@@ -204,6 +223,19 @@ class _Reporter:
         if total != self._total and self._map is not None:
             write_total(self._map, _checked_step(total))
             self._total = total
+
+    def note_step(self, loss: object) -> None:
+        """Write the step that was reported last into the rehearsal's journal."""
+        if self.journal is not None:
+            # Any: a tensor of a library that is not imported here.
+            number: Any = loss
+            found = {} if loss is None else {"loss": float(number)}
+            self.journal.note(step=None if self._step == NO_STEP else self._step, **found)
+
+    def set_loss(self, loss: float) -> None:
+        """After `beat`, which finds the page."""
+        if self._map is not None:
+            write_loss(self._map, loss)
 
     def held_step(self, given: int | None) -> int:
         """The step that a checkpoint holds whose save this thread begins now; `NO_STEP`: it is not known."""
@@ -237,7 +269,11 @@ class _Reporter:
         if is_heartbeat:
             self.has_begun = True
         if saved is not None:
-            self._checkpoints += 1
+            # A section's end beside `checkpoint_done`, with nothing between, is the same checkpoint.
+            is_same = self._last_ns == self._saved_ns and saved <= self._saved_step + 1
+            self._checkpoints += not (is_same and self._checkpoints)
+            if self.journal is not None:
+                self.journal.note(saved=None if saved == NO_STEP else saved)
             self._saved_step = max(self._saved_step, saved)
             self._saved_ns = now
         if section == b"step" and self._last_section == b"step" and is_heartbeat:
@@ -315,6 +351,10 @@ class _Reporter:
                 os.close(fd)
         self._pid = os.getpid()
         self._map = mapped
+        if os.environ.get("HPC_ELASTIC_JOURNAL"):
+            from hpc_elastic.worker_api.journal import Journal
+
+            self.journal = Journal()
         return True
 
 

@@ -11,7 +11,19 @@ import struct
 from binascii import crc32
 from typing import Any
 
-from msgspec import Struct
+try:
+    from msgspec import Struct as Struct
+except ImportError:  # a worker's Python may have the folder of this package alone
+
+    class Struct:  # type: ignore[no-redef]
+        """As much of msgspec's as the records here need."""
+
+        def __init_subclass__(cls, **_: bool) -> None:
+            pass
+
+        def __init__(self, **values: object) -> None:
+            vars(self).update(values)
+
 
 VARIABLE = "HPC_ELASTIC_HEARTBEAT"
 """In a worker's environment: the path of its file, on the node itself."""
@@ -35,6 +47,8 @@ _AT = (128, 288)
 _LENGTH = _CHECKSUM.size + _BODY.size
 _TOTAL = struct.Struct("<Qq")
 _TOTAL_AT = 64
+_LOSS = struct.Struct("<Qd")
+_LOSS_AT = 80
 _NOTICE = struct.Struct("<Qqq")
 _NOTICE_AT = 448
 _NOTICE_END = _NOTICE_AT + _CHECKSUM.size + _NOTICE.size
@@ -184,6 +198,19 @@ def read_total(raw: bytes) -> int | None:
     checksum, total = _TOTAL.unpack_from(raw, _TOTAL_AT)
     body = raw[_TOTAL_AT + _CHECKSUM.size : _TOTAL_AT + _TOTAL.size]
     return int(total) if checksum == crc32(body) and total > 0 else None
+
+
+def write_loss(buffer: bytearray | memoryview | object, loss: float) -> None:
+    """Write the training's loss, as it was reported last: beside the records."""
+    body = _LOSS.pack(0, loss)[_CHECKSUM.size :]
+    buffer[_LOSS_AT : _LOSS_AT + _LOSS.size] = _CHECKSUM.pack(crc32(body)) + body  # type: ignore[index]
+
+
+def read_loss(raw: bytes) -> float | None:
+    """The loss; None where the worker has reported none, or it is just being written."""
+    checksum, loss = _LOSS.unpack_from(raw, _LOSS_AT)
+    body = raw[_LOSS_AT + _CHECKSUM.size : _LOSS_AT + _LOSS.size]
+    return float(loss) if checksum == crc32(body) else None
 
 
 def write_section(buffer: bytearray | memoryview | object, number: int, section: bytes) -> None:

@@ -15,11 +15,10 @@ import traceback
 from collections.abc import Callable
 from itertools import count
 from time import CLOCK_BOOTTIME, clock_gettime_ns
-
-from msgspec import Struct
+from typing import TYPE_CHECKING
 
 from hpc_elastic.worker_api import heartbeat
-from hpc_elastic.worker_api.heartbeat_record import STEP_PENDING
+from hpc_elastic.worker_api.heartbeat_record import STEP_PENDING, Struct
 
 
 class PreemptionNotice(Struct, frozen=True):
@@ -76,7 +75,8 @@ def should_checkpoint(step: int) -> bool:
 
 LOOK_SECONDS = 0.2
 
-Callback = Callable[[PreemptionNotice], object]
+if TYPE_CHECKING:
+    Callback = Callable[[PreemptionNotice], object]
 
 
 def on_preemption(callback: Callback) -> Callable[[], None]:

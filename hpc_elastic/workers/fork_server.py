@@ -17,6 +17,7 @@ agent has given up ends there, whatever happened to the server meanwhile.
 from __future__ import annotations
 
 import array
+import atexit
 import ctypes
 import gc
 import importlib
@@ -31,15 +32,20 @@ import socket
 import struct
 import sys
 import time
-import types
-import warnings
 from collections.abc import Iterable
-from typing import Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING or __name__ != "sitecustomize":
+    from hpc_elastic.workers.import_watch import ImportWatch, WatchedEnviron, wait_for
+else:  # a copy of it lies beside this one's
+    from hpc_elastic_import_watch import ImportWatch, WatchedEnviron, wait_for
 
 CONFIG = "HPC_ELASTIC_FORK_SERVER"
 MESSAGE_LIMIT = 200_000
 """Bytes of one message; a socket takes 212992 by default."""
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_NAME = 1, 15
+_NAME = b"fork-server"
+"""Beside its command line, which is the workers'."""
 _BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Slurm sends TERM to every process of a step. Blocked, not ignored: the dispositions stay a fresh start's."""
 _OWN = "HPC_ELASTIC_"
@@ -47,21 +53,7 @@ _WHEN_TORCH_IS_IMPORTED = "hpc_elastic.worker_api.flight_recorder"
 """Its `start` is called at the end of ``import torch``, and does nothing in the server, which is no worker."""
 _NAMES_BYTES = 1 << 20
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 1.0, 30.0
-_THREADS_END_S, _REPARENT_S = 0.2, 0.0005
-
-
-class _WatchedEnviron(os._Environ):  # type: ignore[type-arg]  # of the standard library
-    """`os.environ` while modules are imported: notes which variables are read, by which entry of the preload."""
-
-    reads: ClassVar[dict[str, str]] = {}
-    entry = ""
-
-    def __getitem__(self, key: str) -> str:
-        # Not bytes, which subprocess tries first; and what this package reads for a worker it reads again there.
-        if self.entry and isinstance(key, str) and not key.startswith(_OWN):
-            self.reads.setdefault(key, self.entry)
-        value: str = super().__getitem__(key)
-        return value
+_REPARENT_S = 0.0005
 
 
 class _Recorder:
@@ -82,20 +74,28 @@ class _Recorder:
             self._memory[:4] = struct.pack("=I", self._end)
 
 
-def main(config: dict[str, Any]) -> None:
-    """Serve until the agent has gone. Returns in a worker alone."""
+def main(config: dict[str, Any]) -> bool:
+    """Serve until the agent has gone. Returns in a worker alone: whether it has a sitecustomize of its own."""
     if config["stage"] == 1:
         _execute(config)
     libc = ctypes.CDLL(None, use_errno=True)
     _end_with_parent(libc, config["agent"])
+    with open("/proc/self/comm", "rb") as file:
+        config["name"] = file.read().strip()
+    libc.prctl(_PR_SET_NAME, _NAME, 0, 0, 0)
     for fd in (1, 2):  # pipes until here, as a worker's are: a file object finds out once whether it can seek
         os.dup2(config["log"], fd)
     os.close(config["log"])
+    os.set_inheritable(config["fd"], False)
     signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)
-    _forget_this_file(config)
+    # The first one registered, so the last one called: what is frozen is not finalised at a worker's end, and __main__
+    # with all that its objects' __del__ and its generators' finally would do there is.
+    atexit.register(gc.unfreeze)
     server = ForkServer(socket.socket(fileno=config["fd"]), config, libc)
+    has_own = _forget_this_file(config, server.watch)
     if not server.run():
         os._exit(0)
+    return has_own
 
 
 def _execute(config: dict[str, Any]) -> NoReturn:
@@ -118,8 +118,8 @@ def _end_with_parent(libc: Any, agent: int) -> None:
         os._exit(0)
 
 
-def _forget_this_file(config: dict[str, Any]) -> None:
-    """Leave no trace in the environment and in sys.path, and run the site's own sitecustomize."""
+def _forget_this_file(config: dict[str, Any], watch: ImportWatch) -> bool:
+    """Leave no trace in the environment and in sys.path, and run the site's own sitecustomize. Returns: it has one."""
     folder = os.path.dirname(os.path.abspath(__file__))
     os.environ.pop(CONFIG, None)
     if config["pythonpath"] is None:
@@ -128,16 +128,17 @@ def _forget_this_file(config: dict[str, Any]) -> None:
         os.environ["PYTHONPATH"] = config["pythonpath"]
     sys.path[:] = [entry for entry in sys.path if entry != folder]
     sys.path_importer_cache.pop(folder, None)
-    own = sys.modules.pop("sitecustomize", None)
+    for name in (ImportWatch.__module__, __name__):
+        sys.modules.pop(name, None)
     try:
-        importlib.import_module("sitecustomize")
+        with watch.during(__name__):
+            importlib.import_module(__name__)
     except ImportError as error:
-        if error.name != "sitecustomize":
+        if error.name != __name__:
             sys.excepthook(*sys.exc_info())
     except Exception:
         sys.excepthook(*sys.exc_info())
-    # The import system takes this file's own module out of there, once it is done with it.
-    sys.modules.setdefault("sitecustomize", own or types.ModuleType("sitecustomize"))
+    return __name__ in sys.modules
 
 
 class ForkServer:
@@ -164,7 +165,7 @@ class ForkServer:
         self._memory: mmap.mmap | None = None
         self._noted = 0
         self._look, self._due = _FIRST_LOOK_S, 0.0
-        self._baseline = _descriptors()
+        self.watch = ImportWatch(self._watched, libc)
         self._is_announced = False
 
     def run(self) -> bool:
@@ -219,6 +220,9 @@ class ForkServer:
             self._given |= set(message.get("given", ()))
             self._is_auto = self._is_auto or bool(message.get("auto"))
             self._roots += message.get("roots", ())
+            if not self._imported and (why := self.watch.fault(is_thorough=False)):
+                self._send({"is": "unfit", "module": "", "why": f"sitecustomize can't be shared: {why}"})
+                return False
             self._queue += [name for name in message["modules"] if name not in self._left_out]
             if not self._queue:
                 self._settle()
@@ -228,6 +232,7 @@ class ForkServer:
             is_learning = bool(message.get("learn")) and self._is_auto
             if is_learning:
                 self._memory, self._noted = mmap.mmap(-1, _NAMES_BYTES), 4
+                self.watch.accept_mappings()
                 self._look, self._due = _FIRST_LOOK_S, time.monotonic() + _FIRST_LOOK_S
             try:
                 if self._fork(message, fds, is_learning=is_learning):
@@ -246,7 +251,7 @@ class ForkServer:
             if _state_of(path) != known:
                 self._send({"is": "stale", "path": path})
                 return f"{path} has changed since it was imported"
-        reads = _WatchedEnviron.reads
+        reads = WatchedEnviron.reads
         for name, value in [*message["set"].items(), *((name, None) for name in message["unset"])]:
             if name in reads and os.environ.get(name) != value:
                 return f"{reads[name]} reads {name} when it is imported, which differs for this worker"
@@ -258,7 +263,7 @@ class ForkServer:
         """Fork one worker. Returns True in it."""
         child = os.fork()
         if child:
-            os.waitpid(child, 0)
+            wait_for(child)
             return False
         between = os.getpid()
         try:
@@ -279,17 +284,19 @@ class ForkServer:
         while os.getppid() == between:
             time.sleep(_REPARENT_S)
         _end_with_parent(self._libc, self._config["agent"])
+        self._libc.prctl(_PR_SET_NAME, self._config["name"], 0, 0, 0)
         self._control.close()
         stdout, stderr, gate = fds
-        os.dup2(stdout, 1)
-        os.dup2(stderr, 2)
-        for fd in (stdout, stderr):
+        stdin = os.open(os.devnull, os.O_RDONLY)  # not the server's, whose flags all workers would share
+        for number, fd in enumerate((stdin, stdout, stderr)):
+            os.dup2(fd, number)
             os.close(fd)
         os.chdir(self._config["cwd"])
         for name in message["unset"]:
             os.environ.pop(name, None)
         os.environ.update(message["set"])
-        _renew_seeds()
+        importlib.invalidate_caches()  # files may be new
+        self.watch.renew_seeds()
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         with socket.socket(fileno=gate) as channel:
             channel.send(json.dumps({"pid": os.getpid()}).encode())
@@ -309,7 +316,8 @@ class ForkServer:
         self._is_announced = False
         self._send({"is": "importing", "module": name})
         self._import(name)
-        why = self._find_fault() or self._failed.get(name, "")
+        is_thorough = name in self._given or not name.startswith("torch.")
+        why = self.watch.fault(is_thorough=is_thorough) or self._failed.get(name, "")
         if why == self._failed.get(name) and (name not in self._given or name in self._missing):
             return True  # a worker's own try fails the same way
         if not why:
@@ -320,10 +328,11 @@ class ForkServer:
     def _import(self, name: str) -> None:
         # Where a worker looks: beside its script, or in its working directory.
         sys.path.insert(0, self._config["folder"])
-        before, _WatchedEnviron.entry = os.environ.__class__, name
-        os.environ.__class__ = _WatchedEnviron
+        thresholds = gc.get_threshold()
+        gc.set_threshold(0)  # an import makes little garbage, and looking for it costs torch's a quarter of its time
         try:
-            importlib.import_module(name)
+            with self.watch.during(name):
+                importlib.import_module(name)
             self._imported.append(name)
         except BaseException as error:
             # A part of it may have been carried out, and would be a second time in a worker: torch's can't be.
@@ -331,28 +340,10 @@ class ForkServer:
             if isinstance(error, ModuleNotFoundError) and error.name == name:
                 self._missing.add(name)
         finally:
-            os.environ.__class__, _WatchedEnviron.entry = before, ""
+            if gc.get_threshold()[0] == 0:  # else the module has set others
+                gc.set_threshold(*thresholds)
             if self._config["folder"] in sys.path:
                 sys.path.remove(self._config["folder"])
-
-    def _find_fault(self) -> str:
-        """Why this process can't be forked any more; "" where it can."""
-        if _thread_count() > 1 and not _threads_end_at_fork():
-            return "it starts a thread"
-        opened = {fd: target for fd, target in _descriptors().items() if self._baseline.get(fd) != target}
-        if opened:
-            target = next(iter(opened.values()))
-            what = "a socket" if target.startswith("socket:") else target
-            return f"it opens {what}" + (", and so uses the GPU" if "/nvidia" in target else "")
-        if _has_children():
-            return "it starts a process"
-        cuda = sys.modules.get("torch.cuda")
-        if getattr(cuda, "_initialized", False):
-            return "it initialises CUDA"
-        read = sorted(name for name in self._watched if name in _WatchedEnviron.reads)
-        if read:
-            return f"it reads {', '.join(read)}, which differ between workers"
-        return ""
 
     def _settle(self) -> None:
         """All is imported: note the files' state, and have workers share the pages."""
@@ -366,7 +357,7 @@ class ForkServer:
                 "rss": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
                 "failed": self._failed,
                 "imported": self._imported[:100],
-                "reads": _WatchedEnviron.reads,
+                "reads": WatchedEnviron.reads,
             }
         )
 
@@ -402,57 +393,6 @@ def _tell(gate: int, message: dict[str, Any]) -> None:
         pass
 
 
-def _thread_count() -> int:
-    return len(os.listdir("/proc/self/task"))
-
-
-def _threads_end_at_fork() -> bool:
-    """Whether a fork's own handlers end all threads but this one, as OpenBLAS' do; the first use starts them again."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "multi-threaded, fork may deadlock": the child ends at once
-        child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
-    deadline = time.monotonic() + _THREADS_END_S
-    while _thread_count() > 1:
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.005)
-    return True
-
-
-def _descriptors() -> dict[int, str]:
-    found = {}
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            found[int(name)] = os.readlink(f"/proc/self/fd/{name}")
-        except OSError:
-            continue  # the one that listed the folder
-    return found
-
-
-def _has_children() -> bool:
-    pid = os.getpid()
-    try:
-        with open(f"/proc/{pid}/task/{pid}/children") as file:
-            return bool(file.read().strip())
-    except OSError:
-        return False  # a kernel without this file
-
-
-def _renew_seeds() -> None:
-    """What a fresh interpreter takes from the system's entropy. `random` does so at a fork by itself."""
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()
-    generator = getattr(sys.modules.get("torch"), "default_generator", None)
-    if generator is not None:
-        generator.seed()  # the CPU's; CUDA's has a fixed seed
-    if "multiprocessing.process" in sys.modules:
-        process = sys.modules["multiprocessing.process"]
-        process.current_process().authkey = os.urandom(32)
-
-
 def _state_of(path: str) -> tuple[int, int] | None:
     try:
         found = os.stat(path)
@@ -462,14 +402,17 @@ def _state_of(path: str) -> tuple[int, int] | None:
 
 
 def _files_to_watch(entries: Iterable[str]) -> list[str]:
-    """Of the libraries that came with the interpreter the package's own file; of all other modules each one."""
-    installed = tuple({os.path.realpath(path) + os.sep for path in (sys.prefix, sys.base_prefix)})
+    """Of installed libraries the package's own file; of all other modules each one: a user's lie anywhere else, in the
+    interpreter's prefix too (``python -m venv .`` in a project, /usr/src in an image)."""
+    standard = os.path.dirname(os.path.realpath(os.__file__)) + os.sep
     tops = {name.partition(".")[0] for name in entries}
     found = []
     for name, module in list(sys.modules.items()):
         path = getattr(module, "__file__", None)
-        if isinstance(path, str) and (name in tops or not os.path.realpath(path).startswith(installed)):
-            found.append(path)
+        if isinstance(path, str):
+            is_own = not _is_installed(path) and not os.path.realpath(path).startswith(standard)
+            if is_own or name in tops:
+                found.append(path)
     return found
 
 
@@ -484,16 +427,26 @@ def _origin(root: str) -> str | None:
 def _installed_roots(names: Iterable[str]) -> set[str]:
     """torch, and those of `names` that are installed libraries."""
     found = ((root, getattr(sys.modules.get(root), "__file__", None) or _origin(root) or "") for root in names)
-    return {"torch"} | {root for root, path in found if "site-packages" in path or "dist-packages" in path}
+    return {"torch"} | {root for root, path in found if _is_installed(path)}
+
+
+def _is_installed(path: str) -> bool:
+    return "site-packages" in path or "dist-packages" in path
 
 
 def _begin() -> None:
-    """As a part of an interpreter's start, which goes on after any exception: with the script, if it were let."""
+    """As a part of an interpreter's start, which goes on after any exception: with the script, if it were let.
+
+    Raises:
+        ImportError: in a worker that has no sitecustomize: `site` passes over it, and no module is left.
+    """
     try:
-        main(json.loads(os.environ[CONFIG]))
+        has_own = main(json.loads(os.environ[CONFIG]))
     except BaseException:
         sys.excepthook(*sys.exc_info())
         os._exit(3)
+    if not has_own:
+        raise ImportError("nothing but the fork server", name=__name__)
 
 
 if __name__ == "sitecustomize" and CONFIG in os.environ:

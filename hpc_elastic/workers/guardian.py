@@ -7,8 +7,9 @@ guardian just leaves. The workers of an agent that is stopped (SIGSTOP) are ende
 
 Workers get a parent-death signal as well, but what *they* started does not: that is what the guardian is for. A process
 that cleared its environment is found by the guardian's last snapshot of the children (`ChildSnapshot`), taken two
-seconds before at most. Where agent *and* guardian are killed, the next agent of the node ends what carries the tag, and
-a process without it stays until Slurm ends the step.
+seconds before at most. A container's runtime gets some seconds to clean up when what is inside has ended. Where agent
+*and* guardian are killed, the next agent of the node ends what carries the tag, and a process without it stays until
+Slurm ends the step.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from msgspec import Struct
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.staleness import Staleness
 from hpc_elastic.workers import linux, tree
+from hpc_elastic.workers.handlers import Inside
+from hpc_elastic.workers.stop import RUNTIME_SECONDS
 from hpc_elastic.workers.tree import NODE_TAG_VARIABLE, TAG_VARIABLE, Environ, Proc, Tag, TreeKiller
 
 GUARDIAN_NAME = "hpc-el-guardian"
@@ -71,7 +74,17 @@ class Guardian:
         return _wait_for_child(self.pid, timeout)
 
 
-def start_guardian(tag: Tag, *, remove: str | None = None, stopped_limit: float | None = None) -> Guardian:
+class LastCommand(Struct, frozen=True, kw_only=True):
+    """What the guardian of a dead agent becomes when its work is done."""
+
+    argv: Sequence[str]
+    unless_lives: int
+    """The pid of a process that sees to it otherwise, as long as it is there."""
+
+
+def start_guardian(
+    tag: Tag, *, remove: str | None = None, stopped_limit: float | None = None, last: LastCommand | None = None
+) -> Guardian:
     """Fork the guardian. Call it before the agent starts a thread or opens files: it is a copy of the agent as it is.
 
     Args:
@@ -79,6 +92,7 @@ def start_guardian(tag: Tag, *, remove: str | None = None, stopped_limit: float 
         remove: A node-local folder of the agent's, removed with all that is in it at the same time.
         stopped_limit: When this process has been stopped (SIGSTOP) for so many seconds, its workers are ended: the
             other nodes have gone on without them by then. None: never.
+        last: Executed, with this process' environment, when all that is done.
 
     Raises:
         RuntimeError: this process has several threads already.
@@ -97,7 +111,7 @@ def start_guardian(tag: Tag, *, remove: str | None = None, stopped_limit: float 
     try:
         pid = os.fork()
         if pid == 0:
-            _be_guardian(agent, read_end, tag, remove, stopped_limit)
+            _be_guardian(agent, read_end, tag, remove, stopped_limit, last)
     except OSError:
         os.close(write_end)
         raise
@@ -107,7 +121,9 @@ def start_guardian(tag: Tag, *, remove: str | None = None, stopped_limit: float 
     return Guardian(pid=pid, control_fd=write_end)
 
 
-def _be_guardian(agent: int, read_end: int, tag: Tag, remove: str | None, stopped_limit: float | None) -> NoReturn:
+def _be_guardian(
+    agent: int, read_end: int, tag: Tag, remove: str | None, stopped_limit: float | None, last: LastCommand | None
+) -> NoReturn:
     try:
         gc.disable()
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
@@ -131,6 +147,9 @@ def _be_guardian(agent: int, read_end: int, tag: Tag, remove: str | None, stoppe
                 import shutil  # only here: it costs as much as all the rest
 
                 shutil.rmtree(remove, ignore_errors=True)
+            other = None if last is None else tree.look_at(last.unless_lives)
+            if last is not None and (other is None or other.is_dead):
+                os.execv(last.argv[0], list(last.argv))
     finally:
         os._exit(0)
 
@@ -160,7 +179,7 @@ def _agent_died(agent: int, control: int, tag: Tag, stopped_limit: float | None,
         children.look()
         stays_stopped = watch.look(proc.state, clock.monotonic())
         if stays_stopped and ended != children.pids:  # once: a stopped agent starts no more
-            end_tagged(tag, clock=clock, children=children)
+            end_tagged(tag, clock=clock, children=children, only_while=lambda: _is_stopped(agent))
         ended = children.pids if stays_stopped else None
     os.set_blocking(control, False)
     try:
@@ -169,23 +188,52 @@ def _agent_died(agent: int, control: int, tag: Tag, stopped_limit: float | None,
         return True
 
 
-def end_tagged(tag: Tag, *, clock: Clock, bound: float = _BOUND_S, children: ChildSnapshot | None = None) -> list[Proc]:
+def _is_stopped(pid: int) -> bool:
+    proc = tree.look_at(pid)
+    return proc is not None and proc.state == _STOPPED
+
+
+def end_tagged(
+    tag: Tag,
+    *,
+    clock: Clock,
+    bound: float = _BOUND_S,
+    children: ChildSnapshot | None = None,
+    only_while: Callable[[], bool] = lambda: True,
+) -> list[Proc]:
     """End every process of the run's own jobs that was started with the worker tag `tag`, and all below, with SIGKILL.
+
+    Args:
+        tag: Which processes.
+        clock: For `bound`.
+        bound: Seconds.
+        children: The agent's, as they were while it lived.
+        only_while: Asked after each look and before anything is ended: an agent that goes on has workers of its next
+            round, which carry the same tag.
 
     Returns:
         What still runs after `bound` seconds (D state).
     """
 
+    inside = Inside()
+    began_inside: float | None = None
+
     def is_own(proc: Proc, environ: Environ) -> bool:
         return tag.is_own_worker(environ, lambda: tree.cgroup_job(proc.pid))
 
-    def find(_elapsed: float) -> _Found:
+    def find(elapsed: float) -> _Found:
+        nonlocal began_inside
         marked = {proc.pid: proc for proc in tree.own_processes_where(is_own)}
         if children is not None:
             marked |= {proc.pid: proc for proc in children.remnants()}
-        return _with_descendants(list(marked.values()), protected={os.getpid()}), []
+        found = _with_descendants(list(marked.values()), protected={os.getpid()})
+        if inner := inside.find(found):
+            began_inside = elapsed if began_inside is None else began_inside
+        if began_inside is None or elapsed - began_inside > RUNTIME_SECONDS:
+            return found, []
+        return [proc for proc in found if proc.pid in inner], [proc for proc in found if proc.pid not in inner]
 
-    return _end_until_none(find, clock=clock, bound=bound, trust_first_look=False)
+    return _end_until_none(find, clock=clock, bound=bound, trust_first_look=False, only_while=only_while)
 
 
 def kill_stale_processes(tag: Tag, *, clock: Clock, bound: float = _STALE_BOUND_S) -> list[Proc]:
@@ -238,7 +286,12 @@ def _with_descendants(roots: Sequence[Proc], *, protected: AbstractSet[int]) -> 
 
 
 def _end_until_none(
-    find: Callable[[float], _Found], *, clock: Clock, bound: float, trust_first_look: bool
+    find: Callable[[float], _Found],
+    *,
+    clock: Clock,
+    bound: float,
+    trust_first_look: bool,
+    only_while: Callable[[], bool] = lambda: True,
 ) -> list[Proc]:
     never = threading.Event()
     killer = TreeKiller()
@@ -247,6 +300,8 @@ def _end_until_none(
     while True:
         elapsed = clock.monotonic() - began
         doomed, waited_for = find(elapsed)
+        if not only_while():
+            return []
         if doomed or waited_for:
             empty_looks = 0
             if elapsed > bound:

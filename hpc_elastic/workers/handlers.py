@@ -1,16 +1,82 @@
 """Which process of a worker's handles a signal: the kernel's masks of each, and the choice among them.
 
 The worker that was started may be a wrapper (``bash -c``, bubblewrap, a launcher) which a signal would end, while the
-script below it has a handler for it.
+script below it has a handler for it. Or it is the client of a container's runtime, and the script is not even below it
+(`Inside`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from msgspec import Struct
 
-from hpc_elastic.workers.tree import Delivery, Proc, descendants, kill_safely, look_at
+from hpc_elastic.workers.tree import (
+    Delivery,
+    Environ,
+    Proc,
+    descendants,
+    kill_safely,
+    lives,
+    look_at,
+    read_environments,
+)
+
+INSIDE_VARIABLE = "HPC_ELASTIC_INSIDE"
+"""The local rank, in a process that a container's runtime has started inside; the runtime itself does not have it."""
+
+
+class Inside:
+    """Which processes are inside the containers of a node's workers, and which are the runtime's own.
+
+    podman's client and conmon report the script's end, and clean up after it; apptainer's starter waits for it; enroot
+    and others serve the image's filesystem. What these are sent ends the script's root under it, or they hand it on, so
+    that the script gets it twice or not at all: a signal that reaches podman 4.3 while its container is being made ends
+    podman, and nothing else ("container not running"). And a process that the runtime prepares (``runc init``) becomes
+    the script with the same pid: a signal before that is lost on it. So none of them is signalled, and what is inside
+    has a mark in its environment.
+    """
+
+    def __init__(self, read: Callable[[Sequence[int]], Mapping[int, bytes]] = read_environments) -> None:
+        self._read = read
+        self._known: dict[tuple[int, int], int] = {}
+        self._scripts: dict[int, Proc] = {}
+
+    def find(self, processes: Sequence[Proc]) -> dict[int, int]:
+        """Those inside.
+
+        Args:
+            processes: That live, parents before their children.
+
+        Returns:
+            pid → local rank. What a process inside has started is inside, whatever environment it has.
+        """
+        identities = {proc.pid: (proc.pid, proc.starttime) for proc in processes}
+        self._known = {identity: self._known[identity] for identity in identities.values() if identity in self._known}
+        environments = self._read([pid for pid, identity in identities.items() if identity not in self._known])
+        found: dict[int, int] = {}
+        for proc in processes:
+            rank = self._known.get(identities[proc.pid], found.get(proc.ppid))
+            mark = Environ(environments.get(proc.pid, b"")).get(INSIDE_VARIABLE) if rank is None else None
+            if mark is not None and mark.isdecimal():
+                rank = int(mark)
+            if rank is not None:
+                found[proc.pid] = self._known[identities[proc.pid]] = rank
+        return found
+
+    def scripts(self, processes: Sequence[Proc]) -> dict[int, Proc]:
+        """The first process inside each container, by local rank. Arguments as of `find`."""
+        found = self.find(processes)
+        first: dict[int, Proc] = {}
+        for proc in processes:
+            if proc.pid in found and proc.ppid not in found:
+                first.setdefault(found[proc.pid], proc)
+        self._scripts |= first
+        return first
+
+    def has_ended(self, local_rank: int) -> bool:
+        """Whether a script that `scripts` has found is not there any more."""
+        return local_rank in self._scripts and not lives(self._scripts[local_rank])
 
 
 class SignalMasks(Struct, frozen=True, kw_only=True):

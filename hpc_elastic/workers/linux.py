@@ -224,10 +224,21 @@ class SignalQueue:
 
     def __init__(self, signals: Iterable[signal.Signals]) -> None:
         self._waker = Waker()
+        self._meant: dict[signal.Signals, signal.Signals] = {}
         signal.set_wakeup_fd(self._waker.write_fd, warn_on_full_buffer=False)
         for number in signals:
-            signal.signal(number, _ignore)
-            signal.siginterrupt(number, False)
+            self._hear(number)
+
+    def hear_as(self, meant: signal.Signals, names: Iterable[str]) -> None:
+        """From now on each of these signals counts as `meant`."""
+        for name in names:
+            self._meant[signal.Signals[name]] = meant
+            self._hear(signal.Signals[name])
+
+    @staticmethod
+    def _hear(number: signal.Signals) -> None:
+        signal.signal(number, _ignore)
+        signal.siginterrupt(number, False)
 
     def fileno(self) -> int:
         return self._waker.fileno()
@@ -237,9 +248,10 @@ class SignalQueue:
         found = []
         for number in self._waker.drain():
             try:
-                found.append(signal.Signals(number))
+                heard = signal.Signals(number)
             except ValueError:
                 continue  # a real-time signal without a name
+            found.append(self._meant.get(heard, heard))
         return found
 
     def holds(self, numbers: Container[signal.Signals]) -> bool:
@@ -265,6 +277,11 @@ def oom_kill_count(pid: int | str = "self", *, proc: str = "/proc") -> int | Non
         return None
     folder, _, is_v2 = found
     return _counter(folder, "memory.events" if is_v2 else "memory.oom_control")
+
+
+def node_oom_kill_count(*, proc: str = "/proc") -> int | None:
+    """OOM kills on this node since its boot, in whichever cgroup (Linux 4.13); None where that is not known."""
+    return _counter(proc, "vmstat")
 
 
 def memory_folders(pid: int | str = "self", *, proc: str = "/proc") -> list[tuple[str, bool]]:

@@ -50,6 +50,28 @@ def network_id(pid: int, *, proc: str = "/proc") -> str:
     return sha1(f"{boot} {name}".encode()).hex()[:8] if boot else ""
 
 
+def serving_inode(connection: socket.socket, *, proc: str = "/proc") -> int | None:
+    """The inode of the socket at the other end of a connection to a process on this host; None: it is not found."""
+    ends = connection.getpeername()[:2], connection.getsockname()[:2]
+    for name in ("tcp", "tcp6"):
+        for line in _read(f"{proc}/self/net/{name}").splitlines()[1:]:
+            parts = line.split()
+            try:
+                found = tuple(
+                    (_ip_text(_unpack(ip)), int(port, 16)) for ip, _, port in (x.partition(":") for x in parts[1:3])
+                )
+                if found == ends and int(parts[9]):
+                    return int(parts[9])
+            except (IndexError, ValueError, OSError):
+                continue
+    return None
+
+
+def has_socket(pid: int, inode: int, *, proc: str = "/proc") -> bool:
+    """Whether a process of this user has the socket open."""
+    return inode in _inodes(pid, proc)
+
+
 def parse_table(text: str) -> dict[int, Address]:
     """Inode → local address, of ``/proc/net/tcp`` or ``tcp6``; without sockets that listen on any address."""
     found = {}

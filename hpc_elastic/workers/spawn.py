@@ -18,7 +18,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from typing import NoReturn
 
 from msgspec import Struct
@@ -36,6 +36,8 @@ _LARGEST_PIPE = 1 << 20
 _ALL_PIPES = 16 << 20
 EXEC_WAIT_S = 5.0
 _LOST_STATUS = 255
+_CPUS = "its CPUs"
+"""Reported in place of a path."""
 
 
 class Inherited(Struct, frozen=True, kw_only=True):
@@ -193,6 +195,8 @@ def start_worker(
     clock: Clock,
     pipe_bytes: int = _LARGEST_PIPE,
     exec_wait: float = EXEC_WAIT_S,
+    cpus: Collection[int] = (),
+    stdin: int | None = None,
 ) -> WorkerProcess:
     """Start one worker. Call it from the main thread: the parent-death signal comes when the *forking thread* ends.
 
@@ -204,6 +208,8 @@ def start_worker(
         clock: For `ExitStatus.observed_ns`.
         pipe_bytes: Wanted capacity of each output pipe (`pipe_bytes_for`); the kernel may grant less.
         exec_wait: Seconds that the program is given to be there. One on a mount that hangs counts as started then.
+        cpus: Those that it may use; empty: as this process.
+        stdin: A descriptor for its input, which stays the caller's; None: ``/dev/null``.
 
     Raises:
         WorkerStartError: no such command, not executable, no such `cwd`, no process or descriptor left …
@@ -217,7 +223,7 @@ def start_worker(
             stdout_r, stdout_w, stderr_r, stderr_w = output_pipes(opened, pipe_bytes)
             error_r, error_w = os.pipe()
             opened += (error_r, error_w)
-            pid = _fork_worker(argv, dict(env), cwd, inherited, stdout_w, stderr_w, error_w)
+            pid = _fork_worker(argv, dict(env), cwd, inherited, (stdout_w, stderr_w, error_w), cpus, stdin)
         except OSError as error:
             raise WorkerStartError(command=argv[0], reason=_shortage(error), errno=error.errno) from None
         for fd in (stdout_w, stderr_w, error_w):
@@ -302,9 +308,9 @@ def _fork_worker(
     env: dict[str, str],
     cwd: str,
     inherited: Inherited,
-    stdout_w: int,
-    stderr_w: int,
-    error_w: int,
+    fds: tuple[int, int, int],
+    cpus: Collection[int],
+    stdin: int | None,
 ) -> int:
     parent = os.getpid()
     paths = candidates(argv[0], env)
@@ -318,7 +324,7 @@ def _fork_worker(
                 warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:
-            _become_worker(argv, env, cwd, inherited, paths, parent, (stdout_w, stderr_w, error_w), all_signals)
+            _become_worker(argv, env, cwd, inherited, paths, parent, fds, cpus, stdin, all_signals)
         return pid
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
@@ -332,6 +338,8 @@ def _become_worker(
     paths: list[str],
     parent: int,
     fds: tuple[int, int, int],
+    cpus: Collection[int],
+    stdin: int | None,
     all_signals: set[signal.Signals],
 ) -> NoReturn:
     path, error_w = cwd, fds[2]
@@ -341,8 +349,11 @@ def _become_worker(
         if os.getppid() != parent:
             os._exit(127)  # the agent died before the line above
         os.chdir(cwd)
+        path = _CPUS
+        if cpus:
+            os.sched_setaffinity(0, cpus)
         path = paths[0]
-        os.dup2(os.open("/dev/null", os.O_RDONLY), 0)
+        os.dup2(os.open("/dev/null", os.O_RDONLY) if stdin is None else stdin, 0)
         os.dup2(fds[0], 1)
         os.dup2(fds[1], 2)
         if error_w != 3:
@@ -436,7 +447,9 @@ def exec_failure(*, command: str, cwd: str, path: str, code: int, path_exists: b
     if code == errno.EACCES and "/" not in command and not path_exists:
         code = errno.ENOENT  # not that file is forbidden, but a folder in PATH is closed to us
     text = os.strerror(code)
-    if path == cwd:
+    if path == _CPUS:
+        reason = f"it can't be bound to the CPUs that it was to have: {text}"
+    elif path == cwd:
         reason = f"its working directory {cwd!r} cannot be entered: {text}"
     elif code == errno.ENOENT and path_exists:
         reason = f"{path!r} is there, but the interpreter that its first line ('#!') names is not"

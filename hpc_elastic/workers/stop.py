@@ -4,6 +4,9 @@ SIGTERM goes to every worker's process group and to each process that left these
 is below the agent gets SIGKILL, again and again, until nothing is left. As the agent is a subreaper, nothing that a
 worker started can get out from below it: a daemon that forked twice and made itself a session becomes its child.
 The agent's own helpers (`excluding`, and anything in the agent's own session) are not touched.
+
+Of a container only what is inside is signalled, as soon as it is there; the runtime ends by itself then, and leaves
+nothing mounted. It is killed only where it does not.
 """
 
 from __future__ import annotations
@@ -19,10 +22,13 @@ from msgspec import Struct, field
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.errors import IllegalTransitionError
 from hpc_elastic.workers import tree
+from hpc_elastic.workers.handlers import Inside
 from hpc_elastic.workers.spawn import ExitStatus, WorkerProcess, reap_orphans
 from hpc_elastic.workers.tree import Delivery, Proc, TreeKiller
 
 _KILL_BOUND_S = 5.0
+RUNTIME_SECONDS = 5.0
+"""For a container's runtime to clean up, after the first SIGKILL to what is inside."""
 _FIRST_LOOK_S = 0.03
 _LONGEST_LOOK_S = 0.5
 _KILL_FIRST_LOOK_S = 0.002
@@ -66,7 +72,10 @@ class _Progress(Struct):
     next_look: float = 0.0
     interval: float = _FIRST_LOOK_S
     signalled: set[tuple[int, int]] = field(default_factory=set)
+    groups: set[int] = field(default_factory=set)
+    """Process groups of which all members have got SIGTERM: what joins one later is the script's own way to end."""
     sent_kill: bool = False
+    runtimes_until: float = 0.0
     killed: set[tuple[int, int]] = field(default_factory=set)
     refused: set[int] = field(default_factory=set)
     killer: TreeKiller = field(default_factory=TreeKiller)
@@ -86,6 +95,7 @@ class GroupStopper:
         clock: Clock,
         excluding: AbstractSet[int] = frozenset(),
         kill_bound: float = _KILL_BOUND_S,
+        inside: Inside | None = None,
     ) -> None:
         """
         Args:
@@ -94,12 +104,14 @@ class GroupStopper:
             clock: Its monotonic clock is used.
             excluding: Pids that are left alone with all below them: the guardian, the store host, earlier survivors.
             kill_bound: Seconds after the first SIGKILL at which what still runs (D state) is reported and left.
+            inside: Given where the workers are containers.
         """
         self._workers = tuple(workers)
         self._grace = grace
         self._clock = clock
         self._excluding = frozenset(excluding)
         self._kill_bound = kill_bound
+        self._inside = inside
         self._own_session = os.getsid(0)
         self._state = _Progress()
 
@@ -111,9 +123,13 @@ class GroupStopper:
         self._state = _Progress(
             phase=_Phase.GRACE, began=now, deadline=now + max(0.0, self._grace), next_look=now + _FIRST_LOOK_S
         )
+        if self._inside is not None:
+            self._signal_inside(self._left_below(), self._inside)
+            return
         for worker in self._workers:
             worker.signal_group(signal.SIGTERM)
             worker.signal_group(signal.SIGCONT)
+            self._state.groups.add(worker.pid)
 
     @property
     def sent_kill(self) -> bool:
@@ -155,7 +171,9 @@ class GroupStopper:
         if now >= state.next_look:
             left = self._left_below()
             if state.phase is _Phase.KILL:
-                self._kill(left)
+                self._kill(left, now)
+            elif self._inside is not None:
+                self._signal_inside(left, self._inside)
             else:
                 self._signal_strays(left)
             longest = _KILL_LONGEST_LOOK_S if state.phase is _Phase.KILL else _LONGEST_LOOK_S
@@ -182,31 +200,43 @@ class GroupStopper:
 
     def _signal_strays(self, left: Sequence[Proc]) -> None:
         """SIGTERM for processes that left the workers' process groups, once for each."""
-        groups = {worker.pid for worker in self._workers}
         for proc in left:
             identity = (proc.pid, proc.starttime)
-            if proc.pgid not in groups and identity not in self._state.signalled:
+            if proc.pgid not in self._state.groups and identity not in self._state.signalled:
                 self._state.signalled.add(identity)
                 tree.kill_safely(proc, signal.SIGTERM)
                 tree.kill_safely(proc, signal.SIGCONT)
+
+    def _signal_inside(self, left: Sequence[Proc], inside: Inside) -> None:
+        """SIGTERM for what is inside a container, as on the host: for all of the script's group, then for strays."""
+        found = inside.find(left)
+        own = [proc for proc in left if proc.pid in found]
+        self._signal_strays(own)
+        self._state.groups |= {proc.pgid for proc in own if proc.ppid not in found}
 
     def _enter_kill(self, now: float) -> None:
         state = self._state
         state.phase = _Phase.KILL
         state.sent_kill = True
-        state.deadline = now + self._kill_bound
+        state.runtimes_until = now + RUNTIME_SECONDS if self._inside is not None else now
+        state.deadline = state.runtimes_until + self._kill_bound
         state.interval = _KILL_FIRST_LOOK_S
         state.next_look = now
 
-    def _kill(self, left: Sequence[Proc]) -> None:
+    def _kill(self, left: Sequence[Proc], now: float) -> None:
+        spares = self._inside is not None and now < self._state.runtimes_until
+        if self._inside is not None and spares:
+            found = self._inside.find(left)
+            left = [proc for proc in left if proc.pid in found]
         number = self._state.killer.next_signal(left)
-        for worker in self._workers:
+        for worker in self._workers if not spares else ():
             worker.signal_group(number)  # whole groups at once: no fork slips through
         for proc in left:
             self._state.killed.add((proc.pid, proc.starttime))
             if tree.kill_safely(proc, number) is Delivery.REFUSED:
                 self._state.refused.add(proc.pid)
-        self._signal_orphans(number)
+        if not spares:
+            self._signal_orphans(number)
 
     def _signal_orphans(self, number: signal.Signals) -> None:
         """SIGKILL what was forked after the look above: a process may fork and end a thousand times a second.

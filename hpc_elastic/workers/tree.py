@@ -147,6 +147,12 @@ def look_at(pid: int) -> Proc | None:
     return None if raw is None else parse_stat(raw)
 
 
+def lives(proc: Proc) -> bool:
+    """Whether this very process, not another with its pid, is still there."""
+    now = look_at(proc.pid)
+    return now is not None and now.starttime == proc.starttime and not now.is_dead
+
+
 def all_processes() -> dict[int, Proc]:
     """Every process that we may see, by pid. Not one moment's picture: processes come and go while it is taken."""
     found = (look_at(int(name)) for name in _list("/proc") if name.isdigit())

@@ -1,4 +1,4 @@
-"""What `hpc-elastic hangs` takes for the dumps of a large job: 1,024 ranks with 2,000 entries each.
+"""What `hpc-elastic hangs` takes for the dumps of a large job, and what their collection costs where nothing hangs.
 
 ::
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -18,9 +19,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from hpc_elastic.agent.flight_recorder import FlightRecorders
+from hpc_elastic.base.clock import SystemClock
+from hpc_elastic.worker_api.flight_recorder import ASK, VARIABLE
 from tests.bench import report
 from tests.bench.agent_numbers import Number
-from tests.bench.systems import ROOT
+from tests.bench.systems import NODES, ROOT, Session, System, ours
 
 RANKS, ENTRIES = 1024, 2000
 CULPRIT = 777
@@ -37,7 +41,55 @@ def measure(*, quick: bool) -> list[Number]:
         title = f"`hpc-elastic hangs`, {RANKS:,} dumps of {ENTRIES:,} entries, {kind}"
         numbers.append(Number(title=title, unit="s", values=[run[0] for run in runs], goal=5))
         numbers.append(Number(title="its memory", unit="MB", values=[run[1] for run in runs], goal=500))
-    return numbers
+    return [*numbers, _agent(), _restart(1 if quick else 7)]
+
+
+def _agent() -> Number:
+    """What one agent does about the recorders of 8 ranks from a start to the next where nothing hangs."""
+    values = []
+    for index in range(50):
+        with tempfile.TemporaryDirectory(prefix="bench-hangs-") as name:
+            began = time.perf_counter()
+            recorders = FlightRecorders(Path(name), round_index=index, clock=SystemClock())
+            opened = [recorders.environment(rank, {})[VARIABLE] for rank in range(8)]
+            spent = time.perf_counter() - began
+            for path in opened:
+                os.mkfifo(f"{path}.{os.getpid()}{ASK}")
+            began = time.perf_counter()
+            for rank in range(8):
+                recorders.forget(rank)
+            values.append(1e3 * (spent + time.perf_counter() - began))
+    return Number(
+        title="collecting them: an agent's own time where nothing hangs, 8 ranks", unit="ms", values=values, goal=50
+    )
+
+
+def _restart(sessions: int) -> Number:
+    """SIGKILL of a worker in a gloo group → the last new worker's first line: with the recorder's pipes and without."""
+    with_pipes, without = (ours(name) for name in ("recorder", "no recorder"))
+    without.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # gloo's pipe is opened at the end of `import torch`
+    found: dict[str, list[float]] = {with_pipes.name: [], without.name: []}
+    for repetition in range(sessions):
+        for system in (with_pipes, without):
+            found[system.name].append(_kill(system, repetition % NODES))
+    recorded, plain = found[with_pipes.name], found[without.name]
+    return Number(
+        title="collecting them: SIGKILL of a worker → last worker's first line, beside the same without it",
+        unit="s more",
+        values=[one - other for one, other in zip(recorded, plain, strict=True)],
+        goal=0.05,
+        note=f"{statistics.median(recorded):.3f} and {statistics.median(plain):.3f} s",
+    )
+
+
+def _kill(system: System, victim: int) -> float:
+    with Session(system, "torch", "wait", limit=120.0) as session:
+        session.wait_for_all("group", since=session.began)
+        found = session.wait_for_all("line", since=session.kill_worker(victim))
+        session.wait_for_all("group", since=session.began)
+        session.let_workers_end()
+        session.wait_for_end()
+    return found
 
 
 def write_dumps(folder: Path, *, as_json: bool) -> None:

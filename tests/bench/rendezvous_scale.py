@@ -156,8 +156,8 @@ def _files_alone(nodes: int) -> float:
 
 
 def _fail(node: Node) -> None:
-    node.participant.report_failure(0, failure(node.info.node))
-    node.participant.sum_up_failures(0, failure(node.info.node))
+    node.participant.claims.report_failure(0, failure(node.info.node))
+    node.participant.claims.sum_up_failures(0, failure(node.info.node))
 
 
 def table(rows: Sequence[Measured]) -> list[str]:

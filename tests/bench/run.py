@@ -5,6 +5,7 @@
     python -m tests.bench.run                   medians of several repetitions, some five minutes
     python -m tests.bench.run --quick           one repetition, under four minutes: whether it runs at all
     python -m tests.bench.run --only torchrun   one of the two; no ratios
+    python -m tests.bench.run --parts goodput   40 minutes: only where it is named, or in short with --quick
     python -m tests.bench.run --update-docs     put the table into docs/benchmarks.md
 
 Prints Markdown and writes JSON. A missed target is printed, not failed; the exit code is 1 only where nothing could be
@@ -26,6 +27,7 @@ from tests.bench import (
     agent_numbers,
     evidence,
     flight_recorder,
+    goodput,
     heartbeat,
     inprocess,
     leftovers,
@@ -33,19 +35,22 @@ from tests.bench import (
     rendezvous_scale,
     report,
     stop_everywhere,
+    warm_start,
 )
 from tests.bench.figures import FIGURES as ALL_FIGURES
 from tests.bench.figures import Samples, help_seconds, leftovers_table, machine, ratio, run_session, table
 from tests.bench.scale_plot import plot
-from tests.bench.systems import NODES, OURS, ROOT, TORCHRUN
+from tests.bench.systems import NODES, OURS, ROOT, TORCHRUN, TookTooLong
 
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
 TABLES: dict[str, tuple[Any, tuple[str, str]]] = {
     "agent": (agent_numbers, ("<!-- bench of an agent: begin -->", "<!-- bench of an agent: end -->")),
     "evidence": (evidence, ("<!-- bench of evidence: begin -->", "<!-- bench of evidence: end -->")),
+    "goodput": (goodput, ("<!-- bench of goodput: begin -->", "<!-- bench of goodput: end -->")),
     "hangs": (flight_recorder, ("<!-- bench of hangs: begin -->", "<!-- bench of hangs: end -->")),
     "report": (report, ("<!-- bench of a report: begin -->", "<!-- bench of a report: end -->")),
+    "warm": (warm_start, ("<!-- bench of a warm start: begin -->", "<!-- bench of a warm start: end -->")),
 }
 """Part → module, and the marks between which its table stands."""
 SCALE_DOCUMENT, SCALE_PLOT = (ROOT / "docs" / "explanation" / name for name in ("scale.md", "scale.svg"))
@@ -61,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if facts["torch"] == "none":
         print("torch is not installed: only our own plain figures can be taken", file=sys.stderr)
         systems = [system for system in systems if system is OURS]
-        options.parts = [part for part in options.parts if part not in ("torch", "inprocess")]
+        options.parts = [part for part in options.parts if part not in ("torch", "inprocess", "warm", "goodput")]
     plan = [
         (system, kind, repetition)
         for kind, count in (("plain", options.plain), ("torch", options.torch))
@@ -126,7 +131,7 @@ def _numbers(
     _progress(f"what this costs: {part}")
     try:
         numbers = module.measure(quick=quick)
-    except AssertionError as error:  # what should have happened did not
+    except (AssertionError, TookTooLong) as error:  # what should have happened did not
         samples.troubles.append(f"{part}: {error}")
         return []
     text = f"{facts['date']}, {facts['cores']} cores, load {facts['load before']}, Python {facts['python']}\n\n"
@@ -163,11 +168,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--plain", type=int, metavar="N", help="repetitions without torch in the workers")
     parser.add_argument("--torch", type=int, metavar="N", help="repetitions with it")
     parser.add_argument("--only", choices=[TORCHRUN.name, OURS.name])
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--parts", nargs="+", choices=PARTS)
     parser.add_argument("--time-limit", type=float, metavar="SECONDS", help="begin nothing after this long")
     parser.add_argument("--json", type=Path, default=ROOT / "build" / "bench.json")
     parser.add_argument("--update-docs", action="store_true", help=f"write {DOCUMENT.relative_to(ROOT)}")
     options = parser.parse_args(argv)
+    options.parts = options.parts or [part for part in PARTS if options.quick or part != "goodput"]
     plain, torch, limit = (1, 1, 240.0) if options.quick else (7, 5, 300.0)
     options.plain = plain if options.plain is None else options.plain
     options.torch = torch if options.torch is None else options.torch

@@ -120,13 +120,13 @@ class Node:
         member = record.member(uid) is not None
         if record.status is Status.FROZEN and member:
             master = self.info.host if record.members[0].uid == uid else ""
-            self.ask(lambda: participant.confirm(record.round, master))
+            self.ask(lambda: participant.claims.confirm(record.round, master))
         elif record.status is Status.FINAL and member:
             self._running = record.round
             self.final_at[record.round] = self.client.now
         elif record.status is Status.CLOSED:
             self.closed_at = self.client.now
-            self.ask(participant.deregister)
+            self.ask(participant.claims.deregister)
         elif record.status is Status.JOINABLE and 0 <= self._running < record.round:
             self._running = -1
             self.ask(participant.join, after=STOP_WORKERS)

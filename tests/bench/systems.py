@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +39,21 @@ class System:
 
     name: str
     commands: Callable[[Path, Sequence[str]], list[list[str]]]
-    """Session folder, worker's argument list → the commands that start a job of `NODES` nodes with one worker each."""
+    """Session folder, worker's argument list → the commands that start a job of `workers` workers."""
     is_agent: Callable[[Process], bool]
     environ: dict[str, str] = field(default_factory=dict)
+    workers: int = NODES
+    """In all; with as many nodes, unless it says otherwise."""
 
 
-def _torchrun_commands(folder: Path, worker: Sequence[str]) -> list[list[str]]:
+def _torchrun_commands(folder: Path, worker: Sequence[str], *, restarts: int = 3) -> list[list[str]]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     agent = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(NODES), "--nproc-per-node", "1"]
     agent += [
         "--max-restarts",
-        "3",
+        str(restarts),
         "--shutdown-timeout",
         GRACE,
         "--rdzv-backend",
@@ -61,31 +64,39 @@ def _torchrun_commands(folder: Path, worker: Sequence[str]) -> list[list[str]]:
     return [[*agent, "--rdzv-id", folder.name, *worker] for _ in range(NODES)]
 
 
-def _our_commands(folder: Path, worker: Sequence[str]) -> list[list[str]]:
-    command = [sys.executable, "-m", "hpc_elastic", "run", "--cluster", "local", "--nodes", str(NODES)]
-    command += ["--nproc-per-node", "1", "--max-restarts", "3", "--max-requeues", "0", "--shutdown-timeout", GRACE]
-    return [[*command, "--runs-dir", str(folder / "runs"), *worker]]
+def ours(name: str = "hpc-elastic", *options: str, nodes: int = NODES, nproc: int = 1) -> System:
+    """`hpc-elastic run` on this machine, with further options."""
+    command = [sys.executable, "-m", "hpc_elastic", "run", "--cluster", "local", "--nodes", str(nodes)]
+    command += ["--nproc-per-node", str(nproc), "--max-restarts", "3", "--max-requeues", "0"]
+    command += ["--shutdown-timeout", GRACE, *options]
+    return System(
+        name=name,
+        commands=lambda folder, worker: [[*command, "--runs-dir", str(folder / "runs"), *worker]],
+        # The agent's guardian is a fork of it: the same arguments, but an agent's child.
+        is_agent=lambda process: "agent" in process.argv[:7] and "hpc_elastic" in " ".join(process.argv[:7]),
+        workers=nodes * nproc,
+    )
 
 
-TORCHRUN = System(
-    name="torchrun",
-    commands=_torchrun_commands,
-    is_agent=lambda process: "torch.distributed.run" in process.argv,
-    # Without it torchrun 2.13 never gets a process group again: the agents' restart counts, and so the keys, differ.
-    environ={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
-)
-OURS = System(
-    name="hpc-elastic",
-    commands=_our_commands,
-    # The agent's guardian is a fork of it: the same arguments, but an agent's child.
-    is_agent=lambda process: "agent" in process.argv[:7] and "hpc_elastic" in " ".join(process.argv[:7]),
-)
+def torchrun(name: str = "torchrun", *, restarts: int = 3) -> System:
+    """4 agents of torchrun's on this machine."""
+    return System(
+        name=name,
+        commands=partial(_torchrun_commands, restarts=restarts),
+        is_agent=lambda process: "torch.distributed.run" in process.argv,
+        # Without it torchrun 2.13 gets no process group again: the agents' restart counts, and so the keys, differ.
+        environ={"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    )
+
+
+TORCHRUN = torchrun()
+OURS = ours()
 
 
 class Session:
     """One job of one system, with a folder, a mark and a log of its own; everything is gone when it closes."""
 
-    def __init__(self, system: System, kind: str, then: str, *, limit: float = 60.0) -> None:
+    def __init__(self, system: System, *arguments: str, limit: float = 60.0, worker: Path = WORKER) -> None:
         self.system = system
         self._limit = limit
         self._mark = uuid.uuid4().hex
@@ -93,7 +104,7 @@ class Session:
         self.folder = Path(self._folder.name)
         for name in ("stamps", "tmp", "home", "state", "runs"):
             (self.folder / name).mkdir(mode=0o700)
-        environ = {
+        self._environ = {
             **os.environ,
             **system.environ,
             processes.MARK: self._mark,
@@ -105,16 +116,19 @@ class Session:
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
         }
-        commands = system.commands(self.folder, [str(WORKER), kind, then])
+        self._worker = [str(worker), *arguments]
         self.began = time.time_ns()
         self.started: list[subprocess.Popen[bytes]] = []
+        self._start()
+
+    def _start(self) -> None:
         with open(self.folder / "log", "ab") as log:
-            for command in commands:
+            for command in self.system.commands(self.folder, self._worker):
                 self.started.append(
                     subprocess.Popen(
                         command,
                         cwd=self.folder,
-                        env=environ,
+                        env=self._environ,
                         stdin=subprocess.DEVNULL,
                         stdout=log,
                         stderr=log,
@@ -122,14 +136,23 @@ class Session:
                     )
                 )
 
-    def __enter__(self) -> Session:
-        return self
+    def start_again(self) -> None:
+        """End all of it at once, and start the commands again in the same folder."""
+        self._end()
+        self.started.clear()
+        self._start()
 
-    def __exit__(self, *_: object) -> None:
+    def _end(self) -> None:
         processes.kill_marked(self._mark)
         for process in self.started:
             process.kill()
             process.wait()
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
         self._folder.cleanup()
 
     def processes(self) -> list[Process]:
@@ -162,7 +185,7 @@ class Session:
             TookTooLong: not all ranks did.
         """
         self.wait_until(
-            lambda: {m["rank"] for m in self.moments(name, since=since)} >= set(range(NODES)),
+            lambda: {m["rank"] for m in self.moments(name, since=since)} >= set(range(self.system.workers)),
             f"'{name}' of all ranks",
         )
         first = {m["rank"]: m["t"] for m in sorted(self.moments(name, since=since), key=lambda m: -m["t"])}

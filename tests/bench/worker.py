@@ -1,8 +1,9 @@
 """The worker that is measured: says its first line, forms a process group if asked to, and waits for the end.
 
-Arguments: ``plain`` or ``torch``, then what it does once it is up: ``wait`` (for the file ``stop`` in the stamps'
-folder, then exits 0), ``exit`` (0), ``raise``, ``fork`` (like ``wait``, with a child in a session of its own that
-ignores SIGTERM). Each moment is a line in a file of its own: nothing is shared between workers.
+Arguments: ``plain``, ``torch`` or ``train`` (torch, and three DDP steps), then what it does once it is up: ``wait``
+(for the file ``stop`` in the stamps' folder, then exits 0), ``exit`` (0), ``raise``, ``fork`` (like ``wait``, with a
+child in a session of its own that ignores SIGTERM). Each moment is a line in a file of its own: nothing is shared
+between workers.
 """
 
 import json
@@ -26,7 +27,7 @@ def main() -> None:
     kind, then = sys.argv[1:3]
     print(f"first line of rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}", flush=True)
     stamp("line")
-    if kind == "torch":
+    if kind in ("torch", "train"):
         import torch
         import torch.distributed as dist
 
@@ -37,6 +38,14 @@ def main() -> None:
         if int(total.item()) != int(os.environ["WORLD_SIZE"]):
             raise RuntimeError(f"the process group counts {total.item()}")
         stamp("group")
+    if kind == "train":
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(64, 64))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(1, 4):
+            optimizer.zero_grad()
+            model(torch.ones(8, 64)).sum().backward()
+            optimizer.step()
+            stamp(f"step {step}")
     if then == "raise":
         raise ValueError("this worker always fails")
     if then == "exit":

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.rigs.failure_catalogue import MEET, Catalogue, Told
+from tests.rigs.memory_limit import memory_limit
 
 
 def told(cause: str, **changes: Any) -> Told:
@@ -104,30 +103,6 @@ def test_killed_from_outside(catalogue: Catalogue) -> None:
         catalogue.check(run, "killed-from-outside", expected)
 
 
-@contextmanager
-def _memory_limit(size: int) -> Iterator[Path]:
-    """A memory cgroup of this size below our own. Without one that can be made: skips the test, or fails it in CI."""
-    made: Path | None = None
-    problem = "no cgroup v1 memory controller"
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)
-        if "memory" in controllers.split(","):
-            made = Path("/sys/fs/cgroup/memory") / path.lstrip("/") / f"hpc-elastic-catalogue-{os.getpid()}"
-    if made is not None:
-        try:
-            made.mkdir()
-            (made / "memory.limit_in_bytes").write_text(str(size))
-        except OSError as error:
-            problem, made = str(error), None
-    if made is None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"no memory cgroup can be made here: {problem}")
-    try:
-        yield made
-    finally:
-        (made.parent / "cgroup.procs").write_text(str(os.getpid()))
-        made.rmdir()
-
-
 def test_out_of_memory(catalogue: Catalogue) -> None:
     """A real kill by the kernel: supervisor, agents and workers all are in one cgroup, as below Slurm."""
     script = f"""
@@ -141,16 +116,10 @@ def test_out_of_memory(catalogue: Catalogue) -> None:
         load_everything()
     wait_for("never")
     """
-    with _memory_limit(256 << 20) as cgroup:
-        run = catalogue.run(script)
-        (cgroup / "cgroup.procs").write_text(str(os.getpid()))  # what is started from here on is in it
-        run.__enter__()
-        (cgroup.parent / "cgroup.procs").write_text(str(os.getpid()))
-        try:
-            run.finish()
-        finally:
-            run.__exit__(None, None, None)
-        run.check_nothing_left(within=15)
+    run = catalogue.run(script)
+    with memory_limit(256 << 20, run):
+        run.finish()
+    run.check_nothing_left(within=15)
     expected = told(
         "Out of memory: Signal 9 (SIGKILL) received by PID <PID>; the OOM killer struck in its cgroup",
         failure_class="infrastructure",

@@ -25,6 +25,6 @@ _CASES = {case.name: case for case in all_cases()}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_report_is_right(name: str) -> None:
-    judged = run_case(_CASES[name])
+def test_the_report_is_right(name: str, start_method: str) -> None:
+    judged = run_case(_CASES[name], start_method=start_method)
     assert judged.grade is Grade.RIGHT, f"{judged.confidence}: {judged.why}\n\n{judged.text}"

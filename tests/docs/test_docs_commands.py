@@ -13,13 +13,16 @@ import pytest
 
 from hpc_elastic.cli import config
 from hpc_elastic.cli import main as cli
+from hpc_elastic.cli.doctor import OPTIONS as DOCTOR_OPTIONS
+from hpc_elastic.cli.rehearse import OPTIONS as REHEARSE_OPTIONS
 from hpc_elastic.cli.run_argument import argument_parser
 from hpc_elastic.errors import UsageError
-from hpc_elastic.options import job_options, table, worker_options
+from hpc_elastic.options import table, worker_options
+from hpc_elastic.options.run_request import ALL_OPTIONS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs" / "examples").glob("*.sh")])
-RUN_OPTIONS = (*worker_options.OPTIONS, *job_options.OPTIONS)
+RUN_OPTIONS = ALL_OPTIONS
 ELSEWHERE = {
     "--container",
     "--nv",
@@ -104,10 +107,23 @@ def test_options_that_are_named_exist(page: Path) -> None:
     known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', example))
     for program in ("check.py", "soak/__main__.py"):
         known |= set(re.findall(r"--[a-z-]+", (ROOT / "tests" / program).read_text(encoding="utf-8")))
-    for name in ("report", "logs", "events", "status", "list", "clean", "convert", "cancel", "requeue"):
+    for name in (
+        "report",
+        "logs",
+        "events",
+        "status",
+        "list",
+        "what-if",
+        "clean",
+        "convert",
+        "cancel",
+        "requeue",
+        "chaos",
+    ):
         parser = argument_parser(name, "")
         importlib.import_module(f"hpc_elastic.cli.{cli._SUBCOMMANDS[name][0]}").add_arguments(parser)
         known |= set(parser._option_string_actions)
+    known |= {name for option in (*REHEARSE_OPTIONS, *DOCTOR_OPTIONS) for name in option.names}
     named = {word.split("=")[0] for word in re.findall(r"`(--[^`\s]+)", text_of(page))}
     assert not named - known
 

@@ -23,7 +23,7 @@ from tests.rigs.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
-HERE = {"first-run", "events", "html", "config", "convert", "health-check", "notice", "hangs"}
+HERE = {"first-run", "events", "html", "config", "convert", "health-check", "notice", "hangs", "setup-failed"}
 ON_SLURM = {"submit", "cluster", "bad-nodes"}
 """By tests/slurm."""
 PATIENCE = 90.0
@@ -155,6 +155,12 @@ def test_a_node_that_is_not_fit(home: Home, shown_output: ShownOutput) -> None:
     shown_output.check("health-check", home.session(command))
 
 
+def test_a_setup_that_fails(home: Home, shown_output: ShownOutput) -> None:
+    home.write({"home/me/project/train.py": "print('trains')\n"})
+    (command,) = re.findall(r"^\$ (hpc-elastic run .*)$", page("how-to/environment-and-hooks.md"), re.MULTILINE)
+    shown_output.check("setup-failed", home.session(command, code=93))
+
+
 def test_a_notice(home: Home, shown_output: ShownOutput) -> None:
     home.write({"home/me/project/train.py": STEPS})
     with (home.root / "log").open("w") as log:
@@ -233,6 +239,24 @@ PRINTED = Session(
 )
 def test_a_block_that_is_not_what_was_printed_is_seen(shown: str, problems: int) -> None:
     assert len(PRINTED.problems(example(shown))) == problems
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (
+            "  verdict   : first of 4; the others were stopped within 12 ms",
+            "  verdict   : the only failure that is not a consequence of another one; 1 other is a consequence",
+            "  verdict   : the only failure that is not a consequence of another one; 2 others are consequences",
+        ),
+        (
+            "[node0] round opened (round 1): rank 2 ended with SIGKILL on node2",
+            "[node0] round opened (round 1): worker failure on node 2: rank 2: Signal 9 (SIGKILL) received by PID 77",
+        ),
+    ],
+)
+def test_of_two_true_lines_any_may_be_shown(lines: tuple[str, ...]) -> None:
+    assert len({PRINTED.key(line) for line in lines}) == 1
 
 
 def test_a_block_that_leaves_lines_out_is_not_whole() -> None:

@@ -29,9 +29,12 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 JOB, OTHER_JOBS = "4711", ("70", "70_3")
 RUN_ID = "20261121-053000-train-9f3c"
-ELSEWHERE = ("cancel", "requeue", "clean", "convert", "hangs", "completion")
-"""What needs a job that runs (tests/slurm), what would remove the run of the others, and what wants files
-(tests/unit/options, tests/unit/failures)."""
+ELSEWHERE = (
+    *("cancel", "requeue", "chaos", "clean", "convert", "hangs", "completion"),
+    *("doctor", "rehearse", "what-if"),
+)
+"""What needs a job that runs (tests/slurm), what would remove the run of the others, what wants files
+(tests/unit/options, tests/unit/failures), and what has tests of its own (tests/integration)."""
 
 
 def blocks(page: Path, language: str) -> list[str]:
@@ -47,6 +50,11 @@ def commands(page: Path) -> list[str]:
     found = re.findall(r"^(?:\$ )?(hpc-elastic .*)$", text.replace("\\\n", " "), re.MULTILINE)
     found += re.findall(r"(?<!`)`(hpc-elastic [^`]*(?:train\.py|RUN|JOBID|4711)[^`]*)`", text)
     return list(dict.fromkeys(found))
+
+
+def shown_with_output(page: Path) -> list[str]:
+    """The last command before each output that tests/docs/test_docs_output.py holds to a real run."""
+    return re.findall(r"^\$ (hpc-elastic .*)\n```\n\n<!-- output: ", page.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def all_commands(*names: str) -> list[tuple[str, str]]:
@@ -72,7 +80,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.setenv("XDG_STATE_HOME", str(folder / "state"))
         for name in [name for name in os.environ if name.startswith(("SLURM_", "SBATCH_", "PET_"))]:
             patch.delenv(name)
-        patch.delenv("PWD", raising=False)
+        patch.setenv("PWD", str(folder))
         patch.chdir(folder)
         _ended_run(folder)
         yield folder
@@ -130,8 +138,9 @@ def test_what_starts_runs_would_start_them(
 
 
 def test_a_run_that_is_typed_really_runs(place: Path) -> None:
-    """Those of the user's own script; the examples' are run by tests/integration."""
+    """Those of the user's own script; the examples' are run by tests/integration, and an output is held elsewhere."""
     typed = {command for _, command in all_commands("run") if "train.py" in command and "docs/examples" not in command}
+    typed -= {command for page in PAGES for command in shown_with_output(page)}
     assert typed
     started = {
         command: subprocess.Popen(
@@ -217,6 +226,8 @@ TAKES_MORE = {
     "use-agents-from-python.md": "test_a_program_that_is_an_agent_runs, tests/integration/test_local_elastic_agent.py",
 }
 """Pages whose Python needs more than a process, and who runs the like; here its names are looked up."""
+FRAMEWORKS = ("train-with-accelerate.md", "train-with-lightning.md", "train-with-transformers.md")
+"""Pages whose Python needs a framework: tests/frameworks/scripts has the same lines, and runs them."""
 
 
 def parsed(text: str) -> ast.Module:
@@ -229,7 +240,7 @@ def parsed(text: str) -> ast.Module:
 
 @pytest.mark.parametrize(
     ("page", "text"),
-    [found for found in python_blocks() if found[0] not in TAKES_MORE],
+    [found for found in python_blocks() if found[0] not in (*TAKES_MORE, *FRAMEWORKS)],
     ids=lambda value: str(value).strip()[:40],
 )
 def test_python_runs(page: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,6 +257,15 @@ def test_python_runs(page: str, text: str, monkeypatch: pytest.MonkeyPatch) -> N
         "hpc_elastic": hpc_elastic,
     }
     exec(compile(parsed(text), page, "exec"), {"__name__": "docs", **names})
+
+
+@pytest.mark.parametrize("page", FRAMEWORKS)
+def test_a_frameworks_page_imports_what_its_script_imports(page: str) -> None:
+    script = ROOT / "tests/frameworks/scripts" / page.replace("train-with-", "with_").replace(".md", ".py")
+    imports = [line for line in script.read_text(encoding="utf-8").splitlines() if "hpc_elastic" in line]
+    (text,) = [text for name, text in python_blocks() if name == page]
+    found = [ast.unparse(node) for node in ast.walk(parsed(text)) if isinstance(node, ast.ImportFrom)]
+    assert sorted(found) == sorted(imports)
 
 
 SMALLER = {
@@ -313,7 +333,8 @@ def test_a_wrapped_function_restarts(tmp_path: Path) -> None:
     (store,) = (text for text in texts if "SharedFileStore" in text)
     sooner = fault.replace("delay=(1.0, 5.0)", "delay=(0.2, 0.4)")
     assert sooner != fault
-    body = f"if call.iteration == 0:\n{textwrap.indent(sooner, '    ')}\n    while True:\n        time.sleep(0.01)\n"
+    body = "model = None\n"  # the page's dots
+    body += f"if call.iteration == 0:\n{textwrap.indent(sooner, '    ')}\n    while True:\n        time.sleep(0.01)\n"
     body += (
         "total = torch.ones(1)\ndist.all_reduce(total)\nprint('sum', total.item(), 'in', call.iteration, flush=True)"
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("accelerate", "lightning")
+PACKAGES = ("accelerate", "lightning", "transformers")
 _PIP_SECONDS = 600.0
 
 
@@ -33,10 +33,11 @@ def frameworks_python() -> str:
         pytest.skip("optional: python -m tests.check --tier frameworks")
     folder = ROOT / "build" / "frameworks"
     python = folder / "bin" / "python"
-    probe = "import accelerate, lightning, torch; print(accelerate.__version__, lightning.__version__, torch.__file__)"
+    probe = "import accelerate as a, lightning as l, torch, transformers as t; "
+    probe += "print(a.__version__, l.__version__, t.__version__, torch.__file__)"
     if not python.exists() or subprocess.run([python, "-c", probe], capture_output=True).returncode != 0:
         _make(folder)
     found = subprocess.run([python, "-c", probe], capture_output=True, text=True, check=True, timeout=240).stdout
-    print(f"accelerate, lightning, torch: {found}")
+    print(f"accelerate, lightning, transformers, torch: {found}")
     assert sys.prefix in found, "torch was replaced"
     return str(python)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.test_rehearse import rehearse_example
+from tests.rigs.local_run import START_METHODS
 from tests.rigs.training_scripts import (
     EXAMPLES,
     PATIENCE,
@@ -22,10 +24,15 @@ MOVED = {"train_accelerate.py": "latest", "train_lightning.py": "last.ckpt"}
 """What completes a checkpoint by being moved into place."""
 
 
+@pytest.mark.parametrize("start_method", START_METHODS)
 @pytest.mark.parametrize("script", sorted(MOVED))
-def test_a_killed_rank_costs_a_restart_and_the_run_resumes(script: str, tmp_path: Path, frameworks_python: str) -> None:
+def test_a_killed_rank_costs_a_restart_and_the_run_resumes(
+    script: str, start_method: str, tmp_path: Path, frameworks_python: str
+) -> None:
     undisturbed = run_alone(script, tmp_path / "alone", python=frameworks_python)
-    result = run_with_a_killed_rank(script, tmp_path, moved=MOVED[script], python=frameworks_python)
+    result = run_with_a_killed_rank(
+        script, tmp_path, moved=MOVED[script], python=frameworks_python, start_method=start_method
+    )
     _check(script, result, undisturbed)
 
 
@@ -36,6 +43,12 @@ def test_the_same_scripts_submitted_by_a_program(script: str, tmp_path: Path, fr
     moved = MOVED.get(script, "latest")
     result = submit_with_a_killed_rank(script, tmp_path, moved=moved, python=frameworks_python)
     _check(script, result, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", sorted(MOVED))
+def test_the_same_scripts_hold_in_a_rehearsal(script: str, tmp_path: Path, frameworks_python: str) -> None:
+    rehearse_example(tmp_path, script, "--epochs", "60", options=("--python", frameworks_python))
 
 
 def _check(script: str, result: subprocess.CompletedProcess[str], undisturbed: dict[int, float]) -> None:

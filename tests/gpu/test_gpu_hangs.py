@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from hpc_elastic.agent.health_gpu import from_json
 from hpc_elastic.base.outcome import ExitCode
+from hpc_elastic.base.self_command import module_command
+from hpc_elastic.workers.tree import TAG_VARIABLE
 from tests.rigs.gpu import RUN_SECONDS, GpuRun, Machine, memory_readings, memory_watched
 
 pytestmark = pytest.mark.gpu
@@ -81,4 +87,47 @@ def test_memory_is_given_back_before_the_restart_after_a_kill(
     seen("GPU memory given back after SIGKILL", f"{freed:.2f} s (NVML)")
 
 
+def test_memory_that_an_ended_process_held_is_waited_for(
+    tmp_path: Path, machine: Machine, seen: Callable[[str, str], None]
+) -> None:
+    """By the program that the health check runs, with a process in the place of a worker."""
+    if not machine.uuid:
+        pytest.skip(f"torch {machine.torch} does not say the GPU's UUID")
+    env = {**os.environ, TAG_VARIABLE: "run:gpu-test-0:agent"}
+
+    def held(*arguments: str, tag: str = env[TAG_VARIABLE]) -> tuple[int, float]:
+        argv = [*module_command("hpc_elastic.agent.health_gpu", "main"), *arguments]
+        done = subprocess.run(argv, env={**env, TAG_VARIABLE: tag}, capture_output=True, text=True, timeout=120)
+        facts = from_json(done.stdout)
+        (device,) = [device for device in facts.devices if device.uuid == machine.uuid]
+        if device.held is None:
+            pytest.skip("NVML does not say how much memory is in use here")
+        return device.held, facts.waited
+
+    before, _ = held()
+    holder = subprocess.Popen([sys.executable, "-c", _HOLDER], env=env, stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        during, _ = held()
+        others, _ = held(tag="run:gpu-test-1:agent")
+    finally:
+        holder.kill()
+        holder.wait()
+    after, waited = held("50", f"{machine.uuid}={before}")
+    shown = {"before": before, "of a worker": during, "of others": others, "after": after}
+    figures = ", ".join(f"{name} {value / 2**20:.0f} MiB" for name, value in shown.items())
+    seen("memory that a process of 4 GiB holds", f"{figures}; waited {waited:.2f} s after SIGKILL")
+    assert during - before >= 4 << 30, figures
+    assert after - before < _SLACK, figures
+    assert waited < 50, figures
+
+
+_HOLDER = """
+import torch, time
+held = torch.ones(4 << 30, dtype=torch.uint8, device="cuda")
+torch.cuda.synchronize()
+print("held", flush=True)
+time.sleep(600)
+"""
 _HOLD_AND_WAIT = f"{_HOLD}\nif not ROUND:\n    wait_for('never')\n"

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from hpc_elastic.agent.nccl_ras import ask_ras, nccl_version, parse_address
 from hpc_elastic.base.outcome import ExitCode
-from tests.rigs.gpu import RUN_SECONDS, GpuRun, Machine, ask_ras
-from tests.rigs.inprocess_ranks import free_ports
+from hpc_elastic.failures.nccl_ras import Level, parse_json, parse_text
+from tests.rigs.gpu import RUN_SECONDS, GpuRun, Machine
 
 pytestmark = pytest.mark.gpu
 
@@ -45,11 +46,7 @@ wait_for("end")
 dist.destroy_process_group()
 """
 
-_ASKED = {
-    "status.txt": ("STATUS",),
-    "verbose.txt": ("VERBOSE STATUS",),
-    "verbose.json": ("SET FORMAT json", "VERBOSE STATUS"),
-}
+_IN_A_GROUP_SHOWN = 'tell("ras", address=os.environ["NCCL_RAS_ADDR"], pid=os.getpid())\n'
 
 
 def test_two_ranks_on_one_gpu(sharing: tuple[str, str]) -> None:
@@ -92,21 +89,78 @@ def test_the_flight_recorder_dumps_when_its_pipe_is_written_to(
         seen("the flight recorder's pipe", f"{dump.stat().st_size} bytes in {dump.name}, {took:.1f} s later")
 
 
+_STOPS = """
+import torch, torch.distributed as dist
+from tests.rigs.torch_ranks import join
+
+device = join("nccl", "cuda", sys.argv[1], seconds=120.0)
+value = torch.ones(1, device=device)
+others_in_round()
+tell("here", address=os.environ["NCCL_RAS_ADDR"])
+began = time.monotonic()
+while not is_said("end"):  # it never rests, and rank 1 is late for good after 4 s
+    if time.monotonic() - began < 4 or (RANK < BEHIND and LEFT):
+        dist.all_reduce(value)
+        LEFT -= time.monotonic() - began >= 4
+        time.sleep(0.05)
+os._exit(0)
+"""
+
+
+def _needs_ras(machine: Machine, least: tuple[int, ...]) -> None:
+    if tuple(int(part) for part in machine.nccl.split(".")[:3] if part.isdigit()) < least:
+        pytest.skip(f"NCCL {machine.nccl} is asked nothing: only {'.'.join(map(str, least))} and newer")
+
+
 def test_ras_answers(
     tmp_path: Path, machine: Machine, seen: Callable[[str, str], None], keep: Callable[[str, str | Path], None]
 ) -> None:
-    if tuple(int(part) for part in machine.nccl.split(".")[:2] if part.isdigit()) < (2, 24):
-        pytest.skip(f"NCCL {machine.nccl} has no RAS; 2.24 has")
-    address = ("127.0.0.1", free_ports())
-    with GpuRun(tmp_path, _IN_A_GROUP, nodes=1, environ={"NCCL_RAS_ADDR": f"{address[0]}:{address[1]}"}) as run:
+    """Both forms, by the agents' own client, at the address that the agent chose."""
+    _needs_ras(machine, (2, 24))
+    with GpuRun(tmp_path, f"{_IN_A_GROUP_SHOWN}{_IN_A_GROUP}", nodes=1) as run:
         run.until(lambda: run.moments("here"), "group", within=RUN_SECONDS)
-        answers = {}
-        for name, commands in _ASKED.items():
-            try:
-                answers[name] = ask_ras(address, *commands)
-            except OSError as error:
-                answers[name] = f"{type(error).__name__}: {error}"
-            keep(f"ras-{name}", answers[name])
+        address = parse_address(run.moments("ras")[0]["address"])
+        assert address is not None
+        text, _ = ask_ras(address, as_json=False)
+        keep("ras-verbose.txt", text)
+        found, is_json = ask_ras(address, as_json=True)
+        keep(f"ras-verbose.{'json' if is_json else 'again.txt'}", found)
+        loaded = nccl_version(run.moments("ras")[0]["pid"])
         run.say("end")
-        assert "NCCL" in answers["status.txt"], f"{answers}\n{run.explain()}"
-        seen("NCCL RAS", "; ".join(f"{name}: {len(text)} characters" for name, text in answers.items()))
+        seen("the NCCL that a worker has loaded, by its files", str(loaded))
+        assert loaded is None or machine.nccl.startswith(".".join(map(str, loaded)))
+        assert machine.nccl in parse_text(text).version, f"{text}\n{run.explain()}"
+        if is_json:
+            (comm,) = parse_json(found).communicators
+            assert comm.levels["AllReduce"] == (Level(3, 1, (0,)),), found
+            assert not comm.trouble, found
+        seen("NCCL RAS", f"text: {len(text)} characters; {'JSON' if is_json else 'again text'}: {len(found)}")
+
+
+def test_a_straggler_is_suspected_by_ras(
+    tmp_path: Path, machine: Machine, way: str, seen: Callable[[str, str], None]
+) -> None:
+    _needs_ras(machine, (2, 27, 5))
+    options = ["--hangs", "observe:6"]
+    script = f"BEHIND, LEFT = 1, 3\n{_STOPS}"
+    with GpuRun(tmp_path, script, nodes=2, arguments=(way,), options=options) as run:
+        run.until(lambda: run.events("hang_suspected"), "suspicion", within=RUN_SECONDS)
+        run.say("end")
+        (event,) = run.events("hang_suspected")
+        assert event["source"] == "nccl", run.explain()
+        assert event["ranks"] == [1], run.explain()
+        seen("a straggler, by RAS", event["reason"])
+
+
+def test_a_rest_of_all_is_no_suspicion_where_the_dumps_are_complete(
+    tmp_path: Path, machine: Machine, seen: Callable[[str, str], None]
+) -> None:
+    _needs_ras(machine, (2, 28, 7))
+    script = f"BEHIND, LEFT = 0, 0\n{_STOPS}"
+    with GpuRun(tmp_path, script, nodes=1, arguments=("as it is",), options=["--hangs", "observe:6"]) as run:
+        run.until(lambda: run.moments("here"), "group", within=RUN_SECONDS)
+        time.sleep(30.0)
+        run.say("end")
+        assert run.finish(within=RUN_SECONDS) == ExitCode.OK, run.explain()
+        assert not run.events("hang_suspected"), run.explain()
+        seen("a rest of all, by RAS", "no suspicion in 26 s, with observe:6")

@@ -65,6 +65,8 @@ def test_what_nvml_says_of_this_node(
     assert facts.is_there, done
     assert not facts.error, done
     assert len(facts.devices) >= machine.count, done
+    assert facts.driver, done
+    assert all(device.name for device in facts.devices if not device.error), done
     assert all(device.uuid.startswith(("GPU-", "MIG-")) or device.error for device in facts.devices), done
     finding = judge_gpus(facts, given=None, visible=os.environ.get("CUDA_VISIBLE_DEVICES"), least_errors=1)
     figures = json.loads(done.stdout)["devices"][0]

@@ -19,6 +19,7 @@ def test_those_that_answer_end_by_it_and_dump_no_core() -> None:
         for worker in workers:
             read_line(worker.stdout_fd)
         os.kill(workers[1].pid, signal.SIGSTOP)
+        until(lambda: tree.look_at(workers[1].pid).state == "T")
         stopper = StacksThenStop(
             find_targets([(worker, 0) for worker in workers]),
             stop.GroupStopper(workers, grace=30, clock=clock),

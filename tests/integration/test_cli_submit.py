@@ -136,6 +136,16 @@ def test_two_runs_are_two(site: Site, capsys: pytest.CaptureFixture[str]) -> Non
     assert len(secrets) == 2
 
 
+def test_job_and_workers_begin_in_the_folder_that_is_asked_for(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    (site.work / "sub folder").mkdir()
+    (site.work / "sub folder" / "train.py").touch()
+    code, _, err = submit(capsys, "--chdir", "sub folder", "--runs-dir", str(site.work / "runs"), "train.py")
+    assert (code, err) == (0, "")
+    run = the_run(site)
+    assert load_run_spec(run / "run.json").cwd == str(site.work / "sub folder")
+    assert f'#SBATCH --chdir="{site.work}/sub folder"\n' in (run / "job.sbatch").read_text()
+
+
 def test_a_dry_run_prints_the_script_and_changes_nothing(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     before = site.everything()
     code, out, err = submit(capsys, "--dry-run", "--nodes=3", "--comment=a 'b' $c", "train.py")

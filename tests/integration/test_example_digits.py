@@ -14,6 +14,7 @@ import pytest
 
 from hpc_elastic.submission import ElasticExecutor, Script
 from tests.rigs.inprocess_ranks import free_ports
+from tests.rigs.local_run import START_METHODS
 from tests.rigs.training_scripts import of_job
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,11 +69,15 @@ def test_a_notice_ends_it_after_an_epoch_and_the_next_attempt_resumes(tmp_path: 
     assert final_loss(output) == pytest.approx(undisturbed_loss, rel=1e-4)
 
 
-def test_a_killed_worker_costs_a_restart_and_no_accuracy(tmp_path: Path, undisturbed_loss: float) -> None:
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_a_killed_worker_costs_a_restart_and_no_accuracy(
+    tmp_path: Path, undisturbed_loss: float, start_method: str
+) -> None:
     checkpoint = tmp_path / "digits.pt"
     result = subprocess.run(
         [
             *(sys.executable, "-m", "hpc_elastic", "run", "--cluster", "local", "--nodes", "2"),
+            *("--start-method", start_method),
             *("--runs-dir", str(tmp_path / "runs"), str(SCRIPT), "--epochs", str(EPOCHS)),
             *("--checkpoint", str(checkpoint), "--kill-rank", "1", "--kill-epoch", "3"),
         ],
@@ -81,6 +86,7 @@ def test_a_killed_worker_costs_a_restart_and_no_accuracy(tmp_path: Path, undistu
     assert result.returncode == 0, result.stdout + result.stderr
     assert final_loss(result.stdout) == pytest.approx(undisturbed_loss, rel=1e-4)
     assert f"resuming after epoch 2 from {checkpoint}" in result.stdout
+    assert "workers are started fresh" not in result.stdout
     report = result.stdout.split("Root Cause (first observed failure)", 1)[1]
     assert "SIGKILL" in report
     assert "\n  rank 1 (local_rank 0) on node1 (node 1)" in report

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rigs.local_run import START_METHODS
 from tests.rigs.training_scripts import check_that_it_resumed, run_alone, run_with_a_killed_rank
 
 pytestmark = [
@@ -16,7 +17,8 @@ pytestmark = [
 ]
 
 
-def test_a_killed_rank_costs_a_restart_and_no_accuracy(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_a_killed_rank_costs_a_restart_and_no_accuracy(tmp_path: Path, start_method: str) -> None:
     undisturbed = run_alone("train_fsdp.py", tmp_path / "alone")
-    result = run_with_a_killed_rank("train_fsdp.py", tmp_path, moved="latest")
+    result = run_with_a_killed_rank("train_fsdp.py", tmp_path, moved="latest", start_method=start_method)
     check_that_it_resumed(result, undisturbed)

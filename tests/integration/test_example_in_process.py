@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.inprocess_ranks import free_ports
+from tests.rigs.local_run import START_METHODS
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "docs" / "examples" / "train_in_process.py"
@@ -41,10 +42,13 @@ def alone(folder: Path) -> float:
     return final_loss(result.stdout)
 
 
-def test_a_killed_rank_is_replaced_and_the_loss_is_that_of_an_undisturbed_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_a_killed_rank_is_replaced_and_the_loss_is_that_of_an_undisturbed_run(
+    tmp_path: Path, start_method: str
+) -> None:
     command = [sys.executable, "-m", "hpc_elastic", "run", "--cluster", "local", "--nodes", "2"]
     command += ["--nproc-per-node", "2", "--restart-policy", "in-process", "--runs-dir", str(tmp_path / "runs")]
-    command += [str(SCRIPT), "--checkpoint", str(tmp_path / "ring.pt")]
+    command += ["--start-method", start_method, str(SCRIPT), "--checkpoint", str(tmp_path / "ring.pt")]
     command += ["--fail-rank", "2", "--fail-step", "12", "--fail-how", "kill"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(

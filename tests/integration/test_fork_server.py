@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+import venv
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from hpc_elastic.agent.fork_server_states import ServerState
 from hpc_elastic.run.agent_events import ForkServerEnded, ForkServerGaveUp, PreloadLeftOut
 from hpc_elastic.run.preload import preload_for
 from tests.rigs.local_run import LocalRun
+from tests.rigs.memory_limit import memory_limit
 from tests.rigs.start_methods import Starter, finish
 from tests.rigs.waiting import until
 
@@ -103,6 +105,40 @@ def test_an_isolated_interpreter_gets_no_server_and_never_runs_the_script(tmp_pa
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import os\nIS_FIRST = os.environ.get('RANK') == '0'", "it reads RANK"),
+        (
+            "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()",
+            "it starts a thread",
+        ),
+        ("import socket\nSOCKET = socket.socket()", "it opens a socket"),
+    ],
+)
+def test_a_sitecustomize_that_cannot_be_shared_means_no_server(text: str, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "libs").mkdir()
+    (tmp_path / "libs" / "sitecustomize.py").write_text(text)
+    (tmp_path / "train.py").write_text("")
+    with Starter(tmp_path, ["train.py"], environ={"PYTHONPATH": str(tmp_path / "libs")}) as starter:
+        starter.server.begin()
+        starter.until(ServerState.FAILED)
+        assert starter.server.why_fresh == f"there is no fork server: sitecustomize can't be shared: {reason}" + (
+            ", which differ between workers" if "RANK" in reason else ""
+        )
+        assert len([event for event in starter.events if isinstance(event, ForkServerGaveUp)]) == 1
+
+
+def test_a_sitecustomize_that_can_be_shared_is_the_workers(tmp_path: Path) -> None:
+    (tmp_path / "libs").mkdir()
+    (tmp_path / "libs" / "sitecustomize.py").write_text("import os; os.environ['SITE'] = 'here'")
+    (tmp_path / "train.py").write_text("import os, sitecustomize; print(sitecustomize.__file__, os.environ['SITE'])")
+    with Starter(tmp_path, ["train.py"], environ={"PYTHONPATH": str(tmp_path / "libs")}) as starter:
+        starter.ready()
+        fresh, forked = starter.both(RANK="1")
+    assert fresh.stdout == forked.stdout == f"{tmp_path / 'libs' / 'sitecustomize.py'} here\n"
+
+
 def test_a_wrapper_of_the_interpreter_is_followed(tmp_path: Path) -> None:
     import sys
 
@@ -187,6 +223,21 @@ def test_a_file_that_changed_since_its_import_is_imported_again(tmp_path: Path) 
         assert f"{mine} has changed since it was imported" in starter.server.why_fresh
         starter.until(ServerState.READY)
         assert finish(starter.fork()).stdout == "newer\n"
+
+
+def test_a_project_that_is_a_virtual_environment_itself_has_its_files_watched(tmp_path: Path) -> None:
+    venv.create(tmp_path, symlinks=True)  # as `python -m venv .` does: all files are below sys.prefix
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("from mine import model")
+    model = tmp_path / "mine" / "model.py"
+    model.write_text("VALUE = 'old'")
+    (tmp_path / "train.py").write_text("import mine.model; print(mine.model.VALUE)")
+    with Starter(tmp_path, ["train.py"], preload=("mine",), python=str(tmp_path / "bin" / "python")) as starter:
+        starter.ready()
+        assert finish(starter.fork()).stdout == "old\n"
+        model.write_text("VALUE = 'newer'")
+        assert starter.server.fork([ForkRequest(env=starter.base)]) == [None]
+        assert f"{model} has changed since it was imported" in starter.server.why_fresh
 
 
 def test_what_a_module_read_of_the_environment_must_hold_for_the_worker(tmp_path: Path) -> None:
@@ -287,6 +338,62 @@ def test_an_import_that_crashes_is_reported_and_the_workers_start_fresh(tmp_path
         assert "no fork server any more, workers are started fresh" in run.log()
         report = run.attempt().report_text.read_text()
         assert "workers started fresh on node0, node1: there is no fork server: " in report
+
+
+def test_a_server_that_the_oom_killer_ends_costs_a_fresh_start(tmp_path: Path) -> None:
+    """A real kill by the kernel, in a cgroup as a job's: the reason is given, and no worker is blamed."""
+    (tmp_path / "mine.py").write_text(
+        "import os\nif 'RANK' not in dict(os.environ):\n    HOARD = [b'x' * (1 << 28)] * 1"
+    )
+    options = ("--start-method", "forkserver", "--preload", "mine")
+    run = LocalRun(tmp_path, "import mine\ntell('here')", nodes=1, options=options)
+    with memory_limit(192 << 20, run):
+        assert run.finish() == 0
+    (why,) = _starts(run)
+    assert "ended with SIGKILL, killed by the kernel for the memory limit while it imported mine" in why
+    assert run.report()["verdict"]["failure"] is None
+
+
+KILLS = {
+    "the server": ("os.kill(os.getppid(), 9)", ""),
+    "the process between": ("os.kill(os.getpid(), 9)", "the fork ended before it was a worker"),
+    "the fork": ("os.kill(os.getpid(), 9)", "the fork ended before it was a worker"),
+}
+
+
+@pytest.mark.parametrize("name", KILLS)
+def test_a_kill_between_fork_and_setsid_starts_each_worker_once(name: str, tmp_path: Path) -> None:
+    """At a fork's first instruction: the server's own fork is the process between, that one's fork the worker."""
+    what, reason = KILLS[name]
+    generation = 2 if name == "the fork" else 1
+    (tmp_path / "kills.py").write_text(
+        "import os\n"
+        "generation, is_armed = 0, 'RANK' not in dict(os.environ)\n"
+        "def in_child():\n"
+        "    global generation\n"
+        "    generation += 1\n"
+        f"    if is_armed and generation == {generation} and os.path.exists('armed'):\n"
+        f"        {what}\n"
+        "os.register_at_fork(after_in_child=in_child)\n"
+    )
+    script = """
+    tell("here")
+    if ROUND == 0:
+        wait_for("go")
+    """
+    options = ("--start-method", "forkserver", "--preload", "kills")
+    with LocalRun(tmp_path, script, nodes=1, nproc=2, options=options) as run:
+        run.wait_moments("here", count=2, round_index=0)
+        (tmp_path / "armed").touch()
+        run.kill_worker(0, round_index=0)
+        run.say("go")
+        assert run.finish() == 0
+        started = [[here["rank"] for here in run.moments("here", round_index=index)] for index in (0, 1)]
+        assert [sorted(ranks) for ranks in started] == [[0, 1], [0, 1]]
+        assert reason in _starts(run)[1]
+        assert run.report()["verdict"]["failure"]["exitcode"] == -9
+        if name == "the server":
+            assert run.events("fork_server_ended")[0]["reason"].startswith("the fork server ended with SIGKILL")
 
 
 def test_a_command_that_is_no_script_is_started_as_ever(tmp_path: Path) -> None:

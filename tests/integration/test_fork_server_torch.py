@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -55,3 +56,36 @@ def test_training_with_torch_gives_the_same_in_both(tmp_path: Path) -> None:
     assert "compiled [3.0, 3.0]" in same
     assert {one for one, _ in others} == {same}
     assert len({drawn, *(own for _, own in others)}) == 3, "each has a seed of its own"
+
+
+COMPILES = """
+import os, sys
+warm = "torch._inductor.compile_fx" in sys.modules
+import torch
+
+if __name__ == "__main__":
+    compiled = torch.compile(lambda x: torch.sigmoid(x) * 2 + x.sum())
+    print("value", compiled(torch.linspace(0, 1, 32)).sum().item())
+    print("graphs", torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    built = [name for _, _, names in os.walk(os.environ["TORCHINDUCTOR_CACHE_DIR"]) for name in names]
+    print("built", any(name.endswith(".so") for name in built))
+    print("warm", warm)
+"""
+
+
+@pytest.mark.slow
+def test_what_inductor_compiles_is_the_same_in_both(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(COMPILES)
+    preload = ("torch", "torch._dynamo", "torch._inductor.compile_fx", "torch._inductor.codecache")
+    cache = tmp_path / "cache"
+    with Starter(tmp_path, ["train.py"], preload=preload, environ={"TORCHINDUCTOR_CACHE_DIR": str(cache)}) as starter:
+        starter.ready()
+        assert not starter.server.preload.left_out
+        forked = finish(starter.fork())
+        shutil.rmtree(cache)  # each builds by itself
+        fresh = finish(starter.spawn())
+    assert forked.status.exitcode == fresh.status.exitcode == 0, forked.stderr
+    (told, warm), (as_ever, cold) = (seen.stdout.split("warm ") for seen in (forked, fresh))
+    assert (told, warm, cold) == (as_ever, "True\n", "False\n")
+    assert "built True" in told
+    assert forked.stderr == fresh.stderr

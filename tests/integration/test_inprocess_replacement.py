@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.base.outcome import ExitCode
-from tests.rigs.local_run import LocalRun
+from tests.rigs.local_run import START_METHODS, LocalRun
 
 pytestmark = [
     pytest.mark.torch,
@@ -139,10 +139,15 @@ tell("result", iteration=train())
 )
 
 
-def test_a_spare_takes_a_dead_workers_place_at_once_and_the_fresh_process_is_the_next_spare(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_a_spare_takes_a_dead_workers_place_at_once_and_the_fresh_process_is_the_next_spare(
+    tmp_path: Path, start_method: str
+) -> None:
     options = ["--restart-policy", "in-process"]
-    run = LocalRun(tmp_path, _SPARE, nodes=1, nproc=3, options=options, environ={"OMP_NUM_THREADS": "1"})
-    with run:
+    environ = {"OMP_NUM_THREADS": "1"}
+    with LocalRun(
+        tmp_path, _SPARE, nodes=1, nproc=3, options=options, environ=environ, start_method=start_method
+    ) as run:
         run.until(lambda: len(run.moments("here1")) >= 2, "restart with the spare", within=120)
         before = {value["now"]: value["pid"] for value in run.moments("here0")}
         after = {value["now"]: value["pid"] for value in run.moments("here1")}
@@ -156,3 +161,5 @@ def test_a_spare_takes_a_dead_workers_place_at_once_and_the_fresh_process_is_the
         results = {value["pid"]: value["iteration"] for value in run.moments("result")}
         assert results.pop(replaced["pid"]) is None, "no fault came any more"
         assert sorted(results) == sorted(after.values())
+        assert {event["started_fresh"] for event in run.events("workers_started")} == {""}
+        assert "started fresh" not in run.log()

@@ -12,11 +12,12 @@ import pytest
 
 from hpc_elastic.agent import health_checks
 from hpc_elastic.agent.health import HealthPlan, HealthVerdict, RoomFacts, SharedFacts
-from hpc_elastic.agent.health_checks import TOKEN_VARIABLE, HealthChecks, HealthSite
+from hpc_elastic.agent.health_checks import HealthChecks, HealthSite
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.run.option_values import Check
+from hpc_elastic.run.health_limits import Check
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.spawn import Inherited
+from hpc_elastic.workers.user_command import TOKEN_VARIABLE
 from tests.rigs.agent_stand_in import run_stand_in
 
 PATIENCE = 60.0

@@ -1,10 +1,11 @@
-"""GPUs by NVML: the real program against a library with NVML's interface, built here and told what to answer."""
+"""GPUs by NVML: the real program against a library with NVML's interface, built here."""
 
 from __future__ import annotations
 
 import os
-import shutil
+import queue
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,97 +16,17 @@ from hpc_elastic.agent.health_gpu import from_json
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.self_command import module_command
 from hpc_elastic.options.machine import workers_here
-from hpc_elastic.run.option_values import Check
+from hpc_elastic.run.health_limits import Check
 from hpc_elastic.workers.spawn import Inherited
-
-# Signatures and codes as in NVIDIA's nvml.h (API 12). FAKE_NVML: "index:key=value,...;index:..." with keys ecc, pages,
-# pending, failed, handle (a code) and uuid; FAKE_NVML_INIT: what nvmlInit_v2 returns, or "hang".
-_SOURCE = r"""
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <unistd.h>
-typedef struct nvmlDevice_st { int index; } *nvmlDevice_t;
-typedef int nvmlReturn_t;
-static struct nvmlDevice_st devices[16];
-static int value(int index, const char *key, int otherwise) {
-    const char *text = getenv("FAKE_NVML");
-    char head[16], name[32];
-    snprintf(head, sizeof head, "%d:", index);
-    snprintf(name, sizeof name, "%s=", key);
-    while (text && *text) {
-        const char *end = strchr(text, ';');
-        size_t length = end ? (size_t)(end - text) : strlen(text);
-        if (!strncmp(text, head, strlen(head))) {
-            const char *found = strstr(text, name);
-            return found && found < text + length ? atoi(found + strlen(name)) : otherwise;
-        }
-        text = end ? end + 1 : 0;
-    }
-    return otherwise;
-}
-nvmlReturn_t nvmlInit_v2(void) {
-    const char *text = getenv("FAKE_NVML_INIT");
-    if (text && !strcmp(text, "hang")) for (;;) sleep(1000);
-    if (text && !strcmp(text, "crash")) abort();
-    return text ? atoi(text) : 0;
-}
-nvmlReturn_t nvmlDeviceGetCount_v2(unsigned int *count) {
-    const char *text = getenv("FAKE_NVML");
-    *count = text && *text ? 1 : 0;
-    for (; text && *text; text++) *count += *text == ';';
-    return 0;
-}
-nvmlReturn_t nvmlDeviceGetHandleByIndex_v2(unsigned int index, nvmlDevice_t *device) {
-    devices[index].index = index;
-    *device = &devices[index];
-    return value(index, "handle", 0);
-}
-nvmlReturn_t nvmlDeviceGetUUID(nvmlDevice_t device, char *uuid, unsigned int length) {
-    if (length < 80) return 7;
-    snprintf(uuid, length, "GPU-%08d-0000-0000-0000-000000000000", device->index);
-    return 0;
-}
-nvmlReturn_t nvmlDeviceGetTotalEccErrors(nvmlDevice_t device, int type, int counter, unsigned long long *count) {
-    if (type != 1 || counter != 0) return 2;
-    int found = value(device->index, "ecc", 0);
-    *count = found < 0 ? 0 : found;
-    return found < 0 ? -found : 0;
-}
-nvmlReturn_t nvmlDeviceGetRetiredPagesPendingStatus(nvmlDevice_t device, int *pending) {
-    *pending = value(device->index, "pages", -1);
-    return *pending < 0 ? 3 : 0;
-}
-#ifndef OLD
-nvmlReturn_t nvmlDeviceGetRemappedRows(nvmlDevice_t device, unsigned int *corrected, unsigned int *uncorrected,
-                                       unsigned int *pending, unsigned int *failed) {
-    *corrected = 5; *uncorrected = 7;
-    *pending = value(device->index, "pending", 0);
-    *failed = value(device->index, "failed", 0);
-    return 0;
-}
-#endif
-"""
+from tests.rigs.fake_nvml import build_nvml
+from tests.rigs.waiting import until
 
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """Folders with libnvidia-ml.so.1: ``new``, and ``old``, which knows nothing of remapped rows."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        if os.environ.get("CI"):
-            pytest.fail("no C compiler: the GPU checks can't be tested (apt-get install gcc)")
-        pytest.skip("no C compiler (apt-get install gcc)")
-    found = {}
-    for name, flags in (("new", []), ("old", ["-DOLD"])):
-        folder = tmp_path_factory.mktemp(name)
-        (folder / "nvml.c").write_text(_SOURCE)
-        target = str(folder / "libnvidia-ml.so.1")
-        subprocess.run(
-            [compiler, "-shared", "-fPIC", "-Wall", "-Werror", *flags, "-o", target, str(folder / "nvml.c")], check=True
-        )
-        found[name] = str(folder)
-    return found
+    new, old = tmp_path_factory.mktemp("new"), tmp_path_factory.mktemp("old")
+    return {"new": build_nvml(new), "old": build_nvml(old, "-DOLD")}
 
 
 def ask(library: str, **environ: str) -> GpuFacts:
@@ -135,6 +56,20 @@ def test_what_nvml_says(libraries: dict[str, str], tmp_path: Path) -> None:
     assert ask(libraries["new"], FAKE_NVML="", FAKE_NVML_INIT="9") == GpuFacts(error="the driver is not loaded")
     assert ask(libraries["new"], FAKE_NVML="0:", FAKE_NVML_INIT="crash").error == "asking it failed"
     assert not ask(str(tmp_path)).is_there
+
+
+def test_what_the_driver_and_the_gpus_are_and_what_slows_them(libraries: dict[str, str]) -> None:
+    facts = ask(
+        libraries["new"],
+        FAKE_NVML="0:h100=1,slow=1;1:slow=4;2:slow=8;3:slow=64;4:slow=160;5:",
+        FAKE_NVML_DRIVER="550.54",
+    )
+    assert facts.driver == "550.54"
+    assert [device.name for device in facts.devices[:2]] == ["NVIDIA H100 80GB HBM3", ""]
+    # Idle, and at the limit of its power: neither is a fault.
+    assert [device.slowed for device in facts.devices] == [
+        *((), (), ("the hardware",), ("heat",), ("heat, by the driver", "the power supply"), ()),
+    ]
 
 
 def test_the_workers_of_a_machine_are_its_gpus(libraries: dict[str, str]) -> None:
@@ -174,3 +109,141 @@ def test_a_node_with_a_broken_gpu_is_unfit(libraries: dict[str, str], monkeypatc
     monkeypatch.setattr("hpc_elastic.agent.health_checks.GPU_SECONDS", 0.5)
     hung = verdict_of(library, given=1, FAKE_NVML="0:", FAKE_NVML_INIT="hang")
     assert hung.reason == "health check failed: NVML has not answered for 0.5 s"
+
+
+# -- memory that ended workers held, and how busy GPUs are -----------------------------------------------------------
+
+UUID = "GPU-00000000-0000-0000-0000-000000000000"
+RUN_TAG = {"HPC_ELASTIC_TAG": "run:local-0:agent"}
+
+
+@pytest.fixture
+def sleeper(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
+    """A living process, with the tag that the test gives."""
+    env = {**os.environ, "HPC_ELASTIC_TAG": getattr(request, "param", "")}
+    with subprocess.Popen(["sleep", "1000"], env=env) as process:
+        # Popen returns in the middle of the exec: the environment shows a moment later.
+        until(lambda: b"HPC_ELASTIC_TAG=" in Path(f"/proc/{process.pid}/environ").read_bytes())
+        yield process
+        process.kill()
+
+
+def held(libraries: dict[str, str], spec: str, *, library: str = "new") -> int | None:
+    (device,) = ask(libraries[library], FAKE_NVML=spec, **RUN_TAG).devices
+    return None if device.held is None else device.held >> 20
+
+
+def test_memory_that_no_living_process_of_others_explains(libraries: dict[str, str]) -> None:
+    assert held(libraries, "0:used=70000") == 70000
+    assert held(libraries, "0:used=70000", library="old") == 70600  # with what the driver keeps for itself
+    assert held(libraries, "0:") is None  # MIG, and what knows no figure
+    assert held(libraries, f"0:used=70000,pid={2**22 + 1},its=69000") == 70000  # it is gone
+    assert held(libraries, f"0:used=70000,pid={os.getpid()},its=69000") == 1000  # this one is none of the workers
+    assert held(libraries, f"0:used=70000,pid={os.getpid()},its=-1") is None
+
+
+@pytest.mark.parametrize("sleeper", ["run:local-0:other", "run:local-1:agent", "else:local-0:agent"], indirect=True)
+def test_a_process_of_this_node_s_workers_is_waited_for(
+    libraries: dict[str, str], sleeper: subprocess.Popen[bytes]
+) -> None:
+    tag = dict(line.partition("=")[::2] for line in Path(f"/proc/{sleeper.pid}/environ").read_text().split("\0"))
+    is_ours = tag["HPC_ELASTIC_TAG"].startswith("run:local-0:")
+    assert held(libraries, f"0:used=70000,pid={sleeper.pid},its=69000") == (70000 if is_ours else 1000)
+
+
+def test_how_busy_a_gpu_is(libraries: dict[str, str]) -> None:
+    one, other = ask(libraries["new"], FAKE_NVML="0:busy=100,mem=1;1:").devices
+    assert (one.use, one.memory_use) == (100, 1)
+    assert (other.use, other.memory_use) == (None, None)
+
+
+class Rounds:
+    """A node's checks from round to round."""
+
+    def __init__(self, library: str, state: Path, *, limits: dict[Check, float] | None = None) -> None:
+        self.state = state
+        state.write_text("0:used=300")
+        environ = {**os.environ, "LD_LIBRARY_PATH": library, "FAKE_NVML_FILE": str(state), **RUN_TAG}
+        self.checks = HealthChecks(
+            HealthPlan(limits={Check.GPU: 1, Check.GPU_MEMORY: 50} if limits is None else limits),
+            HealthSite(
+                environ=environ, inherited=Inherited(umask=0o077, core_limit=(0, 0), subreaper=False), gpus_given=1
+            ),
+            clock=SystemClock(),
+        )
+        self.round = -1
+
+    def begin(self) -> None:
+        self.checks.begin(self.round)
+        self.round += 1
+
+    def verdict(self, within: float = 30.0) -> HealthVerdict | None:
+        self.checks.wait(within)
+        return self.checks.take()
+
+    def pass_first(self) -> None:
+        self.begin()
+        first = self.verdict()
+        assert first is not None
+        assert first.is_healthy
+        assert not first.notes
+
+
+def test_a_node_waits_for_the_memory_that_its_workers_held(libraries: dict[str, str], tmp_path: Path) -> None:
+    rounds = Rounds(libraries["new"], tmp_path / "state")
+    rounds.pass_first()
+    rounds.state.write_text("0:used=71980")
+    rounds.begin()
+    assert rounds.verdict(1.0) is None
+    rounds.state.write_text("0:used=400")  # another 100 MiB are no reason to wait
+    verdict = rounds.verdict()
+    assert verdict is not None
+    assert verdict.is_healthy
+    (note,) = verdict.notes
+    assert note.startswith("waited ")
+    assert note.endswith(" s for 70.0 GiB of GPU memory that ended workers held")
+    rounds.begin()
+    again = rounds.verdict()
+    assert again is not None
+    assert again.is_healthy
+    assert not again.notes
+    rounds.checks.close()
+
+
+def test_a_gpu_that_stays_full_makes_the_node_unfit(libraries: dict[str, str], tmp_path: Path) -> None:
+    limits = {Check.GPU_MEMORY: 1.0}
+    rounds = Rounds(libraries["new"], tmp_path / "state", limits=limits)
+    rounds.pass_first()
+    rounds.state.write_text("0:used=71980")
+    rounds.begin()
+    verdict = rounds.verdict()
+    assert verdict is not None
+    assert verdict.checks == ("gpu-memory",)
+    assert verdict.reason == (
+        "health check failed: 70.0 GiB of GPU 0's memory are still in use 1 s after its workers' end"
+    )
+    rounds.checks.close()
+
+
+@pytest.mark.parametrize("limits", [{Check.GPU: 1.0}, {}])
+def test_nothing_is_waited_for_where_the_user_wants_that(
+    libraries: dict[str, str], tmp_path: Path, limits: dict[Check, float]
+) -> None:
+    rounds = Rounds(libraries["new"], tmp_path / "state", limits=limits)
+    rounds.pass_first()
+    rounds.state.write_text("0:used=71980")
+    rounds.begin()
+    verdict = rounds.verdict()
+    assert verdict is not None
+    assert verdict.is_healthy
+    rounds.checks.close()
+
+
+def test_a_look_at_the_gpus_beside_the_checks(libraries: dict[str, str], tmp_path: Path) -> None:
+    rounds = Rounds(libraries["new"], tmp_path / "state")
+    rounds.state.write_text("0:busy=100,mem=0,used=70000")
+    found: queue.Queue[GpuFacts] = queue.Queue()
+    rounds.checks.look_at_gpus(found.put)
+    assert [device.use for device in found.get(timeout=30).devices] == [100]
+    rounds.checks.close()
+    assert not rounds.checks.pids

@@ -160,11 +160,20 @@ def test_who_does_not_save_in_time_is_named_and_the_run_is_requeued_all_the_same
         assert [part["outcome"] for part in run.report(1)["attempts"]] == ["preempted", "succeeded"]
 
 
-def test_workers_get_a_signal_where_one_is_asked_for(tmp_path: Path) -> None:
-    options = ["--preemption-signal", "usr1", "--max-requeues", "1"]
-    with LocalRun(tmp_path, _HEEDS_A_SIGNAL, nproc=2, options=options) as run:
+@pytest.mark.parametrize(
+    ("option", "number"),
+    [
+        (("--preemption-signal", "usr1"), signal.SIGUSR2),
+        (("--signals-to-handle", "SIGTERM,SIGUSR1"), signal.SIGUSR1),
+    ],
+    ids=["preemption-signal", "signals-to-handle"],
+)
+def test_workers_get_a_signal_where_one_is_asked_for(
+    tmp_path: Path, option: tuple[str, ...], number: signal.Signals
+) -> None:
+    with LocalRun(tmp_path, _HEEDS_A_SIGNAL, nproc=2, options=[*option, "--max-requeues", "1"]) as run:
         run.wait_moments("here", count=4)
-        run.signal(signal.SIGUSR2)
+        run.signal(number)
         assert run.finish() == ExitCode.OK
         assert [moment["signal"] for moment in run.moments("saved")] == [signal.SIGUSR1] * 4
         assert [part["outcome"] for part in run.report(1)["attempts"]] == ["preempted", "succeeded"]

@@ -11,6 +11,8 @@ import threading
 from pathlib import Path
 
 from hpc_elastic.base.outcome import ExitCode
+from hpc_elastic.options import job_options, worker_options
+from hpc_elastic.options.run_request import REFUSED
 from hpc_elastic.run.log_pieces import find_pieces, piece_path
 from hpc_elastic.run.option_values import Std, parse_local_ranks, parse_std_streams, shown_in_job_log
 from tests.rigs.local_run import ROOT, LocalRun
@@ -220,3 +222,35 @@ LocalElasticAgent(spec, log_dir=folder / "logs", redirects="3", log_limit=PieceL
 
 def _with_path() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def test_lines_with_a_text_are_duplicated_into_a_file(tmp_path: Path) -> None:
+    script = """
+    for step in range(4):
+        print("step", step, "loss", step / 2)
+    print("a,b")
+    print("nan in loss", file=sys.stderr)
+    print("no such text", file=sys.stderr)
+    """
+    options = ("--duplicate-stdout-filters=loss 0,a,,b", "--duplicate_stderr_filters", "nan", "--redirects=1:2")
+    with LocalRun(tmp_path, script, nodes=1, nproc=2, options=options) as run:
+        assert run.finish() == 0
+    for rank in (0, 1):
+        prefix, folder = f"[node0:{rank}] ", run.rank(rank).root
+        found = (folder / "filtered_stdout.log").read_text()
+        assert found == "".join(f"{prefix}{line}\n" for line in ("step 0 loss 0.0", "step 1 loss 0.5", "a,b"))
+    assert (run.rank(0).root / "filtered_stderr.log").read_text() == "[node0:0] nan in loss\n"
+    assert not (run.rank(1).root / "filtered_stderr.log").exists(), "as torchrun: of what is shown"
+
+
+_OPTIONS = "from torch.distributed.run import get_args_parser as p; print(*sorted(p()._option_string_actions))"
+
+
+def test_no_option_of_torchrun_is_unknown() -> None:
+    done = subprocess.run([sys.executable, "-c", _OPTIONS], check=True, capture_output=True, text=True, timeout=120)
+    names = [name for name in done.stdout.split() if name not in ("-h", "--help")]
+    assert "--duplicate-stdout-filters" in names
+    options = {name: option for option in worker_options.OPTIONS for name in option.names}
+    options |= {name: option for option in job_options.OPTIONS for name in option.names}
+    known = {*options, *REFUSED, "-t"}  # -t is sbatch's time limit
+    assert [name for name in names if name not in known and name.replace("_", "-") not in known] == []

@@ -79,3 +79,37 @@ def test_what_no_worker_left_a_file_of_is_told_to_whoever_started_the_run(tmp_pa
         assert told["message"]["errorCode"] == 1
         assert told["hpc_elastic"]["category"] == "infrastructure"
         assert told["hpc_elastic"]["host"] in ("node0", "node1")
+
+
+_BUILDS = """
+import importlib.util, pathlib
+torch = pathlib.Path(importlib.util.find_spec("torch").origin).parent  # not imported: only what builds need
+spec = importlib.util.spec_from_file_location("file_baton", torch / "utils/file_baton.py")
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+folder = pathlib.Path(os.environ["TORCH_EXTENSIONS_DIR"], "fused")
+folder.mkdir(parents=True, exist_ok=True)
+tell("here")
+if RANK == 0:
+    baton = module.FileBaton(str(folder / "lock"))
+    if not baton.try_acquire():
+        baton.wait()
+    elif ROUND == 0:
+        tell("builds")
+        wait_for("never")
+    else:
+        baton.release()
+elif ROUND == 0:
+    wait_for("fail")
+    sys.exit(3)
+"""
+
+
+def test_a_build_that_the_stop_broke_off_leaves_no_lock(tmp_path: Path) -> None:
+    """torch's `FileBaton`: each later start would wait for the file of the build that SIGTERM ended."""
+    environ = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions")}
+    with LocalRun(tmp_path, _BUILDS, nodes=1, nproc=2, environ=environ, options=("--max-restarts", "1")) as run:
+        run.wait_moments("builds", count=1)
+        run.say("fail")
+        assert run.finish() == 0
+    assert f"removed the lock file {tmp_path}/extensions/fused/lock of a C++ extension's build" in run.log()

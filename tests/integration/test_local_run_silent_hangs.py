@@ -77,3 +77,16 @@ def test_the_rank_that_the_others_wait_for_is_named(
             dumps = [str(run.rank(rank).root / f"flight-recorder-{rank}.json") for rank in range(4)]
             assert main(["hangs", "--json", *dumps]) == 0
             assert [one["rank"] for one in json.loads(capsys.readouterr().out)["suspects"]] == [2]
+
+
+def test_ranks_that_wait_in_several_gloo_groups_seem_to_hang(tmp_path: Path) -> None:
+    """gloo's timeout is half an hour; a thread of each group looks for messages 100 times a second meanwhile."""
+    script = SCRIPT.replace(", timeout=datetime.timedelta(seconds=60)", "").replace("HOW", HOWS["never"][0])
+    script = script.replace("dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=3))", "")
+    script = script.replace("rank = dist", "groups = [dist.new_group() for _ in range(3)]\nrank = dist")
+    options = ("--max-restarts", "0", "--hangs", "act:3")
+    with LocalRun(tmp_path, script, nproc=2, prelude="", options=options, environ=installed(tmp_path)) as run:
+        assert run.finish() == 124
+        (suspected,) = run.events("hang_suspected")
+        assert (suspected["source"], suspected["ranks"]) == ("kernel", [2])
+        assert run.report()["verdict"]["suspects"][0]["rank"] == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,6 +60,25 @@ def test_the_workers_of_an_agent_that_stays_stopped_are_ended(tmp_path: Path, sp
         assert is_alive(facts["guardian"])
         os.kill(agent.pid, signal.SIGCONT)
         assert agent.report()["code"] == -signal.SIGKILL, "it goes on, and sees what became of its workers"
+
+
+def test_the_next_workers_of_an_agent_that_goes_on_are_left_alone(tmp_path: Path, spawned: list[int]) -> None:
+    code = """
+for _ in range(20):
+    until(worker.poll)
+    worker = start(DAEMON, HPC_ELASTIC_TAG=str(tag))
+    report(worker=worker.pid, daemon=int(read_line(worker.stdout_fd)))
+"""
+    with StandIn(_AGENT + code + _WAIT, env={**_env(tmp_path), "LIMIT": "1"}) as agent:
+        facts = agent.report()
+        spawned += [facts[key] for key in ("guardian", "worker", "daemon")]
+        os.kill(agent.pid, signal.SIGSTOP)
+        until(lambda: not is_alive(facts["daemon"]), what="the daemon's end")
+        os.kill(agent.pid, signal.SIGCONT)  # the guardian is still looking for more
+        new = agent.report()
+        spawned += [new["worker"], new["daemon"]]
+        time.sleep(1.0)
+        assert [is_alive(new[key]) for key in ("worker", "daemon")] == [True, True], "of the next round"
 
 
 def test_guardian_ends_all_when_the_agent_is_killed(tmp_path: Path, spawned: list[int]) -> None:

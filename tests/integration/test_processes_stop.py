@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -273,3 +274,62 @@ def test_rig_sees_life_and_death() -> None:
     process.kill()
     process.wait()
     assert not is_alive(process.pid)
+
+
+RUNTIME = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: print("the runtime got a signal", flush=True))
+time.sleep(0.4)
+if os.fork() == 0:
+    os.setsid()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    os.execve(sys.executable, [sys.executable, "-S", "-c", SCRIPT], {**os.environ, "HPC_ELASTIC_INSIDE": "0"})
+code = os.waitstatus_to_exitcode(os.wait()[1])
+time.sleep(0.4)
+print("cleaned up", flush=True)
+sys.exit(code)
+"""
+"""Like podman: it stays beside the script, makes the container slowly, and takes time to end."""
+
+
+def stop_runtime(script: str, *, grace: float) -> dict[str, Any]:
+    """Stop a runtime before its container is there; what it printed after that, and how it ended."""
+    source = f"SCRIPT = {script!r}\n{RUNTIME}"
+    return run_stand_in(
+        f"""
+        from hpc_elastic.workers.handlers import Inside
+        worker = start({source!r})
+        output, _ = worker.take_output()
+        stopper = stop.GroupStopper([worker], grace={grace}, clock=clock, inside=Inside())
+        stopper.begin()
+        result = finish(stopper)
+        report(code=result.exits[worker.pid].exitcode, said=os.read(output, 4096).decode().split(),
+               left=len(result.left), killed=result.killed, seconds=result.seconds,
+               children=tree.children(os.getpid()))
+        """
+    )
+
+
+def test_a_script_in_a_container_gets_one_term_and_its_runtime_none() -> None:
+    facts = stop_runtime(
+        """
+import os, signal, subprocess, sys, time
+def save(*_):
+    print("saves", flush=True)
+    subprocess.run([sys.executable, "-S", "-c", "import time; time.sleep(0.5); print('helped', flush=True)"])
+    os._exit(7)
+signal.signal(signal.SIGTERM, save)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+time.sleep(600)
+""",
+        grace=30,
+    )
+    assert facts["said"] == ["saves", "helped", "cleaned", "up"]
+    assert (facts["code"], facts["killed"], facts["left"], facts["children"]) == (7, 0, 0, [])
+    assert facts["seconds"] < 15, "the grace is 30 s"
+
+
+def test_of_a_container_that_ignores_term_the_runtime_still_cleans_up() -> None:
+    facts = stop_runtime("import time; time.sleep(600)", grace=1.0)
+    assert facts["said"] == ["cleaned", "up"]
+    assert (facts["killed"], facts["left"], facts["children"]) == (1, 0, [])

@@ -93,7 +93,7 @@ class Node:
         member = record.member(self.info.uid)
         if record.status is Status.FROZEN and member is not None:
             first = record.members[0].uid == self.info.uid
-            self._participant.confirm(record.round, f"n{self.index}:1" if first else "")
+            self._participant.claims.confirm(record.round, f"n{self.index}:1" if first else "")
         elif record.status is Status.FINAL and member is not None:
             self._running_round = record.round
         elif self._running_round is not None and record.round > self._running_round:

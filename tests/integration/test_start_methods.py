@@ -14,11 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.rigs.pythons import pythons
 from tests.rigs.start_methods import Starter, finish
 
 LOOK = r"""
-import ctypes, faulthandler, gc, inspect, json, locale, os, resource, signal, sys, threading, warnings
-import __main__
+import ctypes, faulthandler, fcntl, gc, inspect, json, locale, os, resource, signal, subprocess, sys, threading
+import time, warnings, __main__
 status = dict(line.rstrip("\n").split(":\t", 1) for line in open("/proc/self/status") if ":\t" in line)
 death = ctypes.c_int()
 ctypes.CDLL(None).prctl(2, ctypes.byref(death))
@@ -37,7 +38,7 @@ print(json.dumps(dict(
     meta_path=[getattr(one, "__name__", type(one).__name__) for one in sys.meta_path],
     hooks=[sys.excepthook is sys.__excepthook__, sys.displayhook is sys.__displayhook__, sys.gettrace()],
     environ={k: v for k, v in os.environ.items()}, raw=os.getenv("RANK"),
-    echoed=os.popen("env | sort | grep -v '^_='").read(),
+    echoed=os.fsdecode(subprocess.run("env | sort | grep -av '^_='", shell=True, stdout=subprocess.PIPE).stdout),
     cwd=os.getcwd(), umask=umask, nice=os.nice(0), affinity=sorted(os.sched_getaffinity(0)),
     limits=[resource.getrlimit(n) for n in range(15)],
     dispositions={s.name: str(signal.getsignal(s)) for s in signal.Signals},
@@ -56,6 +57,9 @@ print(json.dumps(dict(
     same=[sys.stdin is sys.__stdin__, sys.stdout is sys.__stdout__, sys.stderr is sys.__stderr__],
     encodings=[sys.getfilesystemencoding(), locale.getpreferredencoding()], filters=len(warnings.filters),
     recursion=sys.getrecursionlimit(), switch=sys.getswitchinterval(), timer=signal.getitimer(signal.ITIMER_REAL),
+    sites=[name in sys.modules for name in ("sitecustomize", "usercustomize")], opened=os.open(os.devnull, 0),
+    flags_of_fds=[(fcntl.fcntl(n, fcntl.F_GETFL), fcntl.fcntl(n, fcntl.F_GETFD)) for n in (0, 1, 2)],
+    cpu=time.process_time() < 9,
     bytecode=sys.dont_write_bytecode, interactive=hasattr(sys, "ps1"), read=sys.stdin.read(),
 )))
 """
@@ -101,6 +105,40 @@ def test_a_fork_sees_what_a_fresh_interpreter_sees(how: str, tmp_path: Path) -> 
 
 
 ENDS = {
+    "__del__": "class A:\n    def __del__(self):\n        print('deleted', sys.path != [])\na = A()",
+    "__del__ in a cycle": "class A:\n    def __del__(self):\n        print('deleted')\na = A(); a.a = a",
+    "a generator": "def g():\n    try:\n        yield\n    finally:\n        print('closed')\nx = g(); next(x)",
+    "a file that is not closed": "import tempfile; open(tempfile.mkstemp(dir='.')[1], 'w').write('x')",
+    "weakref.finalize": "import weakref\nclass A: pass\na = A(); weakref.finalize(a, print, 'finalised')",
+    "exits with 256 more": "sys.exit(256 + 7)",
+    "exits below 0": "sys.exit(-1)",
+    "exits with an object": "sys.exit({'a': 1})",
+    "a thread that exits": "import threading; t = threading.Thread(target=sys.exit); t.start(); t.join(); print('on')",
+    "a daemon thread": "import threading, time; threading.Thread(target=time.sleep, args=(60,), daemon=True).start()",
+    "output is gone": "os.close(1); print('x')",
+    "an alarm": "import signal; signal.alarm(1); signal.pause()",
+    "interrupted by a signal": "import time; os.kill(os.getpid(), 2); time.sleep(9)",
+    "a breakpoint": "breakpoint()",
+    "a note": "e = ValueError('x'); e.args += ('more',); e.__notes__ = ['noted']; raise e",
+    "unraisable": "class A:\n    def __del__(self):\n        raise ValueError('del')\na = A(); del a",
+    "abort with a thread": "import threading, time\n"
+    "threading.Thread(target=time.sleep, args=(9,), daemon=True).start(); os.abort()",
+    "runs itself again": "if sys.argv[1:]:\n    print(os.environ['RANK'])\nelse:\n"
+    "    os.execv(sys.executable, [sys.executable, '-u', *sys.argv, 'again'])",
+    "a Python of its own": "import subprocess\nprint(subprocess.run([sys.executable, '-c',\n"
+    "    'import os, sys; print(sys.path, sorted(os.environ))'], capture_output=True, text=True))",
+    "a pool of its own": "from concurrent.futures import ProcessPoolExecutor\n"
+    "with ProcessPoolExecutor(2) as pool:\n    print(list(pool.map(abs, range(3))))",
+    "asyncio": "import asyncio\nasync def main():\n"
+    "    p = await asyncio.create_subprocess_exec('echo', 'hi', stdout=-1)\n    print(await p.communicate())\n"
+    "asyncio.run(main())",
+    "a signal that is waited for": "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])\n"
+    "os.kill(os.getpid(), signal.SIGUSR1); print(signal.sigwait([signal.SIGUSR1]))",
+    "a name of its own": "open('/proc/self/comm', 'w').write('mine'); print(open('/proc/self/comm').read())",
+    "shared memory": "from multiprocessing.shared_memory import SharedMemory\nm = SharedMemory(create=True, size=8)\n"
+    "m.buf[0] = 1; print(m.buf[0]); m.close(); m.unlink()",
+    "logging": "import logging; logging.basicConfig(level='INFO'); logging.info('said')",
+    "standard input is not to be written": "os.write(0, b'x')",
     "returns": "print('out'); sys.stderr.write('err')",
     "exits with a code": "sys.exit(3)",
     "exits with a text": "sys.exit('why')",
@@ -131,12 +169,13 @@ ENDS = {
     "current stack": "import traceback; traceback.print_stack(file=sys.stdout)",
 }
 NORMAL = "import os, re, sys\n"
+PRELOAD = ("json", "logging", "asyncio", "concurrent.futures.process")
 
 
 @pytest.mark.parametrize("name", ENDS)
 def test_a_fork_ends_as_a_fresh_interpreter_does(name: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(NORMAL + ENDS[name] + "\n")
-    with Starter(tmp_path, ["train.py"]) as starter:
+    with Starter(tmp_path, ["train.py"], preload=PRELOAD) as starter:
         starter.ready()
         fresh, forked = starter.both(RANK="0")
     assert forked.status.exitcode == fresh.status.exitcode
@@ -144,11 +183,74 @@ def test_a_fork_ends_as_a_fresh_interpreter_does(name: str, tmp_path: Path) -> N
     assert _normal(forked.stderr) == _normal(fresh.stderr)
 
 
+def test_every_python_is_started_alike_by_both_methods(tmp_path: Path) -> None:
+    """The workers' interpreter need not be the agent's. One server for all: a script is read when its worker begins."""
+    script = tmp_path / "train.py"
+    for python in set(pythons().values()) - {sys.executable}:
+        script.write_text("")
+        with Starter(tmp_path, ["train.py"], python=python) as starter:
+            starter.ready()
+            for name, text in {"what it sees": LOOK, **ENDS}.items():
+                script.write_text(NORMAL + text + "\n")
+                fresh, forked = starter.both(RANK="0")
+                assert forked.status.exitcode == fresh.status.exitcode, f"{python}, {name}: {forked.stderr}"
+                if text is LOOK:
+                    assert json.loads(forked.stdout) == json.loads(fresh.stdout), python
+                else:
+                    assert _normal(forked.stdout) == _normal(fresh.stdout), f"{python}, {name}"
+                    assert _normal(forked.stderr) == _normal(fresh.stderr), f"{python}, {name}"
+
+
 def _normal(text: str) -> str:
     import re
 
-    lines = [line for line in text.splitlines() if not line.startswith("Extension modules:")]
-    return re.sub(r"0x[0-9a-f]+", "0x", "\n".join(lines))
+    lines = [line for line in text.rstrip().splitlines() if not line.startswith("Extension modules:")]
+    return re.sub(r"0x[0-9a-f]+", "0x", "\n".join(lines)).rstrip()
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"PYTHONOPTIMIZE": "2"},
+        {"PYTHONUTF8": "1", "LANG": "C"},
+        {"PYTHONIOENCODING": "latin-1:replace"},
+        {"PYTHONSAFEPATH": "1"},
+        {"PYTHONHASHSEED": "7"},
+        {"PYTHONTRACEMALLOC": "3", "PYTHONMALLOC": "debug"},
+        {"PYTHONINSPECT": "1", "PYTHONBREAKPOINT": "0", "PYTHONFAULTHANDLER": ""},
+        {"PYTHONPATH": "", "LC_ALL": "C"},
+        {"PYTHONPATH": ":relative:/nowhere:", "EMPTY": "", "ÜN": "ï", "BYTES": "\udcff"},
+        {f"VARIABLE_{number}": "y" * 50 for number in range(2000)} | {"BIG": "x" * 100_000},
+    ],
+    ids=lambda environ: next(iter(environ)),
+)
+def test_what_the_environment_asks_of_an_interpreter_holds_for_a_fork(environ: dict[str, str], tmp_path: Path) -> None:
+    more = "\nprint(hash('a') if 'PYTHONHASHSEED' in os.environ else '', __debug__)\n"
+    (tmp_path / "train.py").write_text(LOOK + more)
+    with Starter(tmp_path, ["train.py"], environ=environ) as starter:
+        starter.ready()
+        fresh, forked = starter.both(RANK="3", LATER="z" * 90_000)
+    assert (forked.status.exitcode, forked.stderr) == (fresh.status.exitcode, fresh.stderr) == (0, "")
+    (seen, own), (expected, others) = (each.stdout.splitlines() for each in (forked, fresh))
+    assert json.loads(seen) == json.loads(expected)
+    assert own == others
+
+
+def test_a_module_that_came_after_the_import_is_found(tmp_path: Path) -> None:
+    """Its folder looks as it did, as on a filesystem whose times are coarse or late."""
+    import os
+
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "__init__.py").write_text("import importlib.util; importlib.util.find_spec('mine.late')")
+    (tmp_path / "train.py").write_text("import mine.late; print('found')")
+    before = os.stat(mine)
+    with Starter(tmp_path, ["train.py"], preload=("mine",)) as starter:
+        starter.ready()
+        (mine / "late.py").write_text("")
+        os.utime(mine, ns=(before.st_atime_ns, before.st_mtime_ns))
+        fresh, forked = starter.both()
+    assert fresh.stdout == forked.stdout == "found\n"
 
 
 def test_a_signal_meets_the_scripts_own_handler(tmp_path: Path) -> None:
@@ -227,5 +329,6 @@ def test_the_worker_is_the_agents_child_and_its_imports_are_there(tmp_path: Path
     with Starter(tmp_path, ["train.py"], preload=("decimal",)) as starter:
         starter.ready()
         seen = finish(starter.fork())
+        assert Path(f"/proc/{starter.server.pid}/comm").read_text() == "fork-server\n", "a tool counts no worker more"
     assert seen.stdout == f"{os.getpid()} True\n"
     assert sys.flags  # the same interpreter

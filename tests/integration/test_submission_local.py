@@ -183,6 +183,7 @@ def test_a_cancelled_job_has_no_result(jobs: Jobs) -> None:
 def test_the_time_limit_ends_what_can_not_be_saved(jobs: Jobs) -> None:
     with pytest.raises(ElasticJobFailedError, match=r"Job not requeued because: timed-out and not checkpointable\."):
         jobs.late.result()
+    assert jobs.late.state == "TIMEOUT"
 
 
 def test_a_job_may_be_out_of_time_only_so_often(jobs: Jobs) -> None:
@@ -190,6 +191,8 @@ def test_a_job_may_be_out_of_time_only_so_often(jobs: Jobs) -> None:
     jobs.over._interrupt(timeout=True)
     with pytest.raises(ElasticJobFailedError, match=r"Job not requeued because: timed-out too many times\."):
         jobs.over.result()
+    assert "Job not requeued because: timed-out too many times." in (jobs.over.stdout() or "")
+    assert jobs.over.state == "TIMEOUT"
     assert (jobs.places["over"] / "saved-0").exists(), "checkpoint() is called all the same, as submitit does"
 
 

@@ -54,6 +54,11 @@ class Lone:
         )
         self.node.coordination.ask = self._ask  # type: ignore[method-assign]
 
+    @property
+    def claims(self) -> Lone:
+        """The participant's claims are noted like its other requests."""
+        return self
+
     def __getattr__(self, word: str) -> Callable[..., None]:
         if word.startswith("_"):
             raise AttributeError(word)

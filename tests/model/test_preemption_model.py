@@ -54,10 +54,10 @@ def play_along(world: World, *, from_step: int = 50) -> None:
         said = getattr(node, "said", set())
         if "noted" not in said:
             word = PreemptionStatus(heeds=True, step=from_step + node.index, rate=2.0)
-            node.participant.report_noted(record.round, word)
+            node.participant.claims.report_noted(record.round, word)
             node.said = said | {"noted"}  # type: ignore[attr-defined]
         elif record.notice.is_agreed and "kept" not in said:
-            node.participant.report_kept(record.round)
+            node.participant.claims.report_kept(record.round)
             node.said = said | {"kept"}  # type: ignore[attr-defined]
 
 
@@ -87,7 +87,7 @@ def test_a_notice_that_leaves_less_time_takes_its_place(giver: int, is_agreed: b
     world.nodes[2].participant.give_notice(PreemptionNotice("SIGUSR2 on n2", 90.0))
     if is_agreed:
         for node in world.live():
-            node.participant.report_noted(0, PreemptionStatus(heeds=True, step=50, rate=2.0))
+            node.participant.claims.report_noted(0, PreemptionStatus(heeds=True, step=50, rate=2.0))
     assert world.run(lambda: (n := newest(world).notice) is not None and n.is_agreed is is_agreed, seconds=20)
     step = newest(world).notice.step  # type: ignore[union-attr]
     world.run(lambda: False, seconds=5)
@@ -145,7 +145,7 @@ def test_the_time_is_over_and_nobody_has_saved() -> None:
 
 def test_a_notice_while_nodes_meet_ends_the_attempt_at_once() -> None:
     world = training()
-    world.nodes[0].participant.report_failure(0, failure(0))
+    world.nodes[0].participant.claims.report_failure(0, failure(0))
     assert world.run(lambda: newest(world).status is Status.JOINABLE)
     world.nodes[1].participant.give_notice(PreemptionNotice("SIGUSR2 on n1", 60.0))
     assert world.run(lambda: is_over(world), seconds=10)
@@ -210,7 +210,7 @@ def test_a_worker_that_wants_no_other_attempt_has_its_way_also_in_a_notice() -> 
     world = training()
     world.nodes[1].participant.give_notice(PreemptionNotice("SIGUSR2 on n1", 60.0))
     assert world.run(lambda: newest(world).notice is not None)
-    world.nodes[2].participant.report_failure(0, replace(failure(2), retryable=False))
+    world.nodes[2].participant.claims.report_failure(0, replace(failure(2), retryable=False))
     assert world.run(lambda: is_over(world), seconds=10)
     assert newest(world).outcome is Outcome.PREEMPTED
     assert not newest(world).retryable
@@ -220,6 +220,6 @@ def test_another_failure_in_a_notice_is_requeued() -> None:
     world = training()
     world.nodes[1].participant.give_notice(PreemptionNotice("SIGUSR2 on n1", 60.0))
     assert world.run(lambda: newest(world).notice is not None)
-    world.nodes[2].participant.report_failure(0, failure(2))
+    world.nodes[2].participant.claims.report_failure(0, failure(2))
     assert world.run(lambda: is_over(world), seconds=10)
     assert newest(world).retryable

@@ -102,8 +102,8 @@ def test_one_that_a_living_supervisor_brings_back_is_taken_in() -> None:
 def test_a_failure_leads_to_the_next_round_on_all_nodes_and_costs_one_restart() -> None:
     world = started()
     assert world.run(world.all_running_in_one_round)
-    world.nodes[1].participant.report_failure(0, failure(1))
-    world.nodes[2].participant.report_failure(0, failure(2))
+    world.nodes[1].participant.claims.report_failure(0, failure(1))
+    world.nodes[2].participant.claims.report_failure(0, failure(2))
     assert world.run(lambda: world.all_running_in_one_round() and world.newest().round == 1)  # type: ignore[union-attr]
     record = world.newest()
     assert record is not None
@@ -145,7 +145,7 @@ def test_done_on_all_nodes_closes_with_success() -> None:
     world = started()
     assert world.run(world.all_running_in_one_round)
     for node in world.nodes:
-        node.participant.report_done(0)
+        node.participant.claims.report_done(0)
     assert world.run(lambda: world.newest().status is Status.CLOSED)  # type: ignore[union-attr]
     assert world.newest().outcome is Outcome.SUCCEEDED  # type: ignore[union-attr]
 
@@ -153,13 +153,13 @@ def test_done_on_all_nodes_closes_with_success() -> None:
 def test_a_node_that_dies_after_its_work_is_done_holds_nobody_up() -> None:
     world = started()
     assert world.run(world.all_running_in_one_round)
-    world.nodes[2].participant.report_done(0)
+    world.nodes[2].participant.claims.report_done(0)
     world.run(lambda: False, seconds=2)
     world.nodes[2].alive = False
     world.run(lambda: False, seconds=10)
     assert world.newest().round == 0  # type: ignore[union-attr]
     for node in world.nodes[:2]:
-        node.participant.report_done(0)
+        node.participant.claims.report_done(0)
     assert world.run(lambda: world.newest().status is Status.CLOSED)  # type: ignore[union-attr]
     assert world.newest().outcome is Outcome.SUCCEEDED  # type: ignore[union-attr]
 
@@ -170,13 +170,13 @@ def test_a_node_that_comes_when_the_first_are_done_restarts_nobody() -> None:
     world.start(0)
     world.start(1)
     assert world.run(world.all_running_in_one_round)
-    world.nodes[1].participant.report_done(0)
+    world.nodes[1].participant.claims.report_done(0)
     world.run(lambda: False, seconds=2)
     world.start(2)
     assert world.run(lambda: world.newest().waiting == 1)  # type: ignore[union-attr]
     world.run(lambda: False, seconds=10)
     assert world.newest().round == 0  # type: ignore[union-attr]
-    world.nodes[0].participant.report_done(0)
+    world.nodes[0].participant.claims.report_done(0)
     assert world.run(lambda: world.newest().status is Status.CLOSED)  # type: ignore[union-attr]
     assert world.newest().outcome is Outcome.SUCCEEDED  # type: ignore[union-attr]
     assert world.newest().round == 0  # type: ignore[union-attr]
@@ -234,7 +234,7 @@ def _scenario(world: World) -> bool:
     if any(r.round > 0 and r.status is Status.FINAL and r.restarts_used > 0 for r in world.history.values()):
         return True
     teller = next(n for n in reversed(world.live()) if record.member(n.info.uid))
-    teller.participant.report_failure(record.round, failure(teller.index))
+    teller.participant.claims.report_failure(record.round, failure(teller.index))
     return False
 
 
@@ -282,7 +282,7 @@ def test_random_crashes_freezes_and_returns(seed: int, way: str) -> None:
         elif event < 0.5 and node.alive:
             node.frozen = not node.frozen
         elif event < 0.75 and node.running_round is not None and node.alive and not node.frozen:
-            node.participant.report_failure(node.running_round, failure(node.index))
+            node.participant.claims.report_failure(node.running_round, failure(node.index))
         else:
             gone = [n for n in range(size) if not any(o.alive and o.index == n for o in world.nodes)]
             if gone:
@@ -505,7 +505,7 @@ def test_a_coordinator_that_was_frozen_commits_nothing_as_one() -> None:
 def test_a_lost_notification_is_made_up_for_by_the_next_beat() -> None:
     world = in_touch()
     world.loses = lambda: True
-    world.nodes[0].participant.report_failure(0, failure(0))
+    world.nodes[0].participant.claims.report_failure(0, failure(0))
     world.nodes[0].notified = True
     at = world.clock.now
     assert world.run(lambda: all(node.participant.record.round == 1 for node in world.nodes), seconds=30)  # type: ignore[union-attr]

@@ -19,7 +19,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from hpc_elastic.agent import node_agent
+from hpc_elastic.agent import node_agent, round_workers
 from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.hang import HangWatch
 from hpc_elastic.agent.health import HealthVerdict
@@ -43,6 +43,7 @@ from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.run.option_values import SectionTimeouts
 from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.workers.environment_change import EnvironmentChange
 from hpc_elastic.workers.spawn import Inherited
 from hpc_elastic.workers.stop import Stopped
 from tests.rigs.event_pairs import log_into
@@ -264,6 +265,9 @@ class FakeServer:
     def serve(self) -> None:
         pass
 
+    def take_change(self, change: EnvironmentChange) -> None:
+        pass
+
     release = close = serve
 
 
@@ -277,7 +281,7 @@ class FakeHealth:
         self._looks = looks
         self._begun = 0
 
-    def begin(self, last_round: int) -> None:
+    def begin(self, last_round: int, *, meeting: object = None) -> None:
         self._begun = self._looks
 
     def wait(self, seconds: float) -> None:
@@ -429,7 +433,7 @@ class AgentWorld(World):
             max_nodes=settings.max_nodes,
             grow=settings.grow,
         )
-        patch(node_agent, "LocalWorkers", self._make_workers)
+        patch(round_workers, "LocalWorkers", self._make_workers)
         patch(node_agent, "reap_orphans", lambda known: [])
 
     def _make_workers(self, place: Place, *, round_index: int, layout: RankLayout, **_: object) -> FakeWorkers:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,37 @@ def require_charliecloud() -> None:
     if os.environ.get("CI", "").lower() in ("true", "1"):
         pytest.fail("charliecloud (ch-run) is not installed")
     pytest.skip("charliecloud (ch-run) is not installed")
+
+
+def podmans_sockets(folder: Path) -> Path:
+    """Where podman has its sockets for what it runs in `folder`. The test removes it.
+
+    A path of more than 50 characters is too long for them: each container then takes 20 s to end, and is not removed.
+    """
+    return Path(f"/tmp/podman-{zlib.crc32(os.fsencode(folder)):08x}")
+
+
+def podman_environment(folder: Path) -> dict[str, str]:
+    """Variables with which podman works here; where it does not, the test is skipped, and fails in CI.
+
+    As root without CAP_SYS_RESOURCE podman's default limits are refused, and crun knows no hybrid cgroups.
+    """
+    conf = folder / "containers.conf"
+    conf.write_text(
+        '[containers]\ndefault_ulimits = ["nofile=1024:4096", "nproc=1000:1000"]\n'
+        '[engine]\nruntime = "runc"\ncgroup_manager = "cgroupfs"\n'
+    )
+    storage = folder / "storage.conf"
+    storage.write_text(
+        f'[storage]\ndriver = "vfs"\ngraphroot = "{folder}/podman"\nrunroot = "{podmans_sockets(folder)}"\n'
+    )
+    given = {"CONTAINERS_CONF": str(conf), "CONTAINERS_STORAGE_CONF": str(storage)}
+    missing = [name for name in ("podman", "runc") if shutil.which(name) is None]
+    if not missing:
+        return given
+    if os.environ.get("CI", "").lower() in ("true", "1"):
+        pytest.fail(f"{' and '.join(missing)}: not installed")
+    pytest.skip(f"{' and '.join(missing)}: not installed")
 
 
 def interpreters_folders() -> list[str]:

@@ -50,13 +50,15 @@ class Told:
 class Catalogue:
     """Runs a test's case and compares what came of it."""
 
-    def __init__(self, *, update: bool) -> None:
+    def __init__(self, *, update: bool, start_method: str = "spawn") -> None:
         """Args:
         update: Write golden files in place of comparing with them.
+        start_method: Of the workers. What is told is the same.
         """
         # Of one length, whoever runs the tests and wherever: lines are cut at their length.
         self.folder = Path(tempfile.mkdtemp(prefix="hpc-cat-", dir="/tmp"))
         self._update = update
+        self._start_method = start_method
 
     def close(self) -> None:
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -69,6 +71,7 @@ class Catalogue:
             options: Of ``hpc-elastic run``.
             **settings: Of `LocalRun`.
         """
+        settings.setdefault("start_method", self._start_method)
         return LocalRun(self.folder, script, options=["--max-restarts", "0", *options], **settings)
 
     def told(self, run: LocalRun) -> Told:
@@ -100,6 +103,7 @@ class Catalogue:
         """Compare what was told, then the report as the job log shows it with ``golden/<name>.txt``."""
         told = self.told(run)
         text = shown_report(run)
+        assert {event["started_fresh"] for event in run.events("workers_started")} <= {""}
         assert told == expected, f"\n{told}\nis told in place of\n{expected}\n\n{text}"
         kept = run.attempt().report_text.read_text()
         assert [line for line in text.splitlines() if line not in kept and not line.endswith(" ...")] == []

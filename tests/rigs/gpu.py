@@ -16,7 +16,6 @@ import ctypes
 import json
 import os
 import platform
-import socket
 import subprocess
 import sys
 import time
@@ -242,25 +241,6 @@ def _watch_memory(uuid: str) -> None:
     while os.getppid() != 1 and nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0:
         print(time.monotonic(), memory.used, flush=True)
         time.sleep(0.01)
-
-
-def ask_ras(address: tuple[str, int], *commands: str, seconds: float = 15.0) -> str:
-    """What NCCL's RAS (2.24 and later) answers to the last command, by the protocol of NCCL's own client, ncclras.
-
-    Raises:
-        OSError: nobody listens, an earlier command is not understood, or there is no answer in time.
-    """
-    with socket.create_connection(address, timeout=seconds) as connection, connection.makefile("rwb") as stream:
-        *earlier, last = ("CLIENT PROTOCOL 2", "TIMEOUT 5", *commands)
-        for line in earlier:
-            stream.write(f"{line}\n".encode())
-            stream.flush()
-            answer = stream.readline().decode(errors="replace")
-            if not answer.startswith(("SERVER PROTOCOL", "OK")):
-                raise OSError(f"RAS answers {answer!r} to {line}")
-        stream.write(f"{last}\n".encode())
-        stream.flush()
-        return stream.read().decode(errors="replace")
 
 
 # -- what was seen ---------------------------------------------------------------------------------------------------

@@ -20,12 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpc_elastic.failures.stacks import look_at_process
+from hpc_elastic.run.option_values import StartMethod
 from hpc_elastic.run.paths import AttemptPaths, RankPaths, RunPaths
 from hpc_elastic.workers.tree import NODE_TAG_VARIABLE, TAG_VARIABLE, read_environments
 from tests.rigs.event_pairs import read_events
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "LOCAL_RUN_MARK"
+START_METHODS = tuple(method.value for method in StartMethod)
 PATIENCE = 80.0
 """Seconds after which a moment that has not come never will; less than the 100 s of what nobody is to wait for."""
 _POLL = 0.01
@@ -120,6 +123,8 @@ class LocalRun:
     """The whole command line of the workers in place of the script."""
     prelude: str = "from stage import *\n"
     """The script's first lines; empty for a script that knows nothing of its test."""
+    start_method: str = "spawn"
+    """`forkserver`: the workers are forks, of a server that has imported torch where the script names it."""
 
     def __post_init__(self) -> None:
         self.mark = uuid.uuid4().hex
@@ -147,6 +152,8 @@ class LocalRun:
         command += ["--nproc-per-node", str(self.nproc), "--runs-dir", str(self.runs)]
         command += ["--rdzv-conf", f"heartbeat_ttl={self.heartbeat_ttl:g}"]
         command += ["--max-requeues", "0", *self.options]
+        if self.start_method != "spawn":
+            command += ["--start-method", self.start_method, "--preload", "auto" if self._names_torch() else "json"]
         command += self.interpreter if self.interpreter is not None else [str(self.script_path), *self.arguments]
         with open(self.log_path, "ab") as log:
             self._supervisor = subprocess.Popen(
@@ -160,6 +167,9 @@ class LocalRun:
                 start_new_session=True,
             )
         return self
+
+    def _names_torch(self) -> bool:
+        return any("torch" in path.read_text(errors="replace") for path in self.folder.glob("*.py"))
 
     def _environ(self) -> dict[str, str]:
         base = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "PET_", "HPC_"))}
@@ -203,7 +213,15 @@ class LocalRun:
         try:
             return self._supervisor.wait(within)
         except subprocess.TimeoutExpired:
-            raise TookTooLong(f"the run does not end\n{self.log_tail()}") from None
+            raise TookTooLong(f"the run does not end\n{self.log_tail()}\n{self._what_is_left()}") from None
+
+    def _what_is_left(self) -> str:
+        """Each process of the run, and where in the kernel its threads stand."""
+        lines = []
+        for process in self.processes():
+            threads = look_at_process(process.pid).threads
+            lines += [str(process), *(f"    {thread.name}: {thread.describe()}" for thread in threads)]
+        return "\n".join(lines)
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the run, as a shell does: its front, which hands it to the supervisor. SIGKILL: to both."""
@@ -363,7 +381,9 @@ class LocalRun:
         self.until(lambda: not agent.lives(), f"end of the agent on node {node}")
 
     def _workers_of(self, agent: Process) -> list[Process]:
-        return [p for p in self.processes() if p.parent == agent.pid and "RANK" in p.environ]
+        # Not by their environment, which is the fork server's where they are forks of it.
+        started = {pid for event in self.events("workers_started") for pid in event["pids"]}
+        return [p for p in self.processes() if p.parent == agent.pid and p.pid in started]
 
     def is_alive(self, pid: int) -> bool:
         """Whether one of the run's processes has this pid."""

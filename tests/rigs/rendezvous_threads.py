@@ -71,7 +71,7 @@ class ThreadNode:
         member = record.member(self.info.uid) is not None
         if record.status is Status.FROZEN and member:
             master = f"{HOME}:1" if record.members[0].uid == self.info.uid else ""
-            self.coordination.ask(lambda participant: participant.confirm(record.round, master))
+            self.coordination.ask(lambda participant: participant.claims.confirm(record.round, master))
         elif record.status is Status.FINAL and member:
             self._running, self.final = record.round, record
         elif record.status is Status.JOINABLE and 0 <= self._running < record.round:
@@ -82,7 +82,7 @@ class ThreadNode:
         """A worker of this node has failed."""
         index = self._running
         failure = NodeFailure(node=self.index, fingerprint="E", failure_class="root", retryable=True, message="E")
-        self.coordination.ask(lambda participant: participant.report_failure(index, failure))
+        self.coordination.ask(lambda participant: participant.claims.report_failure(index, failure))
 
     def stop(self) -> None:
         self.coordination.stop(within=10)

@@ -143,7 +143,7 @@ class Node:
         if record.status is Status.FROZEN and member is not None:
             self.ready_round = record.round
             first = record.members[0].uid == self.info.uid
-            self.participant.confirm(record.round, f"n{self.index}:1" if first else "")
+            self.participant.claims.confirm(record.round, f"n{self.index}:1" if first else "")
         elif record.status is Status.FINAL and member is not None:
             self.running_round = record.round
             self.finals.append(record)

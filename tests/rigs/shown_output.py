@@ -56,10 +56,10 @@ RACES = tuple(
     for pattern, replacement in (
         # Whether a rank saw its peer's connection closed before its agent ended it.
         (
-            r"^  verdict   : (?:first of 4; the others were stopped within <N> ms"
+            r"^  verdict +: (?:first of 4; the others were stopped within <N> ms"
             r"|the only failure that is not a consequence of another one; "
             r"(?:1 other is a consequence|\d others are consequences))$",
-            "  verdict   : <FIRST, OR WITH CONSEQUENCES>",
+            "  verdict  : <FIRST, OR WITH CONSEQUENCES>",
         ),
         # Whether the coordinator heard of the failure by a packet, or read the failure itself, with what followed it.
         (

@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpc_elastic.agent.fork_request import ForkRequest
-from hpc_elastic.agent.fork_server import IMPORT_SECONDS, ForkServer, Launch
+from hpc_elastic.agent.fork_server import IMPORT_SECONDS, ForkServer
+from hpc_elastic.agent.fork_server_process import Launch
 from hpc_elastic.agent.fork_server_states import ServerState
 from hpc_elastic.base.clock import RunClock
 from hpc_elastic.base.file_executor import FileExecutor
+from hpc_elastic.run.agent_events import ForkServerReady
 from hpc_elastic.run.event_types import AgentEvent
 from hpc_elastic.run.preload import Preload
 from hpc_elastic.workers import linux
@@ -47,6 +49,7 @@ class Starter:
     environ: Mapping[str, str] = field(default_factory=dict)
     import_seconds: float = IMPORT_SECONDS
     is_auto: bool = False
+    python: str = sys.executable
 
     def __post_init__(self) -> None:
         self.clock = RunClock()
@@ -58,7 +61,7 @@ class Starter:
             "PYTHONFAULTHANDLER": "1",
             **self.environ,
         }
-        self.command = [sys.executable, "-u", *self.argv]
+        self.command = [self.python, "-u", *self.argv]
         self.files = FileExecutor(clock=self.clock)
         self.server = ForkServer(
             Launch(
@@ -101,6 +104,10 @@ class Starter:
         """Begin the server, and wait until it has imported all."""
         self.server.begin()
         self.until(ServerState.READY)
+
+    def imports(self) -> int:
+        """How many times a server was ready so far."""
+        return sum(isinstance(event, ForkServerReady) for event in self.events)
 
     def log(self) -> str:
         """What the server itself printed."""

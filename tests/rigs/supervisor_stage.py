@@ -189,7 +189,7 @@ class Agents:
         for number, agent in list(self.of.items()):
             record = agent.participant.record
             if not self.stubborn and record is not None and record.status is Status.CLOSED:
-                agent.participant.deregister()
+                agent.participant.claims.deregister()
                 agent.step()
                 if not self.silent:
                     self.kill(number, 0 if record.outcome is Outcome.SUCCEEDED else 1, detail="ended")
@@ -268,15 +268,15 @@ class Stage:
         record = self.world.newest()
         assert record is not None
         for agent in self.agents.of.values():
-            agent.participant.report_done(record.round)
+            agent.participant.claims.report_done(record.round)
 
     def saved(self) -> None:
         """All agents that run say where their workers stand, and that they have saved."""
         record = self.world.newest()
         assert record is not None
         for agent in self.agents.of.values():
-            agent.participant.report_noted(record.round, PreemptionStatus(heeds=True, step=7, rate=1.0))
-            agent.participant.report_kept(record.round)
+            agent.participant.claims.report_noted(record.round, PreemptionStatus(heeds=True, step=7, rate=1.0))
+            agent.participant.claims.report_kept(record.round)
 
     def claim_elsewhere(self) -> None:
         """An agent on another node finishes the attempt."""

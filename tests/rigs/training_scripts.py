@@ -61,6 +61,7 @@ def run_with_a_killed_rank(
     arguments: Sequence[str] = (),
     options: Sequence[str] = (),
     python: str = sys.executable,
+    start_method: str = "spawn",
 ) -> subprocess.CompletedProcess[str]:
     """Two local nodes; rank 0 is killed as it is about to say that the checkpoint of epoch 3 is whole.
 
@@ -71,16 +72,21 @@ def run_with_a_killed_rank(
         arguments: Further ones of the script.
         options: Further ones of ``hpc-elastic run``.
         python: The workers' interpreter.
+        start_method: Of the workers; it is a failure where they should be forks and are not.
     """
-    return subprocess.run(
+    result = subprocess.run(
         [
             *(sys.executable, "-m", "hpc_elastic", "run", "--cluster", "local", "--nodes", "2", "--python", python),
-            *("--runs-dir", str(folder / "runs"), *options, str(FAULTY), "0", moved, "3", str(EXAMPLES / script)),
+            *("--start-method", start_method, "--runs-dir", str(folder / "runs"), *options),
+            *(str(FAULTY), "0", moved, "3", str(EXAMPLES / script)),
             *("--epochs", str(EPOCHS), "--checkpoint", str(folder / "checkpoint"), *arguments),
         ],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": _path()}, stdin=subprocess.DEVNULL, capture_output=True, text=True,
         timeout=PATIENCE,
     )  # fmt: skip
+    assert "workers are started fresh" not in result.stdout
+    assert result.stdout.count("the fork server is ready") >= 2 * (start_method == "forkserver"), result.stdout
+    return result
 
 
 def submit_with_a_killed_rank(

@@ -142,7 +142,7 @@ def test_the_commands_of_the_readme_are_all_that_a_user_needs(
     assert "on n2 (node 1), round 0" in example_report
     shown_output.check("cluster", Session(output=example_report, folder=runs.folder, shown_as="/home/me"))
     shown_output.check("submit", Session(output=example, folder=runs.folder, shown_as="/home/me"))
-    assert converted.startswith("export NCCL_DEBUG=INFO\nhpc-elastic submit --nodes 2 --time 0:15:00")
+    assert converted.startswith("hpc-elastic submit --nodes 2 --time 0:15:00 --setup 'export NCCL_DEBUG=INFO' ")
     assert converted.rstrip().endswith("train.py")
     assert sorted(re.findall(r"rank (\d) of 2 begins at step 10", own)) == ["0", "1"], own
     assert "trained" in own

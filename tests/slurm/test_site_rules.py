@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import pytest
@@ -75,6 +76,7 @@ def test_a_run_on_a_site_with_rules(site: SlurmCluster) -> None:
         assert (refused.returncode, len(refused.stderr.splitlines())) == (1, 1), refused.stderr
         assert said in refused.stderr
         assert not (runs.folder / "runs").exists()
+    _examine(runs)
     # Slurm asks su for the environment of a job that brings none. Without a login shell it gets none, not even PATH.
     options = ("-q", "one", "--nodes", "2", "-c", "2", "--mem", "400", "--export", "NONE", "--max-restarts", "1")
     run = runs.submit_and_follow(*options, "--requeue-with", "chain", *SHORT, script)
@@ -96,3 +98,29 @@ def test_a_run_on_a_site_with_rules(site: SlurmCluster) -> None:
     assert run.result(1)["outcome"] == "succeeded", run.log
     steps = {row["JobID"].partition(".")[2] for row in site.sacct(run.job)}
     assert {"extern", "batch", "0"} <= steps
+
+
+def _examine(runs: SlurmRuns) -> None:
+    """What doctor says of such a site: the rule that refuses jobs, and that a limit of memory kills and is counted."""
+    small = ("doctor", "--nodes", "2", "-t", "5", "--python", "/usr/bin/python3", "--mem", "400", "-c", "2", "--json")
+    refused = json.loads(runs.hpc_elastic(*small).stdout)["findings"][-1]
+    assert (refused["check"], refused["level"]) == ("nodes.job", "problem")
+    assert "Jobs here need a QOS" in refused["found"]
+    done = runs.hpc_elastic(*small, "-q", "one", timeout=240)
+    found = {finding["check"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert found["nodes.memory"]["level"] == "ok", done.stdout + done.stderr
+    assert found["nodes.memory"]["found"].endswith("a process beyond it was killed, and counted")
+    assert "workers may use 2 of" in found["nodes.cpus"]["found"]
+    assert found["nodes.signals"]["level"] == "ok"
+    # What the QOS allows is known without a job; and what was kept is judged anew for what submit asks for.
+    limits = json.loads(runs.hpc_elastic("doctor", "-q", "small", "--python", "/usr/bin/python3", "--json").stdout)
+    (limit,) = [finding for finding in limits["findings"] if finding["check"] == "slurm.limits"]
+    assert limit["level"] == "problem"
+    assert limit["found"] == "a job of this account in QOS small has at most 1 node (MaxTRES)"
+    kept = runs.hpc_elastic("doctor", "-q", "one", "--python", "/usr/bin/python3", "--save")
+    assert "kept in /" in kept.stderr
+    (runs.folder / "quiet.py").write_text("")
+    warned = runs.hpc_elastic("submit", "-q", "small", "--nodes", "2", "--dry-run", "quiet.py")
+    assert "doctor found: slurm.limits: a job of this account in QOS small has at most 1 node" in warned.stderr
+    fits = runs.hpc_elastic("submit", "-q", "small", "--nodes", "1", "--dry-run", "quiet.py")
+    assert "slurm.limits" not in fits.stderr

@@ -40,6 +40,26 @@ def test_given_options_win_over_sbatchs_variables(runs: SlurmRuns) -> None:
     assert str(runs.folder / "runs") in info["Comment"]
 
 
+def test_workers_have_of_the_users_environment_what_slurm_says_that_export_means(runs: SlurmRuns) -> None:
+    """`ALL,NAME=VALUE`, names alone, `NONE`, and SBATCH_EXPORT: on every node, as Slurm means them."""
+    script = runs.script(
+        "import os\nprint('saw', *(os.environ.get(n) for n in ('KEPT', 'OTHER', 'GIVEN')), flush=True)\n"
+    )
+    env = {"KEPT": "kept", "OTHER": "other"}
+    options = ("--nodes", "2", "--max-restarts", "0", *SHORT)
+    wanted = {
+        (): "kept other None",
+        ("--export", "ALL,GIVEN=a b"): "kept other a b",
+        ("--export", "PATH,KEPT,GIVEN=g"): "kept None g",
+        ("--export", "NONE"): "None None None",
+    }
+    for export, seen in wanted.items():
+        done = runs.hpc_elastic("submit", "--follow", *options, *export, script, env=env)
+        assert done.stdout.count(f"] saw {seen}\n") == 2, (export, done.stdout, done.stderr)
+    by_variable = runs.hpc_elastic("submit", "--follow", *options, script, env={**env, "SBATCH_EXPORT": "NONE"})
+    assert by_variable.stdout.count("] saw None None None\n") == 2, by_variable.stdout
+
+
 def test_more_nodes_than_there_are(runs: SlurmRuns) -> None:
     done = runs.hpc_elastic("submit", "--nodes", "5", runs.script(HELLO))
     assert done.returncode == 2

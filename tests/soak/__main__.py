@@ -4,7 +4,7 @@
 
     python -m tests.soak --minutes 30 --seed 7
     python -m tests.soak --seed 7 --list 40              what it would do
-    python -m tests.soak --kinds "worker killed -9,srun killed" --minutes 5
+    python -m tests.soak --kinds kill-worker,kill-srun --minutes 5
     python -m tests.soak --minutes 30 --update-docs      and put its table into docs/explanation/soak.md
 """
 
@@ -20,9 +20,10 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
+from hpc_elastic.rehearsal.faults import parse_kinds, plan
 from tests.rigs.slurm_cluster import SlurmCluster, caches_of, missing_prerequisites
 from tests.rigs.slurm_cluster.services import slurm_version
-from tests.soak.faults import Kind, plan
+from tests.soak.injections import KINDS
 from tests.soak.soak import EXTRA_LINES, SLURM_CONF, Size, Soak, SoakResult
 from tests.soak.table import table, update
 
@@ -40,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, help="copy the run's directory into this folder at the end")
     parser.add_argument("--update-docs", action="store_true", help=f"put the table into {PAGE.name}")
     options = parser.parse_args(argv)
-    kinds = tuple(Kind(name.strip()) for name in options.kinds.split(",")) if options.kinds else tuple(Kind)
+    kinds = parse_kinds(options.kinds or "all", "--kinds", known=KINDS)
     if options.list:
         print(*islice(plan(options.seed, kinds), options.list), sep="\n")
         return 0
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:
             if options.keep is not None:
                 shutil.copytree(soak.run.root, options.keep / soak.run.root.name, symlinks=True)
-    print(f"\n{table(result.deeds)}\n\n{summary(result)}")
+    print(f"\n{table(result.injections)}\n\n{summary(result)}")
     for text in result.complaints:
         print(f"WRONG: {text}")
     if options.update_docs:
@@ -65,15 +66,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{time.strftime('%Y-%m-%d')}, seed {options.seed}, {options.nodes} nodes on {os.cpu_count()} cores, "
             f"Slurm {slurm}, shared filesystem {options.fs}: {summary(result)}"
         )
-        update(PAGE, f"{head}\n\n{table(result.deeds)}")
+        update(PAGE, f"{head}\n\n{table(result.injections)}")
     return 1 if result.complaints else 0
 
 
 def summary(result: SoakResult) -> str:
-    good = "right" if not any("losses" in text for text in result.complaints) else "WRONG"
     return (
-        f"{len(result.deeds)} faults in {result.seconds / 60:.1f} minutes, {result.attempts} attempts, "
-        f"{result.rounds} rounds, {result.steps} steps; the losses' sum {result.loss_sum:.9g} is {good}, "
+        f"{len(result.injections)} faults in {result.seconds / 60:.1f} minutes, {result.attempts} attempts, "
+        f"{result.rounds} rounds, {result.steps} steps; {result.comparison.compared} losses compared, "
+        f"{'WRONG' if result.comparison.parting else 'right'}, "
         f"{len(result.complaints)} things wrong."
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.soak.faults import NATURES, Effect, Fault, Kind
+from hpc_elastic.rehearsal.faults import NATURES, Effect, Fault, Kind
 
 EARLIER = 5.0
 """A lost node was seen for the last time before it was lost."""
@@ -166,7 +166,7 @@ _FINDERS: dict[Kind, tuple[Callable[[Asked, Told], str], ...]] = {
     Kind.SLURMD_STOPPED: (),
     Kind.SLURMCTLD_STOPPED: (),
     Kind.STEPD_KILLED: (_agent_ended,),
-    Kind.NOTICE: (
+    Kind.TIME_LIMIT: (
         _decided("time limit", "requeue"),
         _attempt_ended("SIGUSR2"),
     ),

@@ -6,22 +6,31 @@ import itertools
 import json
 import math
 import os
-import re
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
+from hpc_elastic.rehearsal.aftermath import look_back
+from hpc_elastic.rehearsal.faults import NATURES, Effect, Fault, Kind
+from hpc_elastic.rehearsal.injections import Injection as Done
+from hpc_elastic.rehearsal.injector import NotNow
+from hpc_elastic.rehearsal.journal import Course, StepSeen
+from hpc_elastic.rehearsal.judge import Comparison, InjectionSeen, Rehearsed, compare_losses, find_guilt
+from hpc_elastic.rehearsal.members import RunMembers
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.spec import RunSpec, load_run_spec
 from tests.rigs.slurm_cluster import ENDED_STATES, RigError, SlurmCluster
 from tests.rigs.slurm_cluster.python_environment import PROJECT
 from tests.rigs.slurm_runs import SlurmRuns
-from tests.soak.deeds import Deed, Hands, NotNow
 from tests.soak.explain import Asked, Told, explanation
-from tests.soak.faults import NATURES, Effect, Fault
+from tests.soak.injections import Injection, RunInjector
 from tests.soak.journal import Journal
 
 PARTITION = "soaklow"
@@ -57,15 +66,27 @@ class Size:
 class SoakResult:
     """What it came to."""
 
-    deeds: list[Deed] = field(default_factory=list)
+    injections: list[Injection] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     complaints: list[str] = field(default_factory=list)
     attempts: int = 0
     rounds: int = 0
     steps: int = 0
     seconds: float = 0.0
-    loss_sum: float = math.nan
-    expected: float = math.nan
+    comparison: Comparison = field(default_factory=Comparison)
+
+
+class _Traces:
+    """What the judge looks at, of the run that came to its end."""
+
+    saved_at: Sequence[float] = ()
+    loads: Sequence[tuple[float, Path]] = ()
+
+    def __init__(self, *, spec: RunSpec, journal: Journal, root: Path) -> None:
+        self.spec = spec
+        self.journal = journal
+        self.members = RunMembers(RunPaths(root))
+        self.members.read()
 
 
 class Soak:
@@ -104,7 +125,7 @@ class Soak:
             *("--section-timeouts", f"setup:120,load:{size.hang:g},step:{3 * size.hang:g}"),
             *("trainer.py", str(self._work), "--pace", f"{size.pace:g}"),
         )
-        self.hands = Hands(self._cluster, self.run, self.journal, self._work)
+        self.injectors = RunInjector(self._cluster, self.run, self.journal, self._work)
 
     # -- the loop ------------------------------------------------------------------------------------
 
@@ -114,7 +135,7 @@ class Soak:
         for fault in faults:
             if time.monotonic() - self._began > seconds:
                 break
-            if not self.hands.can_do(fault.kind):
+            if not self.injectors.can_do(fault.kind):
                 continue
             self._sleep(fault.gap)
             self._one(fault)
@@ -127,51 +148,58 @@ class Soak:
         if not self._is_training():
             self._wait_trains(f"before {fault}")
         try:
-            deed = self.hands.do(fault)
+            injection = self.injectors.do(fault)
         except (NotNow, RigError, AssertionError) as error:
             self.result.skipped.append(f"{fault}: {str(error).splitlines()[0]}")
             self._say(f"{self._clock()} {fault}: not now: {str(error).splitlines()[0]}")
             return
-        self.result.deeds.append(deed)
-        self._say(f"{self._clock()} {fault} {deed.node} in attempt {deed.before[0]} round {deed.before[1]}")
-        if not self._settle(deed):
-            self._stuck(f"{fault} on {deed.node or 'the job'}: the run has not trained again in {STUCK_SECONDS:g} s")
+        self.result.injections.append(injection)
+        self._say(
+            f"{self._clock()} {fault} {injection.node} in attempt {injection.before[0]} round {injection.before[1]}"
+        )
+        if not self._settle(injection):
+            self._stuck(
+                f"{fault} on {injection.node or 'the job'}: the run has not trained again in {STUCK_SECONDS:g} s"
+            )
             return
         self._heal_nodes()
-        deed.explained = self._explain(deed, self._told())
-        after = f"attempt {deed.after[0]} round {deed.after[1]}" if deed.after else "?"
+        injection.explained = self._explain(injection, self._told())
+        after = f"attempt {injection.after[0]} round {injection.after[1]}" if injection.after else "?"
         self._say(
-            f"{self._clock()}   trains again after {deed.seconds:.1f} s in {after}: {deed.explained or 'UNEXPLAINED'}"
+            f"{self._clock()}   trains again after {injection.seconds:.1f} s in {after}: "
+            f"{injection.explained or 'UNEXPLAINED'}"
         )
-        if deed.undo_failed:
-            self._complain(f"{fault}: the rig could not undo it: {deed.undo_failed}")
+        if injection.undo_failed:
+            self._complain(f"{fault}: the rig could not undo it: {injection.undo_failed}")
         self._look_for_orphans(fault)
 
-    def _settle(self, deed: Deed) -> bool:
+    def _settle(self, injection: Injection) -> bool:
         """Wait until the fault is over and the run trains again, in the same round for a moment."""
-        effect = NATURES[deed.fault.kind].effect
-        beyond = deed.before if effect is Effect.RESTART else None
-        deadline = time.monotonic() + STUCK_SECONDS + deed.fault.seconds
+        effect = NATURES[injection.fault.kind].effect
+        beyond = injection.before if effect is Effect.RESTART else None
+        deadline = time.monotonic() + STUCK_SECONDS + injection.fault.seconds
         while time.monotonic() < deadline:
             self._sleep(_LOOK)
             self.journal.read()
-            if not deed.undone.is_set() or self._has_ended():
+            if not injection.undone.is_set() or self._has_ended():
                 continue
             last = self.journal.last
             if last is None or (beyond is not None and last.place <= beyond) or not self._is_training():
                 continue
+            if injection.undone_at is not None and last.at < injection.undone_at + CALM_SECONDS:
+                continue  # Slurm requeues a job whose batch host is back from a reboot
             since = next(s.at for s in reversed(self.journal.steps) if s.place == last.place)
             first = next(s.at for s in self.journal.steps if s.place == last.place)
-            if last.place != deed.before and last.at - first < CALM_SECONDS:
+            if last.place != injection.before and last.at - first < CALM_SECONDS:
                 continue
-            if last.place == deed.before and since - deed.at < CALM_SECONDS + deed.fault.seconds:
+            if last.place == injection.before and since - injection.at < CALM_SECONDS + injection.fault.seconds:
                 continue
-            deed.after = last.place
-            changed = deed.before if last.place != deed.before else None
-            step = self.journal.first_step_after(deed.at, beyond=changed)
-            deed.trained_at = step.at if step is not None else last.at
+            injection.after = last.place
+            changed = injection.before if last.place != injection.before else None
+            step = self.journal.first_after(injection.at, beyond=changed)
+            injection.trained_at = step.at if step is not None else last.at
             if changed is None:
-                deed.trained_at = deed.at + self._pause(deed.at)
+                injection.trained_at = injection.at + self._pause(injection.at)
             return True
         return False
 
@@ -210,7 +238,7 @@ class Soak:
             shutil.copytree(self.run.root, self._keep / f"stuck-{len(self.result.complaints)}", symlinks=True)
             (self._keep / f"stuck-{len(self.result.complaints)}" / "slurm.txt").write_text(self._cluster.logs())
         self._close_books()
-        self.hands.finish()
+        self.injectors.finish()
         self._cluster.heal()
         os.rename(self._work / "journal", self._work / f"journal-{len(self.result.complaints)}")
         (self._work / "journal").mkdir()
@@ -233,16 +261,16 @@ class Soak:
         events = [event for number in range(len(report["attempts"])) for event in self.run.events(number)]
         return Told(report=report, events=events)
 
-    def _explain(self, deed: Deed, told: Told) -> str:
-        assert deed.trained_at is not None
+    def _explain(self, injection: Injection, told: Told) -> str:
+        assert injection.trained_at is not None
         asked = Asked(
-            fault=deed.fault,
-            node=deed.node,
-            pid=deed.pid,
-            at=deed.at,
-            until=deed.trained_at + deed.fault.seconds,
-            went_on=deed.after == deed.before,
-            host_dead=deed.host_dead,
+            fault=injection.fault,
+            node=injection.node,
+            pid=injection.pid,
+            at=injection.at,
+            until=injection.trained_at + injection.fault.seconds,
+            went_on=injection.after == injection.before,
+            host_dead=injection.host_dead,
         )
         return explanation(asked, told)
 
@@ -252,7 +280,7 @@ class Soak:
         while True:
             self.journal.read()
             nodes = {began.node for began in self.journal.members()}
-            found = {node: self.hands.workers(node) for node in self._cluster.node_names}
+            found = {node: self.injectors.workers(node) for node in self._cluster.node_names}
             too_many = {n: pids for n, pids in found.items() if len(pids) > (1 if n in nodes else 0)}
             if not too_many or not self._is_training():
                 return
@@ -264,7 +292,7 @@ class Soak:
     # -- the end ------------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        self.hands.finish()
+        self.injectors.finish()
         self._wait_trains("before the end")
         (self._work / "end").touch()
         try:
@@ -276,7 +304,7 @@ class Soak:
         outcome = self.run.result(self.result_attempt())["outcome"]
         if outcome != "succeeded":
             self._complain(f"the run ended as {outcome}")
-        self.judge_loss()
+        self.judge_losses()
         self._wait_nobody_is_left()
         left = self._cluster.run(["squeue", "--noheader"], user="root").stdout.strip()
         if left:
@@ -289,14 +317,17 @@ class Soak:
         """What the run says of itself now holds: is every fault in it?"""
         self.journal.read()
         told = self._told()
-        for deed in self.result.deeds:
-            if deed.trained_at is not None and not deed.explained:
-                deed.explained = self._explain(deed, told)
-            if not deed.explained:
-                self._complain(f"not explained: {deed.fault} {deed.node} pid {deed.pid} at {_clock_of(deed.at)}")
+        for injection in self.result.injections:
+            if injection.trained_at is not None and not injection.explained:
+                injection.explained = self._explain(injection, told)
+            if not injection.explained:
+                self._complain(
+                    f"not explained: {injection.fault} {injection.node} pid {injection.pid} "
+                    f"at {_clock_of(injection.at)}"
+                )
         self.result.attempts += len(told.report["attempts"])
         self.result.rounds += sum(len(attempt["rounds"]) for attempt in told.report["attempts"])
-        self.result.steps = self.journal.last.step if self.journal.last else self.result.steps
+        self.result.steps = self.journal.last.position[0] if self.journal.last else self.result.steps
         for text in self.journal.overlaps()[1:]:
             self._complain(f"two trainings at once: {text}")
         for text in self._uncalled(told):
@@ -304,7 +335,7 @@ class Soak:
 
     def _uncalled(self, told: Told) -> Iterator[str]:
         """Failures of workers at a time when nothing was done to the run."""
-        spans = [(d.at - 1.0, (d.trained_at or math.inf) + 2.0) for d in self.result.deeds]
+        spans = [(d.at - 1.0, max(d.trained_at or math.inf, d.undone_at or 0.0) + 2.0) for d in self.result.injections]
         for attempt in told.report["attempts"]:
             for part in attempt["rounds"]:
                 for failure in part["failures"]:
@@ -315,19 +346,32 @@ class Soak:
                     where = f"attempt {attempt['number']} round {part['index']} ranks {failure['ranks']}"
                     yield f"nobody's fault: {where} at {_clock_of(at)}: {kind}, {failure['first']['message']}"
 
-    def judge_loss(self) -> None:
-        """Complain where the losses of all steps do not add up to those of a training that nobody disturbs."""
+    def judge_losses(self) -> None:
+        """Complain where a loss is not that of a training that nobody disturbs."""
         final = self.journal.final
         if final is None:
             self._complain("the training has not come to its end")
             return
-        self.result.steps, self.result.loss_sum = final["final"], final["loss_sum"]
-        self.result.expected = undisturbed(self.result.steps, self._runs.folder / "undisturbed")
-        if not math.isclose(self.result.loss_sum, self.result.expected, rel_tol=1e-9):
-            self._complain(
-                f"the losses of {self.result.steps} steps add up to {self.result.loss_sum!r}, "
-                f"undisturbed to {self.result.expected!r}"
-            )
+        self.result.steps = final["final"]
+        expected = undisturbed(self.result.steps, self._runs.folder / "undisturbed")
+        self.result.comparison = compare_losses(expected, {1: self.journal.steps}, tolerance=1e-9)
+        traces = _Traces(spec=load_run_spec(self.run.root / "run.json"), journal=self.journal, root=self.run.root)
+        course = Course(expected, has_heartbeats=False, started=expected[0].at)
+        began = self.journal.steps[0].at
+        found = Rehearsed(
+            comparison=self.result.comparison,
+            injections=tuple(
+                _seen(injection, traces, course)
+                for injection in self.result.injections
+                if injection.at >= began  # not of a run that was stuck, and ended
+            ),
+            first=course.first,
+            steps=self.result.steps,
+        )
+        for finding in find_guilt(found):
+            self._complain(finding.text)
+        if not math.isclose(final["loss_sum"], total := sum(step.loss or 0.0 for step in expected), rel_tol=1e-9):
+            self._complain(f"the losses in the checkpoint add up to {final['loss_sum']!r}, undisturbed to {total!r}")
 
     def _wait_nobody_is_left(self) -> None:
         deadline = time.monotonic() + 30
@@ -350,18 +394,25 @@ class Soak:
         return f"[{time.monotonic() - self._began:6.1f} s]"
 
 
+def _seen(injection: Injection, traces: _Traces, course: Course) -> InjectionSeen:
+    done = Done(fault=injection.fault, at=injection.at, before=injection.before, what=injection.node)
+    seen = look_back(1, traces, done, "", course)
+    # Under the rig's proctrack/linuxproc Slurm's SIGTERM ends the workers too: that they do not save is no neglect.
+    return replace(seen, notice=None) if injection.fault.kind is Kind.PREEMPTION else seen
+
+
 def _clock_of(at: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(at))
 
 
-def undisturbed(steps: int, folder: Path) -> float:
-    """The sum of the losses of so many steps, by the same script in one process that nobody disturbs."""
+def undisturbed(steps: int, folder: Path) -> list[StepSeen]:
+    """So many steps with their losses, by the same script in one process that nobody disturbs."""
     for path in (folder, folder / "journal", folder / "plant"):
-        path.mkdir()
+        path.mkdir(exist_ok=True)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
     argv = [sys.executable, str(Path(__file__).parent / "trainer.py"), str(folder), "--pace", "0", "--last", str(steps)]
     environ = {**os.environ, **address, "PYTHONPATH": str(PROJECT), "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(argv, env=environ, capture_output=True, text=True, check=True, timeout=900)
-    found = re.search(r"loss_sum=(\S+)", done.stdout)
-    assert found is not None, done.stdout
-    return float(found[1])
+    subprocess.run(argv, env=environ, capture_output=True, text=True, check=True, timeout=900)
+    journal = Journal(folder / "journal")
+    journal.read()
+    return journal.steps

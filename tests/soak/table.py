@@ -7,17 +7,17 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.soak.deeds import Deed
-from tests.soak.faults import Kind
+from hpc_elastic.rehearsal.faults import NATURES, Kind
+from tests.soak.injections import Injection
 
 BEGIN, END = "<!-- soak: begin -->", "<!-- soak: end -->"
 
 
-def table(deeds: Sequence[Deed]) -> str:
+def table(injections: Sequence[Injection]) -> str:
     """Markdown: a line per kind of fault."""
-    by_kind: dict[Kind, list[Deed]] = defaultdict(list)
-    for deed in deeds:
-        by_kind[deed.fault.kind].append(deed)
+    by_kind: dict[Kind, list[Injection]] = defaultdict(list)
+    for injection in injections:
+        by_kind[injection.fault.kind].append(injection)
     lines = [
         "| fault | times | trains again after, median | at most | explained |",
         "| --- | ---: | ---: | ---: | --- |",
@@ -26,13 +26,13 @@ def table(deeds: Sequence[Deed]) -> str:
         if kind not in by_kind:
             continue
         done = by_kind[kind]
-        seconds = [deed.seconds for deed in done if deed.seconds is not None]
-        explained = sum(bool(deed.explained) for deed in done)
+        seconds = [injection.seconds for injection in done if injection.seconds is not None]
+        explained = sum(bool(injection.explained) for injection in done)
         words = "yes" if explained == len(done) else f"{explained} of {len(done)}"
         stuck = len(done) - len(seconds)
         middle = _seconds(statistics.median(seconds)) if seconds else "-"
         most = f"never ({stuck} times)" if stuck else _seconds(max(seconds))
-        lines.append(f"| {kind.value} | {len(done)} | {middle} | {most} | {words} |")
+        lines.append(f"| {NATURES[kind].title} | {len(done)} | {middle} | {most} | {words} |")
     return "\n".join(lines)
 
 

@@ -111,7 +111,10 @@ def main():
 
     def checkpoint():
         state = {"step": step, "loss_sum": loss_sum, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-        return save(args.folder, state)
+        with hpc_elastic.section("checkpoint"):
+            is_saved = save(args.folder, state)
+        if is_saved:
+            journal.note(saved=step)
 
     is_last = False
     while not is_last:
@@ -129,6 +132,7 @@ def main():
         if RANK == 0:
             journal.note(step=step, loss=sums[0].item())
         if hpc_elastic.should_checkpoint(step) and not is_last:
+            journal.note(notice=True)
             if RANK == 0:
                 checkpoint()
             return
@@ -139,6 +143,7 @@ def main():
     if RANK == 0:
         journal.note(final=step, loss_sum=loss_sum)
         print(f"final: step={step} loss_sum={loss_sum!r}", flush=True)
+    del ddp  # the group's last holder must not be DDP: see docs/how-to/train-with-ddp.md
     dist.destroy_process_group()
 
 

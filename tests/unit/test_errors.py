@@ -13,8 +13,10 @@ import hpc_elastic
 from hpc_elastic.errors import HpcElasticError, IllegalTransitionError, UnsafePathError, UsageError
 from hpc_elastic.failures.recording import ChildFailedError, ProcessFailure
 
-NEEDS_OTHERS = ("hpc_elastic.__main__", "hpc_elastic.pytorch", "hpc_elastic.inprocess", "hpc_elastic.submission")
-"""Not imported here: these need torch or submitit, or run."""
+NEEDS_OTHERS = tuple(
+    f"hpc_elastic.{name}" for name in ("__main__", "pytorch", "inprocess", "integrations", "submission")
+)
+"""Not imported here: these need torch, submitit or a training framework, or run."""
 
 
 def all_error_types() -> list[type[HpcElasticError]]:

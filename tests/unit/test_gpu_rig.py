@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests import check
-from tests.rigs.gpu import Machine, ask_ras, memory_readings, render
+from tests.rigs.gpu import Machine, memory_readings, render
 from tests.rigs.torch_ranks import SHARING, share
 
 MACHINE = Machine(
@@ -53,37 +49,6 @@ def test_each_rank_is_a_host_of_its_own_where_that_is_the_way() -> None:
     share("NCCL_HOSTID", 1, environ)
     assert environ["NCCL_HOSTID"] == "host-1"
     assert not SHARING["as it is"]
-
-
-@pytest.fixture
-def ras() -> Iterator[tuple[str, int]]:
-    """A server that speaks as NCCL 2.28's src/ras/client.cc expects it, once for each connection."""
-
-    def serve(connection: socket.socket) -> None:
-        with connection, connection.makefile("rwb") as stream:
-            for line in stream:
-                command = line.decode().strip()
-                said = {"CLIENT PROTOCOL 2": "SERVER PROTOCOL 2\n", "TIMEOUT 5": "OK\n"}.get(command)
-                stream.write((said or ("NCCL version 2.28.9\n" if command == "STATUS" else "ERROR: what?\n")).encode())
-                stream.flush()
-                if said is None:
-                    return
-
-    def accept() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                serve(listener.accept()[0])
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        threading.Thread(target=accept, daemon=True).start()
-        yield listener.getsockname()
-        listener.shutdown(socket.SHUT_RDWR)
-
-
-def test_ras_is_asked_by_its_own_protocol(ras: tuple[str, int]) -> None:
-    assert ask_ras(ras, "STATUS") == "NCCL version 2.28.9\n"
-    with pytest.raises(OSError, match=r"RAS answers 'ERROR: what\?\\n' to SET FORMAT json"):
-        ask_ras(ras, "SET FORMAT json", "STATUS")
 
 
 def test_a_record_is_of_the_gpu_tier_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,11 +99,24 @@ def test_what_an_agent_may_need_is_imported_at_its_start() -> None:
     assert not missing
 
 
+NOT_A_REPORTS = ("hpc_elastic.agent", "hpc_elastic.launch.slurm_site", "hpc_elastic.rendezvous.participant")
+
+
+def test_a_report_imports_nothing_that_runs_a_run() -> None:
+    """The agent, the coordinator and the launcher were a fifth of what a small run's report takes."""
+    loaded = after("import hpc_elastic.cli.report")
+    assert "hpc_elastic.report.collect" in loaded
+    assert not [name for name in loaded if name.startswith(NOT_A_REPORTS)]
+    assert not loaded & (HEAVY | {"statistics", "fractions"})
+
+
 DEF = (ast.FunctionDef, ast.AsyncFunctionDef)
 NOT_AT_WORK = ("hpc_elastic.cli",)
 """What they import in functions, agents need at their start, or never."""
 RARELY_NEEDED = {
     "hpc_elastic.agent.fork_server",
+    "hpc_elastic.agent.prewarm",
+    "hpc_elastic.agent.network_check",
     "psutil",
     "base64",
     "concurrent.futures",
@@ -111,8 +124,8 @@ RARELY_NEEDED = {
     "traceback",
     "shutil",
 }
-"""At an agent's start, for a run that asks for it; by the health check; for thousands of nodes; for another Python than
-the agent's own; loaded by `logging`; the guardian's, for its very last duty."""
+"""For a run that asks for it, at an agent's start or after a hang; by the health check; for thousands of nodes; for
+another Python than the agent's own; loaded by `logging`; the guardian's, for its very last duty."""
 
 
 def imported_in(function: ast.AST) -> Iterator[str]:
@@ -121,6 +134,19 @@ def imported_in(function: ast.AST) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module is not None:
             yield node.module
+
+
+MOST_PATTERNS = 130
+"""What an agent's start compiles: each takes 0.1 ms, as long as a module, and a large one milliseconds."""
+
+
+def test_an_agents_start_compiles_few_patterns() -> None:
+    code = f"import re._compiler as c; n = []; f = c.compile; c.compile = lambda *a: n.append(a) or f(*a)\n{AGENT}\n"
+    printed = "print(len(n), max(len(pattern) for pattern, *_ in n if isinstance(pattern, str)))"
+    result = subprocess.run([sys.executable, "-c", code + printed], capture_output=True, text=True, check=True)
+    count, longest = map(int, result.stdout.split())
+    assert 20 < count <= MOST_PATTERNS
+    assert longest <= 500
 
 
 def fastest(*arguments: str) -> float:

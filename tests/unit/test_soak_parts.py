@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.soak.deeds import Deed
+from hpc_elastic.rehearsal.faults import NATURES, Fault, Kind, plan
 from tests.soak.explain import Asked, Told, explanation
-from tests.soak.faults import NATURES, Fault, Kind, plan
+from tests.soak.injections import Injection
 from tests.soak.journal import Journal
 from tests.soak.table import table, update
 
@@ -74,23 +74,23 @@ def test_a_journal_is_read_on_and_shows_two_trainings_at_once(tmp_path: Path) ->
         with open(tmp_path / name, "a") as file:
             file.write(json.dumps({"attempt": 0, **facts}) + "\n")
 
-    note("a", round=0, t=1.0, step=1)
+    note("a.jsonl", round=0, t=1.0, step=1)
     journal.read()
-    note("b", round=1, t=2.0, step=2)
-    with open(tmp_path / "b", "a") as file:
+    note("b.jsonl", round=1, t=2.0, step=2)
+    with open(tmp_path / "b.jsonl", "a") as file:
         file.write('{"attempt": 0, "rou')
     journal.read()
-    assert [step.step for step in journal.steps] == [1, 2]
+    assert [step.position for step in journal.steps] == [(1,), (2,)]
     assert journal.overlaps() == []
-    assert journal.first_step_after(0.5, beyond=(0, 0)) == journal.last
-    note("a", round=0, t=3.0, step=2)
+    assert journal.first_after(0.5, beyond=(0, 0)) == journal.last
+    note("a.jsonl", round=0, t=3.0, step=2)
     journal.read()
     assert len(journal.overlaps()) == 1
 
 
 def test_the_table_says_who_was_never_well_again_and_goes_into_the_page(tmp_path: Path) -> None:
-    good = Deed(fault=fault(Kind.WORKER_KILLED), at=AT, before=(0, 0), trained_at=AT + 4, explained="yes")
-    bad = Deed(fault=fault(Kind.SRUN_KILLED), at=AT, before=(0, 0))
+    good = Injection(fault=fault(Kind.WORKER_KILLED), at=AT, before=(0, 0), trained_at=AT + 4, explained="yes")
+    bad = Injection(fault=fault(Kind.SRUN_KILLED), at=AT, before=(0, 0))
     text = table([good, bad])
     assert "| worker killed -9 | 1 | 4.0 s | 4.0 s | yes |" in text
     assert "| srun killed | 1 | - | never (1 times) | 0 of 1 |" in text

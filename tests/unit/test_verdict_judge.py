@@ -136,7 +136,7 @@ def test_results_that_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """A run that was ended goes on: what has a result is not run again, and stands in the table."""
     ran: list[str] = []
 
-    def run_case(case: Case) -> Judged:
+    def run_case(case: Case, *, start_method: str) -> Judged:
         ran.append(case.name)
         return Judged(
             name=case.name, group=case.group, grade=Grade.RIGHT, confidence="high", why="", summary="", text="report"

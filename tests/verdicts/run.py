@@ -5,6 +5,7 @@
     python -m tests.verdicts.run                             all cases
     python -m tests.verdicts.run --only exceptions           one group, or single cases (may be repeated)
     python -m tests.verdicts.run --jobs 2                    so many cases at a time
+    python -m tests.verdicts.run --start-method forkserver   with workers that are forks
     python -m tests.verdicts.run --reports FOLDER            keep every report.txt there
     python -m tests.verdicts.run --results FILE              keep the results there; a run that was ended goes on
     python -m tests.verdicts.run --update-docs               write the table into docs/reference/known-failures.md
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -42,17 +44,17 @@ ENVIRON = {
 """Beside what is the machine's."""
 
 
-def run_case(case: Case) -> Judged:
+def run_case(case: Case, *, start_method: str = "spawn") -> Judged:
     """Run one case in a folder of its own, of which nothing is left."""
     folder = Path(tempfile.mkdtemp(prefix="hpc-verdict-", dir="/tmp"))
     try:
         with _filesystems(case, folder):
-            return _run_in(case, folder)
+            return _run_in(case, folder, start_method)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run_in(case: Case, folder: Path) -> Judged:
+def _run_in(case: Case, folder: Path, start_method: str) -> Judged:
     for name, text in case.files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -68,6 +70,7 @@ def _run_in(case: Case, folder: Path) -> Judged:
         options=["--max-restarts", "0", "--shutdown-timeout", "5", *case.options],
         environ={**ENVIRON, **case.environ},
         interpreter=case.command,
+        start_method=start_method,
     )
     judged: Judged | None = None
     try:
@@ -106,20 +109,27 @@ def _filesystems(case: Case, folder: Path) -> Iterator[None]:
             subprocess.run(["umount", "-l", str(path)], check=True)
 
 
-def run_all(cases: Sequence[Case], *, jobs: int, done: Callable[[Judged], None] = lambda judged: None) -> list[Judged]:
+def run_all(
+    cases: Sequence[Case],
+    *,
+    jobs: int,
+    done: Callable[[Judged], None] = lambda judged: None,
+    start_method: str = "spawn",
+) -> list[Judged]:
     """Run cases, `jobs` at a time.
 
     Args:
         cases: The cases.
         jobs: Runs at a time.
         done: Called with each result, in the order of the cases.
+        start_method: Of the workers.
 
     Returns:
         The results, in the order of the cases.
     """
     results = []
     with ThreadPoolExecutor(jobs) as pool:
-        for judged in pool.map(run_case, cases):
+        for judged in pool.map(functools.partial(run_case, start_method=start_method), cases):
             done(judged)
             results.append(judged)
     return results
@@ -200,6 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.verdicts.run", description="See tests/verdicts/run.py.")
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="a case or a group; repeatable")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time")
+    parser.add_argument("--start-method", default="spawn", choices=["spawn", "forkserver"], help="of the workers")
     parser.add_argument("--reports", type=Path, metavar="FOLDER", help="keep every report.txt there")
     parser.add_argument("--results", type=Path, metavar="FILE", help="cases whose results are there are not run again")
     parser.add_argument("--update-docs", action="store_true", help="write the table into the page of known failures")
@@ -222,7 +233,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     # As Ctrl-C: no further case begins, and what the ones that run have started and mounted is cleared away.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    run_all([case for case in cases if case.name not in known], jobs=options.jobs, done=done)
+    due = [case for case in cases if case.name not in known]
+    run_all(due, jobs=options.jobs, done=done, start_method=options.start_method)
     results = [known[case.name] for case in cases]
     print("\n".join(["", *table(results), "", *complaints(results)]))
     if options.update_docs:

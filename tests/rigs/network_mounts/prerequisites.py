@@ -14,7 +14,13 @@ from tests.rigs import debian_packages
 from tests.rigs.network_mounts.kinds import KINDS
 
 SYSTEM_FOLDERS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_EVERY_KIND = {"fusermount3": "fuse3", "unshare": "util-linux", "ip": "iproute2"}
+_EVERY_KIND = {
+    "fusermount3": "fuse3",
+    "unshare": "util-linux",
+    "ip": "iproute2",
+    "tc": "iproute2",
+    "iptables": "iptables",
+}
 
 
 @functools.cache

@@ -20,6 +20,7 @@ from typing import Any
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.launch.run_directory import claim_attempt, create_run
 from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.health_limits import DEFAULT_LIMITS, Check
 from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, new_run_id
 from hpc_elastic.workers.tree import NODE_TAG_VARIABLE
@@ -71,6 +72,9 @@ class NetworkRun:
         mount_settings: MountSettings | None = None,
         ipv6_only: bool = False,
         max_restarts: int = 100,
+        python: str = "/bin/false",
+        health_checks: Mapping[Check, float] | None = None,
+        before: Callable[[NetworkRun], None] = lambda run: None,
     ) -> None:
         """Args:
         folder: Of the test; empty.
@@ -81,6 +85,10 @@ class NetworkRun:
         mount_settings: In place of `caches`.
         ipv6_only: Nodes without an IPv4 address.
         max_restarts: Rounds that may follow a failure.
+        python: The workers' interpreter. By default none that has torch: no TCPStore is served, which would cost
+            seconds.
+        health_checks: In place of the default ones.
+        before: Called before the first agent is started.
         """
         self.nodes = nodes
         self.folder = folder
@@ -99,12 +107,11 @@ class NetworkRun:
             uid=uuid.uuid4().hex,
             name="nodes",
             created_ns=time.time_ns(),
-            # No interpreter with torch: no TCPStore is served, which would cost seconds.
             entrypoint=Entrypoint(
                 kind=EntryKind.COMMAND,
                 target=sys.executable,
                 args=("-S", str(folder / "worker.py")),
-                python="/bin/false",
+                python=python,
             ),
             cwd=str(folder),
             cluster="slurm",
@@ -115,7 +122,9 @@ class NetworkRun:
             max_same_failures=0,
             shutdown_timeout=10.0,
             rdzv_conf=dict(conf or {}),
+            health_checks=dict(DEFAULT_LIMITS if health_checks is None else health_checks),
         )
+        self._before = before
         self._agents: dict[int, subprocess.Popen[bytes]] = {}
         self._stack = ExitStack()
 
@@ -125,6 +134,7 @@ class NetworkRun:
             self._stack.enter_context(self.network)
             self._stack.callback(self._kill_all)
             self._attempt = self.make_attempt()
+            self._before(self)
             for node in range(self.nodes):
                 self.start_agent(node)
         except BaseException:

@@ -7,13 +7,14 @@ import pwd
 import re
 import signal
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
 from . import configuration, files, services
 from .layout import LOGIN, RigError
-from .processes import CROWDED, command_line, owner_of, wait_until
+from .processes import CROWDED, call, command_line, owner_of, wait_until
 from .rig import HEALTHY_STATES, Rig
 
 ENDED_STATES = frozenset(
@@ -84,6 +85,34 @@ class SlurmCluster(Rig):
     def heal_link(self, name: str) -> None:
         """Plug the host's network cable in again."""
         self._hosts.set_link(name, up=True)
+
+    @contextmanager
+    def disturbed_link(self, name: str, *, mbit: int, loss: float) -> Iterator[None]:
+        """Meanwhile the host's link takes so many Mbit/s at most, and a share of the datagrams to it is lost."""
+        self._hosts.disturb_link(self._node(name), mbit=mbit, loss=loss)
+        try:
+            yield
+        finally:
+            self._hosts.clear_link(name)
+
+    @contextmanager
+    def small_filesystem(self, *, mib: int) -> Iterator[Path]:
+        """Meanwhile the login host and all nodes that are on share one more filesystem, of so many MiB; its folder."""
+        folder, image = self.shared / "small", self.layout.folder / "small.img"
+        folder.mkdir(exist_ok=True)
+        with open(image, "wb") as file:
+            file.truncate(mib << 20)
+        call(["mkfs.ext4", "-q", "-F", "-m", "0", str(image)])
+        hosts = [host for host in (LOGIN, *self.node_names) if self._hosts.is_on(host)]
+        try:
+            for host in hosts:  # the same loop device for all, and so one filesystem; it goes with its last mount
+                call([*self._hosts.enter_argv(host), "mount", "-o", "loop", str(image), str(folder)])
+            call([*self._hosts.enter_argv(LOGIN), "chmod", "1777", str(folder)])
+            yield folder
+        finally:
+            for host in hosts:
+                call([*self._hosts.enter_argv(host), "umount", "--lazy", str(folder)], check=False)
+            image.unlink()
 
     def freeze_node(self, name: str) -> None:
         """Stop everything on the node at once, as a kernel that hangs: nothing runs, no packet is answered."""

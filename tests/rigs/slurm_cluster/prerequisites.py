@@ -21,6 +21,7 @@ PACKAGES = {
     "munged": "munge",
     "mariadbd": "mariadb-server",
     "ip": "iproute2",
+    "iptables": "iptables",
     "/usr/bin/python3": "python3",
 }
 """Program → the Debian package that has it."""

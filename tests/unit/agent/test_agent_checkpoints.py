@@ -133,10 +133,10 @@ def test_a_round_that_is_over_ends_it() -> None:
     assert node.watch.due is None
 
 
-def test_the_words_reach_the_participant() -> None:
+def test_the_status_becomes_claims() -> None:
     said: list[tuple[Any, ...]] = []
 
-    class Participant:
+    class Claims:
         def report_saving(self, *words: Any) -> None:
             said.append(("saving", *words))
 
@@ -144,5 +144,5 @@ def test_the_words_reach_the_participant() -> None:
             said.append(("saved", *words))
 
     for age in (None, 2.5):
-        CheckpointStatus(round=1, serial=4, age=age).send(Participant())  # type: ignore[arg-type]
+        CheckpointStatus(round=1, serial=4, age=age).send(SimpleNamespace(claims=Claims()))  # type: ignore[arg-type]
     assert said == [("saving", 1, 4), ("saved", 1, 4, 2.5)]

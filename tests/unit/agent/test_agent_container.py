@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.agent.container import enter_container, needed_mounts
+from hpc_elastic.agent.container import enter_container, exit_of_script, needed_mounts, pyxis_arguments
 from hpc_elastic.run.container import Container, ContainerImage, ContainerMount, Runtime
 
 ARGV = ("python3", "-u", "/home/u/train.py")
@@ -32,7 +32,7 @@ def of(runtime: Runtime, image: str = "/images/t", **what: Any) -> Container:
 def enter(
     container: Container, *, env: Mapping[str, str] = ENV, has_nvidia: bool = False
 ) -> tuple[list[str], dict[str, str]]:
-    return enter_container(container, ARGV, env, cwd=CWD, has_nvidia=has_nvidia)
+    return enter_container(container, ARGV, env, local_rank=3, cwd=CWD, has_nvidia=has_nvidia)
 
 
 def test_each_folder_is_mounted_once_at_its_own_path() -> None:
@@ -54,7 +54,8 @@ def test_charliecloud() -> None:
     argv, env = enter(given)
     assert argv == [
         *("ch-run", "--bind=/home/u:/home/u", "--bind=/lustre/runs/7:/lustre/runs/7", "--bind=/data:/d", "--cd=/opt"),
-        *("--env-no-expand", "--set-env=MY_DATA=/data", "--write", "/images/t", "--", *ARGV),
+        *("--env-no-expand", "--set-env=MY_DATA=/data", "--set-env=HPC_ELASTIC_INSIDE=3", "--write"),
+        *("/images/t", "--", *ARGV),
     ]
     assert env["USER"] == str(os.getuid())
     assert (env["RANK"], env["PATH"]) == ("1", "/host/bin")
@@ -70,38 +71,73 @@ def test_charliecloud_has_the_folder_for_temporary_files_where_it_is_mounted() -
 @pytest.mark.parametrize("runtime", [Runtime.APPTAINER, Runtime.SINGULARITY])
 def test_apptainer(runtime: Runtime) -> None:
     given = of(runtime, "t.sif", mounts=(ContainerMount(source="/d", target="/d", read_only=True),), env=("MY_DATA",))
-    assert enter(given, has_nvidia=True)[0] == [
+    argv, env = enter(given, has_nvidia=True, env={**ENV, "MY_DATA": "0,1"})
+    assert argv == [
         *(runtime.value, "exec", "--bind", "/home/u:/home/u", "--bind", "/lustre/runs/7:/lustre/runs/7"),
-        *("--bind", "/d:/d:ro", "--pwd", "/home/u", "--nv", "--env", "MY_DATA=/data", "t.sif", *ARGV),
+        *("--bind", "/d:/d:ro", "--pwd", "/home/u", "--nv", "--env", "HPC_ELASTIC_INSIDE=3"),
+        *("t.sif", *ARGV),
     ]
+    assert env[f"{runtime.name}ENV_MY_DATA"] == "0,1", "for --env these are two variables"
     assert "--nv" not in enter(given)[0]
 
 
 def test_podman() -> None:
     argv, env = enter(of(Runtime.PODMAN, "pytorch/pytorch:2.4", args=("--quiet",)), has_nvidia=True)
-    assert argv[:8] == [
-        *("podman", "run", "--rm", "--network=host", "--ipc=host", "--pid=host", "--ulimit=host", "--entrypoint=")
-    ]
-    rest = [word for word in argv[8:] if word != "--userns=keep-id"]
+    assert argv[:7] == ["podman", "run", "--rm", "--network=host", "--ipc=host", "--pid=host", "--entrypoint="]
+    rest = [word for word in argv[7:] if word != "--userns=keep-id"]
     assert rest == [
         *("--volume", "/home/u:/home/u", "--volume", "/lustre/runs/7:/lustre/runs/7", "--workdir=/home/u"),
         "--device=nvidia.com/gpu=all",
         *(f"--env={name}" for name in sorted(ENV) if name not in ("PATH", "LD_LIBRARY_PATH", "TMPDIR")),
+        "--env=HPC_ELASTIC_INSIDE=3",
         *("--quiet", "pytorch/pytorch:2.4", *ARGV),
     ]
     assert env["PATH"] == "/host/bin"  # podman itself needs it
+    assert "HPC_ELASTIC_INSIDE" not in env, "it is what tells the script from podman"
+    assert "--device=nvidia.com/gpu=all" not in enter(of(Runtime.PODMAN))[0]
     assert "--env=PATH" in enter(of(Runtime.PODMAN, env=("PATH",)))[0]
     assert "--rootfs" in enter(of(Runtime.PODMAN, "/images/t"))[0]
 
 
 def test_enroot() -> None:
-    argv, _ = enter(of(Runtime.ENROOT, "t.sqsh"))
+    given = of(Runtime.ENROOT, "t.sqsh", mounts=(ContainerMount(source="/d", target="/e", read_only=True),))
+    argv, _ = enter(given)
     names = [name for name in sorted(ENV) if name not in ("PATH", "LD_LIBRARY_PATH", "TMPDIR")]
     assert argv == [
-        *("enroot", "start", "--mount", "/home/u:/home/u", "--mount", "/lustre/runs/7:/lustre/runs/7"),
-        *(word for name in names for word in ("--env", name)),
+        *("enroot", "start", "--mount", "/home/u:/home/u:none:x-create=auto,rbind"),
+        *("--mount", "/lustre/runs/7:/lustre/runs/7:none:x-create=auto,rbind"),
+        *("--mount", "/d:/e:none:x-create=auto,rbind,ro"),
+        *(word for name in (*names, "HPC_ELASTIC_INSIDE=3") for word in ("--env", name)),
         *("t.sqsh", "sh", "-c", 'cd "$0" && exec "$@"', "/home/u", *ARGV),
     ]
+    words, _ = enter(given, has_nvidia=True, env={**ENV, "NVIDIA_VISIBLE_DEVICES": "0"})
+    assert [word for word in words if word.startswith("NVIDIA")] == [
+        *("NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES=compute,utility"),
+    ]
+
+
+def test_pyxis_starts_the_agents_inside_and_these_their_workers() -> None:
+    given = of(
+        Runtime.PYXIS,
+        "nvcr.io#nvidia/pytorch:24.05-py3",
+        mounts=(
+            ContainerMount(source="/data", target="/data", read_only=True),
+            ContainerMount(source="/opt", target="/opt"),
+        ),
+        env=("NCCL_DEBUG", "PYTHONPATH"),
+        args=("--container-remap-root",),
+    )
+    packages = ["/home/u/venv", "/opt/python", "/usr/local/py"]
+    assert pyxis_arguments(given, cwd=CWD, run_dir="/lustre/runs/7", packages=packages) == [
+        "--container-image=nvcr.io#nvidia/pytorch:24.05-py3",
+        "--container-mounts=/home/u:/home/u,/lustre/runs/7:/lustre/runs/7,/data:/data:ro,/opt:/opt,"
+        "/usr/local/py:/usr/local/py:ro",
+        *("--container-workdir=/home/u", "--no-container-mount-home", "--no-container-entrypoint"),
+        *("--container-env=NCCL_DEBUG,PYTHONPATH", "--container-remap-root"),
+    ]
+    argv, env = enter(given)
+    assert argv == list(ARGV)
+    assert "LD_LIBRARY_PATH" not in env
 
 
 def test_a_relative_image_is_meant_from_the_runs_folder() -> None:
@@ -111,3 +147,15 @@ def test_a_relative_image_is_meant_from_the_runs_folder() -> None:
 def test_a_variable_that_was_asked_for_is_kept() -> None:
     _, env = enter(of(Runtime.APPTAINER, env=("LD_LIBRARY_PATH",)))
     assert env["LD_LIBRARY_PATH"] == "/host/lib"
+
+
+@pytest.mark.parametrize("code", [0, 1, 125, 127, 128, -9])
+def test_other_codes_are_the_scripts_as_they_are(code: int) -> None:
+    assert exit_of_script(of(Runtime.PODMAN), code) == code
+
+
+def test_a_signal_that_podman_reports_as_a_shell_does_is_the_signal() -> None:
+    assert exit_of_script(of(Runtime.PODMAN), 137) == -9
+    assert exit_of_script(of(Runtime.PODMAN), 139) == -11
+    assert [exit_of_script(of(runtime), 137) for runtime in Runtime if runtime is not Runtime.PODMAN] == [137] * 5
+    assert exit_of_script(None, 137) == 137

@@ -203,6 +203,12 @@ def test_a_group_starts_with_no_ranks() -> None:
     assert [(w.local_rank, w.global_rank, w.id) for w in group.workers] == [(0, -1, None), (1, -1, None)]
 
 
+def test_a_role_is_ignored_as_torch_does() -> None:
+    agent = ToyAgent(a_spec(MemoryHandler(Meeting(1), 0), role="trainer"), succeed)
+    assert agent.run("another").state is WorkerState.SUCCEEDED
+    assert agent.get_worker_group("another").spec.role == "trainer"
+
+
 def test_nodes_of_different_sizes_and_roles_get_contiguous_ranks() -> None:
     meeting = Meeting(3)
     specs = [("trainer", 2), ("evaluator", 1), ("trainer", 3)]

@@ -6,8 +6,9 @@ import itertools
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from hpc_elastic.agent.fork_server import folder_of, script_of
+from hpc_elastic.agent.fork_server_process import folder_of, scripts_of
 from hpc_elastic.agent.fork_server_states import (
     MOST_STARTS,
     TRANSITIONS,
@@ -66,6 +67,14 @@ def test_a_server_is_given_up_when_nothing_is_left_or_none_ever_works(
     assert bool(why_given_up(preload, starts=starts)) is bool(reason)
 
 
+def test_a_spare_takes_over_what_another_node_has_learned_and_left_out() -> None:
+    mine = Preload(modules=("torch",), learned=("torch.a",), left_out={"torch.x": "mine"}, is_auto=True)
+    other = Preload(modules=("torch",), learned=("torch.b", "torch.y"), left_out={"torch.x": "other", "torch.y": "y"})
+    merged = mine.merged(other)
+    assert merged.wanted == ["torch", "torch.a", "torch.b"]
+    assert (merged.left_out["torch.x"], merged.is_auto) == ("mine", True)
+
+
 def test_what_is_left_out_is_not_imported_and_what_is_learned_comes_last() -> None:
     preload = Preload(modules=("torch", "mine")).with_learned(["torch.x", "mine"]).with_learned(["torch.y"])
     assert preload.wanted == ["torch", "mine", "torch.x", "torch.y"]
@@ -81,6 +90,13 @@ def test_what_was_learned_is_there_for_the_next_attempt_and_for_auto_alone(tmp_p
     assert preload_for(("mine",), path) == Preload(modules=("mine",))
     path.write_text('{"version": 1, "modules"')
     assert preload_for(("auto",), path).learned == ()
+
+
+def test_an_import_that_reads_a_ranks_own_wandb_run_is_noticed() -> None:
+    _, rest = shared_environment(
+        {}, spec=replace(SPEC, wandb=True), local_world_size=2, run_dir="/r", attempt=1, tag="t"
+    )
+    assert "WANDB_RUN_ID" in rest
 
 
 def test_the_environment_that_workers_share_has_nothing_of_one_rank_or_round() -> None:
@@ -142,15 +158,38 @@ def test_a_variable_that_was_read_before_the_script_sets_it_is_named_with_its_li
 
 
 @pytest.mark.parametrize(
-    ("argv", "script", "folder"),
+    "text",
     [
-        (["python", "-u", "sub/t.py", "-m"], "/w/sub/t.py", "/w/sub"),
-        (["python", "-u", "-m", "pkg.t"], "", "/w"),
-        (["python", "-u", "/abs/t.py"], "/abs/t.py", "/abs"),
+        "os.environ.update({'A': '1', 'TORCH_LOGS': 'all'})",
+        "os.environ.update(TORCH_LOGS='all')",
+        "os.environ |= {'TORCH_LOGS': 'all'}",
+        "os.environ.pop('TORCH_LOGS', None)",
+        "del os.environ['TORCH_LOGS']",
+        "os.putenv('TORCH_LOGS', 'all')",
+        "x = os.environ['TORCH_LOGS'] = 'all'",
+        "if 'A' not in os.environ:\n    os.environ['TORCH_LOGS'] = 'all'",
+        "try:\n    os.environ['TORCH_LOGS'] = 'all'\nexcept KeyError: pass",
+        "with open('x'):\n    for n in (1, 2):\n        os.environ.setdefault('TORCH_LOGS', 'all')",
     ],
 )
-def test_where_the_script_and_its_neighbours_are(argv: list[str], script: str, folder: str) -> None:
-    assert (script_of(argv, "/w"), folder_of(argv, "/w")) == (script, folder)
+def test_every_way_to_set_a_variable_at_the_top_of_a_script_is_seen(text: str) -> None:
+    found = late_settings(f"import os\n{text}\nimport torch", imported=["torch"], reads={"TORCH_LOGS": "torch"})
+    assert len(found) == 1
+    assert "sets TORCH_LOGS, which torch has read already" in found[0]
+    in_function = f"def f():\n    {text.splitlines()[0]}".replace(":\n    if", ": pass\n    if")
+    assert late_settings(in_function, imported=["torch"], reads={"TORCH_LOGS": "torch"}) == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "scripts", "folder"),
+    [
+        (["python", "-u", "sub/t.py", "-m"], ["/w/sub/t.py"], "/w/sub"),
+        (["python", "-u", "-m", "pkg.t"], ["/w/pkg/t.py", "/w/pkg/t/__main__.py"], "/w"),
+        (["python", "-u", "/abs/t.py"], ["/abs/t.py"], "/abs"),
+    ],
+)
+def test_where_the_script_and_its_neighbours_are(argv: list[str], scripts: list[str], folder: str) -> None:
+    assert (scripts_of(argv, "/w"), folder_of(argv, "/w")) == (scripts, folder)
 
 
 def test_without_a_server_nothing_is_forked_watched_or_waited_for() -> None:

@@ -28,7 +28,7 @@ from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.host_facts import filesystem_type
 from hpc_elastic.rendezvous.state import HangMark
 from hpc_elastic.run.option_values import SectionTimeouts
-from hpc_elastic.worker_api.heartbeat_record import FILE_BYTES, VARIABLE, write_record, write_total
+from hpc_elastic.worker_api.heartbeat_record import FILE_BYTES, VARIABLE, write_loss, write_record, write_total
 from tests.rigs.fake_clock import FakeClock
 
 MOUNTS = """\
@@ -334,6 +334,27 @@ def test_the_run_directory_learns_of_it_slowly_whatever_the_steps(watch: HangWat
     assert value.get("total") is None
 
 
+def test_the_summary_of_an_agent_that_died_here_is_kept_beside_the_next_ones(
+    watch: HangWatch, clock: FakeClock, folder: HeartbeatFolder
+) -> None:
+    path = watch._summary
+    assert path is not None
+    say(watch, clock, 0, 1, step=8, first_step=7)
+    watch.refresh()
+    second = HangWatch(
+        folder=folder, timeouts=SectionTimeouts(), clock=clock, files=Inline(clock=clock), summary=path, node=3
+    )
+    for round_index in (1, 2):
+        second.begin(round_index, first_rank=4, count=2)
+        say(second, clock, 0, 1, step=20 * round_index)
+        second.refresh()
+    found = {name.name: json.loads(name.read_text()) for name in path.parent.iterdir()}
+    assert {name: value["round"] for name, value in found.items()} == {
+        "heartbeats.json": 2, "heartbeats-round-00000.json": 0
+    }  # fmt: skip
+    assert found["heartbeats-round-00000.json"]["progress"]["step"] == 8
+
+
 def test_a_checkpoint_and_the_number_of_all_steps_are_in_it(watch: HangWatch, clock: FakeClock) -> None:
     now_ns = int(clock.monotonic() * 1e9)
     for local_rank in (0, 1):
@@ -341,13 +362,14 @@ def test_a_checkpoint_and_the_number_of_all_steps_are_in_it(watch: HangWatch, cl
         with open(watch.environment(local_rank)[VARIABLE], "r+b") as file:
             page = bytearray(file.read())
             write_total(page, 500)
+            write_loss(page, 0.5)
             file.seek(0)
             file.write(page)
     clock.now += 4.0
     watch.refresh()
     assert watch._summary is not None
     value = json.loads(watch._summary.read_text())
-    assert value["total"] == 500
+    assert (value["total"], value["loss"]) == (500, 0.5)
     assert [(beat["saved_step"], beat["saved_age"]) for beat in value["ranks"]] == [(7, 4.0), (8, 4.0)]
 
 
@@ -404,6 +426,27 @@ def test_a_later_round_knows_what_the_earlier_ones_taught(folder: HeartbeatFolde
         until_due(watch, clock)
         verdict = watch.look([0])
     assert clock.monotonic() - began == pytest.approx(60.0)
+
+
+def test_a_round_that_begins_at_the_first_step_again_is_warned_about_once(
+    folder: HeartbeatFolder, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    watch = HangWatch(
+        folder=folder, timeouts=SectionTimeouts(), clock=clock, files=Inline(clock=clock), furthest_before=152
+    )
+    rounds = [(0, 3, 0), (4, 5, 0), (0, 160, 1), (161, 170, 0), (1, 2, 0)]
+    warned = []
+    for number, (first, last, first_rank) in enumerate(rounds):
+        watch.begin(number, first_rank=first_rank, count=1)
+        caplog.clear()
+        for count in (1, 2):
+            say(watch, clock, 0, count, step=last, first_step=first)
+            watch.refresh()
+        warned.append([record.getMessage() for record in caplog.records])
+        watch.end()
+    assert [len(lines) for lines in warned] == [1, 0, 0, 0, 1], "where rank 0 is, once"
+    assert "training began at step 0 again, after step 152 of an earlier round" in warned[0][0]
+    assert "training began at step 1 again, after step 170 of an earlier round" in warned[4][0]
 
 
 def test_at_the_end_the_folder_goes(watch: HangWatch, folder: HeartbeatFolder, tmp_path: Path) -> None:

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.agent import ending, node_agent
+from hpc_elastic.agent import ending, node_agent, round_workers
 from hpc_elastic.agent.address_filter import Guard
 from hpc_elastic.agent.context import AgentContext
+from hpc_elastic.agent.fork_server_states import NoForkServer
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.store_server import MasterPortTakenError, StoreState
 from hpc_elastic.agent.supervision import Phase, WorkerState
@@ -39,6 +40,7 @@ from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 from hpc_elastic.store.base import StoreError
+from hpc_elastic.workers.environment_change import EnvironmentChange
 from hpc_elastic.workers.spawn import Inherited, WorkerStartError
 from hpc_elastic.workers.stop import Stopped, Survivor
 from tests.rigs.event_pairs import log_into
@@ -180,6 +182,10 @@ class Said:
         self.words: list[tuple[str, tuple[Any, ...]]] = []
 
     @property
+    def claims(self) -> Said:
+        return self
+
+    @property
     def ending(self) -> SimpleNamespace:
         return SimpleNamespace(begin=self.await_end)
 
@@ -267,6 +273,9 @@ class Server:
         self.port += 1
         return address, port or self.port
 
+    def take_change(self, change: EnvironmentChange) -> None:
+        pass
+
     def __getattr__(self, name: str) -> Callable[[], None]:
         return lambda: self.calls.append(name)
 
@@ -310,7 +319,12 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
     monkeypatch.setattr(node_agent, "reap_orphans", lambda known: [])
 
     def build(
-        *, cluster: str = "slurm", kill_wait: float | None = None, start_error: Exception | None = None, **spec: Any
+        *,
+        cluster: str = "slurm",
+        kill_wait: float | None = None,
+        start_error: Exception | None = None,
+        fork_server: NoForkServer | None = None,
+        **spec: Any,
     ) -> Play:
         said, server = Said(), Server()
         made: list[Workers] = []
@@ -329,7 +343,7 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
             made.append(workers)
             return workers
 
-        monkeypatch.setattr(node_agent, "LocalWorkers", make_workers)
+        monkeypatch.setattr(round_workers, "LocalWorkers", make_workers)
 
         def take() -> list[signal.Signals]:
             taken = list(signals)
@@ -365,6 +379,7 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
             signals=SimpleNamespace(fileno=lambda: never_ready, take=take),  # type: ignore[arg-type]
             shown=lambda local_rank, rank: None,  # type: ignore[arg-type,return-value]
             helpers=lambda: {77},
+            fork_server=fork_server or NoForkServer(),
         )
         return Play(NodeAgent(context), said, server, made, signals, events, script)
 
@@ -417,6 +432,31 @@ def test_who_is_not_the_first_confirms_without_a_port(play: Callable[..., Play])
     assert "bind" not in p.server.calls
     assert "serve" not in p.server.calls
     assert [env["RANK"] for env in p.workers[0].environments] == ["1", "2"]
+
+
+class ColdServer(NoForkServer):
+    """Imports until it is warm; its messages come first."""
+
+    is_awaited = True
+
+    def __init__(self, fd: int) -> None:
+        super().__init__()
+        self._fd = fd
+
+    def fileno(self) -> int:
+        return self._fd
+
+
+def test_a_cold_agent_waits_for_a_late_record_before_it_asks_to_join(
+    play: Callable[..., Play], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would end a round that goes on, for workers that then wait for the import."""
+    p = play(fork_server=ColdServer(os.eventfd(0)))
+    ready = iter([{-1}, {-1}, {p.script.fileno()}])
+    monkeypatch.setattr(node_agent, "wait_readable", lambda watched, seconds: next(ready))
+    others = final(members=(Member(OTHER, 1, 1),))
+    assert p.run([], [], [others], p.phase_is(Phase.JOINING), [closed()]) == 0
+    assert p.said.all("join") == []
 
 
 def test_a_new_coordinator_in_a_frozen_round_changes_nothing(play: Callable[..., Play]) -> None:

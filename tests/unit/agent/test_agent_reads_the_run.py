@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent import main
+from hpc_elastic.agent import identity
 from hpc_elastic.base import files
 from hpc_elastic.base.files import make_private_dir, read_bytes
 from hpc_elastic.errors import UsageError
@@ -40,7 +40,7 @@ def paths(tmp_path: Path) -> RunPaths:
 @pytest.mark.parametrize("file", ["run.json", "attempt.json"])
 @pytest.mark.parametrize(
     ("why", "tries"),
-    [("refused", len(main.READ_AGAIN_SECONDS) + 1), ("missing", 1), ("cut off", 1), ("says [Errno 5]", 1)],
+    [("refused", len(identity.READ_AGAIN_SECONDS) + 1), ("missing", 1), ("cut off", 1), ("says [Errno 5]", 1)],
 )
 def test_a_fault_of_the_filesystem_is_waited_out_and_no_other(
     file: str, why: str, tries: int, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
@@ -64,9 +64,13 @@ def test_a_fault_of_the_filesystem_is_waited_out_and_no_other(
         wanted.write_text('{"version": 1, "unreadable')
     elif why == "says [Errno 5]":
         wanted.write_text('{"version": "unreadable: [Errno 5]"}')
-    error, words = (main._RefusedError, "refuses") if why == "refused" else (UsageError, "can't be read from this node")
+    error, words = (
+        (identity.RunDirectoryRefusedError, "refuses")
+        if why == "refused"
+        else (UsageError, "can't be read from this node")
+    )
     with pytest.raises(error, match=words):
-        main._load(paths, 0, FakeClock())
+        identity._load(paths, 0, FakeClock())
     assert len(looks) == tries
 
 
@@ -81,7 +85,7 @@ def test_a_fault_that_passes_costs_an_agent_only_time(paths: RunPaths, monkeypat
     monkeypatch.setattr(files, "read_bytes", read)
     clock = FakeClock()
     began = clock.monotonic()
-    assert main._load(paths, 0, clock) == (SPEC, ATTEMPT)
+    assert identity._load(paths, 0, clock) == (SPEC, ATTEMPT)
     assert clock.monotonic() - began == pytest.approx(0.3)
 
 
@@ -99,9 +103,9 @@ def test_a_fault_that_passes_costs_an_agent_only_time(paths: RunPaths, monkeypat
 )
 def test_options_that_no_launcher_gives_are_refused(argv: list[str]) -> None:
     with pytest.raises(UsageError, match="give --run-dir DIR --attempt N"):
-        main._parse(argv)
+        identity.parse_options(argv)
 
 
 def test_options_of_launchers() -> None:
-    found = main._parse(["--attempt", "0", "--node", "2", "--run-dir", "/r s", "--launcher-pid", "17"])
+    found = identity.parse_options(["--attempt", "0", "--node", "2", "--run-dir", "/r s", "--launcher-pid", "17"])
     assert (found.run_dir, found.attempt, found.node, found.launcher_pid) == ("/r s", 0, 2, 17)

@@ -10,8 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from hpc_elastic.agent import suspicion
+from hpc_elastic.agent.health import GpuDevice, GpuFacts
 from hpc_elastic.agent.suspicion import Counts, Rest, SuspicionWatch, judge_nodes, limit_of, next_rest, read_counts
 from hpc_elastic.base import codec
 from hpc_elastic.base.file_executor import FileExecutor
@@ -44,10 +46,11 @@ NONE, BUSY = Counts(), Counts(cpu=50.0)
         ([{0: NONE}, {0: BUSY}], None),
         ([{0: NONE}, {0: BUSY}, {0: BUSY}], 60.0),
         ([{0: NONE}, {0: BUSY}, {0: BUSY}, {0: BUSY}], 60.0),
-        ([{0: NONE, 1: NONE}, {0: BUSY, 1: BUSY}, {0: BUSY, 1: Counts(cpu=51)}], None),  # one works
+        ([{0: NONE, 1: NONE}, {0: BUSY, 1: BUSY}, {0: BUSY, 1: Counts(cpu=52)}], None),  # one works
         ([{0: NONE, 1: NONE}, {0: BUSY, 1: BUSY}, {0: BUSY}], None),  # one has ended
         ([{0: NONE}, {0: BUSY}, {0: Counts(cpu=50.5)}], 60.0),  # a thread that looks now and then
         ([{0: NONE}, {0: BUSY}, {0: Counts(cpu=50, bytes=1 << 20)}], None),  # it reads
+        ([{0: NONE}, {0: BUSY}, {0: Counts(cpu=50.6, switches=20_000)}], 60.0),  # three gloo groups that wait
         ([{0: NONE}, {0: BUSY}, {0: Counts(cpu=50, switches=60_000)}], None),
         ([{0: NONE}, {0: BUSY}, {0: Counts(cpu=20)}], None),  # a child of it has ended
     ],
@@ -107,6 +110,22 @@ def test_where_all_nodes_rest_the_run_seems_to_hang_and_the_dumps_name_the_rank(
     assert judged(node_rests(flights=False)) == Suspicion(
         round=2, source=found.source, reason="no rank of 4 has done anything for 5 min 10 s", written_ns=7
     )
+
+
+def test_a_rank_that_alone_does_not_answer_is_named() -> None:
+    """Stopped, or in a call that holds the interpreter: it can't dump, and the others wait."""
+    rests = node_rests(flights=True)
+    stopped = RestingRank(rank=2, at="T (stopped)")
+    assert rests[1] is not None
+    rests[1] = replace(rests[1], ranks=(stopped, rests[1].ranks[1]))
+    found = judged(rests)
+    assert found is not None
+    assert found.ranks == (2,)
+    assert found.reason.endswith("; rank 2 on n1: it does not answer: T (stopped)")
+    rests[0] = NodeRest(round=2, seconds=310.0, ranks=(RestingRank(rank=0), RestingRank(rank=1)))
+    found = judged(rests)
+    assert found is not None
+    assert found.ranks == (), "most do not answer"
 
 
 @pytest.mark.parametrize("other", [None, NodeRest(round=1, seconds=400.0)])
@@ -188,3 +207,67 @@ def test_a_run_that_stands_still_is_suspected_once_and_no_more_when_it_goes_on(
     assert not list((tmp_path / "suspicions").iterdir())
     steps.watch.end()
     assert steps.watch.due is None
+
+
+def test_the_answers_of_the_workers_are_no_work_while_another_node_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other node looks later: this one asks its workers again, each time at a cost, and goes on resting."""
+    steps = Steps(tmp_path / "suspicions", monkeypatch)
+    steps.watch = SuspicionWatch(
+        tmp_path / "suspicions", HangSettings(), node=0, names=["n0", "n1"], clock=steps.clock, files=steps.files
+    )
+    steps.record.members = [Member("u", 0, 1), Member("v", 1, 1)]
+    began = steps.clock.monotonic()
+    monkeypatch.setattr(steps.workers, "ask_for_dumps", lambda: setattr(steps, "cpu", steps.cpu + 20.0))
+    steps.watch.begin(0)
+    steps.until(lambda _: False, 3)
+    steps.pace = 0.0
+    assert steps.until(lambda found: found is not None, 14) is None
+    codec.save(tmp_path / "suspicions" / "node-00001.json", NodeRest(round=0, seconds=400.0))
+    found = steps.until(lambda found: found is not None, 8)
+    assert found is not None
+    assert steps.clock.monotonic() - began < 15 * 60
+
+
+@pytest.mark.parametrize(
+    ("gpus", "shown"),
+    [((100, 100), ", their GPUs are at 100 %"), ((0, 100), ", their GPUs are at 0 to 100 %"), ((), "")],
+)
+def test_how_busy_the_gpus_are_is_shown(gpus: tuple[int, ...], shown: str) -> None:
+    rests = {0: NodeRest(round=2, seconds=310.0, gpus=gpus)}
+    found = judge_nodes(rests, round_index=2, hosts=HOSTS, now_ns=7)
+    assert found is not None
+    assert found.reason == f"no rank of 0 has done anything for 5 min 10 s{shown}"
+
+
+@pytest.mark.parametrize(("memory_use", "is_suspected"), [(1, True), (40, False), (None, True)])
+def test_workers_that_wait_for_a_gpu_at_work_do_not_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory_use: int | None, is_suspected: bool
+) -> None:
+    steps = Steps(tmp_path / "suspicions", monkeypatch)
+    device = GpuDevice(index=0, use=100, memory_use=memory_use)
+    asked: list[int] = []
+
+    def look_at_gpus(take: Callable[[GpuFacts], None]) -> None:
+        asked.append(1)
+        take(GpuFacts(devices=(device,)))
+
+    steps.watch = SuspicionWatch(
+        tmp_path / "suspicions",
+        HangSettings(),
+        node=0,
+        names=["n0"],
+        clock=steps.clock,
+        files=steps.files,
+        look_at_gpus=look_at_gpus,
+    )
+    steps.watch.begin(0)
+    assert steps.until(lambda found: found is not None, 5) is None
+    assert not asked  # not while they work
+    steps.pace = 0.0
+    found = steps.until(lambda found: found is not None, 30)
+    assert asked
+    assert (found is not None) is is_suspected
+    if found is not None:
+        assert ", their GPUs are at 100 %" in found.reason

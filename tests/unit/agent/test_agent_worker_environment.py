@@ -80,6 +80,17 @@ def test_a_virtual_local_rank_is_0_and_sees_its_own_gpu_alone() -> None:
         assert env["RANK"] == environment(local_rank=1)["RANK"]
 
 
+def test_a_wandb_run_is_each_ranks_own_and_the_same_in_every_round_and_attempt() -> None:
+    facts = replace(FACTS, wandb=True)
+    rank_5 = environment({}, facts)
+    assert (rank_5["WANDB_RUN_ID"], rank_5["WANDB_RESUME"]) == ("20261121-train-9f3c-rank5", "allow")
+    later = replace(facts, round=7, attempt=3, layout=replace(LAYOUT, first_rank=0))
+    assert environment({}, later, local_rank=0)["WANDB_RUN_ID"] == "20261121-train-9f3c"
+    own = environment({"WANDB_RUN_ID": "mine", "WANDB_RESUME": "must"}, facts)
+    assert (own["WANDB_RUN_ID"], own["WANDB_RESUME"]) == ("mine", "must")
+    assert "WANDB_RUN_ID" not in environment()
+
+
 def test_the_agents_own_environment_goes_along_and_is_not_changed() -> None:
     base = {"PATH": "/bin", "USER_SETTING": "a b\nc"}
     assert environment(base) == {**base, **TORCHRUNS, **OURS}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
@@ -127,3 +129,49 @@ def test_of_a_list_the_readable_records_are_left() -> None:
 def test_of_a_damaged_record_the_readable_fields_are_left() -> None:
     value = {"n": 5, "colour": "green", "step": 3, "folder": "/x", "unheard_of": 1}
     assert codec.readable_fields(Sheet, value) == {"step": 3, "folder": Path("/x")}
+
+
+FIRST_USES = """
+import sys, threading, types
+from hpc_elastic.base import codec
+
+SOURCE = '''
+from __future__ import annotations
+from enum import Enum
+from msgspec import Struct
+
+class Kind(Enum):
+    A = "a"
+
+class Part(Struct, frozen=True, kw_only=True):
+    kind: Kind
+    names: tuple[str, ...] = ()
+
+class Whole(Struct, frozen=True, kw_only=True):
+    kind: Kind
+    parts: dict[str, Part] = {}
+    last: Part | None = None
+'''
+sys.setswitchinterval(1e-6)
+for number in range(150):
+    module = sys.modules[f"fresh{number}"] = types.ModuleType(f"fresh{number}")
+    exec(SOURCE, module.__dict__)
+    together = threading.Barrier(8)
+
+    def read():
+        together.wait()
+        value = {"kind": "a", "parts": {"x": {"kind": "a", "names": ["y"]}}, "last": {"kind": "a"}}
+        assert codec.from_json(module.Whole, value).last.kind is module.Kind.A
+
+    threads = [threading.Thread(target=read) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
+
+def test_threads_may_read_the_first_records_of_a_class_at_once() -> None:
+    """msgspec 0.22 crashes there, unless it has looked at the class before: seen as an agent's segmentation fault."""
+    done = subprocess.run([sys.executable, "-c", FIRST_USES], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

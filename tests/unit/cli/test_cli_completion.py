@@ -44,18 +44,27 @@ def completed(script: Path, *words: str) -> list[str]:
     return sorted(line for line in done.stdout.splitlines() if line)
 
 
+_NO = ["--no-python", "--no-requeue", "--node-epilog", "--node-prolog", "--nodelist", "--nodes", "--notify"]
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
         (["rep"], ["report"]),
-        (["submit", "--no"], ["--no-python", "--no-requeue", "--nodelist", "--nodes"]),
+        (
+            ["submit", "--no"],
+            _NO,
+        ),
         (["submit", "--cluster", ""], ["auto", "local", "slurm"]),
         (["submit", "--cluster", "=", "l"], ["local"]),
         (["submit", "--nodes", "2", "--cluster", "s"], ["slurm"]),
         (["submit", "--nodes", "=", "2", "t"], ["train.py"]),
         (["submit", "m"], ["my script.py"]),
         (["submit", "train.py", "--no"], []),
-        (["submit", "-m", "--no"], ["--no-python", "--no-requeue", "--nodelist", "--nodes"]),
+        (
+            ["submit", "-m", "--no"],
+            _NO,
+        ),
         (["run", "--part"], []),
         (["run", "--over"], ["--overlap"]),
         (["report", "2026"], ["20261123-a", "20261123-b"]),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import fields
 
-from hpc_elastic.options import job_options, worker_options
+from hpc_elastic.options import hook_options, worker_options
 from hpc_elastic.options.job_options import notice_seconds
 from hpc_elastic.options.run_request import ALL_OPTIONS, build_spec
 from hpc_elastic.options.table import Option, parse
@@ -26,12 +26,13 @@ TRAVELS_AS = {
     "srun_args": "srun_args",
 }
 """`Option.dest` → the field, where they differ in name or in kind."""
-STAYS = {"run_path", "signals_to_handle"}
+STAYS = {"run_path"}
 """Of the workers' options: accepted as torchrun's, and without effect."""
 DECIDED = {"array", "cluster", "created_ns", "max_nodes", "min_nodes", "uid"}
 """Fields that no single option gives here: `slurm_job` puts the array's tasks in."""
 _IMAGE = "--container-image=enroot:image"
 VALUES = {
+    "after": "tar c out",
     "bad_nodes": "jobs",
     "chdir": "elsewhere",
     "container_args": "--rw",
@@ -39,6 +40,8 @@ VALUES = {
     "container_image": "enroot:image",
     "container_mounts": "/data:/data:ro",
     "container_workdir": "/opt",
+    "duplicate_stderr_filters": "nan",
+    "duplicate_stdout_filters": "loss,a,,b",
     "hangs": "act:60",
     "health_check": "true --fast",
     "health_checks": "tmp=5G",
@@ -48,6 +51,9 @@ VALUES = {
     "log_max_size": "5G",
     "master_addr": "10.0.0.9",
     "metrics": "jsonl:/tmp/figures",
+    "node_epilog": "rm -r /tmp/mine",
+    "node_prolog": "cp data /tmp/mine",
+    "notify": "https://chat.example.org/hook",
     "nproc_per_node": "7",
     "preemption_signal": "USR1",
     "preload": "auto,json",
@@ -58,8 +64,11 @@ VALUES = {
     "run_id": "run-7",
     "section_timeouts": "setup:900",
     "sbatch_args": "--nice=7",
+    "signals_to_handle": "SIGTERM,SIGUSR1",
+    "setup": "module load cuda",
     "srun_args": "--nice=7",
     "tee": "3",
+    "worker_prefix": "numactl --interleave=all",
 }
 """Of options whose metavar does not say what they take."""
 TOGETHER = {
@@ -71,7 +80,9 @@ DERIVED = {"segment": "2"}
 TRAVELLING = [
     option
     for option in ALL_OPTIONS
-    if option.dest in FIELDS.keys() - DECIDED or option.dest in TRAVELS_AS or option in worker_options.OPTIONS
+    if option.dest in FIELDS.keys() - DECIDED
+    or option.dest in TRAVELS_AS
+    or option in (*worker_options.OPTIONS, *hook_options.OPTIONS)
     if option.dest not in STAYS
 ]
 
@@ -124,6 +135,6 @@ def test_every_field_is_given_by_an_option_or_decided() -> None:
 
 
 def test_the_tables_above_name_what_there_is() -> None:
-    dests = {option.dest for option in (*worker_options.OPTIONS, *job_options.OPTIONS)}
+    dests = {option.dest for option in ALL_OPTIONS}
     assert {*TRAVELS_AS, *STAYS, *VALUES, *TOGETHER, *DERIVED} <= dests
     assert FIELDS.keys() >= DECIDED

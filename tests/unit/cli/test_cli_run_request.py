@@ -82,6 +82,11 @@ def test_a_run_is_named_after_the_script_behind_a_wrapper(here: Path, command: l
 def test_torchruns_newer_options_are_taken(here: Path) -> None:
     made = spec(here, "--virtual-local-rank", "--signals_to_handle=SIGTERM,SIGUSR1", "train.py")
     assert made.virtual_local_rank
+    assert (made.signals_to_handle, made.preemption_signal) == (("SIGUSR1",), "SIGUSR1")
+    given = spec(here, "--signals-to-handle=usr1,SIGQUIT", "--preemption-signal=USR2", "train.py")
+    assert (given.signals_to_handle, given.preemption_signal) == (("SIGUSR1",), "SIGUSR2")
+    with pytest.raises(UsageError, match="--signals-to-handle SIGFOO"):
+        spec(here, "--signals-to-handle=SIGFOO", "train.py")
     assert not spec(here, "train.py").virtual_local_rank
     assert spec(here, "train.py", PET_VIRTUAL_LOCAL_RANK="1").virtual_local_rank
 

@@ -18,6 +18,7 @@ from hpc_elastic.cli.screen import print_note
 from hpc_elastic.cli.status import seconds_left, status_lines
 from hpc_elastic.launch.run_status import RunState, RunStatus, ends_by_slurm
 from hpc_elastic.run.index import jobs_of, record
+from hpc_elastic.run.preload import Preload
 from hpc_elastic.slurm.errors import SlurmUnavailableError
 from hpc_elastic.slurm.job_state import JobState
 from tests.rigs.fake_clock import FakeClock
@@ -36,6 +37,40 @@ def test_status_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert capsys.readouterr().out.startswith(f"run {RUN_ID}: ended, attempt 0, job 42\n")
     assert main(["status", str(tmp_path / RUN_ID / "attempt-000"), "--json", "--watch"]) == 0, "it has ended"
     assert json.loads(capsys.readouterr().out)["exit_code"] == 0
+
+
+def test_what_workers_were_seen_to_import_can_be_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Run(tmp_path).attempt(0).ended("succeeded", 0)
+    options = [RUN_ID, "--runs-dir", str(tmp_path)]
+    path = tmp_path / RUN_ID / "preload.json"
+    assert main(["status", "--preload", *options]) == 0
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert f"{path}: nothing is kept yet" in err
+    found = Preload(modules=("torch",), learned=("torch.a", "torch.b"), is_auto=True).without(
+        "torch.c", "it opens a socket"
+    )
+    found.save(path)
+    assert main(["status", *options]) == 0
+    assert (
+        "preload  : torch; 2 modules learned from workers; 1 left out (--preload lists them)" in capsys.readouterr().out
+    )
+    assert main(["status", *options, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["preload"]["learned"] == ["torch.a", "torch.b"]
+    assert main(["status", "--preload", *options]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:5] == ["given:", "  torch", "learned from workers (2):", "  torch.a", "  torch.b"]
+    assert lines[5:7] == ["left out (1):", "  torch.c: it opens a socket"]
+    assert str(path) in lines[7]
+    assert main(["status", "--preload", "--json", *options]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown == {
+        "version": 1,
+        "path": str(path),
+        "modules": ["torch"],
+        "learned": ["torch.a", "torch.b"],
+        "left_out": {"torch.c": "it opens a socket"},
+    }
 
 
 def test_on_a_terminal_long_lines_are_wrapped_and_paths_stay_whole(

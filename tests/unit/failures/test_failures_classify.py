@@ -22,7 +22,8 @@ from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.traceback_text import Frame, RaisedException
 from hpc_elastic.failures.worker_failure import WorkerFailure
 
-# Captured from click 8.5, typer 0.29, fire 0.7, absl 2.5, hydra 1.3.8.
+# Captured from click 8.5, rich-click 1.9, typer 0.29, fire 0.7, absl 2.5, hydra 1.3.8, tyro 1.0, cyclopts 5.4,
+# docopt 0.6.
 CLICK = (
     "Missing option '--lr'.",
     "Invalid value for '--lr': 'x' is not a valid float.",
@@ -377,6 +378,7 @@ def test_a_wrong_call_is_the_users_input(exitcode: int, stderr: str) -> None:
     ("exitcode", "stderr"),
     [
         (1, "Error executing job with overrides: []\nloss diverged\n\n" + HYDRA),
+        (1, "Usage: 80 % of /scratch/run.py\nloss diverged"),
         (1, "Usage: c.py [OPTIONS]\n\nError: the loss diverged"),
         (3, "FATAL Flags parsing error: Unknown command line flag 'rl'"),
         (2, "Usage: 80 %\nepoch 3 done"),
@@ -414,3 +416,87 @@ def test_signal_of(exitcode: int, number: int) -> None:
 
 def test_signal_name() -> None:
     assert [signal_name(number) for number in (11, 0, 63)] == ["SIGSEGV", "", "signal 63"]
+
+
+_BOX = "╭─ {title} ─────────╮\n{text}\n╰───────────────────╯\n"
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "stderr", "stdout", "headline"),
+    [
+        (
+            2,
+            "Usage: c.py [OPTIONS] COMMAND [ARGS]...\n\nOptions:\n  --help  Show this message and exit.\n\n"
+            "Commands:\n  train\n",
+            "",
+            "Usage: c.py [OPTIONS] COMMAND [ARGS]... (exit code 2)",
+        ),
+        (
+            2,
+            "  \n Usage: c.py [OPTIONS]  \n   \n Try 'c.py --help' for help\n"
+            + _BOX.format(title="Error", text="│ Missing option '--lr'.  │"),
+            "",
+            "Missing option '--lr'. (exit code 2)",
+        ),
+        (
+            2,
+            _BOX.format(title="Error", text='│ Invalid value for LR: unable to convert "x"   │\n│ into float. │'),
+            "",
+            'Invalid value for LR: unable to convert "x" into float. (exit code 2)',
+        ),
+        (
+            2,
+            _BOX.format(
+                title="Required options",
+                text="│ Missing from t.py:      │\n│     --lr FLOAT          │\n│         (required)      │\n"
+                "│ ─────────────────────── │\n│ For full helptext, run: │\n│     t.py --help         │",
+            ),
+            "",
+            "Missing from t.py: --lr FLOAT (required) (exit code 2)",
+        ),
+        (
+            1,
+            "\n       USAGE: a.py [flags]\nflags:\n\na.py:\n  --lr: x\n    (default: '1.0')\n    (a number)\n\n"
+            "Too many command-line arguments.\n",
+            "",
+            "Too many command-line arguments. (exit code 1)",
+        ),
+        (1, "Usage:\n  d.py <data> [--lr=<lr>]\n", "", "Usage: d.py <data> [--lr=<lr>] (exit code 1)"),
+        (1, "", "usage: s.py CONFIG\n", "usage: s.py CONFIG (exit code 1)"),
+        (2, "", "option --xx not recognized\nusage: s.py --lr X\n", "option --xx not recognized (exit code 2)"),
+        (
+            1,
+            "Traceback (most recent call last):\n"
+            '  File "/venv/omegaconf/_utils.py", line 797, in _raise\n    raise ex\n'
+            "omegaconf.errors.ConfigKeyError: Key 'lrr' is not in struct\n    full_key: lrr\n    object_type=dict\n\n"
+            "The above exception was the direct cause of the following exception:\n\n"
+            'Traceback (most recent call last):\n  File "/home/u/train.py", line 4, in <module>\n    main()\n'
+            "hydra.errors.ConfigCompositionException: Could not override 'lrr'.\nTo append to your config use +lrr=3\n",
+            "",
+            "hydra.errors.ConfigCompositionException: Could not override 'lrr'.",
+        ),
+        (
+            1,
+            'Traceback (most recent call last):\n  File "/home/u/train.py", line 5, in <module>\n'
+            "    main(standalone_mode=False)\nclick.exceptions.MissingParameter: Missing parameter: lr\n",
+            "",
+            "click.exceptions.MissingParameter: Missing parameter: lr",
+        ),
+    ],
+    ids=[
+        "click-group", "rich-click", "cyclopts", "tyro", "absl-usage", "docopt", "by-hand", "getopt", "hydra-full",
+        "click-raised",
+    ],
+)  # fmt: skip
+def test_a_wrong_call_has_the_librarys_own_message(
+    exitcode: int, stderr: str, stdout: str, headline: str, tmp_path: Path
+) -> None:
+    (tmp_path / "stderr.log").write_text(stderr)
+    (tmp_path / "stdout.log").write_text(stdout)
+    failure = describe_failure(
+        facts=WorkerFailure(exitcode=exitcode, global_rank=0),
+        error_file=tmp_path / "error.json",
+        stderr_log=tmp_path / "stderr.log",
+        stdout_log=tmp_path / "stdout.log",
+    )
+    assert (failure.headline, failure.category, failure.retryable) == (headline, Category.INPUT, False)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from msgspec.structs import replace
 
 from hpc_elastic.failures.collectives import (
     activity_of_failure,
@@ -12,6 +15,7 @@ from hpc_elastic.failures.collectives import (
 )
 from hpc_elastic.failures.traceback_text import Frame
 from hpc_elastic.run.activities import Activity, Doing
+from hpc_elastic.run.flight_tail import Call, FlightTail, TailTrack
 
 LIB = "/opt/venv/lib/python3.11/site-packages/torch"
 STDLIB = "/usr/lib/python3.11"
@@ -242,7 +246,97 @@ def test_the_rank_that_had_come_to_the_fewest_collectives() -> None:
     )
     activities = [activity_of_failure(rank, (), text.format(rank, 6 if rank == 2 else 7)) for rank in range(4)]
     (suspect,) = odd_ones_out(activities)
-    assert (suspect.rank, suspect.why) == (2, "it had come to collective 6, the others to 7")
+    assert (suspect.rank, suspect.why) == (
+        2,
+        "it never entered #7 of group default_pg, which the 3 others wait in; its last there was #6",
+    )
+
+
+WATCHDOG = (
+    "[rank{rank}]:[E1003 18:37:01.832146912 ProcessGroupNCCL.cpp:607] [Rank {rank}] Watchdog caught collective "
+    "operation timeout: WorkNCCL(SeqNum=78, OpType={kind}, NumelIn={size}, NumelOut={size}, Timeout(ms)=600000) ran "
+    "for 600003 milliseconds before timing out.\n"
+)
+OLD_STATUS = (
+    "[rank{rank}]:[E1003 18:37:01.833575187 ProcessGroupNCCL.cpp:1664] [PG {group} Rank {rank}] Exception (either an "
+    "error or timeout) detected by watchdog at work: 78, last enqueued NCCL work: {enqueued}, last completed NCCL "
+    "work: 77.\n[rank{rank}]:[E1003 18:37:01.833621509 ProcessGroupNCCL.cpp:1709] [PG {group} Rank {rank}] Timeout at "
+    "NCCL work: 78, last enqueued NCCL work: {enqueued}, last completed NCCL work: 77.\n"
+)
+NEW_STATUS = (
+    "[rank{rank}]:[E810 03:04:11.063313477 ProcessGroupNCCL.cpp:2241] [PG {group} Rank {rank}]  failure detected by "
+    "watchdog at work sequence id: 78 PG status: last enqueued work: {enqueued}, last completed work: 77\n"
+    "[rank{rank}]:[E810 03:04:11.063313500 ProcessGroupNCCL.cpp:2147] [PG {group} Rank {rank}] First PG on this rank "
+    "to signal dumping.\n"
+)
+SIGNALLED = (
+    "[rank{rank}]:[E703 19:54:01.074837389 ProcessGroupNCCL.cpp:1987] [PG ID 0 PG GUID 0(default_pg) Rank {rank}] "
+    "Received a dump signal due to a collective timeout from  rank 1 and we will try our best to dump the debug info. "
+    "Last enqueued NCCL work: {enqueued}, last completed NCCL work: 77.This is most likely caused by incorrect usages"
+)
+# (Name of the group in the prefix, the status' form): torch 2.3, 2.4, 2.5, 2.6 to 2.13.
+FORMS = {
+    "2.3": ("0", OLD_STATUS),
+    "2.4": ("0 (default_pg)", OLD_STATUS),
+    "2.5": ("ID 0 PG GUID 0(default_pg)", OLD_STATUS),
+    "2.6": ("ID 0 PG GUID 0(default_pg)", NEW_STATUS),
+}
+
+
+def watchdogs(version: str, *, without: int | None = None, **odd: Any) -> list[Activity]:
+    """Of 4 ranks, all but `without` wait in #78; `odd`: what the watchdog of rank 1 has otherwise."""
+    group, status = FORMS[version]
+    found = []
+    for rank in range(4):
+        facts = {"rank": rank, "group": group, "kind": "ALLREDUCE", "size": 80, "enqueued": 79}
+        facts |= odd if rank == 1 else {}
+        text = (WATCHDOG + status).format(**facts)
+        if rank == without:
+            text = SIGNALLED.format(**{**facts, "enqueued": 77})
+        found.append(activity_of_failure(rank, (), text))
+    return found
+
+
+@pytest.mark.parametrize("version", FORMS)
+def test_the_watchdogs_words_are_compared_as_dumps_are(version: str) -> None:
+    label = "0" if version == "2.3" else "default_pg"
+    (suspect,) = compare_ranks(watchdogs(version, without=2), hosts=HOSTS).suspects
+    assert (suspect.rank, suspect.why) == (
+        2,
+        "it never entered all_reduce #78 of group default_pg (80 elements), which the 3 others wait in; "
+        "its last there was #77",
+    )
+    (suspect,) = compare_ranks(watchdogs(version, kind="BROADCAST"), hosts=HOSTS).suspects
+    assert (suspect.rank, suspect.why) == (
+        1,
+        f"it called broadcast #78 of group {label} where the others called all_reduce (80 elements)",
+    )
+    (suspect,) = compare_ranks(watchdogs(version, size=81), hosts=HOSTS).suspects
+    assert suspect.why == f"it called all_reduce #78 of group {label} with [81] where the others gave [80]"
+    assert compare_ranks(watchdogs(version), hosts=HOSTS).suspects == ()
+
+
+def test_words_of_a_group_whose_ranks_are_not_known_accuse_none_that_said_nothing_of_it() -> None:
+    group = "ID 2 PG GUID 9"
+    text = (WATCHDOG + NEW_STATUS).format(rank=0, group=group, kind="ALLREDUCE", size=4, enqueued=78)
+    activities = [activity_of_failure(rank, (), text) for rank in (0, 1)]
+    assert compare_ranks([*activities, activity_of_failure(2, (), "RuntimeError: x")], hosts=HOSTS).suspects == ()
+
+
+def test_words_beside_dumps_count_by_their_numbers_alone() -> None:
+    call = Call(
+        name="all_reduce", group="0", description="default_pg", backend="nccl", inputs=((80,),), types=("Float",)
+    )
+    track = TailTrack(group="0", backend="nccl", sequences=(77, 78), calls=(0, 0), done=(1, 0))
+    dump = FlightTail(calls=(call,), tracks=(track,))
+    words = watchdogs("2.6", without=2)
+    activities = [*(replace(one, flight=dump) for one in words[:2]), words[2], words[3]]
+    (suspect,) = compare_ranks(activities, hosts=HOSTS).suspects
+    assert (suspect.rank, suspect.why) == (
+        2,
+        "it never entered all_reduce #78 of group default_pg (320 B fp32), which the 3 others wait in; "
+        "its last there was #77",
+    )
 
 
 def test_nccls_type_and_size_are_compared() -> None:

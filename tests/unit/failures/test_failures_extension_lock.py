@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from hpc_elastic.failures.extension_lock import explain_lock
+from hpc_elastic.failures.extension_lock import HeldLock, explain_lock, find_held_locks, remove_locks
 from hpc_elastic.failures.stacks import find_dump
 
 DUMP = """\
@@ -34,9 +35,36 @@ def test_the_file_and_the_way_out_are_named(tmp_path: Path) -> None:
     assert str(chosen) in said
     assert str(lock) not in said
     assert "TORCH_EXTENSIONS_DIR" in explain_lock(dump.main, {"HOME": "/nowhere"})
+    own = tmp_path / "project/build/lock"  # load(build_directory="build")
+    own.parent.mkdir(parents=True)
+    own.touch()
+    assert str(own) not in explain_lock(dump.main, {"HOME": "/nowhere"}, cwd=str(tmp_path / "project"))
+    (own.parent / "build.ninja").touch()
+    assert str(own) in explain_lock(dump.main, {"HOME": "/nowhere"}, cwd=str(tmp_path / "project"))
 
 
 def test_another_hang_waits_for_no_lock() -> None:
     dump = find_dump(DUMP.replace("file_baton", "other"))
     assert dump is not None
     assert explain_lock(dump.main, {"HOME": "/"}) == ""
+
+
+def test_what_a_stopped_build_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    environ = {"TORCH_EXTENSIONS_DIR": str(tmp_path / "ext")}
+    paths = [tmp_path / name for name in ("ext/fused/lock", "own/lock", "other/lock", "ext/full/lock", "ext/new/lock")]
+    opened = []
+    for path in paths:
+        path.parent.mkdir(parents=True)
+        opened.append(os.open(path, os.O_CREAT | os.O_EXCL))  # as FileBaton does
+    (tmp_path / "own/build.ninja").touch()  # load(build_directory=…)
+    held = find_held_locks([os.getpid()])
+    assert {lock.path for lock in held} >= set(map(str, paths))
+    for fd in opened:
+        os.close(fd)
+    paths[3].write_text("not a baton")
+    os.rename(paths[4], tmp_path / "kept")  # its inode stays in use
+    paths[4].touch()  # another process builds now
+    assert sorted(remove_locks(held, environ)) == sorted(map(str, paths[:2]))
+    assert [path.exists() for path in paths] == [False, False, True, True, True]
+    assert remove_locks([HeldLock(str(paths[0]), 1)], environ) == [], "it is gone"
+    assert find_held_locks([1 << 22]) == ()

@@ -128,7 +128,7 @@ def described(
             "Could not override 'optimizer.lrr'.\nKey 'lrr' is not in struct\n    full_key: optimizer.lrr\n\n"
             "Set the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.\n",
             1,
-            "Key 'lrr' is not in struct (exit code 1)",
+            "Could not override 'optimizer.lrr'. (exit code 1)",
         ),
         ("free(): invalid pointer\n", -6, "free(): invalid pointer (SIGABRT)"),
         ("free(): invalid pointer\n" + DUMP, -6, "free(): invalid pointer (SIGABRT)"),

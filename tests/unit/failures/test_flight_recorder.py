@@ -13,8 +13,9 @@ import pytest
 
 from hpc_elastic.cli.main import main
 from hpc_elastic.failures.collectives import compare_ranks
-from hpc_elastic.failures.flight_analysis import Analysis, Reason, analyse
+from hpc_elastic.failures.flight_analysis import Analysis, analyse
 from hpc_elastic.failures.flight_dump import RankDump, UnreadableDumpError, dump_of, rank_of_name, read_dump, tail_of
+from hpc_elastic.failures.flight_groups import Reason
 from hpc_elastic.run.activities import Activity, Doing
 from hpc_elastic.run.flight_tail import FlightTail, TailTrack
 
@@ -240,6 +241,112 @@ def test_a_send_waits_for_its_receive_and_a_receive_for_its_send() -> None:
     assert pair([send], [call("all_reduce", 2, done=False)]) == [(2, Reason.NEVER_ENTERED), (3, Reason.NEVER_ENTERED)]
 
 
+def put_together(number: int, *parts: str, end: str = "coalesced", done: bool = False, **more: Any) -> list[dict]:
+    """What a coalescing manager leaves: entries that stay as they were enqueued, and one at their end with a state."""
+    inner = [call(part, number, done=False, state="scheduled", **more) for part in parts]
+    return [*inner, call(end, number, done=done, shape=None)]
+
+
+def test_what_is_put_together_is_one_call_with_the_state_of_its_end() -> None:
+    both = put_together(4, "broadcast", "broadcast", done=True)
+    ranks = {rank: [*ran(3), *both, call("all_reduce", 5, done=False)] for rank in (0, 1, 3)}
+    (suspect,) = judge(ranks | {2: [*ran(3), *both]}).suspects
+    assert (suspect.rank, suspect.kind, suspect.sequence) == (2, Reason.NEVER_ENTERED, 5)
+    assert suspect.reason.endswith("its last there was coalesced broadcast #4")
+
+    waits = [*ran(3), *put_together(4, "_broadcast_oop", "_broadcast_oop", end="ALLGATHER_coalesced")]
+    odd = [*waits[:-2], {**waits[-2], "input_sizes": [[3]]}, waits[-1]]
+    assert named(judge({0: waits, 1: odd, 2: waits, 3: waits})) == [(1, Reason.OTHER_SIZE)]
+    (suspect,) = judge({0: waits, 1: [*ran(3), waits[-3], waits[-1]], 2: waits, 3: waits}).suspects
+    assert (suspect.rank, suspect.kind) == (1, Reason.OTHER_SIZE)
+    other = [*ran(3), *put_together(4, "_broadcast_oop", "_reduce_oop")]
+    assert named(judge({0: waits, 1: other, 2: waits, 3: waits})) == [(1, Reason.OTHER_COLLECTIVE)]
+
+
+def test_a_ring_that_has_lost_the_first_of_what_was_put_together_shows_no_difference() -> None:
+    both = put_together(100, "broadcast", "all_reduce", done=True)
+    ranks = {rank: [*both, *ran(5, first=101), call("all_reduce", 106, done=False)] for rank in (0, 1, 3)}
+    ranks[2] = [*both[1:], *ran(5, first=101)]
+    assert named(judge(ranks)) == [(2, Reason.NEVER_ENTERED)]
+
+
+def test_sends_and_receives_that_were_put_together_end_together() -> None:
+    def both(number: int, *names: str, done: bool) -> list[dict]:
+        entries = [transfer(name, number, state="scheduled", op_id=9) for name in names]
+        return [*entries, transfer("coalesced", number, done=done, input_sizes=[], output_sizes=[])]
+
+    first, second = ("send 0->1", "recv 0<-1"), ("recv 1<-0", "send 1->0")
+    done = {0: both(1, *first, done=True), 1: both(1, *second, done=True)[1:], 2: [], 3: []}
+    assert not judge(done).suspects  # the ring of one has lost an entry of it
+    ranks = {0: [*done[0], *both(2, *first, done=False)], 1: done[1], 2: [], 3: []}
+    (suspect,) = judge(ranks).suspects
+    assert (suspect.rank, suspect.kind, suspect.sequence) == (1, Reason.NEVER_ENTERED, 2)
+    ranks[1] = [*done[1], *both(2, "recv 1<-0", done=False)]
+    (suspect,) = judge(ranks).suspects
+    assert (suspect.rank, suspect.reason.partition(",")[0]) == (
+        1, "never entered the send for the recv from 1 to 0 #2 of group default_pg (4.0 MiB bf16)",
+    )  # fmt: skip
+    ranks[1] = [*done[1], *both(2, *second, done=False)]
+    assert not judge(ranks).suspects
+
+
+def test_a_rank_whose_device_did_not_begin_what_the_others_have_is_named() -> None:
+    ranks = waiting(4) | {2: [*ran(3), call("all_reduce", 4, done=False, state="scheduled")]}
+    (suspect,) = judge(ranks).suspects
+    assert (suspect.rank, suspect.kind) == (2, Reason.NOT_STARTED)
+    assert suspect.reason == (
+        "entered all_reduce #4 of group default_pg (4.0 MiB bf16) and its device did not begin it, "
+        "which the 3 others have"
+    )
+    # Where devices are not timed, none of them shows that it has begun.
+    assert not judge({rank: [*ran(3), call("all_reduce", 4, done=False, state="scheduled")] for rank in ranks}).suspects
+
+
+def test_a_rank_that_is_ahead_of_the_others_is_said_to_be() -> None:
+    ranks = waiting(4) | {1: [*ran(4), call("all_reduce", 5, done=False)]}
+    analysis = judge(ranks)
+    (suspect,) = analysis.suspects
+    assert (suspect.rank, suspect.kind, suspect.sequence) == (1, Reason.AHEAD, 4)
+    assert suspect.reason == (
+        "has completed all_reduce #4 of group default_pg (4.0 MiB bf16), which the 3 others wait in; "
+        "its last there was all_reduce #5"
+    )
+    for entries in ranks.values():  # the root of a broadcast leaves it first
+        entries[3]["profiling_name"] = "nccl:broadcast"
+    analysis = judge({**ranks, 1: ranks[1][:4]})
+    assert not analysis.suspects
+    assert analysis.says == "rank 1 has completed broadcast #4 of group default_pg, which ranks 0,2-3 have not"
+
+
+def test_an_all_to_all_whose_sizes_do_not_fit_together_is_said_to_be_one() -> None:
+    ranks = {rank: [call("all_to_all", 1, shape=((rank,), "Float"), done=False)] for rank in range(4)}
+    assert "all_to_all" in judge(ranks).says
+    ranks[3][0]["output_sizes"] = [[9]]
+    assert judge(ranks).says == (
+        "the ranks' all_to_all #1 of group default_pg do not fit together: 6 elements go in, 12 come out"
+    )
+
+
+def test_numbers_and_types_may_be_texts() -> None:
+    # As in the test data of torch's own analyser.
+    ranks = waiting(4, without=(2,))
+    for entries in ranks.values():
+        for entry in entries:
+            entry |= {name: str(entry[name]) for name in ("collective_seq_id", "p2p_seq_id")}
+            entry |= {"input_dtypes": "float32", "output_dtypes": "float32"}
+    (suspect,) = judge(ranks).suspects
+    assert suspect.reason.startswith("never entered all_reduce #4 of group default_pg (2097152 elements float32)")
+
+
+@pytest.mark.parametrize("backend", ["nccl", "xccl", "rccl"])
+def test_what_a_watchdog_has_retired_is_not_completed_by_that(backend: str) -> None:
+    ranks = waiting(4, without=(2,))
+    for entries in ranks.values():
+        for entry in entries:
+            entry |= {"profiling_name": f"{backend}:all_reduce", "retired": True}
+    assert named(judge(ranks)) == [(2, Reason.NEVER_ENTERED)]
+
+
 @pytest.mark.parametrize(("version", "change"), [("1.5", "seq_id"), ("2.0", "p2p"), ("2.10", "newer")])
 def test_older_and_newer_formats_are_read(version: str, change: str) -> None:
     def altered(entries: list[dict]) -> list[dict]:
@@ -294,6 +401,10 @@ class _Evil:
         (b"\x80\x02]q\x00.", "without entries"),
         (pickle.dumps({"entries": [1, None]}), ""),
         (pickle.dumps({"entries": [{"collective_seq_id": "x", "profiling_name": 3}]}), ""),
+        (pickle.dumps({"entries": [call("all_reduce", 1, input_sizes=[[[[]]]])]}), ""),
+        (b"\x80\x02c__builtin__\neval\nX\x01\x00\x00\x001\x85R.", "names __builtin__.eval"),
+        (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", "names os.system"),
+        (b"\x80\x02X\x01\x00\x00\x00aQ.", "outside of it"),
         (b'{"entries": 3}', "entries"),
         (b"[]", ""),
         (b"Traceback (most recent call last):\n", "malformed"),
@@ -342,6 +453,29 @@ def test_the_command_names_the_rank_and_says_what_it_could_not_read(
     assert suspect["reason"].startswith("never entered")
 
 
+def test_the_command_reads_folders_of_folders_and_of_two_failures_the_later(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number, without in (("0", 1), ("1", 3)):
+        for rank, entries in waiting(4, without=(without,)).items():
+            folder = tmp_path / f"round-{number}" / f"rank-{rank}"
+            folder.mkdir(parents=True)
+            (folder / "stdout.log.1").write_text("a line\n")
+            os.mkfifo(folder / f"{rank}.pipe")
+            path = folder / f"nccl_trace_rank_{rank}"
+            path.write_bytes(pickle.dumps(dump(entries), 2))
+            os.utime(path, (1000 + int(number), 1000))
+            os.utime(path, (1000, 1000 + int(number)))
+    assert main(["hangs", str(tmp_path), str(tmp_path / "round-1" / "rank-0" / "0.pipe")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "4 dumps, of ranks 0-3"
+    assert lines[1].startswith("rank 3 never entered all_reduce #4")
+    assert [line.rpartition(": ")[2] for line in lines[3:]] == [
+        *(f"rank {rank} has a newer dump" for rank in range(4)),
+        "no regular file",
+    ]
+
+
 def test_the_command_fails_where_nothing_is_a_dump(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "x_1").write_text("no")
     assert main(["hangs", str(tmp_path)]) == 2
@@ -368,6 +502,16 @@ def test_gloo_marks_what_has_failed_as_done_and_that_is_no_difference() -> None:
     (suspect,) = gloo({0: waiting(1)[0], 1: failed, 2: ran(3), 3: failed}).suspects
     assert suspect.rank == 2
     assert "which the 3 others wait in" in suspect.reason
+
+
+def test_gloo_loses_the_mark_of_what_is_done_and_what_came_after_has_it() -> None:
+    # Seen with torch 2.13: `retired` stays false for one of many, for good.
+    ranks = {rank: ran(4) for rank in range(4)}
+    for entries in ranks.values():
+        for entry in entries:
+            entry |= {"profiling_name": "gloo:all_reduce", "state": "scheduled"}
+    ranks[1][1]["retired"] = False
+    assert judge(ranks).says == "no rank waits for another one in a collective"
 
 
 def test_an_end_that_does_not_fit_together_is_left_out() -> None:

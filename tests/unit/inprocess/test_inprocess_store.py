@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hpc_elastic.inprocess.sockets import bind_store
+from hpc_elastic.inprocess.sockets import bind_store, serve_at
 from hpc_elastic.inprocess.state import Interruption, InterruptionRecord
 from hpc_elastic.inprocess.store import (
     COMPLETED,
@@ -21,7 +21,6 @@ from hpc_elastic.inprocess.store import (
     PrefixStore,
     StoreMixin,
     TCPStore,
-    serve_at,
 )
 
 pytestmark = pytest.mark.torch

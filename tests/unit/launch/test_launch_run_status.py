@@ -124,14 +124,19 @@ def test_pace_end_and_checkpoint_by_the_heartbeats(run: Run) -> None:
             for n in range(2)
         )
         written = run.clock.time_ns() - 3_000_000_000
-        found = NodeHeartbeats(node=node, round=1, written_ns=written, ranks=ranks, steps_per_second=pace, total=10_100)
+        found = NodeHeartbeats(
+            node=node, round=1, written_ns=written, ranks=ranks, steps_per_second=pace, total=10_100, loss=pace / 8
+        )
         codec.save(path, found)
     status = run.status()
     assert status.steps is not None
     assert (status.steps.steps_per_second, status.steps.total, status.steps.seconds_to_end) == (2.0, 10_100, 4500.0)
     text = "\n".join(status_lines(status, None, seconds_left=None, now_ns=61_000_000_001))
     assert "time     : 0:01:01 elapsed" in text
-    assert "steps    : 1100 of 10100, 2 steps/s, 1:15:00 to the end; last heartbeat 4 s ago (4 workers)" in text
+    assert (
+        "steps    : 1100 of 10100, 2 steps/s, 1:15:00 to the end, loss 0.3125; last heartbeat 4 s ago (4 workers)"
+        in text
+    )
     assert "saved    : last checkpoint: step 1001, 63 s ago" in text
     assert f"rank logs: {run.there.root}/round-001/rank-*/{{stdout,stderr}}.log" in text
     assert json.loads(json.dumps(status_json(status, None, seconds_left=None)))["steps"]["checkpoint_step"] == 1001

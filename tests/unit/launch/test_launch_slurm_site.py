@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+import hpc_elastic
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.batch import run_of_this_job
 from hpc_elastic.launch.requeue import RequeueWay
@@ -17,6 +19,8 @@ from hpc_elastic.launch.run_directory import create_run
 from hpc_elastic.launch.signals import JobCondition
 from hpc_elastic.launch.site import Allocation, EligibleNodes
 from hpc_elastic.launch.slurm_site import SlurmSite
+from hpc_elastic.run.container import ContainerImage, Runtime
+from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint
 from hpc_elastic.slurm.cluster_facts import PartitionNodes
 from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError, SlurmPermissionError, SlurmUnavailableError
@@ -74,6 +78,24 @@ def test_what_slurm_says_is_asked_in_a_hurry() -> None:
     assert slurm.ask(near=0.0).condition is JobCondition.REQUEUED, "this attempt began after one restart"
     slurm = site(Client(state=UNAVAILABLE))
     assert slurm.ask(near=0.0).condition is JobCondition.SILENT
+
+
+def test_pyxis_is_given_to_the_step_of_the_agents_with_what_their_python_needs() -> None:
+    def extra(runtime: Runtime) -> list[str]:
+        spec = make_spec(
+            run_id="r", cwd="/home/u", container_image=ContainerImage(runtime=runtime, image="t"), srun_args=("--mine",)
+        )
+        attempt = replace(site(Client()).facts(SPEC), nodes=("n1", "n2"))
+        launcher = site(Client()).launcher(spec, RunPaths(Path("/runs/r")), attempt)
+        return list(launcher._extra)
+
+    first, mounts, *_, last = extra(Runtime.PYXIS)
+    assert (first, last) == ("--container-image=t", "--mine")
+    mounted = [mount.partition(":")[0] for mount in mounts.partition("=")[2].split(",")]
+    assert "/runs/r" in mounted
+    for needed in (sys.prefix, sys.base_prefix, hpc_elastic.__file__):
+        assert any(needed.startswith(folder) for folder in mounted)
+    assert extra(Runtime.PODMAN) == ["--mine"]
 
 
 def test_what_is_armed_is_looked_up() -> None:

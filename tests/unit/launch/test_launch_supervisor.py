@@ -376,7 +376,7 @@ def test_news_of_the_end_comes_before_a_restart_also_without_notifications() -> 
             if supervisor.record is None or self.gone:
                 return []
             for node in world.nodes:
-                node.participant.report_done(0)
+                node.participant.claims.report_done(0)
             assert world.run(lambda: world.newest().status is Status.CLOSED)  # type: ignore[union-attr]
             self.gone = True
             return [AgentEnded(node=node, code=0, detail="exit code 0") for node in (0, 1, 2)]

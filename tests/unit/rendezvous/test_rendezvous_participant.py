@@ -157,9 +157,9 @@ def frozen(store: SpyStore, clock: FakeClock, **more: Any) -> tuple[Seat, Seat]:
 def running(store: SpyStore, clock: FakeClock, **more: Any) -> tuple[Seat, Seat]:
     """Two participants in a final round."""
     first, second = frozen(store, clock, **more)
-    second.participant.confirm(0, "")
+    second.participant.claims.confirm(0, "")
     second.settle_down()
-    first.participant.confirm(0, "10.0.0.1 29500 1")
+    first.participant.claims.confirm(0, "10.0.0.1 29500 1")
     first.settle_down()
     second.settle_down()
     assert second.record.status is Status.FINAL
@@ -185,7 +185,7 @@ def boom(node: int) -> NodeFailure:
 def test_it_says_who_it_is_and_that_it_lives_before_it_claims_anything(store: SpyStore, clock: FakeClock) -> None:
     seat = Seat(store, clock, 0)
     seat.participant.join()
-    seat.participant.report_done(0)
+    seat.participant.claims.report_done(0)
     seat.settle_down()
     kinds = [key.partition("/")[0] for key in store.writes]
     assert kinds.index("node") < kinds.index("round")
@@ -216,7 +216,7 @@ def test_nobody_opens_a_round_that_it_does_not_want_to_be_in(store: SpyStore, cl
 def test_a_claim_is_made_again_until_the_store_takes_it(store: SpyStore, clock: FakeClock) -> None:
     _first, second = running(store, clock)
     store.refuse = lambda key: "/done+" in key
-    second.participant.report_done(0)
+    second.participant.claims.report_done(0)
     for _ in range(3):
         with pytest.raises(OSError, match="Input/output"):
             second.participant.step()
@@ -228,11 +228,11 @@ def test_a_claim_is_made_again_until_the_store_takes_it(store: SpyStore, clock: 
 def test_what_is_said_first_is_written_first(store: SpyStore, clock: FakeClock) -> None:
     """A join says that this node's failures of the round before are all told."""
     first, second = running(store, clock)
-    first.participant.report_failure(0, boom(0))
+    first.participant.claims.report_failure(0, boom(0))
     first.settle_down()
     assert first.record.status is Status.JOINABLE
     store.writes.clear()
-    second.participant.sum_up_failures(0, boom(1))
+    second.participant.claims.sum_up_failures(0, boom(1))
     second.participant.join()
     second.settle_down()
     told, joined = (key.rpartition("/")[2].partition("+")[0] for key in store.writes)
@@ -241,7 +241,7 @@ def test_what_is_said_first_is_written_first(store: SpyStore, clock: FakeClock) 
 
 def test_a_member_of_a_round_does_not_join_the_next_one_by_itself(store: SpyStore, clock: FakeClock) -> None:
     first, second = running(store, clock)
-    first.participant.report_failure(0, boom(0))
+    first.participant.claims.report_failure(0, boom(0))
     first.settle_down()
     advance(clock, 8, first, second)
     assert store.list("round/000001") == []
@@ -250,7 +250,7 @@ def test_a_member_of_a_round_does_not_join_the_next_one_by_itself(store: SpyStor
 def test_the_agents_word_is_not_forgotten_when_the_coordinator_changes(store: SpyStore, clock: FakeClock) -> None:
     """The coordinator's node died, and the workers here with it: they have ended before anybody else takes over."""
     _, second = running(store, clock)
-    second.participant.report_failure(0, boom(1))
+    second.participant.claims.report_failure(0, boom(1))
     second.participant.join()
     advance(clock, 24, second)
     assert second.record.leader == second.info.uid
@@ -270,10 +270,10 @@ def test_it_joins_a_round_once(store: SpyStore, clock: FakeClock) -> None:
 def test_a_round_is_not_final_before_the_first_slots_word_can_be_read(store: SpyStore, clock: FakeClock) -> None:
     """Listed, and yet ENOENT: without the master's address nobody could start."""
     first, second = frozen(store, clock)
-    second.participant.confirm(0, "")
+    second.participant.claims.confirm(0, "")
     second.settle_down()
     store.hidden = {f"round/000000/ack+{first.info.uid}"}
-    first.participant.confirm(0, "10.0.0.1 29500 1")
+    first.participant.claims.confirm(0, "10.0.0.1 29500 1")
     advance(clock, 10, first, second)
     assert first.record.status is Status.FROZEN
     store.hidden = set()
@@ -284,11 +284,11 @@ def test_a_round_is_not_final_before_the_first_slots_word_can_be_read(store: Spy
 
 def test_of_the_confirmations_only_the_first_slots_is_read(store: SpyStore, clock: FakeClock) -> None:
     first, second = frozen(store, clock)
-    second.participant.confirm(0, "")
+    second.participant.claims.confirm(0, "")
     second.settle_down()
     store.reads.clear()
     first.settle_down()
-    first.participant.confirm(0, "10.0.0.1 29500 1")
+    first.participant.claims.confirm(0, "10.0.0.1 29500 1")
     first.settle_down()
     assert first.record.status is Status.FINAL
     advance(clock, 5, first, second)
@@ -316,8 +316,8 @@ def test_the_sum_counts_and_the_first_word_where_it_can_not_be_read(store: SpySt
     for hidden in (False, True):
         store, clock = SpyStore(), FakeClock()
         first, second = running(store, clock, decide_restart=decide_restart)
-        second.participant.report_failure(0, replace(boom(1), message="first word", failure_class="unknown"))
-        second.participant.sum_up_failures(0, replace(boom(1), message="sum"))
+        second.participant.claims.report_failure(0, replace(boom(1), message="first word", failure_class="unknown"))
+        second.participant.claims.sum_up_failures(0, replace(boom(1), message="sum"))
         if hidden:
             store.hidden = {f"round/000000/sum+{second.info.uid}"}
         asked.clear()
@@ -382,9 +382,9 @@ def test_a_record_that_can_not_be_understood_ends_the_participant(store: SpyStor
 def test_a_coordinator_without_a_beat_of_its_own_decides_nothing(store: SpyStore, clock: FakeClock) -> None:
     """Others may be taking over. The beats fail, the rest of the store works."""
     first, second = running(store, clock)
-    second.participant.report_done(0)
+    second.participant.claims.report_done(0)
     second.settle_down()
-    first.participant.report_done(0)
+    first.participant.claims.report_done(0)
     number = first.record.number
 
     def late(key: str) -> bool:
@@ -447,7 +447,7 @@ def test_nobody_waits_for_the_goodbye_of_a_spare_that_has_died(store: SpyStore, 
     advance(clock, 25, first, second)
     assert (first.record.waiting, first.record.lost) == (0, ())
     for seat in (first, second):
-        seat.participant.report_done(0)
+        seat.participant.claims.report_done(0)
         seat.settle_down()
     first.settle_down()
     assert (first.record.status, first.record.outcome) == (Status.CLOSED, Outcome.SUCCEEDED)
@@ -455,7 +455,7 @@ def test_nobody_waits_for_the_goodbye_of_a_spare_that_has_died(store: SpyStore, 
     assert (lost["round"], lost["node"], lost["host"]) == (0, 2, "n2")
     assert 20 < lost["age"] <= 25
     for seat in (first, second):
-        seat.participant.deregister()
+        seat.participant.claims.deregister()
         seat.settle_down()
     observer.settle_down()
     assert "agents_departed" in [event for event, _ in observer.events]
@@ -476,7 +476,7 @@ def test_a_node_that_dies_on_its_way_to_the_next_round_has_it_too(store: SpyStor
     """However long the round before had lasted."""
     first, second = running(store, clock)
     advance(clock, 500, first, second)
-    first.participant.report_failure(0, boom(0))
+    first.participant.claims.report_failure(0, boom(0))
     first.participant.join()
     advance(clock, 21, first)
     assert first.record.status is Status.JOINABLE
@@ -488,7 +488,7 @@ def test_a_node_that_dies_on_its_way_to_the_next_round_has_it_too(store: SpyStor
 
 def test_one_that_was_put_out_alive_has_it_as_well(store: SpyStore, clock: FakeClock) -> None:
     first, second = frozen(store, clock)
-    first.participant.confirm(0, "10.0.0.1 29500 1")
+    first.participant.claims.confirm(0, "10.0.0.1 29500 1")
     first.participant.join()
     began = clock.now
     while first.record.round == 0:
@@ -543,7 +543,7 @@ def test_the_next_member_takes_over_when_the_coordinator_is_silent(store: SpySto
     assert second.record.term == 2
     assert second.events[0][0] == "coordinator_changed"
     number = second.record.number
-    first.participant.report_failure(0, boom(0))
+    first.participant.claims.report_failure(0, boom(0))
     first.settle_down()
     assert first.record.leader == second.info.uid, "it reads that it was deposed, and leaves the rest to the other"
     assert first.record.number == number
@@ -574,7 +574,7 @@ def test_the_log_is_compacted_by_the_coordinator(store: SpyStore, clock: FakeClo
     first, second = running(store, clock)
     while first.record.number < 100:
         number = first.record.round
-        first.participant.report_failure(number, boom(0))
+        first.participant.claims.report_failure(number, boom(0))
         first.settle_down()
         for seat in (first, second):
             seat.participant.join()
@@ -583,7 +583,7 @@ def test_the_log_is_compacted_by_the_coordinator(store: SpyStore, clock: FakeClo
             seat.settle_down()
         for seat, master in ((second, ""), (first, "10.0.0.1 29500 1"), (second, "")):
             if seat is first or seat.record.status is Status.FROZEN:
-                seat.participant.confirm(seat.record.round, master)
+                seat.participant.claims.confirm(seat.record.round, master)
             seat.settle_down()
         assert first.record.round == number + 1
     assert len(store.list("log")) < 64
@@ -601,7 +601,7 @@ def three(store: SpyStore, clock: FakeClock, *, heard: bool = True) -> tuple[Sea
     for seat in (*seats, seats[0]):
         seat.settle_down()
     for seat, master in zip(seats, ("10.0.0.1 29500 1", "", ""), strict=True):
-        seat.participant.confirm(0, master)
+        seat.participant.claims.confirm(0, master)
     for seat in (*reversed(seats), *seats):
         seat.settle_down()
     first, second, third = seats
@@ -751,7 +751,7 @@ def test_a_coordinator_that_says_goodbye_is_succeeded_at_once(
     first, second, _third = three(store, clock)
     second.participant.detector.heard([first.info.uid])
     first.notified.clear()
-    first.participant.deregister()
+    first.participant.claims.deregister()
     first.settle_down()
     assert {"10.0.0.2", "10.0.0.3"} <= {host for host, _ in first.notified}, "all are told"
     began = clock.now
@@ -766,7 +766,7 @@ def test_who_is_notified_of_a_goodbye_wakes_when_its_turn_has_come(store: SpySto
     """Not with the next poll: nodes wait for the round that it had opened."""
     first, second, _third = three(store, clock)
     second.participant.detector.heard([first.info.uid])
-    first.participant.deregister()
+    first.participant.claims.deregister()
     first.settle_down()
     began = clock.now
     second.participant.notified_of([f"bye/{first.info.uid}"])
@@ -877,7 +877,7 @@ def test_an_observer_looks_and_closes_and_never_coordinates(store: SpyStore, clo
     first, second = running(store, clock)
     advance(clock, 60, observer)
     assert observer.record.leader == first.info.uid
-    observer.participant.give_up_node(1)
+    observer.participant.claims.give_up_node(1)
     observer.participant.close(Outcome.CANCELLED, "Ctrl-C")
     observer.participant.close(Outcome.FAILED, "said later")
     observer.settle_down()
@@ -919,11 +919,11 @@ def test_the_observer_is_told_when_every_agent_that_lives_has_said_goodbye(store
     again.settle_down()
     first.participant.close(Outcome.SUCCEEDED, "done")
     first.settle_down()
-    first.participant.deregister()
+    first.participant.claims.deregister()
     first.settle_down()
     observer.settle_down()
     assert "agents_departed" not in [event for event, _ in observer.events]
-    again.participant.deregister()
+    again.participant.claims.deregister()
     again.settle_down()
     for _ in range(3):
         observer.settle_down()
@@ -937,7 +937,7 @@ def test_nobody_waits_for_the_goodbye_of_a_lost_node(store: SpyStore, clock: Fak
     advance(clock, 22, first)
     assert first.record.lost == (1,)
     first.participant.close(Outcome.FAILED, "enough")
-    first.participant.deregister()
+    first.participant.claims.deregister()
     first.settle_down()
     observer.settle_down()
     assert "agents_departed" in [event for event, _ in observer.events]
@@ -963,7 +963,7 @@ def test_a_claim_notifies_the_coordinator_and_a_record_notifies_everybody(store:
     assert (observer.info.addresses[0], observer.info.port) in first.notified
     assert not [address for address in first.notified if address[1] == first.info.port], "not itself"
     second.notified.clear()
-    second.participant.confirm(0, "")
+    second.participant.claims.confirm(0, "")
     second.settle_down()
     assert set(second.notified) == {("10.0.0.1", 7000), ("10.1.0.1", 7000)}
 
@@ -979,7 +979,7 @@ def test_who_joins_notifies_the_coordinator(store: SpyStore, clock: FakeClock) -
 def test_the_coordinator_does_not_notify_itself(store: SpyStore, clock: FakeClock) -> None:
     first, _ = frozen(store, clock)
     first.notified.clear()
-    first.participant.confirm(0, "10.0.0.1 29500 1")
+    first.participant.claims.confirm(0, "10.0.0.1 29500 1")
     first.settle_down()
     assert first.notified == []
 

@@ -13,8 +13,9 @@ from msgspec.structs import replace
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.outcome import Outcome
-from hpc_elastic.rendezvous.claims import ClaimKind, OwnClaims, read_claim
+from hpc_elastic.rendezvous.claims import read_claim
 from hpc_elastic.rendezvous.errors import RendezvousStateError
+from hpc_elastic.rendezvous.own_claims import OwnClaims
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
     HangMark,
@@ -155,7 +156,7 @@ def test_a_nodes_failure_comes_back(failure: NodeFailure) -> None:
 
 def test_a_long_message_is_cut() -> None:
     claims = OwnClaims(store := MemoryStore(), "00001-a")
-    claims.add_failure(0, ClaimKind.SUM, replace(FAILURE, message="m" * 5000))
+    claims.sum_up_failures(0, replace(FAILURE, message="m" * 5000))
     found = read_claim(NodeFailure, store.get(claims.flush()))
     assert found is not None
     assert 100 < len(found.message) < 900

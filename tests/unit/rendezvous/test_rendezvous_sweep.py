@@ -153,7 +153,7 @@ def play(world: World, rounds: int, *, values: bool = True) -> None:
             for part in ("key", "queue", "taken"):
                 world.store.put_if_absent(f"kv/{now.round:06d}/{part}/open", "open")
         teller = next(node for node in world.live() if now.member(node.info.uid))
-        teller.participant.report_failure(now.round, failure(teller.index))
+        teller.participant.claims.report_failure(now.round, failure(teller.index))
 
 
 class UncheckedWorld(World):

@@ -67,7 +67,7 @@ def test_no_name_is_used_twice_in_a_chaotic_run(seed: int) -> None:
             node.frozen = not node.frozen
         elif event < 0.8 and node.running_round is not None and node.alive and not node.frozen:
             failure = NodeFailure(node=node.index, fingerprint="E", failure_class="root", retryable=True, message="E")
-            node.participant.report_failure(node.running_round, failure)
+            node.participant.claims.report_failure(node.running_round, failure)
         else:
             gone = [n for n in range(4) if not any(o.alive and o.index == n for o in world.nodes)]
             if gone:

@@ -101,6 +101,14 @@ def test_what_failed_of_our_own_is_told_and_loses_no_node(builder: RunBuilder) -
     assert part.broken
 
 
+def test_a_command_has_the_name_of_the_script_that_it_runs(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    spec = json.loads(builder.paths.run_json.read_text())
+    entry = {"kind": "command", "target": "/usr/bin/bash", "args": ["-c", "python pretrain.py"]}
+    builder.paths.run_json.write_text(json.dumps({**spec, "name": "pretrain", "entrypoint": entry}))
+    assert collect_run(builder.root).name == "pretrain"
+
+
 def test_a_lost_node_is_named_and_its_agents_end_told(builder: RunBuilder) -> None:
     builder.attempt(0)
     builder.round(0, 0, at=1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,15 @@ from msgspec.structs import replace
 from hpc_elastic.base.files import write_json
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.goodput import STEPS_GO_BACK, STEPS_UNKNOWN, Goodput, goodput_of
+from hpc_elastic.report.goodput import (
+    ONE_STEP,
+    STEPS_GO_BACK,
+    STEPS_UNKNOWN,
+    Goodput,
+    describe_goodput,
+    describe_unknown_steps,
+    goodput_of,
+)
 from hpc_elastic.report.render_html import render_html
 from hpc_elastic.report.render_text import render_text
 from hpc_elastic.run.attempt import StoredResult
@@ -97,6 +107,38 @@ def test_a_restart_further_back_takes_earlier_rounds_steps_too(builder: RunBuild
     assert goodput.kept == pytest.approx(80, abs=1.5), "of the last round alone"
 
 
+def test_steps_beyond_the_last_report_at_which_a_later_round_goes_on_were_kept(builder: RunBuilder) -> None:
+    """An agent was killed, and its workers' steps are known from its last summary, 60 s before."""
+    builder.round(0, 0, at=10)
+    for node in range(2):
+        path = builder.paths.attempt(0).heartbeats(node)
+        path.parent.mkdir(exist_ok=True)
+        done = progress(0, 10, 100, 110)
+        path = path.with_name(f"{path.stem}-round-00000.json")
+        path.write_text(json.dumps({"version": 1, "node": node, "round": 0, "written_ns": START_NS, "progress": done}))
+    builder.fail(make_failure(1, at=170, exitcode=-9))
+    builder.stopped(0, 0, at=171)
+    builder.round(0, 1, at=180, reason="restart 1 of 3")
+    builder.succeeded(0, 1, at=300)
+    stopped(builder, 1, 300, progress(151, 190, 250, 299))
+    builder.end(0, at=301, outcome="succeeded", code=0)
+    goodput = goodput_of(collect_run(builder.root))
+    assert adds_up(goodput)
+    assert goodput.kept == pytest.approx(100 + 50 + 109, abs=0.1)
+    assert goodput.recomputed == pytest.approx(10, abs=0.1)
+
+
+def test_impossible_numbers_of_a_summary_make_no_goodput_above_all_the_time(builder: RunBuilder) -> None:
+    builder.round(0, 0, at=10)
+    done = progress(0, 10, 100, 110, checkpoint_seconds=-1e300, checkpoints=-4, redone_seconds=-5.0)
+    builder.succeeded(0, 0, at=120)
+    stopped(builder, 0, 120, done)
+    builder.end(0, at=121, outcome="succeeded", code=0)
+    goodput = goodput_of(collect_run(builder.root))
+    assert adds_up(goodput)
+    assert (goodput.checkpointing, goodput.checkpoints, goodput.recomputed) == (0, 0, 0)
+
+
 def test_a_hang_counts_until_it_is_found(builder: RunBuilder) -> None:
     builder.round(0, 0, at=10)
     failure = make_failure(1, at=160, exitcode=-9, last_step=50)
@@ -106,6 +148,27 @@ def test_a_hang_counts_until_it_is_found(builder: RunBuilder) -> None:
     goodput = goodput_of(collect_run(builder.root))
     assert adds_up(goodput)
     assert goodput.hanging == pytest.approx(100, abs=0.1)
+
+
+def test_a_hang_is_found_when_the_workers_are_stopped(builder: RunBuilder) -> None:
+    """As agents report one: the failure's time is that of the last heartbeat."""
+    builder.round(0, 0, at=10)
+    failure = make_failure(1, at=60, exitcode=-6, last_step=50)
+    builder.fail(replace(failure, failure_class=FailureClass.HANG, fingerprint="hang:x"), told_at=161)
+    for node in range(2):
+        builder.event(0, "agent", node, 160, "workers_stopping", round=0, reason="rank 1 hangs")
+    stopped(builder, 0, 161, progress(0, 10, 50, 60))
+    builder.round(0, 1, at=165, reason="restart 1 of 3")
+    builder.succeeded(0, 1, at=300)
+    stopped(builder, 1, 300, progress(51, 170, 100, 299))
+    builder.end(0, at=301, outcome="succeeded", code=0)
+    goodput = goodput_of(collect_run(builder.root))
+    assert adds_up(goodput)
+    assert goodput.hanging == pytest.approx(100, abs=0.1)
+    assert goodput.interrupted == pytest.approx(10, abs=0.1)
+    (cost,) = goodput.costs
+    assert cost.seconds == pytest.approx(110, abs=0.1)
+    assert cost.parts[0].seconds == pytest.approx(1, abs=0.1), "to stop the workers, not to find the hang"
 
 
 def test_without_steps_it_is_uptime(builder: RunBuilder) -> None:
@@ -129,6 +192,18 @@ def test_steps_that_go_back_by_themselves_measure_nothing(builder: RunBuilder) -
     builder.end(0, at=112, outcome="succeeded", code=0)
     goodput = goodput_of(collect_run(builder.root))
     assert (goodput.steps_known, goodput.why_unknown) == (False, STEPS_GO_BACK)
+
+
+def test_of_one_step_it_is_uptime(builder: RunBuilder) -> None:
+    """How long it took is not known: it was reported once."""
+    builder.round(0, 0, at=10)
+    builder.succeeded(0, 0, at=200)
+    stopped(builder, 0, 200, progress(0, 199, 0, 199))
+    builder.end(0, at=201, outcome="succeeded", code=0)
+    goodput = goodput_of(collect_run(builder.root))
+    assert adds_up(goodput)
+    assert (goodput.share, goodput.why_unknown) == (pytest.approx(189 / 201, abs=0.01), ONE_STEP)
+    assert describe_unknown_steps(goodput) == "No goodput: no round reported more than one step."
 
 
 def test_restarts_within_the_processes_are_taken_off(builder: RunBuilder) -> None:
@@ -162,6 +237,22 @@ def test_a_section_that_was_never_entered_is_named(builder: RunBuilder) -> None:
         assert text.count("was never entered") == 1
 
 
+def test_a_round_that_begins_at_the_first_step_again_is_noted(builder: RunBuilder) -> None:
+    builder.round(0, 0, at=10)
+    stopped(builder, 0, 50, progress(0, 10, 152, 49))
+    builder.round(0, 1, at=60)
+    stopped(builder, 1, 70, progress(151, 60, 160, 69))
+    builder.end(0, at=71, outcome="preempted", code=75)
+    assert "not resumed" not in render_text(collect_run(builder.root))
+    builder.attempt(1, at=80)
+    builder.round(1, 0, at=90)
+    stopped(builder, 0, 95, progress(0, 91, 7, 94), attempt=1)
+    builder.end(1, at=96, outcome="succeeded", code=0)
+    for text in (render_text(collect_run(builder.root)), render_html(collect_run(builder.root))):
+        flat = " ".join(text.split())
+        assert "attempt 1, round 0: training began at step 0 again, after step 160 of an earlier round" in flat
+
+
 def test_a_run_without_events_has_the_end_that_its_result_states(builder: RunBuilder) -> None:
     """A missing part is named, and nothing is said to go on."""
     failed_once(builder)
@@ -186,3 +277,58 @@ def test_a_run_that_succeeded_was_not_given_up(builder: RunBuilder) -> None:
     text = render_text(collect_run(builder.root))
     assert "given up" not in text
     assert "Recovery: none was needed: all workers ended with 0" in text
+
+
+def random_run(root: Path, rng: random.Random) -> tuple[RunBuilder, float]:
+    """A run of several attempts, as failures, hangs, lost nodes, changes and queues come; and the seconds it queued."""
+    builder = RunBuilder(root, nodes=2)
+    now, step, queued = 0.0, 0, 0.0
+    for attempt in range(rng.randint(1, 4)):
+        if attempt:
+            queued += (gap := rng.choice((0.0, 1.0, 700.0)))
+            now += gap
+        builder.attempt(attempt, at=now, job_id=f"{4242 + attempt}")
+        for index in range(rng.randint(1, 4)):
+            now += rng.uniform(0.1, 30)
+            builder.round(attempt, index, at=now, reason=f"restart {index} of 3" if index else "")
+            begin, first = now, max(0, step - rng.choice((0, 5, 50, -30)))
+            at = begin + rng.uniform(0, 20)
+            step, last = first + rng.randint(0, 100), at + rng.uniform(0, 200)
+            now = last + rng.uniform(0, 60)
+            save, redone = (rng.choice((0.0, rng.uniform(0, 30), 500.0)) for _ in range(2))
+            done = progress(first, at, step, last, checkpoint_seconds=save, redone_seconds=0.0, checkpoints=int(save))
+            if rng.random() < 0.3:
+                seconds = rng.choice((5.0, 100.0))
+                builder.event(
+                    attempt, "agent", 0, rng.uniform(begin, now), "ring_restarted", round=index, iteration=1,
+                    seconds=seconds, interruptions=[[1, "TERMINATED"]],
+                )  # fmt: skip
+                done["redone_seconds"] = redone
+            ending = rng.choice(("fails", "hangs", "changes", "succeeds", "unknown"))
+            if ending in ("fails", "hangs"):
+                failure = make_failure(1, at=now, attempt=attempt, round_index=index, exception="ValueError: bad")
+                if ending == "hangs":
+                    failure = replace(failure, failure_class=FailureClass.HANG, fingerprint="hang:x", reason="silent")
+                builder.fail(failure)
+            elif ending == "succeeds":
+                builder.succeeded(attempt, index, at=now)
+            now += rng.uniform(0, 5)
+            if ending != "unknown":
+                stopped(builder, index, now, done if rng.random() < 0.9 else {"sections": []}, attempt=attempt)
+        now += rng.uniform(0, 10)
+        builder.end(attempt, at=now, outcome="failed", code=75, decision="requeue: requeue 1 of 3 (2 left)")
+    return builder, queued
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_parts_add_up_to_the_whole_whatever_happened(tmp_path: Path, seed: int) -> None:
+    builder, queued = random_run(tmp_path / "run", random.Random(seed))
+    goodput = goodput_of(collect_run(builder.root))
+    assert adds_up(goodput)
+    assert sum(seconds for _, _, seconds in describe_goodput(goodput)) == pytest.approx(goodput.wall)
+    assert min(seconds for _, _, seconds in describe_goodput(goodput)) >= 0
+    assert goodput.queued == pytest.approx(queued, abs=0.01)
+    assert 0 <= (goodput.share or 0) <= 1
+    lost = sum(cost.seconds for cost in goodput.costs)
+    assert lost <= goodput.wall + 1e-6
+    assert sum(cost.queued for cost in goodput.costs) <= queued + 0.01

@@ -19,8 +19,9 @@ from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.render_json import VERSION, json_report
 from hpc_elastic.run.node_records import NodeRecord, save_record
 from hpc_elastic.run.node_score import Evidence, EvidenceKind
-from tests.browser.sample_runs import agents, hung_run, requeued_run
+from tests.browser.sample_runs import agents, collectives_run, hung_run, requeued_run
 from tests.rigs.run_builder import GLOO, START_NS, RunBuilder, make_failure
+from tests.unit.report.test_report_advice import failing_run
 
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs" / "reference" / "report-json.md"
 
@@ -44,7 +45,9 @@ FAILURE: dict[str, Any] = {
     "waited": NUMBER,
     **dict.fromkeys(("host", "signal", "message", "exception_type", "traceback", "stderr_tail", "fingerprint"), TEXT),
     **dict.fromkeys(("category", "failure_class", "reason", "source", "error_file", "problem"), TEXT),
-    **dict.fromkeys(("retryable", "core_dumped", "stopped_by_agent", "node_suspect", "is_caught"), BOOL),
+    **dict.fromkeys(
+        ("retryable", "core_dumped", "stopped_by_agent", "node_suspect", "is_caught", "is_nodes_oom"), BOOL
+    ),
     "last_step": "int?",
 }
 PLACE: dict[str, Any] = {
@@ -93,6 +96,7 @@ ROUND: dict[str, Any] = {
     "in_process": [RING],
     "fresh_starts": [{"host": TEXT, "reason": TEXT}],
     "succeeded": BOOL,
+    "planted": [TEXT],
     "stopping_reasons": [TEXT],
     "decision": ({"action": TEXT, "reason": TEXT, "restarts_used": "int?", "max_restarts": "int?"}, None),
     "lost_nodes": [LOSS],
@@ -109,6 +113,15 @@ ROUND: dict[str, Any] = {
     ],
     "heartbeats": [
         {"rank": INT, "node": INT, "step": "int?", "section": TEXT, "age": NUMBER, "told_ns": INT},
+    ],
+    "collectives": [
+        {
+            "group": TEXT,
+            "backend": TEXT,
+            "numbers": [INT],
+            "calls": [TEXT],
+            "rows": [{"ranks": TEXT, "states": [TEXT], "called": TEXT}],
+        }
     ],
     "stacks": [{"ranks": TEXT, "stack": [TEXT], "state": TEXT}],
     "threads": [{"ranks": TEXT, "name": TEXT, "stack": [TEXT]}],
@@ -148,6 +161,20 @@ ATTEMPT: dict[str, Any] = {
             "streams": [STREAM],
         }
     ],
+    "commands": [
+        {
+            "command": TEXT,
+            "about": "str?",
+            "host": TEXT,
+            "node": "int?",
+            "reason": TEXT,
+            "code": INT,
+            "seconds": NUMBER,
+            "output": [TEXT],
+            "log": "str?",
+            "told_ns": INT,
+        }
+    ],
     "agents_ended": [{"node": INT, "name": TEXT, "code": "int?", "detail": "str?", "seen_ns": INT}],
     "agents_relaunched": [TEXT],
     "nodes_given_up": [{"node": INT, "name": TEXT, "cause": TEXT, "reason": TEXT, "seen_ns": INT}],
@@ -172,11 +199,14 @@ COST: dict[str, Any] = {
     "recomputed": NUMBER,
     "recovered": BOOL,
     "is_failure": BOOL,
+    "host": TEXT,
+    "parts": [{"name": TEXT, "seconds": NUMBER}],
 }
 GOODPUT: dict[str, Any] = {
     "share": "float|int?",
     **dict.fromkeys(("wall", "training", "starting", "interrupted", "queued", "ending"), NUMBER),
     **dict.fromkeys(("kept", "recomputed", "hanging", "checkpointing"), NUMBER),
+    "checkpoints": INT,
     "steps_known": BOOL,
     "why_unknown": TEXT,
     "until_ns": "int?",
@@ -203,6 +233,7 @@ RUN: dict[str, Any] = {
     "recovery": [TEXT],
     "verdict": VERDICT,
     "goodput": GOODPUT,
+    "advice": [{"about": TEXT, "text": TEXT}],
     "bad_nodes": [BAD_NODE],
     "problems": [TEXT],
     "attempts": [ATTEMPT],
@@ -258,10 +289,14 @@ def everything(root: Path) -> RunBuilder:
     builder.event(0, "supervisor", 3, 61, "agent_ended", name="n4", code=137)
     builder.event(0, "supervisor", 3, 61, "agent_relaunched", name="n4")
     builder.event(0, "supervisor", -1, 61, "notice", signal="SIGTERM")
+    builder.event(0, "operator", -1, 59, "fault_planted", round=1, fault="kill-agent", node=3, what="agent killed -9")
     builder.event(0, "supervisor", 3, 61, "node_given_up", name="n4", cause="died", reason="SIGKILL")
     streams = [{"round": 0, "rank": 1, "stream": "stdout", "not_in_file": 4, "not_in_job_log": 4}]
     lost = {"reason": "the disk is full", "not_in_files": 4, "not_in_job_log": 4, "streams": streams}
     builder.event(0, "agent", 1, 62, "output_lost", **lost)
+    ended = {"reason": "exit code 3", "code": 3, "seconds": 0.5, "output": ["no room"], "log": "/r/hooks/x.log"}
+    builder.event(0, "agent", 1, 62, "user_command_ended", command="node-epilog", **ended)
+    builder.event(0, "supervisor", 3, 62, "user_command_ended", command="notify", about="end", **ended)
     refused = {"error": "Permission denied", "path": "/r", "since_ns": 1, "seconds": 25.0, "over": True}
     builder.event(0, "agent", 1, 62, "filesystem_refused", **refused)
     builder.event(0, "agent", 0, 62, "link_lost", round=0, node=1, host="n2", since_ns=2, seconds=5.0, over=False)
@@ -289,7 +324,7 @@ def empty(root: Path) -> RunBuilder:
     return RunBuilder(root)
 
 
-@pytest.mark.parametrize("make", [requeued_run, hung_run, everything, unknown_cause, empty])
+@pytest.mark.parametrize("make", [requeued_run, hung_run, collectives_run, everything, unknown_cause, empty])
 def test_every_key_and_its_type(tmp_path: Path, make: Any) -> None:
     value = json.loads(json_report(collect_run(make(tmp_path / "run").root)))
     assert list(wrong(value, RUN, "report")) == []
@@ -317,7 +352,8 @@ def test_the_samples_fill_every_list(tmp_path: Path) -> None:
             for item in value:
                 walk(item, place)
 
-    for number, make in enumerate((requeued_run, hung_run, everything, unknown_cause, node_apart)):
+    samples = (requeued_run, hung_run, collectives_run, failing_run, everything, unknown_cause, node_apart)
+    for number, make in enumerate(samples):
         walk(json.loads(json_report(collect_run(make(tmp_path / f"run-{number}").root))), "report")
     builder = everything(tmp_path / "torn")
     builder.paths.run_json.unlink()
@@ -356,7 +392,7 @@ def test_each_section_of_the_document_lists_its_keys(name: str) -> None:
         PLACE,
         COST,
         STREAM,
-        *(ROUND[key][0] for key in ("nodes", "replaced", "stacks", "threads", "failures")),
+        *(ROUND[key][0] for key in ("nodes", "replaced", "collectives", "stacks", "threads", "failures")),
     ],
 )
 def test_nested_keys_are_described(part: dict[str, Any]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from msgspec.structs import replace
 
+from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.node_evidence import node_evidence
@@ -262,6 +264,24 @@ def test_a_node_whose_workers_alone_lack_something_is_bad(tmp_path: Path) -> Non
     assert "; n2 is suspect\n" in text
     assert "the same failure on all 2 ranks of n2, and on none elsewhere" in text
     assert "not retryable" not in text
+
+
+@pytest.mark.parametrize(("ranks", "category"), [((2, 3), "infrastructure"), ((0, 1, 2, 3), "input")])
+def test_a_read_only_filesystem_is_a_fault_where_one_node_alone_has_it(
+    tmp_path: Path, ranks: tuple[int, ...], category: str
+) -> None:
+    builder = RunBuilder(tmp_path / "run", nodes=3, per_node=2)
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    for rank in ranks:
+        text = "OSError: [Errno 30] Read-only file system: '/results.txt'"
+        failure = make_failure(rank, at=5 + rank / 100, exception=text, per_node=2)
+        as_judged = replace(failure, failure_class=FailureClass.INFRASTRUCTURE, category=Category.INFRASTRUCTURE)
+        builder.fail(replace(as_judged, waited=1.0, reason="a filesystem failed"))
+    history = collect_run(builder.root)
+    assert render_json(history)["verdict"]["category"] == category
+    kind = "it wrote to a path whose filesystem is read-only" if category == "input" else "a filesystem failed"
+    assert f"{kind} ({category}" in render_text(history)
 
 
 def test_what_all_nodes_lack_speaks_against_none(tmp_path: Path) -> None:

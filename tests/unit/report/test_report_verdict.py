@@ -475,6 +475,8 @@ def test_at_the_same_step_it_is_not_certain_and_said_so() -> None:
     assert verdict.failure.global_rank == 1
     assert verdict.confidence is Confidence.LOW
     assert "rank 0 hung at the same step" in verdict.evidence
+    without = decide_verdict([hang(0, 2.0, None), hang(1, 1.0, None)])
+    assert "rank 0 hung too: which one" in without.evidence
 
 
 def test_one_that_never_got_to_a_step_is_behind_all() -> None:
@@ -504,7 +506,10 @@ def test_an_odd_one_that_nobody_judged_is_to_be_looked_at() -> None:
     verdict = decide_verdict([hang(0, 1.0, step=4)], activities=activities, ranks={0: "n1", 1: "n2", 2: "n3"})
     assert (verdict.cause, verdict.confidence) == (Cause.UNKNOWN, Confidence.NONE)
     assert [suspect.rank for suspect in verdict.suspects] == [1]
-    assert f"Look at rank 1 on n2: {WHY}" in verdict.evidence
+    assert verdict.evidence == f"not known: ranks hung at step 4. Look at rank 1 on n2: {WHY}"
+    # A suspicion that counts as a hang, in a script without steps.
+    silent = decide_verdict([hang(0, 1.0, step=None)], activities=activities, ranks={0: "n1", 1: "n2", 2: "n3"})
+    assert silent.evidence == f"not known: ranks hung together. Look at rank 1 on n2: {WHY}"
 
 
 def test_the_only_one_is_said_only_where_all_ranks_send_heartbeats() -> None:
@@ -562,6 +567,12 @@ def test_a_rank_that_ended_with_0_is_the_one_for_which_the_others_hang() -> None
 
 
 def test_several_suspects_read_as_several() -> None:
+    assert of_several("it never entered all_reduce #7, which the 2 others wait in; its last there was barrier #6") == (
+        "they never entered all_reduce #7, which the 2 others wait in; their last there was barrier #6"
+    )
+    assert of_several("it has completed barrier #7, which rank 0 waits in") == (
+        "they have completed barrier #7, which rank 0 waits in"
+    )
     assert of_several("it ended with 0 3.0 s before; it was asleep") == (
         "they ended with 0 3.0 s before; they were asleep"
     )

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from hpc_elastic.errors import UsageError
+from hpc_elastic.run.health_limits import DEFAULT_LIMITS, Check, parse_health_checks
 from hpc_elastic.run.option_values import (
-    DEFAULT_LIMITS,
     LEARNED_LEAST,
     BadNodeSettings,
-    Check,
     GrowPolicy,
     MetricsTarget,
     RequeueChoice,
@@ -22,7 +21,6 @@ from hpc_elastic.run.option_values import (
     Std,
     StreamChoice,
     parse_bad_nodes,
-    parse_health_checks,
     parse_health_command,
     parse_local_ranks,
     parse_metrics,
@@ -221,6 +219,8 @@ def test_timeouts_that_cannot_be_right(text: str, named: str) -> None:
         ("tmp=10G, shm=500m,memory=0", {Check.TMP: 10 * GIB, Check.SHM: 500 << 20, Check.MEMORY: 0}),
         ("default,tmp=1.5K", {**DEFAULT_LIMITS, Check.TMP: 1536}),
         ("tmp=10G,default", {**DEFAULT_LIMITS, Check.TMP: 10 * GIB}),
+        ("default,network", {**DEFAULT_LIMITS, Check.NETWORK: 90.0}),
+        ("network=30", {Check.NETWORK: 30.0}),
         ("shared=7.5,clock=2,gpu=10", {Check.SHARED: 7.5, Check.CLOCK: 2, Check.GPU: 10}),
     ],
 )

@@ -35,6 +35,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         ("apptainer:docker://pytorch/pytorch:2.4", (), Runtime.APPTAINER, "docker://pytorch/pytorch:2.4"),
         ("podman:pytorch/pytorch:2.4", (), Runtime.PODMAN, "pytorch/pytorch:2.4"),
         ("enroot:/images/t.sqsh", (), Runtime.ENROOT, "/images/t.sqsh"),
+        ("pyxis:nvcr.io#nvidia/pytorch:24.05-py3", (), Runtime.PYXIS, "nvcr.io#nvidia/pytorch:24.05-py3"),
         ("/images/t.sif", ("apptainer",), Runtime.APPTAINER, "/images/t.sif"),
         ("/images/t.sif", ("singularity",), Runtime.SINGULARITY, "/images/t.sif"),
         ("docker://pytorch/pytorch", ("apptainer", "singularity"), Runtime.APPTAINER, "docker://pytorch/pytorch"),
@@ -57,7 +58,6 @@ def test_image(
     ("text", "says"),
     [
         ("apptainer:", "the image is missing; give apptainer:IMAGE"),
-        ("pyxis:nvcr.io/nvidia/pytorch", "pyxis is not supported yet"),
         ("/images/torch", "give RUNTIME:/images/torch with one of charliecloud, apptainer"),
     ],
 )

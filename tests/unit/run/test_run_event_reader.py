@@ -8,8 +8,9 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
-from hpc_elastic.run.event_reader import EventFile, merged_events
+from hpc_elastic.run.event_reader import EventFile, event_line, merged_events
 from hpc_elastic.run.paths import AttemptPaths
 from tests.rigs.event_pairs import read_events
 
@@ -64,6 +65,42 @@ def test_lines_across_reads_of_a_file_and_between_garbage(tmp_path: Path) -> Non
     expected = [{"event": "a", "t": 1}, {"event": "\u00fc"}]
     assert list(read_events(tmp_path)) == expected
     assert [event.value for event in EventFile(path, chunk=7).events()] == expected
+
+
+HEAD = b'"event": "worker_failed", "role": "agent", "t": 5, "n": 0, "node": 1, "host": "n1", "round": 0, "rank": 2'
+ODD_LINES = (
+    b"{%b}" % HEAD,
+    b'{%b, "message": "\\ud800"}' % HEAD,
+    b'{%b, "message": "\xff"}' % HEAD,
+    b'{%b, "unknown": NaN}' % HEAD,
+    b'{%b, "exitcode": "one", "message": "kept"}' % HEAD,
+    b'{%b, "rank": 3.0}' % HEAD,
+    b'{%b, "t": "noon", "n": true, "node": 1.0, "host": 7, "by": null}' % HEAD,
+    b'{%b, "role": null}' % HEAD,
+    b'{%b, "t": 123456789012345678901234567890}' % HEAD,
+    b'{"event": "of_a_newer_version", "host": "n1", "t": 4}',
+    b'{"event": "agent_ended", "role": "supervisor", "code": 1}',
+    b'{%b, "message": "%b"}' % (HEAD, b"x" * 9000),
+)
+
+
+@pytest.mark.parametrize("raw", ODD_LINES)
+def test_a_line_reads_as_its_values_do(tmp_path: Path, raw: bytes) -> None:
+    """What the fast decoder takes, and what it refuses and the other one reads, are the same event."""
+    (tmp_path / "x.jsonl").write_bytes(raw + b"\n")
+    ((found,),) = [list(EventFile(tmp_path / "x.jsonl").events())]
+    value = json.loads(raw.decode("utf-8", "replace"))
+    assert found.value == value
+    expected = event_line(value)
+    assert replace(found, raw=b"", time_ns=0) == replace(expected, raw=b"", time_ns=0)
+    assert found.name == value["event"]
+
+
+def test_of_many_lines_no_values_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the time of a large run's report went into dictionaries that nobody looked into."""
+    write(tmp_path, "agent-00000-a.jsonl", *(event("workers_started", second, round=second) for second in range(9)))
+    monkeypatch.setattr(json, "loads", lambda text: pytest.fail(f"decoded {text}"))
+    assert len([line.event for line in EventFile(tmp_path / "agent-00000-a.jsonl").events()]) == 9
 
 
 def test_two_torn_lines_make_no_event(tmp_path: Path) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from hpc_elastic.errors import UsageError
+from hpc_elastic.run.option_values import NumaBinding
 from hpc_elastic.submission.executor import ElasticExecutor
-from hpc_elastic.submission.notebook import _parameters
+from hpc_elastic.submission.notebook import LaunchConfig, _parameters, launch
 
 
 @dataclass
@@ -69,6 +71,7 @@ def test_one_with_torchs_defaults_says_nothing_but_how_many(tmp_path: Path) -> N
         "max_restarts": 3,
         "monitor_interval": 0.1,
         "shutdown_timeout": 30,
+        "signals_to_handle": "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
         "timeout_min": "UNLIMITED",
     }
 
@@ -93,10 +96,6 @@ def test_what_it_says_reaches_the_run(tmp_path: Path) -> None:
         ("log_line_prefix_template", "[${rank}]"),
         ("metrics_cfg", {"a": "b"}),
         ("event_log_handler", "console"),
-        ("signals_to_handle", "SIGTERM"),
-        ("duplicate_stdout_filters", ["loss"]),
-        ("duplicate_stderr_filters", ["loss"]),
-        ("virtual_local_rank", True),
         ("rdzv_backend", "etcd-v2"),
         ("rdzv_endpoint", "here:29400"),
         ("local_addr", "10.0.0.1"),
@@ -107,6 +106,15 @@ def test_what_there_is_nothing_for_is_refused_by_name(name: str, value: Any) -> 
         _parameters(TorchConfig(**{name: value}), {})
 
 
-def test_numa_options_that_torch_sets_by_itself_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
-    _parameters(TorchConfig(numa_options=object()), {})
-    assert "numa_options: not supported" in caplog.text
+def test_numa_options_a_virtual_local_rank_and_further_signals_reach_the_run(tmp_path: Path) -> None:
+    options = SimpleNamespace(affinity_mode=NumaBinding.CORE_COMPLEX)
+    config = TorchConfig(numa_options=options, virtual_local_rank=True, signals_to_handle="SIGTERM,SIGUSR1")
+    parameters = accepted(config, tmp_path)
+    assert (parameters["numa_binding"], parameters["virtual_local_rank"]) == ("core-complex", True)
+    assert parameters["signals_to_handle"] == "SIGTERM,SIGUSR1"
+
+
+def test_a_configuration_in_the_place_of_the_program_is_refused() -> None:
+    """As `elastic_launch(config, …)` has it."""
+    with pytest.raises(UsageError, match="a LaunchConfig is not a function, script, command or module"):
+        launch(LaunchConfig(), print)  # type: ignore[arg-type]

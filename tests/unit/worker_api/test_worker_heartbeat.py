@@ -25,6 +25,7 @@ from hpc_elastic.worker_api.heartbeat_record import (
     VARIABLE,
     HeartbeatRecord,
     empty_file,
+    read_loss,
     read_record,
     read_sections,
     read_total,
@@ -73,6 +74,23 @@ def test_a_checkpoint_is_complete_at_the_end_of_its_section_or_when_the_worker_s
     assert completed() == 2, "a later word keeps what was said"
 
 
+def test_a_section_and_checkpoint_done_beside_its_end_are_one_checkpoint(page: Path) -> None:
+    for step in (5, 6, 7):
+        hpc_elastic.heartbeat(step)
+        with hpc_elastic.section("checkpoint"):
+            if step == 5:
+                hpc_elastic.checkpoint_done(step)
+        if step == 6:
+            hpc_elastic.checkpoint_done(step + 1)  # of a script that counts the steps that are done
+        assert said(page).checkpoints == step - 4
+    assert said(page).saved_step == 7
+    with hpc_elastic.section("checkpoint"):
+        pass
+    assert said(page).checkpoints == 4, "saved again, as after a notice"
+    hpc_elastic.checkpoint_done(20)
+    assert said(page).checkpoints == 5, "a thread of its own has written another one"
+
+
 def in_a_thread(call: Callable[[], object]) -> None:
     thread = threading.Thread(target=call)
     thread.start()
@@ -102,9 +120,9 @@ def test_of_a_save_beside_the_training_only_the_given_step_is_known(page: Path) 
         hpc_elastic.checkpoint_done(**step)
 
     in_a_thread(save)
-    assert (said(page).saved_step, said(page).checkpoints) == (None, 2)
+    assert (said(page).saved_step, said(page).checkpoints) == (None, 1)
     in_a_thread(lambda: save(step=60))
-    assert (said(page).saved_step, said(page).checkpoints) == (60, 4)
+    assert (said(page).saved_step, said(page).checkpoints) == (60, 2)
     in_a_thread(lambda: (hpc_elastic.heartbeat(step=71), hpc_elastic.checkpoint_done()))
     assert said(page).saved_step == 71, "it is the thread that trains"
 
@@ -125,6 +143,21 @@ def test_the_number_of_all_steps_stands_beside_the_records(page: Path) -> None:
     with pytest.raises(ValueError, match="-1"):
         hpc_elastic.heartbeat(5, total=-1)
     assert read_total(b"") is None
+
+
+def test_the_loss_stands_beside_the_records(page: Path) -> None:
+    hpc_elastic.heartbeat(1)
+    assert read_loss(page.read_bytes()) is None
+    hpc_elastic.heartbeat(2, loss=0.25)
+    hpc_elastic.heartbeat(3)
+    assert (read_loss(page.read_bytes()), said(page).step) == (0.25, 3)
+    hpc_elastic.heartbeat(4, loss=float("inf"))
+    assert read_loss(page.read_bytes()) == float("inf")
+    hpc_elastic.heartbeat(5, loss=object())  # a tensor, say, whose GPU nobody is to wait for
+    assert read_loss(page.read_bytes()) == float("inf")
+    torn = bytearray(page.read_bytes())
+    torn[90] ^= 1
+    assert read_loss(bytes(torn)) is None
 
 
 def test_times_between_steps_are_measured_where_nothing_else_was_done(page: Path) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
 
-from hpc_elastic.workers.handlers import SignalMasks, acts_on, choose_receivers, read_masks
+from hpc_elastic.workers.handlers import Inside, SignalMasks, acts_on, choose_receivers, read_masks
 from hpc_elastic.workers.tree import Proc
 
 USR1 = signal.SIGUSR1
@@ -85,3 +86,31 @@ def test_a_process_that_catches_a_signal_acts_on_it() -> None:
         assert acts_on(USR1, 2**22 + 1), "not known"
     finally:
         signal.signal(USR1, before)
+
+
+def test_what_is_inside_a_container_is_known_by_its_mark_and_by_what_started_it() -> None:
+    environments = {10: b"RANK=3\0", 11: b"PATH=/\0", 12: b"RANK=3\0HPC_ELASTIC_INSIDE=1\0", 13: b""}
+    asked: list[list[int]] = []
+
+    def read(pids: Sequence[int]) -> dict[int, bytes]:
+        asked.append(list(pids))
+        return {pid: environments[pid] for pid in pids}
+
+    processes = [proc(10, 1), proc(11, 1), proc(12, 11), proc(13, 12)]  # podman, conmon, the script, its child
+    inside = Inside(read)
+    assert inside.find(processes) == {12: 1, 13: 1}
+    assert {rank: each.pid for rank, each in inside.scripts(processes).items()} == {1: 12}
+    assert asked[1] == [10, 11], "what is known is not read again"
+    orphan = proc(13, 1)
+    assert inside.find([proc(10, 1), orphan]) == {13: 1}, "it had cleared its environment, and its parent has ended"
+
+
+def test_a_process_that_the_runtime_prepares_is_inside_when_it_has_become_the_script() -> None:
+    environments = {12: b"_LIBCONTAINER_INITPIPE=3\0"}
+    inside = Inside(lambda pids: {pid: environments[pid] for pid in pids})
+    assert inside.find([proc(12, 11)]) == {}
+    environments[12] = b"HPC_ELASTIC_INSIDE=0\0"
+    assert inside.find([proc(12, 11)]) == {12: 0}
+    assert not inside.has_ended(0), "not seen as a script"
+    inside.scripts([proc(12, 11)])
+    assert inside.has_ended(0), "another process has this pid, or none"

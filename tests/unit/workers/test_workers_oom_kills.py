@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.workers.linux import oom_kill_count
+from hpc_elastic.workers.linux import node_oom_kill_count, oom_kill_count
 
 EVENTS = "low 0\nhigh 0\nmax 12\noom 3\noom_kill 2\noom_group_kill 0\n"
 CONTROL = "oom_kill_disable 0\nunder_oom 0\noom_kill 5\n"
@@ -27,6 +27,12 @@ V1 = (
     "31 23 0:28 / @/cg rw - tmpfs tmpfs rw\n32 31 0:29 / @/cg/cpu rw - cgroup cgroup rw,cpu\n"
     "35 31 0:32 / @/cg/memory rw - cgroup cgroup rw,memory\n38 31 0:35 / @/cg/unified rw - cgroup2 cgroup2 rw\n"
 )
+
+
+def test_of_the_whole_node(tmp_path: Path) -> None:
+    assert node_oom_kill_count(proc=str(tmp_path)) is None
+    (tmp_path / "vmstat").write_text("nr_free_pages 7\noom_kill 83\n")
+    assert node_oom_kill_count(proc=str(tmp_path)) == 83
 
 
 def test_v2(tmp_path: Path) -> None:

@@ -1,0 +1,210 @@
+"""Which agent of which run a process is: from its options, its environment and the run directory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+from msgspec import Struct
+
+from hpc_elastic.agent.node_commands import CommandSite
+from hpc_elastic.agent.rendezvous_session import claim_start_number
+from hpc_elastic.base import codec
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.file_executor import FileExecutor, is_refusal
+from hpc_elastic.errors import HpcElasticError, UnreadableFileError, UsageError
+from hpc_elastic.rendezvous.state import new_uid
+from hpc_elastic.run.attempt import AttemptInfo, load_attempt
+from hpc_elastic.run.events import EventLog
+from hpc_elastic.run.heartbeats import NodeHeartbeats
+from hpc_elastic.run.paths import AttemptPaths, RunPaths
+from hpc_elastic.run.spec import RunSpec, load_run_spec
+from hpc_elastic.workers import linux
+from hpc_elastic.workers.spawn import Inherited
+from hpc_elastic.workers.tree import JOB_VARIABLE, TAG_VARIABLE, Tag, node_key
+
+READ_AGAIN_SECONDS = (0.1, 0.2, 0.4, 0.8, 1.6, *[3.2] * 36)
+"""Pauses before the run directory is read again after a fault of its filesystem: two minutes in all, as the health
+check waits for it before a round."""
+
+T = TypeVar("T")
+
+
+class AgentOptions(Struct, frozen=True, kw_only=True):
+    run_dir: str
+    attempt: int
+    node: int | None
+    launcher_pid: int | None
+    epilog: bool
+    """Nothing but the node's epilog is to be run, for an agent that was killed."""
+
+
+def parse_options(argv: Sequence[str]) -> AgentOptions:
+    """Read the options, which launchers of this package alone give (users start agents with ``agent SCRIPT``)."""
+    given = dict(zip(argv[::2], argv[1::2], strict=False))
+    numbers = {name: value for name, value in given.items() if name != "--run-dir"}
+    least = {"--run-dir", "--attempt"}
+    is_complete = least <= given.keys() <= least | {"--node", "--launcher-pid", "--epilog"}
+    if not is_complete or 2 * len(given) != len(argv) or not all(value.isdecimal() for value in numbers.values()):
+        raise UsageError(
+            f"agent {' '.join(argv)}: give --run-dir DIR --attempt N, and where there is no SLURMD_NODENAME --node K"
+        )
+    return AgentOptions(
+        run_dir=given["--run-dir"],
+        attempt=int(given["--attempt"]),
+        node=int(given["--node"]) if "--node" in given else None,
+        launcher_pid=int(given["--launcher-pid"]) if "--launcher-pid" in given else None,
+        epilog="--epilog" in given,
+    )
+
+
+def end_with(launcher_pid: int) -> bool:
+    """Get a SIGHUP when the launcher dies, by SIGKILL too. Returns whether it is still there.
+
+    Under Slurm the step ends with the job; on this machine nothing else would end a run whose launcher is gone.
+    """
+    linux.set_parent_death_signal(signal.SIGHUP)
+    return os.getppid() == launcher_pid
+
+
+class RunDirectoryRefusedError(HpcElasticError):
+    """The filesystem has refused the run directory for longer than an agent waits."""
+
+    template = "{host}: the filesystem refuses the run directory: {why}"
+
+
+def patiently(action: Callable[[], T], clock: Clock) -> T:
+    """Carry out `action`, which reads or writes the run directory, and again where its filesystem refuses.
+
+    Raises:
+        RunDirectoryRefusedError: it refuses for too long.
+        Exception: what `action` raises otherwise.
+    """
+    for pause in (*READ_AGAIN_SECONDS, None):
+        try:
+            return action()
+        except (UnreadableFileError, OSError) as error:
+            may_pass = error.may_pass if isinstance(error, UnreadableFileError) else is_refusal(error)
+            if not may_pass:
+                raise
+            if pause is None:
+                raise RunDirectoryRefusedError(host=os.uname().nodename, why=error) from None
+        clock.wait(threading.Event(), pause)
+    raise AssertionError("the last try returns or raises")
+
+
+def _load(paths: RunPaths, number: int, clock: Clock) -> tuple[RunSpec, AttemptInfo]:
+    try:
+        return patiently(
+            lambda: (load_run_spec(paths.run_json), load_attempt(paths.attempt(number).attempt_json)), clock
+        )
+    except UnreadableFileError as error:
+        raise UsageError(
+            f"{os.uname().nodename}: the run directory can't be read from this node: {error}; "
+            "it must lie on a filesystem that all nodes share (--runs-dir)"
+        ) from None
+
+
+def _node_index(attempt: AttemptInfo, given: int | None, env: dict[str, str]) -> int:
+    if given is not None:
+        if not 0 <= given < len(attempt.nodes):
+            raise UsageError(f"--node {given}: this attempt has nodes 0 to {len(attempt.nodes) - 1}")
+        return given
+    name = env.get("SLURMD_NODENAME", "")
+    if name not in attempt.nodes:
+        raise UsageError(
+            f"SLURMD_NODENAME={name!r} is none of this attempt's nodes ({', '.join(attempt.nodes)}); "
+            "give --node, or start the agent with srun in the job's allocation"
+        )
+    return attempt.nodes.index(name)
+
+
+class AgentIdentity(Struct, frozen=True, kw_only=True):
+    """Which agent of which run this is."""
+
+    spec: RunSpec
+    attempt: AttemptInfo
+    run: RunPaths
+    paths: AttemptPaths
+    node: int
+    host: str
+    uid: str
+    tag: Tag
+    env: dict[str, str]
+    inherited: Inherited
+    furthest_before: int
+    """The furthest step that this node's workers had reported in the attempt before; -1: none is known."""
+
+    @property
+    def short_uid(self) -> str:
+        """A part of `uid` for names of files."""
+        return self.uid[-21:]
+
+    def command_environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """Of the user's own commands."""
+        return {
+            **base,
+            TAG_VARIABLE: str(self.tag),
+            "HPC_ELASTIC_RUN_DIR": str(self.run.root),
+            "HPC_ELASTIC_ATTEMPT": str(self.attempt.number),
+            "HPC_ELASTIC_NODE": str(self.node),
+            "HPC_ELASTIC_HOST": self.host,
+        }
+
+    def command_site(
+        self, base: Mapping[str, str], *, files: FileExecutor, clock: Clock, events: EventLog
+    ) -> CommandSite:
+        """Where they run."""
+        return CommandSite(
+            environ=self.command_environment(base),
+            cwd=self.spec.cwd,
+            inherited=self.inherited,
+            files=self.paths.hooks(self.node),
+            clock=clock,
+            executor=files,
+            write_event=events.write,
+        )
+
+    @classmethod
+    def read(cls, options: AgentOptions, inherited: Inherited, clock: Clock) -> AgentIdentity:
+        """Read the run directory, and find this node in it.
+
+        Raises:
+            UsageError: it can't be read from here, or knows no such node.
+            RunDirectoryRefusedError: its filesystem refuses.
+        """
+        run = RunPaths(Path(options.run_dir))
+        paths = run.attempt(options.attempt)
+        env = dict(os.environ)
+        spec, attempt = _load(run, options.attempt, clock)
+        node = _node_index(attempt, options.node, env)
+        host = attempt.nodes[node]
+        try:
+            start = claim_start_number(paths.store, node, clock=clock)
+        except OSError as error:
+            raise RunDirectoryRefusedError(host=host, why=error) from None
+        uid = new_uid(node, host, clock, start=start)
+        before = options.attempt and codec.load(run.attempt(options.attempt - 1).heartbeats(node), NodeHeartbeats)
+        steps = [rank.step for rank in before.ranks] if isinstance(before, NodeHeartbeats) else []
+        return cls(
+            spec=spec,
+            attempt=attempt,
+            run=run,
+            paths=paths,
+            node=node,
+            host=host,
+            uid=uid,
+            tag=Tag(
+                run_uid=spec.uid,
+                node_key=node_key(attempt.cluster, node),
+                agent_uid=uid,
+                jobs=frozenset((*filter(None, [env.get(JOB_VARIABLE)]), *attempt.slurm_job_ids)),
+            ),
+            env=env,
+            inherited=inherited,
+            furthest_before=max((step for step in steps if step is not None), default=-1),
+        )

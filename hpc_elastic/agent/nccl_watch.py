@@ -1,0 +1,331 @@
+"""Whether the ranks of a run stand still by NCCL's RAS: asked once a minute, by the agent of group rank 0, for all.
+
+What differs between ranks is normal while they work, and so is a pause of all: what counts is that nothing has changed
+for longer than `limit_of` allows, which learns from the run's own pauses.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
+from msgspec.structs import replace
+
+from hpc_elastic.agent.nccl_ras import NotOursError, ask_ras, nccl_version, parse_address
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.file_executor import FileExecutor
+from hpc_elastic.base.text import duration, plural
+from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.failures.nccl_ras import Communicator, RasReport, find_culprits, parse_json, parse_text
+from hpc_elastic.workers.sockets import Address, has_socket, serving_inode
+from hpc_elastic.workers.tree import TAG_VARIABLE, Environ, own_processes_where
+
+if TYPE_CHECKING:
+    from hpc_elastic.run.flight_tail import FlightTail
+
+logger = logging.getLogger(__name__)
+
+ASK_SECONDS = 60.0
+"""Between two questions; RAS asks every process of the job for each."""
+_ASKS_PER_LIMIT = 4
+"""Where the user gave a short limit, questions are as far apart as this share of it."""
+_LOOK_SECONDS = 0.5
+"""How often an answer is looked for."""
+_MOST_TROUBLE = 3
+"""After so many answers of a program that is no RAS of this run, it is asked no more in this round."""
+_LONGEST_FACTOR = 3.0
+_SHOWN = 3
+_SAFE_VERSION = (2, 27, 5)
+"""An older NCCL may crash when it is asked while communicators are made: nccl issues 1669, 1718 and 1762."""
+
+
+class Stall(Struct, frozen=True, kw_only=True):
+    """How long nothing has been launched, and how long ranks have differed in the same way."""
+
+    at: float
+    """When the last answer came, monotonic."""
+    report: object
+    """The last `RasReport`'s progress, with the workers' heartbeats."""
+    since: float
+    """Since when that has been the same; now, where the answer does not show it."""
+    launches: int = 0
+    has_moved: bool = False
+    """Whether anything was launched between two answers."""
+    longest: float = 0.0
+    """The longest pause of all that has ended, seconds."""
+    trouble: Mapping[str, tuple[object, float]] = field(default_factory=dict)
+    """Communicator → what keeps its ranks apart, and since when."""
+    longest_trouble: float = 0.0
+    """The longest that has passed."""
+
+
+def next_stall(before: Stall | None, report: RasReport, *, beats: int, now: float) -> Stall:
+    """Take another answer in.
+
+    Args:
+        before: After the answer before; None: this is the first. Of another round its longest pauses count.
+        report: The answer.
+        beats: How many heartbeats the workers here have sent.
+        now: Monotonic.
+    """
+    progress = (report.progress, beats)
+    known = before.trouble if before is not None else {}
+    trouble = {
+        each.name: known[each.name]
+        if each.name in known and known[each.name][0] == each.trouble
+        else (each.trouble, now)
+        for each in report.communicators
+        if each.trouble
+    }
+    if before is None:
+        return Stall(at=now, report=progress, since=now, launches=report.launches, trouble=trouble)
+    is_same = report.has_all_counts and progress == before.report
+    ended = [before.at - since for name, (what, since) in known.items() if trouble.get(name, (None,))[0] != what]
+    return Stall(
+        at=now,
+        report=progress,
+        since=before.since if is_same else now,
+        launches=report.launches,
+        has_moved=before.has_moved or report.launches > before.launches,
+        longest=before.longest if is_same else max(before.longest, before.at - before.since),
+        trouble=trouble,
+        longest_trouble=max([before.longest_trouble, *ended]),
+    )
+
+
+def limit_of(longest: float, least: float) -> float:
+    """Seconds that are suspicious: more than `least`, and than the run's own pauses."""
+    return max(least, _LONGEST_FACTOR * longest)
+
+
+class StallFound(Struct, frozen=True, kw_only=True):
+    """The run seems to hang."""
+
+    since: float
+    reason: str
+    ranks: tuple[int, ...] = ()
+    """Of the run; those that hold up the others, as far as they are known."""
+    is_even: bool = False
+    """All ranks have launched the same: a hang of all, or a rest in which they do something else."""
+
+
+def judge_stall(
+    stall: Stall,
+    report: RasReport,
+    *,
+    least: float,
+    hosts: Mapping[int, str],
+    pids: Mapping[int, int],
+) -> StallFound | None:
+    """Whether the run seems to hang, by the last answer.
+
+    Args:
+        stall: After it.
+        report: The answer.
+        least: Seconds that are never suspicious.
+        hosts: Of every rank of the round.
+        pids: Pid → rank, of the workers on this node.
+    """
+    late = {
+        name: since
+        for name, (_, since) in stall.trouble.items()
+        if stall.at - since >= limit_of(stall.longest_trouble, least)
+    }
+    if late:
+        held = [each for each in report.communicators if each.name in late]
+        return _name_culprits(held, report, stall.at, min(late.values()), hosts=hosts, pids=pids)
+    if not stall.has_moved or stall.at - stall.since < limit_of(stall.longest, least):
+        return None
+    seconds = duration(stall.at - stall.since)
+    return StallFound(
+        since=stall.since,
+        reason=f"all {len(hosts)} ranks have launched the same collectives of NCCL, and none for {seconds}",
+        is_even=True,
+    )
+
+
+def _name_culprits(
+    held: list[Communicator],
+    report: RasReport,
+    now: float,
+    since: float,
+    *,
+    hosts: Mapping[int, str],
+    pids: Mapping[int, int],
+) -> StallFound:
+    ranks = _ranks_of(report, world_size=len(hosts), pids=pids)
+    told: dict[object, tuple[str, str]] = {}
+    for each in held:
+        for number, why in find_culprits(each).items():
+            process = each.processes.get(number)
+            rank = number if each.size == len(hosts) else ranks.get(process) if process else None
+            if rank is not None:
+                where = f" on {hosts[rank]}" if hosts.get(rank) else ""
+                told.setdefault(rank, (f"rank {rank}{where}", why))
+            else:
+                where = f" (process {process[1]} on {process[0]})" if process else ""
+                told.setdefault((each.name, number), (f"rank {number} of {each.size}{where}", why))
+    parts = [f"{who} {why}" for who, why in told.values()]
+    more = [f"{plural(len(parts) - _SHOWN, 'other rank')} too"] if len(parts) > _SHOWN else []
+    said = "; ".join([*parts[:_SHOWN], *more]) or "its ranks have launched different collectives"
+    return StallFound(
+        since=since,
+        reason=f"NCCL has not got on for {duration(now - since)}: {said}",
+        ranks=tuple(sorted(rank for rank in told if isinstance(rank, int))),
+    )
+
+
+def _ranks_of(report: RasReport, *, world_size: int, pids: Mapping[int, int]) -> dict[tuple[str, int], int]:
+    """Process → rank in the run: a communicator of all ranks numbers them as the run does."""
+    found: dict[tuple[str, int], int] = {}
+    for each in report.communicators:
+        for rank, (host, pid) in each.processes.items():
+            if each.size == world_size:
+                found[host, pid] = rank
+            elif pid in pids:
+                found.setdefault((host, pid), pids[pid])
+    return found
+
+
+def open_call(tail: FlightTail) -> str:
+    """The first call of a rank that it has entered and not completed, ``all_reduce #7 of group tp_0``; or nothing."""
+    for track in tail.tracks:
+        for sequence, call, is_done in zip(track.sequences, track.calls, track.done, strict=False):
+            if not is_done:
+                found = tail.calls[call]
+                return f"{found.name} #{sequence} of group {found.description or found.group}"
+    return ""
+
+
+# -- the watch ---------------------------------------------------------------------------------------------------------
+
+
+class NcclWatch:
+    """One agent's. All methods are for its main thread, and none waits: the questions have a thread of their own."""
+
+    def __init__(self, address: str, *, run_uid: str, least: float, clock: Clock) -> None:
+        """
+        Args:
+            address: Where the workers' RAS listens, as in NCCL_RAS_ADDR; empty: nothing is asked.
+            run_uid: The run's, which its processes' tags begin with.
+            least: Seconds that are never suspicious.
+            clock: Its monotonic clock is used.
+        """
+        self._address = parse_address(address)
+        self._run_uid = run_uid
+        self._least = least
+        self._every = min(ASK_SECONDS, least / _ASKS_PER_LIMIT)
+        self._clock = clock
+        self._thread = FileExecutor(name="nccl-ras")
+        self._answers: list[RasReport | None] = []
+        self._asked = 0
+        """Which question the next answer must be to: those of another round are late."""
+        self._is_asking = False
+        self._as_json = True
+        self._trouble = 0
+        self._stall: Stall | None = None
+        self.found: StallFound | None = None
+        """By the last answer."""
+        self._next: float | None = None
+
+    @property
+    def due(self) -> float | None:
+        """When `look` is to be called next, monotonic; None: nothing is asked."""
+        return self._clock.monotonic() + _LOOK_SECONDS if self._is_asking else self._next
+
+    def begin(self) -> None:
+        """A round's workers have been started."""
+        self.end()
+        if self._address is not None:
+            self._next = self._clock.monotonic() + self._every
+
+    def end(self) -> None:
+        """They are being ended. What the run's pauses have shown stays known."""
+        self._next, self.found = None, None
+        self._asked += 1
+        self._answers, self._is_asking, self._trouble = [], False, 0
+        if self._stall is not None:
+            longest = self._stall.longest, self._stall.longest_trouble
+            self._stall = Stall(at=0.0, report=None, since=0.0, longest=longest[0], longest_trouble=longest[1])
+
+    def look(self, pids: Mapping[int, int], hosts: Mapping[int, str], *, beats: int) -> None:
+        """Take an answer in, and ask where it is time to: `found` follows.
+
+        Args:
+            pids: Pid → rank, of the workers here.
+            hosts: Of every rank of the round.
+            beats: How many heartbeats they have sent.
+        """
+        now = self._clock.monotonic()
+        if self._answers:
+            report = self._answers.pop()
+            self._answers.clear()
+            if report is not None:
+                self._take(report, pids, hosts, beats=beats, now=now)
+        if self._is_asking or self._next is None or now < self._next or self._address is None:
+            return
+        self._next = now + self._every if self._trouble < _MOST_TROUBLE else None
+        if self._next is not None:
+            self._is_asking = True
+            number, address, world_size = self._asked, self._address, len(hosts)
+            self._thread.post(lambda: self._ask(number, address, list(pids), world_size))
+
+    def _take(
+        self, report: RasReport, pids: Mapping[int, int], hosts: Mapping[int, str], *, beats: int, now: float
+    ) -> None:
+        before = self._stall
+        if before is not None and before.report is None:  # of the round before
+            first = next_stall(None, report, beats=beats, now=now)
+            self._stall = replace(first, longest=before.longest, longest_trouble=before.longest_trouble)
+        else:
+            self._stall = next_stall(before, report, beats=beats, now=now)
+        self.found = judge_stall(self._stall, report, least=self._least, hosts=hosts, pids=pids)
+
+    # -- in the other thread -----------------------------------------------------------------------------------------
+
+    def _ask(self, number: int, address: Address, pids: list[int], world_size: int) -> None:
+        report: RasReport | None = None
+        try:
+            report = self._read(address, pids, world_size)
+        except OSError as error:
+            logger.debug("NCCL's RAS can't be asked: %s", error)  # most often, nobody uses NCCL
+        except HpcElasticError as error:
+            self._as_json = False
+            self._trouble += number == self._asked
+            logger.log(
+                logging.INFO if self._trouble == _MOST_TROUBLE else logging.DEBUG,
+                "NCCL's RAS is asked no more in this round: %s",
+                error,
+            )
+        finally:
+            if number == self._asked:
+                self._answers.append(report)
+                self._is_asking = False
+
+    def _read(self, address: Address, pids: list[int], world_size: int) -> RasReport | None:
+        version = nccl_version(pids[0]) if pids else None
+        if version is not None and version < _SAFE_VERSION:
+            logger.debug("NCCL %s may crash when it is asked", version)
+            return None
+        text, is_json = ask_ras(address, as_json=self._as_json, is_ours=self._is_ours)
+        report = parse_json(text) if is_json else parse_text(text)
+        if any(each.size > world_size for each in report.communicators):
+            raise NotOursError(address=f"{address[0]}:{address[1]}", why=f"it has more than {world_size} ranks")
+        self._trouble = 0
+        return report
+
+    def _is_ours(self, connection: socket.socket) -> bool:
+        """Whether the process at the other end is none of another run, as far as that can be known."""
+        inode = serving_inode(connection)
+        if inode is None:
+            return True
+
+        def is_of_another_run(environ: Environ) -> bool:
+            tag = environ.get(TAG_VARIABLE)
+            return bool(tag) and not str(tag).startswith(f"{self._run_uid}:")
+
+        others = own_processes_where(lambda _, environ: is_of_another_run(environ))
+        return not any(has_socket(proc.pid, inode) for proc in others)

@@ -1,0 +1,208 @@
+"""``hpc-elastic doctor``: does this cluster, this account and this installation let a run work?
+
+First as this host sees it; with ``--nodes N`` then in a job of its own, whose nodes measure what they see.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from msgspec import to_builtins
+
+from hpc_elastic.base.clock import Clock, SystemClock
+from hpc_elastic.base.self_command import module_command
+from hpc_elastic.cli.config import read_command_line
+from hpc_elastic.cli.screen import print_note
+from hpc_elastic.cli.submit import Waiting
+from hpc_elastic.doctor.examine import Asked, ask_slurm, examine
+from hpc_elastic.doctor.findings import Finding, Level, SavedFindings, problem, save_findings
+from hpc_elastic.doctor.network_checks import judge_network
+from hpc_elastic.doctor.node_checks import judge_nodes
+from hpc_elastic.doctor.node_facts import NodeFacts
+from hpc_elastic.doctor.node_job import TAKEN, ProbeJob, collect, plan_job, probe_settings
+from hpc_elastic.doctor.software_checks import judge_software
+from hpc_elastic.errors import UsageError
+from hpc_elastic.launch.run_directory import create_run
+from hpc_elastic.launch.submit_job import Submission, submission_client, submit_job
+from hpc_elastic.options import job_options
+from hpc_elastic.options.help_text import Help
+from hpc_elastic.options.run_request import cluster_here, runs_directory, spec_fields, working_directory
+from hpc_elastic.options.table import Group, Option, Parsed, explaining
+from hpc_elastic.output.terminal import one_line
+from hpc_elastic.slurm.client import SubprocessRunner
+from hpc_elastic.slurm.errors import SlurmError
+
+HELP = Help(
+    usage="hpc-elastic doctor [--nodes N] [options]",
+    description="Checks whether this cluster, account and installation let a run work: what Slurm is set to, files, "
+    "names, software. With --nodes it then submits a short job with so many nodes, which measure the same and more "
+    "there; without, nothing is submitted. Each check is one line: ok, a warning or a problem, what it means for a "
+    "run, and the way out. Exit code 0, or 1 where there is a problem; 2: it can't be done as asked.",
+    examples=(
+        ("hpc-elastic doctor -p gpu", "this host, and what Slurm says of the partition"),
+        ("hpc-elastic doctor -p gpu --nodes 2 --gpus-per-node 1 --save", "two nodes of it, too; submit then warns"),
+    ),
+)
+OPTIONS = (
+    Option(
+        names=("-N", "--nodes"), dest="nodes", metavar="N|MIN-MAX", group=Group.JOB, in_files=False, common=True,
+        help="examine so many nodes too, in a short job (default: no job; this host is judged for a run of 2)",
+    ),
+    Option(
+        names=("--json",), dest="json", group=Group.SHOWN, in_files=False, common=True,
+        help="print one JSON object, with what each node measured",
+    ),
+    Option(
+        names=("--save",), dest="save", metavar="user|site", optional_value=True, group=Group.SHOWN, in_files=False,
+        common=True, help="keep what was found, for this account or, as --save=site, for all: submit then warns by it",
+    ),
+)  # fmt: skip
+_NODES_OF_A_RUN = 2
+"""For how many nodes the login node's checks are made, unless it is said."""
+_END_SECONDS = 30.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Check, and print a line each. Returns 0, or 1 where there is a problem."""
+    clock, env = SystemClock(), os.environ
+    parsed = read_command_line(argv, subcommand="doctor", help_=HELP, env=env, own=OPTIONS, taken=TAKEN)
+    if parsed is None:
+        return 0
+    with explaining(parsed):
+        if parsed.command:
+            raise UsageError(f"doctor takes no script; leave out {parsed.command[0]}")
+        cluster = cluster_here(job_options.asked_cluster(parsed), env)
+        job = plan_job(parsed, cluster=cluster, env=env) if parsed.get("nodes") is not None else None
+        settings = probe_settings(parsed)
+        asked = Asked(
+            runs_dir=runs_directory(parsed, working_directory(parsed, env)),
+            partition=parsed.get("partition") or env.get("SBATCH_PARTITION", ""),
+            nodes=_nodes(parsed, is_asked=job is not None),
+            python=settings.python,
+            container=settings.container,
+            account=parsed.get("account") or env.get("SBATCH_ACCOUNT", ""),
+            qos=parsed.get("qos") or env.get("SBATCH_QOS", ""),
+            grace=job_options.notice_seconds(parsed),
+            shutdown_timeout=spec_fields(parsed).get("shutdown_timeout", 30.0),
+        )
+        save = parsed.get("save")
+        if save not in (None, "", "user", "site"):
+            raise UsageError(f"--save={save}: give user (the default) or site")
+    report = _Report(is_shown=not parsed.flag("json"))
+    runner = SubprocessRunner(env)
+    slurm = ask_slurm(asked, runner=runner, clock=clock, env=env)
+    report.add(examine(asked, slurm, runner=runner, env=env))
+    facts: Mapping[str, NodeFacts] = {}
+    if job is not None:
+        facts = _examine_nodes(job, report, clock=clock, env=env)
+    if parsed.flag("json"):
+        value = {"version": 1, "findings": report.findings, "nodes": list(facts.values())}
+        sys.stdout.write(json.dumps(to_builtins(value), indent=2) + "\n")
+    if save is not None:
+        kept = SavedFindings(saved_ns=clock.time_ns(), findings=tuple(report.findings), slurm=slurm)
+        print_note(f"kept in {save_findings(kept, env=env, for_site=save == 'site')}")
+    return 1 if any(finding.level is Level.PROBLEM for finding in report.findings) else 0
+
+
+def _nodes(parsed: Parsed, *, is_asked: bool) -> int:
+    """That share files, for the checks on this host."""
+    if job_options.asked_cluster(parsed) == "local":
+        return 1
+    return job_options.asked_nodes(parsed)[1] if is_asked else _NODES_OF_A_RUN
+
+
+class _Report:
+    """What was found so far; each finding is shown when it is known."""
+
+    def __init__(self, *, is_shown: bool) -> None:
+        self.findings: list[Finding] = []
+        self._is_shown = is_shown
+
+    def add(self, found: Sequence[Finding]) -> None:
+        self.findings += found
+        if self._is_shown:
+            sys.stdout.write("".join(f"{one_line(_line(finding))}\n" for finding in found))
+            sys.stdout.flush()
+
+
+def _line(finding: Finding) -> str:
+    text = f"{finding.level.value:<8} {finding.check}: {finding.found}"
+    if finding.means:
+        text += f" — {finding.means}; {finding.way_out}"
+    return text
+
+
+# -- the job -------------------------------------------------------------------------------------------------------
+
+
+def _examine_nodes(job: ProbeJob, report: _Report, *, clock: Clock, env: Mapping[str, str]) -> Mapping[str, NodeFacts]:
+    """Have the job done, and judge what its nodes wrote. Its run directory stays where something is missing."""
+    made = [folder for folder in (job.runs_dir, job.runs_dir.parent) if not folder.exists()]
+    for number in (signal.SIGTERM, signal.SIGHUP):  # the job ends with this process then, as with Ctrl-C
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    try:
+        ended = _run_here(job, env) if job.slurm is None else _run_by_slurm(job, clock=clock, env=env)
+    except (UsageError, SlurmError) as error:
+        report.add([problem("nodes.job", str(error), "a run would not begin either", "give the options that it needs")])
+        return {}
+    found = collect(job.paths)
+    why = "" if found.is_whole else found.why or ended
+    report.add(judge_nodes(found.facts, found.nodes, ended=why, kill_wait=found.kill_wait))
+    report.add(judge_network({node: one.network for node, one in found.facts.items() if one.network is not None}))
+    report.add(judge_software(found.facts, shell=env, container=job.settings.container))
+    if found.is_whole:
+        shutil.rmtree(job.paths.root, ignore_errors=True)
+        for folder in made:
+            with suppress(OSError):
+                folder.rmdir()
+    else:
+        print_note(f"the job's files are in {job.paths.root}: job.log, and hpc-elastic report {job.paths.root}")
+    return found.facts
+
+
+def _run_here(job: ProbeJob, env: Mapping[str, str]) -> str:
+    """On this machine. Returns how it ended."""
+    create_run(job.spec, job.runs_dir)
+    job.fill()
+    print_note(f"examining {job.spec.max_nodes} nodes that this machine plays")
+    with open(job.paths.job_log, "ab") as log:
+        process = subprocess.Popen(
+            [*module_command("hpc_elastic.launch.local", "main"), str(job.paths.root)],
+            env=dict(env), stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    try:
+        return f"exit code {process.wait()}"
+    except BaseException:
+        process.terminate()
+        try:
+            process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        raise
+
+
+def _run_by_slurm(job: ProbeJob, *, clock: Clock, env: Mapping[str, str]) -> str:
+    """In a job, which ends with this process. Returns how it ended."""
+    assert job.slurm is not None
+    submission = Submission(job=job.slurm, runs_dir=job.runs_dir)
+    client = submission_client(submission, env, clock, print_note)
+    number = submit_job(submission, client, clock=clock, env=env, log=print_note, fill=job.fill)
+    print_note(
+        f"job {number} examines the nodes (Ctrl-C cancels it); the signal tried at its end makes it a failed job"
+    )
+    has_ended = False
+    try:
+        end = Waiting(client, number, job.paths, clock=clock).run()
+        has_ended = end.has_ended
+    finally:
+        if not has_ended:
+            client.cancel(number)
+            print_note(f"job {number} is cancelled")
+    return end.why

@@ -1,0 +1,124 @@
+"""What a check found, with the way out; and the findings that a person keeps for later submissions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from hpc_elastic.base import codec
+from hpc_elastic.base.files import Unreadable
+from hpc_elastic.doctor.slurm_facts import SlurmFacts
+from hpc_elastic.errors import UsageError
+from hpc_elastic.options import config_files
+from hpc_elastic.options.config_files import SITE_VARIABLE
+from hpc_elastic.run.index import account_folder, make_account_folder
+
+
+class Level(str, Enum):
+    """How bad it is."""
+
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+class Finding(Struct, frozen=True, kw_only=True):
+    """One line of `hpc-elastic doctor`."""
+
+    check: str
+    """Its name, as in ``slurm.requeue``."""
+    level: Level
+    found: str
+    means: str = ""
+    """For a run; empty where nothing follows."""
+    way_out: str = ""
+
+
+def ok(check: str, found: str) -> Finding:
+    return Finding(check=check, level=Level.OK, found=found)
+
+
+def warning(check: str, found: str, means: str, way_out: str) -> Finding:
+    return Finding(check=check, level=Level.WARNING, found=found, means=means, way_out=way_out)
+
+
+def problem(check: str, found: str, means: str, way_out: str) -> Finding:
+    return Finding(check=check, level=Level.PROBLEM, found=found, means=means, way_out=way_out)
+
+
+class SavedFindings(Struct, frozen=True, kw_only=True):
+    """The file that ``--save`` writes into the account's folder, or beside the site's configuration."""
+
+    saved_ns: int
+    findings: tuple[Finding, ...] = ()
+    slurm: SlurmFacts | None = None
+    """What they were made of, judged anew for each run that is submitted."""
+
+
+_NAME = "doctor.json"
+_OF_THE_SITE = ("slurm.", "partition", "gpu.", "network.", "nodes.memory", "nodes.cpus", "nodes.signals", "nodes.shm")
+_OF_THE_ACCOUNT = ("slurm.limits", "partition.access")
+
+
+def save_findings(kept: SavedFindings, *, env: Mapping[str, str], for_site: bool = False) -> Path:
+    """Keep what was found, for this account; or, of what does not depend on the account, for all users of the site.
+
+    Raises:
+        UsageError, OSError: as `make_account_folder`; the site has no folder for it, or it can't be written.
+    """
+    if not for_site:
+        path = make_account_folder("doctor", env) / _NAME
+        codec.save(path, kept)
+        return path
+    site = _site_file(env)
+    if site is None:
+        raise UsageError(f"--save=site: {SITE_VARIABLE} and XDG_CONFIG_DIRS name no folder; use --save")
+    found = tuple(
+        each for each in kept.findings if each.check.startswith(_OF_THE_SITE) and each.check not in _OF_THE_ACCOUNT
+    )
+    slurm = replace(kept.slurm, associations=None, qos_limits=None) if kept.slurm is not None else None
+    site.parent.mkdir(parents=True, exist_ok=True)
+    codec.save(site, replace(kept, findings=found, slurm=slurm))
+    site.chmod(0o644)
+    return site
+
+
+def _site_file(env: Mapping[str, str]) -> Path | None:
+    """Beside the site's configuration file."""
+    found = [each.path for each in config_files.candidates(env, Path("/")) if each.layer is config_files.Layer.SITE]
+    return found[0].parent / _NAME if found else None
+
+
+def _saved(env: Mapping[str, str]) -> list[SavedFindings]:
+    """The site's, then this account's."""
+    folder = account_folder("doctor", env)
+    paths = [path for path in (_site_file(env), folder and folder / _NAME) if path is not None and path.is_file()]
+    found = [codec.load(path, SavedFindings) for path in paths]
+    return [each for each in found if not isinstance(each, Unreadable)]
+
+
+def saved_notes(env: Mapping[str, str], **run: Any) -> list[str]:
+    """A line for each problem that was kept, and for what follows from the facts for a run that asks for other things.
+
+    Args:
+        env: Where the files are.
+        run: Fields of `SlurmFacts` that say what the run asks for.
+    """
+    notes: dict[str, str] = {}
+    for saved in _saved(env):
+        day = time.strftime("%Y-%m-%d", time.localtime(saved.saved_ns / 1e9))
+        new: list[Finding] = []
+        if saved.slurm is not None:
+            from hpc_elastic.doctor.slurm_checks import check_slurm  # it makes findings; and few submits need it
+
+            new = [each for each in check_slurm(replace(saved.slurm, **run)) if each.level is not Level.OK]
+        problems = [each for each in saved.findings if each.level is Level.PROBLEM]
+        for each in (*problems, *(each for each in new if each not in saved.findings)):
+            notes.setdefault(f"{each.check}: {each.found}; {each.way_out}", f" (found on {day})")
+    return [note + day for note, day in notes.items()]

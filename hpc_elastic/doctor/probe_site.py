@@ -1,0 +1,98 @@
+"""Where a node's probes stand: their rank, the folder that all nodes see, and how they wait for and tell each other.
+
+What is exchanged goes through files of the run's own store, the only way that is known to work on all filesystems.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from msgspec import Struct, field
+
+from hpc_elastic.base import codec
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.run.container import Container
+from hpc_elastic.store.file_store import FileStore
+
+_LOOK_SECONDS = 0.01
+_INVALIDATE_SECONDS = 0.5
+_LONGEST_PAUSE = 0.2
+
+
+class ProbeSettings(Struct, frozen=True, kw_only=True):
+    """What the probes are asked for, in ``settings.json`` of their folder."""
+
+    python: str
+    """The workers' interpreter. The probes themselves run by doctor's own, which has this package."""
+    container: Container | None = None
+    """What workers are to run in; the probes run on the host."""
+
+
+_SETTINGS = "settings.json"
+
+
+def save_settings(folder: Path, settings: ProbeSettings) -> None:
+    """Write them for the probes."""
+    codec.save(folder / _SETTINGS, settings)
+
+
+def load_settings(folder: Path) -> ProbeSettings:
+    """What `save_settings` wrote. Raises OSError: it can't be read."""
+    found = codec.load(folder / _SETTINGS, ProbeSettings)
+    if isinstance(found, str):
+        raise OSError(f"{folder / _SETTINGS}: {found}")
+    return found
+
+
+class ProbeSite(Struct, kw_only=True):
+    """One node's place among the nodes of the job."""
+
+    rank: int
+    """Of the node, from 0."""
+    world_size: int
+    node: str
+    """As Slurm calls it; ``node1`` where this machine plays the nodes."""
+    folder: Path
+    """``doctor`` in the run directory: all nodes see it."""
+    settings: ProbeSettings
+    store: FileStore
+    clock: Clock
+    env: Mapping[str, str]
+    hosts: tuple[str, ...] = ()
+    """`node` of each rank."""
+    stop: threading.Event = field(default_factory=threading.Event)
+
+    def gather(self, name: str, value: str = "1", *, seconds: float = 60.0) -> dict[int, str]:
+        """Give `value` to all, and wait for theirs.
+
+        Args:
+            name: Of this exchange; used once.
+            value: Text, not empty.
+            seconds: How long the others are waited for.
+
+        Returns:
+            The values by rank; a rank that did not come in time is missing.
+        """
+        self.store.put_if_absent(f"{name}/{self.rank:05d}", value)
+        deadline = self.clock.monotonic() + seconds
+        found: dict[int, str] = {}
+        invalidate_at, pause = 0.0, _LOOK_SECONDS
+        while len(found) < self.world_size:
+            now = self.clock.monotonic()
+            if now >= invalidate_at:
+                self.store.invalidate(name)
+                invalidate_at = now + _INVALIDATE_SECONDS
+            new = [key for key in self.store.list(name) if key.isdecimal() and int(key) not in found]
+            values = self.store.get_many([f"{name}/{key}" for key in new])
+            found.update({int(key): text for key, text in zip(new, values, strict=True) if text is not None})
+            if now >= deadline or (not new and self.clock.wait(self.stop, pause)):
+                break
+            pause = _LOOK_SECONDS if new else min(_LONGEST_PAUSE, 1.2 * pause)
+        return found
+
+    def barrier(self, name: str, *, seconds: float = 60.0) -> tuple[int, ...]:
+        """Wait for all; the ranks that did not come in time are returned."""
+        came = self.gather(name, seconds=seconds)
+        return tuple(rank for rank in range(self.world_size) if rank not in came)

@@ -1,0 +1,82 @@
+"""For a training loop with `Accelerator`: heartbeats, sections, whole checkpoints, and a save before the job ends."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+
+from hpc_elastic.integrations.checkpoints import last_whole_checkpoint
+from hpc_elastic.worker_api.heartbeat import heartbeat, section
+from hpc_elastic.worker_api.preemption import should_checkpoint
+
+
+class ElasticCallback:
+    """For the training loop, on every rank, after ``accelerator.prepare``::
+
+        elastic = ElasticCallback(accelerator, "checkpoints", total=steps)
+        for step in range(elastic.resume() + 1, steps + 1):
+            ...
+            if elastic.on_step_end(step, loss=loss, save=step % 500 == 0):
+                break  # saved; the job is going to end, and goes on from there
+
+    Evaluate in ``with hpc_elastic.section("evaluation")``. Outside of a run it saves and resumes, and no more.
+    """
+
+    def __init__(self, accelerator: Accelerator, folder: str | os.PathLike[str], *, total: int | None = None) -> None:
+        """
+        Args:
+            accelerator: Whose states are saved and loaded.
+            folder: All nodes' own; the checkpoints are folders ``step-<number>`` in it.
+            total: How many steps the training has, for `hpc-elastic status`.
+        """
+        self._accelerator = accelerator
+        self._folder = os.fspath(folder)
+        self._total = total
+
+    def resume(self) -> int:
+        """Load the last whole checkpoint, the same on all ranks. Returns its step; 0 where there is none."""
+        found = [last_whole_checkpoint(self._folder) if self._accelerator.is_main_process else None]
+        path = broadcast_object_list(found)[0]
+        if path is not None:
+            self._accelerator.load_state(path)
+        step = 0 if path is None else int(path.rpartition("-")[2])
+        heartbeat(step, total=self._total)
+        return step
+
+    def on_step_end(self, step: int, *, loss: float | None = None, save: bool = False) -> bool:
+        """Report that `step` is complete, and save where `save` says so or the job is going to end.
+
+        Args:
+            step: From 1 on, the same on all ranks.
+            loss: A number; of a tensor its ``item()``, which waits for the GPU: give it now and then.
+            save: Whether a checkpoint is due in any case.
+
+        Returns:
+            Whether to leave the loop: the job is going to end, and the checkpoint is complete.
+        """
+        if loss is not None:
+            heartbeat(loss=loss)
+        is_ending = should_checkpoint(step)
+        if save or is_ending:
+            self.save(step)
+        return is_ending
+
+    def save(self, step: int) -> None:
+        """Save on all ranks: into a folder that gets its name when it is whole."""
+        accelerator, path = self._accelerator, os.path.join(self._folder, f"step-{step}")
+        part = f"{path}.part"
+        with section("checkpoint", step=step):
+            if accelerator.is_main_process:
+                shutil.rmtree(part, ignore_errors=True)  # of a save that was killed
+            accelerator.wait_for_everyone()
+            accelerator.save_state(part)
+            accelerator.wait_for_everyone()
+            if accelerator.is_main_process:
+                if os.path.exists(path):  # this step was done before
+                    shutil.rmtree(f"{path}.old.part", ignore_errors=True)
+                    os.rename(path, f"{path}.old.part")
+                os.rename(part, path)
+                shutil.rmtree(f"{path}.old.part", ignore_errors=True)

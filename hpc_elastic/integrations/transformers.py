@@ -1,0 +1,62 @@
+"""A callback for transformers' ``Trainer``: heartbeats, sections, and a save where the job is going to end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback
+
+from hpc_elastic.worker_api.heartbeat import checkpoint_done, heartbeat
+from hpc_elastic.worker_api.preemption import should_checkpoint
+
+_EVALUATION, _CHECKPOINT = "evaluation", "checkpoint"
+
+
+class ElasticCallback(TrainerCallback):
+    """``Trainer(…, callbacks=[ElasticCallback()])``: reports steps, losses and checkpoints to the node's agent.
+
+    Before the job ends (its time limit, a preemption, ``hpc-elastic requeue``) all ranks save after the same step, and
+    ``train()`` returns. Sections for `--section-timeouts`: ``step``, ``evaluation`` and ``checkpoint``. Give `train`
+    ``resume_from_checkpoint=last_whole_checkpoint(output_dir)``. Outside of a run it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._is_ending = False
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        heartbeat(state.global_step, total=state.max_steps if state.max_steps > 0 else None)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        heartbeat()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if should_checkpoint(state.global_step):
+            self._is_ending = control.should_training_stop = control.should_save = True
+            control.should_evaluate = False  # the time that is left is for the checkpoint
+        self._begin_section(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._is_ending:
+            control.should_evaluate = control.should_save = False
+        self._begin_section(control)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        loss = (logs or {}).get("loss")
+        if isinstance(loss, int | float):
+            heartbeat(loss=loss)
+            self._begin_section(control)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        heartbeat(section=_EVALUATION)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        heartbeat(section=_CHECKPOINT if control.should_save else None)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        checkpoint_done(state.global_step)
+        heartbeat()
+
+    def _begin_section(self, control: Any) -> None:
+        """What the Trainer does next; it evaluates before it saves."""
+        if control.should_evaluate or control.should_save:
+            heartbeat(section=_EVALUATION if control.should_evaluate else _CHECKPOINT)

@@ -1,0 +1,365 @@
+"""The user's own commands on the batch host, and the epilogs of nodes whose agents were killed.
+
+A notice (``--notify``) is JSON, given to the user's command as its input, or posted to the user's URL by a process of
+our own, since nothing else bounds a name server or a server that sends a byte a minute. Each has its time; the
+supervisor goes on meanwhile, and waits for them at its very end only. What fails is an event, a line of the job log and
+of the report, and never the run's failure.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+from hpc_elastic.agent.hang import HANG_FINGERPRINT
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.file_executor import FileExecutor
+from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.base.self_command import module_command
+from hpc_elastic.base.waking import wait_readable
+from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.launch.requeue import AttemptResult, RequeueAction, RequeueDecision
+from hpc_elastic.launch.site import Launcher
+from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.run.agent_events import UserCommandEnded
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.event_types import RunEvent
+from hpc_elastic.run.hooks import Hook
+from hpc_elastic.run.paths import AttemptPaths, RunPaths
+from hpc_elastic.run.spec import RunSpec
+from hpc_elastic.workers.spawn import Inherited, WorkerStartError
+from hpc_elastic.workers.user_command import CommandEnd, UserCommand, describe_end, last_lines, shell_command
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 10.0
+"""How long the filesystem is waited for that says which nodes have not had their epilog."""
+START_SECONDS = 60.0
+"""For agents that are started for an epilog alone; one on a dead node never answers."""
+LATE_SECONDS = 5.0
+"""The same, and for what else is run, where Slurm's SIGKILL is near."""
+_END_SECONDS = 2.0
+_POLL = 0.1
+
+
+REPORT_SECONDS = 30.0
+NOTICE_SECONDS = 10.0
+"""For one notice."""
+URL_VARIABLE = "HPC_ELASTIC_NOTIFY_URL"
+"""It may hold a secret, which a command line would show to all users of the host."""
+_MOST_LINES = 20
+_BAD = (Outcome.FAILED, Outcome.TOO_FEW_NODES)
+
+
+class FailureNotice:
+    """What of the rendezvous' records there is to give notice of: the first failure, and hangs. Pure."""
+
+    def __init__(self) -> None:
+        self.has_failed = False
+        self._hung_round = -1
+        self._members: set[str] = set()
+        """Uids of the last final round's."""
+        self._before: RoundRecord | None = None
+
+    def take(self, record: RoundRecord) -> list[tuple[str, str]]:
+        """Take in the newest record. Returns each notice with its reason."""
+        before, self._before = self._before, record
+        restarts = before.restarts_used if before is not None else 0
+        lost = set(record.lost) - set(before.lost if before is not None else ())
+        gone: set[str] = set()
+        if record.status is Status.FINAL:  # an agent that another has replaced, or a node that is not there any more
+            now = {member.uid for member in record.members}
+            gone, self._members = self._members - now, now
+        ends_badly = record.status is Status.CLOSED and record.outcome in _BAD
+        ends_hung = ends_badly and record.memory.fingerprint.startswith(HANG_FINGERPRINT)
+        found = []
+        if (record.hang is not None and record.round > self._hung_round) or ends_hung:
+            self._hung_round = record.round
+            found.append(("hang", record.reason))
+        if not self.has_failed and (record.restarts_used > restarts or lost or gone or ends_badly):
+            self.has_failed = True
+            found.append(("failure", record.reason))
+        return found
+
+
+class BatchCommands:
+    """The user's commands on the batch host in one attempt. For the main thread."""
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        paths: RunPaths,
+        attempt: AttemptInfo,
+        *,
+        umask: int,
+        write_event: Callable[[RunEvent], object],
+        clock: Clock,
+        env: Mapping[str, str] = os.environ,
+    ) -> None:
+        self._spec = spec
+        self._paths = paths
+        self._attempt = attempt
+        self._write_event = write_event
+        self._clock = clock
+        self._inherited = Inherited(umask=umask, core_limit=resource.getrlimit(resource.RLIMIT_CORE), subreaper=False)
+        self._environ = {
+            **env,
+            "HPC_ELASTIC_RUN_DIR": str(paths.root),
+            "HPC_ELASTIC_ATTEMPT": str(attempt.number),
+        }
+        self._folder = paths.attempt(attempt.number)
+        self._is_failing = False
+        self._events: deque[UserCommandEnded] = deque()
+        """Not written yet: the supervisor's log is the main thread's."""
+        self._changed = threading.Condition()
+        self._running: list[UserCommand] = []
+        self._failures = FailureNotice()
+
+    def on_record(self, record: RoundRecord) -> None:
+        """A newer record of the rendezvous: is there something to give notice of?"""
+        self._write_events()
+        if self._spec.notify:
+            for what, reason in self._failures.take(record):
+                self.notify(what, f"{self._spec.name}: {what}: {reason}", reason=reason, round=record.round)
+
+    def notify(self, what: str, text: str, **facts: Any) -> None:
+        """Give notice of `what`. Does not wait.
+
+        Args:
+            what: ``failure``, ``hang``, ``requeue`` or ``end``.
+            text: The same for a reader, in one line.
+            facts: What else is known.
+        """
+        target = self._spec.notify
+        if not target:
+            return
+        notice = {
+            "event": what,
+            "text": text,
+            "run_id": self._spec.run_id,
+            "name": self._spec.name,
+            "run_dir": str(self._paths.root),
+            "attempt": self._attempt.number,
+            "job_id": self._attempt.job_id,
+            "host": self._attempt.batch_host,
+            "time": round(self._clock.time_ns() / 1e9, 3),
+            **facts,
+        }
+        is_url = target.startswith(("http://", "https://"))
+        argv = module_command(__name__, "post") if is_url else shell_command(f"exec 2>&1\n{target}")
+        environ = {**self._environ, URL_VARIABLE: target} if is_url else self._environ
+        self._start(Hook.NOTIFY, argv, environ, NOTICE_SECONDS, about=what, stdin=json.dumps(notice).encode() + b"\n")
+
+    def run_last(
+        self, result: AttemptResult, decision: RequeueDecision, *, files: FileExecutor, is_hurried: Callable[[], bool]
+    ) -> bool:
+        """The attempt has ended, and its report is written: give notice of that, and run ``--after`` where the run has.
+
+        Args:
+            result, decision: How it ended, and what follows.
+            files: Reads the report.
+            is_hurried: Whether the user has asked again for the end: nothing is waited for then.
+
+        Returns:
+            Whether one of this attempt's commands has failed, so that the report had better be written again.
+        """
+        spec, outcome = self._spec, result.outcome.value
+        if not (spec.notify or spec.after):
+            return False
+        requeued = decision.action is RequeueAction.REQUEUE
+        cause = self._read_cause(files)
+        facts = {"outcome": outcome, "exit_code": decision.exit_code, "reason": result.reason, "root_cause": cause}
+        why = f": {cause or result.reason}" if result.outcome is not Outcome.SUCCEEDED else ""
+        if result.outcome in _BAD and not self._failures.has_failed:
+            self.notify("failure", f"{spec.name}: failure{why}", **facts)
+        what = "requeue" if requeued else "end"
+        text = f"{spec.name} {'is requeued' if requeued else outcome} (exit code {decision.exit_code}){why}"
+        self.notify(what, text, **facts, decision=decision.reason)
+        within = LATE_SECONDS if result.signal_number is not None and self._attempt.cluster == "slurm" else None
+        if spec.after and not requeued:
+            seconds = spec.hook_timeout if within is None else min(within, spec.hook_timeout)
+            result_env = {
+                **self._environ,
+                "HPC_ELASTIC_OUTCOME": outcome,
+                "HPC_ELASTIC_EXIT_CODE": str(decision.exit_code),
+                "HPC_ELASTIC_REASON": result.reason,
+                "HPC_ELASTIC_ROOT_CAUSE": cause,
+                "HPC_ELASTIC_REPORT": str(self._folder.report_json),
+            }
+            self._start(Hook.AFTER, shell_command(f"exec 2>&1\n{spec.after}"), result_env, seconds)
+            self._wait(seconds + _END_SECONDS, is_hurried)
+        self._wait(NOTICE_SECONDS + _END_SECONDS, is_hurried)
+        return self._is_failing
+
+    def write_report(self, result: AttemptResult, decision: RequeueDecision) -> None:
+        """The report's files, with what of this attempt's commands has failed."""
+        from hpc_elastic.report.write import write_report
+
+        write_report(
+            self._paths.root,
+            attempt=self._attempt.number,
+            outcome=result.outcome.value,
+            exit_code=decision.exit_code,
+            decision=f"{decision.action.value}: {decision.reason}",
+        )
+
+    def _read_cause(self, files: FileExecutor) -> str:
+        """The root cause in one line; empty where there is none, or no report."""
+        try:
+            report = json.loads(files.do(self._folder.report_json.read_bytes, within=LOOK_SECONDS))
+            return str(report["verdict"]["summary"] or "") if report["verdict"]["cause"] != "none" else ""
+        except (OSError, ValueError, LookupError, TypeError, HpcElasticError):
+            return ""
+
+    def _wait(self, seconds: float, is_hurried: Callable[[], bool]) -> None:
+        """Until all that was started has ended."""
+        deadline = time.monotonic() + seconds
+        with self._changed:
+            while self._running and time.monotonic() < deadline and not is_hurried():
+                self._changed.wait(_POLL)
+            for command in self._running:
+                command.kill()
+        self._write_events()
+
+    def _write_events(self) -> None:
+        while self._events:
+            self._write_event(self._events.popleft())
+
+    def _start(
+        self,
+        hook: Hook,
+        argv: list[str],
+        environ: Mapping[str, str],
+        seconds: float,
+        *,
+        about: str = "",
+        stdin: bytes | None = None,
+    ) -> None:
+        try:
+            command = UserCommand.start(
+                argv,
+                environ=environ,
+                cwd=self._spec.cwd,
+                inherited=self._inherited,
+                clock=self._clock,
+                stdin=stdin,
+            )
+        except WorkerStartError as error:
+            self._report(hook, about, CommandEnd(exitcode=127, stderr=str(error).encode()))
+            return
+        with self._changed:
+            self._running.append(command)
+
+        def ended(end: CommandEnd) -> None:
+            self._report(hook, about, end)
+            with self._changed:
+                self._running.remove(command)
+                self._changed.notify_all()
+
+        command.attend(seconds, ended)
+
+    def _report(self, hook: Hook, about: str, end: CommandEnd) -> None:
+        shown = last_lines(end.stdout or end.stderr, _MOST_LINES)
+        why = describe_end(end)
+        why = f"{why}: {shown[-1].strip()}" if why and shown else why
+        self._events.append(
+            UserCommandEnded(
+                command=hook.value,
+                about=about,
+                reason=why,
+                code=end.exitcode,
+                seconds=round(end.seconds, 3),
+                output=tuple(shown) if why else (),
+            )
+        )
+        of = f" ({about})" if about else ""
+        if why:
+            self._is_failing = True
+            logger.error("--%s%s failed: %s", hook.value, of, why)
+        elif hook is Hook.AFTER:
+            for line in shown:
+                logger.info("--after: %s", line)
+
+
+def end_with_commands(
+    commands: BatchCommands,
+    result: AttemptResult,
+    decision: RequeueDecision,
+    *,
+    files: FileExecutor,
+    is_hurried: Callable[[], bool] = lambda: False,
+) -> None:
+    """`BatchCommands.run_last`, and the report once more where it has more to say then. Never raises."""
+    try:
+        if commands.run_last(result, decision, files=files, is_hurried=is_hurried):
+            files.do(lambda: commands.write_report(result, decision), within=REPORT_SECONDS)
+    except Exception as error:
+        logger.exception("the commands after the run: %s", error)
+
+
+def post() -> None:
+    """Post stdin to the URL; a process of its own. Its last line says what failed, without the URL's path."""
+    import urllib.error
+    import urllib.request
+
+    url = os.environ.pop(URL_VARIABLE, "")
+    host = urlsplit(url).hostname
+    request = urllib.request.Request(
+        url, sys.stdin.buffer.read(), {"Content-Type": "application/json", "User-Agent": "hpc-elastic"}, method="POST"
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=NOTICE_SECONDS) as answer:
+            answer.read(1 << 16)
+    except urllib.error.HTTPError as error:
+        sys.exit(f"{host} answered {error.code} {error.reason}")
+    except (OSError, ValueError) as error:
+        sys.exit(f"{host} can't be reached: {getattr(error, 'reason', error)}")
+
+
+def run_missing_epilogs(
+    spec: RunSpec,
+    folder: AttemptPaths,
+    attempt: AttemptInfo,
+    launcher: Launcher,
+    files: FileExecutor,
+    *,
+    is_late: bool,
+) -> None:
+    """Run the epilog on nodes that were used and have not had it: their agents were killed, and no others came.
+
+    Args:
+        spec: The run's.
+        folder, attempt: The attempt, whose agents have ended.
+        launcher: Starts the agents that do it.
+        files: Looks for them.
+        is_late: Whether there is little time.
+    """
+
+    def look() -> list[int]:
+        found = (folder.hooks(node) for node in range(len(attempt.nodes)))
+        return [one.node for one in found if one.begun.exists() and not one.mark(Hook.EPILOG).exists()]
+
+    try:
+        missing = files.do(look, within=LOOK_SECONDS)
+    except (OSError, HpcElasticError) as error:
+        logger.error("which nodes still need --node-epilog can't be read: %s", error)
+        return
+    if not missing:
+        return
+    logger.warning("--node-epilog is run by a new agent on %s", ", ".join(attempt.nodes[node] for node in missing))
+    for node in missing:
+        launcher.relaunch(node, "--epilog", "1")
+    deadline = time.monotonic() + (LATE_SECONDS if is_late else START_SECONDS + min(spec.hook_timeout, START_SECONDS))
+    while launcher.running() and time.monotonic() < deadline:
+        wait_readable(launcher.filenos(), _POLL)
+        launcher.take()
+    launcher.end(within=_END_SECONDS)

@@ -1,0 +1,290 @@
+"""What the workers report of their steps: in their journals, in lines that they print, or in a file of the script's."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from msgspec import Struct
+
+from hpc_elastic.errors import UsageError
+from hpc_elastic.run.paths import RunPaths, attempt_number, rank_index, round_index
+
+Place = tuple[int, int]
+"""(attempt, round): later ones are greater."""
+Position = tuple[float, ...]
+"""Which step: (step,), or (epoch, step) where a line has both. Whole numbers, but for an epoch with a fraction."""
+
+_NUMBER = r"([-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf))"
+_BETWEEN = r"[\"']?\s*[=:\[\s]\s*[\[\"']?\s*"
+_STEP = re.compile(
+    rf"\b(?:(?:global[_ ]?step|steps?|iter(?:ation)?|num_updates){_BETWEEN}|batch[ :]+\[?\s*)(\d+)", re.IGNORECASE
+)
+_EPOCH = re.compile(rf"\bepoch{_BETWEEN}(\d+(?:\.\d+)?)(?:\s*/\s*\d+)?", re.IGNORECASE)
+"""With its fraction: some frameworks count steps so."""
+_COUNT = re.compile(r"(?<![\d./])(\d+)\s*/\s*\d+(?![\d/])")
+"""``12/100``, of batches or steps."""
+_LOSS = re.compile(rf"\b((?:\w+[_ ])?)loss{_BETWEEN}{_NUMBER}", re.IGNORECASE)
+_OTHER_LOSS = re.compile("val|eval|test", re.IGNORECASE)
+_BAR = re.compile(r"\d+/\d+ \[.*(?:it/s|s/it)")
+"""A progress bar of tqdm."""
+
+
+class StepSeen(Struct, frozen=True, kw_only=True):
+    """A step that a worker has reported. `at`: seconds by this machine's wall clock."""
+
+    at: float
+    place: Place
+    rank: int
+    position: Position
+    loss: float | None = None
+    world: int = 0
+    """0: not known."""
+
+
+class Source(Struct, frozen=True, kw_only=True):
+    """Where the losses are."""
+
+    pattern: re.Pattern[str] | None = None
+    """Of a printed line: groups ``step`` and ``loss``, or the first and the second; None: the usual ways."""
+    file: str = ""
+    """Relative to the script's folder; empty: the workers' output."""
+    is_asked: bool = False
+    """The user has named it, and journals do not count."""
+
+
+def parse_pattern(text: str, option: str = "--losses") -> re.Pattern[str]:
+    """Read a regular expression with two groups.
+
+    Raises:
+        UsageError: it is none, or has not the groups.
+    """
+    try:
+        found = re.compile(text)
+    except re.error as error:
+        raise UsageError(f"{option} {text}: not a regular expression: {error}") from None
+    if not {"step", "loss"} <= set(found.groupindex) and found.groups != 2:
+        raise UsageError(f"{option} {text}: give two groups, the step and the loss, as in 'step (\\d+) loss (\\S+)'")
+    return found
+
+
+def step_of_line(line: str, pattern: re.Pattern[str] | None) -> tuple[Position, float] | None:
+    """The step and the loss that a line reports; None: it reports none."""
+    if pattern is not None:
+        match = pattern.search(line)
+        if match is None:
+            return None
+        named = pattern.groupindex
+        step, loss = (match["step"], match["loss"]) if "step" in named and "loss" in named else match.groups()
+        try:
+            return (_count(step),), float(loss)
+        except (TypeError, ValueError):
+            return None
+    found = next((match for match in _LOSS.finditer(line) if not _OTHER_LOSS.match(match[1])), None)
+    if found is None:
+        return None
+    epoch = _EPOCH.search(line)
+    rest = line if epoch is None else line[: epoch.start()] + " " + line[epoch.end() :]
+    step = _STEP.search(rest) or _COUNT.search(rest)
+    position = tuple(_count(match[1]) for match in (epoch, step) if match is not None)
+    return (position, float(found[2])) if position else None
+
+
+def _count(text: str) -> float:
+    return float(text) if "." in text else int(text)
+
+
+class RunJournal:
+    """Reads on where it had come to."""
+
+    def __init__(
+        self, folder: Path, *, paths: RunPaths | None = None, work: Path | None = None, source: Source
+    ) -> None:
+        """Args:
+        folder: The workers' journals.
+        paths: The run, for what its workers print; None: that is not read.
+        work: The script's folder, for the file that `source` names.
+        source: Where the losses are.
+        """
+        self._folder = folder
+        self._paths = paths
+        self._work = work
+        self._source = source
+        self._offsets: dict[Path, int] = {}
+        self.steps: list[StepSeen] = []
+        """By time; of the first of journals and prints that has losses."""
+        self._reported: list[StepSeen] = []
+        self._printed: list[StepSeen] = []
+        self._bars: dict[Path, StepSeen] = {}
+        """By output, a progress bar's latest step: its number may be drawn before its loss is, and both again."""
+        self.saves: list[float] = []
+        """When checkpoints were complete, as the script reported them."""
+        self.notices: list[float] = []
+        """When a worker first saw a notice."""
+        self.lines: list[dict[str, Any]] = []
+        """Lines of journals that hold anything else."""
+
+    def read(self) -> None:
+        """Read what is new."""
+        for path in sorted(self._folder.glob("*.jsonl")):
+            for raw in self._new_lines(path):
+                try:
+                    self._take(json.loads(raw))
+                except (ValueError, KeyError, TypeError):
+                    continue  # torn: the disk was full, or its writer was killed
+        if self._source.file and self._work is not None:
+            self._read_prints(self._work / self._source.file, place=self._last_place(), rank=0)
+        elif self._paths is not None:
+            for path, place, rank in _outputs(self._paths):
+                self._read_prints(path, place=place, rank=rank)
+        use_reported = not self._source.is_asked and self._reported
+        if use_reported and self._printed and all(step.loss is None for step in self._reported):
+            use_reported = []
+        self.steps = sorted(self._reported if use_reported else self._printed, key=lambda step: step.at)
+
+    def _last_place(self) -> Place:
+        return max((step.place for step in self._reported), default=(0, 0))
+
+    def _new_lines(self, path: Path) -> Iterator[bytes]:
+        start = self._offsets.get(path, 0)
+        try:
+            with open(path, "rb") as file:
+                file.seek(start)
+                data = file.read()
+        except OSError:
+            return
+        end = max(data.rfind(b"\n"), data.rfind(b"\r")) + 1
+        self._offsets[path] = start + end
+        yield from data[:end].splitlines()
+
+    def _read_prints(self, path: Path, *, place: Place, rank: int) -> None:
+        now = time.time()
+        for raw in self._new_lines(path):
+            line = raw.decode("utf-8", "replace")
+            found = step_of_line(line, self._source.pattern)
+            if found is None:
+                continue
+            position, loss = found
+            step = StepSeen(at=now, place=place, rank=rank, position=position, loss=loss)
+            if not _BAR.search(line):
+                self._printed.append(step)
+                continue
+            before = self._bars.get(path)
+            self._bars[path] = step
+            if before is not None and before.position != position:
+                self._printed.append(before)
+
+    def _take(self, line: dict[str, Any]) -> None:
+        place = (int(line["attempt"]), int(line["round"]))
+        if line.get("step") is not None:
+            self._reported.append(
+                StepSeen(
+                    at=float(line["t"]),
+                    place=place,
+                    rank=int(line.get("rank", 0)),
+                    position=(int(line["step"]),),
+                    loss=line.get("loss"),
+                    world=int(line.get("world", 0)),
+                )
+            )
+        elif "saved" in line:
+            self.saves.append(float(line["t"]))
+        elif "notice" in line:
+            self.notices.append(float(line["t"]))
+        else:
+            self.lines.append(line)
+
+    @property
+    def has_heartbeats(self) -> bool:
+        """Whether the script reports its steps by heartbeats."""
+        return bool(self._reported)
+
+    @property
+    def last(self) -> StepSeen | None:
+        return self.steps[-1] if self.steps else None
+
+    def first_after(self, at: float, *, beyond: Place | None = None) -> StepSeen | None:
+        """The first step done after `at`, and where wanted, in a later round than `beyond`."""
+        return next((s for s in self.steps if s.at > at and (beyond is None or s.place > beyond)), None)
+
+    def went_back(self, at: float, place: Place) -> StepSeen | None:
+        """The first step after `at` by which a rank went back within a round: its processes restarted the training."""
+        furthest: dict[int, Position] = {}
+        for step in self.steps:
+            if step.place == place:
+                if step.at > at and step.position < furthest.get(step.rank, step.position):
+                    return step
+                furthest[step.rank] = max(step.position, furthest.get(step.rank, step.position))
+        return None
+
+    def overlaps(self) -> list[str]:
+        """Steps of an older round that were done after a newer one had begun: two trainings at once."""
+        found, newest = [], (-1, -1)
+        for step in self.steps:
+            if step.place < newest:
+                found.append(
+                    f"step {step_text(step.position)} of round {step.place} was done after round {newest} had begun"
+                )
+            newest = max(newest, step.place)
+        return found
+
+
+class Course:
+    """The undisturbed run's steps, by which the disturbed runs are measured."""
+
+    def __init__(self, steps: Sequence[StepSeen], *, has_heartbeats: bool, started: float) -> None:
+        """Args:
+        steps: By time.
+        has_heartbeats: Whether they were reported by heartbeats.
+        started: When the run was started, by the same clock.
+        """
+        self.steps = steps
+        self.has_heartbeats = has_heartbeats
+        self.first = steps[0].position if steps else None
+        self.reporters = {step.rank for step in steps}
+        """The ranks that report steps."""
+        self.until_first = steps[0].at - started if steps else 0.0
+        """Seconds."""
+        self.longest = max((after.at - one.at for one, after in pairwise(steps)), default=0.0)
+        """Seconds between two reports of steps."""
+        self._order = {position: index for index, position in enumerate(sorted({step.position for step in steps}))}
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def index(self, position: Position) -> int:
+        """A step's place in the order; of one that it had not, after all."""
+        return self._order.get(position, len(self._order))
+
+    def progress(self, steps: Sequence[StepSeen]) -> int:
+        """How many of its steps have been done; the furthest counts."""
+        return max((self.index(step.position) + 1 for step in steps), default=0)
+
+
+def step_text(position: Position) -> str:
+    """``12``, ``3.12``."""
+    return ".".join(map(str, position))
+
+
+def is_close(one: float, other: float, tolerance: float) -> bool:
+    """Whether two losses are equal within a relative tolerance; two NaN are equal, too."""
+    if not (math.isfinite(one) and math.isfinite(other)):
+        return one == other or (math.isnan(one) and math.isnan(other))
+    return math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance * 1e-3)
+
+
+def _outputs(paths: RunPaths) -> Iterator[tuple[Path, Place, int]]:
+    """The workers' output files of all rounds, with the place and the rank of each."""
+    for attempt in paths.begun_attempts():
+        number = attempt_number(attempt.root.name) or 0
+        for folder in sorted(attempt.root.glob("round-*/rank-*")):
+            index, rank = round_index(folder.parent.name), rank_index(folder.name)
+            if index is not None and rank is not None:
+                yield folder / "stdout.log", (number, index), rank
+                yield folder / "stderr.log", (number, index), rank

@@ -1,0 +1,263 @@
+"""One run of the script, in a folder of its own: started, looked at, started again, cleared up."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from hpc_elastic.base.self_command import module_command
+from hpc_elastic.base.waking import wait_readable
+from hpc_elastic.launch.run_directory import create_run
+from hpc_elastic.rehearsal.injector import Injector, signal_all
+from hpc_elastic.rehearsal.journal import RunJournal, Source
+from hpc_elastic.rehearsal.members import RunMembers
+from hpc_elastic.rehearsal.remote_injector import RemoteInjector
+from hpc_elastic.rehearsal.saves import FileEvent, WrittenNames
+from hpc_elastic.run.attempt import StoredResult, load_newest_result
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.spec import RunSpec, new_run_id
+from hpc_elastic.worker_api import journal as worker_journal
+
+PLANTED = "an exception that hpc-elastic rehearse has planted"
+PLANT_SIGNAL = signal.SIGRTMIN + 9
+_HOOK = f'''\
+"""Makes a signal an exception, in the workers of a rehearsed run; then loads the sitecustomize that this one hides."""
+import os, signal, sys
+
+
+def _raise(number, frame):
+    raise RuntimeError({PLANTED!r})
+
+
+signal.signal({int(PLANT_SIGNAL)}, _raise)
+_own, _folder = sys.modules.pop("sitecustomize", None), os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != _folder]
+try:
+    import sitecustomize
+except ImportError:
+    sys.modules["sitecustomize"] = _own
+'''
+_END_SECONDS = 10.0
+_LEFT_SECONDS = 10.0
+"""How long a run's processes may take to be gone after its end."""
+_LOOK_SECONDS = 0.02
+
+
+class Stage(Struct, frozen=True, kw_only=True):
+    """What all runs of a rehearsal have in common."""
+
+    source: Source
+    """Where the losses are."""
+    names: WrittenNames
+    """What is known of the files that the script writes."""
+    inputs: tuple[Path, ...]
+    """Are linked into each run's working directory."""
+    watched: tuple[Path, ...]
+    """Further folders in which the script saves."""
+    env: Mapping[str, str]
+
+
+class LiveRun(ABC):
+    """A run, from its start to its end. For one thread."""
+
+    def __init__(self, spec: RunSpec, folder: Path, stage: Stage) -> None:
+        """Make its folders.
+
+        Args:
+            spec: What is to run; it gets an id, a working directory and arguments of its own.
+            folder: Of this run; not there yet.
+            stage: What it has in common with others.
+        """
+        self.folder = folder
+        self.work = folder / "work"
+        self.stage = stage
+        journals, hook = folder / "journal", folder / "hook"
+        for path in (self.work, journals, hook):
+            path.mkdir(parents=True)
+        (hook / "sitecustomize.py").write_text(_HOOK)
+        for path in stage.inputs:
+            (self.work / path.name).symlink_to(path)
+        arguments = tuple(word.replace("{folder}", str(self.work)) for word in spec.entrypoint.args)
+        self.spec = replace(
+            spec,
+            uid=secrets.token_hex(16),
+            run_id=new_run_id(spec.name),
+            cwd=str(self.work),
+            entrypoint=replace(spec.entrypoint, args=arguments),
+        )
+        self.runs_dir = folder / "runs"
+        self.paths = RunPaths(self.runs_dir / self.spec.run_id)
+        python_path = os.pathsep.join(filter(None, (str(hook), stage.env.get("PYTHONPATH"))))
+        self.env = {**stage.env, worker_journal.VARIABLE: str(journals), "PYTHONPATH": python_path}
+        self.journal = RunJournal(journals, paths=self.paths, work=self.work, source=stage.source)
+        self.members = RunMembers(self.paths)
+        self.started = 0.0
+        """When its newest attempt began."""
+        self.saved_at: list[float] = []
+        """When a file was written that may be a checkpoint, as this process saw it."""
+        self.loads: list[tuple[float, Path]] = []
+        """When such a file was read, or closed by a reader."""
+        self._saved: set[Path] = set()
+
+    @property
+    @abstractmethod
+    def log(self) -> Path:
+        """What the run prints."""
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether it waits for its nodes."""
+        return False
+
+    @abstractmethod
+    def start(self) -> None:
+        """Start it.
+
+        Raises:
+            UsageError: it can't be.
+        """
+
+    @abstractmethod
+    def poll(self) -> int | None:
+        """How it ended; None while it runs. Reads what is new of it."""
+
+    @abstractmethod
+    def injectors(self) -> Sequence[Injector | RemoteInjector]:
+        """What reaches its processes, each on a machine of its own."""
+
+    @abstractmethod
+    def injector_of(self, node: int) -> Injector | RemoteInjector:
+        """The one that reaches a node's. Raises NotNow: none does now."""
+
+    @abstractmethod
+    def notice(self) -> None:
+        """Announce the end of the job's time, as Slurm does by a signal to its batch script."""
+
+    @abstractmethod
+    def preempt(self) -> None:
+        """Announce its preemption."""
+
+    @abstractmethod
+    def restart(self) -> None:
+        """End the job at once, and have it begin again."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """End what still runs, and stop watching."""
+
+    @abstractmethod
+    def leftovers(self) -> list[str]:
+        """What there still is of it a while after its end; it is ended."""
+
+    def read(self) -> None:
+        """Read what is new of it."""
+        self.members.read()
+        self.journal.read()
+        for injector in self.injectors():
+            self.read_files(injector)
+
+    def read_files(self, injector: Injector | RemoteInjector) -> list[FileEvent]:
+        """What was done to files on that machine since the last call, in its order."""
+        events, now = injector.read_files(), time.time()
+        for event in events:
+            if event.is_save:
+                self.saved_at.append(now)
+                self._saved.add(event.path)
+            elif event.is_read and event.path in self._saved:
+                self.loads.append((now, event.path))
+        return events
+
+    def wait(self, seconds: float = _LOOK_SECONDS) -> None:
+        """Until a file is written, or the time has passed."""
+        wait_readable([fd for injector in self.injectors() for fd in injector.filenos()], seconds)
+
+    def is_in_attempt(self, number: int) -> bool:
+        """Whether this attempt is the newest one, and has not ended."""
+        begun = self.paths.begun_attempts()
+        return bool(begun) and begun[-1].number == number and not begun[-1].result_json.exists()
+
+    def result(self) -> StoredResult | None:
+        """How its newest attempt ended."""
+        return load_newest_result(self.paths)
+
+
+class LocalRun(LiveRun):
+    """On this machine, by a process that supervises it."""
+
+    def __init__(self, spec: RunSpec, folder: Path, stage: Stage) -> None:
+        super().__init__(spec, folder, stage)
+        create_run(self.spec, self.runs_dir)
+        self._injector = Injector(self.spec.uid, [self.work, *stage.watched], stage.names)
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def log(self) -> Path:
+        return self.folder / "job.log"
+
+    def start(self) -> None:
+        self.started = time.time()
+        with open(self.log, "ab") as log:
+            self._process = subprocess.Popen(
+                [*module_command("hpc_elastic.launch.local", "main"), str(self.paths.root)],
+                cwd=self.work,
+                env=self.env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def poll(self) -> int | None:
+        code = self._process.poll() if self._process is not None else None
+        self.read()
+        return code
+
+    def injectors(self) -> Sequence[Injector]:
+        return (self._injector,)
+
+    def injector_of(self, node: int) -> Injector:
+        return self._injector
+
+    def notice(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGUSR2)
+
+    def preempt(self) -> None:
+        self.notice()
+
+    def restart(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        for _ in range(3):  # a process may be started while the others are looked for
+            signal_all(self._injector.all(), signal.SIGKILL)
+        self.start()
+
+    def end(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self._process.terminate()
+            try:
+                self._process.wait(_END_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+            signal_all(self._injector.all(), signal.SIGKILL)
+        self._injector.close()
+
+    def leftovers(self) -> list[str]:
+        deadline = time.monotonic() + _LEFT_SECONDS
+        while left := self._injector.all():
+            if time.monotonic() > deadline:
+                signal_all(left, signal.SIGKILL)
+                return [f"process {proc.pid} ({proc.name}) of {self.spec.run_id}" for proc in left]
+            time.sleep(_LOOK_SECONDS)
+        return []

@@ -1,0 +1,96 @@
+"""The members of a run, by its events: which worker has which rank, which agent is which node's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from msgspec import Struct
+
+from hpc_elastic.rehearsal.journal import Place
+from hpc_elastic.run.event_reader import EventFile, EventLine, event_files
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.workers import tree
+
+
+class Worker(Struct, frozen=True, kw_only=True):
+    """A worker of a round."""
+
+    rank: int
+    node: int
+    """The node's index in the attempt."""
+    host: str
+    pid: int
+    """As its host numbers it."""
+
+
+class RunMembers:
+    """Follows a run's events."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self.paths = paths
+        self.events: list[EventLine] = []
+        """All so far, file by file."""
+        self._files: dict[Path, EventFile] = {}
+        self._ranks: dict[tuple[Place, int], tuple[int, ...]] = {}
+        self._pids: dict[tuple[Place, int], tuple[str, tuple[int, ...]]] = {}
+        self._agents: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def read(self) -> None:
+        """Read what is new in the events."""
+        for attempt in self.paths.begun_attempts():
+            for path in event_files(attempt.events):
+                if path not in self._files:
+                    self._files[path] = EventFile(path, attempt=attempt.number)
+                for line in self._files[path].read() or ():
+                    self.events.append(line)
+                    self._take(line)
+
+    def _take(self, line: EventLine) -> None:
+        value, node = line.value, line.writer
+        if line.name == "agent_started" and isinstance(value.get("pid"), int):
+            known = self._agents.get((line.attempt, node), (0, 0))
+            self._agents[line.attempt, node] = max(known, (line.written_ns, value["pid"]))
+        if line.name == "round_final":
+            self._ranks[(line.attempt, value["round"]), node] = tuple(value.get("ranks", ()))
+        if line.name == "workers_started":
+            self._pids[(line.attempt, value["round"]), node] = (line.host, tuple(value.get("pids", ())))
+
+    def ended_by_signal(self, place: Place) -> bool:
+        """Whether an agent's signal ended a worker of this round: it did not end by itself."""
+        stopped = [line for line in self.events if line.name == "workers_stopped" and _place(line) == place]
+        return any(
+            len(line.value.get("ends", ())) < len(self._pids.get((place, line.writer), ("", ()))[1]) for line in stopped
+        )
+
+    @property
+    def place(self) -> Place | None:
+        """The newest round whose workers have been started."""
+        return max((place for place, _ in self._pids), default=None)
+
+    def workers(self) -> list[Worker]:
+        """Of the newest round, by rank."""
+        place, found = self.place, []
+        for (where, node), (host, pids) in self._pids.items():
+            if where == place:
+                ranks = self._ranks.get((where, node), ())
+                found += [
+                    Worker(rank=rank, node=node, host=host, pid=pid) for rank, pid in zip(ranks, pids, strict=False)
+                ]
+        return sorted(found, key=lambda worker: worker.rank)
+
+    def agents(self) -> dict[int, int]:
+        """Node → the process of its newest agent, in the newest attempt."""
+        newest = max((attempt for attempt, _ in self._agents), default=0)
+        return {node: pid for (attempt, node), (_, pid) in self._agents.items() if attempt == newest}
+
+    def supervisor(self) -> int | None:
+        """The process that started the agents, where that was on this machine."""
+        for pid in self.agents().values():
+            proc = tree.look_at(pid)
+            if proc is not None and proc.ppid > 1:
+                return proc.ppid
+        return None
+
+
+def _place(line: EventLine) -> Place:
+    return line.attempt, int(line.value.get("round", -1))

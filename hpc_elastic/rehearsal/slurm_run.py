@@ -1,0 +1,209 @@
+"""One run of the script as a job of Slurm's: submitted as any other, reached by steps of its owner's, requeued."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from msgspec.structs import replace
+
+from hpc_elastic.base.clock import SystemClock
+from hpc_elastic.base.outcome import ExitCode
+from hpc_elastic.errors import UsageError
+from hpc_elastic.launch.run_directory import job_now
+from hpc_elastic.launch.submit_job import Submission, submission_client, submit_job
+from hpc_elastic.options.run_request import SlurmJob
+from hpc_elastic.rehearsal.injector import NotNow
+from hpc_elastic.rehearsal.live_run import LiveRun, Stage
+from hpc_elastic.rehearsal.remote_injector import RemoteInjector
+from hpc_elastic.run.attempt import UnreadableAttemptError, load_attempt
+from hpc_elastic.slurm.commands import JobId
+from hpc_elastic.slurm.errors import SlurmError
+from hpc_elastic.slurm.job_state import JobPhase
+
+_ASK_SECONDS = 2.0
+"""Between two questions to Slurm."""
+_SETTLE_SECONDS = 15.0
+"""An ended job without a final result may be on its way back into the queue, and a result may be seen late."""
+_OPEN_SECONDS = 3.0
+"""Between two tries to start a step on a node."""
+_LEFT_SECONDS = 60.0
+"""For a job's end after that of its run: KillWait is 30 s on most sites."""
+
+
+class SlurmRun(LiveRun):
+    """In a job of its own."""
+
+    def __init__(self, job: SlurmJob, folder: Path, stage: Stage, *, report: Callable[[str], None]) -> None:
+        """Args:
+        job: What is to be submitted; the run in it is changed as by `LiveRun`.
+        folder: Of this run.
+        stage: As of `LiveRun`.
+        report: Takes a line for the user.
+        """
+        super().__init__(job.spec, folder, stage)
+        self._submission = Submission(job=replace(job, spec=self.spec), runs_dir=self.runs_dir)
+        self._report = report
+        self._clock = SystemClock()
+        self._client = submission_client(self._submission, self.env, self._clock, report)
+        self._first: JobId | None = None
+        self._ask_at = 0.0
+        self._ended_since: float | None = None
+        self._phase = JobPhase.PENDING
+        self._why = ""
+        self._waived: set[int] = set()
+        self._attempt = -1
+        self._injectors: dict[str, RemoteInjector] = {}
+        self._nodes: tuple[str, ...] = ()
+        self._open_at: dict[str, float] = {}
+
+    @property
+    def log(self) -> Path:
+        return self.paths.job_log
+
+    @property
+    def is_queued(self) -> bool:
+        return self._phase is JobPhase.PENDING
+
+    @property
+    def _job(self) -> JobId:
+        assert self._first is not None
+        return JobId(job_now(self.paths) or self._first.number, self._first.cluster)
+
+    def start(self) -> None:
+        self.started = time.time()
+        try:
+            self._first = submit_job(self._submission, self._client, clock=self._clock, env=self.env, log=self._report)
+        except SlurmError as error:
+            # No verdict on the script: its exit code is not that of a guilty one.
+            raise UsageError(f"the job can't be submitted: {error.why}") from None
+        self._report(f"  job {self._first}")
+
+    def poll(self) -> int | None:
+        self._follow_attempt()
+        self.read()
+        result = self.result()
+        if result is not None and result.exit_code != ExitCode.REQUEUED:
+            return result.exit_code
+        if time.monotonic() < self._ask_at:
+            return None
+        self._ask_at = time.monotonic() + _ASK_SECONDS
+        return self._ask()
+
+    def _ask(self) -> int | None:
+        """The exit code by Slurm, of a job that has ended without a result; None: it goes on, or Slurm is silent."""
+        job = self._job
+        try:
+            states = self._client.job_states(job)
+            left = [state for state in states if state.phase is not JobPhase.FINISHED]
+            if not left:
+                now = time.monotonic()
+                self._ended_since = self._ended_since or now
+                is_over = now - self._ended_since >= _SETTLE_SECONDS
+                return max([1, *(state.code for state in states)]) if is_over else None
+            self._ended_since, self._phase = None, left[0].phase
+            if self.is_queued and left[0].reason != self._why:
+                self._why = left[0].reason
+                self._report(f"  job {job} waits: {self._why}" if self._why else f"  job {job} waits")
+            if self.is_queued and left[0].reason == "BeginTime" and left[0].restarts not in self._waived:
+                self._waived.add(left[0].restarts)
+                self._client.start_now(job)
+        except SlurmError:
+            pass  # asked again
+        return None
+
+    # -- its nodes -------------------------------------------------------------------------------------------------
+
+    def _follow_attempt(self) -> None:
+        """Have a step on each node of the newest attempt; none when it has ended."""
+        begun = self.paths.begun_attempts()
+        if not begun:
+            return
+        if begun[-1].number != self._attempt:
+            try:
+                attempt = load_attempt(begun[-1].attempt_json)
+            except UnreadableAttemptError:
+                return  # it is just being written
+            self._close_hands()
+            self._attempt, self._nodes, self.started = attempt.number, attempt.nodes, time.time()
+        if begun[-1].result_json.exists():
+            self._close_hands()
+            return
+        now = time.monotonic()
+        for node in self._nodes:
+            injector = self._injectors.get(node)
+            if (injector is None or injector.has_ended) and now >= self._open_at.get(node, 0.0):
+                self._open_at[node] = now + _OPEN_SECONDS
+                if injector is not None:
+                    injector.close()
+                folders = [self.work, *self.stage.watched]
+                self._injectors[node] = RemoteInjector(
+                    self._job, node, self.spec.uid, env=self.env, folders=folders, names=self.stage.names
+                )
+
+    def _close_hands(self) -> None:
+        for injector in self._injectors.values():
+            self.read_files(injector)
+            injector.close()
+        self._injectors, self._nodes = {}, ()
+
+    def injectors(self) -> Sequence[RemoteInjector]:
+        return [injector for injector in self._injectors.values() if not injector.has_ended]
+
+    def injector_of(self, node: int) -> RemoteInjector:
+        injector = self._injectors.get(self._nodes[node]) if node < len(self._nodes) else None
+        if injector is None or injector.has_ended:
+            raise NotNow("no step runs on its node")
+        return injector
+
+    # -- what is done to it ----------------------------------------------------------------------------------------
+
+    def notice(self) -> None:
+        try:
+            self._client.notify(self._job)
+        except SlurmError as error:
+            raise NotNow(error.why) from None
+
+    def preempt(self) -> None:
+        """As Slurm begins a grace time: the tasks hear of it, the batch script does not.
+
+        By the notice's signal: a SIGTERM is a cancel to them, unless Slurm itself says that the job is preempted.
+        """
+        for node, pid in self.members.agents().items():
+            self.injector_of(node).signal(pid, signal.SIGUSR2)
+
+    def restart(self) -> None:
+        try:
+            self._client.requeue(self._job)
+        except SlurmError as error:
+            raise NotNow(error.why) from None
+
+    def end(self) -> None:
+        self._close_hands()
+        if self._first is None:
+            return
+        try:
+            if self.result() is None or not self._is_gone(_SETTLE_SECONDS):
+                self._client.cancel(self._job)
+        except SlurmError as error:
+            self._report(f"  job {self._job} could not be cancelled: {error.why}")
+
+    def _is_gone(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while True:
+            states = self._client.job_states(self._job)
+            if all(state.phase is JobPhase.FINISHED for state in states):
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_ASK_SECONDS / 4)
+
+    def leftovers(self) -> list[str]:
+        if self._first is None:
+            return []
+        try:
+            return [] if self._is_gone(_LEFT_SECONDS) else [f"job {self._job}, which has not ended"]
+        except SlurmError:
+            return []

@@ -1,0 +1,217 @@
+"""What would make a run's failures cost less, each with the numbers that it comes from: pure.
+
+An advice is given where enough was seen (failures, checkpoints, restarts), and where the cost is worth a line.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from msgspec import Struct
+
+from hpc_elastic.base.text import duration, plural
+from hpc_elastic.report.goodput import Goodput, goodput_of
+from hpc_elastic.report.history import WARM_OPTIONS, RunHistory
+from hpc_elastic.report.measured_costs import LEAST_FAILURES, MeasuredCosts, measure_costs
+
+_WORTH = 0.005
+"""Share of the time below which a cost is not worth a line."""
+_FAR = 1.5
+"""By so much an interval must differ from the best one: in between the costs hardly differ."""
+_LEAST_RESTARTS = 2
+_LEAST_QUEUE = 600.0
+_LEAST_WALL = 1800.0
+"""Seconds: what a run that took less had to wait for shows nothing."""
+_LEAST_CHECKPOINTS = 3
+_NOT_RESUMED = 3.0
+"""Intervals between checkpoints: a failure that takes more was not gone on from the newest one."""
+_FORKSERVER, _PREWARM = WARM_OPTIONS
+_SHORTENS = {
+    "stop": "a shorter --shutdown-timeout (--grace is for the job's end), if the script saves nothing then",
+    "meet": "--spares, which stand ready, or a shorter last_call_timeout in --rdzv-conf",
+    "start": _FORKSERVER,
+    "first step": f"{_FORKSERVER}, whose workers have imported the script's modules before",
+}
+_SHORTENS_WARM = {
+    **_SHORTENS,
+    "start": "less in the script before its first step",
+    "first step": "a checkpoint that is read sooner, and a compiler's cache that is kept between starts",
+}
+"""Where workers are forks already, or can't be."""
+_NAMES = {
+    "stop": "stopping the workers",
+    "meet": "meeting again",
+    "start": "starting the workers",
+    "first step": "from the workers' start to their first step",
+}
+
+
+class Advice(Struct, frozen=True, kw_only=True):
+    """One thing to change."""
+
+    about: str
+    """``checkpoint_interval``, ``restart``, ``start``, ``hang_timeout``, ``nodes``, ``queue`` or ``time_limit``."""
+    text: str
+
+
+def advise(history: RunHistory, goodput: Goodput | None = None) -> tuple[Advice, ...]:
+    """What the run's own numbers advise; empty where too little was seen.
+
+    Args:
+        history: The run.
+        goodput: Its own, where it has been measured before.
+    """
+    goodput = goodput_of(history) if goodput is None else goodput
+    return advise_by(
+        measure_costs(history, goodput),
+        goodput,
+        step_timeout=history.step_timeout,
+        warm_options=history.warm_options,
+    )
+
+
+def advise_by(
+    costs: MeasuredCosts,
+    goodput: Goodput,
+    *,
+    step_timeout: float | None = None,
+    warm_options: Sequence[str] = WARM_OPTIONS,
+) -> tuple[Advice, ...]:
+    """The same by its numbers.
+
+    Args:
+        costs: What the run measured.
+        goodput: Its own.
+        step_timeout: Seconds without a heartbeat in section ``step`` that make a hang; None: no fixed ones.
+        warm_options: Those of `WARM_OPTIONS` that the run could have had, and had not.
+    """
+    if goodput.wall < _LEAST_WALL:
+        return ()
+    found = (
+        ("checkpoint_interval", _interval(costs)),
+        ("restart", _restart(costs, goodput, warm_options)),
+        ("start", _start(costs, goodput, warm_options)),
+        ("hang_timeout", _timeout(costs, goodput, step_timeout)),
+        ("nodes", _nodes(costs)),
+        ("queue", _queue(costs, goodput)),
+        ("time_limit", _time_limit(costs, goodput)),
+    )
+    return tuple(Advice(about=about, text=text) for about, texts in found for text in texts)
+
+
+def interval_cost(every: float, checkpoint_seconds: float, time_to_failure: float) -> float:
+    """The share of the time that checkpoints and the steps lost since the last one take (Daly); less than 1."""
+    try:
+        return 1 - every / (time_to_failure * math.expm1((every + checkpoint_seconds) / time_to_failure))
+    except OverflowError:
+        return 1.0
+
+
+def _interval(costs: MeasuredCosts) -> Iterator[str]:
+    every, saves, fails = costs.checkpoint_every, costs.checkpoint_seconds, costs.time_to_failure
+    if not (every and saves and fails) or costs.checkpoints < _LEAST_CHECKPOINTS:
+        return
+    if costs.lost_seconds > _NOT_RESUMED * every:
+        yield (
+            f"a failure took back {duration(costs.lost_seconds)} of steps (mean of {costs.failures}), while a "
+            f"checkpoint was complete every {duration(every)}: does the script load the newest one?"
+        )
+        return
+    best = math.sqrt(2 * fails * saves)
+    now, then = (interval_cost(value, saves, fails) for value in (every, best))
+    if max(best / every, every / best) < _FAR or now - then < _WORTH:
+        return
+    yield (
+        f"save every {duration(best)} of steps, not every {duration(every)}: by √(2·T_fail·T_save) with a failure "
+        f"every {duration(fails)} ({costs.failures} seen) and {duration(saves, fine=True)} for a checkpoint "
+        f"({costs.checkpoints} seen); checkpoints and lost steps would cost {100 * then:.1f} % of the time, "
+        f"now {100 * now:.1f} %"
+    )
+
+
+def _restart(costs: MeasuredCosts, goodput: Goodput, warm_options: Sequence[str]) -> Iterator[str]:
+    if costs.restarts < _LEAST_RESTARTS or costs.restart_seconds is None or not costs.restart_parts:
+        return
+    longest = max(costs.restart_parts, key=lambda part: part.seconds)
+    if longest.seconds * costs.restarts < _WORTH * goodput.wall:
+        return
+    yield (
+        f"{_NAMES[longest.name]} took {duration(longest.seconds, fine=True)} of the "
+        f"{duration(costs.restart_seconds, fine=True)} of a restart (mean of {costs.restarts}); "
+        f"shorter by {(_SHORTENS if _FORKSERVER in warm_options else _SHORTENS_WARM)[longest.name]}"
+    )
+
+
+def _start(costs: MeasuredCosts, goodput: Goodput, warm_options: Sequence[str]) -> Iterator[str]:
+    first, later = costs.first_step, costs.later_first_step
+    if _PREWARM not in warm_options or first is None or later is None or costs.restarts < _LEAST_RESTARTS:
+        return
+    if first < _FAR * later or (first - later) * costs.starts < _WORTH * goodput.wall:
+        return
+    yield (
+        f"the first workers of a job took {duration(first, fine=True)} to their first step (mean of "
+        f"{plural(costs.starts, 'job')}), later ones, whose files the nodes had read before, "
+        f"{duration(later, fine=True)} (mean of {costs.restarts}): {_PREWARM} reads the files of imports while the "
+        "nodes meet"
+    )
+
+
+def _timeout(costs: MeasuredCosts, goodput: Goodput, timeout: float | None) -> Iterator[str]:
+    if timeout is None or costs.longest_step is None:
+        return
+    longest = costs.longest_step
+    if timeout < 1.5 * longest:
+        yield (
+            f"a step has taken {duration(longest, fine=True)}, and --section-timeouts ends workers after "
+            f"{duration(timeout)} without a heartbeat: a longer one, or step:auto, ends none that works"
+        )
+        return
+    enough = max(60, math.ceil(5 * longest))
+    if timeout > max(20 * longest, enough) and goodput.hanging >= _WORTH * goodput.wall:
+        yield (
+            f"hangs were found after {duration(timeout)} each and cost {duration(goodput.hanging)}, while no step has "
+            f"taken more than {duration(longest, fine=True)}: step:{enough} in "
+            "--section-timeouts, or step:auto"
+        )
+
+
+def _nodes(costs: MeasuredCosts) -> Iterator[str]:
+    if costs.failures < LEAST_FAILURES or costs.nodes < 2 or not costs.began_on:
+        return
+    (host, count), others = costs.began_on[0], costs.began_on[1:]
+    if count >= LEAST_FAILURES and 2 * count > costs.failures and all(count > 2 * other for _, other in others):
+        yield (
+            f"{count} of {costs.failures} failures began on {host}, one of {costs.nodes} nodes: "
+            f"--exclude {host}, or --bad-nodes jobs"
+        )
+
+
+def _queue(costs: MeasuredCosts, goodput: Goodput) -> Iterator[str]:
+    failures = _failures(goodput)
+    if costs.queued <= costs.time_limits or goodput.queued <= failures or goodput.queued < _least_queue(goodput):
+        return
+    yield (
+        f"the queue took {duration(goodput.queued)} in {plural(costs.queued, 'requeue')}, more than failures with "
+        f"their restarts and lost steps ({duration(failures)}): a longer --time, or --spares where nodes were lost"
+    )
+
+
+def _time_limit(costs: MeasuredCosts, goodput: Goodput) -> Iterator[str]:
+    spent = costs.time_limit_seconds
+    failures = max(0.0, _failures(goodput) + goodput.queued - spent)
+    if not costs.time_limits or spent <= failures or spent < _least_queue(goodput):
+        return
+    yield (
+        f"the time limit ended {plural(costs.time_limits, 'job')}, which cost {duration(spent)} with queue, start and "
+        f"lost steps, more than all failures ({duration(failures)}): a longer --time"
+    )
+
+
+def _failures(goodput: Goodput) -> float:
+    """Seconds that failures cost, with their restarts and lost steps, without the queue."""
+    return goodput.interrupted + goodput.recomputed + goodput.hanging
+
+
+def _least_queue(goodput: Goodput) -> float:
+    return max(_LEAST_QUEUE, 0.05 * goodput.wall)

@@ -1,0 +1,152 @@
+"""What a run measured of its own failures, restarts, checkpoints and queue: what advice is made of. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from math import fsum
+
+from msgspec import Struct
+
+from hpc_elastic.report.goodput import Cost, Goodput, RestartPart
+from hpc_elastic.report.history import RoundHistory, RunHistory
+from hpc_elastic.run.heartbeats import Progress
+
+_TIME_LIMIT = "time limit"
+"""`AttemptHistory.meaning`."""
+LEAST_FAILURES = 3
+"""Below which the time between failures is not known."""
+
+
+class MeasuredCosts(Struct, frozen=True, kw_only=True):
+    """Of one run. None: not known, or too little was seen."""
+
+    nodes: int
+    """Of its largest round."""
+    failures: int
+    began_on: tuple[tuple[str, int], ...] = ()
+    """Host → the failures that began there, the most first."""
+    spares: int = 0
+    time_to_failure: float | None = None
+    """Seconds between two failures, without the queue."""
+    checkpoints: int = 0
+    checkpoint_seconds: float | None = None
+    """Of one in section ``checkpoint``; None also where each was reported outside of it."""
+    checkpoint_every: float | None = None
+    """Seconds of steps from one to the next: those that were kept, which a failure's lost ones do not lengthen."""
+    lost_seconds: float = 0.0
+    """Of steps that a failure took back, in the mean."""
+    restarts: int = 0
+    """Within a job."""
+    restart_seconds: float | None = None
+    """Of one of them, with finding a hang."""
+    restart_parts: tuple[RestartPart, ...] = ()
+    """The mean of each."""
+    start_seconds: float | None = None
+    """From a failure to the first step of the job that was queued for it, without the queue; where there was none, the
+    time until the first step of the run."""
+    starts: int = 0
+    """Jobs in which workers came to a step."""
+    first_step: float | None = None
+    """Seconds from the first workers' start in a job to their first step."""
+    later_first_step: float | None = None
+    """The same of workers that were started again in it."""
+    queued: int = 0
+    """How often the job was queued again."""
+    time_limits: int = 0
+    """How often it went on in another job because of a time limit."""
+    time_limit_seconds: float = 0.0
+    """What that cost: with queue, start, and steps that were done again."""
+    queue_seconds: float | None = None
+    longest_step: float | None = None
+    """Seconds between two heartbeats."""
+    loses_node: float | None = None
+    """The share of failures with which a node was lost, or after which the job was queued again; without that with
+    which the run was given up."""
+
+
+def measure_costs(history: RunHistory, goodput: Goodput) -> MeasuredCosts:
+    """Put a run's numbers together.
+
+    Args:
+        history: The run.
+        goodput: Its own.
+    """
+    rounds = {(item.number, part.index): part for item in history.attempts for part in item.rounds}
+    failures = [cost for cost in goodput.costs if cost.is_failure]
+    recovered = [cost for cost in failures if cost.recovered]
+    within = [cost for cost in recovered if not cost.queued]
+    queued = [cost.queued for cost in goodput.costs if cost.queued]
+    requeued = [cost for cost in recovered if cost.queued]
+    lost_nodes = [cost for cost in recovered if cost.queued or _lost_node(rounds.get((cost.attempt, cost.round)))]
+    limited = {item.number for item in history.attempts if item.meaning == _TIME_LIMIT}
+    limits = [cost for cost in goodput.costs if cost.queued and not cost.is_failure and cost.attempt in limited]
+    first, later = _first_steps(history)
+    saved = goodput.checkpoints
+    running = goodput.wall - goodput.queued
+    return MeasuredCosts(
+        nodes=max((len(part.nodes) for part in rounds.values()), default=0),
+        failures=len(failures),
+        began_on=tuple(Counter(cost.host for cost in failures if cost.host).most_common()),
+        spares=history.spares,
+        time_to_failure=running / len(failures) if len(failures) >= LEAST_FAILURES else None,
+        checkpoints=saved,
+        checkpoint_seconds=goodput.checkpointing / saved if saved and goodput.checkpointing else None,
+        checkpoint_every=goodput.kept / saved if saved and goodput.kept else None,
+        lost_seconds=_mean([cost.recomputed for cost in failures]) if failures else 0.0,
+        restarts=len(within),
+        restart_seconds=_mean([cost.seconds - cost.recomputed for cost in within]) if within else None,
+        restart_parts=_parts(within),
+        start_seconds=_mean([cost.seconds - cost.queued - cost.recomputed for cost in requeued])
+        if requeued
+        else goodput.starting,
+        starts=len(first),
+        first_step=_mean(first) if first else None,
+        later_first_step=_mean(later) if later else None,
+        queued=len(queued),
+        queue_seconds=_mean(queued) if queued else None,
+        time_limits=len(limits),
+        time_limit_seconds=sum(cost.seconds for cost in limits),
+        longest_step=max((one.longest_step for part in rounds.values() for one in part.progress.values()), default=0.0)
+        or None,
+        loses_node=len(lost_nodes) / len(recovered) if recovered else None,
+    )
+
+
+def _lost_node(part: RoundHistory | None) -> bool:
+    """Whether a node was gone; an agent that was started again is none."""
+    return part is not None and any(not loss.agent_only for loss in part.lost_nodes)
+
+
+def _first_steps(history: RunHistory) -> tuple[list[float], list[float]]:
+    """Seconds from the workers' start to their first step, by each node's own clock, of the slowest node: in the first
+    round of each job that came to a step, and in the others."""
+    first, later = [], []
+    for attempt in history.attempts:
+        began = {(times.round, times.node): times.final_ns for times in attempt.times.nodes}
+        found = [
+            max(seconds)
+            for part in attempt.rounds
+            if (seconds := [_seconds(began.get((part.index, node)), done) for node, done in part.progress.items()])
+            and max(seconds) > 0
+        ]
+        first += found[:1]
+        later += found[1:]
+    return first, later
+
+
+def _seconds(began_ns: int | None, done: Progress) -> float:
+    return 0.0 if began_ns is None or done.first_step is None else (done.first_ns - began_ns) / 1e9
+
+
+def _parts(costs: list[Cost]) -> tuple[RestartPart, ...]:
+    """The means over the restarts within a job."""
+    found: dict[str, list[float]] = {}
+    for part in (part for cost in costs for part in cost.parts):
+        found.setdefault(part.name, []).append(part.seconds)
+    return tuple(RestartPart(name=name, seconds=_mean(seconds)) for name, seconds in found.items())
+
+
+def _mean(values: Sequence[float]) -> float:
+    """`statistics` takes longer to import than the rest of this module to be run."""
+    return fsum(values) / len(values)

@@ -1,0 +1,85 @@
+"""``--health-checks``: what is looked at on a node, and the limits beyond which it is unfit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from types import MappingProxyType
+
+from hpc_elastic.errors import UsageError
+from hpc_elastic.run.option_values import number_of
+
+MIB = 1 << 20
+
+
+class Check(str, Enum):
+    """What a node's health check can look at."""
+
+    TMP = "tmp"
+    """Room on the node's own disk: TMPDIR, or /tmp."""
+    SHM = "shm"
+    """Room in /dev/shm."""
+    MEMORY = "memory"
+    """Memory that can still be had: the node's, and below the cgroup's limits."""
+    SHARED = "shared"
+    """The run directory takes a small file and gives it back."""
+    CLOCK = "clock"
+    """The wall clock against that of the run directory's server: a warning, never more."""
+    GPU = "gpu"
+    """The node's GPUs, as NVML sees them."""
+    GPU_MEMORY = "gpu-memory"
+    """The GPUs have given back the memory that ended workers held."""
+    LINK = "link"
+    """The network interfaces by which other nodes reach this one have a link."""
+    NETWORK = "network"
+    """At the start and after a hang: data passes between this node and two others. Not by default."""
+
+
+DEFAULT_LIMITS: Mapping[Check, float] = MappingProxyType(
+    {
+        Check.TMP: 16 * MIB,
+        Check.SHM: 1 * MIB,
+        Check.MEMORY: 64 * MIB,
+        Check.SHARED: 120.0,
+        Check.CLOCK: 60.0,
+        Check.GPU: 1.0,
+        Check.GPU_MEMORY: 50.0,
+        Check.LINK: 3.0,
+    }
+)
+"""Bytes that must be free; seconds within which the run directory must have answered, that clocks may be apart, within
+which GPUs must have given memory back, and for which there may be no link; ECC errors, uncorrectable, that make a GPU
+unfit. Floors that no node falls below on which a training could still start."""
+_LIMITS_BY_NAME: Mapping[Check, float] = MappingProxyType({**DEFAULT_LIMITS, Check.NETWORK: 90.0})
+"""With those that must be asked for by name: seconds that measuring the network may take in all."""
+_SIZES = {Check.TMP, Check.SHM, Check.MEMORY}
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def parse_health_checks(text: str, option: str = "--health-checks") -> Mapping[Check, float]:
+    """``none``, or a list as in ``default,tmp=10G,shared=30``: the checks that are named, ``default`` for all but
+    ``network``."""
+    if text == "none":
+        return {}
+    limits: dict[Check, float] = {}
+    for part in (text or "default").split(","):
+        name, equals, value = part.strip().partition("=")
+        if name == "default" and not equals:
+            limits = {**DEFAULT_LIMITS, **limits}
+            continue
+        try:
+            check = Check(name)
+        except ValueError:
+            known = ", ".join(item.value for item in Check)
+            raise UsageError(f"{option} {text}: {name!r} is not a check; there are {known}, default and none") from None
+        limits[check] = _limit(check, value, text, option) if equals else _LIMITS_BY_NAME[check]
+    return limits
+
+
+def _limit(check: Check, value: str, text: str, option: str) -> float:
+    unit = value[-1:].upper() if check in _SIZES and value[-1:].isalpha() else ""
+    number = number_of(value[: len(value) - len(unit)]) * _UNITS[unit] if unit in _UNITS else -1.0
+    if not 0 <= number < 1e18 or (number == 0 and check not in _SIZES):
+        wanted = "a size, as in 500M or 10G" if check in _SIZES else "a number above 0"
+        raise UsageError(f"{option} {text}: {check.value}={value} is not {wanted}")
+    return number

@@ -1,0 +1,145 @@
+"""Workers that are forks of a fork server, beside torchrun's and beside fresh interpreters, on this machine.
+
+::
+
+    python -m tests.bench.warm_start            as in the full benchmark
+    python -m tests.bench.warm_start --quick    one repetition
+
+The two of a pair take turns, so that whatever else the machine does hits both. A worker is killed once the servers have
+imported what the first steps brought along, as they have when a run fails after an hour.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hpc_elastic.run.paths import RunPaths
+from tests.bench.agent_numbers import Number
+from tests.bench.agent_numbers import lines as number_lines
+from tests.bench.systems import NODES, TORCHRUN, Session, System, ours
+from tests.rigs.event_pairs import read_events
+
+FORKED = ours("forked", "--start-method", "forkserver")
+_MANY, _EIGHT = 16, 8
+_QUIET_S = 2.5
+"""Longer than the pause after which a server takes in what a worker has imported."""
+_LIMIT = 120.0
+
+
+@dataclass(slots=True)
+class _Pairs:
+    """One figure's values, in turn: with the fork server, and what it is compared with."""
+
+    ours: list[float] = field(default_factory=list)
+    theirs: list[float] = field(default_factory=list)
+
+    def number(self, title: str, goal: float, *, unit: str = "s") -> Number:
+        theirs, own = statistics.median(self.theirs), statistics.median(self.ours)
+        ratios = [own / other for own, other in zip(self.ours, self.theirs, strict=True)]
+        return Number(title=title, unit="×", values=ratios, goal=goal, note=f"{own:.3g} by {theirs:.3g} {unit}")
+
+
+def measure(*, quick: bool) -> list[Number]:
+    """All of them: five minutes, less than two where `quick`."""
+    repetitions = 1 if quick else 5
+    groups, steps, starts, memory = _Pairs(), _Pairs(), _Pairs(), _Pairs()
+    for repetition in range(repetitions):
+        victim = (repetition + 1) % NODES
+        for group, step, system in ((groups.theirs, steps.theirs, TORCHRUN), (groups.ours, steps.ours, FORKED)):
+            up, third = _restart(system, victim)
+            group.append(up)
+            step.append(third)
+    fresh, forked = (_on_one_node(name, _MANY) for name in ("spawn", "forkserver"))
+    for _ in range(1 if quick else 3):
+        starts.theirs.append(_start(fresh))
+        starts.ours.append(_start(forked))
+    fresh, forked = (_on_one_node(name, _EIGHT) for name in ("spawn", "forkserver"))
+    memory.theirs.append(_memory(fresh))
+    memory.ours.append(_memory(forked))
+    return [
+        groups.number("SIGKILL of a worker → process group up in all 4 ranks, by torchrun's", 0.08),
+        steps.number("SIGKILL of a worker → third optimizer step done in all 4 ranks, by torchrun's", 0.08),
+        starts.number("16 workers on one node: start → all in the process group, by fresh interpreters'", 0.4),
+        memory.number(
+            "PSS of 8 workers that have imported torch, the server's own too, by fresh interpreters'", 0.7, unit="MiB"
+        ),
+    ]
+
+
+def lines(numbers: Sequence[Number]) -> list[str]:
+    """As lines of a Markdown table."""
+    return ["| `--start-method forkserver` | median (least–most) | goal | met |", *number_lines(numbers)[1:]]
+
+
+def _on_one_node(method: str, workers: int) -> System:
+    return ours(method, "--start-method", method, nodes=1, nproc=workers)
+
+
+def _restart(system: System, victim: int) -> tuple[float, float]:
+    """Seconds from the kill to the process group, and to the third step, of the last rank."""
+    with Session(system, "train", "wait", limit=_LIMIT) as session:
+        session.wait_for_all("step 3", since=session.began)
+        if system is FORKED:
+            _until_warm(session)
+        killed = session.kill_worker(victim)
+        third = session.wait_for_all("step 3", since=killed)
+        up = session.wait_for_all("group", since=killed)
+        session.let_workers_end()
+        session.wait_for_end()
+    print(f"… {system.name}: group {up:.2f} s, third step {third:.2f} s", file=sys.stderr, flush=True)
+    return up, third
+
+
+def _until_warm(session: Session) -> None:
+    """Wait until the server of each node has imported what its worker was seen to import, and nothing is new."""
+    seen: list[float] = [0.0, time.monotonic()]
+
+    def is_warm() -> bool:
+        found = _events(session, "fork_server_ready")
+        if len(found) != seen[0]:
+            seen[:] = [len(found), time.monotonic()]
+        counts = [sum(event["node"] == node for event in found) for node in range(NODES)]
+        return min(counts) >= 2 and time.monotonic() - seen[1] > _QUIET_S
+
+    session.wait_until(is_warm, "warm server on each node")
+
+
+def _events(session: Session, name: str) -> list[dict[str, object]]:
+    (run_json,) = (session.folder / "runs").glob("*/run.json")
+    return [e for e in read_events(RunPaths(run_json.parent).attempt(0).events) if e["event"] == name]
+
+
+def _start(system: System) -> float:
+    with Session(system, "torch", "wait", limit=_LIMIT) as session:
+        found = session.wait_for_all("group", since=session.began)
+        session.let_workers_end()
+        session.wait_for_end()
+    return found
+
+
+def _memory(system: System) -> float:
+    """MiB of the workers and of the fork server."""
+    with Session(system, "torch", "wait", limit=_LIMIT) as session:
+        session.wait_for_all("group", since=session.began)
+        (agent,) = session.agents()
+        pids = [p.pid for p in session.processes() if p.parent == agent.pid and "worker.py" in " ".join(p.argv)]
+        found = sum(_pss(pid) for pid in pids)
+        session.let_workers_end()
+        session.wait_for_end()
+    return found
+
+
+def _pss(pid: int) -> float:
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) / 1024
+    return 0.0
+
+
+if __name__ == "__main__":
+    print("\n".join(lines(measure(quick="--quick" in sys.argv))))

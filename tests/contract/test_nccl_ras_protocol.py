@@ -1,0 +1,138 @@
+"""The client of NCCL's RAS against a server that speaks its protocol, with every fault of one."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.agent import nccl_ras
+from hpc_elastic.agent.nccl_ras import NotOursError, ask_ras, choose_address, nccl_version, parse_address
+from hpc_elastic.failures.nccl_ras import UnreadableReportError, parse_json, parse_text
+from hpc_elastic.workers.sockets import serving_inode
+from tests.rigs.fake_ras import FakeRas, Fault
+
+DATA = Path(__file__).parents[1] / "data" / "nccl_ras"
+JSON = (DATA / "json_2.29_missing.json").read_text()
+TEXT = (DATA / "text_2.30.7_behind.txt").read_text()
+
+
+@pytest.fixture(autouse=True)
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_ras, "_CONNECT_SECONDS", 0.5)
+    monkeypatch.setattr(nccl_ras, "_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(nccl_ras, "_MOST_BYTES", 4 << 20)
+
+
+def test_json_where_the_server_knows_it() -> None:
+    with FakeRas(lambda: JSON, text=lambda: TEXT) as server:
+        assert ask_ras(server.address, as_json=True) == (JSON, True)
+        assert ask_ras(server.address, as_json=False) == (TEXT, False)
+        wanted = ["CLIENT PROTOCOL 2", "TIMEOUT 5", "SET FORMAT json", "VERBOSE STATUS"]
+        assert server.asked == [*wanted, *[command for command in wanted if "json" not in command]]
+
+
+def test_text_of_a_version_before_json() -> None:
+    with FakeRas(lambda: JSON, text=lambda: TEXT, knows_json=False) as server:
+        assert ask_ras(server.address, as_json=True) == (TEXT, False)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        (Fault.SLOW, TimeoutError),
+        (Fault.DRIPS, TimeoutError),
+        (Fault.SILENT, TimeoutError),
+        (Fault.REFUSES_STATUS, TimeoutError),
+        (Fault.GARBAGE, NotOursError),
+        (Fault.HUGE, NotOursError),
+    ],
+)
+def test_a_fault_costs_a_bounded_time(fault: Fault, error: type[Exception]) -> None:
+    with FakeRas(lambda: JSON, fault=fault) as server:
+        began = time.monotonic()
+        with pytest.raises(error):
+            ask_ras(server.address, as_json=True)
+        assert time.monotonic() - began < 5.0
+
+
+def test_half_an_answer_is_unreadable() -> None:
+    with FakeRas(lambda: JSON, text=lambda: TEXT, fault=Fault.CLOSES) as server:
+        with pytest.raises(UnreadableReportError):
+            parse_json(ask_ras(server.address, as_json=True)[0])
+        with pytest.raises(UnreadableReportError):
+            parse_text(ask_ras(server.address, as_json=False)[0])
+
+
+def test_nobody_listens() -> None:
+    server = FakeRas()
+    server.close()
+    with pytest.raises(OSError, match="refused"):
+        ask_ras(server.address, as_json=True)
+
+
+def test_another_run_s_process_is_asked_nothing() -> None:
+    with FakeRas(lambda: JSON) as server:
+        with pytest.raises(NotOursError, match="another run"):
+            ask_ras(server.address, as_json=True, is_ours=lambda _: False)
+        assert "VERBOSE STATUS" not in server.asked
+
+
+def test_the_socket_at_the_other_end() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as here:
+        there, _ = listener.accept()
+        with there:
+            found = serving_inode(here)
+            assert found is not None
+            assert Path(f"/proc/self/fd/{there.fileno()}").readlink() == Path(f"socket:[{found}]")
+
+
+def test_each_agent_has_an_address_of_its_own_unless_the_user_has() -> None:
+    one, other = choose_address({}, uid="a"), choose_address({}, uid="b")
+    assert one != other
+    assert one == choose_address({}, uid="a")
+    address = parse_address(one)
+    assert address is not None
+    with socket.socket() as taken:
+        taken.bind(address)
+        assert choose_address({}, uid="a") not in ("", one)
+    assert choose_address({"NCCL_RAS_ADDR": "localhost:4"}, uid="a") == ""
+    assert choose_address({"NCCL_RAS_ENABLE": "0"}, uid="a") == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [("localhost:28028", ("localhost", 28028)), ("[::1]:9", ("::1", 9)), ("host", None), (":8", None), ("a:b", None)],
+)
+def test_how_an_address_is_written(text: str, address: tuple[str, int] | None) -> None:
+    assert parse_address(text) == address
+
+
+@pytest.mark.parametrize(
+    ("path", "beside", "version"),
+    [
+        ("lib/libnccl.so.2.26.5", "", (2, 26, 5)),
+        ("site-packages/nvidia/nccl/lib/libnccl.so.2", "nvidia_nccl_cu12-2.27.3.dist-info", (2, 27, 3)),
+        ("site-packages/nvidia/nccl/lib/libnccl.so.2", "other-1.2.3.dist-info", None),
+        ("lib/libtorch.so", "", None),
+    ],
+)
+def test_which_nccl_a_worker_has_loaded(
+    tmp_path: Path, path: str, beside: str, version: tuple[int, int, int] | None
+) -> None:
+    library = tmp_path / path
+    library.parent.mkdir(parents=True)
+    if beside:
+        (tmp_path / "site-packages" / beside).mkdir()
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "maps").write_text(f"7f00-7f01 r--p 00000000 00:00 0\n7f02-7f03 r-xp 0 fe:01 12    {library}\n")
+    assert nccl_version(7, proc=str(tmp_path)) == version
+    assert nccl_version(8, proc=str(tmp_path)) is None
+
+
+def test_the_fixtures_are_what_json_readers_take() -> None:
+    for path in DATA.glob("*.json"):
+        json.loads(path.read_text())

@@ -1,0 +1,54 @@
+"""Where the time of a real run went, and what `what-if` forecasts from it, beside what its workers wrote down."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.report.collect import collect_run
+from hpc_elastic.report.goodput import describe_goodput, goodput_of
+from tests.bench.goodput import TRAINER, Failure, Plan, account, what_if
+from tests.rigs.local_run import LocalRun
+
+KINDS = ("killed", "exception", "node", "hang")
+TRAINING = Plan(
+    steps=240,
+    step_seconds=0.05,
+    save_every=16,
+    save_seconds=0.1,
+    failures=tuple(
+        Failure(after=after, into=0.5, rank=after % 2, kind=kind)
+        for after, kind in zip((41, 94, 171, 230), KINDS, strict=True)
+    ),
+    has_torch=False,
+)
+HANG = 3.0
+
+
+def test_a_real_runs_time_adds_up_and_is_forecast_within_its_uncertainty(tmp_path: Path) -> None:
+    with LocalRun(
+        tmp_path,
+        TRAINER.read_text(),
+        prelude="",
+        arguments=[TRAINING.text()],
+        options=["--max-restarts", "1", "--max-requeues", "3", "--section-timeouts", f"step:{HANG:g}"],
+        environ={"BENCH_STAMPS": str(tmp_path / "stage")},
+    ) as run:
+        assert run.finish() == 0, run.log_tail()
+        written, history = account(run.stage), collect_run(run.paths.root)
+    found = goodput_of(history)
+    assert (len(history.attempts) > 1, len(written.restarts)) == (True, len(KINDS))
+    assert sum(seconds for _, _, seconds in describe_goodput(found)) == pytest.approx(found.wall)
+    # The first heartbeat of a round and the last say how long the steps between took, and no more.
+    slack = 2 * TRAINING.step_seconds * (len(KINDS) + 1)
+    assert found.kept == pytest.approx(written.kept, abs=slack)
+    assert found.recomputed == pytest.approx(written.lost, abs=slack)
+    assert found.checkpointing == pytest.approx(written.saving, abs=0.3)
+    assert HANG - 0.1 <= found.hanging <= HANG + 1.5
+    assert found.queued > 0
+    (forecast,) = what_if(run.paths.root, work=found.kept)["settings"]
+    assert forecast["model"]["checkpoint_every"] == pytest.approx(TRAINING.save_every * TRAINING.step_seconds, rel=0.2)
+    assert found.share is not None
+    assert forecast["low"] <= found.share <= forecast["high"]
+    assert forecast["goodput"] == pytest.approx(found.share, abs=0.15)

@@ -1,0 +1,270 @@
+"""``hpc-elastic rehearse`` on real runs: scripts that resume wrongly are found guilty of it, a right one is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rigs.local_run import ROOT
+
+TRAIN = '''
+"""Least squares in pure Python, with momentum, a schedule and shuffled epochs; each rank has a part of its own."""
+import json, os, random, sys, time
+import hpc_elastic
+
+FLAW, STEPS, EVERY, BATCHES = sys.argv[1], int(sys.argv[2]), 5, 7
+RANK = int(os.environ["RANK"])
+PATH = f"part-{RANK}.json"
+LATEST = f"latest-{RANK}"
+
+
+def replace(path, text):
+    with open(f"{path}.new", "w") as file:
+        file.write(text)
+    os.replace(f"{path}.new", path)
+
+
+def save(state):
+    if FLAW == "in-place":
+        with open(PATH, "w") as file:
+            json.dump(state, file)
+    elif FLAW == "too-early":  # the pointer says that it is there before it is
+        replace(LATEST, f"part-{RANK}-{state['step']}.json")
+        with open(f"part-{RANK}-{state['step']}.json", "w") as file:
+            json.dump(state, file)
+    elif FLAW == "no-barrier":  # rank 0 says that all parts are there, and has not looked
+        replace(f"part-{RANK}-{state['step']}.json", json.dumps(state))
+        if RANK == 0:
+            replace("latest", str(state["step"]))
+    else:
+        replace(PATH, json.dumps(state))
+
+
+def load():
+    path = PATH
+    if FLAW == "too-early":
+        if not os.path.exists(LATEST):
+            return None
+        path = open(LATEST).read()
+    if FLAW == "no-barrier":
+        if not os.path.exists("latest"):
+            return None
+        return json.load(open(f"part-{RANK}-{open('latest').read()}.json"))
+    if FLAW == "none" or not os.path.exists(path):
+        return None
+    return json.load(open(path))
+
+
+def order(epoch):
+    found = list(range(BATCHES))
+    random.Random(epoch).shuffle(found)
+    return found
+
+
+state = {"weight": 5.0, "momentum": 0.0, "step": 0, "schedule": 0, "epoch": 0, "place": 0}
+found = load()
+if found is not None:
+    if FLAW == "rank-0" and RANK != 0:  # the rest keep what they began with
+        found = {**found, "weight": 5.0, "momentum": 0.0}
+    state = found
+    if FLAW == "optimizer":
+        state["momentum"] = 0.0
+    if FLAW == "schedule":
+        state["schedule"] = 0
+    if FLAW == "sampler":
+        state["epoch"] = state["place"] = 0
+while state["step"] < STEPS:
+    target = 1 + order(state["epoch"])[state["place"]] + 0.1 * RANK
+    loss = (state["weight"] - target) ** 2 / 10
+    state["momentum"] = 0.9 * state["momentum"] + (state["weight"] - target) / 5
+    state["weight"] -= 0.1 * 0.98 ** state["schedule"] * state["momentum"]
+    state["step"], state["schedule"], state["place"] = state["step"] + 1, state["schedule"] + 1, state["place"] + 1
+    if state["place"] == BATCHES:
+        state["epoch"], state["place"] = state["epoch"] + 1, 0
+    time.sleep(0.05)
+    hpc_elastic.heartbeat(state["step"], loss=loss)
+    is_due = FLAW != "notice" and hpc_elastic.should_checkpoint(state["step"])
+    if is_due or state["step"] % EVERY == 0:
+        save(state)
+    if is_due:
+        sys.exit(0)
+'''
+
+
+def rehearse(folder: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Run it. Returns its exit code, and what it prints with ``--json``."""
+    home = folder / "home"
+    home.mkdir(exist_ok=True)
+    base = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM_", "PET_", "HPC_"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "hpc_elastic", "rehearse", "--json", *arguments],
+        cwd=folder,
+        env={**base, "HOME": str(home), "XDG_STATE_HOME": str(home), "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.stdout.startswith("{"), done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return done.returncode, found
+
+
+def rehearse_training(folder: Path, flaw: str, faults: str, *, steps: int = 40) -> tuple[int, dict[str, Any]]:
+    (folder / "train.py").write_text(TRAIN)
+    return rehearse(folder, "--nproc-per-node", "2", "--faults", faults, "train.py", flaw, str(steps))
+
+
+@pytest.mark.parametrize(
+    ("flaw", "faults", "guilt"),
+    [
+        ("optimizer", "kill-worker", "losses_part"),
+        ("schedule", "kill-worker", "losses_part"),
+        ("sampler", "kill-worker", "losses_part"),
+        ("rank-0", "kill-worker", "losses_part"),
+        ("in-place", "kill-saving", "did_not_go_on"),
+        ("too-early", "kill-saving", "did_not_go_on"),
+        ("no-barrier", "kill-late-rank", "did_not_go_on"),
+        ("notice", "preemption", "notice_ignored"),
+        ("none", "kill-worker,kill-agent,requeue", "no_checkpoint"),
+    ],
+)
+def test_a_script_that_resumes_wrongly_in_one_detail_is_found_guilty_of_it(
+    flaw: str, faults: str, guilt: str, tmp_path: Path
+) -> None:
+    code, found = rehearse_training(tmp_path, flaw, faults)
+    assert code == 1, found
+    assert not found["holds"]
+    assert guilt in {one["of"] for one in found["guilty"]}, found["guilty"]
+    page = next(tmp_path.glob("runs/rehearsal-*/rehearsal.html")).read_text()
+    assert f"GUILTY: {escape(found['guilty'][0]['text'])}" in page
+    assert "<table>" in page
+
+
+@pytest.mark.slow
+def test_a_right_script_holds_through_every_fault_that_can_be_done_here(tmp_path: Path) -> None:
+    code, found = rehearse_training(tmp_path, "right", "all", steps=260)
+    assert code == 0, found["guilty"]
+    assert found["holds"]
+    assert found["guilty"] == []
+    done = {one["fault"] for one in found["faults"]}
+    assert done >= {
+        *("kill-worker", "kill-saving", "kill-late-rank", "segfault", "exception", "hang", "kill-agent"),
+        *("time-limit", "preemption", "requeue"),
+    }
+    assert {one["notice"] for one in found["faults"] if one["notice"]} == {"used"}
+    for one in found["faults"]:
+        assert one["resumed"] is not None, one
+        assert one["seconds"] is not None, one
+    assert any(one["parts"]["load"] is not None for one in found["faults"])
+    assert any("two nodes" in text for text in found["not_done"]), "there is one node"
+    assert found["losses"]["compared"] > 500
+    assert found["losses"]["largest_difference"] == 0.0
+
+
+def test_a_right_script_holds_through_kills_while_it_saves_and_a_notice(tmp_path: Path) -> None:
+    code, found = rehearse_training(tmp_path, "right", "kill-saving,preemption", steps=200)
+    assert (code, found["guilty"]) == (0, [])
+    assert {one["fault"]: one["notice"] for one in found["faults"]} == {"kill-saving": None, "preemption": "used"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
+def test_a_disk_of_runs_that_is_full_for_a_while_is_survived(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(small)], check=True)
+    try:
+        (tmp_path / "train.py").write_text(TRAIN)
+        options = ("--nproc-per-node", "2", "--runs-dir", str(small), "--faults", "disk-full")
+        code, found = rehearse(tmp_path, *options, "train.py", "right", "200")
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)
+    assert (code, found["guilty"]) == (0, [])
+    assert [one["fault"] for one in found["faults"]] == ["disk-full"]
+
+
+def test_what_cannot_be_rehearsed_is_misuse_and_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(script: str, *options: str) -> str:
+        (tmp_path / "train.py").write_text(script)
+        done = subprocess.run(
+            [sys.executable, "-m", "hpc_elastic", "rehearse", *options, "train.py"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 2, done.stderr
+        return done.stderr.splitlines()[-1]
+
+    assert "reported no steps" in refused("print('hello')")
+    assert "undisturbed, the script ends with exit code" in refused("raise SystemExit(1)")
+    assert "no fault 'meteor'" in refused("", "--faults", "meteor")
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/sh\necho 'sbatch: error: Invalid account' >&2; exit 1\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    on_cluster = ("--cluster", "slurm", "--allow-local-runs-dir")
+    assert "the job can't be submitted: Invalid account" in refused("", *on_cluster)
+    kept = tmp_path / "kept"
+    text = (
+        f"import os, time\nstart = int(open({str(kept)!r}).read()) if os.path.exists({str(kept)!r}) else 0\n"
+        "for step in range(start + 1, start + 21):\n"
+        f"    time.sleep(0.05); print(f'step {{step}} loss=1.0'); open({str(kept)!r}, 'w').write(str(step))\n"
+    )
+    assert "finds the checkpoint of the run before" in refused(text, "--faults", "kill-worker")
+
+
+def test_losses_that_differ_undisturbed_too_are_no_guilt(tmp_path: Path) -> None:
+    script = (
+        "import random, time\nfor step in range(1, 31):\n    time.sleep(0.05)\n"
+        "    print(f'step {step} loss={random.random()}')\n"
+    )
+    (tmp_path / "train.py").write_text(script)
+    _, found = rehearse(tmp_path, "--faults", "kill-worker", "train.py")
+    assert found["losses"]["repeatable"] is False
+    assert "losses_part" not in {one["of"] for one in found["guilty"]}
+
+
+EXAMPLES = ROOT / "docs" / "examples"
+DIGITS = EXAMPLES / "train_digits.py"
+
+
+def rehearse_example(folder: Path, script: str, *arguments: str, options: tuple[str, ...] = ()) -> None:
+    """One that trains a millisecond in a step is found innocent of kills, also while it saves, and of a notice."""
+    (folder / "train.py").write_text((EXAMPLES / script).read_text())
+    faults = "kill-worker,kill-saving,preemption"
+    code, found = rehearse(folder, *options, "--nodes", "2", "--faults", faults, "train.py", *arguments)
+    assert (code, found["guilty"]) == (0, []), found
+    assert {one["fault"] for one in found["faults"]} >= {"kill-worker", "kill-saving"}, found
+    assert all(one["resumed"] is not None for one in found["faults"]), found
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("script", "arguments"), [("train_fsdp.py", ("--epochs", "150")), ("train_in_process.py", ("--steps", "600"))]
+)
+def test_the_other_examples_of_the_docs_hold(script: str, arguments: tuple[str, ...], tmp_path: Path) -> None:
+    rehearse_example(tmp_path, script, *arguments)
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+@pytest.mark.parametrize("flaw", ["", '        optimizer.load_state_dict(state["optimizer"])\n'])
+def test_the_docs_example_holds_and_without_the_optimizers_state_it_is_guilty(flaw: str, tmp_path: Path) -> None:
+    text = DIGITS.read_text()
+    assert flaw in text
+    (tmp_path / "train.py").write_text(text.replace(flaw, "") if flaw else text)
+    options = ("--nodes", "2", "--faults", "kill-worker" if flaw else "kill-worker,preemption,kill-saving")
+    code, found = rehearse(tmp_path, *options, "train.py", "--epochs", "30", "--epoch-delay", "0.3")
+    assert (code, {one["of"] for one in found["guilty"]}) == ((1, {"losses_part"}) if flaw else (0, set())), found

@@ -1,0 +1,144 @@
+"""``rehearse --cluster slurm`` and ``chaos`` on a real Slurm: faults by the means of a job's owner, the same judge."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.integration.test_rehearse import TRAIN
+from tests.rigs.event_pairs import read_events
+from tests.rigs.slurm_cluster import SlurmCluster
+from tests.rigs.slurm_cluster.processes import CROWDED
+from tests.rigs.slurm_runs import ALL_COME, SHORT, SlurmRuns
+
+
+def rehearse(
+    runs: SlurmRuns, flaw: str, faults: str, *more: str, steps: int, script: str = TRAIN
+) -> tuple[int, dict[str, Any]]:
+    runs.script(script)
+    options = ("--cluster", "slurm", "--nodes", "2", *SHORT, *ALL_COME, "--faults", faults, *more)
+    done = runs.hpc_elastic("rehearse", "--json", *options, "train.py", flaw, str(steps), timeout=400 * CROWDED)
+    assert done.stdout.startswith("{"), done.stderr
+    found: dict[str, Any] = json.loads(done.stdout)
+    return done.returncode, found
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        "kill-worker,kill-agent,kill-node,kill-saving,exception,preemption,requeue",
+        pytest.param("segfault,hang,kill-late-rank,time-limit", marks=pytest.mark.slow),
+    ],
+)
+def test_a_right_script_holds_through_what_a_jobs_owner_can_do_to_it(
+    faults: str, cluster: SlurmCluster, runs: SlurmRuns
+) -> None:
+    code, found = rehearse(runs, "right", faults, steps=300)
+    assert (code, found["guilty"]) == (0, []), found
+    assert found["not_done"] == []
+    assert {one["fault"] for one in found["faults"]} == set(faults.split(","))
+    for one in found["faults"]:
+        assert one["resumed"] is not None, one
+        assert one["seconds"] is not None, one
+    assert {one["hit"].partition(" on ")[2] for one in found["faults"] if one["fault"] == "kill-worker"} <= {
+        *cluster.node_names
+    }
+    assert {one["notice"] for one in found["faults"] if one["notice"]} == {"used"}
+    assert any(one["parts"]["load"] is not None for one in found["faults"])
+    assert found["losses"]["compared"] > 500
+    assert cluster.run(["squeue", "--noheader"], user="root").stdout.strip() == ""
+
+
+def test_a_script_whose_save_is_left_half_done_is_found_guilty(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    code, found = rehearse(runs, "in-place", "kill-saving", steps=60)
+    assert code == 1, found
+    assert "did_not_go_on" in {one["of"] for one in found["guilty"]}
+    (one,) = found["faults"]
+    assert "half written" in one["hit"]
+    assert cluster.run(["squeue", "--noheader"], user="root").stdout.strip() == "", "its job is cancelled"
+
+
+PATIENT = """
+def save(state):
+    try:
+        replace(PATH, json.dumps(state))
+    except OSError as error:
+        print("not saved:", error)
+"""
+CLEANS_UP_AND_TRIES_AGAIN = """
+OLD = f"old-{RANK}"
+open(OLD, "w").write("x" * 1000000)
+
+
+def save(state):
+    try:
+        save_in_place(state)
+    except OSError:
+        os.remove(OLD)  # on a disk that others fill this gives no room
+        time.sleep(1)
+        save_in_place(state)
+
+
+def save_in_place(state):
+    with open(PATH, "w") as file:
+        time.sleep(0.1)
+        json.dump(state, file)
+"""
+
+
+@pytest.mark.parametrize(
+    ("save", "guilt"), [(PATIENT, set()), (CLEANS_UP_AND_TRIES_AGAIN, {"did_not_go_on"})], ids=["patient", "in place"]
+)
+def test_a_full_disk_of_the_runs_spoils_a_checkpoint_that_is_saved_in_place(
+    save: str, guilt: set[str], cluster: SlurmCluster, runs: SlurmRuns
+) -> None:
+    head, begin, rest = TRAIN.partition("state = {")
+    with cluster.small_filesystem(mib=48) as small:
+        options = ("--runs-dir", str(small / "runs"))
+        code, found = rehearse(runs, "right", "disk-full", *options, steps=100, script=head + save + begin + rest)
+        assert list(small.rglob(".rehearsal-*")) == []
+    assert (code, {one["of"] for one in found["guilty"]}) == (len(guilt), guilt), found
+    assert ([one["fault"] for one in found["faults"]], found["not_done"]) == (["disk-full"], [])
+    if not guilt:
+        assert found["faults"][0]["resumed"] is None, "it trained on"
+        assert found["losses"]["compared"] == 2 * 100, "the journals have the steps that were done meanwhile"
+
+
+TRAINS = """
+import os, pathlib, time
+print("rank", os.environ["RANK"], "in round", os.environ["TORCHELASTIC_RESTART_COUNT"])
+while not pathlib.Path("end").exists():
+    time.sleep(0.05)
+"""
+
+
+def test_chaos_from_the_login_host_hits_a_node_and_is_not_counted_as_the_clusters(
+    cluster: SlurmCluster, runs: SlurmRuns
+) -> None:
+    run = runs.submit("--nodes", "2", *ALL_COME, *SHORT, runs.script(TRAINS))
+    _, ranks = run.wait_training(["n1", "n2"])
+    node = next(node for node, mine in ranks.items() if 1 in mine)
+    refused = runs.hpc_elastic("chaos", run.job, "--fault", "kill-worker")
+    assert refused.returncode == 2
+    assert "confirm it with --yes" in refused.stderr
+    stranger = runs.hpc_elastic("chaos", str(run.root), "--fault", "kill-worker", "--yes", user="mallory")
+    assert stranger.returncode == 2
+    done = runs.hpc_elastic("chaos", run.job, "--fault", "kill-worker", "--rank", "1", "--yes")
+    assert (done.returncode, done.stdout) == (0, f"worker killed -9: rank 1 on {node}\n"), done.stderr
+    first, _ = run.wait_training(["n1", "n2"], after=0)
+    done = runs.hpc_elastic("chaos", run.job, "--fault", "kill-node", "--rank", "1", "--yes")
+    assert done.returncode == 0, done.stderr
+    run.wait_training(["n1", "n2"], after=first)
+    run.say_end()
+    run.wait_log(lambda log: "; exit code 0" in log)
+    assert run.wait_end() == "COMPLETED"
+    planted = [event for event in read_events(run.root / "attempt-000" / "events") if event["event"] == "fault_planted"]
+    assert [(event["fault"], event["host"]) for event in planted] == [("kill-worker", node), ("kill-node", node)]
+    rounds = run.report()["attempts"][0]["rounds"]
+    assert rounds[0]["planted"] == ["kill-worker: worker killed -9"]
+    assert rounds[0]["failures"][0]["first"]["reason"] == "planted by hpc-elastic chaos: kill-worker"
+    goodput = runs.hpc_elastic("report", run.job, "--format", "json")
+    assert "planted by hpc-elastic chaos" in goodput.stdout
+    assert run.left_on_nodes() == []

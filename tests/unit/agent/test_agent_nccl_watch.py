@@ -1,0 +1,262 @@
+"""When NCCL's counts are a suspicion: the decisions, and the watch that asks."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpc_elastic.agent import nccl_watch
+from hpc_elastic.agent.nccl_watch import NcclWatch, Stall, StallFound, judge_stall, next_stall, open_call
+from hpc_elastic.agent.suspicion import SuspicionWatch
+from hpc_elastic.base import codec
+from hpc_elastic.base.file_executor import FileExecutor
+from hpc_elastic.failures.flight_dump import rank_of_name, read_dump, tail_of
+from hpc_elastic.failures.nccl_ras import Communicator, Level, RasReport
+from hpc_elastic.rendezvous.state import Member
+from hpc_elastic.run.flight_tail import Call, FlightTail, TailTrack
+from hpc_elastic.run.suspicions import HangSettings, Source, Suspicion
+from tests.rigs.fake_clock import FakeClock
+from tests.rigs.fake_ras import FakeRas
+
+DATA = Path(__file__).parents[2] / "data"
+HOSTS = {0: "n0", 1: "n0", 2: "n1", 3: "n1"}
+
+
+def world(*launched: int, name: str = "world", missing: tuple[int, ...] = (), kind: str = "AllReduce") -> Communicator:
+    """A communicator whose ranks have launched so often."""
+    found: dict[int, list[int]] = {}
+    for rank, count in enumerate(launched):
+        if rank not in missing:
+            found.setdefault(count, []).append(rank)
+    levels = tuple(Level(count, len(ranks), tuple(ranks)) for count, ranks in sorted(found.items(), reverse=True))
+    processes = {rank: ("10.0.0.1" if rank < 2 else "10.0.0.2", 100 + rank) for rank in range(len(launched))}
+    return Communicator(name=name, size=len(launched), levels={kind: levels}, missing=missing, processes=processes)
+
+
+def after(*answers: list[Communicator], beats: list[int] | None = None, is_json: bool = True) -> StallFound | None:
+    """An answer a minute; what the last one shows."""
+    stall: Stall | None = None
+    for number, comms in enumerate(answers):
+        report = RasReport(communicators=tuple(comms), has_all_counts=is_json)
+        stall = next_stall(stall, report, beats=beats[number] if beats else 0, now=60.0 * number)
+    assert stall is not None
+    return judge_stall(stall, report, least=300.0, hosts=HOSTS, pids={})
+
+
+WORKS = [[world(n, n, n, n)] for n in range(3)]
+STANDS = [[world(9, 9, 9, 9)]]
+DIFFERS = [[world(9, 9, 8, 9)]]
+
+
+def test_all_that_stand_still_for_long_may_hang_or_rest() -> None:
+    assert after(*WORKS, *STANDS * 5) is None
+    assert after(*WORKS, *STANDS * 6) == StallFound(
+        since=180.0,
+        reason="all 4 ranks have launched the same collectives of NCCL, and none for 5 min 00 s",
+        is_even=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "answers",
+    [
+        [*STANDS * 20],  # it never launched anything that was seen
+        [[world(n, n, n, n)] for n in range(20)],
+        [*WORKS, *STANDS * 4, [world(10, 10, 10, 10)], *[[world(11, 11, 11, 11)]] * 9],  # it has paused for 3 min
+        [[world(n, n, n - 1, n)] for n in range(1, 20)],  # one is behind, and goes on
+        [[world(5, 5, 5, 5), world(n, n, name="tp")] for n in range(20)],
+        [[world(n, n, n, n), world(5, 4, name="p2p", kind="SendRecv")] for n in range(20)],
+    ],
+)
+def test_what_is_no_suspicion(answers: list[list[Communicator]]) -> None:
+    assert after(*answers) is None
+
+
+def test_a_longer_pause_than_any_before_is_one() -> None:
+    assert after(*WORKS, *STANDS * 4, [world(10, 10, 10, 10)], *[[world(11, 11, 11, 11)]] * 12) is not None
+
+
+def test_heartbeats_say_that_ranks_work_which_launch_nothing() -> None:
+    assert after(*WORKS, *STANDS * 9, beats=list(range(12))) is None
+    assert after(*WORKS, *STANDS * 9, beats=[5] * 12) is not None
+
+
+def test_a_text_shows_no_pause_of_all() -> None:
+    assert after(*WORKS, *STANDS * 20, is_json=False) is None
+
+
+@pytest.mark.parametrize("is_json", [True, False])
+def test_ranks_that_differ_in_the_same_way_for_long(is_json: bool) -> None:
+    assert after(*WORKS, *DIFFERS * 5, is_json=is_json) is None
+    found = after(*WORKS, *DIFFERS * 6, is_json=is_json)
+    assert found == StallFound(
+        since=180.0,
+        reason="NCCL has not got on for 5 min 00 s: rank 2 on n1 has launched AllReduce up to #8, 3 others up to #9",
+        ranks=(2,),
+    )
+
+
+def test_a_group_of_some_ranks_is_named_by_the_ranks_of_the_run() -> None:
+    tp = Communicator(
+        name="tp",
+        size=2,
+        levels={"AllGather": (Level(7, 1, (0,)), Level(6, 1, (1,)))},
+        processes={0: ("10.0.0.2", 102), 1: ("10.0.0.2", 103)},
+    )
+    found = after(*[[world(n, n, n, n), tp] for n in range(7)])
+    assert found is not None
+    assert found.ranks == (3,)
+    assert "rank 3 on n1 has launched AllGather up to #6, 1 other up to #7" in found.reason
+    alone = after(*[[tp]] * 7)  # the ranks of this run share no communicator: only the process is known
+    assert alone is not None
+    assert alone.ranks == ()
+    assert "rank 1 of 2 (process 103 on 10.0.0.2) has launched AllGather up to #6" in alone.reason
+
+
+def test_two_that_do_not_answer_are_both_named() -> None:
+    found = after(*WORKS, *[[world(9, 9, 9, 9, missing=(1, 3))]] * 6)
+    assert found is not None
+    assert found.ranks == (1, 3)
+    assert "rank 1 on n0 does not answer NCCL's RAS: its process is stopped or gone; rank 3 on n1" in found.reason
+
+
+def test_what_a_rank_waits_in() -> None:
+    found = tail_of(
+        [read_dump((DATA / "flight_recorder" / "gloo_2.13_never_0").read_bytes(), rank=rank_of_name("x_0"))]
+    )
+    assert open_call(found) == "all_reduce #6 of group default_pg"
+    call = Call(name="all_reduce", group="0")
+    assert (
+        open_call(FlightTail(calls=(call,), tracks=(TailTrack(group="0", sequences=(4,), calls=(0,), done=(1,)),)))
+        == ""
+    )
+
+
+# -- the watch ---------------------------------------------------------------------------------------------------------
+
+
+class Workers(SimpleNamespace):
+    """What is needed of `LocalWorkers`, of the node of group rank 0."""
+
+    def __init__(self, *, group_rank: int = 0) -> None:
+        layout = SimpleNamespace(group_rank=group_rank, first_rank=0)
+        super().__init__(running_pids={0: 2**22 + 1}, layout=layout, heartbeats=0, asked=0, dumps={})
+
+    def ask_for_dumps(self) -> None:
+        self.asked += 1
+
+    def read_dumps(self) -> dict[int, Any]:
+        return self.dumps
+
+
+class Scene:
+    """A watch of a run of 4 ranks on 2 nodes, and the server that it asks."""
+
+    def __init__(self, folder: Path, server: FakeRas | None, *, group_rank: int = 0) -> None:
+        self.clock, self.workers, self.folder = FakeClock(), Workers(group_rank=group_rank), folder
+        files = self.files = FileExecutor(name="test")
+        address = f"127.0.0.1:{server.address[1]}" if server is not None else ""
+        self.nccl = NcclWatch(address, run_uid="run", least=300.0, clock=self.clock)
+        self.watch = SuspicionWatch(
+            folder, HangSettings(), node=0, names=["n0", "n1"], clock=self.clock, files=files, nccl=self.nccl
+        )
+        self.record: Any = SimpleNamespace(round=0, members=[Member("u", 0, 2), Member("v", 1, 2)])
+        self.idle = 0
+        self.watch.begin(0)
+
+    def minutes(self, count: float) -> list[Suspicion]:
+        found, end = [], self.clock.monotonic() + 60.0 * count
+        while self.clock.monotonic() < end:
+            assert self.watch.due is not None
+            wait = min(self.watch.due, end) - self.clock.monotonic()
+            self.idle = self.idle + 1 if wait <= 0 else 0
+            assert self.idle < 5, "the agent's loop would spin"
+            self.clock.wait(threading.Event(), wait)
+            found.append(self.watch.look(self.workers, self.record))
+            self.nccl._thread.do(lambda: None, within=30.0)
+            self.files.do(lambda: None, within=30.0)
+        return [each for each in found if each is not None]
+
+    @property
+    def shown(self) -> Suspicion | None:
+        path = self.folder / "now.json"
+        return codec.load(path, Suspicion) if path.exists() else None  # type: ignore[return-value]
+
+
+def as_json(*launched: int) -> str:
+    ranks = ",".join(
+        f'{{"rank": {rank}, "host": "10.0.0.1", "pid": {100 + rank}, "collective_counts": {{"AllReduce": {count}}}}}'
+        for rank, count in enumerate(launched)
+    )
+    return f'{{"nccl_version": "2.29.1", "communicators": [{{"size": {len(launched)}, "ranks": [{ranks}]}}]}}'
+
+
+def test_a_straggler_is_a_suspicion_once_and_none_when_it_goes_on(tmp_path: Path) -> None:
+    counts = [1, 1, 1, 1]
+    with FakeRas(lambda: as_json(*counts)) as server:
+        scene = Scene(tmp_path / "suspicions", server)
+        assert scene.minutes(3) == []
+        counts[:] = [9, 9, 8, 9]
+        (found,) = scene.minutes(10)
+        assert (found.source, found.ranks, scene.shown) == (Source.NCCL, (2,), found)
+        assert "rank 2 on n1 has launched AllReduce up to #8, 3 others up to #9" in found.reason
+        assert scene.workers.asked == 0
+        assert 10 <= server.asked.count("VERBOSE STATUS") <= 14  # once a minute
+        counts[:] = [10, 10, 10, 10]
+        assert scene.minutes(2) == []
+        assert scene.shown is None
+        scene.watch.end()
+        assert scene.watch.due is None
+
+
+@pytest.mark.parametrize("done", [None, 0, 1])
+def test_dumps_show_whether_all_hang_or_rest(tmp_path: Path, done: int | None) -> None:
+    """``done``: whether the last collective in the dumps is completed; None: there are no dumps."""
+    counts = [1, 1, 1, 1]
+    with FakeRas(lambda: as_json(*counts)) as server:
+        scene = Scene(tmp_path / "suspicions", server)
+        if done is not None:
+            track = TailTrack(group="0", sequences=(9,), calls=(0,), done=(done,))
+            scene.workers.dumps = {0: FlightTail(calls=(Call(name="all_reduce", group="0"),), tracks=(track,))}
+        scene.minutes(2)
+        counts[:] = [9, 9, 9, 9]
+        found = scene.minutes(15)
+        assert scene.workers.asked == 1
+        even = "all 4 ranks have launched the same collectives of NCCL, and none for 5 min 00 s"
+        reasons = {
+            None: [f"{even}: they all hang, or do without"],
+            0: [f"{even}; rank 0 waits in all_reduce #9 of group 0"],
+            1: [],
+        }
+        assert [each.reason for each in found] == reasons[done]
+        assert [each.may_be_rest for each in found] == [True] * (done is None) + [False] * (done == 0)
+
+
+def test_another_run_s_answer_counts_for_nothing_and_is_not_asked_for_long(tmp_path: Path) -> None:
+    with FakeRas(lambda: as_json(*[9] * 7, 8)) as server:
+        scene = Scene(tmp_path / "suspicions", server)
+        assert scene.minutes(20) == []
+        assert server.asked.count("VERBOSE STATUS") == 3
+
+
+def test_only_the_node_of_group_rank_0_asks(tmp_path: Path) -> None:
+    with FakeRas(lambda: as_json(1, 1, 1, 1)) as server:
+        Scene(tmp_path / "suspicions", server, group_rank=1).minutes(3)
+        assert server.asked == []
+
+
+def test_a_version_that_may_crash_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nccl_watch, "nccl_version", lambda pid: (2, 26, 2))
+    with FakeRas(lambda: as_json(1, 1, 1, 1)) as server:
+        Scene(tmp_path / "suspicions", server).minutes(3)
+        assert server.asked == []
+
+
+def test_no_address_no_question(tmp_path: Path) -> None:
+    scene = Scene(tmp_path / "suspicions", None)
+    assert scene.nccl.due is None
+    assert scene.minutes(2) == []

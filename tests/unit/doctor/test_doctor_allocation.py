@@ -1,0 +1,156 @@
+"""What a job of this account gets in its partition, in both outcomes, from what real Slurms printed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from msgspec.structs import replace
+
+from hpc_elastic.doctor.allocation_checks import check_allocation
+from hpc_elastic.doctor.findings import Finding, Level
+from hpc_elastic.doctor.slurm_facts import SlurmFacts, seconds_of
+from tests.rigs.captures import VERSIONS, captured
+
+CONFIG = captured("22.05.8", "scontrol-show-config-cgroups")[1]
+for _setting, _before, _after in (
+    ("AccountingStorageEnforce", "none", "associations,limits,qos"),
+    ("ConstrainDevices", "no", "yes"),
+):
+    CONFIG = re.sub(rf"(?m)^({_setting} += ){_before}$", rf"\g<1>{_after}", CONFIG)
+FACTS = SlurmFacts(
+    config=CONFIG,
+    partitions=captured("22.05.8", "scontrol-show-partition")[1],
+    associations=captured("22.05.8", "sacctmgr-show-assoc")[1],
+    qos_limits=captured("22.05.8", "sacctmgr-show-qos")[1],
+    gres=captured("22.05.8", "sinfo-N-gres")[1],
+    account="team",
+    nodes=1,
+)
+"""Of a rig of two nodes with two GPUs each; but the partitions are those of another one, of four nodes."""
+BY_QOS = CONFIG.replace("PreemptType             = preempt/none", "PreemptType             = preempt/qos")
+
+
+def finding(check: str, facts: SlurmFacts) -> Finding:
+    (found,) = [each for each in check_allocation(facts) if each.check == check]
+    if found.level is not Level.OK:
+        assert found.means
+        assert found.way_out
+    return found
+
+
+def test_an_account_with_room_has_no_problem() -> None:
+    found = list(check_allocation(FACTS))
+    assert {each.level for each in found} == {Level.OK}
+    assert [f"{each.check}: {each.found}" for each in found] == [
+        "partition: main is up",
+        "partition.nodes: main gives a job up to 4 nodes",
+        "partition.time: main has no time limit",
+        "partition.access: main: AllowAccounts=ALL, AllowQos=ALL",
+        "partition.grace: PreemptMode=OFF, GraceTime=0 s",
+        "partition.gpus: 2 GPUs on n[1-2]; a job sees its own alone",
+        "slurm.limits: MaxJobs=4, MaxSubmitJobs=10, MaxJobsPU=3, MaxWall=12:00:00 and 1-02:00:00, a run goes on by "
+        "requeues (QOS small)",
+    ]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_grace_of_each_recorded_slurm_s_partitions(version: str) -> None:
+    facts = replace(
+        FACTS,
+        config=captured(version, "scontrol-show-config")[1],
+        partitions=captured(version, "scontrol-show-partition")[1],
+    )
+    assert finding("partition.grace", replace(facts, partition="main")).found == "PreemptMode=OFF, GraceTime=0 s"
+    low = replace(facts, partition="lowr", grace=5)
+    assert finding("partition.grace", low).found == "PreemptMode=REQUEUE, GraceTime=10 s"
+    short = finding("partition.grace", replace(low, grace=120))
+    assert short.level is Level.WARNING
+    assert short.found == "PreemptMode=REQUEUE, GraceTime=10 s, less than --grace 120"
+    assert finding("partition.time", replace(facts, partition="short")).found.startswith(
+        "short ends jobs after 00:05:00"
+    )
+
+
+@pytest.mark.parametrize(
+    ("check", "changes", "level", "found"),
+    [
+        (
+            "slurm.limits",
+            {"nodes": 3},
+            Level.PROBLEM,
+            "a job of this account in QOS small has at most 1 node (MaxTRES)",
+        ),
+        (
+            "slurm.limits",
+            {"nodes": 3, "qos": "one"},
+            Level.PROBLEM,
+            "a job of this account in QOS one has at most 2 nodes",
+        ),
+        ("slurm.limits", {"qos": "one"}, Level.WARNING, "MaxSubmitJobs=1"),
+        ("slurm.limits", {"qos": "normal"}, Level.PROBLEM, "this account may not use the QOS normal"),
+        ("slurm.limits", {"account": "other", "nodes": 9}, Level.OK, ""),
+        ("slurm.limits", {"associations": None}, Level.OK, "not known"),
+        (
+            "slurm.limits",
+            {"nodes": 3, "config": captured("22.05.8", "scontrol-show-config-cgroups")[1]},
+            Level.OK,
+            "none is enforced (AccountingStorageEnforce=none)",
+        ),
+        ("partition.grace", {"config": BY_QOS, "qos": "one"}, Level.OK, "QOS one: PreemptMode=requeue, GraceTime=10 s"),
+        (
+            "partition.grace",
+            {"config": BY_QOS, "qos": "one", "grace": 60},
+            Level.WARNING,
+            "QOS one: PreemptMode=requeue",
+        ),
+        ("partition.gpus", {"gres": "n1|main*|(null)\nn2|main*|\n"}, Level.OK, "main has none"),
+        (
+            "partition.gpus",
+            {"gres": "n1|main*|gpu:a100:4(S:0,1),nic:1\nn2|main*|gpu:a100:4(S:0,1),nic:1\nn3|short|gpu:8\n"},
+            Level.OK,
+            "4 GPUs on n[1-2], near to sockets 0,1; a job sees its own alone",
+        ),
+        (
+            "partition.gpus",
+            {"gres": "n1|main*|gpu:a100:4(S:0-1),gpu:h100:2\nn2|main*|gpu:8\nn3|main*|(null)\n"},
+            Level.WARNING,
+            "0 GPUs on n3, 6 GPUs on n1, 8 GPUs on n2",
+        ),
+        (
+            "partition.gpus",
+            {"config": CONFIG.replace("ConstrainDevices        = yes", "ConstrainDevices        = no")},
+            Level.WARNING,
+            "2 GPUs on n[1-2]; devices are not confined (ConstrainDevices)",
+        ),
+        (
+            "partition.access",
+            {"partitions": FACTS.partitions.replace("AllowAccounts=ALL", "AllowAccounts=ops,ml")},
+            Level.PROBLEM,
+            "main takes jobs of AllowAccounts=ops,ml alone, not of team",
+        ),
+        (
+            "partition.access",
+            {"partitions": FACTS.partitions.replace("AllowQos=ALL", "AllowQos=long"), "qos": "small"},
+            Level.PROBLEM,
+            "main takes jobs of AllowQos=long alone, not of small",
+        ),
+        (
+            "partition.access",
+            {"partitions": FACTS.partitions.replace("AllowQos=ALL", "AllowQos=small")},
+            Level.OK,
+            "main",
+        ),
+    ],
+)
+def test_each_in_the_other_outcome(check: str, changes: dict[str, object], level: Level, found: str) -> None:
+    seen = finding(check, replace(FACTS, **changes))  # type: ignore[arg-type]
+    assert seen.level is level
+    assert seen.found.startswith(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("10", 10), ("00:00:10", 10), ("1-02:03:04", 93784), ("", 0), ("UNLIMITED", 0)]
+)
+def test_times(text: str, seconds: int) -> None:
+    assert seconds_of(text) == seconds

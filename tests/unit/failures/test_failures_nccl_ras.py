@@ -1,0 +1,118 @@
+"""What NCCL's RAS answers, as its documentation and issues show it (tests/data/nccl_ras/README.md)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpc_elastic.failures.nccl_ras import (
+    Communicator,
+    Level,
+    RasReport,
+    UnreadableReportError,
+    find_culprits,
+    parse_json,
+    parse_text,
+)
+
+DATA = Path(__file__).parents[2] / "data" / "nccl_ras"
+
+
+def read(name: str) -> RasReport:
+    text = (DATA / name).read_text()
+    return parse_json(text) if name.startswith("json") else parse_text(text)
+
+
+def culprits(report: RasReport) -> dict[int, str]:
+    return {rank: why for each in report.communicators for rank, why in find_culprits(each).items()}
+
+
+SILENT = "does not answer NCCL's RAS: its process is stopped or gone"
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "whys"),
+    [
+        ("json_2.28.9_in_order.json", "2.28.9", {}),
+        ("json_2.28.9_missing.txt", "2.28.9", {1: SILENT}),  # lacks a comma
+        ("json_2.29_missing.json", "2.29.1", {1: SILENT}),
+        ("json_2.28.9_straggler.json", "2.28.9", {1: "has launched AllReduce up to #3, 1 other up to #10"}),
+        ("text_2.26.2_in_order.txt", "2.26.2", {}),
+        (
+            "text_2.26.2_ahead.txt",
+            "2.26.2",
+            dict.fromkeys((12, 13), "waits in AllGather #641, which 30 others never launched"),
+        ),
+        (
+            "text_2.24_behind.txt",
+            "2.24.3",
+            dict.fromkeys((0, 2, 3, 4, 5, 7), "has launched collective up to #6649, 26 others up to #6650"),
+        ),
+        ("text_2.24_missing.txt", "2.24.3", {21: SILENT}),
+        ("text_2.30.7_behind.txt", "2.30.7", {7: "has launched AllReduce up to #60, 7 others up to #64"}),
+        ("text_2.30.7_missing.txt", "2.30.7", {7: SILENT}),
+        ("text_2.27.3_corrupt.txt", "2.27.3", {1: SILENT}),  # memory that was never written: rank 1057455228
+    ],
+)
+def test_who_holds_up_the_others(name: str, version: str, whys: dict[int, str]) -> None:
+    report = read(name)
+    assert report.version == version
+    assert culprits(report) == whys
+    assert report.has_all_counts is name.startswith("json")
+
+
+def test_processes_are_known_by_host_and_pid() -> None:
+    (comm,) = read("text_2.30.7_behind.txt").communicators
+    assert comm.processes == {7: ("node1", 1650386)}
+    assert comm.levels == {"AllReduce": (Level(64, 7, tuple(range(7))), Level(60, 1, (7,)))}
+    assert read("json_2.29_missing.json").communicators[0].processes[1] == ("172.16.64.245", 1524345)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9])
+@pytest.mark.parametrize("name", ["json_2.28.9_straggler.json", "text_2.24_behind.txt"])
+def test_half_an_answer_is_none(name: str, share: float) -> None:
+    text = (DATA / name).read_text()
+    with pytest.raises(UnreadableReportError):
+        (parse_json if name.startswith("json") else parse_text)(text[: int(len(text) * share)])
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", "null", '{"communicators": 7}', "[" * 100_000, "ERROR: Invalid", "\0"]
+)
+def test_anything_else_is_no_answer(text: str) -> None:
+    for parse in (parse_json, parse_text):
+        with pytest.raises(UnreadableReportError):
+            parse(text)
+
+
+def changed(name: str, **status: object) -> RasReport:
+    found = json.loads((DATA / name).read_text())
+    found["communicators"][0]["ranks"][0]["status"].update(status)
+    return parse_json(json.dumps(found))
+
+
+@pytest.mark.parametrize("status", [{"init_state": 7}, {"destroy_flag": True}, {"abort_flag": True}])
+def test_ranks_of_a_communicator_that_is_made_or_destroyed_differ_rightly(status: dict[str, object]) -> None:
+    assert not changed("json_2.28.9_straggler.json", **status).communicators[0].trouble
+
+
+def test_sends_and_receives_may_differ_and_are_progress() -> None:
+    comm = Communicator(name="x", size=2, levels={"SendRecv": (Level(9, 1, (0,)), Level(5, 1, (1,)))})
+    assert not comm.trouble
+    more = Communicator(name="x", size=2, levels={"SendRecv": (Level(9, 1, (0,)), Level(6, 1, (1,)))})
+    assert RasReport(communicators=(comm,)).progress != RasReport(communicators=(more,)).progress
+
+
+def test_a_rank_that_calls_another_collective() -> None:
+    everyone = (0, 1, 3)
+    comm = Communicator(
+        name="x",
+        size=4,
+        levels={
+            "AllReduce": (Level(64, 3, everyone), Level(63, 1, (2,))),
+            "AllGather": (Level(11, 1, (2,)), Level(10, 3, everyone)),
+        },
+    )
+    assert find_culprits(comm) == {2: "launched AllGather #11 where 3 others launched AllReduce #64"}
