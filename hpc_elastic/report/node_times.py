@@ -153,7 +153,8 @@ def node_offsets(times: Iterable[NodeTimes], *, clocks: Clocks) -> dict[int, Clo
 def read_offsets_ns(attempt: AttemptPaths) -> dict[int, int]:
     """Node → how far its wall clock is ahead, nanoseconds; a node that is not there is trusted.
 
-    Where the agents measured it, so far; else what the rounds show.
+    Where the agents measured it, so far; else what the rounds show. A clock that may as well be right, within the
+    measurement's bound, is trusted: on a busy host a correction would turn around what agreeing clocks have in order.
     """
     times: dict[tuple[int, int], NodeTimes] = {}
     clocks = ClocksBuilder()
@@ -164,7 +165,8 @@ def read_offsets_ns(attempt: AttemptPaths) -> dict[int, int]:
                 times.setdefault((index, line.node), NodeTimes(round=index, node=line.node, final_ns=line.written_ns))
         else:
             clocks.take(line)
-    return {node: offset.offset_ns for node, offset in node_offsets(times.values(), clocks=clocks.build()).items()}
+    offsets = node_offsets(times.values(), clocks=clocks.build())
+    return {node: offset.offset_ns for node, offset in offsets.items() if abs(offset.offset_ns) > offset.bound_ns}
 
 
 def _median_low(values: Iterable[int]) -> int:

@@ -64,7 +64,7 @@ RACES = tuple(
         # Whether the coordinator heard of the failure by a packet, or read the failure itself, with what followed it.
         (
             r"^(\[node0\] round opened \(round 1\)): (?:rank 2 ended with SIGKILL on node2"
-            r"|worker failure on node 2: rank 2: Signal 9 \(SIGKILL\) received by PID <PID>.*)$",
+            r"|rank 2: Signal 9 \(SIGKILL\) received by PID <PID> on node2)$",
             r"\1: <RANK 2, OR ITS FAILURE>",
         ),
     )

@@ -38,6 +38,12 @@ def test_by_what_the_agents_measured_else_by_what_the_rounds_show(tmp_path: Path
     assert abs(read_offsets_ns(attempt)[1] - HOUR) < 10
 
 
+def test_a_clock_that_may_as_well_be_right_is_trusted(tmp_path: Path) -> None:
+    attempt = AttemptPaths(tmp_path / "attempt-000")
+    write(attempt, offset(0, 0, 500, 0), offset(1, 8, 800, 300), offset(2, -50, 800, 300))
+    assert read_offsets_ns(attempt) == {2: -50}
+
+
 def test_what_is_torn_or_foreign_is_trusted(tmp_path: Path) -> None:
     attempt = AttemptPaths(tmp_path / "attempt-000")
     write(attempt, {"event": "clock_offset", "node": 2, "t": "x"}, {"event": "round_final", "node": 1, "round": None})
