@@ -76,12 +76,14 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: a value makes no sense, or one is neither measured nor given.
     """
-    known = _known(args)
-    known |= _changes({name: text for name in _OPTIONS if (text := getattr(args, name.replace("-", "_"))) is not None})
+    given = {name: text for name in _OPTIONS if (text := getattr(args, name.replace("-", "_"))) is not None}
     seed, runs = _count("--seed", args.seed, least=0), _count("--runs", args.runs)
     if runs > _MOST_RUNS:
         raise UsageError(f"--runs {runs}: give at most {_MOST_RUNS}")
     settings = list(_settings(args.compare))
+    for name in given.keys() & settings[0].keys():
+        raise UsageError(f"--{name} {given[name]} and --compare {name}: give all its values to --compare")
+    known = {**_known(args), **_changes(given)}
     forecasts = []
     for setting in settings:
         forecasts.append(forecast(_model({**known, **_changes(setting)}, args.source), seed=seed, runs=runs))

@@ -162,21 +162,26 @@ class RunInjector:
         torn = injector.tear()
         injection.at = time.time()
         self._kill_workers()
-        injection.what = f"{torn.name}, half written" if torn else f"after {path.name}"
+        injection.what = torn or f"after {path.name}"
 
     def _kill_late(self, injection: Injection) -> None:
         workers = self._run.members.workers()
         if len(workers) < 2:
             raise NotNow(Need.SECOND_RANK.value)
         late = workers[1 + int(injection.fault.pick * (len(workers) - 1))]
-        self._run.injector_of(late.node).signal(late.pid, signal.SIGSTOP)
+        injector = self._run.injector_of(late.node)
+        injector.signal(late.pid, signal.SIGSTOP)
         saved = self._wait_save(LATE_SECONDS)
-        if saved is not None:
-            time.sleep(0.1)  # the others complete what they save without it
+        if saved is None:
+            # The ranks meet in every step, and none saves without it: so just before the last file of the next save.
+            injector.signal(late.pid, signal.SIGCONT)
+            self._kill_while_saving(injection)
+            injection.what = f"nothing was saved without rank {late.rank}, so in the next save: {injection.what}"
+            return
+        time.sleep(0.1)  # the others complete what they save without it
         injection.at = time.time()
         self._kill_workers()
-        seen = f"the others had written {saved[1].name}" if saved is not None else "nothing was saved meanwhile"
-        injection.what = f"rank {late.rank} held up; {seen}"
+        injection.what = f"rank {late.rank} held up; the others had written {saved[1].name}"
 
     def _kill_workers(self) -> None:
         for injector in self._run.injectors():

@@ -100,11 +100,11 @@ class Injector:
     def signal_workers(self, number: int) -> None:
         signal_all(self.of_workers(), number)
 
-    def tear(self) -> Path | None:
-        """Stop the workers, and leave what they write just now half written. Returns that file."""
+    def tear(self) -> str:
+        """Stop the workers, and leave what they save just now half done (`SaveWatch.tear`)."""
         self.signal_workers(signal.SIGSTOP)
         self._look()
-        return None if self._watch is None else self._watch.tear()
+        return "" if self._watch is None else self._watch.tear()
 
 
 def signal_all(processes: Sequence[Proc], number: int) -> None:

@@ -142,7 +142,9 @@ class _Rehearsal:
         self._report(f"  {len(self._course)} steps, {losses} losses")
 
     def _run_undisturbed(self, name: str) -> tuple[LiveRun, list[StepSeen]]:
-        run = self._live_run(name)
+        run = self._live_run(
+            name, replace(self._wish.spec, max_restarts=0, max_requeues=0)
+        )  # it fails by itself: at once
         deadline = time.monotonic() + self._wish.patience
         seen = 0
         try:

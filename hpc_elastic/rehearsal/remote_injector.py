@@ -46,8 +46,8 @@ class _Message(Struct, frozen=True, kw_only=True):
     files: tuple[FileEvent, ...] = ()
     names: WrittenNames | None = None
     is_answer: bool = False
-    path: str = ""
-    """The answer's, of `tear`."""
+    said: str = ""
+    """By `tear`."""
     refused: str = ""
     """Why it was not done."""
 
@@ -120,9 +120,8 @@ class RemoteInjector:
     def signal_workers(self, number: int) -> None:
         self._ask("signal_workers", number)
 
-    def tear(self) -> Path | None:
-        path = self._ask("tear").path
-        return Path(path) if path else None
+    def tear(self) -> str:
+        return self._ask("tear").said
 
     def close(self) -> None:
         """End the step."""
@@ -210,11 +209,14 @@ def main() -> NoReturn:
                         _send(_do(injector, value))
     except BrokenPipeError:
         pass
+    finally:
+        if injector is not None:
+            injector.close()
     sys.exit(0)
 
 
 def _do(injector: Injector, request: list[Any]) -> _Message:
-    does: dict[str, Callable[..., Path | None]] = {
+    does: dict[str, Callable[..., str | None]] = {
         "signal": injector.signal, "signal_node": injector.signal_node, "signal_workers": injector.signal_workers,
         "tear": injector.tear, "check": lambda: None,
     }  # fmt: skip
@@ -222,7 +224,7 @@ def _do(injector: Injector, request: list[Any]) -> _Message:
         found = does[request[0]](*request[1:])
     except NotNow as reason:
         return _Message(is_answer=True, refused=str(reason))
-    return _Message(is_answer=True, path=str(found) if found is not None else "")
+    return _Message(is_answer=True, said=found or "")
 
 
 def _send(message: _Message) -> None:

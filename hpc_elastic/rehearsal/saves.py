@@ -5,19 +5,21 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import secrets
+import shutil
 import struct
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from msgspec import Struct, field
 from msgspec.structs import replace
 
 _ACCESS, _MODIFY, _CLOSE_WRITE, _CLOSE_NOWRITE = 0x1, 0x2, 0x8, 0x10
-_MOVED_FROM, _MOVED_TO, _CREATE = 0x40, 0x80, 0x100
+_MOVED_FROM, _MOVED_TO, _CREATE, _DELETE = 0x40, 0x80, 0x100, 0x200
 _IS_DIR, _OVERFLOW = 0x40000000, 0x4000
-_WANTED = _ACCESS | _MODIFY | _CLOSE_WRITE | _CLOSE_NOWRITE | _MOVED_FROM | _MOVED_TO | _CREATE
+_WANTED = _ACCESS | _MODIFY | _CLOSE_WRITE | _CLOSE_NOWRITE | _MOVED_FROM | _MOVED_TO | _CREATE | _DELETE
 _EVENT = struct.Struct("iIII")
 _MOST_FOLDERS = 500
 _MOST_RECENT = 1000
@@ -37,6 +39,7 @@ class FileEvent(Struct, frozen=True, kw_only=True):
     is_moved_here: bool = False
     """It got this name when it was whole."""
     is_moved_away: bool = False
+    is_removed: bool = False
     is_read: bool = False
     """It was read, or a reader has closed it."""
     is_save: bool = False
@@ -66,6 +69,70 @@ class WrittenNames(Struct, kw_only=True):
         return self.grown.get(name, 0) >= 2 and name not in self.replaced
 
 
+class FileVersions:
+    """Of files that are renamed into their places: the version before the one that is there, as a hard link to it."""
+
+    def __init__(self, folder: Path) -> None:
+        """Args:
+        folder: For the links; made when it is needed. Files on another filesystem have none.
+        """
+        self._folder = folder
+        self._count = 0
+        self._now: dict[Path, Path] = {}
+        """A link to what is there."""
+        self._before: dict[Path, Path | None] = {}
+        """A link to what was there before; None: nothing was. What is not here is not known."""
+
+    def came(self, path: Path, *, is_new: bool) -> None:
+        """A file got this name; `is_new`: there was none of this name."""
+        had = self._now.pop(path, None)
+        self._remove(self._before.pop(path, None))
+        self._count += 1
+        link = self._folder / str(self._count)
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            os.link(path, link, follow_symlinks=False)
+        except OSError:
+            self._remove(had)
+            return
+        self._now[path] = link
+        if had is not None and not os.path.samefile(had, link):
+            self._before[path] = had
+            return
+        self._remove(had)  # a version came and went unseen
+        if had is None and is_new:
+            self._before[path] = None
+
+    def went(self, path: Path) -> None:
+        """The file is gone, or has another name."""
+        for links in (self._now, self._before):
+            self._remove(links.pop(path, None))
+
+    def undo(self, source: Path, path: Path) -> bool:
+        """Undo the last rename, from `source` to `path`. Returns whether it was possible."""
+        try:
+            if path not in self._before or not os.path.samefile(self._now[path], path):
+                return False
+            before = self._before[path]
+            os.rename(path, source)
+            if before is not None:
+                os.link(before, path)
+        except OSError:
+            return False
+        return True
+
+    def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _remove(self, link: Path | None) -> None:
+        if link is not None:
+            link.unlink(missing_ok=True)
+
+
+VERSIONS = ".versions-"
+"""What the name of a folder with links begins with, beside the first folder that is watched."""
+
+
 class SaveWatch:
     """Sees what is written below some folders. For one thread."""
 
@@ -89,11 +156,14 @@ class SaveWatch:
         self._before: dict[Path, int] = {}
         """The same, of the time before that."""
         self._recent: deque[tuple[float, FileEvent]] = deque(maxlen=_MOST_RECENT)
+        beside = self._roots[0].parent if self._roots else Path()
+        self._versions = FileVersions(beside / f"{VERSIONS}{secrets.token_hex(4)}")
         for folder in self._roots:
             self._add(folder)
 
     def close(self) -> None:
         os.close(self.fd)
+        self._versions.close()
 
     def _add(self, folder: Path) -> None:
         if len(self._folders) >= _MOST_FOLDERS or folder.name in _NOT_CHECKPOINTS:
@@ -152,12 +222,18 @@ class SaveWatch:
                     is_closed=bool(mask & _CLOSE_WRITE),
                     is_moved_here=bool(mask & _MOVED_TO),
                     is_moved_away=bool(mask & _MOVED_FROM),
+                    is_removed=bool(mask & _DELETE),
                     is_read=bool(mask & (_ACCESS | _CLOSE_NOWRITE)),
                 )
-                self._note_size(event)
+                self._note(event)
                 yield event
 
-    def _note_size(self, event: FileEvent) -> None:
+    def _note(self, event: FileEvent) -> None:
+        if event.is_moved_away or event.is_removed:
+            self._sizes.pop(event.path, None)
+            self._versions.went(event.path)
+        if event.is_moved_here:
+            self._versions.came(event.path, is_new=event.path not in self._sizes)
         if not (event.is_closed or event.is_moved_here):
             return
         try:
@@ -177,13 +253,22 @@ class SaveWatch:
     def _is_save(self, event: FileEvent) -> bool:
         return (event.is_written or event.is_moved_here) and not self._names.is_log(self._name_of(event.path))
 
-    def tear(self) -> Path | None:
-        """Leave the file half written whose save was seen last (see `tear`); its writers are stopped."""
+    def tear(self) -> str:
+        """Leave the save that was seen last as a kill in it leaves it, half done; its writers are stopped.
+
+        Returns:
+            What was left so; empty where it is whole.
+        """
         since = time.monotonic() - _SAVE_SECONDS
-        events = [event for at, event in self._recent if at >= since and (event.is_save or event.is_moved_away)]
-        closed = {event.path for at, event in self._recent if at >= since and event.is_closed}
+        recent = [event for at, event in self._recent if at >= since]
+        events = [event for event in recent if event.is_save or event.is_moved_away or event.is_removed]
+        closed = {event.path for event in recent if event.is_closed}
         known = {event.path: self._before if event.path in closed else self._sizes for event in events}
-        return tear(events, {path: sizes.get(path, 0) for path, sizes in known.items()})
+        torn = tear(events, {path: sizes.get(path, 0) for path, sizes in known.items()})
+        if torn is not None:
+            return f"{torn.name}, half written"
+        undone = undo_rename(events, self._versions)
+        return f"before {undone.name} had its name" if undone is not None else ""
 
 
 def tear(events: Iterable[FileEvent], sizes: dict[Path, int]) -> Path | None:
@@ -214,3 +299,25 @@ def tear(events: Iterable[FileEvent], sizes: dict[Path, int]) -> Path | None:
     except OSError:
         return None
     return last
+
+
+def undo_rename(events: Sequence[FileEvent], versions: FileVersions) -> Path | None:
+    """Bring back the moment before the last file of several that are saved together got its name.
+
+    Ranks that save at the same time, or one that saves two files, are never killed just between: that is over before
+    it is seen.
+
+    Args:
+        events: What was done to files in this save, in order; its writers are stopped.
+        versions: Of the files that were there.
+
+    Returns:
+        The file; None: it was saved alone, or something else was done since.
+    """
+    if len(events) < 3:
+        return None
+    *earlier, source, last = events
+    is_rename = source.is_moved_away and last.is_moved_here
+    if not is_rename or all(event.path in (source.path, last.path) for event in earlier):
+        return None
+    return last.path if versions.undo(source.path, last.path) else None

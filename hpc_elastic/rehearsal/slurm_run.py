@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from hpc_elastic.options.run_request import SlurmJob
 from hpc_elastic.rehearsal.injector import NotNow
 from hpc_elastic.rehearsal.live_run import LiveRun, Stage
 from hpc_elastic.rehearsal.remote_injector import RemoteInjector
+from hpc_elastic.rehearsal.saves import VERSIONS
 from hpc_elastic.run.attempt import UnreadableAttemptError, load_attempt
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError
@@ -182,6 +184,8 @@ class SlurmRun(LiveRun):
 
     def end(self) -> None:
         self._close_hands()
+        for left in self.folder.glob(f"{VERSIONS}*"):  # of a step that was killed
+            shutil.rmtree(left, ignore_errors=True)
         if self._first is None:
             return
         try:

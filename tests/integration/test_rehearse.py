@@ -16,13 +16,36 @@ from tests.rigs.local_run import ROOT
 
 TRAIN = '''
 """Least squares in pure Python, with momentum, a schedule and shuffled epochs; each rank has a part of its own."""
-import json, os, random, sys, time
+import json, os, random, socket, sys, time
 import hpc_elastic
 
 FLAW, STEPS, EVERY, BATCHES = sys.argv[1], int(sys.argv[2]), 5, 7
 RANK = int(os.environ["RANK"])
 PATH = f"part-{RANK}.json"
 LATEST = f"latest-{RANK}"
+
+
+MEETS = FLAW in ("own-parts", "agreed-parts")  # in every step, as in an all-reduce
+if MEETS:
+    address = f"\\0{os.environ['TORCHELASTIC_RUN_ID']}-{os.environ['TORCHELASTIC_RESTART_COUNT']}"
+    if RANK == 0:
+        server = socket.socket(socket.AF_UNIX)
+        server.bind(address)
+        server.listen()
+        peer = server.accept()[0]
+    while RANK == 1:
+        peer = socket.socket(socket.AF_UNIX)
+        try:
+            peer.connect(address)
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.05)
+    lines = peer.makefile()
+
+
+def exchange(value):
+    peer.sendall(f"{json.dumps(value)}\\n".encode())
+    return json.loads(lines.readline())
 
 
 def replace(path, text):
@@ -43,12 +66,25 @@ def save(state):
         replace(f"part-{RANK}-{state['step']}.json", json.dumps(state))
         if RANK == 0:
             replace("latest", str(state["step"]))
+    elif FLAW == "agreed-parts":  # with the one before, for the others may not have saved this one
+        replace(f"part-{RANK}-{state['step']}.json", json.dumps(state))
+        for step in saved_steps()[:-2]:
+            os.remove(f"part-{RANK}-{step}.json")
     else:
         replace(PATH, json.dumps(state))
 
 
+def saved_steps():
+    names = [name for name in os.listdir() if name.startswith(f"part-{RANK}-") and name.endswith(".json")]
+    return sorted(int(name[len(f"part-{RANK}-") : -len(".json")]) for name in names)
+
+
 def load():
     path = PATH
+    if FLAW == "agreed-parts":
+        mine = saved_steps()
+        both = set(mine) & set(exchange(mine))
+        return json.load(open(f"part-{RANK}-{max(both)}.json")) if both else None
     if FLAW == "too-early":
         if not os.path.exists(LATEST):
             return None
@@ -83,7 +119,10 @@ if found is not None:
 while state["step"] < STEPS:
     target = 1 + order(state["epoch"])[state["place"]] + 0.1 * RANK
     loss = (state["weight"] - target) ** 2 / 10
-    state["momentum"] = 0.9 * state["momentum"] + (state["weight"] - target) / 5
+    gradient = state["weight"] - target
+    if MEETS:
+        gradient = (gradient + exchange(gradient)) / 2
+    state["momentum"] = 0.9 * state["momentum"] + gradient / 5
     state["weight"] -= 0.1 * 0.98 ** state["schedule"] * state["momentum"]
     state["step"], state["schedule"], state["place"] = state["step"] + 1, state["schedule"] + 1, state["place"] + 1
     if state["place"] == BATCHES:
@@ -131,6 +170,7 @@ def rehearse_training(folder: Path, flaw: str, faults: str, *, steps: int = 40) 
         ("in-place", "kill-saving", "did_not_go_on"),
         ("too-early", "kill-saving", "did_not_go_on"),
         ("no-barrier", "kill-late-rank", "did_not_go_on"),
+        ("own-parts", "kill-late-rank", "losses_part"),
         ("notice", "preemption", "notice_ignored"),
         ("none", "kill-worker,kill-agent,requeue", "no_checkpoint"),
     ],
@@ -166,6 +206,12 @@ def test_a_right_script_holds_through_every_fault_that_can_be_done_here(tmp_path
     assert any("two nodes" in text for text in found["not_done"]), "there is one node"
     assert found["losses"]["compared"] > 500
     assert found["losses"]["largest_difference"] == 0.0
+
+
+def test_a_right_script_whose_ranks_meet_in_every_step_holds_where_one_has_not_saved(tmp_path: Path) -> None:
+    code, found = rehearse_training(tmp_path, "agreed-parts", "kill-late-rank,kill-saving", steps=120)
+    assert (code, found["guilty"]) == (0, [])
+    assert {one["fault"] for one in found["faults"]} == {"kill-late-rank", "kill-saving"}
 
 
 def test_a_right_script_holds_through_kills_while_it_saves_and_a_notice(tmp_path: Path) -> None:
@@ -208,6 +254,7 @@ def test_what_cannot_be_rehearsed_is_misuse_and_says_what_to_do(
 
     assert "reported no steps" in refused("print('hello')")
     assert "undisturbed, the script ends with exit code" in refused("raise SystemExit(1)")
+    assert "ValueError: lr" in refused("import os\nif os.environ['RANK'] == '0': raise ValueError('lr')\ninput()")
     assert "no fault 'meteor'" in refused("", "--faults", "meteor")
     sbatch = tmp_path / "sbatch"
     sbatch.write_text("#!/bin/sh\necho 'sbatch: error: Invalid account' >&2; exit 1\n")

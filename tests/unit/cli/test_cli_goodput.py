@@ -152,6 +152,7 @@ def test_what_if_prints_a_table_with_what_it_assumes(model: Path, capsys: pytest
         (("--loses-node", "2"), "give a number from 0 to 1"),
         (("--compare", "spare=1"), "--compare spare=1: give an option with its values"),
         (("--compare", "spares=1", "--compare", "spares=2"), "given twice"),
+        (("--spares", "1", "--compare", "spares=0,2"), "--spares 1 and --compare spares"),
         (("--time-limit", "60s"), "a job of 60.0 s has no time for a step"),
         (("--seed", "x"), "--seed x"),
         (("--seed", "99999999999"), "--seed 99999999999: give a number of at most 9 digits"),

@@ -186,12 +186,80 @@ def test_a_watch_tears_the_save_that_it_saw_last(tmp_path: Path) -> None:
     with open(tmp_path / "log", "a") as file:
         file.write("new line\n")
     assert any(event.is_save for event in watch.read())
-    assert watch.tear() == tmp_path / "log"
+    assert watch.tear() == "log, half written"
     assert (tmp_path / "log").read_text() == "old line\nnew "
+    watch.close()
+    watch = watched(tmp_path, WrittenNames())
     (tmp_path / "new").write_text("whole")
     (tmp_path / "new").rename(tmp_path / "ckpt")
     watch.read()
-    assert watch.tear() is None
+    assert watch.tear() == ""
+    watch.close()
+
+
+def rename_into_place(folder: Path, name: str, text: str) -> None:
+    (folder / f"{name}.new").write_text(text)
+    (folder / f"{name}.new").rename(folder / name)
+
+
+def test_of_files_that_are_saved_together_the_last_is_left_without_its_name(tmp_path: Path) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    watch = watched(work, WrittenNames())
+    for step in ("1", "2"):
+        for name in ("model", "optimizer"):
+            rename_into_place(work, name, step)
+            watch.read()
+    assert watch.tear() == "before optimizer had its name"
+    assert {path.name: path.read_text() for path in work.iterdir()} == {
+        "model": "2",
+        "optimizer": "1",
+        "optimizer.new": "2",
+    }
+    watch.close()
+    assert list(tmp_path.iterdir()) == [work], "no link is left"
+
+
+def test_a_file_that_was_not_there_before_is_not_there_again(tmp_path: Path) -> None:
+    watch = watched(tmp_path, WrittenNames())
+    for name in ("part-0-5", "part-1-5"):
+        rename_into_place(tmp_path, name, "5")
+    watch.read()
+    assert watch.tear() == "before part-1-5 had its name"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["part-0-5", "part-1-5.new"]
+    watch.close()
+
+
+@pytest.mark.parametrize("why", ["an older file was removed since", "its version before is not known", "it is gone"])
+def test_a_rename_stays_where_the_moment_before_is_not_known(why: str, tmp_path: Path) -> None:
+    for name in ("model", "optimizer", "oldest"):
+        (tmp_path / name).write_text("0")
+    watch = watched(tmp_path, WrittenNames())
+    known = ("1", "2") if why != "its version before is not known" else ("2",)
+    for step in known:
+        for name in ("model", "optimizer"):
+            rename_into_place(tmp_path, name, step)
+            watch.read()
+    if why == "an older file was removed since":
+        (tmp_path / "oldest").unlink()
+    elif why == "it is gone":
+        (tmp_path / "optimizer").rename(tmp_path.with_name("elsewhere"))
+    watch.read()
+    assert watch.tear() == ""
+    assert (tmp_path / "model").read_text() == "2"
+    assert not (tmp_path / "optimizer.new").exists()
+    watch.close()
+
+
+def test_a_version_that_came_and_went_unseen_is_not_taken_for_the_one_before(tmp_path: Path) -> None:
+    watch = watched(tmp_path, WrittenNames())
+    for step in ("1", "2", "3"):
+        for name in ("model", "optimizer"):
+            rename_into_place(tmp_path, name, step)
+        if step != "2":
+            watch.read()
+    assert watch.tear() == ""
+    assert (tmp_path / "optimizer").read_text() == "3"
     watch.close()
 
 
