@@ -2,7 +2,7 @@
 
 Such a call fails again in the same way, so it is not started again. What libraries print was captured from argparse
 (Python 3.11), click 8.5, rich-click 1.9, typer 0.29, fire 0.7, absl 2.5, hydra 1.3.8, jsonargparse 4.53, tyro 1.0,
-cyclopts 5.4, docopt 0.6 and plumbum 2.0.
+cyclopts 5.4, docopt 0.6, plumbum 2.0, draccus 0.11 and omegaconf 2.4.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ _RAISED = re.compile(
     r"(?:argparse\.Argument|getopt\.Getopt)Error\Z|click\.exceptions\.(?:UsageError|Bad|Missing|No)"
     r"|absl\.(?:app\.UsageError|flags\._exceptions\.(?:CantOpen|Illegal|Unrecognized|Validation))"
     r"|hydra\.errors\.(?:OverrideParse|ConfigComposition|SearchPath|MissingConfig)Exception\Z"
+    r"|draccus\.utils\.(?:Decoding|Parsing)Error\Z|omegaconf\.errors\."
 )
 """The same raised: with HYDRA_FULL_ERROR=1, click's ``standalone_mode=False``, argparse's ``exit_on_error=False``."""
 _SAID = re.compile(

@@ -482,10 +482,30 @@ _BOX = "╭─ {title} ─────────╮\n{text}\n╰────�
             "",
             "click.exceptions.MissingParameter: Missing parameter: lr",
         ),
+        (
+            1,
+            'Traceback (most recent call last):\n  File "/home/u/train.py", line 9, in <module>\n'
+            "    config = OmegaConf.merge(base, OmegaConf.from_cli())\n"
+            '  File "/venv/omegaconf/_utils.py", line 1235, in _raise\n'
+            "    raise ex.with_traceback(None) from None\n"
+            "omegaconf.errors.ValidationError: Value 'x' of type 'str' could not be converted to Float\n"
+            "    full_key: lr\n    object_type=C\n",
+            "",
+            "omegaconf.errors.ValidationError: Value 'x' of type 'str' could not be converted to Float",
+        ),
+        (
+            1,
+            'Traceback (most recent call last):\n  File "/home/u/train.py", line 9, in <module>\n    main()\n'
+            '  File "/venv/draccus/parsers/decoding.py", line 74, in decode_from_init\n'
+            "    raise DecodingError(path, f\"Couldn't parse '{raw_value}' into a {stringify_type(cls)}\") from e\n"
+            "draccus.utils.DecodingError: `lr`: Couldn't parse 'x' into a float\n",
+            "",
+            "draccus.utils.DecodingError: `lr`: Couldn't parse 'x' into a float",
+        ),
     ],
     ids=[
         "click-group", "rich-click", "cyclopts", "tyro", "absl-usage", "docopt", "by-hand", "getopt", "hydra-full",
-        "click-raised",
+        "click-raised", "omegaconf", "draccus",
     ],
 )  # fmt: skip
 def test_a_wrong_call_has_the_librarys_own_message(
