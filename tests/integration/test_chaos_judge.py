@@ -7,7 +7,7 @@ import dataclasses
 from msgspec.structs import replace
 
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
-from tests.rigs.chaos.evidence import Deed, Evidence, SeenRecord, Work
+from tests.rigs.chaos.evidence import Evidence, Injection, SeenRecord, Work
 from tests.rigs.chaos.judge import complaints, known_gaps
 from tests.rigs.chaos.schedule import Action, Kind, Plan, make_schedule
 
@@ -70,8 +70,8 @@ def good() -> Evidence:
     return evidence
 
 
-def deed(kind: Kind, node: int, began: float, ended: float) -> Deed:
-    return Deed(
+def injection(kind: Kind, node: int, began: float, ended: float) -> Injection:
+    return Injection(
         action=Action(after=0, kind=kind, node=node, seconds=ended - began), nodes=(node,), began=began, ended=ended
     )
 
@@ -123,7 +123,7 @@ def test_an_older_round_beside_a_newer_one() -> None:
     evidence = good()
     evidence.works[1].last = 106.6
     assert "nothing kept its node" in only(evidence, "no_two_rounds")
-    evidence.deeds = [deed(Kind.STOP_NODE, 1, 104.0, 106.0)]
+    evidence.injections = [injection(Kind.STOP_NODE, 1, 104.0, 106.0)]
     assert complaints(evidence) == []
     evidence.works[1].last = 119.0
     assert "after its node could act again" in only(evidence, "no_two_rounds")
@@ -131,7 +131,7 @@ def test_an_older_round_beside_a_newer_one() -> None:
 
 def test_a_stopped_agent_s_workers_have_to_end_before_it_goes_on() -> None:
     evidence = good()
-    evidence.deeds = [deed(Kind.STOP_AGENT, 1, 104.0, 130.0)]
+    evidence.injections = [injection(Kind.STOP_AGENT, 1, 104.0, 130.0)]
     evidence.works[1].last = 107.5
     assert complaints(evidence) == []
     assert known_gaps(evidence)
@@ -154,10 +154,10 @@ def test_a_node_that_was_taken_for_lost() -> None:
         (Kind.STOP_NODE, 102.0, 103.0),  # too short
         (Kind.KILL_AGENT, 80.0, 80.0),  # too long ago
     ):
-        evidence.deeds = [deed(kind, 1, began, ended)]
+        evidence.injections = [injection(kind, 1, began, ended)]
         assert "taken for lost" in only(evidence, "evictions"), kind
     for kind, began, ended in ((Kind.KILL_NODE, 101.0, 101.0), (Kind.STOP_AGENT, 99.0, 110.0)):
-        evidence.deeds = [deed(kind, 1, began, ended)]
+        evidence.injections = [injection(kind, 1, began, ended)]
         assert complaints(evidence) == [], kind
 
 
@@ -186,7 +186,7 @@ def test_output_that_is_not_in_the_log() -> None:
     assert complaints(evidence) == []
     evidence.outputs[1, 0] = b"unit 0\n"
     assert "2 units done, 1 in its log" in only(evidence, "outputs")
-    evidence.deeds = [deed(Kind.KILL_NODE, 0, 107.0, 107.0)]
+    evidence.injections = [injection(Kind.KILL_NODE, 0, 107.0, 107.0)]
     assert complaints(evidence) == []
 
 

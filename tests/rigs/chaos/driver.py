@@ -18,7 +18,7 @@ from hpc_elastic.workers import tree
 from hpc_elastic.workers.guardian import GUARDIAN_NAME
 from hpc_elastic.workers.tree import Proc
 from tests.rigs.chaos.clusters import AgentCluster, Cluster, HandlerCluster
-from tests.rigs.chaos.evidence import Deed, Evidence, Recorder, host_node, now, read_journals, told_records
+from tests.rigs.chaos.evidence import Evidence, Injection, Recorder, host_node, now, read_journals, told_records
 from tests.rigs.chaos.judge import complaints
 from tests.rigs.chaos.places import Place
 from tests.rigs.chaos.schedule import COORDINATOR, Action, Kind, Schedule, told
@@ -32,7 +32,7 @@ HUNG_SECONDS = 90.0
 STALL_SECONDS = 1.0
 """A short sleep that takes so long: others on this machine have kept all processors."""
 QUIET_SECONDS = 0.3
-"""After a deed: what is written later was not written by somebody who was just being killed."""
+"""After an injection: what is written later was not written by somebody who was just being killed."""
 _LOOK = 0.05
 
 _DURING = (Kind.STOP_AGENT, Kind.STOP_NODE, Kind.FREEZE_ALL, Kind.FREEZE_ONE, Kind.FAULTS, Kind.FULL)
@@ -51,7 +51,7 @@ class Chaos:
         self._place = place
         self._say = say
         self._recorder: Recorder | None = None
-        self._due: list[tuple[float, int, Deed, Sequence[Proc]]] = []
+        self._due: list[tuple[float, int, Injection, Sequence[Proc]]] = []
         self._serial = itertools.count()
         self._lost: set[int] = set()
         self._starts: dict[Path, tuple[int, int]] = {}
@@ -87,7 +87,7 @@ class Chaos:
 
     def report(self) -> str:
         """For a person: what was done, and what the run's records say."""
-        lines = [told(self._schedule), "deeds:", *(f"  {deed}" for deed in self.evidence.deeds)]
+        lines = [told(self._schedule), "injections:", *(f"  {injection}" for injection in self.evidence.injections)]
         lines += [
             "records:",
             told_records(self.evidence.records[-80:]),
@@ -106,8 +106,8 @@ class Chaos:
                 self.evidence.stalls.append((slept_from, now()))
             self._cluster.tend()
             while self._due and self._due[0][0] <= time.monotonic():
-                _, _, deed, procs = heapq.heappop(self._due)
-                self._undo(deed, procs)
+                _, _, injection, procs = heapq.heappop(self._due)
+                self._undo(injection, procs)
             left = deadline - time.monotonic()
             if left <= 0:
                 return
@@ -145,7 +145,7 @@ class Chaos:
         return ""
 
     def _at_work(self, round_index: int) -> set[int]:
-        """Nodes whose worker of this round has noted something since the last deed was over."""
+        """Nodes whose worker of this round has noted something since the last injection was over."""
         found = set()
         for path in (self._cluster.stage / "journal").iterdir():
             if path.stat().st_mtime < self._quiet_since + QUIET_SECONDS:
@@ -159,25 +159,25 @@ class Chaos:
                 found.add(self._starts[path][0])
         return found
 
-    # -- deeds ---------------------------------------------------------------------------------------------------
+    # -- injections ---------------------------------------------------------------------------------------------------
 
     def _do(self, action: Action) -> None:
         node = self._coordinator() if action.node == COORDINATOR else action.node
         if node is None or node in self._lost:
             return
-        deed = Deed(action=action, nodes=(node,), began=now(), ended=now())
-        procs = self._carry_out(action, node, deed)
+        injection = Injection(action=action, nodes=(node,), began=now(), ended=now())
+        procs = self._carry_out(action, node, injection)
         if procs is None:
             return
-        self.evidence.deeds.append(deed)
-        self._say(str(deed))
+        self.evidence.injections.append(injection)
+        self._say(str(injection))
         if action.kind in _DURING:
-            deed.ended = float("inf")
-            heapq.heappush(self._due, (time.monotonic() + action.seconds, next(self._serial), deed, procs))
+            injection.ended = float("inf")
+            heapq.heappush(self._due, (time.monotonic() + action.seconds, next(self._serial), injection, procs))
         else:
-            deed.ended = now()
+            injection.ended = now()
 
-    def _carry_out(self, action: Action, node: int, deed: Deed) -> list[Proc] | None:
+    def _carry_out(self, action: Action, node: int, injection: Injection) -> list[Proc] | None:
         """Returns: the processes that were hit; None where nothing could be done."""
         cluster, place, kind = self._cluster, self._place, action.kind
         sharing = tuple(n for n in range(self._plan.nodes) if place.mount(n) == place.mount(node))
@@ -203,13 +203,13 @@ class Chaos:
         if kind is Kind.KILL_WORKER:
             _signal(cluster.workers(node)[:1], signal.SIGKILL)
         elif kind in (Kind.FREEZE_ALL, Kind.FREEZE_ONE):
-            deed.nodes = tuple(range(self._plan.nodes)) if kind is Kind.FREEZE_ALL else sharing
+            injection.nodes = tuple(range(self._plan.nodes)) if kind is Kind.FREEZE_ALL else sharing
             place.freeze(None if kind is Kind.FREEZE_ALL else node)
         elif kind is Kind.FAULTS:
-            deed.nodes = sharing
+            injection.nodes = sharing
             place.fail(node, error=action.error, operation=action.operation, done=action.done, count=action.count)
         elif kind is Kind.FULL:
-            deed.nodes = tuple(range(self._plan.nodes))
+            injection.nodes = tuple(range(self._plan.nodes))
             place.fill()
         elif kind is Kind.CLOCK:
             cluster.set_clock(node, action.offset)
@@ -219,24 +219,24 @@ class Chaos:
             place.drop_caches(node)
         return []
 
-    def _undo(self, deed: Deed, procs: Sequence[Proc]) -> None:
-        kind = deed.action.kind
+    def _undo(self, injection: Injection, procs: Sequence[Proc]) -> None:
+        kind = injection.action.kind
         if kind in (Kind.STOP_AGENT, Kind.STOP_NODE):
             _signal(procs, signal.SIGCONT)
         elif kind in (Kind.FREEZE_ALL, Kind.FREEZE_ONE):
-            self._place.thaw(None if kind is Kind.FREEZE_ALL else deed.nodes[0])
+            self._place.thaw(None if kind is Kind.FREEZE_ALL else injection.nodes[0])
         elif any(d.action.kind is Kind.FULL for _, _, d, _ in self._due):
             pass  # what ends a fault would end that too
         elif kind is Kind.FULL:
             self._place.free()
         elif kind is Kind.FAULTS:
-            self._place.heal(deed.nodes[0])
-        deed.ended = now()
+            self._place.heal(injection.nodes[0])
+        injection.ended = now()
 
     def _undo_all(self) -> None:
         while self._due:
-            _, _, deed, procs = heapq.heappop(self._due)
-            self._undo(deed, procs)
+            _, _, injection, procs = heapq.heappop(self._due)
+            self._undo(injection, procs)
 
     def _coordinator(self) -> int | None:
         record = self._recorder.newest if self._recorder else None

@@ -20,7 +20,7 @@ def now() -> float:
 
 
 @dataclass(slots=True, kw_only=True)
-class Deed:
+class Injection:
     """An action that was carried out."""
 
     action: Action
@@ -63,7 +63,7 @@ class Evidence:
     """All of it."""
 
     schedule: Schedule
-    deeds: list[Deed] = field(default_factory=list)
+    injections: list[Injection] = field(default_factory=list)
     records: list[SeenRecord] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
     stalls: list[tuple[float, float]] = field(default_factory=list)

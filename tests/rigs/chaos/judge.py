@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings, settings_from_conf
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from tests.rigs.chaos.evidence import Deed, Evidence, Work, host_node, told_records
+from tests.rigs.chaos.evidence import Evidence, Injection, Work, host_node, told_records
 from tests.rigs.chaos.schedule import Kind
 
 DETECTION_SECONDS = 15.0
@@ -37,7 +37,7 @@ def known_gaps(evidence: Evidence) -> list[str]:
     """What is within the bound, and told: workers of an agent that was stopped alone ran on beside a newer round."""
     found = []
     for old, new in _beside(evidence):
-        if any(deed.action.kind is Kind.STOP_AGENT for deed in _excuses(evidence, old, new.began)):
+        if any(injection.action.kind is Kind.STOP_AGENT for injection in _excuses(evidence, old, new.began)):
             found.append(f"round {old.round} on node {old.node} ran {old.last - new.began:.1f} s beside {new.round}")
     return found
 
@@ -118,35 +118,40 @@ def _beside(evidence: Evidence) -> Iterator[tuple[Work, Work]]:
                 break
 
 
-def _excuses(evidence: Evidence, old: Work, at: float) -> list[Deed]:
+def _excuses(evidence: Evidence, old: Work, at: float) -> list[Injection]:
     """What kept the older worker's node from acting on the newer round that had begun by `at`."""
     kinds = (Kind.STOP_AGENT, Kind.STOP_NODE, Kind.FREEZE_ONE, Kind.FREEZE_ALL)
     return [
-        deed
-        for deed in evidence.deeds
-        if deed.action.kind in kinds and old.node in deed.nodes and deed.began <= at and deed.ended >= old.began
+        injection
+        for injection in evidence.injections
+        if injection.action.kind in kinds
+        and old.node in injection.nodes
+        and injection.began <= at
+        and injection.ended >= old.began
     ]
 
 
-def _can_act_from(evidence: Evidence, deed: Deed) -> float:
+def _can_act_from(evidence: Evidence, injection: Injection) -> float:
     """When the node can end its workers again: with its agent stopped alone, its guardian does it.
 
     A guardian that did not get to run itself begins anew to see the agent stopped.
     """
-    if deed.action.kind is not Kind.STOP_AGENT:
-        return deed.ended
+    if injection.action.kind is not Kind.STOP_AGENT:
+        return injection.ended
     plan = evidence.schedule.plan
     settings = settings_from_conf({"heartbeat_ttl": f"{plan.ttl:g}"}, RendezvousSettings(doorbell=plan.doorbell))
-    until = deed.began + settings.silence_until_lost + GUARDIAN_SECONDS
+    until = injection.began + settings.silence_until_lost + GUARDIAN_SECONDS
     for began, ended in sorted(evidence.stalls):
-        if deed.began <= ended and began <= until:
+        if injection.began <= ended and began <= until:
             until = max(until, ended + settings.silence_until_lost + GUARDIAN_SECONDS)
-    return min(deed.ended, until)
+    return min(injection.ended, until)
 
 
 def _no_two_rounds(evidence: Evidence) -> Iterator[str]:
     for old, new in _beside(evidence):
-        until = max((_can_act_from(evidence, deed) for deed in _excuses(evidence, old, new.began)), default=None)
+        until = max(
+            (_can_act_from(evidence, injection) for injection in _excuses(evidence, old, new.began)), default=None
+        )
         if until is None:
             yield (
                 f"the worker of round {old.round} on node {old.node} was alive {old.last - new.began:.3f} s after "
@@ -183,23 +188,23 @@ def _evictions(evidence: Evidence) -> Iterator[str]:
             if not _may_be_lost(evidence, node, after.at):
                 yield (
                     f"node {node} was taken for lost, and nothing was wrong with it but "
-                    f"{[str(d) for d in evidence.deeds if node in d.nodes and d.began < after.at][-4:]}:\n"
+                    f"{[str(d) for d in evidence.injections if node in d.nodes and d.began < after.at][-4:]}:\n"
                     f"{told_records([before, after])}"
                 )
 
 
 def _may_be_lost(evidence: Evidence, node: int, at: float) -> bool:
     plan = evidence.schedule.plan
-    for deed in evidence.deeds:
-        if node not in deed.nodes or not deed.began <= at <= deed.ended + DETECTION_SECONDS:
+    for injection in evidence.injections:
+        if node not in injection.nodes or not injection.began <= at <= injection.ended + DETECTION_SECONDS:
             continue
-        kind, seconds = deed.action.kind, deed.action.seconds
+        kind, seconds = injection.action.kind, injection.action.seconds
         if kind in _MAKES_ABSENT:
             return True
         if kind in (Kind.STOP_AGENT, Kind.STOP_NODE) and seconds >= min(plan.ttl, 3.0 if plan.doorbell else plan.ttl):
             return True
     # A lost node stays lost, whenever the records say so again.
-    return any(d.action.kind is Kind.LOSE_NODE and node in d.nodes and d.began <= at for d in evidence.deeds)
+    return any(d.action.kind is Kind.LOSE_NODE and node in d.nodes and d.began <= at for d in evidence.injections)
 
 
 # -- what was written -----------------------------------------------------------------------------------------------
@@ -239,11 +244,11 @@ def _outputs(evidence: Evidence) -> Iterator[str]:
 def _output_may_be_lost(evidence: Evidence, work: Work) -> bool:
     kinds = (*_MAKES_ABSENT, Kind.FULL, Kind.FAULTS, Kind.FREEZE_ALL, Kind.FREEZE_ONE, Kind.STOP_AGENT)
     return any(
-        deed.action.kind in kinds
-        and work.node in deed.nodes
-        and deed.began <= work.last + 5.0
-        and deed.ended >= work.began
-        for deed in evidence.deeds
+        injection.action.kind in kinds
+        and work.node in injection.nodes
+        and injection.began <= work.last + 5.0
+        and injection.ended >= work.began
+        for injection in evidence.injections
     )
 
 

@@ -52,15 +52,15 @@ class ChaosResult:
     gaps: list[str]
     recoveries: list[float]
     rounds: int
-    deeds: int
+    injections: int
     seconds: float
     report: str
 
     def summary(self) -> str:
         slowest = max(self.recoveries, default=0.0)
         text = (
-            f"seed {self.run.seed} on {self.run.place}: {self.deeds} deeds, {self.rounds} rounds, slowest recovery "
-            f"{slowest:.1f} s, {self.seconds:.0f} s"
+            f"seed {self.run.seed} on {self.run.place}: {self.injections} injections, {self.rounds} rounds, "
+            f"slowest recovery {slowest:.1f} s, {self.seconds:.0f} s"
         )
         lines = [text, *(f"    known gap: {gap}" for gap in self.gaps)]
         if self.complaints:
@@ -132,7 +132,7 @@ def run_chaos(run: ChaosRun, *, say: Callable[[str], None] = lambda _: None, kee
                 gaps=known_gaps(evidence),
                 recoveries=evidence.recoveries,
                 rounds=1 + max((seen.record.round for seen in evidence.records), default=-1),
-                deeds=len(evidence.deeds),
+                injections=len(evidence.injections),
                 seconds=time.monotonic() - began,
                 report=chaos.report(),
             )
