@@ -98,8 +98,8 @@ def _site_file(env: Mapping[str, str]) -> Path | None:
 def _saved(env: Mapping[str, str]) -> list[SavedFindings]:
     """The site's, then this account's."""
     folder = account_folder("doctor", env)
-    paths = [path for path in (_site_file(env), folder and folder / _NAME) if path is not None and path.is_file()]
-    found = [codec.load(path, SavedFindings) for path in paths]
+    paths = (_site_file(env), folder and folder / _NAME)
+    found = [codec.load(path, SavedFindings) for path in paths if path is not None]
     return [each for each in found if not isinstance(each, Unreadable)]
 
 

@@ -32,6 +32,18 @@ def test_a_job_runs_as_a_normal_user_on_hosts_with_their_own_names_and_addresses
     assert cluster.run(["hostname"]).stdout == "login\n"
 
 
+def test_rigs_that_make_a_user_together_make_one(cluster: SlurmCluster) -> None:
+    """The later of two useradd gave the user another number: nothing in the home of the first rig's was its own."""
+    name = f"rig{os.getpid()}"
+    program = f"from tests.rigs.slurm_cluster.files import ensure_user; ensure_user({name!r})"
+    try:
+        several = [subprocess.Popen([sys.executable, "-c", program], cwd=PROJECT) for _ in range(3)]
+        assert [one.wait(60) for one in several] == [0] * 3
+        assert Path("/home", name).owner() == name
+    finally:
+        subprocess.run(["userdel", "--remove", name], capture_output=True, check=False)
+
+
 def test_folders_are_shared_or_private_as_on_a_cluster(cluster: SlurmCluster) -> None:
     write = 'for folder in . "$HOME" /tmp /var/tmp /dev/shm; do echo x > "$folder/mark"; done'
     cluster.run(["bash", "-c", write], node="n1", check=True)

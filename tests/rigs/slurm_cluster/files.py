@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pwd
 import secrets
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from . import cgroups, configuration, debian_root, emulated_fs, services
 from .configuration import Settings
-from .layout import CONTROLLER, RIGS_FOLDER, USERS, Layout
+from .layout import CACHE_FOLDER, CONTROLLER, RIGS_FOLDER, USERS, Layout
 from .processes import call
 
 
@@ -26,7 +27,7 @@ def make_folders(layout: Layout) -> None:
         folder.mkdir(mode=0o700)
     layout.shared.chmod(0o1777)
     for user in USERS:
-        entry = _ensure_user(user)
+        entry = ensure_user(user)
         home = layout.homes / user
         shutil.copytree("/etc/skel", home)
         home.chmod(0o700)
@@ -37,14 +38,16 @@ def make_folders(layout: Layout) -> None:
     Path("/etc/slurm").mkdir(exist_ok=True)
 
 
-def _ensure_user(name: str) -> pwd.struct_passwd:
+def ensure_user(name: str) -> pwd.struct_passwd:
     """The user's entry; the user is made where there is none."""
-    try:
+    CACHE_FOLDER.mkdir(mode=0o755, parents=True, exist_ok=True)
+    with open(CACHE_FOLDER / "users.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of two useradd that begin together the later changes the user's number
+        try:
+            return pwd.getpwnam(name)
+        except KeyError:
+            call(["useradd", "--create-home", "--shell", "/bin/bash", name])
         return pwd.getpwnam(name)
-    except KeyError:
-        # Another rig that starts now may be quicker: then this fails, and the user is there.
-        call(["useradd", "--create-home", "--shell", "/bin/bash", name], check=False)
-    return pwd.getpwnam(name)
 
 
 def write_configuration(layout: Layout, settings: Settings, *, mounts: Mapping[Path, Path]) -> None:

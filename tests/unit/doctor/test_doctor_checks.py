@@ -24,6 +24,7 @@ from hpc_elastic.doctor.slurm_checks import check_slurm
 from hpc_elastic.doctor.slurm_facts import SlurmFacts
 from hpc_elastic.doctor.software_probe import PythonFacts
 from hpc_elastic.errors import UsageError
+from hpc_elastic.options.config_files import SITE_VARIABLE
 from hpc_elastic.run.container import Container, ContainerImage, Runtime
 from hpc_elastic.slurm.client import CommandResult, CommandTimeoutError
 from tests.rigs.captures import VERSIONS, captured
@@ -262,6 +263,8 @@ def test_what_was_kept_is_used_for_each_run(tmp_path: Path, for_site: bool) -> N
     ]
     path.write_text("{torn")
     assert saved_notes(env, partition="gone") == []
+    unreachable = {**env, SITE_VARIABLE: f"/{'x' * 300}/config.toml"}
+    assert saved_notes(unreachable, partition="gone") == []
 
 
 def test_the_site_s_facts_and_the_account_s_are_shown_once(tmp_path: Path) -> None:
