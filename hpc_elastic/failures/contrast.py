@@ -25,7 +25,9 @@ ALL_ALIKE = "all its workers failed alike, and none of the other nodes'"
 """Why such a node is left out."""
 MOMENT_SECONDS = 1.0
 """So long the other workers may go on, so that those which would fail in the same way do; see `moment_after`."""
-_YOUNG_SECONDS = 5.0
+_LONGEST_MOMENT_SECONDS = 5.0
+_START_SECONDS = 120.0
+"""Imports from a cold network filesystem have been seen to take more than a minute."""
 _ENOUGH = 0.8
 _TYPES = frozenset({"ImportError", "ModuleNotFoundError", "FileNotFoundError", "NotADirectoryError", "PermissionError"})
 """What Python raises where a package, a file or the right to read it is missing."""
@@ -134,6 +136,7 @@ def apart_in_round(failures: Sequence[WorkerFailure], workers: Mapping[int, int]
 def moment_after(age: float) -> float:
     """Seconds that the other workers get after one failed at `age` seconds, which may be its node's doing.
 
-    What is missing is missed at the start, and on a busy machine the starts are further apart: as long again.
+    What is missing is missed at the start, and where starts take long they are further apart: as long again, 5 s at
+    most.
     """
-    return max(MOMENT_SECONDS, age) if age <= _YOUNG_SECONDS else MOMENT_SECONDS
+    return max(MOMENT_SECONDS, min(age, _LONGEST_MOMENT_SECONDS)) if age <= _START_SECONDS else MOMENT_SECONDS

@@ -241,6 +241,9 @@ def test_a_block_that_is_not_what_was_printed_is_seen(shown: str, problems: int)
     assert len(PRINTED.problems(example(shown))) == problems
 
 
+ROUND_ZERO = "    round 0: 4 nodes, 4 workers, 13.8 s, cost 0.2 s: rank 2 on node2: Signal 9 (SIGKILL)"
+
+
 @pytest.mark.parametrize(
     "lines",
     [
@@ -251,7 +254,12 @@ def test_a_block_that_is_not_what_was_printed_is_seen(shown: str, problems: int)
         ),
         (
             "[node0] round opened (round 1): rank 2 ended with SIGKILL on node2",
-            "[node0] round opened (round 1): worker failure on node 2: rank 2: Signal 9 (SIGKILL) received by PID 77",
+            "[node0] round opened (round 1): rank 2: Signal 9 (SIGKILL) received by PID 77 on node2",
+        ),
+        (
+            f"{ROUND_ZERO} received by PID 26533",
+            f"{ROUND_ZERO} received by PID 26533 (+1 more)",
+            f"{ROUND_ZERO} received by PID 26533 (+2 more)",
         ),
     ],
 )

@@ -61,6 +61,7 @@ RACES = tuple(
             r"(?:1 other is a consequence|\d others are consequences))$",
             "  verdict  : <FIRST, OR WITH CONSEQUENCES>",
         ),
+        (r"^( +round 0: .*: Signal 9 \(SIGKILL\)) re.*$", r"\1 <WITH OR WITHOUT CONSEQUENCES>"),
         # Whether the coordinator heard of the failure by a packet, or read the failure itself, with what followed it.
         (
             r"^(\[node0\] round opened \(round 1\)): (?:rank 2 ended with SIGKILL on node2"

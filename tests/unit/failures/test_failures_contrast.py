@@ -114,6 +114,6 @@ def test_the_order_of_nodes_does_not_matter() -> None:
     assert nodes_apart(nodes) == nodes_apart(nodes[::-1]) == (1,)
 
 
-@pytest.mark.parametrize(("age", "moment"), [(0.2, 1.0), (3.0, 3.0), (5.0, 5.0), (3600.0, 1.0)])
+@pytest.mark.parametrize(("age", "moment"), [(0.2, 1.0), (3.0, 3.0), (5.0, 5.0), (50.0, 5.0), (3600.0, 1.0)])
 def test_the_moment_is_as_long_as_the_start_took_on_a_busy_machine(age: float, moment: float) -> None:
     assert moment_after(age) == moment
