@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.rehearsal.saves import FileEvent, SaveWatch, WrittenNames
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.tree import NODE_TAG_VARIABLE, TAG_VARIABLE, Environ, Proc
+
+_BETWEEN_FILES_SECONDS = 0.2
+"""After this time without more of it, a save is over."""
+_SAVE_SECONDS = 3.0
+_STOP_SECONDS = 1.0
 
 
 class NotNow(Exception):
@@ -101,16 +108,55 @@ class Injector:
         signal_all(self.of_workers(), number)
 
     def tear(self) -> str:
-        """Stop the workers, and leave what they save just now half done (`SaveWatch.tear`)."""
-        self.signal_workers(signal.SIGSTOP)
-        self._look()
-        return "" if self._watch is None else self._watch.tear()
+        """Stop the workers, and leave what they save just now half done.
+
+        A rename leaves nothing half done. After one they go on for a moment, for a file may follow that is written in
+        place; where none does, the save is left as it was before its last rename.
+
+        Returns:
+            What was left so; empty where the save is whole.
+        """
+        until = time.monotonic() + _SAVE_SECONDS
+        is_over = False
+        while True:
+            self._stop_workers()
+            self._look()
+            if self._watch is None:
+                return ""
+            if torn := self._watch.tear():
+                return torn
+            if is_over or time.monotonic() > until:
+                return self._watch.undo_rename()
+            self.signal_workers(signal.SIGCONT)
+            is_over = not self._is_saved_within(_BETWEEN_FILES_SECONDS)
+
+    def _stop_workers(self) -> None:
+        """And wait until they are: a process runs on for a moment after the signal was sent."""
+        workers = self.of_workers()
+        signal_all(workers, signal.SIGSTOP)
+        until = time.monotonic() + _STOP_SECONDS
+        while time.monotonic() < until and any(_runs(proc.pid) for proc in workers):
+            time.sleep(0.001)
+
+    def _is_saved_within(self, seconds: float) -> bool:
+        deadline, known = time.monotonic() + seconds, len(self._unread)
+        while (left := deadline - time.monotonic()) > 0:
+            wait_readable(self.filenos(), left)
+            self._look()
+            if any(event.is_save for event in self._unread[known:]):
+                return True
+        return False
 
 
 def signal_all(processes: Sequence[Proc], number: int) -> None:
     """Signal each; what has ended meanwhile is none to hit."""
     for proc in processes:
         tree.kill_safely(proc, number)
+
+
+def _runs(pid: int) -> bool:
+    proc = tree.look_at(pid)
+    return proc is not None and proc.state in ("R", "S")
 
 
 def _handles(pid: int, number: int) -> bool:

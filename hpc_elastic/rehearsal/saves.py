@@ -254,21 +254,31 @@ class SaveWatch:
         return (event.is_written or event.is_moved_here) and not self._names.is_log(self._name_of(event.path))
 
     def tear(self) -> str:
-        """Leave the save that was seen last as a kill in it leaves it, half done; its writers are stopped.
+        """Leave the file that was written last as a kill in it leaves it, half written; its writers are stopped.
+
+        Returns:
+            What was left so; empty where the last thing that was done was whole in itself.
+        """
+        events, closed = self._last_save()
+        known = {event.path: self._before if event.path in closed else self._sizes for event in events}
+        torn = tear(events, {path: sizes.get(path, 0) for path, sizes in known.items()})
+        return "" if torn is None else f"{torn.name}, half written"
+
+    def undo_rename(self) -> str:
+        """Leave a save of several files as a kill just before the last rename leaves it; its writers are stopped.
 
         Returns:
             What was left so; empty where it is whole.
         """
+        undone = undo_rename(self._last_save()[0], self._versions)
+        return "" if undone is None else f"before {undone.name} had its name"
+
+    def _last_save(self) -> tuple[list[FileEvent], set[Path]]:
+        """What was done to files in the save that was seen last; which files a writer has closed in it."""
         since = time.monotonic() - _SAVE_SECONDS
         recent = [event for at, event in self._recent if at >= since]
         events = [event for event in recent if event.is_save or event.is_moved_away or event.is_removed]
-        closed = {event.path for event in recent if event.is_closed}
-        known = {event.path: self._before if event.path in closed else self._sizes for event in events}
-        torn = tear(events, {path: sizes.get(path, 0) for path, sizes in known.items()})
-        if torn is not None:
-            return f"{torn.name}, half written"
-        undone = undo_rename(events, self._versions)
-        return f"before {undone.name} had its name" if undone is not None else ""
+        return events, {event.path for event in recent if event.is_closed}
 
 
 def tear(events: Iterable[FileEvent], sizes: dict[Path, int]) -> Path | None:

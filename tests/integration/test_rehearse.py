@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 from html import escape
@@ -12,6 +13,11 @@ from typing import Any
 
 import pytest
 
+from hpc_elastic.base.waking import wait_readable
+from hpc_elastic.rehearsal.injector import Injector
+from hpc_elastic.rehearsal.saves import WrittenNames
+from hpc_elastic.workers import tree
+from hpc_elastic.workers.tree import TAG_VARIABLE
 from tests.rigs.local_run import ROOT
 
 TRAIN = '''
@@ -315,3 +321,51 @@ def test_the_docs_example_holds_and_without_the_optimizers_state_it_is_guilty(fl
     options = ("--nodes", "2", "--faults", "kill-worker" if flaw else "kill-worker,preemption,kill-saving")
     code, found = rehearse(tmp_path, *options, "train.py", "--epochs", "30", "--epoch-delay", "0.3")
     assert (code, {one["of"] for one in found["guilty"]}) == ((1, {"losses_part"}) if flaw else (0, set())), found
+
+
+SAVES = """
+import os, sys, time
+def replace(name):
+    open(name + ".new", "w").write("whole")
+    os.rename(name + ".new", name)
+for line in sys.stdin:
+    for word in line.split():
+        if word == "part":
+            time.sleep(0.1)
+            open("part", "w").write("whole")
+        else:
+            replace(word)
+"""
+
+
+@pytest.mark.parametrize(
+    ("saved", "left"),
+    [
+        ("latest part", "part, half written"),  # what names the checkpoint is there before it is
+        ("model optimizer", "before optimizer had its name"),
+        ("model", ""),
+    ],
+)
+def test_a_save_is_left_half_written_even_where_it_began_with_a_rename(saved: str, left: str, tmp_path: Path) -> None:
+    uid = f"run-{secrets.token_hex(4)}"
+    injector = Injector(uid, [tmp_path], WrittenNames())
+    writer = subprocess.Popen(
+        [sys.executable, "-c", SAVES],
+        cwd=tmp_path,
+        env={**os.environ, TAG_VARIABLE: f"{uid}:n0:0"},
+        stdin=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert writer.stdin is not None
+        print(saved, file=writer.stdin, flush=True)
+        while not any(event.is_save for event in injector.read_files()):
+            wait_readable(injector.filenos(), 10.0)
+        assert injector.tear() == left
+        found = tree.look_at(writer.pid)
+        assert found is not None
+        assert found.state == "T"
+    finally:
+        writer.kill()
+        writer.wait()
+        injector.close()

@@ -24,7 +24,7 @@ from hpc_elastic.agent.store_server import MasterPortTakenError, StoreState
 from hpc_elastic.agent.supervision import Phase, WorkerState
 from hpc_elastic.agent.worker_evidence import Place
 from hpc_elastic.base.outcome import UNCONFIRMED_CODE, UNHEALTHY_CODE, Outcome
-from hpc_elastic.failures.contrast import ALL_ALIKE, MOMENT_SECONDS
+from hpc_elastic.failures.contrast import ALL_ALIKE, moment_after
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import RankStacks
 from hpc_elastic.failures.worker_failure import WorkerFailure
@@ -1096,7 +1096,7 @@ def test_what_may_be_missing_on_this_node_alone_is_reported_after_a_moment_for_t
         assert p.workers[0].waits
         assert not p.workers[0].stopping
         assert not p.said.all("report_failure")
-        p.pass_seconds(MOMENT_SECONDS)
+        p.pass_seconds(moment_after(p.workers[0].seconds))
 
     def reported() -> None:
         assert p.workers[0].stopping

@@ -210,7 +210,7 @@ def test_of_files_that_are_saved_together_the_last_is_left_without_its_name(tmp_
         for name in ("model", "optimizer"):
             rename_into_place(work, name, step)
             watch.read()
-    assert watch.tear() == "before optimizer had its name"
+    assert watch.undo_rename() == "before optimizer had its name"
     assert {path.name: path.read_text() for path in work.iterdir()} == {
         "model": "2",
         "optimizer": "1",
@@ -225,7 +225,7 @@ def test_a_file_that_was_not_there_before_is_not_there_again(tmp_path: Path) -> 
     for name in ("part-0-5", "part-1-5"):
         rename_into_place(tmp_path, name, "5")
     watch.read()
-    assert watch.tear() == "before part-1-5 had its name"
+    assert watch.undo_rename() == "before part-1-5 had its name"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["part-0-5", "part-1-5.new"]
     watch.close()
 
@@ -245,7 +245,7 @@ def test_a_rename_stays_where_the_moment_before_is_not_known(why: str, tmp_path:
     elif why == "it is gone":
         (tmp_path / "optimizer").rename(tmp_path.with_name("elsewhere"))
     watch.read()
-    assert watch.tear() == ""
+    assert watch.undo_rename() == ""
     assert (tmp_path / "model").read_text() == "2"
     assert not (tmp_path / "optimizer.new").exists()
     watch.close()
@@ -258,7 +258,7 @@ def test_a_version_that_came_and_went_unseen_is_not_taken_for_the_one_before(tmp
             rename_into_place(tmp_path, name, step)
         if step != "2":
             watch.read()
-    assert watch.tear() == ""
+    assert watch.undo_rename() == ""
     assert (tmp_path / "optimizer").read_text() == "3"
     watch.close()
 
