@@ -161,6 +161,7 @@ def test_who_has_no_descriptor_left_still_sees_and_ends_all() -> None:
         from hpc_elastic.workers.linux import SPARE
         workers = [start(DAEMON) for _ in range(2)]
         daemons = [int(read_line(worker.stdout_fd)) for worker in workers]
+        until(lambda: len(tree.children(os.getpid())) == 4)  # a daemon may print before its parent has ended
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
         hoard = []
         def take_all():
