@@ -40,6 +40,8 @@ _SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "completion": ("completion", "print a script for bash that completes subcommands, options and runs"),
     "agent": ("agent", "run the agent of one node, inside a step of your own"),
 }
+_REMOVED: dict[str, str] = {}
+"""Subcommands of earlier versions → what to use in their place."""
 _AGENT_OPTIONS = ("--run-dir", "--attempt", "--node", "--launcher-pid")
 """With one of these first, ``agent`` is called by a launcher of ours, not by a user's srun."""
 
@@ -108,6 +110,8 @@ def _dispatch(argv: list[str]) -> int:
         return _run(_SUBCOMMANDS[name][0], name, rest)
     if name == "batch":
         return _batch(rest)
+    if name in _REMOVED:
+        raise UsageError(f"{PROGRAM} {name} was removed: {_REMOVED[name]}")
     raise UsageError(f"no subcommand {name!r}{_nearest(name)}; {PROGRAM} --help lists them")
 
 

@@ -44,6 +44,7 @@ _NOT_FOR_A_JOB = ("--help", "--usage", "--version", "-V")
 REFUSED: Mapping[str, str] = {
     **{name: why for name, why in IMPOSSIBLE.items() if name not in _NOT_FOR_A_JOB},
     **worker_options.REFUSED,
+    **{name: f"was removed: {instead}" for name, instead in worker_options.REMOVED.items()},
 }
 """Options that will never be, torchrun's and sbatch's, with the reason and the way out."""
 YIELDS: Mapping[str, Sequence[str]] = job_options.SBATCH_VARIABLES

@@ -336,6 +336,8 @@ REFUSED: Mapping[str, str] = {
     "--event-log-handler": "not supported: events are in the run directory",
     "--log-line-prefix-template": "not supported: lines begin with [host:rank]",
 }
+REMOVED: Mapping[str, str] = {}
+"""Options of earlier versions → what to use in their place."""
 
 
 def entrypoint(parsed: Parsed, *, cwd: Path, interpreter: str) -> Entrypoint:
