@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests import check
-from tests.check import Outcome
+from tests.check import Cases, Outcome, Tier
 from tests.conftest import LONGEST
 
 XML = """<?xml version="1.0" encoding="utf-8"?>
@@ -24,18 +24,52 @@ XML = """<?xml version="1.0" encoding="utf-8"?>
 def test_a_junit_file_is_counted_and_what_failed_is_named(tmp_path: Path) -> None:
     (tmp_path / "junit.xml").write_text(XML)
     outcome = Outcome(name="unit")
-    check.count(tmp_path / "junit.xml", outcome)
+    check.count(check.read_cases(tmp_path / "junit.xml"), Cases(), outcome)
     assert (outcome.passed, outcome.failed, outcome.skipped) == (1, 2, 1)
     assert outcome.notes == ["tests.unit.test_a::test_bad", "tests.unit.test_a::test_torn[x]", "1 skipped: why"]
 
 
 @pytest.mark.parametrize("text", [None, "", XML[:200]])
-def test_a_missing_or_torn_junit_file_counts_nothing(tmp_path: Path, text: str | None) -> None:
+def test_a_missing_or_torn_junit_file_has_no_tests(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "junit.xml").write_text(text)
-    outcome = Outcome(name="unit")
-    check.count(tmp_path / "junit.xml", outcome)
-    assert (outcome.passed, outcome.failed, outcome.skipped) == (0, 0, 0)
+    assert check.read_cases(tmp_path / "junit.xml") == Cases()
+
+
+def test_a_test_that_fails_passes_alone_or_fails_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three real runs of pytest in one tier: a test that passes the second time, one that never does, one that does."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_mixed.py").write_text(
+        "from pathlib import Path\n"
+        "def test_once_late():\n"
+        "    seen = Path('seen')\n"
+        "    there = seen.exists()\n"
+        "    seen.touch()\n"
+        "    assert there\n"
+        "def test_wrong():\n"
+        "    assert False\n"
+        "def test_right():\n"
+        "    pass\n"
+    )
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    outcome = Outcome(name="small", budget=60.0)
+    check.run_tier(Tier(name="small", folders=("tests",), budget=60.0), outcome, long=False)
+    assert (outcome.passed, outcome.failed) == (2, 1)
+    assert outcome.notes == ["tests.test_mixed::test_wrong"]
+    assert [name.split(" ")[0] for name in outcome.unsteady] == ["tests.test_mixed::test_once_late"]
+
+
+def test_more_than_three_unsteady_tests_fail_the_run() -> None:
+    some, many = Outcome(name="unit", passed=9, unsteady=["a", "b", "c"]), Outcome(name="slurm", unsteady=["d (1 s)"])
+    lines = check.summary([some]).splitlines()
+    assert lines[-5:] == [
+        "unsteady, passed only when run once more, alone (to be mended):",
+        *("    a", "    b", "    c"),
+        "9 passed, 0 failed",
+    ]
+    assert check.exit_code([some]) == 0
+    assert check.summary([some, many]).splitlines()[-1] == "9 passed, 1 failed"
+    assert check.exit_code([some, many]) == 1
 
 
 def test_the_last_line_is_the_sum() -> None:
