@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import time
 from collections.abc import Callable, Collection
 from typing import Any
@@ -14,14 +13,13 @@ from msgspec import Struct, field
 
 from hpc_elastic.inprocess.abort import forget_half_made_groups
 from hpc_elastic.inprocess.interrupt import Interruptible, RankShouldRestart
-from hpc_elastic.inprocess.life import TRANSITIONS, Event, Phase, next_phase
+from hpc_elastic.inprocess.life import Event, Phase, next_phase
 from hpc_elastic.inprocess.monitor_process import MonitorProcess, Place
 from hpc_elastic.inprocess.monitor_thread import MonitorThread, SoftTimeout
 from hpc_elastic.inprocess.progress_watchdog import ProgressWatchdog
 from hpc_elastic.inprocess.rank_assignment import RankDiscarded
 from hpc_elastic.inprocess.replacement import Replacements, Surroundings
 from hpc_elastic.inprocess.settings import Settings
-from hpc_elastic.inprocess.standby import Refuge, may_stay
 from hpc_elastic.inprocess.state import (
     HealthCheckError,
     InternalError,
@@ -55,28 +53,8 @@ class Rank(Struct, kw_only=True):
     surroundings: Surroundings = field(default_factory=Surroundings)
     replacements: Replacements | None = None
     """Where an agent starts fresh processes in dead ones' places."""
-    refuge: Refuge | None = None
-    """Where the store's server is the restart group's own: for the end of its node."""
-
     has_completed: bool = False
     """Whether all ranks have completed; else others may go on for long."""
-
-    def move(self, refuge: Refuge, present: Collection[int]) -> None:
-        """The restart group's store is that of the standby to which this rank has fled.
-
-        Args:
-            refuge: Past a meeting.
-            present: The initial ranks that came to it.
-        """
-        raw, watched, standby = refuge.move_in()
-        self.base, self.watched_base = PrefixStore(self.name, raw), PrefixStore(self.name, watched)
-        self.critical_ranks = (standby.initial_rank,)
-        self.process.move(standby)
-        for rank in set(range(self.state.initial_world_size)) - set(present):
-            self.base.record_base_terminated_rank(rank)
-        if not {"host_name", "port"} & set(self.settings.store_kwargs or ()):
-            # The function's groups may use the same server.
-            os.environ.update(MASTER_ADDR=standby.host, MASTER_PORT=str(standby.port))
 
     def announce_end(self) -> None:
         """This rank needs the store no more. Where the store is in this process: wait for all others to say so."""
@@ -125,11 +103,6 @@ class Iterations:
         self._own_fault: Exception | None = None
         self._leaving: BaseException | None = None
         self._interrupted_at = 0.0
-        self._is_store_lost = False
-        self._silent = 0
-        """How many ranks were declared dead for their silence."""
-        self._has_returned = False
-        """The function, in this iteration; and it is not known whether all others' have."""
 
     @property
     def _state(self) -> State:
@@ -162,9 +135,7 @@ class Iterations:
                     if phase is Phase.LEAVING:
                         logger.warning("rank %d can't say that it leaves: %s", self._state.rank, error)
                         break
-                    event = Event.STORE_LOST if self._has_lost_store(phase, error) else Event.FAILED
-                    if event is Event.FAILED:
-                        self._leaving = error
+                    event, self._leaving = Event.FAILED, _with_cause(phase, error)
                 logger.debug("rank %d: %s, while %s", self._state.rank, event.value, phase.value)
                 phase = next_phase(phase, event)
             if self._leaving is not None:
@@ -172,18 +143,6 @@ class Iterations:
             return self._value
         finally:
             self._forget()
-
-    def _has_lost_store(self, phase: Phase, error: BaseException) -> bool:
-        """Whether `error` means that the store's server is gone, and the restart group has standbys."""
-        if Event.STORE_LOST not in TRANSITIONS[phase] or self._call.refuge is None:
-            return False
-        if not isinstance(error, dist.DistNetworkError):
-            return False
-        logger.warning("rank %d: the restart group's store is lost: %s", self._state.rank, error)
-        if not self._interrupted_at or phase in (Phase.RUNNING, Phase.COMPLETING):
-            self._interrupted_at = time.monotonic()
-        self._is_store_lost = True
-        return True
 
     # --- the phases
 
@@ -245,7 +204,6 @@ class Iterations:
         assert store is not None
         call.watchdog.reset()
         self._value = None
-        self._has_returned = False
         self._part = Interruptible()
         self._thread = MonitorThread(
             state=self._state,
@@ -255,7 +213,6 @@ class Iterations:
             abort=settings.abort,
             last_call_wait=settings.last_call_wait.total_seconds(),
             hold=call.watchdog.hold,
-            flee=call.refuge.flee if call.refuge is not None else None,
         )
         limit = settings.soft_timeout.total_seconds()
         call.watchdog.show(SoftTimeout(state=self._state, store=store, limit=limit).look)
@@ -297,14 +254,12 @@ class Iterations:
 
     def _complete(self) -> Event:
         assert self._store is not None
-        self._has_returned = True
         has_completed = self._store.completion_barrier(
             rank=self._state.rank,
             rendezvous_count=self._state.world_size,
             timeout=self._settings.completion_timeout,
         )
         if not has_completed:
-            self._has_returned = False
             return Event.INTERRUPTED
         self._call.has_completed = True
         if self._call.replacements is not None:
@@ -317,19 +272,11 @@ class Iterations:
         assert thread is not None
         self._interrupted_at = time.monotonic()
         self._value = None
-        # By then both connections to a server that is gone have failed.
-        patience = 2 * self._settings.heartbeat_timeout.total_seconds() + 30
         while not thread.has_aborted.wait(LONGEST_PAUSE):
-            if self._is_store_lost and time.monotonic() - self._interrupted_at > patience:
-                raise InternalError(
-                    "this rank's connection to the restart group's store is lost, and the store is there"
-                )
-        self._is_store_lost |= thread.has_fled
+            pass
         self._end_thread()
         forget_half_made_groups()
         self._call.watchdog.reset()
-        if isinstance(thread.error, InternalError):
-            raise thread.error
         if thread.error is not None:
             raise InternalError(f"the restart group's store fails: {thread.error}") from thread.error
         return Event.ABORTED
@@ -348,16 +295,6 @@ class Iterations:
         return Event.HEALTHY
 
     def _terminate(self) -> Event:
-        if self._is_store_lost:
-            self._meet_elsewhere()
-        else:
-            self._meet()
-        while gc.collect():
-            pass
-        self._state.advance()
-        return Event.ALL_CAME
-
-    def _meet(self) -> None:
         store, state = self._store, self._state
         assert store is not None
         store.termination_barrier(
@@ -368,33 +305,12 @@ class Iterations:
         self._own_fault = None
         self._part.close()
         self._terminated = store.get_terminated_ranks()
-        refuge = self._call.refuge
-        records = store.get_interruption_records() if self._call.surroundings.reports or refuge is not None else ()
+        records = store.get_interruption_records() if self._call.surroundings.reports else ()
         self._seen = tuple(dict.fromkeys((record.rank, record.interruption.name) for record in records))
-        if refuge is None:
-            return
-        self._silent += len({record.rank for record in records if record.interruption is Interruption.UNRESPONSIVE})
-        left = state.world_size - len(self._terminated)
-        if not may_stay(silent=self._silent, left=left):
-            raise InternalError(f"{self._silent} ranks are silent and {left} are left: those may go on at a standby")
-
-    def _meet_elsewhere(self) -> None:
-        """In place of the termination barrier. The ranks have their first numbers again: all know those."""
-        call, state, refuge = self._call, self._state, self._call.refuge
-        assert refuge is not None
-        meeting = refuge.meet(iteration=state.iteration, world_size=state.world_size, has_returned=self._has_returned)
-        self._is_store_lost = False
-        self._own_fault = None
-        self._part.close()
-        call.move(refuge, meeting.present)
-        state.rank, state.world_size, state.iteration = (
-            state.initial_rank,
-            state.initial_world_size,
-            meeting.iteration - 1,
-        )
-        state.store = PrefixStore(state.iteration, call.base)  # for `rank_assignment`
-        self._terminated = set(range(state.world_size)) - set(meeting.present)
-        self._seen = tuple((rank, Interruption.UNRESPONSIVE.name) for rank in sorted(self._terminated))
+        while gc.collect():
+            pass
+        state.advance()
+        return Event.ALL_CAME
 
     def _replace(self) -> Event:
         state, store, replacements = self._state, self._store, self._call.replacements
@@ -445,3 +361,12 @@ class Iterations:
         self._own_fault = self._leaving = None
         self._value = None
         self._function = lambda: None
+
+
+def _with_cause(phase: Phase, error: BaseException) -> BaseException:
+    """`error`, or its meaning where the restart group's store is lost; a hook may use stores of its own."""
+    if phase in (Phase.FINALIZING, Phase.CHECKING) or not isinstance(error, dist.DistNetworkError):
+        return error
+    failure = InternalError(f"the restart group's store fails: {error}")
+    failure.__cause__ = error
+    return failure

@@ -25,7 +25,7 @@ class Phase(Enum):
     CHECKING = "checking"
     """`health_check`, after a fault."""
     TERMINATING = "terminating"
-    """The termination barrier, or a meeting at a standby store; garbage is collected."""
+    """The termination barrier; garbage is collected."""
     REPLACING = "replacing"
     """Fresh processes are waited for in dead ones' places, where an agent starts them."""
     LEAVING = "leaving"
@@ -49,8 +49,6 @@ class Event(Enum):
     HEALTHY = "healthy"
     DECIDED = "decided"
     """The members of the next iteration are known."""
-    STORE_LOST = "store lost"
-    """Its server's node is gone, and there are standbys."""
     FAILED = "failed"
     """Something raised that ends this rank."""
     SAID = "said"
@@ -59,36 +57,22 @@ class Event(Enum):
 
 TRANSITIONS: dict[Phase, dict[Event, Phase]] = {
     Phase.JOINING: {Event.ALL_CAME: Phase.ASSIGNING, Event.FAILED: Phase.LEFT},
-    Phase.ASSIGNING: {
-        Event.ASSIGNED: Phase.STARTING,
-        Event.STORE_LOST: Phase.TERMINATING,
-        Event.FAILED: Phase.LEAVING,
-    },
-    Phase.STARTING: {
-        Event.ALL_CAME: Phase.RUNNING,
-        Event.STORE_LOST: Phase.TERMINATING,
-        Event.FAILED: Phase.LEAVING,
-    },
+    Phase.ASSIGNING: {Event.ASSIGNED: Phase.STARTING, Event.FAILED: Phase.LEAVING},
+    Phase.STARTING: {Event.ALL_CAME: Phase.RUNNING, Event.FAILED: Phase.LEAVING},
     Phase.RUNNING: {
         Event.DONE: Phase.COMPLETING,
         Event.INTERRUPTED: Phase.ABORTING,
-        Event.STORE_LOST: Phase.ABORTING,
         Event.FAILED: Phase.LEAVING,
     },
     Phase.COMPLETING: {
         Event.ALL_COMPLETED: Phase.RETURNED,
         Event.INTERRUPTED: Phase.ABORTING,
-        Event.STORE_LOST: Phase.ABORTING,
         Event.FAILED: Phase.LEAVING,
     },
     Phase.ABORTING: {Event.ABORTED: Phase.FINALIZING, Event.FAILED: Phase.LEAVING},
     Phase.FINALIZING: {Event.FINALIZED: Phase.CHECKING, Event.FAILED: Phase.LEAVING},
     Phase.CHECKING: {Event.HEALTHY: Phase.TERMINATING, Event.FAILED: Phase.LEAVING},
-    Phase.TERMINATING: {
-        Event.ALL_CAME: Phase.REPLACING,
-        Event.STORE_LOST: Phase.TERMINATING,
-        Event.FAILED: Phase.LEAVING,
-    },
+    Phase.TERMINATING: {Event.ALL_CAME: Phase.REPLACING, Event.FAILED: Phase.LEAVING},
     Phase.REPLACING: {Event.DECIDED: Phase.ASSIGNING, Event.FAILED: Phase.LEAVING},
     Phase.LEAVING: {Event.SAID: Phase.LEFT},
     Phase.RETURNED: {},

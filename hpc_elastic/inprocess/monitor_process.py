@@ -20,7 +20,6 @@ from typing import Any, NoReturn
 
 import torch.distributed as dist
 from msgspec import Struct
-from msgspec.structs import replace
 
 from hpc_elastic.base.codec import dumps, loads
 from hpc_elastic.base.files import Owner, open_checked
@@ -31,7 +30,6 @@ from hpc_elastic.inprocess.progress_watchdog import HeartbeatWatch, ProgressPage
 from hpc_elastic.inprocess.replacement import PULSE, WITHDRAWN, Newcomer
 from hpc_elastic.inprocess.settings import Settings
 from hpc_elastic.inprocess.sockets import detect_silence
-from hpc_elastic.inprocess.standby import Standby, is_plain, listen
 from hpc_elastic.inprocess.state import Interruption, InterruptionRecord
 from hpc_elastic.inprocess.store import COMPLETED, PrefixStore, StoreMixin, TCPStore
 
@@ -67,15 +65,10 @@ class StoreSource(Struct, frozen=True):
         """
         TCPStore.is_client_only = True  # in this process alone
         kwargs = dict(self.kwargs)
-        if within is not None and is_plain(self.factory):
+        if within is not None and self.factory.__init__ is TCPStore.__init__:
             own = kwargs.get("timeout", timedelta(seconds=300))
             kwargs["timeout"] = min(own, timedelta(seconds=within))
         return self.factory(**kwargs)
-
-    def at(self, standby: Standby) -> StoreSource:
-        """The same, after the move to `standby`."""
-        place = {"host_name": standby.host, "port": standby.port, "wait_for_workers": False}
-        return replace(self, kwargs={**self.kwargs, **place})
 
 
 class Place(Struct, frozen=True, kw_only=True):
@@ -144,8 +137,6 @@ class MonitorProcess:
         self.settings = settings
         self._pid = 0
         self._pipe = -1
-        self.standby: Standby | None = None
-        """The store that waits in that process for the end of the restart group's."""
 
     def start(self) -> bool:
         """Fork. Before the store is made: its server's socket must not live on in the child.
@@ -165,21 +156,12 @@ class MonitorProcess:
         os.close(reader)
         os.close(served_w)
         with os.fdopen(served_r, "rb") as served:
-            answer, *standby = served.read().decode().split("\n")
-        self.standby = loads(Standby, standby[0]) if standby else None
-        return answer == "yes"
-
-    def move(self, standby: Standby) -> None:
-        """The restart group's store is that one now."""
-        self._send(f"at {dumps(standby)}")
+            return served.read() == b"yes"
 
     def start_iteration(self, place: Place) -> None:
         """The rank is there now. A monitor that is dead is not missed here: the other ranks notice."""
-        self._send(dumps(place))
-
-    def _send(self, line: str) -> None:
         try:
-            os.write(self._pipe, f"{line}\n".encode())
+            os.write(self._pipe, f"{dumps(place)}\n".encode())
         except BrokenPipeError:
             logger.warning("initial rank %d: its monitor process is gone", self.unplaced.initial_rank)
 
@@ -222,14 +204,10 @@ def _run_child(rank: MonitorProcess, main: int, reader: int, served: int) -> NoR
         logfile = rank.settings.monitor_process_logfile
         _detach((reader, served, pidfd), None if logfile is None else logfile.format(rank=rank.unplaced.initial_rank))
         server = rank.source.serve()
-        is_nested = "." in rank.unplaced.call
-        standby = None if is_nested else listen(rank.source.factory, rank.source.kwargs, os.environ)
-        address = f"\n{dumps(standby[1])}" if standby is not None else ""
-        os.write(served, f"{'yes' if server is not None else 'no'}{address}".encode())
+        os.write(served, b"yes" if server is not None else b"no")
         os.close(served)
         if os.getppid() == main:
-            serves = server is not None and server is not ELSEWHERE
-            _Monitor(rank, main, reader, pidfd, serves, standby[0] if standby is not None else None).run()
+            _Monitor(rank, main, reader, pidfd, server is not None and server is not ELSEWHERE).run()
         status = 0
     except BaseException:
         logger.exception("the monitor process fails")
@@ -267,12 +245,11 @@ def _detach(keep: tuple[int, ...], logfile: str | None) -> None:
 class _Monitor:
     """The child's side."""
 
-    def __init__(self, rank: MonitorProcess, main: int, reader: int, pidfd: int, serves: bool, standby: Any) -> None:
+    def __init__(self, rank: MonitorProcess, main: int, reader: int, pidfd: int, serves: bool) -> None:
         """Args:
         rank, main, reader: As for `_run_child`.
         pidfd: Of the rank's process.
         serves: Whether the store's server is in this process.
-        standby: The standby store that is served here, if one is.
         """
         self._main = main
         self._pidfd = pidfd
@@ -286,7 +263,6 @@ class _Monitor:
         self._barrier_timeout = rank.settings.barrier_timeout.total_seconds()
         self._grace = rank.settings.termination_grace_time.total_seconds()
         self._serves = serves
-        self._standby = standby
         self._raw: Any = None
         self._base: Any = None
         self._store: Any = None
@@ -307,15 +283,13 @@ class _Monitor:
             self._record_own_end()
 
     def _end_after(self, cause: Interruption) -> None:
-        """The rank is dead: do its part, and keep the servers that are here while they are needed."""
+        """The rank is dead: do its part, and keep the store's server while it is needed, if it is here."""
         try:
             self._mourn(cause)
-            if self._serves or self._standby is not None:
+            if self._serves:
                 self._serve_the_others(self._open_base())
         except dist.DistNetworkError:
             logger.warning("the restart group's store is lost")
-            if self._standby is not None and self._place is not None:
-                self._serve_the_others(PrefixStore(self._unplaced.call, self._standby))
 
     def _watch(self) -> Interruption | None:
         """Until the rank ends its call (None) or is dead (of what)."""
@@ -348,12 +322,7 @@ class _Monitor:
             if line == b"bye":
                 self._has_ended = True
                 return False
-            if line.startswith(b"at "):
-                self._source = self._source.at(loads(Standby, line[3:].decode()))
-                self._raw = self._base = None
-                self._has_lost_store = False
-            else:
-                self._enter(loads(Place, line.decode()))
+            self._enter(loads(Place, line.decode()))
         return bool(raw)
 
     def _enter(self, place: Place) -> None:
@@ -383,7 +352,7 @@ class _Monitor:
 
     def _watch_others(self) -> None:
         if self._has_lost_store:
-            return  # the rank notices by itself, and says where the next one is
+            return  # the rank notices by itself, and ends
         try:
             self._beat()
         except dist.DistNetworkError as error:
@@ -436,7 +405,7 @@ class _Monitor:
         if self._has_ended:
             return
         if self._has_lost_store:
-            return  # the ranks that meet elsewhere do without it
+            return  # all ranks end
         if place is None:
             patience = self._barrier_timeout  # as long as any rank waits for another one
             self._unplaced.mourn(lambda: self._open_raw(within=patience), patience=patience)

@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch.distributed as dist
-
 from hpc_elastic.inprocess.interrupt import (
     Interruptible,
     RankShouldRestart,
@@ -70,7 +68,6 @@ class MonitorThread(threading.Thread):
         abort: Callable[[State], Any] | None,
         last_call_wait: float,
         hold: Callable[[], None],
-        flee: Callable[[], None] | None = None,
     ) -> None:
         """Args:
         state: Given to `abort`; its status changes.
@@ -80,7 +77,6 @@ class MonitorThread(threading.Thread):
         abort: The hook.
         last_call_wait: Seconds for all ranks to answer.
         hold: Called first: from then on, to leave is the only progress.
-        flee: Where there are standby stores: go to one. Raises `InternalError`.
         """
         super().__init__(name=f"inprocess-monitor-{state.iteration}", daemon=True)
         self._state = state
@@ -90,32 +86,21 @@ class MonitorThread(threading.Thread):
         self._abort = abort
         self._last_call_wait = last_call_wait
         self._hold = hold
-        self._flee = flee
         self._stop_wanted = threading.Event()
         self.has_aborted = threading.Event()
         """The main thread may go on; it is set however this ended."""
         self.error: Exception | None = None
         """Of the store: the restart group can't go on."""
-        self.has_fled = False
-        """The store is lost, and this rank is where it goes on."""
 
     def run(self) -> None:
         try:
-            try:
-                if self._store.wait_for_outcome() == INTERRUPTED:
-                    self._interrupt()
-            except dist.DistNetworkError:
-                if self._flee is None or self._stop_wanted.is_set():
-                    raise
-                self._flee()
-                self.has_fled = True
-                self._hold()
-                self._get_main_thread_out("the restart group's store is lost")
+            if self._store.wait_for_outcome() == INTERRUPTED:
+                self._interrupt()
         except Exception as error:
             self.error = error
             if not self._stop_wanted.is_set():
-                self._part.interrupt(f"the restart group's store fails: {error}")
-                self._part.insist(self._stop_wanted)
+                self._hold()
+                self._get_main_thread_out(f"the restart group's store fails: {error}")
         finally:
             self.has_aborted.set()
 

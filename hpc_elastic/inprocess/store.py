@@ -380,7 +380,7 @@ _HOSTED = "hosted_by_the_ring"
 class TCPStore(StoreMixin, dist.TCPStore):  # type: ignore[misc, unused-ignore]
     """The default: a server at MASTER_ADDR:MASTER_PORT, in a process beside rank 0 that outlives it.
 
-    When that process' node is gone, the restart group goes on at a standby: see `hpc_elastic.inprocess.standby`.
+    When that process' node is gone, all ranks end with an `InternalError`: the launcher starts them again.
     """
 
     TCP_STORE_HOST_RANK: ClassVar[int] = 0

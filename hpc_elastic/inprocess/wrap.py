@@ -14,7 +14,6 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 
-from hpc_elastic.base.codec import dumps
 from hpc_elastic.inprocess import abort as abort_module
 from hpc_elastic.inprocess.abort import Abort, AbortTorchDistributed
 from hpc_elastic.inprocess.hooks import Finalize, HealthCheck, Initialize, RankFilter
@@ -25,7 +24,7 @@ from hpc_elastic.inprocess.progress_watchdog import ProgressPage, ProgressWatchd
 from hpc_elastic.inprocess.rank_assignment import RankAssignment, ShiftRanks
 from hpc_elastic.inprocess.replacement import Admission, Newcomer, Replacements, Surroundings
 from hpc_elastic.inprocess.settings import Settings, check, with_value_for
-from hpc_elastic.inprocess.standby import STANDBYS, find_refuge
+from hpc_elastic.inprocess.sockets import detect_silence
 from hpc_elastic.inprocess.state import State
 from hpc_elastic.inprocess.store import PrefixStore, StoreMixin, TCPStore, read_value
 from hpc_elastic.worker_api.restart_group import RestartGroupEvent
@@ -168,10 +167,9 @@ class CallWrapper:
         if newcomer is not None:
             name = self._take_place(raw, state, newcomer, settings)
         else:
-            first = PrefixStore(name, raw)
-            if process.standby is not None:
-                first.append_item(STANDBYS, dumps(process.standby))
-            first.initial_barrier(rank=state.rank, rendezvous_count=state.world_size, timeout=settings.barrier_timeout)
+            PrefixStore(name, raw).initial_barrier(
+                rank=state.rank, rendezvous_count=state.world_size, timeout=settings.barrier_timeout
+            )
         state.store = base = PrefixStore(name, raw)
         if is_outermost:
             raw.set(_CALL, name)
@@ -186,9 +184,8 @@ class CallWrapper:
         stack.enter_context(SignalHandler())
         # The thread that waits in a TCPStore keeps all others of that client out: it has a connection of its own.
         watched_base = PrefixStore(name, raw.clone() if isinstance(raw, dist.TCPStore) else raw)
-        refuge = None
-        if is_outermost and newcomer is None and surroundings.wait is None:
-            refuge = find_refuge(raw, name=name, initial_rank=state.initial_rank, settings=settings, environ=os.environ)
+        if isinstance(raw, dist.TCPStore) and raw.critical_ranks:
+            detect_silence(raw.port, settings.heartbeat_timeout.total_seconds())
         rank = Rank(
             state=state,
             base=base,
@@ -201,7 +198,6 @@ class CallWrapper:
             name=name,
             surroundings=surroundings,
             replacements=Replacements(base, wait=surroundings.wait) if surroundings.wait is not None else None,
-            refuge=refuge,
         )
         stack.enter_context(abort_module.sockets_kept())
         stack.enter_context(_frozen_garbage())

@@ -15,10 +15,10 @@ pytestmark = pytest.mark.torch
 JOBS = {
     # Those that wait for long timeouts come first: they run beside all others.
     "deaths": "deaths:4:faults=kill,gil,stop",
-    "cut-off": "lost_host:3:victims=2:what=connection:silence=10",
+    "cut-off": "lost_host:3:victim=2:what=connection",
     "stubborn": "stubborn:3",
-    "lost-host": "lost_host:4:victims=0:elsewhere=collective:silence=10",
-    "lost-host-of-pairs": "lost_host:4:victims=0:pairs=yes:silence=10",
+    "lost-host": "lost_host:4:victim=0:what=node:elsewhere=collective",
+    "lost-server": "lost_host:4:victim=0:what=monitor",
     "phases": "phases:8:phases=abort,finalize,check,terminating,assign,starting,completing",
     "gentle": "gentle_faults:3",
     "hooks": "hooks:2",
@@ -36,7 +36,6 @@ JOBS = {
     "gaps": "assigned:4:how=gaps",
     "pairs": "assigned:4:how=pairs",
     "lost": "lost_node:3:store=shared",
-    "lost-monitors": "lost_host:4:victims=0,1:what=monitor:silence=30",
     "spares": "spares:4",
     "pings": "pings:2",
     "protected": "protected:2",
@@ -179,30 +178,23 @@ def test_a_rank_without_heartbeats_is_declared_dead_by_its_neighbour(jobs: dict[
     assert "UNRESPONSIVE on rank 2" in job.output
 
 
-def test_the_ring_goes_on_when_the_node_of_its_store_is_gone(jobs: dict[str, Job]) -> None:
-    job = jobs["lost-host"]
-    assert [rank.exit_code for rank in job.ranks] == [-signal.SIGKILL, 0, 0, 0], job.output
-    for rank, result in enumerate(job.results[1:], 1):
-        assert result == [[[0, rank, 4], [1, rank - 1, 3]], []], job.output
+@pytest.mark.parametrize(("name", "dead"), [("lost-host", 1), ("lost-server", 0)])
+def test_all_end_at_once_when_their_store_is_gone(jobs: dict[str, Job], name: str, dead: int) -> None:
+    """Also out of a collective of gloo's, whose timeout is 60 s."""
+    job = jobs[name]
+    assert [rank.exit_code for rank in job.ranks[:dead]] == [-signal.SIGKILL] * dead, job.output
+    for rank, result in zip(job.ranks[dead:], job.results[dead:], strict=True):
+        assert rank.exit_code == 0, job.output
+        (error, seconds), children = result
+        assert error.startswith("InternalError: the restart group's store"), error
+        assert seconds < 20
+        assert children == []
 
 
-def test_ranks_with_one_key_leave_together_at_a_standby_too(jobs: dict[str, Job]) -> None:
-    job = jobs["lost-host-of-pairs"]
-    assert job.ranks[1].error.startswith("RankDiscarded: rank 1 of 4 is discarded"), job.output
-    assert job.results[2:] == [[[[0, rank, 4], [1, rank - 2, 2]], []] for rank in (2, 3)], job.output
-
-
-def test_the_store_moves_as_often_as_there_are_standbys_and_nobody_is_lost(jobs: dict[str, Job]) -> None:
-    job = jobs["lost-monitors"]
-    for rank, result in enumerate(job.results):
-        assert result == [[[iteration, rank, 4] for iteration in range(3)], []], job.output
-
-
-def test_who_alone_has_lost_the_store_ends_and_the_others_go_on_where_they_are(jobs: dict[str, Job]) -> None:
+def test_a_rank_that_alone_has_lost_the_store_ends_and_the_others_go_on(jobs: dict[str, Job]) -> None:
     job = jobs["cut-off"]
-    assert job.ranks[2].error.startswith("InternalError: this rank alone has lost the connection"), job.output
+    assert job.results[2][0][0].startswith("InternalError: the restart group's store"), job.output
     assert job.results[:2] == [[[[0, 0, 3], [1, 0, 2]], []], [[[0, 1, 3], [1, 1, 2]], []]], job.output
-    assert "goes to the standby" not in job.output
 
 
 def test_spares_wait_and_take_over_in_rank_order(jobs: dict[str, Job]) -> None:
@@ -252,7 +244,6 @@ def test_the_monitor_process_writes_into_the_log_of_its_rank(jobs: dict[str, Job
 def test_the_rank_beside_which_the_store_is_leaves_last(jobs: dict[str, Job]) -> None:
     job = jobs["host-leaves"]
     assert job.results == [["left after all others", True], [1, 2], [1, 2]], job.output
-    assert "goes to the standby" not in job.output
 
 
 def test_each_timeout_is_that_of_its_barrier_and_ends_the_rank(jobs: dict[str, Job]) -> None:

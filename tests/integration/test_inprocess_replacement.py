@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import os
+import re
+import signal
 from pathlib import Path
 
 import pytest
@@ -110,6 +114,43 @@ def test_a_dead_worker_is_replaced_and_what_the_ring_gives_up_goes_on_to_agents_
         text = run.attempt(1).report_text.read_text()
         assert "3 restarts within the processes" in text
         assert "the in-process restart group gave up: RestartAbort: no further restart" in text
+
+
+_LOST_NODE = (
+    _HEAD
+    + """
+@inprocess.Wrapper()
+def train(call: inprocess.CallWrapper):
+    rank, total = join(call)
+    tell(f"here{call.iteration}", iteration=call.iteration, now=rank, total=total)
+    if ROUND == 0:
+        dist.all_reduce(torch.ones(1)) if rank else time.sleep(1000)
+    dist.destroy_process_group()
+    return call.iteration
+
+tell("result", iteration=train())
+"""
+)
+
+
+@pytest.mark.parametrize("policy", ["processes", "in-process"])
+def test_the_loss_of_the_stores_node_is_a_restart_of_the_agents(tmp_path: Path, policy: str) -> None:
+    options = ["--restart-policy", policy]
+    with LocalRun(tmp_path, _LOST_NODE, nodes=2, options=options, environ={"OMP_NUM_THREADS": "1"}) as run:
+        run.until(lambda: len(run.moments("here0")) == 2, "all in the function", within=120)
+        agent = run.agent(0)
+        for process in (agent, *run.below(agent), *run.tagged(0)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+        assert run.finish(within=120) == ExitCode.OK
+        assert [value["iteration"] for value in run.moments("result", round_index=1)] == [0, 0]
+        (gave_up,) = run.events("ring_gave_up")
+        assert gave_up["reason"].startswith("InternalError: the restart group's store fails")
+        text = run.attempt(0).report_text.read_text()
+        assert float(re.findall(r"cost (\d+\.\d) s: the agent on node0 died", text)[0]) < 20, text
+        assert "the agent on node0 died" in text
+        assert "1 failure elsewhere is its consequence" in text
+        assert "a new round, which costs no restart" in text
 
 
 # The fresh process comes late on purpose, so that it is the spare that is seen to take over.

@@ -354,34 +354,37 @@ def lost_node(rank: int, folder: Path, options: Options) -> Any:
 
 
 def lost_host(rank: int, folder: Path, options: Options) -> Any:
-    """In each of the first iterations a victim loses what the option `what` says: its node, that serves the store."""
-    victims = [int(victim) for victim in options["victims"].split(",")]
+    """The victim loses what the option `what` says: its node, that serves the store, or less of it."""
     seen: list[list[int]] = []
     arguments = short_timeouts(
         soft_timeout=timedelta(seconds=40),
         hard_timeout=timedelta(seconds=50),
         barrier_timeout=timedelta(seconds=60),
-        heartbeat_timeout=timedelta(seconds=float(options.get("silence", "3"))),
+        heartbeat_timeout=timedelta(seconds=10),
     )
-    if "pairs" in options:
-        pairs = inprocess.rank_assignment.FilterGroupedByKey(str(rank // 2), lambda n: n == 2)
-        arguments["rank_assignment"] = inprocess.Compose(inprocess.rank_assignment.ShiftRanks(), pairs)
     store = connect()
+    began = time.monotonic()
 
     @inprocess.Wrapper(**arguments, **store_of(folder, options))
     def function(call: inprocess.CallWrapper) -> list[list[int]]:
+        nonlocal began
         world = int(os.environ["WORLD_SIZE"])
         seen.append([call.iteration, int(os.environ["RANK"]), world])
         join_group(folder, str(call.iteration), store)
         assert summed() == world
-        if call.iteration < len(victims):
-            if rank == victims[call.iteration]:
-                lose(options.get("what", "node"))
+        began = time.monotonic()
+        if call.iteration == 0:
+            if rank == int(options["victim"]):
+                lose(options["what"])
             (summed if options.get("elsewhere") == "collective" else lambda: time.sleep(1000))()
         dist.destroy_process_group()
         return seen
 
-    return [function(), traces()["children"]]
+    try:
+        result: Any = function()
+    except inprocess.exception.InternalError as error:
+        result = [f"InternalError: {error}", time.monotonic() - began]
+    return [result, traces()["children"]]
 
 
 def lose(what: str) -> None:

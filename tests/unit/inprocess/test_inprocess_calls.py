@@ -37,8 +37,6 @@ class StandIn:
     def __init__(self, **_: Any) -> None:
         StandIn.places = []
 
-    standby: Any = None
-
     def start(self) -> None: ...
     def shutdown(self) -> None: ...
 

@@ -55,6 +55,6 @@ def test_a_pipe_that_is_closed_while_the_rank_lives_is_looked_at_no_more(monkeyp
     )
     settings = SimpleNamespace(**dict.fromkeys(times, timedelta(seconds=60)))
     rank: Any = SimpleNamespace(source=None, page=None, unplaced=SimpleNamespace(call="call0"), settings=settings)
-    monitor = monitor_process._Monitor(rank, 1, READER, PIDFD, False, None)
+    monitor = monitor_process._Monitor(rank, 1, READER, PIDFD, False)
     assert monitor._watch() is Interruption.TERMINATED
     assert poller.watched == [PIDFD]

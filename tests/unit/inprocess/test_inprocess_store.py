@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hpc_elastic.inprocess.sockets import bind_store, serve_at
+from hpc_elastic.inprocess.sockets import bind_store, detect_silence, serve_at
 from hpc_elastic.inprocess.state import Interruption, InterruptionRecord
 from hpc_elastic.inprocess.store import (
     COMPLETED,
@@ -247,3 +247,12 @@ def test_the_ring_opens_its_store_at_the_masters_address(monkeypatch: pytest.Mon
     assert TCPStore(wait_for_workers=False).critical_ranks == (0,), "and is joined"
     monkeypatch.setenv("MASTER_PORT", "0")
     assert not is_reached("127.0.0.9", TCPStore.serve_apart("elsewhere").port)
+
+
+def test_a_silent_node_ends_its_connections() -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with socket.create_connection(("127.0.0.1", server.port)) as other:
+        detect_silence(server.port, 30)
+        assert other.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert other.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 10
+        assert other.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
