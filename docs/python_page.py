@@ -69,12 +69,9 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         ),
     ),
     (
-        "Stores for torch",
-        "They import torch.",
-        (
-            ("hpc_elastic.pytorch.file_system_store", "pytorch/file_system_store.py:FileSystemStore"),
-            ("hpc_elastic.pytorch.c10d_store", "pytorch/c10d_store.py:C10dStore"),
-        ),
+        "A store for torch",
+        "It imports torch.",
+        (("hpc_elastic.pytorch.file_system_store", "pytorch/file_system_store.py:FileSystemStore"),),
     ),
     (
         "Restarts within a process",

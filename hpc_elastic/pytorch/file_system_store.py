@@ -4,8 +4,8 @@ Correct with any number of processes on any number of mounts (`hpc_elastic.store
 locks one file, and loses increments or hangs where locks or sizes are not coherent between nodes.
 
 What torch 2.13's ``PrefixStore`` does not hand on to a store written in Python (its trampoline knows no such method):
-``delete_key`` and ``num_keys`` (RuntimeError), ``queue_push``, ``queue_pop``, ``queue_len`` and ``list_keys``
-(NotImplementedError). `FileSystemStore.prefixed` gives a prefix that has them.
+``delete_key`` and ``num_keys`` (RuntimeError), and ``list_keys`` (NotImplementedError). `FileSystemStore.prefixed`
+gives a prefix that has them. It has no queues, which torch itself does not use: NotImplementedError.
 
 It behaves as ``TCPStore`` does, errors and their words included; where it differs: adding to a value that is no number
 is a ValueError (a ``TCPStore`` drops the connection, or adds to the digits in front), and a counter does not wrap.
@@ -50,7 +50,7 @@ class FileSystemStore(dist.Store):  # type: ignore[misc, unused-ignore]
 
         Args:
             path: A folder of this user's alone (0700).
-            timeout: For `get`, `wait` and `queue_pop`; torch's default (300 s) where left out.
+            timeout: For `get` and `wait`; torch's default (300 s) where left out.
             prefix: Put before every key.
             folder: Below `path`.
 
@@ -119,7 +119,7 @@ class FileSystemStore(dist.Store):  # type: ignore[misc, unused-ignore]
             return self._values.compare_set(self._key(key), _bytes(expected_value), _bytes(desired_value))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all have a value, or are queues with something in them.
+        """Wait until all have a value.
 
         Raises:
             torch.distributed.DistStoreError: after `timeout`, the store's where left out.
@@ -163,29 +163,6 @@ class FileSystemStore(dist.Store):  # type: ignore[misc, unused-ignore]
 
     def has_extended_api(self) -> bool:
         return True
-
-    def queue_push(self, key: str, value: str | bytes) -> None:
-        with self._torch_errors("queue_push"):
-            self._values.push(self._key(key), _bytes(value))
-
-    def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Take the first value of a queue.
-
-        Raises:
-            torch.distributed.QueueEmptyError: `block` is false and there is none.
-            torch.distributed.DistStoreError: none came until the store's timeout.
-        """
-        with self._torch_errors("queue_pop"):
-            if block:
-                return self._values.pop_waiting(self._key(key), self.timeout.total_seconds())
-            value = self._values.pop(self._key(key))
-        if value is None:
-            raise getattr(dist, "QueueEmptyError", dist.DistStoreError)(f"queue is empty: {key!r}")
-        return value
-
-    def queue_len(self, key: str) -> int:
-        with self._torch_errors("queue_len"):
-            return self._values.queue_length(self._key(key))
 
     def _key(self, key: str | bytes) -> str:
         return self._prefix + _text(key)

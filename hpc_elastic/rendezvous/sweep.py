@@ -34,7 +34,6 @@ REMOVALS_PER_SECOND = 50.0
 MOST_AT_ONCE = 25
 """In one step."""
 _OWN_KINDS = (ClaimKind.JOIN, ClaimKind.ACK, ClaimKind.FAIL, ClaimKind.SUM)
-_VALUE_FOLDERS = ("key", "queue", "taken")
 
 
 def old_rounds(names: Iterable[str], *, newest: int, kept: int) -> list[int]:
@@ -143,10 +142,8 @@ class Sweep:
             yield folder
         for index in old_rounds(self._store.list("kv"), newest=record.round, kept=KEPT_VALUES):
             folder = f"kv/{index:06d}"
-            for part in _VALUE_FOLDERS:
-                yield from (f"{folder}/{part}/{name}" for name in self._store.list(f"{folder}/{part}"))
-                yield f"{folder}/{part}"
-            yield folder
+            yield from (f"{folder}/key/{name}" for name in self._store.list(f"{folder}/key"))
+            yield from (f"{folder}/key", folder)
         inside = {member.uid for member in record.members} | joined | {self._uid}
         announced = {name.partition("+")[0]: name for name in self._store.list("node")}
         outside = {*announced, *self._store.list(HEARTBEATS)} - inside

@@ -1,4 +1,4 @@
-"""A small database of keys with values, counters and queues, for many writers at once, made of a store's primitives.
+"""A small database of keys with values and counters, for many writers at once, made of a store's primitives.
 
 Every change of a key is a new numbered version, ``<folder>/<digest of the key>+<number>``, created and never changed:
 creating number n + 1 is the compare-and-set on what was read as number n. So no change is lost, whatever the number of
@@ -31,8 +31,6 @@ _LONGEST_DELAY = 0.1
 _FRESH_SECONDS = 2.0
 _FIRST_INVALIDATION = 1.0
 _LONGEST_INVALIDATION = 30.0
-_QUEUES_SECONDS = 1.0
-"""Who waits for keys looks so often whether one of them is a queue."""
 FAULT_SECONDS = 30.0
 """How long a filesystem that refuses is asked again before the caller hears of it."""
 
@@ -70,17 +68,13 @@ class KeyValueStore:
         """
         self._store = store
         self._folder = f"{folder}/key"
-        self._queue_folder = f"{folder}/queue"
-        self._taken_folder = f"{folder}/taken"
         self._clock = clock
         self._rng = rng or random.Random()
         self._never = threading.Event()
-        self._opened_at = clock.monotonic()
-        self._invalidated: dict[str, float] = {}
-        for part in (self._folder, self._queue_folder, self._taken_folder):
-            # The folder must be there before anybody looks for something in it: a client may remember for a minute
-            # that it is not.
-            self._put(f"{part}/open", "open")
+        self._invalidated_at = clock.monotonic()
+        # The folder must be there before anybody looks for something in it: a client may remember for a minute that it
+        # is not.
+        self._put(f"{self._folder}/open", "open")
 
     def set(self, key: str, value: bytes) -> None:
         """The last one to write holds."""
@@ -88,7 +82,7 @@ class KeyValueStore:
 
     def get(self, key: str) -> bytes | None:
         """The value, or None. Where a server's times are coarse (a second), it may be up to two seconds old."""
-        self._freshen(self._folder)
+        self._freshen()
         return self._newest(_digest(key)).value
 
     def get_waiting(self, key: str, timeout: float) -> bytes:
@@ -157,125 +151,33 @@ class KeyValueStore:
         return existed[0]
 
     def check(self, keys: Iterable[str]) -> bool:
-        """Whether all of them have a value, or are queues with something in them."""
-        self._freshen(self._folder)
-        self._freshen(self._queue_folder)
-        names = self._list(self._folder)
-        missing = [key for key in keys if self._newest(_digest(key), names).value is None]
-        return not missing or not self._without_items(missing)
+        """Whether all of them have a value."""
+        self._freshen()
+        names = self._list()
+        return all(self._newest(_digest(key), names).value is not None for key in keys)
 
     def wait(self, keys: Iterable[str], timeout: float) -> None:
-        """Wait until all of them have a value, or are queues with something in them.
+        """Wait until all of them have a value.
 
         Raises:
             KeyValueTimeoutError: after `timeout` seconds; it names those without.
         """
         left = list(dict.fromkeys(keys))
-        queues_at = self._clock.monotonic()
 
         def there(until: float) -> bool:
-            nonlocal queues_at
-            names = self._list(self._folder, until)
+            names = self._list(until)
             left[:] = [key for key in left if self._newest(_digest(key), names, until).value is None]
-            now = self._clock.monotonic()
-            if left and (now >= queues_at or now >= until):  # a listing more, and mostly for nothing: not at each look
-                queues_at = now + _QUEUES_SECONDS
-                left[:] = self._without_items(left, until)
             return not left
 
         self._wait_until(there, timeout, left)
 
     def all_keys(self) -> list[str]:
         """All keys that have a value. One read for each."""
-        self._freshen(self._folder)
-        names = self._list(self._folder)
+        self._freshen()
+        names = self._list()
         digests = {name.partition("+")[0] for name in names if "+" in name}
         versions = (self._newest(digest, names) for digest in sorted(digests))
         return sorted(version.key for version in versions if version.value is not None)
-
-    def push(self, key: str, value: bytes) -> None:
-        """Put `value` at the end of the queue `key`; queues and values of the same name don't touch."""
-        digest = _digest(key)
-        payload = _encode(key, value)
-        number = 0
-        while True:
-            number = max([number, *_numbers(digest, self._list(self._queue_folder))]) + 1
-            if not self._put(f"{self._queue_folder}/{digest}+{number:012d}", payload):
-                continue
-            if self._is_past(digest, number):
-                continue  # stopped while so many came and went that the place was free again: nobody looks there
-            if number % _PRUNE_EVERY == 0:
-                self._prune_queue(digest)
-            return
-
-    def pop(self, key: str) -> bytes | None:
-        """Take the first value of the queue, which nobody else gets; None where it is empty."""
-        self._freshen(self._queue_folder)
-        return self._pop(key)
-
-    def _pop(self, key: str, until: float | None = None) -> bytes | None:
-        digest = _digest(key)
-        while True:
-            left = self._waiting(digest, until)
-            if not left:
-                return None
-            for number in left:
-                name = f"{digest}+{number:012d}"
-                raw = self._read(f"{self._queue_folder}/{name}", until)
-                # Listed and not readable yet: left for a later look.
-                if raw is None or not self._put(f"{self._taken_folder}/{name}", secrets.token_hex(8)):
-                    continue
-                if not self._is_past(digest, number):
-                    return _decode(number, raw).value
-                # Else another process took it long ago, and while this process was stopped the mark was cleared away.
-            # All were taken by others meanwhile, who may have put new ones there: look again.
-            self._store.invalidate(self._taken_folder)
-            self._clock.wait(self._never, self._rng.uniform(0, _FIRST_DELAY))
-
-    def pop_waiting(self, key: str, timeout: float) -> bytes:
-        """`pop`, waiting for something to take.
-
-        Raises:
-            KeyValueTimeoutError: nothing came within `timeout` seconds.
-        """
-        found: list[bytes] = []
-
-        def there(until: float) -> bool:
-            value = self._pop(key, until)
-            if value is not None:
-                found.append(value)
-            return bool(found)
-
-        self._wait_until(there, timeout, [key])
-        return found[0]
-
-    def queue_length(self, key: str) -> int:
-        self._freshen(self._queue_folder)
-        return len(self._waiting(_digest(key)))
-
-    def _waiting(self, digest: str, until: float | None = None) -> list[int]:
-        """The places of the items that nobody has taken, in order."""
-        taken = set(_numbers(digest, self._list(self._taken_folder, until)))  # before the items: see `_prune_queue`
-        return sorted(set(_numbers(digest, self._list(self._queue_folder, until))) - taken)
-
-    def _is_past(self, digest: str, number: int) -> bool:
-        """Whether so many later items were taken that nothing at this place can be new."""
-        return max(_numbers(digest, self._list(self._taken_folder)), default=0) - number >= KEPT_VERSIONS // 2
-
-    def _prune_queue(self, digest: str) -> None:
-        taken = _numbers(digest, self._list(self._taken_folder))
-        for number in sorted(taken):
-            if number <= max(taken) - KEPT_VERSIONS:
-                # In this order: what is not marked as taken any more must not be there to be taken.
-                self._store.delete(f"{self._queue_folder}/{digest}+{number:012d}")
-                self._store.delete(f"{self._taken_folder}/{digest}+{number:012d}")
-
-    def _without_items(self, keys: Iterable[str], until: float | None = None) -> list[str]:
-        names = self._list(self._queue_folder, until)
-        if not any("+" in name for name in names):
-            return list(keys)
-        taken = self._list(self._taken_folder, until)
-        return [key for key in keys if not set(_numbers(_digest(key), names)) - set(_numbers(_digest(key), taken))]
 
     def _change(
         self, key: str, decide: Callable[[bytes | None], bytes | None], *, keep_same: bool = False
@@ -308,7 +210,7 @@ class KeyValueStore:
             delay = min(_LONGEST_DELAY, delay * 1.5)
 
     def _check_not_past(self, digest: str, number: int, key: str) -> None:
-        numbers = _numbers(digest, self._list(self._folder))
+        numbers = _numbers(digest, self._list())
         newest = max(numbers, default=number)
         if newest - number >= KEPT_VERSIONS // 2:
             why = (
@@ -323,7 +225,7 @@ class KeyValueStore:
     def _newest(self, digest: str, names: Iterable[str] | None = None, until: float | None = None) -> _Version:
         """The newest version. Listed and not readable yet is waited for: an older one must not pass for it."""
         while True:
-            numbers = _numbers(digest, self._list(self._folder, until) if names is None else names)
+            numbers = _numbers(digest, self._list(until) if names is None else names)
             if not numbers:
                 return _Version(0, None)
             newest = max(numbers)
@@ -341,8 +243,8 @@ class KeyValueStore:
     def _read(self, key: str, until: float | None = None) -> str | None:
         return self._steadily(lambda: self._store.get(key), until)
 
-    def _list(self, folder: str, until: float | None = None) -> list[str]:
-        return self._steadily(lambda: self._store.list(folder), until)
+    def _list(self, until: float | None = None) -> list[str]:
+        return self._steadily(lambda: self._store.list(self._folder), until)
 
     def _steadily(self, operation: Callable[[], T], until: float | None = None) -> T:
         """Try an operation that may be repeated until it works; not beyond `until`, when the caller stops waiting."""
@@ -356,13 +258,13 @@ class KeyValueStore:
             pause=lambda _: self._rng.uniform(0.5, 1) * _LONGEST_DELAY,
         )
 
-    def _freshen(self, folder: str) -> None:
+    def _freshen(self) -> None:
         """Make sure that what is polled shows some day: a change within one tick of the server's clock does not show
         in a listing that a client has cached, until the folder changes again."""
         now = self._clock.monotonic()
-        if now - self._invalidated.get(folder, self._opened_at) >= _FRESH_SECONDS:
-            self._invalidated[folder] = now
-            self._store.invalidate(folder)
+        if now - self._invalidated_at >= _FRESH_SECONDS:
+            self._invalidated_at = now
+            self._store.invalidate(self._folder)
 
     def _wait_until(self, there: Callable[[float], bool], timeout: float, missing: Sequence[str]) -> None:
         """`there` is given the moment until which it may try, on the clock; `missing` is read after it."""
@@ -374,7 +276,6 @@ class KeyValueStore:
             left = deadline - now
             if now - invalidated_at >= invalidate_after:
                 self._store.invalidate(self._folder)  # as in `_freshen`, but ever more rarely
-                self._store.invalidate(self._queue_folder)
                 invalidate_after, invalidated_at = min(_LONGEST_INVALIDATION, 2 * invalidate_after), now
             if left <= 0:
                 raise KeyValueTimeoutError(root=self._folder, missing=list(missing), seconds=timeout)

@@ -244,18 +244,16 @@ class StoreSuite:
                 writer.set(f"step {number}", b"%d" % number)
                 assert waiting.result(patience + 30) == b"%d" % number
 
-    def test_counters_and_queues_lose_nothing(self, subject: Subject) -> None:
+    def test_counters_lose_nothing(self, subject: Subject) -> None:
         writers, each = 4, 5
         stores = [KeyValueStore(subject.open(), "kv", clock=SystemClock()) for _ in range(writers)]
 
         def work(kv: KeyValueStore) -> list[int]:
-            kv.push("queue", b"item")
             return [kv.add("count", 1) for _ in range(each)]
 
         with ThreadPoolExecutor(writers) as pool:
             sums = [number for found in pool.map(work, stores) for number in found]
         assert sorted(sums) == list(range(1, writers * each + 1))
-        assert [stores[0].pop_waiting("queue", 30) for _ in range(writers)] == [b"item"] * writers
         assert stores[1].compare_set("count", b"%d" % (writers * each), b"done") == b"done"
 
     def test_a_lease_lasts_as_long_as_it_is_renewed(self, subject: Subject) -> None:

@@ -23,7 +23,7 @@ KINDS = (
     "PrefixStore over FileSystemStore",
 )
 KEYS = ["a", "a/b/../c", "/", "", "grüße 東京 🎉", "k" * 300, "new\nline", "nul\0byte", "A", ".", "%s{}"]
-NOT_FORWARDED = ("delete_key", "num_keys", "list_keys", "queue_push", "queue_pop", "queue_len")
+NOT_FORWARDED = ("delete_key", "num_keys", "list_keys")
 """By torch 2.13's PrefixStore, to a store written in Python. Where this list gets shorter, so does the one in docs/."""
 SHORT = timedelta(seconds=0.2)
 
@@ -68,12 +68,6 @@ def store_error() -> type[Exception]:
     import torch.distributed as dist
 
     return dist.DistStoreError  # type: ignore[no-any-return]
-
-
-def queue_empty_error() -> type[Exception]:
-    import torch.distributed as dist
-
-    return getattr(dist, "QueueEmptyError", store_error())  # torch 2.6 has no queues
 
 
 def test_what_is_set_comes_back_as_bytes(open_store: Callable[[], Any]) -> None:
@@ -289,64 +283,14 @@ def test_keys_are_counted_and_listed(open_whole: Callable[[], Any]) -> None:
     assert {"b", "a/b", "c"} <= set(store.list_keys())
 
 
-def test_a_queue_is_first_in_first_out(open_whole: Callable[[], Any]) -> None:
-    store, other = open_whole(), open_whole()
-    before = store.num_keys()
-    assert store.queue_len("q") == 0
-    for item in ("1", b"\xff", ""):
-        store.queue_push("q", item)
-    assert other.queue_len("q") == 3
-    assert store.check(["q"]), "a queue with something in it is there"
-    store.wait(["q"])
-    assert store.num_keys() == before, "and is no key"
-    store.set("q", "a value of the same name")
-    assert [other.queue_pop("q"), store.queue_pop("q", False), store.queue_pop(key="q", block=True)] == [
-        b"1",
-        b"\xff",
-        b"",
-    ]
-    assert store.get("q") == b"a value of the same name"
-    with pytest.raises(queue_empty_error(), match=r"^queue is empty"):
-        store.queue_pop("q", False)
-    assert not store.check(["nothing in it"])
-    store.set_timeout(SHORT)
-    with pytest.raises(store_error(), match=r"^wait timeout after 200ms, keys: .*empty"):
-        store.queue_pop("empty")
-    store.queue_push("kept", "x")
-    store.delete_key("kept")
-    assert store.queue_len("kept") == 1
-
-
-def test_who_waits_for_a_queue_gets_what_comes_once(open_whole: Callable[[], Any]) -> None:
-    import torch.distributed as dist
-
-    writer, readers = open_whole(), [open_whole() for _ in range(2)]
-    with ThreadPoolExecutor(2) as pool:
-        popped = [pool.submit(reader.queue_pop, "q") for reader in readers]
-        writer.queue_push("q", "1")
-        writer.queue_push("q", "2")
-        try:
-            assert {future.result(20) for future in popped} == {b"1", b"2"}
-        except queue_empty_error():
-            # torch 2.13's TCPStore: two that wait are both woken, and one finds nothing.
-            assert isinstance(getattr(writer, "underlying_store", writer), dist.TCPStore)
-            writer.queue_pop("q")
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(readers[0].wait, ["q"])
-        writer.queue_push("q", "3")
-        waiting.result(20)
-
-
 def test_a_prefix_keeps_stores_apart(open_whole: Callable[[], Any]) -> None:
     import torch.distributed as dist
 
     store = open_whole()
     prefixed = store.prefixed("in") if hasattr(store, "prefixed") else dist.PrefixStore("in", store)
     prefixed.set("k", "inside")
-    prefixed.queue_push("q", "item")
     assert not store.check(["k"])
     assert store.get("in/k") == b"inside"
-    assert store.queue_pop("in/q") == b"item"
     assert prefixed.list_keys() == ["k"] or "in/k" in prefixed.list_keys()
     assert prefixed.delete_key("k")
     assert not store.check(["in/k"])
@@ -362,18 +306,13 @@ def test_a_store_lives_as_long_as_torch_holds_it(open_whole: Callable[[], Any]) 
 
 @pytest.mark.parametrize("method", NOT_FORWARDED)
 def test_what_torch_s_prefix_store_does_not_hand_on(tmp_path: Path, method: str) -> None:
-    arguments = {"queue_push": ("k", "v"), "num_keys": (), "list_keys": ()}.get(method, ("k",))
+    arguments = ("k",) if method == "delete_key" else ()
     behind = opener("PrefixStore over FileSystemStore", tmp_path)()
     if not hasattr(behind, method):
         pytest.skip("torch has no such method")
     with pytest.raises((RuntimeError, NotImplementedError), match=r"pure virtual|not implemented"):
         getattr(behind, method)(*arguments)
-    ours = opener("prefixed FileSystemStore", tmp_path)()
-    ours.set_timeout(SHORT)
-    try:
-        getattr(ours, method)(*arguments)
-    except store_error():
-        assert method == "queue_pop"
+    getattr(opener("prefixed FileSystemStore", tmp_path)(), method)(*arguments)
 
 
 def test_a_value_that_is_no_number_is_told(tmp_path: Path) -> None:
@@ -409,9 +348,6 @@ def test_a_folder_that_refuses_is_torch_s_error_and_in_time(tmp_path: Path, monk
         lambda: store.delete_key("k"),
         lambda: store.num_keys(),
         lambda: store.multi_set(["k"], ["v"]),
-        lambda: store.queue_push("k", "v"),
-        lambda: store.queue_pop("k"),
-        lambda: store.queue_len("k"),
     ):
         begun = time.monotonic()
         with pytest.raises(store_error(), match="refused for a test"):
@@ -419,7 +355,7 @@ def test_a_folder_that_refuses_is_torch_s_error_and_in_time(tmp_path: Path, monk
         assert time.monotonic() - begun < 15
     monkeypatch.setattr(key_value, "FAULT_SECONDS", 30.0)
     begun = time.monotonic()
-    for call in (lambda: store.get("k"), lambda: store.wait(["k"]), lambda: store.queue_pop("k")):
+    for call in (lambda: store.get("k"), lambda: store.wait(["k"])):
         with pytest.raises(store_error()):
             call()
     assert time.monotonic() - begun < 20, "whoever waits for 0.2 s does not wait for a fault of half a minute"

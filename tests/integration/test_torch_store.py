@@ -57,9 +57,6 @@ for store in (ours, dist.PrefixStore("torch's", ours), ours.prefixed("own"), our
     before = store.num_keys()
     assert store.delete_key("text") and not store.delete_key("text") and store.num_keys() == before - 1
     assert "m1" in store.list_keys()
-    store.queue_push("q", "1"); store.queue_push("q", b"2")
-    assert store.queue_len("q") == 2 and store.queue_pop("q") == b"1" and store.queue_pop("q", False) == b"2"
-    assert raises(getattr(dist, "QueueEmptyError", dist.DistStoreError), lambda: store.queue_pop("q", False))
 assert ours.prefixed("own").get("m1") == ours.get("own/m1") == b"1"
 copy = pickle.loads(pickle.dumps(ours.prefixed("own")))
 assert copy.get("m2") == b"2" and copy.timeout == timedelta(seconds=30)

@@ -150,8 +150,7 @@ def play(world: World, rounds: int, *, values: bool = True) -> None:
         now = world.newest()
         assert now is not None
         if values:
-            for part in ("key", "queue", "taken"):
-                world.store.put_if_absent(f"kv/{now.round:06d}/{part}/open", "open")
+            world.store.put_if_absent(f"kv/{now.round:06d}/key/open", "open")
         teller = next(node for node in world.live() if now.member(node.info.uid))
         teller.participant.claims.report_failure(now.round, failure(teller.index))
 

@@ -111,7 +111,6 @@ def test_listings_of_a_store_pass_over_dot_names(store: FileStore) -> None:
     values = KeyValueStore(store, "kv/000000", clock=FakeClock())
     assert values.all_keys() == ["k"]
     assert values.get("k") == b"v"
-    assert values.queue_length("k") == 0
 
 
 def test_listings_of_a_run_directory_pass_over_dot_names(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 
@@ -129,95 +129,9 @@ def test_waiting_ends_in_time_and_names_what_is_missing() -> None:
         kv.wait(["there", "missing"], 3)
     with pytest.raises(KeyValueTimeoutError, match="missing"):
         kv.get_waiting("missing", 3)
-    with pytest.raises(KeyValueTimeoutError, match="queue"):
-        kv.pop_waiting("queue", 3)
 
 
-def test_a_queue_is_first_in_first_out_and_no_value() -> None:
-    kv = values()
-    assert kv.pop("q") is None
-    for item in (b"a", b"b", b"c"):
-        kv.push("q", item)
-    assert kv.queue_length("q") == 3
-    assert [kv.pop("q"), kv.pop_waiting("q", 1), kv.pop("q"), kv.pop("q")] == [b"a", b"b", b"c", None]
-    kv.push("q", b"d")
-    assert kv.pop("q") == b"d"
-    assert kv.get("q") is None
-
-
-def test_a_queue_with_something_in_it_is_there() -> None:
-    kv = values()
-    kv.push("q", b"a")
-    kv.set("k", b"")
-    assert kv.check(["q", "k"])
-    kv.wait(["q", "k"], 0)
-    kv.pop("q")
-    assert not kv.check(["q"])
-    assert not kv.check(["q", "k"])
-    with pytest.raises(KeyValueTimeoutError) as caught:
-        kv.wait(["k", "q"], 3)
-    assert caught.value.missing == ["q"]
-
-
-def test_a_queue_that_many_items_went_through_stays_small_and_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_value, "KEPT_VERSIONS", 64)
-    monkeypatch.setattr(key_value, "_PRUNE_EVERY", 16)
-    store = MemoryStore()
-    kv = values(store)
-    for number in range(10):
-        kv.push("long", b"%d" % number)  # behind which nothing is cleared away while it waits
-    for number in range(3 * key_value.KEPT_VERSIONS):
-        kv.push("q", b"%d" % number)
-        assert kv.pop("q") == b"%d" % number
-    assert len(store.list("kv/queue")) < 1.5 * key_value.KEPT_VERSIONS
-    assert len(store.list("kv/taken")) < 1.5 * key_value.KEPT_VERSIONS
-    assert [kv.pop("long") for _ in range(11)] == [*(b"%d" % number for number in range(10)), None]
-    for number in range(2 * key_value.KEPT_VERSIONS):
-        kv.push("piled up", b"%d" % number)
-    assert [kv.pop("piled up") for _ in range(2)] == [b"0", b"1"]
-
-
-def test_whoever_was_stopped_takes_no_item_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(key_value, "KEPT_VERSIONS", 16)
-    monkeypatch.setattr(key_value, "_PRUNE_EVERY", 4)
-    store = MemoryStore()
-    others = values(store)
-
-    def much_happens() -> None:
-        for number in range(60):
-            others.push("q", b"%d" % number)
-            assert others.pop("q") is not None
-
-    class Stopped(MemoryStore):
-        """Stops between its look at the queue and the next write."""
-
-        before_put: ClassVar[list[bool]] = []
-
-        def list(self, folder: str) -> list[str]:
-            return store.list(folder)
-
-        def get(self, key: str) -> str | None:
-            return store.get(key)
-
-        def put_if_absent(self, key: str, value: str) -> bool:
-            if self.before_put:
-                self.before_put.clear()
-                much_happens()
-            return store.put_if_absent(key, value)
-
-    late = values(Stopped())
-    others.push("q", b"first")
-    Stopped.before_put.append(True)
-    assert late.pop("q") == b"59", "the first was another's"
-    Stopped.before_put.append(True)
-    late.push("q", b"late")
-    assert others.pop("q") == b"late", "at a place that is read"
-    assert others.pop("q") is None
-
-
-@pytest.mark.parametrize(
-    "wait", [lambda kv: kv.get_waiting("k", 1), lambda kv: kv.wait(["k"], 1), lambda kv: kv.pop_waiting("k", 1)]
-)
+@pytest.mark.parametrize("wait", [lambda kv: kv.get_waiting("k", 1), lambda kv: kv.wait(["k"], 1)])
 def test_a_wait_ends_in_time_where_the_filesystem_refuses(wait: Callable[[KeyValueStore], object]) -> None:
     store = FaultyStore()
     clock = JumpingClock()
@@ -235,8 +149,6 @@ def test_a_wait_ends_in_time_where_the_filesystem_refuses(wait: Callable[[KeyVal
 def test_passing_faults_and_lost_replies_count_nothing_twice() -> None:
     kv = values(FaultyStore())
     assert [kv.add("n", 1) for _ in range(10)] == list(range(1, 11))
-    kv.push("q", b"once")
-    assert (kv.pop("q"), kv.pop("q")) == (b"once", None)
 
 
 def test_a_filesystem_that_goes_on_refusing_is_told() -> None:
@@ -281,21 +193,16 @@ def test_old_versions_are_removed_and_the_past_can_not_be_written(monkeypatch: p
     assert kv.get("n") == b"64"
 
 
-def test_many_threads_lose_no_increment_and_no_item() -> None:
+def test_many_threads_lose_no_increment() -> None:
     store = MemoryStore()
 
-    def work(_: int) -> tuple[list[int], list[bytes | None]]:
+    def work(_: int) -> list[int]:
         kv = KeyValueStore(store, "kv", clock=SystemClock())
-        sums = [kv.add("n", 1) for _ in range(20)]
-        for number in range(5):
-            kv.push("q", b"%d" % number)
-        return sums, [kv.pop("q") for _ in range(5)]
+        return [kv.add("n", 1) for _ in range(20)]
 
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(work, range(4)))
-    assert sorted(n for sums, _ in results for n in sums) == list(range(1, 81))
-    items = sorted(item or b"" for _, popped in results for item in popped)
-    assert items == sorted(b"%d" % number for number in range(5) for _ in range(4))
+    assert sorted(n for sums in results for n in sums) == list(range(1, 81))
 
 
 class CachingClient:
