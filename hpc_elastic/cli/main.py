@@ -31,7 +31,6 @@ _SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "doctor": ("doctor", "check whether this cluster, account and installation let a run work, and what to do"),
     "rehearse": ("rehearse", "run a script with planted faults, and judge whether it really resumes"),
     "chaos": ("chaos", "do a fault, or a series of them, to a run of your own that is going on"),
-    "what-if": ("what_if", "simulate what failures would cost a run with other nodes, spares or checkpoints"),
     "convert": ("convert", "convert an sbatch file that starts torchrun into a command, and explain each line"),
     "clean": ("clean", "remove directories of old runs, never of one that may be running"),
     "cancel": ("run_job", "cancel a run's job: its workers get SIGTERM, and the report is written"),
@@ -40,7 +39,9 @@ _SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "completion": ("completion", "print a script for bash that completes subcommands, options and runs"),
     "agent": ("agent", "run the agent of one node, inside a step of your own"),
 }
-_REMOVED: dict[str, str] = {}
+_REMOVED: dict[str, str] = {
+    "what-if": "hpc-elastic report RUN shows what failures cost, and advises an interval between checkpoints",
+}
 """Subcommands of earlier versions → what to use in their place."""
 _AGENT_OPTIONS = ("--run-dir", "--attempt", "--node", "--launcher-pid")
 """With one of these first, ``agent`` is called by a launcher of ours, not by a user's srun."""

@@ -101,7 +101,10 @@ def advise_by(
 
 
 def interval_cost(every: float, checkpoint_seconds: float, time_to_failure: float) -> float:
-    """The share of the time that checkpoints and the steps lost since the last one take (Daly); less than 1."""
+    """The share of the time that checkpoints and the steps lost since the last one take, at most 1.
+
+    J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (2006), without restarts.
+    """
     try:
         return 1 - every / (time_to_failure * math.expm1((every + checkpoint_seconds) / time_to_failure))
     except OverflowError:
@@ -118,7 +121,9 @@ def _interval(costs: MeasuredCosts) -> Iterator[str]:
             f"checkpoint was complete every {duration(every)}: does the script load the newest one?"
         )
         return
-    best = math.sqrt(2 * fails * saves)
+    best = math.sqrt(
+        2 * fails * saves
+    )  # J. W. Young, "A first order approximation to the optimum checkpoint interval" (1974)
     now, then = (interval_cost(value, saves, fails) for value in (every, best))
     if max(best / every, every / best) < _FAR or now - then < _WORTH:
         return

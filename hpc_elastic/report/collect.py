@@ -220,7 +220,6 @@ def collect_run(run_dir: Path | str, *, ranks: Container[int] = ()) -> RunHistor
         command=_command(entrypoint),
         section_timeouts=_sections(spec.get("section_timeouts")),
         step_timeout=_step_timeout(spec.get("section_timeouts")),
-        spares=integer(spec.get("spares")) or 0,
         warm_options=_warm_options(spec),
         attempts=_collect_attempts(paths, numbers, ranks),
         bad_nodes=_bad_nodes(record, spec.get("bad_nodes")),

@@ -337,7 +337,6 @@ class RunHistory(Struct, frozen=True, kw_only=True):
     """The sections that the user gave a timeout for."""
     step_timeout: float | None = None
     """Seconds without a heartbeat in section ``step`` that make a hang; None: none are given, or they are learned."""
-    spares: int = 0
     warm_options: tuple[str, ...] = ()
     """Those of `WARM_OPTIONS` that it could have had, and had not."""
     attempts: tuple[AttemptHistory, ...] = ()

@@ -9,7 +9,7 @@ from math import fsum
 from msgspec import Struct
 
 from hpc_elastic.report.goodput import Cost, Goodput, RestartPart
-from hpc_elastic.report.history import RoundHistory, RunHistory
+from hpc_elastic.report.history import RunHistory
 from hpc_elastic.run.heartbeats import Progress
 
 _TIME_LIMIT = "time limit"
@@ -26,7 +26,6 @@ class MeasuredCosts(Struct, frozen=True, kw_only=True):
     failures: int
     began_on: tuple[tuple[str, int], ...] = ()
     """Host → the failures that began there, the most first."""
-    spares: int = 0
     time_to_failure: float | None = None
     """Seconds between two failures, without the queue."""
     checkpoints: int = 0
@@ -42,9 +41,6 @@ class MeasuredCosts(Struct, frozen=True, kw_only=True):
     """Of one of them, with finding a hang."""
     restart_parts: tuple[RestartPart, ...] = ()
     """The mean of each."""
-    start_seconds: float | None = None
-    """From a failure to the first step of the job that was queued for it, without the queue; where there was none, the
-    time until the first step of the run."""
     starts: int = 0
     """Jobs in which workers came to a step."""
     first_step: float | None = None
@@ -57,12 +53,8 @@ class MeasuredCosts(Struct, frozen=True, kw_only=True):
     """How often it went on in another job because of a time limit."""
     time_limit_seconds: float = 0.0
     """What that cost: with queue, start, and steps that were done again."""
-    queue_seconds: float | None = None
     longest_step: float | None = None
     """Seconds between two heartbeats."""
-    loses_node: float | None = None
-    """The share of failures with which a node was lost, or after which the job was queued again; without that with
-    which the run was given up."""
 
 
 def measure_costs(history: RunHistory, goodput: Goodput) -> MeasuredCosts:
@@ -74,11 +66,7 @@ def measure_costs(history: RunHistory, goodput: Goodput) -> MeasuredCosts:
     """
     rounds = {(item.number, part.index): part for item in history.attempts for part in item.rounds}
     failures = [cost for cost in goodput.costs if cost.is_failure]
-    recovered = [cost for cost in failures if cost.recovered]
-    within = [cost for cost in recovered if not cost.queued]
-    queued = [cost.queued for cost in goodput.costs if cost.queued]
-    requeued = [cost for cost in recovered if cost.queued]
-    lost_nodes = [cost for cost in recovered if cost.queued or _lost_node(rounds.get((cost.attempt, cost.round)))]
+    within = [cost for cost in failures if cost.recovered and not cost.queued]
     limited = {item.number for item in history.attempts if item.meaning == _TIME_LIMIT}
     limits = [cost for cost in goodput.costs if cost.queued and not cost.is_failure and cost.attempt in limited]
     first, later = _first_steps(history)
@@ -88,7 +76,6 @@ def measure_costs(history: RunHistory, goodput: Goodput) -> MeasuredCosts:
         nodes=max((len(part.nodes) for part in rounds.values()), default=0),
         failures=len(failures),
         began_on=tuple(Counter(cost.host for cost in failures if cost.host).most_common()),
-        spares=history.spares,
         time_to_failure=running / len(failures) if len(failures) >= LEAST_FAILURES else None,
         checkpoints=saved,
         checkpoint_seconds=goodput.checkpointing / saved if saved and goodput.checkpointing else None,
@@ -97,25 +84,15 @@ def measure_costs(history: RunHistory, goodput: Goodput) -> MeasuredCosts:
         restarts=len(within),
         restart_seconds=_mean([cost.seconds - cost.recomputed for cost in within]) if within else None,
         restart_parts=_parts(within),
-        start_seconds=_mean([cost.seconds - cost.queued - cost.recomputed for cost in requeued])
-        if requeued
-        else goodput.starting,
         starts=len(first),
         first_step=_mean(first) if first else None,
         later_first_step=_mean(later) if later else None,
-        queued=len(queued),
-        queue_seconds=_mean(queued) if queued else None,
+        queued=sum(1 for cost in goodput.costs if cost.queued),
         time_limits=len(limits),
         time_limit_seconds=sum(cost.seconds for cost in limits),
         longest_step=max((one.longest_step for part in rounds.values() for one in part.progress.values()), default=0.0)
         or None,
-        loses_node=len(lost_nodes) / len(recovered) if recovered else None,
     )
-
-
-def _lost_node(part: RoundHistory | None) -> bool:
-    """Whether a node was gone; an agent that was started again is none."""
-    return part is not None and any(not loss.agent_only for loss in part.lost_nodes)
 
 
 def _first_steps(history: RunHistory) -> tuple[list[float], list[float]]:

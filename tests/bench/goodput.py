@@ -17,19 +17,17 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.goodput import goodput_of
 from tests.bench.agent_numbers import Number
 from tests.bench.agent_numbers import lines as number_lines
-from tests.bench.systems import NODES, ROOT, Session, System, TookTooLong, ours, torchrun
+from tests.bench.systems import NODES, Session, System, TookTooLong, ours, torchrun
 
 TRAINER = Path(__file__).with_name("failing_trainer.py")
 GOAL = 0.5
@@ -186,30 +184,14 @@ def _run(system: System, training: Plan) -> Number:
 
         session.wait_until(has_ended, "end")
         found = account(session.folder / "stamps")
-        forecast = _forecast(next((session.folder / "runs").glob("*")), found) if is_ours else ""
+        own = goodput_of(collect_run(next((session.folder / "runs").glob("*")))).share if is_ours else None
     print(f"… {system.name}: {found}", file=sys.stderr, flush=True)
-    facts = f"{found.goodput:.2f} of {found.bound:.2f} % in {found.wall:.0f} s, {found.restart_text()}{forecast}"
+    facts = f"{found.goodput:.2f} of {found.bound:.2f} % in {found.wall:.0f} s, {found.restart_text()}"
+    if own is not None:
+        facts += f"; by its report {100 * own:.1f} %, with the start"
     gap = found.bound - found.goodput
     goal = GOAL if system is _SYSTEMS[0] else None
     return Number(title=system.name, unit="points", values=[gap], goal=goal, note=facts)
-
-
-def _forecast(run: Path, found: Measured) -> str:
-    """The run's goodput by its own report, and what `what-if` makes of it."""
-    own = goodput_of(collect_run(run))
-    if len(found.restarts) < 3:
-        return ""
-    (one,) = what_if(run, work=own.kept)["settings"]
-    return (
-        f"; by its report {100 * (own.share or 0):.1f} %, by what-if {100 * one['goodput']:.1f} "
-        f"({100 * one['low']:.1f}–{100 * one['high']:.1f}) %, both with the start"
-    )
-
-
-def what_if(run: Path, *, work: float) -> Any:
-    """What `hpc-elastic what-if` prints for the run's own numbers, and `work` seconds of steps."""
-    command = [sys.executable, "-m", "hpc_elastic", "what-if", str(run), "--work", f"{work:.3f}", "--json"]
-    return json.loads(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)
 
 
 if __name__ == "__main__":

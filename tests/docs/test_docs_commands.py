@@ -113,7 +113,6 @@ def test_options_that_are_named_exist(page: Path) -> None:
         "events",
         "status",
         "list",
-        "what-if",
         "clean",
         "convert",
         "cancel",

@@ -31,7 +31,7 @@ JOB, OTHER_JOBS = "4711", ("70", "70_3")
 RUN_ID = "20261121-053000-train-9f3c"
 ELSEWHERE = (
     *("cancel", "requeue", "chaos", "clean", "convert", "hangs", "completion"),
-    *("doctor", "rehearse", "what-if"),
+    *("doctor", "rehearse"),
 )
 """What needs a job that runs (tests/slurm), what would remove the run of the others, what wants files
 (tests/unit/options, tests/unit/failures), and what has tests of its own (tests/integration)."""

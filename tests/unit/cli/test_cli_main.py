@@ -98,6 +98,12 @@ def test_subcommands_that_use_argparse_fail_on_one_line(capsys: pytest.CaptureFi
     assert f"see hpc-elastic {name} --help" in err
 
 
+@pytest.mark.parametrize("name", cli._REMOVED)
+def test_a_removed_subcommand_names_what_to_use(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    error = f"hpc-elastic: error: hpc-elastic {name} was removed: {cli._REMOVED[name]}\n"
+    assert run(capsys, name, "latest") == (2, "", error)
+
+
 @pytest.mark.parametrize("name", ["report", "submit", "run"])
 def test_each_has_help(capsys: pytest.CaptureFixture[str], name: str) -> None:
     code, out, err = run(capsys, name, "--help")
