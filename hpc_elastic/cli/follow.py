@@ -1,4 +1,4 @@
-"""``--follow`` of `logs`, `events` and `report`: show what is new until the run has ended, and take over its exit code.
+"""``--follow`` of `logs` and `report`: show what is new until the run has ended, and take over its exit code.
 
 `RunWatch` decides that a run has ended: by its files and, where these show nothing new, by Slurm.
 """

@@ -117,7 +117,7 @@ class LogFollower:
             attempt = self._asked.shown_attempt()
             return [] if attempt is None else [(attempt, index) for index in self._choice.rounds_of(attempt)]
         found = []
-        for number in self._asked.attempts() if self._asked.attempt is None else [self._asked.attempt]:
+        for number in self._asked.attempts():
             attempt = self._asked.paths.attempt(number)
             wanted = self._choice.rounds
             for index in round_numbers(attempt) if number >= first[0] else []:

@@ -1,4 +1,4 @@
-"""``hpc-elastic logs RUN``: show the output of all workers, while the run goes on or after it ended."""
+"""``hpc-elastic logs RUN``: show the output of all workers, or the run's events, while it goes on or after it ended."""
 
 from __future__ import annotations
 
@@ -56,6 +56,11 @@ LINES = 40
 _FOLLOWED_LINES = 10
 _ALL = "all"
 _TIME_WIDTH = 23
+# Mode → the options that mean nothing in it.
+_UNLIKE = {
+    "around_failure": ("tail", "follow", "round"),
+    "events": ("around_failure", "rank", "stdout", "stderr", "round", "timestamps", "no_prefix", "raw"),
+}
 
 
 class LogChoice(Struct, frozen=True, kw_only=True):
@@ -160,16 +165,20 @@ class LogPrinter:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run_arguments(parser, attempt_help="attempt N (default: the newest)")
+    add_run_arguments(parser, attempt_help="attempt N (default: the newest; of events all)")
     parser.add_argument(
         "-f",
         "--follow",
         action="store_true",
-        help="follow the output through restarts and requeues until the run ends, and exit with its code",
+        help="follow what comes through restarts and requeues until the run ends, and exit with its code",
     )
     what = parser.add_argument_group("what")
     what.add_argument("--rank", metavar="RANKS", help="only these global ranks, as in 0-3,7")
-    what.add_argument("--node", metavar="NODES", help="only these nodes: names, as in n[1-3], or indices")
+    what.add_argument(
+        "--node",
+        metavar="NODES",
+        help="only these nodes: names, as in n[1-3], or indices; of events also batch: the batch host",
+    )
     streams = what.add_mutually_exclusive_group()
     streams.add_argument("--stdout", action="store_true", help="only stdout")
     streams.add_argument("--stderr", action="store_true", help="only stderr")
@@ -178,7 +187,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-n",
         "--tail",
         metavar="N",
-        help=f"the last N lines, all ranks together, or all (default: all; with --follow {_FOLLOWED_LINES})",
+        help=f"the last N lines, all ranks together, or all (default: all; of output with --follow {_FOLLOWED_LINES})",
     )
     what.add_argument(
         "--around-failure",
@@ -197,6 +206,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"with --around-failure: at most N lines of each output before and after it (default: {LINES})",
     )
+    what.add_argument(
+        "--events",
+        action="store_true",
+        help="what each part of the run did and decided, and why, instead of the output",
+    )
+    what.add_argument(
+        "--event", metavar="NAME", action="append", help="only these events, as in worker_failed,node_lost; repeatable"
+    )
     how = parser.add_argument_group("how")
     how.add_argument("-T", "--timestamps", action="store_true", help="show when each line was printed")
     how.add_argument("--no-prefix", action="store_true", help="print no [rank N] before each line")
@@ -205,6 +222,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print every byte unchanged (default on a terminal: without control sequences other than colours)",
     )
+    how.add_argument("--json", action="store_true", help="with --events: print them as JSON, one per line")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -213,6 +231,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: RUN means no run, or nothing of what was asked for is there.
     """
+    _check_together(args)
     choice = _choice(args)
     tail = _tail(args)
     asked = asked_run(args)
@@ -228,6 +247,10 @@ def run(args: argparse.Namespace) -> int:
     attempt = asked.shown_attempt()
     if attempt is None and not args.follow:
         raise UsageError(f"run {asked.paths.run_id} has no attempt yet; hpc-elastic logs --follow waits for one")
+    if args.events:
+        from hpc_elastic.cli.log_events import show_events
+
+        return show_events(asked, args, tail)
     rounds = choice.rounds_of(attempt) if attempt is not None else []
     if attempt is not None:
         choice.check(attempt, rounds)
@@ -264,18 +287,23 @@ def _choice(args: argparse.Namespace) -> LogChoice:
     )
 
 
-def _tail(args: argparse.Namespace) -> int | None:
-    """How many lines; None: all."""
-    text = args.tail
-    if args.around_failure:
-        for option, given in (("--tail", text), ("--follow", args.follow or None), ("--round", args.round)):
-            if given is not None:
-                raise UsageError(f"{option} can't be used with --around-failure")
+def _check_together(args: argparse.Namespace) -> None:
+    args.events = args.events or args.event is not None or args.json
+    for mode, unlike in _UNLIKE.items():
+        for name in unlike if getattr(args, mode) else ():
+            if getattr(args, name) not in (None, False):
+                options = [f"--{one.replace('_', '-')}" for one in (name, mode)]
+                raise UsageError(f"{options[0]} can't be used with {options[1]}")
     for option, given in (("--seconds", args.seconds), ("--lines", args.lines)):
         if given is not None and not args.around_failure:
             raise UsageError(f"{option} {given} needs --around-failure; for the last lines use --tail N")
+
+
+def _tail(args: argparse.Namespace) -> int | None:
+    """How many lines; None: all."""
+    text = args.tail
     if text is None:
-        return _FOLLOWED_LINES if args.follow else None
+        return _FOLLOWED_LINES if args.follow and not args.events else None
     if text == _ALL:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 10):

@@ -22,9 +22,7 @@ _SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "submit": ("submit", "create a run directory and submit the run to Slurm (or run it here: --cluster local)"),
     "run": ("run", "run in the foreground, in this Slurm allocation or on this machine"),
     "report": ("report", "show what failed first, and why"),
-    "why": ("report", "the same as report"),
-    "logs": ("logs", "show the output of all workers"),
-    "events": ("events", "show what each part of a run did and decided, and why"),
+    "logs": ("logs", "show the output of all workers, or with --events what was done and decided, and why"),
     "status": ("status", "show the state of a run: nodes, steps, restarts, what Slurm says"),
     "hangs": ("hangs", "find the rank that the others wait for, from dumps of torch's flight recorder"),
     "list": ("list_runs", "list runs with their states"),
@@ -40,6 +38,8 @@ _SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "agent": ("agent", "run the agent of one node, inside a step of your own"),
 }
 _REMOVED: dict[str, str] = {
+    "events": "hpc-elastic logs RUN --events shows what was done and decided, and why",
+    "why": "use hpc-elastic report RUN",
     "what-if": "hpc-elastic report RUN shows what failures cost, and advises an interval between checkpoints",
 }
 """Subcommands of earlier versions → what to use in their place."""

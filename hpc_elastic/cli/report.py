@@ -1,4 +1,4 @@
-"""``hpc-elastic report RUN|JOBID|DIR`` (or ``why``): what failed first, while the run goes on or after it ended."""
+"""``hpc-elastic report RUN|JOBID|DIR``: what failed first, while the run goes on or after it ended."""
 
 from __future__ import annotations
 

@@ -110,11 +110,14 @@ class AskedRun(Struct, frozen=True, kw_only=True):
     """Where an attempt's directory was given, or ``--attempt``."""
 
     def attempts(self) -> list[int]:
-        """The attempts that have a folder, ascending.
+        """The attempt that was asked for, or all that have a folder, ascending.
 
         Raises:
             UsageError: the run's directory can't be read.
         """
+        return self._attempts_there() if self.attempt is None else [self.attempt]
+
+    def _attempts_there(self) -> list[int]:
         names = _names_in(self.paths.root)
         return sorted(number for number in map(attempt_number, names) if number is not None)
 
@@ -124,7 +127,7 @@ class AskedRun(Struct, frozen=True, kw_only=True):
         Raises:
             UsageError: the one that was asked for is not there.
         """
-        numbers = self.attempts()
+        numbers = self._attempts_there()
         if self.attempt is not None:
             check_attempt(self.attempt, numbers, self.paths.run_id)
             return self.paths.attempt(self.attempt)

@@ -14,7 +14,8 @@ from hpc_elastic.run.event_reader import EventLine
 _ADVICE = {
     "stop": "a shorter --shutdown-timeout, for scripts that do nothing at SIGTERM; for hangs, shorter "
     "--section-timeouts",
-    "rendezvous": "a shorter heartbeat_ttl (--rdzv-conf), where nodes were lost; hpc-elastic events shows the meeting",
+    "rendezvous": "a shorter heartbeat_ttl (--rdzv-conf), where nodes were lost; "
+    "hpc-elastic logs --events shows the meeting",
     "start": "--start-method forkserver: workers are forks of a process that has imported",
     "imports": "--start-method forkserver imports once on each node",
     "load": "checkpoints on local disks, or loaded in parallel by all ranks",

@@ -1,4 +1,4 @@
-"""Reads a run's events: the one reader of what `events.EventLog` writes, for the report, `events` and `logs`.
+"""Reads a run's events: the one reader of what `events.EventLog` writes, for `report` and `logs`.
 
 Each writer has a file of its own, in which its lines stand in their order. `EventFile` reads one file, also while it
 grows; `merged_events` reads all files of an attempt in time order; a line's event is one of `EVENTS`. Torn and foreign

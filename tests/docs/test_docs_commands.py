@@ -110,7 +110,6 @@ def test_options_that_are_named_exist(page: Path) -> None:
     for name in (
         "report",
         "logs",
-        "events",
         "status",
         "list",
         "clean",

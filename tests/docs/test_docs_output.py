@@ -122,7 +122,7 @@ def test_the_first_run(first_run: tuple[Home, Session], shown_output: ShownOutpu
 
 @pytest.mark.torch
 def test_its_events(first_run: tuple[Home, Session], shown_output: ShownOutput) -> None:
-    shown_output.check("events", first_run[0].session("hpc-elastic events"))
+    shown_output.check("events", first_run[0].session("hpc-elastic logs --events"))
 
 
 @pytest.mark.torch

@@ -159,7 +159,7 @@ def test_a_run_that_is_typed_really_runs(place: Path) -> None:
         assert "rank 0" in output
 
 
-@pytest.mark.parametrize(("page", "command"), all_commands("report", "why", "logs", "events", "status", "list"))
+@pytest.mark.parametrize(("page", "command"), all_commands("report", "logs", "status", "list"))
 def test_what_looks_at_runs_shows_them(
     place: Path, page: str, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,7 +172,7 @@ def test_what_looks_at_runs_shows_them(
 
 
 def test_subcommands_that_are_told_of_are_all_run_somewhere() -> None:
-    run_here = {"submit", "run", "config", "report", "why", "logs", "events", "status", "list"}
+    run_here = {"submit", "run", "config", "report", "logs", "status", "list"}
     assert set(cli._SUBCOMMANDS) - run_here - set(ELSEWHERE) == {"agent"}
     assert len(all_commands(*run_here)) >= 40
 

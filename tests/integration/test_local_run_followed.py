@@ -1,4 +1,4 @@
-"""``logs``, ``events`` and ``report`` beside a run that goes on: what comes is shown; its end ends them, and Ctrl-C."""
+"""``logs`` and ``report`` beside a run that goes on: what comes is shown; its end ends them, and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Follower:
     """A subcommand that follows, and what it printed so far."""
 
     def __init__(self, run: LocalRun, *argv: str) -> None:
-        self.out = run.folder / f"{argv[0]}.out"
-        self.err = run.folder / f"{argv[0]}.err"
+        self.out = run.folder / f"{''.join(argv)}.out"
+        self.err = run.folder / f"{''.join(argv)}.err"
         with open(self.out, "wb") as out, open(self.err, "wb") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "hpc_elastic", argv[0], str(run.paths.root), "--follow", *argv[1:]],
@@ -95,7 +95,7 @@ def test_everything_that_follows_sees_the_run_through_a_restart_to_its_end(tmp_p
         run.wait_moments("here", count=2, round_index=0)
         with (
             following(run, "logs", "--tail", "all") as logs,
-            following(run, "events") as events,
+            following(run, "logs", "--events") as events,
             following(run, "report") as report,
         ):
             run.until(lambda: "hello of 1 in 0" in logs.text(), "hello of rank 1")
@@ -176,9 +176,9 @@ def test_ctrl_c_ends_who_follows_and_not_the_run(tmp_path: Path) -> None:
         run.wait_moments("here", count=1)
         with (
             following(run, "logs") as logs,
-            following(run, "events") as events,
+            following(run, "logs", "--events") as events,
             following(run, "report") as report,
-            following(run, "why", "--format", "json") as why,
+            following(run, "report", "--format", "json") as one_more,
         ):
             run.until(lambda: "[rank 0] here" in logs.text(), "output")
             run.until(lambda: "workers_started" in events.text(), "events")
@@ -189,4 +189,4 @@ def test_ctrl_c_ends_who_follows_and_not_the_run(tmp_path: Path) -> None:
             assert [one.err.read_text() for one in (logs, events, report)] == [""] * 3
             run.say("end")
             assert run.finish() == ExitCode.WORKERS_FAILED
-            assert why.process.wait(60) == ExitCode.WORKERS_FAILED, "it takes over the run's code"
+            assert one_more.process.wait(60) == ExitCode.WORKERS_FAILED, "it takes over the run's code"

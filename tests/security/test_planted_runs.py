@@ -10,7 +10,7 @@ import pytest
 
 from tests.rigs.two_users import TwoUsers, User
 
-COMMANDS = ("status", "report", "logs", "events")
+COMMANDS = (["status"], ["report"], ["logs"], ["logs", "--events"])
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def look(victim: User, run_dir: Path) -> str:
     """What the victim's commands print: none waits, none has a traceback."""
     said = []
     for command in COMMANDS:
-        done = victim.hpc_elastic(command, run_dir, timeout=20)
+        done = victim.hpc_elastic(*command, run_dir, timeout=20)
         assert done.returncode in (0, 1, 2), (command, done.stderr)
         assert "Traceback" not in done.stdout + done.stderr, (command, done.stderr)
         said.append(done.stdout + done.stderr)
@@ -98,7 +98,7 @@ def test_a_copy_can_be_looked_at_and_runs_nothing(attacker: User, victim: User, 
     victim.run(["cp", "-r", str(planted), str(victim.home / "copy")], check=True)
     for cwd in (victim.home, victim.home / "copy"):
         for command in COMMANDS:
-            done = victim.hpc_elastic(command, victim.home / "copy", cwd=cwd)
+            done = victim.hpc_elastic(*command, victim.home / "copy", cwd=cwd)
             assert done.returncode in (0, 1), done.stderr
     assert "PLANTED" in victim.hpc_elastic("logs", victim.home / "copy").stdout
     assert not (shared / "attacked").exists()

@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 
-from hpc_elastic.cli import events as events_module
+from hpc_elastic.cli import log_events
 from hpc_elastic.cli.follow import SILENT_SECONDS, RunEnd, RunWatch, follow_to_end
 from hpc_elastic.cli.log_follow import LogFollower
 from hpc_elastic.cli.logs import LogChoice, LogPrinter
@@ -129,10 +129,10 @@ RESULT = (
 def test_events(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths, clock = story(tmp_path)
     asked = AskedRun(paths=paths, attempt=None)
-    follower = events_module.EventFollower(
+    follower = log_events.EventFollower(
         asked,
-        events_module.EventChoice(names=frozenset({"attempt_started", "attempt_ended"}), nodes=None),
-        events_module._Printer(as_json=False, colours=False),
+        log_events.EventChoice(names=frozenset({"attempt_started", "attempt_ended"})),
+        log_events._Printer(as_json=False, colours=False),
         tail=None,
         clock=clock,
     )

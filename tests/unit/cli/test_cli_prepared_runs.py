@@ -52,7 +52,7 @@ SHOWN = (
     ["report", "--rank", "1"],
     ["logs"],
     ["logs", "--around-failure"],
-    ["events"],
+    ["logs", "--events"],
     ["status", "--no-slurm"],
 )
 
@@ -87,7 +87,7 @@ def test_what_a_program_reads_of_its_job_waits_for_none(built: RunBuilder) -> No
     assert OutputReader(paths.job_log).read() is None
 
 
-@pytest.mark.parametrize("argv", [["report"], ["events"], ["status", "--no-slurm"]], ids=" ".join)
+@pytest.mark.parametrize("argv", [["report"], ["logs", "--events"], ["status", "--no-slurm"]], ids=" ".join)
 def test_what_is_left_out_of_large_files_is_told(
     built: RunBuilder, argv: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -122,7 +122,7 @@ def test_follow_of_a_run_that_has_ended_gives_its_code(builder: RunBuilder, caps
     out, err = capsys.readouterr()
     assert out.count("Root Cause (first observed failure):") == 1
     assert err == "hpc-elastic: run 20261121-053000-train-9f3c ended: failed: why (exit code 93)\n"
-    assert main(["why", str(builder.root), "--follow", "--format", "json"]) == 93
+    assert main(["report", str(builder.root), "--follow", "--format", "json"]) == 93
     assert capsys.readouterr().out.count("\n") == 1
 
 

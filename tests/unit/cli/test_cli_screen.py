@@ -55,11 +55,12 @@ def run(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "argv",
     [
-        ["report"], ["report", "--all"], ["report", "--rank", "1"], ["report", "--format", "json"], ["why"],
-        ["report", "--format", "html"], ["logs", "--around-failure"], ["logs"], ["events"], ["status", "--no-slurm"],
-        ["status", "--no-slurm", "--json"], ["cancel"], ["requeue"], ["report", "--attempt", "7"],
-        ["logs", "--rank", "99"], ["logs", "--node", f"n{NASTY}".replace("\0", "")],
-        ["events", "--node", f"n{NASTY}".replace("\0", "")], ["events", "--event", f"x{NASTY}".replace("\0", "")],
+        ["report"], ["report", "--all"], ["report", "--rank", "1"], ["report", "--format", "json"],
+        ["report", "--format", "html"], ["logs", "--around-failure"], ["logs"], ["logs", "--events"],
+        ["status", "--no-slurm"], ["status", "--no-slurm", "--json"], ["cancel"], ["requeue"],
+        ["report", "--attempt", "7"], ["logs", "--rank", "99"], ["logs", "--node", f"n{NASTY}".replace("\0", "")],
+        ["logs", "--events", "--node", f"n{NASTY}".replace("\0", "")],
+        ["logs", "--event", f"x{NASTY}".replace("\0", "")],
     ],
     ids=lambda argv: ascii(argv)[:60],
 )  # fmt: skip

@@ -312,7 +312,7 @@ class TestCommand:
         ("more", "where"), [([], "attempt-001"), (["--attempt", "0"], "attempt-000")], ids=["last", "first"]
     )
     def test_prints_the_path(self, root: Path, capsys: pytest.CaptureFixture[str], more: list[str], where: str) -> None:
-        assert main(["why", str(root), "--format", "html", *more]) == 0
+        assert main(["report", str(root), "--format", "html", *more]) == 0
         path = Path(capsys.readouterr().out.rstrip("\n"))
         assert path == root / where / "report.html"
         assert path.read_text().startswith("<!doctype html>")

@@ -1,4 +1,4 @@
-"""``hpc-elastic events``: which lines, in which order; following is tested with real runs."""
+"""``hpc-elastic logs --events``: which lines, in which order; following is tested with real runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def shown(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> list[str]:
-    assert main(["events", *argv]) == code
+    assert main(["logs", "--events", *argv]) == code
     out, err = capsys.readouterr()
     return (out if code == 0 else err).splitlines()
 
@@ -83,6 +83,8 @@ def test_a_torn_file_and_a_missing_one(root: Path, capsys: pytest.CaptureFixture
         (["--node", "n[1"], "--node n[1: "),
         (["--attempt", "4"], "has no attempt 4; it has 0, 1"),
         (["--tail", "-2"], "--tail"),
+        (["--rank", "1"], "--rank can't be used with --events"),
+        (["--around-failure"], "--around-failure can't be used with --events"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(

@@ -1,4 +1,4 @@
-"""``hpc-elastic events RUN``: what every part of a run did and decided, with the reasons, in time order."""
+"""``hpc-elastic logs RUN --events``: what every part of a run did and decided, with the reasons, in time order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from msgspec import Struct
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.text import time_text
 from hpc_elastic.cli.follow import follow_to_end
-from hpc_elastic.cli.run_argument import AskedRun, add_run_arguments, asked_nodes, asked_run
+from hpc_elastic.cli.run_argument import AskedRun, asked_nodes
 from hpc_elastic.cli.screen import BOLD, DIM, RED, is_terminal, painted, print_note, wants_colour
 from hpc_elastic.errors import UsageError
 from hpc_elastic.output.log_reader import FollowedFiles
@@ -34,6 +34,7 @@ from hpc_elastic.run.agent_events import (
 from hpc_elastic.run.coordinator_events import NodeLost, RestartDecided, RoundFrozen, RunClosed
 from hpc_elastic.run.event_reader import EVENTS, EventFile, EventLine, event_files, merged_events
 from hpc_elastic.run.event_types import RunEvent
+from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.run.supervisor_events import AttemptStarted, RequeueDecided, VerdictReached
 
 _BAD: frozenset[type[RunEvent]] = frozenset(
@@ -53,64 +54,32 @@ _DECISIONS: frozenset[type[RunEvent]] = frozenset(
     {RestartDecided, RequeueDecided, VerdictReached, RunClosed, RoundFrozen, AttemptStarted}
 )
 _HOST_WIDTH = 12
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run_arguments(parser, attempt_help="attempt N (default: all)")
-    parser.add_argument(
-        "-f",
-        "--follow",
-        action="store_true",
-        help="follow new events through requeues until the run ends, and exit with its code",
-    )
-    parser.add_argument("--json", action="store_true", help="print the events as JSON, one per line")
-    parser.add_argument(
-        "--event", metavar="NAME", action="append", help="only these events, as in worker_failed,node_lost; repeatable"
-    )
-    parser.add_argument(
-        "--node",
-        metavar="NODES",
-        help="only events from or about these nodes: names, as in n[1-3], or indices; batch: the batch host",
-    )
-    parser.add_argument("-n", "--tail", metavar="N", help="the last N events (default: all)")
+_BATCH_NODE = -1
 
 
 class EventChoice(Struct, frozen=True, kw_only=True):
-    names: frozenset[str] | None
-    nodes: str | None
+    names: frozenset[str] | None = None
+    nodes: str | None = None
 
-    def wants(self, event: EventLine, nodes: frozenset[int] | None) -> bool:
-        """Whether it is of one of these nodes; `names` is for the reader."""
-        if nodes is None:
-            return True
-        return event.writer in nodes or event.node in nodes
-
-
-BATCH_NODE = -1
+    def indices_in(self, attempt: AttemptPaths) -> frozenset[int] | None:
+        """The indices of the nodes that were asked for; None: all."""
+        if self.nodes is None:
+            return None
+        return frozenset({_BATCH_NODE}) if self.nodes == "batch" else asked_nodes(self.nodes, attempt)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Print. Returns 0, or with ``--follow`` the run's exit code.
+def show_events(asked: AskedRun, args: argparse.Namespace, tail: int | None) -> int:
+    """Print them. Returns 0, or with ``--follow`` the run's exit code.
 
     Raises:
-        UsageError: RUN means no run, or an option's value nothing.
+        UsageError: ``--event`` or ``--node`` means nothing.
     """
     choice = EventChoice(names=_names(args.event), nodes=args.node)
-    if args.tail is not None and not (args.tail.isascii() and args.tail.isdigit() and len(args.tail) < 10):
-        raise UsageError(f"--tail {args.tail}: give a number of events")
-    asked = asked_run(args)
-    numbers = asked.attempts()
-    if asked.attempt is not None:
-        asked.shown_attempt()
-        numbers = [asked.attempt]
-    if not numbers and not args.follow:
-        raise UsageError(f"run {asked.paths.run_id} has no attempt yet; hpc-elastic events --follow waits for one")
     printer = _Printer(as_json=args.json, colours=wants_colour(sys.stdout, os.environ))
-    tail = int(args.tail) if args.tail is not None else None
     if args.follow:
         clock = SystemClock()
         return follow_to_end(asked, EventFollower(asked, choice, printer, tail=tail, clock=clock), clock=clock)
-    events = _all_events(asked, numbers, choice)
+    events = _all_events(asked, choice)
     for event in events if tail is None else deque(events, maxlen=tail):
         printer.show(event)
     sys.stdout.flush()
@@ -131,31 +100,25 @@ def _names(given: list[str] | None) -> frozenset[str] | None:
     return frozenset(names)
 
 
-def _nodes(asked: AskedRun, number: int, choice: EventChoice) -> frozenset[int] | None:
-    """The indices of the nodes that were asked for, in an attempt; None: all."""
-    if choice.nodes is None:
-        return None
-    if choice.nodes == "batch":
-        return frozenset({BATCH_NODE})
-    return asked_nodes(choice.nodes, asked.paths.attempt(number))
-
-
-def _all_events(asked: AskedRun, numbers: list[int], choice: EventChoice) -> Iterator[EventLine]:
+def _all_events(asked: AskedRun, choice: EventChoice) -> Iterator[EventLine]:
     found = False
     problem: UsageError | None = None
-    for number in numbers:
+    for attempt in map(asked.paths.attempt, asked.attempts()):
         try:
-            nodes = _nodes(asked, number, choice)
+            nodes = choice.indices_in(attempt)
         except UsageError as error:
             problem = error  # another attempt may have had that node
             continue
         found = True
-        attempt = asked.paths.attempt(number)
         for event in merged_events(attempt, read_offsets_ns(attempt), names=choice.names, on_left_out=print_note):
-            if choice.wants(event, nodes):
+            if _is_of(event, nodes):
                 yield event
     if problem is not None and not found:
         raise problem
+
+
+def _is_of(event: EventLine, nodes: frozenset[int] | None) -> bool:
+    return nodes is None or event.writer in nodes or event.node in nodes
 
 
 class _Printer:
@@ -208,7 +171,7 @@ class EventFollower:
 
     def look(self, *, everything: bool = False) -> float:
         found = [event for _, events in self._followed.look(everything=everything) for event in events]
-        found = [event for event in found if self._choice.wants(event, self._nodes_of(event.attempt))]
+        found = [event for event in found if _is_of(event, self._nodes_of(event.attempt))]
         found.sort(key=lambda event: (event.attempt, event.time_ns))
         tail, self._tail = self._tail, None
         for event in found if tail is None else found[max(0, len(found) - tail) :]:
@@ -223,11 +186,11 @@ class EventFollower:
 
     def _nodes_of(self, attempt: int) -> frozenset[int] | None:
         if attempt not in self._nodes:
-            self._nodes[attempt] = _nodes(self._asked, attempt, self._choice)
+            self._nodes[attempt] = self._choice.indices_in(self._asked.paths.attempt(attempt))
         return self._nodes[attempt]
 
     def _find_files(self) -> None:
-        numbers = self._asked.attempts() if self._asked.attempt is None else [self._asked.attempt]
+        numbers = self._asked.attempts()
         for number in numbers[-2:] if self._files else numbers:
             attempt = self._asked.paths.attempt(number)
             new = [path for path in event_files(attempt.events) if path not in self._files]
