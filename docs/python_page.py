@@ -41,10 +41,9 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         ),
     ),
     (
-        "Launch and submit",
+        "Submit",
         "submitit is imported when they are first used.",
         (
-            ("hpc_elastic", "submission/notebook.py:launch LaunchConfig"),
             ("hpc_elastic.submission", "submission/executor.py:ElasticExecutor"),
             ("hpc_elastic.submission", "submission/job.py:ElasticJob"),
             ("hpc_elastic.submission", "submission/call.py:Script Module Command"),

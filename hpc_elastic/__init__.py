@@ -3,7 +3,7 @@
 For a training script: `heartbeat`, `section`, `checkpoint_done`, `should_checkpoint`, `preemption_notice` and
 `on_preemption`. They need no torch, and cost nothing until they are used.
 
-For a notebook: `launch` and `LaunchConfig`. For programs that submit: `hpc_elastic.submission.ElasticExecutor`.
+For programs that submit, and for a notebook: `hpc_elastic.submission.ElasticExecutor`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpc_elastic.submission.notebook import LaunchConfig as LaunchConfig
     from hpc_elastic.worker_api.heartbeat import checkpoint_done as checkpoint_done
     from hpc_elastic.worker_api.heartbeat import heartbeat as heartbeat
     from hpc_elastic.worker_api.heartbeat import section as section
@@ -25,7 +24,6 @@ __version__ = "0.1.0"
 _FROM = {
     "on_preemption": "hpc_elastic.worker_api.preemption",
     **dict.fromkeys(("checkpoint_done", "heartbeat", "section"), "hpc_elastic.worker_api.heartbeat"),
-    "LaunchConfig": "hpc_elastic.submission.notebook",
     **dict.fromkeys(
         ("PreemptionNotice", "preemption_notice", "should_checkpoint"), "hpc_elastic.worker_api.preemption"
     ),
@@ -37,7 +35,9 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     if name == "launch":
-        return import_module("hpc_elastic.launch")  # which can be called
+        return import_module("hpc_elastic.launch")  # which says what to use where it is called
+    if name == "LaunchConfig":
+        raise ImportError("hpc_elastic.LaunchConfig was removed; see ElasticExecutor of hpc_elastic.submission")
     if name not in _FROM:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_FROM[name]), name)
@@ -46,4 +46,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_FROM, "launch"})
+    return sorted({*globals(), *_FROM})

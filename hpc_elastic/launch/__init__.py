@@ -8,22 +8,22 @@
     requeue         whether there is another attempt, and how; `requeue_job` has it queued
 
 Where that happens is a `site.Site` with its launcher of agents: `slurm_site` and `slurm_launcher`, `step` (an srun
-step of the user's own), or `local` (this machine). Called, ``hpc_elastic.launch(fn, …)``, the package is
-`submission.notebook.launch`: the name is torch's for it.
+step of the user's own), or `local` (this machine).
 """
 
 from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any
+from typing import NoReturn
 
 
-class _CallableModule(ModuleType):
-    def __call__(self, fn: Any, *args: Any, **options: Any) -> Any:
-        from hpc_elastic.submission.notebook import launch
+class _Package(ModuleType):
+    def __call__(self, *_: object, **__: object) -> NoReturn:
+        raise TypeError(
+            "hpc_elastic.launch is no longer a function: "
+            "use ElasticExecutor(folder, cluster='local') of hpc_elastic.submission"
+        )
 
-        return launch(fn, *args, **options)
 
-
-sys.modules[__name__].__class__ = _CallableModule
+sys.modules[__name__].__class__ = _Package

@@ -1,4 +1,4 @@
-"""Python functions as runs, in submitit's way: `ElasticExecutor`, its jobs, and `launch` for notebooks.
+"""Python functions as runs, in submitit's way: `ElasticExecutor` and its jobs.
 
 Everything is imported when it is first used: a worker that runs a function needs little of it, and not submitit.
 """
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from hpc_elastic.submission.call import Script as Script
     from hpc_elastic.submission.executor import ElasticExecutor as ElasticExecutor
     from hpc_elastic.submission.job import ElasticJob as ElasticJob
-    from hpc_elastic.submission.notebook import LaunchConfig as LaunchConfig
-    from hpc_elastic.submission.notebook import launch as launch
     from hpc_elastic.submission.outcome import ElasticJobFailedError as ElasticJobFailedError
     from hpc_elastic.submission.outcome import ElasticJobUncompletedError as ElasticJobUncompletedError
 
@@ -23,11 +21,9 @@ _FROM = {
     "ElasticJob": "job",
     "ElasticJobFailedError": "outcome",
     "ElasticJobUncompletedError": "outcome",
-    "LaunchConfig": "notebook",
     "Command": "call",
     "Module": "call",
     "Script": "call",
-    "launch": "notebook",
 }
 
 

@@ -12,12 +12,10 @@ is in it; so each file holds its own inode number, which no copy has. `Script` i
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import pickle
 import runpy
-import shutil
 import signal
 import stat
 import subprocess
@@ -34,7 +32,6 @@ from hpc_elastic.base.files import Owner, ask_about, open_checked
 from hpc_elastic.base.host_facts import filesystem_type
 from hpc_elastic.errors import UnreadableFileError, UnsafePathError, UsageError
 from hpc_elastic.run.paths import AttemptPaths, RunPaths, rank_index, round_index
-from hpc_elastic.run.spec import EntryKind, Entrypoint
 from hpc_elastic.worker_api import heartbeat
 
 TRUST_VARIABLE = "HPC_ELASTIC_TRUST_COPIES"
@@ -257,8 +254,6 @@ class _Program:
 
     __qualname__: str
     """For messages and the run's name."""
-    first: tuple[str, ...] = ()
-    """Arguments before those of a call."""
 
     def _run(self, arguments: list[str]) -> None:
         raise NotImplementedError
@@ -266,7 +261,7 @@ class _Program:
     def __call__(self, *args: object) -> None:
         before = sys.argv, sys.path
         try:
-            self._run([*self.first, *map(str, args)])
+            self._run([*map(str, args)])
         except SystemExit as leave:
             # Only the program's own: what leaves because of a notice is of another class.
             if type(leave) is not SystemExit or leave.code not in (None, 0):
@@ -348,43 +343,6 @@ class Command(_Program):
             signal.signal(-code, signal.SIG_DFL)
             os.kill(os.getpid(), -code)
         sys.exit(code)
-
-
-def program_of(target: str | os.PathLike[str] | Entrypoint) -> Callable[..., Any]:
-    """What a script, a module or a command is as a function.
-
-    Args:
-        target: An `Entrypoint`; or text: a file that ends in ``.py``, a command of PATH, or an importable module.
-
-    Raises:
-        UsageError: there is none of these.
-    """
-    if isinstance(target, Entrypoint):
-        if target.kind is EntryKind.COMMAND:
-            return Command(target.target, *target.args)
-        made = Module(target.target) if target.kind is EntryKind.MODULE else Script(target.target)
-        made.first = target.args
-        return made
-    if not isinstance(target, str | os.PathLike):
-        kind = type(target).__name__
-        raise UsageError(
-            f"a {kind} is not a function, script, command or module: pass what is to run first, and config=… by name"
-        )
-    text = os.fspath(target)
-    if text.endswith(".py") or (os.path.isfile(text) and not os.access(text, os.X_OK)):
-        return Script(text)
-    if shutil.which(text):
-        return Command(shutil.which(text) or text)
-    if all(part.isidentifier() for part in text.split(".")) and _is_importable(text):
-        return Module(text)
-    raise UsageError(f"{text!r} is no script (a file that ends in .py), no command of PATH, and no importable module")
-
-
-def _is_importable(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):
-        return False
 
 
 def call_file(paths: RunPaths) -> Path:

@@ -315,7 +315,7 @@ def test_programs_that_submit_run(tmp_path: Path) -> None:
     for rank in (0, 1):
         assert f"script {rank} ['--epochs', '90']" in said
     assert "trained 90\n" in said
-    assert said.endswith("launched {0: [0, 90], 1: [1, 90]}\n")
+    assert said.endswith("launched [[0, 90], [1, 90]]\n")
 
 
 def test_a_program_that_is_an_agent_runs(tmp_path: Path) -> None:

@@ -7,24 +7,21 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import hpc_elastic
 from hpc_elastic.base.files import write_json
-from hpc_elastic.errors import UsageError
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.run.spec import EntryKind, Entrypoint
 from hpc_elastic.submission import (
+    Command,
     ElasticExecutor,
     ElasticJob,
     ElasticJobFailedError,
     ElasticJobUncompletedError,
+    Module,
     Script,
     call,
     local_process,
@@ -51,6 +48,11 @@ mine.write_text(str(last))
 sys.exit(0)
 """
 """As one writes it for any launcher: it saves where it is, and goes on from there."""
+PROGRAM = """
+import os, sys
+print(__name__, "rank", os.environ["RANK"], sys.argv[1:], flush=True)
+sys.exit(int(sys.argv[2]))
+"""
 
 
 @dataclass
@@ -60,7 +62,9 @@ class Jobs:
     folder: Path
 
     def __post_init__(self) -> None:
-        self.places = {name: self.folder / name for name in ("saved", "over", "killed", "cancelled", "script")}
+        self.places = {
+            name: self.folder / name for name in ("saved", "over", "killed", "cancelled", "script", "held", "program")
+        }
         for place in self.places.values():
             place.mkdir(parents=True)
         executor = ElasticExecutor(self.folder / "jobs" / "%j", cluster="local")
@@ -80,7 +84,15 @@ class Jobs:
         executor.update_parameters(setup=[], teardown=[], stderr_to_stdout=False, tasks_per_node=2)
         outside = 3
         self.large = submit(lambda: bytes(LARGE) if os.environ["RANK"] == "1" else outside)
+        self.held = submit(functions.outlives_its_return, self.places["held"])
+        program = self.places["program"] / "trains_here.py"
+        program.write_text(PROGRAM)
+        sys.path.insert(0, str(program.parent))
+        self.module = submit(Module("trains_here"), "--lr", 0)
+        sys.path.remove(str(program.parent))
+        self.command = submit(Command(sys.executable, str(program)), "--lr", 0)
         executor.update_parameters(tasks_per_node=1)
+        self.refused = submit(Command(sys.executable, str(program)), "--lr", 7)
         self.cancelled = submit(functions.sleeps, self.places["cancelled"])
         executor.update_parameters(timeout_min=0.25)
         self.late = submit(functions.sleeps, self.places["cancelled"])
@@ -196,92 +208,17 @@ def test_a_job_may_be_out_of_time_only_so_often(jobs: Jobs) -> None:
     assert (jobs.places["over"] / "saved-0").exists(), "checkpoint() is called all the same, as submitit does"
 
 
-def test_launch_calls_a_function_on_workers_here(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-
-    def square(value: int) -> int:
-        print(f"at work {os.environ['RANK']}", flush=True)
-        return value * value + int(os.environ["RANK"])
-
-    config = hpc_elastic.LaunchConfig(nproc_per_node=2, run_id="squares")
-    assert hpc_elastic.launch(square, 5, config=config) == {0: 25, 1: 26}
-    said = capfd.readouterr().out
-    assert re.search(r"\[node0:0\] at work 0", said)
-    assert re.search(r"\[node0:1\] at work 1", said)
-    assert "[hpc-elastic]" not in said
-    assert os.listdir(tmp_path) == [], "what went well leaves nothing"
+def test_a_function_that_has_returned_is_held_until_the_others_have(jobs: Jobs) -> None:
+    assert jobs.held.results() == [True, True]
 
 
-def test_a_function_that_has_returned_is_held_until_the_others_have(tmp_path: Path) -> None:
-    assert hpc_elastic.launch(functions.outlives_its_return, tmp_path, nproc_per_node=2) == {0: True, 1: True}
-
-
-@pytest.mark.parametrize("kind", ["script", "module", "command", "entrypoint"])
-def test_launch_runs_a_script_a_module_or_a_command(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """As torch's ``elastic_launch(config, entrypoint)(*args)``."""
-    (tmp_path / "trains_here.py").write_text(
-        "import os, sys\nprint(__name__, 'rank', os.environ['RANK'], sys.argv[1:], flush=True)\n"
-        "sys.exit(int(sys.argv[2]))\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.chdir(tmp_path)
-    targets: dict[str, Any] = {
-        "script": "trains_here.py",
-        "module": "trains_here",
-        "command": sys.executable,
-        "entrypoint": Entrypoint(kind=EntryKind.MODULE, target="trains_here", args=("--lr",)),
-    }
-    first = {"command": ("trains_here.py", "--lr"), "entrypoint": ()}.get(kind, ("--lr",))
-    assert hpc_elastic.launch(targets[kind], *first, 0, nproc_per_node=2) == {0: None, 1: None}
-    said = capfd.readouterr().out
-    for rank in (0, 1):
-        assert f"__main__ rank {rank} ['--lr', '0']" in said
-    if kind in ("module", "command"):
-        with pytest.raises(ElasticJobFailedError, match="exit code 7"):
-            hpc_elastic.launch(targets[kind], *first, 7, max_restarts=0)
-
-
-def test_launch_of_what_is_not_there_is_refused() -> None:
-    with pytest.raises(UsageError, match="'no_such_thing' is no script"):
-        hpc_elastic.launch("no_such_thing")
-    with pytest.raises(UsageError, match="there is no script"):
-        hpc_elastic.launch("no_such_thing.py")
-
-
-def test_launch_raises_what_failed_and_keeps_its_files() -> None:
-    with pytest.raises(ElasticJobFailedError, match="ZeroDivisionError") as caught:
-        hpc_elastic.launch(partial(divmod, 1, 0), max_restarts=0, show_output=False)
-    assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    folder = Path(re.findall(r"run directory: (\S+)", str(caught.value))[-1])
-    assert (folder / "job.log").exists()
-
-
-def test_launch_in_this_process() -> None:
-    assert hpc_elastic.launch(os.getpid, cluster="debug") == {0: os.getpid()}
-    with pytest.raises(hpc_elastic.errors.UsageError, match="not needed: nodes find each other"):
-        hpc_elastic.launch(os.getpid, rdzv_backend="etcd-v2", rdzv_endpoint="here:29400")
-
-
-@pytest.mark.torch
-def test_torchs_own_configuration_is_understood(tmp_path: Path) -> None:
-    """In a process of its own: torch's threads would be pytest's."""
-    code = (
-        "import sys\n"
-        "from torch.distributed.launcher.api import LaunchConfig\n"
-        "from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std\n"
-        "from hpc_elastic.submission.notebook import _parameters\n"
-        "plain = _parameters(LaunchConfig(min_nodes=1, max_nodes=2, nproc_per_node=2), {})\n"
-        "assert 'log_dir' not in plain and plain['nodes'] == (1, 2), plain\n"
-        "logs = DefaultLogsSpecs(log_dir=sys.argv[1], tee={1: Std.ALL}, local_ranks_filter={1})\n"
-        "told = _parameters(LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, logs_specs=logs), {})\n"
-        "assert (told['log_dir'], told['tee'], told['local_ranks_filter']) == (sys.argv[1], '1:3', [1]), told\n"
-    )
-    result = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stderr
+def test_a_module_and_a_command_run_on_every_rank(jobs: Jobs) -> None:
+    for job in (jobs.module, jobs.command):
+        assert job.results() == [None, None]
+        for rank in (0, 1):
+            assert job.task(rank).stdout() == f"__main__ rank {rank} ['--lr', '0']\n"
+    with pytest.raises(ElasticJobFailedError, match="exit code 7"):
+        jobs.refused.result()
 
 
 def test_the_launcher_that_a_copied_run_names_is_not_believed(tmp_path: Path) -> None:

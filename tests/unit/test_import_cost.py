@@ -55,7 +55,6 @@ def test_no_module_of_the_light_packages_imports_torch(package: str) -> None:
 def test_submitit_and_cloudpickle_are_imported_by_who_submits_alone() -> None:
     code = (
         "import hpc_elastic, hpc_elastic.submission, hpc_elastic.launch, hpc_elastic.cli.main\n"
-        "assert callable(hpc_elastic.launch)\n"
         "import hpc_elastic.submission.worker"  # as each worker of a function does
     )
     loaded = after(code)

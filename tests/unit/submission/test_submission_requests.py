@@ -132,3 +132,12 @@ def test_what_a_run_holds(slurm: FakeSlurm, tmp_path: Path) -> None:
     assert "--signal=B:USR2@30" in spec["sbatch_args"]
     assert spec["entrypoint"]["target"] == "/bin/sh"
     assert read_terms(call_file(RunPaths(job.run_dir))).name == "add"
+
+
+def test_the_removed_launch_names_the_executor() -> None:
+    import hpc_elastic
+
+    with pytest.raises(TypeError, match=r"use ElasticExecutor\(folder, cluster='local'\)"):
+        hpc_elastic.launch(print, nproc_per_node=2)
+    with pytest.raises(ImportError, match="see ElasticExecutor"):
+        from hpc_elastic import LaunchConfig  # noqa: F401
