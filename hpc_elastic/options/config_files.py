@@ -360,6 +360,10 @@ class _Reader:
             where = self._at(inner, name)
             option = self._keys.find(name)
             if option is None:
+                from hpc_elastic.options.worker_options import removal
+
+                if (why := removal(name)) is not None:
+                    raise UsageError(f"{where}: {name} {why}")
                 others = () if inner else (PROFILES, DEFAULT_PROFILE)
                 nearest = self._keys.nearest(name, others)
                 hint = f"did you mean {nearest}?" if nearest else "hpc-elastic config --all lists them"

@@ -169,6 +169,10 @@ def arguments(
     for name, value in given.items():
         option = keys.find(name)
         if option is None:
+            from hpc_elastic.options.worker_options import removal
+
+            if (why := removal(name)) is not None:
+                raise UsageError(f"{prefix}{name} {why}")
             nearest = keys.nearest(name)
             hint = f"; did you mean {prefix}{nearest.replace('-', '_')}?" if nearest else ""
             raise UsageError(f"unknown parameter {prefix}{name}{hint}")
@@ -302,17 +306,21 @@ def _put_environment(values: _Values, keys: Keys, env: Mapping[str, str], yields
             _put_variable(values, option, name, texts_of_variable(option, env[name], called=name))
     for name in env:
         if name.startswith(VARIABLE_PREFIX) and name not in known and name not in NOT_SETTINGS:
-            _refuse_if_near(name, known)
+            _refuse_if_ours(name, known)
 
 
 def _put_variable(values: _Values, option: Option, name: str, texts: tuple[str, ...]) -> None:
     values.put(option, texts, called=name, origin=Origin(layer=Layer.ENVIRONMENT, where=name))
 
 
-def _refuse_if_near(name: str, known: Mapping[str, Option]) -> None:
-    """A variable that is nearly one of ours was meant to be one; others may be another program's."""
+def _refuse_if_ours(name: str, known: Mapping[str, Option]) -> None:
+    """A variable that was one of ours, or nearly is one, was meant for us; others may be another program's."""
     from difflib import get_close_matches
 
+    from hpc_elastic.options.worker_options import removal
+
+    if (why := removal(name.removeprefix(VARIABLE_PREFIX))) is not None:
+        raise UsageError(f"{name} {why}; unset the variable")
     plain = [variable.removeprefix(VARIABLE_PREFIX) for variable in known]
     matches = get_close_matches(name.removeprefix(VARIABLE_PREFIX), plain, n=1, cutoff=0.75)
     if matches:

@@ -340,6 +340,12 @@ REMOVED: Mapping[str, str] = {}
 """Options of earlier versions → what to use in their place."""
 
 
+def removal(name: str) -> str | None:
+    """What to use in place of a removed option, by its name in a file, a variable or Python; None: it was none."""
+    instead = REMOVED.get(f"--{name.lower().replace('_', '-')}")
+    return None if instead is None else f"was removed: {instead}"
+
+
 def entrypoint(parsed: Parsed, *, cwd: Path, interpreter: str) -> Entrypoint:
     """What every worker runs.
 

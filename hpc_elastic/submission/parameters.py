@@ -15,6 +15,7 @@ from hpc_elastic.options.resolve import resolve
 from hpc_elastic.options.run_request import ALL_OPTIONS, YIELDS, current_directory
 from hpc_elastic.options.sbatch import ScriptLines
 from hpc_elastic.options.table import Option, Parsed, nearest, texts_of
+from hpc_elastic.options.worker_options import removal
 
 GENERIC = (
     "name", "timeout_min", "mem_gb", "nodes", "cpus_per_task", "gpus_per_node", "tasks_per_node", "stderr_to_stdout",
@@ -67,6 +68,8 @@ class UnknownParameterError(UsageError, ValueError, NameError, TypeError):
 
 def unknown(name: str) -> UnknownParameterError:
     """The error for a name, with the nearest one that there is."""
+    if (why := removal(name)) is not None:
+        return UnknownParameterError(f"{name} {why}")
     found = nearest(name, {known.replace("_", "-") for known in NAMES})
     hint = "; what sbatch has besides goes into additional_parameters"
     if found is not None:

@@ -19,6 +19,7 @@ from hpc_elastic.options.config_files import Layer
 from hpc_elastic.options.resolve import NOT_SETTINGS, Resolved, arguments, configured_runs_dir, resolve
 from hpc_elastic.options.run_request import ALL_OPTIONS, YIELDS, check_values, default_of
 from hpc_elastic.options.table import Keys, explaining, key_of, parse, variable_of
+from hpc_elastic.submission.parameters import unknown
 
 
 class Place:
@@ -171,6 +172,16 @@ def test_a_wrong_variable_is_named_as_the_user_wrote_it(place: Place) -> None:
     place.resolve(HPC_ELASTIC_SOMETHING_ELSE="1", **dict.fromkeys(NOT_SETTINGS - {"HPC_ELASTIC_PROFILE"}, ""))
     for name in NOT_SETTINGS - {name for name in NOT_SETTINGS if name.endswith(("_CONFIG", "PROFILE"))}:
         place.resolve(**{name: "1"})
+
+
+def test_a_removed_option_names_what_to_use_wherever_it_stands(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_options, "REMOVED", {"--old-way": "use --nodes"})
+    assert place.refused(HPC_ELASTIC_OLD_WAY="1") == "HPC_ELASTIC_OLD_WAY was removed: use --nodes; unset the variable"
+    with pytest.raises(UsageError, match=r"\Aelastic_old_way was removed: use --nodes\Z"):
+        arguments({"old_way": "1"}, ALL_OPTIONS, command=(), prefix="elastic_")
+    assert str(unknown("old_way")) == "old_way was removed: use --nodes"
+    path = place.write("project", "old-way = 1\n")
+    assert place.refused() == f"{path}:1: old-way was removed: use --nodes"
 
 
 def test_no_variable_of_ours_means_two_things() -> None:
