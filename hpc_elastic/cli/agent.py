@@ -26,6 +26,7 @@ from hpc_elastic.launch.step import (
 from hpc_elastic.options.help_text import Help
 from hpc_elastic.options.job_options import ignored_in_allocation, notice_seconds
 from hpc_elastic.options.run_request import build_spec, runs_directory, working_directory
+from hpc_elastic.options.sbatch import refuse_het_job
 from hpc_elastic.options.table import Parsed, explaining
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job, without_run_variables
 
@@ -50,6 +51,7 @@ def main(argv: Sequence[str]) -> int:
             "SCRIPT); otherwise use hpc-elastic run or submit"
         )
     try:
+        refuse_het_job(env)
         check_one_task_per_node(job.task)
     except UsageError:
         if job.task.procid == 0:

@@ -163,8 +163,6 @@ def _small(parsed: Parsed, cwd: Path, env: Mapping[str, str]) -> tuple[SlurmJob 
     reduced = replace(parsed, values={**parsed.values, **{dest: (value,) for dest, value in small.items()}})
     job: SlurmJob | None = None
     if job_options.asked_cluster(parsed) == "slurm":
-        if parsed.all("het"):
-            raise UsageError("--het: a rehearsal's job has one component; leave it out")
         job = slurm_job(reduced, env, array="")
         spec = job.spec
     else:

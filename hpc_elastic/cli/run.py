@@ -24,7 +24,7 @@ from hpc_elastic.options.run_request import (
     runs_directory,
     working_directory,
 )
-from hpc_elastic.options.sbatch import parse_nodes
+from hpc_elastic.options.sbatch import parse_nodes, refuse_het_job
 from hpc_elastic.options.table import Parsed, explaining
 from hpc_elastic.output.terminal import each_line
 from hpc_elastic.run import index
@@ -103,6 +103,7 @@ def _run_in_allocation(parsed: Parsed, env: Mapping[str, str]) -> int:
             f"run was started by srun on {job.task.num_tasks} tasks; start it once, without srun: it starts an "
             "agent on each node itself (or srun hpc-elastic agent, with one task on each node)"
         )
+    refuse_het_job(env)
     from hpc_elastic.agent.heartbeats import candidates
     from hpc_elastic.launch.batch import run_batch
 

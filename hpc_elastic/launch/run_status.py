@@ -297,15 +297,6 @@ def newest_job(status: RunStatus, known: Sequence[JobEntry] | None = None) -> Jo
     return JobId(known[0].job_id) if known else None
 
 
-def whole_job(states: Sequence[JobState]) -> JobState | None:
-    """One state of what Slurm says of a job: of a het job, the first component's with the nodes of all."""
-    if not states:
-        return None
-    first = min(states, key=lambda state: state.het_offset)
-    nodes = tuple(node for state in sorted(states, key=lambda state: state.het_offset) for node in state.nodes)
-    return replace(first, nodes=nodes) if first.het_leader_id is not None else states[0]
-
-
 def query_job_states(
     client: SlurmClient, jobs: Sequence[JobId], *, warn: Callable[[str], None]
 ) -> dict[str, JobState | None]:
@@ -340,10 +331,10 @@ def query_job_states(
 
 
 def _by_job(states: Sequence[JobState], jobs: Sequence[JobId]) -> dict[str, JobState]:
-    """States by the ids that were asked for: an array's tasks that wait share a state, a het job has several."""
+    """States by the ids that were asked for: an array's tasks that wait share a state."""
     of_base: dict[str, list[JobState]] = {}
     for state in states:
-        base = state.array_job_id or state.het_leader_id or state.job_id
+        base = state.array_job_id or state.job_id.partition("+")[0]  # 70+0: of a het job
         of_base.setdefault(base, []).append(state)
     found: dict[str, JobState] = {}
     for job in jobs:
@@ -351,7 +342,7 @@ def _by_job(states: Sequence[JobState], jobs: Sequence[JobId]) -> dict[str, JobS
         own = of_base.get(base, [])
         # Of a long list of tasks that wait an older squeue shows the beginning alone.
         rest = next((one for one in own if (one.array_task_id or "").rstrip("]").endswith("...")), None)
-        match = states_by_task(own).get(int(task), rest) if task.isdecimal() else whole_job(own)
+        match = states_by_task(own).get(int(task), rest) if task.isdecimal() else next(iter(own), None)
         if match is None and len(jobs) == 1 and own:
             match = own[0]
         if match is not None:

@@ -43,11 +43,9 @@ class _Step:
         env: Mapping[str, str],
         nodes: set[int],
         umask: int,
-        component: int | None,
         keep: Sequence[int],
     ) -> None:
         self.nodes = nodes
-        self.component = component
         self.ended: set[int] = set()
         self.bad: dict[int, str] = {}
         """Nodes that made the launch fail, with the reason."""
@@ -113,8 +111,7 @@ class SlurmLauncher:
         environment: Mapping[str, str],
         min_nodes: int,
         umask: int,
-        allocated: Sequence[Sequence[str]] = (),
-        is_het: bool = False,
+        allocated: Sequence[str] = (),
         keep: Sequence[int] = (),
         extra: Sequence[str] = (),
     ) -> None:
@@ -123,17 +120,14 @@ class SlurmLauncher:
         environment: The batch script's; scrubbed here of what would overrule srun's flags.
         min_nodes: A launch is made again without a dead node while so many are left.
         umask: The user's: srun hands it to the agents, and these to the workers.
-        allocated: The allocation's nodes, of which the run may leave some to others; of a het job each component's:
-            no step of srun's reaches beyond one without MPI's help, and none needs to. Empty: `nodes` are all.
+        allocated: The allocation's nodes, of which the run may leave some to others. Empty: `nodes` are all.
         keep: Descriptors that each srun is to have too.
         extra: The user's ``--srun-arg``s.
         """
         self._umask = umask
         self._nodes = list(nodes)
         self._index = {name: index for index, name in enumerate(self._nodes)}
-        self._allocated = [list(part) for part in allocated] or [self._nodes]
-        self._components = [[self._index[name] for name in part if name in self._index] for part in allocated]
-        self._components = self._components if is_het else []
+        self._allocated = list(allocated) or self._nodes
         self._keep = tuple(keep)
         self._command = list(command)
         self._environment = scrubbed_environment(environment)
@@ -145,36 +139,29 @@ class SlurmLauncher:
         self._gone: set[int] = set()
         """Nodes that Slurm has given up."""
         self._unstarted: list[AgentEnded] = []
-        self._tries: dict[int | None, int] = {}
-        """Launches of each component."""
+        self._tries = 0
+        """Launches of the whole step."""
         self._ending = False
 
     def launch(self) -> None:
-        for component, nodes in enumerate(self._components):
-            if nodes:
-                self._launch(set(nodes), component)
-        if not self._components:
-            self._launch(set(range(len(self._nodes))), None)
+        self._launch(set(range(len(self._nodes))))
 
-    def _launch(self, wanted: set[int], component: int | None) -> None:
-        self._tries[component] = self._tries.get(component, 0) + 1
+    def _launch(self, wanted: set[int]) -> None:
+        self._tries += 1
         names = {self._nodes[node] for node in wanted}
-        left_out = [name for name in self._allocated[component or 0] if name not in names]
-        argv = srun_agents(len(wanted), self._command, exclude=left_out, component=component, extra=self._extra)
-        self._start(argv, wanted, component)
+        left_out = [name for name in self._allocated if name not in names]
+        self._start(srun_agents(len(wanted), self._command, exclude=left_out, extra=self._extra), wanted)
 
     @property
     def hears_all_ends(self) -> bool:
         return False  # not of a node that was back before Slurm missed it, nor of one whose slurmstepd died
 
     def relaunch(self, node: int, *arguments: str) -> None:
-        component = next((index for index, nodes in enumerate(self._components) if node in nodes), None)
-        argv = srun_one_agent(self._nodes[node], [*self._command, *arguments], component=component, extra=self._extra)
-        self._start(argv, {node}, component)
+        self._start(srun_one_agent(self._nodes[node], [*self._command, *arguments], extra=self._extra), {node})
 
-    def _start(self, argv: Sequence[str], nodes: set[int], component: int | None) -> None:
+    def _start(self, argv: Sequence[str], nodes: set[int]) -> None:
         try:
-            step = _Step(argv, self._environment, nodes, self._umask, component, self._keep)
+            step = _Step(argv, self._environment, nodes, self._umask, self._keep)
         except OSError as error:  # no srun here: a container without it
             detail = f"srun can't be started: {error}"
             self._unstarted += [
@@ -251,7 +238,7 @@ class SlurmLauncher:
             gone = [self._ended(step, node, None, why, started=False) for node, why in sorted(step.bad.items())]
             # Not those whose end was reported before: they are started again one by one, if they were not already.
             if left := step.nodes - step.ended:
-                self._launch(left, step.component)
+                self._launch(left)
             return gone
         started = not step.refused and not step.bad
         detail = step.refused or f"its step ended, srun: {describe_code(code)}"
@@ -266,11 +253,8 @@ class SlurmLauncher:
 
     def _worth_another_launch(self, step: _Step) -> bool:
         left = len(step.nodes - set(step.bad))
-        elsewhere = len(self._nodes) - len(step.nodes) if step.component is not None else 0
-        enough = left >= 1 and left + elsewhere >= self._min_nodes
-        return (
-            not self._ending and len(step.nodes) > 1 and enough and self._tries.get(step.component, 0) < _LAUNCH_TRIES
-        )
+        enough = left >= max(1, self._min_nodes)
+        return not self._ending and len(step.nodes) > 1 and enough and self._tries < _LAUNCH_TRIES
 
     def _close(self, step: _Step) -> None:
         self._steps.remove(step)

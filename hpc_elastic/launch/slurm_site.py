@@ -124,8 +124,7 @@ class SlurmSite(Site):
         self._nodes = self._job.nodes if nodes is None else tuple(nodes)
         self._keep = tuple(keep)
         self._id = JobId(self._job.requeue_id)
-        # A follow-on job of several components would get one list of options for all.
-        self._script = script if self._job.het_leader_id is None else None
+        self._script = script
         self._requeuer = JobRequeuer(
             client, clock, job=self._id, restart_count=self._job.restart_count, array_task=self._job.array_task_id
         )
@@ -207,8 +206,7 @@ class SlurmSite(Site):
             [*marked, *agent_command(paths, attempt.number)],
             environment=self._env,
             min_nodes=spec.min_nodes,
-            allocated=self._job.components or (self._job.nodes,),
-            is_het=bool(self._job.components),
+            allocated=self._job.nodes,
             keep=self._keep,
             extra=(*step_gpu_flags(self._env), *_container_arguments(spec, paths), *spec.srun_args),
             umask=self.umask,
@@ -255,8 +253,6 @@ class SlurmSite(Site):
         return any(state.phase is JobPhase.RUNNING for state in states)
 
     def eligible_nodes(self) -> EligibleNodes | None:
-        if self._job.het_leader_id is not None:
-            return None  # each component has nodes and a list of its own
         try:
             state = self._hurried.job_state(self._id)
             if state is None:
@@ -281,8 +277,7 @@ class SlurmSite(Site):
             return None  # not known; Slurm refuses a list that makes no sense
 
     def requeue(self, plan: NextAttempt) -> Requeued:
-        nodes = plan.nodes if self._job.het_leader_id is None else None  # of a het job each component has a number
-        done = self._requeuer.carry_out(replace(plan, script=self._script, nodes=nodes))
+        done = self._requeuer.carry_out(replace(plan, script=self._script))
         if done.next_job and self._script is not None:  # the run is to be found by the follow-on job's id too
             problem = index.record(
                 cluster=self.cluster_name,

@@ -18,7 +18,7 @@ from msgspec import Struct
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import job_options
 from hpc_elastic.options.launch_line import ASSIGNMENT, OF_THE_JOB, PRINTS, Launch, find_launch, plain
-from hpc_elastic.options.sbatch import IMPOSSIBLE, parse_nodes
+from hpc_elastic.options.sbatch import IMPOSSIBLE, NO_HET_JOBS, has_components, parse_nodes
 from hpc_elastic.options.table import Option
 
 
@@ -187,6 +187,8 @@ class _Reader:
         except ValueError as error:
             self._note(number, line, Fate.LEFT, str(error).lower())
             return
+        if has_components(words):
+            raise UsageError(f"line {number}: {NO_HET_JOBS}")
         while words:
             word = words.pop(0)
             name, equals, value = word.partition("=")

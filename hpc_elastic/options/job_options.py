@@ -110,12 +110,6 @@ OPTIONS = (
         help="GPUs in total; each node gets the same number, so the number of nodes must be fixed",
     ),
     Option(
-        names=("--het",), dest="het", metavar="'OPTIONS'", repeatable=True, group=Group.JOB, slurm_only=True,
-        only="submit",
-        help="one more component of a heterogeneous job, as in --het '-N 2 -p gpu'; its nodes belong to the "
-        "same run; repeatable",
-    ),
-    Option(
         names=("--exclusive",), dest="exclusive", metavar="user|mcs", optional_value=True, group=Group.JOB,
         sbatch=True, slurm_only=True,
         ignored_by=("run", "agent"),

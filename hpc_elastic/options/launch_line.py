@@ -13,6 +13,7 @@ from msgspec import Struct, field
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import job_options, worker_options
+from hpc_elastic.options.sbatch import NO_HET_JOBS
 from hpc_elastic.options.table import Option
 
 ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
@@ -118,6 +119,8 @@ def find_launch(words: Sequence[str]) -> Launch | None:
         rest.pop(0)
     in_srun = bool(rest) and plain(rest[0]) == "srun"
     if in_srun:
+        if ":" in rest:
+            raise UsageError(f"{' '.join(words)[:70]}: {NO_HET_JOBS}")
         rest.pop(0)
         _drop_srun_options(rest, launch)
     if not rest:

@@ -26,14 +26,12 @@ from hpc_elastic.options.machine import workers_here
 from hpc_elastic.options.sbatch import (
     IMPOSSIBLE,
     SbatchOptions,
-    component_arguments,
     notice_grace,
     parse_array,
-    parse_nodes,
     sbatch_arguments,
     sbatch_line,
 )
-from hpc_elastic.options.table import Option, Parsed, parse
+from hpc_elastic.options.table import Option, Parsed
 from hpc_elastic.options.template import read_template
 from hpc_elastic.run.index import DEFAULT_RUNS_DIR
 from hpc_elastic.run.option_values import BadNodeSettings, StartMethod, StreamChoice
@@ -79,53 +77,6 @@ _FIELDS = {
     "segment": "segment",
 }
 """`Option.dest` → the field of `RunSpec` whose default is the option's."""
-
-
-_OF_A_COMPONENT = (
-    *("nodes", "partition", "account", "qos", "time", "cpus_per_task", "constraint", "exclude", "nodelist"),
-    *("gres", "gpus_per_node", "mem", "reservation", "exclusive", "sbatch_args"),
-)
-_OF_THE_JOB = ("account", "qos", "time", "reservation")
-"""Given once, they hold for every component that says nothing else."""
-
-
-class Component(Struct, frozen=True, kw_only=True):
-    """One further component."""
-
-    nodes: tuple[int, int]
-    arguments: tuple[str, ...]
-    """sbatch's."""
-
-
-def het_components(parsed: Parsed) -> tuple[Component, ...]:
-    """Each ``--het``'s.
-
-    Raises:
-        UsageError: one holds what no component can have.
-    """
-    options = tuple(option for option in job_options.OPTIONS if option.dest in _OF_A_COMPONENT)
-    found = []
-    for text in parsed.all("het"):
-        try:
-            own = parse(shlex.split(text), options, refused={}, env={})
-        except (UsageError, ValueError) as error:
-            raise UsageError(f"--het '{text}': {error}") from None
-        if own.command or own.help:
-            raise UsageError(
-                f"--het '{text}': {' '.join(own.command) or '--help'}: give options of sbatch's, as in '-N 2 -p gpu'"
-            )
-        nodes = parse_nodes(own.get("nodes") or "1", option=f"--het '{text}': --nodes")
-        values: dict[str, Any] = {dest: own.get(dest) or parsed.get(dest) for dest in _OF_THE_JOB}
-        values |= {dest: own.get(dest) for dest in _OF_A_COMPONENT if dest not in (*_OF_THE_JOB, "sbatch_args")}
-        component = SbatchOptions(
-            **{**values, "nodes": job_options.allocated_nodes(nodes, 0)},
-            requeue=job_options.wants_requeue(parsed),
-            extra=own.all("sbatch_args"),
-        )
-        found.append(Component(nodes=nodes, arguments=tuple(component_arguments(component))))
-    if found and parsed.get("array") is not None:
-        raise UsageError("--het with --array: Slurm has no arrays of het jobs")
-    return tuple(found)
 
 
 _MOST_LOCAL_NODES, _MOST_LOCAL_WORKERS = 256, 1024
@@ -347,11 +298,7 @@ def slurm_job(parsed: Parsed, env: Mapping[str, str], *, array: str | None = Non
     cwd = working_directory(parsed, env)
     template, parsed = read_template(parsed, cwd, env)
     nodes = job_options.asked_nodes(parsed)
-    components = het_components(parsed)
-    all_nodes = (nodes[0] + sum(part.nodes[0] for part in components), nodes[1] + sum(p.nodes[1] for p in components))
-    spec = build_spec(
-        parsed, cluster="slurm", nodes=all_nodes, cwd=cwd, env=env, grace=job_options.notice_seconds(parsed)
-    )
+    spec = build_spec(parsed, cluster="slurm", nodes=nodes, cwd=cwd, env=env, grace=job_options.notice_seconds(parsed))
     if array is None:
         array = parsed.get("array") or env.get("SBATCH_ARRAY_INX") or ""
     tasks = parse_array(array, option=parsed.source("array", "SBATCH_ARRAY_INX")) if array else ()
@@ -361,11 +308,11 @@ def slurm_job(parsed: Parsed, env: Mapping[str, str], *, array: str | None = Non
         requeue=spec.requeue,
         array=array or None,
         chdir=spec.cwd if parsed.get("chdir") is not None else None,
-        components=tuple(component.arguments for component in components),
     )
-    arguments = (*sbatch_arguments(options), *(word for part in options.components for word in ("hetjob", *part)))
     return SlurmJob(
-        spec=replace(spec, array=array, signal_grace=notice_grace(options), sbatch_args=arguments),
+        spec=replace(
+            spec, array=array, signal_grace=notice_grace(options), sbatch_args=tuple(sbatch_arguments(options))
+        ),
         options=options,
         tasks=tasks,
         template=template,

@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
-from msgspec.structs import replace
 
 from hpc_elastic.errors import UsageError
 
@@ -165,6 +164,21 @@ _OF_THE_STEP = {
 """srun's options under which no run can work, with the reason and the way out."""
 
 
+NO_HET_JOBS = "heterogeneous jobs are not supported; give one job of one component, with nodes of one kind"
+
+
+def refuse_het_job(env: Mapping[str, str]) -> None:
+    """Raise UsageError in an allocation of several components."""
+    for name in ("SLURM_HET_SIZE", "SLURM_PACK_SIZE"):
+        if env.get(name):
+            raise UsageError(f"{name}={env[name]}: {NO_HET_JOBS}")
+
+
+def has_components(words: Sequence[str]) -> bool:
+    """Whether the words of an ``#SBATCH`` line, or of a command line of Slurm's, begin another component."""
+    return bool({":", "hetjob", "packjob"}.intersection(words))
+
+
 class SbatchOptions(Struct, frozen=True, kw_only=True):
     """sbatch's options, by sbatch's names; None or empty: not given."""
 
@@ -203,8 +217,6 @@ class SbatchOptions(Struct, frozen=True, kw_only=True):
     """Seconds before the time limit at which USR2 is asked for. (Slurm may be up to 60 s early.)"""
     extra: tuple[str, ...] = ()
     """``--sbatch-arg``s: one option each, ``--licenses=matlab:2`` or ``-Lmatlab:2``."""
-    components: tuple[tuple[str, ...], ...] = ()
-    """The arguments of each further component of a het job, from `component_arguments`."""
 
     def overruled_variables(self) -> tuple[str, ...]:
         """The SBATCH_* variables that must not reach sbatch: they would win over our lines."""
@@ -240,23 +252,15 @@ def sbatch_variables(name: str) -> tuple[str, ...]:
     return (f"SBATCH_{name.upper()}", *_OTHER_VARIABLES.get(name, ()))
 
 
-_OURS = frozenset(("requeue", "grace", "extra", "signal", "exclusive", "components"))  # not simply --name=value
+_OURS = frozenset(("requeue", "grace", "extra", "signal", "exclusive"))  # not simply --name=value
 
 
 def sbatch_arguments(options: SbatchOptions) -> list[str]:
-    """The options as sbatch's arguments, checked; of a het job, its first component's.
+    """The options as sbatch's arguments, checked.
 
     Raises:
         UsageError: a value that can't be right, with the option's name.
     """
-    arguments = component_arguments(replace(options, extra=()))
-    arguments.append("--open-mode=append")
-    arguments.append(f"--signal={options.signal or f'B:USR2@{notice_grace(options)}'}")
-    return arguments + _checked(options.extra)
-
-
-def component_arguments(options: SbatchOptions) -> list[str]:
-    """Those that each component of a het job has its own of. Raises as `sbatch_arguments`."""
     arguments: list[str] = []
     for name, value in _given(options).items():
         if name == "nodes":
@@ -268,7 +272,8 @@ def component_arguments(options: SbatchOptions) -> list[str]:
     if options.exclusive is not None:
         arguments.append(f"--exclusive={options.exclusive}" if options.exclusive else "--exclusive")
     arguments.append("--requeue" if options.requeue else "--no-requeue")
-    arguments.append("--no-kill")
+    arguments += ["--no-kill", "--open-mode=append"]
+    arguments.append(f"--signal={options.signal or f'B:USR2@{notice_grace(options)}'}")
     return arguments + _checked(options.extra)
 
 

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import job_options
-from hpc_elastic.options.sbatch import check_possible, sbatch_variables
+from hpc_elastic.options.sbatch import NO_HET_JOBS, check_possible, has_components, sbatch_variables
 from hpc_elastic.options.table import Option, Parsed
 
 PLACEHOLDERS = {
@@ -105,13 +105,13 @@ def _problems_of_options(lines: Sequence[str]) -> list[str]:
     for number, line in enumerate(lines, 1):
         if not line.startswith("#SBATCH"):
             continue
-        if line.split()[1:2] in (["hetjob"], ["packjob"]):
-            problems.append(f"line {number}: give the other components of a het job with --het")
-            continue
         try:
             words = sbatch_words([line])
         except ValueError as error:
             problems.append(f"line {number}: {str(error).lower()}")
+            continue
+        if has_components(words):
+            problems.append(f"line {number}: {NO_HET_JOBS}")
             continue
         for word in words:
             try:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings, settings_from_conf
+from hpc_elastic.options.sbatch import NO_HET_JOBS
 from hpc_elastic.options.table import Group, Option, Parsed
 from hpc_elastic.run.container import (
     parse_container_args,
@@ -336,7 +337,9 @@ REFUSED: Mapping[str, str] = {
     "--event-log-handler": "not supported: events are in the run directory",
     "--log-line-prefix-template": "not supported: lines begin with [host:rank]",
 }
-REMOVED: Mapping[str, str] = {}
+REMOVED: Mapping[str, str] = {
+    "--het": NO_HET_JOBS,
+}
 """Options of earlier versions → what to use in their place."""
 
 

@@ -63,9 +63,7 @@ def render_script(
         log = literal_path(run_dir) + ("/task-%a/job.log" if options.array else "/job.log")
         arguments.append(f"--output={log}")
     values = {
-        "SBATCH_LINES": "\n#SBATCH hetjob\n".join(
-            "\n".join(map(sbatch_line, component)) for component in (arguments, *options.components)
-        ),
+        "SBATCH_LINES": "\n".join(map(sbatch_line, arguments)),
         "SHAPE_VARIABLES": _names(SHAPE_VARIABLES),
         "RUN_VARIABLES": _names((*RUN_VARIABLES, *WORKER_VARIABLES)),
         "RUN_DIR": _literal(run_dir),

@@ -118,7 +118,7 @@ class SlurmClient(Protocol):
         ...
 
     def job_states(self, job: JobId) -> tuple[JobState, ...]:
-        """All records of a job: tasks of an array, components of a het job. Empty where Slurm does not know it."""
+        """All records of a job: the tasks of an array. Empty where Slurm does not know it."""
         ...
 
     def queue_states(self, jobs: Sequence[JobId]) -> tuple[JobState, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
@@ -35,11 +34,9 @@ SHAPE_VARIABLES = (
     *("SRUN_CPUS_PER_TASK", "SRUN_DEBUG", "SRUN_ERROR", "SRUN_EXPORT_ENV", "SRUN_INPUT", "SRUN_OUTPUT"),
 )
 # What the supervisor reads (`step_gpus`), and srun must not: a step would ask for SLURM_GPUS, a total, again, of one
-# node too; SLURM_JOB_GPUS and SLURM_GPUS_ON_NODE are the batch host's, and reach tasks of a het job's other components
-# (22.05), which may have none.
+# node too; SLURM_JOB_GPUS and SLURM_GPUS_ON_NODE are the batch host's.
 _GPU_VARIABLES = ("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_GPUS_ON_NODE", "SLURM_JOB_GPUS")
 _SRUN_FLAGS = ("--overlap", "--cpu-bind=none", "--no-kill", "--kill-on-bad-exit=0", "--wait=0")
-_OF_COMPONENT = re.compile(r"_(?:HET|PACK)_GROUP_\d+\Z", re.ASCII)
 # A submission from inside a job must not carry that job's facts into the new one.
 _KEPT_ON_SUBMIT = frozenset(
     ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_CLUSTERS", "SLURM_JWT", "SLURM_UMASK", "SLURM_EXIT_ERROR")
@@ -76,7 +73,6 @@ def srun_agents(
     command: Sequence[str],
     *,
     exclude: Iterable[str] = (),
-    component: int | None = None,
     extra: Sequence[str] = (),
 ) -> list[str]:
     """One task on each of `nodes` nodes of the allocation, with all of the job's CPUs there.
@@ -87,32 +83,25 @@ def srun_agents(
         nodes: How many.
         command: What each task runs. No element may be a lone ``:``, which separates components for srun.
         exclude: Nodes of the allocation to leave out: dead ones, which would abort the whole launch.
-        component: Of a het job, whose components each need a step of their own.
         extra: The user's ``--srun-arg``s, after ours, so that they win.
     """
-    argv = ["srun", *_het_group(component), f"-N{nodes}", f"-n{nodes}", "--ntasks-per-node=1", *_SRUN_FLAGS]
+    argv = ["srun", f"-N{nodes}", f"-n{nodes}", "--ntasks-per-node=1", *_SRUN_FLAGS]
     left_out = compress(exclude)
     if left_out:
         argv.append(f"--exclude={left_out}")
     return [*argv, *extra, *command]
 
 
-def srun_one_agent(
-    node: str, command: Sequence[str], *, component: int | None = None, extra: Sequence[str] = ()
-) -> list[str]:
+def srun_one_agent(node: str, command: Sequence[str], *, extra: Sequence[str] = ()) -> list[str]:
     """One task on one node, in a step of its own: starting it can't harm the other agents."""
-    place = [*_het_group(component), "-N1", "-n1", "-w", compress([node])]
+    place = ["-N1", "-n1", "-w", compress([node])]
     return ["srun", *place, "--ntasks-per-node=1", *_SRUN_FLAGS, *extra, *command]
 
 
-def _het_group(component: int | None) -> list[str]:
-    return [] if component is None else [f"--het-group={component}"]
-
-
 def scrubbed_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` without what would overrule srun's flags, in a het job for each component: for srun."""
+    """`env` without what would overrule srun's flags: for srun."""
     dropped = {*SHAPE_VARIABLES, *_GPU_VARIABLES}
-    return {key: value for key, value in env.items() if _OF_COMPONENT.sub("", key) not in dropped}
+    return {key: value for key, value in env.items() if key not in dropped}
 
 
 def command_environment(env: Mapping[str, str]) -> dict[str, str]:
@@ -233,8 +222,6 @@ def step_gpu_flags(env: Mapping[str, str]) -> tuple[str, ...]:
     if given is None or env.get("SLURM_GPUS_PER_NODE"):
         return ()
     job = JobEnvironment.from_env(env)
-    if job.components:
-        return ()
     here = job.node.gpus if job.node.name is not None else 0  # salloc's shell is on no node of the job
     if given == "SLURM_GPUS":
         try:

@@ -3,10 +3,6 @@
 Checked on the environments of Slurm 20.11, 22.05, 24.11 and 26.05. The traps that they hold:
 
 - 26.05 sets SLURM_STEP_ID=-5 in the batch script, which is in no step.
-- In a het job's step SLURM_STEP_NODELIST is sorted (``n[1-3]``) while SLURM_NODEID follows the components (n3 is 0
-  where component 0 is on n3): a node's name is SLURMD_NODENAME's and its place is looked up, never ``list[id]``.
-- SLURM_JOB_NODELIST is, in a het job, the leader's nodes in the batch script and the step's in a step: the job's nodes
-  are those of all SLURM_JOB_NODELIST_HET_GROUP_n, in order.
 - 20.11 has no SLURM_GPUS_ON_NODE; 20.11 and 22.05 have no SLURM_JOB_START_TIME.
 """
 
@@ -48,7 +44,7 @@ class BatchFacts(Struct, frozen=True, kw_only=True):
 
     node: NodeFacts
     tasks_per_node: tuple[int, ...]
-    """One number per node of (the leading component of) the job; empty where Slurm said nothing."""
+    """One number per node of the job; empty where Slurm said nothing."""
 
 
 class TaskFacts(Struct, frozen=True, kw_only=True):
@@ -74,15 +70,12 @@ class JobEnvironment(Struct, frozen=True, kw_only=True):
     job_id: str
     array_job_id: str | None
     array_task_id: str | None
-    het_leader_id: str | None
     restart_count: int
     """How often the job was requeued; Slurm leaves it unset at first."""
     cluster: str | None
     name: str
     nodes: tuple[str, ...]
-    """All nodes of the job as it started, all components, in Slurm's order: this is the order of ranks."""
-    components: tuple[tuple[str, ...], ...]
-    """The same by component of a het job, each node once, where it comes first; empty where the job is none."""
+    """All nodes of the job as it started, in Slurm's order: this is the order of ranks."""
     partition: str | None
     account: str | None
     submit_dir: str | None
@@ -95,10 +88,10 @@ class JobEnvironment(Struct, frozen=True, kw_only=True):
 
     @property
     def requeue_id(self) -> str:
-        """What ``scontrol requeue`` wants: ``ARRAYJOB_TASK`` for an array task, the leader's id for a het job."""
+        """What ``scontrol requeue`` wants: ``ARRAYJOB_TASK`` for an array task."""
         if self.array_job_id is not None and self.array_task_id is not None:
             return f"{self.array_job_id}_{self.array_task_id}"
-        return self.het_leader_id or self.job_id
+        return self.job_id
 
     @property
     def node(self) -> NodeFacts:
@@ -122,17 +115,14 @@ class JobEnvironment(Struct, frozen=True, kw_only=True):
         """
         reader = _Reader(env)
         in_task = _in_task(reader)
-        components = _components(reader)
         return JobEnvironment(
             job_id=reader.job_id("SLURM_JOB_ID", "SLURM_JOBID"),
             array_job_id=reader.optional_id("SLURM_ARRAY_JOB_ID"),
             array_task_id=reader.optional_id("SLURM_ARRAY_TASK_ID"),
-            het_leader_id=reader.optional_id("SLURM_JOB_ID_HET_GROUP_0", "SLURM_JOB_ID_PACK_GROUP_0"),
             restart_count=reader.number("SLURM_RESTART_COUNT", default=0) or 0,
             cluster=reader.text("SLURM_CLUSTER_NAME"),
             name=reader.text("SLURM_JOB_NAME") or "job",
-            nodes=tuple(node for part in components for node in part) or _job_nodes(reader),
-            components=components,
+            nodes=_job_nodes(reader),
             partition=reader.text("SLURM_JOB_PARTITION"),
             account=reader.text("SLURM_JOB_ACCOUNT"),
             submit_dir=reader.text("SLURM_SUBMIT_DIR"),
@@ -276,22 +266,6 @@ def _in_task(reader: _Reader) -> bool:
     except ValueError:
         raise JobEnvironmentError(variable=name, value=value, why="is not a number") from None
     return 0 <= step < 0xFFFFFFF0
-
-
-def _components(reader: _Reader) -> tuple[tuple[str, ...], ...]:
-    het_size = reader.number("SLURM_HET_SIZE", "SLURM_PACK_SIZE")
-    if not het_size or het_size >= 1 << 16:
-        return ()
-    seen: set[str] = set()
-    found = []
-    for group in range(het_size):
-        variable = f"SLURM_JOB_NODELIST_HET_GROUP_{group}"
-        part = reader.nodes(variable, f"SLURM_JOB_NODELIST_PACK_GROUP_{group}")
-        if part is None:
-            raise JobEnvironmentError(variable=variable, value="", why=f"is missing, though SLURM_HET_SIZE={het_size}")
-        found.append(tuple(node for node in part if node not in seen))  # two components may share a node
-        seen.update(part)
-    return tuple(found)
 
 
 def _job_nodes(reader: _Reader) -> tuple[str, ...]:

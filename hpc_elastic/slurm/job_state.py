@@ -81,7 +81,7 @@ _FIELD = re.compile(r"(?:\A|(?<= ))([A-Za-z][A-Za-z0-9/:_]*)=(\S*)")
 
 
 class JobState(Struct, frozen=True, kw_only=True):
-    """One job, or one component of a het job, or one array task (or its pending rest)."""
+    """One job, or one array task (or its pending rest)."""
 
     job_id: str
     state: str
@@ -91,9 +91,6 @@ class JobState(Struct, frozen=True, kw_only=True):
     name: str = ""
     array_job_id: str | None = None
     array_task_id: str | None = None
-    het_leader_id: str | None = None
-    het_offset: int = 0
-    """Which component of a het job, from 0."""
     restarts: int = 0
     requeue: bool = False
     """Whether ``scontrol requeue`` would be allowed: for a batch job."""
@@ -257,15 +254,9 @@ def parse_squeue(text: str) -> tuple[JobState, ...]:
 
 
 def _parts_of_id(job_id: str) -> dict[str, Any]:
-    """``70_3``: task 3 of array 70; ``70+1``: component 1 of het job 70."""
+    """``70_3``: task 3 of array 70."""
     array, _, task = job_id.partition("_")
-    leader, plus, offset = job_id.partition("+")
-    return {
-        "array_job_id": array if task else None,
-        "array_task_id": task or None,
-        "het_leader_id": leader if plus else None,
-        "het_offset": _number(offset),
-    }
+    return {"array_job_id": array if task else None, "array_task_id": task or None}
 
 
 def parse_sacct(text: str) -> tuple[JobState, ...]:
@@ -315,8 +306,6 @@ def _job_state(fields: Mapping[str, str]) -> JobState:
         name=fields.get("JobName", ""),
         array_job_id=_text(fields.get("ArrayJobId")),
         array_task_id=_text(fields.get("ArrayTaskId")),
-        het_leader_id=_text(fields.get("HetJobId")) or _text(fields.get("PackJobId")),
-        het_offset=_number(fields.get("HetJobOffset", fields.get("PackJobOffset", ""))),
         restarts=_number(fields.get("Restarts", "")),
         requeue=fields.get("Requeue") == "1",
         is_batch=fields.get("BatchFlag") != "0",

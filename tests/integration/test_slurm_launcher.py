@@ -504,19 +504,6 @@ def test_a_step_that_ended_by_itself_needs_no_signal(srun: Srun, make: Callable[
         os.kill(pid, signal.SIGTERM)  # and was reaped
 
 
-def test_each_component_of_a_het_job_is_launched_and_launched_again_by_itself(
-    srun: Srun, make: Callable[..., SlurmLauncher]
-) -> None:
-    srun.plan(FOREVER)
-    launcher = make(allocated=[NODES[:1], NODES[1:]], is_het=True)
-    launcher.launch()
-    groups = {srun.argv(call)[0]: srun.argv(call)[1] for call in (1, 2)}
-    assert groups == {"--het-group=0": "-N1", "--het-group=1": "-N3"}
-    launcher.relaunch(2)
-    again = srun.argv(3)
-    assert again[:5] == ["--het-group=1", "-N1", "-n1", "-w", NODES[2]]
-
-
 def test_an_interpreter_whose_path_holds_an_equals_sign(
     srun: Srun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Jobs of every shape on a real Slurm: arrays, het jobs, steps and scripts of one's own, GPUs, runs side by side."""
+"""Jobs of every shape on a real Slurm: arrays, steps and scripts of one's own, GPUs, runs side by side."""
 
 from __future__ import annotations
 
@@ -90,28 +90,6 @@ def test_each_task_of_an_array_is_a_run_of_its_own(cluster: SlurmCluster, runs: 
     assert not list(third.root.glob("attempt-*"))
     _, *listed = runs.hpc_elastic("list").stdout.splitlines()
     assert [line.split()[5] for line in listed] == [f"{run.root.name}_{task}" for task in range(3)]
-
-
-def test_a_het_jobs_components_are_one_run(cluster: SlurmCluster, runs: SlurmRuns) -> None:
-    run = runs.submit(
-        *("-N1", "--gpus-per-node", "1", "--het", "-N 2 --gres=gpu:2", "-t", "10", "--max-restarts", "0"),
-        runs.script(SAVES),
-    )
-    log = run.wait_log(lambda log: log.count("of 5 gpus") == 5, timeout=60)
-    assert len(re.findall(r"of 5 gpus 0 ", log)) == 1
-    assert len(re.findall(r"of 5 gpus 0,1 ", log)) == 4
-    nodes = json.loads((run.root / "attempt-000" / "attempt.json").read_text())["nodes"]
-    status = runs.hpc_elastic("status", "--json", run.job)
-    assert json.loads(status.stdout)["slurm"]["nodes"] == nodes
-    run.kill_agent(nodes[2])
-    log = run.wait_log(lambda log: len(re.findall("attempt 0 .* round 1", log)) == 5, timeout=60)
-    assert len(re.findall(r"of 5 gpus 0,1 round 1", log)) == 4, "its agent was started again in its own component"
-    assert "asked to save" in runs.hpc_elastic("requeue", run.job).stdout
-    run.wait_log(lambda log: len(re.findall("attempt 1 rank . of 5", log)) == 5, timeout=120)
-    assert "SIGTERM" in runs.hpc_elastic("cancel", run.job).stdout
-    assert run.wait_end() == "CANCELLED"
-    assert run.report(1)["outcome"] == "cancelled"
-    assert run.left_on_nodes() == []
 
 
 def test_agents_in_a_step_of_ones_own_resume_after_a_requeue(cluster: SlurmCluster, runs: SlurmRuns) -> None:

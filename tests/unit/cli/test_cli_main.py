@@ -66,6 +66,41 @@ def test_an_unknown_subcommand(capsys: pytest.CaptureFixture[str], word: str, sa
     assert err.count("\n") == 1
 
 
+_HET = "heterogeneous jobs are not supported; give one job of one component, with nodes of one kind"
+
+
+@pytest.mark.parametrize(
+    ("argv", "before"),
+    [
+        (("submit", "--het", "-N 2", "x.py"), "--het: was removed: "),
+        (("submit", "--template", "job.sh", "x.py"), "--template job.sh: line 2: "),
+        (("convert", "job.sh"), "line 2: "),
+        (("convert", "mpmd.sh"), "srun python a.py : python b.py: "),
+        (("run", "x.py"), "SLURM_HET_SIZE=2: "),
+        (("agent", "x.py"), "SLURM_HET_SIZE=2: "),
+    ],
+)
+def test_a_heterogeneous_job_is_refused_in_one_sentence(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    argv: tuple[str, ...],
+    before: str,
+) -> None:
+    (tmp_path / "job.sh").write_text(
+        "#!/bin/bash\n#SBATCH hetjob\n#SBATCH -N1\n@SBATCH_LINES@\ntrap '' USR2\nexec @COMMAND@\n"
+    )
+    (tmp_path / "mpmd.sh").write_text("#!/bin/bash\nsrun python a.py : python b.py\n")
+    (tmp_path / "x.py").touch()
+    monkeypatch.chdir(tmp_path)
+    step = {"run": "batch", "agent": "step-n1-task0"}.get(argv[0])
+    if step is not None:
+        data = Path(__file__).parents[2] / "data" / "slurm" / "22.05.8" / f"env-het-{step}.txt"
+        for line in data.read_text().splitlines():
+            monkeypatch.setenv(*line.split("=", 1))
+    assert run(capsys, *argv) == (2, "", f"hpc-elastic: error: {before}{_HET}\n")
+
+
 @pytest.mark.parametrize(
     ("error", "code", "says"),
     [

@@ -119,7 +119,7 @@ def test_help_is_asked_for_before_the_script_only(word: str) -> None:
     assert not read("s.py", word).help
 
 
-@pytest.mark.parametrize("option", ["--dry-run", "--follow", "--wait", "--het", "--template"])
+@pytest.mark.parametrize("option", ["--dry-run", "--follow", "--wait", "--template"])
 def test_what_belongs_to_submit_is_named_so_by_run(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", option, "train.py"]) == 2
     assert f"{option} belongs to hpc-elastic submit" in capsys.readouterr().err

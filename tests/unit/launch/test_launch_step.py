@@ -30,11 +30,6 @@ def test_one_task_on_each_node_of_the_step(version: str) -> None:
     assert job.task is not None
     check_one_task_per_node(job.task)
     assert step_nodes(job) == ("n1", "n2", "n3", "n4")
-    het, _ = task_of(version, "env-het-step-*-task0")
-    assert het.task is not None
-    check_one_task_per_node(het.task)
-    # Recorded on 24.11 and 26.05: a step of two of the three nodes.
-    assert step_nodes(het) == (("n3", "n1", "n2") if version == "20.11.4" else het.nodes[: het.task.num_nodes])
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -34,22 +34,6 @@ def test_a_single_agent_again() -> None:
         commands.srun_one_agent("n3;id", AGENT)
 
 
-def test_each_component_of_a_het_job_has_its_own_step() -> None:
-    argv = commands.srun_agents(2, AGENT, component=1, exclude=["n4"])
-    assert argv == ["srun", "--het-group=1", "-N2", "-n2", *FLAGS, "--exclude=n4", *AGENT]
-    again = commands.srun_one_agent("n3", AGENT, component=0)
-    assert again == ["srun", "--het-group=0", "-N1", "-n1", "-w", "n3", *FLAGS, *AGENT]
-
-
-def test_a_het_jobs_shape_is_scrubbed_for_each_component() -> None:
-    for path in DATA.glob("*/env-het-batch.txt"):
-        env = dict(line.split("=", 1) for line in path.read_text().splitlines())
-        left = commands.scrubbed_environment(env)
-        assert any(name.startswith("SLURM_CPUS_PER_TASK_HET") for name in env)
-        assert not [name for name in left if "CPUS_PER_TASK" in name or "NTASKS" in name or "TASKS_PER_NODE" in name]
-        assert "SLURM_JOB_ID_HET_GROUP_1" in left
-
-
 def test_what_would_overrule_sruns_flags_is_scrubbed_from_every_recorded_batch_environment() -> None:
     seen = set()
     for path in DATA.glob("*/env-*batch.txt"):

@@ -84,44 +84,6 @@ def test_array_tasks_requeue_by_array_id(version: str) -> None:
         assert (job.array_job_id, job.array_task_id) == (env["SLURM_ARRAY_JOB_ID"], str(number))
 
 
-@pytest.mark.parametrize(
-    ("version", "nodes"),
-    [("20.11.4", "n3 n1 n2"), ("22.05.8", "n1 n2 n3"), ("24.11.5", "n1 n2 n3"), ("26.05.5", "n1 n2 n3")],
-)
-def test_het_job_is_all_components_in_order(version: str, nodes: str) -> None:
-    for path in (DATA / version).glob("env-het-*.txt"):
-        job = JobEnvironment.from_env(load(path))
-        assert job.nodes == tuple(nodes.split())
-        assert job.requeue_id == load(path)["SLURM_JOB_ID_HET_GROUP_0"]
-
-
-def test_the_components_of_a_het_job_are_told_apart() -> None:
-    for path in DATA.glob("*/env-*-batch.txt"):
-        job = JobEnvironment.from_env(load(path))
-        sizes = [len(part) for part in job.components]
-        assert sizes == ([1, 2] if path.name == "env-het-batch.txt" else []), path
-        if sizes:
-            assert tuple(node for part in job.components for node in part) == job.nodes
-
-
-def test_a_node_of_two_components_is_the_first_ones() -> None:
-    env = {
-        **load(DATA / "22.05.8" / "env-het-batch.txt"),
-        "SLURM_JOB_NODELIST_HET_GROUP_0": "n[1-2]",
-        "SLURM_JOB_NODELIST_HET_GROUP_1": "n[2-3]",
-    }
-    job = JobEnvironment.from_env(env)
-    assert job.components == (("n1", "n2"), ("n3",))
-    assert job.nodes == ("n1", "n2", "n3")
-
-
-def test_a_het_tasks_place_is_not_its_place_in_the_sorted_step_list() -> None:
-    job = JobEnvironment.from_env(load(DATA / "20.11.4" / "env-het-step-n3-task0.txt"))
-    assert job.task is not None
-    assert job.task.step_nodes == ("n1", "n2", "n3")
-    assert (job.task.node_id, job.node.name, job.node_index) == (0, "n3", 0)
-
-
 @pytest.mark.parametrize("version", VERSIONS)
 def test_heterogeneous_task_counts(version: str) -> None:
     (path,) = (DATA / version).glob("env-hetero-tasks-step-*-task2.txt")
@@ -217,12 +179,6 @@ def test_nonsense_names_variable_and_value(variable: str, value: str) -> None:
 def test_what_is_missing_is_named(variable: str) -> None:
     env = {key: value for key, value in TASK.items() if key != variable}
     with pytest.raises(JobEnvironmentError, match=variable):
-        JobEnvironment.from_env(env)
-
-
-def test_a_missing_het_component_is_named() -> None:
-    env = {**TASK, "SLURM_HET_SIZE": "2", "SLURM_JOB_NODELIST_HET_GROUP_0": "r1n01"}
-    with pytest.raises(JobEnvironmentError, match="SLURM_JOB_NODELIST_HET_GROUP_1"):
         JobEnvironment.from_env(env)
 
 

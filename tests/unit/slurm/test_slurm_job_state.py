@@ -117,7 +117,7 @@ def test_arrays_and_het_jobs(version: str) -> None:
     rest = shown(version, "pending-array-all")
     assert rest.array_task_id == "0-7,10,20-21%3"
     leader, second = parse_show_job(captured(version, "scontrol-show-job-running-het")[1])
-    assert leader.het_leader_id == second.het_leader_id == leader.job_id != second.job_id
+    assert leader.job_id != second.job_id
     assert leader.nodes + second.nodes == ("n1", "n2", "n3")
 
 
@@ -190,8 +190,7 @@ def test_queue_names_of_arrays_and_het_jobs(version: str) -> None:
     assert {first.array_task_id, second.array_task_id} == {"1", "2"}
     assert {state.array_job_id for state in (pending, first, second)} == {pending.array_job_id}
     het = parse_squeue(captured(version, "squeue-running-het")[1])
-    assert len({state.het_leader_id for state in het}) == 1
-    assert het[0].het_leader_id
+    assert {state.job_id.partition("+")[2] for state in het} == {"0", "1"}
 
 
 @pytest.mark.parametrize(
@@ -225,5 +224,5 @@ def test_the_accounting_of_ended_jobs() -> None:
     task, failed, component = parse_sacct(text)
     assert (task.job_id, task.state, task.exit_signal, task.code) == ("47", "CANCELLED", 15, 143)
     assert (failed.array_job_id, failed.array_task_id, failed.code) == ("48", "3", 1)
-    assert (component.het_leader_id, component.het_offset, component.state) == ("49", 1, "TIMEOUT")
+    assert (component.job_id, component.state) == ("49+1", "TIMEOUT")
     assert failed.how_it_ended == "its batch script failed (Slurm: FAILED)"

@@ -17,7 +17,7 @@ def recorded(version: str, name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("name", ["plain", "gres-gpu2", "gpus-per-node", "exclusive", "het"])
+@pytest.mark.parametrize("name", ["plain", "gres-gpu2", "gpus-per-node", "exclusive"])
 def test_what_a_step_has_by_itself_is_not_asked_for_again(version: str, name: str) -> None:
     assert step_gpu_flags(recorded(version, name)) == ()
 
@@ -51,5 +51,5 @@ def test_a_total_that_is_not_is_refused(env: dict[str, str]) -> None:
 
 
 def test_no_step_hears_of_the_total_or_of_the_batch_hosts_gpus() -> None:
-    env = {**JOB, "SLURM_GPUS": "4", "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_GPUS": "0,1", "SLURM_GPUS_HET_GROUP_1": "4"}
+    env = {**JOB, "SLURM_GPUS": "4", "SLURM_GPUS_ON_NODE": "2", "SLURM_JOB_GPUS": "0,1"}
     assert scrubbed_environment(env) == JOB

@@ -53,7 +53,7 @@ def test_ours_and_a_good_one_have_all() -> None:
         ("--mail-type=END", "--signal=USR2@60", "the supervisor must get USR2"),
         ("--mail-type=END", "--signal=B:TERM@60", "the supervisor must get USR2"),
         ('"my project"', '"my project', "line 3: no closing quotation"),
-        ("#SBATCH -A", "#SBATCH hetjob\n#SBATCH -A", "line 3: give the other components of a het job with --het"),
+        ("#SBATCH -A", "#SBATCH hetjob\n#SBATCH -A", "line 3: heterogeneous jobs are not supported"),
     ],
 )
 def test_each_thing_that_is_missing_is_said(old: str, new: str, said: str) -> None:
