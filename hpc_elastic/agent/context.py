@@ -12,8 +12,8 @@ from hpc_elastic.agent.fork_server_states import NoForkServer
 from hpc_elastic.agent.hang import HangWatch, silent_watch
 from hpc_elastic.agent.health_checks import HealthChecks, no_health_checks
 from hpc_elastic.agent.metrics import RoundFigures
-from hpc_elastic.agent.node_commands import NoNodeCommands
 from hpc_elastic.agent.restart_group import NoRestartGroup, RestartGroupWatch
+from hpc_elastic.agent.setup import NoSetup
 from hpc_elastic.agent.store_server import StoreServer
 from hpc_elastic.agent.suspicion import SuspicionWatch, no_suspicions
 from hpc_elastic.agent.worker_evidence import Place
@@ -64,7 +64,7 @@ class AgentContext(Struct, frozen=True, kw_only=True):
     """Whether the workers stand still."""
     health: HealthChecks = field(default_factory=no_health_checks)
     """Checks whether this node may join a round."""
-    commands: NoNodeCommands = field(default_factory=NoNodeCommands)
+    setup: NoSetup = field(default_factory=NoSetup)
     """The user's own, before the first workers and after the last ones."""
     restart_group: RestartGroupWatch = field(default_factory=NoRestartGroup)
     """Follows in-process restarts, and replaces single workers."""

@@ -133,10 +133,10 @@ class HeardSignals:
 
     def grace(self) -> float:
         """Seconds from the workers' SIGTERM to their SIGKILL; never more than Slurm leaves where it ends the job."""
-        left, grace = self.left(), self._context.spec.shutdown_timeout
+        left, grace = self._left(), self._context.spec.shutdown_timeout
         return grace if left is None else min(grace, left)
 
-    def left(self) -> float | None:
+    def _left(self) -> float | None:
         """Seconds that Slurm leaves where it ends the job, less a reserve; None: it does not."""
         now, kill_wait, found = self._context.clock.monotonic(), self._context.attempt.kill_wait, []
         if self._kill_from is not None and kill_wait is not None:

@@ -11,8 +11,8 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from hpc_elastic.agent.node_commands import CommandSite
 from hpc_elastic.agent.rendezvous_session import claim_start_number
+from hpc_elastic.agent.setup import SetupSite
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileExecutor, is_refusal
@@ -39,8 +39,6 @@ class AgentOptions(Struct, frozen=True, kw_only=True):
     attempt: int
     node: int | None
     launcher_pid: int | None
-    epilog: bool
-    """Nothing but the node's epilog is to be run, for an agent that was killed."""
 
 
 def parse_options(argv: Sequence[str]) -> AgentOptions:
@@ -48,7 +46,7 @@ def parse_options(argv: Sequence[str]) -> AgentOptions:
     given = dict(zip(argv[::2], argv[1::2], strict=False))
     numbers = {name: value for name, value in given.items() if name != "--run-dir"}
     least = {"--run-dir", "--attempt"}
-    is_complete = least <= given.keys() <= least | {"--node", "--launcher-pid", "--epilog"}
+    is_complete = least <= given.keys() <= least | {"--node", "--launcher-pid"}
     if not is_complete or 2 * len(given) != len(argv) or not all(value.isdecimal() for value in numbers.values()):
         raise UsageError(
             f"agent {' '.join(argv)}: give --run-dir DIR --attempt N, and where there is no SLURMD_NODENAME --node K"
@@ -58,7 +56,6 @@ def parse_options(argv: Sequence[str]) -> AgentOptions:
         attempt=int(given["--attempt"]),
         node=int(given["--node"]) if "--node" in given else None,
         launcher_pid=int(given["--launcher-pid"]) if "--launcher-pid" in given else None,
-        epilog="--epilog" in given,
     )
 
 
@@ -155,15 +152,13 @@ class AgentIdentity(Struct, frozen=True, kw_only=True):
             "HPC_ELASTIC_HOST": self.host,
         }
 
-    def command_site(
-        self, base: Mapping[str, str], *, files: FileExecutor, clock: Clock, events: EventLog
-    ) -> CommandSite:
-        """Where they run."""
-        return CommandSite(
+    def setup_site(self, base: Mapping[str, str], *, files: FileExecutor, clock: Clock, events: EventLog) -> SetupSite:
+        """Where ``--setup`` runs."""
+        return SetupSite(
             environ=self.command_environment(base),
             cwd=self.spec.cwd,
             inherited=self.inherited,
-            files=self.paths.hooks(self.node),
+            log=self.paths.setup_log(self.node),
             clock=clock,
             executor=files,
             write_event=events.write,

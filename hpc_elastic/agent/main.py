@@ -21,7 +21,6 @@ from hpc_elastic.agent.metrics import RoundFigures, open_metrics
 from hpc_elastic.agent.nccl_ras import ADDRESS_VARIABLE, ENABLE_VARIABLE, choose_address
 from hpc_elastic.agent.nccl_watch import NcclWatch
 from hpc_elastic.agent.node_agent import NodeAgent
-from hpc_elastic.agent.node_commands import node_commands
 from hpc_elastic.agent.numa_binding import READ_SECONDS, bind_workers, describe_binding, read_machine
 from hpc_elastic.agent.rendezvous_session import (
     local_world_size,
@@ -30,14 +29,14 @@ from hpc_elastic.agent.rendezvous_session import (
 )
 from hpc_elastic.agent.restart_group import RestartGroupWatch
 from hpc_elastic.agent.restart_policy import RestartPolicy
+from hpc_elastic.agent.setup import NoSetup, Setup
 from hpc_elastic.agent.store_server import StoreServer, torch_available
 from hpc_elastic.agent.suspicion import SuspicionWatch
 from hpc_elastic.agent.worker_evidence import Place
-from hpc_elastic.base.clock import Clock, RunClock, SystemClock
+from hpc_elastic.base.clock import RunClock, SystemClock
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.host_facts import LOOPBACK
 from hpc_elastic.base.outcome import REFUSED_CODE
-from hpc_elastic.base.self_command import own_command
 from hpc_elastic.errors import UsageError
 from hpc_elastic.failures.error_file import write_own_failure
 from hpc_elastic.output.job_log import JobLog
@@ -52,7 +51,7 @@ from hpc_elastic.run.option_values import (
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job
 from hpc_elastic.store.notifier import read_secret
 from hpc_elastic.workers.environment_change import EnvironmentChange
-from hpc_elastic.workers.guardian import LastCommand, kill_stale_processes, start_guardian
+from hpc_elastic.workers.guardian import kill_stale_processes, start_guardian
 from hpc_elastic.workers.linux import SignalQueue, leave_hung_threads, output_pipes
 from hpc_elastic.workers.spawn import prepare_agent_process
 from hpc_elastic.workers.tree import TAG_VARIABLE
@@ -81,14 +80,11 @@ def agent_main(argv: Sequence[str]) -> int:
         print(f"hpc-elastic agent: error: {refused}", file=sys.stderr, flush=True)
         return REFUSED_CODE
     spec, at = me.spec, me.paths
-    if options.epilog:
-        return _run_epilog(me, clock)
     folder = open_folder(f"{spec.uid}.{me.tag.node_key}.{me.short_uid}", me.env)
     guardian = start_guardian(
         me.tag,
         remove=str(folder.path) if folder.path is not None else None,
         stopped_limit=settings.silence_until_lost,
-        last=_last_command(me, options.launcher_pid),
     )
     left = kill_stale_processes(me.tag, clock=clock)
 
@@ -151,9 +147,10 @@ def agent_main(argv: Sequence[str]) -> int:
         worker_env,
         session.info.addresses,
         is_refused_alone=session.coordination.is_refused_alone,
-        change=lambda: commands.change,
+        change=lambda: setup.change,
     )
-    commands = node_commands(spec, me.command_site(worker_env, files=files, clock=clock, events=events))
+    site = me.setup_site(worker_env, files=files, clock=clock, events=events)
+    setup = Setup(spec, site) if spec.setup else NoSetup()
     metrics_files = FileExecutor(name="metrics", clock=clock)  # their disk may be another one, and hang on its own
     labels = {"host": me.host, "node": str(me.node), "run": spec.run_id}
     metrics = open_metrics(spec.metrics, labels=labels, post=metrics_files.post)
@@ -200,7 +197,7 @@ def agent_main(argv: Sequence[str]) -> int:
             notifier=session.notifier,
             pump=pump,
             store_server=store_server,
-            torch_available=lambda: torch_available(commands.change.command([spec.host_python])[0]),
+            torch_available=lambda: torch_available(setup.change.command([spec.host_python])[0]),
             events=events,
             signals=signals,
             shown=lambda local_rank, rank: shown_in_job_log(
@@ -217,11 +214,11 @@ def agent_main(argv: Sequence[str]) -> int:
                     *(server.pid for server in (store_server, fork_server) if server.pid),
                 }
                 | health.pids
-                | commands.pids
+                | setup.pids
             ),
             files=files,
             health=health,
-            commands=commands,
+            setup=setup,
             restart_group=restart_group,
             crash=crash,
             cpus=cpus,
@@ -340,26 +337,6 @@ def _health_checks(
         ),
         clock=SystemClock(),  # it judges the wall clock as that is now
     )
-
-
-def _last_command(me: AgentIdentity, launcher_pid: int | None) -> LastCommand | None:
-    """The epilog, where this agent and its launcher are killed; else the supervisor starts it."""
-    if launcher_pid is None or not me.spec.node_epilog:
-        return None
-    place = ("--run-dir", str(me.run.root), "--attempt", str(me.attempt.number), "--node", str(me.node))
-    return LastCommand(argv=own_command("agent", *place, "--epilog", "1"), unless_lives=launcher_pid)
-
-
-def _run_epilog(me: AgentIdentity, clock: Clock) -> int:
-    """Run the node's epilog in the place of an agent that was killed."""
-    files = FileExecutor(clock=clock)
-    events = EventLog(
-        me.paths.events, role="agent", host=me.host, node=me.node, uid=me.short_uid, clock=clock, files=files
-    )
-    node_commands(me.spec, me.command_site(me.env, files=files, clock=clock, events=events)).run_epilog(None)
-    files.settle(CLOSE_LOGS_SECONDS)
-    events.close(within=CLOSE_LOGS_SECONDS)
-    return 0
 
 
 class _JobLogHandler(logging.Handler):

@@ -86,8 +86,6 @@ class NodeAgent:
         self._selector = selectors.DefaultSelector()
         self._watched: set[int] = set()
         self._unfit: HealthVerdict | None = None
-        self._is_replaced = False
-        """Whether another agent of this node goes on."""
         self._moment_ends: float | None = None
         """Until when the workers elsewhere are let go on after a failure here that may be this node's."""
         self._figures = context.figures or RoundFigures(NoMetrics(), role=context.spec.role, clock=context.clock)
@@ -127,7 +125,7 @@ class NodeAgent:
             The agent's exit code: information for a person; the verdict is in the store.
         """
         context = self._context
-        for source in (context.coordination, context.signals, context.health, context.commands):
+        for source in (context.coordination, context.signals, context.health, context.setup):
             if source.fileno() >= 0:
                 self._selector.register(source, selectors.EVENT_READ)
         self.begin()
@@ -138,10 +136,10 @@ class NodeAgent:
         return self.leave()
 
     def begin(self) -> None:
-        """Ask to be in the first round, once the user's own commands have made this node fit for it."""
+        """Ask to be in the first round, once ``--setup`` has made the workers' environment."""
         context = self._context
-        context.commands.begin()
-        if not context.commands.is_ready:
+        context.setup.begin()
+        if not context.setup.is_ready:
             context.coordination.start()
             return
         self._begin_servers()
@@ -165,14 +163,14 @@ class NodeAgent:
             context.fork_server.handle()
 
     def _begin_servers(self) -> None:
-        change = self._context.commands.change
+        change = self._context.setup.change
         self._context.store_server.take_change(change)
         self._context.fork_server.begin(change)
 
     def step(self) -> None:
         """Take in all that has come, and do what follows. Never waits."""
         self._handle_signals()
-        self._handle_commands()
+        self._handle_setup()
         self._handle_workers()
         self._handle_heartbeats()
         self._handle_messages()
@@ -282,7 +280,6 @@ class NodeAgent:
         self._notice.on_record(record, self._workers)
         uid = self._context.info.uid
         if any(supersedes(member.uid, uid) for member in record.members):
-            self._is_replaced = True
             self._happens(Event.LEAVE, "a newer agent runs on this node")
         elif self._context.info.node in record.unfit and self._unfit is None:
             # All workers here failed alike, and none elsewhere: another agent here would find the same.
@@ -301,8 +298,8 @@ class NodeAgent:
         elif record.status is Status.FINAL and self._phase is Phase.READY and record.round == self._round:
             self._happens(Event.FINAL, record.reason)
 
-    def _handle_commands(self) -> None:
-        why = self._context.commands.take()
+    def _handle_setup(self) -> None:
+        why = self._context.setup.take()
         if why is None or self._phase is not Phase.JOINING:
             return
         if why:
@@ -497,12 +494,8 @@ class NodeAgent:
         self._selector.close()
         self._reports.write_again()
         code = exit_code(ended_by=self._heard.ended_by, failure=self._failure, unfit=self._unfit, record=self._record)
-        for part in (context.store_server, context.fork_server, context.watch, context.health):
+        for part in (context.store_server, context.fork_server, context.watch, context.health, context.setup):
             part.close()
-        if self._is_replaced:
-            context.commands.close()
-        else:
-            context.commands.run_epilog(self._heard.left())
         # Slurm's own end too: where it has killed the batch script (scancel --batch), nothing else writes the verdict.
         by_slurm = self._heard.ended_by in (None, signal.SIGTERM)
         if by_slurm and self._failure is None and context.attempt.cluster == "slurm":

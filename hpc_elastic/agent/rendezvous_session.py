@@ -31,10 +31,8 @@ from hpc_elastic.store.notifier import Notifier, open_notifier
 def rendezvous_settings(spec: RunSpec, attempt: AttemptInfo) -> RendezvousSettings:
     """The same on every node, and for the supervisor."""
     launched = len(attempt.nodes)
-    # A node joins when its own commands are done.
-    first = (spec.hook_timeout if spec.node_prolog else 0.0) + (spec.setup_timeout if spec.setup else 0.0)
     base = RendezvousSettings(
-        timeout=RendezvousSettings().timeout + first,
+        timeout=RendezvousSettings().timeout + (spec.setup_timeout if spec.setup else 0.0),  # a node joins after it
         min_nodes=spec.min_nodes,
         max_nodes=spec.max_nodes,
         expected_nodes=launched,

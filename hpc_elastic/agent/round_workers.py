@@ -70,9 +70,9 @@ class RoundWorkers:
             WorkerStartError, OSError: one could not be started.
         """
         context, facts = self._context, self.facts
-        environ = context.commands.change.apply(context.environ)
+        environ = context.setup.change.apply(context.environ)
         group.start(
-            worker_command(context.spec, context.commands.change),
+            worker_command(context.spec, context.setup.change),
             lambda local_rank, error_file: worker_environment(
                 environ, facts, local_rank=local_rank, error_file=error_file
             ),

@@ -1,4 +1,4 @@
-"""The user's own commands on the batch host, and the epilogs of nodes whose agents were killed.
+"""The user's own commands on the batch host: ``--notify`` and ``--after``.
 
 A notice (``--notify``) is JSON, given to the user's command as its input, or posted to the user's URL by a process of
 our own, since nothing else bounds a name server or a server that sends a byte a minute. Each has its time; the
@@ -25,16 +25,13 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.self_command import module_command
-from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.launch.requeue import AttemptResult, RequeueAction, RequeueDecision
-from hpc_elastic.launch.site import Launcher
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.agent_events import UserCommandEnded
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.event_types import RunEvent
-from hpc_elastic.run.hooks import Hook
-from hpc_elastic.run.paths import AttemptPaths, RunPaths
+from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.workers.spawn import Inherited, WorkerStartError
 from hpc_elastic.workers.user_command import CommandEnd, UserCommand, describe_end, last_lines, shell_command
@@ -42,11 +39,9 @@ from hpc_elastic.workers.user_command import CommandEnd, UserCommand, describe_e
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 10.0
-"""How long the filesystem is waited for that says which nodes have not had their epilog."""
-START_SECONDS = 60.0
-"""For agents that are started for an epilog alone; one on a dead node never answers."""
+"""How long the filesystem is waited for that has the report."""
 LATE_SECONDS = 5.0
-"""The same, and for what else is run, where Slurm's SIGKILL is near."""
+"""For ``--after`` where Slurm's SIGKILL is near."""
 _END_SECONDS = 2.0
 _POLL = 0.1
 
@@ -157,7 +152,7 @@ class BatchCommands:
         is_url = target.startswith(("http://", "https://"))
         argv = module_command(__name__, "post") if is_url else shell_command(f"exec 2>&1\n{target}")
         environ = {**self._environ, URL_VARIABLE: target} if is_url else self._environ
-        self._start(Hook.NOTIFY, argv, environ, NOTICE_SECONDS, about=what, stdin=json.dumps(notice).encode() + b"\n")
+        self._start("notify", argv, environ, NOTICE_SECONDS, about=what, stdin=json.dumps(notice).encode() + b"\n")
 
     def run_last(
         self, result: AttemptResult, decision: RequeueDecision, *, files: FileExecutor, is_hurried: Callable[[], bool]
@@ -195,7 +190,7 @@ class BatchCommands:
                 "HPC_ELASTIC_ROOT_CAUSE": cause,
                 "HPC_ELASTIC_REPORT": str(self._folder.report_json),
             }
-            self._start(Hook.AFTER, shell_command(f"exec 2>&1\n{spec.after}"), result_env, seconds)
+            self._start("after", shell_command(f"exec 2>&1\n{spec.after}"), result_env, seconds)
             self._wait(seconds + _END_SECONDS, is_hurried)
         self._wait(NOTICE_SECONDS + _END_SECONDS, is_hurried)
         return self._is_failing
@@ -236,7 +231,7 @@ class BatchCommands:
 
     def _start(
         self,
-        hook: Hook,
+        name: str,
         argv: list[str],
         environ: Mapping[str, str],
         seconds: float,
@@ -254,26 +249,26 @@ class BatchCommands:
                 stdin=stdin,
             )
         except WorkerStartError as error:
-            self._report(hook, about, CommandEnd(exitcode=127, stderr=str(error).encode()))
+            self._report(name, about, CommandEnd(exitcode=127, stderr=str(error).encode()))
             return
         with self._changed:
             self._running.append(command)
 
         def ended(end: CommandEnd) -> None:
-            self._report(hook, about, end)
+            self._report(name, about, end)
             with self._changed:
                 self._running.remove(command)
                 self._changed.notify_all()
 
         command.attend(seconds, ended)
 
-    def _report(self, hook: Hook, about: str, end: CommandEnd) -> None:
+    def _report(self, name: str, about: str, end: CommandEnd) -> None:
         shown = last_lines(end.stdout or end.stderr, _MOST_LINES)
         why = describe_end(end)
         why = f"{why}: {shown[-1].strip()}" if why and shown else why
         self._events.append(
             UserCommandEnded(
-                command=hook.value,
+                command=name,
                 about=about,
                 reason=why,
                 code=end.exitcode,
@@ -284,8 +279,8 @@ class BatchCommands:
         of = f" ({about})" if about else ""
         if why:
             self._is_failing = True
-            logger.error("--%s%s failed: %s", hook.value, of, why)
-        elif hook is Hook.AFTER:
+            logger.error("--%s%s failed: %s", name, of, why)
+        elif name == "after":
             for line in shown:
                 logger.info("--after: %s", line)
 
@@ -323,43 +318,3 @@ def post() -> None:
         sys.exit(f"{host} answered {error.code} {error.reason}")
     except (OSError, ValueError) as error:
         sys.exit(f"{host} can't be reached: {getattr(error, 'reason', error)}")
-
-
-def run_missing_epilogs(
-    spec: RunSpec,
-    folder: AttemptPaths,
-    attempt: AttemptInfo,
-    launcher: Launcher,
-    files: FileExecutor,
-    *,
-    is_late: bool,
-) -> None:
-    """Run the epilog on nodes that were used and have not had it: their agents were killed, and no others came.
-
-    Args:
-        spec: The run's.
-        folder, attempt: The attempt, whose agents have ended.
-        launcher: Starts the agents that do it.
-        files: Looks for them.
-        is_late: Whether there is little time.
-    """
-
-    def look() -> list[int]:
-        found = (folder.hooks(node) for node in range(len(attempt.nodes)))
-        return [one.node for one in found if one.begun.exists() and not one.mark(Hook.EPILOG).exists()]
-
-    try:
-        missing = files.do(look, within=LOOK_SECONDS)
-    except (OSError, HpcElasticError) as error:
-        logger.error("which nodes still need --node-epilog can't be read: %s", error)
-        return
-    if not missing:
-        return
-    logger.warning("--node-epilog is run by a new agent on %s", ", ".join(attempt.nodes[node] for node in missing))
-    for node in missing:
-        launcher.relaunch(node, "--epilog", "1")
-    deadline = time.monotonic() + (LATE_SECONDS if is_late else START_SECONDS + min(spec.hook_timeout, START_SECONDS))
-    while launcher.running() and time.monotonic() < deadline:
-        wait_readable(launcher.filenos(), _POLL)
-        launcher.take()
-    launcher.end(within=_END_SECONDS)

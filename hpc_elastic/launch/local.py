@@ -296,9 +296,9 @@ class LocalLauncher:
     def hears_all_ends(self) -> bool:
         return True  # they are our children
 
-    def relaunch(self, node: int, *arguments: str) -> None:
+    def relaunch(self, node: int) -> None:
         try:
-            process = AgentProcess([*self._command(node), *arguments], env=self._environment(node), umask=self._umask)
+            process = AgentProcess(self._command(node), env=self._environment(node), umask=self._umask)
         except OSError as error:
             self._failed.append(AgentEnded(node=node, code=None, detail=str(error), started=False))
             return

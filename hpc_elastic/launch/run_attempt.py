@@ -29,7 +29,7 @@ from hpc_elastic.base.file_executor import FileExecutor, FilesystemHangsError, i
 from hpc_elastic.errors import HpcElasticError, UsageError
 from hpc_elastic.failures.error_file import write_own_failure
 from hpc_elastic.launch.conclude import HUNG_SECONDS, JOB_LOG, conclude, log_plain
-from hpc_elastic.launch.hooks import BatchCommands, end_with_commands, run_missing_epilogs
+from hpc_elastic.launch.hooks import BatchCommands, end_with_commands
 from hpc_elastic.launch.job_watch import EndClaim, JobWatch
 from hpc_elastic.launch.requeue import RequeueAction, RequeueDecision, RequeueWay
 from hpc_elastic.launch.run_directory import claim_attempt, forget_attempt, give_way, slurm_job_ids
@@ -128,7 +128,6 @@ class _AttemptRun:
             events=events,
             clock=clock,
             shutdown_timeout=spec.shutdown_timeout,
-            epilog_seconds=spec.epilog_seconds,
             resolver=SignalResolver(
                 lambda near: site.ask(near=near),
                 grace=float(spec.signal_grace),
@@ -152,9 +151,6 @@ class _AttemptRun:
                 "another process of this run has finished this attempt, or goes on with the run; this one ends"
             )
             return RequeueDecision(action=RequeueAction.END, reason="finished by another process", exit_code=1)
-        if spec.node_epilog:
-            is_late = result.signal_number is not None
-            run_missing_epilogs(spec, folder, attempt, launcher, self._files, is_late=is_late)
         decision = conclude(
             paths,
             spec,

@@ -70,7 +70,7 @@ class Launcher(Protocol):
         """
         ...
 
-    def relaunch(self, node: int, *arguments: str) -> None:
+    def relaunch(self, node: int) -> None:
         """Start an agent on one node again, without disturbing the others; `arguments`: further ones of its command."""
         ...
 

@@ -156,8 +156,8 @@ class SlurmLauncher:
     def hears_all_ends(self) -> bool:
         return False  # not of a node that was back before Slurm missed it, nor of one whose slurmstepd died
 
-    def relaunch(self, node: int, *arguments: str) -> None:
-        self._start(srun_one_agent(self._nodes[node], [*self._command, *arguments], extra=self._extra), {node})
+    def relaunch(self, node: int) -> None:
+        self._start(srun_one_agent(self._nodes[node], self._command, extra=self._extra), {node})
 
     def _start(self, argv: Sequence[str], nodes: set[int]) -> None:
         try:

@@ -85,7 +85,6 @@ class Supervisor:
         events: EventLog,
         clock: Clock,
         shutdown_timeout: float,
-        epilog_seconds: float = 0.0,
         resolver: SignalResolver,
         end_claim: EndClaim,
         job_watch: JobWatch | None = None,
@@ -94,7 +93,6 @@ class Supervisor:
         """Args:
         coordination: With an observer's participant; not started yet.
         shutdown_timeout: The workers' grace, in seconds.
-        epilog_seconds: How long agents may take beyond that for the user's epilog.
         end_claim: To finish the attempt once it is closed.
         job_watch: Looks at the job now and then; None: there is none.
         on_record: Gets each record of the log that is newer; must not wait.
@@ -106,7 +104,6 @@ class Supervisor:
         self._events = events
         self._clock = clock
         self._shutdown_timeout = shutdown_timeout
-        self._end_reserve = END_RESERVE + epilog_seconds
         self._resolver = resolver
         self._end_claim = end_claim
         self._job_watch = job_watch
@@ -358,7 +355,7 @@ class Supervisor:
     def _begin_end(self) -> None:
         self._agents.stop_relaunching()
         if self._end_by is None:
-            self._end_by = self._clock.monotonic() + self._shutdown_timeout + self._end_reserve
+            self._end_by = self._clock.monotonic() + self._shutdown_timeout + END_RESERVE
 
     def _is_ending(self) -> bool:
         return self._end_by is not None
@@ -449,7 +446,7 @@ class Supervisor:
             lambda: self._events.write(PlatformFailure(round=index, node=node, host=host, reason=str(failure))),
             lambda: self._coordination.ask(lambda participant: participant.close(Outcome.FAILED, str(failure))),
             keep,
-            lambda: self._launcher.end(within=self._shutdown_timeout + self._end_reserve),
+            lambda: self._launcher.end(within=self._shutdown_timeout + END_RESERVE),
             lambda: self._coordination.stop(within=5.0),
         ]
         for step in steps:

@@ -79,20 +79,6 @@ OPTIONS = (
         "nothing)",
     ),
     Option(
-        group=Group.HOOKS, names=("--node-prolog",), dest="node_prolog", metavar="COMMAND",
-        field="node_prolog",
-        executes=True,
-        help="shell command that runs on each node before the first workers of an attempt, before --setup; where it "
-        "fails the node is not used",
-    ),
-    Option(
-        group=Group.HOOKS, names=("--node-epilog",), dest="node_epilog", metavar="COMMAND",
-        field="node_epilog",
-        executes=True,
-        help="shell command that runs on each node after the last workers of an attempt, also where they or their "
-        "agent were killed",
-    ),
-    Option(
         group=Group.HOOKS, names=("--after",), dest="after", metavar="COMMAND",
         field="after",
         executes=True,
@@ -102,7 +88,7 @@ OPTIONS = (
     Option(
         group=Group.HOOKS, names=("--hook-timeout",), dest="hook_timeout", metavar="SECONDS",
         parse=parse_positive_seconds, field="hook_timeout",
-        help="time limit of --node-prolog, --node-epilog and --after, each (default 600)",
+        help="time limit of --after (default 600)",
     ),
     Option(
         group=Group.HOOKS, names=("--notify",), dest="notify", metavar="COMMAND|URL",

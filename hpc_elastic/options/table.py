@@ -26,7 +26,7 @@ class Group(str, Enum):
     JOB = "Slurm job, with the names of sbatch"
     RUN = "where to run, and what to do"
     CONTAINER = "containers"
-    HOOKS = "environment, hooks and notifications"
+    HOOKS = "environment and notifications"
     RECOVERY = "failures, preemption and lost nodes"
     HANGS = "hangs and node health"
     OUTPUT = "logs and metrics"
@@ -299,8 +299,6 @@ MEANT: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("memory", "mem-per-node"), ("mem", _EACH)),
     **dict.fromkeys(("workdir", "work-dir", "working-dir", "working-directory", "cwd"), ("chdir", "")),
     **dict.fromkeys(("env", "environment"), ("export", "")),
-    "prolog": ("node-prolog", _EACH),
-    "epilog": ("node-epilog", _EACH),
     # ours
     **dict.fromkeys(("logs", "logdir", "log-path", "output-dir", "run-dir"), ("runs-dir", "")),
     **dict.fromkeys(("restarts", "retries", "max-retries"), ("max-restarts", "")),

@@ -339,6 +339,8 @@ REFUSED: Mapping[str, str] = {
 }
 REMOVED: Mapping[str, str] = {
     "--het": NO_HET_JOBS,
+    "--node-prolog": "--setup runs shell on each node before the workers start",
+    "--node-epilog": "--srun-arg=--task-epilog=PROGRAM runs on each node after its agent, --after after the run",
 }
 """Options of earlier versions → what to use in their place."""
 

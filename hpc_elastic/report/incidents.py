@@ -135,7 +135,7 @@ def read_loss(line: EventLine, event: OutputLost) -> OutputLoss:
 
 
 class CommandFailure(Struct, frozen=True, kw_only=True):
-    """A command of the user's own failed: ``--setup``, a hook, a notification."""
+    """A command of the user's own failed: ``--setup``, ``--after``, a notification."""
 
     command: str
     host: str

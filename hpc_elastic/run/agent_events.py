@@ -23,10 +23,10 @@ class StartRefused(AgentEvent, frozen=True, kw_only=True):
 
 
 class UserCommandEnded(AgentEvent, frozen=True, kw_only=True):
-    """A command of the user's own has ended: `--setup`, a hook or `--notify`; of the supervisor too."""
+    """A command of the user's own has ended: `--setup`, `--after` or `--notify`; of the supervisor too."""
 
     command: str
-    """``setup``, ``node-prolog``, ``node-epilog``, ``after`` or ``notify``"""
+    """``setup``, ``after`` or ``notify``"""
     about: str = ""
     """of what `--notify` was given notice"""
     reason: str = ""

@@ -16,7 +16,7 @@
         events/<role>-<node>-<uid>.jsonl one writer per file
         health/node-00012-<uid>          what an agent writes to see whether it can (agent/health.py)
         heartbeats/node-00012.json       where each node's workers were last (agent/hang.py)
-        hooks/node-epilog-00012.log      what the user's own commands printed, and which were run (run/hooks.py)
+        setup/node-00012.log             the end of what --setup printed
         suspicions/now.json  node-00012.json  the run seems to hang (run/suspicions.py)
         round-000/times-node-00003       when what was printed (output/log_times.py)
         round-000/rank-00012/            stdout.log stderr.log error.json stacks.txt,
@@ -35,8 +35,6 @@ import re
 from pathlib import Path
 
 from msgspec import Struct
-
-from hpc_elastic.run.hooks import HookFiles
 
 _ATTEMPT = re.compile(r"attempt-(\d{3,})\Z")
 _ROUND = re.compile(r"round-(\d{3,})\Z")
@@ -118,9 +116,8 @@ class AttemptPaths(Struct, frozen=True):
     def suspicions(self) -> Path:
         return self.root / "suspicions"
 
-    def hooks(self, node: int) -> HookFiles:
-        """Of one node."""
-        return HookFiles(self.root / "hooks", node)
+    def setup_log(self, node: int) -> Path:
+        return self.root / "setup" / f"node-{node:05d}.log"
 
     def health_probe(self, node: int, uid: str) -> Path:
         return self.root / "health" / f"node-{node:05d}-{uid}"

@@ -173,13 +173,10 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     setup_timeout: float = 300.0
     worker_prefix: tuple[str, ...] = ()
     """Stands before each worker's command."""
-    node_prolog: str = ""
-    """Shell, as the two that follow: before the first workers of a node in an attempt, after the last ones, and after
-    the run."""
-    node_epilog: str = ""
     after: str = ""
+    """Shell, after the run."""
     hook_timeout: float = 600.0
-    """Of each of the three."""
+    """Of `after`."""
     notify: str = ""
     """A URL, or shell; empty: nothing is notified."""
     sbatch_args: tuple[str, ...] = ()
@@ -209,19 +206,8 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     def around(self) -> str:
         """The user's own commands around the workers, for a reader; of a URL the host alone. Empty: none."""
         host = "/".join(self.notify.split("/")[:3]) if "://" in self.notify else self.notify
-        commands = {
-            "--setup": self.setup,
-            "--node-prolog": self.node_prolog,
-            "--node-epilog": self.node_epilog,
-            "--after": self.after,
-            "--notify": host,
-        }
+        commands = {"--setup": self.setup, "--after": self.after, "--notify": host}
         return "; ".join(f"{name} {shlex.quote(text)}" for name, text in commands.items() if text)
-
-    @property
-    def epilog_seconds(self) -> float:
-        """How long an agent may take after its workers have ended."""
-        return self.hook_timeout if self.node_epilog else 0.0
 
     @property
     def host_python(self) -> str:

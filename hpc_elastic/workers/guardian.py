@@ -74,17 +74,7 @@ class Guardian:
         return _wait_for_child(self.pid, timeout)
 
 
-class LastCommand(Struct, frozen=True, kw_only=True):
-    """What the guardian of a dead agent becomes when its work is done."""
-
-    argv: Sequence[str]
-    unless_lives: int
-    """The pid of a process that sees to it otherwise, as long as it is there."""
-
-
-def start_guardian(
-    tag: Tag, *, remove: str | None = None, stopped_limit: float | None = None, last: LastCommand | None = None
-) -> Guardian:
+def start_guardian(tag: Tag, *, remove: str | None = None, stopped_limit: float | None = None) -> Guardian:
     """Fork the guardian. Call it before the agent starts a thread or opens files: it is a copy of the agent as it is.
 
     Args:
@@ -92,7 +82,6 @@ def start_guardian(
         remove: A node-local folder of the agent's, removed with all that is in it at the same time.
         stopped_limit: When this process has been stopped (SIGSTOP) for so many seconds, its workers are ended: the
             other nodes have gone on without them by then. None: never.
-        last: Executed, with this process' environment, when all that is done.
 
     Raises:
         RuntimeError: this process has several threads already.
@@ -111,7 +100,7 @@ def start_guardian(
     try:
         pid = os.fork()
         if pid == 0:
-            _be_guardian(agent, read_end, tag, remove, stopped_limit, last)
+            _be_guardian(agent, read_end, tag, remove, stopped_limit)
     except OSError:
         os.close(write_end)
         raise
@@ -121,9 +110,7 @@ def start_guardian(
     return Guardian(pid=pid, control_fd=write_end)
 
 
-def _be_guardian(
-    agent: int, read_end: int, tag: Tag, remove: str | None, stopped_limit: float | None, last: LastCommand | None
-) -> NoReturn:
+def _be_guardian(agent: int, read_end: int, tag: Tag, remove: str | None, stopped_limit: float | None) -> NoReturn:
     try:
         gc.disable()
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
@@ -147,9 +134,6 @@ def _be_guardian(
                 import shutil  # only here: it costs as much as all the rest
 
                 shutil.rmtree(remove, ignore_errors=True)
-            other = None if last is None else tree.look_at(last.unless_lives)
-            if last is not None and (other is None or other.is_dead):
-                os.execv(last.argv[0], list(last.argv))
     finally:
         os._exit(0)
 

@@ -1,4 +1,4 @@
-"""What the user runs around the workers: setup, prefix, hooks, notifications. By the local launcher, with kills."""
+"""What the user runs around the workers: setup, prefix, --after, notifications. By the local launcher, with kills."""
 
 from __future__ import annotations
 
@@ -169,78 +169,6 @@ def test_a_script_behind_a_prefix_hears_the_end_of_its_round(tmp_path: Path) -> 
         run.kill_worker(0, round_index=0)
         assert run.finish() == ExitCode.OK
         assert [moment["rank"] for moment in run.moments("term")] == [1]
-
-
-# -- hooks -----------------------------------------------------------------------------------------------------------
-
-
-def marks(folder: Path) -> list[str]:
-    return [
-        *("--node-prolog", f"echo prolog-$HPC_ELASTIC_NODE-$HPC_ELASTIC_ATTEMPT >> {folder}/marks"),
-        *("--node-epilog", f"echo epilog-$HPC_ELASTIC_NODE-$HPC_ELASTIC_ATTEMPT >> {folder}/marks"),
-    ]
-
-
-_ONCE = ["epilog-0-0", "epilog-1-0", "prolog-0-0", "prolog-1-0"]
-
-
-def test_prolog_and_epilog_run_once_on_each_node_whatever_is_killed(tmp_path: Path) -> None:
-    with LocalRun(tmp_path, _TRAINS, options=marks(tmp_path)) as run:
-        run.wait_moments("here", count=2, round_index=0)
-        assert sorted(lines(tmp_path / "marks")) == ["prolog-0-0", "prolog-1-0"]
-        run.kill_worker(0, round_index=0)
-        run.wait_moments("here", count=2, round_index=1)
-        os.kill(run.agent(1).pid, signal.SIGKILL)
-        run.wait_moments("here", count=2, round_index=2)
-        run.say("end")
-        assert run.finish() == ExitCode.OK
-        assert sorted(lines(tmp_path / "marks")) == _ONCE
-        assert lines(tmp_path / "marks")[-2].startswith("epilog")
-
-
-def test_the_epilog_of_a_node_whose_agent_is_not_started_again_is_run_by_another(tmp_path: Path) -> None:
-    """The agent is killed in its end, where nothing starts it again."""
-    dies = f"echo epilog-$HPC_ELASTIC_NODE >> {tmp_path}/marks"
-    options = ["--node-epilog", dies, "--max-restarts", "0", "--no-requeue"]
-    with LocalRun(tmp_path, _TRAINS, options=options) as run:
-        run.wait_moments("here", count=2, round_index=0)
-        os.kill(run.agent(0).pid, signal.SIGSTOP)
-        run.signal(signal.SIGINT)
-        run.until(lambda: "epilog-1" in lines(tmp_path / "marks"), "an epilog")
-        os.kill(run.agent(0).pid, signal.SIGKILL)
-        assert run.finish() == 128 + signal.SIGINT
-        assert sorted(lines(tmp_path / "marks")) == ["epilog-0", "epilog-1"]
-        assert "--node-epilog is run by a new agent on node0" in run.log()
-
-
-def test_the_guardian_runs_the_epilog_where_agent_and_supervisor_are_killed(tmp_path: Path) -> None:
-    with LocalRun(tmp_path, _TRAINS, nodes=1, options=marks(tmp_path)) as run:
-        run.wait_moments("here", count=1, round_index=0)
-        agent = run.agent(0).pid
-        os.kill(agent, signal.SIGSTOP)  # it would see its launcher's end
-        run.signal(signal.SIGKILL)
-        os.kill(agent, signal.SIGKILL)
-        run.until(lambda: "epilog-0-0" in lines(tmp_path / "marks"), "an epilog", after_its_end=True)
-        run.check_nothing_left(within=10.0)
-
-
-def test_hooks_that_fail_are_failures_of_their_own(tmp_path: Path) -> None:
-    """A node whose prolog fails is not used; an epilog that fails changes nothing of the run's end."""
-    options = [
-        *("--node-prolog", 'echo "scratch of node$HPC_ELASTIC_NODE"; [ "$HPC_ELASTIC_NODE" != 1 ] || exit 5'),
-        *("--node-epilog", "echo nothing to remove >&2; exit 9"),
-    ]
-    with LocalRun(tmp_path, _TRAINS, min_nodes=1, options=options) as run:
-        run.say("end")
-        assert run.finish() == ExitCode.OK
-        assert [event["reason"] for event in hooked(run, "node-prolog") if event["node"] == 1] == [
-            "exit code 5: scratch of node1"
-        ]
-        text = run.attempt().report_text.read_text()
-        assert "SUCCEEDED" in text
-        assert "  node-epilog  : failed on node0, node1: exit code 9: nothing to remove" in text
-        assert "  node-prolog  : failed on node1: exit code 5: scratch of node1" in text
-        assert {event["code"] for event in hooked(run, "node-epilog")} == {9}
 
 
 # -- after the run, and notices --------------------------------------------------------------------------------------

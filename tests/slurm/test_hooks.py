@@ -1,9 +1,8 @@
-"""Setup, hooks and notices in a real Slurm job: also where an agent is killed."""
+"""Setup, `--after` and notices in a real Slurm job: also where an agent is killed."""
 
 from __future__ import annotations
 
 import json
-import signal
 
 import pytest
 
@@ -19,14 +18,12 @@ while not pathlib.Path("end").exists():
 
 
 @pytest.mark.any_release
-def test_setup_and_hooks_on_each_node_while_an_agent_is_killed(cluster: SlurmCluster, runs: SlurmRuns) -> None:
-    for name in ("marks", "after", "notices"):
+def test_setup_after_and_notices_while_an_agent_is_killed(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    for name in ("after", "notices"):
         (runs.folder / name).touch(mode=0o666)
         (runs.folder / name).chmod(0o666)
     options = [
         *("--setup", "export BY_SETUP=set-up"),
-        *("--node-prolog", "echo prolog-$SLURMD_NODENAME >> marks"),
-        *("--node-epilog", "echo epilog-$SLURMD_NODENAME >> marks"),
         *("--after", 'echo "$HPC_ELASTIC_OUTCOME $HPC_ELASTIC_EXIT_CODE" >> after'),
         *("--notify", "cat >> notices"),
     ]
@@ -37,7 +34,6 @@ def test_setup_and_hooks_on_each_node_while_an_agent_is_killed(cluster: SlurmClu
     run.say_end()
     run.wait_log(lambda log: "; exit code 0" in log)
     assert run.wait_end() == "COMPLETED"
-    assert sorted((runs.folder / "marks").read_text().split()) == ["epilog-n1", "epilog-n2", "prolog-n1", "prolog-n2"]
     assert (runs.folder / "after").read_text().split() == ["succeeded", "0"]
     notices = [json.loads(line) for line in (runs.folder / "notices").read_text().splitlines()]
     assert [(one["event"], one["job_id"]) for one in notices] == [("failure", run.job), ("end", run.job)]
@@ -50,19 +46,3 @@ def test_a_setup_that_fails_is_the_jobs_failure_and_no_nodes(cluster: SlurmClust
     log = run.wait_log(lambda log: "; exit code 93" in log)
     assert "--setup failed: exit code 3: no licence" in log
     assert "each of the 2 agents refused to start the workers; no node is to blame" in log
-
-
-def test_of_agent_and_batch_script_that_both_are_killed(cluster: SlurmCluster, runs: SlurmRuns) -> None:
-    """Slurm ends the job, and the step of the killed agent with its guardian: nothing is left for that node's epilog.
-    The agent that lives runs its own."""
-    (runs.folder / "marks").touch(mode=0o666)
-    (runs.folder / "marks").chmod(0o666)
-    hooks = ("--node-epilog", "echo epilog-$SLURMD_NODENAME >> marks")
-    run = runs.submit("--nodes", "2", *ALL_COME, *SHORT, *hooks, runs.script(TRAINS))
-    run.wait_log(lambda log: log.count("in round 0") == 2)
-    assert cluster.kill_process("n1", r"\A\S*python\S* .*hpc_elastic.* batch ", signal.SIGSTOP)  # it starts no other
-    run.kill_agent("n2")
-    assert cluster.run(["scancel", "--batch", "--signal=KILL", run.job]).returncode == 0
-    assert run.wait_end() in ("FAILED", "CANCELLED")
-    assert (runs.folder / "marks").read_text().split() == ["epilog-n1"]
-    assert run.left_on_nodes() == []

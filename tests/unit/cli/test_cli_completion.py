@@ -44,7 +44,7 @@ def completed(script: Path, *words: str) -> list[str]:
     return sorted(line for line in done.stdout.splitlines() if line)
 
 
-_NO = ["--no-python", "--no-requeue", "--node-epilog", "--node-prolog", "--nodelist", "--nodes", "--notify"]
+_NO = ["--no-python", "--no-requeue", "--nodelist", "--nodes", "--notify"]
 
 
 @pytest.mark.parametrize(

@@ -51,8 +51,6 @@ VALUES = {
     "log_max_size": "5G",
     "master_addr": "10.0.0.9",
     "metrics": "jsonl:/tmp/figures",
-    "node_epilog": "rm -r /tmp/mine",
-    "node_prolog": "cp data /tmp/mine",
     "notify": "https://chat.example.org/hook",
     "nproc_per_node": "7",
     "preemption_signal": "USR1",

@@ -294,8 +294,8 @@ def everything(root: Path) -> RunBuilder:
     streams = [{"round": 0, "rank": 1, "stream": "stdout", "not_in_file": 4, "not_in_job_log": 4}]
     lost = {"reason": "the disk is full", "not_in_files": 4, "not_in_job_log": 4, "streams": streams}
     builder.event(0, "agent", 1, 62, "output_lost", **lost)
-    ended = {"reason": "exit code 3", "code": 3, "seconds": 0.5, "output": ["no room"], "log": "/r/hooks/x.log"}
-    builder.event(0, "agent", 1, 62, "user_command_ended", command="node-epilog", **ended)
+    ended = {"reason": "exit code 3", "code": 3, "seconds": 0.5, "output": ["no room"], "log": "/r/setup/x.log"}
+    builder.event(0, "agent", 1, 62, "user_command_ended", command="setup", **ended)
     builder.event(0, "supervisor", 3, 62, "user_command_ended", command="notify", about="end", **ended)
     refused = {"error": "Permission denied", "path": "/r", "since_ns": 1, "seconds": 25.0, "over": True}
     builder.event(0, "agent", 1, 62, "filesystem_refused", **refused)
