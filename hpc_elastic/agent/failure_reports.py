@@ -122,13 +122,14 @@ class FailureReports:
         own = [failure for failure in failures if not failure.is_stopped or failure.is_own_cause]
         summary: NodeFailure | None = None
         if own:
-            step, mark = context.watch.furthest_step, context.watch.mark
+            mark = context.watch.mark
             count = workers.layout.local_world_size
             summary = sum_up(
                 own,
                 node=context.info.node,
                 seconds=seconds,
-                step=step,
+                step=context.watch.furthest_step,
+                counted_steps=context.watch.counted_steps,
                 hang=mark,
                 workers=count,
                 leader=self._clock_offsets.ahead_of_leader,

@@ -366,6 +366,12 @@ class HangWatch:
         return max(steps, default=-1)
 
     @property
+    def counted_steps(self) -> int:
+        """The same of the steps that were counted, where the script reports none: from 1 in each round."""
+        beats = self._beats.beats if self._beats is not None else []
+        return max((beat.counted_steps for beat in beats if beat.counted_steps is not None), default=-1)
+
+    @property
     def mark(self) -> HangMark | None:
         """The mark of the hung worker here that is furthest behind; None: none hangs."""
         if self._beats is None or not self.hung:
@@ -484,6 +490,7 @@ def describe_beat(beat: RankBeat, now: float) -> RankHeartbeat:
         rank=beat.rank,
         local_rank=beat.local_rank,
         step=beat.step,
+        counted_steps=beat.counted_steps,
         section=beat.section,
         age=round(beat.age(now), 3),
         count=beat.count,

@@ -205,6 +205,8 @@ class RankBeat(Struct, frozen=True, kw_only=True):
     at: float
     """On the agent's monotonic clock; the worker's start where there was none yet."""
     step: int | None = None
+    counted_steps: int | None = None
+    """Steps of its optimizer in this round, where the script reports none itself; `step` is None then."""
     count: int = 0
     """0: it has sent none."""
     intervals: int = 0
@@ -251,7 +253,8 @@ class StepPace:
 
     def add(self, beats: Iterable[RankBeat], now: float) -> None:
         """Take what a look has found: of the furthest worker."""
-        steps = [beat.step for beat in beats if beat.step is not None]
+        done = [beat.counted_steps if beat.step is None else beat.step for beat in beats]
+        steps = [step for step in done if step is not None]
         if not steps:
             return
         if len(self._samples) > 1 and now - self._samples[-1][0] < _PACE_LEAST_SECONDS:
@@ -338,7 +341,8 @@ class RoundBeats:
             local_rank=before.local_rank,
             section=record.section,
             at=at,
-            step=record.step,
+            step=None if record.is_counted else record.step,
+            counted_steps=record.step if record.is_counted else None,
             count=record.count,
             intervals=record.intervals,
             longest=record.longest_ns / 1e9,
@@ -348,7 +352,7 @@ class RoundBeats:
             saved_step=record.saved_step,
             total=read_total(raw),
             loss=read_loss(raw),
-            first_step=record.first_step,
+            first_step=None if record.is_counted else record.first_step,
             first_at=min(now, record.first_ns / 1e9),
             stepped_at=min(now, record.stepped_ns / 1e9),
             checkpoint_seconds=record.checkpoint_ns / 1e9,

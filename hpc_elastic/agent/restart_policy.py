@@ -49,7 +49,7 @@ class RestartPolicy(Struct, frozen=True, kw_only=True):
             return RestartDecision(go_on=True, counts=False, reason="", memory=memory)
         cause = first_failure(failures)
         refilled = self._why_refilled(memory, failures) if record.restarts_used else ""
-        memory = self._remember(memory, failures, cause)
+        memory, limit = self._remember(memory, failures, cause)
         apart = _apart(record, failures)
         known = cause.failure_class != FailureClass.SYMPTOM.value
         after = cause.message if known else f"cause not known, first seen: {cause.message}"
@@ -58,9 +58,10 @@ class RestartPolicy(Struct, frozen=True, kw_only=True):
             return _give_up(f"not retryable: {final.message}", memory)
         is_bug = self.max_same_failures and memory.times >= self.max_same_failures
         if is_bug and not apart and not _is_of_one_node(record, failures, cause):
+            rule = "" if limit is None else f", each within {limit:g} s of the start (--restart-window)"
             return _give_up(
                 f"this looks like a bug in the script: the same failure {memory.times} times in a row "
-                f"with no progress between ({cause.message})",
+                f"with no progress between{rule} ({cause.message})",
                 memory,
             )
         used = 0 if refilled else record.restarts_used
@@ -87,20 +88,27 @@ class RestartPolicy(Struct, frozen=True, kw_only=True):
             return f"{seconds:.0f} good seconds"
         return ""
 
-    def _remember(self, before: FailureMemory, failures: Sequence[NodeFailure], cause: NodeFailure) -> FailureMemory:
-        step = max((f.step for f in failures), default=-1)
-        progress = made_progress(
+    def _remember(
+        self, before: FailureMemory, failures: Sequence[NodeFailure], cause: NodeFailure
+    ) -> tuple[FailureMemory, float | None]:
+        """What the next failure is compared with; and the seconds that decided about progress, where steps did not."""
+        step, counted = max(f.step for f in failures), max(f.counted_steps for f in failures)
+        progress, limit = made_progress(
             step=step,
             before=before.step,
+            counted=counted,
+            counted_before=before.counted_steps,
             seconds=max(f.seconds for f in failures),
             window=self.restart_window,
         )
         same = may_be_a_bug(cause.fingerprint) and cause.fingerprint == before.fingerprint and not progress
-        return FailureMemory(
+        memory = FailureMemory(
             fingerprint=cause.fingerprint,
             times=before.times + 1 if same else (1 if cause.fingerprint else 0),
             step=max(step, before.step),
+            counted_steps=counted,
         )
+        return memory, limit
 
 
 def _apart(record: RoundRecord, failures: Sequence[NodeFailure]) -> tuple[int, ...]:
@@ -147,7 +155,9 @@ def _give_up(reason: str, memory: FailureMemory) -> RestartDecision:
     return RestartDecision(go_on=False, counts=False, reason=reason, memory=memory, retryable=False)
 
 
-def made_progress(*, step: int, before: int, seconds: float, window: float | None) -> bool:
+def made_progress(
+    *, step: int, before: int, seconds: float, window: float | None, counted: int = -1, counted_before: int = -1
+) -> tuple[bool, float | None]:
     """Whether a failure came after progress since the last one: then it is not "the same again".
 
     Args:
@@ -155,10 +165,19 @@ def made_progress(*, step: int, before: int, seconds: float, window: float | Non
         before: The same at the last failure.
         seconds: How long the workers ran.
         window: `--restart-window`, where it was given.
+        counted: Steps that were counted in the round, where none was reported; -1: not known.
+        counted_before: The same of the last failure's round. More steps than in that round are progress; of fewer it
+            is not known where they began, and the seconds decide.
+
+    Returns:
+        Whether there was progress; and the seconds that decided it, None where steps did.
     """
     if step >= 0 and before >= 0:
-        return step > before
-    return seconds >= (PROGRESS_SECONDS if window is None else window)
+        return step > before, None
+    if counted >= counted_before >= 0:
+        return counted > counted_before, None
+    limit = PROGRESS_SECONDS if window is None else window
+    return seconds >= limit, limit
 
 
 _FROM_OUTSIDE = {"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT"}
@@ -170,6 +189,7 @@ def sum_up(
     node: int,
     seconds: float,
     step: int = -1,
+    counted_steps: int = -1,
     hang: HangMark | None = None,
     workers: int = 0,
     leader: tuple[int, int] | None = None,
@@ -181,6 +201,7 @@ def sum_up(
         node: Its index.
         seconds: How long they had run.
         step: The furthest that was reported.
+        counted_steps: How many were counted in the round, where none was reported.
         hang: Of the one that hangs.
         workers: How many ran there.
         leader: The coordinator's node, and by how many nanoseconds this host's clock is ahead of its; None: not known.
@@ -203,6 +224,7 @@ def sum_up(
         retryable=all(f.retryable for f in failures),
         message=f"rank {first.global_rank}: {first.headline}",
         step=max([step, *(f.last_step for f in failures if f.last_step is not None)]),
+        counted_steps=counted_steps,
         seconds=seconds,
         hang=hang if is_hang else None,
         alike=whole.alike if whole.fingerprint == first.fingerprint else 0,
@@ -225,6 +247,7 @@ def early_failure(reason: str, *, node: int, workers: LocalWorkers, watch: HangW
         retryable=not workers.want_no_other_try,
         message=reason,
         step=watch.furthest_step,
+        counted_steps=watch.counted_steps,
         seconds=workers.seconds,
         hang=hang,
     )

@@ -366,6 +366,8 @@ def _time(status: RunStatus, now_ns: int | None) -> str:
 
 def _steps(steps: StepStatus, *, has_ended: bool) -> str:
     text = f"{steps.least}" if steps.least == steps.most else f"{steps.least} to {steps.most}"
+    if steps.source == "optimizer":
+        text += " of this round, by the optimizer"
     if steps.total is not None:
         text += f" of {steps.total}"
     if steps.behind:

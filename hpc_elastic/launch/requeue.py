@@ -174,12 +174,13 @@ class RequeueDecision(Struct, frozen=True, kw_only=True):
 def idle_attempts(before: StoredResult | None, spec: RunSpec, result: AttemptResult) -> int:
     """How many attempts in a row, this one included, ended by a failure without progress."""
     is_first_step = result.step >= 0 and (before is None or before.step < 0)
-    if result.outcome in _MADE_ROOM or is_first_step or _made_progress(before, spec, result):
+    if result.outcome in _MADE_ROOM or is_first_step or _made_progress(before, spec, result)[0]:
         return 0
     return 1 + (before.idle if before is not None else 0)
 
 
-def _made_progress(before: StoredResult | None, spec: RunSpec, result: AttemptResult) -> bool:
+def _made_progress(before: StoredResult | None, spec: RunSpec, result: AttemptResult) -> tuple[bool, float | None]:
+    """As `made_progress`."""
     step = before.step if before is not None else -1
     return made_progress(step=result.step, before=step, seconds=result.seconds, window=spec.restart_window)
 
@@ -209,8 +210,11 @@ def decide_requeue(
     if not result.retryable:
         return _end(f"another attempt would end the same way: {why}", code)
     is_same = before is not None and may_be_a_bug(result.fingerprint) and before.fingerprint == result.fingerprint
-    if is_same and not _made_progress(before, spec, result):
-        return _end("the attempt before ended by the same failure, with no progress since: a bug in the script?", code)
+    is_progress, limit = _made_progress(before, spec, result)
+    if is_same and spec.max_same_failures and not is_progress:
+        rule = "" if limit is None else f" (it ended within {limit:g} s: --restart-window)"
+        reason = f"the attempt before ended by the same failure, with no progress since{rule}: a bug in the script?"
+        return _end(reason, code)
     if attempt.number >= spec.max_requeues:
         return _end(f"{attempt.number} of {spec.max_requeues} requeues used", code)
     if not attempt.requeue_armed:

@@ -45,6 +45,8 @@ class StepStatus(Struct, frozen=True, kw_only=True):
     """Since the newest checkpoint of this round was complete; None: there is none."""
     checkpoint_step: int | None = None
     """The furthest step that one of them holds."""
+    source: str = "heartbeats"
+    """``heartbeats``: the script reports its steps; ``optimizer``: those of this round are counted, from 1."""
 
 
 class OutputStatus(Struct, frozen=True, kw_only=True):
@@ -71,6 +73,7 @@ def read_steps(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> St
         now_ns: This host's wall clock.
     """
     steps: dict[int, int] = {}
+    counted: dict[int, int] = {}
     paces: list[float] = []
     totals: list[int] = []
     losses: list[float] = []
@@ -82,6 +85,7 @@ def read_steps(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> St
             continue
         age = max(0.0, (now_ns - found.written_ns) / 1e9)
         steps |= {beat.rank: beat.step for beat in found.ranks if beat.step is not None}
+        counted |= {beat.rank: beat.counted_steps for beat in found.ranks if beat.counted_steps is not None}
         saved += [(age + beat.saved_age, beat) for beat in found.ranks if beat.saved_age is not None]
         ages = [age + beat.age for beat in found.ranks if beat.count]
         heard = min([*ages, *([heard] if heard is not None else [])], default=None)
@@ -89,6 +93,8 @@ def read_steps(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> St
         totals += [found.total] if found.total is not None else []
         losses += [found.loss] if found.loss is not None else []
         newest = max(newest, found.written_ns)
+    source = "heartbeats" if steps else "optimizer"
+    steps = steps or counted
     if not steps:
         return None
     least, most = min(steps.values()), max(steps.values())
@@ -98,6 +104,7 @@ def read_steps(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> St
         most=most,
         behind=tuple(sorted(rank for rank, step in steps.items() if step == least)) if least < most else (),
         ranks=len(steps),
+        source=source,
         told_seconds=round(max(0.0, (now_ns - newest) / 1e9), 1),
         heartbeat_seconds=None if heard is None else round(heard, 1),
         steps_per_second=pace,

@@ -114,6 +114,8 @@ class FailureMemory(Struct, frozen=True, kw_only=True, array_like=True):
     """How often in a row, with no progress between."""
     step: int = -1
     """The furthest step that any worker had reported then."""
+    counted_steps: int = -1
+    """How many steps the workers had done in that round, where they report none themselves; -1: not known."""
 
 
 class HangMark(Struct, frozen=True, array_like=True):
@@ -280,6 +282,8 @@ class NodeFailure(Struct, frozen=True, kw_only=True, rename={"fingerprint": "fp"
     message: str
     step: int = -1
     """The furthest step that a worker of this node had reported, -1 for none."""
+    counted_steps: int = -1
+    """How many steps of the optimizer a worker here had done in the round, where they report none; -1: not known."""
     seconds: float = 0.0
     """How long this node's workers had run."""
     hang: HangMark | None = None

@@ -338,6 +338,7 @@ def rank_statuses(beats: Iterable[RankHeartbeat], *, node: int, when: int) -> li
             rank=beat.rank,
             node=node,
             step=beat.step,
+            counted_steps=beat.counted_steps,
             section=beat.section[:64],
             age=beat.age if 0 <= beat.age < 1e9 else 0.0,
             told_ns=when,

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from msgspec import Struct, field
 
 from hpc_elastic.base.outcome import REFUSED_CODE
+from hpc_elastic.base.text import plural
 from hpc_elastic.failures.peers import Sockets
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, SUPERVISOR, Clocks
@@ -117,6 +118,15 @@ class RankStatus(Struct, frozen=True, kw_only=True):
     """Seconds since, when it was reported."""
     told_ns: int
     """When that was, by the node's clock."""
+    counted_steps: int | None = None
+    """Steps of its optimizer in this round, where the script reports none."""
+
+    @property
+    def at(self) -> str:
+        """``step 12``, or ``12 steps of this round`` where they were counted."""
+        if self.step is not None:
+            return f"step {self.step}"
+        return "no step" if self.counted_steps is None else f"{plural(self.counted_steps, 'step')} of this round"
 
 
 class StackGroup(Struct, frozen=True, kw_only=True):

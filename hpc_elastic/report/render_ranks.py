@@ -133,9 +133,10 @@ def _well(part: RoundHistory, rank: int) -> list[str]:
     )
     lines = [f"Rank {rank}{where}: {what}"]
     if status is not None:
-        step = f"step {status.step}" if status.step is not None else "no step"
         section = f" in {clean_line(status.section)}" if status.section else ""
-        lines.append(text_field("last sign", f"{step}{section}, {status.age:.1f} s old at {time_text(status.told_ns)}"))
+        lines.append(
+            text_field("last sign", f"{status.at}{section}, {status.age:.1f} s old at {time_text(status.told_ns)}")
+        )
     group = next((group for group in part.stacks if rank in group.ranks and group.stack), None)
     if group is not None:
         lines += [text_field("stack", "of its main thread:"), *(f"    {clean_line(line)}" for line in group.stack)]

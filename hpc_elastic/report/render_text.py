@@ -263,10 +263,11 @@ def _heartbeats(part: RoundHistory, *, cap: int | None) -> list[str]:
     """Each rank's last one, those at the same step and in the same section together; the furthest behind first."""
     groups: dict[tuple[int, str], list[RankStatus]] = {}
     for status in part.rank_statuses:
-        groups.setdefault((-1 if status.step is None else status.step, status.section), []).append(status)
+        step = status.counted_steps if status.step is None else status.step
+        groups.setdefault((-1 if step is None else step, status.section), []).append(status)
     lines = []
-    for (step, section), statuses in sorted(groups.items(), key=lambda item: (item[0][0], len(item[1]), item[0][1])):
-        at = f"at step {step}" if step >= 0 else "no step"
+    for (_, section), statuses in sorted(groups.items(), key=lambda item: (item[0][0], len(item[1]), item[0][1])):
+        at = f"at {statuses[0].at}" if statuses[0].step is not None else statuses[0].at
         ages = [status.age for status in statuses]
         silent = "-".join(dict.fromkeys((f"{min(ages):.1f}", f"{max(ages):.1f}")))
         whose = ranks_text([status.rank for status in statuses], limit=40)

@@ -12,6 +12,8 @@ class RankHeartbeat(Struct, frozen=True, kw_only=True):
     """Global rank."""
     local_rank: int = -1
     step: int | None = None
+    counted_steps: int | None = None
+    """Steps of its optimizer in this round, where the script reports none: from 1 in each process."""
     section: str = ""
     age: float = 0.0
     """Seconds since the heartbeat, when this was written."""

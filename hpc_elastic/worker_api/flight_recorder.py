@@ -1,8 +1,6 @@
 """Makes a worker dump torch's flight recorder when its agent asks for it, and as it dies of an exception.
 
-NCCL's process group does so by itself; gloo's does not. torch calls `start` at the end of ``import torch``: it stands
-in the package's entry points ``torch.backends`` (torch 2.5 and newer; TORCH_DEVICE_BACKEND_AUTOLOAD=0 turns that off).
-Outside of a worker of a run nothing happens. The script needs to know nothing of it, and no failure in here reaches it.
+NCCL's process group does so by itself; gloo's does not.
 """
 
 from __future__ import annotations
@@ -25,19 +23,16 @@ _OLD_NAMES = {
 
 
 def start() -> None:
-    """Called by torch. Never raises."""
+    """Wait, in a thread, for the agent to ask for dumps; outside of a run do nothing."""
     prefix = os.environ.get(VARIABLE)
     if not prefix:
         return
-    try:
-        _name_as_before()
-        own = f"{prefix}.{os.getpid()}"
-        os.mkfifo(own + ASK, 0o600)
-        fd = os.open(own + ASK, os.O_RDWR | os.O_CLOEXEC)  # with a writer of its own it never reads an end
-        threading.Thread(target=_listen, args=(fd, own), name="hpc-elastic-flight-recorder", daemon=True).start()
-        atexit.register(_at_exit, own, os.getpid())
-    except Exception:
-        pass  # its folder is gone, say: the run needs no dumps
+    _name_as_before()
+    own = f"{prefix}.{os.getpid()}"
+    os.mkfifo(own + ASK, 0o600)
+    fd = os.open(own + ASK, os.O_RDWR | os.O_CLOEXEC)  # with a writer of its own it never reads an end
+    threading.Thread(target=_listen, args=(fd, own), name="hpc-elastic-flight-recorder", daemon=True).start()
+    atexit.register(_at_exit, own, os.getpid())
 
 
 def _name_as_before() -> None:

@@ -68,13 +68,14 @@ def heartbeat(
     """
     if step is not None and (type(step) is not int or not 0 <= step <= LAST_STEP):
         step = _checked_step(step)
+    if not _optimizer_steps.is_off:
+        _optimizer_steps.end()
+        _reporter.forget_steps()
     if section is None:
-        stack = getattr(_inside, "stack", None)
-        name = stack[-1] if stack else b"step"
+        name = _innermost()
     else:
-        name = _names.get(section) if type(section) is str else None
-        if name is None:
-            name = _checked_name(section)
+        known = _names.get(section) if type(section) is str else None
+        name = _checked_name(section) if known is None else known
     _reporter.beat(step, name, True)
     if total is not None:
         _reporter.set_total(total)
@@ -146,6 +147,12 @@ class section:
         _reporter.beat(None, outer, False, saved=saved)
 
 
+def _innermost() -> bytes:
+    """The section that this thread is in."""
+    stack: list[bytes] | None = getattr(_inside, "stack", None)
+    return stack[-1] if stack else b"step"
+
+
 def _checked_step(step: object) -> int:
     if isinstance(step, bool):
         raise TypeError("heartbeat: step must be a whole number, not a bool")
@@ -195,6 +202,8 @@ class _Reporter:
         """The thread that reported a step last."""
         self.asks_for_notices = False
         self._has_notice = False
+        self.is_counted = False
+        """Whether the steps are those that the optimizer did, since the script reports none."""
         self._total: int | None = None
         self.has_begun = False
         self.journal: Journal | None = None
@@ -241,9 +250,17 @@ class _Reporter:
         """The step that a checkpoint holds whose save this thread begins now; `NO_STEP`: it is not known."""
         if given is not None:
             return given
+        if self.is_counted:
+            return NO_STEP
         # A thread that saves beside the training may come to it late: what it saves is older than the last step.
         is_known = self._stepper == get_ident() or get_native_id() == os.getpid()
         return self._step if is_known else NO_STEP
+
+    def forget_steps(self) -> None:
+        """The script begins to report its progress itself: those so far were counted."""
+        self.is_counted = False
+        self._step = self._first_step = self._furthest = NO_STEP
+        self._first_ns = self._stepped_ns = 0
 
     def beat(self, step: int | None, section: bytes, is_heartbeat: bool, *, saved: int | None = None) -> None:
         if self.is_off:
@@ -302,6 +319,7 @@ class _Reporter:
             redone_ns=self._redone_ns,
             asks_for_notices=self.asks_for_notices,
             has_notice=self._has_notice,
+            is_counted=self.is_counted,
         )
 
     def _open(self) -> bool:
@@ -372,6 +390,52 @@ def _be_silent() -> None:
 
 
 _reporter = _Reporter()
+
+
+class _OptimizerSteps:
+    """Counts the steps of the optimizer that steps most often, as progress of a script that sends no heartbeats."""
+
+    def __init__(self) -> None:
+        self._furthest = 0
+        self.is_off = True
+        """Outside of a run, in a forked child, and where the script sends heartbeats itself."""
+
+    def begin(self, hooks: Any) -> None:
+        self.is_off = False
+        # torch.compile then leaves the hook out of what it traces of a step, and calls it (tried with torch 2.13).
+        hook: Any = lambda optimizer, args, kwargs: self.note(optimizer)  # noqa: E731
+        hook._torchdynamo_disable = True
+        hooks.register_optimizer_step_post_hook(hook)
+        os.register_at_fork(after_in_child=self.end)
+
+    def end(self) -> None:
+        self.is_off = True
+
+    def note(self, optimizer: Any) -> None:
+        """Count a step of any optimizer, in an attribute of it: an id may come again, and a weak dictionary is slow."""
+        if self.is_off:
+            return
+        state = optimizer.__dict__
+        # One that begins late goes on where the others are: a training may make another one for each of its phases.
+        count = state.get("_hpc_elastic_steps", max(0, self._furthest - 1)) + 1
+        state["_hpc_elastic_steps"] = count
+        if count > self._furthest:
+            self._furthest = count
+            _reporter.is_counted = True
+            _reporter.beat(count, _innermost(), True)
+
+
+_optimizer_steps = _OptimizerSteps()
+
+
+def count_optimizer_steps() -> None:
+    """Take each step of the script's optimizer for a heartbeat, until the script sends its own.
+
+    Called once, when torch has been imported; outside of a run it does nothing. The optimizer that steps most often
+    counts: one of two that take turns. The count begins with 1 in each process; a forked child counts nothing.
+    """
+    if os.environ.get(VARIABLE) and not _reporter.has_begun:
+        _optimizer_steps.begin(sys.modules["torch.optim.optimizer"])
 
 
 def is_outside() -> bool:

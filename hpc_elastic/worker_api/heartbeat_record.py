@@ -53,7 +53,7 @@ _NOTICE = struct.Struct("<Qqq")
 _NOTICE_AT = 448
 _NOTICE_END = _NOTICE_AT + _CHECKSUM.size + _NOTICE.size
 _SECTIONS_AT, _MOST_SECTIONS = 512, 15
-_ASKS, _HAS_NOTICE = 1, 2
+_ASKS, _HAS_NOTICE, _IS_COUNTED = 1, 2, 4
 
 STEP_PENDING = -2
 """A notice's step while it is being agreed on; `NO_STEP` where there is none to agree on."""
@@ -67,7 +67,7 @@ class HeartbeatRecord(Struct, frozen=True, kw_only=True):
     at_ns: int
     """CLOCK_BOOTTIME of this host, as in `hpc_elastic.base.clock`."""
     step: int | None
-    """The last step that it reported."""
+    """The last step that it reported, or how many steps of its optimizer were counted (`is_counted`)."""
     pid: int
     section: str
     intervals: int
@@ -93,6 +93,8 @@ class HeartbeatRecord(Struct, frozen=True, kw_only=True):
     """Whether it has ever asked if there is a notice."""
     has_notice: bool = False
     """Whether it has found one."""
+    is_counted: bool = False
+    """Whether the script reports no steps itself: those of its optimizer are counted, from 1 in each process."""
 
 
 class NoticeRecord(Struct, frozen=True, kw_only=True):
@@ -132,6 +134,7 @@ def write_record(
     redone_ns: int = 0,
     asks_for_notices: bool = False,
     has_notice: bool = False,
+    is_counted: bool = False,
 ) -> None:
     """Write a record, over the older copy: `count` goes up by one with each call.
 
@@ -139,7 +142,7 @@ def write_record(
         buffer: The mapped file.
         count: As in `HeartbeatRecord`; the rest too, but a step is `NO_STEP` where there is none, and `section` ASCII.
     """
-    flags = asks_for_notices * _ASKS | has_notice * _HAS_NOTICE
+    flags = asks_for_notices * _ASKS | has_notice * _HAS_NOTICE | is_counted * _IS_COUNTED
     body = _BODY.pack(
         count, at_ns, step, pid, intervals, longest_ns, checkpoints, saved_ns, saved_step,
         first_step, first_ns, stepped_ns, checkpoint_ns, redone_ns, flags, section,
@@ -182,6 +185,7 @@ def read_record(raw: bytes) -> HeartbeatRecord | None:
         redone_ns=redone_ns,
         asks_for_notices=bool(flags & _ASKS),
         has_notice=bool(flags & _HAS_NOTICE),
+        is_counted=bool(flags & _IS_COUNTED),
     )
 
 

@@ -49,7 +49,7 @@ _NAME = b"fork-server"
 _BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 """Slurm sends TERM to every process of a step. Blocked, not ignored: the dispositions stay a fresh start's."""
 _OWN = "HPC_ELASTIC_"
-_WHEN_TORCH_IS_IMPORTED = "hpc_elastic.worker_api.flight_recorder"
+_WHEN_TORCH_IS_IMPORTED = "hpc_elastic.worker_api.torch_import"
 """Its `start` is called at the end of ``import torch``, and does nothing in the server, which is no worker."""
 _NAMES_BYTES = 1 << 20
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 1.0, 30.0

@@ -17,12 +17,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 from hpc_elastic.agent.heartbeats import HeartbeatFolder, RoundBeats
+from hpc_elastic.worker_api.heartbeat import count_optimizer_steps
 from hpc_elastic.worker_api.heartbeat_record import VARIABLE
 
-MOST_MICROSECONDS = 5.0
-"""The target for one `heartbeat`."""
+MOST_MICROSECONDS, MOST_COUNTED_MICROSECONDS = 5.0, 3.0
+"""The targets for one `heartbeat`, and for the hook that counts a step of the optimizer."""
 _CALLS = 5_000
 _REPETITIONS = 15
 _WORKERS = 8
@@ -33,6 +35,8 @@ class HeartbeatFigures:
     """Microseconds of CPU time for one call: the median of the repetitions."""
 
     heartbeat: float
+    counted: float
+    """The hook after a step of the optimizer; without it the step costs this less."""
     section: float
     idle: float
     """`heartbeat` outside of a run."""
@@ -53,6 +57,7 @@ def measure() -> HeartbeatFigures:
         read = _microseconds(lambda: beats.read(time.monotonic()), calls=_CALLS // 20) / _WORKERS
     return HeartbeatFigures(
         heartbeat=spoken["heartbeat"],
+        counted=spoken["counted"],
         section=spoken["section"],
         idle=silent["heartbeat"],
         clock=spoken["clock"],
@@ -63,10 +68,13 @@ def measure() -> HeartbeatFigures:
 def lines(figures: HeartbeatFigures) -> list[str]:
     """For the report."""
     met = "met" if figures.heartbeat <= MOST_MICROSECONDS else "MISSED"
+    counted = "met" if figures.counted <= MOST_COUNTED_MICROSECONDS else "MISSED"
+    counted = f"target ≤ {MOST_COUNTED_MICROSECONDS:g}: {counted}"
     return [
         "| a worker's heartbeat | µs |",
         "| --- | --- |",
         f"| `hpc_elastic.heartbeat(step=…)` (target ≤ {MOST_MICROSECONDS:g}: {met}) | {figures.heartbeat:.2f} |",
+        f"| a counted step of the optimizer ({counted}) | {figures.counted:.2f} |",
         f"| `with hpc_elastic.section(…)`, in and out | {figures.section:.2f} |",
         f"| `heartbeat` outside of a run | {figures.idle:.2f} |",
         f"| `time.time()`, for comparison ({figures.heartbeat / figures.clock:.0f} times that) | {figures.clock:.2f} |",
@@ -94,12 +102,17 @@ def _worker() -> None:
     import hpc_elastic
 
     heartbeat, section = hpc_elastic.heartbeat, hpc_elastic.section
+    hooks = SimpleNamespace(register_optimizer_step_post_hook=lambda hook: vars(hooks).update(hook=hook))
+    sys.modules["torch.optim.optimizer"] = hooks  # type: ignore[assignment]
+    count_optimizer_steps()
+    optimizer = SimpleNamespace()
 
     def checkpoint() -> None:
         with section("checkpoint"):
             pass
 
     figures = {
+        "counted": _microseconds(lambda: hooks.hook(optimizer, (), {})) if hasattr(hooks, "hook") else 0.0,
         "heartbeat": _microseconds(lambda: heartbeat(step=7)),
         "section": _microseconds(checkpoint),
         "clock": _microseconds(time.time),

@@ -34,7 +34,7 @@ for step in range(100):
     dist.all_reduce(gradient)
     time.sleep(0.01)
 """
-ENTRY_POINT = "[torch.backends]\nhpc_elastic = hpc_elastic.worker_api.flight_recorder:start\n"
+ENTRY_POINT = "[torch.backends]\nhpc_elastic = hpc_elastic.worker_api.torch_import:start\n"
 HOWS = {
     "never": ("while True: time.sleep(1)", "never entered all_reduce #6 of group default_pg (16 B fp32)"),
     "other": (

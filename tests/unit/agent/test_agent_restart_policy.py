@@ -207,6 +207,11 @@ def test_the_same_failure_twice_with_no_progress_is_a_bug() -> None:
         (FailureMemory(fingerprint="F", times=1, step=10), {"step": 9}, 2),
         (FailureMemory(fingerprint="F", times=1, step=10), {"step": 10, "seconds": 9000.0}, 2),
         (FailureMemory(fingerprint="F", times=1, step=10), {"step": 11, "seconds": 0.1}, 1),
+        (FailureMemory(fingerprint="F", times=1, counted_steps=25), {"counted_steps": 35}, 1),
+        (FailureMemory(fingerprint="F", times=1, counted_steps=25), {"counted_steps": 25, "seconds": 9000.0}, 2),
+        (FailureMemory(fingerprint="F", times=1, counted_steps=25), {"counted_steps": 5}, 2),
+        (FailureMemory(fingerprint="F", times=1, counted_steps=25), {"counted_steps": 5, "seconds": 600.0}, 1),
+        (FailureMemory(fingerprint="F", times=1), {"counted_steps": 5}, 2),
         (FailureMemory(fingerprint="F", times=1), {"seconds": 599.0}, 2),
         (FailureMemory(fingerprint="F", times=1), {"seconds": 600.0}, 1),
         (FailureMemory(fingerprint="F", times=1), {"step": 5, "seconds": 5.0}, 2),
@@ -223,6 +228,11 @@ def test_the_same_failure_twice_with_no_progress_is_a_bug() -> None:
         "an earlier one is none",
         "steps say more than hours",
         "or seconds",
+        "more steps than in the round before are progress",
+        "as many are none, whatever the time",
+        "of fewer it is not known where they began: a short round is none",
+        "and a long one is",
+        "a first count says nothing",
         "without steps a short round is none",
         "a long one is",
         "a first step of a short round is none",
@@ -236,6 +246,15 @@ def test_the_same_failure_twice_with_no_progress_is_a_bug() -> None:
 )
 def test_what_counts_as_the_same_again(before: FailureMemory, now: dict[str, Any], times: int) -> None:
     assert decide_restart(failure(**now), memory=before).memory.times == times
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [({"step": 10}, "between (V"), ({"counted_steps": 25}, "between (V"), ({"counted_steps": 5}, "600 s of the start")],
+)
+def test_the_reason_to_give_up_names_the_rule(changes: dict[str, Any], rule: str) -> None:
+    before = FailureMemory(fingerprint="F", times=1, step=changes.get("step", -1), counted_steps=25)
+    assert rule in decide_restart(failure(**changes), memory=before).reason
 
 
 def test_the_longest_round_and_the_furthest_step_of_any_node_count() -> None:
@@ -449,7 +468,7 @@ def test_what_this_node_lacks_to_start_workers_is_no_bug_in_the_script(retryable
 def test_the_first_word_tells_whether_another_try_is_wanted(final: bool) -> None:
     """In a notice nobody waits for the second one."""
     workers: Any = SimpleNamespace(want_no_other_try=final, seconds=3.0, wants_look=False)
-    watch: Any = SimpleNamespace(mark=None, furthest_step=7)
+    watch: Any = SimpleNamespace(mark=None, furthest_step=7, counted_steps=-1)
     word = early_failure("rank 0 ended with exit code 93", node=1, workers=workers, watch=watch)
     assert (word.retryable, word.seconds, word.step) == (not final, 3.0, 7)
 

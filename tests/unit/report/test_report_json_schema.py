@@ -112,7 +112,15 @@ ROUND: dict[str, Any] = {
         }
     ],
     "heartbeats": [
-        {"rank": INT, "node": INT, "step": "int?", "section": TEXT, "age": NUMBER, "told_ns": INT},
+        {
+            "rank": INT,
+            "node": INT,
+            "step": "int?",
+            "section": TEXT,
+            "age": NUMBER,
+            "told_ns": INT,
+            "counted_steps": "int?",
+        },
     ],
     "collectives": [
         {

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc_elastic.worker_api import flight_recorder
-from hpc_elastic.worker_api.flight_recorder import VARIABLE, start
+from hpc_elastic.worker_api import flight_recorder, torch_import
+from hpc_elastic.worker_api.flight_recorder import VARIABLE
+from hpc_elastic.worker_api.torch_import import start
 
 ROOT = Path(__file__).parents[3]
 DUMP = b'{"entries":[{}]}'
@@ -47,7 +48,7 @@ def at_exit(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
 
 def test_torch_calls_it() -> None:
     section = (ROOT / "pyproject.toml").read_text().partition('[project.entry-points."torch.backends"]\n')[2]
-    assert section.startswith(f'hpc_elastic = "{flight_recorder.__name__}:start"\n')
+    assert section.startswith(f'hpc_elastic = "{torch_import.__name__}:start"\n')
 
 
 def test_a_byte_brings_a_dump(

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -50,6 +51,75 @@ def test_the_last_word_stands_in_the_file(page: Path) -> None:
     assert (second.count, second.step, second.section) == (2, 7, "checkpoint")
     hpc_elastic.heartbeat(9)
     assert (said(page).step, said(page).section) == (9, "step")
+
+
+Step = Callable[[Any], None]
+
+
+@pytest.fixture
+def step_of(page: Path, monkeypatch: pytest.MonkeyPatch) -> Step:
+    """A step of an optimizer, as torch calls its hooks after it."""
+    hooks: list[Callable[[Any, Any, Any], None]] = []
+    torch = SimpleNamespace(register_optimizer_step_post_hook=hooks.append)
+    monkeypatch.setitem(sys.modules, "torch.optim.optimizer", torch)  # type: ignore[arg-type]
+    heartbeat.count_optimizer_steps()
+    return lambda optimizer: [hook(optimizer, (), {}) for hook in hooks] and None
+
+
+def test_steps_of_the_optimizer_count_until_the_script_sends_heartbeats(page: Path, step_of: Step) -> None:
+    optimizer = SimpleNamespace()
+    for _ in range(3):
+        step_of(optimizer)
+    counted = said(page)
+    assert (counted.step, counted.first_step, counted.count, counted.section) == (3, 1, 3, "step")
+    assert counted.is_counted
+    hpc_elastic.heartbeat(step=1000)
+    step_of(optimizer)
+    own = said(page)
+    assert (own.step, own.first_step, own.is_counted) == (1000, 1000, False)
+
+
+def test_a_heartbeat_before_the_first_step_counts_alone(page: Path, step_of: Step) -> None:
+    hpc_elastic.heartbeat()
+    step_of(SimpleNamespace())
+    assert (said(page).step, said(page).count, said(page).is_counted) == (None, 1, False)
+
+
+def test_of_several_optimizers_the_one_that_steps_most_often_counts(page: Path, step_of: Step) -> None:
+    often, seldom, later = SimpleNamespace(), SimpleNamespace(), SimpleNamespace()
+    each = [SimpleNamespace() for _ in range(50)]
+    for _ in range(4):
+        step_of(often)
+        step_of(often)
+        step_of(seldom)
+    assert said(page).step == 8
+    for _ in range(5):
+        step_of(later)  # a second phase, with an optimizer of its own
+    assert said(page).step == 12
+    for _ in range(3):  # one for each parameter: a step of all is one step
+        for one in each:
+            step_of(one)
+    assert said(page).step == 14
+
+
+def test_a_counted_step_is_no_step_that_a_checkpoint_holds_and_stays_in_its_section(page: Path, step_of: Step) -> None:
+    optimizer = SimpleNamespace()
+    step_of(optimizer)
+    with hpc_elastic.section("checkpoint"):
+        step_of(optimizer)
+        assert said(page).section == "checkpoint"
+    assert (said(page).checkpoints, said(page).saved_step) == (1, None)
+
+
+def test_a_forked_child_counts_no_steps(page: Path, step_of: Step) -> None:
+    optimizer = SimpleNamespace()
+    step_of(optimizer)
+    child = os.fork()
+    if child == 0:
+        step_of(optimizer)
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert said(page).step == 1
 
 
 def test_a_checkpoint_is_complete_at_the_end_of_its_section_or_when_the_worker_says_so(page: Path) -> None:

@@ -1,0 +1,69 @@
+"""A user's DDP script, which imports nothing of this project: its progress is known, and what rests on that."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hpc_elastic.base.outcome import ExitCode
+from tests.rigs.local_run import ROOT, LocalRun
+
+pytestmark = [
+    pytest.mark.torch,
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch"),
+]
+Run = Callable[..., LocalRun]
+SCRIPT = ROOT / "tests" / "rigs" / "ddp_script.py"
+
+
+@pytest.fixture
+def ddp_run(tmp_path: Path) -> Iterator[Callable[..., LocalRun]]:
+    """A run of the script. TMPDIR is a short path (of sockets), and not looked at: killed workers leave files there."""
+
+    def make(*arguments: str, **settings: Any) -> LocalRun:
+        environ = {"OMP_NUM_THREADS": "1", "TMPDIR": scratch}
+        return LocalRun(tmp_path, "", interpreter=[str(SCRIPT), *arguments], environ=environ, **settings)
+
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as scratch:
+        yield make
+
+
+def status(run: LocalRun) -> dict[str, Any]:
+    command = [sys.executable, "-m", "hpc_elastic", "status", str(run.paths.root), "--json"]
+    value: dict[str, Any] = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout)
+    return value
+
+
+@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
+def test_a_script_that_comes_further_each_time_is_not_given_up(ddp_run: Run, start_method: str) -> None:
+    """The same exception at step 25 and, after a resume at 20, at 55: more steps than in the round before."""
+    with ddp_run("--fail", "raise@25", "--fail", "raise@55", start_method=start_method) as run:
+        assert run.finish() == ExitCode.OK
+        failed = [event for event in run.events("worker_failed") if event["failure_class"] == "root"]
+        assert [(event["round"], event["rank"]) for event in failed] == [(0, 1), (1, 1)]
+        assert max(event["restarts_used"] for event in run.events("round_final")) == 2
+
+
+def test_the_same_failure_after_fewer_steps_is_given_up_and_the_rule_is_named(ddp_run: Run) -> None:
+    """25 steps, then 5 after the resume at 20: where that round began is not known, and seconds decide."""
+    with ddp_run("--fail", "raise@25", "--fail", "raise@025") as run:
+        assert run.finish() == ExitCode.NOT_RETRYABLE
+        assert "no progress between, each within 600 s of the start (--restart-window)" in run.log()
+
+
+def test_status_counts_the_steps_of_the_optimizer(ddp_run: Run) -> None:
+    with ddp_run("--steps", "100000", "--fail", "hang@40") as run:
+        found = run.until(lambda: run.paths.root.exists() and status(run)["steps"], "steps", within=120.0)
+        assert (found["source"], found["ranks"], found["total"]) == ("optimizer", 2, None)
+        run.until(lambda: status(run)["steps"]["most"] == 40, "step 40", within=120.0)
+        run.signal(signal.SIGINT)
+        run.finish()
