@@ -20,6 +20,7 @@ from hpc_elastic.launch.requeue import (
 )
 from hpc_elastic.run.attempt import StoredResult
 from hpc_elastic.run.option_values import RequeueChoice
+from hpc_elastic.run.spec import RunSpec
 from tests.rigs.specs import make_attempt, make_spec
 
 SPEC = make_spec(max_requeues=3, restart_window=600.0)
@@ -37,12 +38,13 @@ def decide(
     armed_reason: str | None = None,
     before: StoredResult | None = None,
     idle: int = 0,
+    spec: RunSpec = SPEC,
     **result: Any,
 ) -> RequeueDecision:
     info = make_attempt(number=attempt, requeue_armed=armed_reason is None, requeue_reason=armed_reason or "")
     facts = {"retryable": True, "signal_number": None, "fingerprint": "F", "step": -1, "seconds": 5.0}
     ended = AttemptResult(**{**FAILED, **facts, **result})
-    return decide_requeue(before, replace(SPEC, max_requeues=max_requeues), info, ended, idle=idle)
+    return decide_requeue(before, replace(spec, max_requeues=max_requeues), info, ended, idle=idle)
 
 
 HANG = {"fingerprint": "hang:stack"}
@@ -147,6 +149,9 @@ def test_the_same_failure_without_progress_is_not_tried_again(
     decision = decide(attempt=1, before=replace(BEFORE, **was), **now)
     assert (decision.action is RequeueAction.REQUEUE) is again
     assert again or "the same failure" in decision.reason
+    assert ("600 s: --restart-window" in decision.reason) is (not again and "step" not in now)
+    spec = replace(SPEC, max_same_failures=0)
+    assert decide(attempt=1, before=replace(BEFORE, **was), spec=spec, **now).action is RequeueAction.REQUEUE
 
 
 @pytest.mark.parametrize(
