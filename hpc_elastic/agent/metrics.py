@@ -1,4 +1,4 @@
-"""What an agent measures of its rounds, and where it goes: nowhere by default, to JSON lines, or for Prometheus.
+"""What an agent measures of its rounds, and where it goes: nowhere by default, or for Prometheus.
 
 Names are ``workers.<role>.<what>``, as torch's agent has them: ``remaining_restarts``; a state in lower case, 1 at the
 moment of its entering; ``rendezvous_seconds``, ``start_seconds``, ``stop_seconds``, ``restart_seconds``.
@@ -6,29 +6,22 @@ moment of its entering; ``rendezvous_seconds``, ``start_seconds``, ``stop_second
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import re
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from hpc_elastic.agent.supervision import WorkerState
-from hpc_elastic.base.clock import Clock, SystemClock
-from hpc_elastic.base.files import Owner, open_checked, write_private
-from hpc_elastic.errors import UnsafePathError
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.files import write_private
 from hpc_elastic.run.option_values import MetricsTarget
 
 logger = logging.getLogger(__name__)
 
 Post = Callable[[Callable[[], object]], None]
 """Has an action carried out, now or by another thread."""
-_MOST_WAITING = 1000
-"""Lines that are kept while a disk hangs."""
-_FORMS = "jsonl:FILE or prometheus:FILE.prom"
 _STATES = tuple(state.name.lower() for state in WorkerState)
 _NAME = re.compile(r"workers\.(?P<role>.+)\.(?P<what>[a-z_]+)\Z", re.DOTALL)
 
@@ -48,8 +41,12 @@ class NoMetrics:
         pass
 
 
-class _FileMetrics:
-    """What the sinks that write a file share."""
+class PrometheusMetrics:
+    """The newest value of each figure, as the node exporter's textfile collector reads it.
+
+    ``workers.default.remaining_restarts`` becomes ``hpc_elastic_workers_remaining_restarts{role="default"}``; of the
+    states, the one that holds is 1. The file is replaced as a whole: a reader never sees half of it.
+    """
 
     def __init__(self, path: Path, *, labels: Mapping[str, str] | None = None, post: Post | None = None) -> None:
         """Args:
@@ -61,60 +58,6 @@ class _FileMetrics:
         self._labels = dict(labels or {})
         self._post = post or (lambda action: action())
         self._is_loss_logged = False
-
-    def _log_loss(self, error: Exception) -> None:
-        """Once: a full disk must not fill the job log."""
-        if not self._is_loss_logged:
-            self._is_loss_logged = True
-            logger.warning("--metrics: figures for %s are lost: %s", self._path, error)
-
-
-class JsonlMetrics(_FileMetrics):
-    """One JSON object a line: ``t`` (this host's wall clock, ns since the epoch), ``name``, ``value``, and the labels.
-
-    One writer a file.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        *,
-        labels: Mapping[str, str] | None = None,
-        clock: Clock | None = None,
-        post: Post | None = None,
-    ) -> None:
-        super().__init__(path, labels=labels, post=post)
-        self._clock = clock or SystemClock()
-        self._waiting: deque[str] = deque(maxlen=_MOST_WAITING)
-
-    def put(self, name: str, value: float) -> None:
-        self._waiting.append(
-            json.dumps({"t": self._clock.time_ns(), "name": name, "value": value, **self._labels}) + "\n"
-        )
-        if len(self._waiting) == 1:
-            self._post(self._write)
-
-    def _write(self) -> None:
-        try:
-            # Other users never write to it, whatever the umask.
-            fd = open_checked(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, owner=Owner.OWN, mode=0o644)
-            with open(fd, "a", encoding="utf-8") as file:
-                while self._waiting:
-                    file.write(self._waiting.popleft())
-        except (OSError, UnsafePathError) as error:
-            self._waiting.clear()
-            self._log_loss(error)
-
-
-class PrometheusMetrics(_FileMetrics):
-    """The newest value of each figure, as the node exporter's textfile collector reads it.
-
-    ``workers.default.remaining_restarts`` becomes ``hpc_elastic_workers_remaining_restarts{role="default"}``; of the
-    states, the one that holds is 1. The file is replaced as a whole: a reader never sees half of it.
-    """
-
-    def __init__(self, path: Path, *, labels: Mapping[str, str] | None = None, post: Post | None = None) -> None:
-        super().__init__(path, labels=labels, post=post)
         self._text_due = ""
         self._values: dict[tuple[str, str], float] = {}
         self._states: dict[tuple[str, str], float] = {}
@@ -140,7 +83,9 @@ class PrometheusMetrics(_FileMetrics):
             # The temporary file's name does not end in .prom, so the collector, another user, reads whole files only.
             write_private(self._path, text, mode=0o644)
         except OSError as error:
-            self._log_loss(error)
+            if not self._is_loss_logged:  # once: a full disk must not fill the job log
+                self._is_loss_logged = True
+                logger.warning("--metrics: figures for %s are lost: %s", self._path, error)
 
     def _text(self) -> str:
         lines = []
@@ -169,17 +114,10 @@ class PrometheusMetrics(_FileMetrics):
 
 
 def open_metrics(target: MetricsTarget | None, *, labels: Mapping[str, str], post: Post | None = None) -> MetricSink:
-    """The sink for ``--metrics``.
-
-    Raises:
-        UsageError: anything else; one line that names the value.
-    """
+    """The sink for ``--metrics``."""
     if target is None:
         return NoMetrics()
-    path = Path(target.path.replace("{host}", labels.get("host", "")))
-    if target.form == "jsonl":
-        return JsonlMetrics(path, labels=labels, post=post)
-    return PrometheusMetrics(path, labels=labels, post=post)
+    return PrometheusMetrics(Path(target.path.replace("{host}", labels.get("host", ""))), labels=labels, post=post)
 
 
 class RoundFigures:

@@ -95,9 +95,7 @@ class Owner(Enum):
     ANY = "any"
 
 
-def open_checked(
-    path: Path | str, flags: int = os.O_RDONLY, *, owner: Owner, mode: int = 0o600, links: Owner | None = None
-) -> int:
+def open_checked(path: Path | str, flags: int = os.O_RDONLY, *, owner: Owner, links: Owner | None = None) -> int:
     """Open a regular file, or make it, where other users may have planted something: the one way to do that.
 
     What was opened is judged, not the path: another file could come in between the two. No FIFO's other end is waited
@@ -107,7 +105,6 @@ def open_checked(
         path: Where. Other users may be able to write into its folder.
         flags: As of ``os.open``; no O_TRUNC, since the file is judged after it was opened.
         owner: Whose it may be.
-        mode: Of a new file, less the umask.
         links: Whose links are followed; None: no link is.
 
     Returns:
@@ -120,7 +117,7 @@ def open_checked(
     here = Path(path)
     for _ in range(_MOST_LINKS):
         try:
-            fd = os.open(here, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, mode)
+            fd = os.open(here, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o600)
             break
         except OSError as error:
             if error.errno == errno.ENXIO:  # a FIFO without a reader, or a socket

@@ -151,7 +151,7 @@ OPTIONS = (
         help="time limit of --health-check; a check that takes longer has failed (default 30)",
     ),
     Option(
-        group=Group.OUTPUT, names=("--metrics",), dest="metrics", metavar="jsonl:FILE|prometheus:FILE.prom",
+        group=Group.OUTPUT, names=("--metrics",), dest="metrics", metavar="prometheus:FILE.prom",
         parse=parse_metrics, field="metrics",
         help="file to which each agent writes its metrics; {host} in FILE is the node's name (default: none)",
     ),

@@ -329,22 +329,22 @@ def parse_health_command(text: str, option: str = "--health-check") -> tuple[str
 class MetricsTarget(Struct, frozen=True, kw_only=True):
     """``--metrics``: where each agent writes its figures."""
 
-    form: str
-    """``jsonl`` or ``prometheus``."""
     path: str
     """Absolute; ``{host}`` stands for the node's name."""
 
 
 def parse_metrics(text: str, option: str = "--metrics") -> MetricsTarget:
-    """``jsonl:FILE`` or ``prometheus:FILE.prom``."""
+    """``prometheus:FILE.prom``."""
     form, _, path = text.partition(":")
-    if form not in ("jsonl", "prometheus") or not path:
-        raise UsageError(f"{option} {text!r}: give jsonl:FILE or prometheus:FILE.prom")
+    if form == "jsonl":
+        raise UsageError(f"{option} {text!r}: JSON lines were removed; give prometheus:FILE.prom")
+    if form != "prometheus" or not path:
+        raise UsageError(f"{option} {text!r}: give prometheus:FILE.prom")
     if not os.path.isabs(path):
         raise UsageError(f"{option} {text!r}: give an absolute path, which means the same on every node")
-    if form == "prometheus" and not path.endswith(".prom"):
+    if not path.endswith(".prom"):
         raise UsageError(f"{option} {text!r}: the node exporter only reads files that end in .prom")
-    return MetricsTarget(form=form, path=path)
+    return MetricsTarget(path=path)
 
 
 # -- the rendezvous ----------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import threading
@@ -11,23 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent.metrics import JsonlMetrics, NoMetrics, PrometheusMetrics, RoundFigures, open_metrics
+from hpc_elastic.agent.metrics import NoMetrics, PrometheusMetrics, RoundFigures, open_metrics
 from hpc_elastic.agent.supervision import WorkerState
 from hpc_elastic.run.option_values import parse_metrics
 from tests.rigs.fake_clock import FakeClock
-
-
-def test_json_lines_have_a_time_and_the_labels(tmp_path: Path) -> None:
-    path = tmp_path / "figures.jsonl"
-    sink = JsonlMetrics(path, labels={"host": "n1"}, clock=FakeClock())
-    sink.put("workers.default.remaining_restarts", 3)
-    sink.put("workers.default.healthy", 1)
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    assert [(line["name"], line["value"], line["host"]) for line in lines] == [
-        ("workers.default.remaining_restarts", 3, "n1"),
-        ("workers.default.healthy", 1, "n1"),
-    ]
-    assert all(isinstance(line["t"], int) for line in lines)
 
 
 def test_prometheus_reads_the_newest_values_and_one_state(tmp_path: Path) -> None:
@@ -46,17 +32,21 @@ def test_prometheus_reads_the_newest_values_and_one_state(tmp_path: Path) -> Non
     assert [other.name for other in tmp_path.iterdir()] == ["hpc.prom"]
 
 
-def test_a_disk_that_refuses_raises_nothing(tmp_path: Path) -> None:
-    for sink in (JsonlMetrics(tmp_path / "no" / "x"), PrometheusMetrics(tmp_path / "no" / "x.prom")):
+def test_a_disk_that_refuses_raises_nothing_and_is_logged_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    sink = PrometheusMetrics(tmp_path / "no" / "x.prom")
+    for _ in range(3):
         sink.put("workers.default.healthy", 1)
+    (message,) = caplog.messages
+    assert str(tmp_path / "no" / "x.prom") in message
 
 
 def test_the_option(tmp_path: Path) -> None:
     assert isinstance(open_metrics(None, labels={}), NoMetrics)
-    lines = open_metrics(parse_metrics(f"jsonl:{tmp_path}/{{host}}.jsonl"), labels={"host": "n7"})
-    lines.put("workers.default.healthy", 1)
-    assert (tmp_path / "n7.jsonl").exists()
-    assert isinstance(open_metrics(parse_metrics(f"prometheus:{tmp_path}/a.prom"), labels={}), PrometheusMetrics)
+    sink = open_metrics(parse_metrics(f"prometheus:{tmp_path}/{{host}}.prom"), labels={"host": "n7"})
+    sink.put("workers.default.healthy", 1)
+    assert (tmp_path / "n7.prom").exists()
 
 
 class Later:
@@ -75,20 +65,6 @@ class Later:
         return len(posted)
 
 
-def test_while_a_disk_hangs_json_lines_wait_and_are_not_without_bound(tmp_path: Path) -> None:
-    path, later = tmp_path / "x.jsonl", Later()
-    sink = JsonlMetrics(path, post=later)
-    for number in range(1500):
-        sink.put("workers.default.n", number)
-    assert not path.exists()
-    assert later.run() == 1, "one thing waits behind the disk, however much there is to write"
-    values = [json.loads(line)["value"] for line in path.read_text().splitlines()]
-    assert values == list(range(500, 1500))
-    sink.put("workers.default.n", 0)
-    assert later.run() == 1
-    assert len(path.read_text().splitlines()) == 1001
-
-
 def test_while_a_disk_hangs_the_newest_state_waits(tmp_path: Path) -> None:
     path, later = tmp_path / "x.prom", Later()
     sink = PrometheusMetrics(path, post=later)
@@ -99,25 +75,6 @@ def test_while_a_disk_hangs_the_newest_state_waits(tmp_path: Path) -> None:
     sink.put("workers.default.n", 10)
     assert later.run() == 1
     assert 'hpc_elastic_workers_n{role="default"} 10' in path.read_text()
-
-
-@pytest.mark.parametrize("planted", ["link", "dangling link", "fifo", "hard link"])
-def test_json_lines_go_to_a_plain_file_alone(tmp_path: Path, planted: str, caplog: pytest.LogCaptureFixture) -> None:
-    target, path = tmp_path / "precious", tmp_path / "x.jsonl"
-    if planted != "dangling link":
-        target.write_text("kept")
-    if planted == "fifo":
-        os.mkfifo(path)
-    elif planted == "hard link":
-        os.link(target, path)
-    else:
-        path.symlink_to(target)
-    sink = JsonlMetrics(path)
-    for _ in range(3):
-        sink.put("workers.default.healthy", 1)
-    assert not target.exists() if planted == "dangling link" else target.read_text() == "kept"
-    assert len(caplog.messages) == 1
-    assert str(path) in caplog.text
 
 
 def test_a_planted_temporary_file_of_prometheus_is_not_used(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ VALUES = {
     "local_ranks_filter": "0,2",
     "log_max_size": "5G",
     "master_addr": "10.0.0.9",
-    "metrics": "jsonl:/tmp/figures",
+    "metrics": "prometheus:/tmp/a.prom",
     "notify": "https://chat.example.org/hook",
     "nproc_per_node": "7",
     "preemption_signal": "USR1",

@@ -47,7 +47,7 @@ TRAVELLING: tuple[tuple[str, Any, Any], ...] = (
     ("health_checks", "", dict(DEFAULT_LIMITS)),
     ("health_check", "/a/b 'c d'", ("/a/b", "c d")),
     ("health_check", "", ()),
-    ("metrics", "jsonl:/x/{host}", MetricsTarget(form="jsonl", path="/x/{host}")),
+    ("metrics", "prometheus:/x/{host}.prom", MetricsTarget(path="/x/{host}.prom")),
     ("metrics", "", None),
     ("redirects", "3", StreamChoice(default=Std.ALL)),
     ("tee", "0:3,12:1", StreamChoice(by_local_rank={0: Std.ALL, 12: Std.OUT})),
@@ -248,10 +248,12 @@ def test_a_command_is_split_and_never_given_to_a_shell() -> None:
 
 
 def test_metrics() -> None:
-    assert parse_metrics("prometheus:/x/a.prom") == MetricsTarget(form="prometheus", path="/x/a.prom")
+    assert parse_metrics("prometheus:/x/a.prom") == MetricsTarget(path="/x/a.prom")
 
 
-@pytest.mark.parametrize("text", ["csv:/tmp/x", "jsonl", "jsonl:", "jsonl:relative/path", "prometheus:/tmp/x.txt"])
+@pytest.mark.parametrize(
+    "text", ["csv:/tmp/x", "jsonl:/tmp/x", "prometheus:", "prometheus:a.prom", "prometheus:/tmp/x.txt"]
+)
 def test_metrics_that_make_no_sense(text: str) -> None:
     with pytest.raises(UsageError, match="--metrics"):
         parse_metrics(text)
