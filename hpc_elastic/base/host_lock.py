@@ -1,4 +1,4 @@
-"""A lock between the processes of one user on one host, for a file that several of them change.
+"""A lock between the processes of one user on one host, for what several of them change.
 
 This module alone imports filelock. The lock file lies on a filesystem of this host, never beside what it protects: a
 home may be on NFS, where flock(2) asks the server, is refused by some, and waits without end for one that is down
@@ -7,67 +7,40 @@ once, or goes through the store.
 
 Nothing fails for want of a lock: after the timeout, or where none can be had, the caller goes on without it.
 
-Protected today: what ``--forget-nodes`` rewrites (`run.node_records`), and the choice of an allocation's nodes
-(`launch.node_claims`). Elsewhere there is nothing to protect: the index of jobs (`run.index`) and what attempts add to
-the history of nodes are files of their own name, written once and whole; ``hpc-elastic config`` writes nothing; in
-the runs folder (``.steps`` among it) several hosts write. A run's nodes.json is written by its supervisor without the
-lock: ``--forget-nodes`` comes from another host as a rule.
+Protected today: the choice of an allocation's nodes (`launch.node_claims`). Elsewhere there is nothing to protect: the
+index of jobs (`run.index`) is files of their own name, written once and whole; ``hpc-elastic config`` writes nothing;
+in the runs folder (``.steps`` among it) several hosts write. A run's nodes.json is written by its supervisor without
+the lock: ``--forget-nodes`` comes from another host as a rule.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from hpc_elastic.base.files import make_private_dir
-from hpc_elastic.errors import UnsafePathError
 
 if TYPE_CHECKING:
     from filelock import UnixFileLock
 
 logger = logging.getLogger(__name__)
 
-BASES = (Path("/dev/shm"), Path("/tmp"))
-"""Where the folder of lock files may be; the first that can be used counts."""
-
-
-def host_lock_path(name: str) -> Path | None:
-    """The lock file of this user on this host for one kind of change, wherever the changed files lie.
-
-    Args:
-        name: Of the kind of change. The file is kept, so names do not come from paths or ids.
-
-    Returns:
-        None where this host has no folder for lock files.
-    """
-    for base in BASES:
-        folder = base / f"hpc-elastic-locks-{os.geteuid()}"
-        try:
-            make_private_dir(folder)
-        except (OSError, UnsafePathError):
-            continue  # full, read-only, or planted by another user
-        return folder / name
-    return None
-
 
 @contextmanager
-def host_lock(path: Path | None, *, seconds: float) -> Iterator[bool]:
+def host_lock(path: Path, *, seconds: float) -> Iterator[bool]:
     """Hold a lock file while the body runs. The kernel releases it when the process ends, however that ends.
 
     Programs that the body starts do not inherit it.
 
     Args:
-        path: On a filesystem of this host; None: there is no lock to be had.
+        path: On a filesystem of this host, in a folder that is closed to others.
         seconds: How long another process that holds it is waited for.
 
     Yields:
         Whether it is held.
     """
-    lock = None if path is None else _acquired(path, seconds)
+    lock = _acquired(path, seconds)
     try:
         yield lock is not None
     finally:

@@ -17,14 +17,7 @@ from hpc_elastic.base.text import fit, plural
 from hpc_elastic.cli import run_job
 from hpc_elastic.cli.run_argument import runs_folder
 from hpc_elastic.cli.screen import is_terminal, print_note, width_for
-from hpc_elastic.cli.status import (
-    LINE_HEAD,
-    add_forget_argument,
-    forget_account,
-    show_account,
-    status_json,
-    status_line,
-)
+from hpc_elastic.cli.status import LINE_HEAD, status_json, status_line
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_status import RunState, RunStatus, ends_by_slurm, read_status
 from hpc_elastic.run.index import DEFAULT_RUNS_DIR, account_runs, array_tasks
@@ -48,15 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-n", "--limit", metavar="N", default=str(MOST), help=f"at most N, or all (default: {MOST})")
     parser.add_argument("--json", action="store_true", help="print one JSON object per run, one per line")
     parser.add_argument(
-        "--bad-nodes", action="store_true", help="list the nodes that submit --bad-nodes jobs excludes, and why"
-    )
-    parser.add_argument(
         "--goodput",
         action="store_true",
         help="show where the time of each run went, by its events, and of all together",
     )
     parser.add_argument("--no-slurm", action="store_true", help="do not ask Slurm")
-    add_forget_argument(parser, "this account")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -65,10 +54,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: the folder can't be read, or a filter makes no sense.
     """
-    if args.forget_nodes is not None:
-        return forget_account(args.forget_nodes)
-    if args.bad_nodes:
-        return show_account()
     wanted = asked_states(args.state)
     most = _limit(args.limit)
     where, folders = folders_of_runs(args.runs_dir)

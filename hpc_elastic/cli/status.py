@@ -1,4 +1,4 @@
-"""``hpc-elastic status RUN``: where a run stands now, and what is remembered of nodes.
+"""``hpc-elastic status RUN``: where a run stands now.
 
 A run is shown by its files and one question to Slurm, an array as a line for each of its runs.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import threading
 import time
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import to_builtins
 
 from hpc_elastic.base.clock import Clock, SystemClock
-from hpc_elastic.base.text import ranges
+from hpc_elastic.base.text import plural, ranges
 from hpc_elastic.cli import run_job
 from hpc_elastic.cli.screen import is_terminal, output_failed, print_note, width_for
 from hpc_elastic.errors import UsageError
@@ -28,9 +27,8 @@ from hpc_elastic.launch.job_watch import NodesDiffer, nodes_differ
 from hpc_elastic.launch.run_progress import OutputStatus, StepStatus
 from hpc_elastic.launch.run_status import RunState, RunStatus, ends_by_slurm, read_status
 from hpc_elastic.output.terminal import one_line
-from hpc_elastic.run.index import account_folder, array_tasks, jobs_of
-from hpc_elastic.run.node_records import account_evidence, forget, forget_in
-from hpc_elastic.run.node_score import NodeScore, score_nodes
+from hpc_elastic.run.index import array_tasks, jobs_of
+from hpc_elastic.run.node_records import forget_in
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.preload import Preload, load_preload
 from hpc_elastic.slurm.client import SlurmClient
@@ -39,56 +37,6 @@ from hpc_elastic.slurm.notation import HostlistError, expand, names_text
 
 if TYPE_CHECKING:
     from hpc_elastic.report.goodput import Goodput
-
-
-def add_forget_argument(parser: argparse.ArgumentParser, whose: str) -> None:
-    parser.add_argument(
-        "--forget-nodes", metavar="NODES|all", help=f"forget the bad nodes that {whose} has recorded (--bad-nodes)"
-    )
-
-
-def show_account(env: Mapping[str, str] | None = None, *, now_ns: int | None = None) -> int:
-    """Print the nodes that something counts against, the worst first. Returns 0."""
-    env = os.environ if env is None else env
-    scores = score_nodes(account_evidence(env), now_ns=time.time_ns() if now_ns is None else now_ns)
-    for score in scores:
-        sys.stdout.write(one_line(_line(score)) + "\n")
-    if not scores:
-        print_note(f"no bad nodes are recorded (in {account_folder('nodes', env)})")
-    return 0
-
-
-def _line(score: NodeScore) -> str:
-    until = time.strftime("%Y-%m-%d %H:%M", time.localtime(score.until_ns / 1e9))
-    word = "bad" if score.is_bad else "fair"
-    return f"{score.node:<12}  {word:<4}  {score.score:4.2f}  until {until}  {score.why}"
-
-
-def forget_account(text: str, env: Mapping[str, str] | None = None) -> int:
-    """Forget what the account remembers. Returns 0. Raises UsageError."""
-    return _print_count(forget(os.environ if env is None else env, _nodes(text)))
-
-
-def forget_run(text: str, path: Path) -> int:
-    """Forget what a run's nodes.json remembers. Returns 0. Raises UsageError."""
-    return _print_count(forget_in(path, _nodes(text)))
-
-
-def _nodes(text: str) -> tuple[str, ...] | None:
-    if text == "all":
-        return None
-    try:
-        nodes = expand(text)
-    except HostlistError as error:
-        raise UsageError(f"--forget-nodes {text}: give nodes, as in n3,n[5-7], or all: {error.why}") from None
-    if not nodes:
-        raise UsageError("--forget-nodes: give nodes, as in n3,n[5-7], or all")
-    return nodes
-
-
-def _print_count(count: int) -> int:
-    sys.stdout.write(f"{count} record{'' if count == 1 else 's'} forgotten\n")
-    return 0
 
 
 JSON_VERSION = 1
@@ -112,7 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="show which modules are imported before the workers start, and which are left out and why",
     )
-    add_forget_argument(parser, "the run")
+    parser.add_argument(
+        "--forget-nodes", metavar="NODES|all", help="forget the bad nodes that the run has recorded (--bad-nodes)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -123,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     """
     paths = run_job.find_paths(args)
     if args.forget_nodes is not None:
-        return forget_run(args.forget_nodes, paths.nodes_json)
+        return _forget_nodes(args.forget_nodes, paths)
     if args.preload:
         return _show_preload(paths, as_json=args.json)
     clock = SystemClock()
@@ -146,6 +96,17 @@ def run(args: argparse.Namespace) -> int:
         if not args.watch or has_ended:
             return 0
         clock.wait(threading.Event(), WATCH_SECONDS)
+
+
+def _forget_nodes(text: str, paths: RunPaths) -> int:
+    try:
+        nodes = None if text == "all" else expand(text)
+    except HostlistError as error:
+        raise UsageError(f"--forget-nodes {text}: give nodes, as in n3,n[5-7], or all: {error.why}") from None
+    if nodes == ():
+        raise UsageError("--forget-nodes: give nodes, as in n3,n[5-7], or all")
+    print(f"{plural(forget_in(paths.nodes_json, nodes), 'record')} forgotten")
+    return 0
 
 
 def _show_preload(paths: RunPaths, *, as_json: bool) -> int:

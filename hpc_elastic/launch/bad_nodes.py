@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Collection
 
 from msgspec import Struct, field
 
 from hpc_elastic.launch.site import EligibleNodes, Site
-from hpc_elastic.run.node_records import NodeRecord, account_evidence, load_record, merged, remember, save_record
+from hpc_elastic.run.node_records import NodeRecord, load_record, save_record
 from hpc_elastic.run.node_score import (
     Evidence,
     Exclusion,
@@ -20,9 +19,6 @@ from hpc_elastic.run.node_score import (
 from hpc_elastic.run.option_values import Scope
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -41,17 +37,8 @@ def nodes_needed(spec: RunSpec) -> int:
     return spec.min_nodes if spec.min_nodes < spec.max_nodes else spec.max_nodes + spec.spares
 
 
-def keep_evidence(
-    paths: RunPaths,
-    spec: RunSpec,
-    seen: Collection[Evidence],
-    *,
-    attempt: int,
-    cluster: str,
-    now_ns: int,
-    env: Mapping[str, str],
-) -> NodeRecord:
-    """Add what an attempt saw to nodes.json, and to the account's folder where that was asked for.
+def keep_evidence(paths: RunPaths, seen: Collection[Evidence], *, now_ns: int) -> NodeRecord:
+    """Add what an attempt saw to nodes.json.
 
     Returns:
         All that counts for this run.
@@ -59,20 +46,14 @@ def keep_evidence(
     Raises:
         OSError: nodes.json can't be written.
     """
-    settings = spec.bad_nodes
     record = load_record(paths.nodes_json)
     if record.problem:
         logger.warning("%s %s: its records of nodes are lost", paths.nodes_json, record.problem)
-    evidence = merged(record.evidence, seen)
+    evidence = tuple(dict.fromkeys((*record.evidence, *seen)))
+    record = NodeRecord(evidence=evidence, excluded=record.excluded, saved_ns=now_ns)
     if seen:
-        save_record(paths.nodes_json, NodeRecord(evidence=evidence, excluded=record.excluded, saved_ns=now_ns))
-    if settings.scope is Scope.JOBS:
-        if seen:
-            problem = remember(seen, cluster=cluster, run_id=spec.run_id, attempt=attempt, now_ns=now_ns, env=env)
-            if problem is not None:
-                logger.warning("other jobs will not know of these bad nodes: %s", problem)
-        evidence = merged(evidence, account_evidence(env, cluster=cluster))
-    return NodeRecord(evidence=evidence, excluded=record.excluded, saved_ns=now_ns)
+        save_record(paths.nodes_json, record)
+    return record
 
 
 def next_nodes(record: NodeRecord, spec: RunSpec, eligible: EligibleNodes | None, *, now_ns: int) -> NextNodes:

@@ -266,13 +266,9 @@ class _End:
         """Keep what the attempt showed of its nodes, and choose the list of excluded nodes where `asks_slurm`."""
         from hpc_elastic.report.node_evidence import node_evidence
 
-        paths, spec, site, number = self._paths, self._spec, self._site, self._attempt.number
-        seen = node_evidence(history, attempt=number)
-        now_ns, cluster = self._clock.time_ns(), site.cluster_name
-        record = self._disk.do(
-            lambda: keep_evidence(paths, spec, seen, attempt=number, cluster=cluster, now_ns=now_ns, env=os.environ),
-            None,
-        )
+        paths, spec, site, now_ns = self._paths, self._spec, self._site, self._clock.time_ns()
+        seen = node_evidence(history, attempt=self._attempt.number)
+        record = self._disk.do(lambda: keep_evidence(paths, seen, now_ns=now_ns), None)
         if record is None:
             return NextNodes()
         eligible = None

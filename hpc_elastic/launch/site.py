@@ -140,11 +140,6 @@ class Site:
     umask = 0o077
     """The user's, for what is started for them."""
 
-    @property
-    def cluster_name(self) -> str:
-        """Slurm's name of the cluster; empty where it is not known, or there is none."""
-        return ""
-
     def facts(self, spec: RunSpec) -> AttemptInfo:
         """Ask what an attempt's start needs to know: its facts, but for what only `run_attempt` knows."""
         raise NotImplementedError

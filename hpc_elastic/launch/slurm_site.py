@@ -29,7 +29,7 @@ from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.container import Runtime
 from hpc_elastic.run.paths import RunPaths, task_index
 from hpc_elastic.run.spec import RunSpec
-from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner, why_not_without
+from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner
 from hpc_elastic.slurm.commands import JobId, step_gpu_flags
 from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError, SlurmUnavailableError, is_limit
 from hpc_elastic.slurm.job_environment import JobEnvironment
@@ -128,10 +128,6 @@ class SlurmSite(Site):
         self._requeuer = JobRequeuer(
             client, clock, job=self._id, restart_count=self._job.restart_count, array_task=self._job.array_task_id
         )
-
-    @property
-    def cluster_name(self) -> str:
-        return self._job.cluster or ""
 
     def facts(self, spec: RunSpec) -> AttemptInfo:
         kill_wait, versions, site_allows = None, {}, True
@@ -272,7 +268,10 @@ class SlurmSite(Site):
         if self._script is None:
             return None
         try:
-            return why_not_without(self._hurried, str(self._script), f"--exclude={compress(nodes)}")
+            why = self._hurried.would_run(str(self._script), extra=[f"--exclude={compress(nodes)}"])
+            # A refusal that the script gets in any case (its user has as many jobs as may be submitted, or a rule of
+            # the site's keeps it out) says nothing of the nodes.
+            return None if why is None or self._hurried.would_run(str(self._script)) == why else why
         except SlurmError:
             return None  # not known; Slurm refuses a list that makes no sense
 
@@ -280,7 +279,7 @@ class SlurmSite(Site):
         done = self._requeuer.carry_out(replace(plan, script=self._script))
         if done.next_job and self._script is not None:  # the run is to be found by the follow-on job's id too
             problem = index.record(
-                cluster=self.cluster_name,
+                cluster=self._job.cluster or "",
                 job_id=done.next_job,
                 submitted_ns=self._clock.time_ns(),
                 run_dir=self._script.parent,

@@ -1,7 +1,6 @@
 """The one way to a Slurm job: its run directory, its script, its nodes, sbatch; and nothing left where that fails.
 
-The nodes that a submission may have are checked first: whether they are enough, and which ones it does without. Left
-out are the user's own, and with ``--bad-nodes jobs`` those that earlier jobs of this account found bad.
+The nodes that a submission may have are checked first: whether they are enough without those that the user leaves out.
 """
 
 from __future__ import annotations
@@ -20,21 +19,17 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import write_private
 from hpc_elastic.base.self_command import own_command
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.bad_nodes import nodes_needed
 from hpc_elastic.launch.run_directory import NewRun, create_run, create_tasks, why_not_shared
 from hpc_elastic.options.run_request import SlurmJob
 from hpc_elastic.options.sbatch import COMMENT_MARK, SbatchOptions, ScriptLines, parse_nodes
 from hpc_elastic.run import index
-from hpc_elastic.run.node_records import NodeRecord, account_evidence, save_record
-from hpc_elastic.run.node_score import choose_excluded, score_nodes
-from hpc_elastic.run.option_values import Scope
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.slurm.batch_script import render_script
-from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner, why_not_without
+from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner
 from hpc_elastic.slurm.cluster_facts import PartitionNodes
 from hpc_elastic.slurm.commands import JobId, sbatch
 from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError
-from hpc_elastic.slurm.notation import HostlistError, compress, expand
+from hpc_elastic.slurm.notation import HostlistError, expand
 
 Log = Callable[[str], None]
 """Takes one line for the user who submits."""
@@ -107,7 +102,7 @@ def submit_job(
 
     Args:
         env: For sbatch's own variables, and the account's folder.
-        log: For what the user should know besides: which nodes are left out, say.
+        log: For what the user should know besides: how many nodes are up, say.
         fill: Writes what else belongs into the run's `places`, which are there by then.
 
     Raises:
@@ -118,8 +113,7 @@ def submit_job(
     _check_folder(submission)
     job, script = submission.job, submission.script
     partitions = eligible_partitions(client, job.options, env)
-    users = users_excluded(job.options, env)
-    remark = check_node_count(job, partitions, users or ())
+    remark = check_node_count(job, partitions, users_excluded(job.options, env))
     if remark is not None:
         log(remark)
     run = create_run(job.spec, submission.runs_dir)
@@ -132,13 +126,7 @@ def submit_job(
             write_private(run.paths.script, script)
             if not job.tasks:
                 write_private(run.paths.job_log, "")  # Slurm appends to it, and would make it with the job's umask
-            extra = []
-            if users is not None and (found := bad_nodes(submission, client, partitions, users, env, now_ns, log)):
-                extra = [exclude_argument({*users, *found})]
-                for place in submission.places:
-                    # So that a requeue can let them in again: what is not there counts as the user's own list.
-                    save_record(place.nodes_json, NodeRecord(excluded=found, saved_ns=now_ns))
-            number = client.submit(str(run.paths.script), extra=extra)
+            number = client.submit(str(run.paths.script))
         cluster = number.cluster or env.get("SLURM_CLUSTER_NAME", "")
         problem = index.record(
             cluster=cluster, job_id=number.number, submitted_ns=now_ns, run_dir=run.paths.root, env=env
@@ -219,13 +207,13 @@ def eligible_partitions(
     return tuple(part for part in found if (part.name in wanted if wanted else part.default))
 
 
-def users_excluded(options: SbatchOptions, env: Mapping[str, str]) -> frozenset[str] | None:
-    """The nodes that the user leaves out; None where that is no list: sbatch also takes a file's name."""
+def users_excluded(options: SbatchOptions, env: Mapping[str, str]) -> frozenset[str]:
+    """The nodes that the user leaves out; none where that is no list: sbatch also takes a file's name."""
     given = [word.partition("=")[2] for word in options.extra if word.startswith("--exclude=")]
     try:
         return frozenset(expand((given or [options.exclude or env.get("SBATCH_EXCLUDE") or ""])[-1]))
     except HostlistError:
-        return None
+        return frozenset()
 
 
 def check_node_count(job: SlurmJob, partitions: Sequence[PartitionNodes], users: Collection[str]) -> str | None:
@@ -253,58 +241,3 @@ def check_node_count(job: SlurmJob, partitions: Sequence[PartitionNodes], users:
         those = " that are not excluded" if left < largest.total else ""
         return f"only {up} of the {left} nodes of partition {largest.name}{those} are up now"
     return None
-
-
-def bad_nodes(
-    submission: Submission,
-    client: SlurmClient,
-    partitions: Sequence[PartitionNodes],
-    users: frozenset[str],
-    env: Mapping[str, str],
-    now_ns: int,
-    log: Log,
-) -> tuple[str, ...]:
-    """Those that earlier jobs of this account found bad, as far as the job can do without them.
-
-    Args:
-        env: For the account's folder.
-        log: For each that is left out, and each that can't be.
-    """
-    job = submission.job
-    settings = job.spec.bad_nodes
-    if settings.scope is not Scope.JOBS or not partitions:
-        return ()
-    try:
-        cluster = env.get("SLURM_CLUSTER_NAME") or client.config().cluster or ""
-        scores = score_nodes(account_evidence(env, cluster=cluster), now_ns=now_ns, hours=settings.hours)
-        bad = [score for score in scores if score.is_bad and score.node not in users]
-        exclusion = choose_excluded(
-            bad,
-            known=frozenset().union(*(part.names for part in partitions)),
-            usable=frozenset().union(*(part.usable_names for part in partitions)) - users,
-            need=nodes_needed(job.spec),
-            required=expand(job.options.nodelist or ""),
-            share=settings.share,
-        )
-        reasons = {score.node: score.why for score in bad}
-        for name, reason in exclusion.spared:
-            log(f"{name} is bad ({reasons[name]}), and not left out: {reason}")
-        chosen = exclusion.nodes
-        why = (
-            why_not_without(client, str(submission.paths.script), exclude_argument({*users, *chosen}))
-            if chosen
-            else None
-        )
-    except (SlurmError, HostlistError):
-        return ()
-    if why is not None:
-        log(f"{compress(sorted(chosen))} would be left out, but then the job could not run: {why}")
-        return ()
-    for name in chosen:
-        log(f"{name} is left out: {reasons[name]}")
-    return tuple(sorted(chosen))
-
-
-def exclude_argument(nodes: Collection[str]) -> str:
-    """sbatch's ``--exclude``, which takes the place of the user's own: theirs have to be among them."""
-    return f"--exclude={compress(sorted(nodes))}"

@@ -130,11 +130,10 @@ OPTIONS = (
         "this one; auto (the default), chain where this job may not be requeued",
     ),
     Option(
-        names=("--bad-nodes",), dest="bad_nodes", metavar="run|jobs|off[,hours=H][,share=S]", group=Group.RECOVERY,
+        names=("--bad-nodes",), dest="bad_nodes", metavar="run|off[,hours=H][,share=S]", group=Group.RECOVERY,
         parse=parse_bad_nodes, field="bad_nodes", slurm_only=True,
-        help="nodes that a requeue excludes (lost, unfit, or where failures began): run, those of this run (the "
-        "default); jobs, those of all your runs that have jobs here, of the last H hours (24); at most a "
-        "share S of all nodes (0.33)",
+        help="nodes that a requeue excludes (lost, unfit, or where failures began): run, those of the run's last "
+        "H hours (the default, 24), at most a share S of all nodes (0.33); off, none",
     ),
     Option(
         names=("--grace",), dest="grace", metavar="SECONDS", group=Group.RECOVERY,

@@ -186,10 +186,7 @@ def _nodes(costs: MeasuredCosts) -> Iterator[str]:
         return
     (host, count), others = costs.began_on[0], costs.began_on[1:]
     if count >= LEAST_FAILURES and 2 * count > costs.failures and all(count > 2 * other for _, other in others):
-        yield (
-            f"{count} of {costs.failures} failures began on {host}, one of {costs.nodes} nodes: "
-            f"--exclude {host}, or --bad-nodes jobs"
-        )
+        yield (f"{count} of {costs.failures} failures began on {host}, one of {costs.nodes} nodes: --exclude {host}")
 
 
 def _queue(costs: MeasuredCosts, goodput: Goodput) -> Iterator[str]:

@@ -26,12 +26,12 @@ def node_evidence(history: RunHistory, *, attempt: int) -> tuple[Evidence, ...]:
     for part in history.attempts:
         if part.number != attempt:
             continue
-        for item in (*_unstarted(history, part), *_of_rounds(history, part)):
+        for item in (*_unstarted(part), *_of_rounds(part)):
             found.setdefault((item.node, item.kind, item.round), item)
     return tuple(found.values())
 
 
-def _unstarted(history: RunHistory, attempt: AttemptHistory) -> Iterator[Evidence]:
+def _unstarted(attempt: AttemptHistory) -> Iterator[Evidence]:
     """Where no agent could be started, or none came of it. Where that is so on every node, it is not the nodes."""
     named = {name: f"no agent could be started there: {why}" for name, why in attempt.unstarted}
     refused = sum(1 for node in attempt.given_up if node.cause == START_REFUSED)
@@ -50,13 +50,11 @@ def _unstarted(history: RunHistory, attempt: AttemptHistory) -> Iterator[Evidenc
             kind=EvidenceKind.LOST,
             at_ns=attempt.ended_ns or attempt.started_ns or 0,
             why=" ".join(why.split())[:_WORDS],
-            code=history.name,
-            run_id=history.run_id,
             attempt=attempt.number,
         )
 
 
-def _of_rounds(history: RunHistory, attempt: AttemptHistory) -> Iterator[Evidence]:
+def _of_rounds(attempt: AttemptHistory) -> Iterator[Evidence]:
     for part in attempt.rounds:
         if part.planted:
             continue  # what was done on purpose shows nothing about a node
@@ -65,17 +63,17 @@ def _of_rounds(history: RunHistory, attempt: AttemptHistory) -> Iterator[Evidenc
             name = _name(attempt, loss.node, loss.host)
             if kind is not None and name:
                 why = loss.left if loss.left else loss.summary
-                yield _evidence(history, attempt, part, name, kind, loss.seen_ns, why)
-        yield from _of_failures(history, attempt, part)
+                yield _evidence(attempt, part, name, kind, loss.seen_ns, why)
+        yield from _of_failures(attempt, part)
 
 
-def _of_failures(history: RunHistory, attempt: AttemptHistory, part: RoundHistory) -> Iterator[Evidence]:
+def _of_failures(attempt: AttemptHistory, part: RoundHistory) -> Iterator[Evidence]:
     """Failures that name a broken part of their node, first or not; and where the round's first failure was."""
     for failure in part.failures:
         name = _name(attempt, failure.node, failure.host)
         if failure.node_suspect and name:
             why = failure.reason or failure.headline
-            yield _evidence(history, attempt, part, name, EvidenceKind.HARDWARE, failure.ended_ns, why)
+            yield _evidence(attempt, part, name, EvidenceKind.HARDWARE, failure.ended_ns, why)
     if not part.failures:
         return
     verdict = verdict_of(part)
@@ -88,7 +86,7 @@ def _of_failures(history: RunHistory, attempt: AttemptHistory, part: RoundHistor
             if apart := _name(attempt, node, host):
                 why = f"all its workers failed alike, and none elsewhere: {first.headline}"
                 yield _evidence(
-                    history, attempt, part, apart, EvidenceKind.APART, first.ended_ns, why,
+                    attempt, part, apart, EvidenceKind.APART, first.ended_ns, why,
                     fingerprint=first.fingerprint,
                 )  # fmt: skip
         return
@@ -99,7 +97,7 @@ def _of_failures(history: RunHistory, attempt: AttemptHistory, part: RoundHistor
         return
     kind = _kind_of_failure(first)
     what = f"rank {first.global_rank} failed first: {first.headline}"
-    yield _evidence(history, attempt, part, name, kind, first.ended_ns, what, fingerprint=first.fingerprint)
+    yield _evidence(attempt, part, name, kind, first.ended_ns, what, fingerprint=first.fingerprint)
 
 
 def _kind_of_loss(attempt: AttemptHistory, loss: NodeLoss) -> EvidenceKind | None:
@@ -130,7 +128,6 @@ def _name(attempt: AttemptHistory, node: int, host: str) -> str:
 
 
 def _evidence(
-    history: RunHistory,
     attempt: AttemptHistory,
     part: RoundHistory,
     name: str,
@@ -145,9 +142,7 @@ def _evidence(
         kind=kind,
         at_ns=at_ns or attempt.ended_ns or attempt.started_ns or 0,
         why=" ".join(why.split())[:_WORDS],
-        code=history.name,
         fingerprint=fingerprint,
-        run_id=history.run_id,
         attempt=attempt.number,
         round=part.index,
     )

@@ -88,7 +88,7 @@ def _values(record: Struct, *, without: tuple[str, ...] = (), optional: tuple[st
 
 
 def _bad_node(history: RunHistory, score: NodeScore) -> dict[str, Any]:
-    names = ("kind", "why", "at_ns", "run_id", "attempt", "round")
+    names = ("kind", "why", "at_ns", "attempt", "round")
     evidence = [to_builtins(item) for item in score.evidence[:MOST_EVIDENCE]]
     return {
         "node": score.node,

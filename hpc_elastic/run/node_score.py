@@ -59,11 +59,8 @@ class Evidence(Struct, frozen=True, kw_only=True):
     """By the wall clock of the host that saw it."""
     why: str = ""
     """In words, for people."""
-    code: str = ""
-    """Which script it happened to: fingerprints are compared within one."""
     fingerprint: str = ""
     """Of a failure."""
-    run_id: str = ""
     attempt: int = -1
     round: int = -1
 
@@ -109,35 +106,35 @@ def score_nodes(evidence: Iterable[Evidence], *, now_ns: int, hours: float = DEF
     """
     life_ns = int(hours * 3600e9)
     counts = [item for item in dict.fromkeys(evidence) if now_ns - life_ns < item.at_ns <= now_ns + _AHEAD_NS]
-    places: dict[tuple[str, str], set[str]] = {}
+    places: dict[str, set[str]] = {}
     for item in counts:
         if item.kind in _FIRST:
-            places.setdefault((item.code, item.fingerprint), set()).add(item.node)
+            places.setdefault(item.fingerprint, set()).add(item.node)
     moved = _moved(counts)
     by_node: dict[str, list[Evidence]] = {}
     for item in counts:
-        if item.kind is EvidenceKind.APART and (item.code, item.fingerprint) in moved:
+        if item.kind is EvidenceKind.APART and item.fingerprint in moved:
             continue
-        if item.kind not in _FIRST or len(places[item.code, item.fingerprint]) == 1:
+        if item.kind not in _FIRST or len(places[item.fingerprint]) == 1:
             by_node.setdefault(item.node, []).append(item)
     found = [_score(node, items, life_ns) for node, items in by_node.items()]
     return tuple(sorted(found, key=lambda one: (-one.score, -one.evidence[0].at_ns, one.node)))
 
 
-def _moved(counts: Sequence[Evidence]) -> set[tuple[str, str]]:
+def _moved(counts: Sequence[Evidence]) -> set[str]:
     """The failures that some nodes had apart from the others, and in another round other nodes: these move with the
     code. Several nodes of one round may lack the same."""
-    rounds: dict[tuple[str, str], dict[tuple[str, int, int], set[str]]] = {}
+    rounds: dict[str, dict[tuple[int, int], set[str]]] = {}
     for item in counts:
         if item.kind is EvidenceKind.APART:
-            place = (item.run_id, item.attempt, item.round)
-            rounds.setdefault((item.code, item.fingerprint), {}).setdefault(place, set()).add(item.node)
+            place = (item.attempt, item.round)
+            rounds.setdefault(item.fingerprint, {}).setdefault(place, set()).add(item.node)
     return {key for key, found in rounds.items() if any(a.isdisjoint(b) for a, b in combinations(found.values(), 2))}
 
 
 def _score(node: str, items: list[Evidence], life_ns: int) -> NodeScore:
     # By everything, so that neither the order nor the first reporter matters.
-    items.sort(key=lambda e: (-e.at_ns, e.kind.value, e.why, e.attempt, e.round, e.run_id, e.code, e.fingerprint))
+    items.sort(key=lambda e: (-e.at_ns, e.kind.value, e.why, e.attempt, e.round, e.fingerprint))
     total = sum(WEIGHTS[item.kind] for item in items)
     left, until = total, items[-1].at_ns
     for item in reversed(items):

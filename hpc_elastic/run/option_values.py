@@ -396,12 +396,9 @@ def rdzv_values(
 
 
 class Scope(str, Enum):
-    """How far what is known of nodes reaches."""
+    """Whether a run's next attempt does without bad nodes."""
 
     RUN = "run"
-    """The run's own attempts."""
-    JOBS = "jobs"
-    """All runs of this account that ask for it."""
     OFF = "off"
 
 
@@ -426,10 +423,14 @@ class BadNodeSettings(Struct, frozen=True, kw_only=True):
 
 
 def parse_bad_nodes(text: str, option: str = "--bad-nodes") -> BadNodeSettings:
-    """``run``, ``jobs`` or ``off``, with ``hours=24`` and ``share=0.33`` behind it; empty: the default."""
+    """``run`` or ``off``, with ``hours=24`` and ``share=0.33`` behind it; empty: the default."""
     scope, found = Scope.RUN, {"hours": DEFAULT_HOURS, "share": DEFAULT_SHARE}
     for index, word in enumerate(text.split(",")) if text else ():
         name, equals, value = word.strip().partition("=")
+        if name == "jobs":
+            raise UsageError(
+                f"{option} {text}: memory across jobs was removed; give run, and leave nodes out with --exclude"
+            )
         if not equals and index == 0 and name in {item.value for item in Scope}:
             scope = Scope(name)
         elif equals and name in found:
@@ -438,7 +439,7 @@ def parse_bad_nodes(text: str, option: str = "--bad-nodes") -> BadNodeSettings:
             if not 0 < found[name] <= most:
                 raise UsageError(f"{option} {word}: give a number above 0, at most {most:g}")
         else:
-            raise UsageError(f"{option} {text}: give run, jobs or off, with hours=24 or share=0.33 after it")
+            raise UsageError(f"{option} {text}: give run or off, with hours=24 or share=0.33 after it")
     return BadNodeSettings(scope=scope, hours=found["hours"], share=found["share"])
 
 

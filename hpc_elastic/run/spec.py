@@ -243,12 +243,14 @@ def _parse_texts(value: dict[str, Any]) -> None:
             del value[key]
             if text:
                 value[key] = to_builtins(parse(text, key), str_keys=True)
+    if "bad_nodes" in value:
+        value["bad_nodes"] = to_builtins(decode_bad_nodes(value["bad_nodes"]))
     if isinstance(conf := value.get("rdzv_conf"), dict):
         value["rdzv_conf"] = rdzv_values(conf, known_only=False)
 
 
 def decode_bad_nodes(value: object) -> BadNodeSettings:
-    """What a run.json has as ``bad_nodes``; the default for what a newer version wrote there."""
+    """What a run.json has as ``bad_nodes``; the default for what another version wrote there."""
     try:
         return parse_bad_nodes(value) if isinstance(value, str) else codec.from_json(BadNodeSettings, value)
     except (codec.UnreadableRecordError, UsageError):
@@ -263,7 +265,6 @@ _PARSERS: Mapping[str, Callable[[str, str], Any]] = {
     "health_checks": parse_health_checks,
     "health_check": parse_health_command,
     "metrics": parse_metrics,
-    "bad_nodes": lambda text, _: decode_bad_nodes(text),
 }
 
 

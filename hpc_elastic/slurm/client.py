@@ -387,16 +387,3 @@ class CommandSlurmClient:
 
 def _failure(error: type[SlurmError], *, what: str, why: str, argv: Sequence[str], result: CommandResult) -> SlurmError:
     return error(what=what, why=why, argv=tuple(argv), rc=result.rc, stdout=result.stdout, stderr=result.stderr)
-
-
-def why_not_without(client: SlurmClient, script: str, exclude: str) -> str | None:
-    """Ask whether Slurm could never run a batch script with this ``--exclude=NODES``. Raises as `would_run`.
-
-    A refusal that the script gets in any case (its user has as many jobs as may be submitted, or a rule of the site's
-    keeps it out) says nothing of the nodes.
-
-    Returns:
-        Why it could not; None where nothing speaks against it.
-    """
-    why = client.would_run(script, extra=[exclude])
-    return None if why is None or client.would_run(script) == why else why

@@ -20,7 +20,6 @@ class SlurmConfig(Struct, frozen=True, kw_only=True):
 
     version: tuple[int, ...]
     """``(22, 5, 8)``; empty where unknown."""
-    cluster: str | None
     kill_wait: int
     """From SIGTERM to SIGKILL on cancel, time limit and requeue."""
     slurmd_timeout: int
@@ -53,10 +52,8 @@ def config_fields(text: str) -> dict[str, str]:
 def parse_show_config(text: str) -> SlurmConfig:
     """The output of ``scontrol show config``. What is missing takes Slurm's default."""
     fields = config_fields(text)
-    cluster = fields.get("ClusterName", "(null)")
     return SlurmConfig(
         version=tuple(int(part) for part in re.findall(r"\d{1,9}", fields.get("SLURM_VERSION", ""))[:3]),
-        cluster=None if cluster == "(null)" else cluster,
         kill_wait=_seconds(fields.get("KillWait"), _KILL_WAIT),
         slurmd_timeout=_seconds(fields.get("SlurmdTimeout"), _SLURMD_TIMEOUT),
         job_requeue=fields.get("JobRequeue", "1").startswith("1"),

@@ -167,8 +167,7 @@ def test_what_looks_at_runs_shows_them(
     if len(argv) == 1 and argv[0] != "list":
         pytest.skip("only the subcommand's name")
     assert cli.main(argv) == 0, capsys.readouterr().err
-    printed = capsys.readouterr()
-    assert printed.out or "no bad nodes are recorded" in printed.err
+    assert capsys.readouterr().out
 
 
 def test_subcommands_that_are_told_of_are_all_run_somewhere() -> None:

@@ -1,4 +1,4 @@
-"""Two processes of one user on one host that change the same file of the account."""
+"""Two processes of one user on one host that change the same thing."""
 
 from __future__ import annotations
 
@@ -10,27 +10,13 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.base import host_lock as module
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.base.host_lock import host_lock, host_lock_path
+from hpc_elastic.base.host_lock import host_lock
 from hpc_elastic.launch import node_claims
 from hpc_elastic.launch.node_claims import NodeWish, open_claims
-from hpc_elastic.run import node_records
-from hpc_elastic.run.node_records import account_evidence, forget, remember
-from hpc_elastic.run.node_score import Evidence, EvidenceKind
 
-NOW = 1_800_000_000 * 10**9
-EVIDENCE = [Evidence(node=node, kind=EvidenceKind.LOST, at_ns=NOW, why="lost") for node in ("n1", "n2", "n3")]
 FORK = multiprocessing.get_context("fork")
 DEADLINE_SECONDS = 60
-
-
-@pytest.fixture(autouse=True)
-def lock_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "shm"
-    folder.mkdir()
-    monkeypatch.setattr(module, "BASES", (folder,))
-    return folder
 
 
 def in_two_processes(action: Callable[[int], None]) -> None:
@@ -42,32 +28,10 @@ def in_two_processes(action: Callable[[int], None]) -> None:
     assert [child.exitcode for child in children] == [0, 0]
 
 
-def test_two_that_forget_at_once_bring_nothing_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the lock both read the file before either writes it: who writes last restores the other's node."""
-    env = {"XDG_STATE_HOME": str(tmp_path)}
-    remember(EVIDENCE, cluster="c", run_id="r", attempt=0, now_ns=NOW, env=env)
-    both_have_read = FORK.Barrier(2)
-    read = node_records.read_json
-
-    def read_and_meet(*args: Any, **more: Any) -> Any:
-        value = read(*args, **more)
-        try:
-            both_have_read.wait(1.0)  # the other one has the file to itself first where there is a lock
-        except threading.BrokenBarrierError:
-            pass
-        return value
-
-    with monkeypatch.context() as patched:
-        patched.setattr(node_records, "read_json", read_and_meet)
-        in_two_processes(lambda index: None if forget(env, [f"n{index + 1}"]) == 1 else exit(1))
-    assert [item.node for item in account_evidence(env)] == ["n3"]
-
-
 def test_a_lock_that_is_never_released_is_waited_for_and_then_done_without(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = host_lock_path("test")
-    assert path is not None
+    path = tmp_path / "test"
     held, released = FORK.Event(), FORK.Event()
 
     def hold() -> None:

@@ -10,10 +10,9 @@ from tests.rigs.two_users import User
 
 _REMEMBER = """
 from pathlib import Path
-from hpc_elastic.run import index as run_index, node_records
+from hpc_elastic.run import index as run_index
 print(run_index.entries("1"))
 print(run_index.record(cluster="none", job_id="2", submitted_ns=1, run_dir=Path("/nowhere")))
-print(node_records.remember([], cluster="none", run_id="r", attempt=0, now_ns=1, env=__import__("os").environ))
 print(len(run_index.entries("2")))
 """
 
@@ -30,5 +29,5 @@ def test_root_leaves_nothing_in_a_users_home_and_reads_nothing_there(victim: Use
     # In the mount namespace of this command alone, so that the real home of root stays as it is.
     empty_home = ["sh", "-ec", 'mount -t tmpfs x "$0"; exec "$@"', pwd.getpwuid(0).pw_dir]
     done = sudo.run([*empty_home, sudo.interpreter, "-c", _REMEMBER], check=True)
-    assert done.stdout.split("\n") == ["[]", "None", "None", "1", ""], done.stderr
+    assert done.stdout.split("\n") == ["[]", "None", "1", ""], done.stderr
     assert [path for path in victim.home.rglob("*") if os.lstat(path).st_uid != victim.uid] == []

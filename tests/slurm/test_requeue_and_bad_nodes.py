@@ -77,10 +77,8 @@ def _wait_end(run: Run, attempt: int = 1, *, timeout: float = 90) -> None:
 def test_a_lost_node_is_left_out_of_the_next_attempt_whose_delay_is_waived(
     cluster: SlurmCluster, runs: SlurmRuns, shown_output: ShownOutput
 ) -> None:
-    """And of other jobs (--bad-nodes jobs): what runs share lies in the user's home, and here in this test's own."""
-    env = {"XDG_STATE_HOME": str(runs.folder / "state")}
-    arguments = ("submit", "--follow", "--nodes", "3", "--bad-nodes", "jobs", *SHORT, *QUICK, runs.script(STAYS))
-    with cluster.popen(["hpc-elastic", *arguments], cwd=runs.folder, env=env) as follower:
+    arguments = ("submit", "--follow", "--nodes", "3", *SHORT, *QUICK, runs.script(STAYS))
+    with cluster.popen(["hpc-elastic", *arguments], cwd=runs.folder) as follower:
         run = runs.newest()
         _lose_a_node_and_go_on(cluster, run)
         shown_output.check("bad-nodes", Session(output=run.log, folder=runs.folder))
@@ -91,21 +89,6 @@ def test_a_lost_node_is_left_out_of_the_next_attempt_whose_delay_is_waived(
     assert info["ExcNodeList"] == "n3"
     (bad,) = run.report(1)["bad_nodes"]
     assert (bad["node"], bad["excluded"]) == ("n3", True)
-
-    def excluded_of_another(*options: str) -> str:
-        asked = ("submit", "--begin", "now+1hour", "--nodes", "2", *options, *SHORT, "train.py")
-        done = runs.hpc_elastic(*asked, env=env)
-        assert done.returncode == 0, done.stderr
-        job = done.stdout.split()[1]
-        found = cluster.job_info(job)["ExcNodeList"]
-        cluster.run(["scancel", job], check=True)
-        return found
-
-    assert "n3" in runs.hpc_elastic("list", "--bad-nodes", env=env).stdout
-    assert excluded_of_another("--bad-nodes", "jobs") == "n3"
-    assert excluded_of_another() in ("", "(null)"), "by choice"
-    runs.hpc_elastic("list", "--forget-nodes", "n3", env=env)
-    assert excluded_of_another("--bad-nodes", "jobs") in ("", "(null)")
 
 
 def _lose_a_node_and_go_on(cluster: SlurmCluster, run: Run) -> None:

@@ -41,8 +41,6 @@ def test_submitits_examples_come_out_the_same_with_either_executor(cluster: Slur
 
 ONLY_HERE = """
 import json, os, signal, sys, time, submitit
-from hpc_elastic.run.node_records import remember
-from hpc_elastic.run.node_score import Evidence, EvidenceKind
 
 def where():
     env = submitit.JobEnvironment()
@@ -56,12 +54,7 @@ def killed_once():
         os.kill(os.getpid(), signal.SIGKILL)
     return [attempt, submitit.JobEnvironment().hostnames]
 
-# An account that has seen n2 fail, in an earlier run.
 os.environ["XDG_STATE_HOME"] = sys.argv[1] + "-state"
-now = time.time_ns()
-lost = Evidence(node="n2", kind=EvidenceKind.LOST, at_ns=now, why="node n2 was lost")
-remember([lost], cluster="", run_id="earlier", attempt=0, now_ns=now, env=os.environ)
-
 executor = submitit.AutoExecutor(sys.argv[1], cluster="elastic")
 executor.update_parameters(nodes=2, timeout_min=10, slurm_setup=["export FROM_SETUP=yes"], elastic_max_restarts=0)
 wide = executor.submit(where)
@@ -74,7 +67,7 @@ began = time.monotonic()
 waiting.cancel()
 cancelled = waiting.exception()
 took = time.monotonic() - began
-parameters = {"elastic_begin": "now", "slurm_teardown": [], "nodes": 3, "elastic_bad_nodes": "jobs"}
+parameters = {"elastic_begin": "now", "slurm_teardown": [], "nodes": 3, "slurm_exclude": "n2"}
 executor.update_parameters(**parameters, slurm_additional_parameters={"no-requeue": True})
 careful = executor.submit(killed_once)
 refused = []
@@ -113,7 +106,7 @@ def test_nodes_failures_and_what_slurm_refuses(cluster: SlurmCluster, runs: Slur
     assert said["pending"] == "PENDING"
     assert said["cancelled"][:2] == ["ElasticJobUncompletedError", "CANCELLED"]
     too_many, too_few_left, no_partition = said["refused"]
-    assert too_many == "nodes = 5: partition main has 4 nodes; the job would never start"
+    assert too_many == "nodes = 5: partition main has 4 nodes, 1 of them excluded; the job would never start"
     assert too_few_left == "nodes = 3: partition main has 4 nodes, 2 of them excluded; the job would never start"
     assert "artition" in no_partition
     assert [entry for entry in said["left"] if not entry.endswith("_run")] == sorted(said["runs"]), (
@@ -123,7 +116,7 @@ def test_nodes_failures_and_what_slurm_refuses(cluster: SlurmCluster, runs: Slur
 
 
 def check_careful(cluster: SlurmCluster, run: Path, said: dict[str, Any]) -> None:
-    """A job that may not be requeued, and does without a node that an earlier run of the account's lost."""
+    """A job that may not be requeued, and does without a node that its user excludes."""
     assert said["state of careful"] == "COMPLETED"
     assert [attempt for attempt, _ in said["careful"]] == [1, 1, 1], "it was killed in its first attempt, and went on"
     attempts = [json.loads((run / f"attempt-00{number}" / "attempt.json").read_text()) for number in (0, 1)]

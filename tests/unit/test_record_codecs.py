@@ -229,10 +229,7 @@ def nodes_there_and_back(record: NodeRecord, folder: Path) -> NodeRecord:
 
 
 def evidence_there_and_back(record: Evidence, folder: Path) -> Evidence:
-    env = {"XDG_STATE_HOME": str(folder)}
-    problem = node_records.remember([record], cluster="c", run_id="r", attempt=1, now_ns=10**18, env=env)
-    assert problem is None
-    (found,) = node_records.account_evidence(env, cluster="c")
+    (found,) = nodes_there_and_back(NodeRecord(evidence=(record,)), folder).evidence
     return found
 
 

@@ -33,7 +33,7 @@ DECIDED = {"array", "cluster", "created_ns", "max_nodes", "min_nodes", "uid"}
 _IMAGE = "--container-image=enroot:image"
 VALUES = {
     "after": "tar c out",
-    "bad_nodes": "jobs",
+    "bad_nodes": "off",
     "chdir": "elsewhere",
     "container_args": "--rw",
     "container_env": "PATH",

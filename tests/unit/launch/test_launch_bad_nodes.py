@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.launch.bad_nodes import checked, keep_evidence, next_nodes, nodes_needed
 from hpc_elastic.launch.site import EligibleNodes
-from hpc_elastic.run.node_records import NodeRecord, account_evidence, load_record, save_record
+from hpc_elastic.run.node_records import NodeRecord, load_record, save_record
 from hpc_elastic.run.node_score import Evidence, EvidenceKind
 from hpc_elastic.run.option_values import parse_bad_nodes
 from hpc_elastic.run.paths import RunPaths
@@ -93,36 +93,16 @@ def test_what_slurm_says_of_it_counts(why: str | None) -> None:
         assert found.exclusion.spared == (("n3", f"Slurm would have no nodes for the job: {why}"),)
 
 
-def keep(tmp_path: Path, *seen: Evidence, scope: str = "run", attempt: int = 0) -> NodeRecord:
-    env = {"XDG_STATE_HOME": str(tmp_path / "state")}
-    spec = replace(SPEC, bad_nodes=parse_bad_nodes(scope))
-    paths = RunPaths(tmp_path)
-    return keep_evidence(paths, spec, seen, attempt=attempt, cluster="c", now_ns=NOW, env=env)
+def keep(tmp_path: Path, *seen: Evidence) -> NodeRecord:
+    return keep_evidence(RunPaths(tmp_path), seen, now_ns=NOW)
 
 
 def test_evidence_adds_up_over_attempts(tmp_path: Path) -> None:
     keep(tmp_path, lost("n3"))
     save_record(RunPaths(tmp_path).nodes_json, replace(load_record(RunPaths(tmp_path).nodes_json), excluded=("n3",)))
-    record = keep(tmp_path, lost("n4"), lost("n3"), attempt=1)
+    record = keep(tmp_path, lost("n4"), lost("n3"))
     assert (set(record.evidence), record.excluded) == ({lost("n3"), lost("n4")}, ("n3",))
     assert keep(tmp_path).evidence == record.evidence
-    assert account_evidence({"XDG_STATE_HOME": str(tmp_path / "state")}) == (), "not shared unless it was asked for"
-
-
-def test_evidence_is_shared_by_choice(tmp_path: Path) -> None:
-    keep(tmp_path, lost("n3"), scope="jobs")
-    (tmp_path / "other").mkdir()
-    other = keep_evidence(
-        RunPaths(tmp_path / "other"),
-        replace(SPEC, bad_nodes=parse_bad_nodes("jobs")),
-        (),
-        attempt=0,
-        cluster="c",
-        now_ns=NOW,
-        env={"XDG_STATE_HOME": str(tmp_path / "state")},
-    )
-    assert other.evidence == (lost("n3"),)
-    assert not RunPaths(tmp_path / "other").nodes_json.exists()
 
 
 def test_a_record_that_is_torn_costs_what_it_held_and_no_more(tmp_path: Path) -> None:
@@ -134,7 +114,7 @@ def test_a_record_that_is_torn_costs_what_it_held_and_no_more(tmp_path: Path) ->
 def _apart(node: str, *, ago: float = 1.0, attempt: int = 0, fingerprint: str = "ImportError:1") -> Evidence:
     return Evidence(
         node=node, kind=EvidenceKind.APART, at_ns=NOW - int(ago * HOUR), why="all its workers failed alike",
-        code="train.py", fingerprint=fingerprint, run_id="r", attempt=attempt, round=0,
+        fingerprint=fingerprint, attempt=attempt, round=0,
     )  # fmt: skip
 
 

@@ -47,8 +47,6 @@ SUCCESS = replace(TOO_FEW, outcome=Outcome.SUCCEEDED, reason="")
 class Site:
     """Remembers what it was asked for, and looks at the disk at that moment."""
 
-    cluster_name = "c"
-
     def __init__(self, paths: RunPaths) -> None:
         self.paths = paths
         self.plans: list[NextAttempt] = []
@@ -211,7 +209,7 @@ def test_an_attempt_that_ends_the_run_asks_slurm_nothing(world: tuple[Site, Call
     site.eligible_nodes = lambda: pytest.fail("asked")  # type: ignore[method-assign]
     end(SUCCESS)
     assert site.plans == []
-    assert [item.node for item in load_record(site.paths.nodes_json).evidence] == ["n3"], "for other jobs, say"
+    assert [item.node for item in load_record(site.paths.nodes_json).evidence] == ["n3"]
 
 
 @pytest.mark.parametrize(

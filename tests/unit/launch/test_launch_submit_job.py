@@ -15,8 +15,6 @@ from hpc_elastic.options.job_options import OPTIONS
 from hpc_elastic.options.run_request import slurm_job
 from hpc_elastic.options.sbatch import ScriptLines
 from hpc_elastic.options.table import parse
-from hpc_elastic.run.node_records import load_record, remember
-from hpc_elastic.run.node_score import Evidence, EvidenceKind
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import load_run_spec
 from hpc_elastic.slurm.client import CommandSlurmClient
@@ -27,7 +25,7 @@ HINTS = MessageHints(another_folder="give another", this_machine="cluster='local
 
 
 class Site:
-    """A login node of a Slurm with nodes n1..n4, of which earlier jobs have found n2 bad."""
+    """A login node of a Slurm with nodes n1..n4."""
 
     def __init__(self, root: Path) -> None:
         self.slurm = FakeSlurm()
@@ -35,8 +33,6 @@ class Site:
         self.env = {"XDG_STATE_HOME": str(root / "state"), "PWD": os.getcwd()}
         self.runs = root / "runs"
         self.told: list[str] = []
-        seen = Evidence(node="n2", kind=EvidenceKind.LOST, at_ns=self.clock.time_ns(), why="node n2 was lost")
-        assert remember([seen], cluster="", run_id="r", attempt=0, now_ns=self.clock.time_ns(), env=self.env) is None
 
     def submission(self, *argv: str, shared: bool = True, array: str | None = None) -> Submission:
         given = [*argv, *(["--allow-local-runs-dir"] if shared else []), "/bin/true"]
@@ -67,28 +63,17 @@ def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
 
 
-def test_bad_nodes_of_other_jobs_are_left_out(site: Site) -> None:
-    submission = site.submission("--nodes=2", "--exclude=n4", "--bad-nodes=jobs,share=0.5")
-    site.submit(submission)
-    assert site.sbatch == ["--exclude=n[2,4]", str(submission.paths.script)]
-    assert load_record(submission.paths.nodes_json).excluded == ("n2",), "n4 is the user's own"
-    assert site.told == ["n2 is left out: node n2 was lost"]
-    assert site.commands().count("sinfo") == 1
-
-
-def test_each_task_of_an_array_knows_whom_it_does_without(site: Site) -> None:
-    """Else a requeue would take the list for the user's own, and never let the node in again."""
-    submission = site.submission("--nodes=2", "--bad-nodes=jobs,share=0.5", array="0-2%2")
+def test_each_task_of_an_array_has_a_place(site: Site) -> None:
+    submission = site.submission("--nodes=2", "--exclude=n4", array="0-2%2")
     filled: list[list[bool]] = []
     site.submit(submission, fill=lambda: filled.append([place.run_json.is_file() for place in submission.places]))
     assert filled == [[True, True, True]]
     assert [place.root.name for place in submission.places] == ["task-0", "task-1", "task-2"]
-    for place in submission.places:
-        assert load_record(place.nodes_json).excluded == ("n2",)
-        assert place.job_log.is_file()
+    assert all(place.job_log.is_file() for place in submission.places)
     assert "#SBATCH --array=0-2%2" in submission.script
     assert load_run_spec(submission.paths.run_json).array == "0-2%2"
     assert not submission.paths.job_log.exists()
+    assert (site.sbatch, site.commands().count("sinfo")) == ([str(submission.paths.script)], 1)
 
 
 def test_sbatchs_own_variable_makes_an_array_only_where_it_may(site: Site) -> None:

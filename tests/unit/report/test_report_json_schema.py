@@ -225,7 +225,7 @@ BAD_NODE: dict[str, Any] = {
     "score": NUMBER,
     "excluded": BOOL,
     "until_ns": INT,
-    "evidence": [{"kind": TEXT, "why": TEXT, "at_ns": INT, "run_id": TEXT, "attempt": INT, "round": INT}],
+    "evidence": [{"kind": TEXT, "why": TEXT, "at_ns": INT, "attempt": INT, "round": INT}],
 }
 RUN: dict[str, Any] = {
     "version": INT,

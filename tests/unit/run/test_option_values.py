@@ -52,7 +52,8 @@ TRAVELLING: tuple[tuple[str, Any, Any], ...] = (
     ("redirects", "3", StreamChoice(default=Std.ALL)),
     ("tee", "0:3,12:1", StreamChoice(by_local_rank={0: Std.ALL, 12: Std.OUT})),
     ("rdzv_conf", {"timeout": "900", "doorbell": "off"}, {"timeout": 900.0, "doorbell": False}),
-    ("bad_nodes", "jobs,hours=2,share=0.5", BadNodeSettings(scope=Scope.JOBS, hours=2, share=0.5)),
+    ("bad_nodes", "off,hours=2,share=0.5", BadNodeSettings(scope=Scope.OFF, hours=2, share=0.5)),
+    ("bad_nodes", {"scope": "jobs", "hours": 2.0}, BadNodeSettings()),
     ("bad_nodes", "a newer version's", BadNodeSettings()),
 )
 
@@ -268,7 +269,6 @@ def test_metrics_that_make_no_sense(text: str) -> None:
         ("", BadNodeSettings()),
         ("run", BadNodeSettings()),
         ("off", BadNodeSettings(scope=Scope.OFF)),
-        ("jobs,hours=2", BadNodeSettings(scope=Scope.JOBS, hours=2)),
         ("run, share=0.5 ,hours=0.5", BadNodeSettings(share=0.5, hours=0.5)),
         ("share=1", BadNodeSettings(share=1)),
     ],
@@ -278,13 +278,14 @@ def test_bad_nodes(text: str, settings: BadNodeSettings) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["on", "run,jobs", "hours=0", "hours=-1", "hours=x", "hours=nan", "share=1.1", "share=", "run,", "hours"]
+    "text",
+    ["on", "run,off", "jobs", "hours=0", "hours=-1", "hours=x", "hours=nan", "share=1.1", "share=", "run,", "hours"],
 )
 def test_bad_nodes_that_make_no_sense(text: str) -> None:
     with pytest.raises(UsageError, match="--bad-nodes"):
         parse_bad_nodes(text)
 
 
-@pytest.mark.parametrize("text", ["run", "jobs,hours=2", "off,share=0.5"])
+@pytest.mark.parametrize("text", ["run", "run,hours=2", "off,share=0.5"])
 def test_bad_nodes_are_shown_as_they_are_written(text: str) -> None:
     assert str(parse_bad_nodes(text)) == text

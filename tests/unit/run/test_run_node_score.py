@@ -18,8 +18,8 @@ def seen(node: str = "n1", kind: EvidenceKind = EvidenceKind.LOST, *, ago: float
     return Evidence(node=node, kind=kind, at_ns=NOW - int(ago * HOUR), **more)  # type: ignore[arg-type]
 
 
-def first(node: str, fingerprint: str = "signal:SIGSEGV", *, ago: float = 1.0, code: str = "train.py") -> Evidence:
-    return seen(node, EvidenceKind.FIRST_FAILURE, ago=ago, fingerprint=fingerprint, code=code)
+def first(node: str, fingerprint: str = "signal:SIGSEGV", *, ago: float = 1.0) -> Evidence:
+    return seen(node, EvidenceKind.FIRST_FAILURE, ago=ago, fingerprint=fingerprint)
 
 
 def bad(*evidence: Evidence, hours: float = 24) -> list[str]:
@@ -48,7 +48,6 @@ def test_a_failure_that_moves_with_the_code_speaks_against_no_node() -> None:
     assert bad(*repeated) == ["n3"]
     assert bad(*repeated, first("n4")) == []
     assert bad(*repeated, first("n4", "signal:SIGBUS")) == ["n3"], "another failure is no move"
-    assert bad(*repeated, first("n4", code="other.py")) == ["n3"], "nor the same words of other code"
     assert bad(*repeated, seen("n3"), first("n4")) == ["n3"], "and a lost node was lost all the same"
 
 
@@ -105,7 +104,6 @@ evidences = st.lists(
         node=st.sampled_from((*NAMES, "gone", "None assigned", "(null)", "")),
         kind=st.sampled_from(EvidenceKind),
         at_ns=st.integers(NOW - 40 * HOUR, NOW + 2 * HOUR),
-        code=st.sampled_from(("a.py", "b.py")),
         fingerprint=st.sampled_from(("", "signal:SIGSEGV", "ValueError:1")),
     ),
     max_size=30,

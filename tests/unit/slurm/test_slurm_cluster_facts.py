@@ -13,7 +13,6 @@ def test_config(version: str) -> None:
     config = parse_show_config(captured(version, "scontrol-show-config")[1])
     assert config == SlurmConfig(
         version=tuple(int(part) for part in version.split(".")),
-        cluster="rig",
         kill_wait=5,
         slurmd_timeout=20,
         job_requeue=True,
@@ -39,8 +38,8 @@ def test_requeue_delay(lines: str, delay: int) -> None:
 
 
 def test_what_is_missing_or_unreadable_takes_slurms_default() -> None:
-    config = parse_show_config("KillWait = soon\nJobRequeue = 0\nSlurmdTimeout = 0 sec\nClusterName = (null)\n")
-    assert (config.kill_wait, config.job_requeue, config.slurmd_timeout, config.cluster) == (30, False, 0, None)
+    config = parse_show_config("KillWait = soon\nJobRequeue = 0\nSlurmdTimeout = 0 sec\n")
+    assert (config.kill_wait, config.job_requeue, config.slurmd_timeout) == (30, False, 0)
     assert (config.version, config.version_text, config.min_job_age) == ((), "", 300)
 
 

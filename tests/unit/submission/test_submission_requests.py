@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import operator
 import os
 from pathlib import Path
@@ -15,8 +14,6 @@ from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.submit_job import Submission
 from hpc_elastic.run import index
-from hpc_elastic.run.node_records import load_record, remember
-from hpc_elastic.run.node_score import Evidence, EvidenceKind
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.slurm.client import CommandSlurmClient
 from hpc_elastic.slurm.errors import SubmissionRefusedError
@@ -30,7 +27,7 @@ TEMPLATE = "#!/bin/bash\n#SBATCH --qos=mine --time=40\n@SBATCH_LINES@\ntrap '' U
 
 @pytest.fixture
 def slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeSlurm:
-    """Nodes n1..n4, of which earlier jobs of this account have found n2 bad."""
+    """Nodes n1..n4."""
     found = FakeSlurm()
 
     def client(submission: Submission, env: object, clock: SystemClock, log: object) -> CommandSlurmClient:
@@ -42,9 +39,6 @@ def slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeSlurm:
         monkeypatch.setenv(f"HPC_ELASTIC_{name}_CONFIG", "")
     for name in ("SLURM_CLUSTER_NAME", "SLURM_CLUSTERS", "SBATCH_CLUSTERS", "SBATCH_PARTITION", "SBATCH_EXCLUDE"):
         monkeypatch.delenv(name, raising=False)
-    now = SystemClock().time_ns()
-    seen = Evidence(node="n2", kind=EvidenceKind.LOST, at_ns=now, why="node n2 was lost")
-    assert remember([seen], cluster="", run_id="r", attempt=0, now_ns=now, env=os.environ) is None
     return found
 
 
@@ -54,31 +48,18 @@ def executor(folder: Path, **parameters: Any) -> ElasticExecutor:
     return found
 
 
-def sbatch(slurm: FakeSlurm) -> list[str]:
-    (found,) = (call for call in slurm.calls if call[:2] == ["sbatch", "--parsable"])
-    return found[2:-1]
-
-
-def test_a_bad_node_of_other_jobs_is_left_out(
-    slurm: FakeSlurm, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        job = executor(tmp_path, nodes=2, bad_nodes="jobs").submit(operator.add, 1, 2)
-    assert sbatch(slurm) == ["--exclude=n2"]
-    assert "n2 is left out: node n2 was lost" in caplog.messages
-    assert load_record(RunPaths(job.run_dir).nodes_json).excluded == ("n2",)
+def test_a_job_is_found_by_its_id(slurm: FakeSlurm, tmp_path: Path) -> None:
+    job = executor(tmp_path, nodes=2).submit(operator.add, 1, 2)
     assert index.find(job.job_id) == job.run_dir
 
 
-def test_so_it_is_for_each_task_of_an_array(slurm: FakeSlurm, tmp_path: Path) -> None:
-    jobs = executor(tmp_path, bad_nodes="jobs", array_parallelism=2).map_array(operator.neg, [1, 2, 3])
-    assert sbatch(slurm) == ["--exclude=n2"]
+def test_each_task_of_an_array_has_its_place(slurm: FakeSlurm, tmp_path: Path) -> None:
+    jobs = executor(tmp_path, array_parallelism=2).map_array(operator.neg, [1, 2, 3])
     assert [job.job_id for job in jobs] == [f"1000_{task}" for task in range(3)]
     script = (jobs[0].run_dir.parent / "job.sbatch").read_text()
     assert "#SBATCH --array=0-2%2\n" in script
     for task, job in enumerate(jobs):
         assert job.run_dir.name == f"task-{task}"
-        assert load_record(RunPaths(job.run_dir).nodes_json).excluded == ("n2",)
         assert job.submission().args == (task + 1,)
 
 
