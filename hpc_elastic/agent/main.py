@@ -117,7 +117,6 @@ def agent_main(argv: Sequence[str]) -> int:
         max_restarts=spec.max_restarts,
         max_same_failures=spec.max_same_failures,
         restart_window=spec.restart_window,
-        restart_steps=spec.restart_steps,
     )
     session = prepare_session(
         spec=spec,

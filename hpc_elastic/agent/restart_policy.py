@@ -33,8 +33,6 @@ class RestartPolicy(Struct, frozen=True, kw_only=True):
     """So many times the same fingerprint with no progress between: a bug in the script. 0: never."""
     restart_window: float | None = None
     """Seconds that workers must have run for the whole budget to be there again; None: time does not refill it."""
-    restart_steps: int | None = None
-    """Steps beyond the furthest one at the last failure that do the same; None: steps do not refill it."""
 
     def decide_restart(self, record: RoundRecord, failures: Sequence[NodeFailure], node_lost: bool) -> RestartDecision:
         """Decide about the failures of the round before `record`'s.
@@ -48,7 +46,7 @@ class RestartPolicy(Struct, frozen=True, kw_only=True):
         if node_lost and all(f.failure_class == "symptom" for f in failures):
             return RestartDecision(go_on=True, counts=False, reason="", memory=memory)
         cause = first_failure(failures)
-        refilled = self._why_refilled(memory, failures) if record.restarts_used else ""
+        refilled = self._why_refilled(failures) if record.restarts_used else ""
         memory, limit = self._remember(memory, failures, cause)
         apart = _apart(record, failures)
         known = cause.failure_class != FailureClass.SYMPTOM.value
@@ -78,12 +76,9 @@ class RestartPolicy(Struct, frozen=True, kw_only=True):
             refills=bool(refilled),
         )
 
-    def _why_refilled(self, before: FailureMemory, failures: Sequence[NodeFailure]) -> str:
+    def _why_refilled(self, failures: Sequence[NodeFailure]) -> str:
         """What progress since the last failure makes the budget whole again; empty for none."""
-        steps = max(f.step for f in failures) - before.step
         seconds = max(f.seconds for f in failures)
-        if self.restart_steps is not None and steps >= self.restart_steps and before.step + steps >= 0:
-            return f"{steps} good steps"
         if self.restart_window is not None and seconds >= self.restart_window:
             return f"{seconds:.0f} good seconds"
         return ""

@@ -99,11 +99,6 @@ OPTIONS = (
         help="reset the restart counter after the workers have run this long (default: never)",
     ),
     Option(
-        group=Group.RECOVERY, names=("--restart-steps",), dest="restart_steps", metavar="N",
-        parse=whole(least=1, most=1_000_000_000), field="restart_steps",
-        help="reset the restart counter N steps (hpc_elastic.heartbeat) beyond the last failure (default: never)",
-    ),
-    Option(
         group=Group.RECOVERY, names=("--grow",), dest="grow", metavar="checkpoint|now|never",
         parse=one_of(GrowPolicy), field="grow",
         help="when a late node is added to a run that is smaller than MAX: checkpoint (the default), after the "
@@ -339,6 +334,7 @@ REFUSED: Mapping[str, str] = {
 }
 REMOVED: Mapping[str, str] = {
     "--het": NO_HET_JOBS,
+    "--restart-steps": "use --restart-window SECONDS",
     "--node-prolog": "--setup runs shell on each node before the workers start",
     "--node-epilog": "--srun-arg=--task-epilog=PROGRAM runs on each node after its agent, --after after the run",
 }

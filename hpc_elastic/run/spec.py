@@ -113,8 +113,6 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     """The same fingerprint so many times with no progress between is a bug in the script; 0: never."""
     restart_window: float | None = None
     """Workers that ran this long have the whole of `max_restarts` again; None: time does not refill it."""
-    restart_steps: int | None = None
-    """So many steps beyond the last failure's do the same; None: steps do not."""
     section_timeouts: SectionTimeouts = field(default_factory=SectionTimeouts)
     hangs: HangSettings = field(default_factory=HangSettings)
     health_checks: Mapping[Check, float] = field(default_factory=lambda: dict(DEFAULT_LIMITS))

@@ -181,8 +181,8 @@ def test_nobody_is_judged_who_was_not_asked_for(tmp_path: Path) -> None:
         assert run.events("hang") == []
 
 
-def test_steps_are_progress_for_the_budget_and_for_the_same_failure_again(tmp_path: Path) -> None:
-    """Three times the same exception with one restart: each time some steps later than before."""
+def test_the_same_failure_some_steps_later_is_not_the_same_again(tmp_path: Path) -> None:
+    """Three times the same exception, each time some steps later than before."""
     script = """
     import hpc_elastic
     hpc_elastic.heartbeat(step=10 * (ROUND + 1))
@@ -193,13 +193,13 @@ def test_steps_are_progress_for_the_budget_and_for_the_same_failure_again(tmp_pa
     if ROUND < 3:
         wait_for("never")
     """
-    with LocalRun(tmp_path, script, options=["--max-restarts", "1", "--restart-steps", "10"]) as run:
+    with LocalRun(tmp_path, script, options=["--max-restarts", "1", "--restart-window", "0"]) as run:
         assert run.finish() == ExitCode.OK
         finals = run.events("round_final")
         assert {(event["round"], event["restarts_used"]) for event in finals} == {(0, 0), (1, 1), (2, 1), (3, 1)}
         assert [event["last_step"] for event in run.events("worker_failed")] == [10, 20, 30]
         assert run.report()["verdict"]["failure"]["last_step"] == 30
-        assert "restart 1 of 1 (0 left, refilled by 10 good steps)" in run.attempt().report_text.read_text()
+        assert "restart 1 of 1 (0 left, refilled by" in run.attempt().report_text.read_text()
 
 
 _OWN_SHM = """

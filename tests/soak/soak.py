@@ -120,7 +120,7 @@ class Soak:
         self.run = self._runs.submit(
             *("--nodes", size.nodes, "--spares", str(size.spares), "-t", "120"),
             *(("-p", size.partition) if size.partition else ()),
-            *("--nproc-per-node", "1", "--max-restarts", "3", "--restart-steps", "3", "--max-requeues", "500"),
+            *("--nproc-per-node", "1", "--max-restarts", "3", "--restart-window", "5", "--max-requeues", "500"),
             *("--shutdown-timeout", "5", "--grace", "30", "--rdzv-conf", f"heartbeat_ttl={size.ttl:g}"),
             *("--section-timeouts", f"setup:120,load:{size.hang:g},step:{3 * size.hang:g}"),
             *("trainer.py", str(self._work), "--pace", f"{size.pace:g}"),

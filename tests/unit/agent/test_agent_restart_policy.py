@@ -120,13 +120,9 @@ def test_a_budget_of_nothing_allows_one_start() -> None:
 @pytest.mark.parametrize(
     ("policy", "now", "refilled"),
     [
-        ({"restart_steps": 100}, {"step": 110}, "100 good steps"),
-        ({"restart_steps": 100}, {"step": 109}, ""),
-        ({"restart_steps": 100}, {"step": -1, "seconds": 1e6}, ""),
         ({"restart_window": 3600.0}, {"seconds": 3600.0}, "3600 good seconds"),
         ({"restart_window": 3600.0}, {"seconds": 3599.0}, ""),
         ({"restart_window": None}, {"step": 10**6, "seconds": 1e6}, ""),
-        ({"restart_window": 3600.0, "restart_steps": 100}, {"step": 12, "seconds": 4000.0}, "4000 good seconds"),
     ],
 )
 def test_progress_refills_the_budget_where_asked_for(
@@ -144,17 +140,9 @@ def test_progress_refills_the_budget_where_asked_for(
 
 
 def test_an_untouched_budget_is_not_said_to_be_refilled() -> None:
-    decision = decide_restart(failure(step=500), policy=replace(POLICY, restart_steps=1))
+    decision = decide_restart(failure(seconds=500.0), policy=replace(POLICY, restart_window=1.0))
     assert not decision.refills
     assert decision.reason == "restart 1 of 3 (2 left) after: ValueError: x"
-
-
-def test_steps_that_were_made_before_are_no_progress_again() -> None:
-    """A restart goes back to a checkpoint: what counts is what lies beyond the furthest step."""
-    policy = replace(POLICY, restart_window=None, restart_steps=50)
-    memory = FailureMemory(step=1000)
-    assert not decide_restart(failure(step=1049), used=1, memory=memory, policy=policy).refills
-    assert decide_restart(failure(step=1050), used=1, memory=memory, policy=policy).refills
 
 
 def test_of_several_hangs_the_furthest_behind_is_the_cause() -> None:

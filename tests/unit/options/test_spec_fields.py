@@ -24,7 +24,6 @@ def test_nothing_is_given_by_default() -> None:
 @pytest.mark.parametrize(
     ("argv", "field", "value"),
     [
-        (["--restart-steps=500"], "restart_steps", 500),
         (["--restart_window", "3600"], "restart_window", 3600.0),
         (["--grow=now"], "grow", GrowPolicy.NOW),
         (["--health-checks=tmp=1K"], "health_checks", {Check.TMP: 1024.0}),
@@ -44,8 +43,6 @@ def test_what_was_asked_for(argv: list[str], field: str, value: object) -> None:
     ("argv", "words"),
     [
         (["--section-timeouts", "step"], "--section-timeouts step: 'step'"),
-        (["--restart-steps", "0"], "--restart-steps 0: give a whole number from 1 to 1000000000"),
-        (["--restart-steps", "many"], "--restart-steps many"),
         (["--restart-window", "-1"], "--restart-window -1: give seconds, 0 or more"),
         (["--grow=later"], "--grow later: give one of checkpoint, now, never"),
         (["--health-checks", "disk"], "--health-checks disk: 'disk' is not a check"),
