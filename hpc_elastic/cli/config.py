@@ -21,6 +21,7 @@ from hpc_elastic.options.help_text import Help, render_help
 from hpc_elastic.options.resolve import Origin, Resolved, resolve
 from hpc_elastic.options.run_request import ALL_OPTIONS, REFUSED, YIELDS, check_values, current_directory, default_of
 from hpc_elastic.options.table import Group, HelpWanted, Keys, Option, Parsed, explaining, key_of, parse
+from hpc_elastic.options.worker_options import UNNEEDED
 from hpc_elastic.output.terminal import each_line
 
 
@@ -55,7 +56,7 @@ def read_command_line(
     others = {
         name: option.only or "submit" for option in ALL_OPTIONS if option.dest in left_out for name in option.names
     }
-    given = parse(argv, options, refused=REFUSED, env={}, elsewhere=others)
+    given = parse(argv, options, refused=REFUSED, env={}, elsewhere=others, unneeded=UNNEEDED)
     if given.help is None:
         here = current_directory(env)
         parsed = resolve(given, ALL_OPTIONS, env=env, here=here, left_out=left_out, yields=YIELDS).parsed
@@ -113,7 +114,7 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UsageError: something that submit would refuse, but for the script.
     """
-    given = parse(argv, OPTIONS, refused=REFUSED, env={})
+    given = parse(argv, OPTIONS, refused=REFUSED, env={}, unneeded=UNNEEDED)
     if given.help is not None:
         _print_help("config", HELP, OPTIONS, given.help)
         return 0

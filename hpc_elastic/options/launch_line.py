@@ -39,7 +39,7 @@ _RENDEZVOUS = (
     "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--master-addr", "--master-port", "--node-rank", "--standalone",
     "--local-addr", "--machine-rank", "--main-process-ip", "--main-process-port",
 )  # fmt: skip
-_NOT_NEEDED = "not needed"
+_UNNEEDED: Mapping[str, Option] = {name: option for option in worker_options.UNNEEDED for name in option.names}
 _IN_ACCELERATE = {"--num-machines": "--nnodes"}
 _WRAPPERS = ("time", "exec", "nohup", "command")
 
@@ -246,12 +246,8 @@ def _torchrun(words: Sequence[str], launch: Launch, *, accelerate: bool = False)
         name, equals, value = word.partition("=")
         name = name.replace("_", "-") if name.startswith("--") else name
         name = {"-t": "--tee", **(_IN_ACCELERATE if accelerate else {})}.get(name, name)
-        option = _OF_WORKERS.get(name)
-        takes_value = (
-            option.metavar is not None
-            if option is not None
-            else name in (*_RENDEZVOUS, "--num-processes") and name != "--standalone"
-        )
+        option = _UNNEEDED.get(name) or _OF_WORKERS.get(name)
+        takes_value = option.metavar is not None if option is not None else name in (*_RENDEZVOUS, "--num-processes")
         if takes_value and not equals and rest:
             value = rest.pop(0)
         _worker_option(name, value, option, launch)
@@ -264,6 +260,8 @@ def _torchrun(words: Sequence[str], launch: Launch, *, accelerate: bool = False)
 def _worker_option(name: str, value: str, option: Option | None, launch: Launch) -> None:
     if name in _RENDEZVOUS:
         launch.rendezvous.append(name)
+    elif name in _UNNEEDED:
+        launch.notes.append(f"{name}: not needed, {_UNNEEDED[name].help}")
     elif option is not None and option.dest == "nodes":
         launch.nnodes = value
     elif option is not None and option.dest == "nproc_per_node" and OF_THE_JOB.search(value):
@@ -279,7 +277,4 @@ def _worker_option(name: str, value: str, option: Option | None, launch: Launch)
         launch.notes.append(f"{name} {value}: by default one worker for each GPU that Slurm gives the node")
     else:
         why = worker_options.REFUSED.get(name, "it is none of hpc-elastic's options; set it in the script")
-        if why.startswith(_NOT_NEEDED):
-            launch.notes.append(f"{name} is {why.partition('; leave it out')[0]}")
-            return
         raise UsageError(f"{name}: {why}; take it out of the line that starts the workers, and convert again")

@@ -171,6 +171,7 @@ def parse(
     refused: Mapping[str, str],
     env: Mapping[str, str],
     elsewhere: Mapping[str, str] | None = None,
+    unneeded: Sequence[Option] = (),
 ) -> Parsed:
     """Read `argv` up to the first word that is not an option, or ``--``.
 
@@ -180,11 +181,14 @@ def parse(
         refused: Long options that will never be, with the reason and the way out.
         env: For options that have a variable.
         elsewhere: Options of another subcommand → which.
+        unneeded: Another program's that mean nothing here: refused all together. The help is the reason.
 
     Raises:
         UsageError: an option that is unknown, refused, or without its value.
     """
     by_name = {name: option for option in options for name in option.names}
+    meaningless = {name: option for option in unneeded for name in option.names}
+    leave_out: dict[str, str] = {}
     reading = _Reading()
     index = 0
     while index < len(argv):
@@ -200,7 +204,13 @@ def parse(
             return Parsed(values={}, sources={}, command=(), help=HelpWanted.ALL)
         name, value = _split(word, by_name)
         option = by_name.get(name)
+        if name in meaningless:
+            leave_out[name] = meaningless[name].help
+            index += 2 if value is None and meaningless[name].metavar is not None else 1
+            continue
         if option is None:
+            if leave_out:
+                break
             raise _unknown(name, by_name, refused, elsewhere or {})
         if option.metavar is None:
             if value is not None:
@@ -217,6 +227,10 @@ def parse(
             raise UsageError(f"{name} needs a value ({option.metavar})")
         reading.add(option, value, name)
         index += 1
+    if leave_out:
+        them = "it" if len(leave_out) == 1 else "them"
+        why = "; ".join(dict.fromkeys(leave_out.values()))
+        raise UsageError(f"{', '.join(leave_out)}: not needed: {why}; leave {them} out")
     _from_environment(options, env, reading)
     return Parsed(
         values={dest: tuple(values) for dest, values in reading.values.items()},

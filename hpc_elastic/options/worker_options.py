@@ -162,10 +162,6 @@ OPTIONS = (
         help="SCRIPT is a command and is not run by Python",
     ),
     Option(
-        group=Group.WORKERS, names=("--run-path",), dest="run_path", env="PET_RUN_PATH",
-        help="accepted for compatibility with torchrun; a script always runs as __main__",
-    ),
-    Option(
         group=Group.WORKERS, names=("--python",), dest="python", metavar="PATH", path=True,
         executes=True,
         help="Python interpreter of the workers (default: the one that runs hpc-elastic)",
@@ -318,22 +314,31 @@ OPTIONS = (
     ),
 )  # fmt: skip
 
-_NOTHING_TO_POINT_AT = "not needed: nodes find each other through files in the run directory; leave it out"
+_MEETING = "nodes find each other through files in the run directory"
+_NODE_RANK = "Slurm says which node is which"
+UNNEEDED = tuple(
+    Option(names=(name,), dest="", metavar=metavar, help=why)
+    for name, metavar, why in (
+        ("--rdzv-backend", "NAME", _MEETING),
+        ("--rdzv-endpoint", "ADDRESS", _MEETING),
+        ("--standalone", None, _MEETING),
+        ("--local-addr", "ADDRESS", "the address of each node is detected"),
+        ("--node-rank", "N", _NODE_RANK),
+        ("--machine-rank", "N", _NODE_RANK),
+        ("--multi-gpu", None, "each worker gets its rank"),
+        ("--run-path", None, "a script always runs as __main__"),
+        ("--logs-specs", "NAME", "each worker has its own files in the run directory"),
+        ("--event-log-handler", "NAME", "events are in the run directory"),
+        ("--log-line-prefix-template", "TEXT", "lines begin with [host:rank]"),
+    )
+)
+"""Options of torchrun and accelerate that mean nothing here, each with the reason as its help."""
 REFUSED: Mapping[str, str] = {
-    "--rdzv-backend": _NOTHING_TO_POINT_AT,
-    "--rdzv-endpoint": _NOTHING_TO_POINT_AT,
-    "--standalone": "not needed: each run has its own run directory; leave it out",
-    "--node-rank": "not needed: Slurm says which node is which; leave it out",
-    "--machine-rank": "not needed: Slurm says which node is which; leave it out",
-    "--multi-gpu": "not needed: each worker gets its rank; leave it out",
     "--mixed-precision": "not a launcher's option: set it in the script, as in Accelerator(mixed_precision='bf16')",
-    "--local-addr": "not needed: the address of each node is detected; leave it out",
-    "--logs-specs": "not supported: each worker has its own files in the run directory",
-    "--event-log-handler": "not supported: events are in the run directory",
-    "--log-line-prefix-template": "not supported: lines begin with [host:rank]",
 }
 REMOVED: Mapping[str, str] = {
     "--het": NO_HET_JOBS,
+    "--run-path": "a script always runs as __main__; leave it out",
     "--restart-steps": "use --restart-window SECONDS",
     "--node-prolog": "--setup runs shell on each node before the workers start",
     "--node-epilog": "--srun-arg=--task-epilog=PROGRAM runs on each node after its agent, --after after the run",

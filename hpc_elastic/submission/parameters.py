@@ -39,7 +39,7 @@ _OWN = (
 )  # fmt: skip
 _NOT_HERE = frozenset(
     (
-        "module", "no_python", "run_path", "start_method", "python", "wait", "follow", "dry_run", "array", "output",
+        "module", "no_python", "start_method", "python", "wait", "follow", "dry_run", "array", "output",
         "error", "runs_dir", "run_id", "chdir", "cluster", "nproc_per_node", "grace", "signal", "preemption_signal",
     )
 )  # fmt: skip

@@ -103,6 +103,7 @@ def test_commands_are_found_at_all() -> None:
 @pytest.mark.parametrize("page", [page for page in PAGES if page.suffix == ".md"], ids=lambda page: page.name)
 def test_options_that_are_named_exist(page: Path) -> None:
     known = {name for option in RUN_OPTIONS for name in option.names} | set(worker_options.REFUSED) | ELSEWHERE
+    known |= {name for option in worker_options.UNNEEDED for name in option.names}
     known |= set(worker_options.REMOVED) if page.name == "changelog.md" else set()
     example = (ROOT / "docs" / "examples" / "train_digits.py").read_text(encoding="utf-8")
     known |= set(re.findall(r'add_argument\("(--[a-z-]+)"', example))

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.options import job_options, worker_options
-from hpc_elastic.options.run_request import REFUSED
 from hpc_elastic.run.log_pieces import find_pieces, piece_path
 from hpc_elastic.run.option_values import Std, parse_local_ranks, parse_std_streams, shown_in_job_log
 from tests.rigs.local_run import ROOT, LocalRun
@@ -251,6 +250,6 @@ def test_no_option_of_torchrun_is_unknown() -> None:
     names = [name for name in done.stdout.split() if name not in ("-h", "--help")]
     assert "--duplicate-stdout-filters" in names
     options = {name: option for option in worker_options.OPTIONS for name in option.names}
-    options |= {name: option for option in job_options.OPTIONS for name in option.names}
-    known = {*options, *REFUSED, "-t"}  # -t is sbatch's time limit
+    options |= {name: option for option in (*job_options.OPTIONS, *worker_options.UNNEEDED) for name in option.names}
+    known = {*options, "-t"}  # -t is sbatch's time limit
     assert [name for name in names if name not in known and name.replace("_", "-") not in known] == []

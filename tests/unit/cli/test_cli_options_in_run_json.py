@@ -26,8 +26,6 @@ TRAVELS_AS = {
     "srun_args": "srun_args",
 }
 """`Option.dest` → the field, where they differ in name or in kind."""
-STAYS = {"run_path"}
-"""Of the workers' options: accepted as torchrun's, and without effect."""
 DECIDED = {"array", "cluster", "created_ns", "max_nodes", "min_nodes", "uid"}
 """Fields that no single option gives here: `slurm_job` puts the array's tasks in."""
 _IMAGE = "--container-image=enroot:image"
@@ -81,7 +79,6 @@ TRAVELLING = [
     if option.dest in FIELDS.keys() - DECIDED
     or option.dest in TRAVELS_AS
     or option in (*worker_options.OPTIONS, *hook_options.OPTIONS)
-    if option.dest not in STAYS
 ]
 
 
@@ -134,5 +131,5 @@ def test_every_field_is_given_by_an_option_or_decided() -> None:
 
 def test_the_tables_above_name_what_there_is() -> None:
     dests = {option.dest for option in ALL_OPTIONS}
-    assert {*TRAVELS_AS, *STAYS, *VALUES, *TOGETHER, *DERIVED} <= dests
+    assert {*TRAVELS_AS, *VALUES, *TOGETHER, *DERIVED} <= dests
     assert FIELDS.keys() >= DECIDED

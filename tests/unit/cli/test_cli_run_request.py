@@ -28,7 +28,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def read(*argv: str, **env: str) -> Parsed:
-    return parse(argv, TABLE, refused=worker_options.REFUSED, env=env)
+    return parse(argv, TABLE, refused=worker_options.REFUSED, env=env, unneeded=worker_options.UNNEEDED)
 
 
 def spec(here: Path, *argv: str, **env: str) -> RunSpec:
@@ -96,7 +96,7 @@ def test_every_torchrun_option(here: Path) -> None:
         here,
         *("--nproc_per_node=8", "--max_restarts=7", "--monitor_interval=0.5", "--role", "trainer", "-r", "1"),
         *("--tee=0:3,1:1", "--local_ranks_filter=1,0", "--rdzv_conf=timeout=30,doorbell=off", "--rdzv_id=run7"),
-        *("--master_port=29500", "--master-addr=n1", "--start_method=spawn", "--run_path", "--shutdown_timeout=5"),
+        *("--master_port=29500", "--master-addr=n1", "--start_method=spawn", "--shutdown_timeout=5"),
         "train.py",
     )
     assert (made.nproc_per_node, made.max_restarts, made.monitor_interval, made.role) == ("8", 7, 0.5, "trainer")

@@ -54,6 +54,16 @@ def test_what_is_taken_over_whole(name: str, before: list[str], command: str) ->
     assert found.left == ()
 
 
+def test_what_means_nothing_here_is_left_out_of_the_line() -> None:
+    found = convert("srun torchrun --standalone --node-rank 0 --run-path --logs-specs mine --tee 3 train.py\n")
+    assert found.command == "hpc-elastic submit --tee 3 train.py"
+    (line,) = found.lines
+    assert line.why.startswith(
+        "--run-path: not needed, a script always runs as __main__; --logs-specs: not needed, each"
+    )
+    assert "--standalone, --node-rank: not needed, nodes meet through files" in line.why
+
+
 def test_what_the_command_itself_needs_stays_in_the_shell_that_submits() -> None:
     found = convert(
         "module load cuda  # 12\nsource env.sh\nexport DATA=/data\nexport SEED=1 # 2\n"
