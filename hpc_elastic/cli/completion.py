@@ -73,13 +73,13 @@ def _subcommand(name: str, module: str) -> _Subcommand:
         if name == "rehearse":
             from hpc_elastic.cli.rehearse import OPTIONS as OWN
 
-            return _of_table([*OWN, *(one for one in ALL_OPTIONS if one.only in ("", "submit"))], argument="@script")
+            return _of_table([*OWN, *ALL_OPTIONS], argument="@script")
         if name == "doctor":
             from hpc_elastic.cli.doctor import OPTIONS as DOCTORS
             from hpc_elastic.doctor.node_job import TAKEN
 
             return _of_table([*DOCTORS, *(one for one in ALL_OPTIONS if one.dest in TAKEN)], argument="")
-        taken = [one for one in ALL_OPTIONS if one.only in ("", name) and name not in one.ignored_by]
+        taken = [one for one in ALL_OPTIONS if (name == "submit" or not one.submit_only) and name not in one.ignored_by]
         return _of_table(taken, argument="@script")
     parser = argument_parser(name, "")
     import_module(f"hpc_elastic.cli.{module}").add_arguments(parser)

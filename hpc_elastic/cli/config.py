@@ -50,12 +50,11 @@ def read_command_line(
     left_out = [
         option.dest
         for option in ALL_OPTIONS
-        if option.only not in ("", "submit" if own else subcommand) or (taken is not None and option.dest not in taken)
+        if (option.submit_only and not own and subcommand != "submit")
+        or (taken is not None and option.dest not in taken)
     ]
     options = (*own, *(option for option in ALL_OPTIONS if option.dest not in left_out))
-    others = {
-        name: option.only or "submit" for option in ALL_OPTIONS if option.dest in left_out for name in option.names
-    }
+    others = {name: "submit" for option in ALL_OPTIONS if option.dest in left_out for name in option.names}
     given = parse(argv, options, refused=REFUSED, env={}, elsewhere=others, unneeded=UNNEEDED)
     if given.help is None:
         here = current_directory(env)

@@ -114,7 +114,7 @@ def _run_in_allocation(parsed: Parsed, env: Mapping[str, str]) -> int:
     runs_dir = runs_directory(parsed, cwd)
     clock = SystemClock()
     claims = open_claims(job.requeue_id, job.restart_count, candidates(env), clock=clock)
-    chosen = claims.claim(job.nodes, _node_wish(parsed), shares=parsed.flag("overlap"))
+    chosen = claims.claim(job.nodes, _node_wish(parsed))
     nodes = nodes_of(parsed, len(chosen), what="allocation" if chosen == job.nodes else "choice of nodes")
     spec = build_spec(parsed, cluster="slurm", nodes=nodes, cwd=cwd, env=env, grace=job_options.notice_seconds(parsed))
     for line in remarks(parsed, spec, ALL_OPTIONS, env=env):

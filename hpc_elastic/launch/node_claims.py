@@ -66,7 +66,7 @@ def choose_nodes(allocated: Sequence[str], wish: NodeWish, taken: Mapping[str, s
     if not allowed:
         raise UsageError(f"--exclude {compress(wish.excluded)}: this allocation has no other node")
     if busy := [node for node in allowed if node in listed and node in taken]:
-        raise UsageError(f"--nodelist: {_in_use(busy, taken)}; --overlap shares them")
+        raise UsageError(f"--nodelist: {_in_use(busy, taken)}")
     if wish.most is not None and len(listed) > wish.most:
         raise UsageError(f"--nodelist names {len(listed)} nodes, and --nodes with the spares is {wish.most}")
     free = [node for node in allowed if node not in taken]
@@ -74,13 +74,13 @@ def choose_nodes(allocated: Sequence[str], wish: NodeWish, taken: Mapping[str, s
         busy = [node for node in allowed if node in taken]
         if busy and not listed:
             rest = f"give --nodelist {compress(free)} for the others" if free else "wait for its end"
-            raise UsageError(f"{_in_use(busy, taken)}; {rest}, or --overlap to share them")
+            raise UsageError(f"{_in_use(busy, taken)}; {rest}")
         return tuple(node for node in allowed if not listed or node in listed)
     chosen = listed | set([node for node in free if node not in listed][: wish.most - len(listed)])
     if len(chosen) < (wish.least or 1) and taken:
         raise UsageError(
             f"--nodes {wish.least}: {len(chosen)} of this allocation's {len(allocated)} nodes are free: "
-            f"{_in_use([node for node in allowed if node in taken], taken)}; --overlap shares them"
+            f"{_in_use([node for node in allowed if node in taken], taken)}"
         )
     return tuple(node for node in allowed if node in chosen)
 
@@ -98,11 +98,8 @@ class NodeClaims(Struct):
     held: dict[str, int] = field(default_factory=dict)
     """Node → the descriptor that holds its lock."""
 
-    def claim(self, allocated: Sequence[str], wish: NodeWish, *, shares: bool = False) -> tuple[str, ...]:
+    def claim(self, allocated: Sequence[str], wish: NodeWish) -> tuple[str, ...]:
         """Choose nodes and hold them until this process, and whatever it hands the descriptors to, has ended.
-
-        Args:
-            shares: Whether nodes of other runs may be taken too (``--overlap``).
 
         Raises:
             UsageError: as `choose_nodes`.
@@ -110,17 +107,17 @@ class NodeClaims(Struct):
         if self.folder is None:
             return choose_nodes(allocated, wish, {})
         try:
-            return self._claim(self.folder, allocated, wish, shares=shares)
+            return self._claim(self.folder, allocated, wish)
         except OSError as error:
             logger.warning("runs of this allocation are not kept apart: %s", error)  # a full /dev/shm, say
             return choose_nodes(allocated, wish, {})
 
-    def _claim(self, folder: Path, allocated: Sequence[str], wish: NodeWish, *, shares: bool) -> tuple[str, ...]:
+    def _claim(self, folder: Path, allocated: Sequence[str], wish: NodeWish) -> tuple[str, ...]:
         with host_lock(folder / "choosing", seconds=CHOICE_SECONDS):
             taken = self._lock_all(folder, allocated)
             chosen: tuple[str, ...] = ()
             try:
-                chosen = choose_nodes(allocated, wish, {} if shares else taken)
+                chosen = choose_nodes(allocated, wish, taken)
             finally:
                 for node in [node for node in self.held if node not in chosen]:
                     os.close(self.held.pop(node))

@@ -179,29 +179,25 @@ OPTIONS = (
         help="working directory of the workers (default: the current one)",
     ),
     Option(
-        names=("--allow-local-runs-dir",), dest="allow_local_runs_dir", group=Group.RUN, only="submit",
+        names=("--allow-local-runs-dir",), dest="allow_local_runs_dir", group=Group.RUN, submit_only=True,
         help="accept a run directory that seems to be visible on this machine only",
     ),
     Option(
         names=("--template",), dest="template", metavar="FILE", group=Group.RUN, path=True,
-        executes=True, slurm_only=True, only="submit",
+        executes=True, slurm_only=True, submit_only=True,
         help="your own batch script, with the placeholders @SBATCH_LINES@ and @COMMAND@",
     ),
     Option(
-        names=("--dry-run",), dest="dry_run", group=Group.RUN, in_files=False, only="submit",
+        names=("--dry-run",), dest="dry_run", group=Group.RUN, in_files=False, submit_only=True,
         common=True,
         help="print the plan and the batch script, and change nothing",
     ),
     Option(
-        names=("--wait",), dest="wait", group=Group.RUN, slurm_only=True, only="submit",
+        names=("--wait",), dest="wait", group=Group.RUN, slurm_only=True, submit_only=True,
         help="wait until the run ends, through requeues, and exit with its code",
     ),
     Option(
-        names=("--overlap",), dest="overlap", group=Group.RUN, in_files=False, slurm_only=True, only="run",
-        help="within an allocation: share nodes with its other runs",
-    ),
-    Option(
-        names=("--follow",), dest="follow", group=Group.RUN, slurm_only=True, only="submit",
+        names=("--follow",), dest="follow", group=Group.RUN, slurm_only=True, submit_only=True,
         common=True,
         help="--wait, and print the job log as it grows",
     ),

@@ -66,8 +66,8 @@ class Option(Struct, frozen=True, kw_only=True):
     """sbatch has the same option, and gets it as it is."""
     slurm_only: bool = False
     """Without meaning where there is no Slurm."""
-    only: str = ""
-    """The one subcommand that takes it, ``submit`` or ``run``; empty: both."""
+    submit_only: bool = False
+    """``run`` and ``agent`` do not take it."""
     ignored_by: tuple[str, ...] = ()
     """Subcommands that accept it, and do nothing with it: their help leaves it out."""
     common: bool = False

@@ -338,6 +338,7 @@ REFUSED: Mapping[str, str] = {
 }
 REMOVED: Mapping[str, str] = {
     "--het": NO_HET_JOBS,
+    "--overlap": "give each run nodes of its own with -N or -w; a run in an interactive step needs no option",
     "--run-path": "a script always runs as __main__; leave it out",
     "--restart-steps": "use --restart-window SECONDS",
     "--node-prolog": "--setup runs shell on each node before the workers start",

@@ -158,8 +158,8 @@ wait $second; echo "second: $?"
     for name in ("first: 0", "second: 0", "third: 2", "fourth: 2", "fifth: 2"):
         assert name in log.splitlines(), log
     assert "n9 not in this allocation, which has n[1-4]" in log
-    assert re.search(r"--nodelist: n3 of this allocation in use by run \S+; --overlap shares them", log)
-    assert "give --nodelist n2 for the others, or --overlap to share them" in log
+    assert re.search(r"--nodelist: n3 of this allocation in use by run \S+", log)
+    assert "give --nodelist n2 for the others" in log
     attempts = (runs.folder / "runs").glob("*/attempt-000/attempt.json")
     assert sorted(json.loads(path.read_text())["nodes"] for path in attempts) == [["n1"], ["n3", "n4"]]
 

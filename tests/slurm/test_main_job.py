@@ -385,11 +385,11 @@ def test_a_run_directory_that_the_nodes_do_not_see_is_said(cluster: SlurmCluster
 
 
 @pytest.mark.any_release
-def test_inside_an_allocation_run_uses_it(cluster: SlurmCluster, runs: SlurmRuns) -> None:
-    done = cluster.run(
-        ["salloc", "-N2", "-t", "5", "hpc-elastic", "run", "--nproc-per-node", "1", runs.script(WAITS), "0.2"],
-        cwd=runs.folder,
-    )
+@pytest.mark.parametrize("step", [[], ["srun", "-N1", "-n1", "--exact"]], ids=["itself", "in an interactive step"])
+def test_inside_an_allocation_run_uses_it(cluster: SlurmCluster, runs: SlurmRuns, step: list[str]) -> None:
+    """Also in a step that has all of the job's CPUs on its node: the agents' step shares them."""
+    command = ["hpc-elastic", "run", "--nproc-per-node", "1", runs.script(WAITS), "0.2"]
+    done = cluster.run(["salloc", "-N2", "-t", "5", *step, *command], cwd=runs.folder)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "requeue enabled: no, because" in done.stdout
     assert "line of 1 of 2" in done.stdout

@@ -66,7 +66,7 @@ _NO = ["--no-python", "--no-requeue", "--nodelist", "--nodes", "--notify"]
             _NO,
         ),
         (["run", "--part"], []),
-        (["run", "--over"], ["--overlap"]),
+        (["run", "--max-requ"], ["--max-requeues"]),
         (["report", "2026"], ["20261123-a", "20261123-b"]),
         (["logs", "l"], ["latest"]),
         (["logs", "--runs-dir", "runs", "2"], ["20261123-a", "20261123-b"]),
@@ -82,7 +82,7 @@ def test_what_is_completed(script: Path, line: list[str], expected: list[str]) -
 
 
 def test_every_option_of_submit_is_completed(script: Path) -> None:
-    known = {name for option in ALL_OPTIONS if option.only in ("", "submit") for name in option.names}
+    known = {name for option in ALL_OPTIONS for name in option.names}
     assert set(completed(script, "hpc-elastic", "submit", "-")) == known | {"-h", "--help", "--help-all"}
 
 

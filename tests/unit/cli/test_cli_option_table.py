@@ -123,5 +123,3 @@ def test_help_is_asked_for_before_the_script_only(word: str) -> None:
 def test_what_belongs_to_submit_is_named_so_by_run(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", option, "train.py"]) == 2
     assert f"{option} belongs to hpc-elastic submit" in capsys.readouterr().err
-    assert main(["submit", "--overlap", "train.py"]) == 2
-    assert "--overlap belongs to hpc-elastic run" in capsys.readouterr().err

@@ -51,8 +51,8 @@ def test_the_nodes_that_a_run_gets(wish: NodeWish, taken: dict[str, str], chosen
             "--nodelist names 2 nodes, and --nodes with the spares is 1",
         ),
         (NodeWish(), TAKEN, "n[1-2] of this allocation in use by run a; give --nodelist n[3-4] for the others"),
-        (NodeWish(), dict.fromkeys(NODES, "run a"), "in use by run a; wait for its end, or --overlap"),
-        (NodeWish(listed=("n2", "n3")), TAKEN, "--nodelist: n2 of this allocation in use by run a; --overlap shares"),
+        (NodeWish(), dict.fromkeys(NODES, "run a"), "in use by run a; wait for its end"),
+        (NodeWish(listed=("n2", "n3")), TAKEN, "--nodelist: n2 of this allocation in use by run a"),
         (NodeWish(least=3, most=3), TAKEN, "2 of this allocation's 4 nodes are free: n[1-2] of this allocation in use"),
     ],
 )
@@ -71,8 +71,8 @@ def opened(*bases: Path, job: str = "7", restarts: int = 0, at: float = 0.0) -> 
     return open_claims(job, restarts, iter(bases), clock=FakeClock(at))
 
 
-def claim(claims: NodeClaims, wish: NodeWish, *, shares: bool = False) -> Sequence[str]:
-    return claims.claim(NODES, wish, shares=shares)
+def claim(claims: NodeClaims, wish: NodeWish) -> Sequence[str]:
+    return claims.claim(NODES, wish)
 
 
 def test_two_runs_of_an_allocation_stay_apart(tmp_path: Path) -> None:
@@ -85,7 +85,6 @@ def test_two_runs_of_an_allocation_stay_apart(tmp_path: Path) -> None:
     assert claim(second, NodeWish(least=2, most=2)) == ("n3", "n4")
     with pytest.raises(UsageError, match="in use by run a, another run; wait"):
         claim(two_of(tmp_path)[0], NodeWish())
-    assert claim(two_of(tmp_path)[0], NodeWish(), shares=True) == NODES
     # It ends with its holder, and with what the holder started.
     kept = {node: os.dup(fd) for node, fd in first.held.items()}
     for fd in first.held.values():
