@@ -95,6 +95,7 @@ def run_here(parsed: Parsed, env: Mapping[str, str], *, dry_run: bool = False) -
 
 
 def _run_in_allocation(parsed: Parsed, env: Mapping[str, str]) -> int:
+    refuse_het_job(env)  # before: salloc's shell in one has no list of nodes
     job = JobEnvironment.from_env(env)
     if job.task is not None and job.task.num_tasks > 1:
         if job.task.procid:
@@ -103,7 +104,6 @@ def _run_in_allocation(parsed: Parsed, env: Mapping[str, str]) -> int:
             f"run was started by srun on {job.task.num_tasks} tasks; start it once, without srun: it starts an "
             "agent on each node itself (or srun hpc-elastic agent, with one task on each node)"
         )
-    refuse_het_job(env)
     from hpc_elastic.agent.heartbeats import candidates
     from hpc_elastic.launch.batch import run_batch
 

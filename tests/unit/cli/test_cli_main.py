@@ -98,6 +98,9 @@ def test_a_heterogeneous_job_is_refused_in_one_sentence(
         data = Path(__file__).parents[2] / "data" / "slurm" / "22.05.8" / f"env-het-{step}.txt"
         for line in data.read_text().splitlines():
             monkeypatch.setenv(*line.split("=", 1))
+    if step == "batch":  # as in salloc's shell, which has no SLURM_JOB_NODELIST (22.05)
+        monkeypatch.delenv("SLURM_JOB_NODELIST")
+        monkeypatch.delenv("SLURM_NODELIST")
     assert run(capsys, *argv) == (2, "", f"hpc-elastic: error: {before}{_HET}\n")
 
 
