@@ -36,7 +36,7 @@ from hpc_elastic.options.run_request import ALL_OPTIONS, default_of  # noqa: E40
 from hpc_elastic.options.table import Keys, key_of, variable_of  # noqa: E402
 from hpc_elastic.rendezvous import state as rendezvous_state  # noqa: E402
 from hpc_elastic.rendezvous.state import Status  # noqa: E402
-from hpc_elastic.run import agent_events, coordinator_events, operator_events, supervisor_events  # noqa: E402
+from hpc_elastic.run import agent_events, coordinator_events, supervisor_events  # noqa: E402
 from hpc_elastic.run.event_types import RunEvent, name_of  # noqa: E402
 
 
@@ -404,8 +404,6 @@ def events_page() -> str:
         events_table(agent_events),
         "## Coordinator\n\nOne of the agents coordinates the rounds; its events stand in its own file.\n",
         events_table(coordinator_events),
-        "## Operator\n\nA person's command writes into a file of its own.\n",
-        events_table(operator_events),
     ]
     return "\n".join(sections) + heading + after
 

@@ -28,7 +28,6 @@ _SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "list": ("list_runs", "list runs with their states"),
     "doctor": ("doctor", "check whether this cluster, account and installation let a run work, and what to do"),
     "rehearse": ("rehearse", "run a script with planted faults, and judge whether it really resumes"),
-    "chaos": ("chaos", "do a fault, or a series of them, to a run of your own that is going on"),
     "convert": ("convert", "convert an sbatch file that starts torchrun into a command, and explain each line"),
     "clean": ("clean", "remove directories of old runs, never of one that may be running"),
     "cancel": ("run_job", "cancel a run's job: its workers get SIGTERM, and the report is written"),
@@ -38,6 +37,7 @@ _SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "agent": ("agent", "run the agent of one node, inside a step of your own"),
 }
 _REMOVED: dict[str, str] = {
+    "chaos": "use hpc-elastic rehearse, which does faults to runs of its own",
     "events": "hpc-elastic logs RUN --events shows what was done and decided, and why",
     "why": "use hpc-elastic report RUN",
     "what-if": "hpc-elastic report RUN shows what failures cost, and advises an interval between checkpoints",

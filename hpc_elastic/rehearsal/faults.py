@@ -1,6 +1,6 @@
 """The catalogue of faults: what each is, what it needs, and what it may do to the training; and from a seed to a plan.
 
-`hpc-elastic rehearse`, `hpc-elastic chaos` and the soak of this project's tests do the same faults; which of them each
+`hpc-elastic rehearse` and the soak of this project's tests do the same faults; which of them each
 can do follows from the needs. Pure: the same seed gives the same endless list.
 """
 

@@ -9,7 +9,6 @@ from msgspec import Struct
 from hpc_elastic.rehearsal.journal import Place
 from hpc_elastic.run.event_reader import EventFile, EventLine, event_files
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.workers import tree
 
 
 class Worker(Struct, frozen=True, kw_only=True):
@@ -82,14 +81,6 @@ class RunMembers:
         """Node → the process of its newest agent, in the newest attempt."""
         newest = max((attempt for attempt, _ in self._agents), default=0)
         return {node: pid for (attempt, node), (_, pid) in self._agents.items() if attempt == newest}
-
-    def supervisor(self) -> int | None:
-        """The process that started the agents, where that was on this machine."""
-        for pid in self.agents().values():
-            proc = tree.look_at(pid)
-            if proc is not None and proc.ppid > 1:
-                return proc.ppid
-        return None
 
 
 def _place(line: EventLine) -> Place:

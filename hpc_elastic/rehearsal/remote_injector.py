@@ -107,10 +107,6 @@ class RemoteInjector:
         found, self._files = self._files, []
         return found
 
-    def check(self) -> None:
-        """That the node answers."""
-        self._ask("check")
-
     def signal(self, pid: int, number: int) -> None:
         self._ask("signal", pid, number)
 
@@ -218,7 +214,7 @@ def main() -> NoReturn:
 def _do(injector: Injector, request: list[Any]) -> _Message:
     does: dict[str, Callable[..., str | None]] = {
         "signal": injector.signal, "signal_node": injector.signal_node, "signal_workers": injector.signal_workers,
-        "tear": injector.tear, "check": lambda: None,
+        "tear": injector.tear,
     }  # fmt: skip
     try:
         found = does[request[0]](*request[1:])

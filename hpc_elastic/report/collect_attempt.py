@@ -35,7 +35,6 @@ from hpc_elastic.run.agent_events import AgentFailed, FilesystemRefused, OutputL
 from hpc_elastic.run.coordinator_events import LinkLost, NodeMissing, RunClosed
 from hpc_elastic.run.event_reader import EventLine, job_id_of
 from hpc_elastic.run.event_types import RunEvent
-from hpc_elastic.run.operator_events import FaultPlanted
 from hpc_elastic.run.supervisor_events import (
     AgentProcessEnded,
     AgentRelaunched,
@@ -82,7 +81,6 @@ class AttemptBuilder(Struct):
     """Nodes that the others did not wait for any longer."""
     notices: list[str] = field(default_factory=list)
     meaning: str = ""
-    planted: list[FaultPlanted] = field(default_factory=list)
     outages: list[Outage] = field(default_factory=list)
     output_lost: list[OutputLoss] = field(default_factory=list)
     commands: list[CommandFailure] = field(default_factory=list)
@@ -121,7 +119,7 @@ class AttemptBuilder(Struct):
             index: int = event.round  # type: ignore[attr-defined]
             if index >= 0:
                 self.round(index).take(line, event)
-        elif line.role in ("agent", "supervisor", "operator"):
+        elif line.role in ("agent", "supervisor"):
             self._take(line, event)
 
     def _take(self, line: EventLine, event: RunEvent) -> None:
@@ -147,8 +145,6 @@ class AttemptBuilder(Struct):
                     reason=event.reason[:_MOST_REASON],
                     seen_ns=when,
                 )
-            case FaultPlanted():
-                self.planted.append(event)
             case SignalReceived():
                 self.notices.append(event.signal)
             case SignalDecided():
@@ -200,7 +196,7 @@ class AttemptBuilder(Struct):
         # A round that was opened but never became final had no workers: it is only what came after the one before.
         clocks = self.clocks.build()
         built = (_with_clocks(self.rounds[index].build(), clocks) for index in sorted(self.rounds))
-        rounds = [with_planted(part, self.planted) for part in built if part.nodes or part.broken]
+        rounds = [part for part in built if part.nodes or part.broken]
         return AttemptHistory(
             number=self.number,
             job_id=self.job_id,
@@ -304,29 +300,10 @@ class AttemptBuilder(Struct):
         given_up = self.given_up.get(loss.node)
         if given_up is not None and given_up.reason != ends[len(earlier)].detail and not self._is_back(loss):
             detail += f"; given up after that: {given_up.reason}"
-        planted = [one for one in self.planted if one.round == loss.round and one.node == loss.node]
-        return replace(loss, host=host, detail=f"{detail}; {PLANTED}" if planted else detail)
+        return replace(loss, host=host, detail=detail)
 
     def _is_back(self, loss: NodeLoss) -> bool:
         return any(index > loss.round and loss.node in part.nodes for index, part in self.rounds.items())
-
-
-PLANTED = "planted by hpc-elastic chaos"
-
-
-def with_planted(part: RoundHistory, planted: Sequence[FaultPlanted]) -> RoundHistory:
-    """With what `hpc-elastic chaos` did in this round, also as the reason of the failures that it caused."""
-    mine = [one for one in planted if one.round == part.index]
-    if not mine:
-        return part
-    hit = {(one.rank, one.pid): one for one in mine if one.rank >= 0}
-    failures = tuple(
-        replace(failure, reason=f"{PLANTED}: {one.fault}")
-        if (one := hit.get((failure.global_rank, failure.pid))) is not None
-        else failure
-        for failure in part.failures
-    )
-    return replace(part, failures=failures, planted=tuple(f"{one.fault}: {one.what}" for one in mine))
 
 
 def _node(one: GivenUpNode) -> int:

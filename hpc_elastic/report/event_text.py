@@ -14,7 +14,6 @@ from hpc_elastic.run import coordinator_events as of_coordinator
 from hpc_elastic.run import supervisor_events as of_supervisor
 from hpc_elastic.run.event_reader import EventLine
 from hpc_elastic.run.event_types import AgentEvent, CoordinatorEvent, RunEvent, SupervisorEvent
-from hpc_elastic.run.operator_events import FaultPlanted
 
 _HEAD = ("v", "t", "n", "host", "node", "role", "event")
 _LONGEST_VALUE = 200
@@ -38,9 +37,6 @@ def _sentence(event: RunEvent | None, line: EventLine) -> str:
             return _of_supervisor(event)
         case CoordinatorEvent():
             return _of_coordinator(event, line)
-        case FaultPlanted():
-            hit = f"rank {event.rank}" if event.rank >= 0 else f"node {event.node}" if event.node >= 0 else "the job"
-            return f"planted by hpc-elastic chaos: {event.what or event.fault}, {hit}"
         case AgentEvent():
             return _of_round(event) if hasattr(event, "round") else _of_agent(event)
     return ""

@@ -304,22 +304,17 @@ class _Account:
         item = self._found[times.attempt, times.round]
         verdict = verdict_of(item)
         is_failure = verdict.cause is not Cause.NONE
-        planted = "; ".join(item.planted)
         recomputed = self._lost.get((times.attempt, times.round), 0.0)
         self._costs.append(
             Cost(
                 attempt=times.attempt,
                 round=times.round,
-                what=f"planted by hpc-elastic chaos: {planted}"
-                if planted
-                else verdict.summary
-                if is_failure
-                else self._why_changed(times, item),
+                what=verdict.summary if is_failure else self._why_changed(times, item),
                 seconds=seconds + recomputed + self._hung.get((times.attempt, times.round), 0.0),
                 queued=queued,
                 recomputed=recomputed,
                 recovered=recovered,
-                is_failure=is_failure and not planted,
+                is_failure=is_failure,
                 host=_began_on(verdict, item) if is_failure else "",
                 parts=_restart_parts(times, after) if after is not None and after.attempt == times.attempt else (),
             )

@@ -167,8 +167,6 @@ class RoundHistory(Struct, frozen=True, kw_only=True, dict=True):
     """By the place that was taken."""
     in_process: tuple[InProcessRestart, ...] = ()
     """Restarts within its processes, by time; nothing of the round ended by them."""
-    planted: tuple[str, ...] = ()
-    """What `hpc-elastic chaos` did in it."""
     fresh_starts: tuple[tuple[str, str], ...] = ()
     """With a fork server: (host whose workers were started fresh, why)."""
     failures: tuple[WorkerFailure, ...] = ()

@@ -56,8 +56,6 @@ def _unstarted(attempt: AttemptHistory) -> Iterator[Evidence]:
 
 def _of_rounds(attempt: AttemptHistory) -> Iterator[Evidence]:
     for part in attempt.rounds:
-        if part.planted:
-            continue  # what was done on purpose shows nothing about a node
         for loss in part.lost_nodes:
             kind = _kind_of_loss(attempt, loss)
             name = _name(attempt, loss.node, loss.host)

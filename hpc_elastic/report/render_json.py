@@ -170,7 +170,6 @@ def _round(part: RoundHistory, nodes: dict[RoundNode, dict[str, Any]]) -> dict[s
         "in_process": [_restart(one) for one in part.in_process],
         "fresh_starts": [{"host": host, "reason": why} for host, why in part.fresh_starts],
         "succeeded": part.succeeded,
-        "planted": list(part.planted),
         "stopping_reasons": list(part.stopping_reasons),
         "decision": None if part.decision is None else _values(part.decision),
         "lost_nodes": [_loss(loss) for loss in part.lost_nodes],

@@ -22,7 +22,7 @@ from msgspec.structs import replace
 from hpc_elastic.base.codec import NOT_DECODED, UnreadableRecordError, decoder, from_json, readable_fields
 from hpc_elastic.base.files import Owner, ask_about, open_checked
 from hpc_elastic.errors import UnsafePathError
-from hpc_elastic.run import agent_events, coordinator_events, operator_events, supervisor_events
+from hpc_elastic.run import agent_events, coordinator_events, supervisor_events
 from hpc_elastic.run.attempt import is_job_id
 from hpc_elastic.run.event_types import RunEvent, name_of
 from hpc_elastic.run.paths import AttemptPaths
@@ -51,7 +51,6 @@ EVENTS = {
     **SUPERVISOR_EVENTS,
     **_defined_in(agent_events),
     **_defined_in(coordinator_events),
-    **_defined_in(operator_events),
 }
 """The type of each event, by its name in the file. Of ``agent_ended``, which two write, the agent's."""
 

@@ -1,10 +1,10 @@
 """What is common to all events that a run's log may hold: one type each, which writers build and readers get back.
 
-The types stand by their writers: `supervisor_events`, `agent_events`, `coordinator_events`, `operator_events`. The
-class's name, in snake case, is the event's name in the file, where a `tag` gives no other. The fields are the keys of
-its line, beside those that each line has (`events.EventLog`). A field with a default may be missing from a line of an
-earlier version; a line without one of the others says nothing to a reader. Durations are seconds; `round` is the
-round's index in the attempt.
+The types stand by their writers: `supervisor_events`, `agent_events` and `coordinator_events`. The class's name, in
+snake case, is the event's name in the file, where a `tag` gives no other. The fields are the keys of its line, beside
+those that each line has (`events.EventLog`). A field with a default may be missing from a line of an earlier version;
+a line without one of the others says nothing to a reader. Durations are seconds; `round` is the round's index in the
+attempt.
 
 docs/reference/events.md is made of them: a class's docstring and the texts below its fields are its row.
 """
@@ -39,10 +39,6 @@ class CoordinatorEvent(RunEvent, frozen=True, kw_only=True):
     """Written by the agent that coordinates the rounds."""
 
     round: int
-
-
-class OperatorEvent(RunEvent, frozen=True, kw_only=True):
-    """Written by a command that a person gave."""
 
 
 def name_of(event: RunEvent | type[RunEvent]) -> str:

@@ -118,7 +118,6 @@ def test_options_that_are_named_exist(page: Path) -> None:
         "convert",
         "cancel",
         "requeue",
-        "chaos",
     ):
         parser = argument_parser(name, "")
         importlib.import_module(f"hpc_elastic.cli.{cli._SUBCOMMANDS[name][0]}").add_arguments(parser)

@@ -30,7 +30,7 @@ PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 JOB, OTHER_JOBS = "4711", ("70", "70_3")
 RUN_ID = "20261121-053000-train-9f3c"
 ELSEWHERE = (
-    *("cancel", "requeue", "chaos", "clean", "convert", "hangs", "completion"),
+    *("cancel", "requeue", "clean", "convert", "hangs", "completion"),
     *("doctor", "rehearse"),
 )
 """What needs a job that runs (tests/slurm), what would remove the run of the others, what wants files

@@ -1,4 +1,4 @@
-"""``rehearse --cluster slurm`` and ``chaos`` on a real Slurm: faults by the means of a job's owner, the same judge."""
+"""``rehearse --cluster slurm`` on a real Slurm: faults by the means of a job's owner, the same judge."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from tests.integration.test_rehearse import TRAIN
-from tests.rigs.event_pairs import read_events
 from tests.rigs.slurm_cluster import SlurmCluster
 from tests.rigs.slurm_cluster.processes import CROWDED
 from tests.rigs.slurm_runs import ALL_COME, SHORT, SlurmRuns
@@ -104,41 +103,3 @@ def test_a_full_disk_of_the_runs_spoils_a_checkpoint_that_is_saved_in_place(
     if not guilt:
         assert found["faults"][0]["resumed"] is None, "it trained on"
         assert found["losses"]["compared"] == 2 * 100, "the journals have the steps that were done meanwhile"
-
-
-TRAINS = """
-import os, pathlib, time
-print("rank", os.environ["RANK"], "in round", os.environ["TORCHELASTIC_RESTART_COUNT"])
-while not pathlib.Path("end").exists():
-    time.sleep(0.05)
-"""
-
-
-def test_chaos_from_the_login_host_hits_a_node_and_is_not_counted_as_the_clusters(
-    cluster: SlurmCluster, runs: SlurmRuns
-) -> None:
-    run = runs.submit("--nodes", "2", *ALL_COME, *SHORT, runs.script(TRAINS))
-    _, ranks = run.wait_training(["n1", "n2"])
-    node = next(node for node, mine in ranks.items() if 1 in mine)
-    refused = runs.hpc_elastic("chaos", run.job, "--fault", "kill-worker")
-    assert refused.returncode == 2
-    assert "confirm it with --yes" in refused.stderr
-    stranger = runs.hpc_elastic("chaos", str(run.root), "--fault", "kill-worker", "--yes", user="mallory")
-    assert stranger.returncode == 2
-    done = runs.hpc_elastic("chaos", run.job, "--fault", "kill-worker", "--rank", "1", "--yes")
-    assert (done.returncode, done.stdout) == (0, f"worker killed -9: rank 1 on {node}\n"), done.stderr
-    first, _ = run.wait_training(["n1", "n2"], after=0)
-    done = runs.hpc_elastic("chaos", run.job, "--fault", "kill-node", "--rank", "1", "--yes")
-    assert done.returncode == 0, done.stderr
-    run.wait_training(["n1", "n2"], after=first)
-    run.say_end()
-    run.wait_log(lambda log: "; exit code 0" in log)
-    assert run.wait_end() == "COMPLETED"
-    planted = [event for event in read_events(run.root / "attempt-000" / "events") if event["event"] == "fault_planted"]
-    assert [(event["fault"], event["host"]) for event in planted] == [("kill-worker", node), ("kill-node", node)]
-    rounds = run.report()["attempts"][0]["rounds"]
-    assert rounds[0]["planted"] == ["kill-worker: worker killed -9"]
-    assert rounds[0]["failures"][0]["first"]["reason"] == "planted by hpc-elastic chaos: kill-worker"
-    goodput = runs.hpc_elastic("report", run.job, "--format", "json")
-    assert "planted by hpc-elastic chaos" in goodput.stdout
-    assert run.left_on_nodes() == []

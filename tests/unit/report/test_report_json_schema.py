@@ -96,7 +96,6 @@ ROUND: dict[str, Any] = {
     "in_process": [RING],
     "fresh_starts": [{"host": TEXT, "reason": TEXT}],
     "succeeded": BOOL,
-    "planted": [TEXT],
     "stopping_reasons": [TEXT],
     "decision": ({"action": TEXT, "reason": TEXT, "restarts_used": "int?", "max_restarts": "int?"}, None),
     "lost_nodes": [LOSS],
@@ -297,7 +296,6 @@ def everything(root: Path) -> RunBuilder:
     builder.event(0, "supervisor", 3, 61, "agent_ended", name="n4", code=137)
     builder.event(0, "supervisor", 3, 61, "agent_relaunched", name="n4")
     builder.event(0, "supervisor", -1, 61, "notice", signal="SIGTERM")
-    builder.event(0, "operator", -1, 59, "fault_planted", round=1, fault="kill-agent", node=3, what="agent killed -9")
     builder.event(0, "supervisor", 3, 61, "node_given_up", name="n4", cause="died", reason="SIGKILL")
     streams = [{"round": 0, "rank": 1, "stream": "stdout", "not_in_file": 4, "not_in_job_log": 4}]
     lost = {"reason": "the disk is full", "not_in_files": 4, "not_in_job_log": 4, "streams": streams}

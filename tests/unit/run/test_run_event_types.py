@@ -18,7 +18,7 @@ from hpc_elastic.report import collect_round
 from hpc_elastic.run.agent_events import AgentEnded, RoundFinal, StacksTaken, WorkerFailed, WorkersStopped
 from hpc_elastic.run.coordinator_events import RestartDecided
 from hpc_elastic.run.event_reader import EVENTS, read_event, read_events
-from hpc_elastic.run.event_types import AgentEvent, CoordinatorEvent, OperatorEvent, RunEvent, SupervisorEvent, name_of
+from hpc_elastic.run.event_types import AgentEvent, CoordinatorEvent, RunEvent, SupervisorEvent, name_of
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.heartbeats import RankHeartbeat
 from hpc_elastic.run.supervisor_events import AgentProcessEnded
@@ -27,21 +27,13 @@ from tests.rigs.fake_clock import FakeClock
 
 
 def test_every_event_is_of_one_writer_and_has_a_name_of_its_own() -> None:
-    known = {
-        kind
-        for base in (SupervisorEvent, AgentEvent, CoordinatorEvent, OperatorEvent)
-        for kind in base.__subclasses__()
-    }
+    known = {kind for base in (SupervisorEvent, AgentEvent, CoordinatorEvent) for kind in base.__subclasses__()}
     assert set(KINDS) == known
     assert {name_of(kind) for kind in known} == set(EVENTS)
     twice = [kind for kind in KINDS if EVENTS[name_of(kind)] is not kind]
     assert twice == [AgentProcessEnded], "beside it the reader has to be given the role"
     assert all(re.fullmatch(r"[a-z]+(_[a-z]+)*", name) for name in EVENTS)
-    assert not [
-        kind
-        for kind in KINDS
-        if kind.__bases__[0] not in (SupervisorEvent, AgentEvent, CoordinatorEvent, OperatorEvent)
-    ]
+    assert not [kind for kind in KINDS if kind.__bases__[0] not in (SupervisorEvent, AgentEvent, CoordinatorEvent)]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
