@@ -175,8 +175,8 @@ def refuse_het_job(env: Mapping[str, str]) -> None:
 
 
 def has_components(words: Sequence[str]) -> bool:
-    """Whether the words of an ``#SBATCH`` line, or of a command line of Slurm's, begin another component."""
-    return bool({":", "hetjob", "packjob"}.intersection(words))
+    """Whether the words of an ``#SBATCH`` line begin another component."""
+    return ":" in words or (bool(words) and words[0] in ("hetjob", "packjob"))
 
 
 class SbatchOptions(Struct, frozen=True, kw_only=True):

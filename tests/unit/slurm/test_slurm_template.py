@@ -62,6 +62,10 @@ def test_each_thing_that_is_missing_is_said(old: str, new: str, said: str) -> No
     assert any(said in problem for problem in problems), problems
 
 
+def test_a_job_may_be_called_hetjob() -> None:
+    assert check_template(GOOD.replace("--mail-type=END", "-J hetjob")) == []
+
+
 def test_one_fault_gives_one_message() -> None:
     assert len(check_template(GOOD.replace("trap '' USR2\n", ""))) == 1
     assert len(check_template(GOOD.replace("exec @COMMAND@", ""))) == 1
