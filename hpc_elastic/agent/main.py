@@ -171,16 +171,6 @@ def agent_main(argv: Sequence[str]) -> int:
             files=files,
             write_event=events.write,
         )
-    elif spec.prewarm:
-        from hpc_elastic.agent.prewarm import Prewarm
-
-        fork_server = Prewarm(
-            spec,
-            environ={**worker_env, TAG_VARIABLE: str(me.tag)},
-            preload_path=me.run.preload,
-            files=files,
-            write_event=events.write,
-        )
     agent = NodeAgent(
         AgentContext(
             spec=spec,

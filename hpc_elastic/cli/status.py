@@ -118,7 +118,7 @@ def _show_preload(paths: RunPaths, *, as_json: bool) -> int:
         )
     elif found is None:
         print_note(
-            f"{paths.preload}: nothing is kept yet; it is written with --start-method forkserver or --prewarm, "
+            f"{paths.preload}: nothing is kept yet; it is written with --start-method forkserver, "
             "when workers have started"
         )
     else:

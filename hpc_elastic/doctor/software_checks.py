@@ -143,7 +143,7 @@ def _torch(pythons: Mapping[str, PythonFacts]) -> Finding:
     if longest > _SLOW_IMPORT:
         return warning(
             "nodes.torch", f"{what}, {times} (on {slowest})", "the first start takes so long, also on each new node",
-            "--prewarm, or the environment on a filesystem nearer to the nodes",
+            "put the environment on a filesystem nearer to the nodes",
         )  # fmt: skip
     if longest > _SLOW_NODE * middle and longest - middle > _SLOW_NODE:
         return warning(

@@ -154,7 +154,6 @@ def build_spec(
         segment=job_options.segment_nodes(parsed, nodes),
         virtual_local_rank=parsed.flag("virtual_local_rank"),
         wandb=parsed.flag("wandb"),
-        prewarm=parsed.flag("prewarm"),
         requeue=job_options.wants_requeue(parsed) and not site_disables_requeue,
         signal_grace=grace,
     )
@@ -191,16 +190,6 @@ def spec_fields(parsed: Parsed) -> dict[str, Any]:
         raise UsageError(
             "--start-method forkserver: the fork server runs on the node, and these workers' Python is in the image; "
             "leave it out (each worker is then a fresh interpreter), or leave out --container-image"
-        )
-    if parsed.flag("prewarm") and fields.get("start_method") is StartMethod.FORKSERVER:
-        raise UsageError(
-            "--prewarm: with --start-method forkserver the fork server imports while the nodes meet; "
-            "leave out one of the two"
-        )
-    if parsed.flag("prewarm") and "container_image" in fields:
-        raise UsageError(
-            "--prewarm: the workers import the image's files, which are not on the node before its runtime has them; "
-            "leave it out, or leave out --container-image"
         )
     return fields
 

@@ -307,11 +307,6 @@ OPTIONS = (
         help="with --start-method forkserver: the modules, as in auto,mylib.models; auto (the default) is torch and "
         "what workers are seen to import of it, and of the installed libraries that the script imports first",
     ),
-    Option(
-        group=Group.WORKERS, names=("--prewarm",), dest="prewarm",
-        help="read the files of torch and of what the script imports first into each node's page cache, in the "
-        "background, while the nodes meet: for a first start from a network filesystem",
-    ),
 )  # fmt: skip
 
 _MEETING = "nodes find each other through files in the run directory"
@@ -341,6 +336,7 @@ REMOVED: Mapping[str, str] = {
     "--overlap": "give each run nodes of its own with -N or -w; a run in an interactive step needs no option",
     "--run-path": "a script always runs as __main__; leave it out",
     "--restart-steps": "use --restart-window SECONDS",
+    "--prewarm": "leave it out; --start-method forkserver imports torch while the nodes meet",
     "--node-prolog": "--setup runs shell on each node before the workers start",
     "--node-epilog": "--srun-arg=--task-epilog=PROGRAM runs on each node after its agent, --after after the run",
 }

@@ -6,13 +6,13 @@ An advice is given where enough was seen (failures, checkpoints, restarts), and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from msgspec import Struct
 
 from hpc_elastic.base.text import duration, plural
 from hpc_elastic.report.goodput import Goodput, goodput_of
-from hpc_elastic.report.history import WARM_OPTIONS, RunHistory
+from hpc_elastic.report.history import RunHistory
 from hpc_elastic.report.measured_costs import LEAST_FAILURES, MeasuredCosts, measure_costs
 
 _WORTH = 0.005
@@ -26,7 +26,7 @@ _LEAST_WALL = 1800.0
 _LEAST_CHECKPOINTS = 3
 _NOT_RESUMED = 3.0
 """Intervals between checkpoints: a failure that takes more was not gone on from the newest one."""
-_FORKSERVER, _PREWARM = WARM_OPTIONS
+_FORKSERVER = "--start-method forkserver"
 _SHORTENS = {
     "stop": "a shorter --shutdown-timeout (--grace is for the job's end), if the script saves nothing then",
     "meet": "--spares, which stand ready, or a shorter last_call_timeout in --rdzv-conf",
@@ -51,7 +51,7 @@ class Advice(Struct, frozen=True, kw_only=True):
     """One thing to change."""
 
     about: str
-    """``checkpoint_interval``, ``restart``, ``start``, ``hang_timeout``, ``nodes``, ``queue`` or ``time_limit``."""
+    """``checkpoint_interval``, ``restart``, ``hang_timeout``, ``nodes``, ``queue`` or ``time_limit``."""
     text: str
 
 
@@ -67,7 +67,7 @@ def advise(history: RunHistory, goodput: Goodput | None = None) -> tuple[Advice,
         measure_costs(history, goodput),
         goodput,
         step_timeout=history.step_timeout,
-        warm_options=history.warm_options,
+        could_fork=history.could_fork,
     )
 
 
@@ -76,7 +76,7 @@ def advise_by(
     goodput: Goodput,
     *,
     step_timeout: float | None = None,
-    warm_options: Sequence[str] = WARM_OPTIONS,
+    could_fork: bool = True,
 ) -> tuple[Advice, ...]:
     """The same by its numbers.
 
@@ -84,14 +84,13 @@ def advise_by(
         costs: What the run measured.
         goodput: Its own.
         step_timeout: Seconds without a heartbeat in section ``step`` that make a hang; None: no fixed ones.
-        warm_options: Those of `WARM_OPTIONS` that the run could have had, and had not.
+        could_fork: Whether the run could have had ``--start-method forkserver``, and had not.
     """
     if goodput.wall < _LEAST_WALL:
         return ()
     found = (
         ("checkpoint_interval", _interval(costs)),
-        ("restart", _restart(costs, goodput, warm_options)),
-        ("start", _start(costs, goodput, warm_options)),
+        ("restart", _restart(costs, goodput, could_fork=could_fork)),
         ("hang_timeout", _timeout(costs, goodput, step_timeout)),
         ("nodes", _nodes(costs)),
         ("queue", _queue(costs, goodput)),
@@ -135,7 +134,7 @@ def _interval(costs: MeasuredCosts) -> Iterator[str]:
     )
 
 
-def _restart(costs: MeasuredCosts, goodput: Goodput, warm_options: Sequence[str]) -> Iterator[str]:
+def _restart(costs: MeasuredCosts, goodput: Goodput, *, could_fork: bool) -> Iterator[str]:
     if costs.restarts < _LEAST_RESTARTS or costs.restart_seconds is None or not costs.restart_parts:
         return
     longest = max(costs.restart_parts, key=lambda part: part.seconds)
@@ -144,21 +143,7 @@ def _restart(costs: MeasuredCosts, goodput: Goodput, warm_options: Sequence[str]
     yield (
         f"{_NAMES[longest.name]} took {duration(longest.seconds, fine=True)} of the "
         f"{duration(costs.restart_seconds, fine=True)} of a restart (mean of {costs.restarts}); "
-        f"shorter by {(_SHORTENS if _FORKSERVER in warm_options else _SHORTENS_WARM)[longest.name]}"
-    )
-
-
-def _start(costs: MeasuredCosts, goodput: Goodput, warm_options: Sequence[str]) -> Iterator[str]:
-    first, later = costs.first_step, costs.later_first_step
-    if _PREWARM not in warm_options or first is None or later is None or costs.restarts < _LEAST_RESTARTS:
-        return
-    if first < _FAR * later or (first - later) * costs.starts < _WORTH * goodput.wall:
-        return
-    yield (
-        f"the first workers of a job took {duration(first, fine=True)} to their first step (mean of "
-        f"{plural(costs.starts, 'job')}), later ones, whose files the nodes had read before, "
-        f"{duration(later, fine=True)} (mean of {costs.restarts}): {_PREWARM} reads the files of imports while the "
-        "nodes meet"
+        f"shorter by {(_SHORTENS if could_fork else _SHORTENS_WARM)[longest.name]}"
     )
 
 

@@ -26,7 +26,7 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import Clocks
 from hpc_elastic.report.collect_attempt import AttemptBuilder
 from hpc_elastic.report.collect_round import EventCoverage, RoundBuilder, rank_statuses
-from hpc_elastic.report.history import WARM_OPTIONS, AttemptHistory, RunHistory
+from hpc_elastic.report.history import AttemptHistory, RunHistory
 from hpc_elastic.run.attempt import load_result
 from hpc_elastic.run.event_reader import EventFile, event_files, integer, job_id_of, names_of, text_of
 from hpc_elastic.run.heartbeats import NodeHeartbeats
@@ -220,7 +220,7 @@ def collect_run(run_dir: Path | str, *, ranks: Container[int] = ()) -> RunHistor
         command=_command(entrypoint),
         section_timeouts=_sections(spec.get("section_timeouts")),
         step_timeout=_step_timeout(spec.get("section_timeouts")),
-        warm_options=_warm_options(spec),
+        could_fork=_could_fork(spec),
         attempts=_collect_attempts(paths, numbers, ranks),
         bad_nodes=_bad_nodes(record, spec.get("bad_nodes")),
         excluded=record.excluded,
@@ -261,13 +261,12 @@ def _step_timeout(given: object) -> float | None:
     return None if given.get("learns_step") else float(seconds)
 
 
-def _warm_options(spec: Mapping[str, object]) -> tuple[str, ...]:
-    """Neither goes with an image, whose Python the workers have, nor with a command that is no Python script."""
+def _could_fork(spec: Mapping[str, object]) -> bool:
+    """Not with an image, whose Python the workers have, nor with a command that is no Python script."""
     entrypoint = spec.get("entrypoint")
     kind = entrypoint.get("kind") if isinstance(entrypoint, dict) else ""
-    if kind not in ("script", "module") or spec.get("container_image") or spec.get("start_method") == "forkserver":
-        return ()
-    return tuple(name for name in WARM_OPTIONS if not (name == "--prewarm" and spec.get("prewarm")))
+    is_python = kind in ("script", "module") and not spec.get("container_image")
+    return is_python and spec.get("start_method") != "forkserver"
 
 
 def _collect_attempts(paths: RunPaths, numbers: Sequence[int], ranks: Container[int]) -> tuple[AttemptHistory, ...]:

@@ -110,8 +110,6 @@ def _of_agent(event: AgentEvent) -> str:
             return "no fork server any more: workers are started fresh"
         case of_agent.PreloadLeftOut():
             return f"the fork server does without {event.module}"
-        case of_agent.FilesPrewarmed():
-            return f"prewarmed: {event.files} files, {event.bytes >> 20} MiB, in {event.seconds:.1f} s"
         case of_agent.ClockOffset():
             ahead, bound = event.offset_ns / 1e6, event.bound_ns / 1e6
             return (

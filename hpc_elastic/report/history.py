@@ -327,10 +327,6 @@ class AttemptHistory(Struct, frozen=True, kw_only=True):
         return len(names) > 1 or (bool(names) and len(self.nodes) == 1)
 
 
-WARM_OPTIONS = ("--start-method forkserver", "--prewarm")
-"""By which workers start sooner."""
-
-
 class RunHistory(Struct, frozen=True, kw_only=True):
     """Everything that a run directory holds about failures."""
 
@@ -345,8 +341,8 @@ class RunHistory(Struct, frozen=True, kw_only=True):
     """The sections that the user gave a timeout for."""
     step_timeout: float | None = None
     """Seconds without a heartbeat in section ``step`` that make a hang; None: none are given, or they are learned."""
-    warm_options: tuple[str, ...] = ()
-    """Those of `WARM_OPTIONS` that it could have had, and had not."""
+    could_fork: bool = False
+    """Whether ``--start-method forkserver`` was possible, and not given."""
     attempts: tuple[AttemptHistory, ...] = ()
     bad_nodes: tuple[NodeScore, ...] = ()
     """By what was known when an attempt ended last; the worst first."""

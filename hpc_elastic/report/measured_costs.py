@@ -10,7 +10,6 @@ from msgspec import Struct
 
 from hpc_elastic.report.goodput import Cost, Goodput, RestartPart
 from hpc_elastic.report.history import RunHistory
-from hpc_elastic.run.heartbeats import Progress
 
 _TIME_LIMIT = "time limit"
 """`AttemptHistory.meaning`."""
@@ -41,12 +40,6 @@ class MeasuredCosts(Struct, frozen=True, kw_only=True):
     """Of one of them, with finding a hang."""
     restart_parts: tuple[RestartPart, ...] = ()
     """The mean of each."""
-    starts: int = 0
-    """Jobs in which workers came to a step."""
-    first_step: float | None = None
-    """Seconds from the first workers' start in a job to their first step."""
-    later_first_step: float | None = None
-    """The same of workers that were started again in it."""
     queued: int = 0
     """How often the job was queued again."""
     time_limits: int = 0
@@ -69,7 +62,6 @@ def measure_costs(history: RunHistory, goodput: Goodput) -> MeasuredCosts:
     within = [cost for cost in failures if cost.recovered and not cost.queued]
     limited = {item.number for item in history.attempts if item.meaning == _TIME_LIMIT}
     limits = [cost for cost in goodput.costs if cost.queued and not cost.is_failure and cost.attempt in limited]
-    first, later = _first_steps(history)
     saved = goodput.checkpoints
     running = goodput.wall - goodput.queued
     return MeasuredCosts(
@@ -84,36 +76,12 @@ def measure_costs(history: RunHistory, goodput: Goodput) -> MeasuredCosts:
         restarts=len(within),
         restart_seconds=_mean([cost.seconds - cost.recomputed for cost in within]) if within else None,
         restart_parts=_parts(within),
-        starts=len(first),
-        first_step=_mean(first) if first else None,
-        later_first_step=_mean(later) if later else None,
         queued=sum(1 for cost in goodput.costs if cost.queued),
         time_limits=len(limits),
         time_limit_seconds=sum(cost.seconds for cost in limits),
         longest_step=max((one.longest_step for part in rounds.values() for one in part.progress.values()), default=0.0)
         or None,
     )
-
-
-def _first_steps(history: RunHistory) -> tuple[list[float], list[float]]:
-    """Seconds from the workers' start to their first step, by each node's own clock, of the slowest node: in the first
-    round of each job that came to a step, and in the others."""
-    first, later = [], []
-    for attempt in history.attempts:
-        began = {(times.round, times.node): times.final_ns for times in attempt.times.nodes}
-        found = [
-            max(seconds)
-            for part in attempt.rounds
-            if (seconds := [_seconds(began.get((part.index, node)), done) for node, done in part.progress.items()])
-            and max(seconds) > 0
-        ]
-        first += found[:1]
-        later += found[1:]
-    return first, later
-
-
-def _seconds(began_ns: int | None, done: Progress) -> float:
-    return 0.0 if began_ns is None or done.first_step is None else (done.first_ns - began_ns) / 1e9
 
 
 def _parts(costs: list[Cost]) -> tuple[RestartPart, ...]:

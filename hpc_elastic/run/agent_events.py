@@ -122,16 +122,6 @@ class PreloadLeftOut(AgentEvent, frozen=True, kw_only=True):
     reason: str = ""
 
 
-class FilesPrewarmed(AgentEvent, frozen=True, kw_only=True):
-    """Files of modules that workers are likely to import are in this node's page cache (`--prewarm`)."""
-
-    files: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-    reason: str = ""
-    """why not all was read"""
-
-
 class WorkerFailed(AgentEvent, frozen=True, kw_only=True):
     """A worker ended badly, or was stopped; its evidence is written."""
 

@@ -105,8 +105,6 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     start_method: StartMethod = StartMethod.SPAWN
     preload: tuple[str, ...] = (AUTO,)
     """For FORKSERVER: the modules that are imported once on each node."""
-    prewarm: bool = False
-    """For SPAWN: the files of likely modules are read into the page cache of each node before workers start."""
     max_requeues: int = 3
     """Attempts after the first one."""
     max_same_failures: int = 2

@@ -142,28 +142,3 @@ train()
         assert fresh["warm"] is True
         assert "started fresh" not in run.log()
         assert {value["total"] for value in run.moments("here1")} == {2}
-
-
-def test_files_are_read_before_workers_start_on_spares_too_and_hold_up_nothing(tmp_path: Path) -> None:
-    """For fresh interpreters: the agent imports nothing, and what still reads when the run is over ends with it."""
-    library = tmp_path / "site-packages" / "lib"
-    library.mkdir(parents=True)
-    (library / "__init__.py").write_text("x = 1")
-    options = ["--prewarm", "--spares", "1", "--rdzv-conf", f"{_QUICK},last_call_timeout=100"]
-    environ = {"PYTHONPATH": f"{tmp_path / 'site-packages'}:{Path(__file__).parents[2]}"}
-    script = "import lib\ntell('here')\nwait_for('end')"
-    with LocalRun(tmp_path, script, nodes=2, options=options, environ=environ) as run:
-        run.wait_moments("here", count=2, round_index=0)
-        run.until(lambda: len(run.events("files_prewarmed")) == 3, "word from all nodes")
-        run.say("end")
-        assert run.finish() == ExitCode.OK
-        for event in run.events("files_prewarmed"):
-            assert event["files"] >= 1
-            assert event["bytes"] > 0
-            assert event["reason"] == ""
-        assert "prewarmed: " in run.log()
-        assert _fresh(run) == {""}
-    options = ["--prewarm", "--no-python"]
-    with LocalRun(tmp_path, "", nodes=1, options=options, interpreter=["true"], runs_dir=tmp_path / "other") as run:
-        assert run.finish() == ExitCode.OK
-        assert "--prewarm: nothing is read: the workers run a command" in run.log()

@@ -92,11 +92,6 @@ def test_what_is_meant_brings_no_remark(here: Path, argv: list[str]) -> None:
             ["--container-image", "enroot:torch", "--start-method", "forkserver", "train.py"],
             "forkserver: the fork server runs on the node, and these workers' Python is in the image; leave it out",
         ),
-        (
-            ["--container-image", "enroot:torch", "--prewarm", "train.py"],
-            "--prewarm: the workers import the image's files",
-        ),
-        (["--start-method", "forkserver", "--prewarm", "train.py"], "leave out one of the two"),
         (["--container-env", "PATH", "train.py"], "--container-env PATH: the workers run in no container"),
         (["--container-image", "enroot:./no.sqsh", "train.py"], "no.sqsh does not exist"),
         (

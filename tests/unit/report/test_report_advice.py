@@ -16,7 +16,6 @@ from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.report.advice import advise, advise_by, interval_cost
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.goodput import Goodput, RestartPart, goodput_of
-from hpc_elastic.report.history import WARM_OPTIONS
 from hpc_elastic.report.measured_costs import MeasuredCosts, measure_costs
 from hpc_elastic.report.render_text import render_text
 from tests.rigs.run_builder import START_NS, RunBuilder, make_failure
@@ -99,28 +98,9 @@ def test_the_longest_part_of_a_restart_is_named_with_what_shortens_it() -> None:
 
 def test_what_a_run_has_already_is_not_advised() -> None:
     slow = replace(COSTS, restart_seconds=300.0, restart_parts=(RestartPart(name="first step", seconds=280.0),))
-    for options in ((), ("--prewarm",)):
-        text = said(slow, warm_options=options)["restart"]
-        assert "forkserver" not in text
-        assert text.endswith(
-            "shorter by a checkpoint that is read sooner, and a compiler's cache that is kept between starts"
-        )
-
-
-def test_prewarm_is_advised_where_the_first_start_of_a_job_takes_longer_than_later_ones() -> None:
-    cold = replace(COSTS, starts=4, first_step=400.0, later_first_step=25.0)
-    assert said(cold)["start"] == (
-        "the first workers of a job took 6 min 40 s to their first step (mean of 4 jobs), later ones, whose files the "
-        "nodes had read before, 25.0 s (mean of 6): --prewarm reads the files of imports while the nodes meet"
+    assert said(slow, could_fork=False)["restart"].endswith(
+        "shorter by a checkpoint that is read sooner, and a compiler's cache that is kept between starts"
     )
-    assert said(cold, warm_options=("--start-method forkserver",)) == {}
-    for other in (
-        replace(cold, later_first_step=None),
-        replace(cold, restarts=1),
-        replace(cold, first_step=30.0),
-        replace(cold, starts=1),
-    ):
-        assert said(other) == {}
 
 
 def test_a_time_limit_that_costs_more_than_failures_is_named() -> None:
@@ -153,16 +133,13 @@ def test_each_option_that_is_advised_exists(capsys: pytest.CaptureFixture[str]) 
     slow = [replace(COSTS, restart_seconds=300.0, restart_parts=(RestartPart(name=name, seconds=280.0),))
             for name in ("stop", "meet", "start", "first step")]  # fmt: skip
     other = replace(
-        COSTS, began_on=(("n7", 6),), queued=4, time_limits=4, time_limit_seconds=90_000.0, longest_step=50.0, starts=4,
-        first_step=900.0, later_first_step=9.0,
+        COSTS, began_on=(("n7", 6),), queued=4, time_limits=4, time_limit_seconds=90_000.0, longest_step=50.0,
     )  # fmt: skip
     queued = replace(GOODPUT, queued=20_000.0, hanging=7200.0)
-    texts = [
-        text for costs in slow for options in (WARM_OPTIONS, ()) for text in said(costs, warm_options=options).values()
-    ]
+    texts = [text for costs in slow for could in (True, False) for text in said(costs, could_fork=could).values()]
     texts += [*said(other, queued, step_timeout=3600.0).values(), *said(replace(other, time_limits=0), queued).values()]
     named = {found for text in texts for found in re.findall(r"--[a-z][a-z-]*|\w+(?= in --rdzv-conf)", text)}
-    assert {"--exclude", "--time", "--prewarm", "--start-method", "--shutdown-timeout", "--section-timeouts"} < named
+    assert {"--exclude", "--time", "--start-method", "--shutdown-timeout", "--section-timeouts"} < named
     assert named <= known
 
 
@@ -263,25 +240,19 @@ def test_what_time_limits_cost_is_measured(tmp_path: Path) -> None:
     assert (costs.failures, costs.queued, costs.time_limits) == (0, 2, 2)
     # To the next step: the end of the old job, the queue, the start of the new one.
     assert costs.time_limit_seconds == pytest.approx(2 * (100 + 700 + 210), abs=5)
-    assert (costs.starts, costs.later_first_step) == (3, None)
-    assert costs.first_step == pytest.approx(200, abs=1)
     (found,) = advise(history)
     assert found.about == "time_limit"
 
 
 def test_what_a_run_could_have_had_is_read_from_its_options(tmp_path: Path) -> None:
     builder = failing_run(tmp_path / "run")
-    costs = measure_costs(history := collect_run(builder.root), goodput_of(history))
-    assert (costs.starts, costs.first_step, costs.later_first_step) == (2, pytest.approx(60), pytest.approx(60))
     spec = json.loads(builder.paths.run_json.read_text())
-    both = ("--start-method forkserver", "--prewarm")
     script = spec["entrypoint"]
-    for more, options in (
-        ({}, both),
-        ({"prewarm": True}, both[:1]),
-        ({"start_method": "forkserver"}, ()),
-        ({"container_image": {"kind": "sif"}}, ()),
-        ({"entrypoint": {**script, "kind": "command"}}, ()),
+    for more, could in (
+        ({}, True),
+        ({"start_method": "forkserver"}, False),
+        ({"container_image": {"kind": "sif"}}, False),
+        ({"entrypoint": {**script, "kind": "command"}}, False),
     ):
         write_json(builder.paths.run_json, {**spec, **more})
-        assert collect_run(builder.root).warm_options == options
+        assert collect_run(builder.root).could_fork is could
