@@ -133,7 +133,7 @@ def agent_main(argv: Sequence[str]) -> int:
     restart_group = RestartGroupWatch(folder=folder, events=events, policy=spec.restart_policy, limit=spec.max_restarts)
     worker_env = {key: value for key, value in me.env.items() if key != "TORCHELASTIC_ERROR_FILE"}
     worker_env.update(restart_group.environment(me.env))
-    if ras_address := choose_address(worker_env, uid=me.uid):
+    if ras_address := choose_address(worker_env):
         worker_env[ADDRESS_VARIABLE] = ras_address
     store_server = StoreServer(
         spec.host_python,

@@ -1,7 +1,7 @@
-"""A client of NCCL's RAS (2.24 and newer), which every process that uses NCCL serves, for all processes of the job.
+"""A client of NCCL's RAS (2.28.7 and newer), which every process that uses NCCL serves, for all processes of the job.
 
 A text protocol at NCCL_RAS_ADDR, of which NCCL's own client is src/ras/client.cc. A server may be slow, another
-program's or another run's, or gone in the middle of its answer: each question takes bounded time and memory. Each agent
+program's, run's or user's, or gone in the middle of its answer: each question takes bounded time and memory. Each agent
 gives its workers an address of its own, unless the user has.
 """
 
@@ -13,7 +13,6 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 
-from hpc_elastic.base.digests import sha1
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.workers.sockets import Address
 
@@ -26,7 +25,8 @@ _RAS_SECONDS = 5
 """How long RAS is to wait for a process that does not answer; its own default."""
 _ANSWER_SECONDS = 20.0
 """For the whole of an answer."""
-_MOST_BYTES = 64 << 20
+_BYTES_PER_RANK, _MOST_BYTES = 64 << 10, 64 << 20
+"""Of an answer: room for 90 communicators of each rank; and of any."""
 _LIBRARY = r"\S*/libnccl\.so\S*"
 _NUMBERS = r"(\d+)\.(\d+)\.(\d+)"
 
@@ -37,18 +37,16 @@ class NotOursError(HpcElasticError):
     template = "{address} is not this run's: {why}"
 
 
-def choose_address(given: Mapping[str, str], *, uid: str) -> str:
-    """Where the workers' RAS is to listen; empty: the user has set that, or wants none.
+def choose_address(given: Mapping[str, str]) -> str:
+    """Where the workers' RAS is to listen, a port that nobody can guess; empty: the user has set that, or wants none.
 
     Args:
         given: The workers' environment.
-        uid: This agent's.
     """
     if given.get(ADDRESS_VARIABLE) or given.get(ENABLE_VARIABLE) == "0":
         return ""
-    first = int.from_bytes(sha1(uid.encode())[:4], "big")
-    for step in range(32):
-        port = _PORTS[(first + step * 7) % len(_PORTS)]
+    for _ in range(32):
+        port = _PORTS[int.from_bytes(os.urandom(4), "big") % len(_PORTS)]
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             try:
                 probe.bind(("127.0.0.1", port))
@@ -67,23 +65,22 @@ def parse_address(text: str) -> Address | None:
     return host.strip("[]"), int(port)
 
 
-def ask_ras(
-    address: Address, *, as_json: bool, is_ours: Callable[[socket.socket], bool] | None = None
-) -> tuple[str, bool]:
+def ask_ras(address: Address, *, world_size: int, why_not_ours: Callable[[socket.socket], str]) -> str:
     """Ask for the state of all communicators, in bounded time.
 
     Args:
         address: Where a process listens.
-        as_json: Whether JSON is asked for; NCCL before 2.28.7 answers with text all the same.
-        is_ours: Of the connection: whether this run's process has the other end.
+        world_size: Ranks of the run, by which the answer's size is limited.
+        why_not_ours: Of the connection: why the other end is no process of this run; empty: it is one.
 
     Returns:
-        The answer, and whether it is JSON.
+        The answer, in JSON.
 
     Raises:
         OSError: nobody listens, or the answer does not come in time.
-        NotOursError: what listens speaks another protocol, has too much to say, or is another run's.
+        NotOursError: what listens speaks another protocol, has too much to say, or is no process of this run.
     """
+    most = min(_MOST_BYTES, _BYTES_PER_RANK * world_size)
     deadline = time.monotonic() + _CONNECT_SECONDS
     shown = f"{address[0]}:{address[1]}"
     with socket.create_connection(address, timeout=_CONNECT_SECONDS) as connection:
@@ -101,17 +98,18 @@ def ask_ras(
 
         if not (line := line_after("CLIENT PROTOCOL 2")).upper().startswith("SERVER PROTOCOL "):
             raise NotOursError(address=shown, why=f"it speaks another protocol ({line[:80]!r})")
-        if is_ours is not None and not is_ours(connection):
-            raise NotOursError(address=shown, why="a process of another run listens there")
+        if why := why_not_ours(connection):
+            raise NotOursError(address=shown, why=why)
         line_after(f"TIMEOUT {_RAS_SECONDS}")  # one that does not know it has its own
-        is_json = as_json and line_after("SET FORMAT json") == "OK"
+        if (line := line_after("SET FORMAT json")) != "OK":
+            raise NotOursError(address=shown, why=f"it answers in no JSON, as NCCL before 2.28.7 ({line[:80]!r})")
         deadline = time.monotonic() + _ANSWER_SECONDS
         connection.settimeout(_CONNECT_SECONDS)
         connection.sendall(b"VERBOSE STATUS\n")
         while _receive(connection, buffer, deadline):
-            if len(buffer) > _MOST_BYTES:
-                raise NotOursError(address=shown, why=f"its answer is longer than {_MOST_BYTES >> 20} MiB")
-    return buffer.decode("utf-8", "replace"), is_json
+            if len(buffer) > most:
+                raise NotOursError(address=shown, why=f"its answer is longer than {most >> 10} KiB")
+    return buffer.decode("utf-8", "replace")
 
 
 def _receive(connection: socket.socket, buffer: bytearray, deadline: float) -> bool:

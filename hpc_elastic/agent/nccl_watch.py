@@ -7,6 +7,7 @@ for longer than `limit_of` allows, which learns from the run's own pauses.
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -19,8 +20,8 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.text import duration, plural
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.failures.nccl_ras import Communicator, RasReport, find_culprits, parse_json, parse_text
-from hpc_elastic.workers.sockets import Address, has_socket, serving_inode
+from hpc_elastic.failures.nccl_ras import Communicator, RasReport, find_culprits, parse_json
+from hpc_elastic.workers.sockets import Address, has_socket, serving_socket
 from hpc_elastic.workers.tree import TAG_VARIABLE, Environ, own_processes_where
 
 if TYPE_CHECKING:
@@ -38,8 +39,9 @@ _MOST_TROUBLE = 3
 """After so many answers of a program that is no RAS of this run, it is asked no more in this round."""
 _LONGEST_FACTOR = 3.0
 _SHOWN = 3
-_SAFE_VERSION = (2, 27, 5)
-"""An older NCCL may crash when it is asked while communicators are made: nccl issues 1669, 1718 and 1762."""
+_LEAST_VERSION = (2, 28, 7)
+"""An older NCCL has no JSON, and before 2.27.5 it may crash when it is asked while communicators are made (nccl issues
+1669, 1718 and 1762)."""
 
 
 class Stall(Struct, frozen=True, kw_only=True):
@@ -50,7 +52,7 @@ class Stall(Struct, frozen=True, kw_only=True):
     report: object
     """The last `RasReport`'s progress, with the workers' heartbeats."""
     since: float
-    """Since when that has been the same; now, where the answer does not show it."""
+    """Since when that has been the same."""
     launches: int = 0
     has_moved: bool = False
     """Whether anything was launched between two answers."""
@@ -82,7 +84,7 @@ def next_stall(before: Stall | None, report: RasReport, *, beats: int, now: floa
     }
     if before is None:
         return Stall(at=now, report=progress, since=now, launches=report.launches, trouble=trouble)
-    is_same = report.has_all_counts and progress == before.report
+    is_same = progress == before.report
     ended = [before.at - since for name, (what, since) in known.items() if trouble.get(name, (None,))[0] != what]
     return Stall(
         at=now,
@@ -224,7 +226,6 @@ class NcclWatch:
         self._asked = 0
         """Which question the next answer must be to: those of another round are late."""
         self._is_asking = False
-        self._as_json = True
         self._trouble = 0
         self._stall: Stall | None = None
         self.found: StallFound | None = None
@@ -293,7 +294,6 @@ class NcclWatch:
         except OSError as error:
             logger.debug("NCCL's RAS can't be asked: %s", error)  # most often, nobody uses NCCL
         except HpcElasticError as error:
-            self._as_json = False
             self._trouble += number == self._asked
             logger.log(
                 logging.INFO if self._trouble == _MOST_TROUBLE else logging.DEBUG,
@@ -307,25 +307,27 @@ class NcclWatch:
 
     def _read(self, address: Address, pids: list[int], world_size: int) -> RasReport | None:
         version = nccl_version(pids[0]) if pids else None
-        if version is not None and version < _SAFE_VERSION:
-            logger.debug("NCCL %s may crash when it is asked", version)
+        if version is not None and version < _LEAST_VERSION:
+            logger.debug("NCCL %s is too old to be asked", version)
             return None
-        text, is_json = ask_ras(address, as_json=self._as_json, is_ours=self._is_ours)
-        report = parse_json(text) if is_json else parse_text(text)
+        report = parse_json(ask_ras(address, world_size=world_size, why_not_ours=self._why_not_ours))
         if any(each.size > world_size for each in report.communicators):
             raise NotOursError(address=f"{address[0]}:{address[1]}", why=f"it has more than {world_size} ranks")
         self._trouble = 0
         return report
 
-    def _is_ours(self, connection: socket.socket) -> bool:
-        """Whether the process at the other end is none of another run, as far as that can be known."""
-        inode = serving_inode(connection)
-        if inode is None:
-            return True
+    def _why_not_ours(self, connection: socket.socket) -> str:
+        """Why the process at the other end is none of this run; empty: it is this user's, and no other run's."""
+        found = serving_socket(connection)
+        if found is None:
+            return "no process of this host has the other end"
+        inode, uid = found
+        if uid != os.geteuid():
+            return f"a process of uid {uid} listens there"
 
         def is_of_another_run(environ: Environ) -> bool:
             tag = environ.get(TAG_VARIABLE)
             return bool(tag) and not str(tag).startswith(f"{self._run_uid}:")
 
         others = own_processes_where(lambda _, environ: is_of_another_run(environ))
-        return not any(has_socket(proc.pid, inode) for proc in others)
+        return "a process of another run listens there" if any(has_socket(one.pid, inode) for one in others) else ""

@@ -1,16 +1,14 @@
-"""What NCCL's RAS (2.24 and newer) answers: how often each rank of each communicator has launched each collective.
+"""What NCCL's RAS (2.28.7 and newer) answers: how often each rank of each communicator has launched each collective.
 
-The forms are those of NCCL's src/ras/client_support.cc, 2.24 to 2.31: JSON from 2.28.7 on, which has every rank's
-counts, and before that a text for people, which has counts only where ranks differ. The counts grow when a rank
-launches, not when it completes; sends and receives may differ between ranks that are in order.
+The form is the JSON of NCCL's src/ras/client_support.cc, 2.28.7 to 2.31. The counts grow when a rank launches, not
+when it completes; sends and receives may differ between ranks that are in order.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import msgspec
 from msgspec import Struct, field
@@ -19,8 +17,6 @@ from hpc_elastic.base.text import plural
 from hpc_elastic.errors import HpcElasticError
 
 _TRANSFERS = frozenset({"SendRecv", "Send", "Recv"})
-_ANY_COLLECTIVE = "collective"
-"""NCCL before 2.26 counts all kinds together."""
 _UNANSWERED = "does not answer NCCL's RAS: its process is stopped or gone"
 
 
@@ -37,7 +33,7 @@ class Level(Struct, frozen=True):
     count: int
     """How many ranks they are."""
     ranks: tuple[int, ...] = ()
-    """Which; empty: the text does not name them."""
+    """Which."""
 
 
 class Communicator(Struct, frozen=True, kw_only=True):
@@ -47,7 +43,7 @@ class Communicator(Struct, frozen=True, kw_only=True):
     """Its hash."""
     size: int
     levels: Mapping[str, tuple[Level, ...]] = field(default_factory=dict)
-    """Kind of collective → its levels, the highest first; of a text where the ranks differ alone."""
+    """Kind of collective → its levels, the highest first."""
     missing: tuple[int, ...] = ()
     """Ranks whose processes did not answer."""
     is_settled: bool = True
@@ -75,8 +71,6 @@ class RasReport(Struct, frozen=True, kw_only=True):
     version: str = ""
     """NCCL's."""
     communicators: tuple[Communicator, ...] = ()
-    has_all_counts: bool = False
-    """Whether it shows if anything is launched at all; a text does not where the ranks are even."""
 
     @property
     def progress(self) -> object:
@@ -90,14 +84,32 @@ class RasReport(Struct, frozen=True, kw_only=True):
         return sum(level.launched * level.count for level in levels)
 
 
-# -- JSON --------------------------------------------------------------------------------------------------------------
-
-
 _LACKING_COMMA = r'("nvml_dev": *-?\d+)(\s+"status")'
 """Of each missing rank, as 2.28.9 writes it."""
 _SILENT = ("unresponsive", "considered_dead")
 _CHANGING = ("init_state", "finalize_called", "destroy_flag", "abort_flag")
 """What is not 0 or false of a rank whose communicator is made or destroyed."""
+
+
+class _Rank(Struct):
+    rank: int
+    host: str = ""
+    pid: int = -1
+    status: dict[str, bool | int] = {}
+    collective_counts: dict[str, int] = {}
+
+
+class _Communicator(Struct):
+    size: int
+    ranks: list[_Rank]
+    hash: str = ""
+    secondary_hash: str = ""
+    missing_ranks: list[_Rank] = []
+
+
+class _Answer(Struct):
+    communicators: list[_Communicator]
+    nccl_version: str = ""
 
 
 def parse_json(text: str) -> RasReport:
@@ -108,129 +120,34 @@ def parse_json(text: str) -> RasReport:
     """
     text = re.sub(_LACKING_COMMA, r"\1,\2", text[text.find("{") :])
     try:
-        document = msgspec.json.decode(text)
-        found = [_of_json(each) for each in document["communicators"] if each["ranks"]]
-        version = str(document.get("nccl_version", ""))
-    except (msgspec.DecodeError, RecursionError, LookupError, TypeError, ValueError, AttributeError) as error:
+        found = msgspec.json.decode(text, type=_Answer)
+    except (msgspec.DecodeError, RecursionError) as error:
         raise UnreadableReportError(what=f"what is no report in JSON ({str(error)[:200]})") from None
-    return RasReport(version=version, communicators=tuple(found), has_all_counts=True)
+    communicators = tuple(_describe(each) for each in found.communicators if each.ranks)
+    return RasReport(version=found.nccl_version, communicators=communicators)
 
 
-def _of_json(found: Mapping[str, Any]) -> Communicator:
+def _describe(found: _Communicator) -> Communicator:
     launched: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     # RAS has given memory that was never written: ranks that no communicator has (nccl issue 1762, 2.27.3).
-    ranks = [rank for rank in found["ranks"] if 0 <= int(rank["rank"]) < int(found["size"])]
+    ranks = [rank for rank in found.ranks if 0 <= rank.rank < found.size]
     for rank in ranks:
-        for kind, count in rank.get("collective_counts", {}).items():
-            launched[kind][int(count)].append(rank["rank"])
-    missing = [rank for rank in found.get("missing_ranks", ()) if 0 <= int(rank["rank"]) < int(found["size"])]
-    silent = [rank["rank"] for rank in missing if any(rank.get("status", {}).get(name) for name in _SILENT)]
-    changes = any(rank.get("status", {}).get(name) for rank in ranks for name in _CHANGING)
+        for kind, count in rank.collective_counts.items():
+            launched[kind][count].append(rank.rank)
+    missing = [rank for rank in found.missing_ranks if 0 <= rank.rank < found.size]
+    silent = [rank.rank for rank in missing if any(rank.status.get(name) for name in _SILENT)]
+    changes = any(rank.status.get(name) for rank in ranks for name in _CHANGING)
     return Communicator(
-        name=f"{found.get('hash', '')} {found.get('secondary_hash', '')}",
-        size=int(found["size"]),
+        name=f"{found.hash} {found.secondary_hash}",
+        size=found.size,
         levels={
             kind: tuple(Level(count, len(who), tuple(sorted(who))) for count, who in sorted(by.items(), reverse=True))
             for kind, by in launched.items()
         },
         missing=tuple(sorted(silent)),
         is_settled=not changes and len(silent) == len(missing),
-        processes={rank["rank"]: (str(rank.get("host", "")), int(rank.get("pid", -1))) for rank in (*ranks, *missing)},
+        processes={rank.rank: (rank.host, rank.pid) for rank in (*ranks, *missing)},
     )
-
-
-# -- text --------------------------------------------------------------------------------------------------------------
-
-# Strings, which `re` compiles and keeps when they are first used: most runs never do.
-_VERSION = r"(?m)^NCCL version (\S+)"
-_WHOLE = r"(?m)^Warnings\n=+$"
-_ROW = r"(?m)^ *(\d+) +\d+ +\d+ +[\d-]+ +(\d+) +\d+ +([A-Z]+) +[A-Z,]+ *$"
-_PART = r"(?m)^#(\d+)-\d+ \((\w+)\) ([A-Z]+)\n((?:(?: .*)?\n)*)"
-_KIND = r"  Communicator ranks have different (\w+) operation counts"
-_LEVEL = r"  (\d+) ranks have (?:launched up to operation (\d+)|not launched any operations)"
-_ALONE = r"  Rank (\d+) has (?:launched up to operation (\d+)|not launched any operations)(.*)"
-_NAMED = r"  Rank (\d+) --(.*)"
-_PROCESS = r"managed by process (\d+) on node (\S+)"
-_MISSING = r"  The missing ranks?: ([\d, ]+)"
-
-
-def parse_text(text: str) -> RasReport:
-    """Read the answer in the form for people.
-
-    Raises:
-        UnreadableReportError: it is something else, or ends early.
-    """
-    text = text.replace("\r\n", "\n")
-    version = re.search(_VERSION, text)
-    if version is None or "\nCommunicators..." not in text:
-        raise UnreadableReportError(what=f"what is no report: {text[:80]!r}")
-    if not re.search(_WHOLE, text) or not text.endswith("\n"):
-        raise UnreadableReportError(what=f"half a report, of {len(text)} characters")
-    rows = {int(group): (int(size), status) for group, size, status in re.findall(_ROW, text)}
-    found: dict[str, Communicator] = {}
-    for group, name, _, lines in re.findall(_PART, text):
-        size, status = rows.get(int(group), (0, ""))
-        before = found.get(name) or Communicator(name=name, size=size, is_settled=status == "RUNNING")
-        found[name] = _with_lines(before, lines.splitlines())
-    return RasReport(version=version[1], communicators=tuple(each for each in found.values() if each.size))
-
-
-def _with_lines(known: Communicator, lines: Iterable[str]) -> Communicator:
-    """What one part of the text adds."""
-    kind = ""
-    levels: dict[str, list[tuple[int, int, list[int]]]] = {}
-    missing, processes = list(known.missing), dict(known.processes)
-    for line in lines:
-        if match := re.match(_KIND, line):
-            kind = match[1]
-            levels[kind] = []
-        elif line.startswith("  Communicator ranks have different"):
-            kind = _ANY_COLLECTIVE if "collective operation counts" in line else "?"
-            levels[kind] = []
-        elif match := re.match(_LEVEL, line):
-            if kind:
-                levels[kind].append((int(match[2] or 0), int(match[1]), []))
-        elif match := re.match(_ALONE, line):
-            if kind:
-                levels[kind].append((int(match[2] or 0), 1, [int(match[1])]))
-            processes |= _process_of(int(match[1]), match[3])
-        elif match := re.match(_MISSING, line):
-            missing += [int(number) for number in re.findall(r"\d+", match[1])]
-        elif match := re.match(_NAMED, line):
-            rank = int(match[1])
-            processes |= _process_of(rank, match[2])
-            if not kind:
-                missing.append(rank)
-            elif levels.get(kind):
-                levels[kind][-1][2].append(rank)
-    everyone = set(range(known.size))
-    return msgspec.structs.replace(
-        known,
-        levels={
-            **known.levels,
-            **{name: _levels(rows, everyone - set(missing)) for name, rows in levels.items() if name != "?"},
-        },
-        missing=tuple(sorted(everyone & set(missing))),
-        processes=processes,
-    )
-
-
-def _process_of(rank: int, text: str) -> dict[int, tuple[str, int]]:
-    found = re.search(_PROCESS, text)
-    return {rank: (found[2], int(found[1]))} if found else {}
-
-
-def _levels(rows: list[tuple[int, int, list[int]]], everyone: set[int]) -> tuple[Level, ...]:
-    """Where all but one level name their ranks, that one has the others."""
-    unnamed = [row for row in rows if not row[2]]
-    if len(unnamed) == 1:
-        others = everyone - {rank for row in rows for rank in row[2]}
-        if len(others) == unnamed[0][1]:
-            unnamed[0][2].extend(others)
-    return tuple(Level(launched, count, tuple(sorted(ranks))) for launched, count, ranks in sorted(rows, reverse=True))
-
-
-# -- what follows ------------------------------------------------------------------------------------------------------
 
 
 def find_culprits(communicator: Communicator) -> dict[int, str]:

@@ -50,8 +50,8 @@ def network_id(pid: int, *, proc: str = "/proc") -> str:
     return sha1(f"{boot} {name}".encode()).hex()[:8] if boot else ""
 
 
-def serving_inode(connection: socket.socket, *, proc: str = "/proc") -> int | None:
-    """The inode of the socket at the other end of a connection to a process on this host; None: it is not found."""
+def serving_socket(connection: socket.socket, *, proc: str = "/proc") -> tuple[int, int] | None:
+    """The inode, and its owner's uid, of the socket at the other end of a connection within this host; None: none."""
     ends = connection.getpeername()[:2], connection.getsockname()[:2]
     for name in ("tcp", "tcp6"):
         for line in _read(f"{proc}/self/net/{name}").splitlines()[1:]:
@@ -61,7 +61,7 @@ def serving_inode(connection: socket.socket, *, proc: str = "/proc") -> int | No
                     (_ip_text(_unpack(ip)), int(port, 16)) for ip, _, port in (x.partition(":") for x in parts[1:3])
                 )
                 if found == ends and int(parts[9]):
-                    return int(parts[9])
+                    return int(parts[9]), int(parts[7])
             except (IndexError, ValueError, OSError):
                 continue
     return None

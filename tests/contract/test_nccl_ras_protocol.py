@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import time
 from pathlib import Path
@@ -11,13 +12,12 @@ import pytest
 
 from hpc_elastic.agent import nccl_ras
 from hpc_elastic.agent.nccl_ras import NotOursError, ask_ras, choose_address, nccl_version, parse_address
-from hpc_elastic.failures.nccl_ras import UnreadableReportError, parse_json, parse_text
-from hpc_elastic.workers.sockets import serving_inode
+from hpc_elastic.failures.nccl_ras import UnreadableReportError, parse_json
+from hpc_elastic.workers.sockets import serving_socket
 from tests.rigs.fake_ras import FakeRas, Fault
 
 DATA = Path(__file__).parents[1] / "data" / "nccl_ras"
 JSON = (DATA / "json_2.29_missing.json").read_text()
-TEXT = (DATA / "text_2.30.7_behind.txt").read_text()
 
 
 @pytest.fixture(autouse=True)
@@ -27,17 +27,21 @@ def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nccl_ras, "_MOST_BYTES", 4 << 20)
 
 
-def test_json_where_the_server_knows_it() -> None:
-    with FakeRas(lambda: JSON, text=lambda: TEXT) as server:
-        assert ask_ras(server.address, as_json=True) == (JSON, True)
-        assert ask_ras(server.address, as_json=False) == (TEXT, False)
-        wanted = ["CLIENT PROTOCOL 2", "TIMEOUT 5", "SET FORMAT json", "VERBOSE STATUS"]
-        assert server.asked == [*wanted, *[command for command in wanted if "json" not in command]]
+def ask(server: FakeRas, why: str = "") -> str:
+    return ask_ras(server.address, world_size=64, why_not_ours=lambda _: why)
 
 
-def test_text_of_a_version_before_json() -> None:
-    with FakeRas(lambda: JSON, text=lambda: TEXT, knows_json=False) as server:
-        assert ask_ras(server.address, as_json=True) == (TEXT, False)
+def test_json_is_asked_for() -> None:
+    with FakeRas(lambda: JSON) as server:
+        assert ask(server) == JSON
+        assert server.asked == ["CLIENT PROTOCOL 2", "TIMEOUT 5", "SET FORMAT json", "VERBOSE STATUS"]
+
+
+def test_a_version_before_json_is_asked_for_nothing() -> None:
+    with FakeRas(lambda: JSON, knows_json=False) as server:
+        with pytest.raises(NotOursError, match=r"before 2\.28\.7"):
+            ask(server)
+        assert "VERBOSE STATUS" not in server.asked
 
 
 @pytest.mark.parametrize(
@@ -55,29 +59,26 @@ def test_a_fault_costs_a_bounded_time(fault: Fault, error: type[Exception]) -> N
     with FakeRas(lambda: JSON, fault=fault) as server:
         began = time.monotonic()
         with pytest.raises(error):
-            ask_ras(server.address, as_json=True)
+            ask(server)
         assert time.monotonic() - began < 5.0
 
 
 def test_half_an_answer_is_unreadable() -> None:
-    with FakeRas(lambda: JSON, text=lambda: TEXT, fault=Fault.CLOSES) as server:
-        with pytest.raises(UnreadableReportError):
-            parse_json(ask_ras(server.address, as_json=True)[0])
-        with pytest.raises(UnreadableReportError):
-            parse_text(ask_ras(server.address, as_json=False)[0])
+    with FakeRas(lambda: JSON, fault=Fault.CLOSES) as server, pytest.raises(UnreadableReportError):
+        parse_json(ask(server))
 
 
 def test_nobody_listens() -> None:
     server = FakeRas()
     server.close()
     with pytest.raises(OSError, match="refused"):
-        ask_ras(server.address, as_json=True)
+        ask(server)
 
 
 def test_another_run_s_process_is_asked_nothing() -> None:
     with FakeRas(lambda: JSON) as server:
         with pytest.raises(NotOursError, match="another run"):
-            ask_ras(server.address, as_json=True, is_ours=lambda _: False)
+            ask(server, "a process of another run listens there")
         assert "VERBOSE STATUS" not in server.asked
 
 
@@ -85,22 +86,18 @@ def test_the_socket_at_the_other_end() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as here:
         there, _ = listener.accept()
         with there:
-            found = serving_inode(here)
+            found = serving_socket(here)
             assert found is not None
-            assert Path(f"/proc/self/fd/{there.fileno()}").readlink() == Path(f"socket:[{found}]")
+            assert Path(f"/proc/self/fd/{there.fileno()}").readlink() == Path(f"socket:[{found[0]}]")
+            assert found[1] == os.geteuid()
 
 
-def test_each_agent_has_an_address_of_its_own_unless_the_user_has() -> None:
-    one, other = choose_address({}, uid="a"), choose_address({}, uid="b")
-    assert one != other
-    assert one == choose_address({}, uid="a")
-    address = parse_address(one)
-    assert address is not None
-    with socket.socket() as taken:
-        taken.bind(address)
-        assert choose_address({}, uid="a") not in ("", one)
-    assert choose_address({"NCCL_RAS_ADDR": "localhost:4"}, uid="a") == ""
-    assert choose_address({"NCCL_RAS_ENABLE": "0"}, uid="a") == ""
+def test_each_agent_has_an_address_that_nobody_can_guess_unless_the_user_has_one() -> None:
+    found = {choose_address({}) for _ in range(20)}
+    assert len(found) > 10
+    assert all(parse_address(address) for address in found)
+    assert choose_address({"NCCL_RAS_ADDR": "localhost:4"}) == ""
+    assert choose_address({"NCCL_RAS_ENABLE": "0"}) == ""
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 
 from hpc_elastic.agent.nccl_ras import ask_ras, nccl_version, parse_address
 from hpc_elastic.base.outcome import ExitCode
-from hpc_elastic.failures.nccl_ras import Level, parse_json, parse_text
+from hpc_elastic.failures.nccl_ras import Level, parse_json
 from tests.rigs.gpu import RUN_SECONDS, GpuRun, Machine
 
 pytestmark = pytest.mark.gpu
@@ -107,40 +107,38 @@ os._exit(0)
 """
 
 
-def _needs_ras(machine: Machine, least: tuple[int, ...]) -> None:
-    if tuple(int(part) for part in machine.nccl.split(".")[:3] if part.isdigit()) < least:
-        pytest.skip(f"NCCL {machine.nccl} is asked nothing: only {'.'.join(map(str, least))} and newer")
+def _needs_ras(machine: Machine) -> None:
+    if tuple(int(part) for part in machine.nccl.split(".")[:3] if part.isdigit()) < (2, 28, 7):
+        pytest.skip(f"NCCL {machine.nccl} is asked nothing: only 2.28.7 and newer")
 
 
 def test_ras_answers(
     tmp_path: Path, machine: Machine, seen: Callable[[str, str], None], keep: Callable[[str, str | Path], None]
 ) -> None:
-    """Both forms, by the agents' own client, at the address that the agent chose."""
-    _needs_ras(machine, (2, 24))
+    """The agents' own client, at the address that the agent chose."""
+    _needs_ras(machine)
     with GpuRun(tmp_path, f"{_IN_A_GROUP_SHOWN}{_IN_A_GROUP}", nodes=1) as run:
         run.until(lambda: run.moments("here"), "group", within=RUN_SECONDS)
         address = parse_address(run.moments("ras")[0]["address"])
         assert address is not None
-        text, _ = ask_ras(address, as_json=False)
-        keep("ras-verbose.txt", text)
-        found, is_json = ask_ras(address, as_json=True)
-        keep(f"ras-verbose.{'json' if is_json else 'again.txt'}", found)
+        found = ask_ras(address, world_size=1, why_not_ours=lambda _: "")
+        keep("ras-verbose.json", found)
         loaded = nccl_version(run.moments("ras")[0]["pid"])
         run.say("end")
         seen("the NCCL that a worker has loaded, by its files", str(loaded))
         assert loaded is None or machine.nccl.startswith(".".join(map(str, loaded)))
-        assert machine.nccl in parse_text(text).version, f"{text}\n{run.explain()}"
-        if is_json:
-            (comm,) = parse_json(found).communicators
-            assert comm.levels["AllReduce"] == (Level(3, 1, (0,)),), found
-            assert not comm.trouble, found
-        seen("NCCL RAS", f"text: {len(text)} characters; {'JSON' if is_json else 'again text'}: {len(found)}")
+        report = parse_json(found)
+        assert machine.nccl in report.version, f"{found}\n{run.explain()}"
+        (comm,) = report.communicators
+        assert comm.levels["AllReduce"] == (Level(3, 1, (0,)),), found
+        assert not comm.trouble, found
+        seen("NCCL RAS", f"{len(found)} characters of JSON")
 
 
 def test_a_straggler_is_suspected_by_ras(
     tmp_path: Path, machine: Machine, way: str, seen: Callable[[str, str], None]
 ) -> None:
-    _needs_ras(machine, (2, 27, 5))
+    _needs_ras(machine)
     options = ["--hangs", "observe:6"]
     script = f"BEHIND, LEFT = 1, 3\n{_STOPS}"
     with GpuRun(tmp_path, script, nodes=2, arguments=(way,), options=options) as run:
@@ -155,7 +153,7 @@ def test_a_straggler_is_suspected_by_ras(
 def test_a_rest_of_all_is_no_suspicion_where_the_dumps_are_complete(
     tmp_path: Path, machine: Machine, seen: Callable[[str, str], None]
 ) -> None:
-    _needs_ras(machine, (2, 28, 7))
+    _needs_ras(machine)
     script = f"BEHIND, LEFT = 0, 0\n{_STOPS}"
     with GpuRun(tmp_path, script, nodes=1, arguments=("as it is",), options=["--hangs", "observe:6"]) as run:
         run.until(lambda: run.moments("here"), "group", within=RUN_SECONDS)

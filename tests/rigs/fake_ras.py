@@ -1,4 +1,4 @@
-"""A server that speaks the text protocol of NCCL's RAS, as src/ras/client_support.cc of NCCL 2.24 to 2.31 does."""
+"""A server that speaks the text protocol of NCCL's RAS, as src/ras/client_support.cc of NCCL 2.28 to 2.31 does."""
 
 from __future__ import annotations
 
@@ -36,9 +36,6 @@ class FakeRas:
     """Answers at `address` until it is closed."""
 
     answer: Callable[[], str] = lambda: ""
-    """For a client that asked for JSON, or where `knows_json` is false for any."""
-    text: Callable[[], str] | None = None
-    """For a client that did not."""
     fault: Fault = Fault.NONE
     knows_json: bool = True
     port: int = 0
@@ -76,7 +73,6 @@ class FakeRas:
 
     def _talk(self, connection: socket.socket) -> None:
         with contextlib.suppress(OSError), connection:
-            is_json = False
             for command in self._commands(connection):
                 self.asked.append(command)
                 upper = command.upper()
@@ -87,13 +83,10 @@ class FakeRas:
                     return
                 elif upper.startswith("CLIENT PROTOCOL "):
                     connection.sendall(b"SERVER PROTOCOL 2\n")
-                elif upper.startswith("TIMEOUT "):
-                    connection.sendall(b"OK\n")
-                elif upper == "SET FORMAT JSON" and self.knows_json:
-                    is_json = True
+                elif upper.startswith("TIMEOUT ") or (upper == "SET FORMAT JSON" and self.knows_json):
                     connection.sendall(b"OK\n")
                 elif upper in ("STATUS", "VERBOSE STATUS") and self.fault is not Fault.REFUSES_STATUS:
-                    self._answer(connection, is_json=is_json)
+                    self._answer(connection)
                     return
                 else:
                     connection.sendall(f"ERROR: Unknown command {command}\n".encode())
@@ -104,9 +97,8 @@ class FakeRas:
             *lines, buffer = (buffer + data).split(b"\n")
             yield from (line.decode().rstrip("\r") for line in lines)
 
-    def _answer(self, connection: socket.socket, *, is_json: bool) -> None:
-        found = self.answer() if is_json or self.text is None else self.text()
-        raw = found.encode()
+    def _answer(self, connection: socket.socket) -> None:
+        raw = self.answer().encode()
         if self.fault is Fault.SLOW:
             self._stop.wait()
         elif self.fault is Fault.CLOSES:
