@@ -13,7 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.files import write_private
+from hpc_elastic.base.files import Owner, open_checked, write_private
+from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.failures.flight_dump import MOST_BYTES, RankDump, UnreadableDumpError, read_dump, tail_of
 from hpc_elastic.run.flight_tail import FlightTail
 from hpc_elastic.worker_api.flight_recorder import ASK, DUMP, VARIABLE
@@ -121,13 +122,14 @@ class FlightRecorders:
         return status.st_size > 0 and self._clock.time_ns() - status.st_mtime_ns > _SETTLED_SECONDS * 1e9
 
     def _load(self, path: str) -> bytes | None:
-        """A dump of this round; None where there is none. One of the user's name may be an earlier job's."""
+        """A dump of this round; None where there is none. At a place of the user's it may be an earlier job's, or one
+        that another user has planted."""
         try:
-            with open(path, "rb") as file:
+            with open(open_checked(path, owner=Owner.OWN), "rb") as file:
                 if os.fstat(file.fileno()).st_mtime_ns < self._began_ns:
                     return None
                 return file.read(MOST_BYTES + 1)
-        except OSError:
+        except (OSError, UnsafePathError):
             return None
 
 

@@ -13,6 +13,7 @@ from hpc_elastic.base import files
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?\Z")
 _DECEPTIVE = re.compile(f"[{files.DECEPTIVE}]")
 
 
@@ -70,6 +71,40 @@ def first_of(names: Sequence[str], most: int, *, noun: str = "") -> str:
     if left <= 0:
         return ", ".join(names)
     return f"{', '.join(names[:most])} and {left} more{f' {noun}s' if noun else ''}"
+
+
+class RangeReader:
+    """Reads what `ranges` writes, each text once. A short text may stand for very many numbers: all have one limit."""
+
+    def __init__(self, *, most: int) -> None:
+        """`most`: numbers of all texts together."""
+        self._left = most
+        self._known: dict[str, tuple[int, ...] | None] = {}
+
+    def read(self, text: str) -> tuple[int, ...] | None:
+        """The numbers; None: it is something else, or stands for more than may still be read."""
+        if text not in self._known:
+            self._known[text] = self._read(text)
+        return self._known[text]
+
+    def _read(self, text: str) -> tuple[int, ...] | None:
+        bounds = range_bounds(text)
+        count = sum(last - first + 1 for first, last in bounds or ())
+        if bounds is None or count > self._left:
+            return None
+        self._left -= count
+        return tuple(number for first, last in bounds for number in range(first, last + 1))
+
+
+def range_bounds(text: str) -> list[tuple[int, int]] | None:
+    """The first and the last number of each range; None where the text is none of `ranges`."""
+    found = []
+    for part in text.split(","):
+        match = _RANGE.match(part)
+        if match is None or int(match[1]) > int(match[2] or match[1]):
+            return None
+        found.append((int(match[1]), int(match[2] or match[1])))
+    return found
 
 
 def ranges(numbers: Sequence[int], *, limit: int | None = None) -> str:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import resource
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from msgspec import Struct
@@ -23,6 +25,7 @@ _ALONE = 64
 """So many dumps one process reads by itself."""
 _MOST_PROCESSES = 8
 _MOST_GROUPS = 20
+_MOST_MEMORY = 8 << 30
 
 
 class UnreadableFile(Struct, frozen=True, kw_only=True):
@@ -61,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         UsageError: none of the files is a dump.
     """
-    found = _without_older(_read_all(_files(args.files)))
+    with _limited_memory():
+        found = _without_older(_read_all(_files(args.files)))
     dumps = [dump for _, dump in found if isinstance(dump, RankDump)]
     unreadable = [(name, why) for name, why in found if isinstance(why, str)]
     if not dumps:
@@ -80,6 +84,17 @@ def run(args: argparse.Namespace) -> int:
     else:
         print("\n".join(one_line(line) for line in _lines(analysis, dumps, unreadable)))
     return 0
+
+
+@contextmanager
+def _limited_memory() -> Iterator[None]:
+    """Ten bytes of a pickle can ask for all memory of the machine; a thousand real dumps take 140 MB."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (min(each for each in (_MOST_MEMORY, soft, hard) if each >= 0), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def _files(given: Sequence[str]) -> list[Path]:

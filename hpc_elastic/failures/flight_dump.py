@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 import io
 import marshal
-import math
 import pickle
 import re
 from array import array
@@ -25,7 +24,7 @@ import msgspec
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from hpc_elastic.base.text import ranges
+from hpc_elastic.base.text import RangeReader, ranges
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.failures.sizes import size_text
 from hpc_elastic.run.flight_tail import Call, FlightTail, TailTrack
@@ -35,11 +34,13 @@ MOST_BYTES = 256 << 20
 MOST_KEPT = 48
 """Calls of each group at the end of a dump that an event has."""
 _MOST_RANKS = 1 << 20
+"""Of a run; and of all its groups together, each once."""
+_MOST_ELEMENTS = 1 << 62
 GLOO = "gloo"
 _COALESCED = "coalesced"
 COALESCED = f"{_COALESCED} "
 """What the name of a call begins with that is several, put together."""
-_P2P = re.compile(r"(send|recv)\b(?: (\d+)(->|<-)(\d+))?")
+_P2P = re.compile(r"(send|recv)\b(?: (\d{1,9})(->|<-)(\d{1,9}))?")
 # torch's names of types (ScalarType.h), their short names, and the bytes of one element.
 _TYPES: Mapping[str, tuple[str, int]] = {
     "Float": ("fp32", 4), "Half": ("fp16", 2), "BFloat16": ("bf16", 2), "Double": ("fp64", 8), "Byte": ("uint8", 1),
@@ -84,7 +85,15 @@ class RankDump(Struct, kw_only=True):
 
 def numel_of(call: Call) -> tuple[int, int]:
     """Elements that go in, and that come out."""
-    return sum(map(math.prod, call.inputs)), sum(map(math.prod, call.outputs))
+    return sum(map(_elements, call.inputs)), sum(map(_elements, call.outputs))
+
+
+def _elements(shape: Iterable[int]) -> int:
+    """Of one tensor; not more than any can have, whatever is said of its shape."""
+    found = 1
+    for size in shape:
+        found = min(found * size, _MOST_ELEMENTS)
+    return found
 
 
 def size_of(call: Call) -> str:
@@ -94,7 +103,7 @@ def size_of(call: Call) -> str:
         return ""
     kind = call.types[0] if call.types else ""
     short, each = _TYPES.get(kind, (kind, 0))
-    count = sum(map(math.prod, shapes))
+    count = sum(map(_elements, shapes))
     return f"{size_text(count * each)} {short}" if each else " ".join(filter(None, [f"{count} elements", short]))
 
 
@@ -158,12 +167,12 @@ def tail_of(dumps: Iterable[RankDump], *, most: int = MOST_KEPT) -> FlightTail:
     return FlightTail(calls=tuple(calls), tracks=tuple(tracks), members=tuple(members.items()))
 
 
-def dump_of(rank: int, tail: FlightTail) -> RankDump:
+def dump_of(rank: int, tail: FlightTail, members: RangeReader) -> RankDump:
     """The dump again, as far as it was kept. What does not fit together is left out: an event may be another's."""
     dump = RankDump(rank=rank, calls=list(tail.calls), members={})
     for name, text in tail.members:
-        if (members := _of_ranges(text)) is not None:
-            dump.members[name] = members
+        if (ranks := members.read(text)) is not None:
+            dump.members[name] = ranks
     for one in tail.tracks:
         count = min(len(one.sequences), len(one.calls), len(one.done))
         if count and all(0 <= at < len(tail.calls) for at in one.calls):
@@ -179,25 +188,16 @@ def dump_of(rank: int, tail: FlightTail) -> RankDump:
 def dumps_of(tails: Mapping[int, FlightTail]) -> list[RankDump]:
     """Those of all ranks. Beside dumps, what a watchdog printed has numbers alone: it knows no types to compare."""
     has_dump = any(not tail.is_of_words for tail in tails.values())
+    members = RangeReader(most=_MOST_RANKS)
     return [
-        dump_of(rank, _without_names(tail) if has_dump and tail.is_of_words else tail) for rank, tail in tails.items()
+        dump_of(rank, _without_names(tail) if has_dump and tail.is_of_words else tail, members)
+        for rank, tail in tails.items()
     ]
 
 
 def _without_names(tail: FlightTail) -> FlightTail:
     calls = (Call(name="", group=call.group, description=call.description, backend=call.backend) for call in tail.calls)
     return replace(tail, calls=tuple(calls))
-
-
-@lru_cache(maxsize=64)
-def _of_ranges(text: str) -> tuple[int, ...] | None:
-    found: list[int] = []
-    for part in text.split(","):
-        first, _, last = part.partition("-")
-        if not first.isdigit() or not (last or first).isdigit() or int(last or first) >= _MOST_RANKS:
-            return None
-        found += range(int(first), int(last or first) + 1)
-    return tuple(found)
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -248,7 +248,7 @@ def read_dump(raw: bytes, *, rank: int | None = None) -> RankDump:
 
 def _of_json(raw: bytes, rank: int | None) -> RankDump:
     document = _JSON.decode(raw)
-    builder = _Builder(_rank(document.rank, rank), str(document.version), document.pg_config)
+    builder = _Builder(_rank(document.rank, rank), _text(document.version), document.pg_config)
     places: dict[tuple[object, ...], _Place] = {}
     for entry in document.entries:
         key = (
@@ -280,7 +280,7 @@ def _of_pickle(raw: bytes, rank: int | None) -> RankDump:
     document = _PlainUnpickler(io.BufferedReader(io.BytesIO(raw), 1 << 16)).load()
     if not isinstance(document, dict) or not isinstance(document.get("entries"), list):
         raise UnreadableDumpError(why="a pickle without entries")
-    builder = _Builder(_rank(document.get("rank"), rank), str(document.get("version", "")), document.get("pg_config"))
+    builder = _Builder(_rank(document.get("rank"), rank), _text(document.get("version", "")), document.get("pg_config"))
     entries = document["entries"]
     try:
         kinds, facts = list(map(_KIND, entries)), list(map(_FACTS, entries))
@@ -294,11 +294,11 @@ def _of_pickle(raw: bytes, rank: int | None) -> RankDump:
         place = places.get(key)
         if place is None:
             name, group, *more = kind
-            older = str(entry.get("pg_name", ""))
+            older = _text(entry.get("pg_name", ""))
             place = places[key] = builder.place((key, older), (name or "", group or older, *more))
         is_transfer, trusts, call, track, add_sequence, add_call, add_done = place
         number = p2p_number if is_transfer else number
-        add_sequence(int(entry.get("seq_id", -1) if number is None else number))
+        add_sequence(_number(entry.get("seq_id", -1) if number is None else number))
         add_call(call)
         if state == "completed":
             add_done(1)
@@ -411,8 +411,8 @@ _MOST_SEEN = 4096
 
 
 def _call(profiling_name: object, group: object, inputs: object, outputs: object, types: object) -> Call:
-    backend, _, name = str(profiling_name).rpartition(":")
-    parts = [str(part) for part in group] if isinstance(group, list | tuple) else [str(group)]
+    backend, _, name = _text(profiling_name).rpartition(":")
+    parts = [_text(part) for part in group] if isinstance(group, list | tuple) else [_text(group)]
     found = _P2P.match(name)
     peers = None
     if found is not None and found[2] is not None:
@@ -447,18 +447,30 @@ def _coalesced(parts: list[Call]) -> Call:
     )
 
 
+def _text(value: object) -> str:
+    """A text, or a number as one. Nothing else: a list in lists may take for ever to be written out."""
+    return value if isinstance(value, str) else str(_number(value)) if isinstance(value, int) else ""
+
+
+def _number(value: object) -> int:
+    number = int(value) if isinstance(value, int | float | str) else None
+    if number is None or not -1 <= number <= _MOST_ELEMENTS:
+        raise UnreadableDumpError(why="what should be a count in it is none")
+    return number
+
+
 def _shapes(sizes: object) -> tuple[tuple[int, ...], ...]:
     if not isinstance(sizes, list | tuple):
         return ()
     return tuple(
-        tuple(int(one) for one in shape) if isinstance(shape, list | tuple) else (int(shape),) for shape in sizes
+        tuple(map(_number, shape)) if isinstance(shape, list | tuple) else (_number(shape),) for shape in sizes
     )
 
 
 def _kinds(types: object) -> tuple[str, ...]:
     if isinstance(types, str):
         return (types,) if types else ()
-    return tuple(str(kind) for kind in types) if isinstance(types, list | tuple) else ()
+    return tuple(map(_text, types)) if isinstance(types, list | tuple) else ()
 
 
 def _members(config: object) -> Iterable[tuple[str, tuple[int, ...]]]:
@@ -469,7 +481,7 @@ def _members(config: object) -> Iterable[tuple[str, tuple[int, ...]]]:
         ranks = group.get("ranks") if isinstance(group, dict) else group
         members = _listed(ranks) if isinstance(ranks, str) else ranks
         if isinstance(members, list | tuple) and members and all(isinstance(rank, int) for rank in members):
-            yield str(name), tuple(members)
+            yield _text(name), tuple(members)
 
 
 @lru_cache(maxsize=64)

@@ -13,7 +13,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from msgspec import Struct
 from msgspec.structs import replace
 
-from hpc_elastic.base.text import cut_end
+from hpc_elastic.base.text import cut_end, range_bounds
 from hpc_elastic.failures.ranking import Suspect
 from hpc_elastic.run.activities import Activity, RankSockets
 
@@ -57,22 +57,22 @@ def resolve_peers(
         hosts: Of every rank of the round, where it is known.
     """
     networks = {one.rank: part.network for part in sockets for one in part.ranks}
-    owners: dict[tuple[str, int], set[int]] = {}
+    owners: dict[str, list[tuple[int, int, int]]] = {}  # first port, last port, rank
     for part in sockets:
         for one in part.ranks:
             for ip, ports in one.ends:
-                for port in _read_ports(ports):
-                    owners.setdefault((ip, port), set()).add(one.rank)
+                owners.setdefault(ip, []).extend((*bounds, one.rank) for bounds in range_bounds(ports) or ())
     found = []
     for activity in activities:
         ranks = set()
         for host, port in _readings(activity.peer):
-            known = owners.get((host, port)) or {
+            known = {rank for first, last, rank in owners.get(host, ()) if first <= port <= last}
+            known = known or {
                 rank
-                for rank, name in (hosts or {}).items()
-                if name.partition(".")[0] == host.partition(".")[0]
-                for (_, other), whose in owners.items()
-                if other == port and rank in whose
+                for ends in owners.values()
+                for first, last, rank in ends
+                if first <= port <= last
+                and (hosts or {}).get(rank, "").partition(".")[0] == host.partition(".")[0] != ""
             }
             if host.startswith(_LOOPBACK):
                 known = {rank for rank in known if networks[rank] and networks[rank] == networks.get(activity.rank)}
@@ -133,12 +133,3 @@ def _readings(address: str) -> list[tuple[str, int]]:
         return [(gloo[1], port), (gloo[1], swapped)] if port < 1 << 16 and swapped != port else [(gloo[1], port)]
     host, _, number = address.removesuffix(">").partition("<")
     return [(host, int(number))] if number.isdecimal() else []
-
-
-def _read_ports(text: str) -> list[int]:
-    ports: list[int] = []
-    for part in text.split(","):
-        first, dash, last = part.partition("-")
-        if first.isdecimal() and (not dash or last.isdecimal()):
-            ports += range(int(first), min(int(last) if dash else int(first), 65535) + 1)
-    return ports

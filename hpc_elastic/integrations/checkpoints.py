@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from pathlib import Path
 _DATA = {".ckpt", ".pt", ".pth", ".bin", ".pkl", ".safetensors", ".distcp"}
 """Suffixes of what holds a training's state."""
 _UNFINISHED = (".part", ".tmp", ".incomplete")
+_MOST_JSON = 100_000_000
+"""Bytes: as many as safetensors allows its header."""
 _STEP = re.compile(r"step[=_-]?(\d+)")
 _TRAILING_NUMBER = re.compile(r"(?:^|[^=\d.])(\d+)$")
 _TRAINERS = re.compile(r"checkpoint-\d+")
@@ -73,7 +76,7 @@ def _changed_ns(path: Path) -> int:
 
 def _is_whole(path: Path) -> bool:
     try:
-        if path.is_file():
+        if not path.is_dir():
             return _is_whole_file(path)
         files = list(_files(path))
         if _TRAINERS.fullmatch(path.name) and any(map(_is_trainers, files)) and not (path / _TRAINER_STATE).exists():
@@ -96,22 +99,22 @@ def _is_trainers(file: Path) -> bool:
 
 def _is_whole_file(path: Path) -> bool:
     """Whether a file of a known format has its end; True for any other that is not data."""
-    if path.suffix == ".json":
-        return _is_whole_json(path)
-    if path.suffix not in _DATA and path.name != ".metadata":
+    if path.suffix not in _DATA and path.suffix != ".json" and path.name != ".metadata":
         return True
-    with open(path, "rb") as file:
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        return False  # a FIFO waits for a writer, and to open a device may do anything
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         size = os.fstat(file.fileno()).st_size
+        if path.suffix == ".json":
+            return size <= _MOST_JSON and _is_whole_json(path, file.read(_MOST_JSON))
         start = file.read(8)
         if not size:
             return False
         if path.suffix == ".safetensors":
             length = int.from_bytes(start, "little")
-            if len(start) < 8 or 8 + length > size:
+            if len(start) < 8 or 8 + length > size or length > _MOST_JSON:
                 return False
-            tensors = json.loads(file.read(length))
-            ends = [value["data_offsets"][1] for name, value in tensors.items() if name != "__metadata__"]
-            return 8 + length + max(ends, default=0) == size
+            return 8 + length + _end_of_tensors(file.read(length)) == size
         if start.startswith(b"PK"):
             return zipfile.is_zipfile(file)
         if path.suffix == ".pkl" or path.name == ".metadata":
@@ -120,10 +123,21 @@ def _is_whole_file(path: Path) -> bool:
         return True
 
 
-def _is_whole_json(path: Path) -> bool:
+def _end_of_tensors(header: bytes) -> int:
+    """Bytes after a safetensors file's header; -1: it is torn, or another file's."""
     try:
-        value = json.loads(path.read_bytes())
-    except ValueError:
+        tensors = json.loads(header)
+        return max(
+            (int(value["data_offsets"][1]) for name, value in tensors.items() if name != "__metadata__"), default=0
+        )
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
+        return -1
+
+
+def _is_whole_json(path: Path, raw: bytes) -> bool:
+    try:
+        value = json.loads(raw)
+    except (ValueError, RecursionError):
         return False
     if path.name.endswith(".index.json") and isinstance(value, dict) and isinstance(value.get("weight_map"), dict):
         return all((path.parent / str(shard)).exists() for shard in set(value["weight_map"].values()))

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from msgspec import Struct
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
+"""Of a tensor in one dimension."""
 
 
 class Call(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -16,8 +21,8 @@ class Call(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the script or the framework calls the group; empty: nothing."""
     backend: str = ""
     """``nccl`` or ``gloo``; empty: not known."""
-    inputs: tuple[tuple[int, ...], ...] = ()
-    outputs: tuple[tuple[int, ...], ...] = ()
+    inputs: tuple[tuple[Size, ...], ...] = ()
+    outputs: tuple[tuple[Size, ...], ...] = ()
     types: tuple[str, ...] = ()
     peers: tuple[int, int] | None = None
     """Of a send or a receive: from which rank of the group, to which."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 
 from hpc_elastic.failures.peers import Peer, Sockets, chain_ends, describe_peers, find_peer, resolve_peers, with_peers
@@ -76,9 +78,18 @@ def test_an_address_of_two_ranks_is_nobodys() -> None:
     assert resolve_peers([activity(3, "10.0.0.1<5000>")], nodes) == []
 
 
-def test_ports_that_make_no_sense_are_left_out() -> None:
-    nodes = [sockets("a", r0=("10.0.0.1", "x,7-,-3,,5000-99999999999"))]
-    assert [peer.rank for peer in resolve_peers([activity(3, "10.0.0.1<5001>")], nodes)] == [0]
+@pytest.mark.parametrize("ports", ["x", "7-", "-3", "5000,,6000", "5000-99999999999", "5001-9", ""])
+def test_ports_that_make_no_sense_are_nobodys(ports: str) -> None:
+    assert resolve_peers([activity(3, "10.0.0.1<5000>")], [sockets("a", r0=("10.0.0.1", ports))]) == []
+
+
+def test_a_short_text_of_very_many_ports_takes_no_memory() -> None:
+    found = tuple(RankSockets(rank=rank, ends=(("10.0.0.1", "0-999999999," * 300 + "7"),)) for rank in range(20))
+    tracemalloc.start()
+    assert resolve_peers([activity(3, "10.0.0.1<5001>")], [Sockets(network="a", ranks=found)]) == []
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 10 << 20
 
 
 def peer(of: int, rank: int) -> Peer:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import resource
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,19 @@ import pytest
 from hpc_elastic.cli.main import main
 from hpc_elastic.failures.collectives import compare_ranks
 from hpc_elastic.failures.flight_analysis import Analysis, analyse
-from hpc_elastic.failures.flight_dump import RankDump, UnreadableDumpError, dump_of, rank_of_name, read_dump, tail_of
+from hpc_elastic.failures.flight_dump import (
+    RankDump,
+    UnreadableDumpError,
+    dumps_of,
+    numel_of,
+    rank_of_name,
+    read_dump,
+    size_of,
+    tail_of,
+)
 from hpc_elastic.failures.flight_groups import Reason
 from hpc_elastic.run.activities import Activity, Doing
-from hpc_elastic.run.flight_tail import FlightTail, TailTrack
+from hpc_elastic.run.flight_tail import Call, FlightTail, TailTrack
 
 DATA = Path(__file__).parents[2] / "data" / "flight_recorder"
 SHAPE = ((1024, 2048), "BFloat16")
@@ -402,6 +413,10 @@ class _Evil:
         (pickle.dumps({"entries": [1, None]}), ""),
         (pickle.dumps({"entries": [{"collective_seq_id": "x", "profiling_name": 3}]}), ""),
         (pickle.dumps({"entries": [call("all_reduce", 1, input_sizes=[[[[]]]])]}), ""),
+        (pickle.dumps({"entries": [call("all_reduce", 1, input_sizes=[[10**5000]])]}), "a count"),
+        (json.dumps({"entries": [call("all_reduce", 1, input_sizes=[["9" * 5000]])]}).encode(), ""),
+        (json.dumps({"entries": [call("all_reduce", 1, input_sizes=[[1e308 * 10]])]}).encode(), ""),
+        (b'{"entries": [], "version": ' + b"[" * 100_000, ""),
         (b"\x80\x02c__builtin__\neval\nX\x01\x00\x00\x001\x85R.", "names __builtin__.eval"),
         (b"\x80\x04\x8c\x02os\x8c\x06system\x93.", "names os.system"),
         (b"\x80\x02X\x01\x00\x00\x00aQ.", "outside of it"),
@@ -485,7 +500,7 @@ def test_the_command_fails_where_nothing_is_a_dump(tmp_path: Path, capsys: pytes
 def test_the_end_of_a_dump_says_the_same_as_the_dump() -> None:
     whole = real("gloo_2.13_never")
     ends = [msgspec.json.decode(msgspec.json.encode(tail_of([one])), type=FlightTail) for one in whole]
-    assert analyse(dump_of(one.rank, end) for one, end in zip(whole, ends, strict=True)) == analyse(whole)
+    assert analyse(dumps_of({one.rank: end for one, end in zip(whole, ends, strict=True)})) == analyse(whole)
     few = tail_of([whole[0]], most=2)
     assert {track.group: track.sequences for track in few.tracks} == {"0": (5, 6), "1": (1,)}
 
@@ -516,9 +531,64 @@ def test_gloo_loses_the_mark_of_what_is_done_and_what_came_after_has_it() -> Non
 
 def test_an_end_that_does_not_fit_together_is_left_out() -> None:
     torn = FlightTail(tracks=(TailTrack(group="0", sequences=(1,), calls=(3,), done=(1,)),), members=(("0", "0-x"),))
-    found = dump_of(0, torn)
+    (found,) = dumps_of({0: torn})
     assert not found.collectives
     assert not found.members
+
+
+def doubled(times: int) -> list[object]:
+    """A list that holds one list twice, which does so too …: 600 bytes, whose text would have 2**60 characters."""
+    found: list[object] = []
+    for _ in range(times):
+        found = [found, found]
+    return found
+
+
+def test_a_place_in_the_memo_takes_no_more_memory_than_there_is_for_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "x_0").write_bytes(b"\x80\x02]r\xff\xff\xff\x7f.")  # 16 GB
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    assert main(["hangs", str(tmp_path)]) == 2
+    assert "MemoryError" in capsys.readouterr().err
+    assert resource.getrlimit(resource.RLIMIT_AS) == limits
+
+
+@pytest.mark.parametrize(
+    "place", ["version", "pg_config", "process_group", "profiling_name", "input_sizes", "input_dtypes", "pg_name"]
+)
+def test_lists_that_double_sixty_times_are_never_written_out(place: str) -> None:
+    whole = dump(ran(2))
+    for holder in (whole, *whole["entries"]):
+        if place in holder:
+            holder[place] = doubled(60)
+    raw = pickle.dumps(whole)
+    assert len(raw) < 10_000
+    try:
+        read_dump(raw, rank=0)
+    except UnreadableDumpError:
+        pass
+
+
+def test_the_ranks_of_all_groups_have_one_limit() -> None:
+    """24 kB that stand for 2 billion numbers; and many groups, each within the limit."""
+    many = FlightTail(members=(("0", "0-1048575," * 2000 + "1"),))
+    each = FlightTail(members=tuple((str(number), f"{number}-1000000") for number in range(1000)))
+    tracemalloc.start()
+    found = dumps_of({0: many, 1: each, 2: FlightTail(members=(("0", "0-3"),))})
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert not found[0].members
+    assert [len(dump.members) for dump in found] == [0, 1, 1]
+    assert peak < 100 << 20
+
+
+def test_a_tensor_has_no_more_elements_than_can_be_counted() -> None:
+    call = Call(name="all_reduce", group="0", inputs=((1 << 61,) * 1000,), types=("Float",))
+    assert numel_of(call)[0] == 1 << 62
+    assert size_of(call).endswith(" fp32")
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(b'{"name": "x", "group": "0", "inputs": [[' + b"9" * 300 + b"]]}", type=Call)
 
 
 def test_the_ranks_activities_name_the_rank_that_their_dumps_show() -> None:
