@@ -21,7 +21,7 @@ from msgspec import MsgspecError, Struct, ValidationError, convert, to_builtins
 from msgspec.json import Decoder
 from msgspec.structs import FieldInfo, fields
 
-from hpc_elastic.base.files import Unreadable, read_json, write_json
+from hpc_elastic.base.files import Unreadable, parse_json, read_json, write_json
 from hpc_elastic.errors import UsageError
 
 VERSION = 1
@@ -167,7 +167,7 @@ def loads(cls: type[R], text: str | bytes) -> R:
         UnreadableRecordError: it is no JSON, or not that record.
     """
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except (ValueError, RecursionError) as error:
         raise UnreadableRecordError(str(error)) from None
     return from_json(cls, value)

@@ -293,6 +293,32 @@ class Unreadable(str):
     """The filesystem's own word, where it was that which refused; another try may do better."""
 
 
+_MOST = (1 << 63) - 1
+
+
+def has_long_number(raw: bytes | str) -> bool:
+    """Whether a JSON text may hold an integer of more than 64 bits."""
+    found = re.search(rb"[0-9]{20}", raw) if isinstance(raw, bytes) else re.search(r"[0-9]{20}", raw)
+    return found is not None
+
+
+def parse_json(raw: bytes | str) -> Any:
+    """JSON that another host, version or user may have written. Integers end at 64 bits: no larger one is converted to
+    a float, a time or a text.
+
+    Raises:
+        ValueError, RecursionError: it is torn, or something else.
+    """
+    text = raw.decode("utf-8", "replace") if isinstance(raw, bytes) else raw
+    return json.loads(text, parse_int=_within_64_bits if has_long_number(raw) else None)
+
+
+def _within_64_bits(digits: str) -> int:
+    if len(digits) < 20:
+        return int(digits)
+    return -_MOST if digits[0] == "-" else _MOST
+
+
 def read_json(path: Path, *, limit: int = 16 << 20) -> dict[str, Any] | Unreadable:
     """A JSON object from a file that may be missing, torn, foreign or newer.
 
@@ -314,7 +340,7 @@ def read_json(path: Path, *, limit: int = 16 << 20) -> dict[str, Any] | Unreadab
         refused.errno = error.errno if isinstance(error, OSError) else None
         return refused
     try:
-        value = json.loads(raw.decode("utf-8", "replace"))
+        value = parse_json(raw)
     except (ValueError, RecursionError) as error:
         return Unreadable(f"unreadable: {'cut off, ' if len(raw) >= limit else ''}{error}")
     if isinstance(value, dict):

@@ -24,7 +24,7 @@ from typing import Any
 
 from msgspec import Struct, field
 
-from hpc_elastic.base.files import write_private
+from hpc_elastic.base.files import parse_json, write_private
 from hpc_elastic.base.text import clean_text, cut_end, cut_middle
 from hpc_elastic.errors import describe_error
 from hpc_elastic.failures.ranking import Category
@@ -146,7 +146,7 @@ def _read(path: str, *, seek_traceback: bool) -> ErrorFile:
         return ErrorFile(problem="empty")
     text = raw.decode("utf-8", "replace")
     try:
-        value = json.loads(text)
+        value = parse_json(raw)
     except (ValueError, RecursionError) as error:
         return _salvaged(text, text, text, f"torn: {error}")
     if not isinstance(value, dict):

@@ -20,7 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.codec import NOT_DECODED, UnreadableRecordError, decoder, from_json, readable_fields
-from hpc_elastic.base.files import Owner, ask_about, open_checked
+from hpc_elastic.base.files import Owner, ask_about, has_long_number, open_checked, parse_json
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.run import agent_events, coordinator_events, supervisor_events
 from hpc_elastic.run.attempt import is_job_id
@@ -299,12 +299,13 @@ class EventFile:
 
 def _read(raw: bytes) -> tuple[_Head, RunEvent | None] | None:
     """What a line says; None: it is torn or foreign. Its other values are decoded when they are asked for."""
-    try:
-        head = decoder(_Head).decode(raw)
-        kind = _kind_of(head.event, head.role)
-        return head, None if kind is None else decoder(kind).decode(raw)
-    except NOT_DECODED:
-        pass
+    if not has_long_number(raw):
+        try:
+            head = decoder(_Head).decode(raw)
+            kind = _kind_of(head.event, head.role)
+            return head, None if kind is None else decoder(kind).decode(raw)
+        except NOT_DECODED:
+            pass
     value = _decode(raw)
     if not isinstance(value, dict) or not isinstance(value.get("event"), str):
         return None
@@ -313,7 +314,7 @@ def _read(raw: bytes) -> tuple[_Head, RunEvent | None] | None:
 
 def _decode(raw: bytes) -> Any:
     try:
-        return json.loads(raw.decode("utf-8", "replace"))
+        return parse_json(raw)
     except (ValueError, RecursionError):
         return None
 

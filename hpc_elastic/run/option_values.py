@@ -12,9 +12,9 @@ import shlex
 import signal
 from collections.abc import Callable, Mapping
 from enum import Enum, IntFlag
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from msgspec import Struct, field
+from msgspec import Meta, Struct, field
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.worker_api.heartbeat_record import NAME_LIMIT, STEP, is_section_name
@@ -411,9 +411,9 @@ class BadNodeSettings(Struct, frozen=True, kw_only=True):
     """``--bad-nodes``."""
 
     scope: Scope = Scope.RUN
-    hours: float = DEFAULT_HOURS
+    hours: Annotated[float, Meta(ge=0, le=MOST_HOURS)] = DEFAULT_HOURS
     """For how long something counts."""
-    share: float = DEFAULT_SHARE
+    share: Annotated[float, Meta(ge=0, le=1)] = DEFAULT_SHARE
     """Of the partition's nodes never more are left out."""
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ import pytest
 from msgspec import Struct, field
 
 from hpc_elastic.base import codec
-from hpc_elastic.base.files import Unreadable
+from hpc_elastic.base.files import Unreadable, parse_json, read_json
 
 
 class Colour(Enum):
@@ -129,6 +129,24 @@ def test_of_a_list_the_readable_records_are_left() -> None:
 def test_of_a_damaged_record_the_readable_fields_are_left() -> None:
     value = {"n": 5, "colour": "green", "step": 3, "folder": "/x", "unheard_of": 1}
     assert codec.readable_fields(Sheet, value) == {"step": 3, "folder": Path("/x")}
+
+
+@pytest.mark.parametrize(
+    ("digits", "value"),
+    [
+        ("9" * 19, int("9" * 19)),
+        ("9" * 20, (1 << 63) - 1),
+        ("1" + "0" * 5000, (1 << 63) - 1),
+        ("-" + "9" * 400, 1 - (1 << 63)),
+    ],
+)
+def test_an_integer_that_another_wrote_ends_at_64_bits(tmp_path: Path, digits: str, value: int) -> None:
+    """A larger one is no float, no time, and beyond 4,300 digits no text either."""
+    raw = f'{{"at": [{digits}], "text": "{"7" * 30}"}}'
+    assert parse_json(raw) == parse_json(raw.encode()) == {"at": [value], "text": "7" * 30}
+    (tmp_path / "x.json").write_text(raw)
+    assert read_json(tmp_path / "x.json") == {"at": [value], "text": "7" * 30}
+    assert codec.loads(Spot, f"[{digits}]") == Spot(value)
 
 
 FIRST_USES = """

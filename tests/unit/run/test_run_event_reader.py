@@ -103,6 +103,12 @@ def test_of_many_lines_no_values_are_made(tmp_path: Path, monkeypatch: pytest.Mo
     assert len([line.event for line in EventFile(tmp_path / "agent-00000-a.jsonl").events()]) == 9
 
 
+def test_times_of_more_than_64_bits_end_there(tmp_path: Path) -> None:
+    path = tmp_path / "agent-00000-a.jsonl"
+    path.write_text('{"event": "b", "t": ' + "9" * 3000 + ', "n": 1}\n{"event": "b", "t": ' + "9" * 5000 + "}\n")
+    assert [line.written_ns for line in EventFile(path).events()] == [(1 << 63) - 1] * 2
+
+
 def test_two_torn_lines_make_no_event(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b'{"event": "a"\n"b": 1}\n{"event": "c"}\n')
     assert list(read_events(tmp_path)) == [{"event": "c"}]
