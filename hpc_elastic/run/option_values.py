@@ -413,7 +413,7 @@ class BadNodeSettings(Struct, frozen=True, kw_only=True):
     scope: Scope = Scope.RUN
     hours: Annotated[float, Meta(ge=0, le=MOST_HOURS)] = DEFAULT_HOURS
     """For how long something counts."""
-    share: Annotated[float, Meta(ge=0, le=1)] = DEFAULT_SHARE
+    share: float = DEFAULT_SHARE
     """Of the partition's nodes never more are left out."""
 
     def __str__(self) -> str:

@@ -457,7 +457,7 @@ def test_a_sigint_without_a_terminal_ends_the_waiting_alone(site: Site, option: 
 
 SUBCOMMANDS = (
     *("submit train.py", "submit --cluster local train.py", "run train.py", "agent train.py", "batch run", "report 5"),
-    *("why 5", "logs 5", "events 5", "status 5", "list", "cancel 5", "requeue 5", "config"),
+    *("logs 5", "status 5", "list", "cancel 5", "requeue 5", "config"),
 )
 
 
