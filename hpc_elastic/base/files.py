@@ -85,6 +85,35 @@ def why_replaceable(folder: Path | str, *, option: str) -> str | None:
     return None
 
 
+def sole_owner(folder: Path) -> int:
+    """The user who alone can have put there what stands in a folder: for what acts on it, not for what shows it.
+
+    A link on the way to it is that user's, this one's or root's: another user's could lead to any folder of theirs.
+
+    Args:
+        folder: The folder; links are followed.
+
+    Returns:
+        This user, who may have to trust root; to root, any one user.
+
+    Raises:
+        UnsafePathError: another user put it there, or could write into it.
+        OSError: as stat.
+    """
+    info, me = os.stat(folder), os.geteuid()
+    if me != 0 and info.st_uid not in (me, 0):
+        raise UnsafePathError(f"{folder} {_of_another(info)}", owner=info.st_uid)
+    if info.st_mode & 0o022:
+        mode = stat.S_IMODE(info.st_mode)
+        raise UnsafePathError(f"{folder} can be written by other users (mode {mode:04o}); run: chmod go-w {folder}")
+    absolute = Path(os.path.abspath(folder))
+    for above in (absolute, *absolute.parents):
+        link = os.lstat(above)
+        if stat.S_ISLNK(link.st_mode) and link.st_uid not in (info.st_uid, me, 0):
+            raise UnsafePathError(f"{above} is a symbolic link of uid {link.st_uid}; give the folder itself")
+    return info.st_uid
+
+
 class Owner(Enum):
     """Whose a file may be that is opened."""
 

@@ -13,7 +13,7 @@ from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.cli.screen import print_note
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.node_claims import NodeWish, open_claims
-from hpc_elastic.launch.run_directory import create_run, earlier_run, why_not_shared
+from hpc_elastic.launch.run_directory import create_run, earlier_run, make_runs_dir, why_not_shared
 from hpc_elastic.options import job_options
 from hpc_elastic.options.help_text import Help
 from hpc_elastic.options.remarks import plan_text, remarks
@@ -185,6 +185,7 @@ def create_run_in_job(job: JobEnvironment, spec: RunSpec, runs_dir: Path, env: M
     Raises:
         UsageError: it can't be made.
     """
+    make_runs_dir(runs_dir)
     earlier = earlier_run(job, spec, runs_dir, env)
     if earlier is not None:
         return earlier

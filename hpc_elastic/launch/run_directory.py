@@ -21,10 +21,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.files import make_private_dir, why_replaceable, write_private
+from hpc_elastic.base.files import make_private_dir, sole_owner, why_replaceable, write_private
 from hpc_elastic.base.host_facts import filesystem_type
 from hpc_elastic.base.outcome import ExitCode
-from hpc_elastic.errors import HpcElasticError, UsageError
+from hpc_elastic.errors import HpcElasticError, UnsafePathError, UsageError
 from hpc_elastic.run import index
 from hpc_elastic.run.attempt import AttemptInfo, UnreadableAttemptError, load_attempt, load_result
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
@@ -65,12 +65,9 @@ def create_run(spec: RunSpec, runs_dir: Path) -> NewRun:
     """
     runs = Path(os.path.abspath(runs_dir))
     paths = RunPaths(runs / spec.run_id)
-    made: list[Path] = []
+    made: tuple[Path, ...] = ()
     try:
-        for folder in _missing(runs):
-            os.mkdir(folder, 0o700)
-            made.append(folder)
-        _check_runs_dir(runs)
+        made = make_runs_dir(runs)
         _check_new(paths.root)
         make_private_dir(paths.root, exist_ok=False)
     except BaseException as error:
@@ -80,7 +77,7 @@ def create_run(spec: RunSpec, runs_dir: Path) -> NewRun:
         if isinstance(error, OSError):
             raise _failed(paths.root, error) from None
         raise
-    run = NewRun(paths, tuple(made))
+    run = NewRun(paths, made)
     try:
         write_private(paths.secret, secrets.token_hex(32) + "\n", durable=True)
         spec.save(paths.run_json)
@@ -91,6 +88,36 @@ def create_run(spec: RunSpec, runs_dir: Path) -> NewRun:
         run.discard()
         raise
     return run
+
+
+def make_runs_dir(runs_dir: Path) -> tuple[Path, ...]:
+    """Make the folder that run directories are made in, or check that the one that is there may hold ours.
+
+    Every maker of run directories asks this before it makes, or believes, anything in the folder.
+
+    Returns:
+        The folders that were made, outermost first.
+
+    Raises:
+        UsageError: another user could put a run directory of theirs in the place of ours, or it is no folder, can't be
+            made, or its disk is full: one line, nothing left.
+    """
+    runs = Path(os.path.abspath(runs_dir))
+    made: list[Path] = []
+    try:
+        for folder in _missing(runs):
+            try:
+                os.mkdir(folder, 0o700)
+            except FileExistsError:
+                continue  # another node's task made it
+            made.append(folder)
+        _check_runs_dir(runs)
+    except BaseException as error:
+        _remove_empty(made)
+        if isinstance(error, OSError):
+            raise _failed(runs, error) from None
+        raise
+    return tuple(made)
 
 
 def create_tasks(array: RunPaths, spec: RunSpec, tasks: Iterable[int]) -> None:
@@ -133,7 +160,6 @@ def _missing(folder: Path) -> list[Path]:
 
 
 def _check_runs_dir(runs: Path) -> None:
-    """A user who may replace entries of the folder could put a run directory of their own in our place."""
     link = os.lstat(runs)
     if stat.S_ISLNK(link.st_mode) and link.st_uid not in (os.geteuid(), 0):
         raise UsageError(f"{runs} is a symbolic link of uid {link.st_uid}; give the folder itself with --runs-dir")
@@ -170,7 +196,7 @@ def _failed(path: Path, error: OSError) -> UsageError:
         why = "you may not write there"
     else:
         why = (error.strerror or str(error)).lower()
-    return UsageError(f"can't make the run directory {path}: {why}; choose another folder with --runs-dir")
+    return UsageError(f"can't make {path}: {why}; choose another folder with --runs-dir")
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:
@@ -319,8 +345,10 @@ def earlier_run(job: JobEnvironment, spec: RunSpec, runs_dir: Path, env: Mapping
     found = []
     for paths in _candidates(job, runs_dir, env):
         try:
+            if sole_owner(paths.root) != os.geteuid():
+                continue  # root reads other users' files, too
             before = load_run_spec(paths.run_json)
-        except UnreadableRunError:
+        except (OSError, UnsafePathError, UnreadableRunError):
             continue
         same = (before.entrypoint, before.cwd, before.cluster) == (spec.entrypoint, spec.cwd, spec.cluster)
         attempts = _attempts_of(paths, job) if same else []

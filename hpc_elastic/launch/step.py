@@ -24,6 +24,7 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.job_watch import ControllerOutage
 from hpc_elastic.launch.local import LocalLauncher
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
+from hpc_elastic.launch.run_directory import make_runs_dir
 from hpc_elastic.launch.site import agent_command, node_mark
 from hpc_elastic.launch.slurm_site import HURRIED_SECONDS, SlurmSite
 from hpc_elastic.run.attempt import AttemptInfo
@@ -68,13 +69,13 @@ class StepRendezvous:
         env: For srun's port, which no other step of this job's id has.
 
         Raises:
-            OSError: it can't be made there.
+            UsageError, OSError: it can't be made there.
         """
         assert job.task is not None
         port = env.get("SLURM_STEP_LAUNCHER_PORT") or env.get("SLURM_SRUN_COMM_PORT") or "0"
         name = f"{job.job_id}.{job.task.step_id}.{job.restart_count}.{port}"
         self._folder = runs_dir / FOLDER
-        runs_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_runs_dir(runs_dir)
         make_private_dir(self._folder)
         self._store = FileStore(self._folder / name, clock=clock)
         self._clock = clock

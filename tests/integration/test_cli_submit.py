@@ -356,7 +356,7 @@ def test_a_folder_that_may_not_be_written(site: Site) -> None:
         [interpreter, "-c", NOBODY, str(package), *argv], cwd=site.work, capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout) == (2, "")
-    why = f"can't make the run directory {site.work}/runs/"
+    why = f"can't make {site.work}/runs: "
     assert done.stderr.startswith(f"hpc-elastic: error: {why}")
     assert "you may not write there" in done.stderr
     assert done.stderr.count("\n") == 1

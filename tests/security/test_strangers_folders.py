@@ -2,23 +2,89 @@
 
 from __future__ import annotations
 
+import dataclasses
+import os
 from pathlib import Path
 
 import pytest
 
+from tests.rigs.captures import DATA
 from tests.rigs.two_users import User
+
+STEP = dict(line.split("=", 1) for line in (DATA / "22.05.8/env-plain-step-n1-task0.txt").read_text().splitlines())
+_EXECUTOR = """
+import sys
+from hpc_elastic.submission.executor import ElasticExecutor
+print(ElasticExecutor(sys.argv[1], cluster="local").submit(print, 1).result())
+"""
+MAKERS: dict[str, tuple[list[str], dict[str, str]]] = {
+    "run": (["hpc-elastic", "run", "--cluster", "local", "--runs-dir", "{runs}", "train.py"], {}),
+    "submit": (["hpc-elastic", "submit", "--allow-local-runs-dir", "--runs-dir", "{runs}", "train.py"], {}),
+    "run in a job": (
+        ["hpc-elastic", "run", "--runs-dir", "{runs}", "train.py"],
+        {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_RESTART_COUNT": "1"},
+    ),
+    "agent": (["hpc-elastic", "agent", "--runs-dir", "{runs}", "train.py"], STEP),
+    "executor": (["{python}", "-c", _EXECUTOR, "{runs}"], {}),
+}
+"""What makes run directories → how it is called, and its environment."""
 
 
 @pytest.mark.parametrize("mode", ["1777", "777"])
-def test_a_strangers_runs_folder_is_refused(attacker: User, victim: User, shared: Path, mode: str) -> None:
-    attacker.run(["mkdir", "-m", mode, str(shared / "runs")], check=True)
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_strangers_runs_folder_is_refused_by_each_maker_of_runs(
+    attacker: User, victim: User, shared: Path, maker: str, mode: str
+) -> None:
+    runs = shared / "runs"
+    attacker.run(["mkdir", "-m", mode, str(runs)], check=True)
     victim.python("open('train.py', 'w').write('print(1)')")
-    done = victim.hpc_elastic("run", "--cluster", "local", "--runs-dir", shared / "runs", "train.py")
-    assert done.returncode == 2
-    assert f"belongs to uid {attacker.uid}" in done.stderr
-    assert "--runs-dir" in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert list((shared / "runs").iterdir()) == []
+    programs = victim.home / "bin"
+    programs.mkdir(exist_ok=True)
+    for name in ("sbatch", "scontrol", "sinfo", "srun", "squeue"):
+        (programs / name).write_text("#!/bin/sh\nexit 1\n")
+        (programs / name).chmod(0o755)
+    words, env = MAKERS[maker]
+    argv = [word.format(runs=runs, python=victim.interpreter) for word in words]
+    path = f"{victim.environment.bin}:{programs}:{os.defpath}"
+    done = victim.run(argv, env={**env, "PATH": path}, timeout=60)
+    assert done.returncode != 0
+    (line,) = [line for line in done.stderr.splitlines() if f"belongs to uid {attacker.uid}" in line]
+    assert "--runs-dir" in line
+    assert list(runs.iterdir()) == []
+
+
+_GOES_ON_WITH = """
+import sys
+from pathlib import Path
+from hpc_elastic.launch.run_directory import earlier_run
+from hpc_elastic.run.spec import load_run_spec
+from hpc_elastic.slurm.job_environment import JobEnvironment
+runs = Path(sys.argv[1])
+env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n1", "SLURM_RESTART_COUNT": "1"}
+print(earlier_run(JobEnvironment.from_env(env), load_run_spec(runs / "9/run.json"), runs, env))
+"""
+
+
+def test_a_requeued_job_of_roots_goes_on_with_no_run_that_another_user_planted(attacker: User, shared: Path) -> None:
+    """Root reads every user's files: a run with root's own command and job, in a folder with a sticky bit."""
+    runs = shared / "runs"
+    runs.mkdir()
+    runs.chmod(0o1777)
+    attacker.python("open('train.py', 'w').write('print(1)')")
+    attacker.hpc_elastic("run", "--cluster", "local", "--runs-dir", runs, "--run-id", "9", "train.py")
+    attacker.python(
+        """
+        import json, sys
+        from pathlib import Path
+        run = Path(sys.argv[1]) / "9"
+        facts = json.loads((run / "attempt-000/attempt.json").read_text())
+        (run / "attempt-000/attempt.json").write_text(json.dumps({**facts, "job_id": "7", "restart_count": 0}))
+        (run / "attempt-000/result.json").unlink()
+        """,
+        runs,
+    )
+    root = dataclasses.replace(attacker, name="root", uid=0, gid=0)
+    assert root.python(_GOES_ON_WITH, runs).stdout == "None\n"
 
 
 def test_a_sticky_bit_does_not_hold_back_the_owner_of_the_folder(attacker: User, victim: User, shared: Path) -> None:
