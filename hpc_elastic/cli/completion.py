@@ -17,6 +17,7 @@ from msgspec import Struct
 from hpc_elastic.cli.run_argument import argument_parser
 from hpc_elastic.options.run_request import ALL_OPTIONS
 from hpc_elastic.options.table import HelpWanted, Keys, Option
+from hpc_elastic.run.paths import RUN_ID
 
 _WORD = re.compile(r"[a-z][a-z-]*\Z")
 _FILES, _FOLDERS = frozenset(("FILE", "PATH")), frozenset(("DIR",))
@@ -60,7 +61,8 @@ def _script(modules: Mapping[str, str]) -> str:
             + (f"            case $option in\n{choices}            esac\n" if choices else "")
             + "            ;;\n"
         )
-    return _BASH.replace("@SUBCOMMANDS@", " ".join(modules)).replace("@CASES@", "".join(cases))
+    text = _BASH.replace("@SUBCOMMANDS@", " ".join(modules)).replace("@CASES@", "".join(cases))
+    return text.replace("@RUN_ID@", RUN_ID)
 
 
 def _subcommand(name: str, module: str) -> _Subcommand:
@@ -123,16 +125,13 @@ def _values(metavar: str) -> str:
 
 
 _BASH = r"""# Completion for hpc-elastic. Load it with: source <(hpc-elastic completion bash)
+# compgen -W would expand its words: a folder's name could be a command.
 _hpc_elastic_words() {
-    local IFS=$'\n'
-    # shellcheck disable=SC2207
-    COMPREPLY=($(compgen -W "${1// /$IFS}" -- "$2"))
-}
-_hpc_elastic_paths() {
-    local IFS=$'\n'
-    compopt -o filenames
-    # shellcheck disable=SC2207
-    COMPREPLY+=($(compgen "$1" -- "$2"))
+    local IFS=' ' words word
+    read -ra words <<< "$1"
+    for word in "${words[@]}"; do
+        [[ $word == "$2"* ]] && COMPREPLY+=("$word")
+    done
 }
 _hpc_elastic() {
     local current=${COMP_WORDS[COMP_CWORD]} option=${COMP_WORDS[COMP_CWORD-1]}
@@ -167,26 +166,27 @@ _hpc_elastic() {
         fi
     done
     if [[ $has_argument && $argument == @script ]]; then
-        _hpc_elastic_paths -f "$current"
+        compopt -o default
     elif [[ " $valued " == *" $option "* ]]; then
         case $choices in
-            @files) _hpc_elastic_paths -f "$current" ;;
-            @folders) _hpc_elastic_paths -d "$current" ;;
+            @files) compopt -o default ;;
+            @folders) compopt -o dirnames ;;
             *) _hpc_elastic_words "$choices" "$current" ;;
         esac
     elif [[ $current == -* ]]; then
         _hpc_elastic_words "$options" "$current"
     else
         case $argument in
-            @script) _hpc_elastic_paths -f "$current" ;;
+            @script) compopt -o default ;;
             @runs)
-                local names=(latest) found
+                local names=latest found LC_ALL=C
                 for found in "$runs"/*/run.json; do
                     found=${found%/run.json}
-                    names+=("${found##*/}")
+                    found=${found##*/}
+                    [[ $found =~ ^@RUN_ID@$ ]] && names+=" $found"
                 done
-                _hpc_elastic_words "${names[*]}" "$current"
-                _hpc_elastic_paths -d "$current"
+                _hpc_elastic_words "$names" "$current"
+                compopt -o filenames -o plusdirs
                 ;;
             *) _hpc_elastic_words "$argument" "$current" ;;
         esac

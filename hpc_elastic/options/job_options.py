@@ -19,7 +19,7 @@ from hpc_elastic.options.sbatch import (
 )
 from hpc_elastic.options.table import Group, Option, Parsed, key_of
 from hpc_elastic.run.option_values import RequeueChoice, one_of, parse_bad_nodes, whole
-from hpc_elastic.run.paths import attempt_number, task_index
+from hpc_elastic.run.paths import RUN_ID, attempt_number, task_index
 
 _PLAIN: Mapping[str, tuple[tuple[str, ...], str, str]] = {
     names[-1][2:].replace("-", "_"): (names, metavar, text)
@@ -54,7 +54,6 @@ _COMMON = ("partition", "account", "time", "job_name", "cpus_per_task", "gpus_pe
 _IGNORED_BY: Mapping[str, tuple[str, ...]] = {"job_name": (), "exclude": ("agent",), "nodelist": ("agent",)}
 """Where not by all but ``submit``."""
 
-_RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}\Z")
 _MAX_GRACE = 65535  # sbatch's own limit for --signal
 
 
@@ -67,7 +66,7 @@ class Cluster(str, Enum):
 
 
 def _parse_run_id(text: str, option: str) -> str:
-    if not _RUN_ID.match(text):
+    if not re.fullmatch(RUN_ID, text):
         raise UsageError(
             f"{option} {text}: a run id has at most 100 letters, digits, '.', '_' and '-', a letter or digit first"
         )

@@ -36,6 +36,8 @@ from pathlib import Path
 
 from msgspec import Struct
 
+RUN_ID = "[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
+"""A pattern of Python's and of POSIX: the whole text of a run's id, which is a folder's name, and no shell's syntax."""
 _ATTEMPT = re.compile(r"attempt-(\d{3,})\Z")
 _ROUND = re.compile(r"round-(\d{3,})\Z")
 _TASK = re.compile(r"task-(\d+)\Z", re.ASCII)

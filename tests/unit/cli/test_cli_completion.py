@@ -15,7 +15,9 @@ import pytest
 from hpc_elastic.cli import main as cli
 from hpc_elastic.options.run_request import ALL_OPTIONS
 
-_CALL = 'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); compopt() { :; }; _hpc_elastic; '
+_CALL = (
+    'source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); compopt() { echo "compopt $*"; }; _hpc_elastic; '
+)
 _CALL += 'printf "%s\\n" "${COMPREPLY[@]}"'
 
 
@@ -29,7 +31,6 @@ def script(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
         (work / "runs" / name).mkdir(parents=True)
         (work / "runs" / name / "run.json").touch()
     (work / "my script.py").touch()
-    (work / "train.py").touch()
     monkeypatch.chdir(work)
     return path
 
@@ -44,6 +45,7 @@ def completed(script: Path, *words: str) -> list[str]:
     return sorted(line for line in done.stdout.splitlines() if line)
 
 
+_FOLDERS = "compopt -o filenames -o plusdirs"
 _NO = ["--no-python", "--no-requeue", "--nodelist", "--nodes", "--notify"]
 
 
@@ -58,22 +60,23 @@ _NO = ["--no-python", "--no-requeue", "--nodelist", "--nodes", "--notify"]
         (["submit", "--cluster", ""], ["auto", "local", "slurm"]),
         (["submit", "--cluster", "=", "l"], ["local"]),
         (["submit", "--nodes", "2", "--cluster", "s"], ["slurm"]),
-        (["submit", "--nodes", "=", "2", "t"], ["train.py"]),
-        (["submit", "m"], ["my script.py"]),
-        (["submit", "train.py", "--no"], []),
+        (["submit", "--nodes", "=", "2", "t"], ["compopt -o default"]),
+        (["submit", "m"], ["compopt -o default"]),
+        (["submit", "train.py", "--no"], ["compopt -o default"]),
         (
             ["submit", "-m", "--no"],
             _NO,
         ),
         (["run", "--part"], []),
         (["run", "--max-requ"], ["--max-requeues"]),
-        (["report", "2026"], ["20261123-a", "20261123-b"]),
-        (["logs", "l"], ["latest"]),
-        (["logs", "--runs-dir", "runs", "2"], ["20261123-a", "20261123-b"]),
+        (["report", "2026"], ["20261123-a", "20261123-b", _FOLDERS]),
+        (["logs", "l"], [_FOLDERS, "latest"]),
+        (["logs", "--runs-dir", "runs", "2"], ["20261123-a", "20261123-b", _FOLDERS]),
         (["report", "--format", "h"], ["html"]),
         (["list", "--state", "fai"], ["failed"]),
         (["config", "max-re"], ["max-requeues", "max-restarts"]),
-        (["submit", "--template", "my"], ["my script.py"]),
+        (["submit", "--template", "my"], ["compopt -o default"]),
+        (["submit", "--runs-dir", "my"], ["compopt -o dirnames"]),
         (["nonsense", ""], []),
     ],
 )
@@ -86,18 +89,28 @@ def test_every_option_of_submit_is_completed(script: Path) -> None:
     assert set(completed(script, "hpc-elastic", "submit", "-")) == known | {"-h", "--help", "--help-all"}
 
 
-def test_a_tab_in_an_interactive_bash(script: Path) -> None:
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        ("submit --allow-l", b"--allow-local-runs-dir "),
+        ("submit my", b"my\\ script.py "),
+        ("submit --runs-dir ru", b"runs/"),
+        ("report 20261123-", b"20261123-a  20261123-b"),
+        ("report ru", b"runs/"),
+    ],
+)
+def test_a_tab_in_an_interactive_bash(script: Path, typed: str, shown: bytes) -> None:
     pid, fd = pty.fork()
     if pid == 0:
         os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], {**os.environ, "TERM": "dumb", "PS1": "$ "})
     try:
         os.write(fd, f"source {script}\n".encode())
-        os.write(fd, b"echo hpc-elastic; hpc-elastic submit --allow-l\t")
+        os.write(fd, f"echo hpc-elastic; hpc-elastic {typed}\t\t".encode())
         seen, until = b"", time.monotonic() + 20
-        while b"--allow-local-runs-dir " not in seen and time.monotonic() < until:
+        while shown not in seen and time.monotonic() < until:
             if select.select([fd], [], [], 0.2)[0]:
                 seen += os.read(fd, 4096)
-        assert b"--allow-local-runs-dir " in seen, seen
+        assert shown in seen, seen
     finally:
         os.write(fd, b"\x15exit\n")
         os.close(fd)
