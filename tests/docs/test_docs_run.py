@@ -362,7 +362,7 @@ def test_python_names_what_there_is(tmp_path: Path) -> None:
     code = [
         as_program(
             "torchrun-backend.md",
-            "import torch, torch.distributed\nrank, world_size = 0, 1\n"
+            "import torch, torch.distributed\nrank, world_size = 0, 1\n",
             "total = torch.ones(1)\ntorch.distributed.all_reduce(total)\nassert total.item() == world_size\n"
             "torch.distributed.destroy_process_group()\n"
             "store.set('a', 'b')\nassert store.get('a') == b'b'\n",
