@@ -257,11 +257,6 @@ def is_with_the_others(activity: Activity, activities: Sequence[Activity]) -> bo
     )
 
 
-def odd_ones_out(activities: Sequence[Activity], *, hosts: Mapping[int, str] | None = None) -> tuple[Suspect, ...]:
-    """The ranks to look at; see `compare_ranks`."""
-    return compare_ranks(activities, hosts=hosts).suspects
-
-
 def compare_ranks(activities: Sequence[Activity], *, hosts: Mapping[int, str] | None = None) -> Comparison:
     """Find the ranks that differ from the others, by the most telling difference.
 

@@ -47,7 +47,7 @@ class Candidate(Struct, frozen=True, kw_only=True):
     layer: Layer
     path: Path
     tables: tuple[tuple[str, ...], ...] = _OWN_TABLE
-    """As `settings_file.read_settings` takes them."""
+    """As `read_settings` takes them."""
     required: bool = False
     """Named by a variable: its absence is an error."""
 
@@ -151,15 +151,6 @@ PROFILES, DEFAULT_PROFILE = "profile", "default-profile"
 _MAX_BYTES = 256 << 10
 _MAX_SEARCHED = 4 << 20
 """Bytes of a pyproject.toml that may not mention us."""
-_MAX_PARTS, _MAX_BRACKETS = 16, 64
-"""Of a dotted key, and open at once. tomllib keeps each beginning of a key: 20 kB of dots took 400 MB (Python 3.11)."""
-_TOKEN = re.compile(
-    r"""#[^\n]*|(?P<part>\"{3}(?:[^"\\]|\\.|"(?!""))*(?:"{3,5}|\Z)|'{3}(?:[^']|'(?!''))*(?:'{3,5}|\Z)"""
-    r"""|"(?:[^"\\\n]|\\.)*(?:"|$|\Z)|'[^'\n]*(?:'|$|\Z)|[A-Za-z0-9_-]+)|[ \t]+|.""",
-    re.DOTALL | re.MULTILINE,
-)
-"""Each begins where the one before ends, and one without an end goes on to the line's or the file's: so the search for
-them takes no longer than the text."""
 _PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 _COMMAND_LINE_ONLY = "is allowed on the command line only"
 
@@ -233,9 +224,6 @@ def _read(path: Path, tables: tuple[tuple[str, ...], ...], *, any_owner: bool) -
             data = read_from(fd, _MAX_SEARCHED + 1)
         finally:
             os.close(fd)
-        if len(data) > info.st_size:
-            # In a file of root's in /proc may stand what another user chose: the arguments of a process.
-            raise UnsafePathError(f"{path} is a file of the kernel, not of a disk")
         is_searched = len(data) <= _MAX_SEARCHED
         if is_searched and not any(not table or table[-1].encode() in data for table in tables):
             return None
@@ -282,9 +270,7 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
     else:
         import tomli as tomllib
     try:
-        text = data.decode("utf-8")
-        _check_depth(path, text)
-        value: dict[str, Any] = tomllib.loads(text)
+        value: dict[str, Any] = tomllib.loads(data.decode("utf-8"))
         return value
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
@@ -296,29 +282,6 @@ def _parse(path: Path, data: bytes) -> dict[str, Any]:
         raise UsageError(f"{where}: invalid TOML: {why} (strings need quotes)") from None
     except RecursionError:
         raise UsageError(f"{path}: nested too deeply") from None
-
-
-def _check_depth(path: Path, text: str) -> None:
-    """Refuse what would take much memory to parse.
-
-    Raises:
-        UsageError: with file and line.
-    """
-    parts = brackets = 0
-    after_dot = False
-    for token in _TOKEN.finditer(text):
-        word = token[0]
-        if token["part"] is not None:
-            parts, after_dot = (parts + 1 if after_dot else 1), False
-        elif word == "." and parts:
-            after_dot = True
-        elif not word.isspace() or word == "\n":
-            parts, after_dot = 0, False
-            brackets += (word in "[{") - (word in "]}")
-        if parts > _MAX_PARTS or brackets > _MAX_BRACKETS:
-            line = text.count("\n", 0, token.start()) + 1
-            what = f"a key has more than {_MAX_PARTS} parts" if parts > _MAX_PARTS else "[ and { in each other"
-            raise UsageError(f"{path}:{line}: nested too deeply: {what}")
 
 
 class _Reader:

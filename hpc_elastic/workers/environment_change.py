@@ -17,7 +17,6 @@ from hpc_elastic.workers.user_command import CommandEnd, describe_end, last_line
 _SHELLS_OWN = ("_", "SHLVL", "PWD", "OLDPWD")
 _OURS = ("HPC_ELASTIC_", "SLURM_JOB_ID")
 _PYTHONS = ("python", "python3")
-_MOST_LINES = 15
 KEPT_ENVIRONMENT = 8 << 20
 
 _SHELL = r"""
@@ -100,8 +99,3 @@ def read_change(end: CommandEnd, base: Mapping[str, str]) -> EnvironmentChange |
 
 def _is_kept(name: str) -> bool:
     return name in _SHELLS_OWN or name.startswith((*_OURS, "__"))
-
-
-def printed_lines(end: CommandEnd) -> list[str]:
-    """What a failed command printed last, for a report."""
-    return last_lines(end.stderr or end.stdout, _MOST_LINES)

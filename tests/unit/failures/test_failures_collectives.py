@@ -11,7 +11,6 @@ from hpc_elastic.failures.collectives import (
     activity_of_failure,
     activity_of_stack,
     compare_ranks,
-    odd_ones_out,
 )
 from hpc_elastic.failures.traceback_text import Frame
 from hpc_elastic.run.activities import Activity, Doing
@@ -93,7 +92,7 @@ def test_the_line_of_the_source_is_kept_where_no_collective_says_more() -> None:
 def test_the_rank_in_no_collective_is_the_odd_one_out() -> None:
     activities = [in_collective(0), in_collective(1), in_collective(3)]
     activities.append(activity_of_stack(2, stack("/me/t.py:load"), syscall="clock_nanosleep", line="time.sleep(9)"))
-    (suspect,) = odd_ones_out(activities, hosts=HOSTS)
+    (suspect,) = compare_ranks(activities, hosts=HOSTS).suspects
     assert (suspect.rank, suspect.host) == (2, "n1")
     assert suspect.why == "it was asleep (t.py:10 load): `time.sleep(9)` while the others waited in all_reduce"
 
@@ -102,16 +101,16 @@ def test_a_rank_that_failed_is_not_outside_of_the_collectives() -> None:
     """Its exception was a symptom: it was in a call of torch, whatever its frames show."""
     failed = activity_of_failure(0, stack("/me/t.py:step"), "RuntimeError: Connection closed by peer [10.0.0.1]:4711")
     assert failed.doing is Doing.COLLECTIVE
-    assert odd_ones_out([failed, in_collective(1), in_collective(2)]) == ()
+    assert compare_ranks([failed, in_collective(1), in_collective(2)]).suspects == ()
 
 
 def test_a_rank_without_a_stack_is_no_odd_one() -> None:
-    assert odd_ones_out([in_collective(0), in_collective(1), Activity(rank=2)]) == ()
+    assert compare_ranks([in_collective(0), in_collective(1), Activity(rank=2)]).suspects == ()
 
 
 def test_a_collective_that_one_rank_calls_alone() -> None:
     asleep = [activity_of_stack(rank, stack("/me/t.py:train"), syscall="clock_nanosleep") for rank in (1, 2, 3)]
-    (suspect,) = odd_ones_out([in_collective(0), *asleep])
+    (suspect,) = compare_ranks([in_collective(0), *asleep]).suspects
     assert suspect.rank == 0
     assert suspect.why == "it was in all_reduce (train.py:11 step), and the others were asleep (t.py:10 train)"
 
@@ -123,7 +122,7 @@ def test_another_collective_than_the_others() -> None:
         in_collective(2),
         in_collective(3),
     ]
-    (suspect,) = odd_ones_out(activities)
+    (suspect,) = compare_ranks(activities).suspects
     assert suspect.rank == 1
     assert suspect.why == "it was in barrier (train.py:30) while the others were in all_reduce (train.py:11 step)"
 
@@ -137,12 +136,12 @@ def test_calls_that_differ_by_their_nature_accuse_nobody(one: str, most: str) ->
 
 @pytest.mark.parametrize("one", ["recv", "broadcast", "scatter"])
 def test_a_call_of_its_own_is_odd_where_the_others_are_in_one_that_all_leave_together(one: str) -> None:
-    (suspect,) = odd_ones_out([in_collective(2, call=one), *map(in_collective, (0, 1, 3))])
+    (suspect,) = compare_ranks([in_collective(2, call=one), *map(in_collective, (0, 1, 3))]).suspects
     assert (suspect.rank, suspect.why.split(" (")[0]) == (2, f"it was in {one}")
 
 
 def test_a_rank_in_its_interpreters_end_is_outside() -> None:
-    (suspect,) = odd_ones_out([in_collective(0), in_collective(1), activity_of_stack(2, (), is_ending=True)])
+    (suspect,) = compare_ranks([in_collective(0), in_collective(1), activity_of_stack(2, (), is_ending=True)]).suspects
     assert (suspect.rank, suspect.why) == (
         2,
         "it was leaving its process group or about to end while the others waited in all_reduce",
@@ -150,7 +149,9 @@ def test_a_rank_in_its_interpreters_end_is_outside() -> None:
 
 
 def test_the_same_collective_at_another_place() -> None:
-    (suspect,) = odd_ones_out([in_collective(0), in_collective(1, at="train.py:40 evaluate"), in_collective(2)])
+    (suspect,) = compare_ranks(
+        [in_collective(0), in_collective(1, at="train.py:40 evaluate"), in_collective(2)]
+    ).suspects
     assert suspect.rank == 1
 
 
@@ -178,7 +179,7 @@ def test_monitored_barrier_names_those_that_did_not_come(text: str, names: tuple
     zero = activity_of_failure(0, stack("/me/t.py:f", f"{C10D}:monitored_barrier"), text)
     assert zero.names == names
     others = [in_collective(rank, call="monitored_barrier", at=zero.at) for rank in (1, 2)]
-    odd = odd_ones_out([zero, *others])
+    odd = compare_ranks([zero, *others]).suspects
     assert tuple(suspect.rank for suspect in odd) == names
     assert all("rank 0 waited for it in monitored_barrier in vain" in suspect.why for suspect in odd)
 
@@ -198,7 +199,7 @@ OSError: [Errno 122] Disk quota exceeded
 def test_a_checkpoints_exception_names_the_rank_that_raised_and_what() -> None:
     zero = activity_of_failure(0, stack("/me/t.py:f"), CHECKPOINT)
     assert zero.names == (2,)
-    (suspect,) = odd_ones_out([zero, in_collective(1), in_collective(3)])
+    (suspect,) = compare_ranks([zero, in_collective(1), in_collective(3)]).suspects
     assert suspect.rank == 2
     assert suspect.why == "rank 0 reports of it: OSError: [Errno 122] Disk quota exceeded"
 
@@ -235,7 +236,9 @@ def test_a_collective_without_a_tensor_is_compared_too() -> None:
 def test_one_message_shows_the_collective_of_two_ranks() -> None:
     """The rank that differs may have left none of its own."""
     texts = [MISMATCH.format(rank=rank, own=10, other=3, theirs=12) for rank in range(3)]
-    (suspect,) = odd_ones_out([activity_of_failure(rank, ALL_REDUCE, text) for rank, text in enumerate(texts)])
+    (suspect,) = compare_ranks(
+        [activity_of_failure(rank, ALL_REDUCE, text) for rank, text in enumerate(texts)]
+    ).suspects
     assert suspect.rank == 3
 
 
@@ -245,7 +248,7 @@ def test_the_rank_that_had_come_to_the_fewest_collectives() -> None:
         "last completed NCCL work: 6."
     )
     activities = [activity_of_failure(rank, (), text.format(rank, 6 if rank == 2 else 7)) for rank in range(4)]
-    (suspect,) = odd_ones_out(activities)
+    (suspect,) = compare_ranks(activities).suspects
     assert (suspect.rank, suspect.why) == (
         2,
         "it never entered #7 of group default_pg, which the 3 others wait in; its last there was #6",
@@ -346,7 +349,7 @@ def test_nccls_type_and_size_are_compared() -> None:
     )
     kinds = ["ALLREDUCE", "ALLREDUCE", "BROADCAST", "ALLREDUCE"]
     activities = [activity_of_failure(rank, (), text.format(kind, 10, 10)) for rank, kind in enumerate(kinds)]
-    (suspect,) = odd_ones_out(activities)
+    (suspect,) = compare_ranks(activities).suspects
     assert suspect.rank == 2
     assert activities[2].call == "broadcast"
 
@@ -412,12 +415,16 @@ def test_two_ranks_that_receive_do_not_accuse_two_that_take_no_part() -> None:
     found = compare_ranks([*receive, *asleep])
     assert (found.suspects, found.is_of_all) == ((), True)
     assert found.says == "ranks 0-1 were in recv (t.py:9); ranks 2-3 were asleep (t.py:10 f)"
-    assert [suspect.rank for suspect in odd_ones_out([*receive, in_collective(2, call="recv"), asleep[1]])] == [3]
+    assert [
+        suspect.rank for suspect in compare_ranks([*receive, in_collective(2, call="recv"), asleep[1]]).suspects
+    ] == [3]
 
 
 def test_without_torch_the_rank_that_stands_elsewhere_is_the_odd_one() -> None:
     waits = [
         activity_of_stack(rank, stack("/me/t.py:wait_for_others"), syscall="clock_nanosleep") for rank in (0, 1, 3)
     ]
-    (suspect,) = odd_ones_out([*waits, activity_of_stack(2, stack("/me/t.py:f", "/me/t.py:g"), syscall="read")])
+    (suspect,) = compare_ranks(
+        [*waits, activity_of_stack(2, stack("/me/t.py:f", "/me/t.py:g"), syscall="read")]
+    ).suspects
     assert suspect.rank == 2
