@@ -13,6 +13,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from hpc_elastic.base.file_executor import FileExecutor
+from hpc_elastic.base.self_command import idle_arguments
 from hpc_elastic.workers import fork_server as program
 from hpc_elastic.workers import import_watch
 from hpc_elastic.workers.spawn import Inherited
@@ -80,7 +81,7 @@ def start_process(launch: Launch, files: FileExecutor) -> tuple[subprocess.Popen
     pipe = os.pipe()  # as a worker's output is, until the server has its log there
     try:
         process = subprocess.Popen(
-            [launch.argv[0], "-u", "-c", "pass"],
+            [launch.argv[0], *idle_arguments()],
             stdin=subprocess.DEVNULL,
             stdout=pipe[1],
             stderr=pipe[1],

@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_elastic.agent.address_filter import Guard
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.host_facts import LOOPBACK
+from hpc_elastic.base.self_command import source_command
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.workers.environment_change import EnvironmentChange
 from hpc_elastic.workers.spawn import find_program
@@ -53,10 +54,7 @@ _LOG_BYTES = 1 << 20
 _LOG_SECONDS = 2.0
 _SPAWN_SECONDS = 10.0
 _HOST_PROGRAM = Path(__file__).resolve().parent.parent / "pytorch" / "store_host.py"
-_FIND_TORCH = (
-    "import sys; sys.path[:] = [p for p in sys.path if p]; import importlib.util as u; s = u.find_spec('torch'); "
-    "sys.exit(0 if s and s.origin else 3)"
-)
+_FIND_TORCH = "import importlib.util as u; s = u.find_spec('torch'); sys.exit(0 if s and s.origin else 3)"
 
 
 class StoreBindError(HpcElasticError):
@@ -469,7 +467,7 @@ def torch_available(python: str) -> bool:
         return spec is not None and spec.origin is not None
     try:
         done = subprocess.run(
-            [found, "-c", _FIND_TORCH],
+            source_command(found, _FIND_TORCH),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

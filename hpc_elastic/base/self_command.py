@@ -1,4 +1,8 @@
-"""How one process of ours starts another."""
+"""How one process of ours starts another Python: never with the working directory first on its path.
+
+``python -c`` and ``python -m`` put it there, and a ``json.py`` that lies in it would be imported in place of Python's.
+A test finds what starts one in any other way.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,15 @@ import hpc_elastic
 
 
 def own_command(*arguments: str) -> list[str]:
-    """The argument list that runs ``hpc-elastic ARGUMENTS`` with this interpreter and this very package.
-
-    Not ``python -m``: that puts the working directory first on the path, where a user's ``json.py`` would be imported
-    in place of Python's.
-    """
+    """The argument list that runs ``hpc-elastic ARGUMENTS`` with this interpreter and this very package."""
     return [*module_command("hpc_elastic.cli.main", "console_main"), *arguments]
+
+
+def module_command(module: str, function: str) -> list[str]:
+    """The same for a function of one of this package's modules, which takes no arguments."""
+    parent = str(Path(hpc_elastic.__file__).resolve().parent.parent)
+    boot = f"import sys; sys.path[0] = {parent!r}; from {module} import {function}; {function}()"
+    return [sys.executable, "-c", boot]
 
 
 def worker_arguments(module: str) -> tuple[str, ...]:
@@ -26,8 +33,14 @@ def worker_arguments(module: str) -> tuple[str, ...]:
     return "-u", "-c", boot, module
 
 
-def module_command(module: str, function: str) -> list[str]:
-    """The same for a function of one of this package's modules, which takes no arguments."""
-    parent = str(Path(hpc_elastic.__file__).resolve().parent.parent)
-    boot = f"import sys; sys.path[0] = {parent!r}; from {module} import {function}; {function}()"
-    return [sys.executable, "-c", boot]
+def source_command(python: str, source: str) -> list[str]:
+    """The argument list that runs a text in any interpreter, from Python 3.6 on.
+
+    Not by ``-P``, which came with 3.11, nor by ``-I``, which leaves out PYTHONPATH and the user's own packages.
+    """
+    return [python, "-c", f"import sys; sys.path[:] = filter(None, sys.path)\n{source}"]
+
+
+def idle_arguments() -> tuple[str, ...]:
+    """What an interpreter gets to import its ``sitecustomize``, and to do nothing then."""
+    return "-u", "-c", "pass"

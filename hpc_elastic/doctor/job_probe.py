@@ -10,6 +10,7 @@ import sys
 from msgspec import Struct
 
 from hpc_elastic.agent.health import measure_memory
+from hpc_elastic.base.self_command import source_command
 from hpc_elastic.doctor.probe_site import ProbeSite
 from hpc_elastic.slurm.client import CommandSlurmClient, SubprocessRunner
 from hpc_elastic.slurm.commands import JobId
@@ -23,7 +24,6 @@ _MOST_TAKEN = 4 << 30
 """Bytes that a probe takes to see an OOM kill."""
 _TAKING_SECONDS = 40.0
 _TAKE = """
-import sys
 try:
     open("/proc/self/oom_score_adj", "w").write("1000")
 except OSError:
@@ -107,7 +107,7 @@ def _sees_oom_kill(free: int) -> bool:
     before = oom_kill_count() or 0
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _TAKE, str(free + (1 << 30))],
+            [*source_command(sys.executable, _TAKE), str(free + (1 << 30))],
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=_TAKING_SECONDS,
         )  # fmt: skip
     except subprocess.TimeoutExpired:

@@ -23,7 +23,7 @@ from hpc_elastic.agent.health import GPU_SECONDS, GpuFacts
 from hpc_elastic.agent.health_gpu import from_json
 from hpc_elastic.agent.numa_binding import Machine, read_machine
 from hpc_elastic.base.digests import sha256
-from hpc_elastic.base.self_command import module_command
+from hpc_elastic.base.self_command import module_command, source_command
 from hpc_elastic.base.text import clean_line
 from hpc_elastic.doctor.probe_site import ProbeSite
 from hpc_elastic.failures.patterns import find_pattern
@@ -44,9 +44,7 @@ _SHOWN_PREFIXES = ("NCCL_", "GLOO_", "UCX_", "FI_", "OMPI_", "MKL_", "KMP_")
 """Variables whose values a finding may show. Of the others, which may be secrets, a digest is kept."""
 # Python 3.8 and later, the standard library alone: it runs in the workers' interpreter.
 _LOOK = """
-import sys, time
-sys.path[:] = [path for path in sys.path if path]
-import json
+import json, time
 facts = {"executable": sys.executable, "version": sys.version.split()[0]}
 began = time.monotonic()
 try:
@@ -156,11 +154,11 @@ def look_at_python(
         container: Where it runs, by another runtime than Pyxis; None: on this host.
         seconds: For each of the two.
     """
-    argv, environ = [python, "-c", _LOOK], dict(env)
+    argv, environ = source_command(python, _LOOK), dict(env)
     if container is not None:
         has_nvidia = os.path.exists(_NVIDIA)
         argv, environ = enter_container(container, argv, env, local_rank=0, cwd=cwd, has_nvidia=has_nvidia)
-    first = _start(argv, environ, seconds, cwd=cwd)  # -c puts the working directory first on the path: _LOOK removes it
+    first = _start(argv, environ, seconds, cwd=cwd)
     if isinstance(first, str):
         return PythonFacts(error=first)
     again = _start(argv, environ, seconds, cwd=cwd) if first.get("torch") else first

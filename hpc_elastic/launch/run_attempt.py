@@ -26,6 +26,7 @@ from hpc_elastic.agent.rendezvous_session import prepare_session, rendezvous_set
 from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileExecutor, FilesystemHangsError, is_refusal
+from hpc_elastic.base.self_command import source_command
 from hpc_elastic.errors import HpcElasticError, UsageError
 from hpc_elastic.failures.error_file import write_own_failure
 from hpc_elastic.launch.conclude import HUNG_SECONDS, JOB_LOG, conclude, log_plain
@@ -259,8 +260,6 @@ def _reserve_room(folder: AttemptPaths, clock: Clock) -> None:
 
 
 _ASK_VERSIONS = """
-import sys
-sys.path[:] = filter(None, sys.path)
 print("python", ".".join(map(str, sys.version_info[:3])))
 from importlib.metadata import version
 print("torch", version("torch"))
@@ -303,7 +302,7 @@ def _ask_versions(python: str) -> dict[str, str]:
     """Ask another interpreter; a tenth of a second. What it can't say is left out."""
     try:
         said = subprocess.run(
-            [python, "-c", _ASK_VERSIONS],
+            source_command(python, _ASK_VERSIONS),
             stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_VERSIONS_SECONDS, check=False,
         ).stdout  # fmt: skip
     except (OSError, subprocess.SubprocessError):

@@ -27,7 +27,7 @@ def hostile(attacker: User, shared: Path) -> Path:
         import sys
         from pathlib import Path
         folder = Path(sys.argv[1])
-        names = "json os pathlib signal socket runpy pickle typing dataclasses random psutil filelock cloudpickle"
+        names = "json os pathlib signal socket runpy pickle typing dataclasses random psutil filelock cloudpickle torch"
         for name in (*names.split(), "sitecustomize", "usercustomize", "hpc_elastic"):
             (folder / f"{name}.py").write_text(f"open('{folder}/attacked-by-' + __name__, 'w')")
         """,
@@ -50,6 +50,19 @@ def test_a_run_imports_nothing_from_there(victim: User, hostile: Path) -> None:
     assert done.returncode == 0, done.stderr
     for command in ("status", "report", "logs"):
         victim.hpc_elastic(command, next(runs.iterdir()), cwd=hostile)
+    assert attacks(hostile) == []
+
+
+def test_an_interpreter_that_is_only_asked_imports_nothing_from_there(victim: User, hostile: Path) -> None:
+    """For versions in the job log, whether it has torch, the fork server, the doctor's look at the workers' Python."""
+    victim.python("open('train.py', 'w').write('import torch; print(torch.__version__)')")
+    wrapper = f"printf '#!/bin/sh\nexec {victim.interpreter} \"$@\"' > other; chmod +x other"
+    victim.run(["sh", "-ec", wrapper], check=True)
+    options = ["--cluster", "local", "--runs-dir", victim.home / "runs", "--python", victim.home / "other"]
+    for more in ([], ["--start-method", "forkserver"]):
+        done = victim.hpc_elastic("run", *options, *more, victim.home / "train.py", cwd=hostile, timeout=120)
+        assert done.returncode == 0, done.stderr
+    victim.hpc_elastic("doctor", "--nodes", "1", *options, cwd=hostile, timeout=240)
     assert attacks(hostile) == []
 
 
