@@ -41,8 +41,10 @@ _REMOVED: dict[str, str] = {
     "events": "hpc-elastic logs RUN --events shows what was done and decided, and why",
     "why": "use hpc-elastic report RUN",
     "what-if": "hpc-elastic report RUN shows what failures cost, and advises an interval between checkpoints",
+    "list --bad-nodes": "hpc-elastic status RUN shows what a run has against nodes; no memory goes beyond the run",
+    "list --forget-nodes": "use hpc-elastic status RUN --forget-nodes NODES",
 }
-"""Subcommands of earlier versions → what to use in their place."""
+"""Subcommands of earlier versions, and their options → what to use in their place."""
 _AGENT_OPTIONS = ("--run-dir", "--attempt", "--node", "--launcher-pid")
 """With one of these first, ``agent`` is called by a launcher of ours, not by a user's srun."""
 
@@ -107,12 +109,13 @@ def _dispatch(argv: list[str]) -> int:
         from hpc_elastic.agent.main import agent_main
 
         return agent_main(rest)
+    for called in (name, *(f"{name} {word.partition('=')[0]}" for word in rest)):
+        if called in _REMOVED:
+            raise UsageError(f"{PROGRAM} {called} was removed: {_REMOVED[called]}")
     if name in _SUBCOMMANDS:
         return _run(_SUBCOMMANDS[name][0], name, rest)
     if name == "batch":
         return _batch(rest)
-    if name in _REMOVED:
-        raise UsageError(f"{PROGRAM} {name} was removed: {_REMOVED[name]}")
     raise UsageError(f"no subcommand {name!r}{_nearest(name)}; {PROGRAM} --help lists them")
 
 

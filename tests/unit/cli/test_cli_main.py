@@ -138,7 +138,7 @@ def test_subcommands_that_use_argparse_fail_on_one_line(capsys: pytest.CaptureFi
 @pytest.mark.parametrize("name", cli._REMOVED)
 def test_a_removed_subcommand_names_what_to_use(capsys: pytest.CaptureFixture[str], name: str) -> None:
     error = f"hpc-elastic: error: hpc-elastic {name} was removed: {cli._REMOVED[name]}\n"
-    assert run(capsys, name, "latest") == (2, "", error)
+    assert run(capsys, *name.split(), "latest") == (2, "", error)
 
 
 @pytest.mark.parametrize("name", ["report", "submit", "run"])
