@@ -468,15 +468,19 @@ def describe_progress(beats: Collection[RankBeat], now: float, *, now_ns: int) -
     if None not in entered:
         sections = tuple(sorted({SETUP, *(name for names in entered for name in names or ())}))
     with_steps = [beat for beat in beats if beat.first_step is not None]
+    with_steps = with_steps or [beat for beat in beats if beat.counted_steps]
     if not with_steps:
         return Progress(sections=sections)
-    best = max(with_steps, key=lambda beat: (-1 if beat.step is None else beat.step, -beat.rank))
+    best = max(
+        with_steps, key=lambda beat: (-1 if beat.step is None else beat.step, beat.counted_steps or 0, -beat.rank)
+    )
     return Progress(
         sections=sections,
         first_step=best.first_step,
         first_ns=now_ns - int((now - best.first_at) * 1e9),
         step=-1 if best.step is None else best.step,
         step_ns=now_ns - int((now - best.stepped_at) * 1e9),
+        counted_steps=best.counted_steps or 0,
         checkpoint_seconds=round(max(beat.checkpoint_seconds for beat in beats), 3),
         checkpoints=max(beat.checkpoints for beat in beats),
         longest_step=round(max(beat.longest for beat in beats), 3),

@@ -74,6 +74,8 @@ class Goodput(Struct, frozen=True, kw_only=True):
     steps_known: bool = False
     why_unknown: str = STEPS_UNKNOWN
     """Why steps are not known; empty: they are."""
+    steps_counted: bool = False
+    """Whether steps were counted and not reported: which of them were lost with a failure is not known then."""
     kept: float = 0.0
     """In steps that no restart took back."""
     recomputed: float = 0.0
@@ -135,7 +137,9 @@ def goodput_text(goodput: Goodput, *, so_far: str = "") -> str:
 
 
 def describe_unknown_steps(goodput: Goodput) -> str:
-    """Why there is no goodput, and what would give one."""
+    """What is not known, and what would give it."""
+    if goodput.steps_known:
+        return "Steps were counted: which of them were done again is not known; hpc_elastic.heartbeat(step) shows that."
     if goodput.why_unknown == STEPS_UNKNOWN:
         return "No steps were reported; with hpc_elastic.heartbeat(step) this would be the goodput."
     how = "; hpc_elastic.heartbeat takes the global step" if goodput.why_unknown == STEPS_GO_BACK else ""
@@ -183,6 +187,7 @@ class _Account:
         self._booked = dict.fromkeys(("starting", "interrupted", "queued", "ending"), 0.0)
         self._booked |= dict.fromkeys(("training", "kept", "recomputed", "hanging", "checkpointing"), 0.0)
         self._why_unknown = self._find_why_unknown(rounds)
+        self._steps_counted = any(one.steps is not None and one.steps.is_counted for one in rounds)
         self._resumed = _resumed_at(rounds)
         self._lost: dict[tuple[int, int], float] = {}
         """Seconds of steps that went with a round's end."""
@@ -292,6 +297,7 @@ class _Account:
             wall=(self._end - self._start) / 1e9,
             steps_known=not self._why_unknown,
             why_unknown=self._why_unknown,
+            steps_counted=self._steps_counted,
             until_ns=self._end,
             checkpoints=self._checkpoints,
             costs=tuple(self._costs),
@@ -353,7 +359,7 @@ def _resumed_at(rounds: Sequence[RoundTimes]) -> dict[tuple[int, int], int]:
     for times in reversed(rounds):
         if least is not None:
             found[times.attempt, times.round] = least
-        if times.steps is not None:
+        if times.steps is not None and not times.steps.is_counted:
             first: RoundSteps = times.steps
             least = first.first if least is None else min(least, first.first)
     return found

@@ -239,6 +239,8 @@ def _goodput(goodput: Goodput, advice: Sequence[str]) -> Markup:
     if not goodput.steps_known:
         note = f"of {duration(goodput.wall)} since the start of the first attempt all workers of the round ran. "
         note += describe_unknown_steps(goodput)
+    elif goodput.steps_counted:
+        note += f" {describe_unknown_steps(goodput)}"
     return card(
         "Goodput" if goodput.steps_known else "Uptime",
         element(

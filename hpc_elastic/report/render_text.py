@@ -411,7 +411,7 @@ def _goodput(document: Document, width: int) -> list[str]:
     if not text:
         return []
     lines = _split_words(text, width)
-    if not document.goodput.steps_known:
+    if not document.goodput.steps_known or document.goodput.steps_counted:
         lines.append(f"  {describe_unknown_steps(document.goodput)}")
     for one in advise(document.history, document.goodput):
         lines += _split_words(f"Advice: {one.text}", width)

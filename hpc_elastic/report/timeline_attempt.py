@@ -202,6 +202,8 @@ class RoundSteps(NamedTuple):
     redone: float
     """Seconds."""
     checkpoints: int = 0
+    is_counted: bool = False
+    """Whether they are the optimizer's, from 1 in each round: which of them were done again is not known."""
 
 
 class RoundTimes(Struct, frozen=True, kw_only=True):
@@ -361,21 +363,22 @@ class PlacedAttempt:
     def _steps(self, item: RoundHistory) -> RoundSteps | None:
         """By the node whose worker got furthest; of several the one that got there first."""
         found = [
-            (-done.step, self.at(node, done.step_ns), node, done)
+            (-max(done.step, done.counted_steps), self.at(node, done.step_ns), node, done)
             for node, done in item.progress.items()
-            if done.first_step is not None
+            if done.first_step is not None or done.counted_steps
         ]
         if not found:
             return None
         _, last_ns, node, done = min(found, key=lambda one: one[:3])
         return RoundSteps(
-            first=done.first_step or 0,
+            first=done.first_step or (1 if done.counted_steps else 0),
             first_ns=self.at(node, done.first_ns),
-            last=done.step,
+            last=max(done.step, done.counted_steps),
             last_ns=last_ns,
             checkpointing=max(0.0, *(one.checkpoint_seconds for *_, one in found)),
             redone=max(0.0, done.redone_seconds),
             checkpoints=max(0, *(one.checkpoints for *_, one in found)),
+            is_counted=done.first_step is None,
         )
 
 

@@ -38,6 +38,8 @@ class Progress(Struct, frozen=True, kw_only=True):
     """The last one."""
     step_ns: int = 0
     """When."""
+    counted_steps: int = 0
+    """How many steps of the optimizer were counted, where no step was reported; the two times are theirs then."""
     checkpoint_seconds: float = 0.0
     """In section ``checkpoint``."""
     checkpoints: int = 0

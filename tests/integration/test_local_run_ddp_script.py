@@ -51,6 +51,12 @@ def test_a_script_that_comes_further_each_time_is_not_given_up(ddp_run: Run, sta
         failed = [event for event in run.events("worker_failed") if event["failure_class"] == "root"]
         assert [(event["round"], event["rank"]) for event in failed] == [(0, 1), (1, 1)]
         assert max(event["restarts_used"] for event in run.events("round_final")) == 2
+        goodput = run.report()["goodput"]
+        assert (goodput["steps_known"], goodput["steps_counted"]) == (True, True)
+        for number, cost in enumerate(goodput["costs"]):
+            up = min(event["t"] for event in run.events("workers_started") if event["round"] == number + 1)
+            until_up = (up - failed[number]["t"]) / 1e9
+            assert cost["seconds"] > until_up + 0.3, "torch is imported, and a step is done, before training is back"
 
 
 def test_the_same_failure_after_fewer_steps_is_given_up_and_the_rule_is_named(ddp_run: Run) -> None:

@@ -184,6 +184,28 @@ def test_without_steps_it_is_uptime(builder: RunBuilder) -> None:
     assert 'aria-label="Uptime"' in render_html(history)
 
 
+def test_counted_steps_show_when_training_was_back_and_not_what_was_done_again(builder: RunBuilder) -> None:
+    def counted(steps: int, at: float, until: float) -> dict[str, Any]:
+        return progress(0, at, -1, until, first_step=None, counted_steps=steps)
+
+    builder.round(0, 0, at=10)
+    builder.fail(make_failure(1, at=111, exception="ValueError: bad"))
+    stopped(builder, 0, 112, counted(90, 20, 110))
+    builder.round(0, 1, at=115, reason="restart 1 of 3")
+    builder.succeeded(0, 1, at=300)
+    stopped(builder, 1, 300, counted(160, 130, 299))
+    builder.end(0, at=301, outcome="succeeded", code=0)
+    history = collect_run(builder.root)
+    goodput = goodput_of(history)
+    assert adds_up(goodput)
+    assert (goodput.steps_known, goodput.steps_counted) == (True, True)
+    (cost,) = goodput.costs
+    assert cost.seconds == pytest.approx(20, abs=0.1), "from the last step before to the first step after"
+    assert goodput.starting == pytest.approx(20, abs=0.1)
+    assert "which of them were done again is not known" in render_text(history)
+    assert "which of them were done again is not known" in render_html(history)
+
+
 def test_steps_that_go_back_by_themselves_measure_nothing(builder: RunBuilder) -> None:
     """A script that counts the steps of each epoch from 0."""
     builder.round(0, 0, at=10)

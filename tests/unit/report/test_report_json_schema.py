@@ -216,6 +216,7 @@ GOODPUT: dict[str, Any] = {
     "checkpoints": INT,
     "steps_known": BOOL,
     "why_unknown": TEXT,
+    "steps_counted": BOOL,
     "until_ns": "int?",
     "costs": [COST],
 }
