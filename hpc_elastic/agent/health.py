@@ -12,7 +12,6 @@ import os
 import resource
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
 
@@ -23,9 +22,6 @@ from hpc_elastic.base.host_facts import available_memory
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.run.health_limits import Check
 from hpc_elastic.workers.linux import OUT_OF_DESCRIPTORS, memory_folders
-
-if TYPE_CHECKING:
-    from hpc_elastic.rendezvous.state import RoundRecord
 
 DESCRIPTORS = "descriptors"
 """The check that a finding names where the agent has no file descriptor left."""
@@ -46,32 +42,6 @@ class HealthPlan(Struct, frozen=True, kw_only=True):
     command: tuple[str, ...] = ()
     """The user's own check; empty: none."""
     command_seconds: float = SCRIPT_SECONDS
-
-
-class Meeting(Struct, frozen=True, kw_only=True):
-    """One measurement of the network between nodes (`network_check`)."""
-
-    name: str
-    """``start``, or the round that hung."""
-    nodes: frozenset[int]
-    """Those that are expected."""
-
-
-def meeting_before(record: RoundRecord | None, *, last_round: int, hung: bool, nodes: int) -> Meeting | None:
-    """Which nodes measure the network before the next round: all at the start, the members after a hang.
-
-    Args:
-        record: The newest that is known.
-        last_round: That this node took part in; -1: none.
-        hung: Whether it hung.
-        nodes: Of the attempt.
-    """
-    if last_round < 0:
-        return Meeting(name="start", nodes=frozenset(range(nodes)))
-    if not hung or record is None:
-        return None
-    members = frozenset(member.node for member in record.members if member.node not in record.lost)
-    return Meeting(name=f"{last_round:06d}", nodes=members)
 
 
 # -- what was measured ---------------------------------------------------------------------------------------------

@@ -9,7 +9,6 @@ from __future__ import annotations
 import _thread
 import errno
 import os
-import socket
 import threading
 import time
 from collections import deque
@@ -27,7 +26,6 @@ from hpc_elastic.agent.health import (
     GpuFacts,
     HealthPlan,
     HealthVerdict,
-    Meeting,
     SharedFacts,
     did_not_answer,
     judge_clock,
@@ -62,19 +60,6 @@ _NO_PROGRAM = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
 """No such program, or none: the user's mistake."""
 
 
-class NetworkSite(Struct, frozen=True, kw_only=True):
-    """This node's part in measuring the network."""
-
-    store: Path
-    """The attempt's."""
-    node: int
-    host: str
-    addresses: tuple[str, ...]
-    """By which the other nodes may reach it, the likeliest first."""
-    probe: Callable[[], tuple[Sequence[str], Mapping[str, str]]]
-    """The interpreter that runs the probe, and its environment: as ``--setup`` has made it."""
-
-
 class HealthSite(Struct, frozen=True, kw_only=True):
     """Where the checks run."""
 
@@ -91,7 +76,6 @@ class HealthSite(Struct, frozen=True, kw_only=True):
     """Whether the shared filesystem refuses this node and not the others: then it need not be waited for."""
     gpus_given: int | None = None
     """GPUs that Slurm gave to the job on this node; None: there is no Slurm."""
-    network: NetworkSite | None = None
 
 
 class HealthChecks:
@@ -128,18 +112,17 @@ class HealthChecks:
         """Whether a thread still waits for something that does not answer."""
         return self._session is not None and self._session.is_stuck
 
-    def begin(self, last_round: int, *, meeting: Meeting | None = None) -> None:
+    def begin(self, last_round: int) -> None:
         """Begin all checks now; where they run already, their answer will do.
 
         Args:
             last_round: The last one that this node took part in, -1 before the first: for the user's check.
-            meeting: Of the nodes, where they are to measure the network now.
         """
         if self._is_awaited:
             return
         self._is_awaited = True
         self._session = _Session(self._post)
-        self._session.run(self._jobs(self._session, last_round, meeting))
+        self._session.run(self._jobs(self._session, last_round))
 
     def take(self) -> HealthVerdict | None:
         """The verdict, once; None: there is none yet. A check's warning is given once in an agent's life."""
@@ -171,7 +154,7 @@ class HealthChecks:
 
     # -- the checks ----------------------------------------------------------------------------------------------
 
-    def _jobs(self, session: _Session, last_round: int, meeting: Meeting | None) -> list[_Job]:
+    def _jobs(self, session: _Session, last_round: int) -> list[_Job]:
         limits, site = self._plan.limits, self._site
         jobs = []
         if Check.TMP in limits:
@@ -188,8 +171,6 @@ class HealthChecks:
             jobs.append(self._link(session))
         if (Check.GPU in limits or Check.GPU_MEMORY in limits) and self._has_gpus:
             jobs.append(self._gpus(session, last_round))
-        if Check.NETWORK in limits and site.network is not None and meeting is not None and len(meeting.nodes) > 1:
-            jobs.append(self._network(session, site.network, meeting))
         if self._plan.command:
             jobs.append(self._script(session, last_round))
         return jobs
@@ -285,40 +266,6 @@ class HealthChecks:
 
         return _Job(Check.GPU.value, "NVML", GPU_SECONDS + seconds, look)
 
-    def _network(self, session: _Session, site: NetworkSite, meeting: Meeting) -> _Job:
-        from hpc_elastic.agent.network_check import PROGRAM, LinkProbe, NetworkCheck, judge_network  # rarely asked for
-        from hpc_elastic.store.base import StoreError
-        from hpc_elastic.store.file_store import FileStore
-
-        seconds = self._plan.limits[Check.NETWORK]
-        python, environ = site.probe()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            child = session.start(
-                [*python, str(PROGRAM)], environ=environ, cwd="/", inherited=self._site.inherited, clock=self._clock,
-                stdin=theirs.fileno(),
-            )  # fmt: skip
-
-        def look() -> list[Finding]:
-            with ours:
-                if isinstance(child, WorkerStartError):
-                    return [Finding(check=Check.NETWORK.value, warning=f"the network can't be measured: {child}")]
-                child.attend(seconds, lambda _: None)
-                try:
-                    found = NetworkCheck(
-                        FileStore(site.store, clock=self._clock), meeting, node=site.node, host=site.host,
-                        addresses=site.addresses, seconds=seconds, pause=session.pause,
-                    ).run(LinkProbe(ours))  # fmt: skip
-                except (OSError, StoreError) as error:
-                    found = str(error)
-                finally:
-                    child.kill()
-            if isinstance(found, str):
-                return [Finding(check=Check.NETWORK.value, note=f"the network was not measured here: {found}")]
-            return judge_network(found, site.node)
-
-        return _Job(Check.NETWORK.value, "", seconds + END_SECONDS, look, must_answer=False)
-
     def _script(self, session: _Session, last_round: int) -> _Job:
         command, seconds = self._plan.command, self._plan.command_seconds
         environ = {**self._site.environ, "HPC_ELASTIC_LAST_ROUND": str(last_round)}
@@ -373,12 +320,11 @@ class _Session:
         cwd: str,
         inherited: Inherited,
         clock: Clock,
-        stdin: int | None = None,
     ) -> UserCommand | WorkerStartError:
         """Start a check's process, as `UserCommand.start` does; returns why where it could not be started."""
         try:
             child = UserCommand.start(
-                argv, environ=environ, cwd=cwd, inherited=inherited, clock=clock, stdin=stdin, cancelled=self._cancelled
+                argv, environ=environ, cwd=cwd, inherited=inherited, clock=clock, cancelled=self._cancelled
             )
         except WorkerStartError as error:
             return error

@@ -14,7 +14,7 @@ from hpc_elastic.agent.ending import LAST_WRITES_SECONDS, CrashGuard
 from hpc_elastic.agent.fork_server_states import NoForkServer
 from hpc_elastic.agent.hang import HangWatch
 from hpc_elastic.agent.health import HealthPlan
-from hpc_elastic.agent.health_checks import HealthChecks, HealthSite, NetworkSite
+from hpc_elastic.agent.health_checks import HealthChecks, HealthSite
 from hpc_elastic.agent.heartbeats import open_folder
 from hpc_elastic.agent.identity import AgentIdentity, RunDirectoryRefusedError, end_with, parse_options, patiently
 from hpc_elastic.agent.metrics import RoundFigures, open_metrics
@@ -50,7 +50,6 @@ from hpc_elastic.run.option_values import (
 )
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job
 from hpc_elastic.store.notifier import read_secret
-from hpc_elastic.workers.environment_change import EnvironmentChange
 from hpc_elastic.workers.guardian import kill_stale_processes, start_guardian
 from hpc_elastic.workers.linux import SignalQueue, leave_hung_threads, output_pipes
 from hpc_elastic.workers.spawn import prepare_agent_process
@@ -142,11 +141,7 @@ def agent_main(argv: Sequence[str]) -> int:
         files=files,
     )
     health = _health_checks(
-        me,
-        worker_env,
-        session.info.addresses,
-        is_refused_alone=session.coordination.is_refused_alone,
-        change=lambda: setup.change,
+        me, worker_env, session.info.addresses, is_refused_alone=session.coordination.is_refused_alone
     )
     site = me.setup_site(worker_env, files=files, clock=clock, events=events)
     setup = Setup(spec, site) if spec.setup else NoSetup()
@@ -298,7 +293,6 @@ def _health_checks(
     addresses: Sequence[str],
     *,
     is_refused_alone: Callable[[], bool],
-    change: Callable[[], EnvironmentChange],
 ) -> HealthChecks:
     spec = me.spec
     environ = me.command_environment(worker_env)
@@ -316,13 +310,6 @@ def _health_checks(
             addresses=tuple(address for address in addresses if address != LOOPBACK),
             is_refused_alone=is_refused_alone,
             gpus_given=JobEnvironment.from_env(me.env).node.gpus if in_job(me.env) else None,
-            network=NetworkSite(
-                store=me.paths.store,
-                node=me.node,
-                host=me.host,
-                addresses=tuple(addresses),
-                probe=lambda: (change().command([spec.host_python]), change().apply(environ)),
-            ),
         ),
         clock=SystemClock(),  # it judges the wall clock as that is now
     )

@@ -29,7 +29,7 @@ from hpc_elastic.agent.ending import (
     leave_run,
 )
 from hpc_elastic.agent.failure_reports import FailureReports
-from hpc_elastic.agent.health import HealthVerdict, meeting_before
+from hpc_elastic.agent.health import HealthVerdict
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.agent.metrics import NoMetrics, RoundFigures
 from hpc_elastic.agent.round_events import (
@@ -101,7 +101,6 @@ class NodeAgent:
         self._met: float | None = None  # seconds that the rendezvous of this round took
         self._awaits_imports = False  # the round is final, and its workers wait for the fork server
         self._joins_when_warm = False
-        self._hung = False  # the last round did: the network is measured, where that was asked for
 
     @property
     def phase(self) -> Phase:
@@ -406,10 +405,7 @@ class NodeAgent:
     def _join(self) -> None:
         """Ask to be in the next round, once this node is known to be fit."""
         self._figures.begin("rendezvous")
-        nodes = len(self._context.attempt.nodes)
-        meeting = meeting_before(self._record, last_round=self._round, hung=self._hung, nodes=nodes)
-        self._hung = False
-        self._context.health.begin(self._round, meeting=meeting)
+        self._context.health.begin(self._round)
         self._handle_health()
 
     def _start_workers(self) -> None:
@@ -481,7 +477,6 @@ class NodeAgent:
         """All of the group are gone: write and report the evidence, and join again where this agent goes on."""
         workers, self._workers = self._workers, None
         if workers is not None:
-            self._hung = workers.took_stacks
             self._reports.on_end(workers)
         if self._phase is Phase.JOINING:
             self._join()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from hpc_elastic.agent.network_check import rate_text
 from hpc_elastic.base.text import first_of
 from hpc_elastic.doctor.findings import Finding, ok, problem, warning
 from hpc_elastic.doctor.network_probe import DATAGRAMS, NetworkFacts
+from hpc_elastic.doctor.pairs import rate_text
 
 _LOSS = 0.02
 """Of the datagrams between two nodes, by the best of the addresses."""
@@ -174,7 +174,7 @@ def _bandwidth(facts: Mapping[str, NetworkFacts]) -> Iterator[Finding]:
         why = dict.fromkeys(own.no_pairs for own in facts.values() if own.no_pairs)
         yield warning(
             "network.bandwidth", f"not measured: {first_of(list(why), 2)}", "slow links are not known",
-            "hpc-elastic doctor again, or --health-checks default,network in a run",
+            "hpc-elastic doctor again",
         )  # fmt: skip
         return
     name = measured.names
@@ -185,9 +185,7 @@ def _bandwidth(facts: Mapping[str, NetworkFacts]) -> Iterator[Finding]:
         for one in measured.failed
         if measured.bad.keys().isdisjoint(one.pair)
     ]
-    way_out = (
-        "--exclude it, and have the site look at its network; --health-checks default,network leaves bad nodes out"
-    )
+    way_out = "--exclude it, and have the site look at its network"
     if bad:
         yield problem("network.bandwidth", first_of(bad, _MOST), "collectives with this node fail or hang", way_out)
     if failed:

@@ -1,7 +1,6 @@
 """The network as one node sees it: names, addresses, datagrams, clocks, MASTER_ADDR, and transfers in pairs.
 
-The datagrams are the notifier's own, which carry the clocks' comparison too; the transfers are those of
-``--health-checks network``.
+The datagrams are the notifier's own, which carry the clocks' comparison too.
 """
 
 from __future__ import annotations
@@ -18,12 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 from msgspec import Struct, field
 
-from hpc_elastic.agent.health import Meeting
-from hpc_elastic.agent.network_check import PROGRAM, LinkProbe, NetworkCheck, NetworkVerdict
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import uptime_ns
 from hpc_elastic.base.host_facts import LOOPBACK, candidate_addresses
 from hpc_elastic.base.waking import wait_readable
+from hpc_elastic.doctor.pairs import PROGRAM, LinkProbe, NetworkVerdict, measure_pairs
 from hpc_elastic.doctor.probe_site import ProbeSite
 from hpc_elastic.slurm.job_environment import in_job
 from hpc_elastic.store.base import StoreError
@@ -35,7 +33,6 @@ _EVERY = 0.02
 _LAST_ONES = 0.5
 _CONNECT_SECONDS = 3.0
 _GATHER_SECONDS = 30.0
-PAIRS_SECONDS = 90.0
 _AT_ONCE = 32
 
 
@@ -121,7 +118,7 @@ def probe_network(site: ProbeSite) -> NetworkFacts:
         one.close()
     _exchange_datagrams(site, notifier, list(others.values()))
     clocks = {hello.node: ahead for hello in others.values() if (ahead := _clock_ahead(notifier, mine, hello))}
-    pairs = _measure_pairs(site, addresses, frozenset(nodes))
+    pairs = _measure_pairs(site, addresses) if others else "there is one node alone"
     return NetworkFacts(
         addresses=addresses,
         names=names,
@@ -198,10 +195,7 @@ def _drain(notifier: Notifier, seconds: float) -> None:
         notifier.drain()
 
 
-def _measure_pairs(site: ProbeSite, addresses: Sequence[str], nodes: frozenset[int]) -> NetworkVerdict | str:
-    """`NetworkCheck`, with the ranks as nodes."""
-    if len(nodes) < 2:
-        return "there is one node alone"
+def _measure_pairs(site: ProbeSite, addresses: Sequence[str]) -> NetworkVerdict | str:
     settings = site.settings
     # In a container the workers' interpreter is not to be had from here: then without torch.
     python = settings.python if settings.container is None else sys.executable
@@ -213,11 +207,7 @@ def _measure_pairs(site: ProbeSite, addresses: Sequence[str], nodes: frozenset[i
         ours.close()
         return f"{python}: {error.strerror or error}"
     try:
-        check = NetworkCheck(
-            site.store, Meeting(name="doctor", nodes=nodes), node=site.rank, host=site.node, addresses=addresses,
-            seconds=PAIRS_SECONDS, pause=lambda seconds: not site.clock.wait(site.stop, seconds),
-        )  # fmt: skip
-        return check.run(LinkProbe(ours))
+        return measure_pairs(site, addresses, LinkProbe(ours))
     except (OSError, StoreError) as error:
         return str(error)
     finally:

@@ -130,8 +130,8 @@ OPTIONS = (
         group=Group.HANGS, names=("--health-checks",), dest="health_checks", metavar="NAME[=LIMIT],...|none",
         parse=parse_health_checks, field="health_checks",
         help="checks that a node must pass before it joins a round: tmp=SIZE, shm=SIZE, memory=SIZE, "
-        "shared=SECONDS, clock=SECONDS, gpu=ERRORS, gpu-memory=SECONDS, link, network=SECONDS; default: all but "
-        "network, with default limits (the default)",
+        "shared=SECONDS, clock=SECONDS, gpu=ERRORS, gpu-memory=SECONDS, link=SECONDS; default: all, with default "
+        "limits (the default)",
     ),
     Option(
         group=Group.HANGS, names=("--health-check",), dest="health_check", metavar="COMMAND",

@@ -1,10 +1,10 @@
-"""Measures the network between this node and one other at a time: the far end of `hpc_elastic.agent.network_check`.
+"""Measures the network between this node and one other at a time: the far end of `hpc_elastic.doctor.pairs`.
 
 Started as a file by the workers' interpreter; it needs the standard library alone, and torch where that is there: then
 the data goes as the workers' does, through NCCL where there are GPUs (one rank for each), else through gloo. Without
 torch it goes through a plain TCP connection.
 
-File descriptor 0 is a socket (``SOCK_SEQPACKET``) with one JSON object per message. To the agent: ``{"backend": "nccl"
+File descriptor 0 is a socket (``SOCK_SEQPACKET``) with one JSON object per message. To the doctor: ``{"backend": "nccl"
 | "gloo" | "tcp", "gpus": n, "port": p}`` once all is imported. From it, one at a time: ``{"rank": 0 | 1, "addresses":
 […], "port": p, "backend": …, "gpus": n, "token": …, "seconds": s}``, the first three of rank 0's node; the answer is
 ``{"seconds": s, "bytes": n}`` for one transfer, the fastest of several, or ``{"why": …}``. The end of file ends this
@@ -297,7 +297,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _send(control: socket.socket, message: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # the agent has gone: the next receive says so
+    with contextlib.suppress(OSError):  # the doctor has gone: the next receive says so
         control.send(json.dumps(message).encode())
 
 

@@ -31,8 +31,6 @@ class Check(str, Enum):
     """The GPUs have given back the memory that ended workers held."""
     LINK = "link"
     """The network interfaces by which other nodes reach this one have a link."""
-    NETWORK = "network"
-    """At the start and after a hang: data passes between this node and two others. Not by default."""
 
 
 DEFAULT_LIMITS: Mapping[Check, float] = MappingProxyType(
@@ -50,15 +48,12 @@ DEFAULT_LIMITS: Mapping[Check, float] = MappingProxyType(
 """Bytes that must be free; seconds within which the run directory must have answered, that clocks may be apart, within
 which GPUs must have given memory back, and for which there may be no link; ECC errors, uncorrectable, that make a GPU
 unfit. Floors that no node falls below on which a training could still start."""
-_LIMITS_BY_NAME: Mapping[Check, float] = MappingProxyType({**DEFAULT_LIMITS, Check.NETWORK: 90.0})
-"""With those that must be asked for by name: seconds that measuring the network may take in all."""
 _SIZES = {Check.TMP, Check.SHM, Check.MEMORY}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def parse_health_checks(text: str, option: str = "--health-checks") -> Mapping[Check, float]:
-    """``none``, or a list as in ``default,tmp=10G,shared=30``: the checks that are named, ``default`` for all but
-    ``network``."""
+    """``none``, or a list as in ``default,tmp=10G,shared=30``: the checks that are named, ``default`` for all."""
     if text == "none":
         return {}
     limits: dict[Check, float] = {}
@@ -67,12 +62,14 @@ def parse_health_checks(text: str, option: str = "--health-checks") -> Mapping[C
         if name == "default" and not equals:
             limits = {**DEFAULT_LIMITS, **limits}
             continue
+        if name == "network":
+            raise UsageError(f"{option} {text}: network was removed; hpc-elastic doctor --nodes N measures it")
         try:
             check = Check(name)
         except ValueError:
             known = ", ".join(item.value for item in Check)
             raise UsageError(f"{option} {text}: {name!r} is not a check; there are {known}, default and none") from None
-        limits[check] = _limit(check, value, text, option) if equals else _LIMITS_BY_NAME[check]
+        limits[check] = _limit(check, value, text, option) if equals else DEFAULT_LIMITS[check]
     return limits
 
 

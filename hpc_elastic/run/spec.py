@@ -239,6 +239,8 @@ def _parse_texts(value: dict[str, Any]) -> None:
             del value[key]
             if text:
                 value[key] = to_builtins(parse(text, key), str_keys=True)
+    if isinstance(checks := value.get("health_checks"), dict):
+        checks.pop("network", None)  # an older version's check, which is the doctor's now
     if "bad_nodes" in value:
         value["bad_nodes"] = to_builtins(decode_bad_nodes(value["bad_nodes"]))
     if isinstance(conf := value.get("rdzv_conf"), dict):

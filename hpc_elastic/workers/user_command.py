@@ -70,7 +70,7 @@ class UserCommand:
         cwd: str,
         inherited: Inherited,
         clock: Clock,
-        stdin: bytes | int | None = None,
+        stdin: bytes | None = None,
         cancelled: threading.Event | None = None,
         kept: int = KEPT_OUTPUT,
     ) -> UserCommand:
@@ -79,7 +79,7 @@ class UserCommand:
         Args:
             argv: The command and its arguments, or what `shell_command` makes of a line.
             environ, cwd, inherited, clock: As `start_worker` takes them.
-            stdin: What it can read as its input, and need not; or a descriptor for that, which stays the caller's.
+            stdin: What it can read as its input, and need not.
             cancelled: Set when no one wants its end any more; None: `kill` does the same.
             kept: Bytes of each stream that are kept, the last ones.
 
@@ -87,11 +87,11 @@ class UserCommand:
             WorkerStartError: it can't be started.
         """
         env = {**environ, TOKEN_VARIABLE: os.urandom(8).hex()}
-        fd = _as_file(stdin) if isinstance(stdin, bytes) else None
+        fd = _as_file(stdin) if stdin is not None else None
         try:
             process = start_worker(
                 argv=argv, env=env, cwd=cwd, inherited=inherited, clock=clock, pipe_bytes=0, exec_wait=EXEC_SECONDS,
-                stdin=stdin if isinstance(stdin, int) else fd,
+                stdin=fd,
             )  # fmt: skip
         finally:
             if fd is not None:

@@ -281,7 +281,7 @@ class FakeHealth:
         self._looks = looks
         self._begun = 0
 
-    def begin(self, last_round: int, *, meeting: object = None) -> None:
+    def begin(self, last_round: int) -> None:
         self._begun = self._looks
 
     def wait(self, seconds: float) -> None:

@@ -49,7 +49,6 @@ PARTIAL = {
     "_NEAR_LIMIT": "a part of the table, which is whole",
     "_PREEMPTING": "a part of the table, which is whole",
     "_SIGNALS": "of the faults that are a signal to one worker",
-    "DEFAULT_LIMITS": "the network is measured where it is asked for",
     "_WHY": "why a process does not finish the attempt, which it does where its node is the job's",
 }
 """Table → why it does not hold every member of its keys' enum."""

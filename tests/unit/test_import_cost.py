@@ -114,7 +114,6 @@ NOT_AT_WORK = ("hpc_elastic.cli",)
 """What they import in functions, agents need at their start, or never."""
 RARELY_NEEDED = {
     "hpc_elastic.agent.fork_server",
-    "hpc_elastic.agent.network_check",
     "psutil",
     "base64",
     "concurrent.futures",

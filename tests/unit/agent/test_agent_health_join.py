@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.agent.ending import leave_run
-from hpc_elastic.agent.health import HealthVerdict, Meeting
+from hpc_elastic.agent.health import HealthVerdict
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base.outcome import UNHEALTHY_CODE, Outcome
 from tests.unit.agent.test_agent_node_agent import (  # noqa: F401
@@ -32,8 +32,6 @@ class Health:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self.begun: list[int] = []
-        self.meetings: list[str] = []
-        """Of the nodes, to measure the network: their names; empty where there is none."""
         self.answers: list[HealthVerdict] = []
         self.calls: list[str] = []
         self.pids: frozenset[int] = frozenset()
@@ -41,9 +39,8 @@ class Health:
     def fileno(self) -> int:
         return self._fd
 
-    def begin(self, last_round: int, *, meeting: Meeting | None) -> None:
+    def begin(self, last_round: int) -> None:
         self.begun.append(last_round)
-        self.meetings.append(meeting.name if meeting is not None else "")
 
     def take(self) -> HealthVerdict | None:
         return self.answers.pop() if self.answers else None
@@ -97,7 +94,6 @@ def test_it_joins_when_its_node_is_fit_and_looks_again_before_the_next_round(p: 
     )
     assert code == 0
     assert health.begun == [-1, 0]
-    assert health.meetings == ["start", ""], "the network is measured at the start, and not after any failure"
     assert p.said.all("join") == ["join", "join"]
     assert p.event("health_warning") == {"check": "clock", "reason": "the clock is off"}
     assert health.calls == ["wait", "close"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.agent.network_check import NetworkVerdict, PairTime
 from hpc_elastic.doctor.findings import Finding, Level
 from hpc_elastic.doctor.network_checks import judge_network
 from hpc_elastic.doctor.network_probe import DATAGRAMS, ClockAhead, NetworkFacts, Reached
+from hpc_elastic.doctor.pairs import NetworkVerdict, PairTime
 
 NODES = ("n1", "n2", "n3")
 ADDRESS = {"n1": "10.0.0.1", "n2": "10.0.0.2", "n3": "10.0.0.3"}

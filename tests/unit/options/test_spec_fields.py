@@ -59,6 +59,10 @@ def test_what_was_asked_for(argv: list[str], field: str, value: object) -> None:
         (["--spares=999999999"], "--spares 999999999"),
         (["--requeue-with=x"], "--requeue-with x: give one of auto, scontrol, chain"),
         (["--bad-nodes=x"], "--bad-nodes x: give run or off"),
+        (
+            ["--health-checks", "default,network"],
+            "--health-checks default,network: network was removed; hpc-elastic doctor --nodes N measures it",
+        ),
         (["--bad-nodes=jobs"], "--bad-nodes jobs: memory across jobs was removed; give run, and"),
         (["--run-id=-x"], "--run-id -x: a run id has"),
         (["--run-id=task-3"], "--run-id task-3: this name is used for folders in a run directory"),

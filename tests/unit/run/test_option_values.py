@@ -45,6 +45,7 @@ TRAVELLING: tuple[tuple[str, Any, Any], ...] = (
     ("health_checks", "tmp=1K,clock=3", {Check.TMP: 1024.0, Check.CLOCK: 3.0}),
     ("health_checks", "none", {}),
     ("health_checks", "", dict(DEFAULT_LIMITS)),
+    ("health_checks", {"tmp": 5.0, "network": 90.0}, {Check.TMP: 5.0}),
     ("health_check", "/a/b 'c d'", ("/a/b", "c d")),
     ("health_check", "", ()),
     ("metrics", "prometheus:/x/{host}.prom", MetricsTarget(path="/x/{host}.prom")),
@@ -220,8 +221,6 @@ def test_timeouts_that_cannot_be_right(text: str, named: str) -> None:
         ("tmp=10G, shm=500m,memory=0", {Check.TMP: 10 * GIB, Check.SHM: 500 << 20, Check.MEMORY: 0}),
         ("default,tmp=1.5K", {**DEFAULT_LIMITS, Check.TMP: 1536}),
         ("tmp=10G,default", {**DEFAULT_LIMITS, Check.TMP: 10 * GIB}),
-        ("default,network", {**DEFAULT_LIMITS, Check.NETWORK: 90.0}),
-        ("network=30", {Check.NETWORK: 30.0}),
         ("shared=7.5,clock=2,gpu=10", {Check.SHARED: 7.5, Check.CLOCK: 2, Check.GPU: 10}),
     ],
 )

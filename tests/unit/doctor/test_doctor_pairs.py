@@ -1,4 +1,4 @@
-"""Which nodes are paired, which are bad or slow, and what that means."""
+"""Which nodes are paired, and which are bad or slow."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from hpc_elastic.agent.health import Finding, Meeting, meeting_before
-from hpc_elastic.agent.network_check import (
+from hpc_elastic.doctor.pairs import (
     Hello,
     NetworkVerdict,
     PairTime,
@@ -16,13 +15,11 @@ from hpc_elastic.agent.network_check import (
     Time,
     common_backend,
     join_times,
-    judge_network,
     judge_times,
     needs_round,
     pair_up,
     rate_text,
 )
-from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 
 MIB = 1 << 20
 Link = Callable[[int, int], "float | None"]
@@ -119,27 +116,13 @@ def test_where_nothing_works_or_two_nodes_cannot_try_others_nobody_is_blamed() -
     assert {pair.pair for pair in halves.failed} == {(0, 3), (1, 2)}
 
 
-def test_what_the_verdict_means_for_a_node() -> None:
-    def link(a: int, b: int) -> float | None:
-        return None if 1 in (a, b) else 0.4 if 2 in (a, b) else 0.01
-
-    found = verdict(6, link)
-    (bad,) = judge_network(found, 1)
-    assert (
-        bad.reason == "no transfer over the network succeeded (with n0: no route; with n4: no route; with n5: no route)"
+def test_the_reason_names_the_partners_and_the_rates() -> None:
+    found = verdict(6, lambda a, b: None if 1 in (a, b) else 0.4 if 2 in (a, b) else 0.01)
+    assert found.bad[1] == (
+        "no transfer over the network succeeded (with n0: no route; with n4: no route; with n5: no route)"
     )
-    (slow,) = judge_network(found, 2)
-    assert slow.warning.startswith("this node's network is slow: 83.9 Mbit/s with n3 and n")
-    assert slow.warning.endswith("where the median of 5 nodes is 3.4 Gbit/s")
-    assert judge_network(found, 0) == [
-        Finding(check="network", note="network: 3.4 Gbit/s by gloo, the median is 3.4 Gbit/s")
-    ]
-    both = verdict(2, lambda a, b: None)
-    assert judge_network(both, 0) == judge_network(both, 1)
-    assert judge_network(both, 0)[0].warning == (
-        "no transfer over the network succeeded, which may be any node's fault: no route"
-    )
-    assert judge_network(NetworkVerdict(), 0) == []
+    assert found.slow[2].startswith("83.9 Mbit/s with n3 and n")
+    assert found.slow[2].endswith("where the median of 5 nodes is 3.4 Gbit/s")
 
 
 def test_a_pair_works_where_both_say_so_and_takes_as_long_as_the_slower() -> None:
@@ -157,14 +140,3 @@ def test_all_use_what_each_of_them_has() -> None:
     assert common_backend([hello(0, "nccl", 8), hello(1, "gloo")]) == ("gloo", 0)
     assert common_backend([hello(0, "gloo"), hello(1, "tcp")]) == ("tcp", 0)
     assert rate_text(125_000_000, 0.1) == "10.0 Gbit/s"
-
-
-def test_the_nodes_meet_at_the_start_and_after_a_hang() -> None:
-    record = RoundRecord(
-        number=4, epoch="e", term=1, leader="u", notifier="", round=3, status=Status.JOINABLE, reason="", lost=(1,),
-        members=(Member("00000@a", 0, 1), Member("00001@b", 1, 1), Member("00002@c", 2, 1)),
-    )  # fmt: skip
-    start = meeting_before(None, last_round=-1, hung=False, nodes=3)
-    assert start == Meeting(name="start", nodes=frozenset({0, 1, 2}))
-    assert meeting_before(record, last_round=2, hung=False, nodes=3) is None
-    assert meeting_before(record, last_round=2, hung=True, nodes=3) == Meeting(name="000002", nodes=frozenset({0, 2}))
