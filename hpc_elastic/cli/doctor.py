@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from msgspec import to_builtins
 
@@ -29,7 +30,7 @@ from hpc_elastic.doctor.node_facts import NodeFacts
 from hpc_elastic.doctor.node_job import TAKEN, ProbeJob, collect, plan_job, probe_settings
 from hpc_elastic.doctor.software_checks import judge_software
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.run_directory import create_run
+from hpc_elastic.launch.run_directory import create_run, make_runs_dir
 from hpc_elastic.launch.submit_job import Submission, submission_client, submit_job
 from hpc_elastic.options import job_options
 from hpc_elastic.options.help_text import Help
@@ -144,13 +145,16 @@ def _line(finding: Finding) -> str:
 
 def _examine_nodes(job: ProbeJob, report: _Report, *, clock: Clock, env: Mapping[str, str]) -> Mapping[str, NodeFacts]:
     """Have the job done, and judge what its nodes wrote. Its run directory stays where something is missing."""
-    made = [folder for folder in (job.runs_dir, job.runs_dir.parent) if not folder.exists()]
     for number in (signal.SIGTERM, signal.SIGHUP):  # the job ends with this process then, as with Ctrl-C
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    made: tuple[Path, ...] = ()
     try:
+        for folder in (job.runs_dir.parent, job.runs_dir):  # the outer one's owner could replace the inner one
+            made += make_runs_dir(folder)
         ended = _run_here(job, env) if job.slurm is None else _run_by_slurm(job, clock=clock, env=env)
     except (UsageError, SlurmError) as error:
         report.add([problem("nodes.job", str(error), "a run would not begin either", "give the options that it needs")])
+        _remove_empty(made)
         return {}
     found = collect(job.paths)
     why = "" if found.is_whole else found.why or ended
@@ -159,12 +163,16 @@ def _examine_nodes(job: ProbeJob, report: _Report, *, clock: Clock, env: Mapping
     report.add(judge_software(found.facts, shell=env, container=job.settings.container))
     if found.is_whole:
         shutil.rmtree(job.paths.root, ignore_errors=True)
-        for folder in made:
-            with suppress(OSError):
-                folder.rmdir()
+        _remove_empty(made)
     else:
         print_note(f"the job's files are in {job.paths.root}: job.log, and hpc-elastic report {job.paths.root}")
     return found.facts
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    for folder in reversed(folders):
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _run_here(job: ProbeJob, env: Mapping[str, str]) -> str:

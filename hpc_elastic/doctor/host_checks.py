@@ -255,10 +255,10 @@ def measure_room(path: Path) -> Room:
 
 def measure_files(folder: Path) -> float:
     """Seconds for a new file, a rename and a listing; nothing is left. 0 where that can't be done."""
-    first, second = (folder / f".doctor-{os.getpid()}{end}" for end in ("", "-renamed"))
+    first, second = (folder / f".doctor-{os.urandom(8).hex()}" for _ in range(2))
     began = time.monotonic()
     try:
-        first.write_bytes(b"x")
+        os.close(os.open(first, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))  # follows no planted link
         first.rename(second)
         os.listdir(folder)
         return time.monotonic() - began

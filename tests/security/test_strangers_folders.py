@@ -87,6 +87,16 @@ def test_a_requeued_job_of_roots_goes_on_with_no_run_that_another_user_planted(a
     assert root.python(_GOES_ON_WITH, runs).stdout == "None\n"
 
 
+def test_the_doctor_makes_no_run_in_a_strangers_runs_folder(attacker: User, victim: User, shared: Path) -> None:
+    """Its runs are in a folder of their own there, which the owner of the one above could replace."""
+    attacker.run(["mkdir", "-m", "1777", str(shared / "runs")], check=True)
+    done = victim.hpc_elastic("doctor", "--cluster", "local", "--nodes", "1", "--runs-dir", shared / "runs")
+    (line,) = [line for line in done.stdout.splitlines() if " nodes.job: " in line]
+    assert line.startswith("problem ")
+    assert f"belongs to uid {attacker.uid}" in line
+    assert list((shared / "runs").iterdir()) == []
+
+
 def test_a_sticky_bit_does_not_hold_back_the_owner_of_the_folder(attacker: User, victim: User, shared: Path) -> None:
     """Why it is refused: the kernel lets the attacker move the victim's folder away, and put another in its place."""
     runs = shared / "runs"
