@@ -22,13 +22,13 @@ from hpc_elastic.base.self_command import module_command
 from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.cli.screen import print_note
 from hpc_elastic.cli.submit import Waiting
-from hpc_elastic.doctor.examine import Asked, ask_slurm, examine
 from hpc_elastic.doctor.findings import Finding, Level, SavedFindings, problem, save_findings
-from hpc_elastic.doctor.network_checks import judge_network
-from hpc_elastic.doctor.node_checks import judge_nodes
-from hpc_elastic.doctor.node_facts import NodeFacts
-from hpc_elastic.doctor.node_job import TAKEN, ProbeJob, collect, plan_job, probe_settings
-from hpc_elastic.doctor.software_checks import judge_software
+from hpc_elastic.doctor.host import check_host, check_python, look_at_host
+from hpc_elastic.doctor.node_job import TAKEN, ProbeJob, collect, judge_nodes, plan_job, probe_settings
+from hpc_elastic.doctor.node_probe import NodeFacts
+from hpc_elastic.doctor.slurm_checks import check_slurm
+from hpc_elastic.doctor.slurm_facts import SlurmFacts, ask_slurm
+from hpc_elastic.doctor.software import PythonFacts, look_at_python
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import create_run, make_runs_dir
 from hpc_elastic.launch.submit_job import Submission, submission_client, submit_job
@@ -37,6 +37,7 @@ from hpc_elastic.options.help_text import Help
 from hpc_elastic.options.run_request import cluster_here, runs_directory, spec_fields, working_directory
 from hpc_elastic.options.table import Group, Option, Parsed, explaining
 from hpc_elastic.output.terminal import one_line
+from hpc_elastic.run.container import Runtime
 from hpc_elastic.slurm.client import SubprocessRunner
 from hpc_elastic.slurm.errors import SlurmError
 
@@ -82,12 +83,10 @@ def main(argv: Sequence[str]) -> int:
         cluster = cluster_here(job_options.asked_cluster(parsed), env)
         job = plan_job(parsed, cluster=cluster, env=env) if parsed.get("nodes") is not None else None
         settings = probe_settings(parsed)
-        asked = Asked(
-            runs_dir=runs_directory(parsed, working_directory(parsed, env)),
+        runs_dir = runs_directory(parsed, working_directory(parsed, env))
+        asked = SlurmFacts(
             partition=parsed.get("partition") or env.get("SBATCH_PARTITION", ""),
             nodes=_nodes(parsed, is_asked=job is not None),
-            python=settings.python,
-            container=settings.container,
             account=parsed.get("account") or env.get("SBATCH_ACCOUNT", ""),
             qos=parsed.get("qos") or env.get("SBATCH_QOS", ""),
             grace=job_options.notice_seconds(parsed),
@@ -99,7 +98,12 @@ def main(argv: Sequence[str]) -> int:
     report = _Report(is_shown=not parsed.flag("json"))
     runner = SubprocessRunner(env)
     slurm = ask_slurm(asked, runner=runner, clock=clock, env=env)
-    report.add(examine(asked, slurm, runner=runner, env=env))
+    report.add(list(check_slurm(slurm)))
+    report.add(list(check_host(look_at_host(runs_dir, env), nodes=1 if slurm.is_missing else asked.nodes)))
+    container = settings.container
+    is_here = container is None or container.image.runtime is not Runtime.PYXIS
+    python = look_at_python(settings.python, env, cwd=os.getcwd(), container=container) if is_here else PythonFacts()
+    report.add([check_python(python, container, runner=runner)])
     facts: Mapping[str, NodeFacts] = {}
     if job is not None:
         facts = _examine_nodes(job, report, clock=clock, env=env)
@@ -157,10 +161,7 @@ def _examine_nodes(job: ProbeJob, report: _Report, *, clock: Clock, env: Mapping
         _remove_empty(made)
         return {}
     found = collect(job.paths)
-    why = "" if found.is_whole else found.why or ended
-    report.add(judge_nodes(found.facts, found.nodes, ended=why, kill_wait=found.kill_wait))
-    report.add(judge_network({node: one.network for node, one in found.facts.items() if one.network is not None}))
-    report.add(judge_software(found.facts, shell=env, container=job.settings.container))
+    report.add(judge_nodes(found, ended=ended, container=job.settings.container))
     if found.is_whole:
         shutil.rmtree(job.paths.root, ignore_errors=True)
         _remove_empty(made)

@@ -1,5 +1,5 @@
-"""Checks before a first run: what Slurm, this host's files and the installation mean for it. Nothing is changed.
+"""Checks before a first run: what Slurm, this host, and the nodes of a short job mean for it. Nothing is changed.
 
-`findings` is the type of a result and how it is kept, `slurm_checks` judges what Slurm prints, `host_checks` what this
-host shows; `examine` asks them all.
+`findings` is the type of a result and how it is kept. `slurm_checks`, `allocation_checks` and `host` judge what a login
+node shows; `files`, `job`, `network` and `software` hold a probe of the nodes each, with the judge of its facts.
 """

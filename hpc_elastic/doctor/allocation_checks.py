@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from hpc_elastic.base.text import plural
-from hpc_elastic.doctor.findings import Finding, ok, problem, warning
+from hpc_elastic.doctor.findings import Finding, ok, problem, warn_unless, warning
 from hpc_elastic.doctor.slurm_facts import (
     ASSOCIATION_FIELDS,
     QOS_FIELDS,
@@ -19,7 +19,7 @@ from hpc_elastic.doctor.slurm_facts import (
 from hpc_elastic.slurm.cluster_facts import config_fields
 from hpc_elastic.slurm.notation import names_text
 
-_GPU = re.compile(r"\bgpu(?::[A-Za-z_][^:(,]*)?(?::(\d+))?(?:\(S:([\d,-]+)\))?")
+_GPU = re.compile(r"\bgpu(?::[A-Za-z_][^:(,]*)?(?::(\d+))?")
 """``gpu:2``, ``gpu:a100:4(S:0-1)``, among others' GRES."""
 
 Row = Mapping[str, str]
@@ -53,8 +53,7 @@ def check_allocation(facts: SlurmFacts) -> Iterator[Finding]:
 
 def _partition(facts: SlurmFacts, qos: Row) -> Iterator[Finding]:
     partitions = parse_partitions(facts.partitions)
-    default = next((name for name, fields in partitions.items() if fields.get("Default") == "YES"), "")
-    name = facts.partition or default
+    name = facts.partition or next((name for name, row in partitions.items() if row.get("Default") == "YES"), "")
     if not name:
         yield warning(
             "partition", "there is no default partition", "sbatch takes no job without one", "give --partition NAME"
@@ -74,9 +73,8 @@ def _partition(facts: SlurmFacts, qos: Row) -> Iterator[Finding]:
         )  # fmt: skip
     else:
         yield ok("partition", f"{name} is up")
-    total = fields.get("TotalNodes", "")
-    most = fields.get("MaxNodes", "")
-    limit = min([int(text) for text in (total, most) if text.isdigit()], default=facts.nodes)
+    limits = [fields.get("TotalNodes", ""), fields.get("MaxNodes", "")]
+    limit = min([int(text) for text in limits if text.isdigit()], default=facts.nodes)
     if facts.nodes > limit:
         yield problem(
             "partition.nodes", f"{name} gives a job at most {limit} nodes", f"a job with {facts.nodes} never begins",
@@ -84,29 +82,26 @@ def _partition(facts: SlurmFacts, qos: Row) -> Iterator[Finding]:
         )  # fmt: skip
     else:
         yield ok("partition.nodes", f"{name} gives a job up to {limit} nodes")
-    if fields.get("MaxTime", "UNLIMITED") == "UNLIMITED":
-        yield ok("partition.time", f"{name} has no time limit")
-    else:
-        yield ok("partition.time", f"{name} ends jobs after {fields['MaxTime']}; a run goes on by requeues")
-    yield _refusal(facts, name, fields)
+    most = fields.get("MaxTime", "UNLIMITED")
+    ends = "has no time limit" if most == "UNLIMITED" else f"ends jobs after {most}; a run goes on by requeues"
+    yield ok("partition.time", f"{name} {ends}")
+    yield _access(facts, name, fields)
     yield _grace(facts, fields, qos)
     yield _gpus(facts, name)
 
 
-def _refusal(facts: SlurmFacts, name: str, fields: Row) -> Finding:
+def _access(facts: SlurmFacts, name: str, fields: Row) -> Finding:
     """Does the partition take jobs of this account and QOS?"""
-    for option, given, field in (
-        ("--account", facts.account, "AllowAccounts"),
-        ("--qos", facts.qos, "AllowQos"),
-    ):
+    wanted = (("--account", facts.account, "AllowAccounts"), ("--qos", facts.qos, "AllowQos"))
+    for option, given, field in wanted:
         allowed = fields.get(field, "ALL")
         if given and allowed not in ("ALL", "(null)", "N/A") and given not in allowed.split(","):
             return problem(
                 "partition.access", f"{name} takes jobs of {field}={allowed} alone, not of {given}",
                 "sbatch refuses the job", f"{option} {allowed.replace(',', ' or ')}, or another --partition",
             )  # fmt: skip
-    return ok("partition.access", f"{name}: AllowAccounts={fields.get('AllowAccounts', 'ALL')}, "
-              f"AllowQos={fields.get('AllowQos', 'ALL')}")  # fmt: skip
+    shown = ", ".join(f"{field}={fields.get(field, 'ALL')}" for _, _, field in wanted)
+    return ok("partition.access", f"{name}: {shown}")
 
 
 def _grace(facts: SlurmFacts, fields: Row, qos: Row) -> Finding:
@@ -126,26 +121,22 @@ def _grace(facts: SlurmFacts, fields: Row, qos: Row) -> Finding:
             "partition.grace", shown, "a preempted job ends without a notice",
             "save often: the run goes on from the last checkpoint",
         )  # fmt: skip
-    if grace < facts.grace:
-        return warning(
-            "partition.grace", f"{shown}, less than --grace {facts.grace}",
-            "a last checkpoint that takes longer is lost when the job is preempted",
-            "save often, or faster (asynchronously)",
-        )  # fmt: skip
-    return ok("partition.grace", shown)
+    less = f", less than --grace {facts.grace}" if grace < facts.grace else ""
+    return warn_unless(
+        not less, "partition.grace", shown + less,
+        "a last checkpoint that takes longer is lost when the job is preempted",
+        "save often, or faster (asynchronously)",
+    )  # fmt: skip
 
 
 def _gpus(facts: SlurmFacts, name: str) -> Finding:
     """How many GPUs the nodes have, and whether a job sees its own alone."""
     counts: dict[int, list[str]] = {}
-    sockets: dict[str, None] = {}
     for line in dict.fromkeys(facts.gres.splitlines()):
         node, _, rest = line.partition("|")
         partition, _, gres = rest.partition("|")
         if partition.rstrip("*") == name:
-            found = _GPU.findall(gres)
-            counts.setdefault(sum(int(count or 1) for count, _ in found), []).append(node)
-            sockets |= dict.fromkeys(near for _, near in found if near)
+            counts.setdefault(sum(int(count or 1) for count in _GPU.findall(gres)), []).append(node)
     if not any(counts):
         return ok("partition.gpus", f"{name} has none")
     each = ", ".join(f"{plural(count, 'GPU')} on {names_text(nodes)}" for count, nodes in sorted(counts.items()))
@@ -155,21 +146,19 @@ def _gpus(facts: SlurmFacts, name: str) -> Finding:
             f"--gpus-per-node {min(count for count in counts if count)}, or --constraint for one kind of node",
         )  # fmt: skip
     fields = config_fields(facts.config)
-    if fields.get("ConstrainDevices", "").lower() != "yes" or "cgroup" not in fields.get("TaskPlugin", ""):
-        return warning(
-            "partition.gpus", f"{each}; devices are not confined (ConstrainDevices)",
-            "processes of other jobs on the node can use this job's GPUs", "--exclusive",
-        )  # fmt: skip
-    near = f", near to sockets {' and '.join(sockets)}" if sockets else ""
-    return ok("partition.gpus", f"{each}{near}; a job sees its own alone")
+    is_confined = fields.get("ConstrainDevices", "").lower() == "yes" and "cgroup" in fields.get("TaskPlugin", "")
+    sees = "a job sees its own alone" if is_confined else "devices are not confined (ConstrainDevices)"
+    return warn_unless(
+        is_confined, "partition.gpus", f"{each}; {sees}",
+        "processes of other jobs on the node can use this job's GPUs", "--exclusive",
+    )  # fmt: skip
 
 
 def _limits(rows: Sequence[Row], qos: Row, qos_name: str, nodes: int) -> Finding:
     """How many jobs, how large and how long, by the account and its QOS."""
-    mine = [_node_limit(row.get("MaxTRES", "")) for row in rows]
     of_qos = _node_limit(qos.get("MaxTRES", ""))
     # Which of several accounts it is for is not known here: the largest.
-    most = min(max(mine, default=math.inf), of_qos)
+    most = min(max((_node_limit(row.get("MaxTRES", "")) for row in rows), default=math.inf), of_qos)
     if nodes > most:
         return problem(
             "slurm.limits", f"a job of this account{f' in QOS {qos_name}' if qos else ''} has at most "
@@ -183,9 +172,8 @@ def _limits(rows: Sequence[Row], qos: Row, qos_name: str, nodes: int) -> Finding
             "slurm.limits", f"MaxSubmitJobs={submit}", "a follow-on job would be refused while this one runs",
             "--requeue-with scontrol, where jobs may be requeued",
         )  # fmt: skip
-    running = [f"MaxJobs={count}" for count in [_largest(rows, "MaxJobs")] if count is not None]
-    running += [f"MaxSubmitJobs={submit}"] if submit is not None else []
-    running += [f"MaxJobsPU={qos['MaxJobsPU']}"] if qos.get("MaxJobsPU") else []
+    limits = [("MaxJobs", _largest(rows, "MaxJobs")), ("MaxSubmitJobs", submit), ("MaxJobsPU", qos.get("MaxJobsPU"))]
+    running = [f"{name}={value}" for name, value in limits if value not in (None, "")]
     walls = dict.fromkeys(row["MaxWall"] for row in (*rows, qos) if row.get("MaxWall"))
     running += [f"MaxWall={' and '.join(walls)}, a run goes on by requeues"] if walls else []
     of = f" (QOS {qos_name})" if qos else ""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ from msgspec.structs import replace
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.files import Unreadable
+from hpc_elastic.base.text import first_of
 from hpc_elastic.doctor.slurm_facts import SlurmFacts
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import config_files
 from hpc_elastic.options.config_files import SITE_VARIABLE
 from hpc_elastic.run.index import account_folder, make_account_folder
+from hpc_elastic.slurm.notation import names_text
 
 
 class Level(str, Enum):
@@ -52,13 +54,33 @@ def problem(check: str, found: str, means: str, way_out: str) -> Finding:
     return Finding(check=check, level=Level.PROBLEM, found=found, means=means, way_out=way_out)
 
 
+def warn_unless(is_fine: bool, check: str, found: str, means: str, way_out: str) -> Finding:
+    return ok(check, found) if is_fine else warning(check, found, means, way_out)
+
+
+def fold(found: Sequence[tuple[str, Finding]]) -> list[Finding]:
+    """The findings of nodes, those that say the same in one line that names the nodes.
+
+    Args:
+        found: Node and finding, in the order of the lines.
+    """
+    lines: dict[tuple[str, Level, str], list[tuple[str, Finding]]] = {}
+    for node, finding in found:
+        lines.setdefault((finding.check, finding.level, finding.means), []).append((node, finding))
+    folded = []
+    for same in lines.values():
+        texts = first_of(list(dict.fromkeys(finding.found for _, finding in same)), 2)
+        folded.append(replace(same[0][1], found=f"{names_text([node for node, _ in same])}: {texts}"))
+    return folded
+
+
 class SavedFindings(Struct, frozen=True, kw_only=True):
     """The file that ``--save`` writes into the account's folder, or beside the site's configuration."""
 
     saved_ns: int
     findings: tuple[Finding, ...] = ()
     slurm: SlurmFacts | None = None
-    """What they were made of, judged anew for each run that is submitted."""
+    """What they were made of, judged again for each run that is submitted."""
 
 
 _NAME = "doctor.json"
@@ -95,23 +117,19 @@ def _site_file(env: Mapping[str, str]) -> Path | None:
     return found[0].parent / _NAME if found else None
 
 
-def _saved(env: Mapping[str, str]) -> list[SavedFindings]:
-    """The site's, then this account's."""
-    folder = account_folder("doctor", env)
-    paths = (_site_file(env), folder and folder / _NAME)
-    found = [codec.load(path, SavedFindings) for path in paths if path is not None]
-    return [each for each in found if not isinstance(each, Unreadable)]
-
-
 def saved_notes(env: Mapping[str, str], **run: Any) -> list[str]:
     """A line for each problem that was kept, and for what follows from the facts for a run that asks for other things.
 
     Args:
-        env: Where the files are.
+        env: Where the files are: the site's, then this account's.
         run: Fields of `SlurmFacts` that say what the run asks for.
     """
     notes: dict[str, str] = {}
-    for saved in _saved(env):
+    folder = account_folder("doctor", env)
+    for path in (_site_file(env), folder and folder / _NAME):
+        saved = codec.load(path, SavedFindings) if path is not None else None
+        if saved is None or isinstance(saved, Unreadable):
+            continue
         day = time.strftime("%Y-%m-%d", time.localtime(saved.saved_ns / 1e9))
         new: list[Finding] = []
         if saved.slurm is not None:

@@ -1,17 +1,23 @@
-"""The doctor's own job: which run it is, and what its nodes have written."""
+"""The doctor's own job: which run it is, what its nodes have written, and what that means."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from hpc_elastic.base import codec
 from hpc_elastic.base.self_command import module_command
-from hpc_elastic.doctor.node_facts import NodeFacts, load_facts
-from hpc_elastic.doctor.probe_site import ProbeSettings, save_settings
+from hpc_elastic.doctor.files import judge_files
+from hpc_elastic.doctor.findings import Finding, fold, ok, problem
+from hpc_elastic.doctor.job import judge_job
+from hpc_elastic.doctor.network import judge_network
+from hpc_elastic.doctor.node_probe import SETTINGS, NodeFacts, load_facts
+from hpc_elastic.doctor.probe_site import ProbeSettings
+from hpc_elastic.doctor.software import judge_node_gpus, judge_pythons
 from hpc_elastic.options import job_options
 from hpc_elastic.options.run_request import (
     SlurmJob,
@@ -28,6 +34,7 @@ from hpc_elastic.run.node_records import load_record
 from hpc_elastic.run.option_values import GrowPolicy
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec
+from hpc_elastic.slurm.notation import names_text
 
 NAME = "doctor"
 _MINUTES = "20"
@@ -64,7 +71,7 @@ class ProbeJob(Struct, frozen=True, kw_only=True):
     def fill(self) -> None:
         """Write into its run directory what the probes read."""
         probe_folder(self.paths).mkdir(mode=0o700)
-        save_settings(probe_folder(self.paths), self.settings)
+        codec.save(probe_folder(self.paths) / SETTINGS, self.settings)
 
 
 def probe_folder(paths: RunPaths) -> Path:
@@ -171,3 +178,53 @@ def collect(paths: RunPaths) -> Collected:
     if not why and stored is not None:
         why = f"{stored.outcome.replace('_', ' ')}: {stored.reason}"
     return Collected(nodes=attempt.nodes, facts=facts, why=why, kill_wait=attempt.kill_wait)
+
+
+def judge_nodes(found: Collected, *, ended: str = "", container: Container | None = None) -> list[Finding]:
+    """What the nodes' facts mean for a run.
+
+    Args:
+        found: What they wrote.
+        ended: How the job ended, where it is not known from `found`.
+        container: In which the workers run; None: on the host.
+    """
+    facts = found.facts
+    why = "" if found.is_whole else found.why or ended
+    pythons = {node: each.python for node, each in facts.items() if each.python is not None}
+    is_probed = any("python" not in each.failed and not each.unfinished for each in facts.values())
+    return [
+        *_came(facts, found.nodes, why),
+        *judge_files({node: each.files for node, each in facts.items() if each.files is not None}),
+        *judge_job(
+            {node: each.slurm for node, each in facts.items() if each.slurm is not None},
+            {node: each.notice for node, each in facts.items() if each.notice is not None},
+            kill_wait=found.kill_wait,
+        ),
+        *judge_network({node: each.network for node, each in facts.items() if each.network is not None}),
+        *(judge_pythons(pythons, container) if is_probed or pythons else ()),
+        *judge_node_gpus({node: each.gpus for node, each in facts.items() if each.gpus is not None}),
+    ]
+
+
+def _came(facts: Mapping[str, NodeFacts], nodes: tuple[str, ...], ended: str) -> Iterator[Finding]:
+    why = f": {ended}" if ended else ""
+    missing = [node for node in nodes if node not in facts]
+    if missing or not nodes:
+        yield problem(
+            "nodes.job", f"nothing came from {names_text(missing) if missing else 'any node'}{why}",
+            "a run would not have those nodes, or not begin at all",
+            "see the job's log and report in its run directory; leave the nodes out with --exclude",
+        )  # fmt: skip
+    stopped = {node: each.unfinished for node, each in facts.items() if each.unfinished}
+    means, way_out = "what it would check is not known there", "see the job's log and report in its run directory"
+    yield from fold([
+        (node, problem("nodes.job", f"stopped while it probed {part}{why}", means, way_out))
+        for node, part in stopped.items()
+    ])  # fmt: skip
+    if nodes and not missing and not stopped:
+        yield ok("nodes.job", f"agents and workers ran on {names_text(nodes)}")
+    yield from fold([
+        (node, problem("nodes.probes", f"{part}: {text}", "what it checks is not known there", "try it on that node"))
+        for node, each in facts.items()
+        for part, text in each.failed.items()
+    ])  # fmt: skip

@@ -1,4 +1,4 @@
-"""Where a node's probes stand: their rank, the folder that all nodes see, and how they wait for and tell each other.
+"""Where a node's probes stand: their rank, the folder that all nodes see, and how they exchange values.
 
 What is exchanged goes through files of the run's own store, the only way that is known to work on all filesystems.
 """
@@ -11,7 +11,6 @@ from pathlib import Path
 
 from msgspec import Struct, field
 
-from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.run.container import Container
 from hpc_elastic.store.file_store import FileStore
@@ -28,22 +27,6 @@ class ProbeSettings(Struct, frozen=True, kw_only=True):
     """The workers' interpreter. The probes themselves run by doctor's own, which has this package."""
     container: Container | None = None
     """What workers are to run in; the probes run on the host."""
-
-
-_SETTINGS = "settings.json"
-
-
-def save_settings(folder: Path, settings: ProbeSettings) -> None:
-    """Write them for the probes."""
-    codec.save(folder / _SETTINGS, settings)
-
-
-def load_settings(folder: Path) -> ProbeSettings:
-    """What `save_settings` wrote. Raises OSError: it can't be read."""
-    found = codec.load(folder / _SETTINGS, ProbeSettings)
-    if isinstance(found, str):
-        raise OSError(f"{folder / _SETTINGS}: {found}")
-    return found
 
 
 class ProbeSite(Struct, kw_only=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from hpc_elastic.doctor.allocation_checks import check_allocation
-from hpc_elastic.doctor.findings import Finding, ok, problem, warning
+from hpc_elastic.doctor.findings import Finding, ok, problem, warn_unless, warning
 from hpc_elastic.doctor.slurm_facts import SlurmFacts
 from hpc_elastic.slurm.cluster_facts import SlurmConfig, config_fields, parse_show_config
 
@@ -31,151 +31,114 @@ def check_slurm(facts: SlurmFacts) -> Iterator[Finding]:
             "wait, or ask the site (scontrol ping)",
         )  # fmt: skip
         return
-    yield _answer_time(facts.config_seconds)
     fields, config = config_fields(facts.config), parse_show_config(facts.config)
+    yield warn_unless(
+        facts.config_seconds <= _SLOW_SECONDS, "slurm.controller", f"answers in {facts.config_seconds:.1f} s",
+        "starts, status and requeues wait for it", "ask it less often: hpc-elastic status --no-slurm",
+    )  # fmt: skip
     yield from _settings(config, facts.shutdown_timeout)
     yield from _processes(fields)
-    yield _preemption_type(fields)
-    yield _plugins(fields)
-    yield _mail(fields, facts)
-    yield _accounting(fields, facts)
+    yield from _services(fields, facts)
     yield from check_allocation(facts)
 
 
-def _answer_time(seconds: float) -> Finding:
-    if seconds <= _SLOW_SECONDS:
-        return ok("slurm.controller", f"answers in {seconds:.1f} s")
-    return warning(
-        "slurm.controller", f"answers in {seconds:.1f} s", "starts, status and requeues wait for it",
-        "ask it less often: hpc-elastic status --no-slurm",
-    )  # fmt: skip
-
-
 def _settings(config: SlurmConfig, shutdown_timeout: float) -> Iterator[Finding]:
-    version = config.version_text or "not known"
-    if not config.version or not _TESTED[0] <= config.version[:2] <= _TESTED[1]:
-        yield warning(
-            "slurm.version", version, "this project is tested with 20.11 to 26.05",
-            "rehearse a short run there before a long one",
-        )  # fmt: skip
-    else:
-        yield ok("slurm.version", version)
-    if config.job_requeue:
-        yield ok("slurm.requeue", "JobRequeue=1")
-    else:
-        yield warning(
-            "slurm.requeue", "JobRequeue=0", "a job may not begin again: a run goes on by follow-on jobs",
-            "nothing needs to be done; --requeue where the site allows it for a job, --requeue-with chain always",
-        )  # fmt: skip
-    if config.kill_wait >= shutdown_timeout:
-        yield ok("slurm.kill-wait", f"KillWait={config.kill_wait} s")
-    else:
-        yield warning(
-            "slurm.kill-wait", f"KillWait={config.kill_wait} s, less than --shutdown-timeout {shutdown_timeout:g}",
-            "workers have no more than that from SIGTERM to SIGKILL when Slurm itself ends the job",
-            f"--shutdown-timeout {max(1, config.kill_wait - 2)}, and save at the notice (--grace), not at SIGTERM",
-        )  # fmt: skip
-    if 0 < config.slurmd_timeout < _LONG_SILENCE:
-        yield ok("slurm.slurmd-timeout", f"SlurmdTimeout={config.slurmd_timeout} s")
-    else:
-        never = config.slurmd_timeout == 0
-        yield warning(
-            "slurm.slurmd-timeout", f"SlurmdTimeout={config.slurmd_timeout} s{' (never)' if never else ''}",
-            "a dead node is given up late, and a requeued job waits for that; the run itself notices it in seconds",
-            "--spares 1, or a range as --nodes 3-4, so that the run goes on in the same job",
-        )  # fmt: skip
-    if config.min_job_age >= _SHORT_MEMORY:
-        yield ok("slurm.job-age", f"MinJobAge={config.min_job_age} s")
-    else:
-        yield warning(
-            "slurm.job-age", f"MinJobAge={config.min_job_age} s", "Slurm forgets ended jobs at once",
-            "read a run's end with hpc-elastic report, which needs no Slurm",
-        )  # fmt: skip
+    yield warn_unless(
+        bool(config.version) and _TESTED[0] <= config.version[:2] <= _TESTED[1], "slurm.version",
+        config.version_text or "not known", "this project is tested with 20.11 to 26.05",
+        "rehearse a short run there before a long one",
+    )  # fmt: skip
+    yield warn_unless(
+        config.job_requeue, "slurm.requeue", f"JobRequeue={int(config.job_requeue)}",
+        "a job may not begin again: a run goes on by follow-on jobs",
+        "nothing needs to be done; --requeue where the site allows it for a job, --requeue-with chain always",
+    )  # fmt: skip
+    is_long = config.kill_wait >= shutdown_timeout
+    less = "" if is_long else f", less than --shutdown-timeout {shutdown_timeout:g}"
+    yield warn_unless(
+        is_long, "slurm.kill-wait", f"KillWait={config.kill_wait} s{less}",
+        "workers have no more than that from SIGTERM to SIGKILL when Slurm itself ends the job",
+        f"--shutdown-timeout {max(1, config.kill_wait - 2)}, and save at the notice (--grace), not at SIGTERM",
+    )  # fmt: skip
+    yield warn_unless(
+        0 < config.slurmd_timeout < _LONG_SILENCE, "slurm.slurmd-timeout",
+        f"SlurmdTimeout={config.slurmd_timeout} s{'' if config.slurmd_timeout else ' (never)'}",
+        "a dead node is given up late, and a requeued job waits for that; the run itself notices it in seconds",
+        "--spares 1, or a range as --nodes 3-4, so that the run goes on in the same job",
+    )  # fmt: skip
+    yield warn_unless(
+        config.min_job_age >= _SHORT_MEMORY, "slurm.job-age", f"MinJobAge={config.min_job_age} s",
+        "Slurm forgets ended jobs at once", "read a run's end with hpc-elastic report, which needs no Slurm",
+    )  # fmt: skip
 
 
 def _processes(fields: Mapping[str, str]) -> Iterator[Finding]:
     track = fields.get("ProctrackType", "").removeprefix("proctrack/")
-    if track == "cgroup":
-        yield ok("slurm.proctrack", "ProctrackType=cgroup")
-    elif track == "linuxproc":
+    if track == "linuxproc":
         yield warning(
             "slurm.proctrack", "ProctrackType=linuxproc",
             "Slurm's SIGTERM at a preemption reaches every process of the job: a worker that does not handle it dies",
             "handle SIGTERM in the script, or rely on the last checkpoint",
         )  # fmt: skip
     else:
-        yield warning(
-            "slurm.proctrack", f"ProctrackType={track or 'not known'}",
+        yield warn_unless(
+            track == "cgroup", "slurm.proctrack", f"ProctrackType={track or 'not known'}",
             "processes that leave their group are not known to Slurm as the job's",
             "nothing needs to be done: agents find and end what workers leave",
         )  # fmt: skip
     plugins = fields.get("TaskPlugin", "")
-    if "cgroup" in plugins or "affinity" in plugins:
-        yield ok("slurm.task-plugin", f"TaskPlugin={plugins}")
-    else:
-        yield warning(
-            "slurm.task-plugin", f"TaskPlugin={plugins or 'none'}", "jobs on one node share its CPUs without bounds",
-            "--exclusive, and OMP_NUM_THREADS in the job's environment",
-        )  # fmt: skip
+    yield warn_unless(
+        "cgroup" in plugins or "affinity" in plugins, "slurm.task-plugin", f"TaskPlugin={plugins or 'none'}",
+        "jobs on one node share its CPUs without bounds", "--exclusive, and OMP_NUM_THREADS in the job's environment",
+    )  # fmt: skip
     limit = fields.get("ConstrainRAMSpace", "")
-    if "cgroup" in plugins and limit.lower() == "yes":
-        yield ok("slurm.memory", "memory is limited by cgroups")
-    else:
-        why = f"ConstrainRAMSpace={limit}" if limit else "memory is not limited by cgroups"
-        yield warning(
-            "slurm.memory", why,
-            "a worker that takes too much is killed by the node's own OOM killer, if at all, and may take the agent or "
-            "another job with it", "--mem with what the workers need; --health-checks memory=SIZE",
-        )  # fmt: skip
+    yield warn_unless(
+        "cgroup" in plugins and limit.lower() == "yes", "slurm.memory",
+        f"TaskPlugin={plugins or 'none'}, ConstrainRAMSpace={limit or 'no'}",
+        "a worker that takes too much is killed by the node's own OOM killer, if at all, and may take the agent or "
+        "another job with it", "--mem with what the workers need; --health-checks memory=SIZE",
+    )  # fmt: skip
     flags = fields.get("PrologFlags", "")
-    if fields.get("Prolog", fields.get("Prolog[0]", "")) in _NONE or "Alloc" in flags or "Contain" in flags:
-        yield ok("slurm.prolog", f"PrologFlags={flags or 'none'}")
-    else:
-        yield warning(
-            "slurm.prolog", f"PrologFlags={flags}",
-            "the site's prolog runs when the agents are started: they come late",
-            "--rdzv-conf timeout=SECONDS above what the prolog takes",
-        )  # fmt: skip
-
-
-def _preemption_type(fields: Mapping[str, str]) -> Finding:
-    kind, mode = fields.get("PreemptType", "").removeprefix("preempt/"), fields.get("PreemptMode", "")
-    if kind in ("", "none") or "CANCEL" not in mode:
-        return ok("slurm.preemption", f"PreemptType={kind or 'none'}, PreemptMode={mode or 'OFF'}")
-    return warning(
-        "slurm.preemption", f"PreemptMode={mode}", "a preempted job ends, and does not come back by itself",
-        "nothing needs to be done where there is a GraceTime: the run requeues itself in it",
+    yield warn_unless(
+        fields.get("Prolog", fields.get("Prolog[0]", "")) in _NONE or "Alloc" in flags or "Contain" in flags,
+        "slurm.prolog", f"PrologFlags={flags or 'none'}",
+        "the site's prolog runs when the agents are started: they come late",
+        "--rdzv-conf timeout=SECONDS above what the prolog takes",
     )  # fmt: skip
 
 
-def _plugins(fields: Mapping[str, str]) -> Finding:
-    """Slurm shows of no job whether it has --no-kill; what may take it away is all that can be seen."""
-    names = ("JobSubmitPlugins", "CliFilterPlugins")
-    found = [f"{name}={fields[name]}" for name in names if fields.get(name, "") not in _NONE]
-    if not found:
-        return ok("slurm.no-kill", "--no-kill is given with each job, and no plugin changes options")
-    return warning(
-        "slurm.no-kill", f"{', '.join(found)}: may change a job's options, --no-kill among them",
+def _services(fields: Mapping[str, str], facts: SlurmFacts) -> Iterator[Finding]:
+    kind, mode = fields.get("PreemptType", "").removeprefix("preempt/"), fields.get("PreemptMode", "")
+    yield warn_unless(
+        kind in ("", "none") or "CANCEL" not in mode, "slurm.preemption",
+        f"PreemptType={kind or 'none'}, PreemptMode={mode or 'OFF'}",
+        "a preempted job ends, and does not come back by itself",
+        "nothing needs to be done where there is a GraceTime: the run requeues itself in it",
+    )  # fmt: skip
+    # Slurm does not show whether a job has --no-kill: what may take it away is all that can be seen.
+    plugins = [f"{name}={fields[name]}" for name in ("JobSubmitPlugins", "CliFilterPlugins") if _has(fields, name)]
+    yield warn_unless(
+        not plugins, "slurm.no-kill",
+        f"{', '.join(plugins)}: may change a job's options, --no-kill among them" if plugins
+        else "--no-kill is given with each job, and no plugin changes options",
         "without it a node's loss ends the job, and the run goes on by a requeue",
         "ask the site what the plugin changes",
     )  # fmt: skip
-
-
-def _mail(fields: Mapping[str, str], facts: SlurmFacts) -> Finding:
-    program = fields.get("MailProg", "")
-    if program in _NONE or not facts.mail_program_exists:
-        return warning(
-            "slurm.mail", f"MailProg={program or 'none'}{'' if program in _NONE else ' is not on this host'}",
-            "--mail-type may send nothing", "ask the site, or look at hpc-elastic list",
-        )  # fmt: skip
-    return ok("slurm.mail", f"MailProg={program}")
-
-
-def _accounting(fields: Mapping[str, str], facts: SlurmFacts) -> Finding:
-    kind = fields.get("AccountingStorageType", "").removeprefix("accounting_storage/")
-    if kind in ("", "none", "(null)") or facts.accounting_error:
-        return warning(
+    program = fields.get("MailProg", "") if _has(fields, "MailProg") else "none"
+    yield warn_unless(
+        program != "none" and facts.mail_program_exists, "slurm.mail",
+        f"MailProg={program}{'' if facts.mail_program_exists else ' is not on this host'}",
+        "--mail-type may send nothing", "ask the site, or look at hpc-elastic list",
+    )  # fmt: skip
+    storage = fields.get("AccountingStorageType", "").removeprefix("accounting_storage/")
+    if storage in _NONE or facts.accounting_error:
+        yield warning(
             "slurm.accounting", facts.accounting_error or "there is none", "what became of a job that Slurm has "
             "forgotten is known by the run's own files alone", "nothing needs to be done",
         )  # fmt: skip
-    return ok("slurm.accounting", f"sacct answers ({kind})")
+    else:
+        yield ok("slurm.accounting", f"sacct answers ({storage})")
+
+
+def _has(fields: Mapping[str, str], name: str) -> bool:
+    return fields.get(name, "") not in _NONE

@@ -1,14 +1,22 @@
-"""What Slurm's commands print that the checks read, and its parsers. Pure."""
+"""What Slurm's commands print that the checks read, and its parsers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
+
+from hpc_elastic.base.clock import Clock
+from hpc_elastic.slurm.client import CommandRunner, CommandTimeoutError
+from hpc_elastic.slurm.cluster_facts import config_fields
 
 ASSOCIATION_FIELDS = ("MaxJobs", "MaxSubmitJobs", "GrpJobs", "MaxWall", "MaxTRES", "Account", "DefaultQOS", "QOS")
 QOS_FIELDS = ("Name", "GraceTime", "PreemptMode", "MaxWall", "MaxTRES", "MaxJobsPU", "MaxSubmitJobsPU")
 """Of sacctmgr's ``format=``."""
+_ANSWER_SECONDS = 60.0
+_MORE_SECONDS = 20.0
 
 
 class SlurmFacts(Struct, frozen=True, kw_only=True):
@@ -44,6 +52,45 @@ class SlurmFacts(Struct, frozen=True, kw_only=True):
     """Seconds that its workers may take to end."""
     grace: int = 0
     """Seconds of notice that it wants for a last checkpoint; 0: not compared."""
+
+
+def ask_slurm(run: SlurmFacts, *, runner: CommandRunner, clock: Clock, env: Mapping[str, str]) -> SlurmFacts:
+    """What Slurm's commands print; nothing is changed. `run` says what the run asks for."""
+    began = clock.monotonic()
+    try:
+        config = runner(["scontrol", "show", "config"], timeout=_ANSWER_SECONDS)
+    except (FileNotFoundError, PermissionError):
+        return SlurmFacts(is_missing=True)
+    except CommandTimeoutError:
+        return SlurmFacts(error=f"scontrol show config took more than {_ANSWER_SECONDS:g} s")
+    seconds = clock.monotonic() - began
+    if config.rc != 0:
+        return SlurmFacts(error=" ".join((config.stderr or config.stdout).split()))
+    user = env.get("USER") or str(os.getuid())
+    limits = f"format={','.join(ASSOCIATION_FIELDS)}"
+    mail = config_fields(config.stdout).get("MailProg", "")
+    return replace(
+        run,
+        config=config.stdout,
+        config_seconds=seconds,
+        partitions=ask(runner, "scontrol", "show", "partition")[0] or "",
+        associations=ask(runner, "sacctmgr", "-nP", "show", "assoc", f"user={user}", limits)[0],
+        qos_limits=ask(runner, "sacctmgr", "-nP", "show", "qos", f"format={','.join(QOS_FIELDS)}")[0],
+        gres=ask(runner, "sinfo", "-N", "-h", "-o", "%N|%P|%G")[0] or "",
+        accounting_error=ask(runner, "sacct", "-X", "-n", "-P", "-o", "JobID", "-S", "now-1minutes")[1],
+        mail_program_exists=not mail.startswith("/") or os.access(mail, os.X_OK),
+    )
+
+
+def ask(runner: CommandRunner, *argv: str) -> tuple[str | None, str]:
+    """What a command printed; or None, and why."""
+    try:
+        done = runner(list(argv), timeout=_MORE_SECONDS)
+    except (FileNotFoundError, PermissionError):
+        return None, f"{argv[0]} is not on PATH"
+    except CommandTimeoutError:
+        return None, f"{argv[0]} did not answer in {_MORE_SECONDS:g} s"
+    return (done.stdout, "") if done.rc == 0 else (None, " ".join((done.stderr or done.stdout).split()))
 
 
 def parse_partitions(text: str) -> dict[str, dict[str, str]]:

@@ -153,8 +153,6 @@ class Notifier:
         self._muted_until: float | None = None
         self.reached: dict[str, None] = {}
         """This host's own addresses at which a valid notification from another participant arrived, first one first."""
-        self.received: Counter[tuple[str, str]] = Counter()
-        """Valid datagrams by the sender's uid and the address that they were sent to, overtaken ones too."""
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
             self._socket.bind((host, port))
@@ -311,7 +309,6 @@ class Notifier:
             return "garbled"
         if port != self.port:
             return "misdirected"
-        self.received[sender, to] += 1
         # Each kind has its own newest: a notification that a beat overtook must still notify.
         if count <= self._newest.get((sender, kind), 0):
             return "repeated"  # an honest one that was overtaken by its like is no loss

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.doctor.software_probe import PythonFacts, look_at_python
+from hpc_elastic.doctor.software import PythonFacts, look_at_python
 from hpc_elastic.run.container import Container, ContainerImage, ContainerMount, Runtime
 from tests.rigs.container_image import interpreters_folders, make_image, require_charliecloud
 from tests.rigs.fake_nvml import build_nvml
@@ -33,7 +33,7 @@ def look(python: str, folder: Path, **more: object) -> PythonFacts:
     return look_at_python(python, {**ENV, "PYTHONPATH": str(folder)}, cwd=str(folder), **more)  # type: ignore[arg-type]
 
 
-def test_an_interpreter_is_asked_in_two_processes_of_its_own(tmp_path: Path) -> None:
+def test_an_interpreter_is_asked_in_a_process_of_its_own(tmp_path: Path) -> None:
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch/__init__.py").write_text(_TORCH)
     (tmp_path / "json.py").write_text("a user's")  # in the working directory, and on PYTHONPATH further down
@@ -42,8 +42,7 @@ def test_an_interpreter_is_asked_in_two_processes_of_its_own(tmp_path: Path) -> 
     (tmp_path / "json.py").unlink()
     facts = look(sys.executable, tmp_path)
     assert (facts.torch, facts.cuda, facts.nccl, facts.error) == ("9.9.9", "13.0", "2.28.9", "")
-    assert min(facts.first_import, facts.next_import) >= 0.2
-    assert "msgspec" in facts.packages
+    assert facts.seconds >= 0.2
 
 
 def test_what_is_no_interpreter_or_has_no_torch_is_a_fact(tmp_path: Path) -> None:
@@ -83,24 +82,17 @@ def nvml(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_the_nodes_software_and_gpus_are_compared(tmp_path: Path, nvml: str) -> None:
-    env = {**ENV, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "LD_LIBRARY_PATH": nvml, "CONDA_PREFIX": "/env"}
+    env = {**ENV, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "LD_LIBRARY_PATH": nvml}
     env |= {"FAKE_NVML": "0:h100=1;1:h100=1,ecc=3,slow=72", "FAKE_NVML_DRIVER": "550.54"}
     command = [sys.executable, "-m", "hpc_elastic", "doctor", "--cluster", "local", "--nodes", "2", "--json"]
-    setup = "unset CONDA_PREFIX; export NCCL_SOCKET_IFNAME=eth$$"
-    done = subprocess.run(
-        [*command, "--setup", setup, "--runs-dir", str(tmp_path / "runs")], cwd=tmp_path, env=env, capture_output=True,
-        text=True, timeout=300,
-    )  # fmt: skip
+    command += ["--runs-dir", str(tmp_path / "runs")]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 1, done.stderr
     shown = json.loads(done.stdout)
     found = {each["check"]: (each["level"], each["found"]) for each in shown["findings"]}
     assert found["nodes.python"][0] == "ok", found
     assert found["nodes.torch"][0] == "ok", found
-    level, text = found["nodes.environment"]
-    assert level == "warning"
-    assert "NCCL_SOCKET_IFNAME is eth" in text
-    assert found["nodes.shell"] == ("warning", "CONDA_PREFIX is not set there, /env here")
-    assert found["gpu.count"] == ("ok", "2 × NVIDIA H100 80GB HBM3, driver 550.54 on all 2 nodes")
+    assert found["gpu.count"] == ("ok", "2 × NVIDIA H100 80GB HBM3, driver 550.54 on node[0-1]")
     assert found["gpu.errors"] == ("problem", "GPU 1 has 3 uncorrectable ECC errors on node[0-1]")
     assert found["gpu.clocks"] == ("warning", "slowed: GPU 1 by the hardware and heat on node[0-1]")
     assert [len(node["gpus"]["nvml"]["devices"]) for node in shown["nodes"]] == [2, 2]

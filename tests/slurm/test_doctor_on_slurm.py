@@ -29,30 +29,26 @@ def test_a_login_node_is_examined_without_a_job(runs: SlurmRuns) -> None:
 
 
 @pytest.mark.parametrize("cluster", ["emulated"], indirect=True)
-def test_nodes_whose_caches_hide_new_files_are_found_out(cluster: SlurmCluster, runs: SlurmRuns) -> None:
-    """On emulated NFS, whose caches hold for 3 s, without a limit of memory."""
+def test_nodes_are_examined_in_a_job_of_their_own(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    """On emulated NFS, whose caches hold for 3 s: the store is not held back by them. Without a limit of memory."""
     done = runs.hpc_elastic("doctor", "--nodes", "3", "--json", *SHORT, timeout=240)
     found = findings(done)
     assert found["nodes.job"]["found"].endswith("ran on n[1-3]"), done.stdout + done.stderr
     assert found["nodes.signals"]["level"] == "ok", found
     assert "reached the workers" in found["nodes.signals"]["found"]
     assert found["nodes.create"]["level"] == found["nodes.store"]["level"] == "ok", found
-    assert found["nodes.new"]["level"] == found["nodes.renamed"]["level"] == "warning", found
-    assert "n[1-3]: a new file of another node is seen up to" in found["nodes.new"]["found"]
     assert found["nodes.memory"]["level"] == "warning", "these nodes limit nothing"
     assert {node["node"] for node in json.loads(done.stdout)["nodes"]} == {"n1", "n2", "n3"}
     assert "(Ctrl-C cancels it)" in done.stderr
     assert not (runs.folder / "runs").exists(), "nothing is left"
 
 
-def test_a_node_with_a_slow_and_lossy_link_is_named(cluster: SlurmCluster, runs: SlurmRuns) -> None:
-    with cluster.disturbed_link("n2", mbit=40, loss=0.3):
+def test_a_node_with_a_slow_link_is_named(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    with cluster.disturbed_link("n2", mbit=40):
         done = runs.hpc_elastic("doctor", "--nodes", "4", "--json", *SHORT, timeout=300)
     found = findings(done)
     assert found["network.addresses"]["level"] == found["network.master"]["level"] == "ok", done.stdout + done.stderr
-    assert found["network.nodes-names"]["level"] == found["network.clocks"]["level"] == "ok", found
-    assert found["network.datagrams"]["level"] == found["network.bandwidth"]["level"] == "warning", found
-    assert found["network.datagrams"]["found"].count(" to n2 ") == 3
+    assert (found["network.clocks"]["level"], found["network.bandwidth"]["level"]) == ("ok", "warning"), found
     assert found["network.bandwidth"]["found"].startswith("n2: 3")
     assert " Mbit/s with n" in found["network.bandwidth"]["found"]
 
@@ -83,29 +79,17 @@ def test_a_node_without_the_installation_is_named_and_the_others_are_examined(
     assert runs.hpc_elastic("list").stdout == "", "a doctor's runs are not among the user's own"
 
 
-def test_nodes_that_are_unlike_each_other_and_the_shell_are_found_out(cluster: SlurmCluster, runs: SlurmRuns) -> None:
-    """n2 has another interpreter at the same path, a variable is the node's, --export loses one, NVML is not there."""
+def test_nodes_that_are_unlike_each_other_are_found_out(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    """n2 has another interpreter at the same path; NVML is not there."""
     python = runs.folder / "python"
     for name, version in (("python", "3.11.2"), ("another", "3.9.18")):
-        facts = {"executable": str(python), "version": version, "packages": {"numpy": version}, "torch_error": "none"}
+        facts = {"executable": str(python), "version": version, "torch_error": "none"}
         (runs.folder / name).write_text(f"#!/bin/sh\necho '{json.dumps(facts)}'\n")
         (runs.folder / name).chmod(0o755)
     cluster.run(["mount", "--bind", str(runs.folder / "another"), str(runs.folder / "python")], user="root", node="n2")
-    setup = "export NCCL_SOCKET_IFNAME=of-$(hostname)"
-    options = (
-        "--gpus-per-node",
-        "1",
-        "--export",
-        "PATH",
-        "--setup",
-        setup,
-        "-t",
-        "5",
-        "--python",
-        str(runs.folder / "python"),
-    )
+    options = ("--gpus-per-node", "1", "-t", "5", "--python", str(runs.folder / "python"))
     try:
-        done = runs.hpc_elastic("doctor", "--nodes", "2", "--json", *options, timeout=240, env={"VIRTUAL_ENV": "/env"})
+        done = runs.hpc_elastic("doctor", "--nodes", "2", "--json", *options, timeout=240)
     finally:
         cluster.run(["umount", str(runs.folder / "python")], user="root", node="n2")
     found = {check: (each["level"], each["found"]) for check, each in findings(done).items()}
@@ -113,14 +97,9 @@ def test_nodes_that_are_unlike_each_other_and_the_shell_are_found_out(cluster: S
     assert found["nodes.python"] == ("warning", f"Python 3.11.2 ({python}) on n1, Python 3.9.18 ({python}) on n2"), (
         found
     )
-    assert found["nodes.packages"] == ("warning", "numpy 3.11.2 on n1, 3.9.18 on n2")
     assert found["nodes.torch"][0] == "warning"
-    assert found["nodes.environment"] == (
-        "warning", "differs between nodes: NCCL_SOCKET_IFNAME is of-n1 on n1, of-n2 on n2"
-    )  # fmt: skip
-    assert found["nodes.shell"] == ("warning", "VIRTUAL_ENV is not set there, /env here")
     assert found["gpu.nvml"] == ("warning", "no libnvidia-ml.so.1 on n[1-2]")
-    assert found["gpu.count"] == ("ok", "1 × GPU on all 2 nodes")
+    assert found["gpu.count"] == ("ok", "1 × GPU on n[1-2]")
     assert found["partition.gpus"][0] == "warning", "the rig confines no devices"
     assert found["partition.gpus"][1].startswith("2 GPUs on n[1-4]; devices are not confined")
 

@@ -1,7 +1,7 @@
 """A switch and the nodes' ends of its cables, made of network namespaces. No packet leaves the machine.
 
 Packets are lost in one direction by a wrong Ethernet address that the senders believe in: silently, as on a real
-network. Some of them are by a rule of iptables; netem is not in every kernel.
+network; netem is not in every kernel.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ def unavailable() -> str | None:
     """Why there can be no such network here, in one line."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need root on Linux"
-    missing = [
-        program for program in ("ip", "tc", "iptables", "nsenter", "unshare", "mount") if shutil.which(program) is None
-    ]
+    missing = [program for program in ("ip", "tc", "nsenter", "unshare", "mount") if shutil.which(program) is None]
     if missing:
-        return f"{', '.join(missing)} missing (apt-get install iproute2 iptables util-linux mount)"
+        return f"{', '.join(missing)} missing (apt-get install iproute2 util-linux mount)"
     name = f"{_PREFIX}{os.getpid()}-probe"
     made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False)
     if made.returncode != 0:
@@ -107,11 +105,6 @@ class Network:
         """What the others send to this node is lost; what it sends arrives."""
         for other in self._others(node):
             _batch(self.netns(other), f"neighbour replace {self.address(node)} lladdr {_NOBODY} dev eth0 nud permanent")
-
-    def drop_datagrams(self, node: int, share: float) -> None:
-        """So many of the UDP packets to this node are lost, by chance; needs iptables."""
-        rule = ["-A", "INPUT", "-p", "udp", "-m", "statistic", "--mode", "random", "--probability", str(share)]
-        _run(["ip", "netns", "exec", self.netns(node), "iptables", *rule, "-j", "DROP"])
 
     def slow_down(self, node: int, *, mbit: int) -> None:
         """What this node sends and gets passes at so many Mbit/s at most; needs tc and the kernel's tbf."""

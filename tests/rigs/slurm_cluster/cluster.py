@@ -87,9 +87,9 @@ class SlurmCluster(Rig):
         self._hosts.set_link(name, up=True)
 
     @contextmanager
-    def disturbed_link(self, name: str, *, mbit: int, loss: float) -> Iterator[None]:
-        """Meanwhile the host's link takes so many Mbit/s at most, and a share of the datagrams to it is lost."""
-        self._hosts.disturb_link(self._node(name), mbit=mbit, loss=loss)
+    def disturbed_link(self, name: str, *, mbit: int) -> Iterator[None]:
+        """Meanwhile the host's link takes so many Mbit/s at most."""
+        self._hosts.disturb_link(self._node(name), mbit=mbit)
         try:
             yield
         finally:

@@ -115,19 +115,16 @@ class Hosts:
         """Pull the host's network cable, or plug it in again."""
         call(["ip", "-n", self.layout.netns(SWITCH), "link", "set", host, "up" if up else "down"])
 
-    def disturb_link(self, host: str, *, mbit: int, loss: float) -> None:
-        """Limit what the host sends and gets to so many Mbit/s, and lose a share of the datagrams that it gets."""
+    def disturb_link(self, host: str, *, mbit: int) -> None:
+        """Limit what the host sends and gets to so many Mbit/s."""
         for netns, device in ((self.layout.netns(host), "eth0"), (self.layout.netns(SWITCH), host)):
             limit = ["tbf", "rate", f"{mbit}mbit", "burst", "64kb", "latency", "100ms"]
             call(["ip", "netns", "exec", netns, "tc", "qdisc", "replace", "dev", device, "root", *limit])
-        rule = ["-A", "INPUT", "-p", "udp", "-m", "statistic", "--mode", "random", "--probability", str(loss)]
-        call(["ip", "netns", "exec", self.layout.netns(host), "iptables", *rule, "-j", "DROP"])
 
     def clear_link(self, host: str) -> None:
         """The end of `disturb_link`."""
         for netns, device in ((self.layout.netns(host), "eth0"), (self.layout.netns(SWITCH), host)):
             call(["ip", "netns", "exec", netns, "tc", "qdisc", "delete", "dev", device, "root"])
-        call(["ip", "netns", "exec", self.layout.netns(host), "iptables", "-F", "INPUT"])
 
     # Power -----------------------------------------------------------------------------------------------------------
 

@@ -8,21 +8,12 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.doctor.examine import Asked, ask_slurm
+from hpc_elastic.doctor.files import Folders, Room, try_to_write
 from hpc_elastic.doctor.findings import Finding, Level, SavedFindings, problem, save_findings, saved_notes
-from hpc_elastic.doctor.host_checks import (
-    Folders,
-    HostFacts,
-    Room,
-    check_host,
-    judge_container,
-    measure_files,
-    measure_room,
-    try_to_write,
-)
+from hpc_elastic.doctor.host import HostFacts, check_host, check_python, measure_files
 from hpc_elastic.doctor.slurm_checks import check_slurm
-from hpc_elastic.doctor.slurm_facts import SlurmFacts
-from hpc_elastic.doctor.software_probe import PythonFacts
+from hpc_elastic.doctor.slurm_facts import SlurmFacts, ask_slurm
+from hpc_elastic.doctor.software import PythonFacts
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.config_files import SITE_VARIABLE
 from hpc_elastic.run.container import Container, ContainerImage, Runtime
@@ -125,9 +116,8 @@ def test_each_recorded_slurm_is_read(version: str) -> None:
 ROOM = Room(path="/somewhere", free=100 << 30)
 FOLDERS = Folders(home=ROOM, tmp=replace(ROOM, path="/tmp"), shm=ROOM)
 HOST = HostFacts(
-    runs_dir="/shared/runs", runs_room=ROOM, file_seconds=0.01, folders=FOLDERS,
-    host="login1", address="10.0.0.1", package="/shared/env", python="3.11", torch="2.13", torch_cold=9.0,
-    torch_warm=2.0,
+    runs=ROOM, file_seconds=0.01, folders=FOLDERS, host="login1", address="10.0.0.1", package="/shared/env",
+    python="3.11",
 )  # fmt: skip
 
 
@@ -138,11 +128,10 @@ def test_a_host_without_problems_has_none() -> None:
 @pytest.mark.parametrize(
     ("check", "changes", "expected"),
     [
-        ("files.runs", {"runs_room": replace(ROOM, error="Stale file handle")}, Level.PROBLEM),
-        ("files.runs", {"runs_room": replace(ROOM, is_writable=False)}, Level.PROBLEM),
+        ("files.runs", {"runs": replace(ROOM, error="Stale file handle")}, Level.PROBLEM),
+        ("files.runs", {"runs": replace(ROOM, is_writable=False)}, Level.PROBLEM),
         ("files.runs", {"why_not_shared": "/tmp is local to each node"}, Level.PROBLEM),
-        ("files.space", {"runs_room": replace(ROOM, free=1 << 20)}, Level.WARNING),
-        ("files.quota", {"quotas": "/home 96* 95 100 6days 10 0 0"}, Level.WARNING),
+        ("files.space", {"runs": replace(ROOM, free=1 << 20)}, Level.WARNING),
         ("files.speed", {"file_seconds": 3.0}, Level.WARNING),
         ("files.home", {"folders": replace(FOLDERS, home=replace(ROOM, is_writable=False))}, Level.PROBLEM),
         ("files.tmp", {"folders": replace(FOLDERS, tmp=replace(ROOM, free=1 << 20))}, Level.WARNING),
@@ -156,8 +145,6 @@ def test_a_host_without_problems_has_none() -> None:
         ("network.name", {"address": ""}, Level.WARNING),
         ("network.name", {"address": "127.0.1.1"}, Level.WARNING),
         ("software.install", {"package_not_shared": "/opt is local to each node"}, Level.PROBLEM),
-        ("software.torch", {"torch": "", "torch_error": "No module named 'torch'"}, Level.WARNING),
-        ("software.torch", {"torch_warm": 45.0}, Level.WARNING),
     ],
 )
 def test_each_property_of_a_host_in_its_other_outcome(check: str, changes: dict[str, object], expected: Level) -> None:
@@ -168,6 +155,21 @@ def test_each_property_of_a_host_in_its_other_outcome(check: str, changes: dict[
 def test_one_node_needs_nothing_shared() -> None:
     alone = replace(HOST, why_not_shared="/tmp is local to each node", package_not_shared="/opt is local")
     assert {finding.level for finding in check_host(alone, nodes=1)} == {Level.OK}
+
+
+@pytest.mark.parametrize(
+    ("python", "expected", "found"),
+    [
+        (PythonFacts(torch="2.13.0", seconds=9.0), Level.OK, "torch 2.13.0, imported in 9.0 s"),
+        (PythonFacts(torch="2.13.0", seconds=45.0), Level.WARNING, "torch 2.13.0, imported in 45.0 s"),
+        (PythonFacts(torch_error="No module named 'torch'"), Level.WARNING, "No module named 'torch'"),
+        (PythonFacts(error="/env/python: No such file"), Level.WARNING, "/env/python: No such file"),
+    ],
+)
+def test_an_interpreter_here(python: PythonFacts, expected: Level, found: str) -> None:
+    finding = check_python(python, None, runner=Slurm())  # type: ignore[arg-type]
+    assert level([finding], "software.torch") is expected
+    assert finding.found == found
 
 
 FOUND = PythonFacts(version="3.11.7", torch="2.13.0")
@@ -207,8 +209,8 @@ def test_an_image_here(
     runtime: Runtime, python: PythonFacts, srun_help: str | None, expected: Level, found: str
 ) -> None:
     container = Container(image=ContainerImage(runtime=runtime, image="/image"))
-    error = "srun did not answer in 20 s" if srun_help is None else ""
-    finding = judge_container(container, python, srun_help=srun_help, srun_error=error)
+    slurm = Slurm(silent=("srun",)) if srun_help is None else Slurm(srun_help=srun_help)
+    finding = check_python(python, container, runner=slurm)  # type: ignore[arg-type]
     assert level([finding], "software.container") is expected
     assert finding.found == found
 
@@ -216,8 +218,10 @@ def test_an_image_here(
 class Slurm:
     """Answers, or does not."""
 
-    def __init__(self, *, missing: tuple[str, ...] = (), silent: tuple[str, ...] = (), rc: int = 0) -> None:
-        self._missing, self._silent, self._rc = missing, silent, rc
+    def __init__(
+        self, *, missing: tuple[str, ...] = (), silent: tuple[str, ...] = (), rc: int = 0, srun_help: str = ""
+    ) -> None:
+        self._missing, self._silent, self._rc, self._srun_help = missing, silent, rc, srun_help
 
     def __call__(self, argv: list[str], *, timeout: float) -> CommandResult:
         if argv[0] in self._missing:
@@ -225,13 +229,13 @@ class Slurm:
         if argv[0] in self._silent:
             raise CommandTimeoutError
         texts = {("scontrol", "config"): config(), ("scontrol", "partition"): PARTITION}
+        texts["srun", "--help"] = self._srun_help
         text = texts.get((argv[0], argv[-1]), "")
         return CommandResult(rc=self._rc, stdout="" if self._rc else text, stderr="no controller" if self._rc else "")
 
 
 def asked(slurm: Slurm) -> SlurmFacts:
-    run = Asked(runs_dir=Path("/r"), partition="", nodes=2, python="python3")
-    return ask_slurm(run, runner=slurm, clock=FakeClock(), env={"USER": "ann"})  # type: ignore[arg-type]
+    return ask_slurm(SlurmFacts(nodes=2), runner=slurm, clock=FakeClock(), env={"USER": "ann"})  # type: ignore[arg-type]
 
 
 def test_what_does_not_answer_is_a_fact_and_no_error() -> None:
@@ -288,4 +292,3 @@ def test_what_is_measured_leaves_nothing(tmp_path: Path) -> None:
     assert measure_files(tmp_path) > 0
     assert list(tmp_path.iterdir()) == []
     assert measure_files(tmp_path / "gone") == 0.0
-    assert measure_room(tmp_path / "not" / "there").is_writable

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from hpc_elastic.base import codec
 from hpc_elastic.doctor import node_probe
-from hpc_elastic.doctor.node_facts import load_facts
 from hpc_elastic.doctor.node_job import TAKEN, ProbeJob, collect, plan_job
-from hpc_elastic.doctor.node_probe import Part, open_site, probe_node
-from hpc_elastic.doctor.probe_site import ProbeSettings, save_settings
+from hpc_elastic.doctor.node_probe import SETTINGS, Part, load_facts, open_site, probe_node
+from hpc_elastic.doctor.probe_site import ProbeSettings
 from hpc_elastic.options.run_request import ALL_OPTIONS
 from hpc_elastic.options.table import parse
 from hpc_elastic.run.container import Runtime
@@ -70,7 +70,7 @@ def test_a_job_that_has_not_begun_has_no_nodes(tmp_path: Path) -> None:
 def test_a_probe_that_fails_or_hangs_is_a_fact_and_the_others_are_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_settings(tmp_path, ProbeSettings(python="python3"))
+    codec.save(tmp_path / SETTINGS, ProbeSettings(python="python3"))
     env = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "HPC_ELASTIC_ATTEMPT": "0", "TORCHELASTIC_RESTART_COUNT": "0"}
     released = threading.Event()
 

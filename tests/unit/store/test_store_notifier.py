@@ -228,9 +228,6 @@ def test_a_replayed_or_older_notification_is_not_heard(make_notifier: MakeNotifi
     assert notifier.rejections == Counter(repeated=3)
     stranger.sendto(sealed(body(notifier.port, uid="c", count=1)), at(notifier))
     assert heard(notifier) is True
-    counts = {uid: sum(notifier.received[key] for key in notifier.received if key[0] == uid) for uid in ("b", "c")}
-    assert sum(counts.values()) == 6, "those that were overtaken have come, too"
-    assert counts["c"] == 1
 
 
 def test_what_was_sent_to_one_is_not_taken_by_another(make_notifier: MakeNotifier, stranger: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""What Slurm gave this node's worker: CPUs, memory, and whether a notice reaches it."""
+"""What Slurm gave this node's worker: CPUs, memory, and whether a notice reaches it: probes and their judges."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Mapping
+from math import ceil
 
 from msgspec import Struct
 
 from hpc_elastic.agent.health import measure_memory
 from hpc_elastic.base.self_command import source_command
+from hpc_elastic.doctor.findings import Finding, fold, ok, problem, warn_unless, warning
 from hpc_elastic.doctor.probe_site import ProbeSite
 from hpc_elastic.slurm.client import CommandSlurmClient, SubprocessRunner
 from hpc_elastic.slurm.commands import JobId
@@ -140,3 +143,58 @@ def _ask_for_notice(site: ProbeSite) -> str:
     except SlurmError as error:
         return str(error)
     return ""
+
+
+# -- judged --------------------------------------------------------------------------------------------------------
+
+
+def judge_job(
+    jobs: Mapping[str, JobFacts], notices: Mapping[str, NoticeFacts], *, kill_wait: float | None
+) -> list[Finding]:
+    """Judge the nodes' facts; `kill_wait`: Slurm's, in seconds."""
+    return [
+        *fold([(node, finding) for node, each in jobs.items() for finding in _job(each)]),
+        *fold([(node, _notice(each, kill_wait)) for node, each in notices.items()]),
+    ]
+
+
+def _job(job: JobFacts) -> Iterator[Finding]:
+    given = job.job_cpus or job.cpus
+    if job.cpus < given:
+        yield problem(
+            "nodes.cpus", f"workers may use {job.cpus} of the job's {given} CPUs",
+            "data loaders and compilers share them: training is slow",
+            "--cpus-per-task with the number for the node; ask the site about TaskPlugin",
+        )  # fmt: skip
+    else:
+        yield warn_unless(
+            job.cpus > 1 or job.host_cpus == 1, "nodes.cpus",
+            f"workers may use {job.cpus} of the node's {job.host_cpus} CPUs", "all workers of a node share it",
+            "--cpus-per-task N, or --exclusive",
+        )  # fmt: skip
+    if job.oom_kill_seen is False:
+        yield warning(
+            "nodes.memory", f"a process that took more than {job.limit} was not killed, or that was not counted",
+            "a worker out of memory may slow the node down, or look as if a person had killed it",
+            "--health-checks memory=SIZE; ask the site about ConstrainRAMSpace and ConstrainSwapSpace",
+        )  # fmt: skip
+    elif not job.limit or not job.counts_oom_kills:
+        yield warning(
+            "nodes.memory", "no limit of the job's memory" if not job.limit else "OOM kills are not counted",
+            "a worker out of memory takes others of the node with it, or its end is not explained",
+            "--mem with what the workers need; ask the site about cgroups (ConstrainRAMSpace)",
+        )  # fmt: skip
+    else:
+        tried = "; a process beyond it was killed, and counted" if job.oom_kill_seen else ""
+        yield ok("nodes.memory", f"{job.limit}{tried}")
+
+
+def _notice(notice: NoticeFacts, kill_wait: float | None) -> Finding:
+    if notice.seconds is not None:
+        return ok("nodes.signals", f"a signal to the batch script reached the workers within {ceil(notice.seconds)} s")
+    left = f" but the {kill_wait:g} s of KillWait" if kill_wait is not None else ""
+    return problem(
+        "nodes.signals", notice.error or "a signal to the batch script did not reach the workers",
+        f"before a time limit or a preemption there is no time for a last checkpoint{left}",
+        "save often; ask the site whether scancel --signal --batch works on nodes",
+    )  # fmt: skip

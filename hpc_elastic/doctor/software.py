@@ -1,0 +1,311 @@
+"""A node's software and GPUs: the workers' interpreter, torch, and what NVML shows. The probe, and what its facts mean.
+
+What may hang or crash runs in a process of its own: the interpreter (on the host or in the container that was asked
+for, through the command line with which an agent starts a worker there) and NVML.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from msgspec import Struct
+
+from hpc_elastic.agent.container import enter_container
+from hpc_elastic.agent.health import GPU_SECONDS, GpuDevice, GpuFacts, judge_gpus, own_gpus
+from hpc_elastic.agent.health_gpu import from_json
+from hpc_elastic.agent.numa_binding import Machine, read_machine
+from hpc_elastic.base.self_command import module_command, source_command
+from hpc_elastic.base.text import clean_line, first_of
+from hpc_elastic.doctor.findings import Finding, ok, problem, warn_unless, warning
+from hpc_elastic.doctor.probe_site import ProbeSite
+from hpc_elastic.run.container import Container, Runtime
+from hpc_elastic.slurm.job_environment import JobEnvironment, JobEnvironmentError, in_job
+from hpc_elastic.slurm.notation import names_text
+
+IMPORT_SECONDS = 300.0
+"""For one start of the interpreter with one import of torch."""
+SLOW_IMPORT = 30.0
+_NVIDIA = "/dev/nvidiactl"
+_MOST = 4
+"""Names that one line shows."""
+# Python 3.8 and later, the standard library alone: it runs in the workers' interpreter.
+_LOOK = """
+import json, time
+facts = {"executable": sys.executable, "version": sys.version.split()[0]}
+began = time.monotonic()
+try:
+    import torch
+    facts["torch"] = str(torch.__version__)
+    facts["seconds"] = time.monotonic() - began
+    facts["cuda"] = str(torch.version.cuda or getattr(torch.version, "hip", None) or "")
+    facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if facts["cuda"] else ""
+except BaseException as error:
+    key = "nccl_error" if "torch" in facts else "torch_error"
+    facts[key] = "%s: %s" % (type(error).__name__, error)
+sys.__stdout__.write("\\n" + json.dumps(facts) + "\\n")
+"""
+_PID = re.compile(r"\[\d+\]")
+_TEXTS = ("executable", "version", "torch", "torch_error", "cuda", "nccl")
+
+
+class PythonFacts(Struct, frozen=True, kw_only=True):
+    """The workers' interpreter, as a process of its own found it."""
+
+    executable: str = ""
+    version: str = ""
+    error: str = ""
+    """Why it can't be started (or the container not); empty: it can."""
+    torch: str = ""
+    """Its version; empty: it can't be imported."""
+    torch_error: str = ""
+    cuda: str = ""
+    """That torch was built for (or ROCm); empty: for CPUs."""
+    nccl: str = ""
+    seconds: float = 0.0
+    """Of ``import torch``."""
+
+
+class GpusFacts(Struct, frozen=True, kw_only=True):
+    """The GPUs that this process' job has on this node."""
+
+    nvml: GpuFacts
+    given: int | None = None
+    """How many Slurm gave; None: there is no Slurm."""
+    visible: str | None = None
+    """CUDA_VISIBLE_DEVICES."""
+    far: tuple[str, ...] = ()
+    """GPUs whose NUMA node has no CPU of this job."""
+    has_devices: bool = False
+    """Whether NVIDIA's driver is loaded here."""
+
+
+# -- measured ------------------------------------------------------------------------------------------------------
+
+
+def probe_python(site: ProbeSite) -> PythonFacts | None:
+    """What a worker of this run has on this node; None: it is in an image that Pyxis starts, in a step alone.
+
+    All nodes start the interpreter at once, as those of a run do.
+    """
+    site.barrier("python")
+    container = site.settings.container
+    if container is not None and container.image.runtime is Runtime.PYXIS:
+        return None
+    return look_at_python(site.settings.python, site.env, cwd=os.getcwd(), container=container)
+
+
+def look_at_python(
+    python: str,
+    env: Mapping[str, str],
+    *,
+    cwd: str,
+    container: Container | None = None,
+    seconds: float = IMPORT_SECONDS,
+) -> PythonFacts:
+    """Start an interpreter and have it import torch.
+
+    Args:
+        python: Its path, or a name in PATH; in a container, that of the image.
+        env: The workers'.
+        cwd: The run's working directory.
+        container: Where it runs, by another runtime than Pyxis; None: on this host.
+        seconds: How long it may take.
+    """
+    argv, environ = source_command(python, _LOOK), dict(env)
+    if container is not None:
+        has_nvidia = os.path.exists(_NVIDIA)
+        argv, environ = enter_container(container, argv, env, local_rank=0, cwd=cwd, has_nvidia=has_nvidia)
+    found = _start(argv, environ, seconds, cwd=cwd)
+    if isinstance(found, str):
+        return PythonFacts(error=found)
+    texts = {name: clean_line(str(found.get(name, "")))[:300] for name in _TEXTS}
+    return PythonFacts(**texts, seconds=float(found.get("seconds", 0.0)))
+
+
+def _start(argv: Sequence[str], env: Mapping[str, str], seconds: float, *, cwd: str) -> dict[str, Any] | str:
+    """What it printed, or why there was nothing."""
+    try:
+        done = subprocess.run(
+            argv, env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return f"{argv[0]} has not answered for {seconds:g} s"
+    except OSError as error:
+        return f"{error.filename or argv[0]}: {error.strerror or error}"
+    lines = done.stdout.decode(errors="replace").strip().splitlines()
+    try:
+        found = json.loads(lines[-1])
+        return found if isinstance(found, dict) else f"{argv[0]} is no Python"
+    except (ValueError, IndexError):
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        how = f"ended with {done.returncode}" if done.returncode else "is no Python"
+        # A runtime's own number of its process would make one reason of each node another.
+        return _PID.sub("", clean_line(f"{argv[0]} {how}{f': {said[-1]}' if said else ''}"))[:300]
+
+
+def probe_gpus(site: ProbeSite) -> GpusFacts:
+    """Ask Slurm's variables, NVML and the kernel's topology."""
+    env = site.env
+    try:
+        given = JobEnvironment.from_env(env).node.gpus if in_job(env) else None
+    except JobEnvironmentError:
+        given = None
+    return GpusFacts(
+        nvml=_ask_nvml(env),
+        given=given,
+        visible=env.get("CUDA_VISIBLE_DEVICES"),
+        far=far_gpus(read_machine(env, os.sched_getaffinity(0))),
+        has_devices=os.path.exists(_NVIDIA),
+    )
+
+
+def _ask_nvml(env: Mapping[str, str]) -> GpuFacts:
+    argv = module_command("hpc_elastic.agent.health_gpu", "main")
+    try:
+        done = subprocess.run(
+            argv, env=dict(env), cwd="/", stdin=subprocess.DEVNULL, capture_output=True, timeout=GPU_SECONDS
+        )
+    except subprocess.TimeoutExpired:
+        return GpuFacts(error=f"it has not answered for {GPU_SECONDS:g} s")
+    except OSError as error:
+        return GpuFacts(error=error.strerror or str(error))
+    return from_json(done.stdout)
+
+
+def far_gpus(machine: Machine) -> tuple[str, ...]:
+    """Those on a NUMA node of which the job has no CPU."""
+    return tuple(gpu.bus_id for gpu in machine.gpus if gpu.node is not None and gpu.node not in machine.nodes)
+
+
+# -- judged --------------------------------------------------------------------------------------------------------
+
+
+def judge_pythons(pythons: Mapping[str, PythonFacts], container: Container | None) -> Iterator[Finding]:
+    """Does the workers' interpreter start everywhere, and has it the same torch? `container`: the image it is in."""
+    check = "nodes.container" if container is not None else "nodes.python"
+    where = f"{container.image}: " if container is not None else ""
+    failed = {node: python.error for node, python in pythons.items() if python.error}
+    kinds = {node: f"Python {python.version} ({python.executable})" for node, python in pythons.items()}
+    if failed:
+        is_there = "every node must have the runtime (--setup 'module load ...') and the image, the image --python"
+        yield problem(
+            check, where + _by_value(failed), "workers can't be started there",
+            is_there if container is not None else "--python with a path that every node has, or --setup COMMAND",
+        )  # fmt: skip
+    elif pythons:
+        yield warn_unless(
+            len(set(kinds.values())) == 1, check, where + _by_value(kinds),
+            "ranks run different programs: what works on one node may fail on another",
+            "one environment on the shared filesystem, by --python PATH or --setup COMMAND",
+        )  # fmt: skip
+    elif container is not None:
+        yield warning(
+            check, f"{container.image} was not tried: srun alone starts it",
+            "that it can't be started is seen at the start of a run", "hpc-elastic rehearse, on the cluster",
+        )  # fmt: skip
+    started = {node: python for node, python in pythons.items() if not python.error}
+    if started:
+        yield _torch(started)
+
+
+def _torch(pythons: Mapping[str, PythonFacts]) -> Finding:
+    missing = {node: python.torch_error for node, python in pythons.items() if not python.torch}
+    if missing:
+        return warning(
+            "nodes.torch", _by_value(missing), "scripts that train with it fail",
+            "--python PATH, or --setup COMMAND that activates the environment that has it",
+        )  # fmt: skip
+    kinds = {node: _torch_text(python) for node, python in pythons.items()}
+    if len(set(kinds.values())) > 1:
+        return problem(
+            "nodes.torch", _by_value(kinds), "process groups of unlike versions hang or fail",
+            "install one version into one environment on the shared filesystem",
+        )  # fmt: skip
+    longest, slowest = max((python.seconds, node) for node, python in pythons.items())
+    return warn_unless(
+        longest <= SLOW_IMPORT, "nodes.torch",
+        f"{next(iter(kinds.values()))}, imported in {longest:.1f} s at most ({slowest})",
+        "each start takes so long", "--start-method forkserver for restarts, or a filesystem nearer to the nodes",
+    )  # fmt: skip
+
+
+def _torch_text(python: PythonFacts) -> str:
+    built = f"CUDA {python.cuda}" if python.cuda else "CPUs"
+    return f"torch {python.torch} for {built}{f', NCCL {python.nccl}' if python.nccl else ''}"
+
+
+def judge_node_gpus(nodes: Mapping[str, GpusFacts]) -> Iterator[Finding]:
+    """Are they there, alike, fit, at full speed, and near to the job's CPUs?"""
+    if not any(facts.given or facts.has_devices or facts.nvml.devices for facts in nodes.values()):
+        if nodes:
+            yield ok("gpu.count", "the job has no GPUs of NVIDIA")
+        return
+    own = {node: own_gpus(each.nvml.devices, given=each.given, visible=each.visible) for node, each in nodes.items()}
+    without = [node for node, facts in nodes.items() if not facts.nvml.is_there]
+    yield warn_unless(
+        not without, "gpu.nvml",
+        f"no libnvidia-ml.so.1 on {names_text(without)}" if without else "answers on all nodes",
+        "a broken GPU is found by its failures alone", "ask the site for the libraries of NVIDIA's driver on the nodes",
+    )  # fmt: skip
+    kinds = {node: _kind(facts, own[node]) for node, facts in nodes.items()}
+    yield warn_unless(
+        len(set(kinds.values())) == 1, "gpu.count", _by_value(kinds),
+        "the node with the fewest or the slowest sets the pace; unlike drivers fail on some nodes only",
+        "--constraint, or a type in --gpus-per-node TYPE:N, for one kind of node",
+    )  # fmt: skip
+    if len(without) < len(nodes):
+        yield from _fitness(nodes, own)
+    if any(facts.has_devices for facts in nodes.values()):
+        far = {node: ", ".join(facts.far) for node, facts in nodes.items() if facts.far}
+        yield warn_unless(
+            not far, "gpu.binding",
+            f"the job has no CPU of the NUMA node of GPU {_by_value(far)}" if far
+            else "the job has CPUs near to each GPU",
+            "copies between host and GPU cross the sockets", "--gres-flags=enforce-binding, more CPUs, or --exclusive",
+        )  # fmt: skip
+
+
+def _kind(facts: GpusFacts, own: Sequence[GpuDevice]) -> str:
+    names = sorted({device.name for device in own if device.name})
+    driver = f", driver {facts.nvml.driver}" if facts.nvml.driver else ""
+    return f"{len(own) or facts.given or 0} × {' and '.join(names) or 'GPU'}{driver}"
+
+
+def _fitness(nodes: Mapping[str, GpusFacts], own: Mapping[str, Sequence[GpuDevice]]) -> Iterator[Finding]:
+    faults = {
+        node: reason
+        for node, each in nodes.items()
+        if (reason := judge_gpus(each.nvml, given=each.given, visible=each.visible, least_errors=1).reason)
+    }
+    if faults:
+        yield problem(
+            "gpu.errors", _by_value(faults), "workers there fail, or are not started where the health check finds it",
+            f"--exclude {names_text(faults)}, and a note to the site",
+        )  # fmt: skip
+    else:
+        yield ok("gpu.errors", "NVML reports none")
+    slowed = {
+        node: ", ".join(f"GPU {one.index} by {' and '.join(one.slowed)}" for one in devices if one.slowed)
+        for node, devices in own.items()
+        if any(one.slowed for one in devices)
+    }
+    yield warn_unless(
+        not slowed, "gpu.clocks",
+        f"slowed: {_by_value(slowed)}" if slowed else "no GPU is slowed by heat or its power supply",
+        "all ranks wait for the slowest GPU at each step",
+        f"--exclude {names_text(slowed)}, and a note to the site (cooling, power)" if slowed else "",
+    )  # fmt: skip
+
+
+def _by_value(values: Mapping[str, str]) -> str:
+    """``3.11 on n[1-3], 3.9 on n4``: the most common value first."""
+    nodes: dict[str, list[str]] = {}
+    for node, value in values.items():
+        nodes.setdefault(value, []).append(node)
+    groups = sorted(nodes.items(), key=lambda item: -len(item[1]))
+    return first_of([f"{value} on {names_text(names)}" for value, names in groups], _MOST)
