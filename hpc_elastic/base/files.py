@@ -88,10 +88,8 @@ def why_replaceable(folder: Path | str, *, option: str) -> str | None:
 def sole_owner(folder: Path) -> int:
     """The user who alone can have put there what stands in a folder: for what acts on it, not for what shows it.
 
-    A link on the way to it is that user's, this one's or root's: another user's could lead to any folder of theirs.
-
     Args:
-        folder: The folder; links are followed.
+        folder: The folder. It and the one above it may be links, but no other user's: theirs could lead anywhere.
 
     Returns:
         This user, who may have to trust root; to root, any one user.
@@ -106,11 +104,11 @@ def sole_owner(folder: Path) -> int:
     if info.st_mode & 0o022:
         mode = stat.S_IMODE(info.st_mode)
         raise UnsafePathError(f"{folder} can be written by other users (mode {mode:04o}); run: chmod go-w {folder}")
-    absolute = Path(os.path.abspath(folder))
-    for above in (absolute, *absolute.parents):
-        link = os.lstat(above)
+    given = Path(os.path.abspath(folder))
+    for path in (given, given.parent):
+        link = os.lstat(path)
         if stat.S_ISLNK(link.st_mode) and link.st_uid not in (info.st_uid, me, 0):
-            raise UnsafePathError(f"{above} is a symbolic link of uid {link.st_uid}; give the folder itself")
+            raise UnsafePathError(f"{path} is a symbolic link of uid {link.st_uid}; give the folder itself")
     return info.st_uid
 
 

@@ -143,6 +143,7 @@ def _named(text: str, runs_dir: str | None) -> RunPaths:
     folder = find_run_dir(text, runs_dir)
     if attempt_number(folder.name) is not None:
         raise UsageError(f"{text} is one attempt of a run; give the run's directory, {folder.parent}")
+    run_job.run_owner(text, RunPaths(folder))
     return RunPaths(folder)
 
 
@@ -169,7 +170,11 @@ def _remove(old: OldRun, clock: Clock) -> bool:
     if not list(ended_runs([old.paths], clock, says_why=True)):
         return False
     try:
+        run_job.run_owner("", old.paths)
         shutil.rmtree(old.paths.root)  # never through a symbolic link
+    except UsageError as error:
+        print_note(f"not removed: {error}")
+        return False
     except OSError as error:
         print_note(f"{error.filename or old.paths.root} can't be removed: {error.strerror}")
         return False

@@ -10,6 +10,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from hpc_elastic.base.clock import SystemClock
+from hpc_elastic.base.files import sole_owner
 from hpc_elastic.cli.run_argument import LAST, LAST_HELP, RUN_HELP, check_single, find_run_dir
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_status import RunState, RunStatus, newest_job, read_status
@@ -38,6 +39,8 @@ class RunJob(Struct, frozen=True, kw_only=True):
     paths: RunPaths
     status: RunStatus
     job: JobId
+    owner: int
+    """The uid of the user who alone can have written that."""
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, last: bool = False) -> None:
@@ -77,7 +80,10 @@ def find_run_job(args: argparse.Namespace, *, arrays: bool = False, if_ended: st
     paths = find_paths(args)
     if not arrays:
         check_single(paths)
+    owner = run_owner(args.run, paths)
     status = read_status(paths, clock=SystemClock())
+    if run_owner(args.run, paths) != owner:
+        raise UsageError(f"{paths.root} was replaced meanwhile")
     if status.cluster == "local" and status.state is RunState.ENDED:
         ended = status.outcome.replace("_", " ")
         raise UsageError(f"run {status.run_id} has already ended: {ended}; {if_ended}")
@@ -87,7 +93,47 @@ def find_run_job(args: argparse.Namespace, *, arrays: bool = False, if_ended: st
     if job is None:
         why = f" ({status.problem})" if status.problem else ""
         raise UsageError(f"run {status.run_id} has no job that this account knows of{why}; see squeue --me")
-    return RunJob(paths=paths, status=status, job=job)
+    return RunJob(paths=paths, status=status, job=job, owner=owner)
+
+
+def run_owner(text: str, paths: RunPaths) -> int:
+    """The user who alone can have written a run's files, by its folders: what acts on a run asks this, root included.
+
+    Args:
+        text: What the user gave, where it is a path: a link of another user's could lead to any run.
+        paths: The run that was found by it.
+
+    Raises:
+        UsageError: other users can have written them, or put them there.
+    """
+    folders = [paths.root, *(attempt.root for attempt in paths.attempts()[-1:])]
+    if task_index(paths.root.name) is not None:
+        folders.append(paths.root.parent)
+    if os.path.exists(text) and Path(os.path.realpath(text)).is_relative_to(os.path.realpath(paths.root)):
+        folders.append(Path(text))
+    try:
+        owners = {sole_owner(folder) for folder in folders}
+    except OSError as error:
+        raise UsageError(f"{error.filename}: {error.strerror}") from None
+    if len(owners) > 1:
+        raise UsageError(f"{paths.root} holds folders of several users: uids {', '.join(map(str, sorted(owners)))}")
+    return owners.pop()
+
+
+def _check_owner(asked: RunJob, client: SlurmClient) -> None:
+    """Raises UsageError where root is to act on the job of a user who did not write the number of that job.
+
+    Any other user reads files of their own alone, and Slurm keeps them off others' jobs.
+    """
+    if os.geteuid() != 0 or asked.owner == 0:
+        return
+    state = client.job_state(asked.job)
+    if state is None or state.user not in (_name_of(asked.owner), str(asked.owner)):
+        whose = f"belongs to {state.user}" if state is not None else "is not known to Slurm"
+        raise UsageError(
+            f"{asked.paths.root} was written by {_name_of(asked.owner)}, and the job that it names, {asked.job}, "
+            f"{whose}; only its owner's files are believed"
+        )
 
 
 def slurm_client(*, timeout: float = SLURM_SECONDS) -> SlurmClient:
@@ -128,7 +174,7 @@ def _run_of(text: str, state: JobState | None) -> Path:
             f"job {text}: no such run (searched this account's runs; Slurm does not know the job); "
             "give the run directory"
         )
-    whose = state.user if state.user not in (None, _own_name(), str(os.getuid())) else None
+    whose = state.user if state.user not in (None, _name_of(os.getuid()), str(os.getuid())) else None
     root = _run_directory_of(state)
     if root is None:
         owner = f", of {whose}" if whose else ""
@@ -157,13 +203,13 @@ def _run_directory_of(state: JobState) -> Path | None:
     return folder if folder is not None and RunPaths(folder).run_json.is_file() else None
 
 
-def _own_name() -> str:
+def _name_of(uid: int) -> str:
     import pwd
 
     try:
-        return pwd.getpwuid(os.getuid()).pw_name
+        return pwd.getpwuid(uid).pw_name
     except KeyError:
-        return str(os.getuid())
+        return str(uid)
 
 
 def run_cancel(args: argparse.Namespace) -> int:
@@ -187,6 +233,7 @@ def _where_the_report_is(asked: RunJob) -> str:
 
 def cancel(asked: RunJob, client: SlurmClient) -> str:
     """Cancel, and say what happens. Raises as `run`."""
+    _check_owner(asked, client)
     status = asked.status
     tasks = array_tasks(asked.paths)
     if tasks:
@@ -213,6 +260,7 @@ def run_requeue(args: argparse.Namespace) -> int:
 
 def requeue(asked: RunJob, client: SlurmClient) -> str:
     """Requeue, and say what happens. Raises as `run`."""
+    _check_owner(asked, client)
     status, job = asked.status, asked.job
     if status.state is RunState.REQUEUED and _has_ended(job, client):
         # The process that decided it was killed before it asked Slurm.
@@ -255,7 +303,7 @@ def _again(asked: RunJob, client: SlurmClient, done: str) -> str:
         from hpc_elastic.launch.slurm_site import own_script  # with the launcher: report, status and list need none
 
         script, task = own_script(asked.paths), task_index(asked.paths.root.name)
-        if script is None or script.stat().st_uid != os.getuid():
+        if script is None or {asked.owner, script.stat().st_uid} != {os.geteuid()}:
             raise
         number = client.submit(str(script), extra=[] if task is None else [f"--array={task}"])
         job = str(number) if task is None else f"{number}_{task}"

@@ -14,7 +14,7 @@ from submitit.core.core import InfoWatcher, Job
 from submitit.core.utils import DelayedSubmission
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.base.files import read_bytes
+from hpc_elastic.base.files import read_bytes, sole_owner
 from hpc_elastic.errors import UnsafePathError, UsageError
 from hpc_elastic.launch.run_directory import job_now
 from hpc_elastic.run.paths import RunPaths
@@ -145,6 +145,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         owner = os.stat(self._run_dir).st_uid
         if owner != os.geteuid():  # none of its files would be read: `result` would wait for ever
             raise UnsafePathError(f"{self._run_dir}, the run of job {job_id}, belongs to uid {owner}, not to you")
+        sole_owner(self._run_dir)
 
     def _register_in_watcher(self) -> None:
         if self.cluster == "slurm":

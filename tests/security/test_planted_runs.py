@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import pytest
 
 from tests.rigs.two_users import TwoUsers, User
 
+ENDED = json.dumps({"version": 1, "outcome": "failed", "reason": "x", "exit_code": 1, "action": "end", "decision": "x"})
 COMMANDS = (["status"], ["report"], ["logs"], ["logs", "--events"])
 
 
@@ -104,11 +108,37 @@ def test_a_copy_can_be_looked_at_and_runs_nothing(attacker: User, victim: User, 
     assert not (shared / "attacked").exists()
 
 
-@pytest.mark.parametrize("command", ["cancel", "requeue"])
-def test_a_planted_run_makes_no_call_of_slurm(
-    attacker: User, victim: User, planted: Path, shared: Path, command: str
-) -> None:
-    attacker.python(
+class FakeSlurm:
+    """Programs of Slurm's names on a PATH: what they were called with, and a job 4711 of `user`."""
+
+    def __init__(self, folder: Path, user: User | None) -> None:
+        self._folder, self.path = folder, folder / "bin"
+        self.path.mkdir()
+        facts = (
+            f"JobId=4711 JobName=x\n   UserId={user.name}({user.uid})\n   JobState=RUNNING Reason=None" if user else ""
+        )
+        shows = f"case \"$1 $2\" in 'show job') echo '{facts}'; exit 0 ;; esac" if user else ""
+        says = {"scancel": "exit 0", "scontrol": shows, "sbatch": "echo 4712", "squeue": "", "sacct": ""}
+        for name, text in says.items():
+            called = f'#!/bin/sh\necho {name} "$@" >> {folder}/called\n{text}\n'
+            (self.path / name).write_text(f"{called}echo Invalid job id specified >&2; exit 1\n")
+            (self.path / name).chmod(0o755)
+        (folder / "called").touch()
+        (folder / "called").chmod(0o666)
+
+    def env(self, user: User) -> dict[str, str]:
+        return {"PATH": f"{self.path}:{user.environment.bin}:{os.defpath}"}
+
+    @property
+    def changes(self) -> list[str]:
+        """The calls that change a job, without the cluster's questions."""
+        calls = (self._folder / "called").read_text().splitlines()
+        return [call for call in calls if not call.startswith(("scontrol show", "squeue", "sacct"))]
+
+
+def name_job(owner: User, run_dir: Path) -> None:
+    """Have `owner` write the number 4711 into a run's files; it has not ended."""
+    owner.python(
         """
         import json, os, sys
         from pathlib import Path
@@ -116,15 +146,118 @@ def test_a_planted_run_makes_no_call_of_slurm(
         for path in (*root.glob("*.json"), *root.glob("attempt-000/*.json")):
             value = json.loads(path.read_text())
             path.write_text(json.dumps({**value, "job_id": "4711", "cluster": "slurm"}))
+        os.unlink(root / "attempt-000/result.json")
         """,
-        planted,
+        run_dir,
     )
-    programs = shared / "bin"
-    programs.mkdir()
-    for name in ("scancel", "scontrol", "squeue", "sacct", "sbatch"):
-        (programs / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {shared}/called\nexit 1\n')
-        (programs / name).chmod(0o755)
-    path = f"{programs}:{victim.environment.bin}:{os.defpath}"
-    done = victim.hpc_elastic(command, planted, env={"PATH": path})
+
+
+@pytest.fixture
+def root(victim: User) -> User:
+    """Root, as under ``sudo -H``."""
+    return dataclasses.replace(victim, name="root", uid=0, gid=0, home=Path("/nonexistent"))
+
+
+@pytest.fixture(scope="module")
+def victims_run(users: TwoUsers) -> Path:
+    """One of the victim's own, which has job 4711."""
+    victim = users.victim
+    victim.python("open('train.py', 'w').write('print(1)')")
+    victim.hpc_elastic("run", "--cluster", "local", "--runs-dir", "own", "--run-id", "r", "train.py", check=True)
+    name_job(victim, victim.home / "own/r")
+    return victim.home / "own" / "r"
+
+
+@pytest.mark.parametrize("command", ["cancel", "requeue"])
+def test_a_planted_run_makes_no_call_of_slurm(
+    attacker: User, victim: User, planted: Path, shared: Path, command: str
+) -> None:
+    name_job(attacker, planted)
+    slurm = FakeSlurm(shared, attacker)
+    done = victim.hpc_elastic(command, planted, env=slurm.env(victim))
     assert done.returncode == 2, done.stderr
-    assert not (shared / "called").exists()
+    assert (shared / "called").read_text() == ""
+
+
+@pytest.mark.parametrize("command", ["cancel", "requeue"])
+@pytest.mark.parametrize("owner", ["victim", None])
+def test_root_does_nothing_to_a_job_that_is_not_its_runs_owners(
+    attacker: User, victim: User, root: User, planted: Path, shared: Path, command: str, owner: str | None
+) -> None:
+    name_job(attacker, planted)
+    slurm = FakeSlurm(shared, victim if owner else None)
+    done = root.hpc_elastic(command, planted, cwd=Path("/"), env=slurm.env(root))
+    assert done.returncode == 2, done.stderr
+    assert f"was written by {attacker.name}, and the job that it names, 4711, " in done.stderr
+    assert slurm.changes == []
+
+
+@pytest.mark.parametrize("command", ["cancel", "requeue"])
+def test_root_acts_on_a_users_job_by_that_users_files(
+    attacker: User, root: User, planted: Path, shared: Path, command: str
+) -> None:
+    planted.chmod(0o700)
+    name_job(attacker, planted)
+    slurm = FakeSlurm(shared, attacker)
+    root.hpc_elastic(command, planted, cwd=Path("/"), env=slurm.env(root))
+    (only,) = slurm.changes
+    assert only.startswith("scancel")
+    assert only.endswith("4711")
+
+
+@pytest.mark.parametrize("link", ["latest", "attempt-000", "."])
+def test_a_planted_link_leads_to_no_run_of_the_victims(
+    attacker: User, victim: User, root: User, planted: Path, victims_run: Path, shared: Path, link: str
+) -> None:
+    """Its files are the victim's, and so is its job: but which run it is, the attacker has chosen."""
+    target = victims_run / "attempt-000" if link == "attempt-000" else victims_run
+    given = shared / "link" if link == "." else planted / link
+    attacker.run(["sh", "-ec", 'rm -rf "$0"; ln -s "$1" "$0"', str(given), str(target)], check=True)
+    slurm = FakeSlurm(shared, victim)
+    result = victims_run / "attempt-000/result.json"
+    for command in (["cancel"], ["requeue"], ["clean", "--yes"]):
+        if command[0] == "clean":
+            victim.python("import sys; open(sys.argv[1], 'w').write(sys.argv[2])", result, ENDED)
+        for user in (victim, root):
+            done = user.hpc_elastic(
+                *command, planted if link == "attempt-000" else given, cwd=Path("/"), env=slurm.env(user)
+            )
+            assert done.returncode != 0, done.stdout
+    result.unlink()
+    assert slurm.changes == []
+    assert (victims_run / "run.json").exists()
+
+
+def test_root_believes_no_folder_that_others_can_write_to(
+    attacker: User, victim: User, root: User, planted: Path, victims_run: Path, shared: Path
+) -> None:
+    """There, an attacker names another job of the run's owner."""
+    name_job(attacker, planted)
+    victim.home.chmod(0o755)
+    victims_run.parent.chmod(0o755)
+    victims_run.chmod(0o777)
+    try:
+        attacker.run(["cp", "-r", str(planted / "attempt-000"), str(victims_run / "attempt-001")], check=True)
+        slurm = FakeSlurm(shared, victim)
+        done = root.hpc_elastic("cancel", victims_run, cwd=Path("/"), env=slurm.env(root))
+        assert "can be written by other users" in done.stderr
+        assert slurm.changes == []
+    finally:
+        shutil.rmtree(victims_run / "attempt-001")
+        victim.home.chmod(0o700)
+        victims_run.chmod(0o700)
+
+
+def test_root_submits_no_script_that_a_user_chose(attacker: User, root: User, planted: Path, shared: Path) -> None:
+    """The job can't be requeued, and the run's script is a link to one of root's own."""
+    planted.chmod(0o700)
+    name_job(attacker, planted)
+    own = shared / "roots.sh"
+    own.write_text("#!/bin/sh\n")
+    attacker.run(["ln", "-sf", str(own), str(planted / "job.sbatch")], check=True)
+    slurm = FakeSlurm(shared, attacker)
+    (slurm.path / "squeue").write_text("#!/bin/sh\nexit 1\n")
+    attacker.python("import sys; open(sys.argv[1], 'w').write(sys.argv[2])", planted / "attempt-000/result.json", ENDED)
+    done = root.hpc_elastic("requeue", planted, cwd=Path("/"), env=slurm.env(root))
+    assert done.returncode != 0
+    assert not [call for call in slurm.changes if call.startswith("sbatch")]

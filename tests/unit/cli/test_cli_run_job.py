@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -47,7 +48,7 @@ class Client:
 
 def asked(state: RunState, **changes: object) -> RunJob:
     found = status(state=state, outcome="failed", max_requeues=3, **changes)
-    return RunJob(paths=RunPaths(Path("/r")), status=found, job=JobId("42"))
+    return RunJob(paths=RunPaths(Path("/r")), status=found, job=JobId("42"), owner=os.geteuid())
 
 
 @pytest.mark.parametrize("state", [state for state in RunState if state is not RunState.ENDED])
