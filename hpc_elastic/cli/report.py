@@ -10,7 +10,7 @@ from collections.abc import Callable, Container
 from pathlib import Path
 
 from hpc_elastic.base.clock import Clock, SystemClock
-from hpc_elastic.base.files import read_bytes, write_private
+from hpc_elastic.base.files import read_bytes, sole_owner, write_private
 from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.cli import run_job
 from hpc_elastic.cli.follow import follow_to_end
@@ -195,6 +195,16 @@ def _page(history: RunHistory, attempt: int | None, output: str | None) -> str:
     return f"{one_line(str(_write_page(history, attempt, output)))}\n"
 
 
+def _check_own(attempt: Path) -> None:
+    """Raises UsageError where another user chose the folder: a link of theirs could lead to any file of this name."""
+    try:
+        is_own = {sole_owner(folder) for folder in (attempt, attempt.parent)} == {os.geteuid()}
+    except (OSError, UnsafePathError):
+        is_own = False
+    if not is_own:
+        raise UsageError(f"{attempt} is not yours alone; say where to write the page with --output FILE")
+
+
 def _write_page(history: RunHistory, attempt: int | None, output: str | None) -> Path:
     """Make the page. Returns its path.
 
@@ -210,6 +220,7 @@ def _write_page(history: RunHistory, attempt: int | None, output: str | None) ->
         if number is None:
             raise UsageError(f"run {history.run_id} has no attempt yet; say where to write the page with --output FILE")
         path = RunPaths(Path(history.run_dir)).attempt(number).report_html
+        _check_own(path.parent)
     if path.exists() and not path.is_file():  # it would be replaced, /dev/stdout as well
         raise UsageError(f"{path} is not a regular file; --output - writes the page to standard output")
     try:

@@ -248,6 +248,19 @@ def test_root_believes_no_folder_that_others_can_write_to(
         victims_run.chmod(0o700)
 
 
+@pytest.mark.parametrize("who", ["victim", "root"])
+def test_a_page_is_written_to_no_folder_that_another_user_chose(
+    attacker: User, victim: User, root: User, planted: Path, who: str
+) -> None:
+    folder = victim.home / f"pages-{who}"
+    victim.run(["sh", "-ec", 'mkdir "$0"; echo OWN > "$0/report.html"', str(folder)], check=True)
+    attacker.run(["sh", "-ec", 'rm -r "$0"; ln -s "$1" "$0"', str(planted / "attempt-000"), str(folder)], check=True)
+    user = victim if who == "victim" else root
+    done = user.hpc_elastic("report", "--format", "html", planted, cwd=Path("/"))
+    assert (done.returncode, (folder / "report.html").read_text()) == (2, "OWN\n")
+    assert "--output FILE" in done.stderr
+
+
 def test_root_submits_no_script_that_a_user_chose(attacker: User, root: User, planted: Path, shared: Path) -> None:
     """The job can't be requeued, and the run's script is a link to one of root's own."""
     planted.chmod(0o700)
