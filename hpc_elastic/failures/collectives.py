@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.text import cut_end, plural, ranks_text
 from hpc_elastic.failures.fingerprint import user_frames
-from hpc_elastic.failures.flight_analysis import analyse
+from hpc_elastic.failures.flight_analysis import Analysis, analyse
 from hpc_elastic.failures.flight_dump import dumps_of
 from hpc_elastic.failures.flight_groups import Reason
 from hpc_elastic.failures.peers import find_peer
@@ -245,7 +245,6 @@ class Comparison(Struct, frozen=True, kw_only=True):
     all, or ranks wait for each other."""
 
 
-NOTHING = Comparison()
 _WRONG_SIZE = "the world size that the script gives is too large"
 _WRONG_RANKS = "the ranks that the script gives are not this job's"
 
@@ -267,9 +266,11 @@ def compare_ranks(activities: Sequence[Activity], *, hosts: Mapping[int, str] | 
     known = {activity.rank: activity for activity in activities}
     where = hosts or {}
     workers = len(where) or len(known)
+    dumps = dumps_of({activity.rank: activity.flight for activity in activities if activity.flight is not None})
+    recorded = analyse(dumps, world_size=workers) if dumps else Analysis()
     for find in (
         _named,
-        partial(_by_flight_recorder, workers=workers),
+        partial(_by_flight_recorder, recorded=recorded),
         _by_operation,
         _by_sequence,
         partial(_by_store, workers=workers),
@@ -284,7 +285,7 @@ def compare_ranks(activities: Sequence[Activity], *, hosts: Mapping[int, str] | 
                 replace(suspect, host=where.get(suspect.rank, "")) for suspect in found.suspects[:MOST_SUSPECTS]
             )
             return replace(found, suspects=tuple(suspects))
-    return NOTHING
+    return Comparison(says=_of_all_dumps(recorded))
 
 
 def _blame(whys: Mapping[int, str], says: str = "") -> Comparison:
@@ -308,17 +309,21 @@ def _named(known: Mapping[int, Activity]) -> Comparison | None:
     return _blame(whys)
 
 
-def _by_flight_recorder(known: Mapping[int, Activity], *, workers: int) -> Comparison | None:
+def _by_flight_recorder(known: Mapping[int, Activity], *, recorded: Analysis) -> Comparison | None:
     """What the ranks' dumps show together; a rank without one shows less than what it was doing."""
-    dumps = dumps_of({rank: activity.flight for rank, activity in known.items() if activity.flight is not None})
-    if not dumps:
-        return None
-    suspects = analyse(dumps, world_size=workers).suspects
-    whys = {one.rank: f"it {one.reason}" for one in suspects if one.kind is not Reason.NO_DUMP}
+    whys = {one.rank: f"it {one.reason}" for one in recorded.suspects if one.kind is not Reason.NO_DUMP}
     for rank in whys.keys() & known.keys():
         if (activity := known[rank]).doing is not Doing.UNKNOWN and not activity.failed:
             whys[rank] += f"; it was {activity.where}"
     return _blame(whys) if whys else None
+
+
+def _of_all_dumps(recorded: Analysis) -> str:
+    """The collective that ranks wait in where no rank differs; empty: none waits."""
+    if recorded.suspects:  # they left no dump
+        ranks = [one.rank for one in recorded.suspects]
+        return f"{ranks_text(ranks)} {recorded.suspects[0].reason}"
+    return recorded.says if any(group.waiting for group in recorded.groups) else ""
 
 
 def _by_operation(known: Mapping[int, Activity]) -> Comparison | None:

@@ -88,7 +88,7 @@ def analyse(dumps: Iterable[RankDump], *, world_size: int | None = None) -> Anal
     known = sorted(dumps, key=lambda dump: dump.rank)
     if not known:
         return Analysis(says="there is no dump")
-    groups, transfers = waiting_groups(known, world_size)
+    groups, transfers = _waiting_groups(known, world_size)
     is_live = bool(transfers) or any(group.is_live for group in groups)
     found = [suspect for group in groups for suspect in differing(group)]
     waits = [*(wait for group in groups for wait in _waits(group, known)), *transfers]
@@ -103,13 +103,8 @@ def analyse(dumps: Iterable[RankDump], *, world_size: int | None = None) -> Anal
     return Analysis(suspects=chosen, groups=states, says="" if chosen else _says(groups, is_live=is_live))
 
 
-def waiting_groups(dumps: Sequence[RankDump], world_size: int | None) -> tuple[list[Group], list[_Wait]]:
-    """The groups with what each rank waits in, or waited in at last, and the sends and receives that wait.
-
-    Args:
-        dumps: By rank.
-        world_size: Where it is known.
-    """
+def _waiting_groups(dumps: Sequence[RankDump], world_size: int | None) -> tuple[list[Group], list[_Wait]]:
+    """The groups with what each rank waits in, or waited in at last, and the sends and receives that wait."""
     groups = groups_of(dumps, world_size)
     transfers = list(_transfers(dumps, groups))
     if not any(group.waiting for group in groups) and not transfers:
@@ -318,7 +313,7 @@ def _says(groups: Sequence[Group], *, is_live: bool) -> str:
                 first, others = (f"{ranks_text(who, limit=_MOST_SHOWN)} {_have(who)}" for who in (ahead, behind))
                 return f"{first} completed {what}, which {others} not"
             return (
-                f"all {plural(len(group.last), 'rank')} entered {what}, and none has completed it: "
+                f"{ranks_text(behind, limit=_MOST_SHOWN)} entered {what}, and none has completed it: "
                 "look at the network and the devices"
             )
     return "no rank waits for another one in a collective"

@@ -48,7 +48,10 @@ def _other(
     call, other = calls[rank], calls[theirs[0]]
     who = "the others" if len(theirs) == len(values) - 1 and len(theirs) > 1 else ranks_text(theirs, limit=_MOST_SHOWN)
     if kind is Reason.OTHER_COLLECTIVE:
-        does = f"called {named(call, number)} of group {group.label} where {who} called {other.name}{sized(other)}"
+        does = (
+            f"called {named(call, number)} of group {group.label}{sized(call)} "
+            f"where {who} called {other.name}{sized(other)}"
+        )
     else:
         does = (
             f"called {named(call, number)} of group {group.label} with {shape_of(call) or 'nothing'} "
@@ -71,7 +74,7 @@ def _first_difference(group: Group) -> Iterator[int]:
         if _is_comparable(dump, track):
             for call in dump.calls:  # most are the same objects in many ranks' dumps
                 if id(call) not in seen:
-                    seen[id(call)] = tables.setdefault(signature(call), len(tables))
+                    seen[id(call)] = tables.setdefault(_signature(call), len(tables))
             kinds = [seen[id(call)] for call in dump.calls]
             begin = first - track.sequences[0]
             window = array("I", map(kinds.__getitem__, track.calls[begin : begin + last - first + 1]))
@@ -90,7 +93,7 @@ def _is_comparable(dump: RankDump, track: Track) -> bool:
     )
 
 
-def signature(call: Call) -> object:
+def _signature(call: Call) -> object:
     """Equal for what may meet in one collective."""
     return _kind_of(call), _size_of(call)
 

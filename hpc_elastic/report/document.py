@@ -59,7 +59,7 @@ _ASKED_TO_END = (Outcome.CANCELLED.value, Outcome.PREEMPTED.value, Outcome.TIMED
 """Its agents ended otherwise than well since they were asked to."""
 _MOST_CAUSES = 2
 _MOST_AGENTS = 3
-_MOST_SUSPECTS = 2
+_MOST_SUSPECTS = 3
 _Key = tuple[str, str, int]
 
 

@@ -8,17 +8,7 @@ from pathlib import Path
 from msgspec import Struct
 
 from hpc_elastic.base.text import plural
-from hpc_elastic.failures.flight_grid import CallGrid
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.report.collective_grid import (
-    SIGNS,
-    TITLE,
-    columns,
-    describe_calls,
-    describe_group,
-    describe_row,
-    grids_of,
-)
 from hpc_elastic.report.document import NOT_AVAILABLE, Fold
 from hpc_elastic.report.history import AttemptHistory, RoundHistory
 from hpc_elastic.report.render_html_markup import (
@@ -231,35 +221,6 @@ def stacks_part(attempt: AttemptHistory | None, part: RoundHistory | None) -> Ma
         _threads(part),
         label="Stacks",
     )
-
-
-def grids_part(part: RoundHistory | None) -> Markup:
-    """The picture; nothing without dumps."""
-    grids = grids_of(part) if part is not None else ()
-    if not grids:
-        return Markup("")
-    signs = (
-        element("li", element("b", sign, class_=f"g-{state.value}"), f" {what}")
-        for state, (sign, what) in SIGNS.items()
-    )
-    return card(TITLE, *map(_picture, grids), element("ul", *signs, class_="legend"), label="Collectives")
-
-
-def _picture(grid: CallGrid) -> Markup:
-    heads = (element("th", f"#{number}", scope="col", title=call) for number, call in columns(grid))
-    rows = [element("tr", element("th", "", scope="col"), *heads)]
-    for row in grid.rows:
-        cells = (
-            element("td", SIGNS[state][0], class_=f"g-{state.value}", title=f"{SIGNS[state][1]}: #{number} {call}")
-            for state, (number, call) in zip(row.states, columns(grid), strict=True)
-        )
-        count = f" ({plural(len(row.ranks), 'rank')})" if len(row.ranks) > 1 else ""
-        rows.append(element("tr", element("th", ranks(row.ranks), count, scope="row"), *cells))
-    below = [element("p", "; ".join(describe_calls(grid)), class_="muted")]
-    below += [element("p", f"{ranks(row.ranks)}: {describe_row(grid, row)}") for row in grid.rows[:3]]
-    if grid.left_out:
-        below.append(element("p", f"and {plural(grid.left_out, 'rank')} more", class_="muted"))
-    return join(element("h3", describe_group(grid)), element("div", element("table", *rows), class_="grid"), *below)
 
 
 def _threads(part: RoundHistory) -> Markup | str:

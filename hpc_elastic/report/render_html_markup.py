@@ -228,12 +228,6 @@ vertical-align:-.05rem;border:1px solid var(--line)}
 .f-queued{background:repeating-linear-gradient(45deg,var(--spare) 0 2px,var(--card) 2px 6px)}
 .f-ending{background:repeating-linear-gradient(0deg,var(--done) 0 3px,var(--card) 3px 5px)}
 .scroll{overflow-x:auto}
-.grid{overflow-x:auto;margin:.4rem 0}.grid table{width:auto;min-width:0}
-.grid th[scope=row]{max-width:16rem;white-space:normal;overflow-wrap:anywhere;padding:.2rem .6rem .2rem 0}
-.grid td,.grid th[scope=col]{text-align:center;padding:.2rem .35rem;min-width:1.6rem}
-.grid td{border:1px solid var(--line);font-weight:650}
-.g-completed{color:var(--good)}.g-waits{color:var(--warn)}.g-other,.g-never_entered{color:var(--bad)}
-.g-not_known{color:var(--muted)}
 table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
 th,td{text-align:left;vertical-align:top;padding:.35rem .9rem .35rem 0;border-bottom:1px solid var(--line)}
 th{font-weight:600;color:var(--muted);font-size:.87rem;white-space:nowrap}
@@ -328,8 +322,7 @@ box-shadow:0 10px 40px #0006}
 .entry pre{max-height:45vh}
 .vh{position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%);white-space:nowrap}
 @media (max-width:700px){main{padding:.8rem}.chartscroll{--label:7rem}.goodput{grid-template-columns:1fr}
-dl.facts{grid-template-columns:1fr}dl.facts dd{margin-bottom:.3rem}.grid th[scope=row]{max-width:6rem}
-.grid td,.grid th[scope=col]{padding:.2rem .1rem;font-size:.75rem}}
+dl.facts{grid-template-columns:1fr}dl.facts dd{margin-bottom:.3rem}}
 @media screen and (max-width:700px){.scroll table,.scroll tr{display:block}.scroll th{display:none}
 .scroll tr{border-bottom:1px solid var(--line);padding:.35rem 0}.scroll tr:last-child{border-bottom:0}
 .scroll td{display:inline;border:0;padding:0;white-space:normal;overflow-wrap:anywhere}

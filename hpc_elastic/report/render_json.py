@@ -14,7 +14,6 @@ from hpc_elastic.base.text import ranges
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.advice import advise
 from hpc_elastic.report.clocks import NO_CLOCKS, SUPERVISOR, Clocks
-from hpc_elastic.report.collective_grid import grid_values
 from hpc_elastic.report.document import Document, Fold, build_document, fold_failures
 from hpc_elastic.report.excerpt import user_frame
 from hpc_elastic.report.goodput import Goodput
@@ -176,7 +175,6 @@ def _round(part: RoundHistory, nodes: dict[RoundNode, dict[str, Any]]) -> dict[s
         "verdict": _verdict_core(verdict_of(part)) if part.broken else None,
         "failures": [_fold(fold, part.clocks) for fold in fold_failures(part.failures, part.clocks)],
         "heartbeats": [_values(status) for status in part.rank_statuses],
-        "collectives": grid_values(part),
         "stacks": [
             {"ranks": ranges(group.ranks), "stack": list(group.stack), "state": group.state} for group in part.stacks
         ],

@@ -15,7 +15,6 @@ from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.advice import advise
 from hpc_elastic.report.clocks import Clocks
-from hpc_elastic.report.collective_grid import grid_lines
 from hpc_elastic.report.document import Document, Fact, Fold, RoundEntry, build_document, fold_failures, round_entry
 from hpc_elastic.report.excerpt import make_excerpt
 from hpc_elastic.report.goodput import (
@@ -84,7 +83,6 @@ def render_text(
     others: list[str] = []
     if (part := document.subject.round) is not None:
         others = _others(part, document.subject.verdict, width, cap=None if everything else _OTHERS)
-        others += [fit(line, width) for line in grid_lines(part, cap=None if everything else _OTHERS)]
         others += _stacks(part, width, cap=None if everything else _OTHERS)
     fixed = len(head) + len(done) + len(past) + len(others) + 4
     left = None if max_lines is None else max_lines - fixed

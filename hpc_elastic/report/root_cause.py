@@ -111,7 +111,7 @@ def decide_verdict(
                 behind = find_left_behind(failed, ends=ends, activities=activities, ranks=hosts)
                 suspects = behind or suspects
                 suspects = suspects or find_silent(failed, ends=ends, activities=activities, ranks=hosts)
-            says = compared.says or describe_peers(peers, hosts=hosts)
+            says = "; ".join(filter(None, (compared.says, describe_peers(peers, hosts=hosts))))
             verdict = _unknown_verdict(ranking, suspects, says)
     elif first.failure_class is FailureClass.HANG:
         compared = compare_ranks(activities, hosts=ranks)

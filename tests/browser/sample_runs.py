@@ -132,36 +132,33 @@ def hung_run(root: Path) -> RunBuilder:
     return builder
 
 
-def collectives_run(root: Path, *, ranks: int = 4) -> RunBuilder:
+def collectives_run(root: Path) -> RunBuilder:
     """All wait in an all_reduce; one rank never entered it, one called a broadcast, and one left no dump."""
-    builder = RunBuilder(root, nodes=max(1, ranks // 4), per_node=4)
+    builder = RunBuilder(root, nodes=1, per_node=4)
     builder.attempt(0)
     agents(builder, 0, at=2)
     builder.round(0, 0, at=4)
-    shapes = {name: Call(name=name, group="0", backend="nccl") for name in ("barrier", "broadcast")}
-    shapes["all_reduce"] = Call(
+    all_reduce = Call(
         name="all_reduce", group="0", description="default_pg", backend="nccl", inputs=((1024, 2048),),
         outputs=((1024, 2048),), types=("BFloat16",),
     )  # fmt: skip
-    for node in range(builder.nodes):
-        found = []
-        for rank in range(4 * node, 4 * node + 4):
-            last = 39 if rank == 2 else 40
-            calls = (shapes["all_reduce"], shapes["barrier"], shapes["broadcast"])
-            numbers = tuple(range(20, last + 1))
-            track = TailTrack(
-                group="0",
-                backend="nccl",
-                sequences=numbers,
-                calls=tuple(1 if n == 38 else 2 if n == 40 and rank == 1 else 0 for n in numbers),
-                done=tuple(int(n < 40) for n in numbers),
-            )
-            flight = FlightTail(calls=calls, tracks=(track,), members=(("0", f"0-{ranks - 1}"),))
-            found.append(Activity(rank=rank, failed=rank != 2, flight=flight if rank != 3 else None))
-            if rank != 2:
-                text = f"RuntimeError: {GLOO.format(rank=rank)}"
-                builder.fail(make_failure(rank, at=400 + rank / 1000, exception=text, per_node=4))
-        builder.event(0, "agent", node, 401, "ranks_observed", round=0, ranks=msgspec.to_builtins(found), total=4)
+    calls = (all_reduce, Call(name="broadcast", group="0", backend="nccl"))
+    found = []
+    for rank in range(4):
+        numbers = tuple(range(20, 40 if rank == 2 else 41))
+        track = TailTrack(
+            group="0",
+            backend="nccl",
+            sequences=numbers,
+            calls=tuple(int(n == 40 and rank == 1) for n in numbers),
+            done=tuple(int(n < 40) for n in numbers),
+        )
+        flight = FlightTail(calls=calls, tracks=(track,), members=(("0", "0-3"),))
+        found.append(Activity(rank=rank, failed=rank != 2, flight=flight if rank != 3 else None))
+        if rank != 2:
+            text = f"RuntimeError: {GLOO.format(rank=rank)}"
+            builder.fail(make_failure(rank, at=400 + rank / 1000, exception=text, per_node=4))
+    builder.event(0, "agent", 0, 401, "ranks_observed", round=0, ranks=msgspec.to_builtins(found), total=4)
     builder.stopped(0, 0, at=403)
     builder.end(0, at=410, outcome="failed", code=1, decision="end: 3 of 3 requeues used")
     return builder

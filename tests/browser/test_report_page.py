@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.render_html import render_html
 from tests.browser.chromium import Browser
-from tests.browser.sample_runs import HOSTILE, collectives_run, hostile_run, hung_run, many_nodes_run, requeued_run
+from tests.browser.sample_runs import HOSTILE, hostile_run, hung_run, many_nodes_run, requeued_run
 from tests.rigs.local_run import LocalRun
 from tests.rigs.run_builder import RunBuilder
 
@@ -86,8 +85,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         "many": many_nodes_run,
         "hung": hung_run,
         "hostile": hostile_run,
-        "collectives-4": collectives_run,
-        "collectives-1024": partial(collectives_run, ranks=1024),
     }
 
     def page(name: str) -> Path:
@@ -233,51 +230,6 @@ def test_stacks_of_a_hang_are_seen(browser: Browser, pages: Callable[[str], Path
     assert "rank 3 (1 rank, step 70)" in words
     assert "queue.py:171 get" in words
     assert "distributed_c10d.py:2810 all_reduce" in words
-
-
-# Each row's ranks and signs, the boxes of its cells, and what sticks out of the picture to the right.
-_GRID = """
-const grid = document.querySelector('[aria-label=Collectives] .grid');
-grid.scrollIntoView();
-const rows = [...grid.querySelectorAll('tr')].slice(1).map(row => ({
-  name: row.querySelector('th').innerText, signs: [...row.querySelectorAll('td')].map(e => e.innerText).join(''),
-  kinds: [...row.querySelectorAll('td')].map(e => getComputedStyle(e).color),
-  size: parseFloat(getComputedStyle(row.querySelector('td')).fontSize)}));
-return {rows, hidden: grid.scrollWidth - grid.clientWidth, page: document.documentElement.scrollWidth,
-        height: grid.offsetHeight};
-"""
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [400, 1400])
-@pytest.mark.parametrize(("ranks", "others"), [(4, "rank 0"), (1024, "ranks 0,4-1023 (1021 ranks)")])
-def test_ranks_and_their_last_collectives_are_seen_at_one_look(
-    browser: Browser,
-    pages: Callable[[str], Path],
-    keep: Callable[[str], Path],
-    scheme: str,
-    width: int,
-    ranks: int,
-    others: str,
-) -> None:
-    show(browser, pages(f"collectives-{ranks}"), scheme=scheme, width=width, height=1400)
-    found = browser.run(_GRID)
-    browser.screenshot(keep(f"collectives-{ranks}-{width}-{scheme}"))
-    rows = {row["name"]: row["signs"] for row in found["rows"]}
-    assert rows == {
-        "rank 1": "\u2713" * 7 + "\u2260",
-        "rank 2": "\u2713" * 7 + "\u2013",
-        "rank 3": "\u00b7" * 8,
-        others: "\u2713" * 7 + "\u25cb",
-    }
-    assert found["hidden"] <= 0
-    assert found["page"] <= width
-    assert found["height"] < 420
-    assert all(row["size"] >= 11 for row in found["rows"])
-    assert len({color for row in found["rows"] for color in row["kinds"]}) == 4
-    assert browser.run(_CONTRAST)[1] == []
-    assert browser.log() == []
-    assert pages(f"collectives-{ranks}").stat().st_size < 2_000_000
 
 
 def test_printed_with_every_traceback(

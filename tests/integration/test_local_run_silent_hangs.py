@@ -39,7 +39,7 @@ HOWS = {
     "never": ("while True: time.sleep(1)", "never entered all_reduce #6 of group default_pg (16 B fp32)"),
     "other": (
         "dist.broadcast(torch.ones(4), 2)",
-        "called broadcast #6 of group default_pg where the others called all_",
+        "called broadcast #6 of group default_pg (16 B fp32) where the others called all_",
     ),
     "shape": ("dist.all_reduce(torch.ones(6))", "called all_reduce #6 of group default_pg with [6] fp32 where the oth"),
     "late": ("time.sleep(60)", "never entered all_reduce #6 of group default_pg (16 B fp32)"),

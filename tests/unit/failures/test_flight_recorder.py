@@ -122,7 +122,7 @@ def test_two_ranks_may_be_guilty_at_once() -> None:
         (
             call("broadcast", 4, done=False),
             Reason.OTHER_COLLECTIVE,
-            "called broadcast #4 of group default_pg where the others called all_reduce (4.0 MiB bf16)",
+            "called broadcast #4 of group default_pg (4.0 MiB bf16) where the others called all_reduce (4.0 MiB bf16)",
         ),
         (
             call("all_reduce", 4, done=False, shape=((1024, 2047), "BFloat16")),

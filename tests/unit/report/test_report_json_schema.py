@@ -121,15 +121,6 @@ ROUND: dict[str, Any] = {
             "counted_steps": "int?",
         },
     ],
-    "collectives": [
-        {
-            "group": TEXT,
-            "backend": TEXT,
-            "numbers": [INT],
-            "calls": [TEXT],
-            "rows": [{"ranks": TEXT, "states": [TEXT], "called": TEXT}],
-        }
-    ],
     "stacks": [{"ranks": TEXT, "stack": [TEXT], "state": TEXT}],
     "threads": [{"ranks": TEXT, "name": TEXT, "stack": [TEXT]}],
 }
@@ -399,7 +390,7 @@ def test_each_section_of_the_document_lists_its_keys(name: str) -> None:
         PLACE,
         COST,
         STREAM,
-        *(ROUND[key][0] for key in ("nodes", "replaced", "collectives", "stacks", "threads", "failures")),
+        *(ROUND[key][0] for key in ("nodes", "replaced", "stacks", "threads", "failures")),
     ],
 )
 def test_nested_keys_are_described(part: dict[str, Any]) -> None:
