@@ -6,8 +6,6 @@ the page's content security policy, which allows nothing else: no script, no add
 
 from __future__ import annotations
 
-import hashlib
-from base64 import b64encode
 from collections.abc import Sequence
 
 from hpc_elastic.base.text import milliseconds_text, plural
@@ -39,8 +37,8 @@ from hpc_elastic.report.render_html_markup import (
     duration,
     element,
     fact_list,
+    page,
     shorten,
-    stylesheet,
     table,
     time_of_day,
     zone,
@@ -120,28 +118,7 @@ def render_html(
         windows,
         card("About this page", element("ul", *(element("li", note) for note in notes), class_="plain muted")),
     )
-    return _page(f"{history.name} \u00b7 {history.run_id}", body)
-
-
-def _page(title: str, body: Markup) -> str:
-    style = f"{stylesheet()}{choice_rules()}\n"
-    digest = b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    # style-src is for browsers that don't know the two others. Places on the axis are style attributes.
-    policy = (
-        "default-src 'none'; style-src 'unsafe-inline'; "
-        f"style-src-elem 'sha256-{digest}'; style-src-attr 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-    )
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=policy),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("meta", name="color-scheme", content="light dark"),
-        element("meta", name="referrer", content="no-referrer"),
-        element("title", title),
-        element("style", Markup(style)),
-    )
-    return f"<!doctype html>\n{element('html', head, element('body', body), lang='en')}\n"
+    return page(f"{history.name} \u00b7 {history.run_id}", body, rules=choice_rules())
 
 
 def _entry_of(subject: Subject, timeline: Timeline) -> int | None:
