@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -12,33 +11,32 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.cli.screen import print_note
 from hpc_elastic.errors import UsageError
+from hpc_elastic.launch.run_directory import make_runs_dir
 from hpc_elastic.options import job_options
 from hpc_elastic.options.help_text import Help
 from hpc_elastic.options.run_request import SlurmJob, build_spec, runs_directory, slurm_job, working_directory
 from hpc_elastic.options.table import Group, Option, Parsed, explaining
 from hpc_elastic.output.terminal import each_line
 from hpc_elastic.rehearsal import tables
-from hpc_elastic.rehearsal.faults import NATURES, REHEARSED, parse_kinds
+from hpc_elastic.rehearsal.faults import KINDS, QUICK, parse_kinds
 from hpc_elastic.rehearsal.journal import Source, parse_pattern
-from hpc_elastic.rehearsal.rehearse import Wish, rehearse
+from hpc_elastic.rehearsal.rehearse import RehearsalOptions, rehearse
 from hpc_elastic.run.spec import EntryKind, RunSpec
 
 HELP = Help(
     usage="hpc-elastic rehearse [options of submit] SCRIPT [script arguments...]",
-    description="Runs the script small and undisturbed, then again with faults: kills, hangs, notices, requeues; on "
+    description="Runs the script small and undisturbed, then again with faults: kills, an exception, a notice; on "
     "this machine, or with --cluster slurm as jobs on the cluster. Reports whether it resumed, from which step, how "
     "long that took, and whether its losses are those of the undisturbed run. Exit code 0: all holds; 1: the script is "
     "guilty of something; 2: it can't be rehearsed. Each run has a working directory of its own; {folder} in the "
     "script's arguments is that folder.",
     examples=(
         ("hpc-elastic rehearse --nodes 2 train.py --steps 40", "each fault once, on 2 nodes that this machine plays"),
-        (
-            "hpc-elastic rehearse --faults kill-worker,preemption --minutes 3 --seed 7 train.py --data /data/small",
-            "two kinds of faults for three minutes",
-        ),
+        ("hpc-elastic rehearse --faults quick train.py --data /data/small", "the three faults that find most"),
         (
             "hpc-elastic rehearse --cluster slurm -p debug --nodes 2 --gpus-per-node 2 -t 30 train.py",
             "on 2 nodes of the cluster, in jobs of your own",
@@ -55,9 +53,12 @@ def _option(name: str, metavar: str | None, help_: str, *, repeatable: bool = Fa
 
 
 OPTIONS = (
-    _option("faults", "NAME,...|all|list", "the kinds of faults (default: all that can be done); list shows them"),
-    _option("minutes", "M", "go on with faults for so long (default: until each kind was there once)"),
-    _option("seed", "N", "the same seed gives the same faults again (default: 1; random: another one each time)"),
+    _option(
+        "faults",
+        "NAME,...|quick|all|list",
+        "what is done to it (default: all that can be done); quick: kill-worker, kill-saving and notice, which find "
+        "most; list shows them",
+    ),
     _option("losses", "REGEX", "lines of the output that have a step and its loss, as two groups"),
     _option("losses-file", "FILE", "the file in which the script writes them, in its working directory"),
     _option("tolerance", "T", "relative difference of losses that does not count (default: 0.001)"),
@@ -66,10 +67,15 @@ OPTIONS = (
     _option("watch", "DIR", "a folder elsewhere in which the script saves; repeatable", repeatable=True),
     _option("json", None, "print one JSON object"),
 )
+_REMOVED = {
+    "--minutes": "each fault is done once; --faults names them",
+    "--seed": "the faults come in one order, and hit the same ranks each time",
+}
 _MOST_NODES = _MOST_WORKERS = 2
 """Small: of each, unless fewer are asked for."""
+_GRACE_SECONDS = 15
+"""Between a notice and the end, where no --grace is given."""
 _MOST_GRACE = 40
-"""Seconds."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -78,48 +84,38 @@ def main(argv: Sequence[str]) -> int:
     if list(argv) in (["--faults", "list"], ["--faults=list"]):
         sys.stdout.write(each_line(_catalogue()))
         return 0
-    parsed = read_command_line(argv, subcommand="rehearse", help_=HELP, env=env, own=OPTIONS)
+    parsed = read_command_line(argv, subcommand="rehearse", help_=HELP, env=env, own=OPTIONS, removed=_REMOVED)
     if parsed is None:
         return 0
     with explaining(parsed):
-        wish = _wish(parsed, env)
+        options = _options(parsed, env)
     quiet = parsed.flag("json")
-    outcome = rehearse(wish, env=env, report=lambda line: None if quiet else print_note(line))
-    (wish.folder / "rehearsal.html").write_text(tables.as_page(outcome))
+    outcome = rehearse(options, env=env, report=lambda line: None if quiet else print_note(line))
+    (options.folder / "rehearsal.html").write_text(tables.as_page(outcome))
     found = tables.as_json(outcome)
-    (wish.folder / "rehearsal.json").write_text(json.dumps(found, indent=2) + "\n")
+    (options.folder / "rehearsal.json").write_text(json.dumps(found, indent=2) + "\n")
     if quiet:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
     else:
-        sys.stdout.write(each_line(f"{tables.as_text(outcome)}page: {wish.folder / 'rehearsal.html'}\n"))
+        sys.stdout.write(each_line(f"{tables.as_text(outcome)}page: {options.folder / 'rehearsal.html'}\n"))
     return 1 if outcome.findings else 0
 
 
 def _catalogue() -> str:
-    lines = []
-    for kind in REHEARSED:
-        nature = NATURES[kind]
-        needs = "".join(f"; {need.value}" for need in nature.needs)
-        lines.append(f"{kind.value:<16}{nature.title}{needs}")
-    return "\n".join(lines) + "\n"
+    lines = [f"{kind.name:<12}{kind.title}{f'; {kind.need.value}' if kind.need else ''}" for kind in KINDS]
+    return "\n".join([*lines, f"{'quick':<12}{', '.join(kind.name for kind in QUICK)}: those that find most", ""])
 
 
-def _wish(parsed: Parsed, env: Mapping[str, str]) -> Wish:
+def _options(parsed: Parsed, env: Mapping[str, str]) -> RehearsalOptions:
     cwd = working_directory(parsed, env)
     pattern = parsed.get("losses")
-    seed_text = parsed.get("seed") or "1"
-    seed = random.randrange(1 << 16) if seed_text == "random" else int(_number(seed_text, "--seed", whole=True))
+    kinds = parse_kinds(parsed.get("faults") or "all")
     job, spec = _small(parsed, cwd, env)
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    folder = runs_directory(parsed, cwd) / f"rehearsal-{stamp}-{spec.name}-{os.getpid()}"
-    folder.mkdir(parents=True, mode=0o700)
-    minutes = parsed.get("minutes")
-    return Wish(
+    folder = runs_directory(parsed, cwd) / f"rehearsal-{time.strftime('%Y%m%d-%H%M%S')}-{spec.name}-{os.getpid()}"
+    options = RehearsalOptions(
         spec=spec,
-        folder=folder,
-        kinds=parse_kinds(parsed.get("faults") or "all", known=REHEARSED),
-        seed=seed,
-        minutes=None if minutes is None else _number(minutes, "--minutes"),
+        folder=Path(os.path.abspath(folder)),
+        kinds=kinds,
         tolerance=_number(parsed.get("tolerance") or "0.001", "--tolerance"),
         source=Source(
             pattern=None if pattern is None else parse_pattern(pattern),
@@ -131,15 +127,18 @@ def _wish(parsed: Parsed, env: Mapping[str, str]) -> Wish:
         watched=tuple(_there(cwd / path, "--watch") for path in parsed.all("watch")),
         job=job,
     )
+    make_runs_dir(options.folder.parent)
+    make_private_dir(options.folder, exist_ok=False)
+    return options
 
 
-def _number(text: str, option: str, *, whole: bool = False) -> float:
+def _number(text: str, option: str) -> float:
     try:
-        found = int(text) if whole else float(text)
+        found = float(text)
     except ValueError:
         found = -1
     if not 0 <= found < 1e9:
-        raise UsageError(f"{option} {text}: give a {'whole ' if whole else ''}number, 0 or more")
+        raise UsageError(f"{option} {text}: give a number, 0 or more")
     return found
 
 
@@ -153,7 +152,7 @@ def _small(parsed: Parsed, cwd: Path, env: Mapping[str, str]) -> tuple[SlurmJob 
     """The run that the options ask for, small, and with all the restarts that faults take; on the cluster its job."""
     least, most = job_options.asked_nodes(parsed)
     nodes = (min(least, _MOST_NODES), min(most, _MOST_NODES))
-    grace = min(job_options.notice_seconds(parsed), _MOST_GRACE)
+    grace = min(job_options.notice_seconds(parsed), _MOST_GRACE) if parsed.get("grace") else _GRACE_SECONDS
     small: dict[str, str] = {"nodes": "-".join(map(str, dict.fromkeys(nodes))), "grace": str(grace)}
     asked = parsed.get("nproc_per_node") or ""
     if asked.isdigit():
@@ -182,7 +181,7 @@ def _small(parsed: Parsed, cwd: Path, env: Mapping[str, str]) -> tuple[SlurmJob 
         max_restarts=10_000,
         max_requeues=10_000,
         requeue=True,
-        shutdown_timeout=min(spec.shutdown_timeout, 10.0),
+        shutdown_timeout=min(spec.shutdown_timeout, 5.0),
         array="",
     )
     return job, spec

@@ -2,162 +2,259 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
-from collections.abc import Callable, Iterator
-from itertools import chain
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import mean
 
-from hpc_elastic.rehearsal.faults import NATURES, Effect, Fault
-from hpc_elastic.rehearsal.injections import Injection, RunInjector
+from msgspec import Struct
+
+from hpc_elastic.rehearsal.faults import (
+    DISK_FULL,
+    NODE_KILLED,
+    NOTICE,
+    SAVING_KILLED,
+    WORKER_EXCEPTION,
+    WORKER_KILLED,
+    Fault,
+    Kind,
+    Need,
+)
 from hpc_elastic.rehearsal.injector import NotNow
 from hpc_elastic.rehearsal.journal import Course
-from hpc_elastic.rehearsal.live_run import LiveRun
+from hpc_elastic.rehearsal.judge import InjectionSeen
+from hpc_elastic.rehearsal.live_run import LOOK_SECONDS, PLANT_SIGNAL, LiveRun
+from hpc_elastic.run.spec import RunSpec
+from hpc_elastic.workers.tree import node_key
+
+_SAVE_SECONDS = 30.0
+"""How long a save is waited for that a fault is to interrupt; longer where the undisturbed run saves rarely."""
+_SMALL_DISK = 1 << 30
+_SIGNALS = {WORKER_KILLED: signal.SIGKILL, WORKER_EXCEPTION: PLANT_SIGNAL}
 
 
-class FaultQueue:
-    """The faults that are still to be done."""
+def why_never(kind: Kind, spec: RunSpec, course: Course, folder: Path) -> str:
+    """Why a fault can't be done in this rehearsal, whose runs are below the folder; empty: it can."""
+    lacks = {
+        Need.SECOND_NODE: spec.max_nodes + spec.spares < 2,
+        Need.SAVES: not course.saves,
+        Need.SMALL_DISK: _free(str(folder)) > _SMALL_DISK,
+    }
+    return kind.need.value if kind.need is not None and lacks.get(kind.need) else ""
 
-    def __init__(self, planned: Iterator[Fault]) -> None:
-        self._planned = planned
-        self._next = next(planned, None)
 
-    def peek(self) -> Fault | None:
-        return self._next
+class _Pending(Struct, kw_only=True):
+    """The fault that was done last, until the run trains again. Times in seconds by this machine's wall clock."""
 
-    def take(self) -> Fault | None:
-        fault, self._next = self._next, next(self._planned, None)
-        return fault
-
-    def put_back(self, fault: Fault) -> None:
-        """It comes next again."""
-        if self._next is not None:
-            self._planned = chain([self._next], self._planned)
-        self._next = fault
+    injection: InjectionSeen
+    undo_at: float | None = None
+    """When what lasts is to be undone; None: nothing is."""
 
 
 class Disturbance:
     """One run, and the faults that are done to it."""
 
-    def __init__(self, run: LiveRun, course: Course, *, patience: float, report: Callable[[str], None]) -> None:
+    def __init__(
+        self, run: LiveRun, course: Course, *, number: int, patience: float, report: Callable[[str], None]
+    ) -> None:
         """Args:
         run: Not started yet, or just now.
         course: The undisturbed run.
+        number: Of the disturbed run, from 1.
         patience: Seconds without a step after which the run counts as stuck.
         report: Takes a line of what is done.
         """
         self._run = run
         self._course = course
+        self._number = number
         self._patience = patience
         self._report = report
-        self._injectors = RunInjector(run)
-        self.injections: list[Injection] = []
+        self.injections: list[InjectionSeen] = []
         self.code: int | None = None
         self.skipped: list[str] = []
         """Faults that were not done, and why."""
         self.why = ""
         """Why it did not come to its end."""
-        self._pending: Injection | None = None
-        self._wait_for = 0
+        self._pending: _Pending | None = None
+        self._waiting: list[Fault] = []
+        self._restarts: list[float] = []
+        self._next_step = 0
         """So many steps of the undisturbed run are to be done before the next fault."""
-        self._quiet_since = time.monotonic()
-        self._seen = 0
 
-    def go(self, waiting: FaultQueue, until: float) -> None:
-        """Until the run is over, stuck, or there are no more faults and it ends by itself."""
-        self._plan_next(waiting)
+    def go(self, waiting: list[Fault]) -> None:
+        """Do the faults, and take each out of `waiting`; until the run is over, or stuck."""
+        self._waiting = waiting
+        gap = max(1, len(self._course) // (len(waiting) + 3))  # the last one has an effect, too
+        self._next_step = gap
+        seen, quiet_since = 0, time.monotonic()
         while True:
             self.code = self._run.poll()
             if self.code is not None:
                 break
-            self._run.wait()
-            if len(self._run.journal.steps) > self._seen or self._run.is_queued:
-                self._seen, self._quiet_since = len(self._run.journal.steps), time.monotonic()
+            time.sleep(LOOK_SECONDS)
+            if len(self._run.journal.steps) > seen or self._run.is_queued:
+                seen, quiet_since = len(self._run.journal.steps), time.monotonic()
             self._settle()
-            if time.monotonic() - self._quiet_since > self._patience:
+            if time.monotonic() - quiet_since > self._patience:
                 self.why = f"no step for {self._patience:g} s; see {self._run.log}"
                 return
-            if self._pending is None and time.monotonic() < until and self._is_due(waiting):
+            if self._pending is None and waiting and self._is_due():
                 self._do(waiting)
+                self._next_step = self._course.progress(self._run.journal.steps) + gap
+                quiet_since = time.monotonic()
         self._run.poll()
+        self._settle()
         if self.code == 0 and self._pending is not None:
-            self._settle()
-        if self.code == 0 and (late := self._pending) is not None:
             # It came to its end before the fault had an effect: once more, early in another run.
-            late.undo()
-            self.injections.remove(late)
+            late = self.injections.pop().fault
             if self.injections:
-                waiting.put_back(late.fault)
+                waiting.insert(0, late)
             else:
-                self._skip(f"{late.fault.title}: the script was at its end first; let it do more steps")
+                self._skip(f"{late.kind.title}: the script was at its end first; let it do more steps")
         if self.code != 0:
             result = self._run.result()
-            self.why = f"the run ended with exit code {self.code}"
-            if result is not None:
-                self.why += f": {result.reason}"
-            self.why += f"; hpc-elastic report {self._run.paths.root}"
+            reason = f": {result.reason}" if result is not None else ""
+            self.why = f"the run ended with exit code {self.code}{reason}; hpc-elastic report {self._run.paths.root}"
+
+    def undo(self) -> None:
+        """End what still lasts."""
+        self._fill_path.unlink(missing_ok=True)
+
+    @property
+    def _fill_path(self) -> Path:
+        return self._run.paths.root.parent / ".rehearsal-fills-the-disk"
 
     def _skip(self, text: str) -> None:
         self.skipped.append(text)
         self._report(f"  not done: {text}")
 
-    def undo(self) -> None:
-        for injection in self.injections:
-            injection.undo()
-
-    def _plan_next(self, waiting: FaultQueue) -> None:
-        fault = waiting.peek()
-        if fault is not None:
-            done, total = self._course.progress(self._run.journal.steps), len(self._course)
-            self._wait_for = done + max(1, round(total * fault.gap / 12))
-
-    def _is_due(self, waiting: FaultQueue) -> bool:
-        last = self._run.journal.last
-        if waiting.peek() is None or last is None or last.place != self._run.members.place:
+    def _is_due(self) -> bool:
+        journal = self._run.journal
+        last = journal.last
+        if last is None or last.place != self._run.members.place:
             return False
         # All ranks train: one that still loads gives no heartbeat whose end would show.
-        if self._course.reporters - {step.rank for step in self._run.journal.steps if step.place == last.place}:
+        if self._course.reporters - {step.rank for step in journal.steps if step.place == last.place}:
             return False
-        done = self._course.progress(self._run.journal.steps)
-        return self._wait_for <= done < len(self._course)
-
-    def _do(self, waiting: FaultQueue) -> None:
-        fault = waiting.take()
-        place = self._run.members.place
-        if fault is None or place is None:
-            return
-        need = self._injectors.missing(fault.kind)
-        try:
-            if need is not None:
-                raise NotNow(need.value)
-            injection = self._injectors.do(fault, place)
-        except NotNow as reason:
-            self._skip(f"{fault.title}: {reason}")
-            self._plan_next(waiting)
-            return
-        self._report(f"  {fault}{f': {injection.what}' if injection.what else ''}")
-        self.injections.append(injection)
-        self._pending = injection
-        self._quiet_since = time.monotonic()
-        self._plan_next(waiting)
+        return self._next_step <= self._course.progress(journal.steps) < len(self._course)
 
     def _settle(self) -> None:
         """Whether the last fault is over, and the training goes on."""
-        injection = self._pending
-        if injection is None:
+        pending = self._pending
+        if pending is None:
             return
-        if injection.undo_at is not None and time.time() < injection.undo_at:
-            injection.keep_up()
-        elif injection.undo_at is not None:
-            injection.undo_at = None
-            injection.undo()
-            if injection.killed_at_end:
-                self._injectors.end_announced(injection)
-        restarts = NATURES[injection.fault.kind].effect is Effect.RESTART
-        first = self._run.journal.first_after(injection.at, beyond=injection.before)
-        if first is None and restarts:
-            first = self._run.journal.went_back(injection.at, injection.before)
-        elif first is None and self._run.journal.first_after(injection.at + injection.fault.seconds):
-            first = self._run.journal.first_after(injection.at)  # it trained on in its round
-        if first is None or (injection.undo_at is not None and not injection.killed_at_end):
-            return
-        self._pending = None
-        self._report(f"    trains again after {max(0.0, first.at - injection.at):.1f} s")
+        injection, kind, journal = pending.injection, pending.injection.fault.kind, self._run.journal
+        if pending.undo_at is not None and time.time() < pending.undo_at:
+            if kind == DISK_FULL:
+                take_all_space(self._fill_path)
+                return
+        elif pending.undo_at is not None:
+            pending.undo_at = None
+            self.undo()
+            if kind == NOTICE:
+                self._end_announced(injection)
+        first = journal.first_after(injection.at, beyond=injection.before)
+        if first is None and kind.restarts:
+            first = journal.went_back(injection.at, injection.before)
+        elif first is None and journal.first_after(injection.at + injection.fault.seconds):
+            first = journal.first_after(injection.at)  # it trained on in its round
+        if first is not None:
+            self._pending = None
+            self._restarts.append(max(0.0, first.at - injection.at))
+            left = estimate(self._course, len(self._waiting), self._restarts, done=self._course.progress(journal.steps))
+            self._report(f"    trains again after {self._restarts[-1]:.1f} s; {left} to go")
+
+    def _end_announced(self, injection: InjectionSeen) -> None:
+        """What a notice has announced: the job ends, and begins again; where it has not done so by itself."""
+        if self._run.is_in_attempt(injection.before[0]):
+            with suppress(NotNow):  # it has just ended
+                self._run.restart()
+
+    # -- the faults ------------------------------------------------------------------------------------------------
+
+    def _do(self, waiting: list[Fault]) -> None:
+        place, fault = self._run.members.place, waiting[0]
+        assert place is not None
+        try:
+            at, what, lasts = self._inject(fault)
+        except NotNow as reason:
+            is_at_end = self._course.progress(self._run.journal.steps) >= len(self._course)
+            if self._run.poll() is None and not is_at_end:
+                self._skip(f"{waiting.pop(0).kind.title}: {reason}")
+            return  # or its end came first: in another run
+        del waiting[0]
+        injection = InjectionSeen(run=self._number, fault=fault, what=what, at=at, before=place)
+        self._report(f"  {fault}{f': {what}' if what else ''}")
+        self.injections.append(injection)
+        self._pending = _Pending(injection=injection, undo_at=at + lasts if lasts else None)
+
+    def _inject(self, fault: Fault) -> tuple[float, str, float]:
+        """Do it now. Returns when it was done, what it hit, and how long it lasts."""
+        kind = fault.kind
+        if kind == SAVING_KILLED:
+            return self._kill_while_saving()
+        if kind == NOTICE:
+            at = time.time()
+            self._run.notice()
+            return at, "", self._run.spec.signal_grace
+        if kind == DISK_FULL:
+            at = time.time()
+            take_all_space(self._fill_path)
+            return at, str(self._fill_path.parent), fault.seconds
+        workers = self._run.members.workers()
+        if not workers:
+            raise NotNow("no worker runs")
+        worker = workers[fault.number % len(workers)]
+        injector = self._run.injector_of(worker.node)
+        if kind == NODE_KILLED:
+            at = injector.signal_node(node_key(self._run.spec.cluster, worker.node), signal.SIGKILL)
+            return at, worker.host, 0.0
+        return injector.signal(worker.pid, _SIGNALS[kind]), f"rank {worker.rank} on {worker.host}", 0.0
+
+    def _kill_while_saving(self) -> tuple[float, str, float]:
+        injectors = self._run.injectors()
+        seconds = max(_SAVE_SECONDS, 3 * self._course.seconds / self._course.saves)
+        for injector in injectors:
+            if name := injector.stop_in_save(self._run.stage.names, seconds):
+                self._run.read()  # what was printed before the fault
+                at = time.time()
+                for each in injectors:
+                    with suppress(NotNow):  # its node is gone; the others' workers are hit
+                        each.signal_workers(signal.SIGKILL)
+                return at, f"while {name} was written", 0.0
+        raise NotNow(Need.SAVES.value)
+
+
+def estimate(course: Course, faults: int, restarts: Sequence[float], *, done: int = 0) -> str:
+    """``about 90 s``: how long a run with so many faults takes from here, by what restarts have taken."""
+    steps = len(course) - done + faults * len(course) / (course.saves + 1) / 2
+    seconds = steps * course.seconds / max(1, len(course)) + faults * (
+        mean(restarts) if restarts else course.until_first
+    )
+    return f"about {seconds:.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} min"
+
+
+def take_all_space(path: Path) -> None:
+    """Have this file take what is free on its filesystem, to the last block.
+
+    Again and again while the disk is to be full: a script that begins a file anew gives its blocks back, and on a disk
+    of many users others take them before it writes.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        most, block = 1 << 26, os.fstatvfs(fd).f_frsize
+        while (size := min(_free(str(path)), most)) >= block:
+            try:
+                os.posix_fallocate(fd, os.fstat(fd).st_size, size)
+            except OSError:
+                most = size // 2  # not all that is free can be had: others write too, and a tmpfs gives all or nothing
+    finally:
+        os.close(fd)
+
+
+def _free(path: str) -> int:
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize

@@ -1,21 +1,24 @@
-"""Reaches the processes of a run on one machine: signals them, and sees which files they write."""
+"""Reaches the processes of a run on one machine: signals them, and stops them while they write a checkpoint."""
 
 from __future__ import annotations
 
+import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
-from hpc_elastic.base.waking import wait_readable
-from hpc_elastic.rehearsal.saves import FileEvent, SaveWatch, WrittenNames
+from hpc_elastic.rehearsal.saves import FileNames, SavedFiles, files_below
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.tree import NODE_TAG_VARIABLE, TAG_VARIABLE, Environ, Proc
 
-_BETWEEN_FILES_SECONDS = 0.2
-"""After this time without more of it, a save is over."""
-_SAVE_SECONDS = 3.0
 _STOP_SECONDS = 1.0
+_REFRESH_SECONDS = 1.0
+"""Workers and files are listed again after so long, and after each change."""
+_MOST_FILES = 100
+_NICE = 10
+_SHORT_SECONDS = 1e-4
 
 
 class NotNow(Exception):
@@ -25,42 +28,13 @@ class NotNow(Exception):
 class Injector:
     """On the machine where the processes are; elsewhere a `RemoteInjector` does the same. For one thread."""
 
-    def __init__(self, uid: str, folders: Sequence[Path], names: WrittenNames) -> None:
+    def __init__(self, uid: str, folders: Sequence[Path]) -> None:
         """Args:
         uid: The run's.
-        folders: In which it saves.
-        names: What is known of the files that the script writes.
+        folders: In which the script saves.
         """
         self._mark = f"{uid}:"
-        self._watch: SaveWatch | None = None
-        try:
-            self._watch = SaveWatch(folders, names)
-        except OSError:
-            pass  # the kernel watches no more: faults that need it are left out
-        self._unread: list[FileEvent] = []
-
-    @property
-    def sees_files(self) -> bool:
-        return self._watch is not None
-
-    def filenos(self) -> list[int]:
-        """Readable when there is something to read."""
-        return [] if self._watch is None else [self._watch.fd]
-
-    def close(self) -> None:
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
-
-    def read_files(self) -> list[FileEvent]:
-        """What was done to files since the last call, in its order. Of what was read only what had been saved."""
-        self._look()
-        found, self._unread = self._unread, []
-        return found
-
-    def _look(self) -> None:
-        if self._watch is not None:
-            self._unread += self._watch.read()
+        self._folders = [Path(os.path.realpath(folder)) for folder in folders]
 
     # -- its processes ---------------------------------------------------------------------------------------------
 
@@ -86,8 +60,8 @@ class Injector:
 
     # -- what is done to them --------------------------------------------------------------------------------------
 
-    def signal(self, pid: int, number: int) -> None:
-        """Signal a process of the run.
+    def signal(self, pid: int, number: int) -> float:
+        """Signal a process of the run. Returns when, by this machine's wall clock.
 
         Raises:
             NotNow: it is gone, or its number is another's by now; it has no handler for a signal beyond the usual ones.
@@ -98,60 +72,106 @@ class Injector:
             raise NotNow(f"process {pid} is gone")
         if number >= signal.SIGRTMIN and not _handles(pid, number):
             raise NotNow("it needs a worker in Python that was started by rehearse")
+        now = time.time()
         if tree.kill_safely(proc, number) is not tree.Delivery.SENT:
             raise NotNow(f"process {pid} is gone")
+        return now
 
-    def signal_node(self, key: str, number: int) -> None:
-        signal_all(self.of_node(key), number)
+    def signal_node(self, key: str, number: int) -> float:
+        return signal_all(self.of_node(key), number)
 
-    def signal_workers(self, number: int) -> None:
-        signal_all(self.of_workers(), number)
+    def signal_workers(self, number: int) -> float:
+        return signal_all(self.of_workers(), number)
 
-    def tear(self) -> str:
-        """Stop the workers, and leave what they save just now half done.
+    def stop_in_save(self, names: FileNames, seconds: float) -> str:
+        """Stop the workers while one of them has a checkpoint open for writing.
 
-        A rename leaves nothing half done. After one they go on for a moment, for a file may follow that is written in
-        place; where none does, the save is left as it was before its last rename.
+        The times of folders and files are looked at all the time. At each change the workers are stopped; they go on
+        where none of them has such a file open.
+
+        Args:
+            names: What is known of the files that it writes.
+            seconds: How long to try.
 
         Returns:
-            What was left so; empty where the save is whole.
+            The file's name; empty where no worker was caught so.
         """
-        until = time.monotonic() + _SAVE_SECONDS
-        is_over = False
-        while True:
-            self._stop_workers()
-            self._look()
-            if self._watch is None:
-                return ""
-            if torn := self._watch.tear():
-                return torn
-            if is_over or time.monotonic() > until:
-                return self._watch.undo_rename()
-            self.signal_workers(signal.SIGCONT)
-            is_over = not self._is_saved_within(_BETWEEN_FILES_SECONDS)
-
-    def _stop_workers(self) -> None:
-        """And wait until they are: a process runs on for a moment after the signal was sent."""
-        workers = self.of_workers()
-        signal_all(workers, signal.SIGSTOP)
-        until = time.monotonic() + _STOP_SECONDS
-        while time.monotonic() < until and any(_runs(proc.pid) for proc in workers):
-            time.sleep(0.001)
-
-    def _is_saved_within(self, seconds: float) -> bool:
-        deadline, known = time.monotonic() + seconds, len(self._unread)
-        while (left := deadline - time.monotonic()) > 0:
-            wait_readable(self.filenos(), left)
-            self._look()
-            if any(event.is_save for event in self._unread[known:]):
-                return True
-        return False
+        files, until = SavedFiles(self._folders, names), time.monotonic() + seconds
+        open_before = {(proc.pid, fd) for proc in self.of_workers() for fd, _ in _written_files(proc.pid)}
+        while time.monotonic() < until and (workers := self.of_workers()):
+            for proc in workers:
+                with suppress(OSError):  # on a busy machine their saves then take longer than this process sleeps
+                    os.setpriority(os.PRIO_PROCESS, proc.pid, _NICE)
+            if not _has_changed(self._folders, files):
+                continue
+            signal_all(workers, signal.SIGSTOP)
+            _wait_stopped(workers)
+            for proc in workers:
+                for fd, path in _written_files(proc.pid):
+                    if (proc.pid, fd) not in open_before and files.is_checkpoint(path):
+                        return path.name
+            signal_all(workers, signal.SIGCONT)
+        return ""
 
 
-def signal_all(processes: Sequence[Proc], number: int) -> None:
-    """Signal each; what has ended meanwhile is none to hit."""
+def _has_changed(folders: Sequence[Path], files: SavedFiles) -> bool:
+    """Wait until a file comes or goes, or a checkpoint is written; or for a moment, in which no one does so."""
+    found = sorted(files_below(folders), key=lambda item: -item[1].st_mtime_ns)
+    paths = {os.fspath(path) for path, _ in found[:_MOST_FILES] if files.is_checkpoint(path)}
+    paths |= {os.fspath(path.parent) for path, _ in found} | {os.fspath(folder) for folder in folders}
+    before = _times(paths)
+    until = time.monotonic() + _REFRESH_SECONDS
+    while _times(paths) == before:
+        if time.monotonic() > until:
+            return False
+        time.sleep(_SHORT_SECONDS)
+    return True
+
+
+def _times(paths: set[str]) -> list[tuple[int, int]]:
+    found = []
+    for path in paths:
+        try:
+            info = os.stat(path)
+        except OSError:
+            found.append((0, 0))
+        else:
+            found.append((info.st_size, info.st_mtime_ns))
+    return found
+
+
+def _wait_stopped(workers: Sequence[Proc]) -> None:
+    """A process runs on for a moment after the signal was sent."""
+    until = time.monotonic() + _STOP_SECONDS
+    while time.monotonic() < until and any(_runs(proc.pid) for proc in workers):
+        time.sleep(_SHORT_SECONDS)
+
+
+def _written_files(pid: int) -> Iterator[tuple[int, Path]]:
+    """Files that a process has open for writing, not for appending."""
+    try:
+        numbers = os.listdir(f"/proc/{pid}/fd")
+    except OSError:
+        return
+    for number in numbers:
+        try:
+            path = os.readlink(f"/proc/{pid}/fd/{number}")
+            if not path.startswith("/"):
+                continue
+            with open(f"/proc/{pid}/fdinfo/{number}") as info:
+                flags = next(int(line.split()[1], 8) for line in info if line.startswith("flags:"))
+        except (OSError, StopIteration):
+            continue
+        if flags & os.O_ACCMODE != os.O_RDONLY and not flags & os.O_APPEND:
+            yield int(number), Path(path)
+
+
+def signal_all(processes: Sequence[Proc], number: int) -> float:
+    """Signal each; what has ended meanwhile is none to hit. Returns when."""
+    now = time.time()
     for proc in processes:
         tree.kill_safely(proc, number)
+    return now
 
 
 def _runs(pid: int) -> bool:

@@ -6,9 +6,11 @@ import json
 import math
 import re
 import time
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from statistics import mode
 from typing import Any
 
 from msgspec import Struct
@@ -201,11 +203,6 @@ class RunJournal:
             self.lines.append(line)
 
     @property
-    def has_heartbeats(self) -> bool:
-        """Whether the script reports its steps by heartbeats."""
-        return bool(self._reported)
-
-    @property
     def last(self) -> StepSeen | None:
         return self.steps[-1] if self.steps else None
 
@@ -223,48 +220,53 @@ class RunJournal:
                 furthest[step.rank] = max(step.position, furthest.get(step.rank, step.position))
         return None
 
-    def overlaps(self) -> list[str]:
-        """Steps of an older round that were done after a newer one had begun: two trainings at once."""
-        found, newest = [], (-1, -1)
-        for step in self.steps:
-            if step.place < newest:
-                found.append(
-                    f"step {step_text(step.position)} of round {step.place} was done after round {newest} had begun"
-                )
-            newest = max(newest, step.place)
-        return found
-
 
 class Course:
-    """The undisturbed run's steps, by which the disturbed runs are measured."""
+    """The undisturbed run's steps, by which the disturbed runs are measured.
 
-    def __init__(self, steps: Sequence[StepSeen], *, has_heartbeats: bool, started: float) -> None:
+    A script may report every tenth step alone: by the numbers it is known how many it has done.
+    """
+
+    def __init__(self, steps: Sequence[StepSeen], *, started: float, saves: int = 0) -> None:
         """Args:
         steps: By time.
-        has_heartbeats: Whether they were reported by heartbeats.
         started: When the run was started, by the same clock.
+        saves: How often it was seen to save.
         """
         self.steps = steps
-        self.has_heartbeats = has_heartbeats
+        self.saves = saves
         self.first = steps[0].position if steps else None
         self.reporters = {step.rank for step in steps}
         """The ranks that report steps."""
         self.until_first = steps[0].at - started if steps else 0.0
         """Seconds."""
-        self.longest = max((after.at - one.at for one, after in pairwise(steps)), default=0.0)
-        """Seconds between two reports of steps."""
-        self._order = {position: index for index, position in enumerate(sorted({step.position for step in steps}))}
+        self.seconds = steps[-1].at - steps[0].at if steps else 0.0
+        """From the first step to the last one."""
+        self.full_seconds = min(20.0, max(2.0, 1.5 * self.seconds / (saves + 1)))
+        """How long a disk has to be full that a save may meet it."""
+        self._order = sorted({step.position for step in steps})
+        self._are_numbers = all(len(position) == 1 and position[0] == int(position[0]) for position in self._order)
+        apart = [int(after[0] - one[0]) for one, after in pairwise(self._order)] if self._are_numbers else []
+        self._stride = mode(apart) if apart else 1
+        """Steps between two reports."""
 
     def __len__(self) -> int:
-        return len(self._order)
+        return self.number(self._order[-1]) if self._order else 0
 
-    def index(self, position: Position) -> int:
-        """A step's place in the order; of one that it had not, after all."""
-        return self._order.get(position, len(self._order))
+    def number(self, position: Position) -> int:
+        """How many steps are done with this one."""
+        if self._are_numbers and self._order and len(position) == 1:
+            first = int(self._order[0][0])
+            return max(0, int(position[0]) - first) + min(max(1, first), self._stride)
+        return bisect_right(self._order, position)
 
     def progress(self, steps: Sequence[StepSeen]) -> int:
         """How many of its steps have been done; the furthest counts."""
-        return max((self.index(step.position) + 1 for step in steps), default=0)
+        return max((self.number(step.position) for step in steps), default=0)
+
+    def redone(self, furthest: Position, resumed: Position) -> int:
+        """How many steps were done again by a run that had come to the one, and has then first reported the other."""
+        return max(0, self.number(furthest) - self.number(resumed) + self._stride)
 
 
 def step_text(position: Position) -> str:

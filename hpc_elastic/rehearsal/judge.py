@@ -6,10 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from hpc_elastic.base.text import plural
 from hpc_elastic.rehearsal.faults import Fault
-from hpc_elastic.rehearsal.journal import Place, Position, StepSeen, is_close, step_text
+from hpc_elastic.rehearsal.journal import Course, Place, Position, RunJournal, StepSeen, is_close, step_text
 
 
 class Guilt(str, Enum):
@@ -17,39 +18,9 @@ class Guilt(str, Enum):
 
     LOSSES_PART = "losses_part"
     NO_CHECKPOINT = "no_checkpoint"
-    NOTICE_IGNORED = "notice_ignored"
     DID_NOT_GO_ON = "did_not_go_on"
     STEPS_LEFT_OUT = "steps_left_out"
     LEFT_BEHIND = "left_behind"
-
-
-class NoticeUse(str, Enum):
-    """What a script did with a notice."""
-
-    USED = "used"
-    NEEDLESS = "nothing was lost"
-    """It ended without a checkpoint after the notice, and no step was done again."""
-    IGNORED = "not used"
-
-
-def judge_notice(
-    *, saved: bool, asked: bool, ended_by_signal: bool, redone: int, saves_each_step: bool = False
-) -> NoticeUse:
-    """What a script did with a notice.
-
-    Args:
-        saved: A checkpoint was written between the notice and the next attempt.
-        asked: The script has seen the notice, or asked for a signal in its place.
-        ended_by_signal: A worker was ended by its agent: it did not end by itself.
-        redone: Steps that were done again.
-        saves_each_step: It saves after each step that it reports, so that a notice has nothing to add.
-    """
-    if saved and (asked or not ended_by_signal):
-        return NoticeUse.USED
-    # By chance a checkpoint may just have been complete: that is no use of the notice.
-    return (
-        NoticeUse.IGNORED if redone or (ended_by_signal and not asked and not saves_each_step) else NoticeUse.NEEDLESS
-    )
 
 
 class Finding(Struct, frozen=True, kw_only=True):
@@ -59,18 +30,10 @@ class Finding(Struct, frozen=True, kw_only=True):
     text: str
 
 
-class Parts(Struct, frozen=True, kw_only=True):
-    """The seconds of a restart; None: not seen."""
-
-    stop: float | None = None
-    """From the fault until no worker of the old round was left: finding it, and stopping the others."""
-    rendezvous: float | None = None
-    start: float | None = None
-    imports: float | None = None
-    """From the workers' start until the first of them opened a checkpoint; until its first step where none did."""
-    load: float | None = None
-    step: float | None = None
-    """Until the first step was done."""
+_AFTER_SECONDS = 15.0
+"""A restart so soon after a fault that need not cause one is its effect."""
+_WELL_BEFORE = 0.5
+"""Seconds: a save that a fault has interrupted does not count."""
 
 
 class InjectionSeen(Struct, frozen=True, kw_only=True):
@@ -82,20 +45,16 @@ class InjectionSeen(Struct, frozen=True, kw_only=True):
     what: str
     at: float
     before: Place
-    trained_at: float | None
+    trained_at: float | None = None
     """When the training went on; None: it did not."""
-    after: Place | None = None
-    last: Position | None = None
-    """The last step before it, by any rank."""
     resumed: Position | None = None
     """The first step after it."""
     redone: int = 0
     """Steps that had been done before, and were done again."""
     saved_before: bool = False
     """Whether files had been saved in this run well before it, and after its first step."""
-    notice: NoticeUse | None = None
-    """What became of its notice; None: it gives none."""
-    parts: Parts = Parts()
+    used_notice: bool | None = None
+    """Whether a checkpoint was saved by its notice; None: it gives none."""
     why_stuck: str = ""
     """Where it did not go on: what the run reports."""
 
@@ -104,7 +63,55 @@ class InjectionSeen(Struct, frozen=True, kw_only=True):
         return None if self.trained_at is None else max(0.0, self.trained_at - self.at)
 
 
-class Parting(Struct, frozen=True, kw_only=True):
+def look_back(
+    injection: InjectionSeen, journal: RunJournal, saved_at: Sequence[float], course: Course, *, is_asked: bool = False
+) -> InjectionSeen:
+    """Add what came of a fault, now that the run is over.
+
+    Args:
+        injection: The fault, as it was done.
+        journal: The run's steps.
+        saved_at: When files were written that may be checkpoints.
+        course: The undisturbed run.
+        is_asked: The script asked for a signal as its notice.
+    """
+    kind, at, before = injection.fault.kind, injection.at, injection.before
+    # Within the processes first: a later fault may have had another round begin.
+    back = journal.went_back(at, before) if kind.restarts else None
+    first = back or journal.first_after(at, beyond=before)
+    over = at + injection.fault.seconds
+    if not kind.restarts and (first is None or first.at > over + _AFTER_SECONDS):
+        # It trained on in its round; by a step that was done when the fault was over.
+        first = journal.first_after(at) if journal.first_after(over) is not None else None
+    ended = first.at if first is not None and back is not None else float("inf")
+    earlier = [step.position for step in journal.steps if step.at <= at or (step.place <= before and step.at < ended)]
+    redone, resumed = 0, None
+    if first is not None and (back is not None or first.place != before):
+        heads: dict[int, Position] = {}
+        for step in journal.steps:
+            if step.place == first.place and (back is None or step.at >= first.at):
+                heads.setdefault(step.rank, step.position)
+        resumed = min(heads.values(), key=course.number)
+        redone = course.redone(max(earlier, key=course.number), resumed) if earlier else 0
+    saves, end = (*saved_at, *journal.saves), first.at if first is not None else float("inf")
+    used_notice: bool | None = None
+    if kind.gives_notice:
+        asked = is_asked or any(at <= moment <= end for moment in journal.notices)
+        # By chance a checkpoint may just have been complete.
+        used_notice = any(at <= moment <= end for moment in saves) and (asked or redone == 0)
+    began = journal.steps[0].at if journal.steps else end
+    return replace(
+        injection,
+        trained_at=None if first is None else first.at,
+        resumed=resumed,
+        redone=redone,
+        saved_before=any(began < moment < at - _WELL_BEFORE for moment in saves),
+        used_notice=used_notice,
+        why_stuck="" if first is not None else injection.why_stuck,
+    )
+
+
+class Divergence(Struct, frozen=True, kw_only=True):
     """The first step whose loss is not that of the undisturbed run."""
 
     run: int
@@ -125,7 +132,7 @@ class Comparison(Struct, frozen=True, kw_only=True):
     """Losses of disturbed runs beside those of the undisturbed one."""
 
     compared: int = 0
-    parting: Parting | None = None
+    divergence: Divergence | None = None
     largest: float = 0.0
     """The largest difference, relative."""
     missing: tuple[Position, ...] = ()
@@ -159,7 +166,7 @@ def compare_losses(
     for step in expected:
         if step.loss is not None:
             known.setdefault((step.rank, step.position), []).append(step.loss)
-    compared, largest, parting = 0, 0.0, None
+    compared, largest, divergence = 0, 0.0, None
     for number, steps in runs.items():
         for step in sorted(steps, key=lambda step: step.at):
             losses = known.get((step.rank, step.position))
@@ -169,8 +176,8 @@ def compare_losses(
             best = min(losses, key=lambda loss, own=step.loss: abs(loss - own))  # type: ignore[misc]
             fits = is_close(step.loss, best, tolerance)
             largest = max(largest, abs(step.loss - best) / (abs(best) or 1.0))
-            if not fits and parting is None:
-                parting = Parting(
+            if not fits and divergence is None:
+                divergence = Divergence(
                     run=number, step=step.position, rank=step.rank, place=step.place, loss=step.loss, expected=best,
                     at=step.at,
                 )  # fmt: skip
@@ -178,7 +185,7 @@ def compare_losses(
     missing: set[Position] = set()
     for number in complete:
         missing |= wanted - {step.position for step in runs.get(number, ())}
-    return Comparison(compared=compared, parting=parting, largest=largest, missing=tuple(sorted(missing)))
+    return Comparison(compared=compared, divergence=divergence, largest=largest, missing=tuple(sorted(missing)))
 
 
 class Rehearsed(Struct, frozen=True, kw_only=True):
@@ -198,37 +205,41 @@ class Rehearsed(Struct, frozen=True, kw_only=True):
 
 def find_guilt(found: Rehearsed) -> tuple[Finding, ...]:
     """What the script is guilty of; nothing: it holds."""
-    findings = [*_stuck(found), *_losses(found), *_no_checkpoint(found), *_notices(found)]
+    findings = [*_stuck(found), *_losses(found), *_no_checkpoint(found)]
     findings += [Finding(guilt=Guilt.LEFT_BEHIND, text=f"left behind: {text}") for text in found.left]
     return tuple(findings)
 
 
+def find_remarks(found: Rehearsed) -> tuple[str, ...]:
+    """What the script could do better, and is not guilty of."""
+    unused = [one for one in found.injections if one.used_notice is False and one.redone > 0]
+    if not unused:
+        return ()
+    most = max(unused, key=lambda injection: injection.redone)
+    return (
+        f"{title_of(most)}: no checkpoint was saved after the notice; done again: {plural(most.redone, 'step')}; "
+        "call hpc_elastic.should_checkpoint(step) after each step, and save when it is True",
+    )
+
+
 def _stuck(found: Rehearsed) -> list[Finding]:
     texts = [
-        f"{title_of(injection)}: it did not train again{_because(injection.why_stuck)}"
+        f"{title_of(injection)}: it did not train again{injection.why_stuck and f': {injection.why_stuck}'}"
         for injection in found.injections
-        if _is_stuck(injection)
+        if injection.trained_at is None
     ]
     return [Finding(guilt=Guilt.DID_NOT_GO_ON, text=text) for text in (*texts, *found.failed)]
 
 
-def _is_stuck(injection: InjectionSeen) -> bool:
-    return injection.trained_at is None
-
-
-def _because(why: str) -> str:
-    return f": {why}" if why else ""
-
-
 def _losses(found: Rehearsed) -> list[Finding]:
     comparison = found.comparison
-    parting = comparison.parting
-    if parting is not None and comparison.repeatable:
-        cause = _cause_of(parting, found.injections)
+    divergence = comparison.divergence
+    if divergence is not None and comparison.repeatable:
+        cause = _cause_of(divergence, found.injections)
         text = (
-            f"the losses part at step {step_text(parting.step)} (rank {parting.rank}), "
-            f"{f'after {cause}' if cause else 'before any fault'}: {parting.loss:.9g}, undisturbed "
-            f"{parting.expected:.9g} ({parting.by:.2%} off); what is not restored? the optimizer's state, the "
+            f"the losses part at step {step_text(divergence.step)} (rank {divergence.rank}), "
+            f"{f'after {cause}' if cause else 'before any fault'}: {divergence.loss:.9g}, undisturbed "
+            f"{divergence.expected:.9g} ({divergence.by:.2%} off); what is not restored? the optimizer's state, the "
             "schedule, the place in the data, random generators, each rank's own part"
         )
         return [Finding(guilt=Guilt.LOSSES_PART, text=text)]
@@ -238,8 +249,8 @@ def _losses(found: Rehearsed) -> list[Finding]:
     return []
 
 
-def _cause_of(parting: Parting, injections: Sequence[InjectionSeen]) -> str:
-    before = [injection for injection in injections if injection.run == parting.run and injection.at < parting.at]
+def _cause_of(divergence: Divergence, injections: Sequence[InjectionSeen]) -> str:
+    before = [injection for injection in injections if injection.run == divergence.run and injection.at < divergence.at]
     return title_of(before[-1]) if before else ""
 
 
@@ -260,18 +271,6 @@ def _no_checkpoint(found: Rehearsed) -> list[Finding]:
     return [Finding(guilt=Guilt.NO_CHECKPOINT, text=text)]
 
 
-def _notices(found: Rehearsed) -> list[Finding]:
-    ignored = [injection for injection in found.injections if injection.notice is NoticeUse.IGNORED]
-    if not ignored:
-        return []
-    most = max(ignored, key=lambda injection: injection.redone)
-    text = (
-        f"{title_of(most)}: the notice was not used: no checkpoint after it, {plural(most.redone, 'step')} done again; "
-        "call hpc_elastic.should_checkpoint(step) after each step, and save when it is True"
-    )
-    return [Finding(guilt=Guilt.NOTICE_IGNORED, text=text)]
-
-
 def title_of(injection: InjectionSeen) -> str:
     """``#3 worker killed -9 (rank 1 on node0)``."""
-    return f"#{injection.fault.number} {injection.fault.title}{f' ({injection.what})' if injection.what else ''}"
+    return f"{injection.fault}{f' ({injection.what})' if injection.what else ''}"

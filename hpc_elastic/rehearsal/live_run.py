@@ -15,13 +15,12 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.self_command import module_command
-from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.launch.run_directory import create_run
 from hpc_elastic.rehearsal.injector import Injector, signal_all
 from hpc_elastic.rehearsal.journal import RunJournal, Source
 from hpc_elastic.rehearsal.members import RunMembers
 from hpc_elastic.rehearsal.remote_injector import RemoteInjector
-from hpc_elastic.rehearsal.saves import FileEvent, WrittenNames
+from hpc_elastic.rehearsal.saves import FileNames, SavedFiles
 from hpc_elastic.run.attempt import StoredResult, load_newest_result
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec, new_run_id
@@ -31,11 +30,15 @@ PLANTED = "an exception that hpc-elastic rehearse has planted"
 PLANT_SIGNAL = signal.SIGRTMIN + 9
 _HOOK = f'''\
 """Makes a signal an exception, in the workers of a rehearsed run; then loads the sitecustomize that this one hides."""
-import os, signal, sys
+import _thread, os, signal, sys, time
 
 
 def _raise(number, frame):
-    raise RuntimeError({PLANTED!r})
+    name = frame.f_code.co_filename
+    if not name.startswith(os.path.dirname(os.__file__)) or "site-packages" in name:
+        raise RuntimeError({PLANTED!r})
+    # Python drops an exception in a callback of its own, as of a fork: a moment later.
+    _thread.start_new_thread(lambda: (time.sleep(0.05), os.kill(os.getpid(), number)), ())
 
 
 signal.signal({int(PLANT_SIGNAL)}, _raise)
@@ -49,7 +52,7 @@ except ImportError:
 _END_SECONDS = 10.0
 _LEFT_SECONDS = 10.0
 """How long a run's processes may take to be gone after its end."""
-_LOOK_SECONDS = 0.02
+LOOK_SECONDS = 0.02
 
 
 class Stage(Struct, frozen=True, kw_only=True):
@@ -57,7 +60,7 @@ class Stage(Struct, frozen=True, kw_only=True):
 
     source: Source
     """Where the losses are."""
-    names: WrittenNames
+    names: FileNames
     """What is known of the files that the script writes."""
     inputs: tuple[Path, ...]
     """Are linked into each run's working directory."""
@@ -102,11 +105,11 @@ class LiveRun(ABC):
         self.members = RunMembers(self.paths)
         self.started = 0.0
         """When its newest attempt began."""
+        self.folders = (self.work, *stage.watched)
+        """In which the script saves."""
         self.saved_at: list[float] = []
         """When a file was written that may be a checkpoint, as this process saw it."""
-        self.loads: list[tuple[float, Path]] = []
-        """When such a file was read, or closed by a reader."""
-        self._saved: set[Path] = set()
+        self._files = SavedFiles(self.folders, stage.names)
 
     @property
     @abstractmethod
@@ -136,15 +139,11 @@ class LiveRun(ABC):
 
     @abstractmethod
     def injector_of(self, node: int) -> Injector | RemoteInjector:
-        """The one that reaches a node's. Raises NotNow: none does now."""
+        """The one that reaches a node's."""
 
     @abstractmethod
     def notice(self) -> None:
         """Announce the end of the job's time, as Slurm does by a signal to its batch script."""
-
-    @abstractmethod
-    def preempt(self) -> None:
-        """Announce its preemption."""
 
     @abstractmethod
     def restart(self) -> None:
@@ -162,23 +161,8 @@ class LiveRun(ABC):
         """Read what is new of it."""
         self.members.read()
         self.journal.read()
-        for injector in self.injectors():
-            self.read_files(injector)
-
-    def read_files(self, injector: Injector | RemoteInjector) -> list[FileEvent]:
-        """What was done to files on that machine since the last call, in its order."""
-        events, now = injector.read_files(), time.time()
-        for event in events:
-            if event.is_save:
-                self.saved_at.append(now)
-                self._saved.add(event.path)
-            elif event.is_read and event.path in self._saved:
-                self.loads.append((now, event.path))
-        return events
-
-    def wait(self, seconds: float = _LOOK_SECONDS) -> None:
-        """Until a file is written, or the time has passed."""
-        wait_readable([fd for injector in self.injectors() for fd in injector.filenos()], seconds)
+        if self._files.look():
+            self.saved_at.append(time.time())
 
     def is_in_attempt(self, number: int) -> bool:
         """Whether this attempt is the newest one, and has not ended."""
@@ -196,7 +180,7 @@ class LocalRun(LiveRun):
     def __init__(self, spec: RunSpec, folder: Path, stage: Stage) -> None:
         super().__init__(spec, folder, stage)
         create_run(self.spec, self.runs_dir)
-        self._injector = Injector(self.spec.uid, [self.work, *stage.watched], stage.names)
+        self._injector = Injector(self.spec.uid, self.folders)
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -231,9 +215,6 @@ class LocalRun(LiveRun):
         if self._process is not None:
             self._process.send_signal(signal.SIGUSR2)
 
-    def preempt(self) -> None:
-        self.notice()
-
     def restart(self) -> None:
         if self._process is not None:
             self._process.kill()
@@ -251,7 +232,6 @@ class LocalRun(LiveRun):
                 self._process.kill()
                 self._process.wait()
             signal_all(self._injector.all(), signal.SIGKILL)
-        self._injector.close()
 
     def leftovers(self) -> list[str]:
         deadline = time.monotonic() + _LEFT_SECONDS
@@ -259,5 +239,5 @@ class LocalRun(LiveRun):
             if time.monotonic() > deadline:
                 signal_all(left, signal.SIGKILL)
                 return [f"process {proc.pid} ({proc.name}) of {self.spec.run_id}" for proc in left]
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(LOOK_SECONDS)
         return []

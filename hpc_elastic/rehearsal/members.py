@@ -1,4 +1,4 @@
-"""The members of a run, by its events: which worker has which rank, which agent is which node's."""
+"""The members of a run, by its events: which worker has which rank, where."""
 
 from __future__ import annotations
 
@@ -27,12 +27,9 @@ class RunMembers:
 
     def __init__(self, paths: RunPaths) -> None:
         self.paths = paths
-        self.events: list[EventLine] = []
-        """All so far, file by file."""
         self._files: dict[Path, EventFile] = {}
         self._ranks: dict[tuple[Place, int], tuple[int, ...]] = {}
         self._pids: dict[tuple[Place, int], tuple[str, tuple[int, ...]]] = {}
-        self._agents: dict[tuple[int, int], tuple[int, int]] = {}
 
     def read(self) -> None:
         """Read what is new in the events."""
@@ -41,25 +38,14 @@ class RunMembers:
                 if path not in self._files:
                     self._files[path] = EventFile(path, attempt=attempt.number)
                 for line in self._files[path].read() or ():
-                    self.events.append(line)
                     self._take(line)
 
     def _take(self, line: EventLine) -> None:
         value, node = line.value, line.writer
-        if line.name == "agent_started" and isinstance(value.get("pid"), int):
-            known = self._agents.get((line.attempt, node), (0, 0))
-            self._agents[line.attempt, node] = max(known, (line.written_ns, value["pid"]))
         if line.name == "round_final":
             self._ranks[(line.attempt, value["round"]), node] = tuple(value.get("ranks", ()))
         if line.name == "workers_started":
             self._pids[(line.attempt, value["round"]), node] = (line.host, tuple(value.get("pids", ())))
-
-    def ended_by_signal(self, place: Place) -> bool:
-        """Whether an agent's signal ended a worker of this round: it did not end by itself."""
-        stopped = [line for line in self.events if line.name == "workers_stopped" and _place(line) == place]
-        return any(
-            len(line.value.get("ends", ())) < len(self._pids.get((place, line.writer), ("", ()))[1]) for line in stopped
-        )
 
     @property
     def place(self) -> Place | None:
@@ -76,12 +62,3 @@ class RunMembers:
                     Worker(rank=rank, node=node, host=host, pid=pid) for rank, pid in zip(ranks, pids, strict=False)
                 ]
         return sorted(found, key=lambda worker: worker.rank)
-
-    def agents(self) -> dict[int, int]:
-        """Node → the process of its newest agent, in the newest attempt."""
-        newest = max((attempt for attempt, _ in self._agents), default=0)
-        return {node: pid for (attempt, node), (_, pid) in self._agents.items() if attempt == newest}
-
-
-def _place(line: EventLine) -> Place:
-    return line.attempt, int(line.value.get("round", -1))

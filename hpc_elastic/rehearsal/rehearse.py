@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from itertools import islice
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from hpc_elastic.base.text import plural
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.run_request import SlurmJob
-from hpc_elastic.rehearsal.aftermath import look_back
-from hpc_elastic.rehearsal.disturb import Disturbance, FaultQueue
-from hpc_elastic.rehearsal.faults import Fault, Kind, plan
+from hpc_elastic.rehearsal.disturb import Disturbance, estimate, why_never
+from hpc_elastic.rehearsal.faults import DISK_FULL, SAVING_KILLED, Fault, Kind, Need
 from hpc_elastic.rehearsal.journal import Course, Source, StepSeen, step_text
 from hpc_elastic.rehearsal.judge import (
     Comparison,
@@ -23,29 +22,21 @@ from hpc_elastic.rehearsal.judge import (
     Rehearsed,
     compare_losses,
     find_guilt,
+    look_back,
 )
-from hpc_elastic.rehearsal.live_run import LiveRun, LocalRun, Stage
-from hpc_elastic.rehearsal.saves import WrittenNames
+from hpc_elastic.rehearsal.live_run import LOOK_SECONDS, LiveRun, LocalRun, Stage
+from hpc_elastic.rehearsal.saves import FileNames
 from hpc_elastic.rehearsal.slurm_run import SlurmRun
-from hpc_elastic.run.option_values import SectionTimeouts
 from hpc_elastic.run.spec import RunSpec
-from hpc_elastic.run.suspicions import HangSettings, OnHang
-
-_MOST_RUNS = 20
-HANG_SECONDS = 15.0
-"""A hang is found after so long at the earliest, where the user gives no timeouts: the end of a process takes time."""
 
 
-class Wish(Struct, frozen=True, kw_only=True):
+class RehearsalOptions(Struct, frozen=True, kw_only=True):
     """How the rehearsal is asked for."""
 
     spec: RunSpec
     folder: Path
-    """Where all of it is kept; made here."""
+    """Where all of it is kept."""
     kinds: tuple[Kind, ...]
-    seed: int
-    minutes: float | None
-    """How long faults go on; None: until each kind was there once."""
     tolerance: float
     source: Source
     patience: float
@@ -59,20 +50,19 @@ class Wish(Struct, frozen=True, kw_only=True):
 class Outcome(Struct, frozen=True, kw_only=True):
     """What the rehearsal came to."""
 
-    wish: Wish
+    options: RehearsalOptions
     found: Rehearsed
     findings: tuple[Finding, ...]
     skipped: tuple[str, ...]
     """Faults that were not done, and why."""
     seconds: float
-    undisturbed_seconds: float
 
 
-def rehearse(wish: Wish, *, env: Mapping[str, str], report: Callable[[str], None]) -> Outcome:
+def rehearse(options: RehearsalOptions, *, env: Mapping[str, str], report: Callable[[str], None]) -> Outcome:
     """Run the script, disturb it, and judge.
 
     Args:
-        wish: What is asked for.
+        options: What is asked for.
         env: For the runs.
         report: Takes a line of what is done.
 
@@ -80,31 +70,39 @@ def rehearse(wish: Wish, *, env: Mapping[str, str], report: Callable[[str], None
         UsageError: the script can't be rehearsed: it fails undisturbed, reports no steps, or keeps its checkpoints
             where both runs find them.
     """
-    return _Rehearsal(wish, env, report).run()
+    return _Rehearsal(options, env, report).run()
 
 
 class _Rehearsal:
-    def __init__(self, wish: Wish, env: Mapping[str, str], report: Callable[[str], None]) -> None:
-        self._wish = wish
+    def __init__(self, options: RehearsalOptions, env: Mapping[str, str], report: Callable[[str], None]) -> None:
+        self._options = options
         self._report = report
-        self._stage = Stage(source=wish.source, names=WrittenNames(), inputs=wish.inputs, watched=wish.watched, env=env)
-        self._course = Course((), has_heartbeats=False, started=0.0)
+        self._stage = Stage(
+            source=options.source, names=FileNames(), inputs=options.inputs, watched=options.watched, env=env
+        )
+        self._course = Course((), started=0.0)
         self._steps: dict[int, list[StepSeen]] = {}
         self._complete: set[int] = set()
         self._injections: list[InjectionSeen] = []
         self._skipped: list[str] = []
         self._failed: list[str] = []
         self._left: list[str] = []
-        self._began = time.monotonic()
 
     def run(self) -> Outcome:
-        before = time.monotonic()
-        self._undisturbed()
-        undisturbed_seconds = time.monotonic() - before
+        began = time.monotonic()
+        self._report("the script undisturbed; then it is known how long the faults take")
+        run = self._run_undisturbed("undisturbed")
+        if not run.journal.steps:
+            raise UsageError(
+                "the script reported no steps: print 'step N loss=X', call hpc_elastic.heartbeat(step, loss=loss), or "
+                f"name a pattern with --losses or a file with --losses-file; what it printed: {run.log}"
+            )
+        saves = max(len(run.saved_at), len(run.journal.saves))
+        self._course = Course(run.journal.steps, started=run.started, saves=saves)
+        self._report(f"  {plural(len(self._course), 'step')} in {time.monotonic() - began:.0f} s")
         self._disturb_all()
-        comparison = self._compare()
         found = Rehearsed(
-            comparison=comparison,
+            comparison=self._compare(),
             injections=tuple(self._injections),
             first=self._course.first,
             steps=len(self._course),
@@ -112,51 +110,32 @@ class _Rehearsal:
             left=tuple(self._left),
         )
         return Outcome(
-            wish=self._wish,
+            options=self._options,
             found=found,
             findings=find_guilt(found),
             skipped=tuple(self._skipped),
-            seconds=time.monotonic() - self._began,
-            undisturbed_seconds=undisturbed_seconds,
+            seconds=time.monotonic() - began,
         )
 
-    def _live_run(self, name: str, spec: RunSpec | None = None) -> LiveRun:
-        wish = self._wish
-        chosen, folder = spec or wish.spec, wish.folder / name
-        if wish.job is not None:
-            return SlurmRun(replace(wish.job, spec=chosen), folder, self._stage, report=self._report)
-        return LocalRun(chosen, folder, self._stage)
+    def _live_run(self, name: str, spec: RunSpec) -> LiveRun:
+        folder, job = self._options.folder / name, self._options.job
+        if job is not None:
+            return SlurmRun(replace(job, spec=spec), folder, self._stage, report=self._report)
+        return LocalRun(spec, folder, self._stage)
 
-    # -- undisturbed -----------------------------------------------------------------------------------------------
-
-    def _undisturbed(self) -> None:
-        self._report("undisturbed")
-        run, steps = self._run_undisturbed("undisturbed")
-        if not steps:
-            raise UsageError(
-                "the script reported no steps: print 'step N loss=X', call hpc_elastic.heartbeat(step, loss=loss), or "
-                f"name a pattern with --losses or a file with --losses-file; what it printed: {run.log}"
-            )
-        self._course = Course(steps, has_heartbeats=run.journal.has_heartbeats, started=run.started)
-        losses = sum(step.loss is not None for step in steps)
-        self._report(f"  {len(self._course)} steps, {losses} losses")
-
-    def _run_undisturbed(self, name: str) -> tuple[LiveRun, list[StepSeen]]:
-        run = self._live_run(
-            name, replace(self._wish.spec, max_restarts=0, max_requeues=0)
-        )  # it fails by itself: at once
-        deadline = time.monotonic() + self._wish.patience
-        seen = 0
+    def _run_undisturbed(self, name: str) -> LiveRun:
+        # It fails by itself: at once.
+        run = self._live_run(name, replace(self._options.spec, max_restarts=0, max_requeues=0))
+        patience = self._options.patience
+        deadline, seen = time.monotonic() + patience, 0
         try:
             run.start()
             while (code := run.poll()) is None:
                 if len(run.journal.steps) > seen or run.is_queued:
-                    seen, deadline = len(run.journal.steps), time.monotonic() + self._wish.patience
+                    seen, deadline = len(run.journal.steps), time.monotonic() + patience
                 if time.monotonic() > deadline:
-                    raise UsageError(
-                        f"undisturbed, the script did no step for {self._wish.patience:g} s; see {run.log}"
-                    )
-                run.wait()
+                    raise UsageError(f"undisturbed, the script did no step for {patience:g} s; see {run.log}")
+                time.sleep(LOOK_SECONDS)
             run.poll()
         finally:
             run.end()
@@ -168,33 +147,40 @@ class _Rehearsal:
                 f"undisturbed, the script ends with exit code {code}{reason}; see {run.log}. It runs in {run.work}: "
                 "files that it reads there are linked with --input, {folder} in its arguments is that folder"
             )
-        return run, list(run.journal.steps)
+        return run
 
     # -- disturbed -------------------------------------------------------------------------------------------------
 
     def _disturb_all(self) -> None:
-        wish = self._wish
-        planned: Iterator[Fault] = plan(wish.seed, wish.kinds)
-        if wish.minutes is None:
-            planned = islice(planned, len(wish.kinds))
-        until = self._began + 60 * wish.minutes if wish.minutes is not None else float("inf")
-        number, waiting = 0, FaultQueue(planned)
-        while waiting.peek() is not None and number < _MOST_RUNS and time.monotonic() < until:
+        waiting: list[Fault] = []
+        for kind in self._options.kinds:
+            if why := why_never(kind, self._options.spec, self._course, self._options.folder):
+                self._skipped.append(f"{kind.title}: {why}")
+            else:
+                seconds = self._course.full_seconds if kind == DISK_FULL else 0.0
+                waiting.append(Fault(number=len(waiting) + 1, kind=kind, seconds=seconds))
+        number = 0
+        while waiting:
             number += 1
-            before = len(self._injections) + len(self._skipped)
-            self._disturb(number, waiting, until)
+            restarts = [one.seconds for one in self._injections if one.seconds is not None]
+            self._report(f"with {plural(len(waiting), 'fault')}: {estimate(self._course, len(waiting), restarts)}")
+            before = len(waiting)
+            self._disturb(number, waiting)
             if self._failed or any(injection.trained_at is None for injection in self._injections):
                 break  # a script that does not come back from one fault shows nothing by others
-            if len(self._injections) + len(self._skipped) == before:
-                fault = waiting.take()
-                self._skipped.append(f"{fault}: the script ends before; let it do more steps")
+            if len(waiting) == before:
+                fault = waiting.pop(0)
+                why = (
+                    Need.SAVES.value if fault.kind == SAVING_KILLED else "the script ends before; let it do more steps"
+                )
+                self._skipped.append(f"{fault.kind.title}: {why}")
 
-    def _disturb(self, number: int, waiting: FaultQueue, until: float) -> None:
-        run = self._live_run(f"disturbed-{number}", self._finding_hangs())
-        disturbed = Disturbance(run, self._course, patience=self._wish.patience, report=self._report)
+    def _disturb(self, number: int, waiting: list[Fault]) -> None:
+        run = self._live_run(f"disturbed-{number}", self._options.spec)
+        disturbed = Disturbance(run, self._course, number=number, patience=self._options.patience, report=self._report)
         try:
             run.start()
-            disturbed.go(waiting, until)
+            disturbed.go(waiting)
             run.poll()
         finally:
             disturbed.undo()
@@ -204,25 +190,16 @@ class _Rehearsal:
         if disturbed.code == 0:
             self._complete.add(number)
         self._injections += [
-            look_back(number, run, injection, disturbed.why, self._course) for injection in disturbed.injections
-        ]
+            look_back(
+                replace(injection, why_stuck=disturbed.why), run.journal, run.saved_at, self._course,
+                is_asked=bool(run.spec.preemption_signal),
+            )
+            for injection in disturbed.injections
+        ]  # fmt: skip
         self._skipped += disturbed.skipped
         if disturbed.why and not any(injection.trained_at is None for injection in self._injections):
             self._failed.append(disturbed.why)
         self._left += run.leftovers()
-
-    def _finding_hangs(self) -> RunSpec:
-        """The run, but for how soon a hang is found: by what the undisturbed run's steps took."""
-        spec = self._wish.spec
-        if Kind.WORKER_HANG not in self._wish.kinds:
-            return spec
-        limit = max(HANG_SECONDS, 5 * self._course.longest)
-        if not spec.section_timeouts and self._course.has_heartbeats:
-            setup = max(60.0, 5 * self._course.until_first)
-            spec = replace(spec, section_timeouts=SectionTimeouts(seconds={"setup": setup, "step": limit}))
-        if spec.hangs == HangSettings():
-            spec = replace(spec, hangs=HangSettings(action=OnHang.ACT, least=limit))
-        return spec
 
     def _check_start(self, run: LiveRun) -> None:
         first = run.journal.steps[0].position if run.journal.steps else None
@@ -233,20 +210,12 @@ class _Rehearsal:
             )
 
     def _compare(self) -> Comparison:
-        comparison = self._compared()
-        if comparison.parting is None:
+        tolerance = self._options.tolerance
+        comparison = compare_losses(self._course.steps, self._steps, tolerance=tolerance, complete=self._complete)
+        if comparison.divergence is None:
             return comparison
         self._report("the losses part: undisturbed once more, to see whether the script repeats itself")
-        _, again = self._run_undisturbed("undisturbed-again")
-        own = compare_losses(self._course.steps, {0: again}, tolerance=self._wish.tolerance)
-        is_noise = own.parting is not None and own.largest >= 0.1 * comparison.largest
-        return Comparison(
-            compared=comparison.compared,
-            parting=comparison.parting,
-            largest=comparison.largest,
-            missing=comparison.missing,
-            repeatable=not is_noise,
-        )
-
-    def _compared(self) -> Comparison:
-        return compare_losses(self._course.steps, self._steps, tolerance=self._wish.tolerance, complete=self._complete)
+        again = self._run_undisturbed("undisturbed-again")
+        own = compare_losses(self._course.steps, {0: again.journal.steps}, tolerance=tolerance)
+        is_noise = own.divergence is not None and own.largest >= 0.1 * comparison.largest
+        return replace(comparison, repeatable=not is_noise)

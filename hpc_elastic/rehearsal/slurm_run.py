@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,7 +17,6 @@ from hpc_elastic.options.run_request import SlurmJob
 from hpc_elastic.rehearsal.injector import NotNow
 from hpc_elastic.rehearsal.live_run import LiveRun, Stage
 from hpc_elastic.rehearsal.remote_injector import RemoteInjector
-from hpc_elastic.rehearsal.saves import VERSIONS
 from hpc_elastic.run.attempt import UnreadableAttemptError, load_attempt
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError
@@ -29,8 +26,6 @@ _ASK_SECONDS = 2.0
 """Between two questions to Slurm."""
 _SETTLE_SECONDS = 15.0
 """An ended job without a final result may be on its way back into the queue, and a result may be seen late."""
-_OPEN_SECONDS = 3.0
-"""Between two tries to start a step on a node."""
 _LEFT_SECONDS = 60.0
 """For a job's end after that of its run: KillWait is 30 s on most sites."""
 
@@ -57,9 +52,7 @@ class SlurmRun(LiveRun):
         self._why = ""
         self._waived: set[int] = set()
         self._attempt = -1
-        self._injectors: dict[str, RemoteInjector] = {}
         self._nodes: tuple[str, ...] = ()
-        self._open_at: dict[str, float] = {}
 
     @property
     def log(self) -> Path:
@@ -119,46 +112,19 @@ class SlurmRun(LiveRun):
     # -- its nodes -------------------------------------------------------------------------------------------------
 
     def _follow_attempt(self) -> None:
-        """Have a step on each node of the newest attempt; none when it has ended."""
         begun = self.paths.begun_attempts()
-        if not begun:
-            return
-        if begun[-1].number != self._attempt:
+        if begun and begun[-1].number != self._attempt:
             try:
                 attempt = load_attempt(begun[-1].attempt_json)
             except UnreadableAttemptError:
                 return  # it is just being written
-            self._close_hands()
             self._attempt, self._nodes, self.started = attempt.number, attempt.nodes, time.time()
-        if begun[-1].result_json.exists():
-            self._close_hands()
-            return
-        now = time.monotonic()
-        for node in self._nodes:
-            injector = self._injectors.get(node)
-            if (injector is None or injector.has_ended) and now >= self._open_at.get(node, 0.0):
-                self._open_at[node] = now + _OPEN_SECONDS
-                if injector is not None:
-                    injector.close()
-                folders = [self.work, *self.stage.watched]
-                self._injectors[node] = RemoteInjector(
-                    self._job, node, self.spec.uid, env=self.env, folders=folders, names=self.stage.names
-                )
-
-    def _close_hands(self) -> None:
-        for injector in self._injectors.values():
-            self.read_files(injector)
-            injector.close()
-        self._injectors, self._nodes = {}, ()
 
     def injectors(self) -> Sequence[RemoteInjector]:
-        return [injector for injector in self._injectors.values() if not injector.has_ended]
+        return [self.injector_of(node) for node in range(len(self._nodes))]
 
     def injector_of(self, node: int) -> RemoteInjector:
-        injector = self._injectors.get(self._nodes[node]) if node < len(self._nodes) else None
-        if injector is None or injector.has_ended:
-            raise NotNow("no step runs on its node")
-        return injector
+        return RemoteInjector(self._job, self._nodes[node], self.spec.uid, env=self.env, folders=self.folders)
 
     # -- what is done to it ----------------------------------------------------------------------------------------
 
@@ -168,14 +134,6 @@ class SlurmRun(LiveRun):
         except SlurmError as error:
             raise NotNow(error.why) from None
 
-    def preempt(self) -> None:
-        """As Slurm begins a grace time: the tasks hear of it, the batch script does not.
-
-        By the notice's signal: a SIGTERM is a cancel to them, unless Slurm itself says that the job is preempted.
-        """
-        for node, pid in self.members.agents().items():
-            self.injector_of(node).signal(pid, signal.SIGUSR2)
-
     def restart(self) -> None:
         try:
             self._client.requeue(self._job)
@@ -183,9 +141,6 @@ class SlurmRun(LiveRun):
             raise NotNow(error.why) from None
 
     def end(self) -> None:
-        self._close_hands()
-        for left in self.folder.glob(f"{VERSIONS}*"):  # of a step that was killed
-            shutil.rmtree(left, ignore_errors=True)
         if self._first is None:
             return
         try:

@@ -7,10 +7,9 @@ from typing import Any
 
 from hpc_elastic.base.text import plural
 from hpc_elastic.rehearsal.journal import step_text
-from hpc_elastic.rehearsal.judge import Comparison, InjectionSeen
-from hpc_elastic.rehearsal.parts import NAMES, advise
+from hpc_elastic.rehearsal.judge import Comparison, InjectionSeen, find_remarks
 from hpc_elastic.rehearsal.rehearse import Outcome
-from hpc_elastic.report.render_html_markup import Markup, element
+from hpc_elastic.report.render_html_markup import Markup, card, element, fact_list, page, table
 
 _HEAD = ("fault", "hit", "resumed at", "done again", "trains again after", "notice")
 
@@ -25,39 +24,27 @@ def rows(injections: Sequence[InjectionSeen]) -> list[tuple[str, ...]]:
             resumed, redone = ("trained on", "-") if injection.trained_at is not None else ("never", "-")
         found.append(
             (
-                f"#{injection.fault.number} {injection.fault.title}",
+                str(injection.fault),
                 injection.what or "-",
                 resumed,
                 redone,
                 f"{injection.seconds:.1f} s" if injection.seconds is not None else "never",
-                "-" if injection.notice is None else injection.notice.value,
+                "-" if injection.used_notice is None else "used" if injection.used_notice else "not used",
             )
         )
     return found
 
 
-def part_rows(injections: Sequence[InjectionSeen]) -> list[tuple[str, ...]]:
-    """How long the parts of each restart took; nothing where none is known."""
-    found = []
-    for injection in injections:
-        values = [getattr(injection.parts, name) for name in NAMES]
-        if any(value is not None for value in values):
-            found.append(
-                (f"#{injection.fault.number}", *("-" if value is None else f"{value:.1f} s" for value in values))
-            )
-    return [("restart", *NAMES.values()), *found] if found else []
-
-
 def verdict_lines(outcome: Outcome) -> list[str]:
     """What holds, and what does not."""
     found, comparison = outcome.found, outcome.found.comparison
-    lines = [_losses(comparison, outcome.wish.tolerance)]
+    lines = [_losses(comparison, outcome.options.tolerance)]
     lines += [f"not done: {text}" for text in outcome.skipped]
-    lines += advise(found.injections)
+    lines += [f"remark: {text}" for text in find_remarks(found)]
     lines += [f"GUILTY: {finding.text}" for finding in outcome.findings]
     if not outcome.findings:
         lines.append(
-            f"holds: {plural(len(found.injections), 'fault')}, seed {outcome.wish.seed}"
+            f"holds: {plural(len(found.injections), 'fault')}"
             if found.injections
             else "nothing was tried: no fault could be done"
         )
@@ -65,19 +52,17 @@ def verdict_lines(outcome: Outcome) -> list[str]:
 
 
 def _losses(comparison: Comparison, tolerance: float) -> str:
-    if comparison.parting is not None and not comparison.repeatable:
+    if comparison.divergence is not None and not comparison.repeatable:
         return (
             f"losses: the script does not repeat itself: two undisturbed runs differ, too (by up to "
             f"{comparison.largest:.2%}); seed its random generators, or give a larger --tolerance"
         )
     if not comparison.compared:
         return "losses: none to compare: print them, or hpc_elastic.heartbeat(step, loss=loss), or --losses"
-    if comparison.parting is not None:
-        parting = comparison.parting
-        where = (
-            f"step {step_text(parting.step)} of run {parting.run}, attempt {parting.place[0]} round {parting.place[1]}"
-        )
-        return f"losses: they part at {where}, by {parting.by:.2%}; at most by {comparison.largest:.2%}"
+    if comparison.divergence is not None:
+        one = comparison.divergence
+        where = f"step {step_text(one.step)} of run {one.run}, attempt {one.place[0]} round {one.place[1]}"
+        return f"losses: they part at {where}, by {one.by:.2%}; at most by {comparison.largest:.2%}"
     return (
         f"losses: {comparison.compared} compared, equal to those of the undisturbed run within {tolerance:g} "
         f"(at most {comparison.largest:.1e} off)"
@@ -87,8 +72,6 @@ def _losses(comparison: Comparison, tolerance: float) -> str:
 def as_text(outcome: Outcome) -> str:
     """For the terminal."""
     parts = [_aligned(rows(outcome.found.injections))] if outcome.found.injections else []
-    if found := part_rows(outcome.found.injections):
-        parts.append(_aligned(found))
     parts.append("\n".join(verdict_lines(outcome)))
     return "\n\n".join(parts) + "\n"
 
@@ -103,74 +86,83 @@ def _aligned(table: Sequence[tuple[str, ...]]) -> str:
 def as_json(outcome: Outcome) -> dict[str, Any]:
     """One object; its fields are in docs/how-to/rehearse.md."""
     found, comparison = outcome.found, outcome.found.comparison
-    parting = comparison.parting
+    divergence = comparison.divergence
     return {
         "version": 1,
         "holds": not outcome.findings,
-        "seed": outcome.wish.seed,
         "seconds": round(outcome.seconds, 3),
         "steps": found.steps,
-        "tolerance": outcome.wish.tolerance,
+        "tolerance": outcome.options.tolerance,
         "losses": {
             "compared": comparison.compared,
             "largest_difference": comparison.largest,
             "repeatable": comparison.repeatable,
             "parts": None
-            if parting is None
+            if divergence is None
             else {
-                "step": list(parting.step),
-                "rank": parting.rank,
-                "run": parting.run,
-                "loss": parting.loss,
-                "expected": parting.expected,
+                "step": list(divergence.step),
+                "rank": divergence.rank,
+                "run": divergence.run,
+                "loss": divergence.loss,
+                "expected": divergence.expected,
             },
         },
         "faults": [
             {
-                "fault": injection.fault.kind.value,
+                "fault": injection.fault.kind.name,
                 "number": injection.fault.number,
                 "run": injection.run,
                 "hit": injection.what,
                 "resumed": None if injection.resumed is None else list(injection.resumed),
                 "done_again": injection.redone,
                 "seconds": injection.seconds,
-                "notice": None if injection.notice is None else injection.notice.value,
-                "parts": {name: getattr(injection.parts, name) for name in NAMES},
+                "used_notice": injection.used_notice,
             }
             for injection in found.injections
         ],
+        "remarks": list(find_remarks(found)),
         "guilty": [{"of": finding.guilt.value, "text": finding.text} for finding in outcome.findings],
         "not_done": list(outcome.skipped),
     }
 
 
-_STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;margin:2rem auto;max-width:70rem;padding:0 1rem}"
-    "table{border-collapse:collapse;margin:1rem 0}td,th{border:1px solid #8888;padding:.25rem .6rem;text-align:left}"
-    ".guilty{border-left:.4rem solid #b00;padding-left:.6rem}.holds{border-left:.4rem solid #080;padding-left:.6rem}"
-    "@media(prefers-color-scheme:dark){body{background:#111;color:#ddd}}"
-)
-
-
 def as_page(outcome: Outcome) -> str:
-    """A page of its own, without anything from elsewhere."""
-    wish = outcome.wish
-    title = f"Rehearsal of {wish.spec.name}: {'guilty' if outcome.findings else 'holds'}"
-    body = [
-        element("h1", title),
-        element(
-            "p", f"{wish.spec.entrypoint} — seed {wish.seed}, {outcome.seconds:.0f} s, {outcome.found.steps} steps"
-        ),
+    """A page with the look of report.html, and without anything from elsewhere."""
+    options, found = outcome.options, outcome.found
+    is_guilty = bool(outcome.findings)
+    facts = (
+        ("script", str(options.spec.entrypoint)),
+        ("steps", str(found.steps)),
+        ("took", f"{outcome.seconds:.0f} s"),
+    )
+    head = element(
+        "header",
+        element("h1", f"Rehearsal of {options.spec.name}"),
+        element("span", "guilty" if is_guilty else "holds", class_=f"chip {'bad' if is_guilty else 'good'}"),
+        class_="top",
+    )
+    what = [element("p", line, class_="what") for line in verdict_lines(outcome) if _is_verdict(line)]
+    others = [element("li", line) for line in verdict_lines(outcome) if not _is_verdict(line)]
+    verdict = element(
+        "section", *what, element("ul", *others, class_="plain"), fact_list(facts),
+        class_=f"card verdict{'' if is_guilty else ' good'}", aria_label="Verdict",
+    )  # fmt: skip
+    return page(f"Rehearsal of {options.spec.name}", element("main", head, verdict, _faults(found.injections)))
+
+
+def _is_verdict(line: str) -> bool:
+    return line.startswith(("GUILTY", "holds", "nothing was tried"))
+
+
+def _cell(name: str, cell: str) -> Markup:
+    return element("td", cell, data_name=name, class_="wide" if name == "hit" else None)
+
+
+def _faults(injections: Sequence[InjectionSeen]) -> Markup:
+    head, *lines = rows(injections)
+    cells = [
+        element("tr", element("td", line[0]), *(_cell(name, cell) for name, cell in named))
+        for line in lines
+        if (named := list(zip(head, line, strict=True))[1:])
     ]
-    for line in verdict_lines(outcome):
-        kind = "guilty" if line.startswith("GUILTY") else "holds" if line.startswith("holds") else None
-        body.append(element("p", line, class_=kind))
-    tables = (rows(outcome.found.injections) if outcome.found.injections else [], part_rows(outcome.found.injections))
-    body += [_table(table) for table in tables if table]
-    head = element("head", element("meta", charset="utf-8"), element("title", title), element("style", Markup(_STYLE)))
-    return f"<!DOCTYPE html>\n{element('html', head, element('body', *body), lang='en')}\n"
-
-
-def _table(table: Sequence[tuple[str, ...]]) -> Markup:
-    head = element("tr", *(element("th", cell) for cell in table[0]))
-    return element("table", head, *(element("tr", *(element("td", cell) for cell in row)) for row in table[1:]))
+    return card("Faults", table(head, cells)) if lines else Markup()

@@ -97,6 +97,46 @@ def test_the_doctor_makes_no_run_in_a_strangers_runs_folder(attacker: User, vict
     assert list((shared / "runs").iterdir()) == []
 
 
+SWAP = """
+import sys, time
+from pathlib import Path
+CODE = "import os; open(f'/dev/shm/{os.getuid()}', 'w')"
+runs, end = Path(sys.argv[1]), time.monotonic() + 20
+while time.monotonic() < end:
+    for folder in runs.glob("rehearsal-*"):
+        theirs = runs / f"theirs-{folder.name}"
+        theirs.mkdir()
+        for name in ("undisturbed", "disturbed-1"):
+            (theirs / name / "hook").mkdir(parents=True)
+            (theirs / name / "hook" / "sitecustomize.py").write_text(CODE)
+        folder.rename(runs / f"gone-{folder.name}")
+        theirs.rename(folder)
+    time.sleep(0.001)
+"""
+
+
+@pytest.mark.parametrize("mode", ["1777", "777", "755"])
+def test_a_rehearsal_in_a_strangers_runs_folder_is_refused_before_anything_is_made(
+    attacker: User, victim: User, shared: Path, mode: str
+) -> None:
+    """Its owner puts another folder in the place of the rehearsal's, whose hook would run in the victim's workers."""
+    runs = shared / "runs"
+    attacker.run(["mkdir", "-m", mode, str(runs)], check=True)
+    victim.python("open('train.py', 'w').write('print(1)')")
+    swapper = attacker.popen([attacker.interpreter, "-c", SWAP, str(runs)])
+    try:
+        done = victim.hpc_elastic("rehearse", "--runs-dir", runs, "train.py")
+    finally:
+        swapper.kill()
+        swapper.communicate()
+    assert done.returncode == 2
+    assert f"belongs to uid {attacker.uid}" in done.stderr
+    assert "--runs-dir" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list(runs.iterdir()) == []
+    assert not Path(f"/dev/shm/{victim.uid}").exists(), "the attacker's code ran"
+
+
 def test_a_sticky_bit_does_not_hold_back_the_owner_of_the_folder(attacker: User, victim: User, shared: Path) -> None:
     """Why it is refused: the kernel lets the attacker move the victim's folder away, and put another in its place."""
     runs = shared / "runs"

@@ -9,10 +9,10 @@ import pytest
 from msgspec.structs import replace
 
 import tests.soak.soak
-from hpc_elastic.rehearsal.faults import Kind, plan
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.goodput import goodput_of
 from tests.rigs.slurm_cluster import SlurmCluster
+from tests.soak.faults import Kind, plan
 from tests.soak.soak import Size, Soak, undisturbed
 
 KINDS = (Kind.WORKER_SEGFAULT, Kind.NODE_OFF, Kind.TIME_LIMIT, Kind.WORKER_KILLED)

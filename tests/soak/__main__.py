@@ -20,10 +20,9 @@ from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
-from hpc_elastic.rehearsal.faults import parse_kinds, plan
 from tests.rigs.slurm_cluster import SlurmCluster, caches_of, missing_prerequisites
 from tests.rigs.slurm_cluster.services import slurm_version
-from tests.soak.injections import KINDS
+from tests.soak.faults import parse_kinds, plan
 from tests.soak.soak import EXTRA_LINES, SLURM_CONF, Size, Soak, SoakResult
 from tests.soak.table import table, update
 
@@ -41,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, help="copy the run's directory into this folder at the end")
     parser.add_argument("--update-docs", action="store_true", help=f"put the table into {PAGE.name}")
     options = parser.parse_args(argv)
-    kinds = parse_kinds(options.kinds or "all", "--kinds", known=KINDS)
+    kinds = parse_kinds(options.kinds or "all")
     if options.list:
         print(*islice(plan(options.seed, kinds), options.list), sep="\n")
         return 0

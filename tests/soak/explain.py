@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_elastic.rehearsal.faults import NATURES, Effect, Fault, Kind
+from tests.soak.faults import NATURES, Effect, Fault, Kind
 
 EARLIER = 5.0
 """A lost node was seen for the last time before it was lost."""

@@ -11,15 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpc_elastic.rehearsal.faults import Fault, Kind
 from hpc_elastic.rehearsal.injector import NotNow
 from hpc_elastic.rehearsal.journal import Place
 from tests.rigs.slurm_cluster import RigError, SlurmCluster
 from tests.rigs.slurm_runs import Run
+from tests.soak.faults import Fault, Kind
 from tests.soak.journal import Began, Journal
 
-KINDS = tuple(kind for kind in Kind if kind not in (Kind.SAVING_KILLED, Kind.LATE_RANK, Kind.NODE_KILLED))
-"""What can be done to this rig's nodes, each a host of its own: with a `NODE_KILLED` they lose their power."""
 PREEMPTING = "soakhigh"
 """A partition above the run's."""
 PLANTED_SECONDS = 30.0

@@ -52,3 +52,12 @@ class Journal(RunJournal):
         if self.last is None:
             return []
         return sorted((b for b in self.began if b.place == self.last.place), key=lambda began: began.rank)
+
+    def overlaps(self) -> list[str]:
+        """Steps of an older round that were done after a newer one had begun: two trainings at once."""
+        found, newest = [], (-1, -1)
+        for step in self.steps:
+            if step.place < newest:
+                found.append(f"step {step.position[0]} of round {step.place} was done after round {newest} had begun")
+            newest = max(newest, step.place)
+        return found

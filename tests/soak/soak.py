@@ -10,26 +10,20 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from msgspec.structs import replace
-
-from hpc_elastic.rehearsal.aftermath import look_back
-from hpc_elastic.rehearsal.faults import NATURES, Effect, Fault, Kind
-from hpc_elastic.rehearsal.injections import Injection as Done
+from hpc_elastic.rehearsal import faults as rehearsed
 from hpc_elastic.rehearsal.injector import NotNow
 from hpc_elastic.rehearsal.journal import Course, StepSeen
-from hpc_elastic.rehearsal.judge import Comparison, InjectionSeen, Rehearsed, compare_losses, find_guilt
-from hpc_elastic.rehearsal.members import RunMembers
-from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.run.spec import RunSpec, load_run_spec
+from hpc_elastic.rehearsal.judge import Comparison, InjectionSeen, Rehearsed, compare_losses, find_guilt, look_back
 from tests.rigs.slurm_cluster import ENDED_STATES, RigError, SlurmCluster
 from tests.rigs.slurm_cluster.python_environment import PROJECT
 from tests.rigs.slurm_runs import SlurmRuns
 from tests.soak.explain import Asked, Told, explanation
+from tests.soak.faults import NATURES, Effect, Fault
 from tests.soak.injections import Injection, RunInjector
 from tests.soak.journal import Journal
 
@@ -74,19 +68,6 @@ class SoakResult:
     steps: int = 0
     seconds: float = 0.0
     comparison: Comparison = field(default_factory=Comparison)
-
-
-class _Traces:
-    """What the judge looks at, of the run that came to its end."""
-
-    saved_at: Sequence[float] = ()
-    loads: Sequence[tuple[float, Path]] = ()
-
-    def __init__(self, *, spec: RunSpec, journal: Journal, root: Path) -> None:
-        self.spec = spec
-        self.journal = journal
-        self.members = RunMembers(RunPaths(root))
-        self.members.read()
 
 
 class Soak:
@@ -355,13 +336,12 @@ class Soak:
         self.result.steps = final["final"]
         expected = undisturbed(self.result.steps, self._runs.folder / "undisturbed")
         self.result.comparison = compare_losses(expected, {1: self.journal.steps}, tolerance=1e-9)
-        traces = _Traces(spec=load_run_spec(self.run.root / "run.json"), journal=self.journal, root=self.run.root)
-        course = Course(expected, has_heartbeats=False, started=expected[0].at)
+        course = Course(expected, started=expected[0].at)
         began = self.journal.steps[0].at
         found = Rehearsed(
             comparison=self.result.comparison,
             injections=tuple(
-                _seen(injection, traces, course)
+                _seen(injection, self.journal, course)
                 for injection in self.result.injections
                 if injection.at >= began  # not of a run that was stuck, and ended
             ),
@@ -394,11 +374,18 @@ class Soak:
         return f"[{time.monotonic() - self._began:6.1f} s]"
 
 
-def _seen(injection: Injection, traces: _Traces, course: Course) -> InjectionSeen:
-    done = Done(fault=injection.fault, at=injection.at, before=injection.before, what=injection.node)
-    seen = look_back(1, traces, done, "", course)
-    # Under the rig's proctrack/linuxproc Slurm's SIGTERM ends the workers too: that they do not save is no neglect.
-    return replace(seen, notice=None) if injection.fault.kind is Kind.PREEMPTION else seen
+def _seen(injection: Injection, journal: Journal, course: Course) -> InjectionSeen:
+    """What the judge of rehearsals finds."""
+    fault, nature = injection.fault, NATURES[injection.fault.kind]
+    kind = rehearsed.Kind(
+        name=fault.kind.value,
+        title=nature.title,
+        restarts=nature.effect is Effect.RESTART,
+        gives_notice=nature.gives_notice,
+    )
+    done = rehearsed.Fault(number=fault.number, kind=kind, seconds=fault.seconds)
+    seen = InjectionSeen(run=1, fault=done, what=injection.node, at=injection.at, before=injection.before)
+    return look_back(seen, journal, (), course)
 
 
 def _clock_of(at: float) -> str:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc_elastic.rehearsal.faults import NATURES, Kind
+from tests.soak.faults import NATURES, Kind
 from tests.soak.injections import Injection
 
 BEGIN, END = "<!-- soak: begin -->", "<!-- soak: end -->"

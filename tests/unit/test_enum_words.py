@@ -48,7 +48,6 @@ PARTIAL = {
     "_ENDS": "a part of the table, which is whole",
     "_NEAR_LIMIT": "a part of the table, which is whole",
     "_PREEMPTING": "a part of the table, which is whole",
-    "_SIGNALS": "of the faults that are a signal to one worker",
     "_WHY": "why a process does not finish the attempt, which it does where its node is the job's",
 }
 """Table → why it does not hold every member of its keys' enum."""

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from hpc_elastic.rehearsal.faults import NATURES, Fault, Kind, plan
 from tests.soak.explain import Asked, Told, explanation
+from tests.soak.faults import NATURES, Fault, Kind, plan
 from tests.soak.injections import Injection
 from tests.soak.journal import Journal
 from tests.soak.table import table, update

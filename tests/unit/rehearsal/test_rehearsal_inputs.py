@@ -3,36 +3,24 @@
 from __future__ import annotations
 
 import json
-from itertools import islice
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.rehearsal.faults import NATURES, REHEARSED, Kind, Need, parse_kinds, plan
-from hpc_elastic.rehearsal.journal import RunJournal, Source, parse_pattern, step_of_line
-from hpc_elastic.rehearsal.saves import FileEvent, SaveWatch, WrittenNames, tear
-
-
-def test_every_kind_is_in_the_catalogue_and_what_needs_the_cluster_is_not_rehearsed() -> None:
-    assert set(NATURES) == set(Kind)
-    assert Kind.NODE_OFF not in REHEARSED
-    assert all(Need.CLUSTER_ROOT not in NATURES[kind].needs for kind in REHEARSED)
+from hpc_elastic.rehearsal.faults import KINDS, QUICK, parse_kinds
+from hpc_elastic.rehearsal.journal import Course, RunJournal, Source, StepSeen, parse_pattern, step_of_line
+from hpc_elastic.rehearsal.saves import FileNames, SavedFiles
 
 
 def test_faults_are_named_and_a_wrong_name_is_answered_with_those_there_are() -> None:
-    assert parse_kinds("hang, kill-worker,hang") == (Kind.WORKER_HANG, Kind.WORKER_KILLED)
-    assert parse_kinds("all") == REHEARSED
-    for text in ("meteor", "node-off", ""):
+    assert [kind.name for kind in parse_kinds("notice, kill-worker,notice")] == ["kill-worker", "notice"]
+    assert parse_kinds("all") == KINDS
+    assert parse_kinds("quick") == QUICK
+    for text in ("meteor", ""):
         with pytest.raises(UsageError, match="fault"):
             parse_kinds(text)
-
-
-def test_a_seed_gives_the_same_faults_again() -> None:
-    some = list(islice(plan(5, REHEARSED), 40))
-    assert some == list(islice(plan(5, REHEARSED), 40))
-    assert some != list(islice(plan(6, REHEARSED), 40))
-    assert {fault.kind for fault in some[: len(REHEARSED)]} == set(REHEARSED)
 
 
 @pytest.mark.parametrize(
@@ -99,175 +87,68 @@ def test_a_progress_bars_step_counts_once_the_next_one_is_drawn(tmp_path: Path) 
     assert [(one.position, one.loss) for one in journal.steps] == [((0, 1), 0.5), ((0, 2), 0.25)]
 
 
-def watched(folder: Path, names: WrittenNames) -> SaveWatch:
-    return SaveWatch([folder], names)
-
-
-def test_a_file_that_was_written_in_place_is_brought_back_to_its_middle(tmp_path: Path) -> None:
-    watch = watched(tmp_path, WrittenNames())
-    (tmp_path / "ckpt").write_bytes(b"0123456789")
-    events = watch.read()
-    assert any(event.is_save for event in events)
-    assert tear(events, {}) == tmp_path / "ckpt"
-    assert (tmp_path / "ckpt").read_bytes() == b"01234"
-    watch.close()
-
-
-def test_what_was_renamed_into_its_place_is_whole_and_stays(tmp_path: Path) -> None:
-    watch = watched(tmp_path, WrittenNames())
-    (tmp_path / "new").write_bytes(b"0123456789")
-    (tmp_path / "new").rename(tmp_path / "ckpt")
-    events = watch.read()
-    assert any(event.is_save for event in events)
-    assert tear(events, {}) is None
-    assert (tmp_path / "ckpt").read_bytes() == b"0123456789"
-    watch.close()
-
-
-def test_no_moment_is_made_up_in_which_an_earlier_file_was_half_written(tmp_path: Path) -> None:
-    watch = watched(tmp_path, WrittenNames())
-    (tmp_path / "step-1").write_bytes(b"0123456789")
-    (tmp_path / "new").write_bytes(b"step-1")
-    (tmp_path / "new").rename(tmp_path / "latest")
-    assert tear(watch.read(), {}) is None
-    assert (tmp_path / "step-1").read_bytes() == b"0123456789"
-    watch.close()
-
-
-def test_of_a_file_that_was_appended_to_only_the_new_end_can_be_half_there(tmp_path: Path) -> None:
-    event = FileEvent(path=tmp_path / "log", is_written=True)
-    event.path.write_bytes(b"old line\nnew line\n")
-    assert tear([event], {event.path: 9}) == event.path
-    assert event.path.read_bytes() == b"old line\nnew "
-
-
-def test_a_file_that_only_grows_is_a_log_in_every_folder_and_no_checkpoint(tmp_path: Path) -> None:
-    names = WrittenNames()
+def test_a_file_that_grows_for_long_is_a_log_in_every_folder_and_a_small_one_is_no_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(1000))
+    monkeypatch.setattr("time.monotonic", lambda: float(next(clock)))
+    names = FileNames()
     first, second = tmp_path / "first", tmp_path / "second"
     for folder in (first, second):
-        folder.mkdir()
-    watch = watched(first, names)
+        (folder / "w").mkdir(parents=True)
+
+    def look(files: SavedFiles) -> bool:
+        files._next = 0.0
+        return files.look()
+
+    files = SavedFiles([first], names)
     for number in range(4):
         with open(first / "log", "a") as file:
-            file.write("line\n")
-        (first / f"step-{number}").write_text("same")
-        (first / "ckpt").write_text(f"{number}")
-        watch.read()
-    watch.close()
-    watch = watched(second, names)
-    for name in ("log", "ckpt", "step-9"):
+            file.write("line\n" * 1000)
+        (first / f"step-{number}").write_text("x" * 500)
+        (first / "w" / "ckpt").write_text(f"{number}" * 1000)
+        (first / "latest").write_text(f"step-{number}")
+        look(files)
+        (first / "w" / "ckpt.tmp").write_text("part")
+        (first / f"step-{number}").write_text("x" * 1000)  # it was seen while it was written
+        assert look(files) or number == 0
+    assert not look(files)
+    files = SavedFiles([second], names)
+    for name in ("log", "latest"):
         (second / name).write_text("more")
-    saved = {event.path.name for event in watch.read() if event.is_save}
-    assert saved == {"ckpt", "step-9"}
-    watch.close()
+        assert not look(files), name
+    (second / "step-9").write_text("x" * 1000)
+    assert look(files)
+    for name, is_one in {"w/ckpt.tmp": True, "new": True, "latest.tmp": False, "log": False}.items():
+        assert files.is_checkpoint(second / name) is is_one, name
+    assert not files.is_checkpoint(tmp_path / "elsewhere")
 
 
-def test_a_folder_that_is_made_later_is_watched_too(tmp_path: Path) -> None:
-    watch = watched(tmp_path, WrittenNames())
-    (tmp_path / "checkpoints").mkdir()
-    watch.read()
-    (tmp_path / "checkpoints" / "one").write_text("x")
-    assert any(event.is_save for event in watch.read())
-    watch.close()
+@pytest.mark.parametrize(
+    ("printed", "steps", "furthest", "resumed", "redone"),
+    [
+        (range(1, 41), 40, 12, 11, 2),
+        (range(40), 40, 12, 11, 2),
+        (range(10, 50, 10), 40, 20, 20, 10),
+        (range(0, 50, 10), 41, 20, 20, 10),
+        ([1, *range(10, 50, 10)], 40, 20, 20, 10),
+        (range(10, 50, 10), 40, 20, 30, 0),
+        (range(1001, 1041), 40, 1012, 1011, 2),
+    ],
+)
+def test_steps_are_counted_by_their_numbers_where_not_each_is_reported(
+    printed: Iterable[int], steps: int, furthest: int, resumed: int, redone: int
+) -> None:
+    seen = [StepSeen(at=1.0 + number, place=(0, 0), rank=0, position=(number,)) for number in printed]
+    course = Course(seen, started=0.0)
+    assert len(course) == steps
+    assert course.redone((furthest,), (resumed,)) == redone
 
 
-def test_a_file_that_is_read_again_and_again_is_reported_once_in_a_look(tmp_path: Path) -> None:
-    (tmp_path / "ckpt").write_text("of an earlier attempt")
-    watch = watched(tmp_path, WrittenNames())
-    for _ in range(3):
-        (tmp_path / "ckpt").read_text()
-    assert [event.path.name for event in watch.read() if event.is_read] == ["ckpt"]
-    watch.close()
-
-
-def test_a_watch_tears_the_save_that_it_saw_last(tmp_path: Path) -> None:
-    (tmp_path / "log").write_text("old line\n")
-    watch = watched(tmp_path, WrittenNames())
-    with open(tmp_path / "log", "a") as file:
-        file.write("new line\n")
-    assert any(event.is_save for event in watch.read())
-    assert watch.tear() == "log, half written"
-    assert (tmp_path / "log").read_text() == "old line\nnew "
-    watch.close()
-    watch = watched(tmp_path, WrittenNames())
-    (tmp_path / "new").write_text("whole")
-    (tmp_path / "new").rename(tmp_path / "ckpt")
-    watch.read()
-    assert watch.tear() == ""
-    watch.close()
-
-
-def rename_into_place(folder: Path, name: str, text: str) -> None:
-    (folder / f"{name}.new").write_text(text)
-    (folder / f"{name}.new").rename(folder / name)
-
-
-def test_of_files_that_are_saved_together_the_last_is_left_without_its_name(tmp_path: Path) -> None:
-    work = tmp_path / "work"
-    work.mkdir()
-    watch = watched(work, WrittenNames())
-    for step in ("1", "2"):
-        for name in ("model", "optimizer"):
-            rename_into_place(work, name, step)
-            watch.read()
-    assert watch.undo_rename() == "before optimizer had its name"
-    assert {path.name: path.read_text() for path in work.iterdir()} == {
-        "model": "2",
-        "optimizer": "1",
-        "optimizer.new": "2",
-    }
-    watch.close()
-    assert list(tmp_path.iterdir()) == [work], "no link is left"
-
-
-def test_a_file_that_was_not_there_before_is_not_there_again(tmp_path: Path) -> None:
-    watch = watched(tmp_path, WrittenNames())
-    for name in ("part-0-5", "part-1-5"):
-        rename_into_place(tmp_path, name, "5")
-    watch.read()
-    assert watch.undo_rename() == "before part-1-5 had its name"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["part-0-5", "part-1-5.new"]
-    watch.close()
-
-
-@pytest.mark.parametrize("why", ["an older file was removed since", "its version before is not known", "it is gone"])
-def test_a_rename_stays_where_the_moment_before_is_not_known(why: str, tmp_path: Path) -> None:
-    for name in ("model", "optimizer", "oldest"):
-        (tmp_path / name).write_text("0")
-    watch = watched(tmp_path, WrittenNames())
-    known = ("1", "2") if why != "its version before is not known" else ("2",)
-    for step in known:
-        for name in ("model", "optimizer"):
-            rename_into_place(tmp_path, name, step)
-            watch.read()
-    if why == "an older file was removed since":
-        (tmp_path / "oldest").unlink()
-    elif why == "it is gone":
-        (tmp_path / "optimizer").rename(tmp_path.with_name("elsewhere"))
-    watch.read()
-    assert watch.undo_rename() == ""
-    assert (tmp_path / "model").read_text() == "2"
-    assert not (tmp_path / "optimizer.new").exists()
-    watch.close()
-
-
-def test_a_version_that_came_and_went_unseen_is_not_taken_for_the_one_before(tmp_path: Path) -> None:
-    watch = watched(tmp_path, WrittenNames())
-    for step in ("1", "2", "3"):
-        for name in ("model", "optimizer"):
-            rename_into_place(tmp_path, name, step)
-        if step != "2":
-            watch.read()
-    assert watch.undo_rename() == ""
-    assert (tmp_path / "optimizer").read_text() == "3"
-    watch.close()
-
-
-def test_names_that_were_seen_on_other_machines_are_known_here() -> None:
-    names = WrittenNames()
-    names.learn(WrittenNames(grown={"log": 2, "ckpt": 3}, replaced={"ckpt"}))
-    assert names.is_log("log")
-    assert not names.is_log("ckpt")
+def test_steps_of_epochs_are_counted_as_they_are_reported() -> None:
+    seen = [StepSeen(at=1.0, place=(0, 0), rank=0, position=(epoch, number)) for epoch in (1, 2) for number in (0, 640)]
+    course = Course(seen, started=0.0)
+    assert (len(course), course.redone((2, 0), (1, 640))) == (4, 2)
 
 
 def test_a_rank_that_goes_back_within_a_round_has_restarted_within_its_processes(tmp_path: Path) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from hpc_elastic.rehearsal.faults import Fault, Kind
-from hpc_elastic.rehearsal.journal import StepSeen
+from hpc_elastic.rehearsal.faults import DISK_FULL, NOTICE, WORKER_KILLED, Fault, Kind
+from hpc_elastic.rehearsal.journal import Course, RunJournal, Source, StepSeen
 from hpc_elastic.rehearsal.judge import (
     Comparison,
     Guilt,
     InjectionSeen,
-    NoticeUse,
     Rehearsed,
     compare_losses,
     find_guilt,
-    judge_notice,
+    find_remarks,
+    look_back,
 )
 
 
@@ -24,11 +26,11 @@ def step(
     return StepSeen(at=float(number), place=place, rank=rank, position=(number,), loss=loss, world=world)
 
 
-def injection(kind: Kind = Kind.WORKER_KILLED, **facts: object) -> InjectionSeen:
-    fault = Fault(number=1, kind=kind, gap=1.0, pick=0.0, seconds=0.0)
+def injection(kind: Kind = WORKER_KILLED, **facts: object) -> InjectionSeen:
+    fault = Fault(number=1, kind=kind)
     known: dict[str, object] = {
-        "run": 1, "what": "rank 0", "at": 2.5, "before": (0, 0), "trained_at": 3.5, "after": (0, 1),
-        "last": (4,), "resumed": (3,), "redone": 2,
+        "run": 1, "what": "rank 0", "at": 2.5, "before": (0, 0), "trained_at": 3.5,
+        "resumed": (3,), "redone": 2,
     }  # fmt: skip
     return InjectionSeen(fault=fault, **{**known, **facts})  # type: ignore[arg-type]
 
@@ -44,7 +46,7 @@ EXPECTED = [step(number, 1.0 / number, rank=rank) for number in range(1, 6) for 
 def test_equal_losses_within_the_tolerance_are_no_guilt() -> None:
     again = [step(number, 1.0 / number * (1 + 1e-5), rank=1) for number in (3, 4, 3, 4, 5)]
     found = compare_losses(EXPECTED, {1: again}, tolerance=1e-3)
-    assert found.parting is None
+    assert found.divergence is None
     assert found.compared == 5
     assert judged(found, injection()) == []
 
@@ -52,8 +54,8 @@ def test_equal_losses_within_the_tolerance_are_no_guilt() -> None:
 def test_the_first_step_that_parts_is_named_with_its_rank_and_by_how_much() -> None:
     later = [step(3, 1 / 3, rank=1), step(4, 0.5, rank=1), step(5, 9.0, rank=1)]
     found = compare_losses(EXPECTED, {1: later}, tolerance=1e-3)
-    assert found.parting is not None
-    assert (found.parting.step, found.parting.rank, found.parting.by) == ((4,), 1, pytest.approx(1.0))
+    assert found.divergence is not None
+    assert (found.divergence.step, found.divergence.rank, found.divergence.by) == ((4,), 1, pytest.approx(1.0))
     assert judged(found, injection()) == [Guilt.LOSSES_PART]
     (finding,) = find_guilt(Rehearsed(comparison=found, injections=(injection(),), first=(1,), steps=5))
     assert "at step 4 (rank 1), after #1 worker killed -9 (rank 0): 0.5, undisturbed 0.25 (100.00% off)" in finding.text
@@ -61,20 +63,20 @@ def test_the_first_step_that_parts_is_named_with_its_rank_and_by_how_much() -> N
 
 def test_a_script_that_does_not_repeat_itself_undisturbed_is_not_judged_by_its_losses() -> None:
     found = compare_losses(EXPECTED, {1: [step(4, 0.5)]}, tolerance=1e-3)
-    assert judged(Comparison(compared=1, parting=found.parting, repeatable=False), injection()) == []
+    assert judged(Comparison(compared=1, divergence=found.divergence, repeatable=False), injection()) == []
 
 
 def test_a_ranks_own_loss_is_not_compared_in_a_round_of_another_size() -> None:
     assert compare_losses(EXPECTED, {1: [step(4, 0.5, world=1)]}, tolerance=1e-3).compared == 0
     alone = [step(number, 1.0 / number) for number in range(1, 6)]
-    assert compare_losses(alone, {1: [step(4, 0.5, world=1)]}, tolerance=1e-3).parting is not None
+    assert compare_losses(alone, {1: [step(4, 0.5, world=1)]}, tolerance=1e-3).divergence is not None
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_losses_that_are_no_numbers_are_compared_too(value: float) -> None:
-    assert compare_losses(EXPECTED, {1: [step(4, value)]}, tolerance=1e-3).parting is not None
+    assert compare_losses(EXPECTED, {1: [step(4, value)]}, tolerance=1e-3).divergence is not None
     same = [step(4, value)]
-    assert compare_losses(same, {1: same}, tolerance=1e-3).parting is None
+    assert compare_losses(same, {1: same}, tolerance=1e-3).divergence is None
 
 
 def test_a_run_that_does_not_train_again_or_leaves_something_behind_is_guilty() -> None:
@@ -92,27 +94,34 @@ def test_beginning_anew_is_guilt_only_where_much_was_done_and_never_resumed() ->
     assert judged(Comparison(compared=1), anew, injection()) == []
 
 
+def test_a_notice_that_was_not_used_is_a_remark_where_steps_were_lost_and_no_guilt() -> None:
+    for used, redone, remarks in ((True, 0, 0), (True, 2, 0), (False, 0, 0), (False, 3, 1)):
+        one = injection(NOTICE, used_notice=used, redone=redone)
+        found = Rehearsed(comparison=Comparison(compared=1), injections=(one,), first=(1,), steps=10)
+        assert find_guilt(found) == ()
+        assert len(find_remarks(found)) == remarks, (used, redone)
+    assert "done again: 3 steps; call hpc_elastic.should_checkpoint" in find_remarks(found)[0]
+
+
 @pytest.mark.parametrize(
-    ("facts", "use"),
-    [
-        ({"saved": True, "asked": True, "ended_by_signal": False, "redone": 0}, NoticeUse.USED),
-        ({"saved": True, "asked": True, "ended_by_signal": True, "redone": 2}, NoticeUse.USED),
-        ({"saved": True, "asked": False, "ended_by_signal": False, "redone": 0}, NoticeUse.USED),
-        ({"saved": True, "asked": False, "ended_by_signal": True, "redone": 0}, NoticeUse.IGNORED),
-        ({"saved": False, "asked": False, "ended_by_signal": True, "redone": 3}, NoticeUse.IGNORED),
-        (
-            {"saved": True, "asked": False, "ended_by_signal": True, "redone": 0, "saves_each_step": True},
-            NoticeUse.NEEDLESS,
-        ),
-        (
-            {"saved": True, "asked": False, "ended_by_signal": True, "redone": 1, "saves_each_step": True},
-            NoticeUse.IGNORED,
-        ),
-        ({"saved": False, "asked": True, "ended_by_signal": False, "redone": 3}, NoticeUse.IGNORED),
-        ({"saved": False, "asked": True, "ended_by_signal": False, "redone": 0}, NoticeUse.NEEDLESS),
-    ],
+    ("saved_at", "asked", "resumed", "used"),
+    [(6.5, True, 7, True), (6.5, False, 7, True), (6.5, False, 5, False), (6.5, True, 5, True), (4.0, True, 7, False)],
 )
-def test_what_became_of_a_notice(facts: dict[str, bool], use: NoticeUse) -> None:
-    assert judge_notice(**facts) is use  # type: ignore[arg-type]
-    guilt = [Guilt.NOTICE_IGNORED] if use is NoticeUse.IGNORED else []
-    assert judged(Comparison(compared=1), injection(Kind.PREEMPTION, notice=use)) == guilt
+def test_a_notice_was_used_where_a_checkpoint_was_saved_after_it(
+    saved_at: float, asked: bool, resumed: int, used: bool, tmp_path: Path
+) -> None:
+    journal = RunJournal(tmp_path, source=Source())
+    again = [StepSeen(at=10.0 + number, place=(1, 0), rank=0, position=(number,)) for number in range(resumed, 11)]
+    journal.steps = [*(step(number, 1.0) for number in range(1, 7)), *again]
+    course = Course([step(number, 1.0) for number in range(1, 11)], started=0.0)
+    done = InjectionSeen(run=1, fault=Fault(number=1, kind=NOTICE), what="", at=5.5, before=(0, 0))
+    seen = look_back(done, journal, [saved_at], course, is_asked=asked)
+    assert (seen.used_notice, seen.redone, seen.resumed) == (used, 7 - resumed, (resumed,))
+
+
+def test_a_fault_that_need_not_restart_is_over_with_a_step_after_it(tmp_path: Path) -> None:
+    journal = RunJournal(tmp_path, source=Source())
+    journal.steps = [step(number, 1.0) for number in range(1, 9)]
+    done = InjectionSeen(run=1, fault=Fault(number=1, kind=DISK_FULL, seconds=3.0), what="", at=2.5, before=(0, 0))
+    seen = look_back(done, journal, [], Course(journal.steps, started=0.0))
+    assert (seen.resumed, seen.trained_at, seen.redone) == (None, 3.0, 0)
