@@ -10,8 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 from statistics import mean
 
-from msgspec import Struct
-
 from hpc_elastic.rehearsal.faults import (
     DISK_FULL,
     NODE_KILLED,
@@ -46,14 +44,6 @@ def why_never(kind: Kind, spec: RunSpec, course: Course, folder: Path) -> str:
     return kind.need.value if kind.need is not None and lacks.get(kind.need) else ""
 
 
-class _Pending(Struct, kw_only=True):
-    """The fault that was done last, until the run trains again. Times in seconds by this machine's wall clock."""
-
-    injection: InjectionSeen
-    undo_at: float | None = None
-    """When what lasts is to be undone; None: nothing is."""
-
-
 class Disturbance:
     """One run, and the faults that are done to it."""
 
@@ -78,11 +68,14 @@ class Disturbance:
         """Faults that were not done, and why."""
         self.why = ""
         """Why it did not come to its end."""
-        self._pending: _Pending | None = None
+        self._pending: InjectionSeen | None = None
+        """The fault that was done last, until the run trains again."""
+        self._undo_at: float | None = None
+        """When what lasts is to be undone, by this machine's wall clock; None: nothing is."""
         self._waiting: list[Fault] = []
         self._restarts: list[float] = []
         self._next_step = 0
-        """So many steps of the undisturbed run are to be done before the next fault."""
+        """How many steps of the undisturbed run come before the next fault."""
 
     def go(self, waiting: list[Fault]) -> None:
         """Do the faults, and take each out of `waiting`; until the run is over, or stuck."""
@@ -143,16 +136,16 @@ class Disturbance:
 
     def _settle(self) -> None:
         """Whether the last fault is over, and the training goes on."""
-        pending = self._pending
-        if pending is None:
+        injection, journal = self._pending, self._run.journal
+        if injection is None:
             return
-        injection, kind, journal = pending.injection, pending.injection.fault.kind, self._run.journal
-        if pending.undo_at is not None and time.time() < pending.undo_at:
+        kind = injection.fault.kind
+        if self._undo_at is not None and time.time() < self._undo_at:
             if kind == DISK_FULL:
                 take_all_space(self._fill_path)
                 return
-        elif pending.undo_at is not None:
-            pending.undo_at = None
+        elif self._undo_at is not None:
+            self._undo_at = None
             self.undo()
             if kind == NOTICE:
                 self._end_announced(injection)
@@ -186,10 +179,10 @@ class Disturbance:
                 self._skip(f"{waiting.pop(0).kind.title}: {reason}")
             return  # or its end came first: in another run
         del waiting[0]
-        injection = InjectionSeen(run=self._number, fault=fault, what=what, at=at, before=place)
+        self._pending = InjectionSeen(run=self._number, fault=fault, what=what, at=at, before=place)
+        self._undo_at = at + lasts if lasts else None
+        self.injections.append(self._pending)
         self._report(f"  {fault}{f': {what}' if what else ''}")
-        self.injections.append(injection)
-        self._pending = _Pending(injection=injection, undo_at=at + lasts if lasts else None)
 
     def _inject(self, fault: Fault) -> tuple[float, str, float]:
         """Do it now. Returns when it was done, what it hit, and how long it lasts."""

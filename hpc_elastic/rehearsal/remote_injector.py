@@ -25,19 +25,6 @@ _STEP_SECONDS = 30.0
 """For a step to begin on a busy node, and to end."""
 
 
-class _Request(Struct, frozen=True, kw_only=True):
-    """What is asked of the process on the node: a method of `Injector`."""
-
-    uid: str
-    folders: tuple[str, ...]
-    what: str
-    target: str = ""
-    """A process or a node."""
-    number: int = 0
-    names: FileNames | None = None
-    seconds: float = 0.0
-
-
 class _Answer(Struct, frozen=True, kw_only=True):
     """The last line that it prints."""
 
@@ -65,34 +52,28 @@ class RemoteInjector:
         self._uid, self._folders = uid, tuple(map(str, folders))
 
     def signal(self, pid: int, number: int) -> float:
-        return self._ask(self._request("signal", target=str(pid), number=number)).at
+        return self._ask("signal", pid, number).at
 
     def signal_node(self, key: str, number: int) -> float:
-        return self._ask(self._request("signal_node", target=key, number=number)).at
+        return self._ask("signal_node", key, number).at
 
     def signal_workers(self, number: int) -> float:
-        return self._ask(self._request("signal_workers", number=number)).at
+        return self._ask("signal_workers", number).at
 
     def stop_in_save(self, names: FileNames, seconds: float) -> str:
-        return self._ask(self._request("stop_in_save", names=names, seconds=seconds)).said
+        return self._ask("stop_in_save", to_json(names), seconds, seconds=seconds).said
 
-    def _request(
-        self, what: str, *, target: str = "", number: int = 0, names: FileNames | None = None, seconds: float = 0.0
-    ) -> _Request:
-        return _Request(
-            uid=self._uid, folders=self._folders, what=what, target=target, number=number, names=names, seconds=seconds
-        )
-
-    def _ask(self, request: _Request) -> _Answer:
+    def _ask(self, what: str, *arguments: object, seconds: float = 0.0) -> _Answer:
         cluster = [f"--clusters={self._job.cluster}"] if self._job.cluster else []
-        command = [*module_command("hpc_elastic.rehearsal.remote_injector", "main"), json.dumps(to_json(request))]
+        request = json.dumps([self._uid, self._folders, what, *arguments])
+        command = [*module_command("hpc_elastic.rehearsal.remote_injector", "main"), request]
         try:
             done = subprocess.run(
                 srun_one_agent(self._node, command, extra=(*cluster, f"--jobid={self._job}", "--quiet")),
                 env=self._env,
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
-                timeout=_STEP_SECONDS + request.seconds,
+                timeout=_STEP_SECONDS + seconds,
                 start_new_session=True,
             )
             answer = from_json(_Answer, json.loads(done.stdout.splitlines()[-1]))
@@ -104,17 +85,20 @@ class RemoteInjector:
 
 
 def main() -> NoReturn:
-    """The process on the node."""
-    request = from_json(_Request, json.loads(sys.argv[1]))
-    injector = Injector(request.uid, [Path(folder) for folder in request.folders])
-    does: dict[str, Callable[[], _Answer]] = {
-        "signal": lambda: _Answer(at=injector.signal(int(request.target), request.number)),
-        "signal_node": lambda: _Answer(at=injector.signal_node(request.target, request.number)),
-        "signal_workers": lambda: _Answer(at=injector.signal_workers(request.number)),
-        "stop_in_save": lambda: _Answer(said=injector.stop_in_save(request.names or FileNames(), request.seconds)),
-    }
+    """The process on the node. It is given a run's uid, its folders, a method of `Injector`, what that takes."""
+    uid, folders, what, *arguments = json.loads(sys.argv[1])
+    injector = Injector(uid, [Path(folder) for folder in folders])
     try:
-        answer = does[request.what]()
+        if what == "stop_in_save":
+            names, seconds = arguments
+            answer = _Answer(said=injector.stop_in_save(from_json(FileNames, names), seconds))
+        else:
+            does: dict[str, Callable[..., float]] = {
+                "signal": injector.signal,
+                "signal_node": injector.signal_node,
+                "signal_workers": injector.signal_workers,
+            }
+            answer = _Answer(at=does[what](*arguments))
     except NotNow as reason:
         answer = _Answer(refused=str(reason))
     sys.stdout.write(json.dumps(to_json(answer)) + "\n")
