@@ -12,12 +12,14 @@ import shlex
 import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from msgspec.structs import replace
 
 from hpc_elastic.base import codec
+from hpc_elastic.base.codec import readable_fields
 from hpc_elastic.base.files import Unreadable, ask_about, read_json
-from hpc_elastic.base.text import first_of
+from hpc_elastic.base.text import cut_end, first_of
 from hpc_elastic.failures.classify import wording_of
 from hpc_elastic.failures.evidence import read_failure
 from hpc_elastic.failures.patterns import find_pattern
@@ -27,14 +29,14 @@ from hpc_elastic.report.clocks import Clocks
 from hpc_elastic.report.collect_attempt import AttemptBuilder
 from hpc_elastic.report.collect_round import EventCoverage, RoundBuilder, rank_statuses
 from hpc_elastic.report.history import AttemptHistory, RunHistory
-from hpc_elastic.run.attempt import load_result
-from hpc_elastic.run.event_reader import EventFile, event_files, integer, job_id_of, names_of, text_of
+from hpc_elastic.run.attempt import AttemptInfo, load_result
+from hpc_elastic.run.event_reader import EventFile, event_files, job_id_of
 from hpc_elastic.run.heartbeats import NodeHeartbeats
 from hpc_elastic.run.node_records import NodeRecord, load_record
 from hpc_elastic.run.node_score import NodeScore, score_nodes
-from hpc_elastic.run.option_values import Scope
+from hpc_elastic.run.option_values import Scope, SectionTimeouts, StartMethod
 from hpc_elastic.run.paths import AttemptPaths, RunPaths, attempt_number, rank_index, round_index
-from hpc_elastic.run.spec import EntryKind, decode_bad_nodes
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, decode_bad_nodes
 from hpc_elastic.worker_api.heartbeat_record import STEP, is_section_name
 
 OF_EACH_KIND = 16
@@ -181,6 +183,8 @@ def _indices(folder: os.PathLike[str], parse: Callable[[str], int | None]) -> It
 
 
 _JSON_LIMIT = 4 << 20
+_LONGEST = 4000
+"""Characters of a name."""
 _WORKER = "hpc_elastic.submission.worker"
 
 
@@ -202,25 +206,26 @@ def collect_run(run_dir: Path | str, *, ranks: Container[int] = ()) -> RunHistor
     if isinstance(spec, str):
         problems.append(f"run.json: {spec}")
         spec = {}
-    entrypoint = spec.get("entrypoint")
-    target = text_of(entrypoint.get("target")) if isinstance(entrypoint, dict) else ""
-    if isinstance(entrypoint, dict) and _WORKER in names_of(entrypoint.get("args")):
-        target = ""  # it calls a function, whose name is the run's
-    if isinstance(entrypoint, dict) and entrypoint.get("kind") == EntryKind.COMMAND.value:
-        target = text_of(spec.get("name")) or target  # of `bash -c`, or a container's runtime, the script that it runs
+    known = readable_fields(RunSpec, spec)
+    entrypoint: Entrypoint = known.get("entrypoint") or Entrypoint(kind=EntryKind.COMMAND, target="")
+    timeouts: SectionTimeouts = known.get("section_timeouts") or SectionTimeouts()
+    given = str(known.get("name", ""))
+    # The run's own name where a function is called, and of `bash -c` and a container's runtime.
+    is_named = entrypoint.kind is EntryKind.COMMAND or _WORKER in entrypoint.args
+    name = (is_named and given) or entrypoint.target.rsplit("/", 1)[-1] or given or root.name
     numbers = sorted(n for n in map(attempt_number, os.listdir(root)) if n is not None)
     record = load_record(paths.nodes_json)
     if record.problem:
         problems.append(f"nodes.json: {record.problem}")
     return RunHistory(
-        run_id=text_of(spec.get("run_id")) or root.name,
+        run_id=cut_end(known.get("run_id") or root.name, _LONGEST),
         run_dir=str(root),
-        name=target.rsplit("/", 1)[-1] or text_of(spec.get("name")) or root.name,
-        max_requeues=integer(spec.get("max_requeues")),
-        command=_command(entrypoint),
-        section_timeouts=_sections(spec.get("section_timeouts")),
-        step_timeout=_step_timeout(spec.get("section_timeouts")),
-        could_fork=_could_fork(spec),
+        name=cut_end(name, _LONGEST),
+        max_requeues=known.get("max_requeues"),
+        command="" if _WORKER in entrypoint.args else shlex.join(filter(None, (entrypoint.target, *entrypoint.args))),
+        section_timeouts=_sections(timeouts),
+        step_timeout=None if timeouts.learns_step else timeouts.seconds.get(STEP),
+        could_fork=_could_fork(entrypoint, known),
         attempts=_collect_attempts(paths, numbers, ranks),
         bad_nodes=_bad_nodes(record, spec.get("bad_nodes")),
         excluded=record.excluded,
@@ -237,36 +242,16 @@ def _bad_nodes(record: NodeRecord, option: object) -> tuple[NodeScore, ...]:
     return tuple(score for score in scores if score.is_bad)
 
 
-def _command(entrypoint: object) -> str:
-    """The script and its arguments, as a shell takes them; empty where that is not known."""
-    if not isinstance(entrypoint, dict):
-        return ""
-    words = [text_of(entrypoint.get("target")), *names_of(entrypoint.get("args"))]
-    return "" if _WORKER in words else shlex.join(filter(None, words))
-
-
-def _sections(given: object) -> tuple[str, ...]:
+def _sections(timeouts: SectionTimeouts) -> tuple[str, ...]:
     """The sections that have a timeout."""
-    found = given.get("seconds") if isinstance(given, dict) else None
-    names = tuple(name for name in found if is_section_name(name)) if isinstance(found, dict) else ()
-    is_learned = isinstance(given, dict) and given.get("learns_step") is True
-    return (*names, STEP) if is_learned and STEP not in names else names
+    names = tuple(filter(is_section_name, timeouts.seconds))
+    return (*names, STEP) if timeouts.learns_step and STEP not in names else names
 
 
-def _step_timeout(given: object) -> float | None:
-    found = given.get("seconds") if isinstance(given, dict) else None
-    seconds = found.get(STEP) if isinstance(found, dict) else None
-    if not isinstance(seconds, int | float) or isinstance(seconds, bool) or not isinstance(given, dict):
-        return None
-    return None if given.get("learns_step") else float(seconds)
-
-
-def _could_fork(spec: Mapping[str, object]) -> bool:
+def _could_fork(entrypoint: Entrypoint, known: Mapping[str, Any]) -> bool:
     """Not with an image, whose Python the workers have, nor with a command that is no Python script."""
-    entrypoint = spec.get("entrypoint")
-    kind = entrypoint.get("kind") if isinstance(entrypoint, dict) else ""
-    is_python = kind in ("script", "module") and not spec.get("container_image")
-    return is_python and spec.get("start_method") != "forkserver"
+    is_python = entrypoint.kind is not EntryKind.COMMAND and known.get("container_image") is None
+    return is_python and known.get("start_method") is not StartMethod.FORKSERVER
 
 
 def _collect_attempts(paths: RunPaths, numbers: Sequence[int], ranks: Container[int]) -> tuple[AttemptHistory, ...]:
@@ -287,12 +272,11 @@ def collect_attempt(paths: AttemptPaths, *, ranks: Container[int] = ()) -> Attem
     if isinstance(info, str):
         builder.problems.append(f"attempt.json: {info}")
     else:
-        builder.job_id = job_id_of(info.get("job_id"))
-        builder.nodes = names_of(info.get("nodes"))
-        builder.started_ns = integer(info.get("started_ns"))
-        versions = info.get("versions")
-        if isinstance(versions, dict):
-            builder.versions = tuple((str(name), text_of(value)) for name, value in versions.items() if text_of(value))
+        known = readable_fields(AttemptInfo, info)
+        builder.job_id = job_id_of(known.get("job_id"))
+        builder.nodes = known.get("nodes", ())
+        builder.started_ns = known.get("started_ns")
+        builder.versions = tuple(known.get("versions", {}).items())
     for path in event_files(paths.events):
         builder.coverage.begin_file()
         file = EventFile(path)

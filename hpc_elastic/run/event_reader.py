@@ -132,12 +132,12 @@ def _head_of(value: Mapping[str, Any]) -> _Head:
     """Another program may have given each of them another type."""
     return _Head(
         event=value["event"],
-        t=integer(value.get("t")),
-        n=integer(value.get("n")),
+        t=_integer(value.get("t")),
+        n=_integer(value.get("n")),
         role=value["role"] if isinstance(value.get("role"), str) else "",
-        node=integer(value.get("node")),
-        host=text_of(value.get("host")),
-        by=integer(value.get("by")),
+        node=_integer(value.get("node")),
+        host=value["host"] if isinstance(value.get("host"), str) else "",
+        by=_integer(value.get("by")),
     )
 
 
@@ -368,24 +368,11 @@ def merged_events(
             on_left_out(sentence)
 
 
-def integer(value: object) -> int | None:
+def _integer(value: object) -> int | None:
     """The whole number that `value` is; None: it is none."""
     return value if type(value) is int else None
-
-
-def text_of(value: object) -> str:
-    """Any value as a text of bounded length; nothing is an empty one."""
-    if value is None:
-        return ""
-    text = value if isinstance(value, str) else str(value)
-    return text if len(text) <= _TEXT_LIMIT else text[:_TEXT_LIMIT]
 
 
 def job_id_of(value: object) -> str:
     """A Slurm job's id; what is none is an empty one."""
     return value if isinstance(value, str) and is_job_id(value) else ""
-
-
-def names_of(value: object) -> tuple[str, ...]:
-    """The texts of a list."""
-    return tuple(name for name in value if isinstance(name, str)) if isinstance(value, list) else ()

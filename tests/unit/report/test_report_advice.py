@@ -251,7 +251,7 @@ def test_what_a_run_could_have_had_is_read_from_its_options(tmp_path: Path) -> N
     for more, could in (
         ({}, True),
         ({"start_method": "forkserver"}, False),
-        ({"container_image": {"kind": "sif"}}, False),
+        ({"container_image": {"runtime": "apptainer", "image": "x.sif"}}, False),
         ({"entrypoint": {**script, "kind": "command"}}, False),
     ):
         write_json(builder.paths.run_json, {**spec, **more})
