@@ -70,7 +70,7 @@ class Tier:
 
 
 TIERS = (
-    Tier(name="unit", folders=("tests/unit",), budget=90, processes=2),
+    Tier(name="unit", folders=("tests/unit",), budget=120, processes=2),
     Tier(
         name="store", folders=("tests/contract", "tests/model"), budget=360, processes=3, sharing=("--dist=worksteal",)
     ),
