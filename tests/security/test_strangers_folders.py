@@ -39,10 +39,8 @@ def test_a_strangers_runs_folder_is_refused_by_each_maker_of_runs(
     attacker.run(["mkdir", "-m", mode, str(runs)], check=True)
     victim.python("open('train.py', 'w').write('print(1)')")
     programs = victim.home / "bin"
-    programs.mkdir(exist_ok=True)
-    for name in ("sbatch", "scontrol", "sinfo", "srun", "squeue"):
-        (programs / name).write_text("#!/bin/sh\nexit 1\n")
-        (programs / name).chmod(0o755)
+    make = 'mkdir -p "$0"; for name in "$@"; do printf "#!/bin/sh\\nexit 1\\n" > "$0/$name"; chmod 755 "$0/$name"; done'
+    victim.run(["sh", "-ec", make, str(programs), "sbatch", "scontrol", "sinfo", "srun", "squeue"], check=True)
     words, env = MAKERS[maker]
     argv = [word.format(runs=runs, python=victim.interpreter) for word in words]
     path = f"{victim.environment.bin}:{programs}:{os.defpath}"
