@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,13 +23,14 @@ from hpc_elastic.base.self_command import module_command
 from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.cli.screen import print_note
 from hpc_elastic.cli.submit import Waiting
-from hpc_elastic.doctor.findings import Finding, Level, SavedFindings, problem, save_findings
-from hpc_elastic.doctor.host import check_host, check_python, look_at_host
+from hpc_elastic.doctor.allocation_checks import SlurmFacts
+from hpc_elastic.doctor.files import check_host, look_at_host
+from hpc_elastic.doctor.findings import Finding, Level, problem
 from hpc_elastic.doctor.node_job import TAKEN, ProbeJob, collect, judge_nodes, plan_job, probe_settings
 from hpc_elastic.doctor.node_probe import NodeFacts
-from hpc_elastic.doctor.slurm_checks import check_slurm
-from hpc_elastic.doctor.slurm_facts import SlurmFacts, ask_slurm
-from hpc_elastic.doctor.software import PythonFacts, look_at_python
+from hpc_elastic.doctor.saved import SavedFindings, save_findings
+from hpc_elastic.doctor.slurm_checks import ask_slurm, check_slurm
+from hpc_elastic.doctor.software import judge_pythons, look_at_python
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import create_run, make_runs_dir
 from hpc_elastic.launch.submit_job import Submission, submission_client, submit_job
@@ -37,7 +39,6 @@ from hpc_elastic.options.help_text import Help
 from hpc_elastic.options.run_request import cluster_here, runs_directory, spec_fields, working_directory
 from hpc_elastic.options.table import Group, Option, Parsed, explaining
 from hpc_elastic.output.terminal import one_line
-from hpc_elastic.run.container import Runtime
 from hpc_elastic.slurm.client import SubprocessRunner
 from hpc_elastic.slurm.errors import SlurmError
 
@@ -96,14 +97,12 @@ def main(argv: Sequence[str]) -> int:
         if save not in (None, "", "user", "site"):
             raise UsageError(f"--save={save}: give user (the default) or site")
     report = _Report(is_shown=not parsed.flag("json"))
-    runner = SubprocessRunner(env)
-    slurm = ask_slurm(asked, runner=runner, clock=clock, env=env)
+    slurm = ask_slurm(asked, runner=SubprocessRunner(env), clock=clock, env=env)
     report.add(list(check_slurm(slurm)))
-    report.add(list(check_host(look_at_host(runs_dir, env), nodes=1 if slurm.is_missing else asked.nodes)))
-    container = settings.container
-    is_here = container is None or container.image.runtime is not Runtime.PYXIS
-    python = look_at_python(settings.python, env, cwd=os.getcwd(), container=container) if is_here else PythonFacts()
-    report.add([check_python(python, container, runner=runner)])
+    report.add(list(check_host(look_at_host(runs_dir), nodes=1 if slurm.is_missing else asked.nodes)))
+    python = look_at_python(settings.python, env, cwd=os.getcwd(), container=settings.container)
+    here = {socket.gethostname(): python} if python is not None else {}
+    report.add(list(judge_pythons(here, settings.container, of="software")))
     facts: Mapping[str, NodeFacts] = {}
     if job is not None:
         facts = _examine_nodes(job, report, clock=clock, env=env)

@@ -13,7 +13,7 @@ from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.cli.follow import RunEnd
 from hpc_elastic.cli.screen import is_terminal, print_note
-from hpc_elastic.doctor.findings import saved_notes
+from hpc_elastic.doctor.saved import saved_notes
 from hpc_elastic.launch.requeue import back_off
 from hpc_elastic.launch.run_directory import job_now
 from hpc_elastic.launch.submit_job import Submission, dry_run, submission_client, submit_job

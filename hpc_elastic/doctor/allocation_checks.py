@@ -6,102 +6,97 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from msgspec import Struct
+
 from hpc_elastic.base.text import plural
-from hpc_elastic.doctor.findings import Finding, ok, problem, warn_unless, warning
-from hpc_elastic.doctor.slurm_facts import (
-    ASSOCIATION_FIELDS,
-    QOS_FIELDS,
-    SlurmFacts,
-    parse_partitions,
-    read_rows,
-    seconds_of,
-)
+from hpc_elastic.doctor.findings import Finding, ok, problem, problem_unless, warn_unless
 from hpc_elastic.slurm.cluster_facts import config_fields
 from hpc_elastic.slurm.notation import names_text
 
+ASSOCIATION_FIELDS = ("MaxJobs", "MaxSubmitJobs", "GrpJobs", "MaxWall", "MaxTRES", "Account", "DefaultQOS", "QOS")
+QOS_FIELDS = ("Name", "GraceTime", "PreemptMode", "MaxWall", "MaxTRES", "MaxJobsPU", "MaxSubmitJobsPU")
+"""Of sacctmgr's ``format=``."""
 _GPU = re.compile(r"\bgpu(?::[A-Za-z_][^:(,]*)?(?::(\d+))?")
 """``gpu:2``, ``gpu:a100:4(S:0-1)``, among others' GRES."""
 
 Row = Mapping[str, str]
 
 
+class SlurmFacts(Struct, frozen=True, kw_only=True):
+    """What the commands printed."""
+
+    config: str = ""
+    """``scontrol show config``."""
+    config_seconds: float = 0.0
+    error: str = ""
+    """Why there is no `config`."""
+    is_missing: bool = False
+    """There is no Slurm on this machine."""
+    partitions: str = ""
+    """``scontrol show partition``."""
+    associations: str | None = None
+    """``sacctmgr -nP show assoc`` with `ASSOCIATION_FIELDS`; None: it does not answer."""
+    qos_limits: str | None = None
+    """``sacctmgr -nP show qos`` with `QOS_FIELDS`; None: it does not answer."""
+    gres: str = ""
+    """``sinfo -N -h -o '%N|%P|%G'``."""
+    partition: str = ""
+    """That the run is for; empty: the default one."""
+    nodes: int = 1
+    """That the run is for."""
+    account: str = ""
+    """Of the run; empty: the user's default."""
+    qos: str = ""
+    """Of the run; empty: the account's default."""
+    shutdown_timeout: float = 30.0
+    """Seconds that its workers may take to end."""
+    grace: int = 0
+    """Seconds of notice that it wants for a last checkpoint; 0: not compared."""
+
+
 def check_allocation(facts: SlurmFacts) -> Iterator[Finding]:
     """Judge. The order is that of the lines."""
     rows = [
         row
-        for row in read_rows(facts.associations or "", ASSOCIATION_FIELDS)
+        for row in _rows(facts.associations or "", ASSOCIATION_FIELDS)
         if not facts.account or row.get("Account", facts.account) == facts.account
     ]
-    every = {row["Name"]: row for row in read_rows(facts.qos_limits or "", QOS_FIELDS)}
-    name = facts.qos or next((row["DefaultQOS"] for row in rows if row.get("DefaultQOS")), "")
-    qos = every.get(name, {})
+    every = {row["Name"]: row for row in _rows(facts.qos_limits or "", QOS_FIELDS)}
+    qos = every.get(facts.qos or next((row["DefaultQOS"] for row in rows if row.get("DefaultQOS")), ""), {})
     yield from _partition(facts, qos)
     enforced = config_fields(facts.config).get("AccountingStorageEnforce", "").split(",")
     if facts.associations is None:
         yield ok("slurm.limits", "not known: sacctmgr does not answer")
     elif not {"limits", "safe", "all"} & set(enforced):
         yield ok("slurm.limits", f"none is enforced (AccountingStorageEnforce={','.join(enforced) or 'none'})")
-    elif facts.qos and rows and not any(facts.qos in row.get("QOS", facts.qos).split(",") for row in rows):
-        may = sorted({one for row in rows for one in row.get("QOS", "").split(",") if one})
-        yield problem(
-            "slurm.limits", f"this account may not use the QOS {facts.qos}", "the job is refused, or never begins",
-            f"--qos {' or '.join(may)}" if may else "ask the site",
-        )  # fmt: skip
     else:
-        yield _limits(rows, qos, name, facts.nodes)
+        yield _limits(rows, qos, facts.nodes)
 
 
 def _partition(facts: SlurmFacts, qos: Row) -> Iterator[Finding]:
-    partitions = parse_partitions(facts.partitions)
+    partitions = _partitions(facts.partitions)
     name = facts.partition or next((name for name, row in partitions.items() if row.get("Default") == "YES"), "")
-    if not name:
-        yield warning(
-            "partition", "there is no default partition", "sbatch takes no job without one", "give --partition NAME"
-        )  # fmt: skip
-        return
     fields = partitions.get(name)
     if fields is None:
         yield problem(
-            "partition", f"there is no partition {name}", "the job is refused",
-            f"there are {', '.join(partitions) or 'none'}",
+            "partition", f"there is no {f'partition {name}' if name else 'default partition'}", "the job is refused",
+            f"give --partition {' or '.join(partitions) or 'NAME'}",
         )  # fmt: skip
         return
-    if fields.get("State") != "UP":
-        yield problem(
-            "partition", f"{name} is {fields.get('State', 'in no known state')}", "jobs there do not begin",
-            "another --partition, or wait",
-        )  # fmt: skip
-    else:
-        yield ok("partition", f"{name} is up")
+    state, most = fields.get("State", "in no known state"), fields.get("MaxTime", "UNLIMITED")
+    ends = "" if most == "UNLIMITED" else f"; its jobs end after {most}, and a run goes on by requeues"
+    yield problem_unless(
+        state == "UP", "partition", f"{name} is {state}{ends}", "jobs there do not begin",
+        "another --partition, or wait",
+    )  # fmt: skip
     limits = [fields.get("TotalNodes", ""), fields.get("MaxNodes", "")]
     limit = min([int(text) for text in limits if text.isdigit()], default=facts.nodes)
-    if facts.nodes > limit:
-        yield problem(
-            "partition.nodes", f"{name} gives a job at most {limit} nodes", f"a job with {facts.nodes} never begins",
-            f"--nodes {limit}, or another --partition",
-        )  # fmt: skip
-    else:
-        yield ok("partition.nodes", f"{name} gives a job up to {limit} nodes")
-    most = fields.get("MaxTime", "UNLIMITED")
-    ends = "has no time limit" if most == "UNLIMITED" else f"ends jobs after {most}; a run goes on by requeues"
-    yield ok("partition.time", f"{name} {ends}")
-    yield _access(facts, name, fields)
+    yield problem_unless(
+        facts.nodes <= limit, "partition.nodes", f"{name} gives a job at most {limit} nodes",
+        f"a job with {facts.nodes} never begins", f"--nodes {limit}, or another --partition",
+    )  # fmt: skip
     yield _grace(facts, fields, qos)
     yield _gpus(facts, name)
-
-
-def _access(facts: SlurmFacts, name: str, fields: Row) -> Finding:
-    """Does the partition take jobs of this account and QOS?"""
-    wanted = (("--account", facts.account, "AllowAccounts"), ("--qos", facts.qos, "AllowQos"))
-    for option, given, field in wanted:
-        allowed = fields.get(field, "ALL")
-        if given and allowed not in ("ALL", "(null)", "N/A") and given not in allowed.split(","):
-            return problem(
-                "partition.access", f"{name} takes jobs of {field}={allowed} alone, not of {given}",
-                "sbatch refuses the job", f"{option} {allowed.replace(',', ' or ')}, or another --partition",
-            )  # fmt: skip
-    shown = ", ".join(f"{field}={fields.get(field, 'ALL')}" for _, _, field in wanted)
-    return ok("partition.access", f"{name}: {shown}")
 
 
 def _grace(facts: SlurmFacts, fields: Row, qos: Row) -> Finding:
@@ -117,67 +112,60 @@ def _grace(facts: SlurmFacts, fields: Row, qos: Row) -> Finding:
     if mode.upper() in ("OFF", ""):
         return ok("partition.grace", shown)
     if not grace:
-        return warning(
-            "partition.grace", shown, "a preempted job ends without a notice",
-            "save often: the run goes on from the last checkpoint",
-        )  # fmt: skip
-    less = f", less than --grace {facts.grace}" if grace < facts.grace else ""
+        shown += ": a preempted job ends without a notice"
+    elif grace < facts.grace:
+        shown += f", less than --grace {facts.grace}"
     return warn_unless(
-        not less, "partition.grace", shown + less,
+        0 < grace >= facts.grace, "partition.grace", shown,
         "a last checkpoint that takes longer is lost when the job is preempted",
         "save often, or faster (asynchronously)",
     )  # fmt: skip
 
 
 def _gpus(facts: SlurmFacts, name: str) -> Finding:
-    """How many GPUs the nodes have, and whether a job sees its own alone."""
+    """How many GPUs the nodes have."""
     counts: dict[int, list[str]] = {}
     for line in dict.fromkeys(facts.gres.splitlines()):
-        node, _, rest = line.partition("|")
-        partition, _, gres = rest.partition("|")
+        node, partition, gres = [*line.split("|", 2), "", ""][:3]
         if partition.rstrip("*") == name:
             counts.setdefault(sum(int(count or 1) for count in _GPU.findall(gres)), []).append(node)
     if not any(counts):
         return ok("partition.gpus", f"{name} has none")
     each = ", ".join(f"{plural(count, 'GPU')} on {names_text(nodes)}" for count, nodes in sorted(counts.items()))
-    if len(counts) > 1:
-        return warning(
-            "partition.gpus", each, "the number of workers differs between nodes, or some nodes are never given",
-            f"--gpus-per-node {min(count for count in counts if count)}, or --constraint for one kind of node",
-        )  # fmt: skip
-    fields = config_fields(facts.config)
-    is_confined = fields.get("ConstrainDevices", "").lower() == "yes" and "cgroup" in fields.get("TaskPlugin", "")
-    sees = "a job sees its own alone" if is_confined else "devices are not confined (ConstrainDevices)"
     return warn_unless(
-        is_confined, "partition.gpus", f"{each}; {sees}",
-        "processes of other jobs on the node can use this job's GPUs", "--exclusive",
+        len(counts) == 1, "partition.gpus", each,
+        "the number of workers differs between nodes, or some nodes are never given",
+        f"--gpus-per-node {min(filter(None, counts))}, or --constraint for one kind of node",
     )  # fmt: skip
 
 
-def _limits(rows: Sequence[Row], qos: Row, qos_name: str, nodes: int) -> Finding:
+def _limits(rows: Sequence[Row], qos: Row, nodes: int) -> Finding:
     """How many jobs, how large and how long, by the account and its QOS."""
-    of_qos = _node_limit(qos.get("MaxTRES", ""))
     # Which of several accounts it is for is not known here: the largest.
-    most = min(max((_node_limit(row.get("MaxTRES", "")) for row in rows), default=math.inf), of_qos)
+    most = min(
+        max((_node_limit(row.get("MaxTRES", "")) for row in rows), default=math.inf),
+        _node_limit(qos.get("MaxTRES", "")),
+    )
+    of = f" in QOS {qos['Name']}" if qos else ""
     if nodes > most:
         return problem(
-            "slurm.limits", f"a job of this account{f' in QOS {qos_name}' if qos else ''} has at most "
-            f"{plural(int(most), 'node')} (MaxTRES)", f"a job with {nodes} is refused, or never begins",
+            "slurm.limits", f"a job of this account{of} has at most {plural(int(most), 'node')} (MaxTRES)",
+            f"a job with {nodes} is refused, or never begins",
             f"--nodes {int(most)}, or another --qos or --account",
         )  # fmt: skip
-    each = [_largest(rows, "MaxSubmitJobs"), _largest([qos], "MaxSubmitJobsPU")]
-    submit = min((count for count in each if count is not None), default=None)
-    if submit is not None and submit < 2:
-        return warning(
-            "slurm.limits", f"MaxSubmitJobs={submit}", "a follow-on job would be refused while this one runs",
-            "--requeue-with scontrol, where jobs may be requeued",
-        )  # fmt: skip
-    limits = [("MaxJobs", _largest(rows, "MaxJobs")), ("MaxSubmitJobs", submit), ("MaxJobsPU", qos.get("MaxJobsPU"))]
-    running = [f"{name}={value}" for name, value in limits if value not in (None, "")]
-    walls = dict.fromkeys(row["MaxWall"] for row in (*rows, qos) if row.get("MaxWall"))
-    running += [f"MaxWall={' and '.join(walls)}, a run goes on by requeues"] if walls else []
-    of = f" (QOS {qos_name})" if qos else ""
-    return ok("slurm.limits", ", ".join(running) + of if running else f"no limits on jobs of this account{of}")
+    submits = [_largest(rows, "MaxSubmitJobs"), _largest([qos], "MaxSubmitJobsPU")]
+    submit = min((count for count in submits if count is not None), default=None)
+    limits = (
+        ("MaxJobs", _largest(rows, "MaxJobs")),
+        ("MaxSubmitJobs", submit),
+        ("MaxJobsPU", _largest([qos], "MaxJobsPU")),
+        ("MaxWall", " and ".join(dict.fromkeys(row["MaxWall"] for row in (*rows, qos) if row.get("MaxWall"))) or None),
+    )
+    return warn_unless(
+        submit is None or submit >= 2, "slurm.limits",
+        (", ".join(f"{name}={value}" for name, value in limits if value is not None) or "none on the jobs") + of,
+        "a follow-on job would be refused while this one runs", "--requeue-with scontrol, where jobs may be requeued",
+    )  # fmt: skip
 
 
 def _largest(rows: Sequence[Row], name: str) -> int | None:
@@ -188,3 +176,26 @@ def _node_limit(tres: str) -> float:
     """Of ``cpu=8,node=2``."""
     found = dict(part.partition("=")[::2] for part in tres.split(","))
     return int(found["node"]) if found.get("node", "").isdigit() else math.inf
+
+
+def _partitions(text: str) -> dict[str, dict[str, str]]:
+    """The fields of each partition, of ``scontrol show partition``."""
+    found: dict[str, dict[str, str]] = {}
+    for block in text.split("PartitionName=")[1:]:
+        words = block.split()
+        found[words[0]] = dict(word.split("=", 1) for word in words[1:] if "=" in word)
+    return found
+
+
+def _rows(text: str, names: Sequence[str]) -> list[dict[str, str]]:
+    """The lines of ``sacctmgr -nP``, by column."""
+    return [dict(zip(names, line.split("|"), strict=False)) for line in text.splitlines() if line.strip()]
+
+
+def seconds_of(text: str) -> int:
+    """``10`` of scontrol, ``1-02:03:04`` of sacctmgr."""
+    days, dash, clock = text.partition("-")
+    total = 0
+    for part in (clock if dash else text).split(":"):
+        total = total * 60 + (int(part) if part.isdigit() else 0)
+    return total + (int(days) * 86400 if dash and days.isdigit() else 0)

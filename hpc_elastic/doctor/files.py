@@ -1,49 +1,45 @@
-"""What a node sees of the run's folder, and the folders of its own: the probe, and what its facts mean."""
+"""The run's folder, and the folders of a host's own: what this host and the nodes see of them, and what that means."""
 
 from __future__ import annotations
 
 import os
+import platform
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
+import hpc_elastic
+from hpc_elastic.agent.health import RoomFacts
 from hpc_elastic.base.host_facts import filesystem_type
-from hpc_elastic.doctor.findings import Finding, fold, ok, problem, warn_unless
+from hpc_elastic.doctor.findings import Finding, fold, problem, problem_unless, warn_unless
 from hpc_elastic.doctor.probe_site import ProbeSite
+from hpc_elastic.launch.run_directory import why_not_shared
 
 _ROUNDS = 5
 _SLOW_STORE = 2.0
-_LEAST_FREE = 1 << 30
-_SMALL_SHM = 256 << 20
-_SOCKET_LIMIT, _SOCKET_NAME = 107, 40
-"""Bytes of a Unix socket's path, and what of them a name in TMPDIR may need."""
+_LEAST_FREE = {"runs": 1 << 30, "home": 1 << 20, "tmp": 1 << 27, "shm": 256 << 20}
+"""Bytes."""
 
 
-class Room(Struct, frozen=True, kw_only=True):
-    """A folder and what is free there."""
+class HostFacts(Struct, frozen=True, kw_only=True):
+    """What was measured on this host."""
 
-    path: str
-    free: int = 0
-    is_writable: bool = True
-    error: str = ""
-
-
-class Folders(Struct, frozen=True, kw_only=True):
-    """What every host has of its own, or should see, beside the runs directory."""
-
-    home: Room
-    tmp: Room
-    shm: Room
-    umask: int = 0o022
+    runs: RoomFacts
+    runs_not_shared: str = ""
+    """Why other nodes can't see the runs directory; empty: nothing speaks against it."""
+    package: str = ""
+    package_not_shared: str = ""
+    """Why other nodes can't see the installation."""
 
 
 class FileFacts(Struct, frozen=True, kw_only=True):
     """Of one node. Seconds by its own clock."""
 
-    runs: Room
-    folders: Folders
+    rooms: Mapping[str, RoomFacts] = field(default_factory=dict)
+    """``runs``, ``home``, ``tmp`` and ``shm``."""
     filesystem: str = ""
     """The kind of the one with the run's folder; empty: not known."""
     store_seconds: float | None = None
@@ -55,6 +51,20 @@ class FileFacts(Struct, frozen=True, kw_only=True):
 # -- measured ------------------------------------------------------------------------------------------------------
 
 
+def look_at_host(runs_dir: Path) -> HostFacts:
+    """What this host shows."""
+    package = Path(hpc_elastic.__file__).resolve().parent
+    place = runs_dir
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    return HostFacts(
+        runs=replace(try_to_write(place), path=str(runs_dir)),
+        runs_not_shared=why_not_shared(runs_dir) or "",
+        package=str(package),
+        package_not_shared=why_not_shared(package) or "",
+    )
+
+
 def probe_files(site: ProbeSite) -> FileFacts:
     """Measure, together with all other nodes."""
     seconds: float | None = None
@@ -62,9 +72,10 @@ def probe_files(site: ProbeSite) -> FileFacts:
     if not site.barrier("files"):
         seconds = _store_seconds(site)
         created = site.store.put_if_absent("create/one", site.node)
+    own = {"home": site.env.get("HOME") or "/", "tmp": site.env.get("TMPDIR") or "/tmp", "shm": "/dev/shm"}
+    runs = replace(try_to_write(site.folder), path=str(site.folder.parents[2]))
     return FileFacts(
-        runs=replace(try_to_write(site.folder), path=str(site.folder.parents[2])),
-        folders=measure_folders(site.env),
+        rooms={"runs": runs, **{name: try_to_write(Path(path)) for name, path in own.items()}},
         filesystem=filesystem_type(os.path.realpath(site.folder)) or "",
         store_seconds=seconds,
         created=created,
@@ -81,28 +92,11 @@ def _store_seconds(site: ProbeSite) -> float | None:
     return sorted(times)[_ROUNDS // 2]
 
 
-def measure_folders(env: Mapping[str, str]) -> Folders:
-    """This host's, for a process with these variables."""
-    umask = os.umask(0o077)
-    os.umask(umask)
-    home = Path(env.get("HOME") or "/")
-    try:
-        found = os.statvfs(home)
-        is_writable = os.access(home, os.W_OK | os.X_OK)
-        room = Room(path=str(home), free=found.f_bavail * found.f_frsize, is_writable=is_writable)
-    except OSError as error:
-        room = Room(path=str(home), error=error.strerror or str(error))
-    tmp = try_to_write(Path(env.get("TMPDIR") or "/tmp"))
-    return Folders(home=room, tmp=tmp, shm=try_to_write(Path("/dev/shm")), umask=umask)
-
-
-def try_to_write(folder: Path) -> Room:
+def try_to_write(folder: Path) -> RoomFacts:
     """A folder's room, and what only a try shows: a quota that is used up, a filesystem that has become read-only."""
     path = folder / f".doctor-{os.getpid()}-{os.urandom(4).hex()}"
-    free = 0
     try:
         found = os.statvfs(folder)
-        free = found.f_bavail * found.f_frsize
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.write(fd, bytes(1 << 16))
@@ -111,33 +105,46 @@ def try_to_write(folder: Path) -> Room:
             os.close(fd)
             os.unlink(path)
     except OSError as error:
-        return Room(path=str(folder), free=free, is_writable=False, error=error.strerror or str(error))
-    return Room(path=str(folder), free=free)
+        return RoomFacts(path=str(folder), error=error.strerror or str(error))
+    return RoomFacts(path=str(folder), free=found.f_bavail * found.f_frsize)
 
 
 # -- judged --------------------------------------------------------------------------------------------------------
 
 
+def check_host(facts: HostFacts, *, nodes: int) -> Iterator[Finding]:
+    """Judge this host, for a run with so many nodes."""
+    yield _room("files.space", facts.runs, _LEAST_FREE["runs"])
+    why, lacks = (facts.runs_not_shared, facts.package_not_shared) if nodes > 1 else ("", "")
+    yield problem_unless(
+        not why, "files.runs", f"{facts.runs.path}{f': {why}' if why else ''}", "the nodes can't meet there",
+        "a folder on the shared filesystem with --runs-dir",
+    )  # fmt: skip
+    python = f"Python {platform.python_version()} ({sys.executable})"
+    yield problem_unless(
+        not lacks, "software.install", f"{facts.package}{f': {lacks}' if lacks else ''}, {python}",
+        "other nodes have no hpc-elastic there", "install it into an environment on the shared filesystem",
+    )  # fmt: skip
+
+
 def judge_files(files: Mapping[str, FileFacts]) -> Iterator[Finding]:
     """Judge the nodes' facts."""
-    yield from fold([(node, finding) for node, each in files.items() for finding in _folders(each)])
+    yield from fold([
+        (node, _room(f"nodes.{name}", room, _LEAST_FREE[name]))
+        for node, each in files.items()
+        for name, room in each.rooms.items()
+    ])  # fmt: skip
     if len(files) < 2:
         return
-    winners = [node for node, each in files.items() if each.created]
-    if len(winners) == 1:
-        yield ok("nodes.create", f"of {len(files)} nodes that created one name at once, one did")
-    elif all(each.created is not None for each in files.values()):
-        yield problem(
-            "nodes.create", f"{len(winners)} of {len(files)} nodes could create the same name",
+    if all(each.created is not None for each in files.values()):
+        winners = [node for node, each in files.items() if each.created]
+        yield problem_unless(
+            len(winners) == 1, "nodes.create",
+            f"of {len(files)} nodes that created one name at once, {len(winners)} did",
             "the nodes could not agree on anything: rounds would have several coordinators",
             "another filesystem with --runs-dir, or caches of names off on this one",
         )  # fmt: skip
     yield from fold([(node, _store(each)) for node, each in files.items()])
-
-
-def _folders(files: FileFacts) -> Iterator[Finding]:
-    yield _room("nodes.runs", files.runs, _LEAST_FREE)
-    yield from judge_folders("nodes", files.folders)
 
 
 def _store(files: FileFacts) -> Finding:
@@ -156,35 +163,13 @@ def _store(files: FileFacts) -> Finding:
     )  # fmt: skip
 
 
-def judge_folders(name: str, folders: Folders) -> Iterator[Finding]:
-    """Judge a host's, or a node's; each check's name begins with `name`."""
-    yield _room(f"{name}.home", folders.home, 1 << 20)
-    yield _room(f"{name}.tmp", folders.tmp, 1 << 27)
-    yield _room(f"{name}.shm", folders.shm, _SMALL_SHM)
-    tmp = folders.tmp.path
-    if len(tmp) > _SOCKET_LIMIT - _SOCKET_NAME:
-        yield problem(
-            f"{name}.socket-path", f"TMPDIR has {len(tmp)} characters", "sockets there (of multiprocessing, say) fail: "
-            "their paths may have 107", "export TMPDIR=/tmp",
-        )  # fmt: skip
-    else:
-        yield ok(f"{name}.socket-path", f"TMPDIR={tmp}")
-    if folders.umask & 0o700:
-        yield problem(
-            f"{name}.umask", f"{folders.umask:04o}", "files of this account can't be read or written by itself",
-            "umask 022",
-        )  # fmt: skip
-    else:
-        yield ok(f"{name}.umask", f"{folders.umask:04o}")
-
-
-def _room(name: str, room: Room, least: int) -> Finding:
-    if room.error or not room.is_writable:
+def _room(check: str, room: RoomFacts, least: int) -> Finding:
+    if room.error:
         return problem(
-            name, f"{room.path}: {room.error or 'not writable'}", "what needs a file there fails",
-            "ask the site, or another folder (HOME, TMPDIR, HPC_ELASTIC_HEARTBEAT_DIR)",
+            check, f"{room.path}: {room.error}", "what needs a file there fails",
+            "ask the site, or another folder (--runs-dir, HOME, TMPDIR, HPC_ELASTIC_HEARTBEAT_DIR)",
         )  # fmt: skip
     return warn_unless(
-        room.free >= least, name, f"{room.path}: {room.free >> 20} MiB free",
-        "data loaders and compilers fail when it is full", "free some, or another folder",
+        room.free >= least, check, f"{room.path}: {room.free >> 20} MiB free",
+        "logs, data loaders or compilers fail when it is full", "free some, or another folder (--runs-dir, TMPDIR)",
     )  # fmt: skip

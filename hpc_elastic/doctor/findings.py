@@ -1,24 +1,14 @@
-"""What a check found, with the way out; and the findings that a person keeps for later submissions."""
+"""What a check found, with the way out."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum
-from pathlib import Path
-from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
 
-from hpc_elastic.base import codec
-from hpc_elastic.base.files import Unreadable
 from hpc_elastic.base.text import first_of
-from hpc_elastic.doctor.slurm_facts import SlurmFacts
-from hpc_elastic.errors import UsageError
-from hpc_elastic.options import config_files
-from hpc_elastic.options.config_files import SITE_VARIABLE
-from hpc_elastic.run.index import account_folder, make_account_folder
 from hpc_elastic.slurm.notation import names_text
 
 
@@ -58,6 +48,10 @@ def warn_unless(is_fine: bool, check: str, found: str, means: str, way_out: str)
     return ok(check, found) if is_fine else warning(check, found, means, way_out)
 
 
+def problem_unless(is_fine: bool, check: str, found: str, means: str, way_out: str) -> Finding:
+    return ok(check, found) if is_fine else problem(check, found, means, way_out)
+
+
 def fold(found: Sequence[tuple[str, Finding]]) -> list[Finding]:
     """The findings of nodes, those that say the same in one line that names the nodes.
 
@@ -72,71 +66,3 @@ def fold(found: Sequence[tuple[str, Finding]]) -> list[Finding]:
         texts = first_of(list(dict.fromkeys(finding.found for _, finding in same)), 2)
         folded.append(replace(same[0][1], found=f"{names_text([node for node, _ in same])}: {texts}"))
     return folded
-
-
-class SavedFindings(Struct, frozen=True, kw_only=True):
-    """The file that ``--save`` writes into the account's folder, or beside the site's configuration."""
-
-    saved_ns: int
-    findings: tuple[Finding, ...] = ()
-    slurm: SlurmFacts | None = None
-    """What they were made of, judged again for each run that is submitted."""
-
-
-_NAME = "doctor.json"
-_OF_THE_SITE = ("slurm.", "partition", "gpu.", "network.", "nodes.memory", "nodes.cpus", "nodes.signals", "nodes.shm")
-_OF_THE_ACCOUNT = ("slurm.limits", "partition.access")
-
-
-def save_findings(kept: SavedFindings, *, env: Mapping[str, str], for_site: bool = False) -> Path:
-    """Keep what was found, for this account; or, of what does not depend on the account, for all users of the site.
-
-    Raises:
-        UsageError, OSError: as `make_account_folder`; the site has no folder for it, or it can't be written.
-    """
-    if not for_site:
-        path = make_account_folder("doctor", env) / _NAME
-        codec.save(path, kept)
-        return path
-    site = _site_file(env)
-    if site is None:
-        raise UsageError(f"--save=site: {SITE_VARIABLE} and XDG_CONFIG_DIRS name no folder; use --save")
-    found = tuple(
-        each for each in kept.findings if each.check.startswith(_OF_THE_SITE) and each.check not in _OF_THE_ACCOUNT
-    )
-    slurm = replace(kept.slurm, associations=None, qos_limits=None) if kept.slurm is not None else None
-    site.parent.mkdir(parents=True, exist_ok=True)
-    codec.save(site, replace(kept, findings=found, slurm=slurm))
-    site.chmod(0o644)
-    return site
-
-
-def _site_file(env: Mapping[str, str]) -> Path | None:
-    """Beside the site's configuration file."""
-    found = [each.path for each in config_files.candidates(env, Path("/")) if each.layer is config_files.Layer.SITE]
-    return found[0].parent / _NAME if found else None
-
-
-def saved_notes(env: Mapping[str, str], **run: Any) -> list[str]:
-    """A line for each problem that was kept, and for what follows from the facts for a run that asks for other things.
-
-    Args:
-        env: Where the files are: the site's, then this account's.
-        run: Fields of `SlurmFacts` that say what the run asks for.
-    """
-    notes: dict[str, str] = {}
-    folder = account_folder("doctor", env)
-    for path in (_site_file(env), folder and folder / _NAME):
-        saved = codec.load(path, SavedFindings) if path is not None else None
-        if saved is None or isinstance(saved, Unreadable):
-            continue
-        day = time.strftime("%Y-%m-%d", time.localtime(saved.saved_ns / 1e9))
-        new: list[Finding] = []
-        if saved.slurm is not None:
-            from hpc_elastic.doctor.slurm_checks import check_slurm  # it makes findings; and few submits need it
-
-            new = [each for each in check_slurm(replace(saved.slurm, **run)) if each.level is not Level.OK]
-        problems = [each for each in saved.findings if each.level is Level.PROBLEM]
-        for each in (*problems, *(each for each in new if each not in saved.findings)):
-            notes.setdefault(f"{each.check}: {each.found}; {each.way_out}", f" (found on {day})")
-    return [note + day for note, day in notes.items()]

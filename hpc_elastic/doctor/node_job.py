@@ -191,7 +191,6 @@ def judge_nodes(found: Collected, *, ended: str = "", container: Container | Non
     facts = found.facts
     why = "" if found.is_whole else found.why or ended
     pythons = {node: each.python for node, each in facts.items() if each.python is not None}
-    is_probed = any("python" not in each.failed and not each.unfinished for each in facts.values())
     return [
         *_came(facts, found.nodes, why),
         *judge_files({node: each.files for node, each in facts.items() if each.files is not None}),
@@ -201,7 +200,7 @@ def judge_nodes(found: Collected, *, ended: str = "", container: Container | Non
             kill_wait=found.kill_wait,
         ),
         *judge_network({node: each.network for node, each in facts.items() if each.network is not None}),
-        *(judge_pythons(pythons, container) if is_probed or pythons else ()),
+        *judge_pythons(pythons, container),
         *judge_node_gpus({node: each.gpus for node, each in facts.items() if each.gpus is not None}),
     ]
 

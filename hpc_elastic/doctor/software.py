@@ -16,12 +16,11 @@ from typing import Any
 from msgspec import Struct
 
 from hpc_elastic.agent.container import enter_container
-from hpc_elastic.agent.health import GPU_SECONDS, GpuDevice, GpuFacts, judge_gpus, own_gpus
+from hpc_elastic.agent.health import GPU_SECONDS, GpuFacts, judge_gpus, own_gpus
 from hpc_elastic.agent.health_gpu import from_json
-from hpc_elastic.agent.numa_binding import Machine, read_machine
 from hpc_elastic.base.self_command import module_command, source_command
 from hpc_elastic.base.text import clean_line, first_of
-from hpc_elastic.doctor.findings import Finding, ok, problem, warn_unless, warning
+from hpc_elastic.doctor.findings import Finding, ok, problem, problem_unless, warn_unless, warning
 from hpc_elastic.doctor.probe_site import ProbeSite
 from hpc_elastic.run.container import Container, Runtime
 from hpc_elastic.slurm.job_environment import JobEnvironment, JobEnvironmentError, in_job
@@ -29,7 +28,7 @@ from hpc_elastic.slurm.notation import names_text
 
 IMPORT_SECONDS = 300.0
 """For one start of the interpreter with one import of torch."""
-SLOW_IMPORT = 30.0
+_SLOW_IMPORT = 30.0
 _NVIDIA = "/dev/nvidiactl"
 _MOST = 4
 """Names that one line shows."""
@@ -45,8 +44,7 @@ try:
     facts["cuda"] = str(torch.version.cuda or getattr(torch.version, "hip", None) or "")
     facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if facts["cuda"] else ""
 except BaseException as error:
-    key = "nccl_error" if "torch" in facts else "torch_error"
-    facts[key] = "%s: %s" % (type(error).__name__, error)
+    facts["torch_error"] = "%s: %s" % (type(error).__name__, error)
 sys.__stdout__.write("\\n" + json.dumps(facts) + "\\n")
 """
 _PID = re.compile(r"\[\d+\]")
@@ -78,25 +76,15 @@ class GpusFacts(Struct, frozen=True, kw_only=True):
     """How many Slurm gave; None: there is no Slurm."""
     visible: str | None = None
     """CUDA_VISIBLE_DEVICES."""
-    far: tuple[str, ...] = ()
-    """GPUs whose NUMA node has no CPU of this job."""
-    has_devices: bool = False
-    """Whether NVIDIA's driver is loaded here."""
 
 
 # -- measured ------------------------------------------------------------------------------------------------------
 
 
 def probe_python(site: ProbeSite) -> PythonFacts | None:
-    """What a worker of this run has on this node; None: it is in an image that Pyxis starts, in a step alone.
-
-    All nodes start the interpreter at once, as those of a run do.
-    """
+    """What a worker of this run has on this node. All nodes start it at once, as those of a run do."""
     site.barrier("python")
-    container = site.settings.container
-    if container is not None and container.image.runtime is Runtime.PYXIS:
-        return None
-    return look_at_python(site.settings.python, site.env, cwd=os.getcwd(), container=container)
+    return look_at_python(site.settings.python, site.env, cwd=os.getcwd(), container=site.settings.container)
 
 
 def look_at_python(
@@ -106,16 +94,18 @@ def look_at_python(
     cwd: str,
     container: Container | None = None,
     seconds: float = IMPORT_SECONDS,
-) -> PythonFacts:
-    """Start an interpreter and have it import torch.
+) -> PythonFacts | None:
+    """Start an interpreter and have it import torch; None: it is in an image that Pyxis starts, in a step alone.
 
     Args:
         python: Its path, or a name in PATH; in a container, that of the image.
         env: The workers'.
         cwd: The run's working directory.
-        container: Where it runs, by another runtime than Pyxis; None: on this host.
+        container: Where it runs; None: on this host.
         seconds: How long it may take.
     """
+    if container is not None and container.image.runtime is Runtime.PYXIS:
+        return None
     argv, environ = source_command(python, _LOOK), dict(env)
     if container is not None:
         has_nvidia = os.path.exists(_NVIDIA)
@@ -149,53 +139,44 @@ def _start(argv: Sequence[str], env: Mapping[str, str], seconds: float, *, cwd: 
 
 
 def probe_gpus(site: ProbeSite) -> GpusFacts:
-    """Ask Slurm's variables, NVML and the kernel's topology."""
+    """Ask Slurm's variables and NVML."""
     env = site.env
     try:
         given = JobEnvironment.from_env(env).node.gpus if in_job(env) else None
     except JobEnvironmentError:
         given = None
-    return GpusFacts(
-        nvml=_ask_nvml(env),
-        given=given,
-        visible=env.get("CUDA_VISIBLE_DEVICES"),
-        far=far_gpus(read_machine(env, os.sched_getaffinity(0))),
-        has_devices=os.path.exists(_NVIDIA),
-    )
-
-
-def _ask_nvml(env: Mapping[str, str]) -> GpuFacts:
     argv = module_command("hpc_elastic.agent.health_gpu", "main")
     try:
         done = subprocess.run(
             argv, env=dict(env), cwd="/", stdin=subprocess.DEVNULL, capture_output=True, timeout=GPU_SECONDS
         )
+        nvml = from_json(done.stdout)
     except subprocess.TimeoutExpired:
-        return GpuFacts(error=f"it has not answered for {GPU_SECONDS:g} s")
-    except OSError as error:
-        return GpuFacts(error=error.strerror or str(error))
-    return from_json(done.stdout)
-
-
-def far_gpus(machine: Machine) -> tuple[str, ...]:
-    """Those on a NUMA node of which the job has no CPU."""
-    return tuple(gpu.bus_id for gpu in machine.gpus if gpu.node is not None and gpu.node not in machine.nodes)
+        nvml = GpuFacts(error=f"it has not answered for {GPU_SECONDS:g} s")
+    return GpusFacts(nvml=nvml, given=given, visible=env.get("CUDA_VISIBLE_DEVICES"))
 
 
 # -- judged --------------------------------------------------------------------------------------------------------
 
 
-def judge_pythons(pythons: Mapping[str, PythonFacts], container: Container | None) -> Iterator[Finding]:
-    """Does the workers' interpreter start everywhere, and has it the same torch? `container`: the image it is in."""
-    check = "nodes.container" if container is not None else "nodes.python"
+def judge_pythons(
+    pythons: Mapping[str, PythonFacts], container: Container | None, *, of: str = "nodes"
+) -> Iterator[Finding]:
+    """Does the workers' interpreter start everywhere, and has it the same torch?
+
+    Args:
+        pythons: By host.
+        container: The image that it is in; None: it is the hosts'.
+        of: ``nodes``; or ``software``, of this host alone: it may lack what the nodes have.
+    """
+    check = f"{of}.{'python' if container is None else 'container'}"
     where = f"{container.image}: " if container is not None else ""
     failed = {node: python.error for node, python in pythons.items() if python.error}
     kinds = {node: f"Python {python.version} ({python.executable})" for node, python in pythons.items()}
     if failed:
-        is_there = "every node must have the runtime (--setup 'module load ...') and the image, the image --python"
-        yield problem(
+        yield (problem if of == "nodes" else warning)(
             check, where + _by_value(failed), "workers can't be started there",
-            is_there if container is not None else "--python with a path that every node has, or --setup COMMAND",
+            "every node must have it, or the image and its runtime: --python PATH, --setup 'module load ...'",
         )  # fmt: skip
     elif pythons:
         yield warn_unless(
@@ -203,102 +184,79 @@ def judge_pythons(pythons: Mapping[str, PythonFacts], container: Container | Non
             "ranks run different programs: what works on one node may fail on another",
             "one environment on the shared filesystem, by --python PATH or --setup COMMAND",
         )  # fmt: skip
-    elif container is not None:
+    elif container is not None and container.image.runtime is Runtime.PYXIS:
         yield warning(
-            check, f"{container.image} was not tried: srun alone starts it",
-            "that it can't be started is seen at the start of a run", "hpc-elastic rehearse, on the cluster",
+            check, f"{where}not tried: srun alone starts it", "that it can't be started is seen at the start of a run",
+            "hpc-elastic rehearse, on the cluster",
         )  # fmt: skip
     started = {node: python for node, python in pythons.items() if not python.error}
     if started:
-        yield _torch(started)
+        yield _torch(f"{of}.torch", started)
 
 
-def _torch(pythons: Mapping[str, PythonFacts]) -> Finding:
+def _torch(check: str, pythons: Mapping[str, PythonFacts]) -> Finding:
     missing = {node: python.torch_error for node, python in pythons.items() if not python.torch}
     if missing:
         return warning(
-            "nodes.torch", _by_value(missing), "scripts that train with it fail",
+            check, _by_value(missing), "scripts that train with it fail",
             "--python PATH, or --setup COMMAND that activates the environment that has it",
         )  # fmt: skip
-    kinds = {node: _torch_text(python) for node, python in pythons.items()}
+    kinds = {}
+    for node, python in pythons.items():
+        nccl = f", NCCL {python.nccl}" if python.nccl else ""
+        kinds[node] = f"torch {python.torch} for {f'CUDA {python.cuda}' if python.cuda else 'CPUs'}{nccl}"
     if len(set(kinds.values())) > 1:
         return problem(
-            "nodes.torch", _by_value(kinds), "process groups of unlike versions hang or fail",
+            check, _by_value(kinds), "process groups of unlike versions hang or fail",
             "install one version into one environment on the shared filesystem",
         )  # fmt: skip
     longest, slowest = max((python.seconds, node) for node, python in pythons.items())
     return warn_unless(
-        longest <= SLOW_IMPORT, "nodes.torch",
+        longest <= _SLOW_IMPORT, check,
         f"{next(iter(kinds.values()))}, imported in {longest:.1f} s at most ({slowest})",
         "each start takes so long", "--start-method forkserver for restarts, or a filesystem nearer to the nodes",
     )  # fmt: skip
 
 
-def _torch_text(python: PythonFacts) -> str:
-    built = f"CUDA {python.cuda}" if python.cuda else "CPUs"
-    return f"torch {python.torch} for {built}{f', NCCL {python.nccl}' if python.nccl else ''}"
-
-
 def judge_node_gpus(nodes: Mapping[str, GpusFacts]) -> Iterator[Finding]:
-    """Are they there, alike, fit, at full speed, and near to the job's CPUs?"""
-    if not any(facts.given or facts.has_devices or facts.nvml.devices for facts in nodes.values()):
+    """Are they there, alike, fit, and at full speed?"""
+    if not any(each.given or each.nvml.devices for each in nodes.values()):
         if nodes:
             yield ok("gpu.count", "the job has no GPUs of NVIDIA")
         return
     own = {node: own_gpus(each.nvml.devices, given=each.given, visible=each.visible) for node, each in nodes.items()}
-    without = [node for node, facts in nodes.items() if not facts.nvml.is_there]
-    yield warn_unless(
-        not without, "gpu.nvml",
-        f"no libnvidia-ml.so.1 on {names_text(without)}" if without else "answers on all nodes",
-        "a broken GPU is found by its failures alone", "ask the site for the libraries of NVIDIA's driver on the nodes",
-    )  # fmt: skip
-    kinds = {node: _kind(facts, own[node]) for node, facts in nodes.items()}
+    kinds = {}
+    for node, each in nodes.items():
+        names = " and ".join(sorted({device.name for device in own[node] if device.name}))
+        driver = f", driver {each.nvml.driver}" if each.nvml.driver else ""
+        kinds[node] = f"{len(own[node]) or each.given or 0} × {names or 'GPU'}{driver}"
     yield warn_unless(
         len(set(kinds.values())) == 1, "gpu.count", _by_value(kinds),
         "the node with the fewest or the slowest sets the pace; unlike drivers fail on some nodes only",
         "--constraint, or a type in --gpus-per-node TYPE:N, for one kind of node",
     )  # fmt: skip
-    if len(without) < len(nodes):
-        yield from _fitness(nodes, own)
-    if any(facts.has_devices for facts in nodes.values()):
-        far = {node: ", ".join(facts.far) for node, facts in nodes.items() if facts.far}
-        yield warn_unless(
-            not far, "gpu.binding",
-            f"the job has no CPU of the NUMA node of GPU {_by_value(far)}" if far
-            else "the job has CPUs near to each GPU",
-            "copies between host and GPU cross the sockets", "--gres-flags=enforce-binding, more CPUs, or --exclusive",
-        )  # fmt: skip
-
-
-def _kind(facts: GpusFacts, own: Sequence[GpuDevice]) -> str:
-    names = sorted({device.name for device in own if device.name})
-    driver = f", driver {facts.nvml.driver}" if facts.nvml.driver else ""
-    return f"{len(own) or facts.given or 0} × {' and '.join(names) or 'GPU'}{driver}"
-
-
-def _fitness(nodes: Mapping[str, GpusFacts], own: Mapping[str, Sequence[GpuDevice]]) -> Iterator[Finding]:
+    unasked = [node for node, each in nodes.items() if not each.nvml.is_there]
     faults = {
         node: reason
         for node, each in nodes.items()
         if (reason := judge_gpus(each.nvml, given=each.given, visible=each.visible, least_errors=1).reason)
     }
-    if faults:
-        yield problem(
-            "gpu.errors", _by_value(faults), "workers there fail, or are not started where the health check finds it",
-            f"--exclude {names_text(faults)}, and a note to the site",
-        )  # fmt: skip
-    else:
-        yield ok("gpu.errors", "NVML reports none")
+    yield problem_unless(
+        not faults, "gpu.errors",
+        _by_value(faults) or (f"not known on {names_text(unasked)}: no NVML" if unasked else "NVML shows none"),
+        "workers there fail, or are not started where the health check finds it",
+        f"--exclude {names_text(faults)}, and a note to the site",
+    )  # fmt: skip
     slowed = {
         node: ", ".join(f"GPU {one.index} by {' and '.join(one.slowed)}" for one in devices if one.slowed)
         for node, devices in own.items()
         if any(one.slowed for one in devices)
     }
     yield warn_unless(
-        not slowed, "gpu.clocks",
-        f"slowed: {_by_value(slowed)}" if slowed else "no GPU is slowed by heat or its power supply",
+        not slowed, "gpu.clocks", f"slowed: {_by_value(slowed)}" if slowed
+        else "no GPU is known to be slowed by heat or its power supply",
         "all ranks wait for the slowest GPU at each step",
-        f"--exclude {names_text(slowed)}, and a note to the site (cooling, power)" if slowed else "",
+        f"--exclude {names_text(slowed)}, and a note to the site (cooling, power)",
     )  # fmt: skip
 
 

@@ -47,7 +47,7 @@ def test_the_store_is_not_held_back_by_caches_of_names(tmp_path: Path) -> None:
     for facts in found:
         assert facts.store_seconds is not None
         assert facts.store_seconds < 2
-        assert facts.runs.is_writable
+        assert not facts.rooms["runs"].error
         assert facts.filesystem.startswith("fuse")
     assert sorted(bool(facts.created) for facts in found) == [False, True]
 
@@ -67,17 +67,14 @@ def doctor(folder: Path, *arguments: str, env: Mapping[str, str] | None = None) 
 
 
 def test_two_nodes_of_this_machine_are_examined_and_nothing_is_left(tmp_path: Path) -> None:
-    long = tmp_path / ("x" * 80)
-    long.mkdir()
-    asked = doctor(
-        tmp_path, "--nodes", "2", "--python", "/usr/bin/python3", "--json", env={"TMPDIR": str(long)}
-    )  # fmt: skip
+    nowhere = str(tmp_path / "nowhere")
+    asked = doctor(tmp_path, "--nodes", "2", "--python", "/usr/bin/python3", "--json", env={"HOME": nowhere})
     printed, notes = asked.communicate(timeout=240)
     found: dict[str, Any] = json.loads(printed)
     levels = {finding["check"]: finding["level"] for finding in found["findings"]}
     assert levels["nodes.job"] == "ok", notes
     assert levels["nodes.create"] == levels["nodes.store"] == "ok", printed
-    assert levels["nodes.socket-path"] == "problem"
+    assert levels["nodes.home"] == "problem"
     assert asked.returncode == 1
     assert {node["node"]: node["files"]["created"] for node in found["nodes"]}.keys() == {"node0", "node1"}
     assert sum(node["files"]["created"] for node in found["nodes"]) == 1
@@ -155,7 +152,7 @@ def test_a_run_of_nodes_that_a_file_asks_for_is_not_examined(tmp_path: Path) -> 
     (tmp_path / "hpc_elastic.toml").write_text("nodes = 2\n")
     asked = doctor(tmp_path, "--python", "/usr/bin/python3")
     printed, _ = asked.communicate(timeout=120)
-    assert " files.umask: " in printed
+    assert " files.runs: " in printed
     assert " nodes." not in printed
 
 

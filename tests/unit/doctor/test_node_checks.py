@@ -8,15 +8,16 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.doctor.files import FileFacts, Folders, Room
+from hpc_elastic.agent.health import RoomFacts
+from hpc_elastic.doctor.files import FileFacts
 from hpc_elastic.doctor.findings import Finding, Level, fold, ok, problem
 from hpc_elastic.doctor.job import JobFacts, NoticeFacts
 from hpc_elastic.doctor.node_job import Collected, judge_nodes
 from hpc_elastic.doctor.node_probe import NodeFacts, load_facts, save_facts
 
-ROOM = Room(path="/shared/runs", free=100 << 30)
-FOLDERS = Folders(home=ROOM, tmp=replace(ROOM, path="/tmp"), shm=ROOM)
-FILES = FileFacts(runs=ROOM, folders=FOLDERS, filesystem="nfs4", store_seconds=0.02, created=False)
+ROOM = RoomFacts(path="/some/where", free=100 << 30)
+ROOMS = dict.fromkeys(("runs", "home", "tmp", "shm"), ROOM)
+FILES = FileFacts(rooms=ROOMS, filesystem="nfs4", store_seconds=0.02, created=False)
 JOB = JobFacts(cpus=8, job_cpus=8, host_cpus=64, limit="the cgroup's limit of 2 GB", counts_oom_kills=True)
 NOTICE = NoticeFacts(seconds=0.4)
 NODES = ("n1", "n2")
@@ -37,8 +38,8 @@ def files(**changes: Any) -> dict[str, NodeFacts]:
     return facts(files=replace(FILES, **changes))
 
 
-def folders(**changes: Any) -> dict[str, NodeFacts]:
-    return files(folders=replace(FOLDERS, **changes))
+def room(name: str, **changes: Any) -> dict[str, NodeFacts]:
+    return files(rooms={**ROOMS, name: replace(ROOM, **changes)})
 
 
 def judged(found: dict[str, NodeFacts], nodes: tuple[str, ...] = NODES, **more: Any) -> list[Finding]:
@@ -53,7 +54,7 @@ def test_nodes_without_problems_have_none_and_each_check_is_one_line() -> None:
     found = judged(facts())
     assert {finding.level for finding in found} == {Level.OK}
     names = [finding.check for finding in found]
-    assert len(names) == len(set(names)) == 12
+    assert len(names) == len(set(names)) == 10
     (store,) = of(found, "nodes.store")
     assert store.found == "n[1-2]: within 0.1 s all nodes have read what each wrote (nfs4)"
 
@@ -61,14 +62,12 @@ def test_nodes_without_problems_have_none_and_each_check_is_one_line() -> None:
 @pytest.mark.parametrize(
     ("check", "changed", "level", "words"),
     [
-        ("nodes.runs", files(runs=replace(ROOM, error="Disk quota exceeded")), Level.PROBLEM, "Disk quota exceeded"),
-        ("nodes.runs", files(runs=replace(ROOM, free=1 << 20)), Level.WARNING, "1 MiB free"),
-        ("nodes.home", folders(home=replace(ROOM, is_writable=False)), Level.PROBLEM, "not writable"),
-        ("nodes.tmp", folders(tmp=replace(ROOM, free=1 << 20)), Level.WARNING, "1 MiB free"),
-        ("nodes.shm", folders(shm=replace(ROOM, free=64 << 20)), Level.WARNING, "64 MiB free"),
-        ("nodes.socket-path", folders(tmp=replace(ROOM, path="/l" + 80 * "x")), Level.PROBLEM, "82 characters"),
-        ("nodes.umask", folders(umask=0o777), Level.PROBLEM, "0777"),
-        ("nodes.create", files(created=True), Level.PROBLEM, "2 of 2 nodes could create the same name"),
+        ("nodes.runs", room("runs", error="Disk quota exceeded"), Level.PROBLEM, "Disk quota exceeded"),
+        ("nodes.runs", room("runs", free=1 << 20), Level.WARNING, "1 MiB free"),
+        ("nodes.home", room("home", error="Read-only file system"), Level.PROBLEM, "Read-only file system"),
+        ("nodes.tmp", room("tmp", free=1 << 20), Level.WARNING, "1 MiB free"),
+        ("nodes.shm", room("shm", free=64 << 20), Level.WARNING, "64 MiB free"),
+        ("nodes.create", files(created=True), Level.PROBLEM, "of 2 nodes that created one name at once, 2 did"),
         ("nodes.store", files(store_seconds=None), Level.PROBLEM, "not seen within a minute"),
         ("nodes.store", files(store_seconds=6.5), Level.WARNING, "within 6.5 s all nodes"),
         ("nodes.cpus", facts(slurm=replace(JOB, cpus=1)), Level.PROBLEM, "1 of the job's 8 CPUs"),
@@ -114,7 +113,7 @@ def test_nodes_that_wrote_nothing_are_named_with_why_the_job_ended() -> None:
 
 
 def test_a_part_that_is_missing_is_left_out_of_its_checks() -> None:
-    assert of(judged(facts(files=None)), "nodes.umask")[0].found.startswith("n1: ")
+    assert of(judged(facts(files=None)), "nodes.tmp")[0].found.startswith("n1: ")
     here = {"node0": NodeFacts(node="node0", files=replace(FILES, created=True))}
     names = {finding.check for finding in judged(here, ("node0",))}
     assert not names & {"nodes.create", "nodes.store", "nodes.cpus", "nodes.signals"}
