@@ -32,7 +32,8 @@ HELP = Help(
     description="Runs the script small and undisturbed, then again with faults: kills, an exception, a notice; on "
     "this machine, or with --cluster slurm as jobs on the cluster. Reports whether it resumed, from which step, how "
     "long that took, and whether its losses are those of the undisturbed run. Exit code 0: all holds; 1: the script is "
-    "guilty of something; 2: it can't be rehearsed. Each run has a working directory of its own; {folder} in the "
+    "guilty of something; 2: it can't be rehearsed, or a fault that --faults names was not done. "
+    "Each run has a working directory of its own; {folder} in the "
     "script's arguments is that folder.",
     examples=(
         ("hpc-elastic rehearse --nodes 2 train.py --steps 40", "each fault once, on 2 nodes that this machine plays"),
@@ -79,7 +80,7 @@ _MOST_GRACE = 40
 
 
 def main(argv: Sequence[str]) -> int:
-    """Rehearse. Returns 0 where all holds, 1 where the script is guilty."""
+    """Rehearse. Returns 0 where all holds, 1 where the script is guilty, 2 where a named fault was not done."""
     env = os.environ
     if list(argv) in (["--faults", "list"], ["--faults=list"]):
         sys.stdout.write(each_line(_catalogue()))
@@ -98,7 +99,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")
     else:
         sys.stdout.write(each_line(f"{tables.as_text(outcome)}page: {options.folder / 'rehearsal.html'}\n"))
-    return 1 if outcome.findings else 0
+    return outcome.code
 
 
 def _catalogue() -> str:

@@ -30,6 +30,8 @@ from hpc_elastic.workers.tree import node_key
 
 _SAVE_SECONDS = 30.0
 """How long a save is waited for that a fault is to interrupt; longer where the undisturbed run saves rarely."""
+NO_SAVE_CAUGHT = "no save was caught while a file was open: let it do more steps, or save more at once"
+TOO_SHORT = "the script was at its end first; let it do more steps"
 _SMALL_DISK = 1 << 30
 _SIGNALS = {WORKER_KILLED: signal.SIGKILL, WORKER_EXCEPTION: PLANT_SIGNAL}
 
@@ -64,8 +66,8 @@ class Disturbance:
         self._report = report
         self.injections: list[InjectionSeen] = []
         self.code: int | None = None
-        self.skipped: list[str] = []
-        """Faults that were not done, and why."""
+        self.skipped: dict[str, str] = {}
+        """The names of faults that were not done, and why."""
         self.why = ""
         """Why it did not come to its end."""
         self._pending: InjectionSeen | None = None
@@ -106,7 +108,7 @@ class Disturbance:
             if self.injections:
                 waiting.insert(0, late)
             else:
-                self._skip(f"{late.kind.title}: the script was at its end first; let it do more steps")
+                self._skip(late, TOO_SHORT)
         if self.code != 0:
             result = self._run.result()
             reason = f": {result.reason}" if result is not None else ""
@@ -120,9 +122,9 @@ class Disturbance:
     def _fill_path(self) -> Path:
         return self._run.paths.root.parent / ".rehearsal-fills-the-disk"
 
-    def _skip(self, text: str) -> None:
-        self.skipped.append(text)
-        self._report(f"  not done: {text}")
+    def _skip(self, fault: Fault, why: str) -> None:
+        self.skipped[fault.kind.name] = why
+        self._report(f"  not done: {fault.kind.name}: {why}")
 
     def _is_due(self) -> bool:
         journal = self._run.journal
@@ -176,7 +178,7 @@ class Disturbance:
         except NotNow as reason:
             is_at_end = self._course.progress(self._run.journal.steps) >= len(self._course)
             if self._run.poll() is None and not is_at_end:
-                self._skip(f"{waiting.pop(0).kind.title}: {reason}")
+                self._skip(waiting.pop(0), str(reason))
             return  # or its end came first: in another run
         del waiting[0]
         self._pending = InjectionSeen(run=self._number, fault=fault, what=what, at=at, before=place)
@@ -218,7 +220,7 @@ class Disturbance:
                     with suppress(NotNow):  # its node is gone; the others' workers are hit
                         each.signal_workers(signal.SIGKILL)
                 return at, f"while {name} was written", 0.0
-        raise NotNow(Need.SAVES.value)
+        raise NotNow(NO_SAVE_CAUGHT)
 
 
 def estimate(course: Course, faults: int, restarts: Sequence[float], *, done: int = 0) -> str:

@@ -13,7 +13,7 @@ class Need(str, Enum):
     """What must be there for a fault to be done; the value is the reason where it is not."""
 
     SECOND_NODE = "it needs two nodes or more (--nodes 2)"
-    SAVES = "no checkpoint was seen while it was written (--watch DIR, for checkpoints in another folder)"
+    SAVES = "no checkpoint was seen in the undisturbed run (--watch DIR, for checkpoints in another folder)"
     HOOK = "it needs a worker in Python that was started by rehearse"
     SMALL_DISK = "it needs a runs directory on a filesystem with less than 1 GiB free (--runs-dir)"
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import select
 import signal
+import struct
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hpc_elastic.rehearsal.saves import FileNames, SavedFiles, files_below
+from hpc_elastic.rehearsal.saves import FileNames, SavedFiles, folders_below
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.tree import NODE_TAG_VARIABLE, TAG_VARIABLE, Environ, Proc
 
 _STOP_SECONDS = 1.0
 _REFRESH_SECONDS = 1.0
-"""Workers and files are listed again after so long, and after each change."""
-_MOST_FILES = 100
+"""Workers and folders are listed again after so long, and after each write."""
+_EVENT = struct.Struct("iIII")
+_MODIFIED, _MOVED_HERE, _CREATED, _IS_FOLDER = 0x2, 0x80, 0x100, 0x40000000
+"""As linux/inotify.h has them."""
 _NICE = 10
 _SHORT_SECONDS = 1e-4
 
@@ -86,8 +91,8 @@ class Injector:
     def stop_in_save(self, names: FileNames, seconds: float) -> str:
         """Stop the workers while one of them has a checkpoint open for writing.
 
-        The times of folders and files are looked at all the time. At each change the workers are stopped; they go on
-        where none of them has such a file open.
+        The kernel reports each write. All that takes time is done while the workers are stopped: on a busy machine,
+        too, no file is opened and closed unseen meanwhile.
 
         Args:
             names: What is known of the files that it writes.
@@ -95,49 +100,65 @@ class Injector:
 
         Returns:
             The file's name; empty where no worker was caught so.
+
+        Raises:
+            NotNow: the kernel refuses to report writes.
         """
         files, until = SavedFiles(self._folders, names), time.monotonic() + seconds
-        open_before = {(proc.pid, fd) for proc in self.of_workers() for fd, _ in _written_files(proc.pid)}
-        while time.monotonic() < until and (workers := self.of_workers()):
-            for proc in workers:
-                with suppress(OSError):  # on a busy machine their saves then take longer than this process sleeps
-                    os.setpriority(os.PRIO_PROCESS, proc.pid, _NICE)
-            if not _has_changed(self._folders, files):
-                continue
-            signal_all(workers, signal.SIGSTOP)
-            _wait_stopped(workers)
-            for proc in workers:
-                for fd, path in _written_files(proc.pid):
-                    if (proc.pid, fd) not in open_before and files.is_checkpoint(path):
-                        return path.name
-            signal_all(workers, signal.SIGCONT)
-        return ""
-
-
-def _has_changed(folders: Sequence[Path], files: SavedFiles) -> bool:
-    """Wait until a file comes or goes, or a checkpoint is written; or for a moment, in which no one does so."""
-    found = sorted(files_below(folders), key=lambda item: -item[1].st_mtime_ns)
-    paths = {os.fspath(path) for path, _ in found[:_MOST_FILES] if files.is_checkpoint(path)}
-    paths |= {os.fspath(path.parent) for path, _ in found} | {os.fspath(folder) for folder in folders}
-    before = _times(paths)
-    until = time.monotonic() + _REFRESH_SECONDS
-    while _times(paths) == before:
-        if time.monotonic() > until:
-            return False
-        time.sleep(_SHORT_SECONDS)
-    return True
-
-
-def _times(paths: set[str]) -> list[tuple[int, int]]:
-    found = []
-    for path in paths:
+        writes, workers, before = _Writes(self._folders), self.of_workers(), None
         try:
-            info = os.stat(path)
-        except OSError:
-            found.append((0, 0))
-        else:
-            found.append((info.st_size, info.st_mtime_ns))
-    return found
+            while time.monotonic() < until:
+                signal_all(workers, signal.SIGSTOP)
+                _wait_stopped(workers)
+                writes.add_folders()
+                workers = self.of_workers()
+                found = {(proc.pid, path) for proc in workers for path in _written_files(proc.pid)}
+                before = found if before is None else before & found
+                for _, path in found - before:
+                    if files.is_checkpoint(path):
+                        return path.name
+                for proc in workers:
+                    with suppress(OSError):  # on a busy machine their saves then take longer than this process sleeps
+                        os.setpriority(os.PRIO_PROCESS, proc.pid, _NICE)
+                signal_all(workers, signal.SIGCONT)
+                if not workers:
+                    break
+                writes.wait(files, min(_REFRESH_SECONDS, max(0.0, until - time.monotonic())))
+            return ""
+        finally:
+            writes.close()
+
+
+class _Writes:
+    """What the kernel reports of files below some folders (inotify): on a shared filesystem, writes of this machine."""
+
+    def __init__(self, folders: Sequence[Path]) -> None:
+        self._folders = folders
+        self._watched: dict[int, Path] = {}
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._fd = self._libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+        if self._fd < 0:
+            raise NotNow(f"files can't be watched: inotify: {os.strerror(ctypes.get_errno())}")
+
+    def add_folders(self) -> None:
+        for folder, _ in folders_below(self._folders):
+            number = self._libc.inotify_add_watch(self._fd, os.fsencode(folder), _CREATED | _MODIFIED | _MOVED_HERE)
+            self._watched[number] = folder
+
+    def wait(self, files: SavedFiles, seconds: float) -> None:
+        """Wait until a checkpoint is written, or a folder comes."""
+        until = time.monotonic() + seconds
+        while select.select([self._fd], [], [], max(0.0, until - time.monotonic()))[0]:
+            data, start = os.read(self._fd, 1 << 16), 0
+            while start < len(data):
+                number, mask, _, length = _EVENT.unpack_from(data, start)
+                name = os.fsdecode(data[start + _EVENT.size : start + _EVENT.size + length].rstrip(b"\0"))
+                start += _EVENT.size + length
+                if mask & _IS_FOLDER or files.is_checkpoint(self._watched.get(number, Path()) / name):
+                    return
+
+    def close(self) -> None:
+        os.close(self._fd)
 
 
 def _wait_stopped(workers: Sequence[Proc]) -> None:
@@ -147,7 +168,7 @@ def _wait_stopped(workers: Sequence[Proc]) -> None:
         time.sleep(_SHORT_SECONDS)
 
 
-def _written_files(pid: int) -> Iterator[tuple[int, Path]]:
+def _written_files(pid: int) -> Iterator[Path]:
     """Files that a process has open for writing, not for appending."""
     try:
         numbers = os.listdir(f"/proc/{pid}/fd")
@@ -163,7 +184,7 @@ def _written_files(pid: int) -> Iterator[tuple[int, Path]]:
         except (OSError, StopIteration):
             continue
         if flags & os.O_ACCMODE != os.O_RDONLY and not flags & os.O_APPEND:
-            yield int(number), Path(path)
+            yield Path(path)
 
 
 def signal_all(processes: Sequence[Proc], number: int) -> float:

@@ -12,8 +12,8 @@ from msgspec.structs import replace
 from hpc_elastic.base.text import plural
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.run_request import SlurmJob
-from hpc_elastic.rehearsal.disturb import Disturbance, estimate, why_never
-from hpc_elastic.rehearsal.faults import DISK_FULL, SAVING_KILLED, Fault, Kind, Need
+from hpc_elastic.rehearsal.disturb import NO_SAVE_CAUGHT, TOO_SHORT, Disturbance, estimate, why_never
+from hpc_elastic.rehearsal.faults import DISK_FULL, KINDS, SAVING_KILLED, Fault, Kind
 from hpc_elastic.rehearsal.journal import Course, Source, StepSeen, step_text
 from hpc_elastic.rehearsal.judge import (
     Comparison,
@@ -28,6 +28,9 @@ from hpc_elastic.rehearsal.live_run import LOOK_SECONDS, LiveRun, LocalRun, Stag
 from hpc_elastic.rehearsal.saves import FileNames
 from hpc_elastic.rehearsal.slurm_run import SlurmRun
 from hpc_elastic.run.spec import RunSpec
+
+_SAVE_RUNS = 3
+"""Runs in which no save was caught, before it counts as not done."""
 
 
 class RehearsalOptions(Struct, frozen=True, kw_only=True):
@@ -53,9 +56,17 @@ class Outcome(Struct, frozen=True, kw_only=True):
     options: RehearsalOptions
     found: Rehearsed
     findings: tuple[Finding, ...]
-    skipped: tuple[str, ...]
-    """Faults that were not done, and why."""
+    skipped: dict[str, str]
+    """The names of faults that were not done, and why."""
     seconds: float
+
+    @property
+    def code(self) -> int:
+        """The exit code: 0 where all holds, 1 where something does not, 2 where a fault that was named was not done."""
+        if self.findings:
+            return 1
+        is_all = self.options.kinds == KINDS  # without names: those that can be done
+        return 0 if self.found.injections and (is_all or not self.skipped) else 2
 
 
 def rehearse(options: RehearsalOptions, *, env: Mapping[str, str], report: Callable[[str], None]) -> Outcome:
@@ -84,7 +95,7 @@ class _Rehearsal:
         self._steps: dict[int, list[StepSeen]] = {}
         self._complete: set[int] = set()
         self._injections: list[InjectionSeen] = []
-        self._skipped: list[str] = []
+        self._skipped: dict[str, str] = {}
         self._failed: list[str] = []
         self._left: list[str] = []
 
@@ -113,7 +124,7 @@ class _Rehearsal:
             options=self._options,
             found=found,
             findings=find_guilt(found),
-            skipped=tuple(self._skipped),
+            skipped=self._skipped,
             seconds=time.monotonic() - began,
         )
 
@@ -155,11 +166,11 @@ class _Rehearsal:
         waiting: list[Fault] = []
         for kind in self._options.kinds:
             if why := why_never(kind, self._options.spec, self._course, self._options.folder):
-                self._skipped.append(f"{kind.title}: {why}")
+                self._skipped[kind.name] = why
             else:
                 seconds = self._course.full_seconds if kind == DISK_FULL else 0.0
                 waiting.append(Fault(number=len(waiting) + 1, kind=kind, seconds=seconds))
-        number = 0
+        number = idle = 0
         while waiting:
             number += 1
             restarts = [one.seconds for one in self._injections if one.seconds is not None]
@@ -168,12 +179,11 @@ class _Rehearsal:
             self._disturb(number, waiting)
             if self._failed or any(injection.trained_at is None for injection in self._injections):
                 break  # a script that does not come back from one fault shows nothing by others
-            if len(waiting) == before:
-                fault = waiting.pop(0)
-                why = (
-                    Need.SAVES.value if fault.kind == SAVING_KILLED else "the script ends before; let it do more steps"
-                )
-                self._skipped.append(f"{fault.kind.title}: {why}")
+            idle = idle + 1 if len(waiting) == before else 0
+            is_saving = bool(waiting) and waiting[0].kind == SAVING_KILLED
+            if idle == (_SAVE_RUNS if is_saving else 1):
+                self._skipped[waiting.pop(0).kind.name] = NO_SAVE_CAUGHT if is_saving else TOO_SHORT
+                idle = 0
 
     def _disturb(self, number: int, waiting: list[Fault]) -> None:
         run = self._live_run(f"disturbed-{number}", self._options.spec)
@@ -196,7 +206,7 @@ class _Rehearsal:
             )
             for injection in disturbed.injections
         ]  # fmt: skip
-        self._skipped += disturbed.skipped
+        self._skipped |= disturbed.skipped
         if disturbed.why and not any(injection.trained_at is None for injection in self._injections):
             self._failed.append(disturbed.why)
         self._left += run.leftovers()

@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct, field
@@ -71,7 +72,7 @@ class SavedFiles:
             return False
         found = False
         self._names.seconds = max(self._names.seconds, now - self._began)
-        for path, info in files_below(self._folders):
+        for path, info in _files_below(self._folders):
             before = self._seen.get(path)
             if before is not None and _signs(before) == _signs(info):
                 continue
@@ -95,24 +96,28 @@ class SavedFiles:
         return None if root is None else re.sub(r"\d+", "#", str(path.relative_to(root)))
 
 
-def files_below(folders: Sequence[Path]) -> Iterator[tuple[Path, os.stat_result]]:
-    """All files, links aside, of at most some hundred folders."""
+def folders_below(folders: Sequence[Path]) -> Iterator[tuple[Path, list[os.DirEntry[str]]]]:
+    """They and those below them, some hundred at most, with what is in each."""
     waiting, count = list(folders), 0
     while waiting and count < _MOST_FOLDERS:
         folder, count = waiting.pop(), count + 1
         try:
             with os.scandir(folder) as entries:
                 found = list(entries)
+            below = [Path(one.path) for one in found if one.is_dir(follow_symlinks=False)]
         except OSError:
             continue
-        for entry in found:
-            try:
-                if entry.is_dir(follow_symlinks=False) and entry.name not in _NOT_CHECKPOINTS:
-                    waiting.append(Path(entry.path))
-                elif entry.is_file(follow_symlinks=False):
+        yield folder, found
+        waiting += [path for path in below if path.name not in _NOT_CHECKPOINTS]
+
+
+def _files_below(folders: Sequence[Path]) -> Iterator[tuple[Path, os.stat_result]]:
+    """All files, links aside."""
+    for _, entries in folders_below(folders):
+        for entry in entries:
+            with suppress(OSError):  # renamed meanwhile
+                if entry.is_file(follow_symlinks=False):
                     yield Path(entry.path), entry.stat(follow_symlinks=False)
-            except OSError:
-                continue  # renamed meanwhile
 
 
 def _signs(info: os.stat_result) -> tuple[int, int, int]:

@@ -11,6 +11,8 @@ from hpc_elastic.rehearsal.judge import Comparison, InjectionSeen, find_remarks
 from hpc_elastic.rehearsal.rehearse import Outcome
 from hpc_elastic.report.render_html_markup import Markup, card, element, fact_list, page, table
 
+_VERDICTS = ("holds", "guilty", "not certain")
+"""By the exit code."""
 _HEAD = ("fault", "hit", "resumed at", "done again", "trains again after", "notice")
 
 
@@ -39,16 +41,17 @@ def verdict_lines(outcome: Outcome) -> list[str]:
     """What holds, and what does not."""
     found, comparison = outcome.found, outcome.found.comparison
     lines = [_losses(comparison, outcome.options.tolerance)]
-    lines += [f"not done: {text}" for text in outcome.skipped]
+    lines += [f"not done: {text}" for text in _not_done(outcome)]
     lines += [f"remark: {text}" for text in find_remarks(found)]
     lines += [f"GUILTY: {finding.text}" for finding in outcome.findings]
     if not outcome.findings:
-        lines.append(
-            f"holds: {plural(len(found.injections), 'fault')}"
-            if found.injections
-            else "nothing was tried: no fault could be done"
-        )
+        lacks = f"; not tried: {', '.join(outcome.skipped)}" if outcome.skipped else ""
+        lines.append(f"{_VERDICTS[outcome.code]}: {plural(len(found.injections), 'fault')}{lacks}")
     return lines
+
+
+def _not_done(outcome: Outcome) -> list[str]:
+    return [f"{name}: {why}" for name, why in outcome.skipped.items()]
 
 
 def _losses(comparison: Comparison, tolerance: float) -> str:
@@ -89,7 +92,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
     divergence = comparison.divergence
     return {
         "version": 1,
-        "holds": not outcome.findings,
+        "holds": outcome.code == 0,
         "seconds": round(outcome.seconds, 3),
         "steps": found.steps,
         "tolerance": outcome.options.tolerance,
@@ -122,14 +125,14 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         ],
         "remarks": list(find_remarks(found)),
         "guilty": [{"of": finding.guilt.value, "text": finding.text} for finding in outcome.findings],
-        "not_done": list(outcome.skipped),
+        "not_done": _not_done(outcome),
     }
 
 
 def as_page(outcome: Outcome) -> str:
     """A page with the look of report.html, and without anything from elsewhere."""
     options, found = outcome.options, outcome.found
-    is_guilty = bool(outcome.findings)
+    word, look = _VERDICTS[outcome.code], ("good", "bad", "warn")[outcome.code]
     facts = (
         ("script", str(options.spec.entrypoint)),
         ("steps", str(found.steps)),
@@ -138,20 +141,20 @@ def as_page(outcome: Outcome) -> str:
     head = element(
         "header",
         element("h1", f"Rehearsal of {options.spec.name}"),
-        element("span", "guilty" if is_guilty else "holds", class_=f"chip {'bad' if is_guilty else 'good'}"),
+        element("span", word, class_=f"chip {look}"),
         class_="top",
     )
     what = [element("p", line, class_="what") for line in verdict_lines(outcome) if _is_verdict(line)]
     others = [element("li", line) for line in verdict_lines(outcome) if not _is_verdict(line)]
     verdict = element(
         "section", *what, element("ul", *others, class_="plain"), fact_list(facts),
-        class_=f"card verdict{'' if is_guilty else ' good'}", aria_label="Verdict",
+        class_=f"card verdict{'' if outcome.code else ' good'}", aria_label="Verdict",
     )  # fmt: skip
     return page(f"Rehearsal of {options.spec.name}", element("main", head, verdict, _faults(found.injections)))
 
 
 def _is_verdict(line: str) -> bool:
-    return line.startswith(("GUILTY", "holds", "nothing was tried"))
+    return line.startswith(("GUILTY", *_VERDICTS))
 
 
 def _cell(name: str, cell: str) -> Markup:

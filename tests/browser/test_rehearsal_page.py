@@ -38,7 +38,9 @@ def outcome(folder: Path) -> Outcome:
     options = RehearsalOptions(
         spec=make_spec(), folder=folder, kinds=(), tolerance=0.001, source=Source(), patience=180.0
     )
-    return Outcome(options=options, found=found, findings=find_guilt(found), skipped=("a disk",), seconds=61.0)
+    return Outcome(
+        options=options, found=found, findings=find_guilt(found), skipped={"disk-full": "a disk"}, seconds=61.0
+    )
 
 
 @pytest.mark.parametrize("width", [400, 800, 1400])

@@ -7,12 +7,16 @@ import os
 import re
 import subprocess
 import sys
+import time
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hpc_elastic.rehearsal.injector import Injector
+from hpc_elastic.rehearsal.saves import FileNames
+from hpc_elastic.workers import tree
 from tests.rigs.local_run import ROOT
 
 TRAIN = '''
@@ -163,6 +167,8 @@ def test_a_right_script_holds_through_every_fault_that_can_be_done_here(tmp_path
         assert one["resumed"] is not None, one
         assert one["seconds"] is not None, one
     assert any("two nodes" in text for text in found["not_done"]), "there is one node"
+    page = next(tmp_path.glob("runs/rehearsal-*/rehearsal.html")).read_text()
+    assert "holds: 4 faults; not tried: kill-node" in page
     assert found["losses"]["compared"] > 300
     assert found["losses"]["largest_difference"] == 0.0
 
@@ -195,6 +201,48 @@ def test_it_says_how_long_it_takes(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert re.search(r"40 steps in \d+ s\n.*with 1 fault: about \d+ s\n", done.stderr)
     assert re.search(r"trains again after \S+ s; about \d+ s to go\n", done.stderr)
+
+
+SAVER = """
+import os, time
+while True:
+    time.sleep(0.4)
+    with open("latest.new", "w") as file:
+        file.write("part")
+        file.flush()
+        time.sleep(0.003)
+    os.replace("latest.new", "latest")
+    with open("part", "w") as file:
+        file.write("x" * 1000)
+        file.flush()
+        time.sleep(0.003)
+"""
+
+
+def test_a_checkpoint_is_caught_that_is_written_at_once_after_a_small_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine it takes longer to look for the workers than the second file is open."""
+    look = tree.own_processes_where
+    monkeypatch.setattr(tree, "own_processes_where", lambda matches: (time.sleep(0.05), look(matches))[1])
+    tag = {"HPC_ELASTIC_TAG": "run:node:agent"}
+    names = FileNames(sizes={"latest": 4, "part": 1000}, replaced={"latest", "part"}, seconds=10.0)
+    with subprocess.Popen([sys.executable, "-c", SAVER], cwd=tmp_path, env={**os.environ, **tag}) as saver:
+        try:
+            while not (tmp_path / "part").exists():
+                time.sleep(0.01)
+            assert Injector("run", [tmp_path]).stop_in_save(names, 1.0) == "part"
+        finally:
+            saver.kill()
+
+
+def test_where_a_named_fault_is_not_done_no_verdict_is_certain(tmp_path: Path) -> None:
+    code, found = rehearse_training(tmp_path, "right", "kill-worker,kill-node")
+    assert (code, found["holds"], found["guilty"]) == (2, False, [])
+    assert [one["fault"] for one in found["faults"]] == ["kill-worker"]
+    assert found["not_done"] == ["kill-node: it needs two nodes or more (--nodes 2)"]
+    page = next(tmp_path.glob("runs/rehearsal-*/rehearsal.html")).read_text()
+    assert "not certain: 1 fault; not tried: kill-node" in page
 
 
 @pytest.mark.slow
