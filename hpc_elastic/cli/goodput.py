@@ -9,7 +9,7 @@ from hpc_elastic.base.text import duration, plural
 from hpc_elastic.launch.run_status import RunStatus
 from hpc_elastic.output.terminal import one_line
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.goodput import STEPS_UNKNOWN, Goodput, describe_goodput, goodput_of, is_worth_showing
+from hpc_elastic.report.goodput import Goodput, describe_goodput, goodput_of, is_worth_showing
 
 
 def read_goodput(root: Path) -> Goodput | None:
@@ -24,7 +24,8 @@ def read_goodput(root: Path) -> Goodput | None:
 def goodput_json(goodput: Goodput) -> dict[str, Any]:
     """Its share and the parts of the time, in seconds; without steps `share` is the uptime."""
     parts = {key: seconds for key, _, seconds in describe_goodput(goodput)}
-    return {"steps_known": goodput.steps_known, "share": goodput.share, "wall": goodput.wall, "parts": parts}
+    known = {"progress": goodput.progress.value, "steps_known": goodput.steps_known}
+    return {**known, "share": goodput.share, "wall": goodput.wall, "parts": parts}
 
 
 class MeasuredRuns:
@@ -48,7 +49,7 @@ class MeasuredRuns:
         parts = sorted(describe_goodput(goodput)[1:], key=lambda part: -part[2])
         least = 0.0005 * goodput.wall
         shown = [f"{100 * seconds / goodput.wall:.1f} % {what}" for _, what, seconds in parts if seconds >= least]
-        shown += [] if goodput.steps_known else [f"uptime, since {_why(goodput)}"]
+        shown += [] if goodput.steps_known else [f"uptime of the processes, since {goodput.why_unknown}"]
         return one_line(f"{_share(goodput.share or 0.0, goodput.wall)}  {status.run_id}  {', '.join(shown)}")
 
     def of_all(self) -> str:
@@ -60,10 +61,6 @@ class MeasuredRuns:
         without = sum(1 for one in self._found if not one.steps_known)
         by_uptime = f", {without} of them by uptime" if without else ""
         return f"{_share(useful / wall, wall)}  all {plural(len(self._found), 'run')} together{by_uptime}"
-
-
-def _why(goodput: Goodput) -> str:
-    return "no steps were reported" if goodput.why_unknown == STEPS_UNKNOWN else goodput.why_unknown
 
 
 def _share(share: float, wall: float) -> str:

@@ -27,6 +27,7 @@ from hpc_elastic.launch.job_watch import NodesDiffer, nodes_differ
 from hpc_elastic.launch.run_progress import OutputStatus, StepStatus
 from hpc_elastic.launch.run_status import RunState, RunStatus, ends_by_slurm, read_status
 from hpc_elastic.output.terminal import one_line
+from hpc_elastic.run.heartbeats import ProgressSource
 from hpc_elastic.run.index import array_tasks, jobs_of
 from hpc_elastic.run.node_records import forget_in
 from hpc_elastic.run.paths import RunPaths
@@ -246,7 +247,8 @@ def status_lines(
     if goodput is not None:
         from hpc_elastic.report.goodput import goodput_text
 
-        put("goodput", goodput_text(goodput).partition(": ")[2])
+        name, _, text = goodput_text(goodput).partition(": ")
+        put(name.lower(), text)
     if status.suspicion:
         put("hangs?", status.suspicion)
     if status.output is not None:
@@ -327,7 +329,7 @@ def _time(status: RunStatus, now_ns: int | None) -> str:
 
 def _steps(steps: StepStatus, *, has_ended: bool) -> str:
     text = f"{steps.least}" if steps.least == steps.most else f"{steps.least} to {steps.most}"
-    if steps.source == "optimizer":
+    if steps.source is ProgressSource.OPTIMIZER:
         text += " of this round, by the optimizer"
     if steps.total is not None:
         text += f" of {steps.total}"
@@ -354,7 +356,7 @@ def _saved(steps: StepStatus) -> str:
 
 
 def _output(output: OutputStatus) -> str:
-    text = "no heartbeats, so by the size of the logs: "
+    text = "progress unknown; the size of the logs: "
     if output.silent_seconds is None:
         return f"{text}none of {output.ranks} ranks has printed anything yet"
     text += f"{output.bytes} bytes, the last {_ago(output.silent_seconds)} (rank {output.newest_rank})"

@@ -13,7 +13,7 @@ from msgspec import Struct
 from hpc_elastic.base import codec
 from hpc_elastic.base.files import Unreadable
 from hpc_elastic.rendezvous.state import RoundRecord
-from hpc_elastic.run.heartbeats import NodeHeartbeats, RankHeartbeat
+from hpc_elastic.run.heartbeats import NodeHeartbeats, ProgressSource, RankHeartbeat
 from hpc_elastic.run.paths import AttemptPaths
 
 _MOST_RANKS_LOOKED_AT = 64
@@ -45,8 +45,7 @@ class StepStatus(Struct, frozen=True, kw_only=True):
     """Since the newest checkpoint of this round was complete; None: there is none."""
     checkpoint_step: int | None = None
     """The furthest step that one of them holds."""
-    source: str = "heartbeats"
-    """``heartbeats``: the script reports its steps; ``optimizer``: those of this round are counted, from 1."""
+    source: ProgressSource
 
 
 class OutputStatus(Struct, frozen=True, kw_only=True):
@@ -93,7 +92,7 @@ def read_steps(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> St
         totals += [found.total] if found.total is not None else []
         losses += [found.loss] if found.loss is not None else []
         newest = max(newest, found.written_ns)
-    source = "heartbeats" if steps else "optimizer"
+    source = ProgressSource.HEARTBEAT if steps else ProgressSource.OPTIMIZER
     steps = steps or counted
     if not steps:
         return None

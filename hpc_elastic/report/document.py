@@ -429,5 +429,7 @@ def round_entry(
     elif attempt.outcome or attempt is not history.attempts[-1]:
         how = "no end is recorded"
     else:
-        how = f"running since {time_text(part.started_ns, separator=separator)}" if part.started_ns else "running"
+        how = (
+            f"no end yet, since {time_text(part.started_ns, separator=separator)}" if part.started_ns else "no end yet"
+        )
     return RoundEntry(part=part, size=size, how=how, alike=alike, failure=failure)

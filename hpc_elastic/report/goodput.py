@@ -1,7 +1,8 @@
 """Goodput: the share of a run's wall time that went into steps that were kept, and where the rest went.
 
-Steps are known where workers report them (`hpc_elastic.heartbeat`). Where none does, the share is the *uptime*: the
-time in which all workers of a round ran. Report, page and report.json have one accounting, this one.
+Steps are known where workers report them (`hpc_elastic.heartbeat`) or their optimizer's are counted. Elsewhere the
+share is the *uptime*: the time in which all processes of a round were up, which says nothing of when training was back.
+Report, page and report.json have one accounting, this one.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from hpc_elastic.report.subject import verdict_of
 from hpc_elastic.report.timeline_attempt import AttemptSpan, RoundSteps, RoundTimes, place_attempts
 from hpc_elastic.report.verdict import Cause, Verdict
 from hpc_elastic.report.wording import describe_restart
+from hpc_elastic.run.heartbeats import ProgressSource
 
-STEPS_UNKNOWN = "no worker reported its steps"
+STEPS_UNKNOWN = "no step was reported or counted"
 ONE_STEP = "no round reported more than one step"
 STEPS_GO_BACK = "the steps that were reported go back without a restart"
 
@@ -39,14 +41,14 @@ class Cost(Struct, frozen=True, kw_only=True):
     round: int
     what: str
     seconds: float
-    """From when the first worker no longer ran, or hung, until all ran again, or until the run's end; with what had to
-    be done again."""
+    """From the last step before it to the first one after it, to the next interruption, or to the run's end; where
+    steps are not known, until all processes were up again."""
     queued: float = 0.0
     """Seconds of it between two attempts."""
     recomputed: float = 0.0
     """Seconds of it in which steps were done that had to be done again."""
     recovered: bool = True
-    """Workers ran again after it."""
+    """A step was done after it, before the next interruption; where steps are not known, all processes were up."""
     is_failure: bool = True
     """False: the membership changed."""
     host: str = ""
@@ -74,8 +76,8 @@ class Goodput(Struct, frozen=True, kw_only=True):
     steps_known: bool = False
     why_unknown: str = STEPS_UNKNOWN
     """Why steps are not known; empty: they are."""
-    steps_counted: bool = False
-    """Whether steps were counted and not reported: which of them were lost with a failure is not known then."""
+    progress: ProgressSource = ProgressSource.UNKNOWN
+    """Of counted steps it is not known which of them were lost with a failure."""
     kept: float = 0.0
     """In steps that no restart took back."""
     recomputed: float = 0.0
@@ -111,8 +113,10 @@ def describe_goodput(goodput: Goodput) -> list[tuple[str, str, float]]:
     failures = sum(1 for cost in goodput.costs if cost.is_failure)
     changes = len(goodput.costs) - failures
     after = [*([plural(failures, "failure")] if failures else []), *([plural(changes, "change")] if changes else [])]
-    useful = [("training", "all workers ran", goodput.training)]
+    useful = [("training", "all processes were up", goodput.training)]
+    what = " the processes"
     if goodput.steps_known:
+        what = ""
         useful = [
             ("training", "in steps that were kept", goodput.kept),
             ("recomputed", "in steps that were lost", goodput.recomputed),
@@ -121,8 +125,8 @@ def describe_goodput(goodput: Goodput) -> list[tuple[str, str, float]]:
         ]
     return [
         *useful,
-        ("starting", "to start", goodput.starting),
-        ("interrupted", f"to restart after {' and '.join(after)}" if after else "to restart", goodput.interrupted),
+        ("starting", f"to start{what}", goodput.starting),
+        ("interrupted", f"to restart{what}{' after ' * bool(after)}{' and '.join(after)}", goodput.interrupted),
         ("queued", "queued", goodput.queued),
         ("ending", "to end", goodput.ending),
     ]
@@ -136,14 +140,28 @@ def goodput_text(goodput: Goodput, *, so_far: str = "") -> str:
     return f"{text} ({', '.join(rest)})" if rest else text
 
 
-def describe_unknown_steps(goodput: Goodput) -> str:
-    """What is not known, and what would give it."""
+def describe_progress(goodput: Goodput) -> str:
+    """What progress rests on, in one word; and what is not known because of that, with what would show it."""
+    text = f"Progress: {goodput.progress.value}"
     if goodput.steps_known:
-        return "Steps were counted: which of them were done again is not known; hpc_elastic.heartbeat(step) shows that."
-    if goodput.why_unknown == STEPS_UNKNOWN:
-        return "No steps were reported; with hpc_elastic.heartbeat(step) this would be the goodput."
-    how = "; hpc_elastic.heartbeat takes the global step" if goodput.why_unknown == STEPS_GO_BACK else ""
-    return f"No goodput: {goodput.why_unknown}{how}."
+        counted = ". Which steps were done again is not known; hpc_elastic.heartbeat(step) shows it"
+        return f"{text}{counted if goodput.progress is ProgressSource.OPTIMIZER else ''}."
+    how = "takes the global step" if goodput.why_unknown == STEPS_GO_BACK else "shows it"
+    return (
+        f"{text}, since {goodput.why_unknown}: when training was back is not known; hpc_elastic.heartbeat(step) {how}."
+    )
+
+
+def cost_text(costs: Sequence[Cost], *, steps_known: bool) -> str:
+    """What interruptions cost together: ``, cost 8.1 s``; without steps ``, processes up after 0.1 s``."""
+    if not costs:
+        return ""
+    seconds, queued = duration(sum(cost.seconds for cost in costs)), sum(cost.queued for cost in costs)
+    more = " in all" if len(costs) > 1 else ""
+    more += f" ({duration(queued)} queued)" if queued >= 0.05 else ""
+    if costs[-1].recovered:
+        return f", cost {seconds}{more}" if steps_known else f", processes up after {seconds}{more}"
+    return f", cost {seconds}{more}, no step after it" if steps_known else f", processes down for {seconds}{more}"
 
 
 def goodput_of(history: RunHistory) -> Goodput:
@@ -187,7 +205,9 @@ class _Account:
         self._booked = dict.fromkeys(("starting", "interrupted", "queued", "ending"), 0.0)
         self._booked |= dict.fromkeys(("training", "kept", "recomputed", "hanging", "checkpointing"), 0.0)
         self._why_unknown = self._find_why_unknown(rounds)
-        self._steps_counted = any(one.steps is not None and one.steps.is_counted for one in rounds)
+        counted = [one.steps.is_counted for one in rounds if one.steps is not None]
+        reported = ProgressSource.OPTIMIZER if any(counted) else ProgressSource.HEARTBEAT
+        self._progress = reported if counted else ProgressSource.UNKNOWN
         self._resumed = _resumed_at(rounds)
         self._lost: dict[tuple[int, int], float] = {}
         """Seconds of steps that went with a round's end."""
@@ -221,7 +241,8 @@ class _Account:
             self._booked["starting"] += idle
         else:
             self._booked["interrupted"] += idle
-            self._add_cost(self._last, idle + waited, waited, recovered=True, after=times)
+            recovered = bool(self._why_unknown) or times.steps is not None
+            self._add_cost(self._last, idle + waited, waited, recovered=recovered, after=times)
         self._cursor, self._last = stop, times
 
     def _restarts_within(self, times: RoundTimes) -> float:
@@ -297,7 +318,7 @@ class _Account:
             wall=(self._end - self._start) / 1e9,
             steps_known=not self._why_unknown,
             why_unknown=self._why_unknown,
-            steps_counted=self._steps_counted,
+            progress=self._progress,
             until_ns=self._end,
             checkpoints=self._checkpoints,
             costs=tuple(self._costs),

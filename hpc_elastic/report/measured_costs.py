@@ -37,7 +37,7 @@ class MeasuredCosts(Struct, frozen=True, kw_only=True):
     restarts: int = 0
     """Within a job."""
     restart_seconds: float | None = None
-    """Of one of them, with finding a hang."""
+    """Of one of them, with finding a hang; None also where steps are not known."""
     restart_parts: tuple[RestartPart, ...] = ()
     """The mean of each."""
     queued: int = 0
@@ -74,7 +74,9 @@ def measure_costs(history: RunHistory, goodput: Goodput) -> MeasuredCosts:
         checkpoint_every=goodput.kept / saved if saved and goodput.kept else None,
         lost_seconds=_mean([cost.recomputed for cost in failures]) if failures else 0.0,
         restarts=len(within),
-        restart_seconds=_mean([cost.seconds - cost.recomputed for cost in within]) if within else None,
+        restart_seconds=_mean([cost.seconds - cost.recomputed for cost in within])
+        if within and goodput.steps_known
+        else None,
         restart_parts=_parts(within),
         queued=sum(1 for cost in goodput.costs if cost.queued),
         time_limits=len(limits),

@@ -15,7 +15,7 @@ from hpc_elastic.report.document import Document, build_document, round_entry
 from hpc_elastic.report.goodput import (
     Goodput,
     describe_goodput,
-    describe_unknown_steps,
+    describe_progress,
     is_worth_showing,
     measure_goodput,
 )
@@ -212,10 +212,8 @@ def _goodput(goodput: Goodput, advice: Sequence[str]) -> Markup:
         f"of {duration(goodput.wall)} since the start of the first attempt went into steps that no restart took back."
     )
     if not goodput.steps_known:
-        note = f"of {duration(goodput.wall)} since the start of the first attempt all workers of the round ran. "
-        note += describe_unknown_steps(goodput)
-    elif goodput.steps_counted:
-        note += f" {describe_unknown_steps(goodput)}"
+        note = f"of {duration(goodput.wall)} since the start of the first attempt all processes of the round were up."
+    note += f" {describe_progress(goodput)}"
     return card(
         "Goodput" if goodput.steps_known else "Uptime",
         element(
@@ -239,7 +237,7 @@ def _costs(goodput: Goodput) -> Markup:
     for cost in costs[:COSTS]:
         more = [f"{duration(cost.queued)} of it in the queue"] if cost.queued > 0.05 else []
         more += [f"{duration(cost.recomputed)} of steps done again"] if cost.recomputed > 0.05 else []
-        more += [] if cost.recovered else ["to the end"]
+        more += [] if cost.recovered else ["no step after it" if goodput.steps_known else "to the end"]
         what = shorten(cost.what, 300) + (f" ({', '.join(more)})" if more else "")
         rows.append(
             element(
@@ -249,9 +247,10 @@ def _costs(goodput: Goodput) -> Markup:
                 element("td", what, class_="wide"),
             )
         )
-    title = "What each interruption cost"
+    title = "What each interruption cost" if goodput.steps_known else "How long processes were down"
     title += f" (the {len(rows)} most expensive of {len(costs)})" if len(costs) > len(rows) else ""
-    body = table(("cost", "where", "what"), rows, numbers=("cost",))
+    head = "cost" if goodput.steps_known else "down"
+    body = table((head, "where", "what"), rows, numbers=(head,))
     return element("details", element("summary", title), body, open=len(costs) <= COSTS)
 
 

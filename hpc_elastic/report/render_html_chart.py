@@ -32,6 +32,7 @@ _LINE_SPACING = 0.02
 # that is stretched sideways keeps them.
 _LINES: Mapping[State, tuple[str, tuple[int, ...]]] = {
     State.RUNNING: ("s-r", (8,)),
+    State.UP: ("s-r", (8,)),
     State.STARTING: ("s-s", (11,)),
     State.STOPPING: ("s-e", (5,)),
     State.RENDEZVOUS: ("s-v", (8,)),
@@ -41,6 +42,7 @@ _LINES: Mapping[State, tuple[str, tuple[int, ...]]] = {
     State.LOST: ("s-x", (3, 8, 13)),
 }
 _HEIGHT = 16
+_WORKING = (State.RUNNING, State.UP)
 _OTHERS_FAULT = (MarkKind.SYMPTOM, MarkKind.STOPPED)
 """Nodes are alike whether they noticed another one's failure or were stopped before."""
 
@@ -96,7 +98,7 @@ class _Pictures(Struct):
             at_ns = span.end_ns
             right = at = round(place(at_ns) * grid)
             mine = runs.setdefault(span.state, [])
-            if span.state is State.RUNNING:
+            if span.state in _WORKING:
                 if mine and gaps:  # so short a stop that only a break in the bar can show it
                     gaps[-1][1] = max(gaps[-1][1], gaps[-1][0] + least)
             elif gaps and gaps[-1][1] >= left:
@@ -104,14 +106,14 @@ class _Pictures(Struct):
             else:
                 gaps.append([left, right])
             if right > left:
-                if mine and mine[-1][1] >= left and span.state is not State.RUNNING:
+                if mine and mine[-1][1] >= left and span.state not in _WORKING:
                     mine[-1][1] = right
                 else:
                     mine.append([left, right])
         parts = []
-        for state in (State.RUNNING, None, *(other for other in _LINES if other is not State.RUNNING)):
+        for state in (*_WORKING, None, *(other for other in _LINES if other not in _WORKING)):
             if state is None:
-                parts.append(_path("s-g", (8,), gaps if runs.get(State.RUNNING) else []))
+                parts.append(_path("s-g", (8,), gaps if any(runs.get(one) for one in _WORKING) else []))
             elif state in runs:
                 name, heights = _LINES[state]
                 parts.append(_path(name, heights, runs[state]))

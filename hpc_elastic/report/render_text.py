@@ -8,7 +8,7 @@ each attempt and round where there were several. ASCII only.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from hpc_elastic.base.text import clean_line, duration, fit, plural, ranks_text, time_text
 from hpc_elastic.failures.ranking import FailureClass
@@ -20,7 +20,8 @@ from hpc_elastic.report.excerpt import make_excerpt
 from hpc_elastic.report.goodput import (
     Cost,
     Goodput,
-    describe_unknown_steps,
+    cost_text,
+    describe_progress,
     goodput_text,
     is_worth_showing,
 )
@@ -314,10 +315,11 @@ def _past(document: Document, width: int, *, cap: int | None) -> list[str]:
         return []
     if len(history.attempts) == 1 and len(history.attempts[0].rounds) < 2 and not _has_restarts(history.attempts[0]):
         return _split_words(_only_attempt(document, history.attempts[0]), width)
-    costs: dict[tuple[int, int], list[Cost]] = {}
-    for cost in document.goodput.costs:
-        costs.setdefault((cost.attempt, cost.round), []).append(cost)
-    blocks = [(attempt, _round_lines(history, attempt, costs, everything=cap is None)) for attempt in history.attempts]
+    everything = cap is None
+    blocks = [
+        (attempt, _round_lines(history, attempt, document.goodput, everything=everything))
+        for attempt in history.attempts
+    ]
     hidden = 0
     if cap is not None and sum(1 + len(rounds) for _, rounds in blocks) > cap:
         hidden = max(0, len(blocks) - (cap + 1) // 2)
@@ -340,8 +342,9 @@ def _only_attempt(document: Document, attempt: AttemptHistory) -> str:
     when = f"from {time_text(attempt.started_ns)}" if attempt.started_ns else "at an unknown time"
     lasted = f" for {duration(attempt.seconds)}" if attempt.seconds is not None else ""
     rounds = "one round" if attempt.rounds else "no round"
-    goodput = "; ".join(text for text in (_goodput_text(document),) if text)
-    return f"Ran {when}{lasted}: {size}, {rounds}{f'. {goodput}' if goodput else ''}"
+    goodput = _goodput_text(document)
+    more = f". {goodput}. {describe_progress(document.goodput)}" if goodput else ""
+    return f"Ran {when}{lasted}: {size}, {rounds}{more}"
 
 
 def _cut_to(blocks: list[tuple[AttemptHistory, list[str]]], lines: int) -> list[tuple[AttemptHistory, list[str]]]:
@@ -371,9 +374,11 @@ def _attempt_line(history: RunHistory, attempt: AttemptHistory, *, is_alone: boo
     return f"  attempt {attempt.number}{job}{when}{nodes}{lasted}: {end}{code}"
 
 
-def _round_lines(
-    history: RunHistory, attempt: AttemptHistory, costs: Mapping[tuple[int, int], Sequence[Cost]], *, everything: bool
-) -> list[str]:
+def _round_lines(history: RunHistory, attempt: AttemptHistory, goodput: Goodput, *, everything: bool) -> list[str]:
+    costs: dict[int, list[Cost]] = {}
+    for cost in goodput.costs:
+        if cost.attempt == attempt.number:
+            costs.setdefault(cost.round, []).append(cost)
     groups: list[list[RoundEntry]] = []
     for part in attempt.rounds:
         entry = round_entry(history, attempt, part)
@@ -386,31 +391,22 @@ def _round_lines(
         parts = [first.part, *(entry.part for entry in more)]
         name = f"rounds {parts[0].index}-{parts[-1].index}, alike" if more else f"round {parts[0].index}"
         lasted = f", {duration(parts[0].seconds)}" if parts[0].seconds is not None else ""
-        lost = [cost for part in parts for cost in costs.get((attempt.number, part.index), ())]
-        lines.append(f"    {name}: {first.size}{lasted}{_cost(lost)}: {brief(first.how)}")
+        lost = [cost for part in parts for cost in costs.get(part.index, ())]
+        lines.append(
+            f"    {name}: {first.size}{lasted}{cost_text(lost, steps_known=goodput.steps_known)}: {brief(first.how)}"
+        )
         restarts = describe_fresh_starts(parts[0].fresh_starts)
         restarts += describe_restarts(parts[0].in_process, everything=everything)
         lines += [f"      {clean_line(line)}" for line in restarts]
     return lines
 
 
-def _cost(costs: Sequence[Cost]) -> str:
-    if not costs:
-        return ""
-    queued = sum(cost.queued for cost in costs)
-    more = " in all" if len(costs) > 1 else ""
-    more += f" ({duration(queued)} queued)" if queued >= 0.05 else ""
-    return f", cost {duration(sum(cost.seconds for cost in costs))}{more}"
-
-
 def _goodput(document: Document, width: int) -> list[str]:
     """How much of the time was training, and where the rest went."""
     text = _goodput_text(document)
-    if not text:
+    if not text and not document.goodput.costs:
         return []
-    lines = _split_words(text, width)
-    if not document.goodput.steps_known or document.goodput.steps_counted:
-        lines.append(f"  {describe_unknown_steps(document.goodput)}")
+    lines = [*_split_words(text, width), *_split_words(describe_progress(document.goodput), width)]
     for one in advise(document.history, document.goodput):
         lines += _split_words(f"Advice: {one.text}", width)
     return lines

@@ -15,6 +15,7 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import SUPERVISOR
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
 from hpc_elastic.report.node_times import NodeTimes, node_offsets
+from hpc_elastic.run.heartbeats import ProgressSource
 
 
 class State(str, Enum):
@@ -24,9 +25,12 @@ class State(str, Enum):
     """The attempt goes on, and nothing was heard of its agent yet."""
     RENDEZVOUS = "rendezvous"
     """Between rounds: agents agree on the next one."""
-    STARTING = "starting workers"
-    """The round is agreed upon, its workers are being started."""
+    STARTING = "starting"
+    """The round is agreed upon: its workers are started, import and load, until the round's first step."""
     RUNNING = "running"
+    """From the round's first step on."""
+    UP = "processes up"
+    """In a run whose steps are not known: whether the workers trained is not known either."""
     STOPPING = "stopping workers"
     SPARE = "waiting as a spare"
     """Others run a round without it."""
@@ -60,11 +64,16 @@ class Stay(NamedTuple):
     back_ns: int | None = None
     """When it was heard of again."""
     succeeded: bool = False
+    first_step_ns: int | None = None
+    """When the round's first step was done, or the stay's end where none was; None: the run's steps are not known."""
 
     def spans(self) -> list[Span]:
         """Starting, running, stopping."""
-        marks = (self.start_ns, self.running_ns, self.stopping_ns, self.end_ns)
-        states = (State.STARTING, State.RUNNING, State.STOPPING)
+        ready, running = self.running_ns, State.UP
+        if self.first_step_ns is not None:
+            ready, running = min(max(ready, self.first_step_ns), self.stopping_ns), State.RUNNING
+        marks = (self.start_ns, ready, self.stopping_ns, self.end_ns)
+        states = (State.STARTING, running, State.STOPPING)
         return [
             Span(state, start, end, self.round)
             for state, start, end in zip(states, marks, marks[1:], strict=False)
@@ -73,7 +82,12 @@ class Stay(NamedTuple):
 
 
 def make_stays(
-    times: Sequence[NodeTimes], *, agent_starts: Sequence[int], losses: Mapping[int, NodeLoss], end_ns: int
+    times: Sequence[NodeTimes],
+    *,
+    agent_starts: Sequence[int],
+    losses: Mapping[int, NodeLoss],
+    end_ns: int,
+    steps: Mapping[int, RoundSteps] | None = None,
 ) -> list[Stay]:
     """A node's parts in an attempt's rounds, ascending and without overlap.
 
@@ -82,6 +96,7 @@ def make_stays(
         agent_starts: When its agents began.
         losses: By round, of this node.
         end_ns: Of the attempt, or the last that is known of it.
+        steps: By round; None: the run's steps are not known.
     """
     known = sorted([(when, item) for item in times if (when := _first(item)) is not None], key=itemgetter(0))
     stays: list[Stay] = []
@@ -102,7 +117,9 @@ def make_stays(
         end = limit if ended is None or lost is not None else max(start, min(ended, limit))
         stopping = end if stopped is None else min(end, max(start, stopped))
         running = end if began is None else min(max(start, began), stopping)
-        stays.append(Stay(item.round, start, running, stopping, end, lost, back, succeeded))
+        done = steps.get(item.round) if steps is not None else None
+        first_step = None if steps is None else end if done is None else done.first_ns
+        stays.append(Stay(item.round, start, running, stopping, end, lost, back, succeeded, first_step))
         before = end
     return stays
 
@@ -234,7 +251,7 @@ NOT_SEEN_NS = 1_000_000
 class PlacedAttempt:
     """One attempt with all its times on the common axis."""
 
-    def __init__(self, attempt: AttemptHistory) -> None:
+    def __init__(self, attempt: AttemptHistory, *, steps_known: bool = False) -> None:
         self.attempt = attempt
         self._hosts = {agents.node: agents.host for agents in attempt.times.agents}
         self._hosts.update({node.node: node.host for item in attempt.rounds for node in item.nodes})
@@ -255,12 +272,15 @@ class PlacedAttempt:
         for times in attempt.times.nodes:
             self._times.setdefault(times.node, []).append(self._shifted(times))
         self.start_ns, self.end_ns = self._extent()
+        found = {item.index: self._steps(item) for item in attempt.rounds}
+        self._known_steps = {index: steps for index, steps in found.items() if steps is not None}
         self.stays = {
             node: make_stays(
                 times,
                 agent_starts=self.agent_starts.get(node, []),
                 losses=self.losses.get(node, {}),
                 end_ns=self.end_ns,
+                steps=self._known_steps if steps_known else None,
             )
             for node, times in self._times.items()
         }
@@ -357,7 +377,7 @@ class PlacedAttempt:
             start_ns=start,
             end_ns=end,
             trained_ns=trained,
-            steps=self._steps(item),
+            steps=self._known_steps.get(item.index),
         )
 
     def _steps(self, item: RoundHistory) -> RoundSteps | None:
@@ -365,7 +385,7 @@ class PlacedAttempt:
         found = [
             (-max(done.step, done.counted_steps), self.at(node, done.step_ns), node, done)
             for node, done in item.progress.items()
-            if done.first_step is not None or done.counted_steps
+            if done.source is not ProgressSource.UNKNOWN
         ]
         if not found:
             return None
@@ -378,7 +398,7 @@ class PlacedAttempt:
             checkpointing=max(0.0, *(one.checkpoint_seconds for *_, one in found)),
             redone=max(0.0, done.redone_seconds),
             checkpoints=max(0, *(one.checkpoints for *_, one in found)),
-            is_counted=done.first_step is None,
+            is_counted=done.source is ProgressSource.OPTIMIZER,
         )
 
 
@@ -386,9 +406,11 @@ def place_attempts(history: RunHistory) -> list[PlacedAttempt]:
     """The attempts of which anything is known."""
     placed = []
     axes: dict[str, tuple[int, int]] = {}
+    done = (one for item in history.attempts for part in item.rounds for one in part.progress.values())
+    steps_known = any(one.source is not ProgressSource.UNKNOWN for one in done)
     for attempt in history.attempts:
         clocks = attempt.clocks.on_axis_of(axes.get(attempt.clocks.host))
-        part = PlacedAttempt(replace(attempt, clocks=clocks))
+        part = PlacedAttempt(replace(attempt, clocks=clocks), steps_known=steps_known)
         axes |= {part.name(node): axis for node, axis in clocks.axes().items()}
         placed.append(part)
     return [part for part in placed if part.end_ns]

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 from msgspec import Struct
+
+
+class ProgressSource(str, Enum):
+    """What a worker's progress is known by."""
+
+    HEARTBEAT = "heartbeat"
+    """The script reports its steps."""
+    OPTIMIZER = "optimizer"
+    """The steps of its optimizer are counted, from 1 in each round."""
+    UNKNOWN = "unknown"
 
 
 class RankHeartbeat(Struct, frozen=True, kw_only=True):
@@ -48,6 +60,13 @@ class Progress(Struct, frozen=True, kw_only=True):
     """Seconds: the longest time between two heartbeats in section ``step``, or in the sections that it judges alike."""
     redone_seconds: float = 0.0
     """At steps no further than one that had been reported before, as after an in-process restart."""
+
+    @property
+    def source(self) -> ProgressSource:
+        """What the steps are known by."""
+        if self.first_step is not None:
+            return ProgressSource.HEARTBEAT
+        return ProgressSource.OPTIMIZER if self.counted_steps else ProgressSource.UNKNOWN
 
 
 class NodeHeartbeats(Struct, frozen=True, kw_only=True):

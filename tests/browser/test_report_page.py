@@ -302,6 +302,6 @@ def test_page_of_a_real_run(browser: Browser, tmp_path: Path, keep: Callable[[st
     titles = browser.run("return [...document.querySelectorAll('.v-nodes svg title')].map(t => t.textContent)")
     assert len(titles) == 3
     assert "lost " in titles[1]
-    assert all("running" in title for title in titles)
+    assert all("processes up" in title for title in titles)
     assert "OWNED" not in browser.run("return document.title")
     assert browser.log() == []

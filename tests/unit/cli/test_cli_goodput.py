@@ -41,7 +41,7 @@ def test_a_run_without_steps_is_in_the_whole_by_its_uptime(runs: Path, capsys: p
     builder.end(0, at=201, outcome="succeeded", code=0)
     assert main(["list", "--goodput", "--no-slurm", "--runs-dir", str(runs)]) == 0
     _, first, *_, last = capsys.readouterr().out.splitlines()
-    assert first.endswith("uptime, since no steps were reported")
+    assert first.endswith("uptime of the processes, since no step was reported or counted")
     assert last.endswith("all 3 runs together, 1 of them by uptime")
 
 

@@ -20,7 +20,7 @@ from hpc_elastic.rendezvous.preemption import PreemptionNotice
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from hpc_elastic.run.attempt import AttemptInfo, StoredResult
-from hpc_elastic.run.heartbeats import NodeHeartbeats, RankHeartbeat
+from hpc_elastic.run.heartbeats import NodeHeartbeats, ProgressSource, RankHeartbeat
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, load_run_spec
 from hpc_elastic.slurm.job_state import JobState
@@ -102,7 +102,9 @@ def test_training(run: Run) -> None:
     assert status.state is RunState.TRAINING
     assert (status.round, status.members, status.workers, status.lost) == (1, ("n1", "n3"), 4, ("n2",))
     assert (status.restarts_used, status.requeues_used, status.waiting) == (1, 2, 1)
-    assert status.steps == StepStatus(least=40, most=41, behind=(0, 2), ranks=3, told_seconds=3.0)
+    assert status.steps == StepStatus(
+        least=40, most=41, behind=(0, 2), ranks=3, told_seconds=3.0, source=ProgressSource.HEARTBEAT
+    )
     assert status.started_ns == 1
     job = JobState(job_id="42", state="RUNNING", reason="")
     text = "\n".join(status_lines(status, job, seconds_left=13280))
@@ -146,7 +148,7 @@ def test_without_heartbeats_the_logs_show_whether_it_moves(run: Run) -> None:
     run.attempt(0).log(record(Status.FINAL))
     assert run.status().output is None
     status = read_status(run.paths, clock=run.clock, looks_at_output=True)
-    assert "by the size of the logs: none of 4 ranks has printed anything yet" in "\n".join(
+    assert "progress unknown; the size of the logs: none of 4 ranks has printed anything yet" in "\n".join(
         status_lines(status, None, seconds_left=None)
     )
     now = run.clock.time_ns()
@@ -160,7 +162,7 @@ def test_without_heartbeats_the_logs_show_whether_it_moves(run: Run) -> None:
     assert status.output == OutputStatus(bytes=8, silent_seconds=7.0, newest_rank=1, silent_ranks=3, ranks=4)
     (line,) = [line for line in status_lines(status, None, seconds_left=None) if "output" in line]
     assert line == (
-        "  output   : no heartbeats, so by the size of the logs: 8 bytes, the last 7 s ago (rank 1); "
+        "  output   : progress unknown; the size of the logs: 8 bytes, the last 7 s ago (rank 1); "
         "3 of 4 ranks have printed nothing"
     )
     run.steps(0, 1, 4, 4)

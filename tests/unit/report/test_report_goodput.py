@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from hpc_elastic.report.goodput import (
     STEPS_UNKNOWN,
     Goodput,
     describe_goodput,
-    describe_unknown_steps,
+    describe_progress,
     goodput_of,
 )
 from hpc_elastic.report.render_html import render_html
@@ -198,12 +199,48 @@ def test_counted_steps_show_when_training_was_back_and_not_what_was_done_again(b
     history = collect_run(builder.root)
     goodput = goodput_of(history)
     assert adds_up(goodput)
-    assert (goodput.steps_known, goodput.steps_counted) == (True, True)
+    assert (goodput.steps_known, goodput.progress) == (True, "optimizer")
     (cost,) = goodput.costs
     assert cost.seconds == pytest.approx(20, abs=0.1), "from the last step before to the first step after"
     assert goodput.starting == pytest.approx(20, abs=0.1)
-    assert "which of them were done again is not known" in render_text(history)
-    assert "which of them were done again is not known" in render_html(history)
+    assert "Progress: optimizer. Which steps were done again is not known" in render_text(history)
+    assert "Progress: optimizer. Which steps were done again is not known" in render_html(history)
+
+
+def test_without_steps_processes_that_are_up_are_no_recovery(builder: RunBuilder) -> None:
+    builder.round(0, 0, at=10)
+    builder.fail(make_failure(1, at=40, exception="ValueError: bad"))
+    builder.stopped(0, 0, at=41)
+    builder.round(0, 1, at=42, reason="restart 1 of 3")
+    builder.succeeded(0, 1, at=110)
+    builder.end(0, at=112, outcome="succeeded", code=0)
+    history = collect_run(builder.root)
+    text = " ".join(render_text(history).split())
+    page = render_html(history)
+    assert "processes up after 2.0 s" in text
+    assert "Progress: unknown, since no step was reported or counted: when training was back is not known;" in text
+    assert "Progress: unknown" in page
+    assert "processes up" in page
+    assert not re.search(r"\bcost |\brunning\b", text + re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL))
+
+
+def test_a_round_that_ends_before_its_first_step_is_no_recovery(builder: RunBuilder) -> None:
+    """Training is back with the first step of the round after it."""
+    builder.round(0, 0, at=10)
+    builder.fail(make_failure(1, at=100, exception="ValueError: bad"))
+    stopped(builder, 0, 101, progress(0, 20, 80, 100))
+    builder.round(0, 1, at=102, reason="restart 1 of 3")
+    builder.fail(make_failure(1, at=110, exception="ImportError: no x", round_index=1))
+    builder.stopped(0, 1, at=111)
+    builder.round(0, 2, at=112, reason="restart 2 of 3")
+    builder.succeeded(0, 2, at=200)
+    stopped(builder, 2, 200, progress(81, 130, 160, 200))
+    builder.end(0, at=201, outcome="succeeded", code=0)
+    history = collect_run(builder.root)
+    first, second = goodput_of(history).costs
+    assert (first.recovered, second.recovered) == (False, True)
+    assert first.seconds + second.seconds == pytest.approx(30, abs=0.1)
+    assert "s, no step after it: rank 1" in render_text(history)
 
 
 def test_steps_that_go_back_by_themselves_measure_nothing(builder: RunBuilder) -> None:
@@ -225,7 +262,7 @@ def test_of_one_step_it_is_uptime(builder: RunBuilder) -> None:
     goodput = goodput_of(collect_run(builder.root))
     assert adds_up(goodput)
     assert (goodput.share, goodput.why_unknown) == (pytest.approx(189 / 201, abs=0.01), ONE_STEP)
-    assert describe_unknown_steps(goodput) == "No goodput: no round reported more than one step."
+    assert describe_progress(goodput).startswith("Progress: heartbeat, since no round reported more than one step: ")
 
 
 def test_restarts_within_the_processes_are_taken_off(builder: RunBuilder) -> None:

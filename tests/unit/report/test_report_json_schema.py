@@ -207,7 +207,7 @@ GOODPUT: dict[str, Any] = {
     "checkpoints": INT,
     "steps_known": BOOL,
     "why_unknown": TEXT,
-    "steps_counted": BOOL,
+    "progress": TEXT,
     "until_ns": "int?",
     "costs": [COST],
 }

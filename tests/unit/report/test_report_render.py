@@ -126,11 +126,11 @@ def test_history_spans_attempts_and_folds_rounds_that_went_alike(builder: RunBui
     past = lines[lines.index("Attempts and rounds:") + 1 :]
     assert past[0].endswith("4 nodes, 83.0 s: failed, exit code 75")
     assert past[1] == (
-        "    rounds 0-3, alike: 4 nodes, 4 workers, 15.0 s, cost 2 min 24 s in all (1 min 57 s queued): rank 2 on n3: "
-        "ValueErr..."
+        "    rounds 0-3, alike: 4 nodes, 4 workers, 15.0 s, processes down for 2 min 24 s in all (1 min 57 s queued): "
+        "rank 2 o..."
     )
     assert past[2].startswith("  attempt 1 (job 4242) ")
-    assert past[3].startswith("    round 0: 4 nodes, 4 workers: running since ")
+    assert past[3].startswith("    round 0: 4 nodes, 4 workers: no end yet, since ")
 
 
 def test_an_attempt_can_be_asked_for(builder: RunBuilder) -> None:
@@ -167,7 +167,7 @@ def test_a_lost_node(builder: RunBuilder) -> None:
         "  a new round, which costs no restart: node 2 stopped its heartbeat -> round 1",
         "  round 1: shrunk to 3 nodes from 4, without n3",
     ]
-    assert "    round 0: 4 nodes, 4 workers, cost 4.1 s: node n3 was lost (+3 more)" in lines
+    assert "    round 0: 4 nodes, 4 workers, processes down for 4.1 s: node n3 was lost (+3 more)" in lines
 
 
 def test_the_supervisors_reason_does_not_repeat_the_coordinators(builder: RunBuilder) -> None:
@@ -304,9 +304,10 @@ def test_goodput_and_what_each_failure_cost(builder: RunBuilder) -> None:
     builder.end(1, at=302, outcome="succeeded", code=0)
     history = collect_run(builder.root)
     lines = render_text(history).splitlines()
-    assert " ".join(line.strip() for line in lines[-3:-1]) == (
-        "Uptime: 51.6 % of 5 min 02 s (1.0 s to start, 27.0 s to restart after 4 failures, 1 min 57 s queued, 1.0 s to "
-        "end) No steps were reported; with hpc_elastic.heartbeat(step) this would be the goodput."
+    assert " ".join(line.strip() for line in lines[-5:-1]) == (
+        "Uptime: 51.6 % of 5 min 02 s (1.0 s to start the processes, 27.0 s to restart the processes after 4 failures, "
+        "1 min 57 s queued, 1.0 s to end) Progress: unknown, since no step was reported or counted: when training was "
+        "back is not known; hpc_elastic.heartbeat(step) shows it."
     )
     goodput = json.loads(json_report(history))["goodput"]
     parts = [goodput[key] for key in ("training", "starting", "interrupted", "queued", "ending")]

@@ -136,7 +136,7 @@ def test_ids_are_unique_and_rows_speak(tmp_path: Path, make: object) -> None:
     assert len(ids) == len(set(ids))
     rows = page.all("svg", role="img")
     assert rows
-    assert re.search(r"n1: .*running [\d.]+ (s|min|h)", page.text)
+    assert re.search(r"n1: .*processes up [\d.]+ (s|min|h)", page.text)
 
 
 def test_nothing_hostile_becomes_markup(tmp_path: Path) -> None:

@@ -56,20 +56,20 @@ def test_states_of_a_node_follow_upon_each_other(builder: RunBuilder) -> None:
     assert told(row(timeline, "n1")) == [
         ("agent being launched", 0, 2),
         ("rendezvous", 2, 5),
-        ("starting workers", 5, 5.01),
-        ("running", 5.01, 20.9),
+        ("starting", 5, 5.01),
+        ("processes up", 5.01, 20.9),
         ("stopping workers", 20.9, 21),
         ("rendezvous", 21, 25),
-        ("starting workers", 25, 25.01),
-        ("running", 25.01, 58),
+        ("starting", 25, 25.01),
+        ("processes up", 25.01, 58),
         ("done", 58, 60),
     ]
     assert row(timeline, "n1").detail == "ranks 0-1"
     # A rank is there in its rounds alone, and the one that failed ended before the others.
-    assert told(row(timeline, "rank 4"))[:2] == [("starting workers", 5, 5.01), ("running", 5.01, 20)]
+    assert told(row(timeline, "rank 4"))[:2] == [("starting", 5, 5.01), ("processes up", 5.01, 20)]
     assert told(row(timeline, "rank 5"))[:3] == [
-        ("starting workers", 5, 5.01),
-        ("running", 5.01, 20.9),
+        ("starting", 5, 5.01),
+        ("processes up", 5.01, 20.9),
         ("stopping workers", 20.9, 21),
     ]
     assert row(timeline, "rank 4").detail == "n3"
@@ -90,7 +90,7 @@ def test_lost_node_is_lost_from_its_last_sign_until_it_comes_back(builder: RunBu
     builder.round(0, 2, at=95)
     timeline = picture(builder)
     assert told(row(timeline, "n3"))[3:7] == [
-        ("running", 5.01, 30),
+        ("processes up", 5.01, 30),
         ("lost", 30, 70),
         ("waiting as a spare", 70, 90),
         ("rendezvous", 90, 95),
@@ -127,7 +127,7 @@ def test_rank_of_a_lost_node_that_runs_elsewhere_is_lost_no_more(builder: RunBui
     builder.round(0, 1, at=45, without=(0,))
     builder.stopped(0, 1, at=90, without=(0,))
     spans = row(picture(builder), "rank 0").spans
-    assert [span.state for span in spans][:4] == [State.STARTING, State.RUNNING, State.LOST, State.STARTING]
+    assert [span.state for span in spans][:4] == [State.STARTING, State.UP, State.LOST, State.STARTING]
     assert all(before.end_ns <= after.start_ns for before, after in pairwise(spans))
 
 
@@ -231,7 +231,7 @@ def test_measured_offsets_are_used(builder: RunBuilder) -> None:
     first = make_failure(2, at=-90.0, exception="KeyError: 'first'")
     builder.fail(replace(first, ended_uptime_ns=UPTIME_NS + 10 * SECOND))
     timeline = picture(builder)
-    assert [told(row(timeline, name))[1][:3] for name in ("n1", "n2")] == [("starting workers", 5, 5.01)] * 2
+    assert [told(row(timeline, name))[1][:3] for name in ("n1", "n2")] == [("starting", 5, 5.01)] * 2
     assert timeline.clock_hosts == ("n1",)
     assert timeline.offsets["n2"].offset_ns == 2 * SECOND
     marks = {name: row(timeline, name).marks[0] for name in ("n2", "n3")}
@@ -259,7 +259,7 @@ def test_an_agent_that_was_started_again_after_its_nodes_clock_was_set(
         builder.event(0, "agent", each, 40 + ahead, "workers_succeeded", round=1)
     timeline = picture(builder)
     spans = [row(timeline, name).spans for name in ("n1", "n3")]
-    for index, state in ((0, State.RUNNING), (1, State.RUNNING)):
+    for index, state in ((0, State.UP), (1, State.UP)):
         here, there = ([span for span in some if span.state is state][index] for some in spans)
         assert abs(here.start_ns - there.start_ns) < SECOND
         assert abs(here.end_ns - there.end_ns) < SECOND
@@ -312,3 +312,22 @@ def test_many_attempts_fit() -> None:
     axis = make_axis([(n, n * 1000 * SECOND, (n * 1000 + 10 + n) * SECOND) for n in range(100)])
     assert axis.pieces[-1].right == pytest.approx(1)
     assert all(piece.right > piece.left for piece in axis.pieces)
+
+
+def test_imports_are_starting_until_the_first_step(builder: RunBuilder) -> None:
+    """A round that ended before any step never ran; a node whose own workers report none runs when the others do."""
+    builder.attempt(0)
+    tell_agents(builder, 0, at=2, end=90)
+    for index, (at, until) in enumerate(((5, 30), (35, 45), (50, 80))):
+        builder.round(0, index, at=at, reason=f"restart {index} of 3" if index else "")
+        builder.stopped(0, index, at=until)
+        done = {"counted_steps": 9, "first_ns": START_NS + (at + 8) * SECOND, "step_ns": START_NS + until * SECOND}
+        if index != 1:
+            builder.event(0, "agent", 0, until, "workers_stopped", round=index, seconds=0.1, progress=done)
+    builder.end(0, at=91, outcome="failed", code=1)
+    spans = told(row(picture(builder), "n2"))
+    shown = [span for span in spans if span[0] in ("starting", "running", "processes up")]
+    assert [(state, start) for state, start, _ in shown] == [
+        ("starting", 5), ("running", 13), ("starting", 35), ("starting", 50), ("running", 58)
+    ]  # fmt: skip
+    assert shown[2][2] >= 44.9
