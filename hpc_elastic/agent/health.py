@@ -107,8 +107,6 @@ class GpuDevice(Struct, frozen=True, kw_only=True):
     """Percent of it in which its memory was read or written."""
     held: int | None = None
     """Bytes of its memory that are in use, but not by a living process that is none of this node's workers."""
-    slowed: tuple[str, ...] = ()
-    """Why its clocks are kept down at this moment: ``heat``. Neither idleness nor its limit of power counts."""
     error: str = ""
     """NVML's error in place of an answer: ``GPU is lost``."""
 

@@ -45,10 +45,6 @@ _BROKEN = frozenset({9, 10, 11, 14, 15, 16, 17, 18, 999})
 """Of a single figure: the GPU does not work. Anything else: it has no such figure."""
 
 
-_SLOWED = {0x8: "the hardware", 0x20: "heat, by the driver", 0x40: "heat", 0x80: "the power supply"}
-"""nvmlClocksThrottleReason*: HwSlowdown, SwThermalSlowdown, HwThermalSlowdown, HwPowerBrakeSlowdown."""
-
-
 class _NvmlError(Exception):
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -149,8 +145,6 @@ def _device(nvml: ctypes.CDLL, index: int) -> GpuDevice:
         remaps = _optional(nvml, "nvmlDeviceGetRemappedRows", handle, *map(ctypes.byref, rows))
         use = _Utilization()
         has_use = _optional(nvml, "nvmlDeviceGetUtilizationRates", handle, ctypes.byref(use))
-        reasons = ctypes.c_ulonglong()  # 0 where the GPU gives none
-        _optional(nvml, "nvmlDeviceGetCurrentClocksThrottleReasons", handle, ctypes.byref(reasons))
         held = _held(nvml, handle)
     except _NvmlError as error:
         return GpuDevice(index=index, error=error.text)
@@ -165,7 +159,6 @@ def _device(nvml: ctypes.CDLL, index: int) -> GpuDevice:
         use=use.gpu if has_use else None,
         memory_use=use.memory if has_use else None,
         held=held,
-        slowed=tuple(text for bit, text in _SLOWED.items() if reasons.value & bit),
     )
 
 

@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -24,10 +24,9 @@ from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.cli.screen import print_note
 from hpc_elastic.cli.submit import Waiting
 from hpc_elastic.doctor.allocation_checks import SlurmFacts
-from hpc_elastic.doctor.files import check_host, look_at_host
+from hpc_elastic.doctor.files import check_host
 from hpc_elastic.doctor.findings import Finding, Level, problem
-from hpc_elastic.doctor.node_job import TAKEN, ProbeJob, collect, judge_nodes, plan_job, probe_settings
-from hpc_elastic.doctor.node_probe import NodeFacts
+from hpc_elastic.doctor.node_job import TAKEN, NodeFacts, ProbeJob, collect, judge_nodes, plan_job, unfinished
 from hpc_elastic.doctor.saved import SavedFindings, save_findings
 from hpc_elastic.doctor.slurm_checks import ask_slurm, check_slurm
 from hpc_elastic.doctor.software import judge_pythons, look_at_python
@@ -36,8 +35,8 @@ from hpc_elastic.launch.run_directory import create_run, make_runs_dir
 from hpc_elastic.launch.submit_job import Submission, submission_client, submit_job
 from hpc_elastic.options import job_options
 from hpc_elastic.options.help_text import Help
-from hpc_elastic.options.run_request import cluster_here, runs_directory, spec_fields, working_directory
-from hpc_elastic.options.table import Group, Option, Parsed, explaining
+from hpc_elastic.options.run_request import SlurmJob, cluster_here, spec_fields
+from hpc_elastic.options.table import Group, Option, explaining
 from hpc_elastic.output.terminal import one_line
 from hpc_elastic.slurm.client import SubprocessRunner
 from hpc_elastic.slurm.errors import SlurmError
@@ -45,7 +44,7 @@ from hpc_elastic.slurm.errors import SlurmError
 HELP = Help(
     usage="hpc-elastic doctor [--nodes N] [options]",
     description="Checks whether this cluster, account and installation let a run work: what Slurm is set to, files, "
-    "names, software. With --nodes it then submits a short job with so many nodes, which measure the same and more "
+    "software. With --nodes it then submits a short job with so many nodes, which measure the same and more "
     "there; without, nothing is submitted. Each check is one line: ok, a warning or a problem, what it means for a "
     "run, and the way out. Exit code 0, or 1 where there is a problem; 2: it can't be done as asked.",
     examples=(
@@ -81,13 +80,13 @@ def main(argv: Sequence[str]) -> int:
     with explaining(parsed):
         if parsed.command:
             raise UsageError(f"doctor takes no script; leave out {parsed.command[0]}")
-        cluster = cluster_here(job_options.asked_cluster(parsed), env)
-        job = plan_job(parsed, cluster=cluster, env=env) if parsed.get("nodes") is not None else None
-        settings = probe_settings(parsed)
-        runs_dir = runs_directory(parsed, working_directory(parsed, env))
-        asked = SlurmFacts(
+        asked = job_options.asked_cluster(parsed)
+        has_job = parsed.get("nodes") is not None
+        job = plan_job(parsed, cluster=cluster_here(asked, env), env=env)
+        nodes = job_options.asked_nodes(parsed)[1] if has_job else _NODES_OF_A_RUN
+        run = SlurmFacts(
             partition=parsed.get("partition") or env.get("SBATCH_PARTITION", ""),
-            nodes=_nodes(parsed, is_asked=job is not None),
+            nodes=1 if asked == "local" else nodes,
             account=parsed.get("account") or env.get("SBATCH_ACCOUNT", ""),
             qos=parsed.get("qos") or env.get("SBATCH_QOS", ""),
             grace=job_options.notice_seconds(parsed),
@@ -96,57 +95,41 @@ def main(argv: Sequence[str]) -> int:
         save = parsed.get("save")
         if save not in (None, "", "user", "site"):
             raise UsageError(f"--save={save}: give user (the default) or site")
-    report = _Report(is_shown=not parsed.flag("json"))
-    slurm = ask_slurm(asked, runner=SubprocessRunner(env), clock=clock, env=env)
-    report.add(list(check_slurm(slurm)))
-    report.add(list(check_host(look_at_host(runs_dir), nodes=1 if slurm.is_missing else asked.nodes)))
-    python = look_at_python(settings.python, env, cwd=os.getcwd(), container=settings.container)
+    findings: list[Finding] = []
+
+    def report(found: Iterable[Finding]) -> None:
+        """Each is shown when it is known."""
+        for finding in found:
+            findings.append(finding)
+            if not parsed.flag("json"):
+                rest = f" — {finding.means}; {finding.way_out}" if finding.means else ""
+                line = f"{finding.level.value:<8} {finding.check}: {finding.found}{rest}"
+                sys.stdout.write(f"{one_line(line)}\n")
+        sys.stdout.flush()
+
+    slurm = ask_slurm(run, runner=SubprocessRunner(env), clock=clock, env=env)
+    report(check_slurm(slurm))
+    report(check_host(job.runs_dir.parent, nodes=1 if slurm.is_missing else run.nodes))
+    container = job.settings.container
+    python = look_at_python(job.settings.python, env, cwd=os.getcwd(), container=container)
     here = {socket.gethostname(): python} if python is not None else {}
-    report.add(list(judge_pythons(here, settings.container, of="software")))
-    facts: Mapping[str, NodeFacts] = {}
-    if job is not None:
-        facts = _examine_nodes(job, report, clock=clock, env=env)
+    report(judge_pythons(here, container, of="software"))
+    facts = _examine_nodes(job, report, clock=clock, env=env) if has_job else {}
     if parsed.flag("json"):
-        value = {"version": 1, "findings": report.findings, "nodes": list(facts.values())}
+        value = {"version": 1, "findings": findings, "nodes": list(facts.values())}
         sys.stdout.write(json.dumps(to_builtins(value), indent=2) + "\n")
     if save is not None:
-        kept = SavedFindings(saved_ns=clock.time_ns(), findings=tuple(report.findings), slurm=slurm)
+        kept = SavedFindings(saved_ns=clock.time_ns(), findings=tuple(findings), slurm=slurm)
         print_note(f"kept in {save_findings(kept, env=env, for_site=save == 'site')}")
-    return 1 if any(finding.level is Level.PROBLEM for finding in report.findings) else 0
-
-
-def _nodes(parsed: Parsed, *, is_asked: bool) -> int:
-    """That share files, for the checks on this host."""
-    if job_options.asked_cluster(parsed) == "local":
-        return 1
-    return job_options.asked_nodes(parsed)[1] if is_asked else _NODES_OF_A_RUN
-
-
-class _Report:
-    """What was found so far; each finding is shown when it is known."""
-
-    def __init__(self, *, is_shown: bool) -> None:
-        self.findings: list[Finding] = []
-        self._is_shown = is_shown
-
-    def add(self, found: Sequence[Finding]) -> None:
-        self.findings += found
-        if self._is_shown:
-            sys.stdout.write("".join(f"{one_line(_line(finding))}\n" for finding in found))
-            sys.stdout.flush()
-
-
-def _line(finding: Finding) -> str:
-    text = f"{finding.level.value:<8} {finding.check}: {finding.found}"
-    if finding.means:
-        text += f" — {finding.means}; {finding.way_out}"
-    return text
+    return 1 if any(finding.level is Level.PROBLEM for finding in findings) else 0
 
 
 # -- the job -------------------------------------------------------------------------------------------------------
 
 
-def _examine_nodes(job: ProbeJob, report: _Report, *, clock: Clock, env: Mapping[str, str]) -> Mapping[str, NodeFacts]:
+def _examine_nodes(
+    job: ProbeJob, report: Callable[[Iterable[Finding]], None], *, clock: Clock, env: Mapping[str, str]
+) -> Mapping[str, NodeFacts]:
     """Have the job done, and judge what its nodes wrote. Its run directory stays where something is missing."""
     for number in (signal.SIGTERM, signal.SIGHUP):  # the job ends with this process then, as with Ctrl-C
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
@@ -154,19 +137,20 @@ def _examine_nodes(job: ProbeJob, report: _Report, *, clock: Clock, env: Mapping
     try:
         for folder in (job.runs_dir.parent, job.runs_dir):  # the outer one's owner could replace the inner one
             made += make_runs_dir(folder)
-        ended = _run_here(job, env) if job.slurm is None else _run_by_slurm(job, clock=clock, env=env)
+        ended = _run_here(job, env) if job.slurm is None else _run_by_slurm(job, job.slurm, clock=clock, env=env)
     except (UsageError, SlurmError) as error:
-        report.add([problem("nodes.job", str(error), "a run would not begin either", "give the options that it needs")])
+        report([problem("nodes.job", str(error), "a run would not begin either", "give the options that it needs")])
         _remove_empty(made)
         return {}
-    found = collect(job.paths)
-    report.add(judge_nodes(found, ended=ended, container=job.settings.container))
-    if found.is_whole:
+    nodes, facts, why = collect(job.paths)
+    is_whole = bool(nodes) and not unfinished(nodes, facts)
+    report(judge_nodes(nodes, facts, why="" if is_whole else why or ended, container=job.settings.container))
+    if is_whole:
         shutil.rmtree(job.paths.root, ignore_errors=True)
         _remove_empty(made)
     else:
         print_note(f"the job's files are in {job.paths.root}: job.log, and hpc-elastic report {job.paths.root}")
-    return found.facts
+    return facts
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:
@@ -178,7 +162,6 @@ def _remove_empty(folders: Sequence[Path]) -> None:
 def _run_here(job: ProbeJob, env: Mapping[str, str]) -> str:
     """On this machine. Returns how it ended."""
     create_run(job.spec, job.runs_dir)
-    job.fill()
     print_note(f"examining {job.spec.max_nodes} nodes that this machine plays")
     with open(job.paths.job_log, "ab") as log:
         process = subprocess.Popen(
@@ -189,19 +172,17 @@ def _run_here(job: ProbeJob, env: Mapping[str, str]) -> str:
         return f"exit code {process.wait()}"
     except BaseException:
         process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        process.kill()  # nothing, where it has ended
         raise
 
 
-def _run_by_slurm(job: ProbeJob, *, clock: Clock, env: Mapping[str, str]) -> str:
+def _run_by_slurm(job: ProbeJob, slurm: SlurmJob, *, clock: Clock, env: Mapping[str, str]) -> str:
     """In a job, which ends with this process. Returns how it ended."""
-    assert job.slurm is not None
-    submission = Submission(job=job.slurm, runs_dir=job.runs_dir)
+    submission = Submission(job=slurm, runs_dir=job.runs_dir)
     client = submission_client(submission, env, clock, print_note)
-    number = submit_job(submission, client, clock=clock, env=env, log=print_note, fill=job.fill)
+    number = submit_job(submission, client, clock=clock, env=env, log=print_note)
     print_note(
         f"job {number} examines the nodes (Ctrl-C cancels it); the signal tried at its end makes it a failed job"
     )

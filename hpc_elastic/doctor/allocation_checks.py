@@ -1,9 +1,8 @@
-"""What a job of this account gets in its partition: nodes, time, notice, GPUs, and how many jobs. Pure."""
+"""What a job of this account gets in its partition: nodes, time, notice, and how many jobs. Pure."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from msgspec import Struct
@@ -11,14 +10,10 @@ from msgspec import Struct
 from hpc_elastic.base.text import plural
 from hpc_elastic.doctor.findings import Finding, ok, problem, problem_unless, warn_unless
 from hpc_elastic.slurm.cluster_facts import config_fields
-from hpc_elastic.slurm.notation import names_text
 
 ASSOCIATION_FIELDS = ("MaxJobs", "MaxSubmitJobs", "GrpJobs", "MaxWall", "MaxTRES", "Account", "DefaultQOS", "QOS")
 QOS_FIELDS = ("Name", "GraceTime", "PreemptMode", "MaxWall", "MaxTRES", "MaxJobsPU", "MaxSubmitJobsPU")
 """Of sacctmgr's ``format=``."""
-_GPU = re.compile(r"\bgpu(?::[A-Za-z_][^:(,]*)?(?::(\d+))?")
-"""``gpu:2``, ``gpu:a100:4(S:0-1)``, among others' GRES."""
-
 Row = Mapping[str, str]
 
 
@@ -38,8 +33,6 @@ class SlurmFacts(Struct, frozen=True, kw_only=True):
     """``sacctmgr -nP show assoc`` with `ASSOCIATION_FIELDS`; None: it does not answer."""
     qos_limits: str | None = None
     """``sacctmgr -nP show qos`` with `QOS_FIELDS`; None: it does not answer."""
-    gres: str = ""
-    """``sinfo -N -h -o '%N|%P|%G'``."""
     partition: str = ""
     """That the run is for; empty: the default one."""
     nodes: int = 1
@@ -96,7 +89,6 @@ def _partition(facts: SlurmFacts, qos: Row) -> Iterator[Finding]:
         f"a job with {facts.nodes} never begins", f"--nodes {limit}, or another --partition",
     )  # fmt: skip
     yield _grace(facts, fields, qos)
-    yield _gpus(facts, name)
 
 
 def _grace(facts: SlurmFacts, fields: Row, qos: Row) -> Finding:
@@ -122,23 +114,6 @@ def _grace(facts: SlurmFacts, fields: Row, qos: Row) -> Finding:
     )  # fmt: skip
 
 
-def _gpus(facts: SlurmFacts, name: str) -> Finding:
-    """How many GPUs the nodes have."""
-    counts: dict[int, list[str]] = {}
-    for line in dict.fromkeys(facts.gres.splitlines()):
-        node, partition, gres = [*line.split("|", 2), "", ""][:3]
-        if partition.rstrip("*") == name:
-            counts.setdefault(sum(int(count or 1) for count in _GPU.findall(gres)), []).append(node)
-    if not any(counts):
-        return ok("partition.gpus", f"{name} has none")
-    each = ", ".join(f"{plural(count, 'GPU')} on {names_text(nodes)}" for count, nodes in sorted(counts.items()))
-    return warn_unless(
-        len(counts) == 1, "partition.gpus", each,
-        "the number of workers differs between nodes, or some nodes are never given",
-        f"--gpus-per-node {min(filter(None, counts))}, or --constraint for one kind of node",
-    )  # fmt: skip
-
-
 def _limits(rows: Sequence[Row], qos: Row, nodes: int) -> Finding:
     """How many jobs, how large and how long, by the account and its QOS."""
     # Which of several accounts it is for is not known here: the largest.
@@ -155,15 +130,8 @@ def _limits(rows: Sequence[Row], qos: Row, nodes: int) -> Finding:
         )  # fmt: skip
     submits = [_largest(rows, "MaxSubmitJobs"), _largest([qos], "MaxSubmitJobsPU")]
     submit = min((count for count in submits if count is not None), default=None)
-    limits = (
-        ("MaxJobs", _largest(rows, "MaxJobs")),
-        ("MaxSubmitJobs", submit),
-        ("MaxJobsPU", _largest([qos], "MaxJobsPU")),
-        ("MaxWall", " and ".join(dict.fromkeys(row["MaxWall"] for row in (*rows, qos) if row.get("MaxWall"))) or None),
-    )
     return warn_unless(
-        submit is None or submit >= 2, "slurm.limits",
-        (", ".join(f"{name}={value}" for name, value in limits if value is not None) or "none on the jobs") + of,
+        submit is None or submit >= 2, "slurm.limits", f"MaxSubmitJobs={'none' if submit is None else submit}{of}",
         "a follow-on job would be refused while this one runs", "--requeue-with scontrol, where jobs may be requeued",
     )  # fmt: skip
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import platform
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -18,21 +16,9 @@ from hpc_elastic.doctor.findings import Finding, fold, problem, problem_unless, 
 from hpc_elastic.doctor.probe_site import ProbeSite
 from hpc_elastic.launch.run_directory import why_not_shared
 
-_ROUNDS = 5
 _SLOW_STORE = 2.0
 _LEAST_FREE = {"runs": 1 << 30, "home": 1 << 20, "tmp": 1 << 27, "shm": 256 << 20}
 """Bytes."""
-
-
-class HostFacts(Struct, frozen=True, kw_only=True):
-    """What was measured on this host."""
-
-    runs: RoomFacts
-    runs_not_shared: str = ""
-    """Why other nodes can't see the runs directory; empty: nothing speaks against it."""
-    package: str = ""
-    package_not_shared: str = ""
-    """Why other nodes can't see the installation."""
 
 
 class FileFacts(Struct, frozen=True, kw_only=True):
@@ -48,21 +34,23 @@ class FileFacts(Struct, frozen=True, kw_only=True):
     """Of one name that all nodes create at once: this node did. None: not tried."""
 
 
-# -- measured ------------------------------------------------------------------------------------------------------
+# -- this host -----------------------------------------------------------------------------------------------------
 
 
-def look_at_host(runs_dir: Path) -> HostFacts:
-    """What this host shows."""
+def check_host(runs_dir: Path, *, nodes: int) -> Iterator[Finding]:
+    """What this host shows, for a run with so many nodes."""
+    place = next(folder for folder in (runs_dir, *runs_dir.parents) if folder.exists())
+    yield _room("files.space", replace(try_to_write(place), path=str(runs_dir)), _LEAST_FREE["runs"])
     package = Path(hpc_elastic.__file__).resolve().parent
-    place = runs_dir
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    return HostFacts(
-        runs=replace(try_to_write(place), path=str(runs_dir)),
-        runs_not_shared=why_not_shared(runs_dir) or "",
-        package=str(package),
-        package_not_shared=why_not_shared(package) or "",
-    )
+    for check, path, means, way_out in (
+        ("files.runs", runs_dir, "the nodes can't meet there", "a folder on the shared filesystem with --runs-dir"),
+        ("software.install", package, "other nodes have no hpc-elastic there", "install it on the shared filesystem"),
+    ):
+        why = why_not_shared(path) if nodes > 1 else None
+        yield problem_unless(why is None, check, f"{path}{f': {why}' if why else ''}", means, way_out)
+
+
+# -- measured by nodes ---------------------------------------------------------------------------------------------
 
 
 def probe_files(site: ProbeSite) -> FileFacts:
@@ -70,7 +58,9 @@ def probe_files(site: ProbeSite) -> FileFacts:
     seconds: float | None = None
     created: bool | None = None
     if not site.barrier("files"):
-        seconds = _store_seconds(site)
+        began = site.clock.monotonic()
+        if not site.barrier("files-read"):
+            seconds = site.clock.monotonic() - began
         created = site.store.put_if_absent("create/one", site.node)
     own = {"home": site.env.get("HOME") or "/", "tmp": site.env.get("TMPDIR") or "/tmp", "shm": "/dev/shm"}
     runs = replace(try_to_write(site.folder), path=str(site.folder.parents[2]))
@@ -80,16 +70,6 @@ def probe_files(site: ProbeSite) -> FileFacts:
         store_seconds=seconds,
         created=created,
     )
-
-
-def _store_seconds(site: ProbeSite) -> float | None:
-    times = []
-    for number in range(_ROUNDS):
-        began = site.clock.monotonic()
-        if len(site.gather(f"round-{number}")) < site.world_size:
-            return None
-        times.append(site.clock.monotonic() - began)
-    return sorted(times)[_ROUNDS // 2]
 
 
 def try_to_write(folder: Path) -> RoomFacts:
@@ -110,21 +90,6 @@ def try_to_write(folder: Path) -> RoomFacts:
 
 
 # -- judged --------------------------------------------------------------------------------------------------------
-
-
-def check_host(facts: HostFacts, *, nodes: int) -> Iterator[Finding]:
-    """Judge this host, for a run with so many nodes."""
-    yield _room("files.space", facts.runs, _LEAST_FREE["runs"])
-    why, lacks = (facts.runs_not_shared, facts.package_not_shared) if nodes > 1 else ("", "")
-    yield problem_unless(
-        not why, "files.runs", f"{facts.runs.path}{f': {why}' if why else ''}", "the nodes can't meet there",
-        "a folder on the shared filesystem with --runs-dir",
-    )  # fmt: skip
-    python = f"Python {platform.python_version()} ({sys.executable})"
-    yield problem_unless(
-        not lacks, "software.install", f"{facts.package}{f': {lacks}' if lacks else ''}, {python}",
-        "other nodes have no hpc-elastic there", "install it into an environment on the shared filesystem",
-    )  # fmt: skip
 
 
 def judge_files(files: Mapping[str, FileFacts]) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""The network between the nodes: addresses, clocks and bandwidth. The probe, and what its facts mean.
+"""The network between the nodes: addresses, clocks and bandwidth. The probes, and what their facts mean.
 
 Each node connects to every address of every other, which answers with its wall clock. For the bandwidth it exchanges
 data with up to three others, one after the other, by a process of the workers' interpreter
@@ -15,8 +15,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import permutations
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,9 +28,10 @@ import hpc_elastic
 from hpc_elastic.base import codec
 from hpc_elastic.base.host_facts import LOOPBACK, candidate_addresses
 from hpc_elastic.base.text import first_of
-from hpc_elastic.doctor.findings import Finding, ok, problem, warn_unless, warning
+from hpc_elastic.doctor.findings import Finding, ok, problem, problem_unless, warn_unless, warning
 from hpc_elastic.doctor.probe_site import ProbeSite
 from hpc_elastic.slurm.job_environment import in_job
+from hpc_elastic.slurm.notation import names_text
 
 PROGRAM = Path(hpc_elastic.__file__).resolve().parent / "pytorch" / "link_probe.py"
 """Run by the workers' interpreter."""
@@ -80,11 +82,14 @@ class NetworkFacts(Struct, frozen=True, kw_only=True):
     reached: tuple[Reached, ...] = ()
     master: Reached | None = None
     """MASTER_ADDR and MASTER_PORT, as workers get them; None: there are none."""
+
+
+class BandwidthFacts(Struct, frozen=True, kw_only=True):
+    """What one node exchanged."""
+
     transfers: tuple[Transfer, ...] = ()
     backend: str = ""
-    """By which data was exchanged: ``nccl``, ``gloo`` or ``tcp``."""
-    no_transfers: str = ""
-    """Why there are none."""
+    """By which: ``nccl``, ``gloo`` or ``tcp``."""
 
 
 class NodeAddresses(Struct, frozen=True, kw_only=True):
@@ -96,10 +101,9 @@ class NodeAddresses(Struct, frozen=True, kw_only=True):
     """At which it answers."""
 
 
-class LinkEnd(Struct, frozen=True, kw_only=True):
-    """What a node shows the others that is ready to exchange data."""
+class LinkEnd(NodeAddresses, frozen=True, kw_only=True):
+    """The same of a node that is ready to exchange data."""
 
-    port: int = 0
     backend: str = "tcp"
     gpus: int = 0
     token: str = ""
@@ -109,9 +113,14 @@ class LinkEnd(Struct, frozen=True, kw_only=True):
 # -- measured ------------------------------------------------------------------------------------------------------
 
 
+def _own_addresses(site: ProbeSite) -> tuple[str, ...]:
+    """The likeliest first."""
+    return tuple(candidate_addresses(site.node)) if in_job(site.env) else (LOOPBACK,)
+
+
 def probe_network(site: ProbeSite) -> NetworkFacts:
-    """Measure. All nodes do so at the same time."""
-    addresses = tuple(candidate_addresses(site.node)) if in_job(site.env) else (LOOPBACK,)
+    """Connect to each address. All nodes do so at the same time."""
+    addresses = _own_addresses(site)
     master, port = site.env.get("MASTER_ADDR", ""), int(site.env.get("MASTER_PORT", "0"))
     listeners = [socket.create_server(("0.0.0.0", 0), backlog=128)]
     if site.rank == 0 and port and site.env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -119,31 +128,17 @@ def probe_network(site: ProbeSite) -> NetworkFacts:
             listeners.append(socket.create_server(("0.0.0.0", port), backlog=128))  # as rank 0 would do itself
     mine = NodeAddresses(node=site.node, addresses=addresses, port=listeners[0].getsockname()[1])
     raw = site.gather("network-hello", codec.dumps(mine), seconds=_GATHER_SECONDS)
-    nodes = {rank: codec.loads(NodeAddresses, text) for rank, text in sorted(raw.items())}
     for one in listeners:
         threading.Thread(target=_answer_all, args=(one,), daemon=True).start()
-    places = [
-        (hello.node, address, hello.port)
-        for rank, hello in nodes.items()
-        if rank != site.rank
-        for address in hello.addresses
-    ]
+    hellos = [codec.loads(NodeAddresses, text) for rank, text in sorted(raw.items()) if rank != site.rank]
+    places = [(hello.node, address, hello.port) for hello in hellos for address in hello.addresses]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         reached = tuple(pool.map(lambda place: _connect(*place), places))
     to_master = _connect("", master, port) if master else None
     site.barrier("network-connected", seconds=_GATHER_SECONDS)
     for one in listeners:
         one.close()
-    transfers = _exchange_data(site, nodes) if len(nodes) > 1 else "there is one node alone"
-    done, backend = ((), "") if isinstance(transfers, str) else transfers
-    return NetworkFacts(
-        addresses=addresses,
-        reached=reached,
-        master=to_master,
-        transfers=done,
-        backend=backend,
-        no_transfers=transfers if isinstance(transfers, str) else "",
-    )
+    return NetworkFacts(addresses=addresses, reached=reached, master=to_master)
 
 
 def _answer_all(listener: socket.socket) -> None:
@@ -173,256 +168,180 @@ def _connect(node: str, address: str, port: int) -> Reached:
     return Reached(node=node, address=address, ahead=ahead, bound=(answered - asked) / 2e9)
 
 
-def partner_of(rank: int, number: int, count: int) -> int | None:
-    """With whom a node exchanges data in round `number` of a round-robin tournament; None: it rests.
+def partners_of(rank: int, count: int) -> list[int | None]:
+    """With whom a node exchanges data in each round; None: it rests.
 
-    No two rounds below ``count - 1`` have a pair in common.
+    In a round the ranks of a pair add up to one odd number, modulo `count`: no two rounds have a pair in common.
     """
-    last = count - 1 + count % 2  # where the number of nodes is odd, this one stands for the rest
-    if last == 0:
+    rounds = min(_PARTNERS, count if count % 2 else count // 2)
+    partners = [(2 * number + 1 - rank) % count for number in range(rounds)]
+    return [None if partner == rank else partner for partner in partners]
+
+
+def probe_bandwidth(site: ProbeSite) -> BandwidthFacts | None:
+    """Exchange data with other nodes; None: there is one alone."""
+    if site.world_size < 2:
         return None
-    found = number if rank == last else (2 * number - rank) % last
-    found = last if found == rank else found
-    return found if found < count else None
-
-
-def _exchange_data(site: ProbeSite, nodes: Mapping[int, NodeAddresses]) -> tuple[tuple[Transfer, ...], str] | str:
-    """Each transfer, and by what; a text: why there is none."""
-    settings = site.settings
     # In a container the workers' interpreter is not to be had from here: then without torch.
-    python = settings.python if settings.container is None else sys.executable
+    python = site.settings.python if site.settings.container is None else sys.executable
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
+        with theirs:
+            process = subprocess.Popen([python, str(PROGRAM)], stdin=theirs.fileno(), env=dict(site.env))
         try:
-            with theirs:
-                process = subprocess.Popen([python, str(PROGRAM)], stdin=theirs.fileno(), env=dict(site.env))
-        except OSError as error:
-            return f"{python}: {error.strerror or error}"
-        try:
-            return exchange_data(site, {rank: hello.addresses for rank, hello in nodes.items()}, ours)
+            return exchange_data(site, ours)
         finally:
             process.kill()
             process.wait()
 
 
-def exchange_data(
-    site: ProbeSite, addresses: Mapping[int, Sequence[str]], control: socket.socket
-) -> tuple[tuple[Transfer, ...], str] | str:
-    """Exchange data with one partner after the other.
+def exchange_data(site: ProbeSite, control: socket.socket) -> BandwidthFacts:
+    """Exchange data with one partner after the other, by the process at the other end of `control`.
 
-    Args:
-        site: This node's.
-        addresses: By rank, the likeliest first.
-        control: Of the process that measures here.
-
-    Returns:
-        Each transfer, and by what; a text: why there is none.
+    Raises:
+        OSError: that process is not ready in time.
     """
     ready = _receive(control, _READY_SECONDS)
-    own = None if ready is None else codec.readable(LinkEnd, {**ready, "token": os.urandom(16).hex()})
+    shown = {"node": site.node, "token": os.urandom(16).hex(), "addresses": list(_own_addresses(site))}
+    own = codec.readable(LinkEnd, {**ready, **shown}) if ready else None
     if own is None:
-        return "the workers' interpreter did not start the probe in time"
+        raise TimeoutError("the workers' interpreter did not start it in time")
     raw = site.gather("link-ends", codec.dumps(own), seconds=_READY_SECONDS)
     ends = {rank: codec.loads(LinkEnd, text) for rank, text in raw.items()}
     backend = min((end.backend for end in ends.values()), key=_BACKENDS.index)  # one for all: the times are compared
     done = []
-    for number in range(min(_PARTNERS, site.world_size - 1 + site.world_size % 2)):
+    for number, partner in enumerate(partners_of(site.rank, site.world_size)):
         site.barrier(f"link-round-{number}", seconds=_TRANSFER_SECONDS + 2.0)
-        partner = partner_of(site.rank, number, site.world_size)
-        if partner is None or partner not in ends or partner not in addresses:
+        if partner is None or partner not in ends:
             continue
         first = min(site.rank, partner)
         order = {
-            "rank": int(site.rank != first), "addresses": list(addresses[first]), "port": ends[first].port,
+            "rank": int(site.rank != first), "addresses": ends[first].addresses, "port": ends[first].port,
             "backend": backend, "gpus": min(own.gpus, ends[partner].gpus) if backend == "nccl" else 0,
             "token": f"{ends[first].token} {number}", "seconds": _TRANSFER_SECONDS,
         }  # fmt: skip
         with contextlib.suppress(OSError):  # it has ended: then there is no answer either
             control.send(json.dumps(order).encode())
         answer = _receive(control, _TRANSFER_SECONDS + 1.0) or {"why": "the process that measures has ended, or hangs"}
-        done.append(Transfer(node=site.hosts[partner], **answer))
-    return tuple(done), backend
+        done.append(Transfer(node=ends[partner].node, **answer))
+    return BandwidthFacts(transfers=tuple(done), backend=backend)
 
 
-def _receive(control: socket.socket, seconds: float) -> Mapping[str, Any] | None:
+def _receive(control: socket.socket, seconds: float) -> dict[str, Any]:
+    """An answer; empty: there is none."""
     control.settimeout(seconds)
     try:
         found = json.loads(control.recv(1 << 16))
     except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 # -- judged --------------------------------------------------------------------------------------------------------
 
 
 def judge_network(facts: Mapping[str, NetworkFacts]) -> list[Finding]:
-    """All findings, in the order of their lines.
-
-    Args:
-        facts: By node, in their order, of those that measured any.
-    """
-    if len(facts) < 2:
-        return []
-    return [_addresses(facts), *_master(facts), _clocks(facts), *judge_transfers(facts)]
+    """Addresses and clocks, by node."""
+    return [_addresses(facts), *_master(facts), _clocks(facts)] if len(facts) > 1 else []
 
 
 def _addresses(facts: Mapping[str, NetworkFacts]) -> Finding:
     """Which address of each node reaches which."""
-    works: dict[str, dict[str, set[str]]] = {
-        node: {address: set() for address in own.addresses} for node, own in facts.items()
-    }
-    why: dict[tuple[str, str], str] = {}
-    for node, own in facts.items():
-        for tried in own.reached:
-            if not tried.error:
-                works.setdefault(tried.node, {}).setdefault(tried.address, set()).add(node)
-            else:
-                why.setdefault((node, tried.node), f"{tried.address}: {tried.error}")
+    tried = [(node, one) for node, own in facts.items() for one in own.reached]
+    works = {(node, one.node) for node, one in tried if not one.error}
+    why = {(node, one.node): f"{one.address}: {one.error}" for node, one in tried}
     cut_off = [
         f"{node} does not reach {other} ({why.get((node, other), 'it has no address')})"
-        for node in facts
-        for other in facts
-        if node != other and not any(node in reaching for reaching in works[other].values())
+        for node, other in permutations(facts, 2)
+        if (node, other) not in works
     ]
+    names = {node: own.addresses[0] for node, own in facts.items() if own.addresses}
+    failed = [f"{one.node}'s {one.address} from {node}" for node, one in tried if one.error]
     if cut_off:
         return problem(
             "network.addresses", first_of(cut_off, _MOST), "workers on these nodes can't meet: a run there fails",
             "--exclude one of the nodes, and have the site look at its network and firewall",
         )  # fmt: skip
-    useless = [
-        f"{node}'s {address} is reached by {len(reaching)} of {len(facts) - 1} nodes"
-        for node, addresses in works.items()
-        for address, reaching in addresses.items()
-        if len(reaching) < len(facts) - 1
-    ]
-    first = {node: own.addresses[0] if own.addresses else "" for node, own in facts.items()}
-    bad = [node for node, address in first.items() if len(works[node].get(address, ())) < len(facts) - 1]
-    if bad:
-        return warning(
-            "network.addresses", first_of(useless, _MOST),
-            f"a script that uses the name of {first_of(bad, _MOST)} as MASTER_ADDR does not work everywhere",
-            "use MASTER_ADDR as workers get it (an address that others have reached), or --master-addr; "
-            "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME for the process group",
-        )  # fmt: skip
-    also = f"; {first_of(useless, _MOST)}" if useless else ""
-    shown = first_of([f"{node} at {address}" for node, address in first.items()], _MOST)
-    return ok("network.addresses", f"each node reaches each ({shown}){also}")
+    return warn_unless(
+        not any(one.error and one.address == names.get(one.node) for _, one in tried), "network.addresses",
+        f"not reached: {first_of(failed, _MOST)}" if failed
+        else f"each node reaches each ({first_of([f'{node} at {address}' for node, address in names.items()], _MOST)})",
+        "a script that uses the name of such a node as MASTER_ADDR does not work everywhere",
+        "use MASTER_ADDR as workers get it (an address that others have reached), or --master-addr; "
+        "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME for the process group",
+    )  # fmt: skip
 
 
 def _master(facts: Mapping[str, NetworkFacts]) -> Iterator[Finding]:
     tried = {node: own.master for node, own in facts.items() if own.master is not None}
-    if not tried:
-        return
-    address = next(iter(tried.values())).address
     failed = [f"{node} ({found.error})" for node, found in tried.items() if found.error]
-    if failed:
-        yield problem(
-            "network.master", f"MASTER_ADDR={address} is not reached from {first_of(failed, _MOST)}",
+    reached = f"not reached from {first_of(failed, _MOST)}" if failed else "reached from all nodes"
+    for address in dict.fromkeys(found.address for found in tried.values()):
+        yield problem_unless(
+            not failed, "network.master", f"MASTER_ADDR={address} is {reached}",
             "workers there wait for the process group until it times out",
             "--master-addr with an address of the first node that all others reach; --master-port where a firewall "
             "lets few ports through",
         )  # fmt: skip
-    else:
-        yield ok("network.master", f"MASTER_ADDR={address} is reached from all nodes")
 
 
 def _clocks(facts: Mapping[str, NetworkFacts]) -> Finding:
-    best: dict[tuple[str, str], tuple[float, float]] = {}
-    for node, own in facts.items():
-        for one in own.reached:
-            pair = (node, one.node)
-            if one.ahead is not None and node < one.node and (pair not in best or one.bound < best[pair][1]):
-                best[pair] = (one.ahead, one.bound)
-    apart = [(abs(ahead), bound, *pair, ahead) for pair, (ahead, bound) in best.items()]
+    """Each pair of nodes once, by its first node's clock."""
+    apart = [
+        (abs(one.ahead), one.bound, f"{node}'s and {one.node}'s")
+        for node, own in facts.items()
+        for one in own.reached
+        if one.ahead is not None and node < one.node
+    ]
     if not apart:
         return ok("network.clocks", "not known: no node reached another")
-    far = sorted((one for one in apart if one[0] - one[1] > _APART), reverse=True)
-    said = [f"{node}'s is {seconds:+.1f} s against {other}'s" for _, _, node, other, seconds in far]
-    most, bound = max(one[:2] for one in apart)
+    far = dict.fromkeys(pair for ahead, bound, pair in apart if ahead - bound > _APART)
+    least, most = max(ahead - bound for ahead, bound, _ in apart), max(ahead + bound for ahead, bound, _ in apart)
     return warn_unless(
         not far, "network.clocks",
-        first_of(said, _MOST) if far else f"at most {1000 * most:.0f} ms apart (± {1000 * bound:.1f} ms)",
+        f"up to {least:.1f} s apart: {first_of(list(far), _MOST)}" if far else f"at most {1000 * most:.1f} ms apart",
         "the times in the scripts' own logs do not fit together; hpc-elastic compares no wall clocks",
         "have the site look at NTP on the nodes that are named most",
     )  # fmt: skip
 
 
-def judge_transfers(facts: Mapping[str, NetworkFacts]) -> Iterator[Finding]:
-    """Which nodes are bad, and which are slow: each only where it has tried another one that does well."""
-    if not any(own.transfers for own in facts.values()):
-        why = dict.fromkeys(own.no_transfers for own in facts.values() if own.no_transfers)
-        yield warning(
-            "network.bandwidth", f"not measured: {first_of(list(why), 2)}", "slow links are not known",
-            "--python with an interpreter that every node has, then hpc-elastic doctor again",
-        )  # fmt: skip
+def judge_bandwidth(facts: Mapping[str, BandwidthFacts]) -> Iterator[Finding]:
+    """Which pairs fail, and which nodes are slow with each that they tried."""
+    done = [(node, one) for node, own in facts.items() for one in own.transfers]
+    if not done:
         return
-    pairs = _pairs(facts)
     best: dict[str, float] = {}
-    for pair, (seconds, _) in pairs.items():
-        if seconds is not None:
-            best.update({node: min(seconds, best.get(node, seconds)) for node in pair})
-    usual = median(best.values()) if best else 0.0
-    sound = {node for node, seconds in best.items() if seconds <= _SLOW_FACTOR * usual}
-    size = max(one.bytes for own in facts.values() for one in own.transfers)
-    bad, slow = {}, {}
-    for node in facts:
-        tried = {one: why for pair, (_, why) in pairs.items() if node in pair for one in pair if one != node}
-        if node in sound or sound.isdisjoint(tried):
-            continue
-        if node not in best:
-            said = "; ".join(f"with {other}: {why}" for other, why in tried.items())
-            bad[node] = f"{node}: no transfer over the network succeeded ({said})"
-        else:
-            partners = " and ".join(other for other, why in tried.items() if not why)
-            rates = f"{rate_text(size, best[node])} with {partners}"
-            slow[node] = f"{node}: {rates}, where the median of {len(best)} nodes is {rate_text(size, usual)}"
-    failed = [
-        f"{' and '.join(pair)}: {why}"
-        for pair, (seconds, why) in pairs.items()
-        if seconds is None and bad.keys().isdisjoint(pair)
-    ]
+    failed: dict[str, str] = {}
+    for node, one in done:
+        if one.seconds is not None:
+            best[node] = min(one.seconds, best.get(node, one.seconds))
+        else:  # of both ends the later one's reason: it tried to connect, the other could only wait
+            failed[" and ".join(sorted((node, one.node)))] = one.why
     by = next(own.backend for own in facts.values() if own.transfers)
-    way_out = "--exclude it, and have the site look at its network"
-    if bad:
-        found = first_of(list(bad.values()), _MOST)
-        yield problem("network.bandwidth", found, "collectives with this node fail or hang", way_out)
     if failed:
+        dead = dict.fromkeys(node for node, _ in done if best and node not in best)
+        shown = first_of([f"{pair}: {why}" for pair, why in failed.items()], _MOST)
+        way_out = f"{by} must find the right network (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); ask the site"
         yield problem(
-            "network.bandwidth", f"no transfer between {first_of(failed, _MOST)}",
-            "collectives between them fail or hang",
-            f"{by} must find the right network (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME); ask the site",
+            "network.bandwidth", f"no transfer between {shown}", "collectives between them fail or hang",
+            f"--exclude {names_text(dead)}, and have the site look at its network" if dead else way_out,
         )  # fmt: skip
+    if not best:
+        return
+    size, usual = max(one.bytes for _, one in done), median(best.values())
+    slow = [f"{node}: {_rate(size, seconds)}" for node, seconds in best.items() if seconds > _SLOW_FACTOR * usual]
     if slow:
-        found = first_of(list(slow.values()), _MOST)
-        yield warning("network.bandwidth", found, "all workers wait for the slowest in each step", way_out)
-    if not (bad or failed or slow):
-        by = "a plain TCP connection, as the workers' Python lacks torch" if by == "tcp" else by
-        least = rate_text(size, max(best.values()))
-        yield ok(
+        yield warning(
             "network.bandwidth",
-            f"{rate_text(size, usual)} in the median, {least} at least, between two nodes by {by}",
-        )
+            f"{first_of(slow, _MOST)}, where the median of {len(best)} nodes is {_rate(size, usual)}",
+            "all workers wait for the slowest in each step", "--exclude it, and have the site look at its network",
+        )  # fmt: skip
+    if not failed and not slow:
+        by = "a plain TCP connection, as the workers' Python lacks torch" if by == "tcp" else by
+        rates = f"{_rate(size, usual)} in the median, {_rate(size, max(best.values()))} at least"
+        yield ok("network.bandwidth", f"{rates}, between two nodes by {by}")
 
 
-def _pairs(facts: Mapping[str, NetworkFacts]) -> dict[tuple[str, str], tuple[float | None, str]]:
-    """How long each pair took, which works where both ends say so; None and why: it failed."""
-    order = {node: place for place, node in enumerate(facts)}
-    ends: dict[tuple[str, str], list[Transfer]] = {}
-    for node, own in facts.items():
-        for one in own.transfers:
-            pair = sorted((node, one.node), key=lambda each: order.get(each, len(order)))
-            ends.setdefault((pair[0], pair[1]), []).append(one)
-    found: dict[tuple[str, str], tuple[float | None, str]] = {}
-    for pair_, both in ends.items():
-        times = [one.seconds for one in both if one.seconds is not None]
-        # The reason is that of the end that tried to connect, not of the one that could only wait.
-        why = next((one.why for one in reversed(both) if one.why), "it did not answer")
-        found[pair_] = (max(times), "") if len(times) == 2 else (None, why)
-    return found
-
-
-def rate_text(count: int, seconds: float) -> str:
-    """``9.4 Gbit/s``."""
+def _rate(count: int, seconds: float) -> str:
     rate = 8 * count / max(seconds, 1e-9)
     return f"{rate / 1e9:.1f} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:.1f} Mbit/s"

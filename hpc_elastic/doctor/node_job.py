@@ -1,32 +1,35 @@
-"""The doctor's own job: which run it is, what its nodes have written, and what that means."""
+"""The doctor's own job: which run it is, its worker on each node, what these have written, and what that means.
+
+The worker runs by doctor's own interpreter, as the agents do; what is asked of the workers' interpreter is asked in a
+process. It judges nothing.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
+from hpc_elastic.agent.health import GPU_SECONDS
 from hpc_elastic.base import codec
+from hpc_elastic.base.clock import SystemClock
+from hpc_elastic.base.files import Unreadable, ask_about, make_private_dir
 from hpc_elastic.base.self_command import module_command
-from hpc_elastic.doctor.files import judge_files
+from hpc_elastic.doctor import files, job, network, software
+from hpc_elastic.doctor.files import FileFacts
 from hpc_elastic.doctor.findings import Finding, fold, ok, problem
-from hpc_elastic.doctor.job import judge_job
-from hpc_elastic.doctor.network import judge_network
-from hpc_elastic.doctor.node_probe import SETTINGS, NodeFacts, load_facts
-from hpc_elastic.doctor.probe_site import ProbeSettings
-from hpc_elastic.doctor.software import judge_node_gpus, judge_pythons
+from hpc_elastic.doctor.job import MemoryFacts, NoticeFacts
+from hpc_elastic.doctor.network import BandwidthFacts, NetworkFacts
+from hpc_elastic.doctor.probe_site import ProbeSettings, ProbeSite
+from hpc_elastic.doctor.software import IMPORT_SECONDS, GpusFacts, PythonFacts
 from hpc_elastic.options import job_options
-from hpc_elastic.options.run_request import (
-    SlurmJob,
-    build_spec,
-    runs_directory,
-    slurm_job,
-    spec_fields,
-    working_directory,
-)
+from hpc_elastic.options.run_request import SlurmJob, build_spec, runs_directory, slurm_job, working_directory
 from hpc_elastic.options.table import Parsed
 from hpc_elastic.run.attempt import UnreadableAttemptError, load_attempt, load_newest_result
 from hpc_elastic.run.container import Container
@@ -35,8 +38,11 @@ from hpc_elastic.run.option_values import GrowPolicy
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.notation import names_text
+from hpc_elastic.store.file_store import FileStore
+from hpc_elastic.worker_api.preemption import preemption_notice
 
 NAME = "doctor"
+_ENDING = ".node.json"
 _MINUTES = "20"
 _GRACE = "60"
 _LAST_CALL = 60.0
@@ -52,6 +58,37 @@ TAKEN = frozenset(
 )
 """`Option.dest` of those of ``submit`` that it takes, for its job or to compare with; ``--nodes`` is its own: a file's
 is meant for runs."""
+PARTS: Mapping[str, tuple[Callable[[ProbeSite], Any], float]] = {
+    "memory": (job.probe_memory, 60.0),
+    "files": (files.probe_files, 240.0),
+    "network": (network.probe_network, 180.0),
+    "python": (software.probe_python, IMPORT_SECONDS + 60.0),
+    "bandwidth": (network.probe_bandwidth, 200.0),
+    "gpus": (software.probe_gpus, GPU_SECONDS + 15.0),
+    "notice": (job.probe_notice, 800.0),  # last: the job ends with it
+}
+"""Fields of `NodeFacts`: the probe, and the seconds that it may take."""
+
+
+class NodeFacts(Struct, kw_only=True):
+    """One node's. A part is None where its probe failed, or was not reached."""
+
+    node: str
+    rank: int = 0
+    files: FileFacts | None = None
+    memory: MemoryFacts | None = None
+    network: NetworkFacts | None = None
+    bandwidth: BandwidthFacts | None = None
+    notice: NoticeFacts | None = None
+    python: PythonFacts | None = None
+    gpus: GpusFacts | None = None
+    failed: dict[str, str] = field(default_factory=dict)
+    """Part → why there is none."""
+    unfinished: str = ""
+    """The part that was being probed when this was written; empty: all are done."""
+
+
+# -- the run -------------------------------------------------------------------------------------------------------
 
 
 class ProbeJob(Struct, frozen=True, kw_only=True):
@@ -68,47 +105,20 @@ class ProbeJob(Struct, frozen=True, kw_only=True):
     def paths(self) -> RunPaths:
         return RunPaths(self.runs_dir / self.spec.run_id)
 
-    def fill(self) -> None:
-        """Write into its run directory what the probes read."""
-        probe_folder(self.paths).mkdir(mode=0o700)
-        codec.save(probe_folder(self.paths) / SETTINGS, self.settings)
 
-
-def probe_folder(paths: RunPaths) -> Path:
+def _folder(paths: RunPaths) -> Path:
     """Where the probes' facts are."""
     return paths.root / "doctor"
 
 
-def probe_settings(parsed: Parsed) -> ProbeSettings:
-    """The workers' interpreter, and the container that it is in.
-
-    Raises:
-        UsageError: a value that can't be right.
-    """
-    given = spec_fields(parsed)
-    image = given.get("container_image")
-    container = None
-    if image is not None:
-        names = ("mounts", "workdir", "env", "args")
-        rest = {name: given[f"container_{name}"] for name in names if f"container_{name}" in given}
-        container = Container(image=image, **rest)
-    own = sys.executable if container is None else "python3"
-    return ProbeSettings(python=parsed.get("python") or own, container=container)
-
-
 def plan_job(parsed: Parsed, *, cluster: str, env: Mapping[str, str]) -> ProbeJob:
-    """What the options ask for.
-
-    Args:
-        parsed: The command line, with the options of `TAKEN`.
-        cluster: ``slurm`` or ``local``.
-        env: For sbatch's own variables.
+    """What the options ask for, those of `TAKEN`; `cluster`: ``slurm`` or ``local``.
 
     Raises:
         UsageError: a value that can't be right.
     """
     # Not by this interpreter's name alone: --setup would put the one of its own in that place.
-    command = ("/usr/bin/env", *module_command("hpc_elastic.doctor.node_probe", "main"))
+    command = ("/usr/bin/env", *module_command("hpc_elastic.doctor.node_job", "main"))
     values = {
         "job_name": (NAME,), "no_python": ("1",), "nproc_per_node": ("1",), "requeue": ("0",), "max_requeues": ("0",),
         "max_restarts": ("0",), "health_checks": ("none",),
@@ -126,12 +136,13 @@ def plan_job(parsed: Parsed, *, cluster: str, env: Mapping[str, str]) -> ProbeJo
             asked, cluster="local", nodes=job_options.asked_nodes(parsed), cwd=cwd, env=env,
             grace=job_options.notice_seconds(asked),
         )  # fmt: skip
-    folder = probe_folder(RunPaths(runs_dir / spec.run_id))
-    settings = probe_settings(parsed)
+    own = sys.executable if spec.container is None else "python3"
+    settings = ProbeSettings(python=parsed.get("python") or own, container=spec.container)
+    args = (*spec.entrypoint.args, str(_folder(RunPaths(runs_dir / spec.run_id))), codec.dumps(settings))
     spec = replace(
         spec,
         # The agents would serve the workers' store by the workers' interpreter, which is yet to be tried.
-        entrypoint=replace(spec.entrypoint, args=(*spec.entrypoint.args, str(folder)), python=sys.executable),
+        entrypoint=replace(spec.entrypoint, args=args, python=sys.executable),
         min_nodes=1,  # facts of the nodes that come are better than none
         grow=GrowPolicy.NEVER,
         rdzv_conf={"last_call_timeout": _LAST_CALL, **spec.rdzv_conf},
@@ -141,87 +152,131 @@ def plan_job(parsed: Parsed, *, cluster: str, env: Mapping[str, str]) -> ProbeJo
     return ProbeJob(spec=spec, runs_dir=runs_dir, settings=settings, slurm=slurm)
 
 
-class Collected(Struct, frozen=True, kw_only=True):
-    """What became of the job."""
-
-    nodes: tuple[str, ...]
-    """That it had; empty: it never began."""
-    facts: dict[str, NodeFacts]
-    why: str = ""
-    """Why nodes are missing in `facts`, or have not finished; or how the newest attempt ended."""
-    kill_wait: float | None = None
-    """Slurm's, in seconds."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether there were nodes, and all have finished."""
-        return bool(self.nodes) and not any(_is_open(self.facts.get(node)) for node in self.nodes)
+# -- its worker ----------------------------------------------------------------------------------------------------
 
 
-def _is_open(facts: NodeFacts | None) -> bool:
-    return facts is None or bool(facts.unfinished)
+def probe_node(site: ProbeSite) -> NodeFacts:
+    """Measure all parts, one after the other, and write what is known before each, and at the end."""
+    facts = NodeFacts(node=site.node, rank=site.rank)
+    for name, (probe, seconds) in PARTS.items():
+        print(f"doctor: {name}", flush=True)
+        facts.unfinished = name
+        codec.save(site.folder / f"{site.node}{_ENDING}", facts)
+        found = _bounded(probe, site, seconds)
+        if isinstance(found, str):
+            facts.failed[name] = found
+        else:
+            setattr(facts, name, found)
+    facts.unfinished = ""
+    codec.save(site.folder / f"{site.node}{_ENDING}", facts)
+    return facts
 
 
-def collect(paths: RunPaths) -> Collected:
-    """Read what the nodes have written."""
+def _bounded(probe: Callable[[ProbeSite], Any], site: ProbeSite, seconds: float) -> Any:
+    """What the probe found; a text: why it found nothing. One that hangs is left to its thread."""
+    outcome: list[Any] = []
+
+    def work() -> None:
+        try:
+            outcome.append(probe(site))
+        except Exception as error:
+            outcome.append(f"{type(error).__name__}: {error}")
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return outcome[0] if outcome else f"no end after {seconds:g} s"
+
+
+def open_site(folder: Path, settings: str, env: Mapping[str, str]) -> ProbeSite:
+    """This worker's place, by the variables that each worker has; `settings`: of `ProbeSettings`, as JSON."""
+    rank, clock = int(env["GROUP_RANK"]), SystemClock()
+    make_private_dir(folder)
+    # A round that follows a lost node has keys of its own.
+    root = folder / f"store-{env['HPC_ELASTIC_ATTEMPT']}-{env['TORCHELASTIC_RESTART_COUNT']}"
+    return ProbeSite(
+        rank=rank,
+        world_size=int(env["GROUP_WORLD_SIZE"]),
+        node=env.get("SLURMD_NODENAME") or f"node{rank}",
+        folder=folder,
+        settings=codec.loads(ProbeSettings, settings),
+        store=FileStore(root, clock=clock),
+        clock=clock,
+        env=env,
+    )
+
+
+def main() -> NoReturn:
+    """``FOLDER SETTINGS``: probe this node."""
+    preemption_notice()  # from now on the agent knows that this worker takes notices
+    probe_node(open_site(Path(sys.argv[1]), sys.argv[2], os.environ))
+    sys.stdout.flush()
+    os._exit(0)  # a probe may hang in a mount
+
+
+# -- judged --------------------------------------------------------------------------------------------------------
+
+
+def collect(paths: RunPaths) -> tuple[tuple[str, ...], dict[str, NodeFacts], str]:
+    """The job's nodes, none where it never began; what they have written; and what is known of why some did not."""
     begun = paths.begun_attempts()
     if not begun:
-        return Collected(nodes=(), facts={})
+        return (), {}, ""
     try:
         attempt = load_attempt(begun[-1].attempt_json)
     except UnreadableAttemptError as error:
-        return Collected(nodes=(), facts={}, why=str(error))
-    stored = load_newest_result(paths)
-    facts = load_facts(probe_folder(paths), attempt.nodes)
-    known = (item.why for item in load_record(paths.nodes_json).evidence if _is_open(facts.get(item.node)))
+        return (), {}, str(error)
+    ask_about(_folder(paths))
+    read = {node: codec.load(_folder(paths) / f"{node}{_ENDING}", NodeFacts) for node in attempt.nodes}
+    facts = {node: each for node, each in read.items() if not isinstance(each, Unreadable)}
+    left = unfinished(attempt.nodes, facts)
+    known = (item.why for item in load_record(paths.nodes_json).evidence if item.node in left)
     why = ", ".join(filter(None, dict.fromkeys(known)))
-    if not why and stored is not None:
+    if not why and (stored := load_newest_result(paths)) is not None:
         why = f"{stored.outcome.replace('_', ' ')}: {stored.reason}"
-    return Collected(nodes=attempt.nodes, facts=facts, why=why, kill_wait=attempt.kill_wait)
+    return attempt.nodes, facts, why
 
 
-def judge_nodes(found: Collected, *, ended: str = "", container: Container | None = None) -> list[Finding]:
+def unfinished(nodes: Sequence[str], facts: Mapping[str, NodeFacts]) -> dict[str, str]:
+    """Nodes that did not write all, and how far they came."""
+    texts = {node: f"stopped while it probed {each.unfinished}" for node, each in facts.items() if each.unfinished}
+    return {node: texts.get(node, "wrote nothing") for node in nodes if node in texts or node not in facts}
+
+
+def judge_nodes(
+    nodes: Sequence[str], facts: Mapping[str, NodeFacts], *, why: str = "", container: Container | None = None
+) -> list[Finding]:
     """What the nodes' facts mean for a run.
 
     Args:
-        found: What they wrote.
-        ended: How the job ended, where it is not known from `found`.
+        nodes: The job's; none where it never began.
+        facts: What they wrote.
+        why: Why some wrote less, or how the job ended.
         container: In which the workers run; None: on the host.
     """
-    facts = found.facts
-    why = "" if found.is_whole else found.why or ended
-    pythons = {node: each.python for node, each in facts.items() if each.python is not None}
+
+    def part(name: str) -> dict[str, Any]:
+        return {node: found for node, each in facts.items() if (found := getattr(each, name)) is not None}
+
     return [
-        *_came(facts, found.nodes, why),
-        *judge_files({node: each.files for node, each in facts.items() if each.files is not None}),
-        *judge_job(
-            {node: each.slurm for node, each in facts.items() if each.slurm is not None},
-            {node: each.notice for node, each in facts.items() if each.notice is not None},
-            kill_wait=found.kill_wait,
-        ),
-        *judge_network({node: each.network for node, each in facts.items() if each.network is not None}),
-        *judge_pythons(pythons, container),
-        *judge_node_gpus({node: each.gpus for node, each in facts.items() if each.gpus is not None}),
+        *_came(nodes, facts, f": {why}" if why else ""),
+        *files.judge_files(part("files")),
+        *job.judge_job(part("memory"), part("notice")),
+        *network.judge_network(part("network")),
+        *network.judge_bandwidth(part("bandwidth")),
+        *(software.judge_pythons(part("python"), container) if facts else ()),
+        *software.judge_node_gpus(part("gpus")),
     ]
 
 
-def _came(facts: Mapping[str, NodeFacts], nodes: tuple[str, ...], ended: str) -> Iterator[Finding]:
-    why = f": {ended}" if ended else ""
-    missing = [node for node in nodes if node not in facts]
-    if missing or not nodes:
-        yield problem(
-            "nodes.job", f"nothing came from {names_text(missing) if missing else 'any node'}{why}",
-            "a run would not have those nodes, or not begin at all",
-            "see the job's log and report in its run directory; leave the nodes out with --exclude",
-        )  # fmt: skip
-    stopped = {node: each.unfinished for node, each in facts.items() if each.unfinished}
-    means, way_out = "what it would check is not known there", "see the job's log and report in its run directory"
-    yield from fold([
-        (node, problem("nodes.job", f"stopped while it probed {part}{why}", means, way_out))
-        for node, part in stopped.items()
-    ])  # fmt: skip
-    if nodes and not missing and not stopped:
+def _came(nodes: Sequence[str], facts: Mapping[str, NodeFacts], why: str) -> Iterator[Finding]:
+    means, way_out = "a run would not have those nodes", "see the job's log and report; leave nodes out with --exclude"
+    texts = unfinished(nodes, facts)
+    if not nodes:
+        yield problem("nodes.job", f"it did not run on any node{why}", "a run would not begin", way_out)
+    elif not texts:
         yield ok("nodes.job", f"agents and workers ran on {names_text(nodes)}")
+    yield from fold([(node, problem("nodes.job", text + why, means, way_out)) for node, text in texts.items()])
     yield from fold([
         (node, problem("nodes.probes", f"{part}: {text}", "what it checks is not known there", "try it on that node"))
         for node, each in facts.items()

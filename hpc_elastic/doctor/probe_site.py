@@ -21,7 +21,7 @@ _LONGEST_PAUSE = 0.2
 
 
 class ProbeSettings(Struct, frozen=True, kw_only=True):
-    """What the probes are asked for, in ``settings.json`` of their folder."""
+    """What the probes are asked for."""
 
     python: str
     """The workers' interpreter. The probes themselves run by doctor's own, which has this package."""
@@ -43,20 +43,13 @@ class ProbeSite(Struct, kw_only=True):
     store: FileStore
     clock: Clock
     env: Mapping[str, str]
-    hosts: tuple[str, ...] = ()
-    """`node` of each rank."""
     stop: threading.Event = field(default_factory=threading.Event)
 
     def gather(self, name: str, value: str = "1", *, seconds: float = 60.0) -> dict[int, str]:
-        """Give `value` to all, and wait for theirs.
-
-        Args:
-            name: Of this exchange; used once.
-            value: Text, not empty.
-            seconds: How long the others are waited for.
+        """Give `value`, not empty, to all, and wait for theirs. A `name` is used once.
 
         Returns:
-            The values by rank; a rank that did not come in time is missing.
+            The values by rank; a rank that did not come in `seconds` is missing.
         """
         self.store.put_if_absent(f"{name}/{self.rank:05d}", value)
         deadline = self.clock.monotonic() + seconds

@@ -31,7 +31,7 @@ class SavedFindings(Struct, frozen=True, kw_only=True):
 
 
 _NAME = "doctor.json"
-_OF_THE_SITE = ("slurm.", "partition", "gpu.", "network.", "nodes.memory", "nodes.cpus", "nodes.signals", "nodes.shm")
+_OF_THE_SITE = ("slurm.", "partition", "gpu.", "network.", "nodes.memory", "nodes.signals", "nodes.shm")
 _OF_THE_ACCOUNT = "slurm.limits"
 
 

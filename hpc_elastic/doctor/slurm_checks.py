@@ -50,7 +50,6 @@ def ask_slurm(run: SlurmFacts, *, runner: CommandRunner, clock: Clock, env: Mapp
         partitions=ask("scontrol", "show", "partition") or "",
         associations=ask("sacctmgr", "-nP", "show", "assoc", f"user={user}", limits),
         qos_limits=ask("sacctmgr", "-nP", "show", "qos", f"format={','.join(QOS_FIELDS)}"),
-        gres=ask("sinfo", "-N", "-h", "-o", "%N|%P|%G") or "",
     )
 
 

@@ -10,8 +10,7 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
 
 from msgspec import Struct
 
@@ -41,14 +40,12 @@ try:
     import torch
     facts["torch"] = str(torch.__version__)
     facts["seconds"] = time.monotonic() - began
-    facts["cuda"] = str(torch.version.cuda or getattr(torch.version, "hip", None) or "")
-    facts["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if facts["cuda"] else ""
 except BaseException as error:
     facts["torch_error"] = "%s: %s" % (type(error).__name__, error)
 sys.__stdout__.write("\\n" + json.dumps(facts) + "\\n")
 """
 _PID = re.compile(r"\[\d+\]")
-_TEXTS = ("executable", "version", "torch", "torch_error", "cuda", "nccl")
+_TEXTS = ("executable", "version", "torch", "torch_error")
 
 
 class PythonFacts(Struct, frozen=True, kw_only=True):
@@ -61,9 +58,6 @@ class PythonFacts(Struct, frozen=True, kw_only=True):
     torch: str = ""
     """Its version; empty: it can't be imported."""
     torch_error: str = ""
-    cuda: str = ""
-    """That torch was built for (or ROCm); empty: for CPUs."""
-    nccl: str = ""
     seconds: float = 0.0
     """Of ``import torch``."""
 
@@ -93,7 +87,7 @@ def look_at_python(
     *,
     cwd: str,
     container: Container | None = None,
-    seconds: float = IMPORT_SECONDS,
+    limit: float = IMPORT_SECONDS,
 ) -> PythonFacts | None:
     """Start an interpreter and have it import torch; None: it is in an image that Pyxis starts, in a step alone.
 
@@ -102,7 +96,7 @@ def look_at_python(
         env: The workers'.
         cwd: The run's working directory.
         container: Where it runs; None: on this host.
-        seconds: How long it may take.
+        limit: Seconds that it may take.
     """
     if container is not None and container.image.runtime is Runtime.PYXIS:
         return None
@@ -110,32 +104,21 @@ def look_at_python(
     if container is not None:
         has_nvidia = os.path.exists(_NVIDIA)
         argv, environ = enter_container(container, argv, env, local_rank=0, cwd=cwd, has_nvidia=has_nvidia)
-    found = _start(argv, environ, seconds, cwd=cwd)
-    if isinstance(found, str):
-        return PythonFacts(error=found)
-    texts = {name: clean_line(str(found.get(name, "")))[:300] for name in _TEXTS}
-    return PythonFacts(**texts, seconds=float(found.get("seconds", 0.0)))
-
-
-def _start(argv: Sequence[str], env: Mapping[str, str], seconds: float, *, cwd: str) -> dict[str, Any] | str:
-    """What it printed, or why there was nothing."""
     try:
-        done = subprocess.run(
-            argv, env=dict(env), cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, timeout=seconds
-        )
+        done = subprocess.run(argv, env=environ, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit)
     except subprocess.TimeoutExpired:
-        return f"{argv[0]} has not answered for {seconds:g} s"
+        return PythonFacts(error=f"{argv[0]} has not answered for {limit:g} s")
     except OSError as error:
-        return f"{error.filename or argv[0]}: {error.strerror or error}"
-    lines = done.stdout.decode(errors="replace").strip().splitlines()
+        return PythonFacts(error=f"{error.filename or argv[0]}: {error.strerror or error}")
     try:
-        found = json.loads(lines[-1])
-        return found if isinstance(found, dict) else f"{argv[0]} is no Python"
-    except (ValueError, IndexError):
+        found = json.loads(done.stdout.decode(errors="replace").strip().splitlines()[-1])
+        texts = {name: clean_line(str(found.get(name, "")))[:300] for name in _TEXTS}
+        return PythonFacts(**texts, seconds=float(found.get("seconds", 0.0)))
+    except (ValueError, IndexError, AttributeError):
         said = done.stderr.decode(errors="replace").strip().splitlines()
         how = f"ended with {done.returncode}" if done.returncode else "is no Python"
         # A runtime's own number of its process would make one reason of each node another.
-        return _PID.sub("", clean_line(f"{argv[0]} {how}{f': {said[-1]}' if said else ''}"))[:300]
+        return PythonFacts(error=_PID.sub("", clean_line(f"{argv[0]} {how}{f': {said[-1]}' if said else ''}"))[:300])
 
 
 def probe_gpus(site: ProbeSite) -> GpusFacts:
@@ -201,10 +184,7 @@ def _torch(check: str, pythons: Mapping[str, PythonFacts]) -> Finding:
             check, _by_value(missing), "scripts that train with it fail",
             "--python PATH, or --setup COMMAND that activates the environment that has it",
         )  # fmt: skip
-    kinds = {}
-    for node, python in pythons.items():
-        nccl = f", NCCL {python.nccl}" if python.nccl else ""
-        kinds[node] = f"torch {python.torch} for {f'CUDA {python.cuda}' if python.cuda else 'CPUs'}{nccl}"
+    kinds = {node: f"torch {python.torch}" for node, python in pythons.items()}
     if len(set(kinds.values())) > 1:
         return problem(
             check, _by_value(kinds), "process groups of unlike versions hang or fail",
@@ -219,7 +199,7 @@ def _torch(check: str, pythons: Mapping[str, PythonFacts]) -> Finding:
 
 
 def judge_node_gpus(nodes: Mapping[str, GpusFacts]) -> Iterator[Finding]:
-    """Are they there, alike, fit, and at full speed?"""
+    """Are they there, alike, and fit?"""
     if not any(each.given or each.nvml.devices for each in nodes.values()):
         if nodes:
             yield ok("gpu.count", "the job has no GPUs of NVIDIA")
@@ -246,17 +226,6 @@ def judge_node_gpus(nodes: Mapping[str, GpusFacts]) -> Iterator[Finding]:
         _by_value(faults) or (f"not known on {names_text(unasked)}: no NVML" if unasked else "NVML shows none"),
         "workers there fail, or are not started where the health check finds it",
         f"--exclude {names_text(faults)}, and a note to the site",
-    )  # fmt: skip
-    slowed = {
-        node: ", ".join(f"GPU {one.index} by {' and '.join(one.slowed)}" for one in devices if one.slowed)
-        for node, devices in own.items()
-        if any(one.slowed for one in devices)
-    }
-    yield warn_unless(
-        not slowed, "gpu.clocks", f"slowed: {_by_value(slowed)}" if slowed
-        else "no GPU is known to be slowed by heat or its power supply",
-        "all ranks wait for the slowest GPU at each step",
-        f"--exclude {names_text(slowed)}, and a note to the site (cooling, power)",
     )  # fmt: skip
 
 

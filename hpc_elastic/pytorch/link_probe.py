@@ -1,4 +1,4 @@
-"""Measures the network between this node and one other at a time: the far end of `hpc_elastic.doctor.pairs`.
+"""Measures the network between this node and one other at a time: the far end of `hpc_elastic.doctor.network`.
 
 Started as a file by the workers' interpreter; it needs the standard library alone, and torch where that is there: then
 the data goes as the workers' does, through NCCL where there are GPUs (one rank for each), else through gloo. Without

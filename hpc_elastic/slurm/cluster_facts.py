@@ -10,7 +10,7 @@ from msgspec import Struct
 _LINE = re.compile(r"(\S+)\s+= (.*)\Z")
 _LEADING_NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 # Slurm's own defaults, used where a line is missing or unreadable.
-_KILL_WAIT, _SLURMD_TIMEOUT, _CRED_EXPIRE, _MIN_JOB_AGE = 30, 300, 120, 300
+_KILL_WAIT, _SLURMD_TIMEOUT, _CRED_EXPIRE = 30, 300, 120
 # sinfo adds a mark to a state: * not responding, ~ powered down, # powering up, $ reserved, @ to reboot, - planned.
 _UNUSABLE = ("down", "drained", "draining", "drain", "fail", "failing", "error", "unknown", "inval", "maint", "future")
 
@@ -28,8 +28,6 @@ class SlurmConfig(Struct, frozen=True, kw_only=True):
     """Whether jobs may be requeued where they don't say."""
     requeue_delay: int
     """How long a requeued job waits where nobody sets its StartTime."""
-    min_job_age: int
-    """How long an ended job stays known."""
     has_epilog: bool = False
     """Whether something of the site's runs on a node after each job: it may take its time."""
 
@@ -58,7 +56,6 @@ def parse_show_config(text: str) -> SlurmConfig:
         slurmd_timeout=_seconds(fields.get("SlurmdTimeout"), _SLURMD_TIMEOUT),
         job_requeue=fields.get("JobRequeue", "1").startswith("1"),
         requeue_delay=_requeue_delay(fields),
-        min_job_age=_seconds(fields.get("MinJobAge"), _MIN_JOB_AGE),
         has_epilog=any(fields.get(key, "(null)") not in ("", "(null)", "N/A") for key in ("Epilog", "Epilog[0]")),
     )
 

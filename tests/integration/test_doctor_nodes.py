@@ -30,7 +30,6 @@ def site_on(mount: Path, rank: int) -> ProbeSite:
     return ProbeSite(
         rank=rank, world_size=2, node=f"n{rank}", folder=folder, settings=ProbeSettings(python=sys.executable),
         store=FileStore(folder / "store", clock=clock), clock=clock, env={"HOME": str(mount), "TMPDIR": str(mount)},
-        hosts=("n0", "n1"),
     )  # fmt: skip
 
 
@@ -97,7 +96,7 @@ def test_a_node_that_writes_nothing_is_a_problem_and_its_files_are_kept(tmp_path
     asked = doctor(tmp_path, "--nodes", "1", "--python", "/usr/bin/python3", "--setup", "exit 7")
     printed, notes = asked.communicate(timeout=240)
     (line,) = [line for line in printed.splitlines() if " nodes.job: " in line]
-    assert line.startswith("problem  nodes.job: nothing came from node0: failed"), line
+    assert line.startswith("problem  nodes.job: node0: wrote nothing: failed"), line
     assert asked.returncode == 1
     (run,) = (tmp_path / "runs" / "doctor").iterdir()
     assert str(run) in notes
@@ -114,7 +113,7 @@ def test_a_probe_that_is_killed_leaves_what_was_known_and_why_it_ended(tmp_path:
     (probe,) = [
         int(path.parent.name)
         for path in Path("/proc").glob("[0-9]*/cmdline")
-        if str(folders).encode() in (words := _read(path)) and b"node_probe" in words
+        if str(folders).encode() in (words := _read(path)) and b"node_job" in words
         if b"\0RANK=1\0" in _read(path.with_name("environ"))
     ]
     os.kill(probe, signal.SIGKILL)

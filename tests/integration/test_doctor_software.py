@@ -21,10 +21,6 @@ import time
 print("a banner on stdout")
 time.sleep(0.2)
 __version__ = "9.9.9"
-class version: cuda = "13.0"; hip = None
-class cuda:
-    class nccl:
-        version = staticmethod(lambda: (2, 28, 9))
 """
 ENV = {"PATH": os.environ["PATH"], "HOME": "/tmp"}
 
@@ -41,7 +37,7 @@ def test_an_interpreter_is_asked_in_a_process_of_its_own(tmp_path: Path) -> None
     assert facts.version == ".".join(map(str, sys.version_info[:3]))
     (tmp_path / "json.py").unlink()
     facts = look(sys.executable, tmp_path)
-    assert (facts.torch, facts.cuda, facts.nccl, facts.error) == ("9.9.9", "13.0", "2.28.9", "")
+    assert (facts.torch, facts.error) == ("9.9.9", "")
     assert facts.seconds >= 0.2
 
 
@@ -54,7 +50,7 @@ def test_what_is_no_interpreter_or_has_no_torch_is_a_fact(tmp_path: Path) -> Non
     assert look("/bin/true", tmp_path).error == "/bin/true is no Python"
     assert look("/none/python", tmp_path).error == "/none/python: No such file or directory"
     (tmp_path / "torch/__init__.py").write_text("import time; time.sleep(60)")
-    assert look(sys.executable, tmp_path, seconds=0.5).error == f"{sys.executable} has not answered for 0.5 s"
+    assert look(sys.executable, tmp_path, limit=0.5).error == f"{sys.executable} has not answered for 0.5 s"
 
 
 def test_an_image_is_asked_through_the_runtime(tmp_path: Path) -> None:
@@ -83,7 +79,7 @@ def nvml(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def test_the_nodes_software_and_gpus_are_compared(tmp_path: Path, nvml: str) -> None:
     env = {**ENV, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), "LD_LIBRARY_PATH": nvml}
-    env |= {"FAKE_NVML": "0:h100=1;1:h100=1,ecc=3,slow=72", "FAKE_NVML_DRIVER": "550.54"}
+    env |= {"FAKE_NVML": "0:h100=1;1:h100=1,ecc=3", "FAKE_NVML_DRIVER": "550.54"}
     command = [sys.executable, "-m", "hpc_elastic", "doctor", "--cluster", "local", "--nodes", "2", "--json"]
     command += ["--runs-dir", str(tmp_path / "runs")]
     done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
@@ -94,6 +90,5 @@ def test_the_nodes_software_and_gpus_are_compared(tmp_path: Path, nvml: str) -> 
     assert found["nodes.torch"][0] == "ok", found
     assert found["gpu.count"] == ("ok", "2 × NVIDIA H100 80GB HBM3, driver 550.54 on node[0-1]")
     assert found["gpu.errors"] == ("problem", "GPU 1 has 3 uncorrectable ECC errors on node[0-1]")
-    assert found["gpu.clocks"] == ("warning", "slowed: GPU 1 by the hardware and heat on node[0-1]")
     assert [len(node["gpus"]["nvml"]["devices"]) for node in shown["nodes"]] == [2, 2]
     assert not any(node["failed"] for node in shown["nodes"])

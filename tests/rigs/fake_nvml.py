@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 # Signatures and codes as in NVIDIA's nvml.h (API 12). FAKE_NVML: "index:key=value,...;index:..." with keys ecc, pages,
-# pending, failed, handle (a code), slow (a mask) and h100 (its name); FAKE_NVML_INIT: what nvmlInit_v2 returns,
+# pending, failed, handle (a code) and h100 (its name); FAKE_NVML_INIT: what nvmlInit_v2 returns,
 # or "hang".
 _SOURCE = r"""
 #include <stdio.h>
@@ -71,11 +71,6 @@ nvmlReturn_t nvmlDeviceGetName(nvmlDevice_t device, char *name, unsigned int len
     if (length < 96) return 7;
     snprintf(name, length, "%s", value(device->index, "h100", 0) ? "NVIDIA H100 80GB HBM3" : "");
     return 0;
-}
-nvmlReturn_t nvmlDeviceGetCurrentClocksThrottleReasons(nvmlDevice_t device, unsigned long long *reasons) {
-    int found = value(device->index, "slow", -1);
-    *reasons = found < 0 ? 0 : found;
-    return found < 0 ? 3 : 0;
 }
 nvmlReturn_t nvmlDeviceGetUUID(nvmlDevice_t device, char *uuid, unsigned int length) {
     if (length < 80) return 7;

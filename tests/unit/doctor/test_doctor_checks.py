@@ -6,11 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from msgspec.structs import replace
 
-from hpc_elastic.agent.health import RoomFacts
+from hpc_elastic.doctor import files
 from hpc_elastic.doctor.allocation_checks import SlurmFacts
-from hpc_elastic.doctor.files import HostFacts, check_host, try_to_write
+from hpc_elastic.doctor.files import check_host, try_to_write
 from hpc_elastic.doctor.findings import Finding, Level, problem
 from hpc_elastic.doctor.saved import SavedFindings, save_findings, saved_notes
 from hpc_elastic.doctor.slurm_checks import ask_slurm, check_slurm
@@ -101,30 +100,16 @@ def test_each_recorded_slurm_is_read(version: str) -> None:
     assert level(found, "slurm.kill-wait") in (Level.OK, Level.WARNING)
 
 
-HOST = HostFacts(runs=RoomFacts(path="/somewhere", free=100 << 30), package="/shared/env")
-
-
-def test_a_host_without_problems_has_none() -> None:
-    assert [finding.level for finding in check_host(HOST, nodes=4)] == [Level.OK] * 3
-
-
-@pytest.mark.parametrize(
-    ("check", "changes", "expected"),
-    [
-        ("files.space", {"runs": RoomFacts(path="/somewhere", error="Stale file handle")}, Level.PROBLEM),
-        ("files.space", {"runs": RoomFacts(path="/somewhere", free=1 << 20)}, Level.WARNING),
-        ("files.runs", {"runs_not_shared": "/tmp is local to each node"}, Level.PROBLEM),
-        ("software.install", {"package_not_shared": "/opt is local to each node"}, Level.PROBLEM),
-    ],
-)
-def test_each_property_of_a_host_in_its_other_outcome(check: str, changes: dict[str, object], expected: Level) -> None:
-    changed = replace(HOST, **changes)  # type: ignore[arg-type]
-    assert level(list(check_host(changed, nodes=4)), check) is expected
-
-
-def test_one_node_needs_nothing_shared() -> None:
-    alone = replace(HOST, runs_not_shared="/tmp is local to each node", package_not_shared="/opt is local")
-    assert {finding.level for finding in check_host(alone, nodes=1)} == {Level.OK}
+def test_a_host_is_judged_for_one_node_and_for_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = tmp_path / "not yet" / "runs"
+    assert {one.level for one in check_host(runs, nodes=1)} == {Level.OK}, "one node needs nothing shared"
+    monkeypatch.setattr(files, "why_not_shared", lambda path: f"{path.parts[1]} is local to each node")
+    found = list(check_host(runs, nodes=4))
+    assert [(each.check, each.level) for each in found] == [
+        ("files.space", Level.OK), ("files.runs", Level.PROBLEM), ("software.install", Level.PROBLEM)
+    ]  # fmt: skip
+    assert found[1].found == f"{runs}: {runs.parts[1]} is local to each node"
+    assert not (tmp_path / "not yet").exists()
 
 
 class Slurm:
@@ -152,8 +137,8 @@ def test_what_does_not_answer_is_a_fact_and_no_error() -> None:
     assert asked(Slurm(missing=("scontrol",))).is_missing
     assert "took more than" in asked(Slurm(silent=("scontrol",))).error
     assert asked(Slurm(rc=1)).error == "no controller"
-    quiet = asked(Slurm(silent=("sinfo",), missing=("sacctmgr",)))
-    assert (quiet.associations, quiet.gres) == (None, "")
+    assert asked(Slurm(missing=("sacctmgr",))).associations is None
+    assert asked(Slurm(silent=("sacctmgr",))).qos_limits is None
 
 
 @pytest.mark.parametrize("for_site", [False, True])

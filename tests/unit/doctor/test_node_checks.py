@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,14 +10,13 @@ from msgspec.structs import replace
 from hpc_elastic.agent.health import RoomFacts
 from hpc_elastic.doctor.files import FileFacts
 from hpc_elastic.doctor.findings import Finding, Level, fold, ok, problem
-from hpc_elastic.doctor.job import JobFacts, NoticeFacts
-from hpc_elastic.doctor.node_job import Collected, judge_nodes
-from hpc_elastic.doctor.node_probe import NodeFacts, load_facts, save_facts
+from hpc_elastic.doctor.job import MemoryFacts, NoticeFacts
+from hpc_elastic.doctor.node_job import NodeFacts, judge_nodes
 
 ROOM = RoomFacts(path="/some/where", free=100 << 30)
 ROOMS = dict.fromkeys(("runs", "home", "tmp", "shm"), ROOM)
 FILES = FileFacts(rooms=ROOMS, filesystem="nfs4", store_seconds=0.02, created=False)
-JOB = JobFacts(cpus=8, job_cpus=8, host_cpus=64, limit="the cgroup's limit of 2 GB", counts_oom_kills=True)
+MEMORY = MemoryFacts(limit="the cgroup's limit of 2 GB", counts_oom_kills=True)
 NOTICE = NoticeFacts(seconds=0.4)
 NODES = ("n1", "n2")
 
@@ -26,7 +24,7 @@ NODES = ("n1", "n2")
 def facts(**changes: Any) -> dict[str, NodeFacts]:
     """Of two nodes; what changes does so on the second."""
     both = {
-        node: NodeFacts(node=node, rank=rank, files=replace(FILES, created=not rank), slurm=JOB, notice=NOTICE)
+        node: NodeFacts(node=node, rank=rank, files=replace(FILES, created=not rank), memory=MEMORY, notice=NOTICE)
         for rank, node in enumerate(NODES)
     }
     for name, value in changes.items():
@@ -43,7 +41,7 @@ def room(name: str, **changes: Any) -> dict[str, NodeFacts]:
 
 
 def judged(found: dict[str, NodeFacts], nodes: tuple[str, ...] = NODES, **more: Any) -> list[Finding]:
-    return judge_nodes(Collected(nodes=nodes, facts=found, **more))
+    return judge_nodes(nodes, found, **more)
 
 
 def of(found: list[Finding], check: str) -> list[Finding]:
@@ -54,7 +52,7 @@ def test_nodes_without_problems_have_none_and_each_check_is_one_line() -> None:
     found = judged(facts())
     assert {finding.level for finding in found} == {Level.OK}
     names = [finding.check for finding in found]
-    assert len(names) == len(set(names)) == 10
+    assert len(names) == len(set(names)) == 9
     (store,) = of(found, "nodes.store")
     assert store.found == "n[1-2]: within 0.1 s all nodes have read what each wrote (nfs4)"
 
@@ -70,12 +68,8 @@ def test_nodes_without_problems_have_none_and_each_check_is_one_line() -> None:
         ("nodes.create", files(created=True), Level.PROBLEM, "of 2 nodes that created one name at once, 2 did"),
         ("nodes.store", files(store_seconds=None), Level.PROBLEM, "not seen within a minute"),
         ("nodes.store", files(store_seconds=6.5), Level.WARNING, "within 6.5 s all nodes"),
-        ("nodes.cpus", facts(slurm=replace(JOB, cpus=1)), Level.PROBLEM, "1 of the job's 8 CPUs"),
-        ("nodes.cpus", facts(slurm=replace(JOB, cpus=1, job_cpus=1)), Level.WARNING, "may use 1 of the node's 64 CPUs"),
-        ("nodes.memory", facts(slurm=replace(JOB, limit="")), Level.WARNING, "no limit"),
-        ("nodes.memory", facts(slurm=replace(JOB, counts_oom_kills=False)), Level.WARNING, "not counted"),
-        ("nodes.memory", facts(slurm=replace(JOB, oom_kill_seen=False)), Level.WARNING, "was not killed"),
-        ("nodes.memory", facts(slurm=replace(JOB, oom_kill_seen=True)), Level.OK, "was killed, and counted"),
+        ("nodes.memory", facts(memory=replace(MEMORY, limit="")), Level.WARNING, "no limit"),
+        ("nodes.memory", facts(memory=replace(MEMORY, counts_oom_kills=False)), Level.WARNING, "not counted"),
         ("nodes.signals", facts(notice=NoticeFacts()), Level.PROBLEM, "did not reach the workers"),
         ("nodes.signals", facts(notice=NoticeFacts(error="Access denied")), Level.PROBLEM, "Access denied"),
         ("nodes.job", facts(unfinished="files"), Level.PROBLEM, "stopped while it probed files"),
@@ -94,29 +88,21 @@ def test_each_fact_in_its_other_outcome(check: str, changed: dict[str, NodeFacts
             assert all(other.found.startswith("n1: ") for other in found if other is not one)
 
 
-def test_a_lost_signal_says_what_is_left() -> None:
-    (found,) = [
-        finding for finding in of(judged(facts(notice=NoticeFacts()), kill_wait=30.0), "nodes.signals")
-        if finding.level is Level.PROBLEM
-    ]  # fmt: skip
-    assert "no time for a last checkpoint but the 30 s of KillWait" in found.means
-
-
 def test_nodes_that_wrote_nothing_are_named_with_why_the_job_ended() -> None:
     some = facts()
     del some["n2"]
     (lost,) = of(judged(some, why="failed: node n2 could not run the agent"), "nodes.job")
     assert lost.level is Level.PROBLEM
-    assert lost.found == "nothing came from n2: failed: node n2 could not run the agent"
+    assert lost.found == "n2: wrote nothing: failed: node n2 could not run the agent"
     (never,) = judged({}, (), why="PartitionTimeLimit: ask for less time")
-    assert never.found == "nothing came from any node: PartitionTimeLimit: ask for less time"
+    assert never.found == "it did not run on any node: PartitionTimeLimit: ask for less time"
 
 
 def test_a_part_that_is_missing_is_left_out_of_its_checks() -> None:
     assert of(judged(facts(files=None)), "nodes.tmp")[0].found.startswith("n1: ")
     here = {"node0": NodeFacts(node="node0", files=replace(FILES, created=True))}
     names = {finding.check for finding in judged(here, ("node0",))}
-    assert not names & {"nodes.create", "nodes.store", "nodes.cpus", "nodes.signals"}
+    assert not names & {"nodes.create", "nodes.store", "nodes.memory", "nodes.signals"}
 
 
 def test_findings_of_many_nodes_are_folded_by_what_they_mean() -> None:
@@ -125,12 +111,3 @@ def test_findings_of_many_nodes_are_folded_by_what_they_mean() -> None:
     folded = fold([*found, ("n6", bad), ("n7", bad)])
     assert [finding.found for finding in folded] == ["n[1-5]: 1 ms, 2 ms and 3 more", "n[6-7]: no answer"]
     assert folded[1] == replace(bad, found=folded[1].found)
-
-
-def test_facts_are_read_as_they_were_written_and_torn_ones_are_none(tmp_path: Path) -> None:
-    written = facts(failed={"network": "no"})
-    for each in written.values():
-        save_facts(tmp_path, each)
-    assert load_facts(tmp_path, [*NODES, "n3"]) == written
-    (tmp_path / "n1.node.json").write_text("{torn")
-    assert list(load_facts(tmp_path, NODES)) == ["n2"]

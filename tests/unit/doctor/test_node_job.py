@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.base import codec
-from hpc_elastic.doctor import node_probe
-from hpc_elastic.doctor.node_job import TAKEN, ProbeJob, collect, plan_job
-from hpc_elastic.doctor.node_probe import SETTINGS, Part, load_facts, open_site, probe_node
+from hpc_elastic.doctor import node_job
+from hpc_elastic.doctor.node_job import TAKEN, NodeFacts, ProbeJob, collect, open_site, plan_job, probe_node
 from hpc_elastic.doctor.probe_site import ProbeSettings
 from hpc_elastic.options.run_request import ALL_OPTIONS
 from hpc_elastic.options.table import parse
@@ -41,7 +40,7 @@ def test_it_is_a_short_run_of_one_probe_on_each_node_that_is_never_repeated(tmp_
     assert spec.setup == "module load cuda"
     assert job.settings.python == "/opt/python"
     assert sys.executable in spec.entrypoint.argv()
-    assert spec.entrypoint.argv()[-1] == str(job.paths.root / "doctor")
+    assert spec.entrypoint.argv()[-2:] == [str(job.paths.root / "doctor"), codec.dumps(job.settings)]
     assert job.runs_dir == tmp_path / "runs" / "doctor"
     assert job.slurm.spec == spec
 
@@ -62,27 +61,26 @@ def test_probes_run_on_the_host_and_know_the_workers_container(tmp_path: Path) -
 
 
 def test_a_job_that_has_not_begun_has_no_nodes(tmp_path: Path) -> None:
-    assert collect(RunPaths(tmp_path)).nodes == ()
+    assert collect(RunPaths(tmp_path)) == ((), {}, "")
     (tmp_path / "attempt-000").mkdir()
-    assert "attempt.json" in collect(RunPaths(tmp_path)).why
+    assert "attempt.json" in collect(RunPaths(tmp_path))[2]
 
 
 def test_a_probe_that_fails_or_hangs_is_a_fact_and_the_others_are_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    codec.save(tmp_path / SETTINGS, ProbeSettings(python="python3"))
     env = {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "HPC_ELASTIC_ATTEMPT": "0", "TORCHELASTIC_RESTART_COUNT": "0"}
     released = threading.Event()
 
     def fail(site: object) -> None:
         raise OSError(5, "Input/output error")
 
-    parts = [Part("files", fail, 10.0), Part("slurm", lambda site: released.wait(), 0.05)]
-    monkeypatch.setattr(node_probe, "PARTS", (*parts, Part("notice", lambda site: None, 10.0)))
+    parts = {"files": (fail, 10.0), "memory": (lambda site: released.wait(), 0.05), "notice": (lambda site: None, 10.0)}
+    monkeypatch.setattr(node_job, "PARTS", parts)
     try:
-        facts = probe_node(open_site(tmp_path, env))
+        facts = probe_node(open_site(tmp_path / "doctor", codec.dumps(ProbeSettings(python="python3")), env))
     finally:
         released.set()
-    assert facts.failed == {"files": "OSError: [Errno 5] Input/output error", "slurm": "no end after 0.05 s"}
+    assert facts.failed == {"files": "OSError: [Errno 5] Input/output error", "memory": "no end after 0.05 s"}
     assert facts.unfinished == ""
-    assert load_facts(tmp_path, ["node0"]) == {"node0": facts}
+    assert codec.load(tmp_path / "doctor" / "node0.node.json", NodeFacts) == facts

@@ -17,7 +17,6 @@ def test_config(version: str) -> None:
         slurmd_timeout=20,
         job_requeue=True,
         requeue_delay=120,
-        min_job_age=300,
     )
     assert config.version_text == version
 
@@ -40,7 +39,7 @@ def test_requeue_delay(lines: str, delay: int) -> None:
 def test_what_is_missing_or_unreadable_takes_slurms_default() -> None:
     config = parse_show_config("KillWait = soon\nJobRequeue = 0\nSlurmdTimeout = 0 sec\n")
     assert (config.kill_wait, config.job_requeue, config.slurmd_timeout) == (30, False, 0)
-    assert (config.version, config.version_text, config.min_job_age) == ((), "", 300)
+    assert (config.version, config.version_text) == ((), "")
 
 
 @pytest.mark.parametrize("version", VERSIONS)
