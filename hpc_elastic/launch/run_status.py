@@ -62,6 +62,8 @@ class RunState(str, Enum):
     """No attempt has begun."""
     MEETING = "meeting"
     """Nodes come together: at the start, or after a failure."""
+    UP = "up"
+    """The processes of a round are up; no step of it is known."""
     TRAINING = "training"
     SAVING = "saving"
     """A notice was given: the job is about to end, and workers save."""
@@ -175,7 +177,9 @@ def read_status(paths: RunPaths, *, clock: Clock, looks_at_output: bool = False)
     known["job_log"] = _job_log(paths, spec, known.get("job_id"))
     if record is not None and record.round >= 0:
         known["rank_logs"] = str(attempt.round_dir(record.round) / "rank-*" / "{stdout,stderr}.log")
-        if looks_at_output and known["steps"] is None and state in (RunState.TRAINING, RunState.SAVING):
+        if known["steps"] is None and state is RunState.TRAINING:
+            state = RunState.UP
+        if looks_at_output and known["steps"] is None and state in (RunState.UP, RunState.SAVING):
             known["output"] = read_output(attempt, record, now_ns=clock.time_ns())
     return RunStatus(**known, state=state, problem=problem)
 

@@ -356,7 +356,7 @@ def test_a_time_limits_notice_requeues(cluster: SlurmCluster, runs: SlurmRuns) -
     run = runs.submit("--nodes", "2", *SHORT, runs.script(SAVES_WHEN_TOLD))
     run.wait_log(lambda log: log.count("trains") == 2)
     status = runs.hpc_elastic("status", run.job)
-    assert status.stdout.startswith(f"run {run.root.name}: training, attempt 0, job {run.job}"), status
+    assert re.match(rf"run {run.root.name}: (up|training), attempt 0, job {run.job}", status.stdout), status
     assert re.search(r"slurm    : RUNNING, 0:0\d:\d\d left", status.stdout)
     assert "asked to save" in runs.hpc_elastic("requeue", run.job).stdout
     run.wait_log(lambda log: "attempt 1," in log)

@@ -211,7 +211,7 @@ def test_what_is_damaged_is_said_and_the_rest_is_shown(run: Run) -> None:
     run.attempt(0).log(record(Status.FINAL))
     run.there.attempt_json.write_text("{")
     status = run.status()
-    assert status.state is RunState.TRAINING
+    assert status.state is RunState.UP
     assert status.members == ("node 0", "node 2")
     assert "attempt.json" in status.problem
     run.paths.run_json.unlink()
