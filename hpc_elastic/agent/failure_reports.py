@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from hpc_elastic.agent.restart_policy import early_failure, may_wait, platform_failure, sum_up
 from hpc_elastic.agent.round_events import ClockOffsetLog, log_failure, log_stacks
+from hpc_elastic.base.clock import uptime_ns
 from hpc_elastic.failures.contrast import moment_after
 from hpc_elastic.run.agent_events import HangFound, HangSuspected, PlatformFailure, RanksObserved
 from hpc_elastic.run.suspicions import OnHang
@@ -124,10 +125,12 @@ class FailureReports:
         if own:
             mark = context.watch.mark
             count = workers.layout.local_world_size
+            now_ns = uptime_ns(context.clock)
+            since = (now_ns - min(failure.ended_uptime_ns or now_ns for failure in own)) / 1e9
             summary = sum_up(
                 own,
                 node=context.info.node,
-                seconds=seconds,
+                seconds=max(0.0, seconds - since),
                 step=context.watch.furthest_step,
                 counted_steps=context.watch.counted_steps,
                 hang=mark,

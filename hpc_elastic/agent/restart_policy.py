@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from hpc_elastic.agent.hang import may_be_a_bug
-from hpc_elastic.failures.contrast import NodeFailures, is_read_only, may_be_of_node, nodes_apart, sum_up_node
+from hpc_elastic.failures.contrast import NodeFailures, may_be_of_node, nodes_apart, sum_up_node, wrong_input
 from hpc_elastic.failures.ranking import FailureClass, Ranking
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.rendezvous.coordinator import RestartDecision, first_failure
@@ -55,11 +55,15 @@ class RestartPolicy(Struct, frozen=True, kw_only=True):
         if final is not None and not apart:
             return _give_up(f"not retryable: {final.message}", memory)
         is_bug = self.max_same_failures and memory.times >= self.max_same_failures
-        if is_bug and not apart and not _is_of_one_node(record, failures, cause):
+        is_early = cause.fingerprint.startswith(_KILLED)
+        if is_bug and not apart and (is_early or not _is_of_one_node(record, failures, cause)):
             rule = "" if limit is None else f", each within {limit:g} s of the start (--restart-window)"
+            rule = f", each within {EARLY_SECONDS:g} s of the start (--max-same-failures)" if is_early else rule
+            is_root = cause.failure_class == FailureClass.ROOT.value and not is_early
+            what = "this looks like a bug in the script" if is_root else "each start ends the same way"
             return _give_up(
-                f"this looks like a bug in the script: the same failure {memory.times} times in a row "
-                f"with no progress between{rule} ({cause.message})",
+                f"{what}: the same failure {memory.times} times in a row with no progress between{rule} "
+                f"({cause.message})",
                 memory,
             )
         used = 0 if refilled else record.restarts_used
@@ -175,6 +179,10 @@ def made_progress(
     return seconds >= limit, limit
 
 
+EARLY_SECONDS = 5.0
+"""A worker that is killed from outside so soon after each start is killed by what it does then."""
+_KILLED = "killed:"
+"""What the fingerprint of such a worker begins with."""
 _FROM_OUTSIDE = {"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT"}
 
 
@@ -194,7 +202,7 @@ def sum_up(
     Args:
         failures: Of its workers.
         node: Its index.
-        seconds: How long they had run.
+        seconds: How long they had run when the first of them failed.
         step: The furthest that was reported.
         counted_steps: How many were counted in the round, where none was reported.
         hang: Of the one that hangs.
@@ -205,20 +213,23 @@ def sum_up(
     first = ranking.first or ranking.all[0]
     is_hang = first.failure_class is FailureClass.HANG
     is_own = first.is_stopped or first.signal not in _FROM_OUTSIDE  # the agent's signal came after its exception
-    counts = is_hang or (first.failure_class is FailureClass.ROOT and is_own)
-    counts = counts or is_read_only(first)
+    step = max([step, *(f.last_step for f in failures if f.last_step is not None)])
+    mark = ""
+    if not is_own and seconds <= EARLY_SECONDS and step < 0 and counted_steps < 1:
+        mark = _KILLED
+    counts = is_hang or mark or wrong_input(first) or (is_own and first.failure_class is FailureClass.ROOT)
     whole = sum_up_node(failures, node=node, workers=workers)
     has_time = leader is not None and first.ended_uptime_ns > 0
     clock, ahead_ns = leader if leader is not None and has_time else (-1, 0)
     began_ns = first.ended_uptime_ns - (first.ended_ns - first.printed_ns) if first.printed_ns else 0
     return NodeFailure(
         node=node,
-        # A kill from outside is no bug in the script: it never counts as "the same failure again".
-        fingerprint=first.fingerprint if counts else "",
+        # A kill from outside is no bug in the script: it is "the same failure again" right after each start alone.
+        fingerprint=f"{mark}{first.fingerprint}" if counts else "",
         failure_class=first.failure_class.value,
         retryable=all(f.retryable for f in failures),
         message=f"rank {first.global_rank}: {first.headline}",
-        step=max([step, *(f.last_step for f in failures if f.last_step is not None)]),
+        step=step,
         counted_steps=counted_steps,
         seconds=seconds,
         hang=hang if is_hang else None,

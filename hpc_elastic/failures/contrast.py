@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import Struct
 
 from hpc_elastic.failures.classify import is_same_failure
+from hpc_elastic.failures.patterns import IMAGE_MISSING
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 
@@ -59,14 +60,16 @@ class NodeFailures(Struct, frozen=True, kw_only=True):
 _READ_ONLY = re.compile(r"read-only file system", re.IGNORECASE)
 
 
-def is_read_only(failure: WorkerFailure) -> bool:
-    """Whether a worker wrote to a filesystem that is read-only: of one node a fault, of all workers a wrong path."""
-    return failure.failure_class is FailureClass.INFRASTRUCTURE and bool(_READ_ONLY.search(failure.headline))
+def wrong_input(failure: WorkerFailure) -> str:
+    """What an infrastructure failure is where it is no single node's: a wrong path, or image. Empty for any other."""
+    if failure.failure_class is FailureClass.INFRASTRUCTURE and _READ_ONLY.search(failure.headline):
+        return "it wrote to a path whose filesystem is read-only"
+    return "the container's image does not exist, or can't be fetched" if failure.reason == IMAGE_MISSING else ""
 
 
 def may_be_of_node(failure: WorkerFailure) -> bool:
     """Whether a failure is one that a node alone may have: something is missing there, or does not fit."""
-    if is_read_only(failure):
+    if wrong_input(failure):
         return True
     if failure.failure_class is not FailureClass.ROOT:
         return False

@@ -18,6 +18,7 @@ from hpc_elastic.failures.ranking import Category, FailureClass
 
 _GAP = 200
 """How many characters ``*`` may stand for."""
+IMAGE_MISSING = "the container's image is not on this node, and can't be fetched"
 _ROOT, _SYMPTOM, _INFRASTRUCTURE = FailureClass.ROOT, FailureClass.SYMPTOM, FailureClass.INFRASTRUCTURE
 
 
@@ -76,10 +77,10 @@ PATTERNS: tuple[FailurePattern, ...] = (
           ("ch-run[*]: error: can't mkdir:*read-only file system", "ch-run[*]: error: can't cd to",
            "destination*doesn't exist in container"),
           retryable=False, category=Category.INPUT),
-    FailurePattern(_INFRASTRUCTURE, "the container's image is not on this node, and can't be fetched",
+    FailurePattern(_INFRASTRUCTURE, IMAGE_MISSING,
           ("error: initializing source docker://", "error: short-name * did not resolve",
            "fatal:   could not open image", "[error] no such file or directory: *.sqsh",
-           "ch-run[*]: error: can't stat:"), node_suspect=True),
+           "ch-run[*]: error: can't stat:")),
     FailurePattern(_ROOT, "the container's runtime does not take these options",
           ("see 'podman run --help'", "try `ch-run --help'"), retryable=False, category=Category.INPUT),
     FailurePattern(_INFRASTRUCTURE, "the container's runtime failed on this node",

@@ -67,9 +67,15 @@ def _of_rounds(attempt: AttemptHistory) -> Iterator[Evidence]:
 
 def _of_failures(attempt: AttemptHistory, part: RoundHistory) -> Iterator[Evidence]:
     """Failures that name a broken part of their node, first or not; and where the round's first failure was."""
+    suspects = {
+        node.node: {one.reason for one in part.failures if one.node == node.node and one.node_suspect}
+        for node in part.nodes
+    }
+    # What all nodes show alike is no single one's.
+    shared = set.intersection(*suspects.values()) if len(suspects) > 1 else set()
     for failure in part.failures:
         name = _name(attempt, failure.node, failure.host)
-        if failure.node_suspect and name:
+        if failure.node_suspect and failure.reason not in shared and name:
             why = failure.reason or failure.headline
             yield _evidence(attempt, part, name, EvidenceKind.HARDWARE, failure.ended_ns, why)
     if not part.failures:

@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.text import duration, plural
-from hpc_elastic.failures.contrast import apart_in_round, is_read_only
+from hpc_elastic.failures.contrast import apart_in_round, wrong_input
 from hpc_elastic.failures.origin import gave_up_waiting
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
@@ -139,7 +139,7 @@ def _contrasted(verdict: Verdict, part: RoundHistory) -> Verdict:
     apart = apart_in_round(part.failures, {node.node: len(node.ranks) for node in part.nodes})
     if failure.node not in apart:
         # Where a node's disk has failed the others write to theirs: this path is a wrong one.
-        return replace(verdict, category=Category.INPUT) if is_read_only(failure) else verdict
+        return replace(verdict, category=Category.INPUT) if wrong_input(failure) else verdict
     hosts = {node.node: node.host for node in part.nodes}
     names = tuple(hosts[node] for node in apart)
     ranks = f"all {plural(sum(len(node.ranks) for node in part.nodes if node.node in apart), 'rank')}"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from hpc_elastic.base.outcome import ExitCode, Outcome
 from hpc_elastic.base.text import first_of, plural, ranges, ranks_text, seconds_text, time_text
-from hpc_elastic.failures.contrast import is_read_only
+from hpc_elastic.failures.contrast import wrong_input
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.traceback_text import Frame
 from hpc_elastic.failures.worker_failure import WorkerFailure
@@ -57,9 +57,7 @@ def describe_class(failure: WorkerFailure, category: Category | None = None, *, 
     blameless = failure.failure_class in _BLAMELESS or any(text in failure.reason for text in _SENT_BY_OTHERS)
     category = category or failure.category
     whose = category.value if blameless else _CATEGORY_WORDS[category]
-    reason = failure.reason
-    if category is Category.INPUT and is_read_only(failure):
-        reason = "it wrote to a path whose filesystem is read-only"
+    reason = (category is Category.INPUT and wrong_input(failure)) or failure.reason
     return f"{reason} ({whose}){retry}" if reason else f"{whose}{retry}"
 
 

@@ -1,4 +1,4 @@
-"""Frameworks' own loops in scripts that import nothing of this project: their optimizer's steps are counted, exactly."""
+"""Frameworks' own loops in scripts that import nothing of this project: their optimizer's steps are counted."""
 
 from __future__ import annotations
 

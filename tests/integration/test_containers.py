@@ -74,6 +74,17 @@ def in_container(
     )
 
 
+def test_an_image_that_no_node_has_is_given_up_and_no_node_is_suspect(tmp_path: Path, image: Path) -> None:
+    environ = podman_environment(tmp_path)
+    options = ["--container-image", "podman:localhost/no-such-image:1", "--max-restarts", "6", "--max-requeues", "3"]
+    with LocalRun(tmp_path, "", nodes=2, options=options, environ=environ) as run:
+        assert run.finish() == ExitCode.NOT_RETRYABLE
+        assert len({event["round"] for event in run.events("worker_failed")}) == 2
+        assert "localhost/no-such-image:1" in next(line for line in run.log().splitlines() if "each start ends" in line)
+        assert run.report()["bad_nodes"] == []
+        assert "suspect" not in run.paths.attempt(0).report_text.read_text()
+
+
 @RUNTIMES
 def test_a_worker_sees_the_image_and_what_it_needs_of_the_host(tmp_path: Path, image: Path, runtime: str) -> None:
     environ = {"KEPT": "1", "LD_LIBRARY_PATH": "/opt/of-the-host"}
@@ -254,7 +265,7 @@ def test_a_hang_is_found_and_its_stack_shown(tmp_path: Path, image: Path, runtim
         ("charliecloud", ("--container-args=--bind=/nowhere:/mnt",), "runtime failed on this node"),
         ("charliecloud", ("--container-args=--no-such-option",), "does not take these options"),
         ("podman", ("--python", "/opt/no-python"), "no such program"),
-        ("podman", ("--container-image", "podman:localhost/absent:latest"), "image is not on this node"),
+        ("podman", ("--container-image", "podman:localhost/absent:latest"), "image does not exist"),
         ("podman", ("--container-args=--volume=/nowhere:/mnt",), "runtime failed on this node"),
         ("podman", ("--container-args=--no-such-option",), "does not take these options"),
     ],

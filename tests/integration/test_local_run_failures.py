@@ -27,7 +27,7 @@ def sleepers(run: LocalRun) -> list[Process]:
 
 @pytest.mark.parametrize("ranks", [(0, 0, 0), (1, 1, 1), (0, 1, 0)])
 def test_killed_worker_three_times_in_a_row(tmp_path: Path, ranks: tuple[int, ...]) -> None:
-    with LocalRun(tmp_path, _UNTIL_TOLD) as run:
+    with LocalRun(tmp_path, _UNTIL_TOLD, options=["--max-same-failures", "0"]) as run:
         for round_index, rank in enumerate(ranks):
             run.wait_moments("here", count=2, round_index=round_index)
             run.kill_worker(rank, round_index=round_index)
@@ -86,6 +86,18 @@ def test_same_exception_again_counts_as_a_bug_in_the_script(tmp_path: Path) -> N
         for words in ("node1", "ValueError: bad value 7", "in deep", "in train"):
             assert words in text, words
         assert len(text.splitlines()) <= 40
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
+def test_a_kill_right_after_each_start_is_given_up_and_no_node_is_suspect(tmp_path: Path, name: str) -> None:
+    script = f"import os, signal\nos.kill(os.getpid(), signal.{name})"
+    with LocalRun(tmp_path, script, nodes=2, options=["--max-restarts", "6", "--max-requeues", "3"]) as run:
+        assert run.finish() == ExitCode.NOT_RETRYABLE
+        assert len({event["round"] for event in run.events("worker_failed")}) == 2
+        assert "each start ends the same way: the same failure 2 times in a row" in run.log()
+        report = run.report()
+        assert report["bad_nodes"] == []
+        assert len(report["attempts"]) == 1
 
 
 def test_other_exceptions_use_up_the_restarts(tmp_path: Path) -> None:

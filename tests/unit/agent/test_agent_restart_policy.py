@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.agent.restart_policy import RestartPolicy, early_failure, may_wait, sum_up
 from hpc_elastic.agent.worker_evidence import WorkerEvidence, WorkerSlot
-from hpc_elastic.failures.contrast import is_read_only, may_be_of_node
+from hpc_elastic.failures.contrast import may_be_of_node, wrong_input
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.rendezvous.coordinator import RestartDecision
@@ -287,7 +287,7 @@ def test_a_read_only_filesystem_has_a_fingerprint() -> None:
     text = "OSError: [Errno 30] Read-only file system: '/results.txt'"
     one = make_failure(0, at=1, exception=text)
     one = replace(one, failure_class=FailureClass.INFRASTRUCTURE)
-    assert is_read_only(one)
+    assert wrong_input(one)
     assert may_be_of_node(one)
     assert sum_up([replace(one, fingerprint="F")], node=0, seconds=1.0, workers=2).fingerprint == "F"
 
@@ -379,9 +379,34 @@ def test_the_strongest_and_then_the_first_is_told(failures: list[WorkerFailure],
 
 @pytest.mark.parametrize("signal", ["SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT"])
 def test_a_kill_from_outside_never_counts_as_the_scripts_own_failure(signal: str) -> None:
-    summary = sum_up([failed(0, 1, signal=signal)], node=0, seconds=1.0)
-    assert summary.fingerprint == ""
-    assert summary.failure_class == "root"
+    for how in ({"seconds": 5.1}, {"seconds": 1.0, "step": 0}, {"seconds": 1.0, "counted_steps": 1}):
+        summary = sum_up([failed(0, 1, signal=signal)], node=0, **how)  # type: ignore[arg-type]
+        assert (summary.fingerprint, summary.failure_class) == ("", "root")
+
+
+@pytest.mark.parametrize(("signal", "failure_class"), [("SIGKILL", FailureClass.ROOT), ("SIGTERM", MACHINE)])
+def test_a_kill_right_after_each_start_is_the_same_failure_again(signal: str, failure_class: FailureClass) -> None:
+    found = sum_up([failed(0, 1, failure_class, signal=signal)], node=0, seconds=0.9, counted_steps=0)
+    first = decide_restart(found)
+    assert first.go_on
+    second = decide_restart(found, used=1, memory=first.memory)
+    assert (second.go_on, second.retryable) == (False, False)
+    assert second.reason.startswith("each start ends the same way: the same failure 2 times in a row")
+    assert "each within 5 s of the start (--max-same-failures)" in second.reason
+    assert decide_restart(found, used=1, memory=first.memory, policy=replace(POLICY, max_same_failures=0)).go_on
+
+
+def test_an_image_that_no_node_has_is_a_wrong_one_and_of_one_node_its_own() -> None:
+    text = "Error: initializing source docker://localhost/nosuchimage:1: pinging container registry localhost"
+    one = replace(make_failure(0, at=1, exitcode=125, stderr_tail=text), message=text, fingerprint="exit:125:1a")
+    assert not one.node_suspect
+    here, there = (sum_up([replace(one, node=node)], node=node, seconds=3.0, workers=1) for node in (0, 1))
+    memory = POLICY.decide_restart(_in_round(0, 1), [here, there], False).memory
+    second = replace(_in_round(0, 1), memory=memory)
+    again = POLICY.decide_restart(second, [here, there], False)
+    assert (again.go_on, again.retryable, again.apart) == (False, False, ())
+    assert "nosuchimage:1" in again.reason
+    assert POLICY.decide_restart(second, [here], False).go_on
 
 
 @pytest.mark.parametrize("signal", ["SIGSEGV", "SIGABRT", "SIGFPE", "SIGBUS", ""])

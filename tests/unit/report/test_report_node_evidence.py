@@ -71,6 +71,9 @@ def test_words_of_broken_hardware_first_or_not(tmp_path: Path) -> None:
     broken = make_failure(2, at=61, exception="RuntimeError: CUDA error: uncorrectable ECC error encountered")
     builder.fail(replace(broken, node_suspect=True))
     assert ("n3", HARDWARE) in found(builder)
+    for rank in (0, 1, 3):
+        builder.fail(replace(broken, global_rank=rank, node=rank, host=builder.names[rank], node_suspect=True))
+    assert HARDWARE not in {kind for _, kind in found(builder)}, "on all of them: then it is no node that is broken"
 
 
 def test_where_a_round_began_to_fail(tmp_path: Path) -> None:
