@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import signal
 import subprocess
@@ -15,6 +16,9 @@ from typing import Any
 import pytest
 
 from hpc_elastic.base.outcome import ExitCode
+from hpc_elastic.report.collect import collect_run
+from hpc_elastic.report.timeline import build_timeline
+from hpc_elastic.report.timeline_attempt import State
 from tests.rigs.local_run import ROOT, LocalRun
 
 pytestmark = [
@@ -57,6 +61,12 @@ def test_a_script_that_comes_further_each_time_is_not_given_up(ddp_run: Run, sta
             up = min(event["t"] for event in run.events("workers_started") if event["round"] == number + 1)
             until_up = (up - failed[number]["t"]) / 1e9
             assert cost["seconds"] > until_up + 0.3, "torch is imported, and a step is done, before training is back"
+        rows = build_timeline(collect_run(run.paths.root)).nodes
+        for row, number in itertools.product(rows, range(3)):
+            (starting,) = (span for span in row.spans if (span.state, span.round) == (State.STARTING, number))
+            (running,) = (span for span in row.spans if (span.state, span.round) == (State.RUNNING, number))
+            assert starting.end_ns == running.start_ns, "the first step ends the start"
+            assert starting.end_ns - starting.start_ns > 0.3e9, "which has the imports in it"
 
 
 def test_the_same_failure_after_fewer_steps_is_given_up_and_the_rule_is_named(ddp_run: Run) -> None:
