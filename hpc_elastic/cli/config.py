@@ -33,7 +33,6 @@ def read_command_line(
     env: Mapping[str, str],
     own: Sequence[Option] = (),
     taken: Collection[str] | None = None,
-    removed: Mapping[str, str] | None = None,
 ) -> Parsed | None:
     """Read it, and the layers below it; None where ``--help`` was asked for and printed.
 
@@ -44,7 +43,6 @@ def read_command_line(
         env: Variables, and where the files are.
         own: Options of this subcommand alone, which no file and no variable gives; it takes those of ``submit``, too.
         taken: Those of ``submit`` that it takes (`Option.dest`); None: all.
-        removed: Options that this subcommand had in earlier versions, and what to use in their place.
 
     Raises:
         UsageError: an option that is unknown, refused or without its value; something is wrong in a file.
@@ -57,8 +55,7 @@ def read_command_line(
     ]
     options = (*own, *(option for option in ALL_OPTIONS if option.dest not in left_out))
     others = {name: "submit" for option in ALL_OPTIONS if option.dest in left_out for name in option.names}
-    refused = {**REFUSED, **{name: f"was removed: {instead}" for name, instead in (removed or {}).items()}}
-    given = parse(argv, options, refused=refused, env={}, elsewhere=others, unneeded=UNNEEDED)
+    given = parse(argv, options, refused=REFUSED, env={}, elsewhere=others, unneeded=UNNEEDED)
     if given.help is None:
         here = current_directory(env)
         parsed = resolve(given, ALL_OPTIONS, env=env, here=here, left_out=left_out, yields=YIELDS).parsed

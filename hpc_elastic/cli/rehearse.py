@@ -24,7 +24,8 @@ from hpc_elastic.output.terminal import each_line
 from hpc_elastic.rehearsal import tables
 from hpc_elastic.rehearsal.faults import KINDS, QUICK, parse_kinds
 from hpc_elastic.rehearsal.journal import Source, parse_pattern
-from hpc_elastic.rehearsal.rehearse import RehearsalOptions, rehearse
+from hpc_elastic.rehearsal.live_run import RehearsalOptions
+from hpc_elastic.rehearsal.rehearse import Rehearsal
 from hpc_elastic.run.spec import EntryKind, RunSpec
 
 HELP = Help(
@@ -68,10 +69,6 @@ OPTIONS = (
     _option("watch", "DIR", "a folder elsewhere in which the script saves; repeatable", repeatable=True),
     _option("json", None, "print one JSON object"),
 )
-_REMOVED = {
-    "--minutes": "each fault is done once; --faults names them",
-    "--seed": "the faults come in one order, and hit the same ranks each time",
-}
 _MOST_NODES = _MOST_WORKERS = 2
 """Small: of each, unless fewer are asked for."""
 _GRACE_SECONDS = 15
@@ -85,13 +82,13 @@ def main(argv: Sequence[str]) -> int:
     if list(argv) in (["--faults", "list"], ["--faults=list"]):
         sys.stdout.write(each_line(_catalogue()))
         return 0
-    parsed = read_command_line(argv, subcommand="rehearse", help_=HELP, env=env, own=OPTIONS, removed=_REMOVED)
+    parsed = read_command_line(argv, subcommand="rehearse", help_=HELP, env=env, own=OPTIONS)
     if parsed is None:
         return 0
     with explaining(parsed):
         options = _options(parsed, env)
     quiet = parsed.flag("json")
-    outcome = rehearse(options, env=env, report=lambda line: None if quiet else print_note(line))
+    outcome = Rehearsal(options, report=lambda line: None if quiet else print_note(line)).run()
     (options.folder / "rehearsal.html").write_text(tables.as_page(outcome))
     found = tables.as_json(outcome)
     (options.folder / "rehearsal.json").write_text(json.dumps(found, indent=2) + "\n")
@@ -126,6 +123,7 @@ def _options(parsed: Parsed, env: Mapping[str, str]) -> RehearsalOptions:
         patience=_number(parsed.get("patience") or "180", "--patience"),
         inputs=tuple(_there(cwd / path, "--input") for path in parsed.all("input")),
         watched=tuple(_there(cwd / path, "--watch") for path in parsed.all("watch")),
+        env=env,
         job=job,
     )
     make_runs_dir(options.folder.parent)

@@ -21,16 +21,15 @@ from hpc_elastic.rehearsal.faults import (
     Kind,
     Need,
 )
-from hpc_elastic.rehearsal.injector import NotNow
+from hpc_elastic.rehearsal.injector import NO_SAVE_CAUGHT, NotNow
 from hpc_elastic.rehearsal.journal import Course
-from hpc_elastic.rehearsal.judge import InjectionSeen
-from hpc_elastic.rehearsal.live_run import LOOK_SECONDS, PLANT_SIGNAL, LiveRun
+from hpc_elastic.rehearsal.judge import InjectionSeen, look_back
+from hpc_elastic.rehearsal.live_run import PLANT_SIGNAL, LiveRun
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.workers.tree import node_key
 
 _SAVE_SECONDS = 30.0
 """How long a save is waited for that a fault is to interrupt; longer where the undisturbed run saves rarely."""
-NO_SAVE_CAUGHT = "no save was caught while a file was open: let it do more steps, or save more at once"
 TOO_SHORT = "the script was at its end first; let it do more steps"
 _SMALL_DISK = 1 << 30
 _SIGNALS = {WORKER_KILLED: signal.SIGKILL, WORKER_EXCEPTION: PLANT_SIGNAL}
@@ -49,23 +48,16 @@ def why_never(kind: Kind, spec: RunSpec, course: Course, folder: Path) -> str:
 class Disturbance:
     """One run, and the faults that are done to it."""
 
-    def __init__(
-        self, run: LiveRun, course: Course, *, number: int, patience: float, report: Callable[[str], None]
-    ) -> None:
+    def __init__(self, run: LiveRun, course: Course, *, report: Callable[[str], None]) -> None:
         """Args:
         run: Not started yet, or just now.
         course: The undisturbed run.
-        number: Of the disturbed run, from 1.
-        patience: Seconds without a step after which the run counts as stuck.
         report: Takes a line of what is done.
         """
         self._run = run
         self._course = course
-        self._number = number
-        self._patience = patience
         self._report = report
         self.injections: list[InjectionSeen] = []
-        self.code: int | None = None
         self.skipped: dict[str, str] = {}
         """The names of faults that were not done, and why."""
         self.why = ""
@@ -84,35 +76,26 @@ class Disturbance:
         self._waiting = waiting
         gap = max(1, len(self._course) // (len(waiting) + 3))  # the last one has an effect, too
         self._next_step = gap
-        seen, quiet_since = 0, time.monotonic()
-        while True:
-            self.code = self._run.poll()
-            if self.code is not None:
-                break
-            time.sleep(LOOK_SECONDS)
-            if len(self._run.journal.steps) > seen or self._run.is_queued:
-                seen, quiet_since = len(self._run.journal.steps), time.monotonic()
+        for _ in self._run.looks():
             self._settle()
-            if time.monotonic() - quiet_since > self._patience:
-                self.why = f"no step for {self._patience:g} s; see {self._run.log}"
-                return
             if self._pending is None and waiting and self._is_due():
                 self._do(waiting)
                 self._next_step = self._course.progress(self._run.journal.steps) + gap
-                quiet_since = time.monotonic()
-        self._run.poll()
+        if (code := self._run.code) is None:
+            self.why = f"no step for {self._run.options.patience:g} s; see {self._run.log}"
+            return
         self._settle()
-        if self.code == 0 and self._pending is not None:
+        if code == 0 and self._pending is not None:
             # It came to its end before the fault had an effect: once more, early in another run.
             late = self.injections.pop().fault
             if self.injections:
                 waiting.insert(0, late)
             else:
                 self._skip(late, TOO_SHORT)
-        if self.code != 0:
+        if code != 0:
             result = self._run.result()
             reason = f": {result.reason}" if result is not None else ""
-            self.why = f"the run ended with exit code {self.code}{reason}; hpc-elastic report {self._run.paths.root}"
+            self.why = f"the run ended with exit code {code}{reason}; hpc-elastic report {self._run.paths.root}"
 
     def undo(self) -> None:
         """End what still lasts."""
@@ -151,14 +134,10 @@ class Disturbance:
             self.undo()
             if kind == NOTICE:
                 self._end_announced(injection)
-        first = journal.first_after(injection.at, beyond=injection.before)
-        if first is None and kind.restarts:
-            first = journal.went_back(injection.at, injection.before)
-        elif first is None and journal.first_after(injection.at + injection.fault.seconds):
-            first = journal.first_after(injection.at)  # it trained on in its round
-        if first is not None:
+        seconds = look_back(injection, journal, (), self._course).seconds
+        if seconds is not None:
             self._pending = None
-            self._restarts.append(max(0.0, first.at - injection.at))
+            self._restarts.append(seconds)
             left = estimate(self._course, len(self._waiting), self._restarts, done=self._course.progress(journal.steps))
             self._report(f"    trains again after {self._restarts[-1]:.1f} s; {left} to go")
 
@@ -181,7 +160,7 @@ class Disturbance:
                 self._skip(waiting.pop(0), str(reason))
             return  # or its end came first: in another run
         del waiting[0]
-        self._pending = InjectionSeen(run=self._number, fault=fault, what=what, at=at, before=place)
+        self._pending = InjectionSeen(run=0, fault=fault, what=what, at=at, before=place)
         self._undo_at = at + lasts if lasts else None
         self.injections.append(self._pending)
         self._report(f"  {fault}{f': {what}' if what else ''}")
@@ -210,17 +189,15 @@ class Disturbance:
         return injector.signal(worker.pid, _SIGNALS[kind]), f"rank {worker.rank} on {worker.host}", 0.0
 
     def _kill_while_saving(self) -> tuple[float, str, float]:
-        injectors = self._run.injectors()
-        seconds = max(_SAVE_SECONDS, 3 * self._course.seconds / self._course.saves)
-        for injector in injectors:
-            if name := injector.stop_in_save(self._run.stage.names, seconds):
-                self._run.read()  # what was printed before the fault
-                at = time.time()
-                for each in injectors:
-                    with suppress(NotNow):  # its node is gone; the others' workers are hit
-                        each.signal_workers(signal.SIGKILL)
+        seconds, reason = max(_SAVE_SECONDS, 3 * self._course.seconds / self._course.saves), NotNow(NO_SAVE_CAUGHT)
+        for injector in self._run.injectors():
+            try:
+                at, name = injector.kill_in_save(self._run.names, seconds)
+            except NotNow as error:
+                reason = error
+            else:
                 return at, f"while {name} was written", 0.0
-        raise NotNow(NO_SAVE_CAUGHT)
+        raise reason
 
 
 def estimate(course: Course, faults: int, restarts: Sequence[float], *, done: int = 0) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hpc_elastic.rehearsal.saves import FileNames, SavedFiles, folders_below
 from hpc_elastic.workers import tree
-from hpc_elastic.workers.tree import NODE_TAG_VARIABLE, TAG_VARIABLE, Environ, Proc
+from hpc_elastic.workers.tree import NODE_TAG_VARIABLE, TAG_VARIABLE, Proc
 
 _STOP_SECONDS = 1.0
 _REFRESH_SECONDS = 1.0
@@ -24,6 +24,7 @@ _MODIFIED, _MOVED_HERE, _CREATED, _IS_FOLDER = 0x2, 0x80, 0x100, 0x40000000
 """As linux/inotify.h has them."""
 _NICE = 10
 _SHORT_SECONDS = 1e-4
+NO_SAVE_CAUGHT = "no save was caught while a file was open: let it do more steps, or save more at once"
 
 
 class NotNow(Exception):
@@ -38,32 +39,24 @@ class Injector:
         uid: The run's.
         folders: In which the script saves.
         """
-        self._mark = f"{uid}:"
+        self._uid = uid
         self._folders = [Path(os.path.realpath(folder)) for folder in folders]
 
-    # -- its processes ---------------------------------------------------------------------------------------------
+    def processes(self, key: str = "", *, names: Sequence[str] = (NODE_TAG_VARIABLE, TAG_VARIABLE)) -> list[Proc]:
+        """All processes of the run but its supervisor: agents, what guards them, workers.
 
-    def of_node(self, key: str) -> list[Proc]:
-        """All processes of a node (`tree.node_key`): its agent, what guards it, its workers."""
-        mark = f"{self._mark}{key}"
+        Args:
+            key: Those of one node (`tree.node_key`).
+            names: The marks by which they are known.
+        """
+        mark = f"{self._uid}:{key and f'{key}:'}"
         return tree.own_processes_where(
-            lambda _, environ: (
-                environ.get(NODE_TAG_VARIABLE) == mark or (environ.get(TAG_VARIABLE) or "").startswith(f"{mark}:")
-            )
+            lambda _, environ: any(f"{environ.get(name) or ''}:".startswith(mark) for name in names)
         )
 
-    def all(self) -> list[Proc]:
-        """All processes of the run but its supervisor."""
-        return tree.own_processes_where(lambda _, environ: self._is_of_run(environ))
-
-    def _is_of_run(self, environ: Environ) -> bool:
-        return any((environ.get(name) or "").startswith(self._mark) for name in (NODE_TAG_VARIABLE, TAG_VARIABLE))
-
-    def of_workers(self) -> list[Proc]:
+    def _workers(self) -> list[Proc]:
         """The workers, and what they started."""
-        return tree.own_processes_where(lambda _, environ: (environ.get(TAG_VARIABLE) or "").startswith(self._mark))
-
-    # -- what is done to them --------------------------------------------------------------------------------------
+        return self.processes(names=(TAG_VARIABLE,))
 
     def signal(self, pid: int, number: int) -> float:
         """Signal a process of the run. Returns when, by this machine's wall clock.
@@ -71,9 +64,8 @@ class Injector:
         Raises:
             NotNow: it is gone, or its number is another's by now; it has no handler for a signal beyond the usual ones.
         """
-        proc = tree.look_at(pid)
-        raw = tree.read_environments([pid]).get(pid)
-        if proc is None or proc.is_dead or raw is None or not self._is_of_run(Environ(raw)):
+        proc = next((proc for proc in self.processes() if proc.pid == pid), None)
+        if proc is None:
             raise NotNow(f"process {pid} is gone")
         if number >= signal.SIGRTMIN and not _handles(pid, number):
             raise NotNow("it needs a worker in Python that was started by rehearse")
@@ -83,13 +75,10 @@ class Injector:
         return now
 
     def signal_node(self, key: str, number: int) -> float:
-        return signal_all(self.of_node(key), number)
+        return signal_all(self.processes(key), number)
 
-    def signal_workers(self, number: int) -> float:
-        return signal_all(self.of_workers(), number)
-
-    def stop_in_save(self, names: FileNames, seconds: float) -> str:
-        """Stop the workers while one of them has a checkpoint open for writing.
+    def kill_in_save(self, names: FileNames, seconds: float) -> tuple[float, str]:
+        """Kill the workers while one of them has a checkpoint open for writing.
 
         The kernel reports each write. All that takes time is done while the workers are stopped: on a busy machine,
         too, no file is opened and closed unseen meanwhile.
@@ -99,24 +88,24 @@ class Injector:
             seconds: How long to try.
 
         Returns:
-            The file's name; empty where no worker was caught so.
+            When, and the file's name.
 
         Raises:
-            NotNow: the kernel refuses to report writes.
+            NotNow: no worker was caught so; or the kernel refuses to report writes.
         """
         files, until = SavedFiles(self._folders, names), time.monotonic() + seconds
-        writes, workers, before = _Writes(self._folders), self.of_workers(), None
+        writes, workers, before = _Writes(self._folders), self._workers(), None
         try:
             while time.monotonic() < until:
                 signal_all(workers, signal.SIGSTOP)
                 _wait_stopped(workers)
                 writes.add_folders()
-                workers = self.of_workers()
+                workers = self._workers()
                 found = {(proc.pid, path) for proc in workers for path in _written_files(proc.pid)}
                 before = found if before is None else before & found
                 for _, path in found - before:
                     if files.is_checkpoint(path):
-                        return path.name
+                        return signal_all(workers, signal.SIGKILL), path.name
                 for proc in workers:
                     with suppress(OSError):  # on a busy machine their saves then take longer than this process sleeps
                         os.setpriority(os.PRIO_PROCESS, proc.pid, _NICE)
@@ -124,7 +113,7 @@ class Injector:
                 if not workers:
                     break
                 writes.wait(files, min(_REFRESH_SECONDS, max(0.0, until - time.monotonic())))
-            return ""
+            raise NotNow(NO_SAVE_CAUGHT)
         finally:
             writes.close()
 

@@ -8,14 +8,16 @@ import signal
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from hpc_elastic.base.self_command import module_command
 from hpc_elastic.launch.run_directory import create_run
+from hpc_elastic.options.run_request import SlurmJob
+from hpc_elastic.rehearsal.faults import Kind
 from hpc_elastic.rehearsal.injector import Injector, signal_all
 from hpc_elastic.rehearsal.journal import RunJournal, Source
 from hpc_elastic.rehearsal.members import RunMembers
@@ -55,39 +57,49 @@ _LEFT_SECONDS = 10.0
 LOOK_SECONDS = 0.02
 
 
-class Stage(Struct, frozen=True, kw_only=True):
-    """What all runs of a rehearsal have in common."""
+class RehearsalOptions(Struct, frozen=True, kw_only=True):
+    """How the rehearsal is asked for."""
 
+    spec: RunSpec
+    folder: Path
+    """Where all of it is kept."""
+    kinds: tuple[Kind, ...]
+    tolerance: float
     source: Source
     """Where the losses are."""
-    names: FileNames
-    """What is known of the files that the script writes."""
-    inputs: tuple[Path, ...]
+    patience: float
+    """Seconds without a step after which the run counts as stuck."""
+    inputs: tuple[Path, ...] = ()
     """Are linked into each run's working directory."""
-    watched: tuple[Path, ...]
+    watched: tuple[Path, ...] = ()
     """Further folders in which the script saves."""
-    env: Mapping[str, str]
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Of the runs."""
+    job: SlurmJob | None = None
+    """Of each run, on the cluster; None: they run here."""
 
 
 class LiveRun(ABC):
     """A run, from its start to its end. For one thread."""
 
-    def __init__(self, spec: RunSpec, folder: Path, stage: Stage) -> None:
+    def __init__(self, options: RehearsalOptions, spec: RunSpec, name: str, names: FileNames) -> None:
         """Make its folders.
 
         Args:
+            options: What is asked for.
             spec: What is to run; it gets an id, a working directory and arguments of its own.
-            folder: Of this run; not there yet.
-            stage: What it has in common with others.
+            name: Of its folder, which is not there yet.
+            names: What is known of the files that the script writes; it learns from this run.
         """
-        self.folder = folder
+        self.options = options
+        folder = self.folder = options.folder / name
         self.work = folder / "work"
-        self.stage = stage
+        self.names = names
         journals, hook = folder / "journal", folder / "hook"
         for path in (self.work, journals, hook):
             path.mkdir(parents=True)
         (hook / "sitecustomize.py").write_text(_HOOK)
-        for path in stage.inputs:
+        for path in options.inputs:
             (self.work / path.name).symlink_to(path)
         arguments = tuple(word.replace("{folder}", str(self.work)) for word in spec.entrypoint.args)
         self.spec = replace(
@@ -99,17 +111,19 @@ class LiveRun(ABC):
         )
         self.runs_dir = folder / "runs"
         self.paths = RunPaths(self.runs_dir / self.spec.run_id)
-        python_path = os.pathsep.join(filter(None, (str(hook), stage.env.get("PYTHONPATH"))))
-        self.env = {**stage.env, worker_journal.VARIABLE: str(journals), "PYTHONPATH": python_path}
-        self.journal = RunJournal(journals, paths=self.paths, work=self.work, source=stage.source)
+        python_path = os.pathsep.join(filter(None, (str(hook), options.env.get("PYTHONPATH"))))
+        self.env = {**options.env, worker_journal.VARIABLE: str(journals), "PYTHONPATH": python_path}
+        self.journal = RunJournal(journals, paths=self.paths, work=self.work, source=options.source)
         self.members = RunMembers(self.paths)
+        self.code: int | None = None
+        """How it ended, after its last look; None: it got stuck."""
         self.started = 0.0
         """When its newest attempt began."""
-        self.folders = (self.work, *stage.watched)
+        self.folders = (self.work, *options.watched)
         """In which the script saves."""
         self.saved_at: list[float] = []
         """When a file was written that may be a checkpoint, as this process saw it."""
-        self._files = SavedFiles(self.folders, stage.names)
+        self._files = SavedFiles(self.folders, names)
 
     @property
     @abstractmethod
@@ -157,6 +171,19 @@ class LiveRun(ABC):
     def leftovers(self) -> list[str]:
         """What there still is of it a while after its end; it is ended."""
 
+    def looks(self) -> Iterator[None]:
+        """Look at it again and again, until it is over (`code`), or has done no step for too long."""
+        seen, quiet_since = 0, time.monotonic()
+        while (code := self.poll()) is None:
+            if len(self.journal.steps) > seen or self.is_queued:
+                seen, quiet_since = len(self.journal.steps), time.monotonic()
+            if time.monotonic() - quiet_since > self.options.patience:
+                return
+            yield
+            time.sleep(LOOK_SECONDS)
+        self.poll()
+        self.code = code
+
     def read(self) -> None:
         """Read what is new of it."""
         self.members.read()
@@ -177,8 +204,8 @@ class LiveRun(ABC):
 class LocalRun(LiveRun):
     """On this machine, by a process that supervises it."""
 
-    def __init__(self, spec: RunSpec, folder: Path, stage: Stage) -> None:
-        super().__init__(spec, folder, stage)
+    def __init__(self, options: RehearsalOptions, spec: RunSpec, name: str, names: FileNames) -> None:
+        super().__init__(options, spec, name, names)
         create_run(self.spec, self.runs_dir)
         self._injector = Injector(self.spec.uid, self.folders)
         self._process: subprocess.Popen[bytes] | None = None
@@ -220,7 +247,7 @@ class LocalRun(LiveRun):
             self._process.kill()
             self._process.wait()
         for _ in range(3):  # a process may be started while the others are looked for
-            signal_all(self._injector.all(), signal.SIGKILL)
+            signal_all(self._injector.processes(), signal.SIGKILL)
         self.start()
 
     def end(self) -> None:
@@ -231,11 +258,11 @@ class LocalRun(LiveRun):
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-            signal_all(self._injector.all(), signal.SIGKILL)
+            signal_all(self._injector.processes(), signal.SIGKILL)
 
     def leftovers(self) -> list[str]:
         deadline = time.monotonic() + _LEFT_SECONDS
-        while left := self._injector.all():
+        while left := self._injector.processes():
             if time.monotonic() > deadline:
                 signal_all(left, signal.SIGKILL)
                 return [f"process {proc.pid} ({proc.name}) of {self.spec.run_id}" for proc in left]

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 
 from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.text import plural
 from hpc_elastic.errors import UsageError
-from hpc_elastic.options.run_request import SlurmJob
-from hpc_elastic.rehearsal.disturb import NO_SAVE_CAUGHT, TOO_SHORT, Disturbance, estimate, why_never
-from hpc_elastic.rehearsal.faults import DISK_FULL, KINDS, SAVING_KILLED, Fault, Kind
-from hpc_elastic.rehearsal.journal import Course, Source, StepSeen, step_text
+from hpc_elastic.rehearsal.disturb import TOO_SHORT, Disturbance, estimate, why_never
+from hpc_elastic.rehearsal.faults import DISK_FULL, KINDS, QUICK, SAVING_KILLED, Fault
+from hpc_elastic.rehearsal.injector import NO_SAVE_CAUGHT
+from hpc_elastic.rehearsal.journal import Course, StepSeen, step_text
 from hpc_elastic.rehearsal.judge import (
     Comparison,
     Finding,
@@ -24,30 +23,13 @@ from hpc_elastic.rehearsal.judge import (
     find_guilt,
     look_back,
 )
-from hpc_elastic.rehearsal.live_run import LOOK_SECONDS, LiveRun, LocalRun, Stage
+from hpc_elastic.rehearsal.live_run import LiveRun, LocalRun, RehearsalOptions
 from hpc_elastic.rehearsal.saves import FileNames
 from hpc_elastic.rehearsal.slurm_run import SlurmRun
 from hpc_elastic.run.spec import RunSpec
 
 _SAVE_RUNS = 3
 """Runs in which no save was caught, before it counts as not done."""
-
-
-class RehearsalOptions(Struct, frozen=True, kw_only=True):
-    """How the rehearsal is asked for."""
-
-    spec: RunSpec
-    folder: Path
-    """Where all of it is kept."""
-    kinds: tuple[Kind, ...]
-    tolerance: float
-    source: Source
-    patience: float
-    """Seconds without a step after which the run counts as stuck."""
-    inputs: tuple[Path, ...] = ()
-    watched: tuple[Path, ...] = ()
-    job: SlurmJob | None = None
-    """Of each run, on the cluster; None: they run here."""
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
@@ -65,32 +47,21 @@ class Outcome(Struct, frozen=True, kw_only=True):
         """The exit code: 0 where all holds, 1 where something does not, 2 where a fault that was named was not done."""
         if self.findings:
             return 1
-        is_all = self.options.kinds == KINDS  # without names: those that can be done
-        return 0 if self.found.injections and (is_all or not self.skipped) else 2
+        is_set = self.options.kinds in (KINDS, QUICK)  # those of them that can be done
+        return 0 if self.found.injections and (is_set or not self.skipped) else 2
 
 
-def rehearse(options: RehearsalOptions, *, env: Mapping[str, str], report: Callable[[str], None]) -> Outcome:
-    """Run the script, disturb it, and judge.
+class Rehearsal:
+    """The script undisturbed, then with faults, and the verdict."""
 
-    Args:
+    def __init__(self, options: RehearsalOptions, *, report: Callable[[str], None]) -> None:
+        """Args:
         options: What is asked for.
-        env: For the runs.
         report: Takes a line of what is done.
-
-    Raises:
-        UsageError: the script can't be rehearsed: it fails undisturbed, reports no steps, or keeps its checkpoints
-            where both runs find them.
-    """
-    return _Rehearsal(options, env, report).run()
-
-
-class _Rehearsal:
-    def __init__(self, options: RehearsalOptions, env: Mapping[str, str], report: Callable[[str], None]) -> None:
+        """
         self._options = options
         self._report = report
-        self._stage = Stage(
-            source=options.source, names=FileNames(), inputs=options.inputs, watched=options.watched, env=env
-        )
+        self._names = FileNames()
         self._course = Course((), started=0.0)
         self._steps: dict[int, list[StepSeen]] = {}
         self._complete: set[int] = set()
@@ -100,6 +71,12 @@ class _Rehearsal:
         self._left: list[str] = []
 
     def run(self) -> Outcome:
+        """Run the script, disturb it, and judge.
+
+        Raises:
+            UsageError: the script can't be rehearsed: it fails undisturbed, reports no steps, or keeps its checkpoints
+                where both runs find them.
+        """
         began = time.monotonic()
         self._report("the script undisturbed; then it is known how long the faults take")
         run = self._run_undisturbed("undisturbed")
@@ -129,34 +106,29 @@ class _Rehearsal:
         )
 
     def _live_run(self, name: str, spec: RunSpec) -> LiveRun:
-        folder, job = self._options.folder / name, self._options.job
-        if job is not None:
-            return SlurmRun(replace(job, spec=spec), folder, self._stage, report=self._report)
-        return LocalRun(spec, folder, self._stage)
+        if self._options.job is not None:
+            return SlurmRun(self._options, spec, name, self._names, report=self._report)
+        return LocalRun(self._options, spec, name, self._names)
 
     def _run_undisturbed(self, name: str) -> LiveRun:
         # It fails by itself: at once.
         run = self._live_run(name, replace(self._options.spec, max_restarts=0, max_requeues=0))
-        patience = self._options.patience
-        deadline, seen = time.monotonic() + patience, 0
         try:
             run.start()
-            while (code := run.poll()) is None:
-                if len(run.journal.steps) > seen or run.is_queued:
-                    seen, deadline = len(run.journal.steps), time.monotonic() + patience
-                if time.monotonic() > deadline:
-                    raise UsageError(f"undisturbed, the script did no step for {patience:g} s; see {run.log}")
-                time.sleep(LOOK_SECONDS)
-            run.poll()
+            for _ in run.looks():
+                pass
         finally:
             run.end()
         self._left += run.leftovers()
-        if code != 0:
+        if run.code is None:
+            raise UsageError(f"undisturbed, the script did no step for {run.options.patience:g} s; see {run.log}")
+        if run.code != 0:
             result = run.result()
             reason = f" ({result.reason})" if result is not None else ""
             raise UsageError(
-                f"undisturbed, the script ends with exit code {code}{reason}; see {run.log}. It runs in {run.work}: "
-                "files that it reads there are linked with --input, {folder} in its arguments is that folder"
+                f"undisturbed, the script ends with exit code {run.code}{reason}; see {run.log}. "
+                f"It runs in {run.work}: files that it reads there are linked with --input, "
+                "{folder} in its arguments is that folder"
             )
         return run
 
@@ -187,21 +159,20 @@ class _Rehearsal:
 
     def _disturb(self, number: int, waiting: list[Fault]) -> None:
         run = self._live_run(f"disturbed-{number}", self._options.spec)
-        disturbed = Disturbance(run, self._course, number=number, patience=self._options.patience, report=self._report)
+        disturbed = Disturbance(run, self._course, report=self._report)
         try:
             run.start()
             disturbed.go(waiting)
-            run.poll()
         finally:
             disturbed.undo()
             run.end()
         self._steps[number] = list(run.journal.steps)
         self._check_start(run)
-        if disturbed.code == 0:
+        if run.code == 0:
             self._complete.add(number)
         self._injections += [
             look_back(
-                replace(injection, why_stuck=disturbed.why), run.journal, run.saved_at, self._course,
+                replace(injection, run=number, why_stuck=disturbed.why), run.journal, run.saved_at, self._course,
                 is_asked=bool(run.spec.preemption_signal),
             )
             for injection in disturbed.injections

@@ -29,8 +29,8 @@ class _Answer(Struct, frozen=True, kw_only=True):
     """The last line that it prints."""
 
     at: float = 0.0
-    said: str = ""
-    """By `stop_in_save`."""
+    name: str = ""
+    """The file that was being written."""
     refused: str = ""
     """Why it was not done."""
 
@@ -57,11 +57,9 @@ class RemoteInjector:
     def signal_node(self, key: str, number: int) -> float:
         return self._ask("signal_node", key, number).at
 
-    def signal_workers(self, number: int) -> float:
-        return self._ask("signal_workers", number).at
-
-    def stop_in_save(self, names: FileNames, seconds: float) -> str:
-        return self._ask("stop_in_save", to_json(names), seconds, seconds=seconds).said
+    def kill_in_save(self, names: FileNames, seconds: float) -> tuple[float, str]:
+        answer = self._ask("kill_in_save", to_json(names), seconds, seconds=seconds)
+        return answer.at, answer.name
 
     def _ask(self, what: str, *arguments: object, seconds: float = 0.0) -> _Answer:
         cluster = [f"--clusters={self._job.cluster}"] if self._job.cluster else []
@@ -89,15 +87,12 @@ def main() -> NoReturn:
     uid, folders, what, *arguments = json.loads(sys.argv[1])
     injector = Injector(uid, [Path(folder) for folder in folders])
     try:
-        if what == "stop_in_save":
+        if what == "kill_in_save":
             names, seconds = arguments
-            answer = _Answer(said=injector.stop_in_save(from_json(FileNames, names), seconds))
+            at, name = injector.kill_in_save(from_json(FileNames, names), seconds)
+            answer = _Answer(at=at, name=name)
         else:
-            does: dict[str, Callable[..., float]] = {
-                "signal": injector.signal,
-                "signal_node": injector.signal_node,
-                "signal_workers": injector.signal_workers,
-            }
+            does: dict[str, Callable[..., float]] = {"signal": injector.signal, "signal_node": injector.signal_node}
             answer = _Answer(at=does[what](*arguments))
     except NotNow as reason:
         answer = _Answer(refused=str(reason))

@@ -13,11 +13,12 @@ from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import job_now
 from hpc_elastic.launch.submit_job import Submission, submission_client, submit_job
-from hpc_elastic.options.run_request import SlurmJob
 from hpc_elastic.rehearsal.injector import NotNow
-from hpc_elastic.rehearsal.live_run import LiveRun, Stage
+from hpc_elastic.rehearsal.live_run import LiveRun, RehearsalOptions
 from hpc_elastic.rehearsal.remote_injector import RemoteInjector
+from hpc_elastic.rehearsal.saves import FileNames
 from hpc_elastic.run.attempt import UnreadableAttemptError, load_attempt
+from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError
 from hpc_elastic.slurm.job_state import JobPhase
@@ -33,15 +34,13 @@ _LEFT_SECONDS = 60.0
 class SlurmRun(LiveRun):
     """In a job of its own."""
 
-    def __init__(self, job: SlurmJob, folder: Path, stage: Stage, *, report: Callable[[str], None]) -> None:
-        """Args:
-        job: What is to be submitted; the run in it is changed as by `LiveRun`.
-        folder: Of this run.
-        stage: As of `LiveRun`.
-        report: Takes a line for the user.
-        """
-        super().__init__(job.spec, folder, stage)
-        self._submission = Submission(job=replace(job, spec=self.spec), runs_dir=self.runs_dir)
+    def __init__(
+        self, options: RehearsalOptions, spec: RunSpec, name: str, names: FileNames, *, report: Callable[[str], None]
+    ) -> None:
+        """As `LiveRun`; `report` takes a line for the user."""
+        assert options.job is not None
+        super().__init__(options, spec, name, names)
+        self._submission = Submission(job=replace(options.job, spec=self.spec), runs_dir=self.runs_dir)
         self._report = report
         self._clock = SystemClock()
         self._client = submission_client(self._submission, self.env, self._clock, report)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from hpc_elastic.base.codec import to_json
 from hpc_elastic.base.text import plural
 from hpc_elastic.rehearsal.journal import step_text
 from hpc_elastic.rehearsal.judge import Comparison, InjectionSeen, find_remarks
@@ -89,7 +90,6 @@ def _aligned(table: Sequence[tuple[str, ...]]) -> str:
 def as_json(outcome: Outcome) -> dict[str, Any]:
     """One object; its fields are in docs/how-to/rehearse.md."""
     found, comparison = outcome.found, outcome.found.comparison
-    divergence = comparison.divergence
     return {
         "version": 1,
         "holds": outcome.code == 0,
@@ -100,15 +100,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
             "compared": comparison.compared,
             "largest_difference": comparison.largest,
             "repeatable": comparison.repeatable,
-            "parts": None
-            if divergence is None
-            else {
-                "step": list(divergence.step),
-                "rank": divergence.rank,
-                "run": divergence.run,
-                "loss": divergence.loss,
-                "expected": divergence.expected,
-            },
+            "parts": None if comparison.divergence is None else to_json(comparison.divergence),
         },
         "faults": [
             {

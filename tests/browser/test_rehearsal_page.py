@@ -9,7 +9,8 @@ import pytest
 from hpc_elastic.rehearsal.faults import NOTICE, SAVING_KILLED, WORKER_KILLED, Fault
 from hpc_elastic.rehearsal.journal import Source
 from hpc_elastic.rehearsal.judge import Comparison, InjectionSeen, Rehearsed, find_guilt
-from hpc_elastic.rehearsal.rehearse import Outcome, RehearsalOptions
+from hpc_elastic.rehearsal.live_run import RehearsalOptions
+from hpc_elastic.rehearsal.rehearse import Outcome
 from hpc_elastic.rehearsal.tables import as_page
 from tests.browser.chromium import Browser
 from tests.rigs.specs import make_spec
