@@ -359,14 +359,18 @@ def measure_room(path: str) -> RoomFacts:
 
 
 def measure_memory(proc: str = "/proc") -> MemoryFacts | None:
-    """The least of what the node and the cgroups above this process have left; None where nothing can be read.
-
-    What the kernel keeps of files counts as free: it gives that up first. `proc`: where the cgroups are looked up.
-    """
-    found: list[MemoryFacts] = []
+    """The least of what the node and the cgroups above this process have left; None where nothing can be read."""
     available = available_memory()
-    if available is not None:
-        found.append(MemoryFacts(free=available))
+    own = [] if available is None else [MemoryFacts(free=available)]
+    return min([*own, *memory_limits(proc)], key=lambda facts: facts.free, default=None)
+
+
+def memory_limits(proc: str = "/proc") -> list[MemoryFacts]:
+    """What is left below each limit of the cgroups above this process; `proc`: where they are looked up.
+
+    What the kernel keeps of files counts as free: it gives that up first.
+    """
+    found = []
     for folder, is_v2 in memory_folders(proc=proc):
         names = ("memory.max", "memory.current") if is_v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
         limit, used = (_number(os.path.join(folder, name)) for name in names)
@@ -375,7 +379,7 @@ def measure_memory(proc: str = "/proc") -> MemoryFacts | None:
         kept = _kept_of_files(os.path.join(folder, "memory.stat"), is_v2=is_v2)
         free = limit - max(0, used - kept)
         found.append(MemoryFacts(free=max(0, free), limited_by=f"the cgroup's limit of {size(limit)}"))
-    return min(found, key=lambda facts: facts.free, default=None)
+    return found
 
 
 def measure_shared(path: Path, clock: Clock) -> SharedFacts:

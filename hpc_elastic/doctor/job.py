@@ -8,7 +8,7 @@ from math import ceil
 
 from msgspec import Struct
 
-from hpc_elastic.agent.health import measure_memory
+from hpc_elastic.agent.health import memory_limits
 from hpc_elastic.doctor.findings import Finding, fold, ok, problem, warn_unless
 from hpc_elastic.doctor.probe_site import ProbeSite
 from hpc_elastic.slurm.client import CommandSlurmClient, SubprocessRunner
@@ -46,9 +46,8 @@ def probe_memory(site: ProbeSite) -> MemoryFacts | None:
     """What bounds the worker's memory; None where there is no Slurm job."""
     if not in_job(site.env):
         return None
-    memory = measure_memory()
-    limit = memory.limited_by if memory is not None else ""
-    return MemoryFacts(limit=limit, counts_oom_kills=oom_kill_count() is not None)
+    limits = [each.limited_by for each in sorted(memory_limits(), key=lambda each: each.free)]
+    return MemoryFacts(limit=next(iter(limits), ""), counts_oom_kills=oom_kill_count() is not None)
 
 
 def probe_notice(site: ProbeSite) -> NoticeFacts | None:

@@ -14,6 +14,7 @@ import pytest
 from hpc_elastic.agent import health
 from hpc_elastic.agent.health import MemoryFacts, RoomFacts, measure_memory, measure_room, measure_shared
 from hpc_elastic.base.clock import SystemClock
+from hpc_elastic.doctor.job import probe_memory
 from tests.rigs.fake_clock import FakeClock
 
 MIB = 1 << 20
@@ -67,6 +68,20 @@ def test_the_job_s_own_limit_counts_and_what_is_kept_of_files_does_not(tmp_path:
     facts = measure_memory(proc)
     assert facts is not None
     assert (facts.free, facts.limited_by) == (412 * MIB, "the cgroup's limit of 512.0 MiB")
+
+
+def test_a_limit_above_what_the_node_has_free_is_one_to_the_doctor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a job with all memory of its node: files that the kernel keeps make the node's own the smaller."""
+    _, mount = proc_tree(tmp_path, v2=True)
+    write(mount / "job/memory.max", f"{4096 * MIB}\n")
+    write(mount / "job/memory.current", f"{500 * MIB}\n")
+    monkeypatch.setattr(health, "memory_folders", lambda **_: [(str(mount / "job"), True)])
+    assert measure_memory() == MemoryFacts(free=1 << 30)
+    found = probe_memory(SimpleNamespace(env={"SLURM_JOB_ID": "1"}))  # type: ignore[arg-type]
+    assert found is not None
+    assert found.limit == "the cgroup's limit of 4.0 GiB"
 
 
 def test_version_1_has_other_names_and_a_number_for_no_limit(tmp_path: Path) -> None:
