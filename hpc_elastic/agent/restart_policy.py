@@ -34,16 +34,10 @@ class RestartPolicy(Struct, frozen=True, kw_only=True):
     restart_window: float | None = None
     """Seconds that workers must have run for the whole budget to be there again; None: time does not refill it."""
 
-    def decide_restart(self, record: RoundRecord, failures: Sequence[NodeFailure], node_lost: bool) -> RestartDecision:
-        """Decide about the failures of the round before `record`'s.
-
-        A round that broke because a node was lost, where the others report only symptoms of that, is a membership
-        change and free of charge.
-        """
+    def decide_restart(self, record: RoundRecord, failures: Sequence[NodeFailure]) -> RestartDecision:
+        """Decide about the failures of the round before `record`'s. Without any it is a change of members, and free."""
         memory = record.memory
         if not failures:
-            return RestartDecision(go_on=True, counts=False, reason="", memory=memory)
-        if node_lost and all(f.failure_class == "symptom" for f in failures):
             return RestartDecision(go_on=True, counts=False, reason="", memory=memory)
         cause = first_failure(failures)
         refilled = self._why_refilled(failures) if record.restarts_used else ""

@@ -34,6 +34,10 @@ class ClusterView(Struct, frozen=True, kw_only=True):
     """Confirmations of this round; the value is the TCPStore's ``host:port`` from the first slot, else empty."""
     failures: Mapping[str, NodeFailure]
     """Of the round before while this one is joinable, else of this one."""
+    since_failed: Mapping[str, float] = field(default_factory=dict)
+    """Uid → seconds since its failure was first seen here."""
+    since_sign: Mapping[str, float] = field(default_factory=dict)
+    """Uid → seconds since a member's last sign of life, where the round is joinable after a failure."""
     done: frozenset[str]
     """Members whose workers have all ended with 0."""
     leaving: Mapping[str, str]
@@ -96,6 +100,7 @@ class ClaimScanner:
         self._status_since = detector.mark
         self._lost_since = detector.mark
         self._noticed_at = detector.mark
+        self._failed_at: dict[tuple[int, str], float] = {}
         self.joining: frozenset[str] = frozenset()
         """Who wants to be in, at the last look."""
         self.listed: Mapping[int, Claims] = {}
@@ -121,6 +126,7 @@ class ClaimScanner:
         """This process was, for so long: that is nobody's fault."""
         self._status_since += seconds
         self._lost_since += seconds
+        self._failed_at = {key: at + seconds for key, at in self._failed_at.items()}
         self._growth.paused_for(seconds)
 
     def prepare(self, round_index: int) -> None:
@@ -156,13 +162,18 @@ class ClaimScanner:
         self._dead = dead
         if record.status is Status.FINAL:
             self._growth.look(record.round, here, waiting=not dead.issuperset(joined), now=self._detector.mark)
+        failures = self._failures.read(failed_round, failed)
+        known, mark = self._failed_at, self._detector.mark
+        self._failed_at = {(failed_round, uid): known.get((failed_round, uid), mark) for uid in failures}
         supervisor = self._peers.observer() if joinable and record.lost else None
         is_unsupervised = supervisor is not None and self._detector.is_overdue(supervisor)
         return ClusterView(
             record=record,
             joined={uid: node for uid in joined if (node := self._peers.get(uid)) is not None},
             acked=read_confirmed(self._store, record, here.get("ack", ())),
-            failures=self._failures.read(failed_round, failed),
+            failures=failures,
+            since_failed={uid: mark - at for (_, uid), at in self._failed_at.items()},
+            since_sign={m.uid: self._detector.last_sign(m.uid) for m in record.members if joinable and failures},
             done=frozenset(here.get("done", ())),
             leaving=dict.fromkeys(here.get("leave", ()), "")
             | {uid: leave.reason for uid, leave in self._leaving.read(record.round, here).items()},

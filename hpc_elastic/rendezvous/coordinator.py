@@ -3,7 +3,8 @@
 `next_proposal` looks at the round's status, and then at these facts, the first that holds:
 
 - joinable: enough nodes are here and none is waited for → freeze the member list (the restart policy decides whether a
-  new round follows a failure, and whether it counts); too few can ever come, or the timeout is over → close.
+  new round follows a failure, and whether it counts; not about failures that a lost member explains, which are known
+  only now); too few can ever come, or the timeout is over → close.
 - frozen: a member is lost or does not confirm → the next round; all confirmed → final.
 - final: a worker failed → the next round; a member is lost → the next round; all workers ended with 0 → close; nodes
   wait and may come in (`growth`) → the next round.
@@ -88,11 +89,13 @@ def _standing(failure: NodeFailure, *, has_times: bool) -> Standing:
     )
 
 
-DecideRestart = Callable[[RoundRecord, Sequence[NodeFailure], bool], RestartDecision]
-"""(the joinable record, the last round's failures, whether one of its members was lost) → decision."""
+DecideRestart = Callable[[RoundRecord, Sequence[NodeFailure]], RestartDecision]
+"""(the joinable record, the last round's failures without those that a lost member explains) → decision."""
 
 
 _MOST_NAMES = 8
+SIGN_SECONDS = 1.0
+"""A member may still give a sign of life for so long after the first failure that its loss explains."""
 HEARD_PATIENCE = 6.0
 """Seconds for which no round begins after a signal that may mean the job's end: by then it is known what it means."""
 
@@ -106,7 +109,7 @@ def next_proposal(view: ClusterView, settings: RendezvousSettings, decide_restar
     elif status is Status.JOINABLE:
         # Workers that Slurm's signal has ended (proctrack/linuxproc) must not be started for the moments that are left.
         undecided = bool(view.record.heard) and view.since_status < HEARD_PATIENCE
-        proposal = None if undecided else _while_joinable(view, settings, decide_restart)
+        proposal = None if undecided else _while_joinable_after_loss(view, settings, decide_restart)
     elif status is Status.FROZEN:
         proposal = _while_frozen(view, settings)
     elif status is Status.FINAL:
@@ -169,6 +172,46 @@ def rests_on_absence(view: ClusterView, proposal: Proposal) -> bool:
     return proposal.event is RoundEvent.REOPEN and not view.failures and bool(lost)
 
 
+def _while_joinable_after_loss(
+    view: ClusterView, settings: RendezvousSettings, decide_restart: DecideRestart
+) -> Proposal | None:
+    """As `_while_joinable`, where failures that a lost member explains neither cost a restart nor are the cause."""
+    explained = explained_failures(view)
+    own = {uid: failure for uid, failure in view.failures.items() if uid not in explained}
+    proposal = _while_joinable(replace(view, failures=own), settings, decide_restart)
+    if proposal is None or not explained:
+        return proposal
+    reason = proposal.reason
+    if not own and proposal.event is RoundEvent.FREEZE:
+        reason = f"{_describe_nodes(_lost_members(view), view)}; a consequence: {reason}"
+    return replace(proposal, reason=reason, explained=tuple(sorted(node_of(uid) for uid in explained)))
+
+
+def explained_failures(view: ClusterView) -> frozenset[str]:
+    """The uids whose failures in the round before follow from the loss of a member.
+
+    A symptom does where any member has gone. Any other failure does, whatever its text, where the member's last sign of
+    life came at most `SIGN_SECONDS` after the failure was seen, and the member has not joined since. Excepted are
+    failures that name a broken machine, and the lost node's own unless they are kills from outside.
+    """
+    here = {member.uid for member in _newest_per_node(view)}
+    lost = [member for member in view.record.members if member.uid not in here]
+    silent = [member for member in lost if member.uid not in view.joined and member.uid not in view.leaving]
+
+    def follows(uid: str, failure: NodeFailure) -> bool:
+        if failure.failure_class == _SYMPTOM:
+            return bool(lost)
+        if failure.failure_class == FailureClass.INFRASTRUCTURE.value and not failure.lost_connection:
+            return False
+        since = view.since_failed.get(uid, float("inf")) - SIGN_SECONDS
+        return any(
+            view.since_sign.get(member.uid, 0.0) >= since and (member.node != failure.node or not failure.fingerprint)
+            for member in silent
+        )
+
+    return frozenset(uid for uid, failure in view.failures.items() if follows(uid, failure))
+
+
 def _while_joinable(view: ClusterView, settings: RendezvousSettings, decide_restart: DecideRestart) -> Proposal | None:
     record = view.record
     came = _newest_per_node(view)
@@ -222,9 +265,7 @@ def _freeze(
     awaited: frozenset[int],
 ) -> Proposal:
     record = view.record
-    here = {member.uid for member in present}
-    node_lost = any(member.uid not in here for member in record.members)  # also one that has a new agent by now
-    decision = decide_restart(record, tuple(view.failures.values()), node_lost)
+    decision = decide_restart(record, tuple(view.failures.values()))
     if not decision.go_on:
         return propose_close(
             record, Outcome.FAILED, decision.reason, memory=decision.memory, retryable=decision.retryable
@@ -233,7 +274,6 @@ def _freeze(
     set_apart = f"{', '.join(_name(node, view) for node in decision.apart)} ({ALL_ALIKE})"
     if apart:
         present = whole_segments([member for member in present if member.node not in apart], settings.segment)
-        here = {member.uid for member in present}
         if len(present) < settings.min_nodes:
             left = f"{len(present)} of at least {settings.min_nodes} nodes are left{_in_segments(settings)}"
             cause = first_failure(view.failures.values()).message

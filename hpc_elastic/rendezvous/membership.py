@@ -54,7 +54,7 @@ class WhoIsHere(Struct, frozen=True, kw_only=True):
     """Members of the last round that did not come again."""
 
 
-def _go_on(record: RoundRecord, failures: Sequence[NodeFailure], node_lost: bool) -> RestartDecision:
+def _go_on(record: RoundRecord, failures: Sequence[NodeFailure]) -> RestartDecision:
     """How often to restart is the agents' own business here."""
     return RestartDecision(go_on=True, counts=False, reason="", memory=record.memory)
 

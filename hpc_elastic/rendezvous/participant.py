@@ -474,7 +474,7 @@ class Participant:
     def _commit(self, proposal: Proposal) -> None:
         record = proposal.record
         before = self._record
-        reported = to_event(proposal.event, record, proposal.reason)
+        reported = to_event(proposal.event, record, proposal.reason, explained=proposal.explained)
         if self._append(record, reported) and before is not None:
             for event in consequences(before, proposal, self.detector.last_sign):
                 self._listener.on_event(event)

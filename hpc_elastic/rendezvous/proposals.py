@@ -58,6 +58,8 @@ class Proposal(Struct, frozen=True, kw_only=True):
     """(gone, come): whose place is taken by whom."""
     missing: Collection[int] = ()
     """Nodes that had not come in time, where this closes the run."""
+    explained: tuple[int, ...] = ()
+    """Nodes whose failures in the round before follow from the loss of a member."""
     dead_spares: Sequence[str] = ()
     """Uids of those that waited for a place and are dead, where this closes the run: nobody waits for their goodbye."""
 
@@ -160,9 +162,13 @@ EVENTS: Mapping[RoundEvent, Callable[..., CoordinatorEvent]] = {
 """How each is reported."""
 
 
-def to_event(event: RoundEvent, record: RoundRecord, reason: str) -> CoordinatorEvent:
-    """What `record` is reported as, which `event` led to."""
+def to_event(
+    event: RoundEvent, record: RoundRecord, reason: str, *, explained: tuple[int, ...] = ()
+) -> CoordinatorEvent:
+    """What `record` is reported as, which `event` led to; `explained` as in `Proposal`."""
     fields: dict[str, Any] = {}
+    if event in (RoundEvent.CLOSE, RoundEvent.FREEZE):
+        fields["explained"] = explained
     if event is RoundEvent.CLOSE:
         fields["outcome"] = record.outcome.value if record.outcome is not None else ""
     elif event is RoundEvent.FREEZE:
@@ -200,13 +206,14 @@ def consequences(before: RoundRecord, proposal: Proposal, last_sign: Callable[[s
     events: list[CoordinatorEvent] = []
     for node in sorted(set(record.lost) - set(before.lost)):
         uid = members.get(node)
-        host, index = host_of(uid) if uid else "", before.round
+        # While nodes come, no member of the round has workers: who is lost had its last ones in the round before.
+        host, index = host_of(uid) if uid else "", before.round - (before.status is Status.JOINABLE and uid is not None)
         spare = next((uid for uid in proposal.dead_spares if node_of(uid) == node), None)
         if node in proposal.left:
             events.append(NodeLeft(round=index, node=node, host=host, reason=proposal.left[node]))
         elif spare is not None:
             events.append(SpareLost(round=index, node=node, host=host_of(spare), **_silence(last_sign(spare))))
-        elif proposal.event is RoundEvent.CLOSE:
+        elif proposal.event is RoundEvent.CLOSE and before.status is not Status.JOINABLE:
             pass  # its workers were done: the run is closed without it, and not because of it
         elif uid is None:
             reason = "it has not joined" if index == 0 else "it was not a member, and it does not answer"

@@ -9,6 +9,8 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.outcome import REFUSED_CODE, UNHEALTHY_CODE, ExitCode
 from hpc_elastic.failures.classify import signal_name, signal_of
+from hpc_elastic.failures.ranking import FailureClass
+from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import OF_CLOCKS, SUPERVISOR, Clocks, ClocksBuilder
 from hpc_elastic.report.collect_round import ROUND_EVENTS, EventCoverage, RoundBuilder
 from hpc_elastic.report.history import (
@@ -87,6 +89,8 @@ class AttemptBuilder(Struct):
     problems: list[str] = field(default_factory=list)
     closed_outcome: str = ""
     closed_reason: str = ""
+    closed_explained: tuple[int, tuple[int, ...]] = (-1, ())
+    """Index of the round that was closed, and `RoundBuilder.explained`."""
     times: TimesBuilder = field(default_factory=TimesBuilder)
     coverage: EventCoverage = field(default_factory=EventCoverage)
     known: dict[RoundNode, RoundNode] = field(default_factory=dict)
@@ -128,6 +132,7 @@ class AttemptBuilder(Struct):
         match event:
             case RunClosed():
                 self.closed_outcome, self.closed_reason = event.outcome, event.reason
+                self.closed_explained = event.round, event.explained
             case AttemptStarted():
                 self.started_ns = when
                 self.job_id = job_id_of(event.job_id) or self.job_id
@@ -269,6 +274,7 @@ class AttemptBuilder(Struct):
             lost += _dead_agents(part, bad_ends, cut_short)
         if lost:
             part = replace(part, lost_nodes=tuple(lost))
+        part = replace(part, failures=self._without_consequences(part))
         if part.decision is not None or not part.broken:
             return part
         after = self.rounds.get(part.index + 1)
@@ -281,6 +287,18 @@ class AttemptBuilder(Struct):
         else:
             return part
         return replace(part, decision=decision)
+
+    def _without_consequences(self, part: RoundHistory) -> tuple[WorkerFailure, ...]:
+        """The failures, of which the coordinator found some to follow from the loss of a member."""
+        after = self.rounds.get(part.index + 1)
+        index, explained = self.closed_explained
+        nodes = {*(after.explained if after is not None else ()), *(explained if index == part.index + 1 else ())}
+        return tuple(
+            replace(failure, failure_class=FailureClass.SYMPTOM)
+            if failure.node in nodes and failure.failure_class in (FailureClass.ROOT, FailureClass.HANG)
+            else failure
+            for failure in part.failures
+        )
 
     def _cut_short(self, node: int) -> list[int]:
         """Rounds of which this node reported no end, though it was there again later."""

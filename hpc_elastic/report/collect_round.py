@@ -164,6 +164,8 @@ class RoundBuilder(Struct):
     stopping_ns: dict[int, int] = field(default_factory=dict)
     frozen_reason: str = ""
     """Why it could begin: what was decided about the failures of the round before."""
+    explained: tuple[int, ...] = ()
+    """Nodes whose failures in the round before follow from the loss of a member."""
     restarts_used: int | None = None
     decision: RestartRecord | None = None
     decided_ns: int = -1
@@ -219,6 +221,7 @@ class RoundBuilder(Struct):
                 self.reason = event.reason
             case RoundFrozen():
                 self.frozen_reason, self.restarts_used = event.reason, event.restarts_used
+                self.explained = event.explained
             case NodeReplaced():
                 gone = event.replaces_node
                 self.replaced[gone] = Replacement(

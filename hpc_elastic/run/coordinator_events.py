@@ -20,6 +20,8 @@ class RoundFrozen(CoordinatorEvent, frozen=True, kw_only=True):
     """what was decided about the failures of the round before"""
     restarts_used: int | None = None
     nodes: tuple[int, ...] = ()
+    explained: tuple[int, ...] = ()
+    """nodes whose failures in the round before follow from the loss of a member"""
 
 
 class RoundConfirmed(CoordinatorEvent, frozen=True, kw_only=True):
@@ -167,3 +169,5 @@ class RunClosed(CoordinatorEvent, frozen=True, kw_only=True, tag="closed"):
     outcome: str
     reason: str = ""
     restarts_used: int | None = None
+    explained: tuple[int, ...] = ()
+    """as of `round_frozen`"""

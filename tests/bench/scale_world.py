@@ -319,5 +319,5 @@ def failure(node: int) -> NodeFailure:
     return NodeFailure(node=node, fingerprint="E", failure_class="root", retryable=True, message="E: boom")
 
 
-def _go_on(record: RoundRecord, failures: Any, lost: bool) -> RestartDecision:
+def _go_on(record: RoundRecord, failures: Any) -> RestartDecision:
     return RestartDecision(go_on=True, counts=bool(failures), reason="", memory=FailureMemory())

@@ -74,7 +74,7 @@ class GatedStore(Store):
         pass
 
 
-def settle_always_restarting(record: RoundRecord, failures: tuple[NodeFailure, ...], lost: bool) -> RestartDecision:
+def settle_always_restarting(record: RoundRecord, failures: tuple[NodeFailure, ...]) -> RestartDecision:
     return RestartDecision(go_on=True, counts=bool(failures), reason="", memory=FailureMemory())
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 
+from tests.rigs import lockstep
 from tests.rigs.event_pairs import read_events
 from tests.rigs.slurm_cluster import SlurmCluster
 from tests.rigs.slurm_cluster.processes import CROWDED
@@ -40,6 +41,10 @@ class SlurmRuns:
         path.write_text(text)
         path.chmod(0o644)
         return name
+
+    def trainer(self) -> str:
+        """The lock-step trainer (`tests.rigs.lockstep`), which trains until `Run.say_end`."""
+        return self.script(Path(lockstep.__file__).read_text())
 
     def hpc_elastic(
         self,
@@ -153,6 +158,25 @@ class Run:
     def say_end(self) -> None:
         """To workers that wait for the file ``end`` in the test's folder."""
         (self.runs.folder / "end").touch()
+
+    def wait_steps(self, ranks: int, *, beyond: int = 0) -> None:
+        """Wait until so many ranks of the lock-step trainer are five steps further than `beyond`."""
+        self.wait_log(lambda log: log.count(f"] step {beyond + 5} at") >= ranks)
+
+    def check_training(self, attempt: int = 0) -> None:
+        """That the lock-step trainer ended with the state that so many steps lead to, on all ranks that wrote it."""
+        logs = sorted(self.root.glob(f"attempt-{attempt:03d}/round-*/rank-*/stdout.log"))
+        found = {line for log in logs for line in re.findall(r"final: step=(\d+) state=(\d+)", log.read_text())}
+        assert len(found) == 1, f"{found}\n{self.log}"
+        steps, state = map(int, *found)
+        assert state == lockstep.expected(steps)
+
+    def check_losses(self, *hosts: str, attempt: int = 0) -> None:
+        """That these nodes, or their agents, are the only causes in an attempt, each once, and cost no restart."""
+        assert {event["restarts_used"] for event in self.events(attempt) if event["event"] == "round_final"} == {0}
+        rounds = next(part["rounds"] for part in self.report(attempt)["attempts"] if part["number"] == attempt)
+        assert sorted(loss["host"] for part in rounds for loss in part["lost_nodes"]) == sorted(hosts), rounds
+        assert {part["verdict"]["cause"] for part in rounds if part["verdict"] is not None} <= {"node", "none"}, rounds
 
     def check_in_time(self, index: int, lost_at: float, what: str, *, within: float = 10.0) -> None:
         """That round `index` was opened so soon after a loss; print when its workers were started.

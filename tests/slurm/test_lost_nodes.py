@@ -2,69 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import pytest
 
 from tests.rigs.event_pairs import read_events
-from tests.rigs.slurm_cluster import SlurmCluster
+from tests.rigs.slurm_cluster import RigError, SlurmCluster
 from tests.rigs.slurm_cluster.processes import wait_until
 from tests.rigs.slurm_runs import ALL_COME, SHORT, Run, SlurmRuns
 
 SITE_TIMEOUT = 300
 """SlurmdTimeout as sites have it: what happens within a test is not Slurm's doing."""
-
-# Ends when it is told to.
-TRAINS = """
-import pathlib, time
-while not pathlib.Path("end").exists():
-    time.sleep(0.05)
-"""
-
-# Each step is a collective over sockets that have no timeout: where one node is cut off, all wait in it.
-IN_STEP = """
-import os, pathlib, socket, time
-import hpc_elastic
-rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-index = os.environ["TORCHELASTIC_RESTART_COUNT"]
-port = pathlib.Path("port-" + index)
-if rank == 0:
-    server = socket.create_server(("", 0))
-    pathlib.Path("port.new").write_text(str(server.getsockname()[1]))
-    os.replace("port.new", port)
-    peers = [server.accept()[0] for _ in range(world - 1)]
-else:
-    while not port.exists():
-        time.sleep(0.05)
-    peers = [socket.create_connection((os.environ["MASTER_ADDR"], int(port.read_text())))]
-step, goes_on = 0, True
-while goes_on:
-    step += 1
-    hpc_elastic.heartbeat(step=step)
-    if rank == 0:
-        arrived = [peer.recv(1) for peer in peers]
-        if step == 5:
-            pathlib.Path("in-step-" + index).touch()
-        word = b"e" if pathlib.Path("end").exists() else b"g"
-    else:
-        peers[0].sendall(b"x")
-        word = peers[0].recv(1)
-    for peer in peers if rank == 0 else ():
-        peer.sendall(word)
-    goes_on = word == b"g"
-    time.sleep(0.05)
-"""
-
-# Rank 0 dies when it is told to; all end when they are told to.
-DIES_AT_WILL = """
-import os, pathlib, signal, time
-here = pathlib.Path("die-" + os.uname().nodename)
-while not pathlib.Path("end").exists():
-    time.sleep(0.05)
-    if here.exists():
-        here.unlink()
-        os.kill(os.getpid(), signal.SIGKILL)
-"""
 
 
 @pytest.fixture
@@ -76,14 +25,18 @@ def slow_to_notice(cluster: SlurmCluster) -> SlurmCluster:
 def _start(runs: SlurmRuns, *options: str, nodes: int = 4) -> Run:
     """A run that trains on the first `nodes` nodes, or on any so many."""
     all_come = () if "--rdzv-conf" in options else ALL_COME
-    run = runs.submit(*options, *all_come, *SHORT, runs.script(TRAINS))
+    run = runs.submit(*options, *all_come, *SHORT, runs.trainer())
     wait_until(lambda: len(run.training()[1]) == nodes, timeout=90, what=f"{nodes} nodes train")
+    run.wait_steps(nodes)
     return run
 
 
-def _wait_success(run: Run, *, timeout: float = 90) -> None:
-    wait_until(lambda: (run.root / "attempt-000" / "result.json").exists(), timeout=timeout, what="the run's verdict")
+def _end(run: Run, *, timeout: float = 90) -> None:
+    """End the training, and wait for the verdict: it has succeeded, with the right result."""
+    run.say_end()
+    wait_until(lambda: (run.root / "attempt-000" / "report.json").exists(), timeout=timeout, what="the run's report")
     assert run.result()["outcome"] == "succeeded", run.log
+    run.check_training()
 
 
 def _nothing_is_left(run: Run) -> None:
@@ -118,13 +71,35 @@ def test_two_nodes_with_batch_host_and_coordinator_are_lost_and_the_job_still_en
     index, ranks = run.wait_training(alive)
     assert sorted(rank for found in ranks.values() for rank in found) == [0, 1]
     run.check_in_time(index, lost_at, "two nodes lost their power")
-    run.say_end()
-    _wait_success(run)
+    _end(run)
+    run.check_losses("n1", other)
     # Slurm has not noticed yet, and holds the job; the others' part of the allocation is given back.
     for node in sorted(alive):
         cluster.wait_node(node, {"idle"}, timeout=90)
     assert "the supervisor on n1 did not finish the attempt" in run.log
     assert "SUCCEEDED" in run.log
+
+
+@pytest.mark.parametrize("lost", ["the node", "all processes of the user"])
+def test_a_loss_is_the_cause_and_free_though_others_fail_first(
+    slow_to_notice: SlurmCluster, runs: SlurmRuns, lost: str
+) -> None:
+    """Their connections are closed with it, seconds before it is known to be lost."""
+    cluster = slow_to_notice
+    run = _start(runs, "--nodes", "2-4", "--max-restarts", "0")
+    lost_at = time.time()
+    if lost == "the node":
+        cluster.kill_node("n3", silent=False)
+        index, _ = run.wait_training({"n1", "n2", "n4"})
+    else:
+        for pid, _ in cluster.node_pids("n3", user="alice"):
+            with contextlib.suppress(RigError):  # the guardian was faster
+                cluster.kill_process("n3", pid)
+        index, _ = run.wait_training(cluster.node_names, after=0)
+    run.check_in_time(index, lost_at, f"{lost} was lost")
+    _end(run)
+    assert "ConnectionError" in run.log, "the others have failed"
+    run.check_losses("n3")
 
 
 def test_where_all_nodes_are_needed_the_batch_hosts_death_requeues(cluster: SlurmCluster, runs: SlurmRuns) -> None:
@@ -143,6 +118,8 @@ def test_where_all_nodes_are_needed_the_batch_hosts_death_requeues(cluster: Slur
     run.say_end()
     assert run.wait_end() == "COMPLETED"
     assert run.result(1)["outcome"] == "succeeded"
+    run.check_training(1)
+    run.check_losses("n1")
     _nothing_is_left(run)
 
 
@@ -161,8 +138,7 @@ def test_a_frozen_coordinator_is_left_behind_and_taken_in_when_it_thaws(
     cluster.thaw_node(node)
     run.wait_training(cluster.node_names, after=index)
     assert worker not in _workers(cluster, node), "it was told that it is out"
-    run.say_end()
-    _wait_success(run)
+    _end(run)
     run.wait_end()
     _nothing_is_left(run)
 
@@ -184,20 +160,18 @@ def test_a_cut_off_node_learns_that_it_is_out(slow_to_notice: SlurmCluster, runs
     cluster.heal_link("n3")
     run.wait_training(cluster.node_names, after=index)
     assert worker not in _workers(cluster, "n3")
-    run.say_end()
-    _wait_success(run)
+    _end(run)
     _nothing_is_left(run)
 
 
-def test_a_node_whose_network_alone_is_cut_leaves_when_its_hang_is_found(
+def test_a_node_whose_network_alone_is_cut_leaves_when_the_script_gives_up(
     slow_to_notice: SlurmCluster, runs: SlurmRuns
 ) -> None:
-    """Its files answer, so it stays in, and all wait for it in a step; then it finds out why, and the others go on."""
+    """Its files answer, so it stays in until the script's own time-out; then it finds out why, and the others go on."""
     cluster = slow_to_notice
-    hang = ("--section-timeouts", "setup:60,step:6")
-    run = runs.submit("--nodes", "2-4", *hang, *ALL_COME, *SHORT, runs.script(IN_STEP))
+    run = runs.submit("--nodes", "2-4", *ALL_COME, *SHORT, runs.trainer(), "--timeout", "6")
     before, _ = run.wait_training(cluster.node_names)
-    wait_until((runs.folder / f"in-step-{before}").exists, timeout=90, what="all nodes are in their steps")
+    run.wait_steps(4)
     cluster.cut_link("n3")
     cut_at = time.time()
     index, _ = run.wait_training({"n1", "n2", "n4"}, after=before)
@@ -206,8 +180,7 @@ def test_a_node_whose_network_alone_is_cut_leaves_when_its_hang_is_found(
     assert {cluster.node_names[event["node"]] for event in left} == {"n3"}
     assert "health check failed: the network has no link (eth0)" in left[0]["reason"]
     cluster.heal_link("n3")
-    run.say_end()
-    _wait_success(run)
+    _end(run)
     run.wait_end()
     _nothing_is_left(run)
     assert "node n3 left: health check failed: the network has no link" in run.log
@@ -222,10 +195,9 @@ def test_a_node_that_reboots_before_slurm_has_missed_it_comes_back(
     cluster.kill_node("n3", silent=silent)
     cluster.start_node("n3", wait=False)
     run.wait_training(cluster.node_names, after=0)
-    run.say_end()
-    _wait_success(run)
+    _end(run)
     assert run.wait_end() == "COMPLETED"
-    assert {event["restarts_used"] for event in run.events() if event["event"] == "round_final"} == {0}
+    run.check_losses(*(cluster.node_names if silent else ["n3"]))  # silent: srun ends all agents when it is back
 
 
 def test_a_node_that_slurm_gives_up_or_drains_breaks_nothing(cluster: SlurmCluster, runs: SlurmRuns) -> None:
@@ -236,8 +208,7 @@ def test_a_node_that_slurm_gives_up_or_drains_breaks_nothing(cluster: SlurmClust
     cluster.stop_slurmd("n3")
     wait_until(lambda: cluster.job_info(run.job)["NodeList"] == "n[1-2,4]", timeout=90, what="Slurm has given n3 up")
     cluster.start_node("n3", wait=False)
-    run.say_end()
-    _wait_success(run)
+    _end(run)
     run.wait_end()
     _nothing_is_left(run)
 
@@ -253,8 +224,7 @@ def test_segments_leave_together(slow_to_notice: SlurmCluster, runs: SlurmRuns) 
     cluster.start_node("n4", wait=False)
     _, ranks = run.wait_training(cluster.node_names, after=index)
     assert {frozenset(ranks["n3"]), frozenset(ranks["n4"])} == {frozenset({2}), frozenset({3})}
-    run.say_end()
-    _wait_success(run)
+    _end(run)
     # Not from the job log: an srun that the reboot ends takes the last lines along.
     assert any(
         "(the rest of a segment)" in event["reason"] for event in run.events() if event["event"] == "round_frozen"
@@ -266,20 +236,18 @@ def test_a_spare_takes_the_place_of_a_node_that_fails_its_health_check(cluster: 
     check = runs.folder / "check.sh"
     check.write_text("#!/bin/sh\ntest ! -e /tmp/broken || { echo the fan is broken; exit 1; }\n")
     check.chmod(0o755)
-    script = runs.script(DIES_AT_WILL)
-    run = runs.submit("--nodes", "3", "--spares", "1", "--health-check", str(check), *SHORT, script)
-    wait_until(lambda: len(run.training()[1]) == 3, timeout=90, what="three nodes train")
+    run = runs.submit("--nodes", "3", "--spares", "1", "--health-check", str(check), *SHORT, runs.trainer())
+    run.wait_steps(3)
     index, before = run.training()
     (spare,) = set(cluster.node_names) - set(before)
     run.wait_log(lambda log: f"{spare} waits as a spare" in log)
     broken = max(before)
     assert cluster.run(["touch", "/tmp/broken"], node=broken).returncode == 0
-    assert cluster.run(["touch", f"die-{broken}"], cwd=runs.folder).returncode == 0
+    cluster.kill_process(broken, min(_workers(cluster, broken)))
     after, ranks = run.wait_training({spare, *before} - {broken}, after=index)
     assert after == index + 1
     assert ranks == {**{node: here for node, here in before.items() if node != broken}, spare: before[broken]}
-    run.say_end()
-    _wait_success(run)
+    _end(run)
     log = run.wait_log(lambda log: "; exit code 0" in log)
     assert f"{spare} took the place of {broken}" in log
     assert f"node {broken} left: health check failed: {check} ended with exit code 1" in log

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -50,45 +49,26 @@ def decide_restart(
     *failures: NodeFailure,
     used: int = 0,
     memory: FailureMemory | None = None,
-    node_lost: bool = False,
     policy: RestartPolicy = POLICY,
 ) -> RestartDecision:
-    return policy.decide_restart(record(used, memory), failures, node_lost)
+    return policy.decide_restart(record(used, memory), failures)
 
 
 # -- free of charge
 
 
-@pytest.mark.parametrize("node_lost", [True, False])
-def test_a_round_without_failures_is_free(node_lost: bool) -> None:
+def test_a_round_without_failures_is_free() -> None:
     memory = FailureMemory(fingerprint="F", times=1, step=5)
-    decision = decide_restart(used=3, memory=memory, node_lost=node_lost)
+    decision = decide_restart(used=3, memory=memory)
     assert (decision.go_on, decision.counts) == (True, False)
     assert decision.memory == memory, "a change of members is no progress and no failure"
 
 
-def test_the_symptoms_of_a_lost_node_are_free() -> None:
-    memory = FailureMemory(fingerprint="F", times=1, step=5)
-    decision = decide_restart(failure("symptom"), failure("symptom"), used=3, memory=memory, node_lost=True)
-    assert (decision.go_on, decision.counts) == (True, False)
-    assert decision.memory == memory
-
-
-@pytest.mark.parametrize(
-    ("failures", "node_lost"),
-    [
-        ([failure("symptom")], False),
-        ([failure("root"), failure("symptom")], True),
-        ([failure("symptom"), failure("infrastructure")], True),
-        ([failure("symptom"), failure("unknown")], True),
-        ([failure("unknown")], True),
-    ],
-    ids=["no node was lost", "somebody failed first", "so did the machine", "nobody knows", "only the bare fact"],
-)
-def test_everything_else_is_charged(failures: Sequence[NodeFailure], node_lost: bool) -> None:
-    decision = decide_restart(*failures, node_lost=node_lost)
+@pytest.mark.parametrize("failure_class", ["root", "symptom", "infrastructure", "unknown"])
+def test_every_failure_that_is_left_is_charged(failure_class: str) -> None:
+    decision = decide_restart(failure(failure_class))
     assert (decision.go_on, decision.counts) == (True, True)
-    assert not decide_restart(*failures, node_lost=node_lost, used=3).go_on
+    assert not decide_restart(failure(failure_class), used=3).go_on
 
 
 # -- the budget
@@ -111,7 +91,7 @@ def test_a_spent_budget_ends_the_attempt_and_another_one_may_do_better() -> None
 def test_a_budget_of_nothing_allows_one_start() -> None:
     policy = replace(POLICY, max_restarts=0)
     assert not decide_restart(failure(), policy=policy).go_on
-    assert decide_restart(failure("symptom"), policy=policy, node_lost=True).go_on
+    assert decide_restart(policy=policy).go_on
 
 
 # -- progress refills it
@@ -272,15 +252,15 @@ def read_only(node: int, fingerprint: str = "OSError:1a") -> NodeFailure:
 
 
 def test_a_read_only_filesystem_of_all_nodes_is_a_wrong_path_and_of_one_its_mount() -> None:
-    first = POLICY.decide_restart(_in_round(0, 1), [read_only(0)], False)
+    first = POLICY.decide_restart(_in_round(0, 1), [read_only(0)])
     assert first.go_on
     again = replace(_in_round(0, 1), memory=first.memory)
-    assert POLICY.decide_restart(again, [read_only(0)], False).go_on, "the other node does not say so"
-    both = POLICY.decide_restart(again, [read_only(0), read_only(1)], False)
+    assert POLICY.decide_restart(again, [read_only(0)]).go_on, "the other node does not say so"
+    both = POLICY.decide_restart(again, [read_only(0), read_only(1)])
     assert (both.go_on, both.retryable) == (False, False)
     assert "the same failure 2 times in a row" in both.reason
     alone = replace(_in_round(0), memory=first.memory)
-    assert not POLICY.decide_restart(alone, [read_only(0)], False).go_on, "there is no other node"
+    assert not POLICY.decide_restart(alone, [read_only(0)]).go_on, "there is no other node"
 
 
 def test_a_read_only_filesystem_has_a_fingerprint() -> None:
@@ -401,12 +381,12 @@ def test_an_image_that_no_node_has_is_a_wrong_one_and_of_one_node_its_own() -> N
     one = replace(make_failure(0, at=1, exitcode=125, stderr_tail=text), message=text, fingerprint="exit:125:1a")
     assert not one.node_suspect
     here, there = (sum_up([replace(one, node=node)], node=node, seconds=3.0, workers=1) for node in (0, 1))
-    memory = POLICY.decide_restart(_in_round(0, 1), [here, there], False).memory
+    memory = POLICY.decide_restart(_in_round(0, 1), [here, there]).memory
     second = replace(_in_round(0, 1), memory=memory)
-    again = POLICY.decide_restart(second, [here, there], False)
+    again = POLICY.decide_restart(second, [here, there])
     assert (again.go_on, again.retryable, again.apart) == (False, False, ())
     assert "nosuchimage:1" in again.reason
-    assert POLICY.decide_restart(second, [here], False).go_on
+    assert POLICY.decide_restart(second, [here]).go_on
 
 
 @pytest.mark.parametrize("signal", ["SIGSEGV", "SIGABRT", "SIGFPE", "SIGBUS", ""])
@@ -498,22 +478,22 @@ def _lacks(node: int, *, alike: int = 2, waited: float = 1.0, retryable: bool = 
 
 
 def test_what_one_node_alone_lacks_is_worth_another_round_without_it() -> None:
-    decision = POLICY.decide_restart(_in_round(0, 1, 2), [_lacks(1)], False)
+    decision = POLICY.decide_restart(_in_round(0, 1, 2), [_lacks(1)])
     assert (decision.go_on, decision.counts, decision.apart) == (True, True, (1,))
     again = replace(_in_round(0, 1, 2), memory=FailureMemory(fingerprint="F", times=5))
-    assert POLICY.decide_restart(again, [_lacks(1, retryable=True)], False).apart == (1,)
+    assert POLICY.decide_restart(again, [_lacks(1, retryable=True)]).apart == (1,)
 
 
 def test_what_all_nodes_lack_is_not() -> None:
-    decision = POLICY.decide_restart(_in_round(0, 1), [_lacks(0), _lacks(1)], False)
+    decision = POLICY.decide_restart(_in_round(0, 1), [_lacks(0), _lacks(1)])
     assert (decision.go_on, decision.retryable, decision.apart) == (False, False, ())
     for one in (_lacks(1, alike=1), _lacks(1, waited=0.0)):
-        assert not POLICY.decide_restart(_in_round(0, 1), [one], False).go_on
+        assert not POLICY.decide_restart(_in_round(0, 1), [one]).go_on
 
 
 def test_where_no_restart_is_left_another_attempt_may_go_well_all_the_same() -> None:
     policy = replace(POLICY, max_restarts=0)
-    decision = policy.decide_restart(_in_round(0, 1), [_lacks(1)], False)
+    decision = policy.decide_restart(_in_round(0, 1), [_lacks(1)])
     assert (decision.go_on, decision.retryable) == (False, True)
 
 

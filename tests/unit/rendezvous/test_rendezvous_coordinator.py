@@ -101,10 +101,10 @@ class DecideRestart:
     """The restart policy's place: answers what it was made with, and remembers what it was asked."""
 
     answer: RestartDecision = field(default_factory=lambda: settled())
-    asked: list[tuple[RoundRecord, tuple[NodeFailure, ...], bool]] = field(default_factory=list)
+    asked: list[tuple[RoundRecord, tuple[NodeFailure, ...]]] = field(default_factory=list)
 
-    def __call__(self, of: RoundRecord, failures: Sequence[NodeFailure], node_lost: bool) -> RestartDecision:
-        self.asked.append((of, tuple(failures), node_lost))
+    def __call__(self, of: RoundRecord, failures: Sequence[NodeFailure]) -> RestartDecision:
+        self.asked.append((of, tuple(failures)))
         return self.answer
 
 
@@ -342,7 +342,7 @@ def test_the_policy_is_asked_about_the_last_rounds_failures() -> None:
     decide_restart = DecideRestart(settled(counts=True, reason="restart 2 of 3"))
     failures = {uid(1): failure(1), uid(2): failure(2, "symptom")}
     proposal = committed(view(AGAIN, joined=ALL, failures=failures), decide_restart=decide_restart)
-    assert decide_restart.asked == [(AGAIN, (failure(1), failure(2, "symptom")), False)]
+    assert decide_restart.asked == [(AGAIN, (failure(1), failure(2, "symptom")))]
     assert proposal.record.restarts_used == 2
     assert proposal.record.memory == decide_restart.answer.memory
     assert proposal.reason == "restart 2 of 3"
@@ -404,12 +404,60 @@ def test_the_policy_gives_up(retryable: bool) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_the_policy_is_told_whether_a_member_of_the_broken_round_was_lost(
-    what: str, seen: ClusterView, lost: bool
+def test_the_symptoms_of_a_lost_member_are_free(what: str, seen: ClusterView, lost: bool) -> None:
+    decide_restart, found = DecideRestart(), {uid(0): failure(0, "symptom")}
+    proposal = committed(replace(seen, failures=found), decide_restart=decide_restart)
+    assert proposal.event is RoundEvent.FREEZE
+    assert decide_restart.asked[0][1] == (() if lost else (failure(0, "symptom"),))
+    assert proposal.explained == ((0,) if lost else ())
+
+
+@pytest.mark.parametrize(
+    ("what", "seen", "explained"),
+    [
+        ("its connection broke with the node", {"since_failed": {uid(0): 7.0}, "since_sign": {uid(3): 7.4}}, True),
+        ("the node gave a sign just then", {"since_failed": {uid(0): 7.0}, "since_sign": {uid(3): 6.5}}, True),
+        ("the node lived on after it", {"since_failed": {uid(0): 12.0}, "since_sign": {uid(3): 7.0}}, False),
+        ("nobody knows when", {}, False),
+        ("it was in the next round already", {"joined": ALL, "dead": frozenset(ALL[3:])}, False),
+        ("it took itself out", {"leaving": {uid(3): "unfit"}}, False),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_lost_member_explains_what_failed_with_it_whatever_the_words(
+    what: str, seen: dict[str, Any], explained: bool
 ) -> None:
+    facts = {"since_failed": {uid(0): 7.0}, "since_sign": {uid(3): 7.4}} if seen else {}
+    gone = {"joined": ALL[:3], "dead": frozenset(ALL[3:]), **facts, **seen}
     decide_restart = DecideRestart()
-    assert committed(seen, decide_restart=decide_restart).event is RoundEvent.FREEZE
-    assert decide_restart.asked[0][2] is lost
+    proposal = committed(view(AGAIN, failures={uid(0): failure(0)}, **gone), decide_restart=decide_restart)
+    assert decide_restart.asked[0][1] == (() if explained else (failure(0),))
+    assert proposal.explained == ((0,) if explained else ())
+    assert ("nid003 stopped its heartbeat; a consequence: why it opened" in proposal.reason) is explained
+
+
+@pytest.mark.parametrize(
+    ("what", "found", "explained"),
+    [
+        ("a rank elsewhere hung", failure(0, "hang"), True),
+        ("a machine elsewhere broke", failure(0, "infrastructure"), False),
+        ("it reports a lost connection", replace(failure(0, "infrastructure"), lost_connection=True), True),
+        ("the node's own worker raised", failure(3), False),
+        ("the node's own worker was killed", replace(failure(3), fingerprint=""), True),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_which_failures_a_lost_member_explains(what: str, found: NodeFailure, explained: bool) -> None:
+    by = uid(found.node)
+    seen = view(AGAIN, joined=[*ALL[:3], uid(3, 2)], failures={by: found}, since_failed={by: 1.0})
+    proposal = committed(replace(seen, since_sign={uid(3): 1.5}))
+    assert proposal.explained == ((found.node,) if explained else ())
+
+
+def test_a_run_that_ends_for_want_of_nodes_says_what_the_loss_explains() -> None:
+    seen = view(AGAIN, joined=ALL[:1], dead=frozenset(ALL[1:]), since_lost=30, failures={uid(0): failure(0)})
+    proposal = committed(replace(seen, since_failed={uid(0): 7.0}, since_sign=dict.fromkeys(ALL, 7.0)))
+    assert (proposal.record.outcome, proposal.explained) == (Outcome.TOO_FEW_NODES, (0,))
 
 
 # -- joinable: too few nodes

@@ -324,7 +324,7 @@ def test_the_sum_counts_and_the_first_word_where_it_can_not_be_read(store: SpySt
         for seat in (first, second):
             seat.participant.join()
         advance(clock, 3, second, first)
-        (_, failures, _) = asked[-1]
+        (_, failures) = asked[-1]
         assert [f.message for f in failures] == ["first word" if hidden else "sum"]
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.rendezvous.preemption import PreemptionNotice
-from hpc_elastic.rendezvous.proposals import EVENTS, propose_close, to_event
+from hpc_elastic.rendezvous.proposals import EVENTS, consequences, propose, propose_close, to_event
 from hpc_elastic.rendezvous.state import Member, RoundEvent, RoundRecord, Status
 from hpc_elastic.run import event_reader
-from hpc_elastic.run.coordinator_events import NoticeGiven, RoundFrozen, RunClosed
+from hpc_elastic.run.coordinator_events import NodeLost, NoticeGiven, RoundFrozen, RunClosed
 from hpc_elastic.run.event_types import name_of
 
 RECORD = RoundRecord(
@@ -46,3 +47,17 @@ def test_what_some_records_have_beside_that_is_in_their_events() -> None:
     given = to_event(RoundEvent.NOTICE, RECORD.successor(notice=notice), "notice")
     assert isinstance(given, NoticeGiven)
     assert (given.seconds, given.step) == (60.0, None)
+
+
+def test_a_loss_belongs_to_the_round_that_had_its_workers() -> None:
+    """It is certain only while the nodes come for the next round."""
+    members = tuple(Member(f"0000{n}-n{n}-0001000000000000-aaaa", n, 2) for n in (0, 2))
+    joinable = RECORD.successor(members=members)
+    frozen = propose(joinable, RoundEvent.FREEZE, "without n2", members=members[:1], lost=(2,))
+    closed = propose_close(joinable, Outcome.TOO_FEW_NODES, "1 of at least 2 nodes is left", lost=(2,))
+    running = replace(joinable, status=Status.FINAL)
+    reopened = propose(running, RoundEvent.REOPEN, "n2 stopped its heartbeat", lost=(2,), round=4)
+    for before, proposal, index in ((joinable, frozen, 2), (joinable, closed, 2), (running, reopened, 3)):
+        (event,) = consequences(before, proposal, lambda uid: 7.0)
+        assert isinstance(event, NodeLost)
+        assert (event.round, event.host, event.age) == (index, "n2", 7.0)

@@ -5,11 +5,14 @@ import os
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import EvidenceSource
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.history import WorkerEnd
+from hpc_elastic.report.subject import verdict_of
+from hpc_elastic.report.verdict import Confidence
 from hpc_elastic.report.wording import describe_fresh_starts
 from tests.rigs.run_builder import GLOO, START_NS, RunBuilder, make_failure
 
@@ -88,6 +91,28 @@ def test_a_closed_run_is_the_decision_about_its_last_round(builder: RunBuilder) 
     (part,) = attempt.rounds  # a round that never began is none
     assert part.decision is not None
     assert (part.decision.action, part.decision.reason) == ("close", "restarts exhausted (0 of 0)")
+
+
+@pytest.mark.parametrize(("event", "fields"), [("round_frozen", {}), ("closed", {"outcome": "too_few_nodes"})])
+def test_failures_that_a_lost_node_explains_are_its_consequences(
+    builder: RunBuilder, event: str, fields: dict[str, str]
+) -> None:
+    """As the coordinator found when it knew who was left: one loss, in the round in which it happened."""
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    builder.fail(make_failure(0, at=30, exception="ConnectionError: peer closed the connection"))
+    builder.fail(make_failure(1, at=30, exitcode=3))
+    builder.event(0, "agent", 0, 31, "round_opened", round=1, reason="rank 0 ended with exit code 1", restarts_used=0)
+    builder.event(0, "agent", 0, 37, event, round=1, explained=(0,), **fields)
+    builder.event(0, "agent", 0, 37, "node_lost", round=0, node=2, host="n3", age=7.0)
+    (part,) = collect_run(builder.root).attempts[0].rounds
+    classes = [failure.failure_class for failure in part.failures]
+    assert classes == [FailureClass.SYMPTOM, FailureClass.ROOT]
+    alone = replace(part, failures=part.failures[:1])
+    verdict = verdict_of(alone)
+    assert verdict.lost_node is not None
+    assert (verdict.lost_node.host, verdict.confidence) == ("n3", Confidence.HIGH)
+    assert verdict.evidence == "no heartbeat for 7.0 s; 1 failure elsewhere is its consequence"
 
 
 def test_what_failed_of_our_own_is_told_and_loses_no_node(builder: RunBuilder) -> None:
