@@ -17,19 +17,6 @@ EPOCHS = "16"
 FLAP_SECONDS = 4.0
 """Longer than a node may be silent before it becomes a suspect."""
 
-SAVES = """
-import os, pathlib, sys, time
-checkpoint = pathlib.Path("step.txt")
-rank, attempt = os.environ["RANK"], os.environ["HPC_ELASTIC_ATTEMPT"]
-step = int(checkpoint.read_text()) if rank == "0" and checkpoint.exists() else 0
-print("rank", rank, "begins at step", step, "in attempt", attempt)
-while step < int(sys.argv[1]) or attempt == "0":
-    step += 1
-    time.sleep(0.2)
-    if rank == "0":
-        pathlib.Path("step.tmp").write_text(str(step))
-        os.replace("step.tmp", checkpoint)
-"""
 SAVES_WHEN_TOLD = """
 import hpc_elastic, sys, time
 for step in range(10000):
@@ -147,13 +134,12 @@ def test_arguments_reach_the_script_untouched(runs: SlurmRuns) -> None:
 
 @pytest.mark.any_release
 def test_a_killed_agent_is_replaced_on_its_node_and_costs_no_restart(cluster: SlurmCluster, runs: SlurmRuns) -> None:
-    run = runs.submit("--nodes", "4", *SHORT, runs.script(WAITS_TO_BE_TOLD))
-    run.wait_log(lambda log: log.count("of 4 round 0") == 4)
+    run = runs.submit("--nodes", "4", "--max-restarts", "0", *SHORT, runs.trainer())
+    run.wait_steps(4)
     workers = [pid for pid, command in cluster.node_pids("n3", user="alice") if "train.py" in command]
     assert len(workers) == 1
     run.kill_agent("n3")
-    log = run.wait_log(lambda log: log.count("of 4 round 1") == 4)
-    assert "0 of 3 restarts used" in log
+    run.wait_training(cluster.node_names, after=0)
     # Looked at while the step still runs: at a step's end Slurm would clean up for us.
     now = [pid for pid, command in cluster.node_pids("n3", user="alice") if "train.py" in command]
     assert len(now) == 1
@@ -161,38 +147,42 @@ def test_a_killed_agent_is_replaced_on_its_node_and_costs_no_restart(cluster: Sl
     run.say_end()
     assert run.wait_end() == "COMPLETED"
     assert run.report()["outcome"] == "succeeded"
+    run.check_training()
+    run.check_losses("n3")
+    assert "the agent on n3 died" in run.log
     assert run.left_on_nodes() == []
 
 
 def test_the_agent_of_the_batch_host_and_coordinator_may_die_too(runs: SlurmRuns) -> None:
-    run = runs.submit("--nodes", "3", *SHORT, runs.script(WAITS_TO_BE_TOLD))
-    run.wait_log(lambda log: log.count("of 3 round 0") == 3)
+    run = runs.submit("--nodes", "3", "--max-restarts", "0", *ALL_COME, *SHORT, runs.trainer())
+    run.wait_steps(3)
     run.kill_agent("n1")
-    run.wait_log(lambda log: log.count("of 3 round 1") == 3)
+    run.wait_training(["n1", "n2", "n3"], after=0)
     run.say_end()
     assert run.wait_end() == "COMPLETED"
+    run.check_training()
+    run.check_losses("n1")
 
 
 @pytest.mark.any_release
 def test_an_srun_that_is_killed_costs_no_restart(cluster: SlurmCluster, runs: SlurmRuns) -> None:
     """All agents of the step die with it; each is started again in a step of its own."""
-    run = runs.submit("--nodes", "3", *SHORT, runs.script(WAITS_TO_BE_TOLD))
-    run.wait_log(lambda log: log.count("of 3 round 0") == 3)
+    run = runs.submit("--nodes", "3", "--max-restarts", "0", *SHORT, runs.trainer())
+    run.wait_steps(3)
     assert cluster.kill_process("n1", r"\Asrun -N3 ", 9)
     # Each in a round of its own, or several in one.
     run.wait_training(["n1", "n2", "n3"], after=0)
     run.say_end()
-    log = run.wait_log(lambda log: "; exit code 0" in log)
-    assert "1 of 3 restarts used" not in log
     assert run.wait_end() == "COMPLETED"
+    run.check_training()
     assert run.left_on_nodes() == []
 
 
 @pytest.mark.any_release
 @pytest.mark.parametrize("cluster", ["plain", "minute"], indirect=True)
 def test_a_node_that_loses_its_power_shrinks_the_run(cluster: SlurmCluster, runs: SlurmRuns) -> None:
-    run = runs.submit("--nodes", "2-4", *ALL_COME, *SHORT, runs.script(WAITS_TO_BE_TOLD))
-    run.wait_log(lambda log: log.count("of 4 round 0") == 4)
+    run = runs.submit("--nodes", "2-4", *ALL_COME, *SHORT, runs.trainer())
+    run.wait_steps(4)
     # Fills the caches of the submitting host, with what is missing too.
     assert "is running" in runs.hpc_elastic("report", run.job).stdout
     cluster.kill_node("n3")
@@ -207,6 +197,8 @@ def test_a_node_that_loses_its_power_shrinks_the_run(cluster: SlurmCluster, runs
     assert "SUCCEEDED" in report
     assert "node n3 was lost" in run.log
     assert run.report()["outcome"] == "succeeded"
+    run.check_training()
+    run.check_losses("n3")
     if cluster.settings.fs is None:
         assert run.wait_end(timeout=60) in ("COMPLETED", "COMPLETING")
 
@@ -216,19 +208,21 @@ def test_a_lost_node_without_a_spare_requeues_and_the_next_attempt_resumes(
     cluster: SlurmCluster, runs: SlurmRuns
 ) -> None:
     quick = ("--rdzv-conf", "last_call_timeout=3")
-    arguments = ("submit", "--follow", "--nodes", "3", *SHORT, *quick, runs.script(SAVES), "30")
+    arguments = ("submit", "--follow", "--nodes", "3", *SHORT, *quick, runs.trainer())
     with cluster.popen(["hpc-elastic", *arguments], cwd=runs.folder) as follower:
         run = runs.newest()
-        run.wait_log(lambda log: log.count("in attempt 0") == 3)
-        wait_until(lambda: (runs.folder / "step.txt").exists(), timeout=20, what="a checkpoint")
+        run.wait_steps(3, beyond=10)
         cluster.kill_node("n3")
         run.wait_log(lambda log: f"job {run.job} is requeued" in log)
         cluster.start_node("n3", wait=False)  # else the job waits until Slurm has found the node dead
+        run.wait_log(lambda log: len(re.findall(r"of 3 begins at step [1-9]", log)) == 3)
+        run.say_end()
         out, err = follower.communicate(timeout=120 * CROWDED)
     assert follower.returncode == 0, out + err
-    assert out.count("in attempt 1") == 3, "who follows sees both attempts"
-    (step,) = re.findall(r"rank 0 begins at step (\d+) in attempt 1", out)
-    assert int(step) > 0
+    assert len(re.findall(r"rank \d of 3 begins at step 0", out)) == 3
+    assert len(re.findall(r"rank \d of 3 begins at step [1-9]", out)) == 3, "who follows sees both attempts"
+    run.check_training(1)
+    run.check_losses("n3")
     assert run.result(0)["outcome"] == "too_few_nodes"
     assert "(missing: n3)" in run.result(0)["reason"]
     report = runs.hpc_elastic("report", str(run.root), "--attempt", "0").stdout
@@ -239,8 +233,8 @@ def test_a_lost_node_without_a_spare_requeues_and_the_next_attempt_resumes(
 @pytest.mark.any_release
 @on_both
 def test_the_batch_host_may_die_and_the_job_ends_with_its_report(cluster: SlurmCluster, runs: SlurmRuns) -> None:
-    run = runs.submit("--nodes", "2-3", *ALL_COME, *SHORT, runs.script(WAITS_TO_BE_TOLD))
-    run.wait_log(lambda log: log.count("of 3 round 0") == 3)
+    run = runs.submit("--nodes", "2-3", *ALL_COME, *SHORT, runs.trainer())
+    run.wait_steps(3)
     cluster.kill_node("n1")
     run.wait_training(["n2", "n3"])
     run.say_end()
@@ -249,6 +243,8 @@ def test_the_batch_host_may_die_and_the_job_ends_with_its_report(cluster: SlurmC
     assert "SUCCEEDED" in log
     assert "node n1 was lost" in log
     assert run.result()["outcome"] == "succeeded"
+    run.check_training()
+    run.check_losses("n1")
     # Slurm would keep the allocation for ever: nobody else ends a job whose batch script is gone.
     assert run.wait_end(timeout=60) in ("CANCELLED", "COMPLETED")
     assert run.left_on_nodes() == []
@@ -291,22 +287,21 @@ def test_a_script_that_raises_is_reported_with_its_traceback_and_not_requeued(ru
 
 
 @pytest.mark.any_release
-def test_exhausted_restarts_requeue_and_the_next_attempt_resumes(runs: SlurmRuns) -> None:
-    text = """
-import os, signal, pathlib
-done = pathlib.Path("done.txt")
-step = int(done.read_text()) if done.exists() else 0
-print("starting at step", step, "in attempt", os.environ["HPC_ELASTIC_ATTEMPT"])
-if os.environ["RANK"] == "0":
-    done.write_text(str(step + 1))
-    if step < 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-import time; time.sleep(0.5)
-"""
-    run = runs.submit_and_follow("--nodes", "2", "--max-restarts", "1", *SHORT, runs.script(text))
-    assert run.done.returncode == 0, run.log
+def test_a_killed_worker_costs_a_restart_and_then_a_requeue(runs: SlurmRuns) -> None:
+    """Its peers fail with it, a moment later."""
+    run = runs.submit("--nodes", "2", "--max-restarts", "1", *SHORT, runs.trainer())
+    run.wait_steps(2)
+    for index in (0, 1):
+        run.wait_training(["n1", "n2"], after=index - 1)
+        assert runs.cluster.kill_process("n2", r" -u train\.py", 9)
+    run.wait_training(["n1", "n2"], attempt=1)
+    run.say_end()
+    run.wait_end()
+    assert run.result(1)["outcome"] == "succeeded", run.log
+    run.check_training(1)
     assert "restarts exhausted (1 of 1 restarts used)" in run.log
-    assert "starting at step 2 in attempt 1" in run.log
+    rounds = run.report()["attempts"][0]["rounds"]
+    assert all("rank 1 on n2: Signal 9 (SIGKILL)" in part["verdict"]["summary"] for part in rounds)
     assert run.result(0)["exit_code"] == 75
     assert [attempt["number"] for attempt in run.report(1)["attempts"]] == [0, 1]
     assert run.log.index("attempt 0,") < run.log.index("attempt 1,"), "the log is appended to, not overwritten"
@@ -326,10 +321,13 @@ def test_a_requeue_limit_of_none_ends_with_the_workers_failure(runs: SlurmRuns) 
 
 @pytest.mark.any_release
 def test_a_job_cancelled_while_it_runs_ends_clean(cluster: SlurmCluster, runs: SlurmRuns) -> None:
-    run = runs.submit("--nodes", "2", *SHORT, runs.script(WAITS_TO_BE_TOLD))
-    run.wait_log(lambda log: log.count("round 0") >= 4)
+    """Its workers have the time to save: nobody has told them to end before."""
+    run = runs.submit("--nodes", "2", *SHORT, runs.trainer(), "--save-every", "1000000", "--save-on-sigterm")
+    run.wait_steps(2)
+    assert list(runs.folder.glob("step-*.json")) == []
     assert cluster.run(["scancel", run.job]).returncode == 0
     assert run.wait_end() == "CANCELLED"
+    assert len(list(runs.folder.glob("step-*.json"))) == 1, run.log
     assert run.report()["outcome"] == "cancelled"
     assert "requeue 1" not in run.log
     assert run.left_on_nodes() == []

@@ -7,18 +7,9 @@ import re
 import pytest
 
 from tests.rigs.slurm_cluster import SlurmCluster
-from tests.rigs.slurm_runs import ALL_COME, Run, SlurmRuns
+from tests.rigs.slurm_runs import ALL_COME, SlurmRuns
 
 SHORT = ("-t", "10", "--nproc-per-node", "2")
-
-# Each rank says where it sits, and ends when it is told to.
-SEATED = """
-import os, pathlib, time
-env = os.environ
-print("seat", env["RANK"], "of", env["WORLD_SIZE"], "round", env["TORCHELASTIC_RESTART_COUNT"])
-while not pathlib.Path("end").exists():
-    time.sleep(0.05)
-"""
 
 # Rank 3 never comes out of its section; the others wait for it a step further, as in a collective.
 ONE_HANGS = """
@@ -52,57 +43,45 @@ print("rank", rank, "trained in round", os.environ["TORCHELASTIC_RESTART_COUNT"]
 """
 
 
-def _seats(run: Run, round_index: int, *, world: int, timeout: float = 90) -> dict[int, str]:
-    """Rank → node, when all of a round have told theirs."""
-    line = re.compile(rf"^\[(\w+):(\d+)\] seat \2 of {world} round {round_index}$", re.M)
-    log = run.wait_log(lambda log: len(line.findall(log)) == world, timeout=timeout)
-    return {int(rank): node for node, rank in line.findall(log)}
-
-
-def _say_end(runs: SlurmRuns) -> None:
-    (runs.folder / "end").touch()
-
-
 @pytest.mark.any_release
 def test_a_spare_takes_a_lost_nodes_ranks_and_without_one_the_run_shrinks(
     cluster: SlurmCluster, runs: SlurmRuns
 ) -> None:
     # The first round waits for all four, so it has the first three, in Slurm's order.
-    run = runs.submit("--nodes", "2-3", "--spares", "1", *ALL_COME, *SHORT, runs.script(SEATED))
-    assert _seats(run, 0, world=6) == {0: "n1", 1: "n1", 2: "n2", 3: "n2", 4: "n3", 5: "n3"}
+    run = runs.submit("--nodes", "2-3", "--spares", "1", "--max-restarts", "0", *ALL_COME, *SHORT, runs.trainer())
+    assert run.wait_training(["n1", "n2", "n3"]) == (0, {"n1": [0, 1], "n2": [2, 3], "n3": [4, 5]})
+    run.wait_steps(6)
     assert cluster.job_info(run.job)["NumNodes"] == "4"
     run.wait_log(lambda log: "n4 waits as a spare" in log)
     cluster.kill_node("n2")
     # One round, and nobody who lives has moved.
-    assert _seats(run, 1, world=6) == {0: "n1", 1: "n1", 2: "n4", 3: "n4", 4: "n3", 5: "n3"}
-    cluster.kill_node("n4")
-    assert _seats(run, 2, world=4) == {0: "n1", 1: "n1", 2: "n3", 3: "n3"}
-    _say_end(runs)
+    assert run.wait_training(["n1", "n4", "n3"]) == (1, {"n1": [0, 1], "n4": [2, 3], "n3": [4, 5]})
+    cluster.kill_node("n4", silent=False)
+    assert run.wait_training(["n1", "n3"]) == (2, {"n1": [0, 1], "n3": [2, 3]})
+    run.say_end()
     log = run.wait_log(lambda log: "; exit code 0" in log)
     assert "n4 took the place of n2" in log
-    rounds = re.findall(r"^ +round (\d): (\d) nodes, (\d) workers,.*: (.*)$", run.log, re.M)
+    rounds = re.findall(r"^ +round (\d): (\d) nodes, (\d) workers,.*: (.*?)(?: \(\+\d more\))?$", run.log, re.M)
     assert rounds == [
         ("0", "3", "6", "node n2 was lost"),
         ("1", "3", "6", "node n4 was lost"),
         ("2", "2", "4", "all workers ended with 0"),
     ]
-    assert {(e["round"], e["restarts_used"]) for e in run.events() if e["event"] == "round_final"} == {
-        (0, 0),
-        (1, 0),
-        (2, 0),
-    }
+    run.check_training()
+    run.check_losses("n2", "n4")
 
 
 @pytest.mark.any_release
 def test_a_node_lost_with_the_only_spare_requeues_where_all_are_needed(cluster: SlurmCluster, runs: SlurmRuns) -> None:
     quick = ("--rdzv-conf", "last_call_timeout=2")
-    run = runs.submit("--nodes", "3", "--spares", "1", *quick, *SHORT, runs.script(SEATED))
-    seated = set(_seats(run, 0, world=6).values())
+    run = runs.submit("--nodes", "3", "--spares", "1", "--max-restarts", "0", *quick, *SHORT, runs.trainer())
+    run.wait_steps(6)
+    seated = set(run.training()[1])
     assert cluster.job_info(run.job)["NumNodes"] == "4"
     # The spare is whoever came last. Two die, it and a member; the batch host stays.
     member = max(seated)
     for node in sorted({"n2", "n3", "n4"} - {min(seated - {"n1"})}):
-        cluster.kill_node(node)
+        cluster.kill_node(node, silent=False)
     log = run.wait_log(lambda log: f"job {run.job} is requeued" in log)
     assert "round 1: role" not in log, "no round without as many nodes as were asked for"
     closed, ended = (
@@ -113,6 +92,7 @@ def test_a_node_lost_with_the_only_spare_requeues_where_all_are_needed(cluster: 
     result = run.result()
     assert result["outcome"] == "too_few_nodes"
     assert member in result["reason"]
+    assert run.report()["verdict"]["cause"] == "node"
     cluster.run(["scancel", run.job])
 
 
