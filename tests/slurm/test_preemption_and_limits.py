@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.rigs import lockstep
 from tests.rigs.slurm_cluster import SlurmCluster
 from tests.rigs.slurm_cluster.processes import CROWDED, wait_until
 from tests.rigs.slurm_runs import Run, SlurmRuns
@@ -50,6 +51,8 @@ for step in range(100000):
         print("trains")
     hpc_elastic.should_checkpoint(step)
 """
+NEVER_ASKS = 'import sys\nsys.argv += ["--save-every", "1000000", "--save-on-sigterm"]\n'
+"""Before the lock-step trainer: its first checkpoint is the one that it writes on SIGTERM."""
 COUNTS = """
 import json, os, sys, time
 import submitit
@@ -251,7 +254,7 @@ def test_limits_cancels_and_notices_at_bad_moments(cluster: SlurmCluster, runs: 
     (runs.folder / "go-on").touch()
 
     near_limit = cases.submit("limit", SAVES_WHEN_TOLD)
-    over_limit = cases.submit("late", SAVES_WHEN_TOLD)
+    over_limit = cases.submit("late", NEVER_ASKS + Path(lockstep.__file__).read_text(), nodes=2)
     outside = cases.submit("outside", SAVES_WHEN_TOLD)
     # Its workers end by SIGKILL alone; what KillWait leaves after that is for the report.
     ended = cases.submit("ended", NEVER_REACTS, "--shutdown-timeout", "3")
@@ -259,8 +262,9 @@ def test_limits_cancels_and_notices_at_bad_moments(cluster: SlurmCluster, runs: 
         "meeting", SAVES_WHEN_TOLD, "--health-check", "sleep 300", "--health-check-timeout", "300", nodes=2
     )
 
-    for run in (near_limit, over_limit, outside, ended):
+    for run in (near_limit, outside, ended):
         wait_training(run)
+    over_limit.wait_steps(2)
     # The limit comes near, and is over: Slurm tells of both at its next look.
     cases.as_root("scontrol", "update", f"jobid={near_limit.job}", "EndTime=now+80")
     cases.as_root("scontrol", "update", f"jobid={over_limit.job}", "EndTime=now+1")
@@ -300,7 +304,8 @@ def test_limits_cancels_and_notices_at_bad_moments(cluster: SlurmCluster, runs: 
     over_limit.wait_log(lambda log: "exit code 75" in log, timeout=LONG)
     assert decided(over_limit)[-1][1:] == ("is ended by its time limit", "time limit", False)
     assert over_limit.result()["outcome"] in ("timed_out", "preempted")
-    for run in (outside, near_limit, over_limit, in_setup):
+    over_limit.wait_log(lambda log: re.search("rank 0 of 2 begins at step [1-9]", log) is not None, timeout=LONG)
+    for run in (outside, near_limit, in_setup):
         wait_resumed(run)
 
 
