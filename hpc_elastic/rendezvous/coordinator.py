@@ -120,7 +120,7 @@ def next_proposal(view: ClusterView, settings: RendezvousSettings, decide_restar
         proposal = _with_the_dead(view, proposal)
     suspects = _suspects(view, lost=proposal.record.lost if proposal is not None else view.record.lost)
     if proposal is not None:
-        return replace(proposal, record=replace(proposal.record, suspects=suspects), left=_left(view))
+        return replace(proposal, record=replace(proposal.record, suspects=suspects), left=_left(view), gone=view.gone)
     if suspects == view.record.suspects:
         return None
     return propose(view.record, RoundEvent.ASK, _describe_suspects(view, suspects), suspects=suspects)

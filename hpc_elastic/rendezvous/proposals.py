@@ -54,6 +54,8 @@ class Proposal(Struct, frozen=True, kw_only=True):
     reason: str
     left: Mapping[int, str] = field(default_factory=dict)
     """Nodes that took themselves out, with their reason."""
+    gone: Collection[int] = ()
+    """Nodes for which the launcher brings no further agent."""
     replaced: Sequence[tuple[Member, Member]] = ()
     """(gone, come): whose place is taken by whom."""
     missing: Collection[int] = ()
@@ -219,7 +221,10 @@ def consequences(before: RoundRecord, proposal: Proposal, last_sign: Callable[[s
             reason = "it has not joined" if index == 0 else "it was not a member, and it does not answer"
             events.append(NodeMissing(round=index, node=node, host=host, reason=reason))
         else:
-            events.append(NodeLost(round=index, node=node, host=host, **_silence(last_sign(uid))))
+            silence = _silence(last_sign(uid))
+            if node in proposal.gone:
+                silence["reason"] = "its agent ended, and no other is started there"
+            events.append(NodeLost(round=index, node=node, host=host, **silence))
     for node in sorted(proposal.missing):
         events.append(NodeMissing(round=record.round, node=node, reason="it has not joined"))
     for gone, come in proposal.replaced:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from msgspec import Struct, field
@@ -33,7 +34,14 @@ from hpc_elastic.report.incidents import (
     read_outage,
 )
 from hpc_elastic.report.node_times import TimesBuilder
-from hpc_elastic.run.agent_events import AgentFailed, FilesystemRefused, OutputLost, StartRefused, UserCommandEnded
+from hpc_elastic.run.agent_events import (
+    AgentFailed,
+    AgentStarted,
+    FilesystemRefused,
+    OutputLost,
+    StartRefused,
+    UserCommandEnded,
+)
 from hpc_elastic.run.coordinator_events import LinkLost, NodeMissing, RunClosed
 from hpc_elastic.run.event_reader import EventLine, job_id_of
 from hpc_elastic.run.event_types import RunEvent
@@ -74,7 +82,9 @@ class AttemptBuilder(Struct):
     """Those after which another agent was started on the node: they were there, and took part."""
     own_reasons: dict[int, list[str]] = field(default_factory=dict)
     """By node: what its agents reported of their own failures, where they still could."""
-    relaunched: list[str] = field(default_factory=list)
+    relaunched: list[tuple[int, str]] = field(default_factory=list)
+    agent_starts: Counter[int] = field(default_factory=Counter)
+    """Node → how many of its agents ran."""
     unstarted: dict[str, str] = field(default_factory=dict)
     given_up: dict[int, GivenUpNode] = field(default_factory=dict)
     refusals: dict[int, str] = field(default_factory=dict)
@@ -140,7 +150,7 @@ class AttemptBuilder(Struct):
             case AgentProcessEnded():
                 self._agent_ended(event, when)
             case AgentRelaunched():
-                self.relaunched.append(event.name)
+                self.relaunched.append((-1 if node is None else node, event.name))
                 self.replaced_ends += [end for end in reversed(self.agent_ends) if end.name == event.name][:1]
             case NodeGivenUp() if event.node >= 0:
                 self.given_up[event.node] = GivenUpNode(
@@ -150,6 +160,8 @@ class AttemptBuilder(Struct):
                     reason=event.reason[:_MOST_REASON],
                     seen_ns=when,
                 )
+            case AgentStarted() if node is not None:
+                self.agent_starts[node] += 1
             case SignalReceived():
                 self.notices.append(event.signal)
             case SignalDecided():
@@ -215,7 +227,7 @@ class AttemptBuilder(Struct):
             decision=self.decision,
             rounds=tuple(self._completed(part, bad_ends, cut_short) for part in rounds),
             agent_ends=tuple(self.agent_ends),
-            relaunched=tuple(self.relaunched),
+            relaunched=tuple(name for node, name in self.relaunched if self.agent_starts[node] > 1),
             unstarted=tuple(self.unstarted.items()),
             given_up=tuple(sorted((*map(self._explained, self.given_up.values()), *self._never_joined()), key=_node)),
             notices=tuple(dict.fromkeys(self.notices)),

@@ -278,7 +278,7 @@ class AttemptHistory(Struct, frozen=True, kw_only=True):
     rounds: tuple[RoundHistory, ...] = ()
     agent_ends: tuple[AgentEnd, ...] = ()
     relaunched: tuple[str, ...] = ()
-    """Names of the nodes whose agent was started again."""
+    """Names of the nodes on which another agent ran, once for each time that one was started there."""
     unstarted: tuple[tuple[str, str], ...] = ()
     """Names of the nodes where no agent could be started, each with the reason."""
     given_up: tuple[GivenUpNode, ...] = ()

@@ -49,6 +49,8 @@ from hpc_elastic.run.activities import Activity
 from hpc_elastic.run.node_score import is_everywhere
 
 _HOSTS = 3
+_SILENT_SECONDS = 3.0
+"""A node whose last heartbeat is younger was not lost because of its silence."""
 _SIGN_NS = 1_000_000_000
 """A lost node lived for so long after the last heartbeat, at most: then the next one was due."""
 
@@ -348,7 +350,7 @@ def _node_verdict(
     retryable: bool,
 ) -> Verdict:
     first = lost[0]
-    silent = [f"no heartbeat for {seconds_text(first.age)}"] if first.age else []
+    silent = [f"no heartbeat for {seconds_text(first.age)}"] if first.age >= _SILENT_SECONDS else []
     parts = [", ".join([*silent, *([first.detail] if first.detail else [])]) or "its agent left the run"]
     if first.broke:
         parts = ["the script did not cause this: a process of hpc-elastic's own did"]

@@ -61,3 +61,12 @@ def test_a_loss_belongs_to_the_round_that_had_its_workers() -> None:
         (event,) = consequences(before, proposal, lambda uid: 7.0)
         assert isinstance(event, NodeLost)
         assert (event.round, event.host, event.age) == (index, "n2", 7.0)
+
+
+def test_a_node_that_was_given_up_was_not_lost_because_of_its_silence() -> None:
+    members = tuple(Member(f"0000{n}-n{n}-0001000000000000-aaaa", n, 2) for n in (0, 2))
+    running = RECORD.successor(members=members)
+    reopened = propose(replace(running, status=Status.FINAL), RoundEvent.REOPEN, "n2 has no agent", lost=(2,), round=4)
+    (event,) = consequences(running, replace(reopened, gone=(2,)), lambda uid: 0.8)
+    assert isinstance(event, NodeLost)
+    assert event.reason == "its agent ended, and no other is started there"

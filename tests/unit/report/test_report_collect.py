@@ -157,7 +157,12 @@ def test_an_agent_that_died_and_was_started_again(builder: RunBuilder) -> None:
     builder.succeeded(0, 1, at=60)
     for node in range(4):
         builder.event(0, "supervisor", node, 61, "agent_ended", name=f"n{node + 1}", code=0)
-    first, second = collect_run(builder.root).attempts[0].rounds
+    assert collect_run(builder.root).attempts[0].relaunched == (), "it was tried, and nothing is known to have run"
+    for at in (0.5, 30.4):
+        builder.event(0, "agent", 2, at, "agent_started")
+    (attempt,) = collect_run(builder.root).attempts
+    assert attempt.relaunched == ("n3",)
+    first, second = attempt.rounds
     (loss,) = first.lost_nodes
     assert (loss.node, loss.host, loss.agent_only, loss.detail) == (2, "n3", True, "its agent was ended by SIGKILL")
     assert second.lost_nodes == ()

@@ -287,6 +287,7 @@ def everything(root: Path) -> RunBuilder:
     builder.fail(make_failure(1, at=60.3, exception="BrokenPipeError: [Errno 32] Broken pipe", per_node=2))
     builder.event(0, "supervisor", 3, 61, "agent_ended", name="n4", code=137)
     builder.event(0, "supervisor", 3, 61, "agent_relaunched", name="n4")
+    builder.event(0, "agent", 3, 61, "agent_started")
     builder.event(0, "supervisor", -1, 61, "notice", signal="SIGTERM")
     builder.event(0, "supervisor", 3, 61, "node_given_up", name="n4", cause="died", reason="SIGKILL")
     streams = [{"round": 0, "rank": 1, "stream": "stdout", "not_in_file": 4, "not_in_job_log": 4}]

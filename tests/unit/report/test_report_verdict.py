@@ -382,6 +382,11 @@ def test_a_lost_node_is_the_cause_of_what_the_others_say() -> None:
     assert verdict.evidence == "no heartbeat for 3.2 s; 2 failures elsewhere are its consequence"
 
 
+def test_the_age_of_a_young_heartbeat_is_no_reason() -> None:
+    gone = replace(lost(2, 33.0, age=0.8), detail="its step ended, srun: Node failure on n3")
+    assert decide_verdict([], lost_nodes=[gone]).evidence == "its step ended, srun: Node failure on n3"
+
+
 def test_an_agent_that_died_is_our_own_failure() -> None:
     verdict = decide_verdict([symptom(0, 30.0)], lost_nodes=[replace(lost(2, 29.9), agent_only=True)])
     assert verdict.category is Category.PLATFORM
