@@ -173,7 +173,7 @@ def made_progress(
     return seconds >= limit, limit
 
 
-EARLY_SECONDS = 5.0
+EARLY_SECONDS = 2.0
 """A worker that is killed from outside so soon after each start is killed by what it does then."""
 _KILLED = "killed:"
 """What the fingerprint of such a worker begins with."""

@@ -311,7 +311,8 @@ class _Account:
             self._found[last.attempt, last.round].broken or (last.attempt, last.round) != (final.attempt, final.round)
         ):
             self._booked["interrupted"] += rest
-            self._add_cost(last, rest + waited, waited, recovered=False)
+            ended_well = self._found[final.attempt, final.round].succeeded  # too soon to be seen to be up
+            self._add_cost(last, rest + waited, waited, recovered=bool(self._why_unknown) and ended_well)
         else:
             self._booked["ending"] += rest
         return Goodput(

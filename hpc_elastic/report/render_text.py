@@ -341,10 +341,10 @@ def _only_attempt(document: Document, attempt: AttemptHistory) -> str:
     size = describe_size(part) if part is not None and part.nodes else plural(len(attempt.nodes), "node")
     when = f"from {time_text(attempt.started_ns)}" if attempt.started_ns else "at an unknown time"
     lasted = f" for {duration(attempt.seconds)}" if attempt.seconds is not None else ""
-    rounds = "one round" if attempt.rounds else "no round"
-    goodput = _goodput_text(document)
-    more = f". {goodput}. {describe_progress(document.goodput)}" if goodput else ""
-    return f"Ran {when}{lasted}: {size}, {rounds}{more}"
+    rounds = f"one round; progress: {document.goodput.progress.value}" if attempt.rounds else "no round"
+    if goodput := _goodput_text(document):
+        rounds = f"one round. {goodput}. {describe_progress(document.goodput)}"
+    return f"Ran {when}{lasted}: {size}, {rounds}"
 
 
 def _cut_to(blocks: list[tuple[AttemptHistory, list[str]]], lines: int) -> list[tuple[AttemptHistory, list[str]]]:

@@ -22,7 +22,8 @@ GLOO = ("gloo", "cpu")
 
 @pytest.mark.parametrize(("nodes", "victims"), [(4, (0, 3)), (2, (1, 1))])
 def test_all_ranks_are_in_a_working_group_after_each_kill(tmp_path: Path, nodes: int, victims: tuple[int, ...]) -> None:
-    with LocalRun(tmp_path, ALL_REDUCE, nodes=nodes, arguments=GLOO, environ={"OMP_NUM_THREADS": "1"}) as run:
+    environ, options = {"OMP_NUM_THREADS": "1"}, ["--max-same-failures", "0"]
+    with LocalRun(tmp_path, ALL_REDUCE, nodes=nodes, arguments=GLOO, environ=environ, options=options) as run:
         for round_index, victim in enumerate((*victims, None)):
             here = run.wait_moments("here", count=nodes, round_index=round_index)
             assert [value["rank"] for value in here] == list(range(nodes))

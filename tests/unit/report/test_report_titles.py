@@ -157,7 +157,7 @@ def test_one_round_of_one_attempt_is_one_line_without_goodput_in_the_first_minut
     builder.end(0, at=9, outcome="failed", code=1, decision="end: 0 of 0 requeues used")
     lines = render_text(collect_run(builder.root)).splitlines()
     assert lines[-2].startswith("Ran from ")
-    assert lines[-2].endswith(" for 9.0 s: 2 nodes, 2 workers, one round")
+    assert lines[-2].endswith(" for 9.0 s: 2 nodes, 2 workers, one round; progress: unknown")
     assert lines[-3].startswith("Recovery: ")
     assert "Attempts and rounds:" not in lines
 
