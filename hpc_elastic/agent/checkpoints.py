@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from msgspec import Struct
 
-from hpc_elastic.agent.hang import HangWatch
+from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
 from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.base.clock import Clock
@@ -48,7 +48,7 @@ class CheckpointWatch:
     it is writing one, and that this one is complete.
     """
 
-    def __init__(self, watch: HangWatch, spec: RunSpec, *, clock: Clock) -> None:
+    def __init__(self, watch: HeartbeatWatch, spec: RunSpec, *, clock: Clock) -> None:
         self._watch = watch
         self._is_asked_for = spec.grow is GrowPolicy.CHECKPOINT
         self._max_nodes = spec.max_nodes
@@ -128,7 +128,7 @@ class PreemptionReply(Struct, frozen=True, kw_only=True):
 class PreemptionWatch:
     """One agent's. All methods are for its main thread, and none waits."""
 
-    def __init__(self, watch: HangWatch, spec: RunSpec, *, clock: Clock) -> None:
+    def __init__(self, watch: HeartbeatWatch, spec: RunSpec, *, clock: Clock) -> None:
         self._watch = watch
         self._clock = clock
         self._signal = signal.Signals[spec.preemption_signal] if spec.preemption_signal else None

@@ -9,8 +9,8 @@ from msgspec import Struct, field
 
 from hpc_elastic.agent.ending import CrashGuard
 from hpc_elastic.agent.fork_server_states import NoForkServer
-from hpc_elastic.agent.hang import HangWatch, silent_watch
 from hpc_elastic.agent.health_checks import HealthChecks, no_health_checks
+from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch, silent_watch
 from hpc_elastic.agent.metrics import RoundFigures
 from hpc_elastic.agent.restart_group import NoRestartGroup, RestartGroupWatch
 from hpc_elastic.agent.setup import NoSetup
@@ -58,7 +58,7 @@ class AgentContext(Struct, frozen=True, kw_only=True):
     """Does what the loop needs done with files: the loop itself touches none."""
     cpus: Sequence[frozenset[int]] = ()
     """Of each worker, by local rank; none: all have those of the agent."""
-    watch: HangWatch = field(default_factory=silent_watch)
+    watch: HeartbeatWatch = field(default_factory=silent_watch)
     """Reads the workers' heartbeats."""
     suspicions: SuspicionWatch = field(default_factory=no_suspicions)
     """Whether the workers stand still."""

@@ -21,7 +21,7 @@ from typing import Any
 
 from hpc_elastic.agent.elastic_agent import EXIT_BARRIER_SECONDS, SimpleElasticAgent
 from hpc_elastic.agent.function_call import FunctionCall
-from hpc_elastic.agent.hang import HangWatch, silent_watch
+from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch, silent_watch
 from hpc_elastic.agent.heartbeats import open_folder
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.agent.metrics import MetricSink
@@ -136,7 +136,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         self._job_log = JobLog(1)
         host, clock = self._place.host, self._local_clock
         self._pump = LogPump(host=host, clock=clock, job_log=self._job_log, limit=self._log_limit)
-        self._watch = HangWatch(
+        self._watch = HeartbeatWatch(
             folder=open_folder(self._tag.agent_uid + self._tag.run_uid, self._env),
             timeouts=self._timeouts,
             clock=clock,

@@ -15,8 +15,8 @@ from msgspec.structs import replace
 from hpc_elastic.agent.container import enter_container, exit_of_script
 from hpc_elastic.agent.flight_recorder import ANSWER_SECONDS, FlightRecorders
 from hpc_elastic.agent.fork_server_states import NoForkServer
-from hpc_elastic.agent.hang import HangWatch, silent_watch
 from hpc_elastic.agent.hang_stop import HEAD_START_SECONDS, StacksThenStop, find_targets
+from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch, silent_watch
 from hpc_elastic.agent.last_look import MomentThenStop, Stopper
 from hpc_elastic.agent.restart_group import DeadWorker, keep_apart
 from hpc_elastic.agent.socket_watch import SocketWatch
@@ -72,7 +72,7 @@ class LocalWorkers:
         excluding: Callable[[], AbstractSet[int]],
         files: FileExecutor,
         is_ending: Callable[[], bool],
-        watch: HangWatch | None = None,
+        watch: HeartbeatWatch | None = None,
         fork_server: NoForkServer | None = None,
     ) -> None:
         """`excluding` gives the pids that are no workers; once `is_ending`, nothing is waited for any more."""

@@ -12,9 +12,9 @@ from hpc_elastic import __version__
 from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.ending import LAST_WRITES_SECONDS, CrashGuard
 from hpc_elastic.agent.fork_server_states import NoForkServer
-from hpc_elastic.agent.hang import HangWatch
 from hpc_elastic.agent.health import HealthPlan
 from hpc_elastic.agent.health_checks import HealthChecks, HealthSite
+from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
 from hpc_elastic.agent.heartbeats import open_folder
 from hpc_elastic.agent.identity import AgentIdentity, RunDirectoryRefusedError, end_with, parse_options, patiently
 from hpc_elastic.agent.metrics import RoundFigures, open_metrics
@@ -223,7 +223,7 @@ def agent_main(argv: Sequence[str]) -> int:
                 ),
                 look_at_gpus=health.look_at_gpus,
             ),
-            watch=HangWatch(
+            watch=HeartbeatWatch(
                 folder=folder,
                 timeouts=spec.section_timeouts,
                 clock=clock,

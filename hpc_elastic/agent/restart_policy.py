@@ -18,7 +18,7 @@ from hpc_elastic.rendezvous.coordinator import RestartDecision, first_failure
 from hpc_elastic.rendezvous.state import FailureMemory, HangMark, NodeFailure, RoundRecord
 
 if TYPE_CHECKING:
-    from hpc_elastic.agent.hang import HangWatch
+    from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
     from hpc_elastic.agent.local_workers import LocalWorkers
 
 PROGRESS_SECONDS = 600.0
@@ -237,7 +237,7 @@ def sum_up(
     )
 
 
-def early_failure(reason: str, *, node: int, workers: LocalWorkers, watch: HangWatch) -> NodeFailure:
+def early_failure(reason: str, *, node: int, workers: LocalWorkers, watch: HeartbeatWatch) -> NodeFailure:
     """A failure of this node's workers as it is reported at once, before the evidence is there."""
     hang = watch.mark
     return NodeFailure(

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from msgspec import Struct
 
-from hpc_elastic.agent.hang import describe_beat
 from hpc_elastic.agent.health import HealthVerdict
+from hpc_elastic.agent.heartbeat_watch import describe_beat
 from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.agent.worker_environment import RoundFacts
 from hpc_elastic.base.clock import Clock, Offset, uptime_ns

@@ -13,8 +13,8 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.agent.flight_recorder import FlightRecorders
-from hpc_elastic.agent.hang import HangWatch
 from hpc_elastic.agent.hang_stop import HungWorker, StacksThenStop, describe_hang, rank_stacks, read_stacks
+from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
 from hpc_elastic.agent.last_look import JUDGE_SECONDS, Stopper, observe_failure, observe_silent
 from hpc_elastic.base.clock import Clock, uptime_ns
 from hpc_elastic.base.file_executor import FileExecutor, FilesystemHangsError
@@ -122,7 +122,7 @@ class WorkerEvidence:
         clock: Clock,
         files: FileExecutor,
         is_ending: Callable[[], bool],
-        watch: HangWatch,
+        watch: HeartbeatWatch,
         recorders: FlightRecorders,
     ) -> None:
         """`stop` is kept up to date by the caller."""

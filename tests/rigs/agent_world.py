@@ -21,8 +21,8 @@ from msgspec.structs import replace
 
 from hpc_elastic.agent import node_agent, round_workers
 from hpc_elastic.agent.context import AgentContext
-from hpc_elastic.agent.hang import HangWatch
 from hpc_elastic.agent.health import HealthVerdict
+from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
 from hpc_elastic.agent.heartbeats import HeartbeatFolder, RankBeat
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.restart_policy import RestartPolicy
@@ -191,7 +191,7 @@ class FakeWorkers:
                 self._node.agents.processes.remove(worker)
 
 
-class FakeWatch(HangWatch):
+class FakeWatch(HeartbeatWatch):
     """Reads no files: the checkpoints are counted by the test."""
 
     def __init__(self, node: AgentNode) -> None:

@@ -26,7 +26,7 @@ WAITING = replace(FINAL, waiting=1)
 
 
 class Heartbeats:
-    """Stands for `HangWatch`: two workers."""
+    """Stands for `HeartbeatWatch`: two workers."""
 
     def __init__(self, clock: FakeClock) -> None:
         self._clock = clock

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.agent import heartbeats
-from hpc_elastic.agent.hang import SUMMARY_SECONDS, HangWatch
+from hpc_elastic.agent.heartbeat_watch import SUMMARY_SECONDS, HeartbeatWatch
 from hpc_elastic.agent.heartbeats import (
     FOLDER_VARIABLE,
     PREFIX,
@@ -111,7 +111,7 @@ def test_no_place_for_it_is_no_end_of_the_run(tmp_path: Path, clock: FakeClock) 
     mounts.write_text("1 0 0:1 / / rw - nfs4 s:/ rw\n")
     folder = open_folder("x", {}, mounts=str(mounts))
     assert folder.path is None
-    watch = HangWatch(
+    watch = HeartbeatWatch(
         folder=folder, timeouts=SectionTimeouts(seconds={"setup": 1.0}), clock=clock, files=Inline(clock=clock)
     )
     watch.begin(0, first_rank=0, count=1)
@@ -232,8 +232,8 @@ def test_when_a_worker_spoke(folder: HeartbeatFolder) -> None:
 
 
 @pytest.fixture
-def watch(folder: HeartbeatFolder, clock: FakeClock, tmp_path: Path) -> HangWatch:
-    found = HangWatch(
+def watch(folder: HeartbeatFolder, clock: FakeClock, tmp_path: Path) -> HeartbeatWatch:
+    found = HeartbeatWatch(
         folder=folder,
         timeouts=SectionTimeouts(seconds={"setup": 100.0, "step": 10.0}),
         clock=clock,
@@ -247,16 +247,16 @@ def watch(folder: HeartbeatFolder, clock: FakeClock, tmp_path: Path) -> HangWatc
     return found
 
 
-def say(watch: HangWatch, clock: FakeClock, local_rank: int, count: int, **said: object) -> None:
+def say(watch: HeartbeatWatch, clock: FakeClock, local_rank: int, count: int, **said: object) -> None:
     put(watch.environment(local_rank)[VARIABLE], count, at=clock.monotonic(), **said)  # type: ignore[arg-type]
 
 
-def until_due(watch: HangWatch, clock: FakeClock) -> None:
+def until_due(watch: HeartbeatWatch, clock: FakeClock) -> None:
     assert watch.due is not None
     clock.now += watch.due - clock.monotonic()
 
 
-def test_a_hang_is_found_on_time_whatever_section_it_began_in(watch: HangWatch, clock: FakeClock) -> None:
+def test_a_hang_is_found_on_time_whatever_section_it_began_in(watch: HeartbeatWatch, clock: FakeClock) -> None:
     """The first look is planned for `setup`; a worker may be in a shorter section long before it is over."""
     started = clock.monotonic()
     clock.now += 3.0
@@ -279,7 +279,7 @@ def test_a_hang_is_found_on_time_whatever_section_it_began_in(watch: HangWatch, 
     assert watch.look([0, 1]) is None, "one verdict a round"
 
 
-def test_before_it_is_due_nothing_is_read(watch: HangWatch, clock: FakeClock, folder: HeartbeatFolder) -> None:
+def test_before_it_is_due_nothing_is_read(watch: HeartbeatWatch, clock: FakeClock, folder: HeartbeatFolder) -> None:
     say(watch, clock, 0, 1)
     clock.now += 1.0
     watch.look([0, 1])
@@ -288,7 +288,7 @@ def test_before_it_is_due_nothing_is_read(watch: HangWatch, clock: FakeClock, fo
     assert beat.count == 0
 
 
-def test_a_worker_that_has_ended_is_not_judged(watch: HangWatch, clock: FakeClock) -> None:
+def test_a_worker_that_has_ended_is_not_judged(watch: HeartbeatWatch, clock: FakeClock) -> None:
     say(watch, clock, 0, 1)
     say(watch, clock, 1, 1)
     clock.now += 2.0
@@ -298,7 +298,7 @@ def test_a_worker_that_has_ended_is_not_judged(watch: HangWatch, clock: FakeCloc
         assert watch.look([1]) is None
 
 
-def test_an_agent_that_was_stopped_itself_judges_nobody_for_it(watch: HangWatch, clock: FakeClock) -> None:
+def test_an_agent_that_was_stopped_itself_judges_nobody_for_it(watch: HeartbeatWatch, clock: FakeClock) -> None:
     """A suspended job: all stood still, and the workers need their time again."""
     say(watch, clock, 0, 1)
     say(watch, clock, 1, 1)
@@ -308,7 +308,7 @@ def test_an_agent_that_was_stopped_itself_judges_nobody_for_it(watch: HangWatch,
     assert watch.look([0, 1]) is not None
 
 
-def test_the_run_directory_learns_of_it_slowly_whatever_the_steps(watch: HangWatch, clock: FakeClock) -> None:
+def test_the_run_directory_learns_of_it_slowly_whatever_the_steps(watch: HeartbeatWatch, clock: FakeClock) -> None:
     path = watch._summary
     assert path is not None
     writes = 0
@@ -335,13 +335,13 @@ def test_the_run_directory_learns_of_it_slowly_whatever_the_steps(watch: HangWat
 
 
 def test_the_summary_of_an_agent_that_died_here_is_kept_beside_the_next_ones(
-    watch: HangWatch, clock: FakeClock, folder: HeartbeatFolder
+    watch: HeartbeatWatch, clock: FakeClock, folder: HeartbeatFolder
 ) -> None:
     path = watch._summary
     assert path is not None
     say(watch, clock, 0, 1, step=8, first_step=7)
     watch.refresh()
-    second = HangWatch(
+    second = HeartbeatWatch(
         folder=folder, timeouts=SectionTimeouts(), clock=clock, files=Inline(clock=clock), summary=path, node=3
     )
     for round_index in (1, 2):
@@ -355,7 +355,7 @@ def test_the_summary_of_an_agent_that_died_here_is_kept_beside_the_next_ones(
     assert found["heartbeats-round-00000.json"]["progress"]["step"] == 8
 
 
-def test_a_checkpoint_and_the_number_of_all_steps_are_in_it(watch: HangWatch, clock: FakeClock) -> None:
+def test_a_checkpoint_and_the_number_of_all_steps_are_in_it(watch: HeartbeatWatch, clock: FakeClock) -> None:
     now_ns = int(clock.monotonic() * 1e9)
     for local_rank in (0, 1):
         say(watch, clock, local_rank, 1, step=8, checkpoints=1, saved_ns=now_ns, saved_step=7 + local_rank)
@@ -384,7 +384,7 @@ def test_the_pace_is_that_of_the_last_minute() -> None:
     assert pace.steps_per_second == pytest.approx(3.0, rel=0.02), "looks in quick succession are one"
 
 
-def test_who_never_speaks_costs_no_file(watch: HangWatch, clock: FakeClock) -> None:
+def test_who_never_speaks_costs_no_file(watch: HeartbeatWatch, clock: FakeClock) -> None:
     until_due(watch, clock)
     watch.look([0, 1])
     watch.refresh()
@@ -392,7 +392,7 @@ def test_who_never_speaks_costs_no_file(watch: HangWatch, clock: FakeClock) -> N
     assert not watch._summary.exists()
 
 
-def test_another_nodes_verdict_shows_who_it_waits_for_here(watch: HangWatch, clock: FakeClock) -> None:
+def test_another_nodes_verdict_shows_who_it_waits_for_here(watch: HeartbeatWatch, clock: FakeClock) -> None:
     say(watch, clock, 0, 1, step=7, section="load")
     say(watch, clock, 1, 1, step=8)
     clock.now += 9.0
@@ -403,7 +403,7 @@ def test_another_nodes_verdict_shows_who_it_waits_for_here(watch: HangWatch, clo
     assert mark.step == 7
 
 
-def test_another_nodes_verdict_where_nobody_is_behind(watch: HangWatch, clock: FakeClock) -> None:
+def test_another_nodes_verdict_where_nobody_is_behind(watch: HeartbeatWatch, clock: FakeClock) -> None:
     say(watch, clock, 0, 1, step=8)
     clock.now += 9.0
     watch.on_hang(HangMark(8, 9.0), [0, 1])
@@ -412,7 +412,9 @@ def test_another_nodes_verdict_where_nobody_is_behind(watch: HangWatch, clock: F
 
 
 def test_a_later_round_knows_what_the_earlier_ones_taught(folder: HeartbeatFolder, clock: FakeClock) -> None:
-    watch = HangWatch(folder=folder, timeouts=SectionTimeouts(learns_step=True), clock=clock, files=Inline(clock=clock))
+    watch = HeartbeatWatch(
+        folder=folder, timeouts=SectionTimeouts(learns_step=True), clock=clock, files=Inline(clock=clock)
+    )
     watch.begin(0, first_rank=0, count=1)
     say(watch, clock, 0, 30, intervals=30)
     watch.refresh()
@@ -431,7 +433,7 @@ def test_a_later_round_knows_what_the_earlier_ones_taught(folder: HeartbeatFolde
 def test_a_round_that_begins_at_the_first_step_again_is_warned_about_once(
     folder: HeartbeatFolder, clock: FakeClock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    watch = HangWatch(
+    watch = HeartbeatWatch(
         folder=folder, timeouts=SectionTimeouts(), clock=clock, files=Inline(clock=clock), furthest_before=152
     )
     rounds = [(0, 3, 0), (4, 5, 0), (0, 160, 1), (161, 170, 0), (1, 2, 0)]
@@ -449,7 +451,7 @@ def test_a_round_that_begins_at_the_first_step_again_is_warned_about_once(
     assert "training began at step 1 again, after step 170 of an earlier round" in warned[4][0]
 
 
-def test_at_the_end_the_folder_goes(watch: HangWatch, folder: HeartbeatFolder, tmp_path: Path) -> None:
+def test_at_the_end_the_folder_goes(watch: HeartbeatWatch, folder: HeartbeatFolder, tmp_path: Path) -> None:
     watch.close()
     assert not (tmp_path / "beats").exists()
     assert watch.due is None

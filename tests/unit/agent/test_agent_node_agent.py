@@ -915,7 +915,7 @@ def test_an_agent_that_slurm_ends_looks_whether_the_supervisor_lives(play: Calla
 
 
 class Watch:
-    """Stands for `HangWatch`: finds that a worker hangs when a test says so."""
+    """Stands for `HeartbeatWatch`: finds that a worker hangs when a test says so."""
 
     def __init__(self, clock: FakeClock) -> None:
         self.due: float | None = clock.monotonic()

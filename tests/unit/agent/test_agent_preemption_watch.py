@@ -31,7 +31,7 @@ AGREED = replace(FINAL, number=7, notice=replace(NOTICE, step=30))
 
 
 class Pages:
-    """Stands for `HangWatch`: two workers."""
+    """Stands for `HeartbeatWatch`: two workers."""
 
     def __init__(self) -> None:
         self.told: list[tuple[float, int]] = []

@@ -1,0 +1,363 @@
+"""The workers' heartbeats on one node: read when it is time to, judged by the sections' timeouts, and written to the
+run directory now and then."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Collection, Iterable
+from pathlib import Path
+
+from hpc_elastic.agent.hang import HangVerdict, describe_lagging, judge, lagging, learned_timeout, next_look
+from hpc_elastic.agent.heartbeats import FOLDER_VARIABLE, HeartbeatFolder, RankBeat, RoundBeats, StepPace, is_seen_by
+from hpc_elastic.base import codec
+from hpc_elastic.base.clock import Clock, SystemClock
+from hpc_elastic.base.file_executor import FileExecutor
+from hpc_elastic.base.files import make_private_dir
+from hpc_elastic.rendezvous.state import HangMark
+from hpc_elastic.run.heartbeats import NodeHeartbeats, Progress, RankHeartbeat, describe_begun_again
+from hpc_elastic.run.option_values import SectionTimeouts
+from hpc_elastic.worker_api.heartbeat_record import SETUP, VARIABLE, NoticeRecord
+from hpc_elastic.workers.tree import descendants
+
+logger = logging.getLogger(__name__)
+
+SUMMARY_SECONDS = 15.0
+"""How often a node writes where its workers are, however fast their steps."""
+FIRST_SUMMARY_SECONDS = 5.0
+"""After which it does so first in a round."""
+PAUSED_SECONDS = 5.0
+"""An agent that wakes so much later than it asked for was stopped itself (a suspended job or node), and so were its
+workers: no silence counts."""
+
+
+class HeartbeatWatch:
+    """One agent's. All methods are for its main thread, and none waits."""
+
+    def __init__(
+        self,
+        *,
+        folder: HeartbeatFolder,
+        timeouts: SectionTimeouts,
+        clock: Clock,
+        files: FileExecutor,
+        summary: Path | None = None,
+        node: int = 0,
+        host: str = "",
+        furthest_before: int = -1,
+    ) -> None:
+        """The monotonic `clock` must be the workers' (CLOCK_BOOTTIME); `summary` is a path in the run directory.
+
+        `furthest_before` is the furthest step of the attempt before, as far as it is known; -1: none.
+        """
+        self._folder = folder
+        self._timeouts = timeouts
+        self._clock = clock
+        self._files = files
+        self._summary = summary
+        self._node, self._host = node, host
+        self._beats: RoundBeats | None = None
+        self._pace = StepPace()
+        self._round = -1
+        self._furthest_before = furthest_before
+        """Of all rounds before this one; -1 also where the steps go back by themselves."""
+        self._awaits_first_step = True
+        self.due: float | None = None
+        """When `look` is to be called next, monotonic; None: no worker is judged."""
+        self._summary_due = 0.0
+        self._is_writing = False
+        self._is_first_write = True
+        self._notices = 0
+        self._intervals = 0
+        self._longest = 0.0
+        self.verdict: HangVerdict | None = None
+        """The round's, where this node gave one."""
+        self._pids: dict[int, int] = {}
+        """Local rank → pid."""
+        self._unseen: set[int] = set()
+        """Local ranks of this round that can send no heartbeats."""
+        self.hung: dict[int, str] = {}
+        """Local rank → why it counts as hung in this round."""
+
+    @property
+    def folder(self) -> Path | None:
+        """The agent's own on this node; None: there is none."""
+        return self._folder.path
+
+    def begin(self, round_index: int, *, first_rank: int, count: int) -> None:
+        """A round's workers are about to be started."""
+        now = self._clock.monotonic()
+        self._furthest_before = max(self._furthest_before, self.furthest_step)
+        self._awaits_first_step = first_rank == 0
+        self._round = round_index
+        self.verdict = None
+        self.hung = {}
+        self._unseen = set()
+        self._beats = RoundBeats(self._folder, round_index=round_index, first_rank=first_rank, count=count, now=now)
+        self._pace = StepPace()
+        self._summary_due = now + FIRST_SUMMARY_SECONDS
+        self._plan(now, range(count))
+
+    def begin_again(self, local_rank: int) -> None:
+        """Another process is about to be started in a worker's place."""
+        if self._beats is not None:
+            now = self._clock.monotonic()
+            self._beats.begin_again(local_rank, now)
+            self.due = now if self.due is not None else None
+
+    def environment(self, local_rank: int) -> dict[str, str]:
+        """What the worker must find in its environment."""
+        return {VARIABLE: self._beats.paths[local_rank] if self._beats is not None else ""}
+
+    def note_pid(self, local_rank: int, pid: int) -> None:
+        """A worker was started. One whose processes don't see its page can send nothing, and is not judged."""
+        self._pids[local_rank] = pid
+
+    def look(self, running: Collection[int]) -> HangVerdict | None:
+        """Read the heartbeats if it is time to.
+
+        Returns:
+            The verdict, once, where workers hang.
+        """
+        now = self._clock.monotonic()
+        if self._beats is None or self.due is None or now < self.due or self.verdict is not None:
+            return None
+        beats = self._beats.read(now)
+        if now - self.due > PAUSED_SECONDS:
+            logger.info("this agent was paused for %.1f s: heartbeat timeouts start again", now - self.due)
+            self._beats.renew(now)
+            beats = self._beats.beats
+        self._learn(beats)
+        reachable = (beat for beat in beats if self._beats.paths[beat.local_rank])
+        judged = [beat for beat in reachable if beat.local_rank in running and beat.local_rank not in self._unseen]
+        verdict = judge(judged, self._timeouts, now=now, learned=self._learned())
+        if verdict is not None and self._find_unseen(verdict.hung):
+            judged = [beat for beat in judged if beat.local_rank not in self._unseen]
+            verdict = judge(judged, self._timeouts, now=now, learned=self._learned())
+        if verdict is not None:
+            self.verdict = verdict
+            self.hung = dict(verdict.hung)
+        if now >= self._summary_due or verdict is not None:
+            self._summary_due = now + SUMMARY_SECONDS
+            self._write_summary(beats, now)
+        self._plan(now, running)
+        return verdict
+
+    def _find_unseen(self, hung: Iterable[int]) -> bool:
+        """Note which of those that look hung have sent nothing since they can't."""
+        assert self._beats is not None
+        before = len(self._unseen)
+        for rank in hung:
+            beat, path = self._beats.beats[rank], self._beats.paths[rank]
+            if beat.count or rank not in self._pids:
+                continue
+            pid = self._pids[rank]
+            if not is_seen_by([pid, *(proc.pid for proc in descendants(pid))], path):
+                self._unseen.add(rank)
+                logger.warning(
+                    "rank %d can send no heartbeats, and is not judged: %s is not there for it (a container with a "
+                    "/dev/shm of its own?); mount it, or choose a folder with %s",
+                    beat.rank, os.path.dirname(path), FOLDER_VARIABLE,
+                )  # fmt: skip
+        return len(self._unseen) > before
+
+    def suspect(self, running: Collection[int], why: str) -> None:
+        """The run hangs by what is known beside heartbeats: all workers here stand still."""
+        self.hung = dict.fromkeys(running, why)
+
+    def on_hang(self, mark: HangMark, running: Collection[int]) -> None:
+        """Another node found a hang: note the workers here that its worker waits for."""
+        if self._beats is None or self.verdict is not None:
+            return
+        now = self._clock.monotonic()
+        beats = [beat for beat in self._beats.read(now) if beat.local_rank in running]
+        behind = lagging(beats, step=mark.step, age=mark.age, now=now)
+        self.hung = describe_lagging(behind, step=mark.step, now=now)
+
+    def read(self) -> list[RankBeat]:
+        """Every worker's last heartbeat, by local rank."""
+        return self._beats.read(self._clock.monotonic()) if self._beats is not None else []
+
+    def deliver_notice(self, *, deadline: float, step: int) -> None:
+        """Write to the round's workers that the job is going to be ended.
+
+        `deadline` is monotonic: until then a checkpoint is waited for; `step` as in `NoticeRecord`.
+        """
+        if self._beats is not None:
+            self._notices += 1
+            self._beats.write_notice(NoticeRecord(serial=self._notices, deadline_ns=int(deadline * 1e9), step=step))
+
+    def refresh(self) -> list[RankBeat]:
+        """Every worker's last heartbeat, by local rank; also to the run directory."""
+        if self._beats is None:
+            return []
+        now = self._clock.monotonic()
+        beats = self._beats.read(now)
+        self._learn(beats)
+        self._write_summary(beats, now)
+        return beats
+
+    def progress(self) -> Progress | None:
+        """What the round's workers have done; None: there are none."""
+        if self._beats is None:
+            return None
+        now = self._clock.monotonic()
+        return describe_progress(self._beats.read(now), now, now_ns=self._clock.time_ns())
+
+    def beat(self, local_rank: int) -> RankBeat | None:
+        """A worker's last heartbeat, as it was read last."""
+        return self._beats.beats[local_rank] if self._beats is not None else None
+
+    def last_step(self, local_rank: int) -> int | None:
+        beat = self.beat(local_rank)
+        return beat.step if beat is not None else None
+
+    @property
+    def furthest_step(self) -> int:
+        """Of all workers here in this round, -1 for none."""
+        steps = [beat.step for beat in self._beats.beats if beat.step is not None] if self._beats is not None else []
+        return max(steps, default=-1)
+
+    @property
+    def counted_steps(self) -> int:
+        """The same of the steps that were counted, where the script reports none: from 1 in each round."""
+        beats = self._beats.beats if self._beats is not None else []
+        return max((beat.counted_steps for beat in beats if beat.counted_steps is not None), default=-1)
+
+    @property
+    def mark(self) -> HangMark | None:
+        """The mark of the hung worker here that is furthest behind; None: none hangs."""
+        if self._beats is None or not self.hung:
+            return None
+        now = self._clock.monotonic()
+        beats = [self._beats.beats[local_rank] for local_rank in self.hung]
+        marks = [HangMark(-1 if beat.step is None else beat.step, beat.age(now)) for beat in beats]
+        return min(marks, key=lambda mark: mark.lag)
+
+    def last_heartbeat_ns(self, local_rank: int) -> int:
+        """When a worker sent its last heartbeat, by this host's wall clock."""
+        beat = self.beat(local_rank)
+        age = beat.age(self._clock.monotonic()) if beat is not None else 0.0
+        return self._clock.time_ns() - int(age * 1e9)
+
+    def rest(self) -> None:
+        """No worker is judged any more in this round; what is known of it stays."""
+        self.due = None
+
+    def end(self) -> None:
+        """The round's workers are gone."""
+        self.due = None
+        if self._beats is not None:
+            self._beats.remove()
+
+    def close(self) -> None:
+        """The agent ends."""
+        self.end()
+        self._folder.remove()
+
+    def _learned(self) -> float | None:
+        return learned_timeout(self._intervals, self._longest)
+
+    def _learn(self, beats: Collection[RankBeat]) -> None:
+        # The whole run's, on this node: a later round begins with what the earlier ones taught.
+        self._intervals = max([self._intervals, *(beat.intervals for beat in beats)])
+        self._longest = max([self._longest, *(beat.longest for beat in beats)])
+        first = min((beat.first_step for beat in beats if beat.first_step is not None), default=None)
+        if self._awaits_first_step and first is not None:
+            self._awaits_first_step = False
+            if begun_again := describe_begun_again(first, self._furthest_before):
+                logger.warning("%s", begun_again)
+
+    def _plan(self, now: float, running: Collection[int]) -> None:
+        assert self._beats is not None
+        beats = [beat for beat in self._beats.beats if beat.local_rank in running]
+        due = next_look(beats, self._timeouts, now=now, learned=self._learned())
+        self.due = self._summary_due if due is None else min(due, self._summary_due)
+
+    def _write_summary(self, beats: Collection[RankBeat], now: float) -> None:
+        self._pace.add(beats, now)
+        if self._summary is None or not any(beat.count for beat in beats) or self._is_writing:
+            return
+        pace = self._pace.steps_per_second
+        value = NodeHeartbeats(
+            node=self._node,
+            host=self._host,
+            round=self._round,
+            written_ns=self._clock.time_ns(),
+            steps_per_second=None if pace is None else round(pace, 4),
+            total=max((beat.total for beat in beats if beat.total is not None), default=None),
+            loss=next((beat.loss for beat in beats if beat.loss is not None), None),
+            progress=describe_progress(beats, now, now_ns=self._clock.time_ns()),
+            ranks=tuple(describe_beat(beat, now) for beat in beats),
+        )
+        self._is_writing = True  # no second one waits behind a mount that hangs
+        self._files.post(lambda: self._write(value))
+
+    def _write(self, value: NodeHeartbeats) -> None:
+        assert self._summary is not None
+        try:
+            make_private_dir(self._summary.parent)
+            if self._is_first_write:
+                _keep_earlier(self._summary)
+                self._is_first_write = False
+            codec.save(self._summary, value)
+        except OSError as error:
+            logger.debug("heartbeats could not be written: %s", error)
+        finally:
+            self._is_writing = False
+
+
+def _keep_earlier(path: Path) -> None:
+    """Put a killed agent's summary aside: no event has what the workers of its last round did."""
+    found = codec.load(path, NodeHeartbeats)
+    if isinstance(found, NodeHeartbeats):
+        os.replace(path, path.with_name(f"{path.stem}-round-{found.round:05d}.json"))
+
+
+def describe_progress(beats: Collection[RankBeat], now: float, *, now_ns: int) -> Progress:
+    """What the workers of a round have done so far; `now` and `now_ns` are one moment on the agent's two clocks."""
+    entered = [beat.sections for beat in beats]
+    sections = None
+    if None not in entered:
+        sections = tuple(sorted({SETUP, *(name for names in entered for name in names or ())}))
+    with_steps = [beat for beat in beats if beat.first_step is not None]
+    with_steps = with_steps or [beat for beat in beats if beat.counted_steps]
+    if not with_steps:
+        return Progress(sections=sections)
+    best = max(
+        with_steps, key=lambda beat: (-1 if beat.step is None else beat.step, beat.counted_steps or 0, -beat.rank)
+    )
+    return Progress(
+        sections=sections,
+        first_step=best.first_step,
+        first_ns=now_ns - int((now - best.first_at) * 1e9),
+        step=-1 if best.step is None else best.step,
+        step_ns=now_ns - int((now - best.stepped_at) * 1e9),
+        counted_steps=best.counted_steps or 0,
+        checkpoint_seconds=round(max(beat.checkpoint_seconds for beat in beats), 3),
+        checkpoints=max(beat.checkpoints for beat in beats),
+        longest_step=round(max(beat.longest for beat in beats), 3),
+        redone_seconds=round(best.redone_seconds, 3),
+    )
+
+
+def describe_beat(beat: RankBeat, now: float) -> RankHeartbeat:
+    """For the node's file and for events."""
+    return RankHeartbeat(
+        rank=beat.rank,
+        local_rank=beat.local_rank,
+        step=beat.step,
+        counted_steps=beat.counted_steps,
+        section=beat.section,
+        age=round(beat.age(now), 3),
+        count=beat.count,
+        saved_step=beat.saved_step,
+        saved_age=round(max(0.0, now - beat.saved_at), 3) if beat.checkpoints else None,
+    )
+
+
+def silent_watch() -> HeartbeatWatch:
+    """A watch without a folder, which watches no worker."""
+    return HeartbeatWatch(
+        folder=HeartbeatFolder(None), timeouts=SectionTimeouts(), clock=SystemClock(), files=FileExecutor(name="beats")
+    )
