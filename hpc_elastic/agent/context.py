@@ -9,13 +9,13 @@ from msgspec import Struct, field
 
 from hpc_elastic.agent.ending import CrashGuard
 from hpc_elastic.agent.fork_server_states import NoForkServer
+from hpc_elastic.agent.hang_detector import HangDetector, no_detector
 from hpc_elastic.agent.health_checks import HealthChecks, no_health_checks
 from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch, silent_watch
 from hpc_elastic.agent.metrics import RoundFigures
 from hpc_elastic.agent.restart_group import NoRestartGroup, RestartGroupWatch
 from hpc_elastic.agent.setup import NoSetup
 from hpc_elastic.agent.store_server import StoreServer
-from hpc_elastic.agent.suspicion import SuspicionWatch, no_suspicions
 from hpc_elastic.agent.worker_evidence import Place
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileExecutor
@@ -60,7 +60,7 @@ class AgentContext(Struct, frozen=True, kw_only=True):
     """Of each worker, by local rank; none: all have those of the agent."""
     watch: HeartbeatWatch = field(default_factory=silent_watch)
     """Reads the workers' heartbeats."""
-    suspicions: SuspicionWatch = field(default_factory=no_suspicions)
+    hangs: HangDetector = field(default_factory=no_detector)
     """Whether the workers stand still."""
     health: HealthChecks = field(default_factory=no_health_checks)
     """Checks whether this node may join a round."""

@@ -7,17 +7,17 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from hpc_elastic.agent.restart_policy import early_failure, may_wait, platform_failure, sum_up
+from hpc_elastic.agent.restart_policy import early_failure, hang_elsewhere, may_wait, platform_failure, sum_up
 from hpc_elastic.agent.round_events import ClockOffsetLog, log_failure, log_stacks
 from hpc_elastic.base.clock import uptime_ns
 from hpc_elastic.failures.contrast import moment_after
 from hpc_elastic.run.agent_events import HangFound, HangSuspected, PlatformFailure, RanksObserved
-from hpc_elastic.run.suspicions import OnHang
+from hpc_elastic.run.suspicions import OnHang, Source
 from hpc_elastic.workers.spawn import WorkerStartError
 
 if TYPE_CHECKING:
     from hpc_elastic.agent.context import AgentContext
-    from hpc_elastic.agent.hang import HangVerdict
+    from hpc_elastic.agent.hang import Hang
     from hpc_elastic.agent.heartbeats import RankBeat
     from hpc_elastic.agent.local_workers import LocalWorkers
     from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord
@@ -70,26 +70,24 @@ class FailureReports:
         logger.info("%s: may be this node's: the other workers go on for %.1f s", failure.headline, seconds)
         return seconds
 
-    def on_hang(self, workers: LocalWorkers, verdict: HangVerdict) -> None:
-        """Workers here hang: they are going to leave their stacks."""
-        logger.error("%s", verdict.reason)
-        self._context.events.write(HangFound(round=workers.round, limit=verdict.limit, reason=verdict.reason))
+    def on_hang(self, workers: LocalWorkers, found: Hang) -> bool:
+        """Report a hang. Returns whether the round is to be ended for it: then the workers here leave their stacks."""
+        context = self._context
+        if found.source is Source.HEARTBEAT:
+            logger.error("%s", found.reason)
+            context.events.write(HangFound(round=workers.round, limit=found.seconds, reason=found.reason))
+        else:
+            acts = context.spec.hangs.action is OnHang.ACT and not found.may_be_rest
+            way_out = "" if acts or found.may_be_rest else " (nothing is ended; --hangs act starts the workers again)"
+            logger.warning("the run seems to hang: %s%s", found.reason, way_out)
+            context.events.write(
+                HangSuspected(round=workers.round, source=found.source.value, ranks=found.ranks, reason=found.reason)
+            )
+            if not acts:
+                return False
+            context.watch.declare(found, workers.running)
         workers.take_stacks_first()
-
-    def suspect(self, workers: LocalWorkers, record: RoundRecord | None) -> str:
-        """Look whether the run seems to hang. Returns why where that counts as a hang, and the workers leave their
-        stacks; else nothing."""
-        found = self._context.suspicions.look(workers, record)
-        if found is None:
-            return ""
-        logger.warning("the run seems to hang: %s", found.reason)
-        event = HangSuspected(round=workers.round, source=found.source.value, ranks=found.ranks, reason=found.reason)
-        self._context.events.write(event)
-        if self._context.spec.hangs.action is not OnHang.ACT or found.may_be_rest:
-            return ""
-        self._context.watch.suspect(workers.running, found.reason)
-        workers.take_stacks_first()
-        return found.reason
+        return True
 
     def on_platform_failure(self, round_index: int, reason: str) -> None:
         """Something of this package has failed, and not the workers."""
@@ -111,7 +109,7 @@ class FailureReports:
     def rest(self) -> None:
         """The workers are ended from here on: no hang is looked for."""
         self._context.watch.rest()
-        self._context.suspicions.end()
+        self._context.hangs.end()
 
     def on_end(self, workers: LocalWorkers) -> None:
         """All of the group are gone: write and report the evidence."""
@@ -137,6 +135,9 @@ class FailureReports:
                 workers=count,
                 leader=self._clock_offsets.ahead_of_leader,
             )
+        elif (mark := context.watch.declared) is not None:
+            # Declared here, for ranks of another node, which report what they left.
+            summary = hang_elsewhere(mark, node=context.info.node, seconds=seconds)
         elif self.platform_failure:
             summary = platform_failure(self.platform_failure, node=context.info.node, seconds=seconds)
         if workers.took_stacks:

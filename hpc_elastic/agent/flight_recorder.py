@@ -17,7 +17,7 @@ from hpc_elastic.base.files import Owner, open_checked, write_private
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.failures.flight_dump import MOST_BYTES, RankDump, UnreadableDumpError, read_dump, tail_of
 from hpc_elastic.run.flight_tail import FlightTail
-from hpc_elastic.worker_api.flight_recorder import ASK, DUMP, VARIABLE
+from hpc_elastic.worker_api.flight_recorder import ASK, DUMP, PING, PONG, VARIABLE
 
 ANSWER_SECONDS = 1.5
 """How long dumps are waited for: NCCL's thread looks at its pipe once a second."""
@@ -38,6 +38,8 @@ class FlightRecorders:
         """Rank → where the user's own variable has NCCL dump."""
         self._awaited: list[str] = []
         """Files that those that were asked write as a whole."""
+        self._pinged: dict[str, float] = {}
+        """Pipe → when its listener was asked for a sign of life that has not come."""
         self._nccl_asked: list[int] = []
         """Ranks whose NCCL was asked."""
 
@@ -73,6 +75,30 @@ class FlightRecorders:
                 self._awaited += [pipe.removesuffix(ASK) + DUMP for pipe in pipes if _write(pipe)]
                 self._nccl_asked += [rank] if _write(f"{self._prefix}nccl-{rank}.pipe") else []
         return bool(self._awaited or self._nccl_asked)
+
+    def find_mute(self, ranks: Mapping[int, int]) -> dict[int, float]:
+        """Ask for a sign of life, and look for the last one.
+
+        Args:
+            ranks: Local rank → global rank.
+
+        Returns:
+            Local rank → since when one of its processes that listen has not answered, monotonic.
+        """
+        now = self._clock.monotonic()
+        mute: dict[int, float] = {}
+        for local_rank, rank in ranks.items():
+            for pipe in glob.glob(f"{glob.escape(self._of(rank))}.*{ASK}") if self._prefix else ():
+                sign = pipe.removesuffix(ASK) + PONG
+                since = self._pinged.pop(pipe, now)
+                if os.path.exists(sign):
+                    os.unlink(sign)
+                    since = now
+                if _write(pipe, PING):
+                    self._pinged[pipe] = since
+                    if since < now:
+                        mute[local_rank] = min(since, mute.get(local_rank, since))
+        return mute
 
     def have_answered(self) -> bool:
         """Whether all that were asked have left their dumps."""
@@ -133,14 +159,14 @@ class FlightRecorders:
             return None
 
 
-def _write(pipe: str) -> bool:
+def _write(pipe: str, text: bytes = b"1") -> bool:
     """One byte. Returns whether anybody reads it."""
     try:
         fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return False  # no pipe, or no reader
     try:
-        os.write(fd, b"1")
+        os.write(fd, text)
         return True
     except OSError:
         return True  # full: it was asked before

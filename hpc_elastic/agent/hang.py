@@ -1,7 +1,9 @@
-"""Whether a worker hangs, and which one is behind it: pure decisions over heartbeats.
+"""Whether a run hangs, and for which rank the others wait: pure decisions, over what several sources show.
 
-A worker is judged only by a timeout that the user gave, for the section that it is in. One node's agent judges its own
-workers by one clock; across nodes only steps and *ages* are compared, never times.
+`judge` finds a worker that gave no heartbeat for the timeout of its section: one node's agent judges its own workers by
+one clock; across nodes only steps and *ages* are compared, never times. `next_stall` and `judge_run` need no heartbeat:
+a node stalls where each of its workers rests, by what the kernel counts of it, or runs and does not answer since some
+thread holds the interpreter; the run hangs where all nodes stall for longer than it ever did before.
 """
 
 from __future__ import annotations
@@ -9,9 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from hpc_elastic.agent.heartbeats import RankBeat
+from hpc_elastic.agent.kernel_counts import Counts
+from hpc_elastic.base.text import duration, plural
+from hpc_elastic.failures.collectives import compare_ranks
+from hpc_elastic.failures.ranking import Suspect
+from hpc_elastic.run.activities import Activity
 from hpc_elastic.run.option_values import LEARNED_LEAST, SectionTimeouts
+from hpc_elastic.run.suspicions import NodeStall, Source, StalledRank
 from hpc_elastic.worker_api.heartbeat_record import STEP
 
 HANG_FINGERPRINT = "hang:"
@@ -27,20 +36,20 @@ SLACK_SECONDS = 1.0
 SLACK_SHARE = 0.1
 
 
-class HangVerdict(Struct, frozen=True, kw_only=True):
-    """Workers of this node hang."""
+class Hang(Struct, frozen=True, kw_only=True):
+    """The run hangs, or seems to."""
 
-    culprit: RankBeat
-    """The worker that is behind."""
-    limit: float
-    """The timeout that is over, seconds."""
-    hung: Mapping[int, str]
-    """Local rank → why, of the culprit and of those that look the same."""
-
-    @property
-    def reason(self) -> str:
-        """One line for people."""
-        return f"rank {self.culprit.rank} hangs: {self.hung[self.culprit.local_rank]}"
+    source: Source
+    reason: str
+    """One line for people."""
+    ranks: tuple[int, ...] = ()
+    """Global ranks that the others wait for; empty: not known."""
+    seconds: float = 0.0
+    """Without progress; of a section's timeout, the timeout."""
+    hung: Mapping[int, str] = {}
+    """Local rank → why, of the workers here that hang and look the same."""
+    may_be_rest: bool = False
+    """Nothing shows that ranks wait for each other: never acted on."""
 
 
 def describe_silence(beat: RankBeat, now: float, *, limit: float | None = None) -> str:
@@ -71,7 +80,7 @@ def limit_of(beat: RankBeat, timeouts: SectionTimeouts, *, learned: float | None
 
 def judge(
     beats: Iterable[RankBeat], timeouts: SectionTimeouts, *, now: float, learned: float | None = None
-) -> HangVerdict | None:
+) -> Hang | None:
     """Decide whether workers of this node hang."""
     here = tuple(beats)
     silent: dict[int, tuple[RankBeat, float]] = {}
@@ -85,14 +94,19 @@ def judge(
     if first.step is not None:
         behind = lagging(here, step=first.step, age=first.age(now), now=now)
         if behind:
-            return HangVerdict(culprit=behind[0], limit=limit, hung=describe_lagging(behind, step=first.step, now=now))
+            return _silent_hang(behind[0], limit, describe_lagging(behind, step=first.step, now=now))
     # A worker that is a step further waits for it.
     level = {
         rank: describe_silence(beat, now, limit=its)
         for rank, (beat, its) in silent.items()
         if _step(beat) <= _step(first)
     }
-    return HangVerdict(culprit=first, limit=limit, hung=level)
+    return _silent_hang(first, limit, level)
+
+
+def _silent_hang(culprit: RankBeat, limit: float, hung: Mapping[int, str]) -> Hang:
+    reason = f"rank {culprit.rank} hangs: {hung[culprit.local_rank]}"
+    return Hang(source=Source.HEARTBEAT, reason=reason, ranks=(culprit.rank,), seconds=limit, hung=hung)
 
 
 def describe_lagging(behind: Sequence[RankBeat], *, step: int, now: float) -> dict[int, str]:
@@ -154,3 +168,144 @@ def may_be_a_bug(fingerprint: str) -> bool:
     A process that is stopped from outside, or a mount that hangs, is no bug in it, however often that happens.
     """
     return bool(fingerprint) and fingerprint not in (STOPPED_FINGERPRINT, KERNEL_FINGERPRINT)
+
+
+# -- without heartbeats ------------------------------------------------------------------------------------------------
+
+IDLE_CPU, IDLE_BYTES, IDLE_SWITCHES = 0.02, 16384.0, 1000.0
+"""Below this share of a core, and these numbers a second, a worker rests: a thread that looks at times is no work.
+Each gloo group of a waiting process has one that looks 100 times a second, at 0.2 % of a core (torch 2.13); a monitor
+that reads the machine's load (psutil, every 15 s) reads 1 to 2 KiB a second."""
+_CPU_ROUNDING = 0.03
+"""Seconds of CPU time by which a look may be wrong: the kernel counts in ticks of 0.01 s."""
+LONGEST_FACTOR = 3.0
+"""Of the run's own longest pause so far, which was no hang."""
+
+
+class Stall(Struct, frozen=True, kw_only=True):
+    """How long the workers of one node have made no progress. Times are the agent's monotonic clock."""
+
+    at: float
+    """When the last counts were taken."""
+    counts: Mapping[int, Counts]
+    """By local rank; what a worker that has just been started has done is nothing."""
+    since: Mapping[int, float] = {}
+    """Local rank → since when, of the workers that make none."""
+    ended_at: float | None = None
+    """Since when no worker runs here, all having ended with 0."""
+    longest: float = 0.0
+    """The longest time without progress of any worker here that ended by itself, seconds."""
+
+    @property
+    def began(self) -> float | None:
+        """Since when no worker here makes progress; None: one does."""
+        if not self.counts:
+            return self.ended_at
+        return max(self.since.values()) if len(self.since) == len(self.counts) else None
+
+
+def next_stall(
+    before: Stall, counts: Mapping[int, Counts], *, mute: Mapping[int, float], running: int, now: float
+) -> Stall:
+    """Take another look in.
+
+    Args:
+        before: After the look before; of a round that has just begun, with counts of 0.
+        counts: Of the workers that run, by local rank.
+        mute: Local rank → since when it has not answered, though it is asked at each look.
+        running: How many workers run; of one in a container that has not come up yet there are no counts.
+        now: Monotonic.
+    """
+    seconds = now - before.at
+    since = {}
+    for rank, count in counts.items():
+        known = before.counts.get(rank)
+        if known is None or count.beats != known.beats:
+            continue
+        if _is_idle(known, count, seconds):
+            since[rank] = before.since.get(rank, before.at)
+        elif rank in mute:
+            since[rank] = max(mute[rank], before.since.get(rank, mute[rank]))
+    ended_at = before.ended_at if before.ended_at is not None or running else before.at
+    after = Stall(at=now, counts=counts, since=since, ended_at=ended_at, longest=before.longest)
+    if running != len(counts):
+        return replace(after, since={})
+    if before.began is not None and after.began is None:
+        return replace(after, longest=max(before.longest, before.at - before.began))
+    return after
+
+
+def _is_idle(before: Counts, now: Counts, seconds: float) -> bool:
+    return (
+        abs(now.cpu - before.cpu) < IDLE_CPU * seconds + _CPU_ROUNDING
+        and abs(now.bytes - before.bytes) < IDLE_BYTES * seconds
+        and abs(now.switches - before.switches) < IDLE_SWITCHES * seconds
+    )
+
+
+def limit_without_progress(longest: float, least: float) -> float:
+    """Seconds without progress that make a hang: more than `least`, and than the run's own pauses."""
+    return max(least, LONGEST_FACTOR * longest)
+
+
+def judge_run(
+    stalls: Mapping[int, NodeStall | None], *, round_index: int, least: float, hosts: Mapping[int, str]
+) -> Hang | None:
+    """Whether the run hangs.
+
+    Args:
+        stalls: Node → what it wrote; None: nothing that can be read.
+        round_index: The round that runs.
+        least: Seconds that are never a hang.
+        hosts: Of every rank of the round.
+
+    Returns:
+        None where a node makes progress, or may, and where all workers of all nodes have ended.
+    """
+    here = [stall for stall in stalls.values() if stall is not None and stall.round == round_index]
+    ranks = sorted((rank for stall in here for rank in stall.ranks), key=lambda rank: rank.rank)
+    if len(here) < len(stalls) or not ranks:
+        return None
+    # A pause of the run is one of each node's: a node that only waited for another one has had longer ones.
+    seconds = min(stall.seconds for stall in here)
+    if seconds < limit_without_progress(min(stall.longest for stall in here), least):
+        return None
+    reason = f"no rank of {len(ranks)} has made progress for {duration(seconds)}"
+    if ended := len(hosts) - len(ranks):
+        reason += f" ({plural(ended, 'other')} ended with 0)"
+    if uses := [use for stall in here for use in stall.gpus]:
+        reason += f", their GPUs are at {min(uses)}{f' to {max(uses)}' if max(uses) > min(uses) else ''} %"
+    suspects = find_odd_ranks(ranks, hosts, have_others_ended=ended > 0)
+    if suspects:
+        first = suspects[0]
+        where = f" on {first.host}" if first.host else ""
+        reason += f"; rank {first.rank}{where}: {first.why}"
+        if len(suspects) > 1:
+            reason += f"; {plural(len(suspects) - 1, 'other rank')} too"
+    return Hang(source=Source.KERNEL, reason=reason, ranks=tuple(suspect.rank for suspect in suspects), seconds=seconds)
+
+
+def find_odd_ranks(
+    ranks: Sequence[StalledRank], hosts: Mapping[int, str], *, have_others_ended: bool = False
+) -> tuple[Suspect, ...]:
+    """For which of the ranks the others wait, by the collectives that they left or else by what the kernel says.
+
+    Without a majority of ranks that look alike, none is named, unless the others have ended.
+    """
+    compared = compare_ranks(
+        [Activity(rank=rank.rank, flight=rank.flight) for rank in ranks if rank.flight is not None], hosts=hosts
+    )
+    if compared.suspects:
+        return compared.suspects
+    for odd, why, most in (
+        ([rank for rank in ranks if rank.flight is None], "it does not answer: ", 0.5),
+        ([rank for rank in ranks if rank.is_stuck], "it is in state ", 0.5),
+        ([rank for rank in ranks if not rank.waits], "it waits for no other process: ", 0.5),
+        (ranks, "it has not ended: ", 1.0 if have_others_ended else 0.0),
+    ):
+        if odd and len(odd) <= most * len(ranks):
+            return tuple(
+                Suspect(rank=rank.rank, host=hosts.get(rank.rank, ""), why=f"{why}{rank.at or 'it is gone'}")
+                for rank in odd
+            )
+    return ()

@@ -365,10 +365,10 @@ def _reason(worker: HungWorker, dump: StackDump | None) -> str:
         where = state.threads[0].describe() if state.threads else state.state
         return f"stuck in an uninterruptible system call (a hung mount or device?): {where}; killed"
     if waits := explain_lock(dump.main if dump is not None else (), worker.environ, cwd=worker.cwd):
-        return f"no heartbeat; {waits}"
+        return f"no progress; {waits}"
     if dump is None:
-        return "no heartbeat, and no answer to the request for its stacks; killed"
-    return "no heartbeat; killed after the stacks of all ranks were taken (stacks.txt)"
+        return "no progress, and no answer to the request for its stacks; killed"
+    return "no progress; killed after the stacks of all ranks were taken (stacks.txt)"
 
 
 def _tail(path: Path) -> str:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from hpc_elastic.agent.hang import HangVerdict, describe_lagging, judge, lagging, learned_timeout, next_look
+from hpc_elastic.agent.hang import Hang, describe_lagging, judge, lagging, learned_timeout, next_look
 from hpc_elastic.agent.heartbeats import FOLDER_VARIABLE, HeartbeatFolder, RankBeat, RoundBeats, StepPace, is_seen_by
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock, SystemClock
@@ -17,11 +17,13 @@ from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.rendezvous.state import HangMark
 from hpc_elastic.run.heartbeats import NodeHeartbeats, Progress, RankHeartbeat, describe_begun_again
 from hpc_elastic.run.option_values import SectionTimeouts
-from hpc_elastic.worker_api.heartbeat_record import SETUP, VARIABLE, NoticeRecord
+from hpc_elastic.worker_api.heartbeat_record import SETUP, STEP, VARIABLE, NoticeRecord
 from hpc_elastic.workers.tree import descendants
 
 logger = logging.getLogger(__name__)
 
+MOST_MARKED = 16
+"""Ranks that a record names, which is short."""
 SUMMARY_SECONDS = 15.0
 """How often a node writes where its workers are, however fast their steps."""
 FIRST_SUMMARY_SECONDS = 5.0
@@ -62,6 +64,9 @@ class HeartbeatWatch:
         self._furthest_before = furthest_before
         """Of all rounds before this one; -1 also where the steps go back by themselves."""
         self._awaits_first_step = True
+        self._awaited: dict[str, float] = {}
+        """Section with a timeout that no worker here has entered in the run → its seconds, until that is said."""
+        self._began = 0.0
         self.due: float | None = None
         """When `look` is to be called next, monotonic; None: no worker is judged."""
         self._summary_due = 0.0
@@ -70,8 +75,10 @@ class HeartbeatWatch:
         self._notices = 0
         self._intervals = 0
         self._longest = 0.0
-        self.verdict: HangVerdict | None = None
-        """The round's, where this node gave one."""
+        self.verdict: Hang | None = None
+        """The round's, where a section's timeout gave one here."""
+        self.declared: HangMark | None = None
+        """The round's, where this node declared another hang."""
         self._pids: dict[int, int] = {}
         """Local rank → pid."""
         self._unseen: set[int] = set()
@@ -89,8 +96,11 @@ class HeartbeatWatch:
         now = self._clock.monotonic()
         self._furthest_before = max(self._furthest_before, self.furthest_step)
         self._awaits_first_step = first_rank == 0
+        if self._round < 0 and first_rank == 0:
+            self._awaited = self._timeouts.by_section
+        self._began = now
         self._round = round_index
-        self.verdict = None
+        self.verdict = self.declared = None
         self.hung = {}
         self._unseen = set()
         self._beats = RoundBeats(self._folder, round_index=round_index, first_rank=first_rank, count=count, now=now)
@@ -113,7 +123,7 @@ class HeartbeatWatch:
         """A worker was started. One whose processes don't see its page can send nothing, and is not judged."""
         self._pids[local_rank] = pid
 
-    def look(self, running: Collection[int]) -> HangVerdict | None:
+    def look(self, running: Collection[int]) -> Hang | None:
         """Read the heartbeats if it is time to.
 
         Returns:
@@ -130,6 +140,7 @@ class HeartbeatWatch:
         self._learn(beats)
         reachable = (beat for beat in beats if self._beats.paths[beat.local_rank])
         judged = [beat for beat in reachable if beat.local_rank in running and beat.local_rank not in self._unseen]
+        self._note_awaited(beats, now)
         verdict = judge(judged, self._timeouts, now=now, learned=self._learned())
         if verdict is not None and self._find_unseen(verdict.hung):
             judged = [beat for beat in judged if beat.local_rank not in self._unseen]
@@ -142,6 +153,26 @@ class HeartbeatWatch:
             self._write_summary(beats, now)
         self._plan(now, running)
         return verdict
+
+    def _note_awaited(self, beats: Collection[RankBeat], now: float) -> None:
+        """Say which timeouts watch nothing (yet), once, when they would have run out."""
+        entered = [beat.sections for beat in beats]
+        if None in entered:
+            self._awaited = {}  # too many to know
+        for name, seconds in list(self._awaited.items()):
+            if any(name in (names or ()) for names in entered) or name == SETUP:
+                del self._awaited[name]
+            elif now >= self._began + seconds:
+                del self._awaited[name]
+                call = (
+                    "hpc_elastic.heartbeat(step=step) in each step"
+                    if name == STEP
+                    else (f'`with hpc_elastic.section("{name}"):` around that part')
+                )
+                logger.warning(
+                    "no worker here has entered section %r in %.0f s: its timeout (--section-timeouts) watches nothing "
+                    "so far; put %s of the script", name, seconds, call,
+                )  # fmt: skip
 
     def _find_unseen(self, hung: Iterable[int]) -> bool:
         """Note which of those that look hung have sent nothing since they can't."""
@@ -161,13 +192,23 @@ class HeartbeatWatch:
                 )  # fmt: skip
         return len(self._unseen) > before
 
-    def suspect(self, running: Collection[int], why: str) -> None:
-        """The run hangs by what is known beside heartbeats: all workers here stand still."""
-        self.hung = dict.fromkeys(running, why)
+    def declare(self, found: Hang, running: Collection[int]) -> None:
+        """The run hangs by what is known beside heartbeats: for workers of any node, or for all here."""
+        if self._beats is None:
+            return
+        own = {beat.rank: beat.local_rank for beat in self._beats.beats if beat.local_rank in running}
+        ranks = found.ranks or tuple(own)
+        self.hung = {own[rank]: found.reason for rank in ranks if rank in own}
+        self.declared = HangMark(-1, found.seconds, ranks[:MOST_MARKED])
 
     def on_hang(self, mark: HangMark, running: Collection[int]) -> None:
-        """Another node found a hang: note the workers here that its worker waits for."""
-        if self._beats is None or self.verdict is not None:
+        """Another node found a hang: note the workers here that it names, or that its worker waits for."""
+        if self._beats is None or self.verdict is not None or self.declared is not None:
+            return
+        if mark.ranks:
+            why = f"no progress for {mark.age:.0f} s, and the other ranks wait for it"
+            known = (beat for beat in self._beats.beats if beat.local_rank in running)
+            self.hung = {beat.local_rank: why for beat in known if beat.rank in mark.ranks}
             return
         now = self._clock.monotonic()
         beats = [beat for beat in self._beats.read(now) if beat.local_rank in running]
@@ -227,6 +268,8 @@ class HeartbeatWatch:
     @property
     def mark(self) -> HangMark | None:
         """The mark of the hung worker here that is furthest behind; None: none hangs."""
+        if self.declared is not None:
+            return self.declared
         if self._beats is None or not self.hung:
             return None
         now = self._clock.monotonic()
@@ -271,8 +314,9 @@ class HeartbeatWatch:
     def _plan(self, now: float, running: Collection[int]) -> None:
         assert self._beats is not None
         beats = [beat for beat in self._beats.beats if beat.local_rank in running]
-        due = next_look(beats, self._timeouts, now=now, learned=self._learned())
-        self.due = self._summary_due if due is None else min(due, self._summary_due)
+        dues = [next_look(beats, self._timeouts, now=now, learned=self._learned()), self._summary_due]
+        dues += [self._began + seconds for seconds in self._awaited.values()]
+        self.due = min(due for due in dues if due is not None)
 
     def _write_summary(self, beats: Collection[RankBeat], now: float) -> None:
         self._pace.add(beats, now)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 from typing import TYPE_CHECKING
@@ -332,14 +332,14 @@ class LocalWorkers:
         scripts = self._inside.scripts(tree.descendants(os.getpid(), excluding=self._excluding()))
         return {rank: scripts[rank].pid for rank in self.running if rank in scripts}
 
-    @property
-    def heartbeats(self) -> int:
-        """How many the workers have sent in this round."""
-        return sum(beat.count for beat in self._watch.read())
+    def ask_for_dumps(self, local_ranks: Iterable[int]) -> bool:
+        """Have workers dump torch's flight recorder, which disturbs none. Returns whether any of them listens."""
+        return self._recorders.ask(self.layout.first_rank + local_rank for local_rank in local_ranks)
 
-    def ask_for_dumps(self) -> None:
-        """Have the workers dump torch's flight recorder; it disturbs none."""
-        self._recorders.ask([self.layout.first_rank + local_rank for local_rank in self.running])
+    def find_mute(self) -> dict[int, float]:
+        """Ask the workers for a sign of life. Local rank → since when one that listens has not answered, monotonic: a
+        thread of it holds the interpreter."""
+        return self._recorders.find_mute({rank: self._slots[rank].global_rank for rank in self.running})
 
     def read_dumps(self) -> dict[int, FlightTail]:
         """Global rank → what the workers have dumped. Reads and writes files: not for the main thread."""

@@ -12,6 +12,7 @@ from hpc_elastic import __version__
 from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.ending import LAST_WRITES_SECONDS, CrashGuard
 from hpc_elastic.agent.fork_server_states import NoForkServer
+from hpc_elastic.agent.hang_detector import HangDetector
 from hpc_elastic.agent.health import HealthPlan
 from hpc_elastic.agent.health_checks import HealthChecks, HealthSite
 from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
@@ -31,7 +32,6 @@ from hpc_elastic.agent.restart_group import RestartGroupWatch
 from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.agent.setup import NoSetup, Setup
 from hpc_elastic.agent.store_server import StoreServer, torch_available
-from hpc_elastic.agent.suspicion import SuspicionWatch
 from hpc_elastic.agent.worker_evidence import Place
 from hpc_elastic.base.clock import RunClock, SystemClock
 from hpc_elastic.base.file_executor import FileExecutor
@@ -166,6 +166,16 @@ def agent_main(argv: Sequence[str]) -> int:
             files=files,
             write_event=events.write,
         )
+    watch = HeartbeatWatch(
+        folder=folder,
+        timeouts=spec.section_timeouts,
+        clock=clock,
+        files=files,
+        summary=at.heartbeats(me.node),
+        node=me.node,
+        host=me.host,
+        furthest_before=me.furthest_before,
+    )
     agent = NodeAgent(
         AgentContext(
             spec=spec,
@@ -208,13 +218,14 @@ def agent_main(argv: Sequence[str]) -> int:
             cpus=cpus,
             fork_server=fork_server,
             figures=RoundFigures(metrics, role=spec.role, clock=clock),
-            suspicions=SuspicionWatch(
+            hangs=HangDetector(
                 at.suspicions,
                 spec.hangs,
                 node=me.node,
                 names=me.attempt.nodes,
                 clock=clock,
                 files=files,
+                watch=watch,
                 nccl=NcclWatch(
                     "" if worker_env.get(ENABLE_VARIABLE) == "0" else worker_env.get(ADDRESS_VARIABLE, ""),
                     run_uid=spec.uid,
@@ -223,16 +234,7 @@ def agent_main(argv: Sequence[str]) -> int:
                 ),
                 look_at_gpus=health.look_at_gpus,
             ),
-            watch=HeartbeatWatch(
-                folder=folder,
-                timeouts=spec.section_timeouts,
-                clock=clock,
-                files=files,
-                summary=at.heartbeats(me.node),
-                node=me.node,
-                host=me.host,
-                furthest_before=me.furthest_before,
-            ),
+            watch=watch,
         )
     )
     crash.watch_threads(session.coordination.fail)

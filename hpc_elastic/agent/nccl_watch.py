@@ -1,7 +1,7 @@
 """Whether the ranks of a run stand still by NCCL's RAS: asked once a minute, by the agent of group rank 0, for all.
 
 What differs between ranks is normal while they work, and so is a pause of all: what counts is that nothing has changed
-for longer than `limit_of` allows, which learns from the run's own pauses.
+for longer than `limit_without_progress` allows, which learns from the run's own pauses.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from msgspec import Struct, field
-from msgspec.structs import replace
+from msgspec import Struct
 
+from hpc_elastic.agent.hang import Hang, limit_without_progress
 from hpc_elastic.agent.nccl_ras import NotOursError, ask_ras, nccl_version, parse_address
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.text import duration, plural
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.failures.nccl_ras import Communicator, RasReport, find_culprits, parse_json
+from hpc_elastic.run.suspicions import Source
 from hpc_elastic.workers.sockets import Address, has_socket, serving_socket
 from hpc_elastic.workers.tree import TAG_VARIABLE, Environ, own_processes_where
 
@@ -37,147 +38,113 @@ _LOOK_SECONDS = 0.5
 """How often an answer is looked for."""
 _MOST_TROUBLE = 3
 """After so many answers of a program that is no RAS of this run, it is asked no more in this round."""
-_LONGEST_FACTOR = 3.0
 _SHOWN = 3
 _LEAST_VERSION = (2, 28, 7)
 """An older NCCL has no JSON, and before 2.27.5 it may crash when it is asked while communicators are made (nccl issues
 1669, 1718 and 1762)."""
 
 
-class Stall(Struct, frozen=True, kw_only=True):
+class Unchanged(Struct, frozen=True, kw_only=True):
+    """Since when values are the same, by name, and the longest such time that ended. Monotonic seconds."""
+
+    at: float = 0.0
+    """When the values were taken."""
+    values: Mapping[str, tuple[object, float]] = {}
+    """Name → value, since when."""
+    longest: float = 0.0
+
+    def then(self, values: Mapping[str, object], now: float) -> Unchanged:
+        """Take the next values in; a name that is missing has ended."""
+        known = {
+            name: self.values[name] if name in self.values and self.values[name][0] == value else (value, now)
+            for name, value in values.items()
+        }
+        ended = [self.at - since for name, (_, since) in self.values.items() if known.get(name) != self.values[name]]
+        return Unchanged(at=now, values=known, longest=max([self.longest, *ended]))
+
+    def over(self, least: float) -> dict[str, float]:
+        """Name → since when, of those that are the same for longer than that and than any that ended allow."""
+        limit = limit_without_progress(self.longest, least)
+        return {name: since for name, (_, since) in self.values.items() if self.at - since >= limit}
+
+
+class NcclStall(Struct, frozen=True, kw_only=True):
     """How long nothing has been launched, and how long ranks have differed in the same way."""
 
-    at: float
-    """When the last answer came, monotonic."""
-    report: object
-    """The last `RasReport`'s progress, with the workers' heartbeats."""
-    since: float
-    """Since when that has been the same."""
-    launches: int = 0
-    has_moved: bool = False
-    """Whether anything was launched between two answers."""
-    longest: float = 0.0
-    """The longest pause of all that has ended, seconds."""
-    trouble: Mapping[str, tuple[object, float]] = field(default_factory=dict)
-    """Communicator → what keeps its ranks apart, and since when."""
-    longest_trouble: float = 0.0
-    """The longest that has passed."""
+    progress: Unchanged = Unchanged()
+    trouble: Unchanged = Unchanged()
+    """By communicator."""
 
+    def then(self, report: RasReport, *, beats: int, now: float) -> NcclStall:
+        """Take another answer in; `beats` is how many heartbeats the workers here have sent."""
+        trouble: dict[str, object] = {each.name: each.trouble for each in report.communicators if each.trouble}
+        return NcclStall(
+            progress=self.progress.then({"": (report.progress, beats)}, now), trouble=self.trouble.then(trouble, now)
+        )
 
-def next_stall(before: Stall | None, report: RasReport, *, beats: int, now: float) -> Stall:
-    """Take another answer in.
-
-    Args:
-        before: After the answer before; None: this is the first. Of another round its longest pauses count.
-        report: The answer.
-        beats: How many heartbeats the workers here have sent.
-        now: Monotonic.
-    """
-    progress = (report.progress, beats)
-    known = before.trouble if before is not None else {}
-    trouble = {
-        each.name: known[each.name]
-        if each.name in known and known[each.name][0] == each.trouble
-        else (each.trouble, now)
-        for each in report.communicators
-        if each.trouble
-    }
-    if before is None:
-        return Stall(at=now, report=progress, since=now, launches=report.launches, trouble=trouble)
-    is_same = progress == before.report
-    ended = [before.at - since for name, (what, since) in known.items() if trouble.get(name, (None,))[0] != what]
-    return Stall(
-        at=now,
-        report=progress,
-        since=before.since if is_same else now,
-        launches=report.launches,
-        has_moved=before.has_moved or report.launches > before.launches,
-        longest=before.longest if is_same else max(before.longest, before.at - before.since),
-        trouble=trouble,
-        longest_trouble=max([before.longest_trouble, *ended]),
-    )
-
-
-def limit_of(longest: float, least: float) -> float:
-    """Seconds that are suspicious: more than `least`, and than the run's own pauses."""
-    return max(least, _LONGEST_FACTOR * longest)
+    def in_next_round(self) -> NcclStall:
+        """What the run's pauses have shown stays known."""
+        return NcclStall(
+            progress=Unchanged(longest=self.progress.longest), trouble=Unchanged(longest=self.trouble.longest)
+        )
 
 
 class StallFound(Struct, frozen=True, kw_only=True):
     """The run seems to hang."""
 
     since: float
-    reason: str
-    ranks: tuple[int, ...] = ()
-    """Of the run; those that hold up the others, as far as they are known."""
+    hang: Hang
     is_even: bool = False
     """All ranks have launched the same: a hang of all, or a rest in which they do something else."""
 
 
 def judge_stall(
-    stall: Stall,
-    report: RasReport,
-    *,
-    least: float,
-    hosts: Mapping[int, str],
-    pids: Mapping[int, int],
+    stall: NcclStall, report: RasReport, *, least: float, hosts: Mapping[int, str], pids: Mapping[int, int]
 ) -> StallFound | None:
     """Whether the run seems to hang, by the last answer.
 
     Args:
         stall: After it.
         report: The answer.
-        least: Seconds that are never suspicious.
+        least: Seconds that are never a hang.
         hosts: Of every rank of the round.
         pids: Pid → rank, of the workers on this node.
     """
-    late = {
-        name: since
-        for name, (_, since) in stall.trouble.items()
-        if stall.at - since >= limit_of(stall.longest_trouble, least)
-    }
-    if late:
-        held = [each for each in report.communicators if each.name in late]
-        return _name_culprits(held, report, stall.at, min(late.values()), hosts=hosts, pids=pids)
-    if not stall.has_moved or stall.at - stall.since < limit_of(stall.longest, least):
-        return None
-    seconds = duration(stall.at - stall.since)
-    return StallFound(
-        since=stall.since,
-        reason=f"all {len(hosts)} ranks have launched the same collectives of NCCL, and none for {seconds}",
-        is_even=True,
-    )
+    now = stall.progress.at
+    if late := stall.trouble.over(least):
+        since = min(late.values())
+        said, ranks = _name_culprits(
+            [each for each in report.communicators if each.name in late], report, hosts=hosts, pids=pids
+        )
+        reason = f"NCCL has made no progress for {duration(now - since)}: {said}"
+        return StallFound(since=since, hang=Hang(source=Source.NCCL, reason=reason, ranks=ranks, seconds=now - since))
+    for since in stall.progress.over(least).values():
+        reason = f"all {len(hosts)} ranks have launched the same collectives of NCCL, and none for"
+        hang = Hang(source=Source.NCCL, reason=f"{reason} {duration(now - since)}", seconds=now - since)
+        return StallFound(since=since, hang=hang, is_even=True)
+    return None
 
 
 def _name_culprits(
-    held: list[Communicator],
-    report: RasReport,
-    now: float,
-    since: float,
-    *,
-    hosts: Mapping[int, str],
-    pids: Mapping[int, int],
-) -> StallFound:
+    held: Sequence[Communicator], report: RasReport, *, hosts: Mapping[int, str], pids: Mapping[int, int]
+) -> tuple[str, tuple[int, ...]]:
+    """What is said of those that hold the others up, and which ranks of the run they are, where that is known."""
     ranks = _ranks_of(report, world_size=len(hosts), pids=pids)
-    told: dict[object, tuple[str, str]] = {}
+    named: dict[object, str] = {}
     for each in held:
         for number, why in find_culprits(each).items():
             process = each.processes.get(number)
             rank = number if each.size == len(hosts) else ranks.get(process) if process else None
             if rank is not None:
                 where = f" on {hosts[rank]}" if hosts.get(rank) else ""
-                told.setdefault(rank, (f"rank {rank}{where}", why))
+                named.setdefault(rank, f"rank {rank}{where} {why}")
             else:
                 where = f" (process {process[1]} on {process[0]})" if process else ""
-                told.setdefault((each.name, number), (f"rank {number} of {each.size}{where}", why))
-    parts = [f"{who} {why}" for who, why in told.values()]
+                named.setdefault((each.name, number), f"rank {number} of {each.size}{where} {why}")
+    parts = [*named.values()]
     more = [f"{plural(len(parts) - _SHOWN, 'other rank')} too"] if len(parts) > _SHOWN else []
     said = "; ".join([*parts[:_SHOWN], *more]) or "its ranks have launched different collectives"
-    return StallFound(
-        since=since,
-        reason=f"NCCL has not got on for {duration(now - since)}: {said}",
-        ranks=tuple(sorted(rank for rank in told if isinstance(rank, int))),
-    )
+    return said, tuple(sorted(rank for rank in named if isinstance(rank, int)))
 
 
 def _ranks_of(report: RasReport, *, world_size: int, pids: Mapping[int, int]) -> dict[tuple[str, int], int]:
@@ -227,7 +194,7 @@ class NcclWatch:
         """Which question the next answer must be to: those of another round are late."""
         self._is_asking = False
         self._trouble = 0
-        self._stall: Stall | None = None
+        self._stall = NcclStall()
         self.found: StallFound | None = None
         """By the last answer."""
         self._next: float | None = None
@@ -248,9 +215,7 @@ class NcclWatch:
         self._next, self.found = None, None
         self._asked += 1
         self._answers, self._is_asking, self._trouble = [], False, 0
-        if self._stall is not None:
-            longest = self._stall.longest, self._stall.longest_trouble
-            self._stall = Stall(at=0.0, report=None, since=0.0, longest=longest[0], longest_trouble=longest[1])
+        self._stall = self._stall.in_next_round()
 
     def look(self, pids: Mapping[int, int], hosts: Mapping[int, str], *, beats: int) -> None:
         """Take an answer in, and ask where it is time to: `found` follows.
@@ -277,12 +242,7 @@ class NcclWatch:
     def _take(
         self, report: RasReport, pids: Mapping[int, int], hosts: Mapping[int, str], *, beats: int, now: float
     ) -> None:
-        before = self._stall
-        if before is not None and before.report is None:  # of the round before
-            first = next_stall(None, report, beats=beats, now=now)
-            self._stall = replace(first, longest=before.longest, longest_trouble=before.longest_trouble)
-        else:
-            self._stall = next_stall(before, report, beats=beats, now=now)
+        self._stall = self._stall.then(report, beats=beats, now=now)
         self.found = judge_stall(self._stall, report, least=self._least, hosts=hosts, pids=pids)
 
     # -- in the other thread -----------------------------------------------------------------------------------------

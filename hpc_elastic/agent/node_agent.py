@@ -197,7 +197,7 @@ class NodeAgent:
         if self._stop_due is not None:
             return max(0.0, self._stop_due - now)
         context = self._context
-        watches = (context.watch, context.suspicions, self._checkpoints, self._notice, self._heard, context.fork_server)
+        watches = (context.hangs, self._checkpoints, self._notice, self._heard, context.fork_server)
         dues = (*(watch.due for watch in watches), self._moment_ends)
         looks = [due - now for due in dues if due is not None]
         looks += [self._workers.sockets.due - now] if self._workers is not None and self._phase is Phase.RUNNING else []
@@ -243,19 +243,23 @@ class NodeAgent:
         return seconds is not None
 
     def _handle_heartbeats(self) -> None:
-        if self._workers is None or self._phase is not Phase.RUNNING:
+        workers, is_running = self._workers, self._phase is Phase.RUNNING
+        if workers is None or not (is_running or self._phase is Phase.DONE):
             return
-        if self._context.clock.monotonic() >= self._workers.sockets.due:
-            self._workers.look_at_sockets()
-        if (verdict := self._context.watch.look(self._workers.running)) is not None:
-            self._reports.on_hang(self._workers, verdict)
-            self._happens(Event.FAILED, verdict.reason)
-        elif (status := self._checkpoints.look(self._workers.running)) is not None:
+        if (found := self._context.hangs.look(workers, self._record)) and self._reports.on_hang(workers, found):
+            if is_running:
+                self._happens(Event.FAILED, found.reason)
+            else:
+                self._reports.on_failure(workers, found.reason)  # of ranks elsewhere: all here have ended with 0
+            return
+        if not is_running:
+            return
+        if self._context.clock.monotonic() >= workers.sockets.due:
+            workers.look_at_sockets()
+        if (status := self._checkpoints.look(workers.running)) is not None:
             self._context.coordination.ask(status.send)
-        elif (reply := self._notice.look(self._workers.running)) is not None:
+        elif (reply := self._notice.look(workers.running)) is not None:
             self._context.coordination.ask(reply.send)
-        elif found := self._reports.suspect(self._workers, self._record):
-            self._happens(Event.FAILED, found)
 
     def _handle_messages(self) -> None:
         for message in self._context.coordination.take():
@@ -432,7 +436,7 @@ class NodeAgent:
             self._stop_workers(str(error))
             return
         self._clock_offsets.log_first()
-        context.suspicions.begin(record.round)
+        context.hangs.begin(record.round, workers.layout.local_world_size)
         log_started(
             context,
             workers,
@@ -447,7 +451,7 @@ class NodeAgent:
         assert self._workers is not None
         self._context.events.write(WorkersSucceeded(round=(index := self._workers.round)))
         self._context.watch.refresh()
-        self._reports.rest()
+        self._context.watch.rest()
         if (reply := self._notice.ended()) is not None:
             self._context.coordination.ask(reply.send)  # first: done alone would mean that there is no more to do
         self._context.coordination.ask(lambda participant: participant.claims.report_done(index))

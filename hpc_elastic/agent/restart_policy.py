@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from hpc_elastic.agent.hang import may_be_a_bug
+from hpc_elastic.base.text import ranks_text
 from hpc_elastic.failures.contrast import NodeFailures, may_be_of_node, nodes_apart, sum_up_node, wrong_input
 from hpc_elastic.failures.ranking import FailureClass, Ranking
 from hpc_elastic.failures.worker_failure import WorkerFailure
@@ -250,6 +251,14 @@ def early_failure(reason: str, *, node: int, workers: LocalWorkers, watch: Heart
         counted_steps=watch.counted_steps,
         seconds=workers.seconds,
         hang=hang,
+    )
+
+
+def hang_elsewhere(mark: HangMark, *, node: int, seconds: float) -> NodeFailure:
+    """What a node sums up that declared a hang for which no worker of its own is named; arguments as of `sum_up`."""
+    message = f"{ranks_text(mark.ranks)} made no progress for {mark.age:.0f} s"
+    return NodeFailure(
+        node=node, fingerprint="", failure_class="symptom", retryable=True, message=message, seconds=seconds
     )
 
 

@@ -77,12 +77,6 @@ class RasReport(Struct, frozen=True, kw_only=True):
         """Equal for two reports between which nothing was launched."""
         return tuple((each.name, tuple(sorted(each.levels.items()))) for each in self.communicators)
 
-    @property
-    def launches(self) -> int:
-        """Of all ranks together."""
-        levels = [level for each in self.communicators for found in each.levels.values() for level in found]
-        return sum(level.launched * level.count for level in levels)
-
 
 _LACKING_COMMA = r'("nvml_dev": *-?\d+)(\s+"status")'
 """Of each missing rank, as 2.28.9 writes it."""

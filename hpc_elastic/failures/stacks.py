@@ -209,6 +209,10 @@ _GENERIC = {
     260: "wait4", 276: "renameat2", 281: "execveat", 291: "statx", 435: "clone3",
 }  # fmt: skip
 _NAMES: Mapping[str, Mapping[int, str]] = {"x86_64": _X86_64, "aarch64": _GENERIC, "riscv64": _GENERIC}
+_WAITS = frozenset(
+    ("futex", "poll", "ppoll", "select", "pselect6", "epoll_wait", "epoll_pwait", "recvfrom", "recvmsg", "accept",
+     "accept4", "connect")
+)  # fmt: skip
 _FORKS = ("vfork", "clone", "clone3")
 
 
@@ -256,6 +260,11 @@ class ProcessState(Struct, frozen=True, kw_only=True):
     @property
     def is_uninterruptible(self) -> bool:
         return self.state.startswith("D")
+
+    @property
+    def waits_for_process(self) -> bool:
+        """Whether its main thread is in a system call in which a process waits for another one, or for a thread."""
+        return bool(self.threads) and self.threads[0].syscall in _WAITS
 
     @property
     def hung_child(self) -> Whereabouts | None:

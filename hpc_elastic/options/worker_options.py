@@ -116,15 +116,16 @@ OPTIONS = (
         parse=parse_section_timeouts, field="section_timeouts",
         common=True,
         help="longest time between two heartbeats (hpc_elastic.heartbeat) before a worker counts as hung, by "
-        "section, as in setup:900,step:60,checkpoint:300; step:auto learns it from the steps (default: "
-        "hang detection is off)",
+        "section, as in setup:900,step:60,checkpoint:300; step:auto learns it from the steps (default: none; "
+        "--hangs needs no heartbeats)",
     ),
     Option(
         group=Group.HANGS, names=("--hangs",), dest="hangs", metavar="observe|act[:SECONDS]",
         parse=parse_hangs, field="hangs",
-        help="when all workers stand still without a heartbeat's word: observe (the default), the job log and status "
-        "show it, with the rank that the others wait for; act, it counts as a hang; after SECONDS (default 300, "
-        "and more where the run has paused for longer before)",
+        common=True,
+        help="when no worker makes progress for SECONDS (default 300), and for three times as long as the run has "
+        "ever paused: observe (the default), the job log, status and the report show it, with the rank that the "
+        "others wait for; act, the workers also leave their stacks and are started again; the script needs no change",
     ),
     Option(
         group=Group.HANGS, names=("--health-checks",), dest="health_checks", metavar="NAME[=LIMIT],...|none",

@@ -125,6 +125,8 @@ class HangMark(Struct, frozen=True, array_like=True):
     """Its last step, -1 for none."""
     age: float
     """Seconds for which it had been silent."""
+    ranks: tuple[int, ...] = ()
+    """The ranks that the others wait for, where not a heartbeat has shown that."""
 
     @property
     def lag(self) -> tuple[int, float]:

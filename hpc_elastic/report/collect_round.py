@@ -31,6 +31,7 @@ from hpc_elastic.run.activities import MOST_NAMED, Activity
 from hpc_elastic.run.agent_events import (
     AgentEnded,
     AgentStarted,
+    HangSuspected,
     HealthCheckFailed,
     InProcessGaveUp,
     InProcessRestarted,
@@ -127,7 +128,7 @@ ROUND_EVENTS: frozenset[type[RunEvent]] = frozenset(
     {
         RoundOpened, RoundFrozen, RoundFinal, WorkerFailed, NodeLost, NodeLeft, NodeReplaced, HealthCheckFailed,
         PlatformFailure, InProcessRestarted, InProcessGaveUp, WorkersStopping, WorkersSucceeded, WorkersStopped,
-        RestartDecided, StacksTaken, RanksObserved, WorkersStarted,
+        RestartDecided, StacksTaken, RanksObserved, WorkersStarted, HangSuspected,
     }
 )  # fmt: skip
 """What `RoundBuilder.take` learns from."""
@@ -176,6 +177,7 @@ class RoundBuilder(Struct):
     stacks: dict[tuple[str, str, tuple[str, ...]], list[int]] = field(default_factory=dict)
     """(name, state, stack) of a `StackGroup` → ranks."""
     threads: dict[tuple[str, str, tuple[str, ...]], list[int]] = field(default_factory=dict)
+    suspicion: tuple[int, str] = (0, "")
 
     def facts(self, attempt: int, rank: int) -> WorkerFailure:
         """What is known of a rank from the events: for an error file that no agent completed."""
@@ -242,6 +244,8 @@ class RoundBuilder(Struct):
                         restarts_used=event.restarts_used,
                         max_restarts=event.max_restarts,
                     )
+            case HangSuspected():
+                self.suspicion = max(self.suspicion, (when, event.reason[:_WORDS]))
             case StacksTaken():
                 self._take_stacks(event, when, node)
             case RanksObserved():
@@ -317,6 +321,8 @@ class RoundBuilder(Struct):
             sockets=tuple(self.sockets[node] for node in sorted(self.sockets)),
             stacks=_stack_groups(self.stacks),
             threads=_stack_groups(self.threads),
+            suspected_ns=self.suspicion[0],
+            suspicion=self.suspicion[1],
         )
 
 

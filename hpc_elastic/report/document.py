@@ -16,6 +16,7 @@ from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.text import plural, ranges, time_text
 from hpc_elastic.failures.classify import kind_of, wording_of
 from hpc_elastic.failures.fingerprint import normalise_message
+from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
@@ -391,6 +392,11 @@ def _notes(
 ) -> list[Fact]:
     notes: list[Fact] = []
     if shown is not None:
+        root = subject.verdict.failure
+        for item in (item for item in shown.rounds if item.suspicion):
+            if root is None or (root.failure_class, root.round) != (FailureClass.HANG, item.index):
+                when = clock(item.suspected_ns)
+                notes.append(Fact("seemed to hang", f"{when}, round {item.index}: {item.suspicion}"))
         notes += [Fact("did without", line) for line in nodes_done_without(subject, shown)]
         notes += [Fact(*note) for note in describe_outages(shown.outages, clock)]
         notes += [Fact(*note) for note in describe_commands(shown.commands)]

@@ -287,7 +287,8 @@ class _Account:
             booked["training"] += unseen
             tail, core = tail - unseen, core + unseen
         is_open = not item.broken and not item.stopping_reasons
-        if verdict.failure is not None and verdict.failure.failure_class is FailureClass.HANG:
+        hangs = verdict.failure is not None and verdict.failure.failure_class is FailureClass.HANG
+        if hangs or item.suspected_ns > steps.last_ns:
             booked["hanging"] += tail
             self._hung[times.attempt, times.round] = tail
         elif is_open:

@@ -193,6 +193,10 @@ class RoundHistory(Struct, frozen=True, kw_only=True, dict=True):
     """The rarest first."""
     threads: tuple[StackGroup, ...] = ()
     """The same of threads that are not the main one."""
+    suspicion: str = ""
+    """Why it seemed to hang, as that was found last; empty: it never did."""
+    suspected_ns: int = 0
+    """When, by the clock of the node of group rank 0."""
     clocks: Clocks = NO_CLOCKS
     """The attempt's: what the times of different nodes are worth."""
 

@@ -278,9 +278,14 @@ class SectionTimeouts(Struct, frozen=True, kw_only=True):
         return bool(self.seconds) or self.learns_step
 
     @property
+    def by_section(self) -> dict[str, float]:
+        """The timeouts; of ``step:auto`` the least that it can be."""
+        return {**self.seconds, **({STEP: LEARNED_LEAST} if self.learns_step else {})}
+
+    @property
     def shortest(self) -> float | None:
         """No worker can hang for less and be judged; None where no worker is judged."""
-        return min([*self.seconds.values(), *([LEARNED_LEAST] if self.learns_step else [])], default=None)
+        return min(self.by_section.values(), default=None)
 
 
 def parse_section_timeouts(text: str, option: str = "--section-timeouts") -> SectionTimeouts:

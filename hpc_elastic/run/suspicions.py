@@ -1,4 +1,4 @@
-"""The suspicion that a run hangs: what follows from it, and what nodes write of it into ``suspicions/``."""
+"""``--hangs``, and what nodes write into ``suspicions/`` where their workers make no progress."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from hpc_elastic.run.flight_tail import FlightTail
 
 
 class OnHang(str, Enum):
-    """What a suspicion leads to."""
+    """What follows from a hang that no section's timeout has found."""
 
     OBSERVE = "observe"
-    """It is reported, in the job log and by `status`."""
+    """It is reported: in the job log, by `status` and in the report."""
     ACT = "act"
-    """It is a hang: the workers leave their stacks, and are started again."""
+    """The workers leave their stacks, and are started again."""
 
 
 class HangSettings(Struct, frozen=True, kw_only=True):
-    """``--hangs``: what follows when all workers stand still."""
+    """``--hangs``: what follows when no worker makes progress."""
 
     action: OnHang = OnHang.OBSERVE
     least: float = 300.0
-    """Seconds for which all must have stood still, at least."""
+    """Seconds without progress that are never a hang."""
 
 
 def parse_hangs(text: str, option: str = "--hangs") -> HangSettings:
@@ -33,7 +33,9 @@ def parse_hangs(text: str, option: str = "--hangs") -> HangSettings:
     try:
         action = OnHang(name)
     except ValueError:
-        raise UsageError(f"{option} {text}: give observe or act, or with seconds of rest, as in act:600") from None
+        raise UsageError(
+            f"{option} {text}: give observe or act, or with seconds without progress, as in act:600"
+        ) from None
     if not colon:
         return HangSettings(action=action)
     try:
@@ -46,37 +48,46 @@ def parse_hangs(text: str, option: str = "--hangs") -> HangSettings:
 
 
 class Source(str, Enum):
-    """What a suspicion comes from."""
+    """What shows a hang."""
 
+    HEARTBEAT = "heartbeat"
+    """A worker sent no heartbeat, and its optimizer did no step, for its section's timeout."""
     KERNEL = "kernel"
-    """All workers of all nodes stand still, by what the kernel counts of them."""
+    """No worker of any node makes progress: each rests by what the kernel counts of it, or does not answer."""
     NCCL = "nccl"
     """By NCCL's RAS ranks don't answer, or counts of collectives differ and stand still, or stand still on all."""
 
 
-class RestingRank(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker that stands still."""
+class StalledRank(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker that makes no progress."""
 
     rank: int
     at: str = ""
     """What the kernel says of its main process."""
+    waits: bool = False
+    """Its main thread is in a system call in which a process waits for another one."""
+    is_stuck: bool = False
+    """It is stopped, or sits in the kernel."""
     flight: FlightTail | None = None
     """Its last collectives, where it dumped torch's flight recorder."""
 
 
-class NodeRest(Struct, frozen=True, kw_only=True):
-    """``suspicions/node-<index>.json``: all workers of the node have stood still for too long."""
+class NodeStall(Struct, frozen=True, kw_only=True):
+    """``suspicions/node-<index>.json``: no worker of the node has made progress for as long as ``--hangs`` allows."""
 
     round: int
     seconds: float
     """For how long, when this was written."""
-    ranks: tuple[RestingRank, ...] = ()
+    longest: float = 0.0
+    """The node's longest such time in this attempt that ended by itself, seconds."""
+    ranks: tuple[StalledRank, ...] = ()
+    """Empty: all workers here have ended with 0."""
     gpus: tuple[int, ...] = ()
     """Percent of the time in which a kernel ran on each of its GPUs, by NVML; empty: not known."""
 
 
 class Suspicion(Struct, frozen=True, kw_only=True):
-    """``suspicions/now.json``: the run seems to hang. It goes when its workers go on."""
+    """``suspicions/now.json``: the run hangs, or seems to. It goes when its workers go on."""
 
     round: int
     source: Source
@@ -86,5 +97,7 @@ class Suspicion(Struct, frozen=True, kw_only=True):
     """The ranks that the others wait for; empty: not known."""
     written_ns: int = 0
     """By the wall clock of the node of group rank 0."""
+    seconds: float = 0.0
+    """For how long there was no progress then."""
     may_be_rest: bool = False
     """All ranks have launched the same, and nothing shows that they wait for each other: never acted on."""

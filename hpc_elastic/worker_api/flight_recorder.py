@@ -13,8 +13,10 @@ from typing import Any
 
 VARIABLE = "HPC_ELASTIC_FLIGHT_RECORDER"
 """What the names of this rank's files begin with; unset: there are none."""
-ASK, DUMP = ".ask", ".json"
+ASK, DUMP, PONG = ".ask", ".json", ".alive"
 """``PREFIX.<pid>.ask`` is a pipe: a byte asks for a dump, which comes as ``PREFIX.<pid>.json``."""
+PING = b"?"
+"""This byte asks for ``PREFIX.<pid>.alive`` alone, an empty file."""
 _OLD_NAMES = {
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "TORCH_FR_BUFFER_SIZE",
     "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "TORCH_FR_DUMP_TEMP_FILE",
@@ -44,8 +46,13 @@ def _name_as_before() -> None:
 
 
 def _listen(fd: int, own: str) -> None:
-    while os.read(fd, 64):
-        _dump(own)
+    while asked := os.read(fd, 64):
+        try:
+            os.close(os.open(own + PONG, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        except OSError:
+            pass  # its folder is gone
+        if asked.strip(PING):
+            _dump(own)
 
 
 def _at_exit(own: str, pid: int) -> None:

@@ -26,7 +26,7 @@ if RANK == 1:
 hpc_elastic.heartbeat(step=5)
 wait_for_all_gradients()
 """
-_SILENT = "no heartbeat; killed after the stacks of all ranks were taken (stacks.txt)"
+_SILENT = "no progress; killed after the stacks of all ranks were taken (stacks.txt)"
 _STOPPED = "SIGSTOP not sent by hpc-elastic (a debugger, or a manual kill); killed"
 _WAYS = {
     "deadlock": ("lock = threading.Lock(); lock.acquire(); lock.acquire()", _SILENT),

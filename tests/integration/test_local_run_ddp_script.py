@@ -77,7 +77,7 @@ def test_the_same_failure_after_fewer_steps_is_given_up_and_the_rule_is_named(dd
 
 
 def test_status_counts_the_steps_of_the_optimizer(ddp_run: Run) -> None:
-    with ddp_run("--steps", "100000", "--fail", "hang@40") as run:
+    with ddp_run("--steps", "100000", "--fail", "sleep@40") as run:
         found = run.until(lambda: run.paths.root.exists() and status(run)["steps"], "steps", within=120.0)
         assert (found["source"], found["ranks"], found["total"]) == ("optimizer", 2, None)
         run.until(lambda: status(run)["steps"]["most"] == 40, "step 40", within=120.0)

@@ -51,13 +51,13 @@ def test_a_straggler_by_nccl_is_shown_with_its_rank_and_goes(
         run.until(lambda: run.events("hang_suspected"), "suspicion")
         assert main(["status", str(run.paths.root), "--json"]) == 0
         shown = json.loads(capsys.readouterr().out)["suspicion"]
-        assert shown.startswith("NCCL has not got on for ")
+        assert shown.startswith("NCCL has made no progress for ")
         assert shown.endswith("rank 1 on node1 has launched AllReduce up to #19, 1 other up to #20")
         run.say("go on")
         assert run.finish() == 0
         (event,) = run.events("hang_suspected")
         assert (event["source"], event["ranks"]) == ("nccl", [1])
-        assert "the run seems to hang: NCCL has not got on" in run.log()
+        assert "the run seems to hang: NCCL has made no progress" in run.log()
         assert "the workers go on" in run.log()
         addresses = [moment["address"] for moment in run.moments("here")]
         assert len(set(addresses)) == 2  # each agent's own

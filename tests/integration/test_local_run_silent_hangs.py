@@ -89,4 +89,5 @@ def test_ranks_that_wait_in_several_gloo_groups_seem_to_hang(tmp_path: Path) -> 
         assert run.finish() == 124
         (suspected,) = run.events("hang_suspected")
         assert (suspected["source"], suspected["ranks"]) == ("kernel", [2])
-        assert run.report()["verdict"]["suspects"][0]["rank"] == 2
+        verdict = run.report()["verdict"]
+        assert (verdict["cause"], verdict["failure"]["global_rank"], verdict["confidence"]) == ("worker", 2, "high")

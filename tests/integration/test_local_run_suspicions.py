@@ -32,12 +32,12 @@ def test_a_suspicion_is_shown_and_goes_when_the_workers_go_on(
     with LocalRun(tmp_path, SCRIPT, options=("--hangs", "observe:3")) as run:
         run.until(lambda: run.events("hang_suspected"), "suspicion")
         assert main(["status", str(run.paths.root), "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["suspicion"].startswith("no rank of 2 has done anything for ")
+        assert json.loads(capsys.readouterr().out)["suspicion"].startswith("no rank of 2 has made progress for ")
         assert main(["status", str(run.paths.root)]) == 0
         assert "  hangs?   : no rank of 2" in capsys.readouterr().out
         run.say("go on")
         assert run.finish() == 0
-        assert "the run seems to hang: no rank of 2 has done anything for" in run.log()
+        assert "the run seems to hang: no rank of 2 has made progress for" in run.log()
         assert len(run.events("hang_suspected")) == 1
 
 

@@ -270,13 +270,36 @@ def test_a_hang_is_found_on_time_whatever_section_it_began_in(watch: HeartbeatWa
         verdict = watch.look([0, 1])
     assert clock.monotonic() - started == pytest.approx(13.0)
     assert looks <= 3
-    assert verdict.culprit.rank == 4
+    assert verdict.ranks == (4,)
     assert watch.hung.keys() == {0}
     mark = watch.mark
     assert mark is not None
     assert (mark.step, mark.age) == (7, pytest.approx(10.0))
     assert (watch.furthest_step, watch.last_step(0), watch.last_step(1)) == (8, 7, 8)
     assert watch.look([0, 1]) is None, "one verdict a round"
+
+
+def test_a_timeout_of_a_section_that_is_never_entered_is_said_once(
+    folder: HeartbeatFolder, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By rank 0's node, when it would have run out; with what the script lacks."""
+    timeouts = SectionTimeouts(seconds={"setup": 9.0, "checkpoint": 30.0}, learns_step=True)
+    watch = HeartbeatWatch(folder=folder, timeouts=timeouts, clock=clock, files=Inline(clock=clock))
+    watch.begin(0, first_rank=0, count=1)
+    say(watch, clock, 0, 1, section="evaluate")
+    began, said = clock.monotonic(), []
+    while clock.monotonic() < began + 200.0:
+        until_due(watch, clock)
+        assert watch.look([0]) is None
+        said += [(round(clock.monotonic() - began), record.message) for record in caplog.records]
+        caplog.clear()
+    assert [seconds for seconds, _ in said] == [30, 60]
+    assert 'put `with hpc_elastic.section("checkpoint"):` around that part of the script' in said[0][1]
+    assert "put hpc_elastic.heartbeat(step=step) in each step of the script" in said[1][1]
+    watch.begin(1, first_rank=0, count=1)
+    clock.now += 100.0
+    assert watch.look([0]) is None
+    assert not caplog.records
 
 
 def test_before_it_is_due_nothing_is_read(watch: HeartbeatWatch, clock: FakeClock, folder: HeartbeatFolder) -> None:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from hpc_elastic.agent import nccl_watch
-from hpc_elastic.agent.nccl_watch import NcclWatch, Stall, StallFound, judge_stall, next_stall, open_call
-from hpc_elastic.agent.suspicion import SuspicionWatch
+from hpc_elastic.agent import hang_detector, nccl_watch
+from hpc_elastic.agent.hang import Hang
+from hpc_elastic.agent.hang_detector import HangDetector
+from hpc_elastic.agent.heartbeat_watch import silent_watch
+from hpc_elastic.agent.kernel_counts import Counts
+from hpc_elastic.agent.nccl_watch import NcclStall, NcclWatch, StallFound, judge_stall, open_call
 from hpc_elastic.base import codec
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.failures.flight_dump import rank_of_name, read_dump, tail_of
@@ -39,11 +44,10 @@ def world(*launched: int, name: str = "world", missing: tuple[int, ...] = (), ki
 
 def after(*answers: list[Communicator], beats: list[int] | None = None) -> StallFound | None:
     """An answer a minute; what the last one shows."""
-    stall: Stall | None = None
+    stall = NcclStall()
     for number, comms in enumerate(answers):
         report = RasReport(communicators=tuple(comms))
-        stall = next_stall(stall, report, beats=beats[number] if beats else 0, now=60.0 * number)
-    assert stall is not None
+        stall = stall.then(report, beats=beats[number] if beats else 0, now=60.0 * number)
     return judge_stall(stall, report, least=300.0, hosts=HOSTS, pids={})
 
 
@@ -56,15 +60,19 @@ def test_all_that_stand_still_for_long_may_hang_or_rest() -> None:
     assert after(*WORKS, *STANDS * 5) is None
     assert after(*WORKS, *STANDS * 6) == StallFound(
         since=180.0,
-        reason="all 4 ranks have launched the same collectives of NCCL, and none for 5 min 00 s",
+        hang=Hang(
+            source=Source.NCCL,
+            reason="all 4 ranks have launched the same collectives of NCCL, and none for 5 min 00 s",
+            seconds=300.0,
+        ),
         is_even=True,
     )
+    assert after(*STANDS * 6) is not None, "a hang in the first collective, before anything was seen"
 
 
 @pytest.mark.parametrize(
     "answers",
     [
-        [*STANDS * 20],  # it never launched anything that was seen
         [[world(n, n, n, n)] for n in range(20)],
         [*WORKS, *STANDS * 4, [world(10, 10, 10, 10)], *[[world(11, 11, 11, 11)]] * 9],  # it has paused for 3 min
         [[world(n, n, n - 1, n)] for n in range(1, 20)],  # one is behind, and goes on
@@ -90,8 +98,13 @@ def test_ranks_that_differ_in_the_same_way_for_long() -> None:
     found = after(*WORKS, *DIFFERS * 6)
     assert found == StallFound(
         since=180.0,
-        reason="NCCL has not got on for 5 min 00 s: rank 2 on n1 has launched AllReduce up to #8, 3 others up to #9",
-        ranks=(2,),
+        hang=Hang(
+            source=Source.NCCL,
+            reason="NCCL has made no progress for 5 min 00 s: "
+            "rank 2 on n1 has launched AllReduce up to #8, 3 others up to #9",
+            ranks=(2,),
+            seconds=300.0,
+        ),
     )
 
 
@@ -104,19 +117,19 @@ def test_a_group_of_some_ranks_is_named_by_the_ranks_of_the_run() -> None:
     )
     found = after(*[[world(n, n, n, n), tp] for n in range(7)])
     assert found is not None
-    assert found.ranks == (3,)
-    assert "rank 3 on n1 has launched AllGather up to #6, 1 other up to #7" in found.reason
+    assert found.hang.ranks == (3,)
+    assert "rank 3 on n1 has launched AllGather up to #6, 1 other up to #7" in found.hang.reason
     alone = after(*[[tp]] * 7)  # the ranks of this run share no communicator: only the process is known
     assert alone is not None
-    assert alone.ranks == ()
-    assert "rank 1 of 2 (process 103 on 10.0.0.2) has launched AllGather up to #6" in alone.reason
+    assert alone.hang.ranks == ()
+    assert "rank 1 of 2 (process 103 on 10.0.0.2) has launched AllGather up to #6" in alone.hang.reason
 
 
 def test_two_that_do_not_answer_are_both_named() -> None:
     found = after(*WORKS, *[[world(9, 9, 9, 9, missing=(1, 3))]] * 6)
     assert found is not None
-    assert found.ranks == (1, 3)
-    assert "rank 1 on n0 does not answer NCCL's RAS: its process is stopped or gone; rank 3 on n1" in found.reason
+    assert found.hang.ranks == (1, 3)
+    assert "rank 1 on n0 does not answer NCCL's RAS: its process is stopped or gone; rank 3 on n1" in found.hang.reason
 
 
 def test_what_a_rank_waits_in() -> None:
@@ -134,15 +147,26 @@ def test_what_a_rank_waits_in() -> None:
 # -- the watch ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(autouse=True)
+def ranks_that_wait_for_a_gpu_in_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = itertools.count()
+    counts = lambda pids: {rank: Counts(cpu=100.0 * next(cpu)) for rank in pids}  # noqa: E731
+    monkeypatch.setattr(hang_detector, "read_counts", counts)
+
+
 class Workers(SimpleNamespace):
     """What is needed of `LocalWorkers`, of the node of group rank 0."""
 
     def __init__(self, *, group_rank: int = 0) -> None:
         layout = SimpleNamespace(group_rank=group_rank, first_rank=0)
-        super().__init__(running_pids={0: 2**22 + 1}, layout=layout, heartbeats=0, asked=0, dumps={})
+        super().__init__(running_pids={0: 2**22 + 1}, running=[0], layout=layout, asked=0, dumps={})
 
-    def ask_for_dumps(self) -> None:
+    def ask_for_dumps(self, local_ranks: Iterable[int]) -> bool:
         self.asked += 1
+        return bool(self.dumps)
+
+    def find_mute(self) -> dict[int, float]:
+        return {}
 
     def read_dumps(self) -> dict[int, Any]:
         return self.dumps
@@ -156,14 +180,21 @@ class Scene:
         files = self.files = FileExecutor(name="test")
         address = f"127.0.0.1:{server.address[1]}" if server is not None else ""
         self.nccl = NcclWatch(address, run_uid="run", least=300.0, clock=self.clock)
-        self.watch = SuspicionWatch(
-            folder, HangSettings(), node=0, names=["n0", "n1"], clock=self.clock, files=files, nccl=self.nccl
+        self.watch = HangDetector(
+            folder,
+            HangSettings(),
+            node=0,
+            names=["n0", "n1"],
+            clock=self.clock,
+            files=files,
+            watch=silent_watch(),
+            nccl=self.nccl,
         )
         self.record: Any = SimpleNamespace(round=0, members=[Member("u", 0, 2), Member("v", 1, 2)])
         self.idle = 0
-        self.watch.begin(0)
+        self.watch.begin(0, 1)
 
-    def minutes(self, count: float) -> list[Suspicion]:
+    def minutes(self, count: float) -> list[Hang]:
         found, end = [], self.clock.monotonic() + 60.0 * count
         while self.clock.monotonic() < end:
             assert self.watch.due is not None
@@ -197,7 +228,9 @@ def test_a_straggler_is_a_suspicion_once_and_none_when_it_goes_on(tmp_path: Path
         assert scene.minutes(3) == []
         counts[:] = [9, 9, 8, 9]
         (found,) = scene.minutes(10)
-        assert (found.source, found.ranks, scene.shown) == (Source.NCCL, (2,), found)
+        assert (found.source, found.ranks) == (Source.NCCL, (2,))
+        assert scene.shown is not None
+        assert (scene.shown.reason, scene.shown.ranks) == (found.reason, (2,))
         assert "rank 2 on n1 has launched AllReduce up to #8, 3 others up to #9" in found.reason
         assert scene.workers.asked == 0
         assert 10 <= server.asked.count("VERBOSE STATUS") <= 14  # once a minute

@@ -19,6 +19,7 @@ from hpc_elastic.agent import ending, node_agent, round_workers
 from hpc_elastic.agent.address_filter import Guard
 from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.fork_server_states import NoForkServer
+from hpc_elastic.agent.hang import Hang
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.store_server import MasterPortTakenError, StoreState
 from hpc_elastic.agent.supervision import Phase, WorkerState
@@ -39,6 +40,7 @@ from hpc_elastic.run.coordinator_events import RunClosed
 from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.run.suspicions import HangSettings, OnHang, Source
 from hpc_elastic.store.base import StoreError
 from hpc_elastic.workers.environment_change import EnvironmentChange
 from hpc_elastic.workers.spawn import Inherited, WorkerStartError
@@ -915,16 +917,17 @@ def test_an_agent_that_slurm_ends_looks_whether_the_supervisor_lives(play: Calla
 
 
 class Watch:
-    """Stands for `HeartbeatWatch`: finds that a worker hangs when a test says so."""
+    """Stands for `HeartbeatWatch` and `HangDetector`: finds that a worker hangs when a test says so."""
 
     def __init__(self, clock: FakeClock) -> None:
         self.due: float | None = clock.monotonic()
         self.verdict: Any = None
         self.mark: HangMark | None = None
+        self.declared: HangMark | None = None
         self.furthest_step = 12
         self.calls: list[Any] = []
 
-    def look(self, running: Sequence[int]) -> Any:
+    def look(self, workers: Any, record: Any) -> Any:
         found, self.verdict = self.verdict, None
         return found
 
@@ -940,7 +943,7 @@ class Watch:
 
 def with_watch(p: Play) -> Watch:
     watch = Watch(FakeClock())
-    p.agent._context = p.agent._reports._context = replace(p.agent._context, watch=watch)  # type: ignore[type-var]
+    p.agent._context = p.agent._reports._context = replace(p.agent._context, watch=watch, hangs=watch)  # type: ignore[type-var]
     return watch
 
 
@@ -949,7 +952,7 @@ def test_a_hang_is_a_failure_that_has_the_stacks_taken_first(play: Callable[...,
     watch = with_watch(p)
 
     def hang() -> None:
-        watch.verdict = SimpleNamespace(reason="rank 1 hangs: no heartbeat for 60.0 s", limit=60.0)
+        watch.verdict = Hang(source=Source.HEARTBEAT, reason="rank 1 hangs: no heartbeat for 60.0 s", seconds=60.0)
         watch.mark = HangMark(7, 60.0)
 
     def told() -> list[Any]:
@@ -980,6 +983,52 @@ def test_a_hang_is_a_failure_that_has_the_stacks_taken_first(play: Callable[...,
     assert stacks["silent"] == [1]
     assert stacks["states"] == [{"rank": 1, "state": "D (disk sleep) in wait"}]
     assert "close" in watch.calls
+
+
+def of_kernel(**changes: Any) -> Hang:
+    return replace(Hang(source=Source.KERNEL, reason="no rank of 4 …", ranks=(3,), seconds=300.0), **changes)
+
+
+def test_a_hang_that_is_observed_ends_nothing(play: Callable[..., Play]) -> None:
+    p = play()
+    watch = with_watch(p)
+
+    def hang() -> None:
+        watch.verdict = of_kernel()
+
+    def going_on() -> list[Any]:
+        assert not p.workers[0].stopping
+        return []
+
+    p.run(*RUNNING, hang, going_on, [closed(Outcome.FAILED)])
+    assert p.event("hang_suspected")["ranks"] == [3]
+
+
+@pytest.mark.parametrize("is_done", [False, True])
+def test_a_hang_of_another_nodes_rank_is_declared_and_charged_to_none_here(
+    play: Callable[..., Play], is_done: bool
+) -> None:
+    """Also by a node whose own workers have all ended with 0."""
+    p = play(hangs=HangSettings(action=OnHang.ACT))
+    watch = with_watch(p)
+
+    def finish() -> list[Any]:
+        if is_done:
+            p.workers[0].finish()
+        return []
+
+    def hang() -> None:
+        watch.verdict = of_kernel()
+        watch.mark = watch.declared = HangMark(-1, 300.0, (3,))
+
+    def told() -> list[Any]:
+        _, first = p.said.last("report_failure")
+        assert (first.failure_class, first.hang) == ("hang", HangMark(-1, 300.0, (3,)))
+        return [joinable(1, hang=HangMark(-1, 300.0, (3,)))]
+
+    p.run(*RUNNING, finish, hang, told, [], [], [closed(Outcome.FAILED)])
+    _, summed = p.said.last("sum_up_failures")
+    assert (summed.failure_class, summed.hang) == ("symptom", None)
 
 
 @pytest.mark.parametrize("hang", [None, HangMark(7, 60.0)])

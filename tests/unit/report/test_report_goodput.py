@@ -151,6 +151,21 @@ def test_a_hang_counts_until_it_is_found(builder: RunBuilder) -> None:
     assert goodput.hanging == pytest.approx(100, abs=0.1)
 
 
+def test_a_hang_that_was_only_observed_is_no_good_time_and_stands_in_the_report(builder: RunBuilder) -> None:
+    """The job was cancelled in the morning."""
+    builder.round(0, 0, at=10)
+    reason = "no rank of 2 has made progress for 5 min 00 s; rank 1 on n1: it never entered all_reduce #6"
+    builder.event(0, "agent", 0, 410, "hang_suspected", round=0, source="kernel", ranks=[1], reason=reason)
+    builder.event(0, "agent", 0, 1000, "workers_stopping", round=0, reason="SIGTERM received")
+    stopped(builder, 0, 1001, progress(0, 10, 100, 110))
+    builder.end(0, at=1002, outcome="cancelled", code=130)
+    history = collect_run(builder.root)
+    goodput = goodput_of(history)
+    assert (round(goodput.kept), round(goodput.hanging)) == (100, 890)
+    text = " ".join(render_text(history, width=100).split())
+    assert f"round 0: {reason}" in text
+
+
 def test_a_hang_is_found_when_the_workers_are_stopped(builder: RunBuilder) -> None:
     """As agents report one: the failure's time is that of the last heartbeat."""
     builder.round(0, 0, at=10)

@@ -1,0 +1,367 @@
+"""Finds that a run hangs: one agent's part in that, over heartbeats, the kernel's counts, and NCCL's RAS.
+
+Once a minute each agent looks whether its workers make progress. A node without any has its workers dump torch's flight
+recorder, once, which disturbs none, and writes what it knows to the run directory. The node of group rank 0, where it
+stalls too or has no worker left, reads what the others wrote: where all nodes stall, the run hangs. Ranks that wait for
+a GPU in a loop use their CPU: what NCCL says of them is asked by the same node (`nccl_watch`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from hpc_elastic.agent.flight_recorder import ANSWER_SECONDS
+from hpc_elastic.agent.hang import Hang, Stall, judge_run, next_stall
+from hpc_elastic.agent.health import GpuFacts
+from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch, silent_watch
+from hpc_elastic.agent.kernel_counts import Counts, read_counts
+from hpc_elastic.agent.nccl_watch import NcclWatch, StallFound, open_call
+from hpc_elastic.base import codec
+from hpc_elastic.base.clock import Clock, SystemClock
+from hpc_elastic.base.file_executor import FileExecutor
+from hpc_elastic.base.files import make_private_dir
+from hpc_elastic.failures.stacks import look_at_process
+from hpc_elastic.rendezvous.state import Member, RoundRecord
+from hpc_elastic.run.flight_tail import FlightTail
+from hpc_elastic.run.suspicions import HangSettings, NodeStall, Source, StalledRank, Suspicion
+
+if TYPE_CHECKING:
+    from hpc_elastic.agent.local_workers import LocalWorkers
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 60.0
+LOOKS_PER_LIMIT = 4
+"""Where the user gave a short limit, looks are as far apart as this share of it."""
+TAKE_SECONDS = 1.0
+"""How long what is read and written in another thread is waited for."""
+PAUSED_SECONDS = 5.0
+"""An agent that looks so much later than it asked for was stopped itself, and so were its workers."""
+WORK_MEMORY_USE = 5
+"""Percent of the time in which a GPU's memory was used: more is work. A kernel that waits for another rank shows the
+GPU busy, at 0 or 1 % of its memory's time."""
+
+
+class _Step(Enum):
+    LOOK = "look"
+    ASKED = "asked"
+    """Workers were asked for their dumps."""
+    JUDGING = "judging"
+    """The files are being written and read."""
+
+
+class HangDetector:
+    """One agent's. All methods are for its main thread, and none waits: files are read and written elsewhere."""
+
+    def __init__(
+        self,
+        folder: Path | None,
+        settings: HangSettings,
+        *,
+        node: int,
+        names: Sequence[str],
+        clock: Clock,
+        files: FileExecutor,
+        watch: HeartbeatWatch,
+        nccl: NcclWatch | None = None,
+        look_at_gpus: Callable[[Callable[[GpuFacts], None]], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            folder: Of the attempt, for `NodeStall` and `Suspicion`; None: heartbeats alone are watched.
+            settings: What the user gave.
+            node: This node's index.
+            names: The attempt's nodes', by index.
+            clock: Its monotonic clock is used, and its time of day shown.
+            files: Reads and writes the folder.
+            watch: The workers' heartbeats.
+            nccl: Asks NCCL's RAS; None: nobody does.
+            look_at_gpus: Has NVML asked, and calls what it is given with the answer, in another thread.
+        """
+        self._watch = watch
+        self._nccl = nccl or NcclWatch("", run_uid="", least=settings.least, clock=clock)
+        self._look_at_gpus = look_at_gpus
+        self._gpus = GpuFacts(is_there=False)
+        self._folder = folder
+        self._settings = settings
+        self._node = node
+        self._names = names
+        self._clock = clock
+        self._files = files
+        self._every = min(LOOK_SECONDS, settings.least / LOOKS_PER_LIMIT)
+        self._stall = Stall(at=0.0, counts={})
+        self._step = _Step.LOOK
+        self._round = -1
+        self._reported: Source | None = None
+        """What showed the hang that was reported and goes on."""
+        self._found: Hang | None = None
+        self._asked: set[int] = set()
+        """Local ranks that were asked for their dumps since the workers stall."""
+        self._flights: dict[int, FlightTail] = {}
+        """Global rank → what it dumped then."""
+        self._has_written = False
+        self._even: StallFound | None = None
+        """What NCCL shows, which may be a rest: the workers' dumps are waited for."""
+        self._rests_since: float | None = None
+        """Since when it has been a rest, by the dumps."""
+        self._next: float | None = None
+
+    @property
+    def due(self) -> float | None:
+        """When `look` is to be called next, monotonic; None: nothing is watched."""
+        dues = (self._watch.due, self._next, self._nccl.due)
+        return min((due for due in dues if due is not None), default=None)
+
+    def begin(self, round_index: int, count: int) -> None:
+        """A round's workers have been started, `count` here."""
+        self._forget()
+        self._round = round_index
+        now = self._clock.monotonic()
+        counts = dict.fromkeys(range(count), Counts())  # the kernel counts from a process' start on
+        self._stall = Stall(at=now, counts=counts, longest=self._stall.longest)
+        if self._folder is not None:
+            self._next = now + self._every
+            self._nccl.begin()
+
+    def end(self) -> None:
+        """They are being ended."""
+        self._forget()
+        self._nccl.end()
+        self._next = self._rests_since = None
+
+    def look(self, workers: LocalWorkers, record: RoundRecord | None = None) -> Hang | None:
+        """Look at the workers if it is time to.
+
+        Args:
+            workers: The round's.
+            record: The newest one; None: heartbeats alone are looked at.
+
+        Returns:
+            A hang, once: by a section's timeout on the node of the worker, else on the node of group rank 0.
+        """
+        if (found := self._watch.look(workers.running)) is not None:
+            return found
+        now = self._clock.monotonic()
+        if self._next is None or record is None or record.round != self._round:
+            return None
+        if workers.layout.group_rank != 0:
+            self._nccl.end()  # one node asks for all
+        found = self._look_at_nccl(workers, record.members) if self._nccl.due is not None else None
+        if found is not None or now < self._next:
+            return found
+        if self._step is _Step.JUDGING:
+            return self._take(now)
+        if self._step is _Step.LOOK and not self._is_stalled(workers, now):
+            return None
+        if self._step is _Step.LOOK and self._ask_for_dumps(workers):
+            return None
+        if self._step is _Step.ASKED:  # to answer is no work
+            self._stall = replace(self._stall, at=now, counts=self._read_counts(workers))
+        self._step, self._next = _Step.JUDGING, now + TAKE_SECONDS
+        if self._even is not None:
+            self._judge_even(workers, self._even)
+        else:
+            self._judge_stall(workers, record.members, now)
+        return None
+
+    def _take(self, now: float) -> Hang | None:
+        if self._even is not None:
+            self._asked.clear()  # a later pause is another one
+        self._step, self._next, self._even = _Step.LOOK, now + self._every, None
+        found, self._found = self._found, None
+        if found is not None:
+            self._reported = found.source
+        return found
+
+    def _is_stalled(self, workers: LocalWorkers, now: float) -> bool:
+        """Look at what the kernel counts: whether no worker here has made progress for as long as the user allows."""
+        assert self._next is not None
+        before, was_paused = self._stall, now - self._next > PAUSED_SECONDS
+        self._next = now + self._every
+        counts, mute = self._read_counts(workers), workers.find_mute()
+        if was_paused:
+            self._stall = Stall(at=now, counts=counts, longest=before.longest)
+        else:
+            self._stall = next_stall(before, counts, mute=mute, running=len(workers.running), now=now)
+        began = self._stall.began
+        if began is None:
+            if self._reported is not Source.NCCL:
+                self._go_on()
+            return False
+        return now - began >= self._settings.least
+
+    def _read_counts(self, workers: LocalWorkers) -> dict[int, Counts]:
+        beats = {beat.local_rank: beat.count for beat in self._watch.read()}
+        found = read_counts(workers.running_pids)
+        return {rank: replace(count, beats=beats.get(rank, 0)) for rank, count in found.items()}
+
+    def _ask_for_dumps(self, workers: LocalWorkers) -> bool:
+        """Ask workers that were not asked since they stall, and NVML. Returns whether an answer is to be waited for."""
+        new = set(workers.running) - self._asked
+        if not new:
+            return False
+        self._asked |= new
+        is_awaited = workers.ask_for_dumps(new)
+        if self._look_at_gpus is not None:
+            self._gpus, is_awaited = GpuFacts(is_there=False), True
+            self._look_at_gpus(self._take_gpus)
+        if is_awaited:
+            self._step, self._next = _Step.ASKED, self._clock.monotonic() + ANSWER_SECONDS
+        return is_awaited
+
+    def _take_gpus(self, facts: GpuFacts) -> None:
+        self._gpus = facts
+
+    def _look_at_nccl(self, workers: LocalWorkers, members: Sequence[Member]) -> Hang | None:
+        """What NCCL's RAS shows, which is a hang where ranks differ; where they don't, after a look at dumps."""
+        first, hosts = workers.layout.first_rank, self._hosts(members)
+        pids = {pid: first + local_rank for local_rank, pid in workers.running_pids.items()}
+        self._nccl.look(pids, hosts, beats=sum(beat.count for beat in self._watch.read()))
+        found = self._nccl.found
+        if found is None:
+            if self._reported is Source.NCCL:
+                self._go_on()
+        elif self._reported is None and self._step is _Step.LOOK and found.since != self._rests_since:
+            if not found.is_even:
+                self._reported = Source.NCCL
+                self._files.post(partial(self._save, found.hang))
+                return found.hang
+            self._even = found
+            if not self._ask_for_dumps(workers):
+                self._step, self._next = _Step.ASKED, self._clock.monotonic()
+        return None
+
+    # -- in the files' thread ------------------------------------------------------------------------------------------
+
+    def _judge_stall(self, workers: LocalWorkers, members: Sequence[Member], now: float) -> None:
+        """Write what is known of this node, and on the node of group rank 0 read what the others wrote."""
+        assert self._folder is not None
+        stall, index, pids = self._stall, self._round, workers.running_pids
+        if any((device.memory_use or 0) >= WORK_MEMORY_USE for device in self._gpus.devices):
+            self._stall = replace(stall, since={})  # its GPUs work, and it waits for them
+            self._asked.clear()
+            return
+        assert stall.began is not None
+        seconds, first, is_judge = now - stall.began, workers.layout.first_rank, workers.layout.group_rank == 0
+        own, gpus = self._path(self._node), tuple(gpu.use for gpu in self._gpus.devices if gpu.use is not None)
+        paths = {member.node: self._path(member.node) for member in members}
+        hosts, has_reported = self._hosts(members), self._reported is not None
+        self._has_written = True
+
+        def write_and_read() -> None:
+            if not has_reported:
+                self._flights |= workers.read_dumps()
+            ranks = tuple(_look_at(first + local, pid, self._flights.get(first + local)) for local, pid in pids.items())
+            mine = NodeStall(round=index, seconds=round(seconds, 1), longest=stall.longest, ranks=ranks, gpus=gpus)
+            try:
+                make_private_dir(own.parent)
+                codec.save(own, mine)
+            except OSError as error:
+                logger.debug("%s could not be written: %s", own, error)
+            if not is_judge or has_reported:
+                return
+            stalls = {node: mine if path == own else _load(path) for node, path in paths.items()}
+            found = judge_run(stalls, round_index=index, least=self._settings.least, hosts=hosts)
+            if found is not None:
+                self._save(found)
+                self._found = found
+
+        self._files.post(write_and_read)
+
+    def _judge_even(self, workers: LocalWorkers, even: StallFound) -> None:
+        """Have the dumps of the workers here read: in a hang of all each waits in a collective, in a rest none does."""
+
+        def read() -> None:
+            flights = workers.read_dumps()
+            waits = {rank: call for rank, tail in flights.items() if (call := open_call(tail))}
+            if flights and not waits:
+                self._rests_since = even.since
+                return
+            hang = even.hang
+            if waits:
+                rank, call = min(waits.items())
+                found = replace(hang, reason=f"{hang.reason}; rank {rank} waits in {call}")
+            else:
+                found = replace(hang, reason=f"{hang.reason}: they all hang, or do without", may_be_rest=True)
+            self._save(found)
+            self._found = found
+
+        self._files.post(read)
+
+    def _save(self, found: Hang) -> None:
+        assert self._folder is not None
+        value = Suspicion(
+            round=self._round,
+            source=found.source,
+            reason=found.reason,
+            ranks=found.ranks,
+            written_ns=self._clock.time_ns(),
+            seconds=round(found.seconds, 1),
+            may_be_rest=found.may_be_rest,
+        )
+        try:
+            make_private_dir(self._folder)
+            codec.save(self._folder / "now.json", value)
+        except OSError as error:
+            logger.debug("the hang could not be written to %s: %s", self._folder, error)
+
+    # --------------------------------------------------------------------------------------------------------------
+
+    def _hosts(self, members: Sequence[Member]) -> dict[int, str]:
+        """Rank → its node's name."""
+        return dict(enumerate(self._names[member.node] for member in members for _ in range(member.local_world_size)))
+
+    def _go_on(self) -> None:
+        """The workers make progress again."""
+        if self._reported is not None:
+            logger.info("the workers go on")
+        self._forget()
+
+    def _forget(self) -> None:
+        self._step, self._found, self._even = _Step.LOOK, None, None
+        self._asked, self._flights = set(), {}
+        paths = [self._path(self._node)] if self._has_written else []
+        paths += [self._folder / "now.json"] if self._reported is not None and self._folder is not None else []
+        self._reported, self._has_written = None, False
+        for path in paths:
+            self._files.post(partial(path.unlink, missing_ok=True))
+
+    def _path(self, node: int) -> Path:
+        assert self._folder is not None
+        return self._folder / f"node-{node:05d}.json"
+
+
+def _look_at(rank: int, pid: int, flight: FlightTail | None) -> StalledRank:
+    state = look_at_process(pid)
+    return StalledRank(
+        rank=rank,
+        at=state.whereabouts(),
+        waits=state.waits_for_process,
+        is_stuck=state.is_stopped or state.is_uninterruptible,
+        flight=flight,
+    )
+
+
+def _load(path: Path) -> NodeStall | None:
+    found = codec.load(path, NodeStall)
+    return found if isinstance(found, NodeStall) else None
+
+
+def no_detector() -> HangDetector:
+    """A detector that watches nothing."""
+    return HangDetector(
+        None,
+        HangSettings(),
+        node=0,
+        names=(),
+        clock=SystemClock(),
+        files=FileExecutor(name="hangs"),
+        watch=silent_watch(),
+    )
