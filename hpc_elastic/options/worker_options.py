@@ -114,7 +114,6 @@ OPTIONS = (
     Option(
         group=Group.HANGS, names=("--section-timeouts",), dest="section_timeouts", metavar="NAME:SECONDS,...",
         parse=parse_section_timeouts, field="section_timeouts",
-        common=True,
         help="longest time between two heartbeats (hpc_elastic.heartbeat) before a worker counts as hung, by "
         "section, as in setup:900,step:60,checkpoint:300; step:auto learns it from the steps (default: none; "
         "--hangs needs no heartbeats)",
@@ -123,8 +122,8 @@ OPTIONS = (
         group=Group.HANGS, names=("--hangs",), dest="hangs", metavar="observe|act[:SECONDS]",
         parse=parse_hangs, field="hangs",
         common=True,
-        help="when no worker makes progress for SECONDS (default 300), and for three times as long as the run has "
-        "ever paused: observe (the default), the job log, status and the report show it, with the rank that the "
+        help="when no worker makes progress for 300 s or SECONDS, and for three times as long as the run has ever "
+        "paused: observe (the default), the job log, status and the report show it, with the rank that the "
         "others wait for; act, the workers also leave their stacks and are started again; the script needs no change",
     ),
     Option(
