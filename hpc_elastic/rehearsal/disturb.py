@@ -132,7 +132,7 @@ class Disturbance:
                 self._skip(waiting.pop(0), str(reason))
             return  # or its end came first: in another run
         del waiting[0]
-        self._pending = InjectionSeen(run=0, fault=fault, what=what, at=at, before=place)
+        self._pending = InjectionSeen(fault=fault, what=what, at=at, before=place)
         self._ends_at = at + self._run.spec.signal_grace if fault.kind == NOTICE else None
         self.injections.append(self._pending)
         self._report(f"  {fault}{f': {what}' if what else ''}")

@@ -38,8 +38,8 @@ _WELL_BEFORE = 0.5
 class InjectionSeen(Struct, frozen=True, kw_only=True):
     """A fault that was done, and what came of it. Times in seconds by one wall clock."""
 
-    run: int
-    """Which of the disturbed runs, from 1."""
+    run: int = 0
+    """Which of the disturbed runs, from 1; 0: it still runs."""
     fault: Fault
     what: str
     at: float

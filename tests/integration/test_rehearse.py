@@ -245,6 +245,20 @@ def test_where_a_named_fault_is_not_done_no_verdict_is_certain(tmp_path: Path) -
     assert "not certain: 1 fault; not tried: kill-node" in page
 
 
+def test_a_save_that_no_run_of_three_could_catch_is_named_in_the_verdict(tmp_path: Path) -> None:
+    script = (
+        "import os, time\nfor step in range(1, 21):\n    time.sleep(0.05)\n    print(f'step {step} loss=1.0')\n"
+        "    open('new', 'a').write('x' * 1000)  # as a log is written, which is not caught\n"
+        "    os.replace('new', 'part')\n"
+    )
+    (tmp_path / "train.py").write_text(script)
+    code, found = rehearse(tmp_path, "--faults", "kill-saving", "train.py")
+    assert (code, found["guilty"], found["faults"]) == (2, [], [])
+    (text,) = found["not_done"]
+    assert text.startswith("kill-saving: no save was caught while a file was open: let it do more steps"), text
+    assert len(list(tmp_path.glob("runs/rehearsal-*/disturbed-*"))) == 3
+
+
 def test_what_cannot_be_rehearsed_is_misuse_and_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
