@@ -16,7 +16,7 @@ from hpc_elastic.failures.contrast import NodeFailures, may_be_of_node, nodes_ap
 from hpc_elastic.failures.ranking import FailureClass, Ranking
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.rendezvous.coordinator import RestartDecision, first_failure
-from hpc_elastic.rendezvous.state import FailureMemory, HangMark, NodeFailure, RoundRecord
+from hpc_elastic.rendezvous.state import KILLED, FailureMemory, HangMark, NodeFailure, RoundRecord
 
 if TYPE_CHECKING:
     from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
@@ -50,7 +50,7 @@ class RestartPolicy(Struct, frozen=True, kw_only=True):
         if final is not None and not apart:
             return _give_up(f"not retryable: {final.message}", memory)
         is_bug = self.max_same_failures and memory.times >= self.max_same_failures
-        is_early = cause.fingerprint.startswith(_KILLED)
+        is_early = cause.fingerprint.startswith(KILLED)
         if is_bug and not apart and (is_early or not _is_of_one_node(record, failures, cause)):
             rule = "" if limit is None else f", each within {limit:g} s of the start (--restart-window)"
             rule = f", each within {EARLY_SECONDS:g} s of the start (--max-same-failures)" if is_early else rule
@@ -176,8 +176,6 @@ def made_progress(
 
 EARLY_SECONDS = 2.0
 """A worker that is killed from outside so soon after each start is killed by what it does then."""
-_KILLED = "killed:"
-"""What the fingerprint of such a worker begins with."""
 _FROM_OUTSIDE = {"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT"}
 
 
@@ -211,7 +209,7 @@ def sum_up(
     step = max([step, *(f.last_step for f in failures if f.last_step is not None)])
     mark = ""
     if not is_own and seconds <= EARLY_SECONDS and step < 0 and counted_steps < 1:
-        mark = _KILLED
+        mark = KILLED
     counts = is_hang or mark or wrong_input(first) or (is_own and first.failure_class is FailureClass.ROOT)
     whole = sum_up_node(failures, node=node, workers=workers)
     has_time = leader is not None and first.ended_uptime_ns > 0

@@ -192,7 +192,7 @@ def explained_failures(view: ClusterView) -> frozenset[str]:
 
     A symptom does where any member has gone. Any other failure does, whatever its text, where the member's last sign of
     life came at most `SIGN_SECONDS` after the failure was seen, and the member has not joined since. Excepted are
-    failures that name a broken machine, and the lost node's own unless they are kills from outside.
+    failures that name a broken machine, and kills from outside; of the lost node's own, all but these.
     """
     here = {member.uid for member in _newest_per_node(view)}
     lost = [member for member in view.record.members if member.uid not in here]
@@ -205,7 +205,7 @@ def explained_failures(view: ClusterView) -> frozenset[str]:
             return False
         since = view.since_failed.get(uid, float("inf")) - SIGN_SECONDS
         return any(
-            view.since_sign.get(member.uid, 0.0) >= since and (member.node != failure.node or not failure.fingerprint)
+            view.since_sign.get(member.uid, 0.0) >= since and (member.node == failure.node) is failure.is_kill
             for member in silent
         )
 

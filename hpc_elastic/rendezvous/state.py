@@ -272,6 +272,10 @@ def decode_record(
         raise RendezvousStateError(run_id=run_id, number=number, why=f"unreadable: {error!r}") from None
 
 
+KILLED = "killed:"
+"""How the fingerprint of a kill from outside begins."""
+
+
 class NodeFailure(Struct, frozen=True, kw_only=True, rename={"fingerprint": "fp", "failure_class": "class"}):
     """What one node says about the failures of its workers in a round: enough to decide, not the evidence."""
 
@@ -304,6 +308,11 @@ class NodeFailure(Struct, frozen=True, kw_only=True, rename={"fingerprint": "fp"
     """Whether an exception of it is known."""
     lost_connection: bool = False
     """Whether it reports that what it was connected to is gone (`ranking.Standing`)."""
+
+    @property
+    def is_kill(self) -> bool:
+        """Whether a signal from outside ended the worker, as far as is known."""
+        return not self.fingerprint or self.fingerprint.startswith(KILLED)
 
 
 class RoundEvent(str, Enum):

@@ -442,6 +442,7 @@ def test_a_lost_member_explains_what_failed_with_it_whatever_the_words(
         ("a rank elsewhere hung", failure(0, "hang"), True),
         ("a machine elsewhere broke", failure(0, "infrastructure"), False),
         ("it reports a lost connection", replace(failure(0, "infrastructure"), lost_connection=True), True),
+        ("a worker elsewhere was killed", replace(failure(0), fingerprint="killed:signal:SIGKILL"), False),
         ("the node's own worker raised", failure(3), False),
         ("the node's own worker was killed", replace(failure(3), fingerprint=""), True),
     ],
