@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -83,3 +84,17 @@ def test_status_counts_the_steps_of_the_optimizer(ddp_run: Run) -> None:
         run.until(lambda: status(run)["steps"]["most"] == 40, "step 40", within=120.0)
         run.signal(signal.SIGINT)
         run.finish()
+
+
+def test_a_lost_agent_is_the_cause_and_free(ddp_run: Run, tmp_path: Path) -> None:
+    """The other rank fails with gloo's closed connection before it is known who is left."""
+    checkpoint = tmp_path / "saved.pt"
+    arguments = ("--steps", "60", "--step-seconds", "0.1", "--checkpoint", str(checkpoint))
+    with ddp_run(*arguments, nodes=2, options=["--max-restarts", "0"]) as run:
+        run.until(checkpoint.exists, "a checkpoint", within=120.0)
+        os.kill(run.agent(1).pid, signal.SIGKILL)
+        assert run.finish(within=180.0) == ExitCode.OK
+        assert {event["restarts_used"] for event in run.events("round_final")} == {0}
+        verdict = run.report()["verdict"]
+        assert (verdict["cause"], verdict["lost_node"]["host"]) == ("node", "node1")
+        assert run.log().count("ends at step 60") == 2
