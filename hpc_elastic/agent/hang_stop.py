@@ -45,6 +45,7 @@ from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 from hpc_elastic.run.log_pieces import EndReader
 from hpc_elastic.run.paths import RankPaths
 from hpc_elastic.workers import tree
+from hpc_elastic.workers.handlers import is_python
 from hpc_elastic.workers.spawn import WorkerProcess, find_program
 from hpc_elastic.workers.stop import GroupStopper, Stopped
 from hpc_elastic.workers.tree import Proc
@@ -102,14 +103,7 @@ def _main_process(processes: Mapping[int, Proc], pid: int, speaker: int) -> int:
     below = tree.subtree(processes, (pid,))
     if any(proc.pid == speaker for proc in below):
         return speaker
-    return next((each for each in (pid, *(proc.pid for proc in below)) if _is_python(each)), pid)
-
-
-def _is_python(pid: int) -> bool:
-    try:
-        return os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith("python")
-    except OSError:
-        return False
+    return next((each for each in (pid, *(proc.pid for proc in below)) if is_python(each)), pid)
 
 
 class StacksThenStop:

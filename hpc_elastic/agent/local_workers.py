@@ -413,10 +413,22 @@ class LocalWorkers:
             pids += tree.main_children(pid) or ()
         self._held_locks = find_held_locks(pids)
         ended = [*self._replaced, *(slot.process for slot in self._slots)]
-        stopper = GroupStopper(ended, grace=grace, clock=self._clock, excluding=self._excluding(), inside=self._inside)
+        beats = {slot.local_rank: self._watch.beat(slot.local_rank) for slot in self._slots if slot.exit is None}
+        speakers = {
+            self._slots[rank].process.pid if self._inside is None else scripts[rank]: beat.pid
+            for rank, beat in beats.items()
+            if beat is not None and rank in scripts
+        }
+        stopper = GroupStopper(
+            ended,
+            grace=grace,
+            clock=self._clock,
+            excluding=self._excluding(),
+            inside=self._inside,
+            speakers=speakers,
+        )
         if not self._stop.wants_stacks and not self._stop.wants_look:
             return stopper
-        beats = {slot.local_rank: self._watch.beat(slot.local_rank) for slot in self._slots if slot.exit is None}
         targets = find_targets(
             [(self._slots[local_rank].process, beat.pid if beat else 0) for local_rank, beat in beats.items()],
             {self._slots[rank].process.pid: pid for rank, pid in scripts.items()},

@@ -115,7 +115,12 @@ def log_stopped(context: AgentContext, group: LocalWorkers, result: Stopped) -> 
             left=tuple(survivor.pid for survivor in result.left),
             ends=group.own_ends,
             progress=context.watch.progress(),
+            orphans=result.orphans,
         )
     )
+    if result.orphans:
+        logger.warning(
+            "ended what outlived its worker: %s (a script should end what it starts)", ", ".join(result.orphans)
+        )
     for survivor in result.left:
         logger.error("process %d (%s) is still there: %s", survivor.pid, survivor.name, survivor.why)

@@ -178,6 +178,7 @@ class RoundBuilder(Struct):
     """(name, state, stack) of a `StackGroup` → ranks."""
     threads: dict[tuple[str, str, tuple[str, ...]], list[int]] = field(default_factory=dict)
     suspicion: tuple[int, str] = (0, "")
+    orphans: dict[str, None] = field(default_factory=dict)
 
     def facts(self, attempt: int, rank: int) -> WorkerFailure:
         """What is known of a rank from the events: for an error file that no agent completed."""
@@ -210,6 +211,7 @@ class RoundBuilder(Struct):
                     )
                 if event.progress is not None:
                     self.progress[node] = event.progress
+                self.orphans |= dict.fromkeys(f"{host or f'node {node}'}: {one[:_WORDS]}" for one in event.orphans)
                 if node not in self.ended:
                     self._take_end(when, node)
             case WorkersSucceeded():
@@ -323,6 +325,7 @@ class RoundBuilder(Struct):
             threads=_stack_groups(self.threads),
             suspected_ns=self.suspicion[0],
             suspicion=self.suspicion[1],
+            orphans=tuple(self.orphans),
         )
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from hpc_elastic.base.outcome import Outcome
-from hpc_elastic.base.text import plural, ranges, time_text
+from hpc_elastic.base.text import first_of, plural, ranges, time_text
 from hpc_elastic.failures.classify import kind_of, wording_of
 from hpc_elastic.failures.fingerprint import normalise_message
 from hpc_elastic.failures.ranking import FailureClass
@@ -400,6 +400,10 @@ def _notes(
         notes += [Fact("did without", line) for line in nodes_done_without(subject, shown)]
         notes += [Fact(*note) for note in describe_outages(shown.outages, clock)]
         notes += [Fact(*note) for note in describe_commands(shown.commands)]
+        orphans = [one for item in shown.rounds for one in item.orphans]
+        notes += (
+            [Fact("outlived", f"its worker, and was ended by the agent: {first_of(orphans, 3)}")] if orphans else []
+        )
         notes += [Fact("output lost", line) for line in describe_losses(shown.output_lost)]
     notes += [Fact("not resumed", line) for line in describe_rounds_begun_again(history)]
     notes += [Fact("hang watch", line) for line in describe_unused_timeouts(history)]

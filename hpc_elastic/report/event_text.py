@@ -175,7 +175,8 @@ def _of_round(event: AgentEvent) -> str:
         case of_agent.WorkersStopped():
             killed = f", {event.killed} by SIGKILL" if event.killed else ""
             left = f", left: {', '.join(map(str, event.left))}" if event.left else ""
-            text = f"workers stopped in {event.seconds:.1f} s{killed}{left}"
+            orphans = f", with what outlived its worker: {', '.join(event.orphans)}" if event.orphans else ""
+            text = f"workers stopped in {event.seconds:.1f} s{killed}{left}{orphans}"
         case of_agent.WorkersSucceeded():
             text = "all workers here ended with 0"
     return f"round {index}: {text}" if text else ""

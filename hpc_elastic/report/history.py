@@ -197,6 +197,8 @@ class RoundHistory(Struct, frozen=True, kw_only=True, dict=True):
     """Why it seemed to hang, as that was found last; empty: it never did."""
     suspected_ns: int = 0
     """When, by the clock of the node of group rank 0."""
+    orphans: tuple[str, ...] = ()
+    """Processes that outlived their worker, and were ended by its agent: ``n1: sh (pid 4711)``."""
     clocks: Clocks = NO_CLOCKS
     """The attempt's: what the times of different nodes are worth."""
 

@@ -330,6 +330,8 @@ class WorkersStopped(AgentEvent, frozen=True, kw_only=True):
     """how many needed SIGKILL"""
     left: tuple[int, ...] = ()
     """pids that could not be ended"""
+    orphans: tuple[str, ...] = ()
+    """name and pid of processes that outlived a worker which had ended by itself, and were ended"""
     ends: tuple[OwnEnd, ...] = ()
     """`rank`, `exitcode`, `ended_ns`, `ended_uptime_ns`, `stopped` (workers were being ended by then) of each worker
     that the agent's signal did not end, one that ended with 0 included"""

@@ -7,7 +7,9 @@ script below it has a handler for it. Or it is the client of a container's runti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import os
+import signal
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from msgspec import Struct
 
@@ -155,12 +157,58 @@ def choose_receivers(
     heard = [proc for proc in catchers if speaker > 0 and masks[proc.pid].inner_pid == speaker]
     if heard:
         return heard[:1]
+    return _first_on_branches(below, {proc.pid for proc in catchers})
+
+
+def choose_rank_processes(
+    root: Proc, below: Sequence[Proc], masks: Mapping[int, SignalMasks], *, speaker: int, pythons: Collection[int]
+) -> list[Proc]:
+    """Choose the processes of one worker that get SIGTERM before what they have started does. Pure.
+
+    Args:
+        root: The process that the agent started.
+        below: All below it, parents first.
+        masks: By pid, as far as they could be read.
+        speaker: As of `choose_receivers`.
+        pythons: Pids of those that run a Python.
+
+    Returns:
+        The process that sends the heartbeats; else the root where it is a Python; else on each branch the first process
+        that is one, or catches the signal. Beside it the root where that is none and catches the signal, as a shell's
+        trap does. Empty: none is known to be the script, and all get the signal at once.
+    """
+    catching = {pid for pid, known in masks.items() if known.catches(signal.SIGTERM)}
+    if root.pid in catching & set(pythons):
+        return [root]
+    known = (proc for proc in (root, *below) if proc.pid in masks)
+    first = [proc for proc in known if speaker > 0 and masks[proc.pid].inner_pid == speaker][:1]
+    if not first:
+        first = [root] if root.pid in pythons else _first_on_branches(below, catching | set(pythons))
+    return [root, *first] if root.pid in catching and first else first
+
+
+def find_rank_processes(root: Proc, below: Sequence[Proc], *, speaker: int) -> list[Proc]:
+    """What `choose_rank_processes` chooses of a worker that runs."""
+    masks = {proc.pid: known for proc in (root, *below) if (known := read_masks(proc.pid)) is not None}
+    pythons = {proc.pid for proc in (root, *below) if is_python(proc.pid)}
+    return choose_rank_processes(root, below, masks, speaker=speaker, pythons=pythons)
+
+
+def is_python(pid: int) -> bool:
+    """Whether a process runs a Python; False where that can't be known."""
+    try:
+        return os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith("python")
+    except OSError:
+        return False
+
+
+def _first_on_branches(below: Sequence[Proc], pids: Collection[int]) -> list[Proc]:
     first: list[Proc] = []
     covered: set[int] = set()
     for proc in below:
         if proc.ppid in covered:
             covered.add(proc.pid)
-        elif proc in catchers:
+        elif proc.pid in pids and not proc.is_dead:
             first.append(proc)
             covered.add(proc.pid)
     return first

@@ -1,7 +1,9 @@
 """Ending a worker group, in small steps that an event loop can take.
 
-SIGTERM goes to every worker's process group and to each process that left these groups; after the grace everything that
-is below the agent gets SIGKILL, again and again, until nothing is left. As the agent is a subreaper, nothing that a
+SIGTERM goes to each rank's own process (`find_rank_processes`), which may be saving when a data loader's worker or
+another helper of it would end. What it has started gets SIGTERM when it has ended, or shortly before the end of the
+grace. After the grace everything that is below the agent gets SIGKILL, again and again, until nothing is left; what
+outlived a worker that had ended before gets it after `ORPHAN_SECONDS`. As the agent is a subreaper, nothing that a
 worker started can get out from below it: a daemon that forked twice and made itself a session becomes its child.
 The agent's own helpers (`excluding`, and anything in the agent's own session) are not touched.
 
@@ -11,6 +13,7 @@ nothing mounted. It is killed only where it does not.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from collections.abc import Mapping, Sequence
@@ -22,13 +25,21 @@ from msgspec import Struct, field
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.errors import IllegalTransitionError
 from hpc_elastic.workers import tree
-from hpc_elastic.workers.handlers import Inside
+from hpc_elastic.workers.handlers import Inside, find_rank_processes
 from hpc_elastic.workers.spawn import ExitStatus, WorkerProcess, reap_orphans
 from hpc_elastic.workers.tree import Delivery, Proc, TreeKiller
+
+logger = logging.getLogger(__name__)
 
 _KILL_BOUND_S = 5.0
 RUNTIME_SECONDS = 5.0
 """For a container's runtime to clean up, after the first SIGKILL to what is inside."""
+ORPHAN_SECONDS = 5.0
+"""From SIGTERM to SIGKILL, for what outlived a worker that had ended before."""
+_MOST_ORPHANS = 8
+"""Named."""
+_LAST_SHARE, _LAST_SECONDS = 0.1, 3.0
+"""Before the grace ends: for what a rank that still runs has started."""
 _FIRST_LOOK_S = 0.03
 _LONGEST_LOOK_S = 0.5
 _KILL_FIRST_LOOK_S = 0.002
@@ -56,6 +67,8 @@ class Stopped(Struct, frozen=True, kw_only=True):
     """To be logged, and their pids passed as `excluding` from now on: else the next stop waits for them again."""
     seconds: float
     """From `begin` to the end."""
+    orphans: tuple[str, ...] = ()
+    """Name and pid of some that outlived a worker which had ended before, and were ended."""
 
 
 class _Phase(Enum):
@@ -72,6 +85,13 @@ class _Progress(Struct):
     next_look: float = 0.0
     interval: float = _FIRST_LOOK_S
     signalled: set[tuple[int, int]] = field(default_factory=set)
+    held: dict[int, list[Proc]] = field(default_factory=dict)
+    """Root of a worker → its rank's processes, which alone have got SIGTERM."""
+    roots: set[tuple[int, int]] = field(default_factory=set)
+    """Of containers, as they came."""
+    orphans: dict[int, str] = field(default_factory=dict)
+    outlived: set[int] = field(default_factory=set)
+    """Sessions of workers that had ended before."""
     groups: set[int] = field(default_factory=set)
     """Process groups of which all members have got SIGTERM: what joins one later is the script's own way to end."""
     sent_kill: bool = False
@@ -96,6 +116,7 @@ class GroupStopper:
         excluding: AbstractSet[int] = frozenset(),
         kill_bound: float = _KILL_BOUND_S,
         inside: Inside | None = None,
+        speakers: Mapping[int, int] | None = None,
     ) -> None:
         """
         Args:
@@ -105,6 +126,8 @@ class GroupStopper:
             excluding: Pids that are left alone with all below them: the guardian, the store host, earlier survivors.
             kill_bound: Seconds after the first SIGKILL at which what still runs (D state) is reported and left.
             inside: Given where the workers are containers.
+            speakers: Pid of a worker, or of the first process in its container → pid of the process that sends its
+                heartbeats, in its own namespace.
         """
         self._workers = tuple(workers)
         self._grace = grace
@@ -112,6 +135,7 @@ class GroupStopper:
         self._excluding = frozenset(excluding)
         self._kill_bound = kill_bound
         self._inside = inside
+        self._speakers = speakers or {}
         self._own_session = os.getsid(0)
         self._state = _Progress()
 
@@ -123,13 +147,43 @@ class GroupStopper:
         self._state = _Progress(
             phase=_Phase.GRACE, began=now, deadline=now + max(0.0, self._grace), next_look=now + _FIRST_LOOK_S
         )
+        left = self._left_below()
+        self._state.outlived = {worker.pid for worker in self._workers if worker.poll() is not None}
         if self._inside is not None:
-            self._signal_inside(self._left_below(), self._inside)
+            self._signal_inside(left, self._inside)
             return
+        roots = {proc.pid: proc for proc in left}
         for worker in self._workers:
-            worker.signal_group(signal.SIGTERM)
-            worker.signal_group(signal.SIGCONT)
-            self._state.groups.add(worker.pid)
+            root = roots.get(worker.pid)
+            if root is None or not self._hold(root, left, self._speakers.get(worker.pid, 0)):
+                self._signal_group(worker)
+
+    def _hold(self, root: Proc, left: Sequence[Proc], speaker: int) -> bool:
+        """SIGTERM for a worker's rank alone, where its process is known."""
+        first = find_rank_processes(root, tree.subtree({proc.pid: proc for proc in left}, (root.pid,)), speaker=speaker)
+        for proc in first:
+            tree.kill_safely(proc, signal.SIGTERM)
+            tree.kill_safely(proc, signal.SIGCONT)
+        if first:
+            self._state.held[root.pid] = first
+            self._state.signalled |= {(proc.pid, proc.starttime) for proc in first}
+        return bool(first)
+
+    def _signal_group(self, worker: WorkerProcess) -> None:
+        worker.signal_group(signal.SIGTERM)
+        worker.signal_group(signal.SIGCONT)
+        self._state.groups.add(worker.pid)
+
+    def _release(self, now: float) -> None:
+        """SIGTERM for what ranks have started that have ended, or that have little time left."""
+        for root, first in list(self._state.held.items()):
+            if now >= self._release_at or not any(map(tree.lives, first)):
+                del self._state.held[root]  # each that is left is a stray from now on
+
+    @property
+    def _release_at(self) -> float:
+        grace = self._state.deadline - self._state.began
+        return self._state.deadline - min(_LAST_SECONDS, _LAST_SHARE * grace)
 
     @property
     def sent_kill(self) -> bool:
@@ -170,6 +224,7 @@ class GroupStopper:
             return self._finish(self._survivors())
         if now >= state.next_look:
             left = self._left_below()
+            self._release(now)
             if state.phase is _Phase.KILL:
                 self._kill(left, now)
             elif self._inside is not None:
@@ -178,6 +233,8 @@ class GroupStopper:
                 self._signal_strays(left)
             longest = _KILL_LONGEST_LOOK_S if state.phase is _Phase.KILL else _LONGEST_LOOK_S
             state.next_look = now + state.interval
+            if state.held and now < self._release_at:
+                state.next_look = min(state.next_look, self._release_at)
             state.interval = min(longest, state.interval * 1.5)
         return max(0.0, min(state.deadline, state.next_look) - now)
 
@@ -199,20 +256,42 @@ class GroupStopper:
         return [proc for proc in below if not proc.is_dead and proc.sid != self._own_session]
 
     def _signal_strays(self, left: Sequence[Proc]) -> None:
-        """SIGTERM for processes that left the workers' process groups, once for each."""
+        """SIGTERM for processes that left the workers' process groups, once for each; SIGKILL for old ones."""
+        held, is_late = set(self._state.held), self._clock.monotonic() >= self._state.began + ORPHAN_SECONDS
         for proc in left:
+            if proc.pid in held or proc.ppid in held:
+                held.add(proc.pid)
+                continue
+            if proc.sid in self._state.outlived:
+                self._note_orphan(proc)
+                if is_late:
+                    self._state.sent_kill = True
+                    self._state.killed.add((proc.pid, proc.starttime))
+                    tree.kill_safely(proc, signal.SIGKILL)
             identity = (proc.pid, proc.starttime)
             if proc.pgid not in self._state.groups and identity not in self._state.signalled:
                 self._state.signalled.add(identity)
                 tree.kill_safely(proc, signal.SIGTERM)
                 tree.kill_safely(proc, signal.SIGCONT)
 
+    def _note_orphan(self, proc: Proc) -> None:
+        orphans = self._state.orphans
+        if proc.pid not in orphans and len(orphans) < _MOST_ORPHANS:
+            if not orphans:
+                logger.info("%s (pid %d) outlived its worker, and gets %g s", proc.name, proc.pid, ORPHAN_SECONDS)
+            orphans[proc.pid] = f"{proc.name} (pid {proc.pid})"
+
     def _signal_inside(self, left: Sequence[Proc], inside: Inside) -> None:
         """SIGTERM for what is inside a container, as on the host: for all of the script's group, then for strays."""
         found = inside.find(left)
         own = [proc for proc in left if proc.pid in found]
+        for root in (proc for proc in own if proc.ppid not in found):
+            identity = (root.pid, root.starttime)
+            if identity not in self._state.roots:
+                self._state.roots.add(identity)
+                self._hold(root, own, self._speakers.get(root.pid, 0))
         self._signal_strays(own)
-        self._state.groups |= {proc.pgid for proc in own if proc.ppid not in found}
+        self._state.groups |= {root.pgid for root in own if root.ppid not in found and root.pid not in self._state.held}
 
     def _enter_kill(self, now: float) -> None:
         state = self._state
@@ -280,4 +359,5 @@ class GroupStopper:
             killed=len(self._state.killed),
             left=left,
             seconds=self._clock.monotonic() - self._state.began,
+            orphans=tuple(self._state.orphans.values()),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -333,3 +334,90 @@ def test_of_a_container_that_ignores_term_the_runtime_still_cleans_up() -> None:
     facts = stop_runtime("import time; time.sleep(600)", grace=1.0)
     assert facts["said"] == ["cleaned", "up"]
     assert (facts["killed"], facts["left"], facts["children"]) == (1, 0, [])
+
+
+RANK_WITH_HELPER = """
+def save(*_):
+    print("saving", flush=True)
+    time.sleep(0.5)
+    print("helper lives" if os.waitpid(helper, os.WNOHANG) == (0, 0) else "helper died", flush=True)
+    os._exit(0)
+helper = os.fork()
+if helper == 0:
+    signal.signal(signal.SIGTERM, lambda *_: (print("helper got it", flush=True), os._exit(0)))
+    time.sleep(600)
+signal.signal(signal.SIGTERM, save)
+time.sleep(0.2)
+print("ready", flush=True)
+time.sleep(600)
+"""
+"""A training script that saves on SIGTERM, and needs a data loader's worker for that."""
+
+
+@pytest.mark.parametrize("shell", [False, True])
+def test_what_a_rank_has_started_gets_term_when_the_rank_has_ended(shell: bool) -> None:
+    """Also behind a shell: it does not get the signal, and ends with the script."""
+    facts = run_stand_in(
+        f"""
+        code = "import os, signal, sys, time\\n" + {RANK_WITH_HELPER!r}
+        argv = [sys.executable, "-S", "-c", code]
+        if {shell}:
+            argv = ["sh", "-c", '"$@"; exit $?', "sh", *argv]
+        worker = spawn.start_worker(argv=argv, env=dict(os.environ), cwd="/", inherited=inherited, clock=clock)
+        output, _ = worker.take_output()
+        read_line(output)
+        stopper = stop.GroupStopper([worker], grace=30, clock=clock)
+        stopper.begin()
+        result = finish(stopper)
+        said = [read_line(output) for _ in range(3)]
+        report(said=said, code=result.exits[worker.pid].exitcode, killed=result.killed, seconds=result.seconds)
+        """
+    )
+    assert facts["said"] == ["saving", "helper lives", "helper got it"]
+    assert (facts["code"], facts["killed"]) == (0, 0)
+    assert facts["seconds"] < 10, "the grace is 30 s"
+
+
+def test_what_a_rank_has_started_gets_term_before_the_grace_ends() -> None:
+    facts = run_stand_in(
+        f"""
+        worker = start({RANK_WITH_HELPER.replace("time.sleep(0.5)", "time.sleep(600)")!r})
+        output, _ = worker.take_output()
+        read_line(output)
+        stopper = stop.GroupStopper([worker], grace=4, clock=clock)
+        stopper.begin()
+        result = finish(stopper)
+        said = [read_line(output) for _ in range(2)]
+        report(said=said, code=result.exits[worker.pid].exitcode, killed=result.killed)
+        """
+    )
+    assert facts == {"said": ["saving", "helper got it"], "code": -9, "killed": 1}
+
+
+def test_what_outlived_its_worker_gets_five_seconds() -> None:
+    """The other rank has its whole grace."""
+    facts = run_stand_in(
+        """
+        dead = start(FORKS_AND_EXITS)
+        orphan = int(read_line(dead.stdout_fd))
+        until(dead.poll)
+        saves = start('''
+            def save(*_):
+                time.sleep(7)
+                os._exit(0)
+            signal.signal(signal.SIGTERM, save)
+            print("ready", flush=True)
+            time.sleep(600)
+        ''')
+        read_line(saves.stdout_fd)
+        stopper = stop.GroupStopper([dead, saves], grace=30, clock=clock)
+        stopper.begin()
+        result = finish(stopper)
+        report(code=result.exits[saves.pid].exitcode, killed=result.killed, seconds=result.seconds,
+               left=is_alive(orphan), orphans=result.orphans)
+        """
+    )
+    assert (facts["code"], facts["killed"], facts["left"]) == (0, 1, False)
+    assert len(facts["orphans"]) == 1
+    assert re.fullmatch(r"python\S* \(pid \d+\)", facts["orphans"][0])
+    assert facts["seconds"] < 12

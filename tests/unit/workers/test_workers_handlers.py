@@ -6,7 +6,14 @@ import os
 import signal
 from collections.abc import Sequence
 
-from hpc_elastic.workers.handlers import Inside, SignalMasks, acts_on, choose_receivers, read_masks
+from hpc_elastic.workers.handlers import (
+    Inside,
+    SignalMasks,
+    acts_on,
+    choose_rank_processes,
+    choose_receivers,
+    read_masks,
+)
 from hpc_elastic.workers.tree import Proc
 
 USR1 = signal.SIGUSR1
@@ -57,6 +64,37 @@ def test_no_process_where_none_catches_it() -> None:
 def test_a_signal_that_is_blocked_is_waited_for_in_some_other_way() -> None:
     masks = {1: SignalMasks(caught=0, ignored=0, blocked=1 << (USR1 - 1), inner_pid=1)}
     assert [each.pid for each in choose_receivers(proc(1, 0), [], masks, number=USR1, speaker=0)] == [1]
+
+
+def first_to_end(
+    below: dict[int, int], *, catching: tuple[int, ...] = (), pythons: tuple[int, ...] = (), speaker: int = 0
+) -> list[int]:
+    """Arguments as of `chosen`."""
+    term = 1 << (signal.SIGTERM - 1)
+    masks = {
+        pid: SignalMasks(caught=term if pid in catching else 0, ignored=0, blocked=0, inner_pid=pid)
+        for pid in (1, *below)
+    }
+    found = [proc(pid, parent) for pid, parent in below.items()]
+    rank = choose_rank_processes(proc(1, 0), found, masks, speaker=speaker, pythons=pythons)
+    return [each.pid for each in rank]
+
+
+def test_a_rank_gets_its_end_before_what_it_has_started() -> None:
+    assert first_to_end({2: 1, 3: 1}, catching=(1, 2, 3), pythons=(1, 2, 3)) == [1]
+    loaders = {2: 1, 3: 1}  # a data loader's workers have a handler, the script has none
+    assert first_to_end(loaders, catching=(2, 3), pythons=(1, 2, 3)) == [1]
+    assert first_to_end(loaders, catching=(2, 3), pythons=(1, 2, 3), speaker=1) == [1]
+    assert first_to_end({}, pythons=(1,)) == [1]
+
+
+def test_behind_a_shell_or_a_launcher_the_script_gets_it_first() -> None:
+    assert first_to_end({2: 1, 3: 2}, pythons=(2, 3)) == [2]
+    assert first_to_end({2: 1, 3: 2}, catching=(1,), pythons=(2, 3)) == [1, 2], "and the shell's own trap"
+    assert first_to_end({2: 1, 3: 2}, pythons=(1, 2, 3), speaker=2) == [2], "below a launcher"
+    assert first_to_end({2: 1, 3: 2}, catching=(1,), pythons=(1, 2, 3), speaker=2) == [1], "which hands it on"
+    assert first_to_end({2: 1, 3: 1}, catching=(3,), pythons=(2,)) == [2, 3]
+    assert first_to_end({2: 1}) == [], "none is known to be the script"
 
 
 def test_the_kernel_says_what_a_process_catches() -> None:
