@@ -38,7 +38,7 @@ from hpc_elastic.run.attempt import UnreadableAttemptError, load_attempt, load_r
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.supervisor_events import EndTakenOver
 from hpc_elastic.store.file_store import FileStore
-from hpc_elastic.workers.linux import SignalQueue
+from hpc_elastic.workers.linux import SignalQueue, not_ignored
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,8 @@ def run_batch(
     Raises:
         UsageError: no run can be read at `run_dir` from here, or this is no Slurm job.
     """
-    signals = SignalQueue([signal.SIGUSR2, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD])
+    ending = not_ignored([signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+    signals = SignalQueue([signal.SIGUSR2, signal.SIGCHLD, *ending])
     umask = os.umask(0o077)
     log_to_stdout()
     env = os.environ if env is None else env

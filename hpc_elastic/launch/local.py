@@ -110,7 +110,7 @@ class _Front:
         self._dead_since: float | None = None
         self._waker = Waker()
         signal.set_wakeup_fd(self._waker.write_fd)
-        for number in RELAYED:
+        for number in linux.not_ignored(RELAYED):
             signal.signal(number, self._relay)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)  # it is the number in the pipe that matters
         signal.pthread_sigmask(signal.SIG_UNBLOCK, RELAYED)

@@ -215,6 +215,12 @@ SPARE = SpareDescriptor()
 """This process'. Nothing is opened before `hold`."""
 
 
+def not_ignored(signals: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Those that a user's process handles: nohup's SIGHUP, and a script's ``&``, which ignores SIGINT, stay ignored."""
+    left_alone = (signal.SIGHUP, signal.SIGINT)
+    return [number for number in signals if number not in left_alone or signal.getsignal(number) != signal.SIG_IGN]
+
+
 class SignalQueue:
     """The signals of this process, as something a selector can wait on. Main thread only.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -49,6 +50,23 @@ def test_signal_ends_the_run_in_order(tmp_path: Path, number: signal.Signals, co
         assert not run.attempt(1).root.exists()
         assert run.report()["outcome"] == "cancelled"
         assert run.events("worker_failed") == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_a_signal_that_was_ignored_at_the_start_stays_ignored(tmp_path: Path, number: signal.Signals) -> None:
+    """As under nohup, and for what a script starts with ``&``."""
+    script = 'tell("here")\nothers_in_round()\nwait_for("go on")\ntime.sleep(1)\n'
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        run = LocalRun(tmp_path, script).__enter__()
+    finally:
+        signal.signal(number, before)
+    with contextlib.ExitStack() as stack:
+        stack.push(run.__exit__)
+        run.wait_moments("here", count=2)
+        run.signal(number)
+        run.say("go on")
+        assert run.finish() == ExitCode.OK
 
 
 def test_ctrl_c_waits_no_longer_than_the_grace(tmp_path: Path) -> None:
