@@ -50,6 +50,11 @@ _NOT_AHEAD_NS = 1_000_000_000
 """An error file's time that is later than the end by more is by a clock that was set."""
 
 
+_LIVED_ON_NS = 2_000_000_000
+"""A process that ends by a signal or an exit code of its own so long after it recorded an exception had handled it.
+torch writes whole seconds."""
+
+
 class Output(Protocol):
     """What is needed of `output.pump.WorkerOutput`."""
 
@@ -172,7 +177,7 @@ def _describe(
     text = undecorate(cleaned)
     file = read_error_file(error_file)
     recorded = _recorded(file) if file.found else None
-    if recorded is not None and not _is_of_earlier(recorded, text, facts.exitcode):
+    if recorded is not None and not _did_not_end(recorded, file, text, facts):
         span = _printed_again(recorded, text)
         facts = replace(facts, printed_ns=_printed_ns(raw, span, output) or _recorded_ns(file, facts))
         lines = text.split("\n")
@@ -282,23 +287,33 @@ def _from_error_file(
     )
 
 
-def _is_of_earlier(recorded: FailureText, text: str, exitcode: int) -> bool:
-    """Whether a later exception, which nothing caught, ended the process.
+def _did_not_end(recorded: FailureText, file: ErrorFile, text: str, facts: WorkerFailure) -> bool:
+    """Whether something else than the recorded exception ended the process.
 
-    The script may have handled the recorded one; a child of it, which has the same error file, may have left it.
+    The script may have handled it, and a later one, a signal or an exit code of its own came; a child of it, which has
+    the same error file, may have left it. What Python printed as uncaught ended it, whatever came in its shutdown.
 
     Args:
         recorded: What the error file has.
+        file: That file.
         text: The end of stderr.
-        exitcode: Of the process.
+        facts: What the agent saw.
     """
-    if not recorded.frames or exitcode != 1:
+    if not recorded.frames:
         return False
-    ended = find_uncaught(text, text.split("\n"), exitcode=exitcode)
-    if ended is None or not ended.frames or not (ended.is_prefixed or reaches_top(ended)):
+    lines = text.split("\n")
+    ended = find_uncaught(text, lines, exitcode=1)
+    is_certain = ended is not None and bool(ended.frames) and (ended.is_prefixed or reaches_top(ended))
+    is_same = ended is not None and not _headlines(ended).isdisjoint(_headlines(recorded))
+    if facts.exitcode == 1:
+        return is_certain and not is_same
+    if facts.stopped_by_agent or file.timestamp_ns is None or (is_certain and is_same):
         return False
-    headlines = {_start(raised.exception_type, raised.message) for raised in ended.chain}
-    return headlines.isdisjoint(_start(raised.exception_type, raised.message) for raised in recorded.chain)
+    return facts.ended_ns - file.timestamp_ns >= _LIVED_ON_NS
+
+
+def _headlines(found: FailureText) -> set[tuple[str, str]]:
+    return {_start(raised.exception_type, raised.message) for raised in found.chain}
 
 
 def _printed_again(recorded: FailureText, text: str) -> tuple[int, int]:

@@ -90,7 +90,8 @@ def _find_in_text(facts: WorkerFailure, text: str) -> FailureText | None:
         return python if python.is_prefixed or not went_on(python, lines) else None
     fatal, cpp = find_fatal_error(text, cleaned=True), find_cpp_terminate(text, cleaned=True)
     dumped = max((one.span[1] - one.span[0] for one in (fatal, cpp) if one is not None), default=0)
-    if python is not None and python.lines_after <= _CLOSE + dumped:
+    is_close = python is not None and python.lines_after <= _CLOSE + dumped
+    if python is not None and is_close and (python.is_prefixed or not went_on(python, lines)):
         return python  # a crash while an exception unwinds: the exception is what one wants to know
     if cpp is not None:
         frames = fatal.frames if fatal is not None else cpp.frames

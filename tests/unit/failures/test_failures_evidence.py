@@ -289,3 +289,33 @@ def test_a_recorded_exception_that_was_handled_is_not_the_one_that_ended_it(tmp_
 def test_a_recorded_exception_that_ended_it_is_believed(tmp_path: Path, stderr: str) -> None:
     recorded(tmp_path, TRACE)
     assert describe(tmp_path, stderr).headline == "ValueError: bad 7"
+
+
+UNCAUGHT = TRACE.replace("in f", "in <module>")
+
+
+@pytest.mark.parametrize("exitcode", [-9, -11, -6, 3])
+@pytest.mark.parametrize("stderr", ["", TRACE + "".join(f"step {n}\n" for n in range(50))], ids=["silent", "logged"])
+def test_a_rank_that_lived_on_after_a_recorded_exception_ended_otherwise(
+    tmp_path: Path, exitcode: int, stderr: str
+) -> None:
+    """It had handled the exception, or a helper of it has the same error file."""
+    recorded(tmp_path, TRACE)  # 9 s before the end
+    failure = describe(tmp_path, stderr, exitcode=exitcode)
+    assert "ValueError" not in failure.headline
+    assert "ValueError: bad 7" in failure.problem
+
+
+@pytest.mark.parametrize(
+    ("stderr", "changes"),
+    [
+        (UNCAUGHT, {"exitcode": -11}),
+        (UNCAUGHT + "terminate called without an active exception\n", {"exitcode": -6}),
+        ("", {"exitcode": 3, "ended_ns": 1_700_000_000_900_000_000}),
+        ("", {"exitcode": -9, "stopped_by_agent": True}),
+    ],
+    ids=["crash in the shutdown", "abort in the shutdown", "an exit code for it", "hung in the shutdown"],
+)
+def test_what_comes_in_the_shutdown_is_not_the_cause(tmp_path: Path, stderr: str, changes: dict[str, Any]) -> None:
+    recorded(tmp_path, TRACE)
+    assert describe(tmp_path, stderr, **changes).headline == "ValueError: bad 7"
