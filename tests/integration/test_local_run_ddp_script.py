@@ -77,6 +77,20 @@ def test_the_same_failure_after_fewer_steps_is_given_up_and_the_rule_is_named(dd
         assert "no progress between, each within 600 s of the start (--restart-window)" in run.log()
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_script_saves_on_sigterm_while_its_data_loader_lives(ddp_run: Run, number: signal.Signals) -> None:
+    """Every stop with a grace ends the ranks first. A save takes a second, and the next batch, here."""
+    arguments = ("--steps", "100000", "--save-every", "100000", "--save-on-sigterm", "--pause", "1")
+    with ddp_run(*arguments) as run:
+        run.until(lambda: run.paths.root.exists() and (status(run)["steps"] or {}).get("most"), "steps", within=120.0)
+        run.signal(number)
+        run.finish()
+        saved = [line for line in run.log().splitlines() if "on SIGTERM" in line]
+        assert len(saved) == 2
+        assert (run.folder / "checkpoint.pt").exists()
+        assert not run.events("worker_failed")
+
+
 def test_status_counts_the_steps_of_the_optimizer(ddp_run: Run) -> None:
     with ddp_run("--steps", "100000", "--fail", "sleep@40") as run:
         found = run.until(lambda: run.paths.root.exists() and status(run)["steps"], "steps", within=120.0)

@@ -86,6 +86,7 @@ def main():
     parser.add_argument("--checkpoint", default="checkpoint.pt")
     parser.add_argument("--fail", action="append", default=[], metavar="HOW@PLACE")
     parser.add_argument("--pause", type=float, default=0.0)
+    parser.add_argument("--save-on-sigterm", action="store_true", help="in the step after it, all ranks together")
     parser.add_argument("--fail-rank", type=int, default=1)
     parser.add_argument("--step-seconds", type=float, default=0.02)
     args = parser.parse_args()
@@ -106,6 +107,17 @@ def main():
     dist.init_process_group("gloo")
     model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    wanted = torch.zeros(1)
+    if args.save_on_sigterm:
+        signal.signal(signal.SIGTERM, lambda *_: wanted.fill_(1))
+
+    def save():
+        if rank == 0:
+            state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
+            torch.save(state, args.checkpoint + ".tmp")
+            os.replace(args.checkpoint + ".tmp", args.checkpoint)
+        dist.barrier()
+
     step = 0
     if os.path.exists(args.checkpoint):
         saved = torch.load(args.checkpoint)
@@ -125,13 +137,17 @@ def main():
             optimizer.step()
             step += 1
             if step % args.save_every == 0:
-                if rank == 0:
-                    state = {"model": model.module.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
-                    torch.save(state, args.checkpoint + ".tmp")
-                    os.replace(args.checkpoint + ".tmp", args.checkpoint)
-                dist.barrier()
+                save()
             if step == args.steps:
                 break
+            if args.save_on_sigterm:
+                any_wanted = wanted.clone()
+                dist.all_reduce(any_wanted)
+                if any_wanted:
+                    time.sleep(args.pause)
+                    save()
+                    print(f"rank {rank} saved step {step} on SIGTERM", flush=True)
+                    return
             time.sleep(args.step_seconds)
     print(f"rank {rank} ends at step {step}", flush=True)
     perhaps_fail("end")
