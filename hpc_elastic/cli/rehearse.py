@@ -100,7 +100,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _catalogue() -> str:
-    lines = [f"{kind.name:<12}{kind.title}{kind.need and f'; {kind.need}'}" for kind in KINDS]
+    lines = [f"{kind.name:<12}{kind.title}{f'; {kind.need.value}' if kind.need else ''}" for kind in KINDS]
     return "\n".join([*lines, f"{'quick':<12}{', '.join(kind.name for kind in QUICK)}: those that find most", ""])
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from statistics import mean
 
 from hpc_elastic.rehearsal.faults import (
+    DISK_FULL,
     NODE_KILLED,
     NOTICE,
     SAVING_KILLED,
@@ -16,6 +19,7 @@ from hpc_elastic.rehearsal.faults import (
     WORKER_KILLED,
     Fault,
     Kind,
+    Need,
 )
 from hpc_elastic.rehearsal.injector import NO_SAVE_CAUGHT, NotNow
 from hpc_elastic.rehearsal.journal import Course
@@ -27,13 +31,18 @@ from hpc_elastic.workers.tree import node_key
 _SAVE_SECONDS = 30.0
 """How long a save is waited for that a fault is to interrupt; longer where the undisturbed run saves rarely."""
 TOO_SHORT = "the script was at its end first; let it do more steps"
+_SMALL_DISK = 1 << 30
 _SIGNALS = {WORKER_KILLED: signal.SIGKILL, WORKER_EXCEPTION: PLANT_SIGNAL}
 
 
-def why_never(kind: Kind, spec: RunSpec, course: Course) -> str:
-    """Why a fault can't be done in this rehearsal; empty: it can."""
-    has_one_node = spec.max_nodes + spec.spares < 2
-    return kind.need if (kind == NODE_KILLED and has_one_node) or (kind == SAVING_KILLED and not course.saves) else ""
+def why_never(kind: Kind, spec: RunSpec, course: Course, folder: Path) -> str:
+    """Why a fault can't be done in this rehearsal, whose runs are below the folder; empty: it can."""
+    lacks = {
+        Need.SECOND_NODE: spec.max_nodes + spec.spares < 2,
+        Need.SAVES: not course.saves,
+        Need.SMALL_DISK: _free(str(folder)) > _SMALL_DISK,
+    }
+    return kind.need.value if kind.need is not None and lacks.get(kind.need) else ""
 
 
 class Disturbance:
@@ -55,8 +64,8 @@ class Disturbance:
         """Why it did not come to its end."""
         self._pending: InjectionSeen | None = None
         """The fault that was done last, until the run trains again."""
-        self._ends_at: float | None = None
-        """When the job ends whose end a notice has announced, by this machine's wall clock."""
+        self._undo_at: float | None = None
+        """When what lasts is to be undone, by this machine's wall clock; None: nothing is."""
         self._waiting: list[Fault] = []
         self._restarts: list[float] = []
         self._next_step = 0
@@ -88,6 +97,14 @@ class Disturbance:
             reason = f": {result.reason}" if result is not None else ""
             self.why = f"the run ended with exit code {code}{reason}; hpc-elastic report {self._run.paths.root}"
 
+    def undo(self) -> None:
+        """End what still lasts."""
+        self._fill_path.unlink(missing_ok=True)
+
+    @property
+    def _fill_path(self) -> Path:
+        return self._run.paths.root.parent / ".rehearsal-fills-the-disk"
+
     def _skip(self, fault: Fault, why: str) -> None:
         self.skipped[fault.kind.name] = why
         self._report(f"  not done: {fault.kind.name}: {why}")
@@ -107,11 +124,16 @@ class Disturbance:
         injection, journal = self._pending, self._run.journal
         if injection is None:
             return
-        if self._ends_at is not None and time.time() >= self._ends_at:
-            self._ends_at = None
-            if self._run.is_in_attempt(injection.before[0]):  # it has not begun again by itself
-                with suppress(NotNow):  # it has just ended
-                    self._run.restart()
+        kind = injection.fault.kind
+        if self._undo_at is not None and time.time() < self._undo_at:
+            if kind == DISK_FULL:
+                take_all_space(self._fill_path)
+                return
+        elif self._undo_at is not None:
+            self._undo_at = None
+            self.undo()
+            if kind == NOTICE:
+                self._end_announced(injection)
         seconds = look_back(injection, journal, (), self._course).seconds
         if seconds is not None:
             self._pending = None
@@ -119,13 +141,19 @@ class Disturbance:
             left = estimate(self._course, len(self._waiting), self._restarts, done=self._course.progress(journal.steps))
             self._report(f"    trains again after {self._restarts[-1]:.1f} s; {left} to go")
 
+    def _end_announced(self, injection: InjectionSeen) -> None:
+        """What a notice has announced: the job ends, and begins again; where it has not done so by itself."""
+        if self._run.is_in_attempt(injection.before[0]):
+            with suppress(NotNow):  # it has just ended
+                self._run.restart()
+
     # -- the faults ------------------------------------------------------------------------------------------------
 
     def _do(self, waiting: list[Fault]) -> None:
         place, fault = self._run.members.place, waiting[0]
         assert place is not None
         try:
-            at, what = self._inject(fault)
+            at, what, lasts = self._inject(fault)
         except NotNow as reason:
             is_at_end = self._course.progress(self._run.journal.steps) >= len(self._course)
             if self._run.poll() is None and not is_at_end:
@@ -133,19 +161,23 @@ class Disturbance:
             return  # or its end came first: in another run
         del waiting[0]
         self._pending = InjectionSeen(fault=fault, what=what, at=at, before=place)
-        self._ends_at = at + self._run.spec.signal_grace if fault.kind == NOTICE else None
+        self._undo_at = at + lasts if lasts else None
         self.injections.append(self._pending)
         self._report(f"  {fault}{f': {what}' if what else ''}")
 
-    def _inject(self, fault: Fault) -> tuple[float, str]:
-        """Do it now. Returns when it was done, and what it hit."""
+    def _inject(self, fault: Fault) -> tuple[float, str, float]:
+        """Do it now. Returns when it was done, what it hit, and how long it lasts."""
         kind = fault.kind
         if kind == SAVING_KILLED:
             return self._kill_while_saving()
         if kind == NOTICE:
             at = time.time()
             self._run.notice()
-            return at, ""
+            return at, "", self._run.spec.signal_grace
+        if kind == DISK_FULL:
+            at = time.time()
+            take_all_space(self._fill_path)
+            return at, str(self._fill_path.parent), fault.seconds
         workers = self._run.members.workers()
         if not workers:
             raise NotNow("no worker runs")
@@ -153,10 +185,10 @@ class Disturbance:
         injector = self._run.injector_of(worker.node)
         if kind == NODE_KILLED:
             at = injector.signal_node(node_key(self._run.spec.cluster, worker.node), signal.SIGKILL)
-            return at, worker.host
-        return injector.signal(worker.pid, _SIGNALS[kind]), f"rank {worker.rank} on {worker.host}"
+            return at, worker.host, 0.0
+        return injector.signal(worker.pid, _SIGNALS[kind]), f"rank {worker.rank} on {worker.host}", 0.0
 
-    def _kill_while_saving(self) -> tuple[float, str]:
+    def _kill_while_saving(self) -> tuple[float, str, float]:
         seconds, reason = max(_SAVE_SECONDS, 3 * self._course.seconds / self._course.saves), NotNow(NO_SAVE_CAUGHT)
         for injector in self._run.injectors():
             try:
@@ -164,7 +196,7 @@ class Disturbance:
             except NotNow as error:
                 reason = error
             else:
-                return at, f"while {name} was written"
+                return at, f"while {name} was written", 0.0
         raise reason
 
 
@@ -175,3 +207,26 @@ def estimate(course: Course, faults: int, restarts: Sequence[float], *, done: in
         mean(restarts) if restarts else course.until_first
     )
     return f"about {seconds:.0f} s" if seconds < 90 else f"about {seconds / 60:.0f} min"
+
+
+def take_all_space(path: Path) -> None:
+    """Have this file take what is free on its filesystem, to the last block.
+
+    Again and again while the disk is to be full: a script that begins a file anew gives its blocks back, and on a disk
+    of many users others take them before it writes.
+    """
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        most, block = 1 << 26, os.fstatvfs(fd).f_frsize
+        while (size := min(_free(str(path)), most)) >= block:
+            try:
+                os.posix_fallocate(fd, os.fstat(fd).st_size, size)
+            except OSError:
+                most = size // 2  # not all that is free can be had: others write too, and a tmpfs gives all or nothing
+    finally:
+        os.close(fd)
+
+
+def _free(path: str) -> int:
+    found = os.statvfs(path)
+    return found.f_bavail * found.f_frsize

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from enum import Enum
+
 from msgspec import Struct
 
 from hpc_elastic.errors import UsageError
+
+
+class Need(str, Enum):
+    """What must be there for a fault to be done; the value is the reason where it is not."""
+
+    SECOND_NODE = "it needs two nodes or more (--nodes 2)"
+    SAVES = "no checkpoint was seen in the undisturbed run (--watch DIR, for checkpoints in another folder)"
+    HOOK = "it needs a worker in Python that was started by rehearse"
+    SMALL_DISK = "it needs a runs directory on a filesystem with less than 1 GiB free (--runs-dir)"
 
 
 class Kind(Struct, frozen=True, kw_only=True):
@@ -14,8 +25,7 @@ class Kind(Struct, frozen=True, kw_only=True):
     """As ``--faults`` takes it."""
     title: str
     """What happens, in words."""
-    need: str = ""
-    """What must be there for it, as the reason where it is not."""
+    need: Need | None = None
     restarts: bool = True
     """Another round or another attempt follows; False: it may train on."""
     gives_notice: bool = False
@@ -23,19 +33,14 @@ class Kind(Struct, frozen=True, kw_only=True):
 
 
 WORKER_KILLED = Kind(name="kill-worker", title="worker killed -9")
-SAVING_KILLED = Kind(
-    name="kill-saving",
-    title="workers killed while one saves",
-    need="it needs a checkpoint in the working directory (--watch DIR, for one in another folder)",
-)
-WORKER_EXCEPTION = Kind(
-    name="exception", title="worker's exception", need="it needs a worker in Python that was started by rehearse"
-)
-NODE_KILLED = Kind(
-    name="kill-node", title="all processes of a node killed", need="it needs two nodes or more (--nodes 2)"
-)
+SAVING_KILLED = Kind(name="kill-saving", title="workers killed while one saves", need=Need.SAVES)
+WORKER_EXCEPTION = Kind(name="exception", title="worker's exception", need=Need.HOOK)
+NODE_KILLED = Kind(name="kill-node", title="all processes of a node killed", need=Need.SECOND_NODE)
 NOTICE = Kind(name="notice", title="notice of the job's end, then the end", gives_notice=True)
-KINDS = (WORKER_KILLED, SAVING_KILLED, NOTICE, WORKER_EXCEPTION, NODE_KILLED)
+DISK_FULL = Kind(
+    name="disk-full", title="disk of the runs directory full", need=Need.SMALL_DISK, restarts=False
+)  # fmt: skip
+KINDS = (WORKER_KILLED, SAVING_KILLED, NOTICE, WORKER_EXCEPTION, NODE_KILLED, DISK_FULL)
 """In the order in which they are done."""
 QUICK = (WORKER_KILLED, SAVING_KILLED, NOTICE)
 """Those that find most: what is not restored, a checkpoint that a kill spoils, progress that a requeue loses."""

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from hpc_elastic.rehearsal.faults import WORKER_EXCEPTION
 from hpc_elastic.rehearsal.saves import FileNames, SavedFiles, folders_below
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.tree import NODE_TAG_VARIABLE, TAG_VARIABLE, Proc
@@ -69,7 +68,7 @@ class Injector:
         if proc is None:
             raise NotNow(f"process {pid} is gone")
         if number >= signal.SIGRTMIN and not _handles(pid, number):
-            raise NotNow(WORKER_EXCEPTION.need)
+            raise NotNow("it needs a worker in Python that was started by rehearse")
         now = time.time()
         if tree.kill_safely(proc, number) is not tree.Delivery.SENT:
             raise NotNow(f"process {pid} is gone")

@@ -242,6 +242,8 @@ class Course:
         """Seconds."""
         self.seconds = steps[-1].at - steps[0].at if steps else 0.0
         """From the first step to the last one."""
+        self.full_seconds = min(20.0, max(2.0, 1.5 * self.seconds / (saves + 1)))
+        """How long a disk has to be full that a save may meet it."""
         self._order = sorted({step.position for step in steps})
         self._are_numbers = all(len(position) == 1 and position[0] == int(position[0]) for position in self._order)
         apart = [int(after[0] - one[0]) for one, after in pairwise(self._order)] if self._are_numbers else []

@@ -20,6 +20,7 @@ class Guilt(str, Enum):
     NO_CHECKPOINT = "no_checkpoint"
     DID_NOT_GO_ON = "did_not_go_on"
     STEPS_LEFT_OUT = "steps_left_out"
+    LEFT_BEHIND = "left_behind"
 
 
 class Finding(Struct, frozen=True, kw_only=True):
@@ -198,11 +199,15 @@ class Rehearsed(Struct, frozen=True, kw_only=True):
     """How many it had."""
     failed: tuple[str, ...] = ()
     """Why runs ended badly with no fault that explains it."""
+    left: tuple[str, ...] = ()
+    """What was there after a run's end: processes, files in shared memory."""
 
 
 def find_guilt(found: Rehearsed) -> tuple[Finding, ...]:
     """What the script is guilty of; nothing: it holds."""
-    return (*_stuck(found), *_losses(found), *_no_checkpoint(found))
+    findings = [*_stuck(found), *_losses(found), *_no_checkpoint(found)]
+    findings += [Finding(guilt=Guilt.LEFT_BEHIND, text=f"left behind: {text}") for text in found.left]
+    return tuple(findings)
 
 
 def find_remarks(found: Rehearsed) -> tuple[str, ...]:

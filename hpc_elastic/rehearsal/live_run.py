@@ -52,6 +52,8 @@ except ImportError:
     sys.modules["sitecustomize"] = _own
 '''
 _END_SECONDS = 10.0
+_LEFT_SECONDS = 10.0
+"""How long a run's processes may take to be gone after its end."""
 LOOK_SECONDS = 0.02
 
 
@@ -149,10 +151,9 @@ class LiveRun(ABC):
     def injectors(self) -> Sequence[Injector | RemoteInjector]:
         """What reaches its processes, each on a machine of its own."""
 
+    @abstractmethod
     def injector_of(self, node: int) -> Injector | RemoteInjector:
-        """The one that reaches a node's; this machine plays all nodes."""
-        found = self.injectors()
-        return found[node % len(found)]
+        """The one that reaches a node's."""
 
     @abstractmethod
     def notice(self) -> None:
@@ -165,6 +166,10 @@ class LiveRun(ABC):
     @abstractmethod
     def end(self) -> None:
         """End what still runs, and stop watching."""
+
+    @abstractmethod
+    def leftovers(self) -> list[str]:
+        """What there still is of it a while after its end; it is ended."""
 
     def looks(self) -> Iterator[None]:
         """Look at it again and again, until it is over (`code`), or has done no step for too long."""
@@ -230,6 +235,9 @@ class LocalRun(LiveRun):
     def injectors(self) -> Sequence[Injector]:
         return (self._injector,)
 
+    def injector_of(self, node: int) -> Injector:
+        return self._injector
+
     def notice(self) -> None:
         if self._process is not None:
             self._process.send_signal(signal.SIGUSR2)
@@ -250,4 +258,13 @@ class LocalRun(LiveRun):
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-        signal_all(self._injector.processes(), signal.SIGKILL)
+            signal_all(self._injector.processes(), signal.SIGKILL)
+
+    def leftovers(self) -> list[str]:
+        deadline = time.monotonic() + _LEFT_SECONDS
+        while left := self._injector.processes():
+            if time.monotonic() > deadline:
+                signal_all(left, signal.SIGKILL)
+                return [f"process {proc.pid} ({proc.name}) of {self.spec.run_id}" for proc in left]
+            time.sleep(LOOK_SECONDS)
+        return []

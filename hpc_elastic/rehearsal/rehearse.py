@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from hpc_elastic.base.text import plural
 from hpc_elastic.errors import UsageError
 from hpc_elastic.rehearsal.disturb import TOO_SHORT, Disturbance, estimate, why_never
-from hpc_elastic.rehearsal.faults import KINDS, QUICK, SAVING_KILLED, Fault
+from hpc_elastic.rehearsal.faults import DISK_FULL, KINDS, QUICK, SAVING_KILLED, Fault
 from hpc_elastic.rehearsal.injector import NO_SAVE_CAUGHT
 from hpc_elastic.rehearsal.journal import Course, StepSeen, step_text
 from hpc_elastic.rehearsal.judge import (
@@ -68,6 +68,7 @@ class Rehearsal:
         self._injections: list[InjectionSeen] = []
         self._skipped: dict[str, str] = {}
         self._failed: list[str] = []
+        self._left: list[str] = []
 
     def run(self) -> Outcome:
         """Run the script, disturb it, and judge.
@@ -94,6 +95,7 @@ class Rehearsal:
             first=self._course.first,
             steps=len(self._course),
             failed=tuple(self._failed),
+            left=tuple(self._left),
         )
         return Outcome(
             options=self._options,
@@ -117,6 +119,7 @@ class Rehearsal:
                 pass
         finally:
             run.end()
+        self._left += run.leftovers()
         if run.code is None:
             raise UsageError(f"undisturbed, the script did no step for {run.options.patience:g} s; see {run.log}")
         if run.code != 0:
@@ -134,10 +137,11 @@ class Rehearsal:
     def _disturb_all(self) -> None:
         waiting: list[Fault] = []
         for kind in self._options.kinds:
-            if why := why_never(kind, self._options.spec, self._course):
+            if why := why_never(kind, self._options.spec, self._course, self._options.folder):
                 self._skipped[kind.name] = why
             else:
-                waiting.append(Fault(number=len(waiting) + 1, kind=kind))
+                seconds = self._course.full_seconds if kind == DISK_FULL else 0.0
+                waiting.append(Fault(number=len(waiting) + 1, kind=kind, seconds=seconds))
         number = idle = 0
         while waiting:
             number += 1
@@ -160,6 +164,7 @@ class Rehearsal:
             run.start()
             disturbed.go(waiting)
         finally:
+            disturbed.undo()
             run.end()
         self._steps[number] = list(run.journal.steps)
         self._check_start(run)
@@ -175,6 +180,7 @@ class Rehearsal:
         self._skipped |= disturbed.skipped
         if disturbed.why and not any(injection.trained_at is None for injection in self._injections):
             self._failed.append(disturbed.why)
+        self._left += run.leftovers()
 
     def _check_start(self, run: LiveRun) -> None:
         first = run.journal.steps[0].position if run.journal.steps else None

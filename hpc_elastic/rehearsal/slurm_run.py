@@ -27,10 +27,8 @@ _ASK_SECONDS = 2.0
 """Between two questions to Slurm."""
 _SETTLE_SECONDS = 15.0
 """An ended job without a final result may be on its way back into the queue, and a result may be seen late."""
-
-
 _LEFT_SECONDS = 60.0
-"""For the end of a job that was cancelled: KillWait is 30 s on most sites."""
+"""For a job's end after that of its run: KillWait is 30 s on most sites."""
 
 
 class SlurmRun(LiveRun):
@@ -122,9 +120,10 @@ class SlurmRun(LiveRun):
             self._attempt, self._nodes, self.started = attempt.number, attempt.nodes, time.time()
 
     def injectors(self) -> Sequence[RemoteInjector]:
-        return [
-            RemoteInjector(self._job, node, self.spec.uid, env=self.env, folders=self.folders) for node in self._nodes
-        ]
+        return [self.injector_of(node) for node in range(len(self._nodes))]
+
+    def injector_of(self, node: int) -> RemoteInjector:
+        return RemoteInjector(self._job, self._nodes[node], self.spec.uid, env=self.env, folders=self.folders)
 
     # -- what is done to it ----------------------------------------------------------------------------------------
 
@@ -146,7 +145,6 @@ class SlurmRun(LiveRun):
         try:
             if self.result() is None or not self._is_gone(_SETTLE_SECONDS):
                 self._client.cancel(self._job)
-                self._is_gone(_LEFT_SECONDS)
         except SlurmError as error:
             self._report(f"  job {self._job} could not be cancelled: {error.why}")
 
@@ -159,3 +157,11 @@ class SlurmRun(LiveRun):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_ASK_SECONDS / 4)
+
+    def leftovers(self) -> list[str]:
+        if self._first is None:
+            return []
+        try:
+            return [] if self._is_gone(_LEFT_SECONDS) else [f"job {self._job}, which has not ended"]
+        except SlurmError:
+            return []

@@ -259,6 +259,22 @@ def test_a_save_that_no_run_of_three_could_catch_is_named_in_the_verdict(tmp_pat
     assert len(list(tmp_path.glob("runs/rehearsal-*/disturbed-*"))) == 3
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
+def test_a_disk_of_runs_that_is_full_for_a_while_is_survived(tmp_path: Path) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(small)], check=True)
+    try:
+        (tmp_path / "train.py").write_text(TRAIN)
+        options = ("--nproc-per-node", "2", "--runs-dir", str(small), "--faults", "disk-full")
+        code, found = rehearse(tmp_path, *options, "train.py", "right", "200")
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)
+    assert (code, found["guilty"]) == (0, [])
+    assert [one["fault"] for one in found["faults"]] == ["disk-full"]
+
+
 def test_what_cannot_be_rehearsed_is_misuse_and_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from tests.integration.test_rehearse import TRAIN
 from tests.rigs.slurm_cluster import SlurmCluster
 from tests.rigs.slurm_cluster.processes import CROWDED
@@ -48,3 +50,49 @@ def test_a_script_that_is_killed_while_it_saves_in_place_is_found_guilty(
     (one,) = found["faults"]
     assert one["hit"].startswith("while part-"), one
     assert cluster.run(["squeue", "--noheader"], user="root").stdout.strip() == "", "its job is cancelled"
+
+
+PATIENT = """
+def save(state):
+    try:
+        replace(PATH, json.dumps(state))
+    except OSError as error:
+        print("not saved:", error)
+"""
+CLEANS_UP_AND_TRIES_AGAIN = """
+OLD = f"old-{RANK}"
+open(OLD, "w").write("x" * 1000000)
+
+
+def save(state):
+    try:
+        save_in_place(state)
+    except OSError:
+        os.remove(OLD)  # on a disk that others fill this gives no room
+        time.sleep(1)
+        save_in_place(state)
+
+
+def save_in_place(state):
+    with open(PATH, "w") as file:
+        time.sleep(0.1)
+        json.dump(state, file)
+"""
+
+
+@pytest.mark.parametrize(
+    ("save", "guilt"), [(PATIENT, set()), (CLEANS_UP_AND_TRIES_AGAIN, {"did_not_go_on"})], ids=["patient", "in place"]
+)
+def test_a_full_disk_of_the_runs_spoils_a_checkpoint_that_is_saved_in_place(
+    save: str, guilt: set[str], cluster: SlurmCluster, runs: SlurmRuns
+) -> None:
+    head, begin, rest = TRAIN.partition("state = {")
+    with cluster.small_filesystem(mib=48) as small:
+        options = ("--runs-dir", str(small / "runs"))
+        code, found = rehearse(runs, "right", "disk-full", *options, steps=100, script=head + save + begin + rest)
+        assert list(small.rglob(".rehearsal-*")) == []
+    assert (code, {one["of"] for one in found["guilty"]}) == (len(guilt), guilt), found
+    assert ([one["fault"] for one in found["faults"]], found["not_done"]) == (["disk-full"], [])
+    if not guilt:
+        assert found["faults"][0]["resumed"] is None, "it trained on"
+        assert found["losses"]["compared"] == 2 * 100, "the journals have the steps that were done meanwhile"

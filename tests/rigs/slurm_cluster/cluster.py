@@ -14,7 +14,7 @@ from typing import Literal
 
 from . import configuration, files, services
 from .layout import LOGIN, RigError
-from .processes import CROWDED, command_line, owner_of, wait_until
+from .processes import CROWDED, call, command_line, owner_of, wait_until
 from .rig import HEALTHY_STATES, Rig
 
 ENDED_STATES = frozenset(
@@ -94,6 +94,25 @@ class SlurmCluster(Rig):
             yield
         finally:
             self._hosts.clear_link(name)
+
+    @contextmanager
+    def small_filesystem(self, *, mib: int) -> Iterator[Path]:
+        """Meanwhile the login host and all nodes that are on share one more filesystem, of so many MiB; its folder."""
+        folder, image = self.shared / "small", self.layout.folder / "small.img"
+        folder.mkdir(exist_ok=True)
+        with open(image, "wb") as file:
+            file.truncate(mib << 20)
+        call(["mkfs.ext4", "-q", "-F", "-m", "0", str(image)])
+        hosts = [host for host in (LOGIN, *self.node_names) if self._hosts.is_on(host)]
+        try:
+            for host in hosts:  # the same loop device for all, and so one filesystem; it goes with its last mount
+                call([*self._hosts.enter_argv(host), "mount", "-o", "loop", str(image), str(folder)])
+            call([*self._hosts.enter_argv(LOGIN), "chmod", "1777", str(folder)])
+            yield folder
+        finally:
+            for host in hosts:
+                call([*self._hosts.enter_argv(host), "umount", "--lazy", str(folder)], check=False)
+            image.unlink()
 
     def freeze_node(self, name: str) -> None:
         """Stop everything on the node at once, as a kernel that hangs: nothing runs, no packet is answered."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.rehearsal.faults import NOTICE, WORKER_KILLED, Fault, Kind
+from hpc_elastic.rehearsal.faults import DISK_FULL, NOTICE, WORKER_KILLED, Fault, Kind
 from hpc_elastic.rehearsal.journal import Course, RunJournal, Source, StepSeen
 from hpc_elastic.rehearsal.judge import (
     Comparison,
@@ -79,8 +79,9 @@ def test_losses_that_are_no_numbers_are_compared_too(value: float) -> None:
     assert compare_losses(same, {1: same}, tolerance=1e-3).divergence is None
 
 
-def test_a_run_that_does_not_train_again_is_guilty() -> None:
+def test_a_run_that_does_not_train_again_or_leaves_something_behind_is_guilty() -> None:
     assert judged(Comparison(compared=1), injection(trained_at=None, resumed=None)) == [Guilt.DID_NOT_GO_ON]
+    assert judged(Comparison(compared=1), injection(), left=("process 7",)) == [Guilt.LEFT_BEHIND]
 
 
 def test_beginning_anew_is_guilt_only_where_much_was_done_and_never_resumed() -> None:
@@ -121,7 +122,6 @@ def test_a_notice_was_used_where_a_checkpoint_was_saved_after_it(
 def test_a_fault_that_need_not_restart_is_over_with_a_step_after_it(tmp_path: Path) -> None:
     journal = RunJournal(tmp_path, source=Source())
     journal.steps = [step(number, 1.0) for number in range(1, 9)]
-    kind = Kind(name="pause", title="all stopped for a while", restarts=False)
-    done = InjectionSeen(run=1, fault=Fault(number=1, kind=kind, seconds=3.0), what="", at=2.5, before=(0, 0))
+    done = InjectionSeen(run=1, fault=Fault(number=1, kind=DISK_FULL, seconds=3.0), what="", at=2.5, before=(0, 0))
     seen = look_back(done, journal, [], Course(journal.steps, started=0.0))
     assert (seen.resumed, seen.trained_at, seen.redone) == (None, 3.0, 0)
