@@ -174,7 +174,7 @@ def made_progress(
     return seconds >= limit, limit
 
 
-EARLY_SECONDS = 2.0
+EARLY_SECONDS = 1.0
 """A worker that is killed from outside so soon after each start is killed by what it does then."""
 _FROM_OUTSIDE = {"SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT"}
 

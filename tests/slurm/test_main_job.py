@@ -289,7 +289,7 @@ def test_a_script_that_raises_is_reported_with_its_traceback_and_not_requeued(ru
 @pytest.mark.any_release
 def test_a_killed_worker_costs_a_restart_and_then_a_requeue(runs: SlurmRuns) -> None:
     """Its peers fail with it, a moment later."""
-    run = runs.submit("--nodes", "2", "--max-restarts", "1", *SHORT, runs.trainer())
+    run = runs.submit("--nodes", "2", "--max-restarts", "1", "--max-same-failures", "0", *SHORT, runs.trainer())
     run.wait_steps(2)
     for index in (0, 1):
         run.wait_training(["n1", "n2"], after=index - 1)

@@ -359,7 +359,7 @@ def test_the_strongest_and_then_the_first_is_told(failures: list[WorkerFailure],
 
 @pytest.mark.parametrize("signal", ["SIGKILL", "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT"])
 def test_a_kill_from_outside_never_counts_as_the_scripts_own_failure(signal: str) -> None:
-    for how in ({"seconds": 2.1}, {"seconds": 1.0, "step": 0}, {"seconds": 1.0, "counted_steps": 1}):
+    for how in ({"seconds": 1.1}, {"seconds": 1.0, "step": 0}, {"seconds": 1.0, "counted_steps": 1}):
         summary = sum_up([failed(0, 1, signal=signal)], node=0, **how)  # type: ignore[arg-type]
         assert (summary.fingerprint, summary.failure_class) == ("", "root")
 
@@ -372,7 +372,7 @@ def test_a_kill_right_after_each_start_is_the_same_failure_again(signal: str, fa
     second = decide_restart(found, used=1, memory=first.memory)
     assert (second.go_on, second.retryable) == (False, False)
     assert second.reason.startswith("each start ends the same way: the same failure 2 times in a row")
-    assert "each within 2 s of the start (--max-same-failures)" in second.reason
+    assert "each within 1 s of the start (--max-same-failures)" in second.reason
     assert decide_restart(found, used=1, memory=first.memory, policy=replace(POLICY, max_same_failures=0)).go_on
 
 
