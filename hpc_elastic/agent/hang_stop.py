@@ -4,8 +4,8 @@ First each worker is stopped where it is: a collective whose peer on another nod
 lost. When the other nodes have had time to learn of the hang and to do the same, each worker's main process gets a
 SIGABRT, on which faulthandler prints the Python stacks of all its threads to stderr and ends it (0.1 s). The main
 thread gets it, since a process that was stopped goes on in all its threads at once: while another thread printed the
-stacks, the main thread would leave the place where it stood. What has not ended by then is asked with py-spy, where
-that is installed. Then the rest of the group is ended as always. Nothing here waits. When all have ended, each worker's
+stacks, the main thread would leave the place where it stood. Then the rest of the group is ended as always. Nothing
+here waits. When all have ended, each worker's
 stacks go to its stacks.txt, and those that hung are described as failures.
 """
 
@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import resource
 import signal
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -36,7 +35,6 @@ from hpc_elastic.failures.stacks import (
     StackDump,
     describe_stack,
     find_dump,
-    find_py_spy,
     look_at_process,
     stacks_of,
 )
@@ -46,7 +44,7 @@ from hpc_elastic.run.log_pieces import EndReader
 from hpc_elastic.run.paths import RankPaths
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.handlers import is_python
-from hpc_elastic.workers.spawn import WorkerProcess, find_program
+from hpc_elastic.workers.spawn import WorkerProcess
 from hpc_elastic.workers.stop import GroupStopper, Stopped
 from hpc_elastic.workers.tree import Proc
 
@@ -54,11 +52,9 @@ ANSWER_SECONDS = 3.0
 """How long a dump may take before the worker counts as one that does not answer."""
 ASK_AGAIN_SECONDS = 1.5
 """After which any thread of the worker may answer: its main thread may hold the signal back."""
-PY_SPY_SECONDS = 5.0
 HEAD_START_SECONDS = 0.3
 """For the news to reach all nodes before the first worker ends: it takes about 0.1 s."""
 _LOOK_SECONDS = 0.02
-_PY_SPY_BYTES = 512 << 10
 
 
 class Target(Struct, frozen=True, kw_only=True):
@@ -73,9 +69,6 @@ class Target(Struct, frozen=True, kw_only=True):
 class _Asked(Struct):
     proc: Proc | None
     state: ProcessState
-    py_spy: subprocess.Popen[bytes] | None = None
-    output: int = -1
-    text: str = ""
 
 
 def find_targets(
@@ -119,7 +112,6 @@ class StacksThenStop:
         self._clock = clock
         self._asked: dict[int, _Asked] = {}
         self._deadline = 0.0
-        self._py_spy_deadline: float | None = None
         self._began = 0.0
         self._was_asked = False
         self._was_asked_again = False
@@ -157,7 +149,7 @@ class StacksThenStop:
 
     def kill_now(self) -> None:
         """Give up all evidence and the grace."""
-        self._finish_asking()
+        self._is_asking = False
         self._stopper.kill_now()
 
     def shorten(self, grace: float) -> None:
@@ -180,12 +172,7 @@ class StacksThenStop:
                         tree.kill_safely(asked.proc, signal.SIGABRT)
             if silent and now < self._deadline:
                 return _LOOK_SECONDS
-            if silent and self._py_spy_deadline is None and _start_py_spy(silent):
-                self._py_spy_deadline = now + PY_SPY_SECONDS
-            runs = any(asked.py_spy is not None and asked.py_spy.poll() is None for asked in silent)
-            if runs and self._py_spy_deadline is not None and now < self._py_spy_deadline:
-                return _LOOK_SECONDS
-            self._finish_asking()
+            self._is_asking = False
             self._stopper.begin()
         return self._stopper.step()
 
@@ -199,23 +186,6 @@ class StacksThenStop:
         asked = self._asked.get(worker_pid)
         return asked.state if asked is not None else None
 
-    def py_spy_of(self, worker_pid: int) -> str:
-        """py-spy's output for a worker that did not answer; empty where it was not asked, or has none."""
-        asked = self._asked.get(worker_pid)
-        return asked.text if asked is not None else ""
-
-    def _finish_asking(self) -> None:
-        self._is_asking = False
-        for asked in self._asked.values():
-            if asked.py_spy is None:
-                continue
-            if asked.py_spy.poll() is None:
-                asked.py_spy.kill()
-            asked.py_spy.wait()
-            asked.text = os.pread(asked.output, _PY_SPY_BYTES, 0).decode("utf-8", "replace")
-            os.close(asked.output)
-            asked.py_spy, asked.output = None, -1
-
 
 def _forbid_core_dump(pid: int) -> None:
     """1, not 0: a core that goes to a program (systemd-coredump) is held back by that alone, core(5)."""
@@ -227,27 +197,6 @@ def _forbid_core_dump(pid: int) -> None:
         pass  # it has ended, or is another user's
 
 
-def _start_py_spy(silent: Sequence[_Asked]) -> bool:
-    program = find_program("py-spy")
-    if program is None:
-        return False
-    for asked in silent:
-        if asked.proc is None:
-            continue
-        asked.output = os.memfd_create("py-spy")
-        try:
-            asked.py_spy = subprocess.Popen(
-                [program, "dump", "--full-filenames", "--nonblocking", "--pid", str(asked.proc.pid)],
-                stdin=subprocess.DEVNULL,
-                stdout=asked.output,
-                stderr=asked.output,
-            )
-        except OSError:
-            os.close(asked.output)
-            asked.output = -1
-    return any(asked.py_spy is not None for asked in silent)
-
-
 class HungWorker(Struct, frozen=True, kw_only=True):
     """One worker of a hung round when it has ended."""
 
@@ -255,7 +204,6 @@ class HungWorker(Struct, frozen=True, kw_only=True):
     paths: RankPaths
     state: ProcessState | None
     """Before it was stopped; None: it had ended by itself."""
-    py_spy: str
     why: str
     """Why it counts as hung; empty: it only waited."""
     environ: Mapping[str, str] = {}
@@ -266,8 +214,8 @@ class HungWorker(Struct, frozen=True, kw_only=True):
 
 
 def read_stacks(worker: HungWorker) -> StackDump | None:
-    """Find its dump in its stderr, or in py-spy's output, and write stacks.txt. Raises nothing."""
-    dump = find_dump(_tail(worker.paths.stderr)) or find_py_spy(worker.py_spy)
+    """Find its dump in its stderr, and write stacks.txt. Raises nothing."""
+    dump = find_dump(_tail(worker.paths.stderr))
     try:
         write_private(worker.paths.stacks, stacks_text(worker, dump))
     except OSError:
@@ -285,13 +233,11 @@ def stacks_text(worker: HungWorker, dump: StackDump | None) -> str:
         lines += [f"  thread {thread.pid} {thread.name}: {thread.describe()}" for thread in worker.state.threads]
         lines += [f"  child {child.pid} {child.name}: {child.describe()}" for child in worker.state.children]
     lines.append("")
-    if dump is not None and dump.text != worker.py_spy:
+    if dump is not None:
         lines.append(dump.text)
     else:
         lines.append("no stack of its own: it did not answer SIGABRT with one (not Python, stuck in the kernel, or it")
         lines.append("had ended; PYTHONFAULTHANDLER=1 is needed)")
-    if worker.py_spy:
-        lines += ["", "py-spy:", worker.py_spy]
     return "\n".join(lines) + "\n"
 
 
@@ -343,7 +289,7 @@ def rank_stacks(worker: HungWorker, dump: StackDump | None) -> RankStacks:
 
 def _is_stuck(state: ProcessState | None, dump: StackDump | None) -> bool:
     """Whether it sat in the kernel: one that prints its stack itself did so for a moment only."""
-    return state is not None and state.is_uninterruptible and (dump is None or not dump.text.startswith("Fatal"))
+    return state is not None and state.is_uninterruptible and dump is None
 
 
 def _reason(worker: HungWorker, dump: StackDump | None) -> str:

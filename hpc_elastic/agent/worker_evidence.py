@@ -261,7 +261,6 @@ class WorkerEvidence:
                 facts=self._facts(slot, status, kills),
                 paths=slot.paths,
                 state=asked.state_of(slot.process.pid),
-                py_spy=asked.py_spy_of(slot.process.pid),
                 why=self._watch.hung.get(slot.local_rank, ""),
                 environ=slot.environ,
                 cwd=slot.cwd,

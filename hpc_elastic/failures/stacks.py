@@ -1,9 +1,8 @@
 """Where a hung process stood: the stacks of its threads, and what the kernel says of it.
 
 faulthandler's dump comes with the SIGABRT that ends a hung worker (``PYTHONFAULTHANDLER=1``): all threads, also with
-the GIL held in C. py-spy, where it is installed, shows a process that does not answer; `look_at_process` one that sits
-in the kernel, is stopped, or is no Python (states, wait channels, system calls, children). Nothing waits for longer
-than a moment.
+the GIL held in C. `look_at_process` shows a process that sits in the kernel, is stopped, or is no Python (states, wait
+channels, system calls, children). Nothing waits for longer than a moment.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ DUMP_LIMIT = 512 << 10
 _FATAL = "Fatal Python error: Aborted"
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+ (?:\[(.*)\] )?\(most recent call first\):\s*\Z")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)\Z')
-_SPY_THREAD = re.compile(r"Thread (?:\d+|0x[0-9A-Fa-f]+) \([^)]*\)(?:: \"(.*)\")?\Z")
-_SPY_FRAME = re.compile(r"    (\S.*) \((.*?)(?::(\d+))?\)\Z")
 _END = re.compile(r"Extension modules: |Current thread's C stack trace")
 _OWN_THREAD = "/hpc_elastic/worker_api/flight_recorder.py"
 """Of the thread in a worker that is this package's: nothing that its user asks for."""
@@ -110,29 +107,6 @@ def find_dump(text: str) -> StackDump | None:
     if not is_cut:
         threads[-1] = replace(threads[-1], is_main=True)
     return StackDump(threads=tuple(threads), text="\n".join(lines[: last + 1]))
-
-
-def find_py_spy(text: str) -> StackDump | None:
-    """What ``py-spy dump`` printed (0.3 and 0.4); None where it shows none."""
-    threads: list[ThreadStack] = []
-    frames: list[Frame] = []
-    name: str | None = None
-
-    def finish() -> None:
-        if name is not None and not any(frame.file.endswith(_OWN_THREAD) for frame in frames):
-            is_main = name == "MainThread" or (not threads and not name)
-            threads.append(ThreadStack(frames=tuple(reversed(frames)), is_main=is_main, name=name))
-
-    for line in clean_text(text).split("\n"):
-        header = _SPY_THREAD.match(line)
-        found = _SPY_FRAME.match(line)
-        if header:
-            finish()
-            frames, name = [], header[1] or ""
-        elif found and name is not None:
-            frames.append(Frame(file=found[2], line=int(found[3] or 0), function=found[1]))
-    finish()
-    return StackDump(threads=tuple(threads), text=text) if any(thread.frames for thread in threads) else None
 
 
 def stacks_of(dump: StackDump | None, *, where: str = "") -> RankStacks:

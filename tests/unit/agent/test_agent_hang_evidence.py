@@ -20,11 +20,6 @@ Fatal Python error: Aborted
 Current thread 0x00007fe7e8a3f740 (most recent call first):
   File "/home/ann/train.py", line 12 in {function}
 """
-SPY = """\
-Process 7: python train.py
-Thread 7 (idle): "MainThread"
-    seen_from_outside (/home/ann/train.py:9)
-"""
 
 
 def state(letter: str, *, children: tuple[Whereabouts, ...] = ()) -> ProcessState:
@@ -33,7 +28,7 @@ def state(letter: str, *, children: tuple[Whereabouts, ...] = ()) -> ProcessStat
     return ProcessState(pid=7, state=words, threads=(main,), thread_count=1, children=children)
 
 
-def worker(folder: Path, *, stderr: str = "", of: ProcessState | None = None, py_spy: str = "") -> HungWorker:
+def worker(folder: Path, *, stderr: str = "", of: ProcessState | None = None) -> HungWorker:
     paths = RankPaths(Path(mkdtemp(dir=folder)))
     paths.stderr.write_text(stderr)
     facts = WorkerFailure(
@@ -48,7 +43,7 @@ def worker(folder: Path, *, stderr: str = "", of: ProcessState | None = None, py
         ended_ns=5,
         ended_uptime_ns=3,
     )
-    return HungWorker(facts=facts, paths=paths, state=of or state("S"), py_spy=py_spy, why="no heartbeat for 9.0 s")
+    return HungWorker(facts=facts, paths=paths, state=of or state("S"), why="no heartbeat for 9.0 s")
 
 
 def failure_of(hung: HungWorker) -> WorkerFailure:
@@ -91,18 +86,6 @@ def test_who_answers_was_in_the_kernel_for_a_moment_only(tmp_path: Path) -> None
     failure = failure_of(worker(tmp_path, stderr=DUMP.format(function="load"), of=state("D")))
     assert failure.category is Category.WORKER
     assert may_be_a_bug(failure.fingerprint)
-
-
-def test_py_spys_word_counts_where_there_is_no_other(tmp_path: Path) -> None:
-    hung = worker(tmp_path, of=state("D"), py_spy=SPY)
-    dump = read_stacks(hung)
-    assert rank_stacks(hung, dump).main == ("/home/ann/train.py:9 seen_from_outside",)
-    failure = failure_of(hung)
-    assert "in seen_from_outside" in failure.traceback
-    assert failure.fingerprint == "hang:kernel", "seen from outside, and still in the kernel"
-    assert hung.paths.stacks.read_text().count("seen_from_outside") == 1
-    both = worker(tmp_path, stderr=DUMP.format(function="load"), py_spy=SPY)
-    assert rank_stacks(both, read_stacks(both)).main == ("/home/ann/train.py:12 load",)
 
 
 def test_a_child_that_hangs_is_told_of(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from hpc_elastic.failures.stacks import (
     RankStacks,
     describe_stack,
     find_dump,
-    find_py_spy,
     fold_stacks,
     fold_threads,
     short_stack,
@@ -130,38 +129,6 @@ def test_identical_stacks_fold_and_the_odd_one_comes_first() -> None:
     wait, stuck = ("train.py:9 wait",), ("train.py:6 load",)
     assert fold_stacks({0: wait, 1: wait, 2: stuck, 3: wait}) == [([2], stuck), ([0, 1, 3], wait)]
     assert fold_stacks({}) == []
-
-
-# py-spy 0.4.3 of a CPython 3.11 process, by `py-spy dump --full-filenames --nonblocking --pid 27920`.
-PY_SPY = """\
-Process 27920: python3 /home/ann/spy.py
-Python v3.11.7 (/usr/bin/python3.11)
-
-Thread 27920 (idle): "MainThread"
-    inner (/home/ann/spy.py:3)
-    train (/home/ann/spy.py:5)
-    <module> (/home/ann/spy.py:7)
-Thread 27962 (idle): "loader"
-    inner (/home/ann/spy.py:3)
-    Thread.run (/usr/lib/python3.11/threading.py:982)
-"""
-
-
-def test_what_py_spy_says_of_who_does_not_answer() -> None:
-    dump = find_py_spy(PY_SPY)
-    assert dump is not None
-    assert short_stack(dump.main) == [
-        "/home/ann/spy.py:7 <module>",
-        "/home/ann/spy.py:5 train",
-        "/home/ann/spy.py:3 inner",
-    ]
-    assert [thread.name for thread in dump.threads] == ["MainThread", "loader"]
-    assert dump.threads[1].frames[0].function == "Thread.run"
-
-
-@pytest.mark.parametrize("text", ["", "Error: Failed to suspend process\nReason: EPERM: Operation not permitted\n"])
-def test_where_py_spy_can_not_tell(text: str) -> None:
-    assert find_py_spy(text) is None
 
 
 def test_all_threads_of_a_rank_and_the_kernel_s_words_where_there_is_no_stack() -> None:
