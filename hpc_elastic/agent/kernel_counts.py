@@ -58,7 +58,8 @@ def _counts_of(pid: int, moved: Mapping[int, int], proc: str) -> Counts:
             )
         size = _numbers(f"{folder}/io", ("rchar", "wchar", "read_bytes"))
         size += sum(moved.get(inode, 0) for inode in socket_inodes(pid, proc))
-        return Counts(cpu=(int(words[11]) + int(words[12])) / _TICKS, bytes=size, switches=switches)
+        # Its own and that of children which have ended: a script may start many short programs.
+        return Counts(cpu=sum(map(int, words[11:15])) / _TICKS, bytes=size, switches=switches)
     except (OSError, ValueError, IndexError):
         return Counts()
 

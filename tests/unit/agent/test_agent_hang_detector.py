@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -96,6 +98,8 @@ def test_this_process_is_counted_with_its_children() -> None:
     after = read_counts({0: os.getpid()})[0]
     assert after.cpu > before.cpu
     assert after.bytes > before.bytes
+    subprocess.run([sys.executable, "-S", "-c", "sum(range(10_000_000))"], check=True)
+    assert read_counts({0: os.getpid()})[0].cpu > after.cpu + 0.05, "a child that has come and gone"
     assert read_counts({0: 2**22 + 1})[0] == Counts()
 
 
