@@ -11,7 +11,6 @@ stacks go to its stacks.txt, and those that hung are described as failures.
 
 from __future__ import annotations
 
-import os
 import resource
 import signal
 from collections.abc import Mapping, Sequence
