@@ -18,8 +18,11 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from hpc_elastic.worker_api.heartbeat_record import (
+    ASKS,
     CHECKPOINT,
     FILE_BYTES,
+    HAS_NOTICE,
+    IS_COUNTED,
     LAST_STEP,
     MAGIC,
     NAME_LIMIT,
@@ -29,10 +32,10 @@ from hpc_elastic.worker_api.heartbeat_record import (
     VARIABLE,
     NoticeRecord,
     is_section_name,
+    put_record,
     read_notice,
     read_record,
     write_loss,
-    write_record,
     write_section,
     write_total,
 )
@@ -300,27 +303,12 @@ class _Reporter:
                 self._longest_ns = interval
         self._last_ns = now
         self._last_section = section
-        write_record(
-            self._map,
-            count=next(self._count),
-            at_ns=now,
-            step=self._step,
-            pid=self._pid,
-            section=section,
-            intervals=self._intervals,
-            longest_ns=self._longest_ns,
-            checkpoints=self._checkpoints,
-            saved_ns=self._saved_ns,
-            saved_step=self._saved_step,
-            first_step=self._first_step,
-            first_ns=self._first_ns,
-            stepped_ns=self._stepped_ns,
-            checkpoint_ns=self._checkpoint_ns,
-            redone_ns=self._redone_ns,
-            asks_for_notices=self.asks_for_notices,
-            has_notice=self._has_notice,
-            is_counted=self.is_counted,
-        )
+        flags = self.asks_for_notices * ASKS | self._has_notice * HAS_NOTICE | self.is_counted * IS_COUNTED
+        put_record(
+            self._map, next(self._count), now, self._step, self._pid, self._intervals, self._longest_ns,
+            self._checkpoints, self._saved_ns, self._saved_step, self._first_step, self._first_ns, self._stepped_ns,
+            self._checkpoint_ns, self._redone_ns, flags, section,
+        )  # fmt: skip
 
     def _open(self) -> bool:
         """Find the file, and take it for this process alone. Whatever is wrong with it: training goes on."""
@@ -416,8 +404,11 @@ class _OptimizerSteps:
         if self.is_off:
             return
         state = optimizer.__dict__
-        # One that begins late goes on where the others are: a training may make another one for each of its phases.
-        count = state.get("_hpc_elastic_steps", max(0, self._furthest - 1)) + 1
+        try:
+            count = state["_hpc_elastic_steps"] + 1
+        except KeyError:
+            # It goes on where the others are: a training may make another one for each of its phases.
+            count = max(1, self._furthest)
         state["_hpc_elastic_steps"] = count
         if count > self._furthest:
             self._furthest = count

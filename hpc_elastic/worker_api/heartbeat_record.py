@@ -53,7 +53,7 @@ _NOTICE = struct.Struct("<Qqq")
 _NOTICE_AT = 448
 _NOTICE_END = _NOTICE_AT + _CHECKSUM.size + _NOTICE.size
 _SECTIONS_AT, _MOST_SECTIONS = 512, 15
-_ASKS, _HAS_NOTICE, _IS_COUNTED = 1, 2, 4
+ASKS, HAS_NOTICE, IS_COUNTED = 1, 2, 4
 
 STEP_PENDING = -2
 """A notice's step while it is being agreed on; `NO_STEP` where there is none to agree on."""
@@ -142,11 +142,16 @@ def write_record(
         buffer: The mapped file.
         count: As in `HeartbeatRecord`; the rest too, but a step is `NO_STEP` where there is none, and `section` ASCII.
     """
-    flags = asks_for_notices * _ASKS | has_notice * _HAS_NOTICE | is_counted * _IS_COUNTED
-    body = _BODY.pack(
-        count, at_ns, step, pid, intervals, longest_ns, checkpoints, saved_ns, saved_step,
+    flags = asks_for_notices * ASKS | has_notice * HAS_NOTICE | is_counted * IS_COUNTED
+    put_record(
+        buffer, count, at_ns, step, pid, intervals, longest_ns, checkpoints, saved_ns, saved_step,
         first_step, first_ns, stepped_ns, checkpoint_ns, redone_ns, flags, section,
     )  # fmt: skip
+
+
+def put_record(buffer: bytearray | memoryview | object, count: int, *values: int | bytes) -> None:
+    """`write_record` with its values in the order of the bytes, which saves a microsecond."""
+    body = _BODY.pack(count, *values)
     start = _AT[count & 1]
     # One store of the whole: no other thread of this process gets in between.
     buffer[start : start + _LENGTH] = _CHECKSUM.pack(crc32(body)) + body  # type: ignore[index]
@@ -183,9 +188,9 @@ def read_record(raw: bytes) -> HeartbeatRecord | None:
         stepped_ns=stepped_ns,
         checkpoint_ns=checkpoint_ns,
         redone_ns=redone_ns,
-        asks_for_notices=bool(flags & _ASKS),
-        has_notice=bool(flags & _HAS_NOTICE),
-        is_counted=bool(flags & _IS_COUNTED),
+        asks_for_notices=bool(flags & ASKS),
+        has_notice=bool(flags & HAS_NOTICE),
+        is_counted=bool(flags & IS_COUNTED),
     )
 
 

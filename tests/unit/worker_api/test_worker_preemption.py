@@ -26,6 +26,7 @@ from hpc_elastic.worker_api.heartbeat_record import (
     pack_notice,
     read_notice,
     read_record,
+    write_record,
 )
 from tests.rigs.waiting import until
 
@@ -199,6 +200,6 @@ def test_the_page_has_room_for_all_of_it() -> None:
     assert offset + len(text) <= FILE_BYTES
     raw = bytearray(empty_file())
     for count in (1, 2):
-        heartbeat.write_record(raw, count=count, at_ns=1, step=1, pid=1, section=b"x" * 32, intervals=1, longest_ns=1)
+        write_record(raw, count=count, at_ns=1, step=1, pid=1, section=b"x" * 32, intervals=1, longest_ns=1)
     assert bytes(raw[offset:]) == bytes(FILE_BYTES - offset), "and no record is written over it"
     assert read_notice(b"") is None
