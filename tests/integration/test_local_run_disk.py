@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import shutil
+import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from hpc_elastic.base.outcome import ExitCode
+from hpc_elastic.base.outcome import STORE_LOST_CODE, ExitCode
 from hpc_elastic.run.attempt import load_result
-from tests.rigs.local_run import LocalRun
+from tests.rigs.local_run import ROOT, LocalRun
 
 _TRAINS = """
 tell("here")
@@ -122,6 +126,66 @@ def test_restart_waits_for_room_on_the_disk(tmp_path: Path, tiny_disk: TinyDisk)
         (failed,) = run.events("worker_failed")
         assert failed["rank"] == 1
         assert run.events("node_lost") == []
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
+def test_a_ddp_script_trains_while_the_disk_of_runs_is_full_and_its_restart_waits_for_room(
+    tmp_path: Path, tiny_disk: TinyDisk
+) -> None:
+    """Its checkpoints are on another disk."""
+    script = ROOT / "tests" / "rigs" / "ddp_script.py"
+    checkpoint = tmp_path / "checkpoint.pt"
+
+    def saves() -> int:
+        return checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
+
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as scratch,
+        LocalRun(
+            tmp_path,
+            "",
+            interpreter=[str(script), "--steps", "400", "--step-seconds", "0.05"],
+            environ={"OMP_NUM_THREADS": "1", "TMPDIR": scratch},
+            options=_FILES_ALONE,
+        ) as run,
+    ):
+        run.until(saves, "checkpoint")
+        tiny_disk.fill()
+        for _ in range(2):
+            before = saves()
+            run.until(lambda before=before: saves() > before, "checkpoint on the other disk")
+        (pid,) = (pid for event in run.events("workers_started") if event["host"] == "node1" for pid in event["pids"])
+        os.kill(pid, signal.SIGKILL)
+        run.until(lambda: "the shared filesystem refused" in run.log(), "message about the full disk")
+        tiny_disk.make_room()
+        assert run.finish() == ExitCode.OK
+        assert {event["restarts_used"] for event in run.events("round_final")} == {0, 1}
+        assert run.log().count("ends at step 400") == 2
+        failed = [event for event in run.events("worker_failed") if event["failure_class"] == "root"]
+        assert [event["rank"] for event in failed] == [1]
+
+
+@pytest.mark.torch
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
+def test_a_ddp_script_whose_run_directory_is_removed_is_ended(tmp_path: Path) -> None:
+    script = ROOT / "tests" / "rigs" / "ddp_script.py"
+    with (
+        tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as scratch,
+        LocalRun(
+            tmp_path,
+            "",
+            interpreter=[str(script), "--steps", "100000"],
+            environ={"OMP_NUM_THREADS": "1", "TMPDIR": scratch},
+        ) as run,
+    ):
+        run.until((tmp_path / "checkpoint.pt").exists, "checkpoint")
+        root = run.paths.root
+        assert run.uid, "kept for the look at what is left"
+        shutil.rmtree(root)
+        assert run.finish() == STORE_LOST_CODE
+        assert str(root) in run.log()
+        run.check_nothing_left()
 
 
 def test_end_waits_for_room_on_the_disk(tmp_path: Path, tiny_disk: TinyDisk) -> None:
