@@ -68,8 +68,8 @@ def log_coordination(events: EventLog, event: RunEvent, *, nodes: Sequence[str])
         case NodeMissing():
             logger.warning("node %s has not joined: the round starts without it", _name(nodes, event.node))
         case NodeLost() | SpareLost():
-            silent = f", silent for {event.age:.0f} s" if event.age >= 1 else ""
-            logger.warning("%s %s is lost%s", what.split()[0], _name(nodes, event.node), silent)
+            why = f": {event.reason}" if event.age >= 1 else ""
+            logger.warning("%s %s is lost%s", what.split()[0], _name(nodes, event.node), why)
         case RoundOpened() | RunClosed() | CoordinatorChanged() | NodesWaiting() | NodesAsked():
             logger.info("%s (round %s): %s", what, event.round, event.reason)
         case LinkLost():

@@ -20,7 +20,7 @@ from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.growth import GrowthSigns
 from hpc_elastic.rendezvous.peers import NodeInfo, Peers
 from hpc_elastic.rendezvous.preemption import PreemptionStatus
-from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status
+from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status, node_of
 from hpc_elastic.store.base import Store
 
 
@@ -48,6 +48,8 @@ class ClusterView(Struct, frozen=True, kw_only=True):
     """Those whose heartbeat has stopped."""
     silent: frozenset[str]
     """Those that were heard on the network before, and are not any more: to be asked through the files."""
+    stale: Mapping[str, float] = field(default_factory=dict)
+    """Awaited members that are heard, to be asked too: uid → seconds for which its heartbeat has not changed."""
     answered: frozenset[str]
     """Suspects that have rewritten their heartbeat since, or were heard again."""
     names: Mapping[int, str]
@@ -153,6 +155,10 @@ class ClaimScanner:
         joined = (here if joinable else other).get("join", [])
         failed_round, failed = (beside, other) if joinable else (record.round, here)
         uids = {m.uid for m in record.members} | set(joined)
+        gone = frozenset(int(n) for n in self._store.list(_GONE) if n.isdecimal())
+        away = gone | set(record.lost) | {node_of(uid) for uid in (*joined, *here.get("leave", ()))}
+        awaited = [m.uid for m in record.members if joinable and m.node not in away]
+        self._detector.wait_for(awaited, waited=self._detector.mark - self._status_since)
         self._peers.learn(uids)
         self.paused_for(self._detector.look_at(sorted(uids - {self._uid})))
         self.joining = frozenset(joined)
@@ -177,9 +183,10 @@ class ClaimScanner:
             done=frozenset(here.get("done", ())),
             leaving=dict.fromkeys(here.get("leave", ()), "")
             | {uid: leave.reason for uid, leave in self._leaving.read(record.round, here).items()},
-            gone=frozenset(int(n) for n in self._store.list(_GONE) if n.isdecimal()),
+            gone=gone,
             dead=dead,
             silent=frozenset(uid for uid in uids if self._detector.is_silent(uid)),
+            stale=self._detector.stale(),
             answered=self._detector.answered(record.suspects) | {self._uid},
             names=self._peers.names(),
             since_status=self._detector.mark - self._status_since,

@@ -9,7 +9,8 @@
 - final: a worker failed → the next round; a member is lost → the next round; all workers ended with 0 → close; nodes
   wait and may come in (`growth`) → the next round.
 - under a preemption notice: no round begins; all workers saved, or time is over → close.
-- otherwise: silent nodes are named as suspects, to be asked whether they live (`failure_detector`).
+- otherwise: silent nodes are named as suspects, to be asked whether they live (`failure_detector`); while joinable
+  also members that are heard and waited for, and whose heartbeat does not change.
 
 `participant` brings the view, and commits the proposal where the log takes it.
 """
@@ -31,7 +32,7 @@ from hpc_elastic.rendezvous.cluster_view import ClusterView
 from hpc_elastic.rendezvous.growth import Growth, GrowthFacts, decide_growth
 from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.preemption import MEASURE_SECONDS, PreemptionNotice, agreed_step
-from hpc_elastic.rendezvous.proposals import Proposal, propose, propose_close
+from hpc_elastic.rendezvous.proposals import Proposal, files_hang, propose, propose_close
 from hpc_elastic.rendezvous.ranks import assign_ranks, replacements, whole_segments
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
@@ -120,7 +121,13 @@ def next_proposal(view: ClusterView, settings: RendezvousSettings, decide_restar
         proposal = _with_the_dead(view, proposal)
     suspects = _suspects(view, lost=proposal.record.lost if proposal is not None else view.record.lost)
     if proposal is not None:
-        return replace(proposal, record=replace(proposal.record, suspects=suspects), left=_left(view), gone=view.gone)
+        return replace(
+            proposal,
+            record=replace(proposal.record, suspects=suspects),
+            left=_left(view),
+            gone=view.gone,
+            stale=view.stale,
+        )
     if suspects == view.record.suspects:
         return None
     return propose(view.record, RoundEvent.ASK, _describe_suspects(view, suspects), suspects=suspects)
@@ -151,7 +158,7 @@ def _suspects(view: ClusterView, *, lost: Sequence[int]) -> tuple[str, ...]:
     """
     members = {m.uid for m in view.record.members if m.node not in lost}
     joined = {uid for uid in view.joined if uid not in view.dead or node_of(uid) not in lost}
-    asked = (set(view.record.suspects) | view.silent) - view.answered
+    asked = (set(view.record.suspects) | view.silent | view.stale.keys()) - view.answered
     return tuple(sorted(asked & (members | joined)))
 
 
@@ -159,7 +166,12 @@ def _describe_suspects(view: ClusterView, suspects: Sequence[str]) -> str:
     new = sorted(set(suspects) - set(view.record.suspects))
     if not new:
         return "all that were asked have answered, or are lost"
-    return f"no packets from {', '.join(_name(node_of(uid), view) for uid in new)}: checking whether it is alive"
+    silent = ", ".join(_name(node_of(uid), view) for uid in new if uid not in view.stale)
+    stale = ", ".join(f"{_name(node_of(uid), view)} ({view.stale[uid]:.0f} s)" for uid in new if uid in view.stale)
+    parts = [f"no packets from {silent}: checking whether it is alive"] if silent else []
+    if stale:
+        parts.append(f"beats but no new heartbeat in the run directory from {stale}: checking whether its files hang")
+    return "; ".join(parts)
 
 
 def rests_on_absence(view: ClusterView, proposal: Proposal) -> bool:
@@ -465,7 +477,9 @@ def _left_because(why: str) -> str:
 
 def _name_and_why(node: int, view: ClusterView) -> str:
     left = _left(view)
-    return f"{_name(node, view)} ({_left_because(left[node])})" if node in left else _name(node, view)
+    stale = {node_of(uid): files_hang(age) for uid, age in view.stale.items()}
+    why = _left_because(left[node]) if node in left else stale.get(node)
+    return f"{_name(node, view)} ({why})" if why else _name(node, view)
 
 
 def _describe_nodes(nodes: Mapping[int, str], view: ClusterView) -> str:

@@ -8,9 +8,11 @@ counter in the store, every few seconds (`heartbeat_sender`).
 - A suspect whose heartbeat has not changed `intervals.answer` seconds after the question is *dead*. One that answers
   lives: only its packets are lost, and it has to be heard again before its silence means anything.
 - A node that was never heard is dead when its heartbeat has not changed for `intervals.lease` seconds.
+- A member for which the others wait (`wait_for`) has to use its files, and its beats come from a thread that uses none:
+  they are no answer to the question. It is dead `intervals.lease` seconds after it.
 
-All ages are of this process' own monotonic clock, and none counts while this process was paused. The heartbeat of a
-node whose beats arrive is not read: that of thousands is in nobody's budget.
+All ages are of this process' own monotonic clock, and none counts while this process was paused. The heartbeat of
+any other node whose beats arrive is not read: that of thousands is in nobody's budget.
 """
 
 from __future__ import annotations
@@ -98,6 +100,8 @@ class FailureDetector:
         self._heartbeats = HeartbeatAges(store)
         self._peers: dict[str, _Peer] = {}
         self._suspects: frozenset[str] = frozenset()
+        self._awaited: frozenset[str] = frozenset()
+        self._waited = 0.0
         self._restored: list[LostLink] = []
         self.mark = clock.monotonic()
         """When heartbeats were last looked at: the moment that a decision is about."""
@@ -176,7 +180,7 @@ class FailureDetector:
             self._peer(uid).asked_at = now
 
     def answered(self, suspects: Iterable[str]) -> frozenset[str]:
-        """Those that have rewritten their heartbeat since they were asked, or are heard.
+        """Those that have rewritten their heartbeat since they were asked, or are heard and not awaited.
 
         A node that is heard was silent when it was asked; or another participant asked, which does not hear it.
         """
@@ -185,10 +189,11 @@ class FailureDetector:
             peer = self._peer(uid)
             if peer.asked_at is None:
                 continue
-            if self.hears(uid):
+            hears = self.hears(uid)
+            changed = self._heartbeats.changed_since(uid, peer.asked_at)
+            if changed or (hears and uid not in self._awaited):
                 found.add(uid)
-            elif self._heartbeats.changed_since(uid, peer.asked_at):
-                found.add(uid)
+            if changed and not hears:
                 if peer.cut_off_since is None:
                     peer.cut_off_since = peer.heard_at
                 peer.heard_at = None
@@ -240,7 +245,7 @@ class FailureDetector:
         peer = self._peer(uid)
         if peer.asked_at is not None:
             return True
-        if self.hears(uid):
+        if self.hears(uid) and uid not in self._awaited:
             return False
         if self.is_silent(uid):
             return True  # what its cell says before it is asked
@@ -260,6 +265,19 @@ class FailureDetector:
     def unchanged(self, uid: str) -> float:
         """Seconds for which its heartbeat has looked the same."""
         return self._heartbeats.age(uid)
+
+    def wait_for(self, uids: Iterable[str], *, waited: float) -> None:
+        """The coordinator's round has waited for these members for so long. A common restart costs no reading."""
+        self._awaited = frozenset(uids) if waited > self._intervals.silence else frozenset()
+        self._waited = waited
+
+    def stale(self) -> dict[str, float]:
+        """The awaited nodes to ask though they are heard: uid → seconds for which the heartbeat has not changed.
+
+        Half the lease passes first: most members end their workers in that time, and cost no record.
+        """
+        ages = {uid: self.unchanged(uid) for uid in self._awaited if self.hears(uid)}
+        return {uid: age for uid, age in ages.items() if min(age, self._waited) >= self._intervals.lease / 2}
 
     def is_overdue(self, uid: str) -> bool:
         """Read its heartbeat: whether a change is overdue, and the time to see one over."""
@@ -289,7 +307,10 @@ class FailureDetector:
         if peer.asked_at is not None:
             # A node that was connected notices that it is not any more, and looks; another looks as rarely as ever.
             allowed = self._intervals.answer if peer.hears_us else self._intervals.answer_unheard
-            if self._heartbeats.unchanged_from(uid, peer.asked_at) > allowed + patience:
+            unchanged = self._heartbeats.unchanged_from(uid, peer.asked_at)
+            if uid in self._awaited and unchanged > self._intervals.lease + patience:
+                return True
+            if unchanged > allowed + patience:
                 return silent is None or silent >= self._intervals.silence
         age = self._heartbeats.age(uid)
         return (age if silent is None else min(age, silent)) > self._intervals.lease + patience

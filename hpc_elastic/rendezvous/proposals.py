@@ -56,6 +56,8 @@ class Proposal(Struct, frozen=True, kw_only=True):
     """Nodes that took themselves out, with their reason."""
     gone: Collection[int] = ()
     """Nodes for which the launcher brings no further agent."""
+    stale: Mapping[str, float] = field(default_factory=dict)
+    """As in `ClusterView`."""
     replaced: Sequence[tuple[Member, Member]] = ()
     """(gone, come): whose place is taken by whom."""
     missing: Collection[int] = ()
@@ -221,7 +223,10 @@ def consequences(before: RoundRecord, proposal: Proposal, last_sign: Callable[[s
             reason = "it has not joined" if index == 0 else "it was not a member, and it does not answer"
             events.append(NodeMissing(round=index, node=node, host=host, reason=reason))
         else:
-            silence = _silence(last_sign(uid))
+            stale = proposal.stale.get(uid)
+            silence = _silence(last_sign(uid) if stale is None else stale)
+            if stale is not None:
+                silence["reason"] = files_hang(stale)
             if node in proposal.gone:
                 silence["reason"] = "its agent ended, and no other is started there"
             events.append(NodeLost(round=index, node=node, host=host, **silence))
@@ -240,6 +245,11 @@ def consequences(before: RoundRecord, proposal: Proposal, last_sign: Callable[[s
             )
         )
     return events
+
+
+def files_hang(seconds: float) -> str:
+    """Why a node that is heard counts as lost; `seconds`: its heartbeat's age."""
+    return f"its files hang: its beats come, its heartbeat in the run directory has not changed for {seconds:.0f} s"
 
 
 def _silence(seconds: float) -> dict[str, Any]:

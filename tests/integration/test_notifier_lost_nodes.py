@@ -140,3 +140,26 @@ def test_a_slow_file_server_loses_nobody(tmp_path: Path) -> None:
         run.emulator.change(latency=0.0)
         run.let_workers_end()
         run.wait_for_ends(range(3))
+
+
+def test_a_node_whose_files_hang_while_its_worker_has_died_holds_the_others_up_for_no_more_than_the_lease(
+    tmp_path: Path,
+) -> None:
+    """Its beats go on, from a thread that no hung mount stops. When the mount answers again, it comes back."""
+    with NetworkRun(tmp_path, nodes=3, conf={"heartbeat_ttl": "8"}) as run:
+        index = run.wait_round(count=3)
+        leader = run.coordinator()
+        hung = next(node for node in range(3) if node != leader)
+        workers = run.workers(index)
+        run.emulator.freeze(hung)
+        run.kill_worker(workers[hung])
+        began = run.kill_worker(workers[leader])
+        index = run.wait_round(count=2, after=index, within=60.0)
+        took = time.monotonic() - began
+        print(f"files hang, lease of 8 s: the others run again after {took:.2f} s")
+        assert took < 30.0, "3 + 4 + 8 s, and the workers' start"
+        assert hung not in run.started(index).values()
+        (lost,) = run.events("node_lost")
+        assert (lost["node"], lost["reason"].partition(",")[0]) == (hung, "its files hang: its beats come")
+        run.emulator.thaw(hung)
+        run.wait_round(count=3, after=index)

@@ -15,7 +15,7 @@ from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.cluster_view import ClusterView
 from hpc_elastic.rendezvous.coordinator import RestartDecision, next_proposal
 from hpc_elastic.rendezvous.peers import NodeInfo
-from hpc_elastic.rendezvous.proposals import Proposal, propose_close
+from hpc_elastic.rendezvous.proposals import Proposal, consequences, propose_close
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
     HangMark,
@@ -26,6 +26,7 @@ from hpc_elastic.rendezvous.state import (
     Status,
     decode_record,
 )
+from hpc_elastic.run.coordinator_events import NodeLost
 from hpc_elastic.run.option_values import GrowPolicy
 
 SETTINGS = RendezvousSettings(
@@ -882,6 +883,29 @@ def test_who_falls_silent_is_asked_and_not_put_out() -> None:
     assert proposal.event is RoundEvent.ASK
     assert (proposal.record.round, proposal.record.status) == (FINAL.round, Status.FINAL)
     assert proposal.record.suspects == (uid(1),)
+
+
+def test_a_member_that_is_heard_and_changes_no_file_is_asked_while_the_others_wait_for_it() -> None:
+    proposal = decide(view(AGAIN, joined=ALL[:3], stale={uid(3): 10.2}, since_status=10.2))
+    assert proposal is not None
+    assert proposal.event is RoundEvent.ASK
+    assert proposal.record.suspects == (uid(3),)
+    what = "beats but no new heartbeat in the run directory from nid003 (10 s)"
+    assert proposal.reason == f"{what}: checking whether its files hang"
+
+
+def test_a_member_whose_files_hang_is_left_out_and_named_with_that_reason() -> None:
+    asked = replace(AGAIN, suspects=(uid(3),))
+    seen = view(asked, joined=ALL[:3], stale={uid(3): 30.4}, since_status=30.4)
+    assert decide(seen) is None, "it is waited for until it counts as dead"
+    proposal = committed(replace(seen, dead=frozenset({uid(3)})))
+    assert proposal.event is RoundEvent.FREEZE
+    assert (proposal.record.lost, proposal.record.suspects) == ((3,), ())
+    why = "its files hang: its beats come, its heartbeat in the run directory has not changed for 30 s"
+    assert proposal.reason.endswith(f"without nid003 ({why})")
+    (lost,) = consequences(asked, proposal, lambda _: 0.4)
+    assert isinstance(lost, NodeLost)
+    assert (lost.age, lost.reason) == (30.4, why)
 
 
 def test_a_suspect_that_answers_is_none_any_more_and_one_that_waits_is_asked_once() -> None:

@@ -229,3 +229,33 @@ def test_two_agents_with_one_name_never_write_the_same() -> None:
     first = store.get("hb/a")
     Heartbeat(store, "a").beat(0.0)
     assert store.get("hb/a") != first
+
+
+def test_an_awaited_node_answers_in_the_files_alone_and_is_dead_after_the_lease(observer: Observer) -> None:
+    """Its beats come from a thread that no hung mount stops."""
+    heartbeat = Heartbeat(observer.store, "a")
+    heartbeat.beat(0.0)
+    observer.detector.wait_for(["a"], waited=INTERVALS.lease)
+
+    def pass_by(seconds: int) -> FailureDetector:
+        for _ in range(seconds):
+            observer.hear("a")
+            observer.clock.now += 1.0
+            observer.detector.begin_step()
+            observer.detector.look_at(["a"])
+        return observer.detector
+
+    assert pass_by(11).unchanged("a") == 10.0, "its heartbeat is read though it is heard"
+    asked_at = observer.clock.now
+    observer.detector.asked(["a"], asked_at)
+    assert pass_by(20).answered(["a"]) == frozenset(), "to be heard is no answer"
+    assert not observer.detector.is_dead("a")
+    assert pass_by(1).is_dead("a")
+    observer.detector.wait_for([], waited=0.0)
+    assert not observer.detector.is_dead("a"), "nothing waits for it: it is heard, and lives"
+    observer.detector.wait_for(["a"], waited=INTERVALS.lease)
+    heartbeat.beat(1.0)
+    assert pass_by(1).answered(["a"]) == {"a"}
+    assert not observer.detector.is_dead("a")
+    assert observer.detector.hears("a")
+    assert observer.detector.links_lost(to_the_end=True) == []

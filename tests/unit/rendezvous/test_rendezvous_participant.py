@@ -657,6 +657,42 @@ def test_who_does_not_answer_is_out(store: SpyStore, clock: FakeClock) -> None:
     assert first.record.lost == (1,)
 
 
+def restart_without_third(store: SpyStore, clock: FakeClock, *, seconds: int, third_steps: bool) -> Seat:
+    """A worker fails, and two nodes join the next round; the third one is heard, and still ends its workers."""
+    first, second, third = three(store, clock)
+    third.participant.detector.heard([first.info.uid])
+    first.participant.claims.report_failure(0, boom(0))
+    for _ in range(seconds):
+        for seat in (first, second):
+            if seat.record.status is Status.FINAL or seat.record.round == 1:
+                seat.participant.join()
+        first.participant.detector.heard([second.info.uid, third.info.uid])
+        third.participant.detector.heard([first.info.uid])
+        advance(clock, 1, first, second, *([third] if third_steps else []))
+    return first
+
+
+def test_a_member_whose_files_hang_holds_the_others_up_for_the_lease_and_the_question(
+    store: SpyStore, clock: FakeClock
+) -> None:
+    first = restart_without_third(store, clock, seconds=27, third_steps=False)
+    assert first.record.status is Status.JOINABLE
+    assert len(first.record.suspects) == 1
+    first = restart_without_third(SpyStore(), clock, seconds=35, third_steps=False)
+    assert (first.record.status, first.record.lost) == (Status.FROZEN, (2,))
+    (reason,) = [facts["reason"] for name, facts in first.events if name == "node_lost"]
+    assert reason.startswith("its files hang: its beats come, its heartbeat in the run directory has not changed for 3")
+
+
+def test_a_member_that_ends_its_workers_slowly_answers_in_the_files_and_is_waited_for(
+    store: SpyStore, clock: FakeClock
+) -> None:
+    first = restart_without_third(store, clock, seconds=100, third_steps=True)
+    assert (first.record.round, first.record.status, first.record.lost) == (1, Status.JOINABLE, ())
+    asked = [name for name, _ in first.events if name == "nodes_asked"]
+    assert len(asked) <= 2 * 100 / (SETTINGS.heartbeat_ttl / 2)
+
+
 def test_who_was_never_heard_is_not_missed(store: SpyStore, clock: FakeClock) -> None:
     first, *_others = three(store, clock, heard=False)
     advance(clock, 15, first)
