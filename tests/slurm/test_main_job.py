@@ -288,12 +288,12 @@ def test_a_script_that_raises_is_reported_with_its_traceback_and_not_requeued(ru
 
 @pytest.mark.any_release
 def test_a_killed_worker_costs_a_restart_and_then_a_requeue(runs: SlurmRuns) -> None:
-    """Its peers fail with it, a moment later."""
+    """Its peers fail with it, a moment later. Two on one node would speak against the node."""
     run = runs.submit("--nodes", "2", "--max-restarts", "1", "--max-same-failures", "0", *SHORT, runs.trainer())
     run.wait_steps(2)
-    for index in (0, 1):
+    for index, node in enumerate(("n2", "n1")):
         run.wait_training(["n1", "n2"], after=index - 1)
-        assert runs.cluster.kill_process("n2", r" -u train\.py", 9)
+        assert runs.cluster.kill_process(node, r" -u train\.py", 9)
     run.wait_training(["n1", "n2"], attempt=1)
     run.say_end()
     run.wait_end()
@@ -301,7 +301,8 @@ def test_a_killed_worker_costs_a_restart_and_then_a_requeue(runs: SlurmRuns) -> 
     run.check_training(1)
     assert "restarts exhausted (1 of 1 restarts used)" in run.log
     rounds = run.report()["attempts"][0]["rounds"]
-    assert all("rank 1 on n2: Signal 9 (SIGKILL)" in part["verdict"]["summary"] for part in rounds)
+    for part, place in zip(rounds, ("rank 1 on n2", "rank 0 on n1"), strict=True):
+        assert f"{place}: Signal 9 (SIGKILL)" in part["verdict"]["summary"]
     assert run.result(0)["exit_code"] == 75
     assert [attempt["number"] for attempt in run.report(1)["attempts"]] == [0, 1]
     assert run.log.index("attempt 0,") < run.log.index("attempt 1,"), "the log is appended to, not overwritten"
