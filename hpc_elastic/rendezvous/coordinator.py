@@ -170,7 +170,7 @@ def _describe_suspects(view: ClusterView, suspects: Sequence[str]) -> str:
     stale = ", ".join(f"{_name(node_of(uid), view)} ({view.stale[uid]:.0f} s)" for uid in new if uid in view.stale)
     parts = [f"no packets from {silent}: checking whether it is alive"] if silent else []
     if stale:
-        parts.append(f"beats but no new heartbeat in the run directory from {stale}: checking whether its files hang")
+        parts.append(f"no new heartbeat in the run directory, and no claim to join, from {stale}: checking its files")
     return "; ".join(parts)
 
 

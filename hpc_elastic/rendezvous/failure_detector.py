@@ -274,10 +274,12 @@ class FailureDetector:
     def stale(self) -> dict[str, float]:
         """The awaited nodes to ask though they are heard: uid → seconds for which the heartbeat has not changed.
 
-        Half the lease passes first: most members end their workers in that time, and cost no record.
+        Half the lease passes first: most members end their workers in that time, and cost no record. Then it is half
+        the time that the round has waited: a save of minutes at the end costs a few questions.
         """
+        limit = max(self._intervals.lease, self._waited) / 2
         ages = {uid: self.unchanged(uid) for uid in self._awaited if self.hears(uid)}
-        return {uid: age for uid, age in ages.items() if min(age, self._waited) >= self._intervals.lease / 2}
+        return {uid: age for uid, age in ages.items() if min(age, self._waited) >= limit}
 
     def is_overdue(self, uid: str) -> bool:
         """Read its heartbeat: whether a change is overdue, and the time to see one over."""

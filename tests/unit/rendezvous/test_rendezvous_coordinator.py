@@ -890,8 +890,8 @@ def test_a_member_that_is_heard_and_changes_no_file_is_asked_while_the_others_wa
     assert proposal is not None
     assert proposal.event is RoundEvent.ASK
     assert proposal.record.suspects == (uid(3),)
-    what = "beats but no new heartbeat in the run directory from nid003 (10 s)"
-    assert proposal.reason == f"{what}: checking whether its files hang"
+    what = "no new heartbeat in the run directory, and no claim to join, from nid003 (10 s)"
+    assert proposal.reason == f"{what}: checking its files"
 
 
 def test_a_member_whose_files_hang_is_left_out_and_named_with_that_reason() -> None:

@@ -690,7 +690,7 @@ def test_a_member_that_ends_its_workers_slowly_answers_in_the_files_and_is_waite
     first = restart_without_third(store, clock, seconds=100, third_steps=True)
     assert (first.record.round, first.record.status, first.record.lost) == (1, Status.JOINABLE, ())
     asked = [name for name, _ in first.events if name == "nodes_asked"]
-    assert len(asked) <= 2 * 100 / (SETTINGS.heartbeat_ttl / 2)
+    assert 2 <= len(asked) <= 8, "a question and its answer, at 10, 20, 40 and 80 s at most"
 
 
 def test_who_was_never_heard_is_not_missed(store: SpyStore, clock: FakeClock) -> None:
