@@ -125,6 +125,17 @@ class PreemptionReply(Struct, frozen=True, kw_only=True):
             participant.claims.report_kept(self.round)
 
 
+def ended_by_notice(beat: RankBeat, *, is_signalled: bool) -> bool:
+    """Whether a worker that ended with 0 did so because of the notice, so that its training is to go on later.
+
+    Args:
+        beat: Its last heartbeat. `total` shows that it is complete; steps may be numbered from 1.
+        is_signalled: It got the signal that stands for the notice.
+    """
+    is_complete = beat.total is not None and beat.step is not None and beat.step >= beat.total
+    return (is_signalled or beat.has_notice) and not is_complete
+
+
 class PreemptionWatch:
     """One agent's. All methods are for its main thread, and none waits."""
 
@@ -143,6 +154,8 @@ class PreemptionWatch:
         """Those that are sent the signal."""
         self._unsent: set[int] | None = None
         """Local ranks that have not got it; None: it has not been sent yet."""
+        self._signalled: set[int] = set()
+        """Local ranks that have got it."""
         self._explained: set[int] = set()
         """Local ranks whose checkpoint was too early, as the log has it."""
         self.due: float | None = None
@@ -181,7 +194,7 @@ class PreemptionWatch:
                 return None
             self._has_noted = True
             return PreemptionReply(round=self._round, status=self._status(beats, before, now - began))
-        if self._notice is not None and self._notice.is_agreed and self._have_saved(beats, running):
+        if running and self._notice is not None and self._notice.is_agreed and self._have_saved(beats, running):
             return self._kept()
         return None
 
@@ -190,7 +203,8 @@ class PreemptionWatch:
         if self._notice is None or self._has_kept:
             return None
         beats = self._watch.read()
-        return self._kept() if self._signal is not None or any(beat.has_notice for beat in beats) else None
+        by_notice = [ended_by_notice(beat, is_signalled=beat.local_rank in self._signalled) for beat in beats]
+        return self._kept() if any(by_notice) else None
 
     def _send(self) -> None:
         """Send the signal to the workers that have not got it: to one without a handler when it has one."""
@@ -203,6 +217,7 @@ class PreemptionWatch:
         }
         is_first = self._unsent is None
         self._unsent = set(self._workers.send(self._signal, speakers)) if speakers else set()
+        self._signalled |= speakers.keys() - self._unsent
         if self._unsent and is_first:
             ranks = ", ".join(str(beat.rank) for beat in self._watch.read() if beat.local_rank in self._unsent)
             logger.info("no process of rank %s catches %s: it is sent when one does", ranks, self._signal.name)
@@ -224,13 +239,13 @@ class PreemptionWatch:
         return PreemptionStatus(heeds=heeds, step=max(steps), rate=max(0.0, walked / seconds) if seconds > 0 else 0.0)
 
     def _have_saved(self, beats: Collection[RankBeat], running: Collection[int]) -> bool:
-        """Whether all workers that follow the notice have saved because of it, or ended with 0."""
+        """Whether there are workers that follow the notice, and all have saved because of it, or ended with 0."""
         assert self._began is not None
         before = {beat.local_rank: beat for beat in self._began[1]}
         awaited = [beat for beat in beats if beat.local_rank in running and self._heeds(beat)]
         missing = [beat for beat in awaited if not self._has_saved(beat, before[beat.local_rank])]
         self._explain([beat for beat in missing if beat.checkpoints > before[beat.local_rank].checkpoints])
-        return not missing
+        return not missing and any(map(self._heeds, beats))
 
     def _has_saved(self, beat: RankBeat, before: RankBeat) -> bool:
         """Whether a worker has completed a checkpoint since the notice that holds the step it is to save after."""

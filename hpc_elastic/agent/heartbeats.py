@@ -238,7 +238,7 @@ class RankBeat(Struct, frozen=True, kw_only=True):
     asks_for_notices: bool = False
     """Whether it has ever asked if there is a notice."""
     has_notice: bool = False
-    """Whether it has found one."""
+    """Whether the script has got one: due by `should_checkpoint`, by a callback, or by `preemption_notice`."""
 
     def age(self, now: float) -> float:
         """Seconds since."""

@@ -378,8 +378,6 @@ def _under_notice(view: ClusterView, notice: PreemptionNotice, settings: Rendezv
     if record.status is not Status.FINAL:
         return propose_close(record, Outcome.PREEMPTED, f"notice {notice.reason}; no worker was running")
     over = [m for m in record.members if m.uid in view.done or m.uid in view.dead or m.node in view.gone]
-    if len(over) == len(record.members) and not view.kept:
-        return propose_close(record, Outcome.SUCCEEDED, "all workers ended with 0")
     if view.failures:
         final = [failure for failure in view.failures.values() if not failure.retryable]
         first = first_failure(final or view.failures.values())
@@ -387,12 +385,17 @@ def _under_notice(view: ClusterView, notice: PreemptionNotice, settings: Rendezv
     lost = {node: why for node, why in _lost_members(view).items() if not _node_done(view, node)}
     if lost:
         return _preempted(record, notice, f"then {_describe_nodes(lost, view)}")
-    awaited = [m for m in record.members if m.uid not in view.kept and m not in over]
+    if len(over) == len(record.members) and not view.kept:
+        return propose_close(record, Outcome.SUCCEEDED, "all workers ended with 0")
+    heeds = {m.uid: view.noted[m.uid].heeds for m in record.members if m.uid in view.noted}
+    running = [m for m in record.members if m.uid not in view.kept and m not in over]
+    awaited = [m for m in running if heeds.get(m.uid, True) or not notice.is_agreed]
     if not awaited:
-        kept = any(view.noted[m.uid].heeds for m in record.members if m.uid in view.noted)
         at = f" (step {notice.step})" if notice.step >= 0 else ""
         saved = f"saved in {view.since_notice:.0f} of {notice.seconds:.0f} s{at}"
-        return _preempted(record, notice, saved if kept else "the script does not check for it: not waiting")
+        return _preempted(
+            record, notice, saved if any(heeds.values()) else "the script does not check for it: not waiting"
+        )
     if view.since_notice >= notice.seconds:
         names = first_of([_name(m.node, view) for m in awaited], _MOST_NAMES)
         late = f"{names} had not saved after {notice.seconds:.0f} s"

@@ -213,19 +213,21 @@ class _Reporter:
         """Of a rehearsed run; None: nobody asked for one."""
 
     def read_notice(self) -> NoticeRecord | None:
-        """The agent's notice. The heartbeats then show that this worker asks, and that it has found a notice."""
+        """The agent's notice. The heartbeats then show that this worker asks."""
         if not self.asks_for_notices:
             self.asks_for_notices = True
             self.beat(None, self._last_section or b"setup", False)
         if self._map is None:
             return None
-        found = read_notice(self._map)
-        if found is not None and not self._has_notice:
+        return read_notice(self._map)
+
+    def pass_on_notice(self) -> None:
+        """The script is about to get the notice. The heartbeats then show that: it may end because of it."""
+        if not self._has_notice:
             self._has_notice = True
             if self.journal is not None:
                 self.journal.note(notice=True)
             self.beat(None, self._last_section or b"setup", False)
-        return found
 
     def checkpoint_done(self, step: int | None) -> None:
         self.beat(None, self._last_section or b"setup", False, saved=self.held_step(step))
@@ -437,6 +439,11 @@ def is_outside() -> bool:
 def read_notice_of_agent() -> NoticeRecord | None:
     """For `preemption`."""
     return _reporter.read_notice()
+
+
+def pass_on_notice() -> None:
+    """For `preemption`: the script is about to get the notice that was read."""
+    _reporter.pass_on_notice()
 
 
 def notice_is_there() -> bool:

@@ -92,7 +92,7 @@ class HeartbeatRecord(Struct, frozen=True, kw_only=True):
     asks_for_notices: bool = False
     """Whether it has ever asked if there is a notice."""
     has_notice: bool = False
-    """Whether it has found one."""
+    """Whether the script has got one."""
     is_counted: bool = False
     """Whether the script reports no steps itself: those of its optimizer are counted, from 1 in each process."""
 

@@ -46,6 +46,14 @@ def preemption_notice() -> PreemptionNotice | None:
 
     Call it, or `should_checkpoint`, from the first step on: where no worker ever does, no agent waits for a checkpoint.
     """
+    notice = _read()
+    if notice is not None:
+        heartbeat.pass_on_notice()
+    return notice
+
+
+def _read() -> PreemptionNotice | None:
+    """The notice, which the script does not get yet."""
     found = heartbeat.read_notice_of_agent()
     if found is None:
         return None
@@ -69,8 +77,11 @@ def should_checkpoint(step: int) -> bool:
         TypeError, ValueError: as `heartbeat`.
     """
     heartbeat.heartbeat(step)
-    notice = preemption_notice()
-    return notice is not None and notice.is_due(step)
+    notice = _read()
+    if notice is None or not notice.is_due(step):
+        return False
+    heartbeat.pass_on_notice()
+    return True
 
 
 LOOK_SECONDS = 0.2
@@ -121,14 +132,16 @@ class _Watch:
             return
         self._has_started = True
         # That this worker asks for notices is known from now on, not from the first look of the thread on.
-        preemption_notice()
+        _read()
         os.register_at_fork(after_in_child=_forget)
         threading.Thread(target=self._run, name="hpc_elastic on_preemption", daemon=True).start()
 
     def _run(self) -> None:
         while _watch is self and not heartbeat.is_outside():
-            notice = preemption_notice()
+            notice = _read()
             if notice is not None and notice.is_agreed:
+                if self.waiting:
+                    heartbeat.pass_on_notice()
                 for key in list(self.waiting):
                     if (callback := self.waiting.pop(key, None)) is not None:
                         self._call(callback, notice)

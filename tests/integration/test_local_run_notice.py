@@ -37,6 +37,19 @@ while True:
 _ENDS = _ASKS.replace("FINISH", "sys.exit(0)")
 _STAYS = _ASKS.replace("FINISH", "hpc_elastic.checkpoint_done(); wait_for('never')")
 _NEVER_SAVES = _ASKS.replace("FINISH", "wait_for('never')")
+_IS_DONE = """
+import hpc_elastic
+from hpc_elastic.worker_api.heartbeat import notice_is_there
+tell("here")
+others_in_round()
+while not notice_is_there():
+    ASK
+    time.sleep(0.01)
+for _ in range(20):
+    ASK
+    time.sleep(0.01)
+tell("done")
+"""
 _SAVES_BESIDE = """
 import hpc_elastic, threading
 
@@ -146,6 +159,21 @@ def test_workers_that_end_with_0_after_saving_have_not_succeeded_yet(tmp_path: P
         run.signal(signal.SIGUSR2)
         assert run.finish() == ExitCode.OK
         assert [part["outcome"] for part in run.report(1)["attempts"]] == ["preempted", "succeeded"]
+
+
+@pytest.mark.parametrize(
+    ("ask", "options"),
+    [("assert not hpc_elastic.should_checkpoint(3)", []), ("pass", ["--preemption-signal", "usr1"])],
+    ids=["the step is not reached", "the signal is not sent"],
+)
+def test_workers_that_are_done_by_themselves_have_succeeded(tmp_path: Path, ask: str, options: list[str]) -> None:
+    script = _IS_DONE.replace("ASK", ask)
+    with LocalRun(tmp_path, script, nproc=2, options=[*options, "--max-requeues", "1"]) as run:
+        run.wait_moments("here", count=4)
+        run.signal(signal.SIGUSR2)
+        assert run.finish() == ExitCode.OK
+        assert len(run.moments("done")) == 4, "once"
+        assert [part["outcome"] for part in run.report(0)["attempts"]] == ["succeeded"]
 
 
 def test_who_does_not_save_in_time_is_named_and_the_run_is_requeued_all_the_same(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.agent.checkpoints import PreemptionWatch
+from hpc_elastic.agent.checkpoints import PreemptionWatch, ended_by_notice
 from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.rendezvous.preemption import PreemptionNotice, PreemptionStatus
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
@@ -240,3 +240,43 @@ def test_workers_that_end_because_of_it_have_saved_and_others_were_ready() -> No
     assert reply is not None
     assert (reply.round, reply.status) == (2, None)
     assert node.watch.ended() is None, "once"
+
+
+def test_a_signal_that_no_worker_got_has_ended_none() -> None:
+    node = Node("SIGUSR1")
+    node.deaf = {0, 1}
+    node.on_record(NOTICED)
+    node.look(after=0.2)
+    assert node.watch.ended() is None
+    node.deaf = {0}
+    node.look(after=0.2)
+    assert node.watch.ended() is not None, "one of them has got it"
+
+
+def test_workers_that_have_all_ended_save_no_more() -> None:
+    node = noted()
+    node.on_record(AGREED)
+    assert node.look(after=1.0, running=()) is None, "`ended` says why they ended"
+
+
+@pytest.mark.parametrize(
+    ("is_signalled", "has_notice", "step", "total", "expected"),
+    [
+        (False, False, None, None, False),
+        (False, False, 10, 500, False),
+        (False, True, 10, None, True),
+        (False, True, 10, 500, True),
+        (True, False, None, None, True),
+        (True, False, 10, 500, True),
+        # Steps may be numbered from 0 or from 1: with step 499 one step may be missing.
+        (True, False, 499, 500, True),
+        (True, True, 500, 500, False),
+        (False, True, 500, 500, False),
+        (False, True, None, 500, True),
+    ],
+)
+def test_why_a_worker_ended_with_0(
+    is_signalled: bool, has_notice: bool, step: int | None, total: int | None, expected: bool
+) -> None:
+    beat = RankBeat(rank=0, local_rank=0, section="step", at=0.0, step=step, total=total, has_notice=has_notice)
+    assert ended_by_notice(beat, is_signalled=is_signalled) is expected

@@ -116,7 +116,8 @@ def test_a_node_that_is_done_need_not_have_saved() -> None:
 
 def test_a_script_that_heeds_no_notices_is_not_waited_for() -> None:
     noted = dict.fromkeys(ALL, PreemptionStatus(heeds=False, step=5, rate=1.0))
-    proposal = under(notice=AGREED, noted=noted, kept=frozenset(ALL), since_notice=1.2)
+    assert under(noted=noted, since_notice=1.2).event is RoundEvent.AGREE
+    proposal = under(notice=AGREED, noted=noted, since_notice=1.2)
     assert proposal.record.outcome is Outcome.PREEMPTED
     assert "does not check for it" in proposal.reason
 
@@ -131,6 +132,20 @@ def test_workers_that_were_ready_anyway_have_succeeded() -> None:
     assert under(notice=AGREED, noted=NOTED, done=frozenset(ALL)).record.outcome is Outcome.SUCCEEDED
     ended_because_of_it = under(notice=AGREED, noted=NOTED, done=frozenset(ALL), kept=frozenset(ALL))
     assert ended_because_of_it.record.outcome is Outcome.PREEMPTED
+
+
+def test_workers_that_were_ready_before_it_was_known_that_none_checks_for_it_have_succeeded() -> None:
+    noted = dict.fromkeys(ALL, PreemptionStatus(heeds=False, step=5, rate=1.0))
+    proposal = under(notice=AGREED, noted=noted, done=frozenset(ALL))
+    assert proposal.record.outcome is Outcome.SUCCEEDED
+
+
+def test_a_node_that_is_lost_under_it_did_not_succeed_with_the_others() -> None:
+    proposal = under(notice=AGREED, noted=NOTED, done=frozenset(ALL[:3]), dead=frozenset(ALL[3:]))
+    assert proposal.record.outcome is Outcome.PREEMPTED
+    assert proposal.reason == "notice SIGUSR2 on n0; then nid003 stopped its heartbeat"
+    both = under(notice=AGREED, noted=NOTED, done=frozenset(ALL), dead=frozenset(ALL[3:]))
+    assert both.record.outcome is Outcome.SUCCEEDED
 
 
 def test_a_failure_or_a_loss_meanwhile_ends_it_at_once() -> None:
