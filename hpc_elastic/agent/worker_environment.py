@@ -10,6 +10,7 @@ from hpc_elastic.rendezvous.ranks import RankLayout
 from hpc_elastic.rendezvous.state import RoundRecord
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.job_environment import in_job
+from hpc_elastic.worker_api.agent_store import STORE_VARIABLE
 from hpc_elastic.workers.environment_change import EnvironmentChange
 
 TAG_VARIABLE = "HPC_ELASTIC_TAG"
@@ -92,6 +93,7 @@ def worker_environment(
             "HPC_ELASTIC_RUN_DIR": facts.run_dir,
             "HPC_ELASTIC_ATTEMPT": str(facts.attempt),
             TAG_VARIABLE: facts.tag,
+            STORE_VARIABLE: f"{facts.run_id} {facts.master_port}",
         }
     )
     if facts.virtual_local_rank:

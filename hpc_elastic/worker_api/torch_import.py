@@ -6,12 +6,12 @@ that off). Outside of a worker of a run nothing happens. No failure in here reac
 
 from __future__ import annotations
 
-from hpc_elastic.worker_api import flight_recorder, heartbeat
+from hpc_elastic.worker_api import agent_store, flight_recorder, heartbeat
 
 
 def start() -> None:
     """Called by torch, and by a worker that is forked with torch imported. Never raises."""
-    for begin in (flight_recorder.start, heartbeat.count_optimizer_steps):
+    for begin in (agent_store.drop_other_store, flight_recorder.start, heartbeat.count_optimizer_steps):
         try:
             begin()
         except Exception:
