@@ -238,7 +238,9 @@ class _Worker:
         except Exception as error:
             final = self._terms is not None and self._terms.exceptions_are_final
             return self._fail(error, ExitCode.NOT_RETRYABLE if final else ExitCode.WORKERS_FAILED)
-        signal.signal(NOTICE_SIGNAL, signal.SIG_IGN)  # it is done: what comes now is its result
+        # It is done: what comes now is its result.
+        if signal.signal(NOTICE_SIGNAL, signal.SIG_IGN) == self._on_notice and not self._handled:
+            heartbeat.all_steps_done()
         try:
             write_object(result_file(self._rank_dir), self._head(), value)
         except Exception as error:

@@ -238,6 +238,10 @@ class _Reporter:
             write_total(self._map, _checked_step(total))
             self._total = total
 
+    def all_steps_done(self) -> None:
+        if self._step != NO_STEP and not self._has_notice:
+            self.set_total(self._step)
+
     def note_step(self, loss: object) -> None:
         """Write the step that was reported last into the rehearsal's journal."""
         if self.journal is not None:
@@ -439,6 +443,11 @@ def is_outside() -> bool:
 def read_notice_of_agent() -> NoticeRecord | None:
     """For `preemption`."""
     return _reporter.read_notice()
+
+
+def all_steps_done() -> None:
+    """Report that the last step is that of the training, unless the script got a notice: it may have ended for that."""
+    _reporter.all_steps_done()
 
 
 def pass_on_notice() -> None:

@@ -63,7 +63,8 @@ class Jobs:
 
     def __post_init__(self) -> None:
         self.places = {
-            name: self.folder / name for name in ("saved", "over", "killed", "cancelled", "script", "held", "program")
+            name: self.folder / name
+            for name in ("saved", "over", "killed", "cancelled", "script", "held", "program", "done")
         }
         for place in self.places.values():
             place.mkdir(parents=True)
@@ -76,6 +77,7 @@ class Jobs:
         script = self.places["script"] / "train.py"
         script.write_text(SCRIPT)
         self.script = submit(Script(script), "--epochs", 4)
+        self.done = submit(functions.is_done_under_a_notice, self.places["done"])
         executor.update_parameters(nodes=1, restart_on="infrastructure")
         self.raised = submit(functions.raises, ValueError("first"))
         self.odd = submit(functions.raises_odd)
@@ -135,6 +137,14 @@ def test_a_script_that_saves_by_itself_goes_on_after_a_notice(jobs: Jobs) -> Non
         said = jobs.script.task(rank).stdout() or ""
         assert said.splitlines()[0] == "from 0 ['--epochs', '4']"
         assert said.splitlines()[-1] == "from 2 ['--epochs', '4']"
+
+
+def test_a_function_that_asks_for_notices_and_returns_before_it_was_to_save_is_not_called_again(jobs: Jobs) -> None:
+    place = jobs.places["done"]
+    until(lambda: all((place / f"begun-{rank}-0").exists() for rank in (0, 1)))
+    jobs.done._interrupt()
+    assert jobs.done.results() == [4, 4]
+    assert not list(place.glob("begun-*-1"))
 
 
 def test_a_worker_that_is_killed_is_started_again(jobs: Jobs) -> None:

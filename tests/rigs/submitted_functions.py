@@ -10,6 +10,8 @@ from typing import Any
 
 from submitit.helpers import Checkpointable, DelayedSubmission
 
+from hpc_elastic.worker_api.heartbeat import notice_is_there
+
 PATIENCE = 120.0
 
 
@@ -99,3 +101,16 @@ def sleeps(folder: Path) -> None:
 def speaks_to(stream: int) -> str:
     os.write(stream, b"said\n")
     return os.environ.get("FROM_SETUP", "")
+
+
+def is_done_under_a_notice(place: Path) -> int:
+    """Asks whether to save after its first steps, gets the signal, and has no more to do."""
+    import hpc_elastic
+
+    (place / f"begun-{os.environ['RANK']}-{os.environ['HPC_ELASTIC_ATTEMPT']}").touch()
+    while not notice_is_there():
+        assert not hpc_elastic.should_checkpoint(3)
+        time.sleep(0.01)
+    time.sleep(1.0)  # the signal comes
+    assert not hpc_elastic.should_checkpoint(3)
+    return 4
