@@ -1,4 +1,4 @@
-"""Whether a run hangs, and for which rank the others wait: pure decisions, over what several sources show.
+"""Pure decisions on whether a run hangs, and for which rank the others wait, over what several sources show.
 
 `judge` finds a worker that gave no heartbeat for the timeout of its section: one node's agent judges its own workers by
 one clock; across nodes only steps and *ages* are compared, never times. `next_stall` and `judge_run` need no heartbeat:
@@ -26,11 +26,11 @@ from hpc_elastic.worker_api.heartbeat_record import STEP
 HANG_FINGERPRINT = "hang:"
 """What every hang's fingerprint begins with."""
 STOPPED_FINGERPRINT = "hang:stopped"
-"""Of a worker that was stopped from outside."""
+"""The fingerprint of a worker that was stopped from outside."""
 KERNEL_FINGERPRINT = "hang:kernel"
-"""Of a worker that sat in the kernel, where no signal reached it."""
+"""The fingerprint of a worker that sat in the kernel, where no signal reached it."""
 LEARNED_INTERVALS = 20
-"""So many times between two heartbeats must have been measured before a timeout is learned from them."""
+"""Least number of times between two heartbeats from which a timeout is learned."""
 LEARNED_FACTOR = 5.0
 SLACK_SECONDS = 1.0
 SLACK_SHARE = 0.1
@@ -45,7 +45,7 @@ class Hang(Struct, frozen=True, kw_only=True):
     ranks: tuple[int, ...] = ()
     """Global ranks that the others wait for; empty: not known."""
     seconds: float = 0.0
-    """Without progress; of a section's timeout, the timeout."""
+    """How long there was no progress; for a section's timeout, the timeout."""
     hung: Mapping[int, str] = {}
     """Local rank → why, of the workers here that hang and look the same."""
     may_be_rest: bool = False
@@ -179,7 +179,7 @@ that reads the machine's load (psutil, every 15 s) reads 1 to 2 KiB a second."""
 _CPU_ROUNDING = 0.03
 """Seconds of CPU time by which a look may be wrong: the kernel counts in ticks of 0.01 s."""
 LONGEST_FACTOR = 3.0
-"""Of the run's own longest pause so far, which was no hang."""
+"""Multiple of the run's own longest pause so far that is no hang."""
 
 
 class Stall(Struct, frozen=True, kw_only=True):
@@ -188,17 +188,17 @@ class Stall(Struct, frozen=True, kw_only=True):
     at: float
     """When the last counts were taken."""
     counts: Mapping[int, Counts]
-    """By local rank; what a worker that has just been started has done is nothing."""
+    """Local rank → counts; those of a worker that has just been started are 0."""
     since: Mapping[int, float] = {}
     """Local rank → since when, of the workers that make none."""
     ended_at: float | None = None
-    """Since when no worker runs here, all having ended with 0."""
+    """The time from which on no worker runs here, all having ended with 0."""
     longest: float = 0.0
     """The longest time without progress of any worker here that ended by itself, seconds."""
 
     @property
     def began(self) -> float | None:
-        """Since when no worker here makes progress; None: one does."""
+        """The time from which on no worker here makes progress; None: one does."""
         if not self.counts:
             return self.ended_at
         return max(self.since.values()) if len(self.since) == len(self.counts) else None
@@ -288,7 +288,7 @@ def judge_run(
 def find_odd_ranks(
     ranks: Sequence[StalledRank], hosts: Mapping[int, str], *, have_others_ended: bool = False
 ) -> tuple[Suspect, ...]:
-    """For which of the ranks the others wait, by the collectives that they left or else by what the kernel says.
+    """Find the ranks that the others wait for, by the collectives that they left or else by what the kernel says.
 
     Without a majority of ranks that look alike, none is named, unless the others have ended.
     """

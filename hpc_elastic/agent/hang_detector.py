@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 60.0
 LOOKS_PER_LIMIT = 4
-"""Where the user gave a short limit, looks are as far apart as this share of it."""
+"""Looks within a limit that the user gave, where it is short."""
 TAKE_SECONDS = 1.0
 """How long what is read and written in another thread is waited for."""
 PAUSED_SECONDS = 5.0
@@ -110,7 +110,7 @@ class HangDetector:
         self._even: StallFound | None = None
         """What NCCL shows, which may be a rest: the workers' dumps are waited for."""
         self._rests_since: float | None = None
-        """Since when it has been a rest, by the dumps."""
+        """The time from which on it has been a rest, by the dumps."""
         self._next: float | None = None
 
     @property

@@ -62,7 +62,7 @@ class HeartbeatWatch:
         self._pace = StepPace()
         self._round = -1
         self._furthest_before = furthest_before
-        """Of all rounds before this one; -1 also where the steps go back by themselves."""
+        """The furthest step of all rounds before this one; -1 also where the steps go back by themselves."""
         self._awaits_first_step = True
         self._awaited: dict[str, float] = {}
         """Section with a timeout that no worker here has entered in the run → its seconds, until that is said."""
@@ -255,7 +255,7 @@ class HeartbeatWatch:
 
     @property
     def furthest_step(self) -> int:
-        """Of all workers here in this round, -1 for none."""
+        """The furthest step of all workers here in this round, -1 for none."""
         steps = [beat.step for beat in self._beats.beats if beat.step is not None] if self._beats is not None else []
         return max(steps, default=-1)
 
@@ -386,7 +386,7 @@ def describe_progress(beats: Collection[RankBeat], now: float, *, now_ns: int) -
 
 
 def describe_beat(beat: RankBeat, now: float) -> RankHeartbeat:
-    """For the node's file and for events."""
+    """The heartbeat as the node's file and the events have it."""
     return RankHeartbeat(
         rank=beat.rank,
         local_rank=beat.local_rank,

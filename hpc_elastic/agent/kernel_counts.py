@@ -15,7 +15,7 @@ _THREADS = 64
 
 
 class Counts(Struct, frozen=True, kw_only=True):
-    """Of one worker."""
+    """One worker's counts, with those of all that it has started."""
 
     cpu: float = 0.0
     """Seconds, of all threads."""
@@ -47,7 +47,7 @@ def read_counts(pids: Mapping[int, int], *, proc: str = "/proc") -> dict[int, Co
 
 
 def _counts_of(pid: int, moved: Mapping[int, int], proc: str) -> Counts:
-    """Of one process; nothing where it is gone."""
+    """One process' counts; zeros where it is gone."""
     folder, switches = f"{proc}/{pid}", 0
     try:
         with open(f"{folder}/stat", "rb") as file:

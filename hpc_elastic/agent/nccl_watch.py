@@ -1,4 +1,4 @@
-"""Whether the ranks of a run stand still by NCCL's RAS: asked once a minute, by the agent of group rank 0, for all.
+"""Watches NCCL's RAS for ranks that stand still: asked once a minute, by the agent of group rank 0, for all.
 
 What differs between ranks is normal while they work, and so is a pause of all: what counts is that nothing has changed
 for longer than `limit_without_progress` allows, which learns from the run's own pauses.
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 ASK_SECONDS = 60.0
 """Between two questions; RAS asks every process of the job for each."""
 _ASKS_PER_LIMIT = 4
-"""Where the user gave a short limit, questions are as far apart as this share of it."""
+"""Questions within a limit that the user gave, where it is short."""
 _LOOK_SECONDS = 0.5
 """How often an answer is looked for."""
 _MOST_TROUBLE = 3
@@ -45,7 +45,8 @@ _LEAST_VERSION = (2, 28, 7)
 
 
 class Unchanged(Struct, frozen=True, kw_only=True):
-    """Since when values are the same, by name, and the longest such time that ended. Monotonic seconds."""
+    """Values by name, each with the time since which it is the same; and the longest such time that ended. Monotonic
+    seconds."""
 
     at: float = 0.0
     """When the values were taken."""
@@ -73,7 +74,7 @@ class NcclStall(Struct, frozen=True, kw_only=True):
 
     progress: Unchanged = Unchanged()
     trouble: Unchanged = Unchanged()
-    """By communicator."""
+    """The same for what keeps each communicator's ranks apart."""
 
     def then(self, report: RasReport, *, beats: int, now: float) -> NcclStall:
         """Take another answer in; `beats` is how many heartbeats the workers here have sent."""
@@ -196,7 +197,7 @@ class NcclWatch:
         self._trouble = 0
         self._stall = NcclStall()
         self.found: StallFound | None = None
-        """By the last answer."""
+        """The verdict over the last answer."""
         self._next: float | None = None
 
     @property

@@ -55,7 +55,8 @@ class Source(str, Enum):
     KERNEL = "kernel"
     """No worker of any node makes progress: each rests by what the kernel counts of it, or does not answer."""
     NCCL = "nccl"
-    """By NCCL's RAS ranks don't answer, or counts of collectives differ and stand still, or stand still on all."""
+    """NCCL's RAS shows ranks that don't answer, or counts of collectives that differ and stand still, or stand still on
+    all."""
 
 
 class StalledRank(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -77,7 +78,7 @@ class NodeStall(Struct, frozen=True, kw_only=True):
 
     round: int
     seconds: float
-    """For how long, when this was written."""
+    """Length of that time when this was written."""
     longest: float = 0.0
     """The node's longest such time in this attempt that ended by itself, seconds."""
     ranks: tuple[StalledRank, ...] = ()
@@ -96,8 +97,8 @@ class Suspicion(Struct, frozen=True, kw_only=True):
     ranks: tuple[int, ...] = ()
     """The ranks that the others wait for; empty: not known."""
     written_ns: int = 0
-    """By the wall clock of the node of group rank 0."""
+    """Wall clock of the node of group rank 0."""
     seconds: float = 0.0
-    """For how long there was no progress then."""
+    """Length of the time without progress then."""
     may_be_rest: bool = False
     """All ranks have launched the same, and nothing shows that they wait for each other: never acted on."""

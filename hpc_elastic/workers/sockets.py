@@ -79,7 +79,7 @@ _HEADER = struct.Struct("=IHHII")
 _INODE_AT, _ATTRIBUTES_AT = 68, 72
 _MOVED = struct.Struct("=QQ")
 _MOVED_AT = 120
-"""Of struct tcp_info: bytes acknowledged and received (Linux 4.2)."""
+"""Offset in struct tcp_info of the bytes acknowledged and received (Linux 4.2)."""
 
 
 def moved_bytes() -> dict[int, int]:

@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 
 _KILL_BOUND_S = 5.0
 RUNTIME_SECONDS = 5.0
-"""For a container's runtime to clean up, after the first SIGKILL to what is inside."""
+"""Time for a container's runtime to clean up, after the first SIGKILL to what is inside."""
 ORPHAN_SECONDS = 5.0
-"""From SIGTERM to SIGKILL, for what outlived a worker that had ended before."""
+"""Grace for what outlived a worker that had ended before."""
 _MOST_ORPHANS = 8
 """Named."""
 _LAST_SHARE, _LAST_SECONDS = 0.1, 3.0
@@ -60,13 +60,13 @@ class Stopped(Struct, frozen=True, kw_only=True):
     """The group is gone, but for `left`."""
 
     exits: Mapping[int, ExitStatus]
-    """By the worker's pid. A worker in `left` has none, and was not released."""
+    """Pid → exit. A worker in `left` has none, and was not released."""
     killed: int
     """Processes that SIGTERM did not end and SIGKILL was sent to."""
     left: tuple[Survivor, ...]
-    """To be logged, and their pids passed as `excluding` from now on: else the next stop waits for them again."""
+    """Processes to log, and to pass as `excluding` from now on: else the next stop waits for them again."""
     seconds: float
-    """From `begin` to the end."""
+    """Time from `begin` to the end."""
     orphans: tuple[str, ...] = ()
     """Name and pid of some that outlived a worker which had ended before, and were ended."""
 
@@ -88,7 +88,7 @@ class _Progress(Struct):
     held: dict[int, list[Proc]] = field(default_factory=dict)
     """Root of a worker → its rank's processes, which alone have got SIGTERM."""
     roots: set[tuple[int, int]] = field(default_factory=set)
-    """Of containers, as they came."""
+    """The first processes of the containers that have come up."""
     orphans: dict[int, str] = field(default_factory=dict)
     outlived: set[int] = field(default_factory=set)
     """Sessions of workers that had ended before."""
