@@ -33,7 +33,15 @@ def ddp_run(tmp_path: Path) -> Iterator[Run]:
 
 @pytest.mark.parametrize(
     ("what", "fail_rank"),
-    [("sleep@init", 0), ("sleep@1", 1), ("stop@12", 0), ("lock@12", 1), ("gil@12", 0), ("gil@12", 1), ("sleep@end", 0)],
+    [
+        ("sleep@init", 0),
+        ("stop@12", 1),
+        ("gil@12", 0),
+        *(
+            pytest.param(what, rank, marks=pytest.mark.slow)
+            for what, rank in (("sleep@1", 1), ("lock@12", 1), ("gil@12", 1), ("sleep@end", 0))
+        ),
+    ],
 )
 def test_a_hang_is_found_and_the_rank_is_the_cause(ddp_run: Run, what: str, fail_rank: int) -> None:
     """Each rank on a node of its own: named wherever it is. The restart then gets through."""
@@ -48,7 +56,9 @@ def test_a_hang_is_found_and_the_rank_is_the_cause(ddp_run: Run, what: str, fail
         assert [event["round"] for event in run.events("round_final")][-1] == 1
 
 
-@pytest.mark.parametrize(("what", "fail_rank"), [("sleep@exit", 0), ("sleep@atexit", 1)])
+@pytest.mark.parametrize(
+    ("what", "fail_rank"), [("sleep@atexit", 1), pytest.param("sleep@exit", 0, marks=pytest.mark.slow)]
+)
 def test_a_hang_after_all_workers_of_the_other_node_have_ended_is_found(
     ddp_run: Run, what: str, fail_rank: int
 ) -> None:
@@ -74,6 +84,7 @@ def test_what_is_no_hang(ddp_run: Run, what: str, fail_rank: int) -> None:
         assert not run.events("hang_suspected")
 
 
+@pytest.mark.slow
 def test_a_longer_pause_than_three_times_the_last_is_one(ddp_run: Run) -> None:
     """Observed, since `observe` ends nothing: the script goes on by itself."""
     arguments = ("--steps", "12", "--fail", "pause@3", "--fail", "pause@9", "--pause", "12")

@@ -145,7 +145,7 @@ def test_a_ddp_script_trains_while_the_disk_of_runs_is_full_and_its_restart_wait
         LocalRun(
             tmp_path,
             "",
-            interpreter=[str(script), "--steps", "400", "--step-seconds", "0.05"],
+            interpreter=[str(script), "--steps", "200", "--step-seconds", "0.03"],
             environ={"OMP_NUM_THREADS": "1", "TMPDIR": scratch},
             options=_FILES_ALONE,
         ) as run,
@@ -161,7 +161,7 @@ def test_a_ddp_script_trains_while_the_disk_of_runs_is_full_and_its_restart_wait
         tiny_disk.make_room()
         assert run.finish() == ExitCode.OK
         assert {event["restarts_used"] for event in run.events("round_final")} == {0, 1}
-        assert run.log().count("ends at step 400") == 2
+        assert run.log().count("ends at step 200") == 2
         failed = [event for event in run.events("worker_failed") if event["failure_class"] == "root"]
         assert [event["rank"] for event in failed] == [1]
 
