@@ -17,7 +17,10 @@ def drop_other_store(env: MutableMapping[str, str] = os.environ) -> None:
     Those ranks inherit the variable by which torch (2.13) connects all of them to a store that nobody serves there.
     torchrun, which serves one, sets that variable itself, and the run's id.
     """
-    run_id, _, ours = env.get(STORE_VARIABLE, "").rpartition(" ")
+    given = env.get(STORE_VARIABLE)
+    if not given:
+        return  # a fork server, which imports torch for all workers, reads nothing that differs between them
+    run_id, _, ours = given.rpartition(" ")
     port = env.get("MASTER_PORT", ours)
     # Our port at another address may be the same store, by another name of its node.
     if env.get(_USES_STORE) == "True" and run_id == env.get("TORCHELASTIC_RUN_ID") and port not in ("", ours):
