@@ -39,7 +39,7 @@ def test_the_others_go_on_without_a_node_that_is_unfit_after_a_failure(tmp_path:
         (failed,) = run.events("health_check_failed")
         assert (failed["node"], failed["round"], failed["checks"], failed["reason"]) == (2, 0, ["script"], why)
         (left,) = run.events("node_left")
-        assert (left["node"], left["host"], left["round"], left["reason"]) == (2, "node2", 1, why)
+        assert (left["node"], left["host"], left["round"], left["reason"]) == (2, "node2", 0, why)
         assert [event["code"] for event in run.events("agent_ended") if event["node"] == 2] == [UNHEALTHY_CODE] * 2
         assert run.events("agent_relaunched") == []
         (frozen,) = [event for event in run.events("round_frozen") if event["round"] == 1]
