@@ -180,7 +180,7 @@ def test_a_template_and_a_submission_from_a_compute_node(cluster: SlurmCluster, 
     assert (info["NumNodes"], info["Comment"], info["TimeLimit"]) == ("2", "mine", "00:10:00")
     # From another home the job's log says whose run it is.
     seen = runs.hpc_elastic("status", run.job, env={"HOME": "/tmp", "XDG_STATE_HOME": ""})
-    assert seen.stdout.startswith(f"run {run.root.name}: training"), seen.stderr
+    assert seen.stdout.startswith(f"run {run.root.name}: up"), seen.stderr
     stop.touch()
     assert run.wait_end() == "COMPLETED"
     broken = runs.folder / "broken.sh"
