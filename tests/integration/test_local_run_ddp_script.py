@@ -77,7 +77,7 @@ def test_the_same_failure_after_fewer_steps_is_given_up_and_the_rule_is_named(dd
         assert "no progress between, each within 600 s of the start (--restart-window)" in run.log()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_script_saves_on_sigterm_while_its_data_loader_lives(ddp_run: Run, number: signal.Signals) -> None:
     """Every stop with a grace ends the ranks first. A save takes a second, and the next batch, here."""
     arguments = ("--steps", "100000", "--save-every", "100000", "--save-on-sigterm", "--pause", "1")
