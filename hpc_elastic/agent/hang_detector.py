@@ -248,7 +248,8 @@ class HangDetector:
             self._stall = replace(stall, since={})  # its GPUs work, and it waits for them
             self._asked.clear()
             return
-        assert stall.began is not None
+        if stall.began is None:
+            return  # a worker has ended since it was asked
         seconds, first, is_judge = now - stall.began, workers.layout.first_rank, workers.layout.group_rank == 0
         own, gpus = self._path(self._node), tuple(gpu.use for gpu in self._gpus.devices if gpu.use is not None)
         paths = {member.node: self._path(member.node) for member in members}

@@ -301,6 +301,19 @@ def test_a_hang_is_found_once_and_goes_when_the_workers_go_on(steps: Callable[..
     assert run.detector.due is None
 
 
+@pytest.mark.parametrize("left", [[], [1]])
+def test_a_worker_that_ends_while_its_dump_is_awaited_ends_no_agent(
+    steps: Callable[..., Steps], left: list[int]
+) -> None:
+    run = steps()
+    run.workers.running_pids, run.workers.running = {0: 2**22 + 1, 1: 2**22 + 2}, [0, 1]
+    run.detector.begin(0, 2)
+    run.pace = 0.0
+    assert run.until(lambda _: bool(run.workers.asked), 20) is None
+    run.workers.running_pids, run.workers.running = dict.fromkeys(left, 2**22 + 2), left
+    assert run.until_hang(2) is None
+
+
 def test_the_next_round_is_watched_from_its_start_on(steps: Callable[..., Steps]) -> None:
     run = steps()
     run.until(lambda _: False, 3)
