@@ -187,7 +187,7 @@ class GroupStopper:
 
     @property
     def sent_kill(self) -> bool:
-        """Whether SIGKILL was sent: before, a worker that it ended was killed by another."""
+        """Whether SIGKILL was sent to workers: before, a worker that it ended was killed by another."""
         return self._state.sent_kill
 
     def kill_now(self) -> None:
@@ -265,7 +265,6 @@ class GroupStopper:
             if proc.sid in self._state.outlived:
                 self._note_orphan(proc)
                 if is_late:
-                    self._state.sent_kill = True
                     self._state.killed.add((proc.pid, proc.starttime))
                     tree.kill_safely(proc, signal.SIGKILL)
             identity = (proc.pid, proc.starttime)

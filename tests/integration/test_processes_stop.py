@@ -414,10 +414,12 @@ def test_what_outlived_its_worker_gets_five_seconds() -> None:
         stopper.begin()
         result = finish(stopper)
         report(code=result.exits[saves.pid].exitcode, killed=result.killed, seconds=result.seconds,
-               left=is_alive(orphan), orphans=result.orphans)
+               left=is_alive(orphan), orphans=result.orphans,
+               sent_kill=stopper.sent_kill)
         """
     )
     assert (facts["code"], facts["killed"], facts["left"]) == (0, 1, False)
+    assert not facts["sent_kill"], "a worker that SIGKILL ends meanwhile was killed by another"
     assert len(facts["orphans"]) == 1
     assert re.fullmatch(r"python\S* \(pid \d+\)", facts["orphans"][0])
     assert facts["seconds"] < 12
