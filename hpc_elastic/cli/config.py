@@ -92,7 +92,7 @@ HELP = Help(
     "only these settings.",
     examples=(
         ("hpc-elastic config", "the settings that have a value"),
-        ("hpc-elastic config max-restarts nodes --nodes 2-4", "two settings, as for this command line"),
+        ("hpc-elastic config --nodes 2-4 max-restarts nodes", "two settings, as for this command line"),
     ),
 )
 OPTIONS = (
@@ -137,6 +137,8 @@ def _asked(names: Sequence[str]) -> list[Option]:
     for name in names:
         option = keys.find(name)
         if option is None:
+            if name.startswith("-"):
+                raise UsageError(f"{name}: options go before the settings, as in config --nodes 2-4 max-restarts")
             nearest = keys.nearest(name)
             raise UsageError(f"no setting {name}{f'; did you mean {nearest}?' if nearest else ''}")
         found.append(option)

@@ -70,3 +70,11 @@ def test_what_has_no_effect_is_hidden_and_named_all_the_same(capsys: pytest.Capt
     """A command line that was written for submit can be given to run."""
     assert cli.main(["run", "--cluster", "local", "-p", "gpu", "--nodes", "0", "x.py"]) == 2
     assert "no effect without Slurm: -p" in capsys.readouterr().err
+
+
+def test_the_examples_of_configs_help_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    """The others need a script or a cluster; ``tests/docs`` runs those that the documentation shows."""
+    examples = re.findall(r"(?m)^  hpc-elastic (config.*)$", help_of(capsys, "config", "--help"))
+    assert len(examples) == 2
+    for example in examples:
+        assert cli.main(example.split()) == 0, example
