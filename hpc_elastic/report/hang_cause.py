@@ -63,7 +63,7 @@ def decide_hang(
         confidence = Confidence.LOW
         evidence = f"only {plural(len(others) + 1, 'rank')} of {world_size} sent heartbeats"
     else:
-        evidence = "the only one without a heartbeat"
+        evidence = "the only rank without progress"
     if symptoms:
         are = "is its consequence" if len(symptoms) == 1 else "are its consequences"
         evidence += f"; {plural(len(symptoms), 'failure')} elsewhere {are}"

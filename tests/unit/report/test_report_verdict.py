@@ -488,7 +488,7 @@ def test_one_that_never_got_to_a_step_is_behind_all() -> None:
     verdict = decide_verdict([hang(0, 1.0, 3), hang(1, 2.0, None)], rank_statuses=[word(0, 3)])
     assert verdict.failure is not None
     assert verdict.failure.global_rank == 1
-    assert decide_verdict([hang(5, 1.0, 3)]).evidence == "the only one without a heartbeat"
+    assert decide_verdict([hang(5, 1.0, 3)]).evidence == "the only rank without progress"
 
 
 def test_an_exception_before_the_silence_is_the_cause() -> None:
@@ -524,14 +524,14 @@ def test_the_only_one_is_said_only_where_all_ranks_send_heartbeats() -> None:
     assert quiet.confidence is Confidence.LOW
     assert quiet.evidence == "rank 1 gave no heartbeat for as long, in sections without a timeout"
     lives = decide_verdict([hang(0, 1.0, 8)], rank_statuses=[word(0, 8), replace(word(1, 8), age=0.5)])
-    assert (lives.confidence, lives.evidence) == (Confidence.HIGH, "the only one without a heartbeat")
+    assert (lives.confidence, lives.evidence) == (Confidence.HIGH, "the only rank without progress")
 
 
 def test_a_hang_never_follows_from_the_stop_that_it_brought() -> None:
     hung = replace(hang(0, 1.0, step=4), stopped_ns=START_NS)
     verdict = decide_verdict([hung])
     assert (verdict.cause, verdict.confidence) == (Cause.WORKER, Confidence.HIGH)
-    assert verdict.evidence == "the only one without a heartbeat"
+    assert verdict.evidence == "the only rank without progress"
 
 
 FOUR = {rank: f"n{rank + 1}" for rank in range(4)}
