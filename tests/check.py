@@ -76,7 +76,7 @@ TIERS = (
     ),
     Tier(name="faults", folders=("tests/integration",), budget=1200, processes=3),
     Tier(name="catalogue", folders=("tests/catalogue",), budget=200, processes=2),
-    Tier(name="slurm", folders=("tests/slurm",), budget=900, processes=3, sharing=BY_TESTS),
+    Tier(name="slurm", folders=("tests/slurm",), budget=900, processes=4, sharing=BY_TESTS),
     Tier(
         name="slurm-next",
         folders=("tests/slurm",),

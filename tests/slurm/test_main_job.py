@@ -41,16 +41,13 @@ while not pathlib.Path("end").exists():
 """
 
 
-on_both = pytest.mark.parametrize("cluster", ["plain", "emulated"], indirect=True)
-
-
 def _final_line(log: str) -> tuple[float, float]:
     match = re.search(r"final: epoch=\d+ loss=([\d.]+) accuracy=([\d.]+)", log)
     assert match, log
     return float(match.group(1)), float(match.group(2))
 
 
-@on_both
+@pytest.mark.parametrize("cluster", [pytest.param("plain", marks=pytest.mark.slow), "emulated"], indirect=True)
 @pytest.mark.torch
 def test_the_example_trains_to_the_same_loss_through_a_drain_a_flap_and_a_kill(
     cluster: SlurmCluster, runs: SlurmRuns
@@ -231,7 +228,7 @@ def test_a_lost_node_without_a_spare_requeues_and_the_next_attempt_resumes(
 
 
 @pytest.mark.any_release
-@on_both
+@pytest.mark.parametrize("cluster", ["plain", "emulated"], indirect=True)
 def test_the_batch_host_may_die_and_the_job_ends_with_its_report(cluster: SlurmCluster, runs: SlurmRuns) -> None:
     run = runs.submit("--nodes", "2-3", *ALL_COME, *SHORT, runs.trainer())
     run.wait_steps(3)
