@@ -13,7 +13,8 @@
 
 The tiers: unit (pure, no process), store (one suite per protocol, and models), faults (real processes and signals),
 catalogue (one case per kind of failure, each really failing under both start methods, its report compared with a golden
-file that a person has read: ``pytest tests/catalogue --update-golden`` writes them anew), slurm (a real one),
+file that a person has read, and what is printed of recorded runs: ``pytest tests/catalogue --update-golden`` writes all
+anew), slurm (a real one),
 slurm-next (what is marked ``any_release`` on a newer Debian's Slurm: only where ``--tier`` names it;
 HPC_ELASTIC_SLURM_RELEASE may name another release), security (attacks by another user of the same machine; root makes
 two for the while), docs (commands, links, pages in a browser).
