@@ -21,9 +21,10 @@ What a program may import; all else can change at any time. How-to pages: [hangs
 SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
     (
         "In a training script",
-        "Without torch; outside of a run they do nothing.",
+        "Without torch; outside of a run they do nothing, and `commit` renames.",
         (
             ("hpc_elastic", "worker_api/heartbeat.py:heartbeat section checkpoint_done"),
+            ("hpc_elastic", "worker_api/lease.py:commit RoundOverError"),
             (
                 "hpc_elastic",
                 "worker_api/preemption.py:should_checkpoint on_preemption preemption_notice PreemptionNotice",

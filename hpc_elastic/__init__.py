@@ -1,6 +1,6 @@
 """Fault-tolerant, elastic PyTorch training on Slurm.
 
-For a training script: `heartbeat`, `section`, `checkpoint_done`, `should_checkpoint`, `preemption_notice` and
+For a training script: `heartbeat`, `section`, `checkpoint_done`, `commit`, `should_checkpoint`, `preemption_notice` and
 `on_preemption`. They need no torch, and cost nothing until they are used.
 
 For programs that submit, and for a notebook: `hpc_elastic.submission.ElasticExecutor`.
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from hpc_elastic.worker_api.heartbeat import checkpoint_done as checkpoint_done
     from hpc_elastic.worker_api.heartbeat import heartbeat as heartbeat
     from hpc_elastic.worker_api.heartbeat import section as section
+    from hpc_elastic.worker_api.lease import RoundOverError as RoundOverError
+    from hpc_elastic.worker_api.lease import commit as commit
     from hpc_elastic.worker_api.preemption import PreemptionNotice as PreemptionNotice
     from hpc_elastic.worker_api.preemption import on_preemption as on_preemption
     from hpc_elastic.worker_api.preemption import preemption_notice as preemption_notice
@@ -22,11 +24,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _FROM = {
-    "on_preemption": "hpc_elastic.worker_api.preemption",
-    **dict.fromkeys(("checkpoint_done", "heartbeat", "section"), "hpc_elastic.worker_api.heartbeat"),
-    **dict.fromkeys(
-        ("PreemptionNotice", "preemption_notice", "should_checkpoint"), "hpc_elastic.worker_api.preemption"
-    ),
+    name: f"hpc_elastic.worker_api.{module}"
+    for module, names in {
+        "heartbeat": ("checkpoint_done", "heartbeat", "section"),
+        "lease": ("RoundOverError", "commit"),
+        "preemption": ("PreemptionNotice", "on_preemption", "preemption_notice", "should_checkpoint"),
+    }.items()
+    for name in names
 }
 """What is imported when it is first used, and from where."""
 

@@ -14,6 +14,7 @@ from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import make_private_dir
+from hpc_elastic.rendezvous.lease import Lease
 from hpc_elastic.rendezvous.state import HangMark
 from hpc_elastic.run.heartbeats import NodeHeartbeats, Progress, RankHeartbeat, describe_begun_again
 from hpc_elastic.run.option_values import SectionTimeouts
@@ -47,12 +48,14 @@ class HeartbeatWatch:
         node: int = 0,
         host: str = "",
         furthest_before: int = -1,
+        lease: Lease | None = None,
     ) -> None:
         """The monotonic `clock` must be the workers' (CLOCK_BOOTTIME); `summary` is a path in the run directory.
 
         `furthest_before` is the furthest step of the attempt before, as far as it is known; -1: none.
         """
         self._folder = folder
+        self._lease = lease
         self._timeouts = timeouts
         self._clock = clock
         self._files = files
@@ -87,6 +90,11 @@ class HeartbeatWatch:
         """Local rank → why it counts as hung in this round."""
 
     @property
+    def is_round_over(self) -> bool:
+        """Whether the others went on without this node: its workers get no grace."""
+        return self._lease is not None and self._lease.is_over
+
+    @property
     def folder(self) -> Path | None:
         """The agent's own on this node; None: there is none."""
         return self._folder.path
@@ -104,6 +112,8 @@ class HeartbeatWatch:
         self.hung = {}
         self._unseen = set()
         self._beats = RoundBeats(self._folder, round_index=round_index, first_rank=first_rank, count=count, now=now)
+        if self._lease is not None:
+            self._lease.begin(round_index, self._beats.write_lease)
         self._pace = StepPace()
         self._summary_due = now + FIRST_SUMMARY_SECONDS
         self._plan(now, range(count))
@@ -113,6 +123,8 @@ class HeartbeatWatch:
         if self._beats is not None:
             now = self._clock.monotonic()
             self._beats.begin_again(local_rank, now)
+            if self._lease is not None:
+                self._lease.show()
             self.due = now if self.due is not None else None
 
     def environment(self, local_rank: int) -> dict[str, str]:
@@ -290,6 +302,8 @@ class HeartbeatWatch:
     def end(self) -> None:
         """The round's workers are gone."""
         self.due = None
+        if self._lease is not None:
+            self._lease.end()
         if self._beats is not None:
             self._beats.remove()
 

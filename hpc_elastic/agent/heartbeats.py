@@ -25,6 +25,7 @@ from hpc_elastic.worker_api.heartbeat_record import (
     SETUP,
     NoticeRecord,
     empty_file,
+    pack_lease,
     pack_notice,
     read_loss,
     read_record,
@@ -73,6 +74,18 @@ class HeartbeatFolder:
             logger.warning("no heartbeats of this worker: %s: %s", path, error)
             return ""
         return str(path)
+
+    def make_pipe(self, name: str, use: str) -> tuple[str, int]:
+        """A pipe that workers write to: its path and a descriptor; empty and -1 where there can be none."""
+        if self.path is None:
+            return "", -1
+        path = str(self.path / name)
+        try:
+            os.mkfifo(path, 0o600)
+            return path, os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        except OSError as error:
+            logger.warning("no %s: %s: %s", use, path, error.strerror)
+            return "", -1
 
     def remove(self) -> None:
         """At the agent's end."""
@@ -295,8 +308,15 @@ class RoundBeats:
         return list(self.beats)
 
     def write_notice(self, notice: NoticeRecord) -> None:
-        """Write the notice to every worker's page; a page that is missing is left out."""
-        offset, raw = pack_notice(notice)
+        """Write the notice to every worker's page."""
+        self._write(*pack_notice(notice))
+
+    def write_lease(self, until_ns: int, looked_ns: int) -> None:
+        """Write to every worker's page as `pack_lease` says. For any thread."""
+        self._write(*pack_lease(until_ns, looked_ns))
+
+    def _write(self, offset: int, raw: bytes) -> None:
+        """To every worker's page; one that is missing is left out."""
         for path in self.paths:
             try:
                 fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -305,7 +325,7 @@ class RoundBeats:
             try:
                 os.pwrite(fd, raw, offset)
             except OSError as error:
-                logger.warning("a worker can't be notified: %s", error)
+                logger.warning("a worker's page can't be written: %s", error)
             finally:
                 os.close(fd)
 

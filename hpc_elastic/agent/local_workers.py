@@ -370,11 +370,11 @@ class LocalWorkers:
         failed = [slot for slot in self._slots if slot.has_failed]
         return bool(failed) and all(self._evidence.is_symptom(slot) for slot in failed)
 
-    def begin_stop(self, *, grace: float) -> None:
-        """SIGTERM to all; SIGKILL after `grace` seconds. A second call can only shorten that."""
+    def begin_stop(self, *, grace: float, at_once: bool = False) -> None:
+        """SIGTERM to all; SIGKILL after `grace` seconds. A second call can only shorten that. `at_once`: SIGKILL."""
         self.poll()
         if self._stopper is not None:
-            if grace <= 0:
+            if at_once or grace <= 0:
                 self._stopper.kill_now()
             else:
                 self._stopper.shorten(grace)
@@ -392,7 +392,10 @@ class LocalWorkers:
             self._stopper = moment(is_over=self._recorders.have_answered, seconds=ANSWER_SECONDS)
         else:
             self._stopper = self._stop_now(grace)
-        self._stopper.begin()
+        if at_once:
+            self._stopper.kill_now()
+        else:
+            self._stopper.begin()
 
     def _is_moment_over(self) -> bool:
         self.poll()

@@ -23,11 +23,7 @@ from hpc_elastic.agent.nccl_ras import ADDRESS_VARIABLE, ENABLE_VARIABLE, choose
 from hpc_elastic.agent.nccl_watch import NcclWatch
 from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.numa_binding import READ_SECONDS, bind_workers, describe_binding, read_machine
-from hpc_elastic.agent.rendezvous_session import (
-    local_world_size,
-    prepare_session,
-    rendezvous_settings,
-)
+from hpc_elastic.agent.rendezvous_session import local_world_size, prepare_session, rendezvous_settings
 from hpc_elastic.agent.restart_group import RestartGroupWatch
 from hpc_elastic.agent.restart_policy import RestartPolicy
 from hpc_elastic.agent.setup import NoSetup, Setup
@@ -41,15 +37,13 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.failures.error_file import write_own_failure
 from hpc_elastic.output.job_log import JobLog
 from hpc_elastic.output.pump import LogPump, log_losses
+from hpc_elastic.rendezvous.lease import Lease
 from hpc_elastic.run.agent_events import AgentStarted, StartRefused
 from hpc_elastic.run.events import EventLog
-from hpc_elastic.run.option_values import (
-    StartMethod,
-    Std,
-    shown_in_job_log,
-)
+from hpc_elastic.run.option_values import StartMethod, Std, shown_in_job_log
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job
 from hpc_elastic.store.notifier import read_secret
+from hpc_elastic.worker_api.heartbeat_record import QUESTIONS
 from hpc_elastic.workers.guardian import kill_stale_processes, start_guardian
 from hpc_elastic.workers.linux import SignalQueue, leave_hung_threads, output_pipes
 from hpc_elastic.workers.spawn import prepare_agent_process
@@ -117,6 +111,9 @@ def agent_main(argv: Sequence[str]) -> int:
         max_same_failures=spec.max_same_failures,
         restart_window=spec.restart_window,
     )
+    lease = Lease(
+        clock, uid=me.uid, node=me.node, questions=folder.make_pipe(QUESTIONS, "checkpoint can be committed safely")[1]
+    )
     session = prepare_session(
         spec=spec,
         attempt=me.attempt,
@@ -128,6 +125,7 @@ def agent_main(argv: Sequence[str]) -> int:
         local_world_size=worker_count,
         decide_restart=policy.decide_restart,
         clock=clock,
+        lease=lease,
     )
     restart_group = RestartGroupWatch(folder=folder, events=events, policy=spec.restart_policy, limit=spec.max_restarts)
     worker_env = {key: value for key, value in me.env.items() if key != "TORCHELASTIC_ERROR_FILE"}
@@ -175,6 +173,7 @@ def agent_main(argv: Sequence[str]) -> int:
         node=me.node,
         host=me.host,
         furthest_before=me.furthest_before,
+        lease=lease,
     )
     agent = NodeAgent(
         AgentContext(

@@ -474,7 +474,7 @@ class NodeAgent:
             self._reports.before_stop(workers, record)
         elif record is not None and not record.symptoms and record.round > workers.round:
             workers.end_moment()
-        workers.begin_stop(grace=self._heard.grace())
+        workers.begin_stop(grace=self._heard.grace(), at_once=context.watch.is_round_over)
         self._stop_due = context.clock.monotonic()
 
     def _workers_ended(self) -> None:

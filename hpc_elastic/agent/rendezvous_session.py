@@ -18,6 +18,7 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings, settings_from_conf
 from hpc_elastic.rendezvous.coordination import RendezvousSession, open_session
 from hpc_elastic.rendezvous.coordinator import DecideRestart
+from hpc_elastic.rendezvous.lease import Lease
 from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.spec import RunSpec
@@ -67,6 +68,7 @@ def prepare_session(
     local_world_size: int,
     decide_restart: DecideRestart,
     clock: Clock,
+    lease: Lease | None = None,
 ) -> RendezvousSession:
     """Bind the notifier and put the rest together. Touches no file: the coordination's thread does, once it is started.
 
@@ -81,6 +83,7 @@ def prepare_session(
         local_world_size: Workers that it brings.
         decide_restart: Asked about failures where it coordinates.
         clock: For all times.
+        lease: Of an agent with workers.
     """
     settings = rendezvous_settings(spec, attempt)
     addresses = session_addresses(attempt, host)
@@ -102,6 +105,7 @@ def prepare_session(
         settings=settings,
         decide_restart=decide_restart,
         clock=clock,
+        lease=lease,
     )
 
 

@@ -104,16 +104,7 @@ class RestartGroupWatch:
         self._last: dict[int, RestartGroupEvent] = {}
         self._used: dict[int, int] = {}
         self._unread = b""
-        self._path = ""
-        self._fd = -1
-        if folder.path is not None:
-            path = str(folder.path / "ring")
-            try:
-                os.mkfifo(path, 0o600)
-                self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-                self._path = path
-            except OSError as error:
-                logger.warning("no in-process restart can be reported: %s: %s", path, error.strerror)
+        self._path, self._fd = folder.make_pipe("ring", "in-process restart can be reported")
 
     def fileno(self) -> int:
         """Readable when a rank has reported something; -1: none can."""

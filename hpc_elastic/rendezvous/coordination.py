@@ -22,6 +22,7 @@ from hpc_elastic.base.waking import Waker, wait_readable
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.coordinator import DecideRestart
+from hpc_elastic.rendezvous.lease import Lease
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.peers import BeatPlan, NodeInfo
 from hpc_elastic.rendezvous.state import RoundRecord
@@ -142,6 +143,7 @@ class Coordination:
         clock: Clock,
         longest_backoff: float = _LONGEST_BACKOFF,
         beat_interval: float = 1.0,
+        lease: Lease | None = None,
     ) -> None:
         """Args:
         make_participant: Called in the thread with this object, which is the participant's listener.
@@ -150,10 +152,12 @@ class Coordination:
         longest_backoff: Seconds between two tries on a filesystem that refuses: no more than between two heartbeats,
             which may well work on a full disk and must not be missed for it.
         beat_interval: Seconds between two datagrams that say "alive", where there is a notifier.
+        lease: Of an agent with workers: renewed here.
         """
         self._make_participant = make_participant
         self._notifier = notifier
         self._clock = clock
+        self._lease = lease
         self._longest_backoff = longest_backoff
         self._commands: deque[Callable[[Participant], None]] = deque()
         self._messages: deque[Message] = deque()
@@ -214,6 +218,8 @@ class Coordination:
         return self._refusals.is_alone(self._clock.monotonic())
 
     def on_record(self, record: RoundRecord) -> None:
+        if self._lease is not None:
+            self._lease.note(record)
         self._post(record)
 
     def on_event(self, event: RunEvent) -> None:
@@ -235,6 +241,9 @@ class Coordination:
             try:
                 if participant is None:
                     participant = self._make_participant(self)
+                    if self._lease is not None:
+                        self._lease.set_intervals(participant.intervals, has_beats=self._notifier is not None)
+                self._look_where_needed(participant)
                 asked = bool(self._commands)
                 if self._refusals.now is not None:
                     participant.beat_to_files()  # a step may touch no file, and says nothing then
@@ -244,6 +253,10 @@ class Coordination:
                 notified = self._hear(participant) or notified
                 delay = participant.step(notified=notified or (asked and participant.looks_when_asked))
                 notified = False
+                if self._lease is not None:
+                    self._lease.stepped()
+                    if self._notifier is None:
+                        self._lease.renew()
                 self._beats_due = participant.beats()
                 self._beat_interval = max(self._beat_interval, participant.intervals.beat)
                 backoff = _FIRST_BACKOFF
@@ -272,6 +285,12 @@ class Coordination:
             if last and not refused:  # the last claims are tried again until they are written, or `stop` gives up
                 return
             notified = self._wait(delay, participant) or notified
+
+    def _look_where_needed(self, participant: Participant) -> None:
+        if self._lease is not None and self._lease.wants_look():
+            began = self._clock.monotonic()
+            participant.look_past_caches()
+            self._lease.looked(began)
 
     def _answered(self) -> None:
         """A step worked: where the ones before did not, say for how long."""
@@ -306,12 +325,16 @@ class Coordination:
         watched: list[Any] = [self._wake]
         if self._notifier is not None:
             watched.append(self._notifier)
+        if self._lease is not None and self._lease.fileno() >= 0:
+            watched.append(self._lease)
         while (left := deadline - self._clock.monotonic()) > 0:
             muted = self._notifier.muted_for() if self._notifier is not None else 0.0
-            listening = watched if not muted else watched[:1]
+            listening = watched if not muted else [one for one in watched if one is not self._notifier]
             ready = wait_readable(listening, min(left, muted) if muted else left)
             if self._wake.fileno() in ready:
                 self._wake.drain()
+                return False
+            if self._lease is not None and self._lease.fileno() in ready:
                 return False
             if self._notifier is not None and self._notifier.fileno() in ready:
                 if self._hear(participant):
@@ -345,6 +368,8 @@ class Coordination:
         """The beats' own thread: a filesystem that hangs makes no node silent."""
         # Without the other thread the node only seems to live: then let the others find out.
         while not self._clock.wait(self._stop, self._beat_interval) and self._thread.is_alive():
+            if self._lease is not None and self._lease.renew():
+                self._wake.wake()
             plan = self._beats_due
             refused = self._refusals.now is not None
             notifier.beat(plan.heard, plan.about, hears=True, refused=refused)
@@ -371,6 +396,7 @@ def open_session(
     decide_restart: DecideRestart,
     clock: Clock,
     rng: random.Random | None = None,
+    lease: Lease | None = None,
 ) -> RendezvousSession:
     """Put a participant and its thread together. Touches no file: the thread does, once it is started.
 
@@ -383,6 +409,7 @@ def open_session(
         decide_restart: Asked about failures where this participant coordinates.
         clock: For all times.
         rng: For what should not happen everywhere at the same moment.
+        lease: Of an agent with workers.
     """
     info = replace(info, port=notifier.port if notifier is not None else 0)
 
@@ -405,5 +432,6 @@ def open_session(
         clock=clock,
         longest_backoff=settings.heartbeat_interval,
         beat_interval=settings.beat_interval,
+        lease=lease,
     )
     return RendezvousSession(info=info, notifier=notifier, coordination=coordination)

@@ -312,9 +312,8 @@ class Participant:
     def _read_log(self, now: float, *, notified: bool) -> bool:
         """Returns whether it did."""
         if self._look_anew:
-            self._store.invalidate("log")
+            self.look_past_caches()
             self._store.invalidate("node")
-            self._take_newest()
             announced = frozenset(self._peers.all_uids())
             self._listener.on_event(LookedAnew(serial=self._look_anew, announced=announced))
             self._look_anew = 0
@@ -328,6 +327,11 @@ class Participant:
         if self._log.went_back:
             self._store_id.check(now)
         return True
+
+    def look_past_caches(self) -> None:
+        """Read the newest record as the server has it. May raise as `step` does."""
+        self._store.invalidate("log")
+        self._take_newest()
 
     def _take_newest(self, *, hint: int = 0) -> None:
         found = self._log.latest(hint=hint)

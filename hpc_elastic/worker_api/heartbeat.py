@@ -24,6 +24,7 @@ from hpc_elastic.worker_api.heartbeat_record import (
     HAS_NOTICE,
     IS_COUNTED,
     LAST_STEP,
+    LEASE,
     MAGIC,
     NAME_LIMIT,
     NO_STEP,
@@ -39,6 +40,7 @@ from hpc_elastic.worker_api.heartbeat_record import (
     write_section,
     write_total,
 )
+from hpc_elastic.worker_api.lease import await_lease
 
 if TYPE_CHECKING:
     from hpc_elastic.worker_api.journal import Journal
@@ -185,6 +187,8 @@ class _Reporter:
 
     def __init__(self) -> None:
         self._map: object | None = None
+        self._words: Any = ()
+        """The mapped file as words of 8 bytes."""
         self.is_off = False
         self._retry_ns = 0
         self._lock_fd = -1
@@ -219,7 +223,15 @@ class _Reporter:
             self.beat(None, self._last_section or b"setup", False)
         if self._map is None:
             return None
+        self._hold(clock_gettime_ns(CLOCK_BOOTTIME))
         return read_notice(self._map)
+
+    def _hold(self, now: int) -> int:
+        """Wait where the agent's lease is old: the others may have gone on without this worker. Returns the time."""
+        if 0 < self._words[LEASE] < now:
+            await_lease(lambda: self._words[LEASE] >= clock_gettime_ns(CLOCK_BOOTTIME))
+            now = clock_gettime_ns(CLOCK_BOOTTIME)
+        return now
 
     def pass_on_notice(self) -> None:
         """The script is about to get the notice. The heartbeats then show that: it may end because of it."""
@@ -272,11 +284,11 @@ class _Reporter:
         self._first_ns = self._stepped_ns = 0
 
     def beat(self, step: int | None, section: bytes, is_heartbeat: bool, *, saved: int | None = None) -> None:
-        if self.is_off:
-            return
         if self._map is None and not self._open():
             return
         now = clock_gettime_ns(CLOCK_BOOTTIME)
+        if 0 < self._words[LEASE] < now:
+            now = self._hold(now)
         if self._last_section == b"checkpoint":
             self._checkpoint_ns += now - self._last_ns
         if section not in self._sections:
@@ -318,6 +330,8 @@ class _Reporter:
 
     def _open(self) -> bool:
         """Find the file, and take it for this process alone. Whatever is wrong with it: training goes on."""
+        if self.is_off:
+            return False
         path = os.environ.get(VARIABLE)
         if not path or _is_helper_process():
             self.is_off = True
@@ -362,6 +376,7 @@ class _Reporter:
             if fd >= 0:
                 os.close(fd)
         self._pid = os.getpid()
+        self._words = memoryview(mapped).cast("q")
         self._map = mapped
         if os.environ.get("HPC_ELASTIC_JOURNAL"):
             from hpc_elastic.worker_api.journal import Journal

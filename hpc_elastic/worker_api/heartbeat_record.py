@@ -49,6 +49,12 @@ _TOTAL = struct.Struct("<Qq")
 _TOTAL_AT = 64
 _LOSS = struct.Struct("<Qd")
 _LOSS_AT = 80
+LEASE = 4
+"""The word of 8 bytes in which the agent writes until when its lease on the round holds (0: it keeps none). The next
+word is when its last look at the newest record began that was past all caches (negative: the round is over).
+CLOCK_BOOTTIME, nanoseconds."""
+QUESTIONS = "questions"
+"""The pipe beside the file: a byte in it asks the agent for such a look."""
 _NOTICE = struct.Struct("<Qqq")
 _NOTICE_AT = 448
 _NOTICE_END = _NOTICE_AT + _CHECKSUM.size + _NOTICE.size
@@ -235,6 +241,11 @@ def read_sections(raw: bytes) -> tuple[str, ...] | None:
     ends = range(_SECTIONS_AT, _SECTIONS_AT + NAME_LIMIT * (_MOST_SECTIONS + 1), NAME_LIMIT)
     names = [raw[at : at + NAME_LIMIT].rstrip(b"\0").decode("ascii", "replace") for at in ends]
     return None if names[-1] else tuple(filter(None, names))
+
+
+def pack_lease(until_ns: int, looked_ns: int) -> tuple[int, bytes]:
+    """Where in the file a lease is written, and what."""
+    return LEASE * 8, struct.pack("=qq", until_ns, looked_ns)
 
 
 def pack_notice(notice: NoticeRecord) -> tuple[int, bytes]:

@@ -144,7 +144,7 @@ class FakeWorkers:
     def end_moment(self) -> None:
         pass
 
-    def begin_stop(self, *, grace: float) -> None:
+    def begin_stop(self, *, grace: float, at_once: bool) -> None:
         self._node._gate("SIGTERM")
         if not self.stopping:
             self.stopping, self._looks = True, LOOKS_TO_STOP

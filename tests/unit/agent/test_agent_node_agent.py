@@ -152,8 +152,8 @@ class Workers:
     def exit_summary(self) -> str:
         return "rank 0 ended with exit code 1"
 
-    def begin_stop(self, *, grace: float) -> None:
-        self.graces.append(grace)
+    def begin_stop(self, *, grace: float, at_once: bool = False) -> None:
+        self.graces.append(-1.0 if at_once else grace)
         self.excluded.append(set(self.excluding()))
         self.stopping = True
 
@@ -739,6 +739,15 @@ def test_the_grace_is_never_more_than_a_notice_leaves(play: Callable[..., Play])
     assert p.workers[0].graces == [2.0]
 
 
+@pytest.mark.parametrize("is_over", [False, True])
+def test_workers_whose_round_went_on_without_them_are_killed_at_once(play: Callable[..., Play], is_over: bool) -> None:
+    p = play()
+    watch = with_watch(p)
+    watch.is_round_over, watch.due = is_over, None
+    p.run(*RUNNING, [joinable(2)], [closed()])
+    assert p.workers[0].graces[0] == (-1.0 if is_over else 30.0)
+
+
 def test_a_store_that_can_not_be_used_ends_the_agent(play: Callable[..., Play]) -> None:
     p = play()
     code = p.run(*RUNNING, [StoreError(root="/s", why="no space")])
@@ -925,6 +934,7 @@ class Watch:
         self.mark: HangMark | None = None
         self.declared: HangMark | None = None
         self.furthest_step = 12
+        self.is_round_over = False
         self.calls: list[Any] = []
 
     def look(self, workers: Any, record: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import select
 import threading
 import time
@@ -13,12 +14,14 @@ import pytest
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.coordination import Coordination
+from hpc_elastic.rendezvous.lease import Lease
 from hpc_elastic.rendezvous.peers import BeatPlan
 from hpc_elastic.rendezvous.schedule import poll_intervals
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.coordinator_events import RunClosed
 from hpc_elastic.store.base import StoreError, StoreFullError
 from hpc_elastic.store.notifier import Notifier
+from tests.rigs.fake_clock import FakeClock
 
 RECORD = RoundRecord(number=1, epoch="e", term=1, leader="a", round=0, status=Status.JOINABLE)
 HOME = "127.0.0.1"
@@ -41,6 +44,8 @@ class Stepped:
         self.heard_of: set[str] = set()
         self.about: set[str] = set()
         self.muted = 0.0
+        self.looks: list[float] = []
+        self.refused_looks = 0
         self.changed = threading.Condition()
 
     intervals = poll_intervals(RendezvousSettings(beat_interval=0.001))
@@ -50,6 +55,11 @@ class Stepped:
 
     def beat_to_files(self) -> None:
         pass
+
+    def look_past_caches(self) -> None:
+        self.looks.append(time.monotonic())
+        if len(self.looks) <= self.refused_looks:
+            raise OSError("stale file handle")
 
     def step(self, *, notified: bool) -> float:
         with self.changed:
@@ -380,3 +390,45 @@ def test_what_a_filesystem_refuses_is_tried_again(start: Callable[..., Started])
     start().coordination.ask(command)
     assert done.wait(10)
     assert tries == [0, 1, 2]
+
+
+def test_a_gap_or_a_question_of_a_worker_has_the_record_read_past_caches_before_the_lease_holds_again() -> None:
+    participant = Stepped()
+    participant.intervals = poll_intervals(RendezvousSettings(heartbeat_ttl=0.5, beat_interval=0.02))
+    clock, shown, (questions, ask) = FakeClock(), [(0, 0)], os.pipe2(os.O_NONBLOCK)
+    clock.wait = lambda stop, seconds: stop.wait(seconds)  # type: ignore[method-assign]
+    lease = Lease(clock, uid="a", node=0, questions=questions)
+    notifier = Notifier(secret=b"s", run_uid="r", uid="a", host=HOME)
+    coordination = Coordination(
+        lambda _: participant,  # type: ignore[arg-type,return-value]
+        notifier=notifier,
+        clock=clock,
+        beat_interval=0.02,
+        lease=lease,
+    )
+    lease.begin(0, lambda *values: shown.append(values))
+
+    def left() -> float:
+        return shown[-1][0] / 1e9 - clock.now
+
+    def wait_for(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 10
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        assert condition()
+
+    try:
+        coordination.start()
+        wait_for(lambda: left() > 0)
+        assert not participant.looks
+        participant.refused_looks = 2
+        clock.now += 60
+        wait_for(lambda: left() > 0)
+        assert len(participant.looks) == 3
+        os.write(ask, b"?")
+        wait_for(lambda: len(participant.looks) == 4 and shown[-1][1] == clock.now * 1e9)
+    finally:
+        coordination.stop(within=10)
+        notifier.close()
+        os.close(questions)
+        os.close(ask)
