@@ -59,6 +59,8 @@ def check_that_none_trains(world: AgentWorld) -> None:
     frozen = {node.info.uid for node in world.agents if node.alive and node.frozen}
     left = [worker for worker in world.processes if worker.agent not in frozen]
     assert not left, f"two attempts train at once: {left}"
+    saving = [node.index for node in world.agents if node.alive and node.frozen and node.lease_until >= world.clock.now]
+    assert not saving, f"nodes {saving} thaw, and their workers may save beside the next attempt"
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -34,6 +34,7 @@ from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import RankStacks
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
+from hpc_elastic.rendezvous.lease import Lease
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.ranks import RankLayout
 from hpc_elastic.rendezvous.state import RoundRecord, Status
@@ -118,6 +119,7 @@ class FakeWorkers:
             )
             self._node._gate(f"worker {local_rank} of round {self.round}")
         self.started = True
+        self._node.lease.begin(self.round, self._node.show_lease)
 
     def watched(self) -> list[int]:
         return []
@@ -144,7 +146,7 @@ class FakeWorkers:
     def end_moment(self) -> None:
         pass
 
-    def begin_stop(self, *, grace: float, at_once: bool) -> None:
+    def begin_stop(self, *, grace: float, at_once: bool = False) -> None:
         self._node._gate("SIGTERM")
         if not self.stopping:
             self.stopping, self._looks = True, LOOKS_TO_STOP
@@ -200,6 +202,7 @@ class FakeWatch(HeartbeatWatch):
             timeouts=SectionTimeouts(),
             clock=node.world.clock,
             files=SimpleNamespace(post=lambda job: None),  # type: ignore[arg-type]
+            lease=node.lease,
         )
         self._node = node
 
@@ -306,6 +309,12 @@ class AgentNode(Node):
     saved_at: list[float] = field(default_factory=list)
     """When its workers completed checkpoints."""
     told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    lease: Lease = field(init=False)
+    lease_until: float = 0.0
+    """What its workers see."""
+
+    def show_lease(self, until_ns: int, looked_ns: int) -> None:
+        self.lease_until = until_ns / 1e9
 
     @property
     def agents(self) -> AgentWorld:
@@ -326,6 +335,8 @@ class AgentNode(Node):
     def enter(self) -> None:
         world = self.agents
         self.coordination = FakeCoordination(self)
+        self.lease = Lease(world.clock, uid=self.info.uid, node=self.index)
+        self.lease.set_intervals(self.participant.intervals, has_beats=False)
         context = AgentContext(
             spec=world.spec,
             attempt=AttemptInfo(
@@ -360,6 +371,7 @@ class AgentNode(Node):
         self.agent.begin()
 
     def on_record(self, record: RoundRecord) -> None:
+        self.lease.note(record)
         self.coordination.notices.append(record)
         if record.status is Status.FINAL and record.member(self.info.uid) is not None:
             self.finals.append(record)
@@ -382,7 +394,13 @@ class AgentNode(Node):
         return 0.0
 
     def step_coordination(self) -> None:
+        if self.lease.wants_look():
+            began = self.world.clock.now
+            self.participant.look_past_caches()
+            self.lease.looked(began)
         self.coordination.step()
+        self.lease.stepped()
+        self.lease.renew()
 
     def step_loop(self) -> None:
         self.agent.step()
@@ -479,7 +497,10 @@ class AgentWorld(World):
         for node, found in groups.items():
             assert len(found) == 1, f"on node {node} workers of several rounds run: {found}"
         finals = {record.round: record for record in self.history.values() if record.status is Status.FINAL}
+        leases = {node.info.uid: node.lease_until for node in self.agents if node.alive}
         for worker in self.processes:
+            holds = leases.get(worker.agent, 0.0) >= self.clock.now
+            assert not (holds and worker.round < max(finals)), f"{worker} may save, and a later round runs"
             record = finals.get(worker.round)
             assert record is not None, f"round {worker.round} was never final, and has workers"
             sizes = [member.local_world_size for member in record.members]
