@@ -10,7 +10,7 @@ setup_venv example
 
 work=$(mktemp -d "${TMPDIR:-/tmp}/hpc-elastic-quickstart.XXXXXX") || exit 1
 command=(.venv/bin/hpc-elastic run --cluster local --nodes 4 --nproc-per-node 1 --runs-dir "$work/runs"
-    docs/examples/train_digits.py --epochs 10 --checkpoint "$work/digits.pt" --kill-rank 2 --kill-epoch 4)
+    docs/examples/train_digits.py --epochs 10 --checkpoint "$work/digits" --kill-rank 2 --kill-epoch 4)
 
 cat <<TEXT
 

@@ -6,6 +6,8 @@ Nothing in it knows about hpc_elastic: `Accelerator` finds RANK, WORLD_SIZE, LOC
 import argparse
 import os
 import sys
+import time
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -30,22 +32,21 @@ def make_data():
 
 
 def last_checkpoint(accelerator, folder):
-    """The epoch that `folder`/latest names, as rank 0 sees it: another node may still see an older file."""
-    found = [0]
-    if accelerator.is_main_process and os.path.exists(f"{folder}/latest"):
-        with open(f"{folder}/latest") as file:
-            found = [int(file.read())]
-    return broadcast_object_list(found)[0]
+    """The newest checkpoint that is whole, as rank 0 sees it (another node may still see an older one); and the time.
+
+    The time goes into the names of what this start saves: no two starts write to one folder, not even where a rank was
+    frozen while it saved, and thaws when the others have saved that epoch again.
+    """
+    whole = [str(path) for path in Path(folder).glob("epoch-*[0-9]")] if accelerator.is_main_process else []
+    return broadcast_object_list([max(whole, default=""), time.time_ns()])
 
 
-def save(accelerator, folder, epoch):
-    """Model, optimizer and random states; then rank 0 says that it is whole."""
-    accelerator.save_state(f"{folder}/epoch-{epoch}")
+def save(accelerator, path):
+    """Model, optimizer and random states; then rank 0 gives the folder the name of one that is whole."""
+    accelerator.save_state(f"{path}.part")
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
-        with open(f"{folder}/latest.tmp", "w") as file:
-            file.write(str(epoch))
-        os.replace(f"{folder}/latest.tmp", f"{folder}/latest")
+        os.replace(f"{path}.part", path)
 
 
 def say(accelerator, text):
@@ -66,9 +67,10 @@ def main():
     loader = DataLoader(make_data(), batch_size=64 // accelerator.num_processes)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-    done = last_checkpoint(accelerator, args.checkpoint)
+    last, started = last_checkpoint(accelerator, args.checkpoint)
+    done = int(Path(last).name.split("-")[1]) if last else 0
     if done:
-        accelerator.load_state(f"{args.checkpoint}/epoch-{done}")
+        accelerator.load_state(last)
         say(accelerator, f"resuming after epoch {done} from {args.checkpoint}")
 
     for epoch in range(done + 1, args.epochs + 1):
@@ -81,7 +83,7 @@ def main():
             losses.append(loss.detach())
         mean = accelerator.reduce(torch.stack(losses).mean(), reduction="mean").item()
         say(accelerator, f"epoch {epoch}/{args.epochs}: loss={mean:.6f}")
-        save(accelerator, args.checkpoint, epoch)
+        save(accelerator, f"{args.checkpoint}/epoch-{epoch:04d}-{started}")
 
     say(accelerator, f"final: epoch={args.epochs} ranks={accelerator.num_processes}")
     accelerator.end_training()

@@ -1,9 +1,9 @@
 """Train a small network on scikit-learn's digits with DistributedDataParallel: a script as one writes it for torchrun.
 
-One line knows about hpc_elastic: `should_checkpoint` says after an epoch whether the job is about to end, and is False
-outside of a run. The rest reads RANK, WORLD_SIZE and MASTER_* through `init_process_group`, saves a checkpoint after
-every epoch, and goes on from it when it is started again. The global batch is fixed and split over the ranks, so the
-losses are the same for any number of ranks, interrupted or not.
+Two lines know about hpc_elastic: `should_checkpoint` says after an epoch whether the job is about to end, and is False
+outside of a run; `last_whole_checkpoint` finds the newest file. The rest reads RANK, WORLD_SIZE and MASTER_* through
+`init_process_group`, saves a checkpoint after every epoch, and goes on from it when it is started again. The global
+batch is fixed and split over the ranks, so the losses are the same for any number of ranks, interrupted or not.
 
 ``--kill-rank R --kill-epoch E`` makes rank R kill itself, once, in the middle of epoch E: to see what happens then.
 """
@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 RANK, WORLD_SIZE = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 print(f"rank {RANK} of {WORLD_SIZE} started on {socket.gethostname()}", flush=True)
@@ -26,6 +27,7 @@ from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from hpc_elastic import should_checkpoint  # noqa: E402
+from hpc_elastic.integrations import last_whole_checkpoint  # noqa: E402
 
 TRAINING_IMAGES = 1437  # of 1797; the rest measures the accuracy
 
@@ -35,7 +37,9 @@ def parse_args():
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--batch-size", type=int, default=96, help="of all ranks together")
     parser.add_argument("--lr", type=float, default=0.1)
-    parser.add_argument("--checkpoint", default="digits.pt", help="saved after every epoch, resumed from at the start")
+    parser.add_argument(
+        "--checkpoint", default="digits", help="a folder: a file after every epoch, resumed from at the start"
+    )
     parser.add_argument("--epoch-delay", type=float, default=0.0, help="seconds to wait in every epoch, for demos")
     parser.add_argument("--kill-rank", type=int, default=-1, help="this rank kills itself once, for demos")
     parser.add_argument("--kill-epoch", type=int, default=-1)
@@ -50,25 +54,28 @@ def load_data():
     return (x[:TRAINING_IMAGES], y[:TRAINING_IMAGES]), (x[TRAINING_IMAGES:], y[TRAINING_IMAGES:])
 
 
-def load_checkpoint(path):
-    """What rank 0 finds in the file, on every rank: a shared filesystem may show others an older one for a while."""
+def load_checkpoint(folder):
+    """What rank 0 finds in the newest file, on every rank: a shared filesystem may show others an older one."""
     found = [None]
-    if RANK == 0 and os.path.exists(path):
+    if RANK == 0 and (path := last_whole_checkpoint(folder)):
         found = [torch.load(path, weights_only=True)]
     dist.broadcast_object_list(found, src=0)
     return found[0]
 
 
-def save_checkpoint(path, state):
-    """Whole or not at all: a rank that dies while it saves leaves the previous checkpoint as it was."""
-    torch.save(state, f"{path}.tmp")
-    os.replace(f"{path}.tmp", path)
+def save_checkpoint(folder, state):
+    """Whole or not at all, and never over another epoch's: not even by a rank that was frozen here, and thaws late."""
+    path = Path(folder, f"epoch-{state['epoch']:04d}.pt")
+    path.parent.mkdir(exist_ok=True)
+    torch.save(state, f"{path}.{os.getpid()}.tmp")
+    os.replace(f"{path}.{os.getpid()}.tmp", path)
+    path.with_name(f"epoch-{state['epoch'] - 3:04d}.pt").unlink(missing_ok=True)
 
 
-def die_once(path):
-    """The demo's fault. A marker beside the checkpoint says that it has happened."""
+def die_once(folder):
+    """The demo's fault. A marker beside the checkpoints says that it has happened."""
     try:
-        open(f"{path}.killed", "x").close()
+        open(f"{folder}.killed", "x").close()
     except FileExistsError:
         return
     print(f"rank {RANK}: killing myself, as --kill-rank asks", flush=True)

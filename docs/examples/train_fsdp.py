@@ -8,6 +8,8 @@ import argparse
 import gc
 import os
 import sys
+import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -36,30 +38,28 @@ def make_data(device):
 
 
 def last_checkpoint(folder):
-    """The epoch that `folder`/latest names, as rank 0 sees it: another node may still see an older file."""
-    found = [0]
-    if RANK == 0 and os.path.exists(f"{folder}/latest"):
-        with open(f"{folder}/latest") as file:
-            found = [int(file.read())]
+    """The newest checkpoint that is whole, as rank 0 sees it (another node may still see an older one); and the time.
+
+    The time goes into the names of what this start saves: no two starts write to one folder, not even where a rank was
+    frozen while it saved, and thaws when the others have saved that epoch again.
+    """
+    whole = [str(path.parent) for path in Path(folder).glob("epoch-*/.metadata")] if RANK == 0 else []
+    found = [max(whole, default=""), time.time_ns()]
     dist.broadcast_object_list(found, src=0)
-    return found[0]
+    return found
 
 
-def save(folder, epoch, model, optimizer):
-    """All ranks write; then rank 0 says that it is whole. Who dies before that leaves the previous one as it was."""
+def save(path, model, optimizer):
+    """All ranks write, and rank 0 writes .metadata at the end. Who dies before that leaves the previous one last."""
     weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=f"{folder}/epoch-{epoch}")
-    if RANK == 0:
-        with open(f"{folder}/latest.tmp", "w") as file:
-            file.write(str(epoch))
-        os.replace(f"{folder}/latest.tmp", f"{folder}/latest")
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=path)
 
 
-def load(folder, epoch, model, optimizer):
+def load(path, model, optimizer):
     """Each rank reads what it needs, whichever ranks wrote it."""
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optimizer": moments}
-    dcp.load(state, checkpoint_id=f"{folder}/epoch-{epoch}")
+    dcp.load(state, checkpoint_id=path)
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
@@ -80,9 +80,10 @@ def main():
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
 
-    done = last_checkpoint(args.checkpoint)
+    last, started = last_checkpoint(args.checkpoint)
+    done = int(Path(last).name.split("-")[1]) if last else 0
     if done:
-        load(args.checkpoint, done, model, optimizer)
+        load(last, model, optimizer)
         if RANK == 0:
             print(f"resuming after epoch {done} from {args.checkpoint}", flush=True)
 
@@ -100,7 +101,7 @@ def main():
         dist.all_reduce(total)
         if RANK == 0:
             print(f"epoch {epoch}/{args.epochs}: loss={total.item() / len(x):.6f}", flush=True)
-        save(args.checkpoint, epoch, model, optimizer)
+        save(f"{args.checkpoint}/epoch-{epoch:04d}-{started}", model, optimizer)
 
     if RANK == 0:
         print(f"final: epoch={args.epochs}", flush=True)

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import hpc_elastic
 import hpc_elastic.inprocess as inprocess  # restart
+from hpc_elastic.integrations import last_whole_checkpoint
 
 BATCH = 24  # of all ranks together
 EVERY = 5  # steps between two checkpoints
@@ -26,7 +27,7 @@ EVERY = 5  # steps between two checkpoints
 def parse_args():
     parser = argparse.ArgumentParser(description="Train, and restart within the processes")
     parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--checkpoint", default="in-process.pt")
+    parser.add_argument("--checkpoint", default="in-process-checkpoint", help="a folder that all nodes see")
     parser.add_argument("--fail-rank", type=int, default=-1, help="this rank fails once, for demos")
     parser.add_argument("--fail-step", type=int, default=-1)
     parser.add_argument("--fail-how", choices=("raise", "kill"), default="raise")
@@ -39,10 +40,12 @@ def batch_of(step):
     return x, x.sum(dim=1, keepdim=True).sin()
 
 
-def save(path, model, optimizer, step):
-    """Whole or not at all: whoever starts again finds this checkpoint or the one before."""
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, f"{path}.new")
-    os.replace(f"{path}.new", path)
+def save(folder, model, optimizer, step):
+    """Whole or not at all, and never over another step's."""
+    os.makedirs(folder, exist_ok=True)
+    path, part = f"{folder}/step-{step:06d}.pt", f"{folder}/step-{step:06d}.{os.getpid()}.part"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, part)
+    os.replace(part, path)
 
 
 def fail(args):
@@ -66,7 +69,8 @@ def train(args, call: inprocess.CallWrapper):
     model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     # Rank 0's word: not every rank need see the same file yet.
-    found = [torch.load(args.checkpoint) if rank == 0 and os.path.exists(args.checkpoint) else None]
+    path = last_whole_checkpoint(args.checkpoint) if rank == 0 else None
+    found = [torch.load(path) if path else None]
     dist.broadcast_object_list(found, src=0)
     first = 0
     if found[0] is not None:

@@ -1,7 +1,8 @@
 """Train a small network with Lightning: a script as for torchrun.
 
-Nothing in it knows about hpc_elastic: Lightning's `TorchElasticEnvironment` finds the ranks in the environment, inside
-of a Slurm job too.
+Lightning's `TorchElasticEnvironment` finds the ranks in the environment, inside of a Slurm job too. One line knows
+about hpc_elastic: `last_whole_checkpoint` finds the newest checkpoint by the step in its name. A ``last.ckpt``
+(`save_last`) may go back: a node that was frozen while it saved, and thaws, writes an older one over it.
 """
 
 import argparse
@@ -14,6 +15,8 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+
+from hpc_elastic.integrations import last_whole_checkpoint
 
 
 def parse_args():
@@ -66,14 +69,14 @@ def main():
         num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", "1")),
         strategy="ddp",
         max_epochs=args.epochs,
-        callbacks=[ModelCheckpoint(dirpath=args.checkpoint, save_last=True)],
+        callbacks=[ModelCheckpoint(dirpath=args.checkpoint, save_top_k=2, monitor="step", mode="max")],
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
     )
     # 64 samples for all ranks together.
     loader = DataLoader(make_data(), batch_size=64 // world_size)
-    trainer.fit(Model(), loader, ckpt_path="last")
+    trainer.fit(Model(), loader, ckpt_path=last_whole_checkpoint(args.checkpoint))
     if trainer.is_global_zero:
         print(f"final: epoch={trainer.current_epoch} ranks={trainer.world_size}", flush=True)
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
+from glob import escape, glob
 
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
 from hpc_elastic.integrations.checkpoints import last_whole_checkpoint
 from hpc_elastic.worker_api.heartbeat import heartbeat, section
+from hpc_elastic.worker_api.lease import commit
 from hpc_elastic.worker_api.preemption import should_checkpoint
 
 
@@ -65,18 +68,14 @@ class ElasticCallback:
         return is_ending
 
     def save(self, step: int) -> None:
-        """Save on all ranks: into a folder that gets its name when it is whole."""
+        """Save on all ranks: into a folder that gets its name when it is whole, by `hpc_elastic.commit`."""
         accelerator, path = self._accelerator, os.path.join(self._folder, f"step-{step}")
-        part = f"{path}.part"
         with section("checkpoint", step=step):
-            if accelerator.is_main_process:
-                shutil.rmtree(part, ignore_errors=True)  # of a save that was killed
-            accelerator.wait_for_everyone()
+            # Of its own: a rank that was frozen, and thaws, writes on into the folder of its own round.
+            part: str = broadcast_object_list([f"{path}.{time.time_ns()}.part"])[0]
             accelerator.save_state(part)
             accelerator.wait_for_everyone()
             if accelerator.is_main_process:
-                if os.path.exists(path):  # this step was done before
-                    shutil.rmtree(f"{path}.old.part", ignore_errors=True)
-                    os.rename(path, f"{path}.old.part")
-                os.rename(part, path)
-                shutil.rmtree(f"{path}.old.part", ignore_errors=True)
+                commit(part, path)
+                for killed in glob(f"{escape(self._folder)}/step-*.part"):
+                    shutil.rmtree(killed, ignore_errors=True)

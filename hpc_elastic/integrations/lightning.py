@@ -12,7 +12,7 @@ from hpc_elastic.worker_api.heartbeat import checkpoint_done, heartbeat
 from hpc_elastic.worker_api.preemption import should_checkpoint
 
 _EVALUATION, _CHECKPOINT = "evaluation", "checkpoint"
-NAME = "last-before-the-end.ckpt"
+NAME = "last-before-the-end-step={step}.ckpt"
 """Of the checkpoint that is saved where the job is going to end: ``ckpt_path="last"`` finds it, too."""
 
 
@@ -45,7 +45,8 @@ class ElasticCallback(Callback):
             trainer.limit_val_batches = 0
             trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None
             saver = trainer.checkpoint_callback
-            trainer.save_checkpoint(os.path.join((saver and saver.dirpath) or trainer.default_root_dir, NAME))
+            folder = (saver and saver.dirpath) or trainer.default_root_dir
+            trainer.save_checkpoint(os.path.join(folder, NAME.format(step=step)))
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
         heartbeat(section=_EVALUATION)

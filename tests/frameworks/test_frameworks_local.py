@@ -20,7 +20,7 @@ from tests.rigs.training_scripts import (
     submit_with_a_killed_rank,
 )
 
-MOVED = {"train_accelerate.py": "latest", "train_lightning.py": "last.ckpt"}
+MOVED = {"train_accelerate.py": "/epoch-", "train_lightning.py": ".ckpt"}
 """What completes a checkpoint by being moved into place."""
 
 
@@ -40,7 +40,7 @@ def test_a_killed_rank_costs_a_restart_and_the_run_resumes(
 def test_the_same_scripts_submitted_by_a_program(script: str, tmp_path: Path, frameworks_python: str) -> None:
     """By `ElasticExecutor`; train_digits.py too, in tests/integration."""
     undisturbed = run_alone(script, tmp_path / "alone", python=frameworks_python)
-    moved = MOVED.get(script, "latest")
+    moved = MOVED.get(script, ".metadata")
     result = submit_with_a_killed_rank(script, tmp_path, moved=moved, python=frameworks_python)
     _check(script, result, undisturbed)
 

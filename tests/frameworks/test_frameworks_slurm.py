@@ -36,7 +36,7 @@ def packages(cluster: SlurmCluster, frameworks_python: str) -> Path:
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
-@pytest.mark.parametrize(("script", "moved"), [("train_accelerate.py", "latest"), ("train_lightning.py", "last.ckpt")])
+@pytest.mark.parametrize(("script", "moved"), [("train_accelerate.py", "/epoch-"), ("train_lightning.py", ".ckpt")])
 def test_a_killed_rank_costs_a_restart_and_the_run_resumes(
     cluster: SlurmCluster, packages: Path, script: str, moved: str, start_method: str
 ) -> None:

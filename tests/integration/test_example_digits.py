@@ -38,7 +38,7 @@ def undisturbed_loss(tmp_path_factory: pytest.TempPathFactory) -> float:
     folder = tmp_path_factory.mktemp("undisturbed")
     env = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports())}
     result = subprocess.run(
-        [sys.executable, str(SCRIPT), "--epochs", str(EPOCHS), "--checkpoint", str(folder / "digits.pt")],
+        [sys.executable, str(SCRIPT), "--epochs", str(EPOCHS), "--checkpoint", str(folder / "digits")],
         env=env, capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
     return final_loss(result.stdout)
@@ -49,7 +49,7 @@ def test_a_notice_ends_it_after_an_epoch_and_the_next_attempt_resumes(tmp_path: 
     command = [
         *(sys.executable, "-m", "hpc_elastic", "run", "--cluster", "local", "--nodes", "2", "--max-requeues", "1"),
         *("--runs-dir", str(tmp_path / "runs"), str(SCRIPT), "--epochs", str(EPOCHS), "--epoch-delay", "1"),
-        *("--checkpoint", str(tmp_path / "digits.pt")),
+        *("--checkpoint", str(tmp_path / "digits")),
     ]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
@@ -64,7 +64,7 @@ def test_a_notice_ends_it_after_an_epoch_and_the_next_attempt_resumes(tmp_path: 
     assert stopped, output
     epoch = stopped[1]
     assert re.search(rf"saved in \d+ of \d+ s \(step {epoch}\)", output), output
-    assert f"resuming after epoch {epoch} from {tmp_path / 'digits.pt'}" in output
+    assert f"resuming after epoch {epoch} from {tmp_path / 'digits'}" in output
     assert output.count("final: ") == 1
     assert final_loss(output) == pytest.approx(undisturbed_loss, rel=1e-4)
 
@@ -73,7 +73,7 @@ def test_a_notice_ends_it_after_an_epoch_and_the_next_attempt_resumes(tmp_path: 
 def test_a_killed_worker_costs_a_restart_and_no_accuracy(
     tmp_path: Path, undisturbed_loss: float, start_method: str
 ) -> None:
-    checkpoint = tmp_path / "digits.pt"
+    checkpoint = tmp_path / "digits"
     result = subprocess.run(
         [
             *(sys.executable, "-m", "hpc_elastic", "run", "--cluster", "local", "--nodes", "2"),
@@ -91,14 +91,14 @@ def test_a_killed_worker_costs_a_restart_and_no_accuracy(
     assert "SIGKILL" in report
     assert "\n  rank 1 (local_rank 0) on node1 (node 1)" in report
     assert "restart 1 of 3" in report
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["digits.pt", "digits.pt.killed", "runs"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["digits", "digits.killed", "runs"]
 
 
 def test_the_same_script_submitted_by_a_program(tmp_path: Path, undisturbed_loss: float) -> None:
     """It is as unchanged as above. (What restarts it is the same; test_submission_local has a worker killed.)"""
     executor = ElasticExecutor(tmp_path / "jobs", cluster="local")
     executor.update_parameters(nodes=1, timeout_min=60)
-    job = executor.submit(Script(SCRIPT), "--epochs", EPOCHS, "--checkpoint", tmp_path / "digits.pt")
+    job = executor.submit(Script(SCRIPT), "--epochs", EPOCHS, "--checkpoint", tmp_path / "digits")
     result = of_job(job)
     assert result.returncode == 0, result.stdout + result.stderr
     assert job.results() == [None]

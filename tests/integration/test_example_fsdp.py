@@ -20,5 +20,5 @@ pytestmark = [
 @pytest.mark.parametrize("start_method", START_METHODS)
 def test_a_killed_rank_costs_a_restart_and_no_accuracy(tmp_path: Path, start_method: str) -> None:
     undisturbed = run_alone("train_fsdp.py", tmp_path / "alone")
-    result = run_with_a_killed_rank("train_fsdp.py", tmp_path, moved="latest", start_method=start_method)
+    result = run_with_a_killed_rank("train_fsdp.py", tmp_path, moved=".metadata", start_method=start_method)
     check_that_it_resumed(result, undisturbed)

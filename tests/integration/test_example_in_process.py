@@ -36,7 +36,7 @@ def starts(output: str) -> set[tuple[int, int, int, int]]:
 def alone(folder: Path) -> float:
     """The loss of one process without any launcher: nothing is restarted."""
     env = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports())}
-    command = [sys.executable, str(SCRIPT), "--checkpoint", str(folder / "alone.pt")]
+    command = [sys.executable, str(SCRIPT), "--checkpoint", str(folder / "alone")]
     result = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     return final_loss(result.stdout)
@@ -48,7 +48,7 @@ def test_a_killed_rank_is_replaced_and_the_loss_is_that_of_an_undisturbed_run(
 ) -> None:
     command = [sys.executable, "-m", "hpc_elastic", "run", "--cluster", "local", "--nodes", "2"]
     command += ["--nproc-per-node", "2", "--restart-policy", "in-process", "--runs-dir", str(tmp_path / "runs")]
-    command += ["--start-method", start_method, str(SCRIPT), "--checkpoint", str(tmp_path / "ring.pt")]
+    command += ["--start-method", start_method, str(SCRIPT), "--checkpoint", str(tmp_path / "ring")]
     command += ["--fail-rank", "2", "--fail-step", "12", "--fail-how", "kill"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(

@@ -32,7 +32,7 @@ def test_fsdp_goes_on_from_its_sharded_checkpoint(cluster: SlurmCluster, runs: S
     faulty = runs.script(Path(FAULTY).read_text(encoding="utf-8"), "faulty.py")
     example = str(cluster.environment.examples / "train_fsdp.py")
     run = runs.submit_and_follow(
-        *("--nodes", "2", "-t", "10", "--nproc-per-node", "1", faulty, "0", "latest", "3", example),
+        *("--nodes", "2", "-t", "10", "--nproc-per-node", "1", faulty, "0", ".metadata", "3", example),
         *("--epochs", str(EPOCHS), "--checkpoint", str(runs.folder / "checkpoint")),
         timeout=240,
     )
