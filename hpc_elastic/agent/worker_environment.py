@@ -93,7 +93,7 @@ def worker_environment(
             "HPC_ELASTIC_RUN_DIR": facts.run_dir,
             "HPC_ELASTIC_ATTEMPT": str(facts.attempt),
             TAG_VARIABLE: facts.tag,
-            STORE_VARIABLE: f"{facts.run_id} {facts.master_port}",
+            STORE_VARIABLE: f"{facts.run_id} {facts.master_addr} {facts.master_port}",
         }
     )
     if facts.virtual_local_rank:

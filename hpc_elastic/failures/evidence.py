@@ -27,12 +27,14 @@ from hpc_elastic.failures.error_file import (
 from hpc_elastic.failures.explanation import find_explanation
 from hpc_elastic.failures.fingerprint import fingerprint
 from hpc_elastic.failures.origin import find_origin
+from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.summary import summary_line
 from hpc_elastic.failures.traceback_text import FailureText, RaisedException, TextKind, find_python_traceback
 from hpc_elastic.failures.uncaught import find_uncaught, reaches_top
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 from hpc_elastic.failures.wrapped import find_wrapped, is_wrapper
 from hpc_elastic.run.log_pieces import EndReader
+from hpc_elastic.worker_api.agent_store import NOTE
 
 _TAIL = 128 << 10
 """How much of stderr.log is looked at: with faulthandler's dump of 100 threads, too."""
@@ -183,7 +185,8 @@ def _describe(
         lines = text.split("\n")
         wrapped = find_wrapped(replace(recorded, span=span if span[1] else (len(lines), len(lines))), lines)
         tail = _last_lines(cleaned, span)
-        return _from_error_file(facts, error_file, file, recorded, stderr_tail=tail, wrapped=wrapped)
+        failure = _from_error_file(facts, error_file, file, recorded, stderr_tail=tail, wrapped=wrapped)
+        return _blame_rendezvous(failure, text)
 
     def read_stdout() -> str:
         raw = _read_tail(stdout_log)[0][-_STDOUT_TAIL:] if stdout_log else b""
@@ -201,7 +204,7 @@ def _describe(
         problem = (
             f"its error file has another exception, which did not end it: {cut_end(recorded.headline, _TAIL_LINE)}"
         )
-    return _build(
+    failure = _build(
         facts,
         found,
         message=_exit_message(facts, found),
@@ -211,6 +214,18 @@ def _describe(
         printed_tail=_last_lines(printed, (0, 0)) if source is EvidenceSource.STDOUT else "",
         problem=problem,
         wrapped=find_wrapped(found, printed.split("\n")) if found is not None else None,
+    )
+    return _blame_rendezvous(failure, text)
+
+
+def _blame_rendezvous(failure: WorkerFailure, text: str) -> WorkerFailure:
+    """What stood in the way of ``init_process_group`` is the cause of what reads like a peer's absence there."""
+    notes = [line for line in text.split("\n") if line.startswith(NOTE)]
+    is_there = "in init_process_group" in failure.traceback
+    if not notes or not is_there or failure.failure_class not in (FailureClass.SYMPTOM, FailureClass.INFRASTRUCTURE):
+        return failure
+    return replace(
+        failure, failure_class=FailureClass.ROOT, category=Category.INPUT, reason=notes[-1].removeprefix(NOTE)
     )
 
 

@@ -1,29 +1,74 @@
-"""Says which store the agents serve, so that the ranks of a launcher in a worker do not take theirs for it."""
+"""Looks at torch's rendezvous as a worker begins it: the agents' store, a port of the script's own, an old file."""
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
-from collections.abc import MutableMapping
+import time
+from collections.abc import Callable, MutableMapping
+from typing import Any
+from urllib.parse import urlsplit
 
 STORE_VARIABLE = "HPC_ELASTIC_AGENT_STORE"
-"""The run's id, and the port for which the agents have set `_USES_STORE`."""
+"""The run's id, and the address and port that the agents gave."""
+NOTE = "hpc_elastic: rendezvous: "
+"""A line of stderr that begins so explains a failure in ``init_process_group``."""
 _USES_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 
 
-def drop_other_store(env: MutableMapping[str, str] = os.environ) -> None:
-    """Have rank 0 serve the store where a launcher in a worker (deepspeed's) gave its ranks another port than ours.
+def watch() -> None:
+    """Have torch (2.4 to 2.13) call `look` first; a fork server, which imports torch for all workers, does not."""
+    if os.environ.get(STORE_VARIABLE):
+        handlers: dict[str, Any] = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
+        for scheme in handlers.keys() & {"env", "tcp", "file"}:
+            handlers[scheme] = functools.partial(_call, handlers[scheme])
 
-    Those ranks inherit the variable by which torch (2.13) connects all of them to a store that nobody serves there.
-    torchrun, which serves one, sets that variable itself, and the run's id.
+
+def _call(handler: Callable[..., Any], url: str, *args: Any, **kwargs: Any) -> Any:
+    try:
+        note = look(url)
+        if note:
+            print(f"{NOTE}{note}", file=sys.stderr, flush=True)
+    except Exception:
+        pass  # a strange URL or address: torch says so
+    return handler(url, *args, **kwargs)
+
+
+def look(url: str, env: MutableMapping[str, str] = os.environ, age: float | None = None) -> str:
+    """Say what the script has changed or an earlier round has left; empty: nothing.
+
+    Where the port is not the agents', rank 0 is made to serve the store: the variable by which torch (2.13) connects
+    all ranks to a store that nobody serves there is removed. So it is for the ranks of a launcher in a worker
+    (deepspeed's), which inherit that variable. torchrun, which serves one, sets the variable itself, and the run's id.
+
+    Args:
+        url: The rendezvous' URL.
+        env: Of this process.
+        age: Seconds for which this process has run; None: measure it.
     """
-    given = env.get(STORE_VARIABLE)
-    if not given:
-        return  # a fork server, which imports torch for all workers, reads nothing that differs between them
-    run_id, _, ours = given.rpartition(" ")
-    port = env.get("MASTER_PORT", ours)
-    # Our port at another address may be the same store, by another name of its node.
-    if env.get(_USES_STORE) == "True" and run_id == env.get("TORCHELASTIC_RUN_ID") and port not in ("", ours):
-        del env[_USES_STORE]
-        line = f"no agent serves a store at port {port} (the run's port is {ours}): {_USES_STORE} is removed"
-        print(f"hpc_elastic: {line}", file=sys.stderr, flush=True)
+    parts = urlsplit(url)
+    if parts.scheme == "file":
+        found = os.stat(parts.path) if os.path.exists(parts.path) else None
+        before = time.time() - found.st_mtime - (_age() if age is None else age) if found else 0
+        if not found or not found.st_size or before <= 0:
+            return ""
+        return f"an earlier round or run left the file {parts.path} ({before:.0f} s older than this process)"
+    run_id, given, port = env.get(STORE_VARIABLE, "").rsplit(" ", 2)
+    if run_id != env.get("TORCHELASTIC_RUN_ID"):
+        return ""
+    by_url = parts.scheme == "tcp"
+    host = parts.hostname if by_url else env.get("MASTER_ADDR", given)
+    now = str(parts.port) if by_url else env.get("MASTER_PORT", port)
+    if not host or now in ("", "None") or (host.lower(), now) == (given.lower(), port):
+        return ""
+    if now != port:  # ours at another address may be the same store, by another name of its node
+        env.pop(_USES_STORE, None)
+    what = f"init_method to {url.partition('?')[0]}" if by_url else f"MASTER_ADDR/MASTER_PORT itself, to {host}:{now}"
+    return f"the script set {what}; the run's are {given}:{port}"
+
+
+def _age() -> float:
+    with open("/proc/self/stat", "rb") as file:
+        started = int(file.read().rpartition(b")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started

@@ -11,7 +11,7 @@ from hpc_elastic.worker_api import agent_store, flight_recorder, heartbeat
 
 def start() -> None:
     """Called by torch, and by a worker that is forked with torch imported. Never raises."""
-    for begin in (agent_store.drop_other_store, flight_recorder.start, heartbeat.count_optimizer_steps):
+    for begin in (agent_store.watch, flight_recorder.start, heartbeat.count_optimizer_steps):
         try:
             begin()
         except Exception:

@@ -53,7 +53,7 @@ OURS = {
     "HPC_ELASTIC_RUN_DIR": "/runs/x",
     "HPC_ELASTIC_ATTEMPT": "1",
     "HPC_ELASTIC_TAG": "uid:host:agent",
-    "HPC_ELASTIC_AGENT_STORE": "20261121-train-9f3c 29501",
+    "HPC_ELASTIC_AGENT_STORE": "20261121-train-9f3c 10.0.0.1 29501",
     "PYTHONFAULTHANDLER": "1",
 }
 

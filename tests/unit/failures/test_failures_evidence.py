@@ -12,6 +12,7 @@ from hpc_elastic.failures import evidence
 from hpc_elastic.failures.evidence import describe_failure, read_failure, write_evidence
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
+from hpc_elastic.worker_api.agent_store import NOTE
 
 TRACE = 'Traceback (most recent call last):\n  File "/u/t.py", line 3, in f\n    x()\nValueError: bad 7\n'
 
@@ -71,6 +72,27 @@ def test_a_text_that_names_no_exception(tmp_path: Path) -> None:
     failure = describe(tmp_path)
     assert failure.message == "it broke: twice"
     assert failure.exception_type == ""
+
+
+@pytest.mark.parametrize(
+    ("function", "says", "is_blamed"),
+    [
+        ("init_process_group", "RuntimeError: Gloo connectFullMesh failed with timed out connecting", True),
+        ("init_process_group", "RuntimeError: The server socket has failed to listen: EADDRINUSE", True),
+        ("init_process_group", "TypeError: 'str' object is not callable", False),
+        ("all_reduce", "RuntimeError: [gloo/pair.cc:534] Connection closed by peer [127.0.0.1]:4711", False),
+    ],
+)
+def test_what_its_rendezvous_found_explains_a_peer_that_never_came(
+    tmp_path: Path, function: str, says: str, is_blamed: bool
+) -> None:
+    raised = f'  File "/x/torch/distributed/distributed_c10d.py", line 9, in {function}\n    x()\n{says}\n'
+    trace = TRACE.replace("ValueError: bad 7\n", raised)
+    failure = describe(tmp_path, f"{NOTE}an earlier round left the file /meet\n...\n{trace}")
+    assert (failure.reason == "an earlier round left the file /meet") is is_blamed
+    assert failure.headline == says
+    if is_blamed:
+        assert (failure.failure_class, failure.category) == (FailureClass.ROOT, Category.INPUT)
 
 
 def test_an_empty_error_file_is_a_fact_and_stderr_speaks(tmp_path: Path) -> None:

@@ -1,40 +1,59 @@
-"""A launcher that a worker starts hands the agents' store on, and gives its own ranks another port."""
+"""What a worker's script or a launcher in it changed of the rendezvous that the agents gave, and what a file holds."""
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
-from hpc_elastic.worker_api.agent_store import STORE_VARIABLE, drop_other_store
+from hpc_elastic.worker_api.agent_store import STORE_VARIABLE, look
 
 OURS = {
     "TORCHELASTIC_USE_AGENT_STORE": "True",
     "TORCHELASTIC_RUN_ID": "r 1",
     "MASTER_ADDR": "10.0.0.1",
     "MASTER_PORT": "29501",
-    STORE_VARIABLE: "r 1 29501",
+    STORE_VARIABLE: "r 1 10.0.0.1 29501",
 }
+SET = "the script set MASTER_ADDR/MASTER_PORT itself, to "
 
 
 @pytest.mark.parametrize(
-    ("changes", "is_kept"),
+    ("url", "changes", "is_kept", "said"),
     [
-        ({}, True),
-        ({"MASTER_PORT": "29500"}, False),
-        ({"MASTER_ADDR": "127.0.0.1"}, True),
-        ({"MASTER_PORT": ""}, True),
+        ("env://", {}, True, ""),
+        ("env://", {"MASTER_PORT": "29500"}, False, f"{SET}10.0.0.1:29500; the run's are 10.0.0.1:29501"),
+        ("env://", {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}, False, f"{SET}localhost:1; "),
+        ("env://", {"MASTER_ADDR": "127.0.0.1"}, True, f"{SET}127.0.0.1:29501; "),
+        ("env://", {"MASTER_PORT": ""}, True, ""),
         # torchrun in a worker serves a store of its own, and says so with its own run's id.
-        ({"MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}, True),
-        ({"MASTER_PORT": "29500", STORE_VARIABLE: ""}, True),
-        ({"MASTER_PORT": "29500", "TORCHELASTIC_USE_AGENT_STORE": "False"}, True),
+        ("env://", {"MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": "none"}, True, ""),
+        ("tcp://10.0.0.1:29501?rank=0&world_size=2", {}, True, ""),
+        ("tcp://h7:23456?rank=0&world_size=2", {}, False, "the script set init_method to tcp://h7:23456; the run's"),
     ],
 )
-def test_the_agents_store_is_not_waited_for_at_another_port(
-    changes: dict[str, str], is_kept: bool, capsys: pytest.CaptureFixture[str]
+def test_the_agents_store_is_not_waited_for_elsewhere(
+    url: str, changes: dict[str, str], is_kept: bool, said: str
 ) -> None:
     env = {**OURS, **changes}
-    drop_other_store(env)
+    found = look(url, env)
+    assert found.startswith(said)
+    assert bool(found) == bool(said)
     assert ("TORCHELASTIC_USE_AGENT_STORE" in env) is is_kept
-    err = capsys.readouterr().err
-    assert err.count("\n") == (not is_kept)
-    if not is_kept:
-        assert "no agent serves a store at port 29500" in err
+
+
+@pytest.mark.parametrize(
+    ("content", "age", "said"),
+    [("", 100.0, ""), ("x", 9e9, ""), ("x", 5.0, "an earlier round or run left the file "), (None, 5.0, "")],
+)
+def test_a_file_that_is_older_than_the_process_is_named(
+    tmp_path: Path, content: str | None, age: float, said: str
+) -> None:
+    path = tmp_path / "meet"
+    if content is not None:
+        path.write_text(content)
+        os.utime(path, (1e9, 1e9))
+    found = look(f"file://{path}?rank=0&world_size=2", {}, age)
+    assert found.startswith(said)
+    assert (str(path) in found) is bool(said)
