@@ -21,6 +21,15 @@ class Outcome(str, Enum):
     """A later attempt took the run over while this one could not be reached (`launch.supersede`)."""
 
 
+_NOTICES = {"(time limit)": "near time limit", "(requeue)": "asked to requeue"}
+
+
+def outcome_text(outcome: str, reason: str = "") -> str:
+    """The outcome in words: only a preemption preempts a run, whatever else made it save and end."""
+    other = next((text for meaning, text in _NOTICES.items() if meaning in reason), "")
+    return other if other and outcome == Outcome.PREEMPTED.value else outcome.replace("_", " ")
+
+
 STORE_LOST_CODE = 94
 """Of an agent alone: the run's store is gone or was replaced, and another agent in its place could do no better."""
 

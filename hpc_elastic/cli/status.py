@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import to_builtins
 
 from hpc_elastic.base.clock import Clock, SystemClock
+from hpc_elastic.base.outcome import outcome_text
 from hpc_elastic.base.text import plural, ranges
 from hpc_elastic.cli import run_job
 from hpc_elastic.cli.screen import is_terminal, output_failed, print_note, width_for
@@ -216,9 +217,12 @@ def status_lines(
     if spent := _time(status, now_ns):
         put("time", spent)
     if status.state is RunState.ENDED:
-        put("ended", f"{status.outcome.replace('_', ' ')} (exit code {status.exit_code}){_because(status.reason)}")
+        put(
+            "ended",
+            f"{outcome_text(status.outcome, status.reason)} (exit code {status.exit_code}){_because(status.reason)}",
+        )
     elif status.state is RunState.REQUEUED:
-        put("requeued", f"{status.outcome.replace('_', ' ')}{_because(status.reason)}")
+        put("requeued", f"{outcome_text(status.outcome, status.reason)}{_because(status.reason)}")
         if job is not None and job.phase is JobPhase.FINISHED:
             put("but", f"the job has ended without its requeue; to requeue it: hpc-elastic requeue {job_id}")
     elif status.state is RunState.ENDING:
@@ -391,7 +395,7 @@ def status_line(status: RunStatus, now_ns: int | None = None) -> str:
         now_ns: For a run that goes on; None: its time is left out.
     """
     created = time.strftime("%Y-%m-%d %H:%M", time.localtime(status.created_ns / 1e9)) if status.created_ns else "?"
-    state = status.outcome.replace("_", " ") if status.state is RunState.ENDED else status.state.value
+    state = outcome_text(status.outcome, status.reason) if status.state is RunState.ENDED else status.state.value
     until = status.ended_ns if status.state is RunState.ENDED else now_ns
     took = duration((until - status.created_ns) / 1e9) if until and status.created_ns else "-"
     parts = [f"{state:<13}", f"{created:<16}", f"{took:>9}", f"{status.job_id or '-':>8}", status.run_id]

@@ -23,10 +23,11 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FULL, FileExecutor, FilesystemHangsError, is_refusal
-from hpc_elastic.base.outcome import ExitCode, Outcome
+from hpc_elastic.base.outcome import ExitCode, Outcome, outcome_text
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.launch.bad_nodes import NextNodes, checked, keep_evidence, next_nodes
 from hpc_elastic.launch.requeue import (
+    A_BUG,
     AttemptResult,
     RequeueAction,
     RequeueDecision,
@@ -268,9 +269,15 @@ class _End:
 
         paths, spec, site, now_ns = self._paths, self._spec, self._site, self._clock.time_ns()
         seen = node_evidence(history, attempt=self._attempt.number)
+        if any(one.round < 0 for one in seen) and self._is_cancelled(asks_slurm=asks_slurm):
+            seen = tuple(one for one in seen if one.round >= 0)  # the cancel kept agents from starting
         record = self._disk.do(lambda: keep_evidence(paths, seen, now_ns=now_ns), None)
         if record is None:
             return NextNodes()
+        bug = self._result.fingerprint
+        if bug and (not self._result.retryable or A_BUG in self._decision.reason):
+            counts = (one for one in record.evidence if one.fingerprint != bug)
+            record = replace(record, evidence=tuple(counts))
         eligible = None
         if asks_slurm and (record.excluded or next_nodes(record, spec, None, now_ns=now_ns).bad):
             eligible = site.eligible_nodes()
@@ -291,6 +298,11 @@ class _End:
             )
         return nodes
 
+    def _is_cancelled(self, *, asks_slurm: bool) -> bool:
+        if self._result.outcome is Outcome.CANCELLED or self._result.cancelled:
+            return True
+        return asks_slurm and self._site.ask(near=0.0).condition is JobCondition.ENDED
+
     def _finish(self, history: RunHistory | None) -> None:
         """Write result and report, and log both."""
 
@@ -301,9 +313,8 @@ class _End:
         if not (self._save() and (self._is_removed or self._disk.do(report, False, answers=True))):
             logger.error("%s does not answer: the report can't be written", self._folder.root)
         result, decision = self._result, self._decision
-        ended = (
-            "succeeded" if result.outcome is Outcome.SUCCEEDED else f"ended: {result.outcome.value} ({result.reason})"
-        )
+        ended = outcome_text(result.outcome.value, result.reason)
+        ended = ended if result.outcome is Outcome.SUCCEEDED else f"ended: {ended} ({result.reason})"
         logger.info("attempt %d %s", self._attempt.number, ended)
         logger.info("%s: %s; exit code %d", decision.action.value, decision.reason, decision.exit_code)
 

@@ -157,6 +157,7 @@ def closed_result(
     )
 
 
+A_BUG = "a bug in the script?"
 _MADE_ROOM = (Outcome.PREEMPTED, Outcome.TIMED_OUT)
 """Ended by Slurm, though nothing is wrong with the run: it goes on in the queue."""
 
@@ -213,7 +214,7 @@ def decide_requeue(
     is_progress, limit = _made_progress(before, spec, result)
     if is_same and spec.max_same_failures and not is_progress:
         rule = "" if limit is None else f" (it ended within {limit:g} s: --restart-window)"
-        reason = f"the attempt before ended by the same failure, with no progress since{rule}: a bug in the script?"
+        reason = f"the attempt before ended by the same failure, with no progress since{rule}: {A_BUG}"
         return _end(reason, code)
     if attempt.number >= spec.max_requeues:
         return _end(f"{attempt.number} of {spec.max_requeues} requeues used", code)

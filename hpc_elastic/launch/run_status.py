@@ -386,6 +386,8 @@ def ends_by_slurm(
     for status in statuses:
         job = asked.get(id(status))
         state = None if job is None else says.get(str(job))
+        if status.job_id is None and job is not None:
+            status = replace(status, job_id=str(job) if state is None else state.job_id)
         is_known = job is None or str(job) not in says or state is not None
         silent = None
         if not is_known and status.attempt is not None:

@@ -270,7 +270,7 @@ class Supervisor:
         if self._notice is None or self._is_ending() or self._clock.monotonic() < self._notice.closed_by:
             return
         logger.warning("the notice period is over, and the nodes have not ended the run")
-        self._close(Outcome.PREEMPTED, "notice; the nodes did not answer in time")
+        self._close(Outcome.PREEMPTED, f"notice {self._notice.notice.reason}; the nodes did not answer in time")
 
     # -- the log -----------------------------------------------------------------------------------------------------
 

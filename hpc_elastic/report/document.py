@@ -37,6 +37,7 @@ from hpc_elastic.report.wording import (
     describe_end_without_failure,
     describe_exit,
     describe_losses,
+    describe_outcome,
     describe_outages,
     describe_place,
     describe_rounds_begun_again,
@@ -58,6 +59,7 @@ _TITLES = {
 }
 _ASKED_TO_END = (Outcome.CANCELLED.value, Outcome.PREEMPTED.value, Outcome.TIMED_OUT.value)
 """Its agents ended otherwise than well since they were asked to."""
+_WITHOUT_FAILURE = (*_ASKED_TO_END, Outcome.SUCCEEDED.value, Outcome.SUPERSEDED.value)
 _MOST_CAUSES = 2
 _MOST_AGENTS = 3
 _MOST_SUSPECTS = 3
@@ -216,7 +218,9 @@ def build_document(
         status=describe_status(history, shown),
         is_fine=is_fine,
         survived=_describe_survived(failure_count(history, attempt=attempt)) if succeeded else "",
-        finding=_nothing_failed(history, shown) if is_fine else _find(history, subject, shown, times),
+        finding=_nothing_failed(history, shown, history.attempts if attempt is None else ())
+        if is_fine
+        else _find(history, subject, shown, times),
         agents=() if is_fine else _bad_agents(subject, shown),
         done=tuple(_done(subject, shown)),
         notes=tuple(_notes(history, subject, shown, partial(times, date=False, fine=True))),
@@ -237,11 +241,21 @@ def _describe_survived(failures: int) -> str:
     return f"{failures} failures were survived, of which the last is described here; the run succeeded."
 
 
-def _nothing_failed(history: RunHistory, shown: AttemptHistory | None) -> Finding:
-    """Nothing ended a round; restarts within the processes leave the round as it is."""
-    parts = history.attempts if shown is None else [shown]
+def _nothing_failed(history: RunHistory, shown: AttemptHistory | None, all_parts: Sequence[AttemptHistory]) -> Finding:
+    """Nothing ended a round; restarts within the processes leave the round as it is.
+
+    Args:
+        history: The run.
+        shown: The attempt whose end the report states.
+        all_parts: All attempts where the report is about them.
+    """
+    parts = all_parts or ([shown] if shown is not None else [])
     restarts = [one for part in parts for item in part.rounds for one in item.in_process if not one.gave_up]
     if not restarts:
+        before = [part for part in parts if part is not parts[-1] and part.outcome not in _WITHOUT_FAILURE]
+        parts_end = [f"attempt {part.number} {describe_outcome(history, part)}" for part in before]
+        if parts_end:
+            return Finding(title=f"No failure is recorded, but {first_of(parts_end, _MOST_CAUSES)}.")
         return Finding(title="No failures." if shown is None or shown.outcome else "No failures so far.")
     seconds = sum(one.seconds for one in restarts)
     often = plural(len(restarts), "restart")

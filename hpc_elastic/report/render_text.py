@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.text import clean_line, duration, fit, plural, ranks_text, time_text
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
@@ -371,6 +372,8 @@ def _attempt_line(history: RunHistory, attempt: AttemptHistory, *, is_alone: boo
     last = next((entry for entry in broken if entry.failure), None)
     if last is not None:
         code = f", at last in round {last.part.index}: {brief(last.failure)}"
+    elif attempt.outcome not in ("", Outcome.SUCCEEDED.value, Outcome.FAILED.value) and attempt.reason:
+        code += f": {brief(attempt.reason)}"
     return f"  attempt {attempt.number}{job}{when}{nodes}{lasted}: {end}{code}"
 
 
@@ -406,7 +409,7 @@ def _goodput(document: Document, width: int) -> list[str]:
     text = _goodput_text(document)
     if not text and not document.goodput.costs:
         return []
-    lines = [*_split_words(text, width), *_split_words(describe_progress(document.goodput), width)]
+    lines = [*(_split_words(text, width) if text else ()), *_split_words(describe_progress(document.goodput), width)]
     for one in advise(document.history, document.goodput):
         lines += _split_words(f"Advice: {one.text}", width)
     return lines

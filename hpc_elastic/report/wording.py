@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from hpc_elastic.base.outcome import ExitCode, Outcome
+from hpc_elastic.base.outcome import ExitCode, Outcome, outcome_text
 from hpc_elastic.base.text import first_of, plural, ranges, ranks_text, seconds_text, time_text
 from hpc_elastic.failures.contrast import wrong_input
 from hpc_elastic.failures.ranking import Category, FailureClass
@@ -85,7 +85,7 @@ def describe_outcome(history: RunHistory, attempt: AttemptHistory | None) -> str
     if attempt is None:
         return "has no attempt yet"
     if attempt.outcome:
-        return attempt.outcome.replace("_", " ")
+        return outcome_text(attempt.outcome, attempt.reason)
     if attempt.number < history.attempts[-1].number:
         return "ended, and its end was not recorded"
     return _describe_running(attempt)
@@ -128,7 +128,6 @@ def describe_place(failure: WorkerFailure, frame: Frame | None) -> str:
 
 
 _ENDED_BY = {
-    Outcome.PREEMPTED.value: "Preempted",
     Outcome.TIMED_OUT.value: "Time limit reached",
     Outcome.SUPERSEDED.value: "Superseded by a later attempt",
     Outcome.TOO_FEW_NODES.value: "Too few nodes",
@@ -140,8 +139,8 @@ def describe_end_without_failure(attempt: AttemptHistory) -> str:
     if attempt.outcome == Outcome.CANCELLED.value:
         is_ctrl_c = attempt.exit_code == ExitCode.INTERRUPTED or attempt.reason.startswith("SIGINT")
         return "Cancelled by Ctrl-C" if is_ctrl_c else f"Cancelled: {attempt.reason or 'no reason is recorded'}"
-    ended = _ENDED_BY.get(attempt.outcome, "")
-    if not ended:
+    ended = _ENDED_BY.get(attempt.outcome) or outcome_text(attempt.outcome, attempt.reason).capitalize()
+    if attempt.outcome in ("", Outcome.FAILED.value):
         return "Root cause: not known. No failure of a worker is recorded"
     if is_requeued(attempt):
         return f"{ended}: requeued as attempt {attempt.number + 1}"
@@ -153,7 +152,7 @@ def describe_end(attempt: AttemptHistory | None) -> str:
     if attempt is None or not attempt.outcome:
         return "no end is recorded"
     notices = f" (notice: {', '.join(attempt.notices)})" if attempt.notices else ""
-    return f"{attempt.outcome.replace('_', ' ')}{notices}"
+    return f"{outcome_text(attempt.outcome, attempt.reason)}{notices}"
 
 
 def describe_decision(text: str) -> str:

@@ -234,6 +234,37 @@ def test_only_a_defect_of_ours_shows_its_traceback(
     assert bool(record.exc_info) is is_ours
 
 
+@pytest.mark.parametrize("heard", [True, False])
+def test_a_cancelled_job_says_nothing_of_the_nodes_where_no_agent_could_be_started(
+    world: tuple[Site, Callable[..., RequeueDecision]], tmp_path: Path, heard: bool
+) -> None:
+    site, end = world
+    RunBuilder(tmp_path / "run").event(
+        0, "supervisor", 3, 61, "node_given_up", name="n4", cause="not_started", reason="srun: aborted"
+    )
+    site.answer = SlurmAnswer(JobCondition.RUNNING if heard else JobCondition.ENDED)
+    end(replace(TOO_FEW, outcome=Outcome.CANCELLED) if heard else TOO_FEW)
+    assert {one.node for one in load_record(site.paths.nodes_json).evidence} == {"n3"}
+
+
+@pytest.mark.parametrize("is_bug", [True, False])
+def test_no_node_is_bad_for_what_is_a_bug_in_the_script(tmp_path: Path, is_bug: bool) -> None:
+    builder = RunBuilder(tmp_path / "run")
+    builder.attempt(0)
+    for index in range(2):
+        builder.round(0, index, at=1 + 20 * index)
+        failure = builder.fail(make_failure(1, at=5 + 20 * index, exitcode=-11, round_index=index))
+    site = Site(builder.paths)
+    events = EventLog(
+        builder.paths.attempt(0).events, role="supervisor", host="n1", node=-1, uid="s", clock=FakeClock()
+    )
+    failed = replace(TOO_FEW, outcome=Outcome.FAILED, fingerprint=failure.fingerprint, retryable=not is_bug)
+    spec = replace(SPEC, max_requeues=0)
+    conclude(builder.paths, spec, site, ATTEMPT, failed, events, clock=builder.clock)  # type: ignore[arg-type]
+    assert ("Bad nodes" in builder.paths.attempt(0).report_text.read_text()) is not is_bug
+    assert len(load_record(builder.paths.nodes_json).evidence) == 2
+
+
 def test_where_nothing_is_bad_slurm_is_not_asked_for_nodes(tmp_path: Path) -> None:
     """Nor waited for, where it is down."""
     builder = RunBuilder(tmp_path / "run")

@@ -534,7 +534,10 @@ def test_a_notice_that_no_node_acts_on_is_seen_to_here(s: Stage) -> None:
         s.signals.append(signal.SIGUSR2)
 
     result = s.run(3.0, freeze, 40.0, lambda: due.append(s.supervisor.due()))
-    assert (result.outcome, result.reason) == (Outcome.PREEMPTED, "notice; the nodes did not answer in time")
+    assert (result.outcome, result.reason) == (
+        Outcome.PREEMPTED,
+        "notice SIGUSR2 on head (requeue); the nodes did not answer in time",
+    )
     assert s.supervisor._notice is not None
     assert due == [s.supervisor._notice.closed_by], "it wakes up for that though nothing comes"
 

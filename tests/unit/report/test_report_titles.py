@@ -88,7 +88,16 @@ def test_text_page_and_json_have_the_same_sentences(builder: RunBuilder) -> None
             "Preempted: requeued as attempt 1.",
             "REQUEUED as attempt 1",
         ),
-        ("preempted", 143, "notice SIGUSR2", "end: 0 of 0 requeues used", "Preempted.", "PREEMPTED"),
+        ("preempted", 143, "notice T (preemption)", "end: 0 of 0 requeues used", "Preempted.", "PREEMPTED"),
+        ("preempted", 143, "notice U (requeue); saved", "end: 0 of 0", "Asked to requeue.", "ASKED TO REQUEUE"),
+        (
+            "preempted",
+            75,
+            "notice U (time limit); saved",
+            "requeue: requeue 1 of 3",
+            "Near time limit: requeued as attempt 1.",
+            "REQUEUED as attempt 1",
+        ),
         (
             "timed_out",
             75,
@@ -111,6 +120,35 @@ def test_a_run_that_was_ended_names_what_ended_it(
     assert lines[1].startswith(f"train.py {status} (exit code {code})")
     assert not [line for line in lines if "Root" in line or "the agent on" in line]
     assert title in render_html(history)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reason", "title", "end"),
+    [
+        (
+            "",
+            "",
+            "No failure is recorded, but attempt 0 ended, and its end was not recorded.",
+            ": ended, and its end was not recorded",
+        ),
+        ("too_few_nodes", "2 of 4 nodes", "No failure is recorded, but attempt 0 too few nodes.", ": 2 of 4 nodes"),
+        ("preempted", "notice U (time limit); saved", "No failures.", "near time limit, exit code 75: notice U (time"),
+        ("preempted", "notice T (preemption); saved", "No failures.", "preempted, exit code 75: notice T (pre"),
+    ],
+)
+def test_a_run_that_went_on_says_why_each_attempt_ended(
+    builder: RunBuilder, outcome: str, reason: str, title: str, end: str
+) -> None:
+    if outcome:
+        builder.end(0, at=9, outcome=outcome, code=75, reason=reason, decision="requeue: requeue 1 of 3")
+    builder.attempt(1, at=20)
+    builder.round(1, 0, at=21)
+    builder.succeeded(1, 0, at=30)
+    builder.end(1, at=31, outcome="succeeded", code=0)
+    lines = render_text(collect_run(builder.root)).splitlines()
+    assert title in lines
+    (line,) = (line for line in lines if line.startswith("  attempt 0 "))
+    assert end in line
 
 
 def test_a_failed_attempt_that_is_requeued_has_not_failed_the_run(builder: RunBuilder) -> None:
