@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import resource
 import stat
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from msgspec import Struct
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.text import plural, ranks_text
+from hpc_elastic.cli.run_argument import find_run_dir
 from hpc_elastic.errors import UsageError
 from hpc_elastic.failures.flight_analysis import Analysis, analyse
 from hpc_elastic.failures.flight_dump import MOST_BYTES, RankDump, UnreadableDumpError, rank_of_name, read_dump
@@ -26,6 +28,7 @@ _ALONE = 64
 _MOST_PROCESSES = 8
 _MOST_GROUPS = 20
 _MOST_MEMORY = 8 << 30
+_OTHER = re.compile(r"/attempt-\d+/(?!round-)")
 
 
 class UnreadableFile(Struct, frozen=True, kw_only=True):
@@ -53,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "files",
         metavar="FILES",
         nargs="+",
-        help="dumps, JSON or pickle, or folders of them; the rank is the number at the end of a file's name",
+        help="dumps, JSON or pickle, or folders or runs with them; the rank is the number at the end of a file's name",
     )
     parser.add_argument("--json", action="store_true", help="as JSON, with all facts")
 
@@ -98,15 +101,27 @@ def _limited_memory() -> Iterator[None]:
 
 
 def _files(given: Sequence[str]) -> list[Path]:
-    """Each once, those of folders and of the folders in them by their names."""
+    """Each once, those of folders (or runs) and of the folders in them by their names; of a run those of its ranks."""
     found: dict[Path, None] = {}
-    for path in map(Path, given):
+    for path in map(_run_or_path, given):
         if path.is_dir():
-            within = (Path(root, name) for root, _, names in os.walk(path) for name in names)
+            within = (
+                Path(root, name)
+                for root, _, names in os.walk(path)
+                if not _OTHER.search(os.path.abspath(root))
+                for name in names
+            )
             found |= dict.fromkeys(sorted(each for each in within if _may_be_dump(each)))
         else:
             found[path] = None
     return list(found)
+
+
+def _run_or_path(text: str) -> Path:
+    if not os.path.lexists(text):
+        with suppress(UsageError):
+            return find_run_dir(text, None)
+    return Path(text)
 
 
 def _may_be_dump(path: Path) -> bool:

@@ -15,7 +15,7 @@ from hpc_elastic.cli import list_runs as list_module
 from hpc_elastic.cli import status as status_module
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.screen import print_note
-from hpc_elastic.cli.status import seconds_left, status_lines
+from hpc_elastic.cli.status import seconds_left, status_line, status_lines
 from hpc_elastic.launch.run_status import RunState, RunStatus, ends_by_slurm
 from hpc_elastic.run.index import jobs_of, record
 from hpc_elastic.run.preload import Preload
@@ -323,9 +323,10 @@ def test_a_job_that_has_not_begun_is_found_by_its_directory(tmp_path: Path, monk
         assert record(cluster="c", job_id=number, submitted_ns=int(number), run_dir=Path("/r")) is None
     record(cluster="c", job_id="9", submitted_ns=9, run_dir=Path("/other"))
     assert [entry.job_id for entry in jobs_of("/r")] == ["8", "7"]
-    client = Client()
-    ask(client, status(job_id=None, state=RunState.SUBMITTED))
+    client = Client(JobState(job_id="8", state="PENDING", reason="Resources"))
+    ((seen, _),) = ask(client, status(job_id=None, state=RunState.SUBMITTED))
     assert client.asked == [["8"]]
+    assert status_line(seen).split()[-2:] == ["8", "r"]
 
 
 def test_the_time_that_is_left() -> None:

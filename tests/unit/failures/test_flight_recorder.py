@@ -471,6 +471,11 @@ def test_the_command_names_the_rank_and_says_what_it_could_not_read(
 def test_the_command_reads_folders_of_folders_and_of_two_failures_the_later(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """And only its ranks' folders in a run: a store has links whose names end as dumps' do."""
+    store = tmp_path / "attempt-000" / "store" / "round"
+    store.mkdir(parents=True)
+    (store / "fail+00001-node1-0001-9935").symlink_to("x" * 300)
+    (store / "kv12").write_text("{}")
     for number, without in (("0", 1), ("1", 3)):
         for rank, entries in waiting(4, without=(without,)).items():
             folder = tmp_path / f"round-{number}" / f"rank-{rank}"
