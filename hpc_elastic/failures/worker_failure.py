@@ -169,7 +169,7 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
 
 _SHARED = tuple(name for name in WorkerFailed.__struct_fields__ if name in WorkerFailure.__struct_fields__)
 _LOST_CONNECTION = re.compile(
-    r"Connection(?:Reset|Refused|Aborted)Error|BrokenPipeError|RemoteDisconnected|IncompleteReadError|ServerDisconnected"
+    r"Connection(?:Reset|Refused|Aborted)?Error|BrokenPipeError|RemoteDisconnected|IncompleteReadError|ServerDisconnected"
     r"|\A(?:\w+\.)*EOFError|Errno (?:104|111|32)\b|[Cc]onnection (?:reset|refused|aborted|closed|lost)"
 )
 _PROVOKED_NS = 500_000_000

@@ -79,7 +79,8 @@ def decide_verdict(
         clocks: What two hosts' times are worth.
     """
     ranking, when = _rank(failures, clocks)
-    causes, symptoms, first = ranking.causes, ranking.symptoms, ranking.first
+    causes, symptoms, first = _lost_peer_last(ranking.causes, when), ranking.symptoms, ranking.first
+    first = causes[0] if causes and first is not None and first.failure_class is not FailureClass.HANG else first
     # One that was printed after the stop may be the stop's: it is no evidence, and a consequence all the same.
     consequences = [failure for failure in ranking.all if failure.failure_class is FailureClass.SYMPTOM]
     retryable = all(failure.exitcode != NOT_RETRYABLE_EXIT_CODE for failure in failures)
@@ -157,6 +158,20 @@ def _rank(failures: Sequence[WorkerFailure], clocks: Clocks) -> tuple[Ranking[Wo
     if not ranking.by_printed:
         return ranking, ended
     return ranking, {key: printed[key] or moment for key, moment in ended.items()}
+
+
+def _lost_peer_last(causes: list[WorkerFailure], when: Mapping[int, Moment]) -> list[WorkerFailure]:
+    """The causes in order, what may have closed a connection before the failure that reports the closed one."""
+    if not causes or not causes[0].standing().lost_connection:
+        return causes
+    lost = when[id(causes[0])]
+    closed = (
+        one
+        for one in causes[1:]
+        if not one.standing().lost_connection and order_of(lost, when[id(one)]) is not Order.KNOWN
+    )
+    before = next(closed, None)
+    return causes if before is None else [before, *(one for one in causes if one is not before)]
 
 
 def decide_start_verdict(unable: Sequence[NodeLoss], *, nodes: int) -> Verdict:

@@ -181,6 +181,7 @@ def test_a_failure_comes_back_from_its_event_without_its_texts() -> None:
         "urllib.error.URLError: <urlopen error [Errno 111] Connection refused>",
         "http.client.RemoteDisconnected: Remote end closed connection without response",
         "EOFError",
+        "ConnectionError: peer closed the connection",
     ],
 )
 def test_a_lost_connection_comes_after_an_end_that_was_seen_a_little_later(message: str) -> None:

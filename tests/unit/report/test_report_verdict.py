@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.failures.origin import OWN_WATCHDOG
@@ -69,6 +70,19 @@ def test_nothing() -> None:
     verdict = decide_verdict([])
     assert (verdict.cause, verdict.failure) == (Cause.NONE, None)
     assert verdict.retryable
+
+
+@pytest.mark.parametrize(("later", "cause"), [(0.19, 1), (0.6, 0)])
+def test_of_two_within_the_clocks_resolution_a_lost_connection_is_the_consequence(later: float, cause: int) -> None:
+    """An agent on a busy node sees its worker's SIGKILL late; the script raises an exception of what that closed."""
+    clocks = compared(0.0, bound_ms=250.0)
+    failures = [
+        root(0, 5.0, "ConnectionError: peer closed the connection"),
+        make_failure(1, at=5.0 + later, exitcode=-9),
+    ]
+    verdict = decide_verdict(failures, clocks=clocks)
+    assert verdict.failure is failures[cause]
+    assert (verdict.confidence is Confidence.TIE) is bool(cause)
 
 
 def test_class_comes_before_time() -> None:
