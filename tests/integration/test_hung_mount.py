@@ -7,6 +7,7 @@ thread away. What can be seen of the run is read from the server's side.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ import pytest
 
 from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.workers.tree import TAG_VARIABLE
+from tests.rigs import lockstep
 from tests.rigs.local_run import LocalRun, Process
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
 
@@ -26,27 +28,8 @@ LEAVING = 30.0
 """Seconds beyond the grace in which everything is over; most are waits for a mount that is not known to be dead yet."""
 PATIENCE = 70.0
 
-_SAVES = """
-def save(*_):
-    tell("saved")
-    sys.exit(0)
-signal.signal(signal.SIGTERM, save)
-"""
-_TRAINS = f"""{_SAVES}
-tell("here")
-others_in_round()
-wait_for("end")
-"""
-_FAILS = f"""{_SAVES}
-tell("here")
-others_in_round()
-if ROUND == 0:
-    if RANK == 0:
-        wait_for("fail")
-        raise RuntimeError("no luck")
-    wait_for("never")
-wait_for("end")
-"""
+_TRAINS = Path(lockstep.__file__).read_text()
+_SAVES_ON_SIGTERM = ("--save-every", "1000000", "--save-on-sigterm")
 _HAS_A_FAMILY = """
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 subprocess.Popen(["sh", "-c", "(setsid sleep 1000 &)"]).wait()
@@ -72,6 +55,30 @@ class MountedRun(LocalRun):
             self.log_path = self.server / "printed.log"
         return self
 
+    def steps(self) -> int:
+        """The furthest step of the newest round, from the job log."""
+        newest = self.log().rpartition(" begins at step ")[2]
+        return max(map(int, re.findall(r"\bstep (\d+) at ", newest)), default=0)
+
+    def wait_more_steps(self, round_index: int = 0) -> None:
+        """Until the ranks of the round have done three steps, or three more."""
+        begun = " begins at step "
+        self.until(lambda: self.log().count(begun) == self.nodes * int(self.nproc) * (round_index + 1), "the round")
+        before = self.steps()
+        self.until(lambda: self.steps() >= before + 3, "steps")
+
+    def kill_rank(self, rank: int) -> None:
+        (pid,) = (process.pid for process in self.processes() if process.environ.get("RANK") == str(rank))
+        os.kill(pid, signal.SIGKILL)
+
+    def ends_well(self) -> None:
+        """The training is told to end, and each rank has the right result."""
+        (self.folder / "end").touch()
+        assert self.finish() == ExitCode.OK
+        results = re.findall(r"final: step=(\d+) state=(\d+)", self.log())
+        assert len(results) == self.nodes * int(self.nproc)
+        assert {int(state) for _, state in results} == {lockstep.expected(int(results[0][0]))}
+
 
 @pytest.fixture
 def emulator(tmp_path: Path) -> Iterator[NfsEmulator]:
@@ -86,16 +93,18 @@ def emulator(tmp_path: Path) -> Iterator[NfsEmulator]:
 @contextmanager
 def run_on(
     emulator: NfsEmulator,
-    script: str,
+    script: str = "",
     *,
     prints_there: bool = False,
     hangs_first: bool = False,
     options: Sequence[str] = (),
     **how: Any,
 ) -> Iterator[MountedRun]:
+    """A run of `script`; without one, of the lock-step trainer, whose checkpoints are on another filesystem."""
     options = ["--shutdown-timeout", f"{GRACE:g}", *options]
     folder = emulator.backing.parent
-    run = MountedRun(folder, script, runs_dir=emulator.paths[0] / "runs", options=options, **how)
+    how = how if script else {"prelude": "", **how}
+    run = MountedRun(folder, script or _TRAINS, runs_dir=emulator.paths[0] / "runs", options=options, **how)
     run.server, run.prints_there = emulator.backing, prints_there
     if hangs_first:
         emulator.freeze()
@@ -121,18 +130,19 @@ def ends(run: LocalRun, number: signal.Signals) -> float:
 
 
 def test_ctrl_c_in_training(emulator: NfsEmulator) -> None:
-    with run_on(emulator, _TRAINS) as run:
-        run.wait_moments("here", count=2)
+    with run_on(emulator, arguments=_SAVES_ON_SIGTERM) as run:
+        run.wait_more_steps()
         emulator.freeze()
+        run.wait_more_steps()
         assert ends(run, signal.SIGINT) < GRACE + LEAVING
-        assert len(run.moments("saved")) == 2, "the workers got their SIGTERM, and their time"
+        assert list(run.folder.glob("step-*.json")), "rank 0 got its SIGTERM, and its time"
         assert "does not answer" in run.log()
         assert f"{emulator.paths[0] / 'runs'}" in run.log()
         assert f"end: the run was cancelled (SIGINT on {os.uname().nodename}); exit code 130" in run.log()
 
 
 def test_ctrl_c_before_there_is_a_run_directory(emulator: NfsEmulator) -> None:
-    with run_on(emulator, _TRAINS, hangs_first=True) as run:
+    with run_on(emulator, hangs_first=True) as run:
         run.until(lambda: len(run.processes()) == 2, "process behind the front")
         assert ends(run, signal.SIGINT) < LEAVING
         # Its stderr is a file, which might be on the mount: said on a terminal or a pipe alone.
@@ -140,7 +150,7 @@ def test_ctrl_c_before_there_is_a_run_directory(emulator: NfsEmulator) -> None:
 
 
 def test_sigterm_before_the_first_round(emulator: NfsEmulator) -> None:
-    with run_on(emulator, _TRAINS) as run:
+    with run_on(emulator) as run:
         run.until(lambda: "when it has ended" in run.log(), "head of the job log")
         emulator.freeze()
         assert ends(run, signal.SIGTERM) < GRACE + LEAVING
@@ -149,34 +159,45 @@ def test_sigterm_before_the_first_round(emulator: NfsEmulator) -> None:
 
 def test_sigterm_while_the_evidence_of_a_failure_can_not_be_had(emulator: NfsEmulator) -> None:
     """And stdout, too, is a file on the mount."""
-    with run_on(emulator, _FAILS, nodes=1, nproc=2, prints_there=True) as run:
-        run.wait_moments("here", count=2)
+    with run_on(emulator, nodes=1, nproc=2, prints_there=True) as run:
+        run.wait_more_steps()
         emulator.freeze()
-        run.say("fail")
+        run.kill_rank(0)
         run.until(lambda: not workers(run), "end of the workers", within=GRACE + LEAVING)
         assert ends(run, signal.SIGTERM) < GRACE + LEAVING
 
 
 @pytest.mark.slow  # as in training, but for the phase
 def test_sigterm_when_all_workers_have_ended(emulator: NfsEmulator) -> None:
-    with run_on(emulator, _TRAINS) as run:
-        run.wait_moments("here", count=2)
+    with run_on(emulator) as run:
+        run.wait_more_steps()
         emulator.freeze()
-        run.say("end")
+        (run.folder / "end").touch()
         run.until(lambda: not workers(run), "end of the workers")
         assert ends(run, signal.SIGTERM) < GRACE + LEAVING
 
 
 def test_a_worker_fails_and_the_run_goes_on_when_the_mount_answers_again(emulator: NfsEmulator) -> None:
-    with run_on(emulator, _FAILS, nodes=1, nproc=2) as run:
-        run.wait_moments("here", count=2)
+    with run_on(emulator, nodes=1, nproc=2) as run:
+        run.wait_more_steps()
         emulator.freeze()
-        run.say("fail")
-        run.until(lambda: run.moments("saved") and not workers(run), "end of the other worker", within=GRACE + LEAVING)
+        run.wait_more_steps()
+        run.kill_rank(1)
+        run.until(lambda: not workers(run), "end of the other worker", within=GRACE + LEAVING)
         emulator.thaw()
-        run.wait_moments("here", count=2, round_index=1)
-        run.say("end")
-        assert run.finish() == ExitCode.OK
+        run.wait_more_steps(1)
+        run.ends_well()
+        check_killed_worker(run)
+
+
+def check_killed_worker(run: MountedRun) -> None:
+    """Rank 1's SIGKILL is the one cause, the other rank's error is its consequence, and one restart is charged."""
+    verdict = run.report()["verdict"]
+    assert (verdict["cause"], verdict["failure"]["global_rank"]) == ("worker", 1)
+    assert "SIGKILL" in verdict["summary"]
+    assert run.report()["bad_nodes"] == []
+    assert {event["restarts_used"] for event in run.events("round_final")} == {0, 1}
+    assert run.events("node_lost") == run.events("health_check_failed") == []
 
 
 def test_nothing_of_a_round_outlives_a_killed_supervisor_and_a_killed_agent(emulator: NfsEmulator) -> None:

@@ -9,17 +9,12 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.base.outcome import ExitCode, Outcome
-from tests.integration.test_hung_mount import MountedRun, run_on
+from tests.integration.test_hung_mount import MountedRun, check_killed_worker, run_on
 from tests.rigs.network_nodes import NetworkRun, require_network
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
 
 HOLD = 3.0
 """Seconds: a second look at the mount comes one second after the first, and a refusal is told from one second on."""
-_ROUNDS = """
-tell("here")
-others_in_round()
-wait_for(f"end-{ROUND}")
-"""
 
 
 @pytest.fixture
@@ -42,41 +37,37 @@ def refused(run: MountedRun) -> set[tuple[str, int, bool]]:
 
 @pytest.mark.parametrize(("error", "text"), [("EACCES", "Permission denied"), ("ESTALE", "Stale file handle")])
 def test_a_worker_fails_meanwhile(error: str, text: str, emulator: NfsEmulator) -> None:
-    with run_on(emulator, _ROUNDS, nodes=2, nproc=1) as run:
-        run.wait_moments("here", count=2)
+    with run_on(emulator, nodes=2, nproc=1) as run:
+        run.wait_more_steps()
         emulator.fail(error)
-        run.kill_worker(1, round_index=0)
+        run.kill_rank(1)
         until_all_notice(run)
         time.sleep(HOLD)
         emulator.heal()
-        run.wait_moments("here", count=2, round_index=1)
-        run.say("end-1")
-        assert run.finish() == ExitCode.OK
+        run.wait_more_steps(1)
+        run.ends_well()
         assert refused(run) == {(text, node, True) for node in (-1, 0, 1)}
-        (failed,) = run.events("worker_failed")
-        assert (failed["rank"], failed["exitcode"]) == (1, -9)
-        assert run.events("node_lost") == run.events("health_check_failed") == []
-        report = run.attempt().report_text.read_text()
-        assert "SIGKILL" in report
-        assert f": {text}" in report
+        check_killed_worker(run)
+        assert f": {text}" in run.attempt().report_text.read_text()
         assert run.rank(1).error_file.exists(), "the evidence was written when that was possible again"
 
 
 def test_nothing_else_happens_and_then_the_run_ends_meanwhile(emulator: NfsEmulator) -> None:
-    with run_on(emulator, _ROUNDS, nodes=2, nproc=1) as run:
-        run.wait_moments("here", count=2)
+    with run_on(emulator, nodes=2, nproc=1) as run:
+        run.wait_more_steps()
         emulator.fail("EIO")
         until_all_notice(run)
         time.sleep(HOLD)
+        run.wait_more_steps()
         emulator.heal()
         run.until(lambda: len(run.events("filesystem_refused")) == 3, "end of the refusal")
         emulator.fail("EPERM")
-        run.say("end-0")
+        (run.folder / "end").touch()
         run.until(lambda: not any("RANK" in process.environ for process in run.processes()), "end of the workers")
         run.until(lambda: run.log().count("the shared filesystem refused") == 6, "all words about the second refusal")
         time.sleep(HOLD)
         emulator.heal()
-        assert run.finish() == ExitCode.OK
+        run.ends_well()
         assert {event["round"] for event in run.events("round_final")} == {0}
         assert run.report()["verdict"]["cause"] == "none"
         outages = run.report()["attempts"][0]["outages"]
@@ -86,10 +77,10 @@ def test_nothing_else_happens_and_then_the_run_ends_meanwhile(emulator: NfsEmula
 
 def test_one_that_lasts_is_the_cause(emulator: NfsEmulator) -> None:
     options = ["--health-checks", "default,shared=4"]
-    with run_on(emulator, _ROUNDS, nodes=2, nproc=1, options=options) as run:
-        run.wait_moments("here", count=2)
+    with run_on(emulator, nodes=2, nproc=1, options=options) as run:
+        run.wait_more_steps()
         emulator.fail("EACCES")
-        run.kill_worker(1, round_index=0)
+        run.kill_rank(1)
         run.until(lambda: "node1 has left the run" in run.log(), "the failed worker's node gives up")
         emulator.heal()
         assert run.finish() == ExitCode.WORKERS_FAILED
@@ -117,18 +108,17 @@ def test_one_node_alone_leaves_and_the_others_go_on(tmp_path: Path) -> None:
 
 
 def test_a_quota_that_is_used_up_holds_a_restart_and_no_node_is_blamed(emulator: NfsEmulator) -> None:
-    with run_on(emulator, _ROUNDS, nodes=2, nproc=1) as run:
-        run.wait_moments("here", count=2)
+    with run_on(emulator, nodes=2, nproc=1) as run:
+        run.wait_more_steps()
         for operation in ("write", "create", "mkdir", "symlink", "link", "commit"):
             emulator.fail("EDQUOT", operation=operation)
-        run.kill_worker(1, round_index=0)
+        run.kill_rank(1)
         run.until(lambda: "is full: Disk quota exceeded" in run.log(), "word about the quota")
         time.sleep(HOLD)
         emulator.heal()
-        run.wait_moments("here", count=2, round_index=1)
-        run.say("end-1")
-        assert run.finish() == ExitCode.OK
-        assert run.events("node_lost") == run.events("health_check_failed") == []
+        run.wait_more_steps(1)
+        run.ends_well()
+        check_killed_worker(run)
         (refused,) = [event for event in run.events("filesystem_refused") if event["node"] == 1]
         assert refused["error"] == "Disk quota exceeded"
         assert refused["path"].startswith(f"{emulator.paths[0]}")

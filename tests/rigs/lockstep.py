@@ -105,8 +105,9 @@ def main():
     start = json.loads(found[-1].read_text()) if found else (0, 1) if RANK == 0 else (0, 0)
     step, state = all_reduce(peers, *start)
     print(f"rank {RANK} of {WORLD_SIZE} begins at step {step}", flush=True)
-    if args.save_on_sigterm and RANK == 0:
-        signal.signal(signal.SIGTERM, lambda *_: (save(args.checkpoints, step, state), os._exit(0)))
+    if args.save_on_sigterm:
+        save_and_end = lambda *_: (save(args.checkpoints, step, state), os._exit(0))  # noqa: E731
+        signal.signal(signal.SIGTERM, signal.SIG_IGN if RANK else save_and_end)
     is_last = step >= args.steps
     while not is_last:
         ends = RANK == 0 and (step + 1 >= args.steps or os.path.exists(args.end))
