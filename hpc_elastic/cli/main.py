@@ -31,7 +31,7 @@ _SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "convert": ("convert", "convert an sbatch file that starts torchrun into a command, and explain each line"),
     "clean": ("clean", "remove directories of old runs, never of one that may be running"),
     "cancel": ("run_job", "cancel a run's job: its workers get SIGTERM, and the report is written"),
-    "requeue": ("run_job", "save a running job's progress and requeue it, or start one again that has ended"),
+    "requeue": ("run_job", "have a run save and begin its next attempt; or requeue a Slurm job that has ended"),
     "config": ("config", "show the value of each option, and where it comes from"),
     "completion": ("completion", "print a script for bash that completes subcommands, options and runs"),
     "agent": ("agent", "run the agent of one node, inside a step of your own"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from hpc_elastic.launch.run_status import RunState, RunStatus, newest_job, read_
 from hpc_elastic.options.sbatch import COMMENT_MARK
 from hpc_elastic.output.terminal import one_line
 from hpc_elastic.run import index
+from hpc_elastic.run.attempt import load_attempt
 from hpc_elastic.run.index import array_tasks
 from hpc_elastic.run.paths import RunPaths, attempt_number, task_index
 from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner
@@ -29,6 +31,7 @@ from hpc_elastic.slurm.errors import (
     UnknownJobError,
 )
 from hpc_elastic.slurm.job_state import JobPhase, JobState
+from hpc_elastic.workers.tree import Delivery, kill_safely, look_at
 
 SLURM_SECONDS = 30.0
 SHORT_SECONDS = 10.0
@@ -87,13 +90,38 @@ def find_run_job(args: argparse.Namespace, *, arrays: bool = False, if_ended: st
     if status.cluster == "local" and status.state is RunState.ENDED:
         ended = status.outcome.replace("_", " ")
         raise UsageError(f"run {status.run_id} has already ended: {ended}; {if_ended}")
-    if status.cluster == "local":
-        raise UsageError(f"run {status.run_id} is not a Slurm job: press Ctrl-C where it was started")
     job = newest_job(status)
     if job is None:
         why = f" ({status.problem})" if status.problem else ""
         raise UsageError(f"run {status.run_id} has no job that this account knows of{why}; see squeue --me")
     return RunJob(paths=paths, status=status, job=job, owner=owner)
+
+
+def _signal_local(args: argparse.Namespace, number: signal.Signals) -> bool:
+    """Signal the supervisor of a run of this machine. Returns whether the run is one that goes on.
+
+    Raises:
+        UsageError: its supervisor is elsewhere, gone or another user's.
+    """
+    paths = find_paths(args)
+    status = read_status(paths, clock=SystemClock())
+    if status.cluster != "local" or status.state is RunState.ENDED:
+        return False
+    if run_owner(args.run, paths) != os.geteuid():
+        raise UsageError(f"{paths.root} is another user's: only its owner can signal the run")
+    if number is signal.SIGUSR2:
+        _check_requeues(status, status.run_id)
+    begun = paths.begun_attempts()
+    info = load_attempt(begun[-1].attempt_json) if begun else None
+    known = info.supervisor if info is not None else None
+    if info is None or known is None or known.run_dir != os.path.realpath(paths.root):
+        raise UsageError(f"the process of run {status.run_id} is not known: press Ctrl-C where it was started")
+    if info.batch_host != os.uname().nodename:
+        raise UsageError(f"run {status.run_id} runs on {info.batch_host}: give this command there")
+    proc = look_at(known.pid)
+    if proc is None or proc.starttime != known.starttime or kill_safely(proc, number) is not Delivery.SENT:
+        raise UsageError(f"run {status.run_id} has ended without a verdict: its process {known.pid} is gone")
+    return True
 
 
 def run_owner(text: str, paths: RunPaths) -> int:
@@ -219,6 +247,9 @@ def run_cancel(args: argparse.Namespace) -> int:
         UsageError: there is nothing to cancel.
         SlurmError: Slurm did not do it.
     """
+    if _signal_local(args, signal.SIGTERM):
+        sys.stdout.write("the run is cancelled: its workers get SIGTERM\n")
+        return 0
     sys.stdout.write(
         one_line(cancel(find_run_job(args, arrays=True, if_ended="nothing to cancel"), slurm_client())) + "\n"
     )
@@ -254,6 +285,9 @@ def run_requeue(args: argparse.Namespace) -> int:
         UsageError: it is not to be requeued now.
         SlurmError: Slurm did not do it.
     """
+    if _signal_local(args, signal.SIGUSR2):
+        sys.stdout.write("the workers are asked to save; then the run begins its next attempt\n")
+        return 0
     sys.stdout.write(one_line(requeue(find_run_job(args), slurm_client())) + "\n")
     return 0
 
@@ -276,15 +310,19 @@ def requeue(asked: RunJob, client: SlurmClient) -> str:
     if _has_ended(job, client):
         said = "had ended without a verdict; it is back in the queue, and continues from the last checkpoint"
         return _again(asked, client, f"job {job} {said}")
-    if status.requeues_used >= status.max_requeues:
-        raise UsageError(
-            f"run {status.run_id} has used its {status.max_requeues} requeues: a notice would end it for good; "
-            f"end it with hpc-elastic cancel {job}"
-        )
+    _check_requeues(status, str(job))
     if status.state in (RunState.SAVING, RunState.ENDING):
         return f"job {job} is already about to end; hpc-elastic status {job} shows how far it is"
     client.notify(job)
     return f"the workers of job {job} are asked to save; then it is requeued (hpc-elastic status {job} --watch)"
+
+
+def _check_requeues(status: RunStatus, name: str) -> None:
+    if status.requeues_used >= status.max_requeues:
+        raise UsageError(
+            f"run {status.run_id} has used its {status.max_requeues} requeues: a notice would end it for good; "
+            f"end it with hpc-elastic cancel {name}"
+        )
 
 
 def _again(asked: RunJob, client: SlurmClient, done: str) -> str:

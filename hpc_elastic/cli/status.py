@@ -321,7 +321,8 @@ def _slurm(job: JobState, seconds_left: float | None) -> str:
 
 def _time(status: RunStatus, now_ns: int | None) -> str:
     if status.state is RunState.ENDED:
-        return f"{duration((status.ended_ns - status.created_ns) / 1e9)} in total" if status.ended_ns else ""
+        known = status.ended_ns and status.created_ns
+        return f"{duration((status.ended_ns - status.created_ns) / 1e9)} in total" if known else ""
     if now_ns is None or not status.created_ns:
         return ""
     since_submitted = f"{duration((now_ns - status.created_ns) / 1e9)} since the run was submitted"

@@ -43,7 +43,7 @@ from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.rendezvous.round_log import reserve_room
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, new_uid
-from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.attempt import AttemptInfo, LocalSupervisor
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, UnreadableRunError, load_run_spec
@@ -52,6 +52,7 @@ from hpc_elastic.slurm.notation import compress
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.store.notifier import read_secret
 from hpc_elastic.workers.linux import SignalQueue, output_pipes
+from hpc_elastic.workers.tree import look_at
 
 logger = logging.getLogger(__name__)
 
@@ -194,12 +195,17 @@ class _AttemptRun:
             clock=self._clock,
         )
         (own,) = facts.slurm_job_ids or ("",)
+        supervisor = None
+        if facts.cluster == "local" and (this := look_at(os.getpid())) is not None:
+            root = os.path.realpath(self._paths.root)
+            supervisor = LocalSupervisor(pid=this.pid, starttime=this.starttime, run_dir=root)
         attempt = replace(
             facts,
             number=folder.number,
             batch_host=os.uname().nodename,
             started_ns=self._clock.time_ns(),
             slurm_job_ids=slurm_job_ids(self._paths, folder.number, own),
+            supervisor=supervisor,
             versions=_versions(facts.versions, self._spec.entrypoint if self._spec.container is None else None),
         )
         attempt.save(folder.attempt_json)

@@ -30,6 +30,16 @@ class UnreadableAttemptError(UnreadableFileError):
     """attempt.json is missing, torn, or of another version."""
 
 
+class LocalSupervisor(Struct, frozen=True, kw_only=True):
+    """The process that a local run is signalled by."""
+
+    pid: int
+    starttime: int
+    """Clock ticks since the boot of its host: another process with this pid has another one."""
+    run_dir: str
+    """The run's own directory: a copy of it names the same process."""
+
+
 class AttemptInfo(Struct, frozen=True, kw_only=True):
     """Facts that hold for the whole attempt."""
 
@@ -54,6 +64,8 @@ class AttemptInfo(Struct, frozen=True, kw_only=True):
     kill_wait: float | None = None
     """Seconds between Slurm's SIGTERM and SIGKILL."""
     versions: Mapping[str, str] = field(default_factory=dict)
+    supervisor: LocalSupervisor | None = None
+    """Of a run of one machine."""
 
     def save(self, path: Path) -> None:
         codec.save(path, self, durable=True)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from hpc_elastic.cli import run_job
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.run_job import RunJob, cancel, find_run_job, requeue
 from hpc_elastic.errors import UsageError
@@ -20,6 +24,7 @@ from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import RequeueDisabledError, SlurmError, SlurmPermissionError, UnknownJobError
 from hpc_elastic.slurm.job_state import JobState
+from hpc_elastic.workers.tree import Delivery, look_at
 from tests.unit.cli.test_cli_status import status
 from tests.unit.launch.test_launch_run_status import RUN_ID, Run
 
@@ -160,13 +165,37 @@ def test_the_job_is_the_attempts_or_the_one_that_was_submitted(tmp_path: Path, m
     assert str(find_run_job(args).job) == "42"
 
 
-def test_a_local_run_is_no_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({}, ""),
+        ({"batch_host": "elsewhere"}, "runs on elsewhere: give this command there"),
+        ({"supervisor": {"starttime": 1}}, "has ended without a verdict"),
+        ({"supervisor": {"run_dir": "/copied/from"}}, "press Ctrl-C where it was started"),
+    ],
+)
+def test_a_local_run_is_signalled_from_elsewhere(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    changes: dict[str, Any],
+    refused: str,
+) -> None:
     run = Run(tmp_path)
-    text = run.paths.run_json.read_text().replace('"slurm"', '"local"')
-    run.paths.run_json.write_text(text)
+    run.paths.run_json.write_text(run.paths.run_json.read_text().replace('"slurm"', '"local"'))
+    run.attempt(0)
+    this = look_at(os.getpid())
+    assert this is not None
+    path = run.paths.attempt(0).attempt_json
+    supervisor = {"pid": this.pid, "starttime": this.starttime, "run_dir": os.path.realpath(run.paths.root)}
+    facts = {**json.loads(path.read_text()), "cluster": "local", "batch_host": os.uname().nodename, **changes}
+    path.write_text(json.dumps({**facts, "supervisor": {**supervisor, **changes.get("supervisor", {})}}))
+    sent: list[signal.Signals] = []
+    monkeypatch.setattr(run_job, "kill_safely", lambda proc, number: sent.append(number) or Delivery.SENT)
     for name in ("cancel", "requeue"):
-        assert main([name, RUN_ID, "--runs-dir", str(tmp_path)]) == 2
-        assert "press Ctrl-C where it was started" in capsys.readouterr().err
+        assert main([name, RUN_ID, "--runs-dir", str(tmp_path)]) == (2 if refused else 0)
+        assert refused in capsys.readouterr().err
+    assert sent == ([] if refused else [signal.SIGTERM, signal.SIGUSR2])
 
 
 def test_a_local_run_that_has_ended_is_told_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

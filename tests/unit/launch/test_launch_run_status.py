@@ -216,6 +216,8 @@ def test_what_is_damaged_is_said_and_the_rest_is_shown(run: Run) -> None:
     assert "attempt.json" in status.problem
     run.paths.run_json.unlink()
     assert "run.json" in run.status().problem
+    run.ended("failed", 1)
+    assert not any("in total" in line for line in status_lines(run.status(), None, seconds_left=None, now_ns=1))
 
 
 def test_nothing_from_a_file_steers_the_terminal(run: Run) -> None:
