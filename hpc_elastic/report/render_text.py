@@ -77,8 +77,8 @@ def render_text(
         Text that ends with a line break.
     """
     document = build_document(history, attempt=attempt, goodput=goodput)
-    width = max(_NARROWEST, width)
     everything = max_lines is None
+    width = 1 << 30 if everything else max(_NARROWEST, width)
     head = _head(document, width)
     done = [*_done(document, width), *_bad_nodes(history, width, cap=None if everything else _BAD_NODES)]
     past = _past(document, width, cap=None if everything else _HISTORY)

@@ -58,6 +58,22 @@ def past_of(lines: list[str]) -> list[str]:
     return lines[lines.index("Attempts and rounds:") + 1 : end]
 
 
+def test_all_cuts_nothing(builder: RunBuilder) -> None:
+    words = " ".join(f"word{number}" for number in range(60))
+    builder.attempt(0)
+    for index in range(2):
+        builder.round(0, index, at=1 + 20 * index, reason=f"restart 1 of 3 (2 left) after: {words} {index}")
+        for rank in range(2):
+            failure = make_failure(
+                rank, at=15 + 20 * index + rank, exception=f"ValueError: {words} {rank}", round_index=index
+            )
+            builder.fail(failure)
+        builder.stopped(0, index, at=18 + 20 * index)
+    text = render_text(collect_run(builder.root), max_lines=None, width=70)
+    assert "..." not in text
+    assert text.count("word59") > text.count("Traceback")
+
+
 def test_512_ranks_on_one_screen(tmp_path: Path) -> None:
     builder = big_run(tmp_path / "big")
     text = render_text(collect_run(builder.root))
