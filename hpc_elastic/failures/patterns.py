@@ -108,6 +108,8 @@ PATTERNS: tuple[FailurePattern, ...] = (
           ("cannot allocate memory", "defaultcpuallocator: can't allocate memory",
            "defaultcpuallocator: not enough memory", "std::bad_alloc", "unable to allocate*for an array with shape"),
           is_common=True),
+    FailurePattern(_ROOT, "the process may open no more files (ulimit -n): a leak, or a limit that is too low",
+          ("too many open files", "emfile", "received 0 items of ancdata"), is_common=True),
     FailurePattern(_INFRASTRUCTURE, "a port was taken", ("eaddrinuse", "address already in use"),
           is_common=True),
     FailurePattern(_INFRASTRUCTURE, "the network failed",

@@ -112,7 +112,12 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
     def to_event(self) -> WorkerFailed:
         """The event that reports it: the record without its texts."""
         shared = {name: getattr(self, name) for name in _SHARED}
-        own = {"rank": self.global_rank, "failure_class": self.failure_class.value, "message": self.headline}
+        own = {
+            "rank": self.global_rank,
+            "failure_class": self.failure_class.value,
+            "category": self.category.value,
+            "message": self.headline,
+        }
         return WorkerFailed(**{**shared, **own})
 
     @classmethod

@@ -148,6 +148,12 @@ class WorkerFailed(AgentEvent, frozen=True, kw_only=True):
     is_caught: bool = False
     """its exception was caught and printed: its traceback does not begin where the script does"""
     message: str = ""
+    signal: str = ""
+    reason: str = ""
+    """why it is of its class"""
+    category: str = "worker"
+    retryable: bool = True
+    node_suspect: bool = False
 
 
 class WorkerReplaced(AgentEvent, frozen=True, kw_only=True):

@@ -177,6 +177,11 @@ def test_a_star_stays_within_a_line_and_200_characters() -> None:
     assert find_pattern(f"TCPStore({'x' * 300}) TCPStore timed out") is not None
 
 
+@pytest.mark.parametrize("message", ["[Errno 24] Too many open files: 'x'", "received 0 items of ancdata"])
+def test_a_process_without_descriptors(message: str) -> None:
+    assert "may open no more files (ulimit -n)" in exception("OSError", message).reason
+
+
 @pytest.mark.parametrize(
     "kind",
     [
@@ -238,6 +243,7 @@ def test_symptoms(kind: str, message: str) -> None:
         ("TimeoutError", "the data service did not answer"),
         ("MemoryError", ""),
         ("AssertionError", ""),
+        ("OSError", "[Errno 24] Too many open files: '/data/shard-7'"),
     ],
 )
 def test_a_workers_own_failures(kind: str, message: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.agent.restart_policy import sum_up
-from hpc_elastic.failures.ranking import FailureClass
+from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 from hpc_elastic.rendezvous.coordinator import first_failure
 from hpc_elastic.report.history import WorkerEnd
@@ -170,6 +170,8 @@ def test_a_failure_that_is_not_described_yet_is_no_better_than_a_symptom() -> No
 
 def test_a_failure_comes_back_from_its_event_without_its_texts() -> None:
     known = replace(failure(3, 1, FailureClass.HANG), round=2, local_rank=1, pid=9, exitcode=-6, ended_uptime_ns=5)
+    # The report has the same kind of it where its evidence could not be written: the filesystem hung.
+    known = replace(known, signal="SIGABRT", reason="crashed (SIGABRT)", category=Category.PLATFORM, node_suspect=True)
     back = WorkerFailure.from_event(known.to_event(), round=2, host="n1", node=0)
     assert back == replace(known, exception_type="", source=EvidenceSource.EVENT)
 
