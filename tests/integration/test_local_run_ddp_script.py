@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -77,18 +78,25 @@ def test_the_same_failure_after_fewer_steps_is_given_up_and_the_rule_is_named(dd
         assert "no progress between, each within 600 s of the start (--restart-window)" in run.log()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGUSR2, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 15))])
 def test_a_script_saves_on_sigterm_while_its_data_loader_lives(ddp_run: Run, number: signal.Signals) -> None:
-    """Every stop with a grace ends the ranks first. A save takes a second, and the next batch, here."""
+    """Every stop with a grace ends the ranks first, a notice too. A save takes a second, and the next batch, here."""
     arguments = ("--steps", "100000", "--save-every", "100000", "--save-on-sigterm", "--pause", "1")
-    with ddp_run(*arguments) as run:
+    with ddp_run(*arguments, options=["--max-requeues", "1"]) as run:
         run.until(lambda: run.paths.root.exists() and (status(run)["steps"] or {}).get("most"), "steps", within=120.0)
         run.signal(number)
+        if number is signal.SIGUSR2:
+            run.until(lambda: run.log().count(" begins at step ") == 4, "the next attempt", within=120.0)
+            run.signal(signal.SIGKILL)
         run.finish()
-        saved = [line for line in run.log().splitlines() if "on SIGTERM" in line]
+        saved = re.findall(r"rank \d saved step (\d+) on SIGTERM", run.log())
         assert len(saved) == 2
         assert (run.folder / "checkpoint.pt").exists()
         assert not run.events("worker_failed")
+        if number is signal.SIGUSR2:
+            assert run.log().count(f" begins at step {saved[0]}\n") == 2
+            assert "Asked to requeue: requeued as attempt 1." in run.attempt().report_text.read_text()
+            run.until(lambda: not run.processes(), "end of what the killed supervisor left", after_its_end=True)
 
 
 def test_status_counts_the_steps_of_the_optimizer(ddp_run: Run) -> None:
