@@ -28,6 +28,10 @@ def _left(run: Run) -> list[str]:
     return [line for line in run.left_on_nodes() if not re.search(r": \d+ (srun|scontrol) ", line)]
 
 
+def _left_on(run: Run, node: str) -> list[str]:
+    return [line for line in _left(run) if line.startswith(node)]
+
+
 @pytest.mark.parametrize("fault", ["link", pytest.param("munged", marks=pytest.mark.slow)])
 def test_an_attempt_on_a_node_that_slurm_has_lost_ends_before_the_next_one_trains(
     cluster: SlurmCluster, runs: SlurmRuns, fault: str
@@ -51,6 +55,41 @@ def test_an_attempt_on_a_node_that_slurm_has_lost_ends_before_the_next_one_train
     assert (event["superseded"], event["ended"], event["silent"]) == (0, [lost], [])
     assert f"attempt 0 has ended on {lost}" in run.log
     wait_until(lambda: _left(run) == [], timeout=60, what="no process of the run is left")
+
+
+COMMITS = """
+import hpc_elastic, os, pathlib, time
+attempt, step = os.environ["HPC_ELASTIC_ATTEMPT"], 0
+while not os.path.exists("end"):
+    step += 1
+    hpc_elastic.heartbeat(step)
+    print(f"step {step} at {time.time():.3f}", flush=True)
+    pathlib.Path(f"part-{attempt}").write_text(attempt)
+    time.sleep(0.05)
+    hpc_elastic.commit(f"part-{attempt}", "checkpoint")
+"""
+
+
+@pytest.mark.slow
+def test_a_node_that_thaws_beside_the_next_attempt_commits_nothing_and_makes_no_step(
+    cluster: SlurmCluster, runs: SlurmRuns
+) -> None:
+    run = runs.submit("--nodes", "1", *SHORT, runs.script(COMMITS))
+    run.wait_steps(1, beyond=10)
+    (lost,) = run.training()[1]
+    cluster.freeze_node(lost)
+    wait_until(lambda: len(_steps(run, 1)) > 20, timeout=120, what="attempt 1 trains")
+    cluster.thaw_node(lost)
+    seen = []
+    wait_until(
+        lambda: (seen.append((runs.folder / "checkpoint").read_text()), _left_on(run, lost) == [])[1],
+        timeout=60,
+        what="the old attempt's processes are gone",
+    )
+    assert set(seen) == {"1"}
+    assert len([at for at in _steps(run, 0) if at > _steps(run, 1)[0]]) <= 1, "one that was begun before"
+    run.say_end()
+    assert run.wait_end() == "COMPLETED"
 
 
 @pytest.mark.parametrize("fault", ["munged", pytest.param("link", marks=pytest.mark.slow)])
