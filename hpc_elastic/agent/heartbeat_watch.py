@@ -55,13 +55,13 @@ class HeartbeatWatch:
         `furthest_before` is the furthest step of the attempt before, as far as it is known; -1: none.
         """
         self._folder = folder
-        self._lease = lease
+        self._lease = lease or Lease(clock, uid="", node=-1)
         self._timeouts = timeouts
         self._clock = clock
         self._files = files
         self._summary = summary
         self._node, self._host = node, host
-        self._beats: RoundBeats | None = None
+        self._beats = RoundBeats(folder, round_index=-1, first_rank=0, count=0, now=0.0)
         self._pace = StepPace()
         self._round = -1
         self._furthest_before = furthest_before
@@ -92,7 +92,7 @@ class HeartbeatWatch:
     @property
     def is_round_over(self) -> bool:
         """Whether the others went on without this node: its workers get no grace."""
-        return self._lease is not None and self._lease.is_over
+        return self._lease.is_over
 
     @property
     def folder(self) -> Path | None:
@@ -112,24 +112,21 @@ class HeartbeatWatch:
         self.hung = {}
         self._unseen = set()
         self._beats = RoundBeats(self._folder, round_index=round_index, first_rank=first_rank, count=count, now=now)
-        if self._lease is not None:
-            self._lease.begin(round_index, self._beats.write_lease)
+        self._lease.begin(round_index, self._beats.write_lease)
         self._pace = StepPace()
         self._summary_due = now + FIRST_SUMMARY_SECONDS
         self._plan(now, range(count))
 
     def begin_again(self, local_rank: int) -> None:
         """Another process is about to be started in a worker's place."""
-        if self._beats is not None:
-            now = self._clock.monotonic()
-            self._beats.begin_again(local_rank, now)
-            if self._lease is not None:
-                self._lease.show()
-            self.due = now if self.due is not None else None
+        now = self._clock.monotonic()
+        self._beats.begin_again(local_rank, now)
+        self._lease.show()
+        self.due = now if self.due is not None else None
 
     def environment(self, local_rank: int) -> dict[str, str]:
         """What the worker must find in its environment."""
-        return {VARIABLE: self._beats.paths[local_rank] if self._beats is not None else ""}
+        return {VARIABLE: self._beats.paths[local_rank]}
 
     def note_pid(self, local_rank: int, pid: int) -> None:
         """A worker was started. One whose processes don't see its page can send nothing, and is not judged."""
@@ -142,7 +139,7 @@ class HeartbeatWatch:
             The verdict, once, where workers hang.
         """
         now = self._clock.monotonic()
-        if self._beats is None or self.due is None or now < self.due or self.verdict is not None:
+        if self.due is None or now < self.due or self.verdict is not None:
             return None
         beats = self._beats.read(now)
         if now - self.due > PAUSED_SECONDS:
@@ -188,7 +185,6 @@ class HeartbeatWatch:
 
     def _find_unseen(self, hung: Iterable[int]) -> bool:
         """Note which of those that look hung have sent nothing since they can't."""
-        assert self._beats is not None
         before = len(self._unseen)
         for rank in hung:
             beat, path = self._beats.beats[rank], self._beats.paths[rank]
@@ -206,8 +202,6 @@ class HeartbeatWatch:
 
     def declare(self, found: Hang, running: Collection[int]) -> None:
         """The run hangs by what is known beside heartbeats: for workers of any node, or for all here."""
-        if self._beats is None:
-            return
         own = {beat.rank: beat.local_rank for beat in self._beats.beats if beat.local_rank in running}
         ranks = found.ranks or tuple(own)
         self.hung = {own[rank]: found.reason for rank in ranks if rank in own}
@@ -215,7 +209,7 @@ class HeartbeatWatch:
 
     def on_hang(self, mark: HangMark, running: Collection[int]) -> None:
         """Another node found a hang: note the workers here that it names, or that its worker waits for."""
-        if self._beats is None or self.verdict is not None or self.declared is not None:
+        if self.verdict is not None or self.declared is not None:
             return
         if mark.ranks:
             why = f"no progress for {mark.age:.0f} s, and the other ranks wait for it"
@@ -229,21 +223,18 @@ class HeartbeatWatch:
 
     def read(self) -> list[RankBeat]:
         """Every worker's last heartbeat, by local rank."""
-        return self._beats.read(self._clock.monotonic()) if self._beats is not None else []
+        return self._beats.read(self._clock.monotonic())
 
     def deliver_notice(self, *, deadline: float, step: int) -> None:
         """Write to the round's workers that the job is going to be ended.
 
         `deadline` is monotonic: until then a checkpoint is waited for; `step` as in `NoticeRecord`.
         """
-        if self._beats is not None:
-            self._notices += 1
-            self._beats.write_notice(NoticeRecord(serial=self._notices, deadline_ns=int(deadline * 1e9), step=step))
+        self._notices += 1
+        self._beats.write_notice(NoticeRecord(serial=self._notices, deadline_ns=int(deadline * 1e9), step=step))
 
     def refresh(self) -> list[RankBeat]:
         """Every worker's last heartbeat, by local rank; also to the run directory."""
-        if self._beats is None:
-            return []
         now = self._clock.monotonic()
         beats = self._beats.read(now)
         self._learn(beats)
@@ -252,14 +243,14 @@ class HeartbeatWatch:
 
     def progress(self) -> Progress | None:
         """What the round's workers have done; None: there are none."""
-        if self._beats is None:
+        if not self._beats.beats:
             return None
         now = self._clock.monotonic()
         return describe_progress(self._beats.read(now), now, now_ns=self._clock.time_ns())
 
     def beat(self, local_rank: int) -> RankBeat | None:
         """A worker's last heartbeat, as it was read last."""
-        return self._beats.beats[local_rank] if self._beats is not None else None
+        return self._beats.beats[local_rank] if self._beats.beats else None
 
     def last_step(self, local_rank: int) -> int | None:
         beat = self.beat(local_rank)
@@ -268,13 +259,12 @@ class HeartbeatWatch:
     @property
     def furthest_step(self) -> int:
         """The furthest step of all workers here in this round, -1 for none."""
-        steps = [beat.step for beat in self._beats.beats if beat.step is not None] if self._beats is not None else []
-        return max(steps, default=-1)
+        return max((beat.step for beat in self._beats.beats if beat.step is not None), default=-1)
 
     @property
     def counted_steps(self) -> int:
         """The same of the steps that were counted, where the script reports none: from 1 in each round."""
-        beats = self._beats.beats if self._beats is not None else []
+        beats = self._beats.beats
         return max((beat.counted_steps for beat in beats if beat.counted_steps is not None), default=-1)
 
     @property
@@ -282,7 +272,7 @@ class HeartbeatWatch:
         """The mark of the hung worker here that is furthest behind; None: none hangs."""
         if self.declared is not None:
             return self.declared
-        if self._beats is None or not self.hung:
+        if not self.hung:
             return None
         now = self._clock.monotonic()
         beats = [self._beats.beats[local_rank] for local_rank in self.hung]
@@ -302,10 +292,8 @@ class HeartbeatWatch:
     def end(self) -> None:
         """The round's workers are gone."""
         self.due = None
-        if self._lease is not None:
-            self._lease.end()
-        if self._beats is not None:
-            self._beats.remove()
+        self._lease.end()
+        self._beats.remove()
 
     def close(self) -> None:
         """The agent ends."""
@@ -326,7 +314,6 @@ class HeartbeatWatch:
                 logger.warning("%s", begun_again)
 
     def _plan(self, now: float, running: Collection[int]) -> None:
-        assert self._beats is not None
         beats = [beat for beat in self._beats.beats if beat.local_rank in running]
         dues = [next_look(beats, self._timeouts, now=now, learned=self._learned()), self._summary_due]
         dues += [self._began + seconds for seconds in self._awaited.values()]

@@ -22,15 +22,15 @@ from hpc_elastic.base.host_facts import filesystem_type
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.worker_api.heartbeat_record import (
     FILE_BYTES,
+    LOSS,
     SETUP,
+    TOTAL,
     NoticeRecord,
     empty_file,
     pack_lease,
     pack_notice,
-    read_loss,
     read_record,
     read_sections,
-    read_total,
 )
 
 logger = logging.getLogger(__name__)
@@ -370,8 +370,8 @@ class RoundBeats:
             checkpoints=record.checkpoints,
             saved_at=min(now, record.saved_ns / 1e9),
             saved_step=record.saved_step,
-            total=read_total(raw),
-            loss=read_loss(raw),
+            total=(TOTAL.read(raw) or (None,))[0] or None,
+            loss=(LOSS.read(raw) or (None,))[0],
             first_step=None if record.is_counted else record.first_step,
             first_at=min(now, record.first_ns / 1e9),
             stepped_at=min(now, record.stepped_ns / 1e9),

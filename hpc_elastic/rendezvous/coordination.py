@@ -25,6 +25,7 @@ from hpc_elastic.rendezvous.coordinator import DecideRestart
 from hpc_elastic.rendezvous.lease import Lease
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.peers import BeatPlan, NodeInfo
+from hpc_elastic.rendezvous.schedule import poll_intervals
 from hpc_elastic.rendezvous.state import RoundRecord
 from hpc_elastic.run.agent_events import FilesystemRefused
 from hpc_elastic.run.event_types import RunEvent
@@ -97,7 +98,6 @@ class RefusalWatch:
         Args:
             beats: The peers that beat.
             refused: Those of them that are refused.
-            now: The time.
 
         Returns:
             Whether a peer is refused that was not before: this process should find out how it fares itself.
@@ -148,7 +148,6 @@ class Coordination:
         """Args:
         make_participant: Called in the thread with this object, which is the participant's listener.
         notifier: Notified from outside; None where only polling is wanted.
-        clock: For waits.
         longest_backoff: Seconds between two tries on a filesystem that refuses: no more than between two heartbeats,
             which may well work on a full disk and must not be missed for it.
         beat_interval: Seconds between two datagrams that say "alive", where there is a notifier.
@@ -157,7 +156,7 @@ class Coordination:
         self._make_participant = make_participant
         self._notifier = notifier
         self._clock = clock
-        self._lease = lease
+        self._lease = lease or Lease(clock, uid="", node=-1)
         self._longest_backoff = longest_backoff
         self._commands: deque[Callable[[Participant], None]] = deque()
         self._messages: deque[Message] = deque()
@@ -218,8 +217,7 @@ class Coordination:
         return self._refusals.is_alone(self._clock.monotonic())
 
     def on_record(self, record: RoundRecord) -> None:
-        if self._lease is not None:
-            self._lease.note(record)
+        self._lease.note(record)
         self._post(record)
 
     def on_event(self, event: RunEvent) -> None:
@@ -241,9 +239,10 @@ class Coordination:
             try:
                 if participant is None:
                     participant = self._make_participant(self)
-                    if self._lease is not None:
-                        self._lease.set_intervals(participant.intervals, has_beats=self._notifier is not None)
-                self._look_where_needed(participant)
+                if self._lease.wants_look():
+                    began = self._clock.monotonic()
+                    participant.look_past_caches()
+                    self._lease.looked(began)
                 asked = bool(self._commands)
                 if self._refusals.now is not None:
                     participant.beat_to_files()  # a step may touch no file, and says nothing then
@@ -253,10 +252,7 @@ class Coordination:
                 notified = self._hear(participant) or notified
                 delay = participant.step(notified=notified or (asked and participant.looks_when_asked))
                 notified = False
-                if self._lease is not None:
-                    self._lease.stepped()
-                    if self._notifier is None:
-                        self._lease.renew()
+                self._lease.stepped(renews=self._notifier is None)
                 self._beats_due = participant.beats()
                 self._beat_interval = max(self._beat_interval, participant.intervals.beat)
                 backoff = _FIRST_BACKOFF
@@ -285,12 +281,6 @@ class Coordination:
             if last and not refused:  # the last claims are tried again until they are written, or `stop` gives up
                 return
             notified = self._wait(delay, participant) or notified
-
-    def _look_where_needed(self, participant: Participant) -> None:
-        if self._lease is not None and self._lease.wants_look():
-            began = self._clock.monotonic()
-            participant.look_past_caches()
-            self._lease.looked(began)
 
     def _answered(self) -> None:
         """A step worked: where the ones before did not, say for how long."""
@@ -325,7 +315,7 @@ class Coordination:
         watched: list[Any] = [self._wake]
         if self._notifier is not None:
             watched.append(self._notifier)
-        if self._lease is not None and self._lease.fileno() >= 0:
+        if self._lease.fileno() >= 0:
             watched.append(self._lease)
         while (left := deadline - self._clock.monotonic()) > 0:
             muted = self._notifier.muted_for() if self._notifier is not None else 0.0
@@ -334,7 +324,7 @@ class Coordination:
             if self._wake.fileno() in ready:
                 self._wake.drain()
                 return False
-            if self._lease is not None and self._lease.fileno() in ready:
+            if self._lease.fileno() in ready:
                 return False
             if self._notifier is not None and self._notifier.fileno() in ready:
                 if self._hear(participant):
@@ -368,7 +358,7 @@ class Coordination:
         """The beats' own thread: a filesystem that hangs makes no node silent."""
         # Without the other thread the node only seems to live: then let the others find out.
         while not self._clock.wait(self._stop, self._beat_interval) and self._thread.is_alive():
-            if self._lease is not None and self._lease.renew():
+            if self._lease.renew():
                 self._wake.wake()
             plan = self._beats_due
             refused = self._refusals.now is not None
@@ -400,16 +390,7 @@ def open_session(
 ) -> RendezvousSession:
     """Put a participant and its thread together. Touches no file: the thread does, once it is started.
 
-    Args:
-        info: This node, or the supervisor; its port is the notifier's.
-        notifier: None: polling alone.
-        run_id: For messages.
-        open_store: Called in the thread.
-        settings: The same on every node.
-        decide_restart: Asked about failures where this participant coordinates.
-        clock: For all times.
-        rng: For what should not happen everywhere at the same moment.
-        lease: Of an agent with workers.
+    `info` is this node's, or the supervisor's; its port is the notifier's. `lease` is that of an agent with workers.
     """
     info = replace(info, port=notifier.port if notifier is not None else 0)
 
@@ -426,6 +407,8 @@ def open_session(
             notifier=notifier,
         )
 
+    if lease is not None:
+        lease.set_intervals(poll_intervals(settings), has_beats=notifier is not None)
     coordination = Coordination(
         make_participant,
         notifier=notifier,

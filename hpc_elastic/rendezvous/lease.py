@@ -30,10 +30,7 @@ def is_round_over(record: RoundRecord, *, round_index: int, uid: str, node: int,
     """Decide whether others may train in place of the workers of `round_index` on this node. Pure.
 
     Args:
-        record: The newest one.
         round_index: Of this node's workers.
-        uid: This agent's.
-        node: Its index.
         was_silent: Whether this agent was silent for so long that the next attempt may not have waited for it.
     """
     if record.status is Status.CLOSED:
@@ -123,9 +120,11 @@ class Lease:
                 self._lapsed_at = None
             self.show()
 
-    def stepped(self) -> None:
-        """All reads and writes of a step have worked."""
+    def stepped(self, *, renews: bool) -> None:
+        """All reads and writes of a step have worked; it `renews` where there are no beats."""
         self._stepped_at = self._clock.monotonic()
+        if renews:
+            self.renew()
 
     def show(self) -> None:
         """Put the lease before the workers. One that is over shows no time that has not passed."""

@@ -272,7 +272,7 @@ class _Program:
     @property
     def checkpoint(self) -> Callable[..., Any] | None:
         """By submitit's protocol; None where the program asks for notices itself, and saves at a step of its own."""
-        return None if heartbeat.asks_for_notices() else self._again
+        return None if heartbeat.reporter.asks_for_notices else self._again
 
     def _again(self, *args: object) -> Any:
         try:

@@ -240,7 +240,7 @@ class _Worker:
             return self._fail(error, ExitCode.NOT_RETRYABLE if final else ExitCode.WORKERS_FAILED)
         # It is done: what comes now is its result.
         if signal.signal(NOTICE_SIGNAL, signal.SIG_IGN) == self._on_notice and not self._handled:
-            heartbeat.all_steps_done()
+            heartbeat.reporter.all_steps_done()
         try:
             write_object(result_file(self._rank_dir), self._head(), value)
         except Exception as error:
@@ -288,7 +288,7 @@ class _Worker:
                 limit=self._terms.timeout_min * 60,
                 timeouts_left=self._terms.timeouts_left,
                 has_checkpoint=self._call.checkpoint is not None,
-                asks_itself=heartbeat.asks_for_notices(),
+                asks_itself=heartbeat.reporter.asks_for_notices,
             )
         )
         if decision.action is PreemptionAction.GO_ON:

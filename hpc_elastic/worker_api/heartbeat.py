@@ -25,20 +25,20 @@ from hpc_elastic.worker_api.heartbeat_record import (
     IS_COUNTED,
     LAST_STEP,
     LEASE,
+    LOSS,
     MAGIC,
     NAME_LIMIT,
     NO_STEP,
     SETUP,
     STEP,
+    TOTAL,
     VARIABLE,
     NoticeRecord,
     is_section_name,
     put_record,
     read_notice,
     read_record,
-    write_loss,
     write_section,
-    write_total,
 )
 from hpc_elastic.worker_api.lease import await_lease
 
@@ -75,19 +75,19 @@ def heartbeat(
         step = _checked_step(step)
     if not _optimizer_steps.is_off:
         _optimizer_steps.end()
-        _reporter.forget_steps()
+        reporter.forget_steps()
     if section is None:
         name = _innermost()
     else:
         known = _names.get(section) if type(section) is str else None
         name = _checked_name(section) if known is None else known
-    _reporter.beat(step, name, True)
+    reporter.beat(step, name, True)
     if total is not None:
-        _reporter.set_total(total)
+        reporter.set_total(total)
     if isinstance(loss, (int, float)):
-        _reporter.set_loss(float(loss))
-    if _reporter.journal is not None and (step is not None or loss is not None):
-        _reporter.note_step(loss)
+        reporter.set_loss(float(loss))
+    if reporter.journal is not None and (step is not None or loss is not None):
+        reporter.note_step(loss)
 
 
 def checkpoint_done(step: int | None = None) -> None:
@@ -105,7 +105,7 @@ def checkpoint_done(step: int | None = None) -> None:
     Raises:
         TypeError, ValueError: as `heartbeat`.
     """
-    _reporter.checkpoint_done(None if step is None else _checked_step(step))
+    reporter.checkpoint_done(None if step is None else _checked_step(step))
 
 
 class section:
@@ -138,8 +138,8 @@ class section:
             stack = _inside.stack = []
         stack.append(self._name)
         if self._name == _CHECKPOINT:
-            self._holds = _reporter.held_step(self._step)
-        _reporter.beat(None, self._name, False)
+            self._holds = reporter.held_step(self._step)
+        reporter.beat(None, self._name, False)
         return self
 
     def __exit__(
@@ -147,9 +147,9 @@ class section:
     ) -> None:
         stack = _inside.stack
         stack.pop()
-        outer = stack[-1] if stack else (b"step" if _reporter.has_begun else b"setup")
+        outer = stack[-1] if stack else (b"step" if reporter.has_begun else b"setup")
         saved = self._holds if self._name == _CHECKPOINT and kind is None else None
-        _reporter.beat(None, outer, False, saved=saved)
+        reporter.beat(None, outer, False, saved=saved)
 
 
 def _innermost() -> bytes:
@@ -247,7 +247,7 @@ class _Reporter:
     def set_total(self, total: int) -> None:
         """After `beat`, which finds the page."""
         if total != self._total and self._map is not None:
-            write_total(self._map, _checked_step(total))
+            TOTAL.write(self._map, _checked_step(total))
             self._total = total
 
     def all_steps_done(self) -> None:
@@ -265,7 +265,7 @@ class _Reporter:
     def set_loss(self, loss: float) -> None:
         """After `beat`, which finds the page."""
         if self._map is not None:
-            write_loss(self._map, loss)
+            LOSS.write(self._map, loss)
 
     def held_step(self, given: int | None) -> int:
         """The step that a checkpoint holds whose save this thread begins now; `NO_STEP`: it is not known."""
@@ -393,12 +393,12 @@ def _is_helper_process() -> bool:
 
 def _be_silent() -> None:
     """In a forked child: its parent reports."""
-    global _reporter
-    _reporter = _Reporter()
-    _reporter.is_off = True
+    global reporter
+    reporter = _Reporter()
+    reporter.is_off = True
 
 
-_reporter = _Reporter()
+reporter = _Reporter()
 
 
 class _OptimizerSteps:
@@ -433,8 +433,8 @@ class _OptimizerSteps:
         state["_hpc_elastic_steps"] = count
         if count > self._furthest:
             self._furthest = count
-            _reporter.is_counted = True
-            _reporter.beat(count, _innermost(), True)
+            reporter.is_counted = True
+            reporter.beat(count, _innermost(), True)
 
 
 _optimizer_steps = _OptimizerSteps()
@@ -446,28 +446,13 @@ def count_optimizer_steps() -> None:
     Called once, when torch has been imported; outside of a run it does nothing. The optimizer that steps most often
     counts: one of two that take turns. The count begins with 1 in each process; a forked child counts nothing.
     """
-    if os.environ.get(VARIABLE) and not _reporter.has_begun:
+    if os.environ.get(VARIABLE) and not reporter.has_begun:
         _optimizer_steps.begin(sys.modules["torch.optim.optimizer"])
 
 
 def is_outside() -> bool:
     """Whether this process reports for no worker, and never will: outside of a run, a helper, a forked child."""
-    return _reporter.is_off or not os.environ.get(VARIABLE)
-
-
-def read_notice_of_agent() -> NoticeRecord | None:
-    """For `preemption`."""
-    return _reporter.read_notice()
-
-
-def all_steps_done() -> None:
-    """Report that the last step is that of the training, unless the script got a notice: it may have ended for that."""
-    _reporter.all_steps_done()
-
-
-def pass_on_notice() -> None:
-    """For `preemption`: the script is about to get the notice that was read."""
-    _reporter.pass_on_notice()
+    return reporter.is_off or not os.environ.get(VARIABLE)
 
 
 def notice_is_there() -> bool:
@@ -481,8 +466,3 @@ def notice_is_there() -> bool:
     finally:
         os.close(fd)
     return len(raw) == FILE_BYTES and read_notice(raw) is not None
-
-
-def asks_for_notices() -> bool:
-    """Whether this process has ever asked whether there is a notice."""
-    return _reporter.asks_for_notices

@@ -45,21 +45,21 @@ _BODY = struct.Struct("<Qqqqqqqqqqqqqqq32s")
 _CHECKSUM = struct.Struct("<Q")
 _AT = (128, 288)
 _LENGTH = _CHECKSUM.size + _BODY.size
-_TOTAL = struct.Struct("<Qq")
-_TOTAL_AT = 64
-_LOSS = struct.Struct("<Qd")
-_LOSS_AT = 80
 LEASE = 4
 """The word of 8 bytes in which the agent writes until when its lease on the round holds (0: it keeps none). The next
 word is when its last look at the newest record began that was past all caches (negative: the round is over).
 CLOCK_BOOTTIME, nanoseconds."""
 QUESTIONS = "questions"
 """The pipe beside the file: a byte in it asks the agent for such a look."""
-_NOTICE = struct.Struct("<Qqq")
-_NOTICE_AT = 448
-_NOTICE_END = _NOTICE_AT + _CHECKSUM.size + _NOTICE.size
 _SECTIONS_AT, _MOST_SECTIONS = 512, 15
 ASKS, HAS_NOTICE, IS_COUNTED = 1, 2, 4
+
+FIELDS = (
+    "count", "at_ns", "step", "pid", "intervals", "longest_ns", "checkpoints", "saved_ns", "saved_step", "first_step",
+    "first_ns", "stepped_ns", "checkpoint_ns", "redone_ns",
+)  # fmt: skip
+"""Of `HeartbeatRecord`, in the order of the bytes; the flags and the section follow."""
+_STEPS = frozenset({"step", "saved_step", "first_step"})
 
 STEP_PENDING = -2
 """A notice's step while it is being agreed on; `NO_STEP` where there is none to agree on."""
@@ -120,112 +120,74 @@ def is_section_name(name: str) -> bool:
     return name.isascii() and plain.isalnum() and len(name) <= NAME_LIMIT
 
 
-def write_record(
-    buffer: bytearray | memoryview | object,
-    *,
-    count: int,
-    at_ns: int,
-    step: int,
-    pid: int,
-    section: bytes,
-    intervals: int,
-    longest_ns: int,
-    checkpoints: int = 0,
-    saved_ns: int = 0,
-    saved_step: int = NO_STEP,
-    first_step: int = NO_STEP,
-    first_ns: int = 0,
-    stepped_ns: int = 0,
-    checkpoint_ns: int = 0,
-    redone_ns: int = 0,
-    asks_for_notices: bool = False,
-    has_notice: bool = False,
-    is_counted: bool = False,
-) -> None:
-    """Write a record, over the older copy: `count` goes up by one with each call.
+def put_record(buffer: bytearray | memoryview | object, *values: int | bytes) -> None:
+    """Write a record, over the older copy.
 
     Args:
         buffer: The mapped file.
-        count: As in `HeartbeatRecord`; the rest too, but a step is `NO_STEP` where there is none, and `section` ASCII.
+        values: Those of `FIELDS`, a step that is not known as `NO_STEP`; the flags; the section, ASCII. `count` goes up
+            by one with each call.
     """
-    flags = asks_for_notices * ASKS | has_notice * HAS_NOTICE | is_counted * IS_COUNTED
-    put_record(
-        buffer, count, at_ns, step, pid, intervals, longest_ns, checkpoints, saved_ns, saved_step,
-        first_step, first_ns, stepped_ns, checkpoint_ns, redone_ns, flags, section,
-    )  # fmt: skip
-
-
-def put_record(buffer: bytearray | memoryview | object, count: int, *values: int | bytes) -> None:
-    """`write_record` with its values in the order of the bytes, which saves a microsecond."""
-    body = _BODY.pack(count, *values)
-    start = _AT[count & 1]
+    body = _BODY.pack(*values)
+    start = _AT[values[0] & 1]  # type: ignore[operator]
     # One store of the whole: no other thread of this process gets in between.
     buffer[start : start + _LENGTH] = _CHECKSUM.pack(crc32(body)) + body  # type: ignore[index]
 
 
 def read_record(raw: bytes) -> HeartbeatRecord | None:
     """The newest whole record in the file's contents; None where there is none (yet)."""
-    newest: tuple[Any, ...] | None = None
+    newest: tuple[Any, ...] = (0,)
     for start in _AT:
         body = raw[start + _CHECKSUM.size : start + _LENGTH]
         if len(body) != _BODY.size:
             continue
         (checksum,) = _CHECKSUM.unpack_from(raw, start)
-        found = _BODY.unpack(body)
-        if checksum == crc32(body) and found[0] > 0 and (newest is None or found[0] > newest[0]):
-            newest = found
-    if newest is None:
+        newest = max(newest, _BODY.unpack(body)) if checksum == crc32(body) else newest
+    *numbers, flags, section = newest if len(newest) > 1 else (0, b"")
+    if not numbers:
         return None
-    count, at_ns, step, pid, intervals, longest_ns, checkpoints, saved_ns, saved_step, *times, flags, section = newest
-    first_step, first_ns, stepped_ns, checkpoint_ns, redone_ns = times
+    known: dict[str, Any] = {
+        name: None if name in _STEPS and number < 0 else number for name, number in zip(FIELDS, numbers, strict=True)
+    }
     return HeartbeatRecord(
-        count=count,
-        at_ns=at_ns,
-        step=None if step < 0 else step,
-        pid=pid,
         section=section.rstrip(b"\0").decode("ascii", "replace"),
-        intervals=intervals,
-        longest_ns=longest_ns,
-        checkpoints=checkpoints,
-        saved_ns=saved_ns,
-        saved_step=None if saved_step < 0 else saved_step,
-        first_step=None if first_step < 0 else first_step,
-        first_ns=first_ns,
-        stepped_ns=stepped_ns,
-        checkpoint_ns=checkpoint_ns,
-        redone_ns=redone_ns,
         asks_for_notices=bool(flags & ASKS),
         has_notice=bool(flags & HAS_NOTICE),
         is_counted=bool(flags & IS_COUNTED),
+        **known,
     )
 
 
-def write_total(buffer: bytearray | memoryview | object, total: int) -> None:
-    """Write how many steps the training has, which rarely changes: beside the records."""
-    body = _TOTAL.pack(0, total)[_CHECKSUM.size :]
-    buffer[_TOTAL_AT : _TOTAL_AT + _TOTAL.size] = _CHECKSUM.pack(crc32(body)) + body  # type: ignore[index]
+class Cell:
+    """Some numbers in the file beside the records, with a checksum."""
+
+    def __init__(self, at: int, numbers: str) -> None:
+        """`numbers`: their format, as `struct` has it."""
+        self._at, self._numbers = at, struct.Struct(f"<{numbers}")
+        self._end = at + _CHECKSUM.size + self._numbers.size
+
+    def pack(self, *values: float) -> tuple[int, bytes]:
+        """Where in the file they are written, and what."""
+        body = self._numbers.pack(*values)
+        return self._at, _CHECKSUM.pack(crc32(body)) + body
+
+    def write(self, buffer: bytearray | memoryview | object, *values: float) -> None:
+        buffer[self._at : self._end] = self.pack(*values)[1]  # type: ignore[index]
+
+    def read(self, buffer: bytes | memoryview | object) -> tuple[Any, ...] | None:
+        """None where none were written, or they are just being written."""
+        raw = bytes(buffer[self._at : self._end])  # type: ignore[index]
+        body = raw[_CHECKSUM.size :]
+        if len(body) != self._numbers.size or _CHECKSUM.unpack_from(raw) != (crc32(body),):
+            return None
+        return self._numbers.unpack(body)
 
 
-def read_total(raw: bytes) -> int | None:
-    """How many steps the training has; None where the worker has not reported it."""
-    if len(raw) < _TOTAL_AT + _TOTAL.size:
-        return None
-    checksum, total = _TOTAL.unpack_from(raw, _TOTAL_AT)
-    body = raw[_TOTAL_AT + _CHECKSUM.size : _TOTAL_AT + _TOTAL.size]
-    return int(total) if checksum == crc32(body) and total > 0 else None
-
-
-def write_loss(buffer: bytearray | memoryview | object, loss: float) -> None:
-    """Write the training's loss, as it was reported last: beside the records."""
-    body = _LOSS.pack(0, loss)[_CHECKSUM.size :]
-    buffer[_LOSS_AT : _LOSS_AT + _LOSS.size] = _CHECKSUM.pack(crc32(body)) + body  # type: ignore[index]
-
-
-def read_loss(raw: bytes) -> float | None:
-    """The loss; None where the worker has reported none, or it is just being written."""
-    checksum, loss = _LOSS.unpack_from(raw, _LOSS_AT)
-    body = raw[_LOSS_AT + _CHECKSUM.size : _LOSS_AT + _LOSS.size]
-    return float(loss) if checksum == crc32(body) else None
+TOTAL = Cell(64, "q")
+"""How many steps the training has."""
+LOSS = Cell(80, "d")
+"""The training's loss, as it was reported last."""
+_NOTICE = Cell(448, "qqq")
 
 
 def write_section(buffer: bytearray | memoryview | object, number: int, section: bytes) -> None:
@@ -250,21 +212,13 @@ def pack_lease(until_ns: int, looked_ns: int) -> tuple[int, bytes]:
 
 def pack_notice(notice: NoticeRecord) -> tuple[int, bytes]:
     """Where in the file a notice is written, and what."""
-    body = _NOTICE.pack(notice.serial, notice.deadline_ns, notice.step)
-    return _NOTICE_AT, _CHECKSUM.pack(crc32(body)) + body
+    return _NOTICE.pack(notice.serial, notice.deadline_ns, notice.step)
 
 
 def read_notice(buffer: bytes | memoryview | object) -> NoticeRecord | None:
     """The notice in the file's contents; None where there is none, or it is just being written."""
-    raw = bytes(buffer[_NOTICE_AT:_NOTICE_END])  # type: ignore[index]
-    if len(raw) != _NOTICE_END - _NOTICE_AT:
-        return None
-    (checksum,) = _CHECKSUM.unpack_from(raw)
-    body = raw[_CHECKSUM.size :]
-    serial, deadline_ns, step = _NOTICE.unpack(body)
-    if serial < 1 or checksum != crc32(body):
-        return None
-    return NoticeRecord(serial=serial, deadline_ns=deadline_ns, step=step)
+    found = _NOTICE.read(buffer)
+    return NoticeRecord(serial=found[0], deadline_ns=found[1], step=found[2]) if found and found[0] > 0 else None
 
 
 def empty_file() -> bytes:

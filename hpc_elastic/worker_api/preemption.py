@@ -48,13 +48,13 @@ def preemption_notice() -> PreemptionNotice | None:
     """
     notice = _read()
     if notice is not None:
-        heartbeat.pass_on_notice()
+        heartbeat.reporter.pass_on_notice()
     return notice
 
 
 def _read() -> PreemptionNotice | None:
     """The notice, which the script does not get yet."""
-    found = heartbeat.read_notice_of_agent()
+    found = heartbeat.reporter.read_notice()
     if found is None:
         return None
     step = found.step if found.step >= 0 else None
@@ -80,7 +80,7 @@ def should_checkpoint(step: int) -> bool:
     notice = _read()
     if notice is None or not notice.is_due(step):
         return False
-    heartbeat.pass_on_notice()
+    heartbeat.reporter.pass_on_notice()
     return True
 
 
@@ -141,7 +141,7 @@ class _Watch:
             notice = _read()
             if notice is not None and notice.is_agreed:
                 if self.waiting:
-                    heartbeat.pass_on_notice()
+                    heartbeat.reporter.pass_on_notice()
                 for key in list(self.waiting):
                     if (callback := self.waiting.pop(key, None)) is not None:
                         self._call(callback, notice)

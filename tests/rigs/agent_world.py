@@ -399,8 +399,7 @@ class AgentNode(Node):
             self.participant.look_past_caches()
             self.lease.looked(began)
         self.coordination.step()
-        self.lease.stepped()
-        self.lease.renew()
+        self.lease.stepped(renews=True)
 
     def step_loop(self) -> None:
         self.agent.step()

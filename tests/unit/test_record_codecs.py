@@ -47,6 +47,7 @@ from hpc_elastic.submission.call import CallTerms
 from hpc_elastic.worker_api import heartbeat_record, restart_group
 from hpc_elastic.worker_api.heartbeat_record import HeartbeatRecord, NoticeRecord
 from hpc_elastic.worker_api.restart_group import RestartGroupReport
+from tests.rigs.heartbeat_page import write_record
 from tests.rigs.memory_store import MemoryStore
 
 PACKAGE = Path(hpc_elastic.__file__).parent
@@ -247,7 +248,7 @@ def heartbeat_there_and_back(record: HeartbeatRecord, folder: Path) -> Heartbeat
     values = {each.name: getattr(record, each.name) for each in msgspec.structs.fields(record)}
     names = ("step", "saved_step", "first_step")
     steps = {name: heartbeat_record.NO_STEP if values[name] is None else values[name] for name in names}
-    heartbeat_record.write_record(buffer, **{**values, **steps, "section": record.section.encode()})
+    write_record(buffer, **{**values, **steps, "section": record.section.encode()})
     return heartbeat_record.read_record(bytes(buffer))
 
 

@@ -28,8 +28,9 @@ from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.host_facts import filesystem_type
 from hpc_elastic.rendezvous.state import HangMark
 from hpc_elastic.run.option_values import SectionTimeouts
-from hpc_elastic.worker_api.heartbeat_record import FILE_BYTES, VARIABLE, write_loss, write_record, write_total
+from hpc_elastic.worker_api.heartbeat_record import FILE_BYTES, LOSS, TOTAL, VARIABLE
 from tests.rigs.fake_clock import FakeClock
+from tests.rigs.heartbeat_page import write_record
 
 MOUNTS = """\
 22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
@@ -384,8 +385,8 @@ def test_a_checkpoint_and_the_number_of_all_steps_are_in_it(watch: HeartbeatWatc
         say(watch, clock, local_rank, 1, step=8, checkpoints=1, saved_ns=now_ns, saved_step=7 + local_rank)
         with open(watch.environment(local_rank)[VARIABLE], "r+b") as file:
             page = bytearray(file.read())
-            write_total(page, 500)
-            write_loss(page, 0.5)
+            TOTAL.write(page, 500)
+            LOSS.write(page, 0.5)
             file.seek(0)
             file.write(page)
     clock.now += 4.0

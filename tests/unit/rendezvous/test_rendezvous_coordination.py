@@ -398,6 +398,7 @@ def test_a_gap_or_a_question_of_a_worker_has_the_record_read_past_caches_before_
     clock, shown, (questions, ask) = FakeClock(), [(0, 0)], os.pipe2(os.O_NONBLOCK)
     clock.wait = lambda stop, seconds: stop.wait(seconds)  # type: ignore[method-assign]
     lease = Lease(clock, uid="a", node=0, questions=questions)
+    lease.set_intervals(participant.intervals, has_beats=True)
     notifier = Notifier(secret=b"s", run_uid="r", uid="a", host=HOME)
     coordination = Coordination(
         lambda _: participant,  # type: ignore[arg-type,return-value]

@@ -56,8 +56,7 @@ class Page:
         self.lease = Lease(self.clock, uid=UIDS[1], node=1, questions=self._read)
         self.lease.set_intervals(poll_intervals(RendezvousSettings(heartbeat_ttl=20.0)), has_beats=has_beats)
         self.until = self.looked = 0.0
-        self.lease.renew()
-        self.lease.stepped()
+        self.lease.stepped(renews=True)
         self.lease.note(record())
         self.lease.begin(3, self._show)
 

@@ -78,11 +78,11 @@ def test_what_leaves_because_of_a_notice_is_not_taken_for_the_scripts_end(
 def test_it_begins_anew_after_a_notice_unless_it_asks_for_notices_itself(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heartbeat, "asks_for_notices", lambda: False)
+    monkeypatch.setattr(heartbeat.reporter, "asks_for_notices", False)
     call = Call(script(tmp_path, ""), ("--epochs", 90))
     assert call.checkpoint is not None
     again = next_call(call)
     assert again is not None
     assert (again.function, again.args, dict(again.kwargs)) == (call.function, ("--epochs", 90), {})
-    monkeypatch.setattr(heartbeat, "asks_for_notices", lambda: True)
+    monkeypatch.setattr(heartbeat.reporter, "asks_for_notices", True)
     assert call.checkpoint is None

@@ -18,8 +18,8 @@ def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path = tmp_path / "page"
     path.write_bytes(empty_file())
     monkeypatch.setenv(VARIABLE, str(path))
-    monkeypatch.setattr(heartbeat, "_reporter", heartbeat._Reporter())
+    monkeypatch.setattr(heartbeat, "reporter", heartbeat._Reporter())
     monkeypatch.setattr(heartbeat, "_optimizer_steps", heartbeat._OptimizerSteps())
     yield path
-    if heartbeat._reporter._lock_fd >= 0:
-        os.close(heartbeat._reporter._lock_fd)
+    if heartbeat.reporter._lock_fd >= 0:
+        os.close(heartbeat.reporter._lock_fd)

@@ -22,16 +22,16 @@ import hpc_elastic
 from hpc_elastic.worker_api import heartbeat
 from hpc_elastic.worker_api.heartbeat_record import (
     FILE_BYTES,
+    LOSS,
     NO_STEP,
+    TOTAL,
     VARIABLE,
     HeartbeatRecord,
     empty_file,
-    read_loss,
     read_record,
     read_sections,
-    read_total,
-    write_record,
 )
+from tests.rigs.heartbeat_page import write_record
 
 
 def said(path: Path) -> HeartbeatRecord:
@@ -204,30 +204,30 @@ def test_a_checkpoint_before_the_first_heartbeat_does_not_end_the_setup(page: Pa
 
 def test_the_number_of_all_steps_stands_beside_the_records(page: Path) -> None:
     hpc_elastic.heartbeat(1)
-    assert read_total(page.read_bytes()) is None
+    assert TOTAL.read(page.read_bytes()) is None
     hpc_elastic.heartbeat(2, total=100)
     hpc_elastic.heartbeat(3)
-    assert (read_total(page.read_bytes()), said(page).step) == (100, 3)
+    assert (TOTAL.read(page.read_bytes()), said(page).step) == ((100,), 3)
     hpc_elastic.heartbeat(4, total=200)
-    assert read_total(page.read_bytes()) == 200
+    assert TOTAL.read(page.read_bytes()) == (200,)
     with pytest.raises(ValueError, match="-1"):
         hpc_elastic.heartbeat(5, total=-1)
-    assert read_total(b"") is None
+    assert TOTAL.read(b"") is None
 
 
 def test_the_loss_stands_beside_the_records(page: Path) -> None:
     hpc_elastic.heartbeat(1)
-    assert read_loss(page.read_bytes()) is None
+    assert LOSS.read(page.read_bytes()) is None
     hpc_elastic.heartbeat(2, loss=0.25)
     hpc_elastic.heartbeat(3)
-    assert (read_loss(page.read_bytes()), said(page).step) == (0.25, 3)
+    assert (LOSS.read(page.read_bytes()), said(page).step) == ((0.25,), 3)
     hpc_elastic.heartbeat(4, loss=float("inf"))
-    assert read_loss(page.read_bytes()) == float("inf")
+    assert LOSS.read(page.read_bytes()) == (float("inf"),)
     hpc_elastic.heartbeat(5, loss=object())  # a tensor, say, whose GPU nobody is to wait for
-    assert read_loss(page.read_bytes()) == float("inf")
+    assert LOSS.read(page.read_bytes()) == (float("inf"),)
     torn = bytearray(page.read_bytes())
     torn[90] ^= 1
-    assert read_loss(bytes(torn)) is None
+    assert LOSS.read(bytes(torn)) is None
 
 
 def test_times_between_steps_are_measured_where_nothing_else_was_done(page: Path) -> None:
@@ -302,7 +302,7 @@ def test_whole_numbers_of_other_types_are_steps(page: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["unset", "empty", "gone", "foreign", "folder", "link"])
 def test_no_run_no_heartbeat(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "_reporter", heartbeat._Reporter())
+    monkeypatch.setattr(heartbeat, "reporter", heartbeat._Reporter())
     path = tmp_path / "page"
     if kind == "foreign":
         path.write_bytes(b"x" * FILE_BYTES)
@@ -318,7 +318,7 @@ def test_no_run_no_heartbeat(kind: str, tmp_path: Path, monkeypatch: pytest.Monk
     hpc_elastic.heartbeat(step=1)
     with hpc_elastic.section("checkpoint"):
         hpc_elastic.heartbeat()
-    assert heartbeat._reporter._map is None
+    assert heartbeat.reporter._map is None
     if kind == "foreign":
         assert path.read_bytes() == b"x" * FILE_BYTES
     if kind == "link":

@@ -26,8 +26,8 @@ from hpc_elastic.worker_api.heartbeat_record import (
     pack_notice,
     read_notice,
     read_record,
-    write_record,
 )
+from tests.rigs.heartbeat_page import write_record
 from tests.rigs.waiting import until
 
 
@@ -109,10 +109,10 @@ def test_a_look_at_the_notice_tells_the_agent_nothing(page: Path) -> None:
     tell(page, step=STEP_PENDING)
     assert heartbeat.notice_is_there()
     assert read_record(page.read_bytes()) == read_record(before)
-    assert heartbeat._reporter._lock_fd < 0
-    assert not heartbeat.asks_for_notices()
+    assert heartbeat.reporter._lock_fd < 0
+    assert not heartbeat.reporter.asks_for_notices
     hpc_elastic.preemption_notice()
-    assert heartbeat.asks_for_notices()
+    assert heartbeat.reporter.asks_for_notices
     page.unlink()
     assert not heartbeat.notice_is_there()
 
@@ -131,7 +131,7 @@ def test_it_is_a_heartbeat_too_and_refuses_what_that_refuses(page: Path) -> None
 
 def test_outside_of_a_run_there_is_never_a_notice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.setattr(heartbeat, "_reporter", heartbeat._Reporter())
+    monkeypatch.setattr(heartbeat, "reporter", heartbeat._Reporter())
     assert not hpc_elastic.should_checkpoint(3)
     assert hpc_elastic.preemption_notice() is None
 
