@@ -62,7 +62,6 @@ def enter_container(
     """The command line that runs `argv` inside, and its environment.
 
     Args:
-        container: What was asked for.
         argv: The worker's own command line, as it is inside.
         env: The worker's environment, as it would be on the host.
         local_rank: The worker's.
@@ -172,7 +171,6 @@ def pyxis_arguments(container: Container, *, cwd: str, run_dir: str, packages: S
     """What srun gets for a step of agents in a container (pyxis 0.20): its workers are in the same one.
 
     Args:
-        container: What was asked for.
         cwd: The run's working directory on the host.
         run_dir: The run directory.
         packages: Folders of the agents' own interpreter and packages, which the image has not.

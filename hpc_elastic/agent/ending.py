@@ -180,10 +180,7 @@ def is_unclaimed(
     """Wait until a process claims the end of the closed attempt, or it is this agent's turn to finish it.
 
     Args:
-        coordination: This agent's.
         members: The last round's: their order is the order of turns.
-        uid: This agent's.
-        clock: For the deadline.
         confirmed: Whether Slurm would be asked first; else this is the last resort, which waits longer.
 
     Returns:

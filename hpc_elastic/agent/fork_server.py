@@ -419,12 +419,10 @@ def fork_server_for(
     """The fork server of a run's node.
 
     Args:
-        spec: The run's.
         environ: What the workers' environments are made of.
         local_world_size: Workers on this node.
         inherited, folder: As `Launch`'s.
         paths: The attempt's.
-        node: Its index.
         tag: The agent's, which its workers carry.
         clock, files, write_event: As `ForkServer`'s.
     """

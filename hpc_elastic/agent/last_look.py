@@ -64,7 +64,6 @@ class MomentThenStop:
             is_over: Asked all the time: whether nothing is left to wait for.
             then: What ends the workers, made when the moment is over; called with the grace.
             grace: Seconds from SIGTERM to SIGKILL.
-            clock: Its monotonic clock is used.
             seconds: How long the moment is at most.
         """
         self._seconds = seconds

@@ -182,7 +182,6 @@ class NcclWatch:
             address: Where the workers' RAS listens, as in NCCL_RAS_ADDR; empty: nothing is asked.
             run_uid: The run's, which its processes' tags begin with.
             least: Seconds that are never suspicious.
-            clock: Its monotonic clock is used.
         """
         self._address = parse_address(address)
         self._run_uid = run_uid

@@ -72,18 +72,7 @@ def prepare_session(
 ) -> RendezvousSession:
     """Bind the notifier and put the rest together. Touches no file: the coordination's thread does, once it is started.
 
-    Args:
-        spec: What was asked for.
-        attempt: The attempt's facts.
-        store: The store's folder.
-        secret: The run's; used where there is a notifier.
-        uid: This process' own.
-        node: Its index, or `OBSERVER_NODE`.
-        host: Its name.
-        local_world_size: Workers that it brings.
-        decide_restart: Asked about failures where it coordinates.
-        clock: For all times.
-        lease: Of an agent with workers.
+    `node` may be `OBSERVER_NODE`; `secret` is used where there is a notifier, `lease` where there are workers.
     """
     settings = rendezvous_settings(spec, attempt)
     addresses = session_addresses(attempt, host)

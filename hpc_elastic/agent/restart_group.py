@@ -94,7 +94,6 @@ class RestartGroupWatch:
         """Args:
         folder: On this node; the named pipe is in it.
         events: This agent's log.
-        policy: The run's.
         limit: Replacements in a round.
         """
         self._events = events

@@ -194,7 +194,6 @@ def sum_up(
 
     Args:
         failures: Of its workers.
-        node: Its index.
         seconds: How long they had run when the first of them failed.
         step: The furthest that was reported.
         counted_steps: How many were counted in the round, where none was reported.

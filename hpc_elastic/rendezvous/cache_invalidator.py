@@ -44,9 +44,7 @@ class CacheInvalidator:
         """Invalidate where only this node would notice that something is hidden, where nothing has changed for a while.
 
         Args:
-            record: The newest.
             seen: The number of claims at the last look.
-            now: Seconds, monotonic.
         """
         folders = self._folders(record)
         state = (record and record.number, seen)

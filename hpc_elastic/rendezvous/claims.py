@@ -110,7 +110,6 @@ class ClaimReader(Generic[C]):
 
     def __init__(self, store: Store, kind: ClaimKind, content: type[C]) -> None:
         """Args:
-        store: Where they are.
         kind: Which ones.
         content: The record that such a claim holds.
         """
@@ -172,7 +171,6 @@ def round_to_join(record: RoundRecord | None, uid: str) -> int | None:
     Args:
         record: The newest; None where this node has seen none: then it is the first round, and where it turns out to be
             another one, the claim is nobody's concern.
-        uid: The node's.
     """
     if record is None:
         return 0

@@ -48,7 +48,6 @@ class HeartbeatAges(Staleness[str]):
         """Read the heartbeat of `uid`. Not having been able to is no evidence: its age starts anew.
 
         Args:
-            uid: Whose.
             now: Taken before the read, which may block: what it shows is no younger.
         """
         key = f"{HEARTBEATS}/{uid}"
@@ -221,7 +220,6 @@ class FailureDetector:
         """Read the heartbeats that are worth it.
 
         Args:
-            uids: Whose.
             closely: All of them, now.
 
         Returns:
@@ -301,7 +299,6 @@ class FailureDetector:
         """No sign of life in its cell for the lease's time, nor on the network; or asked, and no answer in time.
 
         Args:
-            uid: Which node.
             patience: Seconds more than that.
         """
         silent = self.silence(uid)

@@ -25,7 +25,6 @@ class StoreId:
 
     def __init__(self, store: Store, run_id: str, *, patience: float) -> None:
         """Args:
-        store: The run's.
         run_id: For messages, where the store has no better name.
         patience: Seconds for which the name may not be found: a stale handle reads the same for a while.
         """
@@ -65,9 +64,6 @@ class StoreId:
 
     def check(self, now: float) -> None:
         """Look whether it is still this store, where anything is known of it.
-
-        Args:
-            now: Seconds, monotonic.
 
         Raises:
             OSError: its name can't be found, for the moment.
@@ -175,7 +171,6 @@ class HeartbeatSender:
         """Beat where that is due, or soon is and the files are looked at now anyway.
 
         Args:
-            now: The time.
             leads: Whether this node is the coordinator.
             connected: Whether packets pass between it and the coordinator: then it beats to the files more rarely.
             look_due: When the files are to be looked at next.

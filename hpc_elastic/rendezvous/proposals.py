@@ -123,7 +123,6 @@ class RequestsToAll:
         """The next of them to append after `record`; None where it says all of it, and nothing waits any more.
 
         Args:
-            record: The newest.
             noticed_for: Seconds since this participant read the record's notice, where it has one.
         """
         if record.status is not Status.CLOSED:

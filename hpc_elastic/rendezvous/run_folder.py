@@ -73,8 +73,6 @@ class EpochSweep:
         """Args:
         epochs: Lists those that are there.
         state: Whether an epoch is closed, and what changes when something happens in it.
-        path: Where it is.
-        clock: For ages and waits.
         """
         self._epochs = epochs
         self._state = state
@@ -214,7 +212,6 @@ class RunFolder:
         prefix: Keeps runs of the same id apart; may be empty.
         job: What is the same on all nodes of one start of the job and on no others, such as the scheduler's job and
             restart number; empty where that is not known.
-        clock: For the stores.
         """
         self._directory = directory
         self._run_id = run_id

@@ -215,8 +215,6 @@ class Schedule:
         """Seconds until the next step.
 
         Args:
-            now: Seconds.
-            record: The newest.
             leads: Whether this node coordinates.
             connected: Whether it and the coordinator hear each other.
             ending: Where the run is closed and something is waited for: seconds between two looks for it.

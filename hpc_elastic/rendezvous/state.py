@@ -34,8 +34,6 @@ def new_uid(node: int, host: str, clock: Clock, *, start: int = 0) -> str:
     """``00003-nid003-0001f87ab3c4d5e6-9f3c``: node index, host, start, four random digits.
 
     Args:
-        node: Node index.
-        host: Its name.
         clock: For the start's last 12 digits: this host's time in units of 65.5 µs.
         start: Its first 4 digits: the ordinal of this agent on its node, where agents are counted. A node that comes
             back may have another time than before; this orders its agents first.
@@ -251,9 +249,6 @@ def decode_record(
     """A record from the log.
 
     Args:
-        number: Its name.
-        value: Its JSON.
-        run_id: For messages.
         known: A record with the same member list, where this one refers to another (`members_elsewhere`).
 
     Raises:

@@ -72,8 +72,6 @@ class Succession:
         that would take a healthy run's beats away. So the coordinator is asked like all others.
 
         Args:
-            record: The newest.
-            now: Seconds, monotonic.
             looked: Whether this step has looked at the log.
             notified_of: What others have notified of.
         """

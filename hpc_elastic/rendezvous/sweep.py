@@ -64,8 +64,6 @@ class Sweep:
 
     def __init__(self, store: Store, uid: str, peers: Peers, *, observes: bool, now: float) -> None:
         """Args:
-        store: The run's.
-        uid: This participant's.
         peers: Announces it anew, should others have taken it for gone.
         observes: It only looks: it removes nothing.
         now: Seconds, monotonic; as in `step`.
@@ -88,9 +86,7 @@ class Sweep:
         """Remove a little, where there is something and nobody waits. Raises nothing of the filesystem's.
 
         Args:
-            record: The newest.
             joined: Who has claims on the next round, as the coordinator last saw it.
-            now: Seconds, monotonic.
         """
         if self._observes:
             return

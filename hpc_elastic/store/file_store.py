@@ -55,7 +55,6 @@ class FileStore(Store):
 
         Args:
             root: The folder; its parent exists.
-            clock: For waits.
             stop: Ends every wait at once.
             largest: Bytes of an entry, for a reader of what anybody may have prepared; a larger one is refused.
 

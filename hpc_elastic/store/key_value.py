@@ -59,7 +59,6 @@ class KeyValueStore:
         Args:
             store: Where.
             folder: A key prefix of its own, which nothing else uses.
-            clock: For waits.
             rng: For the delays between two tries.
 
         Raises:
@@ -87,10 +86,6 @@ class KeyValueStore:
 
     def get_waiting(self, key: str, timeout: float) -> bytes:
         """The value, waited for.
-
-        Args:
-            key: Which.
-            timeout: Seconds.
 
         Raises:
             KeyValueTimeoutError: it did not come.

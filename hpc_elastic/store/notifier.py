@@ -128,7 +128,6 @@ class Notifier:
         Args:
             secret: The run's; from a 0600 file.
             run_uid: Mixed into every code: notifications of another run don't verify.
-            uid: This participant's.
             host: The address to bind: ``127.0.0.1`` on one machine, ``0.0.0.0`` across nodes.
             port: 0 takes a free one.
             clock: For the limit on invalid datagrams.

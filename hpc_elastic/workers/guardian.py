@@ -190,7 +190,6 @@ def end_tagged(
     Args:
         tag: Which processes.
         clock: For `bound`.
-        bound: Seconds.
         children: The agent's, as they were while it lived.
         only_while: Asked after each look and before anything is ended: an agent that goes on has workers of its next
             round, which carry the same tag.
@@ -400,7 +399,6 @@ class StoppedWatch:
 
         Args:
             state: The process' state, as ps shows it. A debugger's ``t`` is not meant.
-            now: Seconds, monotonic.
 
         Returns:
             Whether it has been stopped for so long that its workers are to be ended.

@@ -122,7 +122,6 @@ class GroupStopper:
         Args:
             workers: The group's, those included that have ended already: what they started may still run.
             grace: Seconds from SIGTERM to SIGKILL.
-            clock: Its monotonic clock is used.
             excluding: Pids that are left alone with all below them: the guardian, the store host, earlier survivors.
             kill_bound: Seconds after the first SIGKILL at which what still runs (D state) is reported and left.
             inside: Given where the workers are containers.
