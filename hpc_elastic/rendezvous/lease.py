@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 SHARE = 0.6
 """Of the silence after which the others go on: for how long one beat renews the lease."""
+PATIENCE = 0.9
+"""Of the silence after which the next attempt goes on: one that is shorter costs no grace."""
 _EXPIRED = 1
 OVER = -1
 """In place of the time of the last look: another round, or another attempt, has taken the place of the workers'."""
@@ -68,9 +70,9 @@ class Lease:
 
     def set_intervals(self, intervals: PollIntervals, *, has_beats: bool) -> None:
         """Derive for how long a renewal holds from the silence that the others bear."""
-        self._patience = SHARE * intervals.lease
-        by_beats = SHARE * (intervals.silence + intervals.answer) if has_beats else self._patience
-        self._seconds = max(min(self._patience, by_beats), 1.2 * intervals.beat)
+        self._patience = PATIENCE * intervals.lease
+        silence = min(intervals.lease, intervals.silence + intervals.answer) if has_beats else intervals.lease
+        self._seconds = max(SHARE * silence, 1.2 * intervals.beat)
 
     def begin(self, round_index: int, write: Callable[[int, int], None]) -> None:
         """A round's workers are about to start; `write` puts until when and the last look, nanoseconds, before them."""
@@ -108,8 +110,7 @@ class Lease:
         with self._lock:
             self._notice_gap()
             self._record = record
-            now = self._clock.monotonic()
-            self._judge(was_silent=self._lapsed_at is not None or now - self._stepped_at > self._patience)
+            self._judge(was_silent=self._clock.monotonic() - self._stepped_at > self._patience)
 
     def looked(self, began: float) -> None:
         """A look that `began` then has shown the record that was noted last."""

@@ -38,7 +38,7 @@ def await_lease(is_valid: Callable[[], bool], what: str = "progress") -> None:
     Raises:
         RoundOverError: there is no agent any more, and no guardian has ended this process for that.
     """
-    asked_at, gone_since = float("-inf"), None
+    began, asked_at, gone_since = time.monotonic(), float("-inf"), None
     while not is_valid():
         now = time.monotonic()
         if now - asked_at >= ASK_SECONDS:
@@ -47,7 +47,7 @@ def await_lease(is_valid: Callable[[], bool], what: str = "progress") -> None:
                 gone_since = None
             elif now - (gone_since := now if gone_since is None else gone_since) > GONE_SECONDS:
                 raise RoundOverError(what=what, why="this node's agent is gone")
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_LOOK_SECONDS if now - began < ASK_SECONDS else 10 * _LOOK_SECONDS)
 
 
 def _ask_agent() -> bool:

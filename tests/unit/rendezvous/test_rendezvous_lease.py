@@ -140,12 +140,15 @@ def test_a_round_that_is_over_before_its_workers_start_is_over(page: Page) -> No
     assert page.lease.is_over
 
 
-def test_files_that_hung_for_long_cost_the_grace_of_an_attempt_that_is_over(page: Page) -> None:
-    for _ in range(20):
+@pytest.mark.parametrize(("seconds", "beats"), [(10, True), (10, False), (19, True), (19, False)])
+def test_a_silence_as_long_as_the_next_attempt_waits_costs_the_grace(page: Page, seconds: int, beats: bool) -> None:
+    """The next attempt waits 20 s for an agent that does not answer; beats alone are no answer."""
+    for _ in range(seconds):
         page.clock.now += 1.0
-        page.lease.renew()
+        if beats:  # while the files hang
+            page.lease.renew()
     page.lease.note(record(number=6, status=Status.CLOSED, outcome=Outcome.SUPERSEDED))
-    assert page.lease.is_over
+    assert page.lease.is_over is (seconds == 19)
 
 
 def test_without_beats_a_step_renews_it_for_longer() -> None:
