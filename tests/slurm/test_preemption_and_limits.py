@@ -51,8 +51,11 @@ for step in range(100000):
         print("trains")
     hpc_elastic.should_checkpoint(step)
 """
-NEVER_ASKS = 'import sys\nsys.argv += ["--save-every", "1000000", "--save-on-sigterm"]\n'
-"""Before the lock-step trainer: its first checkpoint is the one that it writes on SIGTERM."""
+SAVES_ON_SIGTERM = (
+    'import os, sys\nsys.argv += ["--save-every", "1000000", "--save-on-sigterm", "--checkpoints", "saved-" +'
+    ' os.environ["SLURM_JOB_ID"]]\nos.makedirs(sys.argv[-1], exist_ok=True)\n' + Path(lockstep.__file__).read_text()
+)
+"""The lock-step trainer, whose first checkpoint is the one that it writes on SIGTERM."""
 COUNTS = """
 import json, os, sys, time
 import submitit
@@ -169,17 +172,23 @@ def wait_resumed(run: Run, text: str = "") -> None:
     assert run.runs.cluster.job_info(run.job)["Restarts"] == "1"
 
 
+def wait_trains_on(run: Run) -> None:
+    """The lock-step trainer goes on from the checkpoint that it wrote on SIGTERM."""
+    run.wait_log(lambda log: re.search(r"rank 0 of \d begins at step [1-9]", log) is not None, timeout=LONG)
+
+
 def test_each_way_to_be_preempted(cluster: SlurmCluster, runs: SlurmRuns) -> None:
     cases = Cases(runs)
     requeued = cases.submit("requeued", SAVES_WHEN_TOLD, nodes=2, partition="requeued")
     cancelled = cases.submit("cancelled", SAVES_WHEN_TOLD, partition="cancelled")
     stubborn = cases.submit("stubborn", NEVER_REACTS, partition="cancelled")
-    requeued_at_once = cases.submit("requeuednow", SAVES_WHEN_TOLD, partition="requeued-at-once")
+    requeued_at_once = cases.submit("requeuednow", SAVES_ON_SIGTERM, partition="requeued-at-once")
     cancelled_at_once = cases.submit("cancellednow", SAVES_WHEN_TOLD, partition="cancelled-at-once")
     function, program = cases.submit_function("cancelled")
     shortened = cases.submit("shortened", NEVER_REACTS, partition="requeued")
-    for run in (requeued, cancelled, stubborn, requeued_at_once, cancelled_at_once, function, shortened):
+    for run in (requeued, cancelled, stubborn, cancelled_at_once, function, shortened):
         wait_training(run, nodes=2 if run in (requeued, function) else 1)
+    requeued_at_once.wait_steps(1)
     # It is to save already, with more time than the preemption will leave.
     assert cluster.run(["scancel", "--signal=USR2", "--batch", shortened.job]).returncode == 0
     shortened.wait_log(lambda log: "the workers have 85 s to save" in log)
@@ -215,7 +224,7 @@ def test_each_way_to_be_preempted(cluster: SlurmCluster, runs: SlurmRuns) -> Non
         wait_resumed(run, f"begins at step {int(step) + 1}")
     wait_resumed(stubborn)
     wait_resumed(shortened)
-    wait_resumed(requeued_at_once)
+    wait_trains_on(requeued_at_once)
     wait_resumed(cancelled_at_once)
     check_function(function, program)
 
@@ -254,17 +263,18 @@ def test_limits_cancels_and_notices_at_bad_moments(cluster: SlurmCluster, runs: 
     (runs.folder / "go-on").touch()
 
     near_limit = cases.submit("limit", SAVES_WHEN_TOLD)
-    over_limit = cases.submit("late", NEVER_ASKS + Path(lockstep.__file__).read_text(), nodes=2)
-    outside = cases.submit("outside", SAVES_WHEN_TOLD)
+    over_limit = cases.submit("late", SAVES_ON_SIGTERM, nodes=2)
+    outside = cases.submit("outside", SAVES_ON_SIGTERM)
     # Its workers end by SIGKILL alone; what KillWait leaves after that is for the report.
     ended = cases.submit("ended", NEVER_REACTS, "--shutdown-timeout", "3")
     meeting = cases.submit(
         "meeting", SAVES_WHEN_TOLD, "--health-check", "sleep 300", "--health-check-timeout", "300", nodes=2
     )
 
-    for run in (near_limit, outside, ended):
+    for run in (near_limit, ended):
         wait_training(run)
     over_limit.wait_steps(2)
+    outside.wait_steps(1)
     # The limit comes near, and is over: Slurm tells of both at its next look.
     cases.as_root("scontrol", "update", f"jobid={near_limit.job}", "EndTime=now+80")
     cases.as_root("scontrol", "update", f"jobid={over_limit.job}", "EndTime=now+1")
@@ -289,6 +299,8 @@ def test_limits_cancels_and_notices_at_bad_moments(cluster: SlurmCluster, runs: 
     outside.wait_log(lambda log: "Slurm itself has put the job back into the queue" in log, timeout=LONG)
     assert outside.result()["outcome"] == "preempted"
     assert [row[1:] for row in decided(outside)] == [("is requeued", "requeue", False)]
+    assert "Asked to requeue" in (outside.root / "attempt-000" / "report.txt").read_text()
+    wait_trains_on(outside)
 
     meeting.wait_log(lambda log: "is requeued" in log, timeout=LONG)
     assert meeting.result()["outcome"] == "preempted"
@@ -304,8 +316,8 @@ def test_limits_cancels_and_notices_at_bad_moments(cluster: SlurmCluster, runs: 
     over_limit.wait_log(lambda log: "exit code 75" in log, timeout=LONG)
     assert decided(over_limit)[-1][1:] == ("is ended by its time limit", "time limit", False)
     assert over_limit.result()["outcome"] in ("timed_out", "preempted")
-    over_limit.wait_log(lambda log: re.search("rank 0 of 2 begins at step [1-9]", log) is not None, timeout=LONG)
-    for run in (outside, near_limit, in_setup):
+    wait_trains_on(over_limit)
+    for run in (near_limit, in_setup):
         wait_resumed(run)
 
 
