@@ -25,6 +25,8 @@ from hpc_elastic.failures.wrong_call import is_wrong_call
 if TYPE_CHECKING:
     from hpc_elastic.failures.worker_failure import WorkerFailure
 
+NOT_OURS = "not sent by hpc-elastic"
+"""In the reason of a signal."""
 NOT_RETRYABLE_EXIT_CODE = 93
 """A worker that ends with this says: don't start me again."""
 
@@ -159,7 +161,7 @@ def classify(
             failure_class, reason = words.failure_class, words.says
         elif not exception_type and number in _ASKED_TO_END:
             failure_class = FailureClass.INFRASTRUCTURE
-            came = f"{signal_name(number)} not sent by hpc-elastic"
+            came = f"{signal_name(number)} {NOT_OURS}"
             reason = f"{came}: probably Slurm (cancel, limit, preemption) or a manual kill"
         else:
             failure_class = FailureClass.ROOT
@@ -194,7 +196,7 @@ def _root_reason(exitcode: int, number: int, exception_type: str, *, wrong_call:
     if exception_type and exception_type not in ("SystemExit", "KeyboardInterrupt"):
         return "uncaught exception"
     if number == signal.SIGKILL:
-        return "SIGKILL not sent by hpc-elastic: probably the OOM killer (check dmesg) or a manual kill"
+        return f"SIGKILL {NOT_OURS}: probably the OOM killer (check dmesg) or a manual kill"
     if number == signal.SIGBUS:
         return "a bus error: often a full /dev/shm, or a mapped file that was cut"
     if number:

@@ -26,7 +26,7 @@ from hpc_elastic.launch.run_progress import OutputStatus, StepStatus, read_outpu
 from hpc_elastic.options.sbatch import parse_array
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.run.attempt import AttemptInfo, UnreadableAttemptError, load_attempt, load_result
+from hpc_elastic.run.attempt import WITHOUT_VERDICT, AttemptInfo, UnreadableAttemptError, load_attempt, load_result
 from hpc_elastic.run.index import JobEntry, array_tasks, jobs_of, known_jobs
 from hpc_elastic.run.node_records import load_record
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
@@ -209,7 +209,7 @@ def with_slurms_end(
     if job is None or job.phase is not JobPhase.FINISHED:
         if job is not None or is_known or (begun and (silent_seconds or 0.0) < FORGOTTEN_SECONDS):
             return status
-        reason = "ended without a verdict: " if begun else "ended before it began: "
+        reason = WITHOUT_VERDICT if begun else "ended before it began: "
         reason += f"Slurm no longer knows job {status.job_id}" if status.job_id else "Slurm no longer knows its job"
         return replace(status, state=RunState.ENDED, outcome="unknown", reason=reason, exit_code=1)
     outcome = _OUTCOMES.get(job.state, Outcome.FAILED.value)
@@ -221,7 +221,7 @@ def with_slurms_end(
     elif not begun:
         reason = f"ended before it began ({job.said})"
     else:
-        reason = f"ended without a verdict: {job.how_it_ended}"
+        reason = f"{WITHOUT_VERDICT}{job.how_it_ended}"
     return replace(status, state=RunState.ENDED, outcome=outcome, reason=reason, exit_code=job.code)
 
 

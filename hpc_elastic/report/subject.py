@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.text import duration, plural
+from hpc_elastic.failures.classify import NOT_OURS
 from hpc_elastic.failures.contrast import apart_in_round, wrong_input
 from hpc_elastic.failures.origin import gave_up_waiting
 from hpc_elastic.failures.ranking import Category, FailureClass
@@ -15,6 +16,7 @@ from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
 from hpc_elastic.report.incidents import OutageKind, refused_hosts
 from hpc_elastic.report.root_cause import decide_start_verdict, decide_verdict
 from hpc_elastic.report.verdict import ONLY_FAILURE, Cause, Confidence, Verdict
+from hpc_elastic.run.attempt import WITHOUT_VERDICT
 
 _WITHOUT = 3
 
@@ -43,12 +45,34 @@ def choose_subject(history: RunHistory, *, attempt: int | None = None) -> Subjec
         for item in reversed(part.rounds):
             verdict = verdict_of(item)
             if verdict.cause is not Cause.NONE:
-                return Subject(attempt=part, round=item, verdict=verdict)
+                return Subject(attempt=part, round=item, verdict=_by_slurms_end(part, verdict))
         if _had_too_few_nodes(part):
             start = decide_start_verdict(part.unable, nodes=len(part.nodes))
             return Subject(attempt=part, round=None, verdict=start)
     last = candidates[-1] if candidates else None
     return Subject(attempt=last, round=None, verdict=decide_start_verdict((), nodes=0))
+
+
+def _by_slurms_end(attempt: AttemptHistory, verdict: Verdict) -> Verdict:
+    """Where Slurm alone knows how the attempt ended, its SIGTERM to the workers is a consequence of that."""
+    action, _, end = attempt.decision.partition(WITHOUT_VERDICT)
+    failure = verdict.failure
+    if (
+        action != "end: "
+        or "(Slurm:" not in end
+        or failure is None
+        or failure.signal != "SIGTERM"
+        or NOT_OURS not in failure.reason
+    ):
+        return verdict
+    return Verdict(
+        cause=Cause.NONE,
+        confidence=Confidence.HIGH,
+        headline=end,
+        evidence="Slurm's own record; it ended the workers by SIGTERM after that",
+        category=Category.INFRASTRUCTURE,
+        fingerprint="ended_by_slurm",
+    )
 
 
 def _filesystem_subject(attempt: AttemptHistory) -> Subject:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 
 from hpc_elastic.base.outcome import ExitCode, Outcome, outcome_text
 from hpc_elastic.base.text import first_of, plural, ranges, ranks_text, seconds_text, time_text
+from hpc_elastic.failures.classify import NOT_OURS
 from hpc_elastic.failures.contrast import wrong_input
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.traceback_text import Frame
@@ -36,7 +37,7 @@ _CATEGORY_WORDS = {
     Category.INFRASTRUCTURE: "infrastructure: the node or the cluster",
 }
 _BLAMELESS = (FailureClass.STOPPED_BY_US, FailureClass.SYMPTOM)
-_SENT_BY_OTHERS = ("not sent by hpc-elastic", "from outside")
+_SENT_BY_OTHERS = (NOT_OURS, "from outside")
 """In the reason of a signal that this package did not send; the second in records of versions before 0.2."""
 _MOST_NAMES = 4
 _MOST_SPARES = 3

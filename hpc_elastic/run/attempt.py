@@ -14,6 +14,8 @@ from hpc_elastic.base.files import Unreadable
 from hpc_elastic.errors import UnreadableFileError
 from hpc_elastic.run.paths import RunPaths
 
+WITHOUT_VERDICT = "ended without a verdict: "
+"""What Slurm knows of an attempt whose supervisor could not write its end begins so."""
 _JOB_ID = re.compile(r"[1-9][0-9]{0,9}(?:[_+][0-9]{1,10})?\Z")
 
 

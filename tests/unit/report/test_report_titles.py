@@ -14,6 +14,8 @@ from hpc_elastic.report.history import RunHistory, StackGroup
 from hpc_elastic.report.render_html import render_html
 from hpc_elastic.report.render_json import render_json
 from hpc_elastic.report.render_text import render_text
+from hpc_elastic.report.subject import with_end
+from hpc_elastic.run.attempt import WITHOUT_VERDICT
 from tests.rigs.run_builder import GLOO, RunBuilder, make_failure
 
 
@@ -149,6 +151,19 @@ def test_a_run_that_went_on_says_why_each_attempt_ended(
     assert title in lines
     (line,) = (line for line in lines if line.startswith("  attempt 0 "))
     assert end in line
+
+
+@pytest.mark.parametrize(("exitcode", "is_slurms"), [(-15, True), (-11, False)])
+def test_a_killed_batch_script_is_the_cause_not_the_signal_by_which_slurm_cleaned_up(
+    builder: RunBuilder, exitcode: int, is_slurms: bool
+) -> None:
+    builder.fail(make_failure(1, at=5, exitcode=exitcode))
+    end = "batch script ended by signal 9 (Slurm: FAILED, JobLaunchFailure)"
+    history = with_end(
+        collect_run(builder.root), attempt=0, outcome="failed", exit_code=137, decision=f"end: {WITHOUT_VERDICT}{end}"
+    )
+    lines = section(history)
+    assert (lines[0], lines[1].strip() == end) == ("Root Cause (first observed failure):", is_slurms)
 
 
 def test_a_failed_attempt_that_is_requeued_has_not_failed_the_run(builder: RunBuilder) -> None:
