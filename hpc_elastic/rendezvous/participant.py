@@ -478,21 +478,23 @@ class Participant:
     def _commit(self, proposal: Proposal) -> None:
         record = proposal.record
         before = self._record
-        reported = to_event(proposal.event, record, proposal.reason, explained=proposal.explained)
-        if self._append(record, reported) and before is not None:
-            for event in consequences(before, proposal, self.detector.last_sign):
-                self._listener.on_event(event)
-            if record.number % 16 == 0:
-                self._log.compact()
+        assert before is not None
+        events = [
+            to_event(proposal.event, record, proposal.reason, explained=proposal.explained),
+            *consequences(before, proposal, self.detector.last_sign),
+        ]
+        if self._append(record, *events) and record.number % 16 == 0:
+            self._log.compact()
 
-    def _append(self, record: RoundRecord, event: CoordinatorEvent) -> bool:
+    def _append(self, record: RoundRecord, *events: CoordinatorEvent) -> bool:
         self.has_unwritten_record = True
         is_first = self._log.append(record)
         self.has_unwritten_record = False
         if not is_first:
             self._take_newest()  # another participant has that number: what it wrote holds
             return False
-        self._listener.on_event(event)
+        for event in events:  # before the record: an agent that reads that the run is closed looks at no later event
+            self._listener.on_event(event)
         self._take_in(record)
         self._peers.learn(())
         silent = [m.uid for m in record.members if self.detector.is_silent(m.uid)]

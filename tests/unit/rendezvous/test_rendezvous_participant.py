@@ -94,6 +94,8 @@ class Seat:
         )
         self.records: list[RoundRecord] = []
         self.events: list[tuple[str, Mapping[str, Any]]] = []
+        self.events_before: dict[Status, list[str]] = {}
+        """Status → the events before the newest record with it."""
         self.notified: list[tuple[str, int]] = []
         self.participant = Participant(
             run_id="unit",
@@ -110,6 +112,7 @@ class Seat:
 
     def on_record(self, record: RoundRecord) -> None:
         self.records.append(record)
+        self.events_before[record.status] = [name for name, _ in self.events]
 
     def on_event(self, event: RunEvent) -> None:
         self.events.append(pair_of(event))
@@ -454,6 +457,8 @@ def test_nobody_waits_for_the_goodbye_of_a_spare_that_has_died(store: SpyStore, 
     (lost,) = [fields for event, fields in first.events if event == "spare_lost"]
     assert (lost["round"], lost["node"], lost["host"]) == (0, 2, "n2")
     assert 20 < lost["age"] <= 25
+    # An agent that reads that the run is closed is about to end, and takes in no more events.
+    assert first.events_before[Status.CLOSED][-2:] == ["closed", "spare_lost"]
     for seat in (first, second):
         seat.participant.claims.deregister()
         seat.settle_down()
