@@ -17,9 +17,9 @@ from hpc_elastic.base.host_facts import LOOPBACK, candidate_addresses
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings, settings_from_conf
 from hpc_elastic.rendezvous.coordination import RendezvousSession, open_session
-from hpc_elastic.rendezvous.coordinator import DecideRestart
 from hpc_elastic.rendezvous.lease import Lease
 from hpc_elastic.rendezvous.peers import NodeInfo
+from hpc_elastic.rendezvous.restart import DecideRestart
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job

@@ -15,7 +15,7 @@ from hpc_elastic.base.text import ranks_text
 from hpc_elastic.failures.contrast import NodeFailures, may_be_of_node, nodes_apart, sum_up_node, wrong_input
 from hpc_elastic.failures.ranking import FailureClass, Ranking
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.rendezvous.coordinator import RestartDecision, first_failure
+from hpc_elastic.rendezvous.restart import RestartDecision, first_failure
 from hpc_elastic.rendezvous.state import KILLED, FailureMemory, HangMark, NodeFailure, RoundRecord
 
 if TYPE_CHECKING:
@@ -39,9 +39,10 @@ class RestartPolicy(Struct, frozen=True, kw_only=True):
         """Decide about the failures of the round before `record`'s. Without any it is a change of members, and free."""
         memory = record.memory
         if not failures:
-            return RestartDecision(go_on=True, counts=False, reason="", memory=memory)
+            return RestartDecision(go_on=True, restarts_used=record.restarts_used, reason="", memory=memory)
         cause = first_failure(failures)
-        refilled = self._why_refilled(failures) if record.restarts_used else ""
+        seconds, window = max(f.seconds for f in failures), self.restart_window
+        refilled = bool(record.restarts_used) and window is not None and seconds >= window
         memory, limit = self._remember(memory, failures, cause)
         apart = _apart(record, failures)
         known = cause.failure_class != FailureClass.SYMPTOM.value
@@ -64,23 +65,17 @@ class RestartPolicy(Struct, frozen=True, kw_only=True):
         used = 0 if refilled else record.restarts_used
         if used >= self.max_restarts:
             reason = f"restarts exhausted ({used} of {self.max_restarts} restarts used): {after}"
-            return RestartDecision(go_on=False, counts=False, reason=reason, memory=memory)
-        left = f"{self.max_restarts - used - 1} left" + (f", refilled by {refilled}" if refilled else "")
+            return RestartDecision(go_on=False, reason=reason, memory=memory)
+        left = f"{self.max_restarts - used - 1} left" + (
+            f", refilled by {seconds:.0f} good seconds" if refilled else ""
+        )
         return RestartDecision(
             go_on=True,
-            counts=True,
+            restarts_used=used + 1,
             reason=f"restart {used + 1} of {self.max_restarts} ({left}) after: {after}",
             memory=memory,
             apart=apart,
-            refills=bool(refilled),
         )
-
-    def _why_refilled(self, failures: Sequence[NodeFailure]) -> str:
-        """What progress since the last failure makes the budget whole again; empty for none."""
-        seconds = max(f.seconds for f in failures)
-        if self.restart_window is not None and seconds >= self.restart_window:
-            return f"{seconds:.0f} good seconds"
-        return ""
 
     def _remember(
         self, before: FailureMemory, failures: Sequence[NodeFailure], cause: NodeFailure
@@ -146,7 +141,7 @@ def may_wait(failure: WorkerFailure, record: RoundRecord, *, max_restarts: int) 
 
 
 def _give_up(reason: str, memory: FailureMemory) -> RestartDecision:
-    return RestartDecision(go_on=False, counts=False, reason=reason, memory=memory, retryable=False)
+    return RestartDecision(go_on=False, reason=reason, memory=memory, retryable=False)
 
 
 def made_progress(

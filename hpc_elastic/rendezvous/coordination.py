@@ -21,10 +21,10 @@ from hpc_elastic.base.file_executor import is_refusal
 from hpc_elastic.base.waking import Waker, wait_readable
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
-from hpc_elastic.rendezvous.coordinator import DecideRestart
 from hpc_elastic.rendezvous.lease import Lease
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.peers import BeatPlan, NodeInfo
+from hpc_elastic.rendezvous.restart import DecideRestart
 from hpc_elastic.rendezvous.schedule import poll_intervals
 from hpc_elastic.rendezvous.state import RoundRecord
 from hpc_elastic.run.agent_events import FilesystemRefused

@@ -17,16 +17,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 
-from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.text import first_of, ranges
 from hpc_elastic.failures.contrast import ALL_ALIKE
-from hpc_elastic.failures.ranking import FailureClass, Ranking, Standing
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.cluster_view import ClusterView
 from hpc_elastic.rendezvous.growth import Growth, GrowthFacts, decide_growth
@@ -34,11 +31,16 @@ from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.preemption import MEASURE_SECONDS, PreemptionNotice, agreed_step
 from hpc_elastic.rendezvous.proposals import Proposal, files_hang, propose, propose_close
 from hpc_elastic.rendezvous.ranks import assign_ranks, replacements, whole_segments
+from hpc_elastic.rendezvous.restart import (
+    SYMPTOM,
+    DecideRestart,
+    explained_failures,
+    first_failure,
+    newest_per_node,
+)
 from hpc_elastic.rendezvous.state import (
-    FailureMemory,
     HangMark,
     Member,
-    NodeFailure,
     RoundEvent,
     RoundRecord,
     Status,
@@ -47,56 +49,7 @@ from hpc_elastic.rendezvous.state import (
     supersedes,
 )
 
-
-class RestartDecision(Struct, frozen=True, kw_only=True):
-    """The restart policy's decision about the failures of a round."""
-
-    go_on: bool
-    counts: bool
-    """Whether the new round is charged to the restart budget."""
-    reason: str
-    memory: FailureMemory
-    retryable: bool = True
-    """Where it does not go on: whether another attempt could end otherwise."""
-    apart: tuple[int, ...] = ()
-    """Nodes that are to be in no further round: all workers there failed alike, and none elsewhere."""
-    refills: bool = False
-    """Whether there was progress enough for the whole budget to be there again, before the new round is charged."""
-
-
-_CLASSES = {one.value: one for one in FailureClass}
-_SYMPTOM = FailureClass.SYMPTOM.value
-
-
-def first_failure(failures: Iterable[NodeFailure]) -> NodeFailure:
-    """The failure that counts as the cause among those of several nodes: of several hangs the furthest behind."""
-    found = list(failures)
-    clocks = {failure.clock for failure in found if failure.failure_class != _SYMPTOM}
-    has_times = len(clocks) == 1 and -1 not in clocks  # else by what they are: no time of one host is another's
-    ranking = Ranking(found, partial(_standing, has_times=has_times))
-    return ranking.first or ranking.all[0]
-
-
-def _standing(failure: NodeFailure, *, has_times: bool) -> Standing:
-    step, silent = (failure.hang.step, failure.hang.age) if failure.hang is not None else (-1, 0.0)
-    standing = Standing(_CLASSES.get(failure.failure_class), step=step, silent=silent, fingerprint=failure.fingerprint)
-    if not has_times or failure.failure_class == _SYMPTOM:
-        return standing
-    return standing._replace(
-        at_ns=failure.ended_ns,
-        printed_ns=failure.printed_ns,
-        raised=failure.raised,
-        lost_connection=failure.lost_connection,
-    )
-
-
-DecideRestart = Callable[[RoundRecord, Sequence[NodeFailure]], RestartDecision]
-"""(the joinable record, the last round's failures without those that a lost member explains) → decision."""
-
-
 _MOST_NAMES = 8
-SIGN_SECONDS = 1.0
-"""A member may still give a sign of life for so long after the first failure that its loss explains."""
 HEARD_PATIENCE = 6.0
 """Seconds for which no round begins after a signal that may mean the job's end: by then it is known what it means."""
 
@@ -199,34 +152,9 @@ def _while_joinable_after_loss(
     return replace(proposal, reason=reason, explained=tuple(sorted(node_of(uid) for uid in explained)))
 
 
-def explained_failures(view: ClusterView) -> frozenset[str]:
-    """The uids whose failures in the round before follow from the loss of a member.
-
-    A symptom does where any member has gone. Any other failure does, whatever its text, where the member's last sign of
-    life came at most `SIGN_SECONDS` after the failure was seen, and the member has not joined since. Excepted are
-    failures that name a broken machine, and kills from outside; of the lost node's own, all but these.
-    """
-    here = {member.uid for member in _newest_per_node(view)}
-    lost = [member for member in view.record.members if member.uid not in here]
-    silent = [member for member in lost if member.uid not in view.joined and member.uid not in view.leaving]
-
-    def follows(uid: str, failure: NodeFailure) -> bool:
-        if failure.failure_class == _SYMPTOM:
-            return bool(lost)
-        if failure.failure_class == FailureClass.INFRASTRUCTURE.value and not failure.lost_connection:
-            return False
-        since = view.since_failed.get(uid, float("inf")) - SIGN_SECONDS
-        return any(
-            view.since_sign.get(member.uid, 0.0) >= since and (member.node == failure.node) is failure.is_kill
-            for member in silent
-        )
-
-    return frozenset(uid for uid, failure in view.failures.items() if follows(uid, failure))
-
-
 def _while_joinable(view: ClusterView, settings: RendezvousSettings, decide_restart: DecideRestart) -> Proposal | None:
     record = view.record
-    came = _newest_per_node(view)
+    came = newest_per_node(view)
     present = whole_segments(came, settings.segment)
     here = frozenset(member.node for member in came)
     dead_nodes = {m.node for m in record.members if m.uid in view.dead}
@@ -295,7 +223,7 @@ def _freeze(
     replaced = replacements(record.members, members)
     taken = "".join(f"; {_name(come.node, view)} took the place of {_name(gone.node, view)}" for gone, come in replaced)
     places = min(len(record.members) + record.vacant, settings.max_nodes)
-    parts = {member.node for member in _newest_per_node(view)} - {member.node for member in present} - apart
+    parts = {member.node for member in newest_per_node(view)} - {member.node for member in present} - apart
     without = ", ".join(
         [
             *(_name_and_why(node, view) for node in sorted(awaited | away)),
@@ -309,7 +237,7 @@ def _freeze(
         RoundEvent.FREEZE,
         (decision.reason or record.reason) + taken + missing,
         members=members,
-        restarts_used=(0 if decision.refills else record.restarts_used) + (1 if decision.counts else 0),
+        restarts_used=decision.restarts_used,
         waiting=0,
         vacant=max(0, places - len(members)),
         lost=tuple(sorted(away | awaited)),
@@ -348,7 +276,7 @@ def _while_final(view: ClusterView, settings: RendezvousSettings) -> Proposal | 
         hang = min(marks, key=lambda mark: mark.lag, default=None)
         lost = _lost_members(view)
         # A lost node explains the symptoms.
-        symptoms = not lost and all(failure.failure_class == _SYMPTOM for failure in view.failures.values())
+        symptoms = not lost and all(failure.failure_class == SYMPTOM for failure in view.failures.values())
         return _reopen(record, reason, lost=lost, hang=hang, symptoms=symptoms)
     lost = {node: why for node, why in _lost_members(view).items() if not _node_done(view, node)}
     if lost:
@@ -435,17 +363,6 @@ def _growth(view: ClusterView, settings: RendezvousSettings, waiting: Mapping[st
 
 def _in_segments(settings: RendezvousSettings) -> str:
     return f" in whole segments of {settings.segment}" if settings.segment > 1 else ""
-
-
-def _newest_per_node(view: ClusterView) -> list[Member]:
-    newest: dict[int, NodeInfo] = {}
-    for uid, info in view.joined.items():
-        if uid in view.dead or uid in view.leaving or info.node in view.gone or info.node in view.record.unfit:
-            continue  # a node that was given up stays out: taken in, it would break the round at once
-        other = newest.get(info.node)
-        if other is None or supersedes(uid, other.uid):
-            newest[info.node] = info
-    return [Member(info.uid, info.node, info.local_world_size) for info in newest.values()]
 
 
 def _lost_members(view: ClusterView) -> dict[int, str]:

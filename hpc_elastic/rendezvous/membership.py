@@ -13,10 +13,10 @@ from msgspec import Struct
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.rendezvous.claims import read_claims
 from hpc_elastic.rendezvous.coordination import open_session
-from hpc_elastic.rendezvous.coordinator import RestartDecision
 from hpc_elastic.rendezvous.handler_config import HandlerConfig, participant_settings
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.peers import NodeInfo
+from hpc_elastic.rendezvous.restart import RestartDecision
 from hpc_elastic.rendezvous.run_folder import RunFolder
 from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status, host_of, new_uid, node_of
 from hpc_elastic.store.file_store import FileStore
@@ -56,7 +56,7 @@ class WhoIsHere(Struct, frozen=True, kw_only=True):
 
 def _go_on(record: RoundRecord, failures: Sequence[NodeFailure]) -> RestartDecision:
     """How often to restart is the agents' own business here."""
-    return RestartDecision(go_on=True, counts=False, reason="", memory=record.memory)
+    return RestartDecision(go_on=True, restarts_used=record.restarts_used, reason="", memory=record.memory)
 
 
 class Membership:

@@ -19,7 +19,7 @@ from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.cache_invalidator import CacheInvalidator, PendingNotifications, record_name
 from hpc_elastic.rendezvous.claims import round_to_join
 from hpc_elastic.rendezvous.cluster_view import ClaimScanner
-from hpc_elastic.rendezvous.coordinator import DecideRestart, next_proposal, rests_on_absence
+from hpc_elastic.rendezvous.coordinator import next_proposal, rests_on_absence
 from hpc_elastic.rendezvous.ending import Ending, goodbye_key
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.heartbeat_sender import HeartbeatSender, StoreId
@@ -27,6 +27,7 @@ from hpc_elastic.rendezvous.own_claims import OwnClaims
 from hpc_elastic.rendezvous.peers import BeatPlan, NodeInfo, NotificationSender, Peers, addresses_of, notifier_of
 from hpc_elastic.rendezvous.preemption import PreemptionNotice
 from hpc_elastic.rendezvous.proposals import Proposal, RequestsToAll, consequences, link_event, to_event
+from hpc_elastic.rendezvous.restart import DecideRestart
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.schedule import Schedule, poll_intervals
 from hpc_elastic.rendezvous.state import RoundRecord, Status

@@ -21,9 +21,9 @@ from unittest import mock
 
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous import round_log
-from hpc_elastic.rendezvous.coordinator import RestartDecision
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
 from hpc_elastic.rendezvous.peers import NodeInfo
+from hpc_elastic.rendezvous.restart import RestartDecision
 from hpc_elastic.rendezvous.schedule import poll_intervals
 from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, RoundRecord, Status, new_uid
 from hpc_elastic.run.event_types import RunEvent, name_of
@@ -320,4 +320,6 @@ def failure(node: int) -> NodeFailure:
 
 
 def _go_on(record: RoundRecord, failures: Any) -> RestartDecision:
-    return RestartDecision(go_on=True, counts=bool(failures), reason="", memory=FailureMemory())
+    return RestartDecision(
+        go_on=True, restarts_used=record.restarts_used + bool(failures), reason="", memory=FailureMemory()
+    )

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.claims import read_claims
-from hpc_elastic.rendezvous.coordinator import RestartDecision
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
 from hpc_elastic.rendezvous.peers import NodeInfo
+from hpc_elastic.rendezvous.restart import RestartDecision
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import (
     OBSERVER_PLACE,
@@ -75,7 +75,9 @@ class GatedStore(Store):
 
 
 def settle_always_restarting(record: RoundRecord, failures: tuple[NodeFailure, ...]) -> RestartDecision:
-    return RestartDecision(go_on=True, counts=bool(failures), reason="", memory=FailureMemory())
+    return RestartDecision(
+        go_on=True, restarts_used=record.restarts_used + bool(failures), reason="", memory=FailureMemory()
+    )
 
 
 @dataclass

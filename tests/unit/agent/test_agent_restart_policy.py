@@ -15,7 +15,7 @@ from hpc_elastic.agent.worker_evidence import WorkerEvidence, WorkerSlot
 from hpc_elastic.failures.contrast import may_be_of_node, wrong_input
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.rendezvous.coordinator import RestartDecision
+from hpc_elastic.rendezvous.restart import RestartDecision
 from hpc_elastic.rendezvous.state import FailureMemory, HangMark, Member, NodeFailure, RoundRecord, Status
 from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.workers.spawn import ExitStatus
@@ -60,14 +60,14 @@ def decide_restart(
 def test_a_round_without_failures_is_free() -> None:
     memory = FailureMemory(fingerprint="F", times=1, step=5)
     decision = decide_restart(used=3, memory=memory)
-    assert (decision.go_on, decision.counts) == (True, False)
+    assert (decision.go_on, decision.restarts_used) == (True, 3)
     assert decision.memory == memory, "a change of members is no progress and no failure"
 
 
 @pytest.mark.parametrize("failure_class", ["root", "symptom", "infrastructure", "unknown"])
 def test_every_failure_that_is_left_is_charged(failure_class: str) -> None:
     decision = decide_restart(failure(failure_class))
-    assert (decision.go_on, decision.counts) == (True, True)
+    assert (decision.go_on, decision.restarts_used) == (True, 1)
     assert not decide_restart(failure(failure_class), used=3).go_on
 
 
@@ -77,13 +77,13 @@ def test_every_failure_that_is_left_is_charged(failure_class: str) -> None:
 @pytest.mark.parametrize(("used", "left"), [(0, 2), (1, 1), (2, 0)])
 def test_a_restart_says_how_many_are_left(used: int, left: int) -> None:
     decision = decide_restart(failure(), used=used)
-    assert (decision.go_on, decision.counts, decision.retryable) == (True, True, True)
+    assert (decision.go_on, decision.restarts_used, decision.retryable) == (True, used + 1, True)
     assert decision.reason == f"restart {used + 1} of 3 ({left} left) after: ValueError: x"
 
 
 def test_a_spent_budget_ends_the_attempt_and_another_one_may_do_better() -> None:
     decision = decide_restart(failure(), used=3)
-    assert (decision.go_on, decision.counts, decision.retryable) == (False, False, True)
+    assert (decision.go_on, decision.retryable) == (False, True)
     assert decision.reason == "restarts exhausted (3 of 3 restarts used): ValueError: x"
     assert decision.memory.fingerprint == "F", "the next attempt is compared with it"
 
@@ -112,7 +112,7 @@ def test_progress_refills_the_budget_where_asked_for(
     chosen = replace(chosen, **policy)
     memory = FailureMemory(fingerprint="G", times=1, step=10)
     decision = decide_restart(failure(**now), used=3, memory=memory, policy=chosen)
-    assert (decision.go_on, decision.refills) == (bool(refilled), bool(refilled))
+    assert (decision.go_on, decision.restarts_used) == ((True, 1) if refilled else (False, 0))
     if refilled:
         assert decision.reason == f"restart 1 of 3 (2 left, refilled by {refilled}) after: ValueError: x"
     else:
@@ -121,7 +121,6 @@ def test_progress_refills_the_budget_where_asked_for(
 
 def test_an_untouched_budget_is_not_said_to_be_refilled() -> None:
     decision = decide_restart(failure(seconds=500.0), policy=replace(POLICY, restart_window=1.0))
-    assert not decision.refills
     assert decision.reason == "restart 1 of 3 (2 left) after: ValueError: x"
 
 
@@ -149,7 +148,7 @@ def test_a_hang_that_is_no_bug_in_the_script_never_counts_as_the_same_again(fing
 
 def test_a_failure_that_says_so_is_not_tried_again() -> None:
     decision = decide_restart(failure(), failure(retryable=False, message="exit code 93"))
-    assert (decision.go_on, decision.counts, decision.retryable) == (False, False, False)
+    assert (decision.go_on, decision.retryable) == (False, False)
     assert decision.reason == "not retryable: exit code 93"
 
 
@@ -479,7 +478,7 @@ def _lacks(node: int, *, alike: int = 2, waited: float = 1.0, retryable: bool = 
 
 def test_what_one_node_alone_lacks_is_worth_another_round_without_it() -> None:
     decision = POLICY.decide_restart(_in_round(0, 1, 2), [_lacks(1)])
-    assert (decision.go_on, decision.counts, decision.apart) == (True, True, (1,))
+    assert (decision.go_on, decision.restarts_used, decision.apart) == (True, 1, (1,))
     again = replace(_in_round(0, 1, 2), memory=FailureMemory(fingerprint="F", times=5))
     assert POLICY.decide_restart(again, [_lacks(1, retryable=True)]).apart == (1,)
 

@@ -13,9 +13,10 @@ from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import IllegalTransitionError
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.cluster_view import ClusterView
-from hpc_elastic.rendezvous.coordinator import RestartDecision, next_proposal
+from hpc_elastic.rendezvous.coordinator import next_proposal
 from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.proposals import Proposal, consequences, propose_close
+from hpc_elastic.rendezvous.restart import RestartDecision
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
     HangMark,
@@ -110,9 +111,7 @@ class DecideRestart:
 
 
 def settled(**changes: Any) -> RestartDecision:
-    plain = RestartDecision(
-        go_on=True, counts=False, reason="", memory=FailureMemory(fingerprint="after", times=2, step=8)
-    )
+    plain = RestartDecision(go_on=True, reason="", memory=FailureMemory(fingerprint="after", times=2, step=8))
     return replace(plain, **changes)
 
 
@@ -340,7 +339,7 @@ def test_freezing_starts_the_count_of_waiting_nodes_anew() -> None:
 
 
 def test_the_policy_is_asked_about_the_last_rounds_failures() -> None:
-    decide_restart = DecideRestart(settled(counts=True, reason="restart 2 of 3"))
+    decide_restart = DecideRestart(settled(restarts_used=2, reason="restart 2 of 3"))
     failures = {uid(1): failure(1), uid(2): failure(2, "symptom")}
     proposal = committed(view(AGAIN, joined=ALL, failures=failures), decide_restart=decide_restart)
     assert decide_restart.asked == [(AGAIN, (failure(1), failure(2, "symptom")))]
@@ -349,16 +348,8 @@ def test_the_policy_is_asked_about_the_last_rounds_failures() -> None:
     assert proposal.reason == "restart 2 of 3"
 
 
-def test_progress_that_refills_the_budget_is_counted_before_the_restart() -> None:
-    answer = settled(counts=True, refills=True)
-    proposal = committed(view(replace(AGAIN, restarts_used=3), joined=ALL), decide_restart=DecideRestart(answer))
-    assert proposal.record.restarts_used == 1
-
-
-def test_what_the_policy_does_not_count_is_free() -> None:
-    proposal = committed(view(AGAIN, joined=ALL), decide_restart=DecideRestart(settled(counts=False)))
-    assert proposal.record.restarts_used == 1
-    assert proposal.reason == "why it opened"
+def test_where_the_policy_gives_no_reason_the_rounds_own_stays() -> None:
+    assert committed(view(AGAIN, joined=ALL)).reason == "why it opened"
 
 
 def test_the_policy_is_asked_only_when_the_round_is_frozen() -> None:

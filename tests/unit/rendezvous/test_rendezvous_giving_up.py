@@ -7,8 +7,9 @@ import pytest
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.cluster_view import ClusterView
-from hpc_elastic.rendezvous.coordinator import RestartDecision, next_proposal
+from hpc_elastic.rendezvous.coordinator import next_proposal
 from hpc_elastic.rendezvous.peers import NodeInfo
+from hpc_elastic.rendezvous.restart import RestartDecision
 from hpc_elastic.rendezvous.state import FailureMemory, Member, RoundRecord, Status
 from tests.rigs.rendezvous_world import World
 
@@ -16,7 +17,7 @@ A, B = "00000-a-0000000000000001-0000", "00001-b-0000000000000001-0000"
 
 
 def decide_restart(*_: object) -> RestartDecision:
-    return RestartDecision(go_on=True, counts=False, reason="", memory=FailureMemory())
+    return RestartDecision(go_on=True, reason="", memory=FailureMemory())
 
 
 def one_of_two_is_left() -> ClusterView:

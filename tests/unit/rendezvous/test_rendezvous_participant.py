@@ -12,11 +12,11 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
-from hpc_elastic.rendezvous.coordinator import RestartDecision
 from hpc_elastic.rendezvous.ending import close_run
 from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
 from hpc_elastic.rendezvous.peers import NodeInfo, announcement
+from hpc_elastic.rendezvous.restart import RestartDecision
 from hpc_elastic.rendezvous.state import FailureMemory, NodeFailure, RoundRecord, Status, new_uid
 from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.store.base import StoreWipedError
@@ -103,7 +103,7 @@ class Seat:
             info=self.info,
             settings=settings,
             decide_restart=decide_restart
-            or (lambda *_: RestartDecision(go_on=True, counts=False, reason="", memory=FailureMemory())),
+            or (lambda *_: RestartDecision(go_on=True, reason="", memory=FailureMemory())),
             clock=clock,
             rng=random.Random(node),
             listener=self,
@@ -314,7 +314,7 @@ def test_the_sum_counts_and_the_first_word_where_it_can_not_be_read(store: SpySt
 
     def decide_restart(*args: Any) -> RestartDecision:
         asked.append(args)
-        return RestartDecision(go_on=True, counts=True, reason="", memory=FailureMemory())
+        return RestartDecision(go_on=True, reason="", memory=FailureMemory())
 
     for hidden in (False, True):
         store, clock = SpyStore(), FakeClock()
