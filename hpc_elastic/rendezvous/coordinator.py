@@ -4,7 +4,7 @@
 
 - joinable: enough nodes are here and none is waited for → freeze the member list (the restart policy decides whether a
   new round follows a failure, and whether it counts; not about failures that a lost member explains, which are known
-  only now); too few can ever come, or the timeout is over → close.
+  only now); too few can ever come, or the timeout is over → close; a member is lost, and needed → it is named as lost.
 - frozen: a member is lost or does not confirm → the next round; all confirmed → final.
 - final: a worker failed → the next round; a member is lost → the next round; all workers ended with 0 → close; nodes
   wait and may come in (`growth`) → the next round.
@@ -134,7 +134,8 @@ def rests_on_absence(view: ClusterView, proposal: Proposal) -> bool:
     if proposal.event is RoundEvent.CLOSE:
         return proposal.record.outcome is Outcome.TOO_FEW_NODES
     lost = set(proposal.record.lost) - set(view.record.lost)
-    return proposal.event is RoundEvent.REOPEN and not view.failures and bool(lost)
+    opens = proposal.event is RoundEvent.REOPEN and not view.failures
+    return bool(lost) and (opens or proposal.event is RoundEvent.ASK)
 
 
 def _while_joinable_after_loss(
@@ -193,6 +194,10 @@ def _while_joinable(view: ClusterView, settings: RendezvousSettings, decide_rest
             f"{settings.timeout:g} s{_named(awaited | away, view)}",
         )
         return replace(closed, missing=awaited)
+    needed = {node: why for node, why in _lost_members(view).items() if node in dead_nodes - here - set(record.lost)}
+    if needed:  # the launcher starts an agent where a record says that the last one is lost
+        said = f"{_describe_nodes(needed, view)}; waiting for it to come back"
+        return propose(record, RoundEvent.ASK, said, lost=tuple(sorted({*record.lost, *needed})))
     return None
 
 

@@ -186,12 +186,12 @@ def test_a_node_whose_network_alone_is_cut_leaves_when_the_script_gives_up(
     assert "node n3 left: health check failed: the network has no link" in run.log
 
 
-@pytest.mark.parametrize("silent", [True, False], ids=["unheard", "connections-closed"])
+@pytest.mark.parametrize(("nodes", "silent"), [("2-4", True), ("4", False)], ids=["unheard", "all-are-needed"])
 def test_a_node_that_reboots_before_slurm_has_missed_it_comes_back(
-    slow_to_notice: SlurmCluster, runs: SlurmRuns, silent: bool
+    slow_to_notice: SlurmCluster, runs: SlurmRuns, nodes: str, silent: bool
 ) -> None:
     cluster = slow_to_notice
-    run = _start(runs, "--nodes", "2-4")
+    run = _start(runs, "--nodes", nodes, "--max-restarts", "0")
     cluster.kill_node("n3", silent=silent)
     cluster.start_node("n3", wait=False)
     run.wait_training(cluster.node_names, after=0)

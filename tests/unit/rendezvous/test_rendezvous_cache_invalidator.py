@@ -89,6 +89,7 @@ FAILURE = NodeFailure(node=0, fingerprint="f", failure_class="root", retryable=T
         (RoundEvent.REOPEN, {"status": Status.JOINABLE, "lost": (1,)}, {}, True),
         (RoundEvent.REOPEN, {"status": Status.JOINABLE, "lost": (1,)}, {"a": FAILURE}, False),
         (RoundEvent.REOPEN, {"status": Status.JOINABLE, "lost": ()}, {}, False),
+        (RoundEvent.ASK, {"status": Status.JOINABLE, "lost": (1,)}, {"a": FAILURE}, True),
         (RoundEvent.CLOSE, {"status": Status.CLOSED, "outcome": Outcome.TOO_FEW_NODES}, {}, True),
         (RoundEvent.CLOSE, {"status": Status.CLOSED, "outcome": Outcome.SUCCEEDED}, {}, False),
         (RoundEvent.CONFIRM, {}, {}, False),

@@ -471,6 +471,11 @@ def test_a_run_that_ends_for_want_of_nodes_says_what_the_loss_explains() -> None
             None,
         ),
         (
+            "so far as the launcher knows",
+            view(replace(AGAIN, lost=(1, 2, 3)), joined=ALL[:1], dead=frozenset(ALL[1:]), since_lost=29),
+            None,
+        ),
+        (
             "the others are lost, and were not started again",
             view(AGAIN, joined=ALL[:1], dead=frozenset(ALL[1:]), since_lost=30),
             "1 of at least 2 nodes are left (missing: node 1-2, nid003)",
@@ -508,8 +513,10 @@ def test_a_run_that_ends_for_want_of_nodes_says_what_the_loss_explains() -> None
 )
 def test_too_few_nodes(what: str, seen: ClusterView, reason: str | None) -> None:
     proposal = decide(seen)
-    if reason is None:
-        assert proposal is None
+    if reason is None:  # the launcher learns which members are lost, and starts agents there
+        dead = tuple(member.node for member in seen.record.members if member.uid in seen.dead)
+        assert (proposal.record.lost if proposal is not None else seen.record.lost) == dead
+        assert proposal is None or proposal.event is RoundEvent.ASK
         return
     assert proposal is not None
     assert proposal.event is RoundEvent.CLOSE
