@@ -54,6 +54,8 @@ class AgentContext(Struct, frozen=True, kw_only=True):
     """Local and global rank → what of its output goes to the job log."""
     helpers: Callable[[], AbstractSet[int]]
     """Pids of the agent's own helpers, which are no workers."""
+    were_workers_ended: Callable[[], bool] = lambda: False
+    """Whether the guardian has ended the workers, since this agent was stopped, after the last such call."""
     files: FileExecutor = field(default_factory=FileExecutor)
     """Does what the loop needs done with files: the loop itself touches none."""
     cpus: Sequence[frozenset[int]] = ()

@@ -115,7 +115,7 @@ class FailureReports:
         """All of the group are gone: write and report the evidence."""
         context, index, seconds = self._context, workers.round, workers.seconds
         failures = workers.describe_failures()
-        self._unwritten += workers.unwritten_evidence
+        self._unwritten += workers.evidence.unwritten
         for failure in failures:
             log_failure(context.events, failure)
         own = [failure for failure in failures if not failure.is_stopped or failure.is_own_cause]
@@ -142,8 +142,8 @@ class FailureReports:
             summary = platform_failure(self.platform_failure, node=context.info.node, seconds=seconds)
         if workers.took_stacks:
             beats, now = self._last_beats
-            log_stacks(context.events, index, stacks=workers.stacks, beats=beats, now=now)
-        if workers.activities:
+            log_stacks(context.events, index, stacks=workers.evidence.stacks, beats=beats, now=now)
+        if workers.evidence.activities:
             self._write_observed(workers)
         context.watch.end()
         if summary is not None:
@@ -161,7 +161,7 @@ class FailureReports:
         self._context.events.write(
             RanksObserved(
                 round=workers.round,
-                ranks=tuple(workers.activities),
+                ranks=tuple(workers.evidence.activities),
                 network=workers.sockets.network,
                 sockets=workers.sockets.ranks,
             )

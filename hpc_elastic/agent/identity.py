@@ -17,12 +17,14 @@ from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileExecutor, is_refusal
 from hpc_elastic.errors import HpcElasticError, UnreadableFileError, UsageError
-from hpc_elastic.rendezvous.state import new_uid
+from hpc_elastic.rendezvous.round_log import RoundLog
+from hpc_elastic.rendezvous.state import Status, new_uid
 from hpc_elastic.run.attempt import AttemptInfo, load_attempt
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.heartbeats import NodeHeartbeats
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
 from hpc_elastic.run.spec import RunSpec, load_run_spec
+from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.workers import linux
 from hpc_elastic.workers.spawn import Inherited
 from hpc_elastic.workers.tree import JOB_VARIABLE, TAG_VARIABLE, Tag, node_key
@@ -140,6 +142,13 @@ class AgentIdentity(Struct, frozen=True, kw_only=True):
     def short_uid(self) -> str:
         """A part of `uid` for names of files."""
         return self.uid[-21:]
+
+    def takes_part(self, clock: Clock) -> bool:
+        """Whether the workers of this agent's round are to run, by the log as the server has it. It may hang."""
+        store = FileStore(self.paths.store, clock=clock)
+        store.invalidate("log")
+        record = RoundLog(store, self.spec.run_id).latest()
+        return record is not None and record.status is Status.FINAL and record.member(self.uid) is not None
 
     def command_environment(self, base: Mapping[str, str]) -> dict[str, str]:
         """Of the user's own commands."""

@@ -41,8 +41,6 @@ from hpc_elastic.workers.spawn import EXEC_WAIT_S, Inherited, WorkerProcess, pip
 from hpc_elastic.workers.stop import GroupStopper, Stopped
 
 if TYPE_CHECKING:
-    from hpc_elastic.failures.stacks import RankStacks
-    from hpc_elastic.run.activities import Activity
     from hpc_elastic.run.flight_tail import FlightTail
 
 logger = logging.getLogger(__name__)
@@ -74,8 +72,10 @@ class LocalWorkers:
         is_ending: Callable[[], bool],
         watch: HeartbeatWatch | None = None,
         fork_server: NoForkServer | None = None,
+        were_ended: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`excluding` gives the pids that are no workers; once `is_ending`, nothing is waited for any more."""
+        """`excluding` gives the pids that are no workers; once `is_ending`, nothing is waited for any more;
+        `were_ended`: by the guardian, since this agent was stopped."""
         self.round = round_index
         self.layout = layout
         self._place = place
@@ -86,6 +86,7 @@ class LocalWorkers:
         self._excluding = excluding
         self._files = files
         self._is_ending = is_ending
+        self._were_ended, self._by_guardian = were_ended, False
         self._watch = watch or silent_watch()
         self._fork_server = fork_server or NoForkServer()
         self._slots: list[WorkerSlot] = []
@@ -101,7 +102,7 @@ class LocalWorkers:
         self._held_locks: tuple[HeldLock, ...] = ()
         """What the workers that were stopped had open of builds of C++ extensions."""
         self._recorders = FlightRecorders(self._watch.folder, round_index=round_index, clock=clock)
-        self._evidence = WorkerEvidence(
+        self.evidence = WorkerEvidence(
             place,
             round_index=round_index,
             layout=layout,
@@ -147,13 +148,14 @@ class LocalWorkers:
                 make_private_dir(self.paths_of(local_rank).root)
 
         self._is_wrapped = is_wrapped
+        self._were_ended()  # in an earlier round: no news
         self._files.do(make_folders, within=FOLDERS_SECONDS, unless=self._is_ending, again=is_refusal)
         self._watch.begin(self.round, first_rank=self.layout.first_rank, count=self.layout.local_world_size)
         deadline = self._clock.monotonic() + EXEC_WAIT_S
         self._container = container
         self._inside = Inside() if container is not None and container.image.runtime is not Runtime.PYXIS else None
         if container is not None and container.image.runtime is Runtime.PODMAN:
-            self._evidence.count_nodes_oom_kills()
+            self.evidence.count_nodes_oom_kills()
 
         def env_of(local_rank: int, extra: Mapping[str, str]) -> Mapping[str, str]:
             own = environment(local_rank, str(self.paths_of(local_rank).error_file))
@@ -261,6 +263,11 @@ class LocalWorkers:
                 seen = replace(status, exitcode=code, observed_ns=now, observed_uptime_ns=uptime)
                 slot.note_exit(seen, self._stopper)
                 changed = True
+        if changed and not self._by_guardian and self._were_ended():
+            self._by_guardian = True
+            logger.warning("this agent was stopped, and the run went on without it: its guardian has ended the workers")
+        for slot in self._slots if self._by_guardian else ():
+            slot.stopped_by_agent = slot.stopped_by_agent or slot.exit is not None
         return changed
 
     def look_at_sockets(self) -> None:
@@ -276,7 +283,7 @@ class LocalWorkers:
         """The failure of the first worker that has ended badly, as far as its output has come; None where a signal
         ended it, or its output is out of reach. Some milliseconds."""
         slot = next((one for one in self._slots if one.has_failed), None)
-        return self._evidence.look_at(slot) if slot is not None else None
+        return self.evidence.look_at(slot) if slot is not None else None
 
     def begin_moment(self) -> None:
         """The workers that run are let go on, since the failure here may be the node's."""
@@ -368,7 +375,7 @@ class LocalWorkers:
         Reads the ends of their stderr, where their exit codes do not say what happened: some milliseconds.
         """
         failed = [slot for slot in self._slots if slot.has_failed]
-        return bool(failed) and all(self._evidence.is_symptom(slot) for slot in failed)
+        return bool(failed) and all(self.evidence.is_symptom(slot) for slot in failed)
 
     def begin_stop(self, *, grace: float, at_once: bool = False) -> None:
         """SIGTERM to all; SIGKILL after `grace` seconds. A second call can only shorten that. `at_once`: SIGKILL."""
@@ -399,7 +406,7 @@ class LocalWorkers:
 
     def _is_moment_over(self) -> bool:
         self.poll()
-        if any(slot.has_failed and not self._evidence.is_symptom(slot) for slot in self._slots):
+        if any(slot.has_failed and not self.evidence.is_symptom(slot) for slot in self._slots):
             self._stop.wants_look = False
         return not self._stop.wants_look or not self.running
 
@@ -409,26 +416,21 @@ class LocalWorkers:
             self._stop.waited = self._clock.monotonic() - self._waits_since
         self._stop.began_ns = self._clock.time_ns()
         for slot in self._slots:
-            slot.stopped_by_agent = slot.exit is None
+            slot.stopped_by_agent = self._by_guardian or slot.exit is None
         scripts = self.running_pids
         pids = list(scripts.values())
         for pid in pids:  # it grows: the script may be below a wrapper
             pids += tree.main_children(pid) or ()
         self._held_locks = find_held_locks(pids)
-        ended = [*self._replaced, *(slot.process for slot in self._slots)]
         beats = {slot.local_rank: self._watch.beat(slot.local_rank) for slot in self._slots if slot.exit is None}
         speakers = {
             self._slots[rank].process.pid if self._inside is None else scripts[rank]: beat.pid
             for rank, beat in beats.items()
             if beat is not None and rank in scripts
         }
+        ended, excluding = [*self._replaced, *(slot.process for slot in self._slots)], self._excluding()
         stopper = GroupStopper(
-            ended,
-            grace=grace,
-            clock=self._clock,
-            excluding=self._excluding(),
-            inside=self._inside,
-            speakers=speakers,
+            ended, grace=grace, clock=self._clock, excluding=excluding, inside=self._inside, speakers=speakers
         )
         if not self._stop.wants_stacks and not self._stop.wants_look:
             return stopper
@@ -468,18 +470,18 @@ class LocalWorkers:
 
     def exit_summary(self) -> str:
         """One line about the first failure, before any evidence is read."""
-        return str(self.dead[0])
+        return str(self.dead[0]) if self.failed else "the guardian of the stopped agent has ended the workers"
 
     # -- what they leave -----------------------------------------------------------------------------------------
 
     @property
     def own_ends(self) -> tuple[OwnEnd, ...]:
-        """How the workers ended that the agent's signal did not end: a few, however many ranks there are."""
-        return self._evidence.own_ends(self._slots)
+        """As of `WorkerEvidence`."""
+        return self.evidence.own_ends(self._slots)
 
     def describe_failures(self) -> list[WorkerFailure]:
         """Gather and write the evidence of all that ended badly. To be called once the group has ended."""
-        found = self._evidence.describe(self._slots)
+        found = self.evidence.describe(self._slots)
         for slot in self._slots:
             self._recorders.forget(slot.global_rank)
         return found
@@ -487,7 +489,7 @@ class LocalWorkers:
     def describe_start_failure(self, error: Exception, *, retryable: bool) -> WorkerFailure:
         """The evidence where a worker could not even be started."""
         local_rank = min(len(self._slots), self.layout.local_world_size - 1)
-        return self._evidence.describe_start_failure(local_rank, error, retryable=retryable)
+        return self.evidence.describe_start_failure(local_rank, error, retryable=retryable)
 
     @property
     def wants_look(self) -> bool:
@@ -497,19 +499,4 @@ class LocalWorkers:
     @property
     def took_stacks(self) -> bool:
         """Whether workers were asked for their stacks before they were ended."""
-        return self._stop.asked is not None and (self._stop.wants_stacks or bool(self.stacks))
-
-    @property
-    def stacks(self) -> Mapping[int, RankStacks]:
-        """As of `WorkerEvidence`."""
-        return self._evidence.stacks
-
-    @property
-    def activities(self) -> Sequence[Activity]:
-        """As of `WorkerEvidence`."""
-        return self._evidence.activities
-
-    @property
-    def unwritten_evidence(self) -> Sequence[Callable[[], object]]:
-        """As of `WorkerEvidence`."""
-        return self._evidence.unwritten
+        return self._stop.asked is not None and (self._stop.wants_stacks or bool(self.evidence.stacks))

@@ -78,6 +78,7 @@ def agent_main(argv: Sequence[str]) -> int:
         me.tag,
         remove=str(folder.path) if folder.path is not None else None,
         stopped_limit=settings.silence_until_lost,
+        still_takes_part=lambda: me.takes_part(clock),
     )
     left = kill_stale_processes(me.tag, clock=clock)
 
@@ -209,6 +210,7 @@ def agent_main(argv: Sequence[str]) -> int:
                 | health.pids
                 | setup.pids
             ),
+            were_workers_ended=guardian.has_ended_workers,
             files=files,
             health=health,
             setup=setup,

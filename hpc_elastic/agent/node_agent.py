@@ -32,12 +32,7 @@ from hpc_elastic.agent.failure_reports import FailureReports
 from hpc_elastic.agent.health import HealthVerdict
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.agent.metrics import NoMetrics, RoundFigures
-from hpc_elastic.agent.round_events import (
-    ClockOffsetLog,
-    log_coordination,
-    log_health,
-    log_round,
-)
+from hpc_elastic.agent.round_events import ClockOffsetLog, log_coordination, log_health, log_round
 from hpc_elastic.agent.round_workers import RoundWorkers, log_started, log_stopped
 from hpc_elastic.agent.store_server import StoreState
 from hpc_elastic.agent.supervision import WORKER_STATE, Event, Phase, WorkerState, next_phase
@@ -46,11 +41,7 @@ from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.failures.contrast import ALL_ALIKE
 from hpc_elastic.output.pump import log_losses
 from hpc_elastic.rendezvous.state import RoundRecord, Status, supersedes
-from hpc_elastic.run.agent_events import (
-    AgentEnded,
-    WorkersStopping,
-    WorkersSucceeded,
-)
+from hpc_elastic.run.agent_events import AgentEnded, WorkersStopping, WorkersSucceeded
 from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.workers.spawn import WorkerStartError, reap_orphans
 from hpc_elastic.workers.stop import Stopped
@@ -60,7 +51,7 @@ logger = logging.getLogger(__name__)
 FIRST_HEALTH_SECONDS = 0.25
 """How long an agent waits for its first health check before it asks to join."""
 FIRST_RECORD_SECONDS = 1.0
-"""How long one whose fork server imports waits for a record before it asks to join: less than torch's import takes."""
+"""How long one whose fork server imports, or whose guardian has ended the workers, waits for a record."""
 
 
 class NodeAgent:
@@ -221,24 +212,25 @@ class NodeAgent:
         self._context.restart_group.handle(self._round)
         if workers is None or self._phase is not Phase.RUNNING:
             return
+        changed = workers.poll()
         if self._moment_ends is not None:
-            workers.poll()
             if self._context.clock.monotonic() >= self._moment_ends:
                 self._moment_ends = None
                 self._happens(Event.FAILED, workers.exit_summary())
             return
-        if not workers.poll():
+        if not changed:
             return
         if workers.failed:
             if not self._context.restart_group.replace_dead(workers) and not self._gives_moment(workers):
                 self._happens(Event.FAILED, workers.exit_summary())
         elif workers.succeeded:
             self._happens(Event.SUCCEEDED, "all workers here ended with 0")
+        elif not workers.running:  # its guardian has ended them: a newer record says why, or this node's files hung
+            self._moment_ends = self._context.clock.monotonic() + FIRST_RECORD_SECONDS
 
     def _gives_moment(self, workers: LocalWorkers) -> bool:
         """Let the other workers go on for a moment, where that shows whether the failure is this node's alone."""
-        seconds = self._reports.moment_for(workers, self._record)
-        if seconds is not None:
+        if (seconds := self._reports.moment_for(workers, self._record)) is not None:
             self._moment_ends = self._context.clock.monotonic() + seconds
         return seconds is not None
 

@@ -61,6 +61,7 @@ class RoundWorkers:
             is_ending=is_ending,
             watch=context.watch,
             fork_server=context.fork_server,
+            were_ended=context.were_workers_ended,
         )
 
     def start(self, group: LocalWorkers) -> None:

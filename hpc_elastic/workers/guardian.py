@@ -1,9 +1,10 @@
 """The guardian: a tiny process that ends what an agent leaves behind when it dies, by SIGKILL too.
 
-It is forked when the agent starts and does nothing but wait at a pipe whose other end only the agent has. At the end of
-file the agent is dead: the guardian ends every process of the run's job here that carries the agent's tag, with all
-below them, removes the agent's node-local folder, and leaves. At a clean end the agent writes to the pipe, and the
-guardian just leaves. The workers of an agent that is stopped (SIGSTOP) are ended too, once the others go on without it.
+It is forked when the agent starts and does nothing but wait at a socket whose other end only the agent has. At the end
+of file the agent is dead: the guardian ends every process of the run's job here that carries the agent's tag, with all
+below them, removes the agent's node-local folder, and leaves. At a clean end the agent writes to the socket, and the
+guardian just leaves. The workers of an agent that is stopped (SIGSTOP) are ended too, once the others go on without it:
+then the guardian writes to the socket first.
 
 Workers get a parent-death signal as well, but what *they* started does not: that is what the guardian is for. A process
 that cleared its environment is found by the guardian's last snapshot of the children (`ChildSnapshot`), taken two
@@ -14,10 +15,12 @@ Slurm ends the step.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import select
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
@@ -48,7 +51,9 @@ _STALE_BOUND_S = 5.0
 _LOOK_S = 0.02
 _LOOK_AT_AGENT_S = 2.0
 _GUARDIANS_OWN_TIME_S = 1.0
+_QUESTION_S = 1.0
 _LEAVE = b"."
+_ENDED = b"!"
 
 
 class Guardian:
@@ -71,17 +76,32 @@ class Guardian:
                 pass  # it is gone: it was killed
             os.close(self._control_fd)
             self._control_fd = -1
-        return _wait_for_child(self.pid, timeout)
+        return _wait_for_child(self.pid, timeout) is not None
+
+    def has_ended_workers(self) -> bool:
+        """Whether it has ended this agent's workers, since the agent was stopped, after the last such call."""
+        try:
+            return self._control_fd >= 0 and bool(os.read(self._control_fd, 64))
+        except OSError:
+            return False  # most often there is nothing to read
 
 
-def start_guardian(tag: Tag, *, remove: str | None = None, stopped_limit: float | None = None) -> Guardian:
+def start_guardian(
+    tag: Tag,
+    *,
+    remove: str | None = None,
+    stopped_limit: float | None = None,
+    still_takes_part: Callable[[], bool] = lambda: False,
+) -> Guardian:
     """Fork the guardian. Call it before the agent starts a thread or opens files: it is a copy of the agent as it is.
 
     Args:
         tag: What it ends when this process dies, however that happens.
         remove: A node-local folder of the agent's, removed with all that is in it at the same time.
-        stopped_limit: When this process has been stopped (SIGSTOP) for so many seconds, its workers are ended: the
-            other nodes have gone on without them by then. None: never.
+        stopped_limit: When this process has been stopped (SIGSTOP) for so many seconds, the other nodes may have gone
+            on without its workers, and these are ended. None: never.
+        still_takes_part: Whether the others have not: then they are not ended. Asked in a process of its own, which may
+            fail or hang.
 
     Raises:
         RuntimeError: this process has several threads already.
@@ -92,7 +112,9 @@ def start_guardian(tag: Tag, *, remove: str | None = None, stopped_limit: float 
             "start_guardian must come before the first thread: a fork copies the locks that threads hold"
         )
     agent = os.getpid()
-    read_end, write_end = os.pipe()  # close-on-exec: a worker that held the write end would keep the guardian waiting
+    # Close-on-exec: a worker that held the agent's end would keep the guardian waiting.
+    read_end, write_end = (end.detach() for end in socket.socketpair())
+    os.set_blocking(write_end, False)
     if gc.isenabled():
         gc.collect()
     gc.freeze()  # keep the collector from touching, and so copying, every page that the two share
@@ -100,7 +122,7 @@ def start_guardian(tag: Tag, *, remove: str | None = None, stopped_limit: float 
     try:
         pid = os.fork()
         if pid == 0:
-            _be_guardian(agent, read_end, tag, remove, stopped_limit)
+            _be_guardian(agent, read_end, tag, remove, stopped_limit, still_takes_part)
     except OSError:
         os.close(write_end)
         raise
@@ -110,7 +132,14 @@ def start_guardian(tag: Tag, *, remove: str | None = None, stopped_limit: float 
     return Guardian(pid=pid, control_fd=write_end)
 
 
-def _be_guardian(agent: int, read_end: int, tag: Tag, remove: str | None, stopped_limit: float | None) -> NoReturn:
+def _be_guardian(
+    agent: int,
+    read_end: int,
+    tag: Tag,
+    remove: str | None,
+    stopped_limit: float | None,
+    still_takes_part: Callable[[], bool],
+) -> NoReturn:
     try:
         gc.disable()
         for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
@@ -128,7 +157,7 @@ def _be_guardian(agent: int, read_end: int, tag: Tag, remove: str | None, stoppe
             os.dup2(high, 3, inheritable=False)
         linux.close_from(4)
         children = ChildSnapshot(agent, leave_out=(os.getpid(),))
-        if _agent_died(agent, 3, tag, stopped_limit, children):
+        if _agent_died(agent, 3, tag, stopped_limit, still_takes_part, children):
             end_tagged(tag, clock=SystemClock(), children=children)
             if remove is not None:
                 import shutil  # only here: it costs as much as all the rest
@@ -138,7 +167,14 @@ def _be_guardian(agent: int, read_end: int, tag: Tag, remove: str | None, stoppe
         os._exit(0)
 
 
-def _agent_died(agent: int, control: int, tag: Tag, stopped_limit: float | None, children: ChildSnapshot) -> bool:
+def _agent_died(
+    agent: int,
+    control: int,
+    tag: Tag,
+    stopped_limit: float | None,
+    still_takes_part: Callable[[], bool],
+    children: ChildSnapshot,
+) -> bool:
     """Wait until the agent dies (True) or lets the guardian leave (False); end the workers of a stopped one."""
     clock = SystemClock()
     pause = _LOOK_AT_AGENT_S if stopped_limit is None else min(_LOOK_AT_AGENT_S, stopped_limit / 4)
@@ -162,14 +198,31 @@ def _agent_died(agent: int, control: int, tag: Tag, stopped_limit: float | None,
             return True
         children.look()
         stays_stopped = watch.look(proc.state, clock.monotonic())
+        stays_stopped = stays_stopped and (ended is not None or not _is_true(still_takes_part))
         if stays_stopped and ended != children.pids:  # once: a stopped agent starts no more
+            with contextlib.suppress(OSError):  # it has just died
+                os.write(control, _ENDED)
             end_tagged(tag, clock=clock, children=children, only_while=lambda: _is_stopped(agent))
         ended = children.pids if stays_stopped else None
     os.set_blocking(control, False)
     try:
         return os.read(control, 1) != _LEAVE
-    except BlockingIOError:
-        return True
+    except OSError:
+        return True  # nothing is there; or it died before it read what was written to it
+
+
+def _is_true(question: Callable[[], bool]) -> bool:
+    """Whether a process of its own finds so in time: a look at files may never return."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os._exit(0 if question() else 1)
+        finally:
+            os._exit(1)
+    status = _wait_for_child(pid, _QUESTION_S)
+    if status is None:
+        os.kill(pid, signal.SIGKILL)
+    return status == 0
 
 
 def _is_stopped(pid: int) -> bool:
@@ -300,7 +353,8 @@ def _end_until_none(
         clock.wait(never, _LOOK_S)
 
 
-def _wait_for_child(pid: int, timeout: float) -> bool:
+def _wait_for_child(pid: int, timeout: float) -> int | None:
+    """Its wait status; None: it has not ended in time."""
     try:
         pidfd = linux.pidfd_open(pid)
     except OSError:
@@ -310,9 +364,10 @@ def _wait_for_child(pid: int, timeout: float) -> bool:
         poll.register(pidfd, select.POLLIN)
     try:
         poll.poll(timeout * 1000)  # without a pidfd just the wait: a kernel before 5.3
-        return os.waitpid(pid, os.WNOHANG)[0] == pid
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        return status if ended == pid else None
     except ChildProcessError:
-        return True
+        return 0
     finally:
         if pidfd is not None:
             os.close(pidfd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -126,26 +127,29 @@ def test_stopped_agent_is_left_out_and_taken_back(tmp_path: Path, node: int) -> 
         old = run.worker(node, round_index=0)
         (alone,) = run.wait_moments("here", count=1, round_index=1)
         assert alone["rank"] == 0
+        run.until(lambda: not run.is_alive(old), "end of the stopped agent's worker")
         os.kill(agent.pid, signal.SIGCONT)
         back = run.until(lambda: [e for e in run.moments("here") if e["round"] > 1], "round with both again")
-        assert not run.is_alive(old)  # never two workers of one node's rank
         run.wait_moments("here", count=2, round_index=back[0]["round"])
         run.say("end")
         assert run.finish() == ExitCode.OK
         assert {event["restarts_used"] for event in run.events("round_final")} == {0}
         lost = run.events("node_lost")
         assert [event["node"] for event in lost] == [node]
+        assert "its guardian has ended the workers" in run.log()
+        assert run.events("worker_failed") == []
 
 
-def test_agent_that_is_stopped_for_a_moment_costs_nothing(tmp_path: Path) -> None:
-    with LocalRun(tmp_path, _WAIT, heartbeat_ttl=6.0) as run:
+def test_agents_that_are_all_stopped_for_longer_than_the_lease_cost_nothing(tmp_path: Path) -> None:
+    """As by ``scancel -s STOP``: no other goes on without their workers, which no signal has reached."""
+    with LocalRun(tmp_path, _WAIT) as run:
         run.wait_moments("here", count=2, round_index=0)
-        agent = run.agent(1)
-        os.kill(agent.pid, signal.SIGSTOP)
-        beat = next((run.attempt().store / "hb").glob("00000-*"))
-        first = beat.read_text()
-        run.until(lambda: beat.read_text() != first, "heartbeat of the other node")
-        os.kill(agent.pid, signal.SIGCONT)
+        agents = [run.agent(node) for node in range(2)]
+        for agent in agents:
+            os.kill(agent.pid, signal.SIGSTOP)
+        time.sleep(run.heartbeat_ttl + 2.0)  # the guardians look meanwhile
+        for agent in agents:
+            os.kill(agent.pid, signal.SIGCONT)
         run.say("end")
         assert run.finish() == ExitCode.OK
         assert {event["round"] for event in run.events("round_final")} == {0}

@@ -95,7 +95,7 @@ def test_guardian_ends_all_when_the_agent_is_killed(tmp_path: Path, spawned: lis
         assert facts["sid"] == facts["guardian"]
         assert facts["held"] == GUARDIAN_NAME
         assert facts["fds"][:3] == ["/dev/null"] * 3, "srun's pipes must not stay open in the guardian"
-        assert [name.split(":")[0] for name in facts["fds"][3:]] == ["anon_inode", "pipe"]
+        assert [name.split(":")[0] for name in facts["fds"][3:]] == ["anon_inode", "socket"]
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             os.kill(facts["guardian"], number)
         agent.kill()

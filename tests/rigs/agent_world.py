@@ -79,7 +79,8 @@ class FakeWorkers:
         self.took_stacks = self.wants_look = self.has_symptoms_only = False
         self.activities: list[Activity] = []
         self.stacks: dict[int, RankStacks] = {}
-        self.unwritten_evidence: list[Callable[[], object]] = []
+        self.unwritten: list[Callable[[], object]] = []
+        self.evidence = self
         self.sockets = SimpleNamespace(due=math.inf, ranks=(), network="")
         self.started = False
         self._news = False

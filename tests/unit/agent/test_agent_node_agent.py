@@ -108,7 +108,7 @@ class Workers:
     running: list[int] = field(default_factory=lambda: [0, 1])
     took_stacks: bool = False
     stacks: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    unwritten_evidence: list[Callable[[], object]] = field(default_factory=list)
+    unwritten: list[Callable[[], object]] = field(default_factory=list)
     own_ends: tuple[OwnEnd, ...] = ()
     has_symptoms_only: bool = False
     early: WorkerFailure | None = None
@@ -118,6 +118,10 @@ class Workers:
     activities: list[Activity] = field(default_factory=list)
     sockets: Any = field(default_factory=lambda: SimpleNamespace(due=math.inf, ranks=(), network=""))
     socket_looks: int = 0
+
+    @property
+    def evidence(self) -> Workers:
+        return self
 
     def look_at_sockets(self) -> None:
         self.socket_looks += 1

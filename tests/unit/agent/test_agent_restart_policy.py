@@ -432,6 +432,7 @@ def test_whom_one_look_finds_ended_are_told_with_one_time() -> None:
     clock = _TickingClock()
     workers = object.__new__(LocalWorkers)
     workers._clock, workers._stopper, workers._container, workers._is_wrapped = clock, None, None, False
+    workers._were_ended, workers._by_guardian = (lambda: False), False
     workers._slots = [WorkerSlot(rank, rank, _Ended(rank, clock), None) for rank in (1, 2)]  # type: ignore[arg-type]
     assert workers.poll()
     first, second = (slot.exit for slot in workers._slots)
