@@ -31,7 +31,7 @@ def confirm_round(context: AgentContext, record: RoundRecord, *, is_ending: Call
         except StoreBindError as error:
             reason = str(error)
             logger.error("%s", reason)
-            context.coordination.ask(lambda participant: participant.close(Outcome.FAILED, reason))
+            context.coordination.ask(lambda participant: participant.to_all.close(Outcome.FAILED, reason))
             return
         guard = context.store_server.guard  # this round's, whenever `confirm` is carried out
 

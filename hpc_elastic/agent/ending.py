@@ -155,16 +155,16 @@ class HeardSignals:
             self.due = self._context.clock.monotonic() + patience
         self._asked = number
         what = f"{number.name} on {self._context.place.host}"
-        self._context.coordination.ask(lambda participant: participant.report_signal(what))
+        self._context.coordination.ask(lambda participant: participant.to_all.heard(what))
 
     def _give_notice(self, number: signal.Signals) -> None:
         notice = notice_of(self._context.spec, f"{number.name} on {self._context.place.host}")
-        self._context.coordination.ask(lambda participant: participant.give_notice(notice))
+        self._context.coordination.ask(lambda participant: participant.to_all.give_notice(notice))
 
     def _end(self, number: signal.Signals) -> None:
         self.ended_by = number
         reason = f"{number.name} on {self._context.place.host}"
-        self._context.coordination.ask(lambda participant: participant.close(Outcome.CANCELLED, reason))
+        self._context.coordination.ask(lambda participant: participant.to_all.close(Outcome.CANCELLED, reason))
 
 
 logger = logging.getLogger(__name__)

@@ -30,6 +30,7 @@ from hpc_elastic.agent.ending import (
 )
 from hpc_elastic.agent.failure_reports import FailureReports
 from hpc_elastic.agent.health import HealthVerdict
+from hpc_elastic.agent.job_nodes import JobNodes
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.agent.metrics import NoMetrics, RoundFigures
 from hpc_elastic.agent.round_events import ClockOffsetLog, log_coordination, log_health, log_round
@@ -41,6 +42,7 @@ from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.failures.contrast import ALL_ALIKE
 from hpc_elastic.output.pump import log_losses
 from hpc_elastic.rendezvous.state import RoundRecord, Status, supersedes
+from hpc_elastic.rendezvous.succession import NodesCutOff
 from hpc_elastic.run.agent_events import AgentEnded, WorkersStopping, WorkersSucceeded
 from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.workers.spawn import WorkerStartError, reap_orphans
@@ -59,12 +61,12 @@ class NodeAgent:
 
     def __init__(self, context: AgentContext) -> None:
         self._context = context
-        self._phase = Phase.JOINING
+        self.phase = Phase.JOINING
         self._record: RoundRecord | None = None
         self._workers: LocalWorkers | None = None
         self._round = -1
         """The round that this node confirmed last."""
-        self._has_run = False
+        self._has_run = self._joins_when_warm = False
         self._failure: Exception | None = None
         """What ended this agent, and was no worker's."""
         self._why_ended = ""
@@ -89,22 +91,18 @@ class NodeAgent:
         self._notice = PreemptionWatch(context.watch, context.spec, clock=context.clock)
         self._unendable: set[int] = set()
         """Pids that not even SIGKILL ended: logged once, and not waited for again."""
+        self._job_nodes = JobNodes(context)
         self._met: float | None = None  # seconds that the rendezvous of this round took
         self._awaits_imports = False  # the round is final, and its workers wait for the fork server
-        self._joins_when_warm = False
-
-    @property
-    def phase(self) -> Phase:
-        return self._phase
 
     @property
     def state(self) -> WorkerState:
         """The worker group's."""
         if self._record is not None and self._record.outcome is Outcome.SUCCEEDED:
             return WorkerState.SUCCEEDED
-        if self._phase is Phase.ENDED:
+        if self.phase is Phase.ENDED:
             return WorkerState.FAILED
-        return WORKER_STATE[self._phase] if self._has_run else WorkerState.INIT
+        return WORKER_STATE[self.phase] if self._has_run else WorkerState.INIT
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -119,7 +117,7 @@ class NodeAgent:
             if source.fileno() >= 0:
                 self._selector.register(source, selectors.EVENT_READ)
         self.begin()
-        while self._phase is not Phase.ENDED:
+        while self.phase is not Phase.ENDED:
             self._watch_workers()
             self._selector.select(self._timeout())
             self.step()
@@ -164,6 +162,7 @@ class NodeAgent:
         self._handle_workers()
         self._handle_heartbeats()
         self._handle_messages()
+        self._job_nodes.handle()
         if self._failure is None:
             self._context.crash.check()
         self._handle_health()
@@ -175,7 +174,8 @@ class NodeAgent:
 
     def _watch_workers(self) -> None:
         wanted = set(self._workers.watched()) if self._workers else set()
-        parts = (self._context.store_server, self._context.restart_group, self._context.fork_server)
+        context = self._context
+        parts = (context.store_server, context.restart_group, context.fork_server, self._job_nodes)
         wanted |= {fd for part in parts if (fd := part.fileno()) >= 0}
         for fd in self._watched - wanted:
             self._selector.unregister(fd)
@@ -184,15 +184,14 @@ class NodeAgent:
         self._watched = wanted
 
     def _timeout(self) -> float:
-        now = self._context.clock.monotonic()
+        context, now = self._context, self._context.clock.monotonic()
         if self._stop_due is not None:
             return max(0.0, self._stop_due - now)
-        context = self._context
         watches = (context.hangs, self._checkpoints, self._notice, self._heard, context.fork_server)
         dues = (*(watch.due for watch in watches), self._moment_ends)
         looks = [due - now for due in dues if due is not None]
-        looks += [self._workers.sockets.due - now] if self._workers is not None and self._phase is Phase.RUNNING else []
-        return max(0.0, min([self._context.spec.monitor_interval, *looks]))
+        looks += [self._workers.sockets.due - now] if self._workers is not None and self.phase is Phase.RUNNING else []
+        return max(0.0, min([context.spec.monitor_interval, *looks]))
 
     # -- what comes in -------------------------------------------------------------------------------------------
 
@@ -210,7 +209,7 @@ class NodeAgent:
     def _handle_workers(self) -> None:
         workers = self._workers
         self._context.restart_group.handle(self._round)
-        if workers is None or self._phase is not Phase.RUNNING:
+        if workers is None or self.phase is not Phase.RUNNING:
             return
         changed = workers.poll()
         if self._moment_ends is not None:
@@ -221,22 +220,20 @@ class NodeAgent:
         if not changed:
             return
         if workers.failed:
-            if not self._context.restart_group.replace_dead(workers) and not self._gives_moment(workers):
+            if self._context.restart_group.replace_dead(workers):
+                return
+            if (seconds := self._reports.moment_for(workers, self._record)) is not None:
+                self._moment_ends = self._context.clock.monotonic() + seconds
+            else:
                 self._happens(Event.FAILED, workers.exit_summary())
         elif workers.succeeded:
             self._happens(Event.SUCCEEDED, "all workers here ended with 0")
         elif not workers.running:  # its guardian has ended them: a newer record says why, or this node's files hung
             self._moment_ends = self._context.clock.monotonic() + FIRST_RECORD_SECONDS
 
-    def _gives_moment(self, workers: LocalWorkers) -> bool:
-        """Let the other workers go on for a moment, where that shows whether the failure is this node's alone."""
-        if (seconds := self._reports.moment_for(workers, self._record)) is not None:
-            self._moment_ends = self._context.clock.monotonic() + seconds
-        return seconds is not None
-
     def _handle_heartbeats(self) -> None:
-        workers, is_running = self._workers, self._phase is Phase.RUNNING
-        if workers is None or not (is_running or self._phase is Phase.DONE):
+        workers, is_running = self._workers, self.phase is Phase.RUNNING
+        if workers is None or not (is_running or self.phase is Phase.DONE):
             return
         if (found := self._context.hangs.look(workers, self._record)) and self._reports.on_hang(workers, found):
             if is_running:
@@ -257,6 +254,8 @@ class NodeAgent:
         for message in self._context.coordination.take():
             if isinstance(message, RoundRecord):
                 self._handle_record(message)
+            elif isinstance(message, NodesCutOff) and self._record is not None:
+                self._job_nodes.on_cut_off(message, self._record)
             elif isinstance(message, RunEvent):
                 log_coordination(self._context.events, message, nodes=self._context.attempt.nodes)
             else:
@@ -266,7 +265,7 @@ class NodeAgent:
                 self._happens(Event.LEAVE, f"{what}{message}")
 
     def _handle_record(self, record: RoundRecord) -> None:
-        if self._phase is Phase.ENDED:
+        if self.phase is Phase.ENDED:
             return
         self._record = record
         self._clock_offsets.on_leader(record.leader)
@@ -283,19 +282,19 @@ class NodeAgent:
             self._happens(Event.LEAVE, ALL_ALIKE)
         elif record.status is Status.CLOSED:
             self._happens(Event.CLOSED, record.reason)
-        elif record.round > self._round and self._phase in (Phase.READY, Phase.RUNNING, Phase.DONE, Phase.STOPPING):
+        elif record.round > self._round and self.phase in (Phase.READY, Phase.RUNNING, Phase.DONE, Phase.STOPPING):
             self._happens(Event.NEWER_ROUND, record.reason)
         if record.member(uid) is None or record.round < self._round:
             return
-        if record.status is Status.FROZEN and self._phase is Phase.JOINING:
+        if record.status is Status.FROZEN and self.phase is Phase.JOINING:
             # Not in READY: that is the same round under a new coordinator, and the port that was published must stay.
             self._happens(Event.FROZEN, record.reason)
-        elif record.status is Status.FINAL and self._phase is Phase.READY and record.round == self._round:
+        elif record.status is Status.FINAL and self.phase is Phase.READY and record.round == self._round:
             self._happens(Event.FINAL, record.reason)
 
     def _handle_setup(self) -> None:
         why = self._context.setup.take()
-        if why is None or self._phase is not Phase.JOINING:
+        if why is None or self.phase is not Phase.JOINING:
             return
         if why:
             self._on_health(HealthVerdict(reason=why, is_usage=True))
@@ -304,7 +303,7 @@ class NodeAgent:
             self._join()
 
     def _handle_health(self) -> None:
-        if (verdict := self._context.health.take()) is not None and self._phase is Phase.JOINING:
+        if (verdict := self._context.health.take()) is not None and self.phase is Phase.JOINING:
             self._on_health(verdict)
 
     def _on_health(self, verdict: HealthVerdict) -> None:
@@ -332,22 +331,22 @@ class NodeAgent:
         self._figures.end("stop")
         log_stopped(self._context, workers, result)
         self._unendable.update(survivor.pid for survivor in result.left)
-        self._swept = self._phase is Phase.DONE
-        if self._phase in (Phase.STOPPING, Phase.LEAVING):
+        self._swept = self.phase is Phase.DONE
+        if self.phase in (Phase.STOPPING, Phase.LEAVING):
             self._happens(Event.STOPPED, "workers have ended")
 
     def _handle_store(self) -> None:
         store, reports = self._context.store_server, self._reports
-        has_workers = self._phase in (Phase.RUNNING, Phase.STOPPING)  # a worker may notice it before this agent does
+        has_workers = self.phase in (Phase.RUNNING, Phase.STOPPING)  # a worker may notice it before this agent does
         if store.handle() is not StoreState.FAILED or not has_workers or reports.platform_failure:
             return
         reports.on_platform_failure(self._round, f"the workers' TCPStore is gone: {store.failure}")
-        if self._phase is Phase.RUNNING:  # workers that connect would retry for five minutes before they fail
+        if self.phase is Phase.RUNNING:  # workers that connect would retry for five minutes before they fail
             self._happens(Event.FAILED, reports.platform_failure)
 
     def _handle_fork_server(self) -> None:
         self._context.fork_server.handle()
-        if self._joins_when_warm and self._phase is Phase.JOINING and not self._is_too_cold:
+        if self._joins_when_warm and self.phase is Phase.JOINING and not self._is_too_cold:
             self._joins_when_warm = False
             self._context.coordination.ask(lambda participant: participant.join())
         if self._awaits_imports and not self._context.fork_server.is_awaited:
@@ -364,10 +363,10 @@ class NodeAgent:
 
     def _happens(self, event: Event, reason: str) -> None:
         """Take `event` in: the table holds which phase follows, the methods below do what belongs to it."""
-        before = self._phase
+        before = self.phase
         if before is Phase.ENDED:
             return
-        self._phase = next_phase(before, event)
+        self.phase = next_phase(before, event)
         self._figures.enter(self.state)
         self._awaits_imports = False
         if event in (Event.CLOSED, Event.LEAVE):
@@ -393,7 +392,7 @@ class NodeAgent:
             self._report_done()
         elif event is Event.STOPPED:
             self._workers_ended()
-        elif self._phase in (Phase.STOPPING, Phase.LEAVING):
+        elif self.phase in (Phase.STOPPING, Phase.LEAVING):
             self._stop_workers(reason)
         elif event is Event.NEWER_ROUND:
             self._join()
@@ -414,7 +413,8 @@ class NodeAgent:
             context.store_server.release()
         self._moment_ends = None
         workers = self._workers = own.group(
-            excluding=lambda: context.helpers() | self._unendable, is_ending=self._heard.is_ending
+            excluding=lambda: context.helpers() | self._unendable | self._job_nodes.pids,
+            is_ending=self._heard.is_ending,
         )
         self._reports.write_again()
         self._swept, self._has_run, self._reports.platform_failure = False, True, ""
@@ -424,7 +424,7 @@ class NodeAgent:
             own.start(workers)
         except (WorkerStartError, OSError) as error:
             self._reports.on_start_failure(workers, error)
-            self._phase = next_phase(self._phase, Event.FAILED)
+            self.phase = next_phase(self.phase, Event.FAILED)
             self._stop_workers(str(error))
             return
         self._clock_offsets.log_first()
@@ -474,7 +474,7 @@ class NodeAgent:
         workers, self._workers = self._workers, None
         if workers is not None:
             self._reports.on_end(workers)
-        if self._phase is Phase.JOINING:
+        if self.phase is Phase.JOINING:
             self._join()
 
     # -- the end -------------------------------------------------------------------------------------------------

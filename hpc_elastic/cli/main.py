@@ -139,7 +139,8 @@ def _run(module_name: str, name: str, argv: list[str]) -> int:
 def _batch(argv: list[str]) -> int:
     """``batch [--finish ATTEMPT AGENT] RUN_DIR``, not for people: what the batch script becomes.
 
-    It supervises one attempt of the run in this Slurm job; or, for an agent, ends one whose supervisor is gone.
+    It supervises one attempt of the run in this Slurm job; or, for an agent whose supervisor is out of reach, ends one,
+    or prints the job's nodes.
     """
     from pathlib import Path
 
@@ -149,6 +150,8 @@ def _batch(argv: list[str]) -> int:
     if len(argv) == 4 and argv[0] in ("--finish", "--finish-unconfirmed") and argv[1].isdecimal():
         confirmed = argv[0] == "--finish"
         return batch.finish_attempt(Path(argv[3]), int(argv[1]), os.environ, agent=argv[2], confirmed=confirmed)
+    if len(argv) == 2 and argv[0] == "--job-nodes":
+        return batch.print_job_nodes(Path(argv[1]), os.environ)
     if len(argv) != 1 or argv[0].startswith("-"):
         raise UsageError("batch takes one run directory; it is called by the script that submit makes")
     # A worker of another run may have submitted this job by hand.

@@ -37,6 +37,7 @@ from hpc_elastic.rendezvous.state import OBSERVER_PLACE, Status, new_uid
 from hpc_elastic.run.attempt import UnreadableAttemptError, load_attempt, load_result
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.supervisor_events import EndTakenOver
+from hpc_elastic.slurm.errors import SlurmError
 from hpc_elastic.store.file_store import FileStore
 from hpc_elastic.workers.linux import SignalQueue, not_ignored
 
@@ -151,6 +152,17 @@ def finish_attempt(run_dir: Path, number: int, env: Mapping[str, str], *, agent:
         site.end_job()
     events.close()
     return decision.exit_code
+
+
+def print_job_nodes(run_dir: Path, env: Mapping[str, str]) -> int:
+    """Print the nodes that the job has now; none where it does not run. Returns 1 where Slurm can't be asked."""
+    paths, _ = load_run(run_dir)
+    try:
+        print(*slurm_site(env, RunClock(), umask=0o077, paths=paths).job_nodes())
+    except SlurmError as error:
+        print(f"hpc-elastic: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _append_to_job_log(path: Path) -> None:

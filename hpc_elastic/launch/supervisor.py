@@ -263,7 +263,7 @@ class Supervisor:
             self._close(Outcome.PREEMPTED, f"notice {notice.reason}; no worker was running")
             return
         logger.info("%s; the workers have %.0f s to save", in_time, notice.seconds)
-        self._coordination.ask(lambda participant: participant.give_notice(notice))
+        self._coordination.ask(lambda participant: participant.to_all.give_notice(notice))
 
     def _end_notice(self) -> None:
         """No node has closed the run in time: the files may not answer, or the agents."""
@@ -347,7 +347,7 @@ class Supervisor:
     def _close(self, outcome: Outcome, reason: str) -> None:
         """Have the run closed in the log, where the agents read it."""
         self._asked = self._asked or (outcome, reason)
-        self._coordination.ask(lambda participant: participant.close(outcome, reason))
+        self._coordination.ask(lambda participant: participant.to_all.close(outcome, reason))
         if self._asked_to_close_at is None:
             self._asked_to_close_at = self._clock.monotonic()
         self._begin_end()
@@ -416,7 +416,7 @@ class Supervisor:
         if self._has_closed_for_orphans or (self._agents.are_all_unfit and not refused):
             return True
         reason = self._agents.describe_unable if refused else "all agents ended without a verdict"
-        self._coordination.ask(lambda p: p.close(Outcome.FAILED, reason))
+        self._coordination.ask(lambda p: p.to_all.close(Outcome.FAILED, reason))
         self._has_closed_for_orphans = True
         return False
 
@@ -444,7 +444,7 @@ class Supervisor:
         index = self.record.round if self.record is not None else 0
         steps: list[Callable[[], object]] = [
             lambda: self._events.write(PlatformFailure(round=index, node=node, host=host, reason=str(failure))),
-            lambda: self._coordination.ask(lambda participant: participant.close(Outcome.FAILED, str(failure))),
+            lambda: self._coordination.ask(lambda participant: participant.to_all.close(Outcome.FAILED, str(failure))),
             keep,
             lambda: self._launcher.end(within=self._shutdown_timeout + END_RESERVE),
             lambda: self._coordination.stop(within=5.0),

@@ -193,10 +193,19 @@ class FailureDetector:
             if changed or (hears and uid not in self._awaited):
                 found.add(uid)
             if changed and not hears:
-                if peer.cut_off_since is None:
-                    peer.cut_off_since = peer.heard_at
-                peer.heard_at = None
+                self.has_cut_off(uid)
         return frozenset(found)
+
+    def has_cut_off(self, uid: str) -> None:
+        """It lives, and its packets do not come through."""
+        peer = self._peer(uid)
+        if peer.cut_off_since is None:
+            peer.cut_off_since = peer.heard_at
+        peer.heard_at = None
+
+    def cut_off(self) -> frozenset[str]:
+        """Those that were heard once, live by the files, and are not heard."""
+        return frozenset(uid for uid, peer in self._peers.items() if peer.cut_off_since is not None)
 
     def links_lost(self, *, to_the_end: bool) -> list[LostLink]:
         """Links that come back now, each once; `to_the_end`: those that are still lost too."""

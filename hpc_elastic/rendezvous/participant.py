@@ -14,7 +14,6 @@ from collections.abc import Collection, Iterable
 from typing import Protocol
 
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.cache_invalidator import CacheInvalidator, PendingNotifications, record_name
 from hpc_elastic.rendezvous.claims import round_to_join
@@ -25,13 +24,12 @@ from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.heartbeat_sender import HeartbeatSender, StoreId
 from hpc_elastic.rendezvous.own_claims import OwnClaims
 from hpc_elastic.rendezvous.peers import BeatPlan, NodeInfo, NotificationSender, Peers, addresses_of, notifier_of
-from hpc_elastic.rendezvous.preemption import PreemptionNotice
 from hpc_elastic.rendezvous.proposals import Proposal, RequestsToAll, consequences, link_event, to_event
 from hpc_elastic.rendezvous.restart import DecideRestart
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.schedule import Schedule, poll_intervals
 from hpc_elastic.rendezvous.state import RoundRecord, Status
-from hpc_elastic.rendezvous.succession import Succession
+from hpc_elastic.rendezvous.succession import NodesCutOff, Succession
 from hpc_elastic.rendezvous.sweep import Sweep
 from hpc_elastic.run.coordinator_events import RoundOpened
 from hpc_elastic.run.event_types import CoordinatorEvent, RunEvent
@@ -102,7 +100,8 @@ class Participant:
         )
         self.claims = OwnClaims(store, info.uid)
         """What its agent reports of its own node; written at the next step."""
-        self._to_all = RequestsToAll()
+        self.to_all = RequestsToAll()
+        """What it asks for on behalf of all; in the log as soon as that takes it."""
         self._announced = False
         self._wants_in = False
         self._rests_until = 0.0
@@ -132,7 +131,7 @@ class Participant:
     @property
     def waits_to_speak(self) -> bool:
         """Whether it has something to write that others wait for."""
-        return bool(self.claims or self._to_all) or self._wants_in
+        return bool(self.claims or self.to_all) or self._wants_in
 
     # -- what the agent asks for; each takes effect at the next step ---------------------------------------------
 
@@ -174,18 +173,6 @@ class Participant:
         The listener hears `LookedAnew` with the serial, and with all uids as ``announced``, when that is done.
         """
         self._look_anew = serial
-
-    def close(self, outcome: Outcome, reason: str) -> None:
-        """End the run for all, as soon as the log takes it. The first one to close wins."""
-        self._to_all.close(outcome, reason)
-
-    def give_notice(self, notice: PreemptionNotice) -> None:
-        """Record that the job is going to be ended, as soon as the log takes it; a later one may only be sooner."""
-        self._to_all.give_notice(notice)
-
-    def report_signal(self, what: str) -> None:
-        """``SIGTERM on n2``: this node was signalled; the supervisor is to find out what that means."""
-        self._to_all.heard(what)
 
     def notified_of(self, keys: Iterable[str]) -> None:
         """A peer sent a notification that names what it wrote: the next look finds it, past the caches that hide
@@ -251,6 +238,8 @@ class Participant:
         if self._heartbeat_sender.answer_if_asked(self._record, now):
             self._notify_coordinator()
         self._report_links(self._record)
+        if cut_off := self._succession.cut_off(self._record, now):
+            self._listener.on_event(NodesCutOff(nodes=cut_off))
         said = any([self._flush_claims(), self._join_if_wanted()])
         self._scanner.paused_for(self.detector.look_at(()))
         survey = self._schedule.survey_now(self._clock.monotonic(), notified=notified or said)
@@ -401,9 +390,9 @@ class Participant:
     def _commit_requests_to_all(self) -> bool:
         """Close the run, or record a notice or a signal: any may. Returns whether it did, or was too late."""
         record = self._record
-        if record is None or not self._to_all:
+        if record is None or not self.to_all:
             return False
-        proposal = self._to_all.next(record, noticed_for=self._scanner.noticed_for(self._clock.monotonic()))
+        proposal = self.to_all.next(record, noticed_for=self._scanner.noticed_for(self._clock.monotonic()))
         if proposal is None:
             return False
         self._commit(proposal)

@@ -109,13 +109,16 @@ class RequestsToAll:
         return self._closing is not None or self._notice is not None or bool(self._heard)
 
     def close(self, outcome: Outcome, reason: str) -> None:
+        """End the run. The first one to close wins."""
         self._closing = self._closing or (outcome, reason)
 
     def give_notice(self, notice: PreemptionNotice) -> None:
+        """The job is going to be ended; a later notice may only be sooner."""
         if self._notice is None or notice.seconds < self._notice.seconds:
             self._notice = notice
 
     def heard(self, what: str) -> None:
+        """``SIGTERM on n2``: the supervisor is to find out what that means."""
         if not self._heard or (_is_end(what) and not _is_end(self._heard)):
             self._heard = what
 
@@ -227,7 +230,7 @@ def consequences(before: RoundRecord, proposal: Proposal, last_sign: Callable[[s
             if stale is not None:
                 silence["reason"] = files_hang(stale)
             if node in proposal.gone:
-                silence["reason"] = "its agent ended, and no other is started there"
+                silence["reason"] = "no agent is started there any more"
             events.append(NodeLost(round=index, node=node, host=host, **silence))
     for node in sorted(proposal.missing):
         events.append(NodeMissing(round=record.round, node=node, reason="it has not joined"))

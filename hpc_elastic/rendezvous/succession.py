@@ -13,7 +13,8 @@ from hpc_elastic.rendezvous.ending import goodbye_key
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.peers import NodeInfo, notifier_of
 from hpc_elastic.rendezvous.schedule import LOOK_AT_ONCE, PollIntervals
-from hpc_elastic.rendezvous.state import RoundEvent, RoundRecord, supersedes
+from hpc_elastic.rendezvous.state import RoundEvent, RoundRecord, Status, node_of, supersedes
+from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.store.base import Store
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,17 @@ _RARELY = 8
 HEAD_START = 1.5
 """Seconds that the node which asked has to take over before all others: it alone has seen all cells before the
 question, and so knows which other nodes did not answer; any other node has to ask them anew."""
+
+
+CUT_OFF_SECONDS = 5.0
+"""Between two reports of a link that stays lost."""
+
+
+class NodesCutOff(RunEvent, frozen=True, kw_only=True):
+    """Nodes live, and their packets do not come through: Slurm may have given them up. For this process: no log has
+    it."""
+
+    nodes: tuple[int, ...]
 
 
 class Move(Struct, frozen=True, kw_only=True):
@@ -55,7 +67,7 @@ class Succession:
         self._detector = detector
         self._patience = rng.uniform(0.0, 0.1)
         self._looks = rng.randrange(_RARELY)
-        self._own_look = 0.0
+        self._own_look = self._cut_off_due = 0.0
         self._asked_about = ""
         """The coordinator about which this node has asked, or was about to when another did."""
         self._left: tuple[str, float] = ("", 0.0)
@@ -107,6 +119,18 @@ class Succession:
         self.turn_due = self._left[1] + turn if self._left[0] == leader else float("inf")
         return now >= self.turn_due
 
+    def cut_off(self, record: RoundRecord | None, now: float) -> tuple[int, ...]:
+        """Nodes whose link is lost, where this node is to see to that: as coordinator, or as the first member that
+        lives of all that do not hear it. So Slurm is asked once."""
+        if record is None or record.status is Status.CLOSED or now < self._cut_off_due:
+            return ()
+        self._cut_off_due = now + CUT_OFF_SECONDS
+        if (found := self._detector.cut_off()) and record.leader != self._info.uid:
+            others = [m.uid for m in record.members[: record.rank(self._info.uid)] if m.uid not in found]
+            if not all(self._detector.is_overdue(uid) for uid in others):
+                return ()
+        return tuple(sorted(map(node_of, found)))
+
     def new_record(self, before: RoundRecord, record: RoundRecord) -> None:
         """Take in the new coordinator, or the answers."""
         leader = record.leader
@@ -114,7 +138,7 @@ class Succession:
             self.turn_due = float("inf")
             self._detector.forget(leader)  # what it said before it was coordinator was not meant for all
         elif leader in before.suspects and leader not in record.suspects and not self._detector.hears(leader):
-            self._detector.forget(leader)  # it lives, and its packets do not come through
+            self._detector.has_cut_off(leader)
 
     def _watch(self, record: RoundRecord, now: float, *, looked: bool) -> None:
         """Its beats come from a thread that no hung filesystem stops: its heartbeat has to move as well."""

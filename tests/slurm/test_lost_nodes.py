@@ -251,3 +251,22 @@ def test_a_spare_takes_the_place_of_a_node_that_fails_its_health_check(cluster: 
     log = run.wait_log(lambda log: "; exit code 0" in log)
     assert f"{spare} took the place of {broken}" in log
     assert f"node {broken} left: health check failed: {check} ended with exit code 1" in log
+
+
+@pytest.mark.slow
+def test_a_batch_host_that_slurm_gives_up_while_its_files_answer_is_left_behind(
+    cluster: SlurmCluster, runs: SlurmRuns
+) -> None:
+    """It coordinates. Its supervisor can't ask Slurm, and its workers hold the others up until the script's own
+    time-out of 120 s: the first of the other nodes asks, and it alone."""
+    cluster.reconfigure({"SlurmdTimeout": 5})
+    run = _start(runs, "--nodes", "2-4", "--max-restarts", "0")
+    assert _coordinator(run) == "n1"
+    cluster.cut_link("n1")
+    wait_until(lambda: cluster.job_info(run.job)["NodeList"] == "n[2-4]", timeout=90, what="Slurm has given n1 up")
+    given_up_at = time.time()
+    index, _ = run.wait_training({"n2", "n3", "n4"}, after=0)
+    run.check_in_time(index, given_up_at, "the batch host was given up")
+    _end(run)
+    run.check_losses("n1")
+    assert [event["host"] for event in run.events() if event["event"] == "node_given_up"] == ["n2"]

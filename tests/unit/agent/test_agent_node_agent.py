@@ -191,6 +191,8 @@ class Said:
     def claims(self) -> Said:
         return self
 
+    to_all = claims
+
     @property
     def ending(self) -> SimpleNamespace:
         return SimpleNamespace(begin=self.await_end)
@@ -310,7 +312,7 @@ class Play:
 
     def phase_is(self, phase: Phase) -> Step:
         def check() -> None:
-            assert self.agent._phase is phase
+            assert self.agent.phase is phase
 
         return check
 
@@ -625,7 +627,7 @@ def test_under_slurm_the_supervisor_is_asked_what_a_signal_means(
         p.phase_is(Phase.RUNNING),
         [closed(Outcome.PREEMPTED)],
     )
-    assert [args for word, args in p.said.words if word == "report_signal"] == [(f"{number.name} on n0",)]
+    assert [args for word, args in p.said.words if word == "heard"] == [(f"{number.name} on n0",)]
     assert p.said.all("close", "give_notice") == []
     assert code == (0 if number is signal.SIGUSR2 else 143)
     assert p.workers[0].graces == [pytest.approx(30.0 if number is signal.SIGUSR2 else 24.0)]
@@ -650,7 +652,7 @@ def test_a_preemption_that_begins_after_a_notice_is_asked_about_and_leaves_less_
         lambda: p.pass_seconds(5.0),
         [closed(Outcome.PREEMPTED)],
     )
-    assert [args for word, args in p.said.words if word == "report_signal"] == [("SIGTERM on n0",)]
+    assert [args for word, args in p.said.words if word == "heard"] == [("SIGTERM on n0",)]
     assert p.workers[0].graces == [pytest.approx(10 - 5 - 2)]
 
 

@@ -294,7 +294,7 @@ def test_one_that_was_to_be_started_again_is_not_when_the_run_ends_meanwhile(s: 
 def test_nobody_is_started_again_for_an_end_that_a_cache_hides(s: Stage, outcome: Outcome, code: int) -> None:
     def close() -> None:
         s.look.store.keep()
-        s.agents.of[0].participant.close(outcome, "over")
+        s.agents.of[0].participant.to_all.close(outcome, "over")
 
     result = s.run(3.0, close)
     assert result.outcome is outcome
@@ -493,7 +493,7 @@ def test_a_second_notice_that_leaves_less_time_shortens_the_first(s: Stage, hear
             s.signals.append(signal.SIGUSR2)
         else:
             for node, agent in s.agents.of.items():
-                agent.participant.report_signal(f"SIGTERM on n{node}")
+                agent.participant.to_all.heard(f"SIGTERM on n{node}")
 
     result = s.run(3.0, lambda: s.signals.append(signal.SIGUSR2), 10.0, sooner)
     assert re.fullmatch(r"notice SIG\w+ on \w+ \(preemption\); n0, n1, n2 had not saved after 11 s", result.reason)
@@ -509,7 +509,7 @@ def test_a_sigterm_that_agents_alone_hear_after_a_notice_ends_nothing(s: Stage) 
 
     def cancelled() -> None:
         s.answer = SlurmAnswer(JobCondition.ENDED)
-        s.agents.of[1].participant.report_signal("SIGTERM on n1")
+        s.agents.of[1].participant.to_all.heard("SIGTERM on n1")
 
     result = s.run(3.0, lambda: s.signals.append(signal.SIGUSR2), 3.0, cancelled, 3.0, s.saved)
     assert (result.outcome, result.signal_number) == (Outcome.PREEMPTED, None)
@@ -560,7 +560,7 @@ def test_what_a_sigterm_means_is_slurms_to_say(
         result = s.run(3.0, lambda: s.signals.append(signal.SIGTERM))
         assert result.reason == f"SIGTERM on head{why}"
     else:
-        result = s.run(3.0, lambda: s.agents.of[1].participant.report_signal("SIGTERM on n1"))
+        result = s.run(3.0, lambda: s.agents.of[1].participant.to_all.heard("SIGTERM on n1"))
         assert result.reason == f"SIGTERM on n1{why}"
     assert (result.outcome, result.signal_number) == (outcome, 15)
     assert (result.requeued, result.cancelled) == (requeued, False)
@@ -574,7 +574,7 @@ def test_a_preemption_that_the_agents_hear_of_lets_the_workers_save(s: Stage) ->
     def hear() -> None:
         s.answer = SlurmAnswer(JobCondition.PREEMPTING, 60.0)
         for node, agent in s.agents.of.items():
-            agent.participant.report_signal(f"SIGTERM on n{node}")
+            agent.participant.to_all.heard(f"SIGTERM on n{node}")
 
     result = s.run(3.0, hear, 3.0, lambda: s.signals.append(signal.SIGTERM), 3.0, s.saved)
     assert result.outcome is Outcome.PREEMPTED
@@ -601,7 +601,7 @@ def test_a_job_that_is_cancelled_while_the_attempt_ends_does_not_come_back(s: St
 
     def end() -> None:
         if first == "failed":
-            s.agents.of[0].participant.close(Outcome.FAILED, "boom")
+            s.agents.of[0].participant.to_all.close(Outcome.FAILED, "boom")
         else:
             s.signals.append(signal.SIGUSR2)
             s.saved()

@@ -772,6 +772,28 @@ def test_a_coordinator_that_falls_silent_is_asked_and_stays_in_office_if_it_answ
     assert second.record.number == number + 1, "asked once, and that was the answer"
 
 
+def test_of_all_that_do_not_hear_the_coordinator_the_first_that_lives_reports_it(
+    store: SpyStore, clock: FakeClock
+) -> None:
+    """Its files answer, and Slurm may have given it up: one asks. The coordinator reports all it does not hear."""
+    seats = first, _, third = three(store, clock)
+    uids = [seat.info.uid for seat in seats]
+    for seat in seats:
+        seat.participant.detector.heard(set(uids) - {seat.info.uid})
+
+    def reported(seat: Seat) -> set[tuple[int, ...]]:
+        return {tuple(fields["nodes"]) for name, fields in seat.events if name == "nodes_cut_off"}
+
+    advance(clock, 20, *seats)
+    assert [reported(seat) for seat in seats] == [{(1, 2)}, {(0,)}, set()]
+    advance(clock, 20, first, third)
+    assert reported(third) == {(0,)}, "the second one does not live any more"
+    third.participant.detector.heard(uids[:1])
+    third.events.clear()
+    advance(clock, 2, third)
+    assert reported(third) == set()
+
+
 def test_a_coordinator_that_does_not_answer_is_succeeded(store: SpyStore, clock: FakeClock) -> None:
     first, second, third = three(store, clock)
     for seat in (second, third):
@@ -903,7 +925,7 @@ def test_beats_go_to_the_coordinator_and_from_it_to_all(store: SpyStore, clock: 
     observer = Seat(store, clock, OBSERVER_NODE)
     observer.settle_down()
     assert beaten(observer) == []
-    first.participant.close(Outcome.SUCCEEDED, "done")
+    first.participant.to_all.close(Outcome.SUCCEEDED, "done")
     first.settle_down()
     assert beaten(first) == []
 
@@ -919,8 +941,8 @@ def test_an_observer_looks_and_closes_and_never_coordinates(store: SpyStore, clo
     advance(clock, 60, observer)
     assert observer.record.leader == first.info.uid
     observer.participant.claims.give_up_node(1)
-    observer.participant.close(Outcome.CANCELLED, "Ctrl-C")
-    observer.participant.close(Outcome.FAILED, "said later")
+    observer.participant.to_all.close(Outcome.CANCELLED, "Ctrl-C")
+    observer.participant.to_all.close(Outcome.FAILED, "said later")
     observer.settle_down()
     assert store.list("gone") == ["00001"]
     for seat in (observer, second):
@@ -933,7 +955,7 @@ def test_a_close_that_was_asked_for_too_early_is_done_when_there_is_something_to
     store: SpyStore, clock: FakeClock
 ) -> None:
     observer = Seat(store, clock, OBSERVER_NODE)
-    observer.participant.close(Outcome.CANCELLED, "Ctrl-C")
+    observer.participant.to_all.close(Outcome.CANCELLED, "Ctrl-C")
     observer.settle_down()
     first = Seat(store, clock, 0)
     first.participant.join()
@@ -944,9 +966,9 @@ def test_a_close_that_was_asked_for_too_early_is_done_when_there_is_something_to
 
 def test_the_first_one_to_close_wins(store: SpyStore, clock: FakeClock) -> None:
     first, second = running(store, clock)
-    second.participant.close(Outcome.PREEMPTED, "notice")
+    second.participant.to_all.close(Outcome.PREEMPTED, "notice")
     second.settle_down()
-    first.participant.close(Outcome.CANCELLED, "later")
+    first.participant.to_all.close(Outcome.CANCELLED, "later")
     first.settle_down()
     assert first.record.outcome is Outcome.PREEMPTED
     assert first.record.number == second.record.number
@@ -958,7 +980,7 @@ def test_the_observer_is_told_when_every_agent_that_lives_has_said_goodbye(store
     first, _second = running(store, clock)
     again = Seat(store, clock, 1)  # second's agent was killed and is replaced: nobody waits for its goodbye
     again.settle_down()
-    first.participant.close(Outcome.SUCCEEDED, "done")
+    first.participant.to_all.close(Outcome.SUCCEEDED, "done")
     first.settle_down()
     first.participant.claims.deregister()
     first.settle_down()
@@ -977,7 +999,7 @@ def test_nobody_waits_for_the_goodbye_of_a_lost_node(store: SpyStore, clock: Fak
     first, _ = running(store, clock)
     advance(clock, 22, first)
     assert first.record.lost == (1,)
-    first.participant.close(Outcome.FAILED, "enough")
+    first.participant.to_all.close(Outcome.FAILED, "enough")
     first.participant.claims.deregister()
     first.settle_down()
     observer.settle_down()
@@ -987,7 +1009,7 @@ def test_nobody_waits_for_the_goodbye_of_a_lost_node(store: SpyStore, clock: Fak
 def test_agents_do_not_hurry_after_the_end(store: SpyStore, clock: FakeClock) -> None:
     """Only the observer has something to wait for then; a thousand agents must not list folders ten times a second."""
     first, _second = running(store, clock)
-    first.participant.close(Outcome.SUCCEEDED, "done")
+    first.participant.to_all.close(Outcome.SUCCEEDED, "done")
     first.settle_down()
     assert first.participant.step() >= 0.5
 

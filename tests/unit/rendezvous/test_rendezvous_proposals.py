@@ -69,4 +69,4 @@ def test_a_node_that_was_given_up_was_not_lost_because_of_its_silence() -> None:
     reopened = propose(replace(running, status=Status.FINAL), RoundEvent.REOPEN, "n2 has no agent", lost=(2,), round=4)
     (event,) = consequences(running, replace(reopened, gone=(2,)), lambda uid: 0.8)
     assert isinstance(event, NodeLost)
-    assert event.reason == "its agent ended, and no other is started there"
+    assert event.reason == "no agent is started there any more"
