@@ -18,6 +18,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -39,7 +40,6 @@ from hpc_elastic.rendezvous.restart import (
     newest_per_node,
 )
 from hpc_elastic.rendezvous.state import (
-    HangMark,
     Member,
     RoundEvent,
     RoundRecord,
@@ -148,7 +148,7 @@ def _while_joinable_after_loss(
     if proposal is None or not explained:
         return proposal
     reason = proposal.reason
-    if not own and proposal.event is RoundEvent.FREEZE:
+    if not own and view.record.failed and proposal.event is RoundEvent.FREEZE:
         reason = f"{_describe_nodes(_lost_members(view), view)}; a consequence: {reason}"
     return replace(proposal, reason=reason, explained=tuple(sorted(node_of(uid) for uid in explained)))
 
@@ -282,14 +282,14 @@ def _while_final(view: ClusterView, settings: RendezvousSettings) -> Proposal | 
         lost = _lost_members(view)
         # A lost node explains the symptoms.
         symptoms = not lost and all(failure.failure_class == SYMPTOM for failure in view.failures.values())
-        return _reopen(record, reason, lost=lost, hang=hang, symptoms=symptoms)
+        return _reopen(record, reason, lost=lost, failed=True, hang=hang, symptoms=symptoms)
     lost = {node: why for node, why in _lost_members(view).items() if not _node_done(view, node)}
     if lost:
         return _reopen(record, _describe_nodes(lost, view), lost=lost)
     if all(m.uid in view.done or m.uid in view.dead or m.node in view.gone for m in record.members):
         return propose_close(record, Outcome.SUCCEEDED, "all workers ended with 0")
     if any(m.uid in view.joined for m in record.members):
-        return _reopen(record, "a member asked for a new round", lost={})
+        return _reopen(record, "a member asked for a new round", lost={}, failed=True)
     waiting = {
         uid: info
         for uid, info in view.joined.items()
@@ -415,14 +415,7 @@ def _node_done(view: ClusterView, node: int) -> bool:
     return any(m.node == node and m.uid in view.done for m in view.record.members)
 
 
-def _reopen(
-    record: RoundRecord,
-    reason: str,
-    *,
-    lost: Mapping[int, str],
-    hang: HangMark | None = None,
-    symptoms: bool = False,
-) -> Proposal:
+def _reopen(record: RoundRecord, reason: str, *, lost: Mapping[int, str], **changes: Any) -> Proposal:
     returned = {node for node, why in lost.items() if why == "has a new agent"}
     return propose(
         record,
@@ -433,8 +426,7 @@ def _reopen(
         waiting=0,
         reason=reason,
         master="",
-        hang=hang,
-        symptoms=symptoms,
+        **{"failed": False, "hang": None, "symptoms": False, **changes},
     )
 
 

@@ -63,12 +63,15 @@ def _standing(failure: NodeFailure, *, has_times: bool) -> Standing:
 
 
 def explained_failures(view: ClusterView) -> frozenset[str]:
-    """The uids whose failures in the round before follow from the loss of a member.
+    """The uids whose failures in the round before follow from the loss of a member, or from the stop that a change of
+    members asked for.
 
     A symptom does where any member has gone. Any other failure does, whatever its text, where the member's last sign of
     life came at most `SIGN_SECONDS` after the failure was seen, and the member has not joined since. Excepted are
     failures that name a broken machine, and kills from outside; of the lost node's own, all but these.
     """
+    if not view.record.failed:
+        return frozenset(view.failures)
     here = {member.uid for member in newest_per_node(view)}
     lost = [member for member in view.record.members if member.uid not in here]
     silent = [member for member in lost if member.uid not in view.joined and member.uid not in view.leaving]

@@ -176,6 +176,9 @@ class RoundRecord(Struct, frozen=True, kw_only=True, rename={"notifier": "bell",
     memory: FailureMemory = FailureMemory()
     hang: HangMark | None = None
     """The round before was ended because of this worker: its members take the stacks of all before they end them."""
+    failed: bool = False
+    """The round before was ended because a worker had failed: failures that appear later in any other stop follow from
+    that."""
     symptoms: bool = False
     """The round before was ended by failures that only show that another rank is gone: its members give their ranks a
     moment to fail by themselves, and look where the silent ones stand before they end them."""
@@ -192,7 +195,7 @@ class RoundRecord(Struct, frozen=True, kw_only=True, rename={"notifier": "bell",
         """The record without its number, which is its name, and short: that of a few nodes fits into a symlink."""
         value = {"v": codec.VERSION, **codec.to_json(self, without=("number", "members_at"))}
         value["members"] = self.members_at or _pack_members(value["members"])
-        for name in ("vacant", "unfit", "hang", "symptoms", "notice", "heard"):
+        for name in ("vacant", "unfit", "hang", "failed", "symptoms", "notice", "heard"):
             if not value[name]:
                 del value[name]
         if self.notice is not None and self.notice.left is None:

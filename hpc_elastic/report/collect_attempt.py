@@ -307,7 +307,7 @@ class AttemptBuilder(Struct):
         nodes = {*(after.explained if after is not None else ()), *(explained if index == part.index + 1 else ())}
         return tuple(
             replace(failure, failure_class=FailureClass.SYMPTOM)
-            if failure.node in nodes and failure.failure_class in (FailureClass.ROOT, FailureClass.HANG)
+            if failure.node in nodes and failure.failure_class is not FailureClass.STOPPED_BY_US
             else failure
             for failure in part.failures
         )

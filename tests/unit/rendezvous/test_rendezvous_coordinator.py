@@ -141,7 +141,7 @@ def nodes_of(proposal: Proposal) -> list[int]:
 
 ALL = [uid(0), uid(1), uid(2), uid(3)]
 START = record(Status.JOINABLE, round=0)
-AGAIN = record(Status.JOINABLE, *ALL)
+AGAIN = record(Status.JOINABLE, *ALL, failed=True)
 FROZEN = record(Status.FROZEN, *ALL)
 FINAL = record(Status.FINAL, *ALL, master="n0:1")
 
@@ -388,11 +388,15 @@ def test_the_policy_gives_up(retryable: bool) -> None:
         ),
         (
             "a node that was lost long ago, and no member since",
-            view(record(Status.JOINABLE, *ALL[:3], lost=(3,)), joined=ALL[:3]),
+            view(record(Status.JOINABLE, *ALL[:3], lost=(3,), failed=True), joined=ALL[:3]),
             False,
         ),
-        ("a node that was given up long ago", view(record(Status.JOINABLE, *ALL[:3]), joined=ALL[:3], gone={3}), False),
-        ("a node that never came", view(START, joined=ALL[:3], since_status=30), False),
+        (
+            "a node that was given up long ago",
+            view(replace(AGAIN, members=members(*ALL[:3])), joined=ALL[:3], gone={3}),
+            False,
+        ),
+        ("a node that never came", view(replace(START, failed=True), joined=ALL[:3], since_status=30), False),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -445,6 +449,15 @@ def test_which_failures_a_lost_member_explains(what: str, found: NodeFailure, ex
     seen = view(AGAIN, joined=[*ALL[:3], uid(3, 2)], failures={by: found}, since_failed={by: 1.0})
     proposal = committed(replace(seen, since_sign={uid(3): 1.5}))
     assert proposal.explained == ((found.node,) if explained else ())
+
+
+@pytest.mark.parametrize("failure_class", ["root", "hang", "infrastructure", "unknown"])
+def test_what_fails_in_a_stop_that_no_failure_has_asked_for_follows_from_it(failure_class: str) -> None:
+    """Nodes that waited came in, say; a peer then saw the reset of a rank that was stopped."""
+    grown, decide_restart = replace(AGAIN, failed=False), DecideRestart()
+    seen = view(grown, joined=ALL, failures={uid(0): failure(0, failure_class)})
+    proposal = committed(seen, decide_restart=decide_restart)
+    assert (decide_restart.asked[0][1], proposal.explained, proposal.reason) == ((), (0,), "why it opened")
 
 
 def test_a_run_that_ends_for_want_of_nodes_says_what_the_loss_explains() -> None:
