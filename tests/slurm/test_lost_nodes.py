@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from typing import Any
 
 import pytest
 
@@ -50,6 +51,10 @@ def _coordinator(run: Run) -> str:
     return host
 
 
+def _failed(run: Run) -> list[dict[str, Any]]:
+    return [event for event in run.events() if event["event"] == "worker_failed"]
+
+
 def _workers(cluster: SlurmCluster, node: str) -> list[int]:
     return [
         pid
@@ -80,7 +85,9 @@ def test_two_nodes_with_batch_host_and_coordinator_are_lost_and_the_job_still_en
     assert "SUCCEEDED" in run.log
 
 
-@pytest.mark.parametrize("lost", ["the node", "all processes of the user"])
+@pytest.mark.parametrize(
+    "lost", ["the batch host", "all processes of the user", pytest.param("the agent", marks=pytest.mark.slow)]
+)
 def test_a_loss_is_the_cause_and_free_though_others_fail_first(
     slow_to_notice: SlurmCluster, runs: SlurmRuns, lost: str
 ) -> None:
@@ -88,9 +95,13 @@ def test_a_loss_is_the_cause_and_free_though_others_fail_first(
     cluster = slow_to_notice
     run = _start(runs, "--nodes", "2-4", "--max-restarts", "0")
     lost_at = time.time()
-    if lost == "the node":
-        cluster.kill_node("n3", silent=False)
-        index, _ = run.wait_training({"n1", "n2", "n4"})
+    node = "n1" if lost == "the batch host" else "n3"
+    if lost == "the batch host":
+        cluster.kill_node(node, silent=False)
+        index, _ = run.wait_training({"n2", "n3", "n4"})
+    elif lost == "the agent":
+        run.kill_agent(node)
+        index, _ = run.wait_training(cluster.node_names, after=0)
     else:
         for pid, _ in cluster.node_pids("n3", user="alice"):
             with contextlib.suppress(RigError):  # the guardian was faster
@@ -98,8 +109,8 @@ def test_a_loss_is_the_cause_and_free_though_others_fail_first(
         index, _ = run.wait_training(cluster.node_names, after=0)
     run.check_in_time(index, lost_at, f"{lost} was lost")
     _end(run)
-    assert "ConnectionError" in run.log, "the others have failed"
-    run.check_losses("n3")
+    assert any("ConnectionError" in failure["fingerprint"] for failure in _failed(run)), "the others have failed"
+    run.check_losses(node)
 
 
 def test_where_all_nodes_are_needed_the_batch_hosts_death_requeues(cluster: SlurmCluster, runs: SlurmRuns) -> None:
@@ -270,3 +281,17 @@ def test_a_batch_host_that_slurm_gives_up_while_its_files_answer_is_left_behind(
     _end(run)
     run.check_losses("n1")
     assert [event["host"] for event in run.events() if event["event"] == "node_given_up"] == ["n2"]
+
+
+@pytest.mark.slow
+def test_a_job_that_is_stopped_and_goes_on_has_lost_nothing(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    """``scancel -s STOP``, for longer than a node may be silent."""
+    run = _start(runs, "--nodes", "2-4", "--max-restarts", "0")
+    cluster.run(["scancel", "-s", "STOP", run.job], user="alice")
+    time.sleep(15)
+    cluster.run(["scancel", "-s", "CONT", run.job], user="alice")
+    step = max(int(line.split()[2]) for line in run.log.splitlines() if "] step " in line)
+    run.wait_steps(4, beyond=step)
+    _end(run)
+    assert run.training()[0] == 0, "it is the first round still"
+    assert _failed(run) == []
