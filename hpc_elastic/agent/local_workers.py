@@ -280,8 +280,7 @@ class LocalWorkers:
         return any(slot.has_failed for slot in self._slots)
 
     def look_at_failure(self) -> WorkerFailure | None:
-        """The failure of the first worker that has ended badly, as far as its output has come; None where a signal
-        ended it, or its output is out of reach. Some milliseconds."""
+        """The first failure, as far as its output has come; None: a signal, or its output is out of reach."""
         slot = next((one for one in self._slots if one.has_failed), None)
         return self.evidence.look_at(slot) if slot is not None else None
 
@@ -344,8 +343,7 @@ class LocalWorkers:
         return self._recorders.ask(self.layout.first_rank + local_rank for local_rank in local_ranks)
 
     def find_mute(self) -> dict[int, float]:
-        """Ask the workers for a sign of life. Local rank → since when one that listens has not answered, monotonic: a
-        thread of it holds the interpreter."""
+        """Local rank → since when, monotonic, one that listens has not answered: a thread holds the interpreter."""
         return self._recorders.find_mute({rank: self._slots[rank].global_rank for rank in self.running})
 
     def read_dumps(self) -> dict[int, FlightTail]:
@@ -359,8 +357,7 @@ class LocalWorkers:
         self._stop.wants_stacks = True
 
     def look_first(self) -> None:
-        """Nothing but symptoms is known: before the workers are ended, they get a moment to fail by themselves, and
-        those that are silent then leave their stacks."""
+        """Nothing but symptoms is known: workers get a moment to fail by themselves, and silent ones leave stacks."""
         self._stop.wants_look = True
 
     def end_moment(self) -> None:
@@ -370,10 +367,7 @@ class LocalWorkers:
 
     @property
     def has_symptoms_only(self) -> bool:
-        """Whether workers have failed here, and each failure only shows that another rank is gone.
-
-        Reads the ends of their stderr, where their exit codes do not say what happened: some milliseconds.
-        """
+        """Whether workers have failed here, and each only shows that another rank is gone. Some milliseconds."""
         failed = [slot for slot in self._slots if slot.has_failed]
         return bool(failed) and all(self.evidence.is_symptom(slot) for slot in failed)
 
