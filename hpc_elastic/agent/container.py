@@ -59,15 +59,7 @@ class _Start(Struct, frozen=True, kw_only=True):
 def enter_container(
     container: Container, argv: Sequence[str], env: Mapping[str, str], *, local_rank: int, cwd: str, has_nvidia: bool
 ) -> tuple[list[str], dict[str, str]]:
-    """The command line that runs `argv` inside, and its environment.
-
-    Args:
-        argv: The worker's own command line, as it is inside.
-        env: The worker's environment, as it would be on the host.
-        local_rank: The worker's.
-        cwd: The run's working directory on the host.
-        has_nvidia: Whether the node has NVIDIA's devices.
-    """
+    """The command line that runs `argv` inside, and its environment."""
     if (image := container.image).image.startswith("."):
         container = replace(container, image=replace(image, image=os.path.join(cwd, image.image)))
     kept = {key: value for key, value in env.items() if key not in _HOSTS_OWN or key in container.env}
@@ -171,8 +163,6 @@ def pyxis_arguments(container: Container, *, cwd: str, run_dir: str, packages: S
     """What srun gets for a step of agents in a container (pyxis 0.20): its workers are in the same one.
 
     Args:
-        cwd: The run's working directory on the host.
-        run_dir: The run directory.
         packages: Folders of the agents' own interpreter and packages, which the image has not.
     """
     given = [*needed_mounts(container, env={"HPC_ELASTIC_RUN_DIR": run_dir}, cwd=cwd), *container.mounts]

@@ -81,7 +81,6 @@ def layouts_of(groups: Sequence[GroupFacts], group_rank: int) -> tuple[RankLayou
 
     Args:
         groups: All of the round, in the order of group ranks.
-        group_rank: The group's.
     """
     role = groups[group_rank].role
     in_role = [group.local_world_size if group.role == role else 0 for group in groups]

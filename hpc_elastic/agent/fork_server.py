@@ -416,16 +416,7 @@ def fork_server_for(
     files: FileExecutor,
     write_event: Callable[[AgentEvent], object],
 ) -> ForkServer:
-    """The fork server of a run's node.
-
-    Args:
-        environ: What the workers' environments are made of.
-        local_world_size: Workers on this node.
-        inherited, folder: As `Launch`'s.
-        paths: The attempt's.
-        tag: The agent's, which its workers carry.
-        clock, files, write_event: As `ForkServer`'s.
-    """
+    """The fork server of a run's node."""
     run_dir = paths.root.parent
     shared, watched = shared_environment(
         environ,

@@ -140,10 +140,7 @@ def lagging(beats: Iterable[RankBeat], *, step: int, age: float, now: float) -> 
     behind in steps and has been silent for about as long (less a second, or a tenth, in which reports are under way).
 
     Args:
-        beats: This node's workers'.
-        step: The silent one's last step.
         age: For how many seconds it had been silent.
-        now: On the beats' clock.
 
     Returns:
         The furthest behind first. Never a worker that has reported no step: in many scripts one rank reports for all.
@@ -255,9 +252,6 @@ def judge_run(
 
     Args:
         stalls: Node → what it wrote; None: nothing that can be read.
-        round_index: The round that runs.
-        least: Seconds that are never a hang.
-        hosts: Of every rank of the round.
 
     Returns:
         None where a node makes progress, or may, and where all workers of all nodes have ended.

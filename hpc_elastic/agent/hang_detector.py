@@ -76,12 +76,7 @@ class HangDetector:
         """
         Args:
             folder: Of the attempt, for `NodeStall` and `Suspicion`; None: heartbeats alone are watched.
-            settings: What the user gave.
-            node: This node's index.
-            names: The attempt's nodes', by index.
-            clock: Its monotonic clock is used, and its time of day shown.
             files: Reads and writes the folder.
-            watch: The workers' heartbeats.
             nccl: Asks NCCL's RAS; None: nobody does.
             look_at_gpus: Has NVML asked, and calls what it is given with the answer, in another thread.
         """

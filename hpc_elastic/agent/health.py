@@ -262,7 +262,6 @@ def judge_gpu_memory(facts: GpuFacts, *, before: Mapping[str, int]) -> Finding:
     """Have the GPUs given back what ended workers held?
 
     Args:
-        facts: What NVML shows after the wait.
         before: UUID → `GpuDevice.held` before workers ran here, of the job's own GPUs.
     """
     full = [

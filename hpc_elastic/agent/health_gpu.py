@@ -82,9 +82,7 @@ def read_gpus(library: str = LIBRARY, *, before: Mapping[str, int] | None = None
     """Ask the driver. May hang.
 
     Args:
-        library: NVML's.
         before: UUID → `GpuDevice.held` before this node's workers used it: memory beyond that is waited for.
-        within: For so many seconds at most.
     """
     try:
         nvml = ctypes.CDLL(library)

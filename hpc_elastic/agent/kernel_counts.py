@@ -32,7 +32,6 @@ def read_counts(pids: Mapping[int, int], *, proc: str = "/proc") -> dict[int, Co
 
     Args:
         pids: Local rank → the worker's pid.
-        proc: Where the kernel's files are.
 
     Returns:
         By local rank, without the heartbeats.

@@ -63,7 +63,6 @@ class MomentThenStop:
         Args:
             is_over: Asked all the time: whether nothing is left to wait for.
             then: What ends the workers, made when the moment is over; called with the grace.
-            grace: Seconds from SIGTERM to SIGKILL.
             seconds: How long the moment is at most.
         """
         self._seconds = seconds
@@ -115,7 +114,6 @@ def observe_failure(failure: WorkerFailure, *, latest_ns: int) -> Activity | Non
     """What a rank was doing whose failure is a symptom; None for another failure.
 
     Args:
-        failure: Of the rank.
         latest_ns: What it prints later of a lost peer may be another agent's doing.
     """
     if failure.failure_class is not FailureClass.SYMPTOM:
@@ -128,13 +126,7 @@ def observe_failure(failure: WorkerFailure, *, latest_ns: int) -> Activity | Non
 
 
 def observe_silent(rank: int, state: ProcessState | None, dump: StackDump | None) -> Activity:
-    """What a rank was doing that had not failed. Reads a line of its script.
-
-    Args:
-        rank: Its global rank.
-        state: What the kernel said of it before it was asked.
-        dump: Its stacks, where it left any.
-    """
+    """What a rank was doing that had not failed. Reads a line of its script."""
     frames = dump.main if dump is not None else ()
     if state is not None and state.is_stopped:
         return replace(activity_of_stack(rank, frames), doing=Doing.STOPPED, call="")

@@ -50,7 +50,6 @@ class PrometheusMetrics:
 
     def __init__(self, path: Path, *, labels: Mapping[str, str] | None = None, post: Post | None = None) -> None:
         """Args:
-        path: The file.
         labels: Kept with every figure.
         post: Has the file written, for a caller that must not wait for a disk; without, `put` writes itself.
         """

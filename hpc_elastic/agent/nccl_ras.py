@@ -38,11 +38,7 @@ class NotOursError(HpcElasticError):
 
 
 def choose_address(given: Mapping[str, str]) -> str:
-    """Where the workers' RAS is to listen, a port that nobody can guess; empty: the user has set that, or wants none.
-
-    Args:
-        given: The workers' environment.
-    """
+    """Where the workers' RAS is to listen: a port that nobody can guess; empty: the user set one, or wants none."""
     if given.get(ADDRESS_VARIABLE) or given.get(ENABLE_VARIABLE) == "0":
         return ""
     for _ in range(32):

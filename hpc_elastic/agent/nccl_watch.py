@@ -105,10 +105,6 @@ def judge_stall(
     """Whether the run seems to hang, by the last answer.
 
     Args:
-        stall: After it.
-        report: The answer.
-        least: Seconds that are never a hang.
-        hosts: Of every rank of the round.
         pids: Pid → rank, of the workers on this node.
     """
     now = stall.progress.at
@@ -180,8 +176,6 @@ class NcclWatch:
         """
         Args:
             address: Where the workers' RAS listens, as in NCCL_RAS_ADDR; empty: nothing is asked.
-            run_uid: The run's, which its processes' tags begin with.
-            least: Seconds that are never suspicious.
         """
         self._address = parse_address(address)
         self._run_uid = run_uid

@@ -156,11 +156,8 @@ def read_machine(
     """Read this node's topology.
 
     Args:
-        env: The workers', for CUDA_VISIBLE_DEVICES.
         allowed: The CPUs that Slurm, a cpuset or taskset has left to this process.
-        system: Of sysfs.
         driver: Of NVIDIA's driver: a folder for each GPU, named by its PCI address.
-        devices: Where the GPUs' device files are.
     """
     cpus = system / "devices/system/cpu"
     nodes, distances = {}, {}

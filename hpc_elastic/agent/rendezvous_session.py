@@ -142,8 +142,6 @@ def local_world_size(asked: str, env: Mapping[str, str], *, devices: Path = Path
     Args:
         asked: What the user gave. ``auto``: the GPUs that Slurm gave (or CUDA_VISIBLE_DEVICES names), else 1. ``gpu``:
             the same, and where neither Slurm nor CUDA_VISIBLE_DEVICES limits them, all that this machine has.
-        env: The agent's environment.
-        devices: Where NVIDIA's driver puts its devices.
 
     Raises:
         UsageError: no such word, a number below 1, or ``gpu`` on a node without.

@@ -71,10 +71,8 @@ def why_not_replaced(dead: DeadWorker, *, last: RestartGroupEvent | None, used: 
     """Why no fresh process is put in its place; "" where one is.
 
     Args:
-        dead: The worker that ended.
         last: Its process' last report; None: there was none.
         used: Processes that were replaced on this node in this round.
-        limit: How many may be.
     """
     if last is None:
         return f"{dead} before it was in a wrapped call"
@@ -91,11 +89,6 @@ class RestartGroupWatch:
     """One agent's. All methods are for its main thread, and none waits."""
 
     def __init__(self, *, folder: HeartbeatFolder, events: EventLog, policy: RestartWith, limit: int) -> None:
-        """Args:
-        folder: On this node; the named pipe is in it.
-        events: This agent's log.
-        limit: Replacements in a round.
-        """
         self._events = events
         self._policy = policy
         self._limit = limit

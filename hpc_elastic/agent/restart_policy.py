@@ -153,7 +153,6 @@ def made_progress(
         step: The furthest that was reported by now, -1 for none.
         before: The same at the last failure.
         seconds: How long the workers ran.
-        window: `--restart-window`, where it was given.
         counted: Steps that were counted in the round, where none was reported; -1: not known.
         counted_before: The same of the last failure's round. More steps than in that round are progress; of fewer it
             is not known where they began, and the seconds decide.
@@ -188,12 +187,8 @@ def sum_up(
     """One node's failures in a round, as the coordinator needs them.
 
     Args:
-        failures: Of its workers.
         seconds: How long they had run when the first of them failed.
-        step: The furthest that was reported.
         counted_steps: How many were counted in the round, where none was reported.
-        hang: Of the one that hangs.
-        workers: How many ran there.
         leader: The coordinator's node, and by how many nanoseconds this host's clock is ahead of its; None: not known.
     """
     ranking = Ranking(failures, WorkerFailure.standing)

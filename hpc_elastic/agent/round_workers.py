@@ -41,12 +41,7 @@ class RoundWorkers:
         return self.layout.group_rank == 0 and self.facts.agent_store
 
     def group(self, *, excluding: Callable[[], Set[int]], is_ending: Callable[[], bool]) -> LocalWorkers:
-        """Put the group together; `start` starts it.
-
-        Args:
-            excluding: The pids of this agent's processes that are no workers.
-            is_ending: Whether this agent is being ended.
-        """
+        """Put the group together; `start` starts it."""
         context = self._context
         return LocalWorkers(
             context.place,

@@ -40,8 +40,6 @@ def config_from_keys(
     """Check and combine.
 
     Args:
-        directory: As in `HandlerConfig`.
-        run_id: Any text.
         min_nodes: At least one.
         max_nodes: At least `min_nodes`.
         conf: ``key=value`` pairs: ``prefix`` and what `settings_from_conf` knows.
@@ -77,8 +75,6 @@ def on_this_node(config: HandlerConfig, environ: Mapping[str, str], *, address: 
     """With what this host and Slurm's environment say: name, addresses, node order, which start of the job this is.
 
     Args:
-        config: Of the run.
-        environ: Of the process.
         address: By which the user says that other nodes reach this one; empty: found out.
     """
     import socket  # not at every agent's start
@@ -101,10 +97,6 @@ def config_from_url(url: str, environ: Mapping[str, str] | None = None) -> Handl
 
     The run id is the last component (a slash in it as ``%2F``); ``max_workers`` defaults to ``min_workers``, which
     defaults to 1.
-
-    Args:
-        url: As above.
-        environ: Of this process, where left out.
 
     Raises:
         UsageError: one line that names the value.

@@ -171,7 +171,6 @@ class HeartbeatSender:
         """Beat where that is due, or soon is and the files are looked at now anyway.
 
         Args:
-            leads: Whether this node is the coordinator.
             connected: Whether packets pass between it and the coordinator: then it beats to the files more rarely.
             look_due: When the files are to be looked at next.
         """

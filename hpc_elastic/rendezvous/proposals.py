@@ -203,8 +203,6 @@ def consequences(before: RoundRecord, proposal: Proposal, last_sign: Callable[[s
     """As `to_event`, for what a committed decision means for single nodes: lost, left, missing, replaced.
 
     Args:
-        before: The record that it followed.
-        proposal: What was committed.
         last_sign: Uid → seconds since its last sign of life.
     """
     record = proposal.record

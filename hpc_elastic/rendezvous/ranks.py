@@ -76,12 +76,7 @@ def _flat(segments: Sequence[Sequence[Member]]) -> tuple[Member, ...]:
 
 
 def replacements(previous: Sequence[Member], members: Sequence[Member]) -> list[tuple[Member, Member]]:
-    """Whose place was taken by whom: (gone, come) in slot order.
-
-    Args:
-        previous: As for `assign_ranks`.
-        members: What it returned.
-    """
+    """Whose place was taken by whom: (gone, come) in slot order."""
     were, are = {member.node for member in previous}, {member.node for member in members}
     gone = [member for member in previous if member.node not in are]
     come = [member for member in members if member.node not in were]
@@ -103,12 +98,7 @@ class RankLayout(Struct, frozen=True, kw_only=True):
 
 
 def rank_layout(members: Sequence[Member], uid: str) -> RankLayout:
-    """The place of `uid` among `members`: global ranks are contiguous, each node with its own number of workers.
-
-    Args:
-        members: A round's, in slot order.
-        uid: One of theirs.
-    """
+    """The place of `uid` among `members`: global ranks are contiguous, each node with its own number of workers."""
     group_rank = next(index for index, member in enumerate(members) if member.uid == uid)
     return layout_of(_sizes(members), group_rank)
 

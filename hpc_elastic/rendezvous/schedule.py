@@ -215,7 +215,6 @@ class Schedule:
         """Seconds until the next step.
 
         Args:
-            leads: Whether this node coordinates.
             connected: Whether it and the coordinator hear each other.
             ending: Where the run is closed and something is waited for: seconds between two looks for it.
             idle: Whether it coordinates a round that runs, and it and all members hear each other.

@@ -82,10 +82,6 @@ class Succession:
 
         Silence alone means no more than that no packet comes through from there to here: a node that took over for
         that would take a healthy run's beats away. So the coordinator is asked like all others.
-
-        Args:
-            looked: Whether this step has looked at the log.
-            notified_of: What others have notified of.
         """
         leader = record.leader
         if supersedes(self._info.uid, leader):

@@ -66,7 +66,6 @@ class Sweep:
         """Args:
         peers: Announces it anew, should others have taken it for gone.
         observes: It only looks: it removes nothing.
-        now: Seconds, monotonic; as in `step`.
         """
         self._store = store
         self._uid = uid

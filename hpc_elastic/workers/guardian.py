@@ -241,8 +241,6 @@ def end_tagged(
     """End every process of the run's own jobs that was started with the worker tag `tag`, and all below, with SIGKILL.
 
     Args:
-        tag: Which processes.
-        clock: For `bound`.
         children: The agent's, as they were while it lived.
         only_while: Asked after each look and before anything is ended: an agent that goes on has workers of its next
             round, which carry the same tag.

@@ -142,7 +142,6 @@ def choose_receivers(
         root: The process that the agent started.
         below: All below it, parents first.
         masks: By pid, as far as they could be read.
-        number: The signal.
         speaker: The pid of the process that sends the worker's heartbeats, in its own namespace; 0 where none does.
 
     Returns:
@@ -166,9 +165,6 @@ def choose_rank_processes(
     """Choose the processes of one worker that get SIGTERM before what they have started does. Pure.
 
     Args:
-        root: The process that the agent started.
-        below: All below it, parents first.
-        masks: By pid, as far as they could be read.
         speaker: As of `choose_receivers`.
         pythons: Pids of those that run a Python.
 

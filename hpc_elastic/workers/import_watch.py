@@ -91,7 +91,6 @@ class ImportWatch:
     def __init__(self, watched: set[str], libc: Any) -> None:
         """Args:
         watched: Variables that differ between workers, or between rounds; may grow.
-        libc: The C library.
         """
         self._watched = watched
         self._libc = libc

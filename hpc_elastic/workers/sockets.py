@@ -29,7 +29,6 @@ def read_sockets(pids: Iterable[int], *, proc: str = "/proc") -> dict[int, froze
 
     Args:
         pids: The processes; of one without a socket its children count.
-        proc: Where procfs is mounted.
     """
     owned = {pid: inodes for pid in pids if (inodes := _inodes_below(pid, proc))}
     if not owned:

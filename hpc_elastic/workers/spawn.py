@@ -202,9 +202,6 @@ def start_worker(
 
     Args:
         argv: The command, found by the PATH of `env` where it has no slash, and its arguments.
-        env: The whole environment.
-        cwd: Where it runs.
-        inherited: What `prepare_agent_process` gave.
         clock: For `ExitStatus.observed_ns`.
         pipe_bytes: Wanted capacity of each output pipe (`pipe_bytes_for`); the kernel may grant less.
         exec_wait: Seconds that the program is given to be there. One on a mount that hangs counts as started then.
@@ -438,10 +435,7 @@ def exec_failure(*, command: str, cwd: str, path: str, code: int, path_exists: b
     """The error of a command that did not start.
 
     Args:
-        command: As the user gave it.
-        cwd: The worker's working directory.
         path: The file that was tried last, or the folder, for a `cwd` that could not be entered.
-        code: The errno.
         path_exists: Whether there is something at `path` after all.
     """
     if code == errno.EACCES and "/" not in command and not path_exists:

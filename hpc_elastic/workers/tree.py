@@ -290,8 +290,6 @@ def kill_safely(proc: Proc, signal_number: int, *, main_thread: bool = False) ->
     On a kernel without pidfd (before 5.3) a gap of microseconds is left between the look and the signal.
 
     Args:
-        proc: The process.
-        signal_number: What to send.
         main_thread: To its main thread, where this architecture's call for that is known; else any thread may get it.
     """
     try:
