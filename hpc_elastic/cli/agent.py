@@ -23,7 +23,7 @@ from hpc_elastic.launch.step import (
     run_first_task,
     step_nodes,
 )
-from hpc_elastic.options.help_text import Help
+from hpc_elastic.options.command_line import Help
 from hpc_elastic.options.job_options import ignored_in_allocation, notice_seconds
 from hpc_elastic.options.run_request import build_spec, runs_directory, working_directory
 from hpc_elastic.options.sbatch import refuse_het_job

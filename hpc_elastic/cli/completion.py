@@ -16,7 +16,7 @@ from msgspec import Struct
 
 from hpc_elastic.cli.run_argument import argument_parser
 from hpc_elastic.options.run_request import ALL_OPTIONS
-from hpc_elastic.options.table import HelpWanted, Keys, Option
+from hpc_elastic.options.table import Keys, Option
 from hpc_elastic.run.paths import RUN_ID
 
 _WORD = re.compile(r"[a-z][a-z-]*\Z")
@@ -89,7 +89,7 @@ def _subcommand(name: str, module: str) -> _Subcommand:
 
 
 def _of_table(options: Iterable[Option], *, argument: str) -> _Subcommand:
-    found = _Subcommand(options=[*_HELP, HelpWanted.ALL.value], valued=[], choices={}, argument=argument)
+    found = _Subcommand(options=[*_HELP, "--help-all"], valued=[], choices={}, argument=argument)
     for option in options:
         found.options += option.names
         if option.metavar is None or option.optional_value:

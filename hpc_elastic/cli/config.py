@@ -16,11 +16,11 @@ from msgspec.structs import replace
 
 from hpc_elastic.cli.screen import print_note
 from hpc_elastic.errors import UsageError
+from hpc_elastic.options.command_line import Help, HelpWanted, parse, render_help
 from hpc_elastic.options.config_files import Layer
-from hpc_elastic.options.help_text import Help, render_help
 from hpc_elastic.options.resolve import Origin, Resolved, resolve
 from hpc_elastic.options.run_request import ALL_OPTIONS, REFUSED, YIELDS, check_values, current_directory, default_of
-from hpc_elastic.options.table import Group, HelpWanted, Keys, Option, Parsed, explaining, key_of, parse
+from hpc_elastic.options.table import Group, Keys, Option, Parsed, explaining, key_of
 from hpc_elastic.options.worker_options import UNNEEDED
 from hpc_elastic.output.terminal import each_line
 
@@ -55,16 +55,17 @@ def read_command_line(
     ]
     options = (*own, *(option for option in ALL_OPTIONS if option.dest not in left_out))
     others = {name: "submit" for option in ALL_OPTIONS if option.dest in left_out for name in option.names}
-    given = parse(argv, options, refused=REFUSED, env={}, elsewhere=others, unneeded=UNNEEDED)
-    if given.help is None:
-        here = current_directory(env)
-        parsed = resolve(given, ALL_OPTIONS, env=env, here=here, left_out=left_out, yields=YIELDS).parsed
-        for line in parsed.executed:
-            print_note(line)
-        mine = {option.dest: given.values[option.dest] for option in own if option.dest in given.values}
-        return replace(parsed, values={**parsed.values, **mine}, sources={**given.sources, **parsed.sources})
-    _print_help(subcommand, help_, [option for option in options if subcommand not in option.ignored_by], given.help)
-    return None
+    try:
+        given = parse(argv, options, refused=REFUSED, elsewhere=others, unneeded=UNNEEDED)
+    except HelpWanted as wanted:
+        _print_help(subcommand, help_, [option for option in options if subcommand not in option.ignored_by], wanted)
+        return None
+    here = current_directory(env)
+    parsed = resolve(given, ALL_OPTIONS, env=env, here=here, left_out=left_out, yields=YIELDS).parsed
+    for line in parsed.executed:
+        print_note(line)
+    mine = {option.dest: given.values[option.dest] for option in own if option.dest in given.values}
+    return replace(parsed, values={**parsed.values, **mine}, sources={**given.sources, **parsed.sources})
 
 
 _SETTINGS = (
@@ -74,7 +75,7 @@ _SETTINGS = (
 
 
 def _print_help(subcommand: str, help_: Help, options: Sequence[Option], wanted: HelpWanted) -> None:
-    shown = options if wanted is HelpWanted.ALL else [option for option in options if option.common]
+    shown = options if wanted.everything else [option for option in options if option.common]
     ending = _SETTINGS
     if any(option.env for option in shown):
         ending += " A variable in brackets, as in [PET_NNODES], is one of torchrun's for the same option."
@@ -113,9 +114,10 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UsageError: something that submit would refuse, but for the script.
     """
-    given = parse(argv, OPTIONS, refused=REFUSED, env={}, unneeded=UNNEEDED)
-    if given.help is not None:
-        _print_help("config", HELP, OPTIONS, given.help)
+    try:
+        given = parse(argv, OPTIONS, refused=REFUSED, unneeded=UNNEEDED)
+    except HelpWanted as wanted:
+        _print_help("config", HELP, OPTIONS, wanted)
         return 0
     env = os.environ
     found = resolve(given, ALL_OPTIONS, env=env, here=current_directory(env), yields=YIELDS)

@@ -11,9 +11,9 @@ from pathlib import Path
 from hpc_elastic.base.text import plural
 from hpc_elastic.cli.screen import print_note
 from hpc_elastic.errors import UsageError
+from hpc_elastic.options.command_line import parse
 from hpc_elastic.options.convert import Conversion, check_converted, convert
 from hpc_elastic.options.run_request import ALL_OPTIONS, REFUSED, check_values
-from hpc_elastic.options.table import parse
 from hpc_elastic.output.terminal import each_line, one_line
 
 _LARGEST = 1 << 20
@@ -73,4 +73,4 @@ def _read_file(path: Path) -> bytes:
 
 
 def _check(argv: Sequence[str]) -> None:
-    check_values(parse(argv, ALL_OPTIONS, refused=REFUSED, env={}))
+    check_values(parse(argv, ALL_OPTIONS, refused=REFUSED))

@@ -17,7 +17,7 @@ from hpc_elastic.cli.screen import print_note
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import make_runs_dir
 from hpc_elastic.options import job_options
-from hpc_elastic.options.help_text import Help
+from hpc_elastic.options.command_line import Help
 from hpc_elastic.options.run_request import SlurmJob, build_spec, runs_directory, slurm_job, working_directory
 from hpc_elastic.options.table import Group, Option, Parsed, explaining
 from hpc_elastic.output.terminal import each_line

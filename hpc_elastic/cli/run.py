@@ -15,7 +15,7 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.node_claims import NodeWish, open_claims
 from hpc_elastic.launch.run_directory import create_run, earlier_run, make_runs_dir, why_not_shared
 from hpc_elastic.options import job_options
-from hpc_elastic.options.help_text import Help
+from hpc_elastic.options.command_line import Help
 from hpc_elastic.options.remarks import plan_text, remarks
 from hpc_elastic.options.run_request import (
     ALL_OPTIONS,

@@ -18,7 +18,7 @@ from hpc_elastic.launch.requeue import back_off
 from hpc_elastic.launch.run_directory import job_now
 from hpc_elastic.launch.submit_job import Submission, dry_run, submission_client, submit_job
 from hpc_elastic.options import job_options
-from hpc_elastic.options.help_text import Help
+from hpc_elastic.options.command_line import Help
 from hpc_elastic.options.remarks import plan_text, remarks
 from hpc_elastic.options.run_request import ALL_OPTIONS, cluster_here, runs_directory, slurm_job, working_directory
 from hpc_elastic.options.sbatch import SbatchOptions

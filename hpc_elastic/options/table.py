@@ -1,9 +1,4 @@
-"""The type of an option, and what reads options: command lines, keys of files, variables, arguments of a program.
-
-A command line is read up to the user's script: what follows it is the script's. Not by argparse: its REMAINDER drops
-``--``, it takes an option's value that begins with ``-`` for an option, and it accepts abbreviations that the next
-version may make ambiguous. An unknown name is answered with the one that was probably meant.
-"""
+"""The type of an option, and its values as they stand in files, variables and the arguments of a program."""
 
 from __future__ import annotations
 
@@ -74,13 +69,6 @@ class Option(Struct, frozen=True, kw_only=True):
     """Among the options that most people use: in the short help."""
 
 
-class HelpWanted(Enum):
-    """What was asked for in place of a run."""
-
-    SHORT = "--help"
-    ALL = "--help-all"
-
-
 class Parsed(Struct, frozen=True, kw_only=True):
     """A command line that was read."""
 
@@ -90,7 +78,6 @@ class Parsed(Struct, frozen=True, kw_only=True):
     """As what the user gave each: ``--nnodes``, ``-N`` or ``PET_NNODES``, for error messages."""
     command: tuple[str, ...]
     """The script and its arguments, untouched."""
-    help: HelpWanted | None = None
     named: Mapping[str, str] = field(default_factory=dict)
     """Option name → what the user wrote in its place, for options that came from elsewhere (`explained`)."""
     executed: tuple[str, ...] = ()
@@ -150,129 +137,6 @@ def explaining(parsed: Parsed) -> Iterator[None]:
         if explained is error:
             raise
         raise explained from None
-
-
-class _Reading(Struct):
-    values: dict[str, list[str]] = field(default_factory=dict)
-    sources: dict[str, str] = field(default_factory=dict)
-
-    def add(self, option: Option, value: str, source: str) -> None:
-        if option.repeatable:
-            self.values.setdefault(option.dest, []).append(value)
-        else:
-            self.values[option.dest] = [value]
-        self.sources[option.dest] = source
-
-
-def parse(
-    argv: Sequence[str],
-    options: Sequence[Option],
-    *,
-    refused: Mapping[str, str],
-    env: Mapping[str, str],
-    elsewhere: Mapping[str, str] | None = None,
-    unneeded: Sequence[Option] = (),
-) -> Parsed:
-    """Read `argv` up to the first word that is not an option, or ``--``.
-
-    Args:
-        argv: Without the program and the subcommand.
-        options: The table.
-        refused: Long options that will never be, with the reason and the way out.
-        env: For options that have a variable.
-        elsewhere: Options of another subcommand → which.
-        unneeded: Another program's that mean nothing here: refused all together. The help is the reason.
-
-    Raises:
-        UsageError: an option that is unknown, refused, or without its value.
-    """
-    by_name = {name: option for option in options for name in option.names}
-    meaningless = {name: option for option in unneeded for name in option.names}
-    leave_out: dict[str, str] = {}
-    reading = _Reading()
-    index = 0
-    while index < len(argv):
-        word = argv[index]
-        if word == "--":
-            index += 1
-            break
-        if not word.startswith("-") or word == "-":
-            break
-        if word in ("-h", "--help"):
-            return Parsed(values={}, sources={}, command=(), help=HelpWanted.SHORT)
-        if word.replace("_", "-") == HelpWanted.ALL.value:
-            return Parsed(values={}, sources={}, command=(), help=HelpWanted.ALL)
-        name, value = _split(word, by_name)
-        option = by_name.get(name)
-        if name in meaningless:
-            leave_out[name] = meaningless[name].help
-            index += 2 if value is None and meaningless[name].metavar is not None else 1
-            continue
-        if option is None:
-            if leave_out:
-                break
-            raise _unknown(name, by_name, refused, elsewhere or {})
-        if option.metavar is None:
-            if value is not None:
-                raise UsageError(f"{name} takes no value; leave out ={value}")
-            value = option.constant
-        elif value is None and option.optional_value:
-            value = ""
-        elif value is None:
-            index += 1
-            if index == len(argv):
-                raise UsageError(f"{name} needs a value ({option.metavar})")
-            value = argv[index]
-        if not value and option.metavar is not None and not option.optional_value:
-            raise UsageError(f"{name} needs a value ({option.metavar})")
-        reading.add(option, value, name)
-        index += 1
-    if leave_out:
-        them = "it" if len(leave_out) == 1 else "them"
-        why = "; ".join(dict.fromkeys(leave_out.values()))
-        raise UsageError(f"{', '.join(leave_out)}: not needed: {why}; leave {them} out")
-    _from_environment(options, env, reading)
-    return Parsed(
-        values={dest: tuple(values) for dest, values in reading.values.items()},
-        sources=reading.sources,
-        command=tuple(argv[index:]),
-    )
-
-
-def _split(word: str, by_name: Mapping[str, Option]) -> tuple[str, str | None]:
-    """``--nproc_per_node=4`` → ``--nproc-per-node``, ``4``; ``-N4`` → ``-N``, ``4``."""
-    if word.startswith("--"):
-        name, equals, value = word.partition("=")
-        return name.replace("_", "-"), value if equals else None
-    if len(word) > 2 and word not in by_name:
-        value = word[2:]
-        return word[:2], value.removeprefix("=")
-    return word, None
-
-
-def _unknown(
-    name: str, by_name: Mapping[str, Option], refused: Mapping[str, str], elsewhere: Mapping[str, str]
-) -> UsageError:
-    if name in elsewhere:
-        return UsageError(f"{name} belongs to hpc-elastic {elsewhere[name]}")
-    if name in refused:
-        return UsageError(f"{name}: {refused[name]}")
-    long = name.startswith("--")
-    match = nearest(name[2:], [known[2:] for known in by_name if known.startswith("--")]) if long else None
-    if match is None:
-        if name[2:] in SBATCHS_OWN:
-            return UsageError(f"unknown option {name}; it is sbatch's: give --sbatch-arg={name}=value")
-        return UsageError(
-            f"unknown option {name}; script arguments go after the script, sbatch's other options in --sbatch-arg=--x=y"
-        )
-    remark = remark_on(name[2:])
-    return UsageError(f"unknown option {name}; did you mean --{match}{f' ({remark})' if remark else ''}?")
-
-
-def _from_environment(options: Sequence[Option], env: Mapping[str, str], reading: _Reading) -> None:
-    for option in options:
-        if option.env and option.dest not in reading.values and env.get(option.env):
-            reading.add(option, env[option.env], option.env)
 
 
 _EACH = "on each node"

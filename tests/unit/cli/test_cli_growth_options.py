@@ -7,13 +7,14 @@ import pytest
 from hpc_elastic.cli.run import nodes_of
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import job_options, worker_options
-from hpc_elastic.options.table import Parsed, parse
+from hpc_elastic.options.command_line import parse
+from hpc_elastic.options.table import Parsed
 
 TABLE = (*worker_options.OPTIONS, *job_options.OPTIONS)
 
 
 def read(*argv: str) -> Parsed:
-    return parse(argv, TABLE, refused=worker_options.REFUSED, env={})
+    return parse(argv, TABLE, refused=worker_options.REFUSED)
 
 
 @pytest.mark.parametrize(

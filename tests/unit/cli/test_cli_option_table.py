@@ -6,7 +6,8 @@ import pytest
 
 from hpc_elastic.cli.main import main
 from hpc_elastic.errors import UsageError
-from hpc_elastic.options.table import HelpWanted, Option, Parsed, parse
+from hpc_elastic.options.command_line import HelpWanted, parse
+from hpc_elastic.options.table import Option, Parsed
 
 TABLE = (
     Option(names=("-N", "--nodes", "--nnodes"), dest="nodes", metavar="N", help="nodes", env="PET_NNODES"),
@@ -19,8 +20,8 @@ TABLE = (
 )
 
 
-def read(*argv: str, **env: str) -> Parsed:
-    return parse(argv, TABLE, refused={"--rdzv-backend": "not needed: nodes find each other"}, env=env)
+def read(*argv: str) -> Parsed:
+    return parse(argv, TABLE, refused={"--rdzv-backend": "not needed: nodes find each other"})
 
 
 @pytest.mark.parametrize(
@@ -28,7 +29,6 @@ def read(*argv: str, **env: str) -> Parsed:
     [
         ("-N", "4", "s.py"),
         ("-N4", "s.py"),
-        ("-N=4", "s.py"),
         ("--nodes", "4", "s.py"),
         ("--nodes=4", "s.py"),
         ("--nnodes=4", "s.py"),
@@ -82,15 +82,6 @@ def test_flags_and_optional_values() -> None:
     assert read("s").get("exclusive") is None
 
 
-def test_variables_give_defaults_and_are_named() -> None:
-    parsed = read("s.py", PET_NNODES="1:4", PET_MODULE="1")
-    assert (parsed.get("nodes"), parsed.source("nodes", "")) == ("1:4", "PET_NNODES")
-    assert parsed.flag("module")
-    assert not read("s.py", PET_MODULE="0").flag("module")
-    given = read("--nodes=2", "s.py", PET_NNODES="1:4")
-    assert (given.get("nodes"), given.source("nodes", "")) == ("2", "--nodes")
-
-
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
@@ -115,8 +106,10 @@ def test_what_is_wrong_is_named(argv: list[str], says: str) -> None:
 
 @pytest.mark.parametrize("word", ["-h", "--help", "--help-all", "--help_all"])
 def test_help_is_asked_for_before_the_script_only(word: str) -> None:
-    assert read("-N4", word).help is (HelpWanted.ALL if "all" in word else HelpWanted.SHORT)
-    assert not read("s.py", word).help
+    with pytest.raises(HelpWanted) as wanted:
+        read("-N4", word)
+    assert wanted.value.everything is ("all" in word)
+    assert read("s.py", word).command == ("s.py", word)
 
 
 @pytest.mark.parametrize("option", ["--dry-run", "--follow", "--wait", "--template"])

@@ -9,9 +9,10 @@ import pytest
 from msgspec.structs import fields
 
 from hpc_elastic.options import hook_options, worker_options
+from hpc_elastic.options.command_line import parse
 from hpc_elastic.options.job_options import notice_seconds
 from hpc_elastic.options.run_request import ALL_OPTIONS, build_spec
-from hpc_elastic.options.table import Option, parse
+from hpc_elastic.options.table import Option
 from hpc_elastic.run.spec import RunSpec, load_run_spec
 
 FIELDS = {each.name: each for each in fields(RunSpec)}
@@ -107,7 +108,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def spec_of(here: Path, *argv: str) -> RunSpec:
     """What is read back from run.json."""
-    parsed = parse([*argv, "train.py"], ALL_OPTIONS, refused=worker_options.REFUSED, env={})
+    parsed = parse([*argv, "train.py"], ALL_OPTIONS, refused=worker_options.REFUSED)
     cwd = here / (parsed.get("chdir") or "")
     made = build_spec(parsed, cluster="slurm", nodes=(2, 4), cwd=cwd, env={}, grace=notice_seconds(parsed))
     made.save(here / "run.json", durable=False)

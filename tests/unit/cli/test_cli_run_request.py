@@ -9,10 +9,12 @@ import pytest
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import job_options, worker_options
+from hpc_elastic.options.command_line import parse
 from hpc_elastic.options.job_options import asked_cluster, notice_seconds
+from hpc_elastic.options.resolve import resolve
 from hpc_elastic.options.run_request import build_spec, runs_directory, working_directory
 from hpc_elastic.options.sbatch import SbatchOptions
-from hpc_elastic.options.table import Parsed, parse
+from hpc_elastic.options.table import Parsed
 from hpc_elastic.run.spec import EntryKind, RunSpec
 
 TABLE = (*worker_options.OPTIONS, *job_options.OPTIONS)
@@ -28,7 +30,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def read(*argv: str, **env: str) -> Parsed:
-    return parse(argv, TABLE, refused=worker_options.REFUSED, env=env, unneeded=worker_options.UNNEEDED)
+    given = parse(argv, TABLE, refused=worker_options.REFUSED, unneeded=worker_options.UNNEEDED)
+    return resolve(given, TABLE, env=env, here=Path("/nowhere")).parsed
 
 
 def spec(here: Path, *argv: str, **env: str) -> RunSpec:

@@ -12,15 +12,15 @@ from hpc_elastic.base import codec
 from hpc_elastic.doctor import node_job
 from hpc_elastic.doctor.node_job import TAKEN, NodeFacts, ProbeJob, collect, open_site, plan_job, probe_node
 from hpc_elastic.doctor.probe_site import ProbeSettings
+from hpc_elastic.options.command_line import parse
 from hpc_elastic.options.run_request import ALL_OPTIONS
-from hpc_elastic.options.table import parse
 from hpc_elastic.run.container import Runtime
 from hpc_elastic.run.paths import RunPaths
 
 
 def plan(folder: Path, *argv: str, cluster: str = "slurm", env: dict[str, str] | None = None) -> ProbeJob:
     options = [option for option in ALL_OPTIONS if option.dest in TAKEN | {"nodes"}]
-    parsed = parse([*argv, f"--chdir={folder}"], options, refused={}, env={})
+    parsed = parse([*argv, f"--chdir={folder}"], options, refused={})
     return plan_job(parsed, cluster=cluster, env=env or {})
 
 

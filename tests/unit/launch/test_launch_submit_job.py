@@ -11,10 +11,10 @@ import pytest
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.submit_job import MessageHints, Submission, submit_job
+from hpc_elastic.options.command_line import parse
 from hpc_elastic.options.job_options import OPTIONS
 from hpc_elastic.options.run_request import slurm_job
 from hpc_elastic.options.sbatch import ScriptLines
-from hpc_elastic.options.table import parse
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import load_run_spec
 from hpc_elastic.slurm.client import CommandSlurmClient
@@ -36,7 +36,7 @@ class Site:
 
     def submission(self, *argv: str, shared: bool = True, array: str | None = None) -> Submission:
         given = [*argv, *(["--allow-local-runs-dir"] if shared else []), "/bin/true"]
-        parsed = parse(given, OPTIONS, refused={}, env={})
+        parsed = parse(given, OPTIONS, refused={})
         return Submission(
             job=slurm_job(parsed, self.env, array=array),
             runs_dir=self.runs,

@@ -6,13 +6,14 @@ import pytest
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import job_options
+from hpc_elastic.options.command_line import parse
 from hpc_elastic.options.sbatch import SbatchOptions
-from hpc_elastic.options.table import Parsed, parse
+from hpc_elastic.options.table import Parsed
 from hpc_elastic.slurm.batch_script import render_script
 
 
 def read(*argv: str) -> Parsed:
-    return parse([*argv, "train.py"], job_options.OPTIONS, refused={}, env={})
+    return parse([*argv, "train.py"], job_options.OPTIONS, refused={})
 
 
 @pytest.mark.parametrize(

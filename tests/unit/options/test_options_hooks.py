@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.errors import UsageError
+from hpc_elastic.options.command_line import parse
 from hpc_elastic.options.hook_options import parse_notify, parse_setup, parse_worker_prefix
 from hpc_elastic.options.remarks import plan_text
 from hpc_elastic.options.run_request import ALL_OPTIONS, spec_fields
-from hpc_elastic.options.table import parse
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 
 
@@ -45,7 +45,7 @@ def test_words_and_urls() -> None:
 def test_a_prefix_and_forks_do_not_go_together() -> None:
     argv = ["--worker-prefix", "numactl -l", "--start-method", "forkserver", "train.py"]
     with pytest.raises(UsageError, match="--worker-prefix 'numactl -l': workers that are forks of one process"):
-        spec_fields(parse(argv, ALL_OPTIONS, refused={}, env={}))
+        spec_fields(parse(argv, ALL_OPTIONS, refused={}))
 
 
 def test_a_reader_sees_what_is_run_and_no_secret() -> None:

@@ -11,10 +11,10 @@ import pytest
 from hpc_elastic.cli.main import main
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import job_options
+from hpc_elastic.options.command_line import parse
 from hpc_elastic.options.job_options import notice_seconds
 from hpc_elastic.options.remarks import plan_text, remarks
 from hpc_elastic.options.run_request import ALL_OPTIONS, build_spec
-from hpc_elastic.options.table import parse
 
 ENV = {"PATH": os.environ.get("PATH", "")}
 
@@ -32,7 +32,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def remarks_on(here: Path, *argv: str, cluster: str = "slurm") -> list[str]:
-    parsed = parse(argv, ALL_OPTIONS, refused={}, env={})
+    parsed = parse(argv, ALL_OPTIONS, refused={})
     nodes = job_options.asked_nodes(parsed)
     spec = build_spec(parsed, cluster=cluster, nodes=nodes, cwd=here, env=ENV, grace=notice_seconds(parsed))
     job_options.sbatch_options(parsed, nodes=nodes, job_name="x", grace=120)
@@ -144,7 +144,6 @@ def test_the_plan_has_five_lines(here: Path) -> None:
         ],
         ALL_OPTIONS,
         refused={},
-        env={},
     )
     nodes = job_options.asked_nodes(parsed)
     spec = build_spec(parsed, cluster="slurm", nodes=nodes, cwd=here, env=ENV, grace=120)

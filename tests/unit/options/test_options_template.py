@@ -8,7 +8,8 @@ import pytest
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import job_options
-from hpc_elastic.options.table import Parsed, parse
+from hpc_elastic.options.command_line import parse
+from hpc_elastic.options.table import Parsed
 from hpc_elastic.options.template import asked_by, read_template
 
 TEXT = """#!/bin/bash
@@ -21,7 +22,7 @@ exec @COMMAND@
 
 
 def read(*argv: str) -> Parsed:
-    return parse([*argv, "--template", "t.sh", "train.py"], job_options.OPTIONS, refused={}, env={})
+    return parse([*argv, "--template", "t.sh", "train.py"], job_options.OPTIONS, refused={})
 
 
 def test_its_lines_count_where_nothing_else_says_so(tmp_path: Path) -> None:

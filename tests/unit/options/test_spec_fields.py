@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hpc_elastic.errors import UsageError
+from hpc_elastic.options.command_line import parse
 from hpc_elastic.options.run_request import ALL_OPTIONS, REFUSED, spec_fields
-from hpc_elastic.options.table import parse
 from hpc_elastic.run.health_limits import Check
 from hpc_elastic.run.log_pieces import PieceLimit
 from hpc_elastic.run.option_values import GrowPolicy, MetricsTarget
@@ -14,7 +14,7 @@ from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 
 
 def fields(*argv: str) -> dict[str, object]:
-    return spec_fields(parse(argv, ALL_OPTIONS, refused=REFUSED, env={}))
+    return spec_fields(parse(argv, ALL_OPTIONS, refused=REFUSED))
 
 
 def test_nothing_is_given_by_default() -> None:

@@ -1,0 +1,205 @@
+"""Command lines and their help, on click: the words up to the user's script become values, and what is wrong one line.
+
+What follows the script is the script's. An unknown name is answered with the one that was probably meant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import click
+from msgspec import Struct
+
+from hpc_elastic.errors import UsageError
+from hpc_elastic.options.table import SBATCHS_OWN, Group, Option, Parsed, nearest, remark_on
+
+_LEAST_WIDTH, _MOST_WIDTH = 40, 120
+
+
+class HelpWanted(Exception):
+    """``--help`` or ``--help-all`` was asked for in place of a run."""
+
+    def __init__(self, *, everything: bool) -> None:
+        super().__init__()
+        self.everything = everything
+
+
+class Help(Struct, frozen=True, kw_only=True):
+    """What the help of a subcommand says beside its options."""
+
+    usage: str
+    description: str
+    examples: Sequence[tuple[str, str]] = ()
+    """Command and what it does."""
+    ending: str = ""
+
+
+class _Named(click.Option):
+    """An option under one of its names: a message names it as the user did."""
+
+    def __init__(self, option: Option, name: str, number: int, use: Callable[[Option, str, Any], None]) -> None:
+        takes_value = option.metavar is not None
+
+        def callback(context: click.Context, parameter: click.Parameter, given: Any) -> None:
+            if given:
+                use(option, name, given)
+
+        super().__init__(
+            [name, f"option_{number}"],
+            is_flag=None if takes_value else True,
+            multiple=takes_value,
+            expose_value=False,
+            callback=callback,
+        )
+
+
+def parse(
+    argv: Sequence[str],
+    options: Sequence[Option],
+    *,
+    refused: Mapping[str, str],
+    elsewhere: Mapping[str, str] | None = None,
+    unneeded: Sequence[Option] = (),
+) -> Parsed:
+    """Read `argv` up to the first word that is not an option, or ``--``.
+
+    Args:
+        argv: Without the program and the subcommand.
+        options: The table.
+        refused: Long options that will never be, with the reason and the way out.
+        elsewhere: Options of another subcommand → which.
+        unneeded: Another program's that mean nothing here: refused all together. The help is the reason.
+
+    Raises:
+        HelpWanted: before the script stands ``--help`` or ``--help-all``.
+        UsageError: an option that is unknown, refused, or without its value.
+    """
+    by_name = {name: option for option in options for name in option.names}
+    meaningless = {name: option for option in unneeded for name in option.names}
+    values: dict[str, tuple[str, ...]] = {}
+    sources: dict[str, str] = {}
+    leave_out: dict[str, str] = {}
+
+    def use(option: Option, name: str, given: Any) -> None:
+        if name in meaningless:
+            leave_out[name] = option.help
+            return
+        texts = (option.constant,) if option.metavar is None else tuple(given)
+        if not all(texts) and not option.optional_value:
+            raise UsageError(f"{name} needs a value ({option.metavar})")
+        values[option.dest] = (*values.get(option.dest, ()), *texts) if option.repeatable else texts[-1:]
+        sources[option.dest] = name
+
+    named = [(option, name) for table in (by_name, meaningless) for name, option in table.items()]
+    parameters: list[click.Parameter] = [_Named(option, name, at, use) for at, (option, name) in enumerate(named)]
+    parameters += [
+        click.Option(words, is_flag=True, is_eager=True, expose_value=False, callback=_help(everything=everything))
+        for words, everything in ((["-h", "--help"], False), (["--help-all"], True))
+    ]
+    command = click.Command("", params=parameters, add_help_option=False)
+    # A value may be left out only where it stands behind "=": `--exclusive train.py`.
+    bare = {name for name, option in by_name.items() if option.optional_value}
+    words = [f"{word}=" if word in bare else word for word in argv]
+    try:
+        context = command.make_context(
+            "",
+            words,
+            allow_interspersed_args=False,
+            allow_extra_args=True,
+            token_normalize_func=lambda name: name.replace("_", "-"),
+        )
+    except click.NoSuchOption as error:
+        before = argv[: next((at for at, word in enumerate(argv) if _name_of(word, error.option_name)), 0)]
+        if leave_out := {name: meaningless[name].help for name in map(_long_name, before) if name in meaningless}:
+            raise _not_needed(leave_out) from None
+        raise _unknown(error.option_name, by_name, refused, elsewhere or {}) from None
+    except click.BadOptionUsage as error:
+        name = error.option_name
+        option = by_name.get(name) or meaningless[name]
+        if option.metavar is not None:
+            raise UsageError(f"{name} needs a value ({option.metavar})") from None
+        value = next((word.partition("=")[2] for word in argv if _long_name(word) == name and "=" in word), "")
+        raise UsageError(f"{name} takes no value; leave out ={value}") from None
+    if leave_out:
+        raise _not_needed(leave_out)
+    return Parsed(values=values, sources=sources, command=tuple(argv[len(argv) - len(context.args) :]))
+
+
+def _help(*, everything: bool) -> Callable[[click.Context, click.Parameter, bool], None]:
+    def callback(context: click.Context, parameter: click.Parameter, given: bool) -> None:
+        if given:
+            raise HelpWanted(everything=everything)
+
+    return callback
+
+
+def _long_name(word: str) -> str:
+    return word.partition("=")[0].replace("_", "-")
+
+
+def _name_of(word: str, name: str) -> bool:
+    return _long_name(word) == name or (not word.startswith("--") and word.startswith(name))
+
+
+def _not_needed(leave_out: Mapping[str, str]) -> UsageError:
+    them = "it" if len(leave_out) == 1 else "them"
+    why = "; ".join(dict.fromkeys(leave_out.values()))
+    return UsageError(f"{', '.join(leave_out)}: not needed: {why}; leave {them} out")
+
+
+def _unknown(
+    name: str, by_name: Mapping[str, Option], refused: Mapping[str, str], elsewhere: Mapping[str, str]
+) -> UsageError:
+    if name in elsewhere:
+        return UsageError(f"{name} belongs to hpc-elastic {elsewhere[name]}")
+    if name in refused:
+        return UsageError(f"{name}: {refused[name]}")
+    long = name.startswith("--")
+    match = nearest(name[2:], [known[2:] for known in by_name if known.startswith("--")]) if long else None
+    if match is None:
+        if name[2:] in SBATCHS_OWN:
+            return UsageError(f"unknown option {name}; it is sbatch's: give --sbatch-arg={name}=value")
+        return UsageError(
+            f"unknown option {name}; script arguments go after the script, sbatch's other options in --sbatch-arg=--x=y"
+        )
+    remark = remark_on(name[2:])
+    return UsageError(f"unknown option {name}; did you mean --{match}{f' ({remark})' if remark else ''}?")
+
+
+def render_help(help_: Help, options: Sequence[Option], *, width: int) -> str:
+    """The text of ``--help``: no line is longer than `width`, unless one word is.
+
+    Args:
+        help_: What stands around the options.
+        options: Those to show; they are put into their groups.
+        width: The columns of the terminal.
+    """
+    whole = str.maketrans("-", "\u2011")  # click breaks lines at hyphens: --sbatch-/arg
+    formatter = click.HelpFormatter(width=min(max(width, _LEAST_WIDTH), _MOST_WIDTH) - 1)
+    program, _, arguments = help_.usage.partition(" ")
+    formatter.write_usage(program, arguments, prefix="usage: ")
+    formatter.write_paragraph()
+    formatter.write_text(help_.description.translate(whole))
+    for group in Group:
+        if rows := [(_left(option), _right(option).translate(whole)) for option in options if option.group is group]:
+            with formatter.section(group.value):
+                formatter.write_dl(rows, col_max=formatter.width // 3)
+    if help_.examples:
+        with formatter.section("examples"):
+            for command, does in help_.examples:
+                formatter.write_text(f"# {does}".translate(whole))
+                formatter.write(f"{'':{formatter.current_indent}}{command}\n")
+    if help_.ending:
+        formatter.write_paragraph()
+        formatter.write_text(help_.ending.translate(whole))
+    return formatter.getvalue().replace("\u2011", "-")
+
+
+def _left(option: Option) -> str:
+    value = f" {option.metavar}" if option.metavar is not None else ""
+    return ", ".join(option.names) + (f"[={option.metavar}]" if option.optional_value else value)
+
+
+def _right(option: Option) -> str:
+    return option.help + (f" [{option.env}]" if option.env else "")
