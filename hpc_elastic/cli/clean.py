@@ -6,7 +6,6 @@ left no end, where none of its files has changed for a day. What a run's directo
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import shutil
@@ -14,14 +13,16 @@ import stat
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
+import click
 from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.text import plural
 from hpc_elastic.cli import run_job
 from hpc_elastic.cli.list_runs import STATES, asked_states, folders_of_runs, states_of
-from hpc_elastic.cli.run_argument import RUN_HELP, find_run_dir
+from hpc_elastic.cli.run_argument import RUN_HELP, RUNS_DIR, complete_runs, find_run_dir
 from hpc_elastic.cli.screen import is_terminal, print_note
 from hpc_elastic.cli.status import duration
 from hpc_elastic.errors import UsageError
@@ -49,23 +50,23 @@ class OldRun(Struct, frozen=True, kw_only=True):
     """Seconds since its end, or since its last change where its end is not known."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", metavar="RUN|JOBID|DIR", nargs="*", help=f"only these: {RUN_HELP}")
-    parser.add_argument(
-        "--runs-dir", metavar="DIR", help="folder of the runs (default: from the configuration, else ./runs)"
-    )
-    parser.add_argument(
-        "--older-than", metavar="AGE", help="only runs that ended at least this long ago, as in 30d, 12h or 2w"
-    )
-    parser.add_argument(
-        "--state", metavar="|".join(STATES), help="only runs with one of these outcomes, as in succeeded,cancelled"
-    )
-    parser.add_argument("--larger-than", metavar="SIZE", help="only runs larger than this, as in 500M or 1G")
-    parser.add_argument("-y", "--yes", action="store_true", help="remove them without asking")
-    parser.add_argument("-n", "--dry-run", action="store_true", help="show what would be removed, and change nothing")
+PARAMETERS = (
+    click.Argument(["runs"], metavar="[RUN|JOBID|DIR]...", nargs=-1, shell_complete=complete_runs),
+    RUNS_DIR,
+    click.Option(
+        ["--older-than"], metavar="AGE", help="only runs that ended at least this long ago, as in 30d, 12h or 2w"
+    ),
+    click.Option(
+        ["--state"], metavar="|".join(STATES), help="only runs with one of these outcomes, as in succeeded,cancelled"
+    ),
+    click.Option(["--larger-than"], metavar="SIZE", help="only runs larger than this, as in 500M or 1G"),
+    click.Option(["-y", "--yes"], is_flag=True, help="remove them without asking"),
+    click.Option(["-n", "--dry-run"], is_flag=True, help="show what would be removed, and change nothing"),
+)
+NOTE = f"RUN: only these: {RUN_HELP}"
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: SimpleNamespace) -> int:
     """Show, ask, remove. Returns 0; 1 where something could not be removed.
 
     Raises:

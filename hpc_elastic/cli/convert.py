@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+
+import click
 
 from hpc_elastic.base.text import plural
 from hpc_elastic.cli.screen import print_note
@@ -20,11 +22,11 @@ _LARGEST = 1 << 20
 _WIDTH = 100
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", metavar="FILE", help="an sbatch file; -: standard input")
+PARAMETERS = (click.Argument(["file"], metavar="FILE", type=click.Path()),)
+NOTE = "FILE: an sbatch file; -: standard input"
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: SimpleNamespace) -> int:
     """Print the command, and on stderr what became of each line. Returns 0; 1 where lines are left to the user.
 
     Raises:

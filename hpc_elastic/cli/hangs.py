@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import resource
@@ -10,7 +9,9 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
+import click
 from msgspec import Struct
 
 from hpc_elastic.base import codec
@@ -51,17 +52,14 @@ class HangsDocument(Struct, frozen=True, kw_only=True):
     unreadable: tuple[UnreadableFile, ...]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "files",
-        metavar="FILES",
-        nargs="+",
-        help="dumps, JSON or pickle, or folders or runs with them; the rank is the number at the end of a file's name",
-    )
-    parser.add_argument("--json", action="store_true", help="as JSON, with all facts")
+PARAMETERS = (
+    click.Argument(["files"], metavar="FILES...", nargs=-1, required=True, type=click.Path()),
+    click.Option(["--json"], is_flag=True, help="as JSON, with all facts"),
+)
+NOTE = "FILES: dumps, JSON or pickle, or folders or runs with them; the rank is the number at the end of a file's name"
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: SimpleNamespace) -> int:
     """Print. Returns 0.
 
     Raises:

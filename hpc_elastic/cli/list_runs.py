@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
+
+import click
 
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.text import fit, plural
 from hpc_elastic.cli import run_job
-from hpc_elastic.cli.run_argument import runs_folder
+from hpc_elastic.cli.run_argument import RUNS_DIR, runs_folder
 from hpc_elastic.cli.screen import is_terminal, print_note, width_for
 from hpc_elastic.cli.status import LINE_HEAD, status_json, status_line
 from hpc_elastic.errors import UsageError
@@ -31,24 +33,20 @@ STATES = (*(state.value for state in RunState), *(outcome.value for outcome in O
 _AT_ONCE = 100
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    states = "|".join(STATES)
-    parser.add_argument(
-        "--runs-dir", metavar="DIR", help="folder of the runs (default: from the configuration, else ./runs)"
-    )
-    parser.add_argument("--state", metavar=states, help="only runs in one of these states, as in training,failed")
-    parser.add_argument("--name", metavar="TEXT", help="only runs whose name or id contains this")
-    parser.add_argument("-n", "--limit", metavar="N", default=str(MOST), help=f"at most N, or all (default: {MOST})")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per run, one per line")
-    parser.add_argument(
-        "--goodput",
-        action="store_true",
-        help="show where the time of each run went, by its events, and of all together",
-    )
-    parser.add_argument("--no-slurm", action="store_true", help="do not ask Slurm")
+PARAMETERS = (
+    RUNS_DIR,
+    click.Option(["--state"], metavar="|".join(STATES), help="only runs in one of these states, as in training,failed"),
+    click.Option(["--name"], metavar="TEXT", help="only runs whose name or id contains this"),
+    click.Option(["-n", "--limit"], metavar="N", default=str(MOST), help=f"at most N, or all (default: {MOST})"),
+    click.Option(["--json"], is_flag=True, help="print one JSON object per run, one per line"),
+    click.Option(
+        ["--goodput"], is_flag=True, help="show where the time of each run went, by its events, and of all together"
+    ),
+    click.Option(["--no-slurm"], is_flag=True, help="do not ask Slurm"),
+)
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: SimpleNamespace) -> int:
     """Print.
 
     Raises:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 from msgspec import Struct
 
@@ -68,13 +68,13 @@ class EventChoice(Struct, frozen=True, kw_only=True):
         return frozenset({_BATCH_NODE}) if self.nodes == "batch" else asked_nodes(self.nodes, attempt)
 
 
-def show_events(asked: AskedRun, args: argparse.Namespace, tail: int | None) -> int:
+def show_events(asked: AskedRun, args: SimpleNamespace, tail: int | None) -> int:
     """Print them. Returns 0, or with ``--follow`` the run's exit code.
 
     Raises:
         UsageError: ``--event`` or ``--node`` means nothing.
     """
-    choice = EventChoice(names=_names(args.event), nodes=args.node)
+    choice = EventChoice(names=_names(args.event or None), nodes=args.node)
     printer = _Printer(as_json=args.json, colours=wants_colour(sys.stdout, os.environ))
     if args.follow:
         clock = SystemClock()

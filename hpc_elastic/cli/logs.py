@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, BinaryIO
 
+import click
 from msgspec import Struct
 
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.text import ranges, ranks_text, time_text
 from hpc_elastic.cli.follow import follow_to_end
 from hpc_elastic.cli.run_argument import (
+    LAST_HELP,
+    NUMBER,
+    RUN_PARAMETERS,
     AskedRun,
     NumberSet,
-    add_run_arguments,
     asked_nodes,
     asked_run,
     check_ranks,
     check_rounds,
     parse_numbers,
-    whole_number,
 )
 from hpc_elastic.cli.screen import BOLD, DIM, RED, is_terminal, painted, print_note, rank_colour, wants_colour
 from hpc_elastic.errors import UsageError
@@ -164,68 +166,66 @@ class LogPrinter:
         return text
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run_arguments(parser, attempt_help="attempt N (default: the newest; of events all)")
-    parser.add_argument(
-        "-f",
-        "--follow",
-        action="store_true",
+PARAMETERS = (
+    *RUN_PARAMETERS,
+    click.Option(["--attempt"], type=NUMBER, metavar="N", help="attempt N (default: the newest; of events all)"),
+    click.Option(
+        ["-f", "--follow"],
+        is_flag=True,
         help="follow what comes through restarts and requeues until the run ends, and exit with its code",
-    )
-    what = parser.add_argument_group("what")
-    what.add_argument("--rank", metavar="RANKS", help="only these global ranks, as in 0-3,7")
-    what.add_argument(
-        "--node",
+    ),
+    click.Option(["--rank"], metavar="RANKS", help="only these global ranks, as in 0-3,7"),
+    click.Option(
+        ["--node"],
         metavar="NODES",
         help="only these nodes: names, as in n[1-3], or indices; of events also batch: the batch host",
-    )
-    streams = what.add_mutually_exclusive_group()
-    streams.add_argument("--stdout", action="store_true", help="only stdout")
-    streams.add_argument("--stderr", action="store_true", help="only stderr")
-    what.add_argument("--round", metavar="ROUNDS", help="only these rounds, as in 0-2, or all (default: the newest)")
-    what.add_argument(
-        "-n",
-        "--tail",
+    ),
+    click.Option(["--stdout"], is_flag=True, help="only stdout"),
+    click.Option(["--stderr"], is_flag=True, help="only stderr"),
+    click.Option(["--round"], metavar="ROUNDS", help="only these rounds, as in 0-2, or all (default: the newest)"),
+    click.Option(
+        ["-n", "--tail"],
         metavar="N",
         help=f"the last N lines, all ranks together, or all (default: all; of output with --follow {_FOLLOWED_LINES})",
-    )
-    what.add_argument(
-        "--around-failure",
-        action="store_true",
+    ),
+    click.Option(
+        ["--around-failure"],
+        is_flag=True,
         help="output of all ranks around the first failure that the report names",
-    )
-    what.add_argument(
-        "--seconds",
-        type=whole_number,
+    ),
+    click.Option(
+        ["--seconds"],
+        type=NUMBER,
         metavar="S",
         help=f"with --around-failure: seconds before and after it (default: {SECONDS})",
-    )
-    what.add_argument(
-        "--lines",
-        type=whole_number,
+    ),
+    click.Option(
+        ["--lines"],
+        type=NUMBER,
         metavar="N",
         help=f"with --around-failure: at most N lines of each output before and after it (default: {LINES})",
-    )
-    what.add_argument(
-        "--events",
-        action="store_true",
+    ),
+    click.Option(
+        ["--events"],
+        is_flag=True,
         help="what each part of the run did and decided, and why, instead of the output",
-    )
-    what.add_argument(
-        "--event", metavar="NAME", action="append", help="only these events, as in worker_failed,node_lost; repeatable"
-    )
-    how = parser.add_argument_group("how")
-    how.add_argument("-T", "--timestamps", action="store_true", help="show when each line was printed")
-    how.add_argument("--no-prefix", action="store_true", help="print no [rank N] before each line")
-    how.add_argument(
-        "--raw",
-        action="store_true",
+    ),
+    click.Option(
+        ["--event"], metavar="NAME", multiple=True, help="only these events, as in worker_failed,node_lost; repeatable"
+    ),
+    click.Option(["-T", "--timestamps"], is_flag=True, help="show when each line was printed"),
+    click.Option(["--no-prefix"], is_flag=True, help="print no [rank N] before each line"),
+    click.Option(
+        ["--raw"],
+        is_flag=True,
         help="print every byte unchanged (default on a terminal: without control sequences other than colours)",
-    )
-    how.add_argument("--json", action="store_true", help="with --events: print them as JSON, one per line")
+    ),
+    click.Option(["--json"], is_flag=True, help="with --events: print them as JSON, one per line"),
+)
+NOTE = f"RUN: {LAST_HELP}"
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: SimpleNamespace) -> int:
     """Print. Returns 0, or with ``--follow`` the run's exit code.
 
     Raises:
@@ -274,7 +274,7 @@ def _nothing_printed(attempt: AttemptPaths, rounds: Sequence[int], choice: LogCh
     return f"no {what} from {'these workers' if chosen else 'any worker'} in {numbers}"
 
 
-def _choice(args: argparse.Namespace) -> LogChoice:
+def _choice(args: SimpleNamespace) -> LogChoice:
     all_rounds = args.round == _ALL
     if all_rounds and args.follow:
         raise UsageError("--round all: --follow shows later rounds in any case; leave it out")
@@ -287,8 +287,10 @@ def _choice(args: argparse.Namespace) -> LogChoice:
     )
 
 
-def _check_together(args: argparse.Namespace) -> None:
-    args.events = args.events or args.event is not None or args.json
+def _check_together(args: SimpleNamespace) -> None:
+    args.events = args.events or bool(args.event) or args.json
+    if args.stdout and args.stderr:
+        raise UsageError("--stdout can't be used with --stderr; without either, both are shown")
     for mode, unlike in _UNLIKE.items():
         for name in unlike if getattr(args, mode) else ():
             if getattr(args, name) not in (None, False):
@@ -299,7 +301,7 @@ def _check_together(args: argparse.Namespace) -> None:
             raise UsageError(f"{option} {given} needs --around-failure; for the last lines use --tail N")
 
 
-def _tail(args: argparse.Namespace) -> int | None:
+def _tail(args: SimpleNamespace) -> int | None:
     """How many lines; None: all."""
     text = args.tail
     if text is None:
@@ -335,7 +337,7 @@ def _pieces(attempt: AttemptPaths, rounds: Sequence[int], choice: LogChoice, tai
         yield from merged(readers_of(streams) if tail is None else readers_of_last(streams, tail), marks)
 
 
-def _around(args: argparse.Namespace, asked: AskedRun, choice: LogChoice, printer: LogPrinter) -> int:
+def _around(args: SimpleNamespace, asked: AskedRun, choice: LogChoice, printer: LogPrinter) -> int:
     from hpc_elastic.report.collect import collect_run
 
     asked.shown_attempt()  # whether it is there

@@ -15,6 +15,7 @@ from hpc_elastic import __version__
 from hpc_elastic.errors import HpcElasticError, UsageError
 
 PROGRAM = "hpc-elastic"
+COMPLETE_VARIABLE = f"_{PROGRAM}_complete".replace("-", "_").upper()
 _USAGE, _INTERRUPTED, _BROKEN_PIPE = 2, 130, 141
 
 # Name → module, help. A module has `main(argv)`, or `add_arguments(parser)` and `run(args)`, or `run_NAME(args)`.
@@ -33,7 +34,7 @@ _SUBCOMMANDS: dict[str, tuple[str, str]] = {
     "cancel": ("run_job", "cancel a run's job: its workers get SIGTERM, and the report is written"),
     "requeue": ("run_job", "have a run save and begin its next attempt; or requeue a Slurm job that has ended"),
     "config": ("config", "show the value of each option, and where it comes from"),
-    "completion": ("completion", "print a script for bash that completes subcommands, options and runs"),
+    "completion": ("completion", "print a script for bash, zsh or fish that completes subcommands, options and runs"),
     "agent": ("agent", "run the agent of one node, inside a step of your own"),
 }
 _REMOVED: dict[str, str] = {
@@ -54,6 +55,10 @@ def console_main() -> NoReturn:
     try:
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+        if COMPLETE_VARIABLE in os.environ:
+            from hpc_elastic.cli.completion import answer_shell
+
+            answer_shell()
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
@@ -125,15 +130,12 @@ def _run(module_name: str, name: str, argv: list[str]) -> int:
     module: Any = import_module(f"hpc_elastic.cli.{module_name}")
     if hasattr(module, "main"):
         return int(module.main(argv))
-    from hpc_elastic.cli.run_argument import argument_parser, with_dashes
+    from hpc_elastic.options.command_line import read_arguments
 
-    parser = argument_parser(f"{PROGRAM} {name}", _SUBCOMMANDS[name][1])
-    module.add_arguments(parser)
-    try:
-        run = getattr(module, f"run_{name}", None) or module.run
-        return int(run(parser.parse_args(with_dashes(argv))))
-    except SystemExit as stop:  # --help
-        return int(stop.code or 0)
+    note = getattr(module, "NOTE", "")
+    args = read_arguments(f"{PROGRAM} {name}", _SUBCOMMANDS[name][1], module.PARAMETERS, argv, note=note)
+    run = getattr(module, f"run_{name}", None) or module.run
+    return 0 if args is None else int(run(args))
 
 
 def _batch(argv: list[str]) -> int:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import sys
 from collections.abc import Callable, Container
 from pathlib import Path
+from types import SimpleNamespace
+
+import click
 
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.files import read_bytes, sole_owner, write_private
@@ -15,13 +17,14 @@ from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.cli import run_job
 from hpc_elastic.cli.follow import follow_to_end
 from hpc_elastic.cli.run_argument import (
+    LAST_HELP,
+    NUMBER,
+    RUN_PARAMETERS,
     AskedRun,
-    add_run_arguments,
     asked_run,
     check_attempt,
     check_ranks,
     parse_numbers,
-    whole_number,
 )
 from hpc_elastic.cli.screen import (
     BOLD,
@@ -56,46 +59,43 @@ _OPEN = (" is running", " is starting", "no attempt yet", " REQUEUED ")
 _BOLD_RED = f"{BOLD};{RED}"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_run_arguments(parser, attempt_help="attempt N (default: the last with a failure)")
-    parser.add_argument(
-        "--format",
-        choices=("text", "json", "html"),
-        default="text",
+PARAMETERS = (
+    *RUN_PARAMETERS,
+    click.Option(["--attempt"], type=NUMBER, metavar="N", help="attempt N (default: the last with a failure)"),
+    click.Option(
+        ["--format"],
+        type=click.Choice(("text", "json", "html")),
         help="text (default), json, or html: a page with a timeline, whose path is printed",
-    )
-    for name in ("json", "html"):
-        parser.add_argument(
-            f"--{name}", dest="format", action="store_const", const=name, help=f"the same as --format {name}"
-        )
-    parser.add_argument(
-        "--output",
+    ),
+    *(click.Option([f"--{name}"], is_flag=True, help=f"the same as --format {name}") for name in ("json", "html")),
+    click.Option(
+        ["--output"],
         metavar="FILE",
         help="with --format html: where to write the page (default: the attempt's report.html; -: standard output)",
-    )
-    parser.add_argument("--all", action="store_true", help="all lines, not at most 40")
-    parser.add_argument(
-        "--rank",
+    ),
+    click.Option(["--all"], is_flag=True, help="all lines, not at most 40"),
+    click.Option(
+        ["--rank"],
         metavar="RANKS",
         help="everything that is known about failures of these ranks, as in 0-3,7 (--all: in all rounds)",
-    )
-    parser.add_argument(
-        "--width", type=whole_number, metavar="N", help="width of the lines (default: the terminal's, or 120)"
-    )
-    parser.add_argument(
-        "-f",
-        "--follow",
-        action="store_true",
+    ),
+    click.Option(["--width"], type=NUMBER, metavar="N", help="width of the lines (default: the terminal's, or 120)"),
+    click.Option(
+        ["-f", "--follow"],
+        is_flag=True,
         help="print the report again when it changes, until the run ends, and exit with its code",
-    )
+    ),
+)
+NOTE = f"RUN: {LAST_HELP}"
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: SimpleNamespace) -> int:
     """Print the report. Returns 0 whatever the run's outcome was, or with ``--follow`` the run's exit code.
 
     Raises:
         UsageError: there is no such run, attempt or rank.
     """
+    args.format = "json" if args.json else "html" if args.html else args.format or "text"
     if args.output is not None and args.format != "html":
         raise UsageError(f"--output {args.output} goes with --format html; redirect the {args.format} instead")
     if args.rank is not None and args.format != "text":
@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
     return follow_to_end(asked, ReportFollower(asked, show, clock=clock), clock=clock)
 
 
-def _history(asked: AskedRun, args: argparse.Namespace, *, follows: bool = False) -> RunHistory:
+def _history(asked: AskedRun, args: SimpleNamespace, *, follows: bool = False) -> RunHistory:
     ranks: Container[int] = parse_numbers(args.rank, option="--rank") if args.rank is not None else ()
     try:
         history = collect_run(asked.paths.root, ranks=ranks)
@@ -156,7 +156,7 @@ def _with_slurms_end(history: RunHistory, asked: AskedRun) -> RunHistory:
     )
 
 
-def _text(history: RunHistory, attempt: int | None, args: argparse.Namespace) -> str:
+def _text(history: RunHistory, attempt: int | None, args: SimpleNamespace) -> str:
     if args.format == "json":
         from hpc_elastic.report.render_json import json_report
 
@@ -170,7 +170,7 @@ def _text(history: RunHistory, attempt: int | None, args: argparse.Namespace) ->
     return coloured_report(text) if wants_colour(sys.stdout, os.environ) else text
 
 
-def _ranks(history: RunHistory, attempt: int | None, args: argparse.Namespace) -> str:
+def _ranks(history: RunHistory, attempt: int | None, args: SimpleNamespace) -> str:
     from hpc_elastic.report.render_ranks import render_ranks, world_size
 
     ranks = parse_numbers(args.rank, option="--rank")

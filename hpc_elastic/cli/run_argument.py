@@ -1,4 +1,4 @@
-"""argparse for the subcommands without a script of the user's behind them: an error is a UsageError, one line.
+"""What the subcommands that look at runs take: the parameters that several share.
 
 ``0-3,7``: sets of ranks, rounds and attempts as people write them. Pure.
 
@@ -7,40 +7,22 @@ The argument RUN of the subcommands that look at runs: which directory, attempt,
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from types import SimpleNamespace
+from typing import Any
 
+import click
+from click.shell_completion import CompletionItem
 from msgspec import Struct
 
 from hpc_elastic.base.files import read_json
 from hpc_elastic.base.text import ranges
 from hpc_elastic.errors import UsageError
-from hpc_elastic.run.paths import AttemptPaths, RunPaths, attempt_number
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; see {self.prog} --help")
-
-
-def with_dashes(argv: Sequence[str]) -> list[str]:
-    """Long options with ``-`` where they were given with ``_``; what stands behind ``=`` or ``--`` is left alone."""
-    end = argv.index("--") if "--" in argv else len(argv)
-    found = list(argv)
-    for index, word in enumerate(argv[:end]):
-        if word.startswith("--"):
-            name, equals, value = word.partition("=")
-            found[index] = name.replace("_", "-") + equals + value
-    return found
-
-
-def argument_parser(program: str, description: str) -> argparse.ArgumentParser:
-    return _Parser(prog=program, description=description, allow_abbrev=False)
-
+from hpc_elastic.run.index import DEFAULT_RUNS_DIR
+from hpc_elastic.run.paths import RUN_ID, AttemptPaths, RunPaths, attempt_number
 
 _ITEM = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?\Z", re.ASCII)
 
@@ -131,15 +113,42 @@ class AskedRun(Struct, frozen=True, kw_only=True):
         return self.paths.attempt(numbers[-1]) if numbers else None
 
 
-def add_run_arguments(parser: argparse.ArgumentParser, *, attempt_help: str) -> None:
-    parser.add_argument("run", metavar="RUN|JOBID|DIR", nargs="?", default=LAST, help=LAST_HELP)
-    parser.add_argument("--attempt", type=whole_number, metavar="N", help=attempt_help)
-    parser.add_argument(
-        "--runs-dir", metavar="DIR", help="folder of the runs (default: from the configuration, else ./runs)"
-    )
+class _Number(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
+    """A number from 0 on."""
+
+    name = "number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        text = str(value)
+        if not (text.isascii() and text.isdigit() and len(text) < 10):
+            self.fail(f"{text!r} is not a number", param, ctx)
+        return int(text)
 
 
-def asked_run(args: argparse.Namespace) -> AskedRun:
+NUMBER = _Number()
+RUNS_DIR = click.Option(
+    ["--runs-dir"],
+    metavar="DIR",
+    type=click.Path(file_okay=False),
+    help="folder of the runs (default: from the configuration, else ./runs)",
+)
+
+
+def complete_runs(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The runs in the folder of runs that begin so; else the shell completes folders."""
+    folder = Path(context.params.get("runs_dir") or os.environ.get("HPC_ELASTIC_RUNS_DIR") or DEFAULT_RUNS_DIR)
+    names = [LAST, *(run.parent.name for run in folder.glob("*/run.json"))]
+    found = [CompletionItem(name) for name in names if name.startswith(incomplete) and re.fullmatch(RUN_ID, name)]
+    return found or [CompletionItem(incomplete, type="dir")]
+
+
+RUN_PARAMETERS = (
+    click.Argument(["run"], metavar="[RUN|JOBID|DIR]", required=False, default=LAST, shell_complete=complete_runs),
+    RUNS_DIR,
+)
+
+
+def asked_run(args: SimpleNamespace) -> AskedRun:
     """Raises UsageError where RUN means none, or ``--attempt`` contradicts it."""
     folder = find_run_dir(args.run, args.runs_dir)
     given = attempt_number(folder.name)
@@ -316,10 +325,3 @@ def asked_nodes(text: str, attempt: AttemptPaths) -> frozenset[int]:
     if not found:
         raise UsageError(f"--node {text!r} names no node")
     return frozenset(found)
-
-
-def whole_number(text: str) -> int:
-    """For argparse: a number from 0 on."""
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number")
-    return int(text)

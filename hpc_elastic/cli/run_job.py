@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import click
 from msgspec import Struct
 
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.files import sole_owner
-from hpc_elastic.cli.run_argument import LAST, LAST_HELP, RUN_HELP, check_single, find_run_dir
+from hpc_elastic.cli.run_argument import RUN_HELP, RUNS_DIR, check_single, complete_runs, find_run_dir
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_status import RunState, RunStatus, newest_job, read_status
 from hpc_elastic.options.sbatch import COMMENT_MARK
@@ -46,21 +47,11 @@ class RunJob(Struct, frozen=True, kw_only=True):
     """The uid of the user who alone can have written that."""
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, last: bool = False) -> None:
-    """Args:
-    parser: The subcommand's.
-    last: Whether RUN may be left out: not for what ends or changes a run.
-    """
-    if last:
-        parser.add_argument("run", metavar="RUN|JOBID|DIR", nargs="?", default=LAST, help=LAST_HELP)
-    else:
-        parser.add_argument("run", metavar="RUN|JOBID|DIR", help=RUN_HELP)
-    parser.add_argument(
-        "--runs-dir", metavar="DIR", help="folder of the runs (default: from the configuration, else ./runs)"
-    )
+PARAMETERS = (click.Argument(["run"], metavar="RUN|JOBID|DIR", shell_complete=complete_runs), RUNS_DIR)
+NOTE = f"RUN: {RUN_HELP}"
 
 
-def find_paths(args: argparse.Namespace) -> RunPaths:
+def find_paths(args: SimpleNamespace) -> RunPaths:
     """The run that is meant, whichever of its attempts was named. Raises UsageError where RUN means none."""
     folder = find_run_dir(args.run, args.runs_dir, ask_slurm=not getattr(args, "no_slurm", False))
     return RunPaths(folder.parent if attempt_number(folder.name) is not None else folder)
@@ -69,7 +60,7 @@ def find_paths(args: argparse.Namespace) -> RunPaths:
 _START_AGAIN = "start it again with the command that started it"
 
 
-def find_run_job(args: argparse.Namespace, *, arrays: bool = False, if_ended: str = _START_AGAIN) -> RunJob:
+def find_run_job(args: SimpleNamespace, *, arrays: bool = False, if_ended: str = _START_AGAIN) -> RunJob:
     """The run that is meant, and its job.
 
     Args:
@@ -97,7 +88,7 @@ def find_run_job(args: argparse.Namespace, *, arrays: bool = False, if_ended: st
     return RunJob(paths=paths, status=status, job=job, owner=owner)
 
 
-def _signal_local(args: argparse.Namespace, number: signal.Signals) -> bool:
+def _signal_local(args: SimpleNamespace, number: signal.Signals) -> bool:
     """Signal the supervisor of a run of this machine. Returns whether the run is one that goes on.
 
     Raises:
@@ -240,7 +231,7 @@ def _name_of(uid: int) -> str:
         return str(uid)
 
 
-def run_cancel(args: argparse.Namespace) -> int:
+def run_cancel(args: SimpleNamespace) -> int:
     """Cancel.
 
     Raises:
@@ -278,7 +269,7 @@ def cancel(asked: RunJob, client: SlurmClient) -> str:
     return f"job {asked.job} is cancelled: its workers get SIGTERM; {_where_the_report_is(asked)}"
 
 
-def run_requeue(args: argparse.Namespace) -> int:
+def run_requeue(args: SimpleNamespace) -> int:
     """Requeue.
 
     Raises:

@@ -5,7 +5,6 @@ A run is shown by its files and one question to Slurm, an array as a line for ea
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import threading
@@ -14,14 +13,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import click
 from msgspec import to_builtins
 
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.outcome import outcome_text
 from hpc_elastic.base.text import plural, ranges
 from hpc_elastic.cli import run_job
+from hpc_elastic.cli.run_argument import LAST_HELP, RUN_PARAMETERS
 from hpc_elastic.cli.screen import is_terminal, output_failed, print_note, width_for
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.job_watch import NodesDiffer, nodes_differ
@@ -50,24 +52,24 @@ _TEXT_COLUMN = 13
 _CLEAR = "\x1b[H\x1b[J"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    run_job.add_arguments(parser, last=True)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument(
-        "-w", "--watch", action="store_true", help=f"redraw every {WATCH_SECONDS:g} s until the run has ended"
-    )
-    parser.add_argument("--no-slurm", action="store_true", help="do not ask Slurm")
-    parser.add_argument(
-        "--preload",
-        action="store_true",
+PARAMETERS = (
+    *RUN_PARAMETERS,
+    click.Option(["--json"], is_flag=True, help="print one JSON object"),
+    click.Option(["-w", "--watch"], is_flag=True, help=f"redraw every {WATCH_SECONDS:g} s until the run has ended"),
+    click.Option(["--no-slurm"], is_flag=True, help="do not ask Slurm"),
+    click.Option(
+        ["--preload"],
+        is_flag=True,
         help="show which modules are imported before the workers start, and which are left out and why",
-    )
-    parser.add_argument(
-        "--forget-nodes", metavar="NODES|all", help="forget the bad nodes that the run has recorded (--bad-nodes)"
-    )
+    ),
+    click.Option(
+        ["--forget-nodes"], metavar="NODES|all", help="forget the bad nodes that the run has recorded (--bad-nodes)"
+    ),
+)
+NOTE = f"RUN: {LAST_HELP}"
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: SimpleNamespace) -> int:
     """Print. Returns 0 whatever the run does: `report` has its exit code.
 
     Raises:

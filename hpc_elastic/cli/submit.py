@@ -14,7 +14,6 @@ from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.cli.follow import RunEnd
 from hpc_elastic.cli.screen import is_terminal, print_note
 from hpc_elastic.doctor.saved import saved_notes
-from hpc_elastic.launch.requeue import back_off
 from hpc_elastic.launch.run_directory import job_now
 from hpc_elastic.launch.submit_job import Submission, dry_run, submission_client, submit_job
 from hpc_elastic.options import job_options
@@ -263,6 +262,8 @@ class Waiting:
         The attempt that had it requeued did so as well, but Slurm begins the delay anew where that attempt's nodes took
         long to be done with it (one of them was lost, say).
         """
+        from hpc_elastic.launch.requeue import back_off  # it brings the agent's decisions with it
+
         if len(states) != 1 or states[0].phase is not JobPhase.PENDING or states[0].reason != "BeginTime":
             return
         restarts, stored = states[0].restarts, load_newest_result(self._paths)

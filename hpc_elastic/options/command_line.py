@@ -6,6 +6,7 @@ What follows the script is the script's. An unknown name is answered with the on
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -124,6 +125,44 @@ def parse(
     if leave_out:
         raise _not_needed(leave_out)
     return Parsed(values=values, sources=sources, command=tuple(argv[len(argv) - len(context.args) :]))
+
+
+class _Command(click.Command):
+    def format_usage(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        formatter.write_usage(ctx.command_path, " ".join(self.collect_usage_pieces(ctx)), prefix="usage: ")
+
+
+def read_arguments(
+    program: str, description: str, parameters: Sequence[click.Parameter], argv: Sequence[str], *, note: str = ""
+) -> SimpleNamespace | None:
+    """Read the command line of a subcommand without a script of the user's behind it.
+
+    Args:
+        program: With the subcommand: ``hpc-elastic report``.
+        description: For its help.
+        parameters: What it takes.
+        argv: Without the program and the subcommand.
+        note: What its arguments mean, for the end of the help.
+
+    Returns:
+        A value for each parameter; None where ``--help`` was asked for and printed.
+
+    Raises:
+        UsageError: what can't be right, in one line.
+    """
+    command = _Command(program, params=list(parameters), help=description, epilog=note, options_metavar="[options]")
+    try:
+        context = command.make_context(
+            program,
+            list(argv),
+            help_option_names=["-h", "--help"],
+            token_normalize_func=lambda name: name.replace("_", "-"),
+        )
+    except click.exceptions.Exit:
+        return None
+    except click.UsageError as error:
+        raise UsageError(f"{' '.join(error.format_message().split()).rstrip('.')}; see {program} --help") from None
+    return SimpleNamespace(**context.params)
 
 
 def _help(*, everything: bool) -> Callable[[click.Context, click.Parameter, bool], None]:

@@ -15,9 +15,8 @@ from hpc_elastic.cli import config
 from hpc_elastic.cli import main as cli
 from hpc_elastic.cli.doctor import OPTIONS as DOCTOR_OPTIONS
 from hpc_elastic.cli.rehearse import OPTIONS as REHEARSE_OPTIONS
-from hpc_elastic.cli.run_argument import argument_parser
 from hpc_elastic.errors import UsageError
-from hpc_elastic.options import table, worker_options
+from hpc_elastic.options import command_line, worker_options
 from hpc_elastic.options.run_request import ALL_OPTIONS
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -80,13 +79,11 @@ def parse(command: str) -> None:
     assert name in cli._SUBCOMMANDS, f"{name} is no subcommand"
     if name in ("submit", "run", "config"):
         options = config.OPTIONS if name == "config" else RUN_OPTIONS
-        table.parse(argv, options, refused=worker_options.REFUSED, env={})
+        command_line.parse(argv, options, refused=worker_options.REFUSED)
         return
     module = importlib.import_module(f"hpc_elastic.cli.{cli._SUBCOMMANDS[name][0]}")
-    if argv and hasattr(module, "add_arguments"):
-        parser = argument_parser(name, "")
-        module.add_arguments(parser)
-        parser.parse_args(argv)
+    if argv and hasattr(module, "PARAMETERS"):
+        command_line.read_arguments(name, "", module.PARAMETERS, argv)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -119,9 +116,8 @@ def test_options_that_are_named_exist(page: Path) -> None:
         "cancel",
         "requeue",
     ):
-        parser = argument_parser(name, "")
-        importlib.import_module(f"hpc_elastic.cli.{cli._SUBCOMMANDS[name][0]}").add_arguments(parser)
-        known |= set(parser._option_string_actions)
+        module = importlib.import_module(f"hpc_elastic.cli.{cli._SUBCOMMANDS[name][0]}")
+        known |= {word for parameter in module.PARAMETERS for word in parameter.opts}
     known |= {name for option in (*REHEARSE_OPTIONS, *DOCTOR_OPTIONS) for name in option.names}
     named = {word.split("=")[0] for word in re.findall(r"`(--[^`\s]+)", text_of(page))}
     assert not named - known

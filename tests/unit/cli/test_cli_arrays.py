@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,12 +14,13 @@ import pytest
 
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.cli import list_runs, run_job, status, submit
-from hpc_elastic.cli.run_argument import argument_parser, asked_run, find_run_dir
+from hpc_elastic.cli.run_argument import asked_run, find_run_dir
 from hpc_elastic.cli.run_job import run_of_job
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch import run_status
 from hpc_elastic.launch.run_directory import create_run, create_tasks
 from hpc_elastic.launch.run_status import RunState
+from hpc_elastic.options.command_line import read_arguments
 from hpc_elastic.run.attempt import StoredResult
 from hpc_elastic.run.index import UnknownRunError, find, record
 from hpc_elastic.run.paths import RunPaths
@@ -78,14 +78,14 @@ class Asked:
         return lambda job: self.calls.append((name, str(job)))
 
 
-def parsed(module: ModuleType, *argv: str) -> Namespace:
-    parser = argument_parser("hpc-elastic", "")
-    module.add_arguments(parser)
-    return parser.parse_args(argv)
+def parsed(module: ModuleType, *argv: str) -> SimpleNamespace:
+    found = read_arguments("hpc-elastic", "", module.PARAMETERS, argv)
+    assert found is not None
+    return found
 
 
-def args(run: str) -> Namespace:
-    return Namespace(run=run, runs_dir=None, attempt=None)
+def args(run: str) -> SimpleNamespace:
+    return SimpleNamespace(run=run, runs_dir=None, attempt=None)
 
 
 def test_each_task_is_a_run_of_its_own(array: RunPaths) -> None:

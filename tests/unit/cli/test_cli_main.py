@@ -128,7 +128,7 @@ def test_a_path_that_is_no_text_is_printed_all_the_same(
     assert b"no such file: " in capfdbinary.readouterr().err
 
 
-def test_subcommands_that_use_argparse_fail_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_subcommands_without_a_script_fail_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, err = run(capsys, "report", "--nonsense")
     assert (code, out) == (2, "")
     assert err.count("\n") == 1

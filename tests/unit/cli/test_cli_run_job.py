@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -156,7 +156,7 @@ def test_a_job_that_ended_in_the_queue_is_put_back(state: str) -> None:
 def test_the_job_is_the_attempts_or_the_one_that_was_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     run = Run(tmp_path)
-    args = argparse.Namespace(run=RUN_ID, runs_dir=str(tmp_path))
+    args = SimpleNamespace(run=RUN_ID, runs_dir=str(tmp_path))
     with pytest.raises(UsageError, match="has no job that this account knows of"):
         find_run_job(args)
     record(cluster="c", job_id="7", submitted_ns=1, run_dir=run.paths.root)
