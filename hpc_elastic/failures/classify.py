@@ -196,7 +196,7 @@ def _root_reason(exitcode: int, number: int, exception_type: str, *, wrong_call:
     if exception_type and exception_type not in ("SystemExit", "KeyboardInterrupt"):
         return "uncaught exception"
     if number == signal.SIGKILL:
-        return f"SIGKILL {NOT_OURS}: probably the OOM killer (check dmesg) or a manual kill"
+        return "SIGKILL not sent by hpc-elastic: probably the OOM killer (check dmesg) or a manual kill"
     if number == signal.SIGBUS:
         return "a bus error: often a full /dev/shm, or a mapped file that was cut"
     if number:

@@ -25,7 +25,8 @@ def describe_event(line: EventLine) -> str:
     if not text:
         left = {key: value for key, value in fields.items() if key not in (*_HEAD, "reason")}
         text = " ".join(f"{key}={_short(value)}" for key, value in left.items())
-    reason = fields.get("reason")
+    # Of a failure it says how that is judged, not why it happened.
+    reason = "" if isinstance(line.event, of_agent.WorkerFailed) else fields.get("reason")
     if isinstance(reason, str) and reason and reason not in text:
         text = f"{text}: {reason}" if text else reason
     return clean_text(text).replace("\n", " ").replace("\t", " ")
