@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 60.0
+FIRST_LOOK_SECONDS = 5.0
+"""After which a round is looked at first: then it shows whether its processes work."""
 LOOKS_PER_LIMIT = 4
 """Looks within a limit that the user gave, where it is short."""
 TAKE_SECONDS = 1.0
@@ -122,7 +124,7 @@ class HangDetector:
         counts = dict.fromkeys(range(count), Counts())  # the kernel counts from a process' start on
         self._stall = Stall(at=now, counts=counts, longest=self._stall.longest)
         if self._folder is not None:
-            self._next = now + self._every
+            self._next = now + min(self._every, FIRST_LOOK_SECONDS)
             self._nccl.begin()
 
     def end(self) -> None:
@@ -186,6 +188,8 @@ class HangDetector:
         else:
             self._stall = next_stall(before, counts, mute=mute, running=len(workers.running), now=now)
         began = self._stall.began
+        if counts:
+            self._watch.note_rest(began)
         if began is None:
             if self._reported is not Source.NCCL:
                 self._go_on()
@@ -193,7 +197,7 @@ class HangDetector:
         return now - began >= self._settings.least
 
     def _read_counts(self, workers: LocalWorkers) -> dict[int, Counts]:
-        beats = {beat.local_rank: beat.count for beat in self._watch.read()}
+        beats = {beat.local_rank: beat.changes for beat in self._watch.read()}
         found = read_counts(workers.running_pids)
         return {rank: replace(count, beats=beats.get(rank, 0)) for rank, count in found.items()}
 
@@ -218,7 +222,7 @@ class HangDetector:
         """What NCCL's RAS shows, which is a hang where ranks differ; where they don't, after a look at dumps."""
         first, hosts = workers.layout.first_rank, self._hosts(members)
         pids = {pid: first + local_rank for local_rank, pid in workers.running_pids.items()}
-        self._nccl.look(pids, hosts, beats=sum(beat.count for beat in self._watch.read()))
+        self._nccl.look(pids, hosts, beats=sum(beat.changes for beat in self._watch.read()))
         found = self._nccl.found
         if found is None:
             if self._reported is Source.NCCL:

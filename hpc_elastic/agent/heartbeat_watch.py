@@ -16,7 +16,14 @@ from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.rendezvous.lease import Lease
 from hpc_elastic.rendezvous.state import HangMark
-from hpc_elastic.run.heartbeats import NodeHeartbeats, Progress, RankHeartbeat, describe_begun_again
+from hpc_elastic.run.heartbeats import (
+    COUNTED,
+    NodeHeartbeats,
+    Progress,
+    ProgressSource,
+    RankHeartbeat,
+    describe_begun_again,
+)
 from hpc_elastic.run.option_values import SectionTimeouts
 from hpc_elastic.worker_api.heartbeat_record import SETUP, STEP, VARIABLE, NoticeRecord
 from hpc_elastic.workers.tree import descendants
@@ -63,6 +70,11 @@ class HeartbeatWatch:
         self._node, self._host = node, host
         self._beats = RoundBeats(folder, round_index=-1, first_rank=0, count=0, now=0.0)
         self._pace = StepPace()
+        self._is_counted = False
+        """Whether the kernel's counts of the round's workers are known, and `_rests_since`, since when all rest."""
+        self._rests_since: float | None = None
+        self._has_steps = False
+        """Whether a step of any round is known: then its collectives are no progress."""
         self._round = -1
         self._furthest_before = furthest_before
         """The furthest step of all rounds before this one; -1 also where the steps go back by themselves."""
@@ -108,7 +120,8 @@ class HeartbeatWatch:
             self._awaited = self._timeouts.by_section
         self._began = now
         self._round = round_index
-        self.verdict = self.declared = None
+        self.verdict = self.declared = self._rests_since = None
+        self._is_counted = False
         self.hung = {}
         self._unseen = set()
         self._beats = RoundBeats(self._folder, round_index=round_index, first_rank=first_rank, count=count, now=now)
@@ -246,7 +259,17 @@ class HeartbeatWatch:
         if not self._beats.beats:
             return None
         now = self._clock.monotonic()
-        return describe_progress(self._beats.read(now), now, now_ns=self._clock.time_ns())
+        return self._describe(self._beats.read(now), now)
+
+    def note_rest(self, since: float | None) -> None:
+        """Take what the kernel counts of all workers here: since when none does anything; None: one does.
+
+        That is written as it changes, so that a worker which sends nothing costs no file again and again.
+        """
+        is_new = not self._is_counted or (since is None) is not (self._rests_since is None)
+        self._is_counted, self._rests_since = True, since
+        if is_new and self._beats is not None:
+            self._write_summary(self._beats.beats, self._clock.monotonic(), has_changed=True)
 
     def beat(self, local_rank: int) -> RankBeat | None:
         """A worker's last heartbeat, as it was read last."""
@@ -263,9 +286,19 @@ class HeartbeatWatch:
 
     @property
     def counted_steps(self) -> int:
-        """The same of the steps that were counted, where the script reports none: from 1 in each round."""
-        beats = self._beats.beats
-        return max((beat.counted_steps for beat in beats if beat.counted_steps is not None), default=-1)
+        """The same of what was counted, where the script reports no steps: from 1 in each round.
+
+        Collectives that were counted before a worker was killed are not all that it did: they are left out, and so are
+        those of a round that ends before its first step.
+        """
+        for source in COUNTED[: 1 if self._has_steps else 2]:
+            beats = self._beats.beats if self._beats is not None else []
+            found = [beat for beat in beats if beat.source is source]
+            if source is ProgressSource.COLLECTIVES:
+                found = [beat for beat in found if beat.is_final]
+            if found:
+                return max(beat.counted_steps or 0 for beat in found)
+        return -1
 
     @property
     def mark(self) -> HangMark | None:
@@ -307,6 +340,7 @@ class HeartbeatWatch:
         # The whole run's, on this node: a later round begins with what the earlier ones taught.
         self._intervals = max([self._intervals, *(beat.intervals for beat in beats)])
         self._longest = max([self._longest, *(beat.longest for beat in beats)])
+        self._has_steps |= any(beat.source in (ProgressSource.HEARTBEAT, ProgressSource.OPTIMIZER) for beat in beats)
         first = min((beat.first_step for beat in beats if beat.first_step is not None), default=None)
         if self._awaits_first_step and first is not None:
             self._awaits_first_step = False
@@ -319,9 +353,13 @@ class HeartbeatWatch:
         dues += [self._began + seconds for seconds in self._awaited.values()]
         self.due = min(due for due in dues if due is not None)
 
-    def _write_summary(self, beats: Collection[RankBeat], now: float) -> None:
+    def _describe(self, beats: Collection[RankBeat], now: float) -> Progress:
+        resting = None if not self._is_counted else 0.0 if self._rests_since is None else now - self._rests_since
+        return describe_progress(beats, now, now_ns=self._clock.time_ns(), resting=resting)
+
+    def _write_summary(self, beats: Collection[RankBeat], now: float, *, has_changed: bool = False) -> None:
         self._pace.add(beats, now)
-        if self._summary is None or not any(beat.count for beat in beats) or self._is_writing:
+        if self._summary is None or self._is_writing or not (has_changed or any(beat.changes for beat in beats)):
             return
         pace = self._pace.steps_per_second
         value = NodeHeartbeats(
@@ -332,7 +370,7 @@ class HeartbeatWatch:
             steps_per_second=None if pace is None else round(pace, 4),
             total=max((beat.total for beat in beats if beat.total is not None), default=None),
             loss=next((beat.loss for beat in beats if beat.loss is not None), None),
-            progress=describe_progress(beats, now, now_ns=self._clock.time_ns()),
+            progress=self._describe(beats, now),
             ranks=tuple(describe_beat(beat, now) for beat in beats),
         )
         self._is_writing = True  # no second one waits behind a mount that hangs
@@ -359,19 +397,21 @@ def _keep_earlier(path: Path) -> None:
         os.replace(path, path.with_name(f"{path.stem}-round-{found.round:05d}.json"))
 
 
-def describe_progress(beats: Collection[RankBeat], now: float, *, now_ns: int) -> Progress:
+def describe_progress(
+    beats: Collection[RankBeat], now: float, *, now_ns: int, resting: float | None = None
+) -> Progress:
     """What the workers of a round have done so far; `now` and `now_ns` are one moment on the agent's two clocks."""
     entered = [beat.sections for beat in beats]
     sections = None
     if None not in entered:
         sections = tuple(sorted({SETUP, *(name for names in entered for name in names or ())}))
-    with_steps = [beat for beat in beats if beat.first_step is not None]
-    with_steps = with_steps or [beat for beat in beats if beat.counted_steps]
-    if not with_steps:
-        return Progress(sections=sections)
-    best = max(
-        with_steps, key=lambda beat: (-1 if beat.step is None else beat.step, beat.counted_steps or 0, -beat.rank)
-    )
+    for source in (ProgressSource.HEARTBEAT, *COUNTED):
+        found = [beat for beat in beats if beat.source is source]
+        if found := [beat for beat in found if beat.first_step is not None or beat.counted_steps]:
+            break
+    else:
+        return Progress(sections=sections, resting=resting)
+    best = max(found, key=lambda beat: (-1 if beat.step is None else beat.step, beat.counted_steps or 0, -beat.rank))
     return Progress(
         sections=sections,
         first_step=best.first_step,
@@ -379,6 +419,8 @@ def describe_progress(beats: Collection[RankBeat], now: float, *, now_ns: int) -
         step=-1 if best.step is None else best.step,
         step_ns=now_ns - int((now - best.stepped_at) * 1e9),
         counted_steps=best.counted_steps or 0,
+        counts=best.source,
+        resting=resting,
         checkpoint_seconds=round(max(beat.checkpoint_seconds for beat in beats), 3),
         checkpoints=max(beat.checkpoints for beat in beats),
         longest_step=round(max(beat.longest for beat in beats), 3),
@@ -393,8 +435,9 @@ def describe_beat(beat: RankBeat, now: float) -> RankHeartbeat:
         local_rank=beat.local_rank,
         step=beat.step,
         counted_steps=beat.counted_steps,
+        source=beat.source,
         section=beat.section,
-        age=round(beat.age(now), 3),
+        age=round(now - beat.stepped_at if beat.source is ProgressSource.COLLECTIVES else beat.age(now), 3),
         count=beat.count,
         saved_step=beat.saved_step,
         saved_age=round(max(0.0, now - beat.saved_at), 3) if beat.checkpoints else None,

@@ -20,11 +20,14 @@ from msgspec.structs import replace
 from hpc_elastic.base.files import check_private_dir
 from hpc_elastic.base.host_facts import filesystem_type
 from hpc_elastic.errors import UnsafePathError
+from hpc_elastic.run.heartbeats import ProgressSource
 from hpc_elastic.worker_api.heartbeat_record import (
+    COLLECTIVES,
     FILE_BYTES,
     LOSS,
     SETUP,
     TOTAL,
+    HeartbeatRecord,
     NoticeRecord,
     empty_file,
     pack_lease,
@@ -219,7 +222,11 @@ class RankBeat(Struct, frozen=True, kw_only=True):
     """On the agent's monotonic clock; the worker's start where there was none yet."""
     step: int | None = None
     counted_steps: int | None = None
-    """Steps of its optimizer in this round, where the script reports none itself; `step` is None then."""
+    """Steps of its optimizer in this round, or its collectives, where the script reports none; `step` is None then."""
+    source: ProgressSource = ProgressSource.UNKNOWN
+    """What the steps are known by; unknown: there are none."""
+    is_final: bool = False
+    """The collectives were counted at the process' end, so that they are all that it did."""
     count: int = 0
     """0: it has sent none."""
     intervals: int = 0
@@ -252,6 +259,11 @@ class RankBeat(Struct, frozen=True, kw_only=True):
     """Whether it has ever asked if there is a notice."""
     has_notice: bool = False
     """Whether the script has got one: due by `should_checkpoint`, by a callback, or by `preemption_notice`."""
+
+    @property
+    def changes(self) -> int:
+        """Grows with each heartbeat, and with each collective where they are counted."""
+        return self.count + (self.counted_steps or 0) * (self.source is ProgressSource.COLLECTIVES)
 
     def age(self, now: float) -> float:
         """Seconds since."""
@@ -351,9 +363,22 @@ class RoundBeats:
                 raw = file.read(FILE_BYTES)
         except OSError:
             return before
-        record = read_record(raw)
-        if record is None or (record.count, record.pid) == (before.count, before.pid):
+        record, collectives = read_record(raw), COLLECTIVES.read(raw)
+        if record is not None and (record.count, record.pid) != (before.count, before.pid):
+            before = self._describe(before, raw, record, now)
+        if collectives is None or before.source not in (ProgressSource.UNKNOWN, ProgressSource.COLLECTIVES):
             return before
+        done, first_ns, last_ns, is_final = collectives
+        return replace(
+            before,
+            source=ProgressSource.COLLECTIVES,
+            counted_steps=done,
+            is_final=is_final,
+            first_at=min(now, first_ns / 1e9),
+            stepped_at=min(now, last_ns / 1e9),
+        )
+
+    def _describe(self, before: RankBeat, raw: bytes, record: HeartbeatRecord, now: float) -> RankBeat:
         # By the worker's own clock, which is this one but in a time namespace of its own; it came after the last look.
         at = min(now, max(record.at_ns / 1e9, self._last_look))
         return RankBeat(
@@ -361,6 +386,7 @@ class RoundBeats:
             local_rank=before.local_rank,
             section=record.section,
             at=at,
+            source=_source(record),
             step=None if record.is_counted else record.step,
             counted_steps=record.step if record.is_counted else None,
             count=record.count,
@@ -381,3 +407,9 @@ class RoundBeats:
             asks_for_notices=record.asks_for_notices,
             has_notice=record.has_notice,
         )
+
+
+def _source(record: HeartbeatRecord) -> ProgressSource:
+    if record.step is None:
+        return ProgressSource.UNKNOWN
+    return ProgressSource.OPTIMIZER if record.is_counted else ProgressSource.HEARTBEAT

@@ -247,7 +247,10 @@ def status_lines(
     if status.opened_because:
         put("because", status.opened_because)
     if status.steps is not None:
-        put("steps", _steps(status.steps, has_ended=status.state is RunState.ENDED))
+        put(
+            "steps" if status.progress is not ProgressSource.COLLECTIVES else "progress",
+            _steps(status.steps, has_ended=status.state is RunState.ENDED),
+        )
         if status.state is not RunState.ENDED:
             put("saved", _saved(status.steps))
     if goodput is not None:
@@ -258,7 +261,7 @@ def status_lines(
     if status.suspicion:
         put("hangs?", status.suspicion)
     if status.output is not None:
-        put("output", _output(status.output))
+        put("output", _output(status.output, status.resting))
     if status.preload is not None:
         put("preload", _preload(status.preload))
     put("used", f"{status.restarts_used} of {status.max_restarts} restarts in this attempt, "
@@ -338,6 +341,8 @@ def _steps(steps: StepStatus, *, has_ended: bool) -> str:
     text = f"{steps.least}" if steps.least == steps.most else f"{steps.least} to {steps.most}"
     if steps.source is ProgressSource.OPTIMIZER:
         text += " of this round, by the optimizer"
+    if steps.source is ProgressSource.COLLECTIVES:
+        text += " collectives of this round"
     if steps.total is not None:
         text += f" of {steps.total}"
     if steps.behind:
@@ -346,13 +351,14 @@ def _steps(steps: StepStatus, *, has_ended: bool) -> str:
     if has_ended:
         return text
     if steps.steps_per_second is not None:
-        text += f", {steps.steps_per_second:.3g} steps/s"
+        text += f", {steps.steps_per_second:.3g} {steps.source.unit}s/s"
     if steps.seconds_to_end is not None:
         text += f", {duration(steps.seconds_to_end)} to the end"
     if steps.loss is not None:
         text += f", loss {steps.loss:.4g}"
     seconds = steps.told_seconds if steps.heartbeat_seconds is None else steps.heartbeat_seconds
-    return f"{text}; last heartbeat {_ago(seconds)} ({steps.ranks} worker{'' if steps.ranks == 1 else 's'})"
+    last = "one" if steps.source is ProgressSource.COLLECTIVES else "heartbeat"
+    return f"{text}; last {last} {_ago(seconds)} ({steps.ranks} worker{'' if steps.ranks == 1 else 's'})"
 
 
 def _saved(steps: StepStatus) -> str:
@@ -362,8 +368,11 @@ def _saved(steps: StepStatus) -> str:
     return f"last checkpoint: {step}{_ago(steps.checkpoint_seconds)}"
 
 
-def _output(output: OutputStatus) -> str:
+def _output(output: OutputStatus, resting: float | None) -> str:
     text = "progress unknown; the size of the logs: "
+    if resting is not None:
+        what = f"have rested for {duration(resting)}" if resting else "work"
+        text = f"no steps known, by the kernel's counts the processes {what}; the size of the logs: "
     if output.silent_seconds is None:
         return f"{text}none of {output.ranks} ranks has printed anything yet"
     text += f"{output.bytes} bytes, the last {_ago(output.silent_seconds)} (rank {output.newest_rank})"
@@ -405,7 +414,9 @@ def status_line(status: RunStatus, now_ns: int | None = None) -> str:
     if status.state is not RunState.ENDED and status.members:
         parts.append(f"{len(status.members)} nodes, round {status.round}")
     if status.steps is not None and status.state is not RunState.ENDED:
-        parts.append(f"step {status.steps.least}")
+        at = status.steps.least
+        is_step = status.progress is not ProgressSource.COLLECTIVES
+        parts.append(f"step {at}" if is_step else plural(at, "collective"))
     reason = status.reason or status.opened_because
     if reason and status.outcome != "succeeded":
         parts.append(reason)

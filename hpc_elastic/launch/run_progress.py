@@ -13,7 +13,7 @@ from msgspec import Struct
 from hpc_elastic.base import codec
 from hpc_elastic.base.files import Unreadable
 from hpc_elastic.rendezvous.state import RoundRecord
-from hpc_elastic.run.heartbeats import NodeHeartbeats, ProgressSource, RankHeartbeat
+from hpc_elastic.run.heartbeats import COUNTED, NodeHeartbeats, ProgressSource, RankHeartbeat
 from hpc_elastic.run.paths import AttemptPaths
 
 _MOST_RANKS_LOOKED_AT = 64
@@ -63,16 +63,19 @@ class OutputStatus(Struct, frozen=True, kw_only=True):
     """How many were looked at: of a large run 64, evenly chosen."""
 
 
-def read_steps(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> StepStatus | None:
-    """Where the workers of a round are; None where none has reported. One small file for each member.
+def read_steps(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> tuple[StepStatus | None, float | None]:
+    """Where the workers of a round are. One small file for each member.
 
     Args:
         attempt: Where nodes report it.
         record: The round.
         now_ns: This host's wall clock.
+
+    Returns:
+        The steps, where any are known; and `RunStatus.resting`.
     """
-    steps: dict[int, int] = {}
-    counted: dict[int, int] = {}
+    known: dict[ProgressSource, dict[int, int]] = {}
+    resting: list[float] = []
     paces: list[float] = []
     totals: list[int] = []
     losses: list[float] = []
@@ -83,22 +86,28 @@ def read_steps(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> St
         if isinstance(found, Unreadable) or found.round != record.round:
             continue
         age = max(0.0, (now_ns - found.written_ns) / 1e9)
-        steps |= {beat.rank: beat.step for beat in found.ranks if beat.step is not None}
-        counted |= {beat.rank: beat.counted_steps for beat in found.ranks if beat.counted_steps is not None}
+        for beat in found.ranks:
+            source = ProgressSource.HEARTBEAT if beat.step is not None else beat.source
+            step = beat.counted_steps if beat.step is None else beat.step
+            if step is not None:
+                known.setdefault(source, {})[beat.rank] = step
+        if found.progress is not None and found.progress.resting is not None:
+            resting.append(found.progress.resting and found.progress.resting + age)
         saved += [(age + beat.saved_age, beat) for beat in found.ranks if beat.saved_age is not None]
-        ages = [age + beat.age for beat in found.ranks if beat.count]
+        ages = [age + beat.age for beat in found.ranks if beat.count or beat.counted_steps]
         heard = min([*ages, *([heard] if heard is not None else [])], default=None)
         paces += [found.steps_per_second] if found.steps_per_second is not None else []
         totals += [found.total] if found.total is not None else []
         losses += [found.loss] if found.loss is not None else []
         newest = max(newest, found.written_ns)
-    source = ProgressSource.HEARTBEAT if steps else ProgressSource.OPTIMIZER
-    steps = steps or counted
-    if not steps:
-        return None
+    at_rest = min(resting) if resting and len(resting) == len(record.members) else None
+    if not known:
+        return None, at_rest
+    source = min(known, key=[ProgressSource.HEARTBEAT, *COUNTED].index)
+    steps = known[source]
     least, most = min(steps.values()), max(steps.values())
     pace, total = min(paces, default=None), max(totals, default=None)
-    return StepStatus(
+    status = StepStatus(
         least=least,
         most=most,
         behind=tuple(sorted(rank for rank, step in steps.items() if step == least)) if least < most else (),
@@ -113,6 +122,7 @@ def read_steps(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> St
         checkpoint_seconds=round(min(age for age, _ in saved), 1) if saved else None,
         checkpoint_step=max((beat.saved_step for _, beat in saved if beat.saved_step is not None), default=None),
     )
+    return status, at_rest
 
 
 def read_output(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> OutputStatus:

@@ -27,6 +27,7 @@ from hpc_elastic.options.sbatch import parse_array
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.attempt import WITHOUT_VERDICT, AttemptInfo, UnreadableAttemptError, load_attempt, load_result
+from hpc_elastic.run.heartbeats import ProgressSource
 from hpc_elastic.run.index import JobEntry, array_tasks, jobs_of, known_jobs
 from hpc_elastic.run.node_records import load_record
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
@@ -96,7 +97,11 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     max_restarts: int = 0
     requeues_used: int = 0
     max_requeues: int = 0
+    progress: ProgressSource = ProgressSource.UNKNOWN
+    """What the progress of the newest round is known by."""
     steps: StepStatus | None = None
+    resting: float | None = None
+    """Seconds for which no worker of any node did anything, by the kernel's counts; 0: one did; None: not known."""
     suspicion: str = ""
     """Why the run seems to hang; empty: it does not."""
     output: OutputStatus | None = None
@@ -164,7 +169,9 @@ def read_status(paths: RunPaths, *, clock: Clock, looks_at_output: bool = False)
         problem = problem or f"the rounds can't be read: {error}"
     if record is not None:
         known.update(_round(record, info.nodes if info else ()))
-        known["steps"] = read_steps(attempt, record, now_ns=clock.time_ns())
+        steps, resting = read_steps(attempt, record, now_ns=clock.time_ns())
+        by_kernel = ProgressSource.UNKNOWN if resting is None else ProgressSource.KERNEL
+        known.update(steps=steps, resting=resting, progress=by_kernel if steps is None else steps.source)
     result = _result(attempt)
     known.update(result)
     state = state_of(record, result.get("exit_code"))

@@ -351,10 +351,11 @@ def rank_statuses(beats: Iterable[RankHeartbeat], *, node: int, when: int) -> li
             node=node,
             step=beat.step,
             counted_steps=beat.counted_steps,
+            unit=beat.source.unit,
             section=beat.section[:64],
             age=beat.age if 0 <= beat.age < 1e9 else 0.0,
             told_ns=when,
         )
         for beat in beats
-        if beat.count
+        if beat.count or beat.counted_steps
     ]

@@ -19,7 +19,7 @@ from hpc_elastic.report.subject import verdict_of
 from hpc_elastic.report.timeline_attempt import AttemptSpan, RoundSteps, RoundTimes, place_attempts
 from hpc_elastic.report.verdict import Cause, Verdict
 from hpc_elastic.report.wording import describe_restart
-from hpc_elastic.run.heartbeats import ProgressSource
+from hpc_elastic.run.heartbeats import COUNTED, ProgressSource
 
 STEPS_UNKNOWN = "no step was reported or counted"
 ONE_STEP = "no round reported more than one step"
@@ -77,7 +77,7 @@ class Goodput(Struct, frozen=True, kw_only=True):
     why_unknown: str = STEPS_UNKNOWN
     """Why steps are not known; empty: they are."""
     progress: ProgressSource = ProgressSource.UNKNOWN
-    """Of counted steps it is not known which of them were lost with a failure."""
+    """What is counted from 1 in each round shows not which steps were lost with a failure."""
     kept: float = 0.0
     """In steps that no restart took back."""
     recomputed: float = 0.0
@@ -145,7 +145,7 @@ def describe_progress(goodput: Goodput) -> str:
     text = f"Progress: {goodput.progress.value}"
     if goodput.steps_known:
         counted = ". Which steps were done again is not known; hpc_elastic.heartbeat(step) shows it"
-        return f"{text}{counted if goodput.progress is ProgressSource.OPTIMIZER else ''}."
+        return f"{text}{counted if goodput.progress in COUNTED else ''}."
     how = "takes the global step" if goodput.why_unknown == STEPS_GO_BACK else "shows it"
     return (
         f"{text}, since {goodput.why_unknown}: when training was back is not known; hpc_elastic.heartbeat(step) {how}."
@@ -205,9 +205,6 @@ class _Account:
         self._booked = dict.fromkeys(("starting", "interrupted", "queued", "ending"), 0.0)
         self._booked |= dict.fromkeys(("training", "kept", "recomputed", "hanging", "checkpointing"), 0.0)
         self._why_unknown = self._find_why_unknown(rounds)
-        counted = [one.steps.is_counted for one in rounds if one.steps is not None]
-        reported = ProgressSource.OPTIMIZER if any(counted) else ProgressSource.HEARTBEAT
-        self._progress = reported if counted else ProgressSource.UNKNOWN
         self._resumed = _resumed_at(rounds)
         self._lost: dict[tuple[int, int], float] = {}
         """Seconds of steps that went with a round's end."""
@@ -320,7 +317,7 @@ class _Account:
             wall=(self._end - self._start) / 1e9,
             steps_known=not self._why_unknown,
             why_unknown=self._why_unknown,
-            progress=self._progress,
+            progress=self._history.progress,
             until_ns=self._end,
             checkpoints=self._checkpoints,
             costs=tuple(self._costs),

@@ -19,7 +19,7 @@ from hpc_elastic.report.clocks import NO_CLOCKS, SUPERVISOR, Clocks
 from hpc_elastic.report.incidents import CommandFailure, InProcessRestart, Outage, OutputLoss, refused_hosts
 from hpc_elastic.report.node_times import AttemptTimes
 from hpc_elastic.run.activities import Activity
-from hpc_elastic.run.heartbeats import Progress
+from hpc_elastic.run.heartbeats import STEPS, Progress, ProgressSource
 from hpc_elastic.run.node_score import NodeScore
 
 
@@ -119,14 +119,15 @@ class RankStatus(Struct, frozen=True, kw_only=True):
     told_ns: int
     """When that was, by the node's clock."""
     counted_steps: int | None = None
-    """Steps of its optimizer in this round, where the script reports none."""
+    """What `unit` names, in this round, where the script reports no steps."""
+    unit: str = "step"
 
     @property
     def at(self) -> str:
-        """``step 12``, or ``12 steps of this round`` where they were counted."""
+        """``step 12``, or ``12 steps of this round`` where they were counted, or collectives."""
         if self.step is not None:
             return f"step {self.step}"
-        return "no step" if self.counted_steps is None else f"{plural(self.counted_steps, 'step')} of this round"
+        return "no step" if self.counted_steps is None else f"{plural(self.counted_steps, self.unit)} of this round"
 
 
 class StackGroup(Struct, frozen=True, kw_only=True):
@@ -355,3 +356,11 @@ class RunHistory(Struct, frozen=True, kw_only=True):
     excluded: tuple[str, ...] = ()
     """Those of them that the next attempt does without, or the one that was begun since."""
     problems: tuple[str, ...] = ()
+
+    @property
+    def progress(self) -> ProgressSource:
+        """What the run's progress is known by. Collectives before a first step are nothing where steps are known."""
+        rounds = (item for attempt in self.attempts for item in attempt.rounds)
+        found = {one.source for item in rounds for one in item.progress.values()}
+        order = (*STEPS, ProgressSource.COLLECTIVES, ProgressSource.KERNEL)
+        return next((source for source in order if source in found), ProgressSource.UNKNOWN)

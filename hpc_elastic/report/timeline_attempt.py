@@ -15,7 +15,7 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import SUPERVISOR
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory
 from hpc_elastic.report.node_times import NodeTimes, node_offsets
-from hpc_elastic.run.heartbeats import ProgressSource
+from hpc_elastic.run.heartbeats import COUNTED, STEPS, ProgressSource
 
 
 class State(str, Enum):
@@ -220,7 +220,7 @@ class RoundSteps(NamedTuple):
     """Seconds."""
     checkpoints: int = 0
     is_counted: bool = False
-    """Whether they are the optimizer's, from 1 in each round: which of them were done again is not known."""
+    """Whether they are counted from 1 in each round: which of them were done again is not known."""
 
 
 class RoundTimes(Struct, frozen=True, kw_only=True):
@@ -251,8 +251,10 @@ NOT_SEEN_NS = 1_000_000
 class PlacedAttempt:
     """One attempt with all its times on the common axis."""
 
-    def __init__(self, attempt: AttemptHistory, *, steps_known: bool = False) -> None:
+    def __init__(self, attempt: AttemptHistory, *, source: ProgressSource = ProgressSource.UNKNOWN) -> None:
+        """`source` is what the run's progress is known by."""
         self.attempt = attempt
+        self._sources = (source,) if source is ProgressSource.COLLECTIVES else STEPS
         self._hosts = {agents.node: agents.host for agents in attempt.times.agents}
         self._hosts.update({node.node: node.host for item in attempt.rounds for node in item.nodes})
         self.offsets = node_offsets(attempt.times.nodes, clocks=attempt.clocks)
@@ -280,7 +282,7 @@ class PlacedAttempt:
                 agent_starts=self.agent_starts.get(node, []),
                 losses=self.losses.get(node, {}),
                 end_ns=self.end_ns,
-                steps=self._known_steps if steps_known else None,
+                steps=self._known_steps if source in (*STEPS, ProgressSource.COLLECTIVES) else None,
             )
             for node, times in self._times.items()
         }
@@ -385,7 +387,7 @@ class PlacedAttempt:
         found = [
             (-max(done.step, done.counted_steps), self.at(node, done.step_ns), node, done)
             for node, done in item.progress.items()
-            if done.source is not ProgressSource.UNKNOWN
+            if done.source in self._sources
         ]
         if not found:
             return None
@@ -398,7 +400,7 @@ class PlacedAttempt:
             checkpointing=max(0.0, *(one.checkpoint_seconds for *_, one in found)),
             redone=max(0.0, done.redone_seconds),
             checkpoints=max(0, *(one.checkpoints for *_, one in found)),
-            is_counted=done.source is ProgressSource.OPTIMIZER,
+            is_counted=done.source in COUNTED,
         )
 
 
@@ -406,11 +408,9 @@ def place_attempts(history: RunHistory) -> list[PlacedAttempt]:
     """The attempts of which anything is known."""
     placed = []
     axes: dict[str, tuple[int, int]] = {}
-    done = (one for item in history.attempts for part in item.rounds for one in part.progress.values())
-    steps_known = any(one.source is not ProgressSource.UNKNOWN for one in done)
     for attempt in history.attempts:
         clocks = attempt.clocks.on_axis_of(axes.get(attempt.clocks.host))
-        part = PlacedAttempt(replace(attempt, clocks=clocks), steps_known=steps_known)
+        part = PlacedAttempt(replace(attempt, clocks=clocks), source=history.progress)
         axes |= {part.name(node): axis for node, axis in clocks.axes().items()}
         placed.append(part)
     return [part for part in placed if part.end_ns]

@@ -14,7 +14,21 @@ class ProgressSource(str, Enum):
     """The script reports its steps."""
     OPTIMIZER = "optimizer"
     """The steps of its optimizer are counted, from 1 in each round."""
+    COLLECTIVES = "collectives"
+    """The collectives that torch's flight recorder shows as complete are counted, from 1 in each round."""
+    KERNEL = "kernel"
+    """The kernel's counts show whether its processes work or rest, and no steps."""
     UNKNOWN = "unknown"
+
+    @property
+    def unit(self) -> str:
+        """What is counted."""
+        return "collective" if self is ProgressSource.COLLECTIVES else "step"
+
+
+STEPS = (ProgressSource.OPTIMIZER, ProgressSource.HEARTBEAT)
+COUNTED = (ProgressSource.OPTIMIZER, ProgressSource.COLLECTIVES)
+"""Those that begin with 1 in each round."""
 
 
 class RankHeartbeat(Struct, frozen=True, kw_only=True):
@@ -25,7 +39,9 @@ class RankHeartbeat(Struct, frozen=True, kw_only=True):
     local_rank: int = -1
     step: int | None = None
     counted_steps: int | None = None
-    """Steps of its optimizer in this round, where the script reports none: from 1 in each process."""
+    """Steps of its optimizer in this round, or its collectives, where the script reports none: from 1 in each."""
+    source: ProgressSource = ProgressSource.UNKNOWN
+    """What the steps are known by; unknown: there are none, or an older agent wrote this."""
     section: str = ""
     age: float = 0.0
     """Seconds since the heartbeat, when this was written."""
@@ -51,7 +67,8 @@ class Progress(Struct, frozen=True, kw_only=True):
     step_ns: int = 0
     """When."""
     counted_steps: int = 0
-    """How many steps of the optimizer were counted, where no step was reported; the two times are theirs then."""
+    """How many of what `counts` names were done, where no step was reported; the two times are theirs then."""
+    counts: ProgressSource = ProgressSource.OPTIMIZER
     checkpoint_seconds: float = 0.0
     """In section ``checkpoint``."""
     checkpoints: int = 0
@@ -60,13 +77,17 @@ class Progress(Struct, frozen=True, kw_only=True):
     """Seconds: the longest time between two heartbeats in section ``step``, or in the sections that it judges alike."""
     redone_seconds: float = 0.0
     """At steps no further than one that had been reported before, as after an in-process restart."""
+    resting: float | None = None
+    """Seconds for which no worker did anything, by the kernel's counts; 0: one did; null: they are not known."""
 
     @property
     def source(self) -> ProgressSource:
-        """What the steps are known by."""
+        """What progress is known by."""
         if self.first_step is not None:
             return ProgressSource.HEARTBEAT
-        return ProgressSource.OPTIMIZER if self.counted_steps else ProgressSource.UNKNOWN
+        if self.counted_steps:
+            return self.counts
+        return ProgressSource.UNKNOWN if self.resting is None else ProgressSource.KERNEL
 
 
 class NodeHeartbeats(Struct, frozen=True, kw_only=True):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from hpc_elastic.worker_api.heartbeat_record import (
     ASKS,
     CHECKPOINT,
+    COLLECTIVES,
     FILE_BYTES,
     HAS_NOTICE,
     IS_COUNTED,
@@ -211,6 +212,7 @@ class _Reporter:
         self._has_notice = False
         self.is_counted = False
         """Whether the steps are those that the optimizer did, since the script reports none."""
+        self._collectives = self._first_collective_ns = self._last_collective_ns = 0
         self._total: int | None = None
         self.has_begun = False
         self.journal: Journal | None = None
@@ -249,6 +251,17 @@ class _Reporter:
         if total != self._total and self._map is not None:
             TOTAL.write(self._map, _checked_step(total))
             self._total = total
+
+    def note_collectives(self, done: int, *, is_final: bool) -> bool:
+        if self.is_off or self._step != NO_STEP or _is_helper_process():
+            return False
+        if done > 0 and (self._map is not None or self._open()):
+            if done > self._collectives:
+                self._collectives, self._last_collective_ns = done, clock_gettime_ns(CLOCK_BOOTTIME)
+                self._first_collective_ns = self._first_collective_ns or self._last_collective_ns
+            first, last = self._first_collective_ns, self._last_collective_ns
+            COLLECTIVES.write(self._map, self._collectives, first, last, is_final)
+        return True
 
     def all_steps_done(self) -> None:
         if self._step != NO_STEP and not self._has_notice:
@@ -448,6 +461,15 @@ def count_optimizer_steps() -> None:
     """
     if os.environ.get(VARIABLE) and not reporter.has_begun:
         _optimizer_steps.begin(sys.modules["torch.optim.optimizer"])
+
+
+def note_collectives(done: int, *, is_final: bool = False) -> bool:
+    """Report how many collectives are complete, `is_final` at the process' end: for a script without known steps.
+
+    Returns:
+        Whether that is of use: not where steps are known, and in no process that reports for no worker.
+    """
+    return reporter.note_collectives(done, is_final=is_final)
 
 
 def is_outside() -> bool:

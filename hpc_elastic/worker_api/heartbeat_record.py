@@ -187,6 +187,9 @@ TOTAL = Cell(64, "q")
 """How many steps the training has."""
 LOSS = Cell(80, "d")
 """The training's loss, as it was reported last."""
+COLLECTIVES = Cell(96, "Iqq?")
+"""How many collectives the worker has completed, for a script whose steps are not known; when the first and the last of
+them were seen, by the clock of `HeartbeatRecord`; and whether that was at the process' end, so that they are all."""
 _NOTICE = Cell(448, "qqq")
 
 

@@ -6,12 +6,15 @@ that off). Outside of a worker of a run nothing happens. No failure in here reac
 
 from __future__ import annotations
 
+from functools import partial
+
 from hpc_elastic.worker_api import agent_store, flight_recorder, heartbeat
 
 
 def start() -> None:
     """Called by torch, and by a worker that is forked with torch imported. Never raises."""
-    for begin in (agent_store.watch, flight_recorder.start, heartbeat.count_optimizer_steps):
+    record = partial(flight_recorder.start, heartbeat.note_collectives)
+    for begin in (agent_store.watch, record, heartbeat.count_optimizer_steps):
         try:
             begin()
         except Exception:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import os
@@ -10,8 +9,7 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +21,8 @@ from hpc_elastic.report.timeline import build_timeline
 from hpc_elastic.report.timeline_attempt import State
 from tests.rigs.local_run import ROOT, LocalRun
 
-pytestmark = [
-    pytest.mark.torch,
-    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch"),
-]
+pytestmark = pytest.mark.torch
 Run = Callable[..., LocalRun]
-SCRIPT = ROOT / "tests" / "rigs" / "ddp_script.py"
-
-
-@pytest.fixture
-def ddp_run(tmp_path: Path) -> Iterator[Callable[..., LocalRun]]:
-    """A run of the script. TMPDIR is a short path (of sockets), and not looked at: killed workers leave files there."""
-
-    def make(*arguments: str, **settings: Any) -> LocalRun:
-        environ = {"OMP_NUM_THREADS": "1", "TMPDIR": scratch}
-        return LocalRun(tmp_path, "", interpreter=[str(SCRIPT), *arguments], environ=environ, **settings)
-
-    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as scratch:
-        yield make
 
 
 def status(run: LocalRun) -> dict[str, Any]:
@@ -49,16 +31,25 @@ def status(run: LocalRun) -> dict[str, Any]:
     return value
 
 
-@pytest.mark.parametrize("start_method", ["spawn", "forkserver"])
-def test_a_script_that_comes_further_each_time_is_not_given_up(ddp_run: Run, start_method: str) -> None:
+@pytest.mark.parametrize(
+    ("source", "start_method"),
+    [
+        ("optimizer", "spawn"),
+        ("collectives", "forkserver"),
+        pytest.param("optimizer", "forkserver", marks=pytest.mark.slow),
+        pytest.param("collectives", "spawn", marks=pytest.mark.slow),
+    ],
+)
+def test_a_script_that_comes_further_each_time_is_not_given_up(ddp_run: Run, source: str, start_method: str) -> None:
     """The same exception at step 25 and, after a resume at 20, at 55: more steps than in the round before."""
-    with ddp_run("--fail", "raise@25", "--fail", "raise@55", start_method=start_method) as run:
+    by_hand = ["--by-hand"] if source == "collectives" else []
+    with ddp_run("--fail", "raise@25", "--fail", "raise@55", *by_hand, start_method=start_method) as run:
         assert run.finish() == ExitCode.OK
         failed = [event for event in run.events("worker_failed") if event["failure_class"] == "root"]
         assert [(event["round"], event["rank"]) for event in failed] == [(0, 1), (1, 1)]
         assert max(event["restarts_used"] for event in run.events("round_final")) == 2
         goodput = run.report()["goodput"]
-        assert (goodput["steps_known"], goodput["progress"]) == (True, "optimizer")
+        assert (goodput["steps_known"], goodput["progress"]) == (True, source)
         for number, cost in enumerate(goodput["costs"]):
             up = min(event["t"] for event in run.events("workers_started") if event["round"] == number + 1)
             until_up = (up - failed[number]["t"]) / 1e9

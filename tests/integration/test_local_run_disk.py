@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.run.attempt import load_result
-from tests.rigs.local_run import ROOT, LocalRun
+from tests.rigs.local_run import LocalRun
 
 _TRAINS = """
 tell("here")
@@ -129,27 +127,16 @@ def test_restart_waits_for_room_on_the_disk(tmp_path: Path, tiny_disk: TinyDisk)
 
 
 @pytest.mark.torch
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
 def test_a_ddp_script_trains_while_the_disk_of_runs_is_full_and_its_restart_waits_for_room(
-    tmp_path: Path, tiny_disk: TinyDisk
+    ddp_run: Callable[..., LocalRun], tmp_path: Path, tiny_disk: TinyDisk
 ) -> None:
     """Its checkpoints are on another disk."""
-    script = ROOT / "tests" / "rigs" / "ddp_script.py"
     checkpoint = tmp_path / "checkpoint.pt"
 
     def saves() -> int:
         return checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
 
-    with (
-        tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as scratch,
-        LocalRun(
-            tmp_path,
-            "",
-            interpreter=[str(script), "--steps", "200", "--step-seconds", "0.03"],
-            environ={"OMP_NUM_THREADS": "1", "TMPDIR": scratch},
-            options=_FILES_ALONE,
-        ) as run,
-    ):
+    with ddp_run("--steps", "200", "--step-seconds", "0.03", options=_FILES_ALONE) as run:
         run.until(saves, "checkpoint")
         tiny_disk.fill()
         for _ in range(2):
@@ -167,18 +154,8 @@ def test_a_ddp_script_trains_while_the_disk_of_runs_is_full_and_its_restart_wait
 
 
 @pytest.mark.torch
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs torch")
-def test_a_ddp_script_whose_run_directory_is_removed_is_ended(tmp_path: Path) -> None:
-    script = ROOT / "tests" / "rigs" / "ddp_script.py"
-    with (
-        tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as scratch,
-        LocalRun(
-            tmp_path,
-            "",
-            interpreter=[str(script), "--steps", "100000"],
-            environ={"OMP_NUM_THREADS": "1", "TMPDIR": scratch},
-        ) as run,
-    ):
+def test_a_ddp_script_whose_run_directory_is_removed_is_ended(ddp_run: Callable[..., LocalRun], tmp_path: Path) -> None:
+    with ddp_run("--steps", "100000") as run:
         run.until((tmp_path / "checkpoint.pt").exists, "checkpoint")
         root = run.paths.root
         assert run.uid, "kept for the look at what is left"

@@ -35,6 +35,28 @@ class Numbers(Dataset):
         return x, x.sum().unsqueeze(0)
 
 
+class ByHand:
+    """SGD without an optimizer of torch's."""
+
+    def __init__(self, parameters):
+        self.parameters = list(parameters)
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.parameters:
+            parameter -= 0.01 * parameter.grad
+
+    def zero_grad(self):
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        pass
+
+
 def fail(how, seconds):
     if how == "raise":
         raise ValueError("bad batch: label 1031 out of range [0, 1000)")
@@ -87,6 +109,7 @@ def main():
     parser.add_argument("--fail", action="append", default=[], metavar="HOW@PLACE")
     parser.add_argument("--pause", type=float, default=0.0)
     parser.add_argument("--save-on-sigterm", action="store_true", help="in the step after it, all ranks together")
+    parser.add_argument("--by-hand", action="store_true", help="use no optimizer of torch's")
     parser.add_argument("--fail-rank", type=int, default=1)
     parser.add_argument("--step-seconds", type=float, default=0.02)
     args = parser.parse_args()
@@ -106,7 +129,7 @@ def main():
     perhaps_fail("init")
     dist.init_process_group("gloo")
     model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = ByHand(model.parameters()) if args.by_hand else torch.optim.AdamW(model.parameters(), lr=1e-3)
     wanted = torch.zeros(1)
     if args.save_on_sigterm:
         signal.signal(signal.SIGTERM, lambda *_: wanted.fill_(1))

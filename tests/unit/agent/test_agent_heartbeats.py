@@ -27,8 +27,9 @@ from hpc_elastic.agent.heartbeats import (
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.host_facts import filesystem_type
 from hpc_elastic.rendezvous.state import HangMark
+from hpc_elastic.run.heartbeats import ProgressSource
 from hpc_elastic.run.option_values import SectionTimeouts
-from hpc_elastic.worker_api.heartbeat_record import FILE_BYTES, LOSS, TOTAL, VARIABLE
+from hpc_elastic.worker_api.heartbeat_record import COLLECTIVES, FILE_BYTES, LOSS, TOTAL, VARIABLE
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.heartbeat_page import write_record
 
@@ -414,6 +415,57 @@ def test_who_never_speaks_costs_no_file(watch: HeartbeatWatch, clock: FakeClock)
     watch.refresh()
     assert watch._summary is not None
     assert not watch._summary.exists()
+
+
+def test_what_the_kernel_shows_is_written_as_it_changes(watch: HeartbeatWatch, clock: FakeClock) -> None:
+    path, began = watch._summary, clock.monotonic()
+    assert path is not None
+    written: list[float] = []
+    for since in (None, None, began + 100.0, began + 100.0, None):
+        clock.now += 60.0
+        watch.note_rest(since)
+        if path.exists():
+            written.append(json.loads(path.read_text())["progress"]["resting"])
+            path.unlink()
+    assert written == [0.0, 80.0, 0.0]
+    progress = watch.progress()
+    assert progress is not None
+    assert progress.source is ProgressSource.KERNEL
+
+
+def collect(watch: HeartbeatWatch, clock: FakeClock, local_rank: int, done: int, *, is_final: bool = False) -> None:
+    """A worker has completed so many collectives."""
+    path, now_ns = Path(watch.environment(local_rank)[VARIABLE]), int(clock.monotonic() * 1e9)
+    page = bytearray(path.read_bytes())
+    COLLECTIVES.write(page, done, now_ns, now_ns, is_final)
+    path.write_bytes(page)
+
+
+def test_collectives_are_progress_where_no_step_is_known(watch: HeartbeatWatch, clock: FakeClock) -> None:
+    clock.now += 20.0
+    collect(watch, clock, 0, 12)
+    collect(watch, clock, 1, 11)
+    clock.now += 3.0
+    watch.refresh()
+    progress = watch.progress()
+    assert progress is not None
+    assert (progress.source, progress.counted_steps) == (ProgressSource.COLLECTIVES, 12)
+    assert watch._summary is not None
+    ranks = json.loads(watch._summary.read_text())["ranks"]
+    assert [(beat["counted_steps"], beat["source"], beat["age"], beat["section"]) for beat in ranks] == [
+        (12, "collectives", 3.0, "setup"), (11, "collectives", 3.0, "setup")
+    ]  # fmt: skip
+    assert watch.counted_steps == -1, "a worker that is killed may have done more"
+    collect(watch, clock, 1, 11, is_final=True)
+    watch.refresh()
+    assert watch.counted_steps == 11
+    say(watch, clock, 0, 1, step=4, is_counted=True)
+    watch.refresh()
+    assert watch.counted_steps == 4
+    watch.begin(1, first_rank=4, count=2)
+    collect(watch, clock, 0, 12, is_final=True)
+    watch.refresh()
+    assert watch.counted_steps == -1, "a round that ends before its first step did none"
 
 
 def test_another_nodes_verdict_shows_who_it_waits_for_here(watch: HeartbeatWatch, clock: FakeClock) -> None:

@@ -13,14 +13,14 @@ from msgspec.structs import replace
 from hpc_elastic.base import codec
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.base.outcome import Outcome
-from hpc_elastic.cli.status import duration, status_json, status_lines
+from hpc_elastic.cli.status import duration, status_json, status_line, status_lines
 from hpc_elastic.launch.run_progress import OutputStatus, StepStatus
 from hpc_elastic.launch.run_status import RunState, RunStatus, read_status, state_of
 from hpc_elastic.rendezvous.preemption import PreemptionNotice
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from hpc_elastic.run.attempt import AttemptInfo, StoredResult
-from hpc_elastic.run.heartbeats import NodeHeartbeats, ProgressSource, RankHeartbeat
+from hpc_elastic.run.heartbeats import NodeHeartbeats, Progress, ProgressSource, RankHeartbeat
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, load_run_spec
 from hpc_elastic.slurm.job_state import JobState
@@ -60,12 +60,24 @@ class Run:
         assert RoundLog(FileStore(self.there.store, clock=self.clock), RUN_ID).append(newest)
         return self
 
-    def steps(self, node: int, round_index: int, *steps: int | None) -> Run:
+    def steps(
+        self,
+        node: int,
+        round_index: int,
+        *steps: int | None,
+        source: ProgressSource = ProgressSource.HEARTBEAT,
+        progress: Progress | None = None,
+    ) -> Run:
         path = self.there.heartbeats(node)
         make_private_dir(path.parent)
-        ranks = tuple(RankHeartbeat(rank=2 * (node // 2) + n, step=step) for n, step in enumerate(steps))
+        field = "step" if source is ProgressSource.HEARTBEAT else "counted_steps"
+        ranks = tuple(
+            RankHeartbeat(rank=2 * (node // 2) + n, source=source, **{field: step}) for n, step in enumerate(steps)
+        )
         written = self.clock.time_ns() - 3_000_000_000
-        codec.save(path, NodeHeartbeats(node=node, round=round_index, written_ns=written, ranks=ranks))
+        codec.save(
+            path, NodeHeartbeats(node=node, round=round_index, written_ns=written, progress=progress, ranks=ranks)
+        )
         return self
 
     def ended(self, outcome: str, code: int) -> Run:
@@ -165,8 +177,30 @@ def test_without_heartbeats_the_logs_show_whether_it_moves(run: Run) -> None:
         "  output   : progress unknown; the size of the logs: 8 bytes, the last 7 s ago (rank 1); "
         "3 of 4 ranks have printed nothing"
     )
+    assert status.progress is ProgressSource.UNKNOWN
+    for node, seconds in ((0, 0.0), (2, 40.0)):
+        run.steps(node, 1, None, progress=Progress(resting=seconds))
+    status = read_status(run.paths, clock=run.clock, looks_at_output=True)
+    assert (status.progress, status.resting) == (ProgressSource.KERNEL, 0.0)
+    assert "by the kernel's counts the processes work; the size" in "\n".join(
+        status_lines(status, None, seconds_left=None)
+    )
+    run.steps(0, 1, None, progress=Progress(resting=50.0))
+    status = read_status(run.paths, clock=run.clock, looks_at_output=True)
+    assert "by the kernel's counts the processes have rested for 0:00:43; the" in "\n".join(
+        status_lines(status, None, seconds_left=None)
+    )
     run.steps(0, 1, 4, 4)
     assert read_status(run.paths, clock=run.clock, looks_at_output=True).output is None
+
+
+def test_collectives_stand_in_for_steps(run: Run) -> None:
+    run.attempt(0).log(record(Status.FINAL)).steps(0, 1, 40, 38, source=ProgressSource.COLLECTIVES)
+    status = run.status()
+    assert (status.state, status.progress) == (RunState.TRAINING, "collectives")
+    text = "\n".join(status_lines(status, None, seconds_left=None))
+    assert "progress : 38 to 40 collectives of this round (behind: rank 1); last one 3 s ago (2 workers)" in text
+    assert status_line(status).endswith("  38 collectives")
 
 
 def test_the_job_logs_path(run: Run) -> None:

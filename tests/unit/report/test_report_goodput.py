@@ -27,6 +27,7 @@ from hpc_elastic.report.goodput import (
 from hpc_elastic.report.render_html import render_html
 from hpc_elastic.report.render_text import render_text
 from hpc_elastic.run.attempt import StoredResult
+from hpc_elastic.run.heartbeats import ProgressSource
 from tests.rigs.run_builder import START_NS, RunBuilder, make_failure
 
 
@@ -220,6 +221,28 @@ def test_counted_steps_show_when_training_was_back_and_not_what_was_done_again(b
     assert goodput.starting == pytest.approx(20, abs=0.1)
     assert "Progress: optimizer. Which steps were done again is not known" in render_text(history)
     assert "Progress: optimizer. Which steps were done again is not known" in render_html(history)
+
+
+def test_collectives_show_when_training_was_back_where_no_step_of_the_run_is_known(builder: RunBuilder) -> None:
+    def done(counts: ProgressSource, number: int, at: float, until: float) -> dict[str, Any]:
+        return {**progress(0, at, -1, until, first_step=None, counted_steps=number), "counts": counts.value}
+
+    for counts in (ProgressSource.OPTIMIZER, ProgressSource.COLLECTIVES):
+        builder = RunBuilder(builder.root.parent / counts.value)
+        builder.round(0, 0, at=10)
+        builder.fail(make_failure(1, at=111, exception="ValueError: bad"))
+        stopped(builder, 0, 112, done(counts, 90, 20, 110))
+        builder.round(0, 1, at=115, reason="restart 1 of 3")
+        builder.fail(make_failure(1, at=150, exception="ValueError: bad", round_index=1))
+        stopped(builder, 1, 151, done(ProgressSource.COLLECTIVES, 9, 130, 149))
+        builder.end(0, at=151, outcome="failed", code=1)
+        goodput = goodput_of(collect_run(builder.root))
+        assert (goodput.steps_known, goodput.progress) == (True, counts)
+        cost = goodput.costs[0]
+        if counts is ProgressSource.COLLECTIVES:
+            assert (cost.recovered, cost.seconds) == (True, pytest.approx(20, abs=0.1))
+        else:
+            assert not cost.recovered, "a process group was made, and no step was done"
 
 
 def test_without_steps_processes_that_are_up_are_no_recovery(builder: RunBuilder) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -11,8 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc_elastic.worker_api import flight_recorder, torch_import
+import hpc_elastic
+from hpc_elastic.worker_api import flight_recorder, heartbeat, torch_import
 from hpc_elastic.worker_api.flight_recorder import VARIABLE
+from hpc_elastic.worker_api.heartbeat_record import COLLECTIVES, read_record
 from hpc_elastic.worker_api.torch_import import start
 
 ROOT = Path(__file__).parents[3]
@@ -23,11 +26,15 @@ class Torch(SimpleNamespace):
     """As much of torch as is asked for."""
 
     def __init__(self, version: str) -> None:
-        self.asked = threading.Event()
+        self.asked, self.groups = threading.Event(), list[tuple[int, int]]()
         super().__init__(__version__=version, _C=SimpleNamespace(_distributed_c10d=SimpleNamespace()))
         self._C._distributed_c10d._dump_fr_trace_json = self.dump
 
-    def dump(self) -> bytes:
+    def dump(self, *arguments: bool) -> bytes:
+        if arguments == (False,):
+            return json.dumps(
+                {"pg_status": {str(n): {"last_completed_collective": str(done)} for n, done in self.groups}}
+            ).encode()
         self.asked.set()
         return DUMP
 
@@ -80,6 +87,35 @@ def test_a_script_that_dies_of_an_exception_leaves_its_dump_and_another_does_not
     monkeypatch.setattr(sys, "last_value", ValueError(), raising=False)
     at_exit[0]()
     assert len(list(tmp_path.glob("*.json"))) == 1
+
+
+def test_completed_collectives_are_its_progress_until_steps_are_known(page: Path, torch: Torch) -> None:
+    def found() -> tuple[int, bool] | None:
+        record = COLLECTIVES.read(page.read_bytes())
+        return record and (record[0], record[3])
+
+    collectives = flight_recorder._Collectives(heartbeat.note_collectives)
+    assert collectives.note()
+    assert found() is None, "a process without a group, and the page may be another's"
+    torch.groups = [(0, 30), (1, 3), (2, -1)]
+    assert collectives.note()
+    assert found() == (33, False)
+    first = COLLECTIVES.read(page.read_bytes())
+    torch.groups = [(0, 5)]
+    assert collectives.note()
+    assert found() == (38, False), "its groups were destroyed, and others have come"
+    collectives.note(is_final=True)
+    assert found() == (38, True)
+    last = COLLECTIVES.read(page.read_bytes())
+    assert first is not None
+    assert last is not None
+    assert (last[1], last[2] > last[1]) == (first[1], True)
+    assert read_record(page.read_bytes()) is None, "it is no heartbeat, and ends no section"
+
+    hpc_elastic.heartbeat()
+    assert flight_recorder._Collectives(heartbeat.note_collectives).note(), "a heartbeat without a step"
+    hpc_elastic.heartbeat(step=1)
+    assert not flight_recorder._Collectives(heartbeat.note_collectives).note()
 
 
 def test_outside_of_a_run_and_without_its_folder_nothing_happens(
