@@ -44,12 +44,7 @@ class FlightRecorders:
         """Ranks whose NCCL was asked."""
 
     def environment(self, rank: int, given: Mapping[str, str]) -> dict[str, str]:
-        """The variables of one worker; what it is given already stays.
-
-        Args:
-            rank: Its global rank.
-            given: Its environment so far.
-        """
+        """The variables of one worker by its global rank; what it is given already stays."""
         if not self._prefix:
             return {}
         self.forget(rank)
@@ -65,22 +60,22 @@ class FlightRecorders:
         }
         if "TORCH_NCCL_TRACE_BUFFER_SIZE" in given:
             del ours["TORCH_FR_BUFFER_SIZE"]
-        return {**{name: value for name, value in ours.items() if name not in given}, VARIABLE: self._of(rank)}
+        return {
+            **{name: value for name, value in ours.items() if name not in given},
+            VARIABLE: f"{self._prefix}gloo-{rank}",
+        }
 
     def ask(self, ranks: Iterable[int]) -> bool:
         """Ask workers for their dumps. Returns whether any of them listens."""
         if self._prefix:
             for rank in ranks:
-                pipes = glob.glob(f"{glob.escape(self._of(rank))}.*{ASK}")
+                pipes = self._files(rank, ASK)
                 self._awaited += [pipe.removesuffix(ASK) + DUMP for pipe in pipes if _write(pipe)]
                 self._nccl_asked += [rank] if _write(f"{self._prefix}nccl-{rank}.pipe") else []
         return bool(self._awaited or self._nccl_asked)
 
     def find_mute(self, ranks: Mapping[int, int]) -> dict[int, float]:
-        """Ask for a sign of life, and look for the last one.
-
-        Args:
-            ranks: Local rank → global rank.
+        """Ask workers (local rank → global rank) for a sign of life, and look for the last one.
 
         Returns:
             Local rank → since when one of its processes that listen has not answered, monotonic.
@@ -88,7 +83,7 @@ class FlightRecorders:
         now = self._clock.monotonic()
         mute: dict[int, float] = {}
         for local_rank, rank in ranks.items():
-            for pipe in glob.glob(f"{glob.escape(self._of(rank))}.*{ASK}") if self._prefix else ():
+            for pipe in self._files(rank, ASK) if self._prefix else ():
                 sign = pipe.removesuffix(ASK) + PONG
                 since = self._pinged.pop(pipe, now)
                 if os.path.exists(sign):
@@ -107,7 +102,7 @@ class FlightRecorders:
     def read(self, rank: int, keep_in: Path) -> FlightTail | None:
         """What a worker dumped, and keep it with its logs. Reads and writes files."""
         dumps: list[RankDump] = []
-        found = [raw for path in glob.glob(f"{glob.escape(self._of(rank))}.*{DUMP}") if (raw := self._load(path))]
+        found = [raw for path in self._files(rank, DUMP) if (raw := self._load(path))]
         # A child that imports torch, too, has recorded nothing.
         of_gloo, of_nccl = max(found, key=len, default=None), self._load(self._nccl(rank))
         for raw, name in ((of_gloo, f"flight-recorder-{rank}.json"), (of_nccl, f"flight-recorder-nccl-{rank}")):
@@ -127,15 +122,14 @@ class FlightRecorders:
         """Another process takes the rank's place, or the round is over: its files go."""
         if not self._prefix:
             return
-        own = glob.glob(f"{glob.escape(self._of(rank))}.*")
-        for path in (*own, f"{self._prefix}nccl-{rank}", f"{self._prefix}nccl-{rank}.pipe"):
+        for path in (*self._files(rank), f"{self._prefix}nccl-{rank}", f"{self._prefix}nccl-{rank}.pipe"):
             try:
                 os.unlink(path)
             except OSError:
                 continue
 
-    def _of(self, rank: int) -> str:
-        return f"{self._prefix}gloo-{rank}"
+    def _files(self, rank: int, ending: str = "") -> list[str]:
+        return glob.glob(f"{glob.escape(self._prefix)}gloo-{rank}.*{ending}")
 
     def _nccl(self, rank: int) -> str:
         return f"{self._users.get(rank) or f'{self._prefix}nccl-'}{rank}"

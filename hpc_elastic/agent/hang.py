@@ -61,14 +61,8 @@ def describe_silence(beat: RankBeat, now: float, *, limit: float | None = None) 
 
 
 def learned_timeout(intervals: int, longest: float) -> float | None:
-    """The timeout for ``step`` that a run's own steps teach: five times the longest time between two heartbeats.
-
-    Returns:
-        At least 60 seconds; None (no worker is judged) before 20 were measured.
-    """
-    if intervals < LEARNED_INTERVALS:
-        return None
-    return max(LEARNED_LEAST, LEARNED_FACTOR * longest)
+    """The timeout for ``step`` that a run's own steps teach; None (no worker is judged) before enough were measured."""
+    return None if intervals < LEARNED_INTERVALS else max(LEARNED_LEAST, LEARNED_FACTOR * longest)
 
 
 def limit_of(beat: RankBeat, timeouts: SectionTimeouts, *, learned: float | None = None) -> float | None:
@@ -83,30 +77,19 @@ def judge(
 ) -> Hang | None:
     """Decide whether workers of this node hang."""
     here = tuple(beats)
-    silent: dict[int, tuple[RankBeat, float]] = {}
-    for beat in here:
-        limit = limit_of(beat, timeouts, learned=learned)
-        if limit is not None and beat.age(now) >= limit:
-            silent[beat.local_rank] = beat, limit
+    limits = ((beat, limit_of(beat, timeouts, learned=learned)) for beat in here)
+    silent = [(beat, limit) for beat, limit in limits if limit is not None and beat.age(now) >= limit]
     if not silent:
         return None
-    first, limit = min(silent.values(), key=lambda found: _lag(found[0]))
-    if first.step is not None:
-        behind = lagging(here, step=first.step, age=first.age(now), now=now)
-        if behind:
-            return _silent_hang(behind[0], limit, describe_lagging(behind, step=first.step, now=now))
-    # A worker that is a step further waits for it.
-    level = {
-        rank: describe_silence(beat, now, limit=its)
-        for rank, (beat, its) in silent.items()
-        if _step(beat) <= _step(first)
-    }
-    return _silent_hang(first, limit, level)
-
-
-def _silent_hang(culprit: RankBeat, limit: float, hung: Mapping[int, str]) -> Hang:
-    reason = f"rank {culprit.rank} hangs: {hung[culprit.local_rank]}"
-    return Hang(source=Source.HEARTBEAT, reason=reason, ranks=(culprit.rank,), seconds=limit, hung=hung)
+    first, limit = min(silent, key=lambda found: _lag(found[0]))
+    step = -1 if first.step is None else first.step
+    if behind := lagging(here, step=step, age=first.age(now), now=now):
+        hung, first = describe_lagging(behind, step=step, now=now), behind[0]
+    else:  # a worker that is a step further waits for it
+        level = [found for found in silent if found[0].step is None or found[0].step <= step]
+        hung = {beat.local_rank: describe_silence(beat, now, limit=its) for beat, its in level}
+    reason = f"rank {first.rank} hangs: {hung[first.local_rank]}"
+    return Hang(source=Source.HEARTBEAT, reason=reason, ranks=(first.rank,), seconds=limit, hung=hung)
 
 
 def describe_lagging(behind: Sequence[RankBeat], *, step: int, now: float) -> dict[int, str]:
@@ -125,22 +108,18 @@ def next_look(
 
     Not later than the shortest timeout from now: a worker may be in another section by then.
     """
-    shortest = timeouts.shortest
-    if shortest is None:
+    if timeouts.shortest is None:
         return None
     limits = ((beat, limit_of(beat, timeouts, learned=learned)) for beat in beats)
-    return min([now + shortest, *(beat.at + limit for beat, limit in limits if limit is not None)])
+    return min([now + timeouts.shortest, *(beat.at + limit for beat, limit in limits if limit is not None)])
 
 
 def lagging(beats: Iterable[RankBeat], *, step: int, age: float, now: float) -> tuple[RankBeat, ...]:
-    """Workers of this node that a silent worker, here or on another node, waits for.
+    """Workers of this node that a worker, here or on another node, waits for, which is silent at `step` for `age`.
 
     In a collective all wait for the worker that did not come, and the first whose time is over may be one that waits:
     by a shorter timeout, by milliseconds, or because the worker that hangs is in a section without any. That one is
     behind in steps and has been silent for about as long (less a second, or a tenth, in which reports are under way).
-
-    Args:
-        age: For how many seconds it had been silent.
 
     Returns:
         The furthest behind first. Never a worker that has reported no step: in many scripts one rank reports for all.
@@ -150,13 +129,9 @@ def lagging(beats: Iterable[RankBeat], *, step: int, age: float, now: float) -> 
     return tuple(sorted(behind, key=_lag))
 
 
-def _step(beat: RankBeat) -> int:
-    return -1 if beat.step is None else beat.step
-
-
 def _lag(beat: RankBeat) -> tuple[int, float, int]:
     """Sorts the furthest behind first: by step, then by the time of the last heartbeat."""
-    return _step(beat), beat.at, beat.rank
+    return -1 if beat.step is None else beat.step, beat.at, beat.rank
 
 
 def may_be_a_bug(fingerprint: str) -> bool:
@@ -213,8 +188,7 @@ def next_stall(
         running: How many workers run; of one in a container that has not come up yet there are no counts.
         now: Monotonic.
     """
-    seconds = now - before.at
-    since = {}
+    seconds, since = now - before.at, {}
     for rank, count in counts.items():
         known = before.counts.get(rank)
         if known is None or count.beats != known.beats:
@@ -241,17 +215,13 @@ def _is_idle(before: Counts, now: Counts, seconds: float) -> bool:
 
 
 def limit_without_progress(longest: float, least: float) -> float:
-    """Seconds without progress that make a hang: more than `least`, and than the run's own pauses."""
     return max(least, LONGEST_FACTOR * longest)
 
 
 def judge_run(
     stalls: Mapping[int, NodeStall | None], *, round_index: int, least: float, hosts: Mapping[int, str]
 ) -> Hang | None:
-    """Whether the run hangs.
-
-    Args:
-        stalls: Node → what it wrote; None: nothing that can be read.
+    """Whether the run hangs, by what each node wrote (None: nothing that can be read); `hosts` of every rank.
 
     Returns:
         None where a node makes progress, or may, and where all workers of all nodes have ended.
@@ -271,11 +241,9 @@ def judge_run(
         reason += f", their GPUs are at {min(uses)}{f' to {max(uses)}' if max(uses) > min(uses) else ''} %"
     suspects = find_odd_ranks(ranks, hosts, have_others_ended=ended > 0)
     if suspects:
-        first = suspects[0]
+        first, more = suspects[0], len(suspects) - 1
         where = f" on {first.host}" if first.host else ""
-        reason += f"; rank {first.rank}{where}: {first.why}"
-        if len(suspects) > 1:
-            reason += f"; {plural(len(suspects) - 1, 'other rank')} too"
+        reason += f"; rank {first.rank}{where}: {first.why}" + (f"; {plural(more, 'other rank')} too" if more else "")
     return Hang(source=Source.KERNEL, reason=reason, ranks=tuple(suspect.rank for suspect in suspects), seconds=seconds)
 
 

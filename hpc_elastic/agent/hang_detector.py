@@ -82,16 +82,10 @@ class HangDetector:
             nccl: Asks NCCL's RAS; None: nobody does.
             look_at_gpus: Has NVML asked, and calls what it is given with the answer, in another thread.
         """
-        self._watch = watch
+        self._watch, self._clock, self._files, self._folder, self._settings = watch, clock, files, folder, settings
         self._nccl = nccl or NcclWatch("", run_uid="", least=settings.least, clock=clock)
-        self._look_at_gpus = look_at_gpus
-        self._gpus = GpuFacts(is_there=False)
-        self._folder = folder
-        self._settings = settings
-        self._node = node
-        self._names = names
-        self._clock = clock
-        self._files = files
+        self._look_at_gpus, self._gpus = look_at_gpus, GpuFacts(is_there=False)
+        self._node, self._names = node, names
         self._every = min(LOOK_SECONDS, settings.least / LOOKS_PER_LIMIT)
         self._stall = Stall(at=0.0, counts={})
         self._step = _Step.LOOK
@@ -119,8 +113,7 @@ class HangDetector:
     def begin(self, round_index: int, count: int) -> None:
         """A round's workers have been started, `count` here."""
         self._forget()
-        self._round = round_index
-        now = self._clock.monotonic()
+        self._round, now = round_index, self._clock.monotonic()
         counts = dict.fromkeys(range(count), Counts())  # the kernel counts from a process' start on
         self._stall = Stall(at=now, counts=counts, longest=self._stall.longest)
         if self._folder is not None:
@@ -210,13 +203,10 @@ class HangDetector:
         is_awaited = workers.ask_for_dumps(new)
         if self._look_at_gpus is not None:
             self._gpus, is_awaited = GpuFacts(is_there=False), True
-            self._look_at_gpus(self._take_gpus)
+            self._look_at_gpus(partial(setattr, self, "_gpus"))
         if is_awaited:
             self._step, self._next = _Step.ASKED, self._clock.monotonic() + ANSWER_SECONDS
         return is_awaited
-
-    def _take_gpus(self, facts: GpuFacts) -> None:
-        self._gpus = facts
 
     def _look_at_nccl(self, workers: LocalWorkers, members: Sequence[Member]) -> Hang | None:
         """What NCCL's RAS shows, which is a hang where ranks differ; where they don't, after a look at dumps."""
@@ -230,7 +220,7 @@ class HangDetector:
         elif self._reported is None and self._step is _Step.LOOK and found.since != self._rests_since:
             if not found.is_even:
                 self._reported = Source.NCCL
-                self._files.post(partial(self._save, found.hang))
+                self._files.post(partial(self._note, found.hang))
                 return found.hang
             self._even = found
             if not self._ask_for_dumps(workers):
@@ -260,18 +250,13 @@ class HangDetector:
                 self._flights |= workers.read_dumps()
             ranks = tuple(_look_at(first + local, pid, self._flights.get(first + local)) for local, pid in pids.items())
             mine = NodeStall(round=index, seconds=round(seconds, 1), longest=stall.longest, ranks=ranks, gpus=gpus)
-            try:
-                make_private_dir(own.parent)
-                codec.save(own, mine)
-            except OSError as error:
-                logger.debug("%s could not be written: %s", own, error)
+            _save(own, mine)
             if not is_judge or has_reported:
                 return
             stalls = {node: mine if path == own else _load(path) for node, path in paths.items()}
-            found = judge_run(stalls, round_index=index, least=self._settings.least, hosts=hosts)
-            if found is not None:
-                self._save(found)
-                self._found = found
+            self._found = judge_run(stalls, round_index=index, least=self._settings.least, hosts=hosts)
+            if self._found is not None:
+                self._note(self._found)
 
         self._files.post(write_and_read)
 
@@ -290,12 +275,12 @@ class HangDetector:
                 found = replace(hang, reason=f"{hang.reason}; rank {rank} waits in {call}")
             else:
                 found = replace(hang, reason=f"{hang.reason}: they all hang, or do without", may_be_rest=True)
-            self._save(found)
+            self._note(found)
             self._found = found
 
         self._files.post(read)
 
-    def _save(self, found: Hang) -> None:
+    def _note(self, found: Hang) -> None:
         assert self._folder is not None
         value = Suspicion(
             round=self._round,
@@ -306,11 +291,7 @@ class HangDetector:
             seconds=round(found.seconds, 1),
             may_be_rest=found.may_be_rest,
         )
-        try:
-            make_private_dir(self._folder)
-            codec.save(self._folder / "now.json", value)
-        except OSError as error:
-            logger.debug("the hang could not be written to %s: %s", self._folder, error)
+        _save(self._folder / "now.json", value)
 
     # --------------------------------------------------------------------------------------------------------------
 
@@ -340,13 +321,18 @@ class HangDetector:
 
 def _look_at(rank: int, pid: int, flight: FlightTail | None) -> StalledRank:
     state = look_at_process(pid)
+    is_stuck = state.is_stopped or state.is_uninterruptible
     return StalledRank(
-        rank=rank,
-        at=state.whereabouts(),
-        waits=state.waits_for_process,
-        is_stuck=state.is_stopped or state.is_uninterruptible,
-        flight=flight,
+        rank=rank, at=state.whereabouts(), waits=state.waits_for_process, is_stuck=is_stuck, flight=flight
     )
+
+
+def _save(path: Path, value: NodeStall | Suspicion) -> None:
+    try:
+        make_private_dir(path.parent)
+        codec.save(path, value)
+    except OSError as error:
+        logger.debug("%s could not be written: %s", path, error)
 
 
 def _load(path: Path) -> NodeStall | None:
@@ -356,12 +342,5 @@ def _load(path: Path) -> NodeStall | None:
 
 def no_detector() -> HangDetector:
     """A detector that watches nothing."""
-    return HangDetector(
-        None,
-        HangSettings(),
-        node=0,
-        names=(),
-        clock=SystemClock(),
-        files=FileExecutor(name="hangs"),
-        watch=silent_watch(),
-    )
+    clock, files = SystemClock(), FileExecutor(name="hangs")
+    return HangDetector(None, HangSettings(), node=0, names=(), clock=clock, files=files, watch=silent_watch())

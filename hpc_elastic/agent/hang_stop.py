@@ -14,7 +14,6 @@ from __future__ import annotations
 import resource
 import signal
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -30,12 +29,10 @@ from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import (
     DUMP_LIMIT,
     ProcessState,
-    RankStacks,
     StackDump,
     describe_stack,
     find_dump,
     look_at_process,
-    stacks_of,
 )
 from hpc_elastic.failures.traceback_text import TEXT_LIMIT
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
@@ -81,21 +78,13 @@ def find_targets(
             script around the training script).
         scripts: Worker's pid → pid of the script, where that is not below the worker.
     """
-    processes = tree.all_processes()
-    roots = scripts or {}
-    return [
-        Target(worker=worker, pid=_main_process(processes, roots.get(worker.pid, worker.pid), speaker))
-        for worker, speaker in workers
-    ]
-
-
-def _main_process(processes: Mapping[int, Proc], pid: int, speaker: int) -> int:
-    if speaker == pid:
-        return pid
-    below = tree.subtree(processes, (pid,))
-    if any(proc.pid == speaker for proc in below):
-        return speaker
-    return next((each for each in (pid, *(proc.pid for proc in below)) if is_python(each)), pid)
+    processes, found = tree.all_processes(), []
+    for worker, speaker in workers:
+        root = (scripts or {}).get(worker.pid, worker.pid)
+        pids = [root, *(proc.pid for proc in tree.subtree(processes, (root,)))]
+        pid = speaker if speaker in pids else next(filter(is_python, pids), root)
+        found.append(Target(worker=worker, pid=pid))
+    return found
 
 
 class StacksThenStop:
@@ -105,20 +94,13 @@ class StacksThenStop:
         self, targets: Sequence[Target], stopper: GroupStopper, *, clock: Clock, head_start: float = 0.0
     ) -> None:
         """`head_start`: seconds in which workers are only stopped, so that other nodes do that too before one ends."""
-        self._head_start = head_start
-        self._targets = tuple(targets)
-        self._stopper = stopper
-        self._clock = clock
+        self._head_start, self._targets, self._stopper, self._clock = head_start, tuple(targets), stopper, clock
         self._asked: dict[int, _Asked] = {}
-        self._deadline = 0.0
-        self._began = 0.0
-        self._was_asked = False
-        self._was_asked_again = False
-        self._is_asking = False
+        self._deadline = self._began = 0.0
+        self._was_asked = self._was_asked_again = self._is_asking = False
 
     @property
     def sent_kill(self) -> bool:
-        """As of `GroupStopper`."""
         return self._stopper.sent_kill
 
     def begin(self) -> None:
@@ -147,28 +129,25 @@ class StacksThenStop:
             tree.kill_safely(asked.proc, signal.SIGCONT)
 
     def kill_now(self) -> None:
-        """Give up all evidence and the grace."""
         self._is_asking = False
         self._stopper.kill_now()
 
     def shorten(self, grace: float) -> None:
-        """As `GroupStopper.shorten`."""
         self._stopper.shorten(grace)
 
     def step(self) -> Stopped | float:
-        """As `GroupStopper.step`."""
         if self._is_asking:
             now = self._clock.monotonic()
             if not self._was_asked:
                 if now < self._began + self._head_start:
                     return _LOOK_SECONDS
                 self._ask()
-            silent = [asked for asked in self._asked.values() if asked.proc is not None and tree.lives(asked.proc)]
+            procs = [asked.proc for asked in self._asked.values() if asked.proc is not None]
+            silent = [proc for proc in procs if tree.lives(proc)]
             if silent and not self._was_asked_again and now >= self._deadline - ANSWER_SECONDS + ASK_AGAIN_SECONDS:
                 self._was_asked_again = True
-                for asked in silent:
-                    if asked.proc is not None:
-                        tree.kill_safely(asked.proc, signal.SIGABRT)
+                for proc in silent:
+                    tree.kill_safely(proc, signal.SIGABRT)
             if silent and now < self._deadline:
                 return _LOOK_SECONDS
             self._is_asking = False
@@ -214,16 +193,19 @@ class HungWorker(Struct, frozen=True, kw_only=True):
 
 def read_stacks(worker: HungWorker) -> StackDump | None:
     """Find its dump in its stderr, and write stacks.txt. Raises nothing."""
-    dump = find_dump(_tail(worker.paths.stderr))
     try:
-        write_private(worker.paths.stacks, stacks_text(worker, dump))
+        with EndReader(worker.paths.stderr) as file:
+            dump = find_dump(file.read(DUMP_LIMIT).decode("utf-8", "replace"))
+    except OSError:
+        dump = None
+    try:
+        write_private(worker.paths.stacks, _stacks_text(worker, dump))
     except OSError:
         pass  # a full disk: the event has the main thread's
     return dump
 
 
-def stacks_text(worker: HungWorker, dump: StackDump | None) -> str:
-    """The contents of stacks.txt."""
+def _stacks_text(worker: HungWorker, dump: StackDump | None) -> str:
     facts = worker.facts
     lines = [f"rank {facts.global_rank} on {facts.host}, pid {worker.state.pid if worker.state else facts.pid}"]
     lines.append(worker.why or "it did not fail; others hung, or lost another rank")
@@ -231,13 +213,11 @@ def stacks_text(worker: HungWorker, dump: StackDump | None) -> str:
         lines.append(f"before it was ended: {worker.state.describe()}")
         lines += [f"  thread {thread.pid} {thread.name}: {thread.describe()}" for thread in worker.state.threads]
         lines += [f"  child {child.pid} {child.name}: {child.describe()}" for child in worker.state.children]
-    lines.append("")
-    if dump is not None:
-        lines.append(dump.text)
-    else:
-        lines.append("no stack of its own: it did not answer SIGABRT with one (not Python, stuck in the kernel, or it")
-        lines.append("had ended; PYTHONFAULTHANDLER=1 is needed)")
-    return "\n".join(lines) + "\n"
+    no_stack = (
+        "no stack of its own: it did not answer SIGABRT with one (not Python, stuck in the kernel, or it\n"
+        "had ended; PYTHONFAULTHANDLER=1 is needed)"
+    )
+    return "\n".join([*lines, "", no_stack if dump is None else dump.text]) + "\n"
 
 
 def describe_hang(worker: HungWorker, dump: StackDump | None, *, last_heartbeat_ns: int) -> WorkerFailure:
@@ -259,7 +239,7 @@ def describe_hang(worker: HungWorker, dump: StackDump | None, *, last_heartbeat_
             message=f"hang: {worker.why}",
             exception_type="",
             traceback=cut_middle(describe_stack(frames), TEXT_LIMIT),
-            fingerprint=hang_fingerprint(worker.state, dump),
+            fingerprint=_fingerprint(worker.state, dump),
             category=Category.INFRASTRUCTURE if _is_stuck(worker.state, dump) else Category.WORKER,
             failure_class=FailureClass.HANG,
             reason=_reason(worker, dump),
@@ -271,7 +251,7 @@ def describe_hang(worker: HungWorker, dump: StackDump | None, *, last_heartbeat_
     return failure
 
 
-def hang_fingerprint(state: ProcessState | None, dump: StackDump | None) -> str:
+def _fingerprint(state: ProcessState | None, dump: StackDump | None) -> str:
     """Equal for two hangs at the same place, or for the same reason from outside the script."""
     if state is not None and state.is_stopped:
         return STOPPED_FINGERPRINT
@@ -279,11 +259,6 @@ def hang_fingerprint(state: ProcessState | None, dump: StackDump | None) -> str:
         return KERNEL_FINGERPRINT
     frames = dump.main if dump is not None else ()
     return HANG_FINGERPRINT + fingerprint(exception_type="Hang", frames=frames).partition(":")[2]
-
-
-def rank_stacks(worker: HungWorker, dump: StackDump | None) -> RankStacks:
-    """Its stacks, or where it sat in the kernel, for an event."""
-    return stacks_of(dump, where=worker.state.whereabouts() if worker.state is not None else "")
 
 
 def _is_stuck(state: ProcessState | None, dump: StackDump | None) -> bool:
@@ -308,11 +283,3 @@ def _reason(worker: HungWorker, dump: StackDump | None) -> str:
     if dump is None:
         return "no progress, and no answer to the request for its stacks; killed"
     return "no progress; killed after the stacks of all ranks were taken (stacks.txt)"
-
-
-def _tail(path: Path) -> str:
-    try:
-        with EndReader(path) as file:
-            return file.read(DUMP_LIMIT).decode("utf-8", "replace")
-    except OSError:
-        return ""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Iterable
+from functools import partial
 from pathlib import Path
 
 from hpc_elastic.agent.hang import Hang, describe_lagging, judge, lagging, learned_timeout, next_look
@@ -18,6 +19,7 @@ from hpc_elastic.rendezvous.lease import Lease
 from hpc_elastic.rendezvous.state import HangMark
 from hpc_elastic.run.heartbeats import (
     COUNTED,
+    STEPS,
     NodeHeartbeats,
     Progress,
     ProgressSource,
@@ -61,13 +63,9 @@ class HeartbeatWatch:
 
         `furthest_before` is the furthest step of the attempt before, as far as it is known; -1: none.
         """
-        self._folder = folder
+        self._folder, self._timeouts, self._clock, self._files = folder, timeouts, clock, files
+        self._summary, self._node, self._host = summary, node, host
         self._lease = lease or Lease(clock, uid="", node=-1)
-        self._timeouts = timeouts
-        self._clock = clock
-        self._files = files
-        self._summary = summary
-        self._node, self._host = node, host
         self._beats = RoundBeats(folder, round_index=-1, first_rank=0, count=0, now=0.0)
         self._pace = StepPace()
         self._is_counted = False
@@ -85,10 +83,8 @@ class HeartbeatWatch:
         self.due: float | None = None
         """When `look` is to be called next, monotonic; None: no worker is judged."""
         self._summary_due = 0.0
-        self._is_writing = False
-        self._is_first_write = True
-        self._notices = 0
-        self._intervals = 0
+        self._is_writing, self._is_first_write = False, True
+        self._notices = self._intervals = 0
         self._longest = 0.0
         self.verdict: Hang | None = None
         """The round's, where a section's timeout gave one here."""
@@ -113,17 +109,14 @@ class HeartbeatWatch:
 
     def begin(self, round_index: int, *, first_rank: int, count: int) -> None:
         """A round's workers are about to be started."""
-        now = self._clock.monotonic()
+        self._began = now = self._clock.monotonic()
         self._furthest_before = max(self._furthest_before, self.furthest_step)
         self._awaits_first_step = first_rank == 0
         if self._round < 0 and first_rank == 0:
             self._awaited = self._timeouts.by_section
-        self._began = now
         self._round = round_index
         self.verdict = self.declared = self._rests_since = None
-        self._is_counted = False
-        self.hung = {}
-        self._unseen = set()
+        self._is_counted, self.hung, self._unseen = False, {}, set()
         self._beats = RoundBeats(self._folder, round_index=round_index, first_rank=first_rank, count=count, now=now)
         self._lease.begin(round_index, self._beats.write_lease)
         self._pace = StepPace()
@@ -146,11 +139,7 @@ class HeartbeatWatch:
         self._pids[local_rank] = pid
 
     def look(self, running: Collection[int]) -> Hang | None:
-        """Read the heartbeats if it is time to.
-
-        Returns:
-            The verdict, once, where workers hang.
-        """
+        """Read the heartbeats if it is time to. Returns the verdict, once, where workers hang."""
         now = self._clock.monotonic()
         if self.due is None or now < self.due or self.verdict is not None:
             return None
@@ -163,13 +152,13 @@ class HeartbeatWatch:
         reachable = (beat for beat in beats if self._beats.paths[beat.local_rank])
         judged = [beat for beat in reachable if beat.local_rank in running and beat.local_rank not in self._unseen]
         self._note_awaited(beats, now)
-        verdict = judge(judged, self._timeouts, now=now, learned=self._learned())
+        learned = learned_timeout(self._intervals, self._longest)
+        verdict = judge(judged, self._timeouts, now=now, learned=learned)
         if verdict is not None and self._find_unseen(verdict.hung):
             judged = [beat for beat in judged if beat.local_rank not in self._unseen]
-            verdict = judge(judged, self._timeouts, now=now, learned=self._learned())
+            verdict = judge(judged, self._timeouts, now=now, learned=learned)
         if verdict is not None:
-            self.verdict = verdict
-            self.hung = dict(verdict.hung)
+            self.verdict, self.hung = verdict, dict(verdict.hung)
         if now >= self._summary_due or verdict is not None:
             self._summary_due = now + SUMMARY_SECONDS
             self._write_summary(beats, now)
@@ -186,11 +175,8 @@ class HeartbeatWatch:
                 del self._awaited[name]
             elif now >= self._began + seconds:
                 del self._awaited[name]
-                call = (
-                    "hpc_elastic.heartbeat(step=step) in each step"
-                    if name == STEP
-                    else (f'`with hpc_elastic.section("{name}"):` around that part')
-                )
+                call = f'`with hpc_elastic.section("{name}"):` around that part'
+                call = "hpc_elastic.heartbeat(step=step) in each step" if name == STEP else call
                 logger.warning(
                     "no worker here has entered section %r in %.0f s: its timeout (--section-timeouts) watches nothing "
                     "so far; put %s of the script", name, seconds, call,
@@ -224,25 +210,21 @@ class HeartbeatWatch:
         """Another node found a hang: note the workers here that it names, or that its worker waits for."""
         if self.verdict is not None or self.declared is not None:
             return
-        if mark.ranks:
-            why = f"no progress for {mark.age:.0f} s, and the other ranks wait for it"
-            known = (beat for beat in self._beats.beats if beat.local_rank in running)
-            self.hung = {beat.local_rank: why for beat in known if beat.rank in mark.ranks}
-            return
         now = self._clock.monotonic()
         beats = [beat for beat in self._beats.read(now) if beat.local_rank in running]
-        behind = lagging(beats, step=mark.step, age=mark.age, now=now)
-        self.hung = describe_lagging(behind, step=mark.step, now=now)
+        if mark.ranks:
+            why = f"no progress for {mark.age:.0f} s, and the other ranks wait for it"
+            self.hung = {beat.local_rank: why for beat in beats if beat.rank in mark.ranks}
+        else:
+            behind = lagging(beats, step=mark.step, age=mark.age, now=now)
+            self.hung = describe_lagging(behind, step=mark.step, now=now)
 
     def read(self) -> list[RankBeat]:
         """Every worker's last heartbeat, by local rank."""
         return self._beats.read(self._clock.monotonic())
 
     def deliver_notice(self, *, deadline: float, step: int) -> None:
-        """Write to the round's workers that the job is going to be ended.
-
-        `deadline` is monotonic: until then a checkpoint is waited for; `step` as in `NoticeRecord`.
-        """
+        """Write to the round's workers that the job is going to be ended; arguments as in `NoticeRecord`, monotonic."""
         self._notices += 1
         self._beats.write_notice(NoticeRecord(serial=self._notices, deadline_ns=int(deadline * 1e9), step=step))
 
@@ -256,10 +238,7 @@ class HeartbeatWatch:
 
     def progress(self) -> Progress | None:
         """What the round's workers have done; None: there are none."""
-        if not self._beats.beats:
-            return None
-        now = self._clock.monotonic()
-        return self._describe(self._beats.read(now), now)
+        return self._describe(self.read(), self._clock.monotonic()) if self._beats.beats else None
 
     def note_rest(self, since: float | None) -> None:
         """Take what the kernel counts of all workers here: since when none does anything; None: one does.
@@ -268,7 +247,7 @@ class HeartbeatWatch:
         """
         is_new = not self._is_counted or (since is None) is not (self._rests_since is None)
         self._is_counted, self._rests_since = True, since
-        if is_new and self._beats is not None:
+        if is_new:
             self._write_summary(self._beats.beats, self._clock.monotonic(), has_changed=True)
 
     def beat(self, local_rank: int) -> RankBeat | None:
@@ -291,26 +270,18 @@ class HeartbeatWatch:
         Collectives that were counted before a worker was killed are not all that it did: they are left out, and so are
         those of a round that ends before its first step.
         """
-        for source in COUNTED[: 1 if self._has_steps else 2]:
-            beats = self._beats.beats if self._beats is not None else []
-            found = [beat for beat in beats if beat.source is source]
-            if source is ProgressSource.COLLECTIVES:
-                found = [beat for beat in found if beat.is_final]
-            if found:
-                return max(beat.counted_steps or 0 for beat in found)
-        return -1
+        collectives = [beat for beat in self._beats.beats if beat.is_final and not self._has_steps]
+        found = [beat for beat in self._beats.beats if beat.source is ProgressSource.OPTIMIZER] or collectives
+        return max((beat.counted_steps or 0 for beat in found), default=-1)
 
     @property
     def mark(self) -> HangMark | None:
         """The mark of the hung worker here that is furthest behind; None: none hangs."""
         if self.declared is not None:
             return self.declared
-        if not self.hung:
-            return None
-        now = self._clock.monotonic()
-        beats = [self._beats.beats[local_rank] for local_rank in self.hung]
-        marks = [HangMark(-1 if beat.step is None else beat.step, beat.age(now)) for beat in beats]
-        return min(marks, key=lambda mark: mark.lag)
+        now, beats = self._clock.monotonic(), [beat for beat in self._beats.beats if beat.local_rank in self.hung]
+        marks = (HangMark(-1 if beat.step is None else beat.step, beat.age(now)) for beat in beats)
+        return min(marks, key=lambda mark: mark.lag, default=None)
 
     def last_heartbeat_ns(self, local_rank: int) -> int:
         """When a worker sent its last heartbeat, by this host's wall clock."""
@@ -333,14 +304,11 @@ class HeartbeatWatch:
         self.end()
         self._folder.remove()
 
-    def _learned(self) -> float | None:
-        return learned_timeout(self._intervals, self._longest)
-
     def _learn(self, beats: Collection[RankBeat]) -> None:
         # The whole run's, on this node: a later round begins with what the earlier ones taught.
         self._intervals = max([self._intervals, *(beat.intervals for beat in beats)])
         self._longest = max([self._longest, *(beat.longest for beat in beats)])
-        self._has_steps |= any(beat.source in (ProgressSource.HEARTBEAT, ProgressSource.OPTIMIZER) for beat in beats)
+        self._has_steps |= any(beat.source in STEPS for beat in beats)
         first = min((beat.first_step for beat in beats if beat.first_step is not None), default=None)
         if self._awaits_first_step and first is not None:
             self._awaits_first_step = False
@@ -349,9 +317,9 @@ class HeartbeatWatch:
 
     def _plan(self, now: float, running: Collection[int]) -> None:
         beats = [beat for beat in self._beats.beats if beat.local_rank in running]
-        dues = [next_look(beats, self._timeouts, now=now, learned=self._learned()), self._summary_due]
-        dues += [self._began + seconds for seconds in self._awaited.values()]
-        self.due = min(due for due in dues if due is not None)
+        dues = [self._summary_due, *(self._began + seconds for seconds in self._awaited.values())]
+        look = next_look(beats, self._timeouts, now=now, learned=learned_timeout(self._intervals, self._longest))
+        self.due = min([*dues, look] if look is not None else dues)
 
     def _describe(self, beats: Collection[RankBeat], now: float) -> Progress:
         resting = None if not self._is_counted else 0.0 if self._rests_since is None else now - self._rests_since
@@ -374,27 +342,21 @@ class HeartbeatWatch:
             ranks=tuple(describe_beat(beat, now) for beat in beats),
         )
         self._is_writing = True  # no second one waits behind a mount that hangs
-        self._files.post(lambda: self._write(value))
+        self._files.post(partial(self._write, self._summary, value))
 
-    def _write(self, value: NodeHeartbeats) -> None:
-        assert self._summary is not None
+    def _write(self, path: Path, value: NodeHeartbeats) -> None:
         try:
-            make_private_dir(self._summary.parent)
-            if self._is_first_write:
-                _keep_earlier(self._summary)
-                self._is_first_write = False
-            codec.save(self._summary, value)
+            make_private_dir(path.parent)
+            before = codec.load(path, NodeHeartbeats) if self._is_first_write else None
+            if isinstance(before, NodeHeartbeats):
+                # A killed agent's: no event has what the workers of its last round did.
+                os.replace(path, path.with_name(f"{path.stem}-round-{before.round:05d}.json"))
+            self._is_first_write = False
+            codec.save(path, value)
         except OSError as error:
             logger.debug("heartbeats could not be written: %s", error)
         finally:
             self._is_writing = False
-
-
-def _keep_earlier(path: Path) -> None:
-    """Put a killed agent's summary aside: no event has what the workers of its last round did."""
-    found = codec.load(path, NodeHeartbeats)
-    if isinstance(found, NodeHeartbeats):
-        os.replace(path, path.with_name(f"{path.stem}-round-{found.round:05d}.json"))
 
 
 def describe_progress(
@@ -446,6 +408,5 @@ def describe_beat(beat: RankBeat, now: float) -> RankHeartbeat:
 
 def silent_watch() -> HeartbeatWatch:
     """A watch without a folder, which watches no worker."""
-    return HeartbeatWatch(
-        folder=HeartbeatFolder(None), timeouts=SectionTimeouts(), clock=SystemClock(), files=FileExecutor(name="beats")
-    )
+    files = FileExecutor(name="beats")
+    return HeartbeatWatch(folder=HeartbeatFolder(None), timeouts=SectionTimeouts(), clock=SystemClock(), files=files)

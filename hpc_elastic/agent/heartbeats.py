@@ -144,38 +144,23 @@ def _sweep(base: Path) -> None:
 
     Anybody may make any number of names there, which must not hold an agent up: of very many only some are looked at.
     """
-    for name in _own_names(base):
+    with os.scandir(base) as entries:
+        found = [entry for entry in itertools.islice(entries, _MOST_ENTRIES) if entry.name.startswith(PREFIX)]
+    for entry in found[:_MOST_NAMES]:
         try:
-            check_private_dir(base / name)
-            fd = os.open(base / name / _ALIVE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
+                continue
+            check_private_dir(base / entry.name)
+            fd = os.open(base / entry.name / _ALIVE, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except (OSError, UnsafePathError):
             continue  # another user's, or one that is just being made
         try:
             fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove(base / name)
+            _remove(base / entry.name)
         except OSError:
             pass  # its agent lives
         finally:
             os.close(fd)
-
-
-def _own_names(base: Path) -> list[str]:
-    """This user's folders of heartbeats, dead agents' too."""
-    uid, looked_at = os.geteuid(), 0
-    found = []
-    with os.scandir(base) as entries:
-        for entry in itertools.islice(entries, _MOST_ENTRIES):
-            if not entry.name.startswith(PREFIX):
-                continue
-            looked_at += 1
-            if looked_at > _MOST_NAMES:
-                break
-            try:
-                if entry.stat(follow_symlinks=False).st_uid == uid:
-                    found.append(entry.name)
-            except OSError:
-                continue  # gone meanwhile
-    return found
 
 
 def _remove(path: Path) -> None:
@@ -213,13 +198,13 @@ def is_seen_by(pids: Iterable[int], path: str) -> bool:
 
 
 class RankBeat(Struct, frozen=True, kw_only=True):
-    """A worker's last heartbeat, as its agent sees it."""
+    """A worker's last heartbeat as its agent sees it: what `HeartbeatRecord` holds, in seconds on the agent's clock."""
 
     rank: int
     local_rank: int
     section: str
     at: float
-    """On the agent's monotonic clock; the worker's start where there was none yet."""
+    """The worker's start where there was none yet."""
     step: int | None = None
     counted_steps: int | None = None
     """Steps of its optimizer in this round, or its collectives, where the script reports none; `step` is None then."""
@@ -231,32 +216,22 @@ class RankBeat(Struct, frozen=True, kw_only=True):
     """0: it has sent none."""
     intervals: int = 0
     longest: float = 0.0
-    """Of the `intervals` times between two heartbeats in section ``step``, seconds."""
     pid: int = 0
-    """Of the process that sends the worker's heartbeats; 0 where none does."""
+    """0 where no process sends its heartbeats."""
     checkpoints: int = 0
-    """How many it has completed in this round."""
     saved_at: float = 0.0
-    """When the last of them was complete."""
     saved_step: int | None = None
-    """The furthest step that one of them holds, as far as it is known."""
     total: int | None = None
     """How many steps the training has, where it reports that."""
     loss: float | None = None
-    """As it reported it last."""
     first_step: int | None = None
-    """The first step that it reported in this round, and `first_at`, when."""
     first_at: float = 0.0
     stepped_at: float = 0.0
-    """When it reported a step last."""
     checkpoint_seconds: float = 0.0
-    """In section ``checkpoint``, in all."""
     redone_seconds: float = 0.0
-    """At steps no further than one that it had reported before."""
     sections: tuple[str, ...] | None = ()
     """All that it has ever been in; None: too many to know."""
     asks_for_notices: bool = False
-    """Whether it has ever asked if there is a notice."""
     has_notice: bool = False
     """Whether the script has got one: due by `should_checkpoint`, by a callback, or by `preemption_notice`."""
 
@@ -266,7 +241,6 @@ class RankBeat(Struct, frozen=True, kw_only=True):
         return self.count + (self.counted_steps or 0) * (self.source is ProgressSource.COLLECTIVES)
 
     def age(self, now: float) -> float:
-        """Seconds since."""
         return max(0.0, now - self.at)
 
 
@@ -278,9 +252,8 @@ class StepPace:
 
     def add(self, beats: Iterable[RankBeat], now: float) -> None:
         """Take what a look has found: of the furthest worker."""
-        done = [beat.counted_steps if beat.step is None else beat.step for beat in beats]
-        steps = [step for step in done if step is not None]
-        if not steps:
+        done = (beat.counted_steps if beat.step is None else beat.step for beat in beats)
+        if not (steps := [step for step in done if step is not None]):
             return
         if len(self._samples) > 1 and now - self._samples[-1][0] < _PACE_LEAST_SECONDS:
             self._samples.pop()  # looks in quick succession are one
@@ -308,9 +281,8 @@ class RoundBeats:
     def begin_again(self, local_rank: int, now: float) -> None:
         """Another process comes in this one's place, and has sent nothing yet. A new file: the old one is mapped."""
         self.paths[local_rank] = self._folder.make_file(f"{self._round}-{local_rank}")
-        self.beats[local_rank] = RankBeat(
-            rank=self.beats[local_rank].rank, local_rank=local_rank, section=SETUP, at=now
-        )
+        rank = self.beats[local_rank].rank
+        self.beats[local_rank] = RankBeat(rank=rank, local_rank=local_rank, section=SETUP, at=now)
 
     def read(self, now: float) -> list[RankBeat]:
         """Every worker's last heartbeat, by local rank. Some microseconds for each."""
@@ -381,12 +353,13 @@ class RoundBeats:
     def _describe(self, before: RankBeat, raw: bytes, record: HeartbeatRecord, now: float) -> RankBeat:
         # By the worker's own clock, which is this one but in a time namespace of its own; it came after the last look.
         at = min(now, max(record.at_ns / 1e9, self._last_look))
+        source = ProgressSource.OPTIMIZER if record.is_counted else ProgressSource.HEARTBEAT
         return RankBeat(
             rank=before.rank,
             local_rank=before.local_rank,
             section=record.section,
             at=at,
-            source=_source(record),
+            source=source if record.step is not None else ProgressSource.UNKNOWN,
             step=None if record.is_counted else record.step,
             counted_steps=record.step if record.is_counted else None,
             count=record.count,
@@ -407,9 +380,3 @@ class RoundBeats:
             asks_for_notices=record.asks_for_notices,
             has_notice=record.has_notice,
         )
-
-
-def _source(record: HeartbeatRecord) -> ProgressSource:
-    if record.step is None:
-        return ProgressSource.UNKNOWN
-    return ProgressSource.OPTIMIZER if record.is_counted else ProgressSource.HEARTBEAT

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
@@ -28,25 +28,19 @@ class Counts(Struct, frozen=True, kw_only=True):
 
 
 def read_counts(pids: Mapping[int, int], *, proc: str = "/proc") -> dict[int, Counts]:
-    """Look once at the process table.
-
-    Args:
-        pids: Local rank → the worker's pid.
-
-    Returns:
-        By local rank, without the heartbeats.
-    """
+    """Look once at the process table, for workers' pids by local rank. Their heartbeats are not in it."""
     processes, moved = tree.all_processes(), moved_bytes()
-    return {
-        rank: _sum(
-            _counts_of(each, moved, proc) for each in (pid, *(below.pid for below in tree.subtree(processes, (pid,))))
-        )
-        for rank, pid in pids.items()
-    }
+    found = {}
+    for rank, pid in pids.items():
+        below = (process.pid for process in tree.subtree(processes, (pid,)))
+        each = [_counts_of(one, moved, proc) for one in (pid, *below)]
+        cpu, size, switches = (sum(values) for values in zip(*each, strict=True))
+        found[rank] = Counts(cpu=cpu, bytes=int(size), switches=int(switches))
+    return found
 
 
-def _counts_of(pid: int, moved: Mapping[int, int], proc: str) -> Counts:
-    """One process' counts; zeros where it is gone."""
+def _counts_of(pid: int, moved: Mapping[int, int], proc: str) -> tuple[float, int, int]:
+    """CPU time, bytes and switches of one process; zeros where it is gone."""
     folder, switches = f"{proc}/{pid}", 0
     try:
         with open(f"{folder}/stat", "rb") as file:
@@ -58,21 +52,12 @@ def _counts_of(pid: int, moved: Mapping[int, int], proc: str) -> Counts:
         size = _numbers(f"{folder}/io", ("rchar", "wchar", "read_bytes"))
         size += sum(moved.get(inode, 0) for inode in socket_inodes(pid, proc))
         # Its own and that of children which have ended: a script may start many short programs.
-        return Counts(cpu=sum(map(int, words[11:15])) / _TICKS, bytes=size, switches=switches)
+        return sum(map(int, words[11:15])) / _TICKS, size, switches
     except (OSError, ValueError, IndexError):
-        return Counts()
+        return 0.0, 0, 0
 
 
 def _numbers(path: str, names: Sequence[str]) -> int:
     with open(path, encoding="ascii", errors="replace") as file:
         lines = (line.partition(":") for line in file)
         return sum(int(value) for name, _, value in lines if name in names)
-
-
-def _sum(counts: Iterable[Counts]) -> Counts:
-    found = list(counts)
-    return Counts(
-        cpu=sum(one.cpu for one in found),
-        bytes=sum(one.bytes for one in found),
-        switches=sum(one.switches for one in found),
-    )

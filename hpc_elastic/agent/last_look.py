@@ -9,10 +9,10 @@ known, none of this happens.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from msgspec.structs import replace
 
+from hpc_elastic.agent.hang_stop import StacksThenStop
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.failures.collectives import activity_of_failure, activity_of_stack
 from hpc_elastic.failures.fingerprint import user_frames
@@ -21,7 +21,7 @@ from hpc_elastic.failures.stacks import ProcessState, StackDump, find_dump
 from hpc_elastic.failures.traceback_text import Frame, find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.run.activities import Activity, Doing
-from hpc_elastic.workers.stop import Stopped
+from hpc_elastic.workers.stop import GroupStopper, Stopped
 
 MOMENT_SECONDS = 1.0
 JUDGE_SECONDS = 0.1
@@ -32,23 +32,8 @@ _POLLS = ("poll", "ppoll", "select", "pselect6", "epoll_wait", "epoll_pwait")
 _LOOK_SECONDS = 0.02
 
 
-class Stopper(Protocol):
-    """What `GroupStopper`, `StacksThenStop` and `MomentThenStop` have in common."""
-
-    @property
-    def sent_kill(self) -> bool: ...
-
-    def begin(self) -> None: ...
-
-    def kill_now(self) -> None: ...
-
-    def shorten(self, grace: float) -> None: ...
-
-    def step(self) -> Stopped | float: ...
-
-
 class MomentThenStop:
-    """Has the shape of the `GroupStopper` that it goes before."""
+    """Has the shape of the `Stopper` that it goes before."""
 
     def __init__(
         self,
@@ -65,21 +50,15 @@ class MomentThenStop:
             then: What ends the workers, made when the moment is over; called with the grace.
             seconds: How long the moment is at most.
         """
-        self._seconds = seconds
-        self._is_over = is_over
-        self._then = then
-        self._grace = grace
-        self._clock = clock
-        self._deadline = 0.0
+        self._seconds, self._is_over, self._then, self._grace = seconds, is_over, then, grace
+        self._clock, self._deadline = clock, 0.0
         self._next: Stopper | None = None
 
     @property
     def sent_kill(self) -> bool:
-        """As of `GroupStopper`."""
         return self._next is not None and self._next.sent_kill
 
     def begin(self) -> None:
-        """The moment begins."""
         self._deadline = self._clock.monotonic() + self._seconds
 
     def end_moment(self) -> None:
@@ -87,21 +66,17 @@ class MomentThenStop:
         self._deadline = self._clock.monotonic()
 
     def kill_now(self) -> None:
-        """Give up the moment and the grace."""
-        if self._next is None:
-            self._next = self._then(0.0)
+        self._next = self._next or self._then(0.0)
         self._next.kill_now()
 
     def shorten(self, grace: float) -> None:
-        """As `GroupStopper.shorten`; less time than was known ends the moment, too."""
         if self._next is not None:
             self._next.shorten(grace)
         elif grace < self._grace:
             self._grace = grace
-            self.end_moment()
+            self.end_moment()  # less time than was known
 
     def step(self) -> Stopped | float:
-        """As `GroupStopper.step`."""
         if self._next is None:
             if not self._is_over() and self._clock.monotonic() < self._deadline:
                 return _LOOK_SECONDS
@@ -110,11 +85,13 @@ class MomentThenStop:
         return self._next.step()
 
 
+Stopper = GroupStopper | StacksThenStop | MomentThenStop
+
+
 def observe_failure(failure: WorkerFailure, *, latest_ns: int) -> Activity | None:
     """What a rank was doing whose failure is a symptom; None for another failure.
 
-    Args:
-        latest_ns: What it prints later of a lost peer may be another agent's doing.
+    What it prints of a lost peer after `latest_ns` may be another agent's doing.
     """
     if failure.failure_class is not FailureClass.SYMPTOM:
         return None
@@ -126,7 +103,7 @@ def observe_failure(failure: WorkerFailure, *, latest_ns: int) -> Activity | Non
 
 
 def observe_silent(rank: int, state: ProcessState | None, dump: StackDump | None) -> Activity:
-    """What a rank was doing that had not failed. Reads a line of its script."""
+    """What a rank was doing that had not failed; `state` is from before it was asked. Reads a line of its script."""
     frames = dump.main if dump is not None else ()
     if state is not None and state.is_stopped:
         return replace(activity_of_stack(rank, frames), doing=Doing.STOPPED, call="")

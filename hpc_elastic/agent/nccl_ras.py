@@ -17,9 +17,8 @@ from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.workers.sockets import Address
 
 ADDRESS_VARIABLE, ENABLE_VARIABLE = "NCCL_RAS_ADDR", "NCCL_RAS_ENABLE"
-_DEFAULT_PORT = 28028
-_PORTS = range(20000, 32000)
-"""Below those that Linux gives to outgoing connections."""
+_PORTS = range(20000, 28000)
+"""Below NCCL's own default, 28028, and those that Linux gives to outgoing connections."""
 _CONNECT_SECONDS = 2.0
 _RAS_SECONDS = 5
 """How long RAS is to wait for a process that does not answer; its own default."""
@@ -48,8 +47,7 @@ def choose_address(given: Mapping[str, str]) -> str:
                 probe.bind(("127.0.0.1", port))
             except OSError:
                 continue
-        if port != _DEFAULT_PORT:
-            return f"127.0.0.1:{port}"
+        return f"127.0.0.1:{port}"
     return ""
 
 

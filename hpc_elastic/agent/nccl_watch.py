@@ -45,13 +45,11 @@ _LEAST_VERSION = (2, 28, 7)
 
 
 class Unchanged(Struct, frozen=True, kw_only=True):
-    """Values by name, each with the time since which it is the same; and the longest such time that ended. Monotonic
-    seconds."""
+    """Values by name, each with the time since which it is the same; and the longest such time that ended."""
 
     at: float = 0.0
-    """When the values were taken."""
+    """When the values were taken, monotonic."""
     values: Mapping[str, tuple[object, float]] = {}
-    """Name → value, since when."""
     longest: float = 0.0
 
     def then(self, values: Mapping[str, object], now: float) -> Unchanged:
@@ -102,11 +100,7 @@ class StallFound(Struct, frozen=True, kw_only=True):
 def judge_stall(
     stall: NcclStall, report: RasReport, *, least: float, hosts: Mapping[int, str], pids: Mapping[int, int]
 ) -> StallFound | None:
-    """Whether the run seems to hang, by the last answer.
-
-    Args:
-        pids: Pid → rank, of the workers on this node.
-    """
+    """Whether the run seems to hang, by the last answer: `hosts` of every rank of the round, `pids` of those here."""
     now = stall.progress.at
     if late := stall.trouble.over(least):
         since = min(late.values())
@@ -177,11 +171,8 @@ class NcclWatch:
         Args:
             address: Where the workers' RAS listens, as in NCCL_RAS_ADDR; empty: nothing is asked.
         """
-        self._address = parse_address(address)
-        self._run_uid = run_uid
-        self._least = least
+        self._address, self._run_uid, self._least, self._clock = parse_address(address), run_uid, least, clock
         self._every = min(ASK_SECONDS, least / _ASKS_PER_LIMIT)
-        self._clock = clock
         self._thread = FileExecutor(name="nccl-ras")
         self._answers: list[RasReport | None] = []
         self._asked = 0
@@ -214,17 +205,14 @@ class NcclWatch:
     def look(self, pids: Mapping[int, int], hosts: Mapping[int, str], *, beats: int) -> None:
         """Take an answer in, and ask where it is time to: `found` follows.
 
-        Args:
-            pids: Pid → rank, of the workers here.
-            hosts: Of every rank of the round.
-            beats: How many heartbeats they have sent.
+        `pids` are those of the workers here, with their ranks; `hosts` of every rank; `beats` how many they have sent.
         """
         now = self._clock.monotonic()
-        if self._answers:
-            report = self._answers.pop()
-            self._answers.clear()
-            if report is not None:
-                self._take(report, pids, hosts, beats=beats, now=now)
+        report = self._answers[-1] if self._answers else None
+        self._answers.clear()
+        if report is not None:
+            self._stall = self._stall.then(report, beats=beats, now=now)
+            self.found = judge_stall(self._stall, report, least=self._least, hosts=hosts, pids=pids)
         if self._is_asking or self._next is None or now < self._next or self._address is None:
             return
         self._next = now + self._every if self._trouble < _MOST_TROUBLE else None
@@ -232,12 +220,6 @@ class NcclWatch:
             self._is_asking = True
             number, address, world_size = self._asked, self._address, len(hosts)
             self._thread.post(lambda: self._ask(number, address, list(pids), world_size))
-
-    def _take(
-        self, report: RasReport, pids: Mapping[int, int], hosts: Mapping[int, str], *, beats: int, now: float
-    ) -> None:
-        self._stall = self._stall.then(report, beats=beats, now=now)
-        self.found = judge_stall(self._stall, report, least=self._least, hosts=hosts, pids=pids)
 
     # -- in the other thread -----------------------------------------------------------------------------------------
 
@@ -249,11 +231,8 @@ class NcclWatch:
             logger.debug("NCCL's RAS can't be asked: %s", error)  # most often, nobody uses NCCL
         except HpcElasticError as error:
             self._trouble += number == self._asked
-            logger.log(
-                logging.INFO if self._trouble == _MOST_TROUBLE else logging.DEBUG,
-                "NCCL's RAS is asked no more in this round: %s",
-                error,
-            )
+            level = logging.INFO if self._trouble == _MOST_TROUBLE else logging.DEBUG
+            logger.log(level, "NCCL's RAS is asked no more in this round: %s", error)
         finally:
             if number == self._asked:
                 self._answers.append(report)

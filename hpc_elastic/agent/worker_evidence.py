@@ -13,13 +13,14 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.agent.flight_recorder import FlightRecorders
-from hpc_elastic.agent.hang_stop import HungWorker, StacksThenStop, describe_hang, rank_stacks, read_stacks
+from hpc_elastic.agent.hang_stop import HungWorker, StacksThenStop, describe_hang, read_stacks
 from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
 from hpc_elastic.agent.last_look import JUDGE_SECONDS, Stopper, observe_failure, observe_silent
 from hpc_elastic.base.clock import Clock, uptime_ns
 from hpc_elastic.base.file_executor import FileExecutor, FilesystemHangsError
 from hpc_elastic.failures.evidence import describe_exit, describe_failure, write_evidence
 from hpc_elastic.failures.ranking import Category, FailureClass
+from hpc_elastic.failures.stacks import stacks_of
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.output.pump import LogPump, WorkerOutput
 from hpc_elastic.rendezvous.ranks import RankLayout
@@ -274,7 +275,8 @@ class WorkerEvidence:
         self._pump.drained(slot.process.pid, DRAIN_SECONDS)
         dump = read_stacks(worker)
         if self._stop.wants_stacks or worker.is_spared or (dump is not None and dump.main):
-            self.stacks[slot.global_rank] = rank_stacks(worker, dump)  # else it was about to end
+            where = worker.state.whereabouts() if worker.state is not None else ""
+            self.stacks[slot.global_rank] = stacks_of(dump, where=where)  # else it was about to end
         self._observed[slot.global_rank] = observe_silent(slot.global_rank, worker.state, dump)
         if not worker.why:
             return None
