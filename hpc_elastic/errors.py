@@ -1,6 +1,6 @@
 """The errors that a caller may handle: one type per thing to handle, facts as attributes.
 
-Every error pickles: its arguments are the keyword arguments of ``__init__``, kept in `facts`.
+Every error pickles, by its arguments.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ class HpcElasticError(Exception):
     """Base of all errors of this package.
 
     A subclass takes keyword-only facts, sets `template` to the message with the facts' names in braces, and so gets
-    its text, its attributes and its pickling from here.
+    its text, its attributes and its pickling from here. Without facts it takes the arguments of any exception, as the
+    errors of the same names do that torch, say, has.
     """
 
     template = "{message}"
 
-    def __init__(self, **facts: Any) -> None:
+    def __init__(self, *args: Any, **facts: Any) -> None:
         self.facts = facts
-        super().__init__(self.template.format(**facts))
+        has_text = facts or (not args and "{" not in self.template)
+        super().__init__(*([self.template.format(**facts)] if has_text else args))
 
     def __getattr__(self, name: str) -> Any:
         # Only reached when the normal lookup fails. `facts` itself is absent while unpickling.
@@ -30,11 +32,11 @@ class HpcElasticError(Exception):
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.facts)
+        return _rebuild, (type(self), () if self.facts else self.args, self.facts)
 
 
-def _rebuild(error_type: type[HpcElasticError], facts: dict[str, Any]) -> HpcElasticError:
-    return error_type(**facts)
+def _rebuild(error_type: type[HpcElasticError], args: tuple[Any, ...], facts: dict[str, Any]) -> HpcElasticError:
+    return error_type(*args, **facts)
 
 
 class UsageError(HpcElasticError):

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hpc_elastic.agent.elastic_agent import ElasticAgent as ElasticAgent
     from hpc_elastic.agent.elastic_agent import SimpleElasticAgent as SimpleElasticAgent
     from hpc_elastic.agent.local_agent import LocalElasticAgent as LocalElasticAgent
+    from hpc_elastic.agent.supervision import DEFAULT_ROLE as DEFAULT_ROLE
     from hpc_elastic.agent.supervision import MonitorResult as MonitorResult
     from hpc_elastic.agent.supervision import RunResult as RunResult
     from hpc_elastic.agent.supervision import Worker as Worker
@@ -25,6 +26,7 @@ _FROM = {
     "elastic_agent": ("ElasticAgent", "SimpleElasticAgent"),
     "local_agent": ("LocalElasticAgent",),
     "supervision": (
+        "DEFAULT_ROLE",
         "MonitorResult",
         "RunResult",
         "Worker",

@@ -19,9 +19,10 @@ from msgspec import Struct
 
 from hpc_elastic.agent.metrics import MetricSink, NoMetrics, RoundFigures
 from hpc_elastic.agent.supervision import (
-    MonitorResult,
+    DEFAULT_ROLE,
     Rendezvous,
     Round,
+    RoundStore,
     RunResult,
     WorkerGroup,
     WorkerGroupFailureError,
@@ -91,7 +92,7 @@ class ElasticAgent(abc.ABC):
     """Starts and watches the workers of one node."""
 
     @abc.abstractmethod
-    def run(self, role: str = "default") -> RunResult:
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
         """Run the workers to their end, through as many rounds as it takes.
 
         Args:
@@ -103,7 +104,7 @@ class ElasticAgent(abc.ABC):
         """
 
     @abc.abstractmethod
-    def get_worker_group(self, role: str = "default") -> WorkerGroup:
+    def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
         """The workers as they are now; to be read only."""
 
 
@@ -118,7 +119,7 @@ class SimpleElasticAgent(ElasticAgent):
         metrics: MetricSink | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self._group = WorkerGroup(spec)
+        self._worker_group = WorkerGroup(spec)
         self._exit_barrier_timeout = exit_barrier_timeout
         self._clock = clock or SystemClock()
         self._figures = RoundFigures(metrics or NoMetrics(), role=spec.role, clock=self._clock)
@@ -136,7 +137,7 @@ class SimpleElasticAgent(ElasticAgent):
         """End all workers and wait for it; in any state: none was started, some are gone, some are stuck."""
 
     @abc.abstractmethod
-    def _monitor_workers(self, group: WorkerGroup) -> MonitorResult:
+    def _monitor_workers(self, group: WorkerGroup) -> RunResult:
         """How they are, by global rank. HEALTHY: go on; SUCCEEDED: all ended well; UNHEALTHY, FAILED: restart."""
 
     def _open_master(self, group: WorkerGroup) -> tuple[str, int]:
@@ -158,17 +159,17 @@ class SimpleElasticAgent(ElasticAgent):
 
     # -- the agent -----------------------------------------------------------------------------------------------
 
-    def get_worker_group(self, role: str = "default") -> WorkerGroup:
-        return self._group
+    def get_worker_group(self, role: str = DEFAULT_ROLE) -> WorkerGroup:
+        return self._worker_group
 
-    def run(self, role: str = "default") -> RunResult:
-        group = self._group
+    def run(self, role: str = DEFAULT_ROLE) -> RunResult:
+        group = self._worker_group
         if group.state is not WorkerState.INIT:
             raise UsageError(f"this agent has run already (its workers are {group.state.name}); make a new one")
         try:
             return self._rounds(group)
         except BaseException:
-            if self._group.state is not WorkerState.FAILED:
+            if self._worker_group.state is not WorkerState.FAILED:
                 self._enter(group, WorkerState.UNKNOWN)
                 self._stop_workers(group)
                 self._enter(group, WorkerState.FAILED)
@@ -177,7 +178,7 @@ class SimpleElasticAgent(ElasticAgent):
             group.spec.handler.shutdown()
 
     def _rounds(self, group: WorkerGroup) -> RunResult:
-        self._begin_round(group)
+        self._initialize_workers(group)
         while True:
             self._wait_for_news(group, group.spec.monitor_interval)
             found = self._monitor_workers(group)
@@ -185,7 +186,7 @@ class SimpleElasticAgent(ElasticAgent):
                 self._enter(group, found.state)
             if found.state is WorkerState.SUCCEEDED:
                 if self._all_are_done(group):
-                    return RunResult(state=found.state, return_values=found.ret_vals)
+                    return found
                 self._restart(group, "another node asked for a new round")
             elif found.state in (WorkerState.UNHEALTHY, WorkerState.FAILED):
                 self._handle_failure(group, found)
@@ -193,21 +194,17 @@ class SimpleElasticAgent(ElasticAgent):
                 raise HpcElasticError(message=f"the workers are {found.state.name}, which no agent can go on from")
             elif self._round_is_over(group):
                 self._restart(group, "the round is over")
-            elif not hasattr(group.spec.handler, "round_is_over") and group.spec.handler.num_nodes_waiting() > 0:
-                # A rendezvous that has `round_is_over` ends the round itself where a newcomer has a place: a node that
-                # waits is a spare then.
-                self._restart(group, "a node waits to be taken in")
 
-    def _handle_failure(self, group: WorkerGroup, found: MonitorResult) -> None:
-        left = group.spec.max_restarts - group.restarts_used
-        final = next((f for f in found.exceptions.values() if getattr(f, "retryable", True) is False), None)
+    def _handle_failure(self, group: WorkerGroup, found: RunResult) -> None:
+        left = self._remaining_restarts
+        final = next((f for f in found.failures.values() if getattr(f, "retryable", True) is False), None)
         if left <= 0 or final is not None:
             self._give_up(group, found, "not retryable" if final is not None else "no restart is left")
         logger.warning("%s; %d of %d restarts left", _describe_failures(found), left - 1, group.spec.max_restarts)
         self._failed_last = True
         self._restart(group, "a worker failed")
 
-    def _give_up(self, group: WorkerGroup, found: MonitorResult, why: str) -> None:
+    def _give_up(self, group: WorkerGroup, found: RunResult, why: str) -> None:
         with self._figures.timed("stop"):
             self._stop_workers(group)
         self._enter(group, WorkerState.FAILED)
@@ -218,26 +215,45 @@ class SimpleElasticAgent(ElasticAgent):
             give_up(reason)
         else:
             group.spec.handler.set_closed()
-        raise WorkerGroupFailureError(reason=reason, exceptions=dict(found.exceptions))
+        raise WorkerGroupFailureError(reason=reason, exceptions=dict(found.failures))
 
     def _restart(self, group: WorkerGroup, reason: str) -> None:
         logger.info("stopping the workers of round %d: %s", group.round, reason)
         with self._figures.timed("restart"):
-            with self._figures.timed("stop"):
-                self._stop_workers(group)
-            self._enter(group, WorkerState.STOPPED)
-            self._begin_round(group)
+            self._restart_workers(group)
 
-    def _begin_round(self, group: WorkerGroup) -> None:
+    # -- with torch's names: a subclass may call them, and override them -----------------------------------------
+
+    @property
+    def _remaining_restarts(self) -> int:
+        return self._worker_group.spec.max_restarts - self._worker_group.restarts_used
+
+    @_remaining_restarts.setter
+    def _remaining_restarts(self, left: int) -> None:
+        self._worker_group.restarts_used = self._worker_group.spec.max_restarts - left
+
+    def _restart_workers(self, group: WorkerGroup) -> None:
+        """End the workers, and start those of a new round."""
+        with self._figures.timed("stop"):
+            self._stop_workers(group)
+        self._enter(group, WorkerState.STOPPED)
+        self._initialize_workers(group)
+
+    def _rendezvous(self, group: WorkerGroup) -> None:
+        """Meet the other nodes, and give the workers their ranks in the new round."""
         with self._figures.timed("rendezvous"):
             while True:
-                round_ = group.spec.handler.next_rendezvous()
+                found = group.spec.handler.next_rendezvous()
                 try:
-                    self._take_place(group, round_)
-                    break
+                    self._take_place(group, found)
+                    return
                 except _RoundIsOverError:
-                    logger.info("round %d ended before it began", round_.version)
-        self._figures.put("remaining_restarts", group.spec.max_restarts - group.restarts_used)
+                    logger.info("round %d ended before it began", group.round)
+
+    def _initialize_workers(self, group: WorkerGroup) -> None:
+        """Meet, and start the workers."""
+        self._rendezvous(group)
+        self._figures.put("remaining_restarts", self._remaining_restarts)
         logger.info(
             "round %d: role %s, %d of %d restarts used, group rank %s of %s, ranks %s, master %s:%s",
             group.round,
@@ -257,28 +273,32 @@ class SimpleElasticAgent(ElasticAgent):
             worker.id = ids.get(worker.local_rank)
         self._enter(group, WorkerState.HEALTHY)
 
-    def _take_place(self, group: WorkerGroup, round_: Round) -> None:
+    def _take_place(self, group: WorkerGroup, found: Round | tuple[RoundStore, int, int]) -> None:
         """Publish what this node brings, and take from group rank 0 what all bring."""
-        group.store, group.round = round_.store, round_.version
-        group.group_rank, group.group_world_size = round_.rank, round_.world_size
+        if isinstance(found, tuple):
+            store, rank, world_size = found
+        else:
+            store, rank, world_size = found.store, found.rank, found.world_size
+        group.store, group.round = store, getattr(found, "version", group.round + 1)
+        group.group_rank, group.group_world_size = rank, world_size
         own = GroupFacts(
             role=group.spec.role,
             local_world_size=group.spec.local_world_size,
             restarts_used=group.restarts_used,
             failed=self._failed_last,
         )
-        round_.store.set(f"agent/{round_.rank}", codec.dumps(own).encode())
-        if round_.rank == 0:
-            raw = (self._read(group, f"agent/{rank}", rank) for rank in range(round_.world_size))
-            found = tuple(codec.loads(GroupFacts, text) for text in raw)
-            agreed = _Agreed(groups=found, master=self._open_master(group))
-            round_.store.set("agents", codec.dumps(agreed).encode())
+        store.set(f"agent/{rank}", codec.dumps(own).encode())
+        if rank == 0:
+            raw = (self._read(group, f"agent/{other}", other) for other in range(world_size))
+            facts = tuple(codec.loads(GroupFacts, text) for text in raw)
+            agreed = _Agreed(groups=facts, master=self._open_master(group))
+            store.set("agents", codec.dumps(agreed).encode())
         agreed = codec.loads(_Agreed, self._read(group, "agents", 0))
         groups = agreed.groups
         group.master_addr, group.master_port = agreed.master
         # One more than before where a worker's failure led to this round, on any node.
         group.restarts_used = max(each.restarts_used for each in groups) + int(any(each.failed for each in groups))
-        group.layout, in_role = layouts_of(groups, round_.rank)
+        group.layout, in_role = layouts_of(groups, rank)
         for worker in group.workers:
             worker.global_rank = group.layout.first_rank + worker.local_rank
             worker.role_rank = in_role.first_rank + worker.local_rank
@@ -289,7 +309,8 @@ class SimpleElasticAgent(ElasticAgent):
         assert group.store is not None
         deadline = self._clock.monotonic() + EXCHANGE_SECONDS
         delay = _FIRST_LOOK
-        while (value := group.store.get(key)) is None:
+        has = getattr(group.store, "check", lambda keys: True)
+        while not has([key]) or (value := group.store.get(key)) is None:
             if self._round_is_over(group):
                 raise _RoundIsOverError
             if self._clock.monotonic() >= deadline:
@@ -332,7 +353,9 @@ class SimpleElasticAgent(ElasticAgent):
             delay = min(_LONGEST_LOOK, 2 * delay)
 
     def _round_is_over(self, group: WorkerGroup) -> bool:
-        return bool(_call(group.spec.handler, "round_is_over"))
+        over = _call(group.spec.handler, "round_is_over")
+        # A rendezvous that has it ends the round where a newcomer has a place: a node that waits is a spare then.
+        return group.spec.handler.num_nodes_waiting() > 0 if over is None else bool(over)
 
     def _enter(self, group: WorkerGroup, state: WorkerState) -> None:
         group.state = state
@@ -345,7 +368,7 @@ def _call(handler: Rendezvous, name: str) -> object:
     return method() if method is not None else None
 
 
-def _describe_failures(found: MonitorResult) -> str:
-    ranks = sorted(found.exceptions.items())
+def _describe_failures(found: RunResult) -> str:
+    ranks = sorted(found.failures.items())
     described = [f"rank {rank}: {getattr(failure, 'headline', None) or failure}" for rank, failure in ranks]
     return "; ".join(described) or f"they are {found.state.name}"

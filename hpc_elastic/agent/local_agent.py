@@ -25,7 +25,7 @@ from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch, silent_watch
 from hpc_elastic.agent.heartbeats import open_folder
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.agent.metrics import MetricSink
-from hpc_elastic.agent.supervision import MonitorResult, RunResult, WorkerGroup, WorkerSpec, WorkerState
+from hpc_elastic.agent.supervision import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from hpc_elastic.agent.worker_environment import RoundFacts, worker_environment
 from hpc_elastic.agent.worker_evidence import Place
 from hpc_elastic.base.clock import Clock, RunClock
@@ -228,25 +228,25 @@ class LocalElasticAgent(SimpleElasticAgent):
             seconds = max(0.0, min(seconds, self._watch.due - self._local_clock.monotonic()))
         wait_readable(fds, seconds)
 
-    def _monitor_workers(self, group: WorkerGroup) -> MonitorResult:
+    def _monitor_workers(self, group: WorkerGroup) -> RunResult:
         workers = self._workers
         assert workers is not None
         workers.poll()
         if workers.failed:
             return self._failed(workers)
         if workers.succeeded:
-            return MonitorResult(state=WorkerState.SUCCEEDED, ret_vals=self._returned(group))
+            return RunResult(WorkerState.SUCCEEDED, self._returned(group))
         verdict = self._watch.look(workers.running)
         if verdict is None:
-            return MonitorResult(state=WorkerState.HEALTHY)
+            return RunResult(WorkerState.HEALTHY)
         logger.error("%s", verdict.reason)
         workers.take_stacks_first()
         self._end(workers)
         return self._failed(workers)
 
-    def _failed(self, workers: LocalWorkers) -> MonitorResult:
+    def _failed(self, workers: LocalWorkers) -> RunResult:
         failures = {failure.global_rank: failure for failure in workers.describe_failures()}
-        return MonitorResult(state=WorkerState.FAILED, exceptions=failures)
+        return RunResult(WorkerState.FAILED, failures=failures)
 
     def _returned(self, group: WorkerGroup) -> dict[int, Any]:
         if self._call is None:

@@ -12,7 +12,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
-from msgspec import Struct, field
+from msgspec import Struct
 
 from hpc_elastic.errors import HpcElasticError, IllegalTransitionError, UsageError
 from hpc_elastic.run.spec import Entrypoint
@@ -43,6 +43,9 @@ class WorkerState(int, Enum):
     def is_running(state: WorkerState) -> bool:
         """Whether processes of the group are there."""
         return state in (WorkerState.HEALTHY, WorkerState.UNHEALTHY)
+
+
+DEFAULT_ROLE = "default"
 
 
 class Worker(Struct):
@@ -82,27 +85,26 @@ class WorkerGroup:
         return f"WorkerGroup(role={self.spec.role!r}, state={self.state.name}, workers={self.workers!r})"
 
 
-class MonitorResult(Struct):
-    """What `SimpleElasticAgent._monitor_workers` found."""
+class RunResult(Mapping[int, Any]):
+    """How the run ended for this node's workers, or how they are, from `SimpleElasticAgent._monitor_workers`.
 
-    state: WorkerState
-    ret_vals: dict[int, Any] = field(default_factory=dict)
-    """Global rank → what its function returned, once all have ended well."""
-    exceptions: dict[int, Any] = field(default_factory=dict)
-    """Global rank → failure."""
+    It reads as a mapping of global rank to return value; a rank whose function returned nothing is not in it, as none
+    is for a script.
 
-
-class RunResult(Struct):
-    """How the run ended for this node's workers.
-
-    It can be indexed by global rank; a rank whose function returned nothing is not in it, as none is for a script.
+    Attributes:
+        return_values: Global rank → return value, None included.
+        failures: Global rank → failure.
     """
 
-    state: WorkerState
-    return_values: dict[int, Any] = field(default_factory=dict)
-    """Global rank → return value, None included."""
-    failures: dict[int, Any] = field(default_factory=dict)
-    """Global rank → failure."""
+    def __init__(
+        self,
+        state: WorkerState,
+        return_values: dict[int, Any] | None = None,
+        failures: dict[int, Any] | None = None,
+    ) -> None:
+        self.state = state
+        self.return_values = return_values or {}
+        self.failures = failures or {}
 
     def is_failed(self) -> bool:
         return self.state == WorkerState.FAILED
@@ -119,19 +121,31 @@ class RunResult(Struct):
     def __bool__(self) -> bool:
         return True
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.state!r}, {self.return_values!r}, {self.failures!r})"
+
+
+class MonitorResult(RunResult):
+    """A `RunResult` by the names that its fields had in older versions of torch."""
+
+    def __init__(
+        self, state: WorkerState, ret_vals: dict[int, Any] | None = None, exceptions: dict[int, Any] | None = None
+    ) -> None:
+        super().__init__(state, ret_vals, exceptions)
+
 
 class WorkerGroupFailureError(HpcElasticError):
-    """The run was given up because of its workers.
-
-    Facts: `reason`, and `exceptions`, global rank → failure.
-    """
+    """The run was given up because of its workers."""
 
     template = "{reason}"
 
+    def __init__(self, reason: str, exceptions: Mapping[int, Any] | None = None) -> None:
+        """`exceptions`: global rank → failure, of the workers on this node."""
+        super().__init__(reason=reason, exceptions=dict(exceptions or {}))
+
     def get_worker_exceptions(self) -> Mapping[int, Any]:
         """Global rank → failure, of the workers on this node."""
-        exceptions: Mapping[int, Any] = self.facts.get("exceptions", {})
-        return exceptions
+        return self.exceptions  # type: ignore[no-any-return]
 
 
 WorkerGroupFailureException = WorkerGroupFailureError
@@ -253,7 +267,10 @@ MONITOR_INTERVAL = 5.0
 
 
 class RoundStore(Protocol):
-    """Keys and values of one round, shared by its nodes. `store.key_value.KeyValueStore` is one."""
+    """Keys and values of one round, shared by its nodes. `store.key_value.KeyValueStore` is one.
+
+    One whose `get` waits for what is missing, as torch's do, has `check` as well.
+    """
 
     def set(self, key: str, value: bytes) -> None: ...
 
@@ -263,7 +280,11 @@ class RoundStore(Protocol):
 
 
 class Round(Protocol):
-    """What `next_rendezvous` returns. `rendezvous.membership.RoundResult` is one."""
+    """What `next_rendezvous` returns. `rendezvous.membership.RoundResult` is one.
+
+    A tuple of the three does as well. It may have `version`, the round's number, the same on every node; where it has
+    none, each agent counts its rounds.
+    """
 
     @property
     def store(self) -> RoundStore: ...
@@ -276,11 +297,6 @@ class Round(Protocol):
     @property
     def world_size(self) -> int:
         """Group world size: nodes in the round."""
-        ...
-
-    @property
-    def version(self) -> int:
-        """The round's number, the same on every node."""
         ...
 
 
@@ -296,7 +312,7 @@ class Rendezvous(Protocol):
 
     def get_run_id(self) -> str: ...
 
-    def next_rendezvous(self) -> Round: ...
+    def next_rendezvous(self) -> Round | tuple[RoundStore, int, int]: ...
 
     def num_nodes_waiting(self) -> int: ...
 
@@ -305,36 +321,44 @@ class Rendezvous(Protocol):
     def shutdown(self) -> bool: ...
 
 
-class WorkerSpec(Struct):
-    """What one node's workers run, and how often they may be started again.
+class WorkerSpec:
+    """What one node's workers run, and how often they may be started again."""
 
-    Raises:
-        UsageError: a value that makes no sense; the message names it.
-    """
+    def __init__(
+        self,
+        role: str,
+        local_world_size: int,
+        entrypoint: Callable[..., Any] | Entrypoint | str | None = None,
+        args: tuple[Any, ...] = (),
+        rdzv_handler: Rendezvous | None = None,
+        max_restarts: int = MAX_RESTARTS,
+        monitor_interval: float = MONITOR_INTERVAL,
+        master_port: int | None = None,
+        master_addr: str | None = None,
+        fn: Callable[..., Any] | None = None,
+    ) -> None:
+        """Args:
+        role: Of the workers.
+        local_world_size: Workers on this node; nodes may differ.
+        entrypoint: A Python function, called in each worker with `args`; the path of a script, or a command's name; or
+            an `Entrypoint`, which names the kind: script, module or command.
+        args: Given to it.
+        rdzv_handler: Where the nodes meet.
+        max_restarts: Rounds that may follow a worker's failure, in the whole run: n allows n + 1 starts.
+        monitor_interval: Seconds between two looks, where nothing signals a change.
+        master_port: The same in every round; None: a free one in each.
+        master_addr: Given to the workers as it is; None: an address of group rank 0's node.
+        fn: The older name of a function as `entrypoint`.
 
-    role: str
-    local_world_size: int
-    """Workers on this node; nodes may differ."""
-    entrypoint: Callable[..., Any] | Entrypoint | str | None = None
-    """A Python function, called in each worker with `args`; the path of a script, or a command's name; or an
-    `Entrypoint`, which names the kind: script, module or command."""
-    args: tuple[Any, ...] = ()
-    rdzv_handler: Rendezvous | None = None
-    max_restarts: int = MAX_RESTARTS
-    """Rounds that may follow a worker's failure, in the whole run: n allows n + 1 starts."""
-    monitor_interval: float = MONITOR_INTERVAL
-    """Seconds between two looks, where nothing signals a change."""
-    master_port: int | None = None
-    """The same in every round; None: a free one in each."""
-    master_addr: str | None = None
-    """Given to the workers as it is; None: an address of group rank 0's node."""
-    fn: Callable[..., Any] | None = None
-    """The older name of a function as `entrypoint`."""
-
-    def __post_init__(self) -> None:
-        if self.entrypoint is not None and self.fn is not None:
+        Raises:
+            UsageError: a value that makes no sense; the message names it.
+        """
+        if entrypoint is not None and fn is not None:
             raise UsageError("WorkerSpec: give entrypoint or fn, its older name, and not both")
-        self.entrypoint = self.entrypoint if self.fn is None else self.fn
+        self.role, self.local_world_size, self.args, self.rdzv_handler = role, local_world_size, args, rdzv_handler
+        self.max_restarts, self.monitor_interval = max_restarts, monitor_interval
+        self.master_port, self.master_addr = master_port, master_addr
+        self.entrypoint = entrypoint if fn is None else fn
         if self.entrypoint is None or self.entrypoint == "":
             raise UsageError("WorkerSpec: entrypoint is missing: give a function, a script, a module or a command")
         if not callable(self.entrypoint) and not isinstance(self.entrypoint, str | os.PathLike | Entrypoint):

@@ -14,6 +14,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field  # noqa: TID251  (torch's is one; no agent imports this module as it starts)
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -30,6 +31,7 @@ NOT_AVAILABLE = "<N/A>"
 _WIDEST_RULE = 60
 
 
+@dataclass
 class ProcessFailure:
     """One failed process and what its error file says.
 
@@ -41,9 +43,17 @@ class ProcessFailure:
         timestamp_ns: The finer one, where the file has it.
     """
 
-    def __init__(self, local_rank: int, pid: int, exitcode: int, error_file: str) -> None:
-        self.local_rank, self.pid, self.exitcode, self.error_file = local_rank, pid, exitcode, error_file
-        self.message: Any
+    local_rank: int
+    pid: int
+    exitcode: int
+    error_file: str
+    error_file_data: dict[str, Any] = field(init=False)
+    message: Any = field(init=False)
+    timestamp: int = field(init=False)
+    timestamp_ns: int = field(init=False, compare=False)
+    host: str = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
         path = os.fspath(self.error_file) if self.error_file else ""
         content = read_error_file(path) if path and path != NOT_AVAILABLE else ErrorFile()
         self.host = str(content.own.get("host") or "") or socket.gethostname()
@@ -65,16 +75,6 @@ class ProcessFailure:
             else:
                 self.message = f"{self._exit_message()} (its error file is {content.problem})"
         self.timestamp = self.timestamp_ns // 1_000_000_000
-
-    def _compared(self) -> tuple[Any, ...]:
-        facts = (self.local_rank, self.pid, self.exitcode, self.error_file)
-        return (*facts, self.error_file_data, self.message, self.timestamp)
-
-    def __eq__(self, other: object) -> bool:
-        return self._compared() == other._compared() if isinstance(other, ProcessFailure) else NotImplemented
-
-    def __repr__(self) -> str:
-        return f"ProcessFailure({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
     def _exit_message(self) -> str:
         if self.exitcode < 0:

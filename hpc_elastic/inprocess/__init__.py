@@ -29,8 +29,10 @@ from hpc_elastic.inprocess.wrap import CallWrapper as CallWrapper
 from hpc_elastic.inprocess.wrap import Wrapper as Wrapper
 
 attribution = exception = state
-finalize = health_check = initialize = rank_filter = hooks
+compose = finalize = health_check = initialize = rank_filter = hooks
 
 # The extension has a module for each of these: a script that imports from one of them need not be changed either.
 sys.modules |= {f"{__name__}.{name}": state for name in ("attribution", "exception")}
-sys.modules |= {f"{__name__}.{name}": hooks for name in ("finalize", "health_check", "initialize", "rank_filter")}
+sys.modules |= {
+    f"{__name__}.{name}": hooks for name in ("compose", "finalize", "health_check", "initialize", "rank_filter")
+}

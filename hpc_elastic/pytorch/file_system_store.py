@@ -136,7 +136,7 @@ class FileSystemStore(dist.Store):  # type: ignore[misc, unused-ignore]
 
     def delete_key(self, key: str) -> bool:
         with self._torch_errors("delete_key"):
-            return self._values.delete(self._key(key))
+            return self._values.delete_key(self._key(key))
 
     def num_keys(self) -> int:
         return len(self.list_keys())

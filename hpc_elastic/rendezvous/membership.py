@@ -6,7 +6,7 @@ import os
 import random
 import select
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from msgspec import Struct
 
@@ -44,6 +44,10 @@ class RoundResult(Struct, frozen=True, kw_only=True):
     """Where `store` is: the store's folder on disk …"""
     folder: str
     """… and below it."""
+
+    def __iter__(self) -> Iterator[object]:
+        """As the tuple that older rendezvous return."""
+        return iter((self.store, self.rank, self.world_size))
 
 
 class WhoIsHere(Struct, frozen=True, kw_only=True):

@@ -15,6 +15,7 @@ import random
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from datetime import timedelta
 from typing import TypeVar
 
 from msgspec import Struct
@@ -31,6 +32,7 @@ _LONGEST_DELAY = 0.1
 _FRESH_SECONDS = 2.0
 _FIRST_INVALIDATION = 1.0
 _LONGEST_INVALIDATION = 30.0
+TIMEOUT_SECONDS = 300.0
 FAULT_SECONDS = 30.0
 """How long a filesystem that refuses is asked again before the caller hears of it."""
 
@@ -69,6 +71,7 @@ class KeyValueStore:
         self._folder = f"{folder}/key"
         self._clock = clock
         self._rng = rng or random.Random()
+        self._timeout = TIMEOUT_SECONDS
         self._never = threading.Event()
         self._invalidated_at = clock.monotonic()
         # The folder must be there before anybody looks for something in it: a client may remember for a minute that it
@@ -83,6 +86,15 @@ class KeyValueStore:
         """The value, or None. Where a server's times are coarse (a second), it may be up to two seconds old."""
         self._freshen()
         return self._newest(_digest(key)).value
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long `wait` and `multi_get` wait; 300 s before."""
+        self._timeout = timeout.total_seconds()
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """The values, waited for as by `wait`."""
+        self.wait(keys)
+        return [self.get_waiting(key, self._timeout) for key in keys]
 
     def get_waiting(self, key: str, timeout: float) -> bytes:
         """The value, waited for.
@@ -135,7 +147,7 @@ class KeyValueStore:
         changed = self._change(key, decide, keep_same=True)
         return expected if changed is None else changed
 
-    def delete(self, key: str) -> bool:
+    def delete_key(self, key: str) -> bool:
         """Remove the value. Returns whether there was one."""
         existed = [False]
 
@@ -151,12 +163,13 @@ class KeyValueStore:
         names = self._list()
         return all(self._newest(_digest(key), names).value is not None for key in keys)
 
-    def wait(self, keys: Iterable[str], timeout: float) -> None:
+    def wait(self, keys: Iterable[str], timeout: float | timedelta | None = None) -> None:
         """Wait until all of them have a value.
 
         Raises:
-            KeyValueTimeoutError: after `timeout` seconds; it names those without.
+            KeyValueTimeoutError: after `timeout` (seconds, or what `set_timeout` gave); it names those without.
         """
+        seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         left = list(dict.fromkeys(keys))
 
         def there(until: float) -> bool:
@@ -164,7 +177,11 @@ class KeyValueStore:
             left[:] = [key for key in left if self._newest(_digest(key), names, until).value is None]
             return not left
 
-        self._wait_until(there, timeout, left)
+        self._wait_until(there, self._timeout if seconds is None else seconds, left)
+
+    def num_keys(self) -> int:
+        """How many keys have a value. One read for each."""
+        return len(self.all_keys())
 
     def all_keys(self) -> list[str]:
         """All keys that have a value. One read for each."""

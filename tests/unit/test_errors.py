@@ -63,6 +63,14 @@ def test_facts_are_attributes_and_fill_the_text() -> None:
     assert "from state final on event join" in str(error)
 
 
+@pytest.mark.parametrize("args", [(), ("no route to the store",), ("code", 7)])
+def test_errors_that_have_a_peers_name_take_the_arguments_of_any_exception(args: tuple[object, ...]) -> None:
+    for kind in all_error_types():
+        if "Rendezvous" in kind.__name__:
+            error = pickle.loads(pickle.dumps(kind(*args)))
+            assert (error.args, str(error)) == (args, str(Exception(*args)))
+
+
 def test_an_unknown_attribute_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="UsageError has no attribute 'nodes'"):
         _ = UsageError("bad").nodes

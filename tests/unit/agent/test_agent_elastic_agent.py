@@ -6,6 +6,7 @@ import pickle
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_elastic.agent import (
+    DEFAULT_ROLE,
     MonitorResult,
     RunResult,
     SimpleElasticAgent,
@@ -59,12 +61,13 @@ class MemoryRound:
 class Meeting:
     """A rendezvous of `nodes` threads: a round is there when all have asked for it."""
 
-    def __init__(self, nodes: int) -> None:
+    def __init__(self, nodes: int, make_store: type[MemoryRoundStore] = MemoryRoundStore) -> None:
         self.nodes = nodes
+        self.make_store = make_store
         self.version = -1
         self.closed = False
         self.asked: set[int] = set()
-        self.store = MemoryRoundStore()
+        self.store = make_store()
         self.changed = threading.Condition()
 
 
@@ -90,7 +93,7 @@ class MemoryHandler:
             if len(meeting.asked) == meeting.nodes:
                 meeting.asked.clear()
                 meeting.version += 1
-                meeting.store = MemoryRoundStore()
+                meeting.store = meeting.make_store()
                 meeting.changed.notify_all()
             else:
                 meeting.changed.notify_all()
@@ -116,6 +119,38 @@ class MemoryHandler:
     def shutdown(self) -> bool:
         self.shut_down += 1
         return True
+
+
+class WaitingStore(MemoryRoundStore):
+    """As torch's: `get` waits for what is missing."""
+
+    def check(self, keys: list[str]) -> bool:
+        with self._lock:
+            return all(key in self._values for key in keys)
+
+    def get(self, key: str) -> bytes | None:
+        assert self.check([key]), "it would wait, and no round that ends would be seen"
+        return super().get(key)
+
+
+class TupleHandler:
+    """As little as torch's c10d handler has: no version, a waiting store; as a tuple, or as an object."""
+
+    def __init__(self, handler: MemoryHandler, *, is_tuple: bool) -> None:
+        self._handler, self._is_tuple = handler, is_tuple
+
+    def next_rendezvous(self) -> Any:
+        found = self._handler.next_rendezvous()
+        place = {"store": found.store, "rank": found.rank, "world_size": found.world_size}
+        return tuple(place.values()) if self._is_tuple else SimpleNamespace(**place)
+
+    def num_nodes_waiting(self) -> int:
+        return int(self._handler.round_is_over())
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "round_is_over":
+            raise AttributeError(name)
+        return getattr(self._handler, name)
 
 
 @dataclass
@@ -341,8 +376,9 @@ def test_a_failure_that_no_restart_would_help_ends_the_run_at_once() -> None:
     assert len(agent.started) == 1
 
 
-def test_a_late_failure_elsewhere_starts_those_that_were_done_again() -> None:
-    meeting = Meeting(2)
+@pytest.mark.parametrize("knows_that_it_is_over", [True, False])
+def test_a_late_failure_elsewhere_starts_those_that_were_done_again(knows_that_it_is_over: bool) -> None:
+    meeting = Meeting(2, MemoryRoundStore if knows_that_it_is_over else WaitingStore)
     in_barrier = threading.Event()
 
     def done_first(group: WorkerGroup) -> MonitorResult:
@@ -355,10 +391,10 @@ def test_a_late_failure_elsewhere_starts_those_that_were_done_again() -> None:
             return fail(group)
         return succeed(group)
 
-    agents = [
-        ToyAgent(a_spec(MemoryHandler(meeting, 0)), done_first),
-        ToyAgent(a_spec(MemoryHandler(meeting, 1)), fails_once_the_other_waits),
-    ]
+    handlers: list[Any] = [MemoryHandler(meeting, node) for node in range(2)]
+    if not knows_that_it_is_over:
+        handlers = [TupleHandler(handler, is_tuple=True) for handler in handlers]
+    agents = [ToyAgent(a_spec(handlers[0]), done_first), ToyAgent(a_spec(handlers[1]), fails_once_the_other_waits)]
     results = run_all(agents)
     assert all(isinstance(result, RunResult) for result in results), results
     assert [agent.get_worker_group().round for agent in agents] == [1, 1]
@@ -467,3 +503,58 @@ def test_ranks_are_contiguous_over_all_and_over_each_role(groups: list[GroupFact
     for role in {group.role for group in groups}:
         own = [in_role for other, _, in_role in places if other == role]
         assert [rank for in_role in own for rank in in_role.global_ranks] == list(range(own[0].world_size))
+
+
+@pytest.mark.parametrize("is_tuple", [True, False])
+def test_any_rendezvous_is_taken_and_its_rounds_are_counted_where_it_has_no_number(is_tuple: bool) -> None:
+    meeting = Meeting(2, WaitingStore)
+    handlers = [TupleHandler(MemoryHandler(meeting, node), is_tuple=is_tuple) for node in range(2)]
+    agents = [
+        ToyAgent(a_spec(handler), lambda group: fail(group) if group.round == 0 else succeed(group))
+        for handler in handlers
+    ]
+    results = run_all(agents)
+    assert [result.state for result in results] == [WorkerState.SUCCEEDED] * 2
+    assert [agent.log for agent in agents] == [["start 0", "stop 0", "start 1"]] * 2
+    assert dict(results[1]) == {2: 20, 3: 30}
+
+
+class TorchsNames(ToyAgent):
+    """Overrides and calls what torch's documentation of its agent names."""
+
+    def _rendezvous(self, group: WorkerGroup) -> None:
+        super()._rendezvous(group)
+        self.log.append(f"met {group.group_rank} of {group.group_world_size}")
+
+    def _initialize_workers(self, group: WorkerGroup) -> None:
+        self.log.append("initialize")
+        super()._initialize_workers(group)
+
+    def _restart_workers(self, group: WorkerGroup) -> None:
+        self.log.append(f"restart, {self._remaining_restarts} left")
+        super()._restart_workers(group)
+
+
+def test_a_subclass_overrides_torchs_methods() -> None:
+    class Spec(WorkerSpec):
+        def __init__(self, *, queue: str, **values: Any) -> None:
+            super().__init__(**values)
+            self.queue = queue
+
+    spec = Spec(
+        queue="long", role=DEFAULT_ROLE, local_world_size=1, entrypoint="train", max_restarts=3,
+        rdzv_handler=MemoryHandler(Meeting(1), 0),
+    )  # fmt: skip
+    agent = TorchsNames(spec, lambda group: fail(group) if group.round == 0 else succeed(group))
+    agent._remaining_restarts = 2
+    assert agent.run() == {0: 0}
+    assert agent.get_worker_group().spec is spec
+    assert agent.log == [
+        "initialize", "met 0 of 1", "start 0", "restart, 2 left", "stop 0", "initialize", "met 0 of 1", "start 1",
+    ]  # fmt: skip
+    assert agent._remaining_restarts == 1
+
+
+def test_torchs_error_takes_torchs_arguments() -> None:
+    error = pickle.loads(pickle.dumps(WorkerGroupFailureException("the workers failed", {3: "boom"})))
+    assert (str(error), error.get_worker_exceptions()) == ("the workers failed", {3: "boom"})

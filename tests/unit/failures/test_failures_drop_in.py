@@ -5,6 +5,7 @@ What torch 2.13 does worse stands at the end, each with what torch does and with
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import faulthandler
 import importlib
@@ -207,6 +208,11 @@ def test_a_childs_file_is_passed_on_with_its_exit_code(kit: Any, error_file: Pat
     with pytest.raises(kit.ChildFailedError):
         main()
     assert json.loads(error_file.read_text()) == {**shaped(errorCode=-11), "kept": [1]}
+
+
+def test_a_failure_is_a_dataclass(kit: Any) -> None:
+    found = dataclasses.asdict(kit.ProcessFailure(0, 42, -9, "<N/A>"))
+    assert (found["pid"], found["exitcode"], found["message"]) == (42, -9, "Signal 9 (SIGKILL) received by PID 42")
 
 
 def test_of_several_children_the_first_by_time_is_passed_on(kit: Any, error_file: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import socket
 import sys
 import threading
@@ -30,6 +31,7 @@ def adding(number: int) -> Any:
 
 
 def test_compose_calls_the_last_first_and_is_a_hook() -> None:
+    assert importlib.import_module("hpc_elastic.inprocess.compose").Compose is inprocess.Compose
     composed = inprocess.Compose(adding(1), adding(2), adding(3))
     assert isinstance(composed, inprocess.initialize.Initialize)
     assert isinstance(composed, inprocess.Compose)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -103,15 +104,27 @@ def test_compare_set_sets_where_the_value_is_as_expected() -> None:
 
 def test_a_deleted_key_is_gone_and_may_come_again() -> None:
     kv = values()
-    assert not kv.delete("k")
+    assert not kv.delete_key("k")
     kv.set("k", b"1")
-    assert kv.delete("k")
-    assert not kv.delete("k")
+    assert kv.delete_key("k")
+    assert not kv.delete_key("k")
     assert kv.get("k") is None
     assert not kv.check(["k"])
     assert kv.all_keys() == []
     assert kv.add("k", 3) == 3
     assert kv.all_keys() == ["k"]
+
+
+def test_it_has_the_methods_of_torchs_stores() -> None:
+    kv = values()
+    kv.set("a", b"1")
+    kv.set("b", b"2")
+    assert (kv.num_keys(), kv.multi_get(["b", "a", "b"])) == (2, [b"2", b"1", b"2"])
+    kv.set_timeout(timedelta(seconds=0.5))
+    for call in (lambda: kv.multi_get(["a", "c"]), lambda: kv.wait(["c"]), lambda: kv.wait(["c"], timedelta(0))):
+        with pytest.raises(KeyValueTimeoutError) as caught:
+            call()
+        assert (caught.value.missing, caught.value.seconds <= 0.5) == (["c"], True)
 
 
 def test_appending_puts_behind() -> None:
@@ -236,4 +249,4 @@ def test_what_a_cache_hides_does_not_decide_that_nothing_is_to_be_done() -> None
     assert here.compare_set("k", b"new", b"newest") == b"newest"
     assert there.get("k") == b"newest"
     there.set("other", b"value")
-    assert here.delete("other") is True
+    assert here.delete_key("other") is True
