@@ -55,7 +55,7 @@ from hpc_elastic.run.coordinator_events import (
 )
 from hpc_elastic.run.event_reader import EVENTS, EventLine
 from hpc_elastic.run.event_types import RunEvent
-from hpc_elastic.run.heartbeats import Progress, RankHeartbeat
+from hpc_elastic.run.heartbeats import Progress, ProgressSource, RankHeartbeat
 
 
 class EventCoverage(Struct):
@@ -350,12 +350,11 @@ def rank_statuses(beats: Iterable[RankHeartbeat], *, node: int, when: int) -> li
             rank=beat.rank,
             node=node,
             step=beat.step,
-            counted_steps=beat.counted_steps,
-            unit=beat.source.unit,
+            counted_steps=None if beat.source is ProgressSource.COLLECTIVES else beat.counted_steps,
             section=beat.section[:64],
             age=beat.age if 0 <= beat.age < 1e9 else 0.0,
             told_ns=when,
         )
         for beat in beats
-        if beat.count or beat.counted_steps
+        if beat.count
     ]

@@ -119,15 +119,14 @@ class RankStatus(Struct, frozen=True, kw_only=True):
     told_ns: int
     """When that was, by the node's clock."""
     counted_steps: int | None = None
-    """What `unit` names, in this round, where the script reports no steps."""
-    unit: str = "step"
+    """Steps of its optimizer in this round, where the script reports none."""
 
     @property
     def at(self) -> str:
-        """``step 12``, or ``12 steps of this round`` where they were counted, or collectives."""
+        """``step 12``, or ``12 steps of this round`` where they were counted."""
         if self.step is not None:
             return f"step {self.step}"
-        return "no step" if self.counted_steps is None else f"{plural(self.counted_steps, self.unit)} of this round"
+        return "no step" if self.counted_steps is None else f"{plural(self.counted_steps, 'step')} of this round"
 
 
 class StackGroup(Struct, frozen=True, kw_only=True):

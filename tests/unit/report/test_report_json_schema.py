@@ -119,7 +119,6 @@ ROUND: dict[str, Any] = {
             "age": NUMBER,
             "told_ns": INT,
             "counted_steps": "int?",
-            "unit": "str",
         },
     ],
     "stacks": [{"ranks": TEXT, "stack": [TEXT], "state": TEXT}],
