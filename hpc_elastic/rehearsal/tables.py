@@ -10,7 +10,7 @@ from hpc_elastic.base.text import plural
 from hpc_elastic.rehearsal.journal import step_text
 from hpc_elastic.rehearsal.judge import Comparison, InjectionSeen, find_remarks
 from hpc_elastic.rehearsal.rehearse import Outcome
-from hpc_elastic.report.render_html_markup import Markup, card, element, fact_list, page, table
+from hpc_elastic.report.render_html import render_page
 
 _VERDICTS = ("holds", "guilty", "not certain")
 """By the exit code."""
@@ -123,41 +123,24 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
 
 def as_page(outcome: Outcome) -> str:
     """A page with the look of report.html, and without anything from elsewhere."""
-    options, found = outcome.options, outcome.found
-    word, look = _VERDICTS[outcome.code], ("good", "bad", "warn")[outcome.code]
-    facts = (
-        ("script", str(options.spec.entrypoint)),
-        ("steps", str(found.steps)),
-        ("took", f"{outcome.seconds:.0f} s"),
+    options, lines = outcome.options, verdict_lines(outcome)
+    head, *faults = rows(outcome.found.injections)
+    return render_page(
+        "rehearsal/page.html",
+        title=f"Rehearsal of {options.spec.name}",
+        verdict=_VERDICTS[outcome.code],
+        tone=("good", "bad", "warn")[outcome.code],
+        findings=[line for line in lines if _is_verdict(line)],
+        others=[line for line in lines if not _is_verdict(line)],
+        facts=(
+            ("script", str(options.spec.entrypoint)),
+            ("steps", str(outcome.found.steps)),
+            ("took", f"{outcome.seconds:.0f} s"),
+        ),
+        head=head,
+        faults=faults,
     )
-    head = element(
-        "header",
-        element("h1", f"Rehearsal of {options.spec.name}"),
-        element("span", word, class_=f"chip {look}"),
-        class_="top",
-    )
-    what = [element("p", line, class_="what") for line in verdict_lines(outcome) if _is_verdict(line)]
-    others = [element("li", line) for line in verdict_lines(outcome) if not _is_verdict(line)]
-    verdict = element(
-        "section", *what, element("ul", *others, class_="plain"), fact_list(facts),
-        class_=f"card verdict{'' if outcome.code else ' good'}", aria_label="Verdict",
-    )  # fmt: skip
-    return page(f"Rehearsal of {options.spec.name}", element("main", head, verdict, _faults(found.injections)))
 
 
 def _is_verdict(line: str) -> bool:
     return line.startswith(("GUILTY", *_VERDICTS))
-
-
-def _cell(name: str, cell: str) -> Markup:
-    return element("td", cell, data_name=name, class_="wide" if name == "hit" else None)
-
-
-def _faults(injections: Sequence[InjectionSeen]) -> Markup:
-    head, *lines = rows(injections)
-    cells = [
-        element("tr", element("td", line[0]), *(_cell(name, cell) for name, cell in named))
-        for line in lines
-        if (named := list(zip(head, line, strict=True))[1:])
-    ]
-    return card("Faults", table(head, cells)) if lines else Markup()

@@ -7,18 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from msgspec import Struct, field
 
 from hpc_elastic.base.text import plural
-from hpc_elastic.report.render_html_markup import (
-    Markup,
-    clock_time,
-    duration,
-    element,
-    join,
-    names,
-    ranks,
-    shorten,
-    time_of_day,
-)
-from hpc_elastic.report.timeline import IMPORTANCE, Axis, Entry, Mark, MarkKind, Row, Timeline
+from hpc_elastic.report.render_html_text import clock_time, duration, names, ranks, shorten, time_of_day
+from hpc_elastic.report.timeline import IMPORTANCE, Axis, Entry, Mark, MarkKind, Row, Timeline, make_axis
 from hpc_elastic.report.timeline_attempt import Span, State
 
 MANY = 40
@@ -41,7 +31,6 @@ _LINES: Mapping[State, tuple[str, tuple[int, ...]]] = {
     State.DONE: ("s-d", (13,)),
     State.LOST: ("s-x", (3, 8, 13)),
 }
-_HEIGHT = 16
 _WORKING = (State.RUNNING, State.UP)
 _OTHERS_FAULT = (MarkKind.SYMPTOM, MarkKind.STOPPED)
 """Nodes are alike whether they noticed another one's failure or were stopped before."""
@@ -57,11 +46,44 @@ class ChartLimits(Struct, frozen=True, kw_only=True):
     """Marks of one kind of rows that can be pressed; the others are drawn."""
 
 
-class Chart(Struct, frozen=True, kw_only=True):
-    """The chart's HTML, and what is not in it."""
+class Label(Struct, frozen=True, kw_only=True):
+    """On the axis: an attempt (``b``), a round (``em``) or a time."""
 
-    html: Markup
-    left_out: tuple[str, ...]
+    tag: str
+    text: str
+    left: str
+    """Per cent."""
+    title: str = ""
+    look: str = ""
+
+
+class View(Struct, frozen=True, kw_only=True):
+    """All rows of a kind."""
+
+    name: str
+    label: str
+    what: str
+    rows: Sequence[tuple[Row, int, Sequence[tuple[Mark, str, str]]]]
+    """Each with its picture's number, and with its marks that can be pressed: where, and what they say."""
+    is_many: bool
+
+
+class Chart(Struct, frozen=True, kw_only=True):
+    """What the template draws, and what is not in it."""
+
+    grid: int
+    pictures: Sequence[str]
+    """SVG paths."""
+    views: Sequence[View]
+    chosen: str
+    corner: str
+    labels: Sequence[Label]
+    lines: Sequence[tuple[str, str]]
+    """Class and style."""
+    states: Sequence[tuple[str, str]]
+    """A sample of each state in the rows, and its name."""
+    kinds: Sequence[MarkKind]
+    left_out: Sequence[str]
 
 
 class _Pictures(Struct):
@@ -83,10 +105,10 @@ class _Pictures(Struct):
             number = self._known[source] = len(self._known)
         return number
 
-    def definitions(self) -> Markup:
-        """To be put once into the page."""
-        groups = (element("g", Markup(source), id=f"p{number}") for source, number in self._known.items())
-        return element("svg", element("defs", *groups), width="0", height="0", aria_hidden="true", class_="vh")
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """All that were used, by their numbers."""
+        return tuple(self._known)
 
     def _paths(self, spans: Iterable[Span], drawn: Iterable[Mark]) -> str:
         grid, least = self.grid, max(1, self.grid // 450)
@@ -126,53 +148,48 @@ def _path(name: str, heights: Sequence[int], runs: Sequence[Sequence[int]]) -> s
     if not runs:
         return ""
     lines = "".join(f"M{left} {height}h{max(1, right - left)}" for height in heights for left, right in runs)
-    return str(element("path", class_=name, d=lines))
+    return f'<path class="{name}" d="{lines}"/>'
 
 
-def draw_chart(timeline: Timeline, axis: Axis, *, shown: frozenset[int], limits: ChartLimits | None = None) -> Chart:
+def draw_chart(timeline: Timeline, *, shown: frozenset[int], limits: ChartLimits) -> Chart:
     """Draw a run.
 
     Args:
         timeline: The run's picture.
-        axis: Its time.
         shown: Numbers of the entries that have a place in the page, to which marks lead.
         limits: The page's.
     """
-    limits = limits or ChartLimits()
+    axis = make_axis([(span.number, span.start_ns, span.end_ns) for span in timeline.attempts])
     spans = sum(len(row.spans) for row in (*timeline.nodes, *timeline.ranks))
     pictures = _Pictures(axis, 20_000 if spans < 5_000 else 4_000 if spans < 40_000 else 1_000, limits.picture_bytes)
     left_out: list[str] = []
     groups = _alike(timeline.nodes)
-    views: list[tuple[str, str, Markup]] = []
-    draw = _View(pictures, timeline.entries, shown, limits)
+    draw = _Drawing(pictures, timeline.entries, shown, limits)
+    views = []
     if len(groups) < len(timeline.nodes):
-        views.append(("alike", f"nodes that went alike ({len(groups)})", draw.rows(groups, "nodes that went alike")))
-    views.append(("nodes", f"nodes ({len(timeline.nodes)})", draw.rows(timeline.nodes, "nodes")))
+        views.append(draw.view("alike", "nodes that went alike", groups, len(groups)))
+    views.append(draw.view("nodes", "nodes", timeline.nodes, len(timeline.nodes)))
     total = len(timeline.ranks) + timeline.ranks_left_out
     if total:
-        views.append(("ranks", f"ranks ({total})", draw.rows(timeline.ranks, "ranks")))
+        views.append(draw.view("ranks", "ranks", timeline.ranks, total))
         if timeline.ranks_left_out:
             left_out.append(
                 f"{timeline.ranks_left_out} of {total} ranks have no row of their own: those that failed come first"
             )
-    left_out += draw.left_out
-    chosen = "nodes" if len(groups) == len(timeline.nodes) or len(timeline.nodes) <= 16 else "alike"
-    head = join(_axis_row(axis, timeline), _lines(axis, timeline))
-    inputs, labels = _choices(views, chosen)
-    body = element(
-        "div",
-        element("div", head, *(view for _, _, view in views), class_="chart"),
-        class_="chartscroll",
-        tabindex="0",
-        role="region",
-        aria_label="Timeline",
+    used = {span.state for row in (*timeline.nodes, *timeline.ranks) for span in row.spans}
+    kinds = {mark.kind for row in (*timeline.nodes, *timeline.ranks) for mark in row.marks}
+    return Chart(
+        grid=pictures.grid,
+        pictures=pictures.sources,
+        views=views,
+        chosen="nodes" if len(groups) == len(timeline.nodes) or len(timeline.nodes) <= 16 else "alike",
+        corner=clock_time(timeline.attempts[0].start_ns)[:10] if timeline.attempts else "",
+        labels=_labels(axis, timeline),
+        lines=_lines(axis, timeline),
+        states=[(_path(*line, [[0, 36]]), state.value) for state, line in _LINES.items() if state in used],
+        kinds=[kind for kind in MarkKind if kind in kinds],
+        left_out=[*left_out, *draw.left_out],
     )
-    html = join(
-        pictures.definitions(),
-        element("div", *inputs, labels, body, class_="chartbox"),
-        _legend(timeline),
-    )
-    return Chart(html=html, left_out=tuple(left_out))
 
 
 def _alike(rows: Sequence[Row]) -> tuple[Row, ...]:
@@ -205,14 +222,14 @@ def _alike(rows: Sequence[Row]) -> tuple[Row, ...]:
     return tuple(found)
 
 
-class _View(Struct):
+class _Drawing(Struct):
     pictures: _Pictures
     entries: Sequence[Entry]
     shown: frozenset[int]
     limits: ChartLimits
     left_out: list[str] = field(default_factory=list)
 
-    def rows(self, rows: Sequence[Row], what: str) -> Markup:
+    def view(self, name: str, what: str, rows: Sequence[Row], total: int) -> View:
         """All rows of a kind, as far as there is room."""
         kept = rows[: self.limits.rows]
         pressed = self._pressed(kept)
@@ -225,19 +242,14 @@ class _View(Struct):
             if picture is None:
                 missing += 1
             else:
-                drawn.append(self._row(row, picture, buttons))
+                drawn.append((row, picture, [self._button(row, mark) for mark in buttons]))
         if missing:
             self.left_out.append(f"{missing} of {len(rows)} {what} are not drawn: the page would grow too large")
         if unpressed:
             self.left_out.append(
                 f"{unpressed} marks in the rows of {what} are drawn as thin lines: the table of failures has them all"
             )
-        return element(
-            "ol",
-            *drawn,
-            class_=f"rows view v-{'alike' if 'alike' in what else what}{' many' if len(rows) > MANY else ''}",
-            aria_label=f"Timeline by {what}",
-        )
+        return View(name=name, label=f"{what} ({total})", what=what, rows=drawn, is_many=len(rows) > MANY)
 
     def _pressed(self, rows: Sequence[Row]) -> set[tuple[int, int, int]]:
         marks = [
@@ -248,39 +260,14 @@ class _View(Struct):
         ]
         return {(number, entry, at) for _, at, number, entry in sorted(marks)[: self.limits.buttons]}
 
-    def _row(self, row: Row, picture: int, buttons: Sequence[Mark]) -> Markup:
-        label = element("span", element("b", row.name), element("small", row.detail), class_="name", title=_title(row))
-        bars = element(
-            "svg",
-            element("title", _words(row)),
-            element("use", href=f"#p{picture}"),
-            viewBox=f"0 0 {self.pictures.grid} {_HEIGHT}",
-            preserveAspectRatio="none",
-            role="img",
-        )
-        pressed = (self._button(row, mark) for mark in buttons)
-        return element("li", label, element("span", bars, *pressed, class_="at"), class_="row")
-
-    def _button(self, row: Row, mark: Mark) -> Markup:
-        entry = self.entries[mark.entry]
+    def _button(self, row: Row, mark: Mark) -> tuple[Mark, str, str]:
         whose = f" on {ranks(mark.ranks, limit=30)}" if mark.ranks and not row.name.startswith("rank ") else ""
-        words = f"{mark.kind.value}{whose} at {time_of_day(mark.at_ns)}: {shorten(entry.headline, 90)}"
-        return element(
-            "button",
-            type="button",
-            class_=f"m {mark.kind.name.lower()}",
-            style=f"left:{100 * self.pictures.axis.place(mark.at_ns):.2f}%",
-            popovertarget=f"e{mark.entry}",
-            aria_label=f"{shorten(row.name, 40)}: {words}",
-            title=words,
-        )
+        headline = shorten(self.entries[mark.entry].headline, 90)
+        words = f"{mark.kind.value}{whose} at {time_of_day(mark.at_ns)}: {headline}"
+        return mark, f"{100 * self.pictures.axis.place(mark.at_ns):.2f}", words
 
 
-def _title(row: Row) -> str:
-    return f"{row.name}: {row.detail}" if row.detail else row.name
-
-
-def _words(row: Row) -> str:
+def describe_spans(row: Row) -> str:
     """What a row's bars show."""
     sums: dict[State, int] = {}
     for span in row.spans:
@@ -289,102 +276,40 @@ def _words(row: Row) -> str:
     return f"{shorten(row.name, 40)}: {', '.join(spans) or 'nothing is known'}"
 
 
-def _axis_row(axis: Axis, timeline: Timeline) -> Markup:
-    words: list[Markup] = []
+def _labels(axis: Axis, timeline: Timeline) -> list[Label]:
+    found: list[Label] = []
     waited = ""
     for piece in axis.pieces:
         if piece.attempt is None:
             waited = f" ({duration((piece.end_ns - piece.start_ns) / 1e9)} later)"
             continue
+        text = f"attempt {piece.attempt}{waited if piece.right - piece.left > 0.15 else ''}"
         since = f"from {clock_time(piece.start_ns)}"
-        name = f"attempt {piece.attempt}{waited if piece.right - piece.left > 0.15 else ''}"
-        words.append(element("b", name, style=f"left:{100 * piece.left:.2f}%", title=since))
+        found.append(Label(tag="b", text=text, left=f"{100 * piece.left:.2f}", title=since))
         waited = ""
     free = -1.0
     for divider in timeline.dividers:
         place = axis.place(divider.at_ns)
         if place >= free and place < 0.985:
             title = f"round {divider.round} of attempt {divider.attempt}: {shorten(divider.reason, 120)}"
-            name = f"round {divider.round}"
-            words.append(element("em", name, style=f"left:{100 * place:.2f}%", title=title))
+            found.append(Label(tag="em", text=f"round {divider.round}", left=f"{100 * place:.2f}", title=title))
             free = place + 0.08
     for factor in _TICKS:
         for when in axis.ticks(spacing=_TICK_SPACING / factor):
             place = axis.place(when)
-            edge = " first" if place * factor < 0.02 else ""
-            at = f"left:{100 * place:.3f}%"
-            words.append(element("time", time_of_day(when), style=at, class_=f"t{factor}{edge}"))
-    corner = element("span", clock_time(timeline.attempts[0].start_ns)[:10] if timeline.attempts else "")
-    return element("div", corner, element("span", *words, class_="at"), class_="axis", aria_hidden="true")
+            look = f"t{factor}{' first' if place * factor < 0.02 else ''}"
+            found.append(Label(tag="time", text=time_of_day(when), left=f"{100 * place:.3f}", look=look))
+    return found
 
 
-def _lines(axis: Axis, timeline: Timeline) -> Markup:
-    lines: list[Markup] = []
+def _lines(axis: Axis, timeline: Timeline) -> list[tuple[str, str]]:
+    lines = []
     for piece in axis.pieces:
-        at = f"left:{100 * piece.left:.2f}%"
-        if piece.attempt is None:
-            width = 100 * (piece.right - piece.left)
-            lines.append(element("i", class_="q", style=f"{at};width:{width:.2f}%"))
-        else:
-            lines.append(element("i", class_="a", style=at))
+        width = f";width:{100 * (piece.right - piece.left):.2f}%" if piece.attempt is None else ""
+        lines.append(("q" if width else "a", f"left:{100 * piece.left:.2f}%{width}"))
     free = -1.0
     for place in (axis.place(divider.at_ns) for divider in timeline.dividers):
         if place >= free:  # of a hundred rounds the gaps between the bars are enough
-            lines.append(element("i", style=f"left:{100 * place:.2f}%"))
+            lines.append(("", f"left:{100 * place:.2f}%"))
             free = place + _LINE_SPACING
-    return element("div", *lines, class_="lines", aria_hidden="true")
-
-
-def _choices(views: Sequence[tuple[str, str, Markup]], chosen: str) -> tuple[list[Markup], Markup]:
-    """Radio buttons, which style alone acts upon: the page has no script."""
-    inputs: list[Markup] = []
-    groups: list[Markup] = []
-    rows: list[Markup] = []
-    for name, words, _ in views:
-        inputs.append(element("input", type="radio", name="rows", id=f"v-{name}", checked=name == chosen))
-        rows.append(element("label", words, for_=f"v-{name}"))
-    groups.append(element("span", "Rows: ", *rows))
-    zooms: list[Markup] = []
-    for factor in ZOOMS:
-        inputs.append(element("input", type="radio", name="zoom", id=f"z{factor}", checked=factor == 1))
-        zooms.append(element("label", f"{factor}\u00d7", for_=f"z{factor}"))
-    groups.append(element("span", "Zoom: ", *zooms))
-    return inputs, element("div", *groups, class_="choices")
-
-
-def choice_rules() -> str:
-    """The style by which the radio buttons work."""
-    rules = []
-    for name in ("alike", "nodes", "ranks"):
-        rules.append(f"#v-{name}:checked~.chartscroll .v-{name}{{display:block}}")
-        rules.append(_label_rule(f"v-{name}"))
-    for factor in ZOOMS:
-        rules.append(f"#z{factor}:checked~.chartscroll{{--zoom:{factor}}}")
-        ticks = max(own for own in _TICKS if own <= factor)
-        rules.append(f"#z{factor}:checked~.chartscroll .t{ticks}{{display:block}}")
-        rules.append(_label_rule(f"z{factor}"))
-    return "\n".join(rules)
-
-
-def _label_rule(name: str) -> str:
-    label = f"~.choices label[for={name}]"
-    return (
-        f"#{name}:checked{label}{{background:var(--link);color:var(--card);border-color:var(--link)}}\n"
-        f"#{name}:focus-visible{label}{{outline:3px solid var(--link);outline-offset:2px}}"
-    )
-
-
-def _legend(timeline: Timeline) -> Markup:
-    used = {span.state for row in (*timeline.nodes, *timeline.ranks) for span in row.spans}
-    items = []
-    for state, (name, heights) in _LINES.items():
-        if state in used:
-            lines = Markup(_path(name, heights, [[0, 36]]))
-            sample = element("svg", lines, viewBox=f"0 0 36 {_HEIGHT}", aria_hidden="true")
-            items.append(element("li", sample, state.value))
-    kinds = {mark.kind for row in (*timeline.nodes, *timeline.ranks) for mark in row.marks}
-    for kind in MarkKind:
-        if kind in kinds:
-            shape = element("span", class_=f"m {kind.name.lower()}", aria_hidden="true")
-            items.append(element("li", shape, kind.value))
-    return element("ul", *items, class_="legend", aria_label="Legend")
+    return lines

@@ -149,6 +149,13 @@ class Entry(Struct, frozen=True, kw_only=True):
             return self.loss.summary
         return self.fold.headline if self.fold is not None else ""
 
+    @property
+    def first_ns(self) -> int | None:
+        """When it was seen first, by the clock of its host."""
+        if self.loss is not None:
+            return self.loss.gone_ns
+        return self.fold.first.ended_ns if self.fold is not None else None
+
 
 class Mark(Struct, frozen=True, kw_only=True):
     """An entry on a row: one mark however many of the row's ranks it is about."""

@@ -1,9 +1,9 @@
 """The optional tier for one NVIDIA GPU: ``python -m tests.check --tier gpu [--record FILE]``.
 
 The machine may be bare: Python with CUDA's torch, no network, no Slurm. What the tests import besides (pytest, and this
-package's run-time dependencies: msgspec, psutil, filelock, submitit, cloudpickle) is brought along where it
-is missing: `docs/reference/versions.md` says how. Nothing here imports torch into pytest: each test starts processes,
-with deadlines, and none depends on another.
+package's run-time dependencies: msgspec, psutil, filelock, submitit, cloudpickle, jinja2) is brought along where
+it is missing: `docs/reference/versions.md` says how. Nothing here imports torch into pytest: each test starts
+processes, with deadlines, and none depends on another.
 
 FILE gets the table of what was seen, after every test; the folder of that name without its ending gets what the tests
 recorded (the words of failures, flight recorder dumps, RAS's and NVML's answers), for tests that run without a GPU.

@@ -15,7 +15,18 @@ from pathlib import Path
 
 import pytest
 
-HEAVY = {"torch", "filelock", "submitit", "numpy", "scipy", "asyncio", "multiprocessing", "http", "logging.config"}
+HEAVY = {
+    "torch",
+    "jinja2",
+    "filelock",
+    "submitit",
+    "numpy",
+    "scipy",
+    "asyncio",
+    "multiprocessing",
+    "http",
+    "logging.config",
+}
 DEAR_TO_AGENTS = {"hashlib", "_hashlib", "hmac", "secrets", "ssl"}
 DEAR_TO_AGENTS |= {"click", "tempfile", "shutil", "base64", "concurrent.futures", "dataclasses", "psutil", "filelock"}
 TORCH_FREE = ("cli", "launch", "agent", "rendezvous", "workers", "output", "report", "store", "slurm", "failures")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html import unescape
 from pathlib import Path
 
 import pytest
@@ -311,7 +312,7 @@ def test_what_every_agent_refuses_is_the_cause_and_speaks_against_no_node(tmp_pa
         builder.event(0, "supervisor", -1, 3, "attempt_ended", outcome="failed", exit_code=93)
         assert found(builder) == []
         history = collect_run(builder.root)
-        for text in (render_text(history), render_html(history).replace("&#x27;", "'")):
+        for text in (render_text(history), unescape(render_html(history))):
             assert why in text
             assert "no worker failed" not in text
             assert "could not run the agent" not in text
