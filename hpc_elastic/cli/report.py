@@ -42,8 +42,8 @@ from hpc_elastic.errors import UnsafePathError, UsageError
 from hpc_elastic.launch.run_status import RunState, ends_by_slurm, read_status
 from hpc_elastic.output.terminal import one_line
 from hpc_elastic.report.collect import collect_run
+from hpc_elastic.report.document import build_document
 from hpc_elastic.report.history import RunHistory
-from hpc_elastic.report.render_text import DEFAULT_LINES, render_text
 from hpc_elastic.report.subject import with_end
 from hpc_elastic.run.paths import RankPaths, RunPaths
 
@@ -160,13 +160,16 @@ def _text(history: RunHistory, attempt: int | None, args: SimpleNamespace) -> st
     if args.format == "json":
         from hpc_elastic.report.render_json import json_report
 
-        text = json_report(history, attempt=attempt)
+        text = json_report(build_document(history, attempt=attempt))
         return text.replace("\n", "") + "\n" if args.follow else text
     if args.rank is not None:
         text = _ranks(history, attempt, args)
     else:
+        from hpc_elastic.report.render_text import DEFAULT_LINES, render_text
+
         width = args.width if args.width is not None else width_for(sys.stdout)
-        text = render_text(history, attempt=attempt, max_lines=None if args.all else DEFAULT_LINES, width=width)
+        document = build_document(history, attempt=attempt)
+        text = render_text(document, max_lines=None if args.all else DEFAULT_LINES, width=width)
     return coloured_report(text) if wants_colour(sys.stdout, os.environ) else text
 
 
@@ -188,11 +191,26 @@ def _ranks(history: RunHistory, attempt: int | None, args: SimpleNamespace) -> s
 
 
 def _page(history: RunHistory, attempt: int | None, output: str | None) -> str:
-    if output == "-":
-        from hpc_elastic.report.render_html import render_html
+    """The page, or the path at which it was written.
 
-        return render_html(history, attempt=attempt, links=Path(history.run_dir).as_uri())
-    return f"{one_line(str(_write_page(history, attempt, output)))}\n"
+    Raises:
+        UsageError: it can't be written there.
+    """
+    from hpc_elastic.report.render_html import render_html
+
+    def made() -> str:
+        links = ".." if output is None else Path(history.run_dir).as_uri()
+        return render_html(build_document(history, attempt=attempt), links=links)
+
+    if output == "-":
+        return made()
+    path = _page_path(history, attempt, output)
+    try:
+        write_private(path, made())
+    except OSError as error:
+        other = "" if output is not None else "; say where else with --output FILE"
+        raise UsageError(f"{path} can't be written: {error.strerror}{other}") from None
+    return f"{one_line(str(path))}\n"
 
 
 def _check_own(attempt: Path) -> None:
@@ -205,14 +223,7 @@ def _check_own(attempt: Path) -> None:
         raise UsageError(f"{attempt} is not yours alone; say where to write the page with --output FILE")
 
 
-def _write_page(history: RunHistory, attempt: int | None, output: str | None) -> Path:
-    """Make the page. Returns its path.
-
-    Raises:
-        UsageError: it can't be written there.
-    """
-    from hpc_elastic.report.render_html import render_html
-
+def _page_path(history: RunHistory, attempt: int | None, output: str | None) -> Path:
     if output is not None:
         path = Path(os.path.abspath(output))
     else:
@@ -223,12 +234,6 @@ def _write_page(history: RunHistory, attempt: int | None, output: str | None) ->
         _check_own(path.parent)
     if path.exists() and not path.is_file():  # it would be replaced, /dev/stdout as well
         raise UsageError(f"{path} is not a regular file; --output - writes the page to standard output")
-    try:
-        links = ".." if output is None else Path(history.run_dir).as_uri()
-        write_private(path, render_html(history, attempt=attempt, links=links))
-    except OSError as error:
-        other = "" if output is not None else "; say where else with --output FILE"
-        raise UsageError(f"{path} can't be written: {error.strerror}{other}") from None
     return path
 
 

@@ -6,8 +6,7 @@ come from `wording`, the verdict from `verdict`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -19,6 +18,7 @@ from hpc_elastic.failures.fingerprint import normalise_message
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.report.advice import Advice, advise
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
 from hpc_elastic.report.excerpt import user_frame
 from hpc_elastic.report.goodput import Goodput, goodput_of
@@ -26,6 +26,7 @@ from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, R
 from hpc_elastic.report.incidents import OutageKind
 from hpc_elastic.report.subject import Subject, choose_subject, failure_count, nodes_done_without, verdict_of
 from hpc_elastic.report.suspects import of_several
+from hpc_elastic.report.timeline_attempt import PlacedAttempt, place_attempts
 from hpc_elastic.report.verdict import Cause, Confidence
 from hpc_elastic.report.wording import (
     describe_after_round,
@@ -173,7 +174,7 @@ class Finding(Struct, frozen=True, kw_only=True):
 
 
 class Document(Struct, frozen=True, kw_only=True):
-    """Everything that the text and the page say of a run."""
+    """Everything that the text, the page and report.json say of a run."""
 
     history: RunHistory
     subject: Subject
@@ -193,22 +194,35 @@ class Document(Struct, frozen=True, kw_only=True):
     notes: tuple[Fact, ...]
     """What went wrong beside the cause: nodes that were not there, outages, lost output, files that can't be read."""
     goodput: Goodput
+    placed: tuple[PlacedAttempt, ...]
+    """The attempts on one axis of time, which goodput and the page's timeline are made of."""
+
+    @property
+    def advice(self) -> tuple[Advice, ...]:
+        """What would make failures cost less."""
+        return advise(self.history, self.goodput)
+
+    @property
+    def lines(self) -> list[tuple[str, Fact]]:
+        """Every line below the title, with its part of the report: what is added to one of them stands everywhere."""
+        return [
+            *(("cause", fact) for fact in (*self.finding.facts, *self.finding.details)),
+            *(("agents", Fact("", line)) for line in self.agents),
+            *(("recovery", Fact("", line)) for line in self.done),
+            *(("notes", fact) for fact in self.notes),
+        ]
 
 
-def build_document(
-    history: RunHistory, *, attempt: int | None = None, goodput: Goodput | None = None, separator: str = "_"
-) -> Document:
+def build_document(history: RunHistory, *, attempt: int | None = None) -> Document:
     """Put the report together.
 
     Args:
         history: The run.
         attempt: The attempt that it is about; None: the verdict is on the last failure, the end is the last attempt's.
-        goodput: Of the run, where it has been measured before.
-        separator: Between a date and a time.
     """
-    times = partial(time_text, separator=separator)
     subject = choose_subject(history, attempt=attempt)
     shown = choose_attempt(history, attempt)
+    placed = place_attempts(history)
     succeeded = shown is not None and shown.outcome == "succeeded"
     is_fine = subject.verdict.cause is Cause.NONE and (shown is None or shown.outcome in ("", "succeeded"))
     return Document(
@@ -220,11 +234,12 @@ def build_document(
         survived=_describe_survived(failure_count(history, attempt=attempt)) if succeeded else "",
         finding=_nothing_failed(history, shown, history.attempts if attempt is None else ())
         if is_fine
-        else _find(history, subject, shown, times),
+        else _find(history, subject, shown),
         agents=() if is_fine else _bad_agents(subject, shown),
         done=tuple(_done(subject, shown)),
-        notes=tuple(_notes(history, subject, shown, partial(times, date=False, fine=True))),
-        goodput=goodput or goodput_of(history),
+        notes=tuple(_notes(history, subject, shown)),
+        goodput=goodput_of(history, placed),
+        placed=placed,
     )
 
 
@@ -262,7 +277,7 @@ def _nothing_failed(history: RunHistory, shown: AttemptHistory | None, all_parts
     return Finding(title=f"No failure ended a round: {often} within the processes, {seconds:.1f} s in all.")
 
 
-def _find(history: RunHistory, subject: Subject, shown: AttemptHistory | None, times: Callable[..., str]) -> Finding:
+def _find(history: RunHistory, subject: Subject, shown: AttemptHistory | None) -> Finding:
     """What happened; torch's fields have torch's names."""
     verdict, failure, loss = subject.verdict, subject.verdict.failure, subject.verdict.lost_node
     title, evidence = _TITLES[verdict.confidence], Fact("verdict", verdict.evidence)
@@ -275,15 +290,15 @@ def _find(history: RunHistory, subject: Subject, shown: AttemptHistory | None, t
             title=title,
             headline=loss.summary,
             place=where,
-            facts=(evidence, *_last_steps(subject.round, loss, times)),
-            details=(Fact("time", f"{times(loss.gone_ns)} ({loss.whose_clock})"),),
+            facts=(evidence, *_last_steps(subject.round, loss)),
+            details=(Fact("time", f"{time_text(loss.gone_ns)} ({loss.whose_clock})"),),
         )
     if failure is not None:
-        return _of_failure(history, subject, failure, times)
+        return _of_failure(history, subject, failure)
     if verdict.what:
         outages = subject.attempt.outages if subject.attempt is not None else ()
         since = min((one.since_ns for one in outages if one.kind is OutageKind.FILESYSTEM), default=None)
-        details = (Fact("time", f"{times(since)} (since then)"),) if since is not None else ()
+        details = (Fact("time", f"{time_text(since)} (since then)"),) if since is not None else ()
         return Finding(title=title, headline=verdict.what, facts=(evidence,), details=details)
     if verdict.headline:
         return Finding(title=title, headline=verdict.headline, facts=(evidence,))
@@ -313,7 +328,7 @@ def _not_known(subject: Subject) -> str:
     return f"Root cause: not known. Look at {looks}{more}"
 
 
-def _of_failure(history: RunHistory, subject: Subject, failure: WorkerFailure, times: Callable[..., str]) -> Finding:
+def _of_failure(history: RunHistory, subject: Subject, failure: WorkerFailure) -> Finding:
     verdict = subject.verdict
     clocks = subject.attempt.clocks if subject.attempt is not None else NO_CLOCKS
     clock = describe_clock(failure.host, failure.node, clocks)
@@ -335,7 +350,7 @@ def _of_failure(history: RunHistory, subject: Subject, failure: WorkerFailure, t
             Fact("exitcode", describe_exit(failure)),
             Fact("error_file", failure.error_file or NOT_AVAILABLE),
             *([Fact("", f"({failure.problem})")] if failure.problem else []),
-            Fact("time", f"{times(failure.ended_ns, fine=True)} ({clock})"),
+            Fact("time", f"{time_text(failure.ended_ns, fine=True)} ({clock})"),
         ),
     )
 
@@ -357,7 +372,7 @@ def _where(history: RunHistory, subject: Subject) -> str:
     return f", round {subject.round.index} of attempt {subject.attempt.number}"
 
 
-def _last_steps(part: RoundHistory | None, loss: NodeLoss, times: Callable[..., str]) -> list[Fact]:
+def _last_steps(part: RoundHistory | None, loss: NodeLoss) -> list[Fact]:
     """Where a lost node's workers were."""
     statuses = [status for status in (part.rank_statuses if part is not None else ()) if status.node == loss.node]
     steps = [status.step for status in statuses if status.step is not None]
@@ -365,7 +380,7 @@ def _last_steps(part: RoundHistory | None, loss: NodeLoss, times: Callable[..., 
         return []
     at = f"{min(steps)}" if min(steps) == max(steps) else f"{min(steps)} to {max(steps)}"
     mine = [status for status in statuses if status.step is not None]
-    seen = times(mine[0].told_ns, date=False, fine=True)
+    seen = time_text(mine[0].told_ns, date=False, fine=True)
     return [Fact("last step", f"{at} of its ranks {ranges([status.rank for status in mine])}, reported at {seen}")]
 
 
@@ -401,18 +416,20 @@ def _done(subject: Subject, shown: AttemptHistory | None) -> list[str]:
     return [without_failure(without_repeat(line, lines[0]), failures, root) for line in dict.fromkeys(lines)]
 
 
-def _notes(
-    history: RunHistory, subject: Subject, shown: AttemptHistory | None, clock: Callable[[int], str]
-) -> list[Fact]:
+def _clock(when_ns: int) -> str:
+    return time_text(when_ns, date=False, fine=True)
+
+
+def _notes(history: RunHistory, subject: Subject, shown: AttemptHistory | None) -> list[Fact]:
     notes: list[Fact] = []
     if shown is not None:
         root = subject.verdict.failure
         for item in (item for item in shown.rounds if item.suspicion):
             if root is None or (root.failure_class, root.round) != (FailureClass.HANG, item.index):
-                when = clock(item.suspected_ns)
+                when = _clock(item.suspected_ns)
                 notes.append(Fact("seemed to hang", f"{when}, round {item.index}: {item.suspicion}"))
         notes += [Fact("did without", line) for line in nodes_done_without(subject, shown)]
-        notes += [Fact(*note) for note in describe_outages(shown.outages, clock)]
+        notes += [Fact(*note) for note in describe_outages(shown.outages, _clock)]
         notes += [Fact(*note) for note in describe_commands(shown.commands)]
         orphans = [one for item in shown.rounds for one in item.orphans]
         notes += (
@@ -431,7 +448,7 @@ def _notes(
 def round_entry(
     history: RunHistory, attempt: AttemptHistory, part: RoundHistory, *, separator: str = "_"
 ) -> RoundEntry:
-    """How a round ended, in one line; `separator` as in `build_document`."""
+    """How a round ended, in one line; `separator` stands between a date and a time."""
     verdict = verdict_of(part)
     size = describe_size(part)
     alike = failure = ""

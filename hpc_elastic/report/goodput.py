@@ -16,7 +16,7 @@ from hpc_elastic.base.text import duration, plural
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.report.history import RoundHistory, RunHistory
 from hpc_elastic.report.subject import verdict_of
-from hpc_elastic.report.timeline_attempt import AttemptSpan, RoundSteps, RoundTimes, place_attempts
+from hpc_elastic.report.timeline_attempt import PlacedAttempt, RoundSteps, RoundTimes, place_attempts
 from hpc_elastic.report.verdict import Cause, Verdict
 from hpc_elastic.report.wording import describe_restart
 from hpc_elastic.run.heartbeats import COUNTED, ProgressSource
@@ -164,22 +164,10 @@ def cost_text(costs: Sequence[Cost], *, steps_known: bool) -> str:
     return f", cost {seconds}{more}, no step after it" if steps_known else f", processes down for {seconds}{more}"
 
 
-def goodput_of(history: RunHistory) -> Goodput:
-    """The same of a run whose picture nobody draws."""
-    parts = place_attempts(history)
-    return measure_goodput(
-        history, attempts=[part.span for part in parts], rounds=[times for part in parts for times in part.rounds]
-    )
-
-
-def measure_goodput(history: RunHistory, *, attempts: Sequence[AttemptSpan], rounds: Sequence[RoundTimes]) -> Goodput:
-    """Add up a run's time.
-
-    Args:
-        history: The run.
-        attempts: Its attempts, ascending.
-        rounds: Their rounds, ascending.
-    """
+def goodput_of(history: RunHistory, placed: Sequence[PlacedAttempt] | None = None) -> Goodput:
+    """Add up a run's time; `placed` are its attempts, where they have been placed before."""
+    attempts = place_attempts(history) if placed is None else placed
+    rounds = [times for part in attempts for times in part.rounds]
     if not attempts:
         return Goodput(wall=0, training=0, starting=0, interrupted=0, queued=0, ending=0, costs=())
     account = _Account(history, attempts, rounds)
@@ -193,12 +181,12 @@ def measure_goodput(history: RunHistory, *, attempts: Sequence[AttemptSpan], rou
 class _Account:
     """Goes through the rounds in which workers ran, and books each second once."""
 
-    def __init__(self, history: RunHistory, attempts: Sequence[AttemptSpan], rounds: Sequence[RoundTimes]) -> None:
+    def __init__(self, history: RunHistory, attempts: Sequence[PlacedAttempt], rounds: Sequence[RoundTimes]) -> None:
         self._history = history
         self._found = {(a.number, item.index): item for a in history.attempts for item in a.rounds}
         self._gaps = [(before.end_ns, max(before.end_ns, after.start_ns)) for before, after in pairwise(attempts)]
         self._start = self._cursor = attempts[0].start_ns
-        self._end = max(span.end_ns for span in attempts)
+        self._end = max(part.end_ns for part in attempts)
         self._last: RoundTimes | None = None
         self._costs: list[Cost] = []
         self._checkpoints = 0

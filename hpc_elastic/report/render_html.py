@@ -15,16 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_elastic.base.text import milliseconds_text, plural, safe_text
-from hpc_elastic.report.advice import advise
 from hpc_elastic.report.clocks import NOTABLE_NS
-from hpc_elastic.report.document import Document, build_document, round_entry
+from hpc_elastic.report.document import Document, Fact, round_entry
 from hpc_elastic.report.goodput import (
     Cost,
     Goodput,
     describe_goodput,
     describe_progress,
     is_worth_showing,
-    measure_goodput,
 )
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
 from hpc_elastic.report.render_html_chart import ZOOMS, ChartLimits, describe_spans, draw_chart
@@ -111,27 +109,20 @@ def is_cheap(history: RunHistory) -> bool:
     return sum(len(item.nodes) for part in history.attempts for item in part.rounds) <= CHEAP_NODE_ROUNDS
 
 
-def render_html(
-    history: RunHistory, *, attempt: int | None = None, limits: ChartLimits | None = None, links: str = ".."
-) -> str:
+def render_html(document: Document, *, limits: ChartLimits | None = None, links: str = "..") -> str:
     """Render the page.
 
     Args:
-        history: The run.
-        attempt: The attempt that the verdict is about; None: the last one in which something failed. The timeline is
-            the whole run's.
+        document: The report. The timeline is the whole run's.
         limits: How much of the chart a page may hold.
         links: What leads from the page to the run directory, for the links to the ranks' logs.
 
     Returns:
         HTML without a character that UTF-8 can't write.
     """
-    limits = limits or ChartLimits()
+    limits, history, subject = limits or ChartLimits(), document.history, document.subject
     rounds = sum(len(part.rounds) for part in history.attempts)
-    timeline = build_timeline(history, most_ranks=min(limits.rows, max(64, _RANK_ROUNDS // max(1, rounds))))
-    goodput = measure_goodput(history, attempts=timeline.attempts, rounds=timeline.rounds)
-    document = build_document(history, attempt=attempt, goodput=goodput, separator=" ")
-    subject = document.subject
+    timeline = build_timeline(document.placed, most_ranks=min(limits.rows, max(64, _RANK_ROUNDS // max(1, rounds))))
     # What has its place in the page: the most important first, then the latest.
     entries = sorted(timeline.entries, key=lambda e: (IMPORTANCE[e.kind], -e.attempt, -e.round))[:ENTRIES]
     shown = frozenset(entry.number for entry in entries)
@@ -208,7 +199,17 @@ def _verdict(document: Document, *, opens: int | None) -> dict[str, Any]:
     facts += [("" if number else "agents", line) for number, line in enumerate(document.agents)]
     outcome = [("" if number else "recovery", _arrow(line)) for number, line in enumerate(document.done)]
     texts = evidence_texts(finding.evidence, TextRoom(), is_open=True) if finding.evidence is not None else []
-    return {"facts": facts, "texts": texts, "outcome": [*outcome, *finding.details, *document.notes], "opens": opens}
+    return {
+        "facts": facts,
+        "texts": texts,
+        "outcome": [*outcome, *map(_blank, finding.details), *document.notes],
+        "opens": opens,
+    }
+
+
+def _blank(fact: Fact) -> Fact:
+    """A time as the page writes it; torch puts a ``_`` between the date and the hour."""
+    return fact._replace(text=fact.text.replace("_", " ", 1)) if fact.name == "time" else fact
 
 
 def _arrow(line: str) -> str:
@@ -227,7 +228,7 @@ def _goodput(document: Document) -> dict[str, Any]:
         "of": goodput,
         "parts": [part for part in describe_goodput(goodput) if part[2] > 0],
         "note": note,
-        "advice": [one.text for one in advise(document.history, goodput)],
+        "advice": [one.text for one in document.advice],
         "costs": [(cost, _describe_cost(cost, goodput)) for cost in costs],
     }
 

@@ -159,7 +159,7 @@ def draw_chart(timeline: Timeline, *, shown: frozenset[int], limits: ChartLimits
         shown: Numbers of the entries that have a place in the page, to which marks lead.
         limits: The page's.
     """
-    axis = make_axis([(span.number, span.start_ns, span.end_ns) for span in timeline.attempts])
+    axis = make_axis([(part.attempt.number, part.start_ns, part.end_ns) for part in timeline.attempts])
     spans = sum(len(row.spans) for row in (*timeline.nodes, *timeline.ranks))
     pictures = _Pictures(axis, 20_000 if spans < 5_000 else 4_000 if spans < 40_000 else 1_000, limits.picture_bytes)
     left_out: list[str] = []
@@ -288,11 +288,11 @@ def _labels(axis: Axis, timeline: Timeline) -> list[Label]:
         found.append(Label(tag="b", text=text, left=f"{100 * piece.left:.2f}", title=since))
         waited = ""
     free = -1.0
-    for divider in timeline.dividers:
-        place = axis.place(divider.at_ns)
+    for times in timeline.rounds:
+        place = axis.place(times.start_ns)
         if place >= free and place < 0.985:
-            title = f"round {divider.round} of attempt {divider.attempt}: {shorten(divider.reason, 120)}"
-            found.append(Label(tag="em", text=f"round {divider.round}", left=f"{100 * place:.2f}", title=title))
+            title = f"round {times.round} of attempt {times.attempt}: {shorten(times.reason, 120)}"
+            found.append(Label(tag="em", text=f"round {times.round}", left=f"{100 * place:.2f}", title=title))
             free = place + 0.08
     for factor in _TICKS:
         for when in axis.ticks(spacing=_TICK_SPACING / factor):
@@ -308,7 +308,7 @@ def _lines(axis: Axis, timeline: Timeline) -> list[tuple[str, str]]:
         width = f";width:{100 * (piece.right - piece.left):.2f}%" if piece.attempt is None else ""
         lines.append(("q" if width else "a", f"left:{100 * piece.left:.2f}%{width}"))
     free = -1.0
-    for place in (axis.place(divider.at_ns) for divider in timeline.dividers):
+    for place in (axis.place(times.start_ns) for times in timeline.rounds):
         if place >= free:  # of a hundred rounds the gaps between the bars are enough
             lines.append(("", f"left:{100 * place:.2f}%"))
             free = place + _LINE_SPACING

@@ -12,11 +12,9 @@ from msgspec import Struct, to_builtins
 from hpc_elastic.base.files import json_text
 from hpc_elastic.base.text import ranges
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.report.advice import advise
 from hpc_elastic.report.clocks import NO_CLOCKS, SUPERVISOR, Clocks
-from hpc_elastic.report.document import Document, Fold, build_document, fold_failures
+from hpc_elastic.report.document import Document, Fold, fold_failures
 from hpc_elastic.report.excerpt import user_frame
-from hpc_elastic.report.goodput import Goodput
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RoundNode, RunHistory
 from hpc_elastic.report.incidents import InProcessRestart, Outage
 from hpc_elastic.report.subject import verdict_of
@@ -28,16 +26,9 @@ MOST_EVIDENCE = 20
 _MOST_CANDIDATES = 100
 
 
-def render_json(history: RunHistory, *, attempt: int | None = None, goodput: Goodput | None = None) -> dict[str, Any]:
-    """The report as JSON values.
-
-    Args:
-        history: The run.
-        attempt: The attempt that it is about; None: the verdict is on the last failure, the end is the last attempt's.
-        goodput: Of the run, where it has been measured before.
-    """
-    document = build_document(history, attempt=attempt, goodput=goodput)
-    shown, measured = document.shown, document.goodput
+def render_json(document: Document) -> dict[str, Any]:
+    """The report as JSON values."""
+    history, shown, measured = document.history, document.shown, document.goodput
     return {
         "version": VERSION,
         "run_id": history.run_id,
@@ -50,21 +41,22 @@ def render_json(history: RunHistory, *, attempt: int | None = None, goodput: Goo
         "title": document.finding.title,
         "place": document.finding.place or None,
         "recovery": list(document.done),
+        "lines": [{"part": part, "name": fact.name or None, "text": fact.text} for part, fact in document.lines],
         "verdict": _verdict(document),
         "goodput": {"share": measured.share, **_values(measured)},
-        "advice": [_values(one) for one in advise(history, measured)],
+        "advice": [_values(one) for one in document.advice],
         "bad_nodes": [_bad_node(history, score) for score in history.bad_nodes],
         "problems": list(history.problems),
         "attempts": [_attempt(part) for part in history.attempts],
     }
 
 
-def json_report(history: RunHistory, *, attempt: int | None = None, goodput: Goodput | None = None) -> str:
+def json_report(document: Document) -> str:
     """report.json's text: an object of `render_json`'s, with a line for each round.
 
     Of a large run the rounds are nearly all of it, and an indented text takes the encoder four times as long.
     """
-    value = render_json(history, attempt=attempt, goodput=goodput)
+    value = render_json(document)
     attempts = value.pop("attempts")
     parts = [f'{json_text(value)[:-1]},\n"attempts": [']
     for number, item in enumerate(attempts):

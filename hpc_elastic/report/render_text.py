@@ -14,9 +14,8 @@ from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.text import clean_line, duration, fit, plural, ranks_text, time_text
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.report.advice import advise
 from hpc_elastic.report.clocks import Clocks
-from hpc_elastic.report.document import Document, Fact, Fold, RoundEntry, build_document, fold_failures, round_entry
+from hpc_elastic.report.document import Document, Fact, Fold, RoundEntry, fold_failures, round_entry
 from hpc_elastic.report.excerpt import make_excerpt
 from hpc_elastic.report.goodput import (
     Cost,
@@ -55,32 +54,27 @@ _SHOW_ALL = "(--all shows them)"
 
 
 def render_text(
-    history: RunHistory,
+    document: Document,
     *,
-    attempt: int | None = None,
     max_lines: int | None = DEFAULT_LINES,
     width: int = DEFAULT_WIDTH,
-    goodput: Goodput | None = None,
     is_file: bool = False,
 ) -> str:
     """Render the report.
 
     Args:
-        history: The run.
-        attempt: The attempt that it is about; None: the last one in which something failed.
+        document: The report.
         max_lines: At most so many lines; None: everything.
         width: Longer lines are cut, but for paths.
-        goodput: Of the run, where it has been measured before.
         is_file: It is not shown, but kept: the root cause is not cut.
 
     Returns:
         Text that ends with a line break.
     """
-    document = build_document(history, attempt=attempt, goodput=goodput)
     everything = max_lines is None
     width = 1 << 30 if everything else max(_NARROWEST, width)
     head = _head(document, width)
-    done = [*_done(document, width), *_bad_nodes(history, width, cap=None if everything else _BAD_NODES)]
+    done = [*_done(document, width), *_bad_nodes(document.history, width, cap=None if everything else _BAD_NODES)]
     past = _past(document, width, cap=None if everything else _HISTORY)
     others: list[str] = []
     if (part := document.subject.round) is not None:
@@ -410,7 +404,7 @@ def _goodput(document: Document, width: int) -> list[str]:
     if not text and not document.goodput.costs:
         return []
     lines = [*(_split_words(text, width) if text else ()), *_split_words(describe_progress(document.goodput), width)]
-    for one in advise(document.history, document.goodput):
+    for one in document.advice:
         lines += _split_words(f"Advice: {one.text}", width)
     return lines
 

@@ -18,17 +18,15 @@ from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import ClockOffset
 from hpc_elastic.report.document import Fold, fold_failures
-from hpc_elastic.report.history import AttemptHistory, NodeLoss, RunHistory
+from hpc_elastic.report.history import AttemptHistory, NodeLoss
 from hpc_elastic.report.subject import verdict_of
 from hpc_elastic.report.timeline_attempt import (
-    AttemptSpan,
     PlacedAttempt,
     RoundTimes,
     Span,
     State,
     Stay,
     node_spans,
-    place_attempts,
 )
 from hpc_elastic.report.wording import FAILURE_WORDS
 
@@ -178,40 +176,25 @@ class Row(Struct, frozen=True, kw_only=True):
     """What it went through, without times: rows that went through the same are alike."""
 
 
-class Divider(Struct, frozen=True, kw_only=True):
-    """Where a round begins."""
-
-    at_ns: int
-    attempt: int
-    round: int
-    reason: str
-
-
 class Timeline(Struct, frozen=True, kw_only=True):
     """Everything that the picture shows."""
 
-    attempts: tuple[AttemptSpan, ...]
-    rounds: tuple[RoundTimes, ...]
+    attempts: tuple[PlacedAttempt, ...]
     nodes: tuple[Row, ...]
     ranks: tuple[Row, ...]
     """At most as many as were asked for: those that failed first, then by number."""
     ranks_left_out: int
     entries: tuple[Entry, ...]
-    dividers: tuple[Divider, ...]
+    rounds: tuple[RoundTimes, ...]
+    """Those of which a node reported its part."""
     offsets: Mapping[str, ClockOffset]
     """Names of nodes whose wall clock is known to be off by so much; its times are shifted."""
     clock_hosts: tuple[str, ...] = ()
     """By whose clock the axis is, for each attempt in which clocks were compared."""
 
 
-def build_timeline(history: RunHistory, *, most_ranks: int = 1024) -> Timeline:
-    """Lay a run's history out in time.
-
-    Args:
-        history: The run.
-        most_ranks: As many rows of ranks at most.
-    """
-    parts = place_attempts(history)
+def build_timeline(parts: tuple[PlacedAttempt, ...], *, most_ranks: int = 1024) -> Timeline:
+    """Draw a run's attempts, with as many rows of ranks at most."""
     entries = _entries(part.attempt for part in parts)
     by_round: dict[tuple[int, int], list[Entry]] = {}
     for entry in entries:
@@ -223,20 +206,12 @@ def build_timeline(history: RunHistory, *, most_ranks: int = 1024) -> Timeline:
         _draw_ranks(part, rank_rows, by_round, chosen)
     offsets = {part.name(node): offset for part in parts for node, offset in part.offsets.items()}
     return Timeline(
-        attempts=tuple(part.span for part in parts),
-        rounds=tuple(times for part in parts for times in part.rounds),
+        attempts=parts,
         nodes=node_rows.build(),
         ranks=rank_rows.build(),
         ranks_left_out=left_out,
         entries=entries,
-        dividers=tuple(
-            Divider(
-                at_ns=part.extents[item.index][0], attempt=part.attempt.number, round=item.index, reason=item.reason
-            )
-            for part in parts
-            for item in part.attempt.rounds
-            if item.index in part.extents
-        ),
+        rounds=tuple(times for part in parts for times in part.rounds if times.round in part.extents),
         offsets=offsets,
         clock_hosts=tuple(
             dict.fromkeys(p.attempt.clocks.host for p in parts if p.attempt.clocks.reference is not None)

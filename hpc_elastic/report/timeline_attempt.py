@@ -228,20 +228,14 @@ class RoundTimes(Struct, frozen=True, kw_only=True):
 
     attempt: int
     round: int
+    reason: str
+    """Why it began."""
     start_ns: int
     end_ns: int
     trained_ns: tuple[int, int] | None
     """From when to when all its workers ran; None: they never did all at once."""
     steps: RoundSteps | None = None
     """None: none was reported."""
-
-
-class AttemptSpan(Struct, frozen=True, kw_only=True):
-    """An attempt on the axis."""
-
-    number: int
-    start_ns: int
-    end_ns: int
 
 
 NOT_SEEN_NS = 1_000_000
@@ -274,6 +268,7 @@ class PlacedAttempt:
         for times in attempt.times.nodes:
             self._times.setdefault(times.node, []).append(self._shifted(times))
         self.start_ns, self.end_ns = self._extent()
+        """From the first that is known of it to the last."""
         found = {item.index: self._steps(item) for item in attempt.rounds}
         self._known_steps = {index: steps for index, steps in found.items() if steps is not None}
         self.stays = {
@@ -346,11 +341,6 @@ class PlacedAttempt:
         return (min(known), max(known)) if known else (0, 0)
 
     @property
-    def span(self) -> AttemptSpan:
-        """From the first that is known of it to the last."""
-        return AttemptSpan(number=self.attempt.number, start_ns=self.start_ns, end_ns=self.end_ns)
-
-    @property
     def rounds(self) -> list[RoundTimes]:
         """All rounds."""
         return [self._round_times(item) for item in self.attempt.rounds]
@@ -376,6 +366,7 @@ class PlacedAttempt:
         return RoundTimes(
             attempt=self.attempt.number,
             round=item.index,
+            reason=item.reason,
             start_ns=start,
             end_ns=end,
             trained_ns=trained,
@@ -404,7 +395,7 @@ class PlacedAttempt:
         )
 
 
-def place_attempts(history: RunHistory) -> list[PlacedAttempt]:
+def place_attempts(history: RunHistory) -> tuple[PlacedAttempt, ...]:
     """The attempts of which anything is known."""
     placed = []
     axes: dict[str, tuple[int, int]] = {}
@@ -413,4 +404,4 @@ def place_attempts(history: RunHistory) -> list[PlacedAttempt]:
         part = PlacedAttempt(replace(attempt, clocks=clocks), source=history.progress)
         axes |= {part.name(node): axis for node, axis in clocks.axes().items()}
         placed.append(part)
-    return [part for part in placed if part.end_ns]
+    return tuple(part for part in placed if part.end_ns)

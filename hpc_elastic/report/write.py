@@ -10,12 +10,12 @@ from msgspec import Struct
 
 from hpc_elastic.base.files import write_private
 from hpc_elastic.report.collect import collect_run
-from hpc_elastic.report.goodput import goodput_of
+from hpc_elastic.report.document import build_document
 from hpc_elastic.report.history import RunHistory
 from hpc_elastic.report.render_html import is_cheap, render_html
 from hpc_elastic.report.render_json import json_report
 from hpc_elastic.report.render_text import render_text
-from hpc_elastic.report.subject import choose_subject, with_end
+from hpc_elastic.report.subject import with_end
 from hpc_elastic.report.verdict import Cause, Confidence, Verdict
 from hpc_elastic.run.paths import RunPaths
 
@@ -60,9 +60,8 @@ def write_report(
             exit_code=exit_code,
             decision=decision,
         )
-        verdict = choose_subject(history, attempt=attempt).verdict
-        goodput = goodput_of(history)
-        text = render_text(history, attempt=attempt, goodput=goodput)
+        document = build_document(history, attempt=attempt)
+        text = render_text(document)
     except Exception as error:  # the job's end must not fail for want of a report
         nothing = Verdict(cause=Cause.NONE, confidence=Confidence.NONE, evidence=f"no report could be made: {error!r}")
         return ReportResult(
@@ -73,14 +72,14 @@ def write_report(
     problems: list[str] = []
     paths = RunPaths(Path(os.path.abspath(run_dir))).attempt(attempt)
     files: list[tuple[Path, Callable[[], str]]] = [
-        (paths.report_text, lambda: render_text(history, attempt=attempt, goodput=goodput, is_file=True)),
-        (paths.report_json, lambda: json_report(history, attempt=attempt, goodput=goodput)),
+        (paths.report_text, lambda: render_text(document, is_file=True)),
+        (paths.report_json, lambda: json_report(document)),
     ]
     if is_cheap(history):
-        files.append((paths.report_html, lambda: render_html(history, attempt=attempt)))
+        files.append((paths.report_html, lambda: render_html(document)))
     for path, render in files:
         try:
             write_private(path, render())
         except Exception as error:
             problems.append(f"could not write {path}: {error}")
-    return ReportResult(verdict=verdict, text=text, history=history, problems=tuple(problems))
+    return ReportResult(verdict=document.subject.verdict, text=text, history=history, problems=tuple(problems))

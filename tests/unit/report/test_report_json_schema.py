@@ -16,6 +16,7 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.report.collect import collect_run
+from hpc_elastic.report.document import build_document
 from hpc_elastic.report.render_json import VERSION, json_report
 from hpc_elastic.run.node_records import NodeRecord, save_record
 from hpc_elastic.run.node_score import Evidence, EvidenceKind
@@ -230,6 +231,7 @@ RUN: dict[str, Any] = {
     "title": TEXT,
     "place": "str?",
     "recovery": [TEXT],
+    "lines": [{"part": TEXT, "name": "str?", "text": TEXT}],
     "verdict": VERDICT,
     "goodput": GOODPUT,
     "advice": [{"about": TEXT, "text": TEXT}],
@@ -325,7 +327,7 @@ def empty(root: Path) -> RunBuilder:
 
 @pytest.mark.parametrize("make", [requeued_run, hung_run, collectives_run, everything, unknown_cause, empty])
 def test_every_key_and_its_type(tmp_path: Path, make: Any) -> None:
-    value = json.loads(json_report(collect_run(make(tmp_path / "run").root)))
+    value = json.loads(json_report(build_document(collect_run(make(tmp_path / "run").root))))
     assert list(wrong(value, RUN, "report")) == []
     assert value["version"] == VERSION == 1
 
@@ -353,10 +355,10 @@ def test_the_samples_fill_every_list(tmp_path: Path) -> None:
 
     samples = (requeued_run, hung_run, collectives_run, failing_run, everything, unknown_cause, node_apart)
     for number, make in enumerate(samples):
-        walk(json.loads(json_report(collect_run(make(tmp_path / f"run-{number}").root))), "report")
+        walk(json.loads(json_report(build_document(collect_run(make(tmp_path / f"run-{number}").root)))), "report")
     builder = everything(tmp_path / "torn")
     builder.paths.run_json.unlink()
-    walk(json.loads(json_report(collect_run(builder.root))), "report")
+    walk(json.loads(json_report(build_document(collect_run(builder.root)))), "report")
     lists = {
         key
         for part in (*SECTIONS.values(), ROUND["failures"][0], COST, PLACE)
@@ -367,7 +369,7 @@ def test_the_samples_fill_every_list(tmp_path: Path) -> None:
 
 
 def test_times_are_numbers_of_nanoseconds(tmp_path: Path) -> None:
-    value = json.loads(json_report(collect_run(everything(tmp_path / "run").root)))
+    value = json.loads(json_report(build_document(collect_run(everything(tmp_path / "run").root))))
     assert value["attempts"][0]["started_ns"] == START_NS
     assert value["goodput"]["until_ns"] > START_NS
 

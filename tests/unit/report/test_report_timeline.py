@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.goodput import goodput_of
 from hpc_elastic.report.timeline import MarkKind, Row, Timeline, build_timeline, make_axis
-from hpc_elastic.report.timeline_attempt import State
+from hpc_elastic.report.timeline_attempt import State, place_attempts
 from tests.rigs.run_builder import GLOO, START_NS, UPTIME_NS, RunBuilder, make_failure
 
 SECOND = 1_000_000_000
@@ -23,7 +23,7 @@ def tell_agents(builder: RunBuilder, attempt: int, *, at: float, end: float | No
 
 
 def picture(builder: RunBuilder) -> Timeline:
-    return build_timeline(collect_run(builder.root))
+    return build_timeline(place_attempts(collect_run(builder.root)))
 
 
 def row(timeline: Timeline, name: str) -> Row:
@@ -75,7 +75,7 @@ def test_states_of_a_node_follow_upon_each_other(builder: RunBuilder) -> None:
     assert row(timeline, "rank 4").detail == "n3"
     (mark,) = row(timeline, "n3").marks
     assert (mark.kind, mark.at_ns, mark.ranks) == (MarkKind.CAUSE, START_NS + 20 * SECOND, (4,))
-    assert [(d.round, d.at_ns - START_NS) for d in timeline.dividers] == [(0, 5 * SECOND), (1, 25 * SECOND)]
+    assert [(d.round, d.start_ns - START_NS) for d in timeline.rounds] == [(0, 5 * SECOND), (1, 25 * SECOND)]
 
 
 def test_lost_node_is_lost_from_its_last_sign_until_it_comes_back(builder: RunBuilder) -> None:
@@ -152,7 +152,7 @@ def test_only_so_many_ranks_and_those_that_failed_first(tmp_path: Path) -> None:
     builder.attempt(0)
     builder.round(0, 0, at=5)
     builder.fail(make_failure(97, at=20, exception="ValueError: bad", per_node=2))
-    timeline = build_timeline(collect_run(builder.root), most_ranks=3)
+    timeline = build_timeline(place_attempts(collect_run(builder.root)), most_ranks=3)
     assert [part.name for part in timeline.ranks] == ["rank 0", "rank 1", "rank 97"]
     assert timeline.ranks_left_out == 97
 
@@ -190,7 +190,7 @@ def test_goodput_adds_up_and_says_what_each_failure_cost(builder: RunBuilder) ->
 
 def test_nothing_is_asked_of_an_empty_run(tmp_path: Path) -> None:
     history = collect_run(tmp_path)
-    timeline = build_timeline(history)
+    timeline = build_timeline(place_attempts(history))
     assert (timeline.attempts, timeline.nodes, timeline.ranks) == ((), (), ())
     assert goodput_of(history).share is None
 
