@@ -25,8 +25,6 @@ from hpc_elastic.report.timeline_attempt import (
     RoundTimes,
     Span,
     State,
-    Stay,
-    node_spans,
 )
 from hpc_elastic.report.wording import FAILURE_WORDS
 
@@ -281,15 +279,7 @@ def _draw_nodes(part: PlacedAttempt, rows: _Rows, by_round: Mapping[tuple[int, i
     for item in part.attempt.rounds:
         ranks.update({node.node: node.ranks for node in item.nodes})
     for node, name in names.items():
-        spans = node_spans(
-            part.stays.get(node, []),
-            agent_starts=part.agent_starts.get(node, []),
-            agent_ends=part.agent_ends.get(node, []),
-            rounds=part.extents,
-            start_ns=part.start_ns,
-            end_ns=part.end_ns,
-        )
-        rows.add(name, number, spans, ranks_text(ranks[node]) if ranks.get(node) else "")
+        rows.add(name, number, part.node_spans(node), ranks_text(ranks[node]) if ranks.get(node) else "")
     for item in part.attempt.rounds:
         for entry in by_round.get((number, item.index), ()):
             if entry.loss is not None and entry.loss.node in names:
@@ -317,7 +307,7 @@ def _draw_ranks(
             stay = part.by_round.get(item.index, {}).get(node.node)
             for rank in node.ranks if stay is not None else ():
                 if rank in wanted and stay is not None:
-                    spans = _cut(_rank_spans(stay, part.end_ns), ends.get(rank))
+                    spans = part.rank_spans(stay, ends.get(rank))
                     rows.add(f"rank {rank}", part.attempt.number, spans, part.name(node.node))
         for entry in entries:
             if entry.loss is not None:
@@ -332,26 +322,6 @@ def _draw_ranks(
                         f"rank {failure.global_rank}",
                         Mark(entry=entry.number, kind=kind, at_ns=at, ranks=(failure.global_rank,)),
                     )
-
-
-def _rank_spans(stay: Stay, end_ns: int) -> list[Span]:
-    spans = stay.spans()
-    if stay.lost_ns is not None:
-        back = max(stay.back_ns or end_ns, stay.end_ns)
-        spans += [Span(State.LOST, stay.end_ns, back, stay.round)] if back > stay.end_ns else []
-    return spans
-
-
-def _cut(spans: Iterable[Span], end_ns: int | None) -> list[Span]:
-    if end_ns is None:
-        return list(spans)
-    kept = []
-    for span in spans:
-        if span.state is State.LOST or span.end_ns <= end_ns:
-            kept.append(span)
-        elif span.start_ns < end_ns:
-            kept.append(span._replace(end_ns=end_ns))
-    return kept
 
 
 def _loss_mark(entry: Entry, loss: NodeLoss, part: PlacedAttempt) -> Mark:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 from operator import itemgetter
 from typing import NamedTuple
@@ -67,118 +67,19 @@ class Stay(NamedTuple):
     first_step_ns: int | None = None
     """When the round's first step was done, or the stay's end where none was; None: the run's steps are not known."""
 
-    def spans(self) -> list[Span]:
-        """Starting, running, stopping."""
+    def spans(self, end_ns: int) -> list[Span]:
+        """Starting, running, stopping; and lost until it was heard of again, or until the attempt's end."""
         ready, running = self.running_ns, State.UP
         if self.first_step_ns is not None:
             ready, running = min(max(ready, self.first_step_ns), self.stopping_ns), State.RUNNING
-        marks = (self.start_ns, ready, self.stopping_ns, self.end_ns)
-        states = (State.STARTING, running, State.STOPPING)
+        back = self.end_ns if self.lost_ns is None else max(self.back_ns or end_ns, self.end_ns)
+        marks = (self.start_ns, ready, self.stopping_ns, self.end_ns, back)
+        states = (State.STARTING, running, State.STOPPING, State.LOST)
         return [
             Span(state, start, end, self.round)
             for state, start, end in zip(states, marks, marks[1:], strict=False)
             if end > start
         ]
-
-
-def make_stays(
-    times: Sequence[NodeTimes],
-    *,
-    agent_starts: Sequence[int],
-    losses: Mapping[int, NodeLoss],
-    end_ns: int,
-    steps: Mapping[int, RoundSteps] | None = None,
-) -> list[Stay]:
-    """A node's parts in an attempt's rounds, ascending and without overlap.
-
-    Args:
-        times: Of one node, on the common axis.
-        agent_starts: When its agents began.
-        losses: By round, of this node.
-        end_ns: Of the attempt, or the last that is known of it.
-        steps: By round; None: the run's steps are not known.
-    """
-    known = sorted([(when, item) for item in times if (when := _first(item)) is not None], key=itemgetter(0))
-    stays: list[Stay] = []
-    before = 0
-    for number, (first, item) in enumerate(known):
-        start = max(first, before)
-        later = [when for when in agent_starts if when > start][:1]
-        if number + 1 < len(known):
-            later.append(known[number + 1][0])
-        limit = min([*later, max(start, end_ns)])
-        _, _, _, began, stopped, ended, succeeded = item
-        loss = losses.get(item.round)
-        lost = back = None
-        if loss is not None and not loss.left:
-            lost = limit = min(max(start, loss.gone_ns), max(limit, start))
-            later += [when for when in (stopped, ended) if when is not None]
-            back = min([when for when in later if when > lost], default=end_ns)
-        end = limit if ended is None or lost is not None else max(start, min(ended, limit))
-        stopping = end if stopped is None else min(end, max(start, stopped))
-        running = end if began is None else min(max(start, began), stopping)
-        done = steps.get(item.round) if steps is not None else None
-        first_step = None if steps is None else end if done is None else done.first_ns
-        stays.append(Stay(item.round, start, running, stopping, end, lost, back, succeeded, first_step))
-        before = end
-    return stays
-
-
-def node_spans(
-    stays: Sequence[Stay],
-    *,
-    agent_starts: Sequence[int],
-    agent_ends: Sequence[int],
-    rounds: Mapping[int, tuple[int, int]],
-    start_ns: int,
-    end_ns: int,
-) -> list[Span]:
-    """All that a node did in an attempt, ascending and without overlap; where nothing is known, there is no span.
-
-    Args:
-        stays: Its parts in rounds.
-        agent_starts: When its agents began.
-        agent_ends: When they ended.
-        rounds: Every round's beginning and end, whichever nodes were in it.
-        start_ns: Of the attempt.
-        end_ns: Of the attempt.
-    """
-    if not stays and not agent_starts:
-        return []
-    spans: list[Span] = []
-    cursor, first_start = start_ns, agent_starts[0] if agent_starts else None
-    if first_start is not None and first_start > cursor:
-        spans.append(Span(State.LAUNCHING, cursor, first_start, -1))
-        cursor = first_start
-    was_in = -1
-    for stay in stays:
-        spans += _between(cursor, stay.start_ns, rounds, was_in=was_in, then_in=stay.round)
-        spans += stay.spans()
-        cursor, was_in = stay.end_ns, stay.round
-        if stay.lost_ns is not None:
-            back = max(stay.back_ns or end_ns, cursor)
-            if back > cursor:
-                spans.append(Span(State.LOST, cursor, back, stay.round))
-            cursor = back
-    last_end = max((when for when in agent_ends if when >= cursor), default=None)
-    until = min(end_ns, last_end) if last_end is not None else end_ns
-    last = stays[-1] if stays else None
-    if last is None or last.back_ns is None or last.back_ns < end_ns:
-        if last is not None and last.succeeded:
-            if until > cursor:
-                spans.append(Span(State.DONE, cursor, until, last.round))
-        else:
-            spans += _between(cursor, until, rounds, was_in=was_in, then_in=None)
-    return spans
-
-
-def round_extents(stays: Iterable[Stay]) -> dict[int, tuple[int, int]]:
-    """From when to when any node was in each round."""
-    found: dict[int, tuple[int, int]] = {}
-    for stay in stays:
-        start, end = found.get(stay.round, (stay.start_ns, stay.end_ns))
-        found[stay.round] = (min(start, stay.start_ns), max(end, stay.end_ns))
-    return found
 
 
 def _between(
@@ -200,11 +101,6 @@ def _between(
     if end > start:
         spans.append(Span(State.RENDEZVOUS, start, end, -1))
     return spans
-
-
-def _first(times: NodeTimes) -> int | None:
-    """When it joined; a node that reported an end alone had not."""
-    return times.final_ns if times.final_ns is not None else times.started_ns
 
 
 class RoundSteps(NamedTuple):
@@ -271,21 +167,86 @@ class PlacedAttempt:
         """From the first that is known of it to the last."""
         found = {item.index: self._steps(item) for item in attempt.rounds}
         self._known_steps = {index: steps for index, steps in found.items() if steps is not None}
-        self.stays = {
-            node: make_stays(
-                times,
-                agent_starts=self.agent_starts.get(node, []),
-                losses=self.losses.get(node, {}),
-                end_ns=self.end_ns,
-                steps=self._known_steps if source in (*STEPS, ProgressSource.COLLECTIVES) else None,
-            )
-            for node, times in self._times.items()
-        }
+        steps_known = source in (*STEPS, ProgressSource.COLLECTIVES)
+        self.stays = {node: self._make_stays(node, steps_known=steps_known) for node in self._times}
         self.by_round: dict[int, dict[int, Stay]] = {}
         for node, stays in self.stays.items():
             for stay in stays:
                 self.by_round.setdefault(stay.round, {})[node] = stay
-        self.extents = round_extents(stay for stays in self.stays.values() for stay in stays)
+        self.extents = {
+            index: (min(stay.start_ns for stay in there.values()), max(stay.end_ns for stay in there.values()))
+            for index, there in self.by_round.items()
+        }
+        """From when to when any node was in each round."""
+
+    def _make_stays(self, node: int, *, steps_known: bool) -> list[Stay]:
+        """A node's parts in the rounds, ascending and without overlap."""
+        losses = self.losses.get(node, {})
+        # When it joined; a node that reported an end alone had not.
+        joined = (
+            (times.started_ns if times.final_ns is None else times.final_ns, times) for times in self._times[node]
+        )
+        known = sorted([(when, times) for when, times in joined if when is not None], key=itemgetter(0))
+        stays: list[Stay] = []
+        before = 0
+        for number, (first, item) in enumerate(known):
+            start = max(first, before)
+            later = [when for when in self.agent_starts.get(node, []) if when > start][:1]
+            if number + 1 < len(known):
+                later.append(known[number + 1][0])
+            limit = min([*later, max(start, self.end_ns)])
+            _, _, _, began, stopped, ended, succeeded = item
+            loss = losses.get(item.round)
+            lost = back = None
+            if loss is not None and not loss.left:
+                lost = limit = min(max(start, loss.gone_ns), max(limit, start))
+                later += [when for when in (stopped, ended) if when is not None]
+                back = min([when for when in later if when > lost], default=self.end_ns)
+            end = limit if ended is None or lost is not None else max(start, min(ended, limit))
+            stopping = end if stopped is None else min(end, max(start, stopped))
+            running = end if began is None else min(max(start, began), stopping)
+            done = self._known_steps.get(item.round)
+            first_step = None if not steps_known else end if done is None else done.first_ns
+            stays.append(Stay(item.round, start, running, stopping, end, lost, back, succeeded, first_step))
+            before = end
+        return stays
+
+    def node_spans(self, node: int) -> list[Span]:
+        """All that a node did, ascending and without overlap; where nothing is known, there is no span."""
+        stays, agent_starts = self.stays.get(node, []), self.agent_starts.get(node, [])
+        if not stays and not agent_starts:
+            return []
+        spans: list[Span] = []
+        cursor = self.start_ns
+        if agent_starts and agent_starts[0] > cursor:
+            spans.append(Span(State.LAUNCHING, cursor, agent_starts[0], -1))
+            cursor = agent_starts[0]
+        was_in = -1
+        for stay in stays:
+            spans += _between(cursor, stay.start_ns, self.extents, was_in=was_in, then_in=stay.round)
+            mine = stay.spans(self.end_ns)
+            spans += mine
+            cursor, was_in = max([stay.end_ns, *(span.end_ns for span in mine)]), stay.round
+        last_end = max((when for when in self.agent_ends.get(node, []) if when >= cursor), default=None)
+        until = min(self.end_ns, last_end) if last_end is not None else self.end_ns
+        last = stays[-1] if stays else None
+        if last is None or last.back_ns is None or last.back_ns < self.end_ns:
+            if last is not None and last.succeeded:
+                if until > cursor:
+                    spans.append(Span(State.DONE, cursor, until, last.round))
+            else:
+                spans += _between(cursor, until, self.extents, was_in=was_in, then_in=None)
+        return spans
+
+    def rank_spans(self, stay: Stay, failed_ns: int | None) -> list[Span]:
+        """What a rank of a node did in a round: as its node, until it failed."""
+        kept = []
+        for span in stay.spans(self.end_ns):
+            if failed_ns is None or span.state is State.LOST or span.end_ns <= failed_ns:
+                kept.append(span)
+            elif span.start_ns < failed_ns:
+                kept.append(span._replace(end_ns=failed_ns))
+        return kept
 
     def name(self, node: int) -> str:
         """The node's name: Slurm's, or else what its agent calls its host."""
