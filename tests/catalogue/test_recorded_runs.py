@@ -30,6 +30,7 @@ RECORDED = Path(__file__).resolve().parent / "recorded"
 NAMES = sorted(path.name.partition(".")[0] for path in RECORDED.glob("*.tar.xz"))
 BUILT = {"built-hostile": hostile_run, "built-hung": hung_run, "built-requeued": requeued_run}
 COMMANDS = (
+    ("report", "{run}", "--width", "120"),
     ("report", "{run}", "--all"),
     ("report", "{run}", "--json"),
     ("report", "{run}", "--html", "--output", "-"),
