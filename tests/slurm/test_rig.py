@@ -92,7 +92,7 @@ def test_jobs_have_a_python_with_the_projects_source_and_no_stranger_in_their_en
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     monkeypatch.setenv("SBATCH_PARTITION", "nowhere")
     program = (
-        "import hpc_elastic, importlib.metadata as m, os, shutil, psutil, filelock, submitit, jinja2\n"
+        "import hpc_elastic, importlib.metadata as m, os, shutil, psutil, filelock, submitit, click, jinja2\n"
         "print(hpc_elastic.__file__, m.version('hpc_elastic'), shutil.which('hpc-elastic'))\n"
         "print([name for name in os.environ if name.startswith(('SLURM', 'SBATCH'))])"
     )

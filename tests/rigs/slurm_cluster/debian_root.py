@@ -32,6 +32,7 @@ PACKAGES = (
     "python3-psutil",
     "python3-filelock",
     "python3-cloudpickle",
+    "python3-click",
     "python3-jinja2",
 )
 _SHARED_FILES = ("/etc/passwd", "/etc/group")

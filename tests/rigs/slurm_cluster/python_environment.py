@@ -30,7 +30,7 @@ from .processes import call
 SYSTEM_PYTHON = "/usr/bin/python3"
 PROJECT = Path(__file__).resolve().parents[3]
 
-MODULES = ("torch", "numpy", "sklearn", "msgspec", "psutil", "filelock", "submitit", "jinja2")
+MODULES = ("torch", "numpy", "sklearn", "msgspec", "psutil", "filelock", "submitit", "click", "jinja2")
 """What jobs import besides this project."""
 
 REQUIREMENTS = (
@@ -41,6 +41,7 @@ REQUIREMENTS = (
     "psutil>=5.9",
     "filelock>=3.20",
     "submitit>=1.5",
+    "click>=8.1",
     "jinja2>=3.1",
 )
 """The same, for pip: for where the running interpreter has none that fit."""
