@@ -203,7 +203,7 @@ def find_run_dir(text: str, runs_dir: str | None, *, ask_slurm: bool = True) -> 
         if text == LAST:
             return _last_run(runs_folder(runs_dir))
         try:
-            return find(text, runs_folder(runs_dir))
+            return find(text, runs_folder(runs_dir), cluster_here=_cluster_here if ask_slurm else str)
         except UnknownRunError as error:
             if not (ask_slurm and is_job_id(text)):
                 raise
@@ -242,6 +242,16 @@ def runs_folder(given: str | None) -> Path | None:
 
             print_note(f"{error}; continuing without the configuration")
     return Path(given) if given is not None else None
+
+
+def _cluster_here() -> str:
+    from hpc_elastic.cli.run_job import slurm_client
+    from hpc_elastic.slurm.errors import SlurmError
+
+    try:
+        return slurm_client().config().cluster
+    except SlurmError:
+        return ""
 
 
 def _by_slurm(job: str, unknown: UsageError) -> Path:

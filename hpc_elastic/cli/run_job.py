@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -15,13 +16,14 @@ from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.files import sole_owner
 from hpc_elastic.cli.run_argument import RUN_HELP, RUNS_DIR, check_single, complete_runs, find_run_dir
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.run_status import RunState, RunStatus, newest_job, read_status
+from hpc_elastic.launch.run_status import RunState, RunStatus, job_of_run, newest_job, read_status
 from hpc_elastic.options.sbatch import COMMENT_MARK
 from hpc_elastic.output.terminal import one_line
 from hpc_elastic.run import index
 from hpc_elastic.run.attempt import load_attempt
 from hpc_elastic.run.index import array_tasks
 from hpc_elastic.run.paths import RunPaths, attempt_number, task_index
+from hpc_elastic.slurm import commands
 from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import (
@@ -139,20 +141,32 @@ def run_owner(text: str, paths: RunPaths) -> int:
     return owners.pop()
 
 
-def _check_owner(asked: RunJob, client: SlurmClient) -> None:
-    """Raises UsageError where root is to act on the job of a user who did not write the number of that job.
+def _checked(asked: RunJob, client: SlurmClient) -> JobState | None:
+    """What Slurm says of the job, if it is the run's; None: Slurm does not know it.
 
-    Any other user reads files of their own alone, and Slurm keeps them off others' jobs.
+    Raises:
+        UsageError: root is to act on the job of a user who did not write the number of that job: any
+            other user reads files of their own alone, and Slurm keeps them off others' jobs.
+        SlurmError: it can't be asked, or is another.
     """
+    try:
+        state = job_of_run(client, asked.job, asked.paths)
+    except SlurmError as error:
+        if asked.job.cluster is None or "-M" not in error.facts["argv"]:
+            raise
+        raise UsageError(
+            f"job {asked.job} is on cluster {asked.job.cluster}, which can't be asked here ({error.why}); there: "
+            f"{shlex.join(commands.scancel(JobId(asked.job.number)))}"
+        ) from None
     if os.geteuid() != 0 or asked.owner == 0:
-        return
-    state = client.job_state(asked.job)
+        return state
     if state is None or state.user not in (_name_of(asked.owner), str(asked.owner)):
         whose = f"belongs to {state.user}" if state is not None else "is not known to Slurm"
         raise UsageError(
             f"{asked.paths.root} was written by {_name_of(asked.owner)}, and the job that it names, {asked.job}, "
             f"{whose}; only its owner's files are believed"
         )
+    return state
 
 
 def slurm_client(*, timeout: float = SLURM_SECONDS) -> SlurmClient:
@@ -255,18 +269,21 @@ def _where_the_report_is(asked: RunJob) -> str:
 
 def cancel(asked: RunJob, client: SlurmClient) -> str:
     """Cancel, and say what happens. Raises as `run`."""
-    _check_owner(asked, client)
     status = asked.status
     tasks = array_tasks(asked.paths)
+    if status.state is RunState.ENDED and not tasks:
+        raise UsageError(f"run {status.run_id} has already ended: {status.outcome.replace('_', ' ')}")
+    where = f" on cluster {elsewhere}" if (elsewhere := client.elsewhere(asked.job)) else ""
+    if _checked(asked, client) is None:
+        raise UsageError(f"job {asked.job}{where} is not known to Slurm; nothing is cancelled")
     if tasks:
         client.cancel(asked.job)
-        return f"job {asked.job} is cancelled: none of its {len(tasks)} runs begins any more, and those that run end"
-    if status.state is RunState.ENDED:
-        raise UsageError(f"run {status.run_id} has already ended: {status.outcome.replace('_', ' ')}")
+        rest = f"none of its {len(tasks)} runs begins any more, and those that run end"
+        return f"job {asked.job}{where} is cancelled: {rest}"
     client.cancel(asked.job)
     if status.state in (RunState.SUBMITTED, RunState.REQUEUED):
-        return f"job {asked.job} is cancelled; none of its workers was running"
-    return f"job {asked.job} is cancelled: its workers get SIGTERM; {_where_the_report_is(asked)}"
+        return f"job {asked.job}{where} is cancelled; none of its workers was running"
+    return f"job {asked.job}{where} is cancelled: its workers get SIGTERM; {_where_the_report_is(asked)}"
 
 
 def run_requeue(args: SimpleNamespace) -> int:
@@ -285,7 +302,8 @@ def run_requeue(args: SimpleNamespace) -> int:
 
 def requeue(asked: RunJob, client: SlurmClient) -> str:
     """Requeue, and say what happens. Raises as `run`."""
-    _check_owner(asked, client)
+    if asked.status.state is not RunState.ENDED:
+        _checked(asked, client)
     status, job = asked.status, asked.job
     if status.state is RunState.REQUEUED and _has_ended(job, client):
         # The process that decided it was killed before it asked Slurm.
@@ -326,6 +344,8 @@ def _again(asked: RunJob, client: SlurmClient, done: str) -> str:
         SlurmError: neither can be done.
     """
     try:
+        if _checked(asked, client) is None:
+            raise UnknownJobError(what=f"requeueing job {asked.job}", why="Slurm no longer knows it")
         client.requeue(asked.job)
         return done
     except (RequeueDisabledError, UnknownJobError, SlurmPermissionError) as error:
@@ -334,10 +354,12 @@ def _again(asked: RunJob, client: SlurmClient, done: str) -> str:
         script, task = own_script(asked.paths), task_index(asked.paths.root.name)
         if script is None or {asked.owner, script.stat().st_uid} != {os.geteuid()}:
             raise
-        number = client.submit(str(script), extra=[] if task is None else [f"--array={task}"])
+        cluster = client.elsewhere(asked.job)
+        extra = [f"--clusters={cluster}"] if cluster else []
+        number = client.submit(str(script), extra=[*extra, *([] if task is None else [f"--array={task}"])])
         job = str(number) if task is None else f"{number}_{task}"
         index.record(
-            cluster=number.cluster or os.environ.get("SLURM_CLUSTER_NAME", ""),
+            cluster=number.cluster or asked.job.cluster or "",
             job_id=job,
             submitted_ns=SystemClock().time_ns(),
             run_dir=script.parent,

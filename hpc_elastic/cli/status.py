@@ -209,6 +209,7 @@ def status_lines(
     where = f", attempt {status.attempt}" if status.attempt is not None else ""
     job_id = status.job_id or (job.job_id if job is not None else None)
     where += f", job {job_id}" if job_id else ""
+    where += f" on cluster {job.cluster}" if job is not None and job.cluster else ""
     lines = [f"run {status.run_id}: {status.state.value}{where}"]
 
     def put(name: str, text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 import threading
 from collections import Counter
@@ -15,6 +16,7 @@ from hpc_elastic.cli.follow import RunEnd
 from hpc_elastic.cli.screen import is_terminal, print_note
 from hpc_elastic.doctor.saved import saved_notes
 from hpc_elastic.launch.run_directory import job_now
+from hpc_elastic.launch.run_status import FORGOTTEN_SECONDS
 from hpc_elastic.launch.submit_job import Submission, dry_run, submission_client, submit_job
 from hpc_elastic.options import job_options
 from hpc_elastic.options.command_line import Help
@@ -28,7 +30,7 @@ from hpc_elastic.run.attempt import load_newest_result
 from hpc_elastic.run.index import array_tasks
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.slurm.client import SlurmClient
-from hpc_elastic.slurm.commands import JobId
+from hpc_elastic.slurm.commands import JobId, scancel
 from hpc_elastic.slurm.errors import SlurmError
 from hpc_elastic.slurm.job_state import JobPhase, JobState
 from hpc_elastic.slurm.notation import names_text
@@ -120,7 +122,7 @@ def _print_where(job: JobId, paths: RunPaths, options: SbatchOptions) -> None:
         f"job log         {log}\n"
         f"workers' logs   {paths.root}/{task}attempt-*/round-*/rank-*/\n"
         f"report          hpc-elastic report {job}{'_TASK' if options.array else ''}\n"
-        f"cancel          scancel {job}\n"
+        f"cancel          {shlex.join(scancel(job))}\n"
     )
     sys.stdout.write(each_line(text))
     sys.stdout.flush()
@@ -181,7 +183,7 @@ def leave(job: JobId, paths: RunPaths) -> int:
         if array_tasks(paths)
         else f"hpc-elastic logs {job} --follow (or, for its exit code, hpc-elastic report {job} --follow)"
     )
-    print_note(f"job {job} continues; to end it: scancel {job}; to follow it again: {again}")
+    print_note(f"job {job} continues; to end it: {shlex.join(scancel(job))}; to follow it again: {again}")
     return int(ExitCode.INTERRUPTED)
 
 
@@ -279,16 +281,18 @@ class Waiting:
 
     def _when_finished(self, states: tuple[JobState, ...]) -> RunEnd | None:
         following = job_now(self._paths)
-        if following is not None and following != self.job.number:
+        if following is not None and following.number != self.job.number:
             print_note(f"the run continues in job {following}")
-            self.job, self._said, self._ended_since = JobId(following, self.job.cluster), "", None
+            self.job, self._said, self._ended_since = following, "", None
             return self._look()
         now, result = self._clock.monotonic(), newest_result(self._paths)
         self._ended_since = now if self._ended_since is None else self._ended_since
         is_final = result is not None and result != ExitCode.REQUEUED
         cancelled = all(state.state == "CANCELLED" for state in states) and bool(states)
         if is_final or cancelled or now - self._ended_since >= _SETTLE:
-            return how_it_ended(states or self._accounted(), result)
+            states = states or self._accounted()
+            if states or result is not None or now - self._ended_since >= FORGOTTEN_SECONDS:
+                return how_it_ended(states, result)
         return None
 
     def _accounted(self) -> tuple[JobState, ...]:

@@ -29,6 +29,7 @@ from hpc_elastic.run import index
 from hpc_elastic.run.attempt import AttemptInfo, UnreadableAttemptError, load_attempt, load_result
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
 from hpc_elastic.run.spec import RunSpec, UnreadableRunError, load_run_spec
+from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.job_environment import JobEnvironment
 
 _LEAST_FREE = 1 << 20
@@ -309,21 +310,22 @@ def _point_latest(link: Path, target: Path) -> None:
         pass  # a convenience for people; nothing of ours reads it
 
 
-def job_now(paths: RunPaths) -> str | None:
+def job_now(paths: RunPaths) -> JobId | None:
     """The Slurm job that has the run now, or had it last; None where none has begun.
 
     Where an attempt's note of its follow-on job was lost, or is past, that job's own attempt names it.
     """
     for attempt in reversed(paths.begun_attempts()):
-        stored = load_result(attempt.result_json)
-        if stored is not None and stored.next_job and stored.exit_code == ExitCode.REQUEUED:
-            return stored.next_job
+        stored, info = load_result(attempt.result_json), None
         try:
-            job_id = load_attempt(attempt.attempt_json).job_id
+            info = load_attempt(attempt.attempt_json)
         except UnreadableAttemptError:
-            continue
-        if job_id:
-            return job_id
+            pass
+        cluster = (info.slurm_cluster if info is not None else "") or None
+        if stored is not None and stored.next_job and stored.exit_code == ExitCode.REQUEUED:
+            return JobId(stored.next_job, cluster)
+        if info is not None and info.job_id:
+            return JobId(info.job_id, cluster)
     return None
 
 

@@ -10,6 +10,7 @@ Ages are by this host's wall clock against those that wrote them: for people, no
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -23,20 +24,20 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import ExitCode, Outcome
 from hpc_elastic.errors import HpcElasticError, UsageError
 from hpc_elastic.launch.run_progress import OutputStatus, StepStatus, read_output, read_steps
-from hpc_elastic.options.sbatch import parse_array
+from hpc_elastic.options.sbatch import COMMENT_MARK, parse_array
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.attempt import WITHOUT_VERDICT, AttemptInfo, UnreadableAttemptError, load_attempt, load_result
 from hpc_elastic.run.heartbeats import ProgressSource
 from hpc_elastic.run.index import JobEntry, array_tasks, jobs_of, known_jobs
 from hpc_elastic.run.node_records import load_record
-from hpc_elastic.run.paths import AttemptPaths, RunPaths
+from hpc_elastic.run.paths import AttemptPaths, RunPaths, task_index
 from hpc_elastic.run.preload import Preload, load_preload
 from hpc_elastic.run.spec import RunSpec, UnreadableRunError, load_run_spec
 from hpc_elastic.run.suspicions import Suspicion
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId
-from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError
+from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError, UnknownJobError
 from hpc_elastic.slurm.job_state import JobPhase, JobState
 from hpc_elastic.store.file_store import FileStore
 
@@ -44,6 +45,8 @@ _LARGEST_RECORD = 16 << 20
 """Bytes."""
 _JOBS_AT_ONCE = 500
 """That one call asks Slurm about."""
+_CLOCKS_DIFFER_SECONDS = 600.0
+"""By which the controller's and a batch host's may."""
 FORGOTTEN_SECONDS = 300.0
 """A run whose job Slurm does not know, and of which no file has changed for so long, has ended: agents write signs of
 life every half minute at most. (Slurm forgets an ended job after MinJobAge, 300 s on most sites.)"""
@@ -83,6 +86,8 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     state: RunState
     attempt: int | None = None
     job_id: str | None = None
+    slurm_cluster: str = ""
+    """The job's; empty where it is not known."""
     nodes: tuple[str, ...] = ()
     """The attempt's, in Slurm's order."""
     round: int | None = None
@@ -160,6 +165,7 @@ def read_status(paths: RunPaths, *, clock: Clock, looks_at_output: bool = False)
     try:
         info = load_attempt(attempt.attempt_json)
         known.update(job_id=info.job_id, nodes=info.nodes, cluster=info.cluster, started_ns=info.started_ns)
+        known["slurm_cluster"] = info.slurm_cluster
     except UnreadableAttemptError as error:
         problem = problem or str(error)
     record: RoundRecord | None = None
@@ -208,13 +214,13 @@ def with_slurms_end(
         status: From the files: without a verdict where the supervisor was killed, and no process was left to write one.
         job: What Slurm says of the run's job; None: it was not asked, or see `is_known`.
         is_known: False: Slurm was asked, and neither its controller nor its accounting knows the job (any more).
-        silent_seconds: For how long no file of the newest attempt has changed; None: not known, or there is none.
+        silent_seconds: For how long no file of the newest attempt, or before the first of the run, has changed.
     """
     if status.state is RunState.ENDED or status.cluster != "slurm":
         return status
     begun = status.state not in (RunState.SUBMITTED, RunState.REQUEUED)
     if job is None or job.phase is not JobPhase.FINISHED:
-        if job is not None or is_known or (begun and (silent_seconds or 0.0) < FORGOTTEN_SECONDS):
+        if job is not None or is_known or (silent_seconds or 0.0) < FORGOTTEN_SECONDS:
             return status
         reason = WITHOUT_VERDICT if begun else "ended before it began: "
         reason += f"Slurm no longer knows job {status.job_id}" if status.job_id else "Slurm no longer knows its job"
@@ -232,11 +238,15 @@ def with_slurms_end(
     return replace(status, state=RunState.ENDED, outcome=outcome, reason=reason, exit_code=job.code)
 
 
-def silent_for(paths: RunPaths, number: int, *, now_ns: int) -> float | None:
-    """Seconds for which no file of an attempt that its agents keep writing has changed; None where there is none."""
-    attempt = paths.attempt(number)
+def silent_for(paths: RunPaths, number: int | None, *, now_ns: int) -> float | None:
+    """Seconds for which no file of an attempt that its agents keep writing has changed; None where there is none.
+
+    Args:
+        number: The attempt's; None: none has begun, and the run's own files count.
+    """
+    attempt = None if number is None else paths.attempt(number)
     newest = 0
-    for folder in (attempt.events, attempt.store / "node", attempt.root):
+    for folder in (paths.root,) if attempt is None else (attempt.events, attempt.store / "node", attempt.root):
         try:
             with os.scandir(folder) as entries:
                 newest = max([newest, *(entry.stat(follow_symlinks=False).st_mtime_ns for entry in entries)])
@@ -301,53 +311,102 @@ def _result(attempt: AttemptPaths) -> dict[str, Any]:
 def newest_job(status: RunStatus, known: Sequence[JobEntry] | None = None) -> JobId | None:
     """The run's newest job; None where this account knows of none. `known`: as for `jobs_of`."""
     if status.job_id is not None:
-        return JobId(status.job_id)
+        return JobId(status.job_id, status.slurm_cluster or None)
     known = jobs_of(status.run_dir, known=known)
     if array_tasks(RunPaths(Path(status.run_dir))):
         known = [entry for entry in known if "_" not in entry.job_id]  # not a task's follow-on job
-    return JobId(known[0].job_id) if known else None
+    return JobId(known[0].job_id, known[0].cluster or None) if known else None
+
+
+def job_of_run(client: SlurmClient, job: JobId, paths: RunPaths) -> JobState | None:
+    """Ask for a run's job before something is done to it by its number, which Slurm may have given to another since.
+
+    Returns:
+        What Slurm says of it; None where it does not know it.
+
+    Raises:
+        UnknownJobError: it is another job.
+        SlurmError: it can't be asked.
+    """
+    state = client.job_state(job)
+    if state is None or _is_of(state, paths):
+        return state
+    whose = f" ({state.comment})" if state.comment.startswith(COMMENT_MARK) else ""
+    raise UnknownJobError(
+        what=f"job {job} of run {paths.run_id}", why=f"that number is now of another job, {state.name}{whose}"
+    )
+
+
+def _is_of(state: JobState, paths: RunPaths) -> bool:
+    """By the comment that `submit` gives a job, where the user gave none; else by script and log."""
+    array = task_index(paths.root.name) is not None
+    run_id = paths.root.parent.name if array else paths.root.name  # the directory may have been moved
+    if state.comment.startswith(COMMENT_MARK):
+        return Path(state.comment).name == run_id
+    if any(run_id in Path(path).parts for path in (state.command, state.stdout or "")):
+        return True
+    begun = paths.begun_attempts()
+    if not begun or (RunPaths(paths.root.parent) if array else paths).script.is_file():
+        return False
+    # A batch script of the user's own bears no mark; but a job that first ran after the newest attempt is another.
+    if state.restarts:
+        return True
+    try:
+        began = load_attempt(begun[-1].attempt_json).started_ns / 1e9
+        started = time.mktime(time.strptime(state.start_time or "", "%Y-%m-%dT%H:%M:%S"))
+    except (UnreadableAttemptError, ValueError, OverflowError):
+        return state.phase is not JobPhase.PENDING
+    return started < began + _CLOCKS_DIFFER_SECONDS
 
 
 def query_job_states(
     client: SlurmClient, jobs: Sequence[JobId], *, warn: Callable[[str], None]
-) -> dict[str, JobState | None]:
-    """What Slurm says of jobs, by their ids: the controller, and of those that it has forgotten the accounting.
+) -> dict[JobId, JobState | None]:
+    """What Slurm says of jobs: the controller of each one's cluster, and of those that it has forgotten the accounting.
 
     Args:
         warn: Is given a sentence where Slurm can't be asked.
 
     Returns:
-        None for a job that neither knows. A job that could not be asked about is not in it.
+        None for a job that neither knows. A job that could not be asked about is not in it; where that is for its
+        cluster, which is another, its state is ``UNKNOWN``.
     """
-    found: dict[str, JobState | None] = {}
-    groups: dict[str, list[JobId]] = {}
+    found: dict[JobId, JobState | None] = {}
+    groups: dict[str | None, dict[str, list[JobId]]] = {}
     for job in jobs:
-        groups.setdefault(job.number.partition("_")[0], []).append(job)
-    # An array is asked about as one.
-    all_asked = [(group[0] if len(group) == 1 else JobId(base), group) for base, group in groups.items()]
-    try:
+        groups.setdefault(job.cluster, {}).setdefault(job.number.partition("_")[0], []).append(job)
+    for cluster, arrays in groups.items():
+        # An array is asked about as one.
+        all_asked = [(some[0] if len(some) == 1 else JobId(base, cluster), some) for base, some in arrays.items()]
         for begin in range(0, len(all_asked), _JOBS_AT_ONCE):
             asked = all_asked[begin : begin + _JOBS_AT_ONCE]
             some = [job for _, group in asked for job in group]
-            here = _by_job(client.queue_states([job for job, _ in asked]), some)
-            forgotten = [job for job, group in asked if any(str(one) not in here for one in group)]
-            if forgotten:
-                here = _by_job(client.accounted(forgotten), some) | here
-            found |= {str(job): here.get(str(job)) for job in some}
-    except SlurmMissingError:
-        pass
-    except SlurmError as error:
-        warn(f"Slurm does not answer: {error}")
+            try:
+                here = _by_job(client.queue_states([job for job, _ in asked]), some)
+                forgotten = [job for job, group in asked if any(one not in here for one in group)]
+                if forgotten:
+                    here = _by_job(client.accounted(forgotten), some) | here
+            except SlurmMissingError:
+                break
+            except SlurmError as error:
+                if cluster is None or "-M" not in error.facts["argv"]:
+                    warn(f"Slurm does not answer: {error}")
+                    return found
+                why = f"on cluster {cluster}, not asked here"
+                warn(f"job {some[0]} is {why}: {error.why}")
+                found |= {job: JobState(job_id=str(job), state="UNKNOWN", reason=why, cluster=cluster) for job in some}
+                break
+            found |= {job: here.get(job) for job in some}
     return found
 
 
-def _by_job(states: Sequence[JobState], jobs: Sequence[JobId]) -> dict[str, JobState]:
+def _by_job(states: Sequence[JobState], jobs: Sequence[JobId]) -> dict[JobId, JobState]:
     """States by the ids that were asked for: an array's tasks that wait share a state."""
     of_base: dict[str, list[JobState]] = {}
     for state in states:
         base = state.array_job_id or state.job_id.partition("+")[0]  # 70+0: of a het job
         of_base.setdefault(base, []).append(state)
-    found: dict[str, JobState] = {}
+    found: dict[JobId, JobState] = {}
     for job in jobs:
         base, _, task = job.number.partition("_")
         own = of_base.get(base, [])
@@ -357,7 +416,7 @@ def _by_job(states: Sequence[JobState], jobs: Sequence[JobId]) -> dict[str, JobS
         if match is None and len(jobs) == 1 and own:
             match = own[0]
         if match is not None:
-            found[str(job)] = match
+            found[job] = match
     return found
 
 
@@ -379,7 +438,7 @@ def ends_by_slurm(
     """Each run with what Slurm says of its job, asked about all at once, and with the end that only Slurm knows.
 
     Args:
-        client: This cluster's; None: Slurm is not asked.
+        client: None: Slurm is not asked.
         statuses: The runs, from their files.
         warn: Is given a sentence where Slurm can't be asked.
     """
@@ -392,12 +451,12 @@ def ends_by_slurm(
     found = []
     for status in statuses:
         job = asked.get(id(status))
-        state = None if job is None else says.get(str(job))
+        state = None if job is None else says.get(job)
         if status.job_id is None and job is not None:
             status = replace(status, job_id=str(job) if state is None else state.job_id)
-        is_known = job is None or str(job) not in says or state is not None
+        is_known = job is None or job not in says or state is not None
         silent = None
-        if not is_known and status.attempt is not None:
+        if not is_known:
             silent = silent_for(RunPaths(Path(status.run_dir)), status.attempt, now_ns=clock.time_ns())
         found.append((with_slurms_end(status, state, is_known=is_known, silent_seconds=silent), state))
     return found

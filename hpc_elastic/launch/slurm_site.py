@@ -142,6 +142,7 @@ class SlurmSite(Site):
             cluster="slurm",
             nodes=self._nodes,
             job_id=self._job.requeue_id,
+            slurm_cluster=self._job.cluster or "",
             slurm_job_ids=(self._job.job_id,),
             restart_count=self._job.restart_count,
             requeue_armed=arming.is_armed,

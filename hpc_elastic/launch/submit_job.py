@@ -127,13 +127,25 @@ def submit_job(
             if not job.tasks:
                 write_private(run.paths.job_log, "")  # Slurm appends to it, and would make it with the job's umask
             number = client.submit(str(run.paths.script))
-        cluster = number.cluster or env.get("SLURM_CLUSTER_NAME", "")
         problem = index.record(
-            cluster=cluster, job_id=number.number, submitted_ns=now_ns, run_dir=run.paths.root, env=env
+            cluster=cluster_of(number, client, env),
+            job_id=number.number,
+            submitted_ns=now_ns,
+            run_dir=run.paths.root,
+            env=env,
         )
         if problem is not None:
             log(f"the run can't be found by its job id later, only by its directory: {problem}")
     return number
+
+
+def cluster_of(job: JobId, client: SlurmClient, env: Mapping[str, str]) -> str:
+    """Where a job is that was just submitted: sbatch names the cluster only where it was asked for one. Empty where
+    Slurm can't be asked for its name."""
+    try:
+        return job.cluster or client.config().cluster
+    except SlurmError:
+        return env.get("SLURM_CLUSTER_NAME", "")
 
 
 def _check_folder(submission: Submission) -> None:

@@ -64,7 +64,7 @@ class SlurmRun(LiveRun):
     @property
     def _job(self) -> JobId:
         assert self._first is not None
-        return JobId(job_now(self.paths) or self._first.number, self._first.cluster)
+        return job_now(self.paths) or self._first
 
     def start(self) -> None:
         self.started = time.time()

@@ -55,6 +55,8 @@ class AttemptInfo(Struct, frozen=True, kw_only=True):
     """The batch host's wall clock."""
     job_id: str | None = None
     """As Slurm's commands take it: ``70_1`` for an array task."""
+    slurm_cluster: str = ""
+    """SLURM_CLUSTER_NAME: which of the site's clusters has the job."""
     slurm_job_ids: tuple[str, ...] = ()
     """SLURM_JOB_ID of this attempt and of those before it, each once, the newest first: a follow-on job has its own."""
     restart_count: int = 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import pwd
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from msgspec import Struct
@@ -163,7 +163,13 @@ class UnknownRunError(UsageError):
     """No run is known by what the user gave."""
 
 
-def find(text: str, runs_dir: Path | None = None, *, env: Mapping[str, str] | None = None) -> Path:
+def find(
+    text: str,
+    runs_dir: Path | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
+    cluster_here: Callable[[], str] = lambda: "",
+) -> Path:
     """The run directory that `text` means: a path to it or into it, a run id (or its beginning), or a job id.
 
     Of an array's task the ids are the array's and ``_TASK``.
@@ -172,6 +178,7 @@ def find(text: str, runs_dir: Path | None = None, *, env: Mapping[str, str] | No
         text: As the user gave it.
         runs_dir: Where run ids are looked for; ``./runs`` where None.
         env: As in `record`.
+        cluster_here: Asks for the name of this host's cluster, whose job is meant where several have one of that id.
 
     Returns:
         An absolute path to a folder with a run.json.
@@ -199,6 +206,9 @@ def find(text: str, runs_dir: Path | None = None, *, env: Mapping[str, str] | No
                 known.append((entry, entry.run_dir))
         if task:
             known += [(entry, RunPaths(entry.run_dir).task(int(task)).root) for entry in entries(array, env=env)]
+        if len({entry.cluster for entry, _ in known}) > 1:
+            here = cluster_here()
+            known.sort(key=lambda job: job[0].cluster != here)
         for _, run_dir in known:
             if RunPaths(run_dir).run_json.is_file():
                 return run_dir
@@ -206,9 +216,10 @@ def find(text: str, runs_dir: Path | None = None, *, env: Mapping[str, str] | No
             if run_dir != entry.run_dir and RunPaths(entry.run_dir).run_json.is_file():
                 raise UsageError(f"job {array} has no task {task}: hpc-elastic status {array} shows which it has")
         if known:
-            raise UsageError(
-                f"the run directory of job {text} no longer exists: {known[0][1]}; to end the job: scancel {text}"
-            )
+            cluster = known[0][0].cluster
+            where = f"-M {cluster} " if cluster and cluster != cluster_here() else ""
+            way_out = f"to end the job: scancel {where}{text}"
+            raise UsageError(f"the run directory of job {text} no longer exists: {known[0][1]}; {way_out}")
         if "/" not in text:
             found = _by_run_id(text, runs, digits=True)  # a run id begins with digits, too
             if found is not None:

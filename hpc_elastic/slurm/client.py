@@ -7,11 +7,13 @@ again is the caller's decision.
 from __future__ import annotations
 
 import logging
+import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.slurm import commands
@@ -133,6 +135,10 @@ class SlurmClient(Protocol):
         """The site's settings."""
         ...
 
+    def elsewhere(self, job: JobId) -> str | None:
+        """The job's cluster where that is another than this host's: what the user is given to type has to name it."""
+        ...
+
     def requeue(self, job: JobId) -> None:
         """Requeue a running or ended job. It starts no sooner than the site's delay (`start_now` waives it).
 
@@ -234,6 +240,7 @@ class CommandSlurmClient:
         self._clock = clock
         self._timeout = timeout
         self._log = log
+        self._cluster_here: str | None = None
 
     def submit(self, script: str, *, extra: Sequence[str] = ()) -> JobId:
         argv = commands.sbatch(script, extra=extra)
@@ -263,7 +270,7 @@ class CommandSlurmClient:
             result = self._run(f"looking up job {job}", argv, tries=ASKED_AGAIN)
         except UnknownJobError:
             return ()
-        states = parse_show_job(result.stdout)
+        states = self._placed(parse_show_job(result.stdout), job)
         if not states:
             why = "scontrol's answer holds no job"
             raise _failure(SlurmAnswerError, what=f"looking up job {job}", why=why, argv=argv, result=result)
@@ -273,7 +280,7 @@ class CommandSlurmClient:
         if not jobs:
             return ()
         try:
-            return parse_squeue(self._run("looking up jobs", commands.squeue(jobs)).stdout)
+            return self._placed(parse_squeue(self._run("looking up jobs", commands.squeue(jobs)).stdout), jobs[0])
         except UnknownJobError:
             return ()
 
@@ -289,6 +296,18 @@ class CommandSlurmClient:
 
     def config(self) -> SlurmConfig:
         return parse_show_config(self._run("reading Slurm's configuration", commands.show_config()).stdout)
+
+    def elsewhere(self, job: JobId) -> str | None:
+        if job.cluster and self._cluster_here is None:
+            try:
+                self._cluster_here = self.config().cluster
+            except SlurmMissingError:
+                self._cluster_here = ""  # squeue may be there without scontrol: it names the cluster then
+        return job.cluster if job.cluster != self._cluster_here else None
+
+    def _placed(self, states: tuple[JobState, ...], job: JobId) -> tuple[JobState, ...]:
+        cluster = self.elsewhere(job)
+        return states if cluster is None else tuple(replace(state, cluster=cluster) for state in states)
 
     def requeue(self, job: JobId) -> None:
         self._run(f"requeueing job {job}", commands.requeue(job))
@@ -345,6 +364,8 @@ class CommandSlurmClient:
         return parse_sinfo_nodes(self._run("counting nodes", commands.sinfo_nodes(names)).stdout)
 
     def _run(self, what: str, argv: list[str], *, tries: int = 1) -> CommandResult:
+        if argv[1] == "-M" and not self.elsewhere(JobId("0", argv[2])):
+            del argv[1:3]  # -M takes an accounting that answers, and not every site has one
         try:
             result = self._run_quietly(what, argv, tries=tries)
         except SlurmUnavailableError as error:
@@ -374,15 +395,24 @@ class CommandSlurmClient:
             raise SlurmUnavailableError(
                 what=what, why=f"{argv[0]} did not answer in {seconds:.0f} s", argv=tuple(argv)
             ) from None
-        if result.rc == 0:
-            return result
         text = result.stderr if result.stderr.strip() else result.stdout
         kind = classify(text)
+        if result.rc == 0:
+            if not _is_no_answer(argv, result):
+                return result
+            kind = ErrorKind.UNAVAILABLE if kind is ErrorKind.OTHER else kind
         error: type[SlurmError] = kind.value
         why = one_line(text) or f"{argv[0]} exited with {result.rc} and printed nothing"
         if kind is ErrorKind.UNAVAILABLE:
             why += f" (after {self._clock.monotonic() - began:.0f} s)"
         raise _failure(error, what=what, why=why, argv=argv, result=result)
+
+
+def _is_no_answer(argv: Sequence[str], result: CommandResult) -> bool:
+    """Whether a question got an error alone, be it with exit code 0; squeue -M prints the cluster's name before."""
+    asks = argv[0] in ("squeue", "sacct", "sinfo") or "show" in argv
+    answer = [line for line in result.stdout.splitlines() if line.strip() and not line.startswith("CLUSTER: ")]
+    return asks and not answer and bool(re.search(r"\b(?:error|fatal):", result.stderr))
 
 
 def _failure(error: type[SlurmError], *, what: str, why: str, argv: Sequence[str], result: CommandResult) -> SlurmError:

@@ -30,6 +30,8 @@ class SlurmConfig(Struct, frozen=True, kw_only=True):
     """How long a requeued job waits where nobody sets its StartTime."""
     has_epilog: bool = False
     """Whether something of the site's runs on a node after each job: it may take its time."""
+    cluster: str = ""
+    """Its name."""
 
     @property
     def version_text(self) -> str:
@@ -56,6 +58,7 @@ def parse_show_config(text: str) -> SlurmConfig:
         slurmd_timeout=_seconds(fields.get("SlurmdTimeout"), _SLURMD_TIMEOUT),
         job_requeue=fields.get("JobRequeue", "1").startswith("1"),
         requeue_delay=_requeue_delay(fields),
+        cluster=fields.get("ClusterName", ""),
         has_epilog=any(fields.get(key, "(null)") not in ("", "(null)", "N/A") for key in ("Epilog", "Epilog[0]")),
     )
 

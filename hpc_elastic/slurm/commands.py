@@ -43,12 +43,11 @@ _KEPT_ON_SUBMIT = frozenset(
 )
 _SET_BY_GRES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ZE_AFFINITY_MASK")
 # Filters and formats that a user set for their own eyes (SCANCEL_INTERACTIVE would even ask a question).
-_PERSONAL_PREFIXES = ("SQUEUE_", "SINFO_", "SCANCEL_", "SCONTROL_")
+_PERSONAL_PREFIXES = ("SQUEUE_", "SINFO_", "SCANCEL_", "SCONTROL_", "SACCT_")
 
 
 class JobId(Struct, frozen=True):
-    """A job as Slurm's commands want it: ``12``, ``12_3``, ``12+1``; `cluster` where it was submitted with
-    ``--clusters``.
+    """A job as Slurm's commands want it: ``12``, ``12_3``, ``12+1``, and its cluster; None: the one of this host.
 
     What is read from files is checked by `is_job_id` there. This is the last line: nothing becomes an argument that a
     command could take for an option or for several jobs.
@@ -105,8 +104,15 @@ def scrubbed_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def command_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` for the commands whose output is parsed: no personal filters or formats, times in the standard form."""
-    kept = {key: value for key, value in env.items() if not key.startswith(_PERSONAL_PREFIXES)}
+    """`env` for the commands whose output is parsed: no personal filters or formats, times in the standard form.
+
+    Nor SLURM_CLUSTERS: a job says itself where it is.
+    """
+    kept = {
+        key: value
+        for key, value in env.items()
+        if not key.startswith(_PERSONAL_PREFIXES) and key not in ("SLURM_CLUSTERS", "SLURM_WORKING_CLUSTER")
+    }
     kept["SLURM_TIME_FORMAT"] = "standard"
     kept["SLURM_BITSTR_LEN"] = "0"  # an array's tasks that wait: all of them, not the first 64 characters
     return kept

@@ -98,7 +98,10 @@ _PATTERNS: tuple[tuple[ErrorKind, re.Pattern[str]], ...] = tuple(
             r"unable to contact slurm controller|unexpected message received|could not establish a configuration source"
             r"|socket timed out|zero bytes were transmitted|connection refused|connection timed out|no route to host"
             r"|protocol authentication error|munge encode failed|standby mode|resource temporarily unavailable"
-            r"|communication connection failure",
+            r"|communication connection failure"
+            # Another cluster: its controller or the accounting that knows its address does not answer.
+            r"|can'?t? be reached now|problem talking to (?:the )?database|unable to connect to database"
+            r"|no cluster '.*' known by database",
         ),
         (ErrorKind.REQUEUE_DISABLED, r"requested operation is presently disabled"),
         (ErrorKind.NOT_PENDING, r"job is no longer pending execution"),

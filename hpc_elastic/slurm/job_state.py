@@ -119,10 +119,13 @@ class JobState(Struct, frozen=True, kw_only=True):
     """Of a job that runs: by its limit, or when its grace time is over."""
     preempt_time: str | None = None
     """When it had to make room: while it still runs, the grace time has begun then."""
-    work_dir: str | None = None
+    command: str = ""
+    """The batch script."""
     stdout: str | None = None
     comment: str = ""
     partition: str | None = None
+    cluster: str | None = None
+    """Where commands about it have to name that: it is not this host's."""
 
     @property
     def phase(self) -> JobPhase:
@@ -147,17 +150,21 @@ class JobState(Struct, frozen=True, kw_only=True):
         if self.held:
             if self.reason == "JobHeldAdmin":
                 return "held: only the site's support lets it go on"
-            return f"held: scontrol release {self.job_id} lets it go on"
+            return f"held: scontrol{self._where} release {self.job_id} lets it go on"
         if self.phase is not JobPhase.PENDING:
             return ""
         if self.never_starts:
-            return f"{_NEVER[self.reason]}; scancel {self.job_id} takes it out of the queue"
+            return f"{_NEVER[self.reason]}; scancel{self._where} {self.job_id} takes it out of the queue"
         if self.reason in _LIMITS or self.reason.endswith("PerJobLimit"):
             return (
                 "it asks for more than a limit of the site allows, and waits until the limit or the job is changed: "
-                f"scontrol update JobId={self.job_id} …, or scancel {self.job_id}"
+                f"scontrol{self._where} update JobId={self.job_id} …, or scancel{self._where} {self.job_id}"
             )
         return ""
+
+    @property
+    def _where(self) -> str:
+        return f" -M {self.cluster}" if self.cluster else ""
 
     @property
     def said(self) -> str:
@@ -323,7 +330,7 @@ def _job_state(fields: Mapping[str, str]) -> JobState:
         start_time=_time(fields.get("StartTime", "")),
         end_time=_time(fields.get("EndTime", "")),
         preempt_time=_time(fields.get("PreemptTime", "")),
-        work_dir=_text(fields.get("WorkDir")),
+        command=_text(fields.get("Command")) or "",
         stdout=_text(fields.get("StdOut")),
         comment=_text(fields.get("Comment")) or "",
         partition=_text(fields.get("Partition")),

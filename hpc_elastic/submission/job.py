@@ -17,6 +17,8 @@ from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.files import read_bytes, sole_owner
 from hpc_elastic.errors import UnsafePathError, UsageError
 from hpc_elastic.launch.run_directory import job_now
+from hpc_elastic.launch.run_status import FORGOTTEN_SECONDS, job_of_run, query_job_states, silent_for
+from hpc_elastic.run.index import jobs_of
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec, UnreadableRunError, load_run_spec
 from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner
@@ -40,7 +42,10 @@ def slurm_client() -> SlurmClient:
 
 
 class ElasticWatcher(InfoWatcher):  # type: ignore[misc]
-    """One for all jobs of a program. Asks 2 s, 4 s, 8 s … after the last submission, then once a minute."""
+    """One for all jobs of a program, each named ``9`` or, with its cluster, ``9;B``.
+
+    Asks 2 s, 4 s, 8 s … after the last submission, then once a minute.
+    """
 
     def __init__(self, delay_s: int = 60) -> None:
         super().__init__(delay_s)
@@ -49,22 +54,19 @@ class ElasticWatcher(InfoWatcher):  # type: ignore[misc]
 
     def update(self) -> None:
         """Ask for every job that is not known to have ended."""
-        wanted = sorted(self._registered - self._finished)
+        wanted = {job: JobId(*job.split(";")) for job in sorted(self._registered - self._finished)}
         if not wanted:
             return
         self._num_calls += 1
-        try:
-            states = slurm_client().queue_states([JobId(job_id) for job_id in wanted])
-        except SlurmError:
-            return  # the controller restarts, say: what was known holds, and the next look asks again
-        finally:
-            self._last_status_check = time.time()
-        known = {state.job_id: state for state in states}
-        for job_id in wanted:
-            self._asked_about[job_id] = self._asked_about.get(job_id, 0) + 1
-            self._info_dict[job_id] = _info(job_id, known.get(job_id) or _of_pending_array(job_id, states))
-            if job_id in known and known[job_id].phase is JobPhase.FINISHED:
-                self._finished.add(job_id)
+        found = query_job_states(slurm_client(), list(wanted.values()), warn=lambda sentence: None)
+        self._last_status_check = time.time()
+        for name, job in wanted.items():
+            if job not in found or ((state := found[job]) is not None and state.phase is JobPhase.UNKNOWN):
+                continue  # the controller restarts, say: what was known holds, and the next look asks again
+            self._asked_about[name] = self._asked_about.get(name, 0) + 1
+            self._info_dict[name] = _info(str(job), state)
+            if state is not None and state.phase is JobPhase.FINISHED:
+                self._finished.add(name)
 
     def get_state(self, job_id: str, mode: str = "standard") -> str:
         """Slurm's state of it; `FORGOTTEN` where it has none."""
@@ -93,14 +95,6 @@ def _info(job_id: str, state: JobState | None) -> dict[str, str]:
     if state is None:
         return {"JobID": job_id, "State": FORGOTTEN}
     return {"JobID": job_id, "State": state.state, "NodeList": ",".join(state.nodes), "Reason": state.reason}
-
-
-def _of_pending_array(job_id: str, states: tuple[JobState, ...]) -> JobState | None:
-    """Tasks that wait have one line together: ``70_[3-7%2]``."""
-    array, _, task = job_id.partition("_")
-    if not task:
-        return None
-    return next((state for state in states if state.job_id.startswith(f"{array}_[")), None)
 
 
 R = TypeVar("R", covariant=True)
@@ -149,7 +143,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
 
     def _register_in_watcher(self) -> None:
         if self.cluster == "slurm":
-            self.watcher.register_job(self.job_id)
+            self.watcher.register_job(self._watched)
 
     # -- what it is -------------------------------------------------------------------------------------------------
 
@@ -213,13 +207,13 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
             if local_process.lives(self._run):
                 return "RUNNING" if self._run.begun_attempts() else "PENDING"
             return "NODE_FAIL" if self._run.begun_attempts() else "CANCELLED"
-        return self.watcher.get_state(self._job_now, mode="standard")
+        return self.watcher.get_state(self._watched, mode="standard")
 
     def get_info(self, mode: str = "force") -> dict[str, str]:
         """What is known of the job: ``JobID``, ``State`` and, under Slurm, ``NodeList``."""
         if self.cluster != "slurm":
             return {"JobID": self.job_id, "State": self.state}
-        info = dict(self.watcher.get_info(self._job_now, mode=mode))
+        info = dict(self.watcher.get_info(self._watched, mode=mode))
         end = outcome.find_end(self._run)
         return info if end is None else {**info, "JobID": self.job_id, "State": end.state}
 
@@ -255,20 +249,24 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         """Whether Slurm (or the launcher's absence) says that nothing will come any more."""
         if self.cluster != "slurm":
             return not local_process.lives(self._run)
-        job_id = self._job_now
+        job_id = self._watched
         if self._over_since is not None:
             self.watcher.look_again_at(job_id)  # it may be requeued at this moment
         state = self.watcher.get_state(job_id, mode="force" if force else "standard")
-        return is_over(state) or (state == FORGOTTEN and self.watcher.answers_about(job_id) > 0)
+        if state != FORGOTTEN:
+            return is_over(state)
+        begun = self._run.begun_attempts()
+        silent = silent_for(self._run, begun[-1].number if begun else None, now_ns=time.time_ns())
+        return self.watcher.answers_about(job_id) > 0 and (silent is None or silent >= FORGOTTEN_SECONDS)
 
     def _answers(self) -> int:
-        return self.watcher.answers_about(self._job_now) if self.cluster == "slurm" else 0
+        return self.watcher.answers_about(self._watched) if self.cluster == "slurm" else 0
 
     def _has_never_begun(self) -> bool:
         """Whether it is known never to have begun. Of one that did, the files may be seen here only later."""
         if self.cluster != "slurm":
             return True
-        return is_over_before_it_began(self.watcher.get_state(self._job_now, mode="cache"))
+        return is_over_before_it_began(self.watcher.get_state(self._watched, mode="cache"))
 
     def wait(self) -> None:
         """Return when it is `done`."""
@@ -394,10 +392,11 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         if self.cluster != "slurm":
             local_process.send(self._run, signal.SIGTERM)
             return
-        from hpc_elastic.slurm.errors import SlurmError
 
         try:
-            slurm_client().cancel(JobId(self._job_now))
+            client = slurm_client()
+            job_of_run(client, self._job_now, self._run)
+            client.cancel(self._job_now)
         except SlurmError:
             if check:
                 raise
@@ -409,7 +408,9 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
             timeout: Accepted as submitit's: whether it counts as a timeout is decided by the time that it has run.
         """
         if self.cluster == "slurm":
-            slurm_client().notify(JobId(self._job_now))
+            client = slurm_client()
+            job_of_run(client, self._job_now, self._run)
+            client.notify(self._job_now)
         elif not local_process.send(self._run, signal.SIGUSR2):
             raise UsageError(f"job {self.job_id} is not running on {os.uname().nodename}")
 
@@ -424,9 +425,19 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         return RunPaths(self.run_dir)
 
     @property
-    def _job_now(self) -> str:
+    def _job_now(self) -> JobId:
         """Slurm's id of it: another than `job_id` where it goes on in a follow-on job."""
-        return job_now(self._run) or self.job_id
+        if (now := job_now(self._run)) is not None and now.cluster:
+            return now
+        if "_slurm_cluster" not in self.__dict__:
+            known = [entry.cluster for entry in jobs_of(str(self.run_dir)) if entry.job_id == self.job_id]
+            self._slurm_cluster = known[0] if known else ""
+        return JobId(now.number if now is not None else self.job_id, self._slurm_cluster or None)
+
+    @property
+    def _watched(self) -> str:
+        job = self._job_now
+        return f"{job.number};{job.cluster}" if job.cluster else job.number
 
     def _spec(self) -> RunSpec | None:
         try:

@@ -52,6 +52,8 @@ class FakeSlurm:
         hangs: True: no command ever ends.
         missing: Commands that are not installed.
         note: What sbatch prints besides when it takes a job: a site's plugin may.
+        clusters: Others that ``-M`` reaches, by name.
+        name: Its own.
     """
 
     def __init__(self, version: str = "22.05.8") -> None:
@@ -62,6 +64,8 @@ class FakeSlurm:
         self.hangs = False
         self.missing: set[str] = set()
         self.note = ""
+        self.clusters: dict[str, FakeSlurm] = {}
+        self.name = "rig"
         self._next = 1000
 
     def __call__(self, argv: Sequence[str], *, timeout: float) -> CommandResult:
@@ -70,6 +74,8 @@ class FakeSlurm:
             raise FileNotFoundError(2, "No such file or directory", argv[0])
         if self.hangs:
             raise CommandTimeoutError
+        if argv[1] == "-M":
+            return self._elsewhere(argv, timeout)
         if not self.reachable:
             return self._no_controller(argv)
         handlers: dict[str, Callable[[Sequence[str]], CommandResult]] = {
@@ -83,6 +89,15 @@ class FakeSlurm:
         return handlers[argv[0]](argv[1:])
 
     # -- commands
+
+    def _elsewhere(self, argv: Sequence[str], timeout: float) -> CommandResult:
+        other = self.clusters.get(argv[2])
+        if other is None:  # 22.05's words, by its source
+            why = f"'{argv[2]}' can't be reached now, or it is an invalid entry for --cluster.  Use 'sacctmgr list"
+            return CommandResult(rc=1, stderr=f"{argv[0]}: error: {why} clusters' to see available clusters.\n")
+        answer = other([argv[0], *argv[3:]], timeout=timeout)
+        # Of a cluster whose controller is down squeue says so, and exits with 0.
+        return replace(answer, rc=0) if argv[0] == "squeue" and not other.reachable else answer
 
     def _sbatch(self, argv: Sequence[str]) -> CommandResult:
         if argv[0] == "--test-only":
@@ -132,7 +147,7 @@ class FakeSlurm:
     def _scontrol(self, argv: Sequence[str]) -> CommandResult:
         verb = argv[0]
         if argv == ["show", "config"]:
-            return self._answer("scontrol-show-config")
+            return self._answer("scontrol-show-config", {"= rig\n": f"= {self.name}\n"})
         if argv[:2] == ["show", "job"]:
             job = self.jobs.get(argv[2])
             if job is None:
@@ -208,6 +223,8 @@ class FakeSlurm:
             "Command": job.script,
             **job.fields,
         }
+        if "Comment" in fields and not re.search(r"^ *Comment=", text, re.MULTILINE):
+            text = f"{text.rstrip()}\n   Comment=\n\n"  # a job without one has no such line
         for key, value in fields.items():
             rest = ".*" if key == "Comment" else r"\S*"  # a text of the user's goes on to the line's end
             text = re.sub(rf"\b{key}={rest}", lambda _, key=key, value=value: f"{key}={value}", text, count=1)

@@ -70,11 +70,11 @@ def test_ids(value: str) -> None:
 def test_what_is_no_id_is_taken_from_no_file(tmp_path: Path, value: object) -> None:
     assert not is_job_id(value)
     run = Run(tmp_path).attempt(0).ended("failed", 75)
-    assert load_attempt(run.there.attempt_json).job_id == run.status().job_id == job_now(run.paths) == "42"
+    assert load_attempt(run.there.attempt_json).job_id == run.status().job_id == str(job_now(run.paths)) == "42"
     change(run.there.result_json, next_job=value)
     stored = load_result(run.there.result_json)
     assert stored is None or stored.next_job == ""
-    assert run.status().job_id == job_now(run.paths) == "42"
+    assert run.status().job_id == str(job_now(run.paths)) == "42"
     change(run.there.result_json, next_job="")
     change(run.there.attempt_json, job_id=value)
     with pytest.raises(UnreadableAttemptError, match=r"job_id .* is not a job id|at `\$\.job_id`"):

@@ -34,6 +34,7 @@ class Client:
         self.state = state
         self.refuses = refuses
         self.done: list[str] = []
+        self.comment = "hpc-elastic /r"
 
     def __getattr__(self, name: str) -> object:
         return lambda job: self.done.append(f"{name} {job}")
@@ -49,6 +50,12 @@ class Client:
 
     def queue_states(self, jobs: object) -> tuple[JobState, ...]:
         return (JobState(job_id="42", state=self.state, reason=""),)
+
+    def job_state(self, job: JobId) -> JobState:
+        return JobState(job_id=str(job), state=self.state, reason="", comment=self.comment)
+
+    def elsewhere(self, job: JobId) -> str | None:
+        return None
 
 
 def asked(state: RunState, **changes: object) -> RunJob:
@@ -126,6 +133,7 @@ def test_a_run_whose_job_can_not_run_again_goes_on_in_another_job(
     client, found = Client(refuses=refusal), asked(RunState.ENDED)
     found = replace(found, paths=RunPaths(tmp_path / name))
     found.paths.root.mkdir()
+    client.comment = f"hpc-elastic {found.paths.root if name == 'run' else tmp_path}"
     with pytest.raises(type(refusal)):
         requeue(found, client)  # type: ignore[arg-type]
     script = tmp_path / ("job.sbatch" if extra else "run/job.sbatch")

@@ -15,6 +15,7 @@ from hpc_elastic.options.command_line import parse
 from hpc_elastic.options.job_options import OPTIONS
 from hpc_elastic.options.run_request import slurm_job
 from hpc_elastic.options.sbatch import ScriptLines
+from hpc_elastic.run import index
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import load_run_spec
 from hpc_elastic.slurm.client import CommandSlurmClient
@@ -100,6 +101,11 @@ def test_what_can_not_be_written_leaves_nothing(site: Site) -> None:
         site.submit(site.submission(), fill=lambda: print(1 // 0))
     assert "sbatch" not in site.commands()
     assert not site.runs.exists()
+
+
+def test_the_cluster_is_remembered_though_sbatch_does_not_name_it(site: Site) -> None:
+    job = site.submit(site.submission("--nodes=2"))
+    assert [entry.cluster for entry in index.entries(job, env=site.env)] == ["rig"]
 
 
 def test_another_thread_may_submit(site: Site) -> None:

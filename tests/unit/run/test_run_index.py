@@ -69,7 +69,7 @@ def test_array_tasks_and_clusters_are_told_apart(tmp_path: Path, env: dict[str, 
 
 def test_a_run_that_is_gone_is_said(tmp_path: Path, env: dict[str, str]) -> None:
     remember(env, tmp_path / "gone")
-    with pytest.raises(UsageError, match=r"the run directory of job 12 no longer exists: .*/gone; .*scancel 12"):
+    with pytest.raises(UsageError, match=r"the run directory of job 12 no longer exists: .*/gone; .*scancel -M a 12"):
         find("12", env=env)
 
 

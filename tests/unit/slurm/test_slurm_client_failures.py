@@ -92,6 +92,25 @@ def test_an_empty_answer_about_a_job_is_not_taken_for_no_job() -> None:
         answering("").job_state(JOB)
 
 
+@pytest.mark.parametrize(
+    ("stderr", "error"),
+    [
+        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)", SlurmUnavailableError),
+        ("squeue: error: something of a plugin's", SlurmUnavailableError),
+        ("slurm_load_jobs error: Invalid job id specified", None),
+        ("squeue: a note of the site's", None),
+    ],
+)
+def test_an_error_with_exit_code_0_is_no_answer(stderr: str, error: type[Exception] | None) -> None:
+    """So squeue ends where another cluster's controller is down."""
+    client = answering("CLUSTER: beta\n", stderr=f"{stderr}\n")
+    if error is None:
+        assert client.queue_states([JOB]) == ()
+    else:
+        with pytest.raises(error):
+            client.queue_states([JOB])
+
+
 def test_a_failure_that_says_nothing() -> None:
     with pytest.raises(SlurmError, match="scontrol exited with 3 and printed nothing"):
         answering("", rc=3).requeue(JOB)

@@ -17,6 +17,7 @@ def test_config(version: str) -> None:
         slurmd_timeout=20,
         job_requeue=True,
         requeue_delay=120,
+        cluster="rig",
     )
     assert config.version_text == version
 

@@ -33,8 +33,6 @@ def test_every_recorded_job_is_read(version: str, name: str) -> None:
         assert state.partition
         assert state.requeue is ("Requeue=1" in text) or "Requeue=0" in text
         assert state.submit_time is not None
-        if "oneline" not in name:
-            assert (state.work_dir or "").startswith(("/home/alice", "/nosuch", "/var/spool"))
         if state.phase is JobPhase.RUNNING:
             assert state.nodes
             assert state.batch_host

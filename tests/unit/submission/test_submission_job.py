@@ -132,6 +132,9 @@ def test_what_is_cancelled_is_the_job_that_has_the_run_now(
     told: list[tuple[str, str]] = []
 
     class Client:
+        def job_state(self, job: JobId) -> None:
+            return None
+
         def cancel(self, job: JobId) -> None:
             told.append(("cancel", str(job)))
 
@@ -223,6 +226,8 @@ def test_a_job_that_slurm_does_not_know_any_more(
     monkeypatch.setattr(job_module, "_SETTLE_SECONDS", 60.0)
     assert not job.done(force_check=True), "one answer without the job in it is none"
     monkeypatch.setattr(job_module, "_SETTLE_SECONDS", 0.0)
+    assert not job.done(), "Slurm may have it all the same, while its files are new"
+    monkeypatch.setattr(job_module, "FORGOTTEN_SECONDS", 0.0)
     assert job.done()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import operator
 import os
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,12 @@ from hpc_elastic.launch.submit_job import Submission
 from hpc_elastic.run import index
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.slurm.client import CommandSlurmClient
-from hpc_elastic.slurm.errors import SubmissionRefusedError
+from hpc_elastic.slurm.errors import SubmissionRefusedError, UnknownJobError
 from hpc_elastic.submission import ElasticExecutor
 from hpc_elastic.submission import executor as module
+from hpc_elastic.submission import job as job_module
 from hpc_elastic.submission.call import call_file, read_terms
-from tests.rigs.fake_slurm import FakeSlurm
+from tests.rigs.fake_slurm import FakeJob, FakeSlurm
 
 TEMPLATE = "#!/bin/bash\n#SBATCH --qos=mine --time=40\n@SBATCH_LINES@\ntrap '' USR2\nexec @COMMAND@\n"
 
@@ -51,6 +53,29 @@ def executor(folder: Path, **parameters: Any) -> ElasticExecutor:
 def test_a_job_is_found_by_its_id(slurm: FakeSlurm, tmp_path: Path) -> None:
     job = executor(tmp_path, nodes=2).submit(operator.add, 1, 2)
     assert index.find(job.job_id) == job.run_dir
+
+
+def test_a_job_on_another_cluster_is_asked_and_ended_there(
+    slurm: FakeSlurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same home, seen from a host of the cluster ``alpha``, which has other jobs of these numbers."""
+    job = executor(tmp_path, nodes=2).submit(operator.add, 1, 2)
+    alpha = FakeSlurm()
+    alpha.name, alpha.jobs[job.job_id] = "alpha", FakeJob(job.job_id, "cancelled")
+    monkeypatch.setattr(job_module, "slurm_client", lambda: CommandSlurmClient(alpha, SystemClock()))
+    monkeypatch.setattr(job_module, "_SETTLE_SECONDS", 0.0)
+    job = pickle.loads(pickle.dumps(job))
+    assert not job.done(force_check=True), "its cluster can't be asked"
+    alpha.clusters["rig"] = slurm
+    slurm.jobs[job.job_id].fields["Comment"] = "hpc-elastic another"
+    with pytest.raises(UnknownJobError, match="that number is now of another job"):
+        job.cancel()
+    slurm.jobs[job.job_id].fields["Comment"] = f"hpc-elastic {job.run_dir}"
+    assert not job.done(force_check=True)
+    assert job.get_info()["State"] == "RUNNING"
+    job.cancel()
+    assert alpha.calls[-1] == ["scancel", "-M", "rig", job.job_id]
+    assert job.done(force_check=True)
 
 
 def test_each_task_of_an_array_has_its_place(slurm: FakeSlurm, tmp_path: Path) -> None:
