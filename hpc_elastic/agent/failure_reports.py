@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -13,7 +12,6 @@ from hpc_elastic.base.clock import uptime_ns
 from hpc_elastic.failures.contrast import moment_after
 from hpc_elastic.run.agent_events import HangFound, HangSuspected, PlatformFailure, RanksObserved
 from hpc_elastic.run.suspicions import OnHang, Source
-from hpc_elastic.workers.spawn import WorkerStartError
 
 if TYPE_CHECKING:
     from hpc_elastic.agent.context import AgentContext
@@ -23,8 +21,6 @@ if TYPE_CHECKING:
     from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord
 
 logger = logging.getLogger(__name__)
-
-_PASSING_START_ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.ENFILE, errno.EMFILE)
 
 
 class FailureReports:
@@ -44,8 +40,7 @@ class FailureReports:
     def on_start_failure(self, workers: LocalWorkers, error: Exception) -> None:
         """A worker could not be started."""
         logger.error("the workers could not be started: %s", error)
-        retryable = not isinstance(error, WorkerStartError) or error.errno in _PASSING_START_ERRORS
-        failure = workers.describe_start_failure(error, retryable=retryable)
+        failure = workers.describe_start_failure(error)
         log_failure(self._context.events, failure)
         summary = sum_up([failure], node=self._context.info.node, seconds=0.0)
         index = workers.round

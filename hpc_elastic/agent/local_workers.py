@@ -480,10 +480,10 @@ class LocalWorkers:
             self._recorders.forget(slot.global_rank)
         return found
 
-    def describe_start_failure(self, error: Exception, *, retryable: bool) -> WorkerFailure:
+    def describe_start_failure(self, error: Exception) -> WorkerFailure:
         """The evidence where a worker could not even be started."""
         local_rank = min(len(self._slots), self.layout.local_world_size - 1)
-        return self.evidence.describe_start_failure(local_rank, error, retryable=retryable)
+        return self.evidence.describe_start_failure(local_rank, error)
 
     @property
     def wants_look(self) -> bool:

@@ -423,6 +423,9 @@ class NodeAgent:
         try:
             own.start(workers)
         except (WorkerStartError, OSError) as error:
+            if isinstance(error, WorkerStartError) and not error.is_passing:
+                self._on_health(HealthVerdict(reason=str(error), is_usage=True))  # who else lacks it?
+                return
             self._reports.on_start_failure(workers, error)
             self.phase = next_phase(self.phase, Event.FAILED)
             self._stop_workers(str(error))

@@ -313,7 +313,7 @@ class WorkerEvidence:
         if write_evidence(failure, path):
             self.unwritten.append(lambda: write_evidence(failure, path))
 
-    def describe_start_failure(self, local_rank: int, error: Exception, *, retryable: bool) -> WorkerFailure:
+    def describe_start_failure(self, local_rank: int, error: Exception) -> WorkerFailure:
         """The evidence where a worker could not even be started."""
         rank = self._layout.first_rank + local_rank
         path = self._place.attempt.rank(self._round, rank).error_file
@@ -331,10 +331,9 @@ class WorkerEvidence:
             exception_type=type(error).__name__,
             fingerprint=f"start:{type(error).__name__}",
             # Too few descriptors or too little memory are no bug in the script, however often they happen.
-            failure_class=FailureClass.INFRASTRUCTURE if retryable else FailureClass.ROOT,
-            category=Category.INFRASTRUCTURE if retryable else Category.INPUT,
+            failure_class=FailureClass.INFRASTRUCTURE,
+            category=Category.INFRASTRUCTURE,
             reason="the worker's process could not be started",
-            retryable=retryable,
             error_file=str(path),
         )
         self._files.post(lambda: write_evidence(failure, path))

@@ -29,7 +29,6 @@ from hpc_elastic.options.table import Parsed, explaining
 from hpc_elastic.output.terminal import each_line
 from hpc_elastic.run import index
 from hpc_elastic.run.spec import RunSpec
-from hpc_elastic.slurm.commands import step_gpu_flags
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job, without_run_variables
 from hpc_elastic.slurm.notation import HostlistError, expand
 
@@ -109,7 +108,6 @@ def _run_in_allocation(parsed: Parsed, env: Mapping[str, str]) -> int:
 
     if ignored := job_options.ignored_in_allocation(parsed, "run"):
         print_note(f"no effect in an existing allocation: {' '.join(ignored)}")
-    step_gpu_flags(env)  # says what can't work before anything is made
     cwd = working_directory(parsed, env)
     runs_dir = runs_directory(parsed, cwd)
     clock = SystemClock()

@@ -24,7 +24,7 @@ from hpc_elastic.run.attempt import load_attempt
 from hpc_elastic.run.index import array_tasks
 from hpc_elastic.run.paths import RunPaths, attempt_number, task_index
 from hpc_elastic.slurm import commands
-from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner
+from hpc_elastic.slurm.client import SlurmClient, SubprocessRunner
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import (
     RequeueDisabledError,
@@ -170,7 +170,7 @@ def _checked(asked: RunJob, client: SlurmClient) -> JobState | None:
 
 
 def slurm_client(*, timeout: float = SLURM_SECONDS) -> SlurmClient:
-    return CommandSlurmClient(SubprocessRunner(os.environ), SystemClock(), timeout=timeout)
+    return SlurmClient(SubprocessRunner(os.environ), SystemClock(), timeout=timeout)
 
 
 def run_of_job(job: str, client: SlurmClient) -> Path:

@@ -11,7 +11,7 @@ from msgspec import Struct
 from hpc_elastic.agent.health import memory_limits
 from hpc_elastic.doctor.findings import Finding, fold, ok, problem, warn_unless
 from hpc_elastic.doctor.probe_site import ProbeSite
-from hpc_elastic.slurm.client import CommandSlurmClient, SubprocessRunner
+from hpc_elastic.slurm.client import SlurmClient, SubprocessRunner
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError
 from hpc_elastic.slurm.job_environment import in_job
@@ -60,7 +60,7 @@ def probe_notice(site: ProbeSite) -> NoticeFacts | None:
     if site.rank == 0:
         job = JobId(site.env.get("SLURM_JOB_ID") or site.env["SLURM_JOBID"])
         try:
-            CommandSlurmClient(SubprocessRunner(site.env), site.clock, timeout=20.0).notify(job)
+            SlurmClient(SubprocessRunner(site.env), site.clock, timeout=20.0).notify(job)
         except SlurmError as refusal:
             error = str(refusal)
     error = json.loads(site.gather("notice", json.dumps(error), seconds=_ASK_SECONDS).get(0, '""'))

@@ -77,6 +77,8 @@ class UnableNode(Struct, frozen=True, kw_only=True):
     """How the start ended, as srun puts it."""
     message: str = ""
     """The last line that was printed there; empty where none was seen."""
+    lasts: bool = False
+    """Whether srun refused what it was asked for, as it would again."""
 
     @property
     def reason(self) -> str:
@@ -95,6 +97,8 @@ def is_same_everywhere(unable: Collection[UnableNode], *, nodes: int) -> bool:
         nodes: How many the attempt has.
     """
     codes = {node.code for node in unable}
+    if len(unable) == nodes and all(node.lasts for node in unable):
+        return True
     if len(unable) == nodes == 1:
         return codes == {ExitCode.USAGE}
     if not is_everywhere(len(unable), nodes=nodes) or len(codes) != 1:
@@ -246,6 +250,8 @@ class Agents:
             return
         if not ended.started:
             logger.warning("no agent on %s: %s", name, ended.detail)
+            if ended.lasts:
+                self._unable[node] = UnableNode(name=name, code=None, detail=ended.detail, lasts=True)
             self._give_up(node, GivenUp.NOT_STARTED, ended.detail)
         elif ended.code in _LEFT:
             cause, reason = _LEFT[ended.code]

@@ -21,8 +21,9 @@ from msgspec.structs import replace
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.files import read_bytes
 from hpc_elastic.base.outcome import ExitCode, Outcome
-from hpc_elastic.errors import HpcElasticError, UsageError
+from hpc_elastic.errors import HpcElasticError, UnsafePathError, UsageError
 from hpc_elastic.launch.run_progress import OutputStatus, StepStatus, read_output, read_steps
 from hpc_elastic.options.sbatch import COMMENT_MARK, parse_array
 from hpc_elastic.rendezvous.round_log import RoundLog
@@ -43,6 +44,7 @@ from hpc_elastic.store.file_store import FileStore
 
 _LARGEST_RECORD = 16 << 20
 """Bytes."""
+_LAST_LINES = 20
 _JOBS_AT_ONCE = 500
 """That one call asks Slurm about."""
 _CLOCKS_DIFFER_SECONDS = 600.0
@@ -188,6 +190,8 @@ def read_status(paths: RunPaths, *, clock: Clock, looks_at_output: bool = False)
     if looks_at_output:
         known["preload"] = load_preload(paths.preload)
     known["job_log"] = _job_log(paths, spec, known.get("job_id"))
+    if looks_at_output and record is None and state is RunState.MEETING:
+        known["opened_because"] = _why_no_step(known["job_log"])
     if record is not None and record.round >= 0:
         known["rank_logs"] = str(attempt.round_dir(record.round) / "rank-*" / "{stdout,stderr}.log")
         if known["steps"] is None and state is RunState.TRAINING:
@@ -195,6 +199,16 @@ def read_status(paths: RunPaths, *, clock: Clock, looks_at_output: bool = False)
         if looks_at_output and known["steps"] is None and state in (RunState.UP, RunState.SAVING):
             known["output"] = read_output(attempt, record, now_ns=clock.time_ns())
     return RunStatus(**known, state=state, problem=problem)
+
+
+def _why_no_step(job_log: str) -> str:
+    """What srun says of the step of the agents, where it waits for Slurm to make it; empty: nothing of the kind."""
+    try:
+        lines = read_bytes(Path(job_log), limit=_LARGEST_RECORD).decode("utf-8", "replace").splitlines()
+    except (OSError, UnsafePathError):
+        return ""
+    said = next((line for line in reversed(lines[-_LAST_LINES:]) if line.startswith("srun: ")), "")
+    return said if "step creation" in said else ""
 
 
 def _job_log(paths: RunPaths, spec: RunSpec | None, job_id: str | None) -> str:

@@ -28,6 +28,8 @@ class AgentEnded(Struct, frozen=True, kw_only=True):
     detail: str
     started: bool = True
     """False: it could not be started; the node may be dead."""
+    lasts: bool = False
+    """Whether `detail` is a refusal that would come back the same way, and is no node's."""
     gone: bool = False
     """Whether the site has given the node up: it never comes back into this job."""
 

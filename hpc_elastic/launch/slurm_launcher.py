@@ -17,14 +17,18 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
+from msgspec.structs import replace
+
 from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.launch.site import AgentEnded, describe_code
 from hpc_elastic.slurm.commands import scrubbed_environment, srun_agents, srun_one_agent
-from hpc_elastic.slurm.srun_messages import SrunEvent, SrunEventKind, parse_srun_line
+from hpc_elastic.slurm.srun_messages import SrunEvent, SrunEventKind, complaint_of, is_passing, parse_srun_line
 
 logger = logging.getLogger(__name__)
 
 _LAUNCH_TRIES = 3
+_EARLY_SECONDS = 30.0
+"""An srun that ends within so many, with no task's end and an error of its own, has started no agent."""
 _KEPT_MESSAGES = 200
 """Lines of a step, the latest: what a node printed comes within a second of its task's end."""
 _LONGEST_MESSAGE = 350
@@ -49,7 +53,10 @@ class _Step:
         self.ended: set[int] = set()
         self.bad: dict[int, str] = {}
         """Nodes that made the launch fail, with the reason."""
-        self.refused = ""
+        self.complaint = ""
+        """Why srun itself, as it puts it, could not do its work."""
+        self.is_refused = False
+        self.began = time.monotonic()
         self.instead_of: dict[int, _Step] = {}
         """Node → the step that was the newest there before."""
         self.process = subprocess.Popen(
@@ -84,6 +91,8 @@ class _Step:
     def keep_message(self, line: str, event: SrunEvent | None) -> None:
         """Keep what a task or its slurmstepd printed; what srun itself reports of tasks comes as events."""
         is_end = event is not None and event.kind is SrunEventKind.CANCELLED
+        if event is None or event.kind is SrunEventKind.STEP_REFUSED:
+            self.complaint = complaint_of(line) or self.complaint
         if line.strip() and not line.startswith("srun: ") and not is_end:
             self._said.append(line.strip()[:_LONGEST_MESSAGE])
 
@@ -206,7 +215,7 @@ class SlurmLauncher:
             step.bad.update({self._index[name]: event.detail for name in event.nodes if name in self._index})
             return []
         if event.kind is SrunEventKind.STEP_REFUSED:
-            step.refused = event.line
+            step.is_refused = True
             return []
         if event.kind is SrunEventKind.NODE_FAILED:
             # A node that Slurm gave up never comes back into this job: no further agent there is waited for.
@@ -240,10 +249,19 @@ class SlurmLauncher:
             if left := step.nodes - step.ended:
                 self._launch(left)
             return gone
-        started = not step.refused and not step.bad
-        detail = step.refused or f"its step ended, srun: {describe_code(code)}"
+        complaint = step.complaint if code else ""
+        is_early = step.is_refused or time.monotonic() - step.began < _EARLY_SECONDS
+        lasts = bool(complaint) and is_early and not (step.bad or step.ended or is_passing(complaint))
+        if lasts and not self._ending and len(step.nodes) > 1 and self._tries < _LAUNCH_TRIES - 1:
+            self._launch(step.nodes)  # once more: that it comes back the same way is to be seen
+            return []
+        started = not (step.is_refused or step.bad or lasts)
+        detail = complaint or f"its step ended, srun: {describe_code(code)}"
         found = [
-            self._ended(step, node, 0 if code == 0 else None, step.bad.get(node, detail), started=started)
+            replace(
+                self._ended(step, node, 0 if code == 0 else None, step.bad.get(node, detail), started=started),
+                lasts=lasts,
+            )
             for node in self._newly_ended(step, sorted(step.nodes))
         ]
         if not started:

@@ -29,7 +29,7 @@ from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.container import Runtime
 from hpc_elastic.run.paths import RunPaths, task_index
 from hpc_elastic.run.spec import RunSpec
-from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner
+from hpc_elastic.slurm.client import SlurmClient, SubprocessRunner
 from hpc_elastic.slurm.commands import JobId, step_gpu_flags
 from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError, SlurmUnavailableError, is_limit
 from hpc_elastic.slurm.job_environment import JobEnvironment
@@ -125,6 +125,9 @@ class SlurmSite(Site):
         self._keep = tuple(keep)
         self._id = JobId(self._job.requeue_id)
         self._script = script
+        self._state: JobState | None = None
+        """What Slurm said of the job when the attempt began."""
+        self._gpu_flags: tuple[str, ...] = ()
         self._requeuer = JobRequeuer(
             client, clock, job=self._id, restart_count=self._job.restart_count, array_task=self._job.array_task_id
         )
@@ -138,6 +141,7 @@ class SlurmSite(Site):
         except SlurmError as error:
             logger.warning("Slurm's settings can't be read: %s", error)
         arming = self._arm(spec, site_allows=site_allows)
+        self._gpu_flags = step_gpu_flags(self._env, self._state)  # says what can't work before anything is made
         return attempt_facts(
             cluster="slurm",
             nodes=self._nodes,
@@ -155,7 +159,7 @@ class SlurmSite(Site):
     def _arm(self, spec: RunSpec, *, site_allows: bool) -> Arming:
         state, problem, missing = None, "", ""
         try:
-            state = self._client.job_state(self._id)
+            self._state = state = self._client.job_state(self._id)
         except SlurmMissingError as error:
             missing = str(error.facts["why"])
         except SlurmError as error:
@@ -205,7 +209,7 @@ class SlurmSite(Site):
             min_nodes=spec.min_nodes,
             allocated=self._job.nodes,
             keep=self._keep,
-            extra=(*step_gpu_flags(self._env), *_container_arguments(spec, paths), *spec.srun_args),
+            extra=(*self._gpu_flags, *_container_arguments(spec, paths), *spec.srun_args),
             umask=self.umask,
         )
 
@@ -219,6 +223,8 @@ class SlurmSite(Site):
     def allocation(self) -> Allocation:
         try:
             state = self._confirming.job_state(self._id)
+        except SlurmMissingError:
+            return Allocation.HELD  # nodes without Slurm's commands: no other of them could ask either
         except SlurmError:
             return Allocation.UNKNOWN
         return allocation_of(state, restarts=self._job.restart_count, node=self._env.get("SLURMD_NODENAME", ""))
@@ -330,13 +336,13 @@ def slurm_site(
         JobEnvironmentError: it belongs to none.
     """
     runner = SubprocessRunner(env)
-    hurried = CommandSlurmClient(runner, clock, timeout=HURRIED_SECONDS)
-    client = CommandSlurmClient(runner, clock, on_answer=ControllerOutage(clock).on_answer)
+    hurried = SlurmClient(runner, clock, timeout=HURRIED_SECONDS)
+    client = SlurmClient(runner, clock, on_answer=ControllerOutage(clock).on_answer)
     return SlurmSite(
         env,
         client=client,
         hurried=hurried,
-        confirming=CommandSlurmClient(runner, clock, timeout=CONFIRM_SECONDS),
+        confirming=SlurmClient(runner, clock, timeout=CONFIRM_SECONDS),
         clock=clock,
         umask=umask,
         script=own_script(paths),

@@ -31,7 +31,7 @@ from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.container import Runtime
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec
-from hpc_elastic.slurm.client import CommandSlurmClient, SubprocessRunner
+from hpc_elastic.slurm.client import SlurmClient, SubprocessRunner
 from hpc_elastic.slurm.job_environment import JobEnvironment, TaskFacts
 from hpc_elastic.store.base import StoreError
 from hpc_elastic.store.file_store import FileStore
@@ -165,8 +165,8 @@ class StepSite(SlurmSite):
 
     def __init__(self, env: Mapping[str, str], *, rendezvous: StepRendezvous, clock: Clock, umask: int) -> None:
         runner = SubprocessRunner(env)
-        hurried = CommandSlurmClient(runner, clock, timeout=HURRIED_SECONDS)
-        client = CommandSlurmClient(runner, clock, on_answer=ControllerOutage(clock).on_answer)
+        hurried = SlurmClient(runner, clock, timeout=HURRIED_SECONDS)
+        client = SlurmClient(runner, clock, on_answer=ControllerOutage(clock).on_answer)
         super().__init__(env, client=client, hurried=hurried, clock=clock, umask=umask)
         self.environment = dict(env)
         self.umask = umask
@@ -174,7 +174,7 @@ class StepSite(SlurmSite):
         job = JobEnvironment.from_env(env)
         assert job.task is not None
         self.nodes = step_nodes(job)
-        self.host = job.task.node.name or job.task.step_nodes[0]
+        self.host = job.node.name or job.task.step_nodes[0]
 
     def facts(self, spec: RunSpec) -> AttemptInfo:
         if spec.container_image is not None and spec.container_image.runtime is Runtime.PYXIS:

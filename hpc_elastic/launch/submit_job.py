@@ -25,7 +25,7 @@ from hpc_elastic.options.sbatch import COMMENT_MARK, SbatchOptions, ScriptLines,
 from hpc_elastic.run import index
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.slurm.batch_script import render_script
-from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner
+from hpc_elastic.slurm.client import SlurmClient, SubprocessRunner
 from hpc_elastic.slurm.cluster_facts import PartitionNodes
 from hpc_elastic.slurm.commands import JobId, sbatch
 from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError
@@ -76,7 +76,7 @@ class Submission(Struct, frozen=True, kw_only=True):
 def submission_client(submission: Submission, env: Mapping[str, str], clock: Clock, log: Log) -> SlurmClient:
     """Whose sbatch takes from `env` only what the submission does not say itself; `log` gets what it prints besides."""
     overruled = submission.job.options.overruled_variables()
-    return CommandSlurmClient(SubprocessRunner(env, overruled=overruled), clock, log=log)
+    return SlurmClient(SubprocessRunner(env, overruled=overruled), clock, log=log)
 
 
 def dry_run(submission: Submission) -> str:

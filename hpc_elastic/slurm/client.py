@@ -104,120 +104,8 @@ class SubprocessRunner:
         )
 
 
-class SlurmClient(Protocol):
+class SlurmClient:
     """What this package asks of Slurm. Every method may raise SlurmUnavailableError and SlurmMissingError."""
-
-    def submit(self, script: str, *, extra: Sequence[str] = ()) -> JobId:
-        """Submit a batch script.
-
-        Raises:
-            SubmissionRefusedError: Slurm did not take it; `why` is its message.
-        """
-        ...
-
-    def job_state(self, job: JobId) -> JobState | None:
-        """The job (of an array: its first record), or None where Slurm does not know it (any more)."""
-        ...
-
-    def job_states(self, job: JobId) -> tuple[JobState, ...]:
-        """All records of a job: the tasks of an array. Empty where Slurm does not know it."""
-        ...
-
-    def queue_states(self, jobs: Sequence[JobId]) -> tuple[JobState, ...]:
-        """Those of the jobs that Slurm still knows, ended ones included, in one cheap call."""
-        ...
-
-    def accounted(self, jobs: Sequence[JobId]) -> tuple[JobState, ...]:
-        """Those of the jobs that the accounting knows, with state and exit code alone; none where a site has none."""
-        ...
-
-    def config(self) -> SlurmConfig:
-        """The site's settings."""
-        ...
-
-    def elsewhere(self, job: JobId) -> str | None:
-        """The job's cluster where that is another than this host's: what the user is given to type has to name it."""
-        ...
-
-    def requeue(self, job: JobId) -> None:
-        """Requeue a running or ended job. It starts no sooner than the site's delay (`start_now` waives it).
-
-        Raises:
-            RequeueDisabledError: it was submitted with --no-requeue: `allow_requeue` first.
-            UnknownJobError, SlurmPermissionError, SlurmError: as the names say.
-        """
-        ...
-
-    def allow_requeue(self, job: JobId) -> None:
-        """Set Requeue=1: what the owner may do for a --no-requeue job."""
-        ...
-
-    def start_now(self, job: JobId, *, delay: float = 0.0) -> None:
-        """Waive a pending job's begin time, such as the delay after a requeue: it may start in two seconds.
-
-        Args:
-            job: The job.
-            delay: So many seconds later than that.
-
-        Raises:
-            JobNotPendingError: it runs.
-        """
-        ...
-
-    def would_run(self, script: str, *, extra: Sequence[str] = ()) -> str | None:
-        """Whether Slurm would take a batch script, and ever have the nodes for it; nothing is submitted.
-
-        Returns:
-            None, or why not.
-        """
-        ...
-
-    def dependents(self, job: JobId, *, uid: int) -> tuple[str, ...]:
-        """Ids of a user's pending jobs that wait for this one's end (``afterany``)."""
-        ...
-
-    def clear_excluded(self, job: JobId) -> None:
-        """Let a pending job have any node again. Raises as `exclude_nodes`."""
-        ...
-
-    def exclude_nodes(self, job: JobId, nodes: Sequence[str]) -> None:
-        """Keep a pending job off these nodes, and these only: an earlier list is replaced.
-
-        Raises:
-            ValueError: no nodes: an empty list would clear what the user excluded.
-            HostlistError: a name that is none.
-            InvalidNodeError: the cluster has no such node.
-            JobNotPendingError: it runs.
-        """
-        ...
-
-    def set_num_nodes(self, job: JobId, least: int, most: int) -> None:
-        """Set a pending job's node range (20.11 and 22.05 ask for the shrunk number after a requeue)."""
-        ...
-
-    def cancel(self, job: JobId) -> None:
-        """Cancel. No error for a job that is unknown or has ended.
-
-        Raises:
-            SlurmPermissionError: another user's.
-        """
-        ...
-
-    def notify(self, job: JobId) -> None:
-        """Send the batch script SIGUSR2, as at the time limit: the job is about to end. Nothing where none runs.
-
-        Raises:
-            SlurmPermissionError: another user's.
-        """
-        ...
-
-    def partitions(self, names: str | None = None) -> tuple[PartitionNodes, ...]:
-        """Node counts of these partitions (comma-separated), or of all that are shown."""
-        ...
-
-
-class CommandSlurmClient:
-    """The `SlurmClient` that runs Slurm's commands."""
 
     def __init__(
         self,
@@ -243,6 +131,7 @@ class CommandSlurmClient:
         self._cluster_here: str | None = None
 
     def submit(self, script: str, *, extra: Sequence[str] = ()) -> JobId:
+        """Submit a batch script. Raises SubmissionRefusedError: Slurm did not take it; `why` is its message."""
         argv = commands.sbatch(script, extra=extra)
         try:
             result = self._run("sbatch", argv)
@@ -261,10 +150,12 @@ class CommandSlurmClient:
         return JobId(number, cluster or None)
 
     def job_state(self, job: JobId) -> JobState | None:
+        """The job (of an array: its first record), or None where Slurm does not know it (any more)."""
         states = self.job_states(job)
         return next((state for state in states if state.job_id == job.number), states[0] if states else None)
 
     def job_states(self, job: JobId) -> tuple[JobState, ...]:
+        """All records of a job: the tasks of an array. Empty where Slurm does not know it."""
         argv = commands.show_job(job)
         try:
             result = self._run(f"looking up job {job}", argv, tries=ASKED_AGAIN)
@@ -277,6 +168,7 @@ class CommandSlurmClient:
         return states
 
     def queue_states(self, jobs: Sequence[JobId]) -> tuple[JobState, ...]:
+        """Those of the jobs, all of one cluster, that Slurm still knows, ended ones included, in one cheap call."""
         if not jobs:
             return ()
         try:
@@ -285,6 +177,7 @@ class CommandSlurmClient:
             return ()
 
     def accounted(self, jobs: Sequence[JobId]) -> tuple[JobState, ...]:
+        """Those of the jobs that the accounting knows, with state and exit code alone; none where a site has none."""
         if not jobs:
             return ()
         try:
@@ -298,6 +191,7 @@ class CommandSlurmClient:
         return parse_show_config(self._run("reading Slurm's configuration", commands.show_config()).stdout)
 
     def elsewhere(self, job: JobId) -> str | None:
+        """The job's cluster where that is another than this host's: what the user is given to type has to name it."""
         if job.cluster and self._cluster_here is None:
             try:
                 self._cluster_here = self.config().cluster
@@ -310,16 +204,30 @@ class CommandSlurmClient:
         return states if cluster is None else tuple(replace(state, cluster=cluster) for state in states)
 
     def requeue(self, job: JobId) -> None:
+        """Requeue a running or ended job. It starts no sooner than the site's delay (`start_now` waives it).
+
+        Raises:
+            RequeueDisabledError: it was submitted with --no-requeue: `allow_requeue` first.
+            UnknownJobError, SlurmPermissionError, SlurmError: as the names say.
+        """
         self._run(f"requeueing job {job}", commands.requeue(job))
 
     def allow_requeue(self, job: JobId) -> None:
+        """Set Requeue=1: what the owner may do for a --no-requeue job."""
         self._run(f"setting Requeue=1 of job {job}", commands.update(job, Requeue="1"))
 
     def start_now(self, job: JobId, *, delay: float = 0.0) -> None:
+        """Waive a pending job's begin time, as after a requeue: it may start in two seconds, or `delay` later.
+
+        Raises:
+            JobNotPendingError: it runs.
+        """
         when = f"in {delay:.0f} s" if delay else "now"
-        self._run(f"starting job {job} {when}", commands.update(job, StartTime=commands.soon(delay)))
+        now = None if self.elsewhere(job) else self.config().now
+        self._run(f"starting job {job} {when}", commands.update(job, StartTime=commands.soon(delay, now=now)))
 
     def would_run(self, script: str, *, extra: Sequence[str] = ()) -> str | None:
+        """Why Slurm would not take a batch script, or never have nodes for it; None: it would. Nothing is submitted."""
         try:
             self._run("asking whether the script could run", commands.try_sbatch(script, extra=extra))
         except (SlurmUnavailableError, SlurmMissingError):
@@ -329,29 +237,41 @@ class CommandSlurmClient:
         return None
 
     def dependents(self, job: JobId, *, uid: int) -> tuple[str, ...]:
+        """Ids of a user's pending jobs that wait for this one's end (``afterany``)."""
         found = self._run(f"looking for jobs that wait for {job}", commands.waiting_jobs(uid))
         return parse_dependents(found.stdout, job.number)
 
     def clear_excluded(self, job: JobId) -> None:
+        """Let a pending job have any node again. Raises as `exclude_nodes`."""
         self._run(f"clearing the excluded nodes of job {job}", commands.update(job, ExcNodeList=""))
 
     def exclude_nodes(self, job: JobId, nodes: Sequence[str]) -> None:
+        """Keep a pending job off these nodes, and these only: an earlier list is replaced.
+
+        Raises:
+            ValueError: no nodes: an empty list would clear what the user excluded.
+            HostlistError, InvalidNodeError: a name that is none, or none of the cluster's.
+            JobNotPendingError: it runs.
+        """
         listed = compress(nodes)
         if not listed:
             raise ValueError("no nodes to exclude")
         self._run(f"excluding {listed} from job {job}", commands.update(job, ExcNodeList=listed))
 
     def set_num_nodes(self, job: JobId, least: int, most: int) -> None:
+        """Set a pending job's node range (20.11 and 22.05 ask for the shrunk number after a requeue)."""
         wanted = f"{least}-{most}"
         self._run(f"setting the nodes of job {job} to {wanted}", commands.update(job, NumNodes=wanted))
 
     def cancel(self, job: JobId) -> None:
+        """Cancel. No error for a job that is unknown or has ended; SlurmPermissionError for another user's."""
         try:
             self._run(f"cancelling job {job}", commands.scancel(job))
         except UnknownJobError:
             pass  # some versions are silent about it, and it is what was wanted
 
     def notify(self, job: JobId) -> None:
+        """Send the batch script SIGUSR2, as at the time limit: the job is about to end. Nothing where none runs."""
         state = self.job_state(job)
         if state is None or state.phase in (JobPhase.PENDING, JobPhase.FINISHED):
             return  # there is no script: scancel would try again for a minute and a half (22.05)
@@ -361,6 +281,7 @@ class CommandSlurmClient:
             pass  # as in `cancel`
 
     def partitions(self, names: str | None = None) -> tuple[PartitionNodes, ...]:
+        """Node counts of these partitions (comma-separated), or of all that are shown."""
         return parse_sinfo_nodes(self._run("counting nodes", commands.sinfo_nodes(names)).stdout)
 
     def _run(self, what: str, argv: list[str], *, tries: int = 1) -> CommandResult:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+import time
 
 from msgspec import Struct
 
 _LINE = re.compile(r"(\S+)\s+= (.*)\Z")
 _LEADING_NUMBER = re.compile(r"\d{1,9}", re.ASCII)
 # Slurm's own defaults, used where a line is missing or unreadable.
-_KILL_WAIT, _SLURMD_TIMEOUT, _CRED_EXPIRE = 30, 300, 120
+_KILL_WAIT, _SLURMD_TIMEOUT = 30, 300
 # sinfo adds a mark to a state: * not responding, ~ powered down, # powering up, $ reserved, @ to reboot, - planned.
 _UNUSABLE = ("down", "drained", "draining", "drain", "fail", "failing", "error", "unknown", "inval", "maint", "future")
 
@@ -26,12 +26,12 @@ class SlurmConfig(Struct, frozen=True, kw_only=True):
     """After this silence a node is declared down; 0: never."""
     job_requeue: bool
     """Whether jobs may be requeued where they don't say."""
-    requeue_delay: int
-    """How long a requeued job waits where nobody sets its StartTime."""
     has_epilog: bool = False
     """Whether something of the site's runs on a node after each job: it may take its time."""
     cluster: str = ""
     """Its name."""
+    now: float | None = None
+    """The controller's time when it answered, seconds since the epoch; None: not known."""
 
     @property
     def version_text(self) -> str:
@@ -57,19 +57,18 @@ def parse_show_config(text: str) -> SlurmConfig:
         kill_wait=_seconds(fields.get("KillWait"), _KILL_WAIT),
         slurmd_timeout=_seconds(fields.get("SlurmdTimeout"), _SLURMD_TIMEOUT),
         job_requeue=fields.get("JobRequeue", "1").startswith("1"),
-        requeue_delay=_requeue_delay(fields),
         cluster=fields.get("ClusterName", ""),
+        now=_time(text.partition("\n")[0].rpartition(" ")[2]),
         has_epilog=any(fields.get(key, "(null)") not in ("", "(null)", "N/A") for key in ("Epilog", "Epilog[0]")),
     )
 
 
-def _requeue_delay(fields: Mapping[str, str]) -> int:
-    """AuthInfo=cred_expire plus a second or two; 26.05 also has SchedulerParameters=requeue_delay."""
-    for key, option in (("SchedulerParameters", "requeue_delay"), ("AuthInfo", "cred_expire")):
-        match = re.search(rf"(?:\A|[,;]){option}=(\d{{1,9}})", fields.get(key, ""), re.ASCII)
-        if match:
-            return int(match.group(1))
-    return _CRED_EXPIRE
+def _time(text: str) -> float | None:
+    """Of the first line, ``Configuration data as of 2026-11-21T02:15:51``, in this host's time zone."""
+    try:
+        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
+    except (ValueError, OverflowError):
+        return None
 
 
 def _seconds(value: str | None, default: int) -> int:

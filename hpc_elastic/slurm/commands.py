@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job, without_run_variables
+from hpc_elastic.slurm.job_state import JobState
 from hpc_elastic.slurm.notation import compress, gpu_count
 
 SQUEUE_FORMAT = "%i|%T|%r|%M|%l|%D|%N|%R|%S|%e|%Q|%V"
@@ -20,7 +22,8 @@ SOON_SECONDS = 2
 
 # What srun takes from a batch script's environment and what would overrule, void or bind its own flags. An agent gets
 # all of its node, whatever shape the job was given (slurm 23.11 and later honour SLURM_CPUS_PER_TASK, 24.11 gives each
-# task of SLURM_TRES_PER_TASK=gres/gpu=1 one GPU and binds it).
+# task of SLURM_TRES_PER_TASK=gres/gpu=1 one GPU and binds it). Memory and GPUs per node are the job's by default, and
+# what the environment asks for may be an outer job's (srun then: "mutually exclusive"), as may be what tells of a step.
 SHAPE_VARIABLES = (
     *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_CORE", "SLURM_NTASKS_PER_GPU", "SLURM_NTASKS_PER_NODE"),
     *("SLURM_NTASKS_PER_SOCKET", "SLURM_NTASKS_PER_TRES", "SLURM_TASKS_PER_NODE", "SLURM_CPUS_PER_TASK"),
@@ -31,6 +34,9 @@ SHAPE_VARIABLES = (
     *("SLURM_EXPORT_ENV", "SLURM_KILL_BAD_EXIT", "SLURM_NO_KILL", "SLURM_WAIT", "SLURM_LABELIO"),
     *("SLURM_STDINMODE", "SLURM_STDOUTMODE", "SLURM_STDERRMODE", "SLURM_UNBUFFEREDIO", "SLURM_MULTI_PROG"),
     *("SLURM_TIMELIMIT", "SLURM_SPREAD_JOB", "SLURM_EXIT_IMMEDIATE", "SLURM_EXIT_ERROR", "SLURM_WHOLE"),
+    *("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_MEM_PER_NODE", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_SOCKET"),
+    *("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_GTIDS", "SLURM_TASK_PID", "SLURM_LAUNCH_NODE_IPADDR"),
+    *("SLURM_SRUN_COMM_HOST", "SLURM_SRUN_COMM_PORT"),
     *("SRUN_CPUS_PER_TASK", "SRUN_DEBUG", "SRUN_ERROR", "SRUN_EXPORT_ENV", "SRUN_INPUT", "SRUN_OUTPUT"),
 )
 # What the supervisor reads (`step_gpus`), and srun must not: a step would ask for SLURM_GPUS, a total, again, of one
@@ -100,7 +106,7 @@ def srun_one_agent(node: str, command: Sequence[str], *, extra: Sequence[str] = 
 def scrubbed_environment(env: Mapping[str, str]) -> dict[str, str]:
     """`env` without what would overrule srun's flags: for srun."""
     dropped = {*SHAPE_VARIABLES, *_GPU_VARIABLES}
-    return {key: value for key, value in env.items() if key not in dropped}
+    return {key: value for key, value in env.items() if key not in dropped and not key.startswith("SLURM_STEP")}
 
 
 def command_environment(env: Mapping[str, str]) -> dict[str, str]:
@@ -175,9 +181,15 @@ def show_config() -> list[str]:
     return ["scontrol", "show", "config"]
 
 
-def soon(delay: float = 0.0) -> str:
-    """StartTime for a job that may start in `delay` seconds: never sooner than `SOON_SECONDS`."""
-    return f"now+{SOON_SECONDS + math.ceil(delay)}"
+def soon(delay: float = 0.0, *, now: float | None = None) -> str:
+    """StartTime for a job that may start in `delay` seconds: never sooner than `SOON_SECONDS`.
+
+    Args:
+        now: The controller's time, since the epoch: scontrol counts ``now+…`` from the clock of its own host. None: not
+            known.
+    """
+    seconds = SOON_SECONDS + math.ceil(delay)
+    return f"now+{seconds}" if now is None else time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now + seconds))
 
 
 def requeue(job: JobId) -> list[str]:
@@ -208,10 +220,17 @@ def _cluster(job: JobId) -> list[str]:
     return ["-M", job.cluster] if job.cluster else []
 
 
+_FIELDS = {
+    "SLURM_GPUS": ("TresPerJob",),
+    "SLURM_GPUS_PER_NODE": ("TresPerNode",),
+    "SLURM_GPUS_PER_TASK": ("TresPerTask",),
+    "SLURM_TRES_PER_TASK": ("TresPerTask",),
+}
+"""By which fields of ``scontrol show job`` a job has itself asked for what the variable holds."""
 _AS_A_WHOLE = ("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")  # the last one since 24.11
 
 
-def step_gpu_flags(env: Mapping[str, str]) -> tuple[str, ...]:
+def step_gpu_flags(env: Mapping[str, str], job: JobState | None = None) -> tuple[str, ...]:
     """srun's flags so that each agent sees all GPUs that the job has on its node.
 
     Nothing, for ``--gres`` and ``--gpus-per-node``: a step has them by itself. Of a job with ``--gpus`` (a total) or
@@ -220,22 +239,28 @@ def step_gpu_flags(env: Mapping[str, str]) -> tuple[str, ...]:
 
     Args:
         env: The batch script's.
+        job: What Slurm says of the job: what it was not asked for is in `env` from another. None: not known.
 
     Raises:
         UsageError: the total is not the same on each node.
     """
-    given = next((name for name in _AS_A_WHOLE if _asks_for_gpus(name, env.get(name, ""))), None)
-    if given is None or env.get("SLURM_GPUS_PER_NODE"):
+
+    def is_own(name: str) -> bool:
+        asked = job is None or any(field in job.tres_asked for field in _FIELDS[name])
+        return asked and _asks_for_gpus(name, env.get(name, ""))
+
+    given = next(filter(is_own, _AS_A_WHOLE), None)
+    if given is None or is_own("SLURM_GPUS_PER_NODE"):
         return ()
-    job = JobEnvironment.from_env(env)
-    here = job.node.gpus if job.node.name is not None else 0  # salloc's shell is on no node of the job
+    facts = JobEnvironment.from_env(env)
+    here = facts.node.gpus if facts.node.name is not None else 0  # salloc's shell is on no node of the job
     if given == "SLURM_GPUS":
         try:
-            each, rest = divmod(gpu_count(env[given]), len(job.nodes))
+            each, rest = divmod(gpu_count(env[given]), len(facts.nodes))
         except ValueError as error:
             raise UsageError(f"{given}={env[given]!r} in the environment {error}") from None
         if rest or here not in (0, each):
-            seen = f"{here} of them are on {job.node.name}" if here else f"there are {len(job.nodes)} nodes"
+            seen = f"{here} of them are on {facts.node.name}" if here else f"there are {len(facts.nodes)} nodes"
             raise UsageError(
                 f"--gpus={env[given]}: {seen}, so they are not the same number on each node; ask with --gpus-per-node"
             )

@@ -3,6 +3,7 @@
 Checked on the environments of Slurm 20.11, 22.05, 24.11 and 26.05. The traps that they hold:
 
 - 26.05 sets SLURM_STEP_ID=-5 in the batch script, which is in no step.
+- sbatch hands on what its caller has: where a job is submitted from a step, its batch script has that step's variables.
 - 20.11 has no SLURM_GPUS_ON_NODE; 20.11 and 22.05 have no SLURM_JOB_START_TIME.
 """
 
@@ -33,39 +34,25 @@ class NodeFacts(Struct, frozen=True, kw_only=True):
 
     name: str | None
     """As Slurm calls it; None in salloc's shell on a login node."""
-    cpus: int | None
-    """CPUs of the job on this node."""
     gpus: int
     """GPUs that processes here can use; 0 where Slurm gave none."""
-
-
-class BatchFacts(Struct, frozen=True, kw_only=True):
-    """Of a batch script, or of a shell in an allocation: a process of the job that is in no step."""
-
-    node: NodeFacts
-    tasks_per_node: tuple[int, ...]
-    """One number per node of the job; empty where Slurm said nothing."""
 
 
 class TaskFacts(Struct, frozen=True, kw_only=True):
     """Of a task that srun started."""
 
-    node: NodeFacts
     step_id: int
     step_nodes: tuple[str, ...]
-    """As SLURM_STEP_NODELIST gives them; not always in the order of `node_id`."""
-    node_id: int
-    """This node's place among the step's nodes, from 0."""
+    """As SLURM_STEP_NODELIST gives them."""
     num_nodes: int
     procid: int
-    localid: int
     num_tasks: int
     tasks_per_node: tuple[int, ...]
-    """One number per node of the step, by `node_id`."""
+    """One number per node of the step; empty where Slurm said nothing."""
 
 
 class JobEnvironment(Struct, frozen=True, kw_only=True):
-    """The job that this process belongs to, and, in `batch` or `task`, its place in it."""
+    """The job that this process belongs to, and its place in it."""
 
     job_id: str
     array_job_id: str | None
@@ -73,18 +60,11 @@ class JobEnvironment(Struct, frozen=True, kw_only=True):
     restart_count: int
     """How often the job was requeued; Slurm leaves it unset at first."""
     cluster: str | None
-    name: str
     nodes: tuple[str, ...]
     """All nodes of the job as it started, in Slurm's order: this is the order of ranks."""
-    partition: str | None
-    account: str | None
-    submit_dir: str | None
-    start_time: int | None
-    """Seconds since the epoch by the controller's clock; None before Slurm 23."""
-    end_time: int | None
-    """When the time limit ends the job; as `start_time`."""
-    batch: BatchFacts | None
+    node: NodeFacts
     task: TaskFacts | None
+    """None of a batch script, or of a shell in an allocation: a process of the job that is in no step."""
 
     @property
     def requeue_id(self) -> str:
@@ -92,19 +72,6 @@ class JobEnvironment(Struct, frozen=True, kw_only=True):
         if self.array_job_id is not None and self.array_task_id is not None:
             return f"{self.array_job_id}_{self.array_task_id}"
         return self.job_id
-
-    @property
-    def node(self) -> NodeFacts:
-        """This process' node, in a step or not."""
-        facts = self.task or self.batch
-        assert facts is not None  # from_env sets one of them
-        return facts.node
-
-    @property
-    def node_index(self) -> int | None:
-        """This node's place in `nodes`; None where this process is not on one of them."""
-        name = self.node.name
-        return self.nodes.index(name) if name in self.nodes else None
 
     @staticmethod
     def from_env(env: Mapping[str, str]) -> JobEnvironment:
@@ -115,20 +82,15 @@ class JobEnvironment(Struct, frozen=True, kw_only=True):
         """
         reader = _Reader(env)
         in_task = _in_task(reader)
+        gpus = _gpus(reader, "SLURM_STEP_GPUS" if in_task else "SLURM_JOB_GPUS")
         return JobEnvironment(
             job_id=reader.job_id("SLURM_JOB_ID", "SLURM_JOBID"),
             array_job_id=reader.optional_id("SLURM_ARRAY_JOB_ID"),
             array_task_id=reader.optional_id("SLURM_ARRAY_TASK_ID"),
             restart_count=reader.number("SLURM_RESTART_COUNT", default=0) or 0,
             cluster=reader.text("SLURM_CLUSTER_NAME"),
-            name=reader.text("SLURM_JOB_NAME") or "job",
             nodes=_job_nodes(reader),
-            partition=reader.text("SLURM_JOB_PARTITION"),
-            account=reader.text("SLURM_JOB_ACCOUNT"),
-            submit_dir=reader.text("SLURM_SUBMIT_DIR"),
-            start_time=reader.number("SLURM_JOB_START_TIME"),
-            end_time=reader.number("SLURM_JOB_END_TIME"),
-            batch=None if in_task else _batch_facts(reader),
+            node=NodeFacts(name=reader.text("SLURMD_NODENAME"), gpus=gpus),
             task=_task_facts(reader) if in_task else None,
         )
 
@@ -256,7 +218,11 @@ class _Reader:
 
 
 def _in_task(reader: _Reader) -> bool:
-    """Whether srun started us. Special steps have ids from -6 to -1 (batch is -5), also as unsigned 32-bit numbers."""
+    """Whether srun started us. Special steps have ids from -6 to -1 (batch is -5), also as unsigned 32-bit numbers.
+
+    The variables of a step that the job was submitted from don't fit the job's own: slurmstepd sets SLURMD_NODENAME,
+    and in a task SLURM_NNODES and SLURM_TASKS_PER_NODE of the step, in a batch script those of the job (all versions).
+    """
     found = reader.find("SLURM_STEP_ID", "SLURM_STEPID")
     if found is None or reader.find("SLURM_PROCID") is None:
         return False
@@ -265,7 +231,20 @@ def _in_task(reader: _Reader) -> bool:
         step = int(value)
     except ValueError:
         raise JobEnvironmentError(variable=name, value=value, why="is not a number") from None
-    return 0 <= step < 0xFFFFFFF0
+    if not 0 <= step < 0xFFFFFFF0:
+        return False
+    nodes = reader.nodes("SLURM_STEP_NODELIST") or ()
+    return (
+        reader.text("SLURMD_NODENAME") in nodes
+        and set(nodes) <= set(_job_nodes(reader))
+        and all(
+            reader.text(own) in (None, reader.text(name))
+            for name, own in (
+                ("SLURM_STEP_NUM_NODES", "SLURM_NNODES"),
+                ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"),
+            )
+        )
+    )
 
 
 def _job_nodes(reader: _Reader) -> tuple[str, ...]:
@@ -284,19 +263,8 @@ def _job_nodes(reader: _Reader) -> tuple[str, ...]:
     return listed
 
 
-def _batch_facts(reader: _Reader) -> BatchFacts:
-    return BatchFacts(
-        node=_node_facts(reader, name=reader.text("SLURMD_NODENAME")),
-        tasks_per_node=reader.counts("SLURM_TASKS_PER_NODE"),
-    )
-
-
 def _task_facts(reader: _Reader) -> TaskFacts:
     step_nodes = reader.nodes("SLURM_STEP_NODELIST") or ()
-    if not step_nodes:
-        raise JobEnvironmentError(
-            variable="SLURM_STEP_NODELIST", value="", why="is missing, though SLURM_STEP_ID is there"
-        )
     num_nodes = reader.number("SLURM_STEP_NUM_NODES", default=len(step_nodes))
     assert num_nodes is not None
     if num_nodes != len(step_nodes):
@@ -313,32 +281,21 @@ def _task_facts(reader: _Reader) -> TaskFacts:
             why=f"is for {len(tasks_per_node)} nodes, but the step has {num_nodes}",
         )
     num_tasks = reader.need_number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    node_id = reader.need_number("SLURM_NODEID", below=("SLURM_STEP_NUM_NODES", num_nodes))
-    name = reader.text("SLURMD_NODENAME")
-    if name is not None and name not in step_nodes:
-        raise JobEnvironmentError(variable="SLURMD_NODENAME", value=name, why="is not in SLURM_STEP_NODELIST")
     return TaskFacts(
-        node=_node_facts(reader, name=name or step_nodes[node_id]),
         step_id=reader.need_number("SLURM_STEP_ID", "SLURM_STEPID"),
         step_nodes=step_nodes,
-        node_id=node_id,
         num_nodes=num_nodes,
         procid=reader.need_number("SLURM_PROCID", below=("SLURM_STEP_NUM_TASKS", num_tasks)),
-        localid=reader.need_number("SLURM_LOCALID", below=("SLURM_STEP_NUM_TASKS", num_tasks)),
         num_tasks=num_tasks,
         tasks_per_node=tasks_per_node,
     )
 
 
-def _node_facts(reader: _Reader, *, name: str | None) -> NodeFacts:
-    return NodeFacts(name=name, cpus=reader.number("SLURM_CPUS_ON_NODE"), gpus=_gpus(reader))
-
-
-def _gpus(reader: _Reader) -> int:
+def _gpus(reader: _Reader, variable: str) -> int:
     """What Slurm gave this node, but never more than this process can see (``--gpus-per-task=1`` shows one of 4)."""
     given = reader.gpus("SLURM_GPUS_ON_NODE")
     if given is None:
-        given = reader.devices("SLURM_STEP_GPUS", "SLURM_JOB_GPUS")
+        given = reader.devices(variable, "SLURM_JOB_GPUS")
     if given is None:
         given = reader.gpus("SLURM_GPUS_PER_NODE")
     visible = reader.devices(*_VISIBLE_DEVICES)

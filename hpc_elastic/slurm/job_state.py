@@ -104,21 +104,19 @@ class JobState(Struct, frozen=True, kw_only=True):
     """ReqNodeList: nodes that it asks for by name."""
     nodes: tuple[str, ...] = ()
     """Those it has now; after a loss the rest. Empty while it pends."""
-    batch_host: str | None = None
-    """Still the dead one after the batch host's loss."""
     min_nodes: int = 0
-    max_nodes: int = 0
     exit_code: int = 0
     exit_signal: int = 0
     time_limit: int | None = None
     """Seconds; None: unlimited."""
-    submit_time: str | None = None
     start_time: str | None = None
     """In the controller's time zone, as ``2026-11-21T02:16:42``; None where unknown."""
     end_time: str | None = None
     """Of a job that runs: by its limit, or when its grace time is over."""
     preempt_time: str | None = None
     """When it had to make room: while it still runs, the grace time has begun then."""
+    tres_asked: tuple[str, ...] = ()
+    """How it asks for GPUs and the like: ``TresPerNode``."""
     command: str = ""
     """The batch script."""
     stdout: str | None = None
@@ -241,7 +239,6 @@ def parse_squeue(text: str) -> tuple[JobState, ...]:
         job_id, state, reason, nodes = cells[0], cells[1], cells[2], cells[6]
         if not (is_job_id(job_id) or _TASKS_THAT_WAIT.match(job_id)):
             continue
-        least, most = _range(cells[5])
         jobs.append(
             JobState(
                 job_id=job_id,
@@ -249,10 +246,7 @@ def parse_squeue(text: str) -> tuple[JobState, ...]:
                 reason=_reason(reason),
                 **_parts_of_id(job_id),
                 nodes=_nodes(nodes),
-                min_nodes=least,
-                max_nodes=most,
                 time_limit=_time_limit(cells[4]),
-                submit_time=_time(cells[11]),
                 start_time=_time(cells[8]),
                 end_time=_time(cells[9]),
             )
@@ -304,7 +298,6 @@ def parse_dependents(text: str, number: str) -> tuple[str, ...]:
 
 
 def _job_state(fields: Mapping[str, str]) -> JobState:
-    least, most = _range(fields.get("NumNodes", ""))
     code, _, signal = fields.get("ExitCode", "").partition(":")
     return JobState(
         job_id=fields["JobId"],
@@ -320,16 +313,14 @@ def _job_state(fields: Mapping[str, str]) -> JobState:
         excluded=_nodes(fields.get("ExcNodeList", "")),
         required=_nodes(fields.get("ReqNodeList", "")),
         nodes=_nodes(fields.get("NodeList", "")),
-        batch_host=_text(fields.get("BatchHost")),
-        min_nodes=least,
-        max_nodes=most,
+        min_nodes=_number(fields.get("NumNodes", "").partition("-")[0]),
         exit_code=_number(code),
         exit_signal=_number(signal),
         time_limit=_time_limit(fields.get("TimeLimit", "")),
-        submit_time=_time(fields.get("SubmitTime", "")),
         start_time=_time(fields.get("StartTime", "")),
         end_time=_time(fields.get("EndTime", "")),
         preempt_time=_time(fields.get("PreemptTime", "")),
+        tres_asked=tuple(key for key in fields if key.startswith("TresPer") and _text(fields[key])),
         command=_text(fields.get("Command")) or "",
         stdout=_text(fields.get("StdOut")),
         comment=_text(fields.get("Comment")) or "",
@@ -353,11 +344,6 @@ def _reason(value: str) -> str:
 
 def _number(value: str) -> int:
     return int(value) if value.isascii() and value.isdigit() and len(value) < 19 else 0
-
-
-def _range(value: str) -> tuple[int, int]:
-    least, _, most = value.partition("-")
-    return _number(least), _number(most or least)
 
 
 def _nodes(value: str) -> tuple[str, ...]:

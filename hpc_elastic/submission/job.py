@@ -21,7 +21,7 @@ from hpc_elastic.launch.run_status import FORGOTTEN_SECONDS, job_of_run, query_j
 from hpc_elastic.run.index import jobs_of
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec, UnreadableRunError, load_run_spec
-from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient, SubprocessRunner
+from hpc_elastic.slurm.client import SlurmClient, SubprocessRunner
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError
 from hpc_elastic.slurm.job_state import JobPhase, JobState
@@ -38,7 +38,7 @@ _WITHOUT_A_START = frozenset(("CANCELLED", "DEADLINE", "REVOKED"))
 
 def slurm_client() -> SlurmClient:
     """This cluster's."""
-    return CommandSlurmClient(SubprocessRunner(os.environ), SystemClock(), timeout=SLURM_SECONDS)
+    return SlurmClient(SubprocessRunner(os.environ), SystemClock(), timeout=SLURM_SECONDS)
 
 
 class ElasticWatcher(InfoWatcher):  # type: ignore[misc]

@@ -412,6 +412,11 @@ class WorkerStartError(HpcElasticError):
 
     template = "cannot start {command!r}: {reason}"
 
+    @property
+    def is_passing(self) -> bool:
+        """Whether it is a shortage, of which there may be none at the next try."""
+        return self.errno in (errno.EAGAIN, errno.ENOMEM, errno.ENFILE, errno.EMFILE)
+
 
 def candidates(command: str, env: Mapping[str, str]) -> list[str]:
     """The paths to try for `command`, in order, as execvp does: a name with a slash is a path, any other goes by PATH.

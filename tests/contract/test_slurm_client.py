@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient
+from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import (
     InvalidNodeError,
@@ -67,7 +67,7 @@ class World:
 
 @pytest.fixture(params=VERSIONS)
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> World:
-    return World(CommandSlurmClient(FakeSlurm(request.param), SystemClock()), tmp_path, patience=0)
+    return World(SlurmClient(FakeSlurm(request.param), SystemClock()), tmp_path, patience=0)
 
 
 def test_submits_and_shows(world: World) -> None:
@@ -76,7 +76,6 @@ def test_submits_and_shows(world: World) -> None:
     assert state is not None
     assert (state.job_id, state.name, state.state, state.restarts) == (job.number, "mine", "RUNNING", 0)
     assert state.nodes
-    assert state.batch_host == state.nodes[0]
     assert [queued.state for queued in world.client.queue_states([job])] == ["RUNNING"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import select
+import shlex
 import signal
 import sys
 import time
@@ -303,6 +304,30 @@ def test_with_too_few_left_it_is_not_made_again(srun: Srun, make: Callable[..., 
     assert "Communication connection failure" in found[2].detail
     assert srun.calls == 1
     assert not launcher.running()
+
+
+@pytest.mark.parametrize(
+    ("said", "reason", "lasts"),
+    [
+        ("srun: fatal: SLURM_MEM_PER_CPU, SLURM_MEM_PER_GPU, and SLURM_MEM_PER_NODE are mutually exclusive.", "", True),
+        ("srun: error: Couldn't find the specified plugin name for mpi/x looking at all files", "", True),
+        ("srun: unrecognized option '--mpii=x'\nTry \"srun --help\" for more information", "--mpii=x", True),
+        ("srun: error: Unable to create step for job 5: Invalid generic resource (gres) specification", "gres", True),
+        ("srun: error: Unable to create step for job 5: Socket timed out on send/recv operation", "Socket", False),
+        ("srun: error: Unable to create step for job 5: Requested nodes are busy", "busy", False),
+    ],
+)
+def test_srun_says_itself_why_there_is_no_step(
+    srun: Srun, make: Callable[..., SlurmLauncher], said: str, reason: str, lasts: bool
+) -> None:
+    refused = f"printf '%s\\n' {shlex.quote(said)} 'srun: Job step creation' >&2; exit 1"
+    srun.plan(refused, refused)
+    launcher = make()
+    launcher.launch()
+    found = ended(launcher, 4)
+    assert [(end.started, end.lasts) for end in found] == [(False, lasts)] * 4
+    assert (reason or said.partition(": ")[2]) in found[0].detail
+    assert srun.calls == (2 if lasts else 1), "that it comes back the same way is to be seen"
 
 
 def test_it_is_not_tried_for_ever(srun: Srun, make: Callable[..., SlurmLauncher]) -> None:

@@ -176,7 +176,7 @@ class FakeWorkers:
             )
         ]
 
-    def describe_start_failure(self, error: Exception, *, retryable: bool) -> WorkerFailure:
+    def describe_start_failure(self, error: Exception) -> WorkerFailure:
         raise AssertionError(f"the workers can always be started, and yet: {error}")
 
     # -- what happens to them ------------------------------------------------------------------------------------

@@ -184,7 +184,7 @@ class FakeSlurm:
             return CommandResult(rc=1, stderr=_BAD_NODE.format(job=number))
         if "Requeue" in keys:
             job.requeue = int(keys["Requeue"])
-        if keys.get("StartTime", "").startswith("now") and not job.state.endswith("held"):
+        if "StartTime" in keys and not job.state.endswith("held"):
             job.state = "restarted-running"
         job.fields.update({key: value for key, value in keys.items() if key in ("ExcNodeList", "NumNodes", "Comment")})
         return CommandResult(rc=0)

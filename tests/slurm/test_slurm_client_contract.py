@@ -10,7 +10,7 @@ from tempfile import mkdtemp
 import pytest
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.slurm.client import CommandResult, CommandSlurmClient, CommandTimeoutError
+from hpc_elastic.slurm.client import CommandResult, CommandTimeoutError, SlurmClient
 from hpc_elastic.slurm.commands import command_environment
 from tests.contract import test_slurm_client as contract
 from tests.contract.test_slurm_client import *  # noqa: F403
@@ -29,5 +29,5 @@ def world(cluster: SlurmCluster) -> contract.World:
     folder = Path(mkdtemp(prefix="client-", dir=cluster.shared))
     folder.chmod(0o777)
     return contract.World(
-        CommandSlurmClient(run, SystemClock()), folder, patience=60, client_uid=int(cluster.run(["id", "-u"]).stdout)
+        SlurmClient(run, SystemClock()), folder, patience=60, client_uid=int(cluster.run(["id", "-u"]).stdout)
     )

@@ -171,8 +171,8 @@ class Workers:
     def describe_failures(self) -> list[WorkerFailure]:
         return self.failures
 
-    def describe_start_failure(self, error: Exception, *, retryable: bool) -> WorkerFailure:
-        return failure(message=str(error), retryable=retryable)
+    def describe_start_failure(self, error: Exception) -> WorkerFailure:
+        return failure(message=str(error))
 
     def fall(self, *failures: WorkerFailure) -> None:
         self.failed, self.news, self.failures = True, True, list(failures)
@@ -788,21 +788,30 @@ def test_a_master_port_that_is_taken_ends_the_run_with_its_reason(play: Callable
 
 
 @pytest.mark.parametrize(
-    ("error", "retryable"),
+    "error",
     [
-        (WorkerStartError(command="python9", cwd="/", errno=errno.ENOENT, reason="no such file"), False),
-        (WorkerStartError(command="python3", cwd="/", errno=errno.EAGAIN, reason="no more processes"), True),
-        (OSError(errno.EIO, "Input/output error"), True),
+        WorkerStartError(command="python3", cwd="/", errno=errno.EAGAIN, reason="no more processes"),
+        OSError(errno.EIO, "Input/output error"),
     ],
 )
 def test_workers_that_can_not_be_started_are_a_failure_with_evidence(
-    play: Callable[..., Play], error: Exception, retryable: bool
+    play: Callable[..., Play], error: Exception
 ) -> None:
     p = play(start_error=error)
     p.run(*RUNNING, [], [], p.phase_is(Phase.JOINING), [closed(Outcome.FAILED)])
     assert p.said.all() == ["join", "confirm", "report_failure", "sum_up_failures", "join", "deregister"]
-    assert p.said.last("sum_up_failures")[1].retryable is retryable
+    assert p.said.last("sum_up_failures")[1].retryable
     assert "serve" not in p.server.calls
+
+
+def test_a_node_that_lacks_what_workers_run_leaves_and_the_supervisor_judges_by_how_many_do(
+    play: Callable[..., Play],
+) -> None:
+    p = play(start_error=WorkerStartError(command="python9", cwd="/", errno=errno.ENOENT, reason="no such file"))
+    assert p.run(*RUNNING, [], []) == 2
+    assert p.said.all() == ["join", "confirm", "deregister"]
+    assert p.agent._unfit is not None
+    assert p.agent._unfit.reason == "cannot start 'python9': no such file"
 
 
 def test_a_lost_store_of_the_workers_is_told_as_the_machines_failure(play: Callable[..., Play]) -> None:

@@ -443,8 +443,7 @@ def test_whom_one_look_finds_ended_are_told_with_one_time() -> None:
     assert not workers.poll()
 
 
-@pytest.mark.parametrize(("retryable", "fingerprint"), [(True, ""), (False, "start:OSError")])
-def test_what_this_node_lacks_to_start_workers_is_no_bug_in_the_script(retryable: bool, fingerprint: str) -> None:
+def test_what_this_node_is_short_of_to_start_workers_is_no_bug_in_the_script() -> None:
     evidence = object.__new__(WorkerEvidence)
     evidence._clock = FakeClock()
     evidence._files = SimpleNamespace(post=lambda action: None)  # type: ignore[assignment]
@@ -452,9 +451,9 @@ def test_what_this_node_lacks_to_start_workers_is_no_bug_in_the_script(retryable
     evidence._place = SimpleNamespace(attempt=attempt, host="n0", node=0)  # type: ignore[assignment]
     evidence._round = 3
     evidence._layout = SimpleNamespace(first_rank=4, local_world_size=2)  # type: ignore[assignment]
-    found = evidence.describe_start_failure(0, OSError(24, "Too many open files"), retryable=retryable)
-    assert (found.global_rank, found.retryable) == (4, retryable)
-    assert sum_up([found], node=0, seconds=0.0).fingerprint == fingerprint
+    found = evidence.describe_start_failure(0, OSError(24, "Too many open files"))
+    assert (found.global_rank, found.retryable) == (4, True)
+    assert sum_up([found], node=0, seconds=0.0).fingerprint == ""
 
 
 @pytest.mark.parametrize("final", [False, True])

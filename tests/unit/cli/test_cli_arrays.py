@@ -25,7 +25,7 @@ from hpc_elastic.run.attempt import StoredResult
 from hpc_elastic.run.index import UnknownRunError, find, record
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import load_run_spec
-from hpc_elastic.slurm.client import CommandSlurmClient, SlurmClient
+from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.job_state import JobState, parse_squeue
 from tests.rigs.captures import VERSIONS, captured
@@ -220,12 +220,12 @@ def test_a_het_job_is_found_by_its_leaders_id(version: str) -> None:
 
 
 @pytest.fixture(params=VERSIONS)
-def slurm(request: pytest.FixtureRequest) -> tuple[FakeSlurm, CommandSlurmClient]:
+def slurm(request: pytest.FixtureRequest) -> tuple[FakeSlurm, SlurmClient]:
     fake = FakeSlurm(request.param)
-    return fake, CommandSlurmClient(fake, FakeClock())
+    return fake, SlurmClient(fake, FakeClock())
 
 
-def submitted(slurm: tuple[FakeSlurm, CommandSlurmClient], tmp_path: Path, comment: str) -> str:
+def submitted(slurm: tuple[FakeSlurm, SlurmClient], tmp_path: Path, comment: str) -> str:
     script = tmp_path / "job.sh"
     script.write_text("#!/bin/bash\n#SBATCH --job-name=other\n")
     fake, client = slurm
@@ -241,13 +241,13 @@ def as_alice(monkeypatch: pytest.MonkeyPatch, name: str = "alice") -> None:
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: type(me)((name, *me[1:])))
 
 
-def test_an_unknown_job(slurm: tuple[FakeSlurm, CommandSlurmClient]) -> None:
+def test_an_unknown_job(slurm: tuple[FakeSlurm, SlurmClient]) -> None:
     with pytest.raises(UsageError, match=r"^job 99999: no such run "):
         run_of_job("99999", slurm[1])
 
 
 def test_one_of_another_program(
-    slurm: tuple[FakeSlurm, CommandSlurmClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slurm: tuple[FakeSlurm, SlurmClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_alice(monkeypatch)
     with pytest.raises(UsageError, match=r"^job 1000 \(other\): no such run \(not submitted by"):
@@ -255,7 +255,7 @@ def test_one_of_another_program(
 
 
 def test_one_of_another_user(
-    slurm: tuple[FakeSlurm, CommandSlurmClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slurm: tuple[FakeSlurm, SlurmClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_alice(monkeypatch, "bob")
     with pytest.raises(UsageError, match=r"^job 1000 belongs to alice: "):
@@ -263,7 +263,7 @@ def test_one_of_another_user(
 
 
 def test_one_of_ours_that_another_home_remembers(
-    slurm: tuple[FakeSlurm, CommandSlurmClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: RunPaths
+    slurm: tuple[FakeSlurm, SlurmClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, array: RunPaths
 ) -> None:
     as_alice(monkeypatch)
     job = submitted(slurm, tmp_path, f"hpc-elastic {array.root}")
@@ -276,7 +276,7 @@ def test_one_of_ours_that_another_home_remembers(
         find_run_dir(job, None, ask_slurm=False)
 
 
-def test_slurm_that_does_not_answer(slurm: tuple[FakeSlurm, CommandSlurmClient]) -> None:
+def test_slurm_that_does_not_answer(slurm: tuple[FakeSlurm, SlurmClient]) -> None:
     slurm[0].reachable = False
     with pytest.raises(
         UsageError, match=r"^job 12: no such run \(searched this account's runs; Slurm does not answer: "
@@ -285,7 +285,7 @@ def test_slurm_that_does_not_answer(slurm: tuple[FakeSlurm, CommandSlurmClient])
 
 
 def test_where_there_is_no_slurm_that_is_no_news(
-    slurm: tuple[FakeSlurm, CommandSlurmClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slurm: tuple[FakeSlurm, SlurmClient], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm[0].missing = {"scontrol"}
     monkeypatch.chdir(tmp_path)

@@ -14,7 +14,7 @@ from hpc_elastic.cli.main import main
 from hpc_elastic.launch.run_directory import job_now
 from hpc_elastic.run.attempt import load_attempt
 from hpc_elastic.run.index import entries, record
-from hpc_elastic.slurm.client import CommandSlurmClient
+from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.fake_slurm import FakeJob, FakeSlurm
@@ -30,7 +30,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeSlurm:
     fake.clusters["beta"] = FakeSlurm()
     for cluster, comment in ((fake, OTHERS_COMMENT), (fake.clusters["beta"], f"hpc-elastic {tmp_path / RUN_ID}")):
         cluster.jobs["9"] = FakeJob("9", "pending-held", fields={"Comment": comment})
-    monkeypatch.setattr(run_job, "slurm_client", lambda timeout=0.0: CommandSlurmClient(fake, FakeClock()))
+    monkeypatch.setattr(run_job, "slurm_client", lambda timeout=0.0: SlurmClient(fake, FakeClock()))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     return fake
 

@@ -17,7 +17,7 @@ from hpc_elastic.launch.job_watch import (
     NodesDiffer,
     nodes_differ,
 )
-from hpc_elastic.slurm.client import CommandResult, CommandSlurmClient
+from hpc_elastic.slurm.client import CommandResult, SlurmClient
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError, SlurmUnavailableError
 from tests.rigs.event_pairs import log_into_dicts
@@ -131,7 +131,7 @@ def test_an_outage_is_one_line_when_it_is_noticed_and_one_when_it_is_over(caplog
             return CommandResult(rc=1, stderr="slurm_load_jobs error: Unable to contact slurm controller")
         return CommandResult(rc=1, stderr="slurm_load_jobs error: Invalid job id specified")
 
-    client = CommandSlurmClient(run, clock, on_answer=ControllerOutage(clock).on_answer)
+    client = SlurmClient(run, clock, on_answer=ControllerOutage(clock).on_answer)
     for _ in range(6):
         try:
             client.queue_states([JobId("7")])

@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.base import codec
-from hpc_elastic.base.files import make_private_dir
+from hpc_elastic.base.files import make_private_dir, write_private
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.cli.status import duration, status_json, status_line, status_lines
 from hpc_elastic.launch.run_progress import OutputStatus, StepStatus
@@ -105,6 +105,15 @@ def test_an_attempt_whose_nodes_have_not_met(run: Run) -> None:
     status = run.attempt(0).status()
     assert (status.state, status.job_id, status.nodes) == (RunState.MEETING, "42", ("n1", "n2", "n3"))
     assert not run.there.store.exists(), "who looks makes nothing"
+
+
+def test_a_step_that_slurm_does_not_make(run: Run) -> None:
+    waits = "srun: Job 42 step creation temporarily disabled, retrying (Requested nodes are busy)"
+    write_private(run.attempt(0).paths.job_log, f"[hpc-elastic] run directory: /r\n{waits}\n")
+    status = read_status(run.paths, clock=run.clock, looks_at_output=True)
+    assert f"  because  : {waits}" in status_lines(status, None, seconds_left=None)
+    write_private(run.paths.job_log, f"{waits}\nsrun: Step created for job 42\n")
+    assert read_status(run.paths, clock=run.clock, looks_at_output=True).opened_because == ""
 
 
 def test_training(run: Run) -> None:

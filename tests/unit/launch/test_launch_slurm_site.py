@@ -37,6 +37,7 @@ ENV = {
 }
 SCRIPT = Path("/runs/r/job.sbatch")
 SPEC = make_spec(run_id="r")
+MISSING = SlurmMissingError(what="asking", why="scontrol is not on PATH")
 UNAVAILABLE = SlurmUnavailableError(what="asking", why="Unable to contact slurm controller")
 RUNNING = JobState(job_id="7", state="RUNNING", reason="", requeue=True, partition="main")
 
@@ -232,6 +233,7 @@ def test_a_run_and_its_job_must_both_be_an_array_or_neither(tmp_path: Path) -> N
         (replace(RUNNING, restarts=1, state="CANCELLED"), Allocation.HELD),
         (None, Allocation.HELD),
         (UNAVAILABLE, Allocation.UNKNOWN),
+        (MISSING, Allocation.HELD),  # no node can ask: the end is not to wait half a minute for another's answer
     ],
 )
 def test_whether_this_node_still_belongs_to_the_job(state: Any, found: Allocation) -> None:

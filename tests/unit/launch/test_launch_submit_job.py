@@ -18,7 +18,7 @@ from hpc_elastic.options.sbatch import ScriptLines
 from hpc_elastic.run import index
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import load_run_spec
-from hpc_elastic.slurm.client import CommandSlurmClient
+from hpc_elastic.slurm.client import SlurmClient
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.fake_slurm import FakeSlurm
 
@@ -46,7 +46,7 @@ class Site:
         )
 
     def submit(self, submission: Submission, **more: Any) -> str:
-        client = CommandSlurmClient(self.slurm, self.clock, log=self.told.append)
+        client = SlurmClient(self.slurm, self.clock, log=self.told.append)
         return submit_job(submission, client, clock=self.clock, env=self.env, log=self.told.append, **more).number
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from hpc_elastic.slurm.client import CommandResult, CommandSlurmClient, SlurmClient
+from hpc_elastic.slurm.client import CommandResult, SlurmClient
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmAnswerError, SlurmError, SlurmMissingError, SlurmUnavailableError
 from tests.rigs.captures import VERSIONS, captured
@@ -30,15 +30,15 @@ CALLS: list[Callable[[SlurmClient], object]] = [
 ]
 
 
-def client_of(fake: FakeSlurm) -> CommandSlurmClient:
-    return CommandSlurmClient(fake, FakeClock())
+def client_of(fake: FakeSlurm) -> SlurmClient:
+    return SlurmClient(fake, FakeClock())
 
 
-def answering(stdout: str, rc: int = 0, stderr: str = "") -> CommandSlurmClient:
+def answering(stdout: str, rc: int = 0, stderr: str = "") -> SlurmClient:
     def run(argv: Sequence[str], *, timeout: float) -> CommandResult:
         return CommandResult(rc=rc, stdout=stdout, stderr=stderr)
 
-    return CommandSlurmClient(run, FakeClock())
+    return SlurmClient(run, FakeClock())
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -120,7 +120,7 @@ def test_a_question_that_slurms_own_signal_ends_is_asked_again() -> None:
     """A cancel signals all processes of the batch script, the command that asks what the signal means among them."""
     text = captured("22.05.8", "scontrol-show-job-running-array")[1]
     answers = [CommandResult(rc=-15, stdout="", stderr=""), CommandResult(rc=0, stdout=text, stderr="")]
-    client = CommandSlurmClient(lambda argv, *, timeout: answers.pop(0), FakeClock())
+    client = SlurmClient(lambda argv, *, timeout: answers.pop(0), FakeClock())
     assert len(client.job_states(JOB)) == 3
     with pytest.raises(SlurmError, match="scontrol exited with -15"):
         answering("", rc=-15).job_state(JOB)
@@ -129,7 +129,7 @@ def test_a_question_that_slurms_own_signal_ends_is_asked_again() -> None:
 def test_what_changes_something_is_not_done_again_for_that() -> None:
     answers = [CommandResult(rc=-15, stdout="", stderr="")]
     with pytest.raises(SlurmError):
-        CommandSlurmClient(lambda argv, *, timeout: answers.pop(0), FakeClock()).requeue(JOB)
+        SlurmClient(lambda argv, *, timeout: answers.pop(0), FakeClock()).requeue(JOB)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from hpc_elastic.slurm.cluster_facts import SlurmConfig, parse_show_config, parse_sinfo_nodes
@@ -16,25 +18,12 @@ def test_config(version: str) -> None:
         kill_wait=5,
         slurmd_timeout=20,
         job_requeue=True,
-        requeue_delay=120,
         cluster="rig",
+        now=config.now,
     )
+    assert config.now is not None
+    assert time.strftime("%Y-%m-%dT%H", time.localtime(config.now)) in ("2026-11-21T01", "2026-11-21T02")
     assert config.version_text == version
-
-
-@pytest.mark.parametrize(
-    ("lines", "delay"),
-    [
-        ("AuthInfo                = cred_expire=10", 10),
-        ("AuthInfo                = socket=/run/munge,cred_expire=30", 30),
-        ("AuthInfo                = xcred_expire=30", 120),
-        ("SchedulerParameters     = bf_interval=1,requeue_delay=0", 0),
-        ("AuthInfo = cred_expire=10\nSchedulerParameters = requeue_delay=7", 7),
-        ("", 120),
-    ],
-)
-def test_requeue_delay(lines: str, delay: int) -> None:
-    assert parse_show_config(lines).requeue_delay == delay
 
 
 def test_what_is_missing_or_unreadable_takes_slurms_default() -> None:

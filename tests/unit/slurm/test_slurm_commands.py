@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from hpc_elastic.slurm import commands
+from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.notation import HostlistError
 from tests.rigs.captures import DATA
+from tests.rigs.fake_clock import FakeClock
+from tests.rigs.fake_slurm import FakeJob, FakeSlurm
 
 FLAGS = ["--ntasks-per-node=1", "--overlap", "--cpu-bind=none", "--no-kill", "--kill-on-bad-exit=0", "--wait=0"]
 AGENT = ["/usr/bin/python3", "-m", "hpc_elastic", "agent", "/runs/a b"]
@@ -42,7 +47,18 @@ def test_what_would_overrule_sruns_flags_is_scrubbed_from_every_recorded_batch_e
         seen |= set(env) - set(left)
         assert "SLURM_JOB_ID" in left
         assert "SLURM_JOB_NODELIST" in left
-        for word in ("NTASKS", "NPROCS", "TASKS_PER_NODE", "CPUS_PER_TASK", "TRES", "GPUS_PER_TASK", "BIND"):
+        words = (
+            "NTASKS",
+            "NPROCS",
+            "TASKS_PER_NODE",
+            "CPUS_PER_TASK",
+            "TRES",
+            "GPUS_PER",
+            "BIND",
+            "MEM_",
+            "SLURM_STEP",
+        )
+        for word in words:
             assert not [name for name in left if name.startswith("SLURM_") and word in name and "GROUP" not in name]
     assert seen >= {"SLURM_NTASKS", "SLURM_NPROCS", "SLURM_CPUS_PER_TASK", "SLURM_TRES_PER_TASK", "SLURM_EXPORT_ENV"}
 
@@ -119,6 +135,17 @@ def test_a_begin_time_is_never_sooner_than_slurm_can_bear() -> None:
     assert commands.soon() == "now+2"
     assert commands.soon(0.4) == "now+3"
     assert commands.soon(60) == "now+62"
+
+
+def test_a_begin_time_is_by_slurms_clock() -> None:
+    """scontrol counts ``now+…`` from its own host's, which may be minutes ahead."""
+    slurm = FakeSlurm()
+    client = SlurmClient(slurm, FakeClock())
+    now = client.config().now
+    slurm.jobs["7"] = FakeJob("7", "requeued-begintime")
+    client.start_now(JobId("7"), delay=60)
+    assert now is not None
+    assert slurm.calls[-1][-1] == time.strftime("StartTime=%Y-%m-%dT%H:%M:%S", time.localtime(now + 62))
 
 
 def test_a_script_that_is_tried_out_and_the_users_jobs_that_wait() -> None:

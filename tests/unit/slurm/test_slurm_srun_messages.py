@@ -15,66 +15,53 @@ def events(version: str, name: str) -> list[SrunEvent]:
     return [event for line in (err or out).splitlines() if (event := parse_srun_line(line)) is not None]
 
 
-def facts(event: SrunEvent) -> tuple[SrunEventKind, tuple[str, ...], tuple[int, ...], int | None]:
-    return event.kind, event.nodes, event.tasks, event.exit_code
+def facts(event: SrunEvent) -> tuple[SrunEventKind, tuple[str, ...], int | None]:
+    return event.kind, event.nodes, event.exit_code
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_exit_codes(version: str) -> None:
     assert {facts(event) for event in events(version, "err-srun-exit-3")} == {
-        (Kind.TASK_EXITED, ("n1",), (0,), 3),
-        (Kind.TASK_EXITED, ("n2",), (1,), 3),
+        (Kind.TASK_EXITED, ("n1",), 3),
+        (Kind.TASK_EXITED, ("n2",), 3),
     }
-    assert [facts(event) for event in events(version, "err-srun-one-task-fails")] == [
-        (Kind.TASK_EXITED, ("n2",), (1,), 7)
-    ]
+    assert [facts(event) for event in events(version, "err-srun-one-task-fails")] == [(Kind.TASK_EXITED, ("n2",), 7)]
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_killed_tasks(version: str) -> None:
     found = events(version, "err-srun-task-killed")
     assert {facts(event) for event in found[:2]} == {
-        (Kind.TASK_KILLED, ("n1",), (0,), None),
-        (Kind.TASK_KILLED, ("n2",), (1,), None),
+        (Kind.TASK_KILLED, ("n1",), None),
+        (Kind.TASK_KILLED, ("n2",), None),
     }
     assert {event.detail for event in found[:2]} == {"Killed"}
-    assert found[-1].kind is Kind.STEP_ABORTED
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_command_that_is_not_there(version: str) -> None:
-    exited, failed = events(version, "err-srun-no-such-command")
-    assert exited.kind is Kind.TASK_EXITED
-    assert exited.exit_code == 2
-    assert failed.kind is Kind.EXEC_FAILED
-    assert "/nosuch/cmd: No such file or directory" in failed.detail
-    assert failed.nodes == (exited.nodes if version < "26" else ())  # 26.05 does not say which node
+    (exited,) = events(version, "err-srun-no-such-command")
+    assert (exited.kind, exited.exit_code) == (Kind.TASK_EXITED, 2)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_kill_on_bad_exit(version: str) -> None:
     found = events(version, "err-srun-kill-on-bad-exit")
-    assert facts(found[0]) == (Kind.TASK_EXITED, ("n2",), (1,), 7)
-    assert any(facts(event) == (Kind.TASK_KILLED, ("n1",), (0,), None) for event in found)
+    assert facts(found[0]) == (Kind.TASK_EXITED, ("n2",), 7)
+    assert any(facts(event) == (Kind.TASK_KILLED, ("n1",), None) for event in found)
     cancelled = [event for event in found if event.kind is Kind.CANCELLED]
     assert len(cancelled) == (0 if version == "22.05.8" else 1)  # as captured
-    assert all(event.nodes == ("n1",) and event.detail.startswith("STEP") for event in cancelled)
-    if version == "26.05.5":
-        assert cancelled[0].detail == "STEP TASK FAILURE"
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_lost_node(version: str) -> None:
-    assert [facts(event) for event in events(version, "output-crash-A")] == [(Kind.NODE_FAILED, ("n3",), (), None)]
+    assert [facts(event) for event in events(version, "output-crash-A")] == [(Kind.NODE_FAILED, ("n3",), None)]
 
 
 @pytest.mark.parametrize("version", ["20.11.4", "26.05.5"])
 def test_a_lost_node_that_ends_the_job(version: str) -> None:
     found = events(version, "output-crash-G")
-    assert {event.kind for event in found} == {Kind.NODE_FAILED, Kind.STEP_ABORTED, Kind.CANCELLED}
-    details = {event.detail for event in found if event.kind is Kind.CANCELLED}
-    assert details == {f"{what} NODE FAILURE, SEE SLURMCTLD LOG FOR DETAILS" for what in ("STEP", "JOB")}
-    assert {event.nodes for event in found if event.kind is Kind.CANCELLED} == {("n18",)}
+    assert {event.kind for event in found} == {Kind.NODE_FAILED, Kind.CANCELLED}
 
 
 @pytest.mark.parametrize("name", ["bad-partition", "jobid-completed", "jobid-unknown"])
@@ -88,39 +75,23 @@ def test_a_step_that_was_refused(version: str, name: str) -> None:
     [
         (
             "srun: error: Task launch for StepId=5.0 failed on node n3: Communication connection failure",
-            (Kind.LAUNCH_FAILED, ("n3",), (), None),
+            (Kind.LAUNCH_FAILED, ("n3",), None),
         ),
-        ("srun: Job step aborted: Waiting up to 7 seconds for job step to finish.", (Kind.STEP_ABORTED, (), (), None)),
-        ("srun: error: n[1-2,4]: tasks 0-1,3: Killed", (Kind.TASK_KILLED, ("n1", "n2", "n4"), (0, 1, 3), None)),
-        ("srun: error: n1: task 0: Segmentation fault (core dumped)", (Kind.TASK_KILLED, ("n1",), (0,), None)),
-        ("srun: error: n3: tasks 2-3: Exited with exit code 9\n", (Kind.TASK_EXITED, ("n3",), (2, 3), 9)),
-        ("srun: error: n1: task 0: Out Of Memory", (Kind.TASK_KILLED, ("n1",), (0,), None)),
-        (
-            "slurmstepd-n2: error: Detected 1 oom-kill event(s) in StepId=1.0. Some of your processes may have been "
-            "killed by the cgroup out-of-memory handler.",
-            (Kind.OUT_OF_MEMORY, ("n2",), (), None),
-        ),
-        (
-            "slurmstepd: error: Detected 2 oom-kill event(s) in step 1.0 cgroup.",
-            (Kind.OUT_OF_MEMORY, (), (), None),
-        ),
-        (
-            "[2026-11-21T02:10:03.041] error: Detected 1 oom_kill event in StepId=1.0. Some of the step tasks have "
-            "been OOM Killed.",
-            (Kind.OUT_OF_MEMORY, (), (), None),
-        ),
+        ("srun: error: n[1-2,4]: tasks 0-1,3: Killed", (Kind.TASK_KILLED, ("n1", "n2", "n4"), None)),
+        ("srun: error: n1: task 0: Segmentation fault (core dumped)", (Kind.TASK_KILLED, ("n1",), None)),
+        ("srun: error: n3: tasks 2-3: Exited with exit code 9\n", (Kind.TASK_EXITED, ("n3",), 9)),
+        ("srun: error: n1: task 0: Out Of Memory", (Kind.TASK_KILLED, ("n1",), None)),
         (
             "srun: error: Unable to create step for job 12: Requested nodes are busy",
-            (Kind.STEP_REFUSED, (), (), None),
+            (Kind.STEP_REFUSED, (), None),
         ),
-        ("srun: error: n[1-: task 0: Killed", (Kind.TASK_KILLED, (), (0,), None)),
+        ("srun: error: n[1-: task 0: Killed", (Kind.TASK_KILLED, (), None)),
     ],
 )
 def test_messages(line: str, event: tuple[object, ...]) -> None:
     found = parse_srun_line(line)
     assert found is not None
     assert facts(found) == event
-    assert found.line == line.rstrip("\n")
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.slurm.commands import scrubbed_environment, step_gpu_flags
-from tests.rigs.captures import DATA, VERSIONS
+from hpc_elastic.slurm.job_state import parse_show_job
+from tests.rigs.captures import DATA, VERSIONS, captured
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURMD_NODENAME": "n1"}
 
@@ -48,6 +50,17 @@ def test_a_total_is_as_many_on_each_node(env: dict[str, str], flags: tuple[str, 
 def test_a_total_that_is_not_is_refused(env: dict[str, str]) -> None:
     with pytest.raises(UsageError, match=r"^--gpus=\d: .* ask with --gpus-per-node"):
         step_gpu_flags({**JOB, **env})
+
+
+def test_what_another_job_asked_for_is_not_this_ones() -> None:
+    """sbatch hands the variables of the job that it was called in on."""
+    outer = {**JOB, "SLURM_GPUS": "7", "SLURM_GPUS_PER_NODE": "1", "SLURM_GPUS_ON_NODE": "2"}
+    (per_node,) = parse_show_job(captured("22.05.8", "scontrol-show-job-running")[1])[:1]
+    assert per_node.tres_asked == ("TresPerNode",)
+    assert step_gpu_flags({**outer, "SLURM_GPUS_PER_TASK": "1"}, per_node) == ()
+    assert step_gpu_flags(outer, replace(per_node, tres_asked=())) == ()
+    total = replace(per_node, tres_asked=("TresPerJob",))
+    assert step_gpu_flags({**outer, "SLURM_GPUS": "4"}, total) == ("--gpus-per-node=2",)
 
 
 def test_no_step_hears_of_the_total_or_of_the_batch_hosts_gpus() -> None:

@@ -16,7 +16,7 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.submit_job import Submission
 from hpc_elastic.run import index
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.slurm.client import CommandSlurmClient
+from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.errors import SubmissionRefusedError, UnknownJobError
 from hpc_elastic.submission import ElasticExecutor
 from hpc_elastic.submission import executor as module
@@ -32,8 +32,8 @@ def slurm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeSlurm:
     """Nodes n1..n4."""
     found = FakeSlurm()
 
-    def client(submission: Submission, env: object, clock: SystemClock, log: object) -> CommandSlurmClient:
-        return CommandSlurmClient(found, clock)
+    def client(submission: Submission, env: object, clock: SystemClock, log: object) -> SlurmClient:
+        return SlurmClient(found, clock)
 
     monkeypatch.setattr(module, "submission_client", client)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
@@ -62,7 +62,7 @@ def test_a_job_on_another_cluster_is_asked_and_ended_there(
     job = executor(tmp_path, nodes=2).submit(operator.add, 1, 2)
     alpha = FakeSlurm()
     alpha.name, alpha.jobs[job.job_id] = "alpha", FakeJob(job.job_id, "cancelled")
-    monkeypatch.setattr(job_module, "slurm_client", lambda: CommandSlurmClient(alpha, SystemClock()))
+    monkeypatch.setattr(job_module, "slurm_client", lambda: SlurmClient(alpha, SystemClock()))
     monkeypatch.setattr(job_module, "_SETTLE_SECONDS", 0.0)
     job = pickle.loads(pickle.dumps(job))
     assert not job.done(force_check=True), "its cluster can't be asked"
