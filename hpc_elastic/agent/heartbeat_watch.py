@@ -213,7 +213,9 @@ class HeartbeatWatch:
         now = self._clock.monotonic()
         beats = [beat for beat in self._beats.read(now) if beat.local_rank in running]
         if mark.ranks:
-            why = f"no progress for {mark.age:.0f} s, and the other ranks wait for it"
+            why = f"no progress for {mark.age:.0f} s"
+            if len(mark.ranks) == 1:
+                why += ", and the other ranks wait for it"
             self.hung = {beat.local_rank: why for beat in beats if beat.rank in mark.ranks}
         else:
             behind = lagging(beats, step=mark.step, age=mark.age, now=now)

@@ -41,6 +41,7 @@ from hpc_elastic.rendezvous.restart import (
 )
 from hpc_elastic.rendezvous.state import (
     Member,
+    NodeFailure,
     RoundEvent,
     RoundRecord,
     Status,
@@ -276,7 +277,7 @@ def _while_final(view: ClusterView, settings: RendezvousSettings) -> Proposal | 
     record = view.record
     if view.failures:
         first = first_failure(view.failures.values())
-        reason = f"{first.message} on {_name(first.node, view)}"
+        reason = _describe_first(first, view)
         marks = [failure.hang for failure in view.failures.values() if failure.hang is not None]
         hang = min(marks, key=lambda mark: mark.lag, default=None)
         lost = _lost_members(view)
@@ -314,7 +315,7 @@ def _under_notice(view: ClusterView, notice: PreemptionNotice, settings: Rendezv
     if view.failures:
         final = [failure for failure in view.failures.values() if not failure.retryable]
         first = first_failure(final or view.failures.values())
-        return _preempted(record, notice, f"then {first.message} on {_name(first.node, view)}", retryable=not final)
+        return _preempted(record, notice, f"then {_describe_first(first, view)}", retryable=not final)
     lost = {node: why for node, why in _lost_members(view).items() if not _node_done(view, node)}
     if lost:
         return _preempted(record, notice, f"then {_describe_nodes(lost, view)}")
@@ -382,6 +383,12 @@ def _lost_members(view: ClusterView) -> dict[int, str]:
         elif member.node in view.gone:
             out[member.node] = "has no agent any more"
     return out
+
+
+def _describe_first(first: NodeFailure, view: ClusterView) -> str:
+    """With its node; a hang that was seen from one node names the nodes of its ranks itself."""
+    is_named = first.hang is not None and first.hang.ranks
+    return first.message if is_named else f"{first.message} on {_name(first.node, view)}"
 
 
 def _name(node: int, view: ClusterView) -> str:

@@ -721,6 +721,8 @@ def test_a_hang_is_told_to_all_with_who_is_furthest_behind() -> None:
     proposal = committed(view(FINAL, failures=failures))
     assert proposal.record.hang == hangs
     assert proposal.reason == "rank 2 hangs on node 2"
+    seen = {uid(0): replace(failure(0, "hang", "no progress; rank 2 on n2"), hang=HangMark(-1, 60.0, (2,)))}
+    assert committed(view(FINAL, failures=seen)).reason == "no progress; rank 2 on n2"
     # It stays where records in between were not seen, and is gone with the next round.
     frozen = committed(view(replace(AGAIN, hang=hangs), joined=ALL)).record
     assert frozen.hang == hangs
