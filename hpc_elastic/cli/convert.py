@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import click
 
-from hpc_elastic.base.text import plural
+from hpc_elastic.base.text import fit, plural
 from hpc_elastic.cli.screen import print_note
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.command_line import parse
-from hpc_elastic.options.convert import Conversion, check_converted, convert
+from hpc_elastic.options.convert import Conversion, convert
 from hpc_elastic.options.run_request import ALL_OPTIONS, REFUSED, check_values
 from hpc_elastic.output.terminal import each_line, one_line
 
@@ -27,22 +26,24 @@ NOTE = "FILE: an sbatch file; -: standard input"
 
 
 def run(args: SimpleNamespace) -> int:
-    """Print the command, and on stderr what became of each line. Returns 0; 1 where lines are left to the user.
+    """Print the command, and on stderr what became of each line. Returns 0; 1 where something is left to the user.
 
     Raises:
-        UsageError: the file can't be read, or what it does is not understood.
+        UsageError: the file can't be read.
     """
-    found = convert(_read(args.file))
-    check_converted(found, _check)
+    found = convert(_read(args.file), lambda argv: check_values(parse(argv, ALL_OPTIONS, refused=REFUSED)))
+    last = (0, "")
     for line in found.lines:
-        shown = line.text if len(line.text) <= _WIDTH else line.text[: _WIDTH - 1] + "…"
-        sys.stderr.write(f"{line.number:>4}  {one_line(shown)}\n      {line.fate.value}: {one_line(line.why)}\n")
+        if last != (line.number, line.text):
+            last = line.number, line.text
+            sys.stderr.write(f"{line.number:>4}  {fit(one_line(line.text), _WIDTH)}\n")
+        sys.stderr.write(f"      {line.status.value}: {one_line(line.why)}\n")
     sys.stderr.flush()
     sys.stdout.write(each_line(_shell_text(found)))
     sys.stdout.flush()
-    if found.left:
-        print_note(f"{plural(len(found.left), 'line')} not taken over (above): decide about each before you submit")
-    return 1 if found.left else 0
+    if found.manual:
+        print_note(f"{plural(len(found.manual), 'point')} left to you (above): decide about each before you submit")
+    return 1 if found.manual else 0
 
 
 def _shell_text(found: Conversion) -> str:
@@ -54,7 +55,7 @@ def _shell_text(found: Conversion) -> str:
             current = f"    {word}"
         else:
             current = f"{current} {word}" if current else word
-    return "\n".join([*found.before, *lines, current]) + "\n"
+    return "\n".join([*found.before, *lines, current, *found.after]) + "\n"
 
 
 def _read(name: str) -> str:
@@ -72,7 +73,3 @@ def _read(name: str) -> str:
 def _read_file(path: Path) -> bytes:
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:  # a FIFO keeps nobody waiting
         return file.read(_LARGEST + 1) or b""
-
-
-def _check(argv: Sequence[str]) -> None:
-    check_values(parse(argv, ALL_OPTIONS, refused=REFUSED))

@@ -1,9 +1,7 @@
-"""An sbatch file that starts torchrun → the command of this program that does the same, and what became of each line.
+"""An sbatch file that starts workers → the command of this program that does the same, and what became of each line.
 
-Pure: text in, `Conversion` out. A line is taken over as options, kept (it stands before the command, in the shell that
-submits: the job gets its environment from there), dropped with the reason, or left, where the user has to decide. What
-makes the environment becomes ``--setup``, but where the command itself needs it.
-Nothing is guessed: what is not known here is left.
+Pure: text in, `Conversion` out. What is understood is always in the command; what is not is left to the user, and said.
+The shell that submits expands what it knows as well as the job; the rest is expanded in the job, by each worker.
 """
 
 from __future__ import annotations
@@ -17,25 +15,42 @@ from msgspec import Struct
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import job_options
-from hpc_elastic.options.launch_line import ASSIGNMENT, OF_THE_JOB, PRINTS, Launch, find_launch, plain
-from hpc_elastic.options.sbatch import IMPOSSIBLE, NO_HET_JOBS, has_components, parse_nodes
+from hpc_elastic.options.launch_line import (
+    ENVIRONMENT,
+    MEET,
+    PER_WORKER,
+    Launch,
+    find_launch,
+    joined,
+    option_of_pyxis,
+)
+from hpc_elastic.options.sbatch import IMPOSSIBLE, NO_HET_JOBS, has_components
+from hpc_elastic.options.script_variables import (
+    FOR_MEETING,
+    MEETING,
+    OF_THE_JOB,
+    Unit,
+    Variables,
+    units_of,
+)
+from hpc_elastic.options.shell_text import Block, Command, expanded_names, parse_script, plain
 from hpc_elastic.options.table import Option
 
 
-class Fate(str, Enum):
+class LineStatus(str, Enum):
     """What became of a line."""
 
     KEPT = "kept"
-    TAKEN = "taken over"
+    CONVERTED = "taken over"
     DROPPED = "dropped"
-    LEFT = "not taken over"
+    MANUAL = "left to you"
 
 
 class ConvertedLine(Struct, frozen=True, kw_only=True):
     number: int
     """From 1."""
     text: str
-    fate: Fate
+    status: LineStatus
     why: str
     """What it became, or the reason."""
 
@@ -46,7 +61,9 @@ class Conversion(Struct, frozen=True, kw_only=True):
     before: tuple[str, ...]
     """Shell lines for the shell that submits."""
     words: tuple[str, ...]
-    """Of the command, as a shell reads them: quoted where that is needed, with the file's own variables."""
+    """The command, as a shell reads it: quoted where that is needed, with the file's own variables."""
+    after: tuple[str, ...]
+    """What ends the loops that `before` begins."""
     lines: tuple[ConvertedLine, ...]
 
     @property
@@ -54,352 +71,393 @@ class Conversion(Struct, frozen=True, kw_only=True):
         return " ".join(self.words)
 
     @property
-    def left(self) -> tuple[ConvertedLine, ...]:
-        return tuple(line for line in self.lines if line.fate is Fate.LEFT)
+    def manual(self) -> tuple[ConvertedLine, ...]:
+        return tuple(line for line in self.lines if line.status is LineStatus.MANUAL)
 
 
-_WORD = re.compile(
-    r"""(?:[^\s'"\\;&|<>()`$]|\\.|'[^']*'|"(?:[^"\\]|\\.)*"|`[^`]*`|\$\((?:[^()]|\([^()]*\))*\)|\$\{[^}]*\}|\$)+""",
-    re.DOTALL,
-)
-_MEETING = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "NODE_RANK", "NNODES", "RDZV_HOST")
-_CONTROL = (
-    "if",
-    "then",
-    "else",
-    "elif",
-    "fi",
-    "for",
-    "while",
-    "until",
-    "do",
-    "done",
-    "case",
-    "esac",
-    "function",
-    "{",
-    "}",
-)
-_ENVIRONMENT = (
-    "module",
-    "ml",
-    "source",
-    ".",
-    "conda",
-    "mamba",
-    "micromamba",
-    "spack",
-    "export",
-    "unset",
-)
-_OF_THE_SHELL = ("ulimit", "cd")
-_SHELL = ("set", "shopt", "umask", "eval", "true", ":", "wait", "exit")
-_FOR_MEETING = re.compile(r"scontrol|\bhostname\b|NODELIST|LAUNCH_NODE_IPADDR|/dev/tcp|getent|\bip addr\b")
 _IN_SETUP = "--setup: bash does it on each node before the workers start"
 _IN_THE_SHELL = "in the shell that submits; the job gets its environment"
-_MEET = "nodes meet through files in the run directory, and workers get MASTER_ADDR and MASTER_PORT"
+_BEFORE_TRAINING = (
+    "it ran on the first node, before the training: do it before you submit, or at the beginning of the script"
+)
+_PER_NODE = ("--ntasks-per-node", "--ntasks", "--gpus-per-task", "--ntasks-per-gpu")
+_LONG = {
+    "-n": "--ntasks",
+    "--tasks-per-node": "--ntasks-per-node",
+    "-W": "--wait",
+    "-k": "--no-kill",
+    "-V": "--version",
+}
+_OF_SLURM: Mapping[str, Option] = {
+    name: option
+    for option in job_options.OPTIONS
+    if (option.sbatch and not option.repeatable) or option.dest in ("gpus", "chdir")
+    for name in option.names
+}
 
 
-def convert(text: str) -> Conversion:
+def convert(text: str, check: Callable[[Sequence[str]], None]) -> Conversion:
     """Find what an sbatch file asks for.
 
     Args:
         text: The file.
-
-    Raises:
-        UsageError: there is no line that starts workers, or more than one; or what it starts is not understood.
+        check: Raises UsageError for arguments that submit would refuse.
     """
-    reader = _Reader()
-    for number, line in _logical_lines(text):
-        reader.take(number, line)
-    return reader.finish()
+    return _Converter(text, check).convert()
 
 
-def _logical_lines(text: str) -> list[tuple[int, str]]:
-    """Lines with those that they are continued on by a backslash, with the number of the first."""
-    found: list[tuple[int, str]] = []
-    pending, first = "", 0
-    for number, line in enumerate(text.splitlines(), 1):
-        first = first if pending else number
-        if line.endswith("\\") and not line.lstrip().startswith("#"):
-            pending += line[:-1].rstrip() + " "
-            continue
-        found.append((first, (pending + line.strip()).strip()))
-        pending = ""
-    return [*found, (first, pending.strip())] if pending.strip() else found
-
-
-def _words(line: str) -> list[str] | None:
-    """The words of a simple command, raw, without a comment behind it; None: it is more than that."""
-    words, at = [], 0
-    while at < len(line):
-        if line[at].isspace():
-            at += 1
-        elif line[at] == "#":
-            break
-        elif match := _WORD.match(line, at):
-            words.append(match[0])
-            at = match.end()
-        else:
-            return None
-    return words
-
-
-class _SetupLine(Struct, frozen=True, kw_only=True):
-    """A line that makes the environment."""
-
-    number: int
-    line: str
-    text: str
-    """Without a comment."""
-    name: str = ""
-    """The variable that it sets; empty: not known, or none."""
-
-
-class _Reader:
-    def __init__(self) -> None:
-        self._options: list[tuple[str, str]] = []  # of the job: name, raw value (empty: a flag)
-        self._before: list[tuple[int, str]] = []
-        self._setup: list[_SetupLine] = []
+class _Converter:
+    def __init__(self, text: str, check: Callable[[Sequence[str]], None]) -> None:
+        self._script = parse_script(text)
+        self._check = check
+        self._variables = Variables(self._script)
+        self._options: list[tuple[str, str]] = []  # name, raw value (empty: a flag)
         self._lines: list[ConvertedLine] = []
-        self._job_only: set[str] = set(_MEETING)
-        """Variables that exist in the job alone."""
-        self._launch: Launch | None = None
-        self._tasks: dict[str, str] = {}
-        self._launch_line = 0
-        self._depth = 0
+        self._launch = Launch()
+        self._start: Command | None = None
+        self._loops: list[Block] = []
+        self._setup_at = 0
+        self._inlined: set[str] = set()
+        """Variables whose text is in the command."""
 
-    def take(self, number: int, line: str) -> None:
-        """One logical line."""
-        if line.startswith("#SBATCH"):
-            self._directive(number, line)
-        elif line.startswith("#!"):
-            self._note(number, line, Fate.DROPPED, "the batch script is written for you")
-        elif line and not line.startswith("#"):
-            self._command(number, line)
+    def convert(self) -> Conversion:
+        self._directives()
+        self._find_start()
+        launch, reach = self._launch, self._variables.reach
+        units = units_of(self._script, self._start.blocks if self._start else ())
+        self._variables.set_units(units)
+        kept, setup = self._sort(units)
+        self._count()
+        for option in launch.options:
+            if wrong := self._wrong([option]):
+                launch.open.append(wrong)
+            else:
+                self._options.append(option)
+        needed = reach(expanded_names(" ".join([*launch.preamble, *launch.program, *launch.script])))
+        for_options = reach(expanded_names(" ".join(value for _, value in self._options)))
+        in_job = bool(launch.preamble or needed.job or needed.unknown) and bool(launch.script)
+        if in_job:
+            self._options = [one for one in self._options if one != ("--no-python", "")]
+            once = [unit for unit in needed.units if unit not in setup and self._is_once(unit)]
+            here = [*once, *(other for unit in once for other in reach(expanded_names(unit.text)).units)]
+        else:
+            here = needed.units
+        kept += [unit for unit in dict.fromkeys((*for_options.units, *here)) if unit not in kept]
+        setup = [unit for unit in setup if unit not in kept]
+        self._add_setup(setup)
+        words = self._words(for_options.job | for_options.unknown | for_options.open)
+        if in_job:
+            inner = [unit for unit in needed.units if unit not in (*here, *setup)]
+            words += self._in_the_job(inner, needed.open)
+            self._note_units(inner, LineStatus.CONVERTED, "each worker does it, before the script")
+        else:
+            own = [
+                *(["--python", *launch.program] if launch.program else []),
+                *(["--module"] if launch.is_module else []),
+            ]
+            words += [_unset(word, needed.open) for word in (*own, *(launch.script or ["SCRIPT"]))]
+        self._note_start(needed.open | for_options.open | for_options.job)
+        self._note_units(kept, LineStatus.KEPT, _IN_THE_SHELL)
+        self._note_units([unit for unit in units if unit.defines], LineStatus.DROPPED, "the command does not need it")
+        before = [(unit.number, f"export {unit.text}" if in_job and unit in here else unit.text) for unit in kept]
+        before += [(loop.number, f"{loop.head}; do") for loop in self._loops]
+        if in_job and self._variables.of_loop:
+            before.append((1 << 30, f"export {' '.join(sorted(self._variables.of_loop))}"))
+        return Conversion(
+            before=tuple(line for _, line in sorted(before)),
+            words=tuple(words),
+            after=("done",) * len(self._loops),
+            lines=tuple(sorted(self._lines, key=lambda line: line.number)),
+        )
 
-    def _note(self, number: int, line: str, fate: Fate, why: str) -> None:
-        self._lines.append(ConvertedLine(number=number, text=line, fate=fate, why=why))
+    def _note(self, number: int, text: str, status: LineStatus, why: str) -> None:
+        self._lines.append(ConvertedLine(number=number, text=text, status=status, why=why))
 
-    def _directive(self, number: int, line: str) -> None:
-        try:
-            words = shlex.split(line.removeprefix("#SBATCH"), comments=True)
-        except ValueError as error:
-            self._note(number, line, Fate.LEFT, str(error).lower())
-            return
-        if has_components(words):
-            raise UsageError(f"line {number}: {NO_HET_JOBS}")
+    def _note_units(self, units: Sequence[Unit], status: LineStatus, why: str) -> None:
+        noted = {line.number for line in self._lines}
+        for unit in units:
+            if unit.number not in noted:
+                self._note(unit.number, unit.text, status, why)
+
+    def _directives(self) -> None:
+        first = self._script.commands[0].number if self._script.commands else 1 << 30
+        for number, text in self._script.comments:
+            if text.startswith("#!"):
+                self._note(number, text, LineStatus.DROPPED, "the batch script is written for you")
+            elif text.startswith("#SBATCH") and number > first:
+                self._note(number, text, LineStatus.DROPPED, "behind the first command, where Slurm ignores it")
+            elif text.startswith("#SBATCH"):
+                try:
+                    words = shlex.split(text.removeprefix("#SBATCH"), comments=True)
+                except ValueError as error:
+                    self._note(number, text, LineStatus.MANUAL, str(error).lower())
+                    continue
+                if has_components(words):
+                    self._note(number, text, LineStatus.MANUAL, NO_HET_JOBS)
+                    first = number
+                else:
+                    self._directive(number, text, words)
+
+    def _directive(self, number: int, text: str, words: list[str]) -> None:
         while words:
             word = words.pop(0)
             name, equals, value = word.partition("=")
             if not word.startswith("--") and len(word) > 2:
                 name, equals, value = word[:2], "=", word[2:].removeprefix("=")
             if not word.startswith("-"):
-                self._note(number, line, Fate.LEFT, f"{word} is not an option")
+                self._note(number, text, LineStatus.MANUAL, f"{word} is not an option")
                 continue
             option = _OF_SLURM.get(name)
-            if not equals and words and not words[0].startswith("-") and (option is None or option.metavar is not None):
+            has_value = option is None or (option.metavar is not None and not option.optional_value)
+            if not equals and words and not words[0].startswith("-") and has_value:
                 value = words.pop(0)
-            fate, why = self._asked(name, value, option)
-            self._note(number, line, fate, why)
+            status, why, options = self._asked(name, value, option)
+            if status is LineStatus.CONVERTED and (wrong := self._wrong(options)):
+                status, why, options = LineStatus.MANUAL, wrong, []
+            self._options += options
+            self._note(number, text, status, why)
 
-    def _asked(self, name: str, value: str, option: Option | None) -> tuple[Fate, str]:
+    def _wrong(self, options: Sequence[tuple[str, str]]) -> str:
+        """Why submit would refuse the options."""
+        shown = [_option_words(name, plain(value)) for name, value in options if "$" not in value]
+        try:
+            self._check([word for words in shown for word in words])
+        except UsageError as error:
+            return str(error)
+        return ""
+
+    def _asked(self, name: str, value: str, option: Option | None) -> tuple[LineStatus, str, list[tuple[str, str]]]:
+        """What becomes of an sbatch option."""
         long = _LONG.get(name, name)
-        if long in ("--ntasks-per-node", "--ntasks", "--tasks-per-node", "--gpus-per-task"):
-            self._tasks["--ntasks-per-node" if long == "--tasks-per-node" else long] = value
-            return Fate.TAKEN, "one agent is started on each node; it starts the workers"
-        if long == "--open-mode":
-            return Fate.DROPPED, "every attempt appends to the job log"
+        if long in _PER_NODE:
+            self._variables.numbers[long] = value
+            return LineStatus.CONVERTED, "one agent is started on each node; it starts the workers", []
         if long == "--signal":
             match = re.search(r"@(\d+)", value)
-            self._options += [("--grace", match[1])] if match else []
-            return (
-                Fate.TAKEN,
-                f"{f'--grace {match[1]}; ' if match else ''}the notice before the time limit is always asked for",
-            )
+            grace = [("--grace", match[1])] if match else []
+            why = "the notice before the time limit is always asked for"
+            return LineStatus.CONVERTED, f"--grace {match[1]}; {why}" if match else why, grace
+        if long == "--open-mode":
+            return LineStatus.DROPPED, "every attempt appends to the job log", []
+        if long == "--no-kill":
+            return LineStatus.DROPPED, "--no-kill is always given, so that a run survives the loss of nodes", []
+        if of_pyxis := option_of_pyxis(name, shlex.quote(value) if value else ""):
+            return LineStatus.CONVERTED, " ".join(of_pyxis), [of_pyxis]
         if long in IMPOSSIBLE and option is None:
-            return Fate.LEFT, IMPOSSIBLE[long]
-        if name.startswith("--no-kill") or name == "-k":
-            return Fate.DROPPED, "--no-kill is always given, so that a run survives the loss of nodes"
+            return LineStatus.MANUAL, IMPOSSIBLE[long], []
         if option is None:
-            argument = f"{name}={value}" if value and name.startswith("--") else f"{name}{value}"
-            self._options.append(("--sbatch-arg", shlex.quote(argument)))
-            return Fate.TAKEN, f"--sbatch-arg={argument}"
-        shown = next(one for one in option.names if one.startswith("--") and (one == name or not name.startswith("--")))
-        if (
-            shown == "--export"
-            and value
-            and not {"ALL", "NONE", "NIL"} & {part.partition("=")[0] for part in value.split(",")}
-        ):
-            self._options.append((shown, shlex.quote(f"ALL,{value}")))
             return (
-                Fate.TAKEN,
-                f"--export ALL,{value}: without ALL the job would not have the environment of the lines before",
+                LineStatus.CONVERTED,
+                f"--sbatch-arg={joined(name, value)}",
+                [("--sbatch-arg", shlex.quote(joined(name, value)))],
             )
-        self._options.append((shown, shlex.quote(value) if value else ""))
-        return Fate.TAKEN, f"{shown} {value}".strip()
+        shown = next(one for one in option.names if one.startswith("--") and (one == name or not name.startswith("--")))
+        self._variables.numbers[shown] = value
+        why = " ".join(_option_words(shown, value))
+        if shown == "--export" and value and not {"ALL", "NONE", "NIL"} & set(re.split(r"[=,]", value)):
+            value = f"ALL,{value}"
+            why = f"--export {value}: without ALL the job would not have the environment of the lines before"
+        return LineStatus.CONVERTED, why, [(shown, shlex.quote(value) if value else "")]
 
-    def _command(self, number: int, line: str) -> None:
-        words = _words(line)
-        first = plain(words[0]) if words else line.split()[0]
-        if first in _CONTROL or self._depth:
-            self._depth += (first in ("if", "for", "while", "until", "case", "{")) - (
-                first in ("fi", "done", "esac", "}")
-            )
-            self._note(number, line, Fate.LEFT, "control flow: what it does depends on the job")
+    def _find_start(self) -> None:
+        """The command that starts the workers: the first one by srun or a launcher, else the first Python script."""
+        found = [
+            (command, launch)
+            for command in self._script.commands
+            if not (command.words[:1] and command.words[0] in ("for", "case"))
+            and (launch := find_launch(_without_condition(command.words), self._variables))
+        ]
+        found.sort(key=lambda one: (one[1].is_single, not one[1].script))
+        if not found:
+            last = self._script.commands[-1].number if self._script.commands else 1
+            why = "no line that starts workers was found: write the Python script and its arguments in place of SCRIPT"
+            self._note(last, "SCRIPT", LineStatus.MANUAL, why)
             return
-        is_array = re.fullmatch(r"\w+=\(.*\)", line) is not None
-        assigned = ASSIGNMENT.fullmatch(line) if is_array or (words and len(words) <= 2) else None
-        if assigned:
-            self._assignment(number, line, assigned[1], assigned[2])
-            if words and first == "export" and self._before[-1:] == [(number, line)]:
-                self._before.pop()  # where it goes is known when the command is
-                self._lines.pop()
-                text = " ".join(words)
-                self._setup.append(_SetupLine(number=number, line=line, text=text, name=assigned[1]))
-            return
-        if words is None:
-            if any(launcher in line for launcher in ("torchrun", "torch.distributed", "accelerate launch", "srun ")):
-                raise UsageError(
-                    f"line {number}: the workers are started by more than a simple command ({line[:60]}); write that "
-                    "line as one command without pipes, && and redirections (the job log has the output)"
-                )
-            is_print = first in PRINTS
-            self._note(number, line, Fate.DROPPED if is_print else Fate.LEFT, "it prints" if is_print else _LEFT_WHY)
-            return
-        launch = find_launch(words)
-        if launch is not None:
-            if self._launch is not None:
-                raise UsageError(
-                    f"line {number}: a second line that starts workers; make a file of each, and convert both"
-                )
-            self._launch = launch
-            if launch.rendezvous:
-                launch.notes.append(f"{', '.join(launch.rendezvous)}: not needed, {_MEET}")
-            for why in launch.decide:
-                self._note(number, line, Fate.LEFT, why)
-            self._launch_line = number
-            self._note(number, line, Fate.TAKEN, "; ".join(launch.notes) or "the command")
-            return
-        self._other(number, line, first, " ".join(words))
+        self._start, self._launch = found[0]
+        self._inlined = {
+            name for name in tuple(self._variables.shown) if " " in self._variables.inline(f"${name} ").strip()
+        }
+        for command, launch in found[1:]:
+            if not launch.is_single:
+                why = "a second line that starts workers: make a file of it, convert that, and submit it --dependency"
+                self._note(command.number, command.text, LineStatus.MANUAL, why)
+        for block in self._start.blocks:
+            self._around(block)
 
-    def _assignment(self, number: int, line: str, name: str, value: str) -> None:
-        if name in _MEETING or _FOR_MEETING.search(value):
-            self._job_only.add(name)
-            self._note(number, line, Fate.DROPPED, _MEET)
-        elif OF_THE_JOB.search(value) or self._uses_job_only(value):
-            self._job_only.add(name)
-            if line.startswith("export"):
-                self._note(number, line, Fate.LEFT, "known in the job alone: set it at the script's beginning")
-            else:  # where the script gets it, `finish` says so
-                self._note(number, line, Fate.DROPPED, "known in the job alone, and not needed by the command")
-        else:
-            self._before.append((number, line))
-            self._note(number, line, Fate.KEPT, _IN_THE_SHELL)
-
-    def _uses_job_only(self, text: str) -> bool:
-        return any(re.search(rf"\$\{{?{name}\b", text) for name in self._job_only)
-
-    def _other(self, number: int, line: str, first: str, text: str) -> None:
-        if self._launch is not None and first not in (*PRINTS, *_SHELL):
-            self._note(
-                number, line, Fate.LEFT, "it ran after the training; give it a job of its own: sbatch --dependency"
-            )
-        elif first in PRINTS:
-            self._note(number, line, Fate.DROPPED, "it prints; the run's report and events have these facts")
-        elif first in _SHELL:
-            self._note(number, line, Fate.DROPPED, "the batch script is written for you")
-        elif first in _ENVIRONMENT and not self._uses_job_only(line):
-            self._setup.append(_SetupLine(number=number, line=line, text=text))
-        elif first in _OF_THE_SHELL and not OF_THE_JOB.search(line) and not self._uses_job_only(line):
-            self._before.append((number, line))
-            self._note(number, line, Fate.KEPT, _IN_THE_SHELL)
-        else:
-            self._note(number, line, Fate.LEFT, _LEFT_WHY)
-
-    def finish(self) -> Conversion:
-        """Put the command together."""
+    def _around(self, block: Block) -> None:
+        """A block in which the workers are started."""
         launch = self._launch
-        if launch is None:
-            raise UsageError(
-                "no line starts workers: looked for torchrun, python -m torch.distributed.run, accelerate launch, "
-                "srun python"
-            )
-        given = dict(self._options)
-        nodes = given.get("--nodes")
-        if launch.nnodes and not OF_THE_JOB.search(launch.nnodes) and not self._uses_job_only(launch.nnodes):
-            nodes = nodes or launch.nnodes
-            if "--nodes" not in given:
-                self._options.insert(0, ("--nodes", launch.nnodes))
-        options = [*self._options, *self._workers(launch, nodes), *self._environment(launch)]
-        words = ["hpc-elastic", "submit"]
-        for name, value in options:
-            words += [f"{name}={value}"] if name == "--sbatch-arg" else [name, value] if value else [name]
-        for word in (*launch.options, *launch.script):
-            if OF_THE_JOB.search(word) or self._uses_job_only(word):
-                why = "its value is known in the job alone: read the variable in the script"
-                self._note(self._launch_line, word, Fate.LEFT, why)
-        return Conversion(
-            before=tuple(line for _, line in sorted(self._before)),
-            words=(*words, *launch.options, *launch.script),
-            lines=tuple(sorted(self._lines, key=lambda line: line.number)),
+        names = set(re.findall(r"^for\s+(?:\(\(\s*)?(\w+)", block.head))
+        values = self._variables.inline(block.head.partition(" in ")[2])
+        used = " ".join([*launch.script, *launch.preamble, *(value for _, value in launch.options)])
+        assert self._start is not None
+        status, why = LineStatus.MANUAL, "the command is for one start: whether and how often there is one is yours"
+        if block.head.endswith("{"):
+            return
+        if names & expanded_names(self._start.text.replace('"', " ")) - expanded_names(used):
+            status, why = LineStatus.DROPPED, "one agent is started on each node"
+        elif names and values and not any(name.startswith("SLURM") for name in expanded_names(values)):
+            self._loops.append(block)
+            self._variables.of_loop.update(names)
+            why = "each turn submits a job; --dependency singleton with one --job-name has them run one by one"
+        self._note(block.number, block.head, status, why)
+
+    def _sort(self, units: Sequence[Unit]) -> tuple[list[Unit], list[Unit]]:
+        """Those that stand before the command, and those that make the environment; notes what becomes of others."""
+        found: dict[LineStatus, list[Unit]] = {LineStatus.KEPT: [], LineStatus.CONVERTED: []}
+        is_behind = False
+        for unit in units:
+            if self._start in unit.commands:
+                is_behind = True
+                continue
+            status, why = self._place(unit, is_behind=is_behind)
+            if status in found:
+                found[status].append(unit)
+            elif why:
+                self._note_units([unit], status, why)
+        return found[LineStatus.KEPT], found[LineStatus.CONVERTED]
+
+    def _place(self, unit: Unit, *, is_behind: bool) -> tuple[LineStatus, str]:
+        """What becomes of a unit; no reason: that depends on whether its variable is needed."""
+        firsts = [plain(command.words[0]) if command.words else "" for command in unit.commands]
+        names = expanded_names(unit.text) - unit.defines
+        reach = self._variables.reach(names)
+        writes = any(
+            re.match(r"&?>+\|?[^&]", one) and "/dev/" not in one for c in unit.commands for one in c.redirections
         )
+        is_known_here = not (reach.job or reach.open or reach.unknown) and not FOR_MEETING.search(unit.text)
+        hostfile = self._launch.hostfile
+        is_hostfile = hostfile and re.search(rf"(?<![\w.]){re.escape(hostfile)}(?![\w.])", unit.text)
+        if (unit.defines and unit.defines <= set(MEETING)) or (writes and FOR_MEETING.search(unit.text)) or is_hostfile:
+            return LineStatus.DROPPED, MEET
+        if self._start and any(block.head == f"{firsts[0]}() {{" for block in self._start.blocks):
+            return LineStatus.DROPPED, "the function's start is in the command"
+        if unit.defines and unit.defines <= self._inlined:
+            return LineStatus.DROPPED, "its text is in the command"
+        if is_behind and not unit.is_pure:
+            return LineStatus.MANUAL, "it ran after the training; give it a job of its own: sbatch --dependency"
+        if firsts[0] in ("cd", "mkdir", "ulimit") or (unit.is_pure and writes and not unit.block):
+            if "SLURM_SUBMIT_DIR" in names and firsts[0] == "cd":
+                return LineStatus.DROPPED, "a job begins in the folder where it is submitted"
+            return (LineStatus.KEPT, "") if is_known_here else (LineStatus.MANUAL, _BEFORE_TRAINING)
+        if any(first in ENVIRONMENT for first in firsts) and (not unit.block or unit.does_only(ENVIRONMENT)):
+            if names & PER_WORKER or reach.open:
+                return LineStatus.MANUAL, "its value is not known before the workers start: set it in the script"
+            return LineStatus.CONVERTED, ""
+        if unit.is_pure:
+            return LineStatus.DROPPED, "" if unit.defines else "it prints, or is about the batch script itself"
+        return LineStatus.MANUAL, _BEFORE_TRAINING
 
-    def _environment(self, launch: Launch) -> list[tuple[str, str]]:
-        """``--setup``; what the command or the lines before it need stays there."""
-        used = " ".join([*launch.options, *launch.script, *(line for _, line in self._before)])
-        known = {one.name for one in self._setup} | {line.partition("=")[0] for _, line in self._before}
-        unknown = set(re.findall(r"\$\{?(\w+)", used)) - known - _USERS_OWN
-        taken = []
-        for one in self._setup:
-            is_file = one.text.split()[0] in ("source", ".")
-            is_needed = re.search(rf"\$\{{?{one.name}\b", used) is not None if one.name else is_file and bool(unknown)
-            if is_needed:
-                self._before.append((one.number, one.line))
-            if not is_needed or is_file:
-                taken.append(one.text)
-            self._note(
-                one.number, one.line, Fate.KEPT if is_needed else Fate.TAKEN, _IN_THE_SHELL if is_needed else _IN_SETUP
+    def _count(self) -> None:
+        """Nodes, a node's workers and its GPUs, from what the launcher, srun and sbatch were given."""
+        launch, number = self._launch, self._variables.number
+        counts = self._variables.numbers
+        counts.update({name: value for name, value in launch.counts.items() if name.startswith("--")})
+        nodes = number(counts.get("--nodes") or launch.counts.get("nodes", ""))
+        if nodes and "--nodes" not in dict(self._options):
+            self._options.insert(0, ("--nodes", nodes))
+        self._setup_at = len(self._options)
+        tasks = number(counts.get("--ntasks-per-node", "")) or _divided(number(counts.get("--ntasks", "")), nodes)
+        workers = launch.counts.get("nproc", "")
+        nproc = number(workers) or _divided(number(launch.counts.get("total", "")), nodes)
+        if launch.is_single and not nproc:
+            nproc = "1"
+            launch.open.append(
+                "plain python is one process: take --nproc-per-node out where it may be one for each GPU"
             )
-        return [("--setup", shlex.quote("; ".join(taken)))] if taken else []
+        elif (
+            launch.is_per_task
+            and not nproc
+            and "--ntasks-per-gpu" not in counts
+            and (launch.script or tasks not in (None, "1"))
+        ):
+            nproc = tasks or "1"
+            if tasks is None and "--ntasks" in counts:
+                launch.open.append("--ntasks without --nodes: give --nodes, and --nproc-per-node")
+        elif not nproc and (workers or "total" in launch.counts):
+            launch.notes.append("--nproc-per-node: by default one worker for each GPU that Slurm gives the node")
+        gpus = number(counts.get("--gpus-per-task", ""))
+        self._options += [("--nproc-per-node", nproc)] if nproc else []
+        self._options += [("--gpus-per-node", str(int(gpus) * int(tasks or 1)))] if gpus else []
 
-    def _workers(self, launch: Launch, nodes: str | None) -> list[tuple[str, str]]:
-        """``--nproc-per-node`` and GPUs, where a task of srun's was a worker."""
-        per_node = self._tasks.get("--ntasks-per-node")
-        total = self._tasks.get("--ntasks")
-        if per_node is None and total and total.isdigit() and nodes and nodes.isdigit() and not int(total) % int(nodes):
-            per_node = str(int(total) // int(nodes))
-        found = []
-        if launch.is_per_task and per_node is None:
-            raise UsageError(
-                "srun starts a worker in each task, and how many tasks each node has is not said; add --ntasks-per-node"
-            )
-        if launch.is_per_task and per_node:
-            found.append(("--nproc-per-node", per_node))
-        gpus = self._tasks.get("--gpus-per-task")
-        if gpus and gpus.isdigit():
-            found.append(("--gpus-per-node", str(int(gpus) * int(per_node or 1))))
-        return found
+    def _is_once(self, unit: Unit) -> bool:
+        """Whether all workers must have the same value, which the shell that submits can give."""
+        is_same_later = re.search(r"\$\((?!\()|`|RANDOM|SECONDS", unit.text) is None
+        reach = self._variables.reach(expanded_names(unit.text))
+        return not (is_same_later or unit.block or OF_THE_JOB.search(unit.text) or reach.job or reach.unknown)
+
+    def _add_setup(self, setup: Sequence[Unit]) -> None:
+        taken: list[Unit] = []
+        exports = self._launch.exports
+        for unit in (*setup, *(Unit(number=1 << 30, text=text, commands=[]) for text in exports)):
+            for other in (*self._variables.reach(expanded_names(unit.text) - unit.defines).units, unit):
+                if other not in taken:
+                    taken.append(other)
+        self._note_units(taken[: len(taken) - len(exports)], LineStatus.CONVERTED, _IN_SETUP)
+        if taken:
+            texts = [unit.text for unit in taken]
+            self._options.insert(self._setup_at, ("--setup", _quoted(texts)))
+
+    def _words(self, missing: set[str]) -> list[str]:
+        launch = self._launch
+        container = " ".join(value for name, value in self._options if name == "--container-args")
+        options = [one for one in self._options if one[0] != "--container-args"]
+        if container:
+            options.append(("--container-args", f'"{container}"' if "$" in container else shlex.quote(container)))
+        if launch.chdir:
+            in_container = any(name == "--container-image" for name, _ in options)
+            options.append(("--container-workdir" if in_container else "--chdir", launch.chdir))
+        words = [_unset(word, missing) for name, value in options for word in _option_words(name, value)]
+        return ["hpc-elastic", "submit", *words]
+
+    def _in_the_job(self, inner: Sequence[Unit], missing: set[str]) -> list[str]:
+        """The command as each worker's shell expands it."""
+        launch = self._launch
+        is_python = ("--no-python", "") not in launch.options
+        program = [*(launch.program or ["python"]), "-u", *(["-m"] if launch.is_module else [])] if is_python else []
+        command = [*program, *launch.script]
+        texts = [*(unit.text for unit in inner), *launch.preamble, f"exec {' '.join(command)}"]
+        return ["--no-python", "bash", "-c", _unset(_quoted(texts), missing, "'\"{}\"'")]
+
+    def _note_start(self, missing: set[str]) -> None:
+        start, launch = self._start, self._launch
+        if start is None:
+            return
+        if start.redirections or start.separator == "|":
+            launch.notes.append("the job log has the output")
+        self._note(start.number, start.text, LineStatus.CONVERTED, "; ".join(launch.notes) or "the command")
+        for name in sorted(missing):
+            launch.open.append(f"${name}: its value is not known before the job runs, or from this file; write it in")
+        for why in launch.open:
+            self._note(start.number, start.text, LineStatus.MANUAL, why)
 
 
-_USERS_OWN = {"HOME", "USER", "LOGNAME", "SCRATCH", "WORK", "PWD"}
-_LEFT_WHY = "it ran on the first node, before the training: do it before you submit, or at the beginning of the script"
-_OF_SLURM: Mapping[str, Option] = {
-    name: option for option in job_options.OPTIONS if option.sbatch and not option.repeatable for name in option.names
-} | {name: option for option in job_options.OPTIONS if option.dest in ("gpus", "chdir") for name in option.names}
-_LONG = {"-n": "--ntasks", "-W": "--wait", "-k": "--no-kill", "-a": "--array", "-V": "--version"}
+def _without_condition(words: list[str]) -> list[str]:
+    return words[1:] if words[:1] and words[0] in ("if", "while", "until") else words
 
 
-def check_converted(conversion: Conversion, check: Callable[[Sequence[str]], None]) -> None:
-    """Have the command read as it would be at submission, where the shell has nothing to expand in it.
+def _quoted(texts: Sequence[str]) -> str:
+    return shlex.quote(("\n" if "\n" in "".join(texts) else "; ").join(texts))
 
-    Raises:
-        UsageError: submit would refuse it.
-    """
-    if not any(char in conversion.command for char in "$`*?~"):
-        check(shlex.split(conversion.command)[2:])
-    for value in (
-        word for name, word in zip(conversion.words, conversion.words[1:], strict=False) if name == "--nodes"
-    ):
-        if value.replace("-", "").replace(":", "").isdigit():
-            parse_nodes(value)
+
+def _divided(total: str | None, nodes: str | None) -> str | None:
+    if not total or not nodes or not (total + nodes).isdigit() or int(total) % int(nodes):
+        return None
+    return str(int(total) // int(nodes))
+
+
+def _option_words(name: str, value: str) -> list[str]:
+    option = _OF_SLURM.get(name)
+    if value and (name in ("--sbatch-arg", "--srun-arg", "--container-args") or (option and option.optional_value)):
+        return [f"{name}={value}"]
+    return [name, value] if value else [name]
+
+
+def _unset(word: str, names: set[str], form: str = "{}") -> str:
+    """`word` with variables that the shell refuses to expand until the user sets them."""
+    for name in names:
+        shown = f"ARGUMENT_{name}" if name.isdigit() else "ARGUMENTS" if name in "@*" else name
+        value = form.format(f"${{{shown}?set it first}}").replace("\\", r"\\")
+        pattern = rf"\$\{{{re.escape(name)}(?!\w)[^}}]*\}}|\${re.escape(name)}(?!\w)"
+        word = re.sub(pattern, value, word)
+    return word

@@ -1,4 +1,4 @@
-"""The line of an sbatch file that starts workers, taken apart: srun, torchrun, accelerate launch, python. Pure.
+"""The command of an sbatch file that starts workers, taken apart: srun, containers, shells and launchers. Pure.
 
 A word is raw: with the quotes and variables that it has in the file.
 """
@@ -11,37 +11,65 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct, field
 
-from hpc_elastic.errors import UsageError
 from hpc_elastic.options import job_options, worker_options
 from hpc_elastic.options.sbatch import NO_HET_JOBS
+from hpc_elastic.options.script_variables import MEETING, PRINTS, SHELL, Variables, assignments
+from hpc_elastic.options.shell_text import ASSIGNMENT, expanded_names, inner_text, parse_script, plain
 from hpc_elastic.options.table import Option
 
-ASSIGNMENT = re.compile(r"(?:export\s+)?([A-Za-z_]\w*)=(.*)", re.DOTALL)
-OF_THE_JOB = re.compile(
-    r"\$\{?(?:SLURM_\w+|SLURM[A-Z]\w+|RANK\b|LOCAL_RANK\b|WORLD_SIZE\b)|scontrol|\bhostname\b|/dev/tcp"
-)
-"""What only has a value in the job."""
-PRINTS = ("echo", "printf", "date", "hostname", "env", "printenv", "nvidia-smi", "squeue", "scontrol", "pwd", "whoami")
-_NO_VALUE_OF_SRUN = frozenset(
-    ("--label", "-l", "--unbuffered", "-u", "--kill-on-bad-exit", "-K", "--exclusive", "--overlap", "--verbose", "-v")
-)
-_STEP_OWN = frozenset(
-    (
-        "-N", "--nodes", "-n", "--ntasks", "--ntasks-per-node", "-w", "--nodelist", "-l", "--label", "-u",
-        "--unbuffered", "-K", "--kill-on-bad-exit", "-W", "--wait", "-o", "--output", "-e", "--error", "--jobid",
-        "-v", "--verbose",
-        "--export", "-c", "--cpus-per-task", "--gres", "--gpus-per-node", "--gpus-per-task", "--exclusive",
-        "--overlap", "-J", "--job-name", "-p", "--partition", "-G", "--gpus", "--mem", "-t", "--time",
-    )
+MEET = "nodes meet through files in the run directory, and workers get MASTER_ADDR and MASTER_PORT"
+ENVIRONMENT = (
+    "module", "ml", "source", ".", "conda", "mamba", "micromamba", "spack", "export", "unset", "eval", "alias",
+)  # fmt: skip
+_NO_VALUE_OF_SRUN = (
+    "--label", "-l", "--unbuffered", "-u", "--kill-on-bad-exit", "-K", "--exclusive", "--overlap", "--verbose", "-v",
+    "-vv", "-vvv", "--quiet", "-Q", "--overcommit", "-O", "--no-kill", "-k", "--disable-status", "-X", "--exact",
+    "--preserve-env", "-E", "--pty", "--multi-prog", "--oversubscribe", "-s", "--whole", "--container-writable",
+    "--container-readonly", "--container-mount-home", "--container-remap-root",
+)  # fmt: skip
+_STEP_OWN = (
+    *_NO_VALUE_OF_SRUN,
+    "-w", "--nodelist", "-W", "--wait", "-o", "--output", "-e", "--error", "--jobid", "-c", "--cpus-per-task", "--gres",
+    "--gpus-per-node", "-J", "--job-name", "-p", "--partition", "-G", "--gpus", "--mem", "-t", "--time", "-A",
+    "--account", "-r", "--relative", "-D", "--chdir", "-q", "--qos", "-i", "--input", "-C", "--constraint",
 )  # fmt: skip
 """Of srun's options what the agents' step has from the job, or must not have."""
-_RENDEZVOUS = (
-    "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--master-addr", "--master-port", "--node-rank", "--standalone",
-    "--local-addr", "--machine-rank", "--main-process-ip", "--main-process-port",
-)  # fmt: skip
+_COUNTS_OF_SRUN = {
+    "-N": "--nodes", "--nodes": "--nodes", "-n": "--ntasks", "--ntasks": "--ntasks",
+    "--ntasks-per-node": "--ntasks-per-node", "--tasks-per-node": "--ntasks-per-node",
+    "--gpus-per-task": "--gpus-per-task", "--ntasks-per-gpu": "--ntasks-per-gpu",
+}  # fmt: skip
 _UNNEEDED: Mapping[str, Option] = {name: option for option in worker_options.UNNEEDED for name in option.names}
-_IN_ACCELERATE = {"--num-machines": "--nnodes"}
-_WRAPPERS = ("time", "exec", "nohup", "command")
+_COUNTS = {
+    "--nproc-per-node": "nproc", "--num-gpus": "nproc", "--nnodes": "nodes", "--num-nodes": "nodes",
+    "--num-machines": "nodes", "--num-processes": "total", "-np": "total",
+}  # fmt: skip
+_VALUES_OF_MEETING = (
+    "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--master-addr", "--master-port", "--node-rank", "--local-addr",
+    "--machine-rank", "--main-process-ip", "--main-process-port", "--hostfile", "-H", "--launcher", "--gpu-ids",
+    "--launcher-args",
+)  # fmt: skip
+_FLAGS_OF_MEETING = (
+    "--standalone", "--use-env", "--no-local-rank", "--same-network", "--multi-gpu", "--no-ssh", "--force-multi",
+    "--no-ssh-check",
+)  # fmt: skip
+_EXPORTED = {
+    "--mixed-precision": "ACCELERATE_MIXED_PRECISION", "--num-cpu-threads-per-process": "OMP_NUM_THREADS",
+    "--gradient-accumulation-steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+}  # fmt: skip
+"""Options by which accelerate sets a variable for the script."""
+_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "torch.distributed.run", "torch.distributed.launch")
+_MODULES = {
+    "torch.distributed.run": "torchrun", "torch.distributed.launch": "torch.distributed.launch",
+    "torch.distributed.elastic": "torchrun", "accelerate.commands.launch": "accelerate",
+    "deepspeed.launcher.runner": "deepspeed",
+}  # fmt: skip
+_MPI = ("mpirun", "mpiexec", "horovodrun", "orterun")
+_WRAPPERS = ("time", "exec", "nohup", "command", "env", "!")
+_PREFIXES = ("numactl", "taskset", "nice", "ionice", "stdbuf", "chrt", "catchsegv")
+_REMOTE = ("ssh", "pdsh", "clush")
+_STARTS = r"\b(?:torchrun|accelerate|deepspeed|python[\d.]*)\b"
+_SHELLS = ("bash", "sh", "zsh", "dash")
 
 
 class _ContainerCommand(Struct, frozen=True, kw_only=True):
@@ -72,209 +100,300 @@ _CONTAINER_COMMANDS: Mapping[str, _ContainerCommand] = {
     ),
     "ch-run": _ContainerCommand(mounts=("--bind", "-b"), workdir=("--cd", "-c"), values=("--feature",)),
 }
-_FLAGS_GIVEN_ANYWAY = ("--nv", "--rm", "-it", "-ti", "-i", "-t", "--interactive", "--tty")
+_FLAGS_GIVEN_ANYWAY = ("--nv", "--rocm", "--rm", "-it", "-ti", "-i", "-t", "--interactive", "--tty")
 _VALUES_GIVEN_ANYWAY = ("--network", "--net", "--ipc", "--pid", "--gpus")
 _OF_WORKERS: Mapping[str, Option] = {name: option for option in worker_options.OPTIONS for name in option.names} | {
-    name: option for option in job_options.OPTIONS if option.dest in ("nodes", "runs_dir") for name in option.names
+    name: option for option in job_options.OPTIONS if option.dest == "runs_dir" for name in option.names
 }
-
-
-def plain(word: str) -> str:
-    """A raw word without its quotes, where nothing in it is the shell's; else as it is."""
-    if any(char in word for char in "$`"):
-        return word
-    try:
-        (value,) = shlex.split(word)
-        return value
-    except ValueError:
-        return word
+PER_WORKER = {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", *MEETING}
 
 
 class Launch(Struct):
-    """The line that starts the workers, taken apart."""
+    """A command that starts workers, taken apart."""
 
-    options: list[str] = field(default_factory=list)
+    options: list[tuple[str, str]] = field(default_factory=list)
+    """Name and raw value; an empty value: a flag."""
+    program: list[str] = field(default_factory=list)
+    """What runs the script: an interpreter, where the file names one."""
+    is_module: bool = False
     script: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    """Empty: what is started can't be seen."""
+    preamble: list[str] = field(default_factory=list)
+    """Shell commands that each worker runs before the script."""
+    exports: list[str] = field(default_factory=list)
+    """Shell lines that make the environment of all workers."""
+    counts: dict[str, str] = field(default_factory=dict)
+    """Raw, by what they count: nodes, nproc (a node's workers), total, and srun's own options."""
     is_per_task: bool = False
-    """``srun python train.py``: each task is a worker."""
-    nnodes: str | None = None
-    decide: list[str] = field(default_factory=list)
+    """Each task of srun's is a worker."""
+    is_single: bool = False
+    """One process, which neither srun nor a launcher started."""
+    chdir: str = ""
+    hostfile: str = ""
+    notes: list[str] = field(default_factory=list)
+    open: list[str] = field(default_factory=list)
     """What the user has to see to."""
-    rendezvous: list[str] = field(default_factory=list)
-    """Options that are not needed."""
 
 
-def find_launch(words: Sequence[str]) -> Launch | None:
-    """The launch that a simple command is; None: it is none.
-
-    Raises:
-        UsageError: it is one that can't be taken over.
-    """
-    launch = Launch()
-    rest = list(words)
-    while rest and (plain(rest[0]) in _WRAPPERS or ASSIGNMENT.fullmatch(rest[0])):
-        if ASSIGNMENT.fullmatch(rest[0]):
-            return None if len(rest) == 1 else _with_variable(rest)
-        rest.pop(0)
-    in_srun = bool(rest) and plain(rest[0]) == "srun"
-    if in_srun:
-        if ":" in rest:
-            raise UsageError(f"{' '.join(words)[:70]}: {NO_HET_JOBS}")
-        rest.pop(0)
-        _drop_srun_options(rest, launch)
-    if not rest:
-        return None
-    program = plain(rest[0]).rpartition("/")[2]
-    if program in _CONTAINER_COMMANDS:
-        _enter_container(rest, launch)
-        program = plain(rest[0]).rpartition("/")[2]
-    if program == "torchrun":
-        return _torchrun(rest[1:], launch)
-    if program == "accelerate" and rest[1:2] == ["launch"]:
-        return _torchrun(rest[2:], launch, accelerate=True)
-    if re.fullmatch(r"python[\d.]*", program):
-        return _python(rest, launch, in_srun=in_srun)
-    if in_srun and program in PRINTS:
-        return None
-    if in_srun or program in ("deepspeed", "mpirun", "mpiexec", "horovodrun"):
-        raise UsageError(
-            f"{' '.join(words)[:70]}: what {program} starts is not seen from here; give the Python script that it "
-            "starts in the end to hpc-elastic submit, or the program itself with --no-python"
-        )
-    return None
+def find_launch(words: Sequence[str], variables: Variables) -> Launch | None:
+    """The launch that a simple command is; None: it is none."""
+    reader = _LaunchReader(variables)
+    return reader.launch if reader.read(list(words)) else None
 
 
-def _with_variable(words: Sequence[str]) -> Launch | None:
-    launch = find_launch(words[1:])
-    if launch is not None:
-        raise UsageError(f"{words[0]} before the command: write export {words[0]} in a line of its own above it")
-    return None
+class _LaunchReader:
+    def __init__(self, variables: Variables) -> None:
+        self.launch = Launch()
+        self._variables = variables
+        self._in_step = False
+        self._in_container = False
 
+    def read(self, rest: list[str]) -> bool:
+        """Take `rest` apart up to the script. Returns whether workers are started."""
+        launch = self.launch
+        while rest := self._variables.spread(rest):
+            program = plain(rest[0]).rpartition("/")[2]
+            if assigned := ASSIGNMENT.fullmatch(rest[0]):
+                self._export(assigned[1], assigned[2])
+                rest.pop(0)
+            elif program in _WRAPPERS:
+                rest.pop(0)
+            elif program in ("srun", *_MPI):
+                self._in_step = launch.is_per_task = True
+                rest = self._mpi_options(rest[1:]) if program in _MPI else self._srun_options(rest[1:])
+            elif program in _CONTAINER_COMMANDS:
+                self._in_container = True
+                if not self._enter_container(rest):
+                    return False
+            elif program in _REMOTE:
+                launch.notes.append(f"{program}: one agent is started on each node")
+                at = next((at for at, word in enumerate(rest) if at and re.search(_STARTS, word)), len(rest))
+                rest = rest[at:] if len(rest) - at > 1 else ["bash", "-c", *rest[at:]]
+            elif program in _SHELLS:
+                return self._shell(rest)
+            elif program in ("torchrun", "deepspeed") or (program == "accelerate" and rest[1:2] == ["launch"]):
+                return self._launcher(program, rest[2 if program == "accelerate" else 1 :])
+            elif re.fullmatch(r"python[\d.]*", program):
+                return self._python(rest)
+            elif program in (*PRINTS, *SHELL, "pip", "pip3", "pkill", "export") or not self._prefix(program, rest):
+                return self._in_step and program not in (*PRINTS, *SHELL) and self._unseen(program)
+        return self._in_step and bool(launch.open)
 
-def _drop_srun_options(rest: list[str], launch: Launch) -> None:
-    while rest and rest[0].startswith("-"):
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        if not word.startswith("--") and len(word) > 2:
-            name, equals, value = word[:2], "=", word[2:]
-        if not equals and name not in _NO_VALUE_OF_SRUN and rest and not rest[0].startswith("-"):
-            value = rest.pop(0)
-        if name == "--container-image":
-            launch.options += [name, f"pyxis:{value}"]
-            launch.notes.append(f"{name} pyxis:{value}: srun starts agents and workers in the container")
-        elif name in ("--container-mounts", "--container-workdir", "--container-env"):
-            launch.options += [name, value]
-        elif name.startswith(("--container", "--no-container")):
-            launch.options.append(f"--container-args={name}={value}" if value else f"--container-args={name}")
-        elif name not in _STEP_OWN:
-            argument = f"{name}={value}" if value and name.startswith("--") else f"{name}{value}"
-            launch.options.append(f"--srun-arg={argument}")
-            launch.notes.append(f"--srun-arg={argument}")
+    def _unseen(self, program: str) -> bool:
+        self.launch.open.append(f"what {program} starts can't be seen here: write its Python script in place of SCRIPT")
+        return True
 
-
-def _enter_container(rest: list[str], launch: Launch) -> None:
-    """Take a runtime's command line off `rest`, as ``--container-*``; what has none of these is the runtime's own.
-
-    Raises:
-        UsageError: it is no command that starts one program in an image.
-    """
-    line = " ".join(rest)[:70]
-    program = plain(rest.pop(0)).rpartition("/")[2]
-    known = _CONTAINER_COMMANDS[program]
-    verb = plain(rest.pop(0)) if known.verbs and rest else ""
-    if known.verbs and verb not in known.verbs:
-        raise UsageError(f"{line}: of {program} only {program} {known.verbs[0]} IMAGE COMMAND can be taken over")
-    if known.verbs.index(verb) if verb else 0:
-        launch.decide.append(
-            f"{program} {verb} has the image's runscript start the command: it is left out; what it sets goes into "
-            "--container-env, or into the script"
-        )
-    mounts, args, dropped = [], [], []
-    while rest and rest[0].startswith("-") and rest[0] != "--":
-        name, equals, value = rest.pop(0).partition("=")
-        if name in (*known.mounts, *known.workdir, *known.values, *_VALUES_GIVEN_ANYWAY) and not equals and rest:
-            value = rest.pop(0)
-        if name in known.mounts:
-            mounts += plain(value).split(",")
-        elif name in known.workdir:
-            launch.options += ["--container-workdir", value]
-        elif name in (*_FLAGS_GIVEN_ANYWAY, *_VALUES_GIVEN_ANYWAY):
-            dropped.append(name)
+    def _export(self, name: str, value: str) -> None:
+        if name in MEETING:
+            self.launch.notes.append(f"workers have a {name} of their own")
+        elif expanded_names(value) & PER_WORKER:
+            self.launch.preamble.append(f"export {name}={value}")
         else:
-            args += [name if not value else f"{name}={value}" if name.startswith("--") else f"{name} {value}"]
-    if rest[1:2] == ["--"]:
-        del rest[1]
-    if len(rest) < 2:
-        raise UsageError(f"{line}: give the image and the command that {program} runs in it")
-    launch.options += ["--container-image", f"{'charliecloud' if program == 'ch-run' else program}:{rest.pop(0)}"]
-    if mounts:
-        launch.options += ["--container-mounts", ",".join(mounts)]
-    if args:
-        launch.options.append(f"--container-args={shlex.quote(' '.join(args))}")
-    also = f"; {', '.join(dropped)}: not needed" if dropped else ""
-    launch.notes.append(f"the workers run in the container, the agents outside{also}")
+            self.launch.exports.append(f"export {name}={value}")
+
+    def _prefix(self, program: str, rest: list[str]) -> bool:
+        """Take off `rest` what stands before the launcher."""
+        known = ["srun", *_MPI, *_CONTAINER_COMMANDS, *_LAUNCHERS[:3]]
+        known += ["python", "python3"] if self._in_step or program in _PREFIXES else []
+        at = next((at for at, word in enumerate(rest) if at and plain(word).rpartition("/")[2] in known), 0)
+        if not at:
+            return False
+        before, rest[:] = " ".join(rest[:at]), rest[at:]
+        if plain(rest[0]) in ("srun", *_MPI):
+            self.launch.open.append(f"{before}: left out, it stood before {rest[0]}")
+            return True
+        self.launch.options.append(("--worker-prefix", shlex.quote(before)))
+        if program not in _PREFIXES:
+            self.launch.open.append(f"{before}: it stands before each worker now, by --worker-prefix")
+        return True
+
+    def _srun_options(self, rest: list[str]) -> list[str]:
+        launch = self.launch
+        while rest and rest[0].startswith("-"):
+            name, equals, value = rest.pop(0).partition("=")
+            if not name.startswith("--") and len(name) > 2 and name not in _NO_VALUE_OF_SRUN:
+                name, value, equals = name[:2], name[2:] + equals + value, "="
+            if not equals and name not in _NO_VALUE_OF_SRUN and not name.startswith("--no-") and rest:
+                value = rest.pop(0) if not rest[0].startswith("-") else ""
+            if name in _COUNTS_OF_SRUN:
+                launch.counts[_COUNTS_OF_SRUN[name]] = value
+            elif name == "--multi-prog":
+                launch.open.append("srun --multi-prog: only one program can be started on all nodes")
+            elif name == "--export":
+                for part in plain(value).split(","):
+                    if match := ASSIGNMENT.fullmatch(part):
+                        self._export(match[1], shlex.quote(match[2]) if value != match[2] else value)
+            elif name not in _STEP_OWN or name.startswith("--container"):
+                launch.options.append(option_of_pyxis(name, value) or ("--srun-arg", joined(name, value)))
+        if ":" in rest:
+            launch.open.append(NO_HET_JOBS)
+            del rest[rest.index(":") :]
+        return rest
+
+    def _mpi_options(self, rest: list[str]) -> list[str]:
+        while rest and rest[0].startswith("-"):
+            name = rest.pop(0)
+            has_value = rest and not rest[0].startswith("-") and not re.search(r"python|\$|\.py\b", rest[0])
+            value = rest.pop(0) if name in ("-np", "-n") or has_value else ""
+            if name in ("-np", "-n"):
+                self.launch.counts["total"] = value
+        self.launch.open.append("MPI has no part in it: the script gets its rank from RANK, LOCAL_RANK and WORLD_SIZE")
+        return rest
+
+    def _enter_container(self, rest: list[str]) -> bool:
+        """Take a runtime's command line off `rest`, as ``--container-*``. Returns whether it runs one program."""
+        launch = self.launch
+        program = plain(rest.pop(0)).rpartition("/")[2]
+        known = _CONTAINER_COMMANDS[program]
+        verb = plain(rest.pop(0)) if known.verbs and rest else ""
+        if known.verbs and verb not in known.verbs:
+            return self._in_step and self._unseen(f"{program} {verb}")
+        if known.verbs and known.verbs.index(verb):
+            launch.open.append(
+                f"{program} {verb} has the image's runscript start the command: it is left out; what it sets goes into "
+                "--container-env, or into the script"
+            )
+        mounts, args, dropped = [], [], []
+        while rest and rest[0].startswith("-") and rest[0] != "--":
+            name, equals, value = rest.pop(0).partition("=")
+            if name in (*known.mounts, *known.workdir, *known.values, *_VALUES_GIVEN_ANYWAY) and not equals and rest:
+                value = rest.pop(0)
+            if name in known.mounts:
+                mounts += plain(value).split(",")
+            elif name in known.workdir:
+                launch.options.append(("--container-workdir", value))
+            elif name in (*_FLAGS_GIVEN_ANYWAY, *_VALUES_GIVEN_ANYWAY):
+                dropped.append(name)
+            else:
+                args += [name if not value else f"{name}={value}" if name.startswith("--") else f"{name} {value}"]
+        if rest:
+            image = f"{'charliecloud' if program == 'ch-run' else program}:{rest.pop(0)}"
+            launch.options.append(("--container-image", image))
+        if rest[:1] == ["--"]:
+            del rest[0]
+        if mounts:
+            launch.options.append(("--container-mounts", ",".join(mounts)))
+        if args:
+            launch.options.append(("--container-args", " ".join(args)))
+        also = f"; {', '.join(dropped)}: not needed" if dropped else ""
+        launch.notes.append(f"the workers run in the container, the agents outside{also}")
+        return bool(rest) or self._unseen(f"the image of {program}")
+
+    def _shell(self, rest: list[str]) -> bool:
+        """``bash -c '…'``, or a shell file, which can't be seen here."""
+        at = next((at for at, word in enumerate(rest) if re.fullmatch(r"-[a-z]*c", word)), 0)
+        if not at or at + 1 >= len(rest):
+            file = next((word for word in rest[1:] if not word.startswith("-")), rest[0])
+            return self._in_step and self._unseen(file)
+        word = rest[at + 1]
+        text = inner_text(word)
+        commands = parse_script(self._variables.inline(text) if word[:1] != "'" else text).commands
+        has_start = False
+        for command in commands:
+            first = plain(command.words[0]) if command.words else ""
+            if assigned := assignments(command):
+                for name, value in assigned:
+                    self._export(name, value) if first == "export" else self.launch.preamble.append(command.text)
+            elif first == "cd":
+                self.launch.chdir = command.words[1] if len(command.words) > 1 else ""
+            elif first in (*ENVIRONMENT, "ulimit", "umask"):
+                is_own = self._in_container or first not in ENVIRONMENT
+                (self.launch.preamble if is_own else self.launch.exports).append(command.text)
+            elif first in (*PRINTS, *SHELL):
+                continue
+            elif not has_start and self.read(list(command.words)):
+                has_start = True
+            else:
+                self.launch.open.append(f"{command.text}: it ran in each task; do it in the script")
+        return has_start or (self._in_step and self._unseen(rest[0]))
+
+    def _python(self, rest: list[str]) -> bool:
+        """``python -m torch.distributed.run …``, or the script itself."""
+        launch = self.launch
+        interpreter = rest.pop(0)
+        while rest and rest[0].startswith("-") and rest[0] not in ("-m", "-c"):
+            del rest[: 2 if rest[0] in ("-X", "-W") else 1]
+        if "/" in interpreter or "$" in interpreter:
+            launch.program = [interpreter]
+        if rest[:1] == ["-m"] and (launcher := _MODULES.get(plain("".join(rest[1:2])))):
+            return self._launcher(launcher, rest[2:])
+        if not rest or rest[0] == "-c":
+            return False
+        launch.is_single = not self._in_step
+        if launch.is_per_task:
+            launch.notes.append("the workers of a node are started by its agent; they find RANK and LOCAL_RANK")
+        if rest[0] == "-m":
+            launch.is_module = True
+            rest.pop(0)
+        launch.script = self._variables.spread(rest)
+        return True
+
+    def _launcher(self, launcher: str, rest: list[str]) -> bool:
+        launch = self.launch
+        launch.is_per_task = False
+        meeting: list[str] = []
+        passes_rank = launcher in ("torch.distributed.launch", "deepspeed")
+        while (rest := self._variables.spread(rest)) and rest[0].startswith("-"):
+            name, equals, value = rest.pop(0).partition("=")
+            name = name.replace("_", "-") if name.startswith("--") else name
+            name = {"-t": "--tee"}.get(name, name)
+            option = _UNNEEDED.get(name) or _OF_WORKERS.get(name)
+            takes_value = name in (*_VALUES_OF_MEETING, *_COUNTS, *_EXPORTED) or (
+                option.metavar is not None
+                if option is not None
+                else name not in _FLAGS_OF_MEETING and bool(rest) and re.match(r"-|.*\.py\b", plain(rest[0])) is None
+            )
+            if takes_value and not equals and rest:
+                value = rest.pop(0)
+            passes_rank = passes_rank and name not in ("--use-env", "--no-local-rank")
+            if name in ("--hostfile", "-H"):
+                launch.hostfile = plain(value)
+            if name in (*_VALUES_OF_MEETING, *_FLAGS_OF_MEETING):
+                meeting += [name] if name not in ("--use-env", "--no-local-rank") else []
+            else:
+                self._worker_option(name, value, option)
+        if meeting:
+            launch.notes.append(f"{', '.join(meeting)}: not needed, {MEET}")
+        launch.script = rest
+        if not rest:
+            self._unseen(launcher)
+        elif passes_rank:
+            launch.script.insert(
+                1, "--local-rank=$LOCAL_RANK" if launcher != "deepspeed" else "--local_rank=$LOCAL_RANK"
+            )
+            launch.notes.append(f"{launcher} passes the local rank to the script, so the command does")
+        return True
+
+    def _worker_option(self, name: str, value: str, option: Option | None) -> None:
+        launch = self.launch
+        if name in _COUNTS:
+            launch.counts[_COUNTS[name]] = value
+        elif name in _UNNEEDED:
+            launch.notes.append(f"{name}: not needed, {_UNNEEDED[name].help}")
+        elif name in _EXPORTED:
+            launch.exports.append(f"export {_EXPORTED[name]}={value}")
+        elif option is None:
+            why = "it is none of hpc-elastic's options; set it in the script"
+            launch.open.append(f"{joined(name, value)}: {worker_options.REFUSED.get(name, why)}")
+        elif option.dest == "module":
+            launch.is_module = True
+        elif option.dest == "rdzv_conf":
+            kept = [part for part in value.split(",") if part.startswith(("timeout=", "last_call_timeout="))]
+            launch.options += [("--rdzv-conf", ",".join(kept))] if kept else []
+            launch.notes.append(f"of --rdzv-conf {value} timeouts are kept")
+        else:
+            launch.options.append((next(one for one in option.names if one.startswith("--")), value))
 
 
-def _python(rest: Sequence[str], launch: Launch, *, in_srun: bool) -> Launch | None:
-    """``python -m torch.distributed.run …``, or the script that srun starts in each task."""
-    interpreter = plain(rest[0])
-    words = list(rest[1:])
-    while words and words[0] in ("-u", "-O", "-B"):
-        words.pop(0)
-    if "/" in interpreter:
-        launch.options += ["--python", rest[0]]
-    if words[:1] == ["-m"] and words[1:2] in (["torch.distributed.run"], ["torch.distributed.launch"]):
-        return _torchrun(words[2:], launch)
-    if words[:2] == ["-m", "accelerate.commands.launch"]:
-        return _torchrun(words[2:], launch, accelerate=True)
-    if not in_srun:
-        return None
-    launch.is_per_task = True
-    launch.notes.append("the workers of a node are started by its agent; they find RANK, LOCAL_RANK and WORLD_SIZE")
-    if words[:1] == ["-m"]:
-        launch.options.append("--module")
-        words.pop(0)
-    launch.script = words
-    return launch if words else None
+def joined(name: str, value: str) -> str:
+    """An option as one word."""
+    return f"{name}={value}" if value and name.startswith("--") else f"{name}{value}"
 
 
-def _torchrun(words: Sequence[str], launch: Launch, *, accelerate: bool = False) -> Launch:
-    rest = list(words)
-    while rest and rest[0].startswith("-"):
-        word = rest.pop(0)
-        name, equals, value = word.partition("=")
-        name = name.replace("_", "-") if name.startswith("--") else name
-        name = {"-t": "--tee", **(_IN_ACCELERATE if accelerate else {})}.get(name, name)
-        option = _UNNEEDED.get(name) or _OF_WORKERS.get(name)
-        takes_value = option.metavar is not None if option is not None else name in (*_RENDEZVOUS, "--num-processes")
-        if takes_value and not equals and rest:
-            value = rest.pop(0)
-        _worker_option(name, value, option, launch)
-    if not rest:
-        raise UsageError("the line that starts workers names no script")
-    launch.script = rest
-    return launch
-
-
-def _worker_option(name: str, value: str, option: Option | None, launch: Launch) -> None:
-    if name in _RENDEZVOUS:
-        launch.rendezvous.append(name)
-    elif name in _UNNEEDED:
-        launch.notes.append(f"{name}: not needed, {_UNNEEDED[name].help}")
-    elif option is not None and option.dest == "nodes":
-        launch.nnodes = value
-    elif option is not None and option.dest == "nproc_per_node" and OF_THE_JOB.search(value):
-        launch.notes.append("--nproc-per-node: by default one worker for each GPU that Slurm gives the node")
-    elif option is not None and option.dest == "rdzv_conf":
-        kept = [part for part in value.split(",") if part.startswith(("timeout=", "last_call_timeout="))]
-        if kept:
-            launch.options += ["--rdzv-conf", ",".join(kept)]
-        launch.notes.append(f"of --rdzv-conf {value} timeouts are kept")
-    elif option is not None:
-        launch.options += [next(one for one in option.names if one.startswith("--")), *([value] if value else [])]
-    elif name == "--num-processes":
-        launch.notes.append(f"{name} {value}: by default one worker for each GPU that Slurm gives the node")
-    else:
-        why = worker_options.REFUSED.get(name, "it is none of hpc-elastic's options; set it in the script")
-        raise UsageError(f"{name}: {why}; take it out of the line that starts the workers, and convert again")
+def option_of_pyxis(name: str, value: str) -> tuple[str, str] | None:
+    """srun's option as pyxis has it → ours."""
+    if name == "--container-image":
+        return name, f"pyxis:{value}"
+    if name in ("--container-mounts", "--container-workdir", "--container-env"):
+        return name, value
+    return ("--container-args", joined(name, value)) if name.startswith(("--container", "--no-container")) else None
