@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import click
+from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.files import read_bytes, sole_owner, write_private
@@ -146,7 +147,7 @@ def _with_slurms_end(history: RunHistory, asked: AskedRun) -> RunHistory:
         return history
     if status.attempt is None or before.state is RunState.REQUEUED:
         print_note(f"run {status.run_id} has ended: {status.reason}")
-        return history
+        return history if status.attempt is not None else replace(history, never_began=status.reason)
     return with_end(
         history,
         attempt=status.attempt,

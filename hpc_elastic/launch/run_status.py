@@ -10,6 +10,7 @@ Ages are by this host's wall clock against those that wrote them: for people, no
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
@@ -212,10 +213,11 @@ def _why_no_step(job_log: str) -> str:
 
 
 def _job_log(paths: RunPaths, spec: RunSpec | None, job_id: str | None) -> str:
-    given = [word.partition("=")[2] for word in (spec.sbatch_args if spec else ()) if word.startswith("--output=")]
-    if given:
+    options = dict(word.partition("=")[::2] for word in (spec.sbatch_args if spec else ()))
+    if spec and (given := options.get("--output")):
         base, _, task = (job_id or "%j").partition("_")
-        return given[-1].replace("%j", job_id or "%j").replace("%A", base).replace("%a", task or "%a")
+        values = {"%j": job_id or "%j", "%A": base, "%a": task or "%a", "%x": options.get("--job-name", "%x")}
+        return os.path.join(spec.cwd, re.sub("%[jAax]", lambda match: values[match[0]], given))
     return str(paths.job_log) if paths.job_log.is_file() else ""
 
 
@@ -247,6 +249,8 @@ def with_slurms_end(
         return status  # the requeue that was decided never came about: that can be made up for
     elif not begun:
         reason = f"ended before it began ({job.said})"
+        if job.reason.startswith("JobLaunchFailure"):
+            reason += f": the node could not start its batch script; often it can't write the log {status.job_log}"
     else:
         reason = f"{WITHOUT_VERDICT}{job.how_it_ended}"
     return replace(status, state=RunState.ENDED, outcome=outcome, reason=reason, exit_code=job.code)

@@ -5,6 +5,9 @@ The nodes that a submission may have are checked first: whether they are enough 
 
 from __future__ import annotations
 
+import getpass
+import os
+import re
 import shlex
 import signal
 import threading
@@ -28,9 +31,12 @@ from hpc_elastic.slurm.batch_script import render_script
 from hpc_elastic.slurm.client import SlurmClient, SubprocessRunner
 from hpc_elastic.slurm.cluster_facts import PartitionNodes
 from hpc_elastic.slurm.commands import JobId, sbatch
-from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError
+from hpc_elastic.slurm.errors import MaybeSubmittedError, SlurmError, SlurmMissingError, SubmissionRefusedError
 from hpc_elastic.slurm.notation import HostlistError, expand
 
+_LATE_SUBMISSION = (3.0, 6.0)
+"""Seconds between looks for a job whose submission a busy controller may still take."""
+_MAYBE = "shows whether the job is queued; the run directory is kept for it"
 Log = Callable[[str], None]
 """Takes one line for the user who submits."""
 
@@ -86,6 +92,7 @@ def dry_run(submission: Submission) -> str:
         UsageError: it could not be submitted.
     """
     _check_folder(submission)
+    _log_folders(submission.job)
     return f"{submission.script}\n# {shlex.join(sbatch(str(submission.paths.script)))}\n"
 
 
@@ -107,15 +114,22 @@ def submit_job(
 
     Raises:
         UsageError: it can't be submitted as asked.
+        MaybeSubmittedError: the run directory stays.
         SlurmError: Slurm did not take it.
-        Exception: what `fill` raises. Nothing is left in any case.
+        Exception: what `fill` raises. Nothing is left of it otherwise.
     """
     _check_folder(submission)
     job, script = submission.job, submission.script
+    folders = _log_folders(job)
     partitions = eligible_partitions(client, job.options, env)
     remark = check_node_count(job, partitions, users_excluded(job.options, env))
     if remark is not None:
         log(remark)
+    for folder in folders:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"the job log's folder {folder} can't be made: {error.strerror}") from None
     run = create_run(job.spec, submission.runs_dir)
     with _leaving_nothing(run, submission.hints):
         create_tasks(run.paths, job.spec, job.tasks)
@@ -126,7 +140,7 @@ def submit_job(
             write_private(run.paths.script, script)
             if not job.tasks:
                 write_private(run.paths.job_log, "")  # Slurm appends to it, and would make it with the job's umask
-            number = client.submit(str(run.paths.script))
+            number = _submit(client, submission, env, clock, log)
         problem = index.record(
             cluster=cluster_of(number, client, env),
             job_id=number.number,
@@ -148,6 +162,61 @@ def cluster_of(job: JobId, client: SlurmClient, env: Mapping[str, str]) -> str:
         return env.get("SLURM_CLUSTER_NAME", "")
 
 
+def _submit(client: SlurmClient, submission: Submission, env: Mapping[str, str], clock: Clock, log: Log) -> JobId:
+    """Submit the script; where sbatch fails though the job may be queued, look for it by its run directory."""
+    run_dir = str(submission.paths.root)
+    try:
+        return client.submit(str(submission.paths.script))
+    except SlurmMissingError:
+        raise
+    except SlurmError as error:
+        if "connect failure" in str(error):
+            raise
+        is_unsure = not isinstance(error, SubmissionRefusedError)
+        for wait in (0.0, *(_LATE_SUBMISSION if is_unsure else ())):
+            clock.wait(threading.Event(), wait)
+            try:
+                found = client.find_submitted(run_dir, clusters=_clusters(submission.job.options, env))
+            except SlurmMissingError:
+                break
+            except SlurmError:
+                if not is_unsure:
+                    break
+                look = f"squeue --me -o '%i %k' | grep {shlex.quote(run_dir)}"
+                raise MaybeSubmittedError(**{**error.facts, "why": f"{error.facts['why']}; {look} {_MAYBE}"}) from None
+            if found is not None:
+                log(f"{error}; the job is in the queue all the same, as {found}")
+                return found
+        raise
+
+
+def _clusters(options: SbatchOptions, env: Mapping[str, str]) -> str:
+    """Where the job goes by ``--clusters`` or its variables; empty: this cluster."""
+    given = [match[1] for argument in options.extra if (match := re.match(r"(?:-M|--clusters=)(.+)", argument))]
+    return (given or [env.get("SBATCH_CLUSTERS") or env.get("SLURM_CLUSTERS") or ""])[-1]
+
+
+def _log_folders(job: SlurmJob) -> list[Path]:
+    """The folders of ``--output`` and ``--error``: Slurm makes none, and a job without one never begins.
+
+    Raises:
+        UsageError: a folder has the job's number in its name.
+    """
+    folders = []
+    for name, value in (("--output", job.options.output), ("--error", job.options.error)):
+        text = value or ""
+        if "\\" in text:  # nothing is replaced
+            folder, number = os.path.dirname(re.sub(r"\\(.)", r"\1", text)), None
+        else:
+            folder = os.path.dirname(text.replace("%x", job.options.job_name or "").replace("%u", getpass.getuser()))
+            number = re.search(r"(?<!%)(?:%%)*%\d*[jJA]", folder)
+        if number:
+            raise UsageError(f"{name} {value}: Slurm makes no folders; write {number[0]} into the file's name alone")
+        if folder and not re.search(r"%\d*[a-zA-Z]", folder.replace("%%", "")):
+            folders.append(Path(job.spec.cwd, folder.replace("%%", "%")))
+    return folders
+
+
 def _check_folder(submission: Submission) -> None:
     why = None if submission.job.shared else why_not_shared(submission.runs_dir)
     if why is not None:
@@ -165,6 +234,8 @@ def _leaving_nothing(run: NewRun, hints: MessageHints) -> Iterator[None]:
     except OSError as error:
         run.discard()
         raise UsageError(f"can't write {run.paths.root}: {error.strerror}") from None
+    except MaybeSubmittedError:
+        raise
     except BaseException:
         run.discard()
         raise
@@ -207,8 +278,7 @@ def eligible_partitions(
     Returns:
         None at all where Slurm does not say, or where the job goes to another cluster, whose nodes are others.
     """
-    elsewhere = any(argument.startswith(("-M", "--cluster")) for argument in options.extra)
-    if elsewhere or env.get("SBATCH_CLUSTERS") or env.get("SLURM_CLUSTERS"):
+    if _clusters(options, env):
         return ()
     names = options.partition or env.get("SBATCH_PARTITION")
     try:

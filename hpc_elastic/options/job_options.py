@@ -9,6 +9,7 @@ from typing import Any
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.sbatch import (
+    FORMS,
     MAX_NODES,
     SbatchOptions,
     check_given_once,
@@ -215,6 +216,10 @@ def sbatch_options(parsed: Parsed, *, nodes: tuple[int, int], job_name: str, gra
     """The sbatch side of a command line. Values are checked when the script is rendered."""
     parsed.value(_BY_DEST["time"])  # checked here, where it is known how the user called it
     plain: dict[str, Any] = {dest: parsed.get(dest) for dest in _PLAIN}
+    for dest, (pattern, example) in FORMS.items():
+        if (value := plain[dest]) and not re.fullmatch(pattern, value, re.IGNORECASE):
+            option = parsed.source(dest, f"--{key_of(_BY_DEST[dest])}")
+            raise UsageError(f"{option} {value}: sbatch can't read it; write it as in {example}")
     plain["job_name"] = job_name
     if parsed.get("gpus") is not None:
         plain["gpus_per_node"] = gpus_on_each(parsed, nodes)

@@ -252,6 +252,17 @@ def sbatch_variables(name: str) -> tuple[str, ...]:
     return (f"SBATCH_{name.upper()}", *_OTHER_VARIABLES.get(name, ()))
 
 
+_MAIL = "none|begin|end|fail|requeue|all|invalid_depend|stage_out|time_limit(?:_[589]0)?|array_tasks"
+FORMS = {
+    "mem": (r"\d+[kmgtp]?b?", "64G"),
+    "cpus_per_task": (r"\d+", "8"),
+    "gpus_per_node": (r"(?:[^\s:,]+:)?\d+(?:,[^\s:,]+:\d+)*", "8 or a100:8"),
+    "gres": (r"none|[^\s:,=]+(?:[:=][^\s,]+)?(?:,[^\s:,=]+(?:[:=][^\s,]+)?)*", "gpu:8 or gpu:a100:8"),
+    "mail_type": (rf"(?:{_MAIL})(?:,(?:{_MAIL}))*", "END,FAIL"),
+    "begin": (r"(?:\d|now|midnight|noon|elevenses|fika|teatime|today|tomorrow).*", "now+1hour or 2026-01-31T08:00"),
+    "dependency": (r"(?:after[a-z]*|expand|singleton|\d)[\w:+*,?()%-]*", "afterok:1234 or singleton"),
+}
+"""sbatch's plain values: what each may look like, and an example."""
 _OURS = frozenset(("requeue", "grace", "extra", "signal", "exclusive"))  # not simply --name=value
 
 

@@ -44,6 +44,7 @@ from hpc_elastic.run.spec import EntryKind, Entrypoint
 from hpc_elastic.run.suspicions import parse_hangs
 from hpc_elastic.worker_api.restart_group import RestartWith
 
+_LAUNCHER = re.compile(r"torchrun|deepspeed|accelerate|srun|mpirun|mpiexec|horovodrun|python[\d.]*")
 _SHELL = re.compile(rb"#!\s*(?:\S*/env\s+)?(?:\S*/)?(?:ba|da|z|k|c|tc)?sh(?:\s|$)")
 
 _COUNT = whole(least=0, most=1_000_000)
@@ -384,11 +385,15 @@ def entrypoint(parsed: Parsed, *, cwd: Path, interpreter: str) -> Entrypoint:
 
 def _check_script(target: str, cwd: Path) -> None:
     path = cwd / target
+    if _LAUNCHER.fullmatch(path.name) and ("/" in target or not path.exists()):
+        raise UsageError(
+            f"leave {target} out: hpc-elastic starts the workers itself, as in hpc-elastic submit --nodes 2 train.py"
+        )
     if path.is_dir():
         raise UsageError(f"{target} is a folder, not a script; for a module use --module")
     try:
         with open(path, "rb") as file:
-            start = file.read(80)
+            start = file.read(4096)
     except FileNotFoundError:
         hint = "; a module is run with --module, a command with --no-python" if "/" not in target else ""
         raise UsageError(f"the script {target} does not exist in {cwd}{hint}") from None
@@ -396,9 +401,12 @@ def _check_script(target: str, cwd: Path) -> None:
         raise UsageError(f"the script {target} can't be read: {error.strerror}") from None
     # A .py may begin with the shell's lines that look for a Python, and be Python all the same.
     if path.suffix != ".py" and _SHELL.match(start):
+        way_out = "give the Python script that it starts"
+        if b"\n#SBATCH" in start:
+            way_out = f"hpc-elastic convert {target} prints the command that does the same"
         raise UsageError(
-            f"{target} is a shell script, and a script is run by Python; give the Python script that it starts, "
-            "or have it run as it is with --no-python"
+            f"{target} is a shell script, and a script is run by Python; {way_out}, or have it run as it is with "
+            "--no-python"
         )
 
 

@@ -224,7 +224,8 @@ def build_document(history: RunHistory, *, attempt: int | None = None) -> Docume
     shown = choose_attempt(history, attempt)
     placed = place_attempts(history)
     succeeded = shown is not None and shown.outcome == "succeeded"
-    is_fine = subject.verdict.cause is Cause.NONE and (shown is None or shown.outcome in ("", "succeeded"))
+    is_ended_well = not history.never_began if shown is None else shown.outcome in ("", "succeeded")
+    is_fine = subject.verdict.cause is Cause.NONE and is_ended_well
     return Document(
         history=history,
         subject=subject,
@@ -302,6 +303,8 @@ def _find(history: RunHistory, subject: Subject, shown: AttemptHistory | None) -
         return Finding(title=title, headline=verdict.what, facts=(evidence,), details=details)
     if verdict.headline:
         return Finding(title=title, headline=verdict.headline, facts=(evidence,))
+    if shown is None and history.never_began:
+        return Finding(title="The job never began.", facts=(Fact("reason", history.never_began),))
     if shown is None:
         return Finding(title="No failures.")
     return Finding(

@@ -350,6 +350,8 @@ class RunHistory(Struct, frozen=True, kw_only=True):
     could_fork: bool = False
     """Whether ``--start-method forkserver`` was possible, and not given."""
     attempts: tuple[AttemptHistory, ...] = ()
+    never_began: str = ""
+    """Why Slurm ended the job before the first attempt."""
     bad_nodes: tuple[NodeScore, ...] = ()
     """By what was known when an attempt ended last; the worst first."""
     excluded: tuple[str, ...] = ()

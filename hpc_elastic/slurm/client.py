@@ -7,6 +7,7 @@ again is the caller's decision.
 from __future__ import annotations
 
 import logging
+import os
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,16 @@ from hpc_elastic.slurm.errors import (
     classify,
     one_line,
 )
-from hpc_elastic.slurm.job_state import JobPhase, JobState, parse_dependents, parse_sacct, parse_show_job, parse_squeue
+from hpc_elastic.slurm.job_state import (
+    JobPhase,
+    JobState,
+    parse_dependents,
+    parse_own_jobs,
+    parse_sacct,
+    parse_show_job,
+    parse_squeue,
+    parse_submitted,
+)
 from hpc_elastic.slurm.notation import compress
 
 logger = logging.getLogger(__name__)
@@ -135,19 +145,26 @@ class SlurmClient:
         argv = commands.sbatch(script, extra=extra)
         try:
             result = self._run("sbatch", argv)
-        except (SlurmUnavailableError, SlurmMissingError):
+        except SlurmMissingError:
             raise
         except SlurmError as error:
+            if (job := parse_submitted(error.facts["stdout"])) is not None:
+                self._log(f"sbatch: {error.facts['why']}")
+                return job
+            if isinstance(error, SlurmUnavailableError):
+                raise
             raise SubmissionRefusedError(**error.facts) from None
-        # Warnings of a site's plugin may come before; the answer is the last line.
-        answer = (result.stdout.strip().splitlines() or [""])[-1]
-        number, _, cluster = answer.partition(";")
-        if not (number.isascii() and number.isdigit()):
-            why = f"printed {answer!r} instead of a job id"
+        job = parse_submitted(result.stdout)
+        if job is None:
+            why = f"printed {(result.stdout.strip().splitlines() or [''])[-1]!r} instead of a job id"
             raise _failure(SlurmAnswerError, what="sbatch", why=why, argv=argv, result=result)
         if note := one_line(result.stderr):
             self._log(f"sbatch: {note}")
-        return JobId(number, cluster or None)
+        return job
+
+    def find_submitted(self, run_dir: str, *, clusters: str = "") -> JobId | None:
+        argv = commands.own_jobs(os.getuid(), clusters)
+        return parse_own_jobs(self._run("looking for the job", argv).stdout, run_dir)
 
     def job_state(self, job: JobId) -> JobState | None:
         """The job (of an array: its first record), or None where Slurm does not know it (any more)."""

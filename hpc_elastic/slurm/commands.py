@@ -155,6 +155,12 @@ def waiting_jobs(uid: int) -> list[str]:
     return ["squeue", "-u", str(uid), "-h", "-t", "PENDING", "-o", "%i|%E"]
 
 
+def own_jobs(uid: int, clusters: str) -> list[str]:
+    """A user's jobs, ended ones too: one line each, with the array's number for its tasks, the comment, the script."""
+    where = ["-M", clusters] if clusters else []
+    return ["squeue", *where, "-u", str(uid), "-h", "-t", "all", "-o", "%F|%k|%o"]
+
+
 def squeue(jobs: Iterable[JobId]) -> list[str]:
     """States of jobs of one cluster, ended ones too.
 

@@ -75,6 +75,10 @@ class SubmissionRefusedError(SlurmError):
     """sbatch did not take the job."""
 
 
+class MaybeSubmittedError(SlurmError):
+    """sbatch failed, and Slurm can't be asked whether it took the job."""
+
+
 class ErrorKind(Enum):
     """Which error a message means; the value is the error's type."""
 

@@ -13,6 +13,7 @@ from msgspec import Struct
 from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.options.sbatch import parse_time_limit
 from hpc_elastic.run.attempt import is_job_id
+from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.notation import HostlistError, expand
 
 
@@ -279,6 +280,30 @@ def parse_sacct(text: str) -> tuple[JobState, ...]:
             )
         )
     return tuple(jobs)
+
+
+_SUBMITTED = re.compile(r"(?:Submitted batch job )?(\d+)(?:(?: on cluster |;)([\w.-]+))?", re.ASCII)
+
+
+def parse_submitted(text: str) -> JobId | None:
+    """The job in sbatch's answer, with or without ``--parsable``; a site's plugin or wrapper may print lines around it.
+
+    The last line that is an answer is meant.
+    """
+    found = [match for line in text.splitlines() if (match := _SUBMITTED.fullmatch(line.strip()))]
+    return JobId(found[-1][1], found[-1][2]) if found else None
+
+
+def parse_own_jobs(text: str, run_dir: str) -> JobId | None:
+    """The job of a run directory, by the output of `commands.own_jobs`."""
+    cluster = None
+    for line in text.splitlines():
+        number, bar, rest = line.partition("|")
+        if line.startswith("CLUSTER: "):
+            cluster = line.removeprefix("CLUSTER: ").strip()
+        elif bar and is_job_id(number) and re.search(rf"{re.escape(run_dir)}(?:[/|\s\"]|$)", rest):
+            return JobId(number, cluster)
+    return None
 
 
 def parse_dependents(text: str, number: str) -> tuple[str, ...]:

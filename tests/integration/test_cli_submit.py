@@ -34,6 +34,7 @@ class Site:
         for folder in (self.work, self.bin):
             folder.mkdir()
         (self.work / "train.py").write_text("print('hello')\n")
+        (self.work / "job.sbatch").write_text("#!/bin/bash\n#SBATCH --nodes=2\nsrun torchrun train.py\n")
 
     def command(self, name: str, *, rc: int = 0, out: str = "", err: str = "", and_then: str = "") -> None:
         """Let a command print what a real one printed. It notes how it was called, and what its environment was."""
@@ -170,6 +171,12 @@ def test_a_dry_run_prints_the_script_and_changes_nothing(site: Site, capsys: pyt
         (["--nnodes=0", "train.py"], "--nnodes 0: a run needs at least 1 node"),
         (["--nodes=two", "train.py"], "--nodes two: not a number of nodes"),
         (["absent.py"], "the script absent.py does not exist"),
+        (["torchrun", "train.py"], "leave torchrun out: hpc-elastic starts the workers itself, as in"),
+        (["/usr/bin/python3.11", "train.py"], "leave /usr/bin/python3.11 out: hpc-elastic starts"),
+        (["--dry-run", "job.sbatch"], "is run by Python; hpc-elastic convert job.sbatch prints the command"),
+        (["--dry-run", "--mem", "lots", "train.py"], "--mem lots: sbatch can't read it; write it as in 64G"),
+        (["--dry-run", "--mail-type=OFTEN", "train.py"], "--mail-type OFTEN: sbatch can't read it"),
+        (["--dry-run", "--output=logs/%j/x.out", "train.py"], "Slurm makes no folders; write %j into the file's name"),
         (["."], ". is a folder, not a script"),
         ([], "no script was given"),
         (["-t", "0:3", "train.py"], "torchrun's -t is --tee 0:3"),
@@ -231,6 +238,50 @@ def test_an_answer_that_is_no_job_id_leaves_nothing(site: Site, capsys: pytest.C
     assert code == 1
     assert "printed 'Welcome to the cluster' instead of a job id" in err
     assert site.everything() == before
+
+
+TIMED_OUT = "sbatch: error: Batch job submission failed: Socket timed out on send/recv operation\n"
+
+
+@pytest.mark.parametrize(
+    ("rc", "out", "err", "job"),
+    [
+        (0, "12 nodes are idle\nSubmitted batch job 77 on cluster b\nThank you.\n", "", "77 on cluster b"),
+        (0, "77;b\nyour quota: 12 %\n", "", "77 on cluster b"),
+        (1, "Submitted batch job 77\n", "wrapper: accounting failed\n", "77"),
+        (0, "", "", "78"),
+        (1, "", TIMED_OUT, "78"),
+        (1, "", "", "78"),
+    ],
+)
+def test_a_bad_answer_for_a_job_that_is_queued(
+    site: Site, capsys: pytest.CaptureFixture[str], rc: int, out: str, err: str, job: str
+) -> None:
+    """The job is in sbatch's output, or is found by its comment; its run directory stays."""
+    site.command("sbatch", rc=rc, out=out, err=err)
+    site.command("squeue", out=f"76|hpc-elastic {site.work}/runs/min|x\n78|hpc-elastic {site.work}/runs/mine|y\n")
+    code, out, err = submit(capsys, "--run-id=mine", "train.py")
+    assert code == 0, err
+    assert f"job             {job}\n" in out
+    assert (site.work / "runs/mine/job.sbatch").exists()
+
+
+def test_a_bad_answer_where_slurm_can_not_be_asked(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    site.command("sbatch", rc=1, err=TIMED_OUT)
+    site.command("squeue", rc=1, err="slurm_load_jobs error: Socket timed out on send/recv operation\n")
+    code, _, err = submit(capsys, "--run-id=mine", "train.py")
+    assert code == 1
+    assert f"squeue --me -o '%i %k' | grep {site.work}/runs/mine shows whether the job is queued" in err
+    assert (site.work / "runs/mine/job.sbatch").exists()
+
+
+def test_the_job_logs_folder_is_made(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+    names = ("--job-name=sweep/a", "--output=logs/%x-%j.out", "--error=err%%/%j.err")
+    assert submit(capsys, "--dry-run", *names, "train.py")[0] == 0
+    assert not (site.work / "logs").exists()
+    assert submit(capsys, *names, "train.py")[0] == 0
+    assert (site.work / "logs/sweep").is_dir()
+    assert (site.work / "err%").is_dir()
 
 
 def test_an_older_runs_folder_stays(site: Site, capsys: pytest.CaptureFixture[str]) -> None:

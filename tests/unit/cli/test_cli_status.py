@@ -259,7 +259,8 @@ CANCELLED = JobState(job_id="42", state="CANCELLED", reason="")
         (RunState.TRAINING, replace(KILLED, reason="", exit_signal=9), "failed", 137, "batch script ended by signal 9"),
         (RunState.TRAINING, replace(KILLED, state="COMPLETED", reason=""), "unknown", 0, "(Slurm: COMPLETED)"),
         (RunState.SUBMITTED, CANCELLED, "cancelled", 143, "cancelled while it waited in the queue"),
-        (RunState.SUBMITTED, KILLED, "failed", 1, "ended before it began (Slurm: FAILED, JobLaunchFailure)"),
+        (RunState.SUBMITTED, KILLED, "failed", 1, "ended before it began (Slurm: FAILED, JobLaunchFailure): the "
+         "node could not start its batch script; often it can't write the log"),
         (RunState.REQUEUED, CANCELLED, "cancelled", 143, "in the queue (attempt 0 had been requeued)"),
     ],
 )  # fmt: skip

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import build_document
@@ -209,6 +210,10 @@ def test_nothing_known_yet(builder: RunBuilder) -> None:
     text = render_text(build_document(collect_run(builder.root)))
     assert "train.py has no attempt yet" in text
     assert "No failures." in text
+    ended = replace(collect_run(builder.root), never_began="ended before it began (Slurm: FAILED, JobLaunchFailure)")
+    text = render_text(ended)
+    assert "No failures" not in text
+    assert "The job never began.\n  reason    : ended before it began (Slurm: FAILED, JobLaunchFailure)" in text
 
 
 def test_an_attempt_that_failed_without_a_worker(builder: RunBuilder) -> None:

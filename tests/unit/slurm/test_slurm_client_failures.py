@@ -81,7 +81,7 @@ def test_a_sites_greeting_before_the_id_is_passed_over() -> None:
     assert answering("Welcome!\n12\n").submit("/tmp/job.sh") == JobId("12")
 
 
-@pytest.mark.parametrize("answer", ["", "Submitted batch job 12\n", "12a", "٣"])
+@pytest.mark.parametrize("answer", ["", "12a", "٣"])
 def test_an_answer_that_is_no_id_is_an_error(answer: str) -> None:
     with pytest.raises(SlurmAnswerError, match="instead of a job id"):
         answering(answer).submit("/tmp/job.sh")
