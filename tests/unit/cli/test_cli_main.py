@@ -74,8 +74,6 @@ _HET = "heterogeneous jobs are not supported; give one job of one component, wit
     [
         (("submit", "--het", "-N 2", "x.py"), "--het: was removed: "),
         (("submit", "--template", "job.sh", "x.py"), "--template job.sh: line 2: "),
-        (("convert", "job.sh"), "line 2: "),
-        (("convert", "mpmd.sh"), "srun python a.py : python b.py: "),
         (("run", "x.py"), "SLURM_HET_SIZE=2: "),
         (("agent", "x.py"), "SLURM_HET_SIZE=2: "),
     ],
@@ -90,7 +88,6 @@ def test_a_heterogeneous_job_is_refused_in_one_sentence(
     (tmp_path / "job.sh").write_text(
         "#!/bin/bash\n#SBATCH hetjob\n#SBATCH -N1\n@SBATCH_LINES@\ntrap '' USR2\nexec @COMMAND@\n"
     )
-    (tmp_path / "mpmd.sh").write_text("#!/bin/bash\nsrun python a.py : python b.py\n")
     (tmp_path / "x.py").touch()
     monkeypatch.chdir(tmp_path)
     step = {"run": "batch", "agent": "step-n1-task0"}.get(argv[0])
