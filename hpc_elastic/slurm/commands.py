@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.slurm.job_environment import JobEnvironment, in_job, without_run_variables
-from hpc_elastic.slurm.job_state import JobState
 from hpc_elastic.slurm.notation import compress, gpu_count
+
+if TYPE_CHECKING:
+    from hpc_elastic.slurm.job_state import JobState
 
 SQUEUE_FORMAT = "%i|%T|%r|%M|%l|%D|%N|%R|%S|%e|%Q|%V"
 SINFO_FORMAT = "%N|%P|%T|%t|%E"

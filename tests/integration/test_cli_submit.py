@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import msgspec
 import pytest
 
@@ -395,7 +396,8 @@ def test_a_folder_that_may_not_be_written(site: Site) -> None:
     source = Path(__file__).parents[2]
     for name in ("hpc_elastic", "sbatch_templates"):
         shutil.copytree(source / name, package / name, ignore=shutil.ignore_patterns("__pycache__"))
-    shutil.copytree(Path(msgspec.__file__).parent, package / "msgspec")
+    for module in (click, msgspec):
+        shutil.copytree(Path(module.__file__).parent, package / module.__name__)
     interpreter = shutil.which("python3", path="/usr/bin:/usr/local/bin")
     if interpreter is None:
         pytest.skip("no interpreter that another user can start")
