@@ -211,7 +211,7 @@ def test_nothing_known_yet(builder: RunBuilder) -> None:
     assert "train.py has no attempt yet" in text
     assert "No failures." in text
     ended = replace(collect_run(builder.root), never_began="ended before it began (Slurm: FAILED, JobLaunchFailure)")
-    text = render_text(ended)
+    text = render_text(build_document(ended))
     assert "No failures" not in text
     assert "The job never began.\n  reason    : ended before it began (Slurm: FAILED, JobLaunchFailure)" in text
 
