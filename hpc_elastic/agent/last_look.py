@@ -98,7 +98,8 @@ def observe_failure(failure: WorkerFailure, *, latest_ns: int) -> Activity | Non
     found, dump = find_python_traceback(failure.traceback), find_dump(failure.traceback)
     frames = found.frames if found is not None else dump.main if dump is not None else ()
     text = "\n".join((failure.message, failure.traceback, failure.stderr_tail))
-    found_activity = activity_of_failure(failure.global_rank, frames, text)
+    mine = user_frames(frames)
+    found_activity = activity_of_failure(failure.global_rank, frames, text, line=_source(mine[-1]) if mine else "")
     return found_activity if (failure.printed_ns or failure.ended_ns) <= latest_ns else replace(found_activity, peer="")
 
 

@@ -11,6 +11,7 @@ import os
 import socket
 import struct
 from collections.abc import Collection, Iterable
+from pathlib import Path
 
 
 def interface_addresses() -> list[tuple[str, list[str]]]:
@@ -42,6 +43,14 @@ def total_memory() -> int | None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
         return None
+
+
+def overcommits_memory() -> bool:
+    """Whether the kernel grants a process more memory than is free; it then ends one where none is left."""
+    try:
+        return Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "2"
+    except OSError:
+        return False
 
 
 def command_line(pid: int) -> list[str]:

@@ -17,7 +17,7 @@ from msgspec import Struct
 from hpc_elastic.failures.origin import explain_chain, explain_text
 from hpc_elastic.failures.patterns import FailurePattern, symptom_kind
 from hpc_elastic.failures.ranking import Category, FailureClass
-from hpc_elastic.failures.sizes import judge_size
+from hpc_elastic.failures.sizes import judge_size, limit_of_process
 from hpc_elastic.failures.stop_noise import is_stop_noise
 from hpc_elastic.failures.traceback_text import RaisedException
 from hpc_elastic.failures.wrong_call import is_wrong_call
@@ -44,6 +44,9 @@ class Classification(Struct, frozen=True, kw_only=True):
 
 _OOM_IN_TEXT = re.compile(r"killed by signal: Killed|terminated abruptly|exited unexpectedly", re.IGNORECASE)
 _ASKED_TO_END = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+_CRASHES = frozenset(
+    {signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP, signal.SIGSYS, signal.SIGBUS}
+)
 # What the agent sends to end a worker: TERM, ABRT (for a dump of its stacks), KILL.
 _SENT_BY_AGENT = frozenset({signal.SIGTERM, signal.SIGABRT, signal.SIGKILL, signal.SIGINT})
 _END_REQUESTED_TYPES = frozenset({"", "SystemExit", "KeyboardInterrupt"})
@@ -110,6 +113,8 @@ def classify(
     stopped_by_agent: bool = False,
     oom_kills: int = 0,
     is_nodes_oom: bool = False,
+    is_said: bool = False,
+    overcommits: bool = False,
     last_step: int | None = None,
 ) -> Classification:
     """Say what kind of failure a worker's end was.
@@ -125,6 +130,8 @@ def classify(
         stopped_by_agent: The agent had sent this worker a signal before it ended.
         oom_kills: By how much the cgroup's counter of OOM kills rose while the worker ran.
         is_nodes_oom: Whether that was the node's counter.
+        is_said: Whether `message` is what the process printed right before its end.
+        overcommits: Whether the node's kernel refuses no size that the node has.
         last_step: The last step that the worker reported; None where it reported none.
     """
     number = signal_of(exitcode)
@@ -145,9 +152,12 @@ def classify(
         if exception_type:
             text = "\n".join(raised.headline for raised in chain)
             words = explain_chain(chain, rank=rank) or _NOTHING_KNOWN
+            words = limit_of_process(text, words, overcommits=overcommits)
             sizes = (judge_size(raised.message, node_bytes=node_bytes) for raised in chain)
             words = next((row for row in sizes if row is not None), words)
-        elif number not in (signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV, signal.SIGBUS):
+        elif number == signal.SIGTERM:
+            words = explain_text(message) or _NOTHING_KNOWN
+        elif number not in (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS):
             text = f"{message}\n{stderr_tail}"
             words = explain_text(text) or _NOTHING_KNOWN
         if (
@@ -159,7 +169,7 @@ def classify(
             words = _CHILD_KILLED
         if words.says:
             failure_class, reason = words.failure_class, words.says
-        elif not exception_type and number in _ASKED_TO_END:
+        elif not exception_type and number in _ASKED_TO_END and not is_said:
             failure_class = FailureClass.INFRASTRUCTURE
             came = f"{signal_name(number)} {NOT_OURS}"
             reason = f"{came}: probably Slurm (cancel, limit, preemption) or a manual kill"
@@ -199,8 +209,10 @@ def _root_reason(exitcode: int, number: int, exception_type: str, *, wrong_call:
         return "SIGKILL not sent by hpc-elastic: probably the OOM killer (check dmesg) or a manual kill"
     if number == signal.SIGBUS:
         return "a bus error: often a full /dev/shm, or a mapped file that was cut"
+    if number == signal.SIGTERM:
+        return "SIGTERM not sent by hpc-elastic, right after it printed this: probably by itself"
     if number:
-        return f"crashed ({signal_name(number)})"
+        return f"{'crashed' if number in _CRASHES else 'a signal that it does not handle'} ({signal_name(number)})"
     return f"ended itself with exit code {exitcode}"
 
 

@@ -33,6 +33,8 @@ _SAYS_LIMIT = 400
 
 
 _POINT_TO_POINT = ("recv", "irecv", "send", "isend", "batch_isend_irecv", "recv_object_list", "send_object_list")
+_PARTNER = re.compile(r"\b(?:src|dst)\s*=\s*(\d+)\b")
+"""The rank that a send or receive is with, where the script's line names it."""
 _ROOTED = ("gather", "gather_object", "reduce", "broadcast", "broadcast_object_list", "scatter", "scatter_object_list")
 """Collectives that one rank leaves later than the others, by their nature."""
 _COLLECTS = ("gather", "gather_object", "reduce")
@@ -91,16 +93,17 @@ def activity_of_stack(
         # A call into C has no frame of its own: time.sleep, a lock's acquire, input, work.wait.
         doing, call = _SYSCALLS.get(syscall, Doing.CODE), syscall if syscall in _SYSCALLS else ""
     shown = "" if doing in (Doing.COLLECTIVE, Doing.BACKWARD) else cut_end(line.strip(), 100)
-    return Activity(rank=rank, doing=doing, call=call, at=_at(frames), line=shown)
+    return Activity(rank=rank, doing=doing, call=call, at=_at(frames), line=shown, awaits=_partner(call, line))
 
 
-def activity_of_failure(rank: int, frames: Sequence[Frame], text: str) -> Activity:
+def activity_of_failure(rank: int, frames: Sequence[Frame], text: str, *, line: str = "") -> Activity:
     """What a rank was doing whose failure is a symptom.
 
     Args:
         rank: Its global rank.
         frames: Of its exception, outermost call first.
         text: Its exception's text and the end of its stderr.
+        line: As of `activity_of_stack`.
     """
     doing, call = _call_of(frames)
     if doing is Doing.CODE:
@@ -123,8 +126,14 @@ def activity_of_failure(rank: int, frames: Sequence[Frame], text: str) -> Activi
         clients=said.clients,
         sizes=said.sizes,
         peer=find_peer(text),
+        awaits=_partner(call, line),
         flight=tail_of_words(text),
     )
+
+
+def _partner(call: str, text: str) -> int | None:
+    found = _PARTNER.search(text) if call in _POINT_TO_POINT else None
+    return int(found[1]) if found is not None else None
 
 
 def _call_of(frames: Sequence[Frame]) -> tuple[Doing, str]:
@@ -240,6 +249,8 @@ class Comparison(Struct, frozen=True, kw_only=True):
     """The ranks that differ, the likeliest first; empty: none does, or too many do."""
     says: str = ""
     """What the ranks have in common, or how they differ, in one clause; empty: nothing that is worth it."""
+    is_open: bool = False
+    """Whether the suspects wait, and the others do something else: either may be at fault."""
     is_of_all: bool = False
     """Whether `says` is all that is known, and no silent rank is the one to look at: the script gives wrong numbers to
     all, or ranks wait for each other."""
@@ -274,6 +285,7 @@ def compare_ranks(activities: Sequence[Activity], *, hosts: Mapping[int, str] | 
         _by_operation,
         _by_sequence,
         partial(_by_store, workers=workers),
+        _by_peer,
         _outside,
         _by_call,
         _by_place,
@@ -315,7 +327,10 @@ def _by_flight_recorder(known: Mapping[int, Activity], *, recorded: Analysis) ->
     for rank in whys.keys() & known.keys():
         if (activity := known[rank]).doing is not Doing.UNKNOWN and not activity.failed:
             whys[rank] += f"; it was {activity.where}"
-    return _blame(whys) if whys else None
+    is_open = any(one.kind is Reason.ALONE for one in recorded.suspects)
+    if is_open and (other := next((one for rank, one in known.items() if rank not in whys), None)) is not None:
+        whys = {rank: f"{why}, and the others were {other.where}" for rank, why in whys.items()}
+    return replace(_blame(whys), is_open=is_open) if whys else None
 
 
 def _of_all_dumps(recorded: Analysis) -> str:
@@ -383,6 +398,19 @@ def _by_store(known: Mapping[int, Activity], *, workers: int) -> Comparison | No
     return _blame(others if 2 * len(others) <= len(known) else {}, says)
 
 
+def _by_peer(known: Mapping[int, Activity]) -> Comparison | None:
+    """The ranks that a send or receive waits for: those that wait for no other one so, where there are any."""
+    waits = {rank: activity for rank, activity in known.items() if activity.awaits is not None}
+    ends = {
+        activity.awaits: f"rank {rank} waited for it, {activity.where}"
+        for rank, activity in waits.items()
+        if activity.awaits is not None and activity.awaits not in waits and activity.awaits != rank
+    }
+    for rank in ends.keys() & known.keys():
+        ends[rank] += f"; it was {known[rank].where}"
+    return _blame(ends) if ends else None
+
+
 def _outside(known: Mapping[int, Activity]) -> Comparison | None:
     """Ranks in no collective while the others wait in one."""
     inside = {rank: activity for rank, activity in known.items() if activity.doing in WAITS_FOR_RANKS}
@@ -402,7 +430,8 @@ def _outside(known: Mapping[int, Activity]) -> Comparison | None:
     if len(inside) < len(outside):
         # A collective that most ranks never come to: one below `if rank == 0`.
         where = next(iter(outside.values())).where
-        return _blame({rank: f"it was {each.where}, and the others were {where}" for rank, each in inside.items()})
+        whys = {rank: f"it was {each.where}, and the others were {where}" for rank, each in inside.items()}
+        return replace(_blame(whys), is_open=True)
     others = "the others" if len(inside) > 1 else f"rank {next(iter(inside))}"
     return _blame({rank: f"it was {each.where} while {others} waited in {name}" for rank, each in outside.items()})
 

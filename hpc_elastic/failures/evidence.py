@@ -12,7 +12,7 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from hpc_elastic.base.host_facts import total_memory
+from hpc_elastic.base.host_facts import overcommits_memory, total_memory
 from hpc_elastic.base.text import clean_text, cut_end
 from hpc_elastic.failures.classify import classify, signal_name, signal_of
 from hpc_elastic.failures.decorated import undecorate
@@ -26,12 +26,12 @@ from hpc_elastic.failures.error_file import (
 )
 from hpc_elastic.failures.explanation import find_explanation
 from hpc_elastic.failures.fingerprint import fingerprint
-from hpc_elastic.failures.origin import find_origin
+from hpc_elastic.failures.origin import find_origin, is_raised_by_script
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.summary import summary_line
 from hpc_elastic.failures.traceback_text import FailureText, RaisedException, TextKind, find_python_traceback
 from hpc_elastic.failures.uncaught import find_uncaught, reaches_top
-from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
+from hpc_elastic.failures.worker_failure import LOGGED_BEFORE, EvidenceSource, WorkerFailure
 from hpc_elastic.failures.wrapped import find_wrapped, is_wrapper
 from hpc_elastic.run.log_pieces import EndReader
 from hpc_elastic.worker_api.agent_store import NOTE
@@ -192,7 +192,11 @@ def _describe(
         raw = _read_tail(stdout_log)[0][-_STDOUT_TAIL:] if stdout_log else b""
         return undecorate(clean_text(raw.decode("utf-8", "replace")))
 
-    found, source, printed = find_explanation(facts, text, read_stdout)
+    def lived_ns(found: FailureText) -> int | None:
+        printed_ns = _printed_ns(raw, found.span, output)
+        return facts.ended_ns - printed_ns if printed_ns else None
+
+    found, source, printed = find_explanation(facts, text, read_stdout, lived_ns)
     span = found.span if found is not None and source is EvidenceSource.STDERR else (0, 0)
     facts = replace(facts, printed_ns=_printed_ns(raw, span, output), is_caught=_is_caught(found))
     tail = _last_lines(cleaned, span if found is not None and found.text else (0, 0))
@@ -374,6 +378,8 @@ def _build(
         stopped_by_agent=facts.stopped_by_agent,
         oom_kills=facts.oom_kills,
         is_nodes_oom=facts.is_nodes_oom,
+        is_said=found is not None and not chain,
+        overcommits=overcommits_memory(),
         last_step=facts.last_step,
     )
     origin = find_origin(chain)
@@ -382,9 +388,15 @@ def _build(
     if origin is not None and origin is not chain[0]:
         message = f"{exception_type}: {words}" if words else exception_type
     if found is not None and wrapped is not None:
+        if origin is wrapped and not wrapped.exception_type and not is_wrapper(found.chain[0]):
+            origin, exception_type, words, message = chain[0], found.exception_type, found.message, found.headline
         outer, inner = summary_line(message), wrapped.headline
-        message = f"{inner} ({outer})" if is_wrapper(found) else f"{outer} ({inner})"
-        if is_wrapper(found) and wrapped.exception_type:
+        if is_wrapper(found.chain[0]):
+            message = f"{inner} ({outer})"
+        else:
+            is_own = is_raised_by_script(found.chain[0]) and not is_wrapper(found.chain[-1])
+            message = f"{outer} ({LOGGED_BEFORE if is_own else ''}{inner})"
+        if is_wrapper(found.chain[0]) and wrapped.exception_type:
             origin, exception_type, words = wrapped, wrapped.exception_type, wrapped.message
     return replace(
         facts,

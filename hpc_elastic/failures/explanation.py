@@ -15,17 +15,22 @@ from hpc_elastic.failures.crash_text import find_cpp_terminate, find_fatal_error
 from hpc_elastic.failures.decorated import read_json_line
 from hpc_elastic.failures.last_lines import LastLines, find_last_lines
 from hpc_elastic.failures.traceback_text import FailureText, TextKind, find_python_traceback, find_tracebacks
-from hpc_elastic.failures.uncaught import find_uncaught, went_on
+from hpc_elastic.failures.uncaught import ended_soon, find_uncaught, went_on
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 
 _CLOSE = 40
 """A traceback with more lines than this after it did not end a process that ended otherwise than by an exception."""
+_RIGHT_BEFORE_NS = 500_000_000
+"""A process prints so shortly before it sends itself a signal why it does."""
 _SAID_BEFORE = 30
 """Lines before a dump or a KeyboardInterrupt in which the reason may stand."""
 
 
 def find_explanation(
-    facts: WorkerFailure, stderr: str, read_stdout: Callable[[], str]
+    facts: WorkerFailure,
+    stderr: str,
+    read_stdout: Callable[[], str],
+    lived_ns: Callable[[FailureText], int | None] = lambda _: None,
 ) -> tuple[FailureText | None, EvidenceSource, str]:
     """Find what explains the end in stderr, else in stdout (``2>&1 | tee log``).
 
@@ -33,17 +38,25 @@ def find_explanation(
         facts: How it ended.
         stderr: The end of it, cleaned.
         read_stdout: Gives the end of stdout, cleaned; called where stderr says nothing.
+        lived_ns: How long it lived after it had printed a traceback on stderr; None where that is not known.
 
     Returns:
         What explains it, None where nothing does; where it was found; the text that it stands in.
     """
-    found = _find_in_text(facts, stderr)
-    if found is not None or signal_of(facts.exitcode) in (signal.SIGKILL, signal.SIGTERM):
+    found = _find_in_text(facts, stderr, lived_ns)
+    number = signal_of(facts.exitcode)
+    if found is not None or number == signal.SIGKILL or (number == signal.SIGTERM and facts.stopped_by_agent):
         return found, EvidenceSource.STDERR, stderr
     said = find_last_lines(stderr.split("\n"))
+    if number == signal.SIGTERM:  # a thread of its own may have sent it, and then printed why
+        found = _from_lines(facts, said, stderr.split("\n"))
+        lived = lived_ns(found) if found is not None else None
+        is_near = found is not None and lived is not None and lived <= _RIGHT_BEFORE_NS
+        is_reason = is_near or (found is not None and lived is None and found.kind is TextKind.LINES)
+        return found if is_reason else None, EvidenceSource.STDERR, stderr
     if said is None or not said.is_telling:
         stdout = read_stdout()
-        found = _find_in_text(facts, stdout)
+        found = _find_in_text(facts, stdout, lambda _: None)
         if found is not None:
             return found, EvidenceSource.STDOUT, stdout
         printed = find_last_lines(stdout.split("\n"))
@@ -54,7 +67,7 @@ def find_explanation(
 
 def _from_lines(facts: WorkerFailure, said: LastLines | None, lines: list[str]) -> FailureText | None:
     """What a process without an exception printed last. Of one that crashed a line counts only where it tells why."""
-    if said is None or (signal_of(facts.exitcode) and not said.is_telling):
+    if said is None or (signal_of(facts.exitcode) not in (0, signal.SIGTERM) and not said.is_telling):
         return None
     traceback, logged = read_json_line(lines[said.at])
     span = (said.at, said.at + 1)
@@ -69,17 +82,19 @@ def _from_lines(facts: WorkerFailure, said: LastLines | None, lines: list[str]) 
     )
 
 
-def _find_in_text(facts: WorkerFailure, text: str) -> FailureText | None:
+def _find_in_text(facts: WorkerFailure, text: str, lived_ns: Callable[[FailureText], int | None]) -> FailureText | None:
     """Choose what in the end of the output explains *this* end: a caught exception that was logged hours ago does not.
 
     Args:
         facts: How it ended.
         text: Cleaned.
+        lived_ns: As of `find_explanation`.
     """
     number = signal_of(facts.exitcode)
     lines = text.split("\n")
     if not number:
-        return find_uncaught(text, lines, exitcode=facts.exitcode) or find_cpp_terminate(text, cleaned=True)
+        ending = find_uncaught(text, lines, exitcode=facts.exitcode, lived_ns=lived_ns)
+        return ending or find_cpp_terminate(text, cleaned=True)
     if number == signal.SIGINT and not facts.stopped_by_agent:
         return _interrupted(text, lines)
     python = find_python_traceback(text, cleaned=True)
@@ -87,11 +102,12 @@ def _find_in_text(facts: WorkerFailure, text: str) -> FailureText | None:
         # It was hanging in its shutdown after the exception, and was ended: by its agent, or by a person.
         if python is None or python.lines_after > _CLOSE or not facts.stopped_by_agent:
             return None
-        return python if python.is_prefixed or not went_on(python, lines) else None
+        return None if went_on(python, lines) else python
     fatal, cpp = find_fatal_error(text, cleaned=True), find_cpp_terminate(text, cleaned=True)
     dumped = max((one.span[1] - one.span[0] for one in (fatal, cpp) if one is not None), default=0)
-    is_close = python is not None and python.lines_after <= _CLOSE + dumped
-    if python is not None and is_close and (python.is_prefixed or not went_on(python, lines)):
+    lived = lived_ns(python) if python is not None else None
+    is_close = python is not None and (python.lines_after <= _CLOSE + dumped or ended_soon(python, lived))
+    if python is not None and is_close and not went_on(python, lines, lived):
         return python  # a crash while an exception unwinds: the exception is what one wants to know
     if cpp is not None:
         frames = fatal.frames if fatal is not None else cpp.frames

@@ -104,6 +104,8 @@ PATTERNS: tuple[FailurePattern, ...] = (
     FailurePattern(_INFRASTRUCTURE, "a filesystem failed",
           ("stale file handle", "stale nfs file handle", "transport endpoint is not connected", "input/output error",
            "remote i/o error", "read-only file system", "host is down", "transport endpoint shutdown"), is_common=True),
+    FailurePattern(_INFRASTRUCTURE, "NCCL could not register memory: a limit of locked memory (ulimit -l)",
+          ("ibv_*cannot allocate memory",)),
     FailurePattern(_INFRASTRUCTURE, "the node's memory is full",
           ("cannot allocate memory", "defaultcpuallocator: can't allocate memory",
            "defaultcpuallocator: not enough memory", "std::bad_alloc", "unable to allocate*for an array with shape"),
@@ -123,7 +125,7 @@ PATTERNS: tuple[FailurePattern, ...] = (
            "cuda driver error: out of memory", "[cuda]: out of memory",
            "cuda runtime error (2)", "cublas_status_alloc_failed", "hsa_status_error_out_of_resources")),
     FailurePattern(_ROOT, "a check in a GPU kernel failed: an index or a value in the data, or the code",
-          ("device-side assert triggered", "cudaerrorassert")),
+          ("device-side assert triggered", "cudaerrorassert", "block: [*assertion `*` failed")),
     FailurePattern(_ROOT, "a GPU kernel touched memory that is not its own: a bug in a kernel, rarely the GPU",
           ("illegal memory access", "misaligned address", "illegal address", "cudaerrorillegaladdress",
            "memory access fault by gpu")),
@@ -205,6 +207,8 @@ SYMPTOM_TYPES: dict[str, str] = dict.fromkeys(
 """Exceptions that show, where torch's process group raised them, that a peer is gone → what happened."""
 
 SHM_FULL = next(row for row in PATTERNS if row.says == "/dev/shm is full")
+KERNEL_CHECK = next(row for row in PATTERNS if "cudaerrorassert" in row.any_of)
+MEMORY_FULL = next(row for row in PATTERNS if row.says == "the node's memory is full")
 DISK_FULL = next(row for row in PATTERNS if row.says == "a disk or a quota is full")
 
 LOST_PEER = "a peer is gone"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from hpc_elastic.failures.patterns import FailurePattern
+from hpc_elastic.failures.patterns import MEMORY_FULL, FailurePattern
 from hpc_elastic.failures.ranking import FailureClass
 
 _ASKED = re.compile(
@@ -41,6 +41,22 @@ def judge_size(text: str, *, node_bytes: int) -> FailurePattern | None:
         return None
     return FailurePattern(
         FailureClass.ROOT, f"one allocation of {size_text(asked)}, and {whose} has {size_text(has)}: a wrong size", ()
+    )
+
+
+def limit_of_process(text: str, row: FailurePattern, *, overcommits: bool) -> FailurePattern:
+    """What a failed allocation means where its size is known: the kernel gives what the node has, full or not.
+
+    Args:
+        text: As of `judge_size`, which finds the size to be none that the node can't have.
+        row: What the text means by itself; returned where no limit of the process shows.
+        overcommits: Whether the kernel does (`host_facts.overcommits_memory`).
+    """
+    asked = asked_bytes(text) if overcommits and row is MEMORY_FULL else None
+    if asked is None:
+        return row
+    return FailurePattern(
+        FailureClass.ROOT, f"an allocation of {size_text(asked)} was refused: a limit of the process (ulimit -v)", ()
     )
 
 

@@ -32,6 +32,7 @@ _EXCEPTION_LINE = re.compile(r"([A-Za-z_][\w.]*(?:\.<locals>[\w.]*)*)(?::(?: (.*
 _CLASS_LINE = re.compile(r"(?:[a-z_]\w*\.)*[A-Z]\w*(?::|\Z)")
 _MOST_BETWEEN = 20
 _SYNTAX_ERROR = re.compile(r"(?:SyntaxError|IndentationError|TabError): ")
+_TOP_FILES = ("<frozen runpy>", "/runpy.py", "/hpc_elastic/failures/recording.py")
 _CONNECTORS = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
@@ -256,7 +257,7 @@ def _blocks(lines: list[str], prefixed: list[bool]) -> list[_Block]:
                 end += 1
         else:
             at = _stack_end(lines, at)
-            end = _message_end(lines, prefixed, at)
+            end = _message_end(lines, prefixed, at, quotes=index + 1 < total and _is_top(lines[index + 1]))
         if not group and not _is_exception_line(lines, at):  # cut off, or something else was printed in between
             index = max(at, index + 1)
             continue
@@ -305,9 +306,42 @@ def _line_before(lines: list[str], index: int) -> str:
     return ""
 
 
-def _message_end(lines: list[str], prefixed: list[bool], at: int) -> int:
-    """One past the last line of the message that starts on line `at`."""
+def is_top_frame(frame: Frame) -> bool:
+    """Whether a process begins there: nothing in the script caught what went up to it."""
+    return frame.function in ("<module>", "_run_module_as_main") or frame.file.endswith(_TOP_FILES)
+
+
+def _is_top(line: str) -> bool:
+    frames, _, _ = _frames([line])
+    return bool(frames) and is_top_frame(frames[0])
+
+
+def _quotes_on(lines: list[str], at: int, *, first: int, inside: bool) -> bool:
+    """Whether a message goes on on this line with a traceback that began elsewhere: a child's, which it quotes.
+
+    It stands right below the exception's line, `first`, or below a line of the message that ends with a colon.
+    """
+    before = _line_before(lines, at)
+    if not inside and not before.endswith(":") and before != lines[first].strip():
+        return False
+    if lines[at] in _CONNECTORS and inside:
+        at = next((later for later in range(at + 1, len(lines)) if lines[later].strip()), at)
+    if lines[at] != HEADER or at + 1 == len(lines) or not _FRAME.match(lines[at + 1]) or _is_top(lines[at + 1]):
+        return False
+    return not before.startswith(_NOT_THE_END + _OTHER_THREAD)
+
+
+def _message_end(lines: list[str], prefixed: list[bool], at: int, *, quotes: bool = False) -> int:
+    """One past the last line of the message that starts on line `at`.
+
+    Args:
+        lines: The text.
+        prefixed: Which of them have torch's prefix.
+        at: The line with the exception's type.
+        quotes: Whether a traceback right below belongs to the message: the exception went all the way up.
+    """
     end = at + 1
+    inside = False
     if at >= len(lines):
         return at
     last = min(len(lines), at + (_MOST_PREFIXED if prefixed[at] else _MESSAGE_LINES))
@@ -317,6 +351,10 @@ def _message_end(lines: list[str], prefixed: list[bool], at: int) -> int:
             last = min(len(lines), max(last, end + _MESSAGE_LINES))
         if prefixed[at] and not prefixed[end]:
             break
+        if quotes and _quotes_on(lines, end, first=at, inside=inside):
+            inside = True
+            end += 1
+            continue
         if line in _CONNECTORS or _NOT_MESSAGE.match(line) or line.lstrip() == _GROUP_HEADER:
             break
         if line.endswith(_LAST) and _begins_traceback(lines, end):
@@ -391,16 +429,19 @@ def _quoted_exceptions(lines: list[str], block: _Block, raised: RaisedException)
         return
     message = raised.message.split("\n")
     starts = [(at, match) for at, line in enumerate(message) if (match := QUOTED_HEADER.match(line))]
+    found: list[RaisedException] = []
+    first = 0
     for index, (at, match) in enumerate(starts):
         until = starts[index + 1][0] if index + 1 < len(starts) else len(message)
         body = message[at + 1 : until]
         end = next((end for end, line in enumerate(body) if line.strip() and not line.startswith("  ")), len(body))
         if end == len(body) or not _is_exception_line(body, end):
             continue
-        exception_type, text = _split_exception(body[end:])
+        until = next((later for later, line in enumerate(body) if line in _CONNECTORS), len(body))
+        exception_type, text = _split_exception(body[end:until])
         frames, source, _ = _frames(body[:end])
         rank = int(match[1]) if match[1] else None
-        yield RaisedException(
+        quoted = RaisedException(
             exception_type=exception_type,
             message=text.rstrip(),
             frames=frames,
@@ -408,6 +449,10 @@ def _quoted_exceptions(lines: list[str], block: _Block, raised: RaisedException)
             rank=rank,
             is_quoted=True,
         )
+        if _line_before(message, at) not in _CONNECTORS:
+            first = len(found)
+        found.insert(first, quoted)
+    yield from found
 
 
 def _group_exceptions(lines: list[str]) -> Iterator[RaisedException]:

@@ -20,6 +20,9 @@ from hpc_elastic.failures.ranking import Category, FailureClass, Standing
 from hpc_elastic.failures.summary import summary_line
 from hpc_elastic.run.agent_events import WorkerFailed
 
+LOGGED_BEFORE = "logged just before: "
+"""Stands in the message of an exception before what may have led to it."""
+
 
 class EvidenceSource(str, Enum):
     """Where the evidence of the failure comes from, best first."""
@@ -130,6 +133,11 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
     def headline(self) -> str:
         """The message's line that says what happened."""
         return summary_line(self.message)
+
+    @property
+    def is_of_logged(self) -> bool:
+        """Whether something else was logged right before its exception, which may follow from that."""
+        return f" ({LOGGED_BEFORE}" in self.headline
 
     @property
     def is_stopped(self) -> bool:

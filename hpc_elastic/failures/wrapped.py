@@ -1,7 +1,8 @@
 """What stands behind an exception that only reports the end of something else: a child process, a launcher, a worker.
 
-``CalledProcessError: … returned non-zero exit status 1`` has its cause in what the child printed before it; so has the
-RuntimeError into which a script turned another one (``raise RuntimeError("step failed") from None``).
+``CalledProcessError: … returned non-zero exit status 1`` has its cause in what the child printed before it; what a
+process logged just before an exception that the script raised may be why it raised it (``raise RuntimeError("giving
+up")``).
 """
 
 from __future__ import annotations
@@ -9,11 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from hpc_elastic.failures.last_lines import find_last_lines, speaking_lines
+from hpc_elastic.failures.last_lines import find_last_lines, has_progress, speaking_lines
 from hpc_elastic.failures.origin import explain, explain_chain, explain_text, find_origin, is_raised_by_script
+from hpc_elastic.failures.patterns import KERNEL_CHECK, FailurePattern
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.traceback_text import FailureText, RaisedException, find_tracebacks
 
+_WAITING = frozenset({"Empty", "TimeoutError", "CancelledError", "BrokenBarrierError", "InvalidStateError"})
+"""What a thread raises for which another one's result did not come."""
 _WRAPPERS = (
     r"(?:CalledProcessError|ChildFailedError|ProcessExitedException|BrokenProcessPool|SubprocessError|ExecutionError"
     r"|TerminatedWorkerError)\Z"
@@ -24,89 +28,59 @@ _LOOKED_BACK = 400
 _CHILD_LINES = 60
 """So many speaking lines may stand between a child's traceback and that of its parent."""
 _NEAR = 8
-"""So many speaking lines before its traceback the script may have printed what it hides."""
-_SOON = 3
-"""The same for a traceback that it hides."""
+"""So many speaking lines before its traceback the process may have logged what led to it."""
 _DEEPEST = 4
-_GENERAL = frozenset({"RuntimeError", "Exception", "SystemExit", "OSError", "SubprocessError", "AssertionError"})
-_WAITING = frozenset({"Empty", "TimeoutError", "CancelledError", "BrokenBarrierError", "InvalidStateError"})
-"""What a thread raises for which another one's result did not come."""
-_FAILED = r"(?i)fail|error|abort|crash|could not|unable|died|exit|return|ended with|terminated|gone"
-
-_LACKS = r"(?i)\b(?:no|not|never|nothing|without|missing|lost|empty)\b|n't\b"
-"""What a thread should have done: ``the checkpoint of step 100 was not written``."""
 
 
 def find_wrapped(found: FailureText, lines: Sequence[str]) -> RaisedException | None:
-    """Find what an exception hides.
+    """Find what an exception hides: what its child printed, or what was logged just before.
 
     Args:
         found: The exception that ended the process, with its place in `lines`.
         lines: The output, cleaned.
 
     Returns:
-        The exception of the child, or a line that it printed (then without a type); None where nothing is hidden, or
-        nothing of it was printed.
+        The exception, or a line that stands for one (then without a type); None where nothing was printed.
     """
     before = lines[max(0, found.span[0] - _LOOKED_BACK) : found.span[0]]
     if not before or not found.exception_type:
         return None
-    if is_wrapper(found) or _is_wrapper(found.chain[-1]):
+    if is_wrapper(found.chain[0]) or is_wrapper(found.chain[-1]):
         return _of_child(before)
-    last = found.chain[0]
-    if (lost := _symptom_before(before)) is not None:
-        return lost
-    if _waits(last):
-        return _of_thread(before)
-    if not _is_general(last) or any(explain(raised) is not None for raised in found.chain):
-        return None
-    # Which other exception the script may have coped with: any that was printed, or one that ended a thread.
-    has_failed = re.search(_FAILED, last.message) is not None
-    for threads in (True, False) if has_failed else (True,) if re.search(_LACKS, last.message) else ():
-        for earlier in find_tracebacks("\n".join(before), threads=threads):
-            if len(speaking_lines(before[earlier.exception_at + 1 :])) <= _SOON:
-                return earlier.chain[0]
-    if not has_failed:
-        return None
+    text, last = "\n".join(before), found.chain[0]
+    logged = next((one for one in reversed(find_tracebacks(text)) if _is_near(one, before)), None)
+    row = explain_chain(logged.chain) if logged is not None else None
+    if logged is not None and row is not None and row.failure_class is FailureClass.SYMPTOM:
+        return find_origin(logged.chain)  # what fails in the cleanup after a lost connection follows from that
+    known = [row for raised in found.chain if (row := explain(raised)) is not None]
+    waits = last.exception_type.rsplit(".", 1)[-1] in _WAITING
+    if waits or (is_raised_by_script(last) and not known):
+        threads = (one for one in reversed(find_tracebacks(text, threads=True)) if _is_near(one, before))
+        headlines = {raised.headline for raised in found.chain}
+        for one in filter(None, (next(threads, None), None if waits else logged)):
+            if one.chain[0].headline not in headlines:
+                return one.chain[0]
     near = [line for _, line in speaking_lines(before)[-_NEAR:]]
     for line in reversed(near):
-        if explain_text(line) is not None:
+        row = None if waits or (not known and not is_raised_by_script(last)) else explain_text(line)
+        if row is not None and (not known or known[0] is row is KERNEL_CHECK or _is_local(row, line, known[0])):
             return RaisedException(exception_type="", message=line.strip())
     return None
 
 
-def _symptom_before(before: Sequence[str]) -> RaisedException | None:
-    """A lost connection that the script logged right before: what then fails in its cleanup follows from that."""
-    tracebacks = find_tracebacks("\n".join(before))
-    if not tracebacks or len(speaking_lines(before[tracebacks[-1].exception_at + 1 :])) > _SOON:
-        return None
-    row = explain_chain(tracebacks[-1].chain)
-    return find_origin(tracebacks[-1].chain) if row is not None and row.failure_class is FailureClass.SYMPTOM else None
+def _is_local(row: FailurePattern, line: str, known: FailurePattern) -> bool:
+    """Whether NCCL had warned of a failure on this node, and its exception does not show that."""
+    return " NCCL WARN " in line and FailureClass.SYMPTOM is known.failure_class is not row.failure_class
 
 
-def _is_general(raised: RaisedException) -> bool:
-    """Whether the script may have raised it in place of something else: ``RuntimeError("preprocessing failed")``."""
-    return raised.exception_type.rsplit(".", 1)[-1] in _GENERAL and is_raised_by_script(raised)
+def _is_near(found: FailureText, before: Sequence[str]) -> bool:
+    """Whether a traceback was printed a few lines before the end of `before`, with no progress between."""
+    after = before[found.exception_at + 1 :]
+    return len(speaking_lines(after)) <= _NEAR and not has_progress(after)
 
 
-def _waits(raised: RaisedException) -> bool:
-    return raised.exception_type.rsplit(".", 1)[-1] in _WAITING
-
-
-def _of_thread(before: Sequence[str]) -> RaisedException | None:
-    """A thread's exception, printed before that of the main thread, which waited for it."""
-    threads = find_tracebacks("\n".join(before), threads=True)
-    if not threads or len(speaking_lines(before[threads[-1].exception_at + 1 :])) > _NEAR:
-        return None
-    return threads[-1].chain[0]
-
-
-def is_wrapper(found: FailureText) -> bool:
+def is_wrapper(raised: RaisedException) -> bool:
     """Whether it says no more than that something else has failed."""
-    return bool(found.chain) and _is_wrapper(found.chain[0])
-
-
-def _is_wrapper(raised: RaisedException) -> bool:
     name = raised.exception_type.rsplit(".", 1)[-1]
     return re.match(_WRAPPERS, name) is not None or re.match(_WORKER_GONE, raised.message) is not None
 
@@ -116,7 +90,7 @@ def _of_child(before: Sequence[str]) -> RaisedException | None:
         tracebacks = find_tracebacks("\n".join(before))
         if not tracebacks or len(speaking_lines(before[tracebacks[-1].span[1] :])) > _CHILD_LINES:
             break
-        if not is_wrapper(tracebacks[-1]):
+        if not is_wrapper(tracebacks[-1].chain[0]):
             return tracebacks[-1].chain[0]
         before = before[: tracebacks[-1].span[0]]
     last = find_last_lines(before)

@@ -20,6 +20,7 @@ def decide_hang(
     odd: Sequence[Suspect] = (),
     world_size: int = 0,
     has_ended: bool = False,
+    is_open: bool = False,
 ) -> Verdict:
     """Where one hangs the others wait for it: it is the furthest behind, the odd one out by the stacks, or else the
     first that fell silent.
@@ -32,6 +33,7 @@ def decide_hang(
         odd: The ranks whose stacks differ from the others'.
         world_size: 0: not known.
         has_ended: Whether `odd` are ranks that had ended with 0, and those that hung waited for them.
+        is_open: Whether either `odd` or the others may be at fault: it waits, and they do something else.
     """
     step = -1 if root.last_step is None else root.last_step
     others = [status for status in rank_statuses if status.rank != root.global_rank]
@@ -46,6 +48,7 @@ def decide_hang(
         evidence, suspects = f"furthest behind: {plural(len(further), 'other rank')} had got to {at}", ()
     elif len(odd) == 1 and odd[0].rank in hung:
         root, suspects = hung[odd[0].rank], ()
+        confidence = Confidence.LOW if is_open else Confidence.HIGH
         evidence = f"the odd one out: {odd[0].why}"
     elif odd:
         cause, confidence = Cause.UNKNOWN, Confidence.NONE

@@ -120,7 +120,14 @@ def decide_verdict(
         compared = compare_ranks(activities, hosts=ranks)
         early = find_ends_before_hang(first, ends=ends, activities=activities, ranks=ranks or {}, clocks=clocks)
         verdict = decide_hang(
-            first, causes, consequences, rank_statuses, early or compared.suspects, len(ranks or ()), bool(early)
+            first,
+            causes,
+            consequences,
+            rank_statuses,
+            early or compared.suspects,
+            len(ranks or ()),
+            has_ended=bool(early),
+            is_open=compared.is_open,
         )
     else:
         verdict = _worker_verdict(causes, ranking.all, len(consequences), losses, [when[id(one)] for one in causes])
@@ -287,6 +294,8 @@ def _worker_verdict(
         evidence = "the only failure that is not a consequence of another one"
     else:
         evidence = ONLY_FAILURE
+    if root.is_of_logged and confidence is Confidence.HIGH:
+        confidence, evidence = Confidence.LOW, f"likely, by what was logged just before; {evidence}"
     if root.is_stopped and (others or len(same) < 2):  # of one failure on several ranks the cause is certain
         confidence = Confidence.LOW if confidence is Confidence.HIGH else confidence
         evidence = f"likely: it had printed this before this job ended it; {evidence}"

@@ -71,6 +71,8 @@ class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Of the store: how many ranks had come, of how many."""
     sizes: tuple[int, int] | None = None
     """Bytes that came from a peer, and that its own collective expected at most."""
+    awaits: int | None = None
+    """The rank that its send or receive is with."""
     peer: str = ""
     """The peer whose connection broke, as its message has it: ``[10.0.0.7]:41234``, ``n1<41234>``."""
 

@@ -110,9 +110,20 @@ def test_a_rank_without_a_stack_is_no_odd_one() -> None:
 
 def test_a_collective_that_one_rank_calls_alone() -> None:
     asleep = [activity_of_stack(rank, stack("/me/t.py:train"), syscall="clock_nanosleep") for rank in (1, 2, 3)]
-    (suspect,) = compare_ranks([in_collective(0), *asleep]).suspects
-    assert suspect.rank == 0
+    found = compare_ranks([in_collective(0), *asleep])
+    (suspect,) = found.suspects
+    assert (suspect.rank, found.is_open) == (0, True)
     assert suspect.why == "it was in all_reduce (train.py:11 step), and the others were asleep (t.py:10 train)"
+
+
+def test_a_receive_names_the_rank_that_it_waits_for() -> None:
+    recv = stack("/me/t.py:f", f"{C10D}:recv")
+    first = activity_of_stack(0, recv, line="dist.recv(x, src=3, group=steps)")
+    second = activity_of_failure(2, recv, "RuntimeError: Timed out", line="dist.recv(x, src=0)")
+    asleep = activity_of_stack(3, stack("/me/t.py:train"), syscall="clock_nanosleep")
+    (suspect,) = compare_ranks([first, second, in_collective(1), asleep], hosts=HOSTS).suspects
+    assert (suspect.rank, suspect.host) == (3, "n1")
+    assert suspect.why == "rank 0 waited for it, in recv (t.py:10 f); it was asleep (t.py:10 train)"
 
 
 def test_another_collective_than_the_others() -> None:

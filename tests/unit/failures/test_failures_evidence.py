@@ -37,15 +37,16 @@ class Printed:
     """Stands for `WorkerOutput`: a byte that is N before the end was printed at -N."""
 
     unwritten: bytes = b""
+    at_ns: int = 0
 
     def printed_ns(self, before_end: int) -> int:
-        return -before_end
+        return self.at_ns or -before_end
 
 
-def describe(tmp_path: Path, stderr: str = "", **changes: Any) -> WorkerFailure:
+def describe(tmp_path: Path, stderr: str = "", output: Printed | None = None, **changes: Any) -> WorkerFailure:
     (tmp_path / "stderr.log").write_text(stderr)
     return describe_failure(
-        facts=facts(**changes), error_file=tmp_path / "error.json", stderr_log=tmp_path / "stderr.log"
+        facts=facts(**changes), error_file=tmp_path / "error.json", stderr_log=tmp_path / "stderr.log", output=output
     )
 
 
@@ -135,6 +136,28 @@ def test_an_exception_before_a_crash_at_exit_is_the_cause(tmp_path: Path) -> Non
     assert failure.message == "ValueError: bad 7"
     assert failure.exitcode == -6
     assert describe(tmp_path, crash, exitcode=-6).message == "c10::Error: driver shutting down"
+
+
+@pytest.mark.parametrize("noise", ["layer.{n}      {n} ms", "[W1123 04:37:58.{n} socket.cpp:{n}] close"])
+def test_noise_between_what_nothing_caught_and_a_crash_at_exit(tmp_path: Path, noise: str) -> None:
+    end = "".join(noise.format(n=n) + "\n" for n in range(80)) + "Aborted in shut_down\n"
+    top = TRACE.replace("in f", "in <module>")
+    soon, late = (Printed(at_ns=facts().ended_ns - seconds * 10**9) for seconds in (1, 30))
+    assert describe(tmp_path, top + end, soon, exitcode=-6).headline == "ValueError: bad 7"
+    assert describe(tmp_path, top + end, late, exitcode=-6).exception_type == ""
+    assert describe(tmp_path, TRACE + end, soon, exitcode=-6).exception_type == "", "a handler printed it"
+
+
+def test_a_signal_that_the_process_sent_itself(tmp_path: Path) -> None:
+    soon, late = (Printed(at_ns=facts().ended_ns - ms * 10**6) for ms in (100, 5000))
+    own = describe(tmp_path, "the store is inconsistent, leaving\n", soon, exitcode=-15)
+    assert (own.failure_class, own.category) == (FailureClass.ROOT, Category.WORKER)
+    assert own.headline == "the store is inconsistent, leaving (SIGTERM)"
+    assert "Slurm" not in own.reason
+    assert "Slurm" in describe(tmp_path, "the store is inconsistent\n", late, exitcode=-15).reason
+    watchdog = describe(tmp_path, "watchdog: no progress for 300 s\n", soon, exitcode=-15)
+    assert watchdog.failure_class is FailureClass.SYMPTOM
+    assert "crash" not in describe(tmp_path, exitcode=-14).reason
 
 
 def test_describing_never_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,10 +20,12 @@ GPU = (
 )
 
 
-def judged(kind: str, message: str, file: str = "/home/ann/train.py", *, node: int = 64 * GIB) -> Classification:
+def judged(
+    kind: str, message: str, file: str = "/home/ann/train.py", *, node: int = 64 * GIB, overcommits: bool = False
+) -> Classification:
     frames = (Frame(file=file, line=3, function="f"),)
     raised = RaisedException(exception_type=kind, message=message, frames=frames, source="x = make(n)")
-    return classify(exitcode=1, chain=[raised], node_bytes=node)
+    return classify(exitcode=1, chain=[raised], node_bytes=node, overcommits=overcommits)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,9 @@ def test_what_the_node_could_have_had_is_its_full_memory() -> None:
     small = judged("numpy._core._exceptions._ArrayMemoryError", NUMPY.format(size="7.45 GiB"))
     assert small.reason == "the node's memory is full"
     assert judged("torch.OutOfMemoryError", GPU.format(size="2.00 GiB")).reason == "the GPU's memory is full"
+    limited = judged("RuntimeError", CPU.format(count=4_000_000_000), overcommits=True)
+    assert (limited.failure_class, limited.category) == (FailureClass.ROOT, Category.WORKER)
+    assert "a limit of the process" in limited.reason
     unknown = judged("RuntimeError", CPU.format(count=40_000_000_000_000), node=0)
     assert unknown.failure_class is FailureClass.INFRASTRUCTURE
 

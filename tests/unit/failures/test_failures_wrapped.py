@@ -82,7 +82,7 @@ def test_a_childs_full_disk_is_one(tmp_path: Path) -> None:
 def test_a_line_that_a_script_hides_behind_its_own_exception(tmp_path: Path) -> None:
     memory = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"
     failure = described(tmp_path, f"{memory}\n{HIDING}")
-    assert failure.headline == f"RuntimeError: training step failed ({memory})"
+    assert failure.headline == f"RuntimeError: training step failed (logged just before: {memory})"
     assert failure.reason == "the GPU's memory is full"
     closed = "[E1122 10:00:00.1 pair.cc:553] Connection closed by peer"
     assert described(tmp_path, f"{closed}\n{HIDING}").failure_class is FailureClass.SYMPTOM
@@ -94,15 +94,22 @@ def test_a_process_of_multiprocessing_that_a_script_reports_in_few_words(tmp_pat
     """The child prints its traceback after ``Process ForkProcess-1:``; the parent looks at its exit code alone."""
     child = f"Process ForkProcess-1:\n{CHILD.replace('<module>', 'run')}"
     failure = described(tmp_path, child + HIDING)
-    assert failure.headline == "RuntimeError: training step failed (ValueError: tokenizer: bad merge table)"
-    specific = HIDING.replace("RuntimeError: training step failed", "KeyError: 'lr'")
+    assert (
+        failure.headline
+        == "RuntimeError: training step failed (logged just before: ValueError: tokenizer: bad merge table)"
+    )
+    specific = HIDING.replace("raise RuntimeError('training step failed') from None", "rate = config['lr']")
+    specific = specific.replace("RuntimeError: training step failed", "KeyError: 'lr'")
     assert described(tmp_path, child + specific).headline == "KeyError: 'lr'"
 
 
 def test_a_threads_exception_stands_beside_that_of_the_main_thread(tmp_path: Path) -> None:
     thread = f"Exception in thread prefetch:\n{CHILD.replace('<module>', 'run')}"
     empty = HIDING.replace("RuntimeError: training step failed", "_queue.Empty")
-    assert described(tmp_path, thread + empty).headline == "_queue.Empty (ValueError: tokenizer: bad merge table)"
+    assert (
+        described(tmp_path, thread + empty).headline
+        == "_queue.Empty (logged just before: ValueError: tokenizer: bad merge table)"
+    )
 
 
 def test_a_task_that_nobody_awaited_did_not_end_the_process(tmp_path: Path) -> None:
@@ -143,6 +150,80 @@ def test_the_output_of_a_child_whose_end_another_exception_reports(tmp_path: Pat
     assert failure.headline.startswith("RuntimeError: Error building extension 'rope' (/home/ann/rope.cpp:7:12: error")
 
 
+SPAWNED = """\
+Traceback (most recent call last):
+  File "/home/ann/train.py", line 12, in <module>
+    mp.spawn(main_worker, nprocs=2)
+  File "/v/lib/python3.11/site-packages/torch/multiprocessing/spawn.py", line 212, in join
+    raise ProcessRaisedException(msg, error_index, failed_process.pid)
+torch.multiprocessing.spawn.ProcessRaisedException: 
+
+-- Process 1 terminated with the following error:
+Traceback (most recent call last):
+  File "/home/ann/train.py", line 5, in main_worker
+    dist.all_reduce(x)
+  File "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 9, in all_reduce
+    work.wait()
+RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:4711
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "/v/lib/python3.11/site-packages/torch/multiprocessing/spawn.py", line 90, in _wrap
+    fn(i, *args)
+  File "/home/ann/train.py", line 9, in main_worker
+    raise RuntimeError("no gradients") from error
+RuntimeError: no gradients
+"""  # noqa: W291
+
+
+def test_a_traceback_right_below_an_exception_is_its_message(tmp_path: Path) -> None:
+    failure = described(tmp_path, SPAWNED)
+    assert failure.exception_type.endswith("ProcessRaisedException")
+    assert failure.headline.endswith("terminated with the following error: RuntimeError: no gradients")
+    assert failure.failure_class is FailureClass.SYMPTOM
+    own = SPAWNED.replace("RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:4711", "ValueError: x")
+    assert described(tmp_path, own).failure_class is FailureClass.ROOT
+
+
+NCCL = """\
+Traceback (most recent call last):
+  File "/home/ann/train.py", line 7, in <module>
+    dist.all_reduce(x)
+  File "/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 9, in all_reduce
+    work = group.allreduce([tensor], opts)
+torch.distributed.DistBackendError: NCCL error in: NCCLUtils.cpp:77, unhandled system error
+ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
+"""
+LOGGED = f"WARNING:root:trying again\n{CHILD.replace('<module>', 'run')}"
+BARE = HIDING.replace("raise RuntimeError('training step failed') from None", "assert done").replace(
+    "RuntimeError: training step failed", "AssertionError"
+)
+IN_KERNEL = "Loss.cu:89: nll_loss: block: [5,0,0], thread: [2,0,0] Assertion `t < n_classes` failed."
+MEMLOCK = "n1:4711:4800 [0] NCCL WARN Call to ibv_reg_mr failed with error Cannot allocate memory [12]"
+
+
+@pytest.mark.parametrize(
+    ("before", "exception", "also", "is_of_logged"),
+    [
+        (LOGGED, BARE, "ValueError: tokenizer", True),
+        (LOGGED, BARE.replace("AssertionError", "Stop: epoch 3"), "ValueError: tokenizer", True),
+        (LOGGED + "".join(f"step {n}\n" for n in range(4)), BARE, "", False),
+        (IN_KERNEL + "\n", HIDING, "`t < n_classes`", True),
+        (IN_KERNEL + "\n", NCCL.replace("unhandled system", "device-side assert triggered"), "`t < n_classes`", False),
+        (MEMLOCK + "\n", NCCL, "ibv_reg_mr", False),
+    ],
+    ids=["bare", "own-type", "progress", "kernel", "kernel-and-its-exception", "nccl"],
+)
+def test_what_was_logged_just_before(
+    tmp_path: Path, before: str, exception: str, also: str, is_of_logged: bool
+) -> None:
+    failure = described(tmp_path, before + exception)
+    assert failure.headline.startswith(exception.rsplit("\n    ")[-1].split("\n")[1].split(",")[0])
+    assert (also in failure.headline, failure.is_of_logged) == (True, is_of_logged)
+    assert failure.failure_class is not FailureClass.SYMPTOM
+
+
 def test_a_threads_exception_right_before_a_general_one(tmp_path: Path) -> None:
     thread = (
         "Exception in thread Thread-1 (save):\nTraceback (most recent call last):\n"
@@ -160,4 +241,7 @@ def test_the_exception_of_a_process_whose_exit_code_the_script_looked_at(tmp_pat
     failure = described(
         tmp_path, f"Process Crop-1:\n{CHILD}{HIDING.replace('training step failed', 'crop ended with 1')}"
     )
-    assert failure.headline == "RuntimeError: crop ended with 1 (ValueError: tokenizer: bad merge table)"
+    assert (
+        failure.headline
+        == "RuntimeError: crop ended with 1 (logged just before: ValueError: tokenizer: bad merge table)"
+    )

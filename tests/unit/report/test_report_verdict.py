@@ -517,6 +517,11 @@ def test_among_ranks_that_hang_at_one_step_the_odd_one_out_is_the_cause() -> Non
     verdict = decide_verdict(failures, activities=activities)
     assert verdict.failure is failures[1]
     assert (verdict.confidence, verdict.evidence) == (Confidence.HIGH, f"the odd one out: {WHY}")
+    # One that waits alone may be right: the others do not come to its collective.
+    alone = [replace(waits(0), failed=False), sleeps(1), sleeps(2)]
+    verdict = decide_verdict(failures, activities=alone)
+    assert verdict.failure is failures[0]
+    assert verdict.confidence is Confidence.LOW
 
 
 def test_an_odd_one_that_nobody_judged_is_to_be_looked_at() -> None:
