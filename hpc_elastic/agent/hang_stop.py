@@ -24,6 +24,7 @@ from hpc_elastic.base.files import write_private
 from hpc_elastic.base.text import cut_middle
 from hpc_elastic.failures.evidence import describe_failure, write_evidence
 from hpc_elastic.failures.extension_lock import explain_lock
+from hpc_elastic.failures.failure_text import TEXT_LIMIT
 from hpc_elastic.failures.fingerprint import fingerprint
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import (
@@ -34,7 +35,6 @@ from hpc_elastic.failures.stacks import (
     find_dump,
     look_at_process,
 )
-from hpc_elastic.failures.traceback_text import TEXT_LIMIT
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 from hpc_elastic.run.log_pieces import EndReader
 from hpc_elastic.run.paths import RankPaths

@@ -15,10 +15,11 @@ from msgspec.structs import replace
 from hpc_elastic.agent.hang_stop import StacksThenStop
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.failures.collectives import activity_of_failure, activity_of_stack
+from hpc_elastic.failures.failure_text import Frame
 from hpc_elastic.failures.fingerprint import user_frames
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.stacks import ProcessState, StackDump, find_dump
-from hpc_elastic.failures.traceback_text import Frame, find_python_traceback
+from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.run.activities import Activity, Doing
 from hpc_elastic.workers.stop import GroupStopper, Stopped

@@ -83,9 +83,8 @@ class NodeAgent:
         """Until when the workers elsewhere are let go on after a failure here that may be this node's."""
         self._figures = context.figures or RoundFigures(NoMetrics(), role=context.spec.role, clock=context.clock)
         self._checkpoints = CheckpointWatch(context.watch, context.spec, clock=context.clock)
-        self._clock_offsets = ClockOffsetLog(
-            context.events, context.notifier, uid=context.info.uid, clock=context.clock
-        )
+        uid, clock = context.info.uid, context.clock
+        self._clock_offsets = ClockOffsetLog(context.events, context.notifier, uid=uid, clock=clock)
         self._reports = FailureReports(context, self._clock_offsets)
         self._heard = HeardSignals(context)
         self._notice = PreemptionWatch(context.watch, context.spec, clock=context.clock)
@@ -97,7 +96,6 @@ class NodeAgent:
 
     @property
     def state(self) -> WorkerState:
-        """The worker group's."""
         if self._record is not None and self._record.outcome is Outcome.SUCCEEDED:
             return WorkerState.SUCCEEDED
         if self.phase is Phase.ENDED:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
+from hpc_elastic.failures.failure_text import RaisedException
 from hpc_elastic.failures.origin import explain_chain, explain_text
 from hpc_elastic.failures.patterns import FailurePattern, symptom_kind
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.sizes import judge_size, limit_of_process
 from hpc_elastic.failures.stop_noise import is_stop_noise
-from hpc_elastic.failures.traceback_text import RaisedException
 from hpc_elastic.failures.wrong_call import is_wrong_call
 
 if TYPE_CHECKING:

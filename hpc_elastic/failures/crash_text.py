@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from hpc_elastic.base.text import clean_text, cut_end
-from hpc_elastic.failures.traceback_text import MESSAGE_LIMIT, TEXT_LIMIT, FailureText, Frame, TextKind
+from hpc_elastic.failures.failure_text import MESSAGE_LIMIT, TEXT_LIMIT, FailureText, Frame, TextKind
 
 _FATAL_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)\Z')
 _FATAL = re.compile(r"^Fatal Python error: (.*)$", re.MULTILINE)

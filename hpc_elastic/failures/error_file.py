@@ -27,8 +27,8 @@ from msgspec import Struct, field
 from hpc_elastic.base.files import parse_json, write_private
 from hpc_elastic.base.text import clean_text, cut_end, cut_middle
 from hpc_elastic.errors import describe_error
+from hpc_elastic.failures.failure_text import MESSAGE_LIMIT, TEXT_LIMIT
 from hpc_elastic.failures.ranking import Category
-from hpc_elastic.failures.traceback_text import MESSAGE_LIMIT, TEXT_LIMIT
 
 OWN_KEY = "hpc_elastic"
 OWN_VERSION = 1

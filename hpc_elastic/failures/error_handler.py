@@ -19,8 +19,9 @@ from typing import Any
 from hpc_elastic.base.files import write_private
 from hpc_elastic.base.text import clean_text, cut_end, cut_middle
 from hpc_elastic.failures.error_file import error_data, read_error_file
+from hpc_elastic.failures.failure_text import MESSAGE_LIMIT, TEXT_LIMIT
 from hpc_elastic.failures.fingerprint import fingerprint
-from hpc_elastic.failures.traceback_text import MESSAGE_LIMIT, TEXT_LIMIT, find_python_traceback
+from hpc_elastic.failures.traceback_text import find_python_traceback
 
 __all__ = ["ErrorHandler"]
 

@@ -25,11 +25,12 @@ from hpc_elastic.failures.error_file import (
     write_error_data,
 )
 from hpc_elastic.failures.explanation import find_explanation
+from hpc_elastic.failures.failure_text import FailureText, RaisedException, TextKind
 from hpc_elastic.failures.fingerprint import fingerprint
 from hpc_elastic.failures.origin import find_origin, is_raised_by_script
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.summary import summary_line
-from hpc_elastic.failures.traceback_text import FailureText, RaisedException, TextKind, find_python_traceback
+from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.uncaught import find_uncaught, reaches_top
 from hpc_elastic.failures.worker_failure import LOGGED_BEFORE, EvidenceSource, WorkerFailure
 from hpc_elastic.failures.wrapped import find_wrapped, is_wrapper

@@ -13,8 +13,9 @@ from msgspec.structs import replace
 from hpc_elastic.failures.classify import signal_of
 from hpc_elastic.failures.crash_text import find_cpp_terminate, find_fatal_error
 from hpc_elastic.failures.decorated import read_json_line
+from hpc_elastic.failures.failure_text import FailureText, TextKind
 from hpc_elastic.failures.last_lines import LastLines, find_last_lines
-from hpc_elastic.failures.traceback_text import FailureText, TextKind, find_python_traceback, find_tracebacks
+from hpc_elastic.failures.traceback_text import find_python_traceback, find_tracebacks
 from hpc_elastic.failures.uncaught import ended_soon, find_uncaught, went_on
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 if TYPE_CHECKING:
-    from hpc_elastic.failures.traceback_text import Frame
+    from hpc_elastic.failures.failure_text import Frame
 
 _WAITS_IN = "torch/utils/file_baton.py"
 

@@ -10,8 +10,8 @@ import re
 from collections.abc import Sequence
 
 from hpc_elastic.base.digests import sha1
+from hpc_elastic.failures.failure_text import Frame
 from hpc_elastic.failures.summary import summary_line
-from hpc_elastic.failures.traceback_text import Frame
 
 _FRAMES = 3
 _MESSAGE_LIMIT = 500

@@ -11,10 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from hpc_elastic.failures.failure_text import RaisedException
 from hpc_elastic.failures.fingerprint import user_frames
 from hpc_elastic.failures.patterns import DISK_FULL, SHM_FULL, SYMPTOM_TYPES, FailurePattern, find_pattern
 from hpc_elastic.failures.ranking import FailureClass
-from hpc_elastic.failures.traceback_text import RaisedException
 
 _COLLECTIVE_TYPE = r"torch\.distributed\.|(?:\w+\.)*(?:C10d|Dist(?:Backend|Network|Store)?)Error\Z"
 _COLLECTIVE_FILE = r"/torch/(?:distributed/|nn/parallel/|autograd/|_C)"

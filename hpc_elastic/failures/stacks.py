@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.file_executor import read_each
 from hpc_elastic.base.text import clean_text
-from hpc_elastic.failures.traceback_text import Frame
+from hpc_elastic.failures.failure_text import Frame
 
 DUMP_LIMIT = 512 << 10
 """Bytes at the end of stderr.log in which the dump is looked for: some hundred threads."""

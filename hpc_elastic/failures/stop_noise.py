@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from hpc_elastic.failures.traceback_text import RaisedException
+from hpc_elastic.failures.failure_text import RaisedException
 
 _TYPE = (
     r"(?:SystemExit|KeyboardInterrupt|GeneratorExit|CancelledError)\Z"

@@ -14,15 +14,20 @@ from enum import Enum
 from msgspec import Struct
 
 from hpc_elastic.base.text import clean_text, cut_end, cut_middle
+from hpc_elastic.failures.failure_text import (
+    CAUSE_LIMIT,
+    MESSAGE_LIMIT,
+    TEXT_LIMIT,
+    FailureText,
+    Frame,
+    RaisedException,
+    TextKind,
+)
 from hpc_elastic.failures.rich_box import INSIDE, TITLE, plain_tracebacks
-from hpc_elastic.failures.summary import HEADER, QUOTED_HEADER, summary_line
+from hpc_elastic.failures.summary import HEADER, QUOTED_HEADER
 
-TEXT_LIMIT = 64 << 10
-"""Characters of a traceback that are kept: its first eighth and its end."""
-MESSAGE_LIMIT = 16 << 10
 _MESSAGE_LINES = 40
 _MOST_PREFIXED = 1000
-_CAUSE_LIMIT = 400
 
 _RANK_PREFIX = re.compile(r"\[rank\d+\]: ?(?!\[)")
 _LAST = "(most recent call last):"
@@ -53,108 +58,6 @@ _NOT_MESSAGE = re.compile(
     r"|--- Logging error ---|Traceback \(most recent call last\):(?! \(RANK \d)|sys:1: "
     r"|Set the environment variable HYDRA_FULL_ERROR"
 )
-
-
-class TextKind(str, Enum):
-    """What wrote the text."""
-
-    PYTHON = "python"
-    FATAL = "faulthandler"
-    CPP = "c++"
-    LINES = "lines"
-    """The last lines, which speak of an error."""
-    LAST_LINE = "last line"
-    """The last line, whatever it says."""
-
-
-class Frame(Struct, frozen=True, kw_only=True):
-    """One line of a stack."""
-
-    file: str
-    line: int
-    function: str
-
-
-class RaisedException(Struct, frozen=True, kw_only=True):
-    """One exception of a chain."""
-
-    exception_type: str
-    """As printed, ``torch.distributed.DistNetworkError``; empty for a line that stands for an exception."""
-    message: str = ""
-    """Without the type."""
-    frames: tuple[Frame, ...] = ()
-    """Outermost call first; of an exception that another one followed, from the function that caught it on."""
-    source: str = ""
-    """The innermost frame's line of code; empty where it was not printed."""
-    caller: str = ""
-    """The line of code of the frame around it."""
-    while_handling: bool = False
-    """Whether the next exception of the chain was raised while this one was handled, and not from it."""
-    rank: int | None = None
-    """The global rank that raised it, where another rank reports it."""
-    is_quoted: bool = False
-    """Whether it stands in the next one's message, as that of a loader's worker does."""
-
-    @property
-    def headline(self) -> str:
-        """``KeyError: 'x'``."""
-        text = ": ".join(part for part in (self.exception_type, self.message) if part)
-        return cut_end(text.split("\n", 1)[0], _CAUSE_LIMIT)
-
-
-class FailureText(Struct, frozen=True, kw_only=True):
-    """One failure, as its process described it."""
-
-    kind: TextKind
-    text: str
-    """As printed, without colours and rank prefixes; at most `TEXT_LIMIT` characters."""
-    exception_type: str
-    """As printed (``torch.distributed.DistNetworkError``); for C++ the type's name; for a fatal error empty."""
-    message: str
-    """Without the type; may have several lines."""
-    frames: tuple[Frame, ...] = ()
-    """Outermost call first, of the exception that ended the process."""
-    source: str = ""
-    """The innermost frame's line of code; empty where it was not printed."""
-    caller: str = ""
-    """The line of code of the frame around it."""
-    earlier: tuple[RaisedException, ...] = ()
-    """The exceptions that it was raised from or while handling, nearest first; those that its message quotes too."""
-    is_prefixed: bool = False
-    """Whether torch's hook printed it, which does so for what nothing caught."""
-    lines_after: int = 0
-    """Lines that were printed after it."""
-    span: tuple[int, int] = (0, 0)
-    """Its first line and one past its last in `clean_text` of what it was found in; (0, 0) where it is not known."""
-
-    exception_at: int = 0
-    """The line with the exception's type, counted as `span`: others' output may have been taken for its message."""
-
-    @property
-    def causes(self) -> tuple[str, ...]:
-        """``KeyError: 'x'``: `earlier`, in short; without what the message quotes."""
-        return tuple(raised.headline for raised in self.earlier if not raised.is_quoted)
-
-    @property
-    def chain(self) -> tuple[RaisedException, ...]:
-        """All its exceptions, the last one first; empty where none is known."""
-        if not self.exception_type:
-            return ()
-        last = RaisedException(
-            exception_type=self.exception_type,
-            message=self.message,
-            frames=self.frames,
-            source=self.source,
-            caller=self.caller,
-        )
-        return (last, *self.earlier)
-
-    @property
-    def headline(self) -> str:
-        """``Type: message``, one line."""
-        if not self.exception_type:
-            return summary_line(self.message)
-        return summary_line(f"{self.exception_type}: {self.message}") if self.message.strip() else self.exception_type
 
 
 def find_python_traceback(text: str, *, cleaned: bool = False) -> FailureText | None:
@@ -501,7 +404,7 @@ def _group_message(lines: list[str]) -> tuple[str, str]:
         if "|" in line[:40] and _EXCEPTION_LINE.match(text) and not text.startswith(("File ", "Traceback "))
     ]
     if inner:
-        message += "; in it: " + "; ".join(cut_end(text, _CAUSE_LIMIT) for text in inner[:4])
+        message += "; in it: " + "; ".join(cut_end(text, CAUSE_LIMIT) for text in inner[:4])
     return exception_type, cut_end(message, MESSAGE_LIMIT)
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 
+from hpc_elastic.failures.failure_text import FailureText
 from hpc_elastic.failures.last_lines import find_last_lines, goes_on, has_progress, speaking_lines
-from hpc_elastic.failures.traceback_text import FailureText, find_python_traceback, find_tracebacks, is_top_frame
+from hpc_elastic.failures.traceback_text import find_python_traceback, find_tracebacks, is_top_frame
 
 _SOON = 5
 """So many speaking lines after a logged traceback a process may print before it ends for it."""

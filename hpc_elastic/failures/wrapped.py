@@ -10,11 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from hpc_elastic.failures.failure_text import FailureText, RaisedException
 from hpc_elastic.failures.last_lines import find_last_lines, has_progress, speaking_lines
 from hpc_elastic.failures.origin import explain, explain_chain, explain_text, find_origin, is_raised_by_script
 from hpc_elastic.failures.patterns import KERNEL_CHECK, FailurePattern
 from hpc_elastic.failures.ranking import FailureClass
-from hpc_elastic.failures.traceback_text import FailureText, RaisedException, find_tracebacks
+from hpc_elastic.failures.traceback_text import find_tracebacks
 
 _WAITING = frozenset({"Empty", "TimeoutError", "CancelledError", "BrokenBarrierError", "InvalidStateError"})
 """What a thread raises for which another one's result did not come."""

@@ -13,8 +13,8 @@ from hpc_elastic.base.outcome import ExitCode, Outcome, outcome_text
 from hpc_elastic.base.text import first_of, plural, ranges, ranks_text, seconds_text, time_text
 from hpc_elastic.failures.classify import NOT_OURS
 from hpc_elastic.failures.contrast import wrong_input
+from hpc_elastic.failures.failure_text import Frame
 from hpc_elastic.failures.ranking import Category, FailureClass
-from hpc_elastic.failures.traceback_text import Frame
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NOTABLE_NS, SUPERVISOR, Clocks
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory, StackGroup

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from hpc_elastic.agent.last_look import MOMENT_SECONDS, MomentThenStop, observe_failure, observe_silent
+from hpc_elastic.failures.failure_text import Frame
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.stacks import ProcessState, StackDump, ThreadStack, Whereabouts
-from hpc_elastic.failures.traceback_text import Frame
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.run.activities import Doing
 from hpc_elastic.workers.stop import Stopped

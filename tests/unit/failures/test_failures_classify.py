@@ -17,9 +17,9 @@ from hpc_elastic.failures.classify import (
     signal_of,
 )
 from hpc_elastic.failures.evidence import describe_failure
+from hpc_elastic.failures.failure_text import Frame, RaisedException
 from hpc_elastic.failures.patterns import PATTERNS, find_pattern
 from hpc_elastic.failures.ranking import Category, FailureClass
-from hpc_elastic.failures.traceback_text import Frame, RaisedException
 from hpc_elastic.failures.worker_failure import WorkerFailure
 
 # Captured from click 8.5, rich-click 1.9, typer 0.29, fire 0.7, absl 2.5, hydra 1.3.8, tyro 1.0, cyclopts 5.4,

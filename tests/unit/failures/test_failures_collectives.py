@@ -12,7 +12,7 @@ from hpc_elastic.failures.collectives import (
     activity_of_stack,
     compare_ranks,
 )
-from hpc_elastic.failures.traceback_text import Frame
+from hpc_elastic.failures.failure_text import Frame
 from hpc_elastic.run.activities import Activity, Doing
 from hpc_elastic.run.flight_tail import Call, FlightTail, TailTrack
 

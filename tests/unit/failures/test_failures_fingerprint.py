@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from hpc_elastic.failures.failure_text import Frame
 from hpc_elastic.failures.fingerprint import fingerprint, normalise_message, user_frames
-from hpc_elastic.failures.traceback_text import Frame
 
 USER = Frame(file="/home/ann/train.py", line=61, function="train_step")
 TORCH = Frame(file="/opt/venv/lib/python3.11/site-packages/torch/_tensor.py", line=625, function="backward")

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.failures.evidence import describe_failure
+from hpc_elastic.failures.failure_text import Frame, RaisedException
 from hpc_elastic.failures.origin import OWN_WATCHDOG, explain, explain_chain, explain_text, find_origin
 from hpc_elastic.failures.ranking import FailureClass
-from hpc_elastic.failures.traceback_text import Frame, RaisedException, find_python_traceback
+from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
 
 SITE = "/venv/lib/python3.11/site-packages"

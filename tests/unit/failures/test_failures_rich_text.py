@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.failures.traceback_text import Frame, find_python_traceback
+from hpc_elastic.failures.failure_text import Frame
+from hpc_elastic.failures.traceback_text import find_python_traceback
 
 BOX = """\
 some line before

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from hpc_elastic.failures.classify import classify
+from hpc_elastic.failures.failure_text import RaisedException
 from hpc_elastic.failures.ranking import FailureClass
-from hpc_elastic.failures.traceback_text import RaisedException, find_python_traceback
+from hpc_elastic.failures.traceback_text import find_python_traceback
 
 HANDLER = """\
 [rank2]: Traceback (most recent call last):
