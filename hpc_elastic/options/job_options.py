@@ -217,7 +217,7 @@ def sbatch_options(parsed: Parsed, *, nodes: tuple[int, int], job_name: str, gra
     parsed.value(_BY_DEST["time"])  # checked here, where it is known how the user called it
     plain: dict[str, Any] = {dest: parsed.get(dest) for dest in _PLAIN}
     for dest, (pattern, example) in FORMS.items():
-        if (value := plain[dest]) and not re.fullmatch(pattern, value, re.IGNORECASE):
+        if (value := parsed.get(dest)) and not re.fullmatch(pattern, value, re.IGNORECASE):
             option = parsed.source(dest, f"--{key_of(_BY_DEST[dest])}")
             raise UsageError(f"{option} {value}: sbatch can't read it; write it as in {example}")
     plain["job_name"] = job_name

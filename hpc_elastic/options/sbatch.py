@@ -253,13 +253,17 @@ def sbatch_variables(name: str) -> tuple[str, ...]:
 
 
 _MAIL = "none|begin|end|fail|requeue|all|invalid_depend|stage_out|time_limit(?:_[589]0)?|array_tasks"
+_GRES = r"[^\s:,=]+(?:[:=][^\s,:=]+)*"
+_SIGNALS = "HUP|INT|QUIT|ABRT|KILL|ALRM|TERM|USR1|USR2|URG|CONT|STOP|TSTP|TTIN|TTOU"
 FORMS = {
     "mem": (r"\d+[kmgtp]?b?", "64G"),
     "cpus_per_task": (r"\d+", "8"),
     "gpus_per_node": (r"(?:[^\s:,]+:)?\d+(?:,[^\s:,]+:\d+)*", "8 or a100:8"),
-    "gres": (r"none|[^\s:,=]+(?:[:=][^\s,]+)?(?:,[^\s:,=]+(?:[:=][^\s,]+)?)*", "gpu:8 or gpu:a100:8"),
+    "gres": (rf"{_GRES}(?:,{_GRES})*", "gpu:8 or gpu:a100:8"),
     "mail_type": (rf"(?:{_MAIL})(?:,(?:{_MAIL}))*", "END,FAIL"),
     "begin": (r"(?:\d|now|midnight|noon|elevenses|fika|teatime|today|tomorrow).*", "now+1hour or 2026-01-31T08:00"),
+    "exclusive": (r"user|mcs|topo", "user, or plain --exclusive"),
+    "signal": (rf"(?:[RB]{{1,2}}:)?(?:\d+|(?:SIG)?(?:{_SIGNALS}))(?:@[0-5]?\d{{1,4}})?", "USR1@120 or B:USR1@120"),
     "dependency": (r"(?:after[a-z]*|expand|singleton|\d)[\w:+*,?()%-]*", "afterok:1234 or singleton"),
 }
 """sbatch's plain values: what each may look like, and an example."""

@@ -176,6 +176,8 @@ def test_a_dry_run_prints_the_script_and_changes_nothing(site: Site, capsys: pyt
         (["/usr/bin/python3.11", "train.py"], "leave /usr/bin/python3.11 out: hpc-elastic starts"),
         (["--dry-run", "job.sbatch"], "is run by Python; hpc-elastic convert job.sbatch prints the command"),
         (["--dry-run", "--mem", "lots", "train.py"], "--mem lots: sbatch can't read it; write it as in 64G"),
+        (["--dry-run", "--signal", "FOO@60", "train.py"], "--signal FOO@60: sbatch can't read it; write it as in USR1"),
+        (["--dry-run", "--exclusive=all", "train.py"], "--exclusive all: sbatch can't read it"),
         (["--dry-run", "--mail-type=OFTEN", "train.py"], "--mail-type OFTEN: sbatch can't read it"),
         (["--dry-run", "--output=logs/%j/x.out", "train.py"], "Slurm makes no folders; write %j into the file's name"),
         (["."], ". is a folder, not a script"),

@@ -137,6 +137,8 @@ class FakeSlurm:
         if "%i|%E" in argv:  # not recorded: the dependency in scontrol's words, as squeue gave it on 22.05
             jobs = [job for job in self.jobs.values() if job.dependency]
             return CommandResult(rc=0, stdout="".join(f"{job.number}|{job.dependency}(unfulfilled)\n" for job in jobs))
+        if "%F|%k|%o" in argv:  # not recorded: array's number, comment, script, as tried on 22.05
+            return CommandResult(rc=0, stdout="".join(f"{job.number}||{job.script}\n" for job in self.jobs.values()))
         assert argv[argv.index("-o") + 1] == SQUEUE_FORMAT
         wanted = argv[argv.index("-j") + 1].split(",")
         known = [self.jobs[number] for number in wanted if number in self.jobs]
