@@ -73,7 +73,7 @@ def make_excerpt(failure: WorkerFailure, *, lost: str = "", most: int | None = N
         return Excerpt(name="stderr", title=lost, lines=())
     if failure.signal:
         return None
-    hint = " (closed or redirected by the script?)" if failure.exitcode == 1 else ""
+    hint = " (sys.exit(1) prints none; or the script closed or redirected it)" if failure.exitcode == 1 else ""
     return Excerpt(name="stderr", title=f"empty, so there is no traceback{hint}", lines=())
 
 

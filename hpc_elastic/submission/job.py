@@ -368,7 +368,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         ranks = range(outcome.world_size(self._run) or 0) if self._rank is None else (self._rank,)
         texts = [outcome.output(self._run, rank, stream) for rank in ranks]
         found = [text for text in texts if text is not None]
-        return "\n".join(found) if found else None
+        return "\n".join(filter(None, found)) if found else None
 
     def log(self) -> str:
         """The job log: what the batch host printed, all attempts'."""

@@ -237,3 +237,14 @@ def test_a_job_pickles_and_knows_how_many_ranks_there_will_be(job: ElasticJob[An
     assert again.task(5).task_id == 5
     with pytest.raises(ValueError, match="between 0 and 5"):
         again.task(6)
+
+
+def test_what_no_rank_wrote_is_no_empty_line(job: ElasticJob[Any]) -> None:
+    folder = RunPaths(job.run_dir).attempt(0)
+    for rank in range(6):
+        for stream in ("stdout", "stderr"):
+            path = getattr(folder.rank(0, rank), stream)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(f"rank {rank}\n" if stream == "stdout" and rank in (1, 4) else "")
+    assert job.stderr() == ""
+    assert job.stdout() == "rank 1\n\nrank 4\n"
