@@ -198,6 +198,8 @@ def _describe(
         return facts.ended_ns - printed_ns if printed_ns else None
 
     found, source, printed = find_explanation(facts, text, read_stdout, lived_ns)
+    if found is not None and found.kind is TextKind.LAST_LINE and source is EvidenceSource.STDOUT:
+        found = found if facts.ended_ns - os.stat(stdout_log).st_mtime_ns < _LIVED_ON_NS else None  # progress
     span = found.span if found is not None and source is EvidenceSource.STDERR else (0, 0)
     facts = replace(facts, printed_ns=_printed_ns(raw, span, output), is_caught=_is_caught(found))
     tail = _last_lines(cleaned, span if found is not None and found.text else (0, 0))

@@ -265,3 +265,15 @@ def test_a_worker_that_went_on_after_a_traceback_was_not_failing_when_it_was_sto
         assert described(tmp_path, stderr, exitcode=-15, stopped=True).exception_type == ""
     for stderr in (few + UNCAUGHT, few + UNCAUGHT + "closing\n"):
         assert described(tmp_path, stderr, exitcode=-15, stopped=True).exception_type == "FileNotFoundError"
+
+
+def test_a_line_of_stdout_long_before_the_end_is_no_reason(tmp_path: Path) -> None:
+    """``os._exit(3)`` in the middle of a training: "rank 1 starts at step 0" once was its headline."""
+    log = tmp_path / "stdout.log"
+    log.write_text("rank 1 starts at step 0\n")
+    ended = WorkerFailure(exitcode=3, global_rank=1, ended_ns=log.stat().st_mtime_ns + 5_000_000_000)
+    found = describe_failure(
+        facts=ended, error_file=tmp_path / "none.json", stderr_log=tmp_path / "none.log", stdout_log=log
+    )
+    assert "starts at step 0" not in found.headline
+    assert found.headline == "Process failed with exitcode 3"
