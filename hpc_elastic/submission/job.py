@@ -132,14 +132,14 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         self._over_since: float | None = None
         paths = ElasticJobPaths(folder, job_id, rank, run_dir=run_dir)
         self._run_dir = paths.run_dir
-        super().__init__(folder, job_id, (0,))
-        self._paths = paths
         if not RunPaths(self._run_dir).run_json.is_file():
             raise UsageError(f"no run of job {job_id} is known in {folder}")
         owner = os.stat(self._run_dir).st_uid
         if owner != os.geteuid():  # none of its files would be read: `result` would wait for ever
             raise UnsafePathError(f"{self._run_dir}, the run of job {job_id}, belongs to uid {owner}, not to you")
         sole_owner(self._run_dir)
+        super().__init__(folder, job_id, (0,))
+        self._paths = paths
 
     def _register_in_watcher(self) -> None:
         if self.cluster == "slurm":

@@ -112,7 +112,7 @@ def test_one_that_does_not_answer_is_ended_as_always() -> None:
     facts = run_stand_in(
         """
         from hpc_elastic.agent import hang_stop
-        hang_stop.ANSWER_SECONDS = 0.3
+        hang_stop.ANSWER_SECONDS = 1.0
         worker = start('''
             signal.signal(signal.SIGABRT, signal.SIG_IGN)
             print("ready", flush=True)

@@ -147,7 +147,7 @@ def test_the_loss_of_the_stores_node_is_a_restart_of_the_agents(tmp_path: Path, 
         (gave_up,) = run.events("ring_gave_up")
         assert gave_up["reason"].startswith("InternalError: the restart group's store fails")
         text = run.attempt(0).report_text.read_text()
-        assert float(re.findall(r"processes up after (\d+\.\d) s: the agent on node0 died", text)[0]) < 20, text
+        assert float(re.findall(r"cost (\d+\.\d) s: the agent on node0 died", text)[0]) < 20, text
         assert "the agent on node0 died" in text
         assert "1 failure elsewhere is its consequence" in text
         assert "a new round, which costs no restart" in text

@@ -302,7 +302,7 @@ def test_command_that_cannot_be_executed_is_not_tried_again(tmp_path: Path) -> N
     program.chmod(0o755)
     with LocalRun(tmp_path, "", interpreter=["--no-python", str(program)]) as run:
         assert run.finish() == ExitCode.NOT_RETRYABLE
-        assert len(run.events("worker_failed")) in (1, 2)  # the second node may hear of the first before it starts
+        assert len(run.events("start_refused")) in (1, 2)  # the second node may hear of the first before it starts
         log = run.log()
         assert str(program) in log
         assert "/nonexistent/interpreter" in log or "interpreter" in log

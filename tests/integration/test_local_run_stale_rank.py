@@ -38,7 +38,8 @@ steps = 0
 while not is_said("end"):
     steps += 1
     hpc_elastic.heartbeat(steps)
-    Path(f"steps-{os.getpid()}").write_text(str(steps))
+    Path(f"steps-{os.getpid()}.tmp").write_text(str(steps))
+    os.replace(f"steps-{os.getpid()}.tmp", f"steps-{os.getpid()}")
     time.sleep(0.01)
 """
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.rigs.two_users import User
 
 _SUBMIT = """
-import os, sys
+import os, sys, time
 from hpc_elastic.submission.executor import ElasticExecutor
 
 class Attack:
@@ -21,6 +21,9 @@ def return_it(marker_folder, attack=None):
 executor = ElasticExecutor("jobs", cluster="local")
 job = executor.submit(return_it, sys.argv[1], Attack())
 job.wait()
+page = job.run_dir / "attempt-000" / "report.html"
+while not page.exists():
+    time.sleep(0.05)  # the supervisor's last file: what comes later would keep the mode that it is made with
 print(job.job_id, job.run_dir)
 """
 
