@@ -85,7 +85,7 @@ TIERS = (
         optional=True,
         environment=(("HPC_ELASTIC_SLURM_RELEASE", "trixie"), ("HPC_ELASTIC_REQUIRE_SLURM", "1")),
     ),
-    Tier(name="security", folders=("tests/security",), budget=60),
+    Tier(name="security", folders=("tests/security",), budget=90),
     Tier(name="docs", folders=("tests/docs", "tests/browser"), budget=240, processes=2),
     Tier(name="frameworks", folders=("tests/frameworks",), budget=1500, optional=True),
     Tier(name="gpu", folders=("tests/gpu",), budget=470, optional=True),
