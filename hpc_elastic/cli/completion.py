@@ -19,8 +19,10 @@ from hpc_elastic.options.table import Keys, Option
 
 _WORD = re.compile(r"[a-z][a-z-]*\Z")
 PARAMETERS = (click.Argument(["shell"], type=click.Choice(("bash", "zsh", "fish"))),)
-NOTE = "To load it: source <(hpc-elastic completion bash), in ~/.bashrc; for zsh likewise; for fish: hpc-elastic "
-NOTE += "completion fish | source"
+NOTE = (
+    "To load it: source <(hpc-elastic completion bash), in ~/.bashrc; for zsh likewise; for fish: "
+    "hpc-elastic completion fish | source"
+)
 
 
 def run(args: SimpleNamespace) -> int:

@@ -111,7 +111,7 @@ def parse(
             token_normalize_func=lambda name: name.replace("_", "-"),
         )
     except click.NoSuchOption as error:
-        before = argv[: next((at for at, word in enumerate(argv) if _name_of(word, error.option_name)), 0)]
+        before = argv[: next((at for at, word in enumerate(argv) if _names(word, error.option_name)), 0)]
         if leave_out := {name: meaningless[name].help for name in map(_long_name, before) if name in meaningless}:
             raise _not_needed(leave_out) from None
         raise _unknown(error.option_name, by_name, refused, elsewhere or {}) from None
@@ -177,7 +177,7 @@ def _long_name(word: str) -> str:
     return word.partition("=")[0].replace("_", "-")
 
 
-def _name_of(word: str, name: str) -> bool:
+def _names(word: str, name: str) -> bool:
     return _long_name(word) == name or (not word.startswith("--") and word.startswith(name))
 
 
