@@ -48,6 +48,8 @@ ANSWER_SECONDS = 3.0
 """How long a dump may take before the worker counts as one that does not answer."""
 ASK_AGAIN_SECONDS = 1.5
 """After which any thread of the worker may answer: its main thread may hold the signal back."""
+CHILDREN_SECONDS = 0.5
+"""How long a worker's own processes may take for theirs; it is added to no deadline."""
 HEAD_START_SECONDS = 0.3
 """For the news to reach all nodes before the first worker ends: it takes about 0.1 s."""
 _LOOK_SECONDS = 0.02
@@ -96,6 +98,7 @@ class StacksThenStop:
         """`head_start`: seconds in which workers are only stopped, so that other nodes do that too before one ends."""
         self._head_start, self._targets, self._stopper, self._clock = head_start, tuple(targets), stopper, clock
         self._asked: dict[int, _Asked] = {}
+        self._children: list[Proc] | None = None
         self._deadline = self._began = 0.0
         self._was_asked = self._was_asked_again = self._is_asking = False
 
@@ -118,8 +121,22 @@ class StacksThenStop:
         if not self._head_start:
             self._ask()
 
+    def _ask_children(self) -> bool:
+        """Have their own Python processes, a DataLoader's, dump their stacks first. Returns whether that goes on."""
+        if self._children is None:
+            asked = [one.state for one in self._asked.values() if one.proc is not None]
+            pids = [child.pid for state in asked for child in state.children if is_python(child.pid)]
+            self._children = [proc for pid in pids if (proc := tree.look_at(pid)) is not None]
+            for proc in self._children:
+                _forbid_core_dump(proc.pid)
+                tree.kill_safely(proc, signal.SIGABRT)
+        late = self._clock.monotonic() >= self._began + self._head_start + CHILDREN_SECONDS
+        return not late and any(map(tree.lives, self._children))
+
     def _ask(self) -> None:
         """Have them dump their stacks and end."""
+        if self._ask_children():
+            return
         self._was_asked = True
         for asked in self._asked.values():
             if asked.proc is None:
@@ -142,6 +159,8 @@ class StacksThenStop:
                 if now < self._began + self._head_start:
                     return _LOOK_SECONDS
                 self._ask()
+            if not self._was_asked:
+                return _LOOK_SECONDS
             procs = [asked.proc for asked in self._asked.values() if asked.proc is not None]
             silent = [proc for proc in procs if tree.lives(proc)]
             if silent and not self._was_asked_again and now >= self._deadline - ANSWER_SECONDS + ASK_AGAIN_SECONDS:
@@ -195,7 +214,8 @@ def read_stacks(worker: HungWorker) -> StackDump | None:
     """Find its dump in its stderr, and write stacks.txt. Raises nothing."""
     try:
         with EndReader(worker.paths.stderr) as file:
-            dump = find_dump(file.read(DUMP_LIMIT).decode("utf-8", "replace"))
+            is_own = worker.state is None or worker.state.pid == worker.facts.pid
+            dump = find_dump(file.read(DUMP_LIMIT).decode("utf-8", "replace"), may_be_child=not is_own)
     except OSError:
         dump = None
     try:
@@ -217,7 +237,8 @@ def _stacks_text(worker: HungWorker, dump: StackDump | None) -> str:
         "no stack of its own: it did not answer SIGABRT with one (not Python, stuck in the kernel, or it\n"
         "had ended; PYTHONFAULTHANDLER=1 is needed)"
     )
-    return "\n".join([*lines, "", no_stack if dump is None else dump.text]) + "\n"
+    texts = [dump.text, *(f"of a child process: {child.text}" for child in dump.children)] if dump else [no_stack]
+    return "\n".join([*lines, *(part for text in texts for part in ("", text))]) + "\n"
 
 
 def describe_hang(worker: HungWorker, dump: StackDump | None, *, last_heartbeat_ns: int) -> WorkerFailure:

@@ -8,6 +8,7 @@ known, none of this happens.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from msgspec.structs import replace
@@ -18,7 +19,7 @@ from hpc_elastic.failures.collectives import activity_of_failure, activity_of_st
 from hpc_elastic.failures.failure_text import Frame
 from hpc_elastic.failures.fingerprint import user_frames
 from hpc_elastic.failures.ranking import FailureClass
-from hpc_elastic.failures.stacks import ProcessState, StackDump, find_dump
+from hpc_elastic.failures.stacks import ProcessState, StackDump, find_dump, forked_frames
 from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.run.activities import Activity, Doing
@@ -114,6 +115,11 @@ def observe_silent(rank: int, state: ProcessState | None, dump: StackDump | None
     is_ending = dump is not None and any(thread.is_main and not thread.frames for thread in dump.threads)
     line = _source(mine[-1]) if mine else ""
     found = activity_of_stack(rank, frames, syscall=syscall, line=line, is_ending=is_ending)
+    inside = [user_frames(forked_frames(child) or ()) for child in dump.children] if dump is not None else []
+    places = [f"{os.path.basename(at.file)}:{at.line} {at.function}" for *_, at in filter(None, inside)]
+    busy = tuple(f"its child process: {place}" for place in dict.fromkeys(places))
+    if busy:
+        return replace(found, children=busy[:_MOST_CHILDREN])
     if state is None or found.doing not in (Doing.LOADER, Doing.CHILD):
         return found
     # A worker of a DataLoader that has nothing to do polls for its next batch: it comes last.

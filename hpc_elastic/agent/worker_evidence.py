@@ -18,7 +18,7 @@ from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
 from hpc_elastic.agent.last_look import JUDGE_SECONDS, Stopper, observe_failure, observe_silent
 from hpc_elastic.base.clock import Clock, uptime_ns
 from hpc_elastic.base.file_executor import FileExecutor, FilesystemHangsError
-from hpc_elastic.failures.evidence import describe_exit, describe_failure, write_evidence
+from hpc_elastic.failures.evidence import describe_exit, describe_failure, find_logged, write_evidence
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import stacks_of
 from hpc_elastic.failures.worker_failure import WorkerFailure
@@ -190,10 +190,19 @@ class WorkerEvidence:
                 ended_ns=slot.exit.observed_ns,
                 ended_uptime_ns=slot.exit.observed_uptime_ns,
                 stopped=slot.stopped_by_agent,
+                logged=self._logged(slot) if slot.exit.exitcode == 0 else "",
             )
             for slot in slots
             if slot.exit is not None and not (slot.stopped_by_agent and slot.exit.exitcode in self._ours - {0})
         )
+
+    def _logged(self, slot: WorkerSlot) -> str:
+        try:
+            return self._files.do(
+                lambda: find_logged(slot.paths.stderr), within=HURRIED_SECONDS, unless=self._is_ending
+            )
+        except FilesystemHangsError:
+            return ""
 
     def describe(self, slots: Sequence[WorkerSlot]) -> list[WorkerFailure]:
         """Gather and write the evidence of all that ended badly. To be called once the group has ended."""
@@ -290,6 +299,7 @@ class WorkerEvidence:
             stderr_log=slot.paths.stderr,
             stdout_log=slot.paths.stdout,
             output=slot.output,
+            is_alone=not self._is_ending(),
         )
         self._write_evidence(failure, slot.paths.error_file)
         return failure

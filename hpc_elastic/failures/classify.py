@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 NOT_OURS = "not sent by hpc-elastic"
 """In the reason of a signal."""
+FROM_SLURM = "probably Slurm (cancel, limit, preemption) or a manual kill"
+FROM_ITSELF = "sent to this process alone, so not by Slurm: by itself (a thread, os.kill) or by hand"
 NOT_RETRYABLE_EXIT_CODE = 93
 """A worker that ends with this says: don't start me again."""
 
@@ -172,7 +174,7 @@ def classify(
         elif not exception_type and number in _ASKED_TO_END and not is_said:
             failure_class = FailureClass.INFRASTRUCTURE
             came = f"{signal_name(number)} {NOT_OURS}"
-            reason = f"{came}: probably Slurm (cancel, limit, preemption) or a manual kill"
+            reason = f"{came}: {FROM_SLURM}"
         else:
             failure_class = FailureClass.ROOT
             said = f"{message}\n{printed_tail or stderr_tail}"

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.host_facts import overcommits_memory, total_memory
 from hpc_elastic.base.text import clean_text, cut_end
-from hpc_elastic.failures.classify import classify, signal_name, signal_of
+from hpc_elastic.failures.classify import FROM_ITSELF, FROM_SLURM, classify, signal_name, signal_of
 from hpc_elastic.failures.decorated import undecorate
 from hpc_elastic.failures.error_file import (
     OWN_KEY,
@@ -30,10 +30,10 @@ from hpc_elastic.failures.fingerprint import fingerprint
 from hpc_elastic.failures.origin import find_origin, is_raised_by_script
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.summary import summary_line
-from hpc_elastic.failures.traceback_text import find_python_traceback
+from hpc_elastic.failures.traceback_text import find_python_traceback, find_tracebacks
 from hpc_elastic.failures.uncaught import find_uncaught, reaches_top
 from hpc_elastic.failures.worker_failure import LOGGED_BEFORE, EvidenceSource, WorkerFailure
-from hpc_elastic.failures.wrapped import find_wrapped, is_wrapper
+from hpc_elastic.failures.wrapped import find_file_read, find_wrapped, is_near, is_wrapper
 from hpc_elastic.run.log_pieces import EndReader
 from hpc_elastic.worker_api.agent_store import NOTE
 
@@ -41,8 +41,11 @@ _TAIL = 128 << 10
 """How much of stderr.log is looked at: with faulthandler's dump of 100 threads, too."""
 _STDOUT_TAIL = 32 << 10
 """The same for stdout.log."""
-_SCAN_BACK = 16 << 20
-"""How far back a traceback's header is looked for where the tail holds none: a message may be 10 MB long."""
+_SCAN_BACK = 64 << 20
+"""How far back a traceback's header is looked for where the tail holds none: a message may be 30 MB long."""
+_FAR_PART = 192 << 10
+"""How much is read from that header on."""
+_SCRIPT_LIMIT = 1 << 20
 _TAIL_LINES = 20
 _TAIL_LINE = 300
 _HEADER = b"Traceback (most recent call last)"
@@ -74,6 +77,7 @@ def describe_failure(
     stderr_log: Path | str,
     stdout_log: Path | str = "",
     output: Output | None = None,
+    is_alone: bool = False,
 ) -> WorkerFailure:
     """Gather what is known about a worker's end. Never raises; some milliseconds.
 
@@ -83,9 +87,11 @@ def describe_failure(
         stderr_log: What it printed; it may not be there.
         stdout_log: Looked at where stderr says nothing; empty for none.
         output: What is known of its output beside the files: the end that a full disk refused, and when it was printed.
+        is_alone: Whether its agent got no signal: Slurm signals all processes of a step.
     """
     try:
-        return _describe(facts, os.fspath(error_file), os.fspath(stderr_log), os.fspath(stdout_log), output)
+        found = _describe(facts, os.fspath(error_file), os.fspath(stderr_log), os.fspath(stdout_log), output)
+        return replace(found, reason=found.reason.replace(FROM_SLURM, FROM_ITSELF)) if is_alone else found
     except Exception as error:
         return _build(
             facts,
@@ -109,6 +115,16 @@ def describe_exit(facts: WorkerFailure, problem: str) -> WorkerFailure:
     return _build(
         facts, None, message=message, source=EvidenceSource.EXIT, error_file="", stderr_tail="", problem=problem
     )
+
+
+def find_logged(stderr_log: Path | str) -> str:
+    """The exception that a worker had logged just before it ended with 0. Never raises; empty where there is none."""
+    try:
+        text = undecorate(clean_text(_read_tail(os.fspath(stderr_log))[0].decode("utf-8", "replace")))
+        found = find_tracebacks(text)
+        return found[-1].headline if found and is_near(found[-1], text.split("\n")) else ""
+    except Exception:
+        return ""
 
 
 def read_failure(error_file: Path | str, *, facts: WorkerFailure) -> WorkerFailure | None:
@@ -186,7 +202,8 @@ def _describe(
         lines = text.split("\n")
         wrapped = find_wrapped(replace(recorded, span=span if span[1] else (len(lines), len(lines))), lines)
         tail = _last_lines(cleaned, span)
-        failure = _from_error_file(facts, error_file, file, recorded, stderr_tail=tail, wrapped=wrapped)
+        reads = find_file_read(recorded, lines[: span[0]] if span[1] else lines, _read_script)
+        failure = _from_error_file(facts, error_file, file, recorded, stderr_tail=tail, wrapped=wrapped, reads=reads)
         return _blame_rendezvous(failure, text)
 
     def read_stdout() -> str:
@@ -203,8 +220,8 @@ def _describe(
     span = found.span if found is not None and source is EvidenceSource.STDERR else (0, 0)
     facts = replace(facts, printed_ns=_printed_ns(raw, span, output), is_caught=_is_caught(found))
     tail = _last_lines(cleaned, span if found is not None and found.text else (0, 0))
-    if (found is None or found.kind is TextKind.LAST_LINE) and facts.exitcode > 0 and has_more:
-        found = _find_far_back(stderr_log) or found
+    if (found is None or not found.exception_type) and facts.exitcode > 0 and has_more:
+        found = _find_far_back(stderr_log, text, exitcode=facts.exitcode) or found
     if file.problem != "missing":
         problem = file.problem
     if recorded is not None:
@@ -221,6 +238,7 @@ def _describe(
         printed_tail=_last_lines(printed, (0, 0)) if source is EvidenceSource.STDOUT else "",
         problem=problem,
         wrapped=find_wrapped(found, printed.split("\n")) if found is not None else None,
+        reads=find_file_read(found, printed.split("\n"), _read_script) if found is not None else "",
     )
     return _blame_rendezvous(failure, text)
 
@@ -296,6 +314,7 @@ def _from_error_file(
     *,
     stderr_tail: str,
     wrapped: RaisedException | None = None,
+    reads: str = "",
 ) -> WorkerFailure:
     return _build(
         facts,
@@ -306,6 +325,7 @@ def _from_error_file(
         stderr_tail=stderr_tail,
         problem=file.problem,
         wrapped=wrapped,
+        reads=reads,
     )
 
 
@@ -365,6 +385,7 @@ def _build(
     problem: str,
     printed_tail: str = "",
     wrapped: RaisedException | None = None,
+    reads: str = "",
 ) -> WorkerFailure:
     number = signal_of(facts.exitcode)
     chain = found.chain if found else ()
@@ -401,6 +422,9 @@ def _build(
             message = f"{outer} ({LOGGED_BEFORE if is_own else ''}{inner})"
         if is_wrapper(found.chain[0]) and wrapped.exception_type:
             origin, exception_type, words = wrapped, wrapped.exception_type, wrapped.message
+    if reads:
+        first, separator, more = message.partition("\n")
+        message = f"{first} (file: {reads}){separator}{more}"
     return replace(
         facts,
         signal=signal_name(number),
@@ -464,22 +488,33 @@ def _read_tail(path: str) -> tuple[bytes, bool, str]:
         return b"", False, f"stderr.log is unreadable: {error}"
 
 
-def _find_far_back(path: str) -> FailureText | None:
-    """A traceback whose header lies before the tail, because its message is megabytes long."""
+def _find_far_back(path: str, tail: str, *, exitcode: int) -> FailureText | None:
+    """The exception whose header lies before the tail, because its message is megabytes long."""
     step, end = 1 << 20, 0
     with EndReader(path) as file:
         while end < _SCAN_BACK and file.has(end):
-            part = file.read(step + len(_HEADER), before=max(0, end - len(_HEADER)))
+            overlap = min(end, len(_HEADER))
+            part = file.read(step + overlap, before=end - overlap)
             at = part.rfind(_HEADER)
-            if at >= 0:
-                # Back to the start of its line and of the one before: "Exception ignored in" would stand there.
-                header_from_end = max(0, end - len(_HEADER)) + len(part) - at
-                first = header_from_end + 4096
-                count = min(first, 256 << 10)
-                found = file.read(count, before=first - count)
-                return find_python_traceback(found.decode("utf-8", "replace"))
-            end += step
+            if at < 0:
+                end += step
+                continue
+            # From the lines before it on: "Exception ignored in" would stand there.
+            first = end - overlap + len(part) - at + 4096
+            count = min(first, _FAR_PART)
+            begin = clean_text(file.read(count, before=first - count).decode("utf-8", "replace"))
+            text = undecorate(begin + tail)
+            found = find_uncaught(text, text.split("\n"), exitcode=exitcode)
+            return replace(found, span=(0, 0), exception_at=0) if found is not None else None
     return None
+
+
+def _read_script(path: str) -> list[str]:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read(_SCRIPT_LIMIT).split("\n")
+    except (OSError, ValueError):
+        return []
 
 
 def _last_lines(text: str, without: tuple[int, int]) -> str:

@@ -15,7 +15,8 @@ from hpc_elastic.failures.crash_text import find_cpp_terminate, find_fatal_error
 from hpc_elastic.failures.decorated import read_json_line
 from hpc_elastic.failures.failure_text import FailureText, TextKind
 from hpc_elastic.failures.last_lines import LastLines, find_last_lines
-from hpc_elastic.failures.traceback_text import find_python_traceback, find_tracebacks
+from hpc_elastic.failures.origin import is_in_collective
+from hpc_elastic.failures.traceback_text import find_cut_off, find_python_traceback, find_tracebacks
 from hpc_elastic.failures.uncaught import ended_soon, find_uncaught, went_on
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 
@@ -101,7 +102,12 @@ def _find_in_text(facts: WorkerFailure, text: str, lived_ns: Callable[[FailureTe
     python = find_python_traceback(text, cleaned=True)
     if number in (2, 9, 15):
         # It was hanging in its shutdown after the exception, and was ended: by its agent, or by a person.
-        if python is None or python.lines_after > _CLOSE or not facts.stopped_by_agent:
+        if not facts.stopped_by_agent:
+            return None
+        begun = find_cut_off(text)
+        if begun is not None:  # a victim's would say so only in the lines that are missing
+            return None if is_in_collective(begun.chain[0]) else begun
+        if python is None or python.lines_after > _CLOSE:
             return None
         return None if went_on(python, lines) else python
     fatal, cpp = find_fatal_error(text, cleaned=True), find_cpp_terminate(text, cleaned=True)

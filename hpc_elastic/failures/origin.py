@@ -47,6 +47,7 @@ _EXPECTED = frozenset(
 _CLEANS_UP = r"(?i)__a?exit__|__del__|close|clean_?up|tear_?down|shut_?down|finali[sz]e"
 """A function that runs while an exception goes up, too: what fails in it follows from that."""
 _COLLECTIVE_WAIT = r"\.wait\(|\b(?:group|pg|backend)\.\w+\("
+_COLLECTIVE_CALL = rf"{_COLLECTIVE_WAIT}|\bdist\.|\bdistributed\.|\.backward\("
 _LIMITS_TIME = r"(?i)time ?-?out|timed out|took (?:too )?long|longer than|within \d|no progress|stall|hung|hang"
 
 OF_ANOTHER_RANK = FailurePattern(FailureClass.SYMPTOM, "another rank's part in a checkpoint failed", ())
@@ -156,6 +157,13 @@ def is_of_process_group(raised: RaisedException) -> bool:
         return True
     # A call into C++ has no frame of its own: ``work.wait()`` of the script.
     return raised.exception_type == "RuntimeError" and re.search(_COLLECTIVE_TEXT, text) is not None
+
+
+def is_in_collective(raised: RaisedException) -> bool:
+    """Whether it came from a call in which a rank waits for others, or may have: by its frames and lines of code."""
+    if any(re.search(_COLLECTIVE_FILE, frame.file) for frame in raised.frames):
+        return True
+    return re.search(_COLLECTIVE_CALL, f"{raised.caller}\n{raised.source}") is not None
 
 
 def _is_of_own_limit(raised: RaisedException) -> bool:

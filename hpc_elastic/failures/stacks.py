@@ -26,6 +26,8 @@ _FATAL = "Fatal Python error: Aborted"
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+ (?:\[(.*)\] )?\(most recent call first\):\s*\Z")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)\Z')
 _END = re.compile(r"Extension modules: |Current thread's C stack trace")
+_PROCESS = "/multiprocessing/process.py"
+_MOST_DUMPS = 9
 _OWN_THREAD = "/hpc_elastic/worker_api/flight_recorder.py"
 """Of the thread in a worker that is this package's: nothing that its user asks for."""
 
@@ -47,6 +49,8 @@ class StackDump(Struct, frozen=True, kw_only=True):
     threads: tuple[ThreadStack, ...]
     text: str
     """As printed."""
+    children: tuple[StackDump, ...] = ()
+    """Dumps of processes that it had forked by multiprocessing, as a DataLoader does."""
 
     @property
     def main(self) -> tuple[Frame, ...]:
@@ -65,17 +69,33 @@ class RankStacks(Struct, frozen=True, kw_only=True):
     """What the kernel said of it, where there is no stack."""
 
 
-def find_dump(text: str) -> StackDump | None:
-    """The last dump of an abort in `text`, None where there is none.
+def find_dump(text: str, *, may_be_child: bool = True) -> StackDump | None:
+    """Find the last dump of an abort in `text`, with those of the process' children before it; None for no dump.
 
     Any thread may have got the signal, also one without Python, where the process had been stopped. The main thread is
     the last of a dump: the interpreter lists the newest first (CPython 3.10 to 3.14). Where it stopped after a hundred,
     the main thread is not among them.
+
+    Args:
+        text: The end of stderr, which a process shares with its children.
+        may_be_child: The process itself may have been started by multiprocessing; else such a dump is not its own.
     """
-    start = text.rfind(_FATAL)
-    if start < 0:
+    dumps = [dump for part in text.split(_FATAL)[1:][-_MOST_DUMPS:] if (dump := _read_dump(_FATAL + part))]
+    if not dumps or not (may_be_child or forked_frames(dumps[-1]) is None):
         return None
-    lines = clean_text(text[start:]).split("\n")
+    return replace(dumps[-1], children=tuple(dump for dump in dumps[:-1] if forked_frames(dump) is not None))
+
+
+def forked_frames(dump: StackDump) -> tuple[Frame, ...] | None:
+    """The frames of a process' own code, where multiprocessing started it; None for another process."""
+    starts = [
+        at for at, frame in enumerate(dump.main) if frame.file.endswith(_PROCESS) and frame.function == "_bootstrap"
+    ]
+    return dump.main[starts[-1] + 1 :] if starts else None
+
+
+def _read_dump(text: str) -> StackDump | None:
+    lines = clean_text(text).split("\n")
     threads: list[ThreadStack] = []
     frames: list[Frame] | None = None
     name, is_cut = "", False

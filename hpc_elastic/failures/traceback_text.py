@@ -7,6 +7,7 @@ has to be injected into the worker for this. Formats seen with CPython 3.10-3.14
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from enum import Enum
@@ -91,6 +92,35 @@ def find_tracebacks(text: str, *, threads: bool = False) -> list[FailureText]:
     wanted = _Rank.OTHER_THREAD if threads else _Rank.MAIN
     last = [at for at in range(len(blocks)) if at + 1 == len(blocks) or not blocks[at + 1].chained]
     return [_from_block(lines, prefixed, blocks, at) for at in last if blocks[at].rank is wanted]
+
+
+def find_cut_off(text: str) -> FailureText | None:
+    """The exception in whose traceback the text ends, without its type: the process was ended while it printed it.
+
+    Args:
+        text: What was printed, after `clean_text`.
+    """
+    lines, prefixed = _split(text[: text.rfind("\n") + 1])  # the last line may be half a one
+    starts = [at for at, line in enumerate(lines) if line.endswith(_LAST) and _begins_traceback(lines, at)]
+    if not starts or any(line.strip() for line in lines[_stack_end(lines, starts[-1] + 1) :]):
+        return None
+    start = starts[-1]
+    frames, source, caller = _frames(lines[start + 1 :])
+    if not frames or _line_before(lines, start).startswith((*_NOT_THE_END, *_OTHER_THREAD, *_CONNECTORS)):
+        return None
+    place = f"{os.path.basename(frames[-1].file)}:{frames[-1].line} {frames[-1].function}"
+    return FailureText(
+        kind=TextKind.PYTHON,
+        text="\n".join(lines[start:]).rstrip(),
+        exception_type="Exception",
+        message=f"its type was not printed before the stop; {place}" + (f": {source}" if source else ""),
+        frames=frames,
+        source=source,
+        caller=caller,
+        is_prefixed=prefixed[start],
+        span=(start, len(lines)),
+        exception_at=len(lines),
+    )
 
 
 class _Rank(Enum):

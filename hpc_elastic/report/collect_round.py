@@ -207,7 +207,7 @@ class RoundBuilder(Struct):
             case WorkersStopped():
                 for end in event.ends:
                     self.ends[end.rank] = WorkerEnd(
-                        end.rank, node, end.exitcode, end.ended_ns, end.ended_uptime_ns, end.stopped
+                        end.rank, node, end.exitcode, end.ended_ns, end.ended_uptime_ns, end.stopped, end.logged
                     )
                 if event.progress is not None:
                     self.progress[node] = event.progress

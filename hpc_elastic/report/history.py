@@ -105,6 +105,8 @@ class WorkerEnd(NamedTuple):
     """The same moment by the node's clock since its boot."""
     stopped: bool = False
     """The agent had begun to end the group before; the worker ended by itself all the same, with 0 say."""
+    logged: str = ""
+    """The exception that it had logged just before it ended with 0."""
 
 
 class RankStatus(Struct, frozen=True, kw_only=True):

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from hpc_elastic.base.text import ranges, seconds_text
 from hpc_elastic.failures.collectives import WAITS_FOR_RANKS, is_with_the_others
 from hpc_elastic.failures.ranking import Moment, Order, Suspect, gap_ns, order_of
-from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.failures.worker_failure import LOGGED_BEFORE, WorkerFailure
 from hpc_elastic.report.clocks import Clocks
 from hpc_elastic.report.history import WorkerEnd
 from hpc_elastic.run.activities import Activity, Doing
@@ -51,7 +51,7 @@ def find_early_ends(
     early = []
     for gap, is_later, end in _ends_with_0(failed, first, ends=ends, clocks=clocks):
         if not is_later:
-            early.append(Suspect(rank=end.rank, host=ranks.get(end.rank, ""), why=_how_early(gap)))
+            early.append(Suspect(rank=end.rank, host=ranks.get(end.rank, ""), why=_how_early(gap) + _logged(end)))
     return tuple(early[:MOST_SUSPECTS])
 
 
@@ -70,7 +70,7 @@ def find_late_ends(
     late = []
     for gap, is_later, end in _ends_with_0(failed, first, ends=ends, clocks=clocks):
         if is_later and -gap <= _TEARDOWN_NS:
-            why = f"it ended with 0 at about the same time (seen {seconds_text(-gap / 1e9)} later)"
+            why = f"it ended with 0 at about the same time (seen {seconds_text(-gap / 1e9)} later){_logged(end)}"
             late.append(Suspect(rank=end.rank, host=ranks.get(end.rank, ""), why=why))
     return tuple(late[:MOST_SUSPECTS])
 
@@ -115,7 +115,7 @@ def find_ends_before_hang(
     for end in done:
         gap = gap_ns(last, clocks.moment(end.node, end.ended_ns, uptime_ns=end.ended_uptime_ns)) / 1e9
         when = f"{seconds_text(abs(gap))} {'after' if gap > 0 else 'before'}"
-        why = f"it had ended with 0, {when} the last heartbeat of rank {hung.global_rank}"
+        why = f"it had ended with 0, {when} the last heartbeat of rank {hung.global_rank}{_logged(end)}"
         found.append(Suspect(rank=end.rank, host=ranks.get(end.rank, ""), why=why))
     return tuple(sorted(found, key=lambda one: one.rank)[:MOST_SUSPECTS])
 
@@ -187,6 +187,10 @@ def in_order(*groups: Sequence[Suspect]) -> tuple[Suspect, ...]:
         known = found.get(suspect.rank)
         found[suspect.rank] = suspect if known is None else replace(known, why=f"{known.why}; {suspect.why}")
     return tuple(found.values())[:MOST_SUSPECTS]
+
+
+def _logged(end: WorkerEnd) -> str:
+    return f"; {LOGGED_BEFORE}{end.logged}" if end.logged else ""
 
 
 def _how_early(gap: int) -> str:

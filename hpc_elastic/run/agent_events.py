@@ -325,6 +325,7 @@ class OwnEnd(Struct, frozen=True, kw_only=True):
     ended_ns: int
     ended_uptime_ns: int = 0
     stopped: bool = False
+    logged: str = ""
 
 
 class WorkersStopped(AgentEvent, frozen=True, kw_only=True):
@@ -340,7 +341,8 @@ class WorkersStopped(AgentEvent, frozen=True, kw_only=True):
     """name and pid of processes that outlived a worker which had ended by itself, and were ended"""
     ends: tuple[OwnEnd, ...] = ()
     """`rank`, `exitcode`, `ended_ns`, `ended_uptime_ns`, `stopped` (workers were being ended by then) of each worker
-    that the agent's signal did not end, one that ended with 0 included"""
+    that the agent's signal did not end, one that ended with 0 included; of that one `logged`, the exception that it
+    had logged just before"""
     progress: Progress | None = None
     """`sections` (those that workers here were in), `first_step`, `first_ns`, `step`, `step_ns`, `checkpoint_seconds`,
     `checkpoints`, `longest_step`, `redone_seconds`: by the worker here that got furthest"""

@@ -108,6 +108,39 @@ def test_one_that_holds_the_signal_back_answers_by_another_thread() -> None:
     assert facts["code"] == -6
 
 
+def test_the_processes_of_a_loader_show_where_they_stood() -> None:
+    facts = run_stand_in(
+        """
+        from hpc_elastic.agent.hang_stop import StacksThenStop, find_targets
+        from hpc_elastic.failures.stacks import find_dump
+        worker = start('''
+            import faulthandler, multiprocessing
+            faulthandler.enable()
+            def fetch():
+                print("ready", flush=True)
+                time.sleep(600)
+            context = multiprocessing.get_context("fork")
+            child = context.Process(target=fetch, daemon=True)
+            child.start()
+            child.join()
+        ''')
+        out, err = worker.take_output()
+        read_line(out)
+        stopper = StacksThenStop(
+            find_targets([(worker, 0)]), stop.GroupStopper([worker], grace=30, clock=clock), clock=clock
+        )
+        stopper.begin()
+        finish(stopper)
+        os.set_blocking(err, True)
+        with open(err) as file:
+            dump = find_dump(file.read(), may_be_child=False)
+        report(main=dump.main[-1].function, children=[child.main[-1].function for child in dump.children])
+        """
+    )
+    assert facts["main"] == "poll"
+    assert facts["children"] == ["fetch"]
+
+
 def test_one_that_does_not_answer_is_ended_as_always() -> None:
     facts = run_stand_in(
         """

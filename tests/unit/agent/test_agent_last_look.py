@@ -151,3 +151,14 @@ def test_a_peer_that_another_agent_may_have_ended_is_not_named() -> None:
         found = observe_failure(symptom, latest_ns=latest)
         assert found is not None
         assert found.peer == peer
+
+
+def test_the_process_of_a_loader_shows_its_function() -> None:
+    def dump(*functions: str) -> StackDump:
+        path = {"_bootstrap": "/usr/lib/python3.11/multiprocessing/process.py", "get": "/usr/lib/python3.11/queue.py"}
+        frames = tuple(Frame(file=path.get(one, f"/u/{one}.py"), line=4, function=one) for one in functions)
+        return StackDump(threads=(ThreadStack(frames=frames, is_main=True),), text="")
+
+    idle, busy = dump("main", "_bootstrap", "get"), dump("main", "_bootstrap", "fetch")
+    whole = StackDump(threads=dump("main").threads, text="", children=(idle, busy, busy))
+    assert observe_silent(0, None, whole).children == ("its child process: fetch.py:4 fetch",)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hpc_elastic.failures import evidence
-from hpc_elastic.failures.evidence import describe_failure, read_failure, write_evidence
+from hpc_elastic.failures.evidence import describe_failure, find_logged, read_failure, write_evidence
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 from hpc_elastic.worker_api.agent_store import NOTE
@@ -364,3 +364,113 @@ def test_a_rank_that_lived_on_after_a_recorded_exception_ended_otherwise(
 def test_what_comes_in_the_shutdown_is_not_the_cause(tmp_path: Path, stderr: str, changes: dict[str, Any]) -> None:
     recorded(tmp_path, TRACE)
     assert describe(tmp_path, stderr, **changes).headline == "ValueError: bad 7"
+
+
+STACK = """\
+Traceback (most recent call last):
+  File "/u/t.py", line 12, in <module>
+    main()
+  File "/u/t.py", line 9, in main
+    step()
+"""
+STOPPED = {"exitcode": -15, "stopped_by_agent": True, "stopped_ns": 1_700_000_009_000_000_000}
+
+
+@pytest.mark.parametrize("cut", [0, 5], ids=["a line", "half a line"])
+def test_an_exception_that_was_half_printed_at_the_stop_keeps_its_place(tmp_path: Path, cut: int) -> None:
+    output = Printed(at_ns=1_700_000_008_000_000_000)
+    failure = describe(tmp_path, "step 1\n" + STACK[: len(STACK) - cut], output, **STOPPED)
+    assert (failure.failure_class, failure.printed_ns) == (FailureClass.ROOT, output.at_ns)
+    assert failure.headline.startswith("Exception: its type was not printed before the stop; t.py:9 main")
+    assert not failure.may_follow_stop
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        STACK.replace("step()", "dist.all_reduce(x)"),
+        STACK + '  File "/v/torch/distributed/distributed_c10d.py", line 2, in recv\n    work.wait()\n',
+        "Exception ignored in: <function f>\n" + STACK,
+        STACK + "step 2\n",
+    ],
+    ids=["may wait", "waits", "ignored", "went on"],
+)
+def test_a_half_printed_exception_that_may_be_a_victims_is_none(tmp_path: Path, text: str) -> None:
+    assert describe(tmp_path, text, **STOPPED).exception_type == ""
+
+
+@pytest.mark.parametrize(
+    ("prefix", "body"), [("", "x" * 30_000_000), ("[rank5]: ", "\n" + "error in row 17\n" * 1_200_000)]
+)
+def test_a_message_of_30_megabytes_keeps_type_and_place(tmp_path: Path, prefix: str, body: str) -> None:
+    printed = prefix + f"{STACK}ValueError: bad {body}".replace("\n", f"\n{prefix}" if prefix else "\n")
+    failure = describe(tmp_path, printed)
+    assert (failure.exception_type, failure.headline[:15]) == ("ValueError", "ValueError: bad")
+    assert failure.traceback.startswith(STACK)
+
+
+def test_a_signal_that_the_agent_did_not_get_is_not_slurms(tmp_path: Path) -> None:
+    log = tmp_path / "stderr.log"
+    log.write_text("step 1\nstep 2\n")
+    alone, both = (
+        describe_failure(facts=facts(exitcode=-15), error_file=tmp_path / "none", stderr_log=log, is_alone=is_alone)
+        for is_alone in (True, False)
+    )
+    assert "probably Slurm" in both.reason
+    assert "sent to this process alone, so not by Slurm" in alone.reason
+    assert alone.failure_class is both.failure_class
+
+
+TORCH_LOAD = """\
+  File "/v/site-packages/torch/serialization.py", line 763, in __init__
+    super().__init__(torch._C.PyTorchFileReader(name_or_buffer))
+RuntimeError: PytorchStreamReader failed reading zip archive: failed finding central directory
+"""
+SCRIPT = (
+    'def load(name):\n    with open(name, "rb") as file:\n        return pickle.load(file)\npath = f"ckpt/{n}.pkl"\n'
+)
+PICKLE = """\
+Traceback (most recent call last):
+  File "{0}", line 5, in <module>
+    load(path)
+  File "{0}", line 3, in load
+    return pickle.load(file)
+           ^^^^^^^^^^^^^^^^^
+EOFError: Ran out of input
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "file"),
+    [
+        (STACK.replace("step()", 'torch.load("last.pt")') + TORCH_LOAD, "last.pt"),
+        (
+            "resuming from ckpt/step_10.pt\n" + STACK.replace("step()", "torch.load(path)") + TORCH_LOAD,
+            "ckpt/step_10.pt",
+        ),
+        (PICKLE, "ckpt/{n}.pkl"),
+        ("step 3/100 2.1it/s\n" + STACK.replace("step()", "torch.load(path)") + TORCH_LOAD, ""),
+        ("saved ckpt/step_10.pt\n" + STACK + "ValueError: bad\n", ""),
+        (STACK.replace("step()", 'open("a.txt")') + "FileNotFoundError: no such file: 'b/a.txt'\n", ""),
+    ],
+    ids=["literal", "printed", "assigned", "unknown", "no reading", "named"],
+)
+def test_an_error_of_reading_names_the_file(tmp_path: Path, text: str, file: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    found = describe(tmp_path, text.replace("{0}", str(script))).headline.partition(" (file: ")[2]
+    assert found == (f"{file})" if file else "")
+
+
+@pytest.mark.parametrize(
+    ("text", "logged"),
+    [
+        (TRACE + "giving up\n", "ValueError: bad 7"),
+        (TRACE + "".join(f"step {n}\n" for n in range(9)), ""),
+        ("done\n", ""),
+    ],
+)
+def test_what_was_logged_just_before_an_end_with_0(tmp_path: Path, text: str, logged: str) -> None:
+    (tmp_path / "stderr.log").write_text(text)
+    assert find_logged(tmp_path / "stderr.log") == logged
+    assert find_logged(tmp_path / "none") == ""

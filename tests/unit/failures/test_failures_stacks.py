@@ -33,6 +33,25 @@ Current thread 0x00007fe7e8a3f740 (most recent call first):
 Extension modules: numpy.core._multiarray_umath, torch._C (total: 2)
 and after
 """
+CHILD = """\
+Fatal Python error: Aborted
+
+Current thread 0x00007fe7e8a3f740 (most recent call first):
+  File "/home/ann/data.py", line 4 in fetch
+  File "/usr/lib/python3.11/multiprocessing/process.py", line 314 in _bootstrap
+  File "/home/ann/train.py", line 12 in <module>
+"""
+
+
+def test_the_dump_of_a_child_is_no_worker_s_own() -> None:
+    dump = find_dump(CHILD + DUMP, may_be_child=False)
+    assert dump is not None
+    assert dump.main[-1].function == "inner"
+    assert [child.main[-1].function for child in dump.children] == ["fetch"]
+    assert find_dump(DUMP + CHILD, may_be_child=False) is None
+    assert find_dump(CHILD) is not None
+
+
 HEAD = "Fatal Python error: Aborted\n\n"
 # CPython 3.14: threads have names, and the C stack follows.
 DUMP_314 = """\

@@ -226,18 +226,19 @@ def test_where_all_that_failed_are_symptoms_the_silent_rank_is_named() -> None:
     assert "Look at" not in decide_verdict([symptom(rank, 1.0) for rank in hosts], ranks=hosts).evidence
 
 
-def ended(rank: int, at: float, *, exitcode: int = 0, stopped: bool = False) -> WorkerEnd:
+def ended(rank: int, at: float, *, exitcode: int = 0, stopped: bool = False, logged: str = "") -> WorkerEnd:
     own = int(at * 1e9)
-    return WorkerEnd(rank, rank, exitcode, START_NS + own, UPTIME_NS + own, stopped)
+    return WorkerEnd(rank, rank, exitcode, START_NS + own, UPTIME_NS + own, stopped, logged)
 
 
 def test_a_rank_that_ended_with_0_before_the_symptoms_is_the_one_to_look_at() -> None:
     hosts = {rank: f"n{rank + 1}" for rank in range(4)}
     failures = [symptom(0, 5.0), symptom(3, 5.1)]
-    verdict = decide_verdict(failures, ranks=hosts, ends=[ended(1, 2.0)], clocks=NODES)
+    verdict = decide_verdict(failures, ranks=hosts, ends=[ended(1, 2.0, logged="KeyError: 'x'")], clocks=NODES)
     assert (verdict.cause, verdict.confidence) == (Cause.UNKNOWN, Confidence.NONE)
-    assert verdict.suspects == (Suspect(rank=1, host="n2", why="it ended with 0 3.0 s before"),)
-    assert "Look at rank 1 on n2: it ended with 0 3.0 s before. Shown" in verdict.evidence
+    why = "it ended with 0 3.0 s before; logged just before: KeyError: 'x'"
+    assert verdict.suspects == (Suspect(rank=1, host="n2", why=why),)
+    assert f"Look at rank 1 on n2: {why}. Shown" in verdict.evidence
     both = decide_verdict(failures, ranks=hosts, ends=[ended(1, 4.0), ended(2, 3.0)], clocks=NODES)
     assert [suspect.rank for suspect in both.suspects] == [2, 1]
     assert "Look at ranks 1-2 on n3, n2, rank 2 first: it ended with 0 2.0 s before" in both.evidence
