@@ -65,7 +65,7 @@ SECTIONS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
             ("hpc_elastic.agent.metrics", "agent/metrics.py:PrometheusMetrics"),
             ("hpc_elastic.rendezvous.handler", "rendezvous/handler.py:FileRendezvousHandler"),
             ("hpc_elastic.rendezvous.handler_config", "rendezvous/handler_config.py:config_from_url"),
-            ("hpc_elastic.failures", "failures/recording.py:record ChildFailedError ProcessFailure"),
+            ("hpc_elastic.failures", "failures/error_handler.py:record ChildFailedError ProcessFailure"),
         ),
     ),
     (

@@ -23,15 +23,14 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import write_private
 from hpc_elastic.base.text import cut_middle
 from hpc_elastic.failures.evidence import describe_failure, write_evidence
-from hpc_elastic.failures.extension_lock import explain_lock
-from hpc_elastic.failures.failure_text import TEXT_LIMIT
-from hpc_elastic.failures.fingerprint import fingerprint
+from hpc_elastic.failures.failure_text import TEXT_LIMIT, fingerprint
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import (
     DUMP_LIMIT,
     ProcessState,
     StackDump,
     describe_stack,
+    explain_lock,
     find_dump,
     look_at_process,
 )

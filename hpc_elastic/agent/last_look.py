@@ -16,8 +16,7 @@ from msgspec.structs import replace
 from hpc_elastic.agent.hang_stop import StacksThenStop
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.failures.collectives import activity_of_failure, activity_of_stack
-from hpc_elastic.failures.failure_text import Frame
-from hpc_elastic.failures.fingerprint import user_frames
+from hpc_elastic.failures.failure_text import Frame, user_frames
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.stacks import ProcessState, StackDump, find_dump, forked_frames
 from hpc_elastic.failures.traceback_text import find_python_traceback

@@ -27,7 +27,7 @@ from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.failures.classify import signal_of
-from hpc_elastic.failures.extension_lock import HeldLock, find_held_locks, remove_locks
+from hpc_elastic.failures.stacks import HeldLock, find_held_locks, remove_locks
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.output.pump import LogPump
 from hpc_elastic.rendezvous.ranks import RankLayout

@@ -11,25 +11,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hpc_elastic.failures.error_handler import ErrorHandler
-    from hpc_elastic.failures.handlers import get_error_handler
-    from hpc_elastic.failures.recording import ChildFailedError, ProcessFailure, record
+    from hpc_elastic.failures.error_handler import (
+        ChildFailedError,
+        ErrorHandler,
+        ProcessFailure,
+        get_error_handler,
+        record,
+    )
 
 __all__ = ["ChildFailedError", "ErrorHandler", "ProcessFailure", "get_error_handler", "record"]
 
-_HOMES = {
-    "ChildFailedError": "recording",
-    "ErrorHandler": "error_handler",
-    "ProcessFailure": "recording",
-    "get_error_handler": "handlers",
-    "record": "recording",
-}
-
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+    found = getattr(import_module(f"{__name__}.error_handler"), name)
     globals()[name] = found
     return found
 

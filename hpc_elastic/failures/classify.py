@@ -16,11 +16,8 @@ from msgspec import Struct
 
 from hpc_elastic.failures.failure_text import RaisedException
 from hpc_elastic.failures.origin import explain_chain, explain_text
-from hpc_elastic.failures.patterns import FailurePattern, symptom_kind
+from hpc_elastic.failures.patterns import MEMORY_FULL, FailurePattern, symptom_kind
 from hpc_elastic.failures.ranking import Category, FailureClass
-from hpc_elastic.failures.sizes import judge_size, limit_of_process
-from hpc_elastic.failures.stop_noise import is_stop_noise
-from hpc_elastic.failures.wrong_call import is_wrong_call
 
 if TYPE_CHECKING:
     from hpc_elastic.failures.worker_failure import WorkerFailure
@@ -237,3 +234,151 @@ def kind_of(failure: WorkerFailure) -> tuple[str, str, int]:
 def is_same_failure(one: WorkerFailure, other: WorkerFailure) -> bool:
     """Whether a report may call two failures the same."""
     return one.fingerprint == other.fingerprint or kind_of(one) == kind_of(other)
+
+
+_ASKED = re.compile(
+    r"tried to allocate (\d+)( )bytes|(?:tried|unable) to allocate ([\d.]+) ?([KMGTPE]i?B)\b", re.IGNORECASE
+)
+_GPU_HAS = re.compile(r"total capacity of ([\d.]+) ?([KMGTPE]i?B)\b")
+_POWER = {letter: 10 * at for at, letter in enumerate("KMGTPE", 1)}
+
+
+def asked_bytes(text: str) -> int | None:
+    """How much memory an exception's text asks for; None where it gives no size."""
+    match = _ASKED.search(text)
+    if match is None:
+        return None
+    return int(match[1]) if match[1] else _bytes(match[3], match[4])
+
+
+def judge_size(text: str, *, node_bytes: int) -> FailurePattern | None:
+    """Whether a text asks for more memory than there is at all.
+
+    Args:
+        text: An exception's text: of torch's allocators, numpy.
+        node_bytes: The node's memory; 0 for not known. A GPU's is in the text.
+
+    Returns:
+        What it means; None where the size could be had, or is not known.
+    """
+    asked = asked_bytes(text)
+    if asked is None:
+        return None
+    gpu = _GPU_HAS.search(text)
+    has, whose = (_bytes(gpu[1], gpu[2]), "the whole GPU") if gpu is not None else (node_bytes, "the whole node")
+    if not has or asked <= has:
+        return None
+    return FailurePattern(
+        FailureClass.ROOT, f"one allocation of {size_text(asked)}, and {whose} has {size_text(has)}: a wrong size", ()
+    )
+
+
+def limit_of_process(text: str, row: FailurePattern, *, overcommits: bool) -> FailurePattern:
+    """What a failed allocation means where its size is known: the kernel gives what the node has, full or not.
+
+    Args:
+        text: As of `judge_size`, which finds the size to be none that the node can't have.
+        row: What the text means by itself; returned where no limit of the process shows.
+        overcommits: Whether the kernel does (`host_facts.overcommits_memory`).
+    """
+    asked = asked_bytes(text) if overcommits and row is MEMORY_FULL else None
+    if asked is None:
+        return row
+    return FailurePattern(
+        FailureClass.ROOT, f"an allocation of {size_text(asked)} was refused: a limit of the process (ulimit -v)", ()
+    )
+
+
+def size_text(count: int) -> str:
+    """``36.4 TiB``."""
+    value, unit = float(count), "B"
+    for letter in "KMGTPE":
+        if value < 1024:
+            break
+        value, unit = value / 1024, f"{letter}iB"
+    return f"{value:.1f} {unit}" if unit != "B" else f"{count} B"
+
+
+def _bytes(number: str, unit: str) -> int:
+    return int(float(number.rstrip(".")) * (1 << _POWER[unit[0].upper()]))
+
+
+_TYPE = (
+    r"(?:SystemExit|KeyboardInterrupt|GeneratorExit|CancelledError)\Z"
+    r"|.*(?:SIGTERM|SIGINT|Signal|Preempt|Terminat|GracefulExit|GracefulShutdown|ShutdownRequest|Interrupt)"
+)
+_TEXT = (
+    r"\bSIG(?:TERM|INT|HUP|KILL)\b|\bsignal (?:15|2|9)\b|is killed by signal: (?:Terminated|Killed|Interrupt|Hangup)"
+    r"|(?:exit(?:ed)?(?: with)?(?: status| code)?|exitcode) -?(?:15|9|143|137)\b"
+)
+_HANDLER = r"(?i)handl|signal|sigterm|\bon_|term|stop|shutdown|preempt|interrupt|quit|exit"
+
+
+def is_stop_noise(chain: Sequence[RaisedException]) -> bool:
+    """Whether the first exception of a chain, in a worker that the agent ended, came of that.
+
+    Args:
+        chain: The last one first.
+    """
+    if not chain:
+        return False
+    first = chain[-1]
+    name = first.exception_type.rsplit(".", 1)[-1]
+    return re.match(_TYPE, name) is not None or re.search(_TEXT, first.message) is not None or _is_in_handler(first)
+
+
+def _is_in_handler(raised: RaisedException) -> bool:
+    """Whether a function that Python called by itself raised it: the line that seems to call it does not name it."""
+    if len(raised.frames) < 2 or not raised.caller:
+        return False
+    function = raised.frames[-1].function
+    return re.search(_HANDLER, function) is not None and function not in raised.caller
+
+
+_EXIT_USAGE = 2
+"""What all of them end with, but absl, hydra and docopt."""
+_TYPES = frozenset({"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"})
+_RAISED = re.compile(
+    r"(?:argparse\.Argument|getopt\.Getopt)Error\Z|click\.exceptions\.(?:UsageError|Bad|Missing|No)"
+    r"|absl\.(?:app\.UsageError|flags\._exceptions\.(?:CantOpen|Illegal|Unrecognized|Validation))"
+    r"|hydra\.errors\.(?:OverrideParse|ConfigComposition|SearchPath|MissingConfig)Exception\Z"
+    r"|draccus\.utils\.(?:Decoding|Parsing)Error\Z|omegaconf\.errors\."
+)
+"""The same raised: with HYDRA_FULL_ERROR=1, click's ``standalone_mode=False``, argparse's ``exit_on_error=False``."""
+_SAID = re.compile(
+    r"^usage: .*^\S.*: error: |can't open file '|: No module named \S+\s*\Z|^error: unrecognized arguments"
+    r"|can't find '__main__' module|^(?:\S+: )?[Ee]rror: (?:No such (?:option|command)|Missing (?:option|argument)"
+    r"|Invalid value for |Got unexpected extra argument|unrecognized arguments|the following arguments are required"
+    r"|argument \S+: )|^FATAL Flags parsing error:",
+    re.MULTILINE | re.DOTALL,
+)
+_USAGE = re.compile(
+    r"^\s*usage:(?:\s+[^\s\d]|\Z)|[╭┌+][─-]+ (?:[\w ]+ )?(?:error|options) [─-]+|\S --help\b", re.I | re.M
+)
+"""A usage text, or a box of typer, tyro or cyclopts. With their exit code nothing more is needed."""
+_USAGE_OF_SCRIPT = re.compile(r"^\s*usage:\s+(?:python\S*\s+(?:-\w\s+)*)?\S+\.py\b", re.IGNORECASE | re.MULTILINE)
+_ERROR = re.compile(r"^error: ", re.IGNORECASE | re.MULTILINE)
+"""With another exit code the text must be the script's own, and say nothing of another error."""
+_HYDRA = re.compile(r"^Set the environment variable HYDRA_FULL_ERROR=1 ", re.MULTILINE)
+_HYDRA_RAN = re.compile(r"^Error executing job with overrides: |^Traceback \(most recent", re.MULTILINE)
+"""hydra ends with 1: without this line the configuration could not be put together, and no job began."""
+
+
+def is_wrong_call(exception_type: str, exitcode: int, said: str) -> bool:
+    """Judge the end of a script that has reported no step.
+
+    Args:
+        exception_type: What ended it, with its module as Python prints it; empty for none.
+        exitcode: Of the process.
+        said: What it said last.
+    """
+    name = exception_type.rsplit(".", 1)[-1]
+    if name in _TYPES or _RAISED.match(exception_type):
+        return True
+    if name not in ("", "SystemExit", "DocoptExit") or exitcode not in (1, _EXIT_USAGE):
+        return False
+    if _SAID.search(said) or (_USAGE_OF_SCRIPT.search(said) and not _ERROR.search(said)):
+        return True
+    if exitcode == _EXIT_USAGE and _USAGE.search(said):
+        return True
+    return bool(_HYDRA.search(said)) and not _HYDRA_RAN.search(said)

@@ -27,8 +27,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hpc_elastic.failures.rich_box import INSIDE
-from hpc_elastic.failures.summary import HEADER
+from hpc_elastic.failures.failure_text import HEADER
 
 _TITLE = "Traceback (most recent call last)"
 _FRAME = '  File "'
@@ -40,7 +39,7 @@ _LOGURU_FRAME = re.compile(r'[> ] File "')
 _IPYTHON = re.compile(r"([A-Za-z_][\w.]*) {2,}Traceback \(most recent call last\)\s*\Z")
 _IPYTHON_PLACE = re.compile(r"(?:File )?(.+?)(?:, line |:)(\d+)(?:, in ([\w.<>]+)\b.*)?\Z")
 _IPYTHON_SOURCE = re.compile(r"-+> +\d+ (.*)\Z")
-_MOST_LINES = 400
+_MOST_LINES = 4000
 _JSON_LIMIT = 256 << 10
 _TITLES = ("event", "message", "msg", "text")
 _REASONS = ("error", "err", "exception", "exc", "exc_info", "reason", "detail")
@@ -170,3 +169,67 @@ def _as_printed(stack: Mapping[str, Any]) -> str:
 
 def _first_text(values: Mapping[str, Any], keys: tuple[str, ...]) -> str:
     return next((text for key in keys if isinstance(text := values.get(key), str) and text.strip()), "")
+
+
+TITLE = " Traceback (most recent call last) "
+INSIDE = "  "
+"""What stands for a line of a box that says nothing: as long as any line of a traceback, and dropped from its text."""
+
+# Texts, which `re` compiles at the first use: few agents ever see such a box.
+_TOP = r"[╭┌+][─-]+ Traceback \(most recent call last\) [─-]+[╮┐+]\s*\Z"
+_BOTTOM = r"[╰└+][─-]+[╯┘+]\s*\Z"
+_SIDES = r"[│|] (.*?)\s*[│|]?\s*\Z"
+_PLACE = r"(.+):(\d+) in (\S+)\Z"
+_SOURCE = r"(?:❱|\\u2771|>) +\d+ (.*)\Z"
+_GUIDES = r"[│|] ?"
+_PATH_LINES = 6
+
+
+def plain_tracebacks(lines: list[str], header: str) -> None:
+    """Rewrite every box in `lines` in place, line by line, so that each keeps its number.
+
+    Args:
+        lines: Without colours.
+        header: What Python prints in place of the box's top.
+    """
+    for top, line in enumerate(lines):
+        if TITLE not in line or not re.match(_TOP, line):
+            continue
+        bottom = next(
+            (at for at in range(top + 1, min(len(lines), top + _MOST_LINES)) if re.match(_BOTTOM, lines[at])), 0
+        )
+        if bottom:
+            lines[top] = header
+            _rewrite(lines, top + 1, bottom)
+
+
+def _rewrite(lines: list[str], first: int, bottom: int) -> None:
+    inside = [_inside(line) for line in lines[first:bottom]]
+    lines[first : bottom + 1] = [INSIDE] * (bottom + 1 - first)
+    at = 0
+    while at < len(inside):
+        taken, place = _place(inside, at)
+        if place is not None:
+            lines[first + at] = f'  File "{place[1]}", line {place[2]}, in {place[3]}'
+        elif source := re.match(_SOURCE, inside[at]):
+            lines[first + at] = f"    {re.sub(_GUIDES, '', source[1]).strip()}"
+        at += taken
+
+
+def _inside(line: str) -> str:
+    match = re.match(_SIDES, line)
+    return match[1] if match else ""
+
+
+def _place(inside: list[str], at: int) -> tuple[int, re.Match[str] | None]:
+    """``path:13 in main``, which may be long enough for several lines, and how many it takes."""
+    if not inside[at] or inside[at][0].isspace() or (at and inside[at - 1]):
+        return 1, None
+    text = ""
+    for count, piece in enumerate(inside[at : at + _PATH_LINES], 1):
+        if not piece:
+            break
+        text += piece if not text or text[-1] in "-/" else f" {piece}"
+        if match := re.match(_PLACE, text):
+            return count, match
+    return 1, None

@@ -8,22 +8,30 @@ that fails here hides the failure that is on its way up.
 
 from __future__ import annotations
 
-import json
+import functools
 import logging
 import os
 import socket
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field  # noqa: TID251  (torch's is one; no agent imports this module as it starts)
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.failures.classify import signal_name
+from hpc_elastic.failures.error_file import ErrorFile, error_data, read_error_file
+
+if TYPE_CHECKING:
+    from hpc_elastic.failures.worker_failure import WorkerFailure
+
+import json
 from pathlib import Path
-from typing import Any
 
 from hpc_elastic.base.files import write_private
 from hpc_elastic.base.text import clean_text, cut_end, cut_middle
-from hpc_elastic.failures.error_file import error_data, read_error_file
-from hpc_elastic.failures.failure_text import MESSAGE_LIMIT, TEXT_LIMIT
-from hpc_elastic.failures.fingerprint import fingerprint
+from hpc_elastic.failures.failure_text import MESSAGE_LIMIT, TEXT_LIMIT, fingerprint
 from hpc_elastic.failures.traceback_text import find_python_traceback
-
-__all__ = ["ErrorHandler"]
 
 logger = logging.getLogger(__name__)
 
@@ -126,6 +134,11 @@ class ErrorHandler:
             logger.warning("could not write the error file %s: %s", path, error)
 
 
+def get_error_handler() -> ErrorHandler:
+    """A new handler, which writes into ``TORCHELASTIC_ERROR_FILE``; `record` uses it where none is given."""
+    return ErrorHandler()
+
+
 def _message_of(exc: BaseException) -> str:
     try:
         text = str(exc)
@@ -161,3 +174,212 @@ def _ranks() -> dict[str, int]:
         if value.isascii() and value.isdigit() and len(value) < 10:
             found[key] = int(value)
     return found
+
+
+NOT_AVAILABLE = "<N/A>"
+_WIDEST_RULE = 60
+
+
+@dataclass
+class ProcessFailure:
+    """One failed process and what its error file says.
+
+    Attributes:
+        error_file: The path, or ``<N/A>`` where there is no such file.
+        error_file_data: The file's JSON object; ``{"message": "<NONE>"}`` where none could be read.
+        message: The file's ``message``, a string or torch's object; else one that names the signal or the exit code.
+        timestamp: Whole seconds since the epoch by the worker's clock; now where there is no file.
+        timestamp_ns: The finer one, where the file has it.
+    """
+
+    local_rank: int
+    pid: int
+    exitcode: int
+    error_file: str
+    error_file_data: dict[str, Any] = field(init=False)
+    message: Any = field(init=False)
+    timestamp: int = field(init=False)
+    timestamp_ns: int = field(init=False, compare=False)
+    host: str = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        path = os.fspath(self.error_file) if self.error_file else ""
+        content = read_error_file(path) if path and path != NOT_AVAILABLE else ErrorFile()
+        self.host = str(content.own.get("host") or "") or socket.gethostname()
+        self.timestamp_ns = content.timestamp_ns or 0
+        self.error_file_data = content.data or {"message": "<NONE>"}
+        if content.problem == "missing":
+            self.error_file = NOT_AVAILABLE
+            self.timestamp_ns = time.time_ns()
+            self.message = self._exit_message()
+        elif content.data and not content.problem:
+            self.message = content.data["message"] or self._exit_message()
+        else:
+            if content.timestamp_ns is None:
+                self.timestamp_ns = _modified_ns(path)
+            if content.found:
+                self.message = error_data(
+                    message=content.message, traceback=content.traceback, timestamp_ns=self.timestamp_ns
+                )["message"]
+            else:
+                self.message = f"{self._exit_message()} (its error file is {content.problem})"
+        self.timestamp = self.timestamp_ns // 1_000_000_000
+
+    def _exit_message(self) -> str:
+        if self.exitcode < 0:
+            return f"Signal {-self.exitcode} ({self.signal_name()}) received by PID {self.pid}"
+        return f"Process failed with exitcode {self.exitcode}"
+
+    def signal_name(self) -> str:
+        """``SIGKILL``, or ``<N/A>`` for an unknown signal and for an exit code that is no signal."""
+        name = signal_name(-self.exitcode) if self.exitcode < 0 else ""
+        return name if name.startswith("SIG") else NOT_AVAILABLE
+
+    def timestamp_isoformat(self) -> str:
+        """Local time, ``YYYY-MM-DD_HH:MM:SS``."""
+        try:
+            return datetime.fromtimestamp(self.timestamp).isoformat(sep="_")
+        except (OverflowError, OSError, ValueError):  # a foreign file's idea of a time
+            return NOT_AVAILABLE
+
+
+class ChildFailedError(HpcElasticError):
+    """Some of the processes that this one started have failed.
+
+    Raised from a function that `record` wraps, it passes the first failure's file on.
+    """
+
+    def __init__(self, name: str, failures: Mapping[int, ProcessFailure | WorkerFailure]) -> None:
+        """Args:
+        name: What was run.
+        failures: By global rank. Those of `hpc_elastic.agent` are taken too
+            (``WorkerGroupFailureError.get_worker_exceptions()``).
+        """
+        if not failures:
+            raise AssertionError(f"ChildFailedError({name!r}) needs at least one failure")
+        self.name = name
+        self.failures = {rank: _as_process_failure(failure) for rank, failure in failures.items()}
+        super().__init__(message=self.format_msg())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.name, self.failures)
+
+    def get_first_failure(self) -> tuple[int, ProcessFailure]:
+        """Global rank and failure with the smallest time; of equal ones the first in the mapping."""
+        rank = min(self.failures, key=lambda r: (self.failures[r].timestamp, self.failures[r].timestamp_ns))
+        return rank, self.failures[rank]
+
+    def format_msg(self, boarder_delim: str = "=", section_delim: str = "-") -> str:
+        """The block that torchrun's users know; the first failure stands last."""
+        title = f"{self.name} FAILED"
+        first, _ = self.get_first_failure()
+        blocks = {rank: _block(index, rank, item) for index, (rank, item) in enumerate(self.failures.items())}
+        others = [line for rank, lines in blocks.items() if rank != first for line in lines]
+        widest = max(len(line) for lines in [[title], *blocks.values()] for line in lines)
+        border, section = (delimiter * min(widest, _WIDEST_RULE) for delimiter in (boarder_delim, section_delim))
+        parts = [border, title, section, "Failures:", *(others or ["  <NO_OTHER_FAILURES>"])]
+        parts += [section, "Root Cause (first observed failure):", *blocks[first], border]
+        return "\n" + "\n".join(parts)
+
+
+def _as_process_failure(failure: Any) -> ProcessFailure:
+    if hasattr(failure, "timestamp_isoformat"):  # ours, torch's, or another with the same methods
+        return failure  # type: ignore[no-any-return]
+    made = ProcessFailure(failure.local_rank, failure.pid, failure.exitcode, failure.error_file)
+    if made.error_file == NOT_AVAILABLE:
+        made.message, made.host = failure.message, failure.host
+        made.timestamp_ns, made.timestamp = failure.ended_ns, failure.ended_ns // 1_000_000_000
+    return made
+
+
+def _block(index: int, rank: int, failure: ProcessFailure) -> list[str]:
+    signal = failure.signal_name()
+    values = (
+        ("time", failure.timestamp_isoformat()),
+        ("host", failure.host),
+        ("rank", f"{rank} (local_rank: {failure.local_rank})"),
+        ("exitcode", f"{failure.exitcode} (pid: {failure.pid})" + ("" if signal == NOT_AVAILABLE else f" ({signal})")),
+        ("error_file", failure.error_file),
+        ("traceback", _shown(failure.message)),
+    )
+    text = "\n".join(f"  {name:<10}: {value}" for name, value in values)
+    return [f"[{index}]:", *text.split("\n")]
+
+
+def _shown(message: object) -> str:
+    """The traceback where there is one, else the message; later lines indented."""
+    if isinstance(message, Mapping):
+        extra = message.get("extraInfo")
+        stack = extra.get("py_callstack") if isinstance(extra, Mapping) else None
+        message = stack if stack is not None else message.get("message", NOT_AVAILABLE)
+    return str(message).replace("\n", "\n  ")
+
+
+def _modified_ns(path: str) -> int:
+    try:
+        return os.stat(path).st_mtime_ns
+    except OSError:
+        return time.time_ns()
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> Callable[_P, _R | None]:
+    """Record what `fn` raises. Use it once per process, on the outermost function.
+
+    Everything is raised again, except an exit with 0, for which the call returns None. A
+    `ChildFailedError`, torch's or ours, passes the first child's file on. An exit with another code is a failure.
+
+    Args:
+        fn: The function.
+        error_handler: None: what `get_error_handler` gives.
+
+    Example::
+
+        @record
+        def main(): ...
+    """
+    handler = error_handler or get_error_handler()
+
+    @functools.wraps(fn)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R | None:
+        handler.initialize()
+        try:
+            return fn(*args, **kwargs)
+        except SystemExit as exit_request:
+            if exit_request.code == 0:
+                return None
+            if exit_request.code is not None:
+                _guarded(handler.record_exception, exit_request)
+            raise
+        except Exception as error:
+            first = _first_of_children(error)
+            if first is None:
+                _guarded(handler.record_exception, error)
+            elif first.error_file != NOT_AVAILABLE:
+                _guarded(handler.dump_error_file, first.error_file, first.exitcode)
+            else:
+                logger.info("local_rank %s failed and left no error file; its own log says more", first.local_rank)
+            raise
+
+    return wrapper
+
+
+def _guarded(action: Callable[..., None], *args: Any) -> None:
+    """A failure while reporting a failure never hides the failure."""
+    try:
+        action(*args)
+    except Exception:
+        logger.warning("the failure could not be recorded", exc_info=True)
+
+
+def _first_of_children(error: BaseException) -> Any:
+    """The first failure of a ChildFailedError, torch's included, which is not imported for this; else None."""
+    if not any(base.__name__ == "ChildFailedError" for base in type(error).__mro__):
+        return None
+    try:
+        return error.get_first_failure()[1]  # type: ignore[attr-defined]
+    except Exception:
+        return None

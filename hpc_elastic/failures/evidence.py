@@ -24,16 +24,19 @@ from hpc_elastic.failures.error_file import (
     read_error_file,
     write_error_data,
 )
-from hpc_elastic.failures.explanation import find_explanation
-from hpc_elastic.failures.failure_text import FailureText, RaisedException, TextKind
-from hpc_elastic.failures.fingerprint import fingerprint
-from hpc_elastic.failures.origin import find_origin, is_raised_by_script
+from hpc_elastic.failures.explanation import find_explanation, find_uncaught, reaches_top
+from hpc_elastic.failures.failure_text import FailureText, RaisedException, TextKind, fingerprint, summary_line
+from hpc_elastic.failures.origin import (
+    find_file_read,
+    find_origin,
+    find_wrapped,
+    is_near,
+    is_raised_by_script,
+    is_wrapper,
+)
 from hpc_elastic.failures.ranking import Category, FailureClass
-from hpc_elastic.failures.summary import summary_line
 from hpc_elastic.failures.traceback_text import find_python_traceback, find_tracebacks
-from hpc_elastic.failures.uncaught import find_uncaught, reaches_top
 from hpc_elastic.failures.worker_failure import LOGGED_BEFORE, EvidenceSource, WorkerFailure
-from hpc_elastic.failures.wrapped import find_file_read, find_wrapped, is_near, is_wrapper
 from hpc_elastic.run.log_pieces import EndReader
 from hpc_elastic.worker_api.agent_store import NOTE
 

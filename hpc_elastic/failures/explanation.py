@@ -1,23 +1,23 @@
 """Which part of a worker's output explains its end: an exception, a crash's dump, or the lines that were printed last.
 
-Pure functions over text. A caught exception that was logged hours ago explains nothing (`failures.uncaught`).
+Pure functions over text. A caught exception that was logged hours ago explains nothing (`failures.explanation`).
 """
 
 from __future__ import annotations
 
+import re
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
+from hpc_elastic.base.text import clean_text, cut_end
 from hpc_elastic.failures.classify import signal_of
-from hpc_elastic.failures.crash_text import find_cpp_terminate, find_fatal_error
 from hpc_elastic.failures.decorated import read_json_line
-from hpc_elastic.failures.failure_text import FailureText, TextKind
-from hpc_elastic.failures.last_lines import LastLines, find_last_lines
+from hpc_elastic.failures.failure_text import MESSAGE_LIMIT, TEXT_LIMIT, FailureText, Frame, TextKind
+from hpc_elastic.failures.last_lines import LastLines, find_last_lines, goes_on, has_progress, speaking_lines
 from hpc_elastic.failures.origin import is_in_collective
-from hpc_elastic.failures.traceback_text import find_cut_off, find_python_traceback, find_tracebacks
-from hpc_elastic.failures.uncaught import ended_soon, find_uncaught, went_on
+from hpc_elastic.failures.traceback_text import find_cut_off, find_python_traceback, find_tracebacks, is_top_frame
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 
 _CLOSE = 40
@@ -138,3 +138,197 @@ def _interrupted(text: str, lines: list[str]) -> FailureText | None:
             return earlier
     said = find_last_lines(lines[max(0, last.span[0] - _SAID_BEFORE) : last.span[0]])
     return replace(last, message=said.text) if said is not None and said.is_telling else last
+
+
+_SOON = 5
+"""So many speaking lines after a logged traceback a process may print before it ends for it."""
+_LOOKED_AT = 100
+"""Lines before and after a traceback that are compared."""
+_SHUTDOWN_NS = 2_000_000_000
+"""A process ends so soon after what nothing caught; a table or C++ logs that it prints then are no progress."""
+_LOGGER = re.compile(r".{0,80}?\b(?:ERROR|CRITICAL|WARNING|INFO|DEBUG|EXCEPTION)\b")
+
+
+def find_uncaught(
+    text: str, lines: Sequence[str], *, exitcode: int, lived_ns: Callable[[FailureText], int | None] = lambda _: None
+) -> FailureText | None:
+    """Find the exception that ended a process, be it one of its threads' that the process ended for.
+
+    Args:
+        text: The output, cleaned.
+        lines: The same, by lines.
+        exitcode: Of the process.
+        lived_ns: How long the process lived after it had printed one; None where that is not known.
+    """
+    tracebacks = find_tracebacks(text)
+    found = find_ending(tracebacks, lines, exitcode=exitcode, lived_ns=lived_ns)
+    if found is None:
+        found = find_ending(find_tracebacks(text, threads=True), lines, exitcode=exitcode)
+    if found is None and not tracebacks:
+        found = find_python_traceback(text, cleaned=True)  # a script that can't be compiled
+    return found
+
+
+def find_ending(
+    tracebacks: Sequence[FailureText],
+    lines: Sequence[str],
+    *,
+    exitcode: int,
+    lived_ns: Callable[[FailureText], int | None] = lambda _: None,
+) -> FailureText | None:
+    """Choose the traceback of the exception that ended a process.
+
+    Args:
+        tracebacks: All that were found, in the order of the output.
+        lines: The output, cleaned.
+        exitcode: Of the process; 1 is Python's own after an exception.
+        lived_ns: As of `find_uncaught`.
+
+    Returns:
+        None where the process ended for another reason.
+    """
+    certain = [found for found in tracebacks if found.is_prefixed]
+    if certain:
+        return certain[-1]
+    logged: FailureText | None = None
+    for found in reversed(tracebacks):
+        after = lines[found.exception_at + 1 : found.exception_at + 1 + _LOOKED_AT]
+        if goes_on(lines[max(0, found.span[0] - _LOOKED_AT) : found.span[0]], after):
+            break
+        spoken = len(speaking_lines(after))
+        if exitcode != 1 and has_progress(after) and not ended_soon(found, lived_ns(found)):
+            break
+        says_why = _says_why(lines[max(found.exception_at + 1, len(lines) - _LOOKED_AT) :])
+        if reaches_top(found) and not (_is_logged(lines, found) and says_why and spoken > _SOON):
+            return found
+        if spoken > _SOON and (exitcode != 1 or says_why):
+            break
+        logged = logged or found
+    return logged
+
+
+def ended_soon(found: FailureText, lived_ns: int | None) -> bool:
+    """Whether nothing caught it and the process ended soon after, whatever it printed meanwhile."""
+    return found.is_prefixed or (reaches_top(found) and lived_ns is not None and lived_ns <= _SHUTDOWN_NS)
+
+
+def went_on(found: FailureText, lines: Sequence[str], lived_ns: int | None = None) -> bool:
+    """Whether a process went on with its work after it had printed a traceback."""
+    if found.is_prefixed:
+        return False
+    after = lines[found.exception_at + 1 : found.exception_at + 1 + _LOOKED_AT]
+    return (has_progress(after) and not ended_soon(found, lived_ns)) or goes_on(
+        lines[max(0, found.span[0] - _LOOKED_AT) : found.span[0]], after
+    )
+
+
+def reaches_top(found: FailureText) -> bool:
+    """Whether it went all the way up: nothing in the script caught it."""
+    return not found.frames or is_top_frame(found.frames[0])
+
+
+def _is_logged(lines: Sequence[str], found: FailureText) -> bool:
+    """Whether a logger's line stands right before it."""
+    return found.span[0] > 0 and _LOGGER.match(lines[found.span[0] - 1]) is not None
+
+
+def _says_why(after: Sequence[str]) -> bool:
+    last = find_last_lines(after)
+    return last is not None and last.is_telling
+
+
+_FATAL_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)\Z')
+_FATAL = re.compile(r"^Fatal Python error: (.*)$", re.MULTILINE)
+_TERMINATE = re.compile(
+    r"^terminate called (?:after throwing an instance of '([^'\n]*)|without an active exception)", re.MULTILINE
+)
+_WHAT = re.compile(r"^\s*what\(\):\s*(.*(?:\n.+){0,8})$", re.MULTILINE)
+# What follows c10's message: its C++ stack, advice that is the same each time, or another program's output.
+_AFTER_WHAT = re.compile(
+    r"\n(?:Exception raised from |frame #\d|CUDA kernel errors might |Fatal Python error: |terminate called|\[rank\d)"
+)
+_VIRTUAL = re.compile(r"(?:pure|deleted) virtual method called\s*\Z")
+# "[rank3]:[F1206 18:44:12.7 ProcessGroupNCCL.cpp:1169] [PG 0 Rank 3] ...": glog's FATAL ends the process; so does
+# "F20261123 04:37:58.570145  8096 sampler.cc:77] Check failed: n == 4 (3 vs. 4)", and absl's.
+_FATAL_LOG = re.compile(
+    r"^(?:\[rank\d+\]:)?(?:\[F\d* ?[\d:.]*|F(?:\d{4})?\d{4} [\d:.]+ +\d+) ?\S+:\d+\] (.+)$", re.MULTILINE
+)
+
+
+# faulthandler prints 100 frames and then "...".
+_RECURSION = 10
+_OVERFLOW = " (a stack overflow?)"
+
+
+def find_fatal_error(text: str, *, cleaned: bool = False) -> FailureText | None:
+    """faulthandler's dump of the stack at a fatal signal: from ``Fatal Python error: Segmentation fault`` on."""
+    text = text if cleaned else clean_text(text)
+    last = _last_match(_FATAL, "Fatal Python error: ", text)
+    if last is None:
+        return None
+    body = text[last.start() :]
+    lines = body.split("\n")
+    frames: list[Frame] = []
+    inside = endless = False
+    for line in lines[1:]:
+        match = _FATAL_FRAME.match(line)
+        if line.startswith("Current thread ") and "C stack" not in line:
+            frames, inside = [], True
+        elif match and inside:
+            frames.append(Frame(file=match[1], line=int(match[2]), function=match[3]))
+        elif frames:
+            endless = line.strip() == "..." and len({frame.function for frame in frames}) <= _RECURSION
+            break
+    return FailureText(
+        kind=TextKind.FATAL,
+        text=cut_end(body.rstrip(), TEXT_LIMIT // 4),
+        exception_type="",
+        message=f"Fatal Python error: {last[1].strip()}" + (_OVERFLOW if endless else ""),
+        frames=tuple(reversed(frames)),
+        span=_to_the_end(text, last.start()),
+    )
+
+
+def find_cpp_terminate(text: str, *, cleaned: bool = False) -> FailureText | None:
+    """``terminate called after throwing an instance of 'X'`` and its ``what()``; else a library's last FATAL line."""
+    text = text if cleaned else clean_text(text)
+    last = _last_match(_TERMINATE, "terminate called ", text)
+    if last is None:
+        logged = _last_match(_FATAL_LOG, "] ", text) if _FATAL_LOG.search(text) else None
+        if logged is None:
+            return None
+        body = text[logged.start() :]
+        return FailureText(
+            kind=TextKind.CPP,
+            text=cut_end(body.rstrip(), TEXT_LIMIT // 4),
+            exception_type="",
+            message=cut_end(logged[1], MESSAGE_LIMIT),
+            span=_to_the_end(text, logged.start()),
+        )
+    body = text[last.start() :]
+    what = _WHAT.search(body)
+    before = text[: last.start()].rstrip("\n").rpartition("\n")[2]
+    first = before if _VIRTUAL.match(before) else body.split("\n", 1)[0]
+    return FailureText(
+        kind=TextKind.CPP,
+        text=cut_end(body.rstrip(), TEXT_LIMIT // 4),
+        exception_type=(last[1] or "").strip("'"),
+        message=cut_end(_AFTER_WHAT.split(what[1], 1)[0], MESSAGE_LIMIT) if what else first,
+        span=_to_the_end(text, last.start()),
+    )
+
+
+def _to_the_end(text: str, start: int) -> tuple[int, int]:
+    before = text.count("\n", 0, start)
+    return before, before + text.count("\n", start) + 1
+
+
+def _last_match(pattern: re.Pattern[str], words: str, text: str) -> re.Match[str] | None:
+    """The last line that fits a pattern which has these words in it."""
+    at = text.rfind(words)
+    while at >= 0:
+        start = text.rfind("\n", 0, at) + 1
+        if match := pattern.match(text, start):
+            return match
+        at = text.rfind(words, 0, start)
+    return None

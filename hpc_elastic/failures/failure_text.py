@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from enum import Enum
 
 from msgspec import Struct
 
+from hpc_elastic.base.digests import sha1
 from hpc_elastic.base.text import cut_end
-from hpc_elastic.failures.summary import summary_line
 
 TEXT_LIMIT = 64 << 10
 """Characters of a traceback that are kept: its first eighth and its end."""
@@ -115,3 +117,128 @@ class FailureText(Struct, frozen=True, kw_only=True):
         if not self.exception_type:
             return summary_line(self.message)
         return summary_line(f"{self.exception_type}: {self.message}") if self.message.strip() else self.exception_type
+
+
+HEADER = "Traceback (most recent call last):"
+_MOST_JOINED = 4
+_LIMIT = 1000
+_CONTINUES = re.compile(r"Traceback \(most recent call last\):|\A: |^  File \".*\", line \d+, in ", re.MULTILINE)
+"""A message whose cause stands below its first line: a traceback, with or without its header, or Py4J's exception."""
+# In a message: torch's loader ("Original "), torch.distributed.checkpoint ("(RANK 1)").
+QUOTED_HEADER = re.compile(r"\s*(?:Original )?Traceback \(most recent call last\):(?: \(RANK (\d+)\))?\s*\Z")
+
+
+def summary_line(message: str) -> str:
+    """One line of at most a thousand characters.
+
+    Args:
+        message: With or without the exception's type before it.
+    """
+    first, more, rest = message.partition("\n")
+    if not more or (first.strip() and not first.rstrip().endswith(":") and not _CONTINUES.search(rest)):
+        return cut_end(first, _LIMIT)
+    return cut_end(_joined(message.split("\n")), _LIMIT)
+
+
+def _joined(lines: list[str]) -> str:
+    said = [line.strip() for line in lines if line.strip()]
+    if not said:
+        return ""
+    words = said[0]
+    for line in said[1:_MOST_JOINED]:
+        if line.startswith(": "):
+            words = words.rstrip(".") + line
+        elif words.endswith(":") and not line.endswith(HEADER):
+            words += f" {line}"
+        else:
+            break
+    quoted = _quoted(lines)
+    if not quoted:
+        return words
+    return f"{words} {quoted}" if words.endswith(":") else f"{words} ({quoted})"
+
+
+def _quoted(lines: list[str]) -> str:
+    """The last line of a traceback in it: ``ValueError: bad batch 17``. Of several ranks' ones the first counts."""
+    starts = [at for at, line in enumerate(lines) if at and QUOTED_HEADER.match(line)]
+    if not starts:  # Ray's have no header
+        starts = [at for at, line in enumerate(lines) if at and line.startswith('  File "')]
+    if not starts:
+        return ""
+    start = starts[0] if lines[starts[0]].endswith(")") else starts[-1]
+    return next((line.strip() for line in lines[start + 1 :] if line.strip() and not line[0].isspace()), "")
+
+
+_FRAMES = 3
+_MESSAGE_LIMIT = 500
+_RULES: tuple[tuple[re.Pattern[str], str], ...] = (
+    # Order matters: a path before its digits, hexadecimal before decimal. A file that an error of the system names may
+    # be each rank's own; where it is tried is in the frames.
+    (re.compile(r"(\[Errno \d+\][^:']{0,80}: )'[^'\n]{1,300}'"), r"\1'#'"),
+    (re.compile(r"(?<![\w.])(?:/[^\s/'\":,;()\[\]]+)+/([^\s/'\":,;()\[\]]*)"), r"\1"),
+    (re.compile(r"\b0[xX][0-9a-fA-F]+\b"), "#"),
+    (re.compile(r"\b[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b"), "#"),
+    (re.compile(r"\b(?=[0-9a-fA-F]*\d)[0-9a-fA-F]{8,}\b"), "#"),
+    (re.compile(r"\btmp[a-z0-9_]{6,}\b"), "tmp#"),
+    (re.compile(r"[-+]?(?:\d[\d_]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"), "#"),
+    (re.compile(r"#(?:[\s.,:x-]*#)+"), "#"),
+    (re.compile(r"\s+"), " "),
+)
+# `record` itself is in the stack of a recorded failure only: without this, the same failure would get two names.
+_LIBRARY = re.compile(
+    r"(?:site|dist)-packages/|/lib(?:64)?/python\d|\A<frozen |\A<string>\Z"
+    r"|/hpc_elastic/(?:failures|inprocess|submission|worker_api)/\w+\.py\Z"
+    # A torch that was built in place has no site-packages in its paths.
+    r"|/torch/(?:_\w+|autograd|cuda|distributed|fx|jit|nn|optim|utils)/|/torch/(?:_\w+|functional|serialization)\.py\Z"
+)
+
+
+def normalise_message(message: str) -> str:
+    """The message without what changes from one occurrence to the next; at most 500 characters."""
+    text = message[: 4 * _MESSAGE_LIMIT]
+    for pattern, replacement in _RULES:
+        text = pattern.sub(replacement, text)
+    return text.strip()[:_MESSAGE_LIMIT]
+
+
+def user_frames(frames: Sequence[Frame]) -> tuple[Frame, ...]:
+    """The frames that are not of Python's library or an installed package, in their order."""
+    return tuple(frame for frame in frames if not _LIBRARY.search(frame.file))
+
+
+def fingerprint(
+    *,
+    exception_type: str = "",
+    message: str = "",
+    frames: Sequence[Frame] = (),
+    exitcode: int = 1,
+    signal: str = "",
+    is_said: bool = False,
+) -> str:
+    """Name a failure.
+
+    Args:
+        exception_type: With or without its module; empty where no exception is known.
+        message: The exception's text, without the type.
+        frames: Outermost call first.
+        exitcode: As subprocess gives it: negative for a signal.
+        signal: The signal's name; empty where there was none.
+        is_said: Whether `message` is, without an exception, why the process ended.
+
+    Returns:
+        A word without blanks, the same for two occurrences of one failure.
+    """
+    if not exception_type:
+        end = f"signal:{signal}" if signal else f"exit:{exitcode}"
+        if not is_said:
+            return end
+        return f"{end}:{sha1(normalise_message(summary_line(message)).encode('utf-8', 'replace')).hex()[:12]}"
+    name = exception_type.rsplit(".", 1)[-1].rsplit("::", 1)[-1]
+    mine = user_frames(frames)
+    # A recorded traceback starts below the module's own frame.
+    inner = tuple(frame for frame in mine if frame.function != "<module>")
+    chosen = (inner or mine or tuple(frames))[-_FRAMES:]
+    where = "|".join(f"{frame.file.rsplit('/', 1)[-1]}:{frame.function}" for frame in chosen)
+    # What follows that line may be what another part of the program printed after the exception: a run's name, a time.
+    digest = sha1(f"{name}\n{normalise_message(summary_line(message))}\n{where}".encode("utf-8", "replace"))
+    return f"{re.sub(r'[^A-Za-z0-9_]', '_', name)[:60]}:{digest.hex()[:12]}"

@@ -27,13 +27,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from msgspec import Struct
 
 from hpc_elastic.base.text import plural, ranks_text
-from hpc_elastic.failures.flight_differences import ROOTED, TO_ALL, differing
 from hpc_elastic.failures.flight_dump import GLOO, RankDump, numel_of
 from hpc_elastic.failures.flight_groups import (
+    ROOTED,
+    TO_ALL,
     FlightSuspect,
     Group,
     GroupState,
     Reason,
+    differing,
     groups_of,
     named,
     sized,

@@ -1,12 +1,5 @@
-"""Which handler `record` uses where none is given; where torch has its own ``get_error_handler``."""
+"""Where torch has its ``get_error_handler``."""
 
-from __future__ import annotations
-
-from hpc_elastic.failures.error_handler import ErrorHandler
+from hpc_elastic.failures.error_handler import get_error_handler
 
 __all__ = ["get_error_handler"]
-
-
-def get_error_handler() -> ErrorHandler:
-    """A new handler, which writes into ``TORCHELASTIC_ERROR_FILE``."""
-    return ErrorHandler()

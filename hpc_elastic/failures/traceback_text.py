@@ -2,7 +2,7 @@
 
 Pure functions over text, fed with the end of a worker's stderr.log or with an error file's ``py_callstack``. Nothing
 has to be injected into the worker for this. Formats seen with CPython 3.10-3.14, torch 2.13, whose excepthook puts
-``[rank3]: `` before every line, and rich (`hpc_elastic.failures.rich_box`).
+``[rank3]: `` before every line, and rich (`hpc_elastic.failures.decorated`).
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from enum import Enum
 from msgspec import Struct
 
 from hpc_elastic.base.text import clean_text, cut_end, cut_middle
+from hpc_elastic.failures.decorated import INSIDE, TITLE, plain_tracebacks
 from hpc_elastic.failures.failure_text import (
     CAUSE_LIMIT,
+    HEADER,
     MESSAGE_LIMIT,
+    QUOTED_HEADER,
     TEXT_LIMIT,
     FailureText,
     Frame,
     RaisedException,
     TextKind,
 )
-from hpc_elastic.failures.rich_box import INSIDE, TITLE, plain_tracebacks
-from hpc_elastic.failures.summary import HEADER, QUOTED_HEADER
 
 _MESSAGE_LINES = 40
 _MOST_PREFIXED = 1000
@@ -38,7 +39,7 @@ _EXCEPTION_LINE = re.compile(r"([A-Za-z_][\w.]*(?:\.<locals>[\w.]*)*)(?::(?: (.*
 _CLASS_LINE = re.compile(r"(?:[a-z_]\w*\.)*[A-Z]\w*(?::|\Z)")
 _MOST_BETWEEN = 20
 _SYNTAX_ERROR = re.compile(r"(?:SyntaxError|IndentationError|TabError): ")
-_TOP_FILES = ("<frozen runpy>", "/runpy.py", "/hpc_elastic/failures/recording.py")
+_TOP_FILES = ("<frozen runpy>", "/runpy.py", "/hpc_elastic/failures/error_handler.py")
 _CONNECTORS = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",

@@ -16,8 +16,8 @@ from msgspec import Struct
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.text import clean_text, cut_end
+from hpc_elastic.failures.failure_text import summary_line
 from hpc_elastic.failures.ranking import Category, FailureClass, Standing
-from hpc_elastic.failures.summary import summary_line
 from hpc_elastic.run.agent_events import WorkerFailed
 
 LOGGED_BEFORE = "logged just before: "

@@ -14,7 +14,7 @@ from msgspec import Struct
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.text import first_of, plural, ranges, time_text
 from hpc_elastic.failures.classify import kind_of, wording_of
-from hpc_elastic.failures.fingerprint import normalise_message
+from hpc_elastic.failures.failure_text import normalise_message
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure

@@ -11,8 +11,7 @@ import re
 from msgspec import Struct
 
 from hpc_elastic.base.text import clean_lines
-from hpc_elastic.failures.failure_text import Frame
-from hpc_elastic.failures.fingerprint import user_frames
+from hpc_elastic.failures.failure_text import Frame, user_frames
 from hpc_elastic.failures.worker_failure import WorkerFailure
 
 _REPEATS = 3

@@ -17,7 +17,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from hpc_elastic.failures.evidence import write_evidence
-from hpc_elastic.failures.fingerprint import fingerprint
+from hpc_elastic.failures.failure_text import fingerprint
 from hpc_elastic.run.paths import RunPaths
 from tests.rigs.run_builder import GLOO, START_NS, UPTIME_NS, make_failure
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from hpc_elastic.failures.error_handler import ProcessFailure
 from hpc_elastic.failures.evidence import describe_failure, read_failure, write_evidence
 from hpc_elastic.failures.ranking import Category, FailureClass
-from hpc_elastic.failures.recording import ProcessFailure
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 
 FACTS = WorkerFailure(attempt=0, round=0, host="?", node=0, local_rank=0, global_rank=0, pid=0, exitcode=1, ended_ns=0)

@@ -12,8 +12,7 @@ from typing import Any
 from hpc_elastic.base.files import make_private_dir, write_json
 from hpc_elastic.failures.classify import classify, signal_name, signal_of
 from hpc_elastic.failures.evidence import write_evidence
-from hpc_elastic.failures.failure_text import Frame, RaisedException
-from hpc_elastic.failures.fingerprint import fingerprint
+from hpc_elastic.failures.failure_text import Frame, RaisedException, fingerprint
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.paths import RunPaths

@@ -11,7 +11,7 @@ import pytest
 
 import hpc_elastic
 from hpc_elastic.errors import HpcElasticError, IllegalTransitionError, UnsafePathError, UsageError
-from hpc_elastic.failures.recording import ChildFailedError, ProcessFailure
+from hpc_elastic.failures.error_handler import ChildFailedError, ProcessFailure
 
 NEEDS_OTHERS = tuple(
     f"hpc_elastic.{name}" for name in ("__main__", "pytorch", "inprocess", "integrations", "submission")

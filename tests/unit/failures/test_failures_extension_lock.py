@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from hpc_elastic.failures.extension_lock import HeldLock, explain_lock, find_held_locks, remove_locks
-from hpc_elastic.failures.stacks import find_dump
+from hpc_elastic.failures.stacks import HeldLock, explain_lock, find_dump, find_held_locks, remove_locks
 
 DUMP = """\
 Fatal Python error: Aborted

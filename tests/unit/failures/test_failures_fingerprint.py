@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.failures.failure_text import Frame
-from hpc_elastic.failures.fingerprint import fingerprint, normalise_message, user_frames
+from hpc_elastic.failures.failure_text import Frame, fingerprint, normalise_message, user_frames
 
 USER = Frame(file="/home/ann/train.py", line=61, function="train_step")
 TORCH = Frame(file="/opt/venv/lib/python3.11/site-packages/torch/_tensor.py", line=625, function="backward")
@@ -49,7 +48,7 @@ def test_the_users_frames_count_without_their_line_numbers() -> None:
 
 
 def test_user_frames() -> None:
-    recorder = Frame(file="/src/hpc_elastic/failures/recording.py", line=1, function="wrapper")
+    recorder = Frame(file="/src/hpc_elastic/failures/error_handler.py", line=1, function="wrapper")
     frozen = Frame(file="<frozen runpy>", line=198, function="_run")
     assert user_frames([STDLIB, frozen, recorder, USER, TORCH]) == (USER,)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.failures.evidence import describe_failure
+from hpc_elastic.failures.failure_text import summary_line
 from hpc_elastic.failures.ranking import FailureClass
-from hpc_elastic.failures.summary import summary_line
 from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.failures.classify import Classification, classify
+from hpc_elastic.failures.classify import Classification, asked_bytes, classify, size_text
 from hpc_elastic.failures.failure_text import Frame, RaisedException
 from hpc_elastic.failures.ranking import Category, FailureClass
-from hpc_elastic.failures.sizes import asked_bytes, size_text
 
 GIB = 1 << 30
 CPU = (

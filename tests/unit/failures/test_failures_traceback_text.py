@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from hpc_elastic.base.text import clean_text, cut_middle
-from hpc_elastic.failures.crash_text import find_cpp_terminate, find_fatal_error
+from hpc_elastic.failures.explanation import find_cpp_terminate, find_fatal_error
 from hpc_elastic.failures.failure_text import MESSAGE_LIMIT, TEXT_LIMIT, Frame
 from hpc_elastic.failures.traceback_text import find_python_traceback
 

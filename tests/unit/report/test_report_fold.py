@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.text import ranges
 from hpc_elastic.failures.classify import kind_of, wording_of
-from hpc_elastic.failures.fingerprint import normalise_message
+from hpc_elastic.failures.failure_text import normalise_message
 from hpc_elastic.failures.patterns import ONE_LOSS, PATTERNS, SYMPTOM_TYPES
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
