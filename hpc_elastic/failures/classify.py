@@ -1,8 +1,12 @@
-"""What kind of failure it is, and what that means for the next step. Pure decisions over text and numbers.
+"""Decides a failure's kind, and what that means for the next step. Pure, over text and numbers.
 
 A *symptom* is what a healthy rank says when another one is gone; ordering by class before time is what keeps 511 of
 them from hiding the one that matters. What was said counts only together with where it was said: an exception is a
 symptom where torch, gloo or NCCL raised it, and the first exception of a chain decides for all of it.
+
+Wrong calls: what libraries print was captured from argparse (Python 3.11), click 8.5, rich-click 1.9, typer 0.29, fire
+0.7, absl 2.5, hydra 1.3.8, jsonargparse 4.53, tyro 1.0, cyclopts 5.4, docopt 0.6, plumbum 2.0, draccus 0.11 and
+omegaconf 2.4.
 """
 
 from __future__ import annotations
@@ -23,7 +27,6 @@ if TYPE_CHECKING:
     from hpc_elastic.failures.worker_failure import WorkerFailure
 
 NOT_OURS = "not sent by hpc-elastic"
-"""In the reason of a signal."""
 FROM_SLURM = "probably Slurm (cancel, limit, preemption) or a manual kill"
 FROM_ITSELF = "sent to this process alone, so not by Slurm: by itself (a thread, os.kill) or by hand"
 NOT_RETRYABLE_EXIT_CODE = 93
@@ -38,7 +41,7 @@ class Classification(Struct, frozen=True, kw_only=True):
     retryable: bool
     reason: str
     node_suspect: bool = False
-    """Whether the text names a part of this node that is likely broken: a GPU's memory, a link, an adapter."""
+    """A part of this node is likely broken: a GPU's memory, a link, an adapter."""
 
 
 _OOM_IN_TEXT = re.compile(r"killed by signal: Killed|terminated abruptly|exited unexpectedly", re.IGNORECASE)
@@ -66,7 +69,6 @@ CATEGORY_TABLE: tuple[tuple[FailureClass | None, frozenset[int], bool | None, Ca
 
 
 def category_of(failure_class: FailureClass, exitcode: int, *, wrong_call: bool) -> tuple[Category, bool]:
-    """Look up `CATEGORY_TABLE`: the category, and whether another start may help."""
     for row_class, codes, row_wrong_call, category, retryable in CATEGORY_TABLE:
         if row_class not in (None, failure_class) or (codes and exitcode not in codes):
             continue
@@ -101,56 +103,48 @@ def signal_name(number: int) -> str:
 
 
 def classify(
+    facts: WorkerFailure,
     *,
-    exitcode: int,
     chain: Sequence[RaisedException] = (),
     message: str = "",
-    rank: int = -1,
     node_bytes: int = 0,
     stderr_tail: str = "",
     printed_tail: str = "",
-    stopped_by_agent: bool = False,
-    oom_kills: int = 0,
-    is_nodes_oom: bool = False,
     is_said: bool = False,
     overcommits: bool = False,
-    last_step: int | None = None,
 ) -> Classification:
     """Say what kind of failure a worker's end was.
 
     Args:
-        exitcode: As subprocess gives it: negative for a signal.
+        facts: What its agent saw.
         chain: The exception that ended it and those before it, the last one first; empty where none is known.
         message: What else ended it: looked at only where no exception is known.
-        rank: The global rank.
         node_bytes: The node's memory, 0 for not known: a larger request is no full memory.
         stderr_tail: The last lines of stderr: looked at only where no exception is known.
         printed_tail: The last lines of stdout, where they are what explains the end.
-        stopped_by_agent: The agent had sent this worker a signal before it ended.
-        oom_kills: By how much the cgroup's counter of OOM kills rose while the worker ran.
-        is_nodes_oom: Whether that was the node's counter.
-        is_said: Whether `message` is what the process printed right before its end.
-        overcommits: Whether the node's kernel refuses no size that the node has.
-        last_step: The last step that the worker reported; None where it reported none.
+        is_said: `message` is what the process printed right before its end.
+        overcommits: The node's kernel refuses no size that the node has (`host_facts.overcommits_memory`).
     """
-    number = signal_of(exitcode)
+    number = signal_of(facts.exitcode)
     exception_type = chain[0].exception_type if chain else ""
     name = exception_type.rsplit(".", 1)[-1]
     wrong_call = False
     words = _NOTHING_KNOWN
-    if stopped_by_agent and (name in _END_REQUESTED_TYPES or is_stop_noise(chain)):
+    if facts.stopped_by_agent and (name in _END_REQUESTED_TYPES or is_stop_noise(chain)):
         failure_class, reason = (
             FailureClass.STOPPED_BY_US,
             f"stopped by hpc-elastic ({signal_name(number) or 'asked to stop'})",
         )
-    elif number == signal.SIGKILL and oom_kills > 0 and not stopped_by_agent:
-        limit = "out of memory, by an OOM kill on its node" if is_nodes_oom else "the job's memory limit was reached"
+    elif number == signal.SIGKILL and facts.oom_kills > 0 and not facts.stopped_by_agent:
+        limit = (
+            "out of memory, by an OOM kill on its node" if facts.is_nodes_oom else "the job's memory limit was reached"
+        )
         failure_class, reason = FailureClass.INFRASTRUCTURE, f"killed by the kernel: {limit}"
     else:
         text = ""
         if exception_type:
             text = "\n".join(raised.headline for raised in chain)
-            words = explain_chain(chain, rank=rank) or _NOTHING_KNOWN
+            words = explain_chain(chain, rank=facts.global_rank) or _NOTHING_KNOWN
             words = limit_of_process(text, words, overcommits=overcommits)
             sizes = (judge_size(raised.message, node_bytes=node_bytes) for raised in chain)
             words = next((row for row in sizes if row is not None), words)
@@ -160,8 +154,8 @@ def classify(
             text = f"{message}\n{stderr_tail}"
             words = explain_text(text) or _NOTHING_KNOWN
         if (
-            oom_kills > 0
-            and not is_nodes_oom
+            facts.oom_kills > 0
+            and not facts.is_nodes_oom
             and _OOM_IN_TEXT.search(text)
             and words.failure_class is not FailureClass.INFRASTRUCTURE
         ):
@@ -175,9 +169,9 @@ def classify(
         else:
             failure_class = FailureClass.ROOT
             said = f"{message}\n{printed_tail or stderr_tail}"
-            wrong_call = last_step is None and is_wrong_call(exception_type, exitcode, said)
-            reason = _root_reason(exitcode, number, exception_type, wrong_call=wrong_call)
-    category, retryable = category_of(failure_class, exitcode, wrong_call=wrong_call)
+            wrong_call = facts.last_step is None and is_wrong_call(exception_type, facts.exitcode, said)
+            reason = _root_reason(facts.exitcode, number, exception_type, wrong_call=wrong_call)
+    category, retryable = category_of(failure_class, facts.exitcode, wrong_call=wrong_call)
     return Classification(
         failure_class=failure_class,
         category=words.category or category,
@@ -232,7 +226,7 @@ def kind_of(failure: WorkerFailure) -> tuple[str, str, int]:
 
 
 def is_same_failure(one: WorkerFailure, other: WorkerFailure) -> bool:
-    """Whether a report may call two failures the same."""
+    """Tell whether a report may call two failures the same."""
     return one.fingerprint == other.fingerprint or kind_of(one) == kind_of(other)
 
 
@@ -244,7 +238,6 @@ _POWER = {letter: 10 * at for at, letter in enumerate("KMGTPE", 1)}
 
 
 def asked_bytes(text: str) -> int | None:
-    """How much memory an exception's text asks for; None where it gives no size."""
     match = _ASKED.search(text)
     if match is None:
         return None
@@ -252,15 +245,7 @@ def asked_bytes(text: str) -> int | None:
 
 
 def judge_size(text: str, *, node_bytes: int) -> FailurePattern | None:
-    """Whether a text asks for more memory than there is at all.
-
-    Args:
-        text: An exception's text: of torch's allocators, numpy.
-        node_bytes: The node's memory; 0 for not known. A GPU's is in the text.
-
-    Returns:
-        What it means; None where the size could be had, or is not known.
-    """
+    """Judge a request for more memory than the node, or the GPU that the text names, has: a bug, and no full memory."""
     asked = asked_bytes(text)
     if asked is None:
         return None
@@ -274,13 +259,7 @@ def judge_size(text: str, *, node_bytes: int) -> FailurePattern | None:
 
 
 def limit_of_process(text: str, row: FailurePattern, *, overcommits: bool) -> FailurePattern:
-    """What a failed allocation means where its size is known: the kernel gives what the node has, full or not.
-
-    Args:
-        text: As of `judge_size`, which finds the size to be none that the node can't have.
-        row: What the text means by itself; returned where no limit of the process shows.
-        overcommits: Whether the kernel does (`host_facts.overcommits_memory`).
-    """
+    """Judge a failed allocation of a size that the node has, where the kernel gives what there is, full or not."""
     asked = asked_bytes(text) if overcommits and row is MEMORY_FULL else None
     if asked is None:
         return row
@@ -315,10 +294,8 @@ _HANDLER = r"(?i)handl|signal|sigterm|\bon_|term|stop|shutdown|preempt|interrupt
 
 
 def is_stop_noise(chain: Sequence[RaisedException]) -> bool:
-    """Whether the first exception of a chain, in a worker that the agent ended, came of that.
-
-    Args:
-        chain: The last one first.
+    """Tell whether an exception, in a worker that its agent ended, came of that: a handler of SIGTERM may raise, as
+    Lightning's does; what then unwinds may fail again; the worker's own children get the agent's signal too.
     """
     if not chain:
         return False
@@ -328,7 +305,7 @@ def is_stop_noise(chain: Sequence[RaisedException]) -> bool:
 
 
 def _is_in_handler(raised: RaisedException) -> bool:
-    """Whether a function that Python called by itself raised it: the line that seems to call it does not name it."""
+    """Python called the function by itself: the line that seems to call it does not name it."""
     if len(raised.frames) < 2 or not raised.caller:
         return False
     function = raised.frames[-1].function
@@ -336,7 +313,7 @@ def _is_in_handler(raised: RaisedException) -> bool:
 
 
 _EXIT_USAGE = 2
-"""What all of them end with, but absl, hydra and docopt."""
+"""The exit code of all of them but absl, hydra and docopt."""
 _TYPES = frozenset({"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"})
 _RAISED = re.compile(
     r"(?:argparse\.Argument|getopt\.Getopt)Error\Z|click\.exceptions\.(?:UsageError|Bad|Missing|No)"
@@ -358,19 +335,15 @@ _USAGE = re.compile(
 """A usage text, or a box of typer, tyro or cyclopts. With their exit code nothing more is needed."""
 _USAGE_OF_SCRIPT = re.compile(r"^\s*usage:\s+(?:python\S*\s+(?:-\w\s+)*)?\S+\.py\b", re.IGNORECASE | re.MULTILINE)
 _ERROR = re.compile(r"^error: ", re.IGNORECASE | re.MULTILINE)
-"""With another exit code the text must be the script's own, and say nothing of another error."""
 _HYDRA = re.compile(r"^Set the environment variable HYDRA_FULL_ERROR=1 ", re.MULTILINE)
 _HYDRA_RAN = re.compile(r"^Error executing job with overrides: |^Traceback \(most recent", re.MULTILINE)
 """hydra ends with 1: without this line the configuration could not be put together, and no job began."""
 
 
 def is_wrong_call(exception_type: str, exitcode: int, said: str) -> bool:
-    """Judge the end of a script that has reported no step.
+    """Tell whether a script that reported no step could not start with its options, configuration or modules.
 
-    Args:
-        exception_type: What ended it, with its module as Python prints it; empty for none.
-        exitcode: Of the process.
-        said: What it said last.
+    Such a call fails again in the same way, so it is not started again.
     """
     name = exception_type.rsplit(".", 1)[-1]
     if name in _TYPES or _RAISED.match(exception_type):

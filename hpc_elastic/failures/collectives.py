@@ -1,6 +1,6 @@
-"""What each rank was doing when a round broke, and which rank differs from the others: pure.
+"""Compares what each rank was doing when a round broke, and finds the rank that differs from the others. Pure.
 
-A collective that fails shows that *some* rank did not come to it. Which one it was, the ranks show together: one was in
+A collective that fails shows that *some* rank did not come to it. The ranks show together which one it was: one was in
 no collective while the others waited in one, or in another collective; the watchdogs' sequence numbers are lower on one
 rank; torch's own comparison (``TORCH_DISTRIBUTED_DEBUG=DETAIL``) or `monitored_barrier` names it. An agent makes an
 `Activity` of each of its ranks, from the traceback that the rank printed or from the stack that it left; the report
@@ -74,7 +74,7 @@ _SYSCALLS: Mapping[str, Doing] = {
 def activity_of_stack(
     rank: int, frames: Sequence[Frame], *, syscall: str = "", line: str = "", is_ending: bool = False
 ) -> Activity:
-    """What a rank was doing that was asked for its stack.
+    """Say where a rank stood that was asked for its stack.
 
     Args:
         rank: Its global rank.
@@ -96,14 +96,7 @@ def activity_of_stack(
 
 
 def activity_of_failure(rank: int, frames: Sequence[Frame], text: str, *, line: str = "") -> Activity:
-    """What a rank was doing whose failure is a symptom.
-
-    Args:
-        rank: Its global rank.
-        frames: Of its exception, outermost call first.
-        text: Its exception's text and the end of its stderr.
-        line: As of `activity_of_stack`.
-    """
+    """Say where a rank stood whose failure is a symptom; `text` is its exception's and the end of its stderr."""
     doing, call = _call_of(frames)
     if doing is Doing.CODE:
         doing, call = Doing.COLLECTIVE, ""  # a symptom is raised in a call of torch, which has no frame of its own
@@ -179,7 +172,7 @@ _FINGERPRINT = re.compile(
 _SEQUENCE = re.compile(r"SequenceNumber=(\d+),? ?")
 _KEYS = re.compile(r"wait timeout after \d+ms, keys: (\S+)")
 _PEER_KEY = re.compile(r"default_pg/\d+//(?:cpu|gloo)\w*//\d+/(\d+)\Z")
-"""What gloo writes for each rank of the default group: the last number is the rank."""
+"""gloo writes it for each rank of the default group: the last number is the rank."""
 _CLIENTS = re.compile(r"(\d+)/(\d+) clients joined")
 _SIZES = re.compile(r"op\.preamble\.(?:length|nbytes) <= op\.nbytes\. (\d+) vs (\d+)")
 
@@ -242,17 +235,14 @@ def _operation(prints: str) -> str:
 
 
 class Comparison(Struct, frozen=True, kw_only=True):
-    """What the ranks' activities show together."""
-
     suspects: tuple[Suspect, ...] = ()
     """The ranks that differ, the likeliest first; empty: none does, or too many do."""
     says: str = ""
-    """What the ranks have in common, or how they differ, in one clause; empty: nothing that is worth it."""
+    """How the ranks differ, or what they have in common, in one clause; empty: nothing worth showing."""
     is_open: bool = False
-    """Whether the suspects wait, and the others do something else: either may be at fault."""
+    """The suspects wait, and the others do something else: either may be at fault."""
     is_of_all: bool = False
-    """Whether `says` is all that is known, and no silent rank is the one to look at: the script gives wrong numbers to
-    all, or ranks wait for each other."""
+    """`says` is all that is known: the script gives wrong numbers to all, or ranks wait for each other."""
 
 
 _WRONG_SIZE = "the world size that the script gives is too large"
@@ -260,19 +250,14 @@ _WRONG_RANKS = "the ranks that the script gives are not this job's"
 
 
 def is_with_the_others(activity: Activity, activities: Sequence[Activity]) -> bool:
-    """Whether a rank that did not fail waited in the same call as one that did."""
+    """Tell whether a rank that did not fail waited in the same call as one that did."""
     return activity.doing in WAITS_FOR_RANKS and any(
         other.failed and other.call == activity.call for other in activities if other.doing in WAITS_FOR_RANKS
     )
 
 
 def compare_ranks(activities: Sequence[Activity], *, hosts: Mapping[int, str] | None = None) -> Comparison:
-    """Find the ranks that differ from the others, by the most telling difference.
-
-    Args:
-        activities: Those of the round's ranks that are known.
-        hosts: Of every rank of the round, where it is known.
-    """
+    """Find the ranks that differ from the others, by the most telling difference; `hosts`: every rank's, where known."""
     known = {activity.rank: activity for activity in activities}
     where = hosts or {}
     workers = len(where) or len(known)
@@ -321,7 +306,7 @@ def _named(known: Mapping[int, Activity]) -> Comparison | None:
 
 
 def _by_flight_recorder(known: Mapping[int, Activity], *, recorded: Analysis) -> Comparison | None:
-    """What the ranks' dumps show together; a rank without one shows less than what it was doing."""
+    """A rank without a dump shows less than its activity."""
     whys = {one.rank: f"it {one.reason}" for one in recorded.suspects if one.kind is not Reason.NO_DUMP}
     for rank in whys.keys() & known.keys():
         if (activity := known[rank]).doing is not Doing.UNKNOWN and not activity.failed:

@@ -1,9 +1,9 @@
-"""Contrast between nodes: the same failure on all workers of some nodes, and on none elsewhere. Pure.
+"""Contrasts nodes: the same failure on all workers of some nodes, and on none elsewhere. Pure.
 
 A package, a library or a file that is missing on one node raises the same exception in every worker there. That is a
 fact about the node: another attempt without it may go well. The same exception on all nodes is the user's mistake, and
-another attempt would end the same way. The coordinator asks `nodes_apart` when a round has broken, the report asks it
-for the same round afterwards.
+another attempt would end the same way. The coordinator asks `apart_in_round` when a round has broken, the report asks
+it for the same round afterwards.
 
 Whether the workers elsewhere would have failed a moment later shows only where they got that moment
 (`WorkerFailure.waited`), or where they had come to a collective, and failed in it when the peer was gone. A failure
@@ -31,7 +31,7 @@ _START_SECONDS = 120.0
 """Imports from a cold network filesystem have been seen to take more than a minute."""
 _ENOUGH = 0.8
 _TYPES = frozenset({"ImportError", "ModuleNotFoundError", "FileNotFoundError", "NotADirectoryError", "PermissionError"})
-"""What Python raises where a package, a file or the right to read it is missing."""
+"""Python raises them where a package, a file or the right to read it is missing."""
 _TEXTS = re.compile(
     r"cannot open shared object file|error while loading shared libraries|version `\w+_[\d.]+' not found"
     r"|command not found|can't open file '|no such file or directory|no cuda gpus are available"
@@ -42,15 +42,12 @@ _CANNOT_RUN = (126, 127)
 
 
 class NodeFailures(Struct, frozen=True, kw_only=True):
-    """What one node of a round shows."""
-
     node: int
     workers: int
-    """How many ran there."""
     alike: int = 0
     """How many of them failed by themselves in the way of `fingerprint`."""
     fingerprint: str = ""
-    """Of a failure that may be the node's; empty where there is none."""
+    """A failure that may be the node's; empty where there is none."""
     waited: float = 0.0
     """Seconds for which the workers elsewhere were let go on after that."""
     passed: bool = False
@@ -61,14 +58,14 @@ _READ_ONLY = re.compile(r"read-only file system", re.IGNORECASE)
 
 
 def wrong_input(failure: WorkerFailure) -> str:
-    """What an infrastructure failure is where it is no single node's: a wrong path, or image. Empty for any other."""
+    """Name the wrong input behind an infrastructure failure that is no single node's; empty for any other failure."""
     if failure.failure_class is FailureClass.INFRASTRUCTURE and _READ_ONLY.search(failure.headline):
         return "it wrote to a path whose filesystem is read-only"
     return "the container's image does not exist, or can't be fetched" if failure.reason == IMAGE_MISSING else ""
 
 
 def may_be_of_node(failure: WorkerFailure) -> bool:
-    """Whether a failure is one that a node alone may have: something is missing there, or does not fit."""
+    """Tell whether one node alone may have a failure: something is missing there, or does not fit."""
     if wrong_input(failure):
         return True
     if failure.failure_class is not FailureClass.ROOT:
@@ -80,13 +77,7 @@ def may_be_of_node(failure: WorkerFailure) -> bool:
 
 
 def sum_up_node(failures: Sequence[WorkerFailure], *, node: int, workers: int) -> NodeFailures:
-    """One node's part in the contrast.
-
-    Args:
-        failures: Of its workers, in one round.
-        node: Its index.
-        workers: How many ran there.
-    """
+    """Sum up one node's part in the contrast: `failures` are its workers', in one round."""
     by_itself = [one for one in failures if not one.stopped_by_agent]
     # One that the stop overtook had failed in the same way, and shows that it is not another node's alone.
     own = [one for one in failures if may_be_of_node(one)]
@@ -100,11 +91,7 @@ def sum_up_node(failures: Sequence[WorkerFailure], *, node: int, workers: int) -
 
 
 def nodes_apart(nodes: Iterable[NodeFailures]) -> tuple[int, ...]:
-    """The nodes on which all workers failed alike, where no worker of the others did; none where it is most of them.
-
-    Args:
-        nodes: All nodes of the round.
-    """
+    """Find the nodes on which all workers failed alike, where no worker of the others did; none where that is most."""
     found = list(nodes)
     whole: dict[str, list[NodeFailures]] = {}
     for one in found:
@@ -122,12 +109,7 @@ def nodes_apart(nodes: Iterable[NodeFailures]) -> tuple[int, ...]:
 
 
 def apart_in_round(failures: Sequence[WorkerFailure], workers: Mapping[int, int]) -> tuple[int, ...]:
-    """`nodes_apart` of a round's failures.
-
-    Args:
-        failures: Of all nodes.
-        workers: Node → how many workers ran there.
-    """
+    """Find the `nodes_apart` by a round's failures; `workers`: node → how many workers ran there."""
     if len(workers) < 2 or not any(may_be_of_node(one) for one in failures):
         return ()
     return nodes_apart(
@@ -137,9 +119,8 @@ def apart_in_round(failures: Sequence[WorkerFailure], workers: Mapping[int, int]
 
 
 def moment_after(age: float) -> float:
-    """Seconds that the other workers get after one failed at `age` seconds, which may be its node's doing.
+    """Give the seconds that the other workers get after one failed at `age` seconds, which may be its node's doing.
 
-    What is missing is missed at the start, and where starts take long they are further apart: as long again, 5 s at
-    most.
+    What is missing is missed at the start, and where starts take long they are further apart: as long again.
     """
     return max(MOMENT_SECONDS, min(age, _LONGEST_MOMENT_SECONDS)) if age <= _START_SECONDS else MOMENT_SECONDS

@@ -32,7 +32,7 @@ from hpc_elastic.failures.failure_text import HEADER
 _TITLE = "Traceback (most recent call last)"
 _FRAME = '  File "'
 _NO_PREFIX = re.compile(r"\[rank\d+\]: |Original |Exception Group |\s*[|+] ")
-"""What torch's hook, torch's loader and Python itself put before it."""
+"""torch's hook, torch's loader and Python itself put it before the title."""
 _CLOCK = re.compile(r"\d{4}-\d\d-\d\d|\d\d:\d\d:\d\d(?:[.,]\d+)?|\d+\.\d{2,}")
 _MOST_BETWEEN = 5
 _LOGURU_FRAME = re.compile(r'[> ] File "')
@@ -47,14 +47,7 @@ _CHAINED = "\n\nDuring handling of the above exception, another exception occurr
 
 
 def undecorate(text: str) -> str:
-    """Rewrite all tracebacks with a prefix, of loguru and of IPython.
-
-    Args:
-        text: Cleaned.
-
-    Returns:
-        The same lines, with the tracebacks as Python prints them.
-    """
+    """Rewrite all tracebacks with a prefix, of loguru and of IPython as Python prints them, line by line."""
     if _TITLE not in text:
         return text
     lines = text.split("\n")
@@ -121,14 +114,7 @@ def _plain_ipython(lines: list[str], at: int, name: str) -> None:
 
 
 def read_json_line(line: str) -> tuple[str, str]:
-    """What a logger that writes JSON reports in a line.
-
-    Args:
-        line: Of the output.
-
-    Returns:
-        The traceback in it, as Python prints one, and its message with the reason; each empty where there is none.
-    """
+    """Find the traceback, and the message with its reason, in a logger's JSON line; each may be empty."""
     start = line.find("{")
     if start < 0 or not line.endswith("}") or len(line) > _JSON_LIMIT:
         return "", ""
@@ -173,7 +159,7 @@ def _first_text(values: Mapping[str, Any], keys: tuple[str, ...]) -> str:
 
 TITLE = " Traceback (most recent call last) "
 INSIDE = "  "
-"""What stands for a line of a box that says nothing: as long as any line of a traceback, and dropped from its text."""
+"""Stands for a line of a box that says nothing: as long as any line of a traceback, and dropped from its text."""
 
 # Texts, which `re` compiles at the first use: few agents ever see such a box.
 _TOP = r"[╭┌+][─-]+ Traceback \(most recent call last\) [─-]+[╮┐+]\s*\Z"
@@ -186,12 +172,7 @@ _PATH_LINES = 6
 
 
 def plain_tracebacks(lines: list[str], header: str) -> None:
-    """Rewrite every box in `lines` in place, line by line, so that each keeps its number.
-
-    Args:
-        lines: Without colours.
-        header: What Python prints in place of the box's top.
-    """
+    """Rewrite every box in `lines` in place, line by line, so that each keeps its number."""
     for top, line in enumerate(lines):
         if TITLE not in line or not re.match(_TOP, line):
             continue

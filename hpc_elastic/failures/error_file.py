@@ -49,8 +49,6 @@ _SALVAGE_TIME = re.compile(r'"timestamp"\s*:\s*"?(\d+)')
 
 
 class ErrorFile(Struct, frozen=True, kw_only=True):
-    """What a file says about a failure."""
-
     problem: str = "missing"
     """Empty where the file was understood; else one clause: ``missing``, ``empty``, ``torn: …``, ``unreadable: …``,
     ``foreign: …``, ``cut: …``. What could be saved is in the other fields all the same."""
@@ -68,7 +66,7 @@ class ErrorFile(Struct, frozen=True, kw_only=True):
 
     @property
     def found(self) -> bool:
-        """Whether the file holds anything about the failure."""
+        """The file holds something about the failure."""
         return bool(self.message or self.traceback)
 
 
@@ -77,7 +75,7 @@ def read_error_file(path: Path | str, *, seek_traceback: bool = True) -> ErrorFi
 
     Args:
         path: Where.
-        seek_traceback: Whether it is looked for in a file of more than 2 MiB, some milliseconds.
+        seek_traceback: Look for it in a file of more than 2 MiB, too: some milliseconds.
     """
     try:
         return _read(os.fspath(path), seek_traceback=seek_traceback)
@@ -95,14 +93,14 @@ def error_data(
     error_code: int | None = None,
     own: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The JSON object to write: torch's shape, and our keys beside it.
+    """Make the JSON object to write: torch's shape, and our keys beside it.
 
     Args:
         message: ``ValueError: bad batch``.
         traceback: Shown by torch's readers in place of the message; where there is none the message stands for it.
         timestamp_ns: Nanoseconds since the epoch; torch's field gets whole seconds.
         error_code: The process's exit code, where it is known.
-        own: What goes under ``hpc_elastic``.
+        own: The values under ``hpc_elastic``.
     """
     inner: dict[str, Any] = {
         "message": message,
@@ -114,11 +112,7 @@ def error_data(
 
 
 def write_error_data(path: Path | str, data: Mapping[str, Any]) -> None:
-    """Write an error file through a temporary one and ``os.replace``.
-
-    Raises:
-        OSError: the disk is full, the folder is gone …
-    """
+    """Write an error file through a temporary one and ``os.replace``; raises OSError."""
     # ASCII only: a message may hold lone surrogates, which no encoding of the file could store.
     write_private(Path(path), json.dumps(data, default=str))
 
@@ -213,7 +207,7 @@ def _read_large(fd: int, size: int, *, seek_traceback: bool) -> ErrorFile:
 
 
 def _find(fd: int, marker: bytes, end: int) -> int:
-    """Where in the file it stands, -1: not before `end`. One buffer for all of it, which stays in the cache."""
+    """Its place in the file, -1: not before `end`. One buffer for all of it, which stays in the cache."""
     buffer, offset = bytearray(_STEP), 0
     while offset < end:
         count = os.preadv(fd, [buffer], offset)
@@ -227,7 +221,7 @@ def _find(fd: int, marker: bytes, end: int) -> int:
 
 
 def _index(buffer: bytearray, marker: bytes, count: int) -> int:
-    """As `find`. Its first byte alone is found 25 times as fast, where there are few of it, as in a long message."""
+    """`find`, by the first byte: 25 times as fast where there are few of it, as in a long message."""
     at = -1
     for _ in range(_FEW):
         at = buffer.find(marker[:1], at + 1, count)
@@ -249,7 +243,6 @@ def _pread(fd: int, count: int, offset: int) -> bytes:
 
 
 def _salvaged(head: str, stack: str, tail: str, problem: str) -> ErrorFile:
-    """What can be picked out of text that is no whole JSON."""
     found_stack = _SALVAGE_STACK.search(stack)
     found_message = _SALVAGE_MESSAGE.search(head, 0, _HEAD // 2)
     times = _SALVAGE_TIME.findall(tail)
@@ -272,14 +265,7 @@ def _json_string(body: str) -> str:
 
 
 def write_own_failure(path: Path | str, error: BaseException, *, role: str, host: str, now_ns: int) -> None:
-    """Write what ended an agent or a supervisor.
-
-    Args:
-        path: Where; what is there is replaced.
-        error: What it raised.
-        role: ``agent`` or ``supervisor``.
-        host: Where it ran.
-        now_ns: Its wall clock.
+    """Write what ended an agent or a supervisor (`role`), by the wall clock of its host.
 
     Raises:
         OSError: the disk is full, the folder is gone …
@@ -299,14 +285,6 @@ def write_summary(
     own: dict[str, object] | None = None,
 ) -> None:
     """Write an error file about what no worker left one of: a lost node, too few nodes, a failure of our own.
-
-    Args:
-        path: Where; what is there is replaced.
-        message: One line, or more.
-        now_ns: The wall clock.
-        traceback_text: Where there is one.
-        error_code: The exit code that goes with it.
-        own: What goes under ``hpc_elastic``.
 
     Raises:
         OSError: the disk is full, the folder is gone …

@@ -1,9 +1,13 @@
-"""`ErrorHandler`: writes what was raised into ``TORCHELASTIC_ERROR_FILE``, and passes a child's file on.
+"""torch's `ErrorHandler`, `record`, `ProcessFailure` and `ChildFailedError`, without torch.
 
 The methods, their parameters and their meaning are those of torch's
-``torch.distributed.elastic.multiprocessing.errors.error_handler`` (2.4 to 2.13 alike), without torch. What differs: a
-file is written whole or not at all, a file that can't be read is passed on as far as it could be saved, and nothing
-that fails here hides the failure that is on its way up.
+``torch.distributed.elastic.multiprocessing.errors`` (2.4 to 2.13 alike). What differs: a file is written whole or not
+at all; a torn or foreign one raises nothing and is passed on as far as it could be saved; the finer time stamp breaks
+ties; `host` is where it happened; both errors pickle; nothing that fails here hides the failure that is on its way up.
+
+The report does not need `record`, since the agent finds a traceback in stderr.log; a recorded one is exact, has the
+time at which it was raised, and reaches outer schedulers. The *verdict* on the cause is another thing:
+``report.verdict``.
 """
 
 from __future__ import annotations
@@ -32,6 +36,8 @@ from hpc_elastic.base.files import write_private
 from hpc_elastic.base.text import clean_text, cut_end, cut_middle
 from hpc_elastic.failures.failure_text import MESSAGE_LIMIT, TEXT_LIMIT, fingerprint
 from hpc_elastic.failures.traceback_text import find_python_traceback
+
+__all__ = ["ErrorHandler"]
 
 logger = logging.getLogger(__name__)
 
@@ -81,10 +87,7 @@ class ErrorHandler:
     ) -> None:
         """Put the child's exit code into its data, where ``message`` is an object; `dump_error_file` calls it.
 
-        Args:
-            rootcause_error_file: Where the data came from.
-            rootcause_error: Changed in place.
-            error_code: As subprocess gives it: negative for a signal, which the child could not write down itself.
+        `rootcause_error` is changed in place; `error_code` is negative for a signal, as subprocess has it.
         """
         message = rootcause_error.get("message")
         if isinstance(message, dict):
@@ -119,7 +122,7 @@ class ErrorHandler:
             self._write(path, data)
 
     def _get_error_file_path(self) -> str | None:
-        """Where to write; None: nowhere. Torch's handler has this method too, and people override it."""
+        """torch's handler has this method too, and people override it. None: the file is written nowhere."""
         return os.environ.get(ERROR_FILE_VARIABLE)
 
     def _write_error_file(self, file_path: str, error_msg: str) -> None:
@@ -250,11 +253,7 @@ class ChildFailedError(HpcElasticError):
     """
 
     def __init__(self, name: str, failures: Mapping[int, ProcessFailure | WorkerFailure]) -> None:
-        """Args:
-        name: What was run.
-        failures: By global rank. Those of `hpc_elastic.agent` are taken too
-            (``WorkerGroupFailureError.get_worker_exceptions()``).
-        """
+        """`failures`, by global rank, may be those of ``WorkerGroupFailureError.get_worker_exceptions()``, too."""
         if not failures:
             raise AssertionError(f"ChildFailedError({name!r}) needs at least one failure")
         self.name = name

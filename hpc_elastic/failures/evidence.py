@@ -1,4 +1,4 @@
-"""What the agent writes down when a worker ended badly. It must be quick, and must never fail itself.
+"""Gathers the evidence of a worker that ended badly. It must be quick, and must never fail itself.
 
 Order of trust: the worker's own error file; else what it printed at the end of its stderr.log; else the exit code.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from msgspec.structs import replace
 
@@ -43,11 +43,9 @@ from hpc_elastic.worker_api.agent_store import NOTE
 _TAIL = 128 << 10
 """How much of stderr.log is looked at: with faulthandler's dump of 100 threads, too."""
 _STDOUT_TAIL = 32 << 10
-"""The same for stdout.log."""
 _SCAN_BACK = 64 << 20
 """How far back a traceback's header is looked for where the tail holds none: a message may be 30 MB long."""
 _FAR_PART = 192 << 10
-"""How much is read from that header on."""
 _SCRIPT_LIMIT = 1 << 20
 _TAIL_LINES = 20
 _TAIL_LINE = 300
@@ -65,7 +63,7 @@ torch writes whole seconds."""
 
 
 class Output(Protocol):
-    """What is needed of `output.pump.WorkerOutput`."""
+    """The part of `output.pump.WorkerOutput` that evidence needs."""
 
     @property
     def unwritten(self) -> bytes: ...
@@ -96,28 +94,13 @@ def describe_failure(
         found = _describe(facts, os.fspath(error_file), os.fspath(stderr_log), os.fspath(stdout_log), output)
         return replace(found, reason=found.reason.replace(FROM_SLURM, FROM_ITSELF)) if is_alone else found
     except Exception as error:
-        return _build(
-            facts,
-            None,
-            message=_exit_message(facts, None),
-            source=EvidenceSource.EXIT,
-            error_file=str(error_file),
-            stderr_tail="",
-            problem=f"its evidence could not be read: {error!r}",
-        )
+        failure = describe_exit(facts, f"its evidence could not be read: {error!r}")
+        return replace(failure, error_file=str(error_file))
 
 
 def describe_exit(facts: WorkerFailure, problem: str) -> WorkerFailure:
-    """What the agent saw itself, where files can't be asked.
-
-    Args:
-        facts: What it saw.
-        problem: Why there is no evidence.
-    """
-    message = _exit_message(facts, None)
-    return _build(
-        facts, None, message=message, source=EvidenceSource.EXIT, error_file="", stderr_tail="", problem=problem
-    )
+    """Describe what the agent saw itself, where files can't be asked; `problem` says why."""
+    return _build(facts, None, message=_exit_message(facts, None), problem=problem)
 
 
 def find_logged(stderr_log: Path | str) -> str:
@@ -144,7 +127,7 @@ def read_failure(error_file: Path | str, *, facts: WorkerFailure) -> WorkerFailu
     if "failure_class" not in file.own:
         if not file.found:
             return None
-        return _from_error_file(facts, os.fspath(error_file), file, _recorded(file), stderr_tail="")
+        return _from_error_file(facts, os.fspath(error_file), file, _recorded(file))
     # The texts stand once in the file, where torch's readers look for them.
     texts = {"message": file.message, "traceback": file.traceback.rstrip("\n")}
     shared = {key: text for key, text in texts.items() if key not in file.own}
@@ -201,7 +184,10 @@ def _describe(
     recorded = _recorded(file) if file.found else None
     if recorded is not None and not _did_not_end(recorded, file, text, facts):
         span = _printed_again(recorded, text)
-        facts = replace(facts, printed_ns=_printed_ns(raw, span, output) or _recorded_ns(file, facts))
+        # Our own writer's time; torch's has whole seconds.
+        at_ns = file.timestamp_ns if "timestamp_ns" in file.own else None
+        recorded_ns = at_ns if at_ns is not None and 0 < at_ns <= facts.ended_ns + _NOT_AHEAD_NS else 0
+        facts = replace(facts, printed_ns=_printed_ns(raw, span, output) or recorded_ns)
         lines = text.split("\n")
         wrapped = find_wrapped(replace(recorded, span=span if span[1] else (len(lines), len(lines))), lines)
         tail = _last_lines(cleaned, span)
@@ -221,7 +207,9 @@ def _describe(
     if found is not None and found.kind is TextKind.LAST_LINE and source is EvidenceSource.STDOUT:
         found = found if facts.ended_ns - os.stat(stdout_log).st_mtime_ns < _LIVED_ON_NS else None  # progress
     span = found.span if found is not None and source is EvidenceSource.STDERR else (0, 0)
-    facts = replace(facts, printed_ns=_printed_ns(raw, span, output), is_caught=_is_caught(found))
+    # A handler printed it: what nothing catches is printed from the script's first line on.
+    is_caught = found is not None and bool(found.exception_type) and not (found.is_prefixed or reaches_top(found))
+    facts = replace(facts, printed_ns=_printed_ns(raw, span, output), is_caught=is_caught)
     tail = _last_lines(cleaned, span if found is not None and found.text else (0, 0))
     if (found is None or not found.exception_type) and facts.exitcode > 0 and has_more:
         found = _find_far_back(stderr_log, text, exitcode=facts.exitcode) or found
@@ -247,7 +235,7 @@ def _describe(
 
 
 def _blame_rendezvous(failure: WorkerFailure, text: str) -> WorkerFailure:
-    """What stood in the way of ``init_process_group`` is the cause of what reads like a peer's absence there."""
+    """A hindrance to ``init_process_group`` is the cause of what reads like a peer's absence there."""
     notes = [line for line in text.split("\n") if line.startswith(NOTE)]
     is_there = "in init_process_group" in failure.traceback
     if not notes or not is_there or failure.failure_class not in (FailureClass.SYMPTOM, FailureClass.INFRASTRUCTURE):
@@ -258,13 +246,7 @@ def _blame_rendezvous(failure: WorkerFailure, text: str) -> WorkerFailure:
 
 
 def _printed_ns(raw: bytes, span: tuple[int, int], output: Output | None) -> int:
-    """When the first line of `span` was printed; 0: not known.
-
-    Args:
-        raw: The end of stderr.log.
-        span: Lines of the same text, cleaned.
-        output: What knows the times.
-    """
+    """The time at which the first line of `span` (in `raw`, cleaned) was printed; 0: not known."""
     if output is None or not span[1]:
         return 0
     begin = 0
@@ -273,17 +255,6 @@ def _printed_ns(raw: bytes, span: tuple[int, int], output: Output | None) -> int
             return output.printed_ns(len(raw) - begin)
         begin = end.end()
     return 0
-
-
-def _is_caught(found: FailureText | None) -> bool:
-    """Whether a handler printed it: what nothing catches is printed from the script's first line on."""
-    return found is not None and bool(found.exception_type) and not (found.is_prefixed or reaches_top(found))
-
-
-def _recorded_ns(file: ErrorFile, facts: WorkerFailure) -> int:
-    """When the exception was recorded, where our own writer did that; torch's has whole seconds."""
-    at_ns = file.timestamp_ns if OWN_KEY in file.data and "timestamp_ns" in file.own else None
-    return at_ns if at_ns is not None and 0 < at_ns <= facts.ended_ns + _NOT_AHEAD_NS else 0
 
 
 def _recorded(file: ErrorFile) -> FailureText:
@@ -310,14 +281,7 @@ def _recorded(file: ErrorFile) -> FailureText:
 
 
 def _from_error_file(
-    facts: WorkerFailure,
-    error_file: str,
-    file: ErrorFile,
-    recorded: FailureText,
-    *,
-    stderr_tail: str,
-    wrapped: RaisedException | None = None,
-    reads: str = "",
+    facts: WorkerFailure, error_file: str, file: ErrorFile, recorded: FailureText, **beside: Any
 ) -> WorkerFailure:
     return _build(
         facts,
@@ -325,24 +289,16 @@ def _from_error_file(
         message=file.message or recorded.headline,
         source=EvidenceSource.ERROR_FILE,
         error_file=error_file,
-        stderr_tail=stderr_tail,
         problem=file.problem,
-        wrapped=wrapped,
-        reads=reads,
+        **beside,
     )
 
 
 def _did_not_end(recorded: FailureText, file: ErrorFile, text: str, facts: WorkerFailure) -> bool:
-    """Whether something else than the recorded exception ended the process.
+    """Tell whether something else than the recorded exception ended the process.
 
     The script may have handled it, and a later one, a signal or an exit code of its own came; a child of it, which has
     the same error file, may have left it. What Python printed as uncaught ended it, whatever came in its shutdown.
-
-    Args:
-        recorded: What the error file has.
-        file: That file.
-        text: The end of stderr.
-        facts: What the agent saw.
     """
     if not recorded.frames:
         return False
@@ -362,7 +318,7 @@ def _headlines(found: FailureText) -> set[tuple[str, str]]:
 
 
 def _printed_again(recorded: FailureText, text: str) -> tuple[int, int]:
-    """Where in stderr the recorded exception's traceback stands: Python prints what went up through ``@record``."""
+    """The recorded exception's traceback in stderr: Python prints what went up through ``@record``."""
     printed = find_python_traceback(text, cleaned=True)
     if printed is None or _name(printed) != _name(recorded):
         return (0, 0)
@@ -382,10 +338,10 @@ def _build(
     found: FailureText | None,
     *,
     message: str,
-    source: EvidenceSource,
-    error_file: str,
-    stderr_tail: str,
-    problem: str,
+    source: EvidenceSource = EvidenceSource.EXIT,
+    error_file: str = "",
+    stderr_tail: str = "",
+    problem: str = "",
     printed_tail: str = "",
     wrapped: RaisedException | None = None,
     reads: str = "",
@@ -395,19 +351,14 @@ def _build(
     if wrapped is not None:
         chain = (*chain, wrapped)
     kind = classify(
-        exitcode=facts.exitcode,
+        facts,
         chain=chain,
         message=found.message if found else message,
-        rank=facts.global_rank,
         node_bytes=total_memory() or 0,
         stderr_tail=stderr_tail,
         printed_tail=printed_tail,
-        stopped_by_agent=facts.stopped_by_agent,
-        oom_kills=facts.oom_kills,
-        is_nodes_oom=facts.is_nodes_oom,
         is_said=found is not None and not chain,
         overcommits=overcommits_memory(),
-        last_step=facts.last_step,
     )
     origin = find_origin(chain)
     exception_type = origin.exception_type if origin else ""
@@ -456,7 +407,6 @@ def _build(
 
 
 def _exit_message(facts: WorkerFailure, found: FailureText | None) -> str:
-    """What ended it, as far as that is known: what it said, then how it ended."""
     number = signal_of(facts.exitcode)
     if found is not None and found.exception_type:
         return f"{found.exception_type}: {found.message}" if found.message else found.exception_type
@@ -521,12 +471,7 @@ def _read_script(path: str) -> list[str]:
 
 
 def _last_lines(text: str, without: tuple[int, int]) -> str:
-    """The last lines that say something, each cut; at most 20.
-
-    Args:
-        text: Cleaned.
-        without: The lines of a traceback that stands in the evidence already: first, and one past the last.
-    """
+    """The last lines that say something but for those `without`, which stand in the evidence already."""
     lines = text.split("\n")
     first, last = without
     found: list[str] = []

@@ -1,6 +1,10 @@
-"""Which part of a worker's output explains its end: an exception, a crash's dump, or the lines that were printed last.
+"""Finds the part of a worker's output that explains its end: an exception, a crash's dump, or the lines printed last.
 
-Pure functions over text. A caught exception that was logged hours ago explains nothing (`failures.explanation`).
+Pure functions over text. A traceback that was logged is not one that nothing caught. torch's hook puts ``[rank3]: ``
+before every line of what nothing caught: that is certain. Else the place decides: what Python prints of an exception
+that nothing caught begins at the script's ``<module>``, what a handler logs begins in the function that caught it. Such
+a one ended the process only where the output ends soon after it ("except: log it, exit with 1"). A process that prints
+the same lines as before after a traceback went on.
 """
 
 from __future__ import annotations
@@ -34,12 +38,12 @@ def find_explanation(
     read_stdout: Callable[[], str],
     lived_ns: Callable[[FailureText], int | None] = lambda _: None,
 ) -> tuple[FailureText | None, EvidenceSource, str]:
-    """Find what explains the end in stderr, else in stdout (``2>&1 | tee log``).
+    """Find the explanation of an end in stderr, else in stdout (``2>&1 | tee log``); both cleaned.
 
     Args:
-        facts: How it ended.
-        stderr: The end of it, cleaned.
-        read_stdout: Gives the end of stdout, cleaned; called where stderr says nothing.
+        facts: The end.
+        stderr: The end of it.
+        read_stdout: Gives the end of stdout; called where stderr says nothing.
         lived_ns: How long it lived after it had printed a traceback on stderr; None where that is not known.
 
     Returns:
@@ -68,7 +72,7 @@ def find_explanation(
 
 
 def _from_lines(facts: WorkerFailure, said: LastLines | None, lines: list[str]) -> FailureText | None:
-    """What a process without an exception printed last. Of one that crashed a line counts only where it tells why."""
+    """The lines printed last. A process that crashed has an explanation there only where they speak of an error."""
     if said is None or (signal_of(facts.exitcode) not in (0, signal.SIGTERM) and not said.is_telling):
         return None
     traceback, logged = read_json_line(lines[said.at])
@@ -85,13 +89,6 @@ def _from_lines(facts: WorkerFailure, said: LastLines | None, lines: list[str]) 
 
 
 def _find_in_text(facts: WorkerFailure, text: str, lived_ns: Callable[[FailureText], int | None]) -> FailureText | None:
-    """Choose what in the end of the output explains *this* end: a caught exception that was logged hours ago does not.
-
-    Args:
-        facts: How it ended.
-        text: Cleaned.
-        lived_ns: As of `find_explanation`.
-    """
     number = signal_of(facts.exitcode)
     lines = text.split("\n")
     if not number:
@@ -128,7 +125,7 @@ def _find_in_text(facts: WorkerFailure, text: str, lived_ns: Callable[[FailureTe
 
 
 def _interrupted(text: str, lines: list[str]) -> FailureText | None:
-    """What explains a KeyboardInterrupt, which ``_thread.interrupt_main()`` raises too: something led to that."""
+    """``_thread.interrupt_main()`` raises KeyboardInterrupt too: something led to that."""
     tracebacks = find_tracebacks(text)
     last = tracebacks[-1] if tracebacks else None
     if last is None or last.exception_type != "KeyboardInterrupt" or last.lines_after > _CLOSE:
@@ -152,14 +149,7 @@ _LOGGER = re.compile(r".{0,80}?\b(?:ERROR|CRITICAL|WARNING|INFO|DEBUG|EXCEPTION)
 def find_uncaught(
     text: str, lines: Sequence[str], *, exitcode: int, lived_ns: Callable[[FailureText], int | None] = lambda _: None
 ) -> FailureText | None:
-    """Find the exception that ended a process, be it one of its threads' that the process ended for.
-
-    Args:
-        text: The output, cleaned.
-        lines: The same, by lines.
-        exitcode: Of the process.
-        lived_ns: How long the process lived after it had printed one; None where that is not known.
-    """
+    """Find the exception that ended a process, be it one of its threads' that the process ended for."""
     tracebacks = find_tracebacks(text)
     found = find_ending(tracebacks, lines, exitcode=exitcode, lived_ns=lived_ns)
     if found is None:
@@ -176,17 +166,7 @@ def find_ending(
     exitcode: int,
     lived_ns: Callable[[FailureText], int | None] = lambda _: None,
 ) -> FailureText | None:
-    """Choose the traceback of the exception that ended a process.
-
-    Args:
-        tracebacks: All that were found, in the order of the output.
-        lines: The output, cleaned.
-        exitcode: Of the process; 1 is Python's own after an exception.
-        lived_ns: As of `find_uncaught`.
-
-    Returns:
-        None where the process ended for another reason.
-    """
+    """Choose the traceback of the exception that ended a process; Python itself ends with 1 after one."""
     certain = [found for found in tracebacks if found.is_prefixed]
     if certain:
         return certain[-1]
@@ -208,12 +188,12 @@ def find_ending(
 
 
 def ended_soon(found: FailureText, lived_ns: int | None) -> bool:
-    """Whether nothing caught it and the process ended soon after, whatever it printed meanwhile."""
+    """Nothing caught it and the process ended soon after, whatever it printed meanwhile."""
     return found.is_prefixed or (reaches_top(found) and lived_ns is not None and lived_ns <= _SHUTDOWN_NS)
 
 
 def went_on(found: FailureText, lines: Sequence[str], lived_ns: int | None = None) -> bool:
-    """Whether a process went on with its work after it had printed a traceback."""
+    """The process went on with its work after it had printed a traceback."""
     if found.is_prefixed:
         return False
     after = lines[found.exception_at + 1 : found.exception_at + 1 + _LOOKED_AT]
@@ -223,12 +203,11 @@ def went_on(found: FailureText, lines: Sequence[str], lived_ns: int | None = Non
 
 
 def reaches_top(found: FailureText) -> bool:
-    """Whether it went all the way up: nothing in the script caught it."""
+    """It went all the way up: nothing in the script caught it."""
     return not found.frames or is_top_frame(found.frames[0])
 
 
 def _is_logged(lines: Sequence[str], found: FailureText) -> bool:
-    """Whether a logger's line stands right before it."""
     return found.span[0] > 0 and _LOGGER.match(lines[found.span[0] - 1]) is not None
 
 

@@ -1,4 +1,9 @@
-"""What a dying process printed of its failure, as it is understood: exceptions, their chain and their frames."""
+"""The failure of a dying process as it printed it: exceptions, their chain and their frames; and its fingerprint.
+
+The fingerprint is a short name for "the same failure again": equal across ranks, rounds, hosts and restarts. It leaves
+out what changes between two occurrences of one bug: addresses, numbers, pids, ports, ranks, line numbers and the
+folders of paths. ``ValueError:3f2a90c1d4e5``, ``signal:SIGSEGV``, ``exit:3``.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +23,6 @@ CAUSE_LIMIT = 400
 
 
 class TextKind(str, Enum):
-    """What wrote the text."""
-
     PYTHON = "python"
     FATAL = "faulthandler"
     CPP = "c++"
@@ -30,8 +33,6 @@ class TextKind(str, Enum):
 
 
 class Frame(Struct, frozen=True, kw_only=True):
-    """One line of a stack."""
-
     file: str
     line: int
     function: str
@@ -51,11 +52,11 @@ class RaisedException(Struct, frozen=True, kw_only=True):
     caller: str = ""
     """The line of code of the frame around it."""
     while_handling: bool = False
-    """Whether the next exception of the chain was raised while this one was handled, and not from it."""
+    """The next exception of the chain was raised while this one was handled, and not from it."""
     rank: int | None = None
     """The global rank that raised it, where another rank reports it."""
     is_quoted: bool = False
-    """Whether it stands in the next one's message, as that of a loader's worker does."""
+    """It stands in the next one's message, as that of a loader's worker does."""
 
     @property
     def headline(self) -> str:
@@ -75,17 +76,13 @@ class FailureText(Struct, frozen=True, kw_only=True):
     message: str
     """Without the type; may have several lines."""
     frames: tuple[Frame, ...] = ()
-    """Outermost call first, of the exception that ended the process."""
     source: str = ""
-    """The innermost frame's line of code; empty where it was not printed."""
     caller: str = ""
-    """The line of code of the frame around it."""
     earlier: tuple[RaisedException, ...] = ()
     """The exceptions that it was raised from or while handling, nearest first; those that its message quotes too."""
     is_prefixed: bool = False
-    """Whether torch's hook printed it, which does so for what nothing caught."""
+    """torch's hook printed it, which does so for what nothing caught."""
     lines_after: int = 0
-    """Lines that were printed after it."""
     span: tuple[int, int] = (0, 0)
     """Its first line and one past its last in `clean_text` of what it was found in; (0, 0) where it is not known."""
 
@@ -129,11 +126,7 @@ QUOTED_HEADER = re.compile(r"\s*(?:Original )?Traceback \(most recent call last\
 
 
 def summary_line(message: str) -> str:
-    """One line of at most a thousand characters.
-
-    Args:
-        message: With or without the exception's type before it.
-    """
+    """Shorten a message, with or without its exception's type, to one line of at most a thousand characters."""
     first, more, rest = message.partition("\n")
     if not more or (first.strip() and not first.rstrip().endswith(":") and not _CONTINUES.search(rest)):
         return cut_end(first, _LIMIT)
@@ -194,7 +187,7 @@ _LIBRARY = re.compile(
 
 
 def normalise_message(message: str) -> str:
-    """The message without what changes from one occurrence to the next; at most 500 characters."""
+    """Leave out of a message what changes from one occurrence to the next; at most 500 characters."""
     text = message[: 4 * _MESSAGE_LIMIT]
     for pattern, replacement in _RULES:
         text = pattern.sub(replacement, text)
@@ -202,7 +195,7 @@ def normalise_message(message: str) -> str:
 
 
 def user_frames(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """The frames that are not of Python's library or an installed package, in their order."""
+    """Keep the frames that are not of Python's library or an installed package."""
     return tuple(frame for frame in frames if not _LIBRARY.search(frame.file))
 
 
@@ -215,19 +208,7 @@ def fingerprint(
     signal: str = "",
     is_said: bool = False,
 ) -> str:
-    """Name a failure.
-
-    Args:
-        exception_type: With or without its module; empty where no exception is known.
-        message: The exception's text, without the type.
-        frames: Outermost call first.
-        exitcode: As subprocess gives it: negative for a signal.
-        signal: The signal's name; empty where there was none.
-        is_said: Whether `message` is, without an exception, why the process ended.
-
-    Returns:
-        A word without blanks, the same for two occurrences of one failure.
-    """
+    """Name a failure, without blanks; `is_said`: `message` is why the process ended, without an exception."""
     if not exception_type:
         end = f"signal:{signal}" if signal else f"exit:{exitcode}"
         if not is_said:

@@ -48,13 +48,11 @@ _MOST_SHOWN = 60
 
 
 class Analysis(Struct, frozen=True, kw_only=True):
-    """What the dumps show together."""
-
     suspects: tuple[FlightSuspect, ...] = ()
     """The likeliest first."""
     groups: tuple[GroupState, ...] = ()
     says: str = ""
-    """What is so where there are no suspects."""
+    """The state of the ranks where there are no suspects."""
 
 
 class _Wait(Struct, frozen=True, kw_only=True):
@@ -85,7 +83,7 @@ def analyse(dumps: Iterable[RankDump], *, world_size: int | None = None) -> Anal
 
     Args:
         dumps: One for each rank; of several with one rank (two backends) all count.
-        world_size: Where it is known: ranks without a dump are missing.
+        world_size: Ranks without a dump are missing, where it is known.
     """
     known = sorted(dumps, key=lambda dump: dump.rank)
     if not known:
@@ -106,7 +104,6 @@ def analyse(dumps: Iterable[RankDump], *, world_size: int | None = None) -> Anal
 
 
 def _waiting_groups(dumps: Sequence[RankDump], world_size: int | None) -> tuple[list[Group], list[_Wait]]:
-    """The groups with what each rank waits in, or waited in at last, and the sends and receives that wait."""
     groups = groups_of(dumps, world_size)
     transfers = list(_transfers(dumps, groups))
     if not any(group.waiting for group in groups) and not transfers:
@@ -120,7 +117,6 @@ def _waiting_groups(dumps: Sequence[RankDump], world_size: int | None) -> tuple[
 
 
 def _waits(group: Group, dumps: Sequence[RankDump]) -> Iterator[_Wait]:
-    """Who waits for whom in one group."""
     by_number: dict[int, list[int]] = {}
     for rank, number in sorted(group.waiting.items()):
         by_number.setdefault(number, []).append(rank)

@@ -30,16 +30,16 @@ from hpc_elastic.failures.classify import size_text
 from hpc_elastic.run.flight_tail import Call, FlightTail, TailTrack
 
 MOST_BYTES = 256 << 20
-"""Of one dump: some hundred thousand entries."""
+"""Some hundred thousand entries."""
 MOST_KEPT = 48
 """Calls of each group at the end of a dump that an event has."""
 _MOST_RANKS = 1 << 20
-"""Of a run; and of all its groups together, each once."""
+"""A run's; and all its groups' together, each once."""
 _MOST_ELEMENTS = 1 << 62
 GLOO = "gloo"
 _COALESCED = "coalesced"
 COALESCED = f"{_COALESCED} "
-"""What the name of a call begins with that is several, put together."""
+"""The beginning of a call's name that is several, put together."""
 _P2P = re.compile(r"(send|recv)\b(?: (\d{1,9})(->|<-)(\d{1,9}))?")
 # torch's names of types (ScalarType.h), their short names, and the bytes of one element.
 _TYPES: Mapping[str, tuple[str, int]] = {
@@ -70,8 +70,6 @@ class Track(Struct, kw_only=True):
 
 
 class RankDump(Struct, kw_only=True):
-    """One rank's dump."""
-
     rank: int
     version: str = ""
     calls: list[Call] = field(default_factory=list)
@@ -84,12 +82,12 @@ class RankDump(Struct, kw_only=True):
 
 
 def numel_of(call: Call) -> tuple[int, int]:
-    """Elements that go in, and that come out."""
+    """Count the elements that go in, and that come out."""
     return sum(map(_elements, call.inputs)), sum(map(_elements, call.outputs))
 
 
 def _elements(shape: Iterable[int]) -> int:
-    """Of one tensor; not more than any can have, whatever is said of its shape."""
+    """Not more than any tensor can have, whatever is said of its shape."""
     found = 1
     for size in shape:
         found = min(found * size, _MOST_ELEMENTS)
@@ -186,7 +184,7 @@ def dump_of(rank: int, tail: FlightTail, members: RangeReader) -> RankDump:
 
 
 def dumps_of(tails: Mapping[int, FlightTail]) -> list[RankDump]:
-    """Those of all ranks. Beside dumps, what a watchdog printed has numbers alone: it knows no types to compare."""
+    """Make the dumps again. Beside dumps, what a watchdog printed has numbers alone, and no types to compare."""
     has_dump = any(not tail.is_of_words for tail in tails.values())
     members = RangeReader(most=_MOST_RANKS)
     return [
@@ -217,11 +215,7 @@ def rank_of_name(name: str) -> int | None:
 
 
 def read_dump(raw: bytes, *, rank: int | None = None) -> RankDump:
-    """Read a dump, JSON or pickle.
-
-    Args:
-        raw: The file's contents.
-        rank: The rank, where the dump does not hold it.
+    """Read a dump, JSON or pickle; `rank`: where the dump does not hold it.
 
     Raises:
         UnreadableDumpError: it is none, or half of one, or its rank is not known.
@@ -311,7 +305,7 @@ def _of_pickle(raw: bytes, rank: int | None) -> RankDump:
 
 _KIND_NAMES = ("profiling_name", "process_group", "input_sizes", "output_sizes", "input_dtypes", "is_p2p")
 _KIND = itemgetter(*_KIND_NAMES)
-"""What is the same in many entries of a dump; as bytes it is a key, however the lists in it are nested."""
+"""The part that many entries of a dump share; as bytes it is a key, however the lists in it are nested."""
 _FACT_NAMES = ("state", "retired", "collective_seq_id", "p2p_seq_id")
 _FACTS = itemgetter(*_FACT_NAMES)
 
@@ -326,7 +320,7 @@ def _rank(held: object, given: int | None) -> int:
 
 
 class _Place(NamedTuple):
-    """Where the entries of one kind of call go: the columns' own methods, since dumps have millions of entries."""
+    """The columns' own methods for the entries of one kind of call, since dumps have millions of entries."""
 
     is_transfer: bool
     trusts_retired: bool
@@ -359,7 +353,6 @@ class _Builder:
         return _Place(is_transfer, trusts, len(dump.calls) - 1, track, *columns)
 
     def finish(self) -> RankDump:
-        """The dump, when all its entries are in."""
         for (backend, _), track in self.dump.collectives.items():
             if backend == GLOO:  # it loses the mark of some: what came after them is marked
                 at = track.done.rfind(1)

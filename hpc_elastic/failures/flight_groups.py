@@ -1,4 +1,4 @@
-"""What one process group's ranks did, by their dumps of the flight recorder, and why one is a suspect. Pure."""
+"""Describes what a process group's ranks did, by their dumps of the flight recorder, and who is a suspect. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from hpc_elastic.run.flight_tail import Call
 
 
 class Reason(str, Enum):
-    """Why a rank is a suspect."""
-
     NEVER_ENTERED = "never_entered"
     ALONE = "alone"
     """Most others never come to what it waits in."""
@@ -42,7 +40,7 @@ class FlightSuspect(Struct, frozen=True, kw_only=True):
     group: str
     """The group's description, or its name."""
     collective: str
-    """What it missed, or called, or waits in: ``all_reduce``."""
+    """It missed, or called, or waits in it: ``all_reduce``."""
     sequence: int
     """The number of that call in its group."""
 
@@ -70,13 +68,12 @@ class Group(Struct, kw_only=True):
     last: dict[int, int] = field(default_factory=dict)
     waiting: dict[int, int] = field(default_factory=dict)
     is_live: bool = True
-    """Whether what `waiting` has is not completed; else (gloo, which closes what has failed) it is where most came to.
-    """
+    """`waiting` is not completed; else (gloo, which closes what has failed) it is where most came to."""
     reached: int = -1
     """The first number that ranks wait in, or waited in at last; -1: this group has no part in it."""
 
     def call(self, rank: int, sequence: int) -> Call | None:
-        """What the rank called with this number; None: nothing, or it is gone from the ring."""
+        """The rank's call with this number; None: nothing, or it is gone from the ring."""
         dump, track = self.tracks[rank]
         place = sequence - track.sequences[0]
         if not (0 <= place < len(track.sequences) and track.sequences[place] == sequence):
@@ -219,14 +216,13 @@ def _first_difference(group: Group) -> Iterator[int]:
 
 
 def _is_comparable(dump: RankDump, track: Track) -> bool:
-    """Whether it has all numbers of its window, and knows what was called with each."""
+    """It has all numbers of its window, and knows what was called with each."""
     return all(call.name for call in dump.calls) and track.sequences[-1] - track.sequences[0] + 1 == len(
         track.sequences
     )
 
 
 def _signature(call: Call) -> object:
-    """Equal for what may meet in one collective."""
     return _kind_of(call), _size_of(call)
 
 
@@ -235,7 +231,7 @@ def _kind_of(call: Call) -> object:
 
 
 def _size_of(call: Call) -> object:
-    """What must be equal on all ranks of a collective."""
+    """It must be equal on all ranks of a collective."""
     name = call.name.removeprefix(COALESCED)
     if name in _BY_OUTPUT:
         return numel_of(call)[1:]

@@ -1,4 +1,4 @@
-"""What a process printed last: the lines that say why it ended, where it left no exception, or beside one.
+"""Finds in what a process printed last the lines that say why it ended, where it left no exception, or beside one.
 
 A process ends with much that says nothing: progress bars, loggers' lines, warnings, the dump of a fault handler, a
 usage text before the one line with the wrong option. Of what is left the last line that speaks of an error counts, else
@@ -15,7 +15,7 @@ from msgspec import Struct
 from hpc_elastic.base.text import cut_end
 
 _NEAR = 12
-"""So many lines from the end the one that speaks of an error may stand."""
+"""The line that speaks of an error stands at most so many lines from the end."""
 _LINE_LIMIT = 600
 _FOLLOWING = 4
 _MOST_USAGE = 40
@@ -74,25 +74,15 @@ _HEADER = "Traceback (most recent call last):"
 
 
 class LastLines(Struct, frozen=True, kw_only=True):
-    """What was printed last."""
-
     text: str
     """The line that tells most, and what follows it in its paragraph."""
     is_telling: bool
-    """Whether it speaks of an error; else it is the last line, whatever it says."""
+    """It speaks of an error; else it is the last line, whatever it says."""
     at: int
-    """The line's number in what it was found in."""
 
 
 def find_last_lines(lines: Sequence[str]) -> LastLines | None:
-    """Find the line that tells why a process ended.
-
-    Args:
-        lines: Of stderr or stdout, cleaned.
-
-    Returns:
-        What it said; None where there is no line, or nothing but a row of alike ones.
-    """
+    """Find the line that tells why a process ended; None where there is none, or nothing but a row of alike ones."""
     lines = [line[: 2 * _LINE_LIMIT] for line in lines]  # a line of megabytes costs no more than another
     first = max(0, len(lines) - _MOST_LINES)
     spoken = [(first + at, line) for at, line in speaking_lines(lines[first:]) if not re.match(_LOGGED, line)]
@@ -166,13 +156,12 @@ def _start_of_message(lines: Sequence[str], at: int, line: str) -> tuple[int, st
 
 
 def goes_on(before: Sequence[str], after: Sequence[str]) -> bool:
-    """Whether a process went on with what it did before: it prints lines that are alike again."""
+    """Tell whether a process went on with what it did before: it prints lines that are alike again."""
     shapes = {_shape(line) for _, line in speaking_lines(after)}
     return bool(shapes) and any(_shape(line) in shapes for _, line in speaking_lines(before))
 
 
 def has_progress(lines: Sequence[str]) -> bool:
-    """Whether a row of alike lines stands in it."""
     spoken = speaking_lines(lines)
     return any(_is_progress(line, spoken) for _, line in spoken[-3:])
 

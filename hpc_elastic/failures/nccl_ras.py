@@ -1,4 +1,4 @@
-"""What NCCL's RAS (2.28.7 and newer) answers: how often each rank of each communicator has launched each collective.
+"""Reads the answer of NCCL's RAS (2.28.7 and newer): how often each rank of each communicator launched each collective.
 
 The form is the JSON of NCCL's src/ras/client_support.cc, 2.28.7 to 2.31. The counts grow when a rank launches, not
 when it completes; sends and receives may differ between ranks that are in order.
@@ -21,8 +21,6 @@ _UNANSWERED = "does not answer NCCL's RAS: its process is stopped or gone"
 
 
 class UnreadableReportError(HpcElasticError):
-    """What came is no report of RAS, or not a whole one."""
-
     template = "NCCL's RAS sent {what}"
 
 
@@ -31,9 +29,7 @@ class Level(Struct, frozen=True):
 
     launched: int
     count: int
-    """How many ranks they are."""
     ranks: tuple[int, ...] = ()
-    """Which."""
 
 
 class Communicator(Struct, frozen=True, kw_only=True):
@@ -47,7 +43,7 @@ class Communicator(Struct, frozen=True, kw_only=True):
     missing: tuple[int, ...] = ()
     """Ranks whose processes did not answer."""
     is_settled: bool = True
-    """Whether none of its ranks is being made or destroyed: till then they differ rightly."""
+    """None of its ranks is being made or destroyed: till then they differ rightly."""
     processes: Mapping[int, tuple[str, int]] = field(default_factory=dict)
     """Rank → the address of its host, and its pid there."""
 
@@ -69,7 +65,6 @@ class RasReport(Struct, frozen=True, kw_only=True):
     """One answer, for all processes of the job."""
 
     version: str = ""
-    """NCCL's."""
     communicators: tuple[Communicator, ...] = ()
 
     @property
@@ -79,10 +74,10 @@ class RasReport(Struct, frozen=True, kw_only=True):
 
 
 _LACKING_COMMA = r'("nvml_dev": *-?\d+)(\s+"status")'
-"""Of each missing rank, as 2.28.9 writes it."""
+"""2.28.9 writes each missing rank so."""
 _SILENT = ("unresponsive", "considered_dead")
 _CHANGING = ("init_state", "finalize_called", "destroy_flag", "abort_flag")
-"""What is not 0 or false of a rank whose communicator is made or destroyed."""
+"""Neither 0 nor false while a rank's communicator is made or destroyed."""
 
 
 class _Rank(Struct):
@@ -107,11 +102,7 @@ class _Answer(Struct):
 
 
 def parse_json(text: str) -> RasReport:
-    """Read the answer in JSON.
-
-    Raises:
-        UnreadableReportError: it is something else, or broken.
-    """
+    """Read the answer in JSON; raises `UnreadableReportError` for anything else."""
     text = re.sub(_LACKING_COMMA, r"\1,\2", text[text.find("{") :])
     try:
         found = msgspec.json.decode(text, type=_Answer)
@@ -145,7 +136,7 @@ def _describe(found: _Communicator) -> Communicator:
 
 
 def find_culprits(communicator: Communicator) -> dict[int, str]:
-    """Which of its ranks hold up the others, and why: they don't answer, have launched less, or something else.
+    """Name the ranks that hold up the others, and why: they don't answer, have launched less, or something else.
 
     Where more than two thirds of the ranks have launched less than a few, these few are ahead: they wait in what the
     others never call.

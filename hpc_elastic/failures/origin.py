@@ -1,9 +1,13 @@
-"""Which exception of a chain its end comes from, and what that one means: by where it was raised, then by its text.
+"""Finds the exception of a chain that an end comes from, and what it means: by where it was raised, then by its text.
 
 A text alone shows little: "connection reset by peer" is what torch's process group says of another rank, what a client
 says of its data server, and what a script may print. So a text that speaks of a peer counts only where torch, gloo or
 NCCL raised the exception or wrote the line, and a text of the system's error numbers only where the script did not
 write it itself.
+
+An exception may only report the end of something else: ``CalledProcessError: … returned non-zero exit status 1`` has
+its cause in what the child printed before it; what a process logged just before an exception that the script raised may
+be why it raised it (``raise RuntimeError("giving up")``).
 """
 
 from __future__ import annotations
@@ -42,7 +46,7 @@ _EXPECTED = frozenset(
     {"KeyError", "IndexError", "AttributeError", "StopIteration", "Empty", "Full", "FileNotFoundError", "TimeoutError",
      "FileExistsError", "ImportError", "ModuleNotFoundError", "BlockingIOError", "LookupError", "NotImplementedError"}
 )  # fmt: skip
-"""What a script catches in the line that raises it, as a part of its normal course."""
+"""A script catches them in the line that raises them, as a part of its normal course."""
 
 
 _CLEANS_UP = r"(?i)__a?exit__|__del__|close|clean_?up|tear_?down|shut_?down|finali[sz]e"
@@ -65,16 +69,10 @@ _WATCHDOG = (
 
 
 def explain_chain(chain: Sequence[RaisedException], *, rank: int = -1) -> FailurePattern | None:
-    """What is known of an exception with all that it was raised from.
+    """Explain an exception with all that it was raised from, the last one first; None where nothing is known.
 
     The first one decides whether it is a symptom: what is raised in the ``finally`` of a failure follows from it.
-
-    Args:
-        chain: The last one first.
-        rank: The global rank whose exception it is; -1 for not known.
-
-    Returns:
-        The pattern that holds, None where none does.
+    `rank`: the global rank whose exception it is.
     """
     failed = {raised.rank for raised in chain if raised.rank is not None}
     if failed and rank >= 0 and rank not in failed:
@@ -86,14 +84,7 @@ def explain_chain(chain: Sequence[RaisedException], *, rank: int = -1) -> Failur
 
 
 def find_origin(chain: Sequence[RaisedException]) -> RaisedException | None:
-    """The exception to name: the last one that is not a consequence of one before it.
-
-    Args:
-        chain: The last one first.
-
-    Returns:
-        The chain's last exception, in most cases; an earlier one where a symptom followed it. None for no chain.
-    """
+    """Find the exception to name: the last one that is not a consequence of one before it."""
     kept = _without_expected(chain)
     named = kept[-1] if kept else None
     for raised in reversed(kept):
@@ -107,7 +98,7 @@ def find_origin(chain: Sequence[RaisedException]) -> RaisedException | None:
 
 
 def explain(raised: RaisedException) -> FailurePattern | None:
-    """What is known of one exception, or of a line that stands for one."""
+    """Explain one exception, or a line that stands for one."""
     if not raised.exception_type:
         return explain_text(raised.message)
     if _is_of_own_limit(raised):
@@ -132,7 +123,7 @@ def explain(raised: RaisedException) -> FailurePattern | None:
 
 
 def explain_text(text: str) -> FailurePattern | None:
-    """What is known of the last lines of a worker that left no exception."""
+    """Explain the last lines of a worker that left no exception."""
     if re.search(_WATCHDOG, text.split("\n", 1)[0]) and "nccl" not in text.lower():
         return OWN_WATCHDOG
     return find_pattern(
@@ -146,7 +137,7 @@ def explain_text(text: str) -> FailurePattern | None:
 
 
 def is_of_process_group(raised: RaisedException) -> bool:
-    """Whether torch's process group, gloo or NCCL raised it: by its type, its innermost frame, else by its text."""
+    """torch's process group, gloo or NCCL raised it: by its type, its innermost frame, else by its text."""
     if raised.exception_type.startswith(_OTHER_SERVICES):
         return False
     if re.match(_COLLECTIVE_TYPE, raised.exception_type) or "::" in raised.exception_type:  # a C++ library ended it
@@ -161,14 +152,14 @@ def is_of_process_group(raised: RaisedException) -> bool:
 
 
 def is_in_collective(raised: RaisedException) -> bool:
-    """Whether it came from a call in which a rank waits for others, or may have: by its frames and lines of code."""
+    """It came from a call in which a rank waits for others, or may have: by its frames and lines of code."""
     if any(re.search(_COLLECTIVE_FILE, frame.file) for frame in raised.frames):
         return True
     return re.search(_COLLECTIVE_CALL, f"{raised.caller}\n{raised.source}") is not None
 
 
 def _is_of_own_limit(raised: RaisedException) -> bool:
-    """Whether the script interrupted a collective for the time that it took: a handler of a signal, or a thread."""
+    """The script interrupted a collective for the time that it took: a handler of a signal, or a thread."""
     if (
         raised.exception_type == "KeyboardInterrupt"
         and raised.frames
@@ -191,17 +182,17 @@ def _is_of_cleanup(raised: RaisedException) -> bool:
 
 
 def gave_up_waiting(headline: str) -> bool:
-    """Whether a failure shows no more than that something else did not come in time."""
+    """A failure shows no more than that something else did not come in time."""
     return re.search(_LIMITS_TIME, headline) is not None or headline.startswith("TimeoutError")
 
 
 def is_raised_by_script(raised: RaisedException) -> bool:
-    """Whether a ``raise`` or an ``assert`` of the user's code made it: its text is the script's own."""
+    """A ``raise`` or an ``assert`` of the user's code made it: its text is the script's own."""
     return bool(user_frames(raised.frames[-1:])) and re.search(_RAISES, raised.source) is not None
 
 
 def _without_expected(chain: Sequence[RaisedException]) -> Sequence[RaisedException]:
-    """Without a first exception that the script caught where it was raised, and went on: a key not in a cache."""
+    """A first exception that the script caught where it was raised, and went on, is left out: a key not in a cache."""
     first = chain[-1] if chain else None
     if first is not None and len(chain) > 1 and first.while_handling and len(first.frames) == 1:
         name = first.exception_type.rsplit(".", 1)[-1]
@@ -216,7 +207,7 @@ def _ends(text: str) -> str:
 
 
 _WAITING = frozenset({"Empty", "TimeoutError", "CancelledError", "BrokenBarrierError", "InvalidStateError"})
-"""What a thread raises for which another one's result did not come."""
+"""A thread raises them for which another one's result did not come."""
 _WRAPPERS = (
     r"(?:CalledProcessError|ChildFailedError|ProcessExitedException|BrokenProcessPool|SubprocessError|ExecutionError"
     r"|TerminatedWorkerError)\Z"
@@ -225,9 +216,9 @@ _WORKER_GONE = r"DataLoader worker \(pid.*?(?:exited unexpectedly|is killed by s
 _LOOKED_BACK = 400
 """Lines before its traceback in which a child's output may stand."""
 _CHILD_LINES = 60
-"""So many speaking lines may stand between a child's traceback and that of its parent."""
+"""At most so many speaking lines stand between a child's traceback and that of its parent."""
 _NEAR = 8
-"""So many speaking lines before its traceback the process may have logged what led to it."""
+"""At most so many speaking lines before its traceback the process logged what led to it."""
 _DEEPEST = 4
 _READS = r"(?i)\b\w*(?:load|read|restore|resume|open)\w*\("
 """A line of code that reads a file."""
@@ -243,10 +234,6 @@ _ABOVE = 40
 
 def find_wrapped(found: FailureText, lines: Sequence[str]) -> RaisedException | None:
     """Find what an exception hides: what its child printed, or what was logged just before.
-
-    Args:
-        found: The exception that ended the process, with its place in `lines`.
-        lines: The output, cleaned.
 
     Returns:
         The exception, or a line that stands for one (then without a type); None where nothing was printed.
@@ -278,18 +265,18 @@ def find_wrapped(found: FailureText, lines: Sequence[str]) -> RaisedException | 
 
 
 def _is_local(row: FailurePattern, line: str, known: FailurePattern) -> bool:
-    """Whether NCCL had warned of a failure on this node, and its exception does not show that."""
+    """NCCL had warned of a failure on this node, and its exception does not show that."""
     return " NCCL WARN " in line and FailureClass.SYMPTOM is known.failure_class is not row.failure_class
 
 
 def is_near(found: FailureText, before: Sequence[str]) -> bool:
-    """Whether a traceback was printed a few lines before the end of `before`, with no progress between."""
+    """A traceback was printed a few lines before the end of `before`, with no progress between."""
     after = before[found.exception_at + 1 :]
     return len(speaking_lines(after)) <= _NEAR and not has_progress(after)
 
 
 def is_wrapper(raised: RaisedException) -> bool:
-    """Whether it says no more than that something else has failed."""
+    """It says no more than that something else has failed."""
     name = raised.exception_type.rsplit(".", 1)[-1]
     return re.match(_WRAPPERS, name) is not None or re.match(_WORKER_GONE, raised.message) is not None
 
@@ -307,18 +294,10 @@ def _of_child(before: Sequence[str]) -> RaisedException | None:
 
 
 def find_file_read(found: FailureText, lines: Sequence[str], read_script: Callable[[str], Sequence[str]]) -> str:
-    """Name the file in whose reading an exception was raised, where its message names none.
+    """Name the file in whose reading an exception was raised, where its message names none; empty: not known.
 
     The line of the script that reads names it, else an earlier line that sets a name which stands there, else what
     the process printed last before its traceback.
-
-    Args:
-        found: The exception, with its place in `lines`.
-        lines: The output, cleaned.
-        read_script: Gives a file's lines; none where it can't be read.
-
-    Returns:
-        The file, as the code or the output has it; empty where the exception is of no reading.
     """
     frames = user_frames(found.frames)
     if not frames or not found.exception_type or re.search(_PRINTED_PATH, found.message.split("\n", 1)[0]):

@@ -1,4 +1,4 @@
-"""What libraries, the CUDA driver and the kernel print when they fail, and what it means. Tables over text.
+"""Tables of what libraries, the CUDA driver and the kernel print when they fail, and what it means.
 
 To know one more text is to add one row, and an excerpt of it to tests/data/failures. The texts of gloo and the stores
 were produced with torch 2.13; those of NCCL, CUDA and the driver are from public issue threads
@@ -26,16 +26,14 @@ class FailurePattern(Struct, frozen=True):
     """One row.
 
     Attributes:
-        failure_class: Whose failure it is.
-        says: What happened, for the report.
         any_of: Lower-case texts of which one must occur; ``*`` stands for at most 200 characters of one line.
-        retryable: Whether another start may help. A bug that may depend on the data is worth one: the same failure
-            again with no progress between ends the run anyway.
-        node_suspect: Whether a part of the node where it was said is likely broken.
-        category: By whom something is to be done; None: by class and exit code.
-        is_common: Whether other programs, or the script itself, may say the same of something else. Such a text of a
-            symptom counts where the process group said it; another one in a message of the script only with the
-            system's error number ("the input/output error of the calibration" is no failed filesystem).
+        retryable: Another start may help. A bug that may depend on the data is worth one: the same failure again with
+            no progress between ends the run anyway.
+        node_suspect: A part of the node where it was said is likely broken.
+        category: None: by class and exit code.
+        is_common: Other programs, or the script itself, may say the same of something else. Such a text of a symptom
+            counts where the process group said it; another one in a message of the script only with the system's error
+            number ("the input/output error of the calibration" is no failed filesystem).
     """
 
     failure_class: FailureClass
@@ -221,8 +219,8 @@ ONE_LOSS = frozenset(
         "the store of the process group went away or a peer never came to it",
     }
 )
-"""What healthy ranks say when one and the same peer is gone: which of these each of them says, and in which words, is a
-matter of the call that it was in, to the microsecond. A timeout, or a network that failed, shows something else."""
+"""Healthy ranks say one of these when one and the same peer is gone, by the call that each was in, to the microsecond. A
+timeout, or a network that failed, shows something else."""
 
 _XID = re.compile(r"xid \((?:pci:)?[^)]{1,40}\): (\d{1,3})\b")
 
@@ -251,11 +249,9 @@ is suspect, what happened. Others are the driver's word for something that faile
 
 
 def find_pattern(text: str, accept: Callable[[FailurePattern, str], bool] | None = None) -> FailurePattern | None:
-    """What is known of a text: its most telling Xid, else the first row of `PATTERNS` that fits.
+    """Find a text's most telling Xid, else the first row of `PATTERNS` that fits.
 
-    Args:
-        text: What was printed.
-        accept: Whether a row may hold for the line, in lower case, in which its text occurs; None: every row may.
+    `accept` decides whether a row may hold for the line, in lower case, in which its text occurs.
     """
     lowered = text.lower()
     if "xid (" in lowered:
@@ -274,11 +270,7 @@ def find_pattern(text: str, accept: Callable[[FailurePattern, str], bool] | None
 
 
 def symptom_kind(says: str) -> str:
-    """What a symptom shows, whatever its wording: equal for those that one event may cause side by side.
-
-    Args:
-        says: A row's `FailurePattern.says`, as failures keep it in their ``reason``.
-    """
+    """Name what a symptom shows, whatever its wording: equal for those that one event may cause side by side."""
     return LOST_PEER if says in ONE_LOSS else says
 
 

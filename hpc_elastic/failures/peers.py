@@ -1,8 +1,8 @@
-"""Whose address it is that a symptom names, and where the chain of lost connections begins: pure.
+"""Finds whose address a symptom names, and where the chain of lost connections begins. Pure.
 
 "Connection closed by peer [10.0.0.7]:41234" says that the owner of that socket went away first, or was gone by itself
 through another one. Where the agents knew which rank owned it, each symptom points to a rank, and the chain of them to
-the one that no symptom explains.
+the one that no symptom explains. NCCL's watchdog names no address: its lines are the end of a flight recorder's dump.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Peer(Struct, frozen=True, kw_only=True):
 
 
 def find_peer(text: str) -> str:
-    """The address of the peer that a symptom names, as it is printed; empty where there is none."""
+    """Find the address of the peer that a symptom names, as it is printed; empty where there is none."""
     found = _GLOO.search(text) or _NCCL.search(text)
     return cut_end(found[0], _LIMIT) if found else ""
 
@@ -50,13 +50,7 @@ def find_peer(text: str) -> str:
 def resolve_peers(
     activities: Iterable[Activity], sockets: Sequence[Sockets], *, hosts: Mapping[int, str] | None = None
 ) -> list[Peer]:
-    """The ranks behind the addresses in the ranks' messages, as far as each is one rank's alone.
-
-    Args:
-        activities: Those of the round.
-        sockets: What the agents knew.
-        hosts: Of every rank of the round, where it is known.
-    """
+    """Find the ranks behind the addresses in the ranks' messages, as far as each is one rank's alone."""
     networks = {one.rank: part.network for part in sockets for one in part.ranks}
     owners: dict[str, list[tuple[int, int, int]]] = {}  # first port, last port, rank
     for part in sockets:
@@ -85,11 +79,9 @@ def resolve_peers(
 
 
 def chain_ends(peers: Sequence[Peer], *, failed: Container[int]) -> list[Peer]:
-    """The peers with which the chains of lost connections begin, by rank.
+    """Find the peers with which the chains of lost connections begin, by rank.
 
-    Args:
-        peers: Whom the messages name.
-        failed: The ranks with a failure: one that names no peer waited for another rank, too, and is no beginning.
+    One of `failed` that names no peer waited for another rank, too, and is no beginning.
     """
     points = {peer.of: peer for peer in peers}
     ends: dict[int, Peer] = {}
@@ -149,17 +141,13 @@ _NAMES: Mapping[str, str] = {
     "REDUCE_SCATTER": "reduce_scatter", "_REDUCE_SCATTER_BASE": "_reduce_scatter_base", "ALLTOALL": "all_to_all",
     "ALLTOALL_BASE": "all_to_all",
 }  # fmt: skip
-"""As the flight recorder calls them; others are the same in small letters."""
+"""Named as the flight recorder has them; others are the same in small letters."""
 _TRANSFERS = ("SEND", "RECV", "RECVANYSOURCE", "COALESCED")
 """Their numbers may be those of sends and receives, which are counted apart."""
 
 
 def tail_of_words(text: str) -> FlightTail | None:
-    """The last collectives in each group of which `text` has the status; None where it has none.
-
-    Args:
-        text: What one rank printed.
-    """
+    """Read the last collectives in each group of which one rank's `text` has the status; None where it has none."""
     works = {int(number): (kind, into, out) for number, kind, into, out in _WORK.findall(text)}
     statuses: dict[str, tuple[str, int, int, int | None]] = {}
     for found in _STATUS.finditer(text):

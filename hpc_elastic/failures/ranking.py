@@ -53,7 +53,7 @@ class Suspect(Struct, frozen=True, kw_only=True):
 
 
 _CAUSES = (FailureClass.ROOT, FailureClass.HANG, FailureClass.INFRASTRUCTURE)
-"""What may be a cause, in the order that holds where times can't be compared."""
+"""Possible causes, in the order that holds where times can't be compared."""
 _SYMPTOMS = (FailureClass.SYMPTOM, None)
 _SENT_BY_AGENT = ("SIGTERM", "SIGKILL")
 
@@ -61,7 +61,7 @@ F = TypeVar("F")
 
 
 class Standing(NamedTuple):
-    """What the ranking needs to know of a failure. Times are by a clock that all failures of one ranking share."""
+    """The part of a failure that its ranking needs. Times are by a clock that all failures of one ranking share."""
 
     failure_class: FailureClass | None
     """None: not known yet."""
@@ -74,16 +74,15 @@ class Standing(NamedTuple):
     silent: float = 0.0
     """Seconds for which a hung worker gave no sign of life, where no time says so."""
     raised: bool = False
-    """Whether an exception is known."""
     printed_ns: int = 0
-    """When that began to be printed; 0: not known."""
+    """0: not known."""
     stopped: bool = False
     """Whether the agent ended the worker."""
     may_follow_stop: bool = False
-    """Whether it may have provoked by that what the worker printed."""
+    """It may have provoked by that what the worker printed."""
     signal: str = ""
     lost_connection: bool = False
-    """Whether it reports that what it was connected to is gone: another rank's own server, or a service elsewhere."""
+    """It reports that what it was connected to is gone: another rank's own server, or a service elsewhere."""
     fingerprint: str = ""
 
 
@@ -95,7 +94,7 @@ class Ranking(Generic[F]):
         is_cause = [how.failure_class in _CAUSES and not how.may_follow_stop for how, _ in found]
         deciding = [how for (how, _), one in zip(found, is_cause, strict=True) if one or not any(is_cause)]
         self.by_printed = _are_all_printed(deciding) or _are_alike(deciding)
-        """Whether the failures are ordered by when they were printed; else by when their processes' ends were seen.
+        """The failures are ordered by when they were printed; else by when their processes' ends were seen.
 
         An exception is printed before its process ends, by milliseconds or by minutes, and what it provokes elsewhere
         may end sooner. A failure without an exception has its end alone. Where one that raised has no known time, all
@@ -104,10 +103,9 @@ class Ranking(Generic[F]):
         found.sort(key=lambda item: (self.time_of(item[0]), _strength(item[0]), item[0].rank))
         self.all = [failure for _, failure in found]
         self.causes = [failure for how, failure in found if how.failure_class in _CAUSES and not how.may_follow_stop]
-        """What no other failure explains."""
         self.symptoms = [failure for how, failure in found if how.failure_class in _SYMPTOMS]
         self.late = [failure for how, failure in found if how.failure_class in _CAUSES and how.may_follow_stop]
-        """What reads like a cause, and may have been provoked by the agent's own signal."""
+        """Possible causes that the agent's own signal may have provoked."""
         # A run that is cancelled breaks connections, too, and ends whatever had logged an exception.
         is_broken = any(how.failure_class in _SYMPTOMS and not how.stopped for how, _ in found)
         self.first: F | None = None
@@ -121,7 +119,7 @@ class Ranking(Generic[F]):
             self.first = next(iter(self.late or self.symptoms), None)
 
     def time_of(self, standing: Standing) -> int:
-        """When it failed; of a lost connection as late as what it lost may have been seen to end."""
+        """The failure's time; a lost connection is as late as what it lost may have been seen to end."""
         at_ns = standing.printed_ns if self.by_printed and standing.printed_ns else standing.at_ns
         return at_ns + _LOST_NS if standing.lost_connection else at_ns
 
@@ -139,7 +137,7 @@ def _strength(standing: Standing) -> int:
 
 
 _LOST_NS = 100_000_000
-"""A process's sockets close before its end can be seen: by so much its clients may fail before it."""
+"""A process's sockets close before its end can be seen: its clients may fail so much before it."""
 SAME_NODE_NS = 2_000_000
 """One agent reads the ends of its workers one after the other."""
 OBSERVED_NS = 10_000_000
@@ -151,10 +149,8 @@ PRINTED_NS = 20_000_000
 
 
 class Moment(NamedTuple):
-    """When something happened."""
-
     at_ns: int
-    """By the reference's wall clock as far as that is known; else by the wall clock of its own node."""
+    """The reference's wall clock as far as that is known; else the wall clock of its own node."""
     bound_ns: int | None = None
     """It is off by at most so much more or less; None: its node's clock was not compared with the reference's."""
     node: int = -1
@@ -168,7 +164,7 @@ class Moment(NamedTuple):
 
 
 class Order(str, Enum):
-    """Of two moments, the first of which seems to be the earlier one."""
+    """The order of two moments, the first of which seems to be the earlier one."""
 
     KNOWN = "known"
     TIE = "tie"
@@ -178,13 +174,7 @@ class Order(str, Enum):
 
 
 def order_of(first: Moment, other: Moment, *, slack_ns: int = 0) -> Order:
-    """Whether `first` came first.
-
-    Args:
-        first: What seems to be the earlier one.
-        other: The later one.
-        slack_ns: By so much more `first` may be later than it says.
-    """
+    """Decide whether `first` came first; it may be later than it says by `slack_ns` more."""
     within = resolution_ns(first, other)
     if within is None:
         return Order.UNKNOWN
@@ -192,14 +182,13 @@ def order_of(first: Moment, other: Moment, *, slack_ns: int = 0) -> Order:
 
 
 def gap_ns(first: Moment, other: Moment) -> int:
-    """From the one to the other."""
     if first.node == other.node >= 0 and first.is_uptime == other.is_uptime:
         return other.own_ns - first.own_ns
     return other.at_ns - first.at_ns
 
 
 def resolution_ns(first: Moment, other: Moment) -> int | None:
-    """How close two moments may be before their order means nothing; None: it means nothing at all."""
+    """Give how close two moments may be before their order means nothing; None: it means nothing at all."""
     blur = first.blur_ns + other.blur_ns
     if first.node == other.node >= 0:
         return max(SAME_NODE_NS, blur)
@@ -208,7 +197,7 @@ def resolution_ns(first: Moment, other: Moment) -> int | None:
 
 
 def clock_bound_ns(first: Moment, other: Moment) -> int | None:
-    """How well the clocks of two nodes are known against each other; None: not at all."""
+    """Give how well the clocks of two nodes are known against each other; None: not at all."""
     if first.bound_ns is None or other.bound_ns is None:
         return None
     return first.bound_ns + other.bound_ns

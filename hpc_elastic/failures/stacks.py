@@ -1,8 +1,13 @@
-"""Where a hung process stood: the stacks of its threads, and what the kernel says of it.
+"""Shows where a hung process stood: the stacks of its threads, and what the kernel says of it.
 
 faulthandler's dump comes with the SIGABRT that ends a hung worker (``PYTHONFAULTHANDLER=1``): all threads, also with
 the GIL held in C. `look_at_process` shows a process that sits in the kernel, is stopped, or is no Python (states, wait
 channels, system calls, children). Nothing waits for longer than a moment.
+
+A build of a torch C++ extension that was killed leaves its lock file, and every later start waits for it. torch 2.13's
+`FileBaton` is a file that exists while a process builds, and that it has open; the kernel does not take it back. An
+agent that ends a build itself removes it (`find_held_locks` before, `remove_locks` after); what another kill left is
+named where a worker waits for it.
 """
 
 from __future__ import annotations
@@ -36,14 +41,12 @@ _END = re.compile(r"Extension modules: |Current thread's C stack trace")
 _PROCESS = "/multiprocessing/process.py"
 _MOST_DUMPS = 9
 _OWN_THREAD = "/hpc_elastic/worker_api/flight_recorder.py"
-"""Of the thread in a worker that is this package's: nothing that its user asks for."""
+"""This package's own thread in a worker: nothing that its user asks for."""
 
 T = TypeVar("T")
 
 
 class ThreadStack(Struct, frozen=True, kw_only=True):
-    """One thread of a dump."""
-
     frames: tuple[Frame, ...]
     """Outermost call first; empty: no Python in it."""
     is_main: bool
@@ -51,29 +54,26 @@ class ThreadStack(Struct, frozen=True, kw_only=True):
 
 
 class StackDump(Struct, frozen=True, kw_only=True):
-    """What faulthandler printed."""
-
     threads: tuple[ThreadStack, ...]
     text: str
-    """As printed."""
     children: tuple[StackDump, ...] = ()
     """Dumps of processes that it had forked by multiprocessing, as a DataLoader does."""
 
     @property
     def main(self) -> tuple[Frame, ...]:
-        """Of the main thread, outermost call first."""
+        """The main thread's frames, outermost call first."""
         return next((thread.frames for thread in self.threads if thread.is_main), ())
 
 
 class RankStacks(Struct, frozen=True, kw_only=True):
-    """Where a rank's threads stood, for an event."""
+    """The places of a rank's threads, for an event."""
 
     main: tuple[str, ...] = ()
     """`short_stack` of its main thread; empty: none could be had."""
     others: tuple[tuple[str, tuple[str, ...]], ...] = ()
-    """Of each other thread with Python in it: its name, where it has one, and its `short_stack`."""
+    """Each other thread with Python in it: its name, where it has one, and its `short_stack`."""
     where: str = ""
-    """What the kernel said of it, where there is no stack."""
+    """The kernel's description, where there is no stack."""
 
 
 def find_dump(text: str, *, may_be_child: bool = True) -> StackDump | None:
@@ -137,12 +137,7 @@ def _read_dump(text: str) -> StackDump | None:
 
 
 def stacks_of(dump: StackDump | None, *, where: str = "") -> RankStacks:
-    """What an event holds of a rank.
-
-    Args:
-        dump: Its stacks, where there are any.
-        where: What the kernel said of it.
-    """
+    """Keep what an event holds of a rank; `where`: what the kernel said of it."""
     if dump is None:
         return RankStacks(where=where)
     others = ((thread.name, tuple(short_stack(thread.frames))) for thread in dump.threads if not thread.is_main)
@@ -154,22 +149,18 @@ def stacks_of(dump: StackDump | None, *, where: str = "") -> RankStacks:
 
 
 def describe_stack(frames: Iterable[Frame]) -> str:
-    """As a traceback has it, the most recent call last."""
+    """Write frames as a traceback has them, the most recent call last."""
     lines = [f'  File "{frame.file}", line {frame.line}, in {frame.function}' for frame in frames]
     return "\n".join(["Stack where it hung (most recent call last):", *lines]) if lines else ""
 
 
 def short_stack(frames: Iterable[Frame], limit: int = 12) -> list[str]:
-    """For an event: ``train.py:44 step``, the most recent call last, at most `limit`."""
+    """Write frames for an event: ``train.py:44 step``, the most recent call last."""
     return [f"{frame.file}:{frame.line} {frame.function}" for frame in list(frames)[-limit:]]
 
 
 def fold_stacks(stacks: Mapping[int, tuple[str, ...]]) -> list[tuple[list[int], tuple[str, ...]]]:
-    """Ranks by identical stack: the rarest stack first, which is the odd one out; then by rank.
-
-    Args:
-        stacks: Global rank → `short_stack`.
-    """
+    """Group ranks by identical `short_stack`: the rarest first, which is the odd one out; then by rank."""
     return _fold((rank, stacks[rank]) for rank in sorted(stacks))
 
 
@@ -231,7 +222,7 @@ class Whereabouts(Struct, frozen=True, kw_only=True):
 
     @property
     def is_stuck(self) -> bool:
-        """Whether it can't go on by itself: in the kernel, stopped, or about to load a program (D state or not)."""
+        """It can't go on by itself: in the kernel, stopped, or about to load a program (D state or not)."""
         return self.state[:1] in ("D", "T", "t") or self.syscall in ("execve", "execveat")
 
     def describe(self) -> str:
@@ -242,7 +233,7 @@ class Whereabouts(Struct, frozen=True, kw_only=True):
 
 
 class ProcessState(Struct, frozen=True, kw_only=True):
-    """What the kernel reported of a process before it was ended."""
+    """The kernel's report of a process before it was ended."""
 
     pid: int
     state: str = ""
@@ -255,7 +246,7 @@ class ProcessState(Struct, frozen=True, kw_only=True):
 
     @property
     def is_stopped(self) -> bool:
-        """By SIGSTOP, or a debugger: from outside."""
+        """SIGSTOP or a debugger stopped it, from outside."""
         return self.state[:1] in ("T", "t")
 
     @property
@@ -264,7 +255,7 @@ class ProcessState(Struct, frozen=True, kw_only=True):
 
     @property
     def waits_for_process(self) -> bool:
-        """Whether its main thread is in a system call in which a process waits for another one, or for a thread."""
+        """Its main thread is in a system call in which a process waits for another one, or for a thread."""
         return bool(self.threads) and self.threads[0].syscall in _WAITS
 
     @property
@@ -276,11 +267,10 @@ class ProcessState(Struct, frozen=True, kw_only=True):
         return next((child for child in self.children if child.is_stuck), None)
 
     def describe(self) -> str:
-        """One line."""
         return f"state {self.state}, {self.thread_count} threads" if self.state else "gone"
 
     def whereabouts(self) -> str:
-        """Where it was, where there is no stack of it; empty: it was gone."""
+        """Its place, where there is no stack of it; empty: it was gone."""
         if not self.state:
             return ""
         words = self.threads[0].describe() if self.threads else self.state
@@ -289,7 +279,7 @@ class ProcessState(Struct, frozen=True, kw_only=True):
 
 
 def look_at_process(pid: int, *, proc: str = "/proc") -> ProcessState:
-    """What the kernel reports of a process, its threads and its children. Never raises."""
+    """Look at what the kernel reports of a process, its threads and its children. Never raises."""
     state = _status(f"{proc}/{pid}/status").get("State", "")
     try:
         names = sorted(os.listdir(f"{proc}/{pid}/task"), key=lambda name: (name != str(pid), len(name), name))
@@ -311,7 +301,7 @@ def look_at_process(pid: int, *, proc: str = "/proc") -> ProcessState:
 
 
 def syscall_name(text: str, machine: str) -> str:
-    """Of a line of ``/proc/PID/syscall``; the number where its name is not known, empty where it is in none."""
+    """Name the call in ``/proc/PID/syscall``; the number where its name is not known, empty where it is in none."""
     number = text.partition(" ")[0]
     if not number.isdigit():
         return ""
@@ -351,12 +341,9 @@ _WAITS_IN = "torch/utils/file_baton.py"
 
 
 def explain_lock(frames: Iterable[Frame], environ: Mapping[str, str], *, cwd: str = "") -> str:
-    """What a worker waits for whose stack stands in `FileBaton.wait`; empty for another one. Lists a few folders.
+    """Say what a worker waits for whose stack stands in `FileBaton.wait`; empty for another one. Lists a few folders.
 
-    Args:
-        frames: Of its main thread.
-        environ: Of the worker: where extensions are built.
-        cwd: Of the worker: where ``load(build_directory=…)`` may build.
+    `environ` and `cwd` are the worker's: extensions are built there, or where ``load(build_directory=…)`` says.
     """
     if not any(frame.file.endswith(_WAITS_IN) for frame in frames):
         return ""
@@ -393,13 +380,8 @@ def find_held_locks(pids: Iterable[int]) -> tuple[HeldLock, ...]:
 def remove_locks(held: Iterable[HeldLock], environ: Mapping[str, str]) -> list[str]:
     """Remove what is left of builds whose processes are gone. May wait for a filesystem.
 
-    Args:
-        held: What they had open. Only an empty file in a folder where extensions are built is removed, and only the
-            same one: another process may have begun to build since.
-        environ: As for `explain_lock`.
-
-    Returns:
-        The paths that were removed.
+    Only an empty file in a folder where extensions are built is removed, and only the same one: another process may
+    have begun to build since. Returns the paths that were removed.
     """
     removed = []
     for lock in held:

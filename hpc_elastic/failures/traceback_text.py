@@ -1,4 +1,4 @@
-"""What a dying process printed: Python tracebacks, found in text.
+"""Finds Python tracebacks in what a dying process printed.
 
 Pure functions over text, fed with the end of a worker's stderr.log or with an error file's ``py_callstack``. Nothing
 has to be injected into the worker for this. Formats seen with CPython 3.10-3.14, torch 2.13, whose excepthook puts
@@ -63,14 +63,11 @@ _NOT_MESSAGE = re.compile(
 
 
 def find_python_traceback(text: str, *, cleaned: bool = False) -> FailureText | None:
-    """The last uncaught exception in `text`, with what it was chained to.
+    """Find the last uncaught exception in `text`, with what it was chained to.
 
     A traceback that Python printed for something that it went on after (a ``__del__``, an atexit callback, another
-    thread) is taken only where there is no better one, an ignored one never.
-
-    Args:
-        text: What was printed.
-        cleaned: It has been through `clean_text`, which takes as long as the search.
+    thread) is taken only where there is no better one, an ignored one never. `cleaned`: it has been through
+    `clean_text`, which takes as long as the search.
     """
     lines, prefixed = _split(text if cleaned else clean_text(text))
     blocks = _blocks(lines, prefixed)
@@ -82,11 +79,9 @@ def find_python_traceback(text: str, *, cleaned: bool = False) -> FailureText | 
 
 
 def find_tracebacks(text: str, *, threads: bool = False) -> list[FailureText]:
-    """All tracebacks of exceptions that may have ended a process, in the order of the text.
+    """Find all tracebacks, in cleaned text, of exceptions that may have ended a process, in the order of the text.
 
-    Args:
-        text: What was printed, after `clean_text`.
-        threads: Those of threads and of an event loop's tasks instead, which end nothing by themselves.
+    `threads`: those of threads and of an event loop's tasks instead, which end nothing by themselves.
     """
     lines, prefixed = _split(text)
     blocks = _blocks(lines, prefixed)
@@ -96,11 +91,7 @@ def find_tracebacks(text: str, *, threads: bool = False) -> list[FailureText]:
 
 
 def find_cut_off(text: str) -> FailureText | None:
-    """The exception in whose traceback the text ends, without its type: the process was ended while it printed it.
-
-    Args:
-        text: What was printed, after `clean_text`.
-    """
+    """Find the traceback in which cleaned text ends, without its type: the process was ended while it printed it."""
     lines, prefixed = _split(text[: text.rfind("\n") + 1])  # the last line may be half a one
     starts = [at for at, line in enumerate(lines) if line.endswith(_LAST) and _begins_traceback(lines, at)]
     if not starts or any(line.strip() for line in lines[_stack_end(lines, starts[-1] + 1) :]):
@@ -154,7 +145,7 @@ def _split(text: str) -> tuple[list[str], list[bool]]:
 
 
 def _begins_traceback(lines: list[str], at: int) -> bool:
-    """Whether Python began a traceback on this line, be it behind a progress bar that had not ended it."""
+    """Python began a traceback on this line, be it behind a progress bar that had not ended it."""
     line = lines[at]
     if line == HEADER:
         return True
@@ -241,7 +232,7 @@ def _line_before(lines: list[str], index: int) -> str:
 
 
 def is_top_frame(frame: Frame) -> bool:
-    """Whether a process begins there: nothing in the script caught what went up to it."""
+    """A process begins there: nothing in the script caught what went up to it."""
     return frame.function in ("<module>", "_run_module_as_main") or frame.file.endswith(_TOP_FILES)
 
 
@@ -251,7 +242,7 @@ def _is_top(line: str) -> bool:
 
 
 def _quotes_on(lines: list[str], at: int, *, first: int, inside: bool) -> bool:
-    """Whether a message goes on on this line with a traceback that began elsewhere: a child's, which it quotes.
+    """A message goes on on this line with a traceback that began elsewhere: a child's, which it quotes.
 
     It stands right below the exception's line, `first`, or below a line of the message that ends with a colon.
     """
@@ -266,14 +257,7 @@ def _quotes_on(lines: list[str], at: int, *, first: int, inside: bool) -> bool:
 
 
 def _message_end(lines: list[str], prefixed: list[bool], at: int, *, quotes: bool = False) -> int:
-    """One past the last line of the message that starts on line `at`.
-
-    Args:
-        lines: The text.
-        prefixed: Which of them have torch's prefix.
-        at: The line with the exception's type.
-        quotes: Whether a traceback right below belongs to the message: the exception went all the way up.
-    """
+    """One past the last line of the message that starts on line `at`; `quotes`: a traceback below belongs to it."""
     end = at + 1
     inside = False
     if at >= len(lines):
@@ -357,7 +341,7 @@ def _frames(lines: list[str], *, shift: int = 0) -> tuple[tuple[Frame, ...], str
 
 
 def _quoted_exceptions(lines: list[str], block: _Block, raised: RaisedException) -> Iterator[RaisedException]:
-    """What a message quotes: the exception of a loader's worker, those of a group, those of a checkpoint's ranks."""
+    """The exceptions that a message quotes: those of a loader's worker, of a group, of a checkpoint's ranks."""
     if block.group:
         yield from _group_exceptions(lines[block.exception + 1 : block.end])
         return

@@ -25,7 +25,7 @@ LOGGED_BEFORE = "logged just before: "
 
 
 class EvidenceSource(str, Enum):
-    """Where the evidence of the failure comes from, best first."""
+    """The place where the evidence of the failure comes from, best first."""
 
     ERROR_FILE = "error_file"
     """The worker's own error file (torch's ``@record`` or ours)."""
@@ -55,15 +55,15 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
     signal: str = ""
     """``SIGSEGV``; empty where no signal ended it."""
     ended_ns: int = 0
-    """When the agent noticed the end, nanoseconds since the epoch by the clock of `host`: shown, and compared with
-    other hosts only within the clocks' bounds."""
+    """The agent noticed the end then, nanoseconds since the epoch by the clock of `host`: compared with other hosts
+    only within the clocks' bounds."""
     ended_uptime_ns: int = 0
     """The same moment by the host's clock that nobody sets (`hpc_elastic.base.clock.uptime_ns`): what failures are
     ordered by. 0: no agent saw it."""
     printed_ns: int = 0
-    """When the first line of its traceback came from its pipe, by the same clock as `ended_ns`; 0: not known."""
+    """The first line of its traceback came from its pipe then, by the same clock; 0: not known."""
     stopped_ns: int = 0
-    """When its agent began to end it, by the same clock; 0: it had ended before."""
+    """Its agent began to end it then, by the same clock; 0: it had ended before."""
     is_caught: bool = False
     """Something caught its exception and printed it: its traceback does not begin where the script does."""
     message: str = ""
@@ -75,12 +75,11 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
     category: Category = Category.WORKER
     failure_class: FailureClass = FailureClass.ROOT
     reason: str = ""
-    """Why it is of that class."""
     retryable: bool = True
     node_suspect: bool = False
-    """Whether its message shows that a part of its node is likely broken."""
+    """Its message shows that a part of its node is likely broken."""
     oom_kills: int = 0
-    """By how much the cgroup's counter rose since the workers started (`cgroup.oom_kill_count`)."""
+    """The cgroup's counter rose by so much since the workers started (`cgroup.oom_kill_count`)."""
     is_nodes_oom: bool = False
     """The counter is the node's: the worker's container has a cgroup of its own."""
     core_dumped: bool = False
@@ -89,24 +88,19 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
     waited: float = 0.0
     """Seconds for which the other workers of the round were let go on, since it may be its node's (`contrast`)."""
     last_step: int | None = None
-    """The last step that the worker reported."""
     source: EvidenceSource = EvidenceSource.EXIT
     error_file: str = ""
-    """Path of error.json, where there is one."""
     problem: str = ""
-    """What was wrong with the evidence: ``torn: …``; empty where nothing was."""
+    """A fault of the evidence: ``torn: …``; empty where there was none."""
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON values, with ``version``."""
         return {"version": codec.VERSION, **codec.to_json(self)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any], **overrides: Any) -> WorkerFailure:
         """Read a failure of any version: a key that is missing, unknown or of the wrong type leaves the default.
 
-        Args:
-            value: The object under ``hpc_elastic`` in error.json.
-            overrides: Fields that the caller knows better (the round, from the file's place).
+        `overrides`: fields that the caller knows better (the round, from the file's place).
         """
         found = codec.readable_fields(cls, value)
         texts = {name: cut_end(clean_text(text), _TEXT_LIMIT) for name, text in found.items() if type(text) is str}
@@ -136,34 +130,34 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
 
     @property
     def is_of_logged(self) -> bool:
-        """Whether something else was logged right before its exception, which may follow from that."""
+        """Something else was logged right before its exception, which may follow from that."""
         return f" ({LOGGED_BEFORE}" in self.headline
 
     @property
     def is_stopped(self) -> bool:
-        """Whether its agent ended it; known from the event, too."""
+        """Its agent ended it; known from the event, too."""
         return self.stopped_by_agent or self.stopped_ns > 0
 
     @property
     def may_follow_stop(self) -> bool:
-        """Whether its agent ended it, and what it had printed may come from that, or had ended nothing."""
+        """Its agent ended it, and what it had printed may come from that, or had ended nothing."""
         if self.failure_class is FailureClass.HANG:
             return False  # it was found to hang before it was ended
         return self.is_stopped and (self.is_caught or not 0 < self.printed_ns <= self.stopped_ns)
 
     @property
     def is_own_cause(self) -> bool:
-        """Whether it is known to have failed by itself, whatever its agent did then, and not for another rank."""
+        """It is known to have failed by itself, whatever its agent did then, and not for another rank."""
         own = (FailureClass.ROOT, FailureClass.HANG, FailureClass.INFRASTRUCTURE)
         return self.failure_class in own and not self.may_follow_stop
 
     @property
     def is_stop_noise(self) -> bool:
-        """Whether it printed its exception at once when its agent ended it: a signal handler that raises, a cleanup."""
+        """It printed its exception at once when its agent ended it: a signal handler that raises, a cleanup."""
         return self.stopped_ns > 0 and self.stopped_ns < self.printed_ns <= self.stopped_ns + _PROVOKED_NS
 
     def standing(self, at_ns: int | None = None, printed_ns: int | None = None) -> Standing:
-        """For `ranking.Ranking`. Times by a clock that the ranked failures share; None: by that of their one host."""
+        """Stand for `ranking.Ranking`; the times are by a clock that all ranked failures share, else their one host's."""
         return Standing(
             FailureClass.STOPPED_BY_US if self.is_stop_noise else self.failure_class,
             self.ended_ns if at_ns is None else at_ns,
@@ -186,5 +180,5 @@ _LOST_CONNECTION = re.compile(
     r"|\A(?:\w+\.)*EOFError|Errno (?:104|111|32)\b|[Cc]onnection (?:reset|refused|aborted|closed|lost)"
 )
 _PROVOKED_NS = 500_000_000
-"""What a stop provokes is printed within that time; a worker that goes on for longer has not felt it."""
+"""A stop provokes it within that time; a worker that goes on for longer has not felt it."""
 _TEXT_LIMIT = 128 << 10

@@ -79,12 +79,9 @@ def make_failure(
     number = signal_of(exitcode)
     signal = signal_name(number)
     kind = classify(
-        exitcode=exitcode,
+        WorkerFailure(exitcode=exitcode, stopped_by_agent=stopped_by_agent, oom_kills=oom_kills, last_step=last_step),
         chain=[RaisedException(exception_type=exception_type, message=message, frames=_FRAMES)] if exception else [],
         stderr_tail=stderr_tail,
-        stopped_by_agent=stopped_by_agent,
-        oom_kills=oom_kills,
-        last_step=last_step,
     )
     pid = 4000 + rank
     text = f"Signal {number} ({signal}) received by PID {pid}" if signal else f"Process failed with exitcode {exitcode}"

@@ -213,7 +213,9 @@ def raised(kind: str, message: str = "", *, file: str = "", source: str = "", **
 def exception(
     kind: str, message: str = "", *, file: str = "", earlier: Sequence[RaisedException] = (), **facts: Any
 ) -> Classification:
-    return classify(**{"exitcode": 1, "chain": [raised(kind, message, file=file), *earlier], **facts})
+    chain = [raised(kind, message, file=file), *earlier]
+    given = {name: facts.pop(name) for name in ("node_bytes", "stderr_tail", "overcommits") if name in facts}
+    return classify(WorkerFailure(**facts), chain=chain, **given)
 
 
 @pytest.mark.parametrize(
@@ -287,23 +289,26 @@ def test_stderr_is_not_searched_where_an_exception_is_known() -> None:
 
 def test_stderr_is_searched_where_none_is_known() -> None:
     closed = "[E1122 10:00:00.1 pair.cc:553] Connection closed by peer"
-    assert classify(exitcode=5, stderr_tail=closed).failure_class is FailureClass.SYMPTOM
+    assert classify(WorkerFailure(exitcode=5), stderr_tail=closed).failure_class is FailureClass.SYMPTOM
     # … but not for a kill, which needs no words, and not for what another program says of its own connection.
-    assert classify(exitcode=-9, stderr_tail=closed).failure_class is FailureClass.ROOT
-    assert classify(exitcode=5, stderr_tail="rsync: connection reset by peer").failure_class is FailureClass.ROOT
+    assert classify(WorkerFailure(exitcode=-9), stderr_tail=closed).failure_class is FailureClass.ROOT
+    assert (
+        classify(WorkerFailure(exitcode=5), stderr_tail="rsync: connection reset by peer").failure_class
+        is FailureClass.ROOT
+    )
 
 
 @pytest.mark.parametrize("exitcode", [-15, -9, -6, 143, 137])
 def test_what_the_agent_ended_is_no_failure_of_the_worker(exitcode: int) -> None:
-    found = classify(exitcode=exitcode, stopped_by_agent=True)
+    found = classify(WorkerFailure(exitcode=exitcode, stopped_by_agent=True))
     assert found.failure_class is FailureClass.STOPPED_BY_US
-    assert classify(exitcode=exitcode).failure_class is not FailureClass.STOPPED_BY_US
+    assert classify(WorkerFailure(exitcode=exitcode)).failure_class is not FailureClass.STOPPED_BY_US
 
 
 @pytest.mark.parametrize("kind", ["SystemExit", "KeyboardInterrupt", ""])
 def test_an_exit_on_request_is_no_failure_either(kind: str) -> None:
     chain = [raised(kind)] if kind else []
-    found = classify(exitcode=1, chain=chain, stopped_by_agent=True)
+    found = classify(WorkerFailure(exitcode=1, stopped_by_agent=True), chain=chain)
     assert found.failure_class is FailureClass.STOPPED_BY_US
 
 
@@ -314,7 +319,7 @@ def test_an_exception_that_came_while_it_was_being_stopped_is_its_own() -> None:
 
 
 def test_an_oom_kill() -> None:
-    found = classify(exitcode=-9, oom_kills=1)
+    found = classify(WorkerFailure(exitcode=-9, oom_kills=1))
     assert (found.failure_class, found.retryable) == (FailureClass.INFRASTRUCTURE, True)
     assert "memory limit" in found.reason
     child = exception("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Killed.", oom_kills=1)
@@ -324,7 +329,7 @@ def test_an_oom_kill() -> None:
 
 
 def test_sigterm_from_outside_is_not_blamed_on_the_script() -> None:
-    found = classify(exitcode=-15)
+    found = classify(WorkerFailure(exitcode=-15))
     assert found.failure_class is FailureClass.INFRASTRUCTURE
     assert "Slurm" in found.reason
 
@@ -376,7 +381,7 @@ def test_a_missing_module_on_a_broken_mount_is_infrastructure() -> None:
     ],
 )
 def test_a_wrong_call_is_the_users_input(exitcode: int, stderr: str) -> None:
-    found = classify(exitcode=exitcode, stderr_tail=stderr)
+    found = classify(WorkerFailure(exitcode=exitcode), stderr_tail=stderr)
     assert (found.category, found.retryable) == (Category.INPUT, False)
 
 
@@ -391,12 +396,14 @@ def test_a_wrong_call_is_the_users_input(exitcode: int, stderr: str) -> None:
     ],
 )
 def test_what_only_looks_like_a_wrong_call_is_retried(exitcode: int, stderr: str) -> None:
-    assert classify(exitcode=exitcode, stderr_tail=stderr).retryable
-    assert classify(exitcode=2, stderr_tail=f"Usage: c.py\nError: {CLICK[3]}", last_step=10).retryable, "it had trained"
+    assert classify(WorkerFailure(exitcode=exitcode), stderr_tail=stderr).retryable
+    assert classify(WorkerFailure(exitcode=2, last_step=10), stderr_tail=f"Usage: c.py\nError: {CLICK[3]}").retryable, (
+        "it had trained"
+    )
 
 
 def test_exit_code_2_alone_says_nothing() -> None:
-    assert classify(exitcode=2, stderr_tail="loss 0.2").retryable
+    assert classify(WorkerFailure(exitcode=2), stderr_tail="loss 0.2").retryable
 
 
 @pytest.mark.parametrize("failure_class", list(FailureClass))

@@ -7,6 +7,7 @@ import pytest
 from hpc_elastic.failures.classify import Classification, asked_bytes, classify, size_text
 from hpc_elastic.failures.failure_text import Frame, RaisedException
 from hpc_elastic.failures.ranking import Category, FailureClass
+from hpc_elastic.failures.worker_failure import WorkerFailure
 
 GIB = 1 << 30
 CPU = (
@@ -24,7 +25,7 @@ def judged(
 ) -> Classification:
     frames = (Frame(file=file, line=3, function="f"),)
     raised = RaisedException(exception_type=kind, message=message, frames=frames, source="x = make(n)")
-    return classify(exitcode=1, chain=[raised], node_bytes=node, overcommits=overcommits)
+    return classify(WorkerFailure(exitcode=1), chain=[raised], node_bytes=node, overcommits=overcommits)
 
 
 @pytest.mark.parametrize(

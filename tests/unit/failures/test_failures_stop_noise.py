@@ -8,6 +8,7 @@ from hpc_elastic.failures.classify import classify
 from hpc_elastic.failures.failure_text import RaisedException
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.traceback_text import find_python_traceback
+from hpc_elastic.failures.worker_failure import WorkerFailure
 
 HANDLER = """\
 [rank2]: Traceback (most recent call last):
@@ -28,7 +29,7 @@ ValueError: loss is nan
 
 
 def class_of(chain: tuple[RaisedException, ...], *, stopped: bool = True) -> FailureClass:
-    return classify(exitcode=1, chain=chain, stopped_by_agent=stopped).failure_class
+    return classify(WorkerFailure(exitcode=1, stopped_by_agent=stopped), chain=chain).failure_class
 
 
 def raised(kind: str, message: str = "") -> RaisedException:
