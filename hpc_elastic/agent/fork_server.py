@@ -46,9 +46,9 @@ from hpc_elastic.run.paths import AttemptPaths, RunPaths
 from hpc_elastic.run.preload import Preload, load_preload, preload_for
 from hpc_elastic.run.spec import EntryKind, RunSpec
 from hpc_elastic.workers import fork_server as program
-from hpc_elastic.workers.environment_change import NO_CHANGE, EnvironmentChange
 from hpc_elastic.workers.linux import oom_kill_count
 from hpc_elastic.workers.spawn import Inherited, WorkerProcess, pipe_bytes_for
+from hpc_elastic.workers.user_command import NO_CHANGE, EnvironmentChange
 
 logger = logging.getLogger(__name__)
 

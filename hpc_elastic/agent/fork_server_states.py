@@ -8,8 +8,8 @@ from types import MappingProxyType
 
 from hpc_elastic.errors import IllegalTransitionError
 from hpc_elastic.run.preload import Preload
-from hpc_elastic.workers.environment_change import NO_CHANGE, EnvironmentChange
 from hpc_elastic.workers.spawn import WorkerProcess
+from hpc_elastic.workers.user_command import NO_CHANGE, EnvironmentChange
 
 MOST_STARTS = 8
 """Of servers in a row none of which forked a worker."""

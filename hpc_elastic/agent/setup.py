@@ -20,15 +20,18 @@ from hpc_elastic.base.waking import Waker, wait_readable
 from hpc_elastic.run.agent_events import UserCommandEnded
 from hpc_elastic.run.event_types import AgentEvent
 from hpc_elastic.run.spec import RunSpec
-from hpc_elastic.workers.environment_change import (
+from hpc_elastic.workers.spawn import Inherited, WorkerStartError
+from hpc_elastic.workers.user_command import (
+    END_SECONDS,
     KEPT_ENVIRONMENT,
     NO_CHANGE,
+    CommandEnd,
     EnvironmentChange,
+    UserCommand,
+    last_lines,
     read_change,
     setup_command,
 )
-from hpc_elastic.workers.spawn import Inherited, WorkerStartError
-from hpc_elastic.workers.user_command import END_SECONDS, CommandEnd, UserCommand, last_lines
 
 logger = logging.getLogger(__name__)
 

@@ -38,8 +38,8 @@ from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.host_facts import LOOPBACK
 from hpc_elastic.base.self_command import source_command
 from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.workers.environment_change import EnvironmentChange
 from hpc_elastic.workers.spawn import find_program
+from hpc_elastic.workers.user_command import EnvironmentChange
 
 if TYPE_CHECKING:
     import subprocess

@@ -234,7 +234,7 @@ def _operation(prints: str) -> str:
     return " ".join(filter(None, [kind[1] if kind else prints, *parts]))
 
 
-class Comparison(Struct, frozen=True, kw_only=True):
+class RankComparison(Struct, frozen=True, kw_only=True):
     suspects: tuple[Suspect, ...] = ()
     """The ranks that differ, the likeliest first; empty: none does, or too many do."""
     says: str = ""
@@ -256,8 +256,8 @@ def is_with_the_others(activity: Activity, activities: Sequence[Activity]) -> bo
     )
 
 
-def compare_ranks(activities: Sequence[Activity], *, hosts: Mapping[int, str] | None = None) -> Comparison:
-    """Find the ranks that differ from the others, by the most telling difference; `hosts`: every rank's, where known."""
+def compare_ranks(activities: Sequence[Activity], *, hosts: Mapping[int, str] | None = None) -> RankComparison:
+    """Find the ranks that differ from the others, by the most telling difference; `hosts`: where known."""
     known = {activity.rank: activity for activity in activities}
     where = hosts or {}
     workers = len(where) or len(known)
@@ -281,15 +281,15 @@ def compare_ranks(activities: Sequence[Activity], *, hosts: Mapping[int, str] | 
                 replace(suspect, host=where.get(suspect.rank, "")) for suspect in found.suspects[:MOST_SUSPECTS]
             )
             return replace(found, suspects=tuple(suspects))
-    return Comparison(says=_of_all_dumps(recorded))
+    return RankComparison(says=_of_all_dumps(recorded))
 
 
-def _blame(whys: Mapping[int, str], says: str = "") -> Comparison:
+def _blame(whys: Mapping[int, str], says: str = "") -> RankComparison:
     """`whys`: the ranks that differ, each with what it did."""
-    return Comparison(suspects=tuple(Suspect(rank=rank, why=why) for rank, why in whys.items()), says=says)
+    return RankComparison(suspects=tuple(Suspect(rank=rank, why=why) for rank, why in whys.items()), says=says)
 
 
-def _named(known: Mapping[int, Activity]) -> Comparison | None:
+def _named(known: Mapping[int, Activity]) -> RankComparison | None:
     """`monitored_barrier` names those that did not come, a checkpoint's exception those that raised it."""
     by = {rank: activity for activity in known.values() for rank in activity.names}
     if not by:
@@ -305,7 +305,7 @@ def _named(known: Mapping[int, Activity]) -> Comparison | None:
     return _blame(whys)
 
 
-def _by_flight_recorder(known: Mapping[int, Activity], *, recorded: Analysis) -> Comparison | None:
+def _by_flight_recorder(known: Mapping[int, Activity], *, recorded: Analysis) -> RankComparison | None:
     """A rank without a dump shows less than its activity."""
     whys = {one.rank: f"it {one.reason}" for one in recorded.suspects if one.kind is not Reason.NO_DUMP}
     for rank in whys.keys() & known.keys():
@@ -325,7 +325,7 @@ def _of_all_dumps(recorded: Analysis) -> str:
     return recorded.says if any(group.waiting for group in recorded.groups) else ""
 
 
-def _by_operation(known: Mapping[int, Activity]) -> Comparison | None:
+def _by_operation(known: Mapping[int, Activity]) -> RankComparison | None:
     """Types and sizes of the collective, as torch's own comparison or the watchdogs have them."""
     peers = dict(activity.peer_operation for activity in known.values() if activity.peer_operation is not None)
     operations = {**peers, **{rank: activity.operation for rank, activity in known.items() if activity.operation}}
@@ -337,7 +337,7 @@ def _by_operation(known: Mapping[int, Activity]) -> Comparison | None:
     return _blame(whys, _differ(operations))
 
 
-def _by_sequence(known: Mapping[int, Activity]) -> Comparison | None:
+def _by_sequence(known: Mapping[int, Activity]) -> RankComparison | None:
     """The rank that had come to the fewest collectives."""
     numbers = {rank: activity.sequence for rank, activity in known.items() if activity.sequence is not None}
     if len(set(numbers.values())) < 2:
@@ -349,15 +349,15 @@ def _by_sequence(known: Mapping[int, Activity]) -> Comparison | None:
     return _blame(dict.fromkeys(behind, f"it had come to collective {least}, the others to {most}"))
 
 
-def _by_store(known: Mapping[int, Activity], *, workers: int) -> Comparison | None:
+def _by_store(known: Mapping[int, Activity], *, workers: int) -> RankComparison | None:
     """A key that no rank wrote, or a rank that never came: only what the waiting ranks say is known."""
     clients = next((activity.clients for activity in known.values() if activity.clients is not None), None)
     if clients is not None:
         came, wanted = clients
         says = f"{came} of {plural(wanted, 'rank')} had connected to the store"
         if wanted > workers:
-            return Comparison(says=f"{says}, and {plural(workers, 'worker')} run: {_WRONG_SIZE}", is_of_all=True)
-        return Comparison(says=says)
+            return RankComparison(says=f"{says}, and {plural(workers, 'worker')} run: {_WRONG_SIZE}", is_of_all=True)
+        return RankComparison(says=says)
     keys = {rank: activity.key for rank, activity in known.items() if activity.key}
     if not keys:
         return None
@@ -368,9 +368,9 @@ def _by_store(known: Mapping[int, Activity], *, workers: int) -> Comparison | No
         rank = int(peer[1])
         come = f"{ranks_text(waiting)} {are} for rank {rank} to join the process group"
         if rank >= workers:
-            return Comparison(says=f"{come}, and {plural(workers, 'worker')} run: {_WRONG_SIZE}", is_of_all=True)
+            return RankComparison(says=f"{come}, and {plural(workers, 'worker')} run: {_WRONG_SIZE}", is_of_all=True)
         if rank in waiting:
-            return Comparison(says=f"{come}, rank {rank} of this job too: {_WRONG_RANKS}", is_of_all=True)
+            return RankComparison(says=f"{come}, rank {rank} of this job too: {_WRONG_RANKS}", is_of_all=True)
         does = f"; it was {known[rank].where}" if rank in known and known[rank].doing is not Doing.UNKNOWN else ""
         return _blame({rank: f"{ranks_text(waiting)} waited for it to join the process group in vain{does}"})
     others = {
@@ -382,7 +382,7 @@ def _by_store(known: Mapping[int, Activity], *, workers: int) -> Comparison | No
     return _blame(others if 2 * len(others) <= len(known) else {}, says)
 
 
-def _by_peer(known: Mapping[int, Activity]) -> Comparison | None:
+def _by_peer(known: Mapping[int, Activity]) -> RankComparison | None:
     """The ranks that a send or receive waits for: those that wait for no other one so, where there are any."""
     waits = {rank: activity for rank, activity in known.items() if activity.awaits is not None}
     ends = {
@@ -395,7 +395,7 @@ def _by_peer(known: Mapping[int, Activity]) -> Comparison | None:
     return _blame(ends) if ends else None
 
 
-def _outside(known: Mapping[int, Activity]) -> Comparison | None:
+def _outside(known: Mapping[int, Activity]) -> RankComparison | None:
     """Ranks in no collective while the others wait in one."""
     inside = {rank: activity for rank, activity in known.items() if activity.doing in WAITS_FOR_RANKS}
     outside = {
@@ -408,7 +408,7 @@ def _outside(known: Mapping[int, Activity]) -> Comparison | None:
     if all(activity.call in _POINT_TO_POINT for activity in inside.values()) and len(outside) >= len(inside):
         # Two ranks may wait for each other, and the others have no part in it.
         says = _differ({rank: known[rank].where for rank in {**inside, **outside}}, verbs=("was", "were"))
-        return Comparison(says=says, is_of_all=True)
+        return RankComparison(says=says, is_of_all=True)
     calls = Counter(activity.call or "a collective" for activity in inside.values())
     name = calls.most_common(1)[0][0]
     if len(inside) < len(outside):
@@ -420,7 +420,7 @@ def _outside(known: Mapping[int, Activity]) -> Comparison | None:
     return _blame({rank: f"it was {each.where} while {others} waited in {name}" for rank, each in outside.items()})
 
 
-def _by_call(known: Mapping[int, Activity]) -> Comparison | None:
+def _by_call(known: Mapping[int, Activity]) -> RankComparison | None:
     """Another collective, or another place of the script."""
     inside = {rank: activity for rank, activity in known.items() if activity.doing in WAITS_FOR_RANKS}
     calls = {rank: activity.call for rank, activity in inside.items() if activity.call}
@@ -435,11 +435,11 @@ def _by_call(known: Mapping[int, Activity]) -> Comparison | None:
             other = next(inside[rank].where for rank, value in values.items() if value == most)
             return _blame({rank: f"it was {inside[rank].where} while the others were {other}" for rank in odd})
         if len(set(values.values())) > 1:
-            return Comparison(says=_differ({rank: inside[rank].where for rank in values}, verbs=("was", "were")))
+            return RankComparison(says=_differ({rank: inside[rank].where for rank in values}, verbs=("was", "were")))
     return None
 
 
-def _by_place(known: Mapping[int, Activity]) -> Comparison | None:
+def _by_place(known: Mapping[int, Activity]) -> RankComparison | None:
     """Ranks that stood elsewhere than most: in scripts without torch's collectives, too."""
     places = {rank: activity.at for rank, activity in known.items() if activity.at and not activity.failed}
     found = _minority(places)
@@ -450,13 +450,13 @@ def _by_place(known: Mapping[int, Activity]) -> Comparison | None:
     return _blame({rank: f"it was {known[rank].where} while the others were {other}" for rank in odd})
 
 
-def _by_size(known: Mapping[int, Activity]) -> Comparison | None:
+def _by_size(known: Mapping[int, Activity]) -> RankComparison | None:
     """gloo compares sizes only: which of two ranks was wrong, they do not show."""
     for activity in known.values():
         if activity.sizes is not None:
             came, expected = activity.sizes
             name = activity.call or "a collective"
-            return Comparison(
+            return RankComparison(
                 says=f"the ranks' tensors differ in shape or type: in {name} {came} bytes came to rank {activity.rank} "
                 f"from a peer where it expected at most {expected}"
             )

@@ -32,8 +32,8 @@ from hpc_elastic.failures.flight_groups import (
     ROOTED,
     TO_ALL,
     FlightSuspect,
-    Group,
     GroupState,
+    ProcessGroup,
     Reason,
     differing,
     groups_of,
@@ -103,7 +103,7 @@ def analyse(dumps: Iterable[RankDump], *, world_size: int | None = None) -> Anal
     return Analysis(suspects=chosen, groups=states, says="" if chosen else _says(groups, is_live=is_live))
 
 
-def _waiting_groups(dumps: Sequence[RankDump], world_size: int | None) -> tuple[list[Group], list[_Wait]]:
+def _waiting_groups(dumps: Sequence[RankDump], world_size: int | None) -> tuple[list[ProcessGroup], list[_Wait]]:
     groups = groups_of(dumps, world_size)
     transfers = list(_transfers(dumps, groups))
     if not any(group.waiting for group in groups) and not transfers:
@@ -116,7 +116,7 @@ def _waiting_groups(dumps: Sequence[RankDump], world_size: int | None) -> tuple[
     return groups, transfers
 
 
-def _waits(group: Group, dumps: Sequence[RankDump]) -> Iterator[_Wait]:
+def _waits(group: ProcessGroup, dumps: Sequence[RankDump]) -> Iterator[_Wait]:
     by_number: dict[int, list[int]] = {}
     for rank, number in sorted(group.waiting.items()):
         by_number.setdefault(number, []).append(rank)
@@ -161,7 +161,7 @@ def _waits(group: Group, dumps: Sequence[RankDump]) -> Iterator[_Wait]:
             return  # what they wait in now follows from it
 
 
-def _transfers(dumps: Sequence[RankDump], groups: Sequence[Group]) -> Iterator[_Wait]:
+def _transfers(dumps: Sequence[RankDump], groups: Sequence[ProcessGroup]) -> Iterator[_Wait]:
     """Sends that wait for their receives, and the other way round."""
     members = {(group.backend, group.name): group.members for group in groups}
     open_calls: dict[tuple[str, str, int, int], dict[str, list[tuple[Call, int]]]] = {}
@@ -205,7 +205,7 @@ def _wait_of_pair(
     )
 
 
-def _who_is_waited_for(waits: Sequence[_Wait], groups: Sequence[Group]) -> list[FlightSuspect]:
+def _who_is_waited_for(waits: Sequence[_Wait], groups: Sequence[ProcessGroup]) -> list[FlightSuspect]:
     """The ends of the chains of ranks that wait for each other."""
     edges: dict[int, set[int]] = {}
     by_missing: dict[int, list[_Wait]] = {}
@@ -248,7 +248,7 @@ def _cycles(edges: Mapping[int, set[int]]) -> list[int]:
         left = {rank: left[rank] & keep for rank in keep}
 
 
-def _missing(wait: _Wait, rank: int, groups: Sequence[Group]) -> FlightSuspect:
+def _missing(wait: _Wait, rank: int, groups: Sequence[ProcessGroup]) -> FlightSuspect:
     who = _who(wait.waiting, wait.missing, wait.group, groups)
     waits = "waits" if len(wait.waiting) == 1 else "wait"
     if wait.call.peers is not None:
@@ -269,7 +269,7 @@ def _missing(wait: _Wait, rank: int, groups: Sequence[Group]) -> FlightSuspect:
     return wait.suspect(rank, wait.kind, does)
 
 
-def _its_last(wait: _Wait, rank: int, groups: Sequence[Group]) -> str:
+def _its_last(wait: _Wait, rank: int, groups: Sequence[ProcessGroup]) -> str:
     group = next((group for group in groups if group.label == wait.group and rank in group.tracks), None)
     if group is None or wait.call.peers is not None:
         return ""
@@ -296,7 +296,7 @@ def _of_pair(wait: _Wait, rank: int) -> FlightSuspect:
     return wait.suspect(rank, Reason.OTHER_SIZE, does)
 
 
-def _says(groups: Sequence[Group], *, is_live: bool) -> str:
+def _says(groups: Sequence[ProcessGroup], *, is_live: bool) -> str:
     for group in groups:
         if is_live and group.waiting:
             number = min(group.waiting.values())
@@ -321,7 +321,7 @@ def _have(ranks: Sequence[int]) -> str:
     return "has" if len(ranks) == 1 else "have"
 
 
-def _unequal(group: Group, first: Call, number: int) -> tuple[int, int] | None:
+def _unequal(group: ProcessGroup, first: Call, number: int) -> tuple[int, int] | None:
     """The elements that all ranks give and take in an all_to_all, where they are not as many."""
     if first.name not in TO_ALL or group.tracks.keys() < set(group.members):
         return None
@@ -333,7 +333,7 @@ def _unequal(group: Group, first: Call, number: int) -> tuple[int, int] | None:
     return (given, taken) if given != taken else None
 
 
-def _who(waiting: Sequence[int], missing: Sequence[int], label: str, groups: Sequence[Group]) -> str:
+def _who(waiting: Sequence[int], missing: Sequence[int], label: str, groups: Sequence[ProcessGroup]) -> str:
     group = next((group for group in groups if group.label == label), None)
     if group is not None and set(waiting) | set(missing) == set(group.members) and len(waiting) > 1:
         return f"the {len(waiting)} others"

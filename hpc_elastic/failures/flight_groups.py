@@ -59,7 +59,7 @@ class GroupState(Struct, frozen=True, kw_only=True):
     """Rank → the collective that it waits in."""
 
 
-class Group(Struct, kw_only=True):
+class ProcessGroup(Struct, kw_only=True):
     backend: str
     name: str
     label: str = ""
@@ -84,8 +84,8 @@ class Group(Struct, kw_only=True):
         return dump.calls[track.calls[place]]
 
 
-def groups_of(dumps: Sequence[RankDump], world_size: int | None) -> list[Group]:
-    found: dict[tuple[str, str, tuple[int, ...]], Group] = {}
+def groups_of(dumps: Sequence[RankDump], world_size: int | None) -> list[ProcessGroup]:
+    found: dict[tuple[str, str, tuple[int, ...]], ProcessGroup] = {}
     everyone = max([world_size or 0, *(dump.rank + 1 for dump in dumps)])
     named: dict[str, set[tuple[int, ...]]] = {}
     for dump in dumps:
@@ -96,7 +96,9 @@ def groups_of(dumps: Sequence[RankDump], world_size: int | None) -> list[Group]:
             members = dump.members.get(name, ())
             if not members and len(named.get(name, ())) == 1:
                 (members,) = named[name]
-            group = found.setdefault((backend, name, members), Group(backend=backend, name=name, members=members))
+            group = found.setdefault(
+                (backend, name, members), ProcessGroup(backend=backend, name=name, members=members)
+            )
             group.tracks[dump.rank] = dump, track
             group.label = group.label or dump.calls[track.calls[0]].description
     for group in found.values():
@@ -117,7 +119,7 @@ def groups_of(dumps: Sequence[RankDump], world_size: int | None) -> list[Group]:
     return sorted(found.values(), key=lambda group: (group.label, group.name, group.backend, group.members))
 
 
-def state_of(group: Group) -> GroupState:
+def state_of(group: ProcessGroup) -> GroupState:
     done = [(group.waiting[rank] if rank in group.waiting else last + 1) - 1 for rank, last in group.last.items()]
     return GroupState(
         group=group.label,
@@ -156,7 +158,7 @@ TO_ALL = frozenset({"all_to_all", "all_to_all_single", "alltoall"})
 """Collectives of which each rank may give every other another size."""
 
 
-def differing(group: Group) -> list[FlightSuspect]:
+def differing(group: ProcessGroup) -> list[FlightSuspect]:
     """The ranks whose call differs from the others', at the first number at which any does."""
     if group.reached < 0 or len(group.tracks) < 2:
         return []
@@ -170,7 +172,7 @@ def differing(group: Group) -> list[FlightSuspect]:
 
 
 def _other(
-    group: Group, rank: int, number: int, calls: Mapping[int, Call], values: Mapping[int, object], kind: Reason
+    group: ProcessGroup, rank: int, number: int, calls: Mapping[int, Call], values: Mapping[int, object], kind: Reason
 ) -> FlightSuspect:
     most = Counter(value for other, value in values.items() if other != rank).most_common(1)[0][0]
     theirs = [other for other, value in values.items() if value == most and other != rank]
@@ -189,7 +191,7 @@ def _other(
     return FlightSuspect(rank=rank, kind=kind, reason=does, group=group.label, collective=call.name, sequence=number)
 
 
-def _first_difference(group: Group) -> Iterator[int]:
+def _first_difference(group: ProcessGroup) -> Iterator[int]:
     """The first number, of those that all dumps still have, with which ranks called different things."""
     tables: dict[object, int] = {}
     seen: dict[int, int] = {}

@@ -24,7 +24,7 @@ class UnreadableReportError(HpcElasticError):
     template = "NCCL's RAS sent {what}"
 
 
-class Level(Struct, frozen=True):
+class Launches(Struct, frozen=True):
     """Ranks of a communicator that have launched a kind of collective equally often."""
 
     launched: int
@@ -38,7 +38,7 @@ class Communicator(Struct, frozen=True, kw_only=True):
     name: str
     """Its hash."""
     size: int
-    levels: Mapping[str, tuple[Level, ...]] = field(default_factory=dict)
+    levels: Mapping[str, tuple[Launches, ...]] = field(default_factory=dict)
     """Kind of collective → its levels, the highest first."""
     missing: tuple[int, ...] = ()
     """Ranks whose processes did not answer."""
@@ -48,7 +48,7 @@ class Communicator(Struct, frozen=True, kw_only=True):
     """Rank → the address of its host, and its pid there."""
 
     @property
-    def differing(self) -> dict[str, tuple[Level, ...]]:
+    def differing(self) -> dict[str, tuple[Launches, ...]]:
         """The kinds of collectives that ranks have launched unequally often."""
         if not self.is_settled:
             return {}
@@ -126,7 +126,9 @@ def _describe(found: _Communicator) -> Communicator:
         name=f"{found.hash} {found.secondary_hash}",
         size=found.size,
         levels={
-            kind: tuple(Level(count, len(who), tuple(sorted(who))) for count, who in sorted(by.items(), reverse=True))
+            kind: tuple(
+                Launches(count, len(who), tuple(sorted(who))) for count, who in sorted(by.items(), reverse=True)
+            )
             for kind, by in launched.items()
         },
         missing=tuple(sorted(silent)),

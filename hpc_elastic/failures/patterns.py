@@ -219,8 +219,8 @@ ONE_LOSS = frozenset(
         "the store of the process group went away or a peer never came to it",
     }
 )
-"""Healthy ranks say one of these when one and the same peer is gone, by the call that each was in, to the microsecond. A
-timeout, or a network that failed, shows something else."""
+"""Healthy ranks say one of these when one and the same peer is gone, by the call that each was in, to the microsecond.
+A timeout, or a network that failed, shows something else."""
 
 _XID = re.compile(r"xid \((?:pci:)?[^)]{1,40}\): (\d{1,3})\b")
 

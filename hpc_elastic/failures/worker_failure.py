@@ -157,7 +157,7 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
         return self.stopped_ns > 0 and self.stopped_ns < self.printed_ns <= self.stopped_ns + _PROVOKED_NS
 
     def standing(self, at_ns: int | None = None, printed_ns: int | None = None) -> Standing:
-        """Stand for `ranking.Ranking`; the times are by a clock that all ranked failures share, else their one host's."""
+        """Stand for `ranking.Ranking`; times by a clock that all ranked failures share, else their one host's."""
         return Standing(
             FailureClass.STOPPED_BY_US if self.is_stop_noise else self.failure_class,
             self.ended_ns if at_ns is None else at_ns,

@@ -91,7 +91,7 @@ def main(config: dict[str, Any]) -> bool:
     # The first one registered, so the last one called: what is frozen is not finalised at a worker's end, and __main__
     # with all that its objects' __del__ and its generators' finally would do there is.
     atexit.register(gc.unfreeze)
-    server = ForkServer(socket.socket(fileno=config["fd"]), config, libc)
+    server = PreloadServer(socket.socket(fileno=config["fd"]), config, libc)
     has_own = _forget_this_file(config, server.watch)
     if not server.run():
         os._exit(0)
@@ -141,7 +141,7 @@ def _forget_this_file(config: dict[str, Any], watch: ImportWatch) -> bool:
     return __name__ in sys.modules
 
 
-class ForkServer:
+class PreloadServer:
     """Imports, looks at itself, and forks."""
 
     def __init__(self, control: socket.socket, config: dict[str, Any], libc: Any) -> None:
@@ -149,7 +149,7 @@ class ForkServer:
         self._config = config
         self._libc = libc
         self._queue: list[str] = []
-        """What is to be imported, first in the list first."""
+        """Still to be imported, first in the list first."""
         self._watched: set[str] = set()
         """Variables that differ between workers, or between rounds."""
         self._left_out: set[str] = set()
@@ -161,7 +161,7 @@ class ForkServer:
         self._files: dict[str, tuple[int, int] | None] = {}
         self._is_auto = False
         self._roots: list[str] = []
-        """What the script's top-level imports name."""
+        """Named by the script's top-level imports."""
         self._memory: mmap.mmap | None = None
         self._noted = 0
         self._look, self._due = _FIRST_LOOK_S, 0.0
@@ -402,8 +402,9 @@ def _state_of(path: str) -> tuple[int, int] | None:
 
 
 def _files_to_watch(entries: Iterable[str]) -> list[str]:
-    """Of installed libraries the package's own file; of all other modules each one: a user's lie anywhere else, in the
-    interpreter's prefix too (``python -m venv .`` in a project, /usr/src in an image)."""
+    """Each module's file; of an installed library the package's own alone. A user's lie anywhere else, in the
+    interpreter's prefix too (``python -m venv .`` in a project, /usr/src in an image).
+    """
     standard = os.path.dirname(os.path.realpath(os.__file__)) + os.sep
     tops = {name.partition(".")[0] for name in entries}
     found = []
@@ -435,10 +436,9 @@ def _is_installed(path: str) -> bool:
 
 
 def _begin() -> None:
-    """As a part of an interpreter's start, which goes on after any exception: with the script, if it were let.
+    """Run as a part of an interpreter's start, which goes on after any exception: with the script, too.
 
-    Raises:
-        ImportError: in a worker that has no sitecustomize: `site` passes over it, and no module is left.
+    Raises ImportError in a worker that has no sitecustomize: `site` passes over it, and no module is left.
     """
     try:
         has_own = main(json.loads(os.environ[CONFIG]))

@@ -66,8 +66,7 @@ class Guardian:
     def release(self, *, timeout: float = 1.0) -> bool:
         """Have it leave, with nothing ended and nothing removed, and wait for it (`timeout` in seconds).
 
-        Returns:
-            Whether it has gone. Where it has not, it still will.
+        False: it has not gone yet, and still will.
         """
         if self._control_fd >= 0:
             try:
@@ -79,7 +78,7 @@ class Guardian:
         return _wait_for_child(self.pid, timeout) is not None
 
     def has_ended_workers(self) -> bool:
-        """Whether it has ended this agent's workers, since the agent was stopped, after the last such call."""
+        """It has ended this agent's workers, since the agent was stopped, after the last such call."""
         try:
             return self._control_fd >= 0 and bool(os.read(self._control_fd, 64))
         except OSError:
@@ -212,7 +211,7 @@ def _agent_died(
 
 
 def _is_true(question: Callable[[], bool]) -> bool:
-    """Whether a process of its own finds so in time: a look at files may never return."""
+    """A process of its own finds so in time: a look at files may never return."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -240,13 +239,9 @@ def end_tagged(
 ) -> list[Proc]:
     """End every process of the run's own jobs that was started with the worker tag `tag`, and all below, with SIGKILL.
 
-    Args:
-        children: The agent's, as they were while it lived.
-        only_while: Asked after each look and before anything is ended: an agent that goes on has workers of its next
-            round, which carry the same tag.
-
-    Returns:
-        What still runs after `bound` seconds (D state).
+    `children` are the agent's, as they were while it lived. `only_while` is asked after each look and before anything
+    is ended: an agent that goes on has workers of its next round, which carry the same tag. Returns what still runs after
+    `bound` seconds (D state).
     """
 
     inside = Inside()
@@ -374,7 +369,7 @@ def _wait_for_child(pid: int, timeout: float) -> int | None:
 class _Child(Struct, frozen=True):
     proc: Proc
     leads: bool
-    """Whether its session is its own, and so one in which none but its descendants can be."""
+    """Its session is its own, and so one in which none but its descendants can be."""
 
 
 class ChildSnapshot:
@@ -436,25 +431,18 @@ _STOPPED = "T"
 
 
 class StoppedWatch:
-    """Whether an agent stays stopped: the others go on without it, and its workers must not run beside theirs. Pure."""
+    """Sees that an agent stays stopped: the others go on, and its workers must not run beside theirs. Pure."""
 
     def __init__(self, *, limit: float, longest_gap: float) -> None:
-        """Args:
-        limit: Seconds for which it has to be seen stopped.
-        longest_gap: Between two looks; where more time has passed, the guardian was stopped itself (the whole job was
-            suspended), and that time does not count.
+        """`limit`: seconds for which it has to be seen stopped.
+
+        Where more than `longest_gap` has passed between two looks, the guardian was stopped itself (the whole job was
+        suspended), and that time does not count.
         """
         self._limit = limit
         self._is_stopped = Staleness[str](longest_gap=longest_gap)
 
     def look(self, state: str, now: float) -> bool:
-        """Take a look in.
-
-        Args:
-            state: The process' state, as ps shows it. A debugger's ``t`` is not meant.
-
-        Returns:
-            Whether it has been stopped for so long that its workers are to be ended.
-        """
+        """Take a look in, by ps' state (a debugger's ``t`` does not count); True: its workers are to be ended."""
         is_stopped = state == _STOPPED
         return self._is_stopped.observe("agent", is_stopped, now) >= self._limit and is_stopped

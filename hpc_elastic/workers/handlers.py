@@ -1,4 +1,4 @@
-"""Which process of a worker's handles a signal: the kernel's masks of each, and the choice among them.
+"""Chooses which process of a worker's handles a signal, by the kernel's masks of each.
 
 The worker that was started may be a wrapper (``bash -c``, bubblewrap, a launcher) which a signal would end, while the
 script below it has a handler for it. Or it is the client of a container's runtime, and the script is not even below it
@@ -29,7 +29,7 @@ INSIDE_VARIABLE = "HPC_ELASTIC_INSIDE"
 
 
 class Inside:
-    """Which processes are inside the containers of a node's workers, and which are the runtime's own.
+    """The processes inside the containers of a node's workers, and those of the runtime itself.
 
     podman's client and conmon report the script's end, and clean up after it; apptainer's starter waits for it; enroot
     and others serve the image's filesystem. What these are sent ends the script's root under it, or they hand it on, so
@@ -45,13 +45,9 @@ class Inside:
         self._scripts: dict[int, Proc] = {}
 
     def find(self, processes: Sequence[Proc]) -> dict[int, int]:
-        """Those inside.
+        """Map the pids inside, of living `processes`, parents first, to local ranks.
 
-        Args:
-            processes: That live, parents before their children.
-
-        Returns:
-            pid → local rank. What a process inside has started is inside, whatever environment it has.
+        What a process inside has started is inside, whatever environment it has.
         """
         identities = {proc.pid: (proc.pid, proc.starttime) for proc in processes}
         self._known = {identity: self._known[identity] for identity in identities.values() if identity in self._known}
@@ -77,22 +73,22 @@ class Inside:
         return first
 
     def has_ended(self, local_rank: int) -> bool:
-        """Whether a script that `scripts` has found is not there any more."""
+        """A script that `scripts` has found is not there any more."""
         return local_rank in self._scripts and not lives(self._scripts[local_rank])
 
 
 class SignalMasks(Struct, frozen=True, kw_only=True):
-    """What ``/proc/<pid>/status`` has about a process' signals."""
+    """A process' signals, as ``/proc/<pid>/status`` has them."""
 
     caught: int
     ignored: int
     blocked: int
-    """By its main thread: what it reads by ``sigwait`` or a signalfd is blocked."""
+    """Its main thread's: what it reads by ``sigwait`` or a signalfd is blocked."""
     inner_pid: int
     """Its pid as the process itself sees it, in its own pid namespace."""
 
     def catches(self, number: int) -> bool:
-        """Whether the process has a handler for a signal, or waits for it."""
+        """The process has a handler for a signal, or waits for it."""
         return bool((self.caught | self.blocked) >> (number - 1) & 1)
 
 
@@ -113,17 +109,13 @@ def read_masks(pid: int) -> SignalMasks | None:
 
 
 def acts_on(number: int, pid: int) -> bool:
-    """Whether a signal does not end the process `pid`, which catches or ignores it; True where that is not known."""
+    """Tell whether the process `pid` catches or ignores a signal; True where that is not known."""
     known = read_masks(pid)
     return known is None or bool((known.caught | known.ignored) >> (number - 1) & 1)
 
 
 def send_to_handler(pid: int, number: int, *, speaker: int) -> bool:
-    """Signal what `choose_receivers` chooses of a worker that runs.
-
-    Returns:
-        Whether a process has got it, or the worker is gone. False: none catches it.
-    """
+    """Signal the processes of a running worker that `choose_receivers` chooses. False: none catches it."""
     root = look_at(pid)
     if root is None or root.is_dead:
         return True
@@ -164,14 +156,10 @@ def choose_rank_processes(
 ) -> list[Proc]:
     """Choose the processes of one worker that get SIGTERM before what they have started does. Pure.
 
-    Args:
-        speaker: As of `choose_receivers`.
-        pythons: Pids of those that run a Python.
-
     Returns:
-        The process that sends the heartbeats; else the root where it is a Python; else on each branch the first process
-        that is one, or catches the signal. Beside it the root where that is none and catches the signal, as a shell's
-        trap does. Empty: none is known to be the script, and all get the signal at once.
+        The process that sends the heartbeats; else the root where it is one of the `pythons`; else on each branch the
+        first process that is one, or catches the signal. Beside it the root where that is none and catches the signal,
+        as a shell's trap does. Empty: none is known to be the script, and all get the signal at once.
     """
     catching = {pid for pid, known in masks.items() if known.catches(signal.SIGTERM)}
     if root.pid in catching & set(pythons):
@@ -184,14 +172,14 @@ def choose_rank_processes(
 
 
 def find_rank_processes(root: Proc, below: Sequence[Proc], *, speaker: int) -> list[Proc]:
-    """What `choose_rank_processes` chooses of a worker that runs."""
+    """Apply `choose_rank_processes` to a worker that runs."""
     masks = {proc.pid: known for proc in (root, *below) if (known := read_masks(proc.pid)) is not None}
     pythons = {proc.pid for proc in (root, *below) if is_python(proc.pid)}
     return choose_rank_processes(root, below, masks, speaker=speaker, pythons=pythons)
 
 
 def is_python(pid: int) -> bool:
-    """Whether a process runs a Python; False where that can't be known."""
+    """Tell whether a process runs a Python; False where that can't be known."""
     try:
         return os.path.basename(os.readlink(f"/proc/{pid}/exe")).startswith("python")
     except OSError:

@@ -1,4 +1,4 @@
-"""What an import does to its process that a worker would not get with a fork, or would share with the others.
+"""Watches what an import does to its process that a worker would not get with a fork, or would share with the others.
 
 A part of the fork server, which runs where this package may be missing: the standard library alone. Each entry of the
 preload is imported in `ImportWatch.during`; `ImportWatch.fault` then says why the process can't be forked any more.
@@ -78,7 +78,7 @@ class WatchedEnviron(os._Environ):  # type: ignore[type-arg]  # of the standard 
 
 
 def _is_asked_by_this_package() -> bool:
-    """What this package reads for a worker it reads again there."""
+    """This package reads it again in a worker."""
     frame: types.FrameType | None = sys._getframe(3)
     while frame is not None and frame.f_globals.get("__name__") in ("os", "collections.abc", "_collections_abc"):
         frame = frame.f_back
@@ -89,9 +89,7 @@ class ImportWatch:
     """One server's. After an import with a fault there is no other one: the process ends."""
 
     def __init__(self, watched: set[str], libc: Any) -> None:
-        """Args:
-        watched: Variables that differ between workers, or between rounds; may grow.
-        """
+        """`watched`: variables that differ between workers, or between rounds; may grow."""
         self._watched = watched
         self._libc = libc
         self._getpid = os.getpid
@@ -197,11 +195,7 @@ class ImportWatch:
     # -- afterwards ----------------------------------------------------------------------------------------------
 
     def fault(self, *, is_thorough: bool) -> str:
-        """Why this process can't be forked any more; "" where it can.
-
-        Args:
-            is_thorough: Look for shared memory, too, which takes a millisecond.
-        """
+        """Say why this process can't be forked any more; "": it can. `is_thorough`: for shared memory, too, 1 ms."""
         self._look_at_globals()
         looks = (self._look_at_threads, self._look_at_descriptors, self._look_at_children, self._look_at_cuda)
         for look in (*looks, self._look_at_environment, self._look_at_process, self._look_at_seeds):
@@ -214,7 +208,7 @@ class ImportWatch:
         return self._noted[0] if self._noted else ""
 
     def accept_mappings(self) -> None:
-        """What is mapped now is the server's own."""
+        """The mappings of now are the server's own."""
         self._shared = _shared_mappings()
 
     def _look_at_threads(self) -> str:
@@ -263,7 +257,7 @@ class ImportWatch:
         return ""
 
     def _look_at_globals(self) -> None:
-        """In the modules that are new: ids of this process alone, and generators with a seed of their own."""
+        """New modules hold ids of this process alone, or generators with a seed of their own."""
         for name in [name for name in list(sys.modules) if name not in self._scanned]:
             self._scanned.add(name)
             module = sys.modules.get(name)
@@ -305,7 +299,7 @@ class ImportWatch:
 
 
 def _process_state() -> dict[str, object]:
-    """What a change of would be lost, or come too early; by the words for the change."""
+    """A change of it would be lost, or come too early; by the words for the change."""
     umask = os.umask(0o077)
     os.umask(umask)
     timers = [
@@ -332,7 +326,7 @@ def _thread_count() -> int:
 
 
 def _threads_end_at_fork() -> bool:
-    """Whether a fork's own handlers end all threads but this one, as OpenBLAS' do; the first use starts them again."""
+    """A fork's own handlers end all threads but this one, as OpenBLAS' do; the first use starts them again."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # "multi-threaded, fork may deadlock": the child ends at once
         child = os.fork()
@@ -379,7 +373,7 @@ def _has_shared_lock() -> bool:
 
 
 def _is_asked_by_the_user() -> bool:
-    """Whether the code that asks, the standard library's aside, is no installed library's."""
+    """The code that asks, the standard library's aside, is no installed library's."""
     frame: types.FrameType | None = sys._getframe(2)
     if frame is not None and frame.f_code.co_name == "getrandbits" and "numpy.random" in sys.modules:
         return False  # numpy's compiled code, which no frame shows: its generators get another seed in a worker

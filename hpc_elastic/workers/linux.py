@@ -1,4 +1,4 @@
-"""What this package needs of Linux: system calls that `os` lacks, signals as events, hung threads, OOM kills.
+"""Wraps what this package needs of Linux: system calls that `os` lacks, signals as events, hung threads, OOM kills.
 
 Python as conda builds it is compiled against a C library so old that `os.pidfd_open`, `signal.pidfd_send_signal` and a
 fast `os.closerange` are missing on a kernel that has them all, so these go through ``syscall(2)``. The numbers are the
@@ -47,16 +47,11 @@ def _check(result: int) -> int:
 
 
 def set_child_subreaper(*, on: bool = True) -> None:
-    """Orphaned descendants become children of this process. Not inherited by a fork.
-
-    Raises:
-        OSError: refused by a sandbox.
-    """
+    """Make orphaned descendants children of this process; a fork does not inherit that. Raises OSError in a sandbox."""
     _check(_prctl(_PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0))
 
 
 def is_child_subreaper() -> bool:
-    """Whether this process is one already."""
     found = ctypes.c_int(0)
     _check(_prctl(_PR_GET_CHILD_SUBREAPER, ctypes.addressof(found), 0, 0, 0))
     return bool(found.value)
@@ -73,10 +68,9 @@ def set_name(name: str) -> None:
 
 
 def pidfd_open(pid: int) -> int | None:
-    """A descriptor (close-on-exec) that names the process `pid` and becomes readable when it ends.
+    """Open a descriptor (close-on-exec) that names the process `pid` and becomes readable when it ends.
 
-    Returns:
-        None where the kernel has none (before Linux 5.3: RHEL 8), or a sandbox refuses it.
+    None where the kernel has none (before Linux 5.3: RHEL 8), or a sandbox refuses it.
 
     Raises:
         ProcessLookupError: there is no such process.
@@ -111,10 +105,7 @@ def pidfd_send_signal(pidfd: int, signal_number: int) -> None:
 def signal_main_thread(pid: int, signal_number: int) -> None:
     """Signal the main thread of `pid`, and none of its other threads.
 
-    Raises:
-        ProcessLookupError: there is no such process.
-        PermissionError: it is another user's.
-        OSError: the call's number is not known on this architecture.
+    Raises ProcessLookupError, PermissionError, or OSError where this architecture's number of the call is not known.
     """
     number = _SYS_TGKILL.get(os.uname().machine)
     if number is None:
@@ -186,8 +177,7 @@ class SpareDescriptor:
     def lend(self, action: Callable[[], T]) -> T:
         """Carry out what needs a descriptor for a moment, with the spare one where there is no other.
 
-        Raises:
-            OSError: what `action` raised; no descriptor, where the spare one was not held, or was taken meanwhile.
+        Raises OSError of `action`; or for no descriptor, where the spare one was not held, or was taken meanwhile.
         """
         try:
             return action()
@@ -236,7 +226,7 @@ class SignalQueue:
             self._hear(number)
 
     def hear_as(self, meant: signal.Signals, names: Iterable[str]) -> None:
-        """From now on each of these signals counts as `meant`."""
+        """Count each of these signals as `meant` from now on."""
         for name in names:
             self._meant[signal.Signals[name]] = meant
             self._hear(signal.Signals[name])
@@ -261,7 +251,7 @@ class SignalQueue:
         return found
 
     def holds(self, numbers: Container[signal.Signals]) -> bool:
-        """Whether one of `numbers` has come since the last `take`, which still returns it."""
+        """Tell whether one of `numbers` has come since the last `take`, which still returns it."""
         return any(number in numbers for number in self._waker.peek())
 
 
@@ -270,13 +260,11 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 
 def oom_kill_count(pid: int | str = "self", *, proc: str = "/proc") -> int | None:
-    """OOM kills counted so far in the memory cgroup of a process: the evidence that "-9" was one.
+    """Count the OOM kills so far in the memory cgroup of a process: the evidence that "-9" was one.
 
     Read before the workers start and after one has died; a counter that went up is the proof. Under Slurm with
     task/cgroup the kill is counted in the *task's* cgroup, the agent's own (seen on 22.05.8, cgroup v1 and v2).
-
-    Returns:
-        The counter, or None where no cgroup with one can be read: then nothing is known of OOM kills.
+    None where no cgroup with a counter can be read.
     """
     found = _memory_cgroup(pid, proc)
     if found is None:
@@ -291,10 +279,9 @@ def node_oom_kill_count(*, proc: str = "/proc") -> int | None:
 
 
 def memory_folders(pid: int | str = "self", *, proc: str = "/proc") -> list[tuple[str, bool]]:
-    """The memory cgroup of a process and all above it that can be seen from here, the closest first.
+    """List the memory cgroup of a process and all above it that can be seen from here, the closest first.
 
-    Returns:
-        (folder, whether it is of version 2); empty where there is none.
+    Each with whether it is of version 2.
     """
     found = _memory_cgroup(pid, proc)
     if found is None:

@@ -19,16 +19,15 @@ from hpc_elastic.base.digests import sha1
 _LISTENS = 0x0A
 _IPV4_MAPPED = b"\0" * 10 + b"\xff\xff"
 _DEPTH = 4
-"""Of children that are looked into where a worker has no socket itself: a shell script around the training script."""
+"""Children are looked into where a worker has no socket itself: a shell script around the training script."""
 Address = tuple[str, int]
 """An IP address, of IPv4 where it is one, and a port."""
 
 
 def read_sockets(pids: Iterable[int], *, proc: str = "/proc") -> dict[int, frozenset[Address]]:
-    """The addresses of each process' own ends; a process without any, or one that is gone, is missing. Never raises.
+    """Map each process to the addresses of its own ends; one without any, or that is gone, is missing. Never raises.
 
-    Args:
-        pids: The processes; of one without a socket its children count.
+    Of a process without a socket its children count.
     """
     owned = {pid: inodes for pid in pids if (inodes := _inodes_below(pid, proc))}
     if not owned:
@@ -68,7 +67,7 @@ def serving_socket(connection: socket.socket, *, proc: str = "/proc") -> tuple[i
 
 
 def has_socket(pid: int, inode: int, *, proc: str = "/proc") -> bool:
-    """Whether a process of this user has the socket open."""
+    """Tell whether a process of this user has the socket open."""
     return inode in socket_inodes(pid, proc)
 
 
@@ -140,7 +139,7 @@ def parse_table(text: str) -> dict[int, Address]:
 
 
 def _unpack(text: str) -> bytes:
-    """Of the kernel's hexadecimal form: words of 32 bits, each in this machine's byte order."""
+    """The kernel's hexadecimal form: words of 32 bits, each in this machine's byte order."""
     words = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
     return b"".join(word.to_bytes(4, sys.byteorder) for word in words)
 

@@ -41,13 +41,13 @@ _CPUS = "its CPUs"
 
 
 class Inherited(Struct, frozen=True, kw_only=True):
-    """What the user's shell handed down, and the workers must get back."""
+    """The state that the user's shell handed down, and the workers must get back."""
 
     umask: int
     core_limit: tuple[int, int]
     """Soft and hard RLIMIT_CORE."""
     subreaper: bool
-    """Whether orphaned descendants come to this process. False in a sandbox that refuses it."""
+    """Orphaned descendants come to this process. False in a sandbox that refuses it."""
     file_limit: tuple[int, int] | None = None
     """Soft and hard RLIMIT_NOFILE; None: as they are."""
 
@@ -56,7 +56,7 @@ class ExitStatus(Struct, frozen=True, kw_only=True):
     """How a worker ended."""
 
     exitcode: int
-    """As `subprocess` has it: 0–255, or minus the signal's number."""
+    """0–255, or minus the signal's number, as `subprocess` has it."""
     core_dumped: bool
     observed_ns: int
     """This host's wall clock, nanoseconds since the epoch, when its end was seen."""
@@ -127,8 +127,7 @@ class WorkerProcess:
     def release(self) -> ExitStatus | None:
         """Let the kernel forget it and close our descriptors, once it has ended and its group needs no more signals.
 
-        Returns:
-            How it ended; None where it still runs: nothing is done then.
+        None where it still runs: nothing is done then.
         """
         status = self.poll()
         if status is None:
@@ -202,7 +201,6 @@ def start_worker(
 
     Args:
         argv: The command, found by the PATH of `env` where it has no slash, and its arguments.
-        clock: For `ExitStatus.observed_ns`.
         pipe_bytes: Wanted capacity of each output pipe (`pipe_bytes_for`); the kernel may grant less.
         exec_wait: Seconds that the program is given to be there. One on a mount that hangs counts as started then.
         cpus: Those that it may use; empty: as this process.
@@ -238,14 +236,11 @@ def start_worker(
 
 
 def reap_orphans(known: Container[int]) -> list[int]:
-    """Wait for the ended processes that came to this subreaper when their parents ended.
+    """Wait for the ended processes that came to this subreaper when their parents ended; returns their pids.
 
     Never takes a status that is waited for elsewhere: neither that of a pid in `known` (workers, guardian, store
     host), nor that of a child in the agent's own session: `subprocess` children are there, and no descendant of a
     worker can be.
-
-    Returns:
-        The pids that were reaped.
     """
     own_session = os.getsid(0)
     reaped = []
@@ -264,7 +259,6 @@ def reap_orphans(known: Container[int]) -> list[int]:
 
 
 def _shortage(error: OSError) -> str:
-    """What there was not enough of, with the limit."""
     if error.errno == errno.EMFILE:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"{error.strerror}: an agent may have {limit} (ulimit -Hn), and needs five for each worker"
@@ -414,7 +408,7 @@ class WorkerStartError(HpcElasticError):
 
     @property
     def is_passing(self) -> bool:
-        """Whether it is a shortage, of which there may be none at the next try."""
+        """A shortage, of which there may be none at the next try."""
         return self.errno in (errno.EAGAIN, errno.ENOMEM, errno.ENFILE, errno.EMFILE)
 
 
@@ -437,12 +431,7 @@ def find_program(command: str, env: Mapping[str, str] | None = None) -> str | No
 
 
 def exec_failure(*, command: str, cwd: str, path: str, code: int, path_exists: bool) -> WorkerStartError:
-    """The error of a command that did not start.
-
-    Args:
-        path: The file that was tried last, or the folder, for a `cwd` that could not be entered.
-        path_exists: Whether there is something at `path` after all.
-    """
+    """The error of a command that did not start; `path` is the file that was tried last, or the folder of a `cwd`."""
     if code == errno.EACCES and "/" not in command and not path_exists:
         code = errno.ENOENT  # not that file is forbidden, but a folder in PATH is closed to us
     text = os.strerror(code)

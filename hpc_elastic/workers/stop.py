@@ -186,7 +186,7 @@ class GroupStopper:
 
     @property
     def sent_kill(self) -> bool:
-        """Whether SIGKILL was sent to workers: before, a worker that it ended was killed by another."""
+        """SIGKILL was sent to workers: before, a worker that it ended was killed by another."""
         return self._state.sent_kill
 
     def kill_now(self) -> None:
@@ -206,11 +206,7 @@ class GroupStopper:
             state.deadline = min(state.deadline, self._clock.monotonic() + max(0.0, grace))
 
     def step(self) -> Stopped | float:
-        """Look at what is left, and do what is due.
-
-        Returns:
-            What became of the group, or the seconds after which to call again (sooner does no harm).
-        """
+        """Look at what is left, and do what is due; or give the seconds after which to call again."""
         state = self._state
         if state.phase in (_Phase.NEW, _Phase.DONE):
             raise IllegalTransitionError(state=state.phase.value, event="step")

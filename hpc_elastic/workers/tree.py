@@ -58,7 +58,7 @@ class Proc(Struct, frozen=True, kw_only=True):
     pgid: int
     sid: int
     state: str
-    """As ps shows it: R, S, D (uninterruptible), T (stopped), Z (ended, not waited for) …"""
+    """R, S, D (uninterruptible), T (stopped), Z (ended, not waited for) …, as ps shows it."""
     name: str
 
     @property
@@ -68,8 +68,6 @@ class Proc(Struct, frozen=True, kw_only=True):
 
 
 class Delivery(Enum):
-    """What became of a signal."""
-
     SENT = "sent"
     GONE = "gone"
     """The process has ended; its pid may be another's by now."""
@@ -148,7 +146,7 @@ def look_at(pid: int) -> Proc | None:
 
 
 def lives(proc: Proc) -> bool:
-    """Whether this very process, not another with its pid, is still there."""
+    """Tell whether this very process, not another with its pid, is still there."""
     now = look_at(proc.pid)
     return now is not None and now.starttime == proc.starttime and not now.is_dead
 
@@ -199,7 +197,7 @@ def ancestors(processes: Mapping[int, Proc], pid: int) -> set[int]:
 def children(pid: int) -> list[int]:
     """The pids of the direct children, ended ones included.
 
-    For a subreaper this is exact where it matters: every living descendant is below a living child of ours (an orphan
+    This is exact for a subreaper where it matters: every living descendant is below a living child of ours (an orphan
     becomes our child *before* its parent is seen as ended), so no child means no descendant.
     """
     if not os.path.exists(f"/proc/{pid}/task/{pid}/children"):
@@ -221,8 +219,7 @@ def children(pid: int) -> list[int]:
 def main_children(pid: int) -> list[int] | None:
     """The pids of the children of a process' main thread, which orphans become too: one read.
 
-    Returns:
-        None where there is no such process, or a kernel without CONFIG_PROC_CHILDREN.
+    None where there is no such process, or a kernel without CONFIG_PROC_CHILDREN.
     """
     raw = _read(f"/proc/{pid}/task/{pid}/children")
     return None if raw is None else [int(word) for word in raw.split()]
@@ -287,10 +284,8 @@ def parse_cgroup_job(raw: bytes) -> str | None:
 def kill_safely(proc: Proc, signal_number: int, *, main_thread: bool = False) -> Delivery:
     """Signal `proc`, and no other process that has got its pid meanwhile. Raises nothing for the process's sake.
 
-    On a kernel without pidfd (before 5.3) a gap of microseconds is left between the look and the signal.
-
-    Args:
-        main_thread: To its main thread, where this architecture's call for that is known; else any thread may get it.
+    On a kernel without pidfd (before 5.3) a gap of microseconds is left between the look and the signal. `main_thread`:
+    only where this architecture's call for that is known; else any thread may get it.
     """
     try:
         pidfd = linux.pidfd_open(proc.pid)
@@ -341,11 +336,7 @@ class TreeKiller:
         self._stops = 0
 
     def next_signal(self, found: Iterable[Proc]) -> signal.Signals:
-        """Take a look's result in.
-
-        Returns:
-            SIGKILL or SIGSTOP, for each of `found`.
-        """
+        """Choose SIGKILL or SIGSTOP for each of a look's `found`."""
         now = {(proc.pid, proc.starttime) for proc in found}
         new = now - self._known
         self._known |= now
@@ -386,12 +377,10 @@ class Tag(Struct, frozen=True, kw_only=True):
         return f"{self.node}:{self.agent_uid}"
 
     def is_in_own_job(self, environ: Environ, cgroup_job: Callable[[], str | None]) -> bool:
-        """Whether a process belongs to a job of this run; where the run is no job's, to no job at all.
+        """A process belongs to a job of this run; where the run is no job's, to no job at all.
 
-        Args:
-            environ: The process' own.
-            cgroup_job: Looks up the job of its cgroup, for a process that has dropped SLURM_JOB_ID. Where there
-                is none either, the process counts as another's.
+        `cgroup_job` looks up the job of its cgroup, for a process that has dropped SLURM_JOB_ID. Where there is none
+        either, the process counts as another's.
         """
         job = environ.get(JOB_VARIABLE)
         if not self.jobs:
@@ -399,14 +388,14 @@ class Tag(Struct, frozen=True, kw_only=True):
         return (job or cgroup_job()) in self.jobs
 
     def is_own_worker(self, environ: Environ, cgroup_job: Callable[[], str | None]) -> bool:
-        """Whether this very agent started the process, or what started it. Arguments as of `is_in_own_job`."""
+        """This very agent started the process, or what started it; cf. `is_in_own_job`."""
         return environ.get(TAG_VARIABLE) == str(self) and self.is_in_own_job(environ, cgroup_job)
 
     def is_of_other_incarnation(self, worker_tag: str) -> bool:
-        """Whether `worker_tag` marks a worker of this run's agents on this node, but not of this very agent."""
+        """`worker_tag` marks a worker of this run's agents on this node, but not of this very agent."""
         return worker_tag.startswith(self.node + ":") and worker_tag != str(self)
 
 
 def node_key(cluster: str, node: int) -> str:
-    """Where the tags of one run's agents on one host differ: a cluster's host has one agent, a local run many."""
+    """Tell one run's agents on one host apart by tags: a cluster's host has one agent, a local run many."""
     return str(node) if cluster == "local" else "host"

@@ -11,7 +11,7 @@ import pytest
 
 from hpc_elastic.agent.nccl_ras import ask_ras, nccl_version, parse_address
 from hpc_elastic.base.outcome import ExitCode
-from hpc_elastic.failures.nccl_ras import Level, parse_json
+from hpc_elastic.failures.nccl_ras import Launches, parse_json
 from tests.rigs.gpu import RUN_SECONDS, GpuRun, Machine
 
 pytestmark = pytest.mark.gpu
@@ -130,7 +130,7 @@ def test_ras_answers(
         report = parse_json(found)
         assert machine.nccl in report.version, f"{found}\n{run.explain()}"
         (comm,) = report.communicators
-        assert comm.levels["AllReduce"] == (Level(3, 1, (0,)),), found
+        assert comm.levels["AllReduce"] == (Launches(3, 1, (0,)),), found
         assert not comm.trouble, found
         seen("NCCL RAS", f"{len(found)} characters of JSON")
 

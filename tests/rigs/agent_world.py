@@ -44,9 +44,9 @@ from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.run.option_values import SectionTimeouts
 from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
-from hpc_elastic.workers.environment_change import EnvironmentChange
 from hpc_elastic.workers.spawn import Inherited
 from hpc_elastic.workers.stop import Stopped
+from hpc_elastic.workers.user_command import EnvironmentChange
 from tests.rigs.event_pairs import log_into
 from tests.rigs.rendezvous_world import Crash, Node, World
 

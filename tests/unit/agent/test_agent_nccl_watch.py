@@ -20,7 +20,7 @@ from hpc_elastic.agent.nccl_watch import NcclStall, NcclWatch, StallFound, judge
 from hpc_elastic.base import codec
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.failures.flight_dump import rank_of_name, read_dump, tail_of
-from hpc_elastic.failures.nccl_ras import Communicator, Level, RasReport
+from hpc_elastic.failures.nccl_ras import Communicator, Launches, RasReport
 from hpc_elastic.rendezvous.state import Member
 from hpc_elastic.run.flight_tail import Call, FlightTail, TailTrack
 from hpc_elastic.run.suspicions import HangSettings, Source, Suspicion
@@ -37,7 +37,7 @@ def world(*launched: int, name: str = "world", missing: tuple[int, ...] = (), ki
     for rank, count in enumerate(launched):
         if rank not in missing:
             found.setdefault(count, []).append(rank)
-    levels = tuple(Level(count, len(ranks), tuple(ranks)) for count, ranks in sorted(found.items(), reverse=True))
+    levels = tuple(Launches(count, len(ranks), tuple(ranks)) for count, ranks in sorted(found.items(), reverse=True))
     processes = {rank: ("10.0.0.1" if rank < 2 else "10.0.0.2", 100 + rank) for rank in range(len(launched))}
     return Communicator(name=name, size=len(launched), levels={kind: levels}, missing=missing, processes=processes)
 
@@ -112,7 +112,7 @@ def test_a_group_of_some_ranks_is_named_by_the_ranks_of_the_run() -> None:
     tp = Communicator(
         name="tp",
         size=2,
-        levels={"AllGather": (Level(7, 1, (0,)), Level(6, 1, (1,)))},
+        levels={"AllGather": (Launches(7, 1, (0,)), Launches(6, 1, (1,)))},
         processes={0: ("10.0.0.2", 102), 1: ("10.0.0.2", 103)},
     )
     found = after(*[[world(n, n, n, n), tp] for n in range(7)])

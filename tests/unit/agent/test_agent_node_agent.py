@@ -42,9 +42,9 @@ from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 from hpc_elastic.run.suspicions import HangSettings, OnHang, Source
 from hpc_elastic.store.base import StoreError
-from hpc_elastic.workers.environment_change import EnvironmentChange
 from hpc_elastic.workers.spawn import Inherited, WorkerStartError
 from hpc_elastic.workers.stop import Stopped, Survivor
+from hpc_elastic.workers.user_command import EnvironmentChange
 from tests.rigs.event_pairs import log_into
 from tests.rigs.fake_clock import FakeClock
 

@@ -9,7 +9,7 @@ import pytest
 
 from hpc_elastic.failures.nccl_ras import (
     Communicator,
-    Level,
+    Launches,
     RasReport,
     UnreadableReportError,
     find_culprits,
@@ -93,9 +93,9 @@ def test_ranks_of_a_communicator_that_is_made_or_destroyed_differ_rightly(status
 
 
 def test_sends_and_receives_may_differ_and_are_progress() -> None:
-    comm = Communicator(name="x", size=2, levels={"SendRecv": (Level(9, 1, (0,)), Level(5, 1, (1,)))})
+    comm = Communicator(name="x", size=2, levels={"SendRecv": (Launches(9, 1, (0,)), Launches(5, 1, (1,)))})
     assert not comm.trouble
-    more = Communicator(name="x", size=2, levels={"SendRecv": (Level(9, 1, (0,)), Level(6, 1, (1,)))})
+    more = Communicator(name="x", size=2, levels={"SendRecv": (Launches(9, 1, (0,)), Launches(6, 1, (1,)))})
     assert RasReport(communicators=(comm,)).progress != RasReport(communicators=(more,)).progress
 
 
@@ -105,8 +105,8 @@ def test_a_rank_that_calls_another_collective() -> None:
         name="x",
         size=4,
         levels={
-            "AllReduce": (Level(64, 3, everyone), Level(63, 1, (2,))),
-            "AllGather": (Level(11, 1, (2,)), Level(10, 3, everyone)),
+            "AllReduce": (Launches(64, 3, everyone), Launches(63, 1, (2,))),
+            "AllGather": (Launches(11, 1, (2,)), Launches(10, 3, everyone)),
         },
     )
     assert find_culprits(comm) == {2: "launched AllGather #11 where 3 others launched AllReduce #64"}
