@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -101,25 +102,18 @@ def activity_of_failure(rank: int, frames: Sequence[Frame], text: str, *, line: 
     if doing is Doing.CODE:
         doing, call = Doing.COLLECTIVE, ""  # a symptom is raised in a call of torch, which has no frame of its own
     said = _read_messages(rank, text)
-    if said.key or said.clients:
+    if said["key"] or said["clients"]:
         doing = Doing.STORE
     return Activity(
         rank=rank,
         doing=doing,
-        call=call or said.operation.partition(" ")[0].lower(),
+        call=call or said["operation"].partition(" ")[0].lower(),
         at=_at(frames),
         failed=True,
-        sequence=said.sequence,
-        operation=said.operation,
-        peer_operation=said.peer_operation,
-        names=said.names,
-        reports=said.reports,
-        key=said.key,
-        clients=said.clients,
-        sizes=said.sizes,
         peer=find_peer(text),
         awaits=_partner(call, line),
         flight=tail_of_words(text),
+        **said,
     )
 
 
@@ -177,18 +171,8 @@ _CLIENTS = re.compile(r"(\d+)/(\d+) clients joined")
 _SIZES = re.compile(r"op\.preamble\.(?:length|nbytes) <= op\.nbytes\. (\d+) vs (\d+)")
 
 
-class _Said(Struct, frozen=True, kw_only=True):
-    sequence: int | None = None
-    operation: str = ""
-    peer_operation: tuple[int, str] | None = None
-    names: tuple[int, ...] = ()
-    reports: str = ""
-    key: str = ""
-    clients: tuple[int, int] | None = None
-    sizes: tuple[int, int] | None = None
-
-
-def _read_messages(rank: int, text: str) -> _Said:
+def _read_messages(rank: int, text: str) -> dict[str, Any]:
+    """The fields of an `Activity` that messages show."""
     sequence, operation, peer = None, "", None
     if works := _WORK.findall(text):
         number, kind, into, out = works[-1]
@@ -212,16 +196,16 @@ def _read_messages(rank: int, text: str) -> _Said:
         quoted = [raised for raised in found_text.earlier if raised.rank is not None] if found_text is not None else []
         reports = cut_end(quoted[0].headline, _SAYS_LIMIT) if quoted else ""
     keys, clients, sizes = _KEYS.search(text), _CLIENTS.search(text), _SIZES.search(text)
-    return _Said(
-        sequence=sequence,
-        operation=cut_end(operation, _SAYS_LIMIT),
-        peer_operation=peer,
-        names=tuple(sorted(named))[:MOST_NAMED],
-        reports=reports,
-        key=cut_end(keys[1], 100).removeprefix("/") if keys else "",
-        clients=(int(clients[1]), int(clients[2])) if clients else None,
-        sizes=(int(sizes[1]), int(sizes[2])) if sizes else None,
-    )
+    return {
+        "sequence": sequence,
+        "operation": cut_end(operation, _SAYS_LIMIT),
+        "peer_operation": peer,
+        "names": tuple(sorted(named))[:MOST_NAMED],
+        "reports": reports,
+        "key": cut_end(keys[1], 100).removeprefix("/") if keys else "",
+        "clients": (int(clients[1]), int(clients[2])) if clients else None,
+        "sizes": (int(sizes[1]), int(sizes[2])) if sizes else None,
+    }
 
 
 def _operation(prints: str) -> str:

@@ -108,7 +108,7 @@ def find_logged(stderr_log: Path | str) -> str:
     try:
         text = undecorate(clean_text(_read_tail(os.fspath(stderr_log))[0].decode("utf-8", "replace")))
         found = find_tracebacks(text)
-        return found[-1].headline if found and is_near(found[-1], text.split("\n")) else ""
+        return found[-1].summary if found and is_near(found[-1], text.split("\n")) else ""
     except Exception:
         return ""
 
@@ -216,9 +216,7 @@ def _describe(
     if file.problem != "missing":
         problem = file.problem
     if recorded is not None:
-        problem = (
-            f"its error file has another exception, which did not end it: {cut_end(recorded.headline, _TAIL_LINE)}"
-        )
+        problem = f"its error file has another exception, which did not end it: {cut_end(recorded.summary, _TAIL_LINE)}"
     failure = _build(
         facts,
         found,
@@ -286,7 +284,7 @@ def _from_error_file(
     return _build(
         facts,
         recorded,
-        message=file.message or recorded.headline,
+        message=file.message or recorded.summary,
         source=EvidenceSource.ERROR_FILE,
         error_file=error_file,
         problem=file.problem,
@@ -366,15 +364,15 @@ def _build(
     if origin is not None and origin is not chain[0]:
         message = f"{exception_type}: {words}" if words else exception_type
     if found is not None and wrapped is not None:
-        if origin is wrapped and not wrapped.exception_type and not is_wrapper(found.chain[0]):
-            origin, exception_type, words, message = chain[0], found.exception_type, found.message, found.headline
+        if origin is wrapped and not wrapped.exception_type and not is_wrapper(found):
+            origin, exception_type, words, message = chain[0], found.exception_type, found.message, found.summary
         outer, inner = summary_line(message), wrapped.headline
-        if is_wrapper(found.chain[0]):
+        if is_wrapper(found):
             message = f"{inner} ({outer})"
         else:
-            is_own = is_raised_by_script(found.chain[0]) and not is_wrapper(found.chain[-1])
+            is_own = is_raised_by_script(found) and not is_wrapper(found.chain[-1])
             message = f"{outer} ({LOGGED_BEFORE if is_own else ''}{inner})"
-        if is_wrapper(found.chain[0]) and wrapped.exception_type:
+        if is_wrapper(found) and wrapped.exception_type:
             origin, exception_type, words = wrapped, wrapped.exception_type, wrapped.message
     if reads:
         first, separator, more = message.partition("\n")

@@ -103,7 +103,7 @@ def _find_in_text(facts: WorkerFailure, text: str, lived_ns: Callable[[FailureTe
             return None
         begun = find_cut_off(text)
         if begun is not None:  # a victim's would say so only in the lines that are missing
-            return None if is_in_collective(begun.chain[0]) else begun
+            return None if is_in_collective(begun) else begun
         if python is None or python.lines_after > _CLOSE:
             return None
         return None if went_on(python, lines) else python
@@ -178,8 +178,10 @@ def find_ending(
         spoken = len(speaking_lines(after))
         if exitcode != 1 and has_progress(after) and not ended_soon(found, lived_ns(found)):
             break
-        says_why = _says_why(lines[max(found.exception_at + 1, len(lines) - _LOOKED_AT) :])
-        if reaches_top(found) and not (_is_logged(lines, found) and says_why and spoken > _SOON):
+        last = find_last_lines(lines[max(found.exception_at + 1, len(lines) - _LOOKED_AT) :])
+        says_why = last is not None and last.is_telling
+        is_logged = found.span[0] > 0 and _LOGGER.match(lines[found.span[0] - 1]) is not None
+        if reaches_top(found) and not (is_logged and says_why and spoken > _SOON):
             return found
         if spoken > _SOON and (exitcode != 1 or says_why):
             break
@@ -205,15 +207,6 @@ def went_on(found: FailureText, lines: Sequence[str], lived_ns: int | None = Non
 def reaches_top(found: FailureText) -> bool:
     """It went all the way up: nothing in the script caught it."""
     return not found.frames or is_top_frame(found.frames[0])
-
-
-def _is_logged(lines: Sequence[str], found: FailureText) -> bool:
-    return found.span[0] > 0 and _LOGGER.match(lines[found.span[0] - 1]) is not None
-
-
-def _says_why(after: Sequence[str]) -> bool:
-    last = find_last_lines(after)
-    return last is not None and last.is_telling
 
 
 _FATAL_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)\Z')

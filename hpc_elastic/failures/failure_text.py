@@ -42,7 +42,7 @@ class RaisedException(Struct, frozen=True, kw_only=True):
     """One exception of a chain."""
 
     exception_type: str
-    """As printed, ``torch.distributed.DistNetworkError``; empty for a line that stands for an exception."""
+    """Printed so, ``torch.distributed.DistNetworkError``; empty for a line that stands for one, or a fatal error."""
     message: str = ""
     """Without the type."""
     frames: tuple[Frame, ...] = ()
@@ -65,19 +65,12 @@ class RaisedException(Struct, frozen=True, kw_only=True):
         return cut_end(text.split("\n", 1)[0], CAUSE_LIMIT)
 
 
-class FailureText(Struct, frozen=True, kw_only=True):
-    """One failure, as its process described it."""
+class FailureText(RaisedException, frozen=True, kw_only=True):
+    """One failure, as its process described it: the exception that ended it, and those before."""
 
     kind: TextKind
     text: str
     """As printed, without colours and rank prefixes; at most `TEXT_LIMIT` characters."""
-    exception_type: str
-    """As printed (``torch.distributed.DistNetworkError``); for C++ the type's name; for a fatal error empty."""
-    message: str
-    """Without the type; may have several lines."""
-    frames: tuple[Frame, ...] = ()
-    source: str = ""
-    caller: str = ""
     earlier: tuple[RaisedException, ...] = ()
     """The exceptions that it was raised from or while handling, nearest first; those that its message quotes too."""
     is_prefixed: bool = False
@@ -97,19 +90,10 @@ class FailureText(Struct, frozen=True, kw_only=True):
     @property
     def chain(self) -> tuple[RaisedException, ...]:
         """All its exceptions, the last one first; empty where none is known."""
-        if not self.exception_type:
-            return ()
-        last = RaisedException(
-            exception_type=self.exception_type,
-            message=self.message,
-            frames=self.frames,
-            source=self.source,
-            caller=self.caller,
-        )
-        return (last, *self.earlier)
+        return (self, *self.earlier) if self.exception_type else ()
 
     @property
-    def headline(self) -> str:
+    def summary(self) -> str:
         """``Type: message``, one line."""
         if not self.exception_type:
             return summary_line(self.message)

@@ -226,7 +226,9 @@ def _who_is_waited_for(waits: Sequence[_Wait], groups: Sequence[ProcessGroup]) -
             and len(wait.missing) > 2 * len(wait.waiting)
             and stuck_nowhere.issuperset(wait.missing)
         ):
-            found += [_alone(wait, rank) for rank in wait.waiting]
+            others = plural(len(wait.missing), "other rank")
+            does = f"is in {wait.describe()}, which {others} never entered"
+            found += [wait.suspect(rank, Reason.ALONE, does) for rank in wait.waiting]
             stuck_nowhere -= set(wait.missing)
             by_missing = {rank: by_missing[rank] for rank in by_missing.keys() - set(wait.missing)}
     certain = [rank for rank in sorted(stuck_nowhere) if by_missing[rank][0].kind is not Reason.NO_DUMP]
@@ -275,11 +277,6 @@ def _its_last(wait: _Wait, rank: int, groups: Sequence[ProcessGroup]) -> str:
         return ""
     call = group.call(rank, group.last[rank])
     return f"; its last there was {named(call, group.last[rank])}" if call is not None else ""
-
-
-def _alone(wait: _Wait, rank: int) -> FlightSuspect:
-    does = f"is in {wait.describe()}, which {plural(len(wait.missing), 'other rank')} never entered"
-    return wait.suspect(rank, Reason.ALONE, does)
 
 
 def _each_other(rank: int, waits: Sequence[_Wait]) -> FlightSuspect:

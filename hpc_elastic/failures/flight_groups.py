@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
+from operator import attrgetter
 
 from msgspec import Struct, field
 
@@ -164,7 +165,7 @@ def differing(group: ProcessGroup) -> list[FlightSuspect]:
         return []
     for number in (*_first_difference(group), group.reached):
         calls = {rank: call for rank in group.tracks if (call := group.call(rank, number)) is not None and call.name}
-        for kind, key in ((Reason.OTHER_COLLECTIVE, _kind_of), (Reason.OTHER_SIZE, _size_of)):
+        for kind, key in ((Reason.OTHER_COLLECTIVE, attrgetter("name")), (Reason.OTHER_SIZE, _size_of)):
             values = {rank: key(call) for rank, call in calls.items()}
             if len(set(values.values())) > 1:
                 return [_other(group, rank, number, calls, values, kind) for rank in _odd(values)]
@@ -205,7 +206,7 @@ def _first_difference(group: ProcessGroup) -> Iterator[int]:
         if _is_comparable(dump, track):
             for call in dump.calls:  # most are the same objects in many ranks' dumps
                 if id(call) not in seen:
-                    seen[id(call)] = tables.setdefault(_signature(call), len(tables))
+                    seen[id(call)] = tables.setdefault((call.name, _size_of(call)), len(tables))
             kinds = [seen[id(call)] for call in dump.calls]
             begin = first - track.sequences[0]
             window = array("I", map(kinds.__getitem__, track.calls[begin : begin + last - first + 1]))
@@ -222,14 +223,6 @@ def _is_comparable(dump: RankDump, track: Track) -> bool:
     return all(call.name for call in dump.calls) and track.sequences[-1] - track.sequences[0] + 1 == len(
         track.sequences
     )
-
-
-def _signature(call: Call) -> object:
-    return _kind_of(call), _size_of(call)
-
-
-def _kind_of(call: Call) -> object:
-    return call.name
 
 
 def _size_of(call: Call) -> object:

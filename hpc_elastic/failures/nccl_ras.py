@@ -159,13 +159,10 @@ def find_culprits(communicator: Communicator) -> dict[int, str]:
             why = f"launched {more[0]} #{more[1]} where {plural(less[2], 'other')} launched {less[0]} #{less[3]}"
         elif rank in behind:
             kind, launched, count, usually = behind[rank]
-            why = f"has launched {_upto(kind, launched)}, {plural(count, 'other')} up to #{usually}"
+            upto = f"{kind} up to #{launched}" if launched else f"no {kind}"
+            why = f"has launched {upto}, {plural(count, 'other')} up to #{usually}"
         else:
             kind, launched, count, _ = ahead[rank]
             why = f"waits in {kind} #{launched}, which {plural(count, 'other')} never launched"
         found.setdefault(rank, why)
     return dict(sorted(found.items()))
-
-
-def _upto(kind: str, launched: int) -> str:
-    return f"{kind} up to #{launched}" if launched else f"no {kind}"

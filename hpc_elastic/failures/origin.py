@@ -88,7 +88,8 @@ def find_origin(chain: Sequence[RaisedException]) -> RaisedException | None:
     kept = _without_expected(chain)
     named = kept[-1] if kept else None
     for raised in reversed(kept):
-        if named is not raised and named is not None and named.while_handling and _is_of_cleanup(raised):
+        cleans_up = any(re.search(_CLEANS_UP, frame.function) for frame in user_frames(raised.frames))
+        if named is not raised and named is not None and named.while_handling and cleans_up:
             return named
         row = explain(raised)
         if row is not None and row.failure_class is FailureClass.SYMPTOM and raised is not kept[-1]:
@@ -177,10 +178,6 @@ def _is_of_own_limit(raised: RaisedException) -> bool:
     return "Time" in raised.exception_type or re.search(_LIMITS_TIME, raised.message) is not None
 
 
-def _is_of_cleanup(raised: RaisedException) -> bool:
-    return any(re.search(_CLEANS_UP, frame.function) for frame in user_frames(raised.frames))
-
-
 def gave_up_waiting(headline: str) -> bool:
     """A failure shows no more than that something else did not come in time."""
     return re.search(_LIMITS_TIME, headline) is not None or headline.startswith("TimeoutError")
@@ -241,9 +238,9 @@ def find_wrapped(found: FailureText, lines: Sequence[str]) -> RaisedException | 
     before = lines[max(0, found.span[0] - _LOOKED_BACK) : found.span[0]]
     if not before or not found.exception_type:
         return None
-    if is_wrapper(found.chain[0]) or is_wrapper(found.chain[-1]):
+    if is_wrapper(found) or is_wrapper(found.chain[-1]):
         return _of_child(before)
-    text, last = "\n".join(before), found.chain[0]
+    text, last = "\n".join(before), found
     logged = next((one for one in reversed(find_tracebacks(text)) if is_near(one, before)), None)
     row = explain_chain(logged.chain) if logged is not None else None
     if logged is not None and row is not None and row.failure_class is FailureClass.SYMPTOM:
@@ -254,8 +251,8 @@ def find_wrapped(found: FailureText, lines: Sequence[str]) -> RaisedException | 
         threads = (one for one in reversed(find_tracebacks(text, threads=True)) if is_near(one, before))
         headlines = {raised.headline for raised in found.chain}
         for one in filter(None, (next(threads, None), None if waits else logged)):
-            if one.chain[0].headline not in headlines:
-                return one.chain[0]
+            if one.headline not in headlines:
+                return one
     near = [line for _, line in speaking_lines(before)[-_NEAR:]]
     for line in reversed(near):
         row = None if waits or (not known and not is_raised_by_script(last)) else explain_text(line)
@@ -286,8 +283,8 @@ def _of_child(before: Sequence[str]) -> RaisedException | None:
         tracebacks = find_tracebacks("\n".join(before))
         if not tracebacks or len(speaking_lines(before[tracebacks[-1].span[1] :])) > _CHILD_LINES:
             break
-        if not is_wrapper(tracebacks[-1].chain[0]):
-            return tracebacks[-1].chain[0]
+        if not is_wrapper(tracebacks[-1]):
+            return tracebacks[-1]
         before = before[: tracebacks[-1].span[0]]
     last = find_last_lines(before)
     return RaisedException(exception_type="", message=last.text) if last is not None and last.is_telling else None
@@ -305,7 +302,7 @@ def find_file_read(found: FailureText, lines: Sequence[str], read_script: Callab
     code = found.text.split("\n")
     places = {line.strip(): code[at + 1].strip() for at, line in enumerate(code[:-1]) if line.startswith('  File "')}
     calls = [places.get(f'File "{one.file}", line {one.line}, in {one.function}', "") for one in frames]
-    is_own = frames[-1] is found.frames[-1] and is_raised_by_script(found.chain[0])
+    is_own = frames[-1] is found.frames[-1] and is_raised_by_script(found)
     if is_own or not re.search(_READS, calls[-1]):
         return ""
     for frame, call in zip(reversed(frames), reversed(calls), strict=True):

@@ -93,14 +93,21 @@ class Ranking(Generic[F]):
         found = [(standing(failure), failure) for failure in failures]
         is_cause = [how.failure_class in _CAUSES and not how.may_follow_stop for how, _ in found]
         deciding = [how for (how, _), one in zip(found, is_cause, strict=True) if one or not any(is_cause)]
-        self.by_printed = _are_all_printed(deciding) or _are_alike(deciding)
+        are_printed = any(how.printed_ns for how in deciding) and all(
+            how.printed_ns or not how.raised for how in deciding
+        )
+        are_alike = len({how.fingerprint for how in deciding}) == 1 and bool(deciding[0].fingerprint)
+        self.by_printed = are_printed or are_alike
         """The failures are ordered by when they were printed; else by when their processes' ends were seen.
 
         An exception is printed before its process ends, by milliseconds or by minutes, and what it provokes elsewhere
         may end sooner. A failure without an exception has its end alone. Where one that raised has no known time, all
         are ordered by their ends, unless all are the same failure: then each has the time that is shown of it.
         """
-        found.sort(key=lambda item: (self.time_of(item[0]), _strength(item[0]), item[0].rank))
+        strength: dict[FailureClass | None, int] = {kind: place for place, kind in enumerate(_CAUSES)}
+        found.sort(
+            key=lambda item: (self.time_of(item[0]), strength.get(item[0].failure_class, len(_CAUSES)), item[0].rank)
+        )
         self.all = [failure for _, failure in found]
         self.causes = [failure for how, failure in found if how.failure_class in _CAUSES and not how.may_follow_stop]
         self.symptoms = [failure for how, failure in found if how.failure_class in _SYMPTOMS]
@@ -122,18 +129,6 @@ class Ranking(Generic[F]):
         """The failure's time; a lost connection is as late as what it lost may have been seen to end."""
         at_ns = standing.printed_ns if self.by_printed and standing.printed_ns else standing.at_ns
         return at_ns + _LOST_NS if standing.lost_connection else at_ns
-
-
-def _are_all_printed(standings: list[Standing]) -> bool:
-    return any(how.printed_ns for how in standings) and all(how.printed_ns or not how.raised for how in standings)
-
-
-def _are_alike(standings: list[Standing]) -> bool:
-    return len({how.fingerprint for how in standings}) == 1 and bool(standings[0].fingerprint)
-
-
-def _strength(standing: Standing) -> int:
-    return _CAUSES.index(standing.failure_class) if standing.failure_class in _CAUSES else len(_CAUSES)
 
 
 _LOST_NS = 100_000_000

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from enum import Enum
 
 from msgspec import Struct
+from msgspec.structs import asdict
 
 from hpc_elastic.base.text import clean_text, cut_end, cut_middle
 from hpc_elastic.failures.decorated import INSIDE, TITLE, plain_tracebacks
@@ -298,16 +299,12 @@ def _from_block(lines: list[str], prefixed: list[bool], blocks: list[_Block], in
         text=cut_middle(_as_printed(lines[blocks[first].start : block.exception]), TEXT_LIMIT - MESSAGE_LIMIT)
         + "\n"
         + cut_end("\n".join(lines[block.exception : block.end]), MESSAGE_LIMIT),
-        exception_type=last.exception_type,
-        message=last.message,
-        frames=last.frames,
-        source=last.source,
-        caller=last.caller,
         earlier=tuple(earlier),
         is_prefixed=prefixed[block.exception],
         lines_after=sum(1 for line in lines[block.end :] if line.strip()),
         span=(blocks[first].start, block.end),
         exception_at=block.exception,
+        **asdict(last),
     )
 
 

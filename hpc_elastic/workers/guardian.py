@@ -240,8 +240,8 @@ def end_tagged(
     """End every process of the run's own jobs that was started with the worker tag `tag`, and all below, with SIGKILL.
 
     `children` are the agent's, as they were while it lived. `only_while` is asked after each look and before anything
-    is ended: an agent that goes on has workers of its next round, which carry the same tag. Returns what still runs after
-    `bound` seconds (D state).
+    is ended: an agent that goes on has workers of its next round, which carry the same tag. Returns what still runs
+    after `bound` seconds (D state).
     """
 
     inside = Inside()

@@ -197,11 +197,19 @@ class ImportWatch:
     def fault(self, *, is_thorough: bool) -> str:
         """Say why this process can't be forked any more; "": it can. `is_thorough`: for shared memory, too, 1 ms."""
         self._look_at_globals()
-        looks = (self._look_at_threads, self._look_at_descriptors, self._look_at_children, self._look_at_cuda)
-        for look in (*looks, self._look_at_environment, self._look_at_process, self._look_at_seeds):
-            if why := look():
-                return why
-        if _has_shared_lock():
+        if _thread_count() > 1 and not _threads_end_at_fork():
+            return "it starts a thread"
+        if why := self._look_at_descriptors():
+            return why
+        if _has_children():
+            return "it starts a process"
+        if getattr(sys.modules.get("torch.cuda"), "_initialized", False):
+            return "it initialises CUDA"
+        changed = (f"it {what}" for what, value in _process_state().items() if self._process[what] != value)
+        if why := self._look_at_environment() or next(changed, "") or self._look_at_seeds():
+            return why
+        registry = getattr(sys.modules.get("multiprocessing.util"), "_afterfork_registry", {})
+        if any(kind.__name__ == "SemLock" for each in list(registry.values()) for kind in type(each).__mro__):
             return "it makes a lock that processes share"
         if is_thorough and (new := [name for where, name in _shared_mappings().items() if where not in self._shared]):
             return f"it maps memory that processes share: {new[0]}"
@@ -211,9 +219,6 @@ class ImportWatch:
         """The mappings of now are the server's own."""
         self._shared = _shared_mappings()
 
-    def _look_at_threads(self) -> str:
-        return "it starts a thread" if _thread_count() > 1 and not _threads_end_at_fork() else ""
-
     def _look_at_descriptors(self) -> str:
         found = _descriptors()
         if opened := [target for fd, target in found.items() if self._descriptors.get(fd) != target]:
@@ -221,12 +226,6 @@ class ImportWatch:
             return f"it opens {what}" + (", and so uses the GPU" if "/nvidia" in opened[0] else "")
         closed = sorted(self._descriptors.keys() - found.keys())
         return f"it closes the descriptor {closed[0]}" if closed else ""
-
-    def _look_at_children(self) -> str:
-        return "it starts a process" if _has_children() else ""
-
-    def _look_at_cuda(self) -> str:
-        return "it initialises CUDA" if getattr(sys.modules.get("torch.cuda"), "_initialized", False) else ""
 
     def _look_at_environment(self) -> str:
         if os.environ is not self._environ:
@@ -240,10 +239,6 @@ class ImportWatch:
         if sys.getrefcount(WatchedEnviron.in_copies) > self._copies:
             return "it keeps a copy of the environment, which differs between workers"
         return ""
-
-    def _look_at_process(self) -> str:
-        now = _process_state()
-        return next((f"it {what}" for what, value in now.items() if self._process[what] != value), "")
 
     def _look_at_seeds(self) -> str:
         if random.getstate() != self._random:
@@ -365,11 +360,6 @@ def _shared_mappings() -> dict[str, str]:
     with open("/proc/self/maps") as file:
         parts = [line.split(maxsplit=5) for line in file if "s " in line]
     return {part[0]: part[5].strip() for part in parts if part[1][1] == "w" and part[1][3] == "s"}
-
-
-def _has_shared_lock() -> bool:
-    registry = getattr(sys.modules.get("multiprocessing.util"), "_afterfork_registry", {})
-    return any(kind.__name__ == "SemLock" for each in list(registry.values()) for kind in type(each).__mro__)
 
 
 def _is_asked_by_the_user() -> bool:
