@@ -349,14 +349,17 @@ def _again(asked: RunJob, client: SlurmClient, done: str) -> str:
         client.requeue(asked.job)
         return done
     except (RequeueDisabledError, UnknownJobError, SlurmPermissionError) as error:
-        from hpc_elastic.launch.slurm_site import own_script  # with the launcher: report, status and list need none
+        from hpc_elastic.launch.slurm_site import (
+            own_script,
+            placement,
+        )  # with the launcher: report, status and list need none
 
         script, task = own_script(asked.paths), task_index(asked.paths.root.name)
         if script is None or {asked.owner, script.stat().st_uid} != {os.geteuid()}:
             raise
         cluster = client.elsewhere(asked.job)
-        extra = [f"--clusters={cluster}"] if cluster else []
-        number = client.submit(str(script), extra=[*extra, *([] if task is None else [f"--array={task}"])])
+        where = [f"--clusters={cluster}"] if cluster else placement(script, asked.job.cluster, os.environ)
+        number = client.submit(str(script), extra=[*where, *([] if task is None else [f"--array={task}"])])
         job = str(number) if task is None else f"{number}_{task}"
         index.record(
             cluster=number.cluster or asked.job.cluster or "",

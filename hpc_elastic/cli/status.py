@@ -28,7 +28,7 @@ from hpc_elastic.cli.screen import is_terminal, output_failed, print_note, width
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.job_watch import NodesDiffer, nodes_differ
 from hpc_elastic.launch.run_progress import OutputStatus, StepStatus
-from hpc_elastic.launch.run_status import RunState, RunStatus, ends_by_slurm, read_status
+from hpc_elastic.launch.run_status import RunState, RunStatus, ends_by_slurm, read_status, with_slurms_log
 from hpc_elastic.output.terminal import one_line
 from hpc_elastic.run.heartbeats import ProgressSource
 from hpc_elastic.run.index import array_tasks, jobs_of
@@ -91,6 +91,7 @@ def run(args: SimpleNamespace) -> int:
                 ((status, job),) = ends_by_slurm(
                     client, [read_status(paths, clock=clock, looks_at_output=True)], clock=clock, warn=print_note
                 )
+                status = with_slurms_log(status, client, job) if client is not None else status
                 _print(status, job, clock, as_json=args.json, clears=clears)
                 has_ended = status.state is RunState.ENDED
         except OSError as error:

@@ -291,7 +291,7 @@ class Waiting:
         cancelled = all(state.state == "CANCELLED" for state in states) and bool(states)
         if is_final or cancelled or now - self._ended_since >= _SETTLE:
             states = states or self._accounted()
-            if states or result is not None or now - self._ended_since >= FORGOTTEN_SECONDS:
+            if states or is_final or now - self._ended_since >= FORGOTTEN_SECONDS:
                 return how_it_ended(states, result)
         return None
 

@@ -284,6 +284,7 @@ class LocalLauncher:
         self._agents: dict[int, tuple[int, AgentProcess]] = {}
         """pidfd → node, process."""
         self._failed: list[AgentEnded] = []
+        self.unlaunched: Mapping[int, str] = {}
         self._dead_since: dict[int, float] = {}
         self._has_killed = False
         self._looked_at = time.monotonic()

@@ -62,6 +62,8 @@ class NextAttempt(Struct, frozen=True, kw_only=True):
     spare that is drained or down is not waited for. None: the job asks for what it asked for before."""
     falls_back: bool = True
     """Whether a follow-on job is submitted where Slurm refuses the requeue."""
+    placement: tuple[str, ...] = ()
+    """sbatch's arguments that keep a follow-on job on this job's cluster."""
 
 
 class Requeued(Struct, frozen=True, kw_only=True):
@@ -281,6 +283,7 @@ class JobRequeuer:
 def follow_on_arguments(job: JobId, plan: NextAttempt, *, array_task: str | None = None) -> Sequence[str]:
     """What sbatch is given before the script: these win over the script's own lines."""
     arguments = [f"--dependency=afterany:{job}", f"--begin=now+{plan.delay:.0f}" if plan.delay else "--begin=now"]
+    arguments += plan.placement
     if array_task is not None:
         arguments.append(f"--array={array_task}")
     if plan.excluded:

@@ -221,6 +221,23 @@ def _job_log(paths: RunPaths, spec: RunSpec | None, job_id: str | None) -> str:
     return str(paths.job_log) if paths.job_log.is_file() else ""
 
 
+def with_slurms_log(status: RunStatus, client: SlurmClient, job: JobState | None) -> RunStatus:
+    """`status` with the job log where Slurm says that it is, but for the one in the run directory. Asks Slurm once.
+
+    Args:
+        job: What Slurm says of the run's job; None: it does not know it, or was not asked.
+    """
+    own = RunPaths(Path(status.run_dir)).job_log
+    # Where a path has a backslash, the StdOut that Slurm shows is wrong (22.05).
+    if job is None or status.job_log == str(own) or "\\" in status.job_log:
+        return status
+    try:
+        state = client.job_state(JobId(job.job_id, job.cluster))
+    except (SlurmError, UsageError):
+        return status
+    return replace(status, job_log=state.stdout) if state is not None and state.stdout else status
+
+
 def with_slurms_end(
     status: RunStatus, job: JobState | None, *, is_known: bool = True, silent_seconds: float | None = None
 ) -> RunStatus:

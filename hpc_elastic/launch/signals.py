@@ -144,6 +144,8 @@ class SlurmAnswer(Struct, frozen=True):
     """Until the end that Slurm names: the limit, or the grace time's end. None: unlimited, or not known."""
     limit: float | None = None
     """The job's time limit, in seconds."""
+    held: str = ""
+    """Slurm's reason, where it has requeued the job itself and holds it: ``launch failed requeued held``."""
 
 
 class SignalDecision(Struct, frozen=True, kw_only=True):
@@ -158,6 +160,12 @@ class SignalDecision(Struct, frozen=True, kw_only=True):
     """The attempt's, unless something else ends it first."""
     requeued: bool
     """Whether Slurm has put the job back into the queue."""
+    held: str = ""
+    """As in `SlurmAnswer`."""
+
+    @property
+    def text(self) -> str:
+        return f"{self.meaning.value}; Slurm: {self.held}" if self.held else self.meaning.value
 
 
 def call_of(number: signal.Signals) -> Call:
@@ -198,6 +206,7 @@ def decide_signal(
         seconds=seconds,
         outcome=outcome,
         requeued=answer.condition is JobCondition.REQUEUED,
+        held=answer.held,
     )
 
 

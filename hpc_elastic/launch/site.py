@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any, Protocol
 
@@ -58,6 +58,11 @@ def node_mark(spec: RunSpec, cluster: str, node: int = 0) -> str:
 
 class Launcher(Protocol):
     """Starts and ends agents. No method blocks for longer than it says."""
+
+    @property
+    def unlaunched(self) -> Mapping[int, str]:
+        """The nodes on which a launch failed, with the reason."""
+        ...
 
     @property
     def hears_all_ends(self) -> bool:

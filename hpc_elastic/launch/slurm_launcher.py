@@ -148,6 +148,7 @@ class SlurmLauncher:
         self._gone: set[int] = set()
         """Nodes that Slurm has given up."""
         self._unstarted: list[AgentEnded] = []
+        self.unlaunched: dict[int, str] = {}
         self._tries = 0
         """Launches of the whole step."""
         self._ending = False
@@ -213,6 +214,7 @@ class SlurmLauncher:
             return []
         if event.kind is SrunEventKind.LAUNCH_FAILED:
             step.bad.update({self._index[name]: event.detail for name in event.nodes if name in self._index})
+            self.unlaunched |= step.bad
             return []
         if event.kind is SrunEventKind.STEP_REFUSED:
             step.is_refused = True

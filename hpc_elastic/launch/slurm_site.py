@@ -8,6 +8,7 @@ time a preemption, and the number of restarts a requeue. All of it tried on 22.0
 from __future__ import annotations
 
 import logging
+import re
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -33,7 +34,7 @@ from hpc_elastic.slurm.client import SlurmClient, SubprocessRunner
 from hpc_elastic.slurm.commands import JobId, step_gpu_flags
 from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError, SlurmUnavailableError, is_limit
 from hpc_elastic.slurm.job_environment import JobEnvironment
-from hpc_elastic.slurm.job_state import JobPhase, JobState, seconds_until_end
+from hpc_elastic.slurm.job_state import JobPhase, JobState, is_hold, seconds_until_end
 from hpc_elastic.slurm.notation import compress
 from hpc_elastic.workers.tree import NODE_TAG_VARIABLE
 
@@ -52,7 +53,7 @@ def slurm_answer(state: JobState | None, *, restarts: int, near: float, now_ns: 
     if state is None:
         return SlurmAnswer(JobCondition.ENDED)
     if state.restarts > restarts or state.phase is JobPhase.PENDING:
-        return SlurmAnswer(JobCondition.REQUEUED)
+        return SlurmAnswer(JobCondition.REQUEUED, held=state.reason if is_hold(state.reason) else "")
     left = seconds_until_end(state, now_ns=now_ns)
     if state.phase in (JobPhase.COMPLETING, JobPhase.FINISHED):
         if state.state in _LIMITS or state.reason in _LIMIT_REASONS:
@@ -125,6 +126,7 @@ class SlurmSite(Site):
         self._keep = tuple(keep)
         self._id = JobId(self._job.requeue_id)
         self._script = script
+        self._placement = placement(script, self._job.cluster, env)
         self._state: JobState | None = None
         """What Slurm said of the job when the attempt began."""
         self._gpu_flags: tuple[str, ...] = ()
@@ -182,7 +184,7 @@ class SlurmSite(Site):
                 self._requeuer.allow()
                 return Arming(way=RequeueWay.REQUEUE, reason=f"{arming.reason}; it was set for this job")
             if arming.way is RequeueWay.CHAIN:
-                why = self._client.would_run(str(self._script))
+                why = self._client.would_run(str(self._script), extra=self._placement)
                 if why is not None and is_limit(why):
                     # Slurm took this very script: what is over its limit now is the number of jobs, which changes.
                     reason = (
@@ -275,15 +277,16 @@ class SlurmSite(Site):
         if self._script is None:
             return None
         try:
-            why = self._hurried.would_run(str(self._script), extra=[f"--exclude={compress(nodes)}"])
+            script, extra = str(self._script), self._placement
+            why = self._hurried.would_run(script, extra=[*extra, f"--exclude={compress(nodes)}"])
             # A refusal that the script gets in any case (its user has as many jobs as may be submitted, or a rule of
             # the site's keeps it out) says nothing of the nodes.
-            return None if why is None or self._hurried.would_run(str(self._script)) == why else why
+            return None if why is None or self._hurried.would_run(script, extra=extra) == why else why
         except SlurmError:
             return None  # not known; Slurm refuses a list that makes no sense
 
     def requeue(self, plan: NextAttempt) -> Requeued:
-        done = self._requeuer.carry_out(replace(plan, script=self._script))
+        done = self._requeuer.carry_out(replace(plan, script=self._script, placement=self._placement))
         if done.next_job and self._script is not None:  # the run is to be found by the follow-on job's id too
             problem = index.record(
                 cluster=self._job.cluster or "",
@@ -356,3 +359,20 @@ def own_script(paths: RunPaths) -> Path | None:
     if task_index(paths.root.name) is not None:
         paths = RunPaths(paths.root.parent)
     return paths.script if paths.script.is_file() else None
+
+
+_NAMES_CLUSTERS = re.compile(rb"^#SBATCH[ \t](?:.*[ \t])?(?:-M|--clusters?\b)", re.MULTILINE)
+
+
+def placement(script: Path | None, cluster: str | None, env: Mapping[str, str]) -> tuple[str, ...]:
+    """sbatch's arguments that keep a further job of a run on the cluster of the one before.
+
+    A script, or a variable of sbatch's, may name several clusters; sbatch would choose again. Empty where none is
+    named: ``--clusters`` takes an accounting that answers, and not every site has one.
+    """
+    try:
+        named = bool(script and _NAMES_CLUSTERS.search(script.read_bytes()))
+    except OSError:
+        named = False
+    named = named or any(env.get(name) for name in ("SBATCH_CLUSTERS", "SLURM_CLUSTERS"))
+    return (f"--clusters={cluster}",) if named and cluster else ()

@@ -36,7 +36,6 @@ from hpc_elastic.slurm.notation import HostlistError, expand
 
 _LATE_SUBMISSION = (3.0, 6.0)
 """Seconds between looks for a job whose submission a busy controller may still take."""
-_MAYBE = "shows whether the job is queued; the run directory is kept for it"
 Log = Callable[[str], None]
 """Takes one line for the user who submits."""
 
@@ -172,22 +171,25 @@ def _submit(client: SlurmClient, submission: Submission, env: Mapping[str, str],
     except SlurmError as error:
         if "connect failure" in str(error):
             raise
-        is_unsure = not isinstance(error, SubmissionRefusedError)
-        for wait in (0.0, *(_LATE_SUBMISSION if is_unsure else ())):
+        is_refused = isinstance(error, SubmissionRefusedError)
+        clusters = _clusters(submission.job.options, env)
+        for wait in (0.0,) if is_refused else (0.0, *_LATE_SUBMISSION):
             clock.wait(threading.Event(), wait)
             try:
-                found = client.find_submitted(run_dir, clusters=_clusters(submission.job.options, env))
+                found = client.find_submitted(run_dir, clusters=clusters)
             except SlurmMissingError:
-                break
+                raise error from None
             except SlurmError:
-                if not is_unsure:
-                    break
-                look = f"squeue --me -o '%i %k' | grep {shlex.quote(run_dir)}"
-                raise MaybeSubmittedError(**{**error.facts, "why": f"{error.facts['why']}; {look} {_MAYBE}"}) from None
+                break
             if found is not None:
                 log(f"{error}; the job is in the queue all the same, as {found}")
                 return found
-        raise
+        if is_refused:
+            raise
+        where = f" -M {clusters}" if clusters else ""
+        look = f"squeue --me{where} -o '%i %k' | grep {shlex.quote(run_dir)}"
+        why = f"{error.facts['why']}; the job may be queued: {look} shows it; the run directory is kept for it"
+        raise MaybeSubmittedError(**{**error.facts, "why": why}) from None
 
 
 def _clusters(options: SbatchOptions, env: Mapping[str, str]) -> str:

@@ -233,7 +233,7 @@ class Supervisor:
             if number is signal.SIGINT:
                 logger.info("Ctrl-C: ending the workers (again to kill them at once)")
             if decision.meaning is not Meaning.CANCEL:
-                reason = f"{reason} ({decision.meaning.value})"
+                reason = f"{reason} ({decision.text})"
             self._signal, self._signal_reason, self._requeued = number, reason, decision.requeued
             self._close(decision.outcome, reason)
 
@@ -457,6 +457,14 @@ class Supervisor:
 
     def result(self) -> AttemptResult:
         """How the attempt ended, as far as it is known."""
+        result, failed = self._result(), sorted(self._launcher.unlaunched.items())
+        if not (result.requeued and failed):
+            return result
+        # Slurm requeues a job by itself where a prolog fails on one of its nodes.
+        why = [f"{self._attempt.nodes[node]}: {reason}" for node, reason in failed]
+        return replace(result, reason="; ".join([result.reason, *why]))
+
+    def _result(self) -> AttemptResult:
         record, agents = self.record, self._agents
         number = int(self._signal) if self._signal is not None else None
         seconds = self._clock.monotonic() - self._started_at

@@ -76,7 +76,7 @@ class SubmissionRefusedError(SlurmError):
 
 
 class MaybeSubmittedError(SlurmError):
-    """sbatch failed, and Slurm can't be asked whether it took the job."""
+    """sbatch failed, and Slurm does not show whether it took the job: it may yet."""
 
 
 class ErrorKind(Enum):

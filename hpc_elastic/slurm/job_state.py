@@ -133,10 +133,7 @@ class JobState(Struct, frozen=True, kw_only=True):
     @property
     def held(self) -> bool:
         """Pending, and nothing but a ``release`` will start it."""
-        return self.phase is JobPhase.PENDING and (
-            # JobHeldUser, JobHeldAdmin; JobHoldMaxRequeue: it could not be launched MaxBatchRequeue times.
-            self.reason.startswith(("JobHeld", "JobHold")) or self.reason.endswith((" held", "held state"))
-        )
+        return self.phase is JobPhase.PENDING and is_hold(self.reason)
 
     @property
     def never_starts(self) -> bool:
@@ -188,6 +185,12 @@ class JobState(Struct, frozen=True, kw_only=True):
         if self.state in _CODES:
             return int(_CODES[self.state])
         return 128 + self.exit_signal if self.exit_signal else self.exit_code or int(ExitCode.WORKERS_FAILED)
+
+
+def is_hold(reason: str) -> bool:
+    """Whether a reason is that of a job which only a ``release`` lets begin."""
+    # JobHeldUser, JobHeldAdmin; JobHoldMaxRequeue: it could not be launched MaxBatchRequeue times.
+    return reason.startswith(("JobHeld", "JobHold")) or reason.endswith((" held", "held state"))
 
 
 def seconds_until_end(job: JobState | None, *, now_ns: int) -> float | None:

@@ -269,15 +269,6 @@ def test_a_bad_answer_for_a_job_that_is_queued(
     assert (site.work / "runs/mine/job.sbatch").exists()
 
 
-def test_a_bad_answer_where_slurm_can_not_be_asked(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
-    site.command("sbatch", rc=1, err=TIMED_OUT)
-    site.command("squeue", rc=1, err="slurm_load_jobs error: Socket timed out on send/recv operation\n")
-    code, _, err = submit(capsys, "--run-id=mine", "train.py")
-    assert code == 1
-    assert f"squeue --me -o '%i %k' | grep {site.work}/runs/mine shows whether the job is queued" in err
-    assert (site.work / "runs/mine/job.sbatch").exists()
-
-
 def test_the_job_logs_folder_is_made(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     names = ("--job-name=sweep/a", "--output=logs/%x-%j.out", "--error=err%%/%j.err")
     assert submit(capsys, "--dry-run", *names, "train.py")[0] == 0

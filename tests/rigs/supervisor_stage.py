@@ -142,6 +142,7 @@ class Agents:
         self.silent = False
         """The launcher never says that somebody has ended."""
         self.hears_all_ends = True
+        self.unlaunched: dict[int, str] = {}
         self.messages: dict[int, str] = {}
         """Node → what the launcher knows that it printed last."""
         self.powerless: set[int] = set()

@@ -143,6 +143,26 @@ def test_a_range_goes_on_at_once_without_nodes_that_can_not_run_the_agent(
     assert "did without  : node n3 could not run the agent: exit code 3: " in done.log
 
 
+@pytest.mark.slow
+def test_a_prolog_that_fails_on_one_node_is_the_reason(cluster: SlurmCluster, runs: SlurmRuns) -> None:
+    """Slurm drains the node, requeues the job, and holds it: no attempt is spent on it until it is released."""
+    prolog = cluster.shared / "prolog.sh"
+    prolog.write_text('#!/bin/sh\n[ "$SLURMD_NODENAME" != n2 ] || exit 3\n')
+    prolog.chmod(0o755)
+    cluster.reconfigure({"Prolog": str(prolog)})
+    run = runs.submit("--nodes", "2", *SHORT, *QUICK, runs.script(PRINTS))
+    cluster.wait_job(run.job, {"PENDING"}, timeout=60)
+    wait_until(lambda: cluster.job_info(run.job)["Restarts"] == "1", timeout=60, what="the job is requeued")
+    wait_until(lambda: (run.root / "attempt-000" / "result.json").exists(), timeout=60, what="the attempt's end")
+    assert run.result()["reason"] == (
+        "SIGTERM on n1 (requeue; Slurm: launch failed requeued held); n2: Job prolog failed"
+    )
+    assert f"held: scontrol release {run.job} lets it go on" in runs.hpc_elastic("status", run.job).stdout
+    cluster.run(["scontrol", "release", run.job], user="root", node="ctl", check=True)
+    _wait_end(run)
+    assert "n2" not in _nodes(run, 1)
+
+
 def test_after_a_shrink_the_whole_range_is_asked_for_again(cluster: SlurmCluster, runs: SlurmRuns) -> None:
     run = runs.submit("--nodes", "2-4", "--bad-nodes", "off", *SHORT, *ALL_COME, runs.script(STAYS))
     _seated(run, 4)

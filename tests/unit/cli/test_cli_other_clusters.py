@@ -14,6 +14,7 @@ from hpc_elastic.cli.main import main
 from hpc_elastic.launch.run_directory import job_now
 from hpc_elastic.run.attempt import load_attempt
 from hpc_elastic.run.index import entries, record
+from hpc_elastic.run.spec import load_run_spec
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId
 from tests.rigs.fake_clock import FakeClock
@@ -64,6 +65,15 @@ def test_every_command_goes_to_the_jobs_cluster(run: Run, here: FakeSlurm, capsy
     assert capsys.readouterr().out == "job 9 on cluster beta is cancelled; none of its workers was running\n"
     assert changes(here) == ["scancel -M beta 9"]
     assert here.jobs["9"].state == "pending-held", "this number is another job's here"
+
+
+def test_the_job_log_is_where_slurm_says(run: Run, here: FakeSlurm, capsys: pytest.CaptureFixture[str]) -> None:
+    """By a script of the user's own, or with ``%x`` of a job that an environment variable names."""
+    spec = load_run_spec(run.paths.run_json)
+    replace(spec, sbatch_args=("--output=/logs/%x-%j.out",)).save(run.paths.run_json)
+    here.clusters["beta"].jobs["9"].fields["StdOut"] = "/logs/mine-9.out"
+    assert command("status", run) == 0
+    assert "log      : /logs/mine-9.out\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("how", ["unknown", "down"])

@@ -14,6 +14,7 @@ from hpc_elastic.cli import submit
 from hpc_elastic.cli.main import main
 from hpc_elastic.cli.submit import follow, how_it_ended
 from hpc_elastic.launch.run_directory import create_run, create_tasks
+from hpc_elastic.launch.run_status import FORGOTTEN_SECONDS
 from hpc_elastic.run.attempt import StoredResult
 from hpc_elastic.run.index import record
 from hpc_elastic.run.paths import RunPaths
@@ -162,8 +163,15 @@ def test_a_job_that_slurm_forgot(paths: RunPaths) -> None:
 
 
 def test_a_forgotten_job_without_a_result(paths: RunPaths, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(paths, Scripted(())) == 1
+    """Only after as long as Slurm's own record of an ended job lasts: a controller that restarts knows few jobs."""
+    clock = Clock()
+    assert run(paths, Scripted(()), clock=clock) == 1
+    assert FORGOTTEN_SECONDS <= clock.monotonic() - Clock().monotonic() < FORGOTTEN_SECONDS + 10
     assert "Slurm no longer knows the job" in capsys.readouterr().err
+    store(paths, 0, 75)
+    unknown = [()] * int(FORGOTTEN_SECONDS / 2 - 1)  # it is asked about every 2 s
+    back = Scripted(state("FAILED", exit_code=75), *unknown, state("RUNNING"), state("COMPLETED"))
+    assert run(paths, back, clock=Clock(lambda: store(paths, 1, 0) if back.asked > 150 else None)) == 0
 
 
 def test_the_log_is_shown_as_it_grows_and_to_its_end(

@@ -21,7 +21,7 @@ from hpc_elastic.launch.signals import (
     decide_signal,
 )
 from hpc_elastic.launch.slurm_site import slurm_answer
-from hpc_elastic.slurm.job_state import parse_show_job
+from hpc_elastic.slurm.job_state import JobState, parse_show_job
 
 W, BATCH, AGENTS = JobCondition, HeardBy.BATCH, HeardBy.AGENTS
 GRACE, KILL_WAIT, LEFT = 120.0, 30.0, 17.0
@@ -168,6 +168,9 @@ def test_a_job_that_slurm_has_forgotten_has_ended() -> None:
 def test_how_much_time_is_left() -> None:
     (runs,) = parse_show_job(SAID["running"][0])
     assert slurm_answer(runs, restarts=0, near=100.0, now_ns=_at("15:19:15")) == SlurmAnswer(W.RUNNING, 596.0, 600.0)
+    failed = JobState(job_id="7", state="COMPLETING", reason="launch failed requeued held", restarts=1)
+    answer = slurm_answer(failed, restarts=0, near=0.0, now_ns=0)
+    assert answer == SlurmAnswer(W.REQUEUED, held="launch failed requeued held"), "as 22.05 says where a prolog fails"
     assert slurm_answer(runs, restarts=0, near=600.0, now_ns=_at("15:19:15")).condition is W.NEAR_LIMIT
     (grace,) = parse_show_job(SAID["the grace of a preemption"][0])
     assert slurm_answer(grace, restarts=0, near=1.0, now_ns=_at("15:19:15")).seconds_left == 10.0

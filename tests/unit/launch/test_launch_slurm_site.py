@@ -15,6 +15,7 @@ import hpc_elastic
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.batch import run_of_this_job
 from hpc_elastic.launch.requeue import RequeueWay
+from hpc_elastic.launch.requeue_job import NextAttempt
 from hpc_elastic.launch.run_directory import create_run
 from hpc_elastic.launch.signals import JobCondition
 from hpc_elastic.launch.site import Allocation, EligibleNodes
@@ -23,6 +24,7 @@ from hpc_elastic.run.container import ContainerImage, Runtime
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint
 from hpc_elastic.slurm.cluster_facts import PartitionNodes
+from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError, SlurmPermissionError, SlurmUnavailableError
 from hpc_elastic.slurm.job_state import JobState
 from tests.rigs.fake_clock import FakeClock
@@ -61,9 +63,9 @@ class Client:
         return call
 
 
-def site(client: Client, *, script: Path | None = SCRIPT) -> SlurmSite:
+def site(client: Client, *, script: Path | None = SCRIPT, env: dict[str, str] = ENV) -> SlurmSite:
     return SlurmSite(
-        ENV,
+        env,
         client=client,  # type: ignore[arg-type]
         hurried=client,  # type: ignore[arg-type]
         clock=FakeClock(),
@@ -79,6 +81,32 @@ def test_what_slurm_says_is_asked_in_a_hurry() -> None:
     assert slurm.ask(near=0.0).condition is JobCondition.REQUEUED, "this attempt began after one restart"
     slurm = site(Client(state=UNAVAILABLE))
     assert slurm.ask(near=0.0).condition is JobCondition.SILENT
+
+
+@pytest.mark.parametrize(
+    ("line", "env", "extra"),
+    [
+        ("#SBATCH --clusters=alpha,beta", {}, ("--clusters=beta",)),
+        ("#SBATCH -N2 -M alpha,beta", {}, ("--clusters=beta",)),
+        ("# -M alpha", {}, ()),
+        ("", {"SBATCH_CLUSTERS": "all"}, ("--clusters=beta",)),
+    ],
+)
+def test_a_further_job_stays_on_the_cluster_of_the_one_before(
+    line: str, env: dict[str, str], extra: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("signal.signal", lambda *ignored: None)
+    script = tmp_path / "job.sbatch"
+    script.write_text(f"#!/bin/bash\n{line}\ntrue\n")
+    asked: list[tuple[str, ...]] = []
+    client = Client(state=FORBIDDEN, would_run=lambda script, extra=(): asked.append(tuple(extra)))
+    slurm = site(client, script=script, env={**ENV, **env, "SLURM_CLUSTER_NAME": "beta"})
+    assert slurm.facts(SPEC).requeue_way == RequeueWay.CHAIN
+    slurm.why_not_without(RunPaths(tmp_path), ["n3"])
+    client.answers.update(dependents=(), submit=lambda script, extra=(): asked.append(tuple(extra)) or JobId("8"))
+    slurm.requeue(NextAttempt(way=RequeueWay.CHAIN))
+    submitted = ("--dependency=afterany:7", "--begin=now", *extra)
+    assert asked == [extra, (*extra, "--exclude=n3"), submitted]
 
 
 def test_pyxis_is_given_to_the_step_of_the_agents_with_what_their_python_needs() -> None:

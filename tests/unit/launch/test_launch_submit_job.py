@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ from hpc_elastic.options.sbatch import ScriptLines
 from hpc_elastic.run import index
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import load_run_spec
-from hpc_elastic.slurm.client import SlurmClient
+from hpc_elastic.slurm.client import CommandResult, SlurmClient
+from hpc_elastic.slurm.errors import MaybeSubmittedError
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.fake_slurm import FakeSlurm
 
@@ -89,6 +91,26 @@ def test_what_the_site_says_of_a_job_that_it_takes_reaches_the_user(site: Site) 
     site.slurm.note = "sbatch: 17 core-hours are left to you.\nsbatch: See https://hpc.example\n"
     site.submit(site.submission())
     assert site.told == ["sbatch: 17 core-hours are left to you; See https://hpc.example"]
+
+
+@pytest.mark.parametrize("squeue", ["shows no such job", "does not answer"])
+def test_a_job_that_may_be_queued_keeps_its_directory(site: Site, squeue: str) -> None:
+    """A controller that is too busy to answer sbatch may queue the job when nobody looks any more."""
+
+    def runner(argv: Sequence[str], *, timeout: float) -> CommandResult:
+        if argv[0] == "sbatch" or (argv[0] == "squeue" and squeue == "does not answer"):
+            site.slurm.calls.append(list(argv))
+            return CommandResult(rc=1, stderr=f"{argv[0]}: error: Socket timed out on send/recv operation\n")
+        return site.slurm(argv, timeout=timeout)
+
+    submission = site.submission("--sbatch-arg=--clusters=rig")
+    client = SlurmClient(runner, site.clock)
+    began = site.clock.monotonic()
+    with pytest.raises(MaybeSubmittedError) as raised:
+        submit_job(submission, client, clock=site.clock, env=site.env, log=site.told.append)
+    root = submission.paths.root
+    assert f"the job may be queued: squeue --me -M rig -o '%i %k' | grep {root} shows it" in str(raised.value)
+    assert (site.clock.monotonic() - began, root.is_dir()) == (9.0 if "shows" in squeue else 0.0, True)
 
 
 def test_what_can_not_be_written_leaves_nothing(site: Site) -> None:

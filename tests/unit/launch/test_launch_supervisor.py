@@ -357,6 +357,7 @@ def test_news_of_the_end_comes_before_a_restart_also_without_notifications() -> 
         def __init__(self) -> None:
             self.turn = 0
             self.relaunched: list[int] = []
+            self.unlaunched: dict[int, str] = {}
             self.gone = False
 
         def launch(self) -> None:
@@ -548,6 +549,17 @@ ENDS = [
     (JobCondition.PREEMPTED, Outcome.PREEMPTED, " (preemption)", False),
     (JobCondition.REQUEUED, Outcome.PREEMPTED, " (requeue)", True),
 ]
+
+
+def test_slurms_own_requeue_has_its_reason_and_the_node_that_could_not_launch(s: Stage) -> None:
+    """A prolog that fails on one node, as on 22.05: Slurm drains the node, and requeues and holds the job."""
+    s.answer = SlurmAnswer(JobCondition.REQUEUED, held="launch failed requeued held")
+    s.agents.powerless = {0, 1, 2}
+    s.agents.unlaunched = {1: "Job prolog failed"}
+    result = s.run(0.1, lambda: s.signals.append(signal.SIGTERM))
+    why = "SIGTERM on head (requeue; Slurm: launch failed requeued held)"
+    assert (result.outcome, result.requeued) == (Outcome.PREEMPTED, True)
+    assert result.reason == f"{why}; n1: Job prolog failed"
 
 
 @pytest.mark.parametrize(("condition", "outcome", "why", "requeued"), ENDS)
