@@ -247,6 +247,8 @@ class Agents:
             AgentProcessEnded(node=node, name=name, code=ended.code, detail=ended.detail, started=ended.started)
         )
         if self._is_ending:
+            if ended.gone:  # srun may wait for its task for as long as it runs
+                self._ask(lambda participant: participant.ending.give_up_node(node))
             return
         if not ended.started:
             logger.warning("no agent on %s: %s", name, ended.detail)

@@ -103,6 +103,7 @@ class Ending:
         self._announces = self._may_claim = False
         self._in_charge: bool | None = None
         self._all_departed = False
+        self._gone: set[int] = set()
         self._turn: int | None = None
         self._closed_since: float | None = None
         self._patience = END_PATIENCE
@@ -137,6 +138,10 @@ class Ending:
     def may_claim(self) -> None:
         """Supervisor: it may finish the attempt; the next step claims that."""
         self._may_claim = True
+
+    def give_up_node(self, node: int) -> None:
+        """Supervisor: Slurm has given the node up, so no goodbye of its agent is waited for."""
+        self._gone.add(node)
 
     def step_of_agent(self) -> None:
         """Report `EndClaimed`, or `EndUnclaimed` when it is this agent's turn to step in."""
@@ -173,7 +178,7 @@ class Ending:
                 self._listener.on_event(EndTakenOver(by=self._store.get(_BY) or ""))
         if self._all_departed:
             return
-        newest = newest_agents(peers.all_uids(), without=record.lost)
+        newest = newest_agents(peers.all_uids(), without={*record.lost, *self._gone})
         if set(newest.values()) <= departed(self._store):
             self._all_departed = True
             self._listener.on_event(AgentsDeparted(nodes=tuple(sorted(newest))))

@@ -325,10 +325,7 @@ def _among(
     near = [(failure, moment) for failure, moment, order in orders if order is Order.TIE]
     parts = []
     if near:
-        within = f"{milliseconds_text(SAME_NODE_NS)} on one host"
-        if any(moment.node != first.node for _, moment in near):
-            within = f"{milliseconds_text(max(resolution_ns(first, moment) or 0 for _, moment in near))} between hosts"
-        parts.append(f"{_names(near)} failed too, in another way, within the clocks' resolution ({within})")
+        parts.append(f"{_names(near)} failed too, in another way, {_within(first, [moment for _, moment in near])}")
     if unknown:
         gap = max(0, gap_ns(first, unknown[0][1]))
         hosts = "its clock was" if len({failure.host for failure, _ in unknown}) == 1 else "those clocks were"
@@ -346,6 +343,21 @@ def _among(
         f"first of {len(others) + 1} different failures, {seconds_text(gap / 1e9)} before the next "
         f"(rank {failure.global_rank} on {failure.host}{known})"
     )
+
+
+def _within(first: Moment, near: Sequence[Moment]) -> str:
+    """Why it is not known that `first` came before the others."""
+    if all(moment.node == first.node for moment in near):
+        return f"within the clocks' resolution ({milliseconds_text(SAME_NODE_NS)} on one host)"
+    resolution = max(resolution_ns(first, moment) or 0 for moment in near)
+    gap = max(abs(gap_ns(first, moment)) for moment in near)
+    if gap < _PLAIN_GAP_NS:
+        return f"within the clocks' resolution ({milliseconds_text(resolution)} between hosts)"
+    # A clock was set between two comparisons.
+    return f"{seconds_text(gap / 1e9)} apart by clocks that are known to within {seconds_text(resolution / 1e9)} only"
+
+
+_PLAIN_GAP_NS = 1_000_000_000
 
 
 def _names(failures: Sequence[tuple[WorkerFailure, Moment]]) -> str:

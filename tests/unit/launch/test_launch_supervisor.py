@@ -187,6 +187,23 @@ def test_an_srun_that_never_returns_is_ended_soon_after_the_last_goodbye(s: Stag
     assert s.world.clock.now - closed_at[0] < 5
 
 
+def test_a_node_that_slurm_gives_up_after_the_close_is_not_waited_for(s: Stage) -> None:
+    """It crashed while the workers saved; the others have ended, and srun waits for its task for ever."""
+    s.agents.silent = True
+    gave_up_at: list[float] = []
+
+    def crash_and_close() -> None:
+        s.agents.of[1].frozen = True
+        close_run(s.world.store, "unit", Outcome.PREEMPTED, "saved")
+
+    def give_up() -> None:
+        s.agents.give_up(1)
+        gave_up_at.append(s.world.clock.now)
+
+    assert s.run(3.0, crash_and_close, 8.0, give_up).outcome is Outcome.PREEMPTED
+    assert s.world.clock.now - gave_up_at[0] < 3
+
+
 # -- agents that end before the run does
 
 

@@ -154,6 +154,9 @@ def test_a_tie_is_said_to_be_one() -> None:
     later = [root(0, 5.0), root(1, 5.03, "KeyError: 'x'")]
     assert decide_verdict(later, clocks=NODES).confidence is Confidence.HIGH
     assert decide_verdict(later, clocks=compared(0.0, bound_ms=12)).confidence is Confidence.TIE
+    # A clock that was set by minutes between two comparisons: nobody takes 40 s for a clock's resolution.
+    apart = decide_verdict([root(0, 5.0), root(1, 45.0, "KeyError: 'x'")], clocks=compared(0.0, bound_ms=45_000))
+    assert "failed too, in another way, 40.0 s apart by clocks that are known to within" in apart.evidence
     much_later = [root(0, 105.0), root(1, 105.03, "KeyError: 'x'")]
     assert decide_verdict(much_later, clocks=NODES).confidence is Confidence.TIE
 
