@@ -37,24 +37,24 @@ logger = logging.getLogger(__name__)
 
 RELAUNCHES_PER_NODE = 3
 FRUITLESS_RELAUNCHES = 1
-"""The same where no agent has ever come of it. The second is in a step of its own: what it prints is the node's."""
+"""The number for a node whose starts never became an agent; the second start has a step of its own."""
 SETTLE_SECONDS = 0.3
-"""Between an agent's end and its restart: the news of the run's end may just be on its way."""
+"""Delay between an agent's end and its restart: the record of the run's end may be on its way."""
 NEWS_SECONDS = 10.0
-"""The same where the store does not answer whether the run has ended."""
+"""The same delay where the store does not answer whether the run has ended."""
 MESSAGE_SECONDS = 1.0
-"""Beyond `SETTLE_SECONDS`: how long the message that explains an end may take to come."""
+"""Additional delay for the message that explains an end."""
 FIRST_TRIAL = 3.0
-"""Seconds after a loss. A node that only stood still has come back by itself by then."""
+"""Seconds from a loss to the first trial. A node that only stood still is back by then."""
 LONGEST_PAUSE = 120.0
-"""Between two trials: the pauses double up to that."""
+"""The pauses between trials double up to this."""
 MAX_TRIALS = 8
-"""Some ten minutes: a site's SlurmdTimeout, and a slow reboot."""
+"""About ten minutes: a site's SlurmdTimeout, and a slow reboot."""
 NOT_EXECUTABLE = 126
 NOT_FOUND = 127
 _LASTING = (ExitCode.USAGE, NOT_EXECUTABLE, NOT_FOUND)
 _PROLOG = "TaskProlog failed"
-"""As slurmstepd puts it (20.11 to 26.05); the exit code is the program's own."""
+"""slurmstepd's text (20.11 to 26.05); the exit code is the program's own."""
 _OWN_PREFIX = "hpc-elastic: error: "
 _NAMED = 4
 
@@ -64,37 +64,28 @@ _LEFT = {
     # Never with a new agent: it would take an empty folder for a run that begins.
     STORE_LOST_CODE: (GivenUp.STORE_LOST, "its agent has lost the run's store"),
 }
-"""Exit codes of agents that no other agent on their node would do better than."""
+"""Exit codes of agents after which no other agent would do better on that node."""
 
 
 class UnableNode(Struct, frozen=True, kw_only=True):
-    """A node that can't run the agent."""
-
     name: str
     code: int | None
-    """As `subprocess` has it; None where it is not known."""
     detail: str
-    """How the start ended, as srun puts it."""
     message: str = ""
-    """The last line that was printed there; empty where none was seen."""
     lasts: bool = False
-    """Whether srun refused what it was asked for, as it would again."""
+    """srun refused the options, and would refuse them again."""
 
     @property
     def reason(self) -> str:
-        """``exit code 127: /usr/bin/env: 'python': No such file or directory``."""
         how = describe_code(self.code) if self.code else self.detail
         message = self.message.removeprefix(_OWN_PREFIX)
         return f"{how}: {message}" if message else how
 
 
 def is_same_everywhere(unable: Collection[UnableNode], *, nodes: int) -> bool:
-    """Whether the nodes failed alike, by something that lasts: another attempt would end the same way. Pure.
+    """Whether the nodes failed alike, by something that lasts: another attempt would end the same way.
 
-    One node that fails shows nothing of the others, but where its agent itself says that the run is not usable.
-
-    Args:
-        nodes: How many the attempt has.
+    One failing node shows nothing about the others, unless its agent itself says that the run is not usable.
     """
     codes = {node.code for node in unable}
     if len(unable) == nodes and all(node.lasts for node in unable):
@@ -107,12 +98,12 @@ def is_same_everywhere(unable: Collection[UnableNode], *, nodes: int) -> bool:
 
 
 def is_refused_by_all(unable: Collection[UnableNode], *, nodes: int) -> bool:
-    """Whether every agent refused what the run's options ask for: it is no want of nodes. Pure."""
+    """Whether every agent refused the run's options: the job had enough nodes."""
     return len(unable) == nodes and all(node.code == ExitCode.USAGE for node in unable)
 
 
 def describe_unable_nodes(unable: Collection[UnableNode], *, nodes: int) -> str:
-    """Which nodes could not run the agent, and why. Empty where there are none. Pure."""
+    """The nodes that could not run the agent, with reasons; empty: none."""
     if not unable:
         return ""
     first = next(iter(unable))
@@ -128,26 +119,23 @@ def describe_unable_nodes(unable: Collection[UnableNode], *, nodes: int) -> str:
 
 
 class _Relaunch(Struct, frozen=True, kw_only=True):
-    """An agent that is to be started again, unless the run has ended."""
-
     at: float
     look: int
-    """The look at the log that has to come first: the agent may have ended because the run has."""
+    """This look at the log comes first: the agent may have ended because the run has."""
     ended: AgentEnded
     has_waited: bool = False
-    """For the message that explains the end."""
 
 
 class _Trial(Struct, kw_only=True):
-    """A node that is lost to the run, and not to Slurm."""
+    """A node that left the run while Slurm still lists it."""
 
     at: float | None
-    """When to start the next agent there; None: one is on its way, or runs."""
+    """Time of the next start; None: an agent is on its way, or runs."""
     trials: int = 0
 
 
 class Agents:
-    """Starts the agents, and starts them again. `step` belongs into the supervisor's loop, and never waits."""
+    """Starts the agents, and starts them again. `step` runs in the supervisor's loop, and never waits."""
 
     def __init__(
         self,
@@ -159,7 +147,7 @@ class Agents:
         clock: Clock,
     ) -> None:
         """Args:
-        ask: Has something done by the supervisor's participant.
+        ask: Runs a command on the supervisor's participant.
         """
         self._launcher = launcher
         self._names = names
@@ -169,27 +157,25 @@ class Agents:
         self._is_ending = False
         self._relaunches: dict[int, _Relaunch] = {}
         self._relaunched: Counter[int] = Counter()
-        """Node → how often its agent was started again."""
         self._trials: dict[int, _Trial] = {}
         self._have_trained: set[int] = set()
-        """Nodes that have been members: one that never came may just be slow to start."""
+        """Nodes that have been members: another one may just be slow to start."""
         self._looks_asked = self._looks_done = 0
         self._announced: frozenset[str] = frozenset()
-        """Uids of all agents that have ever announced themselves in the store."""
+        """Uids of all agents that were ever seen in the store."""
         self._announcements: Counter[int] = Counter()
-        """Node → how many of them were its own."""
+        """Node → number of its agents among them."""
         self._announced_by_end: Counter[int] = Counter()
-        """The same by the time at which the node's last end was dealt with."""
+        """The same at the time of the node's last handled end."""
         self._unable: dict[int, UnableNode] = {}
         self._given_up: dict[int, set[GivenUp]] = {}
 
     def launch(self) -> None:
-        """Start one on every node. Raises HpcElasticError: nothing could be started at all."""
+        """Start one agent on every node. Raises HpcElasticError: none could be started."""
         self._launcher.launch()
         self._events.write(AgentsLaunched(nodes=len(self._names)))
 
     def step(self) -> None:
-        """Deal with what has ended, and start what is due."""
         for ended in self._launcher.take():
             self._handle_ended(ended)
         now = self._clock.monotonic()
@@ -205,17 +191,15 @@ class Agents:
                 self._relaunch(node, "the node is lost, and may be back")
 
     def due(self) -> float | None:
-        """When `step` has something to do though nothing has come in, on the monotonic clock; None: never."""
+        """When `step` has something to do without news, on the monotonic clock; None: never."""
         found = [self._launcher.due(), *map(self._relaunch_at, self._relaunches.values())]
         found += [trial.at for trial in self._trials.values()]
         return min((at for at in found if at is not None), default=None)
 
     def running(self) -> bool:
-        """Whether an agent may still run, or is about to."""
         return self._launcher.running() or bool(self._relaunches)
 
     def stop_relaunching(self) -> None:
-        """The run ends: no agent is started any more."""
         self._is_ending = True
         self._relaunches.clear()
         self._trials.clear()
@@ -223,7 +207,7 @@ class Agents:
     # -- what the log shows ------------------------------------------------------------------------------------------
 
     def on_record(self, record: RoundRecord) -> None:
-        """Take in which nodes the run has lost. A node that is back and lost again begins anew."""
+        """Note which nodes the run has lost. A node that returned and is lost again begins anew."""
         self._have_trained |= {member.node for member in record.members}
         if self._launcher.hears_all_ends or self._is_ending:
             return
@@ -232,7 +216,10 @@ class Agents:
         self._trials = {node: self._trials.get(node) or _Trial(at=first) for node in lost}
 
     def on_looked_anew(self, serial: int, announced: frozenset[str]) -> None:
-        """A look that was asked for is done; `announced` are the uids of the agents that it found in the store."""
+        """Args:
+        serial: The look that is done.
+        announced: Uids of the agents that it found in the store.
+        """
         self._looks_done = serial
         self._announcements.update(node_of(uid) for uid in announced - self._announced)
         self._announced |= announced
@@ -267,7 +254,7 @@ class Agents:
             self._ask(lambda participant: participant.look_anew(look))
 
     def _is_tried_later(self, ended: AgentEnded) -> bool:
-        """Whether that only says that a lost node is not back yet, or not with all its mounts."""
+        """Whether the end only shows that a lost node is not back yet, or lacks mounts."""
         trial = self._trials.get(ended.node)
         if trial is None or trial.at is not None or trial.trials >= MAX_TRIALS:
             return False
@@ -308,12 +295,11 @@ class Agents:
         self._relaunch(node, f"it ended: {unable.reason}")
 
     def _has_come(self, relaunch: _Relaunch) -> bool:
-        """Whether what has ended was an agent that took part; also where the store does not say."""
+        """Whether the process was an agent that took part; True too where the store does not answer."""
         node = relaunch.ended.node
         return relaunch.look > self._looks_done or self._announcements[node] > self._announced_by_end[node]
 
     def _fails_everywhere(self) -> bool:
-        """Whether what was started on most nodes never became an agent: it is not the nodes, and no start helps."""
         failing = 1 + len(self._unable) + sum(1 for other in self._relaunches.values() if not self._has_come(other))
         return failing > 1 and 2 * failing > len(self._names)
 
@@ -322,7 +308,6 @@ class Agents:
         self._launcher.relaunch(node)
 
     def _give_up(self, node: int, cause: GivenUp, reason: str) -> None:
-        """No further agent is started there, and the others need not wait for one."""
         self._events.write(NodeGivenUp(node=node, name=self._names[node], cause=cause.value, reason=reason))
         self._given_up.setdefault(node, set()).add(cause)
         self._trials.pop(node, None)
@@ -335,40 +320,33 @@ class Agents:
 
     @property
     def has_lost_store(self) -> bool:
-        """Whether an agent has ended because the store was wiped: the supervisor will see so too, if it was for all."""
         return self._count(GivenUp.STORE_LOST) > 0
 
     @property
     def none_is_left(self) -> bool:
-        """Whether every node was given up."""
         return len(self._given_up) == len(self._names)
 
     @property
     def are_all_unfit(self) -> bool:
-        """Whether no node is left, and not one because its agent died: there is no verdict to wait for."""
+        """Whether no node is left, and no agent died: no verdict will come."""
         unfit = self._count(GivenUp.UNHEALTHY) + self._count(GivenUp.REFUSED)
         return self.none_is_left and (unfit > 0 or len(self._unable) == len(self._given_up))
 
     @property
     def is_same_everywhere(self) -> bool:
-        """Whether the nodes that were given up would fail another attempt in the same way."""
         return is_same_everywhere(self._unable.values(), nodes=len(self._names))
 
     @property
     def is_refused_by_all(self) -> bool:
-        """Whether every agent refused what the run's options ask for."""
         return is_refused_by_all(self._unable.values(), nodes=len(self._names))
 
     @property
     def describe_unable(self) -> str:
-        """Which nodes could not run the agent, and why; empty where there are none."""
         return describe_unable_nodes(self._unable.values(), nodes=len(self._names))
 
     def why_none_is_left(self, refusal: object) -> str:
-        """Why every node was given up.
-
-        Args:
-            refusal: What the filesystem refuses this process itself; None: nothing.
+        """Args:
+        refusal: The filesystem's refusal of this process itself, or None.
         """
         unhealthy, refused, known = self._count(GivenUp.UNHEALTHY), self._count(GivenUp.REFUSED), len(self._given_up)
         reasons = [f"{unhealthy} of {known} failed a health check"] if unhealthy else []

@@ -1,4 +1,4 @@
-"""What an attempt showed against nodes is kept, and the next attempt's list of excluded nodes is chosen by it."""
+"""Evidence against nodes, and the next attempt's list of excluded nodes."""
 
 from __future__ import annotations
 
@@ -24,28 +24,21 @@ logger = logging.getLogger(__name__)
 
 
 class NextNodes(Struct, frozen=True, kw_only=True):
-    """Which nodes are bad, and what the next attempt does about it."""
+    """The bad nodes, and those that the next attempt does without."""
 
     bad: tuple[NodeScore, ...] = ()
     exclusion: Exclusion = field(default_factory=Exclusion)
     excluded: tuple[str, ...] | None = None
-    """The job's whole list of excluded nodes, the user's own included; None: it stays as it is."""
+    """The job's whole list, the user's own included; None: unchanged."""
 
 
 def nodes_needed(spec: RunSpec) -> int:
-    """How many Slurm must have for the job to start: a fixed number has its spares for certain."""
+    """The nodes that Slurm must have for the job to start: a fixed number includes the spares."""
     return spec.min_nodes if spec.min_nodes < spec.max_nodes else spec.max_nodes + spec.spares
 
 
 def keep_evidence(paths: RunPaths, seen: Collection[Evidence], *, now_ns: int) -> NodeRecord:
-    """Add what an attempt saw to nodes.json.
-
-    Returns:
-        All that counts for this run.
-
-    Raises:
-        OSError: nodes.json can't be written.
-    """
+    """Add the attempt's evidence to nodes.json. Returns all that counts for this run. Raises OSError."""
     record = load_record(paths.nodes_json)
     if record.problem:
         logger.warning("%s %s: its records of nodes are lost", paths.nodes_json, record.problem)
@@ -57,11 +50,7 @@ def keep_evidence(paths: RunPaths, seen: Collection[Evidence], *, now_ns: int) -
 
 
 def next_nodes(record: NodeRecord, spec: RunSpec, eligible: EligibleNodes | None, *, now_ns: int) -> NextNodes:
-    """Decide which nodes the next attempt does without. Pure.
-
-    Args:
-        eligible: Which nodes there are; None: not known, so nothing is changed.
-    """
+    """Decide which nodes the next attempt does without. `eligible` is None where unknown: nothing is changed then."""
     settings = spec.bad_nodes
     if settings.scope is Scope.OFF:
         return NextNodes()

@@ -28,7 +28,7 @@ from hpc_elastic.launch.conclude import conclude
 from hpc_elastic.launch.hooks import BatchCommands, end_with_commands
 from hpc_elastic.launch.requeue import RequeueAction, closed_result
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
-from hpc_elastic.launch.site import Allocation
+from hpc_elastic.launch.site import Allocation, AttemptContext
 from hpc_elastic.launch.slurm_site import slurm_site
 from hpc_elastic.rendezvous.ending import claim_end
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE
@@ -44,7 +44,7 @@ from hpc_elastic.workers.linux import SignalQueue, not_ignored
 logger = logging.getLogger(__name__)
 
 INTERVAL = 1.0
-"""Seconds. A server notices one WRITE a second of each job that prints."""
+"""Seconds; a server sees at most one WRITE a second of each job that prints."""
 
 
 def run_batch(
@@ -55,10 +55,7 @@ def run_batch(
     nodes: Sequence[str] | None = None,
     keep: Sequence[int] = (),
 ) -> int:
-    """Supervise one attempt in this job; `nodes` and `keep` as for `SlurmSite`.
-
-    Returns:
-        The attempt's exit code; 75 where the job was requeued.
+    """Supervise one attempt in this job. Returns its exit code, 75 if the job was requeued.
 
     Raises:
         UsageError: no run can be read at `run_dir` from here, or this is no Slurm job.
@@ -76,10 +73,10 @@ def run_batch(
 
 
 def run_of_this_job(run_dir: Path, env: Mapping[str, str]) -> Path:
-    """The run directory of this job: `run_dir`, or in it that of this task of an array.
+    """The run directory of this job: `run_dir`, or the one in it of this array task.
 
     Raises:
-        UsageError: `run_dir` can't be read from here; or the array and the job don't fit.
+        UsageError: `run_dir` can't be read from here, or the array and the job don't fit.
     """
     paths, spec = load_run(run_dir)
     task = env.get("SLURM_ARRAY_TASK_ID")
@@ -98,12 +95,11 @@ def finish_attempt(run_dir: Path, number: int, env: Mapping[str, str], *, agent:
 
     Args:
         number: The attempt's; its log is closed.
-        env: Of a task of the job.
-        agent: The uid of the agent for which this is done.
-        confirmed: Only where Slurm confirms that this node belongs to the job.
+        agent: The uid of the agent that asks.
+        confirmed: Act only if Slurm confirms that this node belongs to the job.
 
     Returns:
-        The attempt's exit code; `UNCONFIRMED_CODE` where Slurm did not confirm that, and nothing was done.
+        The attempt's exit code; `UNCONFIRMED_CODE` where Slurm did not confirm.
 
     Raises:
         UsageError: there is no such attempt, or it has not ended.
@@ -142,9 +138,9 @@ def finish_attempt(run_dir: Path, number: int, env: Mapping[str, str], *, agent:
     if (how := site.how_script_ended()) is not None:
         logger.warning("%s", how)
         result = replace(result, reason=f"{result.reason}; {how}")
-    decision = conclude(paths, spec, site, attempt, result, events, clock=clock)
-    commands = BatchCommands(spec, paths, attempt, umask=umask, write_event=events.write, clock=clock)
-    end_with_commands(commands, result, decision, files=FileExecutor(clock=clock))
+    context = AttemptContext(paths=paths, spec=spec, site=site, attempt=attempt, events=events, clock=clock)
+    decision = conclude(context, result)
+    end_with_commands(BatchCommands(context), result, decision, files=FileExecutor(clock=clock))
     stored = load_result(attempt_paths.result_json)
     if decision.action is RequeueAction.END or (stored is not None and stored.next_job):
         logger.info("ending job %s, whose batch script is gone", attempt.job_id)
@@ -155,7 +151,7 @@ def finish_attempt(run_dir: Path, number: int, env: Mapping[str, str], *, agent:
 
 
 def print_job_nodes(run_dir: Path, env: Mapping[str, str]) -> int:
-    """Print the nodes that the job has now; none where it does not run. Returns 1 where Slurm can't be asked."""
+    """Print the nodes that the job has now; none if it does not run. Returns 1 if Slurm can't be asked."""
     paths, _ = load_run(run_dir)
     try:
         print(*slurm_site(env, RunClock(), umask=0o077, paths=paths).job_nodes())
@@ -195,7 +191,7 @@ class WriteBack:
         self._thread = threading.Thread(target=self._run, name="write-back", daemon=True)
 
     def start(self) -> bool:
-        """Returns whether there is a need: a pipe or a terminal has none."""
+        """Start the thread unless stdout is a pipe or a terminal. Returns whether it did."""
         try:
             is_file = stat.S_ISREG(os.fstat(self._fd).st_mode)
         except OSError:
@@ -205,7 +201,6 @@ class WriteBack:
         return is_file
 
     def stop(self) -> None:
-        """Does not wait. The close of the file writes it out."""
         self._stop.set()
 
     def _run(self) -> None:

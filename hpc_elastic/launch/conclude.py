@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from msgspec.structs import replace
 
-from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FULL, FileExecutor, FilesystemHangsError, is_refusal
 from hpc_elastic.base.outcome import ExitCode, Outcome, outcome_text
 from hpc_elastic.errors import HpcElasticError
@@ -37,14 +36,11 @@ from hpc_elastic.launch.requeue import (
 )
 from hpc_elastic.launch.requeue_job import NextAttempt
 from hpc_elastic.launch.signals import JobCondition
-from hpc_elastic.launch.site import Site
+from hpc_elastic.launch.site import AttemptContext
 from hpc_elastic.rendezvous.round_log import RESERVE
-from hpc_elastic.run.attempt import AttemptInfo, StoredResult, load_result
-from hpc_elastic.run.events import EventLog
+from hpc_elastic.run.attempt import StoredResult, load_result
 from hpc_elastic.run.node_records import load_record, save_record
 from hpc_elastic.run.option_values import RequeueChoice
-from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.run.supervisor_events import (
     AttemptEnded,
     AttemptRequeued,
@@ -61,80 +57,51 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 REPORT_SECONDS = 120.0
-"""For the report of an attempt: of a large run, on a slow filesystem."""
+"""Time for the report of a large run, on a slow filesystem."""
 HUNG_SECONDS = 5.0
-"""Without any answer: it is logged, and no more waited for where the user waits for this process."""
+"""A filesystem without any answer for this long is logged, and no more waited for while the user waits."""
 FULL_SECONDS = 10.0
-"""For room on a full disk, which nobody makes while an allocation waits."""
+"""Time for room on a full disk, which nobody makes while an allocation waits."""
 JOB_LOG = "hpc_elastic_job_log"
-"""The logger for text that goes to the job log as it is."""
 
 T = TypeVar("T")
 
 
 def log_plain(text: str) -> None:
-    """Text for the job log as it is: the head, the report."""
+    """Write text to the job log as it is: the head, the report."""
     logging.getLogger(JOB_LOG).info("%s", text)
 
 
 def conclude(
-    paths: RunPaths,
-    spec: RunSpec,
-    site: Site,
-    attempt: AttemptInfo,
+    context: AttemptContext,
     result: AttemptResult,
-    events: EventLog,
     *,
-    clock: Clock,
     files: FileExecutor | None = None,
     is_hurried: Callable[[], bool] = lambda: False,
 ) -> RequeueDecision:
     """Write how an attempt ended, and have the next one queued where that is decided.
 
     Args:
-        site: For the requeue.
         files: Touches the files; in bounded time, since the user waits for the end.
         is_hurried: Whether the user has asked (again) for the end: a mount that hangs is not waited for then.
-
-    Returns:
-        What was decided and done.
     """
     disk = LastFiles(files or FileExecutor(), is_hurried=is_hurried, is_late=result.signal_number is not None)
-    end = _End(paths, spec, site, attempt, result, events, clock=clock, disk=disk)
+    end = _End(context, result, disk)
     return end.in_haste() if result.signal_number is not None else end.in_order()
 
 
 class _End:
-    """The end of one attempt: its steps, in the two orders."""
-
-    def __init__(
-        self,
-        paths: RunPaths,
-        spec: RunSpec,
-        site: Site,
-        attempt: AttemptInfo,
-        result: AttemptResult,
-        events: EventLog,
-        *,
-        clock: Clock,
-        disk: LastFiles,
-    ) -> None:
-        self._paths = paths
-        self._folder = paths.attempt(attempt.number)
-        self._spec = spec
-        self._site = site
-        self._attempt = attempt
+    def __init__(self, context: AttemptContext, result: AttemptResult, disk: LastFiles) -> None:
+        self._context = context
         self._result = result
-        self._events = events
-        self._clock = clock
         self._disk = disk
         self._next_job = ""
         self._is_removed = False
-        """Whether the attempt's folder is gone: another attempt would find no run either."""
-        before = None
-        events.write(VerdictReached(outcome=result.outcome.value, reason=result.reason))
+        """The attempt's folder is gone: another attempt would find no run either."""
+        spec, attempt, before = context.spec, context.attempt, None
+        context.events.write(VerdictReached(outcome=result.outcome.value, reason=result.reason))
         if attempt.number:
-            before = disk.do(lambda: load_result(paths.attempt(attempt.number - 1).result_json), None)
+            before = disk.do(lambda: load_result(context.paths.attempt(attempt.number - 1).result_json), None)
         self._idle = idle_attempts(before, spec, result)
         self._decision = decide_requeue(before, spec, attempt, result, idle=self._idle)
         self._write_decision()
@@ -146,7 +113,7 @@ class _End:
         self._finish(history)
         if not self._asks_slurm():
             return self._decision
-        if self._site.ask(near=0.0).condition is JobCondition.ENDED:
+        if self._context.site.ask(near=0.0).condition is JobCondition.ENDED:
             # Slurm requeues a cancelled job too, while it completes (seen on 22.05). And where it was cancelled in the
             # moment in which it began, its SIGTERM reached no process that could hear: only srun's failure is seen.
             self._give_up("the job was cancelled meanwhile", ExitCode.TERMINATED)
@@ -171,8 +138,8 @@ class _End:
 
     def _write_decision(self) -> None:
         decision, outcome = self._decision, self._result.outcome.value
-        self._events.write(RequeueDecided(action=decision.action.value, reason=decision.reason))
-        self._events.write(AttemptEnded(outcome=outcome, exit_code=decision.exit_code))
+        self._context.events.write(RequeueDecided(action=decision.action.value, reason=decision.reason))
+        self._context.events.write(AttemptEnded(outcome=outcome, exit_code=decision.exit_code))
 
     def _give_up(self, why: str, exit_code: ExitCode) -> None:
         reason = f"{self._decision.reason}; but {why}"
@@ -180,11 +147,11 @@ class _End:
         self._write_decision()
 
     def _requeue(self, nodes: NextNodes, *, is_late: bool = False) -> bool:
-        """Have the next attempt queued. Returns whether it was: a decision that can't be carried out is one to end."""
-        spec = self._spec
+        """Queue the next attempt. A failure turns the decision into an end, and returns False."""
+        spec = self._context.spec
         fixed = spec.min_nodes == spec.max_nodes
         plan = NextAttempt(
-            way=RequeueWay.CHAIN if self._attempt.requeue_way == RequeueWay.CHAIN.value else RequeueWay.REQUEUE,
+            way=RequeueWay.CHAIN if self._context.attempt.requeue_way == RequeueWay.CHAIN.value else RequeueWay.REQUEUE,
             delay=self._decision.delay,
             excluded=nodes.excluded,
             nodes=(spec.max_nodes, spec.max_nodes + spec.spares) if fixed and spec.spares else None,
@@ -192,14 +159,16 @@ class _End:
             falls_back=spec.requeue_with is RequeueChoice.AUTO,
         )
         try:
-            done = self._site.requeue(plan)
+            done = self._context.site.requeue(plan)
         except HpcElasticError as error:
             logger.error("the requeue failed: %s", error)
-            again = f"to start it again: hpc-elastic requeue {self._paths.run_id}"
+            again = f"to start it again: hpc-elastic requeue {self._context.paths.run_id}"
             self._give_up(f"the requeue failed: {error}; {again}", ExitCode.WORKERS_FAILED)
             return False
         logger.info("%s", done.summary)
-        self._events.write(AttemptRequeued(job_id=done.next_job or self._attempt.job_id, reason=done.summary))
+        self._context.events.write(
+            AttemptRequeued(job_id=done.next_job or self._context.attempt.job_id, reason=done.summary)
+        )
         self._next_job = done.next_job
         return True
 
@@ -221,22 +190,24 @@ class _End:
         )
 
         def save() -> bool:
-            (self._folder.store / RESERVE).unlink(missing_ok=True)
-            stored.save(self._folder.result_json)
+            (self._context.folder.store / RESERVE).unlink(missing_ok=True)
+            stored.save(self._context.folder.result_json)
             return True
 
         try:
             return self._disk.do(save, False)
         except FileNotFoundError:
             if not self._is_removed:
-                logger.error("%s was removed: neither the result nor a report can be written", self._folder.root)
+                logger.error(
+                    "%s was removed: neither the result nor a report can be written", self._context.folder.root
+                )
             self._is_removed = True
         except OSError as error:
             logger.error("the result could not be written: %s", error)
         return True
 
     def _judge(self, *, is_late: bool = False) -> tuple[NextNodes, RunHistory | None]:
-        """Judge the nodes. Returns which the next attempt does without, and the history with that in it."""
+        """Judge the nodes. Returns the next attempt's list, and the history with that in it."""
         if not self._save() or self._is_removed:
             return NextNodes(), None
         history = self._disk.do(self._history, None, answers=True)
@@ -244,7 +215,7 @@ class _End:
             return NextNodes(), None
         asks_slurm = not is_late and self._decision.action is RequeueAction.REQUEUE
         nodes = NextNodes()
-        if self._attempt.cluster != "local":  # there, all nodes are this machine
+        if self._context.attempt.cluster != "local":  # there, all nodes are this machine
             try:
                 nodes = self._judge_nodes(history, asks_slurm=asks_slurm)
             except Exception as error:
@@ -253,22 +224,22 @@ class _End:
         return nodes, replace(history, excluded=nodes.exclusion.nodes) if asks_slurm else history
 
     def _history(self) -> RunHistory | None:
-        """Everything that happened; None where it can't be read: the attempt ends all the same."""
+        """None: the history can't be read; the attempt ends all the same."""
         from hpc_elastic.report.collect import collect_run
 
         try:
-            return collect_run(self._paths.root)
+            return collect_run(self._context.paths.root)
         except Exception as error:
             # A run directory that was removed is no defect of ours; anything else shows its traceback.
             logger.error("the run's history can't be read: %s", error, exc_info=not isinstance(error, OSError))
             return None
 
     def _judge_nodes(self, history: RunHistory, *, asks_slurm: bool) -> NextNodes:
-        """Keep what the attempt showed of its nodes, and choose the list of excluded nodes where `asks_slurm`."""
         from hpc_elastic.report.node_evidence import node_evidence
 
-        paths, spec, site, now_ns = self._paths, self._spec, self._site, self._clock.time_ns()
-        seen = node_evidence(history, attempt=self._attempt.number)
+        paths, spec, site = self._context.paths, self._context.spec, self._context.site
+        now_ns = self._context.clock.time_ns()
+        seen = node_evidence(history, attempt=self._context.attempt.number)
         if any(one.round < 0 for one in seen) and self._is_cancelled(asks_slurm=asks_slurm):
             seen = tuple(one for one in seen if one.round >= 0)  # the cancel kept agents from starting
         record = self._disk.do(lambda: keep_evidence(paths, seen, now_ns=now_ns), None)
@@ -288,7 +259,7 @@ class _End:
             self._disk.do(lambda: save_record(paths.nodes_json, kept), None)
         if nodes.bad and eligible is not None:
             why = {one.node: one.why for one in nodes.bad}
-            self._events.write(
+            self._context.events.write(
                 NodesJudged(
                     excluded=tuple(nodes.exclusion.nodes),
                     reason="; ".join(f"{name}: {why[name]}" for name in nodes.exclusion.nodes)
@@ -301,32 +272,30 @@ class _End:
     def _is_cancelled(self, *, asks_slurm: bool) -> bool:
         if self._result.outcome is Outcome.CANCELLED or self._result.cancelled:
             return True
-        return asks_slurm and self._site.ask(near=0.0).condition is JobCondition.ENDED
+        return asks_slurm and self._context.site.ask(near=0.0).condition is JobCondition.ENDED
 
     def _finish(self, history: RunHistory | None) -> None:
-        """Write result and report, and log both."""
-
         def report() -> bool:
             self._report(history)
             return True
 
         if not (self._save() and (self._is_removed or self._disk.do(report, False, answers=True))):
-            logger.error("%s does not answer: the report can't be written", self._folder.root)
+            logger.error("%s does not answer: the report can't be written", self._context.folder.root)
         result, decision = self._result, self._decision
         ended = outcome_text(result.outcome.value, result.reason)
         ended = ended if result.outcome is Outcome.SUCCEEDED else f"ended: {ended} ({result.reason})"
-        logger.info("attempt %d %s", self._attempt.number, ended)
+        logger.info("attempt %d %s", self._context.attempt.number, ended)
         logger.info("%s: %s; exit code %d", decision.action.value, decision.reason, decision.exit_code)
 
     def _report(self, history: RunHistory | None) -> None:
-        """Write and print the report. A failure of it never hides the result."""
+        """A failure of the report never hides the result."""
         try:
             from hpc_elastic.report.write import write_report
 
             decision = self._decision
             report = write_report(
-                self._paths.root,
-                attempt=self._attempt.number,
+                self._context.paths.root,
+                attempt=self._context.attempt.number,
                 outcome=self._result.outcome.value,
                 exit_code=decision.exit_code,
                 decision=f"{decision.action.value}: {decision.reason}",
@@ -335,13 +304,19 @@ class _End:
             log_plain(report.text)
             path = os.environ.get("TORCHELASTIC_ERROR_FILE")
             if decision.exit_code and path:
-                _pass_on(report.verdict, self._result, path, exit_code=decision.exit_code, now_ns=self._clock.time_ns())
+                _pass_on(
+                    report.verdict,
+                    self._result,
+                    path,
+                    exit_code=decision.exit_code,
+                    now_ns=self._context.clock.time_ns(),
+                )
         except Exception as error:
             logger.exception("the report could not be made: %s", error)
 
 
 def _pass_on(verdict: Verdict, result: AttemptResult, path: str, *, exit_code: int, now_ns: int) -> None:
-    """Hand the first failure to an outer scheduler, which has started us with TORCHELASTIC_ERROR_FILE set."""
+    """Pass the first failure on to an outer scheduler, which has set TORCHELASTIC_ERROR_FILE."""
     from hpc_elastic.failures.error_file import read_error_file, write_summary
     from hpc_elastic.failures.error_handler import ErrorHandler
 
@@ -367,28 +342,24 @@ def _pass_on(verdict: Verdict, result: AttemptResult, path: str, *, exit_code: i
 
 
 class LastFiles:
-    """Has things done on the shared filesystem, and goes on without them where it does not answer."""
+    """Runs file operations, and goes on without a filesystem that does not answer."""
 
     def __init__(self, files: FileExecutor, *, is_hurried: Callable[[], bool], is_late: bool) -> None:
         """Args:
         is_hurried: Whether the user has asked (again) for the end: a mount that hangs is not waited for then.
-        is_late: Whether a signal has ended the attempt: there is little time then, and none of it for a mount that
-            may never answer.
+        is_late: Whether a signal has ended the attempt: too little time for a mount that may never answer.
         """
         self._files = files
         self._is_hurried = is_hurried
         self._is_late = is_late
         self._has_refused = False
-        """Whether it was waited for in vain: once is enough."""
+        """A retry has timed out before."""
 
     def do(self, action: Callable[[], T], otherwise: T, *, answers: bool = False) -> T:
-        """Have `action` done.
-
-        Args:
-            action: Its result is returned, what it raises is raised here; where the filesystem refuses, or is full,
-                it is done again for as long as one that hangs is waited for.
-            otherwise: Returned where the filesystem hangs.
-            answers: The filesystem has just answered, so what takes long is work.
+        """Args:
+        action: Repeated while the filesystem refuses, or is full, as long as one that hangs is waited for.
+        otherwise: Returned where the filesystem hangs.
+        answers: The filesystem has just answered, so a long time means work.
         """
         is_stuck = self._files.stuck_for() > HUNG_SECONDS
         within = HUNG_SECONDS if is_stuck or (self._is_late and not answers) else REPORT_SECONDS

@@ -21,34 +21,29 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from hpc_elastic.agent.hang import HANG_FINGERPRINT
-from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.self_command import module_command
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.launch.requeue import AttemptResult, RequeueAction, RequeueDecision
+from hpc_elastic.launch.site import AttemptContext
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.agent_events import UserCommandEnded
-from hpc_elastic.run.attempt import AttemptInfo
-from hpc_elastic.run.event_types import RunEvent
-from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.workers.spawn import Inherited, WorkerStartError
 from hpc_elastic.workers.user_command import CommandEnd, UserCommand, describe_end, last_lines, shell_command
 
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 10.0
-"""How long the filesystem is waited for that has the report."""
+"""Time to wait for the filesystem that has the report."""
 LATE_SECONDS = 5.0
-"""For ``--after`` where Slurm's SIGKILL is near."""
+"""Most seconds of ``--after`` where Slurm's SIGKILL is near."""
 _END_SECONDS = 2.0
 _POLL = 0.1
 
 
 REPORT_SECONDS = 30.0
 NOTICE_SECONDS = 10.0
-"""For one notice."""
 URL_VARIABLE = "HPC_ELASTIC_NOTIFY_URL"
 """It may hold a secret, which a command line would show to all users of the host."""
 _MOST_LINES = 20
@@ -56,17 +51,16 @@ _BAD = (Outcome.FAILED, Outcome.TOO_FEW_NODES)
 
 
 class FailureNotice:
-    """What of the rendezvous' records there is to give notice of: the first failure, and hangs. Pure."""
+    """Finds what to give notice of in the rendezvous' records: the first failure, and hangs. Pure."""
 
     def __init__(self) -> None:
         self.has_failed = False
         self._hung_round = -1
         self._members: set[str] = set()
-        """Uids of the last final round's."""
+        """Uids of the last final round's members."""
         self._before: RoundRecord | None = None
 
     def take(self, record: RoundRecord) -> list[tuple[str, str]]:
-        """Take in the newest record. Returns each notice with its reason."""
         before, self._before = self._before, record
         restarts = before.restarts_used if before is not None else 0
         lost = set(record.lost) - set(before.lost if before is not None else ())
@@ -87,66 +81,51 @@ class FailureNotice:
 
 
 class BatchCommands:
-    """The user's commands on the batch host in one attempt. For the main thread."""
+    """The user's commands on the batch host in one attempt. Main thread only."""
 
-    def __init__(
-        self,
-        spec: RunSpec,
-        paths: RunPaths,
-        attempt: AttemptInfo,
-        *,
-        umask: int,
-        write_event: Callable[[RunEvent], object],
-        clock: Clock,
-        env: Mapping[str, str] = os.environ,
-    ) -> None:
-        self._spec = spec
-        self._paths = paths
-        self._attempt = attempt
-        self._write_event = write_event
-        self._clock = clock
-        self._inherited = Inherited(umask=umask, core_limit=resource.getrlimit(resource.RLIMIT_CORE), subreaper=False)
+    def __init__(self, context: AttemptContext) -> None:
+        self._context = context
+        core_limit = resource.getrlimit(resource.RLIMIT_CORE)
+        self._inherited = Inherited(umask=context.site.umask, core_limit=core_limit, subreaper=False)
         self._environ = {
-            **env,
-            "HPC_ELASTIC_RUN_DIR": str(paths.root),
-            "HPC_ELASTIC_ATTEMPT": str(attempt.number),
+            **os.environ,
+            "HPC_ELASTIC_RUN_DIR": str(context.paths.root),
+            "HPC_ELASTIC_ATTEMPT": str(context.attempt.number),
         }
-        self._folder = paths.attempt(attempt.number)
         self._is_failing = False
         self._events: deque[UserCommandEnded] = deque()
-        """Not written yet: the supervisor's log is the main thread's."""
+        """Waiting to be written: the supervisor's log is the main thread's."""
         self._changed = threading.Condition()
         self._running: list[UserCommand] = []
         self._failures = FailureNotice()
 
     def on_record(self, record: RoundRecord) -> None:
-        """A newer record of the rendezvous: is there something to give notice of?"""
         self._write_events()
-        if self._spec.notify:
+        if self._context.spec.notify:
             for what, reason in self._failures.take(record):
-                self.notify(what, f"{self._spec.name}: {what}: {reason}", reason=reason, round=record.round)
+                self.notify(what, f"{self._context.spec.name}: {what}: {reason}", reason=reason, round=record.round)
 
     def notify(self, what: str, text: str, **facts: Any) -> None:
-        """Give notice of `what`. Does not wait.
+        """Give notice. Does not wait.
 
         Args:
             what: ``failure``, ``hang``, ``requeue`` or ``end``.
             text: The same for a reader, in one line.
-            facts: What else is known.
+            facts: Further entries of the notice.
         """
-        target = self._spec.notify
+        target = self._context.spec.notify
         if not target:
             return
         notice = {
             "event": what,
             "text": text,
-            "run_id": self._spec.run_id,
-            "name": self._spec.name,
-            "run_dir": str(self._paths.root),
-            "attempt": self._attempt.number,
-            "job_id": self._attempt.job_id,
-            "host": self._attempt.batch_host,
-            "time": round(self._clock.time_ns() / 1e9, 3),
+            "run_id": self._context.spec.run_id,
+            "name": self._context.spec.name,
+            "run_dir": str(self._context.paths.root),
+            "attempt": self._context.attempt.number,
+            "job_id": self._context.attempt.job_id,
+            "host": self._context.attempt.batch_host,
+            "time": round(self._context.clock.time_ns() / 1e9, 3),
             **facts,
         }
         is_url = target.startswith(("http://", "https://"))
@@ -157,17 +136,15 @@ class BatchCommands:
     def run_last(
         self, result: AttemptResult, decision: RequeueDecision, *, files: FileExecutor, is_hurried: Callable[[], bool]
     ) -> bool:
-        """The attempt has ended, and its report is written: give notice of that, and run ``--after`` where the run has.
+        """Give notice of the attempt's end, and run ``--after`` where the run has ended.
 
         Args:
-            result, decision: How it ended, and what follows.
-            files: Reads the report.
             is_hurried: Whether the user has asked again for the end: nothing is waited for then.
 
         Returns:
-            Whether one of this attempt's commands has failed, so that the report had better be written again.
+            Whether a command of this attempt has failed, so that the report should be written again.
         """
-        spec, outcome = self._spec, result.outcome.value
+        spec, outcome = self._context.spec, result.outcome.value
         if not (spec.notify or spec.after):
             return False
         requeued = decision.action is RequeueAction.REQUEUE
@@ -179,7 +156,7 @@ class BatchCommands:
         what = "requeue" if requeued else "end"
         text = f"{spec.name} {'is requeued' if requeued else outcome} (exit code {decision.exit_code}){why}"
         self.notify(what, text, **facts, decision=decision.reason)
-        within = LATE_SECONDS if result.signal_number is not None and self._attempt.cluster == "slurm" else None
+        within = LATE_SECONDS if result.signal_number is not None and self._context.attempt.cluster == "slurm" else None
         if spec.after and not requeued:
             seconds = spec.hook_timeout if within is None else min(within, spec.hook_timeout)
             result_env = {
@@ -188,7 +165,7 @@ class BatchCommands:
                 "HPC_ELASTIC_EXIT_CODE": str(decision.exit_code),
                 "HPC_ELASTIC_REASON": result.reason,
                 "HPC_ELASTIC_ROOT_CAUSE": cause,
-                "HPC_ELASTIC_REPORT": str(self._folder.report_json),
+                "HPC_ELASTIC_REPORT": str(self._context.folder.report_json),
             }
             self._start("after", shell_command(f"exec 2>&1\n{spec.after}"), result_env, seconds)
             self._wait(seconds + _END_SECONDS, is_hurried)
@@ -196,27 +173,25 @@ class BatchCommands:
         return self._is_failing
 
     def write_report(self, result: AttemptResult, decision: RequeueDecision) -> None:
-        """The report's files, with what of this attempt's commands has failed."""
         from hpc_elastic.report.write import write_report
 
         write_report(
-            self._paths.root,
-            attempt=self._attempt.number,
+            self._context.paths.root,
+            attempt=self._context.attempt.number,
             outcome=result.outcome.value,
             exit_code=decision.exit_code,
             decision=f"{decision.action.value}: {decision.reason}",
         )
 
     def _read_cause(self, files: FileExecutor) -> str:
-        """The root cause in one line; empty where there is none, or no report."""
+        """The root cause in one line; empty: none, or no report."""
         try:
-            report = json.loads(files.do(self._folder.report_json.read_bytes, within=LOOK_SECONDS))
+            report = json.loads(files.do(self._context.folder.report_json.read_bytes, within=LOOK_SECONDS))
             return str(report["verdict"]["summary"] or "") if report["verdict"]["cause"] != "none" else ""
         except (OSError, ValueError, LookupError, TypeError, HpcElasticError):
             return ""
 
     def _wait(self, seconds: float, is_hurried: Callable[[], bool]) -> None:
-        """Until all that was started has ended."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while self._running and time.monotonic() < deadline and not is_hurried():
@@ -227,7 +202,7 @@ class BatchCommands:
 
     def _write_events(self) -> None:
         while self._events:
-            self._write_event(self._events.popleft())
+            self._context.events.write(self._events.popleft())
 
     def _start(
         self,
@@ -243,9 +218,9 @@ class BatchCommands:
             command = UserCommand.start(
                 argv,
                 environ=environ,
-                cwd=self._spec.cwd,
+                cwd=self._context.spec.cwd,
                 inherited=self._inherited,
-                clock=self._clock,
+                clock=self._context.clock,
                 stdin=stdin,
             )
         except WorkerStartError as error:
@@ -293,7 +268,7 @@ def end_with_commands(
     files: FileExecutor,
     is_hurried: Callable[[], bool] = lambda: False,
 ) -> None:
-    """`BatchCommands.run_last`, and the report once more where it has more to say then. Never raises."""
+    """`BatchCommands.run_last`, then the report again if a command failed. Never raises."""
     try:
         if commands.run_last(result, decision, files=files, is_hurried=is_hurried):
             files.do(lambda: commands.write_report(result, decision), within=REPORT_SECONDS)
@@ -302,7 +277,7 @@ def end_with_commands(
 
 
 def post() -> None:
-    """Post stdin to the URL; a process of its own. Its last line says what failed, without the URL's path."""
+    """Post stdin to the URL, in a process of its own. Its last line says what failed, without the URL's path."""
     import urllib.error
     import urllib.request
 

@@ -1,9 +1,8 @@
-"""What the supervisor asks Slurm about its job beside everything else: each question in a thread of its own.
+"""Slurm's view of the running job. Each question runs in a thread: without a controller a command takes half a minute.
 
-A controller that does not answer takes a command up to half a minute to say so, and meanwhile agents end and signals
-come. `JobWatch` looks at the running job now and then: whether the controller answers, and which nodes the job has by
-it. `EndClaim` asks, once the run is closed, whether this node still belongs to the job: a node that Slurm has given up
-may live, and what it did about the job would not be done (`rendezvous.ending` has the rest).
+`JobWatch` compares the job's nodes with the run's now and then. `EndClaim` asks, once the run is closed, whether this
+node still belongs to the job: a node that Slurm has given up may live, and its actions would not reach the job
+(`rendezvous.ending` has the rest).
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from hpc_elastic.slurm.notation import compress
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 60.0
-"""Between two looks at the job; one cheap call each."""
+"""One cheap call each."""
 RETRY_SECONDS = 15.0
-"""The same while the controller does not answer."""
+"""Interval while the controller does not answer."""
 SOON_SECONDS = 5.0
-"""After a node was lost: Slurm may just be saying so as well."""
+"""Delay after a node was lost: Slurm may just be reporting it."""
 ASK_AGAIN_SECONDS = 3.0
-"""Between two questions whether this node still belongs to the job."""
+"""Interval between questions whether this node still belongs to the job."""
 _WHY = {
     Allocation.LOST: "Slurm has given this node up, or has requeued the job",
     Allocation.UNKNOWN: "Slurm can't be asked from here",
@@ -50,22 +49,16 @@ def _in_thread(work: Callable[[], None]) -> None:
 
 
 class SlurmQuestion(Generic[T]):
-    """One question, asked in a thread each time; the answer wakes the loop."""
+    """Runs one question at a time in a thread; the answer wakes the loop."""
 
     def __init__(self, ask: Callable[[], T], start: Start = _in_thread) -> None:
-        """Args:
-        ask: May take its time, and raise SlurmError.
-        start: Has it done beside everything else.
-        """
         self._ask = ask
         self._start = start
         self._answers: deque[T | SlurmError] = deque()
         self._waker = Waker()
         self.is_open = False
-        """Whether it was asked, and its answer not taken yet."""
 
     def fileno(self) -> int:
-        """Readable when there is an answer."""
         return self._waker.fileno()
 
     def ask(self) -> None:
@@ -74,7 +67,6 @@ class SlurmQuestion(Generic[T]):
             self._start(self._run)
 
     def take(self) -> T | SlurmError | None:
-        """The answer, once; None: there is none yet."""
         if not self._waker.drain():
             return None
         self.is_open = False
@@ -89,7 +81,7 @@ class SlurmQuestion(Generic[T]):
 
 
 class EndClaim:
-    """The claim to finish the closed attempt: made where Slurm confirms it, or no other process makes it for long."""
+    """Claims the right to finish the closed attempt: Slurm confirms it, or no other process claims it for long."""
 
     def __init__(
         self,
@@ -100,29 +92,27 @@ class EndClaim:
         start: Start = _in_thread,
     ) -> None:
         """Args:
-        allocation: Asks Slurm whether this node still belongs to the job; may take a minute.
-        ask: Has something done by this supervisor's participant.
+        allocation: Whether this node still belongs to the job; may take a minute.
+        ask: Runs a command on this supervisor's participant.
         """
         self._question = SlurmQuestion(allocation, start)
         self._ask = ask
         self._clock = clock
         self._deadline = self._ask_at = 0.0
-        """When the end is claimed without Slurm's answer; when Slurm is asked again."""
+        """Times when the end is claimed without Slurm's answer, and when Slurm is asked again."""
         self._has_warned = False
         self.due: float | None = None
-        """When `step` is to be called next, monotonic; None: not before it has begun, and no more once it is over."""
+        """When to call `step` next, monotonic; None: not begun, or over."""
 
     def fileno(self) -> int:
         return self._question.fileno()
 
     def begin(self) -> None:
-        """The run is closed: ask Slurm."""
         self._deadline = self.due = self._clock.monotonic() + END_UNCONFIRMED
         self._ask(lambda participant: participant.ending.announce_claim())
         self._question.ask()
 
     def step(self) -> None:
-        """Claim the end where that is right, ask again where it is not known. Never waits."""
         now = self._clock.monotonic()
         answer = self._question.take()
         if self.due is None:
@@ -141,25 +131,21 @@ class EndClaim:
         self.due = self._deadline if self._question.is_open else min(self._ask_at, self._deadline)
 
     def claim(self) -> None:
-        """Claim the end without asking: Slurm's own signal has come, so Slurm reaches this node."""
+        """Claim without asking: Slurm's own signal has come, so Slurm reaches this node."""
         self.stop()
         self._ask(lambda participant: participant.ending.may_claim())
 
     def stop(self) -> None:
-        """Another process finishes the attempt, or this one does by now."""
         self.due = None
 
 
 class ControllerOutage:
-    """Logs once that Slurm's controller does not answer, and once that it answers again."""
-
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self.since: float | None = None
-        """When it was noticed, monotonic; None: it answers."""
+        """Monotonic; None: it answers."""
 
     def on_answer(self, error: SlurmUnavailableError | None) -> None:
-        """Take in what a call came to: its error, or None where it was answered."""
         now = self._clock.monotonic()
         if error is not None and self.since is None:
             self.since = now
@@ -174,12 +160,10 @@ class ControllerOutage:
 
 
 class NodesDiffer(Struct, frozen=True, kw_only=True):
-    """Nodes about which Slurm and the run disagree, in the run's order."""
-
     taken: tuple[str, ...] = ()
-    """The run has workers there, and Slurm no longer has them in the job."""
+    """The run uses them, and Slurm no longer lists them."""
     kept: tuple[str, ...] = ()
-    """They are lost to the run, and Slurm has them in the job."""
+    """The run has lost them, and Slurm lists them."""
 
     def __bool__(self) -> bool:
         return bool(self.taken or self.kept)
@@ -191,12 +175,8 @@ class NodesDiffer(Struct, frozen=True, kw_only=True):
 
 
 def nodes_differ(*, used: Sequence[str], lost: Sequence[str], job: Collection[str]) -> NodesDiffer:
-    """Compare.
-
-    Args:
-        used: Nodes of the newest round.
-        lost: Those that the run has taken out.
-        job: What Slurm has in the job; empty: not known.
+    """Args:
+    job: Slurm's list; empty: unknown.
     """
     if not job:
         return NodesDiffer()
@@ -207,14 +187,9 @@ def nodes_differ(*, used: Sequence[str], lost: Sequence[str], job: Collection[st
 
 
 class JobWatch:
-    """Looks at the running job now and then."""
-
     def __init__(
         self, ask: Callable[[], Sequence[str]], *, events: EventLog, clock: Clock, start: Start = _in_thread
     ) -> None:
-        """Args:
-        ask: The job's nodes by Slurm, none where it does not run; may take its time, and raise SlurmError.
-        """
         self._question = SlurmQuestion(ask, start)
         self._events = events
         self._clock = clock
@@ -227,14 +202,14 @@ class JobWatch:
 
     @property
     def due(self) -> float | None:
-        """When `look` is to be called next, monotonic; None: the answer to its question wakes the loop."""
+        """When to call `look` next, monotonic; None: the answer to its question wakes the loop."""
         return None if self._question.is_open else self._look_at
 
     def look(self, *, used: Sequence[str] | None, lost: Sequence[str]) -> None:
-        """Ask where it is time to, and log what is new. To be called as often as one likes; never waits.
+        """Ask when it is time, and log news. Never waits.
 
         Args:
-            used: As in `nodes_differ`; None: nodes are just meeting, and nothing is compared.
+            used: The newest round's nodes; None: nodes are just meeting.
         """
         now = self._clock.monotonic()
         if tuple(lost) != tuple(self._lost):

@@ -37,23 +37,22 @@ from hpc_elastic.workers.tree import JOB_VARIABLE, NODE_TAG_VARIABLE
 RELAYED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 UNREADY_SECONDS = 4.0
-"""How long a child that does not watch over a run yet may take to end after a signal: it does nothing but read and make
-files."""
+"""Time for a child that supervises no run yet to end after a signal: it only reads and makes files."""
 LAST_SECONDS = 1.0
-"""How long the child may take to be gone after it has said how the run ended."""
+"""Time for the child to be gone after it has reported the run's end."""
 _LOOK_SECONDS = 2.0
-"""Between two looks at the child, for what no event reports: that it has ended but for a thread that a mount holds."""
+"""Interval of looks at the child: no event reports that it ended but for a thread that a mount holds."""
 _LOOK_CLOSELY_SECONDS = 0.5
-"""The same once it was asked to end."""
+"""The interval once it was asked to end."""
 _READY = b"r"
 
 
 def run_behind_front(work: Callable[[Callable[[], None]], int], *, what: str) -> int:
-    """Have `work` done in a child of this process. Call it before the first thread.
+    """Run `work` in a child of this process; before the first thread starts.
 
     Args:
-        work: Called in the child with what it is to call once it handles signals itself; returns the exit code. What it
-            raises comes out of this call, in the child.
+        work: Called in the child with a function to call once it handles signals itself; returns the exit code. Its
+            exceptions come out of this call, in the child.
         what: The files that it begins with, for the message where they do not answer.
 
     Returns:
@@ -84,7 +83,7 @@ def run_behind_front(work: Callable[[Callable[[], None]], int], *, what: str) ->
 
 
 def _let_go_of_files(pipes: Sequence[int]) -> None:
-    """Closing a file, which the kernel does at a process' end, asks its filesystem too: while it answers, then."""
+    """Close files while their filesystem answers: the kernel asks it too when it closes them at a process' end."""
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for fd in {0, 1, 2} - set(pipes):
         os.dup2(null, fd)
@@ -138,7 +137,7 @@ class _Front:
                 self._hear()
 
     def _patience(self) -> float:
-        """Seconds until there is something to do though nothing comes."""
+        """Seconds until there is something to do without news."""
         found = _LOOK_SECONDS if self._asked is None else _LOOK_CLOSELY_SECONDS
         if self._dead_since is not None:
             found = min(found, self._dead_since + LAST_SECONDS - time.monotonic())
@@ -190,11 +189,11 @@ class _Front:
 logger = logging.getLogger(__name__)
 
 HUNG_DEAD_SECONDS = 0.5
-"""An agent that has ended but for a thread that a mount holds counts as ended after that."""
+"""An agent that ended, but for a thread that a mount holds, counts as ended after this."""
 HUNG_LOOK_SECONDS = 1.0
-"""Between two looks for such agents: no event reports them."""
+"""Interval of looks for such agents: no event reports them."""
 KILL_SECONDS = 5.0
-"""How long what was sent SIGKILL may take to be gone (D state)."""
+"""Time for a process to be gone after SIGKILL (D state)."""
 LOOK_SECONDS = 0.02
 
 AgentCommand = Callable[[int], Sequence[str]]
@@ -212,13 +211,10 @@ class AgentProcess:
     """
 
     def __init__(self, argv: Sequence[str], *, env: Mapping[str, str], umask: int) -> None:
-        """Start it, as the leader of a session of its own, with no input.
+        """Start it, as the leader of a session of its own, with no input. Raises OSError.
 
         Args:
             argv: Its command, with the program's whole path.
-
-        Raises:
-            OSError: it could not be started.
         """
         own = os.umask(umask)
         try:
@@ -235,7 +231,7 @@ class AgentProcess:
         self._code: int | None = None
 
     def poll(self) -> int | None:
-        """How it ended, as `subprocess` has it; None while it runs."""
+        """The end, as in `subprocess`; None while it runs."""
         if self._code is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -247,13 +243,12 @@ class AgentProcess:
         return self._code
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Nothing happens where it has ended."""
         if self.poll() is None:
             os.kill(self.pid, number)
 
 
 def _closing() -> list[tuple[int, int]]:
-    """What this process was itself started with, beyond the standard streams, and would hand on."""
+    """Close inherited descriptors beyond the standard streams, which would be handed on."""
     actions = []
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)
@@ -275,7 +270,7 @@ class LocalLauncher:
         self, nodes: int, command: AgentCommand, *, environment: Callable[[int], Mapping[str, str]], umask: int
     ) -> None:
         """Args:
-        umask: The user's, which the agent hands on to the workers.
+        umask: The user's, for the workers.
         """
         self._nodes = nodes
         self._command = command
@@ -357,7 +352,7 @@ class LocalLauncher:
         self._wait_for_leftovers(KILL_SECONDS)
 
     def _wait_for_leftovers(self, seconds: float) -> None:
-        """Until the guardians of killed agents have done their work: the caller expects nothing to be left."""
+        """Wait until the guardians of killed agents have done their work: the caller expects nothing to be left."""
         marks = {self._environment(node).get(NODE_TAG_VARIABLE) for node in range(self._nodes)} - {None}
         job = self._environment(0).get(JOB_VARIABLE)  # a job that a worker submitted may carry the mark, too
         began = time.monotonic()
@@ -423,15 +418,12 @@ def run_local(
     ready: Callable[[], None] = lambda: None,
     limit_is_near: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Run to the end, through requeues.
+    """Run to the end, through requeues. Returns the run's exit code.
 
     Args:
         env: For the agents.
-        ready: Called when no signal is lost on a filesystem that hangs any more.
+        ready: Called once no signal is lost on a filesystem that hangs.
         limit_is_near: Whether a notice of now means that the attempt is out of time.
-
-    Returns:
-        The run's exit code.
 
     Raises:
         UsageError: no run is at `run_dir`.
@@ -451,6 +443,5 @@ def run_local(
 
 
 def main() -> NoReturn:
-    """``RUN_DIR``: a process that supervises a run which another process has made: its next attempt, and those that
-    follow it."""
+    """``RUN_DIR``: supervise a run that another process has made: its next attempt, and those after it."""
     sys.exit(run_local(Path(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""Which nodes of an allocation a run takes: those that are asked for, and that no other run of the allocation has.
+"""The nodes of an allocation that a run takes: requested, and not held by another run of the allocation.
 
 A claim is a lock on a file of this host, one for each node: it ends with the process that holds it, and with each srun
 that was started with it, however these end. So runs that were started on the same host, as from one batch script or one
@@ -29,32 +29,28 @@ from hpc_elastic.slurm.notation import compress
 logger = logging.getLogger(__name__)
 
 CHOICE_SECONDS = 10.0
-"""How long another run that is just choosing may take."""
 _KEPT_SECONDS = 7 * 86400.0
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 
 
 class NodeWish(Struct, frozen=True, kw_only=True):
-    """What a command line asks for."""
-
     listed: tuple[str, ...] = ()
-    """``--nodelist``."""
     excluded: tuple[str, ...] = ()
-    """``--exclude``; names that the allocation does not have are no mistake: it was made without them."""
+    """Names that the allocation does not have are no mistake: it was made without them."""
     least: int | None = None
-    """MIN of ``--nodes``; None: it was not given, and all that are left are wanted."""
+    """MIN of ``--nodes``; None: not given, all free nodes are wanted."""
     most: int | None = None
     """MAX of ``--nodes``, with the spares."""
 
 
 def choose_nodes(allocated: Sequence[str], wish: NodeWish, taken: Mapping[str, str]) -> tuple[str, ...]:
-    """The nodes of the allocation that a run gets, in the allocation's order.
+    """The run's nodes, in the allocation's order.
 
     Args:
         taken: Nodes that other runs of the allocation have → which run.
 
     Raises:
-        UsageError: it can't have them; the message names the nodes.
+        UsageError: not available; the message names the nodes.
     """
     listed, excluded = set(wish.listed), set(wish.excluded)
     foreign = [node for node in wish.listed if node not in allocated]
@@ -91,15 +87,13 @@ def _in_use(nodes: Sequence[str], taken: Mapping[str, str]) -> str:
 
 
 class NodeClaims(Struct):
-    """Those of this process, on the nodes of one allocation."""
-
     folder: Path | None
     """None: no claims can be made here, and runs are not kept apart."""
     held: dict[str, int] = field(default_factory=dict)
     """Node → the descriptor that holds its lock."""
 
     def claim(self, allocated: Sequence[str], wish: NodeWish) -> tuple[str, ...]:
-        """Choose nodes and hold them until this process, and whatever it hands the descriptors to, has ended.
+        """Choose nodes and hold them until this process, and every process that inherits the descriptors, has ended.
 
         Raises:
             UsageError: as `choose_nodes`.
@@ -125,13 +119,13 @@ class NodeClaims(Struct):
         return chosen
 
     def sign(self, run: str) -> None:
-        """Write down which run has the nodes, for the messages of others."""
+        """Name the run in the lock files, for other runs' messages."""
         for fd in self.held.values():
             os.truncate(fd, 0)
             os.pwrite(fd, run.encode("utf-8", "surrogateescape"), 0)
 
     def _lock_all(self, folder: Path, allocated: Sequence[str]) -> dict[str, str]:
-        """Lock what is free. Returns what is not → which run has it."""
+        """Lock what is free. Returns taken nodes → their run."""
         taken = {}
         for node in allocated:
             fd = os.open(folder / _UNSAFE.sub("-", node), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
@@ -145,14 +139,7 @@ class NodeClaims(Struct):
 
 
 def open_claims(job_id: str, restart_count: int, bases: Iterator[Path], *, clock: Clock) -> NodeClaims:
-    """Where claims on an allocation's nodes are held, in the first folder of this host's that can be written.
-
-    What jobs of other weeks left there is removed.
-
-    Args:
-        restart_count: How often it was requeued.
-        bases: Folders of this host's own.
-    """
+    """The claims on an allocation's nodes, in the first of `bases` that can be written. Removes old ones."""
     for base in bases:
         try:
             top = base / f"hpc-elastic-nodes-{os.getuid()}"
@@ -169,7 +156,6 @@ def open_claims(job_id: str, restart_count: int, bases: Iterator[Path], *, clock
 
 
 def _remove_unused(folder: Path) -> None:
-    """Remove a folder of claims unless one is held."""
     paths = list(folder.iterdir())
     fds = [os.open(path, os.O_RDWR | os.O_NOFOLLOW) for path in paths]
     try:

@@ -1,6 +1,6 @@
-"""Whether, how and when the job is put back into the queue when an attempt has ended: pure, with the reasons.
+"""Decisions about the requeue, with reasons; pure.
 
-`decide_arming` says at an attempt's start which way there is, `decide_requeue` at its end whether it is taken: by how
+`decide_arming` chooses the way at an attempt's start; `decide_requeue` takes it or not at the end: by how
 the attempt ended (`AttemptResult`), and how the one before it did (`StoredResult`, from its result.json).
 """
 
@@ -19,57 +19,46 @@ from hpc_elastic.run.option_values import RequeueChoice
 from hpc_elastic.run.spec import RunSpec
 
 BACK_OFF_SECONDS = 60.0
-"""Before the second attempt in a row that follows one without progress; twice as long before each one after that."""
+"""Delay after two attempts in a row without progress; it doubles with each further one."""
 MOST_BACK_OFF_SECONDS = 1800.0
 
 
 class RequeueAction(str, Enum):
-    """What happens to the job."""
-
     REQUEUE = "requeue"
     END = "end"
 
 
 class RequeueWay(str, Enum):
-    """How a run gets its next attempt."""
-
     REQUEUE = "requeue"
-    """``scontrol requeue``: the same job again."""
     ALLOW = "allow"
-    """The same, after its owner has set Requeue=1: the site's default is that jobs are not requeued."""
+    """``scontrol requeue`` after the owner has set Requeue=1: the site's default is 0."""
     CHAIN = "chain"
     """A follow-on job in the same run directory, which depends on this one's end."""
     NONE = "none"
 
 
 class ArmingFacts(Struct, frozen=True, kw_only=True):
-    """What is known about the job when an attempt begins."""
-
     wanted: bool
     """Whether requeues were asked for at all."""
     choice: RequeueChoice
     has_batch_script: bool
     """False: ``salloc``; Slurm would not run it again."""
     can_chain: bool
-    """Whether the script that was submitted is this program's own, so that it can be submitted once more."""
+    """The submitted script is this program's own, so it can be submitted once more."""
     known: bool = True
-    """Slurm could be asked, and knows the job."""
     problem: str = ""
-    """Why it could not be asked."""
+    """The reason why Slurm could not be asked."""
     missing: str = ""
-    """Why it never can be: Slurm's commands are not there."""
+    """The reason why Slurm can never be asked: no commands here."""
     job_allows: bool = True
-    """``Requeue=1``."""
     site_allows: bool = True
     """``JobRequeue=1``: the default for jobs."""
 
 
 class Arming(Struct, frozen=True, kw_only=True):
-    """Which way there is."""
-
     way: RequeueWay
     reason: str = ""
-    """Why there is none, or not the usual one; empty for that."""
+    """The reason for no way, or an unusual one."""
 
     @property
     def is_armed(self) -> bool:
@@ -77,7 +66,6 @@ class Arming(Struct, frozen=True, kw_only=True):
 
 
 def decide_arming(facts: ArmingFacts) -> Arming:
-    """Decide which way an attempt's successor comes, if any."""
     own_script = "the batch script is not one that hpc-elastic submit made"
     if not facts.wanted:
         return Arming(way=RequeueWay.NONE, reason="--no-requeue or --max-requeues 0 was given")
@@ -106,45 +94,36 @@ def decide_arming(facts: ArmingFacts) -> Arming:
 
 
 def back_off(idle: int) -> float:
-    """Seconds until an attempt may begin.
-
-    Args:
-        idle: How many attempts in a row have ended without progress.
-    """
+    """Seconds until an attempt may begin after `idle` attempts in a row without progress."""
     if idle < 2:
         return 0.0
     return min(MOST_BACK_OFF_SECONDS, BACK_OFF_SECONDS * 2.0 ** min(idle - 2, 30))
 
 
 class AttemptResult(Struct, frozen=True, kw_only=True):
-    """How an attempt ended, as what follows it needs to know."""
+    """The facts about an attempt's end that decide what follows."""
 
     outcome: Outcome
     reason: str
     retryable: bool
     signal_number: int | None
     fingerprint: str
-    """Of the failure that it ended by, where that counts as the script's."""
+    """The script's failure that ended it, if any."""
     step: int
     """The furthest step reported by then, -1 for none."""
     seconds: float
-    """How long the attempt lasted."""
     requeued: bool = False
-    """Whether Slurm has put the job back into the queue itself."""
+    """Slurm has put the job back into the queue itself."""
     cancelled: bool = False
-    """Whether the job was cancelled after the attempt had been given up for another reason."""
+    """The job was cancelled after the attempt had been given up for another reason."""
     notice: str = ""
-    """What the preemption notice meant, where there was one: `signals.Meaning`."""
+    """The preemption notice's `signals.Meaning`, if there was one."""
 
 
 def closed_result(
     record: RoundRecord, outcome: Outcome, *, signal_number: int | None = None, seconds: float = 0.0
 ) -> AttemptResult:
-    """How an attempt ended, by the record that closed it.
-
-    Args:
-        signal_number: The signal that ended the attempt, where one did.
-    """
+    """The result by the record that closed the attempt."""
     return AttemptResult(
         outcome=outcome,
         reason=record.reason,
@@ -159,21 +138,19 @@ def closed_result(
 
 A_BUG = "a bug in the script?"
 _MADE_ROOM = (Outcome.PREEMPTED, Outcome.TIMED_OUT)
-"""Ended by Slurm, though nothing is wrong with the run: it goes on in the queue."""
+"""Slurm ended it, though nothing is wrong with the run: it goes on in the queue."""
 
 
 class RequeueDecision(Struct, frozen=True, kw_only=True):
-    """What to do, why, and the code to exit with."""
-
     action: RequeueAction
     reason: str
     exit_code: int
     delay: float = 0.0
-    """Seconds before which the next attempt is not to begin."""
+    """Seconds before which the next attempt must not begin."""
 
 
 def idle_attempts(before: StoredResult | None, spec: RunSpec, result: AttemptResult) -> int:
-    """How many attempts in a row, this one included, ended by a failure without progress."""
+    """Number of attempts in a row, this one included, that failed without progress."""
     is_first_step = result.step >= 0 and (before is None or before.step < 0)
     if result.outcome in _MADE_ROOM or is_first_step or _made_progress(before, spec, result)[0]:
         return 0
@@ -181,7 +158,6 @@ def idle_attempts(before: StoredResult | None, spec: RunSpec, result: AttemptRes
 
 
 def _made_progress(before: StoredResult | None, spec: RunSpec, result: AttemptResult) -> tuple[bool, float | None]:
-    """As `made_progress`."""
     step = before.step if before is not None else -1
     return made_progress(step=result.step, before=step, seconds=result.seconds, window=spec.restart_window)
 
@@ -189,10 +165,10 @@ def _made_progress(before: StoredResult | None, spec: RunSpec, result: AttemptRe
 def decide_requeue(
     before: StoredResult | None, spec: RunSpec, attempt: AttemptInfo, result: AttemptResult, *, idle: int = 0
 ) -> RequeueDecision:
-    """Decide what follows an attempt: another one where it can mend what ended this one (spent restarts, lost nodes).
+    """Decide whether another attempt follows: where it can mend the end of this one (spent restarts, lost nodes).
 
     Args:
-        before: How the attempt before it ended; None for the first one, and where that is not known.
+        before: The end of the attempt before; None: the first one, or unknown.
     """
     if result.outcome is Outcome.SUCCEEDED:
         return _end("the run succeeded", ExitCode.OK)

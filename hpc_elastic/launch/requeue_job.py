@@ -1,4 +1,4 @@
-"""Gets a run its next attempt: the job requeued, or a follow-on job submitted. Never twice, and not without patience.
+"""Queues a run's next attempt, once and with patience: the job requeued, or a follow-on job submitted.
 
 A process may be killed between any two of its calls, and another may do them again (an agent, where the batch host does
 not answer): so each try first asks Slurm whether it is done already.
@@ -33,58 +33,55 @@ from hpc_elastic.slurm.notation import compress
 logger = logging.getLogger(__name__)
 
 CONTROLLER_PATIENCE = 1800.0
-"""How long a requeue waits for a controller that does not answer. Meanwhile no other job could be given the nodes."""
+"""Time to wait for a controller that does not answer; meanwhile no other job could get the nodes."""
 CONTROLLER_RETRY = 5.0
 UPDATE_PATIENCE = 30.0
-"""How long the same is tried for what comes after it: this process has KillWait left to live by then."""
+"""The same for calls after the requeue, when this process has KillWait left to live."""
 UPDATE_RETRY = 0.5
 GONE_SECONDS = 4.0
-"""How long a job may take to be gone once it is requeued and all its processes have ended. When it is gone, Slurm sets
-a begin time that has passed by then to its own delay anew (seen on 22.05)."""
+"""Time for a requeued job to be gone after its processes. Slurm then resets a begin time that has passed to its
+own delay (seen on 22.05).
+"""
 GONE_WITH_EPILOG = 28.0
-"""The same where the site runs something on each node then."""
+"""The same where the site runs an epilog on each node."""
 
 
 class NextAttempt(Struct, frozen=True, kw_only=True):
-    """How the next attempt is to come about."""
-
     way: RequeueWay = RequeueWay.REQUEUE
     delay: float = 0.0
-    """Seconds before which it is not to begin."""
+    """Seconds before which it must not begin."""
     excluded: tuple[str, ...] | None = None
-    """The job's whole list of excluded nodes; empty: none; None: as it is."""
+    """The job's whole list; empty: none; None: unchanged."""
     is_late: bool = False
-    """Slurm ends this process in KillWait, and it has things to write: what is not taken at once is left."""
+    """Slurm ends this process in KillWait: no retries."""
     script: Path | None = None
-    """For a follow-on job: where there is none, the job can only be requeued."""
+    """The script for a follow-on job; None: the job can only be requeued."""
     nodes: tuple[int, int] | None = None
-    """The number of nodes that the run trains on, and the same with its spares, where both are fixed and not alike: a
-    spare that is drained or down is not waited for. None: the job asks for what it asked for before."""
+    """Nodes to train on, and the same with the spares, where both are fixed and differ: a drained spare is not waited
+    for. None: unchanged.
+    """
     falls_back: bool = True
-    """Whether a follow-on job is submitted where Slurm refuses the requeue."""
+    """Submit a follow-on job where Slurm refuses the requeue."""
     placement: tuple[str, ...] = ()
     """sbatch's arguments that keep a follow-on job on this job's cluster."""
 
 
 class Requeued(Struct, frozen=True, kw_only=True):
-    """What was done."""
-
     summary: str
     next_job: str = ""
-    """The follow-on job's id; empty where the same job runs again."""
+    """The follow-on job's id; empty: the same job runs again."""
 
 
 class JobRequeuer:
-    """Of one execution of a job."""
+    """Requeues one execution of a job."""
 
     def __init__(
         self, client: SlurmClient, clock: Clock, *, job: JobId, restart_count: int, array_task: str | None = None
     ) -> None:
         """Args:
-        client: With time: every call may take a minute.
+        client: Every call may take a minute.
         job: As ``scontrol requeue`` wants it.
-        restart_count: This execution's: a higher one means that it has been requeued.
-        array_task: The task's index, of an array.
+        restart_count: This execution's; a higher one means that the job has been requeued.
         """
         self._client = client
         self._clock = clock
@@ -92,18 +89,13 @@ class JobRequeuer:
         self._restart_count = restart_count
         self._array_task = array_task
         self.has_epilog: bool | None = None
-        """Whether the site has one; None: it is asked when it has to be known."""
+        """None: not asked yet."""
 
     def allow(self) -> None:
-        """Set Requeue=1. Raises SlurmError."""
         self._client.allow_requeue(self._job)
 
     def carry_out(self, plan: NextAttempt) -> Requeued:
-        """Have the next attempt queued.
-
-        Raises:
-            SlurmError: it could not be; the message says why.
-        """
+        """Queue the next attempt. Raises SlurmError."""
         # Slurm's SIGTERM comes milliseconds after it took the requeue, and reaches the command that asked for it too:
         # what is ignored here is ignored there. (Seen on 22.05: scontrol died of it, and the requeue held.)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -134,7 +126,7 @@ class JobRequeuer:
                 raise
 
     def _state(self) -> JobState | None:
-        """Slurm's record of the job; None where it has none. Raises SlurmUnavailableError."""
+        """Raises SlurmUnavailableError."""
         try:
             return self._client.job_state(self._job)
         except SlurmUnavailableError:
@@ -156,7 +148,7 @@ class JobRequeuer:
         return GONE_WITH_EPILOG if self.has_epilog else GONE_SECONDS
 
     def _prepare(self, plan: NextAttempt, gone: float) -> str:
-        """Exclude nodes first, then let it begin: the other way round it could begin on them. Returns summary."""
+        """Exclude nodes first, then let it begin: in the other order it could begin on them."""
         summary = ""
         patience = 0.0 if plan.is_late else UPDATE_PATIENCE
         if plan.excluded is not None:
@@ -181,7 +173,7 @@ class JobRequeuer:
         return f" (not without {compress(nodes)}: {problem})"
 
     def _resize(self, plan: NextAttempt, patience: float) -> str:
-        """Ask for no more nodes than there are, and for all of them again when they are back. Returns summary."""
+        """Ask for no more nodes than are up, and for all of them again when they are back."""
         asked = self._nodes_to_ask(plan)
         if asked is None:
             return ""
@@ -192,7 +184,7 @@ class JobRequeuer:
         return f" {why}" if why else ""
 
     def _nodes_to_ask(self, plan: NextAttempt) -> tuple[tuple[int, int], str] | None:
-        """The range and its reason; None: it stays as it is, or the nodes are not known."""
+        """The range and its reason; None: unchanged, or the nodes are unknown."""
         if plan.nodes is None or plan.is_late:
             return None
         try:
@@ -207,7 +199,7 @@ class JobRequeuer:
         return node_range(plan.nodes, names=names, up=up) if names else None
 
     def _update(self, action: Callable[[], None], patience: float) -> str | None:
-        """Try until it is done, or can't be. Returns why not."""
+        """Repeat until it is done, or impossible. Returns why not."""
         deadline = self._clock.monotonic() + patience
         while True:
             try:
@@ -281,7 +273,7 @@ class JobRequeuer:
 
 
 def follow_on_arguments(job: JobId, plan: NextAttempt, *, array_task: str | None = None) -> Sequence[str]:
-    """What sbatch is given before the script: these win over the script's own lines."""
+    """sbatch's arguments before the script, which win over the script's own lines."""
     arguments = [f"--dependency=afterany:{job}", f"--begin=now+{plan.delay:.0f}" if plan.delay else "--begin=now"]
     arguments += plan.placement
     if array_task is not None:
@@ -294,15 +286,13 @@ def follow_on_arguments(job: JobId, plan: NextAttempt, *, array_task: str | None
 
 
 def node_range(nodes: tuple[int, int], *, names: Collection[str], up: Collection[str]) -> tuple[tuple[int, int], str]:
-    """How many nodes to ask for: all spares where there are enough nodes for them, else as many as there are. Pure.
+    """The nodes to ask for: all spares if enough nodes are up, else as many as there are. Pure.
 
     Args:
-        nodes: As in `NextAttempt`.
-        names: The nodes that the job may get.
-        up: Those of them that are neither drained nor down; busy ones count.
+        up: Nodes of `names` neither drained nor down; busy ones count.
 
     Returns:
-        Least and most, and in summary why it is not all; empty where it is.
+        The range, and why it is not all; empty: it is.
     """
     train, with_spares = nodes
     if len(up) >= with_spares:

@@ -35,7 +35,7 @@ from hpc_elastic.launch.job_watch import EndClaim, JobWatch
 from hpc_elastic.launch.requeue import RequeueAction, RequeueDecision, RequeueWay
 from hpc_elastic.launch.run_directory import claim_attempt, forget_attempt, give_way, slurm_job_ids
 from hpc_elastic.launch.signals import SignalResolver
-from hpc_elastic.launch.site import Site
+from hpc_elastic.launch.site import AttemptContext, Site
 from hpc_elastic.launch.supersede import EarlierAttempts, StartInterruptedError
 from hpc_elastic.launch.supervisor import Supervisor
 from hpc_elastic.output.job_log import JobLog
@@ -59,20 +59,20 @@ logger = logging.getLogger(__name__)
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 BEGIN_SECONDS = 120.0
-"""How long a filesystem that refuses is waited for before an attempt, as an agent waits for it before a round."""
+"""Time to wait for a filesystem that refuses, as an agent waits for it before a round."""
 
 _MOST_BYTES = 16 << 20
-"""That wait: a report of a large run, and the messages before it."""
+"""Most bytes that may wait to be written to stdout."""
 _JOB_LOG_SECONDS = 2.0
-"""How long a file is waited for in the end: it may lie on a mount that hangs."""
+"""Time to wait for the job log at the end: it may lie on a mount that hangs."""
 _READ_SECONDS = 1e6
-"""A terminal, or a reader at a pipe's other end, takes the time that it wants."""
+"""A terminal, or a reader at a pipe's other end, takes its time."""
 
 T = TypeVar("T")
 
 
 class FilesystemSilentError(HpcElasticError):
-    """An attempt was to end before it could be begun, since the run directory does not answer."""
+    """An attempt ended before it began, since the run directory does not answer."""
 
     template = "{path} has not answered for {seconds:.0f} s: nothing was started; is its filesystem there (df {path})?"
 
@@ -81,7 +81,7 @@ def run_attempt(paths: RunPaths, spec: RunSpec, site: Site, *, clock: Clock, sig
     """Run one attempt to its end: report written and printed, requeue decided and, where decided, done.
 
     Raises:
-        HpcElasticError, OSError: it could not even be begun.
+        HpcElasticError, OSError: it could not begin.
     """
     signals.hear_as(signal.SIGUSR2, spec.signals_to_handle)
     try:
@@ -93,7 +93,7 @@ def run_attempt(paths: RunPaths, spec: RunSpec, site: Site, *, clock: Clock, sig
 
 
 class _AttemptRun:
-    """From here on this thread touches no file of the run: `files` does, which may hang."""
+    """The frame of one attempt. Its thread touches no file of the run: `files` does, which may hang."""
 
     def __init__(self, paths: RunPaths, spec: RunSpec, site: Site, *, clock: Clock, signals: SignalQueue) -> None:
         self._paths = paths
@@ -111,7 +111,8 @@ class _AttemptRun:
         _log_head(paths, spec, attempt, folder)
         uid = new_uid(OBSERVER_PLACE, f"supervisor-{attempt.batch_host}", clock)
         events = self._open_events(attempt, folder, uid)
-        earlier = EarlierAttempts(paths, spec, attempt, uid=uid, site=site, events=events, clock=clock)
+        context = AttemptContext(paths=paths, spec=spec, site=site, attempt=attempt, events=events, clock=clock)
+        earlier = EarlierAttempts(context, uid)
         try:
             earlier.end(self._on_disk, is_interrupted=lambda: self._signals.holds(_ENDING_SIGNALS))
         except StartInterruptedError:
@@ -121,7 +122,7 @@ class _AttemptRun:
         coordination = self._on_disk(lambda: self._observe(attempt, folder, uid))
         self._files.post(lambda: _reserve_room(folder, clock))
         self._files.settle(_ROOM_SECONDS)  # nothing is half written where the supervisor dies as the agents start
-        commands = BatchCommands(spec, paths, attempt, umask=site.umask, write_event=events.write, clock=clock)
+        commands = BatchCommands(context)
         supervisor = Supervisor(
             attempt=attempt,
             launcher=launcher,
@@ -153,25 +154,17 @@ class _AttemptRun:
                 "another process of this run has finished this attempt, or goes on with the run; this one ends"
             )
             return RequeueDecision(action=RequeueAction.END, reason="finished by another process", exit_code=1)
-        decision = conclude(
-            paths,
-            spec,
-            site,
-            attempt,
-            result,
-            events,
-            clock=clock,
-            files=self._files,
-            is_hurried=lambda: self._signals.holds({signal.SIGINT}),
-        )
-        end_with_commands(
-            commands, result, decision, files=self._files, is_hurried=lambda: self._signals.holds({signal.SIGINT})
-        )
+
+        def is_hurried() -> bool:
+            return self._signals.holds({signal.SIGINT})
+
+        decision = conclude(context, result, files=self._files, is_hurried=is_hurried)
+        end_with_commands(commands, result, decision, files=self._files, is_hurried=is_hurried)
         events.close(within=HUNG_SECONDS)
         return decision
 
     def _on_disk(self, action: Callable[[], T]) -> T:
-        """Have something done before the attempt begins: a filesystem that hangs is waited for until a signal comes."""
+        """Wait for a file operation before the attempt begins; a signal ends the wait on a filesystem that hangs."""
         try:
             return self._files.do(
                 action,
@@ -184,7 +177,6 @@ class _AttemptRun:
             raise FilesystemSilentError(path=self._paths.root, seconds=self._files.stuck_for()) from None
 
     def _begin(self, facts: AttemptInfo) -> AttemptInfo:
-        """Claim the next attempt's directory, and write down what the attempt is."""
         folder = claim_attempt(self._paths)
         give_way(
             self._paths,
@@ -212,7 +204,6 @@ class _AttemptRun:
         return attempt
 
     def _open_events(self, attempt: AttemptInfo, folder: AttemptPaths, uid: str) -> EventLog:
-        """The supervisor's log, with the attempt's first event in it."""
         events = EventLog(
             folder.events,
             role="supervisor",
@@ -234,7 +225,6 @@ class _AttemptRun:
         return events
 
     def _observe(self, attempt: AttemptInfo, folder: AttemptPaths, uid: str) -> Coordination:
-        """The supervisor's session in the rendezvous: it looks, is notified, and may close the run."""
         spec = self._spec
         policy = RestartPolicy(max_restarts=0, max_same_failures=0)  # never asked: it never coordinates
         return prepare_session(
@@ -275,7 +265,7 @@ _ROOM_SECONDS = 1.0
 
 
 def _versions(site: Mapping[str, str], entry: Entrypoint | None) -> dict[str, str]:
-    """This package's and the site's; Python and torch are those of the workers, as far as they are known here.
+    """Versions of this package, the site, and the workers' Python and torch where known.
 
     `entry` is None for workers in a container, whose interpreter is not on this host.
     """
@@ -294,7 +284,7 @@ def _versions(site: Mapping[str, str], entry: Entrypoint | None) -> dict[str, st
 
 
 def _interpreter(entry: Entrypoint | None) -> str:
-    """Of the workers; empty where a wrapper names none."""
+    """The workers' interpreter; empty: a wrapper names none."""
     if entry is None or entry.kind is not EntryKind.COMMAND:
         return entry.python if entry is not None else ""
     words = (entry.target, *entry.args)
@@ -305,7 +295,7 @@ _PYTHON = re.compile(r"python[0-9.]*")
 
 
 def _ask_versions(python: str) -> dict[str, str]:
-    """Ask another interpreter; a tenth of a second. What it can't say is left out."""
+    """Ask another interpreter, which takes a tenth of a second."""
     try:
         said = subprocess.run(
             source_command(python, _ASK_VERSIONS),
@@ -318,7 +308,6 @@ def _ask_versions(python: str) -> dict[str, str]:
 
 
 def _log_head(paths: RunPaths, spec: RunSpec, attempt: AttemptInfo, attempt_paths: AttemptPaths) -> None:
-    """The first lines of the job log: what a person who opens it needs to find everything else."""
     versions = ", ".join(f"{name} {value}" for name, value in attempt.versions.items())
     asked = "" if spec.min_nodes == spec.max_nodes else f" ({spec.min_nodes}-{spec.max_nodes})"
     spares = max(0, len(attempt.nodes) - spec.max_nodes)
@@ -355,7 +344,7 @@ class _Handler(logging.Handler):
 
 
 class JobOutput:
-    """This process' stdout, from now on: a queue, since it may be a file on a mount that hangs.
+    """This process' stdout: a queue, since it may be a file on a mount that hangs.
 
     `log_plain` and the package's loggers write to it.
     """
@@ -380,18 +369,14 @@ class JobOutput:
 
 
 def log_to_stdout() -> JobOutput:
-    """The supervisor's messages go where the workers' do: the job log. What waits is written at the process' end."""
+    """Send the supervisor's messages to the job log, like the workers'. The process' end flushes it."""
     output = JobOutput()
     atexit.register(output.close)
     return output
 
 
 def load_run(run_dir: Path) -> tuple[RunPaths, RunSpec]:
-    """The run that a directory holds.
-
-    Raises:
-        UsageError: it is not visible from this host, or no run directory.
-    """
+    """Raises UsageError: `run_dir` is not visible from this host, or no run directory."""
     paths = RunPaths(run_dir.absolute())
     try:
         return paths, load_run_spec(paths.run_json)

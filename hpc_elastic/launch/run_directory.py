@@ -1,4 +1,4 @@
-"""The folders of runs and attempts: made, claimed, found again, and removed where a submission fails.
+"""Folders of runs and attempts: made, claimed, found again, and removed where a submission fails.
 
 A run directory is made by `create_run`. An attempt takes the next free number in it by an exclusive mkdir
 (`claim_attempt`), and gives way to another job that has begun (`give_way`). A run may go on in a follow-on job
@@ -33,7 +33,7 @@ from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.job_environment import JobEnvironment
 
 _LEAST_FREE = 1 << 20
-"""Bytes. What a small run writes; with less it would begin, and wait for room to say that it has ended."""
+"""Bytes that a small run writes; with less it would begin, and wait for room to record its end."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 # Filesystems that no other node can see.
 _LOCAL_TYPES = ("tmpfs", "ramfs", "devtmpfs", "proc", "sysfs", "devpts")
@@ -41,7 +41,7 @@ _LOCAL_PLACES = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 
 
 class NewRun(Struct, frozen=True):
-    """A run directory that was just made, and that no process uses yet."""
+    """A new run directory, which no process uses yet."""
 
     paths: RunPaths
     made: tuple[Path, ...]
@@ -57,9 +57,6 @@ class NewRun(Struct, frozen=True):
 
 def create_run(spec: RunSpec, runs_dir: Path) -> NewRun:
     """Make ``<runs_dir>/<run id>`` (0700) with its secret (0600) and run.json.
-
-    Args:
-        runs_dir: Made where it is missing.
 
     Raises:
         UsageError: it exists, is a link, another user's, not writable, or the disk is full: one line, nothing left.
@@ -92,16 +89,14 @@ def create_run(spec: RunSpec, runs_dir: Path) -> NewRun:
 
 
 def make_runs_dir(runs_dir: Path) -> tuple[Path, ...]:
-    """Make the folder that run directories are made in, or check that the one that is there may hold ours.
-
-    Every maker of run directories asks this before it makes, or believes, anything in the folder.
+    """Make the folder of run directories, or check an existing one; before anything is made, or believed, in it.
 
     Returns:
         The folders that were made, outermost first.
 
     Raises:
-        UsageError: another user could put a run directory of theirs in the place of ours, or it is no folder, can't be
-            made, or its disk is full: one line, nothing left.
+        UsageError: another user could replace our run directory there, or it is no folder, can't be made, or its disk
+        is full: one line, nothing left.
     """
     runs = Path(os.path.abspath(runs_dir))
     made: list[Path] = []
@@ -122,14 +117,7 @@ def make_runs_dir(runs_dir: Path) -> tuple[Path, ...]:
 
 
 def create_tasks(array: RunPaths, spec: RunSpec, tasks: Iterable[int]) -> None:
-    """Make the run directory of each task, with its job log, in that of their array.
-
-    Args:
-        array: Just made by `create_run`.
-
-    Raises:
-        UsageError: they can't be made; the caller discards the array.
-    """
+    """Make each task's run directory, and job log, in the array's. Raises UsageError: the caller discards the array."""
     for task in tasks:
         paths = array.task(task)
         try:
@@ -143,7 +131,7 @@ def create_tasks(array: RunPaths, spec: RunSpec, tasks: Iterable[int]) -> None:
 
 
 def why_not_shared(path: Path, *, mountinfo: str = "/proc/self/mountinfo") -> str | None:
-    """Why `path` (which may not exist yet) can't be what other nodes see, or None where nothing speaks against it."""
+    """The reason why other nodes can't see `path` (which need not exist yet); None: none known."""
     real = os.path.realpath(path)
     for place in _LOCAL_PLACES:
         if real == place or real.startswith(place + "/"):
@@ -209,7 +197,7 @@ def _remove_empty(folders: Sequence[Path]) -> None:
 
 
 YOUNG_SECONDS = 5.0
-"""How long an attempt that was just begun by another job may take to say which one that is."""
+"""Time for an attempt of another job to record which job it is."""
 _LOOK_SECONDS = 0.2
 
 
@@ -220,11 +208,7 @@ class RunElsewhereError(HpcElasticError):
 
 
 def claim_attempt(paths: RunPaths) -> AttemptPaths:
-    """Make the directory of a new attempt, for this process alone, and point ``latest`` at it.
-
-    Raises:
-        OSError: it can't be made.
-    """
+    """Make the directory of a new attempt, for this process alone, and point ``latest`` at it. Raises OSError."""
     before = paths.attempts()
     number = before[-1].number + 1 if before else 0
     while True:
@@ -253,9 +237,9 @@ def give_way(
     A batch script that begins late, on a node that Slurm has given up since, gives way to the same job's newer start.
 
     Args:
-        mine: The attempt that was just claimed; it is removed where this job gives way.
-        restart_count: How often Slurm had requeued this job when it started this process.
-        is_running: Whether Slurm says that of a job; False where it can't be asked.
+        mine: The claimed attempt; it is removed where this job gives way.
+        restart_count: The job's restarts when Slurm started this process.
+        is_running: Whether Slurm says that of a job; False if it can't be asked.
 
     Raises:
         RunElsewhereError: it gives way.
@@ -311,7 +295,7 @@ def _point_latest(link: Path, target: Path) -> None:
 
 
 def job_now(paths: RunPaths) -> JobId | None:
-    """The Slurm job that has the run now, or had it last; None where none has begun.
+    """The Slurm job that has the run now, or had it last; None: none has begun.
 
     Where an attempt's note of its follow-on job was lost, or is past, that job's own attempt names it.
     """
@@ -330,13 +314,13 @@ def job_now(paths: RunPaths) -> JobId | None:
 
 
 _MOST = 200
-"""Runs of the folder that are looked at, newest first: the index is a home's, and a node may have another home."""
+"""Newest runs to look at: the index is a home's, and a node may have another home."""
 
 
 def earlier_run(job: JobEnvironment, spec: RunSpec, runs_dir: Path, env: Mapping[str, str]) -> Path | None:
-    """The directory of the run that this very job began, with this very command; None where there is none.
+    """The directory of the run that this very job began, with this very command; None: there is none.
 
-    A script may have several runs, one after the other: where it was requeued from is the one that has not ended.
+    A script may have several runs, one after the other: it was requeued from the one that has not ended.
 
     Args:
         runs_dir: Where its directory would be made.
@@ -377,7 +361,6 @@ def _candidates(job: JobEnvironment, runs_dir: Path, env: Mapping[str, str]) -> 
 
 
 def _attempts_of(paths: RunPaths, job: JobEnvironment) -> list[AttemptInfo]:
-    """Those that this job made before it was requeued, in order."""
     found = []
     for begun in paths.begun_attempts():
         try:

@@ -1,6 +1,6 @@
-"""How far the workers of a round are: by their heartbeats, or, where they send none, by how their logs grow.
+"""Progress of a round's workers: by their heartbeats, or by the growth of their logs.
 
-Ages are by this host's wall clock against those that wrote them: for people, not for decisions.
+Ages compare this host's wall clock with the writers': for people, not for decisions.
 """
 
 from __future__ import annotations
@@ -17,63 +17,48 @@ from hpc_elastic.run.heartbeats import COUNTED, NodeHeartbeats, ProgressSource, 
 from hpc_elastic.run.paths import AttemptPaths
 
 _MOST_RANKS_LOOKED_AT = 64
-"""Each costs two file operations."""
 
 
 class StepStatus(Struct, frozen=True, kw_only=True):
-    """By the heartbeats."""
+    """Known from the heartbeats. Ages in seconds."""
 
     least: int
     most: int
     behind: tuple[int, ...]
-    """Ranks at `least`, where that is not where all are."""
+    """Ranks at `least`, unless all are there."""
     ranks: int
-    """How many have reported a step."""
+    """Number of ranks that have reported a step."""
     told_seconds: float
-    """Since the newest of these reports was written."""
+    """Age of the newest report."""
     heartbeat_seconds: float | None = None
-    """Since the newest heartbeat in them."""
     steps_per_second: float | None = None
-    """Of the slowest node, over the last minute; None: not known yet."""
+    """The slowest node's, over the last minute; None: not known yet."""
     total: int | None = None
     """Steps of the whole training, where the script reports that."""
     seconds_to_end: float | None = None
-    """Of `total`, at this pace."""
     loss: float | None = None
-    """As the lowest rank that reports one did last."""
+    """The lowest reporting rank's last one."""
     checkpoint_seconds: float | None = None
-    """Since the newest checkpoint of this round was complete; None: there is none."""
+    """Age of this round's newest complete checkpoint."""
     checkpoint_step: int | None = None
-    """The furthest step that one of them holds."""
+    """The furthest step in a checkpoint."""
     source: ProgressSource
 
 
 class OutputStatus(Struct, frozen=True, kw_only=True):
-    """By the workers' logs, where they report no steps."""
+    """Known from the workers' logs, where they report no steps."""
 
     bytes: int
-    """In the logs of this round so far, of the ranks that were looked at."""
     silent_seconds: float | None
-    """Since one of them printed last; None: none has printed yet."""
+    """None: none has printed yet."""
     newest_rank: int | None
-    """The rank that did."""
     silent_ranks: int
-    """How many have printed nothing yet."""
     ranks: int
-    """How many were looked at: of a large run 64, evenly chosen."""
+    """Number of ranks looked at: of a large run 64, evenly chosen."""
 
 
 def read_steps(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> tuple[StepStatus | None, float | None]:
-    """Where the workers of a round are. One small file for each member.
-
-    Args:
-        attempt: Where nodes report it.
-        record: The round.
-        now_ns: This host's wall clock.
-
-    Returns:
-        The steps, where any are known; and `RunStatus.resting`.
-    """
+    """The steps of a round's workers, if known, and `RunStatus.resting`. Reads one small file for each member."""
     known: dict[ProgressSource, dict[int, int]] = {}
     resting: list[float] = []
     paces: list[float] = []
@@ -126,7 +111,6 @@ def read_steps(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> tu
 
 
 def read_output(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> OutputStatus:
-    """How the workers' logs of a round grow."""
     world = sum(member.local_world_size for member in record.members)
     step = max(1, -(-world // _MOST_RANKS_LOOKED_AT))
     written, newest, silent, looked = 0, (0, -1), 0, 0

@@ -1,10 +1,10 @@
-"""Where a run stands now: by its files and, where they hold no end, by Slurm.
+"""The present state of a run: by its files and, where they hold no end, by Slurm.
 
 `read_status` reads a handful of files, however many nodes and rounds a run has: its state is the newest record of the
-rendezvous' log, and its end is result.json. (The events say the same with all that was before, in a file of each node:
-that is the report's story, too much to read for a line of `list`.) `ends_by_slurm` asks Slurm about all runs at once.
+rendezvous' log, and its end is result.json. (The events, in a file of each node, are the report's story, too much to
+read for a line of `list`.) `ends_by_slurm` asks Slurm about all runs at once.
 
-Ages are by this host's wall clock against those that wrote them: for people, not for decisions.
+Ages compare this host's wall clock with the writers': for people, not for decisions.
 """
 
 from __future__ import annotations
@@ -44,27 +44,24 @@ from hpc_elastic.slurm.job_state import JobPhase, JobState
 from hpc_elastic.store.file_store import FileStore
 
 _LARGEST_RECORD = 16 << 20
-"""Bytes."""
 _LAST_LINES = 20
 _JOBS_AT_ONCE = 500
-"""That one call asks Slurm about."""
 _CLOCKS_DIFFER_SECONDS = 600.0
-"""By which the controller's and a batch host's may."""
+"""Most seconds between the controller's and a batch host's clocks."""
 FORGOTTEN_SECONDS = 300.0
-"""A run whose job Slurm does not know, and of which no file has changed for so long, has ended: agents write signs of
-life every half minute at most. (Slurm forgets an ended job after MinJobAge, 300 s on most sites.)"""
+"""A run whose job is unknown to Slurm, and whose files stay unchanged this long, has ended: agents write each half
+minute at least. (Slurm forgets an ended job after MinJobAge, 300 s on most sites.)
+"""
 _OUTCOMES: Mapping[str, str] = {
     "COMPLETED": "unknown",
     "CANCELLED": Outcome.CANCELLED.value,
     "PREEMPTED": Outcome.PREEMPTED.value,
     **dict.fromkeys(("TIMEOUT", "DEADLINE"), Outcome.TIMED_OUT.value),
 }
-"""Of a run without a verdict, by its job's state; any other has failed."""
+"""The outcome of a run without a verdict, by its job's state; any other has failed."""
 
 
 class RunState(str, Enum):
-    """What a run is doing, in one word."""
-
     SUBMITTED = "submitted"
     """No attempt has begun."""
     MEETING = "meeting"
@@ -90,9 +87,7 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     attempt: int | None = None
     job_id: str | None = None
     slurm_cluster: str = ""
-    """The job's; empty where it is not known."""
     nodes: tuple[str, ...] = ()
-    """The attempt's, in Slurm's order."""
     round: int | None = None
     members: tuple[str, ...] = ()
     """Nodes of the round, by group rank."""
@@ -100,48 +95,44 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     lost: tuple[str, ...] = ()
     waiting: int = 0
     opened_because: str = ""
-    """Why the round was opened, where that was not the start: the last failure, or what else ended the one before."""
+    """The reason of a later round: the last failure, or whatever ended the round before."""
     restarts_used: int = 0
     max_restarts: int = 0
     requeues_used: int = 0
     max_requeues: int = 0
     progress: ProgressSource = ProgressSource.UNKNOWN
-    """What the progress of the newest round is known by."""
     steps: StepStatus | None = None
     resting: float | None = None
-    """Seconds for which no worker of any node did anything, by the kernel's counts; 0: one did; None: not known."""
+    """Seconds without any work of any worker, by the kernel's counts; 0: there is work; None: unknown."""
     suspicion: str = ""
     """Why the run seems to hang; empty: it does not."""
     output: OutputStatus | None = None
-    """In place of `steps`, where it was asked for and the workers of a round report none."""
+    """Read on request, where a round's workers report no steps."""
     preload: Preload | None = None
-    """What workers were seen to import, where it was asked for and the run's workers are forks."""
+    """Imports seen in workers, on request, where the workers are forks."""
     outcome: str = ""
-    """Of the newest attempt, where it has ended."""
     reason: str = ""
     exit_code: int | None = None
     created_ns: int = 0
     started_ns: int = 0
-    """When the newest attempt began, by its batch host's clock; 0: none has."""
+    """By the newest attempt's batch host's clock; 0: none has begun."""
     job_log: str = ""
-    """Where the job log is; empty: it went to a terminal."""
+    """Empty: it went to a terminal."""
     rank_logs: str = ""
-    """The workers' own files, as a shell pattern; empty before the first round."""
+    """A shell pattern; empty before the first round."""
     ended_ns: int = 0
-    """When the newest attempt's end was written, by the file's time; 0: it has not ended."""
+    """Time of the newest attempt's result file; 0: it has not ended."""
     bad_nodes: tuple[str, ...] = ()
-    """What later attempts do without."""
+    """Nodes that later attempts do without."""
     problem: str = ""
-    """What could not be read."""
+    """Unreadable files."""
 
 
 def read_status(paths: RunPaths, *, clock: Clock, looks_at_output: bool = False) -> RunStatus:
-    """Look at a run's files. What is missing or damaged is left out, and said in `problem`.
+    """Read a run's files. Missing or damaged ones are left out, and named in `problem`.
 
     Args:
-        paths: The run's.
-        clock: For ages.
-        looks_at_output: Look at the sizes of the workers' logs too, where they report no steps, and at preload.json.
+        looks_at_output: Look at preload.json, and at the logs' sizes where workers report no steps.
     """
     problem = ""
     spec: RunSpec | None = None
@@ -203,7 +194,7 @@ def read_status(paths: RunPaths, *, clock: Clock, looks_at_output: bool = False)
 
 
 def _why_no_step(job_log: str) -> str:
-    """What srun says of the step of the agents, where it waits for Slurm to make it; empty: nothing of the kind."""
+    """srun's line about the agents' step, while it waits for Slurm to make it; else empty."""
     try:
         lines = read_bytes(Path(job_log), limit=_LARGEST_RECORD).decode("utf-8", "replace").splitlines()
     except (OSError, UnsafePathError):
@@ -222,11 +213,7 @@ def _job_log(paths: RunPaths, spec: RunSpec | None, job_id: str | None) -> str:
 
 
 def with_slurms_log(status: RunStatus, client: SlurmClient, job: JobState | None) -> RunStatus:
-    """`status` with the job log where Slurm says that it is, but for the one in the run directory. Asks Slurm once.
-
-    Args:
-        job: What Slurm says of the run's job; None: it does not know it, or was not asked.
-    """
+    """`status` with the job log's path by Slurm, unless it is in the run directory. Asks Slurm once."""
     own = RunPaths(Path(status.run_dir)).job_log
     # Where a path has a backslash, the StdOut that Slurm shows is wrong (22.05).
     if job is None or status.job_log == str(own) or "\\" in status.job_log:
@@ -244,10 +231,10 @@ def with_slurms_end(
     """`status` with the end that its files do not hold, where Slurm says that its job has ended.
 
     Args:
-        status: From the files: without a verdict where the supervisor was killed, and no process was left to write one.
-        job: What Slurm says of the run's job; None: it was not asked, or see `is_known`.
-        is_known: False: Slurm was asked, and neither its controller nor its accounting knows the job (any more).
-        silent_seconds: For how long no file of the newest attempt, or before the first of the run, has changed.
+        status: It has no verdict where the supervisor was killed, and no process was left to write one.
+        job: None: not asked, or see `is_known`.
+        is_known: False: neither Slurm's controller nor its accounting knows the job (any more).
+        silent_seconds: Time since a file of the newest attempt, or before the first of the run, changed.
     """
     if status.state is RunState.ENDED or status.cluster != "slurm":
         return status
@@ -274,10 +261,10 @@ def with_slurms_end(
 
 
 def silent_for(paths: RunPaths, number: int | None, *, now_ns: int) -> float | None:
-    """Seconds for which no file of an attempt that its agents keep writing has changed; None where there is none.
+    """Seconds since a file that an attempt's agents keep writing changed; None: no file.
 
     Args:
-        number: The attempt's; None: none has begun, and the run's own files count.
+        number: None: no attempt has begun, and the run's own files count.
     """
     attempt = None if number is None else paths.attempt(number)
     newest = 0
@@ -291,7 +278,7 @@ def silent_for(paths: RunPaths, number: int | None, *, now_ns: int) -> float | N
 
 
 def state_of(record: RoundRecord | None, exit_code: int | None) -> RunState:
-    """By the log's newest record and the newest attempt's exit code, None where it has not ended."""
+    """The state by the log's newest record and the newest attempt's exit code, None while it runs."""
     if exit_code is not None:
         return RunState.REQUEUED if exit_code == ExitCode.REQUEUED else RunState.ENDED
     if record is None or record.status in (Status.JOINABLE, Status.FROZEN):
@@ -344,7 +331,7 @@ def _result(attempt: AttemptPaths) -> dict[str, Any]:
 
 
 def newest_job(status: RunStatus, known: Sequence[JobEntry] | None = None) -> JobId | None:
-    """The run's newest job; None where this account knows of none. `known`: as for `jobs_of`."""
+    """The run's newest job; None: this account knows of none. `known`: as for `jobs_of`."""
     if status.job_id is not None:
         return JobId(status.job_id, status.slurm_cluster or None)
     known = jobs_of(status.run_dir, known=known)
@@ -354,10 +341,10 @@ def newest_job(status: RunStatus, known: Sequence[JobEntry] | None = None) -> Jo
 
 
 def job_of_run(client: SlurmClient, job: JobId, paths: RunPaths) -> JobState | None:
-    """Ask for a run's job before something is done to it by its number, which Slurm may have given to another since.
+    """Ask for a run's job before an action on its number, which Slurm may have given to another job since.
 
     Returns:
-        What Slurm says of it; None where it does not know it.
+        Slurm's record; None: unknown.
 
     Raises:
         UnknownJobError: it is another job.
@@ -373,7 +360,7 @@ def job_of_run(client: SlurmClient, job: JobId, paths: RunPaths) -> JobState | N
 
 
 def _is_of(state: JobState, paths: RunPaths) -> bool:
-    """By the comment that `submit` gives a job, where the user gave none; else by script and log."""
+    """Compare the comment that `submit` gives a job, where the user gave none; else script and log."""
     array = task_index(paths.root.name) is not None
     run_id = paths.root.parent.name if array else paths.root.name  # the directory may have been moved
     if state.comment.startswith(COMMENT_MARK):
@@ -397,14 +384,14 @@ def _is_of(state: JobState, paths: RunPaths) -> bool:
 def query_job_states(
     client: SlurmClient, jobs: Sequence[JobId], *, warn: Callable[[str], None]
 ) -> dict[JobId, JobState | None]:
-    """What Slurm says of jobs: the controller of each one's cluster, and of those that it has forgotten the accounting.
+    """Ask each job's controller, and the accounting about jobs that it has forgotten.
 
     Args:
-        warn: Is given a sentence where Slurm can't be asked.
+        warn: Gets a sentence where Slurm can't be asked.
 
     Returns:
-        None for a job that neither knows. A job that could not be asked about is not in it; where that is for its
-        cluster, which is another, its state is ``UNKNOWN``.
+        None for a job that neither knows. A job that could not be asked about is missing; on another cluster that can't
+        be asked, its state is ``UNKNOWN``.
     """
     found: dict[JobId, JobState | None] = {}
     groups: dict[str | None, dict[str, list[JobId]]] = {}
@@ -436,7 +423,7 @@ def query_job_states(
 
 
 def _by_job(states: Sequence[JobState], jobs: Sequence[JobId]) -> dict[JobId, JobState]:
-    """States by the ids that were asked for: an array's tasks that wait share a state."""
+    """States by the requested ids: an array's waiting tasks share a state."""
     of_base: dict[str, list[JobState]] = {}
     for state in states:
         base = state.array_job_id or state.job_id.partition("+")[0]  # 70+0: of a het job
@@ -456,7 +443,7 @@ def _by_job(states: Sequence[JobState], jobs: Sequence[JobId]) -> dict[JobId, Jo
 
 
 def states_by_task(states: Sequence[JobState]) -> dict[int, JobState]:
-    """What Slurm says of an array's job, by task; tasks that wait have one line for all, as in ``70_[3-5,7%2]``."""
+    """States of an array's tasks; waiting ones have one line for all, as in ``70_[3-5,7%2]``."""
     found: dict[int, JobState] = {}
     for state in states:
         try:
@@ -470,12 +457,11 @@ def states_by_task(states: Sequence[JobState]) -> dict[int, JobState]:
 def ends_by_slurm(
     client: SlurmClient | None, statuses: Sequence[RunStatus], *, clock: Clock, warn: Callable[[str], None]
 ) -> list[tuple[RunStatus, JobState | None]]:
-    """Each run with what Slurm says of its job, asked about all at once, and with the end that only Slurm knows.
+    """Each run with Slurm's record of its job, asked about all at once, and with the end that only Slurm knows.
 
     Args:
         client: None: Slurm is not asked.
-        statuses: The runs, from their files.
-        warn: Is given a sentence where Slurm can't be asked.
+        warn: Gets a sentence where Slurm can't be asked.
     """
     asked: dict[int, JobId] = {}
     if client is not None:

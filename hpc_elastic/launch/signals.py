@@ -1,4 +1,4 @@
-"""What a signal means for the attempt: `TABLE`, by who received it and by Slurm's state of the job; and who asks Slurm.
+"""Meaning of a signal for the attempt: `TABLE`, by its receiver and Slurm's state of the job.
 
 Slurm signals the tasks alone when a preemption's grace time begins, and the batch script too when it is over (seen on
 22.05, as at a cancel, a requeue and the time limit): so a signal by itself says little. docs/reference/signals.md is
@@ -26,25 +26,19 @@ from hpc_elastic.run.supervisor_events import SignalDecided
 
 
 class Call(str, Enum):
-    """What was heard."""
-
     NOTICE = "notice (SIGUSR2)"
     END = "SIGTERM"
     INTERRUPT = "SIGINT, SIGHUP"
     LOOK = "no signal: the state of the job"
-    """When the supervisor starts, since Slurm may have called before it could hear, and when the limit is near."""
+    """A look at the supervisor's start, since Slurm may have signalled earlier, and near the time limit."""
 
 
 class HeardBy(str, Enum):
-    """Which processes received it."""
-
     BATCH = "supervisor"
     AGENTS = "agents alone"
 
 
 class JobCondition(str, Enum):
-    """What Slurm says of the job."""
-
     RUNNING = "runs"
     NEAR_LIMIT = "runs, its time limit is near"
     PREEMPTING = "is preempted, its grace time runs"
@@ -52,14 +46,12 @@ class JobCondition(str, Enum):
     TIME_LIMIT = "is ended by its time limit"
     REQUEUED = "is requeued"
     ENDED = "is ended"
-    """By ``scancel``, most often."""
+    """``scancel``, usually."""
     SILENT = "no answer in time"
     NO_SLURM = "no Slurm here"
 
 
 class Meaning(str, Enum):
-    """What it comes to."""
-
     PREEMPT = "preemption"
     LIMIT = "time limit"
     CANCEL = "cancel"
@@ -67,15 +59,13 @@ class Meaning(str, Enum):
 
 
 class Deadline(str, Enum):
-    """Until when."""
-
     END_TIME = "the job's end as Slurm names it"
     GRACE = "--grace"
     KILL_WAIT = "KillWait"
 
 
 class Row(Struct, frozen=True):
-    """What a signal means. Until END_TIME and GRACE workers may save first; with KILL_WAIT everything ends at once."""
+    """With END_TIME and GRACE workers may save first; with KILL_WAIT everything ends at once."""
 
     meaning: Meaning
     deadline: Deadline
@@ -91,7 +81,7 @@ _ENDS: Mapping[JobCondition, Row] = {
     JobCondition.REQUEUED: Row(Meaning.REQUEUE, Deadline.KILL_WAIT),
     JobCondition.ENDED: Row(Meaning.CANCEL, Deadline.KILL_WAIT),
 }
-"""Slurm has begun to end the job, whatever was heard: its SIGKILL is KillWait away."""
+"""Slurm has begun to end the job: its SIGKILL is KillWait away."""
 _PREEMPTING: Mapping[JobCondition, Row] = {JobCondition.PREEMPTING: Row(Meaning.PREEMPT, Deadline.END_TIME)}
 _NEAR_LIMIT: Mapping[JobCondition, Row] = {JobCondition.NEAR_LIMIT: Row(Meaning.LIMIT, Deadline.END_TIME)}
 _CANCEL = Row(Meaning.CANCEL, Deadline.KILL_WAIT)
@@ -137,11 +127,9 @@ TABLE: Mapping[Call, Mapping[HeardBy, Mapping[JobCondition, Row]]] = MappingProx
 
 
 class SlurmAnswer(Struct, frozen=True):
-    """What Slurm said, and when the job ends by that."""
-
     condition: JobCondition
     seconds_left: float | None = None
-    """Until the end that Slurm names: the limit, or the grace time's end. None: unlimited, or not known."""
+    """Seconds to the limit, or the grace time's end; None: unlimited, or unknown."""
     limit: float | None = None
     """The job's time limit, in seconds."""
     held: str = ""
@@ -149,19 +137,16 @@ class SlurmAnswer(Struct, frozen=True):
 
 
 class SignalDecision(Struct, frozen=True, kw_only=True):
-    """What to do."""
-
     meaning: Meaning
     saves: bool
-    """Whether workers may save first; else everything ends at once."""
+    """Workers may save first; else everything ends at once."""
     seconds: float
-    """Until the job is ended from outside."""
+    """Seconds until the job is ended from outside."""
     outcome: Outcome
     """The attempt's, unless something else ends it first."""
     requeued: bool
-    """Whether Slurm has put the job back into the queue."""
+    """Slurm has put the job back into the queue."""
     held: str = ""
-    """As in `SlurmAnswer`."""
 
     @property
     def text(self) -> str:
@@ -169,7 +154,6 @@ class SignalDecision(Struct, frozen=True, kw_only=True):
 
 
 def call_of(number: signal.Signals) -> Call:
-    """What a signal is, to the table."""
     if number is signal.SIGUSR2:
         return Call.NOTICE
     return Call.END if number is signal.SIGTERM else Call.INTERRUPT
@@ -178,16 +162,11 @@ def call_of(number: signal.Signals) -> Call:
 def decide_signal(
     call: Call, heard_by: HeardBy, answer: SlurmAnswer, *, grace: float, kill_wait: float | None
 ) -> SignalDecision | None:
-    """Decide what a call means.
+    """Decide what to do about a call; None: nothing.
 
     Args:
-        heard_by: Which processes received it.
-        answer: What Slurm says of the job.
         grace: ``--grace``, in seconds.
-        kill_wait: Seconds from Slurm's SIGTERM to its SIGKILL; None where unknown.
-
-    Returns:
-        What to do; None: nothing.
+        kill_wait: Seconds from Slurm's SIGTERM to its SIGKILL; None: unknown.
     """
     row = TABLE[call].get(heard_by, {}).get(answer.condition)
     if row is None:
@@ -211,22 +190,21 @@ def decide_signal(
 
 
 NOTICE_SLACK = 5.0
-"""After the time in which workers may save: how long the nodes may take to close the run."""
+"""Time for the nodes to close the run after the workers' time to save."""
 
 
 class PreemptionDeadlines(Struct, frozen=True, kw_only=True):
-    """Of a preemption notice, on the monotonic clock of the process that gave it."""
+    """Deadlines of a notice, on the monotonic clock of the process that gave it."""
 
     notice: PreemptionNotice
     job_ends: float
-    """When the job is ended from outside."""
     closed_by: float
-    """When the giver closes the run itself, since the nodes have not."""
+    """The giver closes the run then, if the nodes have not."""
 
     @classmethod
     def now(cls, reason: str, left: float, *, shutdown_timeout: float, now: float) -> PreemptionDeadlines:
         """Args:
-        reason: Which signal came where, and what it means.
+        reason: The signal, its receiver and meaning.
         left: Seconds until the job is ended from outside.
         shutdown_timeout: The workers' grace, in seconds.
         """
@@ -241,15 +219,15 @@ class PreemptionDeadlines(Struct, frozen=True, kw_only=True):
 EARLY_NOTICE = 75.0
 """Seconds by which Slurm may give the notice too early (seen: up to 60)."""
 SILENT_RETRY = 60.0
-"""Between two looks at the limit where Slurm does not answer."""
+"""Interval of looks at the limit while Slurm does not answer."""
 LATE_LOOK = 1.0
 """Seconds for which Slurm's own notice goes first."""
 SOONER_SECONDS = 2.0
-"""By how much sooner than was known the job has to end for another notice to be news."""
+"""A second notice is news if the job ends at least this much sooner."""
 
 
 class SignalResolver:
-    """The supervisor's."""
+    """Asks Slurm what a signal means."""
 
     def __init__(
         self,
@@ -261,9 +239,9 @@ class SignalResolver:
         clock: Clock,
     ) -> None:
         """Args:
-        ask: What Slurm says of the job, in bounded time; given how near its limit is when it is near, in seconds.
+        ask: Asks Slurm about the job, in bounded time; its argument is when the limit is near, in seconds.
         grace: ``--grace``, in seconds.
-        kill_wait: Seconds from Slurm's SIGTERM to its SIGKILL; None where unknown.
+        kill_wait: Seconds from Slurm's SIGTERM to its SIGKILL; None: unknown.
         """
         self._ask = ask
         self._grace = grace
@@ -271,20 +249,19 @@ class SignalResolver:
         self._events = events
         self._clock = clock
         self.due: float | None = clock.monotonic()
-        """When `look` is to be called next, monotonic; None: never."""
+        """When to call `look` next, monotonic; None: never."""
 
     def hear(
         self, number: signal.Signals, heard_by: HeardBy, *, reason: str, ends_in: float | None = None
     ) -> SignalDecision | None:
-        """What a signal means.
+        """Decide what a signal means.
 
         Args:
-            heard_by: Which processes received it.
             ends_in: Seconds until the job's end by the notice that the workers have already; None: they have none.
 
         Returns:
-            What to do; None, which only a notice makes possible: it says nothing new, as most often. News is that the
-            job ends now, or sooner. The former is not taken from agents alone: Slurm signals the batch script as well.
+            None only after a notice: nothing new. News is that the job ends now, or sooner. The former is not taken
+            from agents alone: Slurm signals the batch script as well.
         """
         call = call_of(number)
         # A person at a terminal does not wait for Slurm's answer.
@@ -298,7 +275,6 @@ class SignalResolver:
         return self._log(decision, call, heard_by, answer, reason)
 
     def look(self) -> SignalDecision | None:
-        """Look at the job where it is time to. Returns what is to be done, if anything."""
         if self.due is None or self._clock.monotonic() < self.due:
             return None
         answer = self._ask(0.0)

@@ -28,9 +28,9 @@ logger = logging.getLogger(__name__)
 
 _LAUNCH_TRIES = 3
 _EARLY_SECONDS = 30.0
-"""An srun that ends within so many, with no task's end and an error of its own, has started no agent."""
+"""An srun that ends earlier, with no task's end and an error of its own, has started no agent."""
 _KEPT_MESSAGES = 200
-"""Lines of a step, the latest: what a node printed comes within a second of its task's end."""
+"""Newest lines of a step: a node's output comes within a second of its task's end."""
 _LONGEST_MESSAGE = 350
 _COMPLAINT = re.compile(
     r"error|exception|denied|no such|not found|cannot|can't|could not|failed|fatal|refused|read-only|no space", re.I
@@ -39,8 +39,6 @@ _COMPLAINT = re.compile(
 
 
 class _Step:
-    """One running srun and the nodes that it was started for."""
-
     def __init__(
         self,
         argv: Sequence[str],
@@ -52,13 +50,13 @@ class _Step:
         self.nodes = nodes
         self.ended: set[int] = set()
         self.bad: dict[int, str] = {}
-        """Nodes that made the launch fail, with the reason."""
+        """Nodes on which the launch failed → reason."""
         self.complaint = ""
-        """Why srun itself, as it puts it, could not do its work."""
+        """srun's own reason for not doing its work."""
         self.is_refused = False
         self.began = time.monotonic()
         self.instead_of: dict[int, _Step] = {}
-        """Node → the step that was the newest there before."""
+        """Node → the step that was its newest before."""
         self.process = subprocess.Popen(
             list(argv),
             env=dict(env),
@@ -74,10 +72,9 @@ class _Step:
         self._partial = b""
         self._said: deque[str] = deque(maxlen=_KEPT_MESSAGES)
         self.is_silent = False
-        """Whether it has closed its standard error: nothing comes any more but its end."""
+        """srun has closed its standard error: only its end is still to come."""
 
     def lines(self) -> list[str]:
-        """Whole lines of srun's standard error since the last call."""
         try:
             raw = os.read(self.stderr, 1 << 20)
         except BlockingIOError:
@@ -89,7 +86,7 @@ class _Step:
         return [line.decode("utf-8", "replace") for line in whole]
 
     def keep_message(self, line: str, event: SrunEvent | None) -> None:
-        """Keep what a task or its slurmstepd printed; what srun itself reports of tasks comes as events."""
+        """Keep the output of tasks and slurmstepd; srun's own reports about tasks are events."""
         is_end = event is not None and event.kind is SrunEventKind.CANCELLED
         if event is None or event.kind is SrunEventKind.STEP_REFUSED:
             self.complaint = complaint_of(line) or self.complaint
@@ -97,10 +94,10 @@ class _Step:
             self._said.append(line.strip()[:_LONGEST_MESSAGE])
 
     def last_message(self, name: str) -> str:
-        """The last line of what was printed on a node, of those that complain where there are any.
+        """The last line printed on a node, preferring lines that complain.
 
-        Lines carry no node. In a step of one node all are its own. In a larger one, those that name the node come
-        first; that slurmstepd could not change the folder is only a warning.
+        Lines carry no node. In a step of several nodes, lines that name the node come first; slurmstepd's failure to
+        change the folder is only a warning.
         """
         lines = list(self._said)
         if len(self.nodes) > 1:
@@ -125,12 +122,10 @@ class SlurmLauncher:
         extra: Sequence[str] = (),
     ) -> None:
         """Args:
-        nodes: Names of the run's nodes, in Slurm's order.
-        environment: The batch script's; scrubbed here of what would overrule srun's flags.
-        min_nodes: A launch is made again without a dead node while so many are left.
-        umask: The user's: srun hands it to the agents, and these to the workers.
-        allocated: The allocation's nodes, of which the run may leave some to others. Empty: `nodes` are all.
-        keep: Descriptors that each srun is to have too.
+        min_nodes: A launch is repeated without a dead node while this many are left.
+        umask: The user's, for the workers.
+        allocated: The allocation's nodes, some of which other runs may have. Empty: `nodes` are all.
+        keep: Descriptors that each srun inherits.
         extra: The user's ``--srun-arg``s.
         """
         self._umask = umask
@@ -144,13 +139,11 @@ class SlurmLauncher:
         self._extra = list(extra)
         self._steps: list[_Step] = []
         self._newest: dict[int, _Step] = {}
-        """Node → the step that was started there last: what an older one reports of that node is no news."""
+        """Node → its newest step; reports of older steps about that node are ignored."""
         self._gone: set[int] = set()
-        """Nodes that Slurm has given up."""
         self._unstarted: list[AgentEnded] = []
         self.unlaunched: dict[int, str] = {}
         self._tries = 0
-        """Launches of the whole step."""
         self._ending = False
 
     def launch(self) -> None:

@@ -43,12 +43,12 @@ _LIMIT_REASONS = ("TimeLimit", "DeadLine")
 
 
 def slurm_answer(state: JobState | None, *, restarts: int, near: float, now_ns: int) -> SlurmAnswer:
-    """What Slurm says of the job.
+    """Translate Slurm's record of the job.
 
     Args:
-        state: Its record; None where Slurm does not know the job (any more).
-        restarts: How often it had been requeued when this attempt began.
-        near: The limit is near when it is so many seconds away.
+        state: None: Slurm does not know the job (any more).
+        restarts: The job's restarts when this attempt began.
+        near: Seconds to the limit from which it counts as near.
     """
     if state is None:
         return SlurmAnswer(JobCondition.ENDED)
@@ -71,9 +71,9 @@ def allocation_of(state: JobState | None, *, restarts: int, node: str) -> Alloca
     """Whether a node still belongs to a job.
 
     Args:
-        state: The job's record; None where Slurm does not know the job (any more).
-        restarts: How often it had been requeued when this attempt began.
-        node: Slurm's name of the node; empty where this is none of the job's (a login node's salloc).
+        state: None: Slurm does not know the job (any more).
+        restarts: The job's restarts when this attempt began.
+        node: Slurm's name; empty: none of the job's nodes (a login node's salloc).
     """
     if state is None or state.phase is JobPhase.FINISHED:
         return Allocation.HELD  # nothing else can have the job
@@ -86,12 +86,10 @@ logger = logging.getLogger(__name__)
 
 HURRIED_SECONDS = 2.0
 CONFIRM_SECONDS = 15.0
-"""A controller that is there may take as long; without munge a command would try for a minute."""
+"""A slow controller may need this long; without munge a command would try for a minute."""
 
 
 class SlurmSite(Site):
-    """The allocation that this process is in."""
-
     def __init__(
         self,
         env: Mapping[str, str],
@@ -106,14 +104,11 @@ class SlurmSite(Site):
         keep: Sequence[int] = (),
     ) -> None:
         """Args:
-        env: The batch script's environment.
-        client: For what has time.
-        confirming: For the question whether this node still belongs to the job; None: `client`.
-        hurried: The same with a short timeout: for questions while Slurm's SIGKILL is KillWait away.
-        umask: The user's, for the workers.
-        script: What `submit` made and sbatch was given; None: the job's script is the user's own.
-        nodes: Those of the allocation that the run takes; None: all.
-        keep: Descriptors that each srun is to have: `NodeClaims`.
+        confirming: Asks whether this node still belongs to the job; None: `client`.
+        hurried: A client with a short timeout, while Slurm's SIGKILL is KillWait away.
+        script: The one that `submit` made; None: the job's script is the user's own.
+        nodes: The nodes that the run takes; None: all of the allocation.
+        keep: Descriptors that each srun inherits: `NodeClaims`.
         """
         self._env = dict(env)
         self._client = client
@@ -128,7 +123,7 @@ class SlurmSite(Site):
         self._script = script
         self._placement = placement(script, self._job.cluster, env)
         self._state: JobState | None = None
-        """What Slurm said of the job when the attempt began."""
+        """Slurm's record of the job when the attempt began."""
         self._gpu_flags: tuple[str, ...] = ()
         self._requeuer = JobRequeuer(
             client, clock, job=self._id, restart_count=self._job.restart_count, array_task=self._job.array_task_id
@@ -238,7 +233,7 @@ class SlurmSite(Site):
             return frozenset()
 
     def how_script_ended(self) -> str | None:
-        """How this job's batch script ended; None where it has not as far as Slurm knows, or Slurm can't be asked."""
+        """The end of this job's batch script; None: it has not ended, or Slurm can't be asked."""
         try:
             state = self._hurried.job_state(self._id)
         except SlurmError:
@@ -300,12 +295,10 @@ class SlurmSite(Site):
         return done
 
     def end_job(self) -> None:
-        """Give the allocation back, where no batch script is left that could end by itself.
-
-        Nothing is done where the job has been requeued: its next attempt has the same id.
+        """Cancel the job, where no batch script is left; not a requeued one: its next attempt has the same id.
 
         Raises:
-            SlurmError: Slurm did not take it.
+            SlurmError: Slurm refused.
         """
         if self.allocation() is Allocation.LOST:
             logger.warning("job %s is no longer this attempt's; leaving it alone", self._id)
@@ -315,7 +308,6 @@ class SlurmSite(Site):
 
 
 def _container_arguments(spec: RunSpec, paths: RunPaths) -> list[str]:
-    """Of a step whose container srun itself starts, by Pyxis; none for any other runtime."""
     container = spec.container
     if container is None or container.image.runtime is not Runtime.PYXIS:
         return []
@@ -333,11 +325,7 @@ def slurm_site(
     nodes: Sequence[str] | None = None,
     keep: Sequence[int] = (),
 ) -> SlurmSite:
-    """The site of the job that `env` belongs to, and that runs what lies at `paths`; the rest as for `SlurmSite`.
-
-    Raises:
-        JobEnvironmentError: it belongs to none.
-    """
+    """Raises JobEnvironmentError: `env` belongs to no job."""
     runner = SubprocessRunner(env)
     hurried = SlurmClient(runner, clock, timeout=HURRIED_SECONDS)
     client = SlurmClient(runner, clock, on_answer=ControllerOutage(clock).on_answer)
@@ -355,7 +343,7 @@ def slurm_site(
 
 
 def own_script(paths: RunPaths) -> Path | None:
-    """What `submit` made for this run, or for the array whose task it is; None where the job's script is not ours."""
+    """The script that `submit` made for this run or its array; None: the job's script is the user's own."""
     if task_index(paths.root.name) is not None:
         paths = RunPaths(paths.root.parent)
     return paths.script if paths.script.is_file() else None

@@ -39,11 +39,10 @@ from hpc_elastic.workers.linux import SignalQueue
 from hpc_elastic.workers.tree import NODE_TAG_VARIABLE
 
 FOLDER = ".steps"
-"""In the runs folder."""
 RENDEZVOUS_SECONDS = 120.0
-"""How long tasks wait for task 0, which asks Slurm first: without a controller that takes half a minute."""
+"""Time for task 0, which asks Slurm first: without a controller that takes half a minute."""
 SILENT_SECONDS = 120.0
-"""Agents elsewhere of which no file changed for so long are gone: they write each half minute at least."""
+"""Agents elsewhere whose files stay unchanged this long are gone: they write each half minute at least."""
 _LOOK_SECONDS = 1.0
 _POLL_SECONDS = 0.1
 _KEPT_SECONDS = 86400.0
@@ -51,25 +50,20 @@ _RUN = "step/run"
 
 
 class StepRun(Struct, frozen=True, kw_only=True):
-    """What task 0 publishes for the others."""
-
     run_dir: str = ""
     attempt: int = 0
     refused: bool = False
-    """There is no run: task 0 has said why."""
+    """There is no run; task 0 has printed why."""
 
 
 class StepRendezvous:
-    """Where the tasks of one step find each other."""
-
     def __init__(self, runs_dir: Path, job: JobEnvironment, env: Mapping[str, str], clock: Clock) -> None:
         """Args:
-        runs_dir: Where run directories are made; the same on each node.
-        job: With a task.
-        env: For srun's port, which no other step of this job's id has.
+        runs_dir: The same on each node.
+        env: Holds srun's port, which no other step of this job's id has.
 
         Raises:
-            UsageError, OSError: it can't be made there.
+            UsageError, OSError: the folder can't be made there.
         """
         assert job.task is not None
         port = env.get("SLURM_STEP_LAUNCHER_PORT") or env.get("SLURM_SRUN_COMM_PORT") or "0"
@@ -81,15 +75,10 @@ class StepRendezvous:
         self._clock = clock
 
     def publish(self, run: StepRun) -> None:
-        """For task 0, once."""
         self._store.put_if_absent(_RUN, codec.dumps(run))
 
     def wait(self) -> StepRun:
-        """For the others.
-
-        Raises:
-            UsageError: task 0 publishes nothing.
-        """
+        """Raises UsageError: task 0 publishes nothing."""
         deadline = self._clock.monotonic() + RENDEZVOUS_SECONDS
         while self._clock.monotonic() < deadline:
             try:
@@ -105,7 +94,6 @@ class StepRendezvous:
         )
 
     def clean(self) -> None:
-        """Remove what steps of other days have left."""
         import shutil
 
         now = time.time()
@@ -118,7 +106,7 @@ class StepRendezvous:
 
 
 class StepLauncher(LocalLauncher):
-    """Starts the agent of its own node; the others' tasks are there, and wait for the run."""
+    """Starts the agent of its own node; the other tasks wait for the run."""
 
     def __init__(self, site: StepSite, spec: RunSpec, paths: RunPaths, attempt: AttemptInfo) -> None:
         env = {**site.environment, NODE_TAG_VARIABLE: node_mark(spec, "slurm")}
@@ -146,7 +134,7 @@ class StepLauncher(LocalLauncher):
         return found
 
     def _others_live(self) -> bool:
-        """By their files: no process of ours hears of their ends."""
+        """The other agents are no children of this process: only their files show their ends."""
         now = time.monotonic()
         if now - self._signs_at >= _LOOK_SECONDS:
             self._signs_at = now
@@ -161,8 +149,6 @@ class StepLauncher(LocalLauncher):
 
 
 class StepSite(SlurmSite):
-    """The nodes of this step, with task 0 in the batch script's place."""
-
     def __init__(self, env: Mapping[str, str], *, rendezvous: StepRendezvous, clock: Clock, umask: int) -> None:
         runner = SubprocessRunner(env)
         hurried = SlurmClient(runner, clock, timeout=HURRIED_SECONDS)
@@ -189,7 +175,6 @@ class StepSite(SlurmSite):
 
 
 def step_nodes(job: JobEnvironment) -> tuple[str, ...]:
-    """The step's nodes in the job's order."""
     assert job.task is not None
     return tuple(node for node in job.nodes if node in job.task.step_nodes)
 
@@ -217,7 +202,7 @@ def run_first_task(run_dir: Path, env: Mapping[str, str], *, rendezvous: StepRen
 
 
 def become_agent(run: StepRun, env: Mapping[str, str]) -> int:
-    """Turn this task into its node's agent. Returns only where it can't."""
+    """Turn this task into its node's agent. Returns only on failure."""
     paths, spec = load_run(Path(run.run_dir))
     argv = agent_command(paths, run.attempt)
     sys.stdout.flush()

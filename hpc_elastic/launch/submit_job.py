@@ -35,40 +35,38 @@ from hpc_elastic.slurm.errors import MaybeSubmittedError, SlurmError, SlurmMissi
 from hpc_elastic.slurm.notation import HostlistError, expand
 
 _LATE_SUBMISSION = (3.0, 6.0)
-"""Seconds between looks for a job whose submission a busy controller may still take."""
+"""Seconds between looks for a job that a busy controller may still take."""
 Log = Callable[[str], None]
-"""Takes one line for the user who submits."""
 
 
 class MessageHints(Struct, frozen=True, kw_only=True):
-    """How the caller's user writes the ways out that messages name."""
+    """The ways out that messages name, in the terms of the caller's user."""
 
     another_folder: str = "give a shared folder with --runs-dir (or --allow-local-runs-dir where they can)"
     this_machine: str = "--cluster local"
 
 
 class Submission(Struct, frozen=True, kw_only=True):
-    """A run that is to become a job. Nothing of it is made yet."""
+    """A job to submit."""
 
     job: SlurmJob
     runs_dir: Path
-    """Absolute."""
     lines: ScriptLines = field(default_factory=ScriptLines)
     hints: MessageHints = field(default_factory=MessageHints)
 
     @property
     def paths(self) -> RunPaths:
-        """The run's; of an array, the one that holds its tasks'."""
+        """The run's paths; an array's hold its tasks'."""
         return RunPaths(self.runs_dir / self.job.spec.run_id)
 
     @property
     def places(self) -> tuple[RunPaths, ...]:
-        """Of each task of an array, or the run's."""
+        """The paths of the run, or of each array task."""
         return tuple(map(self.paths.task, self.job.tasks)) or (self.paths,)
 
     @property
     def script(self) -> str:
-        """The batch script. Raises UsageError: an option that can't be given to sbatch."""
+        """Raises UsageError: an option that can't be given to sbatch."""
         options, run_dir = self.job.options, str(self.paths.root)
         if options.comment is None:  # by which support staff find the run
             options = replace(options, comment=f"{COMMENT_MARK}{run_dir}")
@@ -79,17 +77,13 @@ class Submission(Struct, frozen=True, kw_only=True):
 
 
 def submission_client(submission: Submission, env: Mapping[str, str], clock: Clock, log: Log) -> SlurmClient:
-    """Whose sbatch takes from `env` only what the submission does not say itself; `log` gets what it prints besides."""
+    """sbatch takes from `env` only what the submission leaves open; `log` gets its further output."""
     overruled = submission.job.options.overruled_variables()
     return SlurmClient(SubprocessRunner(env, overruled=overruled), clock, log=log)
 
 
 def dry_run(submission: Submission) -> str:
-    """The script, and the command that would submit it.
-
-    Raises:
-        UsageError: it could not be submitted.
-    """
+    """The script, and the command that would submit it. Raises UsageError."""
     _check_folder(submission)
     _log_folders(submission.job)
     return f"{submission.script}\n# {shlex.join(sbatch(str(submission.paths.script)))}\n"
@@ -107,9 +101,9 @@ def submit_job(
     """Make the run directory, submit its script, and remember the job.
 
     Args:
-        env: For sbatch's own variables, and the account's folder.
-        log: For what the user should know besides: how many nodes are up, say.
-        fill: Writes what else belongs into the run's `places`, which are there by then.
+        env: sbatch's own variables, and the account's folder.
+        log: Gets remarks for the user.
+        fill: Writes more into the run's `places`, which exist by then.
 
     Raises:
         UsageError: it can't be submitted as asked.
@@ -153,8 +147,7 @@ def submit_job(
 
 
 def cluster_of(job: JobId, client: SlurmClient, env: Mapping[str, str]) -> str:
-    """Where a job is that was just submitted: sbatch names the cluster only where it was asked for one. Empty where
-    Slurm can't be asked for its name."""
+    """The cluster of a job just submitted; sbatch names it only on request. Empty: unknown."""
     try:
         return job.cluster or client.config().cluster
     except SlurmError:
@@ -162,7 +155,7 @@ def cluster_of(job: JobId, client: SlurmClient, env: Mapping[str, str]) -> str:
 
 
 def _submit(client: SlurmClient, submission: Submission, env: Mapping[str, str], clock: Clock, log: Log) -> JobId:
-    """Submit the script; where sbatch fails though the job may be queued, look for it by its run directory."""
+    """Submit; where sbatch fails though the job may be queued, look for the job by its run directory."""
     run_dir = str(submission.paths.root)
     try:
         return client.submit(str(submission.paths.script))
@@ -193,17 +186,13 @@ def _submit(client: SlurmClient, submission: Submission, env: Mapping[str, str],
 
 
 def _clusters(options: SbatchOptions, env: Mapping[str, str]) -> str:
-    """Where the job goes by ``--clusters`` or its variables; empty: this cluster."""
+    """``--clusters``, or its variables; empty: this cluster."""
     given = [match[1] for argument in options.extra if (match := re.match(r"(?:-M|--clusters=)(.+)", argument))]
     return (given or [env.get("SBATCH_CLUSTERS") or env.get("SLURM_CLUSTERS") or ""])[-1]
 
 
 def _log_folders(job: SlurmJob) -> list[Path]:
-    """The folders of ``--output`` and ``--error``: Slurm makes none, and a job without one never begins.
-
-    Raises:
-        UsageError: a folder has the job's number in its name.
-    """
+    """The folders of ``--output`` and ``--error``: Slurm makes none, and a job without one never begins."""
     folders = []
     for name, value in (("--output", job.options.output), ("--error", job.options.error)):
         text = value or ""
@@ -227,7 +216,6 @@ def _check_folder(submission: Submission) -> None:
 
 @contextmanager
 def _leaving_nothing(run: NewRun, hints: MessageHints) -> Iterator[None]:
-    """Where something fails, the run directory goes, and the error is one that a user can act on."""
     try:
         yield
     except SlurmMissingError as error:
@@ -245,7 +233,7 @@ def _leaving_nothing(run: NewRun, hints: MessageHints) -> Iterator[None]:
 
 @contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """A Ctrl-C between sbatch and its answer would leave a job that is not known here: it takes effect afterwards.
+    """Defer a Ctrl-C between sbatch and its answer, which would leave an unknown job.
 
     Blocked, it does not reach sbatch either, which inherits that; held back by a handler, it does not come in through
     another thread of this process. (In a program's other threads nothing comes in at all.)
@@ -275,11 +263,7 @@ def _interrupts_deferred() -> Iterator[None]:
 def eligible_partitions(
     client: SlurmClient, options: SbatchOptions, env: Mapping[str, str]
 ) -> tuple[PartitionNodes, ...]:
-    """The partitions that a job may run in.
-
-    Returns:
-        None at all where Slurm does not say, or where the job goes to another cluster, whose nodes are others.
-    """
+    """The partitions that a job may run in; empty: Slurm does not say, or the job goes to another cluster."""
     if _clusters(options, env):
         return ()
     names = options.partition or env.get("SBATCH_PARTITION")
@@ -292,7 +276,7 @@ def eligible_partitions(
 
 
 def users_excluded(options: SbatchOptions, env: Mapping[str, str]) -> frozenset[str]:
-    """The nodes that the user leaves out; none where that is no list: sbatch also takes a file's name."""
+    """The nodes that the user excludes; none for a file's name, which sbatch takes too."""
     given = [word.partition("=")[2] for word in options.extra if word.startswith("--exclude=")]
     try:
         return frozenset(expand((given or [options.exclude or env.get("SBATCH_EXCLUDE") or ""])[-1]))
@@ -301,13 +285,13 @@ def users_excluded(options: SbatchOptions, env: Mapping[str, str]) -> frozenset[
 
 
 def check_node_count(job: SlurmJob, partitions: Sequence[PartitionNodes], users: Collection[str]) -> str | None:
-    """Compare with what there is: 20.11, 22.05 and 26.05 accept more nodes than that, and the job pends for ever. Pure.
+    """Compare the request with the partitions: 20.11, 22.05 and 26.05 accept more nodes, and the job pends for ever.
 
     Returns:
-        What the user should know, where the job has to wait.
+        A remark where the job has to wait.
 
     Raises:
-        UsageError: no partition has so many.
+        UsageError: no partition has so many nodes.
     """
     least = parse_nodes(job.options.nodes or "1")[0]
     largest = max(partitions, key=lambda part: len(part.names.difference(users)), default=None)

@@ -19,7 +19,7 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import ExitCode, Outcome
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.launch.requeue import RequeueAction
-from hpc_elastic.launch.site import Site
+from hpc_elastic.launch.site import AttemptContext
 from hpc_elastic.rendezvous.cache_invalidator import record_name
 from hpc_elastic.rendezvous.ending import claim_end, close_run, departed, newest_agents
 from hpc_elastic.rendezvous.errors import RendezvousStateError
@@ -31,8 +31,7 @@ from hpc_elastic.rendezvous.schedule import PollIntervals, poll_intervals
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, RoundRecord, host_of, node_of
 from hpc_elastic.run.attempt import AttemptInfo, StoredResult, UnreadableAttemptError, load_attempt
 from hpc_elastic.run.events import EventLog
-from hpc_elastic.run.paths import AttemptPaths, RunPaths
-from hpc_elastic.run.spec import RunSpec
+from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.run.supervisor_events import AttemptEnded, AttemptSuperseded, RequeueDecided
 from hpc_elastic.slurm.notation import compress
 from hpc_elastic.store.base import Store
@@ -42,15 +41,15 @@ from hpc_elastic.store.notifier import read_secret
 logger = logging.getLogger(__name__)
 
 END_SECONDS = 60.0
-"""Beyond the workers' grace: how long an agent that lives may take to end."""
+"""Time for a living agent to end, on top of the workers' grace."""
 LOOK_SECONDS = 0.25
-"""Between two looks at the agents, of up to 256 nodes."""
+"""Interval of looks at the agents, of up to 256 nodes."""
 HELD_UP_SECONDS = 5.0
-"""Where two looks are so much further apart than is meant, this process was held up, and no agent was silent."""
+"""Looks this much further apart than planned show that this process was held up, and no agent was silent."""
 
 
 class AgentState(Enum):
-    """What is known of an agent of an attempt that was superseded."""
+    """An agent of a superseded attempt."""
 
     ENDED = "ended"
     """It has deregistered: nothing of it runs."""
@@ -59,13 +58,13 @@ class AgentState(Enum):
     AWAITED = "awaited"
     """It has not answered yet, and may."""
     SILENT = "silent"
-    """It did not answer, or does no longer, for as long as a living agent that can read files needs."""
+    """It gave no answer, or stopped answering, for as long as a living agent that can read files needs."""
 
 
 def agent_state(
     *, has_ended: bool, has_answered: bool, silent_for: float, is_node_up: bool, answer: float, lease: float
 ) -> AgentState:
-    """Decide what has become of an agent since its attempt was closed. Pure.
+    """Decide the state of an agent since its attempt was closed. Pure.
 
     Args:
         has_ended: It has deregistered.
@@ -84,7 +83,7 @@ def agent_state(
 
 
 class EarlierAttempt:
-    """One earlier attempt, as the supervisor sees it that takes the run over. Every method may raise OSError."""
+    """One earlier attempt, for the supervisor that takes the run over. Every method may raise OSError."""
 
     def __init__(
         self,
@@ -97,7 +96,7 @@ class EarlierAttempt:
         nodes: Sequence[str] = (),
     ) -> None:
         """Args:
-        nodes: Slurm's names of its nodes; none where they are not known.
+        nodes: Slurm's names of its nodes; empty: unknown.
         """
         self._store = store
         self._run_id = run_id
@@ -112,7 +111,7 @@ class EarlierAttempt:
         self.record: RoundRecord | None = None
         """The log's last one, once `supersede` has been called."""
         self.had_begun = False
-        """Whether its agents had written anything."""
+        """Its agents had written something."""
 
     def supersede(self, uid: str, reason: str) -> bool:
         """Close the attempt, and take the duty to finish it.
@@ -145,12 +144,12 @@ class EarlierAttempt:
         return list(newest_agents(announced, without=lost).values())
 
     def paused_for(self, seconds: float) -> None:
-        """This process was held up for so long: no agent was silent meanwhile."""
+        """This process was held up: no agent was silent meanwhile."""
         self._heartbeats.paused_for(seconds, now=self._clock.monotonic())
         self._closed_at += seconds
 
     def look(self, up: Collection[str] = ()) -> dict[str, AgentState]:
-        """What has become of the agents, by uid.
+        """The agents' states, by uid.
 
         Args:
             up: Slurm's names of the nodes that it reaches.
@@ -200,47 +199,28 @@ class StartInterruptedError(HpcElasticError):
 class EarlierAttempts:
     """All earlier attempts of a run, as its new supervisor ends them. `supersede` and `look` touch files: may block."""
 
-    def __init__(
-        self,
-        paths: RunPaths,
-        spec: RunSpec,
-        attempt: AttemptInfo,
-        *,
-        uid: str,
-        site: Site,
-        events: EventLog,
-        clock: Clock,
-    ) -> None:
-        """Args:
-        site: Asked which nodes are up.
-        """
-        self._paths = paths
-        self._spec = spec
-        self._attempt = attempt
+    def __init__(self, context: AttemptContext, uid: str) -> None:
+        self._context = context
         self._uid = uid
-        self._site = site
-        self._events = events
-        self._clock = clock
-        self._began_at = self._looked_at = clock.monotonic()
+        self._began_at = self._looked_at = context.clock.monotonic()
         self._open: list[EarlierAttempt] = []
-        """Those whose agents are waited for."""
+        """Attempts with agents that are waited for."""
         self._up: frozenset[str] = frozenset()
 
     @property
     def look_seconds(self) -> float:
-        """Between two looks."""
-        return LOOK_SECONDS * max(1.0, len(self._attempt.nodes) / 256)
+        return LOOK_SECONDS * max(1.0, len(self._context.attempt.nodes) / 256)
 
     @property
     def awaited_nodes(self) -> list[str]:
-        """Slurm's names of the nodes whose agents are waited for."""
+        """Slurm's names of the nodes with agents that are waited for."""
         return [name for earlier in self._open for name in earlier.nodes(*_AWAITED)]
 
     def end(self, on_disk: Callable[[Callable[[], bool]], bool], *, is_interrupted: Callable[[], bool]) -> None:
         """Close all earlier attempts, and wait until no worker of theirs runs any more.
 
         Args:
-            on_disk: Does what touches files, and asks a filesystem that refuses again.
+            on_disk: Runs file operations, and repeats those that a filesystem refuses.
             is_interrupted: Whether a signal has come.
 
         Raises:
@@ -252,36 +232,33 @@ class EarlierAttempts:
         while not is_over:
             if is_interrupted():
                 raise StartInterruptedError(nodes=", ".join(self.awaited_nodes))
-            self._clock.wait(threading.Event(), self.look_seconds)
+            self._context.clock.wait(threading.Event(), self.look_seconds)
             is_over = on_disk(self.look)
 
     def supersede(self) -> bool:
         """Close all earlier attempts whose agents may live. Returns whether none is waited for.
 
-        May be called again after an OSError.
-
-        Raises:
-            OSError, StoreError: one of them can't be closed.
+        May be repeated after an OSError. Raises OSError, StoreError.
         """
         self._open.clear()
-        for number in range(self._attempt.number - 1, -1, -1):
-            folder = self._paths.attempt(number)
+        for number in range(self._context.attempt.number - 1, -1, -1):
+            folder = self._context.paths.attempt(number)
             if not folder.root.is_dir():
                 continue  # one that gave way
             try:
                 info: AttemptInfo | None = load_attempt(folder.attempt_json)
             except UnreadableAttemptError:
                 info = None
-            intervals = poll_intervals(rendezvous_settings(self._spec, info or self._attempt))
+            intervals = poll_intervals(rendezvous_settings(self._context.spec, info or self._context.attempt))
             earlier = EarlierAttempt(
-                FileStore(folder.store, clock=self._clock),
-                run_id=self._spec.run_id,
+                FileStore(folder.store, clock=self._context.clock),
+                run_id=self._context.spec.run_id,
                 intervals=intervals,
-                clock=self._clock,
+                clock=self._context.clock,
                 number=number,
                 nodes=info.nodes if info else (),
             )
-            reason = f"superseded by attempt {self._attempt.number} on {self._attempt.batch_host}"
+            reason = f"superseded by attempt {self._context.attempt.number} on {self._context.attempt.batch_host}"
             try:
                 was_open = earlier.supersede(self._uid, reason)
             except RendezvousStateError as error:
@@ -294,7 +271,7 @@ class EarlierAttempts:
             if earlier.had_begun:
                 break  # its own supervisor has ended those before it
         if not self._look():
-            self._up = self._site.nodes_up()
+            self._up = self._context.site.nodes_up()
             self._notify()
             for earlier in self._open:
                 if awaited := earlier.nodes(*_AWAITED):
@@ -306,16 +283,12 @@ class EarlierAttempts:
         return self._is_over()
 
     def look(self) -> bool:
-        """Look at the agents. Returns whether none is waited for any more.
-
-        Raises:
-            EarlierAttemptRunsError: one that lives does not end.
-        """
+        """Look at the agents. Returns whether none is waited for any more. Raises EarlierAttemptRunsError."""
         self._look()
         return self._is_over()
 
     def _look(self) -> bool:
-        now = self._clock.monotonic()
+        now = self._context.clock.monotonic()
         apart = now - self._looked_at
         paused = apart if apart > self.look_seconds + HELD_UP_SECONDS else 0.0
         self._looked_at = now
@@ -327,10 +300,10 @@ class EarlierAttempts:
         return not self.awaited_nodes
 
     def _is_over(self) -> bool:
-        seconds = self._clock.monotonic() - self._began_at
+        seconds = self._context.clock.monotonic() - self._began_at
         for earlier in list(self._open):
             alive = earlier.nodes(AgentState.ALIVE)
-            if alive and seconds > self._spec.shutdown_timeout + END_SECONDS:
+            if alive and seconds > self._context.spec.shutdown_timeout + END_SECONDS:
                 raise EarlierAttemptRunsError(attempt=earlier.number, nodes=compress(alive), seconds=seconds)
             if not earlier.nodes(*_AWAITED):
                 self._open.remove(earlier)
@@ -347,7 +320,7 @@ class EarlierAttempts:
             logger.info("attempt %d has ended on %s", number, compress(ended))
         if silent:
             logger.warning("attempt %d was not seen to end everywhere; this attempt starts now: %s", number, rule)
-        self._events.write(
+        self._context.events.write(
             AttemptSuperseded(
                 superseded=number,
                 ended=tuple(ended),
@@ -372,10 +345,10 @@ class EarlierAttempts:
             events = EventLog(
                 folder.events,
                 role="supervisor",
-                host=self._attempt.batch_host,
+                host=self._context.attempt.batch_host,
                 node=OBSERVER_NODE,
                 uid=self._uid[-21:],
-                clock=self._clock,
+                clock=self._context.clock,
             )
             events.write(RequeueDecided(action=stored.action, reason=reason))
             events.write(AttemptEnded(outcome=stored.outcome, exit_code=stored.exit_code))
@@ -384,12 +357,14 @@ class EarlierAttempts:
             logger.error("the end of attempt %d could not be written: %s", folder.number, error)
 
     def _notify(self) -> None:
-        """Have the agents look now. Where that is not possible they look by themselves, a little later."""
-        if not rendezvous_settings(self._spec, self._attempt).doorbell:
+        """Have the agents look now. Where that is impossible they look by themselves, a little later."""
+        if not rendezvous_settings(self._context.spec, self._context.attempt).doorbell:
             return
-        secret = read_secret(self._paths.secret)
-        addresses = session_addresses(self._attempt, self._attempt.batch_host)
-        notifier = open_session_notifier(self._spec, self._attempt, secret=secret, uid=self._uid, addresses=addresses)
+        secret = read_secret(self._context.paths.secret)
+        addresses = session_addresses(self._context.attempt, self._context.attempt.batch_host)
+        notifier = open_session_notifier(
+            self._context.spec, self._context.attempt, secret=secret, uid=self._uid, addresses=addresses
+        )
         if notifier is not None:
             for earlier in self._open:
                 earlier.notify(notifier, self._uid)
@@ -400,12 +375,12 @@ _AWAITED = (AgentState.ALIVE, AgentState.AWAITED)
 
 
 def why_safe(silent: Collection[str], up: Collection[str], *, seconds: float) -> str:
-    """By which rule an attempt may begin, though agents of an earlier one have not deregistered.
+    """The rule by which an attempt may begin, though earlier agents have not deregistered.
 
     Args:
         silent: Slurm's names of their nodes.
-        up: Of the nodes that Slurm reaches.
-        seconds: For how long they were waited for.
+        up: Those that Slurm reaches.
+        seconds: How long they were waited for.
     """
     known, unknown = sorted(set(silent) & set(up)), sorted(set(silent) - set(up))
     parts = []

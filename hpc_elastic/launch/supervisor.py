@@ -39,42 +39,37 @@ from hpc_elastic.workers.linux import SignalQueue
 logger = logging.getLogger(__name__)
 
 ORPHANED_SECONDS = 5.0
-"""With no agent left and no verdict: how long one is still waited for."""
+"""Wait for a verdict after the last agent's end."""
 CLOSE_SECONDS = 1.0
-"""How long after that the log may take to say that the run is closed, which this process has done itself then."""
+"""Further wait after this process has closed the run itself."""
 UNFIT_SECONDS = 0.5
-"""The same where every node was found unfit: most often there is none."""
+"""The same wait where every node was found unfit: usually there is no verdict."""
 WIPED_SECONDS = 20.0
-"""How long this process may take to see as well that the store was wiped, after the last agent that did."""
+"""Time for this process to see the wiped store too, after the last agent that saw it."""
 END_RESERVE = 15.0
-"""Beyond the workers' grace: how long agents may take to end after the verdict."""
+"""Time for agents to end after the verdict, on top of the workers' grace."""
 DEPARTED_SECONDS = 1.0
-"""After every agent has deregistered: how long the launcher may take to notice."""
+"""Time for the launcher to notice after every agent has deregistered."""
 LAST_GRACE = 2.0
-"""For agents that have not ended by then."""
+"""Grace of agents that have not ended by then."""
 AT_ONCE = 0.3
-"""For a SIGTERM to get through before the SIGKILL, where everything is to end at once."""
+"""Time from SIGTERM to SIGKILL where everything ends at once."""
 SILENT_SECONDS = 3.0
-"""After the end of the run was asked for: how long the store may take to have it."""
+"""Time for the store to take the closing record."""
 UNMET_SECONDS = 0.5
-"""The same where no node has joined yet (its health is still looked at, say): there is no log to write it into."""
+"""The same where no node has joined: there is no log to write it into."""
 SILENT_RESERVE = 9.0
-"""Where it does not take it: how long agents may take to end beyond the workers' grace: the first 4 s go by until
-they know that the store does not answer."""
+"""Time for agents to end after a signal, on top of the workers' grace: they need 4 s to find the store silent."""
 CLAIM_SECONDS = 5.0
-"""How long the store may take to have the claim on the attempt's end."""
+"""Time for the store to take the claim on the attempt's end."""
 LAUNCH_NEWS_SECONDS = 30.0
 
 
 class SupervisorFailedError(HpcElasticError):
-    """What the supervisor itself raised, by a defect or for want of memory, with the place."""
-
     template = "the supervisor itself failed: {error} ({where})"
 
 
 class Supervisor:
-    """Watches over one attempt. `run` is its whole life."""
-
     def __init__(
         self,
         *,
@@ -91,11 +86,9 @@ class Supervisor:
         on_record: Callable[[RoundRecord], object] = lambda record: None,
     ) -> None:
         """Args:
-        coordination: With an observer's participant; not started yet.
+        coordination: An observer's; not started yet.
         shutdown_timeout: The workers' grace, in seconds.
-        end_claim: To finish the attempt once it is closed.
-        job_watch: Looks at the job now and then; None: there is none.
-        on_record: Gets each record of the log that is newer; must not wait.
+        on_record: Gets each newer record; must not wait.
         """
         self._attempt = attempt
         self._launcher = launcher
@@ -113,38 +106,35 @@ class Supervisor:
         self._has_logged_waiting = False
 
         self.record: RoundRecord | None = None
-        """The log's newest."""
         self.superseded = False
         """Another process finishes the attempt, or a later attempt has taken the run over."""
         self.failure: Exception | None = None
-        """Why it can't go on: the store can't be read any more, or something was raised."""
+        """An unreadable store, or an exception."""
 
         self._agents_heard = ""
-        """The newest signal of agents in the log: each is looked into once."""
+        """The agents' newest signal in the log; each is handled once."""
         self._notice: PreemptionDeadlines | None = None
         self._notice_means = ""
-        """The preemption notice that leaves the least time so far."""
+        """Meaning of the notice that leaves the least time so far."""
         self._signal: signal.Signals | None = None
         self._signal_reason = ""
         self._requeued = self._cancelled = False
 
         self._asked: tuple[Outcome, str] | None = None
-        """How this process asked for the end."""
+        """The end that this process asked for."""
         self._asked_to_close_at: float | None = None
         self._is_store_silent = False
-        """Whether the end could not be written where the agents would read it."""
+        """The end could not be written where the agents would read it."""
         self._closed_at: float | None = None
-        """When the log was seen to be closed."""
         self._is_end_settled = False
-        """Whether it is known which process finishes the closed attempt (`rendezvous.ending`)."""
+        """The process that finishes the attempt is known (`rendezvous.ending`)."""
         self._end_by: float | None = None
-        """When agents that have not ended are ended; None: the run goes on."""
+        """When remaining agents are ended; None: the run goes on."""
         self._last_grace = LAST_GRACE
         self._orphaned_since: float | None = None
         self._has_closed_for_orphans = False
 
     def run(self) -> AttemptResult:
-        """Launch, watch, and return when no agent is left."""
         self._coordination.start()
         self._agents.launch()
         while True:
@@ -177,9 +167,9 @@ class Supervisor:
             selector.select(None if due is None else max(0.0, due - self._clock.monotonic()))
 
     def due(self) -> float | None:
-        """When there is something to do though nothing has come in, on the monotonic clock; None: never.
+        """When there is something to do without news, on the monotonic clock; None: never.
 
-        Whatever is due here is done by the turn of the loop after that moment, and due no more.
+        The turn of the loop after that moment does it, and it is due no more.
         """
         found = [self._agents.due(), self._end_claim.due, self._close_unheard_at]
         if not self._has_logged_waiting:
@@ -211,7 +201,7 @@ class Supervisor:
                 self._resolve_signal(number, HeardBy.BATCH, self._attempt.batch_host)
 
     def _resolve_signal(self, number: signal.Signals, heard_by: HeardBy, host: str) -> None:
-        """A signal informs; after a preemption notice it is news only where the job ends now, or sooner."""
+        """A signal informs. After a notice it is news only if the job ends now, or sooner."""
         if self._signal is not None or (number is signal.SIGUSR2 and self._is_ending()):
             return
         reason = f"{number.name} on {host}"
@@ -238,7 +228,7 @@ class Supervisor:
             self._close(decision.outcome, reason)
 
     def _look_at_job(self) -> None:
-        """See a preemption that no signal has announced, and nodes about which Slurm has another view."""
+        """Find a preemption that no signal announced, and nodes about which Slurm disagrees."""
         if self._notice is None and not self._is_ending():
             decision = self._resolver.look()
             if decision is not None:
@@ -253,7 +243,6 @@ class Supervisor:
         return self.record is not None and not self._is_ending()
 
     def _give_notice(self, reason: str, decision: SignalDecision) -> None:
-        """The workers may save first."""
         reason, now = f"{reason} ({decision.meaning.value})", self._clock.monotonic()
         given = PreemptionDeadlines.now(reason, decision.seconds, shutdown_timeout=self._shutdown_timeout, now=now)
         self._notice, self._notice_means, notice = given, decision.meaning.value, given.notice
@@ -266,7 +255,6 @@ class Supervisor:
         self._coordination.ask(lambda participant: participant.to_all.give_notice(notice))
 
     def _end_notice(self) -> None:
-        """No node has closed the run in time: the files may not answer, or the agents."""
         if self._notice is None or self._is_ending() or self._clock.monotonic() < self._notice.closed_by:
             return
         logger.warning("the notice period is over, and the nodes have not ended the run")
@@ -325,13 +313,11 @@ class Supervisor:
             self._resolve_signal(signal.Signals.__members__.get(name, signal.SIGTERM), HeardBy.AGENTS, host)
 
     def _settle_end(self, *, superseded: bool) -> None:
-        """It is known which process finishes the attempt."""
         self._is_end_settled = True
         self.superseded = self.superseded or superseded
         self._end_claim.stop()
 
     def _log_if_waiting(self) -> None:
-        """Say that nodes are missing after half a minute, not after ten."""
         if self._has_logged_waiting or self._clock.monotonic() - self._started_at < LAUNCH_NEWS_SECONDS:
             return
         self._has_logged_waiting = True
@@ -345,7 +331,6 @@ class Supervisor:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def _close(self, outcome: Outcome, reason: str) -> None:
-        """Have the run closed in the log, where the agents read it."""
         self._asked = self._asked or (outcome, reason)
         self._coordination.ask(lambda participant: participant.to_all.close(outcome, reason))
         if self._asked_to_close_at is None:
@@ -365,14 +350,14 @@ class Supervisor:
 
     @property
     def _close_unheard_at(self) -> float | None:
-        """When the store has had enough time to take in that the run is to end; None: it has, or none was asked."""
+        """When the store should have taken the closing record; None: it has, or none was asked."""
         asked_at = self._asked_to_close_at
         if asked_at is None or self._is_closed() or self._is_store_silent or self.failure is not None:
             return None
         return asked_at + (SILENT_SECONDS if self.record is not None else UNMET_SECONDS)
 
     def _signal_if_store_silent(self) -> None:
-        """The agents read in the store that the run ends. Where it does not answer, they get a signal."""
+        """Agents read the run's end in the store; a silent store is replaced by a signal."""
         unheard_at = self._close_unheard_at
         if unheard_at is None or self._clock.monotonic() < unheard_at:
             return
@@ -393,7 +378,7 @@ class Supervisor:
 
     @property
     def _end_settled_by(self) -> float | None:
-        """When the question which process finishes the attempt is given up; None while it is not open."""
+        """When to stop waiting for the process that finishes the attempt; None: not open."""
         if self._closed_at is None or self._is_end_settled or self.failure is not None or self._last_grace == AT_ONCE:
             return None
         return self._closed_at + END_UNCONFIRMED + CLAIM_SECONDS
@@ -422,17 +407,16 @@ class Supervisor:
 
     @property
     def _orphans_wait(self) -> float:
-        """Seconds from the last agent's end to what is done next where the log has not said how it ended."""
+        """Seconds from the last agent's end to the next step where the log has no verdict."""
         wiped = WIPED_SECONDS if self._agents.has_lost_store else 0.0
         if self._agents.are_all_unfit:  # no agent is left that could have said something
             return max(wiped, UNFIT_SECONDS)
         return max(wiped, ORPHANED_SECONDS) + (CLOSE_SECONDS if self._has_closed_for_orphans else 0.0)
 
     def fail(self, error: Exception, *, keep: Callable[[], None]) -> None:
-        """Leave evidence, and have the agents end their workers; then `result` has the rest. Never raises.
+        """Leave evidence, and have the agents end their workers. Never raises.
 
-        Were the exception just let go, the batch script would end, and Slurm the job with it: no verdict, no report,
-        no requeue.
+        An uncaught exception would end the batch script and the job: no verdict, no report, no requeue.
 
         Args:
             keep: Writes it where the report looks for it.
@@ -456,7 +440,6 @@ class Supervisor:
                 logger.error("after that: %s", problem)
 
     def result(self) -> AttemptResult:
-        """How the attempt ended, as far as it is known."""
         result, failed = self._result(), sorted(self._launcher.unlaunched.items())
         if not (result.requeued and failed):
             return result

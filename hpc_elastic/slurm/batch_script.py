@@ -1,4 +1,4 @@
-"""Options → the text of the batch script. Pure: nothing here reaches a shell unquoted, and nothing is run."""
+"""Options → the text of the batch script. Pure: nothing reaches a shell unquoted, and nothing is run."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ def render_script(
     template: str | None = None,
     lines: ScriptLines | None = None,
 ) -> str:
-    """The batch script.
+    """Render the batch script.
 
     Args:
-        options: For the ``#SBATCH`` lines. Without `output` both streams go to job.log in the run directory (of an
-            array: to the one in each task's).
+        options: The ``#SBATCH`` lines. Without `output` both streams go to job.log in the run directory, or in each
+            task's.
         run_dir: Absolute.
-        command: What the script becomes: an absolute interpreter first.
-        template: Instead of the one that is shipped.
-        lines: Around the run.
+        command: The command that the script becomes: an absolute interpreter first.
+        template: Used instead of the built-in template.
+        lines: The user's, around the run.
 
     Raises:
         UsageError: a value that can't be given to sbatch, with its option's name; lines for which a template of the
@@ -87,11 +87,7 @@ def literal_path(path: str) -> str:
 
 
 def load_template() -> str:
-    """The text of elastic.sbatch, from the installed package or from beside an editable checkout.
-
-    Raises:
-        FileNotFoundError: a broken installation.
-    """
+    """The text of elastic.sbatch, from the installed package or from beside an editable checkout."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package, package.parent):
         path = folder / "sbatch_templates" / "elastic.sbatch"
@@ -103,7 +99,6 @@ def load_template() -> str:
 
 
 def _with_lines(script: str, lines: ScriptLines) -> str:
-    """A rendered script with them in it, as they are: they are the user's."""
     before, run, after = script.rpartition(_RUN)
     if not run or after.strip():
         raise UsageError("setup and teardown have no place in this template: write them into it")
@@ -115,5 +110,5 @@ def _with_lines(script: str, lines: ScriptLines) -> str:
 
 
 def _literal(word: str) -> str:
-    """As bash reads it. Always in quotes: in an array a bare ``a,b`` or ``a=b`` looks like a mistake to shellcheck."""
+    """Quote for bash. Always: in an array a bare ``a,b`` or ``a=b`` looks like a mistake to shellcheck."""
     return "'" + word.replace("'", "'\\''") + "'"

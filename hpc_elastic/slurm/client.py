@@ -1,7 +1,7 @@
-"""The effects: runs Slurm's commands, and turns what they print into facts and typed errors.
+"""Runs Slurm's commands, and turns their output into facts and typed errors.
 
-Every call is one process. Without a controller a command takes 9 to 18 s to say so (SlurmUnavailableError); trying
-again is the caller's decision.
+Every call is one process. Without a controller a command takes 9 to 18 s to say so (SlurmUnavailableError); retries
+are the caller's decision.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ DEFAULT_TIMEOUT = 60.0
 
 
 class CommandResult(Struct, frozen=True, kw_only=True):
-    """What a command did. Text is UTF-8 with surrogate escapes."""
+    """Text is UTF-8 with surrogate escapes."""
 
     rc: int
     stdout: str = ""
@@ -57,18 +57,16 @@ class CommandResult(Struct, frozen=True, kw_only=True):
 
 
 class CommandTimeoutError(Exception):
-    """A runner's way to say that the command did not end in time and was killed."""
+    """A command did not end in time and was killed."""
 
 
 class CommandRunner(Protocol):
     """Runs one command to its end: the seam for fakes and for rigs."""
 
     def __call__(self, argv: Sequence[str], *, timeout: float) -> CommandResult:
-        """Run it.
-
-        Args:
-            argv: The command, found on PATH.
-            timeout: Seconds until it is killed.
+        """Args:
+        argv: The command, found on PATH.
+        timeout: Seconds until it is killed.
 
         Raises:
             CommandTimeoutError: it did not end in time.
@@ -78,8 +76,9 @@ class CommandRunner(Protocol):
 
 
 ASKED_AGAIN = 3
-"""How often Slurm is asked about a job where a signal ends the command. When it ends a job, it signals all processes of
-the batch script (seen on 22.05): the very command that asks what that means, too."""
+"""Tries of a question that a signal ends. When Slurm ends a job, it signals all processes of the batch script (seen on
+22.05): the very command that asks what that means, too.
+"""
 
 
 class SubprocessRunner:
@@ -115,7 +114,7 @@ class SubprocessRunner:
 
 
 class SlurmClient:
-    """What this package asks of Slurm. Every method may raise SlurmUnavailableError and SlurmMissingError."""
+    """Slurm's commands as methods. Every one may raise SlurmUnavailableError and SlurmMissingError."""
 
     def __init__(
         self,
@@ -127,11 +126,9 @@ class SlurmClient:
         log: Callable[[str], object] = logger.info,
     ) -> None:
         """Args:
-        runner: Runs the commands.
-        clock: For how long they took.
-        timeout: Seconds for each.
+        timeout: Seconds for each command.
         on_answer: Called after each: with the error where the controller did not answer, else with None.
-        log: For what sbatch prints besides the job's id: notes of the site's plugins, mostly.
+        log: Gets sbatch's further output: notes of the site's plugins, mostly.
         """
         self._on_answer = on_answer
         self._runner = runner
@@ -141,7 +138,6 @@ class SlurmClient:
         self._cluster_here: str | None = None
 
     def submit(self, script: str, *, extra: Sequence[str] = ()) -> JobId:
-        """Submit a batch script. Raises SubmissionRefusedError: Slurm did not take it; `why` is its message."""
         argv = commands.sbatch(script, extra=extra)
         try:
             result = self._run("sbatch", argv)
@@ -167,12 +163,12 @@ class SlurmClient:
         return parse_own_jobs(self._run("looking for the job", argv).stdout, run_dir)
 
     def job_state(self, job: JobId) -> JobState | None:
-        """The job (of an array: its first record), or None where Slurm does not know it (any more)."""
+        """The job (of an array: its first record); None: Slurm does not know it (any more)."""
         states = self.job_states(job)
         return next((state for state in states if state.job_id == job.number), states[0] if states else None)
 
     def job_states(self, job: JobId) -> tuple[JobState, ...]:
-        """All records of a job: the tasks of an array. Empty where Slurm does not know it."""
+        """All records of a job: the tasks of an array. Empty: Slurm does not know it."""
         argv = commands.show_job(job)
         try:
             result = self._run(f"looking up job {job}", argv, tries=ASKED_AGAIN)
@@ -185,7 +181,7 @@ class SlurmClient:
         return states
 
     def queue_states(self, jobs: Sequence[JobId]) -> tuple[JobState, ...]:
-        """Those of the jobs, all of one cluster, that Slurm still knows, ended ones included, in one cheap call."""
+        """Jobs of one cluster that Slurm still knows, ended ones included, in one cheap call."""
         if not jobs:
             return ()
         try:
@@ -194,7 +190,7 @@ class SlurmClient:
             return ()
 
     def accounted(self, jobs: Sequence[JobId]) -> tuple[JobState, ...]:
-        """Those of the jobs that the accounting knows, with state and exit code alone; none where a site has none."""
+        """Jobs that the accounting knows, with state and exit code alone; empty: no accounting."""
         if not jobs:
             return ()
         try:
@@ -208,7 +204,7 @@ class SlurmClient:
         return parse_show_config(self._run("reading Slurm's configuration", commands.show_config()).stdout)
 
     def elsewhere(self, job: JobId) -> str | None:
-        """The job's cluster where that is another than this host's: what the user is given to type has to name it."""
+        """The job's cluster if it is not this host's: printed commands have to name it."""
         if job.cluster and self._cluster_here is None:
             try:
                 self._cluster_here = self.config().cluster
@@ -225,12 +221,11 @@ class SlurmClient:
 
         Raises:
             RequeueDisabledError: it was submitted with --no-requeue: `allow_requeue` first.
-            UnknownJobError, SlurmPermissionError, SlurmError: as the names say.
         """
         self._run(f"requeueing job {job}", commands.requeue(job))
 
     def allow_requeue(self, job: JobId) -> None:
-        """Set Requeue=1: what the owner may do for a --no-requeue job."""
+        """Set Requeue=1, which the owner of a --no-requeue job may do."""
         self._run(f"setting Requeue=1 of job {job}", commands.update(job, Requeue="1"))
 
     def start_now(self, job: JobId, *, delay: float = 0.0) -> None:
@@ -244,7 +239,7 @@ class SlurmClient:
         self._run(f"starting job {job} {when}", commands.update(job, StartTime=commands.soon(delay, now=now)))
 
     def would_run(self, script: str, *, extra: Sequence[str] = ()) -> str | None:
-        """Why Slurm would not take a batch script, or never have nodes for it; None: it would. Nothing is submitted."""
+        """The reason why Slurm would refuse a batch script, or never have nodes for it; None: it would run."""
         try:
             self._run("asking whether the script could run", commands.try_sbatch(script, extra=extra))
         except (SlurmUnavailableError, SlurmMissingError):
@@ -259,15 +254,14 @@ class SlurmClient:
         return parse_dependents(found.stdout, job.number)
 
     def clear_excluded(self, job: JobId) -> None:
-        """Let a pending job have any node again. Raises as `exclude_nodes`."""
         self._run(f"clearing the excluded nodes of job {job}", commands.update(job, ExcNodeList=""))
 
     def exclude_nodes(self, job: JobId, nodes: Sequence[str]) -> None:
         """Keep a pending job off these nodes, and these only: an earlier list is replaced.
 
         Raises:
-            ValueError: no nodes: an empty list would clear what the user excluded.
-            HostlistError, InvalidNodeError: a name that is none, or none of the cluster's.
+            ValueError: no nodes: an empty list would clear the user's.
+            HostlistError, InvalidNodeError: an invalid name, or none of the cluster's.
             JobNotPendingError: it runs.
         """
         listed = compress(nodes)
@@ -281,14 +275,14 @@ class SlurmClient:
         self._run(f"setting the nodes of job {job} to {wanted}", commands.update(job, NumNodes=wanted))
 
     def cancel(self, job: JobId) -> None:
-        """Cancel. No error for a job that is unknown or has ended; SlurmPermissionError for another user's."""
+        """No error for a job that is unknown or has ended; SlurmPermissionError for another user's."""
         try:
             self._run(f"cancelling job {job}", commands.scancel(job))
         except UnknownJobError:
             pass  # some versions are silent about it, and it is what was wanted
 
     def notify(self, job: JobId) -> None:
-        """Send the batch script SIGUSR2, as at the time limit: the job is about to end. Nothing where none runs."""
+        """Send the batch script SIGUSR2, as at the time limit: the job is about to end. No effect where none runs."""
         state = self.job_state(job)
         if state is None or state.phase in (JobPhase.PENDING, JobPhase.FINISHED):
             return  # there is no script: scancel would try again for a minute and a half (22.05)
@@ -347,7 +341,7 @@ class SlurmClient:
 
 
 def _is_no_answer(argv: Sequence[str], result: CommandResult) -> bool:
-    """Whether a question got an error alone, be it with exit code 0; squeue -M prints the cluster's name before."""
+    """Whether a question got only an error, with any exit code; squeue -M prints the cluster's name before."""
     asks = argv[0] in ("squeue", "sacct", "sinfo") or "show" in argv
     answer = [line for line in result.stdout.splitlines() if line.strip() and not line.startswith("CLUSTER: ")]
     return asks and not answer and bool(re.search(r"\b(?:error|fatal):", result.stderr))

@@ -1,4 +1,4 @@
-"""What the site set up: ``scontrol show config``, and the nodes of a partition by ``sinfo``. Pure parsers."""
+"""The site's setup: ``scontrol show config``, and the nodes of a partition by ``sinfo``. Pure parsers."""
 
 from __future__ import annotations
 
@@ -16,31 +16,28 @@ _UNUSABLE = ("down", "drained", "draining", "drain", "fail", "failing", "error",
 
 
 class SlurmConfig(Struct, frozen=True, kw_only=True):
-    """The site's settings that decide how this run must behave. Times in seconds."""
+    """The settings that decide how this run must behave. Times in seconds."""
 
     version: tuple[int, ...]
-    """``(22, 5, 8)``; empty where unknown."""
+    """``(22, 5, 8)``; empty: unknown."""
     kill_wait: int
-    """From SIGTERM to SIGKILL on cancel, time limit and requeue."""
+    """Seconds from SIGTERM to SIGKILL on cancel, time limit and requeue."""
     slurmd_timeout: int
-    """After this silence a node is declared down; 0: never."""
+    """A node silent for longer is declared down; 0: never."""
     job_requeue: bool
-    """Whether jobs may be requeued where they don't say."""
+    """The default for jobs."""
     has_epilog: bool = False
-    """Whether something of the site's runs on a node after each job: it may take its time."""
+    """The site runs a program on a node after each job, which may take its time."""
     cluster: str = ""
-    """Its name."""
     now: float | None = None
-    """The controller's time when it answered, seconds since the epoch; None: not known."""
+    """The controller's time when it answered, seconds since the epoch; None: unknown."""
 
     @property
     def version_text(self) -> str:
-        """``22.05.8``, as Slurm writes it."""
         return ".".join(f"{part:02d}" if index == 1 else str(part) for index, part in enumerate(self.version))
 
 
 def config_fields(text: str) -> dict[str, str]:
-    """The settings in the output of ``scontrol show config``, as it has them."""
     fields: dict[str, str] = {}
     for line in text.splitlines():
         match = _LINE.match(line)
@@ -50,7 +47,7 @@ def config_fields(text: str) -> dict[str, str]:
 
 
 def parse_show_config(text: str) -> SlurmConfig:
-    """The output of ``scontrol show config``. What is missing takes Slurm's default."""
+    """Missing settings take Slurm's defaults."""
     fields = config_fields(text)
     return SlurmConfig(
         version=tuple(int(part) for part in re.findall(r"\d{1,9}", fields.get("SLURM_VERSION", ""))[:3]),
@@ -64,7 +61,7 @@ def parse_show_config(text: str) -> SlurmConfig:
 
 
 def _time(text: str) -> float | None:
-    """Of the first line, ``Configuration data as of 2026-11-21T02:15:51``, in this host's time zone."""
+    """Read the first line, ``Configuration data as of 2026-11-21T02:15:51``, in this host's time zone."""
     try:
         return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
     except (ValueError, OverflowError):
@@ -77,15 +74,12 @@ def _seconds(value: str | None, default: int) -> int:
 
 
 class PartitionNodes(Struct, frozen=True, kw_only=True):
-    """How many nodes a partition has."""
-
     name: str
     default: bool
     total: int
     usable: int
     """Not down, drained or failing: busy ones count."""
     names: frozenset[str] = frozenset()
-    """Of all its nodes."""
     usable_names: frozenset[str] = frozenset()
 
 

@@ -56,10 +56,9 @@ _PERSONAL_PREFIXES = ("SQUEUE_", "SINFO_", "SCANCEL_", "SCONTROL_", "SACCT_")
 
 
 class JobId(Struct, frozen=True):
-    """A job as Slurm's commands want it: ``12``, ``12_3``, ``12+1``, and its cluster; None: the one of this host.
+    """A job as Slurm's commands want it: ``12``, ``12_3``, ``12+1``, and its cluster; None: this host's.
 
-    What is read from files is checked by `is_job_id` there. This is the last line: nothing becomes an argument that a
-    command could take for an option or for several jobs.
+    The last check: nothing becomes an argument that a command could take for an option or for several jobs.
 
     Raises:
         UsageError: it could be.
@@ -88,8 +87,7 @@ def srun_agents(
     Run it with `scrubbed_environment`. srun's end and exit code are no verdict: it may never return.
 
     Args:
-        nodes: How many.
-        command: What each task runs. No element may be a lone ``:``, which separates components for srun.
+        command: No element may be a lone ``:``, which separates components for srun.
         exclude: Nodes of the allocation to leave out: dead ones, which would abort the whole launch.
         extra: The user's ``--srun-arg``s, after ours, so that they win.
     """
@@ -107,15 +105,15 @@ def srun_one_agent(node: str, command: Sequence[str], *, extra: Sequence[str] = 
 
 
 def scrubbed_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` without what would overrule srun's flags: for srun."""
+    """srun's environment, without variables that would overrule its flags."""
     dropped = {*SHAPE_VARIABLES, *_GPU_VARIABLES}
     return {key: value for key, value in env.items() if key not in dropped and not key.startswith("SLURM_STEP")}
 
 
 def command_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` for the commands whose output is parsed: no personal filters or formats, times in the standard form.
+    """The environment of commands whose output is parsed: no personal filters or formats, times in the standard form.
 
-    Nor SLURM_CLUSTERS: a job says itself where it is.
+    SLURM_CLUSTERS is dropped: a job says itself where it is.
     """
     kept = {
         key: value
@@ -128,7 +126,7 @@ def command_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def submission_environment(env: Mapping[str, str], *, overruled: Iterable[str] = ()) -> dict[str, str]:
-    """`env` for sbatch, which hands it on to the job.
+    """sbatch's environment, which it hands on to the job.
 
     Args:
         env: The submitter's. It may be a worker of a run; the new job gets nothing of that run.
@@ -154,7 +152,7 @@ def try_sbatch(script: str, *, extra: Sequence[str] = ()) -> list[str]:
 
 
 def waiting_jobs(uid: int) -> list[str]:
-    """The dependencies of a user's jobs that wait: one line each, ``13|afterany:12(unfulfilled)``."""
+    """Dependencies of a user's waiting jobs: one line each, ``13|afterany:12(unfulfilled)``."""
     return ["squeue", "-u", str(uid), "-h", "-t", "PENDING", "-o", "%i|%E"]
 
 
@@ -174,15 +172,16 @@ def squeue(jobs: Iterable[JobId]) -> list[str]:
 
 
 def sacct(jobs: Iterable[JobId]) -> list[str]:
-    """How jobs of one cluster ended that the controller has forgotten: each job's last execution, without its steps."""
+    """Ends of one cluster's jobs that the controller has forgotten: each job's last execution, without its steps."""
     wanted = list(jobs)
     ids = ",".join(map(str, wanted))
     return ["sacct", *_cluster(wanted[0]), "-X", "-n", "-P", "-o", "JobID,State,ExitCode", "-j", ids]
 
 
 def show_job(job: JobId) -> list[str]:
-    """Without ``-o``: there each free text (name, comment, command line) ends its own line, so that one that looks like
-    ``Key=Value`` can't be mistaken for a field."""
+    """Not with ``-o``: so each free text (name, comment, command line) ends its own line, and one that looks like
+    ``Key=Value`` can't be mistaken for a field.
+    """
     return ["scontrol", *_cluster(job), "show", "job", str(job)]
 
 
@@ -194,8 +193,7 @@ def soon(delay: float = 0.0, *, now: float | None = None) -> str:
     """StartTime for a job that may start in `delay` seconds: never sooner than `SOON_SECONDS`.
 
     Args:
-        now: The controller's time, since the epoch: scontrol counts ``now+…`` from the clock of its own host. None: not
-            known.
+        now: The controller's time, since the epoch; None: unknown. scontrol counts ``now+…`` from its own host's clock.
     """
     seconds = SOON_SECONDS + math.ceil(delay)
     return f"now+{seconds}" if now is None else time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now + seconds))
@@ -206,7 +204,6 @@ def requeue(job: JobId) -> list[str]:
 
 
 def update(job: JobId, **fields: str) -> list[str]:
-    """``update(job, Requeue="1")``."""
     return ["scontrol", *_cluster(job), "update", f"JobId={job}", *(f"{key}={value}" for key, value in fields.items())]
 
 
@@ -221,7 +218,6 @@ def scancel(job: JobId, *, signal: str | None = None, full: bool = False, batch:
 
 
 def sinfo_nodes(partition: str | None) -> list[str]:
-    """One line per node and partition; all partitions where None."""
     return ["sinfo", "-N", "-h", "-o", SINFO_FORMAT, *(["-p", partition] if partition else [])]
 
 
@@ -235,7 +231,7 @@ _FIELDS = {
     "SLURM_GPUS_PER_TASK": ("TresPerTask",),
     "SLURM_TRES_PER_TASK": ("TresPerTask",),
 }
-"""By which fields of ``scontrol show job`` a job has itself asked for what the variable holds."""
+"""The fields of ``scontrol show job`` by which a job has itself asked for what the variable holds."""
 _AS_A_WHOLE = ("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")  # the last one since 24.11
 
 

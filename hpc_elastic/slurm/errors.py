@@ -1,4 +1,4 @@
-"""What can go wrong with a Slurm command, distinguished by the text that it prints (exit codes are mostly 1).
+"""Failures of a Slurm command, distinguished by the text that it prints (exit codes are mostly 1).
 
 Checked on the messages of 20.11, 22.05, 24.11 and 26.05.
 """
@@ -15,7 +15,7 @@ from hpc_elastic.errors import HpcElasticError
 class SlurmError(HpcElasticError):
     """A Slurm command failed.
 
-    Facts: `what` was being done, `why` it failed (one line), `argv`, `rc` (None where it never ended or never began),
+    Facts: `what` was being done, `why` it failed (one line), `argv`, `rc` (None: it never ended or never began),
     `stdout`, `stderr`.
     """
 
@@ -80,8 +80,6 @@ class MaybeSubmittedError(SlurmError):
 
 
 class ErrorKind(Enum):
-    """Which error a message means; the value is the error's type."""
-
     UNAVAILABLE = SlurmUnavailableError
     UNKNOWN_JOB = UnknownJobError
     PERMISSION = SlurmPermissionError
@@ -121,7 +119,7 @@ _PREFIX = re.compile(
 
 
 def classify(text: str) -> ErrorKind:
-    """Which error the text of a failed command means."""
+    """The error that the text of a failed command means."""
     for kind, pattern in _PATTERNS:
         if pattern.search(text):
             return kind

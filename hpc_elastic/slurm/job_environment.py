@@ -1,9 +1,9 @@
-"""What Slurm's environment variables say about this job and this process: pure, from a mapping.
+"""Slurm's environment variables about this job and this process: pure, from a mapping.
 
 Checked on the environments of Slurm 20.11, 22.05, 24.11 and 26.05. The traps that they hold:
 
 - 26.05 sets SLURM_STEP_ID=-5 in the batch script, which is in no step.
-- sbatch hands on what its caller has: where a job is submitted from a step, its batch script has that step's variables.
+- sbatch hands on its caller's variables: where a job is submitted from a step, its batch script has that step's.
 - 20.11 has no SLURM_GPUS_ON_NODE; 20.11 and 22.05 have no SLURM_JOB_START_TIME.
 """
 
@@ -21,7 +21,7 @@ _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY
 
 
 class JobEnvironmentError(UsageError):
-    """An environment variable of Slurm's holds what it never should."""
+    """A variable of Slurm's holds nonsense."""
 
     template = "{variable}={value!r} in the environment {why}"
 
@@ -30,25 +30,25 @@ class JobEnvironmentError(UsageError):
 
 
 class NodeFacts(Struct, frozen=True, kw_only=True):
-    """What the environment says about the node that this process is on."""
+    """The node of this process, by the environment."""
 
     name: str | None
-    """As Slurm calls it; None in salloc's shell on a login node."""
+    """Slurm's name; None in salloc's shell on a login node."""
     gpus: int
-    """GPUs that processes here can use; 0 where Slurm gave none."""
+    """GPUs that processes here can use; 0: Slurm gave none."""
 
 
 class TaskFacts(Struct, frozen=True, kw_only=True):
-    """Of a task that srun started."""
+    """A task that srun started."""
 
     step_id: int
     step_nodes: tuple[str, ...]
-    """As SLURM_STEP_NODELIST gives them."""
+    """The order of SLURM_STEP_NODELIST."""
     num_nodes: int
     procid: int
     num_tasks: int
     tasks_per_node: tuple[int, ...]
-    """One number per node of the step; empty where Slurm said nothing."""
+    """One number per node of the step; empty: Slurm said nothing."""
 
 
 class JobEnvironment(Struct, frozen=True, kw_only=True):
@@ -58,28 +58,24 @@ class JobEnvironment(Struct, frozen=True, kw_only=True):
     array_job_id: str | None
     array_task_id: str | None
     restart_count: int
-    """How often the job was requeued; Slurm leaves it unset at first."""
+    """Number of requeues; Slurm leaves it unset at first."""
     cluster: str | None
     nodes: tuple[str, ...]
     """All nodes of the job as it started, in Slurm's order: this is the order of ranks."""
     node: NodeFacts
     task: TaskFacts | None
-    """None of a batch script, or of a shell in an allocation: a process of the job that is in no step."""
+    """None: a batch script, or a shell in an allocation: a process of the job that is in no step."""
 
     @property
     def requeue_id(self) -> str:
-        """What ``scontrol requeue`` wants: ``ARRAYJOB_TASK`` for an array task."""
+        """The argument of ``scontrol requeue``: ``ARRAYJOB_TASK`` for an array task."""
         if self.array_job_id is not None and self.array_task_id is not None:
             return f"{self.array_job_id}_{self.array_task_id}"
         return self.job_id
 
     @staticmethod
     def from_env(env: Mapping[str, str]) -> JobEnvironment:
-        """Read the facts.
-
-        Raises:
-            JobEnvironmentError: this is no Slurm job, or a variable holds nonsense; it names variable and value.
-        """
+        """Raises JobEnvironmentError: no Slurm job, or a variable holds nonsense; it names variable and value."""
         reader = _Reader(env)
         in_task = _in_task(reader)
         gpus = _gpus(reader, "SLURM_STEP_GPUS" if in_task else "SLURM_JOB_GPUS")
@@ -96,7 +92,6 @@ class JobEnvironment(Struct, frozen=True, kw_only=True):
 
 
 def in_job(env: Mapping[str, str]) -> bool:
-    """Whether this process is in a Slurm allocation, by its environment."""
     return bool(env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID"))
 
 
@@ -107,19 +102,19 @@ RUN_VARIABLES = (
     *(f"HPC_ELASTIC_{name}" for name in ("OUTCOME", "EXIT_CODE", "REASON", "ROOT_CAUSE", "REPORT", "NOTIFY_URL")),
     *("HPC_ELASTIC_COMMAND_TOKEN", "HPC_ELASTIC_RING_REPORTS", "HPC_ELASTIC_RING_REPLACES", "HPC_ELASTIC_AGENT_STORE"),
 )
-"""What only this package sets: in an agent, a worker or a command of the user's own."""
+"""Variables that only this package sets: in an agent, a worker or a command of the user's own."""
 WORKER_VARIABLES = (
     *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"),
     *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "HPC_ELASTIC_RING_WAIT"),
     *("SUBMITIT_EXECUTOR", "SUBMITIT_FOLDER"),
 )
-"""What a worker has besides, and a user may set, too."""
+"""Further variables of a worker, which a user may set, too."""
 
 
 def without_run_variables(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` without what an agent gave its worker: for a job that this worker submits.
+    """`env` without an agent's variables for its worker: for a job that this worker submits.
 
-    With it, the new job's processes would carry the tags of another run, and take that run's rank, address and
+    With them, the new job's processes would carry the tags of another run, and take that run's rank, address and
     heartbeat file for their own.
     """
     in_run = any(name in env for name in _MARKS)
@@ -292,7 +287,7 @@ def _task_facts(reader: _Reader) -> TaskFacts:
 
 
 def _gpus(reader: _Reader, variable: str) -> int:
-    """What Slurm gave this node, but never more than this process can see (``--gpus-per-task=1`` shows one of 4)."""
+    """Slurm's GPUs of this node, but never more than this process can see (``--gpus-per-task=1`` shows one of 4)."""
     given = reader.gpus("SLURM_GPUS_ON_NODE")
     if given is None:
         given = reader.devices(variable, "SLURM_JOB_GPUS")

@@ -18,7 +18,7 @@ from hpc_elastic.slurm.notation import HostlistError, expand
 
 
 class JobPhase(Enum):
-    """Slurm's two dozen states, as far as it matters to what waits for a job."""
+    """Slurm's two dozen states, reduced to the phases of a job."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -88,43 +88,42 @@ class JobState(Struct, frozen=True, kw_only=True):
     state: str
     """Slurm's word, ``RUNNING``."""
     reason: str
-    """Why it pends or ended, with spaces; empty where Slurm has none."""
+    """Why it pends or ended, with spaces; empty: Slurm has none."""
     name: str = ""
     array_job_id: str | None = None
     array_task_id: str | None = None
     restarts: int = 0
     requeue: bool = False
-    """Whether ``scontrol requeue`` would be allowed: for a batch job."""
+    """``scontrol requeue`` would be allowed: for a batch job."""
     is_batch: bool = True
-    """False of salloc's: Slurm requeues batch jobs only."""
+    """False for salloc's: Slurm requeues batch jobs only."""
     user: str | None = None
-    """Its owner's name, or number where the controller knows no name."""
+    """The owner's name, or number where the controller knows no name."""
     excluded: tuple[str, ...] = ()
-    """ExcNodeList: the user's, or what was set since."""
+    """ExcNodeList: the user's, or a later one."""
     required: tuple[str, ...] = ()
     """ReqNodeList: nodes that it asks for by name."""
     nodes: tuple[str, ...] = ()
-    """Those it has now; after a loss the rest. Empty while it pends."""
+    """Its present nodes; after a loss the rest. Empty while it pends."""
     min_nodes: int = 0
     exit_code: int = 0
     exit_signal: int = 0
     time_limit: int | None = None
     """Seconds; None: unlimited."""
     start_time: str | None = None
-    """In the controller's time zone, as ``2026-11-21T02:16:42``; None where unknown."""
+    """The controller's time zone, as ``2026-11-21T02:16:42``; None: unknown."""
     end_time: str | None = None
-    """Of a job that runs: by its limit, or when its grace time is over."""
+    """A running job's end: by its limit, or the end of its grace time."""
     preempt_time: str | None = None
-    """When it had to make room: while it still runs, the grace time has begun then."""
+    """The time of its preemption: while it still runs, the grace time has begun then."""
     tres_asked: tuple[str, ...] = ()
-    """How it asks for GPUs and the like: ``TresPerNode``."""
+    """The fields by which it asks for GPUs and the like: ``TresPerNode``."""
     command: str = ""
-    """The batch script."""
     stdout: str | None = None
     comment: str = ""
     partition: str | None = None
     cluster: str | None = None
-    """Where commands about it have to name that: it is not this host's."""
+    """The cluster that commands about it have to name: it is not this host's."""
 
     @property
     def phase(self) -> JobPhase:
@@ -142,7 +141,7 @@ class JobState(Struct, frozen=True, kw_only=True):
 
     @property
     def way_out(self) -> str:
-        """For a pending job that does not start by itself, or only where a limit is changed: what helps, in words."""
+        """Help, in words, for a pending job that does not start by itself, or only where a limit is changed."""
         if self.held:
             if self.reason == "JobHeldAdmin":
                 return "held: only the site's support lets it go on"
@@ -170,7 +169,7 @@ class JobState(Struct, frozen=True, kw_only=True):
 
     @property
     def how_it_ended(self) -> str:
-        """How a job ended whose script had begun, in words, with Slurm's own in brackets."""
+        """The end of a job whose script had begun, in words, with Slurm's own in brackets."""
         if self.reason.startswith("JobLaunchFailure"):
             what = "batch script killed"
         elif self.exit_signal or self.reason.startswith("RaisedSignal"):
@@ -181,20 +180,20 @@ class JobState(Struct, frozen=True, kw_only=True):
 
     @property
     def code(self) -> int:
-        """The exit code that a run has by it."""
+        """The exit code of a run whose job ended so."""
         if self.state in _CODES:
             return int(_CODES[self.state])
         return 128 + self.exit_signal if self.exit_signal else self.exit_code or int(ExitCode.WORKERS_FAILED)
 
 
 def is_hold(reason: str) -> bool:
-    """Whether a reason is that of a job which only a ``release`` lets begin."""
+    """Whether only a ``release`` lets a job with this reason begin."""
     # JobHeldUser, JobHeldAdmin; JobHoldMaxRequeue: it could not be launched MaxBatchRequeue times.
     return reason.startswith(("JobHeld", "JobHold")) or reason.endswith((" held", "held state"))
 
 
 def seconds_until_end(job: JobState | None, *, now_ns: int) -> float | None:
-    """Until the job's time limit; None where there is none, or it is not known. Below 0 when it is over.
+    """Seconds to the job's time limit, negative after it; None: unlimited, or unknown.
 
     Args:
         job: As Slurm gave it on this host, in this host's time zone.
@@ -208,12 +207,12 @@ def seconds_until_end(job: JobState | None, *, now_ns: int) -> float | None:
 
 
 def parse_show_job(text: str) -> tuple[JobState, ...]:
-    """The jobs in the output of ``scontrol show job``, with or without ``-o``. What can't be read takes its default."""
+    """The jobs in the output of ``scontrol show job``, with or without ``-o``. What can't be read has its default."""
     return tuple(_job_state(fields) for fields in parse_records(text) if is_job_id(fields["JobId"]))
 
 
 def parse_records(text: str) -> list[dict[str, str]]:
-    """The fields of each record of ``scontrol show job``. ``(null)``, ``N/A`` and the like are kept as they are."""
+    """The fields of each record of ``scontrol show job``. ``(null)``, ``N/A`` and the like are kept."""
     records: list[dict[str, str]] = []
     lines = text.splitlines()
     for raw, following in zip(lines, [*lines, ""][1:], strict=True):
@@ -259,7 +258,6 @@ def parse_squeue(text: str) -> tuple[JobState, ...]:
 
 
 def _parts_of_id(job_id: str) -> dict[str, Any]:
-    """``70_3``: task 3 of array 70."""
     array, _, task = job_id.partition("_")
     return {"array_job_id": array if task else None, "array_task_id": task or None}
 
@@ -289,10 +287,7 @@ _SUBMITTED = re.compile(r"(?:Submitted batch job )?(\d+)(?:(?: on cluster |;)([\
 
 
 def parse_submitted(text: str) -> JobId | None:
-    """The job in sbatch's answer, with or without ``--parsable``; a site's plugin or wrapper may print lines around it.
-
-    The last line that is an answer is meant.
-    """
+    """The job in sbatch's answer, with or without ``--parsable``: the last such line, as plugins may print others."""
     found = [match for line in text.splitlines() if (match := _SUBMITTED.fullmatch(line.strip()))]
     return JobId(found[-1][1], found[-1][2]) if found else None
 
@@ -310,7 +305,7 @@ def parse_own_jobs(text: str, run_dir: str) -> JobId | None:
 
 
 def parse_dependents(text: str, number: str) -> tuple[str, ...]:
-    """Who waits for the end of job `number`, by the output of `commands.waiting_jobs`.
+    """Jobs that wait for the end of job `number`, by the output of `commands.waiting_jobs`.
 
     An array task's dependency is written with its own id or, in the older releases, with ``_*``.
     """

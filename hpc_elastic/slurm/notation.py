@@ -30,10 +30,7 @@ class HostlistError(UsageError):
 
 
 def expand(text: str) -> tuple[str, ...]:
-    """The host names of a hostlist, in its order, duplicates kept.
-
-    Args:
-        text: As in ``SLURM_JOB_NODELIST``. Empty text is an empty list.
+    """The host names of a hostlist, in its order, duplicates kept. Empty text is an empty list.
 
     Raises:
         HostlistError: not a hostlist (``(null)`` and ``None assigned`` are not), or more than `MAX_HOSTS` hosts.
@@ -169,11 +166,7 @@ _PARENTHESES = re.compile(r"\([^()]*\)")
 
 
 def expand_counts(text: str) -> tuple[int, ...]:
-    """``4(x2),1`` → ``(4, 4, 1)``: one number per node, in node order.
-
-    Raises:
-        ValueError: with what is wrong, without the text.
-    """
+    """``4(x2),1`` → ``(4, 4, 1)``: one number per node, in node order. Raises ValueError, without the text."""
     counts: list[int] = []
     for part in text.split(","):
         match = _COUNTED.match(part)
@@ -187,13 +180,10 @@ def expand_counts(text: str) -> tuple[int, ...]:
 
 
 def gpu_count(text: str) -> int:
-    """How many GPUs a count or GRES string means: ``4``, ``a100:4``, ``gpu:2(S:0-1)``, ``gres/gpu:a100=2``.
+    """The GPUs of a count or GRES string: ``4``, ``a100:4``, ``gpu:2(S:0-1)``, ``gres/gpu:a100=2``.
 
     Where an entry is named ``gpu``, entries of other names (``nic:1``) don't count; where none is, names are GPU
-    types.
-
-    Raises:
-        ValueError: with what is wrong, without the text.
+    types. Raises ValueError, without the text.
     """
     entries: list[tuple[list[str], int]] = []
     for raw in _PARENTHESES.sub("", text).split(","):
@@ -214,7 +204,7 @@ def gpu_count(text: str) -> int:
 
 
 def device_count(text: str) -> int:
-    """How many devices ``CUDA_VISIBLE_DEVICES`` and its kin name: indices, ranges, UUIDs, or nothing.
+    """The number of devices in ``CUDA_VISIBLE_DEVICES`` and its kin: indices, ranges, UUIDs, or nothing.
 
     CUDA stops at the first entry that it can't use, such as ``-1``; ``NoDevFiles`` was Slurm's name for none.
     """

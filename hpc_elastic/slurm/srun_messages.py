@@ -1,4 +1,4 @@
-"""What srun and slurmstepd print while agents run, as events with their nodes.
+"""Messages of srun and slurmstepd about running agents, as events with their nodes.
 
 srun's exit code is no verdict, but its messages come early: which task ended how, which node is gone, and which node
 made a launch fail. Checked on 20.11, 22.05, 24.11 and 26.05 (which prints slurmstepd's as ``[time] error: …``).
@@ -18,7 +18,7 @@ from hpc_elastic.slurm.notation import HostlistError, expand
 class SrunEventKind(Enum):
     TASK_EXITED = "task exited"
     TASK_KILLED = "task killed"
-    """By a signal; `detail` is its name as strsignal gives it: ``Killed``, ``Segmentation fault (core dumped)``."""
+    """`detail` is the signal's name as strsignal gives it: ``Killed``, ``Segmentation fault (core dumped)``."""
     NODE_FAILED = "node failed"
     """Slurm gave the node up. The job goes on without it under --no-kill."""
     LAUNCH_FAILED = "launch failed"
@@ -26,12 +26,9 @@ class SrunEventKind(Enum):
     STEP_REFUSED = "step refused"
     """srun could not even make the step, or reach the controller."""
     CANCELLED = "cancelled"
-    """By slurmstepd."""
 
 
 class SrunEvent(Struct, frozen=True, kw_only=True):
-    """One message."""
-
     kind: SrunEventKind
     nodes: tuple[str, ...] = ()
     exit_code: int | None = None
@@ -69,17 +66,17 @@ _PASSING = re.compile(
 
 
 def complaint_of(line: str) -> str:
-    """`line`, where srun itself says in it why it can't do its work; else empty."""
+    """`line`, if it is srun's own reason for not doing its work; else empty."""
     return text if _COMPLAINT.match(text := line.rstrip("\r\n")) else ""
 
 
 def is_passing(complaint: str) -> bool:
-    """Whether it is of this moment, or of a node: another start may do better."""
+    """Whether the reason is momentary, or one node's: another start may do better."""
     return classify(complaint) is not ErrorKind.OTHER or bool(_PASSING.search(complaint))
 
 
 def parse_srun_line(line: str) -> SrunEvent | None:
-    """The event that a line of srun's standard error means; None for anything else, such as a worker's own output."""
+    """The event in a line of srun's standard error; None: anything else, such as a worker's own output."""
     text = line.rstrip("\r\n")
     for kind, pattern in _RULES:
         if match := pattern.match(text):

@@ -40,15 +40,14 @@ _LONGEST_HEAD = 4 << 20
 
 
 class UnreadableObjectError(UnreadableFileError):
-    """It is missing, torn, of a newer version, or holds what can't be made again here."""
+    """Missing, torn, of a newer version, or with objects that can't be made again here."""
 
 
 def write_object(path: Path, head: Mapping[str, Any], value: object) -> int:
     """Write whole or not at all, mode 0600, without a second copy of a huge value in memory.
 
     Args:
-        path: Where. Its folder exists.
-        head: What `read_head` gives; JSON.
+        head: JSON, for `read_head`.
         value: For cloudpickle: functions of ``__main__``, lambdas and closures go by value.
 
     Returns:
@@ -76,22 +75,13 @@ def write_object(path: Path, head: Mapping[str, Any], value: object) -> int:
 
 
 def read_head(path: Path) -> dict[str, Any]:
-    """What `write_object` was given as `head`.
-
-    Raises:
-        UnreadableObjectError: there is no such file, or it can't be read.
-    """
+    """Raises UnreadableObjectError."""
     with _open(path) as file:
         return _head(path, file)
 
 
 def read_object(path: Path) -> Any:
-    """The value.
-
-    Raises:
-        UnreadableObjectError: there is no such file, or it can't be read, or not unpickled: a module is missing here.
-        UnsafePathError: another user may have written it.
-    """
+    """Raises UnreadableObjectError; UnsafePathError: another user may be its writer."""
     with _open(path) as file:
         if not _was_made_here(path, file, _head(path, file).get(_MADE)) and not os.environ.get(TRUST_VARIABLE):
             raise UnsafePathError(
@@ -122,7 +112,7 @@ def _open(path: Path) -> BufferedReader:
 
 
 def _was_made_here(path: Path, file: BufferedReader, made: object) -> bool:
-    """Whether a file is the one that `write_object` wrote, by what its head says of that."""
+    """Whether the head names this very file: `write_object` wrote it, and nobody copied it."""
     if not isinstance(made, dict):
         return False
     if made.get("inode") == os.fstat(file.fileno()).st_ino:
@@ -146,21 +136,20 @@ def _head(path: Path, file: BufferedReader) -> dict[str, Any]:
 
 
 class CallTerms(Struct, frozen=True, kw_only=True):
-    """What holds for a call besides the function itself. Travels as JSON."""
+    """A call's terms besides the function itself. Travels as JSON."""
 
     name: str
-    """The function's, for messages."""
     folder: str
     """The executor's: what submitit calls the folder."""
     timeout_min: float = 0.0
-    """The time limit of one attempt, minutes; 0: none is known."""
+    """The time limit of one attempt, minutes; 0: unknown."""
     timeouts_left: int = 3
-    """How often the job may still be requeued because its time was over."""
+    """Number of further requeues because the job's time was over."""
     stderr_to_stdout: bool = False
     exceptions_are_final: bool = False
-    """What the function raises ends the run: no restart, no requeue."""
+    """An exception of the function ends the run: no restart, no requeue."""
     sys_path: tuple[str, ...] = ()
-    """Where the submitting program's modules are, beyond its interpreter's own."""
+    """The submitting program's module folders, beyond its interpreter's own."""
 
 
 def is_timed_out(ran: float, *, limit: float) -> bool:
@@ -183,13 +172,12 @@ class Call(Struct, frozen=True):
 
     @property
     def checkpoint(self) -> Callable[..., Any] | None:
-        """The callable's own way to go on elsewhere, by submitit's protocol; None where it has none."""
+        """The callable's own way to go on elsewhere, by submitit's protocol; None: it has none."""
         found = getattr(self.function, "__submitit_checkpoint__", None) or getattr(self.function, "checkpoint", None)
         return found if callable(found) else None
 
 
 def function_name(function: object) -> str:
-    """For messages and for the run's name."""
     function = getattr(function, "func", function)  # of a functools.partial
     name = getattr(function, "__qualname__", None) or type(function).__qualname__
     return str(name).replace("<locals>.", "")
@@ -229,7 +217,7 @@ def read_call(path: Path) -> Call:
 
 
 def own_sys_path() -> tuple[str, ...]:
-    """What a worker needs of ``sys.path`` to find the modules that this program finds: all but the interpreter's own.
+    """Entries of ``sys.path`` that a worker needs for this program's modules: all but the interpreter's own.
 
     The workers' interpreter may be another one, whose standard library is elsewhere.
     """
@@ -249,11 +237,11 @@ def _is_inside(path: str, prefix: str) -> bool:
 
 
 class _Program:
-    """What runs as ``__main__`` in the worker itself. It returns None; what it raises, and an exit code other than 0,
-    fail it. After a restart or a requeue it begins anew, and goes on from the checkpoint that it has saved itself."""
+    """A program that runs as ``__main__`` in the worker itself. Its exceptions, and an exit code other than 0, fail it.
+    After a restart or a requeue it begins anew, and goes on from its own checkpoint.
+    """
 
     __qualname__: str
-    """For messages and the run's name."""
 
     def _run(self, arguments: list[str]) -> None:
         raise NotImplementedError
@@ -271,7 +259,7 @@ class _Program:
 
     @property
     def checkpoint(self) -> Callable[..., Any] | None:
-        """By submitit's protocol; None where the program asks for notices itself, and saves at a step of its own."""
+        """None where the program asks for notices itself, and saves at a step of its own."""
         return None if heartbeat.reporter.asks_for_notices else self._again
 
     def _again(self, *args: object) -> Any:
@@ -370,19 +358,17 @@ def checkpoint_file(attempt: AttemptPaths, rank: int) -> Path:
 
 
 def rounds(attempt: AttemptPaths) -> list[int]:
-    """Those whose workers have begun, the newest last."""
+    """The rounds whose workers have begun, the newest last."""
     return sorted(number for name in _names(attempt.root) if (number := round_index(name)) is not None)
 
 
 def ranks(folder: Path) -> list[int]:
-    """Those that have something in the folder of a round, or of a checkpoint."""
+    """The ranks that have something in the folder of a round, or of a checkpoint."""
     names = (name.removesuffix(".pkl") for name in _names(folder))
     return sorted(rank for name in names if (rank := rank_index(name)) is not None)
 
 
 class RoundPlace(Struct, frozen=True, kw_only=True):
-    """One round of one attempt."""
-
     attempt: AttemptPaths
     round: int
 
@@ -391,7 +377,7 @@ class RoundPlace(Struct, frozen=True, kw_only=True):
 
 
 def newest_round(paths: RunPaths) -> RoundPlace | None:
-    """The last one whose workers have begun; None where none has."""
+    """The newest round whose workers have begun, or None."""
     for attempt in reversed(paths.begun_attempts()):
         found = rounds(attempt)
         if found:
@@ -410,12 +396,10 @@ def _names(folder: Path) -> list[str]:
 EXECUTOR_VARIABLE = "SUBMITIT_EXECUTOR"
 FOLDER_VARIABLE = "SUBMITIT_FOLDER"
 JOB_VARIABLE = "HPC_ELASTIC_JOB_ID"
-"""Of a submitted function's worker: the job's id as `ElasticJob.job_id` has it."""
+"""Names the job in a submitted function's worker, as `ElasticJob.job_id` has it."""
 
 
 class WorkerPlace(Struct, frozen=True, kw_only=True):
-    """One worker in one round."""
-
     run_dir: Path
     attempt: int
     round: int
@@ -438,7 +422,7 @@ class WorkerPlace(Struct, frozen=True, kw_only=True):
 
 
 def job_id_of(env: Mapping[str, str], run_dir: Path) -> str:
-    """As Slurm's commands take it; of a run on this machine, the run's own."""
+    """The id for Slurm's commands; for a run on this machine, the run's own."""
     array, task = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
     if array and task:
         return f"{array}_{task}"
@@ -446,7 +430,7 @@ def job_id_of(env: Mapping[str, str], run_dir: Path) -> str:
 
 
 def submitit_variables(env: Mapping[str, str], place: WorkerPlace, terms: CallTerms) -> dict[str, str]:
-    """By which ``submitit.JobEnvironment()`` finds itself in a worker of ours."""
+    """The variables by which ``submitit.JobEnvironment()`` recognises our workers."""
     return {
         EXECUTOR_VARIABLE: "elastic",
         FOLDER_VARIABLE: terms.folder,

@@ -14,12 +14,11 @@ from hpc_elastic.submission.call import FOLDER_VARIABLE, JOB_VARIABLE, call_file
 
 
 class ElasticJobPaths(JobPaths):  # type: ignore[misc]
-    """Of one rank (`task_id`) of a job. What changes with a restart is looked up when it is asked for."""
+    """Paths of one rank (`task_id`) of a job. Restarts change them, so they are looked up on each use."""
 
     def __init__(self, folder: Path | str, job_id: str, task_id: int | None = None, *, run_dir: Path | None) -> None:
         """Args:
         folder: The executor's, with ``%j`` and the like.
-        task_id: The rank; None: 0.
         run_dir: None: by the link that `remember` made.
         """
         super().__init__(folder, job_id=job_id, task_id=task_id)
@@ -34,7 +33,7 @@ class ElasticJobPaths(JobPaths):  # type: ignore[misc]
         return Path(self.folder) / f"{self.job_id}_run"
 
     def remember(self) -> None:
-        """Make the job's folder, and in it a link by which the run is found by the job's id."""
+        """Make the job's folder, and in it a link from the job's id to the run."""
         Path(self.folder).mkdir(parents=True, exist_ok=True)
         self._link.unlink(missing_ok=True)  # ids come back
         self._link.symlink_to(self.run_dir)
@@ -61,13 +60,13 @@ class ElasticJobPaths(JobPaths):  # type: ignore[misc]
 
     @property
     def _rank_dir(self) -> Path:
-        """Of the newest round; of the first one before there is any."""
+        """The newest round's; before any, the first one's."""
         place = newest_round(self.run)
         return self.run.attempt(0).rank(0, self.task_id).root if place is None else place.rank_dir(self.task_id)
 
 
 class ElasticJobEnvironment(JobEnvironment):  # type: ignore[misc]
-    """Where a worker is: by the variables that its agent, and torch, know it by."""
+    """A worker's place, by its agent's and torch's variables."""
 
     _env: ClassVar[dict[str, str]] = {
         "job_id": JOB_VARIABLE,
@@ -112,4 +111,4 @@ class ElasticJobEnvironment(JobEnvironment):  # type: ignore[misc]
         return ElasticJobPaths(os.environ[FOLDER_VARIABLE], self.job_id, self.global_rank, run_dir=run_dir)
 
     def _requeue(self, countdown: int) -> None:
-        """Nothing: the supervisor requeues the job when all ranks have saved."""
+        """No effect: the supervisor requeues the job when all ranks have saved."""

@@ -51,19 +51,18 @@ _HINTS = MessageHints(
 
 
 class Request(Struct, frozen=True, kw_only=True):
-    """One call that is to become a run; several, one run each, are to become an array."""
+    """A call to run; several calls, one run each, become an array."""
 
     calls: tuple[Call, ...]
     terms: CallTerms
-    """But for the time limit and, of several calls, the name."""
+    """Without the time limit and, of several calls, the name."""
     parsed: Parsed
     lines: ScriptLines
     runs_dir: Path
-    """Absolute."""
     python: str
     """The workers' interpreter, with its arguments, as for a shell."""
     largest: int
-    """Bytes that a call may take."""
+    """Most bytes of a call."""
     env: Mapping[str, str]
 
 
@@ -74,7 +73,7 @@ def submit_here(requests: Sequence[Request]) -> list[tuple[str, Path]]:
         The jobs' ids, which are the runs', and the run directories, in order.
 
     Raises:
-        UsageError: a value that can't be right: nothing is started then.
+        UsageError: an invalid value: nothing is started then.
     """
     _log_what_files_decide(*requests)
     prepared = [(request, *_local_run(request)) for request in requests]
@@ -87,7 +86,6 @@ def _log_what_files_decide(*requests: Request) -> None:
 
 
 def _local_run(request: Request) -> tuple[RunSpec, int]:
-    """What it will hold, and the seconds that an attempt may take; 0: as long as it likes."""
     parsed = request.parsed
     with explaining(parsed):
         nodes = job_options.asked_nodes(parsed)
@@ -122,14 +120,13 @@ def submit_to_slurm(request: Request, *, parallelism: int) -> list[tuple[str, Pa
     """Submit one call as a job, several as an array of one run each.
 
     Args:
-        parallelism: So many tasks of an array run at once.
+        parallelism: Tasks of an array that run at once.
 
     Returns:
         The jobs' ids and run directories, in order.
 
     Raises:
-        UsageError: it can't be submitted as asked.
-        SlurmError: Slurm did not take it. Nothing is left then.
+        UsageError, SlurmError: not submitted; nothing is left.
     """
     _log_what_files_decide(request)
     count = len(request.calls)
@@ -186,19 +183,19 @@ R = TypeVar("R", covariant=True)
 
 
 class ElasticDebugJob(DebugJob):  # type: ignore[misc]
-    """submitit's own debug job, a world of one rank: what it raises comes out as it is, in a debugger first."""
+    """submitit's own debug job, a world of one rank: its exceptions come out as they are, in a debugger first."""
 
     def __init__(self, folder: Path, submission: DelayedSubmission) -> None:
         super().__init__(folder, submission)
         self.environ.update(_world_of_one())
 
     def report(self) -> str:
-        """There is none."""
+        """Always empty."""
         return ""
 
 
 def _world_of_one() -> dict[str, str]:
-    """What an agent would give the only worker, so that torch's ``env://`` works."""
+    """An agent's variables for the only worker, so that torch's ``env://`` works."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -213,7 +210,7 @@ _FRAMES = 4
 
 
 def slurm_arguments() -> dict[str, Any]:
-    """The ``slurm_*`` arguments, without the prefix, of the AutoExecutor's call that is under way; empty for none."""
+    """The ``slurm_*`` arguments, without the prefix, of the AutoExecutor's call that is under way; empty: none."""
     frame = sys._getframe(1)
     for _ in range(_FRAMES):
         found = frame.f_back
@@ -230,9 +227,9 @@ def slurm_arguments() -> dict[str, Any]:
 class ParameterNames(frozenset[str]):
     """The executor's names, as an AutoExecutor looks at them.
 
-    It asks whether a name is one: what is none is refused here, with the nearest one that there is. And it lists them,
-    to learn what `partition=` without a prefix means on *every* cluster, where the last executor that has the name
-    wins: so only those are listed that are ours alone.
+    It asks whether a name is one: an unknown one is refused here, with the nearest known one. And it lists them, to
+    learn what `partition=` without a prefix means on *every* cluster, where the last executor that has the name wins:
+    so only those are listed that are ours alone.
     """
 
     def __contains__(self, name: object) -> bool:
@@ -269,15 +266,15 @@ class ElasticExecutor(Executor):  # type: ignore[misc]
         cluster: str = "auto",
     ) -> None:
         """Args:
-        folder: For everything about the jobs; under Slurm, one that all nodes share. May hold ``%j``.
-        max_num_timeout: How often a job may be requeued because its time was over.
-        max_pickle_size_gb: The most that a submission's functions and arguments may take.
+        folder: Everything about the jobs; under Slurm, all nodes share it. May hold ``%j``.
+        max_num_timeout: Most requeues of a job because its time was over.
+        max_pickle_size_gb: Most gigabytes of a submission's functions and arguments.
         python: The workers' interpreter, with its arguments, as for a shell (default: this one).
         cluster: ``slurm``; ``local``: real agents, on this machine; ``debug``: in this process; ``auto``: Slurm where
-            there is one, else this machine.
+        there is one, else this machine.
 
         Raises:
-            UsageError: a value that can't be right.
+            UsageError: an invalid value.
         """
         super().__init__(folder)
         dropped = slurm_arguments()
@@ -290,7 +287,7 @@ class ElasticExecutor(Executor):  # type: ignore[misc]
 
     @classmethod
     def affinity(cls) -> int:
-        """0: there, and taken only where it is asked for."""
+        """0: available, and taken only on request."""
         return 0
 
     @classmethod
@@ -298,15 +295,15 @@ class ElasticExecutor(Executor):  # type: ignore[misc]
         return ParameterNames(names.NAMES)
 
     def _convert_parameters(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Called by an AutoExecutor with what has no prefix."""
+        """Called by an AutoExecutor with parameters that have no prefix."""
         return {**params, **names.normalized(slurm_arguments())}
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
         """Change parameters for the jobs to come.
 
         Raises:
-            UnknownParameterError: there is no such one; the nearest name is in the message.
-            UsageError: a value that can't be right.
+            UnknownParameterError: unknown; the nearest name is in the message.
+            UsageError: an invalid value.
         """
         changed = names.normalized(kwargs)
         wanted = {**self.parameters, **changed}
@@ -317,7 +314,7 @@ class ElasticExecutor(Executor):  # type: ignore[misc]
 
     @property
     def cluster(self) -> str:
-        """Where jobs go: ``slurm``, ``local`` or ``debug``."""
+        """``slurm``, ``local`` or ``debug``."""
         asked: str = self.parameters.get("cluster", "auto")
         if asked == "auto":
             asked = self._parsed(self.parameters, "any", os.environ).get("cluster") or "auto"
@@ -347,7 +344,7 @@ class ElasticExecutor(Executor):  # type: ignore[misc]
         return jobs
 
     def _request(self, calls: tuple[Call, ...], *, many: int) -> Request:
-        """`many`: how many calls share what a submission may take."""
+        """`many`: the number of calls that share a submission's size limit."""
         env = os.environ
         name = function_name(calls[0].function)
         terms = CallTerms(

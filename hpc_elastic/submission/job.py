@@ -1,4 +1,4 @@
-"""`ElasticJob`: a submitit job whose truth is the run's directory; and what Slurm knows of all jobs of a program."""
+"""`ElasticJob`: a submitit job whose truth is the run's directory; and Slurm's view of all jobs of a program."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ _WITHOUT_A_START = frozenset(("CANCELLED", "DEADLINE", "REVOKED"))
 
 
 def slurm_client() -> SlurmClient:
-    """This cluster's."""
     return SlurmClient(SubprocessRunner(os.environ), SystemClock(), timeout=SLURM_SECONDS)
 
 
@@ -50,7 +49,7 @@ class ElasticWatcher(InfoWatcher):  # type: ignore[misc]
     def __init__(self, delay_s: int = 60) -> None:
         super().__init__(delay_s)
         self._asked_about: dict[str, int] = {}
-        """How often Slurm has answered about each."""
+        """Job → number of Slurm's answers about it."""
 
     def update(self) -> None:
         """Ask for every job that is not known to have ended."""
@@ -69,25 +68,24 @@ class ElasticWatcher(InfoWatcher):  # type: ignore[misc]
                 self._finished.add(name)
 
     def get_state(self, job_id: str, mode: str = "standard") -> str:
-        """Slurm's state of it; `FORGOTTEN` where it has none."""
+        """Slurm's state of it; `FORGOTTEN`: it has none."""
         return str(self.get_info(job_id, mode=mode).get("State") or FORGOTTEN)
 
     def answers_about(self, job_id: str) -> int:
-        """How often Slurm has answered, be it that it does not know the job. A look that failed is no answer."""
+        """Number of Slurm's answers, unknown jobs included. A look that failed is no answer."""
         return self._asked_about.get(job_id, 0)
 
     def look_again_at(self, job_id: str) -> None:
-        """It was taken to have ended, and may be back in the queue."""
+        """Ask again about a job that seemed to have ended: it may be back in the queue."""
         self._finished.discard(job_id)
 
 
 def is_over(state: str) -> bool:
-    """Whether a job of which Slurm says this has ended."""
     return JobState(job_id="", state=state, reason="").phase is JobPhase.FINISHED
 
 
 def is_over_before_it_began(state: str) -> bool:
-    """Whether a job of which Slurm says this, and nothing is known besides, has never run."""
+    """Whether a job in this state, of which nothing else is known, has never run."""
     return state in _WITHOUT_A_START
 
 
@@ -100,9 +98,9 @@ def _info(job_id: str, state: JobState | None) -> dict[str, str]:
 R = TypeVar("R", covariant=True)
 
 _SETTLE_SECONDS = 15.0
-"""How long the files may take to show an end that Slurm or the launcher's absence shows, or a requeue."""
+"""Time for the files to show an end that Slurm or the launcher's absence shows, or a requeue."""
 _REPORT_SECONDS = 30.0
-"""How long a failed run's report is waited for."""
+"""Time for a failed run's report."""
 _FIRST_LOOK = 0.05
 _SLOWEST_LOOK = 1.0
 
@@ -123,9 +121,9 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
     ) -> None:
         """Args:
         job_id: Slurm's, or on this machine the run's id.
-        tasks: As submitit has it; not used.
+        tasks: submitit's; not used.
         run_dir: None: found by the job's id in `folder`.
-        rank: Of which rank this is the view; None: the whole job's.
+        rank: The rank of this view; None: the whole job's.
         """
         self._rank = rank
         self._cluster = ""
@@ -153,7 +151,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
 
     @property
     def run_dir(self) -> Path:
-        """Where everything about it is kept."""
+        """The folder of everything about it."""
         return self._run_dir
 
     @property
@@ -166,20 +164,20 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
 
     @property
     def num_tasks(self) -> int:
-        """Ranks: of the newest round; before the first, as many as there are to be."""
+        """Ranks of the newest round; before the first, the planned ones."""
         if self._rank is not None:
             return 1
         return outcome.world_size(self._run) or self._planned_ranks()
 
     @property
     def task_id(self) -> int | None:
-        """The rank that this is the view of; 0 for a job with one."""
+        """The rank of this view; 0 for a job with one."""
         if self._rank is not None:
             return self._rank
         return None if self.num_tasks > 1 else 0
 
     def task(self, task_id: int) -> ElasticJob[R]:
-        """The same job as `task_id`, a global rank, has it: its result, its output."""
+        """The view of `task_id`, a global rank: its result, its output."""
         if self._rank is not None:
             if task_id == 0:
                 return self
@@ -199,7 +197,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
 
     @property
     def state(self) -> str:
-        """As Slurm names it, on this machine too: ``PENDING``, ``RUNNING``, ``COMPLETED``, ``FAILED`` …"""
+        """Slurm's name of the state, on this machine too: ``PENDING``, ``RUNNING``, ``COMPLETED``, ``FAILED`` …"""
         end = outcome.find_end(self._run)
         if end is not None:
             return end.state
@@ -210,7 +208,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         return self.watcher.get_state(self._watched, mode="standard")
 
     def get_info(self, mode: str = "force") -> dict[str, str]:
-        """What is known of the job: ``JobID``, ``State`` and, under Slurm, ``NodeList``."""
+        """``JobID``, ``State`` and, under Slurm, ``NodeList``."""
         if self.cluster != "slurm":
             return {"JobID": self.job_id, "State": self.state}
         info = dict(self.watcher.get_info(self._watched, mode=mode))
@@ -263,7 +261,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         return self.watcher.answers_about(self._watched) if self.cluster == "slurm" else 0
 
     def _has_never_begun(self) -> bool:
-        """Whether it is known never to have begun. Of one that did, the files may be seen here only later."""
+        """Whether it surely never began. Files of one that did may be seen here only later."""
         if self.cluster != "slurm":
             return True
         return is_over_before_it_began(self.watcher.get_state(self._watched, mode="cache"))
@@ -276,16 +274,16 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
             pause = min(_SLOWEST_LOOK, pause * 1.3)
 
     def result(self) -> R:
-        """What the function returned on rank 0 (of a rank's view: on that one). Waits.
+        """Wait for the function's value on rank 0 (of a rank's view: on that one).
 
         Raises:
-            ElasticJobFailedError: it failed; the cause is what it raised.
+            ElasticJobFailedError: it failed; the cause is the worker's exception.
             ElasticJobUncompletedError: it was cancelled, or ended without a result.
         """
         return self._value(self._rank or 0)
 
     def results(self) -> list[R]:
-        """What the function returned, in the order of ranks. Waits, and raises as `result` does."""
+        """Wait for the function's values, in the order of ranks. Raises as `result` does."""
         if self._rank is not None:
             return [self.result()]
         first = self.result()
@@ -293,7 +291,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         return [first, *(self._value(rank) for rank in range(1, count))]
 
     def exception(self) -> ElasticJobFailedError | ElasticJobUncompletedError | None:
-        """What `result` would raise, or None. Waits."""
+        """Wait for the exception that `result` would raise, or None."""
         self.wait()
         end = outcome.find_end(self._run)
         if end is not None and end.succeeded:
@@ -309,7 +307,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
             raise ElasticJobUncompletedError(job_id=self.job_id, why=str(error), report=self._where()) from error
 
     def _awaited_result(self, rank: int) -> Any:
-        """From another node's disk cache it may come after the file that shows the run's end."""
+        """Read a result; another node's disk cache may show it after the file that shows the run's end."""
         deadline = time.monotonic() + (_SETTLE_SECONDS if self.cluster == "slurm" else 0.0)
         while True:
             try:
@@ -338,7 +336,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         return error
 
     def _awaited_report(self) -> str:
-        """The report, which is written just after the end is."""
+        """Wait for the report, which is written just after the end is."""
         deadline = time.monotonic() + (_REPORT_SECONDS if self._run.begun_attempts() else 0.0)
         while not (text := outcome.report_text(self._run)) and time.monotonic() < deadline:
             if self.cluster != "slurm" and not local_process.lives(self._run):
@@ -352,11 +350,11 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
     # -- what it said -----------------------------------------------------------------------------------------------
 
     def stdout(self) -> str | None:
-        """What its ranks printed, one after the other; None where none has begun."""
+        """The ranks' output, one after the other; None: none has begun."""
         return self._output("stdout")
 
     def stderr(self) -> str | None:
-        """The same for what they wrote to stderr; None where that goes to stdout."""
+        """The ranks' standard error; None where that goes to stdout."""
         try:
             if read_terms(call_file(self._run)).stderr_to_stdout:
                 return None
@@ -371,14 +369,14 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         return "\n".join(filter(None, found)) if found else None
 
     def log(self) -> str:
-        """The job log: what the batch host printed, all attempts'."""
+        """The job log: the batch host's output, in all attempts."""
         try:
             return read_bytes(self._run.job_log, limit=sys.maxsize).decode("utf-8", "replace")
         except (OSError, UnsafePathError):
             return ""
 
     def report(self) -> str:
-        """The report of the newest attempt that has ended: who failed first and why; empty where there is none yet."""
+        """The report of the newest attempt that has ended: who failed first and why; empty: none yet."""
         return outcome.report_text(self._run)
 
     # -- what can be done to it -------------------------------------------------------------------------------------
@@ -387,7 +385,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         """End it; it does not come back.
 
         Args:
-            check: Whether it is an error where Slurm does not take it.
+            check: Raise where Slurm does not take it.
         """
         if self.cluster != "slurm":
             local_process.send(self._run, signal.SIGTERM)
@@ -402,10 +400,10 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
                 raise
 
     def _interrupt(self, timeout: bool = False) -> None:
-        """Give it notice, as Slurm does before its time is over: what can be saved is saved, and the job comes back.
+        """Give it notice, as Slurm does before its time is over: workers save, and the job comes back.
 
         Args:
-            timeout: Accepted as submitit's: whether it counts as a timeout is decided by the time that it has run.
+            timeout: submitit's; whether it counts as a timeout is decided by the time that it has run.
         """
         if self.cluster == "slurm":
             client = slurm_client()

@@ -1,4 +1,4 @@
-"""A submitted function's run on this machine, in a process of its own that outlives the submitting program.
+"""The process of a submitted function's run on this machine, which outlives the submitting program.
 
 As a program, ``python -c … RUN_DIR SECONDS DELAY``, it is the launcher of the run, with a time limit for each attempt.
 """
@@ -33,7 +33,7 @@ def start(paths: RunPaths, *, limit: float, delay: float, lines: ScriptLines, en
     """Start the run.
 
     Args:
-        limit: Seconds that an attempt may take; 0: as long as it likes.
+        limit: Seconds of an attempt; 0: unlimited.
         delay: Seconds before that at which notice is given.
         env: For the launcher, the agents and the workers.
     """
@@ -59,7 +59,7 @@ def start(paths: RunPaths, *, limit: float, delay: float, lines: ScriptLines, en
 
 
 def lives(paths: RunPaths) -> bool:
-    """Whether the run's launcher is there. On another machine's nothing can be said: yes."""
+    """Whether the run's launcher is there. Always for one on another machine, where that is unknown."""
     facts = read_json(launcher_file(paths))
     if isinstance(facts, str):
         return False
@@ -73,7 +73,7 @@ def lives(paths: RunPaths) -> bool:
 
 
 def send(paths: RunPaths, number: signal.Signals) -> bool:
-    """A signal for the launcher (and its shell, where it has one); False where it is not there."""
+    """Signal the launcher (and its shell, if any); False: it is not there."""
     facts = read_json(launcher_file(paths))
     if isinstance(facts, str) or facts.get("host") != os.uname().nodename:
         return False
@@ -94,7 +94,7 @@ def send(paths: RunPaths, number: signal.Signals) -> bool:
 
 
 def _launcher(paths: RunPaths, facts: Mapping[str, object]) -> tree.Proc | None:
-    """The run's own launcher, where it lives: a copied run's file may name any process of this user's."""
+    """The run's own launcher, while it lives: a copied run's file may name any process of this user's."""
     pid = facts.get("pid")
     proc = tree.look_at(pid) if type(pid) is int and pid > 1 else None
     if proc is None or proc.is_dead or proc.starttime != facts.get("starttime"):
@@ -138,7 +138,6 @@ class _TimeLimit(threading.Thread):
 
 
 def main() -> None:
-    """Run, in the process that `start` started."""
     run_dir, limit, delay = Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
     time_limit = _TimeLimit(RunPaths(run_dir), limit=limit, delay=delay)
     if limit:

@@ -1,4 +1,4 @@
-"""What became of a submitted function, from the run's files alone: results, output, and the errors of a job."""
+"""The outcome of a submitted function, from the run's files alone: results, output, and the errors of a job."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _rebuild(error_type: Any, facts: dict[str, Any], cause: BaseException | None
 
 
 class ElasticJobFailedError(_FactsError, FailedJobError):  # type: ignore[misc]
-    """The job's function failed: the text is the report's verdict, the cause what the function raised, where it did."""
+    """The job's function failed: the text is the report's verdict, the cause the function's exception, if any."""
 
     template = "job {job_id} failed\n{report}"
 
@@ -69,17 +69,17 @@ class WorkerTracebackError(HpcElasticError):
 
 
 class WorkerRaisedError(HpcElasticError):
-    """In place of a worker's exception of which no copy can be made here."""
+    """Replaces a worker's exception of which no copy can be made here."""
 
     template = "{type}: {message}"
 
 
 def as_cause(error: BaseException | None, head: dict[str, Any]) -> BaseException:
-    """A worker's exception, with the traceback that it had there.
+    """A worker's exception, with its traceback there.
 
     Args:
-        error: The copy; None where there can be none.
-        head: Of the file that it came in.
+        error: The copy; None: impossible.
+        head: The head of its file.
     """
     facts = {name: str(head.get(name, "")) for name in ("type", "message")}
     found = error if error is not None else WorkerRaisedError(**facts)
@@ -92,12 +92,12 @@ _LONGEST_REPORT = 64 << 10
 
 
 class RunEnd(Struct, frozen=True, kw_only=True):
-    """How the run ended, once and for all."""
+    """The run's end, once and for all."""
 
     outcome: str
     reason: str
     is_out_of_time: bool = False
-    """Whether the workers were asked to save and end because of the time limit."""
+    """The workers were asked to save and end because of the time limit."""
 
     @property
     def succeeded(self) -> bool:
@@ -105,7 +105,7 @@ class RunEnd(Struct, frozen=True, kw_only=True):
 
     @property
     def state(self) -> str:
-        """As Slurm would say it."""
+        """Slurm's name of the state."""
         if self.outcome == Outcome.PREEMPTED.value and self.is_out_of_time:
             return _STATES[Outcome.TIMED_OUT.value]
         return _STATES.get(self.outcome, "FAILED")
@@ -120,7 +120,7 @@ _STATES = {
 
 
 def find_end(paths: RunPaths) -> RunEnd | None:
-    """How it ended; None while it runs, waits, or is about to come back."""
+    """The run's end; None while it runs, waits, or is about to come back."""
     stored = load_newest_result(paths)
     if stored is None or stored.action == RequeueAction.REQUEUE.value:
         return None
@@ -128,18 +128,14 @@ def find_end(paths: RunPaths) -> RunEnd | None:
 
 
 def world_size(paths: RunPaths) -> int | None:
-    """Workers of the newest round; None where none has begun."""
+    """Workers of the newest round; None: none has begun."""
     place = newest_round(paths)
     found = ranks(place.attempt.round_dir(place.round)) if place is not None else []
     return found[-1] + 1 if found else None
 
 
 def read_result(paths: RunPaths, rank: int) -> Any:
-    """What `rank` returned in the round in which all did.
-
-    Raises:
-        UnreadableObjectError: it left nothing, or what can't be made again here.
-    """
+    """The value of `rank` in the round in which all returned. Raises UnreadableObjectError."""
     place = newest_round(paths)
     if place is None:
         raise UnreadableObjectError(path=str(paths.root), why="no worker has begun", errno=errno.ENOENT)
@@ -155,9 +151,9 @@ def read_result(paths: RunPaths, rank: int) -> Any:
 
 
 def results_count(paths: RunPaths) -> int | None:
-    """How many ranks returned something, as rank 0's says; None where it does not.
+    """Number of ranks that returned something, by rank 0's file; None: it does not say.
 
-    That file says it for sure: a mount may show a folder as it was a minute ago, with fewer ranks in it.
+    That file is certain: a mount may show a folder as it was a minute ago, with fewer ranks in it.
     """
     place = newest_round(paths)
     if place is None:
@@ -169,10 +165,10 @@ def results_count(paths: RunPaths) -> int | None:
 
 
 def read_exception(paths: RunPaths) -> tuple[BaseException | None, dict[str, Any]] | None:
-    """What the rank raised that the report names as the cause, or, where it names none, the first that raised anything.
+    """The exception of the rank that the report names as the cause, else the first exception.
 
     Returns:
-        The exception, None where no copy could be made, and the head of its file; None where nothing was raised.
+        The exception, None where no copy could be made, and the head of its file; None: nothing was raised.
     """
     for path in _exception_files(paths):
         try:
@@ -208,7 +204,6 @@ def _exception_files(paths: RunPaths) -> Iterator[Path]:
 
 
 def report_text(paths: RunPaths) -> str:
-    """The newest attempt's report; empty where there is none."""
     found = paths.begun_attempts()
     try:
         return read_bytes(found[-1].report_text, limit=_LONGEST_REPORT).decode("utf-8", "replace").strip()
@@ -217,7 +212,7 @@ def report_text(paths: RunPaths) -> str:
 
 
 def output(paths: RunPaths, rank: int, stream: str) -> str | None:
-    """What a rank printed, in all attempts and rounds one after the other; None where it has not begun.
+    """A rank's output, in all attempts and rounds one after the other; None: it has not begun.
 
     Args:
         stream: ``stdout`` or ``stderr``.

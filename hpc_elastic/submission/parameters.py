@@ -1,6 +1,6 @@
 """The executor's parameters: submitit's names and Slurm's, and every option of ``hpc-elastic submit`` by its own. Pure.
 
-They become the same options that the command line has, and so have the same meaning, defaults, layers and checks.
+They become the command line's options, and so have the same meaning, defaults, layers and checks.
 """
 
 from __future__ import annotations
@@ -46,18 +46,17 @@ _NOT_HERE = frozenset(
 """Options of the command line that an executor has no use for, or has another name for."""
 
 _LEFT_OUT = tuple(sorted(_NOT_HERE - {"python", "chdir", "cluster", "nproc_per_node", "grace"}))
-"""Of these, what a configuration file says is for the command line alone."""
+"""Options that configuration files set for the command line alone."""
 _OPTION_OF = {option.dest: option for option in ALL_OPTIONS}
 NAMES = frozenset(
     {dest for dest in _OPTION_OF if dest not in _NOT_HERE} | {*GENERIC, *_SYNONYMS, *_OWN, *_AS_SBATCH_ARGUMENT}
 )
-"""Every parameter that there is."""
 
 RESTART_ON = ("all", "infrastructure", "never")
 DEFAULT_MINUTES = 5
-"""submitit's time limit, where none is given."""
+"""submitit's time limit."""
 DEFAULT_SIGNAL_DELAY = 90
-"""The same for the notice, seconds."""
+"""submitit's notice, in seconds."""
 DEFAULT_PARALLELISM = 256
 _CLUSTERS = ("auto", "slurm", "local", "debug")
 
@@ -67,7 +66,7 @@ class UnknownParameterError(UsageError, ValueError, NameError, TypeError):
 
 
 def unknown(name: str) -> UnknownParameterError:
-    """The error for a name, with the nearest one that there is."""
+    """The error for a name, with the nearest known one."""
     if (why := removal(name)) is not None:
         return UnknownParameterError(f"{name} {why}")
     found = nearest(name, {known.replace("_", "-") for known in NAMES})
@@ -81,8 +80,7 @@ def normalized(given: Mapping[str, Any]) -> dict[str, Any]:
     """Parameters under one name each; of two names for the same, the later one counts. None is "not given".
 
     Raises:
-        UnknownParameterError: there is no such one.
-        UsageError: a value that can't be right.
+        UnknownParameterError, UsageError: an unknown name; an invalid value.
     """
     found: dict[str, Any] = {}
     for name, value in given.items():
@@ -117,15 +115,15 @@ def _check(found: Mapping[str, Any]) -> None:
 
 
 def parsed_options(parameters: Mapping[str, Any], *, job_name: str, env: Mapping[str, str], slurm: bool) -> Parsed:
-    """What the parameters say, over what the configuration's layers say, as a command line of ``submit`` would.
+    """The parameters over the configuration's layers, as a command line of ``submit``.
 
     Args:
-        job_name: Where none is given.
+        job_name: The default.
         env: For the layers.
-        slurm: Whether it is for Slurm: sbatch's own variables count there.
+        slurm: Whether sbatch's own variables count.
 
     Raises:
-        UsageError: a value that can't be right.
+        UsageError: an invalid value.
     """
     values: dict[str, tuple[str, ...]] = {}
     sources: dict[str, str] = {}
@@ -177,7 +175,7 @@ def _options(found: Mapping[str, Any]) -> Iterator[tuple[str, Option, Any]]:
 
 
 def _additional(given: Mapping[str, Any]) -> Iterator[tuple[str, Option, Any]]:
-    """sbatch's options by sbatch's names: what is an option of ours too is that, the rest goes to sbatch as it is."""
+    """Options by sbatch's names: one that is ours too is that, the rest goes to sbatch as it is."""
     for key, value in given.items():
         dest = key.replace("-", "_")
         source = f"additional_parameters {key}"
@@ -243,5 +241,5 @@ def _memory(value: Any) -> str:
 
 
 def script_lines(parameters: Mapping[str, Any]) -> ScriptLines:
-    """``setup`` and ``teardown``: what goes into the batch script around the run."""
+    """The lines of ``setup`` and ``teardown`` around the run in the batch script."""
     return ScriptLines(setup=tuple(parameters.get("setup", ())), teardown=tuple(parameters.get("teardown", ())))

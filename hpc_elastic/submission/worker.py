@@ -1,9 +1,8 @@
-"""What every worker of a submitted function runs: the function, and submitit's checkpoints for every rank.
+"""The program of every worker of a submitted function: the function, and submitit's checkpoints for every rank.
 
-The worker leaves what the function returned or raised beside its logs. The agent's preemption notice comes as SIGUSR2,
-as submitit's does, and interrupts the function wherever it is. What follows is decided by `decide`, which is submitit's
-own rule (1.5). What differs is that each rank writes its own state, and that a state counts only where all ranks of its
-attempt have written theirs.
+The worker leaves the function's value or exception beside its logs. The agent's preemption notice comes as SIGUSR2,
+as submitit's does, and interrupts the function wherever it is. `decide` is submitit's own rule (1.5). The differences:
+each rank writes its own state, and a state counts only where all ranks of its attempt have written theirs.
 """
 
 from __future__ import annotations
@@ -62,12 +61,12 @@ class JobNotRequeuedError(HpcElasticError):
 
 
 class PreemptionAction(Enum):
-    """What a worker does when it hears that its job is about to end."""
+    """A worker's reaction to the notice that its job is about to end."""
 
     GO_ON = "go on"
     """The function asks for notices itself, and saves at the step that is agreed on."""
     SAVE = "save"
-    """Call checkpoint(), write what it gives, and leave: the job is requeued."""
+    """Call checkpoint(), write its state, and leave: the job is requeued."""
     LEAVE = "leave"
     """The job is requeued, and the function begins anew."""
     END = "end"
@@ -75,12 +74,11 @@ class PreemptionAction(Enum):
 
 
 class PreemptionFacts(Struct, frozen=True, kw_only=True):
-    """What the decision rests on. Times in seconds."""
+    """Times in seconds."""
 
     ran: float
-    """Since the attempt began."""
     limit: float
-    """The attempt's time limit; 0: none is known."""
+    """The attempt's time limit; 0: unknown."""
     timeouts_left: int
     has_checkpoint: bool
     asks_itself: bool
@@ -88,20 +86,15 @@ class PreemptionFacts(Struct, frozen=True, kw_only=True):
 
 
 class PreemptionDecision(Struct, frozen=True, kw_only=True):
-    """What to do, and why not more."""
-
     action: PreemptionAction
     timed_out: bool
     timeouts_left: int
-    """For the next attempt; below 0: there is to be none."""
+    """The next attempt's; below 0: there is to be none."""
     reason: str = ""
 
 
 def decide(facts: PreemptionFacts) -> PreemptionDecision:
-    """Decide about a notice, as submitit does.
-
-    Only timeouts count against `max_num_timeout`.
-    """
+    """Decide about a notice, as submitit does: only timeouts count against `max_num_timeout`."""
     timed_out = is_timed_out(facts.ran, limit=facts.limit)
     left = facts.timeouts_left - timed_out
     if facts.asks_itself and not facts.has_checkpoint:
@@ -118,7 +111,7 @@ def decide(facts: PreemptionFacts) -> PreemptionDecision:
 
 
 def next_call(call: Call) -> Call | None:
-    """What the callable's `checkpoint` gives to go on with; None: it gives nothing.
+    """The call that the callable's `checkpoint` gives to go on with; None: it gives nothing.
 
     Raises:
         TypeError: it gives something else than submitit's DelayedSubmission.
@@ -136,20 +129,12 @@ def next_call(call: Call) -> Call | None:
 
 
 def save_state(attempt: AttemptPaths, call: Call, *, rank: int, world_size: int, timeouts_left: int) -> None:
-    """Write one rank's state.
-
-    Raises:
-        Exception: what a user's object raises when it is taken apart.
-        OSError: it can't be written.
-    """
     make_private_dir(checkpoint_dir(attempt))
     head = {"rank": rank, "world_size": world_size, "timeouts_left": timeouts_left}
     write_object(checkpoint_file(attempt, rank), head, (call.function, call.args, dict(call.kwargs)))
 
 
 class SavedState(Struct, frozen=True, kw_only=True):
-    """What one rank goes on from."""
-
     call: Call
     timeouts_left: int
     attempt: AttemptPaths
@@ -160,11 +145,11 @@ def find_state(paths: RunPaths, *, rank: int, before: int) -> SavedState | None:
     """The state of the newest attempt before `before` in which every rank wrote one.
 
     Args:
-        rank: Whose. One that there was none of then, since the world has grown, takes rank 0's.
+        rank: A rank beyond that attempt's world takes rank 0's.
         before: The running attempt.
 
     Raises:
-        UnreadableObjectError: it can't be unpickled: what it needs is missing here.
+        UnreadableObjectError: it can't be unpickled: a module is missing here.
     """
     for attempt in reversed(paths.begun_attempts()):
         if attempt.number >= before:
@@ -185,14 +170,13 @@ def find_state(paths: RunPaths, *, rank: int, before: int) -> SavedState | None:
 
 
 def forget_states(paths: RunPaths, *, rank: int, before: AttemptPaths) -> None:
-    """Remove what this rank wrote before the state that it goes on from: states may be large."""
+    """Remove this rank's states before the one that it goes on from: states may be large."""
     for attempt in paths.begun_attempts():
         if attempt.number < before.number:
             checkpoint_file(attempt, rank).unlink(missing_ok=True)
 
 
 def with_state(call: Call, terms: CallTerms, state: SavedState | None) -> tuple[Call, CallTerms]:
-    """What to call, and how often the job may still be out of time."""
     return (call, terms) if state is None else (state.call, replace(terms, timeouts_left=state.timeouts_left))
 
 
@@ -201,7 +185,7 @@ NOTICE_SIGNAL = signal.SIGUSR2
 
 
 class _Leave(SystemExit):
-    """Through the user's function, which a signal has interrupted: ``except Exception`` must not stop it."""
+    """Leaves the user's function, which a signal has interrupted: ``except Exception`` must not stop it."""
 
 
 def main(arguments: Sequence[str] = ()) -> None:
@@ -322,7 +306,7 @@ class _Worker:
         )
 
     def _seconds_since_start(self) -> float:
-        """Of the attempt. By two hosts' clocks, whose difference is nothing beside the minutes of a limit."""
+        """Seconds since the attempt began, by two hosts' clocks: their difference is small beside a limit's minutes."""
         try:
             return time.time() - load_attempt(self._attempt.attempt_json).started_ns / 1e9
         except UnreadableAttemptError:
@@ -369,7 +353,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def _portable(error: BaseException) -> BaseException | None:
-    """The exception, where a copy of it can be made elsewhere."""
+    """The exception, if a copy of it can be made elsewhere."""
     import cloudpickle
 
     try:

@@ -16,7 +16,7 @@ from hpc_elastic.launch.conclude import conclude
 from hpc_elastic.launch.requeue import AttemptResult, RequeueAction, RequeueDecision, RequeueWay
 from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
 from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
-from hpc_elastic.launch.site import EligibleNodes
+from hpc_elastic.launch.site import AttemptContext, EligibleNodes
 from hpc_elastic.run.attempt import AttemptInfo, StoredResult, load_result
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.node_records import load_record
@@ -70,6 +70,12 @@ class Site:
         return Requeued(summary="job 7 is requeued", next_job=self.next_job)
 
 
+def context(
+    paths: RunPaths, spec: RunSpec, site: Site, attempt: AttemptInfo, events: EventLog, clock: FakeClock
+) -> AttemptContext:
+    return AttemptContext(paths=paths, spec=spec, site=site, attempt=attempt, events=events, clock=clock)  # type: ignore[arg-type]
+
+
 @pytest.fixture
 def world(tmp_path: Path) -> tuple[Site, Callable[..., RequeueDecision]]:
     """A run whose node n3 was lost a minute ago."""
@@ -89,7 +95,7 @@ def world(tmp_path: Path) -> tuple[Site, Callable[..., RequeueDecision]]:
         events = EventLog(
             folder.events, role="supervisor", host="n1", node=-1, uid=f"s{next(ends)}", clock=builder.clock
         )
-        decision = conclude(paths, spec, site, attempt, result, events, clock=builder.clock)  # type: ignore[arg-type]
+        decision = conclude(context(paths, spec, site, attempt, events, builder.clock), result)
         events.close()
         return decision
 
@@ -126,7 +132,7 @@ def test_a_run_whose_directory_was_removed_is_not_requeued(
     site, _ = world
     shutil.rmtree(site.paths.root)
     events = EventLog(tmp_path / "elsewhere", role="supervisor", host="n1", node=-1, uid="s", clock=FakeClock())
-    decision = conclude(site.paths, SPEC, site, ATTEMPT, TOO_FEW, events, clock=FakeClock())  # type: ignore[arg-type]
+    decision = conclude(context(site.paths, SPEC, site, ATTEMPT, events, FakeClock()), TOO_FEW)
     assert decision.action is RequeueAction.END
     assert "the run directory was removed" in decision.reason
     assert site.plans == []
@@ -260,7 +266,7 @@ def test_no_node_is_bad_for_what_is_a_bug_in_the_script(tmp_path: Path, is_bug: 
     )
     failed = replace(TOO_FEW, outcome=Outcome.FAILED, fingerprint=failure.fingerprint, retryable=not is_bug)
     spec = replace(SPEC, max_requeues=0)
-    conclude(builder.paths, spec, site, ATTEMPT, failed, events, clock=builder.clock)  # type: ignore[arg-type]
+    conclude(context(builder.paths, spec, site, ATTEMPT, events, builder.clock), failed)
     assert ("Bad nodes" in builder.paths.attempt(0).report_text.read_text()) is not is_bug
     assert len(load_record(builder.paths.nodes_json).evidence) == 2
 
@@ -277,7 +283,7 @@ def test_where_nothing_is_bad_slurm_is_not_asked_for_nodes(tmp_path: Path) -> No
         builder.paths.attempt(0).events, role="supervisor", host="n1", node=-1, uid="s", clock=builder.clock
     )
     failed = replace(TOO_FEW, outcome=Outcome.FAILED, reason="restarts exhausted")
-    conclude(builder.paths, SPEC, site, ATTEMPT, failed, events, clock=builder.clock)  # type: ignore[arg-type]
+    conclude(context(builder.paths, SPEC, site, ATTEMPT, events, builder.clock), failed)
     assert [plan.excluded for plan in site.plans] == [None]
     assert len(load_record(builder.paths.nodes_json).evidence) == 1
 

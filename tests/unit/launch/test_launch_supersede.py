@@ -13,6 +13,7 @@ import pytest
 from hpc_elastic.base.file_executor import FileExecutor, is_refusal
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.launch.run_directory import claim_attempt
+from hpc_elastic.launch.site import AttemptContext
 from hpc_elastic.launch.supersede import (
     END_SECONDS,
     AgentState,
@@ -94,15 +95,15 @@ class Stage:
         return uids
 
     def earlier(self, mine: AttemptInfo) -> EarlierAttempts:
-        return EarlierAttempts(
-            self.paths,
-            SPEC,
-            mine,
-            uid="99999-boss-0000000000000001-0000",
+        context = AttemptContext(
+            paths=self.paths,
+            spec=SPEC,
+            attempt=mine,
             site=SimpleNamespace(nodes_up=lambda: self.up),  # type: ignore[arg-type]
             events=log_into(self.events),  # type: ignore[arg-type]
             clock=self.clock,
         )
+        return EarlierAttempts(context, "99999-boss-0000000000000001-0000")
 
     def outcome(self, number: int = 0) -> Outcome | None:
         record = RoundLog(self.store(number), "r").latest()
