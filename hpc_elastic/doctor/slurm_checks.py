@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator, Mapping
 
 from msgspec.structs import replace
@@ -10,7 +11,7 @@ from msgspec.structs import replace
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.doctor.allocation_checks import ASSOCIATION_FIELDS, QOS_FIELDS, SlurmFacts, check_allocation
 from hpc_elastic.doctor.findings import Finding, problem, warn_unless, warning
-from hpc_elastic.slurm.client import CommandRunner, CommandTimeoutError
+from hpc_elastic.slurm.client import CommandRunner
 from hpc_elastic.slurm.cluster_facts import config_fields, parse_show_config
 
 _TESTED = ((20, 11), (26, 5))
@@ -28,7 +29,7 @@ def ask_slurm(run: SlurmFacts, *, runner: CommandRunner, clock: Clock, env: Mapp
         config = runner(["scontrol", "show", "config"], timeout=_ANSWER_SECONDS)
     except (FileNotFoundError, PermissionError):
         return SlurmFacts(is_missing=True)
-    except CommandTimeoutError:
+    except subprocess.TimeoutExpired:
         return SlurmFacts(error=f"scontrol show config took more than {_ANSWER_SECONDS:g} s")
     seconds = clock.monotonic() - began
     if config.rc != 0:
@@ -37,7 +38,7 @@ def ask_slurm(run: SlurmFacts, *, runner: CommandRunner, clock: Clock, env: Mapp
     def ask(*argv: str) -> str | None:
         try:
             done = runner(list(argv), timeout=_MORE_SECONDS)
-        except (FileNotFoundError, PermissionError, CommandTimeoutError):
+        except (FileNotFoundError, PermissionError, subprocess.TimeoutExpired):
             return None
         return done.stdout if done.rc == 0 else None
 

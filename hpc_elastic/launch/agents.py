@@ -20,7 +20,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
@@ -134,51 +134,41 @@ class _Trial(Struct, kw_only=True):
     trials: int = 0
 
 
-class Agents:
+class Agents(Struct, eq=False):
     """Starts the agents, and starts them again. `step` runs in the supervisor's loop, and never waits."""
 
-    def __init__(
-        self,
-        launcher: Launcher,
-        names: Sequence[str],
-        *,
-        ask: Callable[[Callable[[Participant], None]], None],
-        events: EventLog,
-        clock: Clock,
-    ) -> None:
-        """Args:
-        ask: Runs a command on the supervisor's participant.
-        """
-        self._launcher = launcher
-        self._names = names
-        self._ask = ask
-        self._events = events
-        self._clock = clock
-        self._is_ending = False
-        self._relaunches: dict[int, _Relaunch] = {}
-        self._relaunched: Counter[int] = Counter()
-        self._trials: dict[int, _Trial] = {}
-        self._have_trained: set[int] = set()
-        """Nodes that have been members: another one may just be slow to start."""
-        self._looks_asked = self._looks_done = 0
-        self._announced: frozenset[str] = frozenset()
-        """Uids of all agents that were ever seen in the store."""
-        self._announcements: Counter[int] = Counter()
-        """Node → number of its agents among them."""
-        self._announced_by_end: Counter[int] = Counter()
-        """The same at the time of the node's last handled end."""
-        self._unable: dict[int, UnableNode] = {}
-        self._given_up: dict[int, set[GivenUp]] = {}
+    launcher: Launcher
+    names: Sequence[str]
+    ask: Callable[[Callable[[Participant], None]], None]
+    """Runs a command on the supervisor's participant."""
+    events: EventLog
+    clock: Clock
+    _is_ending: bool = False
+    _relaunches: dict[int, _Relaunch] = field(default_factory=dict)
+    _relaunched: Counter[int] = field(default_factory=Counter)
+    _trials: dict[int, _Trial] = field(default_factory=dict)
+    _have_trained: set[int] = field(default_factory=set)
+    """Nodes that have been members: another one may just be slow to start."""
+    _looks_asked: int = 0
+    _looks_done: int = 0
+    _announced: frozenset[str] = field(default_factory=frozenset)
+    """Uids of all agents that were ever seen in the store."""
+    _announcements: Counter[int] = field(default_factory=Counter)
+    """Node → number of its agents among them."""
+    _announced_by_end: Counter[int] = field(default_factory=Counter)
+    """The same at the time of the node's last handled end."""
+    _unable: dict[int, UnableNode] = field(default_factory=dict)
+    _given_up: dict[int, set[GivenUp]] = field(default_factory=dict)
 
     def launch(self) -> None:
         """Start one agent on every node. Raises HpcElasticError: none could be started."""
-        self._launcher.launch()
-        self._events.write(AgentsLaunched(nodes=len(self._names)))
+        self.launcher.launch()
+        self.events.write(AgentsLaunched(nodes=len(self.names)))
 
     def step(self) -> None:
-        for ended in self._launcher.take():
+        for ended in self.launcher.take():
             self._handle_ended(ended)
-        now = self._clock.monotonic()
+        now = self.clock.monotonic()
         for node, relaunch in list(self._relaunches.items()):
             if now >= self._relaunch_at(relaunch):
                 self._relaunch_or_give_up(node, relaunch)
@@ -186,18 +176,18 @@ class Agents:
             if trial.at is not None and trial.at <= now:
                 trial.at, trial.trials = None, trial.trials + 1
                 logger.info(
-                    "%s is lost to the run, not to Slurm: starting an agent there, should it be back", self._names[node]
+                    "%s is lost to the run, not to Slurm: starting an agent there, should it be back", self.names[node]
                 )
                 self._relaunch(node, "the node is lost, and may be back")
 
     def due(self) -> float | None:
         """When `step` has something to do without news, on the monotonic clock; None: never."""
-        found = [self._launcher.due(), *map(self._relaunch_at, self._relaunches.values())]
+        found = [self.launcher.due(), *map(self._relaunch_at, self._relaunches.values())]
         found += [trial.at for trial in self._trials.values()]
         return min((at for at in found if at is not None), default=None)
 
     def running(self) -> bool:
-        return self._launcher.running() or bool(self._relaunches)
+        return self.launcher.running() or bool(self._relaunches)
 
     def stop_relaunching(self) -> None:
         self._is_ending = True
@@ -209,10 +199,10 @@ class Agents:
     def on_record(self, record: RoundRecord) -> None:
         """Note which nodes the run has lost. A node that returned and is lost again begins anew."""
         self._have_trained |= {member.node for member in record.members}
-        if self._launcher.hears_all_ends or self._is_ending:
+        if self.launcher.hears_all_ends or self._is_ending:
             return
         lost = self._have_trained.intersection(record.lost) - self._given_up.keys() - self._relaunches.keys()
-        first = self._clock.monotonic() + FIRST_TRIAL
+        first = self.clock.monotonic() + FIRST_TRIAL
         self._trials = {node: self._trials.get(node) or _Trial(at=first) for node in lost}
 
     def on_looked_anew(self, serial: int, announced: frozenset[str]) -> None:
@@ -227,15 +217,15 @@ class Agents:
     # -- an agent's end ----------------------------------------------------------------------------------------------
 
     def _handle_ended(self, ended: AgentEnded) -> None:
-        node, name = ended.node, self._names[ended.node]
+        node, name = ended.node, self.names[ended.node]
         if not ended.started and not ended.gone and self._is_tried_later(ended):
             return
-        self._events.write(
+        self.events.write(
             AgentProcessEnded(node=node, name=name, code=ended.code, detail=ended.detail, started=ended.started)
         )
         if self._is_ending:
             if ended.gone:  # srun may wait for its task for as long as it runs
-                self._ask(lambda participant: participant.ending.give_up_node(node))
+                self.ask(lambda participant: participant.ending.give_up_node(node))
             return
         if not ended.started:
             logger.warning("no agent on %s: %s", name, ended.detail)
@@ -246,12 +236,12 @@ class Agents:
             cause, reason = _LEFT[ended.code]
             logger.warning("%s has left the run: %s", name, reason)
             if cause is GivenUp.STORE_LOST:
-                self._ask(lambda participant: participant.doubt_store())
+                self.ask(lambda participant: participant.doubt_store())
             self._give_up(node, cause, reason)
         else:
             look = self._looks_asked = self._looks_asked + 1
-            self._relaunches[node] = _Relaunch(at=self._clock.monotonic() + SETTLE_SECONDS, look=look, ended=ended)
-            self._ask(lambda participant: participant.look_anew(look))
+            self._relaunches[node] = _Relaunch(at=self.clock.monotonic() + SETTLE_SECONDS, look=look, ended=ended)
+            self.ask(lambda participant: participant.look_anew(look))
 
     def _is_tried_later(self, ended: AgentEnded) -> bool:
         """Whether the end only shows that a lost node is not back yet, or lacks mounts."""
@@ -259,18 +249,18 @@ class Agents:
         if trial is None or trial.at is not None or trial.trials >= MAX_TRIALS:
             return False
         pause = min(LONGEST_PAUSE, FIRST_TRIAL * 2.0**trial.trials)
-        trial.at = self._clock.monotonic() + pause
-        logger.info("%s is not back (%s); again in %g s", self._names[ended.node], ended.detail, pause)
+        trial.at = self.clock.monotonic() + pause
+        logger.info("%s is not back (%s); again in %g s", self.names[ended.node], ended.detail, pause)
         return True
 
     def _relaunch_at(self, relaunch: _Relaunch) -> float:
         return relaunch.at + (NEWS_SECONDS if relaunch.look > self._looks_done else 0.0)
 
     def _relaunch_or_give_up(self, node: int, relaunch: _Relaunch) -> None:
-        name, used, ended = self._names[node], self._relaunched[node], relaunch.ended
-        message, has_come = self._launcher.last_message(node), self._has_come(relaunch)
+        name, used, ended = self.names[node], self._relaunched[node], relaunch.ended
+        message, has_come = self.launcher.last_message(node), self._has_come(relaunch)
         if not (message or relaunch.has_waited or has_come):
-            at = self._clock.monotonic() + MESSAGE_SECONDS
+            at = self.clock.monotonic() + MESSAGE_SECONDS
             self._relaunches[node] = replace(relaunch, at=at, has_waited=True)
             return
         del self._relaunches[node]
@@ -301,17 +291,17 @@ class Agents:
 
     def _fails_everywhere(self) -> bool:
         failing = 1 + len(self._unable) + sum(1 for other in self._relaunches.values() if not self._has_come(other))
-        return failing > 1 and 2 * failing > len(self._names)
+        return failing > 1 and 2 * failing > len(self.names)
 
     def _relaunch(self, node: int, reason: str) -> None:
-        self._events.write(AgentRelaunched(node=node, name=self._names[node], reason=reason))
-        self._launcher.relaunch(node)
+        self.events.write(AgentRelaunched(node=node, name=self.names[node], reason=reason))
+        self.launcher.relaunch(node)
 
     def _give_up(self, node: int, cause: GivenUp, reason: str) -> None:
-        self._events.write(NodeGivenUp(node=node, name=self._names[node], cause=cause.value, reason=reason))
+        self.events.write(NodeGivenUp(node=node, name=self.names[node], cause=cause.value, reason=reason))
         self._given_up.setdefault(node, set()).add(cause)
         self._trials.pop(node, None)
-        self._ask(lambda participant: participant.claims.give_up_node(node))
+        self.ask(lambda participant: participant.claims.give_up_node(node))
 
     # -- what is left ------------------------------------------------------------------------------------------------
 
@@ -324,7 +314,7 @@ class Agents:
 
     @property
     def none_is_left(self) -> bool:
-        return len(self._given_up) == len(self._names)
+        return len(self._given_up) == len(self.names)
 
     @property
     def are_all_unfit(self) -> bool:
@@ -334,15 +324,15 @@ class Agents:
 
     @property
     def is_same_everywhere(self) -> bool:
-        return is_same_everywhere(self._unable.values(), nodes=len(self._names))
+        return is_same_everywhere(self._unable.values(), nodes=len(self.names))
 
     @property
     def is_refused_by_all(self) -> bool:
-        return is_refused_by_all(self._unable.values(), nodes=len(self._names))
+        return is_refused_by_all(self._unable.values(), nodes=len(self.names))
 
     @property
     def describe_unable(self) -> str:
-        return describe_unable_nodes(self._unable.values(), nodes=len(self._names))
+        return describe_unable_nodes(self._unable.values(), nodes=len(self.names))
 
     def why_none_is_left(self, refusal: object) -> str:
         """Args:

@@ -28,14 +28,12 @@ from hpc_elastic.launch.conclude import conclude
 from hpc_elastic.launch.hooks import BatchCommands, end_with_commands
 from hpc_elastic.launch.requeue import RequeueAction, closed_result
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
-from hpc_elastic.launch.site import Allocation, AttemptContext
+from hpc_elastic.launch.site import Allocation, AttemptContext, supervisor_events
 from hpc_elastic.launch.slurm_site import slurm_site
 from hpc_elastic.rendezvous.ending import claim_end
-from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, Status, new_uid
 from hpc_elastic.run.attempt import UnreadableAttemptError, load_attempt, load_result
-from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.supervisor_events import EndTakenOver
 from hpc_elastic.slurm.errors import SlurmError
 from hpc_elastic.store.file_store import FileStore
@@ -130,9 +128,7 @@ def finish_attempt(run_dir: Path, number: int, env: Mapping[str, str], *, agent:
     why = f"the supervisor on {attempt.batch_host} did not finish the attempt"
     logger.warning("%s; this is %s", why, host)
     uid = new_uid(OBSERVER_PLACE, f"finisher-{host}", clock)
-    events = EventLog(
-        attempt_paths.events, role="supervisor", host=host, node=OBSERVER_NODE, uid=uid[-21:], clock=clock
-    )
+    events = supervisor_events(attempt_paths, host=host, uid=uid, clock=clock)
     events.write(EndTakenOver(by=agent, reason=why))
     result = closed_result(record, record.outcome)
     if (how := site.how_script_ended()) is not None:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.file_executor import FULL, FileExecutor, FilesystemHangsError, is_refusal
@@ -53,6 +54,7 @@ from hpc_elastic.run.supervisor_events import (
 if TYPE_CHECKING:
     from hpc_elastic.report.history import RunHistory
     from hpc_elastic.report.verdict import Verdict
+    from hpc_elastic.report.write import ReportResult
 
 logger = logging.getLogger(__name__)
 
@@ -290,17 +292,8 @@ class _End:
     def _report(self, history: RunHistory | None) -> None:
         """A failure of the report never hides the result."""
         try:
-            from hpc_elastic.report.write import write_report
-
             decision = self._decision
-            report = write_report(
-                self._context.paths.root,
-                attempt=self._context.attempt.number,
-                outcome=self._result.outcome.value,
-                exit_code=decision.exit_code,
-                decision=f"{decision.action.value}: {decision.reason}",
-                history=history,
-            )
+            report = write_attempt_report(self._context, self._result, decision, history)
             log_plain(report.text)
             path = os.environ.get("TORCHELASTIC_ERROR_FILE")
             if decision.exit_code and path:
@@ -313,6 +306,21 @@ class _End:
                 )
         except Exception as error:
             logger.exception("the report could not be made: %s", error)
+
+
+def write_attempt_report(
+    context: AttemptContext, result: AttemptResult, decision: RequeueDecision, history: RunHistory | None = None
+) -> ReportResult:
+    from hpc_elastic.report.write import write_report
+
+    return write_report(
+        context.paths.root,
+        attempt=context.attempt.number,
+        outcome=result.outcome.value,
+        exit_code=decision.exit_code,
+        decision=f"{decision.action.value}: {decision.reason}",
+        history=history,
+    )
 
 
 def _pass_on(verdict: Verdict, result: AttemptResult, path: str, *, exit_code: int, now_ns: int) -> None:
@@ -341,19 +349,16 @@ def _pass_on(verdict: Verdict, result: AttemptResult, path: str, *, exit_code: i
     )
 
 
-class LastFiles:
+class LastFiles(Struct, eq=False):
     """Runs file operations, and goes on without a filesystem that does not answer."""
 
-    def __init__(self, files: FileExecutor, *, is_hurried: Callable[[], bool], is_late: bool) -> None:
-        """Args:
-        is_hurried: Whether the user has asked (again) for the end: a mount that hangs is not waited for then.
-        is_late: Whether a signal has ended the attempt: too little time for a mount that may never answer.
-        """
-        self._files = files
-        self._is_hurried = is_hurried
-        self._is_late = is_late
-        self._has_refused = False
-        """A retry has timed out before."""
+    files: FileExecutor
+    is_hurried: Callable[[], bool]
+    """Whether the user has asked (again) for the end: a mount that hangs is not waited for then."""
+    is_late: bool
+    """Whether a signal has ended the attempt: too little time for a mount that may never answer."""
+    _has_refused: bool = False
+    """A retry has timed out before."""
 
     def do(self, action: Callable[[], T], otherwise: T, *, answers: bool = False) -> T:
         """Args:
@@ -361,8 +366,8 @@ class LastFiles:
         otherwise: Returned where the filesystem hangs.
         answers: The filesystem has just answered, so a long time means work.
         """
-        is_stuck = self._files.stuck_for() > HUNG_SECONDS
-        within = HUNG_SECONDS if is_stuck or (self._is_late and not answers) else REPORT_SECONDS
+        is_stuck = self.files.stuck_for() > HUNG_SECONDS
+        within = HUNG_SECONDS if is_stuck or (self.is_late and not answers) else REPORT_SECONDS
         began, refused_within = time.monotonic(), 0.0 if self._has_refused else within
 
         def is_waited_for(error: BaseException) -> bool:
@@ -371,13 +376,13 @@ class LastFiles:
             self._has_refused = True
             if isinstance(error, OSError) and error.errno in FULL and time.monotonic() - began > FULL_SECONDS:
                 return False
-            return not (self._is_hurried() and time.monotonic() - began > HUNG_SECONDS)
+            return not (self.is_hurried() and time.monotonic() - began > HUNG_SECONDS)
 
         try:
-            done = self._files.do(
+            done = self.files.do(
                 action,
                 within=within,
-                unless=lambda: self._files.stuck_for() > HUNG_SECONDS and self._is_hurried(),
+                unless=lambda: self.files.stuck_for() > HUNG_SECONDS and self.is_hurried(),
                 again=is_waited_for,
                 refused_within=refused_within,
             )

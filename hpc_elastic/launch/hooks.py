@@ -25,6 +25,7 @@ from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.self_command import module_command
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.launch.conclude import write_attempt_report
 from hpc_elastic.launch.requeue import AttemptResult, RequeueAction, RequeueDecision
 from hpc_elastic.launch.site import AttemptContext
 from hpc_elastic.rendezvous.state import RoundRecord, Status
@@ -84,7 +85,7 @@ class BatchCommands:
     """The user's commands on the batch host in one attempt. Main thread only."""
 
     def __init__(self, context: AttemptContext) -> None:
-        self._context = context
+        self.context = context
         core_limit = resource.getrlimit(resource.RLIMIT_CORE)
         self._inherited = Inherited(umask=context.site.umask, core_limit=core_limit, subreaper=False)
         self._environ = {
@@ -101,9 +102,9 @@ class BatchCommands:
 
     def on_record(self, record: RoundRecord) -> None:
         self._write_events()
-        if self._context.spec.notify:
+        if self.context.spec.notify:
             for what, reason in self._failures.take(record):
-                self.notify(what, f"{self._context.spec.name}: {what}: {reason}", reason=reason, round=record.round)
+                self.notify(what, f"{self.context.spec.name}: {what}: {reason}", reason=reason, round=record.round)
 
     def notify(self, what: str, text: str, **facts: Any) -> None:
         """Give notice. Does not wait.
@@ -113,19 +114,19 @@ class BatchCommands:
             text: The same for a reader, in one line.
             facts: Further entries of the notice.
         """
-        target = self._context.spec.notify
+        target = self.context.spec.notify
         if not target:
             return
         notice = {
             "event": what,
             "text": text,
-            "run_id": self._context.spec.run_id,
-            "name": self._context.spec.name,
-            "run_dir": str(self._context.paths.root),
-            "attempt": self._context.attempt.number,
-            "job_id": self._context.attempt.job_id,
-            "host": self._context.attempt.batch_host,
-            "time": round(self._context.clock.time_ns() / 1e9, 3),
+            "run_id": self.context.spec.run_id,
+            "name": self.context.spec.name,
+            "run_dir": str(self.context.paths.root),
+            "attempt": self.context.attempt.number,
+            "job_id": self.context.attempt.job_id,
+            "host": self.context.attempt.batch_host,
+            "time": round(self.context.clock.time_ns() / 1e9, 3),
             **facts,
         }
         is_url = target.startswith(("http://", "https://"))
@@ -144,7 +145,7 @@ class BatchCommands:
         Returns:
             Whether a command of this attempt has failed, so that the report should be written again.
         """
-        spec, outcome = self._context.spec, result.outcome.value
+        spec, outcome = self.context.spec, result.outcome.value
         if not (spec.notify or spec.after):
             return False
         requeued = decision.action is RequeueAction.REQUEUE
@@ -156,7 +157,7 @@ class BatchCommands:
         what = "requeue" if requeued else "end"
         text = f"{spec.name} {'is requeued' if requeued else outcome} (exit code {decision.exit_code}){why}"
         self.notify(what, text, **facts, decision=decision.reason)
-        within = LATE_SECONDS if result.signal_number is not None and self._context.attempt.cluster == "slurm" else None
+        within = LATE_SECONDS if result.signal_number is not None and self.context.attempt.cluster == "slurm" else None
         if spec.after and not requeued:
             seconds = spec.hook_timeout if within is None else min(within, spec.hook_timeout)
             result_env = {
@@ -165,28 +166,17 @@ class BatchCommands:
                 "HPC_ELASTIC_EXIT_CODE": str(decision.exit_code),
                 "HPC_ELASTIC_REASON": result.reason,
                 "HPC_ELASTIC_ROOT_CAUSE": cause,
-                "HPC_ELASTIC_REPORT": str(self._context.folder.report_json),
+                "HPC_ELASTIC_REPORT": str(self.context.folder.report_json),
             }
             self._start("after", shell_command(f"exec 2>&1\n{spec.after}"), result_env, seconds)
             self._wait(seconds + _END_SECONDS, is_hurried)
         self._wait(NOTICE_SECONDS + _END_SECONDS, is_hurried)
         return self._is_failing
 
-    def write_report(self, result: AttemptResult, decision: RequeueDecision) -> None:
-        from hpc_elastic.report.write import write_report
-
-        write_report(
-            self._context.paths.root,
-            attempt=self._context.attempt.number,
-            outcome=result.outcome.value,
-            exit_code=decision.exit_code,
-            decision=f"{decision.action.value}: {decision.reason}",
-        )
-
     def _read_cause(self, files: FileExecutor) -> str:
         """The root cause in one line; empty: none, or no report."""
         try:
-            report = json.loads(files.do(self._context.folder.report_json.read_bytes, within=LOOK_SECONDS))
+            report = json.loads(files.do(self.context.folder.report_json.read_bytes, within=LOOK_SECONDS))
             return str(report["verdict"]["summary"] or "") if report["verdict"]["cause"] != "none" else ""
         except (OSError, ValueError, LookupError, TypeError, HpcElasticError):
             return ""
@@ -202,7 +192,7 @@ class BatchCommands:
 
     def _write_events(self) -> None:
         while self._events:
-            self._context.events.write(self._events.popleft())
+            self.context.events.write(self._events.popleft())
 
     def _start(
         self,
@@ -218,9 +208,9 @@ class BatchCommands:
             command = UserCommand.start(
                 argv,
                 environ=environ,
-                cwd=self._context.spec.cwd,
+                cwd=self.context.spec.cwd,
                 inherited=self._inherited,
-                clock=self._context.clock,
+                clock=self.context.clock,
                 stdin=stdin,
             )
         except WorkerStartError as error:
@@ -271,7 +261,7 @@ def end_with_commands(
     """`BatchCommands.run_last`, then the report again if a command failed. Never raises."""
     try:
         if commands.run_last(result, decision, files=files, is_hurried=is_hurried):
-            files.do(lambda: commands.write_report(result, decision), within=REPORT_SECONDS)
+            files.do(lambda: write_attempt_report(commands.context, result, decision), within=REPORT_SECONDS)
     except Exception as error:
         logger.exception("the commands after the run: %s", error)
 

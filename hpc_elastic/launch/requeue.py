@@ -17,6 +17,7 @@ from hpc_elastic.rendezvous.state import RoundRecord
 from hpc_elastic.run.attempt import AttemptInfo, StoredResult
 from hpc_elastic.run.option_values import RequeueChoice
 from hpc_elastic.run.spec import RunSpec
+from hpc_elastic.slurm.job_state import JobState
 
 BACK_OFF_SECONDS = 60.0
 """Delay after two attempts in a row without progress; it doubles with each further one."""
@@ -37,24 +38,6 @@ class RequeueWay(str, Enum):
     NONE = "none"
 
 
-class ArmingFacts(Struct, frozen=True, kw_only=True):
-    wanted: bool
-    """Whether requeues were asked for at all."""
-    choice: RequeueChoice
-    has_batch_script: bool
-    """False: ``salloc``; Slurm would not run it again."""
-    can_chain: bool
-    """The submitted script is this program's own, so it can be submitted once more."""
-    known: bool = True
-    problem: str = ""
-    """The reason why Slurm could not be asked."""
-    missing: str = ""
-    """The reason why Slurm can never be asked: no commands here."""
-    job_allows: bool = True
-    site_allows: bool = True
-    """``JobRequeue=1``: the default for jobs."""
-
-
 class Arming(Struct, frozen=True, kw_only=True):
     way: RequeueWay
     reason: str = ""
@@ -65,30 +48,47 @@ class Arming(Struct, frozen=True, kw_only=True):
         return self.way is not RequeueWay.NONE
 
 
-def decide_arming(facts: ArmingFacts) -> Arming:
+def decide_arming(
+    spec: RunSpec,
+    state: JobState | None,
+    *,
+    can_chain: bool,
+    site_allows: bool = True,
+    problem: str = "",
+    missing: str = "",
+) -> Arming:
+    """Decide how the run gets its next attempt, if at all.
+
+    Args:
+        state: Slurm's record of the job; None: it has none, or could not be asked.
+        can_chain: The submitted script is this program's own, so it can be submitted once more.
+        site_allows: ``JobRequeue=1``: the default for jobs.
+        problem: The reason why Slurm could not be asked.
+        missing: The reason why Slurm can never be asked: no commands here.
+    """
     own_script = "the batch script is not one that hpc-elastic submit made"
-    if not facts.wanted:
+    if not (spec.requeue and spec.max_requeues > 0):
         return Arming(way=RequeueWay.NONE, reason="--no-requeue or --max-requeues 0 was given")
-    if not facts.has_batch_script:
+    if state is not None and not state.is_batch:
         return Arming(
             way=RequeueWay.NONE, reason="this is an allocation of salloc's, and Slurm requeues batch jobs only"
         )
-    if facts.choice is RequeueChoice.CHAIN:
-        if facts.can_chain:
+    if spec.requeue_with is RequeueChoice.CHAIN:
+        if can_chain:
             return Arming(way=RequeueWay.CHAIN, reason="--requeue-with chain was given")
         return Arming(way=RequeueWay.NONE, reason=f"--requeue-with chain: {own_script}")
-    if facts.missing:
-        return Arming(way=RequeueWay.NONE, reason=facts.missing)
-    if facts.problem:
-        return Arming(way=RequeueWay.REQUEUE, reason=f"not verified: {facts.problem}")
-    if not facts.known:
+    if missing:
+        return Arming(way=RequeueWay.NONE, reason=missing)
+    if problem:
+        return Arming(way=RequeueWay.REQUEUE, reason=f"not verified: {problem}")
+    if state is None:
         return Arming(way=RequeueWay.NONE, reason="Slurm does not know this job")
-    if facts.job_allows:
+    if state.requeue:
         return Arming(way=RequeueWay.REQUEUE)
-    why = "this job was submitted with --no-requeue" if facts.site_allows else "the site has JobRequeue=0"
-    if facts.choice is RequeueChoice.AUTO and facts.can_chain:
+    why = "this job was submitted with --no-requeue" if site_allows else "the site has JobRequeue=0"
+    if spec.requeue_with is RequeueChoice.AUTO and can_chain:
         return Arming(way=RequeueWay.CHAIN, reason=f"this job may not be requeued: {why}")
-    if not facts.site_allows:
+    if not site_allows:
         return Arming(way=RequeueWay.ALLOW, reason=why)
     return Arming(way=RequeueWay.NONE, reason=f"{why}, or the site's rules say so")
 

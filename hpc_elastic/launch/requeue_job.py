@@ -72,27 +72,19 @@ class Requeued(Struct, frozen=True, kw_only=True):
     """The follow-on job's id; empty: the same job runs again."""
 
 
-class JobRequeuer:
+class JobRequeuer(Struct, eq=False):
     """Requeues one execution of a job."""
 
-    def __init__(
-        self, client: SlurmClient, clock: Clock, *, job: JobId, restart_count: int, array_task: str | None = None
-    ) -> None:
-        """Args:
-        client: Every call may take a minute.
-        job: As ``scontrol requeue`` wants it.
-        restart_count: This execution's; a higher one means that the job has been requeued.
-        """
-        self._client = client
-        self._clock = clock
-        self._job = job
-        self._restart_count = restart_count
-        self._array_task = array_task
-        self.has_epilog: bool | None = None
-        """None: not asked yet."""
-
-    def allow(self) -> None:
-        self._client.allow_requeue(self._job)
+    client: SlurmClient
+    """Every call may take a minute."""
+    clock: Clock
+    job: JobId
+    """As ``scontrol requeue`` wants it."""
+    restart_count: int
+    """This execution's; a higher one means that the job has been requeued."""
+    array_task: str | None = None
+    has_epilog: bool | None = None
+    """None: not asked yet."""
 
     def carry_out(self, plan: NextAttempt) -> Requeued:
         """Queue the next attempt. Raises SlurmError."""
@@ -109,16 +101,16 @@ class JobRequeuer:
                 raise
             logger.warning("%s; submitting a follow-on job instead", error)
             return self._chain(plan)
-        return Requeued(summary=f"job {self._job} is requeued{self._prepare(plan, gone)}")
+        return Requeued(summary=f"job {self.job} is requeued{self._prepare(plan, gone)}")
 
     # -- the same job again --------------------------------------------------------------------------------------------
 
     def _requeue(self) -> None:
         if self._is_requeued():
-            logger.info("job %s is requeued already", self._job)
+            logger.info("job %s is requeued already", self.job)
             return
         try:
-            self._client.requeue(self._job)
+            self.client.requeue(self.job)
         except SlurmUnavailableError:
             raise
         except SlurmError:
@@ -128,7 +120,7 @@ class JobRequeuer:
     def _state(self) -> JobState | None:
         """Raises SlurmUnavailableError."""
         try:
-            return self._client.job_state(self._job)
+            return self.client.job_state(self.job)
         except SlurmUnavailableError:
             raise
         except SlurmError:
@@ -137,12 +129,12 @@ class JobRequeuer:
     def _is_requeued(self) -> bool:
         # Slurm counts the restart when it requeues; a job that pends has been requeued in any case, since this one ran.
         state = self._state()
-        return state is not None and (state.restarts > self._restart_count or state.phase is JobPhase.PENDING)
+        return state is not None and (state.restarts > self.restart_count or state.phase is JobPhase.PENDING)
 
     def _gone_seconds(self) -> float:
         if self.has_epilog is None:
             try:
-                self.has_epilog = self._client.config().has_epilog
+                self.has_epilog = self.client.config().has_epilog
             except SlurmError:
                 return GONE_SECONDS
         return GONE_WITH_EPILOG if self.has_epilog else GONE_SECONDS
@@ -154,7 +146,7 @@ class JobRequeuer:
         if plan.excluded is not None:
             summary += self._exclude(plan.excluded, patience)
         summary += self._resize(plan, patience)
-        problem = self._update(lambda: self._client.start_now(self._job, delay=max(plan.delay, gone)), patience)
+        problem = self._update(lambda: self.client.start_now(self.job, delay=max(plan.delay, gone)), patience)
         if problem is None:
             when = f"in {plan.delay:.0f} s" if plan.delay else "when this attempt is gone"
             summary += f" and may begin {when}"
@@ -163,13 +155,12 @@ class JobRequeuer:
         return summary
 
     def _exclude(self, nodes: tuple[str, ...], patience: float) -> str:
-        if not nodes:
-            problem = self._update(lambda: self._client.clear_excluded(self._job), patience)
-            return "" if problem is None else f"; its excluded nodes stay: {problem}"
-        problem = self._update(lambda: self._client.exclude_nodes(self._job, nodes), patience)
+        problem = self._update(lambda: self.client.exclude_nodes(self.job, nodes), patience)
         if problem is None:
-            return f" without {compress(nodes)}"
-        logger.warning("job %s may get nodes that were to be left out: %s", self._job, problem)
+            return f" without {compress(nodes)}" if nodes else ""
+        if not nodes:
+            return f"; its excluded nodes stay: {problem}"
+        logger.warning("job %s may get nodes that were to be left out: %s", self.job, problem)
         return f" (not without {compress(nodes)}: {problem})"
 
     def _resize(self, plan: NextAttempt, patience: float) -> str:
@@ -178,7 +169,7 @@ class JobRequeuer:
         if asked is None:
             return ""
         (least, most), why = asked
-        problem = self._update(lambda: self._client.set_num_nodes(self._job, least, most), patience)
+        problem = self._update(lambda: self.client.set_num_nodes(self.job, least, most), patience)
         if problem is not None:
             return f" (not with fewer spares, which are not up: {problem})" if why else ""
         return f" {why}" if why else ""
@@ -188,8 +179,8 @@ class JobRequeuer:
         if plan.nodes is None or plan.is_late:
             return None
         try:
-            state = self._client.job_state(self._job)
-            partitions = self._client.partitions(state.partition) if state is not None else ()
+            state = self.client.job_state(self.job)
+            partitions = self.client.partitions(state.partition) if state is not None else ()
         except SlurmError as error:
             logger.warning("the partition's nodes can't be asked for: %s", error)
             return None
@@ -200,25 +191,25 @@ class JobRequeuer:
 
     def _update(self, action: Callable[[], None], patience: float) -> str | None:
         """Repeat until it is done, or impossible. Returns why not."""
-        deadline = self._clock.monotonic() + patience
+        deadline = self.clock.monotonic() + patience
         while True:
             try:
                 action()
                 return None
             except (SlurmUnavailableError, JobNotPendingError) as error:
                 # Not pending: the requeue is on its way, or it runs again already, and then it stays so.
-                if self._clock.monotonic() >= deadline or self._runs_again():
+                if self.clock.monotonic() >= deadline or self._runs_again():
                     return str(error)
-                self._clock.wait(threading.Event(), UPDATE_RETRY)
+                self.clock.wait(threading.Event(), UPDATE_RETRY)
             except SlurmError as error:
                 return str(error)
 
     def _runs_again(self) -> bool:
         try:
-            state = self._client.job_state(self._job)
+            state = self.client.job_state(self.job)
         except SlurmError:
             return False
-        return state is None or (state.phase is JobPhase.RUNNING and state.restarts > self._restart_count)
+        return state is None or (state.phase is JobPhase.RUNNING and state.restarts > self.restart_count)
 
     # -- a follow-on job -----------------------------------------------------------------------------------------------
 
@@ -233,9 +224,9 @@ class JobRequeuer:
 
         def submit() -> None:
             nonlocal excluded
-            waiting = self._client.dependents(self._job, uid=os.getuid())
+            waiting = self.client.dependents(self.job, uid=os.getuid())
             if waiting:
-                logger.info("job %s waits for the end of job %s already", waiting[0], self._job)
+                logger.info("job %s waits for the end of job %s already", waiting[0], self.job)
                 found.append(waiting[0])
                 return
             if plan.excluded is None:  # the follow-on job would not have by itself what this one was given later
@@ -243,19 +234,19 @@ class JobRequeuer:
                 excluded = () if state is None else state.excluded
             asked = self._nodes_to_ask(plan)
             now = replace(plan, excluded=excluded, nodes=asked[0] if asked is not None else None)
-            extra = follow_on_arguments(self._job, now, array_task=self._array_task)
-            found.append(str(self._client.submit(str(script), extra=extra)))
+            extra = follow_on_arguments(self.job, now, array_task=self.array_task)
+            found.append(str(self.client.submit(str(script), extra=extra)))
 
         self._patiently(submit)
         without = f", without {compress(excluded)}" if excluded else ""
         later = f", in {plan.delay:.0f} s" if plan.delay else ""
-        if self._array_task is not None and "_" not in found[0]:
-            found[0] += f"_{self._array_task}"
-        summary = f"job {found[0]} goes on when job {self._job} has ended{later}{without}"
+        if self.array_task is not None and "_" not in found[0]:
+            found[0] += f"_{self.array_task}"
+        summary = f"job {found[0]} goes on when job {self.job} has ended{later}{without}"
         return Requeued(summary=summary, next_job=found[0])
 
     def _patiently(self, action: Callable[[], None]) -> None:
-        deadline = self._clock.monotonic() + CONTROLLER_PATIENCE
+        deadline = self.clock.monotonic() + CONTROLLER_PATIENCE
         is_logged = False
         while True:
             try:
@@ -263,13 +254,13 @@ class JobRequeuer:
                 return
             except SlurmUnavailableError as error:
                 # The controller restarts, or is overrun: the job would be lost for what passes in minutes.
-                left = deadline - self._clock.monotonic()
+                left = deadline - self.clock.monotonic()
                 if left <= 0:
                     raise
                 if not is_logged:
                     logger.warning("%s; trying again for up to %.0f s", error, left)
                 is_logged = True
-                self._clock.wait(threading.Event(), CONTROLLER_RETRY)
+                self.clock.wait(threading.Event(), CONTROLLER_RETRY)
 
 
 def follow_on_arguments(job: JobId, plan: NextAttempt, *, array_task: str | None = None) -> Sequence[str]:

@@ -35,7 +35,7 @@ from hpc_elastic.launch.job_watch import EndClaim, JobWatch
 from hpc_elastic.launch.requeue import RequeueAction, RequeueDecision, RequeueWay
 from hpc_elastic.launch.run_directory import claim_attempt, forget_attempt, give_way, slurm_job_ids
 from hpc_elastic.launch.signals import SignalResolver
-from hpc_elastic.launch.site import AttemptContext, Site
+from hpc_elastic.launch.site import AttemptContext, Site, supervisor_events
 from hpc_elastic.launch.supersede import EarlierAttempts, StartInterruptedError
 from hpc_elastic.launch.supervisor import Supervisor
 from hpc_elastic.output.job_log import JobLog
@@ -44,7 +44,6 @@ from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.rendezvous.round_log import reserve_room
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, new_uid
 from hpc_elastic.run.attempt import AttemptInfo, LocalSupervisor
-from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, UnreadableRunError, load_run_spec
 from hpc_elastic.run.supervisor_events import AttemptStarted
@@ -110,7 +109,16 @@ class _AttemptRun:
         folder = paths.attempt(attempt.number)
         _log_head(paths, spec, attempt, folder)
         uid = new_uid(OBSERVER_PLACE, f"supervisor-{attempt.batch_host}", clock)
-        events = self._open_events(attempt, folder, uid)
+        events = supervisor_events(folder, host=attempt.batch_host, uid=uid, clock=clock, files=self._files)
+        events.write(
+            AttemptStarted(
+                attempt=attempt.number,
+                job_id=attempt.job_id,
+                nodes=attempt.nodes,
+                requeue_armed=attempt.requeue_armed,
+                requeue_reason=attempt.requeue_reason,
+            )
+        )
         context = AttemptContext(paths=paths, spec=spec, site=site, attempt=attempt, events=events, clock=clock)
         earlier = EarlierAttempts(context, uid)
         try:
@@ -202,27 +210,6 @@ class _AttemptRun:
         )
         attempt.save(folder.attempt_json)
         return attempt
-
-    def _open_events(self, attempt: AttemptInfo, folder: AttemptPaths, uid: str) -> EventLog:
-        events = EventLog(
-            folder.events,
-            role="supervisor",
-            host=attempt.batch_host,
-            node=OBSERVER_NODE,
-            uid=uid[-21:],
-            clock=self._clock,
-            files=self._files,
-        )
-        events.write(
-            AttemptStarted(
-                attempt=attempt.number,
-                job_id=attempt.job_id,
-                nodes=attempt.nodes,
-                requeue_armed=attempt.requeue_armed,
-                requeue_reason=attempt.requeue_reason,
-            )
-        )
-        return events
 
     def _observe(self, attempt: AttemptInfo, folder: AttemptPaths, uid: str) -> Coordination:
         spec = self._spec

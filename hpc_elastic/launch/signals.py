@@ -226,30 +226,22 @@ SOONER_SECONDS = 2.0
 """A second notice is news if the job ends at least this much sooner."""
 
 
-class SignalResolver:
+class SignalResolver(Struct, eq=False):
     """Asks Slurm what a signal means."""
 
-    def __init__(
-        self,
-        ask: Callable[[float], SlurmAnswer],
-        *,
-        grace: float,
-        kill_wait: float | None,
-        events: EventLog,
-        clock: Clock,
-    ) -> None:
-        """Args:
-        ask: Asks Slurm about the job, in bounded time; its argument is when the limit is near, in seconds.
-        grace: ``--grace``, in seconds.
-        kill_wait: Seconds from Slurm's SIGTERM to its SIGKILL; None: unknown.
-        """
-        self._ask = ask
-        self._grace = grace
-        self._kill_wait = kill_wait
-        self._events = events
-        self._clock = clock
-        self.due: float | None = clock.monotonic()
-        """When to call `look` next, monotonic; None: never."""
+    ask: Callable[[float], SlurmAnswer]
+    """Asks Slurm about the job, in bounded time; its argument is when the limit is near, in seconds."""
+    grace: float
+    """``--grace``, in seconds."""
+    kill_wait: float | None
+    """Seconds from Slurm's SIGTERM to its SIGKILL; None: unknown."""
+    events: EventLog
+    clock: Clock
+    due: float | None = None
+    """When to call `look` next, monotonic; None: never."""
+
+    def __post_init__(self) -> None:
+        self.due = self.clock.monotonic()
 
     def hear(
         self, number: signal.Signals, heard_by: HeardBy, *, reason: str, ends_in: float | None = None
@@ -265,8 +257,8 @@ class SignalResolver:
         """
         call = call_of(number)
         # A person at a terminal does not wait for Slurm's answer.
-        answer = SlurmAnswer(JobCondition.NO_SLURM) if call is Call.INTERRUPT else self._ask(self._grace + EARLY_NOTICE)
-        decision = decide_signal(call, heard_by, answer, grace=self._grace, kill_wait=self._kill_wait)
+        answer = SlurmAnswer(JobCondition.NO_SLURM) if call is Call.INTERRUPT else self.ask(self.grace + EARLY_NOTICE)
+        decision = decide_signal(call, heard_by, answer, grace=self.grace, kill_wait=self.kill_wait)
         assert decision is not None, "the table has a row for each signal"
         if ends_in is not None:
             is_later = decision.saves and decision.seconds > ends_in - SOONER_SECONDS
@@ -275,26 +267,26 @@ class SignalResolver:
         return self._log(decision, call, heard_by, answer, reason)
 
     def look(self) -> SignalDecision | None:
-        if self.due is None or self._clock.monotonic() < self.due:
+        if self.due is None or self.clock.monotonic() < self.due:
             return None
-        answer = self._ask(0.0)
+        answer = self.ask(0.0)
         self.due = None
         if answer.condition is JobCondition.SILENT:
-            self.due = self._clock.monotonic() + SILENT_RETRY
+            self.due = self.clock.monotonic() + SILENT_RETRY
         elif answer.condition in (JobCondition.RUNNING, JobCondition.NEAR_LIMIT) and answer.seconds_left is not None:
             # A short job would be asked to stop as it begins.
-            lead = self._grace if answer.limit is None else min(self._grace, answer.limit / 4)
+            lead = self.grace if answer.limit is None else min(self.grace, answer.limit / 4)
             if answer.seconds_left > lead:
-                self.due = self._clock.monotonic() + answer.seconds_left - lead + LATE_LOOK
+                self.due = self.clock.monotonic() + answer.seconds_left - lead + LATE_LOOK
                 return None
             answer = replace(answer, condition=JobCondition.NEAR_LIMIT)
-        decision = decide_signal(Call.LOOK, HeardBy.BATCH, answer, grace=self._grace, kill_wait=self._kill_wait)
+        decision = decide_signal(Call.LOOK, HeardBy.BATCH, answer, grace=self.grace, kill_wait=self.kill_wait)
         return decision and self._log(decision, Call.LOOK, HeardBy.BATCH, answer, "no notice was given")
 
     def _log(
         self, decision: SignalDecision, call: Call, heard_by: HeardBy, answer: SlurmAnswer, reason: str
     ) -> SignalDecision:
-        self._events.write(
+        self.events.write(
             SignalDecided(
                 call=call.value,
                 heard_by=heard_by.value,

@@ -10,9 +10,11 @@ from typing import Any, Protocol
 from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.self_command import own_command
 from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
 from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
+from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
@@ -118,6 +120,15 @@ class AttemptContext(Struct, frozen=True, kw_only=True):
     @property
     def folder(self) -> AttemptPaths:
         return self.paths.attempt(self.attempt.number)
+
+
+def supervisor_events(
+    folder: AttemptPaths, *, host: str, uid: str, clock: Clock, files: FileExecutor | None = None
+) -> EventLog:
+    """The event log of a process that supervises, or finishes, an attempt."""
+    return EventLog(
+        folder.events, role="supervisor", host=host, node=OBSERVER_NODE, uid=uid[-21:], clock=clock, files=files
+    )
 
 
 def attempt_facts(**facts: Any) -> AttemptInfo:

@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from hpc_elastic.base.waking import wait_readable
@@ -106,65 +107,54 @@ class _Step:
         return next((line for line in reversed(lines) if _COMPLAINT.search(line)), lines[-1] if lines else "")
 
 
-class SlurmLauncher:
+class SlurmLauncher(Struct, eq=False):
     """The step of all agents, and a step of its own for each that is started again."""
 
-    def __init__(
-        self,
-        nodes: Sequence[str],
-        command: Sequence[str],
-        *,
-        environment: Mapping[str, str],
-        min_nodes: int,
-        umask: int,
-        allocated: Sequence[str] = (),
-        keep: Sequence[int] = (),
-        extra: Sequence[str] = (),
-    ) -> None:
-        """Args:
-        min_nodes: A launch is repeated without a dead node while this many are left.
-        umask: The user's, for the workers.
-        allocated: The allocation's nodes, some of which other runs may have. Empty: `nodes` are all.
-        keep: Descriptors that each srun inherits.
-        extra: The user's ``--srun-arg``s.
-        """
-        self._umask = umask
-        self._nodes = list(nodes)
-        self._index = {name: index for index, name in enumerate(self._nodes)}
-        self._allocated = list(allocated) or self._nodes
-        self._keep = tuple(keep)
-        self._command = list(command)
-        self._environment = scrubbed_environment(environment)
-        self._min_nodes = min_nodes
-        self._extra = list(extra)
-        self._steps: list[_Step] = []
-        self._newest: dict[int, _Step] = {}
-        """Node → its newest step; reports of older steps about that node are ignored."""
-        self._gone: set[int] = set()
-        self._unstarted: list[AgentEnded] = []
-        self.unlaunched: dict[int, str] = {}
-        self._tries = 0
-        self._ending = False
+    nodes: Sequence[str]
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    min_nodes: int
+    """A launch is repeated without a dead node while this many are left."""
+    umask: int
+    """The user's, for the workers."""
+    allocated: Sequence[str] = ()
+    """The allocation's nodes, some of which other runs may have. Empty: `nodes` are all."""
+    keep: Sequence[int] = ()
+    """Descriptors that each srun inherits."""
+    extra: Sequence[str] = ()
+    """The user's ``--srun-arg``s."""
+    _index: dict[str, int] = field(default_factory=dict)
+    _steps: list[_Step] = field(default_factory=list)
+    _newest: dict[int, _Step] = field(default_factory=dict)
+    """Node → its newest step; reports of older steps about that node are ignored."""
+    _gone: set[int] = field(default_factory=set)
+    _unstarted: list[AgentEnded] = field(default_factory=list)
+    unlaunched: dict[int, str] = field(default_factory=dict)
+    _tries: int = 0
+    _ending: bool = False
+
+    def __post_init__(self) -> None:
+        self._index = {name: index for index, name in enumerate(self.nodes)}
 
     def launch(self) -> None:
-        self._launch(set(range(len(self._nodes))))
+        self._launch(set(range(len(self.nodes))))
 
     def _launch(self, wanted: set[int]) -> None:
         self._tries += 1
-        names = {self._nodes[node] for node in wanted}
-        left_out = [name for name in self._allocated if name not in names]
-        self._start(srun_agents(len(wanted), self._command, exclude=left_out, extra=self._extra), wanted)
+        names = {self.nodes[node] for node in wanted}
+        left_out = [name for name in self.allocated or self.nodes if name not in names]
+        self._start(srun_agents(len(wanted), self.command, exclude=left_out, extra=self.extra), wanted)
 
     @property
     def hears_all_ends(self) -> bool:
         return False  # not of a node that was back before Slurm missed it, nor of one whose slurmstepd died
 
     def relaunch(self, node: int) -> None:
-        self._start(srun_one_agent(self._nodes[node], self._command, extra=self._extra), {node})
+        self._start(srun_one_agent(self.nodes[node], self.command, extra=self.extra), {node})
 
     def _start(self, argv: Sequence[str], nodes: set[int]) -> None:
         try:
-            step = _Step(argv, self._environment, nodes, self._umask, self._keep)
+            step = _Step(argv, scrubbed_environment(self.environment), nodes, self.umask, self.keep)
         except OSError as error:  # no srun here: a container without it
             detail = f"srun can't be started: {error}"
             self._unstarted += [
@@ -237,7 +227,7 @@ class SlurmLauncher:
     def _step_ended(self, step: _Step, code: int) -> list[AgentEnded]:
         if step.bad and self._worth_another_launch(step):
             # The whole step was aborted for one dead node (slurm 22.05: rc 233 after 11 s, whatever --no-kill says).
-            names = ", ".join(self._nodes[node] for node in sorted(step.bad))
+            names = ", ".join(self.nodes[node] for node in sorted(step.bad))
             logger.warning("the launch failed on %s; launching again without", names)
             gone = [self._ended(step, node, None, why, started=False) for node, why in sorted(step.bad.items())]
             # Not those whose end was reported before: they are started again one by one, if they were not already.
@@ -266,7 +256,7 @@ class SlurmLauncher:
 
     def _worth_another_launch(self, step: _Step) -> bool:
         left = len(step.nodes - set(step.bad))
-        enough = left >= max(1, self._min_nodes)
+        enough = left >= max(1, self.min_nodes)
         return not self._ending and len(step.nodes) > 1 and enough and self._tries < _LAUNCH_TRIES
 
     def _close(self, step: _Step) -> None:
@@ -276,7 +266,7 @@ class SlurmLauncher:
 
     def last_message(self, node: int) -> str:
         step = self._newest.get(node)
-        return step.last_message(self._nodes[node]) if step is not None else ""
+        return step.last_message(self.nodes[node]) if step is not None else ""
 
     def running(self) -> bool:
         return bool(self._steps)

@@ -20,7 +20,7 @@ import hpc_elastic
 from hpc_elastic.agent.container import pyxis_arguments
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.launch.job_watch import ControllerOutage
-from hpc_elastic.launch.requeue import Arming, ArmingFacts, RequeueWay, decide_arming
+from hpc_elastic.launch.requeue import Arming, RequeueWay, decide_arming
 from hpc_elastic.launch.requeue_job import JobRequeuer, NextAttempt, Requeued
 from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
 from hpc_elastic.launch.site import Allocation, EligibleNodes, Site, agent_command, attempt_facts, node_mark
@@ -161,22 +161,13 @@ class SlurmSite(Site):
             missing = str(error.facts["why"])
         except SlurmError as error:
             problem = f"Slurm does not answer: {error}"
+        can_chain = self._script is not None
         arming = decide_arming(
-            ArmingFacts(
-                wanted=spec.requeue and spec.max_requeues > 0,
-                choice=spec.requeue_with,
-                has_batch_script=state is None or state.is_batch,
-                can_chain=self._script is not None,
-                known=state is not None,
-                problem=problem,
-                missing=missing,
-                job_allows=state is not None and state.requeue,
-                site_allows=site_allows,
-            )
+            spec, state, can_chain=can_chain, site_allows=site_allows, problem=problem, missing=missing
         )
         try:
             if arming.way is RequeueWay.ALLOW:
-                self._requeuer.allow()
+                self._client.allow_requeue(self._id)
                 return Arming(way=RequeueWay.REQUEUE, reason=f"{arming.reason}; it was set for this job")
             if arming.way is RequeueWay.CHAIN:
                 why = self._client.would_run(str(self._script), extra=self._placement)

@@ -39,20 +39,15 @@ _LATE_SUBMISSION = (3.0, 6.0)
 Log = Callable[[str], None]
 
 
-class MessageHints(Struct, frozen=True, kw_only=True):
-    """The ways out that messages name, in the terms of the caller's user."""
-
-    another_folder: str = "give a shared folder with --runs-dir (or --allow-local-runs-dir where they can)"
-    this_machine: str = "--cluster local"
-
-
 class Submission(Struct, frozen=True, kw_only=True):
     """A job to submit."""
 
     job: SlurmJob
     runs_dir: Path
     lines: ScriptLines = field(default_factory=ScriptLines)
-    hints: MessageHints = field(default_factory=MessageHints)
+    another_folder: str = "give a shared folder with --runs-dir (or --allow-local-runs-dir where they can)"
+    """A way out for messages, as `this_machine`, in the terms of the caller's user."""
+    this_machine: str = "--cluster local"
 
     @property
     def paths(self) -> RunPaths:
@@ -124,12 +119,12 @@ def submit_job(
         except OSError as error:
             raise UsageError(f"the job log's folder {folder} can't be made: {error.strerror}") from None
     run = create_run(job.spec, submission.runs_dir)
-    with _leaving_nothing(run, submission.hints):
+    with _leaving_nothing(run, submission.this_machine):
         create_tasks(run.paths, job.spec, job.tasks)
         fill()
     now_ns = clock.time_ns()
     with _interrupts_deferred():
-        with _leaving_nothing(run, submission.hints):
+        with _leaving_nothing(run, submission.this_machine):
             write_private(run.paths.script, script)
             if not job.tasks:
                 write_private(run.paths.job_log, "")  # Slurm appends to it, and would make it with the job's umask
@@ -211,16 +206,16 @@ def _log_folders(job: SlurmJob) -> list[Path]:
 def _check_folder(submission: Submission) -> None:
     why = None if submission.job.shared else why_not_shared(submission.runs_dir)
     if why is not None:
-        raise UsageError(f"the nodes can't see {submission.runs_dir}: {why}; {submission.hints.another_folder}")
+        raise UsageError(f"the nodes can't see {submission.runs_dir}: {why}; {submission.another_folder}")
 
 
 @contextmanager
-def _leaving_nothing(run: NewRun, hints: MessageHints) -> Iterator[None]:
+def _leaving_nothing(run: NewRun, this_machine: str) -> Iterator[None]:
     try:
         yield
     except SlurmMissingError as error:
         run.discard()
-        raise UsageError(f"{error.why}; run on this machine with {hints.this_machine}") from None
+        raise UsageError(f"{error.why}; run on this machine with {this_machine}") from None
     except OSError as error:
         run.discard()
         raise UsageError(f"can't write {run.paths.root}: {error.strerror}") from None

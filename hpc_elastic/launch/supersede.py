@@ -19,18 +19,16 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import ExitCode, Outcome
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.launch.requeue import RequeueAction
-from hpc_elastic.launch.site import AttemptContext
+from hpc_elastic.launch.site import AttemptContext, supervisor_events
 from hpc_elastic.rendezvous.cache_invalidator import record_name
 from hpc_elastic.rendezvous.ending import claim_end, close_run, departed, newest_agents
 from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.failure_detector import HeartbeatAges
-from hpc_elastic.rendezvous.participant import OBSERVER_NODE
 from hpc_elastic.rendezvous.peers import NodeInfo, NotificationSender, Peers
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.schedule import PollIntervals, poll_intervals
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, RoundRecord, host_of, node_of
 from hpc_elastic.run.attempt import AttemptInfo, StoredResult, UnreadableAttemptError, load_attempt
-from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.run.supervisor_events import AttemptEnded, AttemptSuperseded, RequeueDecided
 from hpc_elastic.slurm.notation import compress
@@ -342,14 +340,8 @@ class EarlierAttempts:
         )
         try:
             stored.save(folder.result_json)
-            events = EventLog(
-                folder.events,
-                role="supervisor",
-                host=self._context.attempt.batch_host,
-                node=OBSERVER_NODE,
-                uid=self._uid[-21:],
-                clock=self._context.clock,
-            )
+            host, clock = self._context.attempt.batch_host, self._context.clock
+            events = supervisor_events(folder, host=host, uid=self._uid, clock=clock)
             events.write(RequeueDecided(action=stored.action, reason=reason))
             events.write(AttemptEnded(outcome=stored.outcome, exit_code=stored.exit_code))
             events.close()

@@ -11,7 +11,6 @@ import os
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -56,25 +55,12 @@ class CommandResult(Struct, frozen=True, kw_only=True):
     stderr: str = ""
 
 
-class CommandTimeoutError(Exception):
-    """A command did not end in time and was killed."""
+CommandRunner = Callable[..., CommandResult]
+"""``runner(argv, timeout=SECONDS)`` runs one command to its end: the seam for fakes and for rigs.
 
-
-class CommandRunner(Protocol):
-    """Runs one command to its end: the seam for fakes and for rigs."""
-
-    def __call__(self, argv: Sequence[str], *, timeout: float) -> CommandResult:
-        """Args:
-        argv: The command, found on PATH.
-        timeout: Seconds until it is killed.
-
-        Raises:
-            CommandTimeoutError: it did not end in time.
-            FileNotFoundError, PermissionError: there is no such command, or none that we may run.
-        """
-        ...
-
-
+Raises `subprocess.TimeoutExpired`; FileNotFoundError, PermissionError: there is no such command, or none that we may
+run.
+"""
 ASKED_AGAIN = 3
 """Tries of a question that a signal ends. When Slurm ends a job, it signals all processes of the batch script (seen on
 22.05): the very command that asks what that means, too.
@@ -94,23 +80,11 @@ class SubprocessRunner:
 
     def __call__(self, argv: Sequence[str], *, timeout: float) -> CommandResult:
         env = self._submission_env if argv[0] == "sbatch" else self._command_env
-        try:
-            done = subprocess.run(
-                list(argv),
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=timeout,
-                env=env,
-                start_new_session=True,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise CommandTimeoutError from None
-        return CommandResult(
-            rc=done.returncode,
-            stdout=done.stdout.decode("utf-8", "surrogateescape"),
-            stderr=done.stderr.decode("utf-8", "surrogateescape"),
-        )
+        done = subprocess.run(
+            list(argv), stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout, env=env,
+            start_new_session=True, check=False, encoding="utf-8", errors="surrogateescape",
+        )  # fmt: skip
+        return CommandResult(rc=done.returncode, stdout=done.stdout, stderr=done.stderr)
 
 
 class SlurmClient:
@@ -169,7 +143,8 @@ class SlurmClient:
 
     def job_states(self, job: JobId) -> tuple[JobState, ...]:
         """All records of a job: the tasks of an array. Empty: Slurm does not know it."""
-        argv = commands.show_job(job)
+        # Not with -o: so each free text (name, comment, command line) ends its own line, and is taken for no field.
+        argv = commands.scontrol(job, "show", "job", str(job))
         try:
             result = self._run(f"looking up job {job}", argv, tries=ASKED_AGAIN)
         except UnknownJobError:
@@ -201,7 +176,7 @@ class SlurmClient:
             return ()  # "Slurm accounting storage is disabled"
 
     def config(self) -> SlurmConfig:
-        return parse_show_config(self._run("reading Slurm's configuration", commands.show_config()).stdout)
+        return parse_show_config(self._run("reading Slurm's configuration", ["scontrol", "show", "config"]).stdout)
 
     def elsewhere(self, job: JobId) -> str | None:
         """The job's cluster if it is not this host's: printed commands have to name it."""
@@ -222,7 +197,7 @@ class SlurmClient:
         Raises:
             RequeueDisabledError: it was submitted with --no-requeue: `allow_requeue` first.
         """
-        self._run(f"requeueing job {job}", commands.requeue(job))
+        self._run(f"requeueing job {job}", commands.scontrol(job, "requeue", str(job)))
 
     def allow_requeue(self, job: JobId) -> None:
         """Set Requeue=1, which the owner of a --no-requeue job may do."""
@@ -241,7 +216,7 @@ class SlurmClient:
     def would_run(self, script: str, *, extra: Sequence[str] = ()) -> str | None:
         """The reason why Slurm would refuse a batch script, or never have nodes for it; None: it would run."""
         try:
-            self._run("asking whether the script could run", commands.try_sbatch(script, extra=extra))
+            self._run("asking whether the script could run", ["sbatch", "--test-only", *extra, script])
         except (SlurmUnavailableError, SlurmMissingError):
             raise
         except SlurmError as error:
@@ -250,24 +225,19 @@ class SlurmClient:
 
     def dependents(self, job: JobId, *, uid: int) -> tuple[str, ...]:
         """Ids of a user's pending jobs that wait for this one's end (``afterany``)."""
-        found = self._run(f"looking for jobs that wait for {job}", commands.waiting_jobs(uid))
+        argv = ["squeue", "-u", str(uid), "-h", "-t", "PENDING", "-o", "%i|%E"]
+        found = self._run(f"looking for jobs that wait for {job}", argv)
         return parse_dependents(found.stdout, job.number)
-
-    def clear_excluded(self, job: JobId) -> None:
-        self._run(f"clearing the excluded nodes of job {job}", commands.update(job, ExcNodeList=""))
 
     def exclude_nodes(self, job: JobId, nodes: Sequence[str]) -> None:
         """Keep a pending job off these nodes, and these only: an earlier list is replaced.
 
         Raises:
-            ValueError: no nodes: an empty list would clear the user's.
             HostlistError, InvalidNodeError: an invalid name, or none of the cluster's.
             JobNotPendingError: it runs.
         """
         listed = compress(nodes)
-        if not listed:
-            raise ValueError("no nodes to exclude")
-        self._run(f"excluding {listed} from job {job}", commands.update(job, ExcNodeList=listed))
+        self._run(f"excluding {listed or 'no node'} from job {job}", commands.update(job, ExcNodeList=listed))
 
     def set_num_nodes(self, job: JobId, least: int, most: int) -> None:
         """Set a pending job's node range (20.11 and 22.05 ask for the shrunk number after a requeue)."""
@@ -293,7 +263,8 @@ class SlurmClient:
 
     def partitions(self, names: str | None = None) -> tuple[PartitionNodes, ...]:
         """Node counts of these partitions (comma-separated), or of all that are shown."""
-        return parse_sinfo_nodes(self._run("counting nodes", commands.sinfo_nodes(names)).stdout)
+        argv = ["sinfo", "-N", "-h", "-o", commands.SINFO_FORMAT, *(["-p", names] if names else [])]
+        return parse_sinfo_nodes(self._run("counting nodes", argv).stdout)
 
     def _run(self, what: str, argv: list[str], *, tries: int = 1) -> CommandResult:
         if argv[1] == "-M" and not self.elsewhere(JobId("0", argv[2])):
@@ -322,7 +293,7 @@ class SlurmClient:
             raise SlurmMissingError(
                 what=what, why=f"{argv[0]} is not on PATH: no Slurm here, or a container without it", argv=tuple(argv)
             ) from None
-        except CommandTimeoutError:
+        except subprocess.TimeoutExpired:
             seconds = self._clock.monotonic() - began
             raise SlurmUnavailableError(
                 what=what, why=f"{argv[0]} did not answer in {seconds:.0f} s", argv=tuple(argv)

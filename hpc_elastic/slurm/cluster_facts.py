@@ -84,7 +84,7 @@ class PartitionNodes(Struct, frozen=True, kw_only=True):
 
 
 def parse_sinfo_nodes(text: str) -> tuple[PartitionNodes, ...]:
-    """The output of `commands.sinfo_nodes`, by partition, in the order in which they are first named."""
+    """The output of ``sinfo -N``, by partition, in the order in which they are first named."""
     nodes: dict[str, dict[str, bool]] = {}
     for line in text.splitlines():
         cells = line.split("|", 4)

@@ -146,16 +146,6 @@ def sbatch(script: str, *, extra: Sequence[str] = ()) -> list[str]:
     return ["sbatch", "--parsable", *extra, script]
 
 
-def try_sbatch(script: str, *, extra: Sequence[str] = ()) -> list[str]:
-    """Have Slurm say whether it would take the script, and ever find nodes for it; nothing is submitted."""
-    return ["sbatch", "--test-only", *extra, script]
-
-
-def waiting_jobs(uid: int) -> list[str]:
-    """Dependencies of a user's waiting jobs: one line each, ``13|afterany:12(unfulfilled)``."""
-    return ["squeue", "-u", str(uid), "-h", "-t", "PENDING", "-o", "%i|%E"]
-
-
 def own_jobs(uid: int, clusters: str) -> list[str]:
     """A user's jobs, ended ones too: one line each, with the array's number for its tasks, the comment, the script."""
     where = ["-M", clusters] if clusters else []
@@ -178,17 +168,6 @@ def sacct(jobs: Iterable[JobId]) -> list[str]:
     return ["sacct", *_cluster(wanted[0]), "-X", "-n", "-P", "-o", "JobID,State,ExitCode", "-j", ids]
 
 
-def show_job(job: JobId) -> list[str]:
-    """Not with ``-o``: so each free text (name, comment, command line) ends its own line, and one that looks like
-    ``Key=Value`` can't be mistaken for a field.
-    """
-    return ["scontrol", *_cluster(job), "show", "job", str(job)]
-
-
-def show_config() -> list[str]:
-    return ["scontrol", "show", "config"]
-
-
 def soon(delay: float = 0.0, *, now: float | None = None) -> str:
     """StartTime for a job that may start in `delay` seconds: never sooner than `SOON_SECONDS`.
 
@@ -199,12 +178,12 @@ def soon(delay: float = 0.0, *, now: float | None = None) -> str:
     return f"now+{seconds}" if now is None else time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now + seconds))
 
 
-def requeue(job: JobId) -> list[str]:
-    return ["scontrol", *_cluster(job), "requeue", str(job)]
+def scontrol(job: JobId, *words: str) -> list[str]:
+    return ["scontrol", *_cluster(job), *words]
 
 
 def update(job: JobId, **fields: str) -> list[str]:
-    return ["scontrol", *_cluster(job), "update", f"JobId={job}", *(f"{key}={value}" for key, value in fields.items())]
+    return scontrol(job, "update", f"JobId={job}", *(f"{key}={value}" for key, value in fields.items()))
 
 
 def scancel(job: JobId, *, signal: str | None = None, full: bool = False, batch: bool = False) -> list[str]:
@@ -215,10 +194,6 @@ def scancel(job: JobId, *, signal: str | None = None, full: bool = False, batch:
     flags = [f"--signal={signal}"] if signal else []
     flags += (["--full"] if full else []) + (["--batch"] if batch else [])
     return ["scancel", *_cluster(job), *flags, str(job)]
-
-
-def sinfo_nodes(partition: str | None) -> list[str]:
-    return ["sinfo", "-N", "-h", "-o", SINFO_FORMAT, *(["-p", partition] if partition else [])]
 
 
 def _cluster(job: JobId) -> list[str]:

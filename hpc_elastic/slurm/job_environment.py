@@ -9,7 +9,8 @@ Checked on the environments of Slurm 20.11, 22.05, 24.11 and 26.05. The traps th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from msgspec import Struct
 
@@ -18,6 +19,9 @@ from hpc_elastic.slurm.notation import HostlistError, device_count, expand, expa
 
 _MAX_NUMBER = 1 << 62
 _VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+
+
+T = TypeVar("T")
 
 
 class JobEnvironmentError(UsageError):
@@ -185,25 +189,14 @@ class _Reader:
             raise JobEnvironmentError(variable=name, value=value, why="names a host twice")
         return nodes
 
-    def counts(self, *names: str) -> tuple[int, ...]:
-        found = self.find(*names)
-        if found is None:
-            return ()
-        name, value = found
-        try:
-            return expand_counts(value)
-        except ValueError as error:
-            raise JobEnvironmentError(variable=name, value=value, why=str(error)) from None
-
-    def gpus(self, *names: str) -> int | None:
+    def parsed(self, parse: Callable[[str], T], *names: str) -> T | None:
         found = self.find(*names)
         if found is None:
             return None
-        name, value = found
         try:
-            return gpu_count(value)
+            return parse(found[1])
         except ValueError as error:
-            raise JobEnvironmentError(variable=name, value=value, why=str(error)) from None
+            raise JobEnvironmentError(variable=found[0], value=found[1], why=str(error)) from None
 
     def devices(self, *names: str) -> int | None:
         for name in names:
@@ -268,7 +261,7 @@ def _task_facts(reader: _Reader) -> TaskFacts:
             value=str(num_nodes),
             why=f"but SLURM_STEP_NODELIST names {len(step_nodes)}",
         )
-    tasks_per_node = reader.counts("SLURM_STEP_TASKS_PER_NODE")
+    tasks_per_node = reader.parsed(expand_counts, "SLURM_STEP_TASKS_PER_NODE") or ()
     if tasks_per_node and len(tasks_per_node) != num_nodes:
         raise JobEnvironmentError(
             variable="SLURM_STEP_TASKS_PER_NODE",
@@ -288,11 +281,11 @@ def _task_facts(reader: _Reader) -> TaskFacts:
 
 def _gpus(reader: _Reader, variable: str) -> int:
     """Slurm's GPUs of this node, but never more than this process can see (``--gpus-per-task=1`` shows one of 4)."""
-    given = reader.gpus("SLURM_GPUS_ON_NODE")
+    given = reader.parsed(gpu_count, "SLURM_GPUS_ON_NODE")
     if given is None:
         given = reader.devices(variable, "SLURM_JOB_GPUS")
     if given is None:
-        given = reader.gpus("SLURM_GPUS_PER_NODE")
+        given = reader.parsed(gpu_count, "SLURM_GPUS_PER_NODE")
     visible = reader.devices(*_VISIBLE_DEVICES)
     if given is None:
         return visible or 0

@@ -305,7 +305,7 @@ def parse_own_jobs(text: str, run_dir: str) -> JobId | None:
 
 
 def parse_dependents(text: str, number: str) -> tuple[str, ...]:
-    """Jobs that wait for the end of job `number`, by the output of `commands.waiting_jobs`.
+    """Jobs that wait for the end of job `number`, by the output of ``squeue -o '%i|%E'``.
 
     An array task's dependency is written with its own id or, in the older releases, with ``_*``.
     """

@@ -28,7 +28,7 @@ from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.self_command import worker_arguments
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import create_run
-from hpc_elastic.launch.submit_job import MessageHints, Submission, submission_client, submit_job
+from hpc_elastic.launch.submit_job import Submission, submission_client, submit_job
 from hpc_elastic.options import job_options, run_request
 from hpc_elastic.options.run_request import check_values, cluster_here, slurm_job
 from hpc_elastic.options.sbatch import ScriptLines, check_time_option
@@ -44,10 +44,6 @@ logger = logging.getLogger(__name__)
 
 WORKER_MODULE = "hpc_elastic.submission.worker"
 _IGNORING_NOTICE = 'trap "" USR2; exec "$@"'
-_HINTS = MessageHints(
-    another_folder="give the executor a shared one (or allow_local_runs_dir=True where they can)",
-    this_machine="cluster='local'",
-)
 
 
 class Request(Struct, frozen=True, kw_only=True):
@@ -138,7 +134,8 @@ def submit_to_slurm(request: Request, *, parallelism: int) -> list[tuple[str, Pa
             job=replace(job, spec=_calling(job.spec, request)),
             runs_dir=request.runs_dir,
             lines=request.lines,
-            hints=_HINTS,
+            another_folder="give the executor a shared one (or allow_local_runs_dir=True where they can)",
+            this_machine="cluster='local'",
         )
 
         def write_calls() -> None:

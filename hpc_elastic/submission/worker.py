@@ -73,18 +73,6 @@ class PreemptionAction(Enum):
     """The job is not to come back."""
 
 
-class PreemptionFacts(Struct, frozen=True, kw_only=True):
-    """Times in seconds."""
-
-    ran: float
-    limit: float
-    """The attempt's time limit; 0: unknown."""
-    timeouts_left: int
-    has_checkpoint: bool
-    asks_itself: bool
-    """The function has called `should_checkpoint` or `preemption_notice`."""
-
-
 class PreemptionDecision(Struct, frozen=True, kw_only=True):
     action: PreemptionAction
     timed_out: bool
@@ -93,13 +81,21 @@ class PreemptionDecision(Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-def decide(facts: PreemptionFacts) -> PreemptionDecision:
-    """Decide about a notice, as submitit does: only timeouts count against `max_num_timeout`."""
-    timed_out = is_timed_out(facts.ran, limit=facts.limit)
-    left = facts.timeouts_left - timed_out
-    if facts.asks_itself and not facts.has_checkpoint:
+def decide(
+    *, ran: float, limit: float, timeouts_left: int, has_checkpoint: bool, asks_itself: bool
+) -> PreemptionDecision:
+    """Decide about a notice, as submitit does: only timeouts count against `max_num_timeout`.
+
+    Args:
+        ran: Seconds since the attempt began.
+        limit: The attempt's time limit, in seconds; 0: unknown.
+        asks_itself: The function has called `should_checkpoint` or `preemption_notice`.
+    """
+    timed_out = is_timed_out(ran, limit=limit)
+    left = timeouts_left - timed_out
+    if asks_itself and not has_checkpoint:
         return PreemptionDecision(action=PreemptionAction.GO_ON, timed_out=timed_out, timeouts_left=left)
-    if facts.has_checkpoint:
+    if has_checkpoint:
         action, reason = PreemptionAction.SAVE, ""
     elif timed_out:
         action, reason = PreemptionAction.END, "timed-out and not checkpointable"
@@ -176,10 +172,6 @@ def forget_states(paths: RunPaths, *, rank: int, before: AttemptPaths) -> None:
             checkpoint_file(attempt, rank).unlink(missing_ok=True)
 
 
-def with_state(call: Call, terms: CallTerms, state: SavedState | None) -> tuple[Call, CallTerms]:
-    return (call, terms) if state is None else (state.call, replace(terms, timeouts_left=state.timeouts_left))
-
-
 NOTICE_SIGNAL = signal.SIGUSR2
 """submitit's own default; NCCL may use SIGUSR1."""
 
@@ -245,10 +237,10 @@ class _Worker:
         sys.path += [entry for entry in terms.sys_path if entry not in sys.path]
         sys.path.sort(key=lambda entry: entry == "")  # what lies in the working directory hides nothing
         state = find_state(self._paths, rank=self._place.rank, before=self._place.attempt)
-        self._call, self._terms = with_state(Call(_unread), terms, state)
         if state is None:
             self._call = read_call(path)
         else:
+            self._call, self._terms = state.call, replace(terms, timeouts_left=state.timeouts_left)
             print(f"going on from what checkpoint() gave in attempt {state.attempt.number}", flush=True)
             forget_states(self._paths, rank=self._place.rank, before=state.attempt)
         signal.signal(NOTICE_SIGNAL, self._on_notice)
@@ -267,13 +259,11 @@ class _Worker:
         if self._handled:
             return
         decision = decide(
-            PreemptionFacts(
-                ran=self._seconds_since_start(),
-                limit=self._terms.timeout_min * 60,
-                timeouts_left=self._terms.timeouts_left,
-                has_checkpoint=self._call.checkpoint is not None,
-                asks_itself=heartbeat.reporter.asks_for_notices,
-            )
+            ran=self._seconds_since_start(),
+            limit=self._terms.timeout_min * 60,
+            timeouts_left=self._terms.timeouts_left,
+            has_checkpoint=self._call.checkpoint is not None,
+            asks_itself=heartbeat.reporter.asks_for_notices,
         )
         if decision.action is PreemptionAction.GO_ON:
             return
@@ -285,7 +275,8 @@ class _Worker:
             try:
                 state = next_call(self._call)
                 if state is not None:
-                    self._save(state, decision.timeouts_left)
+                    place, left = self._place, decision.timeouts_left
+                    save_state(self._attempt, state, rank=place.rank, world_size=place.world_size, timeouts_left=left)
                 reason = reason or ("" if state is not None else "checkpoint function returned None")
             except Exception as error:
                 raise _Leave(self._fail(error, ExitCode.WORKERS_FAILED)) from None
@@ -295,15 +286,6 @@ class _Worker:
             raise _Leave(self._fail(refusal, ExitCode.NOT_RETRYABLE))
         heartbeat.checkpoint_done(LAST_STEP)  # what is left to end may take its time
         raise _Leave(0)
-
-    def _save(self, state: Call, timeouts_left: int) -> None:
-        save_state(
-            self._attempt,
-            state,
-            rank=self._place.rank,
-            world_size=self._place.world_size,
-            timeouts_left=timeouts_left,
-        )
 
     def _seconds_since_start(self) -> float:
         """Seconds since the attempt began, by two hosts' clocks: their difference is small beside a limit's minutes."""
@@ -333,10 +315,6 @@ _STARTED = time.monotonic()
 _NOT_OF_THE_USER = (__file__, call_module.__file__, runpy.run_path.__code__.co_filename)
 
 
-def _unread() -> None:
-    raise AssertionError("the call was not read")
-
-
 def _of_the_user(trace: Any) -> Any:
     """A traceback without our own frames at its beginning."""
     inner = trace
@@ -361,7 +339,3 @@ def _portable(error: BaseException) -> BaseException | None:
     except Exception:
         return None
     return error if isinstance(copy, BaseException) else None
-
-
-if __name__ == "__main__":  # of runs that an earlier version submitted
-    main()

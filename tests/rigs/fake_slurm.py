@@ -7,13 +7,14 @@ partitions. It passes the same contract suite as the commands of a real Slurm.
 from __future__ import annotations
 
 import re
+import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from hpc_elastic.slurm.client import CommandResult, CommandTimeoutError
+from hpc_elastic.slurm.client import CommandResult
 from hpc_elastic.slurm.commands import SINFO_FORMAT, SQUEUE_FORMAT
 from tests.rigs.captures import captured
 
@@ -73,7 +74,7 @@ class FakeSlurm:
         if argv[0] in self.missing:
             raise FileNotFoundError(2, "No such file or directory", argv[0])
         if self.hangs:
-            raise CommandTimeoutError
+            raise subprocess.TimeoutExpired(list(argv), timeout)
         if argv[1] == "-M":
             return self._elsewhere(argv, timeout)
         if not self.reachable:

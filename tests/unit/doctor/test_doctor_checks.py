@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from hpc_elastic.doctor.saved import SavedFindings, save_findings, saved_notes
 from hpc_elastic.doctor.slurm_checks import ask_slurm, check_slurm
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.config_files import SITE_VARIABLE
-from hpc_elastic.slurm.client import CommandResult, CommandTimeoutError
+from hpc_elastic.slurm.client import CommandResult
 from tests.rigs.captures import VERSIONS, captured
 from tests.rigs.fake_clock import FakeClock
 
@@ -122,7 +123,7 @@ class Slurm:
         if argv[0] in self._missing:
             raise FileNotFoundError(2, "No such file", argv[0])
         if argv[0] in self._silent:
-            raise CommandTimeoutError
+            raise subprocess.TimeoutExpired(list(argv), timeout)
         texts = {("scontrol", "config"): config(), ("scontrol", "partition"): PARTITION}
         text = texts.get((argv[0], argv[-1]), "")
         return CommandResult(rc=self._rc, stdout="" if self._rc else text, stderr="no controller" if self._rc else "")

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.launch.requeue import (
-    ArmingFacts,
     AttemptResult,
     RequeueAction,
     RequeueDecision,
@@ -21,6 +20,7 @@ from hpc_elastic.launch.requeue import (
 from hpc_elastic.run.attempt import StoredResult
 from hpc_elastic.run.option_values import RequeueChoice
 from hpc_elastic.run.spec import RunSpec
+from hpc_elastic.slurm.job_state import JobState
 from tests.rigs.specs import make_attempt, make_spec
 
 SPEC = make_spec(max_requeues=3, restart_window=600.0)
@@ -29,6 +29,8 @@ BEFORE = StoredResult(
     outcome="failed", reason="x", exit_code=75, action="requeue", decision="x", fingerprint="F", step=-1
 )
 MADE_ROOM = (Outcome.PREEMPTED, Outcome.TIMED_OUT)
+CHAIN = {"requeue_with": RequeueChoice.CHAIN}
+SCONTROL = {"requeue_with": RequeueChoice.SCONTROL}
 
 
 def decide(
@@ -164,31 +166,34 @@ def test_attempts_without_progress_are_tried_again_ever_later(idle: int, seconds
     assert (f"in {seconds} s since {idle} attempts in a row made no progress" in decision.reason) is (seconds > 0)
 
 
-ARMING = ArmingFacts(wanted=True, choice=RequeueChoice.AUTO, has_batch_script=True, can_chain=True)
+STATE = JobState(job_id="7", state="RUNNING", reason="", requeue=True)
+REFUSED = replace(STATE, requeue=False)
 
 
 @pytest.mark.parametrize(
-    ("facts", "way", "reason"),
+    ("state", "options", "facts", "way", "reason"),
     [
-        (ARMING, "requeue", ""),
-        (replace(ARMING, wanted=False), "none", "--no-requeue or --max-requeues 0 was given"),
-        (replace(ARMING, has_batch_script=False), "none", "salloc"),
-        (replace(ARMING, choice=RequeueChoice.CHAIN), "chain", "--requeue-with chain was given"),
-        (replace(ARMING, choice=RequeueChoice.CHAIN, can_chain=False), "none", "not one that hpc-elastic submit made"),
-        (replace(ARMING, problem="Slurm is down", known=False), "requeue", "not verified: Slurm is down"),
-        (replace(ARMING, missing="scontrol is not on PATH", known=False), "none", "scontrol is not on PATH"),
-        (replace(ARMING, known=False), "none", "does not know"),
-        (replace(ARMING, job_allows=False), "chain", "was submitted with --no-requeue"),
-        (replace(ARMING, job_allows=False, site_allows=False), "chain", "the site has JobRequeue=0"),
-        (replace(ARMING, job_allows=False, site_allows=False, can_chain=False), "allow", "the site has JobRequeue=0"),
-        (replace(ARMING, job_allows=False, can_chain=False), "none", "was submitted with --no-requeue"),
-        (replace(ARMING, job_allows=False, choice=RequeueChoice.SCONTROL), "none", "--no-requeue"),
-        (replace(ARMING, job_allows=False, site_allows=False, choice=RequeueChoice.SCONTROL), "allow", "JobRequeue=0"),
-        (replace(ARMING, site_allows=False), "requeue", ""),
+        (STATE, {}, {}, "requeue", ""),
+        (STATE, {"max_requeues": 0}, {}, "none", "--no-requeue or --max-requeues 0 was given"),
+        (replace(STATE, is_batch=False), {}, {}, "none", "salloc"),
+        (STATE, CHAIN, {}, "chain", "--requeue-with chain was given"),
+        (STATE, CHAIN, {"can_chain": False}, "none", "not one that hpc-elastic submit made"),
+        (None, {}, {"problem": "Slurm is down"}, "requeue", "not verified: Slurm is down"),
+        (None, {}, {"missing": "scontrol is not on PATH"}, "none", "scontrol is not on PATH"),
+        (None, {}, {}, "none", "does not know"),
+        (REFUSED, {}, {}, "chain", "was submitted with --no-requeue"),
+        (REFUSED, {}, {"site_allows": False}, "chain", "the site has JobRequeue=0"),
+        (REFUSED, {}, {"site_allows": False, "can_chain": False}, "allow", "the site has JobRequeue=0"),
+        (REFUSED, {}, {"can_chain": False}, "none", "was submitted with --no-requeue"),
+        (REFUSED, SCONTROL, {}, "none", "--no-requeue"),
+        (REFUSED, SCONTROL, {"site_allows": False}, "allow", "JobRequeue=0"),
+        (STATE, {}, {"site_allows": False}, "requeue", ""),
     ],
 )
-def test_the_way_that_there_is(facts: ArmingFacts, way: str, reason: str) -> None:
-    arming = decide_arming(facts)
+def test_the_way_that_there_is(
+    state: JobState | None, options: dict[str, Any], facts: dict[str, Any], way: str, reason: str
+) -> None:
+    arming = decide_arming(replace(SPEC, **options), state, **{"can_chain": True, **facts})
     assert arming.way.value == way
     assert reason in arming.reason
     assert bool(reason) is bool(arming.reason)

@@ -99,10 +99,6 @@ class World:
         self._need_pending()
         self.excluded = tuple(nodes)
 
-    def _clear_excluded(self, job: JobId) -> None:
-        self._need_pending()
-        self.excluded = ()
-
     def _start_now(self, job: JobId, *, delay: float = 0.0) -> None:
         self._need_pending()
         self.waived, self.began_with = delay, self.excluded

@@ -116,7 +116,7 @@ def test_pyxis_is_given_to_the_step_of_the_agents_with_what_their_python_needs()
         )
         attempt = replace(site(Client()).facts(SPEC), nodes=("n1", "n2"))
         launcher = site(Client()).launcher(spec, RunPaths(Path("/runs/r")), attempt)
-        return list(launcher._extra)
+        return list(launcher.extra)
 
     first, mounts, *_, last = extra(Runtime.PYXIS)
     assert (first, last) == ("--container-image=t", "--mine")

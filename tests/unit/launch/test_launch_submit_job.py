@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.launch.submit_job import MessageHints, Submission, submit_job
+from hpc_elastic.launch.submit_job import Submission, submit_job
 from hpc_elastic.options.command_line import parse
 from hpc_elastic.options.job_options import OPTIONS
 from hpc_elastic.options.run_request import slurm_job
@@ -23,8 +23,6 @@ from hpc_elastic.slurm.client import CommandResult, SlurmClient
 from hpc_elastic.slurm.errors import MaybeSubmittedError
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.fake_slurm import FakeSlurm
-
-HINTS = MessageHints(another_folder="give another", this_machine="cluster='local'")
 
 
 class Site:
@@ -44,7 +42,6 @@ class Site:
             job=slurm_job(parsed, self.env, array=array),
             runs_dir=self.runs,
             lines=ScriptLines(setup=("module load x",)),
-            hints=HINTS,
         )
 
     def submit(self, submission: Submission, **more: Any) -> str:

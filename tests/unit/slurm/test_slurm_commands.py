@@ -121,7 +121,7 @@ def test_a_worker_submits_nothing_of_its_run() -> None:
 
 def test_jobs_of_another_cluster() -> None:
     job = JobId("12_3", "far")
-    assert commands.requeue(job) == ["scontrol", "-M", "far", "requeue", "12_3"]
+    assert commands.scontrol(job, "requeue", str(job)) == ["scontrol", "-M", "far", "requeue", "12_3"]
     assert commands.scancel(job, signal="USR2", batch=True)[-3:] == ["--signal=USR2", "--batch", "12_3"]
     assert commands.scancel(job, signal="USR2", full=True) == [
         *("scancel", "-M", "far", "--signal=USR2", "--full", "12_3")
@@ -146,10 +146,3 @@ def test_a_begin_time_is_by_slurms_clock() -> None:
     client.start_now(JobId("7"), delay=60)
     assert now is not None
     assert slurm.calls[-1][-1] == time.strftime("StartTime=%Y-%m-%dT%H:%M:%S", time.localtime(now + 62))
-
-
-def test_a_script_that_is_tried_out_and_the_users_jobs_that_wait() -> None:
-    assert commands.try_sbatch("/r/job.sbatch", extra=["--exclude=n3"]) == [
-        *("sbatch", "--test-only", "--exclude=n3", "/r/job.sbatch")
-    ]
-    assert commands.waiting_jobs(1001) == ["squeue", "-u", "1001", "-h", "-t", "PENDING", "-o", "%i|%E"]

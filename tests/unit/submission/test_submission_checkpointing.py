@@ -13,17 +13,15 @@ from submitit.core import job_environment, utils
 from submitit.helpers import Checkpointable, DelayedSubmission
 
 from hpc_elastic.run.paths import RunPaths
-from hpc_elastic.submission.call import Call, CallTerms, checkpoint_file
+from hpc_elastic.submission.call import Call, checkpoint_file
 from hpc_elastic.submission.worker import (
     PreemptionAction,
-    PreemptionFacts,
     SavedState,
     decide,
     find_state,
     forget_states,
     next_call,
     save_state,
-    with_state,
 )
 
 
@@ -70,13 +68,11 @@ def test_the_decision_is_submitits(tmp_path: Path, caplog: pytest.LogCaptureFixt
     for number, (function, ran, minutes, left) in enumerate(cases):
         theirs = what_submitit_does(function, ran=ran, minutes=minutes, left=left, folder=tmp_path / str(number))
         ours = decide(
-            PreemptionFacts(
-                ran=ran,
-                limit=minutes * 60,
-                timeouts_left=left,
-                has_checkpoint=isinstance(function, Resumable),
-                asks_itself=False,
-            )
+            ran=ran,
+            limit=minutes * 60,
+            timeouts_left=left,
+            has_checkpoint=isinstance(function, Resumable),
+            asks_itself=False,
         )
         assert (f"Job not requeued because: {ours.reason}." if ours.reason else "") == theirs[0]
         assert (ours.action is PreemptionAction.END) == bool(theirs[0])
@@ -87,14 +83,13 @@ def test_the_decision_is_submitits(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 def test_a_function_that_asks_for_notices_itself_is_left_alone() -> None:
-    facts = PreemptionFacts(ran=1e6, limit=60, timeouts_left=0, has_checkpoint=False, asks_itself=True)
-    assert decide(facts).action is PreemptionAction.GO_ON
+    decision = decide(ran=1e6, limit=60, timeouts_left=0, has_checkpoint=False, asks_itself=True)
+    assert decision.action is PreemptionAction.GO_ON
 
 
 def test_without_a_limit_nothing_is_a_timeout() -> None:
-    facts = PreemptionFacts(ran=1e9, limit=0, timeouts_left=0, has_checkpoint=True, asks_itself=False)
-    assert decide(facts).action is PreemptionAction.SAVE
-    assert not decide(facts).timed_out
+    decision = decide(ran=1e9, limit=0, timeouts_left=0, has_checkpoint=True, asks_itself=False)
+    assert (decision.action, decision.timed_out) == (PreemptionAction.SAVE, False)
 
 
 def test_what_a_checkpoint_may_give() -> None:
@@ -153,8 +148,8 @@ def test_each_rank_goes_on_from_its_own_state(paths: RunPaths) -> None:
     save(paths, 1, 3, of=3, left=1)
     found = [state(paths, rank) for rank in range(4)]
     assert [item.call.args for item in found if item is not None] == [(1, 0), (1, 1), (1, 2), (1, 0)]
-    call, terms = with_state(Call(min), CallTerms(name="f", folder="/f"), found[2])
-    assert (call.args, terms.timeouts_left) == ((1, 2), 1)
+    assert found[2] is not None
+    assert found[2].timeouts_left == 1
 
 
 def test_a_state_that_some_rank_could_not_write_counts_for_none(paths: RunPaths) -> None:
