@@ -21,8 +21,9 @@ from msgspec import to_builtins
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.self_command import module_command
 from hpc_elastic.cli.config import read_command_line
+from hpc_elastic.cli.follow import show_to_end
 from hpc_elastic.cli.screen import print_note
-from hpc_elastic.cli.submit import Waiting
+from hpc_elastic.cli.wait import ASK_SLURM_EVERY, SlurmWatch
 from hpc_elastic.doctor.allocation_checks import SlurmFacts
 from hpc_elastic.doctor.files import check_host
 from hpc_elastic.doctor.findings import Finding, Level, problem
@@ -188,7 +189,8 @@ def _run_by_slurm(job: ProbeJob, slurm: SlurmJob, *, clock: Clock, env: Mapping[
     )
     has_ended = False
     try:
-        end = Waiting(client, number, job.paths, clock=clock).run()
+        watch = SlurmWatch(client, number, job.paths, clock=clock)
+        end = show_to_end(lambda: ASK_SLURM_EVERY, watch.end, clock=clock)
         has_ended = end.has_ended
     finally:
         if not has_ended:

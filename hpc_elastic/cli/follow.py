@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from typing import Protocol
 
 from msgspec import Struct
@@ -58,8 +59,7 @@ class RunWatch:
         self._signs_at = clock.monotonic()
         self._signs: object = None
         self._changed_at = clock.monotonic()
-        self.is_requeued = False
-        """The last attempt ended with a requeue, and the next one has not begun."""
+        self._is_requeued = False
 
     def end(self) -> RunEnd | None:
         """How it ended; None: it has not, as far as can be seen. To be asked as often as one likes."""
@@ -72,8 +72,11 @@ class RunWatch:
             return self._by_slurm(now)
         attempt = self._paths.attempt(number)
         result = load_result(attempt.result_json)
-        self.is_requeued = result is not None and result.exit_code == ExitCode.REQUEUED and self._attempt is None
-        if result is not None and not self.is_requeued:
+        was_requeued = self._is_requeued
+        self._is_requeued = result is not None and result.exit_code == ExitCode.REQUEUED and self._attempt is None
+        if self._is_requeued and not was_requeued:
+            print_note("requeued: waiting for the next attempt")
+        if result is not None and not self._is_requeued:
             reason = f": {result.reason}" if result.reason else ""
             outcome = result.outcome.replace("_", " ")
             return RunEnd(code=result.exit_code, why=f"{outcome}{reason} (exit code {result.exit_code})")
@@ -134,24 +137,25 @@ class Follower(Protocol):
         """The run has ended: show what is left."""
 
 
+def show_to_end(show: Callable[[], float], end: Callable[[], RunEnd | None], *, clock: Clock) -> RunEnd:
+    """Call `show`, which returns the seconds until the next time, until `end` returns how the run ended."""
+    stop = threading.Event()  # never set: Ctrl-C ends it
+    while True:
+        seconds = show()
+        found = end()
+        if found is not None:
+            return found
+        clock.wait(stop, seconds)
+
+
 def follow_to_end(asked: AskedRun, follower: Follower, *, clock: Clock) -> int:
     """Have `follower` show the run until it has ended; then print how. Returns the run's exit code."""
-    stop = threading.Event()  # never set: Ctrl-C ends it
     client = run_job.slurm_client(timeout=run_job.SHORT_SECONDS)
     watch = RunWatch(asked.paths, attempt=asked.attempt, clock=clock, client=client)
-    was_requeued = False
-    while True:
-        seconds = follower.look()
-        end = watch.end()
-        if end is not None:
-            break
-        if watch.is_requeued and not was_requeued:
-            print_note("requeued: waiting for the next attempt")
-        was_requeued = watch.is_requeued
-        clock.wait(stop, seconds)
+    end = show_to_end(follower.look, watch.end, clock=clock)
     # What other nodes wrote last may be seen late on a shared filesystem.
     follower.look(everything=True)
-    clock.wait(stop, _LAST_WAIT_S)
+    clock.wait(threading.Event(), _LAST_WAIT_S)
     follower.look(everything=True)
     follower.finish()
     print_note(f"run {asked.paths.run_id} ended: {end.why}")

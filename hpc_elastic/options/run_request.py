@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import shlex
 import shutil
 import sys
@@ -22,7 +21,6 @@ from msgspec.structs import replace
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import hook_options, job_options, worker_options
-from hpc_elastic.options.machine import workers_here
 from hpc_elastic.options.sbatch import (
     IMPOSSIBLE,
     SbatchOptions,
@@ -138,12 +136,14 @@ def build_spec(
     fields = spec_fields(parsed)
     if cluster == "local":
         if fields.get("nproc_per_node") in ("auto", "gpu", "cpu") and not env.get("SLURM_JOB_ID"):
+            from hpc_elastic.options.machine import workers_here
+
             fields["nproc_per_node"] = str(workers_here(fields["nproc_per_node"], env))
         _check_fits_here(parsed, nodes[1] + fields.get("spares", 0), fields.get("nproc_per_node", ""))
     site_disables_requeue = cluster == "slurm" and parsed.get("requeue") is None and "SBATCH_NO_REQUEUE" in env
     return RunSpec(
         **{"run_id": new_run_id(name), **fields},
-        uid=secrets.token_hex(16),
+        uid=os.urandom(16).hex(),
         name=name,
         created_ns=time.time_ns(),
         entrypoint=entry,

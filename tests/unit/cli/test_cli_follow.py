@@ -187,7 +187,6 @@ def test_a_requeue_is_no_end_however_long_the_queue_is(tmp_path: Path) -> None:
     store(paths, 0, 75)
     watched = watch(paths, clock)
     assert look(watched, clock, 10 * SILENT_SECONDS) is None
-    assert watched.is_requeued
     store(paths, 1, 0, "succeeded")
     end = look(watched, clock)
     assert end is not None
