@@ -83,7 +83,8 @@ Every option of `submit` and `run` can be given outside the command line, too. A
 7. the [command line](cli.md), or in Python the arguments
 
 A variable that names a file and is empty means: no such file. A value replaces those of lower layers whole, lists too;
-an empty string, an empty list and `exclusive = false` mean that the option is not given at all.
+an empty string, an empty list and `exclusive = false` mean that the option is not given at all. sbatch's other options
+are keys and variables as well, by their long names: `licenses = "matlab:2"`, `contiguous = true`.
 
 `hpc-elastic config` shows every value with the file and line, variable or option that it comes from. With `--json` it
 is one object: `profile`, `files` (`layer`, `path`, `state`), and in `settings` by key the `value`, its `layer`, `where`
@@ -192,7 +193,7 @@ def configuration_page() -> str:
     """Every key, as a table."""
     lines = ["| key | variable | value | default | |", "| --- | --- | --- | --- | --- |"]
     for option in Keys(ALL_OPTIONS).options():
-        if not option.in_files:
+        if not option.in_files or not option.help:
             continue
         variables = [f"`{name}`" for name in (variable_of(option), option.env) if name]
         value = "true or false" if option.metavar is None else f"`{option.metavar}`".replace("|", "\\|")

@@ -74,7 +74,8 @@ _SETTINGS = (
 )
 
 
-def _print_help(subcommand: str, help_: Help, options: Sequence[Option], wanted: HelpWanted) -> None:
+def _print_help(subcommand: str, help_: Help, taken: Sequence[Option], wanted: HelpWanted) -> None:
+    options = [option for option in taken if option.help]
     shown = options if wanted.everything else [option for option in options if option.common]
     ending = _SETTINGS
     if any(option.env for option in shown):

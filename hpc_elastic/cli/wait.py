@@ -26,8 +26,8 @@ from hpc_elastic.slurm.notation import names_text
 ASK_SLURM_EVERY = 2.0
 _LOOK_AT_LOG_EVERY = 0.5
 _SETTLE = 10.0
-"""An ended job whose last attempt ended with a requeue, or has no result yet, may be on its way back into the queue, and
-a shared filesystem may show its result late: it is watched for so long. (A cancelled one is not: that is final.)"""
+"""An ended job whose last attempt ended with a requeue, or has no result yet, may be on its way back into the queue,
+and a shared filesystem may show its result late: it is watched for so long. (A cancelled one is not: that is final.)"""
 _MOST_REPORTS = 3
 
 

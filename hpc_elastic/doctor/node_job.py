@@ -49,8 +49,8 @@ _LAST_CALL = 60.0
 """Seconds for which a node that has not come is waited for, before the others begin without it."""
 TAKEN = frozenset(
     (
-        *("partition", "account", "qos", "time", "cpus_per_task", "constraint", "exclude", "nodelist", "gres"),
-        *("gpus_per_node", "mem", "reservation", "exclusive", "begin", "export", "sbatch_args", "srun_args", "profile"),
+        *job_options.AS_GIVEN,
+        *("partition", "account", "qos", "time", "exclude", "gpus_per_node", "sbatch_args", "srun_args", "profile"),
         *("cluster", "runs_dir", "allow_local_runs_dir", "chdir", "python", "setup", "setup_timeout", "rdzv_conf"),
         *("master_addr", "container_image", "container_mounts", "container_workdir", "container_env", "container_args"),
         *("grace", "shutdown_timeout"),

@@ -13,7 +13,7 @@ import click
 from msgspec import Struct
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.options.table import SBATCHS_OWN, Group, Option, Parsed, nearest, remark_on
+from hpc_elastic.options.table import Group, Option, Parsed, nearest, remark_on
 
 _LEAST_WIDTH, _MOST_WIDTH = 40, 120
 
@@ -197,8 +197,6 @@ def _unknown(
     long = name.startswith("--")
     match = nearest(name[2:], [known[2:] for known in by_name if known.startswith("--")]) if long else None
     if match is None:
-        if name[2:] in SBATCHS_OWN:
-            return UsageError(f"unknown option {name}; it is sbatch's: give --sbatch-arg={name}=value")
         return UsageError(
             f"unknown option {name}; script arguments go after the script, sbatch's other options in --sbatch-arg=--x=y"
         )

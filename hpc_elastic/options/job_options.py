@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from typing import Any
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.sbatch import (
+    AS_IT_IS,
     FORMS,
     MAX_NODES,
     SbatchOptions,
@@ -31,26 +32,19 @@ _PLAIN: Mapping[str, tuple[tuple[str, ...], str, str]] = {
         (("-t", "--time"), "TIME", "time limit: minutes, H:M:S, D-H …"),
         (("-J", "--job-name"), "NAME", "name of the run (default: the script's name)"),
         (("-c", "--cpus-per-task"), "N", "CPUs on each node"),
-        (("-C", "--constraint"), "LIST", "features that the nodes must have"),
         (("-x", "--exclude"), "NODES", "nodes to exclude"),
         (("-w", "--nodelist"), "NODES", "nodes to use"),
-        (("-d", "--dependency"), "LIST", "start after other jobs"),
         (("-a", "--array"), "LIST", "job array: several runs, as in 1-4%2"),
         (("-o", "--output"), "PATTERN", "file for the job log, in place of job.log in the run directory"),
         (("-e", "--error"), "PATTERN", "separate file for the batch script's stderr"),
-        (("--gres",), "LIST", "generic resources on each node"),
         (("--gpus-per-node",), "[TYPE:]N", "GPUs on each node"),
         (("--mem",), "SIZE", "memory on each node"),
-        (("--reservation",), "NAME", "reservation"),
         (("--signal",), "[B:]SIG[@T]", "signal before the time limit, in place of the one that --grace requests"),
         (("--comment",), "TEXT", "comment on the job"),
-        (("--mail-type",), "LIST", "when to send mail"),
-        (("--mail-user",), "ADDRESS", "address for mail"),
         (("--export",), "LIST", "environment variables of the job (default: all); ALL,NAME=value adds one"),
-        (("-b", "--begin"), "TIME", "earliest start time"),
     )
 }
-"""Those that sbatch gets as they are."""
+"""Those that sbatch gets as they are, and that the help shows."""
 _COMMON = ("partition", "account", "time", "job_name", "cpus_per_task", "gpus_per_node", "mem")
 _IGNORED_BY: Mapping[str, tuple[str, ...]] = {"job_name": (), "exclude": ("agent",), "nodelist": ("agent",)}
 """Where not by all but ``submit``."""
@@ -74,6 +68,22 @@ def _parse_run_id(text: str, option: str) -> str:
     if task_index(text) is not None or attempt_number(text) is not None:
         raise UsageError(f"{option} {text}: this name is used for folders in a run directory")
     return text
+
+
+def _as_it_is(word: str) -> Option:
+    name = word.rstrip("=?")
+    names = tuple(name.split("/"))
+    return Option(
+        names=names,
+        dest=names[-1][2:].replace("-", "_"),
+        metavar="VALUE" if name != word else None,
+        optional_value=word.endswith("?"),
+        help="",
+        group=Group.JOB,
+        sbatch=True,
+        slurm_only=True,
+        ignored_by=("run", "agent"),
+    )
 
 
 OPTIONS = (
@@ -104,6 +114,7 @@ OPTIONS = (
         )
         for dest, (names, metavar, text) in _PLAIN.items()
     ),
+    *map(_as_it_is, AS_IT_IS.split()),
     Option(
         names=("-G", "--gpus"), dest="gpus", metavar="[TYPE:]N", group=Group.JOB, slurm_only=True,
         ignored_by=("run", "agent"),
@@ -145,7 +156,8 @@ OPTIONS = (
         names=("--sbatch-arg",), dest="sbatch_args", metavar="ARG", repeatable=True, group=Group.JOB,
         executes=True, field="sbatch_args", sbatch=True, slurm_only=True,
         common=True, ignored_by=("run", "agent"),
-        help="any other option of sbatch, as in --sbatch-arg=--licenses=matlab:2; repeatable",
+        help="option of a newer sbatch, as in --sbatch-arg=--name=value; repeatable. Any option of today's sbatch is "
+        "taken as it is, as in --licenses matlab:2",
     ),
     Option(
         names=("--srun-arg",), dest="srun_args", metavar="ARG", repeatable=True, group=Group.JOB,
@@ -204,9 +216,15 @@ OPTIONS = (
 )  # fmt: skip
 
 _BY_DEST = {option.dest: option for option in OPTIONS}
+AS_GIVEN = frozenset(
+    option.dest
+    for option in OPTIONS
+    if option.sbatch and option.dest not in {*SbatchOptions.__struct_fields__, "sbatch_args"} - {"extra"}
+)
+"""`Option.dest` of those that become arguments of sbatch as they stand."""
 SBATCH_VARIABLES: Mapping[str, tuple[str, ...]] = {
-    **{dest: sbatch_variables(dest) for dest in _PLAIN},
-    "exclusive": ("SBATCH_EXCLUSIVE",),
+    **{option.dest: sbatch_variables(option.dest) for option in OPTIONS if option.sbatch},
+    "nodes": (),
     "requeue": ("SBATCH_NO_REQUEUE", "SBATCH_REQUEUE"),
 }
 """`Option.dest` → the variables by which sbatch is given the same."""
@@ -215,7 +233,7 @@ SBATCH_VARIABLES: Mapping[str, tuple[str, ...]] = {
 def sbatch_options(parsed: Parsed, *, nodes: tuple[int, int], job_name: str, grace: int) -> SbatchOptions:
     """The sbatch side of a command line. Values are checked when the script is rendered."""
     parsed.value(_BY_DEST["time"])  # checked here, where it is known how the user called it
-    plain: dict[str, Any] = {dest: parsed.get(dest) for dest in _PLAIN}
+    plain: dict[str, Any] = {dest: parsed.get(dest) for dest in _PLAIN if dest not in AS_GIVEN}
     for dest, (pattern, example) in FORMS.items():
         if (value := parsed.get(dest)) and not re.fullmatch(pattern, value, re.IGNORECASE):
             option = parsed.source(dest, f"--{key_of(_BY_DEST[dest])}")
@@ -235,11 +253,20 @@ def sbatch_options(parsed: Parsed, *, nodes: tuple[int, int], job_name: str, gra
     return SbatchOptions(
         nodes=allocated_nodes(nodes, spare_nodes(parsed)),
         **plain,
-        exclusive=parsed.get("exclusive"),
         requeue=wants_requeue(parsed),
         grace=grace,
-        extra=parsed.all("sbatch_args"),
+        extra=(*_as_given(parsed), *parsed.all("sbatch_args")),
     )
+
+
+def _as_given(parsed: Parsed) -> Iterator[str]:
+    for option in OPTIONS:
+        text = parsed.get(option.dest) if option.dest in AS_GIVEN else None
+        name = f"--{key_of(option)}"
+        if text is not None and option.metavar is not None:
+            yield f"{name}={text}" if text else name
+        elif text not in (None, "0"):
+            yield name
 
 
 def gpus_on_each(parsed: Parsed, nodes: tuple[int, int]) -> str:

@@ -23,6 +23,7 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.options import hook_options, job_options, worker_options
 from hpc_elastic.options.sbatch import (
     IMPOSSIBLE,
+    RELIED_ON,
     SbatchOptions,
     notice_grace,
     parse_array,
@@ -38,7 +39,7 @@ from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, new_run_id
 ALL_OPTIONS = (*worker_options.OPTIONS, *hook_options.OPTIONS, *job_options.OPTIONS)
 _NOT_FOR_A_JOB = ("--help", "--usage", "--version", "-V")
 REFUSED: Mapping[str, str] = {
-    **{name: why for name, why in IMPOSSIBLE.items() if name not in _NOT_FOR_A_JOB},
+    **{name: why for name, why in {**RELIED_ON, **IMPOSSIBLE}.items() if name not in _NOT_FOR_A_JOB},
     **worker_options.REFUSED,
     **{name: f"was removed: {instead}" for name, instead in worker_options.REMOVED.items()},
 }

@@ -146,13 +146,13 @@ IMPOSSIBLE = {
 }
 
 
-_RELIED_ON = {
+RELIED_ON = {
     "--signal": "the run's notice before the time limit comes by it; give --grace SECONDS, or --signal itself",
     "--open-mode": "every attempt appends to the job log",
     **dict.fromkeys(("--no-kill", "-k"), "--no-kill is always given, so that a run survives the loss of nodes"),
     **dict.fromkeys(("--chdir", "-D"), "give --chdir itself: workers begin there too"),
 }
-"""sbatch's options by which a run lives: behind `extra` they would silently take the place of its own."""
+"""sbatch's options by which a run lives: they would silently take the place of its own."""
 _OF_THE_STEP = {
     **dict.fromkeys(("--nodes", "-N", "--ntasks", "-n", "--ntasks-per-node", "--nodelist", "-w"), "one agent is started"
                     " on each node of the run; give --nodes or --nodelist to hpc-elastic"),
@@ -179,8 +179,24 @@ def has_components(words: Sequence[str]) -> bool:
     return ":" in words or (bool(words) and words[0] in ("hetjob", "packjob"))
 
 
+AS_IT_IS = """
+    --acctg-freq= --batch= --bb= --bbf= -b/--begin= --cluster-constraint= -M/--clusters= --consolidate-segments
+    -C/--constraint= --container= --container-id= --contiguous -S/--core-spec= --cores-per-socket= --cpu-freq=
+    --cpus-per-gpu= --deadline= --delay-boot= -d/--dependency= --distribution= --export-file= --extra=
+    -B/--extra-node-info= --get-user-env=? --gid= --gpu-bind= --gpu-freq= --gpus-per-socket= --gres= --gres-flags=
+    --hint= -H/--hold --ignore-pbs -i/--input= --kill-on-invalid-dep= -L/--licenses= --mail-type= --mail-user=
+    --mcs-label= --mem-bind= --mem-per-cpu= --mem-per-gpu= --mincpus= --network= --nice=? -F/--nodefile=
+    --ntasks-per-core= --ntasks-per-socket= --oom-kill-step=? -O/--overcommit -s/--oversubscribe --power= --prefer=
+    --priority= --propagate=? -Q/--quiet --reboot --reservation= --resv-ports=? --sockets-per-node= --spread-job
+    --spread-segments --stepmgr --switches= --thread-spec= --threads-per-core= --time-min= --tmp= --tres-bind=
+    --tres-per-job= --tres-per-node= --tres-per-task= --uid= --use-min-nodes --wait-all-nodes= --wckey=
+"""
+"""What sbatch gets as the user gave it, and no code of ours reads (sbatch's manual, 20.11 to 26.05): ``=`` takes a
+value, ``=?`` may take one. ``--profile``, ``--segment`` and ``-m`` are names of ours: sbatch's take `--sbatch-arg`."""
+
+
 class SbatchOptions(Struct, frozen=True, kw_only=True):
-    """sbatch's options, by sbatch's names; None or empty: not given."""
+    """What this program itself has to know of sbatch's options, by sbatch's names; None or empty: not given."""
 
     nodes: str | None = None
     """``4``, ``2-4`` or ``2:4``."""
@@ -189,41 +205,28 @@ class SbatchOptions(Struct, frozen=True, kw_only=True):
     qos: str | None = None
     time: str | None = None
     job_name: str | None = None
-    constraint: str | None = None
-    cpus_per_task: str | None = None
     exclude: str | None = None
-    nodelist: str | None = None
-    dependency: str | None = None
     array: str | None = None
     output: str | None = None
     """A path with sbatch's %-patterns; `literal_path` for one without."""
     error: str | None = None
-    gres: str | None = None
     gpus_per_node: str | None = None
-    mem: str | None = None
-    exclusive: str | None = None
-    """Empty for plain ``--exclusive``, else ``user`` or ``mcs``; None: not given."""
-    reservation: str | None = None
     signal: str | None = None
     """The user's own, instead of `grace`'s."""
     comment: str | None = None
-    mail_type: str | None = None
-    mail_user: str | None = None
-    export: str | None = None
-    begin: str | None = None
     chdir: str | None = None
     requeue: bool = True
     grace: int = 120
     """Seconds before the time limit at which USR2 is asked for. (Slurm may be up to 60 s early.)"""
     extra: tuple[str, ...] = ()
-    """``--sbatch-arg``s: one option each, ``--licenses=matlab:2`` or ``-Lmatlab:2``."""
+    """All others, one each: ``--licenses=matlab:2``; of ``--sbatch-arg`` also ``-Lmatlab:2``."""
 
     def overruled_variables(self) -> tuple[str, ...]:
         """The SBATCH_* variables that must not reach sbatch: they would win over our lines."""
         names = ["SBATCH_OPEN_MODE", "SBATCH_NO_KILL", "SBATCH_REQUEUE", "SBATCH_NO_REQUEUE"]
         names += ["SBATCH_OUTPUT", "SBATCH_ERROR", "SBATCH_SIGNAL", "SBATCH_WAIT"]
         names.append("SBATCH_ARRAY_INX")  # an array that the run directory is not made for would have no tasks there
-        for name in _given(self):
+        for name in (*_given(self), *(_option_name(one)[2:].replace("-", "_") for one in self.extra)):
             names += sbatch_variables(name)
         return tuple(dict.fromkeys(names))
 
@@ -243,6 +246,7 @@ _OTHER_VARIABLES = {
     "array": ("SBATCH_ARRAY_INX",),
     "mem": ("SBATCH_MEM_PER_NODE", "SBATCH_MEM_PER_CPU", "SBATCH_MEM_PER_GPU"),
     "gpus_per_node": ("SBATCH_GPUS",),
+    "cpu_freq": ("SBATCH_CPU_FREQ_REQ",),
     "requeue": ("SBATCH_NO_REQUEUE",),
 }
 
@@ -267,7 +271,7 @@ FORMS = {
     "dependency": (r"(?:after[a-z]*|expand|singleton|\d)[\w:+*,?()%-]*", "afterok:1234 or singleton"),
 }
 """sbatch's plain values: what each may look like, and an example."""
-_OURS = frozenset(("requeue", "grace", "extra", "signal", "exclusive"))  # not simply --name=value
+_OURS = frozenset(("requeue", "grace", "extra", "signal"))  # not simply --name=value
 
 
 def sbatch_arguments(options: SbatchOptions) -> list[str]:
@@ -284,22 +288,16 @@ def sbatch_arguments(options: SbatchOptions) -> list[str]:
         elif name == "time":
             check_time_option(value)
         arguments.append(f"--{name.replace('_', '-')}={value}")
-    if options.exclusive is not None:
-        arguments.append(f"--exclusive={options.exclusive}" if options.exclusive else "--exclusive")
     arguments.append("--requeue" if options.requeue else "--no-requeue")
     arguments += ["--no-kill", "--open-mode=append"]
     arguments.append(f"--signal={options.signal or f'B:USR2@{notice_grace(options)}'}")
-    return arguments + _checked(options.extra)
-
-
-def _checked(extra: Sequence[str]) -> list[str]:
-    for argument in extra:
+    for argument in options.extra:
         if not argument.startswith("-") or argument in ("-", "--"):
             raise UsageError(f"--sbatch-arg {argument}: not an option; write it as --sbatch-arg=--name=value")
         check_possible(argument, option="--sbatch-arg")
-        if (name := _option_name(argument)) in _RELIED_ON:
-            raise UsageError(f"--sbatch-arg {argument}: {_RELIED_ON[name]}")
-    return list(extra)
+        if (name := _option_name(argument)) in RELIED_ON:
+            raise UsageError(f"--sbatch-arg {argument}: {RELIED_ON[name]}")
+    return [*arguments, *options.extra]
 
 
 def check_srun_argument(text: str, option: str = "--srun-arg") -> None:

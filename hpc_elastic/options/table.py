@@ -35,6 +35,7 @@ class Option(Struct, frozen=True, kw_only=True):
     """The one to show first; ``--name`` or ``-n``."""
     dest: str
     help: str
+    """Empty: it is taken, and the help does not show it."""
     group: Group = Group.RUN
     metavar: str | None = None
     """None: a flag."""
@@ -186,20 +187,6 @@ MEANT: Mapping[str, tuple[str, str]] = {
 }
 """Other programs' names → ours, and what differs. Without the dashes in front."""
 
-SBATCHS_OWN = frozenset(
-    (
-        "bb", "bbf", "cluster-constraint", "clusters", "container", "contiguous", "core-spec", "cores-per-socket",
-        "cpu-freq", "cpus-per-gpu", "deadline", "delay-boot", "distribution", "export-file", "extra-node-info",
-        "get-user-env", "gid", "gpu-bind", "gpu-freq", "gpus-per-socket", "gres-flags", "hint", "hold", "ignore-pbs",
-        "input", "kill-on-invalid-dep", "licenses", "mcs-label", "mem-bind", "mem-per-cpu", "mem-per-gpu", "mincpus",
-        "network", "nice", "no-kill", "nodefile", "ntasks-per-core", "ntasks-per-socket", "open-mode", "overcommit",
-        "oversubscribe", "power", "prefer", "priority", "propagate", "reboot", "resv-ports", "sockets-per-node",
-        "spread-job", "stepmgr", "switches", "thread-spec", "threads-per-core", "time-min", "tmp", "tres-bind",
-        "tres-per-job", "tres-per-node", "tres-per-task", "uid", "use-min-nodes", "wait-all-nodes", "wckey",
-    )
-)  # fmt: skip
-"""What sbatch alone knows (its manual, 20.11 to 26.05): no misspelling of ours, however alike."""
-
 _ALIKE = 0.66
 
 
@@ -214,8 +201,6 @@ def nearest(name: str, known: Collection[str]) -> str | None:
     meant = MEANT.get(plain, ("", ""))[0]
     if meant in known:
         return meant
-    if plain in SBATCHS_OWN:
-        return None
     from difflib import get_close_matches
 
     return next(iter(get_close_matches(plain, known, n=1, cutoff=_ALIKE)), None)

@@ -51,7 +51,7 @@ _FILES, _FOLDERS = ["default"], ["dirnames"]
     ("line", "expected"),
     [
         (["rep"], ["report"]),
-        (["submit", "--no"], ["--no-python", "--no-requeue", "--nodelist", "--nodes", "--notify"]),
+        (["submit", "--no"], ["--no-python", "--no-requeue", "--nodefile", "--nodelist", "--nodes", "--notify"]),
         (["submit", "--nodes", "2", "--cluster", "s"], ["slurm"]),
         (["submit", "m"], _FILES),
         (["submit", "--runs-dir", "my"], _FOLDERS),

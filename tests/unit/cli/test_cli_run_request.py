@@ -223,11 +223,14 @@ def test_sbatchs_options_by_their_short_names() -> None:
     more = ["--comment=c d", "--mail-type=END", "--mail-user=a@b", "--export=NONE", "--begin=now+1", "--no-requeue"]
     parsed = read(*short, *long, *more, "--sbatch-arg=--nice", "--sbatch_arg", "-L x", "s.py")
     assert job_options.sbatch_options(parsed, nodes=(2, 4), job_name="j", grace=9) == SbatchOptions(
-        nodes="2-4", partition="gpu", account="acc", qos="high", time="10", job_name="j", constraint="a100",
-        cpus_per_task="8", exclude="n3", nodelist="n1", dependency="afterok:1", array="1-3", output="o.txt",
-        error="e.txt", gres="gpu:2", gpus_per_node="a100:4", mem="4G", exclusive="", reservation="r", signal="USR1@9",
-        comment="c d", mail_type="END", mail_user="a@b", export="NONE", begin="now+1", requeue=False, grace=9,
-        extra=("--nice", "-L x"),
+        nodes="2-4", partition="gpu", account="acc", qos="high", time="10", job_name="j", exclude="n3",
+        array="1-3", output="o.txt", error="e.txt", gpus_per_node="a100:4", signal="USR1@9", comment="c d",
+        requeue=False, grace=9,
+        extra=(
+            "--cpus-per-task=8", "--nodelist=n1", "--mem=4G", "--export=NONE", "--begin=now+1", "--constraint=a100",
+            "--dependency=afterok:1", "--gres=gpu:2", "--mail-type=END", "--mail-user=a@b", "--reservation=r",
+            "--exclusive", "--nice", "-L x",
+        ),
     )  # fmt: skip
 
 

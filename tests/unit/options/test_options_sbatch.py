@@ -6,7 +6,18 @@ import pytest
 from msgspec.structs import fields
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.options.sbatch import SbatchOptions, check_srun_argument, notice_grace, sbatch_arguments, sbatch_line
+from hpc_elastic.options import job_options
+from hpc_elastic.options.command_line import parse
+from hpc_elastic.options.sbatch import (
+    AS_IT_IS,
+    FORMS,
+    SbatchOptions,
+    check_srun_argument,
+    notice_grace,
+    sbatch_arguments,
+    sbatch_line,
+)
+from hpc_elastic.options.table import Keys
 from hpc_elastic.slurm.batch_script import literal_path, load_template, render_script
 
 OURS = ["--requeue", "--no-kill", "--open-mode=append", "--signal=B:USR2@120"]
@@ -37,16 +48,28 @@ def test_every_option_reaches_sbatch_by_its_name() -> None:
     assert arguments[-2:] == ["--licenses=matlab:2", "-Lx"]
 
 
+@pytest.mark.parametrize("word", AS_IT_IS.split())
+def test_any_option_of_sbatch_is_taken_as_it_is(word: str) -> None:
+    """By each of its names, and by its key in a file; its SBATCH_* variable does not win over it."""
+    *short, name = word.rstrip("=?").split("/")
+    option = Keys(job_options.OPTIONS).by_name[name[2:]]
+    text = FORMS.get(option.dest, ("", "x y"))[1].partition(" or ")[0]
+    argv = [[one, text] if word.endswith("=") else [one] for one in (*short, name)]
+    argv += [[f"{name}=x"]] if word.endswith("?") else []
+    for words in argv:
+        parsed = parse([*words, "train.py"], job_options.OPTIONS, refused={})
+        value = parsed.get(option.dest) if option.metavar else None
+        options = job_options.sbatch_options(parsed, nodes=(1, 1), job_name="j", grace=9)
+        assert sbatch_arguments(options)[-1] == (f"{name}={value}" if value else name)
+        assert f"SBATCH_{option.dest.upper()}" in options.overruled_variables()
+        assert parsed.command == ("train.py",)
+
+
 def test_no_task_count_ever_reaches_sbatch() -> None:
     """With one, 20.11 and 22.05 give `-N3-4` 3 nodes with 4 idle."""
-    script = render(SbatchOptions(nodes="3-4", gpus_per_node="2", cpus_per_task="8"))
+    script = render(SbatchOptions(nodes="3-4", gpus_per_node="2"))
     assert "ntasks" not in "".join(line for line in script.splitlines() if line.startswith("#SBATCH"))
     assert "#SBATCH --nodes=3-4\n" in script
-
-
-def test_plain_exclusive() -> None:
-    assert "--exclusive" in sbatch_arguments(SbatchOptions(exclusive=""))
-    assert "--exclusive=user" in sbatch_arguments(SbatchOptions(exclusive="user"))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +172,7 @@ def test_no_placeholder_is_left_and_values_are_not_searched_for_them() -> None:
 
 
 def test_what_was_given_wins_over_sbatchs_variables() -> None:
-    options = SbatchOptions(partition="gpu", time="10", mem="4G", array="1-2")
+    options = SbatchOptions(partition="gpu", time="10", array="1-2", extra=("--mem=4G",))
     overruled = set(options.overruled_variables())
     assert overruled >= {"SBATCH_PARTITION", "SBATCH_TIMELIMIT", "SBATCH_MEM_PER_CPU", "SBATCH_ARRAY_INX"}
     assert overruled >= {"SBATCH_OPEN_MODE", "SBATCH_NO_KILL", "SBATCH_OUTPUT"}

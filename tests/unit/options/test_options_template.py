@@ -36,9 +36,10 @@ def test_its_lines_count_where_nothing_else_says_so(tmp_path: Path) -> None:
 
 
 def test_words_that_this_program_does_not_know_are_left_alone() -> None:
-    words = ["--licenses", "matlab:2", "-N4", "-L", "x", "--exclusive=user", "--requeue", "-t"]
+    words = ["--frobnicate", "matlab:2", "-N4", "-L", "x", "--exclusive=user", "--requeue", "-t"]
     assert asked_by(words) == {
         "nodes": ("-N", "4"),
+        "licenses": ("-L", "x"),
         "exclusive": ("--exclusive", "user"),
         "requeue": ("--requeue", "1"),
     }
