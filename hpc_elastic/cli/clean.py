@@ -40,7 +40,7 @@ _AT_ONCE = 100
 
 
 class OldRun(Struct, frozen=True, kw_only=True):
-    """A directory that may be removed: of a run, or of an array with all its runs."""
+    """A directory that may be removed: a run's, or that of an array with all its runs."""
 
     paths: RunPaths
     statuses: tuple[RunStatus, ...]
@@ -67,11 +67,7 @@ NOTE = f"RUN: only these: {RUN_HELP}"
 
 
 def run(args: SimpleNamespace) -> int:
-    """Show, ask, remove. Returns 0; 1 where something could not be removed.
-
-    Raises:
-        UsageError: nothing says which runs are meant, or there is nobody to ask.
-    """
+    """Show, ask, remove. Returns 0; 1 where something could not be removed."""
     older = _age(args.older_than)
     wanted = asked_states(args.state)
     larger = -1 if args.larger_than is None else parse_bytes(args.larger_than, "--larger-than")
@@ -103,7 +99,7 @@ def run(args: SimpleNamespace) -> int:
 
 
 def ended_runs(paths: Sequence[RunPaths], clock: Clock, *, says_why: bool = False) -> Iterator[OldRun]:
-    """Those of `paths` that have ended, with their sizes. `says_why`: of each other one it is said why it is not."""
+    """Those of `paths` that have ended, with their sizes; `says_why` prints for each other one why it stays."""
     client = run_job.slurm_client(timeout=run_job.SHORT_SECONDS)
     for first in range(0, len(paths), _AT_ONCE):
         some = paths[first : first + _AT_ONCE]
@@ -167,7 +163,7 @@ def _agrees(total: str) -> bool:
 
 
 def _remove(old: OldRun, clock: Clock) -> bool:
-    """Whether the directory is gone. It is looked at once more: somebody may have started the run again meanwhile."""
+    """Returns whether the directory is gone. The run is read once more: it may have been started again meanwhile."""
     if not list(ended_runs([old.paths], clock, says_why=True)):
         return False
     try:
@@ -183,7 +179,7 @@ def _remove(old: OldRun, clock: Clock) -> bool:
 
 
 def _bytes_in(folder: Path) -> int:
-    """What its files take on the disk; what can't be read counts as nothing."""
+    """Bytes that the files take on the disk; what can't be read counts as nothing."""
     total, left = 0, [str(folder)]
     while left:
         try:

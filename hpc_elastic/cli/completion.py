@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Iterable
 from importlib import import_module
 from types import SimpleNamespace
 from typing import NoReturn
@@ -13,6 +12,7 @@ from typing import NoReturn
 import click
 from click.shell_completion import get_completion_class, shell_complete
 
+from hpc_elastic.cli.config import options_of
 from hpc_elastic.cli.main import _SUBCOMMANDS, COMPLETE_VARIABLE, PROGRAM
 from hpc_elastic.options.run_request import ALL_OPTIONS
 from hpc_elastic.options.table import Keys, Option
@@ -26,7 +26,6 @@ NOTE = (
 
 
 def run(args: SimpleNamespace) -> int:
-    """Print the script. Returns 0."""
     found = get_completion_class(args.shell)
     assert found is not None
     sys.stdout.write(found(_Subcommands(), {}, PROGRAM, COMPLETE_VARIABLE).source())
@@ -51,34 +50,14 @@ class _Subcommands(click.Group):
         module = import_module(f"hpc_elastic.cli.{module_name}")
         if hasattr(module, "PARAMETERS"):
             return click.Command(cmd_name, params=list(module.PARAMETERS), help=help_)
+        taken = options_of(cmd_name, getattr(module, "OPTIONS", ()), getattr(module, "TAKEN", None))
+        options = [_parameter(option) for option in taken if cmd_name not in option.ignored_by]
         return click.Command(
             cmd_name,
-            params=[*map(_parameter, _options(cmd_name)), _argument(cmd_name)],
+            params=[*options, _argument(cmd_name)],
             help=help_,
             context_settings={"allow_interspersed_args": False},
         )
-
-
-def _options(subcommand: str) -> Iterable[Option]:
-    """What a subcommand with a table of options takes."""
-    if subcommand == "config":
-        from hpc_elastic.cli.config import OPTIONS
-
-        return OPTIONS
-    if subcommand == "rehearse":
-        from hpc_elastic.cli.rehearse import OPTIONS as OWN
-
-        return (*OWN, *ALL_OPTIONS)
-    if subcommand == "doctor":
-        from hpc_elastic.cli.doctor import OPTIONS as DOCTORS
-        from hpc_elastic.doctor.node_job import TAKEN
-
-        return (*DOCTORS, *(one for one in ALL_OPTIONS if one.dest in TAKEN))
-    return (one for one in ALL_OPTIONS if _takes(subcommand, one))
-
-
-def _takes(subcommand: str, option: Option) -> bool:
-    return (subcommand == "submit" or not option.submit_only) and subcommand not in option.ignored_by
 
 
 def _parameter(option: Option) -> click.Parameter:

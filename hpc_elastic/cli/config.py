@@ -18,11 +18,18 @@ from hpc_elastic.cli.screen import print_note
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.command_line import Help, HelpWanted, parse, render_help
 from hpc_elastic.options.config_files import Layer
+from hpc_elastic.options.hook_options import current_directory
 from hpc_elastic.options.resolve import Origin, Resolved, resolve
-from hpc_elastic.options.run_request import ALL_OPTIONS, REFUSED, YIELDS, check_values, current_directory, default_of
-from hpc_elastic.options.table import Group, Keys, Option, Parsed, explaining, key_of
+from hpc_elastic.options.run_request import ALL_OPTIONS, REFUSED, YIELDS, check_values, default_of
+from hpc_elastic.options.table import Group, Keys, Option, Parsed, define, explaining, key_of
 from hpc_elastic.options.worker_options import UNNEEDED
 from hpc_elastic.output.terminal import each_line
+
+
+def options_of(subcommand: str, own: Sequence[Option] = (), taken: Collection[str] | None = None) -> tuple[Option, ...]:
+    """The options that a subcommand takes, as for `read_command_line`."""
+    found = (option for option in ALL_OPTIONS if own or subcommand == "submit" or not option.submit_only)
+    return (*own, *(option for option in found if taken is None or option.dest in taken))
 
 
 def read_command_line(
@@ -43,17 +50,9 @@ def read_command_line(
         env: Variables, and where the files are.
         own: Options of this subcommand alone, which no file and no variable gives; it takes those of ``submit``, too.
         taken: Those of ``submit`` that it takes (`Option.dest`); None: all.
-
-    Raises:
-        UsageError: an option that is unknown, refused or without its value; something is wrong in a file.
     """
-    left_out = [
-        option.dest
-        for option in ALL_OPTIONS
-        if (option.submit_only and not own and subcommand != "submit")
-        or (taken is not None and option.dest not in taken)
-    ]
-    options = (*own, *(option for option in ALL_OPTIONS if option.dest not in left_out))
+    options = options_of(subcommand, own, taken)
+    left_out = {option.dest for option in ALL_OPTIONS if option not in options}
     others = {name: "submit" for option in ALL_OPTIONS if option.dest in left_out for name in option.names}
     try:
         given = parse(argv, options, refused=REFUSED, elsewhere=others, unneeded=UNNEEDED)
@@ -61,7 +60,7 @@ def read_command_line(
         _print_help(subcommand, help_, [option for option in options if subcommand not in option.ignored_by], wanted)
         return None
     here = current_directory(env)
-    parsed = resolve(given, ALL_OPTIONS, env=env, here=here, left_out=left_out, yields=YIELDS).parsed
+    parsed = resolve(given, ALL_OPTIONS, env=env, here=here, left_out=sorted(left_out), yields=YIELDS).parsed
     for line in parsed.executed:
         print_note(line)
     mine = {option.dest: given.values[option.dest] for option in own if option.dest in given.values}
@@ -98,23 +97,20 @@ HELP = Help(
     ),
 )
 OPTIONS = (
-    Option(
-        names=("--json",), dest="json", group=Group.SHOWN, in_files=False, common=True, help="print one JSON object"
-    ),
-    Option(
-        names=("--all",), dest="all", group=Group.SHOWN, in_files=False, common=True,
-        help="show settings without a value as well",
-    ),
+    define(Group.SHOWN, "--json", in_files=False, common=True,
+        help="print one JSON object"),
+    define(Group.SHOWN, "--all", in_files=False, common=True,
+        help="show settings without a value as well"),
     *(replace(option, common=option.dest == "profile") for option in ALL_OPTIONS if option.dest != "dry_run"),
 )  # fmt: skip
 
 
-def main(argv: Sequence[str]) -> int:
-    """Print. Returns 0.
+TAKEN = frozenset[str]()
+"""`OPTIONS` has them all."""
 
-    Raises:
-        UsageError: something that submit would refuse, but for the script.
-    """
+
+def main(argv: Sequence[str]) -> int:
+    """Print. Returns 0; raises UsageError for what submit would refuse, but for the script."""
     try:
         given = parse(argv, OPTIONS, refused=REFUSED, unneeded=UNNEEDED)
     except HelpWanted as wanted:
@@ -149,7 +145,7 @@ def _asked(names: Sequence[str]) -> list[Option]:
 
 
 def _value(found: Resolved, option: Option, env: Mapping[str, str]) -> tuple[Any, Origin | None]:
-    """As JSON has it; None: none. And where it comes from; None: from nowhere."""
+    """The value as JSON has it, and where it comes from; None: there is none, and it comes from nowhere."""
     origin = found.origins.get(option.dest)
     if option.dest not in found.parsed.values:
         if origin is not None:

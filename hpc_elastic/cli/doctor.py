@@ -37,7 +37,7 @@ from hpc_elastic.launch.submit_job import Submission, submission_client, submit_
 from hpc_elastic.options import job_options
 from hpc_elastic.options.command_line import Help
 from hpc_elastic.options.run_request import SlurmJob, cluster_here, spec_fields
-from hpc_elastic.options.table import Group, Option, explaining
+from hpc_elastic.options.table import Group, define, explaining
 from hpc_elastic.output.terminal import one_line
 from hpc_elastic.slurm.client import SubprocessRunner
 from hpc_elastic.slurm.errors import SlurmError
@@ -54,21 +54,15 @@ HELP = Help(
     ),
 )
 OPTIONS = (
-    Option(
-        names=("-N", "--nodes"), dest="nodes", metavar="N|MIN-MAX", group=Group.JOB, in_files=False, common=True,
-        help="examine so many nodes too, in a short job (default: no job; this host is judged for a run of 2)",
-    ),
-    Option(
-        names=("--json",), dest="json", group=Group.SHOWN, in_files=False, common=True,
-        help="print one JSON object, with what each node measured",
-    ),
-    Option(
-        names=("--save",), dest="save", metavar="user|site", optional_value=True, group=Group.SHOWN, in_files=False,
-        common=True, help="keep what was found, for this account or, as --save=site, for all: submit then warns by it",
-    ),
+    define(Group.JOB, "-N", "--nodes", metavar="N|MIN-MAX", in_files=False, common=True,
+        help="examine so many nodes too, in a short job (default: no job; this host is judged for a run of 2)"),
+    define(Group.SHOWN, "--json", in_files=False, common=True,
+        help="print one JSON object, with what each node measured"),
+    define(Group.SHOWN, "--save", metavar="user|site", optional_value=True, in_files=False, common=True,
+        help="keep what was found, for this account or, as --save=site, for all: submit then warns by it"),
 )  # fmt: skip
 _NODES_OF_A_RUN = 2
-"""For how many nodes the login node's checks are made, unless it is said."""
+"""Nodes of the run for which the login node is judged, without ``--nodes``."""
 _END_SECONDS = 30.0
 
 
@@ -161,7 +155,6 @@ def _remove_empty(folders: Sequence[Path]) -> None:
 
 
 def _run_here(job: ProbeJob, env: Mapping[str, str]) -> str:
-    """On this machine. Returns how it ended."""
     create_run(job.spec, job.runs_dir)
     print_note(f"examining {job.spec.max_nodes} nodes that this machine plays")
     with open(job.paths.job_log, "ab") as log:
@@ -180,7 +173,7 @@ def _run_here(job: ProbeJob, env: Mapping[str, str]) -> str:
 
 
 def _run_by_slurm(job: ProbeJob, slurm: SlurmJob, *, clock: Clock, env: Mapping[str, str]) -> str:
-    """In a job, which ends with this process. Returns how it ended."""
+    """Have it done in a job, which ends with this process. Returns how it ended."""
     submission = Submission(job=slurm, runs_dir=job.runs_dir)
     client = submission_client(submission, env, clock, print_note)
     number = submit_job(submission, client, clock=clock, env=env, log=print_note)

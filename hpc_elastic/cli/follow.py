@@ -44,11 +44,9 @@ class RunWatch:
     def __init__(
         self, paths: RunPaths, *, attempt: int | None, clock: Clock, client: SlurmClient | None = None
     ) -> None:
-        """Args:
-        paths: The run.
-        attempt: Only this one's end is awaited; None: the run's, through its requeues.
-        clock: For how often.
-        client: Knows of a job that was cancelled in the queue, or whose supervisor was killed. None: not asked.
+        """Only the end of `attempt` is awaited, or with None the run's, through its requeues.
+
+        `client` knows of a job that was cancelled in the queue, or whose supervisor was killed.
         """
         self._client = client
         self._ask_at = clock.monotonic()
@@ -62,7 +60,7 @@ class RunWatch:
         self._is_requeued = False
 
     def end(self) -> RunEnd | None:
-        """How it ended; None: it has not, as far as can be seen. To be asked as often as one likes."""
+        """How it ended; None: it has not, as far as can be seen. It may be called at any pace."""
         now = self._clock.monotonic()
         if now < self._look_at:
             return None
@@ -100,7 +98,7 @@ class RunWatch:
         return RunEnd(code=1, why=f"none of its files has changed for {minutes:.0f} minutes, and no end was recorded")
 
     def _by_slurm(self, now: float) -> RunEnd | None:
-        """The end of a run whose files will never hold one; rarely looked for, since it costs the controller a call."""
+        """The end of a run whose files will never hold one; seldom looked for: it costs the controller a call."""
         if self._client is None or now < self._ask_at:
             return None
         self._ask_at = now + _ASK_SECONDS

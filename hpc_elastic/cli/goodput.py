@@ -13,7 +13,7 @@ from hpc_elastic.report.goodput import Goodput, describe_goodput, goodput_of, is
 
 
 def read_goodput(root: Path) -> Goodput | None:
-    """Where a run's time went; None where it is not known, or too short to show anything."""
+    """The parts of a run's time; None where they are not known, or too short to show anything."""
     try:
         found = goodput_of(collect_run(root))
     except OSError:
@@ -29,21 +29,18 @@ def goodput_json(goodput: Goodput) -> dict[str, Any]:
 
 
 class MeasuredRuns:
-    """A line for each run, and one for all of them."""
-
     HEAD = f"{'goodput':<8}  {'of':<13}  run"
 
     def __init__(self) -> None:
         self._found: list[Goodput] = []
 
     def read(self, status: RunStatus) -> Goodput | None:
-        """Measure one more."""
         found = read_goodput(Path(status.run_dir))
         self._found += [found] if found is not None else []
         return found
 
     def line(self, status: RunStatus, goodput: Goodput | None) -> str:
-        """Of one run; the largest part first, what is below a tenth of a percent left out."""
+        """A run's line: the largest part first, what is below a tenth of a percent left out."""
         if goodput is None:
             return one_line(f"{'-':<8}  {'-':<13}  {status.run_id}  it took less than a minute, or nothing is known")
         parts = sorted(describe_goodput(goodput)[1:], key=lambda part: -part[2])
@@ -53,7 +50,7 @@ class MeasuredRuns:
         return one_line(f"{_share(goodput.share or 0.0, goodput.wall)}  {status.run_id}  {', '.join(shown)}")
 
     def of_all(self) -> str:
-        """Of all runs together; empty where there are not several."""
+        """The line of all runs together; empty where there are not several."""
         if len(self._found) < 2:
             return ""
         wall = sum(one.wall for one in self._found)

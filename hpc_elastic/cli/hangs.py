@@ -25,7 +25,7 @@ from hpc_elastic.output.terminal import one_line
 
 SCHEMA = 1
 _ALONE = 64
-"""So many dumps one process reads by itself."""
+"""Most dumps that one process reads by itself."""
 _MOST_PROCESSES = 8
 _MOST_GROUPS = 20
 _MOST_MEMORY = 8 << 30
@@ -33,21 +33,18 @@ _OTHER = re.compile(r"/attempt-\d+/(?!round-)")
 
 
 class UnreadableFile(Struct, frozen=True, kw_only=True):
-    """A file that is no dump."""
-
     file: str
     why: str
 
 
 class HangsDocument(Struct, frozen=True, kw_only=True):
-    """What ``--json`` prints."""
+    """The object that ``--json`` prints."""
 
     schema: int = SCHEMA
     ranks: tuple[int, ...]
-    """Of the dumps."""
     suspects: tuple[FlightSuspect, ...]
     says: str
-    """What is so where there are no suspects."""
+    """The finding where there are no suspects."""
     groups: tuple[GroupState, ...]
     unreadable: tuple[UnreadableFile, ...]
 
@@ -60,11 +57,7 @@ NOTE = "FILES: dumps, JSON or pickle, or folders or runs with them; the rank is 
 
 
 def run(args: SimpleNamespace) -> int:
-    """Print. Returns 0.
-
-    Raises:
-        UsageError: none of the files is a dump.
-    """
+    """Print. Returns 0; raises UsageError where none of the files is a dump."""
     with _limited_memory():
         found = _without_older(_read_all(_files(args.files)))
     dumps = [dump for _, dump in found if isinstance(dump, RankDump)]
@@ -123,7 +116,7 @@ def _run_or_path(text: str) -> Path:
 
 
 def _may_be_dump(path: Path) -> bool:
-    """Whether a file that is not named itself is worth a line: a folder of logs has others with a number."""
+    """Tell a dump from what else a folder of logs has with a number in its name."""
     if rank_of_name(path.name) is None or not path.is_file():
         return False
     try:
@@ -134,7 +127,7 @@ def _may_be_dump(path: Path) -> bool:
 
 
 def _without_older(found: Sequence[tuple[str, RankDump | str]]) -> list[tuple[str, RankDump | str]]:
-    """Of several dumps of one rank with the same groups, as two failures leave them, the last that was written."""
+    """Keep the newest of several dumps of one rank with the same groups: two failures leave two."""
     newest: dict[tuple[int, str, str], tuple[float, int]] = {}
     chosen: list[tuple[str, RankDump | str]] = list(found)
     for place, (name, dump) in enumerate(found):
@@ -163,7 +156,6 @@ def _read_all(files: Sequence[Path]) -> list[tuple[str, RankDump | str]]:
 
 
 def _read(path: Path) -> tuple[str, RankDump | str]:
-    """A dump, or why it is none."""
     try:
         with open(
             os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb"

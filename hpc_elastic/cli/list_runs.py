@@ -47,11 +47,6 @@ PARAMETERS = (
 
 
 def run(args: SimpleNamespace) -> int:
-    """Print.
-
-    Raises:
-        UsageError: the folder can't be read, or a filter makes no sense.
-    """
     wanted = asked_states(args.state)
     most = _limit(args.limit)
     where, folders = folders_of_runs(args.runs_dir)
@@ -97,7 +92,7 @@ def run(args: SimpleNamespace) -> int:
 
 
 def folders_of_runs(runs_dir: str | None) -> tuple[str, list[Path]]:
-    """Where runs are looked for, and what may be their directories, newest first.
+    """The folder that is searched, and what may be the directories of its runs, newest first.
 
     Without ``--runs-dir`` and without a runs folder here, these are the runs that this account has submitted.
     """
@@ -129,11 +124,11 @@ def _fitted(status: RunStatus, now_ns: int, width: int | None) -> str:
 _LEAST_REASON = 10
 """Columns below which a reason is not begun."""
 _BAD_ENDS = frozenset((Outcome.TOO_FEW_NODES.value, Outcome.TIMED_OUT.value))
-"""Which are failures for a user, too."""
+"""Outcomes that are failures for a user, too."""
 
 
 def states_of(status: RunStatus) -> frozenset[str]:
-    """What ``--state`` finds a run by: its state, and its outcome if it has ended; ``failed`` is every bad end."""
+    """The names by which ``--state`` finds a run: its state, its outcome if it has ended; ``failed`` is any bad end."""
     if status.state is not RunState.ENDED:
         return frozenset((status.state.value,))
     bad = {Outcome.FAILED.value} if status.outcome in _BAD_ENDS else set()

@@ -69,11 +69,7 @@ class EventChoice(Struct, frozen=True, kw_only=True):
 
 
 def show_events(asked: AskedRun, args: SimpleNamespace, tail: int | None) -> int:
-    """Print them. Returns 0, or with ``--follow`` the run's exit code.
-
-    Raises:
-        UsageError: ``--event`` or ``--node`` means nothing.
-    """
+    """Print them. Returns 0, or with ``--follow`` the run's exit code."""
     choice = EventChoice(names=_names(args.event or None), nodes=args.node)
     printer = _Printer(as_json=args.json, colours=wants_colour(sys.stdout, os.environ))
     if args.follow:
@@ -147,18 +143,12 @@ class _Printer:
 
 
 class EventFollower:
-    """Shows what is written: `cli.follow.Follower`."""
+    """Prints events as they are written: a `cli.follow.Follower`."""
 
     def __init__(
         self, asked: AskedRun, choice: EventChoice, printer: _Printer, *, tail: int | None, clock: Clock
     ) -> None:
-        """Args:
-        asked: The run.
-        choice: What of it.
-        printer: Where to.
-        tail: How many events of what is there already; None: all.
-        clock: For the pace.
-        """
+        """`tail`: how many events of what is there already; None: all."""
         self._asked = asked
         self._choice = choice
         self._printer = printer

@@ -27,18 +27,12 @@ _DROP_AFTER_S = 30.0
 
 
 class LogFollower:
-    """Shows what the workers print: `cli.follow.Follower`."""
+    """Prints the workers' output as it grows: a `cli.follow.Follower`."""
 
     def __init__(
         self, asked: AskedRun, choice: LogChoice, printer: LogPrinter, *, tail: int | None, clock: Clock
     ) -> None:
-        """Args:
-        asked: The run.
-        choice: What of it.
-        printer: Where to.
-        tail: How many lines of what is there already; None: all.
-        clock: For the pace.
-        """
+        """`tail`: how many lines of what is there already; None: all."""
         self._asked = asked
         self._choice = choice
         self._printer = printer

@@ -74,22 +74,14 @@ class LogChoice(Struct, frozen=True, kw_only=True):
     streams: tuple[int, ...] = ALL_STREAMS
 
     def rounds_of(self, attempt: AttemptPaths) -> list[int]:
-        """The rounds, ascending; empty where there is none yet.
-
-        Raises:
-            UsageError: none that was asked for is there.
-        """
+        """The rounds, ascending; raises UsageError where none that was asked for is there."""
         numbers = round_numbers(attempt)
         if self.rounds is not None:
             return check_rounds(self.rounds, numbers, attempt.number)
         return numbers if self.all_rounds else numbers[-1:]
 
     def check(self, attempt: AttemptPaths, rounds: Sequence[int]) -> None:
-        """Refuse ranks and nodes that are in none of the rounds.
-
-        Raises:
-            UsageError: with those that are.
-        """
+        """Raises UsageError for ranks and nodes that are in none of the rounds."""
         if self.ranks is None and self.nodes is None:
             return
         if self.nodes is not None:
@@ -124,13 +116,7 @@ class LogPrinter:
     def __init__(
         self, out: BinaryIO, *, clean: bool = False, prefix: bool = True, times: bool = False, colours: bool = False
     ) -> None:
-        """Args:
-        out: Where to.
-        clean: Without what steers a terminal.
-        prefix: With the rank before each line.
-        times: With the time before each line.
-        colours: Of the ranks, and of lines of our own.
-        """
+        """`clean`: without what steers a terminal; `prefix`, `times`: each line begins with the rank, with its time."""
         self._out = out
         self._clean = clean
         self._prefix = prefix
@@ -226,11 +212,7 @@ NOTE = f"RUN: {LAST_HELP}"
 
 
 def run(args: SimpleNamespace) -> int:
-    """Print. Returns 0, or with ``--follow`` the run's exit code.
-
-    Raises:
-        UsageError: RUN means no run, or nothing of what was asked for is there.
-    """
+    """Print. Returns 0, or with ``--follow`` the run's exit code."""
     _check_together(args)
     choice = _choice(args)
     tail = _tail(args)
@@ -302,7 +284,6 @@ def _check_together(args: SimpleNamespace) -> None:
 
 
 def _tail(args: SimpleNamespace) -> int | None:
-    """How many lines; None: all."""
     text = args.tail
     if text is None:
         return _FOLLOWED_LINES if args.follow and not args.events else None
@@ -316,7 +297,6 @@ def _tail(args: SimpleNamespace) -> int | None:
 def _print(
     attempt: AttemptPaths, rounds: Sequence[int], choice: LogChoice, printer: LogPrinter, tail: int | None
 ) -> bool:
-    """Returns whether there was anything to print."""
     pieces = _pieces(attempt, rounds, choice, tail)
     before: LogStream | None = None
     for piece in pieces if tail is None else last_of(pieces, tail):
@@ -375,7 +355,7 @@ class Moment(Struct, frozen=True, kw_only=True):
     attempt: int
     round: int
     node: int
-    """By whose clock; -1: not known."""
+    """The node whose clock it is; -1: not known."""
     time_ns: int
     rank: int | None
     """Who failed; None: a node did."""
@@ -384,11 +364,7 @@ class Moment(Struct, frozen=True, kw_only=True):
 
 
 def first_failure(history: RunHistory, *, attempt: int | None) -> Moment:
-    """When it was.
-
-    Raises:
-        UsageError: nothing has failed.
-    """
+    """The moment of the first failure; raises UsageError where nothing has failed."""
     from hpc_elastic.report.subject import choose_subject
     from hpc_elastic.report.verdict import Cause
 
@@ -419,7 +395,6 @@ def first_failure(history: RunHistory, *, attempt: int | None) -> Moment:
 
 
 def _warn_without_times(streams: Sequence[LogStream], marks: RoundMarks) -> None:
-    """Say so where the order can't be known."""
     found = []
     for one in streams if len(streams) > 1 else ():
         if marks.of(one.rank, one.stream).first_us is None and has_anything(one):

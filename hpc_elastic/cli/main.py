@@ -47,7 +47,7 @@ _REMOVED: dict[str, str] = {
 }
 """Subcommands of earlier versions, and their options → what to use in their place."""
 _AGENT_OPTIONS = ("--run-dir", "--attempt", "--node", "--launcher-pid")
-"""With one of these first, ``agent`` is called by a launcher of ours, not by a user's srun."""
+"""A launcher of ours calls ``agent`` with one of these first, a user's srun does not."""
 
 
 def console_main() -> NoReturn:
@@ -139,10 +139,9 @@ def _run(module_name: str, name: str, argv: list[str]) -> int:
 
 
 def _batch(argv: list[str]) -> int:
-    """``batch [--finish ATTEMPT AGENT] RUN_DIR``, not for people: what the batch script becomes.
+    """``batch [--finish ATTEMPT AGENT] RUN_DIR``, not for people: the batch script becomes it.
 
-    It supervises one attempt of the run in this Slurm job; or, for an agent whose supervisor is out of reach, ends one,
-    or prints the job's nodes.
+    It supervises one attempt of the run in this Slurm job; or ends one, for an agent without its supervisor.
     """
     from pathlib import Path
 
@@ -175,7 +174,7 @@ def _open_missing_streams() -> None:
 
 
 def _why_nowhere(error: OSError) -> str | None:
-    """Whether `error` is that this process's directory was deleted or unmounted; then what to do."""
+    """The way out where `error` is that this process's directory was deleted or unmounted; else None."""
     try:
         os.getcwd()
     except OSError as problem:

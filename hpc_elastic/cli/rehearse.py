@@ -19,7 +19,7 @@ from hpc_elastic.launch.run_directory import make_runs_dir
 from hpc_elastic.options import job_options
 from hpc_elastic.options.command_line import Help
 from hpc_elastic.options.run_request import SlurmJob, build_spec, runs_directory, slurm_job, working_directory
-from hpc_elastic.options.table import Group, Option, Parsed, explaining
+from hpc_elastic.options.table import Group, Option, Parsed, define, explaining
 from hpc_elastic.output.terminal import each_line
 from hpc_elastic.rehearsal import tables
 from hpc_elastic.rehearsal.faults import KINDS, QUICK, parse_kinds
@@ -48,10 +48,9 @@ HELP = Help(
 
 
 def _option(name: str, metavar: str | None, help_: str, *, repeatable: bool = False) -> Option:
-    return Option(
-        names=(f"--{name}",), dest=name.replace("-", "_"), metavar=metavar, group=Group.SHOWN, in_files=False,
-        common=True, repeatable=repeatable, help=help_,
-    )  # fmt: skip
+    return define(
+        Group.SHOWN, f"--{name}", metavar=metavar, in_files=False, common=True, repeatable=repeatable, help=help_
+    )
 
 
 OPTIONS = (
@@ -80,7 +79,9 @@ def main(argv: Sequence[str]) -> int:
     """Rehearse. Returns 0 where all holds, 1 where the script is guilty, 2 where a named fault was not done."""
     env = os.environ
     if list(argv) in (["--faults", "list"], ["--faults=list"]):
-        sys.stdout.write(each_line(_catalogue()))
+        lines = [f"{kind.name:<12}{kind.title}{f'; {kind.need.value}' if kind.need else ''}" for kind in KINDS]
+        lines.append(f"{'quick':<12}{', '.join(kind.name for kind in QUICK)}: those that find most\n")
+        sys.stdout.write(each_line("\n".join(lines)))
         return 0
     parsed = read_command_line(argv, subcommand="rehearse", help_=HELP, env=env, own=OPTIONS)
     if parsed is None:
@@ -97,11 +98,6 @@ def main(argv: Sequence[str]) -> int:
     else:
         sys.stdout.write(each_line(f"{tables.as_text(outcome)}page: {options.folder / 'rehearsal.html'}\n"))
     return outcome.code
-
-
-def _catalogue() -> str:
-    lines = [f"{kind.name:<12}{kind.title}{f'; {kind.need.value}' if kind.need else ''}" for kind in KINDS]
-    return "\n".join([*lines, f"{'quick':<12}{', '.join(kind.name for kind in QUICK)}: those that find most", ""])
 
 
 def _options(parsed: Parsed, env: Mapping[str, str]) -> RehearsalOptions:

@@ -91,11 +91,7 @@ NOTE = f"RUN: {LAST_HELP}"
 
 
 def run(args: SimpleNamespace) -> int:
-    """Print the report. Returns 0 whatever the run's outcome was, or with ``--follow`` the run's exit code.
-
-    Raises:
-        UsageError: there is no such run, attempt or rank.
-    """
+    """Print the report. Returns 0 whatever the run's outcome was, or with ``--follow`` the run's exit code."""
     args.format = "json" if args.json else "html" if args.html else args.format or "text"
     if args.output is not None and args.format != "html":
         raise UsageError(f"--output {args.output} goes with --format html; redirect the {args.format} instead")
@@ -192,11 +188,7 @@ def _ranks(history: RunHistory, attempt: int | None, args: SimpleNamespace) -> s
 
 
 def _page(history: RunHistory, attempt: int | None, output: str | None) -> str:
-    """The page, or the path at which it was written.
-
-    Raises:
-        UsageError: it can't be written there.
-    """
+    """The page, or the path at which it was written."""
     from hpc_elastic.report.render_html import render_html
 
     def made() -> str:
@@ -244,7 +236,7 @@ def _print(text: str) -> None:
 
 
 def coloured_report(text: str) -> str:
-    """What `render_text` or `render_ranks` gave, with colours."""
+    """The text of `render_text` or `render_ranks`, with colours."""
     lines = text.split("\n")
     found = []
     is_headline = False
@@ -283,11 +275,7 @@ class ReportFollower:
     """Looks whether there is anything new, and only then reads the run."""
 
     def __init__(self, asked: AskedRun, show: Callable[[], None], *, clock: Clock) -> None:
-        """Args:
-        asked: The run.
-        show: Reads the run, and prints its report where it differs from the last one.
-        clock: For the pace.
-        """
+        """`show` reads the run, and prints its report where it differs from the last one."""
         self._asked = asked
         self._show = show
         self._clock = clock
@@ -306,7 +294,7 @@ class ReportFollower:
         self._show()
 
     def _state(self) -> tuple[object, int]:
-        """What changes when there is news: the sizes of the newest attempt's event logs, and its end."""
+        """The sizes of the newest attempt's event logs, and whether it has ended: they change when there is news."""
         attempt = self._asked.shown_attempt()
         if attempt is None:
             return None, 0

@@ -72,7 +72,6 @@ def _refuse_on_login_node(parsed: Parsed, env: Mapping[str, str]) -> None:
 
 
 def run_here(parsed: Parsed, env: Mapping[str, str], *, dry_run: bool = False) -> int:
-    """The run on this machine, requeues included."""
     ignored = job_options.only_for_slurm(parsed)
     if ignored:
         print_note(f"no effect without Slurm: {' '.join(ignored)}")
@@ -126,11 +125,7 @@ def _run_in_allocation(parsed: Parsed, env: Mapping[str, str]) -> int:
 
 
 def _node_wish(parsed: Parsed) -> NodeWish:
-    """``-w`` of the command line, ``-x`` and ``-N``, as srun understands them within an allocation.
-
-    Raises:
-        UsageError: one can't be read.
-    """
+    """``-w`` of the command line, ``-x`` and ``-N``, as srun understands them within an allocation."""
 
     def names(dest: str) -> tuple[str, ...]:
         text = parsed.get(dest)
@@ -150,16 +145,7 @@ def _node_wish(parsed: Parsed) -> NodeWish:
 
 
 def nodes_of(parsed: Parsed, allocated: int, *, what: str) -> tuple[int, int]:
-    """``--nodes``, or all that are there.
-
-    Args:
-        parsed: The command line.
-        allocated: How many there are.
-        what: Of what: ``allocation``, ``choice of nodes`` or ``step``.
-
-    Raises:
-        UsageError: there are too few.
-    """
+    """``--nodes``, or all `allocated` ones; `what` is the allocation, choice of nodes or step, for the message."""
     given = parsed.get("nodes")
     if given is None:
         spares = job_options.spare_nodes(parsed)
@@ -178,11 +164,7 @@ def _nodes(count: int) -> str:
 
 
 def create_run_in_job(job: JobEnvironment, spec: RunSpec, runs_dir: Path, env: Mapping[str, str]) -> Path:
-    """The directory of a new run in this job; of a job that was requeued, that of the run which it goes on with.
-
-    Raises:
-        UsageError: it can't be made.
-    """
+    """The directory of a new run in this job; of a job that was requeued, that of the run which it continues."""
     make_runs_dir(runs_dir)
     earlier = earlier_run(job, spec, runs_dir, env)
     if earlier is not None:

@@ -1,9 +1,4 @@
-"""What the subcommands that look at runs take: the parameters that several share.
-
-``0-3,7``: sets of ranks, rounds and attempts as people write them. Pure.
-
-The argument RUN of the subcommands that look at runs: which directory, attempt, rounds and nodes it names.
-"""
+"""The parameters of the subcommands that look at runs: RUN, and the ranks, rounds and nodes of it (``0-3,7``)."""
 
 from __future__ import annotations
 
@@ -43,11 +38,7 @@ class NumberSet(Struct, frozen=True):
 
 
 def parse_numbers(text: str, *, option: str) -> NumberSet:
-    """Read ``3``, ``0-3,7``.
-
-    Raises:
-        UsageError: anything else.
-    """
+    """Read ``3``, ``0-3,7``; raises UsageError for anything else."""
     ranges = []
     items = text.replace(" ", "").split(",")
     for item in items:
@@ -60,16 +51,9 @@ def parse_numbers(text: str, *, option: str) -> NumberSet:
 
 
 def check_ranks(ranks: NumberSet, world_size: int, *, option: str, where: str) -> None:
-    """Refuse ranks that are nowhere.
+    """Raises UsageError, with the valid range, for ranks that are nowhere.
 
-    Args:
-        ranks: What was asked for.
-        world_size: How many there are; 0: not known.
-        option: What the user gave.
-        where: Of what: ``round 2 of attempt 0``.
-
-    Raises:
-        UsageError: with the range that is valid.
+    `world_size` is 0 where it is not known; `where` names the round or run: ``round 2 of attempt 0``.
     """
     if world_size and ranks.largest >= world_size:
         valid = f"ranks 0-{world_size - 1}" if world_size > 1 else "rank 0 only"
@@ -82,18 +66,12 @@ LAST_HELP = f"{RUN_HELP}; default, or {LAST}: the last run in this folder, else 
 
 
 class AskedRun(Struct, frozen=True, kw_only=True):
-    """What RUN means."""
-
     paths: RunPaths
     attempt: int | None
-    """Where an attempt's directory was given, or ``--attempt``."""
+    """Given by an attempt's directory, or by ``--attempt``."""
 
     def attempts(self) -> list[int]:
-        """The attempt that was asked for, or all that have a folder, ascending.
-
-        Raises:
-            UsageError: the run's directory can't be read.
-        """
+        """The attempt that was asked for, or all that have a folder, ascending."""
         return self._attempts_there() if self.attempt is None else [self.attempt]
 
     def _attempts_there(self) -> list[int]:
@@ -101,11 +79,7 @@ class AskedRun(Struct, frozen=True, kw_only=True):
         return sorted(number for number in map(attempt_number, names) if number is not None)
 
     def shown_attempt(self) -> AttemptPaths | None:
-        """The attempt that was asked for, or the newest; None: there is none yet.
-
-        Raises:
-            UsageError: the one that was asked for is not there.
-        """
+        """The attempt that was asked for, or the newest; None: there is none yet."""
         numbers = self._attempts_there()
         if self.attempt is not None:
             check_attempt(self.attempt, numbers, self.paths.run_id)
@@ -168,11 +142,7 @@ def check_attempt(attempt: int, numbers: Sequence[int], run_id: str) -> None:
 
 
 def check_rounds(rounds: NumberSet, numbers: Sequence[int], attempt: int) -> list[int]:
-    """The rounds that were asked for.
-
-    Raises:
-        UsageError: none of them is there.
-    """
+    """The rounds that were asked for; raises UsageError where none of them is there."""
     found = rounds.within(numbers)
     if not found:
         there = f"has {ranges(numbers)}" if numbers else "has none yet"
@@ -181,15 +151,9 @@ def check_rounds(rounds: NumberSet, numbers: Sequence[int], attempt: int) -> lis
 
 
 def find_run_dir(text: str, runs_dir: str | None, *, ask_slurm: bool = True) -> Path:
-    """The run directory that `text` means: a path (to an attempt's folder, too), a run id or a job id.
+    """The run directory that `text` means: a path (to an attempt's folder, too), a run id, a job id or `LAST`.
 
-    Args:
-        text: As the user gave it; `LAST`: the last run there is.
-        runs_dir: Where run ids are looked for.
-        ask_slurm: Whether Slurm may be asked about a job that is not known here.
-
-    Raises:
-        UsageError: it means none.
+    `runs_dir` is where run ids are looked for; `ask_slurm`: Slurm may be asked about a job that is not known here.
     """
     path = Path(os.path.abspath(text))
     if path.name == "latest" and path.is_symlink():
@@ -215,7 +179,6 @@ def find_run_dir(text: str, runs_dir: str | None, *, ask_slurm: bool = True) -> 
 
 
 def _last_run(runs_dir: Path | None) -> Path:
-    """Raises UsageError where there is no run."""
     from hpc_elastic.cli.screen import print_note
     from hpc_elastic.run.index import DEFAULT_RUNS_DIR, last_run
 
@@ -304,14 +267,9 @@ def node_names(attempt: AttemptPaths) -> tuple[str, ...]:
 
 
 def asked_nodes(text: str, attempt: AttemptPaths) -> frozenset[int]:
-    """``--node n1,n[3-4]`` or ``0,2``: the indices of nodes of an attempt.
+    """``--node n1,n[3-4]`` or ``0,2``: the indices of an attempt's nodes, by attempt.json or else by the events.
 
-    Args:
-        text: Names as in a hostlist of Slurm's, or indices in Slurm's node order.
-        attempt: Whose nodes they are: by attempt.json, or where it is missing by the events.
-
-    Raises:
-        UsageError: one is no node of the attempt.
+    Names are a hostlist of Slurm's; indices are in Slurm's node order. Raises UsageError for any other.
     """
     from hpc_elastic.output.log_streams import read_layouts
     from hpc_elastic.slurm.notation import HostlistError, expand, names_text

@@ -38,7 +38,7 @@ from hpc_elastic.workers.tree import Delivery, kill_safely, look_at
 
 SLURM_SECONDS = 30.0
 SHORT_SECONDS = 10.0
-"""For what only shows something: a person waits."""
+"""The limit where something is only shown: a person waits."""
 
 
 class RunJob(Struct, frozen=True, kw_only=True):
@@ -63,16 +63,7 @@ _START_AGAIN = "start it again with the command that started it"
 
 
 def find_run_job(args: SimpleNamespace, *, arrays: bool = False, if_ended: str = _START_AGAIN) -> RunJob:
-    """The run that is meant, and its job.
-
-    Args:
-        args: From `add_arguments`.
-        arrays: Whether it may be an array of runs.
-        if_ended: What to say of a run of this machine that has ended.
-
-    Raises:
-        UsageError: RUN means none, or one that has no job.
-    """
+    """The run that is meant, and its job; `if_ended` is what to say of a run of this machine that has ended."""
     paths = find_paths(args)
     if not arrays:
         check_single(paths)
@@ -91,11 +82,7 @@ def find_run_job(args: SimpleNamespace, *, arrays: bool = False, if_ended: str =
 
 
 def _signal_local(args: SimpleNamespace, number: signal.Signals) -> bool:
-    """Signal the supervisor of a run of this machine. Returns whether the run is one that goes on.
-
-    Raises:
-        UsageError: its supervisor is elsewhere, gone or another user's.
-    """
+    """Signal the supervisor of a run of this machine. Returns whether the run is one that is not over."""
     paths = find_paths(args)
     status = read_status(paths, clock=SystemClock())
     if status.cluster != "local" or status.state is RunState.ENDED:
@@ -120,12 +107,8 @@ def _signal_local(args: SimpleNamespace, number: signal.Signals) -> bool:
 def run_owner(text: str, paths: RunPaths) -> int:
     """The user who alone can have written a run's files, by its folders: what acts on a run asks this, root included.
 
-    Args:
-        text: What the user gave, where it is a path: a link of another user's could lead to any run.
-        paths: The run that was found by it.
-
-    Raises:
-        UsageError: other users can have written them, or put them there.
+    `text` is what the user gave: where it is a path, a link of another user's could lead to any run. Raises UsageError
+    where other users can have written the files, or put them there.
     """
     folders = [paths.root, *(attempt.root for attempt in paths.attempts()[-1:])]
     if task_index(paths.root.name) is not None:
@@ -142,12 +125,11 @@ def run_owner(text: str, paths: RunPaths) -> int:
 
 
 def _checked(asked: RunJob, client: SlurmClient) -> JobState | None:
-    """What Slurm says of the job, if it is the run's; None: Slurm does not know it.
+    """The job's state by Slurm, if the job is the run's; None: Slurm does not know it.
 
     Raises:
         UsageError: root is to act on the job of a user who did not write the number of that job: any
             other user reads files of their own alone, and Slurm keeps them off others' jobs.
-        SlurmError: it can't be asked, or is another.
     """
     try:
         state = job_of_run(client, asked.job, asked.paths)
@@ -174,31 +156,17 @@ def slurm_client(*, timeout: float = SLURM_SECONDS) -> SlurmClient:
 
 
 def run_of_job(job: str, client: SlurmClient) -> Path:
-    """The run directory of a job, by one question to Slurm.
-
-    Args:
-        job: As Slurm's commands take it.
-        client: Answers.
-
-    Raises:
-        SlurmMissingError: there is no Slurm here.
-        UsageError: it is unknown, another user's, or none of this program's.
-    """
+    """The run directory of a job, by one question to Slurm; raises SlurmMissingError, or UsageError with the reason."""
     try:
         state = client.job_state(JobId(job))
     except SlurmMissingError:
         raise
     except SlurmError as error:
+        last = error.why.removesuffix(" (after 0 s)").rpartition("; ")[2]  # the others led to it
         raise UsageError(
-            f"job {job}: no such run (searched this account's runs; Slurm does not answer: {_briefly(error.why)}); "
-            "give its directory"
+            f"job {job}: no such run (searched this account's runs; Slurm does not answer: {last}); give its directory"
         ) from None
     return _run_of(job, state)
-
-
-def _briefly(why: str) -> str:
-    """The last of several messages of one command: what the others led to."""
-    return why.removesuffix(" (after 0 s)").rpartition("; ")[2]
 
 
 def _run_of(text: str, state: JobState | None) -> Path:
@@ -246,12 +214,6 @@ def _name_of(uid: int) -> str:
 
 
 def run_cancel(args: SimpleNamespace) -> int:
-    """Cancel.
-
-    Raises:
-        UsageError: there is nothing to cancel.
-        SlurmError: Slurm did not do it.
-    """
     if _signal_local(args, signal.SIGTERM):
         sys.stdout.write("the run is cancelled: its workers get SIGTERM\n")
         return 0
@@ -268,7 +230,6 @@ def _where_the_report_is(asked: RunJob) -> str:
 
 
 def cancel(asked: RunJob, client: SlurmClient) -> str:
-    """Cancel, and say what happens. Raises as `run`."""
     status = asked.status
     tasks = array_tasks(asked.paths)
     if status.state is RunState.ENDED and not tasks:
@@ -287,12 +248,6 @@ def cancel(asked: RunJob, client: SlurmClient) -> str:
 
 
 def run_requeue(args: SimpleNamespace) -> int:
-    """Requeue.
-
-    Raises:
-        UsageError: it is not to be requeued now.
-        SlurmError: Slurm did not do it.
-    """
     if _signal_local(args, signal.SIGUSR2):
         sys.stdout.write("the workers are asked to save; then the run begins its next attempt\n")
         return 0
@@ -301,7 +256,6 @@ def run_requeue(args: SimpleNamespace) -> int:
 
 
 def requeue(asked: RunJob, client: SlurmClient) -> str:
-    """Requeue, and say what happens. Raises as `run`."""
     if asked.status.state is not RunState.ENDED:
         _checked(asked, client)
     status, job = asked.status, asked.job
@@ -335,14 +289,7 @@ def _check_requeues(status: RunStatus, name: str) -> None:
 
 
 def _again(asked: RunJob, client: SlurmClient, done: str) -> str:
-    """Requeue a job that has ended; where Slurm does not do that, submit the run's script once more.
-
-    Returns:
-        `done`, or what was done instead.
-
-    Raises:
-        SlurmError: neither can be done.
-    """
+    """Requeue a job that has ended; where Slurm refuses, submit the run's script once more. Returns what was done."""
     try:
         if _checked(asked, client) is None:
             raise UnknownJobError(what=f"requeueing job {asked.job}", why="Slurm no longer knows it")

@@ -1,4 +1,4 @@
-"""Where the subcommands that look at runs print: whether in colours, and how wide.
+"""Output of the subcommands: colours, width, notes on stderr.
 
 Standard output that can't be written: a full disk, a reader that has gone.
 """
@@ -62,10 +62,10 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def output_failed(error: OSError) -> bool:
-    """Whether it came from writing, and names no file: standard output, as a rule."""
+    """Tell a failed write to standard output: the error names no file."""
     return error.filename is None and (isinstance(error, BrokenPipeError) or error.errno in _FULL)
 
 
 def leave_output() -> None:
-    """Have what could not be written forgotten; else Python would complain once more at its exit."""
+    """Discard what could not be written; else Python would complain once more at its exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

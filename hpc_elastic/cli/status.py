@@ -48,7 +48,7 @@ _MOST_BEHIND = 8
 WATCH_SECONDS = 5.0
 """Between two looks of ``--watch``: some file operations, and one squeue."""
 _TEXT_COLUMN = 13
-"""Where the text of a line begins, behind its name."""
+"""Column at which the text of a line begins, behind its name."""
 _CLEAR = "\x1b[H\x1b[J"
 
 
@@ -70,11 +70,7 @@ NOTE = f"RUN: {LAST_HELP}"
 
 
 def run(args: SimpleNamespace) -> int:
-    """Print. Returns 0 whatever the run does: `report` has its exit code.
-
-    Raises:
-        UsageError: RUN means none.
-    """
+    """Print. Returns 0 whatever the run does: `report` has its exit code."""
     paths = run_job.find_paths(args)
     if args.forget_nodes is not None:
         return _forget_nodes(args.forget_nodes, paths)
@@ -115,12 +111,11 @@ def _forget_nodes(text: str, paths: RunPaths) -> int:
 
 
 def _show_preload(paths: RunPaths, *, as_json: bool) -> int:
-    """Print what preload.json holds. Returns 0."""
     found = load_preload(paths.preload)
     if as_json:
-        sys.stdout.write(
-            json.dumps({"version": JSON_VERSION, "path": str(paths.preload), **_preload_json(found)}) + "\n"
-        )
+        shown = to_builtins(found or Preload(modules=()))
+        kept = {name: shown[name] for name in ("modules", "learned", "left_out")}
+        sys.stdout.write(json.dumps({"version": JSON_VERSION, "path": str(paths.preload), **kept}) + "\n")
     elif found is None:
         print_note(
             f"{paths.preload}: nothing is kept yet; it is written with --start-method forkserver, "
@@ -133,11 +128,6 @@ def _show_preload(paths: RunPaths, *, as_json: bool) -> int:
         lines += [f"kept in {paths.preload}; without this file it is learned anew"]
         sys.stdout.write("\n".join(map(one_line, lines)) + "\n")
     return 0
-
-
-def _preload_json(found: Preload | None) -> dict[str, Any]:
-    shown = found or Preload(modules=())
-    return {"modules": list(shown.modules), "learned": list(shown.learned), "left_out": dict(shown.left_out)}
 
 
 def _show_array(
@@ -160,7 +150,6 @@ def _show_array(
 
 
 def seconds_left(job: JobState | None, clock: Clock) -> float | None:
-    """Until the job's time limit, never below 0; None where there is none."""
     left = seconds_until_end(job, now_ns=clock.time_ns())
     return None if left is None else max(0.0, left)
 
@@ -198,15 +187,7 @@ def status_lines(
     now_ns: int | None = None,
     goodput: Goodput | None = None,
 ) -> list[str]:
-    """The lines, the headline first.
-
-    Args:
-        status: From the files.
-        job: What Slurm says; None: it was not asked, or knows nothing.
-        seconds_left: Until the job's time limit.
-        now_ns: For the time that has passed; None: it is left out.
-        goodput: Where the run's time went; None: it is left out.
-    """
+    """The lines, the headline first; `now_ns` is for the time that has passed. What is None is left out."""
     where = f", attempt {status.attempt}" if status.attempt is not None else ""
     job_id = status.job_id or (job.job_id if job is not None else None)
     where += f", job {job_id}" if job_id else ""
@@ -281,7 +262,7 @@ def status_lines(
 def status_json(
     status: RunStatus, job: JobState | None, *, seconds_left: float | None, goodput: Goodput | None = None
 ) -> dict[str, Any]:
-    """The same as an object: docs/reference/status-json.md."""
+    """The object of docs/reference/status-json.md."""
     slurm: dict[str, Any] | None = None
     if job is not None:
         slurm = {
@@ -301,7 +282,6 @@ def status_json(
 
 
 def _differ(status: RunStatus, job: JobState | None) -> NodesDiffer:
-    """Where Slurm and the run disagree about the job's nodes."""
     if job is None or job.phase is not JobPhase.RUNNING or status.state is RunState.ENDED:
         return NodesDiffer()
     return nodes_differ(used=status.members, lost=status.lost, job=job.nodes)
@@ -398,16 +378,10 @@ def _because(reason: str) -> str:
 
 
 LINE_HEAD = f"{'state':<13}  {'created':<16}  {'took':>9}  {'job':>8}  run"
-"""Above `status_line`s."""
 
 
 def status_line(status: RunStatus, now_ns: int | None = None) -> str:
-    """A run's state in one line: of one that has ended, how; as long as it goes on, its time so far.
-
-    Args:
-        status: The run's.
-        now_ns: For a run that goes on; None: its time is left out.
-    """
+    """A run's state in one line: how it ended, or with `now_ns` its time so far."""
     created = time.strftime("%Y-%m-%d %H:%M", time.localtime(status.created_ns / 1e9)) if status.created_ns else "?"
     state = outcome_text(status.outcome, status.reason) if status.state is RunState.ENDED else status.state.value
     until = status.ended_ns if status.state is RunState.ENDED else now_ns
@@ -426,14 +400,6 @@ def status_line(status: RunStatus, now_ns: int | None = None) -> str:
 
 
 def array_lines(paths: RunPaths, runs: Mapping[int, RunStatus], jobs: Mapping[int, JobState], job: str) -> list[str]:
-    """The lines, the headline first.
-
-    Args:
-        paths: The array's.
-        runs: By task.
-        jobs: What Slurm says, by task.
-        job: The array's job id, where it is known.
-    """
     counts = Counter(status.state for status in runs.values())
     said = ", ".join(f"{counts[state]} {state.value}" for state in RunState if counts[state])
     lines = [f"array {paths.run_id}{f', job {job}' if job else ''}: {len(runs)} runs: {said}"]

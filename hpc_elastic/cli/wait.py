@@ -32,11 +32,9 @@ _MOST_REPORTS = 3
 
 
 def how_it_ended(states: tuple[JobState, ...], result: int | None) -> RunEnd:
-    """The run's exit code.
+    """The run's exit code, by what Slurm last said of the job (nothing: it has forgotten it), and by `result`.
 
-    Args:
-        states: What Slurm last said of the job; empty where it has forgotten it.
-        result: The exit code that the newest attempt stored; None where it stored none.
+    `result` is the exit code that the newest attempt stored; None: it stored none.
     """
     if result is not None and result != ExitCode.REQUEUED:
         return RunEnd(code=result, why=f"exit code {result}")
@@ -51,7 +49,8 @@ def how_it_ended(states: tuple[JobState, ...], result: int | None) -> RunEnd:
 
 def newest_result(paths: RunPaths) -> int | None:
     """The exit code that the newest attempt stored; None where it stored none (yet). Of an array the worst one, once
-    all have ended."""
+    all have ended.
+    """
     tasks = array_tasks(paths)
     if tasks:
         codes = [newest_result(paths.task(task)) for task in tasks]
@@ -62,11 +61,7 @@ def newest_result(paths: RunPaths) -> int | None:
 
 
 def follow(client: SlurmClient, job: JobId, paths: RunPaths, *, clock: Clock, show_log: bool) -> int:
-    """Wait for the run's end; Ctrl-C ends the waiting alone.
-
-    Returns:
-        The run's exit code; 1 for a job that never starts; 130 after Ctrl-C.
-    """
+    """Wait for the run's end. Returns its exit code; 1: the job never starts; 130: Ctrl-C ended the waiting alone."""
     watch = SlurmWatch(client, job, paths, clock=clock)
     log = OutputReader(paths.job_log) if show_log else None
     on_terminal = is_terminal(sys.stdout)

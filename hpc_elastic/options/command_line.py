@@ -27,8 +27,6 @@ class HelpWanted(Exception):
 
 
 class Help(Struct, frozen=True, kw_only=True):
-    """What the help of a subcommand says beside its options."""
-
     usage: str
     description: str
     examples: Sequence[tuple[str, str]] = ()
@@ -73,7 +71,7 @@ def parse(
         unneeded: Another program's that mean nothing here: refused all together. The help is the reason.
 
     Raises:
-        HelpWanted: before the script stands ``--help`` or ``--help-all``.
+        HelpWanted: ``--help`` or ``--help-all`` stands before the script.
         UsageError: an option that is unknown, refused, or without its value.
     """
     by_name = {name: option for option in options for name in option.names}
@@ -137,18 +135,8 @@ def read_arguments(
 ) -> SimpleNamespace | None:
     """Read the command line of a subcommand without a script of the user's behind it.
 
-    Args:
-        program: With the subcommand: ``hpc-elastic report``.
-        description: For its help.
-        parameters: What it takes.
-        argv: Without the program and the subcommand.
-        note: What its arguments mean, for the end of the help.
-
-    Returns:
-        A value for each parameter; None where ``--help`` was asked for and printed.
-
-    Raises:
-        UsageError: what can't be right, in one line.
+    `note`, at the end of the help, explains its arguments. Returns a value for each parameter; None where ``--help``
+    was asked for and printed. Raises UsageError for what can't be right.
     """
     command = _Command(program, params=list(parameters), help=description, epilog=note, options_metavar="[options]")
     try:
@@ -205,13 +193,7 @@ def _unknown(
 
 
 def render_help(help_: Help, options: Sequence[Option], *, width: int) -> str:
-    """The text of ``--help``: no line is longer than `width`, unless one word is.
-
-    Args:
-        help_: What stands around the options.
-        options: Those to show; they are put into their groups.
-        width: The columns of the terminal.
-    """
+    """The text of ``--help``, `width` columns wide: no line is longer, unless one word is."""
     whole = str.maketrans("-", "\u2011")  # click breaks lines at hyphens: --sbatch-/arg
     formatter = click.HelpFormatter(width=min(max(width, _LEAST_WIDTH), _MOST_WIDTH) - 1)
     program, _, arguments = help_.usage.partition(" ")
@@ -219,7 +201,11 @@ def render_help(help_: Help, options: Sequence[Option], *, width: int) -> str:
     formatter.write_paragraph()
     formatter.write_text(help_.description.translate(whole))
     for group in Group:
-        if rows := [(_left(option), _right(option).translate(whole)) for option in options if option.group is group]:
+        if rows := [
+            (_left(option), f"{option.help}{f' [{option.env}]' if option.env else ''}".translate(whole))
+            for option in options
+            if option.group is group
+        ]:
             with formatter.section(group.value):
                 formatter.write_dl(rows, col_max=formatter.width // 3)
     if help_.examples:
@@ -236,7 +222,3 @@ def render_help(help_: Help, options: Sequence[Option], *, width: int) -> str:
 def _left(option: Option) -> str:
     value = f" {option.metavar}" if option.metavar is not None else ""
     return ", ".join(option.names) + (f"[={option.metavar}]" if option.optional_value else value)
-
-
-def _right(option: Option) -> str:
-    return option.help + (f" [{option.env}]" if option.env else "")

@@ -47,7 +47,6 @@ class Candidate(Struct, frozen=True, kw_only=True):
     layer: Layer
     path: Path
     tables: tuple[tuple[str, ...], ...] = _OWN_TABLE
-    """As `read_settings` takes them."""
     required: bool = False
     """Named by a variable: its absence is an error."""
 
@@ -55,19 +54,13 @@ class Candidate(Struct, frozen=True, kw_only=True):
 def candidates(env: Mapping[str, str], here: Path) -> list[Candidate]:
     """The files that are looked at, lowest layer first; of the project's, from `here` upwards, the first counts.
 
-    Args:
-        env: For HOME, XDG_CONFIG_DIRS, XDG_CONFIG_HOME, and the variables that name a file (empty: none).
-        here: The working directory, absolute.
+    `env` has HOME, XDG_CONFIG_DIRS, XDG_CONFIG_HOME, and the variables that name a file (empty: none).
     """
     return [*_site(env), *_user(env), *_project(env, here)]
 
 
 def there(found: Sequence[Candidate]) -> list[Candidate]:
-    """Those that exist.
-
-    Raises:
-        UsageError: a file that a variable names is not there.
-    """
+    """Those that exist; raises UsageError where a file that a variable names does not."""
     present = []
     for candidate in found:
         try:
@@ -82,7 +75,7 @@ def there(found: Sequence[Candidate]) -> list[Candidate]:
 
 
 def is_trusted_by_name(candidate: Candidate) -> bool:
-    """Whether any owner's file is obeyed: a variable names it, so the user says so. Root trusts root's files only.
+    """Obey any owner's file that a variable names: the user says so. Root trusts root's files only.
 
     What others say would be executed in the user's name (``python``, ``health-check``), and in /tmp any user may plant
     a file above the working directory.
@@ -91,7 +84,7 @@ def is_trusted_by_name(candidate: Candidate) -> bool:
 
 
 def way_out(candidate: Candidate, error: UnsafePathError) -> str:
-    """What lets the user go on with such a file in the way."""
+    """The advice for a user with such a file in the way."""
     variable = f"HPC_ELASTIC_{candidate.layer.value.upper()}_CONFIG"
     leave_out = f"to ignore it, set {variable}= (empty)"
     if "owner" not in error.facts:
@@ -126,7 +119,6 @@ def _user(env: Mapping[str, str]) -> list[Candidate]:
 
 
 def _project(env: Mapping[str, str], here: Path) -> list[Candidate]:
-    """From `here` to the folder with the repository, the home folder or the root, all included."""
     if PROJECT_VARIABLE in env:
         return _named(env[PROJECT_VARIABLE], Layer.PROJECT)
     found = []
@@ -156,10 +148,8 @@ _COMMAND_LINE_ONLY = "is allowed on the command line only"
 
 
 class Setting(Struct, frozen=True, kw_only=True):
-    """One value of a file."""
-
     texts: tuple[str, ...]
-    """As on the command line; empty: as if it was given nowhere."""
+    """Words of the command line; empty: as if it was given nowhere."""
     called: str
     """``/etc/hpc.toml:3: nodes =``: how a message about the value names it."""
     where: str
@@ -167,8 +157,6 @@ class Setting(Struct, frozen=True, kw_only=True):
 
 
 class SettingsFile(Struct, frozen=True, kw_only=True):
-    """What a file says, by `Option.dest`."""
-
     path: Path
     base: Mapping[str, Setting] = field(default_factory=dict)
     profiles: Mapping[str, Mapping[str, Setting]] = field(default_factory=dict)
@@ -185,13 +173,10 @@ def read_settings(
     """Read a file. It is opened once, and not parsed before its owner is known.
 
     Args:
-        path: Of a TOML file.
+        path: A TOML file.
         keys: What may stand in it.
-        tables: Where in the file our keys are, by the path of the table: the first that is there.
+        tables: Where in the file our keys are: the first that is there; where none is, None is returned.
         any_owner: The user has named this file, and trusts it, any owner's.
-
-    Returns:
-        None where the file has no such table.
 
     Raises:
         UnsafePathError: it is not trusted, no regular file, or can't be read.
@@ -257,7 +242,7 @@ def _check_trusted(path: Path, info: os.stat_result) -> None:
 
 
 def _has_table(data: bytes, tables: tuple[tuple[str, ...], ...]) -> bool:
-    """Whether one of the tables is there, as far as can be said of a file that is not parsed."""
+    """Look for one of the tables in a file that is not parsed."""
     keys = _lines_of_keys(data[:_MAX_BYTES].decode("utf-8", "replace"))
     return any(key[: len(table)] == table for key in keys for table in tables)
 
@@ -350,7 +335,7 @@ _PART = re.compile(r""""([^"]*)"|'([^']*)'|([A-Za-z0-9_-]+)""")
 
 
 def _lines_of_keys(text: str) -> dict[tuple[str, ...], int]:
-    """Where each key stands: tomllib does not say. What is inside of a multi-line string may hide one, no more."""
+    """The line of each key, which tomllib does not give. A multi-line string may hide one, no more."""
     lines: dict[tuple[str, ...], int] = {}
     table: tuple[str, ...] = ()
     for number, line in enumerate(text.splitlines(), 1):

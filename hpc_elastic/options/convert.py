@@ -38,8 +38,6 @@ from hpc_elastic.options.table import Option
 
 
 class LineStatus(str, Enum):
-    """What became of a line."""
-
     KEPT = "kept"
     CONVERTED = "taken over"
     DROPPED = "dropped"
@@ -48,22 +46,18 @@ class LineStatus(str, Enum):
 
 class ConvertedLine(Struct, frozen=True, kw_only=True):
     number: int
-    """From 1."""
     text: str
     status: LineStatus
     why: str
-    """What it became, or the reason."""
 
 
 class Conversion(Struct, frozen=True, kw_only=True):
-    """What `convert` found."""
-
     before: tuple[str, ...]
     """Shell lines for the shell that submits."""
     words: tuple[str, ...]
     """The command, as a shell reads it: quoted where that is needed, with the file's own variables."""
     after: tuple[str, ...]
-    """What ends the loops that `before` begins."""
+    """Ends the loops that `before` begins."""
     lines: tuple[ConvertedLine, ...]
 
     @property
@@ -97,12 +91,7 @@ _OF_SLURM: Mapping[str, Option] = {
 
 
 def convert(text: str, check: Callable[[Sequence[str]], None]) -> Conversion:
-    """Find what an sbatch file asks for.
-
-    Args:
-        text: The file.
-        check: Raises UsageError for arguments that submit would refuse.
-    """
+    """Convert an sbatch file; `check` raises UsageError for arguments that submit would refuse."""
     return _Converter(text, check).convert()
 
 
@@ -227,7 +216,6 @@ class _Converter:
         return ""
 
     def _asked(self, name: str, value: str, option: Option | None) -> tuple[LineStatus, str, list[tuple[str, str]]]:
-        """What becomes of an sbatch option."""
         long = _LONG.get(name, name)
         if long in _PER_NODE:
             self._variables.numbers[long] = value
@@ -318,7 +306,7 @@ class _Converter:
         return found[LineStatus.KEPT], found[LineStatus.CONVERTED]
 
     def _place(self, unit: Unit, *, is_behind: bool) -> tuple[LineStatus, str]:
-        """What becomes of a unit; no reason: that depends on whether its variable is needed."""
+        """The status of a unit; no reason: it depends on whether its variable is needed."""
         firsts = [plain(command.words[0]) if command.words else "" for command in unit.commands]
         names = expanded_names(unit.text) - unit.defines
         reach = self._variables.reach(names)
@@ -381,7 +369,7 @@ class _Converter:
         self._options += [("--gpus-per-node", str(int(gpus) * int(tasks or 1)))] if gpus else []
 
     def _is_once(self, unit: Unit) -> bool:
-        """Whether all workers must have the same value, which the shell that submits can give."""
+        """All workers must have the same value, and the shell that submits can give it."""
         is_same_later = re.search(r"\$\((?!\()|`|RANDOM|SECONDS", unit.text) is None
         reach = self._variables.reach(expanded_names(unit.text))
         return not (is_same_later or unit.block or OF_THE_JOB.search(unit.text) or reach.job or reach.unknown)

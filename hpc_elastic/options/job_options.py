@@ -19,7 +19,7 @@ from hpc_elastic.options.sbatch import (
     parse_nodes,
     sbatch_variables,
 )
-from hpc_elastic.options.table import Group, Option, Parsed, key_of
+from hpc_elastic.options.table import Group, Option, Parsed, define, key_of
 from hpc_elastic.run.option_values import RequeueChoice, one_of, parse_bad_nodes, whole
 from hpc_elastic.run.paths import RUN_ID, attempt_number, task_index
 
@@ -47,14 +47,12 @@ _PLAIN: Mapping[str, tuple[tuple[str, ...], str, str]] = {
 """Those that sbatch gets as they are, and that the help shows."""
 _COMMON = ("partition", "account", "time", "job_name", "cpus_per_task", "gpus_per_node", "mem")
 _IGNORED_BY: Mapping[str, tuple[str, ...]] = {"job_name": (), "exclude": ("agent",), "nodelist": ("agent",)}
-"""Where not by all but ``submit``."""
+"""The exceptions; all others are ignored by ``run`` and ``agent``."""
 
 _MAX_GRACE = 65535  # sbatch's own limit for --signal
 
 
 class Cluster(str, Enum):
-    """``--cluster``."""
-
     AUTO = "auto"
     SLURM = "slurm"
     LOCAL = "local"
@@ -87,25 +85,16 @@ def _as_it_is(word: str) -> Option:
 
 
 OPTIONS = (
-    Option(
-        names=("-N", "--nodes", "--nnodes"), dest="nodes", metavar="N|MIN-MAX", group=Group.JOB, env="PET_NNODES",
-        parse=parse_nodes, sbatch=True,
-        common=True,
-        help="number of nodes; with a range (2-4 or 2:4) the run continues with fewer when nodes are lost "
-        "(default 1)",
-    ),
-    Option(
-        names=("--spares",), dest="spares", metavar="K", group=Group.RECOVERY,
-        parse=whole(least=0, most=MAX_NODES, wanted="a number of nodes, 0 or more"), field="spares",
-        common=True,
-        help="nodes beyond --nodes that wait to replace lost ones (default 0)",
-    ),
-    Option(
-        names=("--segment",), dest="segment", metavar="K", group=Group.RECOVERY,
+    define(Group.JOB, "-N", "--nodes", "--nnodes", metavar="N|MIN-MAX", env="PET_NNODES", parse=parse_nodes,
+        sbatch=True, common=True,
+        help="number of nodes; with a range (2-4 or 2:4) the run continues with fewer when nodes are lost (default 1)"),
+    define(Group.RECOVERY, "--spares", metavar="K",
+        parse=whole(least=0, most=MAX_NODES, wanted="a number of nodes, 0 or more"), in_spec=True, common=True,
+        help="nodes beyond --nodes that wait to replace lost ones (default 0)"),
+    define(Group.RECOVERY, "--segment", metavar="K",
         parse=whole(least=1, most=MAX_NODES, wanted="a number of nodes, 1 or more"),
         help="nodes join and leave in blocks of K neighbours; MIN, MAX and --spares must be multiples of K "
-        "(default 1)",
-    ),
+        "(default 1)"),
     *(
         Option(
             names=names, dest=dest, metavar=metavar, group=Group.JOB, help=text, sbatch=True, common=dest in _COMMON,
@@ -115,104 +104,56 @@ OPTIONS = (
         for dest, (names, metavar, text) in _PLAIN.items()
     ),
     *map(_as_it_is, AS_IT_IS.split()),
-    Option(
-        names=("-G", "--gpus"), dest="gpus", metavar="[TYPE:]N", group=Group.JOB, slurm_only=True,
+    define(Group.JOB, "-G", "--gpus", metavar="[TYPE:]N", slurm_only=True, ignored_by=("run", "agent"),
+        help="GPUs in total; each node gets the same number, so the number of nodes must be fixed"),
+    define(Group.JOB, "--exclusive", metavar="user|mcs", optional_value=True, sbatch=True, slurm_only=True,
         ignored_by=("run", "agent"),
-        help="GPUs in total; each node gets the same number, so the number of nodes must be fixed",
-    ),
-    Option(
-        names=("--exclusive",), dest="exclusive", metavar="user|mcs", optional_value=True, group=Group.JOB,
-        sbatch=True, slurm_only=True,
-        ignored_by=("run", "agent"),
-        help="no other jobs on the nodes",
-    ),
-    Option(
-        names=("--requeue",), dest="requeue", group=Group.RECOVERY, sbatch=True,
-        help="requeue the job after a failure that another attempt may get past (the default)",
-    ),
-    Option(
-        names=("--no-requeue",), dest="requeue", constant="0", group=Group.RECOVERY, sbatch=True,
-        help="never requeue the job",
-    ),
-    Option(
-        names=("--requeue-with",), dest="requeue_with", metavar="auto|scontrol|chain", group=Group.RECOVERY,
-        parse=one_of(RequeueChoice), field="requeue_with", slurm_only=True,
-        help="how to requeue: scontrol, the same job again; chain, a follow-on job that depends on the end of "
-        "this one; auto (the default), chain where this job may not be requeued",
-    ),
-    Option(
-        names=("--bad-nodes",), dest="bad_nodes", metavar="run|off[,hours=H][,share=S]", group=Group.RECOVERY,
-        parse=parse_bad_nodes, field="bad_nodes", slurm_only=True,
-        help="nodes that a requeue excludes (lost, unfit, or where failures began): run, those of the run's last "
-        "H hours (the default, 24), at most a share S of all nodes (0.33); off, none",
-    ),
-    Option(
-        names=("--grace",), dest="grace", metavar="SECONDS", group=Group.RECOVERY,
-        parse=whole(least=1, most=_MAX_GRACE, wanted=f"whole seconds from 1 to {_MAX_GRACE}"),
-        common=True,
-        help="notice before the time limit, for a last checkpoint (default 120; Slurm may send it 60 s early)",
-    ),
-    Option(
-        names=("--sbatch-arg",), dest="sbatch_args", metavar="ARG", repeatable=True, group=Group.JOB,
-        executes=True, field="sbatch_args", sbatch=True, slurm_only=True,
-        common=True, ignored_by=("run", "agent"),
+        help="no other jobs on the nodes"),
+    define(Group.RECOVERY, "--requeue", sbatch=True,
+        help="requeue the job after a failure that another attempt may get past (the default)"),
+    define(Group.RECOVERY, "--no-requeue", dest="requeue", constant="0", sbatch=True,
+        help="never requeue the job"),
+    define(Group.RECOVERY, "--requeue-with", metavar="auto|scontrol|chain", parse=one_of(RequeueChoice), in_spec=True,
+        slurm_only=True,
+        help="how to requeue: scontrol, the same job again; chain, a follow-on job that depends on the end of this "
+        "one; auto (the default), chain where this job may not be requeued"),
+    define(Group.RECOVERY, "--bad-nodes", metavar="run|off[,hours=H][,share=S]", parse=parse_bad_nodes, in_spec=True,
+        slurm_only=True,
+        help="nodes that a requeue excludes (lost, unfit, or where failures began): run, those of the run's last H "
+        "hours (the default, 24), at most a share S of all nodes (0.33); off, none"),
+    define(Group.RECOVERY, "--grace", metavar="SECONDS",
+        parse=whole(least=1, most=_MAX_GRACE, wanted=f"whole seconds from 1 to {_MAX_GRACE}"), common=True,
+        help="notice before the time limit, for a last checkpoint (default 120; Slurm may send it 60 s early)"),
+    define(Group.JOB, "--sbatch-arg", dest="sbatch_args", metavar="ARG", repeatable=True, executes=True, in_spec=True,
+        sbatch=True, slurm_only=True, common=True, ignored_by=("run", "agent"),
         help="option of a newer sbatch, as in --sbatch-arg=--name=value; repeatable. Any option of today's sbatch is "
-        "taken as it is, as in --licenses matlab:2",
-    ),
-    Option(
-        names=("--srun-arg",), dest="srun_args", metavar="ARG", repeatable=True, group=Group.JOB,
-        executes=True, field="srun_args", slurm_only=True,
+        "taken as it is, as in --licenses matlab:2"),
+    define(Group.JOB, "--srun-arg", dest="srun_args", metavar="ARG", repeatable=True, executes=True, in_spec=True,
+        slurm_only=True, ignored_by=("agent",),
+        help="option for the srun that starts the agents; repeatable"),
+    define(Group.RUN, "--profile", metavar="NAME", in_files=False,
+        help="also read the [profile.NAME] tables of the configuration files [HPC_ELASTIC_PROFILE]"),
+    define(Group.RUN, "--cluster", metavar="auto|slurm|local", parse=one_of(Cluster), common=True,
         ignored_by=("agent",),
-        help="option for the srun that starts the agents; repeatable",
-    ),
-    Option(
-        names=("--profile",), dest="profile", metavar="NAME", group=Group.RUN, in_files=False,
-        help="also read the [profile.NAME] tables of the configuration files [HPC_ELASTIC_PROFILE]",
-    ),
-    Option(
-        names=("--cluster",), dest="cluster", metavar="auto|slurm|local", group=Group.RUN, parse=one_of(Cluster),
-        common=True, ignored_by=("agent",),
-        help="where to run: slurm, local (this machine), or auto (the default): Slurm if there is an sbatch, "
-        "else local",
-    ),
-    Option(
-        names=("--runs-dir", "--log-dir"), dest="runs_dir", metavar="DIR", group=Group.RUN, env="PET_LOG_DIR",
-        path=True, common=True,
-        help="where run directories are created; all nodes must see it (default ./runs)",
-    ),
-    Option(
-        names=("--run-id", "--rdzv-id"), dest="run_id", metavar="ID", group=Group.RUN, env="PET_RDZV_ID",
-        in_files=False, parse=_parse_run_id, field="run_id",
-        help="name of the run directory; must be new (default: time, name and four random hex digits)",
-    ),
-    Option(
-        names=("-D", "--chdir"), dest="chdir", metavar="DIR", group=Group.WORKERS, path=True,
-        executes=True,
-        help="working directory of the workers (default: the current one)",
-    ),
-    Option(
-        names=("--allow-local-runs-dir",), dest="allow_local_runs_dir", group=Group.RUN, submit_only=True,
-        help="accept a run directory that seems to be visible on this machine only",
-    ),
-    Option(
-        names=("--template",), dest="template", metavar="FILE", group=Group.RUN, path=True,
-        executes=True, slurm_only=True, submit_only=True,
-        help="your own batch script, with the placeholders @SBATCH_LINES@ and @COMMAND@",
-    ),
-    Option(
-        names=("--dry-run",), dest="dry_run", group=Group.RUN, in_files=False, submit_only=True,
-        common=True,
-        help="print the plan and the batch script, and change nothing",
-    ),
-    Option(
-        names=("--wait",), dest="wait", group=Group.RUN, slurm_only=True, submit_only=True,
-        help="wait until the run ends, through requeues, and exit with its code",
-    ),
-    Option(
-        names=("--follow",), dest="follow", group=Group.RUN, slurm_only=True, submit_only=True,
-        common=True,
-        help="--wait, and print the job log as it grows",
-    ),
+        help="where to run: slurm, local (this machine), or auto (the default): Slurm if there is an sbatch, else "
+        "local"),
+    define(Group.RUN, "--runs-dir", "--log-dir", metavar="DIR", env="PET_LOG_DIR", path=True, common=True,
+        help="where run directories are created; all nodes must see it (default ./runs)"),
+    define(Group.RUN, "--run-id", "--rdzv-id", metavar="ID", env="PET_RDZV_ID", in_files=False, parse=_parse_run_id,
+        in_spec=True,
+        help="name of the run directory; must be new (default: time, name and four random hex digits)"),
+    define(Group.WORKERS, "-D", "--chdir", metavar="DIR", path=True, executes=True,
+        help="working directory of the workers (default: the current one)"),
+    define(Group.RUN, "--allow-local-runs-dir", submit_only=True,
+        help="accept a run directory that seems to be visible on this machine only"),
+    define(Group.RUN, "--template", metavar="FILE", path=True, executes=True, slurm_only=True, submit_only=True,
+        help="your own batch script, with the placeholders @SBATCH_LINES@ and @COMMAND@"),
+    define(Group.RUN, "--dry-run", in_files=False, submit_only=True, common=True,
+        help="print the plan and the batch script, and change nothing"),
+    define(Group.RUN, "--wait", slurm_only=True, submit_only=True,
+        help="wait until the run ends, through requeues, and exit with its code"),
+    define(Group.RUN, "--follow", slurm_only=True, submit_only=True, common=True,
+        help="--wait, and print the job log as it grows"),
 )  # fmt: skip
 
 _BY_DEST = {option.dest: option for option in OPTIONS}
@@ -273,9 +214,6 @@ def gpus_on_each(parsed: Parsed, nodes: tuple[int, int]) -> str:
     """``--gpus``, a total, as ``--gpus-per-node``.
 
     A step asks for the job's total again, of one node too (Slurm 22.05 then gives some agents fewer, or none).
-
-    Raises:
-        UsageError: it is not the same number on each node, or contradicts another option.
     """
     text = parsed.get("gpus") or ""
     if parsed.get("gpus_per_node") is not None:
@@ -295,36 +233,24 @@ def gpus_on_each(parsed: Parsed, nodes: tuple[int, int]) -> str:
 
 
 def asked_nodes(parsed: Parsed) -> tuple[int, int]:
-    """``--nodes``: MIN and MAX."""
     found: tuple[int, int] = parsed.value(_BY_DEST["nodes"]) or (1, 1)
     return found
 
 
 def spare_nodes(parsed: Parsed) -> int:
-    """``--spares``."""
     return int(parsed.value(_BY_DEST["spares"]) or 0)
 
 
 def notice_seconds(parsed: Parsed) -> int:
-    """``--grace``."""
     return int(parsed.value(_BY_DEST["grace"]) or 120)
 
 
 def asked_cluster(parsed: Parsed) -> str:
-    """``auto``, ``slurm`` or ``local``."""
     return str((parsed.value(_BY_DEST["cluster"]) or Cluster.AUTO).value)
 
 
 def segment_nodes(parsed: Parsed, nodes: tuple[int, int]) -> int:
-    """``--segment``, 1 where it was not given.
-
-    Args:
-        parsed: The command line.
-        nodes: MIN and MAX.
-
-    Raises:
-        UsageError: it is no number of nodes, or there would be parts of segments.
-    """
+    """``--segment``, 1 where it was not given; raises UsageError where part of a segment would be unused."""
     segment = int(parsed.value(_BY_DEST["segment"]) or 1)
     for what, count in (("--nodes", nodes[0]), ("--nodes", nodes[1]), ("--spares", spare_nodes(parsed))):
         if count % segment:
@@ -335,7 +261,7 @@ def segment_nodes(parsed: Parsed, nodes: tuple[int, int]) -> int:
 
 
 def allocated_nodes(nodes: tuple[int, int], spares: int) -> str:
-    """What Slurm is asked for, as ``--nodes``: of a range, spares are what is beyond the most.
+    """The ``--nodes`` that Slurm is asked for: in a range, spares are beyond the most.
 
     A fixed number has its spares for certain; where less than MAX will do, a spare is not waited for either.
     """
@@ -360,10 +286,8 @@ def ignored_in_allocation(parsed: Parsed, subcommand: str) -> list[str]:
 def only_for_slurm(parsed: Parsed) -> list[str]:
     """The options on the command line that mean nothing without Slurm, as the user wrote them.
 
-    What a configuration file says of the cluster is not meant for this run.
-
-    Raises:
-        UsageError: one is wrong in any case: ``-t 0:3`` was meant for torchrun's ``--tee``.
+    What a configuration file says of the cluster is not meant for this run. ``-t 0:3`` is refused in any case: it was
+    meant for torchrun's ``--tee``.
     """
     parsed.value(_BY_DEST["time"])
     return [

@@ -33,7 +33,7 @@ _STEP_OWN = (
     "--gpus-per-node", "-J", "--job-name", "-p", "--partition", "-G", "--gpus", "--mem", "-t", "--time", "-A",
     "--account", "-r", "--relative", "-D", "--chdir", "-q", "--qos", "-i", "--input", "-C", "--constraint",
 )  # fmt: skip
-"""Of srun's options what the agents' step has from the job, or must not have."""
+"""Options of srun that the agents' step has from the job, or must not have."""
 _COUNTS_OF_SRUN = {
     "-N": "--nodes", "--nodes": "--nodes", "-n": "--ntasks", "--ntasks": "--ntasks",
     "--ntasks-per-node": "--ntasks-per-node", "--tasks-per-node": "--ntasks-per-node",
@@ -73,8 +73,6 @@ _SHELLS = ("bash", "sh", "zsh", "dash")
 
 
 class _ContainerCommand(Struct, frozen=True, kw_only=True):
-    """What of a runtime's command line is taken over."""
-
     verbs: tuple[str, ...] = ()
     """The subcommands that run one program in an image; none: there are no subcommands."""
     mounts: tuple[str, ...]
@@ -109,12 +107,10 @@ PER_WORKER = {"SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", *MEETING}
 
 
 class Launch(Struct):
-    """A command that starts workers, taken apart."""
-
     options: list[tuple[str, str]] = field(default_factory=list)
     """Name and raw value; an empty value: a flag."""
     program: list[str] = field(default_factory=list)
-    """What runs the script: an interpreter, where the file names one."""
+    """The interpreter, where the file names one."""
     is_module: bool = False
     script: list[str] = field(default_factory=list)
     """Empty: what is started can't be seen."""
@@ -132,11 +128,10 @@ class Launch(Struct):
     hostfile: str = ""
     notes: list[str] = field(default_factory=list)
     open: list[str] = field(default_factory=list)
-    """What the user has to see to."""
+    """Points left to the user."""
 
 
 def find_launch(words: Sequence[str], variables: Variables) -> Launch | None:
-    """The launch that a simple command is; None: it is none."""
     reader = _LaunchReader(variables)
     return reader.launch if reader.read(list(words)) else None
 
@@ -391,7 +386,6 @@ def joined(name: str, value: str) -> str:
 
 
 def option_of_pyxis(name: str, value: str) -> tuple[str, str] | None:
-    """srun's option as pyxis has it → ours."""
     if name == "--container-image":
         return name, f"pyxis:{value}"
     if name in ("--container-mounts", "--container-workdir", "--container-env"):

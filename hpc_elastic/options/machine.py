@@ -1,4 +1,4 @@
-"""What ``--nproc-per-node auto``, ``gpu`` and ``cpu`` mean on this machine, without Slurm: torchrun's meanings.
+"""``--nproc-per-node auto``, ``gpu`` and ``cpu`` on this machine, without Slurm: torchrun's meanings.
 
 torchrun counts the accelerators that torch can use, else the CPUs. Here NVML is asked, in a process of its own: torch
 is not imported, and a driver in trouble may hold the process that asks it.
@@ -25,17 +25,14 @@ def workers_here(
     count_gpus: Callable[[Mapping[str, str]], int | None] | None = None,
     devices: Path = Path("/dev"),
 ) -> int:
-    """Resolve ``auto``, ``gpu`` or ``cpu`` on this machine.
+    """Resolve ``auto``, ``gpu`` or ``cpu`` on this machine; raises UsageError for ``gpu`` on a machine without.
 
     Args:
         asked: ``gpu``: the GPUs that CUDA_VISIBLE_DEVICES leaves. ``auto``: the same, and without any the CPUs that
             this process may use. ``cpu``: those.
-        env: Of the run.
+        env: The run's.
         count_gpus: Asks the driver; None as its answer: there is none, or it does not answer.
         devices: Where NVIDIA's driver puts its devices, for a driver that does not answer.
-
-    Raises:
-        UsageError: ``gpu`` on a machine without.
     """
     cpus = len(os.sched_getaffinity(0))
     if asked == "cpu":

@@ -1,5 +1,5 @@
-"""What a user should see before a run begins: the plan in a few lines, and what is probably a mistake. Pure but for
-the look at the interpreter and at the health check's program.
+"""The plan of a run in a few lines, and its probable mistakes. Pure but for the look at the interpreter and at the
+health check's program.
 
 A refusal is a `UsageError`; a remark is one line, after which the run goes on: what it is about may be meant.
 """
@@ -28,13 +28,7 @@ _PYTHON = re.compile(rb"(?:Python|PyPy) ?\d")
 
 
 def plan_text(spec: RunSpec, run_dir: Path, options: SbatchOptions | None = None) -> str:
-    """Nodes and workers, what they run, where, what happens at a failure, the run directory: one line each.
-
-    Args:
-        spec: The run.
-        run_dir: Where it would be.
-        options: sbatch's; None: the run would be on this machine.
-    """
+    """Nodes and workers, what they run, where, what happens at a failure; without `options` on this machine."""
     rows = (
         ("nodes", f"{_nodes(spec)}; {_workers(spec)}"),
         ("runs", spec.command),
@@ -78,13 +72,7 @@ def _on_failure(spec: RunSpec) -> str:
 
 
 def remarks(parsed: Parsed, spec: RunSpec, options: Sequence[Option], *, env: Mapping[str, str]) -> Iterator[str]:
-    """What is probably a mistake, one line each.
-
-    Args:
-        parsed: The options, of all layers.
-        spec: What became of them.
-        options: The table.
-        env: Where programs are looked for.
+    """Probable mistakes, one line each.
 
     Raises:
         UsageError: ``--python`` is no Python, or the program of ``--health-check`` can't be started.

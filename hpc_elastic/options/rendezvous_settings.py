@@ -22,27 +22,27 @@ class RendezvousSettings(Struct, frozen=True, kw_only=True):
     """Nodes of which only all are any use (``--segment``): neighbours in Slurm's order; `min_nodes` and `max_nodes` are
     multiples of it."""
     timeout: float = 600.0
-    """From the start of waiting to a final round."""
+    """Runs from the start of waiting to a final round."""
     last_call_timeout: float = 30.0
-    """With MIN nodes here: how long nodes that were launched, and never seen, are still waited for."""
+    """Wait for nodes that were launched and never seen, once MIN nodes are here."""
     grow: GrowPolicy = GrowPolicy.NOW
     """When a healthy round that is smaller than MAX is ended to take a node in that waits."""
     grow_patience: float = 300.0
     """After so long without a checkpoint that the script reports, CHECKPOINT waits for none."""
     give_up: bool = True
-    """Whether the run is closed for all where too few nodes are left; off: each one waits out its own timeout."""
+    """Close the run for all where too few nodes are left; off: each one waits out its own timeout."""
     heartbeat_interval: float = 4.0
     heartbeat_ttl: float = 20.0
     """Without a change for so long, a node counts as lost. Above three times what the filesystem takes to show one."""
     poll_interval: float = 1.0
     """The fallback's, where no notification comes through."""
     operations_per_second: float = 150.0
-    """What all nodes together may ask of the file server while workers run: `poll_intervals` derives longer intervals
+    """Limit of all nodes together on the file server while workers run: `poll_intervals` derives longer intervals
     from it where there are many nodes. At 8192 nodes three times as much."""
     doorbell: bool = True
     """Off: the files alone, slower."""
     member_filter: bool = True
-    """Whether the workers' TCPStore serves the addresses of the round's nodes alone."""
+    """The workers' TCPStore serves the addresses of the round's nodes alone."""
     beat_interval: float = 1.0
     """Between two datagrams that say "alive"."""
     beat_silence: float = 3.0
@@ -59,11 +59,7 @@ class RendezvousSettings(Struct, frozen=True, kw_only=True):
 
 
 def settings_from_conf(conf: Mapping[str, str | float | bool], base: RendezvousSettings) -> RendezvousSettings:
-    """Apply what ``--rdzv-conf`` gave, as text or as values.
-
-    Raises:
-        UsageError: an unknown key, or a value that is no number; it is named.
-    """
+    """Apply ``--rdzv-conf``; raises UsageError for an unknown key, or for values that do not fit each other."""
     changes = rdzv_values(conf)
     changed = replace(base, **changes)
     if "heartbeat_ttl" in changes and "heartbeat_interval" not in changes:

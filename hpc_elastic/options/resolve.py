@@ -26,30 +26,16 @@ from hpc_elastic.options.table import (
 NOT_SETTINGS = frozenset(
     VARIABLE_PREFIX + name
     for name in (
-        *(
-            "RUN_DIR",
-            "ATTEMPT",
-            "JOB_ID",
-            "HEARTBEAT",
-            "HEARTBEAT_DIR",
-            "TAG",
-            "NODE_TAG",
-            "NODE",
-            "HOST",
-            "LAST_ROUND",
-            "JOURNAL",
-        ),
-        *("OUTCOME", "EXIT_CODE", "REASON", "ROOT_CAUSE", "REPORT", "NOTIFY_URL"),
-        *("COMMAND_TOKEN", "TORCH", "REQUIRE_SLURM", "REQUIRE_FRAMEWORKS", "SLURM_FS", "BENCH", "PROFILE"),
-        *("SITE_CONFIG", "USER_CONFIG", "PROJECT_CONFIG", "TRUST_COPIES"),
+        "RUN_DIR", "ATTEMPT", "JOB_ID", "HEARTBEAT", "HEARTBEAT_DIR", "TAG", "NODE_TAG", "NODE", "HOST", "LAST_ROUND",
+        "JOURNAL", "OUTCOME", "EXIT_CODE", "REASON", "ROOT_CAUSE", "REPORT", "NOTIFY_URL", "COMMAND_TOKEN", "TORCH",
+        "REQUIRE_SLURM", "REQUIRE_FRAMEWORKS", "SLURM_FS", "BENCH", "PROFILE", "SITE_CONFIG", "USER_CONFIG",
+        "PROJECT_CONFIG", "TRUST_COPIES",
     )
-)
-"""Variables of ours that are no option's: docs/reference/environment.md lists them."""
+)  # fmt: skip
+"""HPC_ELASTIC_* variables that are not options: docs/reference/environment.md lists them."""
 
 
 class Origin(Struct, frozen=True, kw_only=True):
-    """Where a value came from."""
-
     layer: Layer
     where: str
     """``--nodes``, ``PET_NNODES``, ``/etc/hpc.toml:3``."""
@@ -57,8 +43,6 @@ class Origin(Struct, frozen=True, kw_only=True):
 
 
 class LayerFile(Struct, frozen=True, kw_only=True):
-    """A file that was looked at."""
-
     layer: Layer
     path: Path
     state: str
@@ -66,12 +50,10 @@ class LayerFile(Struct, frozen=True, kw_only=True):
 
 
 class Resolved(Struct, frozen=True, kw_only=True):
-    """All layers in one."""
-
     parsed: Parsed
-    """As if all had stood on the command line; `Parsed.sources` names the true ones."""
+    """Reads as if all had stood on the command line; `Parsed.sources` names the true ones."""
     origins: Mapping[str, Origin] = field(default_factory=dict)
-    """By `Option.dest`: of each that some layer above the defaults gives."""
+    """`Option.dest` → its source, where some layer above the defaults gives it."""
     files: tuple[LayerFile, ...] = ()
     profile: str | None = None
 
@@ -115,9 +97,6 @@ def resolve(
         here: The working directory: where the project's file is looked for.
         left_out: Options (`Option.dest`) that this subcommand does not take: what files say of them is only checked.
         yields: `Option.dest` → variables of another program's that win over what files say of it.
-
-    Raises:
-        UsageError: an unknown key, variable or profile; a file that can't be read.
     """
     keys = Keys(options)
     found = config_files.candidates(env, here)
@@ -154,14 +133,8 @@ def arguments(
 ) -> Parsed:
     """A Python program's keyword arguments as the top layer, to be given to `resolve`.
 
-    Args:
-        given: By the options' names with ``_``: ``max_restarts=3``, ``sbatch_arg=["--licenses=m"]``. None: not given.
-        options: The table.
-        command: The script and its arguments, where there is one.
-        prefix: What the user wrote before each name, for messages: ``elastic_``.
-
-    Raises:
-        UsageError: an unknown name, with the nearest one; a value of another type than the option takes.
+    `given` has the options' names with ``_`` (None: not given); `prefix` stood before each name, for messages. Raises
+    UsageError for an unknown name, with the nearest one, and for a value of another type than the option takes.
     """
     keys = Keys(options)
     values: dict[str, tuple[str, ...]] = {}
@@ -186,11 +159,7 @@ def arguments(
 
 
 def configured_runs_dir(env: Mapping[str, str], here: Path) -> str | None:
-    """Where the layers say that runs are, for subcommands that take no other option; None: nowhere.
-
-    Raises:
-        UsageError: as `resolve`.
-    """
+    """The folder of runs by the layers, for subcommands that take no other option; None: they name none."""
     for name in (f"{VARIABLE_PREFIX}RUNS_DIR", "PET_LOG_DIR"):
         if env.get(name):
             return env[name]
@@ -331,18 +300,7 @@ def _refuse_if_ours(name: str, known: Mapping[str, Option]) -> None:
 
 
 def _expanded(text: str, env: Mapping[str, str], *, called: str, base: Path | None, bare: bool) -> str:
-    """``~`` and variables in a path of a file's; of the project's, relative to that file.
-
-    Args:
-        text: The path.
-        env: The variables.
-        called: For the message.
-        base: What a relative path is relative to; None: the working directory, as on the command line.
-        bare: A name without ``/`` is a command's, which is looked for on PATH.
-
-    Raises:
-        UsageError: a variable that is not set, without which the path would be another one.
-    """
+    """A path of a file, with ``~`` and variables, relative to `base`; a `bare` name is looked for on PATH."""
     import re
 
     def value(match: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""From the options to a `RunSpec` and to what Slurm is asked for: what `submit`, `run` and Python programs share.
+"""Options → a `RunSpec` and what Slurm is asked for, for `submit`, `run` and Python programs.
 
 `ALL_OPTIONS` is the one table of the command line, the configuration files and the executor.
 """
@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import hook_options, job_options, worker_options
+from hpc_elastic.options.hook_options import current_directory
 from hpc_elastic.options.sbatch import (
     IMPOSSIBLE,
     RELIED_ON,
@@ -45,7 +46,7 @@ REFUSED: Mapping[str, str] = {
 }
 """Options that will never be, torchrun's and sbatch's, with the reason and the way out."""
 YIELDS: Mapping[str, Sequence[str]] = job_options.SBATCH_VARIABLES
-"""For Slurm: what sbatch reads from the environment wins over files, as everything there does."""
+"""Slurm alone: variables of sbatch win over files, as every variable does."""
 
 
 _NOT_IN_THE_SPEC = {"nodes": "1", "cluster": "auto", "runs_dir": f"./{DEFAULT_RUNS_DIR}"}
@@ -70,7 +71,7 @@ def default_of(option: Option) -> str | bool | None:
 
 
 _FIELDS = {
-    **{option.dest: option.field for option in ALL_OPTIONS if option.field and option.dest != "run_id"},
+    **{option.dest: option.dest for option in ALL_OPTIONS if option.in_spec and option.dest != "run_id"},
     "grace": "signal_grace",
     "requeue": "requeue",
     "segment": "segment",
@@ -88,22 +89,8 @@ def cluster_here(asked: str, env: Mapping[str, str]) -> str:
     return "slurm" if shutil.which("sbatch", path=env.get("PATH")) else "local"
 
 
-def current_directory(env: Mapping[str, str]) -> Path:
-    """This process' own: absolute, by the name that the shell uses, which is the one that all nodes know.
-
-    (A home may be mounted at another path on each host, with one symbolic link for people.)
-    """
-    here = env.get("PWD", "")
-    try:
-        if not here.startswith("/") or not os.path.samefile(here, "."):
-            here = os.getcwd()
-    except OSError:
-        here = os.getcwd()
-    return Path(here)
-
-
 def working_directory(parsed: Parsed, env: Mapping[str, str]) -> Path:
-    """Where the workers run: absolute, by the name that all nodes know."""
+    """The workers' directory: absolute, by the name that all nodes know."""
     chosen = parsed.get("chdir")
     path = Path(os.path.normpath(current_directory(env) / (chosen or "")))
     if not path.is_dir():
@@ -112,25 +99,16 @@ def working_directory(parsed: Parsed, env: Mapping[str, str]) -> Path:
 
 
 def runs_directory(parsed: Parsed, cwd: Path) -> Path:
-    """Where run directories are made: absolute."""
     return Path(os.path.normpath(cwd / (parsed.get("runs_dir") or DEFAULT_RUNS_DIR)))
 
 
 def build_spec(
     parsed: Parsed, *, cluster: str, nodes: tuple[int, int], cwd: Path, env: Mapping[str, str], grace: int
 ) -> RunSpec:
-    """What run.json will hold.
+    """The content of run.json; raises UsageError for a value that can't be right.
 
-    Args:
-        parsed: The command line.
-        cluster: ``slurm`` or ``local``.
-        nodes: The least and the most.
-        cwd: From `working_directory`.
-        env: For sbatch's own variables.
-        grace: From `notice_seconds`, or what is left of it in a short job.
-
-    Raises:
-        UsageError: a value that can't be right, no script …
+    `cluster` is ``slurm`` or ``local``, `nodes` the least and the most, `cwd` from `working_directory`, `grace` from
+    `notice_seconds`, or what is left of it in a short job; `env` has sbatch's own variables.
     """
     entry = worker_options.entrypoint(parsed, cwd=cwd, interpreter=sys.executable)
     name = job_name(parsed, entry, env)
@@ -161,15 +139,11 @@ def build_spec(
 
 
 def spec_fields(parsed: Parsed) -> dict[str, Any]:
-    """The fields of `RunSpec` that one option each gives; those that were not given are left out.
-
-    Raises:
-        UsageError: a value that can't be right; it is named as the user named it.
-    """
+    """The fields of `RunSpec` that one option each gives; those that were not given are left out."""
     fields: dict[str, Any] = {}
     for option in ALL_OPTIONS:
-        if option.field and (value := parsed.value(option)) is not None:
-            fields[option.field] = value
+        if option.in_spec and (value := parsed.value(option)) is not None:
+            fields[option.dest] = value
     if passed_on := fields.get("signals_to_handle"):
         fields.setdefault("preemption_signal", passed_on[0])
     if fields.get("master_port") == 0:
@@ -211,11 +185,7 @@ def _check_fits_here(parsed: Parsed, nodes: int, nproc: str) -> None:
 
 
 def check_values(parsed: Parsed) -> None:
-    """Check all that can be checked of the options without a script.
-
-    Raises:
-        UsageError: a value that can't be right.
-    """
+    """Raises UsageError for what can't be right of the options without a script."""
     nodes = job_options.asked_nodes(parsed)
     job_options.asked_cluster(parsed)
     job_options.segment_nodes(parsed, nodes)
@@ -228,7 +198,6 @@ def check_values(parsed: Parsed) -> None:
 
 
 def job_name(parsed: Parsed, entry: Entrypoint, env: Mapping[str, str]) -> str:
-    """``--job-name``, sbatch's variable for it, or what is run."""
     given = parsed.get("job_name") or env.get("SBATCH_JOB_NAME")
     if given:
         return given
@@ -260,30 +229,23 @@ def _script_in(words: Sequence[str]) -> str | None:
 
 
 class SlurmJob(Struct, frozen=True, kw_only=True):
-    """A job that is to be: the run, and sbatch's options for it."""
+    """A job to submit: the run, and sbatch's options for it."""
 
     spec: RunSpec
     options: SbatchOptions
     tasks: tuple[int, ...] = ()
-    """Of an array."""
     template: str | None = None
     """The text of the user's own batch script, in place of ours."""
     asked_nodes: str = "--nodes 1"
-    """As the user gave them, for messages."""
+    """The user's words, for messages."""
     shared: bool = False
     """The user says that all nodes see the run directory, whatever it looks like."""
 
 
 def slurm_job(parsed: Parsed, env: Mapping[str, str], *, array: str | None = None) -> SlurmJob:
-    """What the options ask for, checked.
+    """The job that the options ask for, checked; `env` has sbatch's own variables.
 
-    Args:
-        parsed: The options, of all layers.
-        env: For sbatch's own variables.
-        array: The tasks, as for ``--array``, empty for none; None: as the options or sbatch's variable have it.
-
-    Raises:
-        UsageError: a value that can't be right, a template under which no run can work …
+    `array` is as for ``--array``, empty for none; None: as the options or sbatch's variable have it.
     """
     cwd = working_directory(parsed, env)
     template, parsed = read_template(parsed, cwd, env)

@@ -19,11 +19,7 @@ _RANGE = re.compile(r"(\d{1,9})(?:[-:](\d{1,9}))?\Z", re.ASCII)
 
 
 def parse_nodes(text: str, option: str = "--nodes") -> tuple[int, int]:
-    """The least and the most nodes.
-
-    Raises:
-        UsageError: with one line that names the value and what would be right.
-    """
+    """The least and the most nodes."""
     match = _RANGE.match(text)
     if match is None:
         raise UsageError(f"{option} {text}: not a number of nodes; give one as in 4, or a range as in 2-4 or 2:4")
@@ -65,11 +61,7 @@ def parse_time_limit(text: str) -> int | None:
 
 
 def check_time_option(text: str, option: str = "-t") -> int | None:
-    """`parse_time_limit` of a user's ``-t``/``--time``.
-
-    Raises:
-        UsageError: it is no time, it is zero, or it looks like torchrun's ``-t`` (tee).
-    """
+    """`parse_time_limit` of a user's ``-t``/``--time``: not zero, nor torchrun's ``-t`` (tee)."""
     if _TEE.match(text):
         raise UsageError(
             f"{option} {text}: here {option} is the time limit, as in sbatch; torchrun's -t is --tee {text} "
@@ -95,11 +87,7 @@ _PART = re.compile(r"(\d{1,9})(?:-(\d{1,9})(?::(\d{1,9}))?)?\Z", re.ASCII)
 
 
 def parse_array(text: str, *, option: str = "--array") -> tuple[int, ...]:
-    """``0-7%2``, ``1,3,5``, ``0-15:4`` → the tasks' numbers, ascending.
-
-    Raises:
-        UsageError: with one line that names the value and what would be right.
-    """
+    """``0-7%2``, ``1,3,5``, ``0-15:4`` → the tasks' numbers, ascending."""
     tasks: set[int] = set()
     for part in _LIMIT.sub("", text).split(","):
         match = _PART.match(part)
@@ -175,7 +163,7 @@ def refuse_het_job(env: Mapping[str, str]) -> None:
 
 
 def has_components(words: Sequence[str]) -> bool:
-    """Whether the words of an ``#SBATCH`` line begin another component."""
+    """Tell the words of an ``#SBATCH`` line that begin another component."""
     return ":" in words or (bool(words) and words[0] in ("hetjob", "packjob"))
 
 
@@ -191,12 +179,12 @@ AS_IT_IS = """
     --spread-segments --stepmgr --switches= --thread-spec= --threads-per-core= --time-min= --tmp= --tres-bind=
     --tres-per-job= --tres-per-node= --tres-per-task= --uid= --use-min-nodes --wait-all-nodes= --wckey=
 """
-"""What sbatch gets as the user gave it, and no code of ours reads (sbatch's manual, 20.11 to 26.05): ``=`` takes a
+"""Options that sbatch gets as they are, and no code of ours reads (its manual, 20.11 to 26.05): ``=`` takes a
 value, ``=?`` may take one. ``--profile``, ``--segment`` and ``-m`` are names of ours: sbatch's take `--sbatch-arg`."""
 
 
 class SbatchOptions(Struct, frozen=True, kw_only=True):
-    """What this program itself has to know of sbatch's options, by sbatch's names; None or empty: not given."""
+    """The options of sbatch that our code reads, by sbatch's names; None or empty: not given."""
 
     nodes: str | None = None
     """``4``, ``2-4`` or ``2:4``."""
@@ -275,11 +263,7 @@ _OURS = frozenset(("requeue", "grace", "extra", "signal"))  # not simply --name=
 
 
 def sbatch_arguments(options: SbatchOptions) -> list[str]:
-    """The options as sbatch's arguments, checked.
-
-    Raises:
-        UsageError: a value that can't be right, with the option's name.
-    """
+    """The options as sbatch's arguments, checked."""
     arguments: list[str] = []
     for name, value in _given(options).items():
         if name == "nodes":
@@ -311,10 +295,7 @@ def check_srun_argument(text: str, option: str = "--srun-arg") -> None:
 def check_given_once(extra: Sequence[str], given: Mapping[str, str]) -> None:
     """Raises UsageError where ``--sbatch-arg`` repeats an option that hpc-elastic has by its own name.
 
-    Args:
-        extra: The ``--sbatch-arg``s.
-        given: Each name of sbatch's that the command line, a file or a variable already gives → as what, with its
-            value: ``-N`` → ``--nodes 4``.
+    `given` has each name of sbatch's that a layer already gives → as what, with its value: ``-N`` → ``--nodes 4``.
     """
     for argument in extra:
         if (own := given.get(_option_name(argument))) is not None:
@@ -328,12 +309,7 @@ def _option_name(argument: str) -> str:
 
 
 def check_possible(argument: str, *, option: str) -> None:
-    """Raises UsageError for an argument of sbatch's under which no run can work, with the reason.
-
-    Args:
-        argument: ``--name=value`` or ``-nvalue``.
-        option: As what the user gave it.
-    """
+    """Raises UsageError for an argument of sbatch under which no run can work; `option` is what the user gave."""
     if (name := _option_name(argument)) in IMPOSSIBLE:
         raise UsageError(f"{option} {argument}: not possible here: {IMPOSSIBLE[name]}")
 
@@ -345,11 +321,7 @@ def notice_grace(options: SbatchOptions) -> int:
 
 
 def sbatch_line(argument: str) -> str:
-    """One ``#SBATCH`` line that gives sbatch exactly `argument`.
-
-    Raises:
-        UsageError: it can't be written there.
-    """
+    """One ``#SBATCH`` line that gives sbatch exactly `argument`."""
     name, equals, value = argument.partition("=")
     if any(char < " " or char == "\x7f" for char in argument):
         raise UsageError(f"{name} {value!r}: a line break or control character can't be given to sbatch")
@@ -368,5 +340,4 @@ def _given(options: SbatchOptions) -> dict[str, str]:
 
 
 def _quoted(text: str) -> str:
-    """As sbatch reads it."""
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'

@@ -23,7 +23,7 @@ MEETING = (
     "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "NNODES",
     "RDZV_HOST",
 )  # fmt: skip
-"""What the nodes meet by: workers have their own."""
+"""Variables by which the nodes meet: workers have their own."""
 FOR_MEETING = re.compile(r"scontrol|\bhostname\b|NODELIST|LAUNCH_NODE_IPADDR|/dev/tcp|getent|\bip addr\b")
 OF_THE_JOB = re.compile(r"\$\{?SLURM|scontrol|\bhostname\b|/dev/tcp|\bsqueue\b")
 PRINTS = (
@@ -57,13 +57,10 @@ class Unit(Struct, eq=False):
         return self.does_only(())
 
     def does_only(self, also: Sequence[str]) -> bool:
-        """Whether each command is pure, or one of `also`."""
         return all(map(_is_pure, self.commands, repeat(also)))
 
 
 class Reach(Struct):
-    """What a text needs, through the variables of the file."""
-
     units: list[Unit] = field(default_factory=list)
     job: set[str] = field(default_factory=set)
     """Variables that have a value in the job alone."""
@@ -180,7 +177,6 @@ class Variables:
         return text if re.fullmatch(r"\d+([-:]\d+)?|gpu|auto|cpu", text) else None
 
     def reach(self, names: Iterable[str]) -> Reach:
-        """What a shell needs to expand `names`."""
         found = Reach()
         waiting, seen = list(names), set(_USERS_OWN)
         while waiting:

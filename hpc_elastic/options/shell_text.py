@@ -33,16 +33,13 @@ class Block(Struct, eq=False):
 
 
 class Command(Struct, eq=False):
-    """One simple command."""
-
     number: int
-    """Of its first line, from 1."""
     text: str
-    """As it stands, with its redirections, without a comment behind it."""
+    """The source, with redirections, without a comment behind it."""
     words: list[str] = field(default_factory=list)
     redirections: list[str] = field(default_factory=list)
     separator: str = "\n"
-    """What ends it: ``|``, ``&&``, ``;`` or a line break."""
+    """Ends it: ``|``, ``&&``, ``;`` or a line break."""
     document: str | None = None
     """The text of its here-document."""
     is_quoted: bool = False
@@ -78,7 +75,7 @@ def plain(word: str) -> str:
 
 
 def inner_text(word: str) -> str:
-    """What a raw word or array holds, one level of quotes taken off."""
+    """The text in a raw word or array, one level of quotes taken off."""
     if word[:1] == "(" and word[-1:] == ")":
         return word[1:-1]
     if len(word) > 1 and word[0] == word[-1] == "'" and "'" not in word[1:-1]:

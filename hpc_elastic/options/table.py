@@ -40,7 +40,7 @@ class Option(Struct, frozen=True, kw_only=True):
     metavar: str | None = None
     """None: a flag."""
     constant: str = "1"
-    """What a flag sets."""
+    """The value that a flag sets."""
     optional_value: bool = False
     """``--exclusive`` and ``--exclusive=user``."""
     repeatable: bool = False
@@ -53,11 +53,11 @@ class Option(Struct, frozen=True, kw_only=True):
     executes: bool = False
     """Its value decides what is executed: where a file gives it, the user is shown which."""
     in_files: bool = True
-    """Whether it may stand in a configuration file: not where it holds for one run."""
+    """It may stand in a configuration file; not where it holds for one run."""
     parse: Callable[[str, str], Any] | None = None
     """Makes its value of the text and of the option as the user called it; raises UsageError. None: the text is it."""
-    field: str | None = None
-    """The field of `RunSpec` that takes the value, where nothing else has a part in it."""
+    in_spec: bool = False
+    """The field of `RunSpec` that has the name of `dest` takes the value, and nothing else has a part in it."""
     sbatch: bool = False
     """sbatch has the same option, and gets it as it is."""
     slurm_only: bool = False
@@ -70,22 +70,27 @@ class Option(Struct, frozen=True, kw_only=True):
     """Among the options that most people use: in the short help."""
 
 
+def define(group: Group, *names: str, dest: str = "", **facts: Any) -> Option:
+    """The option with these names; `Option.dest` follows from the first long one."""
+    dest = dest or next(name for name in names if name.startswith("--"))[2:].replace("-", "_")
+    return Option(group=group, names=names, dest=dest, **facts)
+
+
 class Parsed(Struct, frozen=True, kw_only=True):
     """A command line that was read."""
 
     values: Mapping[str, tuple[str, ...]]
-    """By `Option.dest`, in order."""
+    """`Option.dest` → words, in order."""
     sources: Mapping[str, str]
-    """As what the user gave each: ``--nnodes``, ``-N`` or ``PET_NNODES``, for error messages."""
+    """The user's name for each: ``--nnodes``, ``-N`` or ``PET_NNODES``, for error messages."""
     command: tuple[str, ...]
     """The script and its arguments, untouched."""
     named: Mapping[str, str] = field(default_factory=dict)
     """Option name → what the user wrote in its place, for options that came from elsewhere (`explained`)."""
     executed: tuple[str, ...] = ()
-    """What a file says of the options that decide what is executed: ``/etc/hpc.toml:3: python = /opt/bin/python``."""
+    """A line for each option of a file that decides what is executed: ``/etc/hpc.toml:3: python = /opt/bin/python``."""
 
     def get(self, dest: str) -> str | None:
-        """The last value given, or None."""
         found = self.values.get(dest)
         return found[-1] if found else None
 
@@ -93,11 +98,7 @@ class Parsed(Struct, frozen=True, kw_only=True):
         return self.values.get(dest, ())
 
     def value(self, option: Option) -> Any:
-        """The value of an option; None where it was not given.
-
-        Raises:
-            UsageError: it can't be right; the message names it as the user did.
-        """
+        """The value of an option; None where it was not given. An error names it as the user did."""
         if option.repeatable:
             return self.all(option.dest) or None
         text = self.get(option.dest)
@@ -113,7 +114,7 @@ class Parsed(Struct, frozen=True, kw_only=True):
         return self.sources.get(dest, default)
 
     def from_command_line(self, dest: str) -> bool:
-        """Whether the option was given there, and not by a file or a variable."""
+        """Tell an option of the command line from a file's or a variable's."""
         return self.sources.get(dest, "").startswith("-")
 
     def explained(self, error: UsageError) -> UsageError:
@@ -140,63 +141,48 @@ def explaining(parsed: Parsed) -> Iterator[None]:
         raise explained from None
 
 
-_EACH = "on each node"
-_RANGE = "a range, as in --nodes 2-4"
-_ALL = "per node, not in total"
-_WHEN = "with --mail-type"
-
+_MEANT: tuple[tuple[str, str, str], ...] = (
+    (
+        "nproc-per-node",
+        "on each node",
+        "nproc nprocs np num-procs procs-per-node processes-per-node num-processes-per-node workers nworkers "
+        "workers-per-node",
+    ),
+    ("nproc-per-node", "per node, not in total", "world-size num-processes"),
+    ("rdzv-conf", "timeout=SECONDS", "rdzv-timeout"),
+    ("nodes", "", "num-machines num-nodes nnode n-nodes machines num-hosts"),
+    ("master-addr", "only if the detected address does not work", "main-process-ip"),
+    ("master-port", "only for a fixed port", "main-process-port"),
+    ("nodes", "a range, as in --nodes 2-4", "min-nodes max-nodes min-nnodes max-nnodes"),
+    ("gpus-per-node", "on each node", "num-gpus ngpus n-gpus gpu devices gpus-per-machine num-gpus-per-node"),
+    ("nodelist", "", "include hosts hostfile nodes-list"),
+    ("exclude", "", "exclude-nodes exclude-hosts"),
+    ("time", "", "time-limit timelimit walltime wall-time max-time timeout"),
+    ("mail-user", "with --mail-type", "mail email mail-to"),
+    ("job-name", "", "name job jobname"),
+    ("partition", "", "queue"),
+    ("account", "", "project"),
+    ("cpus-per-task", "on each node", "cpus ncpus num-cpus cores cpus-per-node"),
+    ("mem", "on each node", "memory mem-per-node"),
+    ("chdir", "", "workdir work-dir working-dir working-directory cwd"),
+    ("export", "", "env environment"),
+    ("runs-dir", "", "logs logdir log-path output-dir run-dir"),
+    ("max-restarts", "", "restarts retries max-retries"),
+    ("max-requeues", "", "requeues"),
+    ("spares", "", "spare spare-nodes hot-spares"),
+    ("grace", "", "grace-period grace-time notice"),
+)
+"""An option of ours, what differs, and the names that others have for it: torchrun, mpirun, accelerate, DeepSpeed,
+Lightning, PBS and LSF, sbatch as one remembers it. Without the dashes in front."""
 MEANT: Mapping[str, tuple[str, str]] = {
-    # torchrun, python -m torch.distributed.launch, mpirun
-    **dict.fromkeys(
-        ("nproc", "nprocs", "np", "num-procs", "procs-per-node", "processes-per-node", "num-processes-per-node"),
-        ("nproc-per-node", _EACH),
-    ),
-    **dict.fromkeys(("workers", "nworkers", "workers-per-node"), ("nproc-per-node", _EACH)),
-    "world-size": ("nproc-per-node", _ALL),
-    "rdzv-timeout": ("rdzv-conf", "timeout=SECONDS"),
-    # accelerate
-    "num-processes": ("nproc-per-node", _ALL),
-    "num-machines": ("nodes", ""),
-    "main-process-ip": ("master-addr", "only if the detected address does not work"),
-    "main-process-port": ("master-port", "only for a fixed port"),
-    # DeepSpeed, Lightning
-    **dict.fromkeys(("num-nodes", "nnode", "n-nodes", "machines", "num-hosts"), ("nodes", "")),
-    **dict.fromkeys(("min-nodes", "max-nodes", "min-nnodes", "max-nnodes"), ("nodes", _RANGE)),
-    **dict.fromkeys(
-        ("num-gpus", "ngpus", "n-gpus", "gpu", "devices", "gpus-per-machine", "num-gpus-per-node"),
-        ("gpus-per-node", _EACH),
-    ),
-    **dict.fromkeys(("include", "hosts", "hostfile", "nodes-list"), ("nodelist", "")),
-    **dict.fromkeys(("exclude-nodes", "exclude-hosts"), ("exclude", "")),
-    # sbatch, PBS, LSF, as one remembers them
-    **dict.fromkeys(("time-limit", "timelimit", "walltime", "wall-time", "max-time", "timeout"), ("time", "")),
-    **dict.fromkeys(("mail", "email", "mail-to"), ("mail-user", _WHEN)),
-    **dict.fromkeys(("name", "job", "jobname"), ("job-name", "")),
-    "queue": ("partition", ""),
-    "project": ("account", ""),
-    **dict.fromkeys(("cpus", "ncpus", "num-cpus", "cores", "cpus-per-node"), ("cpus-per-task", _EACH)),
-    **dict.fromkeys(("memory", "mem-per-node"), ("mem", _EACH)),
-    **dict.fromkeys(("workdir", "work-dir", "working-dir", "working-directory", "cwd"), ("chdir", "")),
-    **dict.fromkeys(("env", "environment"), ("export", "")),
-    # ours
-    **dict.fromkeys(("logs", "logdir", "log-path", "output-dir", "run-dir"), ("runs-dir", "")),
-    **dict.fromkeys(("restarts", "retries", "max-retries"), ("max-restarts", "")),
-    "requeues": ("max-requeues", ""),
-    **dict.fromkeys(("spare", "spare-nodes", "hot-spares"), ("spares", "")),
-    **dict.fromkeys(("grace-period", "grace-time", "notice"), ("grace", "")),
+    name: (meant, remark) for meant, remark, names in _MEANT for name in names.split()
 }
-"""Other programs' names → ours, and what differs. Without the dashes in front."""
 
 _ALIKE = 0.66
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
-    """Which of `known` was probably meant, None where none looks like it.
-
-    Args:
-        name: Without the dashes in front, with ``-`` or ``_``.
-        known: The same, with ``-``.
-    """
+    """The one of `known` that was probably meant; None: none looks like it. Names have no dashes in front."""
     plain = name.replace("_", "-").lower()
     meant = MEANT.get(plain, ("", ""))[0]
     if meant in known:
@@ -207,7 +193,7 @@ def nearest(name: str, known: Collection[str]) -> str | None:
 
 
 def remark_on(name: str) -> str:
-    """What differs between another program's option and the one that is meant; empty for nothing."""
+    """The difference between another program's option and the one that is meant; empty for none."""
     return MEANT.get(name.replace("_", "-").lower(), ("", ""))[1]
 
 
@@ -221,7 +207,7 @@ class Keys:
 
     def __init__(self, options: Iterable[Option]) -> None:
         self.by_name: dict[str, Option] = {}
-        """With ``-``, as in ``max-restarts``; ``nnodes`` as well as ``nodes``."""
+        """Names have ``-``, as in ``max-restarts``; ``nnodes`` as well as ``nodes``."""
         for option in options:
             if option.constant == "0":
                 continue  # --no-requeue: requeue = false
@@ -230,38 +216,30 @@ class Keys:
                     self.by_name.setdefault(name[2:], option)
 
     def options(self) -> list[Option]:
-        """Each once, in the table's order."""
         return list({option.dest: option for option in self.by_name.values()}.values())
 
     def find(self, name: str) -> Option | None:
-        """By any of its names, with ``-`` or ``_``."""
         return self.by_name.get(name.replace("_", "-"))
 
     def nearest(self, name: str, others: Sequence[str] = ()) -> str | None:
-        """The key that was probably meant."""
         return nearest(name, [*self.by_name, *others])
 
 
 def key_of(option: Option) -> str:
-    """``--max-restarts`` → ``max-restarts``: the name to show."""
     return next(name[2:] for name in option.names if name.startswith("--"))
 
 
 def variable_of(option: Option) -> str:
-    """``HPC_ELASTIC_MAX_RESTARTS``."""
     return VARIABLE_PREFIX + key_of(option).replace("-", "_").upper()
 
 
 def texts_of(option: Option, value: object, *, called: str) -> tuple[str, ...]:
-    """A value of TOML's or Python's as what would stand on the command line.
+    """A value of TOML's or Python's as what would stand on the command line; none: as if it was given nowhere.
 
     Args:
         option: Whose it is.
         value: A number, string, boolean, date or time; a list of strings where the option may be repeated.
         called: What the user gave it as, for the message: ``FILE:3: nodes``.
-
-    Returns:
-        One text, or several of a repeatable option; none: as if it was given nowhere.
 
     Raises:
         UsageError: of another type than the option takes.
@@ -288,11 +266,7 @@ def texts_of(option: Option, value: object, *, called: str) -> tuple[str, ...]:
 
 
 def texts_of_variable(option: Option, text: str, *, called: str) -> tuple[str, ...]:
-    """A variable's value as what would stand on the command line.
-
-    Raises:
-        UsageError: of a switch, and neither yes nor no; or quotes that don't end.
-    """
+    """A variable's value as what would stand on the command line."""
     if option.metavar is None:
         word = text.strip().lower()
         if word not in _YES | _NO:

@@ -31,7 +31,7 @@ _SIGNAL = re.compile(r"--signal(?:=|\s+)(\S+)")
 
 
 def check_template(text: str) -> list[str]:
-    """What is wrong with a template, each thing in a few words; nothing, where a run can be submitted with it."""
+    """The faults of a template, each in a few words; none, where a run can be submitted with it."""
     lines = text.splitlines()
     problems = []
     shell = _shell(lines[0] if lines else "")
@@ -128,11 +128,7 @@ def _problems_of_options(lines: Sequence[str]) -> list[str]:
 
 
 def sbatch_words(lines: Sequence[str]) -> list[str]:
-    """What the ``#SBATCH`` lines among `lines` give sbatch, in words.
-
-    Raises:
-        ValueError: a quotation that does not end.
-    """
+    """The words that the ``#SBATCH`` lines among `lines` give sbatch; raises ValueError for quotes without end."""
     words: list[str] = []
     for line in lines:
         if line.startswith("#SBATCH"):
@@ -146,21 +142,10 @@ def _is_command(line: str) -> bool:
 
 
 def read_template(parsed: Parsed, cwd: Path, env: Mapping[str, str]) -> tuple[str | None, Parsed]:
-    """The template's text, and the command line with what its #SBATCH lines ask for besides.
+    """The template's text (None without ``--template``), and the command line with what its #SBATCH lines add.
 
     As for sbatch, an option of the command line wins over a SBATCH_* variable, and that over a line of the script. A
-    line of the script wins over a configuration file.
-
-    Args:
-        parsed: The command line.
-        cwd: Where a relative path begins.
-        env: For sbatch's variables.
-
-    Returns:
-        None and `parsed`, where there is no ``--template``.
-
-    Raises:
-        UsageError: it can't be read, or a run can't work with it: every reason in one message.
+    line of the script wins over a configuration file. Raises UsageError with every reason why a run can't work with it.
     """
     given = parsed.get("template")
     if given is None:
@@ -183,13 +168,12 @@ def read_template(parsed: Parsed, cwd: Path, env: Mapping[str, str]) -> tuple[st
 
 
 def _is_given(parsed: Parsed, dest: str) -> bool:
-    """By the command line or a variable; what a configuration file says is less than what this script does."""
+    """Tell what a layer above the script gave: a configuration file stands below it."""
     return parsed.from_command_line(dest) or parsed.source(dest, "").startswith(("HPC_ELASTIC_", "PET_"))
 
 
 def asked_by(words: Sequence[str]) -> dict[str, tuple[str, str]]:
-    """By `Option.dest`, the name and the value of what sbatch is asked for; what this program does not know is left
-    out, and stays in the script."""
+    """`Option.dest` → name and value of what sbatch is asked for; unknown options stay in the script."""
     by_name: dict[str, Option] = {
         name: option for option in job_options.OPTIONS if option.sbatch for name in option.names
     }

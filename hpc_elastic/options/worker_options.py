@@ -10,7 +10,7 @@ from pathlib import Path
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings, settings_from_conf
 from hpc_elastic.options.sbatch import NO_HET_JOBS
-from hpc_elastic.options.table import Group, Option, Parsed
+from hpc_elastic.options.table import Group, Option, Parsed, define
 from hpc_elastic.run.container import (
     parse_container_args,
     parse_container_env,
@@ -63,251 +63,129 @@ def parse_texts(text: str, option: str) -> tuple[str, ...]:
 
 
 OPTIONS = (
-    Option(
-        group=Group.WORKERS, names=("--nproc-per-node",), dest="nproc_per_node", metavar="N|auto|gpu|cpu",
-        env="PET_NPROC_PER_NODE",
-        parse=parse_nproc, field="nproc_per_node",
-        common=True,
+    define(Group.WORKERS, "--nproc-per-node", metavar="N|auto|gpu|cpu", env="PET_NPROC_PER_NODE", parse=parse_nproc,
+        in_spec=True, common=True,
         help="workers on each node (default: one for each GPU that Slurm allocated, else 1); without Slurm auto is "
-        "the machine's GPUs, else its CPUs",
-    ),
-    Option(
-        group=Group.RECOVERY, names=("--max-restarts",), dest="max_restarts", metavar="N", env="PET_MAX_RESTARTS",
-        parse=_COUNT, field="max_restarts",
+        "the machine's GPUs, else its CPUs"),
+    define(Group.RECOVERY, "--max-restarts", metavar="N", env="PET_MAX_RESTARTS", parse=_COUNT, in_spec=True,
         common=True,
-        help="restarts of the workers within one attempt, all nodes together (default 3)",
-    ),
-    Option(
-        group=Group.RECOVERY, names=("--restart-policy",), dest="restart_policy", metavar="processes|in-process",
-        parse=one_of(RestartWith), field="restart_policy",
-        help="processes (the default): after a failure all workers restart; in-process: only the failed worker "
-        "is replaced, at most --max-restarts times on a node, in scripts that use hpc_elastic.inprocess",
-    ),
-    Option(
-        group=Group.RECOVERY, names=("--max-requeues",), dest="max_requeues", metavar="N",
-        parse=_COUNT, field="max_requeues",
-        common=True,
-        help="requeues of the job: attempts after the first one (default 3)",
-    ),
-    Option(
-        group=Group.RECOVERY, names=("--max-same-failures",), dest="max_same_failures", metavar="N",
-        parse=_COUNT, field="max_same_failures",
-        help="give up after N identical failures without progress (default 2; 0: never)",
-    ),
-    Option(
-        group=Group.RECOVERY, names=("--restart-window",), dest="restart_window", metavar="SECONDS",
-        parse=parse_seconds, field="restart_window",
-        help="reset the restart counter after the workers have run this long (default: never)",
-    ),
-    Option(
-        group=Group.RECOVERY, names=("--grow",), dest="grow", metavar="checkpoint|now|never",
-        parse=one_of(GrowPolicy), field="grow",
-        help="when a late node is added to a run that is smaller than MAX: checkpoint (the default), after the "
-        "next checkpoint that the script reports, or at once if it reported none for 5 minutes; now, at "
-        "once; never, only at the next restart",
-    ),
-    Option(
-        group=Group.RECOVERY, names=("--preemption-signal",), dest="preemption_signal", metavar="NAME",
-        parse=parse_signal, field="preemption_signal",
-        help="signal for the workers, as in USR1, when the job is about to end and they should save (default: "
-        "none; hpc_elastic.should_checkpoint then returns True)",
-    ),
-    Option(
-        group=Group.HANGS, names=("--section-timeouts",), dest="section_timeouts", metavar="NAME:SECONDS,...",
-        parse=parse_section_timeouts, field="section_timeouts",
-        help="longest time between two heartbeats (hpc_elastic.heartbeat) before a worker counts as hung, by "
-        "section, as in setup:900,step:60,checkpoint:300; step:auto learns it from the steps (default: none; "
-        "--hangs needs no heartbeats)",
-    ),
-    Option(
-        group=Group.HANGS, names=("--hangs",), dest="hangs", metavar="observe|act[:SECONDS]",
-        parse=parse_hangs, field="hangs",
-        common=True,
+        help="restarts of the workers within one attempt, all nodes together (default 3)"),
+    define(Group.RECOVERY, "--restart-policy", metavar="processes|in-process", parse=one_of(RestartWith), in_spec=True,
+        help="processes (the default): after a failure all workers restart; in-process: only the failed worker is "
+        "replaced, at most --max-restarts times on a node, in scripts that use hpc_elastic.inprocess"),
+    define(Group.RECOVERY, "--max-requeues", metavar="N", parse=_COUNT, in_spec=True, common=True,
+        help="requeues of the job: attempts after the first one (default 3)"),
+    define(Group.RECOVERY, "--max-same-failures", metavar="N", parse=_COUNT, in_spec=True,
+        help="give up after N identical failures without progress (default 2; 0: never)"),
+    define(Group.RECOVERY, "--restart-window", metavar="SECONDS", parse=parse_seconds, in_spec=True,
+        help="reset the restart counter after the workers have run this long (default: never)"),
+    define(Group.RECOVERY, "--grow", metavar="checkpoint|now|never", parse=one_of(GrowPolicy), in_spec=True,
+        help="when a late node is added to a run that is smaller than MAX: checkpoint (the default), after the next "
+        "checkpoint that the script reports, or at once if it reported none for 5 minutes; now, at once; never, only "
+        "at the next restart"),
+    define(Group.RECOVERY, "--preemption-signal", metavar="NAME", parse=parse_signal, in_spec=True,
+        help="signal for the workers, as in USR1, when the job is about to end and they should save (default: none; "
+        "hpc_elastic.should_checkpoint then returns True)"),
+    define(Group.HANGS, "--section-timeouts", metavar="NAME:SECONDS,...", parse=parse_section_timeouts, in_spec=True,
+        help="longest time between two heartbeats (hpc_elastic.heartbeat) before a worker counts as hung, by section, "
+        "as in setup:900,step:60,checkpoint:300; step:auto learns it from the steps (default: none; --hangs needs no "
+        "heartbeats)"),
+    define(Group.HANGS, "--hangs", metavar="observe|act[:SECONDS]", parse=parse_hangs, in_spec=True, common=True,
         help="when no worker makes progress for 300 s or SECONDS, and for three times as long as the run has ever "
-        "paused: observe (the default), the job log, status and the report show it, with the rank that the "
-        "others wait for; act, the workers also leave their stacks and are started again; the script needs no change",
-    ),
-    Option(
-        group=Group.HANGS, names=("--health-checks",), dest="health_checks", metavar="NAME[=LIMIT],...|none",
-        parse=parse_health_checks, field="health_checks",
-        help="checks that a node must pass before it joins a round: tmp=SIZE, shm=SIZE, memory=SIZE, "
-        "shared=SECONDS, clock=SECONDS, gpu=ERRORS, gpu-memory=SECONDS, link=SECONDS; default: all, with default "
-        "limits (the default)",
-    ),
-    Option(
-        group=Group.HANGS, names=("--health-check",), dest="health_check", metavar="COMMAND",
-        parse=parse_health_command, field="health_check",
-        executes=True,
-        help="your own check, run on each node before it joins a round; a node where it exits with another code "
-        "than 0 leaves the run",
-    ),
-    Option(
-        group=Group.HANGS, names=("--health-check-timeout",), dest="health_check_timeout", metavar="SECONDS",
-        parse=parse_positive_seconds, field="health_check_timeout",
-        help="time limit of --health-check; a check that takes longer has failed (default 30)",
-    ),
-    Option(
-        group=Group.OUTPUT, names=("--metrics",), dest="metrics", metavar="prometheus:FILE.prom",
-        parse=parse_metrics, field="metrics",
-        help="file to which each agent writes its metrics; {host} in FILE is the node's name (default: none)",
-    ),
-    Option(
-        group=Group.WORKERS, names=("-m", "--module"), dest="module", env="PET_MODULE",
-        executes=True,
-        common=True,
-        help="SCRIPT is the name of a module, as for python -m",
-    ),
-    Option(
-        group=Group.WORKERS, names=("--no-python",), dest="no_python", env="PET_NO_PYTHON",
-        executes=True,
-        help="SCRIPT is a command and is not run by Python",
-    ),
-    Option(
-        group=Group.WORKERS, names=("--python",), dest="python", metavar="PATH", path=True,
-        executes=True,
-        help="Python interpreter of the workers (default: the one that runs hpc-elastic)",
-    ),
-    Option(
-        group=Group.CONTAINER, names=("--container-image",), dest="container_image", metavar="[RUNTIME:]IMAGE",
-        parse=parse_container_image, field="container_image",
+        "paused: observe (the default), the job log, status and the report show it, with the rank that the others "
+        "wait for; act, the workers also leave their stacks and are started again; the script needs no change"),
+    define(Group.HANGS, "--health-checks", metavar="NAME[=LIMIT],...|none", parse=parse_health_checks, in_spec=True,
+        help="checks that a node must pass before it joins a round: tmp=SIZE, shm=SIZE, memory=SIZE, shared=SECONDS, "
+        "clock=SECONDS, gpu=ERRORS, gpu-memory=SECONDS, link=SECONDS; default: all, with default limits (the default)"),
+    define(Group.HANGS, "--health-check", metavar="COMMAND", parse=parse_health_command, in_spec=True, executes=True,
+        help="your own check, run on each node before it joins a round; a node where it exits with another code than "
+        "0 leaves the run"),
+    define(Group.HANGS, "--health-check-timeout", metavar="SECONDS", parse=parse_positive_seconds, in_spec=True,
+        help="time limit of --health-check; a check that takes longer has failed (default 30)"),
+    define(Group.OUTPUT, "--metrics", metavar="prometheus:FILE.prom", parse=parse_metrics, in_spec=True,
+        help="file to which each agent writes its metrics; {host} in FILE is the node's name (default: none)"),
+    define(Group.WORKERS, "-m", "--module", env="PET_MODULE", executes=True, common=True,
+        help="SCRIPT is the name of a module, as for python -m"),
+    define(Group.WORKERS, "--no-python", env="PET_NO_PYTHON", executes=True,
+        help="SCRIPT is a command and is not run by Python"),
+    define(Group.WORKERS, "--python", metavar="PATH", path=True, executes=True,
+        help="Python interpreter of the workers (default: the one that runs hpc-elastic)"),
+    define(Group.CONTAINER, "--container-image", metavar="[RUNTIME:]IMAGE", parse=parse_container_image, in_spec=True,
         executes=True,
         help="run the workers in a container of this image; RUNTIME is charliecloud, apptainer, singularity, podman, "
-        "enroot or pyxis (default: by the image's form and what is installed)",
-    ),
-    Option(
-        group=Group.CONTAINER, names=("--container-mounts",), dest="container_mounts", metavar="SRC[:DST[:ro]],...",
-        parse=parse_container_mounts, field="container_mounts",
-        help="what else of the host the container has; the working directory and the run directory are there",
-    ),
-    Option(
-        group=Group.CONTAINER, names=("--container-workdir",), dest="container_workdir", metavar="DIR",
-        parse=parse_container_workdir, field="container_workdir",
-        help="the workers' working directory inside (default: where the run was started)",
-    ),
-    Option(
-        group=Group.CONTAINER, names=("--container-env",), dest="container_env", metavar="NAME,...",
-        parse=parse_container_env, field="container_env",
-        help="variables that keep the host's value where the image has its own, such as PATH or LD_LIBRARY_PATH",
-    ),
-    Option(
-        group=Group.CONTAINER, names=("--container-args",), dest="container_args", metavar="'ARGS'",
-        parse=parse_container_args, field="container_args",
+        "enroot or pyxis (default: by the image's form and what is installed)"),
+    define(Group.CONTAINER, "--container-mounts", metavar="SRC[:DST[:ro]],...", parse=parse_container_mounts,
+        in_spec=True,
+        help="what else of the host the container has; the working directory and the run directory are there"),
+    define(Group.CONTAINER, "--container-workdir", metavar="DIR", parse=parse_container_workdir, in_spec=True,
+        help="the workers' working directory inside (default: where the run was started)"),
+    define(Group.CONTAINER, "--container-env", metavar="NAME,...", parse=parse_container_env, in_spec=True,
+        help="variables that keep the host's value where the image has its own, such as PATH or LD_LIBRARY_PATH"),
+    define(Group.CONTAINER, "--container-args", metavar="'ARGS'", parse=parse_container_args, in_spec=True,
         executes=True,
-        help="further arguments of the runtime, before the image",
-    ),
-    Option(
-        group=Group.WORKERS, names=("--role",), dest="role", metavar="NAME", env="PET_ROLE",
-        field="role",
-        help="role of the workers (default: default)",
-    ),
-    Option(
-        group=Group.OUTPUT, names=("-r", "--redirects"), dest="redirects", metavar="STREAMS", env="PET_REDIRECTS",
-        parse=parse_std_streams, field="redirects",
-        help="worker streams that go to their files only, not to the job log: 0 (none), 1 (stdout), 2 (stderr), "
-        "3 (both), or by local rank, as in 0:3,1:1",
-    ),
-    Option(
-        group=Group.OUTPUT, names=("--tee",), dest="tee", metavar="STREAMS", env="PET_TEE",
-        parse=parse_std_streams, field="tee",
-        help="worker streams that go to the job log in spite of --redirects (torchrun's -t; here -t is sbatch's "
-        "time limit)",
-    ),
-    Option(
-        group=Group.OUTPUT, names=("--local-ranks-filter",), dest="local_ranks_filter", metavar="RANKS",
-        env="PET_LOCAL_RANKS_FILTER",
-        parse=parse_local_ranks, field="local_ranks_filter",
-        help="local ranks whose output goes to the job log, as in 0,1 (default: all)",
-    ),
-    Option(
-        group=Group.OUTPUT, names=("--job-log-ranks",), dest="job_log_ranks", metavar="RANKS",
-        parse=parse_rank_ranges, field="job_log_ranks",
-        help="global ranks whose output goes to the job log, as in 0 or 0-3,8 (default: all)",
-    ),
+        help="further arguments of the runtime, before the image"),
+    define(Group.WORKERS, "--role", metavar="NAME", env="PET_ROLE", in_spec=True,
+        help="role of the workers (default: default)"),
+    define(Group.OUTPUT, "-r", "--redirects", metavar="STREAMS", env="PET_REDIRECTS", parse=parse_std_streams,
+        in_spec=True,
+        help="worker streams that go to their files only, not to the job log: 0 (none), 1 (stdout), 2 (stderr), 3 "
+        "(both), or by local rank, as in 0:3,1:1"),
+    define(Group.OUTPUT, "--tee", metavar="STREAMS", env="PET_TEE", parse=parse_std_streams, in_spec=True,
+        help="worker streams that go to the job log in spite of --redirects (torchrun's -t; here -t is sbatch's time "
+        "limit)"),
+    define(Group.OUTPUT, "--local-ranks-filter", metavar="RANKS", env="PET_LOCAL_RANKS_FILTER",
+        parse=parse_local_ranks, in_spec=True,
+        help="local ranks whose output goes to the job log, as in 0,1 (default: all)"),
+    define(Group.OUTPUT, "--job-log-ranks", metavar="RANKS", parse=parse_rank_ranges, in_spec=True,
+        help="global ranks whose output goes to the job log, as in 0 or 0-3,8 (default: all)"),
     *(
         Option(
             group=Group.OUTPUT, names=(f"--duplicate-{stream}-filters",), dest=f"duplicate_{stream}_filters",
             metavar="TEXTS", env=f"PET_DUPLICATE_{stream.upper()}_FILTERS",
-            parse=parse_texts, field=f"duplicate_{stream}_filters",
+            parse=parse_texts, in_spec=True,
             help=f"lines of a worker's {stream} in the job log with one of these texts go to filtered_{stream}.log "
             "beside its files, too, as in loss,nan (,, is a comma in a text)",
         )
         for stream in ("stdout", "stderr")
     ),
-    Option(
-        group=Group.OUTPUT, names=("--log-max-size",), dest="log_max_size", metavar="SIZE",
-        parse=parse_size, field="log_max_size",
-        help="rotate a worker's stdout.log and stderr.log at this size, as in 1G (default: never)",
-    ),
-    Option(
-        group=Group.OUTPUT, names=("--log-max-files",), dest="log_max_files", metavar="N",
-        parse=parse_count, field="log_max_files",
-        help="with --log-max-size: number of files to keep of each log, the first and the latest ones (default "
-        "5)",
-    ),
-    Option(
-        group=Group.WORKERS, names=("--shutdown-timeout",), dest="shutdown_timeout", metavar="SECONDS",
-        env="PET_SHUTDOWN_TIMEOUT",
-        parse=parse_seconds, field="shutdown_timeout",
-        help="seconds from SIGTERM to SIGKILL when workers are stopped (default 30)",
-    ),
-    Option(
-        group=Group.WORKERS, names=("--monitor-interval",), dest="monitor_interval", metavar="SECONDS",
-        env="PET_MONITOR_INTERVAL",
-        parse=parse_positive_seconds, field="monitor_interval",
-        help="poll interval; only a fallback, since workers are watched by events (default 5)",
-    ),
-    Option(
-        group=Group.NETWORK, names=("--rdzv-conf",), dest="rdzv_conf", metavar="KEY=VALUE,...", env="PET_RDZV_CONF",
-        parse=_conf, field="rdzv_conf",
-        help="rendezvous settings: timeout, last_call_timeout, heartbeat_interval, heartbeat_ttl, "
-        "poll_interval, doorbell, grow_patience",
-    ),
-    Option(
-        group=Group.NETWORK, names=("--master-addr",), dest="master_addr", metavar="ADDRESS", env="PET_MASTER_ADDR",
-        field="master_addr",
-        help="MASTER_ADDR of the workers (default: an address that another node has reached)",
-    ),
-    Option(
-        group=Group.NETWORK, names=("--master-port",), dest="master_port", metavar="PORT", env="PET_MASTER_PORT",
-        parse=whole(least=0, most=65535), field="master_port",
-        help="MASTER_PORT of the workers (default: a free port)",
-    ),
-    Option(
-        group=Group.WORKERS, names=("--virtual-local-rank",), dest="virtual_local_rank", env="PET_VIRTUAL_LOCAL_RANK",
-        help="give each worker LOCAL_RANK=0 and its own GPU alone in CUDA_VISIBLE_DEVICES, as torchrun does",
-    ),
-    Option(
-        group=Group.WORKERS, names=("--wandb",), dest="wandb",
+    define(Group.OUTPUT, "--log-max-size", metavar="SIZE", parse=parse_size, in_spec=True,
+        help="rotate a worker's stdout.log and stderr.log at this size, as in 1G (default: never)"),
+    define(Group.OUTPUT, "--log-max-files", metavar="N", parse=parse_count, in_spec=True,
+        help="with --log-max-size: number of files to keep of each log, the first and the latest ones (default 5)"),
+    define(Group.WORKERS, "--shutdown-timeout", metavar="SECONDS", env="PET_SHUTDOWN_TIMEOUT", parse=parse_seconds,
+        in_spec=True,
+        help="seconds from SIGTERM to SIGKILL when workers are stopped (default 30)"),
+    define(Group.WORKERS, "--monitor-interval", metavar="SECONDS", env="PET_MONITOR_INTERVAL",
+        parse=parse_positive_seconds, in_spec=True,
+        help="poll interval; only a fallback, since workers are watched by events (default 5)"),
+    define(Group.NETWORK, "--rdzv-conf", metavar="KEY=VALUE,...", env="PET_RDZV_CONF", parse=_conf, in_spec=True,
+        help="rendezvous settings: timeout, last_call_timeout, heartbeat_interval, heartbeat_ttl, poll_interval, "
+        "doorbell, grow_patience"),
+    define(Group.NETWORK, "--master-addr", metavar="ADDRESS", env="PET_MASTER_ADDR", in_spec=True,
+        help="MASTER_ADDR of the workers (default: an address that another node has reached)"),
+    define(Group.NETWORK, "--master-port", metavar="PORT", env="PET_MASTER_PORT", parse=whole(least=0, most=65535),
+        in_spec=True,
+        help="MASTER_PORT of the workers (default: a free port)"),
+    define(Group.WORKERS, "--virtual-local-rank", env="PET_VIRTUAL_LOCAL_RANK",
+        help="give each worker LOCAL_RANK=0 and its own GPU alone in CUDA_VISIBLE_DEVICES, as torchrun does"),
+    define(Group.WORKERS, "--wandb",
         help="give each rank a W&B run that goes on through restarts and requeues: WANDB_RUN_ID and WANDB_RESUME, "
-        "where you have not set them",
-    ),
-    Option(
-        group=Group.RECOVERY, names=("--signals-to-handle",), dest="signals_to_handle", metavar="NAME,...",
-        env="PET_SIGNALS_TO_HANDLE",
-        parse=parse_handled_signals, field="signals_to_handle",
+        "where you have not set them"),
+    define(Group.RECOVERY, "--signals-to-handle", metavar="NAME,...", env="PET_SIGNALS_TO_HANDLE",
+        parse=parse_handled_signals, in_spec=True,
         help="signals that announce the job's end, as in SIGTERM,SIGUSR1, and are passed on to the workers, as by "
-        "torchrun; SIGTERM, SIGINT and SIGHUP end a run and SIGUSR2 announces its end in any case",
-    ),
-    Option(
-        group=Group.WORKERS, names=("--numa-binding",), dest="numa_binding",
-        metavar="node|socket|exclusive|core-complex",
-        parse=one_of(NumaBinding), field="numa_binding",
+        "torchrun; SIGTERM, SIGINT and SIGHUP end a run and SIGUSR2 announces its end in any case"),
+    define(Group.WORKERS, "--numa-binding", metavar="node|socket|exclusive|core-complex", parse=one_of(NumaBinding),
+        in_spec=True,
         help="bind each worker to CPUs near the GPU of its local rank: those of its NUMA node, of its socket, an own "
-        "part of the node, or cores that share a cache; without GPUs by local rank (default: all CPUs of the job)",
-    ),
-    Option(
-        group=Group.WORKERS, names=("--start-method",), dest="start_method", metavar="spawn|forkserver",
-        env="PET_START_METHOD",
-        parse=parse_start_method, field="start_method",
+        "part of the node, or cores that share a cache; without GPUs by local rank (default: all CPUs of the job)"),
+    define(Group.WORKERS, "--start-method", metavar="spawn|forkserver", env="PET_START_METHOD",
+        parse=parse_start_method, in_spec=True,
         help="spawn (the default): each worker is a fresh interpreter; forkserver: on each node one process imports "
-        "the modules of --preload, and each worker is a fork of it, so that a restart imports nothing",
-    ),
-    Option(
-        group=Group.WORKERS, names=("--preload",), dest="preload", metavar="MODULES|auto",
-        parse=parse_modules, field="preload",
+        "the modules of --preload, and each worker is a fork of it, so that a restart imports nothing"),
+    define(Group.WORKERS, "--preload", metavar="MODULES|auto", parse=parse_modules, in_spec=True,
         help="with --start-method forkserver: the modules, as in auto,mylib.models; auto (the default) is torch and "
-        "what workers are seen to import of it, and of the installed libraries that the script imports first",
-    ),
+        "what workers are seen to import of it, and of the installed libraries that the script imports first"),
 )  # fmt: skip
 
 _MEETING = "nodes find each other through files in the run directory"
@@ -345,22 +223,13 @@ REMOVED: Mapping[str, str] = {
 
 
 def removal(name: str) -> str | None:
-    """What to use in place of a removed option, by its name in a file, a variable or Python; None: it was none."""
+    """The replacement of a removed option, by its name in a file, a variable or Python; None: it was none."""
     instead = REMOVED.get(f"--{name.lower().replace('_', '-')}")
     return None if instead is None else f"was removed: {instead}"
 
 
 def entrypoint(parsed: Parsed, *, cwd: Path, interpreter: str) -> Entrypoint:
-    """What every worker runs.
-
-    Args:
-        parsed: The command line.
-        cwd: What a script's relative path is relative to.
-        interpreter: Where none was given.
-
-    Raises:
-        UsageError: no script, or one that does not exist or can't be read.
-    """
+    """The command of every worker; a script's relative path is relative to `cwd`, `interpreter` runs it by default."""
     if not parsed.command:
         raise UsageError("no script was given; write it after the options, as in --nodes 4 train.py --lr 0.1")
     target, args = parsed.command[0], parsed.command[1:]

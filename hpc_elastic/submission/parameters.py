@@ -11,8 +11,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from hpc_elastic.errors import UsageError
+from hpc_elastic.options.hook_options import current_directory
 from hpc_elastic.options.resolve import resolve
-from hpc_elastic.options.run_request import ALL_OPTIONS, YIELDS, current_directory
+from hpc_elastic.options.run_request import ALL_OPTIONS, YIELDS
 from hpc_elastic.options.sbatch import ScriptLines
 from hpc_elastic.options.table import Option, Parsed, nearest, texts_of
 from hpc_elastic.options.worker_options import removal
