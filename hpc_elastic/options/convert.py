@@ -26,6 +26,7 @@ from hpc_elastic.options.launch_line import (
 )
 from hpc_elastic.options.sbatch import IMPOSSIBLE, NO_HET_JOBS, has_components
 from hpc_elastic.options.script_variables import (
+    COUNTS,
     FOR_MEETING,
     MEETING,
     OF_THE_JOB,
@@ -75,13 +76,7 @@ _BEFORE_TRAINING = (
     "it ran on the first node, before the training: do it before you submit, or at the beginning of the script"
 )
 _PER_NODE = ("--ntasks-per-node", "--ntasks", "--gpus-per-task", "--ntasks-per-gpu")
-_LONG = {
-    "-n": "--ntasks",
-    "--tasks-per-node": "--ntasks-per-node",
-    "-W": "--wait",
-    "-k": "--no-kill",
-    "-V": "--version",
-}
+_LONG = {"-W": "--wait", "-k": "--no-kill", "-V": "--version", **COUNTS}
 _OF_SLURM: Mapping[str, Option] = {
     name: option
     for option in job_options.OPTIONS
@@ -231,14 +226,11 @@ class _Converter:
             return LineStatus.DROPPED, "--no-kill is always given, so that a run survives the loss of nodes", []
         if of_pyxis := option_of_pyxis(name, shlex.quote(value) if value else ""):
             return LineStatus.CONVERTED, " ".join(of_pyxis), [of_pyxis]
-        if long in IMPOSSIBLE and option is None:
+        if option is None and long in IMPOSSIBLE:
             return LineStatus.MANUAL, IMPOSSIBLE[long], []
         if option is None:
-            return (
-                LineStatus.CONVERTED,
-                f"--sbatch-arg={joined(name, value)}",
-                [("--sbatch-arg", shlex.quote(joined(name, value)))],
-            )
+            word = joined(name, value)
+            return LineStatus.CONVERTED, f"--sbatch-arg={word}", [("--sbatch-arg", shlex.quote(word))]
         shown = next(one for one in option.names if one.startswith("--") and (one == name or not name.startswith("--")))
         self._variables.numbers[shown] = value
         why = " ".join(_option_words(shown, value))

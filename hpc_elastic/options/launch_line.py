@@ -13,7 +13,7 @@ from msgspec import Struct, field
 
 from hpc_elastic.options import job_options, worker_options
 from hpc_elastic.options.sbatch import NO_HET_JOBS
-from hpc_elastic.options.script_variables import MEETING, PRINTS, SHELL, Variables, assignments
+from hpc_elastic.options.script_variables import COUNTS, MEETING, PRINTS, SHELL, Variables, assignments
 from hpc_elastic.options.shell_text import ASSIGNMENT, expanded_names, inner_text, parse_script, plain
 from hpc_elastic.options.table import Option
 
@@ -34,11 +34,6 @@ _STEP_OWN = (
     "--account", "-r", "--relative", "-D", "--chdir", "-q", "--qos", "-i", "--input", "-C", "--constraint",
 )  # fmt: skip
 """Options of srun that the agents' step has from the job, or must not have."""
-_COUNTS_OF_SRUN = {
-    "-N": "--nodes", "--nodes": "--nodes", "-n": "--ntasks", "--ntasks": "--ntasks",
-    "--ntasks-per-node": "--ntasks-per-node", "--tasks-per-node": "--ntasks-per-node",
-    "--gpus-per-task": "--gpus-per-task", "--ntasks-per-gpu": "--ntasks-per-gpu",
-}  # fmt: skip
 _UNNEEDED: Mapping[str, Option] = {name: option for option in worker_options.UNNEEDED for name in option.names}
 _COUNTS = {
     "--nproc-per-node": "nproc", "--num-gpus": "nproc", "--nnodes": "nodes", "--num-nodes": "nodes",
@@ -210,8 +205,8 @@ class _LaunchReader:
                 name, value, equals = name[:2], name[2:] + equals + value, "="
             if not equals and name not in _NO_VALUE_OF_SRUN and not name.startswith("--no-") and rest:
                 value = rest.pop(0) if not rest[0].startswith("-") else ""
-            if name in _COUNTS_OF_SRUN:
-                launch.counts[_COUNTS_OF_SRUN[name]] = value
+            if name in COUNTS:
+                launch.counts[COUNTS[name]] = value
             elif name == "--multi-prog":
                 launch.open.append("srun --multi-prog: only one program can be started on all nodes")
             elif name == "--export":

@@ -33,10 +33,19 @@ PRINTS = (
 SHELL = ("set", "shopt", "umask", "true", ":", "wait", "exit", "trap", "sleep", "[", "test", "break", "continue")
 _DECLARES = ("export", "declare", "local", "readonly", "typeset")
 _USERS_OWN = {"HOME", "USER", "LOGNAME", "SCRATCH", "WORK", "PWD", "RANDOM", "SECONDS", "EPOCHSECONDS", "HOSTNAME"}
-_NUMBERS = {
-    "SLURM_NNODES": "--nodes", "SLURM_JOB_NUM_NODES": "--nodes", "SLURM_NTASKS_PER_NODE": "--ntasks-per-node",
-    "SLURM_NTASKS": "--ntasks", "SLURM_GPUS_PER_NODE": "--gpus-per-node", "SLURM_GPUS_ON_NODE": "--gpus-per-node",
-}  # fmt: skip
+COUNTS = {
+    name: option
+    for option, names in {
+        "--nodes": ("-N", "SLURM_NNODES", "SLURM_JOB_NUM_NODES"),
+        "--ntasks": ("-n", "SLURM_NTASKS"),
+        "--ntasks-per-node": ("--tasks-per-node", "SLURM_NTASKS_PER_NODE"),
+        "--gpus-per-task": (),
+        "--ntasks-per-gpu": (),
+        "--gpus-per-node": ("SLURM_GPUS_PER_NODE", "SLURM_GPUS_ON_NODE"),
+    }.items()
+    for name in (option, *names)
+}
+"""What counts nodes, tasks and GPUs, sbatch's and srun's options and the job's variables → the option's long name."""
 
 
 class Unit(Struct, eq=False):
@@ -165,7 +174,7 @@ class Variables:
         shown = set(self.shown)
         text = self.inline(inner_text(raw))
         self.shown = shown
-        for name, option in _NUMBERS.items():
+        for name, option in COUNTS.items():
             text = re.sub(rf"\$\{{?{name}\b\}}?|\b{name}\b", self.numbers.get(option, name).rpartition(":")[2], text)
         for name in re.findall(r"[A-Za-z_]\w*", text) if "((" in text else ():
             text = re.sub(rf"\b{name}\b", self._values.get(name, name), text)
