@@ -98,12 +98,9 @@ def _site(env: Mapping[str, str]) -> list[Candidate]:
     if SITE_VARIABLE in env:
         return _named(env[SITE_VARIABLE], Layer.SITE)
     folders = (env.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(":")
-    for folder in folders:
-        path = Path(folder, "hpc_elastic", "config.toml")
-        if folder.startswith("/") and os.path.exists(path):
-            return [Candidate(layer=Layer.SITE, path=path)]
-    absolute = [folder for folder in folders if folder.startswith("/")]
-    return [Candidate(layer=Layer.SITE, path=Path(absolute[0], "hpc_elastic", "config.toml"))] if absolute else []
+    paths = [Path(folder, "hpc_elastic", "config.toml") for folder in folders if folder.startswith("/")]
+    chosen = next(filter(os.path.exists, paths), paths[0] if paths else None)
+    return [] if chosen is None else [Candidate(layer=Layer.SITE, path=chosen)]
 
 
 def _user(env: Mapping[str, str]) -> list[Candidate]:

@@ -68,6 +68,9 @@ def _parse_run_id(text: str, option: str) -> str:
     return text
 
 
+_DECIDES_WHAT_RUNS = ("--container", "--export-file", "--get-user-env")
+
+
 def _as_it_is(word: str) -> Option:
     name = word.rstrip("=?")
     names = tuple(name.split("/"))
@@ -76,6 +79,7 @@ def _as_it_is(word: str) -> Option:
         dest=names[-1][2:].replace("-", "_"),
         metavar="VALUE" if name != word else None,
         optional_value=word.endswith("?"),
+        executes=names[-1] in _DECIDES_WHAT_RUNS,
         help="",
         group=Group.JOB,
         sbatch=True,

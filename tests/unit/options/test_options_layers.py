@@ -464,13 +464,15 @@ def test_a_nul_is_refused_with_its_line(place: Place, text: str) -> None:
 
 
 def test_what_files_say_of_what_is_executed_is_known_with_its_line(place: Place) -> None:
-    site = place.write("site", "python = '/site/python'\npartition = 'gpu'\nsrun-arg = ['--container-image=x', '-v']\n")
+    text = "python = '/site/python'\npartition = 'gpu'\nsrun-arg = ['--container-image=x', '-v']\ncontainer = '/oci'\n"
+    site = place.write("site", text)
     assert place.resolve().parsed.executed == (
         f"{site}:1: python = /site/python",
+        f"{site}:4: container = /oci",
         f"{site}:3: srun-arg = --container-image=x -v",
     )
     mine = place.write("project", "[profile.a]\npython = '/mine/python'\nmodule = true\n")
-    assert place.resolve("--profile=a", "--srun-arg=-v").parsed.executed == (
+    assert place.resolve("--profile=a", "--srun-arg=-v", "--container=x").parsed.executed == (
         f"{mine}:3 [profile.a]: module = true",
         f"{mine}:2 [profile.a]: python = /mine/python",
     )
