@@ -93,8 +93,6 @@ def test_flags_and_optional_values() -> None:
         (["--nodes="], "--nodes needs a value (N)"),
         (["-N", ""], "-N needs a value (N)"),
         (["--module=yes"], "--module takes no value"),
-        (["--rdzv-backend=c10d"], "--rdzv-backend: not needed: nodes find each other"),
-        (["--rdzv_backend", "c10d"], "--rdzv-backend: not needed: nodes find each other"),
     ],
 )
 def test_what_is_wrong_is_named(argv: list[str], says: str) -> None:

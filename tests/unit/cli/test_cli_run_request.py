@@ -146,26 +146,18 @@ def test_requeue(here: Path) -> None:
         (["train.py/x"], "the script train.py/x can't be read: Not a directory"),
         (["--no-python", "./absent"], "the command ./absent does not exist"),
         (["--no-python", "./train.py"], "the command ./train.py is not executable; run: chmod +x ./train.py"),
-        (["-m", "--no-python", "x"], "--module and --no-python can't both be"),
-        (["--nproc-per-node=0", "train.py"], "--nproc-per-node 0: give a number of workers from 1"),
         (["--nproc-per-node=4097", "train.py"], "--nproc-per-node 4097: give a number of workers from 1 to 4096"),
-        (["--nproc-per-node=many", "train.py"], "--nproc-per-node many:"),
-        (["--max-restarts=-1", "train.py"], "--max-restarts -1: give a whole number from 0"),
         (["--max-restarts=x", "train.py"], "--max-restarts x:"),
-        (["--max-requeues=1.5", "train.py"], "--max-requeues 1.5:"),
         (["--monitor-interval=0", "train.py"], "--monitor-interval 0: give seconds, more than 0"),
         (["--shutdown-timeout=nan", "train.py"], "--shutdown-timeout nan: give seconds"),
         (["--master-port=70000", "train.py"], "--master-port 70000:"),
         (["--tee=5", "train.py"], "--tee '5'"),
         (["-r", "0:9", "train.py"], "-r '0:9'"),
-        (["--local-ranks-filter=a", "train.py"], "--local-ranks-filter 'a'"),
-        (["--rdzv-conf=timeout", "train.py"], "--rdzv-conf timeout: 'timeout' is not of the form key=value"),
         (["--rdzv-conf=colour=red", "train.py"], "unknown key 'colour'"),
         (["--rdzv-backend=c10d", "train.py"], "not needed: nodes find each other"),
         (["--rdzv-endpoint=n1:29500", "train.py"], "not needed: nodes find each other"),
         (["--grace=0", "train.py"], "--grace 0:"),
         (["--grace=x", "train.py"], "--grace x:"),
-        (["--run-id=../x", "train.py"], "--run-id ../x: a run id has"),
         (["--rdzv-id=.x", "train.py"], "--rdzv-id .x: a run id has"),
     ],
 )
@@ -192,36 +184,10 @@ def test_a_script_that_can_not_be_read(here: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_sbatchs_options_by_their_short_names() -> None:
-    short = [
-        "-N2:4",
-        "-p",
-        "gpu",
-        "-A",
-        "acc",
-        "-q",
-        "high",
-        "-t",
-        "10",
-        "-c",
-        "8",
-        "-C",
-        "a100",
-        "-x",
-        "n3",
-        "-w",
-        "n1",
-        "-d",
-        "afterok:1",
-        "-a",
-        "1-3",
-        "-o",
-        "o.txt",
-        "-e",
-        "e.txt",
-    ]
+    short = "-N2:4 -p gpu -A acc -q high -t 10 -c 8 -C a100 -x n3 -w n1 -d afterok:1 -a 1-3 -o o.txt -e e.txt"
     long = ["--gres=gpu:2", "--gpus-per-node=a100:4", "--mem=4G", "--exclusive", "--reservation=r", "--signal=USR1@9"]
     more = ["--comment=c d", "--mail-type=END", "--mail-user=a@b", "--export=NONE", "--begin=now+1", "--no-requeue"]
-    parsed = read(*short, *long, *more, "--sbatch-arg=--nice", "--sbatch_arg", "-L x", "s.py")
+    parsed = read(*short.split(), *long, *more, "--sbatch-arg=--nice", "--sbatch_arg", "-L x", "s.py")
     assert job_options.sbatch_options(parsed, nodes=(2, 4), job_name="j", grace=9) == SbatchOptions(
         nodes="2-4", partition="gpu", account="acc", qos="high", time="10", job_name="j", exclude="n3",
         array="1-3", output="o.txt", error="e.txt", gpus_per_node="a100:4", signal="USR1@9", comment="c d",
