@@ -15,8 +15,6 @@ from msgspec.structs import replace
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.files import read_bytes, sole_owner, write_private
 from hpc_elastic.base.outcome import ExitCode
-from hpc_elastic.cli import run_job
-from hpc_elastic.cli.follow import follow_to_end
 from hpc_elastic.cli.run_argument import (
     LAST_HELP,
     NUMBER,
@@ -40,7 +38,6 @@ from hpc_elastic.cli.screen import (
     width_for,
 )
 from hpc_elastic.errors import UnsafePathError, UsageError
-from hpc_elastic.launch.run_status import RunState, ends_by_slurm, read_status
 from hpc_elastic.output.terminal import one_line
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import build_document
@@ -106,6 +103,8 @@ def run(args: SimpleNamespace) -> int:
     if not args.follow:
         _print(_text(_history(asked, args), asked.attempt, args))
         return 0
+    from hpc_elastic.cli.follow import follow_to_end
+
     clears = args.format == "text" and is_terminal(sys.stdout)
     shown = ""
 
@@ -135,6 +134,9 @@ def _with_slurms_end(history: RunHistory, asked: AskedRun) -> RunHistory:
     """The history with the end that the files do not hold and Slurm knows; it is asked only where they hold none."""
     if history.attempts and history.attempts[-1].exit_code not in (None, ExitCode.REQUEUED):
         return history
+    from hpc_elastic.cli import run_job
+    from hpc_elastic.launch.run_status import RunState, ends_by_slurm, read_status
+
     clock = SystemClock()
     before = read_status(asked.paths, clock=clock)
     client = run_job.slurm_client(timeout=run_job.SHORT_SECONDS)

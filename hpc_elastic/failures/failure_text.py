@@ -109,12 +109,12 @@ _CONTINUES = re.compile(r"Traceback \(most recent call last\):|\A: |^  File \".*
 QUOTED_HEADER = re.compile(r"\s*(?:Original )?Traceback \(most recent call last\):(?: \(RANK (\d+)\))?\s*\Z")
 
 
-def summary_line(message: str) -> str:
-    """Shorten a message, with or without its exception's type, to one line of at most a thousand characters."""
+def summary_line(message: str, *, limit: int = _LIMIT) -> str:
+    """Shorten a message, with or without its exception's type, to one line of at most `limit` characters."""
     first, more, rest = message.partition("\n")
     if not more or (first.strip() and not first.rstrip().endswith(":") and not _CONTINUES.search(rest)):
-        return cut_end(first, _LIMIT)
-    return cut_end(_joined(message.split("\n")), _LIMIT)
+        return cut_end(first, limit)
+    return cut_end(_joined(message.split("\n")), limit)
 
 
 def _joined(lines: list[str]) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.text import clean_line, duration, fit, plural, ranks_text, time_text
+from hpc_elastic.failures.failure_text import summary_line
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import Clocks
@@ -41,6 +42,7 @@ DEFAULT_LINES = 40
 DEFAULT_WIDTH = 120
 _NARROWEST = 60
 _RULE = 60
+_WHOLE = 1 << 30
 _OTHERS = 5
 _HISTORY = 9
 _BAD_NODES = 3
@@ -72,7 +74,7 @@ def render_text(
         Text that ends with a line break.
     """
     everything = max_lines is None
-    width = 1 << 30 if everything else max(_NARROWEST, width)
+    width = _WHOLE if everything else max(_NARROWEST, width)
     head = _head(document, width)
     done = [*_done(document, width), *_bad_nodes(document.history, width, cap=None if everything else _BAD_NODES)]
     past = _past(document, width, cap=None if everything else _HISTORY)
@@ -123,7 +125,10 @@ def _cause(document: Document, width: int, *, lines: int | None, most: int | Non
     title = finding.title if document.is_fine or not finding.headline else f"{finding.title}:"
     found = _split_words(clean_line(title), width, most=most or len(title))
     if finding.headline:
-        found += headline_lines(finding.headline, width, most=most)
+        headline = finding.headline
+        if most is None and finding.evidence is not None:
+            headline = summary_line(finding.evidence.message, limit=_WHOLE) or headline
+        found += headline_lines(headline, width, most=most)
     if finding.place:
         found += _split_words(f"  {clean_line(finding.place)}", width)
     found += _fields(finding.facts, width)
@@ -181,9 +186,9 @@ def _others(part: RoundHistory, verdict: Verdict, width: int, *, cap: int | None
     folds = sorted(fold_failures(rest, part.clocks), key=lambda fold: order.index(fold.first.failure_class))
     lines = [f"  {clean_line(describe_silence(loss))}" for loss in lost]
     for fold in folds:
-        lines.append(_fold_line(fold, root, verdict, part.clocks))
+        lines.append(_fold_line(fold, root, verdict, part.clocks, limit=None if cap is None else 30))
         if cap is None and len(fold.wordings) > 1:
-            lines += [f"    {ranks_text(w.ranks, limit=40)}: {brief(w.first.headline)}" for w in fold.wordings]
+            lines += [f"    {ranks_text(w.ranks)}: {brief(w.first.headline)}" for w in fold.wordings]
     if cap is not None and len(lines) > cap:
         hidden = sum(len(fold.members) for fold in folds[cap - 1 - len(lost) :]) if len(lost) < cap else len(rest)
         lines = [*lines[: cap - 1], f"  ... {hidden} failures of {len(lines) - cap + 1} more kinds {_SHOW_ALL}"]
@@ -202,7 +207,7 @@ def _first_symptom(verdict: Verdict, width: int, *, cap: int | None) -> list[str
     return [title, *_traceback(first, width, None if cap is None else _CONSEQUENCE_MOST, lost="")]
 
 
-def _fold_line(fold: Fold, root: WorkerFailure | None, verdict: Verdict, clocks: Clocks) -> str:
+def _fold_line(fold: Fold, root: WorkerFailure | None, verdict: Verdict, clocks: Clocks, *, limit: int | None) -> str:
     first = fold.first
     hosts = clean_line(fold.hosts[0]) if len(fold.hosts) == 1 else f"{len(fold.hosts)} hosts"
     what = FAILURE_WORDS[first.failure_class] if first.failure_class is not FailureClass.ROOT else ""
@@ -210,7 +215,7 @@ def _fold_line(fold: Fold, root: WorkerFailure | None, verdict: Verdict, clocks:
         what = "the same failure"
     label = ", ".join(filter(None, (what, f"in {len(fold.wordings)} wordings" if len(fold.wordings) > 1 else "")))
     at = time_text(clocks.of_failure(first).at_ns, date=False, fine=True)
-    whose = f"{ranks_text(fold.ranks, limit=30)} on {hosts}, from {at}"
+    whose = f"{ranks_text(fold.ranks, limit=limit)} on {hosts}, from {at}"
     return f"  {whose}{f' [{label}]' if label else ''}: {brief(fold.headline)}"
 
 
@@ -219,7 +224,8 @@ def _stacks(part: RoundHistory, width: int, *, cap: int | None) -> list[str]:
     stacks = known_stacks(part)
     if not stacks:
         return []
-    lines = [f"  {ranks_text(group.ranks, limit=40)}: {_where_stood(group)}" for group in stacks]
+    limit = None if cap is None else 40
+    lines = [f"  {ranks_text(group.ranks, limit=limit)}: {_where_stood(group)}" for group in stacks]
     if cap is not None and len(lines) > cap:
         hidden = sum(len(group.ranks) for group in stacks[cap - 1 :])
         lines = [*lines[: cap - 1], f"  ... {hidden} more ranks {_SHOW_ALL}"]
@@ -249,7 +255,7 @@ def _threads(part: RoundHistory, *, is_short: bool) -> list[str]:
     lines = []
     for group in part.threads:
         name = f" [{clean_line(group.name)}]" if group.name else ""
-        lines.append(f"  {ranks_text(group.ranks, limit=40)}{name}: {_where_stood(group)}")
+        lines.append(f"  {ranks_text(group.ranks)}{name}: {_where_stood(group)}")
     return ["Where the other threads were:", *lines]
 
 
@@ -264,7 +270,7 @@ def _heartbeats(part: RoundHistory, *, cap: int | None) -> list[str]:
         at = f"at {statuses[0].at}" if statuses[0].step is not None else statuses[0].at
         ages = [status.age for status in statuses]
         silent = "-".join(dict.fromkeys((f"{min(ages):.1f}", f"{max(ages):.1f}")))
-        whose = ranks_text([status.rank for status in statuses], limit=40)
+        whose = ranks_text([status.rank for status in statuses], limit=None if cap is None else 40)
         lines.append(f"  {whose}: {at}, section {clean_line(section)!r}, silent for {silent} s")
     if cap is not None and len(lines) > cap:
         lines = [*lines[: cap - 1], f"  ... {len(lines) - cap + 1} more steps and sections {_SHOW_ALL}"]

@@ -112,7 +112,13 @@ def test_what_an_agent_may_need_is_imported_at_its_start() -> None:
     assert not missing
 
 
-NOT_A_REPORTS = ("hpc_elastic.agent", "hpc_elastic.launch.slurm_site", "hpc_elastic.rendezvous.participant")
+NOT_A_REPORTS = (
+    "hpc_elastic.agent",
+    "hpc_elastic.launch",
+    "hpc_elastic.rendezvous",
+    "hpc_elastic.slurm.client",
+    "jinja2",
+)
 
 
 def test_a_report_imports_nothing_that_runs_a_run() -> None:

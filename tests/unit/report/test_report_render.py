@@ -76,6 +76,18 @@ def test_all_cuts_nothing(builder: RunBuilder) -> None:
     assert text.count("word59") > text.count("Traceback")
 
 
+def test_all_cuts_neither_a_long_headline_nor_ranks(builder: RunBuilder) -> None:
+    builder.attempt(0)
+    builder.round(0, 0, at=1)
+    long = "x" * 3000
+    builder.fail(make_failure(0, at=10, exception=f"ValueError: {long}"))
+    for rank in range(1, 60, 2):
+        builder.fail(make_failure(rank, at=20, exception="KeyError: 'lr'"))
+    text = render_text(build_document(collect_run(builder.root)), max_lines=None)
+    assert f"\n  ValueError: {long}\n" in text
+    assert f"ranks {','.join(map(str, range(1, 60, 2)))} on" in text
+
+
 def test_512_ranks_on_one_screen(tmp_path: Path) -> None:
     builder = big_run(tmp_path / "big")
     text = render_text(build_document(collect_run(builder.root)))
