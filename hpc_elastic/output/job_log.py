@@ -18,7 +18,7 @@ from hpc_elastic.output.terminal import readable, with_prefix
 _ITEM_COST = 200  # bytes of bookkeeping per queued item, so that many small ones don't exceed the bound
 _PIECE = 64 << 10
 _RESERVE = 16 << 10
-"""What each source may have waiting however many others flood."""
+"""Bytes that each source may have waiting however many others flood."""
 
 
 class JobLogSource:
@@ -29,7 +29,6 @@ class JobLogSource:
     def __init__(self, prefix: str) -> None:
         self.prefix = prefix.encode("utf-8", "surrogateescape")
         self.pending = 0
-        """Bytes in the queue."""
         self.dropped = 0
         """Bytes of it that never reached the job log, so far."""
         self.unsaid = 0
@@ -63,7 +62,6 @@ class JobLog:
         self.written = 0
         """Bytes that reached the job log, prefixes included."""
         self.dropped = 0
-        """Bytes that never will."""
         self._own = self.source("")
         self._writer = FileExecutor(name="job-log")
 
@@ -74,7 +72,7 @@ class JobLog:
         return source
 
     def forget(self, source: JobLogSource) -> None:
-        """`source` writes no more. A line about drops is queued where one is due."""
+        """`source` writes no more."""
         with self._lock:
             self._sources.discard(source)
             self._queue_loss_message(source)
@@ -86,7 +84,7 @@ class JobLog:
         """Queue whole lines (each ends with a line feed), or count them as dropped.
 
         Args:
-            source: Whose they are.
+            source: Theirs.
             lines: Without the prefix.
             patience: Seconds to wait for room, where there is none, for each 64 KiB.
 
@@ -125,11 +123,7 @@ class JobLog:
         return had_room
 
     def close(self, timeout: float) -> bool:
-        """Write what waits, and end. What is still queued after `timeout` seconds is lost.
-
-        Returns:
-            Whether all was written.
-        """
+        """Write what waits, and end. Returns whether all was written within `timeout` seconds; the rest is lost."""
         with self._lock:
             for source in self._sources:
                 self._queue_loss_message(source)
@@ -155,7 +149,6 @@ class JobLog:
         self.dropped += count
 
     def _queue_loss_message(self, source: JobLogSource) -> None:
-        """Queue the line that reports the drops since the last such line."""
         if source.unsaid and not self._is_broken:
             text = f"[… {source.unsaid} bytes dropped: the job log could not keep up]\n"
             source.unsaid = 0

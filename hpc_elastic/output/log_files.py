@@ -34,7 +34,7 @@ HANGS = "the disk hangs"
 
 
 _KEPT_BYTES = 16 << 10
-"""Of a file on a full disk: enough for the traceback that a worker ends with."""
+"""Enough for the traceback that a worker ends with, where the disk is full."""
 
 
 class LogFile:
@@ -64,7 +64,6 @@ class LogFile:
         """
         self.path = path
         self.pending = 0
-        """Bytes in the queue."""
         self.skipped = 0
         """Bytes that were not queued, since the last item that was."""
         self.written = 0
@@ -81,7 +80,6 @@ class LogFile:
         self._pieces: list[int] | None = None
         self._fd = -1
         self._at = 0
-        """Size of the piece that is being written."""
         self._unsaid = 0
         self._retry_at = 0.0
         self._rotate_at = 0.0
@@ -126,11 +124,11 @@ class LogFile:
             self._lose(data[done:])
 
     def printed_ns(self, before_end: int) -> int:
-        """When the byte was printed that stands so many bytes before the end, by the wall clock; 0: not known."""
+        """The wall-clock time at which the byte so many bytes before the end was printed; 0: not known."""
         return self._recent.at_us(self._total - before_end) * 1000
 
     def skip(self, count: int) -> None:
-        """In the place of `count` bytes that were given up, and counted, before they came here."""
+        """Note `count` bytes that were given up, and counted, before they came here."""
         self._unsaid += count
 
     def _lose(self, data: bytes) -> None:
@@ -194,7 +192,6 @@ class LogFile:
         self._open()
 
     def finish(self, *, now: float = 0.0) -> None:
-        """Close it, with a last word on what it lacks."""
         if self._fd < 0 or self._unsaid:
             self.write(b"", now=math.inf)  # a silent worker has its empty file
         if self._fd >= 0:
@@ -258,12 +255,9 @@ class HoldBudget:
         self._written = 0
 
     def may_hold(self, *, now: float, written: int, holding: bool) -> bool:
-        """Whether anybody may be held up, or go on being so.
+        """Whether workers may be held up, or go on being so.
 
-        Args:
-            now: Seconds, monotonic.
-            written: Bytes that the disk has taken so far.
-            holding: Whether a writer was held up since the last call.
+        `written`: bytes that the disk has taken so far; `holding`: whether a writer was held up since the last call.
         """
         self._left += (written - self._written) / SLOWEST_DISK
         if holding:
@@ -299,7 +293,7 @@ class FileWriter:
         return self._times.setdefault(path, TimesFile(path))
 
     def has_room(self, file: LogFile) -> bool:
-        """Whether more of `file` may be queued. Where not, `on_room` will be called."""
+        """Whether more of `file` may be queued; if not, `on_room` will be called."""
         with self._changed:
             if file.pending < _FILE_BYTES and self._pending < _TOTAL_BYTES:
                 return True
@@ -320,7 +314,7 @@ class FileWriter:
         file.on_loss(count, file.failure or HANGS)
 
     def end(self, file: LogFile) -> None:
-        """No more for `file`: close it behind what is queued."""
+        """Close `file` behind what is queued."""
         with self._changed:
             self._put(file, None)
 

@@ -47,9 +47,8 @@ class Chunk(Struct, frozen=True, kw_only=True):
     data: bytes
     """Ends with a line feed."""
     head: Place
-    """Where it begins."""
     tail: Place
-    """Where what stands at `joint` is: another piece's beginning where a line goes on in it, else `head`."""
+    """The place of `joint`: another piece's beginning where a line goes on in it, else `head`."""
     joint: int = 0
     after_gap: bool = False
     """Pieces before it were removed before they were read."""
@@ -69,9 +68,8 @@ class OutputReader:
         self._number: int | None = at.piece if at is not None else None
         self._offset = at.offset if at is not None else 0
         self._inode: int | None = None
-        """Of our piece, while it is the one that is being written."""
+        """The piece's, while it is the one that is being written."""
         self._begun = bytearray()
-        """A line without its end so far."""
         self._begun_at = Place(0, 0)
         self._gap = False
         self._empty_looks = 0
@@ -133,7 +131,7 @@ class OutputReader:
         return gap
 
     def _pread(self) -> tuple[bytes, bool]:
-        """What stands at our place, and whether our piece is the one that is being written."""
+        """The next bytes, and whether their piece is the one that is being written."""
         fd, is_last = self._open()
         try:
             data = os.pread(fd, self._chunk, self._offset)
@@ -145,11 +143,7 @@ class OutputReader:
             os.close(fd)
 
     def _open(self) -> tuple[int, bool]:
-        """Our piece.
-
-        Raises:
-            OSError: it can't be opened, or is not there (yet).
-        """
+        """Raises OSError where the piece can't be opened, or is not there (yet)."""
         if self._number is None:
             numbers = _pieces(self.path)
             self._number = numbers[0] if numbers else 0
@@ -190,7 +184,7 @@ def chunk_for(files: int) -> int:
 
 
 def last_lines_place(path: Path, count: int) -> Place:
-    """Where the last `count` lines of an output begin; a line without an end counts. Reads from its end alone.
+    """The place of the last `count` lines of an output, which a line without an end is one of. Only its end is read.
 
     Raises:
         OSError: nothing is there that can be read.
@@ -265,7 +259,7 @@ _AT_ONCE = 64
 
 
 class Reader(Protocol[T_co]):
-    """What a file is read with, from where the reader stands: `log_reader.OutputReader`, `event_reader.EventFile`."""
+    """A reader of one file from where it stands: `log_reader.OutputReader`, `event_reader.EventFile`."""
 
     def read(self) -> T_co | None: ...
 
@@ -287,8 +281,6 @@ class _Followed(Generic[T]):
 
 
 class FollowedFiles(Generic[K, T]):
-    """What is new in files, and which files are new."""
-
     def __init__(self, find: Callable[[], None], *, clock: Clock, partial: bool = True) -> None:
         """Args:
         find: Is called now and then to `add` the files that are there.
@@ -305,7 +297,6 @@ class FollowedFiles(Generic[K, T]):
         return key in self._files
 
     def add(self, key: K, reader: Reader[T]) -> None:
-        """Follow a file from where its reader stands."""
         self._files[key] = _Followed(reader)
 
     def drop(self, key: K) -> None:
@@ -319,11 +310,7 @@ class FollowedFiles(Generic[K, T]):
         self._find_at = self._clock.monotonic() + max(_FIND_S, len(self._files) / LOOKS_PER_SECOND)
 
     def look(self, *, everything: bool = False) -> Iterator[tuple[K, T]]:
-        """What the files that are due have that was not seen yet.
-
-        Args:
-            everything: All files, due or not.
-        """
+        """The news of the files that are due, or of all (`everything`)."""
         now = self._clock.monotonic()
         if everything or now >= self._find_at:
             self.find()

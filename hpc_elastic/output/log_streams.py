@@ -33,12 +33,11 @@ class LogStream(Struct, frozen=True):
     round: int
     rank: int
     stream: int
-    """`STDOUT` or `STDERR`."""
     path: Path
 
 
 class RoundLayout(Struct, frozen=True, kw_only=True):
-    """Which rank ran where in a round, from the agents' events."""
+    """The ranks and nodes of a round, from the agents' events."""
 
     nodes: Mapping[int, int]
     """Rank → node."""
@@ -53,7 +52,6 @@ def round_numbers(attempt: AttemptPaths) -> list[int]:
 
 
 def rank_numbers(attempt: AttemptPaths, round_number: int) -> list[int]:
-    """The ranks that have a folder in a round, ascending."""
     return sorted(rank for name in _names(attempt.round_dir(round_number)) if (rank := rank_index(name)) is not None)
 
 
@@ -118,7 +116,7 @@ class StreamMarks(Struct):
     _newest: int = -1
     """The piece that was added to last."""
     _ends: tuple[array[int], array[int]] = field(default_factory=lambda: (array("q"), array("q")))
-    """What is known of it."""
+    """Each piece's last known byte."""
     _latest: int = 0
     first_us: int | None = None
 
@@ -154,8 +152,7 @@ class StreamMarks(Struct):
             yield offsets[at], times[at]
 
     def place_at(self, time_us: int) -> Place | None:
-        """From where on everything was printed at `time_us` or later (what stands there may be a little older); None:
-        all of it was."""
+        """The place from which on everything was printed at `time_us` or later."""
         for piece in sorted(self._pieces, reverse=True):
             offsets, times = self._pieces[piece]
             at = bisect_right(times, time_us) - 1
@@ -165,20 +162,16 @@ class StreamMarks(Struct):
 
     @property
     def last_us(self) -> int:
-        """When the last of it was printed."""
         return self._latest
 
 
 class RoundMarks(Struct, frozen=True, kw_only=True):
-    """What all nodes wrote down in one round."""
-
     streams: Mapping[tuple[int, int], StreamMarks]
-    """By rank and stream."""
+    """(rank, stream) → its entries."""
     nodes: Mapping[int, int]
     """Rank → its node, where something was printed."""
 
     def of(self, rank: int, stream: int) -> StreamMarks:
-        """One stream's; empty where there are none."""
         return self.streams.get((rank, stream)) or StreamMarks()
 
 
@@ -213,7 +206,6 @@ def read_round_marks(round_dir: Path, *, offsets_ns: Mapping[int, int] | None = 
 
 
 def _end_of(path: Path, size: int) -> bytes:
-    """The last `size` bytes of a file, as a file of their own."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:
@@ -233,7 +225,6 @@ class Piece(Struct, frozen=True):
 
     stream: LogStream
     time_us: int | None
-    """None: it is not known when."""
     data: bytes
     after_gap: bool = False
 
@@ -358,7 +349,6 @@ class _LastLines:
             self._pieces.popleft()
 
     def pieces(self) -> list[Piece]:
-        """Them, the first one without its lines before the last `count` of all."""
         surplus = self._lines - self._count
         if surplus <= 0 or not self._pieces:
             return list(self._pieces)
@@ -367,7 +357,7 @@ class _LastLines:
 
 
 def _end_of_lines(data: bytes, count: int) -> int:
-    """Where the first `count` lines of `data` end, or all."""
+    """The end of the first `count` lines of `data`, or of all."""
     at = 0
     for _ in range(count):
         at = data.find(b"\n", at) + 1

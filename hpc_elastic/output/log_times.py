@@ -40,17 +40,15 @@ _WHOLE_SHARE = 4
 class TimeMark(Struct, frozen=True):
     rank: int
     stream: int
-    """`STDOUT` or `STDERR`."""
     piece: int
-    """Of a rotated file: its number, from 0; the one that is being written has the next free one."""
+    """A rotated file's number, from 0; the one that is being written has the next free one."""
     offset: int
     """Bytes from the piece's beginning."""
     time_us: int
-    """Since the epoch, by the node's wall clock."""
+    """The node's wall clock, since the epoch."""
 
 
 def times_path(round_dir: Path, node: int) -> Path:
-    """Where a node's entries for a round are."""
     return round_dir / f"times-node-{node:05d}"
 
 
@@ -117,7 +115,7 @@ class RecentTimes:
         self._marks: list[tuple[int, int]] = []
 
     def note(self, offset: int, at_us: int) -> None:
-        """What stands from byte `offset` of the stream on was printed at `at_us`."""
+        """The stream from byte `offset` on was printed at `at_us`."""
         marks = self._marks
         if marks and 0 <= at_us - marks[-1][1] < FINEST_US:
             return
@@ -173,11 +171,7 @@ class TimesFile:
             self._waiting.append(mark_line(mark))
 
     def flush(self, now: float) -> None:
-        """Write what waits. Never raises.
-
-        Args:
-            now: Seconds, monotonic.
-        """
+        """Write what waits at `now`, seconds, monotonic. Never raises."""
         if not self._waiting or now < self._retry_at:
             self._waiting.clear()
             return
@@ -242,7 +236,7 @@ class StreamTimes:
         self._at_us = 0
 
     def note(self, piece: int, offset: int, at_us: int) -> None:
-        """What will be written at `offset` of `piece` was printed at `at_us`."""
+        """The next bytes, at `offset` of `piece`, were printed at `at_us`."""
         if piece == self._place and 0 <= at_us - self._at_us < FINEST_US:
             return
         self._place, self._at_us = piece, at_us

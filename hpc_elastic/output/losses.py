@@ -1,4 +1,4 @@
-"""What of the workers' output was lost, whose, and why: reported once per episode, not once per line.
+"""The workers' output that was lost, whose, and why: reported once per episode, not once per line.
 
 An episode begins with the first byte that a file does not get, which is logged at once, and ends when nothing has been
 lost for `QUIET_S`; then it is summed up. What the job log could not keep up with is reported there in its place, by
@@ -19,11 +19,11 @@ from hpc_elastic.run.paths import round_index
 
 QUIET_S = 10.0
 LONGEST_EPISODE_S = 600.0
-"""After so long what was lost so far is reported, though it goes on."""
+"""An episode that lasts longer is reported before its end."""
 _NAMED = 8
 """Streams that a line names."""
 _MOST_STREAMS = 100
-"""That an event lists."""
+"""An event lists no more."""
 
 
 class StreamAccount:
@@ -63,10 +63,6 @@ class LossBook:
     """All accounts of a node. Any thread may call it; none waits for another that writes."""
 
     def __init__(self, *, clock: Clock, log: Callable[[str], None]) -> None:
-        """Args:
-        clock: For what is quiet and what is long.
-        log: Writes a line to the job log, without waiting.
-        """
         self._clock = clock
         self._log = log
         self._lock = threading.Lock()
@@ -74,7 +70,6 @@ class LossBook:
         self._began: float | None = None
         self._changed_at = 0.0
         self._total = 0
-        """All losses, when they were summed up last."""
         self._lost = 0
         self._reason = ""
 
@@ -104,7 +99,7 @@ class LossBook:
             )
 
     def settle(self, *, final: bool = False) -> OutputLost | None:
-        """To be called every few seconds: the episode that has ended, or has lasted long; None: there is none."""
+        """The episode that has ended, or has lasted long; None: there is none. It is asked for every few seconds."""
         now = self._clock.monotonic()
         with self._lock:
             total = self._lost + sum(account.dropped for account in self._accounts)

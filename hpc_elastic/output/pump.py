@@ -61,7 +61,7 @@ class _Output:
         self._left = 2
 
     def one_ended(self) -> None:
-        """For the files' writer, which is one thread."""
+        """The files' writer calls it, which is one thread."""
         self._left -= 1
         if not self._left:
             self.ended.set()
@@ -69,7 +69,7 @@ class _Output:
 
 
 class WorkerOutput:
-    """What is known of a worker's output beside its files, once all of it is drained."""
+    """A worker's output beside its files, once all of it is drained."""
 
     def __init__(self, stderr: LogFile) -> None:
         self._stderr = stderr
@@ -80,7 +80,7 @@ class WorkerOutput:
         return self._stderr.kept
 
     def printed_ns(self, before_end: int) -> int:
-        """When it printed what stands so many bytes before the end of stderr.log, by the wall clock; 0: not known.
+        """The wall-clock time at which the byte so many bytes before the end of stderr.log was printed; 0: not known.
 
         It was printed at that time or after it, by 10 ms at most, and was read up to 20 ms late.
         """
@@ -96,7 +96,7 @@ class _Duplicate:
         self._prefix = prefix.encode()
 
     def choose(self, lines: bytes) -> bytes:
-        """Of whole lines, those to write, each with the prefix that it has in the job log."""
+        """The whole lines to write, each with the prefix that it has in the job log."""
         kept = (line for line in lines.splitlines(keepends=True) if any(text in line for text in self._texts))
         return b"".join(self._prefix + line for line in kept)
 
@@ -164,7 +164,6 @@ class LogPump:
         self._close_by: float | None = None
         self._is_closed = False
         self.read = 0
-        """Bytes that came from the workers."""
         self._patience = _PATIENCE_S
         self._patience_at = clock.monotonic()
         self._thread = threading.Thread(target=self._run, name="log-pump", daemon=True)
@@ -232,7 +231,7 @@ class LogPump:
         return self._clock.wait(output.ended, timeout)
 
     def take_losses(self) -> OutputLost | None:
-        """What was lost, where an episode of losses has ended: to be asked every few seconds, and after `close`."""
+        """The last episode of losses, where it has ended: ask every few seconds, and after `close`."""
         return self._losses.settle(final=self._is_closed)
 
     def close(self, timeout: float) -> bool:

@@ -26,7 +26,7 @@ _OPEN_COLOUR = re.compile(rb"(\x1b\[(?!0*m)[0-9;:]*m[^\x1b\n]*)\n")
 _BEGUN = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*|[\]PX^_][^\x07\x1b\n]*\x1b?|[ -/]*)\Z")
 _NOISE = bytes([*range(8), *range(11, 13), *range(14, 27), *range(28, 32), 127])
 _STEERING = (b"\x1b", b"\b", b"\a", b"\x0e")
-"""What makes a closer look necessary."""
+"""The text needs a closer look."""
 _LONGEST_HELD = 256
 _SLICE = 16 << 10
 
@@ -103,7 +103,7 @@ _CONTROL = bytes([*range(9), *range(11, 27), *range(28, 32), 127])
 
 
 def _last_drawn(line: bytes) -> bytes:
-    """What carriage returns left of a line: a progress bar's last state."""
+    """A line as carriage returns left it: a progress bar's last state."""
     line = line.rstrip(b"\r")
     return line[line.rfind(b"\r") + 1 :]
 
@@ -133,7 +133,6 @@ def one_line(text: str) -> str:
 
 
 def each_line(text: str) -> str:
-    """`one_line` of each."""
     return "\n".join(map(one_line, text.split("\n")))
 
 
@@ -151,11 +150,11 @@ class Screen:
     def __init__(self) -> None:
         self._rows = [b""]
         self._shown: list[bytes | None] = [None]
-        """What was last printed of each row; None: nothing yet."""
+        """Each row as it was last printed; None: it was not."""
         self._at = 0
         self._is_home = False
         self.has_moved = False
-        """Whether the cursor went up since this was last set to False: whether this is still needed."""
+        """The cursor went up since this was last set to False: the screen is still needed."""
 
     def feed(self, data: bytes) -> bytes:
         """Draw. Returns rows that have left the screen at its top, as lines (mostly none)."""
@@ -266,13 +265,13 @@ class LineSplitter:
         self._tail = b""
         self._screen: Screen | None = None
         self._is_drawn = False
-        """Whether the line that has begun was written over by a carriage return."""
+        """The line that has begun was written over by a carriage return."""
         self._is_shown = False
-        """Whether a state of it was shown already."""
+        """A state of it was shown already."""
 
     @property
     def has_partial(self) -> bool:
-        """Whether a line has begun and not ended, or lines may be drawn over."""
+        """A line has begun and not ended, or lines may be drawn over."""
         return bool(self._tail) or self._screen is not None
 
     def feed(self, data: bytes) -> bytes:
