@@ -1,4 +1,4 @@
-"""What would make a run's failures cost less, each with the numbers that it comes from: pure.
+"""The changes that would make a run's failures cost less, each with the numbers that it comes from: pure.
 
 An advice is given where enough was seen (failures, checkpoints, restarts), and where the cost is worth a line.
 """
@@ -6,19 +6,23 @@ An advice is given where enough was seen (failures, checkpoints, restarts), and 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
 from hpc_elastic.base.text import duration, plural
-from hpc_elastic.report.goodput import Goodput, goodput_of
+from hpc_elastic.report.goodput import Cost, Goodput, RestartPart, goodput_of
 from hpc_elastic.report.history import RunHistory
-from hpc_elastic.report.measured_costs import LEAST_FAILURES, MeasuredCosts, measure_costs
 
+_TIME_LIMIT = "time limit"
+"""`AttemptHistory.meaning`."""
+LEAST_FAILURES = 3
+"""Fewer show no time between failures."""
 _WORTH = 0.005
 """Share of the time below which a cost is not worth a line."""
 _FAR = 1.5
-"""By so much an interval must differ from the best one: in between the costs hardly differ."""
+"""The least ratio of an interval to the best one: costs hardly differ in between."""
 _LEAST_RESTARTS = 2
 _LEAST_QUEUE = 600.0
 _LEAST_WALL = 1800.0
@@ -38,7 +42,7 @@ _SHORTENS_WARM = {
     "start": "less in the script before its first step",
     "first step": "a checkpoint that is read sooner, and a compiler's cache that is kept between starts",
 }
-"""Where workers are forks already, or can't be."""
+"""The same where workers are forks already, or can't be."""
 _NAMES = {
     "stop": "stopping the workers",
     "meet": "meeting again",
@@ -47,21 +51,87 @@ _NAMES = {
 }
 
 
-class Advice(Struct, frozen=True, kw_only=True):
-    """One thing to change."""
+class MeasuredCosts(Struct, frozen=True, kw_only=True):
+    """One run's. None: not known, or too little was seen."""
 
+    nodes: int
+    """The largest round's."""
+    failures: int
+    began_on: tuple[tuple[str, int], ...] = ()
+    """Host → the failures that began there, the most first."""
+    time_to_failure: float | None = None
+    """Seconds between two failures, without the queue."""
+    checkpoints: int = 0
+    checkpoint_seconds: float | None = None
+    """One's in section ``checkpoint``; None also where each was reported outside of it."""
+    checkpoint_every: float | None = None
+    """Seconds of steps from one to the next: those that were kept, which a failure's lost ones do not lengthen."""
+    lost_seconds: float = 0.0
+    """The mean of the steps that a failure took back."""
+    restarts: int = 0
+    """Those within a job."""
+    restart_seconds: float | None = None
+    """One's, with finding a hang; None also where steps are not known."""
+    restart_parts: tuple[RestartPart, ...] = ()
+    queued: int = 0
+    time_limits: int = 0
+    """How often it went on in another job because of a time limit."""
+    time_limit_seconds: float = 0.0
+    """Their cost: with queue, start, and steps that were done again."""
+    longest_step: float | None = None
+    """Seconds between two heartbeats."""
+
+
+def measure_costs(history: RunHistory, goodput: Goodput) -> MeasuredCosts:
+    rounds = {(item.number, part.index): part for item in history.attempts for part in item.rounds}
+    failures = [cost for cost in goodput.costs if cost.is_failure]
+    within = [cost for cost in failures if cost.recovered and not cost.queued]
+    limited = {item.number for item in history.attempts if item.meaning == _TIME_LIMIT}
+    limits = [cost for cost in goodput.costs if cost.queued and not cost.is_failure and cost.attempt in limited]
+    saved = goodput.checkpoints
+    running = goodput.wall - goodput.queued
+    return MeasuredCosts(
+        nodes=max((len(part.nodes) for part in rounds.values()), default=0),
+        failures=len(failures),
+        began_on=tuple(Counter(cost.host for cost in failures if cost.host).most_common()),
+        time_to_failure=running / len(failures) if len(failures) >= LEAST_FAILURES else None,
+        checkpoints=saved,
+        checkpoint_seconds=goodput.checkpointing / saved if saved and goodput.checkpointing else None,
+        checkpoint_every=goodput.kept / saved if saved and goodput.kept else None,
+        lost_seconds=_mean([cost.recomputed for cost in failures]) if failures else 0.0,
+        restarts=len(within),
+        restart_seconds=_mean([cost.seconds - cost.recomputed for cost in within])
+        if within and goodput.steps_known
+        else None,
+        restart_parts=_parts(within),
+        queued=sum(1 for cost in goodput.costs if cost.queued),
+        time_limits=len(limits),
+        time_limit_seconds=sum(cost.seconds for cost in limits),
+        longest_step=max((one.longest_step for part in rounds.values() for one in part.progress.values()), default=0.0)
+        or None,
+    )
+
+
+def _parts(costs: list[Cost]) -> tuple[RestartPart, ...]:
+    found: dict[str, list[float]] = {}
+    for part in (part for cost in costs for part in cost.parts):
+        found.setdefault(part.name, []).append(part.seconds)
+    return tuple(RestartPart(name=name, seconds=_mean(seconds)) for name, seconds in found.items())
+
+
+def _mean(values: Sequence[float]) -> float:
+    """`statistics` takes longer to import than the rest of this module to be run."""
+    return math.fsum(values) / len(values)
+
+
+class Advice(Struct, frozen=True, kw_only=True):
     about: str
     """``checkpoint_interval``, ``restart``, ``hang_timeout``, ``nodes``, ``queue`` or ``time_limit``."""
     text: str
 
 
 def advise(history: RunHistory, goodput: Goodput | None = None) -> tuple[Advice, ...]:
-    """What the run's own numbers advise; empty where too little was seen.
-
-    Args:
-        history: The run.
-        goodput: Its own, where it has been measured before.
-    """
+    """Advise by the run's own numbers; empty where too little was seen."""
     goodput = goodput_of(history) if goodput is None else goodput
     return advise_by(
         measure_costs(history, goodput),
@@ -81,8 +151,8 @@ def advise_by(
     """The same by its numbers.
 
     Args:
-        costs: What the run measured.
-        goodput: Its own.
+        costs: The run's.
+        goodput: The run's.
         step_timeout: Seconds without a heartbeat in section ``step`` that make a hang; None: no fixed ones.
         could_fork: Whether the run could have had ``--start-method forkserver``, and had not.
     """
@@ -196,7 +266,6 @@ def _time_limit(costs: MeasuredCosts, goodput: Goodput) -> Iterator[str]:
 
 
 def _failures(goodput: Goodput) -> float:
-    """Seconds that failures cost, with their restarts and lost steps, without the queue."""
     return goodput.interrupted + goodput.recomputed + goodput.hanging
 
 

@@ -31,14 +31,13 @@ if TYPE_CHECKING:
     from hpc_elastic.report.history import NodeLoss
 
 OF_CLOCKS: frozenset[type[RunEvent]] = frozenset({ClockOffsetEvent, AgentStarted, AttemptStarted})
-"""What `ClocksBuilder.take` learns from."""
+"""The events that `ClocksBuilder.take` reads."""
 CLOCK_EVENTS = frozenset(name_of(kind) for kind in OF_CLOCKS)
-"""Their names."""
 SUPERVISOR = -1
 _VIEWS = 8
 _SOME = 16
 _SET_NS = 1_000_000_000
-"""From one attempt to the next a wall clock is slewed; by more it was set."""
+"""A wall clock that differs by more from one attempt to the next was set; below that it was slewed."""
 _STEP_NS = 1_000_000
 """A wall clock whose distance to the time since the boot changed by more was set in between."""
 
@@ -47,9 +46,9 @@ class ClockOffset(Struct, frozen=True, kw_only=True):
     """How far a host's wall clock is ahead of the reference's."""
 
     offset_ns: int
-    """To be subtracted from its times."""
+    """Subtract it from the host's times."""
     bound_ns: int
-    """It is off by at most so much more or less."""
+    """The offset's error, either way."""
     measured: bool = True
     """False: concluded from the rounds."""
 
@@ -62,22 +61,20 @@ class _Sample(Struct, frozen=True, kw_only=True):
     offset_ns: int
     bound_ns: int
     uptime_ns: int
-    """By `node`'s clock since its boot."""
+    """The time by `node`'s clock since its boot."""
     wall_ns: int
     """The same moment by its wall clock."""
 
 
 class _Hop(Struct, frozen=True):
-    """The way to the next node on the way to the reference, measured now and then: ascending in time."""
+    """The next node on the way to the reference, measured now and then: ascending in the near node's time."""
 
     to: int
     at_ns: tuple[int, ...]
-    """By the near node's clock."""
     offsets: tuple[tuple[int, int], ...]
-    """Near ahead of far, and the bound."""
+    """(near ahead of far, bound)."""
 
     def cross(self, at_ns: int) -> tuple[int, int]:
-        """A moment of the near clock by the far one, and the bound."""
         here = bisect_left(self.at_ns, at_ns)
         near = range(max(0, here - 2), min(len(self.at_ns), here + 2))
         bound, offset = min((self.offsets[i][1] + drift_ns(at_ns - self.at_ns[i]), self.offsets[i][0]) for i in near)
@@ -88,9 +85,7 @@ class Clocks(Struct, frozen=True, kw_only=True):
     """One attempt's. Empty: nothing was measured."""
 
     reference: int | None = None
-    """Node index."""
     host: str = ""
-    """The reference's name."""
     contradicted: tuple[int, ...] = ()
     """Nodes of which two measurements can't both be true: what they say is not used."""
     offsets: Mapping[int, ClockOffset] = field(default_factory=dict)
@@ -101,17 +96,17 @@ class Clocks(Struct, frozen=True, kw_only=True):
     set_nodes: frozenset[int] = frozenset()
     """Nodes whose wall clocks were set between two measurements: no one offset holds for all of their times."""
     _axis_ns: int | None = None
-    """What is added to the reference's time since the boot; None: how far its own wall clock is ahead of that."""
+    """The reference's time since the boot plus this is the axis; None: its own wall clock's distance to it."""
     _supervisor: int | None = None
     _views: tuple[Clocks, ...] = ()
     """The same from each coordinator, where there were several."""
     _found: dict[tuple[int | None, int, int], Moment] = field(default_factory=dict)
-    """What was asked for: each failure's moment is, several times."""
+    """The cache of `moment`: each failure's is asked for several times."""
 
     def around(self, moments: Sequence[tuple[int, int]]) -> Clocks:
         """The same with that coordinator's clock as the reference against which some moments are known best.
 
-        Each round's own: what was measured against an earlier one has grown old.
+        Each round has its own: measurements against an earlier coordinator have grown old.
 
         Args:
             moments: Node, and its time since its boot.
@@ -124,12 +119,12 @@ class Clocks(Struct, frozen=True, kw_only=True):
         return 1 << 62 if bound is None else bound
 
     def moment(self, node: int | None, wall_ns: int, *, uptime_ns: int = 0) -> Moment:
-        """Where something that a node saw stands among the others.
+        """Place a node's observation among the others.
 
         Args:
             node: The node that saw it; `SUPERVISOR`: the supervisor. None: not known.
-            wall_ns: By its wall clock.
-            uptime_ns: By its clock since its boot; 0: not known, and concluded from the wall clock.
+            wall_ns: Its wall clock's time.
+            uptime_ns: Its time since its boot; 0: not known, and concluded from the wall clock.
         """
         key = (node, wall_ns, uptime_ns)
         found = self._found.get(key)
@@ -140,7 +135,6 @@ class Clocks(Struct, frozen=True, kw_only=True):
         return found
 
     def of_failure(self, failure: WorkerFailure) -> Moment:
-        """When the failure's agent noticed it."""
         node = failure.node if failure.node >= 0 else None
         return self.moment(node, failure.ended_ns, uptime_ns=failure.ended_uptime_ns)
 
@@ -170,7 +164,7 @@ class Clocks(Struct, frozen=True, kw_only=True):
         return Moment(at + ahead, bound, node, own, True)
 
     def _from_wall(self, node: int, wall_ns: int) -> tuple[int, int]:
-        """By its clock since its boot, and the bound: it may have been set between two samples."""
+        """The time since the boot, and its bound: the clock may have been set between two samples."""
         walls = self._walls.get(node, ())
         if not walls:
             return wall_ns, 1 << 62
@@ -184,13 +178,13 @@ class Clocks(Struct, frozen=True, kw_only=True):
         return wall_ns - (low + high) // 2, 0 if high - low <= _STEP_NS else (high - low + 1) // 2
 
     def likely(self, node: int, wall_ns: int) -> int | None:
-        """Where a moment of a wall clock that was set in between stands most likely, for a picture.
+        """The likeliest moment of a wall clock that was set in between, for a picture.
 
         A clock that was set back shows the same time twice. Of the possible moments it is the one that is nearest to a
         measurement: agents compare clocks whenever workers start.
 
         Returns:
-            By the reference's wall clock; None: this clock was not set, or not compared with the reference's.
+            The reference's wall clock; None: this clock was not set, or not compared with the reference's.
         """
         here = self._supervisor if node == SUPERVISOR else node
         if here is None or here not in self.set_nodes:
@@ -229,7 +223,6 @@ class Clocks(Struct, frozen=True, kw_only=True):
 
 
 NO_CLOCKS = Clocks()
-"""Nothing was measured."""
 
 
 class ClocksBuilder:
@@ -241,7 +234,7 @@ class ClocksBuilder:
         self._built: Clocks | None = None
 
     def take(self, line: EventLine) -> None:
-        """Any event; those without clocks or hosts are ignored."""
+        """Other events are ignored."""
         event, node = line.event, line.node
         if not isinstance(event, (ClockOffsetEvent, AgentStarted, AttemptStarted)):
             return
@@ -266,7 +259,6 @@ class ClocksBuilder:
             )
 
     def build(self) -> Clocks:
-        """What is known by now."""
         if self._built is None:
             self._built = self._build()
         return self._built
@@ -325,7 +317,8 @@ def _links(samples: list[_Sample]) -> tuple[dict[tuple[int, int], _Hop], tuple[i
     pairs = {(sample.node, sample.reference) for sample in samples}
     for (near, to), measured in found.items():
         measured.sort()
-        if any(_contradict(one, other) for one, other in pairwise(measured)):
+        # Each is (near time, offset, bound).
+        if any(abs(a[1] - b[1]) > a[2] + b[2] + drift_ns(b[0] - a[0]) for a, b in pairwise(measured)):
             # A clock was reset (its host was booted anew), or a measurement was wrong.
             wrong |= {near} if (near, to) in pairs else set()
             continue
@@ -333,10 +326,6 @@ def _links(samples: list[_Sample]) -> tuple[dict[tuple[int, int], _Hop], tuple[i
             to, tuple(at for at, _, _ in measured), tuple((offset, bound) for _, offset, bound in measured)
         )
     return {pair: hop for pair, hop in links.items() if pair[::-1] in links}, tuple(sorted(wrong))
-
-
-def _contradict(one: tuple[int, int, int], other: tuple[int, int, int]) -> bool:
-    return abs(one[1] - other[1]) > one[2] + other[2] + drift_ns(other[0] - one[0])
 
 
 def _tree(links: Mapping[tuple[int, int], _Hop], reference: int) -> dict[int, _Hop]:

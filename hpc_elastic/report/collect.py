@@ -68,8 +68,6 @@ def read_failures(paths: AttemptPaths, builder: AttemptBuilder, ranks: Container
 
 
 class _RoundReader:
-    """Reads one round's error files into its builder."""
-
     def __init__(self, paths: AttemptPaths, part: RoundBuilder, texts: dict[str, str], clocks: Clocks) -> None:
         self._paths = paths
         self._part = part
@@ -81,7 +79,6 @@ class _RoundReader:
         return self._clocks.of_failure(failure).at_ns, failure.global_rank
 
     def read_reported(self, ranks: Container[int]) -> None:
-        """Those that events report."""
         part = self._part
         kinds: dict[tuple[str, str, int], list[WorkerFailure]] = {}
         for failure in part.reported.values():
@@ -107,11 +104,11 @@ class _RoundReader:
     def read_unreported(self, coverage: EventCoverage) -> None:
         """An event that was never written hides no failure."""
         part = self._part
-        told = [node.ranks for node in part.nodes.values() if coverage.is_sure_of(part.index, node.node)]
-        sure = set[int]().union(*told)
-        if part.world_size is not None and len(sure) >= part.world_size:
+        complete = [node.ranks for node in part.nodes.values() if coverage.is_sure_of(part.history.index, node.node)]
+        sure = set[int]().union(*complete)
+        if part.history.world_size is not None and len(sure) >= part.history.world_size:
             return
-        for rank in sorted(_indices(self._paths.round_dir(part.index), rank_index)):
+        for rank in sorted(_indices(self._paths.round_dir(part.history.index), rank_index)):
             if rank not in sure and rank not in part.failures and rank not in self._missing:
                 self._read(rank)
 
@@ -128,7 +125,7 @@ class _RoundReader:
 
     def _read(self, rank: int) -> WorkerFailure | None:
         part, texts = self._part, self._texts
-        error_file = self._paths.rank(part.index, rank).error_file
+        error_file = self._paths.rank(part.history.index, rank).error_file
         facts = part.facts(self._paths.number, rank)
         failure = read_failure(error_file, facts=facts)
         if failure is None and rank in part.reported and ask_about(error_file.parent):
@@ -140,7 +137,7 @@ class _RoundReader:
         failure = part.failures[rank] = replace(
             failure,
             attempt=self._paths.number,
-            round=part.index,
+            round=part.history.index,
             global_rank=rank,
             traceback=texts.setdefault(failure.traceback, failure.traceback),
             stderr_tail=texts.setdefault(failure.stderr_tail, failure.stderr_tail),
@@ -152,7 +149,6 @@ class _RoundReader:
 
 
 def _alike(reported: WorkerFailure, example: WorkerFailure) -> WorkerFailure:
-    """What is known of a failure without a look at its own file."""
     return replace(
         reported,
         exception_type=example.exception_type,
@@ -164,7 +160,7 @@ def _alike(reported: WorkerFailure, example: WorkerFailure) -> WorkerFailure:
 
 
 def _reason(reported: WorkerFailure, known: dict[str, str]) -> str:
-    """What a symptom shows, by the message in its event; `known`: by fingerprint."""
+    """A symptom's reason by the message in its event; `known`: by fingerprint."""
     if reported.failure_class is not FailureClass.SYMPTOM:
         return ""
     key = reported.fingerprint or reported.message
@@ -184,17 +180,16 @@ def _indices(folder: os.PathLike[str], parse: Callable[[str], int | None]) -> It
 
 _JSON_LIMIT = 4 << 20
 _LONGEST = 4000
-"""Characters of a name."""
 _WORKER = "hpc_elastic.submission.worker"
 
 
 def collect_run(run_dir: Path | str, *, ranks: Container[int] = ()) -> RunHistory:
-    """Read what is there. Works while the run goes on, after it ended, and on a copy with half of the files missing.
+    """Read a run while it goes on, after it ended, or from a copy with half of the files missing.
 
     Args:
         run_dir: The run.
-        ranks: Global ranks of which all is wanted. Of others whose failures are alike some stand for all: what is known
-            of those without a look at their error files is a failure without traceback, from `EvidenceSource.EVENT`.
+        ranks: Global ranks that are read in full. Some of the others' failures that are alike stand for all: those that
+            are not read have no traceback, and are from `EvidenceSource.EVENT`.
 
     Raises:
         OSError: `run_dir` itself can't be listed.
@@ -234,7 +229,7 @@ def collect_run(run_dir: Path | str, *, ranks: Container[int] = ()) -> RunHistor
 
 
 def _bad_nodes(record: NodeRecord, option: object) -> tuple[NodeScore, ...]:
-    """As they were when the record was written: a report says the same whenever it is made."""
+    """The scores are those at the record's time: a report says the same whenever it is made."""
     settings = decode_bad_nodes(option)
     if settings.scope is Scope.OFF:
         return ()
@@ -243,7 +238,6 @@ def _bad_nodes(record: NodeRecord, option: object) -> tuple[NodeScore, ...]:
 
 
 def _sections(timeouts: SectionTimeouts) -> tuple[str, ...]:
-    """The sections that have a timeout."""
     names = tuple(filter(is_section_name, timeouts.seconds))
     return (*names, STEP) if timeouts.learns_step and STEP not in names else names
 
@@ -267,16 +261,17 @@ def _collect_attempts(paths: RunPaths, numbers: Sequence[int], ranks: Container[
 
 def collect_attempt(paths: AttemptPaths, *, ranks: Container[int] = ()) -> AttemptHistory:
     """Read one attempt's folder; `ranks` as in `collect_run`."""
-    builder = AttemptBuilder(number=paths.number)
+    history = AttemptHistory(number=paths.number)
+    builder = AttemptBuilder(history)
     info = read_json(paths.attempt_json, limit=_JSON_LIMIT)
     if isinstance(info, str):
-        builder.problems.append(f"attempt.json: {info}")
+        history.problems += (f"attempt.json: {info}",)
     else:
         known = readable_fields(AttemptInfo, info)
-        builder.job_id = job_id_of(known.get("job_id"))
-        builder.nodes = known.get("nodes", ())
-        builder.started_ns = known.get("started_ns")
-        builder.versions = tuple(known.get("versions", {}).items())
+        history.job_id = job_id_of(known.get("job_id"))
+        history.nodes = known.get("nodes", ())
+        history.started_ns = known.get("started_ns")
+        history.versions = tuple(known.get("versions", {}).items())
     for path in event_files(paths.events):
         builder.coverage.begin_file()
         file = EventFile(path)
@@ -285,11 +280,11 @@ def collect_attempt(paths: AttemptPaths, *, ranks: Container[int] = ()) -> Attem
                 builder.take(line)
             except (TypeError, ValueError, OverflowError) as error:
                 builder.coverage.miss()
-                builder.problems.append(f"event {line.name!r} could not be read: {error}")
-        builder.problems += file.left_out()
+                history.problems += (f"event {line.name!r} could not be read: {error}",)
+        history.problems += tuple(file.left_out())
     builder.coverage.begin_file()
     _read_result(paths, builder)
-    builder.problems += _describe_missing(builder)
+    history.problems += tuple(_describe_missing(builder))
     read_failures(paths, builder, ranks)
     _read_heartbeats(paths, builder)
     return builder.build()
@@ -298,25 +293,28 @@ def collect_attempt(paths: AttemptPaths, *, ranks: Container[int] = ()) -> Attem
 def _read_result(paths: AttemptPaths, builder: AttemptBuilder) -> None:
     """Fill in the end that no event reports: events/ may be missing, or may not have fitted on a full disk."""
     result = load_result(paths.result_json)
-    if result is None or builder.exit_code is not None:
+    if result is None or builder.history.exit_code is not None:
         return
     builder.has_result = True
-    builder.outcome, builder.reason = builder.outcome or result.outcome, builder.reason or result.reason
-    builder.exit_code = result.exit_code
-    builder.decision = builder.decision or f"{result.action}: {result.decision}"
+    builder.history.outcome, builder.history.reason = (
+        builder.history.outcome or result.outcome,
+        builder.history.reason or result.reason,
+    )
+    builder.history.exit_code = result.exit_code
+    builder.history.decision = builder.history.decision or f"{result.action}: {result.decision}"
 
 
 def _describe_missing(builder: AttemptBuilder) -> list[str]:
-    """What a copy, or a disk that was full, has lost of the events. A run that has just begun has none yet."""
+    """The events that a copy, or a full disk, has lost. A run that has just begun has none yet."""
     coverage, found = builder.coverage, []
-    has_begun = bool(coverage.heard or builder.ended_ns or builder.has_result)
+    has_begun = bool(coverage.heard or builder.history.ended_ns or builder.has_result)
     if has_begun and not builder.is_supervised:
         found.append("the supervisor's events are missing")
     # A node that was given up may never have had an agent, whose events could be missing.
     reported = coverage.heard | set(builder.given_up)
-    silent = [name for node, name in enumerate(builder.nodes) if node not in reported]
+    silent = [name for node, name in enumerate(builder.history.nodes) if node not in reported]
     if silent and has_begun:
-        found.append(f"no events of {len(silent)} of {len(builder.nodes)} nodes: {first_of(silent, 3)}")
+        found.append(f"no events of {len(silent)} of {len(builder.history.nodes)} nodes: {first_of(silent, 3)}")
     if coverage.missing:
         whose = first_of([builder.name_of(node) for node in sorted(coverage.missing)], 3)
         found.append(f"{sum(coverage.missing.values())} lines of the events of {whose} are missing or torn")
@@ -331,7 +329,7 @@ def _read_heartbeats(paths: AttemptPaths, builder: AttemptBuilder) -> None:
         if isinstance(found, Unreadable) or found.round not in builder.rounds:
             continue
         if found.progress is not None:
-            builder.rounds[found.round].progress.setdefault(found.node, found.progress)
+            builder.rounds[found.round].history.progress.setdefault(found.node, found.progress)
         statuses = builder.rounds[found.round].rank_statuses
         for status in rank_statuses(found.ranks, node=found.node, when=found.written_ns):
             statuses.setdefault(status.rank, status)

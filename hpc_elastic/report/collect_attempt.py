@@ -24,41 +24,17 @@ from hpc_elastic.report.history import (
     RoundHistory,
     RoundNode,
 )
-from hpc_elastic.report.incidents import (
-    CommandFailure,
-    Outage,
-    OutputLoss,
-    attributed,
-    read_command,
-    read_loss,
-    read_outage,
-)
+from hpc_elastic.report.incidents import CommandFailure, OutputLoss, attributed, read_incident, read_outage
 from hpc_elastic.report.node_times import TimesBuilder
-from hpc_elastic.run.agent_events import (
-    AgentFailed,
-    AgentStarted,
-    FilesystemRefused,
-    OutputLost,
-    StartRefused,
-    UserCommandEnded,
-)
-from hpc_elastic.run.coordinator_events import LinkLost, NodeMissing, RunClosed
+from hpc_elastic.run import agent_events as of_agent
+from hpc_elastic.run import coordinator_events as of_coordinator
+from hpc_elastic.run import supervisor_events as of_supervisor
 from hpc_elastic.run.event_reader import EventLine, job_id_of
 from hpc_elastic.run.event_types import RunEvent
-from hpc_elastic.run.supervisor_events import (
-    AgentProcessEnded,
-    AgentRelaunched,
-    AttemptEnded,
-    AttemptStarted,
-    NodeGivenUp,
-    RequeueDecided,
-    SignalDecided,
-    SignalReceived,
-    VerdictReached,
-)
 
 _MOST_WORDS = 300
 _MOST_REASON = 400
+_MOST_LINES = 20
 _NEVER_JOINED_NS = 10 * 10**9
 """An attempt that ended sooner is no evidence against a node that was still to come."""
 
@@ -66,41 +42,25 @@ _NEVER_JOINED_NS = 10 * 10**9
 class AttemptBuilder(Struct):
     """Fed with events by `take`; error files and heartbeats are put into its `rounds`."""
 
-    number: int
-    job_id: str = ""
-    nodes: tuple[str, ...] = ()
-    versions: tuple[tuple[str, str], ...] = ()
-    started_ns: int | None = None
-    ended_ns: int | None = None
-    outcome: str = ""
-    reason: str = ""
-    exit_code: int | None = None
-    decision: str = ""
+    history: AttemptHistory
+    """It is filled in: what needs nothing of other events, by `take`."""
     rounds: dict[int, RoundBuilder] = field(default_factory=dict)
-    agent_ends: list[AgentEnd] = field(default_factory=list)
     replaced_ends: list[AgentEnd] = field(default_factory=list)
     """Those after which another agent was started on the node: they were there, and took part."""
     own_reasons: dict[int, list[str]] = field(default_factory=dict)
-    """By node: what its agents reported of their own failures, where they still could."""
+    """Node → its agents' reports of their own failures."""
     relaunched: list[tuple[int, str]] = field(default_factory=list)
     agent_starts: Counter[int] = field(default_factory=Counter)
-    """Node → how many of its agents ran."""
     unstarted: dict[str, str] = field(default_factory=dict)
     given_up: dict[int, GivenUpNode] = field(default_factory=dict)
     refusals: dict[int, str] = field(default_factory=dict)
-    """By node: what its agent could not do of what the run's options ask for."""
+    """Node → the option that its agent could not follow."""
     missing: set[int] = field(default_factory=set)
     """Nodes that the others did not wait for any longer."""
-    notices: list[str] = field(default_factory=list)
-    meaning: str = ""
-    outages: list[Outage] = field(default_factory=list)
-    output_lost: list[OutputLoss] = field(default_factory=list)
-    commands: list[CommandFailure] = field(default_factory=list)
-    problems: list[str] = field(default_factory=list)
     closed_outcome: str = ""
     closed_reason: str = ""
     closed_explained: tuple[int, tuple[int, ...]] = (-1, ())
-    """Index of the round that was closed, and `RoundBuilder.explained`."""
+    """(index of the round that was closed, `RoundBuilder.explained`)."""
     times: TimesBuilder = field(default_factory=TimesBuilder)
     coverage: EventCoverage = field(default_factory=EventCoverage)
     known: dict[RoundNode, RoundNode] = field(default_factory=dict)
@@ -108,12 +68,10 @@ class AttemptBuilder(Struct):
     has_result: bool = False
     """Its end is known by result.json, and not by the events."""
     is_supervised: bool = False
-    """The supervisor wrote any event."""
 
     def round(self, index: int) -> RoundBuilder:
-        """That round's builder."""
         if index not in self.rounds:
-            self.rounds[index] = RoundBuilder(index, self.known)
+            self.rounds[index] = RoundBuilder(RoundHistory(index=index), self.known)
         return self.rounds[index]
 
     def take(self, line: EventLine) -> None:
@@ -137,22 +95,22 @@ class AttemptBuilder(Struct):
             self._take(line, event)
 
     def _take(self, line: EventLine, event: RunEvent) -> None:
-        """Of the supervisor's events the line's node is the node that they are about, of an agent's its own."""
+        """A supervisor's event has the node that it is about, an agent's its own."""
         node, when = line.node, line.written_ns
         match event:
-            case RunClosed():
+            case of_coordinator.RunClosed():
                 self.closed_outcome, self.closed_reason = event.outcome, event.reason
                 self.closed_explained = event.round, event.explained
-            case AttemptStarted():
-                self.started_ns = when
-                self.job_id = job_id_of(event.job_id) or self.job_id
-                self.nodes = event.nodes or self.nodes
-            case AgentProcessEnded():
+            case of_supervisor.AttemptStarted():
+                self.history.started_ns = when
+                self.history.job_id = job_id_of(event.job_id) or self.history.job_id
+                self.history.nodes = event.nodes or self.history.nodes
+            case of_supervisor.AgentProcessEnded():
                 self._agent_ended(event, when)
-            case AgentRelaunched():
+            case of_supervisor.AgentRelaunched():
                 self.relaunched.append((-1 if node is None else node, event.name))
-                self.replaced_ends += [end for end in reversed(self.agent_ends) if end.name == event.name][:1]
-            case NodeGivenUp() if event.node >= 0:
+                self.replaced_ends += [end for end in reversed(self.history.agent_ends) if end.name == event.name][:1]
+            case of_supervisor.NodeGivenUp() if event.node >= 0:
                 self.given_up[event.node] = GivenUpNode(
                     node=event.node,
                     name=event.name or self.name_of(event.node),
@@ -160,53 +118,55 @@ class AttemptBuilder(Struct):
                     reason=event.reason[:_MOST_REASON],
                     seen_ns=when,
                 )
-            case AgentStarted() if node is not None:
+            case of_agent.AgentStarted() if node is not None:
                 self.agent_starts[node] += 1
-            case SignalReceived():
-                self.notices.append(event.signal)
-            case SignalDecided():
-                self.meaning = event.meaning
-            case VerdictReached():
-                self.outcome, self.reason = self.outcome or event.outcome, event.reason
-            case RequeueDecided():
-                self.decision = f"{event.action}: {event.reason}"
-            case AttemptEnded():
-                self.ended_ns, self.outcome = when, event.outcome or self.outcome
-                self.exit_code = event.exit_code
-            case AgentFailed() if node is not None:
+            case of_supervisor.SignalReceived():
+                self.history.notices += (event.signal,)
+            case of_supervisor.SignalDecided():
+                self.history.meaning = event.meaning
+            case of_supervisor.VerdictReached():
+                self.history.outcome, self.history.reason = self.history.outcome or event.outcome, event.reason
+            case of_supervisor.RequeueDecided():
+                self.history.decision = f"{event.action}: {event.reason}"
+            case of_supervisor.AttemptEnded():
+                self.history.ended_ns, self.history.outcome = when, event.outcome or self.history.outcome
+                self.history.exit_code = event.exit_code
+            case of_agent.AgentFailed() if node is not None:
                 why = event.error[:_MOST_WORDS]
                 self.own_reasons.setdefault(node, []).append(f"{why} ({event.where})" if event.where else why)
-            case StartRefused() if node is not None:
+            case of_agent.StartRefused() if node is not None:
                 self.refusals[node] = event.reason[:_MOST_REASON]
-            case UserCommandEnded() if event.reason:
-                self.commands.append(read_command(line, event))
-            case NodeMissing() if event.node >= 0:
+            case of_agent.UserCommandEnded() if event.reason:
+                output = tuple(text[:_MOST_WORDS] for text in event.output[-_MOST_LINES:])
+                reason = event.reason[:_MOST_WORDS]
+                failed = read_incident(CommandFailure, line, event, reason=reason, output=output)
+                self.history.commands += (failed,)
+            case of_coordinator.NodeMissing() if event.node >= 0:
                 self.missing.add(event.node)
-            case OutputLost():
-                self.output_lost.append(read_loss(line, event))
-            case FilesystemRefused() | LinkLost():
-                self.outages.append(read_outage(line, event))
+            case of_agent.OutputLost():
+                self.history.output_lost += (read_incident(OutputLoss, line, event, node=line.node or 0),)
+            case of_agent.FilesystemRefused() | of_coordinator.LinkLost():
+                self.history.outages += (read_outage(line, event),)
 
-    def _agent_ended(self, event: AgentProcessEnded, when: int) -> None:
+    def _agent_ended(self, event: of_supervisor.AgentProcessEnded, when: int) -> None:
         code, name, node = event.code, event.name, event.node
         if not event.started and name:
             self.unstarted.setdefault(name, event.detail)
         if code is None and not event.detail:
             return
-        if name in self.nodes and node < 0:
-            node = self.nodes.index(name)
-        self.agent_ends.append(AgentEnd(node=max(node, -1), name=name, code=code, seen_ns=when, detail=event.detail))
+        if name in self.history.nodes and node < 0:
+            node = self.history.nodes.index(name)
+        end = AgentEnd(node=max(node, -1), name=name, code=code, seen_ns=when, detail=event.detail)
+        self.history.agent_ends += (end,)
 
     def name_of(self, node: int) -> str:
-        """Slurm's name of it, or its number."""
-        return self.nodes[node] if 0 <= node < len(self.nodes) else f"node {node}"
+        return self.history.nodes[node] if 0 <= node < len(self.history.nodes) else f"node {node}"
 
     def build(self) -> AttemptHistory:
-        """What is known of the attempt."""
         self._drop_repeated_departures()
         self._explain_agent_failures()
         bad_ends: dict[int, list[AgentEnd]] = {}
-        for end in self.agent_ends:
+        for end in self.history.agent_ends:
             if end.code != 0 and (end.code is not None or end in self.replaced_ends):
                 bad_ends.setdefault(end.node, []).append(end)
         cut_short = {node: self._cut_short(node) for node in bad_ends}
@@ -214,40 +174,27 @@ class AttemptBuilder(Struct):
         clocks = self.clocks.build()
         built = (_with_clocks(self.rounds[index].build(), clocks) for index in sorted(self.rounds))
         rounds = [part for part in built if part.nodes or part.broken]
-        return AttemptHistory(
-            number=self.number,
-            job_id=self.job_id,
-            versions=self.versions,
-            nodes=self.nodes,
-            started_ns=self.started_ns,
-            ended_ns=self.ended_ns,
-            outcome=self.outcome or self.closed_outcome,
-            reason=self.reason or self.closed_reason,
-            exit_code=self.exit_code,
-            decision=self.decision,
-            rounds=tuple(self._completed(part, bad_ends, cut_short) for part in rounds),
-            agent_ends=tuple(self.agent_ends),
-            relaunched=tuple(name for node, name in self.relaunched if self.agent_starts[node] > 1),
-            unstarted=tuple(self.unstarted.items()),
-            given_up=tuple(sorted((*map(self._explained, self.given_up.values()), *self._never_joined()), key=_node)),
-            notices=tuple(dict.fromkeys(self.notices)),
-            meaning=self.meaning,
-            outages=attributed(self.outages, self.nodes),
-            output_lost=tuple(self.output_lost),
-            commands=tuple(sorted(self.commands, key=lambda one: (one.told_ns, one.node))),
-            problems=tuple(self.problems),
-            times=self.times.build(),
-            clocks=clocks,
-        )
+        history = self.history
+        history.outcome = history.outcome or self.closed_outcome
+        history.reason = history.reason or self.closed_reason
+        history.rounds = tuple(self._completed(part, bad_ends, cut_short) for part in rounds)
+        history.relaunched = tuple(name for node, name in self.relaunched if self.agent_starts[node] > 1)
+        history.unstarted = tuple(self.unstarted.items())
+        given_up = (*map(self._explained, self.given_up.values()), *self._never_joined())
+        history.given_up = tuple(sorted(given_up, key=lambda one: one.node))
+        history.notices = tuple(dict.fromkeys(history.notices))
+        history.outages = attributed(history.outages, history.nodes)
+        history.commands = tuple(sorted(history.commands, key=lambda one: (one.reported_ns, one.node)))
+        history.times = self.times.build()
+        history.clocks = clocks
+        return history
 
     def _explained(self, one: GivenUpNode) -> GivenUpNode:
-        """With the agent's own reason, where it gave one: the supervisor saw no more than an exit code."""
         reason = self.refusals.get(one.node)
         return one if reason is None else replace(one, cause=START_REFUSED, reason=reason)
 
     def _never_joined(self) -> list[GivenUpNode]:
-        """Nodes that the others had waited for and that nothing was ever heard of, though an agent was started."""
-        lasted = (self.ended_ns or 0) - (self.started_ns or 0)
+        lasted = (self.history.ended_ns or 0) - (self.history.started_ns or 0)
         known = {*self.coverage.heard, *self.given_up}
         return [
             GivenUpNode(
@@ -255,7 +202,7 @@ class AttemptBuilder(Struct):
                 name=self.name_of(node),
                 cause="never_joined",
                 reason="its agent was started but never reported",
-                seen_ns=self.ended_ns or 0,
+                seen_ns=self.history.ended_ns or 0,
             )
             for node in sorted(self.missing)
             if node not in known and lasted >= _NEVER_JOINED_NS
@@ -272,36 +219,33 @@ class AttemptBuilder(Struct):
     def _explain_agent_failures(self) -> None:
         """The supervisor saw an exit code; the n-th of those goes with the n-th event of that node's agents."""
         for node, reasons in self.own_reasons.items():
-            mine = [end for end in self.agent_ends if end.node == node and end.code == ExitCode.WORKERS_FAILED]
+            mine = [end for end in self.history.agent_ends if end.node == node and end.code == ExitCode.WORKERS_FAILED]
             for end, why in zip(mine, reasons, strict=False):
-                for ends in (self.agent_ends, self.replaced_ends):
-                    ends[:] = [replace(one, why=why) if one is end else one for one in ends]
+                explained = replace(end, why=why)
+                self.history.agent_ends = tuple(explained if one is end else one for one in self.history.agent_ends)
+                self.replaced_ends = [explained if one is end else one for one in self.replaced_ends]
 
     def _completed(
         self, part: RoundHistory, bad_ends: Mapping[int, Sequence[AgentEnd]], cut_short: Mapping[int, Sequence[int]]
     ) -> RoundHistory:
-        """Add what other events report about a round: the decision after it, its lost nodes' names and agents."""
         lost = [self._named(loss, bad_ends, cut_short) for loss in part.lost_nodes]
         if bad_ends:
             lost += _dead_agents(part, bad_ends, cut_short)
         if lost:
-            part = replace(part, lost_nodes=tuple(lost))
-        part = replace(part, failures=self._without_consequences(part))
+            part.lost_nodes = tuple(lost)
+        part.failures = self._without_consequences(part)
         if part.decision is not None or not part.broken:
             return part
         after = self.rounds.get(part.index + 1)
         if after is not None and (after.frozen_reason or after.nodes):
-            reason = after.frozen_reason or after.reason
+            reason = after.frozen_reason or after.history.reason
             action = "restart" if reason.startswith("restart") else "continue"
-            decision = RestartRecord(action=action, reason=reason, restarts_used=after.restarts_used)
+            part.decision = RestartRecord(action=action, reason=reason, restarts_used=after.restarts_used)
         elif self.closed_reason:
-            decision = RestartRecord(action="close", reason=self.closed_reason)
-        else:
-            return part
-        return replace(part, decision=decision)
+            part.decision = RestartRecord(action="close", reason=self.closed_reason)
+        return part
 
     def _without_consequences(self, part: RoundHistory) -> tuple[WorkerFailure, ...]:
-        """The failures, of which the coordinator found some to follow from the loss of a member."""
         after = self.rounds.get(part.index + 1)
         index, explained = self.closed_explained
         nodes = {*(after.explained if after is not None else ()), *(explained if index == part.index + 1 else ())}
@@ -328,21 +272,16 @@ class AttemptBuilder(Struct):
             return replace(loss, host=host)
         detail = _end_text(ends[len(earlier)])
         given_up = self.given_up.get(loss.node)
-        if given_up is not None and given_up.reason != ends[len(earlier)].detail and not self._is_back(loss):
+        is_back = any(index > loss.round and loss.node in part.nodes for index, part in self.rounds.items())
+        if given_up is not None and given_up.reason != ends[len(earlier)].detail and not is_back:
             detail += f"; given up after that: {given_up.reason}"
         return replace(loss, host=host, detail=detail)
-
-    def _is_back(self, loss: NodeLoss) -> bool:
-        return any(index > loss.round and loss.node in part.nodes for index, part in self.rounds.items())
-
-
-def _node(one: GivenUpNode) -> int:
-    return one.node
 
 
 def _with_clocks(part: RoundHistory, clocks: Clocks) -> RoundHistory:
     seen = [(failure.node, failure.ended_uptime_ns) for failure in part.failures if failure.ended_uptime_ns]
-    return replace(part, clocks=clocks.around(seen))
+    part.clocks = clocks.around(seen)
+    return part
 
 
 def _dead_agents(

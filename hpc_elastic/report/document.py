@@ -7,6 +7,7 @@ come from `wording`, the verdict from `verdict`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -18,6 +19,7 @@ from hpc_elastic.failures.failure_text import normalise_message
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.report import wording
 from hpc_elastic.report.advice import Advice, advise
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
 from hpc_elastic.report.excerpt import user_frame
@@ -28,30 +30,10 @@ from hpc_elastic.report.subject import Subject, choose_subject, failure_count, n
 from hpc_elastic.report.suspects import of_several
 from hpc_elastic.report.timeline_attempt import PlacedAttempt, place_attempts
 from hpc_elastic.report.verdict import Cause, Confidence
-from hpc_elastic.report.wording import (
-    describe_after_round,
-    describe_class,
-    describe_clock,
-    describe_commands,
-    describe_decision,
-    describe_end,
-    describe_end_without_failure,
-    describe_exit,
-    describe_losses,
-    describe_outages,
-    describe_outcome,
-    describe_place,
-    describe_rounds_begun_again,
-    describe_size,
-    describe_status,
-    describe_unused_timeouts,
-    without_failure,
-    without_repeat,
-)
 
 NOT_AVAILABLE = "<N/A>"
 ROOT_CAUSE = "Root Cause (first observed failure)"
-"""As torchrun prints it."""
+"""torchrun prints it so."""
 _TITLES = {
     Confidence.HIGH: ROOT_CAUSE,
     Confidence.TIE: "Root Cause (not certain)",
@@ -59,7 +41,7 @@ _TITLES = {
     Confidence.NONE: ROOT_CAUSE,
 }
 _ASKED_TO_END = (Outcome.CANCELLED.value, Outcome.PREEMPTED.value, Outcome.TIMED_OUT.value)
-"""Its agents ended otherwise than well since they were asked to."""
+"""Agents of such an attempt ended otherwise than well because they were asked to."""
 _WITHOUT_FAILURE = (*_ASKED_TO_END, Outcome.SUCCEEDED.value, Outcome.SUPERSEDED.value)
 _MOST_CAUSES = 2
 _MOST_AGENTS = 3
@@ -71,11 +53,10 @@ class SimilarFailures(Struct, frozen=True, kw_only=True):
     """Failures whose words differ in numbers, addresses and paths at most."""
 
     members: tuple[WorkerFailure, ...]
-    """By time."""
+    """They are in order of time."""
 
     @property
     def first(self) -> WorkerFailure:
-        """The earliest: it stands for the others."""
         return self.members[0]
 
     @property
@@ -84,25 +65,15 @@ class SimilarFailures(Struct, frozen=True, kw_only=True):
         return tuple(sorted(failure.global_rank for failure in self.members))
 
 
-class Fold(Struct, frozen=True, kw_only=True):
+class Fold(SimilarFailures, frozen=True, kw_only=True):
     """Failures of one kind."""
 
-    first: WorkerFailure
-    """The earliest."""
-    members: tuple[WorkerFailure, ...]
-    """All of them, by time."""
     wordings: tuple[SimilarFailures, ...]
     """The most frequent first, then by their words; of what is no symptom there is one."""
 
     @property
     def headline(self) -> str:
-        """What most of them say."""
         return self.wordings[0].first.headline
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """Global ranks, ascending."""
-        return tuple(sorted(failure.global_rank for failure in self.members))
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -122,13 +93,12 @@ def fold_failures(failures: Iterable[WorkerFailure], clocks: Clocks = NO_CLOCKS)
         groups.setdefault(kind, {}).setdefault(wording_of(failure), []).append(failure)
         members.setdefault(kind, []).append(failure)
     return tuple(
-        Fold(first=members[kind][0], members=tuple(members[kind]), wordings=_by_frequency(wordings))
-        for kind, wordings in groups.items()
+        Fold(members=tuple(members[kind]), wordings=_by_frequency(wordings)) for kind, wordings in groups.items()
     )
 
 
 def _by_frequency(wordings: dict[_Key, list[WorkerFailure]]) -> tuple[SimilarFailures, ...]:
-    found = [(wording, SimilarFailures(members=tuple(members))) for wording, members in wordings.items()]
+    found = [(key, SimilarFailures(members=tuple(members))) for key, members in wordings.items()]
     if len(found) > 1:
         found.sort(key=lambda item: (-len(item[1].members), normalise_message(item[1].first.headline), item[0]))
     return tuple(same for _, same in found)
@@ -143,63 +113,53 @@ class Fact(NamedTuple):
 
 
 class RoundEntry(Struct, frozen=True, kw_only=True):
-    """One round among the others."""
-
     part: RoundHistory
     size: str
     """``2 nodes, 4 workers``."""
     how: str
-    """How it ended."""
     failure: str
-    """What broke it; empty: nothing did."""
+    """The cause; empty: nothing broke it."""
     alike: str
     """Equal for rounds that ended in the same way; empty: this one is like no other."""
 
 
 class Finding(Struct, frozen=True, kw_only=True):
-    """What happened, to whom, where."""
-
     title: str
     """``Root Cause (first observed failure)``; or, where there is none, the sentence that says so."""
     headline: str = ""
-    """What happened; empty where the title says all."""
+    """It is empty where the title says all."""
     place: str = ""
-    """Which rank on which node, and where in its code."""
+    """The rank, its node, and the line of its code."""
     facts: tuple[Fact, ...] = ()
-    """What kind of failure it is, and why it is taken for the cause."""
+    """Its kind, and why it is taken for the cause."""
     evidence: WorkerFailure | None = None
-    """The failure whose traceback belongs to it."""
     details: tuple[Fact, ...] = ()
-    """For a search: exit code, file, time."""
+    """Search terms: exit code, file, time."""
 
 
 class Document(Struct, frozen=True, kw_only=True):
-    """Everything that the text, the page and report.json say of a run."""
-
     history: RunHistory
     subject: Subject
     shown: AttemptHistory | None
     """The attempt whose end the report states."""
     status: str
-    """How that ended."""
     is_fine: bool
     """Nothing failed that the report would have to explain."""
     survived: str
     """How many failures a run survived that succeeded; empty: none."""
     finding: Finding
     agents: tuple[str, ...]
-    """Where no worker failed: the agents that ended otherwise than well."""
+    """The agents that ended otherwise than well, where no worker failed."""
     done: tuple[str, ...]
     """The recovery: what was decided, and what came of it."""
     notes: tuple[Fact, ...]
-    """What went wrong beside the cause: nodes that were not there, outages, lost output, files that can't be read."""
+    """Problems beside the cause: missing nodes, outages, lost output, files that can't be read."""
     goodput: Goodput
     placed: tuple[PlacedAttempt, ...]
     """The attempts on one axis of time, which goodput and the page's timeline are made of."""
 
     @property
     def advice(self) -> tuple[Advice, ...]:
-        """What would make failures cost less."""
         return advise(self.history, self.goodput)
 
     @property
@@ -218,7 +178,7 @@ def build_document(history: RunHistory, *, attempt: int | None = None) -> Docume
 
     Args:
         history: The run.
-        attempt: The attempt that it is about; None: the verdict is on the last failure, the end is the last attempt's.
+        attempt: The one that it is about; None: the verdict is on the last failure, the end is the last attempt's.
     """
     subject = choose_subject(history, attempt=attempt)
     shown = choose_attempt(history, attempt)
@@ -226,13 +186,18 @@ def build_document(history: RunHistory, *, attempt: int | None = None) -> Docume
     succeeded = shown is not None and shown.outcome == "succeeded"
     is_ended_well = not history.never_began if shown is None else shown.outcome in ("", "succeeded")
     is_fine = subject.verdict.cause is Cause.NONE and is_ended_well
+    survived, failures = "", failure_count(history, attempt=attempt) if succeeded else 0
+    if failures == 1:
+        survived = "One failure was survived; the run went on and succeeded."
+    elif failures:
+        survived = f"{failures} failures were survived, of which the last is described here; the run succeeded."
     return Document(
         history=history,
         subject=subject,
         shown=shown,
-        status=describe_status(history, shown),
+        status=wording.describe_status(history, shown),
         is_fine=is_fine,
-        survived=_describe_survived(failure_count(history, attempt=attempt)) if succeeded else "",
+        survived=survived,
         finding=_nothing_failed(history, shown, history.attempts if attempt is None else ())
         if is_fine
         else _find(history, subject, shown),
@@ -245,31 +210,17 @@ def build_document(history: RunHistory, *, attempt: int | None = None) -> Docume
 
 
 def choose_attempt(history: RunHistory, attempt: int | None) -> AttemptHistory | None:
-    """The attempt of that number; None: the last one."""
     if attempt is None:
         return history.attempts[-1] if history.attempts else None
     return next((part for part in history.attempts if part.number == attempt), None)
 
 
-def _describe_survived(failures: int) -> str:
-    if failures < 2:
-        return "One failure was survived; the run went on and succeeded." if failures else ""
-    return f"{failures} failures were survived, of which the last is described here; the run succeeded."
-
-
 def _nothing_failed(history: RunHistory, shown: AttemptHistory | None, all_parts: Sequence[AttemptHistory]) -> Finding:
-    """Nothing ended a round; restarts within the processes leave the round as it is.
-
-    Args:
-        history: The run.
-        shown: The attempt whose end the report states.
-        all_parts: All attempts where the report is about them.
-    """
     parts = all_parts or ([shown] if shown is not None else [])
     restarts = [one for part in parts for item in part.rounds for one in item.in_process if not one.gave_up]
     if not restarts:
         before = [part for part in parts if part is not parts[-1] and part.outcome not in _WITHOUT_FAILURE]
-        parts_end = [f"attempt {part.number} {describe_outcome(history, part)}" for part in before]
+        parts_end = [f"attempt {part.number} {wording.describe_outcome(history, part)}" for part in before]
         if parts_end:
             return Finding(title=f"No failure is recorded, but {first_of(parts_end, _MOST_CAUSES)}.")
         return Finding(title="No failures." if shown is None or shown.outcome else "No failures so far.")
@@ -279,7 +230,6 @@ def _nothing_failed(history: RunHistory, shown: AttemptHistory | None, all_parts
 
 
 def _find(history: RunHistory, subject: Subject, shown: AttemptHistory | None) -> Finding:
-    """What happened; torch's fields have torch's names."""
     verdict, failure, loss = subject.verdict, subject.verdict.failure, subject.verdict.lost_node
     title, evidence = _TITLES[verdict.confidence], Fact("verdict", verdict.evidence)
     if verdict.cause is Cause.UNKNOWN:
@@ -308,15 +258,14 @@ def _find(history: RunHistory, subject: Subject, shown: AttemptHistory | None) -
     if shown is None:
         return Finding(title="No failures.")
     return Finding(
-        title=f"{describe_end_without_failure(shown)}.",
+        title=f"{wording.describe_end_without_failure(shown)}.",
         facts=()
         if shown.outcome == Outcome.CANCELLED.value
-        else (Fact("reason", shown.reason or describe_end(shown)),),
+        else (Fact("reason", shown.reason or wording.describe_end(shown)),),
     )
 
 
 def _not_known(subject: Subject) -> str:
-    """That the cause is not known, and where to look."""
     suspects = subject.verdict.suspects
     if not suspects:
         return "Root cause: not known."
@@ -334,23 +283,23 @@ def _not_known(subject: Subject) -> str:
 def _of_failure(history: RunHistory, subject: Subject, failure: WorkerFailure) -> Finding:
     verdict = subject.verdict
     clocks = subject.attempt.clocks if subject.attempt is not None else NO_CLOCKS
-    clock = describe_clock(failure.host, failure.node, clocks)
+    clock = wording.describe_clock(failure.host, failure.node, clocks)
     same = verdict.same_failure
     also = f"; the same on {len(same)} ranks: {ranges(same, limit=40)}" if len(same) > 1 and verdict.candidates else ""
     found = find_python_traceback(failure.traceback) if failure.traceback else None
     return Finding(
         title=_TITLES[verdict.confidence],
         headline=failure.headline or "(no message)",
-        place=f"{describe_place(failure, user_frame(failure))}{_where(history, subject)}{also}",
+        place=f"{wording.describe_place(failure, user_frame(failure))}{_where(history, subject)}{also}",
         facts=(
-            Fact("kind", describe_class(failure, verdict.category, is_apart=bool(verdict.apart))),
+            Fact("kind", wording.describe_class(failure, verdict.category, is_apart=bool(verdict.apart))),
             Fact("verdict", verdict.evidence),
             *([Fact("last step", str(failure.last_step))] if failure.last_step is not None else []),
             *_causes(found.causes if found else ()),
         ),
         evidence=failure,
         details=(
-            Fact("exitcode", describe_exit(failure)),
+            Fact("exitcode", wording.describe_exit(failure)),
             Fact("error_file", failure.error_file or NOT_AVAILABLE),
             *([Fact("", f"({failure.problem})")] if failure.problem else []),
             Fact("time", f"{time_text(failure.ended_ns, fine=True)} ({clock})"),
@@ -359,7 +308,6 @@ def _of_failure(history: RunHistory, subject: Subject, failure: WorkerFailure) -
 
 
 def _causes(causes: Sequence[str]) -> Iterator[Fact]:
-    """The exceptions of a chain, nearest first; of many the nearest, and the one that it began with."""
     for cause in causes if len(causes) <= _MOST_CAUSES else causes[:1]:
         yield Fact("caused by", cause)
     if len(causes) > _MOST_CAUSES:
@@ -367,7 +315,6 @@ def _causes(causes: Sequence[str]) -> Iterator[Fact]:
 
 
 def _where(history: RunHistory, subject: Subject) -> str:
-    """Which round of which attempt, where there is more than one."""
     if subject.attempt is None or (len(history.attempts) == 1 and len(subject.attempt.rounds) < 2):
         return ""
     if subject.round is None:
@@ -376,14 +323,13 @@ def _where(history: RunHistory, subject: Subject) -> str:
 
 
 def _last_steps(part: RoundHistory | None, loss: NodeLoss) -> list[Fact]:
-    """Where a lost node's workers were."""
     statuses = [status for status in (part.rank_statuses if part is not None else ()) if status.node == loss.node]
     steps = [status.step for status in statuses if status.step is not None]
     if not steps:
         return []
     at = f"{min(steps)}" if min(steps) == max(steps) else f"{min(steps)} to {max(steps)}"
     mine = [status for status in statuses if status.step is not None]
-    seen = time_text(mine[0].told_ns, date=False, fine=True)
+    seen = time_text(mine[0].reported_ns, date=False, fine=True)
     return [Fact("last step", f"{at} of its ranks {ranges([status.rank for status in mine])}, reported at {seen}")]
 
 
@@ -406,41 +352,39 @@ def _bad_agents(subject: Subject, shown: AttemptHistory | None) -> tuple[str, ..
 
 
 def _done(subject: Subject, shown: AttemptHistory | None) -> list[str]:
-    """What the coordinator and the supervisor decided, and what the next round looks like; not the failure again."""
     lines: list[str] = []
     if subject.round is not None and subject.attempt is not None:
-        lines += describe_after_round(subject.attempt, subject.round)
+        lines += wording.describe_after_round(subject.attempt, subject.round)
         if subject.attempt is not shown and subject.attempt.decision:
-            lines.append(describe_decision(subject.attempt.decision))
+            lines.append(wording.describe_decision(subject.attempt.decision))
     if shown is not None and shown.decision and shown.outcome != "succeeded":
-        lines.append(describe_decision(shown.decision))
+        lines.append(wording.describe_decision(shown.decision))
     failures = subject.round.failures if subject.round is not None else ()
     root = subject.verdict.failure
-    return [without_failure(without_repeat(line, lines[0]), failures, root) for line in dict.fromkeys(lines)]
-
-
-def _clock(when_ns: int) -> str:
-    return time_text(when_ns, date=False, fine=True)
+    return [
+        wording.without_failure(wording.without_repeat(line, lines[0]), failures, root) for line in dict.fromkeys(lines)
+    ]
 
 
 def _notes(history: RunHistory, subject: Subject, shown: AttemptHistory | None) -> list[Fact]:
     notes: list[Fact] = []
+    clock = partial(time_text, date=False, fine=True)
     if shown is not None:
         root = subject.verdict.failure
         for item in (item for item in shown.rounds if item.suspicion):
             if root is None or (root.failure_class, root.round) != (FailureClass.HANG, item.index):
-                when = _clock(item.suspected_ns)
+                when = clock(item.suspected_ns)
                 notes.append(Fact("seemed to hang", f"{when}, round {item.index}: {item.suspicion}"))
         notes += [Fact("did without", line) for line in nodes_done_without(subject, shown)]
-        notes += [Fact(*note) for note in describe_outages(shown.outages, _clock)]
-        notes += [Fact(*note) for note in describe_commands(shown.commands)]
+        notes += [Fact(*note) for note in wording.describe_outages(shown.outages, clock)]
+        notes += [Fact(*note) for note in wording.describe_commands(shown.commands)]
         orphans = [one for item in shown.rounds for one in item.orphans]
         notes += (
             [Fact("outlived", f"its worker, and was ended by the agent: {first_of(orphans, 3)}")] if orphans else []
         )
-        notes += [Fact("output lost", line) for line in describe_losses(shown.output_lost)]
-    notes += [Fact("not resumed", line) for line in describe_rounds_begun_again(history)]
-    notes += [Fact("hang watch", line) for line in describe_unused_timeouts(history)]
+        notes += [Fact("output lost", line) for line in wording.describe_losses(shown.output_lost)]
+    notes += [Fact("not resumed", line) for line in wording.describe_rounds_begun_again(history)]
+    notes += [Fact("hang watch", line) for line in wording.describe_unused_timeouts(history)]
     problems = [*history.problems, *(shown.problems if shown is not None else ())]
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
@@ -453,7 +397,7 @@ def round_entry(
 ) -> RoundEntry:
     """How a round ended, in one line; `separator` stands between a date and a time."""
     verdict = verdict_of(part)
-    size = describe_size(part)
+    size = wording.describe_size(part)
     alike = failure = ""
     if verdict.cause is not Cause.NONE:
         failure = verdict.summary

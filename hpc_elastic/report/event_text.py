@@ -20,7 +20,7 @@ _LONGEST_VALUE = 200
 
 
 def describe_event(line: EventLine) -> str:
-    """What happened, and why, in one line without control characters."""
+    """Describe it with its reason in one line without control characters."""
     text, fields = _sentence(line.event, line), line.value
     if not text:
         left = {key: value for key, value in fields.items() if key not in (*_HEAD, "reason")}
@@ -89,7 +89,6 @@ def _of_supervisor(event: SupervisorEvent) -> str:
 
 
 def _of_agent(event: AgentEvent) -> str:
-    """Those of an agent that belong to no round."""
     match event:
         case of_agent.AgentStarted():
             return f"pid {event.pid}, version {event.version}"
@@ -130,7 +129,6 @@ def _of_agent(event: AgentEvent) -> str:
 
 
 def _of_round(event: AgentEvent) -> str:
-    """Those of an agent in a round."""
     text, index = "", getattr(event, "round", None)
     match event:
         case of_agent.HealthCheckFailed():

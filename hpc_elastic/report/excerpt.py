@@ -37,8 +37,6 @@ class _Line(Struct, frozen=True):
 
 
 class Excerpt(Struct, frozen=True, kw_only=True):
-    """What is shown of a failure's text."""
-
     name: str
     """``traceback`` or ``stderr``."""
     title: str
@@ -53,10 +51,10 @@ def user_frame(failure: WorkerFailure) -> Frame | None:
 
 
 def make_excerpt(failure: WorkerFailure, *, lost: str = "", most: int | None = None) -> Excerpt | None:
-    """Choose what to show of a failure; None where there is nothing, and its signal says why.
+    """Choose the lines of a failure to show; None where there are none, and its signal says why.
 
     Args:
-        failure: Whose traceback, or the end of whose output.
+        failure: The failure.
         lost: Why its output is not in its file; empty where it is.
         most: At most so many lines, the title's included; None: all.
     """
@@ -123,7 +121,6 @@ def _with_its_first(body: list[str], room: int) -> list[str]:
 
 
 def _beginning_of(body: list[str], room: int, at: int | None, frame: list[str]) -> list[str]:
-    """Of a dump that has the innermost call first."""
     if at is None or at < room:
         return [*body[:room], f"... {len(body) - room} lines below {_SHOW_ALL}"]
     kept = max(1, room - len(frame) - 1)
@@ -143,7 +140,6 @@ def _end_of(body: list[str], room: int) -> list[str]:
 
 
 def _without_long_message(failure: WorkerFailure, body: list[str], room: int) -> list[str]:
-    """Of a long message only the beginning: the stack is worth more."""
     message = _message_lines(failure)
     kept = min(message, max(_MESSAGE_LEAST, room - _STACK_WANTED))
     if message - kept > 1 and room > _MESSAGE_LEAST:
@@ -194,7 +190,6 @@ def _user_lines(body: list[str]) -> list[_Line]:
 
 
 def _frame_lines(body: list[str], at: int) -> list[str]:
-    """A frame's line, and the line of code that Python prints below it."""
     return [
         body[at],
         *(line for line in body[at + 1 : at + _MOST_FRAME_LINES] if not _FRAME.match(line) and line[:4].isspace()),

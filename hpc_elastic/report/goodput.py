@@ -17,7 +17,7 @@ from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.report.history import RoundHistory, RunHistory
 from hpc_elastic.report.subject import verdict_of
 from hpc_elastic.report.timeline_attempt import PlacedAttempt, RoundSteps, RoundTimes, place_attempts
-from hpc_elastic.report.verdict import Cause, Verdict
+from hpc_elastic.report.verdict import Cause
 from hpc_elastic.report.wording import describe_restart
 from hpc_elastic.run.heartbeats import COUNTED, ProgressSource
 
@@ -35,14 +35,13 @@ class RestartPart(Struct, frozen=True, kw_only=True):
 
 
 class Cost(Struct, frozen=True, kw_only=True):
-    """What one interruption cost."""
-
     attempt: int
     round: int
     what: str
     seconds: float
-    """From the last step before it to the first one after it, to the next interruption, or to the run's end; where
-    steps are not known, until all processes were up again."""
+    """The time from the last step before it to the first one after it, to the next interruption, or to the run's end;
+    where steps are not known, until all processes were up again.
+    """
     queued: float = 0.0
     """Seconds of it between two attempts."""
     recomputed: float = 0.0
@@ -52,9 +51,9 @@ class Cost(Struct, frozen=True, kw_only=True):
     is_failure: bool = True
     """False: the membership changed."""
     host: str = ""
-    """Where the failure began; empty: not known."""
+    """The failure began there; empty: not known."""
     parts: tuple[RestartPart, ...] = ()
-    """Of a restart within a job."""
+    """A restart within a job has them."""
 
 
 class Goodput(Struct, frozen=True, kw_only=True):
@@ -65,29 +64,29 @@ class Goodput(Struct, frozen=True, kw_only=True):
     """All workers ran, and where steps are known, they had begun: `kept`, `recomputed`, `hanging` and
     `checkpointing` together."""
     starting: float
-    """Until all workers ran for the first time; where steps are known, until the first step."""
+    """The time until all workers ran first; where steps are known, until the first step."""
     interrupted: float
-    """After a failure, a restart within the processes or a change of the membership, without the queue: until all ran
-    again; where steps are known, until the next step."""
+    """The time after a failure, a restart within the processes or a change of the membership, without the queue: until
+    all ran again; where steps are known, until the next step.
+    """
     queued: float
-    """Between attempts."""
     ending: float
-    """After the last workers had ended well; where steps are known, after the last step."""
+    """The time after the last workers had ended well; where steps are known, after the last step."""
     steps_known: bool = False
     why_unknown: str = STEPS_UNKNOWN
-    """Why steps are not known; empty: they are."""
+    """It is empty where steps are known."""
     progress: ProgressSource = ProgressSource.UNKNOWN
-    """What is counted from 1 in each round shows not which steps were lost with a failure."""
+    """Its steps may be counted from 1 in each round: then those that a failure took back are not known."""
     kept: float = 0.0
-    """In steps that no restart took back."""
+    """Steps that no restart took back."""
     recomputed: float = 0.0
-    """In steps that were lost with a failure, the one that it broke off included; by the mean step's time."""
+    """Steps that were lost with a failure, the one that it broke off included; by the mean step's time."""
     hanging: float = 0.0
-    """From the last step until a hang was found."""
+    """The time from the last step until a hang was found."""
     checkpointing: float = 0.0
-    """In section ``checkpoint``."""
+    """Section ``checkpoint``."""
     checkpoints: int = 0
-    """How many were complete."""
+    """Complete ones."""
     until_ns: int | None = None
     """The end of that time: where the run goes on, the last that is known of it."""
     costs: tuple[Cost, ...]
@@ -100,11 +99,10 @@ class Goodput(Struct, frozen=True, kw_only=True):
 
 
 _LEAST_SECONDS = 60.0
-"""Of a run that took less, the share of its time that was useful shows nothing."""
+"""The goodput of a shorter run shows nothing."""
 
 
 def is_worth_showing(goodput: Goodput) -> bool:
-    """Whether the run took long enough."""
     return goodput.share is not None and goodput.wall >= _LEAST_SECONDS
 
 
@@ -141,7 +139,7 @@ def goodput_text(goodput: Goodput, *, so_far: str = "") -> str:
 
 
 def describe_progress(goodput: Goodput) -> str:
-    """What progress rests on, in one word; and what is not known because of that, with what would show it."""
+    """The source of progress in one word; and what is not known because of it, with what would show it."""
     text = f"Progress: {goodput.progress.value}"
     if goodput.steps_known:
         counted = ". Which steps were done again is not known; hpc_elastic.heartbeat(step) shows it"
@@ -153,7 +151,7 @@ def describe_progress(goodput: Goodput) -> str:
 
 
 def cost_text(costs: Sequence[Cost], *, steps_known: bool) -> str:
-    """What interruptions cost together: ``, cost 8.1 s``; without steps ``, processes up after 0.1 s``."""
+    """``, cost 8.1 s``; without steps ``, processes up after 0.1 s``."""
     if not costs:
         return ""
     seconds, queued = duration(sum(cost.seconds for cost in costs)), sum(cost.queued for cost in costs)
@@ -165,7 +163,7 @@ def cost_text(costs: Sequence[Cost], *, steps_known: bool) -> str:
 
 
 def goodput_of(history: RunHistory, placed: Sequence[PlacedAttempt] | None = None) -> Goodput:
-    """Add up a run's time; `placed` are its attempts, where they have been placed before."""
+    """Add up a run's time; `placed`: its attempts, where they have been placed before."""
     attempts = place_attempts(history) if placed is None else placed
     rounds = [times for part in attempts for times in part.rounds]
     if not attempts:
@@ -231,7 +229,6 @@ class _Account:
         self._cursor, self._last = stop, times
 
     def _restarts_within(self, times: RoundTimes) -> float:
-        """Seconds that restarts within the round's processes took."""
         restarts = [one for one in self._found[times.attempt, times.round].in_process if not one.gave_up]
         by_iteration = {one.iteration: one for one in restarts}
         for one in by_iteration.values():
@@ -286,7 +283,6 @@ class _Account:
         return warm, core + tail
 
     def close(self, final: RoundTimes | None) -> Goodput:
-        """What is left after the last workers, and the whole."""
         waited = _overlap(self._gaps, self._cursor, self._end)
         rest = (self._end - self._cursor) / 1e9 - waited
         self._booked["queued"] += waited
@@ -319,6 +315,9 @@ class _Account:
         verdict = verdict_of(item)
         is_failure = verdict.cause is not Cause.NONE
         recomputed = self._lost.get((times.attempt, times.round), 0.0)
+        host = item.lost_nodes[0].host if item.lost_nodes else ""
+        if verdict.failure is not None:
+            host = verdict.failure.host
         self._costs.append(
             Cost(
                 attempt=times.attempt,
@@ -329,7 +328,7 @@ class _Account:
                 recomputed=recomputed,
                 recovered=recovered,
                 is_failure=is_failure,
-                host=_began_on(verdict, item) if is_failure else "",
+                host=host if is_failure else "",
                 parts=_restart_parts(times, after) if after is not None and after.attempt == times.attempt else (),
             )
         )
@@ -342,14 +341,7 @@ class _Account:
         return next((reason for reason in reasons if reason), "its workers ended, and no reason is recorded")
 
 
-def _began_on(verdict: Verdict, item: RoundHistory) -> str:
-    if verdict.failure is not None:
-        return verdict.failure.host
-    return item.lost_nodes[0].host if item.lost_nodes else ""
-
-
 def _restart_parts(before: RoundTimes, after: RoundTimes) -> tuple[RestartPart, ...]:
-    """The parts of the time from the last moment of one round's workers to the first step of the next one's."""
     broke = before.trained_ns[1] if before.trained_ns is not None else before.end_ns
     runs = max(broke, after.trained_ns[0] if after.trained_ns is not None else after.end_ns)
     stopped = min(max(broke, before.end_ns), runs)
@@ -361,7 +353,7 @@ def _restart_parts(before: RoundTimes, after: RoundTimes) -> tuple[RestartPart, 
 
 
 def _resumed_at(rounds: Sequence[RoundTimes]) -> dict[tuple[int, int], int]:
-    """For each round the least step at which a later one went on: what it had done from there on was done again."""
+    """Round → the least step at which a later one went on: its steps from there on were done again."""
     found: dict[tuple[int, int], int] = {}
     least: int | None = None
     for times in reversed(rounds):

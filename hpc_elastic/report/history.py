@@ -6,7 +6,6 @@ subtracted across hosts; durations were measured on one host.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 from msgspec import Struct, field
@@ -34,24 +33,23 @@ class NodeLoss(Struct, frozen=True, kw_only=True):
     age: float = 0.0
     """Seconds for which the coordinator had seen no heartbeat by then."""
     detail: str = ""
-    """What else is known: ``its agent was ended by SIGKILL``."""
+    """More facts: ``its agent was ended by SIGKILL``."""
     agent_only: bool = False
     """Its agent died and was started again: the node itself was well."""
     left: str = ""
     """Why its agent took it out; then `seen_ns` is by that node's own clock. Empty: it did not."""
     broke: str = ""
-    """What of this package failed there, by that node's own clock: the node went on. Empty: the node did not."""
+    """The failure of this package's own there, by that node's own clock: the node went on. Empty: there was none."""
     unable: str = ""
     """Why the attempt had no agent there, as ``could not run the agent: exit code 127``; then `round` is -1, since no
     round was begun with it, and `seen_ns` is by the supervisor's clock. Empty: there was one."""
     refusal: str = ""
-    """Of `unable`: what the agent itself could not do of what the run's options ask for."""
+    """The option that the agent could not follow, where that is why (`unable`)."""
     observer: int | None = None
     """The node by whose clock `seen_ns` is, or `clocks.SUPERVISOR`; None: not known."""
 
     @property
     def summary(self) -> str:
-        """One clause: what was lost."""
         if self.broke:
             return f"{self.broke} (on {self.host})"
         if self.left:
@@ -62,14 +60,13 @@ class NodeLoss(Struct, frozen=True, kw_only=True):
 
     @property
     def whose_clock(self) -> str:
-        """By which clock `gone_ns` is."""
         if self.left or self.broke:
             return f"{self.host}'s clock"
         return "the supervisor's clock" if self.unable else "last heartbeat, by its observer's clock"
 
     @property
     def gone_ns(self) -> int:
-        """About when it went: the last heartbeat."""
+        """The last heartbeat."""
         return self.seen_ns - int(self.age * 1e9)
 
 
@@ -118,8 +115,7 @@ class RankStatus(Struct, frozen=True, kw_only=True):
     section: str
     age: float
     """Seconds since, when it was reported."""
-    told_ns: int
-    """When that was, by the node's clock."""
+    reported_ns: int = field(name="told_ns")
     counted_steps: int | None = None
     """Steps of its optimizer in this round, where the script reports none."""
 
@@ -138,13 +134,13 @@ class StackGroup(Struct, frozen=True, kw_only=True):
     stack: tuple[str, ...]
     """``/path/train.py:44 step``, the most recent call last; empty: none could be had."""
     name: str = ""
-    """Of a thread that is not the main one, where it has one."""
+    """A thread's that is not the main one, where it has one."""
     state: str = ""
-    """Where there is no stack: what the kernel said of the process, as ``D (disk sleep) in rpc_wait_bit_killable``."""
+    """The kernel's view where there is no stack: ``D (disk sleep) in rpc_wait_bit_killable``."""
 
 
 class RestartRecord(Struct, frozen=True, kw_only=True):
-    """What the coordinator decided when a round had broken."""
+    """The coordinator's decision after a round had broken."""
 
     action: str
     """``restart``, ``continue`` (free of charge: the membership changed) or ``close``."""
@@ -153,46 +149,44 @@ class RestartRecord(Struct, frozen=True, kw_only=True):
     max_restarts: int | None = None
 
 
-class RoundHistory(Struct, frozen=True, kw_only=True, dict=True):
+class RoundHistory(Struct, kw_only=True, dict=True):
     """One round: its nodes, what failed, what was decided. Its `__dict__` keeps what was concluded from it."""
 
     index: int
     reason: str = ""
-    """Why it was opened."""
     started_ns: int | None = None
     """First ``round_final`` of its nodes, by that node's clock."""
     seconds: float | None = None
-    """From ``round_final`` to the workers' end, the longest of its nodes; None where no node reported both."""
+    """The longest of its nodes from ``round_final`` to the workers' end; None where no node reported both."""
     world_size: int | None = None
     nodes: tuple[RoundNode, ...] = ()
     replaced: tuple[Replacement, ...] = ()
-    """By the place that was taken."""
     in_process: tuple[InProcessRestart, ...] = ()
     """Restarts within its processes, by time; nothing of the round ended by them."""
     fresh_starts: tuple[tuple[str, str], ...] = ()
-    """With a fork server: (host whose workers were started fresh, why)."""
+    """(host whose workers were started fresh though there is a fork server, why)."""
     failures: tuple[WorkerFailure, ...] = ()
     ends: tuple[WorkerEnd, ...] = ()
-    """By rank, of a round that broke: the workers that ended otherwise than by the agent's signal. A rank that is
-    missing was ended by it, or its agent reported no end."""
+    """The workers of a broken round that ended otherwise than by the agent's signal, by rank. A rank that is missing
+    was ended by it, or its agent reported no end.
+    """
     lost_nodes: tuple[NodeLoss, ...] = ()
     own_failures: tuple[NodeLoss, ...] = ()
-    """What of this package failed (`NodeLoss.broke`); no node was lost by it."""
+    """Failures of this package's own (`NodeLoss.broke`); no node was lost by them."""
     succeeded_nodes: frozenset[int] = frozenset()
     stopping_reasons: tuple[str, ...] = ()
     stopping_ns: tuple[tuple[int, int], ...] = ()
     """(node, when its agent began to end its workers, by its own wall clock)."""
     decision: RestartRecord | None = None
-    progress: Mapping[int, Progress] = field(default_factory=dict)
-    """By node: what its workers have done, as its agent reported it last."""
+    progress: dict[int, Progress] = field(default_factory=dict)
+    """Node → its agent's last report of what its workers have done."""
     rank_statuses: tuple[RankStatus, ...] = ()
     """The workers' last heartbeats, by rank; empty where none was reported."""
     activities: tuple[Activity, ...] = ()
-    """What each rank was doing, by rank, where the nodes knew nothing but symptoms, or a hang."""
+    """Each rank's, by rank, where the nodes knew nothing but symptoms, or a hang."""
     sockets: tuple[Sockets, ...] = ()
-    """What the nodes knew of their ranks' sockets, where the round broke by symptoms alone."""
+    """Each node's, where the round broke by symptoms alone."""
     stacks: tuple[StackGroup, ...] = ()
-    """The rarest first."""
     threads: tuple[StackGroup, ...] = ()
     """The same of threads that are not the main one."""
     suspicion: str = ""
@@ -206,12 +200,11 @@ class RoundHistory(Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def broken(self) -> bool:
-        """Whether something failed in it, be it that everything that did was ended by us."""
+        """Whether something failed, including workers that we stopped."""
         return bool(self.failures or self.lost_nodes or self.own_failures)
 
     @property
     def succeeded(self) -> bool:
-        """Whether every node's workers ended with 0."""
         return bool(self.nodes) and self.succeeded_nodes >= {node.node for node in self.nodes}
 
 
@@ -224,9 +217,9 @@ class AgentEnd(Struct, frozen=True, kw_only=True):
     """None: its step ended, and its own exit code is not known."""
     seen_ns: int
     detail: str = ""
-    """As ``its step ended, srun: SIGKILL``."""
+    """``its step ended, srun: SIGKILL``."""
     why: str = ""
-    """What it reported itself, where it failed and still could: ``MemoryError (node_agent.py:12 in run)``."""
+    """Its own report of a failure: ``MemoryError (node_agent.py:12 in run)``."""
 
 
 START_REFUSED = "start_refused"
@@ -249,7 +242,7 @@ class GivenUpNode(Struct, frozen=True, kw_only=True):
     it until the attempt's end; `START_REFUSED` where its agent itself says why it could not run."""
     reason: str
     seen_ns: int
-    """By the supervisor's clock."""
+    """The supervisor's clock."""
 
     @property
     def loss(self) -> NodeLoss | None:
@@ -268,9 +261,7 @@ class GivenUpNode(Struct, frozen=True, kw_only=True):
         )
 
 
-class AttemptHistory(Struct, frozen=True, kw_only=True):
-    """One execution of the job."""
-
+class AttemptHistory(Struct, kw_only=True):
     number: int
     job_id: str = ""
     nodes: tuple[str, ...] = ()
@@ -282,7 +273,7 @@ class AttemptHistory(Struct, frozen=True, kw_only=True):
     reason: str = ""
     exit_code: int | None = None
     decision: str = ""
-    """What was decided about the job: ``requeue: …``, ``end: …``."""
+    """``requeue: …``, ``end: …``."""
     rounds: tuple[RoundHistory, ...] = ()
     agent_ends: tuple[AgentEnd, ...] = ()
     relaunched: tuple[str, ...] = ()
@@ -290,34 +281,27 @@ class AttemptHistory(Struct, frozen=True, kw_only=True):
     unstarted: tuple[tuple[str, str], ...] = ()
     """Names of the nodes where no agent could be started, each with the reason."""
     given_up: tuple[GivenUpNode, ...] = ()
-    """By node: those that the attempt went on without, or could not go on without."""
+    """Nodes that the attempt went on without, or could not go on without, by node."""
     versions: tuple[tuple[str, str], ...] = ()
-    """Of what it ran with: Python, torch, Slurm …"""
+    """Python's, torch's, Slurm's …"""
     notices: tuple[str, ...] = ()
-    """Signals that gave notice."""
     meaning: str = ""
-    """What the last signal meant for the job: a value of `launch.signals.JobCondition`; empty: none came."""
+    """The last signal's: a value of `launch.signals.JobCondition`; empty: none came."""
     outages: tuple[Outage, ...] = ()
-    """What came and went: the filesystem, network links; by time."""
+    """They are in order of time."""
     output_lost: tuple[OutputLoss, ...] = ()
-    """What of the workers' output was lost."""
     commands: tuple[CommandFailure, ...] = ()
-    """The user's own that failed; by time."""
+    """The user's commands that failed; by time."""
     problems: tuple[str, ...] = ()
-    """What could not be read."""
     times: AttemptTimes = field(default_factory=AttemptTimes)
-    """When each node did what."""
     clocks: Clocks = NO_CLOCKS
-    """What its agents measured of each other's."""
 
     @property
     def seconds(self) -> float | None:
-        """How long it took; None where that is not known."""
         return (self.ended_ns - self.started_ns) / 1e9 if self.started_ns and self.ended_ns else None
 
     @property
     def unable(self) -> tuple[NodeLoss, ...]:
-        """Nodes of which no agent ever took part, with the reason."""
         return tuple(loss for node in self.given_up if (loss := node.loss) is not None)
 
     @property
@@ -327,7 +311,7 @@ class AttemptHistory(Struct, frozen=True, kw_only=True):
 
     @property
     def filesystem_failed(self) -> bool:
-        """Whether that was so on several nodes, or on all: then it was not the nodes that were broken."""
+        """Whether the filesystem refused several nodes, or all: then it was not the nodes that were broken."""
         ends = [end for end in self.agent_ends if end.code == REFUSED_CODE]
         names = {end.name.partition(".")[0] for end in ends}
         for end in ends:
@@ -341,28 +325,26 @@ class RunHistory(Struct, frozen=True, kw_only=True):
     run_id: str
     run_dir: str
     name: str
-    """What torchrun would call it: the script."""
+    """torchrun would call it so: the script."""
     max_requeues: int | None = None
     command: str = ""
-    """What the user gave: what a worker runs."""
     section_timeouts: tuple[str, ...] = ()
-    """The sections that the user gave a timeout for."""
     step_timeout: float | None = None
     """Seconds without a heartbeat in section ``step`` that make a hang; None: none are given, or they are learned."""
     could_fork: bool = False
-    """Whether ``--start-method forkserver`` was possible, and not given."""
+    """``--start-method forkserver`` was possible, and not given."""
     attempts: tuple[AttemptHistory, ...] = ()
     never_began: str = ""
     """Why Slurm ended the job before the first attempt."""
     bad_nodes: tuple[NodeScore, ...] = ()
-    """By what was known when an attempt ended last; the worst first."""
+    """They are as known when an attempt ended last; the worst first."""
     excluded: tuple[str, ...] = ()
     """Those of them that the next attempt does without, or the one that was begun since."""
     problems: tuple[str, ...] = ()
 
     @property
     def progress(self) -> ProgressSource:
-        """What the run's progress is known by. Collectives before a first step are nothing where steps are known."""
+        """The source of the run's progress. Collectives before a first step are nothing where steps are known."""
         rounds = (item for attempt in self.attempts for item in attempt.rounds)
         found = {one.source for item in rounds for one in item.progress.values()}
         order = (*STEPS, ProgressSource.COLLECTIVES, ProgressSource.KERNEL)

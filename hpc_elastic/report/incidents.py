@@ -1,5 +1,5 @@
-"""What happened in an attempt without ending it: outages, lost output, commands of the user's own that
-failed, restarts within the processes of a round.
+"""Events of an attempt that did not end it: outages, lost output, the user's commands that failed, restarts within the
+processes of a round.
 
 An outage came and went by itself: a filesystem that refused, a network link that was lost. Lost output never reached
 its files or the job log. Each is read from an event; what is not as it should be in one is left out.
@@ -9,32 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from enum import Enum
+from typing import Any, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from hpc_elastic.report.clocks import SUPERVISOR
-from hpc_elastic.run.agent_events import (
-    FilesystemRefused,
-    InProcessGaveUp,
-    InProcessRestarted,
-    OutputLost,
-    StreamLoss,
-    UserCommandEnded,
-)
+from hpc_elastic.run.agent_events import FilesystemRefused, StreamLoss
 from hpc_elastic.run.coordinator_events import LinkLost
 from hpc_elastic.run.event_reader import EventLine
+from hpc_elastic.run.event_types import RunEvent
 
 _SAME_MOMENT_NS = 2_000_000_000
 _SLACK_NS = 10_000_000_000
 """So far may two hosts' clocks be apart, and so long may it take until an agent's end is seen."""
 _WORDS = 300
-_MOST_LINES = 20
+_Incident = TypeVar("_Incident", bound=Struct)
 
 
 class OutageKind(str, Enum):
-    """What was out."""
-
     FILESYSTEM = "filesystem"
     """The filesystem of the run directory refused a node."""
     LINK = "link"
@@ -42,26 +35,21 @@ class OutageKind(str, Enum):
 
 
 class Outage(Struct, frozen=True, kw_only=True):
-    """One time of it, on one node."""
-
     kind: OutageKind
     node: int
     """Its index; `clocks.SUPERVISOR` for the supervisor."""
     host: str
     seconds: float
     since_ns: int
-    """By the clock of `observer`'s host."""
+    """The clock of `observer`'s host."""
     observer: int
     over: bool = True
-    """Whether it ended before its observer did."""
     error: str = ""
-    """What the filesystem said."""
     path: str = ""
-    """What it refused first."""
+    """The first that it refused."""
 
 
 def read_outage(line: EventLine, event: FilesystemRefused | LinkLost) -> Outage:
-    """From such an event."""
     node = SUPERVISOR if line.node is None or line.role == "supervisor" else line.node
     since = line.written_ns - int(event.seconds * 1e9) if event.since_ns is None else event.since_ns
     return Outage(
@@ -109,29 +97,13 @@ def refused_hosts(outages: Collection[Outage], *, at_ns: int | None = None) -> t
 
 
 class OutputLoss(Struct, frozen=True, kw_only=True):
-    """What one node lost in one episode."""
-
     host: str = ""
     node: int = 0
     reason: str = ""
     not_in_files: int = 0
     not_in_job_log: int = 0
-    told_ns: int = 0
-    """When, by the node's clock."""
+    reported_ns: int = field(default=0, name="told_ns")
     streams: tuple[StreamLoss, ...] = ()
-
-
-def read_loss(line: EventLine, event: OutputLost) -> OutputLoss:
-    """From an agent's event."""
-    return OutputLoss(
-        host=line.host,
-        node=0 if line.node is None else line.node,
-        reason=event.reason,
-        not_in_files=event.not_in_files,
-        not_in_job_log=event.not_in_job_log,
-        told_ns=line.written_ns,
-        streams=event.streams,
-    )
 
 
 class CommandFailure(Struct, frozen=True, kw_only=True):
@@ -144,40 +116,23 @@ class CommandFailure(Struct, frozen=True, kw_only=True):
     reason: str
     code: int
     seconds: float
-    told_ns: int
+    reported_ns: int = field(name="told_ns")
     about: str = ""
-    """Of what was to be notified."""
+    """The event to notify of."""
     output: tuple[str, ...] = ()
     """The last lines that it printed."""
     log: str = ""
 
 
-def read_command(line: EventLine, event: UserCommandEnded) -> CommandFailure:
-    """From such an event."""
-    return CommandFailure(
-        command=event.command,
-        host=line.host,
-        node=SUPERVISOR if line.node is None or line.role == "supervisor" else line.node,
-        reason=event.reason[:_WORDS],
-        code=event.code,
-        seconds=event.seconds,
-        told_ns=line.written_ns,
-        about=event.about,
-        output=tuple(text[:_WORDS] for text in event.output[-_MOST_LINES:]),
-        log=event.log,
-    )
-
-
 class InProcessRestart(Struct, frozen=True, kw_only=True):
     """The function started again in the processes that were left, or a process gave up."""
 
-    told_ns: int
-    """When, by the node's clock."""
+    reported_ns: int = field(name="told_ns")
     node: int
     iteration: int = 0
-    """That began; of a process that gave up, the one that it was in."""
+    """The one that began; where a process gave up, the one that it was in."""
     seconds: float = 0.0
-    """From the fault to the function's start."""
+    """The time from the fault to the function's start."""
     world_size: int = 0
     interruptions: tuple[tuple[int, str], ...] = ()
     """Rank in the iteration before, and what happened there."""
@@ -187,17 +142,10 @@ class InProcessRestart(Struct, frozen=True, kw_only=True):
     """Why no further restart was tried; empty: one was."""
 
 
-def read_restart(line: EventLine, event: InProcessRestarted | InProcessGaveUp, node: int) -> InProcessRestart:
-    """From an agent's event."""
-    if isinstance(event, InProcessGaveUp):
-        why = event.reason or "no reason was given"
-        return InProcessRestart(told_ns=line.written_ns, node=node, iteration=event.iteration, gave_up=why)
-    return InProcessRestart(
-        told_ns=line.written_ns,
-        node=node,
-        iteration=event.iteration,
-        seconds=event.seconds,
-        world_size=event.world_size,
-        interruptions=event.interruptions,
-        joined=event.joined,
-    )
+def read_incident(kind: type[_Incident], line: EventLine, event: RunEvent, **known: Any) -> _Incident:
+    """The record of an event, whose fields of the same name it takes; `known` are those that differ."""
+    node = SUPERVISOR if line.node is None or line.role == "supervisor" else line.node
+    found = {"host": line.host, "node": node, "reported_ns": line.written_ns}
+    names = kind.__struct_fields__
+    found |= {name: getattr(event, name) for name in names if hasattr(event, name)}
+    return kind(**{name: value for name, value in {**found, **known}.items() if name in names})

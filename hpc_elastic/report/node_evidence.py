@@ -1,4 +1,4 @@
-"""What an attempt shows against nodes: from its history, for `hpc_elastic.run.node_score`."""
+"""An attempt's evidence against nodes, from its history, for `hpc_elastic.run.node_score`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,7 @@ _WORDS = 400
 
 
 def node_evidence(history: RunHistory, *, attempt: int) -> tuple[Evidence, ...]:
-    """What happened on which node in one attempt, each thing once.
-
-    Args:
-        history: The run.
-        attempt: The attempt's number.
-    """
+    """List what happened on which node in one attempt, each thing once."""
     found: dict[tuple[str, EvidenceKind, int], Evidence] = {}
     for part in history.attempts:
         if part.number != attempt:
@@ -32,7 +27,7 @@ def node_evidence(history: RunHistory, *, attempt: int) -> tuple[Evidence, ...]:
 
 
 def _unstarted(attempt: AttemptHistory) -> Iterator[Evidence]:
-    """Where no agent could be started, or none came of it. Where that is so on every node, it is not the nodes."""
+    """Nodes without an agent. Where that is so on every node, it is not the nodes."""
     named = {name: f"no agent could be started there: {why}" for name, why in attempt.unstarted}
     refused = sum(1 for node in attempt.given_up if node.cause == START_REFUSED)
     if refused and refused == len(attempt.nodes):

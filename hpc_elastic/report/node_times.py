@@ -8,20 +8,12 @@ in every round by more than that is set wrong by about as much.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from msgspec import Struct, field
 
 from hpc_elastic.report.clocks import CLOCK_EVENTS, ClockOffset, Clocks, ClocksBuilder
-from hpc_elastic.run.agent_events import (
-    AgentEnded,
-    AgentStarted,
-    RoundFinal,
-    WorkersStarted,
-    WorkersStopped,
-    WorkersStopping,
-    WorkersSucceeded,
-)
+from hpc_elastic.run import agent_events as of_agent
 from hpc_elastic.run.event_reader import EventLine, read_events
 from hpc_elastic.run.event_types import RunEvent, name_of
 from hpc_elastic.run.paths import AttemptPaths
@@ -48,36 +40,30 @@ class AgentTimes(Struct, frozen=True, kw_only=True):
     host: str
     started_ns: tuple[int, ...] = ()
     ended_ns: tuple[int, ...] = ()
-    """By the agent's own event; one that was killed has none."""
+    """An agent that was killed has none."""
 
 
 class AttemptTimes(Struct, frozen=True, kw_only=True):
-    """All nodes' times in one attempt."""
-
     nodes: tuple[NodeTimes, ...] = ()
-    """By node, then by round."""
     agents: tuple[AgentTimes, ...] = ()
-    """By node."""
 
 
-_FINAL, _STARTED, _STOPPING, _ENDED, _SUCCEEDED = range(5)
-_FIELDS: Mapping[type[RunEvent], int] = {
-    RoundFinal: _FINAL,
-    WorkersStarted: _STARTED,
-    WorkersStopping: _STOPPING,
-    WorkersStopped: _ENDED,
-    WorkersSucceeded: _ENDED,
+_FIELDS: Mapping[type[RunEvent], str] = {
+    of_agent.RoundFinal: "final_ns",
+    of_agent.WorkersStarted: "started_ns",
+    of_agent.WorkersStopping: "stopping_ns",
+    of_agent.WorkersStopped: "ended_ns",
+    of_agent.WorkersSucceeded: "ended_ns",
 }
 
 
 class TimesBuilder(Struct):
     """Fed with what agents report of themselves, in any order of files."""
 
-    _nodes: dict[tuple[int, int], list[int | None]] = field(default_factory=dict)
+    _nodes: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
     _agents: dict[int, tuple[list[str], list[int], list[int]]] = field(default_factory=dict)
 
     def take(self, line: EventLine) -> None:
-        """Note one of an agent's events."""
         event, node, when = line.event, line.node, line.written_ns
         if event is None or node is None or node < 0 or when < 0:
             return
@@ -86,27 +72,20 @@ class TimesBuilder(Struct):
             index: int = event.round  # type: ignore[attr-defined]
             if index < 0:
                 return
-            times = self._nodes.get((node, index))
-            if times is None:
-                times = self._nodes[node, index] = [None, None, None, None, None]
+            times = self._nodes.setdefault((node, index), {})
             # workers_stopped comes after workers_succeeded, too: the first of them counts. A round may become final
-            # anew for an agent that died in it and came back: there the first is the truth as well.
-            if times[place] is None:
-                times[place] = when
-            if isinstance(event, WorkersSucceeded):
-                times[_SUCCEEDED] = when
-        elif isinstance(event, (AgentStarted, AgentEnded)):
+            # again for an agent that died in it and came back: there the first is the truth as well.
+            times.setdefault(place, when)
+            if isinstance(event, of_agent.WorkersSucceeded):
+                times["succeeded"] = True
+        elif isinstance(event, (of_agent.AgentStarted, of_agent.AgentEnded)):
             hosts, started, ended = self._agents.setdefault(node, ([], [], []))
             hosts.append(line.host)
-            (started if isinstance(event, AgentStarted) else ended).append(when)
+            (started if isinstance(event, of_agent.AgentStarted) else ended).append(when)
 
     def build(self) -> AttemptTimes:
-        """What was reported."""
         return AttemptTimes(
-            nodes=tuple(
-                NodeTimes(index, node, final, started, stopping, ended, succeeded is not None)
-                for (node, index), (final, started, stopping, ended, succeeded) in sorted(self._nodes.items())
-            ),
+            nodes=tuple(NodeTimes(index, node, **times) for (node, index), times in sorted(self._nodes.items())),
             agents=tuple(
                 AgentTimes(node=node, host=hosts[0], started_ns=tuple(sorted(started)), ended_ns=tuple(sorted(ended)))
                 for node, (hosts, started, ended) in sorted(self._agents.items())
@@ -119,14 +98,11 @@ SUSPECT_NS = 90 * 1_000_000_000
 
 
 def node_offsets(times: Iterable[NodeTimes], *, clocks: Clocks) -> dict[int, ClockOffset]:
-    """How far the nodes' wall clocks are off, of one attempt.
+    """Node index → how far its wall clock is off in one attempt; a node that is not there is trusted.
 
     Args:
         times: All nodes' times.
-        clocks: What was measured.
-
-    Returns:
-        Node index → offset; a node that is not there is trusted.
+        clocks: The measurements.
     """
     found = dict(clocks.offsets)
     rounds: dict[int, dict[int, int]] = {}
@@ -158,8 +134,8 @@ def read_offsets_ns(attempt: AttemptPaths) -> dict[int, int]:
     """
     times: dict[tuple[int, int], NodeTimes] = {}
     clocks = ClocksBuilder()
-    for line in read_events(attempt.events, names={*CLOCK_EVENTS, name_of(RoundFinal)}):
-        if isinstance(line.event, RoundFinal):
+    for line in read_events(attempt.events, names={*CLOCK_EVENTS, name_of(of_agent.RoundFinal)}):
+        if isinstance(line.event, of_agent.RoundFinal):
             if line.node is not None and line.written_ns:
                 index = line.event.round
                 times.setdefault((index, line.node), NodeTimes(round=index, node=line.node, final_ns=line.written_ns))

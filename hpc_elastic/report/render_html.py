@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hpc_elastic.base.text import milliseconds_text, plural, safe_text
+from hpc_elastic.report import wording
 from hpc_elastic.report.clocks import NOTABLE_NS
 from hpc_elastic.report.document import Document, Fact, round_entry
 from hpc_elastic.report.goodput import (
@@ -40,14 +41,6 @@ from hpc_elastic.report.render_html_failures import (
 from hpc_elastic.report.render_html_text import clock_time, duration, ranks, shorten, time_of_day, zone
 from hpc_elastic.report.subject import Subject
 from hpc_elastic.report.timeline import IMPORTANCE, Entry, Timeline, build_timeline
-from hpc_elastic.report.wording import (
-    describe_after_round,
-    describe_decision,
-    describe_fresh_starts,
-    describe_outcome,
-    describe_restarts,
-    is_requeued,
-)
 
 if TYPE_CHECKING:
     import jinja2
@@ -58,7 +51,7 @@ ROUNDS = 300
 COSTS = 12
 BAD_NODES = 50
 _RANK_ROUNDS = 30_000
-"""Of ranks' parts in rounds so many are drawn: beyond, only ranks that failed have rows of their own."""
+"""Rank rows times rounds that are drawn: beyond, only ranks that failed have rows of their own."""
 CHEAP_NODE_ROUNDS = 20_000
 """Nodes' parts in rounds of a run whose page is made within about a second."""
 _SHIFTED_HOSTS = 20
@@ -93,19 +86,14 @@ def _environment() -> jinja2.Environment:
 
 
 def render_page(template: str, **context: Any) -> str:
-    """A whole page.
-
-    Args:
-        template: Its path in the package.
-        context: Its title, and all that the template names.
-    """
+    """Render a whole page; `template` is its path in the package."""
     style = STYLE.read_text(encoding="utf-8")
     digest = b64encode(hashlib.sha256(style.encode()).digest()).decode()
     return _environment().get_template(template).render(style=style, digest=digest, plural=plural, **context)
 
 
 def is_cheap(history: RunHistory) -> bool:
-    """Whether the page can be made by the way, at the end of an attempt."""
+    """Whether the page may be made at the end of an attempt."""
     return sum(len(item.nodes) for part in history.attempts for item in part.rounds) <= CHEAP_NODE_ROUNDS
 
 
@@ -115,7 +103,7 @@ def render_html(document: Document, *, limits: ChartLimits | None = None, links:
     Args:
         document: The report. The timeline is the whole run's.
         limits: How much of the chart a page may hold.
-        links: What leads from the page to the run directory, for the links to the ranks' logs.
+        links: The way from the page to the run directory, for the links to the ranks' logs.
 
     Returns:
         HTML without a character that UTF-8 can't write.
@@ -129,7 +117,7 @@ def render_html(document: Document, *, limits: ChartLimits | None = None, links:
     chart = draw_chart(timeline, shown=shown, limits=limits)
     room = TextRoom()
     windows = [make_window(entry, room) for entry in entries]
-    notes = [*_clock_notes(timeline), *_gap_notes(timeline), *chart.left_out]
+    notes = [*_clock_notes(timeline), *chart.left_out]
     if hidden := len(timeline.entries) - len(entries):
         notes.append(f"{hidden} of {len(timeline.entries)} kinds of failures are left out here; report.json has all.")
     if room.refused:
@@ -164,7 +152,6 @@ def _by_round(entries: Sequence[Entry]) -> dict[tuple[int, int], list[Entry]]:
 
 
 def _entry_of(subject: Subject, entries: Sequence[Entry]) -> int | None:
-    """The window of what the verdict names, where that has one that says more."""
     failure, loss = subject.verdict.failure, subject.verdict.lost_node
     if subject.round is None or len(subject.round.failures) < 2:
         return None
@@ -176,11 +163,16 @@ def _entry_of(subject: Subject, entries: Sequence[Entry]) -> int | None:
 
 
 def _head(document: Document, *, zone: str) -> dict[str, Any]:
-    """How it ended, and which run it was."""
     shown = document.shown
     if shown is None:
         return {"tone": "warn", "head": [], "versions": []}
-    tone = "good" if shown.outcome == "succeeded" else "bad" if shown.outcome and not is_requeued(shown) else "warn"
+    tone = (
+        "good"
+        if shown.outcome == "succeeded"
+        else "bad"
+        if shown.outcome and not wording.is_requeued(shown)
+        else "warn"
+    )
     facts = [f"attempt {shown.number}"]
     facts += [f"job {shown.job_id}"] if shown.job_id else []
     facts += [f"exit code {shown.exit_code}"] if shown.exit_code is not None else []
@@ -190,7 +182,6 @@ def _head(document: Document, *, zone: str) -> dict[str, Any]:
 
 
 def _verdict(document: Document, *, opens: int | None) -> dict[str, Any]:
-    """The root cause with its evidence, and the recovery."""
     verdict, finding = document.subject.verdict, document.finding
     facts = [
         (name, f"{text} (confidence: {verdict.confidence.value})" if name == "verdict" else text)
@@ -217,7 +208,6 @@ def _arrow(line: str) -> str:
 
 
 def _goodput(document: Document) -> dict[str, Any]:
-    """How much of the time was useful, where the rest went, and what each interruption cost."""
     goodput = document.goodput
     if goodput.share is None or not is_worth_showing(goodput):
         return {"parts": ()}
@@ -241,7 +231,6 @@ def _describe_cost(cost: Cost, goodput: Goodput) -> str:
 
 
 def _attempts(history: RunHistory) -> dict[str, Any]:
-    """Attempts and rounds in words."""
     total = sum(len(attempt.rounds) for attempt in history.attempts)
     skipped = max(0, total - ROUNDS)
     attempts, seen = [], 0
@@ -249,7 +238,7 @@ def _attempts(history: RunHistory) -> dict[str, Any]:
         lasted = f", {duration(attempt.seconds)}" if attempt.seconds is not None else ""
         job = f" (job {attempt.job_id})" if attempt.job_id else ""
         code = f", exit code {attempt.exit_code}" if attempt.exit_code is not None else ""
-        end = f"{describe_outcome(history, attempt)}{code}"
+        end = f"{wording.describe_outcome(history, attempt)}{code}"
         parts = attempt.rounds[max(0, skipped - seen) :]
         seen += len(attempt.rounds)
         is_decided = attempt.decision and attempt.outcome != "succeeded"
@@ -257,7 +246,7 @@ def _attempts(history: RunHistory) -> dict[str, Any]:
             {
                 "title": f"Attempt {attempt.number}{job}: {clock_time(attempt.started_ns)}{lasted}: {end}",
                 "rounds": [(_round(history, attempt, part), part) for part in parts],
-                "decision": describe_decision(attempt.decision) if is_decided else "",
+                "decision": wording.describe_decision(attempt.decision) if is_decided else "",
             }
         )
     return {"attempts": attempts, "rounds_left_out": (skipped, total) if skipped else ()}
@@ -266,9 +255,9 @@ def _attempts(history: RunHistory) -> dict[str, Any]:
 def _round(history: RunHistory, attempt: AttemptHistory, part: RoundHistory) -> dict[str, str]:
     entry = round_entry(history, attempt, part, separator=" ")
     how = [shorten(entry.how, 240)]
-    how += describe_after_round(attempt, part)[:1] if entry.failure else []
-    how += describe_fresh_starts(part.fresh_starts)
-    how += describe_restarts(part.in_process, everything=False)
+    how += wording.describe_after_round(attempt, part)[:1] if entry.failure else []
+    how += wording.describe_fresh_starts(part.fresh_starts)
+    how += wording.describe_restarts(part.in_process, everything=False)
     return {"size": entry.size, "how": _arrow(shorten("; ".join(how), 500))}
 
 
@@ -297,10 +286,6 @@ def _clock_notes(timeline: Timeline) -> list[str]:
         )
     if len(off) > _SHIFTED_HOSTS:
         notes.append(f"{len(off) - _SHIFTED_HOSTS} more hosts' rows are shifted in the same way.")
+    if len(timeline.attempts) > 1:
+        notes.append("Attempts are to scale; the waits between them are hatched and cut short, short attempts widened.")
     return notes
-
-
-def _gap_notes(timeline: Timeline) -> list[str]:
-    if len(timeline.attempts) < 2:
-        return []
-    return ["Attempts are to scale; the waits between them are hatched and cut short, short attempts widened."]

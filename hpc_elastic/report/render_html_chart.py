@@ -37,17 +37,14 @@ _OTHERS_FAULT = (MarkKind.SYMPTOM, MarkKind.STOPPED)
 
 
 class ChartLimits(Struct, frozen=True, kw_only=True):
-    """What a page may hold."""
-
     rows: int = 1024
-    """Of each kind."""
     picture_bytes: int = 1_100_000
     buttons: int = 300
     """Marks of one kind of rows that can be pressed; the others are drawn."""
 
 
 class Label(Struct, frozen=True, kw_only=True):
-    """On the axis: an attempt (``b``), a round (``em``) or a time."""
+    """An attempt (``b``), a round (``em``) or a time on the axis."""
 
     tag: str
     text: str
@@ -58,8 +55,6 @@ class Label(Struct, frozen=True, kw_only=True):
 
 
 class View(Struct, frozen=True, kw_only=True):
-    """All rows of a kind."""
-
     name: str
     label: str
     what: str
@@ -69,17 +64,13 @@ class View(Struct, frozen=True, kw_only=True):
 
 
 class Chart(Struct, frozen=True, kw_only=True):
-    """What the template draws, and what is not in it."""
-
     grid: int
     pictures: Sequence[str]
-    """SVG paths."""
     views: Sequence[View]
     chosen: str
     corner: str
     labels: Sequence[Label]
     lines: Sequence[tuple[str, str]]
-    """Class and style."""
     states: Sequence[tuple[str, str]]
     """A sample of each state in the rows, and its name."""
     kinds: Sequence[MarkKind]
@@ -107,7 +98,6 @@ class _Pictures(Struct):
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """All that were used, by their numbers."""
         return tuple(self._known)
 
     def _paths(self, spans: Iterable[Span], drawn: Iterable[Mark]) -> str:
@@ -152,13 +142,7 @@ def _path(name: str, heights: Sequence[int], runs: Sequence[Sequence[int]]) -> s
 
 
 def draw_chart(timeline: Timeline, *, shown: frozenset[int], limits: ChartLimits) -> Chart:
-    """Draw a run.
-
-    Args:
-        timeline: The run's picture.
-        shown: Numbers of the entries that have a place in the page, to which marks lead.
-        limits: The page's.
-    """
+    """Draw a run; `shown`: numbers of the entries that have a place in the page, to which marks lead."""
     axis = make_axis([(part.attempt.number, part.start_ns, part.end_ns) for part in timeline.attempts])
     spans = sum(len(row.spans) for row in (*timeline.nodes, *timeline.ranks))
     pictures = _Pictures(axis, 20_000 if spans < 5_000 else 4_000 if spans < 40_000 else 1_000, limits.picture_bytes)
@@ -230,7 +214,6 @@ class _Drawing(Struct):
     left_out: list[str] = field(default_factory=list)
 
     def view(self, name: str, what: str, rows: Sequence[Row], total: int) -> View:
-        """All rows of a kind, as far as there is room."""
         kept = rows[: self.limits.rows]
         pressed = self._pressed(kept)
         drawn, missing, unpressed = [], len(rows) - len(kept), 0
@@ -268,7 +251,6 @@ class _Drawing(Struct):
 
 
 def describe_spans(row: Row) -> str:
-    """What a row's bars show."""
     sums: dict[State, int] = {}
     for span in row.spans:
         sums[span.state] = sums.get(span.state, 0) + span.end_ns - span.start_ns

@@ -47,11 +47,10 @@ class Text(Struct, frozen=True, kw_only=True):
     text: str = ""
     is_open: bool = False
     label: str = ""
-    """For a screen reader; empty: the title."""
+    """A screen reader's; empty: the title."""
 
 
 def make_window(entry: Entry, room: TextRoom) -> dict[str, Any]:
-    """An entry with its evidence."""
     facts: list[tuple[str, str]] = [
         ("kind", entry.kind.value),
         ("where", f"{describe_whose(entry)}, round {entry.round} of attempt {entry.attempt}"),
@@ -96,13 +95,12 @@ def evidence_texts(failure: WorkerFailure, room: TextRoom, *, is_open: bool, who
 
 
 def files_of(failure: WorkerFailure) -> tuple[Path, ...]:
-    """What the rank has left, by its place in the run directory."""
     paths = RunPaths(Path()).attempt(failure.attempt).rank(failure.round, failure.global_rank)
     return (paths.stdout, paths.stderr, paths.error_file)
 
 
 def stacks_of(attempt: AttemptHistory | None, part: RoundHistory | None) -> dict[str, Any] | None:
-    """Where every rank was when a round was ended because of a hang, the odd one out first."""
+    """Each rank's place when a round was ended because of a hang, the odd one out first."""
     stacks = known_stacks(part) if part is not None else []
     if part is None or attempt is None or not stacks:
         return None
@@ -135,7 +133,7 @@ def _other_threads(part: RoundHistory) -> list[Text]:
 
 
 def describe_entry(entry: Entry, limit: int | None = None) -> str:
-    """What most of an entry's failures say, in at most so many characters, and in how many other wordings."""
+    """The most frequent headline, cut at `limit` characters, and the number of other wordings."""
     text = entry.headline if limit is None else shorten(entry.headline, limit)
     others = len(entry.fold.wordings) - 1 if entry.fold is not None else 0
     more = f" (+{plural(others, 'other wording')})" if others else ""
@@ -143,7 +141,6 @@ def describe_entry(entry: Entry, limit: int | None = None) -> str:
 
 
 def describe_whose(entry: Entry) -> str:
-    """The node, or the ranks on their hosts."""
     if entry.loss is not None:
         return f"{entry.loss.host} (node {entry.loss.node})"
     if entry.fold is None:

@@ -40,5 +40,4 @@ def names(hosts: Sequence[str], *, limit: int = 60) -> str:
 
 
 def shorten(value: str, limit: int) -> str:
-    """At most so many characters."""
     return value if len(value) <= limit else f"{value[: limit - 1]}\u2026"

@@ -16,7 +16,7 @@ from hpc_elastic.report.clocks import NO_CLOCKS, SUPERVISOR, Clocks
 from hpc_elastic.report.document import Document, Fold, fold_failures
 from hpc_elastic.report.excerpt import user_frame
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RoundNode, RunHistory
-from hpc_elastic.report.incidents import InProcessRestart, Outage
+from hpc_elastic.report.incidents import InProcessRestart
 from hpc_elastic.report.subject import verdict_of
 from hpc_elastic.report.verdict import Verdict
 from hpc_elastic.run.node_score import NodeScore
@@ -27,7 +27,6 @@ _MOST_CANDIDATES = 100
 
 
 def render_json(document: Document) -> dict[str, Any]:
-    """The report as JSON values."""
     history, shown, measured = document.history, document.shown, document.goodput
     return {
         "version": VERSION,
@@ -134,7 +133,13 @@ def _attempt(attempt: AttemptHistory) -> dict[str, Any]:
         "exit_code": attempt.exit_code,
         "decision": attempt.decision or None,
         "notices": list(attempt.notices),
-        "outages": [_outage(one) for one in attempt.outages],
+        "outages": [
+            {
+                **_values(one, without=("observer",), optional=("error", "path")),
+                "node": one.node if one.node != SUPERVISOR else None,
+            }
+            for one in attempt.outages
+        ],
         "output_lost": [_values(loss) for loss in attempt.output_lost],
         "commands": [
             {**_values(one, optional=("about", "log")), "node": one.node if one.node != SUPERVISOR else None}
@@ -180,11 +185,6 @@ def _node(node: RoundNode) -> dict[str, Any]:
     return {"node": node.node, "host": node.host, "group_rank": node.group_rank, "ranks": ranges(node.ranks)}
 
 
-def _outage(one: Outage) -> dict[str, Any]:
-    value = _values(one, without=("observer",), optional=("error", "path"))
-    return {**value, "node": one.node if one.node != SUPERVISOR else None}
-
-
 def _restart(one: InProcessRestart) -> dict[str, Any]:
     interruptions = [{"rank": rank, "interruption": kind} for rank, kind in one.interruptions]
     return {**_values(one, optional=("gave_up",)), "interruptions": interruptions}
@@ -221,14 +221,9 @@ def _clocks(clocks: Clocks) -> dict[str, Any] | None:
 
 def _place(failure: WorkerFailure, clocks: Clocks) -> dict[str, Any]:
     moment = clocks.of_failure(failure)
+    names = ("global_rank", "local_rank", "host", "node", "pid", "exitcode", "ended_ns")
     return {
-        "global_rank": failure.global_rank,
-        "local_rank": failure.local_rank,
-        "host": failure.host,
-        "node": failure.node,
-        "pid": failure.pid,
-        "exitcode": failure.exitcode,
-        "ended_ns": failure.ended_ns,
+        **{name: getattr(failure, name) for name in names},
         "at_ns": moment.at_ns if moment.bound_ns is not None else None,
         "at_bound_ns": moment.bound_ns,
         "error_file": failure.error_file,

@@ -34,13 +34,13 @@ def render_ranks(
     everywhere: bool = False,
     stacks: ReadStacks = lambda paths: "",
 ) -> str:
-    """What is known of `ranks`, by round and rank. Lines are not cut.
+    """Everything that is known of `ranks`, by round and rank. Lines are not cut.
 
     Args:
         history: The run.
         ranks: Ascending.
         attempt: Only this one's rounds.
-        everywhere: In all rounds; else in the round that the report is about, or the newest where nothing failed.
+        everywhere: All rounds; else the round that the report is about, or the newest where nothing failed.
         stacks: Reads the stacks of a hung round.
     """
     rounds = [
@@ -135,7 +135,7 @@ def _well(part: RoundHistory, rank: int) -> list[str]:
     if status is not None:
         section = f" in {clean_line(status.section)}" if status.section else ""
         lines.append(
-            text_field("last sign", f"{status.at}{section}, {status.age:.1f} s old at {time_text(status.told_ns)}")
+            text_field("last sign", f"{status.at}{section}, {status.age:.1f} s old at {time_text(status.reported_ns)}")
         )
     group = next((group for group in part.stacks if rank in group.ranks and group.stack), None)
     if group is not None:

@@ -15,6 +15,7 @@ from hpc_elastic.base.text import clean_line, duration, fit, plural, ranks_text,
 from hpc_elastic.failures.failure_text import summary_line
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
+from hpc_elastic.report import wording
 from hpc_elastic.report.clocks import Clocks
 from hpc_elastic.report.document import Document, Fact, Fold, RoundEntry, fold_failures, round_entry
 from hpc_elastic.report.excerpt import make_excerpt
@@ -28,15 +29,6 @@ from hpc_elastic.report.goodput import (
 )
 from hpc_elastic.report.history import AttemptHistory, RankStatus, RoundHistory, RunHistory, StackGroup
 from hpc_elastic.report.verdict import Cause, Verdict
-from hpc_elastic.report.wording import (
-    FAILURE_WORDS,
-    describe_fresh_starts,
-    describe_outcome,
-    describe_restarts,
-    describe_silence,
-    describe_size,
-    known_stacks,
-)
 
 DEFAULT_LINES = 40
 DEFAULT_WIDTH = 120
@@ -69,9 +61,6 @@ def render_text(
         max_lines: At most so many lines; None: everything.
         width: Longer lines are cut, but for paths.
         is_file: It is not shown, but kept: the root cause is not cut.
-
-    Returns:
-        Text that ends with a line break.
     """
     everything = max_lines is None
     width = _WHOLE if everything else max(_NARROWEST, width)
@@ -117,10 +106,7 @@ def _head(document: Document, width: int) -> list[str]:
 
 
 def _cause(document: Document, width: int, *, lines: int | None, most: int | None) -> list[str]:
-    """The root cause; in at most so many lines where `lines` says it, but for the fields themselves.
-
-    What happened takes at most `most` lines.
-    """
+    """The root cause in at most so many `lines`, but for the fields themselves; its headline in at most `most`."""
     finding = document.finding
     title = finding.title if document.is_fine or not finding.headline else f"{finding.title}:"
     found = _split_words(clean_line(title), width, most=most or len(title))
@@ -166,7 +152,6 @@ def _lost_stderr(attempt: AttemptHistory | None, failure: WorkerFailure) -> str:
 
 
 def _traceback(failure: WorkerFailure, width: int, lines: int | None, *, lost: str) -> list[str]:
-    """The traceback or the end of stderr, as much as there is room for."""
     excerpt = make_excerpt(failure, lost=lost, most=lines)
     if excerpt is None:
         return []
@@ -175,16 +160,15 @@ def _traceback(failure: WorkerFailure, width: int, lines: int | None, *, lost: s
 
 
 def _others(part: RoundHistory, verdict: Verdict, width: int, *, cap: int | None) -> list[str]:
-    """Failures besides the verdict's, folded, in at most `cap` lines; None: all."""
     is_known = verdict.cause is not Cause.UNKNOWN
     root = verdict.failure if is_known else None
     rest = [failure for failure in part.failures if failure is not root]
     lost = [loss for loss in part.lost_nodes if loss is not verdict.lost_node]
     if not rest and not lost:
         return []
-    order = list(FAILURE_WORDS)
+    order = list(wording.FAILURE_WORDS)
     folds = sorted(fold_failures(rest, part.clocks), key=lambda fold: order.index(fold.first.failure_class))
-    lines = [f"  {clean_line(describe_silence(loss))}" for loss in lost]
+    lines = [f"  {clean_line(wording.describe_silence(loss))}" for loss in lost]
     for fold in folds:
         lines.append(_fold_line(fold, root, verdict, part.clocks, limit=None if cap is None else 30))
         if cap is None and len(fold.wordings) > 1:
@@ -199,7 +183,6 @@ def _others(part: RoundHistory, verdict: Verdict, width: int, *, cap: int | None
 
 
 def _first_symptom(verdict: Verdict, width: int, *, cap: int | None) -> list[str]:
-    """Where the cause is not known: where the first of the others stood."""
     first = verdict.failure
     if first is None:
         return []
@@ -210,7 +193,7 @@ def _first_symptom(verdict: Verdict, width: int, *, cap: int | None) -> list[str
 def _fold_line(fold: Fold, root: WorkerFailure | None, verdict: Verdict, clocks: Clocks, *, limit: int | None) -> str:
     first = fold.first
     hosts = clean_line(fold.hosts[0]) if len(fold.hosts) == 1 else f"{len(fold.hosts)} hosts"
-    what = FAILURE_WORDS[first.failure_class] if first.failure_class is not FailureClass.ROOT else ""
+    what = wording.FAILURE_WORDS[first.failure_class] if first.failure_class is not FailureClass.ROOT else ""
     if root is not None and set(fold.ranks) <= set(verdict.same_failure):
         what = "the same failure"
     label = ", ".join(filter(None, (what, f"in {len(fold.wordings)} wordings" if len(fold.wordings) > 1 else "")))
@@ -220,8 +203,7 @@ def _fold_line(fold: Fold, root: WorkerFailure | None, verdict: Verdict, clocks:
 
 
 def _stacks(part: RoundHistory, width: int, *, cap: int | None) -> list[str]:
-    """Where all ranks stood, the odd one out first, and their last heartbeats."""
-    stacks = known_stacks(part)
+    stacks = wording.known_stacks(part)
     if not stacks:
         return []
     limit = None if cap is None else 40
@@ -247,7 +229,6 @@ def _frame(frame: str) -> str:
 
 
 def _threads(part: RoundHistory, *, is_short: bool) -> list[str]:
-    """The other threads: of many ranks with a dozen each, their number will do."""
     if not part.threads:
         return []
     if is_short:
@@ -260,7 +241,6 @@ def _threads(part: RoundHistory, *, is_short: bool) -> list[str]:
 
 
 def _heartbeats(part: RoundHistory, *, cap: int | None) -> list[str]:
-    """Each rank's last one, those at the same step and in the same section together; the furthest behind first."""
     groups: dict[tuple[int, str], list[RankStatus]] = {}
     for status in part.rank_statuses:
         step = status.counted_steps if status.step is None else status.step
@@ -278,7 +258,6 @@ def _heartbeats(part: RoundHistory, *, cap: int | None) -> list[str]:
 
 
 def _done(document: Document, width: int) -> list[str]:
-    """What was decided, in one line where it fits."""
     shown, lines = document.shown, [brief(line) for line in document.done]
     if not lines and document.subject.round is None:
         return []
@@ -291,7 +270,6 @@ def _done(document: Document, width: int) -> list[str]:
 
 
 def _bad_nodes(history: RunHistory, width: int, *, cap: int | None) -> list[str]:
-    """The worst first, each in as many lines as its reason needs, three at most."""
     lines = []
     for index, score in enumerate(history.bad_nodes[:cap]):
         done = ": left out of later attempts" if score.node in history.excluded else ""
@@ -305,17 +283,15 @@ def _bad_nodes(history: RunHistory, width: int, *, cap: int | None) -> list[str]
 def _past(document: Document, width: int, *, cap: int | None) -> list[str]:
     """One line per attempt and round; rounds that went alike share one.
 
-    Args:
-        document: The report.
-        width: Of a line.
-        cap: At most so many lines, without the titles. The last rounds are kept then, and of an attempt whose rounds
-            are not shown its last failure stands in its own line.
+    Where `cap` leaves no room for all, the last rounds are kept, and an attempt without rounds names its last failure.
     """
     history = document.history
     if not history.attempts:
         return []
-    if len(history.attempts) == 1 and len(history.attempts[0].rounds) < 2 and not _has_restarts(history.attempts[0]):
-        return _split_words(_only_attempt(document, history.attempts[0]), width)
+    only = history.attempts[0]
+    has_restarts = any(part.in_process or part.fresh_starts for part in only.rounds)
+    if len(history.attempts) == 1 and len(only.rounds) < 2 and not has_restarts:
+        return _split_words(_only_attempt(document, only), width)
     everything = cap is None
     blocks = [
         (attempt, _round_lines(history, attempt, document.goodput, everything=everything))
@@ -332,14 +308,9 @@ def _past(document: Document, width: int, *, cap: int | None) -> list[str]:
     return ["Attempts and rounds:", *(fit(line, width) for line in lines), *_goodput(document, width)]
 
 
-def _has_restarts(attempt: AttemptHistory) -> bool:
-    return any(part.in_process or part.fresh_starts for part in attempt.rounds)
-
-
 def _only_attempt(document: Document, attempt: AttemptHistory) -> str:
-    """When and for how long it ran on what; the rest of its end stands in the report's first line."""
     part = attempt.rounds[0] if attempt.rounds else None
-    size = describe_size(part) if part is not None and part.nodes else plural(len(attempt.nodes), "node")
+    size = wording.describe_size(part) if part is not None and part.nodes else plural(len(attempt.nodes), "node")
     when = f"from {time_text(attempt.started_ns)}" if attempt.started_ns else "at an unknown time"
     lasted = f" for {duration(attempt.seconds)}" if attempt.seconds is not None else ""
     rounds = f"one round; progress: {document.goodput.progress.value}" if attempt.rounds else "no round"
@@ -367,7 +338,7 @@ def _attempt_line(history: RunHistory, attempt: AttemptHistory, *, is_alone: boo
     lasted = f", {duration(attempt.seconds)}" if attempt.seconds is not None else ""
     nodes = f", {plural(len(attempt.nodes), 'node')}" if attempt.nodes else ""
     code = f", exit code {attempt.exit_code}" if attempt.exit_code is not None else ""
-    end = describe_outcome(history, attempt)
+    end = wording.describe_outcome(history, attempt)
     broken = (round_entry(history, attempt, part) for part in reversed(attempt.rounds)) if is_alone else ()
     last = next((entry for entry in broken if entry.failure), None)
     if last is not None:
@@ -398,14 +369,13 @@ def _round_lines(history: RunHistory, attempt: AttemptHistory, goodput: Goodput,
         lines.append(
             f"    {name}: {first.size}{lasted}{cost_text(lost, steps_known=goodput.steps_known)}: {brief(first.how)}"
         )
-        restarts = describe_fresh_starts(parts[0].fresh_starts)
-        restarts += describe_restarts(parts[0].in_process, everything=everything)
+        restarts = wording.describe_fresh_starts(parts[0].fresh_starts)
+        restarts += wording.describe_restarts(parts[0].in_process, everything=everything)
         lines += [f"      {clean_line(line)}" for line in restarts]
     return lines
 
 
 def _goodput(document: Document, width: int) -> list[str]:
-    """How much of the time was training, and where the rest went."""
     text = _goodput_text(document)
     if not text and not document.goodput.costs:
         return []
@@ -416,7 +386,6 @@ def _goodput(document: Document, width: int) -> list[str]:
 
 
 def _goodput_text(document: Document) -> str:
-    """Empty where nothing is known, or the time was too short to show anything."""
     goodput = document.goodput
     if not is_worth_showing(goodput):
         return ""
@@ -426,7 +395,6 @@ def _goodput_text(document: Document) -> str:
 
 
 def _wrapped(name: str, text: str, width: int) -> list[str]:
-    """A field whose text goes on in as many lines as it needs, four at most."""
     lines, room = [""], width - 14
     for word in clean_line(text).split(" "):
         if lines[-1] and len(lines[-1]) + 1 + len(word) > room:
@@ -450,7 +418,7 @@ def _split_words(text: str, width: int, *, most: int = 3) -> list[str]:
 
 
 def headline_lines(text: str, width: int, *, most: int | None = _HEADLINE_LINES) -> list[str]:
-    """What happened, in at most so many lines, broken between words where there are any."""
+    """The headline in at most so many lines, broken between words where there are any."""
     lines: list[str] = []
     text, room = brief(text).strip(), width - 2
     while text and (most is None or len(lines) < most):

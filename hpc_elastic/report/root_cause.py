@@ -1,6 +1,6 @@
-"""Which failure was the cause: a pure decision over one round's failures, with its evidence and its confidence.
+"""The failure that was the cause: a pure decision over one round's failures, with its evidence and its confidence.
 
-By class first (what is not a symptom), then by each agent's own time of the failure, taken to one clock as far as the
+Classes come first (what is not a symptom), then each agent's own time of the failure, taken to one clock as far as the
 hosts' clocks were compared. Two times that are closer than the clocks can tell apart are a tie, and reported as one; so
 are times of hosts whose clocks nobody compared.
 """
@@ -33,9 +33,9 @@ from hpc_elastic.failures.ranking import (
 from hpc_elastic.failures.traceback_text import find_python_traceback
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NO_CLOCKS, Clocks
-from hpc_elastic.report.hang_cause import decide_hang
 from hpc_elastic.report.history import START_REFUSED, NodeLoss, RankStatus, WorkerEnd
 from hpc_elastic.report.suspects import (
+    RanksKnown,
     find_early_ends,
     find_ends_before_hang,
     find_late_ends,
@@ -44,7 +44,7 @@ from hpc_elastic.report.suspects import (
     in_order,
     look_at,
 )
-from hpc_elastic.report.verdict import ONLY_FAILURE, Cause, Confidence, Verdict, of_worker
+from hpc_elastic.report.verdict import ONLY_FAILURE, Cause, Confidence, Verdict, decide_hang, of_worker
 from hpc_elastic.run.activities import Activity
 from hpc_elastic.run.node_score import is_everywhere
 
@@ -84,6 +84,8 @@ def decide_verdict(
     # One that was printed after the stop may be the stop's: it is no evidence, and a consequence all the same.
     consequences = [failure for failure in ranking.all if failure.failure_class is FailureClass.SYMPTOM]
     retryable = all(failure.exitcode != NOT_RETRYABLE_EXIT_CODE for failure in failures)
+    hosts = ranks or {}
+    known = RanksKnown([failure.global_rank for failure in ranking.all], ends, activities, hosts, clocks)
     losses = sorted(((clocks.of_loss(loss), loss) for loss in lost_nodes), key=lambda at: (at[0].at_ns, at[1].node))
     if losses and (not causes or losses[0][0].at_ns <= when[id(causes[0])].at_ns):
         order = Order.KNOWN
@@ -94,10 +96,9 @@ def decide_verdict(
         evidence = f"all {len(failures)} were ended by this job itself" if failures else "there is no failure"
         return Verdict(cause=Cause.NONE, confidence=Confidence.HIGH, evidence=evidence)
     if not causes:
-        seen, hosts = when[id(symptoms[0] if symptoms else first)], ranks or {}
-        failed = [failure.global_rank for failure in ranking.all]
+        seen = when[id(symptoms[0] if symptoms else first)]
         compared = compare_ranks(activities, hosts=ranks)
-        early = find_early_ends(failed, seen, ends=ends, ranks=hosts, clocks=clocks)
+        early = find_early_ends(known, seen)
         watchdog = next((failure for failure in symptoms if failure.reason == OWN_WATCHDOG.says), None)
         if watchdog is not None and not (early or any(s.rank != watchdog.global_rank for s in compared.suspects)):
             evidence = "likely: its own watchdog ended it, and no other rank stands out"
@@ -108,37 +109,41 @@ def decide_verdict(
             suspects: tuple[Suspect, ...] = ()
             peers = resolve_peers(activities, sockets, hosts=hosts)
             if not compared.is_of_all:  # what all ranks have in common is no single rank's fault
-                late = find_late_ends(failed, seen, ends=ends, ranks=hosts, clocks=clocks)
-                odd = with_peers(in_order(compared.suspects, late), chain_ends(peers, failed=failed), hosts=hosts)
-                suspects = in_order(early, odd, [_printed(failure) for failure in ranking.late])
-                behind = find_left_behind(failed, ends=ends, activities=activities, ranks=hosts)
+                late = find_late_ends(known, seen)
+                odd = with_peers(in_order(compared.suspects, late), chain_ends(peers, failed=known.failed), hosts=hosts)
+                printed = [
+                    Suspect(rank=one.global_rank, host=one.host, why=f"it had printed {one.headline}")
+                    for one in ranking.late
+                ]
+                suspects = in_order(early, odd, printed)
+                behind = find_left_behind(known)
                 suspects = behind or suspects
-                suspects = suspects or find_silent(failed, ends=ends, activities=activities, ranks=hosts)
+                suspects = suspects or find_silent(known)
             says = "; ".join(filter(None, (compared.says, describe_peers(peers, hosts=hosts))))
             verdict = _unknown_verdict(ranking, suspects, says)
     elif first.failure_class is FailureClass.HANG:
         compared = compare_ranks(activities, hosts=ranks)
-        early = find_ends_before_hang(first, ends=ends, activities=activities, ranks=ranks or {}, clocks=clocks)
+        early = find_ends_before_hang(first, known)
         verdict = decide_hang(
             first,
             causes,
             consequences,
             rank_statuses,
             early or compared.suspects,
-            len(ranks or ()),
+            len(hosts),
             has_ended=bool(early),
             is_open=compared.is_open,
         )
     else:
         verdict = _worker_verdict(causes, ranking.all, len(consequences), losses, [when[id(one)] for one in causes])
-        missing = sorted(set(ranks or ()) - {failure.global_rank for failure in (*causes, *consequences)})
+        missing = sorted(set(hosts) - {failure.global_rank for failure in (*causes, *consequences)})
         if missing and _gave_up_waiting(first) and verdict.confidence is Confidence.HIGH:
             waited = f"{verdict.evidence}; it gave up waiting"
             if len(missing) < len(verdict.same_failure):
                 waited += f", and {ranks_text(missing)} did not fail: look there, too"
             verdict = replace(verdict, confidence=Confidence.LOW, evidence=waited)
         same = verdict.same_failure
-        early = find_early_ends(same, when[id(first)], ends=ends, ranks=ranks or {}, clocks=clocks)
+        early = find_early_ends(known._replace(failed=same), when[id(first)])
         if early and len(same) == len(causes) > len(early) and verdict.confidence is not Confidence.TIE:
             # The script may have made another exception of the connection that it lost.
             verdict = replace(verdict, confidence=Confidence.LOW, evidence=f"{verdict.evidence}. {look_at(early)}")
@@ -182,11 +187,9 @@ def _lost_peer_last(causes: list[WorkerFailure], when: Mapping[int, Moment]) -> 
 
 
 def decide_start_verdict(unable: Sequence[NodeLoss], *, nodes: int) -> Verdict:
-    """Name the root cause where an attempt had too few nodes and no round of it was broken.
+    """Name the root cause where an attempt of so many nodes had too few, and no round of it was broken.
 
-    Args:
-        unable: Nodes of which no agent ever took part.
-        nodes: How many the attempt had.
+    `unable`: nodes of which no agent ever took part.
     """
     if not unable:
         return Verdict(cause=Cause.NONE, confidence=Confidence.HIGH, evidence="no failures")
@@ -236,37 +239,17 @@ def decide_start_verdict(unable: Sequence[NodeLoss], *, nodes: int) -> Verdict:
 
 
 def _unknown_verdict(ranking: Ranking[WorkerFailure], suspects: tuple[Suspect, ...], says: str) -> Verdict:
-    first = ranking.symptoms[0]
-    return of_worker(
-        first,
-        Confidence.NONE,
-        _unknown(ranking.symptoms, suspects, says),
-        cause=Cause.UNKNOWN,
-        same=_same(first, ranking.all),
-        suspects=suspects,
-    )
-
-
-def _printed(failure: WorkerFailure) -> Suspect:
-    return Suspect(rank=failure.global_rank, host=failure.host, why=f"it had printed {failure.headline}")
-
-
-def _unknown(symptoms: list[WorkerFailure], suspects: Sequence[Suspect], says: str = "") -> str:
-    """Every failure is a consequence: what to look at.
-
-    Args:
-        symptoms: The failures.
-        suspects: The ranks to look at.
-        says: What the ranks show together.
-    """
+    symptoms = ranking.symptoms
     if len(symptoms) == 1:
         reads = "not known: the only failure reads like the consequence of another"
     else:
         reads = f"not known: {len(symptoms)} failures, and each reads like the consequence of another"
-    told = f": {says}" if says else ""
-    if not suspects:
-        return f"{reads}{told or ', which left no trace'}. Shown is the first one seen"
-    return f"{reads}{told}. {look_at(suspects)}{'' if len(symptoms) == 1 else '. Shown is the first one seen'}"
+    more = f": {says}" if says else ""
+    evidence = f"{reads}{more or ', which left no trace'}. Shown is the first one seen"
+    if suspects:
+        evidence = f"{reads}{more}. {look_at(suspects)}{'' if len(symptoms) == 1 else '. Shown is the first one seen'}"
+    same = _same(symptoms[0], ranking.all)
+    return of_worker(symptoms[0], Confidence.NONE, evidence, cause=Cause.UNKNOWN, same=same, suspects=suspects)
 
 
 def _worker_verdict(
@@ -276,7 +259,6 @@ def _worker_verdict(
     losses: list[tuple[Moment, NodeLoss]],
     when: list[Moment],
 ) -> Verdict:
-    """`when`: the moments of `causes`, which are in order."""
     root, first = causes[0], when[0]
     others = [
         (failure, moment)
@@ -319,7 +301,6 @@ def _worker_verdict(
 def _among(
     root: WorkerFailure, first: Moment, others: Sequence[tuple[WorkerFailure, Moment]]
 ) -> tuple[Confidence, str]:
-    """Whether the one that seems to be the first of several failures was, and how that is known."""
     orders = [(failure, moment, order_of(first, moment)) for failure, moment in others]
     unknown = [(failure, moment) for failure, moment, order in orders if order is Order.UNKNOWN]
     near = [(failure, moment) for failure, moment, order in orders if order is Order.TIE]
@@ -386,9 +367,11 @@ def _node_verdict(
     retryable: bool,
 ) -> Verdict:
     first = lost[0]
+    fingerprint = "agent_died" if first.agent_only else "node_left" if first.left else "node_lost"
     silent = [f"no heartbeat for {seconds_text(first.age)}"] if first.age >= _SILENT_SECONDS else []
     parts = [", ".join([*silent, *([first.detail] if first.detail else [])]) or "its agent left the run"]
     if first.broke:
+        fingerprint = "platform_failure"
         parts = ["the script did not cause this: a process of hpc-elastic's own did"]
     elif first.left:
         parts = ["it found itself unfit for another round, and took itself out"]
@@ -409,16 +392,10 @@ def _node_verdict(
         evidence="; ".join(parts),
         lost_node=first,
         category=Category.PLATFORM if first.agent_only or first.broke else Category.INFRASTRUCTURE,
-        fingerprint=_node_fingerprint(first),
+        fingerprint=fingerprint,
         retryable=retryable,
         candidates=tuple(causes),
     )
-
-
-def _node_fingerprint(loss: NodeLoss) -> str:
-    if loss.broke:
-        return "platform_failure"
-    return "agent_died" if loss.agent_only else "node_left" if loss.left else "node_lost"
 
 
 def _late_verdict(failure: WorkerFailure, symptoms: int) -> Verdict:
@@ -429,13 +406,9 @@ def _late_verdict(failure: WorkerFailure, symptoms: int) -> Verdict:
         )
     elif failure.is_caught:
         what = "it had caught and printed this, and had not ended when this job ended it"
-    return of_worker(failure, Confidence.LOW, f"likely: {what}{_consequences(symptoms)}")
-
-
-def _consequences(symptoms: int) -> str:
-    if not symptoms:
-        return ""
-    return f"; {plural(symptoms, 'other failure')} {'is a consequence' if symptoms == 1 else 'are consequences'}"
+    if symptoms:
+        what += f"; {plural(symptoms, 'other failure')} {'is a consequence' if symptoms == 1 else 'are consequences'}"
+    return of_worker(failure, Confidence.LOW, f"likely: {what}")
 
 
 def _same(root: WorkerFailure, failures: Sequence[WorkerFailure]) -> tuple[int, ...]:

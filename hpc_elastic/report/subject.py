@@ -1,4 +1,4 @@
-"""What a report is about: which attempt, which of its rounds, and the verdict on it."""
+"""A report's subject: which attempt, which of its rounds, and the verdict on it."""
 
 from __future__ import annotations
 
@@ -22,22 +22,13 @@ _WITHOUT = 3
 
 
 class Subject(Struct, frozen=True, kw_only=True):
-    """The failure that answers "why?"."""
-
     attempt: AttemptHistory | None
-    """The attempt in which it happened; None where there is none at all."""
     round: RoundHistory | None
-    """The round; None where nothing failed."""
     verdict: Verdict
 
 
 def choose_subject(history: RunHistory, *, attempt: int | None = None) -> Subject:
-    """The last round that something broke, of one attempt or, going back, of any; or the nodes that it began without.
-
-    Args:
-        history: The run.
-        attempt: Only this one's rounds.
-    """
+    """The last round that something broke, of one attempt or, going back, of any; or the nodes it began without."""
     candidates = [part for part in history.attempts if attempt is None or part.number == attempt]
     for part in reversed(candidates):
         if part.filesystem_failed and part.outcome != "succeeded":
@@ -54,7 +45,7 @@ def choose_subject(history: RunHistory, *, attempt: int | None = None) -> Subjec
 
 
 def _by_slurms_end(attempt: AttemptHistory, verdict: Verdict) -> Verdict:
-    """Where Slurm alone knows how the attempt ended, its SIGTERM to the workers is a consequence of that."""
+    """Slurm's SIGTERM to the workers is a consequence where Slurm alone knows how the attempt ended."""
     action, _, end = attempt.decision.partition(WITHOUT_VERDICT)
     failure = verdict.failure
     if (
@@ -190,11 +181,6 @@ def nodes_done_without(subject: Subject, shown: AttemptHistory) -> list[str]:
     named = [loss.summary for loss in shown.unable]
     more = len(named) - _WITHOUT
     return named[:_WITHOUT] + ([f"{more} more nodes"] if more > 0 else [])
-
-
-def consequences(part: RoundHistory) -> int:
-    """How many of a round's failures are symptoms."""
-    return sum(1 for failure in part.failures if failure.failure_class is FailureClass.SYMPTOM)
 
 
 def with_end(history: RunHistory, *, attempt: int, outcome: str, exit_code: int | None, decision: str) -> RunHistory:

@@ -30,7 +30,7 @@ from hpc_elastic.report.wording import FAILURE_WORDS
 
 _GAP_SHARE = 0.035
 _LEAST_SHARE = 0.05
-"""Of the axis, for the shortest attempt: one of two seconds beside one of ten hours can still be looked at."""
+"""The shortest attempt's share of the axis: one of two seconds beside one of ten hours can still be looked at."""
 _STEPS: Sequence[int] = (
     1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800,
 )  # fmt: skip
@@ -42,7 +42,6 @@ class Piece(Struct, frozen=True, kw_only=True):
     start_ns: int
     end_ns: int
     left: float
-    """From 0 to 1."""
     right: float
     attempt: int | None
     """None: the wait between two attempts."""
@@ -55,7 +54,7 @@ class Axis(Struct, frozen=True):
     _starts: tuple[int, ...] = ()
 
     def place(self, when_ns: int) -> float:
-        """Where a time lies; what is outside lies at the edge."""
+        """A time's place; what is outside lies at the edge."""
         if not self.pieces:
             return 0.0
         piece = self.pieces[max(0, bisect_right(self._starts, when_ns) - 1)]
@@ -81,11 +80,9 @@ class Axis(Struct, frozen=True):
 
 
 def make_axis(attempts: Sequence[tuple[int, int, int]]) -> Axis:
-    """Lay attempts out.
+    """Lay out attempts, ascending: number, start and end of each.
 
-    Args:
-        attempts: Number, start and end of each, ascending. One that starts before the end of the one before, by another
-            host's clock, starts at that end.
+    One that starts before the end of the one before, by another host's clock, starts at that end.
     """
     if not attempts:
         return Axis(())
@@ -112,10 +109,9 @@ def make_axis(attempts: Sequence[tuple[int, int, int]]) -> Axis:
 
 
 class MarkKind(str, Enum):
-    """What stands at a moment, the most important first."""
+    """The most important first."""
 
     CAUSE = "root cause"
-    """What the verdict on its round names."""
     LOST = "node lost or left"
     FAILURE = FAILURE_WORDS[FailureClass.ROOT]
     HANG = FAILURE_WORDS[FailureClass.HANG]
@@ -140,7 +136,6 @@ class Entry(Struct, frozen=True, kw_only=True):
 
     @property
     def headline(self) -> str:
-        """One line."""
         if self.loss is not None:
             return self.loss.summary
         return self.fold.headline if self.fold is not None else ""
@@ -154,8 +149,6 @@ class Entry(Struct, frozen=True, kw_only=True):
 
 
 class Mark(Struct, frozen=True, kw_only=True):
-    """An entry on a row: one mark however many of the row's ranks it is about."""
-
     entry: int
     kind: MarkKind
     at_ns: int
@@ -163,20 +156,15 @@ class Mark(Struct, frozen=True, kw_only=True):
 
 
 class Row(Struct, frozen=True, kw_only=True):
-    """A node or a rank."""
-
     name: str
     detail: str
-    """A rank's hosts, a node's ranks."""
     spans: tuple[Span, ...]
     marks: tuple[Mark, ...]
     key: tuple[tuple[State, int, int], ...] = ()
-    """What it went through, without times: rows that went through the same are alike."""
+    """Its states without times: rows with the same key are alike."""
 
 
 class Timeline(Struct, frozen=True, kw_only=True):
-    """Everything that the picture shows."""
-
     attempts: tuple[PlacedAttempt, ...]
     nodes: tuple[Row, ...]
     ranks: tuple[Row, ...]
@@ -188,11 +176,10 @@ class Timeline(Struct, frozen=True, kw_only=True):
     offsets: Mapping[str, ClockOffset]
     """Names of nodes whose wall clock is known to be off by so much; its times are shifted."""
     clock_hosts: tuple[str, ...] = ()
-    """By whose clock the axis is, for each attempt in which clocks were compared."""
+    """The host whose clock the axis is by, for each attempt in which clocks were compared."""
 
 
 def build_timeline(parts: tuple[PlacedAttempt, ...], *, most_ranks: int = 1024) -> Timeline:
-    """Draw a run's attempts, with as many rows of ranks at most."""
     entries = _entries(part.attempt for part in parts)
     by_round: dict[tuple[int, int], list[Entry]] = {}
     for entry in entries:

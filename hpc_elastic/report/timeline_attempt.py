@@ -19,8 +19,6 @@ from hpc_elastic.run.heartbeats import COUNTED, STEPS, ProgressSource
 
 
 class State(str, Enum):
-    """Of a node or a rank."""
-
     LAUNCHING = "agent being launched"
     """The attempt goes on, and nothing was heard of its agent yet."""
     RENDEZVOUS = "rendezvous"
@@ -28,9 +26,9 @@ class State(str, Enum):
     STARTING = "starting"
     """The round is agreed upon: its workers are started, import and load, until the round's first step."""
     RUNNING = "running"
-    """From the round's first step on."""
+    """The round's first step has been done."""
     UP = "processes up"
-    """In a run whose steps are not known: whether the workers trained is not known either."""
+    """The run's steps are not known: whether the workers trained is not known either."""
     STOPPING = "stopping workers"
     SPARE = "waiting as a spare"
     """Others run a round without it."""
@@ -47,7 +45,7 @@ class Span(NamedTuple):
     start_ns: int
     end_ns: int
     round: int
-    """-1: of none."""
+    """-1: none."""
 
 
 class Stay(NamedTuple):
@@ -116,22 +114,18 @@ class RoundSteps(NamedTuple):
     """Seconds."""
     checkpoints: int = 0
     is_counted: bool = False
-    """Whether they are counted from 1 in each round: which of them were done again is not known."""
+    """They are counted from 1 in each round: which of them were done again is not known."""
 
 
 class RoundTimes(Struct, frozen=True, kw_only=True):
-    """A round on the common axis."""
-
     attempt: int
     round: int
     reason: str
-    """Why it began."""
     start_ns: int
     end_ns: int
     trained_ns: tuple[int, int] | None
-    """From when to when all its workers ran; None: they never did all at once."""
+    """The time in which all its workers ran; None: they never did all at once."""
     steps: RoundSteps | None = None
-    """None: none was reported."""
 
 
 NOT_SEEN_NS = 1_000_000
@@ -142,7 +136,6 @@ class PlacedAttempt:
     """One attempt with all its times on the common axis."""
 
     def __init__(self, attempt: AttemptHistory, *, source: ProgressSource = ProgressSource.UNKNOWN) -> None:
-        """`source` is what the run's progress is known by."""
         self.attempt = attempt
         self._sources = (source,) if source is ProgressSource.COLLECTIVES else STEPS
         self._hosts = {agents.node: agents.host for agents in attempt.times.agents}
@@ -164,7 +157,6 @@ class PlacedAttempt:
         for times in attempt.times.nodes:
             self._times.setdefault(times.node, []).append(self._shifted(times))
         self.start_ns, self.end_ns = self._extent()
-        """From the first that is known of it to the last."""
         found = {item.index: self._steps(item) for item in attempt.rounds}
         self._known_steps = {index: steps for index, steps in found.items() if steps is not None}
         steps_known = source in (*STEPS, ProgressSource.COLLECTIVES)
@@ -177,7 +169,7 @@ class PlacedAttempt:
             index: (min(stay.start_ns for stay in there.values()), max(stay.end_ns for stay in there.values()))
             for index, there in self.by_round.items()
         }
-        """From when to when any node was in each round."""
+        """Round → when the first node was in it, when the last."""
 
     def _make_stays(self, node: int, *, steps_known: bool) -> list[Stay]:
         """A node's parts in the rounds, ascending and without overlap."""
@@ -239,7 +231,7 @@ class PlacedAttempt:
         return spans
 
     def rank_spans(self, stay: Stay, failed_ns: int | None) -> list[Span]:
-        """What a rank of a node did in a round: as its node, until it failed."""
+        """A rank's states in a round: its node's, until it failed."""
         kept = []
         for span in stay.spans(self.end_ns):
             if failed_ns is None or span.state is State.LOST or span.end_ns <= failed_ns:
@@ -256,12 +248,10 @@ class PlacedAttempt:
         return self._hosts.get(node) or f"node {node}"
 
     def at(self, node: int, when_ns: int) -> int:
-        """A node's time on the common axis."""
         likely = self.attempt.clocks.likely(node, when_ns)
         return when_ns - self._shifts.get(node, 0) if likely is None else likely
 
     def failure_at(self, failure: WorkerFailure) -> int:
-        """When it happened, on the common axis."""
         return self._known(self.attempt.clocks.of_failure(failure), self.at(failure.node, failure.ended_ns))
 
     def loss_at(self, loss: NodeLoss) -> int:
@@ -296,18 +286,17 @@ class PlacedAttempt:
         times += [loss.seen_ns for losses in self.losses.values() for loss in losses.values()]
         for part in attempt.rounds:
             times += [self.failure_at(failure) for failure in part.failures if failure.ended_ns]
-            times += [self.at(status.node, status.told_ns) for status in part.rank_statuses]
+            times += [self.at(status.node, status.reported_ns) for status in part.rank_statuses]
         times += [self._seen_by_supervisor(end.seen_ns) for end in attempt.agent_ends]
         known = [when for when in times if when]
         return (min(known), max(known)) if known else (0, 0)
 
     @property
     def rounds(self) -> list[RoundTimes]:
-        """All rounds."""
         return [self._round_times(item) for item in self.attempt.rounds]
 
     def _round_times(self, item: RoundHistory) -> RoundTimes:
-        """From when to when all of a round's workers ran: till the first stopped, failed or was lost."""
+        """A round trains from when all its workers run till the first stopped, failed or was lost."""
         there = self.by_round.get(item.index, {})
         stays = {node.node: there[node.node] for node in item.nodes if node.node in there}
         start, end = self.extents.get(item.index, (self.end_ns, self.end_ns))
@@ -335,7 +324,7 @@ class PlacedAttempt:
         )
 
     def _steps(self, item: RoundHistory) -> RoundSteps | None:
-        """By the node whose worker got furthest; of several the one that got there first."""
+        """The node whose worker got furthest counts; of several the one that got there first."""
         found = [
             (-max(done.step, done.counted_steps), self.at(node, done.step_ns), node, done)
             for node, done in item.progress.items()

@@ -1,4 +1,4 @@
-"""What a report says in words: one place for every kind of failure, outcome, decision, outage and restart.
+"""A report's words: one place for every kind of failure, outcome, decision, outage and restart.
 
 The text, the page and `status` take their sentences from here (report.json has values instead); the sentence that
 explains a verdict stands with its decision, in `verdict`. Nothing here cuts a line or escapes it: that is the
@@ -38,7 +38,7 @@ _CATEGORY_WORDS = {
 }
 _BLAMELESS = (FailureClass.STOPPED_BY_US, FailureClass.SYMPTOM)
 _SENT_BY_OTHERS = (NOT_OURS, "from outside")
-"""In the reason of a signal that this package did not send; the second in records of versions before 0.2."""
+"""Parts of the reason of a signal that this package did not send; the second in records of versions before 0.2."""
 _MOST_NAMES = 4
 _MOST_SPARES = 3
 _MOST_RESTARTS = 3
@@ -68,7 +68,6 @@ def describe_exit(failure: WorkerFailure) -> str:
 
 
 def describe_silence(loss: NodeLoss) -> str:
-    """A lost node, and for how long there was no heartbeat."""
     return f"{loss.summary}{f' ({loss.age:.1f} s without a heartbeat)' if loss.age else ''}"
 
 
@@ -82,7 +81,6 @@ def describe_clock(host: str, node: int, clocks: Clocks) -> str:
 
 
 def describe_outcome(history: RunHistory, attempt: AttemptHistory | None) -> str:
-    """How an attempt ended."""
     if attempt is None:
         return "has no attempt yet"
     if attempt.outcome:
@@ -93,7 +91,7 @@ def describe_outcome(history: RunHistory, attempt: AttemptHistory | None) -> str
 
 
 def _describe_running(attempt: AttemptHistory) -> str:
-    """Where an attempt is of which no end is recorded: by its events, which may be half a minute old."""
+    """The state of an attempt without a recorded end, by its events, which may be half a minute old."""
     part = attempt.rounds[-1] if attempt.rounds else None
     if part is None:
         return "is starting: no round has begun (no end is recorded)"
@@ -115,12 +113,11 @@ def describe_status(history: RunHistory, attempt: AttemptHistory | None) -> str:
 
 
 def is_requeued(attempt: AttemptHistory) -> bool:
-    """Whether another attempt was decided on at its end."""
     return attempt.decision.startswith("requeue: ")
 
 
 def describe_place(failure: WorkerFailure, frame: Frame | None) -> str:
-    """Where a failure was: ``rank 5 (local_rank 1) on n3 (node 2), in step (train.py:61)``."""
+    """``rank 5 (local_rank 1) on n3 (node 2), in step (train.py:61)``."""
     rank = f"rank {failure.global_rank} (local_rank {failure.local_rank}) on {failure.host} (node {failure.node})"
     if frame is None:
         return rank
@@ -136,7 +133,6 @@ _ENDED_BY = {
 
 
 def describe_end_without_failure(attempt: AttemptHistory) -> str:
-    """What ended an attempt in which nothing failed."""
     if attempt.outcome == Outcome.CANCELLED.value:
         is_ctrl_c = attempt.exit_code == ExitCode.INTERRUPTED or attempt.reason.startswith("SIGINT")
         return "Cancelled by Ctrl-C" if is_ctrl_c else f"Cancelled: {attempt.reason or 'no reason is recorded'}"
@@ -196,7 +192,6 @@ def without_failure(line: str, failures: Sequence[WorkerFailure], root: WorkerFa
 
 
 def describe_after_round(attempt: AttemptHistory, part: RoundHistory) -> list[str]:
-    """What was done about a round's failure, and what the next round looks like."""
     lines: list[str] = []
     after = next((item for item in attempt.rounds if item.index > part.index), None)
     decision = part.decision
@@ -220,7 +215,6 @@ def describe_after_round(attempt: AttemptHistory, part: RoundHistory) -> list[st
 
 
 def _membership(part: RoundHistory, after: RoundHistory) -> list[str]:
-    """The spares that took a place, and how many nodes there are now."""
     took = {item.node: item for item in after.replaced}
     lines = [f"spare {item.host} took over from {item.replaces_host}" for item in after.replaced[:_MOST_SPARES]]
     if len(after.replaced) > _MOST_SPARES:
@@ -289,10 +283,10 @@ def describe_size(part: RoundHistory) -> str:
 
 
 def describe_outages(outages: Sequence[Outage], clock: Callable[[int], str]) -> list[tuple[str, str]]:
-    """What was out, and for how long; for each error, with the path in a line of its own, and each link.
+    """Each error with its duration, and the path in a line of its own; and each lost link.
 
     Args:
-        outages: As `incidents.attributed` gives them.
+        outages: `incidents.attributed` gives them.
         clock: A time in nanoseconds → the time of day.
     """
     lines = []
@@ -340,7 +334,7 @@ _MOST_PRINTED = 8
 
 
 def describe_losses(losses: Sequence[OutputLoss]) -> list[str]:
-    """What of the output is lost: at most one line for the files, and one for the job log."""
+    """At most one line for the files, and one for the job log."""
     lines = []
     files = [loss for loss in losses if loss.not_in_files]
     if files:
@@ -385,12 +379,7 @@ def describe_fresh_starts(starts: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def describe_restarts(restarts: Sequence[InProcessRestart], *, everything: bool) -> list[str]:
-    """The last ones in their order, and how many there were. Several ranks that gave up in one iteration are one line.
-
-    Args:
-        restarts: Of one round, in the order of time.
-        everything: Whether all are to be shown.
-    """
+    """The last ones in their order, and how many there were. Ranks that gave up in one iteration are one line."""
     lines = list(dict.fromkeys(describe_restart(restart) for restart in restarts))
     if everything or len(lines) <= _MOST_RESTARTS:
         return lines

@@ -21,14 +21,12 @@ from hpc_elastic.run.paths import RunPaths
 
 
 class ReportResult(Struct, frozen=True, kw_only=True):
-    """A report, written or not."""
-
     verdict: Verdict
     text: str
-    """For the job log: at most 40 lines."""
+    """The job log's: at most 40 lines."""
     history: RunHistory | None = None
     problems: tuple[str, ...] = ()
-    """What could not be read or written; the report is there all the same."""
+    """Files that could not be read or written; the report is there all the same."""
 
 
 def write_report(

@@ -13,11 +13,10 @@ from msgspec.structs import replace
 from hpc_elastic.base.files import write_json
 from hpc_elastic.cli.main import main
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
-from hpc_elastic.report.advice import advise, advise_by, interval_cost
+from hpc_elastic.report.advice import MeasuredCosts, advise, advise_by, interval_cost, measure_costs
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import build_document
 from hpc_elastic.report.goodput import Goodput, RestartPart, goodput_of
-from hpc_elastic.report.measured_costs import MeasuredCosts, measure_costs
 from hpc_elastic.report.render_text import render_text
 from tests.rigs.run_builder import START_NS, RunBuilder, make_failure
 

@@ -476,7 +476,7 @@ def hang(rank: int, at: float, step: int | None) -> WorkerFailure:
 
 
 def word(rank: int, step: int | None) -> RankStatus:
-    return RankStatus(rank=rank, node=0, step=step, section="step", age=60.0, told_ns=START_NS)
+    return RankStatus(rank=rank, node=0, step=step, section="step", age=60.0, reported_ns=START_NS)
 
 
 def test_of_those_that_hang_the_furthest_behind_is_the_cause() -> None:
