@@ -331,16 +331,14 @@ class LogPump:
 
     def _flush_partials(self, now: float) -> None:
         for stream in list(self._streams.values()):
-            if stream.partial_since is not None and now >= stream.partial_since + _PARTIAL_S:
-                self._flush_partial(stream, now)
-
-    def _flush_partial(self, stream: _Stream, now: float) -> None:
-        again = now >= stream.shown_again_at + _AGAIN_S
-        if again:
-            stream.shown_again_at = now
-        if stream.source is not None:
-            self._show(stream, stream.splitter.flush(again=again))
-        stream.partial_since = now if stream.splitter.has_partial else None
+            if stream.partial_since is None or now < stream.partial_since + _PARTIAL_S:
+                continue
+            again = now >= stream.shown_again_at + _AGAIN_S
+            if again:
+                stream.shown_again_at = now
+            if stream.source is not None:
+                self._show(stream, stream.splitter.flush(again=again))
+            stream.partial_since = now if stream.splitter.has_partial else None
 
     def _show(self, stream: _Stream, lines: bytes) -> None:
         """Write to the job log, and let a burst pass: wait a little for room, but on the whole for next to nothing."""
@@ -371,8 +369,7 @@ class LogPump:
         del self._streams[stream.fd]
         if stream in self._paused:
             self._paused.discard(stream)
-            left = _bytes_in_pipe(stream.fd)
-            if left:
+            if left := int.from_bytes(fcntl.ioctl(stream.fd, termios.FIONREAD, b"\0\0\0\0"), sys.byteorder):
                 self.files.skip(stream.file, left)
         else:
             self._epoll.unregister(stream.fd)
@@ -381,10 +378,6 @@ class LogPump:
         if stream.duplicate is not None:
             self.files.end(stream.duplicate.file)
         self._losses.end(stream.account)
-
-
-def _bytes_in_pipe(fd: int) -> int:
-    return int.from_bytes(fcntl.ioctl(fd, termios.FIONREAD, b"\0\0\0\0"), sys.byteorder)
 
 
 def log_losses(events: EventLog, pump: LogPump) -> None:

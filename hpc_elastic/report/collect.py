@@ -324,7 +324,11 @@ def _describe_missing(builder: AttemptBuilder) -> list[str]:
 def _read_heartbeats(paths: AttemptPaths, builder: AttemptBuilder) -> None:
     """Each node's last summary: it is about the round that the node took part in last."""
     folder = paths.heartbeats(0).parent
-    for name in sorted(_names_in(folder)):
+    try:
+        names = [name for name in os.listdir(folder) if name.endswith(".json") and not name.startswith(".")]
+    except OSError:
+        return
+    for name in sorted(names):
         found = codec.load(folder / name, NodeHeartbeats, limit=_JSON_LIMIT)
         if isinstance(found, Unreadable) or found.round not in builder.rounds:
             continue
@@ -333,10 +337,3 @@ def _read_heartbeats(paths: AttemptPaths, builder: AttemptBuilder) -> None:
         statuses = builder.rounds[found.round].rank_statuses
         for status in rank_statuses(found.ranks, node=found.node, when=found.written_ns):
             statuses.setdefault(status.rank, status)
-
-
-def _names_in(folder: Path) -> list[str]:
-    try:
-        return [name for name in os.listdir(folder) if name.endswith(".json") and not name.startswith(".")]
-    except OSError:
-        return []

@@ -115,6 +115,9 @@ def render_html(document: Document, *, limits: ChartLimits | None = None, links:
     entries = sorted(timeline.entries, key=lambda e: (IMPORTANCE[e.kind], -e.attempt, -e.round))[:ENTRIES]
     shown = frozenset(entry.number for entry in entries)
     chart = draw_chart(timeline, shown=shown, limits=limits)
+    failures: dict[tuple[int, int], list[Entry]] = {}
+    for entry in sorted(entries, key=lambda e: (e.attempt, e.round, IMPORTANCE[e.kind], e.number)):
+        failures.setdefault((entry.attempt, entry.round), []).append(entry)
     room = TextRoom()
     windows = [make_window(entry, room) for entry in entries]
     notes = [*_clock_notes(timeline), *chart.left_out]
@@ -132,7 +135,7 @@ def render_html(document: Document, *, limits: ChartLimits | None = None, links:
         chart=chart,
         zooms=ZOOMS,
         stacks=stacks_of(subject.attempt, subject.round),
-        failures=_by_round(entries),
+        failures=failures,
         **_attempts(history),
         windows=windows,
         notes=notes,
@@ -142,13 +145,6 @@ def render_html(document: Document, *, limits: ChartLimits | None = None, links:
         most_members=MEMBERS,
         most_wordings=WORDINGS,
     )
-
-
-def _by_round(entries: Sequence[Entry]) -> dict[tuple[int, int], list[Entry]]:
-    found: dict[tuple[int, int], list[Entry]] = {}
-    for entry in sorted(entries, key=lambda e: (e.attempt, e.round, IMPORTANCE[e.kind], e.number)):
-        found.setdefault((entry.attempt, entry.round), []).append(entry)
-    return found
 
 
 def _entry_of(subject: Subject, entries: Sequence[Entry]) -> int | None:

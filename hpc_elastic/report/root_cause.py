@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.text import first_of, milliseconds_text, plural, ranges, ranks_text, seconds_text
 from hpc_elastic.failures.classify import NOT_RETRYABLE_EXIT_CODE, is_same_failure
-from hpc_elastic.failures.collectives import compare_ranks
+from hpc_elastic.failures.collectives import RankComparison, compare_ranks
 from hpc_elastic.failures.origin import OWN_WATCHDOG, gave_up_waiting, is_raised_by_script
 from hpc_elastic.failures.peers import Sockets, chain_ends, describe_peers, resolve_peers, with_peers
 from hpc_elastic.failures.ranking import (
@@ -97,30 +97,7 @@ def decide_verdict(
         return Verdict(cause=Cause.NONE, confidence=Confidence.HIGH, evidence=evidence)
     if not causes:
         seen = when[id(symptoms[0] if symptoms else first)]
-        compared = compare_ranks(activities, hosts=ranks)
-        early = find_early_ends(known, seen)
-        watchdog = next((failure for failure in symptoms if failure.reason == OWN_WATCHDOG.says), None)
-        if watchdog is not None and not (early or any(s.rank != watchdog.global_rank for s in compared.suspects)):
-            evidence = "likely: its own watchdog ended it, and no other rank stands out"
-            verdict = of_worker(watchdog, Confidence.LOW, evidence, same=_same(watchdog, ranking.all))
-        elif ranking.late and not (early and symptoms):
-            verdict = _late_verdict(first, len(symptoms))
-        else:
-            suspects: tuple[Suspect, ...] = ()
-            peers = resolve_peers(activities, sockets, hosts=hosts)
-            if not compared.is_of_all:  # what all ranks have in common is no single rank's fault
-                late = find_late_ends(known, seen)
-                odd = with_peers(in_order(compared.suspects, late), chain_ends(peers, failed=known.failed), hosts=hosts)
-                printed = [
-                    Suspect(rank=one.global_rank, host=one.host, why=f"it had printed {one.headline}")
-                    for one in ranking.late
-                ]
-                suspects = in_order(early, odd, printed)
-                behind = find_left_behind(known)
-                suspects = behind or suspects
-                suspects = suspects or find_silent(known)
-            says = "; ".join(filter(None, (compared.says, describe_peers(peers, hosts=hosts))))
-            verdict = _unknown_verdict(ranking, suspects, says)
+        verdict = _symptoms_verdict(ranking, seen, compare_ranks(activities, hosts=ranks), known, sockets)
     elif first.failure_class is FailureClass.HANG:
         compared = compare_ranks(activities, hosts=ranks)
         early = find_ends_before_hang(first, known)
@@ -238,8 +215,38 @@ def decide_start_verdict(unable: Sequence[NodeLoss], *, nodes: int) -> Verdict:
     )
 
 
-def _unknown_verdict(ranking: Ranking[WorkerFailure], suspects: tuple[Suspect, ...], says: str) -> Verdict:
-    symptoms = ranking.symptoms
+def _symptoms_verdict(
+    ranking: Ranking[WorkerFailure],
+    seen: Moment,
+    compared: RankComparison,
+    known: RanksKnown,
+    sockets: Sequence[Sockets],
+) -> Verdict:
+    """`seen`: the first of the symptoms."""
+    symptoms, hosts = ranking.symptoms, known.hosts
+    early = find_early_ends(known, seen)
+    watchdog = next((failure for failure in symptoms if failure.reason == OWN_WATCHDOG.says), None)
+    if watchdog is not None and not (early or any(s.rank != watchdog.global_rank for s in compared.suspects)):
+        evidence = "likely: its own watchdog ended it, and no other rank stands out"
+        return of_worker(watchdog, Confidence.LOW, evidence, same=_same(watchdog, ranking.all))
+    if ranking.late and ranking.first is not None and not (early and symptoms):
+        return _late_verdict(ranking.first, len(symptoms))
+    suspects: tuple[Suspect, ...] = ()
+    peers = resolve_peers(known.activities, sockets, hosts=hosts)
+    if not compared.is_of_all:  # what all ranks have in common is no single rank's fault
+        late = find_late_ends(known, seen)
+        odd = with_peers(in_order(compared.suspects, late), chain_ends(peers, failed=known.failed), hosts=hosts)
+        printed = [
+            Suspect(rank=one.global_rank, host=one.host, why=f"it had printed {one.headline}") for one in ranking.late
+        ]
+        suspects = find_left_behind(known) or in_order(early, odd, printed) or find_silent(known)
+    says = "; ".join(filter(None, (compared.says, describe_peers(peers, hosts=hosts))))
+    return _unknown_verdict(symptoms, suspects, says, same=_same(symptoms[0], ranking.all))
+
+
+def _unknown_verdict(
+    symptoms: Sequence[WorkerFailure], suspects: tuple[Suspect, ...], says: str, *, same: tuple[int, ...]
+) -> Verdict:
     if len(symptoms) == 1:
         reads = "not known: the only failure reads like the consequence of another"
     else:
@@ -248,7 +255,6 @@ def _unknown_verdict(ranking: Ranking[WorkerFailure], suspects: tuple[Suspect, .
     evidence = f"{reads}{more or ', which left no trace'}. Shown is the first one seen"
     if suspects:
         evidence = f"{reads}{more}. {look_at(suspects)}{'' if len(symptoms) == 1 else '. Shown is the first one seen'}"
-    same = _same(symptoms[0], ranking.all)
     return of_worker(symptoms[0], Confidence.NONE, evidence, cause=Cause.UNKNOWN, same=same, suspects=suspects)
 
 
