@@ -134,19 +134,12 @@ def advise(history: RunHistory, goodput: Goodput | None = None) -> tuple[Advice,
     """Advise by the run's own numbers; empty where too little was seen."""
     goodput = goodput_of(history) if goodput is None else goodput
     return advise_by(
-        measure_costs(history, goodput),
-        goodput,
-        step_timeout=history.step_timeout,
-        could_fork=history.could_fork,
+        measure_costs(history, goodput), goodput, step_timeout=history.step_timeout, could_fork=history.could_fork
     )
 
 
 def advise_by(
-    costs: MeasuredCosts,
-    goodput: Goodput,
-    *,
-    step_timeout: float | None = None,
-    could_fork: bool = True,
+    costs: MeasuredCosts, goodput: Goodput, *, step_timeout: float | None = None, could_fork: bool = True
 ) -> tuple[Advice, ...]:
     """The same by its numbers.
 

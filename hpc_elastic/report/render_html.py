@@ -18,13 +18,7 @@ from hpc_elastic.base.text import milliseconds_text, plural, safe_text
 from hpc_elastic.report import wording
 from hpc_elastic.report.clocks import NOTABLE_NS
 from hpc_elastic.report.document import Document, Fact, round_entry
-from hpc_elastic.report.goodput import (
-    Cost,
-    Goodput,
-    describe_goodput,
-    describe_progress,
-    is_worth_showing,
-)
+from hpc_elastic.report.goodput import Cost, Goodput, describe_goodput, describe_progress, is_worth_showing
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
 from hpc_elastic.report.render_html_chart import ZOOMS, ChartLimits, describe_spans, draw_chart
 from hpc_elastic.report.render_html_failures import (

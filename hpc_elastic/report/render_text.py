@@ -19,14 +19,7 @@ from hpc_elastic.report import wording
 from hpc_elastic.report.clocks import Clocks
 from hpc_elastic.report.document import Document, Fact, Fold, RoundEntry, fold_failures, round_entry
 from hpc_elastic.report.excerpt import make_excerpt
-from hpc_elastic.report.goodput import (
-    Cost,
-    Goodput,
-    cost_text,
-    describe_progress,
-    goodput_text,
-    is_worth_showing,
-)
+from hpc_elastic.report.goodput import Cost, Goodput, cost_text, describe_progress, goodput_text, is_worth_showing
 from hpc_elastic.report.history import AttemptHistory, RankStatus, RoundHistory, RunHistory, StackGroup
 from hpc_elastic.report.verdict import Cause, Verdict
 
@@ -48,11 +41,7 @@ _SHOW_ALL = "(--all shows them)"
 
 
 def render_text(
-    document: Document,
-    *,
-    max_lines: int | None = DEFAULT_LINES,
-    width: int = DEFAULT_WIDTH,
-    is_file: bool = False,
+    document: Document, *, max_lines: int | None = DEFAULT_LINES, width: int = DEFAULT_WIDTH, is_file: bool = False
 ) -> str:
     """Render the report.
 

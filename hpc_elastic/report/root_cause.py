@@ -365,12 +365,7 @@ def _after(loss: NodeLoss) -> str:
 
 
 def _node_verdict(
-    lost: list[NodeLoss],
-    causes: list[WorkerFailure],
-    symptoms: list[WorkerFailure],
-    order: Order,
-    *,
-    retryable: bool,
+    lost: list[NodeLoss], causes: list[WorkerFailure], symptoms: list[WorkerFailure], order: Order, *, retryable: bool
 ) -> Verdict:
     first = lost[0]
     fingerprint = "agent_died" if first.agent_only else "node_left" if first.left else "node_lost"

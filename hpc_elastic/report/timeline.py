@@ -20,12 +20,7 @@ from hpc_elastic.report.clocks import ClockOffset
 from hpc_elastic.report.document import Fold, fold_failures
 from hpc_elastic.report.history import AttemptHistory, NodeLoss
 from hpc_elastic.report.subject import verdict_of
-from hpc_elastic.report.timeline_attempt import (
-    PlacedAttempt,
-    RoundTimes,
-    Span,
-    State,
-)
+from hpc_elastic.report.timeline_attempt import PlacedAttempt, RoundTimes, Span, State
 from hpc_elastic.report.wording import FAILURE_WORDS
 
 _GAP_SHARE = 0.035
@@ -279,10 +274,7 @@ def _draw_nodes(part: PlacedAttempt, rows: _Rows, by_round: Mapping[tuple[int, i
 
 
 def _draw_ranks(
-    part: PlacedAttempt,
-    rows: _Rows,
-    by_round: Mapping[tuple[int, int], Sequence[Entry]],
-    chosen: Sequence[int],
+    part: PlacedAttempt, rows: _Rows, by_round: Mapping[tuple[int, int], Sequence[Entry]], chosen: Sequence[int]
 ) -> None:
     wanted = set(chosen)
     for rank in chosen:

@@ -385,7 +385,4 @@ def describe_restarts(restarts: Sequence[InProcessRestart], *, everything: bool)
         return lines
     done = [restart for restart in restarts if not restart.gave_up]
     total = sum(restart.seconds for restart in done)
-    return [
-        f"{len(done)} restarts within the processes, {total:.2f} s in all; the last:",
-        *lines[1 - _MOST_RESTARTS :],
-    ]
+    return [f"{len(done)} restarts within the processes, {total:.2f} s in all; the last:", *lines[1 - _MOST_RESTARTS :]]

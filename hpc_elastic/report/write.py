@@ -52,11 +52,7 @@ def write_report(
     """
     try:
         history = with_end(
-            history or collect_run(run_dir),
-            attempt=attempt,
-            outcome=outcome,
-            exit_code=exit_code,
-            decision=decision,
+            history or collect_run(run_dir), attempt=attempt, outcome=outcome, exit_code=exit_code, decision=decision
         )
         document = build_document(history, attempt=attempt)
         text = render_text(document)
