@@ -212,7 +212,9 @@ def _who_is_waited_for(waits: Sequence[_Wait], groups: Sequence[ProcessGroup]) -
     found = []
     for wait in sorted(waits, key=lambda wait: wait.order):
         if wait.kind is Reason.OTHER_SIZE:
-            found += [_of_pair(wait, rank) for rank in wait.missing]
+            does = f"in the size or type of the {wait.describe()}"
+            for rank, other in zip(wait.missing, reversed(wait.missing), strict=True):
+                found.append(wait.suspect(rank, Reason.OTHER_SIZE, f"differs from rank {other} {does}"))
             continue
         for rank in wait.missing:
             by_missing.setdefault(rank, []).append(wait)
@@ -285,12 +287,6 @@ def _each_other(rank: int, waits: Sequence[_Wait]) -> FlightSuspect:
     verb = "waits" if len(wait.missing) == 1 else "wait"
     does = f"waits in {wait.describe()} for {whom}, which {verb} for it elsewhere"
     return wait.suspect(rank, Reason.EACH_OTHER, does)
-
-
-def _of_pair(wait: _Wait, rank: int) -> FlightSuspect:
-    other = next(one for one in wait.missing if one != rank)
-    does = f"differs from rank {other} in the size or type of the {wait.describe()}"
-    return wait.suspect(rank, Reason.OTHER_SIZE, does)
 
 
 def _says(groups: Sequence[ProcessGroup], *, is_live: bool) -> str:

@@ -155,7 +155,9 @@ class GroupStopper:
         for worker in self._workers:
             root = roots.get(worker.pid)
             if root is None or not self._hold(root, left, self._speakers.get(worker.pid, 0)):
-                self._signal_group(worker)
+                worker.signal_group(signal.SIGTERM)
+                worker.signal_group(signal.SIGCONT)
+                self._state.groups.add(worker.pid)
 
     def _hold(self, root: Proc, left: Sequence[Proc], speaker: int) -> bool:
         """SIGTERM for a worker's rank alone, where its process is known."""
@@ -167,11 +169,6 @@ class GroupStopper:
             self._state.held[root.pid] = first
             self._state.signalled |= {(proc.pid, proc.starttime) for proc in first}
         return bool(first)
-
-    def _signal_group(self, worker: WorkerProcess) -> None:
-        worker.signal_group(signal.SIGTERM)
-        worker.signal_group(signal.SIGCONT)
-        self._state.groups.add(worker.pid)
 
     def _release(self, now: float) -> None:
         """SIGTERM for what ranks have started that have ended, or that have little time left."""
