@@ -269,7 +269,6 @@ def compare_ranks(activities: Sequence[Activity], *, hosts: Mapping[int, str] | 
 
 
 def _blame(whys: Mapping[int, str], says: str = "") -> RankComparison:
-    """`whys`: the ranks that differ, each with what it did."""
     return RankComparison(suspects=tuple(Suspect(rank=rank, why=why) for rank, why in whys.items()), says=says)
 
 
@@ -310,7 +309,6 @@ def _of_all_dumps(recorded: Analysis) -> str:
 
 
 def _by_operation(known: Mapping[int, Activity]) -> RankComparison | None:
-    """Types and sizes of the collective, as torch's own comparison or the watchdogs have them."""
     peers = dict(activity.peer_operation for activity in known.values() if activity.peer_operation is not None)
     operations = {**peers, **{rank: activity.operation for rank, activity in known.items() if activity.operation}}
     found = _minority(operations)
@@ -322,7 +320,6 @@ def _by_operation(known: Mapping[int, Activity]) -> RankComparison | None:
 
 
 def _by_sequence(known: Mapping[int, Activity]) -> RankComparison | None:
-    """The rank that had come to the fewest collectives."""
     numbers = {rank: activity.sequence for rank, activity in known.items() if activity.sequence is not None}
     if len(set(numbers.values())) < 2:
         return None
@@ -380,7 +377,6 @@ def _by_peer(known: Mapping[int, Activity]) -> RankComparison | None:
 
 
 def _outside(known: Mapping[int, Activity]) -> RankComparison | None:
-    """Ranks in no collective while the others wait in one."""
     inside = {rank: activity for rank, activity in known.items() if activity.doing in WAITS_FOR_RANKS}
     outside = {
         rank: activity
@@ -424,7 +420,6 @@ def _by_call(known: Mapping[int, Activity]) -> RankComparison | None:
 
 
 def _by_place(known: Mapping[int, Activity]) -> RankComparison | None:
-    """Ranks that stood elsewhere than most: in scripts without torch's collectives, too."""
     places = {rank: activity.at for rank, activity in known.items() if activity.at and not activity.failed}
     found = _minority(places)
     if found is None:

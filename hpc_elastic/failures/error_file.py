@@ -53,20 +53,16 @@ class ErrorFile(Struct, frozen=True, kw_only=True):
     """Empty where the file was understood; else one clause: ``missing``, ``empty``, ``torn: …``, ``unreadable: …``,
     ``foreign: …``, ``cut: …``. What could be saved is in the other fields all the same."""
     data: dict[str, Any] = field(default_factory=dict)
-    """The whole JSON object, where one could be parsed."""
     message: str = ""
     """At most 16 Ki characters; with the exception's type in front, as the writer put it."""
     traceback: str = ""
-    """At most 64 Ki characters."""
     timestamp_ns: int | None = None
     """The writer's wall clock: to the nanosecond from our own writer, else to the second."""
     error_code: int | None = None
     own: dict[str, Any] = field(default_factory=dict)
-    """Our keys; empty for another writer's file."""
 
     @property
     def found(self) -> bool:
-        """The file holds something about the failure."""
         return bool(self.message or self.traceback)
 
 

@@ -165,7 +165,6 @@ def _format(exc: BaseException) -> str:
 
 
 def _ranks() -> dict[str, int]:
-    """This worker's place, as its agent put it into the environment."""
     found: dict[str, int] = {}
     for key, variable in (
         ("global_rank", "RANK"),

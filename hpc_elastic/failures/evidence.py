@@ -256,7 +256,6 @@ def _printed_ns(raw: bytes, span: tuple[int, int], output: Output | None) -> int
 
 
 def _recorded(file: ErrorFile) -> FailureText:
-    """The exception in an error file."""
     found = find_python_traceback(file.traceback) if file.traceback else None
     declared = file.own.get("exception_type")
     name, separator, rest = file.message.partition(": ")
@@ -429,7 +428,6 @@ def _exit_message(facts: WorkerFailure, found: FailureText | None) -> str:
 
 
 def _read_tail(path: str) -> tuple[bytes, bool, str]:
-    """The end of it, whether there is more before that, and what went wrong."""
     try:
         with EndReader(path) as file:
             return file.read(_TAIL), file.has(_TAIL), ""

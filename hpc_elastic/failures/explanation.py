@@ -138,7 +138,7 @@ def _interrupted(text: str, lines: list[str]) -> FailureText | None:
 
 
 _SOON = 5
-"""So many speaking lines after a logged traceback a process may print before it ends for it."""
+"""A process prints at most so many speaking lines after a logged traceback for which it ends."""
 _LOOKED_AT = 100
 """Lines before and after a traceback that are compared."""
 _SHUTDOWN_NS = 2_000_000_000

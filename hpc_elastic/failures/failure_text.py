@@ -29,7 +29,6 @@ class TextKind(str, Enum):
     LINES = "lines"
     """The last lines, which speak of an error."""
     LAST_LINE = "last line"
-    """The last line, whatever it says."""
 
 
 class Frame(Struct, frozen=True, kw_only=True):
@@ -44,7 +43,6 @@ class RaisedException(Struct, frozen=True, kw_only=True):
     exception_type: str
     """Printed so, ``torch.distributed.DistNetworkError``; empty for a line that stands for one, or a fatal error."""
     message: str = ""
-    """Without the type."""
     frames: tuple[Frame, ...] = ()
     """Outermost call first; of an exception that another one followed, from the function that caught it on."""
     source: str = ""
@@ -60,7 +58,6 @@ class RaisedException(Struct, frozen=True, kw_only=True):
 
     @property
     def headline(self) -> str:
-        """``KeyError: 'x'``."""
         text = ": ".join(part for part in (self.exception_type, self.message) if part)
         return cut_end(text.split("\n", 1)[0], CAUSE_LIMIT)
 
@@ -70,7 +67,7 @@ class FailureText(RaisedException, frozen=True, kw_only=True):
 
     kind: TextKind
     text: str
-    """As printed, without colours and rank prefixes; at most `TEXT_LIMIT` characters."""
+    """The print without colours and rank prefixes; at most `TEXT_LIMIT` characters."""
     earlier: tuple[RaisedException, ...] = ()
     """The exceptions that it was raised from or while handling, nearest first; those that its message quotes too."""
     is_prefixed: bool = False
@@ -94,7 +91,6 @@ class FailureText(RaisedException, frozen=True, kw_only=True):
 
     @property
     def summary(self) -> str:
-        """``Type: message``, one line."""
         if not self.exception_type:
             return summary_line(self.message)
         return summary_line(f"{self.exception_type}: {self.message}") if self.message.strip() else self.exception_type

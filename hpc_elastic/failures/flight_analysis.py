@@ -1,4 +1,4 @@
-"""Which rank the others wait for, by all ranks' flight recorder dumps. Pure: the same dumps give the same words.
+"""Finds the rank that the others wait for, by all ranks' flight recorder dumps. Pure: equal dumps give equal words.
 
 The rules, in order:
 
@@ -49,15 +49,12 @@ _MOST_SHOWN = 60
 
 class Analysis(Struct, frozen=True, kw_only=True):
     suspects: tuple[FlightSuspect, ...] = ()
-    """The likeliest first."""
     groups: tuple[GroupState, ...] = ()
     says: str = ""
     """The state of the ranks where there are no suspects."""
 
 
 class _Wait(Struct, frozen=True, kw_only=True):
-    """Ranks wait in one call for others."""
-
     group: str
     call: Call
     sequence: int
@@ -162,7 +159,6 @@ def _waits(group: ProcessGroup, dumps: Sequence[RankDump]) -> Iterator[_Wait]:
 
 
 def _transfers(dumps: Sequence[RankDump], groups: Sequence[ProcessGroup]) -> Iterator[_Wait]:
-    """Sends that wait for their receives, and the other way round."""
     members = {(group.backend, group.name): group.members for group in groups}
     open_calls: dict[tuple[str, str, int, int], dict[str, list[tuple[Call, int]]]] = {}
     ranks = {dump.rank for dump in dumps}
@@ -242,7 +238,6 @@ def _who_is_waited_for(waits: Sequence[_Wait], groups: Sequence[ProcessGroup]) -
 
 
 def _cycles(edges: Mapping[int, set[int]]) -> list[int]:
-    """The ranks that wait for themselves through others."""
     left = {rank: {other for other in others if other in edges} for rank, others in edges.items()}
     while True:  # what no rank in a circle can be is taken off: a rank that none waits for, or that waits for none
         waited_for = set().union(*left.values()) if left else set()

@@ -57,7 +57,7 @@ class UnreadableDumpError(HpcElasticError):
 
 
 class Track(Struct, kw_only=True):
-    """What one rank did in one process group, in the order of its calls: one column for each fact."""
+    """The calls of one rank in one process group, in their order: one column for each fact."""
 
     sequences: array[int] = field(default_factory=lambda: array("q"))
     """The number of each collective; of sends and receives one, too, counted apart."""
@@ -74,11 +74,8 @@ class RankDump(Struct, kw_only=True):
     version: str = ""
     calls: list[Call] = field(default_factory=list)
     collectives: dict[tuple[str, str], Track] = field(default_factory=dict)
-    """(Backend, group) → its collectives."""
     transfers: dict[tuple[str, str], Track] = field(default_factory=dict)
-    """(Backend, group) → its sends and receives."""
     members: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Group → its ranks, where the dump has them."""
 
 
 def numel_of(call: Call) -> tuple[int, int]:
@@ -424,7 +421,6 @@ def _call(profiling_name: object, group: object, inputs: object, outputs: object
 
 
 def _coalesced(parts: list[Call]) -> Call:
-    """One call of several, the last of which may be but their end."""
     end = parts[-1]
     inner = parts[:-1] if end.name.endswith(_COALESCED) else parts
     names = Counter(part.name for part in inner)

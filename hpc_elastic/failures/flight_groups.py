@@ -32,32 +32,24 @@ class Reason(str, Enum):
 
 
 class FlightSuspect(Struct, frozen=True, kw_only=True):
-    """A rank that the others wait for."""
-
     rank: int
     kind: Reason
     reason: str
     """A clause whose subject is the rank: ``never entered all_reduce #6 of group tp_3, which the 3 others wait in``."""
     group: str
-    """The group's description, or its name."""
     collective: str
     """It missed, or called, or waits in it: ``all_reduce``."""
     sequence: int
-    """The number of that call in its group."""
 
 
 class GroupState(Struct, frozen=True, kw_only=True):
-    """How far the ranks of one group came."""
-
     group: str
     backend: str
     members: tuple[int, ...]
     completed: int
     """The last collective that all ranks with a dump have completed; -1: none that the dumps still have."""
     last: tuple[tuple[int, int], ...]
-    """Rank → the last collective that it entered."""
     waiting: tuple[tuple[int, int], ...]
-    """Rank → the collective that it waits in."""
 
 
 class ProcessGroup(Struct, kw_only=True):

@@ -1,4 +1,4 @@
-"""Where torch has its ``get_error_handler``."""
+"""The place where torch has its ``get_error_handler``."""
 
 from hpc_elastic.failures.error_handler import get_error_handler
 

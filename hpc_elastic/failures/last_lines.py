@@ -75,7 +75,6 @@ _HEADER = "Traceback (most recent call last):"
 
 class LastLines(Struct, frozen=True, kw_only=True):
     text: str
-    """The line that tells most, and what follows it in its paragraph."""
     is_telling: bool
     """It speaks of an error; else it is the last line, whatever it says."""
     at: int

@@ -33,15 +33,11 @@ class Launches(Struct, frozen=True):
 
 
 class Communicator(Struct, frozen=True, kw_only=True):
-    """One of NCCL's, as all ranks that answered show it."""
-
     name: str
-    """Its hash."""
     size: int
     levels: Mapping[str, tuple[Launches, ...]] = field(default_factory=dict)
     """Kind of collective → its levels, the highest first."""
     missing: tuple[int, ...] = ()
-    """Ranks whose processes did not answer."""
     is_settled: bool = True
     """None of its ranks is being made or destroyed: till then they differ rightly."""
     processes: Mapping[int, tuple[str, int]] = field(default_factory=dict)
@@ -49,7 +45,6 @@ class Communicator(Struct, frozen=True, kw_only=True):
 
     @property
     def differing(self) -> dict[str, tuple[Launches, ...]]:
-        """The kinds of collectives that ranks have launched unequally often."""
         if not self.is_settled:
             return {}
         return {kind: found for kind, found in self.levels.items() if len(found) > 1 and kind not in _TRANSFERS}
@@ -62,8 +57,6 @@ class Communicator(Struct, frozen=True, kw_only=True):
 
 
 class RasReport(Struct, frozen=True, kw_only=True):
-    """One answer, for all processes of the job."""
-
     version: str = ""
     communicators: tuple[Communicator, ...] = ()
 

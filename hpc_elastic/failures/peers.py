@@ -25,7 +25,7 @@ _LIMIT = 100
 
 
 class Sockets(Struct, frozen=True, kw_only=True):
-    """What one node's agent knew of its workers' sockets."""
+    """One node's agent's knowledge of its workers' sockets."""
 
     network: str
     """Equal where the same loopback address means the same."""
@@ -33,10 +33,7 @@ class Sockets(Struct, frozen=True, kw_only=True):
 
 
 class Peer(Struct, frozen=True, kw_only=True):
-    """The peer that a rank's message names."""
-
     of: int
-    """The rank that printed the message."""
     rank: int
     address: str
 

@@ -18,7 +18,7 @@ from msgspec import Struct
 
 
 class FailureClass(str, Enum):
-    """Whose failure it is."""
+    """Tells whose failure it is."""
 
     ROOT = "root"
     SYMPTOM = "symptom"
@@ -47,9 +47,7 @@ class Suspect(Struct, frozen=True, kw_only=True):
 
     rank: int
     host: str = ""
-    """Empty: not known."""
     why: str
-    """One clause, as ``it ended with 0 3.0 s before``."""
 
 
 _CAUSES = (FailureClass.ROOT, FailureClass.HANG, FailureClass.INFRASTRUCTURE)
@@ -75,9 +73,7 @@ class Standing(NamedTuple):
     """Seconds for which a hung worker gave no sign of life, where no time says so."""
     raised: bool = False
     printed_ns: int = 0
-    """0: not known."""
     stopped: bool = False
-    """Whether the agent ended the worker."""
     may_follow_stop: bool = False
     """It may have provoked by that what the worker printed."""
     signal: str = ""
@@ -149,9 +145,8 @@ class Moment(NamedTuple):
     bound_ns: int | None = None
     """It is off by at most so much more or less; None: its node's clock was not compared with the reference's."""
     node: int = -1
-    """The node that saw it; -1: not known."""
     own_ns: int = 0
-    """By its node's own clock: two moments of one node are as far apart as this says."""
+    """Its node's own clock: two moments of one node are as far apart as this says."""
     is_uptime: bool = False
     """`own_ns` is the time since its boot, not the wall clock's."""
     blur_ns: int = 0

@@ -69,7 +69,6 @@ class RankStacks(Struct, frozen=True, kw_only=True):
     """The places of a rank's threads, for an event."""
 
     main: tuple[str, ...] = ()
-    """`short_stack` of its main thread; empty: none could be had."""
     others: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Each other thread with Python in it: its name, where it has one, and its `short_stack`."""
     where: str = ""
@@ -209,16 +208,12 @@ _FORKS = ("vfork", "clone", "clone3")
 
 
 class Whereabouts(Struct, frozen=True, kw_only=True):
-    """One thread, or the main thread of a child, in the kernel's words."""
-
     pid: int
     name: str
     state: str
     """``S (sleeping)``."""
     wchan: str = ""
-    """The function in the kernel that it waits in; empty where that is not known."""
     syscall: str = ""
-    """The system call that it is in; empty where that is not known."""
 
     @property
     def is_stuck(self) -> bool:
@@ -226,7 +221,6 @@ class Whereabouts(Struct, frozen=True, kw_only=True):
         return self.state[:1] in ("D", "T", "t") or self.syscall in ("execve", "execveat")
 
     def describe(self) -> str:
-        """``D (disk sleep) in rpc_wait_bit_killable, system call read``."""
         where = f" in {self.wchan}" if self.wchan else ""
         call = f", system call {self.syscall}" if self.syscall else ""
         return f"{self.state or '?'}{where}{call}"
@@ -239,7 +233,6 @@ class ProcessState(Struct, frozen=True, kw_only=True):
     state: str = ""
     """``S (sleeping)``; empty: it was gone."""
     threads: tuple[Whereabouts, ...] = ()
-    """The main thread first; at most 64."""
     thread_count: int = 0
     children: tuple[Whereabouts, ...] = ()
     """At most 8; those that are stuck first."""

@@ -371,7 +371,6 @@ def _quoted_exceptions(lines: list[str], block: _Block, raised: RaisedException)
 
 
 def _group_exceptions(lines: list[str]) -> Iterator[RaisedException]:
-    """The exceptions in a group, without groups in it."""
     start: int | None = None
     for at, line in enumerate(lines):
         text = line.lstrip()[2:] if line.lstrip().startswith("| ") else ""
@@ -407,7 +406,6 @@ def _split_exception(lines: list[str]) -> tuple[str, str]:
 
 
 def _group_message(lines: list[str]) -> tuple[str, str]:
-    """An exception group's type, and its message with the first of the exceptions in it."""
     stripped = [line.lstrip("| ") if line.startswith("  ") else line for line in lines]
     exception_type, message = _split_exception(stripped[:1])
     inner = [

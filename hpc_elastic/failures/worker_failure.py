@@ -46,14 +46,12 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
     round: int = 0
     host: str = ""
     node: int = -1
-    """Index of the node in Slurm's order."""
     local_rank: int = -1
     global_rank: int = -1
     pid: int = 0
     exitcode: int = 1
     """Negative for a signal, like subprocess."""
     signal: str = ""
-    """``SIGSEGV``; empty where no signal ended it."""
     ended_ns: int = 0
     """The agent noticed the end then, nanoseconds since the epoch by the clock of `host`: compared with other hosts
     only within the clocks' bounds."""
@@ -84,7 +82,6 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
     """The counter is the node's: the worker's container has a cgroup of its own."""
     core_dumped: bool = False
     stopped_by_agent: bool = False
-    """The agent had sent it a signal before it ended."""
     waited: float = 0.0
     """Seconds for which the other workers of the round were let go on, since it may be its node's (`contrast`)."""
     last_step: int | None = None
@@ -107,7 +104,6 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
         return cls(**{**found, **texts, **overrides})
 
     def to_event(self) -> WorkerFailed:
-        """The event that reports it: the record without its texts."""
         shared = {name: getattr(self, name) for name in _SHARED}
         own = {
             "rank": self.global_rank,
@@ -119,13 +115,11 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_event(cls, event: WorkerFailed, **overrides: Any) -> WorkerFailure:
-        """Read a failure from its event; `overrides` as in `from_json`."""
         known = {**overrides, "global_rank": event.rank, "source": EvidenceSource.EVENT}
         return cls.from_json(codec.to_json(event), **known)
 
     @property
     def headline(self) -> str:
-        """The message's line that says what happened."""
         return summary_line(self.message)
 
     @property
