@@ -27,7 +27,6 @@ IN_CI = [
     ChaosRun(seed=67, place="nfs-ahead", nodes=16, min_nodes=4, bursts=2, handlers=True),
     ChaosRun(seed=358, place="glusterfs", nodes=32, min_nodes=8, bursts=2, handlers=True, ttl=6.0),
     ChaosRun(seed=358, place="sshfs", nodes=3, bursts=1),
-    ChaosRun(seed=104, place="cephfs", nodes=3, bursts=1),
 ]
 LONG = [
     *[ChaosRun(seed=0, place=place, nodes=4, bursts=8) for place in sorted(PLACES)],

@@ -167,32 +167,17 @@ def test_a_dry_run_prints_the_script_and_changes_nothing(site: Site, capsys: pyt
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--nodez=4", "train.py"], "unknown option --nodez; did you mean --nodes?"),
         (["--nodes", "4-2", "train.py"], "--nodes 4-2: the minimum is above the maximum; write --nodes 2-4"),
-        (["--nnodes=0", "train.py"], "--nnodes 0: a run needs at least 1 node"),
-        (["--nodes=two", "train.py"], "--nodes two: not a number of nodes"),
         (["absent.py"], "the script absent.py does not exist"),
-        (["torchrun", "train.py"], "leave torchrun out: hpc-elastic starts the workers itself, as in"),
         (["/usr/bin/python3.11", "train.py"], "leave /usr/bin/python3.11 out: hpc-elastic starts"),
         (["--dry-run", "job.sbatch"], "is run by Python; hpc-elastic convert job.sbatch prints the command"),
-        (["--dry-run", "--mem", "lots", "train.py"], "--mem lots: sbatch can't read it; write it as in 64G"),
-        (["--dry-run", "--signal", "FOO@60", "train.py"], "--signal FOO@60: sbatch can't read it; write it as in USR1"),
-        (["--dry-run", "--exclusive=all", "train.py"], "--exclusive all: sbatch can't read it"),
-        (["--dry-run", "--mail-type=OFTEN", "train.py"], "--mail-type OFTEN: sbatch can't read it"),
         (["--dry-run", "--output=logs/%j/x.out", "train.py"], "Slurm makes no folders; write %j into the file's name"),
-        (["."], ". is a folder, not a script"),
-        ([], "no script was given"),
         (["-t", "0:3", "train.py"], "torchrun's -t is --tee 0:3"),
-        (["--time=soon", "train.py"], "soon: not a time"),
-        (["--rdzv-endpoint=n1", "train.py"], "not needed: nodes find each other"),
         (["--job-name=two\nlines", "train.py"], "--job-name 'two\\nlines': a line break"),
-        (["--sbatch-arg=--ntasks=4", "train.py"], "tasks are started by srun"),
         (["--nodes=5", "train.py"], "partition main has 4 nodes; the job would never start"),
         (["--nodes=5-9", "-p", "short", "train.py"], "partition short has 4 nodes"),
         (["--nodes=4", "--exclude=n1", "train.py"], "partition main has 4 nodes, 1 of them excluded"),
-        (["--run-id=a/b", "train.py"], "--run-id a/b: a run id has"),
         (["--chdir=absent", "train.py"], "--chdir absent: no such folder"),
-        (["--cluster=cloud", "train.py"], "--cluster cloud: give one of"),
     ],
 )
 def test_wrong_usage_is_one_line_and_leaves_nothing(
@@ -208,7 +193,7 @@ def test_wrong_usage_is_one_line_and_leaves_nothing(
     assert not Path(f"{site.asked}.sbatch").exists()
 
 
-@pytest.mark.parametrize("version", ["20.11.4", "22.05.8", "24.11.5", "26.05.5"])
+@pytest.mark.parametrize("version", ["20.11.4", "24.11.5"])
 @pytest.mark.parametrize(
     ("name", "says"),
     [
@@ -222,7 +207,6 @@ def test_wrong_usage_is_one_line_and_leaves_nothing(
 def test_a_refusal_is_one_line_and_leaves_nothing(
     site: Site, capsys: pytest.CaptureFixture[str], version: str, name: str, says: str
 ) -> None:
-    version = "24.11.5" if name.endswith("controller") and version == "26.05.5" else version
     site.captured("sbatch", name, version)
     before = site.everything()
     code, out, err = submit(capsys, "train.py")

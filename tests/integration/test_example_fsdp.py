@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.local_run import START_METHODS
 from tests.rigs.training_scripts import check_that_it_resumed, run_alone, run_with_a_killed_rank
 
 pytestmark = [
@@ -17,7 +16,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("start_method", START_METHODS)
+@pytest.mark.parametrize("start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_killed_rank_costs_a_restart_and_no_accuracy(tmp_path: Path, start_method: str) -> None:
     undisturbed = run_alone("train_fsdp.py", tmp_path / "alone")
     result = run_with_a_killed_rank("train_fsdp.py", tmp_path, moved=".metadata", start_method=start_method)

@@ -89,7 +89,15 @@ UNFIT = {
 }
 
 
-@pytest.mark.parametrize("name", UNFIT)
+VARIANTS = {
+    *("getenv_with_default", "bytes", "copies_deep", "items", "defaults", "removes", "seeds_numpy", "daemonises"),
+    *("forks_and_waits_for_none", "executes_by_name", "unblocks", "timer", "shared_memory", "shared_value"),
+    *("temporary_name", "pid_in_a_name", "secret"),
+}
+"""Seen by the same means as the entry before or after each: in the long tier."""
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in VARIANTS)) for name in UNFIT])
 def test_a_module_whose_import_is_more_than_code_is_left_out(name: str, tmp_path: Path) -> None:
     text, reasons = UNFIT[name]
     (tmp_path / f"{name}.py").write_text(text)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.base.outcome import ExitCode
-from tests.rigs.local_run import START_METHODS, LocalRun
+from tests.rigs.local_run import LocalRun
 
 pytestmark = [
     pytest.mark.torch,
@@ -133,7 +133,7 @@ tell("result", iteration=train())
 )
 
 
-@pytest.mark.parametrize("policy", ["processes", "in-process"])
+@pytest.mark.parametrize("policy", ["in-process", pytest.param("processes", marks=pytest.mark.slow)])
 def test_the_loss_of_the_stores_node_is_a_restart_of_the_agents(tmp_path: Path, policy: str) -> None:
     options = ["--restart-policy", policy]
     with LocalRun(tmp_path, _LOST_NODE, nodes=2, options=options, environ={"OMP_NUM_THREADS": "1"}) as run:
@@ -180,7 +180,7 @@ tell("result", iteration=train())
 )
 
 
-@pytest.mark.parametrize("start_method", START_METHODS)
+@pytest.mark.parametrize("start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_spare_takes_a_dead_workers_place_at_once_and_the_fresh_process_is_the_next_spare(
     tmp_path: Path, start_method: str
 ) -> None:

@@ -34,8 +34,8 @@ def status(run: LocalRun) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("source", "start_method"),
     [
-        ("optimizer", "spawn"),
         ("collectives", "forkserver"),
+        pytest.param("optimizer", "spawn", marks=pytest.mark.slow),
         pytest.param("optimizer", "forkserver", marks=pytest.mark.slow),
         pytest.param("collectives", "spawn", marks=pytest.mark.slow),
     ],

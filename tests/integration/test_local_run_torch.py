@@ -20,7 +20,7 @@ pytestmark = [
 GLOO = ("gloo", "cpu")
 
 
-@pytest.mark.parametrize(("nodes", "victims"), [(4, (0, 3)), (2, (1, 1))])
+@pytest.mark.parametrize(("nodes", "victims"), [(4, (0, 3)), pytest.param(2, (1, 1), marks=pytest.mark.slow)])
 def test_all_ranks_are_in_a_working_group_after_each_kill(tmp_path: Path, nodes: int, victims: tuple[int, ...]) -> None:
     environ, options = {"OMP_NUM_THREADS": "1"}, ["--max-same-failures", "0"]
     with LocalRun(tmp_path, ALL_REDUCE, nodes=nodes, arguments=GLOO, environ=environ, options=options) as run:
@@ -52,8 +52,9 @@ def test_process_group_after_an_agents_death_and_on_fewer_nodes(tmp_path: Path) 
         assert run.finish() == ExitCode.OK
 
 
+@pytest.mark.slow
 def test_training_that_is_killed_resumes_to_the_same_losses(tmp_path: Path) -> None:
-    """As tests/gpu does it on a GPU."""
+    """As tests/gpu does it on a GPU, and test_example_fsdp with an example."""
     undisturbed = run_alone(SYNTHETIC, tmp_path / "alone")
     result = run_with_a_killed_rank(SYNTHETIC, tmp_path, moved="checkpoint")
     check_that_it_resumed(result, undisturbed)

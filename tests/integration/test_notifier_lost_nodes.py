@@ -86,7 +86,9 @@ def _to_the_coordinator(run: NetworkRun) -> None:
     run.network.lose_to(run.coordinator())
 
 
-@pytest.mark.parametrize("disturb", [_of_members, _from_the_coordinator, _to_the_coordinator])
+@pytest.mark.parametrize(
+    "disturb", [_of_members, _from_the_coordinator, pytest.param(_to_the_coordinator, marks=pytest.mark.slow)]
+)
 def test_who_lost_packets_alone_stays_in(tmp_path: Path, disturb: Callable[[NetworkRun], None]) -> None:
     """The silence is noticed, the nodes are asked through the files, and answer: no round ends."""
     with NetworkRun(tmp_path, nodes=NODES, caches=3.0) as run:

@@ -134,11 +134,11 @@ def rehearse_training(folder: Path, flaw: str, faults: str, *, steps: int = 40) 
     ("flaw", "faults", "guilt"),
     [
         ("optimizer", "kill-worker", "losses_part"),
-        ("schedule", "kill-worker", "losses_part"),
-        ("sampler", "kill-worker", "losses_part"),
+        pytest.param("schedule", "kill-worker", "losses_part", marks=pytest.mark.slow),
+        pytest.param("sampler", "kill-worker", "losses_part", marks=pytest.mark.slow),
         ("rank-0", "kill-worker", "losses_part"),
         ("in-place", "kill-saving", "did_not_go_on"),
-        ("too-early", "kill-saving", "did_not_go_on"),
+        pytest.param("too-early", "kill-saving", "did_not_go_on", marks=pytest.mark.slow),
         ("none", "kill-worker,notice", "no_checkpoint"),
     ],
 )
@@ -182,6 +182,7 @@ def test_a_notice_that_is_not_used_is_a_remark_where_steps_were_lost(tmp_path: P
     assert bool(found["remarks"]) == (one["done_again"] > 0)
 
 
+@pytest.mark.slow
 def test_a_script_that_saves_after_each_step_needs_no_notice(tmp_path: Path) -> None:
     code, found = rehearse_training(tmp_path, "each", "notice", steps=100)
     assert (code, found["guilty"]) == (0, [])
