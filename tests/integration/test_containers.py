@@ -46,6 +46,13 @@ def image(tmp_path: Path) -> Iterator[Path]:
 
 
 RUNTIMES = pytest.mark.parametrize("runtime", ["charliecloud", "podman"])
+IN_LONG_TIER = {("podman", "end"), ("podman", "code"), ("podman", "killed"), ("charliecloud", "deaf")}
+"""The two differ in how they hand a signal on and in what stays of a container; a code is handed on alike."""
+ENDINGS = [
+    pytest.param(runtime, how, marks=[pytest.mark.slow] * ((runtime, how) in IN_LONG_TIER))
+    for runtime in ("charliecloud", "podman")
+    for how in ("end", "code", "term", "deaf", "killed", "agent")
+]
 
 
 def in_container(
@@ -171,8 +178,7 @@ if HOW != "end" and not (HOW == "agent" and ROUND > 0):
 """
 
 
-@RUNTIMES
-@pytest.mark.parametrize("how", ["end", "code", "term", "deaf", "killed", "agent"])
+@pytest.mark.parametrize(("runtime", "how"), ENDINGS)
 def test_however_it_ends_nothing_is_left_running_or_mounted(
     tmp_path: Path, image: Path, runtime: str, how: str
 ) -> None:
@@ -228,7 +234,11 @@ def test_the_kernels_oom_killer_is_named(tmp_path: Path, image: Path, runtime: s
 
 @pytest.mark.parametrize(
     ("runtime", "more"),
-    [("charliecloud", ()), ("podman", ()), ("podman", ("--container-args=--pid=private",))],
+    [
+        ("charliecloud", ()),
+        pytest.param("podman", (), marks=pytest.mark.slow),
+        ("podman", ("--container-args=--pid=private",)),
+    ],
     ids=["charliecloud", "podman", "podman-pid-namespace"],
 )
 def test_a_hang_is_found_and_its_stack_shown(tmp_path: Path, image: Path, runtime: str, more: tuple[str, ...]) -> None:

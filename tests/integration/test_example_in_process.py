@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.inprocess_ranks import free_ports
-from tests.rigs.local_run import START_METHODS
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "docs" / "examples" / "train_in_process.py"
@@ -42,7 +41,7 @@ def alone(folder: Path) -> float:
     return final_loss(result.stdout)
 
 
-@pytest.mark.parametrize("start_method", START_METHODS)
+@pytest.mark.parametrize("start_method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_killed_rank_is_replaced_and_the_loss_is_that_of_an_undisturbed_run(
     tmp_path: Path, start_method: str
 ) -> None:
