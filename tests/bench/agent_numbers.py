@@ -1,10 +1,4 @@
-"""What an agent costs and how fast it is: asleep, at a failure, at its own start, and over many restarts.
-
-::
-
-    python -m tests.bench.agent_numbers            as in the full benchmark
-    python -m tests.bench.agent_numbers --quick    shorter
-"""
+"""What an agent costs and how fast it is: asleep, at a failure, at its own start, and over many restarts."""
 
 from __future__ import annotations
 
@@ -15,14 +9,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_elastic.workers.guardian import GUARDIAN_NAME
 from tests.rigs.local_run import LocalRun
 from tests.rigs.many_restarts import restart
+from tests.rigs.processes import cost, deaths_of, guardian_of, resident_mb
 
 ROOT = Path(__file__).resolve().parents[2]
 _SLEEPER = ["--no-python", "sh", "-c", "touch $LOCAL_RUN_STAGE/$RANK.$TORCHELASTIC_RESTART_COUNT.$$; exec sleep 1000"]
@@ -66,9 +60,9 @@ def measure(*, quick: bool) -> list[Number]:
     return numbers
 
 
-def lines(numbers: Sequence[Number]) -> list[str]:
-    """As lines of a Markdown table."""
-    found = ["| an agent | median (least–most) | goal | met |", "| --- | --- | --- | --- |"]
+def number_table(heading: str, numbers: Sequence[Number]) -> list[str]:
+    """The lines of a Markdown table."""
+    found = [f"| {heading} | median (least–most) | goal | met |", "| --- | --- | --- | --- |"]
     for number in numbers:
         least, most = min(number.values), max(number.values)
         told = f"{number.median:.3g} {number.unit}" + (f" ({least:.3g}–{most:.3g})" if most > least else "")
@@ -155,15 +149,15 @@ def _asleep(*, nodes: int, seconds: float) -> Iterator[Number]:
         _workers(run, 0, 8 * nodes)
         time.sleep(2.0)
         agents = [run.agent(node).pid for node in range(nodes)]
-        guardians = [_guardian_of(agent) for agent in agents]
-        before, began = {pid: _cost(pid) for pid in (*agents, *guardians)}, time.monotonic()
+        guardians = [guardian_of(agent) for agent in agents]
+        before, began = {pid: cost(pid) for pid in (*agents, *guardians)}, time.monotonic()
         time.sleep(seconds)
         passed = time.monotonic() - began
         spent = {}
         for pid, then in before.items():
-            now = _cost(pid)
+            now = cost(pid)
             spent[pid] = tuple((now[at] - then[at]) / passed for at in range(2))
-        memory = [_megabytes(pid) for pid in agents]
+        memory = [resident_mb(pid) for pid in agents]
     first, *others = zip(agents, guardians, strict=True)
     for title, pairs in (("asleep, 8 workers: CPU", others), ("the same, where it coordinates 2 nodes", [first])):
         yield Number(
@@ -180,24 +174,6 @@ def _asleep(*, nodes: int, seconds: float) -> Iterator[Number]:
     yield Number(title="resident, with 8 workers", unit="MB", values=memory, goal=32.0)
 
 
-def _guardian_of(agent: int) -> int:
-    children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
-    return next(int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text().strip() == GUARDIAN_NAME)
-
-
-def _cost(pid: int) -> tuple[float, int]:
-    """CPU seconds and voluntary context switches, of all threads. (utime and stime are whole ticks: too coarse.)"""
-    cpu, wakes = 0, 0
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        cpu += int((task / "schedstat").read_text().split()[0])
-        wakes += int((task / "status").read_text().partition("\nvoluntary_ctxt_switches:")[2].split()[0])
-    return cpu / 1e9, wakes
-
-
-def _megabytes(pid: int) -> float:
-    return int(Path(f"/proc/{pid}/status").read_text().partition("VmRSS:")[2].split()[0]) * 1024 / 1e6
-
-
 def _failures(rounds: int) -> Iterator[Number]:
     """8 agents with a worker each: when the agent hears of its worker's death, and when all others have ended."""
     nodes, heard, ended = 8, [], []
@@ -205,32 +181,18 @@ def _failures(rounds: int) -> Iterator[Number]:
         for index in range(rounds):
             workers = _workers(run, index, nodes)
             victim = workers[index * 3 % nodes]
-            others = [os.pidfd_open(pid) for pid in workers.values() if pid != victim]
-            killed, began = time.time_ns(), time.monotonic()
-            os.kill(victim, signal.SIGKILL)
-            ended.append(_last_end(others) - began)
+            with deaths_of(pid for pid in workers.values() if pid != victim) as deaths:
+                killed, began = time.time_ns(), time.monotonic()
+                os.kill(victim, signal.SIGKILL)
+                moments = deaths(30)
+            if len(moments) < nodes - 1:
+                raise AssertionError(f"{nodes - 1 - len(moments)} workers have not ended after 30 s")
+            ended.append(max(moments.values()) - began)
             _workers(run, index + 1, nodes)
             told = [e for e in run.events("workers_stopping") if e["round"] == index and "SIGKILL" in e["reason"]]
             heard.append((min(event["t"] for event in told) - killed) / 1e6)
     yield Number(title="a worker's death → its agent acts on it", unit="ms", values=heard, goal=20.0)
     yield Number(title="a worker's death → all workers of 8 agents ended", unit="s", values=ended, goal=0.3)
-
-
-def _last_end(pidfds: list[int]) -> float:
-    import select
-
-    poll = select.poll()
-    for fd in pidfds:
-        poll.register(fd, select.POLLIN)
-    left, deadline = len(pidfds), time.monotonic() + 30
-    while left:
-        for fd, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            poll.unregister(fd)
-            os.close(fd)
-            left -= 1
-        if time.monotonic() > deadline:
-            raise AssertionError(f"{left} workers have not ended after 30 s")
-    return time.monotonic()
 
 
 def _stubborn(rounds: int) -> Iterator[Number]:
@@ -255,12 +217,3 @@ def _restarts(rounds: int, warm: int) -> Iterator[Number]:
     )
     yield Number(title="what it grows by, per restart", unit="KiB", values=[found.kib_each], goal=4.0)
     yield Number(title="files per round in the run directory", unit="files", values=[found.files_each], goal=10.0)
-
-
-def main(say: Callable[[str], object] = print) -> None:
-    """Print the table."""
-    say("\n".join(lines(measure(quick="--quick" in sys.argv))))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,10 +1,5 @@
 """What an agent spends on the evidence of 8 failed workers: each way of failing, in a fresh process each time.
 
-::
-
-    python -m tests.bench.evidence            as in the full benchmark
-    python -m tests.bench.evidence --quick    fewer repetitions
-
 CPU time: one thread, and on a machine that does nothing else the same as by the wall clock. The first time counts what
 is imported only then; a second failure of the same agent finds that done.
 """
@@ -16,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.bench.agent_numbers import Number
@@ -123,18 +118,3 @@ def _once(exitcode: int, make: Callable[[int], tuple[str, str]], message: str) -
     if not told.startswith(message):
         raise AssertionError(f"the evidence says {told!r}, not {message!r}")
     return first, again
-
-
-def lines(numbers: Sequence[Number]) -> list[str]:
-    """As lines of a Markdown table."""
-    found = ["| CPU for the evidence of | median (least–most) | goal | met |", "| --- | --- | --- | --- |"]
-    for number in numbers:
-        least, most = min(number.values), max(number.values)
-        met = "yes" if number.is_met else "**no**"
-        told = f"{number.median:.0f} ms ({least:.0f}–{most:.0f})"
-        found.append(f"| {number.title} | {told} | ≤ {number.goal:.0f} ms | {met} |")
-    return found
-
-
-if __name__ == "__main__":
-    print("\n".join(lines(measure(quick="--quick" in sys.argv[1:]))))

@@ -12,9 +12,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tests.bench import processes
 from tests.bench.leftovers import Left
 from tests.bench.systems import NODES, OURS, ROOT, TORCHRUN, Session, System, TookTooLong
+from tests.rigs.processes import resident_mb
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +61,10 @@ def run_session(samples: Samples, system: System, kind: str, victim: int, *, lim
             samples.add(start, system, session.wait_for_all(last, since=session.began))
             missing.remove(start)
             if kind == "torch":
-                sizes = [processes.resident_mib(agent.pid) for agent in session.agents()]
+                sizes = [resident_mb(agent.pid) * 1e6 / 2**20 for agent in session.agents()]
                 if len(sizes) != NODES:
                     samples.troubles.append(f"{system.name}: {len(sizes)} agents found instead of {NODES}")
-                samples.add(RESIDENT, system, max((size for size in sizes if size), default=None))
+                samples.add(RESIDENT, system, max(sizes, default=None))
             killed = session.kill_worker(victim)
             samples.add(again, system, session.wait_for_all(last, since=killed))
             missing.remove(again)

@@ -1,9 +1,4 @@
-"""What `hpc-elastic hangs` takes for the dumps of a large job, and what their collection costs where nothing hangs.
-
-::
-
-    python -m tests.bench.flight_recorder
-"""
+"""What `hpc-elastic hangs` takes for the dumps of a large job, and what their collection costs where nothing hangs."""
 
 from __future__ import annotations
 
@@ -22,7 +17,6 @@ from typing import Any
 from hpc_elastic.agent.flight_recorder import FlightRecorders
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.worker_api.flight_recorder import ASK, VARIABLE
-from tests.bench import report
 from tests.bench.agent_numbers import Number
 from tests.bench.systems import NODES, ROOT, Session, System, ours
 
@@ -34,7 +28,7 @@ NAMES = ("all_reduce", "_all_gather_base", "_reduce_scatter_base", "broadcast")
 def measure(*, quick: bool) -> list[Number]:
     """Both formats, by processes of their own: the wall clock's seconds, the memory of the largest process."""
     numbers = []
-    for kind in ("JSON", "pickle"):
+    for kind in ("JSON",) if quick else ("JSON", "pickle"):
         with tempfile.TemporaryDirectory(prefix="bench-hangs-") as name:
             write_dumps(Path(name), as_json=kind == "JSON")
             runs = [_run([sys.executable, "-m", "hpc_elastic", "hangs", name]) for _ in range(1 if quick else 3)]
@@ -141,13 +135,3 @@ def _run(argv: Sequence[str]) -> tuple[float, float]:
     assert process.returncode == 0
     assert f"rank {CULPRIT} never entered" in said, said
     return time.monotonic() - began, usage.ru_maxrss * 1024 / 1e6
-
-
-def lines(numbers: Sequence[Number]) -> list[str]:
-    """As lines of a Markdown table."""
-    _, *rest = report.lines(numbers)
-    return ["| dumps of 1,024 ranks | median (least–most) | goal | met |", *rest]
-
-
-if __name__ == "__main__":
-    print("\n".join(lines(measure(quick="--quick" in sys.argv))))

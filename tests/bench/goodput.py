@@ -1,9 +1,6 @@
 """The same failures done to the same training, under this project and under torchrun in a restart loop: goodput.
 
-::
-
-    python -m tests.bench.goodput            as in the full benchmark, some 40 minutes: it mostly sleeps
-    python -m tests.bench.goodput --quick    a few seconds of training for each, one failure
+It takes 40 minutes and mostly sleeps; where `quick`, a few seconds of training for each and one failure.
 
 One runs after the other: they fail after the same steps, and would import at the same time what a cluster's runs
 import on nodes of their own.
@@ -18,7 +15,6 @@ from __future__ import annotations
 import json
 import random
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -26,7 +22,6 @@ from statistics import fmean
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.goodput import goodput_of
 from tests.bench.agent_numbers import Number
-from tests.bench.agent_numbers import lines as number_lines
 from tests.bench.systems import NODES, Session, System, TookTooLong, ours, torchrun
 
 TRAINER = Path(__file__).with_name("failing_trainer.py")
@@ -164,11 +159,6 @@ def measure(*, quick: bool) -> list[Number]:
     return [_run(system, training) for system in systems]
 
 
-def lines(numbers: Sequence[Number]) -> list[str]:
-    """As lines of a Markdown table."""
-    return ["| the same failures under | goodput below the bound | goal | met |", *number_lines(numbers)[1:]]
-
-
 def _run(system: System, training: Plan) -> Number:
     is_ours = system is not _SYSTEMS[-1]
     limit = 60 + 2 * training.steps * training.step_seconds + 20 * len(training.failures)
@@ -192,7 +182,3 @@ def _run(system: System, training: Plan) -> Number:
     gap = found.bound - found.goodput
     goal = GOAL if system is _SYSTEMS[0] else None
     return Number(title=system.name, unit="points", values=[gap], goal=goal, note=facts)
-
-
-if __name__ == "__main__":
-    print("\n".join(lines(measure(quick="--quick" in sys.argv))))

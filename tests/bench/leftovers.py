@@ -9,9 +9,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.bench import processes
 from tests.bench.systems import Session, System, TookTooLong
 from tests.rigs.local_run import all_below
+from tests.rigs.processes import Process, below, sockets_left, sockets_of
 
 SETTLE = 15.0
 """Seconds that anything has to go away in, after what ended the job."""
@@ -77,7 +77,7 @@ def measure(system: System, ending: Ending) -> Left:
             if ending.then == "fork":
                 session.wait_for_all("child", since=session.began)
             seen = session.processes()
-            sockets = processes.sockets_of(seen)
+            sockets = sockets_of(process.pid for process in seen)
             if not ending.whole_job:
                 return _agents_killed(session, ending)
             began = time.monotonic()
@@ -86,7 +86,7 @@ def measure(system: System, ending: Ending) -> Left:
             try:
                 if ending.then in ("exit", "raise"):
                     while any(process.poll() is None for process in session.started):
-                        sockets |= processes.sockets_of(session.processes())
+                        sockets |= sockets_of(process.pid for process in session.processes())
                         if time.monotonic() - began > 60:
                             raise TookTooLong("the job does not end")
                         time.sleep(0.02)
@@ -97,7 +97,7 @@ def measure(system: System, ending: Ending) -> Left:
             return Left(
                 ending=ending.name,
                 processes=tuple(_name(process) for process in session.processes()),
-                sockets=len(processes.sockets_left(sockets)),
+                sockets=len(sockets_left(sockets)),
                 files=_files(session.folder),
                 seconds=time.monotonic() - began,
                 note=note,
@@ -109,31 +109,30 @@ def measure(system: System, ending: Ending) -> Left:
 def _agents_killed(session: Session, ending: Ending) -> Left:
     """Kill agents; what was below them must go, while the job forms a new round or ends."""
     agents = session.agents() if ending.every_agent else session.agents()[-1:]
-    its_own = [process for agent in agents for process in processes.below(agent.pid, session.processes())]
+    everybody = session.processes()
+    its_own = [process for agent in agents for process in (agent, *below(agent.pid, everybody))]
     pids = {process.pid for process in its_own}
     ranks = {moment["rank"] for moment in session.moments("line") if moment["pid"] in pids}
-    sockets = processes.sockets_of(its_own) - processes.sockets_of(
-        [process for process in session.processes() if process not in its_own]
-    )
+    sockets = sockets_of(pids) - sockets_of(process.pid for process in everybody if process.pid not in pids)
     began = time.monotonic()
     for agent in agents:
         os.kill(agent.pid, signal.SIGKILL)
     note = "" if ranks else "the killed agents had no worker"
     try:
-        session.wait_until(lambda: not any(map(processes.lives, its_own)), "end", limit=SETTLE)
+        session.wait_until(lambda: not any(process.lives() for process in its_own), "end", limit=SETTLE)
     except TookTooLong:
         note = f"not gone after {SETTLE:.0f} s"
     return Left(
         ending=ending.name,
-        processes=tuple(_name(process) for process in its_own if processes.lives(process)),
-        sockets=len(processes.sockets_left(sockets)),
+        processes=tuple(_name(process) for process in its_own if process.lives()),
+        sockets=len(sockets_left(sockets)),
         files=(),
         seconds=time.monotonic() - began,
         note=note,
     )
 
 
-def _name(process: processes.Process) -> str:
+def _name(process: Process) -> str:
     return " ".join(Path(word).name if "/" in word else word for word in process.argv[:4])[:80]
 
 

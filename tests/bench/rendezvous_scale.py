@@ -1,18 +1,10 @@
 """What the rendezvous of 8 to 8192 nodes asks of a file server, and how long it takes: simulated, and on emulated NFS.
 
-::
-
-    python -m tests.bench.rendezvous_scale                    8 … 8192 nodes, some two minutes
-    python -m tests.bench.rendezvous_scale --sizes 8 64       only these
-    python -m tests.bench.run --parts scale --update-docs     puts the table and the plot into docs/
-
 `scale_world` says what is real and what is a model.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -312,23 +304,3 @@ def emulate_all(sizes: Sequence[int], progress: Callable[[str], None]) -> list[E
         progress(f"rendezvous of {nodes} nodes on emulated NFS")
         rows.append(emulate(nodes))
     return rows
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point. Returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tests.bench.rendezvous_scale")
-    parser.add_argument("--sizes", nargs="*", type=int, default=list(SIZES), metavar="N")
-    parser.add_argument("--emulated", nargs="*", type=int, default=list(EMULATED_SIZES), metavar="N")
-    options = parser.parse_args(argv)
-
-    def progress(what: str) -> None:
-        print(f"… {what}", file=sys.stderr, flush=True)
-
-    print("\n".join(table(measure_all(options.sizes, progress))))
-    print()
-    print("\n".join(emulated_table(emulate_all(options.emulated, progress))))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,9 +1,5 @@
 """What a report takes: of a small run, of a very large one, and of one with a huge error file.
 
-::
-
-    python -m tests.bench.report
-
 Each report is made by a process of its own, whose time and memory are the kernel's figures. The page is opened in
 headless Chromium where there is one.
 """
@@ -16,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tests.bench.agent_numbers import Number
@@ -44,31 +41,20 @@ _COMPILED: dict[str, str] = {}
 
 
 def measure(*, quick: bool) -> list[Number]:
-    """All of them: some 17 s where `quick`, else half a minute."""
+    """All of them: half a minute; where `quick`, a fifth of the failures."""
     with tempfile.TemporaryDirectory(prefix="bench-report-") as name:
         folder = Path(name)
         # Compiled, as an installation is: with PYTHONDONTWRITEBYTECODE each report would compile all.
         _COMPILED.update(PYTHONDONTWRITEBYTECODE="", PYTHONPYCACHEPREFIX=str(folder / "compiled"))
         small = _write(folder / "small", RunSize(nodes=2, rounds=2, failures=2))
-        large = _write(folder / "large", LARGE)
+        size = replace(LARGE, rounds=20) if quick else LARGE
+        large = _write(folder / "large", size)
         huge = _write(folder / "huge", RunSize(nodes=2, rounds=1, failures=1))
         _make_huge(huge)
-        return [*_all(small, large, huge, repetitions=3 if quick else 7)]
+        return [*_all(small, large, size.words, huge, repetitions=3 if quick else 7)]
 
 
-def lines(numbers: Sequence[Number]) -> list[str]:
-    """As lines of a Markdown table."""
-    found = ["| a report, CPU and memory | median (least–most) | goal | met |", "| --- | --- | --- | --- |"]
-    for number in numbers:
-        least, most = min(number.values), max(number.values)
-        told = f"{number.median:.3g} {number.unit}" + (f" ({least:.3g}–{most:.3g})" if most > least else "")
-        goal = "–" if number.goal is None else f"≤ {number.goal:.3g} {number.unit}"
-        met = "–" if number.goal is None else "yes" if number.is_met else "**no**"
-        found.append(f"| {number.title} | {told} | {goal} | {met} |")
-    return found
-
-
-def _all(small: Path, large: Path, huge: Path, *, repetitions: int) -> Iterator[Number]:
+def _all(small: Path, large: Path, words: str, huge: Path, *, repetitions: int) -> Iterator[Number]:
     command = [sys.executable, "-m", "hpc_elastic", "report"]
     few = repetitions // 3
     _run([*command, str(small)])
@@ -76,7 +62,7 @@ def _all(small: Path, large: Path, huge: Path, *, repetitions: int) -> Iterator[
     runs = [_run([*command, str(small)]) for _ in range(repetitions)]
     yield Number(title="`hpc-elastic report` of a small run", unit="s", values=[r[0] for r in runs], goal=0.15)
     runs = [_run([sys.executable, "-c", _BOTH, str(large)]) for _ in range(few)]
-    yield Number(title=f"{LARGE.words}: text and JSON", unit="s", values=[r[0] for r in runs], goal=3)
+    yield Number(title=f"{words}: text and JSON", unit="s", values=[r[0] for r in runs], goal=3)
     yield Number(title="its memory", unit="MB", values=[r[1] for r in runs], goal=300)
     runs = [_run([*command, str(large)]) for _ in range(few)]
     yield Number(title="the same run: `hpc-elastic report`", unit="s", values=[r[0] for r in runs], goal=3)
@@ -137,7 +123,3 @@ def _make_huge(run: Path) -> None:
         for _ in range(_HUGE >> 20):
             file.write("x" * (1 << 20))
         file.write(text[len(head) :])
-
-
-if __name__ == "__main__":
-    print("\n".join(lines(measure(quick="--quick" in sys.argv))))

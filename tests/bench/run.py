@@ -44,15 +44,15 @@ from tests.bench.systems import NODES, OURS, ROOT, TORCHRUN, TookTooLong
 
 DOCUMENT = ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
-TABLES: dict[str, tuple[Any, tuple[str, str]]] = {
-    "agent": (agent_numbers, ("<!-- bench of an agent: begin -->", "<!-- bench of an agent: end -->")),
-    "evidence": (evidence, ("<!-- bench of evidence: begin -->", "<!-- bench of evidence: end -->")),
-    "goodput": (goodput, ("<!-- bench of goodput: begin -->", "<!-- bench of goodput: end -->")),
-    "hangs": (flight_recorder, ("<!-- bench of hangs: begin -->", "<!-- bench of hangs: end -->")),
-    "report": (report, ("<!-- bench of a report: begin -->", "<!-- bench of a report: end -->")),
-    "warm": (warm_start, ("<!-- bench of a warm start: begin -->", "<!-- bench of a warm start: end -->")),
+TABLES: dict[str, tuple[Any, str, str]] = {
+    "agent": (agent_numbers, "an agent", "an agent"),
+    "evidence": (evidence, "evidence", "CPU for the evidence of"),
+    "goodput": (goodput, "goodput", "the same failures under"),
+    "hangs": (flight_recorder, "hangs", "dumps of 1,024 ranks"),
+    "report": (report, "a report", "a report, CPU and memory"),
+    "warm": (warm_start, "a warm start", "`--start-method forkserver`"),
 }
-"""Part → module, and the marks between which its table stands."""
+"""Part → module, what the marks around its table call it, and the table's heading."""
 SCALE_DOCUMENT, SCALE_PLOT = (ROOT / "docs" / "explanation" / name for name in ("scale.md", "scale.svg"))
 PARTS = ("plain", "torch", "help", "leftovers", "heartbeat", "output", *TABLES, "stop", "inprocess", "scale")
 
@@ -127,7 +127,7 @@ def _numbers(
     part: str, facts: dict[str, str], samples: Samples, *, quick: bool, update: bool
 ) -> list[agent_numbers.Number]:
     """A table of its own, so that it can be taken alone."""
-    module, (begin, end) = TABLES[part]
+    module, name, heading = TABLES[part]
     _progress(f"what this costs: {part}")
     try:
         numbers = module.measure(quick=quick)
@@ -135,10 +135,10 @@ def _numbers(
         samples.troubles.append(f"{part}: {error}")
         return []
     text = f"{facts['date']}, {facts['cores']} cores, load {facts['load before']}, Python {facts['python']}\n\n"
-    text += "\n".join(module.lines(numbers)) + "\n"
+    text += "\n".join(agent_numbers.number_table(heading, numbers)) + "\n"
     print(text)
     if update:
-        update_document(DOCUMENT, text, begin=begin, end=end)
+        update_document(DOCUMENT, text, begin=f"<!-- bench of {name}: begin -->", end=f"<!-- bench of {name}: end -->")
     return numbers
 
 
@@ -269,29 +269,12 @@ def _write_json(
 
 
 def update_document(path: Path, text: str, *, begin: str = BEGIN, end: str = END) -> None:
-    """Put `text` between the two marks of a Markdown file, which is made where there is none."""
-    if path.exists():
-        old = path.read_text()
-    else:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        marks = [(BEGIN, END), *(marks for _, marks in TABLES.values())]
-        old = f"# Benchmarks\n\n{_INTRODUCTION}\n" + "\n".join(f"{first}\n{last}\n" for first, last in marks)
-    head, has_begin, rest = old.partition(begin)
+    """Put `text` between the two marks of a Markdown file."""
+    head, has_begin, rest = path.read_text().partition(begin)
     _, has_end, tail = rest.partition(end)
     if not has_begin or not has_end:
         raise SystemExit(f"{path} has no lines {begin} and {end} to put the table between")
     path.write_text(f"{head}{begin}\n{text}{end}{tail}")
-
-
-_INTRODUCTION = """\
-Taken with `python -m tests.bench.run --update-docs`: median (least–most) of the repetitions, the two systems in turn. A
-ratio is the median of the ratios of each repetition. torchrun runs as 4 agents with the c10d rendezvous and
-TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 (without it, torchrun 2.13 gets no gloo process group again after a worker's
-SIGKILL); ours is `hpc-elastic run --cluster local --nodes 4 --nproc-per-node 1`. A first line is printed before the
-worker imports torch. What is left is counted while the machine goes on: processes that carry the job's mark,
-the sockets that they held, files in its temporary folder and its home. The last table: 8 agents, each with a network
-namespace and an emulated NFS mount of its own.
-"""
 
 
 if __name__ == "__main__":

@@ -18,12 +18,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.bench import processes
-from tests.bench.processes import Process
+from tests.rigs.processes import Process, all_processes, kill_marked
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("worker.py")
 NODES = 4
+MARK = "HPC_ELASTIC_BENCH"
 GRACE = "3"
 """Seconds from SIGTERM to SIGKILL, for both."""
 _POLL = 0.005
@@ -107,7 +107,7 @@ class Session:
         self._environ = {
             **os.environ,
             **system.environ,
-            processes.MARK: self._mark,
+            MARK: self._mark,
             "BENCH_STAMPS": str(self.folder / "stamps"),
             "TMPDIR": str(self.folder / "tmp"),
             "XDG_RUNTIME_DIR": str(self.folder / "tmp"),
@@ -143,7 +143,7 @@ class Session:
         self._start()
 
     def _end(self) -> None:
-        processes.kill_marked(self._mark)
+        kill_marked(MARK, self._mark)
         for process in self.started:
             process.kill()
             process.wait()
@@ -157,7 +157,7 @@ class Session:
 
     def processes(self) -> list[Process]:
         """All of this session's processes."""
-        return processes.marked(self._mark)
+        return [process for process in all_processes() if process.environ.get(MARK) == self._mark]
 
     def agents(self) -> list[Process]:
         """The agents, without helpers that are forks of them."""

@@ -1,10 +1,5 @@
 """Workers that are forks of a fork server, beside torchrun's and beside fresh interpreters, on this machine.
 
-::
-
-    python -m tests.bench.warm_start            as in the full benchmark
-    python -m tests.bench.warm_start --quick    one repetition
-
 The two of a pair take turns, so that whatever else the machine does hits both. A worker is killed once the servers have
 imported what the first steps brought along, as they have when a run fails after an hour.
 """
@@ -14,18 +9,16 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpc_elastic.run.paths import RunPaths
 from tests.bench.agent_numbers import Number
-from tests.bench.agent_numbers import lines as number_lines
 from tests.bench.systems import NODES, TORCHRUN, Session, System, ours
 from tests.rigs.event_pairs import read_events
 
 FORKED = ours("forked", "--start-method", "forkserver")
-_MANY, _EIGHT = 16, 8
+_EIGHT = 8
 _QUIET_S = 2.5
 """Longer than the pause after which a server takes in what a worker has imported."""
 _LIMIT = 120.0
@@ -45,7 +38,7 @@ class _Pairs:
 
 
 def measure(*, quick: bool) -> list[Number]:
-    """All of them: five minutes, less than two where `quick`."""
+    """All of them: five minutes, one where `quick`."""
     repetitions = 1 if quick else 5
     groups, steps, starts, memory = _Pairs(), _Pairs(), _Pairs(), _Pairs()
     for repetition in range(repetitions):
@@ -54,7 +47,8 @@ def measure(*, quick: bool) -> list[Number]:
             up, third = _restart(system, victim)
             group.append(up)
             step.append(third)
-    fresh, forked = (_on_one_node(name, _MANY) for name in ("spawn", "forkserver"))
+    many = _EIGHT if quick else 2 * _EIGHT
+    fresh, forked = (_on_one_node(name, many) for name in ("spawn", "forkserver"))
     for _ in range(1 if quick else 3):
         starts.theirs.append(_start(fresh))
         starts.ours.append(_start(forked))
@@ -64,16 +58,11 @@ def measure(*, quick: bool) -> list[Number]:
     return [
         groups.number("SIGKILL of a worker → process group up in all 4 ranks, by torchrun's", 0.08),
         steps.number("SIGKILL of a worker → third optimizer step done in all 4 ranks, by torchrun's", 0.08),
-        starts.number("16 workers on one node: start → all in the process group, by fresh interpreters'", 0.4),
+        starts.number(f"{many} workers on one node: start → all in the process group, by fresh interpreters'", 0.4),
         memory.number(
             "PSS of 8 workers that have imported torch, the server's own too, by fresh interpreters'", 0.7, unit="MiB"
         ),
     ]
-
-
-def lines(numbers: Sequence[Number]) -> list[str]:
-    """As lines of a Markdown table."""
-    return ["| `--start-method forkserver` | median (least–most) | goal | met |", *number_lines(numbers)[1:]]
 
 
 def _on_one_node(method: str, workers: int) -> System:
@@ -139,7 +128,3 @@ def _pss(pid: int) -> float:
         if line.startswith("Pss:"):
             return int(line.split()[1]) / 1024
     return 0.0
-
-
-if __name__ == "__main__":
-    print("\n".join(lines(measure(quick="--quick" in sys.argv))))

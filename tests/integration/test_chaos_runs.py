@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.rigs.chaos.driver import require
 from tests.rigs.chaos.places import sharing_unavailable
 from tests.rigs.chaos.runs import PLACES, ChaosResult, ChaosRun, plan_of, run_chaos
 from tests.rigs.chaos.schedule import Kind, make_schedule
 from tests.rigs.network_mounts import KINDS, require_mounts
 from tests.rigs.nfs_emulator import require_fuse
+from tests.rigs.requirements import require
 
 LONG_SECONDS = 180.0
 IN_CI = [
@@ -46,7 +46,7 @@ def need(place: str) -> None:
     if place in KINDS:
         require_mounts(place)
     elif place == "disk":
-        require(sharing_unavailable())
+        require("a small disk", sharing_unavailable())
     else:
         require_fuse()
 

@@ -20,8 +20,9 @@ import pytest
 from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.workers.tree import TAG_VARIABLE
 from tests.rigs import lockstep
-from tests.rigs.local_run import LocalRun, Process
+from tests.rigs.local_run import LocalRun
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator, require_fuse
+from tests.rigs.processes import Process
 
 GRACE = 1.0
 LEAVING = 30.0

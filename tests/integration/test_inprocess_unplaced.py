@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.inprocess_ranks import ROOT
+from tests.rigs.processes import is_alive
 
 pytestmark = [
     pytest.mark.torch,
@@ -74,16 +75,9 @@ def test_its_monitor_waits_no_longer_than_the_others_would_for_it(tmp_path: Path
         (monitor,) = found
         try:
             deadline = time.monotonic() + 100
-            while is_running(monitor):
+            while is_alive(monitor):
                 assert time.monotonic() < deadline, "the monitor process stays"
                 time.sleep(0.05)
         finally:
-            if is_running(monitor):
+            if is_alive(monitor):
                 os.kill(monitor, signal.SIGKILL)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False

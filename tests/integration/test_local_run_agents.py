@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.base.outcome import ExitCode
-from tests.rigs.local_run import LocalRun, Process
+from tests.rigs.local_run import LocalRun
+from tests.rigs.processes import Process
 
 _FAMILY = """
 if ROUND == 0:

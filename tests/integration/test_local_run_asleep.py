@@ -7,13 +7,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-from hpc_elastic.workers.guardian import GUARDIAN_NAME
 from tests.rigs.local_run import LocalRun
+from tests.rigs.processes import cost, guardian_of, resident_mb
 
 SECONDS = 3.0
 AGENT_WAKES, GUARDIAN_WAKES, SUPERVISOR_WAKES, FRONT_WAKES = 5.0, 1.0, 3.7, 1.0
@@ -45,7 +44,7 @@ def test_nobody_polls_and_agents_are_small(tmp_path: Path, compiled: dict[str, s
     with run:
         run.until(lambda: len(list(run.stage.iterdir())) == 4, "all workers")
         agents = [run.agent(node).pid for node in range(2)]
-        guardians = [_guardian_of(agent) for agent in agents]
+        guardians = [guardian_of(agent) for agent in agents]
         most = {
             **dict.fromkeys(agents, AGENT_WAKES),
             **dict.fromkeys(guardians, GUARDIAN_WAKES),
@@ -54,34 +53,15 @@ def test_nobody_polls_and_agents_are_small(tmp_path: Path, compiled: dict[str, s
         }
         time.sleep(0.5)  # what there is to do at the start
         for _ in range(6):  # on a busy machine that takes longer; who polls does it each time
-            before, began = _wakes(most), time.monotonic()
+            before, began = {pid: cost(pid)[1] for pid in most}, time.monotonic()
             time.sleep(SECONDS)
             passed = time.monotonic() - began
-            found = {pid: (count - before[pid]) / passed for pid, count in _wakes(most).items()}
+            found = {pid: (cost(pid)[1] - before[pid]) / passed for pid in most}
             too_many = {pid: wakes for pid, wakes in found.items() if wakes > most[pid]}
             if not too_many:
                 break
         assert too_many == {}
-        assert all(_megabytes(agent) < MEGABYTES for agent in agents), [_megabytes(agent) for agent in agents]
+        sizes = [resident_mb(agent) for agent in agents]
+        assert max(sizes) < MEGABYTES, sizes
         run.signal(signal.SIGINT)
         run.finish()
-
-
-def _guardian_of(agent: int) -> int:
-    children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
-    return next(int(pid) for pid in children if Path(f"/proc/{pid}/comm").read_text().strip() == GUARDIAN_NAME)
-
-
-def _wakes(pids: Iterable[int]) -> dict[int, int]:
-    """Voluntary context switches of all threads."""
-    return {
-        pid: sum(
-            int((task / "status").read_text().partition("\nvoluntary_ctxt_switches:")[2].split()[0])
-            for task in Path(f"/proc/{pid}/task").iterdir()
-        )
-        for pid in pids
-    }
-
-
-def _megabytes(pid: int) -> float:
-    return int(Path(f"/proc/{pid}/status").read_text().partition("VmRSS:")[2].split()[0]) * 1024 / 1e6

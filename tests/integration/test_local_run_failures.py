@@ -13,7 +13,8 @@ from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.launch.run_status import read_status
 from hpc_elastic.report.collect import collect_run
-from tests.rigs.local_run import LocalRun, Process
+from tests.rigs.local_run import LocalRun
+from tests.rigs.processes import Process
 
 # Every rank tells that it is here and waits for the others, so that a failure never meets a rank that still starts.
 _MEET = 'tell("here", restarts=ROUND, world=WORLD); others_in_round()\n'

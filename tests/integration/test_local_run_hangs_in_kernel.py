@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.base.outcome import ExitCode
-from tests.rigs.agent_stand_in import is_alive
 from tests.rigs.local_run import LocalRun
 from tests.rigs.nfs_emulator import require_fuse
+from tests.rigs.processes import is_alive
 from tests.rigs.silent_mount import SilentMount
 from tests.rigs.waiting import until
 

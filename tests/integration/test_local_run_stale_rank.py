@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 from hpc_elastic.base.outcome import ExitCode
-from tests.rigs.local_run import LocalRun, Process
+from tests.rigs.local_run import LocalRun
+from tests.rigs.processes import Process
 
 _TRAINING = """
 import hpc_elastic

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.base.outcome import ExitCode
-from tests.rigs.agent_stand_in import is_alive
 from tests.rigs.local_run import LocalRun
 from tests.rigs.nfs_emulator import require_fuse
+from tests.rigs.processes import is_alive, state_of
 from tests.rigs.silent_mount import SilentMount
 from tests.rigs.waiting import until
 
@@ -43,13 +43,13 @@ def test_worker_that_cannot_be_ended_is_told_of_and_left(tmp_path: Path, mount: 
     with run:
         here = run.wait_moments("here", count=2, round_index=0)
         stuck = here[1]["pid"]
-        until(lambda: mount.was_asked and _state(stuck) in "DS", what="its wait")
+        until(lambda: mount.was_asked and state_of(stuck) in "DS", what="its wait")
         if is_killed:
             os.kill(run.agent(1).pid, signal.SIGKILL)
         else:
             run.say("fail")
         run.wait_moments("here", count=2, round_index=1)
-        assert _state(stuck) == "D", "it is still there"
+        assert state_of(stuck) == "D", "it is still there"
         if is_killed:
             assert f"process {stuck} " in run.log()
             assert "of an earlier agent here does not end; it may hold devices" in run.log()
@@ -63,7 +63,3 @@ def test_worker_that_cannot_be_ended_is_told_of_and_left(tmp_path: Path, mount: 
         mount.release()
         until(lambda: not is_alive(stuck), what="its end, once the mount has gone")
         run.check_nothing_left(within=60)
-
-
-def _state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.base.outcome import ExitCode
-from hpc_elastic.workers.guardian import GUARDIAN_NAME
-from tests.rigs.agent_stand_in import is_alive
 from tests.rigs.local_run import LocalRun
+from tests.rigs.processes import cost, guardian_of, is_alive
 from tests.rigs.waiting import until
 
 _ZOO = """
@@ -73,7 +72,7 @@ def test_whatever_workers_do_nothing_of_them_stays(tmp_path: Path, ending: str) 
         beside.wait_moments("here", count=2)
         neighbours = [p for p in beside.processes() if "RANK" in p.environ]
         agents = [run.agent(0).pid, run.agent(1).pid]
-        guardians = [_guardian_of(agent) for agent in agents]
+        guardians = [guardian_of(agent) for agent in agents]
         doomed = {pid for moment in here for pid in moment["family"]}
         assert len(doomed) == 14
         strays = set(here[_CLEARED]["family"][1:])
@@ -109,18 +108,9 @@ def _usual_file_limit() -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def _guardian_of(agent: int) -> int:
-    children = map(int, Path(f"/proc/{agent}/task/{agent}/children").read_text().split())
-    return next(pid for pid in children if Path(f"/proc/{pid}/comm").read_text().strip() == GUARDIAN_NAME)
-
-
 def _wait_for_looks(guardian: int) -> None:
-    def looks() -> int:
-        text = Path(f"/proc/{guardian}/status").read_text()
-        return int(text.partition("\nvoluntary_ctxt_switches:")[2].split()[0])
-
-    before = looks()
-    until(lambda: looks() >= before + 2, what="two looks of the guardian")
+    _, before = cost(guardian)
+    until(lambda: cost(guardian)[1] >= before + 2, what="two looks of the guardian")
 
 
 def _kill(pids: list[int]) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.workers.guardian import GUARDIAN_NAME
-from tests.rigs.agent_stand_in import StandIn, is_alive, run_stand_in
+from tests.rigs.agent_stand_in import StandIn, run_stand_in
+from tests.rigs.processes import is_alive
 from tests.rigs.waiting import until
 
 # An agent with a guardian, a worker, and the daemon that the worker made.

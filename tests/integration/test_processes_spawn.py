@@ -9,7 +9,8 @@ import pytest
 
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.workers.spawn import Inherited, start_worker
-from tests.rigs.agent_stand_in import StandIn, is_alive, run_stand_in
+from tests.rigs.agent_stand_in import StandIn, run_stand_in
+from tests.rigs.processes import is_alive
 from tests.rigs.waiting import until
 
 _LOOK_AT_YOURSELF = r"""

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.rigs.agent_stand_in import StandIn, is_alive, run_stand_in
+from tests.rigs.agent_stand_in import StandIn, run_stand_in
+from tests.rigs.processes import is_alive
 
 
 def test_workers_that_end_on_term_are_gone_at_once() -> None:

@@ -22,6 +22,7 @@ from hpc_elastic.launch.slurm_site import slurm_site
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import EntryKind, Entrypoint
 from tests.rigs.captures import DATA, VERSIONS
+from tests.rigs.processes import is_alive
 from tests.rigs.specs import make_attempt, make_spec
 from tests.rigs.waiting import until
 
@@ -79,13 +80,6 @@ class Srun:
     @property
     def calls(self) -> int:
         return len(list(self.folder.glob("call.*")))
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.fixture
@@ -482,7 +476,7 @@ def test_an_srun_that_never_returns_is_ended(srun: Srun, make: Callable[..., Slu
     began = time.monotonic()
     launcher.end(within=0.3)
     assert 0.2 < time.monotonic() - began < 9
-    assert not alive(pid)
+    assert not is_alive(pid)
     assert not launcher.running()
     assert launcher.filenos() == []
     launcher.end(within=10)
@@ -522,7 +516,7 @@ def test_a_step_that_ended_by_itself_needs_no_signal(srun: Srun, make: Callable[
     launcher = make()
     launcher.launch()
     pid = int(srun.read(1, "pid"))
-    until(lambda: not alive(pid), "srun's end")
+    until(lambda: not is_alive(pid), "srun's end")
     launcher.terminate()
     assert [end.code for end in ended(launcher, 4)] == [0] * 4
     with pytest.raises(ProcessLookupError):

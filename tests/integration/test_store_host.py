@@ -19,6 +19,7 @@ import pytest
 
 from hpc_elastic.agent.store_server import StoreServer, StoreState, torch_available
 from tests.rigs.inprocess_ranks import free_ports
+from tests.rigs.processes import is_alive
 from tests.rigs.waiting import until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,14 +69,6 @@ def wait_for_state(server: StoreServer, *wanted: StoreState) -> StoreState:
     return state
 
 
-def is_gone(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
-
-
 def nobody_listens(port: int) -> bool:
     try:
         socket.create_connection(("127.0.0.1", port), timeout=5).close()
@@ -98,7 +91,7 @@ def make_server(tmp_path: Path) -> Iterator[Callable[..., StoreServer]]:
     for server in servers:
         pid = server.pid
         server.close()
-        assert pid is None or is_gone(pid)
+        assert pid is None or not is_alive(pid)
 
 
 @pytest.fixture
@@ -267,7 +260,7 @@ def test_it_dies_with_its_agent(when: str, tmp_path: Path, fake_torch: Callable[
         pid, port = map(int, line_of(agent).split())
         agent.kill()
     # Its main thread is a zombie a moment before the last thread lets go of the socket.
-    until(lambda: is_gone(pid) and nobody_listens(port), "the store host's end")
+    until(lambda: not is_alive(pid) and nobody_listens(port), "the store host's end")
 
 
 @pytest.mark.parametrize(
@@ -333,7 +326,7 @@ def test_a_port_is_freed_at_once_whatever_the_process_does(
     assert time.monotonic() - began < 15.0
     with socket.socket() as other:  # without SO_REUSEADDR: nothing holds the port any more
         other.bind(("127.0.0.1", port))
-    assert is_gone(pid)
+    assert not is_alive(pid)
     assert server.state is StoreState.IDLE
 
 

@@ -142,12 +142,3 @@ def run_stand_in(code: str, *, env: Mapping[str, str] | None = None, prefix: lis
     """Run `code` as an agent and return the one report that it makes."""
     with StandIn(code, env=env, prefix=prefix) as stand_in:
         return stand_in.report()
-
-
-def is_alive(pid: int) -> bool:
-    """Whether `pid` names a process that has not ended."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False
-    return text.rpartition(")")[2].split()[0] not in "ZX"

@@ -7,12 +7,11 @@ what was mounted. Charliecloud 0.31 makes no folder to mount at in a read-only i
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 import zlib
 from pathlib import Path
 
-import pytest
+from tests.rigs.requirements import missing_programs, require
 
 ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = ("dev", "etc", "home", "mnt", "opt", "proc", "root", "run", "sys", "tmp", "usr", "var")
@@ -20,12 +19,7 @@ _LINKS = ("bin", "lib", "lib64", "sbin")
 
 
 def require_charliecloud() -> None:
-    """Skip the test where ch-run is missing; in CI, fail it."""
-    if shutil.which("ch-run") is not None:
-        return
-    if os.environ.get("CI", "").lower() in ("true", "1"):
-        pytest.fail("charliecloud (ch-run) is not installed")
-    pytest.skip("charliecloud (ch-run) is not installed")
+    require("charliecloud", missing_programs("ch-run"))
 
 
 def podmans_sockets(folder: Path) -> Path:
@@ -50,13 +44,8 @@ def podman_environment(folder: Path) -> dict[str, str]:
     storage.write_text(
         f'[storage]\ndriver = "vfs"\ngraphroot = "{folder}/podman"\nrunroot = "{podmans_sockets(folder)}"\n'
     )
-    given = {"CONTAINERS_CONF": str(conf), "CONTAINERS_STORAGE_CONF": str(storage)}
-    missing = [name for name in ("podman", "runc") if shutil.which(name) is None]
-    if not missing:
-        return given
-    if os.environ.get("CI", "").lower() in ("true", "1"):
-        pytest.fail(f"{' and '.join(missing)}: not installed")
-    pytest.skip(f"{' and '.join(missing)}: not installed")
+    require("podman", missing_programs("podman", "runc"))
+    return {"CONTAINERS_CONF": str(conf), "CONTAINERS_STORAGE_CONF": str(storage)}
 
 
 def interpreters_folders() -> list[str]:

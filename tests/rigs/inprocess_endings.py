@@ -17,6 +17,7 @@ from hpc_elastic.inprocess import store as ring_store
 from hpc_elastic.inprocess.progress_watchdog import HeartbeatWatch
 from tests.rigs.inprocess_phases import PATIENT
 from tests.rigs.inprocess_scenarios import Options, short_timeouts, store_of
+from tests.rigs.processes import is_alive
 
 SAVED = 7
 """The exit code of a rank whose handler of SIGTERM has had its time."""
@@ -122,7 +123,7 @@ def dies_at_the_first_barrier(rank: int, folder: Path, options: Options) -> Any:
         pid_of_2.with_suffix(".new").write_text(str(os.getpid()))
         pid_of_2.with_suffix(".new").rename(pid_of_2)
         threading.Thread(target=die_at_the_barrier, daemon=True).start()
-    while rank == 1 and not (pid_of_2.exists() and has_ended(int(pid_of_2.read_text()))):
+    while rank == 1 and (not pid_of_2.exists() or is_alive(int(pid_of_2.read_text()))):
         time.sleep(0.01)
 
     @inprocess.Wrapper(**short_timeouts(**PATIENT), **store_of(folder, options))
@@ -130,13 +131,6 @@ def dies_at_the_first_barrier(rank: int, folder: Path, options: Options) -> Any:
         return [int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])]
 
     return function()
-
-
-def has_ended(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except FileNotFoundError:
-        return True
 
 
 def monitor_fails(rank: int, folder: Path, options: Options) -> Any:

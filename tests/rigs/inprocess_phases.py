@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import hpc_elastic.inprocess as inprocess
 from tests.rigs.inprocess_scenarios import Options, connect, join_group, short_timeouts, store_of, summed
+from tests.rigs.processes import is_alive
 
 PATIENT = {"soft_timeout": timedelta(seconds=25), "hard_timeout": timedelta(seconds=35)}
 """Nobody hangs in these; a busy machine is to interrupt nobody."""
@@ -55,13 +56,8 @@ class Stage:
             time.sleep(1.2)  # for the word of its monitor process, which looks ten times a second
 
     def _victim_is_dead(self, iteration: int) -> bool:
-        for path in self.folder.glob(f"victim-{iteration}-*"):
-            try:
-                state = Path(f"/proc/{path.name.rpartition('-')[2]}/stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:
-                return True
-            return state in "ZX"
-        return False
+        names = (path.name for path in self.folder.glob(f"victim-{iteration}-*"))
+        return any(not is_alive(int(name.rpartition("-")[2])) for name in names)
 
     def hooks(self) -> dict[str, Any]:
         stage = self

@@ -23,8 +23,9 @@ from typing import Any
 from hpc_elastic.failures.stacks import look_at_process
 from hpc_elastic.run.option_values import StartMethod
 from hpc_elastic.run.paths import AttemptPaths, RankPaths, RunPaths
-from hpc_elastic.workers.tree import NODE_TAG_VARIABLE, TAG_VARIABLE, read_environments
+from hpc_elastic.workers.tree import NODE_TAG_VARIABLE, TAG_VARIABLE
 from tests.rigs.event_pairs import read_events
+from tests.rigs.processes import Process, all_processes, below, sockets_left, sockets_of
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "LOCAL_RUN_MARK"
@@ -81,24 +82,6 @@ def others_in_round():
 
 class TookTooLong(AssertionError):
     """A moment that did not come; says which, and what the run had to say last."""
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """One process, told apart from a later one with the same pid."""
-
-    pid: int
-    started: int
-    parent: int
-    argv: tuple[str, ...]
-    environ: Mapping[str, str]
-
-    def lives(self) -> bool:
-        now = _look(self.pid, b"")
-        return now is not None and now.started == self.started
-
-    def __str__(self) -> str:
-        return f"{self.pid} ({' '.join(self.argv)[-120:]})"
 
 
 @dataclass
@@ -331,7 +314,7 @@ class LocalRun:
 
     def processes(self) -> list[Process]:
         """Every living process that the run started, by the mark in its environment or by the run's own tags."""
-        return [process for process in _all_processes() if self._is_ours(process)]
+        return [process for process in all_processes() if self._is_ours(process)]
 
     def _is_ours(self, process: Process) -> bool:
         if process.environ.get(MARK) == self.mark:
@@ -391,10 +374,7 @@ class LocalRun:
 
     def below(self, process: Process) -> list[Process]:
         """A process' descendants among the run's own."""
-        everybody, tree = self.processes(), {process.pid}
-        while wider := {p.pid for p in everybody if p.parent in tree} - tree:
-            tree |= wider
-        return [p for p in everybody if p.pid in tree - {process.pid}]
+        return below(process.pid, self.processes())
 
     def tagged(self, node: int) -> list[Process]:
         """A node's workers and everything that they started, daemons included."""
@@ -404,8 +384,7 @@ class LocalRun:
     # -- what must not be left -----------------------------------------------------------------------------------
 
     def _remember_sockets(self) -> None:
-        for process in self.processes():
-            self._sockets |= _socket_inodes(process.pid)
+        self._sockets |= sockets_of(process.pid for process in self.processes())
 
     def check_nothing_left(self, *, within: float = 0.0) -> None:
         """No process, socket or temporary file of the run is there, `within` seconds from now at the latest."""
@@ -418,7 +397,7 @@ class LocalRun:
     def left(self) -> list[str]:
         """What the run left behind, in words."""
         found = [f"process {process}" for process in self.processes()]
-        found += [f"socket {inode}" for inode in self._sockets & _living_sockets()]
+        found += [f"socket {inode}" for inode in sockets_left(self._sockets)]
         for top in (self.tmp, self.folder / "home"):
             found += [f"file {path}" for path in all_below(top)]
         found += [f"temporary file {path}" for path in all_below(self.runs) if path.name.startswith(".")]
@@ -442,63 +421,3 @@ def open_to_others(folder: Path) -> list[str]:
         if not stat.S_ISLNK(mode) and mode & 0o077:
             found.append(f"{path}: {stat.S_IMODE(mode):04o}")
     return found
-
-
-def peak_memory_mib(pid: int) -> float:
-    """The most that a process ever had resident (VmHWM)."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) / 1024
-    raise AssertionError(f"process {pid} tells no memory")
-
-
-def _all_processes() -> list[Process]:
-    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
-    # Another test's mount may hang, and hold up who looks into a program that is being loaded there.
-    environments = read_environments(pids, _environment)
-    found = (_look(pid, raw) for pid, raw in environments.items())
-    return [process for process in found if process is not None]
-
-
-def _environment(pid: int) -> bytes | None:
-    """What it was started with, and a NUL; None where it has ended or is another user's."""
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes() + b"\0"
-    except OSError:
-        return None
-
-
-def _look(pid: int, environment: bytes) -> Process | None:
-    """The process that has this pid now; None where there is none, a zombie, or another user's."""
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        argv = Path(f"/proc/{pid}/cmdline").read_bytes().decode("utf-8", "replace").split("\0")
-    except OSError:
-        return None
-    if words[0] in "ZX":
-        return None
-    raw = environment.decode("utf-8", "replace")
-    environ = dict(item.split("=", 1) for item in raw.split("\0") if "=" in item)
-    return Process(pid, int(words[19]), int(words[1]), tuple(argv[:-1]), environ)
-
-
-def _socket_inodes(pid: int) -> set[str]:
-    inodes = set()
-    try:
-        for fd in os.listdir(f"/proc/{pid}/fd"):
-            target = os.readlink(f"/proc/{pid}/fd/{fd}")
-            if target.startswith("socket:["):
-                inodes.add(target[8:-1])
-    except OSError:
-        pass  # it has ended
-    return inodes
-
-
-def _living_sockets() -> set[str]:
-    words: set[str] = set()
-    for table in ("tcp", "tcp6", "udp", "udp6", "unix"):
-        try:
-            words.update(Path(f"/proc/net/{table}").read_text().split())
-        except OSError:
-            continue
-    return words

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.rigs.local_run import LocalRun
+from tests.rigs.processes import children, resident_mb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,12 +85,11 @@ def _rounds(run: LocalRun) -> int:
 
 
 def _look(run: LocalRun, agent: int) -> AgentState:
-    status = Path(f"/proc/{agent}/status").read_text()
     return AgentState(
         rounds=_rounds(run),
         descriptors=len(os.listdir(f"/proc/{agent}/fd")),
         threads=len(os.listdir(f"/proc/{agent}/task")),
-        children=len(Path(f"/proc/{agent}/task/{agent}/children").read_text().split()),
-        resident=int(status.partition("VmRSS:")[2].split()[0]) * 1024 / 1e6,
+        children=len(children(agent)),
+        resident=resident_mb(agent),
         files=sum(len(files) for _, _, files in os.walk(run.paths.root)),
     )

@@ -11,6 +11,7 @@ from typing import Any
 from submitit.helpers import Checkpointable, DelayedSubmission
 
 from hpc_elastic.worker_api.heartbeat import notice_is_there
+from tests.rigs.processes import is_alive
 
 PATIENCE = 120.0
 
@@ -60,10 +61,7 @@ def outlives_its_return(folder: Path) -> bool:
     while not pid.exists():
         time.sleep(0.01)
     time.sleep(1.5)
-    try:
-        return Path(f"/proc/{pid.read_text()}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+    return is_alive(int(pid.read_text()))
 
 
 class OddError(Exception):

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Protocol
 
 from hpc_elastic.launch.run_directory import create_run
 from hpc_elastic.rendezvous.run_folder import safe_name
@@ -28,68 +27,64 @@ NEVER_TORCH = "no-python-with-torch"
 LAST_CALL_SECONDS = 6.0
 
 
-class Cluster(Protocol):
+class Cluster:
     """Real processes of a run."""
 
-    stage: Path
-    """On this machine's own disk: journals, and words to the workers."""
-
-    def start(self) -> None: ...
-
-    def tend(self) -> None:
-        """What a scheduler would do: called again and again."""
-        ...
-
-    def processes(self, node: int) -> list[Proc]:
-        """All that runs on the node."""
-        ...
-
-    def agent(self, node: int) -> Proc | None: ...
-
-    def workers(self, node: int) -> list[Proc]: ...
-
-    def store(self) -> Path:
-        """From outside."""
-        ...
-
-    def lose(self, node: int) -> None:
-        """No new agent there any more."""
-        ...
-
-    def set_clock(self, node: int, offset: float) -> None: ...
-
-    def finish(self) -> None:
-        """The workers end their work."""
-        ...
-
-    def left(self) -> list[Proc]:
-        """All living processes of the run."""
-        ...
-
-    def ended(self) -> bool: ...
-
-    def end_complaints(self, *, too_few: bool) -> list[str]:
-        """What is wrong with how it ended."""
-        ...
-
-    def log(self) -> str: ...
-
-    def kill_all(self) -> None: ...
-
-
-class _Base:
     def __init__(self, folder: Path, place: Place, plan: Plan) -> None:
         self.stage = folder / "stage"
+        """On this machine's own disk: journals, and words to the workers."""
         (self.stage / "journal").mkdir(parents=True)
         self._folder = folder
         self._place = place
         self._plan = plan
 
+    def start(self) -> None:
+        raise NotImplementedError
+
+    def tend(self) -> None:
+        """What a scheduler would do, called again and again; the agents' supervisor does it itself."""
+
+    def processes(self, node: int) -> list[Proc]:
+        """All that runs on the node."""
+        raise NotImplementedError
+
+    def agent(self, node: int) -> Proc | None:
+        raise NotImplementedError
+
+    def workers(self, node: int) -> list[Proc]:
+        raise NotImplementedError
+
+    def store(self) -> Path:
+        """The rendezvous' folder, from outside."""
+        raise NotImplementedError
+
+    def lose(self, node: int) -> None:
+        """No new agent there any more."""
+        raise NotImplementedError
+
     def set_clock(self, node: int, offset: float) -> None:
         set_clock(self.stage, node, offset)
 
     def finish(self) -> None:
+        """The workers end their work."""
         (self.stage / "finish").touch()
+
+    def left(self) -> list[Proc]:
+        """All living processes of the run."""
+        raise NotImplementedError
+
+    def ended(self) -> bool:
+        raise NotImplementedError
+
+    def end_complaints(self, *, too_few: bool) -> list[str]:
+        """What is wrong with how it ended."""
+        raise NotImplementedError
+
+    def log(self) -> str:
+        raise NotImplementedError
+
+    def kill_all(self) -> None:
+        raise NotImplementedError
 
     def _conf(self) -> dict[str, str]:
         ttl = self._plan.ttl
@@ -106,7 +101,7 @@ class _Base:
         return {**base, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-class AgentCluster(_Base):
+class AgentCluster(Cluster):
     """Real agents under the real supervisor. The nodes' names are n0, n1 …; node 0's mount is the batch host's too."""
 
     def __init__(self, folder: Path, place: Place, plan: Plan) -> None:
@@ -158,9 +153,6 @@ class AgentCluster(_Base):
                 start_new_session=True,
             )
 
-    def tend(self) -> None:
-        """The supervisor does it."""
-
     def _outside(self) -> Path:
         return self._place.outside() / "runs" / self._run_id / "attempt-000"
 
@@ -210,7 +202,6 @@ class AgentCluster(_Base):
         return found
 
     def left(self) -> list[Proc]:
-        """All living processes of the run."""
         mark = f"{self.uid}:"
         return tree.own_processes_where(
             lambda _, environ: (
@@ -233,7 +224,7 @@ class AgentCluster(_Base):
             time.sleep(0.02)
 
 
-class HandlerCluster(_Base):
+class HandlerCluster(Cluster):
     """Real handlers, each in a process of its own, without agents: what a few cores can take of 16 or 32 nodes."""
 
     MARK = "CHAOS_MEMBER"

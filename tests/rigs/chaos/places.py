@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from tests.rigs.chaos.schedule import Kind
 from tests.rigs.network_mounts import KINDS, NetworkMounts
@@ -27,58 +26,26 @@ _PROCESS_KINDS = (
 )
 
 
-class Place(Protocol):
+class Place:
     """A shared folder. A context manager; it is empty at first, and gone in the end."""
 
-    kinds: tuple[Kind, ...]
-    """What can be done here."""
+    kinds: tuple[Kind, ...] = _PROCESS_KINDS
+    """What can be done here; each kind that is not done to processes has its methods below."""
 
     def path(self, node: int) -> Path:
         """The folder as this node sees it."""
-        ...
+        raise NotImplementedError
 
     def mount(self, node: int) -> int:
         """Which mount the node is on: what hangs there, hangs for all its nodes."""
-        ...
+        return 0
 
     def outside(self) -> Path:
         """The folder as the test sees it, whatever goes wrong."""
-        ...
+        raise NotImplementedError
 
     def freeze(self, node: int | None) -> None:
         """What the node is on, or None for the server; as often as it is thawed."""
-        ...
-
-    def thaw(self, node: int | None) -> None: ...
-
-    def fail(self, node: int, *, error: str, operation: str, done: bool, count: int) -> None: ...
-
-    def heal(self, node: int) -> None: ...
-
-    def fill(self) -> None: ...
-
-    def free(self) -> None: ...
-
-    def drop_caches(self, node: int) -> None: ...
-
-    def cut(self) -> None:
-        """It does not answer any more: end all that waits for it."""
-        ...
-
-    def __enter__(self) -> Place: ...
-
-    def __exit__(self, *_: object) -> None: ...
-
-
-class _PlaceBase:
-    """A place where nothing but the processes can be disturbed."""
-
-    kinds: tuple[Kind, ...] = _PROCESS_KINDS
-
-    def mount(self, node: int) -> int:
-        return 0
-
-    def freeze(self, node: int | None) -> None:
         raise NotImplementedError
 
     def thaw(self, node: int | None) -> None:
@@ -100,10 +67,16 @@ class _PlaceBase:
         raise NotImplementedError
 
     def cut(self) -> None:
-        """Nothing ever waits."""
+        """End all that waits for a place that does not answer any more; here nothing ever waits."""
+
+    def __enter__(self) -> Place:
+        raise NotImplementedError
+
+    def __exit__(self, *_: object) -> None:
+        raise NotImplementedError
 
 
-class SmallDisk(_PlaceBase):
+class SmallDisk(Place):
     """A small ext4 of its own, which all nodes share as they do on one machine; it can be filled."""
 
     kinds = (*_PROCESS_KINDS, Kind.FULL)
@@ -143,7 +116,7 @@ class SmallDisk(_PlaceBase):
         (self._mount / _FILLER).unlink(missing_ok=True)
 
 
-class EmulatedNfs(_PlaceBase):
+class EmulatedNfs(Place):
     """`mounts` emulated NFS clients; node k is on mount k modulo `mounts`."""
 
     kinds = tuple(Kind)
@@ -204,7 +177,7 @@ class EmulatedNfs(_PlaceBase):
         self._emulator.thaw()
 
 
-class NetworkFilesystem(_PlaceBase):
+class NetworkFilesystem(Place):
     """A real network filesystem: `mounts` clients, and one more for the test; node k is on mount k modulo `mounts`."""
 
     def __init__(self, kind: str, *, mounts: int) -> None:

@@ -8,10 +8,9 @@ import shutil
 import subprocess
 import sys
 
-import pytest
-
 from tests.rigs import debian_packages
 from tests.rigs.network_mounts.kinds import KINDS
+from tests.rigs.requirements import require
 
 SYSTEM_FOLDERS = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _EVERY_KIND = {
@@ -41,13 +40,7 @@ def missing_prerequisites(kind: str) -> str:
 
 
 def require_mounts(kind: str) -> None:
-    """Skip the test where the filesystem can't be brought up; in CI, fail it."""
-    why = missing_prerequisites(kind)
-    if not why:
-        return
-    if os.environ.get("CI", "").lower() in ("true", "1"):
-        pytest.fail(f"{kind} can't run: {why}", pytrace=False)
-    pytest.skip(f"{kind} can't run: {why}")
+    require(kind, missing_prerequisites(kind))
 
 
 def install_prerequisites() -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-import pytest
+from tests.rigs.requirements import require
 
 NETNS_FOLDER = Path("/run/netns")
 _PREFIX = "hpcnodes-"
@@ -38,13 +38,7 @@ def unavailable() -> str | None:
 
 
 def require_network() -> None:
-    """Skip the test where there can be no network of namespaces; in CI, fail it."""
-    reason = unavailable()
-    if reason is None:
-        return
-    if os.environ.get("CI", "").lower() in ("true", "1"):
-        pytest.fail(f"the network of namespaces can't be made: {reason}")
-    pytest.skip(f"the network of namespaces can't be made: {reason}")
+    require("the network of namespaces", unavailable())
 
 
 class Network:

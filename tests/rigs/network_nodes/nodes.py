@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -27,6 +25,7 @@ from hpc_elastic.workers.tree import NODE_TAG_VARIABLE
 from tests.rigs.event_pairs import read_events
 from tests.rigs.network_nodes.network import NETNS_FOLDER, Network
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator
+from tests.rigs.processes import deaths_of
 
 ROOT = Path(__file__).resolve().parents[3]
 MARK = "NETWORK_RUN_MARK"
@@ -286,43 +285,19 @@ class NetworkRun:
         return "\n".join(f"n{node}: {line}" for node in range(self.nodes) for line in self.log(node).splitlines()[-12:])
 
 
-def wait_for_deaths(workers: Iterable[Worker], *, within: float) -> dict[int, float]:
-    """Watch processes die, whoever's children they are. Returns node → when, by CLOCK_MONOTONIC.
-
-    To be called before the deaths: their moments are those of the kernel's word, not of a later look.
-    """
-    watched = {os.pidfd_open(worker.pid): worker for worker in workers}
-    found: dict[int, float] = {}
-    poll = select.poll()
-    for fd in watched:
-        poll.register(fd, select.POLLIN)
-    deadline = time.monotonic() + within
-    try:
-        while len(found) < len(watched) and (left := deadline - time.monotonic()) > 0:
-            for fd, _ in poll.poll(left * 1000):
-                found[watched[fd].node] = time.monotonic()
-                poll.unregister(fd)
-    finally:
-        for fd in watched:
-            os.close(fd)
-    return found
-
-
 def seconds_to_stop(run: NetworkRun, round_index: int, victim: int, *, within: float) -> float:
     """Kill the worker of one node. Returns the seconds from its death to that of the last worker of the others."""
     workers = run.workers(round_index)
     others = [worker for node, worker in workers.items() if node != victim]
     if len(workers) != run.nodes:
         raise AssertionError(f"workers on nodes {sorted(workers)} alone\n{run.logs()}")
-    killed: list[float] = []
-    timer = threading.Timer(0.02, lambda: killed.append(run.kill_worker(workers[victim])))
-    timer.start()
-    deaths = wait_for_deaths(others, within=within)
-    timer.join()
-    if len(deaths) != len(others):
-        left = sorted({worker.node for worker in others} - set(deaths))
+    with deaths_of(worker.pid for worker in others) as deaths:
+        killed = run.kill_worker(workers[victim])
+        moments = deaths(within)
+    left = sorted(worker.node for worker in others if worker.pid not in moments)
+    if left:
         raise AssertionError(f"the workers of nodes {left} still ran after {within:g} s\n{run.logs()}")
-    return max(deaths.values()) - killed[0]
+    return max(moments.values()) - killed
 
 
 def _environ(pid: str) -> dict[str, str]:

@@ -18,9 +18,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.rigs.nfs_emulator.settings import MountSettings, settings_to_json
+from tests.rigs.requirements import require
 
 ROOT = Path(__file__).resolve().parents[3]
 START_SECONDS = 180.0
@@ -45,13 +44,7 @@ def unavailable() -> str | None:
 
 
 def require_fuse() -> None:
-    """Skip the test where there is no FUSE; in CI, fail it."""
-    reason = unavailable()
-    if reason is None:
-        return
-    if os.environ.get("CI", "").lower() in ("true", "1"):
-        pytest.fail(f"the NFS emulator can't run: {reason}")
-    pytest.skip(f"the NFS emulator can't run: {reason}")
+    require("the NFS emulator", unavailable())
 
 
 def remove_leftovers() -> None:
