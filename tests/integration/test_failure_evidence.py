@@ -15,7 +15,6 @@ import pytest
 
 from hpc_elastic.failures.error_handler import ProcessFailure
 from hpc_elastic.failures.evidence import describe_failure, read_failure, write_evidence
-from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.worker_failure import EvidenceSource, WorkerFailure
 
 FACTS = WorkerFailure(attempt=0, round=0, host="?", node=0, local_rank=0, global_rank=0, pid=0, exitcode=1, ended_ns=0)
@@ -38,7 +37,7 @@ class Worker:
     def stderr(self) -> str:
         return (self.folder / "stderr.log").read_text(errors="replace")
 
-    def describe(self, *, stopped_by_agent: bool = False, oom_kills: int = 0) -> WorkerFailure:
+    def describe(self) -> WorkerFailure:
         facts = WorkerFailure(
             attempt=0,
             round=1,
@@ -49,8 +48,6 @@ class Worker:
             pid=self.pid,
             exitcode=self.exitcode,
             ended_ns=time.time_ns(),
-            stopped_by_agent=stopped_by_agent,
-            oom_kills=oom_kills,
         )
         return describe_failure(facts=facts, error_file=self.error_file, stderr_log=self.folder / "stderr.log")
 
@@ -162,16 +159,6 @@ def test_an_exception_that_was_survived_long_ago_is_not_taken_for_the_end(tmp_pa
     assert failure.stderr_tail.endswith("step 99")
 
 
-def test_sigkill_from_outside_and_from_us(tmp_path: Path) -> None:
-    worker = run(tmp_path, "import os\nos.kill(os.getpid(), 9)\n")
-    failure = worker.describe()
-    assert failure.message == f"Signal 9 (SIGKILL) received by PID {worker.pid}"
-    assert failure.failure_class is FailureClass.ROOT
-    assert "not sent by hpc-elastic" in failure.reason
-    assert worker.describe(stopped_by_agent=True).failure_class is FailureClass.STOPPED_BY_US
-    assert worker.describe(oom_kills=1).failure_class is FailureClass.INFRASTRUCTURE
-
-
 @pytest.mark.parametrize("use", ["ours", pytest.param("torch", marks=pytest.mark.torch)])
 def test_record(tmp_path: Path, use: str) -> None:
     module = {"ours": "hpc_elastic.failures", "torch": "torch.distributed.elastic.multiprocessing.errors"}[use]
@@ -203,115 +190,6 @@ def test_record(tmp_path: Path, use: str) -> None:
     assert unrecorded.fingerprint == failure.fingerprint
 
 
-def test_record_names_an_exit_code(tmp_path: Path) -> None:
-    worker = run(
-        tmp_path,
-        """
-        import sys
-        from hpc_elastic.failures import record
-        @record
-        def main():
-            sys.exit(3)
-        main()
-        """,
-    )
-    failure = worker.describe()
-    assert worker.exitcode == 3
-    assert failure.message == "SystemExit: exit code 3"
-    assert failure.source is EvidenceSource.ERROR_FILE
-
-
-def test_a_wrong_option_is_the_users_input(tmp_path: Path) -> None:
-    failure = run(
-        tmp_path,
-        "import argparse\np = argparse.ArgumentParser()\np.add_argument('--lr', type=float)\np.parse_args()\n",
-        "--lr",
-        "x",
-    ).describe()
-    assert failure.exitcode == 2
-    assert failure.category is Category.INPUT
-    assert "invalid float value" in failure.stderr_tail
-
-
-def test_a_torn_error_file(tmp_path: Path) -> None:
-    worker = run(
-        tmp_path,
-        """
-        import os
-        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
-            file.write('{"message": {"message": "ValueError: half", "extraInfo": {"py_callstack": "Traceback (most')
-        os._exit(1)
-        """,
-    )
-    failure = worker.describe()
-    assert failure.message == "ValueError: half"
-    assert failure.problem.startswith("torn: ")
-    assert write_evidence(failure, worker.error_file) == ""
-    assert json.loads(worker.error_file.read_text())["message"]["message"] == "ValueError: half"
-    assert (tmp_path / "error.original.json").read_text().startswith('{"message": {"message": "ValueError: half"')
-
-
-@pytest.mark.parametrize("decorator", ["", "@record"])
-def test_a_message_of_10_mb(tmp_path: Path, decorator: str) -> None:
-    worker = run(
-        tmp_path,
-        f"""
-        from hpc_elastic.failures import record
-        {decorator}
-        def main():
-            raise ValueError("x" * 10_000_000)
-        main()
-        """,
-    )
-    failure = worker.describe()
-    assert failure.exception_type == "ValueError"
-    assert failure.message.startswith("ValueError: xxxx")
-    assert "in main" in failure.traceback
-    assert write_evidence(failure, worker.error_file) == ""
-    assert worker.error_file.stat().st_size < 200_000
-
-
-@pytest.mark.torch
-def test_a_message_of_10_mb_recorded_by_torch(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
-    worker = run(
-        tmp_path,
-        """
-        from torch.distributed.elastic.multiprocessing.errors import record
-        @record
-        def main():
-            raise ValueError("x" * 10_000_000)
-        main()
-        """,
-    )
-    assert worker.error_file.stat().st_size > 10_000_000
-    failure = worker.describe()
-    assert failure.problem.startswith("cut: ")
-    assert failure.exception_type == "ValueError"
-    assert "in main" in failure.traceback
-    assert write_evidence(failure, worker.error_file) == ""
-    assert worker.error_file.stat().st_size < 200_000
-
-
-def test_a_script_that_closes_stderr(tmp_path: Path) -> None:
-    worker = run(
-        tmp_path,
-        """
-        import os, sys
-        from hpc_elastic.failures import record
-        @record
-        def main():
-            raise ValueError("nobody hears")
-        os.close(2)
-        main()
-        """,
-    )
-    assert worker.stderr == ""
-    assert worker.describe().message == "ValueError: nobody hears"
-    worker.error_file.unlink()
-    assert worker.describe().message == "Process failed with exitcode 1"
-
-
 def test_the_evidence_is_read_by_torchs_names(tmp_path: Path) -> None:
     worker = run(tmp_path, "raise ValueError('bad')\n")
     failure = worker.describe()
@@ -322,24 +200,3 @@ def test_the_evidence_is_read_by_torchs_names(tmp_path: Path) -> None:
     assert read.host == "n3"
     assert read_failure(worker.error_file, facts=FACTS) == failure
     assert oct(worker.error_file.stat().st_mode & 0o777) == "0o600"
-
-
-def test_eight_failing_workers_cost_at_most_50_ms(tmp_path: Path) -> None:
-    noise = "loss 0.123456789 and some words to fill a line of a log file that is read\n" * 3000
-    trace = "Traceback (most recent call last):\n" + '  File "/u/train.py", line 3, in step\n    x()\n' * 30
-    workers = []
-    for index in range(8):
-        folder = tmp_path / str(index)
-        folder.mkdir()
-        (folder / "stderr.log").write_text(f"{noise}{trace}ValueError: bad {index}\n")
-        workers.append(Worker(folder=folder, pid=1, exitcode=1))
-    best = float("inf")
-    for _ in range(5):  # the machine is shared: the fastest of five tells the cost
-        for worker in workers:
-            worker.error_file.unlink(missing_ok=True)
-        begin = time.process_time()
-        for worker in workers:
-            assert write_evidence(worker.describe(), worker.error_file) == ""
-        best = min(best, time.process_time() - begin)
-    assert workers[7].describe().message == "ValueError: bad 7"
-    assert best <= 0.05

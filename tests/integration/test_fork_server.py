@@ -13,59 +13,12 @@ import pytest
 
 from hpc_elastic.agent.fork_request import ForkRequest
 from hpc_elastic.agent.fork_server_states import ServerState
-from hpc_elastic.run.agent_events import ForkServerEnded, ForkServerGaveUp, PreloadLeftOut
+from hpc_elastic.run.agent_events import ForkServerEnded, ForkServerGaveUp
 from hpc_elastic.run.preload import preload_for
 from tests.rigs.local_run import LocalRun
 from tests.rigs.memory_limit import memory_limit
 from tests.rigs.start_methods import Starter, finish
 from tests.rigs.waiting import until
-
-UNFIT = {
-    "threads": ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()", "a thread"),
-    "listens": ("import socket\nLISTENER = socket.socket()", "opens a socket"),
-    "keeps_a_file": ("FILE = open('/dev/zero')", "opens /dev/zero"),
-    "begins_a_process": ("import subprocess\nCHILD = subprocess.Popen(['sleep', '60'])", "starts a process"),
-    "knows_its_rank": ("import os\nIS_FIRST = os.environ.get('RANK', '0') == '0'", "reads RANK"),
-    "asks_for_a_rank": ("from os import environ\nIS_SET = 'LOCAL_RANK' in environ", "reads LOCAL_RANK"),
-    "crashes": ("import os\nos.kill(os.getpid(), 11)", "ended with SIGSEGV while it imported crashes"),
-    "is_killed": ("import os\nos.kill(os.getpid(), 9)", "ended with SIGKILL while it imported is_killed"),
-    "hangs": ("import time\ntime.sleep(60)", "the import of hangs has taken 1 s"),
-    "raises": ("raise ValueError('no')", "its import fails: ValueError: no"),
-    "exits": ("import sys\nsys.exit(1)", "its import fails: SystemExit: 1"),
-    "lacks": ("import no_such_module", "its import fails: ModuleNotFoundError: No module named 'no_such_module'"),
-    "leaves": ("import os\nos._exit(0)", "ended with exit code 0 while it imported leaves"),
-}
-
-
-@pytest.mark.parametrize("name", UNFIT)
-def test_a_module_that_cannot_be_shared_is_left_out_with_the_reason(name: str, tmp_path: Path) -> None:
-    text, reason = UNFIT[name]
-    (tmp_path / f"{name}.py").write_text(text)
-    (tmp_path / "good.py").write_text("")
-    (tmp_path / "train.py").write_text(f"import sys; print('good' in sys.modules, '{name}' in sys.modules)")
-    with Starter(tmp_path, ["train.py"], preload=(name, "good"), import_seconds=1.0) as starter:
-        starter.ready()
-        assert finish(starter.fork(RANK="1")).stdout == "True False\n"
-        assert reason in starter.server.preload.left_out[name]
-        left = [event for event in starter.events if isinstance(event, PreloadLeftOut | ForkServerEnded)]
-        assert reason in left[0].reason
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import subprocess\nsubprocess.run(['true'])",
-        "import threading\nt = threading.Thread(target=print)\nt.start()\nt.join()",
-        "import os\nos.environ.get('HOME')",
-    ],
-)
-def test_a_module_that_clears_up_after_itself_is_shared(text: str, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(text)
-    (tmp_path / "train.py").write_text("import sys; print('json' in sys.modules)")
-    with Starter(tmp_path, ["train.py"], preload=("mine", "json")) as starter:
-        starter.ready()
-        assert not starter.server.preload.left_out
-        assert finish(starter.fork()).stdout == "True\n"
 
 
 def test_where_nothing_can_be_shared_workers_are_started_fresh(tmp_path: Path) -> None:

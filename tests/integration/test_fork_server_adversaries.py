@@ -27,6 +27,18 @@ os.wait()
 """
 
 UNFIT = {
+    "threads": ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()", "a thread"),
+    "listens": ("import socket\nLISTENER = socket.socket()", "opens a socket"),
+    "keeps_a_file": ("FILE = open('/dev/zero')", "opens /dev/zero"),
+    "begins_a_process": ("import subprocess\nCHILD = subprocess.Popen(['sleep', '60'])", "starts a process"),
+    "asks_for_a_rank": ("from os import environ\nIS_SET = 'LOCAL_RANK' in environ", "reads LOCAL_RANK"),
+    "crashes": ("import os\nos.kill(os.getpid(), 11)", "ended with SIGSEGV while it imported crashes"),
+    "is_killed": ("import os\nos.kill(os.getpid(), 9)", "ended with SIGKILL while it imported is_killed"),
+    "hangs": ("import time\ntime.sleep(60)", "the import of hangs has taken 3 s"),
+    "raises": ("raise ValueError('no')", "its import fails: ValueError: no"),
+    "exits": ("import sys\nsys.exit(1)", "its import fails: SystemExit: 1"),
+    "lacks": ("import no_such_module", "its import fails: ModuleNotFoundError: No module named 'no_such_module'"),
+    "leaves": ("import os\nos._exit(0)", "ended with exit code 0 while it imported leaves"),
     "getenv": ("import os\nRANK = os.getenv('LOCAL_RANK')", "it reads LOCAL_RANK"),
     "getenv_with_default": ("from os import getenv\nRANK = int(getenv('RANK', 0))", "it reads RANK"),
     "bytes": ("import os\nRANK = os.environb.get(b'RANK')", "it reads RANK"),
@@ -103,7 +115,7 @@ def test_a_module_whose_import_is_more_than_code_is_left_out(name: str, tmp_path
     (tmp_path / f"{name}.py").write_text(text)
     (tmp_path / "good.py").write_text("")
     (tmp_path / "train.py").write_text(f"import sys; print('good' in sys.modules, '{name}' in sys.modules)")
-    with Starter(tmp_path, ["train.py"], preload=(name, "good"), import_seconds=5.0) as starter:
+    with Starter(tmp_path, ["train.py"], preload=(name, "good"), import_seconds=3.0) as starter:
         starter.ready()
         assert finish(starter.fork(RANK="1")).stdout == "True False\n"
         found = starter.server.preload.left_out[name]
@@ -213,7 +225,13 @@ def test_generators_without_a_seed_differ_between_workers(tmp_path: Path) -> Non
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("text", ["import torch\ntorch.manual_seed(7)", "import torch\ntorch.set_num_threads(2)"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch\ntorch.manual_seed(7)",
+        pytest.param("import torch\ntorch.set_num_threads(2)", marks=pytest.mark.slow),
+    ],
+)
 def test_a_module_that_seeds_torch_is_left_out(text: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(text)
     (tmp_path / "train.py").write_text(

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ Run = Callable[..., LocalRun]
 
 
 def status(run: LocalRun) -> dict[str, Any]:
+    time.sleep(0.5)  # asked again and again, each time by a new process
     command = [sys.executable, "-m", "hpc_elastic", "status", str(run.paths.root), "--json"]
     value: dict[str, Any] = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout)
     return value

@@ -153,6 +153,7 @@ def test_a_ddp_script_trains_while_the_disk_of_runs_is_full_and_its_restart_wait
         assert [event["rank"] for event in failed] == [1]
 
 
+@pytest.mark.slow  # test_hygiene_wiped_store has it without torch
 @pytest.mark.torch
 def test_a_ddp_script_whose_run_directory_is_removed_is_ended(ddp_run: Callable[..., LocalRun], tmp_path: Path) -> None:
     with ddp_run("--steps", "100000") as run:

@@ -110,16 +110,6 @@ def test_ctrl_c_while_workers_are_restarted(tmp_path: Path) -> None:
         run.check_nothing_left()
 
 
-def test_notice_has_the_run_requeued(tmp_path: Path) -> None:
-    script = _SAVES_ON_SIGTERM.replace('wait_for("never")', 'ATTEMPT or wait_for("never")')
-    with LocalRun(tmp_path, script, options=["--max-requeues", "1"]) as run:
-        run.wait_moments("here", count=2)
-        run.signal(signal.SIGUSR2)
-        assert run.finish() == ExitCode.OK
-        report = run.report(1)
-        assert [part["outcome"] for part in report["attempts"]] == ["preempted", "succeeded"]
-
-
 @pytest.mark.parametrize("script", [_SAVES_ON_SIGTERM, _IGNORES_SIGTERM])
 def test_nothing_outlives_a_killed_supervisor(tmp_path: Path, script: str) -> None:
     with LocalRun(tmp_path, script, options=["--shutdown-timeout", "1"]) as run:

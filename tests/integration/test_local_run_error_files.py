@@ -98,6 +98,8 @@ def test_a_run_that_recovers_tells_nobody(tmp_path: Path) -> None:
     with LocalRun(tmp_path, script, environ=environ) as run:
         assert run.finish() == ExitCode.OK
         assert run.rank(1).error_file.exists()
+        assert run.report()["outcome"] == "succeeded"
+        assert "ValueError: once" in run.attempt().report_text.read_text()
         assert not outer.exists()
 
 

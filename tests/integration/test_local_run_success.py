@@ -69,18 +69,6 @@ def test_one_worker_per_node_keeps_its_threads(tmp_path: Path, monkeypatch: pyte
         assert "OMP_NUM_THREADS" not in worker["environ"]
 
 
-def test_output_is_in_the_ranks_files_and_prefixed_in_the_job_log(tmp_path: Path) -> None:
-    with LocalRun(tmp_path, _TELL_ENVIRONMENT, nproc=2) as run:
-        assert run.finish() == 0
-        lines = run.log().splitlines()
-        for rank in range(4):
-            assert run.rank(rank).stdout.read_text() == f"out of {rank}\n"
-            assert run.rank(rank).stderr.read_text() == f"err of {rank}\n"
-            assert f"[node{rank // 2}:{rank}] out of {rank}" in lines
-            assert f"[node{rank // 2}:{rank}] err of {rank}" in lines
-            assert not run.rank(rank).error_file.exists()
-
-
 def test_job_log_tells_where_things_are(tmp_path: Path) -> None:
     with LocalRun(tmp_path, _TELL_ENVIRONMENT) as run:
         assert run.finish() == 0
@@ -100,16 +88,6 @@ def test_job_log_tells_where_things_are(tmp_path: Path) -> None:
         assert run.attempt().report_text.read_text().strip() in log
         result = json.loads(run.attempt().result_json.read_text())
         assert (result["outcome"], result["exit_code"]) == ("succeeded", 0)
-
-
-def test_only_chosen_streams_reach_the_job_log(tmp_path: Path) -> None:
-    with LocalRun(tmp_path, _TELL_ENVIRONMENT, nodes=1, nproc=2, options=["--redirects", "0:1,1:3"]) as run:
-        assert run.finish() == 0
-        log = run.log()
-        assert "[node0:0] err of 0" in log
-        assert not [words for words in ("out of 0", "out of 1", "err of 1") if words in log]
-        assert run.rank(1).stdout.read_text() == "out of 1\n"
-        assert run.rank(1).stderr.read_text() == "err of 1\n"
 
 
 def test_run_is_private_whatever_the_umask_and_workers_get_the_users(tmp_path: Path) -> None:

@@ -257,45 +257,6 @@ report(drained=drained, **finished())
     assert "[n01:0] second" in facts["text"], "the job log shows what the file lacks"
 
 
-def test_hung_disk_is_waited_for_a_while_and_then_given_up(tmp_path: Path) -> None:
-    """A full pipe plays the hung disk: writes to it block."""
-    facts = run_stand_in(
-        _LOGS
-        + """
-hung_r, hung_w = os.pipe()
-os.set_blocking(hung_w, False)
-try:
-    while True:
-        os.write(hung_w, b"x" * 4096)
-except BlockingIOError:
-    os.set_blocking(hung_w, True)
-really_open = log_files._open_for_append
-log_files._open_for_append = lambda path: hung_w if path.name == "stdout.log" else really_open(path)
-log_files.PATIENCE_S = 0.5
-logs._PAUSED_LOOK_S = 0.05
-before = rss("VmHWM")
-began = time.monotonic()
-worker = run("for i in range(300): os.write(1, b'0123456789' * 10_000)", wait=False, shown=Std.NONE)
-until(worker.poll, 30)
-seconds = time.monotonic() - began
-until(lambda: pump.files.lost > 20_000_000)
-grown = rss("VmHWM") - before
-drained = pump.drained(worker.pid, 0.2)
-closed = pump.close(0.5)
-report(code=worker.exit_status.exitcode, seconds=seconds, grown=grown, drained=drained, closed=closed,
-       lost=pump.files.lost, read=pump.read)
-os._exit(0)
-""",
-        env={"WHERE": str(tmp_path)},
-    )
-    assert facts["code"] == 0
-    assert facts["seconds"] < 10
-    assert facts["grown"] < 10_000
-    assert not facts["drained"]
-    assert not facts["closed"]
-    assert facts["read"] == 30_000_000
-
-
 def test_descendant_that_holds_the_pipe(tmp_path: Path) -> None:
     facts = run_stand_in(
         _LOGS

@@ -100,36 +100,6 @@ pump = logs.LogPump(host="n01", clock=clock, job_log=log)
     )
 
 
-def test_a_job_log_that_nobody_reads(tmp_path: Path, plain: float) -> None:
-    facts = _flood(tmp_path, _LINES, STUCK="1")
-    assert facts["codes"] == [0] * WORKERS
-    assert facts["in_files"] == [BYTES] * WORKERS, "the files get everything"
-    assert facts["seconds"] < 10 * plain + STUCK_SECONDS
-    assert facts["grown"] < MEMORY_KIB
-    assert [loss[:3] for loss in sorted(facts["losses"])] == [[rank, "stdout", 0] for rank in range(WORKERS)]
-    told = sum(loss[3] for loss in facts["losses"])
-    assert told == facts["stats"]["job_log_dropped"] > (BYTES * WORKERS) // 2
-    assert _longest(tmp_path) < STUCK_SECONDS + 10 * plain
-
-
-def test_a_full_disk(tmp_path: Path, plain: float) -> None:
-    for rank in range(WORKERS):
-        (tmp_path / "round-000" / f"rank-{rank:05d}").mkdir(mode=0o700, parents=True)
-    full = """
-really_open = log_files._open_for_append
-log_files._open_for_append = lambda path: (
-    os.open("/dev/full", os.O_WRONLY) if path.name == "stdout.log" else really_open(path))
-"""
-    end = _END.replace("rank_file(rank).stat().st_size", "rank_file(rank).exists()")
-    facts = _flood(tmp_path, _LINES, before=full, end=end, shown="Std.NONE")
-    assert facts["codes"] == [0] * WORKERS
-    assert sorted(facts["losses"]) == [[rank, "stdout", BYTES, 0] for rank in range(WORKERS)]
-    assert facts["stats"]["file_lost"] == BYTES * WORKERS
-    assert len(facts["text"].splitlines()) == 2, "said when it began and when it was over, not by rank"
-    assert facts["seconds"] < 10 * plain + STUCK_SECONDS, "nobody is held up"
-    assert facts["grown"] < MEMORY_KIB
-
-
 def test_a_disk_that_hangs_holds_workers_up_once_and_not_for_each_print(tmp_path: Path, plain: float) -> None:
     """Full pipes play the files; their writes come back when somebody reads."""
     hung = """

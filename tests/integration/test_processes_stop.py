@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from tests.rigs.agent_stand_in import StandIn, run_stand_in
-from tests.rigs.processes import is_alive
 
 
 def test_workers_that_end_on_term_are_gone_at_once() -> None:
@@ -47,29 +46,6 @@ def test_worker_that_ignores_term_is_killed_after_the_grace() -> None:
     assert facts["code"] == -9
     assert facts["killed"] == 1
     assert 0.5 <= facts["seconds"] < 10
-
-
-def test_worker_uses_its_grace() -> None:
-    facts = run_stand_in(
-        """
-        worker = start('''
-            def save(*_):
-                time.sleep(0.3)
-                print("saved", flush=True)
-                os._exit(0)
-            signal.signal(signal.SIGTERM, save)
-            print("ready", flush=True)
-            time.sleep(600)
-        ''')
-        read_line(worker.stdout_fd)
-        stopper = stop.GroupStopper([worker], grace=30, clock=clock)
-        stopper.begin()
-        said = read_line(worker.stdout_fd)
-        result = finish(stopper)
-        report(code=result.exits[worker.pid].exitcode, said=said, killed=result.killed)
-        """
-    )
-    assert facts == {"code": 0, "said": "saved", "killed": 0}
 
 
 @pytest.mark.parametrize("behaviour", ["FORKS_AND_EXITS", "DAEMON"])
@@ -268,14 +244,6 @@ def test_a_kill_cuts_the_grace_short() -> None:
 def test_group_of_nobody() -> None:
     facts = run_stand_in("report(left=len(stop_now([], clock=clock).left))")
     assert facts == {"left": 0}
-
-
-def test_rig_sees_life_and_death() -> None:
-    process = subprocess.Popen(["sleep", "600"])
-    assert is_alive(process.pid)
-    process.kill()
-    process.wait()
-    assert not is_alive(process.pid)
 
 
 RUNTIME = """

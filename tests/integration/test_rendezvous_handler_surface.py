@@ -86,17 +86,6 @@ def test_the_deadline_holds_alone_and_with_one_that_does_not_confirm(
         waits.result(20)
 
 
-@pytest.mark.parametrize("where", ["enter", "current_epoch", "latest"])
-def test_the_deadline_holds_where_the_files_hang(rig: HandlerRig, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    node, end = rig.make(timeout=0.4), threading.Event()
-    node._epoch_found = None
-    monkeypatch.setattr(run_folder.RunFolder, where, lambda *_: end.wait())
-    try:
-        assert -0.1 <= overshoot(0.4, node.next_rendezvous) <= 1
-    finally:
-        end.set()
-
-
 @pytest.mark.parametrize("failure", [OSError(errno.EADDRINUSE, "in use"), RuntimeError("torch's own")], ids=repr)
 def test_a_store_for_the_workers_that_does_not_open_is_a_rendezvous_error(rig: HandlerRig, failure: Exception) -> None:
     node = rig.make(1)
