@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.rigs.processes import Process, all_processes, kill_marked
+from tests.rigs.processes import Process, kill_marked, marked
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKER = Path(__file__).with_name("worker.py")
@@ -157,7 +157,7 @@ class Session:
 
     def processes(self) -> list[Process]:
         """All of this session's processes."""
-        return [process for process in all_processes() if process.environ.get(MARK) == self._mark]
+        return marked(MARK, self._mark)
 
     def agents(self) -> list[Process]:
         """The agents, without helpers that are forks of them."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.rigs.inprocess_ranks import ROOT
+from tests.rigs.processes import marked
 from tests.rigs.waiting import until
 
 pytestmark = [
@@ -52,7 +53,6 @@ train()
 def test_an_exception_restarts_the_function_and_a_death_leaves_nothing(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(_TRAINING)
-    mark = f"TEST_RING_MARK={tmp_path}"
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCH", "PET_"))}
     env |= {
         "PYTHONPATH": str(ROOT),
@@ -72,15 +72,4 @@ def test_an_exception_restarts_the_function_and_a_death_leaves_nothing(tmp_path:
         assert told.get(f"1-{rank}", [0, 0])[1] == 2.0, output
         assert told[f"0-{rank}"] == told[f"1-{rank}"], "the same process"
     # The monitor processes too: the store that they need was torchrun's.
-    until(lambda: not marked(mark), seconds=100)
-
-
-def marked(mark: str) -> list[str]:
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            if mark.encode() in (place / "environ").read_bytes().split(b"\0"):
-                found.append(place.name)
-        except OSError:
-            continue
-    return found
+    until(lambda: not marked("TEST_RING_MARK", str(tmp_path)), seconds=100)

@@ -224,22 +224,6 @@ def test_what_was_printed_first_is_the_cause_though_its_worker_lives_on(tmp_path
         assert [one["global_rank"] for one in verdict["candidates"]] == [3]
 
 
-def test_late_failure_has_the_finished_nodes_run_again(tmp_path: Path) -> None:
-    script = """
-    tell("here")
-    if ROUND == 0 and RANK == 1:
-        wait_for("fail")
-        sys.exit(5)
-    """
-    with LocalRun(tmp_path, script) as run:
-        run.until(lambda: run.events("workers_succeeded"), "end of node 0's worker")
-        run.say("fail")
-        assert run.finish() == ExitCode.OK
-        assert len(run.moments("here", round_index=1)) == 2
-        assert run.events("workers_succeeded")[0]["node"] == 0
-        assert {event["restarts_used"] for event in run.events("round_final") if event["round"] == 1} == {1}
-
-
 def test_torn_error_file_is_a_fact_not_the_end_of_the_agent(tmp_path: Path) -> None:
     script = """
     tell("here")

@@ -51,7 +51,11 @@ _WAYS = {
 }
 
 
-@pytest.mark.parametrize("how", _WAYS.values(), ids=_WAYS.keys())
+@pytest.mark.parametrize(
+    "how",
+    # The catalogue has all three under both start methods; here the other threads and the other node are looked at.
+    [pytest.param(how, marks=[pytest.mark.slow] * (name != "stopped"), id=name) for name, how in _WAYS.items()],
+)
 def test_the_worker_that_hangs_is_named_with_its_stack(tmp_path: Path, how: str) -> None:
     script = _ONE_HANGS.format(how=how)
     with LocalRun(tmp_path, script, nproc=2, options=["--section-timeouts", "step:2.5"]) as run:

@@ -42,6 +42,11 @@ def all_processes() -> list[Process]:
     return [process for process in found if process is not None]
 
 
+def marked(variable: str, value: str) -> list[Process]:
+    """All with this variable in the environment that they were started with."""
+    return [process for process in all_processes() if process.environ.get(variable) == value]
+
+
 def _environment(pid: int) -> bytes | None:
     try:
         return Path(f"/proc/{pid}/environ").read_bytes() + b"\0"
@@ -169,8 +174,7 @@ def kill_marked(variable: str, value: str, *, within: float = 10.0) -> None:
     """SIGKILL every process with this variable in its environment, until there is none."""
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
-        left = [process for process in all_processes() if process.environ.get(variable) == value]
-        if not left:
+        if not (left := marked(variable, value)):
             return
         for process in left:
             try:

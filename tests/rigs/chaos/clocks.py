@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-_FOLDER = Path(__file__).with_name("wrong_clock")
+_FOLDER = Path(__file__).parents[1] / "node_clocks"
 
 
 def set_clock(stage: Path, node: int, offset: float) -> None:
@@ -23,4 +23,4 @@ def with_clock(environ: Mapping[str, str], stage: Path, node: int) -> dict[str, 
     except FileNotFoundError:
         offset = 0.0
     path = f"{_FOLDER}:{environ.get('PYTHONPATH', '')}".rstrip(":")
-    return {**environ, "PYTHONPATH": path, "CHAOS_CLOCK_OFFSET": f"{offset:g}"}
+    return {**environ, "PYTHONPATH": path, "TEST_CLOCK_OFFSET": f"{offset:g}"}

@@ -3,6 +3,9 @@ that node's own, its agent and workers alike. `tests.rigs.wrong_clocks` sets it 
 
 The wall clock and the time since the boot are shifted, each by a time of its own: as on two machines. Where
 TEST_CLOCK_JUMPS names a folder, the wall clock is ahead by as many seconds more as the node's file there says now.
+TEST_CLOCK_OFFSET shifts the wall clock of each process that has it, whatever its node.
+
+(libfaketime would do it for any program, but its 0.9.10 breaks ``time.sleep``, a clock_nanosleep to a monotonic time.)
 """
 
 import json
@@ -11,6 +14,7 @@ import time
 
 _NODE = os.environ.get("HPC_ELASTIC_NODE_TAG", "").rpartition(":")[2]
 _WALL, _UPTIME = json.loads(os.environ.get("TEST_NODE_CLOCKS", "{}")).get(_NODE, (0, 0))
+_WALL += float(os.environ.get("TEST_CLOCK_OFFSET", "0"))
 
 _JUMPS = os.environ.get("TEST_CLOCK_JUMPS", "")
 
