@@ -9,12 +9,7 @@ from collections.abc import Iterable
 
 
 def install(packages: Iterable[str]) -> None:
-    """Install those of `packages` that are missing. None of the daemons in them is started: the rigs run their own.
-
-    Raises:
-        PermissionError: Not root.
-        subprocess.CalledProcessError: apt-get failed; its output is on stderr.
-    """
+    """Install those of `packages` that are missing. None of the daemons in them is started: the rigs run their own."""
     if os.geteuid() != 0:
         raise PermissionError("only root may install packages")
     wanted = sorted({package for package in packages if not is_installed(package)})

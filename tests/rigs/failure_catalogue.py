@@ -51,10 +51,6 @@ class Catalogue:
     """Runs a test's case and compares what came of it."""
 
     def __init__(self, *, update: bool, start_method: str = "spawn") -> None:
-        """Args:
-        update: Write golden files in place of comparing with them.
-        start_method: Of the workers. What is told is the same.
-        """
         # Of one length, whoever runs the tests and wherever: lines are cut at their length.
         self.folder = Path(tempfile.mkdtemp(prefix="hpc-cat-", dir="/tmp"))
         self._update = update
@@ -64,13 +60,7 @@ class Catalogue:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def run(self, script: str, *, options: Sequence[str] = (), **settings: Any) -> LocalRun:
-        """A run that is given up at its first failure, unless `options` say otherwise.
-
-        Args:
-            script: Python, after ``from stage import *``.
-            options: Of ``hpc-elastic run``.
-            **settings: Of `LocalRun`.
-        """
+        """A run that is given up at its first failure, unless `options` say otherwise."""
         settings.setdefault("start_method", self._start_method)
         return LocalRun(self.folder, script, options=["--max-restarts", "0", *options], **settings)
 

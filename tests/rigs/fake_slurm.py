@@ -41,21 +41,7 @@ class FakeJob:
 
 
 class FakeSlurm:
-    """Call it as a `CommandRunner`.
-
-    Args:
-        version: Whose answers.
-
-    Attributes:
-        calls: Every argument list, in order.
-        jobs: By number.
-        reachable: False: as with a controller that is down.
-        hangs: True: no command ever ends.
-        missing: Commands that are not installed.
-        note: What sbatch prints besides when it takes a job: a site's plugin may.
-        clusters: Others that ``-M`` reaches, by name.
-        name: Its own.
-    """
+    """Call it as a `CommandRunner`; it answers as `version` did."""
 
     def __init__(self, version: str = "22.05.8") -> None:
         self.version = version

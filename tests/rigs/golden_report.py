@@ -67,12 +67,7 @@ _RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 
 
 def normalise(text: str, *, folder: Path) -> str:
-    """Take what is volatile out of a text.
-
-    Args:
-        text: A report, or a part of one.
-        folder: Everything of the run lies below it.
-    """
+    """Take what is volatile out of a text of a run that lies below `folder`."""
     lines = (line for line in text.split("\n") if not _LEFT_OUT.match(line))
     return "\n".join(_normalise_line(line, str(folder)) for line in lines)
 

@@ -247,14 +247,7 @@ def _watch_memory(uuid: str) -> None:
 
 
 def render(machine: Machine, *, day: str, seen: Sequence[tuple[str, str]], outcomes: Mapping[str, str]) -> str:
-    """The table for docs/reference/versions.md.
-
-    Args:
-        machine: Where the tests ran.
-        day: When.
-        seen: What the tests noted, in their order.
-        outcomes: Test → passed, failed: …, or skipped: …
-    """
+    """The table for docs/reference/versions.md. `outcomes`: test → passed, failed: … or skipped: …"""
     counts = [
         (sum(text.startswith(kind) for text in outcomes.values()), kind) for kind in ("passed", "failed", "skipped")
     ]

@@ -56,16 +56,7 @@ class Job:
 
 
 def run_jobs(folder: Path, *jobs: str, search: str = "") -> list[Job]:
-    """Run scenarios to their ends, those that fit side by side.
-
-    Args:
-        folder: Empty, for results and stores.
-        jobs: As on the command line.
-        search: A folder in which Python looks for modules after all others.
-
-    Raises:
-        AssertionError: one did not end in time; with the stacks of all its ranks.
-    """
+    """Run scenarios to their ends, those that fit side by side. `search`: a folder for modules, after all others."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "TORCH", "HPC_"))}
     result = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-m", "tests.rigs.inprocess_ranks", str(folder), *jobs],
@@ -106,12 +97,7 @@ def _ending(path: Path, code: int) -> Ending:
 
 
 def free_ports(count: int = 10, *, taken: Collection[int] = ()) -> int:
-    """The first of some that follow each other, below those that the kernel gives to anybody who asks.
-
-    Args:
-        count: How many.
-        taken: Firsts that were given before, and may be without a listener yet.
-    """
+    """The first of `count` ports in a row, below those that the kernel gives to others, and not near those `taken`."""
     while True:
         first = random.randrange(10000, 30000, count)
         if first in taken:

@@ -66,12 +66,7 @@ def connect() -> dist.TCPStore:
 
 
 def join_group(folder: Path, name: str, store: dist.Store | None = None) -> None:
-    """A gloo group of the ranks that are active now, over the rig's server: as under an agent, which serves a store.
-
-    Args:
-        folder, name: Of the job, and of the iteration.
-        store: A connection that is there already; without, a new one is made.
-    """
+    """A gloo group of the ranks that are active now, over the rig's server: as under an agent, which serves a store."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = store or connect()
     dist.init_process_group(

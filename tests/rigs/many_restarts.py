@@ -50,14 +50,7 @@ class Restarts:
 
 
 def restart(folder: Path, *, rounds: int, warm: int, environ: Mapping[str, str] | None = None) -> Restarts:
-    """Run the real agent, and look at it after `warm` rounds and after all of them.
-
-    Args:
-        folder: Empty.
-        rounds: How often the worker fails, and is started again.
-        warm: After so many, what is allocated once has been.
-        environ: More of the run's environment.
-    """
+    """Run the real agent, whose worker fails `rounds` times; look at it after `warm` of them and after all."""
     command = ["--no-python", "sh", "-c", "test $TORCHELASTIC_RESTART_COUNT -lt $ROUNDS && exit 7; sleep 1000"]
     run = LocalRun(
         folder,

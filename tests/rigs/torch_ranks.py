@@ -56,9 +56,6 @@ def join(backend: str, device: str, way: str = "as it is", seconds: float = 60.0
         device: cpu, or cuda for one of the GPUs that this worker sees.
         way: Of `SHARING`.
         seconds: The group's timeout.
-
-    Returns:
-        This rank's device.
     """
     import torch
     import torch.distributed as dist

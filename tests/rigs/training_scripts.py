@@ -65,14 +65,8 @@ def run_with_a_killed_rank(
 ) -> subprocess.CompletedProcess[str]:
     """Two local nodes; rank 0 is killed as it is about to say that the checkpoint of epoch 3 is whole.
 
-    Args:
-        script: An example.
-        folder: Empty; the runs and the checkpoint come into it.
-        moved: Part of the name of the file whose moving into place completes a checkpoint.
-        arguments: Further ones of the script.
-        options: Further ones of ``hpc-elastic run``.
-        python: The workers' interpreter.
-        start_method: Of the workers; it is a failure where they should be forks and are not.
+    `moved` is part of the name of the file whose moving into place completes one. Workers that should be forks and are
+    not are a failure.
     """
     result = subprocess.run(
         [

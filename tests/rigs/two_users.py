@@ -91,12 +91,7 @@ class User:
         timeout: float = 30 * CROWDED,
         check: bool = False,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command to its end; see `popen`.
-
-        Raises:
-            AssertionError: It failed and `check` is true; has all that it printed.
-            subprocess.TimeoutExpired: It took longer than `timeout` seconds.
-        """
+        """Run a command to its end; see `popen`."""
         with self.popen(argv, cwd=cwd, env=env) as process:
             try:
                 stdout, stderr = process.communicate(timeout=timeout)

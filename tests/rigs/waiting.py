@@ -7,11 +7,7 @@ from collections.abc import Callable
 
 
 def until(condition: Callable[[], object], what: str = "the condition", *, seconds: float = 120.0) -> None:
-    """Wait for a condition with a deadline.
-
-    Raises:
-        AssertionError: it did not hold within `seconds`.
-    """
+    """Wait for a condition with a deadline."""
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, f"waited {seconds:g} s for {what}"

@@ -107,10 +107,6 @@ class Tracer:
     """For a run: its environment, and the calls that it made."""
 
     def __init__(self, folder: Path, steps: Iterable[Step]) -> None:
-        """Args:
-        folder: Of the test's own; made here.
-        steps: Whose calls are to be noted.
-        """
         self._folder = folder
         folder.mkdir(mode=0o700)
         (folder / "sitecustomize.py").write_text(_SITECUSTOMIZE)
@@ -119,11 +115,7 @@ class Tracer:
         (folder / "wanted.json").write_text(json.dumps(wanted))
 
     def environ(self, pythonpath: str) -> dict[str, str]:
-        """What the run's environment has besides.
-
-        Args:
-            pythonpath: What it would have without this.
-        """
+        """What the run's environment has besides `pythonpath`."""
         return {"PYTHONPATH": f"{self._folder}:{pythonpath}", "WAYS_TRACE": str(self._folder)}
 
     def calls(self) -> list[Call]:
@@ -134,13 +126,7 @@ class Tracer:
 
 
 def first_missing(steps: Sequence[Step], calls: Sequence[Call], processes: dict[str, set[int]]) -> Step | None:
-    """The first step that the run did not make after the step before it; None where it made all in their order.
-
-    Args:
-        steps: Of the page.
-        calls: From the event on.
-        processes: The pids that each of the page's names for a process may mean.
-    """
+    """The first step that the run did not make after the step before it; None where it made all in their order."""
     left = iter(calls)
     for step in steps:
         allowed = processes[step.where]

@@ -19,14 +19,7 @@ from tests.rigs.network_mounts.location import Site, remove
 
 
 def keep(kind: str, folder: Path, *, mounts: int, until_signal: bool) -> None:
-    """Bring a filesystem up, and stay until told otherwise.
-
-    Args:
-        kind: Of `KINDS`.
-        folder: The rig's; empty. Removed at the end.
-        mounts: How many clients.
-        until_signal: Don't read stdin.
-    """
+    """Bring a filesystem up in an empty folder, which goes in the end, and stay until told otherwise."""
     os.umask(0o022)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _leave)

@@ -73,11 +73,7 @@ class Site:
         return [*(server.pid for server in self.servers), *self.other_server_pids]
 
     def call(self, argv: Sequence[str | Path], *, seconds: float = 120.0) -> str:
-        """Run a command to its end.
-
-        Raises:
-            RigError: it failed; with what it said.
-        """
+        """Run a command to its end."""
         done = subprocess.run(
             [os.fspath(word) for word in argv],
             cwd=self.folder,
@@ -92,11 +88,7 @@ class Site:
         return done.stdout
 
     def wait(self, condition: Callable[[], bool], what: str, *, seconds: float = 180.0) -> None:
-        """Wait until `condition`, which may raise OSError for "not yet".
-
-        Raises:
-            RigError: a server has ended meanwhile, or the time is over.
-        """
+        """Wait until `condition`, which may raise OSError for "not yet"; a server that ends meanwhile is an error."""
         deadline = time.monotonic() + seconds
         while True:
             why = ""

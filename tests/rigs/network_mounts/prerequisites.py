@@ -44,12 +44,7 @@ def require_mounts(kind: str) -> None:
 
 
 def install_prerequisites() -> None:
-    """Install the Debian packages that are missing.
-
-    Raises:
-        PermissionError: not root.
-        subprocess.CalledProcessError: apt-get failed; its output is on stderr.
-    """
+    """Install the Debian packages that are missing."""
     debian_packages.install(
         {package for kind in KINDS.values() for package in kind.packages.values()} | set(_EVERY_KIND.values())
     )

@@ -62,12 +62,7 @@ def remove_leftovers() -> None:
 
 
 def tell(control: Path, command: Mapping[str, Any]) -> dict[str, Any]:
-    """Give the mount whose socket is `control` a command. Its answer.
-
-    Raises:
-        RuntimeError: it refused.
-        OSError: no mount listens there.
-    """
+    """Give the mount whose socket is `control` a command. Its answer."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(90)
         connection.connect(str(control))

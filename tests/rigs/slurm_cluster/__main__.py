@@ -84,11 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Do what the command line says.
-
-    Returns:
-        The exit code: 0, 1 where the rig failed, or that of the command that `run` ran.
-    """
+    """Do what the command line says."""
     options = _parser().parse_args(arguments)
     try:
         if options.command == "install":

@@ -77,12 +77,7 @@ def joining(group: str) -> list[str]:
 
 
 def freeze(group: str, pids: Callable[[], Iterable[int]]) -> None:
-    """Stop a host's processes where they are, without their noticing.
-
-    Args:
-        group: The host's.
-        pids: Asked for its processes until all are in the group.
-    """
+    """Stop a host's processes where they are, without their noticing. `pids` is asked until all are in the group."""
     if not (_FREEZER / "cgroup.procs").exists():
         _stop(pids)
         return

@@ -173,14 +173,7 @@ class SlurmCluster(Rig):
         return [(pid, line) for pid in pids if (line := command_line(pid))]
 
     def kill_process(self, node: str, target: str | int, sig: int = signal.SIGKILL) -> list[int]:
-        """Send a signal to one process, or to all whose command line has a match of the regular expression `target`.
-
-        Returns:
-            The processes' numbers outside.
-
-        Raises:
-            RigError: None matches.
-        """
+        """Send a signal to one process, or to all whose command line matches `target`. Returns their pids outside."""
         if isinstance(target, int):
             pids = [target]
         else:
@@ -211,11 +204,7 @@ class SlurmCluster(Rig):
         return state
 
     def wait_job(self, job_id: int | str, states: Collection[str] = ENDED_STATES, *, timeout: float = 60) -> str:
-        """Wait until the job is in one of `states` and return that.
-
-        Raises:
-            RigError: It was not in time; the message has what Slurm says of the job.
-        """
+        """Wait until the job is in one of `states` and return that."""
         wanted = {states} if isinstance(states, str) else set(states)
         deadline = time.monotonic() + CROWDED * timeout
         while (state := self.job_state(job_id)) not in wanted:

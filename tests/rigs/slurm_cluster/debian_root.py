@@ -40,11 +40,7 @@ _TIMEOUT = 1800
 
 
 def debian_root(release: str) -> Path:
-    """The root folder of a release, such as ``trixie`` or ``testing``; made where there is none, which takes minutes.
-
-    Raises:
-        RigError: It could not be made.
-    """
+    """The root folder of a release, such as ``trixie`` or ``testing``; made in minutes where there is none."""
     root = CACHE_FOLDER / f"root-{release}"
     complete = CACHE_FOLDER / f"root-{release}.complete"
     CACHE_FOLDER.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -83,12 +79,7 @@ def _run(argv: list[str]) -> None:
 
 
 def entering_lines(root: Path, binds: Mapping[Path, Path]) -> list[str]:
-    """The lines of a host's boot script that make `root` its root folder.
-
-    Args:
-        root: Which; it stays as it is, but for empty mount points.
-        binds: Folders and files to bind: where to → what, both as seen without `root`.
-    """
+    """The lines of a boot script that make `root` its root folder. `binds`: where to → what, as seen without it."""
     quote = shlex.quote
     shared = {Path(name): Path(name) for name in _SHARED_FILES}
     lines = [f"mount --bind {quote(str(root))} {quote(str(root))}"]

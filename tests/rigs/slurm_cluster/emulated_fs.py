@@ -46,11 +46,7 @@ def mount_lines(layout: Layout, host: str, settings: MountSettings) -> tuple[str
 
 
 def tell_client(layout: Layout, host: str, command: str, **arguments: Any) -> dict[str, Any]:
-    """Give a host's client a command: see `NfsEmulator.control`.
-
-    Raises:
-        RigError: there is none, or it is gone.
-    """
+    """Give a host's client a command: see `NfsEmulator.control`."""
     if host == CONTROLLER:
         raise RigError(f"{host} is the server itself, and no client")
     try:

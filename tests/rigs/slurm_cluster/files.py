@@ -51,13 +51,7 @@ def ensure_user(name: str) -> pwd.struct_passwd:
 
 
 def write_configuration(layout: Layout, settings: Settings, *, mounts: Mapping[Path, Path]) -> None:
-    """Write all that the hosts and their daemons read.
-
-    Args:
-        layout: The rig's.
-        settings: Its settings.
-        mounts: What each host binds besides: where to → what.
-    """
+    """Write all that the hosts and their daemons read."""
     root = debian_root.debian_root(settings.release) if settings.release else None
     key = layout.munge_key
     key.touch(mode=0o400)

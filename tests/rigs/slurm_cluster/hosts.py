@@ -52,9 +52,6 @@ def remove_namespaces(rig: str) -> None:
     """Kill every process of the rig and remove its network namespaces; none of either is fine.
 
     All that a rig starts lives in one of its network namespaces, so this needs no memory of what was started.
-
-    Raises:
-        RigError: A process would not die.
     """
     names = netns_names(rig)
     inodes = {inode for name in names if (inode := _netns_inode(name)) is not None}
@@ -129,11 +126,7 @@ class Hosts:
     # Power -----------------------------------------------------------------------------------------------------------
 
     def boot(self, hosts: Iterable[str]) -> None:
-        """Start the hosts, all at once, and wait until each is ready for its daemons.
-
-        Raises:
-            RigError: One was not ready in time; the message holds what its boot script said.
-        """
+        """Start the hosts, all at once, and wait until each is ready for its daemons."""
         hosts = list(hosts)
         for host in hosts:
             ready_mark(self.layout, host).unlink(missing_ok=True)
@@ -199,11 +192,7 @@ class Hosts:
         return self._find_init(host) is not None
 
     def init_pid(self, host: str) -> int:
-        """The host's process 1, as numbered outside.
-
-        Raises:
-            RigError: There is no such host, or it is off.
-        """
+        """The host's process 1, as numbered outside."""
         pid = self._find_init(host)
         if pid is None:
             known = ", ".join(self.layout.host_names)

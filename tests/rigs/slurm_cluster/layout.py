@@ -38,12 +38,7 @@ class RigError(Exception):
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """Where everything of one rig lies.
-
-    Attributes:
-        name: The rig's name: lower-case letters and digits, a letter first.
-        nodes: How many compute nodes it has.
-    """
+    """Where everything of one rig lies. Its name has lower-case letters and digits, a letter first."""
 
     name: str
     nodes: int

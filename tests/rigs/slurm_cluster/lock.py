@@ -11,11 +11,7 @@ from .layout import RIGS_FOLDER, RigError
 
 
 class RigLock:
-    """An exclusive claim on a rig's name, for as long as this process lives or until it is released.
-
-    Raises:
-        RigError: Another live process holds it.
-    """
+    """An exclusive claim on a rig's name, for as long as this process lives or until it is released."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -63,11 +63,6 @@ def must_run(environment: Mapping[str, str]) -> bool:
 
 
 def install_prerequisites() -> None:
-    """Install the Debian packages that are missing.
-
-    Raises:
-        PermissionError: Not root.
-        subprocess.CalledProcessError: apt-get failed; its output is on stderr.
-    """
+    """Install the Debian packages that are missing."""
     debian_packages.install((*PACKAGES.values(), *OTHER_PACKAGES))
     missing_prerequisites.cache_clear()

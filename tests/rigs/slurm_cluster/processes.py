@@ -17,17 +17,7 @@ wait for a condition, so it costs nothing where nothing is wrong."""
 
 
 def wait_until(condition: Callable[[], bool], *, timeout: float, what: str, interval: float = 0.02) -> None:
-    """Wait until `condition` holds.
-
-    Args:
-        condition: Asked again and again.
-        timeout: Seconds until it must hold, on a machine that has the time (`CROWDED`).
-        what: Named in the error, as in "… did not happen: <what>".
-        interval: Seconds between two questions.
-
-    Raises:
-        RigError: It did not hold in time.
-    """
+    """Wait until `condition` holds: `timeout` seconds on a machine that has the time (`CROWDED`)."""
     deadline = time.monotonic() + CROWDED * timeout
     while not condition():
         if time.monotonic() > deadline:
@@ -151,11 +141,7 @@ def _tail(text: Any, limit: int = 4000) -> str:
 
 
 def call(argv: Sequence[str], *, input: str | None = None, timeout: float = 60, check: bool = True) -> str:
-    """Run a command outside the rig and return what it wrote to stdout.
-
-    Raises:
-        CommandFailed: It ended with another code than 0 and `check` is true.
-    """
+    """Run a command outside the rig and return what it wrote to stdout."""
     done = subprocess.run(argv, text=True, capture_output=True, timeout=timeout, check=False, input=input or "")
     if check and done.returncode != 0:
         raise CommandFailed(done.returncode, list(argv), done.stdout, done.stderr)

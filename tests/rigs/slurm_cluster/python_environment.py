@@ -82,15 +82,7 @@ class PythonEnvironment:
 
 
 def python_environment(folder: Path, *, project: Path = PROJECT) -> PythonEnvironment:
-    """Make an environment for jobs.
-
-    Args:
-        folder: Where; it must not exist. Its parents must be open to all.
-        project: The checkout whose source it gets.
-
-    Raises:
-        RigError: The dependencies could be neither borrowed nor installed.
-    """
+    """Make an environment for jobs in `folder`, which must not exist and whose parents must be open to all."""
     folder.mkdir(mode=0o755, parents=True)
     call([SYSTEM_PYTHON, "-m", "venv", "--without-pip", str(folder / "venv")])
     site_packages = next((folder / "venv" / "lib").glob("python3.*/site-packages"))

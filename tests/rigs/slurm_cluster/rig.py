@@ -56,11 +56,7 @@ class Rig:
 
     @classmethod
     def attach(cls, name: str) -> Self:
-        """A rig that another process started and left running.
-
-        Raises:
-            RigError: None of that name is up.
-        """
+        """A rig that another process started and left running."""
         try:
             described = json.loads(Layout(name=name, nodes=1).description.read_text())
         except FileNotFoundError:
@@ -75,11 +71,7 @@ class Rig:
         return cluster
 
     def start(self) -> None:
-        """Start everything and wait until all nodes are idle; whatever an earlier rig of this name left goes first.
-
-        Raises:
-            RigError: The name is in use, or something did not come up; nothing is left running then.
-        """
+        """Start everything and wait until all nodes are idle; whatever an earlier rig of this name left goes first."""
         if self._name is None:
             # A rig that was left running on purpose has a description and nobody's lock: it is not ours to take.
             self._lock = lock_free_name(AUTOMATIC_NAME, wanted=lambda folder: not (folder / "keep").exists())
@@ -138,11 +130,7 @@ class Rig:
 
     @classmethod
     def remove(cls, name: str) -> None:
-        """End the rig of that name, or clean up what a killed process left of it; nothing there is fine.
-
-        Raises:
-            RigError: A live process holds it.
-        """
+        """End the rig of that name, or clean up what a killed process left of it; nothing there is fine."""
         cluster = cls(1, name=name)
         cluster._lock = RigLock(name)
         cluster.stop()
@@ -194,11 +182,7 @@ class Rig:
         return self.layout.shared
 
     def tell_client(self, host: str, command: str, **arguments: object) -> dict[str, Any]:
-        """Give a host's emulated client a command: change, fail, heal, freeze, thaw, drop_caches, counters …
-
-        Raises:
-            RigError: the rig has no emulated filesystem, or the host is off.
-        """
+        """Give a host's emulated client a command: change, fail, heal, freeze, thaw, drop_caches, counters …"""
         return emulated_fs.tell_client(self.layout, host, command, **arguments)
 
     def change_caches(self, seconds: float) -> None:
@@ -223,15 +207,10 @@ class Rig:
         stdout: int | None = subprocess.PIPE,
         stderr: int | None = subprocess.PIPE,
     ) -> RigProcess:
-        """Start a command on a host as a user in a fresh login's environment, plus `env`; text pipes by default.
+        """Start a command on a host as a user (alice, mallory, root) in a fresh login's environment plus `env`.
 
-        Args:
-            argv: The command; the environment's Python and the project's console script are on its PATH.
-            user: alice, mallory or root.
-            node: Which host; the login host by default.
-            cwd: `shared` by default. As the host sees it.
-            env: Further variables.
-            stdin: As in subprocess, likewise `stdout` and `stderr`.
+        The login host and the shared folder are the defaults; the environment's Python and the project's script are on
+        its PATH; its ends are text pipes.
         """
         entry = pwd.getpwnam(user)
         argv = ["env", "-C", str(cwd or self.shared), *argv]
@@ -273,17 +252,7 @@ class Rig:
         check: bool = False,
         input: str | None = None,
     ) -> subprocess.CompletedProcess[str]:
-        """Run a command on a host to its end; see `popen`.
-
-        Args:
-            timeout: Seconds; past them the command is killed.
-            check: Whether another code than 0 is an error.
-            input: Text for its stdin, which is empty otherwise.
-
-        Raises:
-            subprocess.TimeoutExpired: It took too long.
-            CommandFailed: It failed and `check` is true.
-        """
+        """Run a command on a host to its end; see `popen`. Its stdin is `input`, or empty."""
         stdin = subprocess.DEVNULL if input is None else subprocess.PIPE
         with self.popen(argv, user=user, node=node, cwd=cwd, env=env, stdin=stdin) as process:
             try:
@@ -321,11 +290,7 @@ class Rig:
         services.start_slurmctld(self._hosts)
 
     def logs(self, *, limit: int = 6000) -> str:
-        """The end of every daemon's log and, where the controller answers, what it says of nodes and jobs.
-
-        Args:
-            limit: Characters of each.
-        """
+        """The end of every daemon's log and, where the controller answers, what it says of nodes and jobs."""
         parts = []
         if self.layout.logs.is_dir():
             for path in sorted(self.layout.logs.iterdir()):
