@@ -27,7 +27,12 @@ else:
 
 LONGEST = (
     "integration/test_chaos_runs.py",
+    "integration/test_rehearse.py",
+    "integration/test_local_run_ddp_hangs.py",
     "integration/test_notifier_lost_nodes.py",
+    "integration/test_local_run_silent_hangs.py",
+    "integration/test_local_run_ddp_script.py",
+    "integration/test_containers.py",
     "integration/test_inprocess_faults.py",
     "integration/test_example_fsdp.py",
     "integration/test_example_digits.py",

@@ -126,6 +126,7 @@ def test_restart_waits_for_room_on_the_disk(tmp_path: Path, tiny_disk: TinyDisk)
         assert run.events("node_lost") == []
 
 
+@pytest.mark.slow  # 19 s of CPU; the tests above have it without torch
 @pytest.mark.torch
 def test_a_ddp_script_trains_while_the_disk_of_runs_is_full_and_its_restart_waits_for_room(
     ddp_run: Callable[..., LocalRun], tmp_path: Path, tiny_disk: TinyDisk
