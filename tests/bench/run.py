@@ -3,7 +3,7 @@
 ::
 
     python -m tests.bench.run                   medians of several repetitions, some five minutes
-    python -m tests.bench.run --quick           one repetition, under four minutes: whether it runs at all
+    python -m tests.bench.run --quick           one repetition, some three minutes: whether it runs at all
     python -m tests.bench.run --only torchrun   one of the two; no ratios
     python -m tests.bench.run --parts goodput   40 minutes: only where it is named, or in short with --quick
     python -m tests.bench.run --update-docs     put the table into docs/benchmarks.md
@@ -195,7 +195,7 @@ def _progress(what: str) -> None:
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.bench.run", description="Measure ourselves beside torchrun.")
-    parser.add_argument("--quick", action="store_true", help="one repetition, under 4 minutes")
+    parser.add_argument("--quick", action="store_true", help="one repetition, some three minutes")
     parser.add_argument("--plain", type=int, metavar="N", help="repetitions without torch in the workers")
     parser.add_argument("--torch", type=int, metavar="N", help="repetitions with it")
     parser.add_argument("--only", choices=[TORCHRUN.name, OURS.name])
@@ -204,7 +204,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--update-docs", action="store_true", help=f"write {DOCUMENT.relative_to(ROOT)}")
     options = parser.parse_args(argv)
     options.parts = options.parts or [part for part in PARTS if options.quick or part != "goodput"]
-    plain, torch, limit = (1, 1, 240.0) if options.quick else (7, 5, 300.0)
+    plain, torch, limit = (1, 1, 200.0) if options.quick else (7, 5, 300.0)
     options.plain = plain if options.plain is None else options.plain
     options.torch = torch if options.torch is None else options.torch
     options.time_limit = limit if options.time_limit is None else options.time_limit

@@ -1,34 +1,24 @@
 """Workers whose Python is another than the agents': a bare environment, another version, with and without this package.
 
-Tried is each of CPython 3.8 to 3.14 that is installed here, in PATH or by pyenv.
+Tried is each of CPython 3.8 to 3.14 that is installed here, in PATH or by pyenv; in CI the oldest and the newest.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from hpc_elastic.base.outcome import ExitCode
 from tests.rigs.local_run import LocalRun
+from tests.rigs.pythons import pythons
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def _installed(name: str) -> str | None:
-    versions = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv", "versions")
-    found = [*versions.glob(f"{name.removeprefix('python')}.*/bin/{name}"), *filter(None, [shutil.which(name)])]
-    runs = (path for path in found if subprocess.run([path, "-c", "pass"], capture_output=True).returncode == 0)
-    return next((str(path) for path in runs), None)
-
-
-PYTHONS = {name: path for name in (f"python3.{minor}" for minor in range(8, 15)) if (path := _installed(name))}
-PYTHONS.setdefault("python{}.{}".format(*sys.version_info), sys.executable)
+PYTHONS = {f"python{version}": path for version, path in pythons(8).items()}
 _BARE = """
 import json, os, signal, sys, time
 for name in ("hpc_elastic", "msgspec", "torch"):
@@ -42,7 +32,11 @@ for name in ("hpc_elastic", "msgspec", "torch"):
 """
 
 
-@pytest.fixture(params=PYTHONS)
+ENDS = {next(iter(PYTHONS)), list(PYTHONS)[-1]}
+"""The oldest and the newest: those between are tried in the long tier."""
+
+
+@pytest.fixture(params=[pytest.param(name, marks=[pytest.mark.slow] * (name not in ENDS)) for name in PYTHONS])
 def python(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """The interpreter of an environment that has nothing but its standard library."""
     subprocess.run([PYTHONS[request.param], "-m", "venv", "--without-pip", str(tmp_path / "env")], check=True)
