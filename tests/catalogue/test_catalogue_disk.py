@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.rigs.failure_catalogue import Catalogue, Told
+from tests.rigs.small_disk import small_disk
 
 
 @pytest.fixture
@@ -17,16 +16,8 @@ def tiny_disk(catalogue: Catalogue) -> Iterator[Path]:
     """The runs' folder on a filesystem of its own, of 4 MB. Where none can be mounted: skips, or fails in CI."""
     path = catalogue.folder / "runs"
     path.mkdir(mode=0o700)
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4m,mode=700", "tmpfs", str(path)], capture_output=True, text=True
-    )
-    if mounted.returncode != 0:
-        reason = f"no filesystem can be mounted here: {mounted.stderr.strip()}"
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(reason)
-    try:
+    with small_disk(path, "4m"):
         yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 def _fill(disk: Path) -> Path:

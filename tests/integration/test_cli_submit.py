@@ -19,6 +19,7 @@ import pytest
 from hpc_elastic.cli.main import main
 from hpc_elastic.run.spec import load_run_spec
 from tests.rigs.captures import captured
+from tests.rigs.small_disk import small_disk
 
 PYTHON = str(Path(sys.executable))
 AS_ROOT = os.geteuid() == 0
@@ -393,20 +394,13 @@ def test_a_folder_that_may_not_be_written(site: Site) -> None:
 
 
 @pytest.fixture
-def tiny_disk(site: Site, request: pytest.FixtureRequest) -> Iterator[Path]:
+def tiny_disk(site: Site) -> Iterator[Path]:
     """A filesystem with room for two blocks, both taken."""
-    if not AS_ROOT:
-        pytest.skip("only root can mount")
     folder = site.work / "tiny"
     folder.mkdir()
-    mount = ["/bin/mount", "-t", "tmpfs", "-o", "size=8k,mode=700", "none", str(folder)]
-    if subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting is not allowed here")
-    try:
+    with small_disk(folder, "8k"):
         (folder / "ballast").write_bytes(b"x" * 8192)
         yield folder
-    finally:
-        subprocess.run(["/bin/umount", "-l", str(folder)], check=True)
 
 
 def test_a_full_disk(site: Site, tiny_disk: Path, capsys: pytest.CaptureFixture[str]) -> None:

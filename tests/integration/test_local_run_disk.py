@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.run.attempt import load_result
 from tests.rigs.local_run import LocalRun
+from tests.rigs.small_disk import fill_disk, small_disk
 
 _TRAINS = """
 tell("here")
@@ -28,41 +28,13 @@ wait_for("end")
 """
 
 
-class TinyDisk:
-    """A filesystem of 4 MB of its own."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._filler = path / "filler"
-
-    def fill(self) -> None:
-        """Take all that is left of it."""
-        with open(self._filler, "wb", buffering=0) as file:
-            size = 1 << 20
-            while size:
-                try:
-                    file.write(b"0" * size)
-                except OSError:
-                    size //= 2
-
-    def make_room(self) -> None:
-        self._filler.unlink()
-
-
 @pytest.fixture
-def tiny_disk(tmp_path: Path) -> Iterator[TinyDisk]:
+def filler(tmp_path: Path) -> Iterator[Path]:
+    """A file on the filesystem of 4 MB on which the runs are: to be filled, and unlinked."""
     path = tmp_path / "runs"
     path.mkdir(mode=0o700)
-    if os.geteuid() != 0:
-        pytest.skip("mounts a filesystem, which needs root")
-    options = "size=4m,mode=700"
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(path)], capture_output=True)
-    if mounted.returncode != 0:
-        pytest.skip(f"no filesystem can be mounted here: {mounted.stderr.decode().strip()}")
-    try:
-        yield TinyDisk(path)
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
+    with small_disk(path, "4m"):
+        yield path / "filler"
 
 
 _FILES_ALONE = ("--rdzv-conf", "doorbell=off,heartbeat_ttl=5")
@@ -80,15 +52,15 @@ def wait_for_heartbeats(run: LocalRun) -> None:
     run.until(lambda: all(value != before[name] for name, value in cells().items()), "heartbeats")
 
 
-def test_training_goes_on_while_the_disk_is_full(tmp_path: Path, tiny_disk: TinyDisk) -> None:
+def test_training_goes_on_while_the_disk_is_full(tmp_path: Path, filler: Path) -> None:
     with LocalRun(tmp_path, _TRAINS) as run:
         run.wait_moments("here", count=2)
-        tiny_disk.fill()
+        fill_disk(filler)
         run.say("train")
         run.wait_moments("trained", count=2)
         words = [f"rank-0000{rank}/stdout.log: No space left on device" for rank in range(2)]
         run.until(lambda: all(word in run.log() for word in words), "both nodes' word about the full disk")
-        tiny_disk.make_room()
+        filler.unlink()
         run.say("end")
         assert run.finish() == ExitCode.OK
         assert {event["round"] for event in run.events("round_final")} == {0}
@@ -108,15 +80,15 @@ def test_training_goes_on_while_the_disk_is_full(tmp_path: Path, tiny_disk: Tiny
         assert all(f"[node{rank}:{rank}] step 299" in run.log() for rank in range(2))
 
 
-def test_restart_waits_for_room_on_the_disk(tmp_path: Path, tiny_disk: TinyDisk) -> None:
+def test_restart_waits_for_room_on_the_disk(tmp_path: Path, filler: Path) -> None:
     with LocalRun(tmp_path, _TRAINS, options=_FILES_ALONE) as run:
         run.wait_moments("here", count=2)
-        tiny_disk.fill()
+        fill_disk(filler)
         run.kill_worker(1, round_index=0)
         run.until(lambda: "the shared filesystem refused" in run.log(), "word about the full disk")
         for _ in range(6):  # longer than the lease
             wait_for_heartbeats(run)
-        tiny_disk.make_room()
+        filler.unlink()
         run.wait_moments("here", count=2, round_index=1)
         run.say("end")
         assert run.finish() == ExitCode.OK
@@ -129,7 +101,7 @@ def test_restart_waits_for_room_on_the_disk(tmp_path: Path, tiny_disk: TinyDisk)
 @pytest.mark.slow  # 19 s of CPU; the tests above have it without torch
 @pytest.mark.torch
 def test_a_ddp_script_trains_while_the_disk_of_runs_is_full_and_its_restart_waits_for_room(
-    ddp_run: Callable[..., LocalRun], tmp_path: Path, tiny_disk: TinyDisk
+    ddp_run: Callable[..., LocalRun], tmp_path: Path, filler: Path
 ) -> None:
     """Its checkpoints are on another disk."""
     checkpoint = tmp_path / "checkpoint.pt"
@@ -139,14 +111,14 @@ def test_a_ddp_script_trains_while_the_disk_of_runs_is_full_and_its_restart_wait
 
     with ddp_run("--steps", "200", "--step-seconds", "0.03", options=_FILES_ALONE) as run:
         run.until(saves, "checkpoint")
-        tiny_disk.fill()
+        fill_disk(filler)
         for _ in range(2):
             before = saves()
             run.until(lambda before=before: saves() > before, "checkpoint on the other disk")
         (pid,) = (pid for event in run.events("workers_started") if event["host"] == "node1" for pid in event["pids"])
         os.kill(pid, signal.SIGKILL)
         run.until(lambda: "the shared filesystem refused" in run.log(), "message about the full disk")
-        tiny_disk.make_room()
+        filler.unlink()
         assert run.finish() == ExitCode.OK
         assert {event["restarts_used"] for event in run.events("round_final")} == {0, 1}
         assert run.log().count("ends at step 200") == 2
@@ -168,28 +140,28 @@ def test_a_ddp_script_whose_run_directory_is_removed_is_ended(ddp_run: Callable[
         run.check_nothing_left()
 
 
-def test_end_waits_for_room_on_the_disk(tmp_path: Path, tiny_disk: TinyDisk) -> None:
+def test_end_waits_for_room_on_the_disk(tmp_path: Path, filler: Path) -> None:
     with LocalRun(tmp_path, _TRAINS, options=_FILES_ALONE) as run:
         run.wait_moments("here", count=2)
         reserve = run.attempt().store / "reserve"
         run.until(reserve.exists, "room that is kept free")
         reserve.unlink()  # another process may take it before the run does
-        tiny_disk.fill()
+        fill_disk(filler)
         run.say("train")
         run.say("end")
         run.until(lambda: "the shared filesystem refused" in run.log(), "word about the full disk")
         wait_for_heartbeats(run)
         assert run.log().count("trying again") == 1
-        tiny_disk.make_room()
+        filler.unlink()
         assert run.finish() == ExitCode.OK
 
 
-def test_a_run_ends_by_itself_on_a_disk_that_stays_full(tmp_path: Path, tiny_disk: TinyDisk) -> None:
+def test_a_run_ends_by_itself_on_a_disk_that_stays_full(tmp_path: Path, filler: Path) -> None:
     """What the attempt kept free is enough for the last record, the result and the report."""
     with LocalRun(tmp_path, _TRAINS) as run:
         run.wait_moments("here", count=2)
         run.until(lambda: (run.attempt().store / "reserve").exists(), "room that is kept free")
-        tiny_disk.fill()
+        fill_disk(filler)
         began = time.monotonic()
         run.say("train")
         run.say("end")

@@ -18,6 +18,7 @@ from hpc_elastic.rehearsal.injector import Injector
 from hpc_elastic.rehearsal.saves import FileNames
 from hpc_elastic.workers import tree
 from tests.rigs.local_run import ROOT
+from tests.rigs.small_disk import small_disk
 
 TRAIN = '''
 """Least squares in pure Python, with momentum, a schedule and shuffled epochs; each rank has a part of its own."""
@@ -262,17 +263,13 @@ def test_a_save_that_no_run_of_three_could_catch_is_named_in_the_verdict(tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
 def test_a_disk_of_runs_that_is_full_for_a_while_is_survived(tmp_path: Path) -> None:
     small = tmp_path / "small"
     small.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(small)], check=True)
-    try:
+    with small_disk(small, "64m"):
         (tmp_path / "train.py").write_text(TRAIN)
         options = ("--nproc-per-node", "2", "--runs-dir", str(small), "--faults", "disk-full")
         code, found = rehearse(tmp_path, *options, "train.py", "right", "200")
-    finally:
-        subprocess.run(["umount", "-l", str(small)], check=True)
     assert (code, found["guilty"]) == (0, [])
     assert [one["fault"] for one in found["faults"]] == ["disk-full"]
 

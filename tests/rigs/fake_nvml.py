@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
+from tests.rigs.requirements import require
 
 # Signatures and codes as in NVIDIA's nvml.h (API 12). FAKE_NVML: "index:key=value,...;index:..." with keys ecc, pages,
 # pending, failed, handle (a code) and h100 (its name); FAKE_NVML_INIT: what nvmlInit_v2 returns,
@@ -143,10 +142,8 @@ nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t device, unsign
 def build_nvml(folder: Path, *flags: str) -> str:
     """Make libnvidia-ml.so.1 in a folder, which is returned. Without a compiler the test is skipped; in CI it fails."""
     compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        if os.environ.get("CI"):
-            pytest.fail("no C compiler: the GPU checks can't be tested (apt-get install gcc)")
-        pytest.skip("no C compiler (apt-get install gcc)")
+    require("NVML's stand-in", "" if compiler else "no C compiler (apt-get install gcc)")
+    assert compiler is not None
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "nvml.c").write_text(_SOURCE)
     target = str(folder / "libnvidia-ml.so.1")

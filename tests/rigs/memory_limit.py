@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import pytest
-
 from tests.rigs.local_run import LocalRun
+from tests.rigs.requirements import require
 
 
 @contextmanager
@@ -30,8 +29,8 @@ def memory_limit(size: int, run: LocalRun) -> Iterator[None]:
             (cgroup / "memory.limit_in_bytes").write_text(str(size))
         except OSError as error:
             problem, cgroup = str(error), None
-    if cgroup is None:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"no memory cgroup can be made here: {problem}")
+    require("a memory cgroup", "" if cgroup else problem)
+    assert cgroup is not None
     try:
         (cgroup / "cgroup.procs").write_text(str(os.getpid()))  # what is started from here on is in it
         run.__enter__()

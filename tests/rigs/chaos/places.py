@@ -13,6 +13,7 @@ from pathlib import Path
 from tests.rigs.chaos.schedule import Kind
 from tests.rigs.network_mounts import KINDS, NetworkMounts
 from tests.rigs.nfs_emulator import MountSettings, NfsEmulator
+from tests.rigs.small_disk import fill_disk
 
 _FILLER = "fill"
 _PROCESS_KINDS = (
@@ -237,17 +238,6 @@ def network_kinds(kind: str) -> tuple[Kind, ...]:
     """What can be done on a network filesystem."""
     full = (Kind.FULL,) if KINDS[kind].disk_megabytes else ()
     return (*_PROCESS_KINDS, Kind.FREEZE_ALL, Kind.FREEZE_ONE, *full)
-
-
-def fill_disk(path: Path) -> None:
-    """Take all the space there is on `path`'s filesystem, to the last block."""
-    with open(path, "wb", buffering=0) as file:
-        for size in (1 << 20, 4096, 512):
-            try:
-                while True:
-                    file.write(b"\0" * size)
-            except OSError:
-                continue
 
 
 def sharing_unavailable() -> str | None:
