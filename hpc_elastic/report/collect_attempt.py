@@ -12,7 +12,7 @@ from hpc_elastic.base.outcome import REFUSED_CODE, UNHEALTHY_CODE, ExitCode
 from hpc_elastic.failures.classify import signal_name, signal_of
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.report.clocks import OF_CLOCKS, SUPERVISOR, Clocks, ClocksBuilder
+from hpc_elastic.report.clocks import OF_CLOCKS, SUPERVISOR, ClocksBuilder
 from hpc_elastic.report.collect_round import ROUND_EVENTS, EventCoverage, RoundBuilder
 from hpc_elastic.report.history import (
     START_REFUSED,
@@ -172,8 +172,11 @@ class AttemptBuilder(Struct):
         cut_short = {node: self._cut_short(node) for node in bad_ends}
         # A round that was opened but never became final had no workers: it is only what came after the one before.
         clocks = self.clocks.build()
-        built = (_with_clocks(self.rounds[index].build(), clocks) for index in sorted(self.rounds))
+        built = [self.rounds[index].build() for index in sorted(self.rounds)]
         rounds = [part for part in built if part.nodes or part.broken]
+        for part in rounds:
+            seen = [(failure.node, failure.ended_uptime_ns) for failure in part.failures if failure.ended_uptime_ns]
+            part.clocks = clocks.around(seen)
         history = self.history
         history.outcome = history.outcome or self.closed_outcome
         history.reason = history.reason or self.closed_reason
@@ -276,12 +279,6 @@ class AttemptBuilder(Struct):
         if given_up is not None and given_up.reason != ends[len(earlier)].detail and not is_back:
             detail += f"; given up after that: {given_up.reason}"
         return replace(loss, host=host, detail=detail)
-
-
-def _with_clocks(part: RoundHistory, clocks: Clocks) -> RoundHistory:
-    seen = [(failure.node, failure.ended_uptime_ns) for failure in part.failures if failure.ended_uptime_ns]
-    part.clocks = clocks.around(seen)
-    return part
 
 
 def _dead_agents(

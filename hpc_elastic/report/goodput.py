@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from hpc_elastic.base.text import duration, plural
 from hpc_elastic.failures.ranking import FailureClass
-from hpc_elastic.report.history import RoundHistory, RunHistory
+from hpc_elastic.report.history import RunHistory
 from hpc_elastic.report.subject import verdict_of
 from hpc_elastic.report.timeline_attempt import PlacedAttempt, RoundSteps, RoundTimes, place_attempts
 from hpc_elastic.report.verdict import Cause
@@ -315,6 +315,12 @@ class _Account:
         verdict = verdict_of(item)
         is_failure = verdict.cause is not Cause.NONE
         recomputed = self._lost.get((times.attempt, times.round), 0.0)
+        what = verdict.summary
+        if not is_failure:
+            following = self._found.get((times.attempt, times.round + 1))
+            attempt = next((a for a in self._history.attempts if a.number == times.attempt), None)
+            reasons = [*item.stopping_reasons, *(one.reason for one in (following, attempt) if one is not None)]
+            what = next(filter(None, reasons), "its workers ended, and no reason is recorded")
         host = item.lost_nodes[0].host if item.lost_nodes else ""
         if verdict.failure is not None:
             host = verdict.failure.host
@@ -322,7 +328,7 @@ class _Account:
             Cost(
                 attempt=times.attempt,
                 round=times.round,
-                what=verdict.summary if is_failure else self._why_changed(times, item),
+                what=what,
                 seconds=seconds + recomputed + self._hung.get((times.attempt, times.round), 0.0),
                 queued=queued,
                 recomputed=recomputed,
@@ -332,13 +338,6 @@ class _Account:
                 parts=_restart_parts(times, after) if after is not None and after.attempt == times.attempt else (),
             )
         )
-
-    def _why_changed(self, times: RoundTimes, item: RoundHistory) -> str:
-        after = self._found.get((times.attempt, times.round + 1))
-        attempt = next((a for a in self._history.attempts if a.number == times.attempt), None)
-        reasons = [*item.stopping_reasons, *([after.reason] if after is not None else [])]
-        reasons += [attempt.reason] if attempt is not None else []
-        return next((reason for reason in reasons if reason), "its workers ended, and no reason is recorded")
 
 
 def _restart_parts(before: RoundTimes, after: RoundTimes) -> tuple[RestartPart, ...]:

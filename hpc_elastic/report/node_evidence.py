@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from hpc_elastic.base.outcome import GivenUp
 from hpc_elastic.failures.ranking import Category, FailureClass
-from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.history import START_REFUSED, AttemptHistory, NodeLoss, RoundHistory, RunHistory
 from hpc_elastic.report.subject import verdict_of
 from hpc_elastic.report.verdict import Cause, Confidence
@@ -94,7 +93,9 @@ def _of_failures(attempt: AttemptHistory, part: RoundHistory) -> Iterator[Eviden
     is_the_scripts = bool(first.oom_kills) or not first.retryable or first.category is Category.INPUT
     if not name or len(hosts) > 1 or is_the_scripts or first.node_suspect:
         return
-    kind = _kind_of_failure(first)
+    infrastructure = first.failure_class in (FailureClass.INFRASTRUCTURE, FailureClass.HANG)
+    is_exception = bool(first.exception_type) and not (infrastructure or first.signal)
+    kind = EvidenceKind.FIRST_EXCEPTION if is_exception else EvidenceKind.FIRST_FAILURE
     what = f"rank {first.global_rank} failed first: {first.headline}"
     yield _evidence(attempt, part, name, kind, first.ended_ns, what, fingerprint=first.fingerprint)
 
@@ -108,15 +109,6 @@ def _kind_of_loss(attempt: AttemptHistory, loss: NodeLoss) -> EvidenceKind | Non
     if loss.left:
         return EvidenceKind.UNHEALTHY if "health check" in loss.left else None
     return EvidenceKind.LOST
-
-
-def _kind_of_failure(failure: WorkerFailure) -> EvidenceKind:
-    infrastructure = failure.failure_class in (FailureClass.INFRASTRUCTURE, FailureClass.HANG)
-    return (
-        EvidenceKind.FIRST_FAILURE
-        if infrastructure or failure.signal or not failure.exception_type
-        else EvidenceKind.FIRST_EXCEPTION
-    )
 
 
 def _name(attempt: AttemptHistory, node: int, host: str) -> str:

@@ -266,7 +266,10 @@ def _draw_nodes(part: PlacedAttempt, rows: _Rows, by_round: Mapping[tuple[int, i
         for entry in by_round.get((number, item.index), ()):
             if entry.loss is not None and entry.loss.node in names:
                 rows.mark(names[entry.loss.node], _loss_mark(entry, entry.loss, part))
-            for node, members in _by_node(entry).items():
+            hit_nodes: dict[int, list[WorkerFailure]] = {}
+            for failure in entry.fold.members if entry.fold is not None else ():
+                hit_nodes.setdefault(failure.node, []).append(failure)
+            for node, members in hit_nodes.items():
                 if node in names:
                     at = min(part.failure_at(failure) for failure in members)
                     hit = tuple(failure.global_rank for failure in members)
@@ -306,13 +309,6 @@ def _draw_ranks(
 def _loss_mark(entry: Entry, loss: NodeLoss, part: PlacedAttempt) -> Mark:
     at = part.loss_at(loss)
     return Mark(entry=entry.number, kind=entry.kind, at_ns=min(max(at, part.start_ns), part.end_ns))
-
-
-def _by_node(entry: Entry) -> dict[int, list[WorkerFailure]]:
-    found: dict[int, list[WorkerFailure]] = {}
-    for failure in entry.fold.members if entry.fold is not None else ():
-        found.setdefault(failure.node, []).append(failure)
-    return found
 
 
 def _unique_names(nodes: Iterable[int], name: Callable[[int], str]) -> dict[int, str]:
