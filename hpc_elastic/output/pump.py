@@ -207,6 +207,7 @@ class LogPump:
                 on_end=output.one_ended,
                 on_loss=partial(self._losses.lose, account),
                 limit=self._limit,
+                makes_empty=std is Std.OUT,
                 times=times.stream(rank, STDOUT if std is Std.OUT else STDERR) if times is not None else None,
             )
             duplicate = None

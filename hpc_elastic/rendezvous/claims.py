@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Generic, TypeVar
 
@@ -82,27 +82,16 @@ def claim_key(round_index: int, kind: ClaimKind, uid: str, *, serial: str = "") 
 
 def read_claims(store: Store, round_index: int) -> Claims:
     """All claims on a round: one listing."""
+    return claims_of(store.list(claim_folder(round_index)))
+
+
+def claims_of(names: Iterable[str]) -> Claims:
+    """The claims with these names in a round's folder."""
     found: dict[str, list[str]] = {}
-    for name in sorted(store.list(claim_folder(round_index))):
+    for name in sorted(names):
         kind, _, uid = name.partition("+")
         found.setdefault(kind, []).append(uid)
     return found
-
-
-def read_confirmed(store: Store, record: RoundRecord, uids: Sequence[str]) -> dict[str, str]:
-    """Who has confirmed a frozen round, uid → the TCPStore's address from the first slot.
-
-    The first slot has confirmed when the content of its claim can be read: no node can start without it.
-    """
-    if record.status is not Status.FROZEN:
-        return {}
-    first = record.members[0].uid
-    confirmed = dict.fromkeys((uid for uid in uids if uid != first), "")
-    if first in uids:
-        ready = read_claim(Ready, store.get(claim_key(record.round, ClaimKind.ACK, first)))
-        if ready is not None:
-            confirmed[first] = ready.master
-    return confirmed
 
 
 class ClaimReader(Generic[C]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from msgspec import Struct, field
 
@@ -12,9 +12,9 @@ from hpc_elastic.rendezvous.claims import (
     Claims,
     Departure,
     FailureReader,
+    Ready,
     claim_folder,
-    read_claims,
-    read_confirmed,
+    claims_of,
 )
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.growth import GrowthSigns
@@ -76,6 +76,8 @@ class ClusterView(Struct, frozen=True, kw_only=True):
 
 
 _GONE = "gone"
+_MOST_READ = 3
+"""Claims of a folder that are read one by one: a listing costs as much as three reads."""
 
 
 def gone_key(node: int) -> str:
@@ -96,6 +98,7 @@ class ClaimScanner:
         self._detector = detector
         self._failures = FailureReader(store)
         self._leaving = ClaimReader(store, ClaimKind.LEAVE, Departure)
+        self._ready = ClaimReader(store, ClaimKind.ACK, Ready)
         self._growth = GrowthSigns(store)
         self._noted = ClaimReader(store, ClaimKind.NOTED, PreemptionStatus)
         self._dead: frozenset[str] = frozenset()
@@ -108,6 +111,40 @@ class ClaimScanner:
         self.listed: Mapping[int, Claims] = {}
         """The claims that this step has looked at."""
         self.claims_seen = 0
+        self._names: dict[str, set[str]] = {}
+        """Folder → what it was last listed with, and the claims that were announced since."""
+        self._listed_at = float("-inf")
+        self.has_listed_all = False
+        """Whether the last look listed all folders."""
+
+    def forget(self) -> None:
+        """The next look lists all folders."""
+        self._names.clear()
+
+    def learn(self, keys: Collection[str], *, now: float, most_age: float) -> None:
+        """Read the claims that were announced, where their folders were listed less than `most_age` seconds ago.
+
+        Claims never change and never go while their round is looked at. So a listing and the claims announced since
+        are a newer listing, which may lack claims whose announcement was lost, until `most_age`.
+        """
+        folders: dict[str, set[str]] = {}
+        for key in keys:
+            folder, _, name = key.rpartition("/")
+            folders.setdefault(folder, set()).add(name)
+        if now - self._listed_at >= most_age:
+            self.forget()
+        for folder in folders.keys() & self._names.keys():
+            new = sorted(folders[folder] - self._names[folder])
+            few = len(new) <= _MOST_READ
+            if few and None not in self._store.get_many([f"{folder}/{name}" for name in new]):
+                self._names[folder].update(new)
+            else:
+                del self._names[folder]
+
+    def _list(self, folder: str) -> set[str]:
+        if folder not in self._names:
+            self._names[folder] = set(self._store.list(folder))
+        return self._names[folder]
 
     def status_began(self, now: float) -> None:
         """The round has a new status."""
@@ -143,19 +180,33 @@ class ClaimScanner:
         others = {m.uid for m in record.members} | self.joining
         return all(self._detector.is_connected(uid) for uid in others if uid != self._uid)
 
+    def _read_confirmed(self, record: RoundRecord, here: Claims) -> dict[str, str]:
+        # The first slot has confirmed when the content of its claim can be read: no node can start without it.
+        if record.status is not Status.FROZEN:
+            return {}
+        first = record.members[0].uid
+        others = dict.fromkeys((uid for uid in here.get("ack", ()) if uid != first), "")
+        ready = self._ready.read(record.round, here, without=others)
+        return others | {uid: claim.master for uid, claim in ready.items()}
+
     def look(self, record: RoundRecord) -> ClusterView:
-        """Collect what a decision needs: three listings, heartbeats of silent nodes, and failures."""
+        """Collect what a decision needs: listings that are not known, heartbeats of silent nodes, and failures."""
         self.prepare(record.round)
-        here = read_claims(self._store, record.round)
         joinable = record.status is Status.JOINABLE
         beside = record.round - 1 if joinable else record.round + 1
-        other = read_claims(self._store, beside) if beside >= 0 else {}
+        folders = {claim_folder(record.round), claim_folder(beside), _GONE}
+        self._names = {folder: names for folder, names in self._names.items() if folder in folders}
+        self.has_listed_all = not self._names
+        if self.has_listed_all:
+            self._listed_at = self._detector.mark
+        here = claims_of(self._list(claim_folder(record.round)))
+        other = claims_of(self._list(claim_folder(beside))) if beside >= 0 else {}
         self.listed = {record.round: here, beside: other}
         self.claims_seen = sum(map(len, (*here.values(), *other.values())))
         joined = (here if joinable else other).get("join", [])
         failed_round, failed = (beside, other) if joinable else (record.round, here)
         uids = {m.uid for m in record.members} | set(joined)
-        gone = frozenset(int(n) for n in self._store.list(_GONE) if n.isdecimal())
+        gone = frozenset(int(n) for n in self._list(_GONE) if n.isdecimal())
         away = gone | set(record.lost) | {node_of(uid) for uid in (*joined, *here.get("leave", ()))}
         awaited = [m.uid for m in record.members if joinable and m.node not in away]
         self._detector.wait_for(awaited, waited=self._detector.mark - self._status_since)
@@ -176,7 +227,7 @@ class ClaimScanner:
         return ClusterView(
             record=record,
             joined={uid: node for uid in joined if (node := self._peers.get(uid)) is not None},
-            acked=read_confirmed(self._store, record, here.get("ack", ())),
+            acked=self._read_confirmed(record, here),
             failures=failures,
             since_failed={uid: mark - at for (_, uid), at in self._failed_at.items()},
             since_sign={m.uid: self._detector.last_sign(m.uid) for m in record.members if joinable and failures},

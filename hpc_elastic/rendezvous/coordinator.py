@@ -128,8 +128,8 @@ def _describe_suspects(view: ClusterView, suspects: Sequence[str]) -> str:
     return "; ".join(parts)
 
 
-def rests_on_absence(view: ClusterView, proposal: Proposal) -> bool:
-    """Whether a decision rests on a node not being there: what caches may hide has to be looked for first."""
+def depends_on_missing_claims(view: ClusterView, proposal: Proposal) -> bool:
+    """Whether a claim that caches hide could change the decision: one that a node has not come."""
     if proposal.event is RoundEvent.FREEZE:
         return bool(proposal.record.lost)
     if proposal.event is RoundEvent.CLOSE:

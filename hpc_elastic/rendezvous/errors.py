@@ -15,6 +15,12 @@ class RendezvousClosedError(RendezvousError):
     template = "rendezvous of run {run_id!r} is closed: {outcome} ({reason})"
 
 
+class ClosedRunIdError(RendezvousClosedError):
+    """This node came after the run had been closed."""
+
+    template = RendezvousClosedError.template + "; give a new run id, or reopen=on for a new run of this one"
+
+
 class RendezvousTimeoutError(RendezvousError):
     """This node was not in a final round in time."""
 

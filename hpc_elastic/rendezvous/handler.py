@@ -20,6 +20,7 @@ from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.rendezvous.ending import close_if_last, close_run
 from hpc_elastic.rendezvous.errors import (
+    ClosedRunIdError,
     ExtraDataTimeoutError,
     FilesystemTimeoutError,
     NoPlaceError,
@@ -62,9 +63,7 @@ class FileRendezvousHandler:
         self._config = config
         self._clock = clock or SystemClock()
         self._open_master = open_master or (lambda: "")
-        self._folder = RunFolder(
-            config.directory, config.run_id, prefix=config.prefix, job=config.job, clock=self._clock
-        )
+        self._folder = RunFolder(config, self._clock)
         self._epoch_found: int | None = None
         self._membership: Membership | None = None
         self._sweeper: threading.Thread | None = None
@@ -259,7 +258,7 @@ class FileRendezvousHandler:
     def _refuse_closed(self, seconds: float) -> None:
         record = self._steadily(lambda: self._folder.latest(self._epoch()), seconds)
         if record is not None and record.status is Status.CLOSED:
-            raise self._closed_error(record)
+            raise self._closed_error(record, ClosedRunIdError)
 
     def _look(self, membership: Membership) -> RoundRecord | None:
         try:
@@ -282,9 +281,11 @@ class FileRendezvousHandler:
             return left
         return left - early
 
-    def _closed_error(self, record: RoundRecord) -> RendezvousClosedError:
+    def _closed_error(
+        self, record: RoundRecord, error_type: type[RendezvousClosedError] = RendezvousClosedError
+    ) -> RendezvousClosedError:
         outcome = record.outcome.value if record.outcome else "unknown"
-        return RendezvousClosedError(run_id=self._config.run_id, outcome=outcome, reason=record.reason)
+        return error_type(run_id=self._config.run_id, outcome=outcome, reason=record.reason)
 
     def _timeout_error(self, membership: Membership) -> RendezvousTimeoutError:
         places, timeout = self._config.max_nodes, self._config.settings.timeout

@@ -24,8 +24,10 @@ class HandlerConfig(Struct, frozen=True, kw_only=True):
     """Their node counts are not read."""
     prefix: str = ""
     job: str = ""
-    """What all nodes of one start of the job share (scheduler's job and restart number), so that a latecomer finds the
-    run closed instead of opening it again; empty where that is not known."""
+    """What all nodes of one start of the job share: the scheduler's job and restart number; empty where that is not
+    known. Another one begins a new run of an id that is closed."""
+    reopen: bool = False
+    """A closed id begins a new run here, also for a node that is only late."""
     node: int | None = None
     """This node's place in the scheduler's order, of which no two agents have the same; None: in order of arrival."""
     host: str = "localhost"
@@ -42,7 +44,7 @@ def config_from_keys(
     Args:
         min_nodes: At least one.
         max_nodes: At least `min_nodes`.
-        conf: ``key=value`` pairs: ``prefix`` and what `settings_from_conf` knows.
+        conf: ``key=value`` pairs: ``prefix``, ``reopen`` and what `settings_from_conf` knows.
         source: How the user gave them, for messages.
 
     Raises:
@@ -61,13 +63,21 @@ def config_from_keys(
     if not 1 <= min_nodes <= max_nodes:
         raise UsageError(f"min {min_nodes} and max {max_nodes} nodes: give 1 <= min <= max")
     keys = dict(conf)
-    prefix = keys.pop("prefix", "")
+    prefix, reopen = keys.pop("prefix", ""), keys.pop("reopen", "off")
+    if reopen not in ("on", "off"):
+        raise UsageError(f"{source} reopen={reopen}: give on or off")
     try:
         settings = settings_from_conf(keys, RendezvousSettings())
     except UsageError as error:
         raise UsageError(str(error).replace("--rdzv-conf", source)) from None
     return HandlerConfig(
-        directory=directory, run_id=run_id, min_nodes=min_nodes, max_nodes=max_nodes, settings=settings, prefix=prefix
+        directory=directory,
+        run_id=run_id,
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+        settings=settings,
+        prefix=prefix,
+        reopen=reopen == "on",
     )
 
 

@@ -81,6 +81,7 @@ class Membership:
         self._directory = folder.epoch_path(epoch)
         self._clock = clock
         self._record: RoundRecord | None = None
+        self._ended_by: Exception | None = None
         self._confirmed = -1
         self._asked_for = -1
         self._done = -1
@@ -131,9 +132,11 @@ class Membership:
         """
         for notice in self._coordination.take():
             if isinstance(notice, Exception):
-                raise notice
+                self._ended_by = notice
             if isinstance(notice, RoundRecord):
                 self._record = notice
+        if self._ended_by is not None:
+            raise self._ended_by
         return self._record
 
     def fileno(self) -> int:

@@ -79,18 +79,19 @@ class OwnClaims:
         """This node takes itself out of a round."""
         self._add(round_index, ClaimKind.LEAVE, Departure(reason[:MOST_MESSAGE]))
 
-    def flush(self) -> str:
-        """Write all that waits. Returns the last key, empty where there was nothing.
+    def flush(self) -> list[str]:
+        """Write all that waits. Returns the keys.
 
         Raises:
             OSError, StoreError: the rest waits for the next time.
         """
-        key = ""
+        keys = []
         while self._waiting:
             key, value = self._waiting[0]
             self._store.put_if_absent(key, value)
             self._waiting.popleft()
-        return key
+            keys.append(key)
+        return keys
 
     def join(self, target: int) -> bool:
         """Claim a place in a round, once. Returns whether it was now."""

@@ -15,10 +15,10 @@ from typing import Protocol
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
-from hpc_elastic.rendezvous.cache_invalidator import CacheInvalidator, PendingNotifications, record_name
+from hpc_elastic.rendezvous.cache_invalidator import MOST, CacheInvalidator, PendingNotifications, record_name
 from hpc_elastic.rendezvous.claims import round_to_join
 from hpc_elastic.rendezvous.cluster_view import ClaimScanner
-from hpc_elastic.rendezvous.coordinator import next_proposal, rests_on_absence
+from hpc_elastic.rendezvous.coordinator import depends_on_missing_claims, next_proposal
 from hpc_elastic.rendezvous.ending import Ending, goodbye_key
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.heartbeat_sender import HeartbeatSender, StoreId
@@ -28,7 +28,7 @@ from hpc_elastic.rendezvous.proposals import Proposal, RequestsToAll, consequenc
 from hpc_elastic.rendezvous.restart import DecideRestart
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.schedule import Schedule, poll_intervals
-from hpc_elastic.rendezvous.state import RoundRecord, Status
+from hpc_elastic.rendezvous.state import RoundEvent, RoundRecord, Status
 from hpc_elastic.rendezvous.succession import NodesCutOff, Succession
 from hpc_elastic.rendezvous.sweep import Sweep
 from hpc_elastic.run.coordinator_events import RoundOpened
@@ -110,6 +110,8 @@ class Participant:
         """Whether the filesystem has refused this coordinator's next record, and no newer one is known: steps in which
         nothing is written then don't show that it answers again."""
         self._look_anew = 0
+        self._has_committed = False
+        """As coordinator, with the last step: it has listed all that the next look needs."""
         self._record: RoundRecord | None = None
         self._started_at = now
         self._invalidator = CacheInvalidator(store, info.uid, observes=self.observes)
@@ -228,6 +230,8 @@ class Participant:
             self._scanner.paused_for(self.detector.look_at(()))
             return min(self.intervals.stride, self._rests_until - now)
         self._scanner.listed = {}
+        if notified and not self._notifications.keys:
+            self._scanner.forget()  # nobody said what is new
         if not self._announced:
             notified = self._announce(now)
         self._heartbeat_sender.beat_if_due(
@@ -242,12 +246,21 @@ class Participant:
             self._listener.on_event(NodesCutOff(nodes=cut_off))
         said = any([self._flush_claims(), self._join_if_wanted()])
         self._scanner.paused_for(self.detector.look_at(()))
-        survey = self._schedule.survey_now(self._clock.monotonic(), notified=notified or said)
+        now = self._clock.monotonic()
+        survey = self._schedule.survey_now(now, notified=notified or said)
+        announced = self._notifications.keys
+        is_known = self._notifier is not None and len(announced) < MOST and (notified or said or self._has_committed)
+        if survey and is_known:
+            self._scanner.learn(announced, now=now, most_age=self.intervals.stride)
+        elif survey:
+            self._scanner.forget()
         progress = self._commit_requests_to_all() or self._coordinate(looked=looked, survey=survey)
         if looked or survey:
             seen = self._scanner.claims_seen
             self._invalidator.while_waiting(self._record, seen=seen, now=self._clock.monotonic())
-            progress = self._invalidate_what_is_hidden(surveyed=survey) or progress
+            hides = self._invalidate_what_is_hidden(surveyed=survey)
+            self._has_committed = progress and not hides
+            progress = progress or hides
         now = self._clock.monotonic()
         self._sweep.step(self._record, joined=self._scanner.joining, now=now)
         if progress:
@@ -345,6 +358,8 @@ class Participant:
             self._scanner.somebody_was_lost(now)
         if record.notice is not None and not record.notice.is_given_as(before.notice if before else None):
             self._scanner.notice_was_given(now)
+        if not self._leads():
+            self._scanner.forget()
         self._schedule.new_record(now)
         self.detector.asked(record.suspects, now)
         if before is not None and before.lost != record.lost:
@@ -369,12 +384,18 @@ class Participant:
 
     def _flush_claims(self) -> bool:
         """Returns whether there was something."""
-        key = self.claims.flush()
-        if key:
+        keys = self.claims.flush()
+        for key in keys:
+            self._announce_claim(key)
+        if (goodbye := goodbye_key(self._info.uid)) in keys and self._leads():
+            self._peers.notify_all(goodbye)  # another member has to take over
+        return bool(keys)
+
+    def _announce_claim(self, key: str) -> None:
+        if self._leads():
+            self._notifications.add([key])
+        else:
             self._notify_coordinator(key)
-        if key == goodbye_key(self._info.uid) and self._leads():
-            self._peers.notify_all(key)  # another member has to take over
-        return bool(key)
 
     def _join_if_wanted(self) -> bool:
         """Returns whether it claimed a place."""
@@ -384,7 +405,7 @@ class Participant:
             return False
         claimed = self.claims.join(target)
         if record is not None and (key := self.claims.unannounced_join(target)):
-            self._notify_coordinator(key)
+            self._announce_claim(key)
         return claimed
 
     def _commit_requests_to_all(self) -> bool:
@@ -419,8 +440,13 @@ class Participant:
             return False  # nothing new; or too long without a beat of our own: others may be taking over
         view = self._scanner.look(record)
         proposal = next_proposal(view, self._settings, self._decide_restart)
-        if proposal is not None and rests_on_absence(view, proposal):
+        if proposal is None:
+            return False
+        if is_hidden := depends_on_missing_claims(view, proposal):
             self._invalidator.before_absence(record)
+        settles = proposal.event in (RoundEvent.FREEZE, RoundEvent.CLOSE)
+        if is_hidden or (settles and not self._scanner.has_listed_all):
+            self._scanner.forget()
             proposal = next_proposal(self._scanner.look(record), self._settings, self._decide_restart)
         if proposal is None:
             return False
@@ -481,6 +507,7 @@ class Participant:
         is_first = self._log.append(record)
         self.has_unwritten_record = False
         if not is_first:
+            self._scanner.forget()
             self._take_newest()  # another participant has that number: what it wrote holds
             return False
         for event in events:  # before the record: an agent that reads that the run is closed looks at no later event

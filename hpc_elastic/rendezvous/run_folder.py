@@ -1,9 +1,9 @@
 """Where the rendezvous of a run id lives in a shared directory, and how its earlier epochs are removed.
 
-``<directory>[/<prefix>]/<name of the run>/epoch-000001`` is a store. When it is closed, the next start with the same id
-opens ``epoch-000002``, and nothing of the old one is read. An agent that has not ended yet, or slept, may still look at
-the old one: so it is watched for a while, on this process' own clock, before it is removed. What this program did not
-make is not touched, no symbolic link is followed, and nothing outside the epoch's folder is ever opened.
+``<directory>[/<prefix>]/<name of the run>/epoch-000001`` is a store. When it is closed, the id stays closed, but for
+another job: that opens ``epoch-000002``, and nothing of the old one is read. An agent that has not ended yet, or slept,
+may still look at the old one: so it is watched for a while, on this process' own clock, before it is removed. What this
+program did not make is not touched, no symbolic link is followed, and nothing outside the folder is ever opened.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import make_private_dir, why_replaceable
 from hpc_elastic.base.staleness import Staleness
 from hpc_elastic.errors import UnsafePathError
-from hpc_elastic.rendezvous.errors import RendezvousStateError
+from hpc_elastic.rendezvous.errors import RendezvousError, RendezvousStateError
+from hpc_elastic.rendezvous.handler_config import HandlerConfig
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.store.file_store import FileStore
@@ -205,18 +206,12 @@ def safe_name(text: str) -> str:
 class RunFolder:
     """The epochs of one run id. Methods read the filesystem anew and may raise OSError."""
 
-    def __init__(self, directory: str, run_id: str, *, prefix: str, job: str, clock: Clock) -> None:
-        """Args:
-        directory: Shared by all nodes; it exists.
-        run_id: Any text that is not empty.
-        prefix: Keeps runs of the same id apart; may be empty.
-        job: What is the same on all nodes of one start of the job and on no others, such as the scheduler's job and
-            restart number; empty where that is not known.
-        """
-        self._directory = directory
-        self._run_id = run_id
-        self._prefix = safe_name(prefix) if prefix else ""
-        self._job = job
+    def __init__(self, config: HandlerConfig, clock: Clock) -> None:
+        self._directory = config.directory
+        self._run_id = config.run_id
+        self._prefix = safe_name(config.prefix) if config.prefix else ""
+        self._job = config.job
+        self._reopen = config.reopen
         self._clock = clock
 
     @property
@@ -231,9 +226,9 @@ class RunFolder:
         return "/".join(part for part in (self._prefix, safe_name(self._run_id), f"{_EPOCH}{epoch:06d}") if part)
 
     def current_epoch(self) -> int:
-        """The epoch that a newcomer belongs to: the newest, or the one after it where that was closed.
+        """The epoch that a newcomer belongs to: the newest.
 
-        A latecomer of the job that closed it (the same `job`) stays in the closed one.
+        A closed one stays closed for nodes that are late. Only another job, or one that asks for it, begins the next.
         """
         newest = max(self._epochs(), default=0)
         if newest == 0:
@@ -241,9 +236,8 @@ class RunFolder:
         record = self.latest(newest)
         if record is None or record.status is not Status.CLOSED:
             return newest
-        if self._job and self.open(newest).get("epoch/job") == self._job:
-            return newest
-        return newest + 1
+        is_other_job = bool(self._job) and self.open(newest).get("epoch/job") != self._job
+        return newest + 1 if self._reopen or is_other_job else newest
 
     def latest(self, epoch: int) -> RoundRecord | None:
         """The newest record of `epoch`, or None where nothing exists yet."""
@@ -256,9 +250,14 @@ class RunFolder:
 
         Raises:
             UnsafePathError: another user could put a store of theirs in its place.
+            RendezvousError: the shared directory is gone.
         """
         at = Path(self._directory)
-        problem = why_replaceable(at, option="--rdzv-endpoint")
+        try:
+            problem = why_replaceable(at, option="--rdzv-endpoint")
+        except FileNotFoundError:
+            why = f"the rendezvous folder {at} is gone; create it again, or give another one"
+            raise RendezvousError(message=f"rendezvous of run {self._run_id!r}: {why}") from None
         if problem is not None:
             raise UnsafePathError(f"the rendezvous folder {at} {problem}")
         for part in (self._prefix, safe_name(self._run_id)):

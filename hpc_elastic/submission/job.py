@@ -360,7 +360,8 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
                 return None
         except UnreadableObjectError:
             pass  # not begun yet, or removed
-        return self._output("stderr")
+        printed = self._output("stderr")
+        return "" if printed is None and self._output("stdout") is not None else printed  # no file: nothing printed
 
     def _output(self, stream: str) -> str | None:
         ranks = range(outcome.world_size(self._run) or 0) if self._rank is None else (self._rank,)

@@ -41,6 +41,8 @@ class Measured:
     next_operations: float
     """From one worker's failure to all in the next round."""
     next_seconds: float
+    next_calls: tuple[int, int]
+    """The coordinator's system calls for files in that time, and the most of another node."""
     steady: float
     """Operations a second of all together while workers run."""
     datagrams: float
@@ -90,12 +92,16 @@ def measure(nodes: int, *, files_alone: bool = False) -> Measured:
         steady, datagrams = _steady(world, settings)
         victim = world.agents()[nodes // 2]
         run.begin()
+        for node in world.nodes:
+            node.client.calls = 0
         victim.ask(lambda: _fail(victim))
         next_seconds = run.until_final(0, limit=120)
         next_operations = run.operations()
+        coordinator = next(node for node in world.agents() if node.info.uid == world.newest().leader)
+        others = max(node.client.calls for node in world.nodes if node is not coordinator)
+        next_calls = (coordinator.client.calls, others)
         world.run(seconds=3 * poll_intervals(settings).silence)  # all are in touch again
         run.begin()
-        coordinator = next(node for node in world.agents() if node.info.uid == world.newest().leader)
         coordinator.alive = False
         lost_seconds = run.until_final(1, limit=600)
         assert world.newest().status is Status.FINAL
@@ -107,6 +113,7 @@ def measure(nodes: int, *, files_alone: bool = False) -> Measured:
         first_seconds=first_seconds,
         next_operations=next_operations / nodes,
         next_seconds=next_seconds,
+        next_calls=next_calls,
         steady=steady,
         datagrams=datagrams,
         lost_operations=lost_operations / nodes,

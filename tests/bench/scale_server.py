@@ -137,6 +137,8 @@ class Client:
         self.server = server
         self.now = 0.0
         self.operations = 0
+        self.calls = 0
+        """System calls that name a file or list a folder: three for a listing."""
         self._attributes: dict[str, tuple[float, int]] = {}
         self._names: dict[str, tuple[Inode | None, int]] = {}
         self._listings: dict[str, tuple[int, list[str]]] = {}
@@ -328,26 +330,30 @@ class ModelOs:
         assert self.client is not None
         return self.client
 
+    def _call(self, count: int = 1) -> Client:
+        self._client.calls += count
+        return self._client
+
     def symlink(self, target: bytes | str, path: bytes | str) -> None:
-        self._client.symlink(os.fsencode(target), os.fsdecode(path))
+        self._call().symlink(os.fsencode(target), os.fsdecode(path))
 
     def readlink(self, path: bytes | str) -> bytes:
-        return self._client.readlink(os.fsdecode(path))
+        return self._call().readlink(os.fsdecode(path))
 
     def link(self, source: str, path: str) -> None:
-        self._client.link(source, path)
+        self._call().link(source, path)
 
     def unlink(self, path: str) -> None:
-        self._client.unlink(path)
+        self._call().unlink(path)
 
     def mkdir(self, path: str, mode: int = 0o700) -> None:
-        self._client.mkdir(path)
+        self._call().mkdir(path)
 
     def listdir(self, path: str) -> list[str]:
-        return self._client.listdir(path)
+        return self._call(3).listdir(path)
 
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
-        return self._client.open(path, flags)
+        return self._call().open(path, flags)
 
     def close(self, fd: int) -> None:
         self._client.close(fd)

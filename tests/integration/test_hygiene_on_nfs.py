@@ -10,6 +10,7 @@ from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.rendezvous.claims import ClaimKind, claim_key, read_claims
 from hpc_elastic.rendezvous.ending import close_run
+from hpc_elastic.rendezvous.handler_config import HandlerConfig
 from hpc_elastic.rendezvous.run_folder import RunFolder, remove_epoch
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.rendezvous.sweep import SWEEP_SECONDS, Sweep
@@ -66,7 +67,10 @@ def test_an_epoch_with_an_open_file_goes_once_that_is_closed(tmp_path: Path) -> 
     tmp_path.chmod(0o700)
     never = threading.Event()
     with NfsEmulator(tmp_path, mounts=1) as emulator:
-        folder = RunFolder(str(emulator.paths[0]), "x", prefix="", job="", clock=SystemClock())
+        folder = RunFolder(
+            HandlerConfig(directory=str(emulator.paths[0]), run_id="x", min_nodes=1, max_nodes=1, reopen=True),
+            SystemClock(),
+        )
         store = folder.enter(1)
         store.overwrite("hb/a", "1 x")
         close_run(store, "x", Outcome.SUCCEEDED, "done")

@@ -16,7 +16,7 @@ from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.rendezvous.claims import read_claims
 from hpc_elastic.rendezvous.handler import FileRendezvousHandler
-from hpc_elastic.rendezvous.handler_config import config_from_url
+from hpc_elastic.rendezvous.handler_config import HandlerConfig, config_from_url
 from hpc_elastic.rendezvous.run_folder import RunFolder
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.store.file_store import FileStore
@@ -31,7 +31,9 @@ class Seen:
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
         self.url = f"fs://{folder}/run"
-        self._run = RunFolder(str(folder), "run", prefix="", job="", clock=SystemClock())
+        self._run = RunFolder(
+            HandlerConfig(directory=str(folder), run_id="run", min_nodes=1, max_nodes=1), SystemClock()
+        )
 
     @property
     def store(self) -> FileStore:

@@ -367,18 +367,19 @@ def _refusal(url: str) -> str:
 def test_every_key_in_the_docs_is_taken_and_every_one_that_is_taken_is_there(tmp_path: Path) -> None:
     named = {key for row in table("Options") for key in re.findall(r"`(\w+)`", row[0])}
     of_the_url = {"min_workers", "max_workers"}
-    values = {"prefix": "p/q", "doorbell": "off", "member_filter": "off", "min_workers": "2", "max_workers": "3"}
+    switches = {"doorbell": "off", "member_filter": "off", "reopen": "on"}
+    values = {"prefix": "p/q", "min_workers": "2", "max_workers": "3", **switches}
     for key in sorted(named):
         given = {"max_workers": "3", key: values.get(key, "25")}
         # Beside the others' defaults a value may be wrong; it is known.
         wrong = _refusal(f"fs://{tmp_path}/run?" + "&".join(f"{name}={value}" for name, value in given.items()))
         assert wrong == "" or "must be at least twice" in wrong
-        if key not in {*of_the_url, "prefix", "doorbell", "member_filter"}:
+        if key not in {*of_the_url, "prefix", *switches}:
             assert f"{key}=soon: not a number" in _refusal(f"fs://{tmp_path}/run?{key}=soon")
     with pytest.raises(UsageError, match="unknown key 'nothing'; it knows") as caught:
         config_from_keys(str(tmp_path), "run", min_nodes=1, max_nodes=1, conf={"nothing": "1"})
     known = set(str(caught.value).rpartition("it knows ")[2].split(", "))
-    assert known | {"prefix"} == named - of_the_url
+    assert known | {"prefix", "reopen"} == named - of_the_url
 
 
 def test_the_docs_tell_the_defaults() -> None:

@@ -24,6 +24,13 @@ def test_operations_of_a_round_at_eight_nodes(eight: Measured) -> None:
     assert eight.lost_operations <= 95
 
 
+def test_system_calls_of_a_restart_at_eight_nodes(eight: Measured) -> None:
+    """A claim that was announced is one read; the coordinator lists the folders only before it settles a round."""
+    coordinator, other = eight.next_calls
+    assert coordinator <= 60
+    assert other <= 12
+
+
 def test_operations_while_workers_run_at_eight_nodes(eight: Measured) -> None:
     """A second, of all together."""
     assert eight.steady <= 14.4

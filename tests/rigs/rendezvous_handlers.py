@@ -36,6 +36,7 @@ class HandlerRig:
         run_id: str = "run",
         job: str = "",
         node: int | None = None,
+        reopen: bool = False,
         **settings: float,
     ) -> FileRendezvousHandler:
         number = len(self.made)
@@ -47,6 +48,7 @@ class HandlerRig:
             settings=replace(SETTINGS, **settings),  # type: ignore[arg-type]
             job=job,
             node=node,
+            reopen=reopen,
             host=f"host{number}",
             addresses=("127.0.0.1",),
         )

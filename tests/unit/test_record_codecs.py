@@ -179,7 +179,7 @@ def failure_claim_there_and_back(record: NodeFailure, folder: Path) -> NodeFailu
     store = MemoryStore()
     claims = OwnClaims(store, "00001-a")
     claims.report_failure(0, record)
-    return read_claim(NodeFailure, store.get(claims.flush()))
+    return read_claim(NodeFailure, store.get(claims.flush()[0]))
 
 
 def claim_there_and_back(record: Any, folder: Path) -> Any:

@@ -7,7 +7,7 @@ import pytest
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.rendezvous.cache_invalidator import FIRST_SECONDS, LAST_SECONDS, CacheInvalidator
 from hpc_elastic.rendezvous.cluster_view import ClusterView
-from hpc_elastic.rendezvous.coordinator import rests_on_absence
+from hpc_elastic.rendezvous.coordinator import depends_on_missing_claims
 from hpc_elastic.rendezvous.proposals import Proposal
 from hpc_elastic.rendezvous.state import Member, NodeFailure, RoundEvent, RoundRecord, Status
 from tests.rigs.memory_store import MemoryStore
@@ -104,4 +104,4 @@ def test_only_what_says_that_a_node_is_missing_waits(
         dead=frozenset(), silent=frozenset(), answered=frozenset(), names={}, since_status=0.0, since_lost=0.0,
     )  # fmt: skip
     proposal = Proposal(event=event, record=record.successor(**changes), reason="")
-    assert rests_on_absence(view, proposal) is waits
+    assert depends_on_missing_claims(view, proposal) is waits

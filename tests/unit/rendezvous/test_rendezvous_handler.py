@@ -154,7 +154,7 @@ def test_a_lost_member_is_named_when_none_comes_in_its_place(rig: HandlerRig) ->
         one.next_rendezvous()
 
 
-def test_the_last_one_out_closes_and_the_id_starts_a_new_epoch(rig: HandlerRig) -> None:
+def test_the_last_one_out_closes_and_the_id_stays_closed_unless_it_is_reopened(rig: HandlerRig) -> None:
     one, other = rig.make(2), rig.make(2)
     first, _ = rig.meet(one, other)
     one.store_extra_data(first.version, "key", 1)
@@ -163,9 +163,13 @@ def test_the_last_one_out_closes_and_the_id_starts_a_new_epoch(rig: HandlerRig) 
     assert other.shutdown(workers_done=True)
     assert other.is_closed()
     assert one.shutdown(), "twice is fine"
-    again = rig.make(2)
+    late = rig.make(2)
+    assert late.is_closed()
+    with at_most(2.0), pytest.raises(RendezvousClosedError, match=r"succeeded .*give a new run id, or reopen=on"):
+        late.next_rendezvous()
+    again = rig.make(2, reopen=True)
     assert not again.is_closed()
-    assert {found.version for found in rig.meet(again, rig.make(2))} == {0}
+    assert {found.version for found in rig.meet(again, rig.make(2, reopen=True))} == {0}
     with pytest.raises(RendezvousTimeoutError):
         again.load_extra_data(0, "key", timeout=0.0)
 
@@ -197,6 +201,22 @@ def test_a_store_that_is_not_ours_is_refused_as_a_rendezvous_error(rig: HandlerR
     (rig.folder / safe_name("run")).symlink_to(rig.folder)
     with pytest.raises(RendezvousError, match="symbolic link"):
         handler.next_rendezvous()
+
+
+def test_a_folder_that_is_gone_is_one_error_that_names_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "shared").mkdir(mode=0o700)
+    rig = HandlerRig(tmp_path / "shared")
+    member, newcomer = rig.make(1, 1), rig.make(1, 1)
+    rig.meet(member)
+    rig.folder.rename(tmp_path / "elsewhere")
+    with pytest.raises(RendezvousError, match=rf"{rig.folder}\S* was removed"):
+        until(member.round_is_over)
+    for handler in (member, newcomer):
+        with at_most(3.0), pytest.raises(RendezvousError, match=str(rig.folder)) as caught:
+            handler.next_rendezvous()
+        assert not isinstance(caught.value, RendezvousTimeoutError)
+    rig.end()
+    assert len(caplog.records) <= 1, caplog.text
 
 
 def test_a_refusing_filesystem_is_tried_until_the_deadline(rig: HandlerRig, monkeypatch: pytest.MonkeyPatch) -> None:

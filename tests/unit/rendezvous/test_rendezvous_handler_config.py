@@ -18,8 +18,10 @@ from hpc_elastic.rendezvous.handler_config import (
 
 def test_a_url_says_it_all(tmp_path: Path) -> None:
     url = f"fs://{tmp_path}/a%2Fb%20%C3%BC?min_workers=1&max_workers=3&timeout=60&last_call_timeout=2.5&prefix=p%2Fq"
+    url += "&reopen=on"
     config = config_from_url(url)
     assert (config.directory, config.run_id, config.prefix) == (str(tmp_path), "a/b ü", "p/q")
+    assert config.reopen
     assert (config.min_nodes, config.max_nodes) == (1, 3)
     assert (config.settings.timeout, config.settings.last_call_timeout) == (60, 2.5)
 
@@ -48,6 +50,7 @@ def test_a_url_is_taken_on_this_node(tmp_path: Path) -> None:
         ("/run?tiemout=3", "rendezvous URL: unknown key 'tiemout'"),
         ("/run?timeout=soon", "rendezvous URL timeout=soon: not a number"),
         ("/run?timeout=", "timeout=: not a number"),
+        ("/run?reopen=yes", "rendezvous URL reopen=yes: give on or off"),
         ("/run?min_workers=two", "min_workers=two"),
         ("/run?min_workers=3&max_workers=2", "min 3 and max 2"),
         ("/run?min_workers=0", "min_workers=0"),

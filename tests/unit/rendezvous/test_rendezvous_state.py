@@ -157,7 +157,7 @@ def test_a_nodes_failure_comes_back(failure: NodeFailure) -> None:
 def test_a_long_message_is_cut() -> None:
     claims = OwnClaims(store := MemoryStore(), "00001-a")
     claims.sum_up_failures(0, replace(FAILURE, message="m" * 5000))
-    found = read_claim(NodeFailure, store.get(claims.flush()))
+    found = read_claim(NodeFailure, store.get(claims.flush()[0]))
     assert found is not None
     assert 100 < len(found.message) < 900
 

@@ -10,6 +10,7 @@ import pytest
 
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.rendezvous.ending import close_run
+from hpc_elastic.rendezvous.handler_config import HandlerConfig
 from hpc_elastic.rendezvous.run_folder import (
     ABANDONED_SECONDS,
     CLOSED_SECONDS,
@@ -53,7 +54,9 @@ class Runs:
     def __init__(self, tmp_path: Path, used: int) -> None:
         self.clock = FakeClock()
         tmp_path.chmod(0o700)
-        self.folder = RunFolder(str(tmp_path), "my/run", prefix="", job="", clock=self.clock)
+        self.folder = RunFolder(
+            HandlerConfig(directory=str(tmp_path), run_id="my/run", min_nodes=1, max_nodes=1, reopen=True), self.clock
+        )
         for _ in range(used):
             epoch = self.folder.current_epoch()
             store = self.folder.enter(epoch)

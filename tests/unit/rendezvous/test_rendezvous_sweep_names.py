@@ -12,6 +12,7 @@ import pytest
 from hpc_elastic.launch.run_directory import claim_attempt
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.claims import read_claims
+from hpc_elastic.rendezvous.handler_config import HandlerConfig
 from hpc_elastic.rendezvous.round_log import KEPT_RECORDS, RecordLog
 from hpc_elastic.rendezvous.run_folder import RunFolder
 from hpc_elastic.rendezvous.state import NodeFailure
@@ -125,7 +126,7 @@ def test_listings_of_a_run_directory_pass_over_dot_names(tmp_path: Path) -> None
     assert attempt_number(".attempt-007") is None
     assert round_index(".round-007") is None
     assert rank_index(".rank-00007") is None
-    folder = RunFolder(str(tmp_path), "x", prefix="", job="", clock=FakeClock())
+    folder = RunFolder(HandlerConfig(directory=str(tmp_path), run_id="x", min_nodes=1, max_nodes=1), FakeClock())
     folder.enter(1)
     for name in (*DOT_NAMES, ".epoch-000009"):
         (Path(folder.path) / name).write_text("garbage")
