@@ -236,12 +236,12 @@ class Agents(Struct, eq=False):
             cause, reason = _LEFT[ended.code]
             logger.warning("%s has left the run: %s", name, reason)
             if cause is GivenUp.STORE_LOST:
-                self.ask(lambda participant: participant.doubt_store())
+                self.ask(lambda participant: participant.recheck_store_id())
             self._give_up(node, cause, reason)
         else:
             look = self._looks_asked = self._looks_asked + 1
             self._relaunches[node] = _Relaunch(at=self.clock.monotonic() + SETTLE_SECONDS, look=look, ended=ended)
-            self.ask(lambda participant: participant.look_anew(look))
+            self.ask(lambda participant: participant.refresh(look))
 
     def _is_tried_later(self, ended: AgentEnded) -> bool:
         """Whether the end only shows that a lost node is not back yet, or lacks mounts."""

@@ -26,7 +26,7 @@ from hpc_elastic.launch.signals import HeardBy, Meaning, PreemptionDeadlines, Si
 from hpc_elastic.launch.site import Launcher
 from hpc_elastic.rendezvous.coordination import Coordination
 from hpc_elastic.rendezvous.ending import END_UNCONFIRMED, AgentsDeparted, EndClaimed
-from hpc_elastic.rendezvous.participant import LookedAnew
+from hpc_elastic.rendezvous.participant import Refreshed
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.agent_events import FilesystemRefused, PlatformFailure
 from hpc_elastic.run.attempt import AttemptInfo
@@ -277,7 +277,7 @@ class Supervisor:
 
     def _on_event(self, event: RunEvent) -> None:
         match event:
-            case LookedAnew():
+            case Refreshed():
                 self._agents.on_looked_anew(event.serial, event.announced)
             case EndClaimed():
                 self._settle_end(superseded=False)

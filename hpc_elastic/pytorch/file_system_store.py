@@ -50,7 +50,7 @@ class FileSystemStore(dist.Store):  # type: ignore[misc, unused-ignore]
 
         Args:
             path: A folder of this user's alone (0700).
-            timeout: For `get` and `wait`; torch's default (300 s) where left out.
+            timeout: Time for `get` and `wait`; torch's default (300 s) where left out.
             prefix: Put before every key.
             folder: Below `path`.
 
@@ -97,11 +97,7 @@ class FileSystemStore(dist.Store):  # type: ignore[misc, unused-ignore]
             self._values.set(self._key(key), _bytes(value))
 
     def get(self, key: str) -> bytes:
-        """The value, waited for until the store's timeout.
-
-        Raises:
-            torch.distributed.DistStoreError: it did not come.
-        """
+        """The value, waited for until the store's timeout. DistStoreError: it did not come."""
         with self._torch_errors("get"):
             return self._values.get_waiting(self._key(key), self.timeout.total_seconds())
 
@@ -114,16 +110,12 @@ class FileSystemStore(dist.Store):  # type: ignore[misc, unused-ignore]
             return self._values.add(self._key(key), amount)
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """As ``TCPStore``: an empty `expected_value` stands for "not there"."""
+        """An empty `expected_value` stands for "not there", as in ``TCPStore``."""
         with self._torch_errors("compare_set"):
             return self._values.compare_set(self._key(key), _bytes(expected_value), _bytes(desired_value))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Wait until all have a value.
-
-        Raises:
-            torch.distributed.DistStoreError: after `timeout`, the store's where left out.
-        """
+        """Wait until all have a value. DistStoreError: after `timeout`, the store's where left out."""
         limit = self.timeout if timeout is None else timeout
         if not isinstance(limit, timedelta):
             raise TypeError(f"wait: the timeout {timeout!r} is not a timedelta")
@@ -174,7 +166,7 @@ class FileSystemStore(dist.Store):  # type: ignore[misc, unused-ignore]
 
     @contextmanager
     def _torch_errors(self, operation: str) -> Iterator[None]:
-        """Whatever goes wrong with the files is torch's error, so that what handles a TCPStore's handles this one's."""
+        """Raise torch's error for any fault of the files, so that what handles a TCPStore's handles this one's."""
         try:
             yield
         except KeyValueTimeoutError as error:

@@ -36,13 +36,12 @@ SIZES = {"nccl": 64 << 20, "gloo": 4 << 20, "tcp": 4 << 20}
 """Bytes that each rank sends to the other in one transfer."""
 MOST_TRANSFERS = 16
 ENOUGH_SECONDS = 1.0
-"""After so long no further transfer is begun."""
+"""Seconds after which no further transfer is begun."""
 _CONNECT_SECONDS = 1.0
 _MESSAGE = 65536
 
 
 def main() -> None:
-    """Entry point of the process."""
     control = socket.socket(fileno=0)
     listener = socket.socket()
     listener.bind(("0.0.0.0", 0))
@@ -61,7 +60,6 @@ def main() -> None:
 
 
 def _import_torch() -> Any:
-    """torch, where it and its torch.distributed can be had."""
     os.environ["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"  # CPUs and NVIDIA's GPUs need no backend of others
     try:
         import torch
@@ -113,7 +111,7 @@ def _accept(listener: socket.socket, token: bytes, deadline: float) -> socket.so
 
 
 def _connect(order: dict[str, Any], token: bytes, deadline: float) -> socket.socket:
-    """By the first of the addresses that answers; again and again, since the other end may come later."""
+    """Try all addresses until one answers, since the other end may come later."""
     why = "it has no address"
     while True:
         for address in order["addresses"]:
@@ -154,7 +152,7 @@ def _receive(connection: socket.socket, count: int, deadline: float) -> bytes:
 
 
 def _agreement(peer: socket.socket, rank: int, deadline: float) -> Callable[[bool], bool]:
-    """What makes both ends stop after the same transfer: rank 0 decides."""
+    """Both ends stop after the same transfer: rank 0 decides."""
 
     def goes_on(wanted: bool) -> bool:
         if rank == 0:
@@ -204,7 +202,7 @@ def _tcp_exchange(peer: socket.socket, deadline: float) -> Callable[[int], None]
 
 
 def _measure_with_torch(order: dict[str, Any], peer: socket.socket, torch: Any, deadline: float) -> dict[str, Any]:
-    """One process for each rank of this node: the GPUs', or one."""
+    """Measure with one process for each rank of this node: the GPUs', or one."""
     local = max(1, order["gpus"]) if order["backend"] == "nccl" else 1
     store = None
     if order["rank"] == 0:
@@ -253,7 +251,6 @@ def _be_rank(
     index: int,
     out: int,
 ) -> None:
-    """Never returns."""
     try:
         answer = _torch_transfers(rank, world, order["backend"], where, _left(deadline), torch, index)
     except BaseException as error:

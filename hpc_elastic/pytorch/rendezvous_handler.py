@@ -42,11 +42,11 @@ _OF_OTHER_BACKENDS = frozenset(
         *("protocol", "cacert", "cert", "key", "ca_cert", "ssl_cert", "ssl_cert_key", "etcd_prefix"),
     }
 )
-"""What torch 2.13's c10d, etcd, etcd-v2 and static read."""
+"""Settings of torch 2.13's c10d, etcd, etcd-v2 and static."""
 
 
 def get_handler() -> Callable[[RendezvousParameters], TorchRendezvousHandler]:
-    """What the entry point names: torch calls it, and then the creator that it returns."""
+    """Entry point: torch calls it, and then the creator that it returns."""
     return create_handler
 
 
@@ -64,7 +64,8 @@ def create_handler(params: RendezvousParameters) -> TorchRendezvousHandler:
 
 
 def config_from_parameters(params: RendezvousParameters, environ: Mapping[str, str]) -> HandlerConfig:
-    """What torchrun's options say, and under Slurm its environment: node order, and which start of the job this is.
+    """The configuration by torchrun's options, and under Slurm its environment: node order, and which start of the job
+    this is.
 
     Settings that mean something to torch's own backends alone are ignored, as these ignore each other's, with one
     warning: an existing line needs another backend's name and endpoint, and nothing else.
@@ -127,9 +128,10 @@ class TorchRendezvousHandler(torch_rendezvous.RendezvousHandler):  # type: ignor
         _as_torch(self._handler.set_closed)
 
     def num_nodes_waiting(self) -> int:
-        """What makes torch's agent stop its workers and come again: the round is over.
+        """Return 1 when the round is over: torch's agent then stops its workers and comes again.
 
-        Not the nodes that wait although the round is full: torch's agent would restart its workers for them for ever.
+        Nodes that wait although the round is full don't count: torch's agent would restart its workers for them
+        forever.
         """
         return int(_as_torch(self._handler.round_is_over))
 

@@ -50,8 +50,7 @@ def ignore_signals() -> None:
 def import_store_class(*, lean: bool) -> Any:
     """torch's ``TCPStore`` class.
 
-    Args:
-        lean: Load torch's extension module alone. A process that has done so can't import torch any more.
+    `lean` loads torch's extension module alone. A process that has done so can't import torch any more.
 
     Raises:
         Exception: whatever the import raises; lean, also when the class is there but does not work.
@@ -158,7 +157,6 @@ class StoreHost:
 
 
 def main(argv: list[str]) -> None:
-    """Entry point of the process. Never returns: torch's exit handlers have nothing to do here."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fd", type=int, required=True, help="the control socket")
     parser.add_argument("--parent", type=int, required=True, help="the agent's process id")

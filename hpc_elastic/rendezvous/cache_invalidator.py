@@ -1,4 +1,4 @@
-"""Which folders' caches are invalidated and when, so that nothing that others wrote stays hidden.
+"""Invalidates folders' caches, so that nothing that others wrote stays hidden.
 
 A client may trust a folder's listing for seconds (sshfs, GlusterFS, NFS mounted ``nocto``), or while the folder's time
 has not changed, which a server may show by the second: what came within the tick of the last look is not shown. To
@@ -6,8 +6,8 @@ invalidate the folder in a later tick ends that for all clients.
 
 - `CacheInvalidator`: what is waited for is invalidated once the tick is over, and then ever more rarely: another
   invalidation, or a claim in the same tick, opens the same hole again.
-- `PendingNotifications`: a notification is faster than the caches, and names the key that was written. Where that is
-  not in the listings, its folder is invalidated, once: one about a key that does not exist costs one look.
+- `PendingNotifications`: a notification is faster than the caches, and names the key that was written. A key that
+  the listings lack has its folder invalidated, once: one about a key that does not exist costs one look.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ LAST_SECONDS = 30.0
 
 
 class CacheInvalidator:
-    """One participant's part in it."""
-
     def __init__(self, store: Store, uid: str, *, observes: bool) -> None:
-        """`observes`: this participant only looks (the supervisor)."""
         self._store = store
         self._uid = uid
         self._observes = observes
@@ -36,16 +33,13 @@ class CacheInvalidator:
         self._delay = FIRST_SECONDS
 
     def before_absence(self, record: RoundRecord) -> None:
-        """A decision is near that says of a node that it has not claimed: look past the caches first."""
+        """Look past the caches, before a decision that a node has not claimed."""
         for folder in _claim_folders(record):
             self._store.invalidate(folder)
 
     def while_waiting(self, record: RoundRecord | None, *, seen: int, now: float) -> None:
-        """Invalidate where only this node would notice that something is hidden, where nothing has changed for a while.
-
-        Args:
-            seen: The number of claims at the last look.
-        """
+        """Invalidate what only this node would notice as hidden, where the number of claims `seen` has not changed for
+        a while."""
         folders = self._folders(record)
         state = (record and record.number, seen)
         if self._due is None or state != self._seen:
@@ -79,36 +73,30 @@ _LOG = "log"
 
 
 def record_name(number: int) -> str:
-    """How a notification calls a record of the log."""
+    """Name of a record in notifications."""
     return f"{_LOG}/{number}"
 
 
 class PendingNotifications:
-    """One participant's list."""
-
     def __init__(self) -> None:
         self.keys: set[str] = set()
         self.newest_record = 0
         """The highest number of a record that was named since the last `take_hidden`; 0: none was."""
 
     def add(self, keys: Iterable[str]) -> None:
-        """As `record_name` or `claims.claim_key` make them; anything else is ignored."""
+        """Take in names made by `record_name` or `claims.claim_key`; anything else is ignored."""
         for key in keys:
             if len(self.keys) < MOST:
                 self.keys.add(key)
                 self.newest_record = max(self.newest_record, _number(key))
 
     def add_news(self, keys: Iterable[str], *, newest: int) -> None:
-        """Of `keys`, those of records after number `newest`."""
+        """Take in the records after number `newest`."""
         self.add(key for key in keys if _number(key) > newest)
 
     def take_hidden(self, *, newest: int, claims: Mapping[int, Claims]) -> set[str]:
-        """The folders to invalidate, after a look; nothing of the list is left.
-
-        Args:
-            newest: The number of the newest record seen, 0 for none.
-            claims: The rounds whose claims were listed, with what was found; none where this node does not coordinate.
-        """
+        """Forget all, and return the folders to invalidate: those of keys that neither `claims`, as listed by the
+        coordinator, nor record `newest` shows."""
         if not self.keys:
             return set()
         shown = {
@@ -129,6 +117,6 @@ class PendingNotifications:
 
 
 def _number(key: str) -> int:
-    """Of a record, 0 where `key` is none's."""
+    """Number of a record; 0 for any other key."""
     folder, _, name = key.rpartition("/")
     return int(name) if folder == _LOG and name.isdecimal() and len(name) < 20 else 0

@@ -1,66 +1,64 @@
-"""What nodes report about a round: one small value each, under ``round/<index>/<kind>+<uid>``, never changed.
-
-`ClaimReader` reads them; `own_claims.OwnClaims` writes a node's own.
-"""
+"""Claims of nodes about a round: one small value each, under ``round/<index>/<kind>+<uid>``, never changed."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Container, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Generic, TypeVar
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from hpc_elastic.base import codec
+from hpc_elastic.rendezvous.preemption import PreemptionStatus
 from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, Status, node_of
 from hpc_elastic.store.base import Store
 
 C = TypeVar("C", bound=Struct)
 
+GONE = "gone"
+BYE = "bye"
 MOST_MESSAGE = 300
 """Characters of a message in a claim."""
 
 
 class ClaimKind(str, Enum):
-    """What a node can say about a round."""
-
     JOIN = "join"
-    """It wants to be in."""
     ACK = "ack"
-    """It is ready for the frozen round."""
+    """The node is ready for the frozen round."""
     FAIL = "fail"
     """A worker failed: the bare fact."""
     SUM = "sum"
-    """What failed, once the evidence is written."""
+    """The node's failures, once the evidence is written."""
     DONE = "done"
-    """All its workers ended with 0."""
+    """All workers of the node ended with 0."""
     LEAVE = "leave"
-    """It takes itself out."""
     SAVING = "saving"
-    """While nodes wait: workers of it are writing a checkpoint. Has a serial, as what follows."""
+    """Nodes wait, and workers of this one are writing a checkpoint. It has a serial, as `SAVED` has."""
     SAVED = "saved"
-    """While nodes wait: its last checkpoint is complete, for so long."""
+    """Nodes wait, and this one's last checkpoint is complete."""
     NOTED = "noted"
-    """There is a notice: where its workers stand."""
+    """There is a notice, and the node's workers stand here."""
     KEPT = "kept"
-    """There is a notice: all its workers that follow it have saved."""
+    """There is a notice, and all workers of the node that follow it have saved."""
 
 
 class Ready(Struct, frozen=True):
-    """What an ACK holds."""
+    """Content of an ACK."""
 
     master: str = ""
     """``host:port`` of the TCPStore, from the first slot; else empty."""
 
 
 class Departure(Struct, frozen=True):
-    """What a LEAVE holds."""
+    """Content of a LEAVE."""
 
     reason: str = ""
 
 
 class Saved(Struct, frozen=True):
-    """What a SAVED holds."""
+    """Content of a SAVED."""
 
     age: float
     """Seconds for which the checkpoint had been complete."""
@@ -75,7 +73,7 @@ def claim_folder(round_index: int) -> str:
 
 
 def claim_key(round_index: int, kind: ClaimKind, uid: str, *, serial: str = "") -> str:
-    """Where a claim is; `serial` distinguishes those that a node makes several times in a round."""
+    """Key of a claim; `serial` distinguishes those that a node makes several times in a round."""
     word = f"{kind.value}.{serial}" if serial else kind.value
     return f"{claim_folder(round_index)}/{word}+{uid}"
 
@@ -86,7 +84,6 @@ def read_claims(store: Store, round_index: int) -> Claims:
 
 
 def claims_of(names: Iterable[str]) -> Claims:
-    """The claims with these names in a round's folder."""
     found: dict[str, list[str]] = {}
     for name in sorted(names):
         kind, _, uid = name.partition("+")
@@ -94,14 +91,20 @@ def claims_of(names: Iterable[str]) -> Claims:
     return found
 
 
+def gone_key(node: int) -> str:
+    """Key that says that a node will have no agent any more."""
+    return f"{GONE}/{node:05d}"
+
+
+def goodbye_key(uid: str) -> str:
+    """Key by which an agent says that it ends and leaves nothing running."""
+    return f"{BYE}/{uid}"
+
+
 class ClaimReader(Generic[C]):
     """Reads the claims of one kind. What was read once is not read again: claims never change."""
 
     def __init__(self, store: Store, kind: ClaimKind, content: type[C]) -> None:
-        """Args:
-        kind: Which ones.
-        content: The record that such a claim holds.
-        """
         self._store = store
         self._kind = kind
         self._content = content
@@ -109,13 +112,7 @@ class ClaimReader(Generic[C]):
         self._read: dict[str, C] = {}
 
     def read(self, round_index: int, claims: Claims, *, without: Container[str] = ()) -> dict[str, C]:
-        """Uid → content, for all that can be read.
-
-        Args:
-            round_index: Which round's.
-            claims: What its folder's listing gave.
-            without: Uids whose claim need not be read.
-        """
+        """Uid → content of all claims that can be read, but for the uids of `without`."""
         if round_index != self._round:
             self._round, self._read = round_index, {}
         uids = claims.get(self._kind.value, ())
@@ -147,7 +144,7 @@ def _unreadable(uid: str) -> NodeFailure:
 
 
 def read_claim(cls: type[C], raw: str | None) -> C | None:
-    """A claim's content, or None where there is none that makes sense."""
+    """A claim's content; None for an absent or senseless one."""
     try:
         return None if raw is None else codec.loads(cls, raw)
     except codec.UnreadableRecordError:
@@ -155,11 +152,10 @@ def read_claim(cls: type[C], raw: str | None) -> C | None:
 
 
 def round_to_join(record: RoundRecord | None, uid: str) -> int | None:
-    """In which round a node that wants to be in claims a place now.
+    """The round in which a node that wants to be in claims a place now.
 
-    Args:
-        record: The newest; None where this node has seen none: then it is the first round, and where it turns out to be
-            another one, the claim is nobody's concern.
+    A node that has seen no record claims the first round: where it turns out to be another one, nobody looks at the
+    claim.
     """
     if record is None:
         return 0
@@ -168,3 +164,96 @@ def round_to_join(record: RoundRecord | None, uid: str) -> int | None:
     if record.status is Status.CLOSED or record.member(uid) is not None:
         return None
     return record.round + 1
+
+
+class OwnClaims:
+    """Claims of one participant: each is written with the next step of the rendezvous, in order, once."""
+
+    def __init__(self, store: Store, uid: str) -> None:
+        self._store = store
+        self._uid = uid
+        self._waiting: deque[tuple[str, str]] = deque()
+        self._joined_round = -1
+        self._is_unannounced = False
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def confirm(self, round_index: int, master: str) -> None:
+        """`master` is ``host:port`` from the first slot, else empty."""
+        self._add(round_index, ClaimKind.ACK, Ready(master))
+
+    def report_failure(self, round_index: int, failure: NodeFailure) -> None:
+        """Report that a worker of this node failed: the round is over for all as soon as the coordinator reads it."""
+        self._add_failure(round_index, ClaimKind.FAIL, failure)
+
+    def sum_up_failures(self, round_index: int, failure: NodeFailure) -> None:
+        """Report this node's failures, once its workers have ended and the evidence is written.
+
+        To be called before `join`: the coordinator settles a round's failures when the next one is frozen.
+        """
+        self._add_failure(round_index, ClaimKind.SUM, failure)
+
+    def report_done(self, round_index: int) -> None:
+        self._add(round_index, ClaimKind.DONE)
+
+    def report_saving(self, round_index: int, serial: int) -> None:
+        self._add(round_index, ClaimKind.SAVING, serial=str(serial))
+
+    def report_saved(self, round_index: int, serial: int, age: float) -> None:
+        """A claim can't be taken back: each of a round has a serial of its own."""
+        self._add(round_index, ClaimKind.SAVED, Saved(round(age, 3)), serial=str(serial))
+
+    def give_up_node(self, node: int) -> None:
+        """Report that the launcher will bring no further agent to `node`."""
+        self._write_later(gone_key(node), "gone")
+
+    def deregister(self) -> None:
+        """Report that this node's agent ends now, and leaves nothing running."""
+        self._write_later(goodbye_key(self._uid), "bye")
+
+    def report_noted(self, round_index: int, status: PreemptionStatus) -> None:
+        self._add(round_index, ClaimKind.NOTED, status)
+
+    def report_kept(self, round_index: int) -> None:
+        """Report that this node's workers have saved, as far as they follow the notice."""
+        self._add(round_index, ClaimKind.KEPT)
+
+    def leave(self, round_index: int, reason: str) -> None:
+        self._add(round_index, ClaimKind.LEAVE, Departure(reason[:MOST_MESSAGE]))
+
+    def flush(self) -> list[str]:
+        """Write all that waits, and return the keys. OSError, StoreError: the rest waits for the next time."""
+        keys = []
+        while self._waiting:
+            key, value = self._waiting[0]
+            self._store.put_if_absent(key, value)
+            self._waiting.popleft()
+            keys.append(key)
+        return keys
+
+    def join(self, target: int) -> bool:
+        """Claim a place in a round, once. Returns whether it was now."""
+        if target <= self._joined_round:
+            return False
+        self._store.put_if_absent(claim_key(target, ClaimKind.JOIN, self._uid), "in")
+        self._joined_round = target
+        self._is_unannounced = True
+        return True
+
+    def unannounced_join(self, target: int) -> str:
+        """The key of the claim on `target`, where the coordinator is still to be notified of it; once."""
+        if not self._is_unannounced or target != self._joined_round:
+            return ""
+        self._is_unannounced = False
+        return claim_key(target, ClaimKind.JOIN, self._uid)
+
+    def _add(self, round_index: int, kind: ClaimKind, content: Struct | None = None, *, serial: str = "") -> None:
+        key = claim_key(round_index, kind, self._uid, serial=serial)
+        self._write_later(key, "{}" if content is None else codec.dumps(content))
+
+    def _add_failure(self, round_index: int, kind: ClaimKind, failure: NodeFailure) -> None:
+        self._add(round_index, kind, replace(failure, message=failure.message[:MOST_MESSAGE]))
+
+    def _write_later(self, key: str, value: str) -> None:
+        self._waiting.append((key, value))

@@ -1,4 +1,4 @@
-"""What the coordinator sees when it decides: the claims on two rounds, and which of their authors live."""
+"""The coordinator's view when it decides: the claims on two rounds, and which of their authors live."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from msgspec import Struct, field
 
 from hpc_elastic.rendezvous.claims import (
+    GONE,
     ClaimKind,
     ClaimReader,
     Claims,
@@ -25,15 +26,13 @@ from hpc_elastic.store.base import Store
 
 
 class ClusterView(Struct, frozen=True, kw_only=True):
-    """What the coordinator sees at one moment."""
-
     record: RoundRecord
     joined: Mapping[str, NodeInfo]
     """Claims on this round while it is joinable, on the next one while it is frozen or final."""
     acked: Mapping[str, str]
     """Confirmations of this round; the value is the TCPStore's ``host:port`` from the first slot, else empty."""
     failures: Mapping[str, NodeFailure]
-    """Of the round before while this one is joinable, else of this one."""
+    """Those of the round before while this one is joinable, else of this one."""
     since_failed: Mapping[str, float] = field(default_factory=dict)
     """Uid → seconds since its failure was first seen here."""
     since_sign: Mapping[str, float] = field(default_factory=dict)
@@ -45,51 +44,42 @@ class ClusterView(Struct, frozen=True, kw_only=True):
     gone: frozenset[int]
     """Nodes for which the launcher will bring no further agent."""
     dead: frozenset[str]
-    """Those whose heartbeat has stopped."""
+    """Participants whose heartbeat has stopped."""
     silent: frozenset[str]
-    """Those that were heard on the network before, and are not any more: to be asked through the files."""
+    """Participants that were heard on the network before, and are not any more: to be asked through the files."""
     stale: Mapping[str, float] = field(default_factory=dict)
     """Awaited members that are heard, to be asked too: uid → seconds for which its heartbeat has not changed."""
     answered: frozenset[str]
     """Suspects that have rewritten their heartbeat since, or were heard again."""
     names: Mapping[int, str]
-    """Node index → name, of the nodes that have said who they are."""
+    """Node index → name."""
     since_status: float
     """Seconds since this coordinator first saw this round in this status."""
     since_lost: float
     """Seconds since this coordinator last found a node missing; `since_status` where none was."""
     is_unsupervised: bool = False
-    """Whether the supervisor's heartbeat has stopped too: nobody starts an agent on a lost node any more. Looked for
-    where a node is lost and the round is joinable."""
+    """The supervisor's heartbeat has stopped too: nobody starts an agent on a lost node any more. Looked for where a
+    node is lost and the round is joinable."""
     since_waiting: float = 0.0
     """Seconds for which nodes have waited while the round is final."""
     since_saved: float = float("inf")
     """Seconds since a checkpoint was complete; infinite where no member has reported one."""
     is_saving: bool = False
-    """Whether a member is writing one."""
+    """A member is writing one."""
     noted: Mapping[str, PreemptionStatus] = field(default_factory=dict)
-    """Where there is a notice: where members' workers stand."""
+    """Reports of members about their workers, under a notice."""
     kept: frozenset[str] = frozenset()
     """Members whose workers have saved because of it, or do not follow it."""
     since_notice: float = 0.0
     """Seconds since this coordinator first saw it. Time in which this process was held up counts: the job's goes on."""
 
 
-_GONE = "gone"
 _MOST_READ = 3
 """Claims of a folder that are read one by one: a listing costs as much as three reads."""
 
 
-def gone_key(node: int) -> str:
-    """Where it is said that a node will have no agent any more."""
-    return f"{_GONE}/{node:05d}"
-
-
 class ClaimScanner:
-    """Reads all participants' claims into a `ClusterView`, for one participant while it coordinates.
-
-    Times are of its monotonic clock.
-    """
+    """Reads all participants' claims into a `ClusterView`, while its participant coordinates."""
 
     def __init__(self, store: Store, uid: str, peers: Peers, detector: FailureDetector) -> None:
         self._store = store
@@ -107,15 +97,13 @@ class ClaimScanner:
         self._noticed_at = detector.mark
         self._failed_at: dict[tuple[int, str], float] = {}
         self.joining: frozenset[str] = frozenset()
-        """Who wants to be in, at the last look."""
         self.listed: Mapping[int, Claims] = {}
-        """The claims that this step has looked at."""
+        """The claims of the last look, in this step."""
         self.claims_seen = 0
         self._names: dict[str, set[str]] = {}
         """Folder → what it was last listed with, and the claims that were announced since."""
         self._listed_at = float("-inf")
         self.has_listed_all = False
-        """Whether the last look listed all folders."""
 
     def forget(self) -> None:
         """The next look lists all folders."""
@@ -147,38 +135,39 @@ class ClaimScanner:
         return self._names[folder]
 
     def status_began(self, now: float) -> None:
-        """The round has a new status."""
         self._status_since = now
 
     def somebody_was_lost(self, now: float) -> None:
         self._lost_since = now
 
     def notice_was_given(self, now: float) -> None:
-        """The record says for the first time that the job is going to be ended, or that it is sooner."""
         self._noticed_at = now
 
     def noticed_for(self, now: float) -> float:
-        """Seconds since the notice that holds, where there is one, was read here."""
+        """Seconds since the notice that holds was read here."""
         return now - self._noticed_at
 
     def paused_for(self, seconds: float) -> None:
-        """This process was, for so long: that is nobody's fault."""
+        """Add a pause of this process to all ages: no node has aged by it."""
         self._status_since += seconds
         self._lost_since += seconds
         self._failed_at = {key: at + seconds for key, at in self._failed_at.items()}
         self._growth.paused_for(seconds)
 
     def prepare(self, round_index: int) -> None:
-        """Make the folders that are going to be looked into."""
-        for folder in (claim_folder(round_index), claim_folder(round_index + 1), _GONE):
+        """Make the folders before anybody looks into them."""
+        for folder in (claim_folder(round_index), claim_folder(round_index + 1), GONE):
             self._store.make_folder(folder)
 
     def is_idle(self, record: RoundRecord | None) -> bool:
-        """Whether workers run, and this participant and all members hear each other."""
-        if record is None or record.status is not Status.FINAL or record.suspects:
-            return False
-        others = {m.uid for m in record.members} | self.joining
-        return all(self._detector.is_connected(uid) for uid in others if uid != self._uid)
+        """Return whether workers run, and this participant and all members hear each other."""
+        is_final = record is not None and record.status is Status.FINAL and not record.suspects
+        return is_final and self.hears_all(record)
+
+    def hears_all(self, record: RoundRecord | None) -> bool:
+        """Return whether this participant and all members hear each other: claims are announced to it."""
+        others = {m.uid for m in record.members} | self.joining if record is not None else set()
+        return bool(others) and all(self._detector.is_connected(uid) for uid in others if uid != self._uid)
 
     def _read_confirmed(self, record: RoundRecord, here: Claims) -> dict[str, str]:
         # The first slot has confirmed when the content of its claim can be read: no node can start without it.
@@ -194,7 +183,7 @@ class ClaimScanner:
         self.prepare(record.round)
         joinable = record.status is Status.JOINABLE
         beside = record.round - 1 if joinable else record.round + 1
-        folders = {claim_folder(record.round), claim_folder(beside), _GONE}
+        folders = {claim_folder(record.round), claim_folder(beside), GONE}
         self._names = {folder: names for folder, names in self._names.items() if folder in folders}
         self.has_listed_all = not self._names
         if self.has_listed_all:
@@ -206,7 +195,7 @@ class ClaimScanner:
         joined = (here if joinable else other).get("join", [])
         failed_round, failed = (beside, other) if joinable else (record.round, here)
         uids = {m.uid for m in record.members} | set(joined)
-        gone = frozenset(int(n) for n in self._list(_GONE) if n.isdecimal())
+        gone = frozenset(int(n) for n in self._list(GONE) if n.isdecimal())
         away = gone | set(record.lost) | {node_of(uid) for uid in (*joined, *here.get("leave", ()))}
         awaited = [m.uid for m in record.members if joinable and m.node not in away]
         self._detector.wait_for(awaited, waited=self._detector.mark - self._status_since)

@@ -35,46 +35,41 @@ from hpc_elastic.store.notifier import Notifier
 WORTH_TELLING = 1.0
 """Seconds from which on a refusal is an event: a stale handle passes sooner."""
 ALONE_SECONDS = 10.0
-"""For so long this process has to be refused, and a peer not, before the refusal is this node's own problem."""
+"""Seconds of refusal here and none at a peer, after which it is this node's own problem."""
 _HEARD_SECONDS = 3.0
-"""A peer's beat says so long how the filesystem treats the peer."""
+"""Seconds for which a peer's beat says how the filesystem treats the peer."""
 
 
 class Refusal(Struct, frozen=True, kw_only=True):
     """One time of refusal, which lasts or has ended."""
 
     error: str
-    """As the system calls the error: ``Permission denied``."""
+    """The system's text: ``Permission denied``."""
     path: str
-    """What was refused first."""
     since: float
-    """Seconds, monotonic."""
     since_ns: int
-    """The wall clock."""
 
     def __str__(self) -> str:
         return f"{self.error} ({self.path})" if self.path else self.error
 
     def to_event(self, now: float, *, over: bool) -> FilesystemRefused:
-        """How it is reported."""
         return FilesystemRefused(
             error=self.error, path=self.path, since_ns=self.since_ns, seconds=round(now - self.since, 3), over=over
         )
 
 
 class RefusalWatch:
-    """What one participant knows of it. Times are seconds of its monotonic clock. `is_alone` is for any thread."""
+    """One participant's knowledge of it, on its monotonic clock. `is_alone` is for any thread."""
 
     def __init__(self) -> None:
         self.now: Refusal | None = None
-        """The refusal that lasts."""
         self._peers: frozenset[str] = frozenset()
-        """The peers that said last that they are refused too."""
+        """Peers that said last that they are refused too."""
         self._peer_refused_at = float("-inf")
         self._peer_fine_at = float("-inf")
 
     def refused(self, error: Exception, now: float, now_ns: int) -> bool:
-        """An access was refused. Returns whether that is the first one of its time."""
+        """Note a refused access. Returns whether that is the first one of its time."""
         if self.now is not None:
             return False
         cause = error.__cause__ if isinstance(error, StoreFullError) else error
@@ -88,16 +83,12 @@ class RefusalWatch:
         return True
 
     def answered(self) -> Refusal | None:
-        """All accesses of a step worked. Returns the refusal that this ends."""
+        """Note a step whose accesses all worked. Returns the refusal that this ends."""
         ended, self.now = self.now, None
         return ended
 
     def heard(self, beats: Collection[str], refused: frozenset[str], now: float) -> bool:
-        """Take in what peers' beats say.
-
-        Args:
-            beats: The peers that beat.
-            refused: Those of them that are refused.
+        """Take in beats of peers, some of which say that they are refused.
 
         Returns:
             Whether a peer is refused that was not before: this process should find out how it fares itself.
@@ -111,7 +102,6 @@ class RefusalWatch:
         return news
 
     def is_alone(self, now: float) -> bool:
-        """Whether this process has been refused for a while, and its peers are not."""
         refusal = self.now
         if refusal is None or now - self._peer_fine_at > _HEARD_SECONDS:
             return False
@@ -125,15 +115,15 @@ _LONGEST_BACKOFF = 5.0
 _LONG_WAIT = 0.5
 _SLACK = 0.1
 FULL_SECONDS = 600.0
-"""How long a filesystem that is full, or that refuses, is waited for with something to write: as long as a rendezvous
-waits by default."""
+"""Seconds for which a filesystem that is full, or refuses, is waited for with something to write: as long as a
+rendezvous waits by default."""
 
 Message = RoundRecord | RunEvent | Exception
-"""A newer record; an event of this node's coordinator; or what ended the thread."""
 
 
 class Coordination:
-    """Owns the participant: all calls to it happen in this object's thread."""
+    """Owns the participant: all calls to it happen in this object's thread. Messages are records, events, and what
+    ended it."""
 
     def __init__(
         self,
@@ -147,16 +137,14 @@ class Coordination:
     ) -> None:
         """Args:
         make_participant: Called in the thread with this object, which is the participant's listener.
-        notifier: Notified from outside; None where only polling is wanted.
         longest_backoff: Seconds between two tries on a filesystem that refuses: no more than between two heartbeats,
-            which may well work on a full disk and must not be missed for it.
-        beat_interval: Seconds between two datagrams that say "alive", where there is a notifier.
-        lease: Of an agent with workers: renewed here.
+        which may well work on a full disk and must not be missed for it.
+        lease: An agent's, where it has workers: renewed here.
         """
         self._make_participant = make_participant
         self._notifier = notifier
         self._clock = clock
-        self._lease = lease or Lease(clock, uid="", node=-1)
+        self._lease = lease
         self._longest_backoff = longest_backoff
         self._commands: deque[Callable[[Participant], None]] = deque()
         self._messages: deque[Message] = deque()
@@ -180,7 +168,6 @@ class Coordination:
         return self._taken.fileno()
 
     def take(self) -> list[Message]:
-        """What has come since the last call, in order."""
         self._taken.drain()
         taken: list[Message] = []
         while self._messages:
@@ -193,7 +180,7 @@ class Coordination:
         self._wake.wake()
 
     def stop(self, *, within: float) -> bool:
-        """Do what was asked for, then end. Returns whether it ended in time; a hung mount may keep it for ever."""
+        """Do all that was asked, then end. Returns whether it ended in time; a hung mount may keep it forever."""
         self._stop.set()
         self._wake.wake()
         if self._thread.is_alive():
@@ -201,10 +188,7 @@ class Coordination:
         return not self._thread.is_alive()
 
     def fail(self, error: Exception) -> None:
-        """Hand `error` on as if it had ended the thread: something else has failed that a run can't do without.
-
-        For any thread. The thread goes on, to write the last claims.
-        """
+        """Hand `error` on as if it had ended the thread, which goes on to write the last claims. For any thread."""
         self._post(error)
 
     @property
@@ -213,11 +197,12 @@ class Coordination:
         return self._refusals.now
 
     def is_refused_alone(self) -> bool:
-        """Whether the shared filesystem refuses this node, and not its peers. For any thread."""
+        """Return whether the shared filesystem refuses this node, and not its peers. For any thread."""
         return self._refusals.is_alone(self._clock.monotonic())
 
     def on_record(self, record: RoundRecord) -> None:
-        self._lease.note(record)
+        if self._lease is not None:
+            self._lease.note(record)
         self._post(record)
 
     def on_event(self, event: RunEvent) -> None:
@@ -239,7 +224,7 @@ class Coordination:
             try:
                 if participant is None:
                     participant = self._make_participant(self)
-                if self._lease.wants_look():
+                if self._lease is not None and self._lease.wants_look():
                     began = self._clock.monotonic()
                     participant.look_past_caches()
                     self._lease.looked(began)
@@ -252,7 +237,8 @@ class Coordination:
                 notified = self._hear(participant) or notified
                 delay = participant.step(notified=notified or (asked and participant.looks_when_asked))
                 notified = False
-                self._lease.stepped(renews=self._notifier is None)
+                if self._lease is not None:
+                    self._lease.stepped(renews=self._notifier is None)
                 self._beats_due = participant.beats()
                 self._beat_interval = max(self._beat_interval, participant.intervals.beat)
                 backoff = _FIRST_BACKOFF
@@ -283,7 +269,6 @@ class Coordination:
             notified = self._wait(delay, participant) or notified
 
     def _answered(self) -> None:
-        """A step worked: where the ones before did not, say for how long."""
         ended = self._refusals.answered()
         if ended is None:
             return
@@ -298,24 +283,24 @@ class Coordination:
         self._post(error)
 
     def lasting_refusal(self) -> FilesystemRefused | None:
-        """The event of a refusal that lasts at this process' end; None: none does, or not for long."""
+        """The event of a refusal that still lasts at this process' end, and is not a short one."""
         refusal, now = self._refusals.now, self._clock.monotonic()
         if refusal is None or now - refusal.since < WORTH_TELLING:
             return None
         return refusal.to_event(now, over=False)
 
     def _wait(self, seconds: float, participant: Participant | None) -> bool:
-        """Until the agent asks, a notification comes, or the time has passed. Returns whether one came.
+        """Wait for the agent, a notification, or the time. Returns whether a notification came.
 
         A beat ends no wait, unless it announces a newer record; nor does what is no valid datagram. But a long wait
-        that is nearly over ends with a beat, and is a little longer where it does not: one waking in place of two.
+        that is nearly over ends with a beat, and is a little longer where none comes: one waking in place of two.
         """
         slack = _SLACK * seconds if seconds >= _LONG_WAIT and self._notifier is not None else 0.0
         deadline = self._clock.monotonic() + seconds + slack
         watched: list[Any] = [self._wake]
         if self._notifier is not None:
             watched.append(self._notifier)
-        if self._lease.fileno() >= 0:
+        if self._lease is not None and self._lease.fileno() >= 0:
             watched.append(self._lease)
         while (left := deadline - self._clock.monotonic()) > 0:
             muted = self._notifier.muted_for() if self._notifier is not None else 0.0
@@ -324,7 +309,7 @@ class Coordination:
             if self._wake.fileno() in ready:
                 self._wake.drain()
                 return False
-            if self._lease.fileno() in ready:
+            if self._lease is not None and self._lease.fileno() in ready:
                 return False
             if self._notifier is not None and self._notifier.fileno() in ready:
                 if self._hear(participant):
@@ -334,7 +319,7 @@ class Coordination:
         return False
 
     def _hear(self, participant: Participant | None) -> bool:
-        """Take in what has come over the network. Returns whether it is a reason to look at the files."""
+        """Take in the datagrams. Returns whether they are a reason to look at the files."""
         if self._notifier is None:
             return False
         heard = self._notifier.drain()
@@ -355,10 +340,10 @@ class Coordination:
         return heard.notified or news
 
     def _beat(self, notifier: Notifier) -> None:
-        """The beats' own thread: a filesystem that hangs makes no node silent."""
+        """Beat, in a thread of its own: a filesystem that hangs makes no node silent."""
         # Without the other thread the node only seems to live: then let the others find out.
         while not self._clock.wait(self._stop, self._beat_interval) and self._thread.is_alive():
-            if self._lease.renew():
+            if self._lease is not None and self._lease.renew():
                 self._wake.wake()
             plan = self._beats_due
             refused = self._refusals.now is not None
@@ -367,13 +352,9 @@ class Coordination:
 
 
 class RendezvousSession(Struct, frozen=True, kw_only=True):
-    """One process's parts of the rendezvous, put together."""
-
     info: NodeInfo
     notifier: Notifier | None
-    """None: polling alone."""
     coordination: Coordination
-    """Not started yet."""
 
 
 def open_session(

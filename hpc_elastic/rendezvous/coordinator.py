@@ -52,7 +52,7 @@ from hpc_elastic.rendezvous.state import (
 
 _MOST_NAMES = 8
 HEARD_PATIENCE = 6.0
-"""Seconds for which no round begins after a signal that may mean the job's end: by then it is known what it means."""
+"""Seconds for which no round begins after a signal that may mean the job's end: by then its meaning is known."""
 
 
 def next_proposal(view: ClusterView, settings: RendezvousSettings, decide_restart: DecideRestart) -> Proposal | None:
@@ -129,7 +129,7 @@ def _describe_suspects(view: ClusterView, suspects: Sequence[str]) -> str:
 
 
 def depends_on_missing_claims(view: ClusterView, proposal: Proposal) -> bool:
-    """Whether a claim that caches hide could change the decision: one that a node has not come."""
+    """Return whether a claim that caches hide could change the decision: it says that a node has not come."""
     if proposal.event is RoundEvent.FREEZE:
         return bool(proposal.record.lost)
     if proposal.event is RoundEvent.CLOSE:
@@ -142,7 +142,7 @@ def depends_on_missing_claims(view: ClusterView, proposal: Proposal) -> bool:
 def _while_joinable_after_loss(
     view: ClusterView, settings: RendezvousSettings, decide_restart: DecideRestart
 ) -> Proposal | None:
-    """As `_while_joinable`, where failures that a lost member explains neither cost a restart nor are the cause."""
+    """Failures that a lost member explains neither cost a restart nor are the cause."""
     explained = explained_failures(view)
     own = {uid: failure for uid, failure in view.failures.items() if uid not in explained}
     proposal = _while_joinable(replace(view, failures=own), settings, decide_restart)
@@ -254,7 +254,7 @@ def _freeze(
 
 
 def _has_new_spares(view: ClusterView, present: Sequence[Member], settings: RendezvousSettings) -> bool:
-    """Whether spares would become members only because the nodes that they are spares for are not here yet."""
+    """Return whether spares would become members only because the nodes that they are spares for are not here yet."""
     seated = {member.node for member in view.record.members}
     settled = sum(1 for member in present if member.node in seated or not view.joined[member.uid].spare)
     return settled < settings.max_nodes
@@ -386,7 +386,6 @@ def _lost_members(view: ClusterView) -> dict[int, str]:
 
 
 def _describe_first(first: NodeFailure, view: ClusterView) -> str:
-    """With its node; a hang that was seen from one node names the nodes of its ranks itself."""
     is_named = first.hang is not None and first.hang.ranks
     return first.message if is_named else f"{first.message} on {_name(first.node, view)}"
 
@@ -398,7 +397,7 @@ def _name(node: int, view: ClusterView) -> str:
 
 
 def _left(view: ClusterView) -> dict[int, str]:
-    """Nodes that have left, and why; not those from which a new agent has come."""
+    """Nodes that have left, and why, without those from which a new agent has come."""
     here = {info.node for uid, info in view.joined.items() if uid not in view.leaving}
     return {node_of(uid): why for uid, why in view.leaving.items() if node_of(uid) not in here}
 
@@ -438,7 +437,7 @@ def _reopen(record: RoundRecord, reason: str, *, lost: Mapping[int, str], **chan
 
 
 def _named(nodes: frozenset[int], view: ClusterView) -> str:
-    """Nodes that have given a name by that, the others by index; of many, some: a reason has to stay short."""
+    """Some nodes by name, others by index: a reason has to stay short."""
     known = view.names.keys() | _left(view).keys()
     unknown = [node for node in nodes if node not in known]
     words = [f"node {ranges(unknown)}"] if unknown else []

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import Outcome
-from hpc_elastic.rendezvous.claims import read_claims
+from hpc_elastic.rendezvous.claims import BYE, read_claims
 from hpc_elastic.rendezvous.peers import Peers
 from hpc_elastic.rendezvous.proposals import propose_close
 from hpc_elastic.rendezvous.round_log import RoundLog
@@ -35,11 +35,11 @@ END_UNCONFIRMED = 30.0
 """Seconds after which the end is claimed without Slurm's confirmation: no process of the run may be able to ask it."""
 _BY = "end/by"
 _ASKED = "end/asked"
-_BYE = "bye"
 
 
 class EndClaimed(RunEvent, frozen=True, kw_only=True):
-    """It is known which process finishes the attempt. For this process: no log has it, as of the two that follow."""
+    """The process that finishes the attempt is known. This event and the two below are for this process: no log has
+    them."""
 
     by: str
 
@@ -49,34 +49,20 @@ class EndUnclaimed(RunEvent, frozen=True, kw_only=True):
 
 
 class AgentsDeparted(RunEvent, frozen=True, kw_only=True):
-    """No living agent is left."""
-
     nodes: tuple[int, ...]
 
 
 class EventListener(Protocol):
-    """What hears of the end."""
-
     def on_event(self, event: RunEvent) -> None: ...
-
-
-def goodbye_key(uid: str) -> str:
-    """Where an agent says that it ends and leaves nothing running."""
-    return f"{_BYE}/{uid}"
 
 
 def departed(store: Store) -> frozenset[str]:
     """Uids of the agents that have ended and left nothing running."""
-    return frozenset(store.list(_BYE))
+    return frozenset(store.list(BYE))
 
 
 def newest_agents(uids: Iterable[str], *, without: Collection[int] = ()) -> dict[int, str]:
-    """Node index → the uid of its newest agent.
-
-    Args:
-        uids: Of all participants; observers have no node and are left out.
-        without: Node indexes to leave out.
-    """
+    """Node index → the uid of its newest agent, but for the nodes `without`; observers have no node."""
     newest: dict[int, str] = {}
     for uid in uids:
         node = node_of(uid)
@@ -115,7 +101,7 @@ class Ending:
         return None if self._turn is None else 0.05 * intervals.ending
 
     def begin(self, turn: int, *, confirmed: bool) -> None:
-        """Agents: find out, in the steps to come, who finishes the attempt.
+        """Have an agent find out, in the steps to come, who finishes the attempt.
 
         Args:
             turn: The agent's place in the order in which agents step in.
@@ -126,17 +112,17 @@ class Ending:
         self._see_closed()
 
     def _see_closed(self) -> float:
-        """When the supervisor's time began: with the close, since Slurm's KillWait may run while workers still end."""
+        """The supervisor's time begins with the close: Slurm's KillWait may run while workers still end."""
         if self._closed_since is None:
             self._closed_since = self._clock.monotonic()
         return self._closed_since
 
     def announce_claim(self) -> None:
-        """Supervisor: it lives, and is about to claim the end; the next step lets the agents know."""
+        """Have the next step let the agents know that the supervisor lives, and is about to claim the end."""
         self._announces = True
 
     def may_claim(self) -> None:
-        """Supervisor: it may finish the attempt; the next step claims that."""
+        """Have the supervisor's next step claim the end."""
         self._may_claim = True
 
     def give_up_node(self, node: int) -> None:
@@ -214,7 +200,7 @@ def close_if_last(store: Store, run_id: str) -> None:
         return
     here, following = read_claims(store, record.round), read_claims(store, record.round + 1)
     everyone = {m.uid for m in record.members} | {*here.get("join", ()), *following.get("join", ())}
-    if not everyone <= set(store.list("bye")):
+    if not everyone <= set(store.list(BYE)):
         return
     done = record.status is Status.FINAL and {m.uid for m in record.members} <= set(here.get("done", ()))
     if done:

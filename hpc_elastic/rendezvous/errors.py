@@ -1,4 +1,4 @@
-"""What may come out of a rendezvous."""
+"""Errors of a rendezvous."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from hpc_elastic.errors import HpcElasticError
 
 
 class RendezvousError(HpcElasticError):
-    """Base of the three below; nothing else comes out of a rendezvous."""
+    """The base of all below; nothing else comes out of a rendezvous."""
 
 
 class RendezvousClosedError(RendezvousError):
-    """The run is over, whether it was before or while this node waited."""
+    """The run was over before, or while this node waited."""
 
     template = "rendezvous of run {run_id!r} is closed: {outcome} ({reason})"
 

@@ -37,7 +37,7 @@ INVALIDATE_SECONDS = 1.0
 
 
 class HeartbeatAges(Staleness[str]):
-    """For how long each participant's heartbeat in the store has looked the same to this process."""
+    """Seconds for which each participant's heartbeat in the store has looked the same to this process."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
@@ -45,10 +45,9 @@ class HeartbeatAges(Staleness[str]):
         self._invalidated_at = float("-inf")
 
     def look(self, uid: str, now: float) -> None:
-        """Read the heartbeat of `uid`. Not having been able to is no evidence: its age starts anew.
+        """Read the heartbeat of `uid`. A failed read is no evidence: its age starts again.
 
-        Args:
-            now: Taken before the read, which may block: what it shows is no younger.
+        `now` is taken before the read, which may block: what it shows is no younger.
         """
         key = f"{HEARTBEATS}/{uid}"
         try:
@@ -65,14 +64,13 @@ class HeartbeatAges(Staleness[str]):
 
 
 class _Peer(Struct):
-    """What is known of one node, but for its heartbeat. Times are of the participant's clock."""
+    """One node's signs, but for its heartbeat. Times are of the participant's clock."""
 
     heard_at: float | None = None
     """When its last packet came; None: its silence means nothing."""
     hears_us: bool = False
-    """Whether its last beat said that it hears this participant."""
     asked_at: float | None = None
-    """Since when it is a suspect."""
+    """When it became a suspect."""
     cut_off_since: float | None = None
     """It has answered through the files and is not heard: when its last packet came."""
     read_due: float | None = None
@@ -80,18 +78,16 @@ class _Peer(Struct):
 
 
 class LostLink(Struct, frozen=True, kw_only=True):
-    """The packets of a node that lived did not come through for a while."""
+    """Packets of a node that lived did not come through for a while."""
 
     uid: str
     since: float
     seconds: float
     over: bool
-    """Whether they come again."""
+    """They come again."""
 
 
 class FailureDetector:
-    """Judges which nodes live, are suspect, or are dead, as one participant sees them."""
-
     def __init__(self, store: Store, settings: RendezvousSettings, intervals: PollIntervals, clock: Clock) -> None:
         self._intervals = intervals
         self._longest_gap = max(4 * intervals.stride, settings.heartbeat_ttl / 2)
@@ -115,12 +111,13 @@ class FailureDetector:
     # -- packets -------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> float:
-        """All datagrams so far have been taken in: while the step blocks on a file, none are. Returns the time."""
+        """Note that all datagrams so far have been taken in: none are while the step blocks on a file. Returns the
+        time."""
         self._listened = self._clock.monotonic()
         return self._listened
 
     def heard(self, uids: Iterable[str], *, hears_us: bool | None = True) -> None:
-        """Datagrams of these have come in; `hears_us`: what they say of this participant, None where they don't."""
+        """Take in datagrams of these; `hears_us`: what they say of this participant, None where they don't."""
         now = self._clock.monotonic()
         for uid in uids:
             peer = self._peer(uid)
@@ -132,14 +129,14 @@ class FailureDetector:
                 peer.hears_us = hears_us
 
     def expect(self, uids: Iterable[str]) -> None:
-        """These will send their beats to this participant: from now on their silence means something."""
+        """Let the silence of these mean something from now on: they will send their beats to this participant."""
         now = self._clock.monotonic()
         for uid in uids:
             peer = self._peer(uid)
             peer.heard_at = now if peer.heard_at is None else peer.heard_at
 
     def forget(self, uid: str) -> None:
-        """It has to be heard anew before its silence means anything."""
+        """Let its silence mean nothing until it is heard again."""
         self._peer(uid).heard_at = None
 
     def silence(self, uid: str) -> float | None:
@@ -148,17 +145,16 @@ class FailureDetector:
         return None if peer is None or peer.heard_at is None else self._listened - peer.heard_at
 
     def hears(self, uid: str) -> bool:
-        """Whether this participant hears it."""
         silent = self.silence(uid)
         return silent is not None and silent <= self._intervals.silence
 
     def is_silent(self, uid: str) -> bool:
-        """Whether it was heard before, and is not any more."""
+        """Return whether it was heard before, and is not any more."""
         silent = self.silence(uid)
         return silent is not None and silent > self._intervals.silence
 
     def is_connected(self, uid: str) -> bool:
-        """Whether it and this participant hear each other, as far as they have said."""
+        """Return whether it and this participant hear each other, as far as they have said."""
         return self.hears(uid) and self._peers[uid].hears_us
 
     def packets_dropped_for(self, seconds: float) -> None:
@@ -171,7 +167,7 @@ class FailureDetector:
     # -- questions and answers -----------------------------------------------------------------------------------
 
     def asked(self, suspects: Iterable[str], now: float) -> None:
-        """These are the suspects in the log's newest record."""
+        """Take in the suspects of the log's newest record."""
         before, self._suspects = self._suspects, frozenset(suspects)
         for uid in before - self._suspects:
             self._peer(uid).asked_at = None
@@ -208,7 +204,7 @@ class FailureDetector:
         return frozenset(uid for uid, peer in self._peers.items() if peer.cut_off_since is not None)
 
     def links_lost(self, *, to_the_end: bool) -> list[LostLink]:
-        """Links that come back now, each once; `to_the_end`: those that are still lost too."""
+        """Links that have come back, each once; `to_the_end`: those that are still lost too."""
         found, self._restored = self._restored, []
         if to_the_end:
             now = self._clock.monotonic()
@@ -219,17 +215,14 @@ class FailureDetector:
         return found
 
     def lost(self, uids: Iterable[str]) -> None:
-        """These are lost to the run: their silence meant more than a lost link."""
+        """Forget the lost links of nodes that are lost to the run: their silence meant more."""
         for uid in uids:
             self._peer(uid).cut_off_since = None
 
     # -- heartbeats ----------------------------------------------------------------------------------------------
 
     def look_at(self, uids: Iterable[str], *, closely: bool = False) -> float:
-        """Read the heartbeats that are worth it.
-
-        Args:
-            closely: All of them, now.
+        """Read the heartbeats that are worth it; `closely`: all of them, now.
 
         Returns:
             Seconds for which this process was paused since it last did; no node has aged for that. 0: it was not.
@@ -270,7 +263,6 @@ class FailureDetector:
                 peer.cut_off_since = min(now, peer.cut_off_since + seconds)
 
     def unchanged(self, uid: str) -> float:
-        """Seconds for which its heartbeat has looked the same."""
         return self._heartbeats.age(uid)
 
     def wait_for(self, uids: Iterable[str], *, waited: float) -> None:
@@ -289,7 +281,7 @@ class FailureDetector:
         return {uid: age for uid, age in ages.items() if min(age, self._waited) >= limit}
 
     def is_overdue(self, uid: str) -> bool:
-        """Read its heartbeat: whether a change is overdue, and the time to see one over."""
+        """Read its heartbeat. Returns whether a change, and the time to see one, are overdue."""
         self.look_at([uid], closely=True)
         return self.unchanged(uid) > self._intervals.heartbeat + self._intervals.answer_unheard
 
@@ -305,11 +297,8 @@ class FailureDetector:
         return self.unchanged(uid) if silent is None else silent
 
     def is_dead(self, uid: str, *, patience: float = 0.0) -> bool:
-        """No sign of life in its cell for the lease's time, nor on the network; or asked, and no answer in time.
-
-        Args:
-            patience: Seconds more than that.
-        """
+        """Return whether its lease has passed without a sign of life in its cell and on the network; or it was asked,
+        and gave no answer in time. `patience`: seconds more than that."""
         silent = self.silence(uid)
         peer = self._peer(uid)
         if peer.asked_at is not None:

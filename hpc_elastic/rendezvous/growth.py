@@ -1,6 +1,6 @@
-"""Whether a round that goes well is ended so that nodes that wait come in.
+"""Decides whether a round that goes well is ended so that nodes that wait come in.
 
-`decide_growth` is the decision; `GrowthSigns` reads what members report about their checkpoints while nodes wait.
+`decide_growth` is the decision; `GrowthSigns` reads the members' reports about their checkpoints while nodes wait.
 """
 
 from __future__ import annotations
@@ -12,50 +12,43 @@ from hpc_elastic.run.option_values import GrowPolicy
 from hpc_elastic.store.base import Store
 
 SETTLE_SECONDS = 2.5
-"""From the report that one node's checkpoint is complete until the other nodes, which still write theirs, must have
+"""Seconds from one node's report of a complete checkpoint until the other nodes, which still write theirs, must have
 reported that: an agent looks at its workers once a second."""
 
 
 class GrowthFacts(Struct, frozen=True, kw_only=True):
-    """What the coordinator of a final round knows. Times in seconds, on its own monotonic clock."""
+    """Facts that the coordinator of a final round knows. Times in seconds, on its own monotonic clock."""
 
     newcomers: int
     """Nodes that wait, without those that were submitted as spares."""
     spares: int
-    """Nodes that wait and were submitted as spares."""
     free: int
     """Places up to MAX."""
     vacant: int
-    """Of them, those of lost members that nobody has taken since."""
+    """Free places of lost members that nobody has taken."""
     since_final: float
-    """How long the round has run."""
     since_waiting: float
-    """For how long nodes have waited."""
     since_saved: float
-    """Since a checkpoint was completed in this round, on any node; infinite where none was."""
+    """Age of the newest checkpoint of this round, on any node; infinite where none was."""
     is_saving: bool
-    """Whether a node is still writing its part of one."""
+    """A node is still writing its part of one."""
 
 
 class Growth(Struct, frozen=True, kw_only=True):
-    """What is decided about nodes that wait."""
-
     takes_in: bool
     why: str
-    """Follows their names."""
+    """Text behind the nodes' names."""
 
 
 def decide_growth(facts: GrowthFacts, policy: GrowPolicy, *, patience: float, answer: float) -> Growth:
-    """Whether a new round is begun so that nodes that wait come in.
+    """Decide whether a new round begins so that nodes that wait come in.
 
     One that replaces a lost node comes in at once; spares come in for no other reason.
 
     Args:
-        facts: What is known.
-        policy: ``--grow``.
-        patience: After so long without a checkpoint, CHECKPOINT waits for none any more.
-        answer: How long it may take until the members, asked by the record that says that nodes wait, have reported the
-            checkpoints that they completed before.
+        patience: Seconds without a checkpoint after which CHECKPOINT waits for none any more.
+        answer: Seconds until the members, asked by the record that says that nodes wait, have reported the checkpoints
+            that they completed before.
     """
     several = facts.newcomers + facts.spares > 1
     waits, as_a_spare = ("wait", "wait as spares") if several else ("waits", "waits as a spare")
@@ -91,14 +84,7 @@ class GrowthSigns:
         self._now = 0.0
 
     def look(self, round_index: int, claims: Claims, *, waiting: bool, now: float) -> None:
-        """Take in what the listing of a final round's folder gave.
-
-        Args:
-            round_index: The round.
-            claims: Kind → uids.
-            waiting: Whether a node waits that lives.
-            now: The moment that the decision is about.
-        """
+        """Take in the listing of a final round's folder at the moment `now`; `waiting`: a node that lives waits."""
         if round_index != self._round:
             self._round, self._waiting_since = round_index, None
             self._saved_at, self._saving = {}, set()
@@ -115,7 +101,6 @@ class GrowthSigns:
             self._saved_at[uid, serial] = now - (max(0.0, saved.age) if saved is not None and saved.age < 1e9 else 0.0)
 
     def paused_for(self, seconds: float) -> None:
-        """This process was, for so long: that is nobody's time."""
         self._now += seconds
         if self._waiting_since is not None:
             self._waiting_since += seconds
@@ -127,12 +112,12 @@ class GrowthSigns:
 
     @property
     def since_saved(self) -> float:
-        """Since a checkpoint was complete; infinite where no member has reported one."""
+        """Age of the newest complete checkpoint; infinite where no member has reported one."""
         return min((self._now - at for at in self._saved_at.values()), default=float("inf"))
 
     @property
     def is_saving(self) -> bool:
-        """Whether a node has begun one, and not said that it is complete."""
+        """Return whether a node has begun one, and not said that it is complete."""
         return bool(self._saving - self._saved_at.keys())
 
 

@@ -30,7 +30,7 @@ from hpc_elastic.rendezvous.errors import (
 )
 from hpc_elastic.rendezvous.handler_config import HandlerConfig
 from hpc_elastic.rendezvous.membership import Membership, RoundResult
-from hpc_elastic.rendezvous.run_folder import RunFolder
+from hpc_elastic.rendezvous.run_folder import EpochSweep, RunFolder
 from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.store.key_value import KeyValueStore, KeyValueTimeoutError
 
@@ -54,11 +54,8 @@ class FileRendezvousHandler:
     ) -> None:
         """Find the run's epoch, and change nothing yet.
 
-        Args:
-            config: Where, who, how many, how long.
-            clock: For waits.
-            open_master: Called where this node gets rank 0, before the round is final: opens what all workers connect
-                to, and says where, ``host:port``.
+        `open_master` is called where this node gets rank 0, before the round is final: it opens the store that all
+        workers connect to, and returns its address, ``host:port``.
         """
         self._config = config
         self._clock = clock or SystemClock()
@@ -88,12 +85,14 @@ class FileRendezvousHandler:
 
         Raises:
             RendezvousClosedError: the run is closed, or was closed meanwhile.
-            RendezvousTimeoutError: not within the timeout, which starts anew at each call; it names the missing nodes.
+            RendezvousTimeoutError: not within the timeout, which begins with each call; it names the missing nodes.
             RendezvousError: the store was wiped, can't be written, or holds what can't be understood.
         """
         deadline = self._clock.monotonic() + self._config.settings.timeout
         if self._membership is None:
-            self._refuse_closed(deadline - self._clock.monotonic())
+            record = self._steadily(lambda: self._folder.latest(self._epoch()), deadline - self._clock.monotonic())
+            if record is not None and record.status is Status.CLOSED:
+                raise self._closed_error(record, ClosedRunIdError)
             self._membership = self._steadily(self._enter, deadline - self._clock.monotonic())
             self._membership.start()
             self._sweep(self._membership)
@@ -130,8 +129,8 @@ class FileRendezvousHandler:
         return record.waiting if record is not None and record.status is Status.FINAL else 0
 
     def round_is_over(self) -> bool:
-        """Whether the round that `next_rendezvous` returned has ended: its workers are to be stopped, and
-        `next_rendezvous` called again. True also where the run was closed."""
+        """Return whether the round of `next_rendezvous` has ended, or the run was closed: its workers are to be
+        stopped, and `next_rendezvous` called again."""
         if self._membership is None:
             return False
         record = self._look(self._membership)
@@ -140,7 +139,8 @@ class FileRendezvousHandler:
         return record.status is Status.CLOSED or record.round > self._membership.round
 
     def report_done(self) -> None:
-        """All workers of this node have ended well: it stays in the round, and is not missed if it is lost now.
+        """Report that all workers of this node have ended well: it stays in the round, and is not missed if it is lost
+        now.
 
         When all nodes have said so the run is closed, as one that succeeded.
         """
@@ -148,7 +148,7 @@ class FileRendezvousHandler:
             self._membership.report_done()
 
     def has_succeeded(self) -> bool:
-        """Whether the run is closed because the workers of all nodes have ended well."""
+        """Return whether the run is closed because the workers of all nodes have ended well."""
         record = self._look(self._membership) if self._membership is not None else None
         return record is not None and record.status is Status.CLOSED and record.outcome is Outcome.SUCCEEDED
 
@@ -157,7 +157,7 @@ class FileRendezvousHandler:
         return self._membership.fileno() if self._membership is not None else -1
 
     def is_closed(self) -> bool:
-        """Whether the run is closed for good; False while nothing exists yet."""
+        """Return whether the run is closed for good; False while nothing exists yet."""
         timeout = self._config.settings.timeout
         record = self._steadily(lambda: self._folder.latest(self._epoch()), timeout)
         return record is not None and record.status is Status.CLOSED
@@ -167,7 +167,7 @@ class FileRendezvousHandler:
         self._close(Outcome.CANCELLED, "closed by a node")
 
     def give_up(self, reason: str) -> None:
-        """As `set_closed`, because the run has failed: the others learn why."""
+        """Close the run as failed: the others learn why."""
         self._close(Outcome.FAILED, reason[:_LONGEST_REASON])
 
     def store_extra_data(self, version: int, key: str, value: Any) -> None:
@@ -180,7 +180,7 @@ class FileRendezvousHandler:
         self._steadily(lambda: self._extra().set(f"{version}/{key}", raw), self._config.settings.timeout)
 
     def load_extra_data(self, version: int, key: str, timeout: float | None = None) -> Any:
-        """What was stored; waited for up to `timeout` seconds, the handler's own where left out.
+        """The value that was stored; waited for up to `timeout` seconds, by default the handler's own.
 
         Raises:
             ExtraDataTimeoutError: a `RendezvousTimeoutError`.
@@ -199,7 +199,7 @@ class FileRendezvousHandler:
         """Withdraw this node. The last one of the job to do so closes the run.
 
         Args:
-            workers_done: All its workers ended well: the others need no new round for want of it. So it is after
+            workers_done: All its workers ended well: the others need no new round without it. It is so after
                 `report_done`.
 
         Returns:
@@ -242,10 +242,9 @@ class FileRendezvousHandler:
         return Membership(self._config, self._folder, self._epoch(), clock=self._clock, rng=self._rng)
 
     def _sweep(self, membership: Membership) -> None:
-        """Let one node of the run remove what earlier runs of its id left."""
         if membership.place == 0 and self._sweeper is None:
-            sweep = partial(self._folder.remove_earlier_epochs, self._stop_sweep)
-            self._sweeper = threading.Thread(target=sweep, name="sweep", daemon=True)
+            sweep = EpochSweep(self._folder, self._clock)
+            self._sweeper = threading.Thread(target=sweep.run, args=(self._stop_sweep,), name="sweep", daemon=True)
             self._sweeper.start()
 
     def _opened_master(self) -> str:
@@ -254,11 +253,6 @@ class FileRendezvousHandler:
         except (OSError, RuntimeError) as error:  # no free port, no such address; torch's errors are RuntimeErrors
             why = f"the store for the workers could not be opened: {error}"
             raise RendezvousError(message=f"rendezvous of run {self._config.run_id!r}: {why}") from error
-
-    def _refuse_closed(self, seconds: float) -> None:
-        record = self._steadily(lambda: self._folder.latest(self._epoch()), seconds)
-        if record is not None and record.status is Status.CLOSED:
-            raise self._closed_error(record, ClosedRunIdError)
 
     def _look(self, membership: Membership) -> RoundRecord | None:
         try:
@@ -274,7 +268,7 @@ class FileRendezvousHandler:
             membership.leave(within=within, workers_done=False)
 
     def _ask_who_is_here(self, membership: Membership, left: float) -> float:
-        """Just before the time is over. Returns how long to wait for news now."""
+        """Ask just before the time is over. Returns how long to wait for news now."""
         early = min(1.0, self._config.settings.timeout / 4)
         if left <= early:
             membership.ask_who_is_here()

@@ -1,4 +1,4 @@
-"""How a rendezvous handler is configured: where to meet, with how many, for how long to wait; as keys or a URL."""
+"""Configuration of a rendezvous handler: where to meet, with how many, for how long to wait; as keys or a URL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hpc_elastic.options.rendezvous_settings import RendezvousSettings, settings
 
 
 class HandlerConfig(Struct, frozen=True, kw_only=True):
-    """What one node's handler needs to know; `directory`, `run_id` and the numbers are the same on every node."""
+    """One node's configuration; `directory`, `run_id` and the numbers are the same on every node."""
 
     directory: str
     """Absolute, on a filesystem that all nodes share, there already."""
@@ -24,28 +24,23 @@ class HandlerConfig(Struct, frozen=True, kw_only=True):
     """Their node counts are not read."""
     prefix: str = ""
     job: str = ""
-    """What all nodes of one start of the job share: the scheduler's job and restart number; empty where that is not
-    known. Another one begins a new run of an id that is closed."""
+    """The same for all nodes of one start of the job: Slurm's job and restart number; empty where that is not known.
+    Another one begins a new run of an id that is closed."""
     reopen: bool = False
     """A closed id begins a new run here, also for a node that is only late."""
     node: int | None = None
     """This node's place in the scheduler's order, of which no two agents have the same; None: in order of arrival."""
     host: str = "localhost"
-    """This node's name in messages."""
     addresses: tuple[str, ...] = ()
-    """Where other nodes may reach this one's notifier; empty: files alone."""
+    """Addresses by which other nodes reach this one's notifier; empty: files alone."""
 
 
 def config_from_keys(
     directory: str, run_id: str, *, min_nodes: int, max_nodes: int, conf: Mapping[str, str], source: str = "--rdzv-conf"
 ) -> HandlerConfig:
-    """Check and combine.
+    """Check and combine ``key=value`` pairs: ``prefix``, ``reopen`` and those of `settings_from_conf`.
 
-    Args:
-        min_nodes: At least one.
-        max_nodes: At least `min_nodes`.
-        conf: ``key=value`` pairs: ``prefix``, ``reopen`` and what `settings_from_conf` knows.
-        source: How the user gave them, for messages.
+    `source` is how the user gave them, for messages.
 
     Raises:
         UsageError: one line that names the value.
@@ -82,10 +77,9 @@ def config_from_keys(
 
 
 def on_this_node(config: HandlerConfig, environ: Mapping[str, str], *, address: str = "") -> HandlerConfig:
-    """With what this host and Slurm's environment say: name, addresses, node order, which start of the job this is.
+    """Add what this host and Slurm's environment say: name, addresses, node order, which start of the job this is.
 
-    Args:
-        address: By which the user says that other nodes reach this one; empty: found out.
+    `address` is the user's, by which other nodes reach this one; empty: found out.
     """
     import socket  # not at every agent's start
 
@@ -103,7 +97,7 @@ def on_this_node(config: HandlerConfig, environ: Mapping[str, str], *, address: 
 
 
 def config_from_url(url: str, environ: Mapping[str, str] | None = None) -> HandlerConfig:
-    """``fs:///shared/dir/<run id>?min_workers=1&max_workers=3&timeout=600&last_call_timeout=30``, `on_this_node`.
+    """Read ``fs:///shared/dir/<run id>?min_workers=1&max_workers=3&timeout=600``, and add `on_this_node`.
 
     The run id is the last component (a slash in it as ``%2F``); ``max_workers`` defaults to ``min_workers``, which
     defaults to 1.
@@ -134,7 +128,6 @@ def _count(conf: dict[str, str], key: str, default: str) -> int:
 
 
 def participant_settings(config: HandlerConfig) -> RendezvousSettings:
-    """What the participants of this handler's run go by."""
     return replace(
         config.settings,
         min_nodes=config.min_nodes,

@@ -21,12 +21,9 @@ _KEY = "epoch/id"
 
 
 class StoreId:
-    """One participant's knowledge of the store's id."""
-
     def __init__(self, store: Store, run_id: str, *, patience: float) -> None:
         """Args:
-        run_id: For messages, where the store has no better name.
-        patience: Seconds for which the name may not be found: a stale handle reads the same for a while.
+        patience: Seconds for which the id may not be found: a stale handle reads the same for a while.
         """
         self._store = store
         self._run_id = run_id
@@ -39,11 +36,7 @@ class StoreId:
         return self._id is not None
 
     def open(self) -> str:
-        """The store's name, given now where it has none.
-
-        Raises:
-            OSError: it can't be read yet.
-        """
+        """The store's id, given now where it has none. OSError: it can't be read yet."""
         if self._id is None:
             self._store.put_if_absent(_KEY, os.urandom(8).hex())
             self._id = self._store.get(_KEY)
@@ -52,21 +45,17 @@ class StoreId:
         return self._id
 
     def accept(self, found: str) -> None:
-        """What a record of the log says; the first one is believed.
-
-        Raises:
-            StoreWipedError: it is another than before.
-        """
+        """Take the id of a record; the first one is believed. StoreWipedError: it is another than before."""
         if self._id is None:
             self._id = found
         if found != self._id:
             raise wiped(self._store, epoch=self._id, found=found, otherwise=self._run_id)
 
     def check(self, now: float) -> None:
-        """Look whether it is still this store, where anything is known of it.
+        """Check that it is still the store of a known id.
 
         Raises:
-            OSError: its name can't be found, for the moment.
+            OSError: its id can't be found, for the moment.
             StoreWipedError: it is gone, or another store is in its place.
         """
         if self._id is None:
@@ -84,7 +73,7 @@ class StoreId:
 
 
 FEW_NODES = 64
-"""As many may make their heartbeats' cells when they start."""
+"""Number of nodes that may make their heartbeats' cells when they start."""
 
 
 class Heartbeat:
@@ -98,26 +87,16 @@ class Heartbeat:
         self.beaten_at: float | None = None
 
     def beat(self, now: float) -> None:
-        """Change the cell.
-
-        Args:
-            now: Taken before the write: a slow write ages the lease.
-
-        Raises:
-            OSError: the filesystem refused; the lease keeps ageing until a later call succeeds.
-        """
+        """Change the cell. `now` is taken before the write: a slow write, or a refused one, ages the lease."""
         self._store.overwrite(self._key, f"{self._count} {self._nonce}")
         self._count += 1
         self.beaten_at = now
 
     def age(self, now: float) -> float:
-        """Seconds since the last change began; infinite before the first."""
         return float("inf") if self.beaten_at is None else now - self.beaten_at
 
 
 class HeartbeatSender:
-    """One participant's. Every method that touches the store raises as `Participant.step` does."""
-
     def __init__(
         self,
         store: Store,
@@ -129,7 +108,6 @@ class HeartbeatSender:
         rng: random.Random,
         now: float,
     ) -> None:
-        """Times are seconds on the participant's monotonic clock, here and below."""
         # A node's first claim says that it lives: thousands of nodes need not write at the same moment. But the cell
         # should be there before a disk fills up, which lets one be changed, and none be made.
         few = settings.expected_nodes <= FEW_NODES
@@ -141,37 +119,35 @@ class HeartbeatSender:
         self._settings = settings
         self._intervals = intervals
         self._answered_number = 0
-        self._doubts_store = False
+        self._rechecks_store = False
 
-    def doubt_store(self) -> None:
-        """Look, at the next occasion, whether the store is still the one that was joined."""
-        self._doubts_store = True
+    def recheck_store_id(self) -> None:
+        """Have the next step check whether the store is still the one that was joined."""
+        self._rechecks_store = True
 
-    def check_if_doubted(self, now: float) -> None:
-        """As soon as a record has named the store that it should be."""
-        if self._doubts_store and self._store_id.is_known:
+    def recheck_if_asked(self, now: float) -> None:
+        """Check the store as soon as a record has named it."""
+        if self._rechecks_store and self._store_id.is_known:
             self._store_id.check(now)
-            self._doubts_store = False
+            self._rechecks_store = False
 
     @property
     def due(self) -> float:
-        """When the next beat is due."""
         beaten_at = self._heartbeat.beaten_at
         return self._first if beaten_at is None else beaten_at + self._interval
 
     def is_fresh(self, now: float) -> bool:
-        """Whether nobody can think yet that this node is lost; a coordinator commits nothing without that."""
+        """Return whether nobody can think yet that this node is lost; a coordinator commits nothing without that."""
         return self._heartbeat.age(now) <= 0.6 * self._settings.heartbeat_ttl
 
     def beat(self, now: float) -> None:
-        """At once, due or not."""
         self._heartbeat.beat(now)
 
     def beat_if_due(self, now: float, *, leads: bool, connected: bool, look_due: float) -> None:
         """Beat where that is due, or soon is and the files are looked at now anyway.
 
         Args:
-            connected: Whether packets pass between it and the coordinator: then it beats to the files more rarely.
+            connected: Packets pass between it and the coordinator: then it beats to the files more rarely.
             look_due: When the files are to be looked at next.
         """
         if leads:
@@ -184,15 +160,15 @@ class HeartbeatSender:
         if leads:
             self._store_id.check(now)
         elif self._heartbeat.beaten_at is None:
-            self._doubts_store = True  # once, as soon as a record has named the store that it should be
+            self._rechecks_store = True  # once, as soon as a record has named the store that it should be
         self.beat_to_files(now)
 
     def beat_to_files(self, now: float) -> None:
-        """At once; a store that is missing is doubted."""
+        """Beat at once; a store that is missing is doubted."""
         try:
             self._heartbeat.beat(now)
         except FileNotFoundError:
-            self._doubts_store = True  # for a moment, or for good
+            self._rechecks_store = True  # for a moment, or for good
             raise
 
     def answer_if_asked(self, record: RoundRecord | None, now: float) -> bool:

@@ -20,20 +20,18 @@ from hpc_elastic.rendezvous.state import RoundRecord, Status
 logger = logging.getLogger(__name__)
 
 SHARE = 0.6
-"""Of the silence after which the others go on: for how long one beat renews the lease."""
+"""Part of the silence after which the others go on: for how long one beat renews the lease."""
 PATIENCE = 0.9
-"""Of the silence after which the next attempt goes on: one that is shorter costs no grace."""
+"""Part of the silence after which the next attempt goes on: a shorter one costs no grace."""
 _EXPIRED = 1
 OVER = -1
-"""In place of the time of the last look: another round, or another attempt, has taken the place of the workers'."""
+"""Written in place of the time of the last look: another round, or attempt, has taken the place of the workers'."""
 
 
 def is_round_over(record: RoundRecord, *, round_index: int, uid: str, node: int, was_silent: bool) -> bool:
     """Decide whether others may train in place of the workers of `round_index` on this node. Pure.
 
-    Args:
-        round_index: Of this node's workers.
-        was_silent: Whether this agent was silent for so long that the next attempt may not have waited for it.
+    `was_silent`: This agent was silent for so long that the next attempt may not have waited for it.
     """
     if record.status is Status.CLOSED:
         return was_silent
@@ -44,7 +42,7 @@ def is_round_over(record: RoundRecord, *, round_index: int, uid: str, node: int,
 
 
 class Lease:
-    """One agent's. For any thread. Times are seconds of the clock that the workers read too (CLOCK_BOOTTIME)."""
+    """One agent's lease. For any thread. Times are seconds of the clock that the workers read too (CLOCK_BOOTTIME)."""
 
     def __init__(self, clock: Clock, *, uid: str, node: int, questions: int = -1) -> None:
         """`questions` is the descriptor of a pipe: a byte asks for a look at the newest record; -1: nobody asks."""
@@ -62,7 +60,7 @@ class Lease:
         self._looked_at = 0.0
         self._is_asked = False
         self.is_over = False
-        """Whether the workers' round is over without this node: nothing that they write may arrive any more."""
+        """The workers' round is over without this node: nothing that they write may arrive any more."""
 
     def fileno(self) -> int:
         """Readable when a worker asks for a look; -1: none can."""
@@ -82,12 +80,11 @@ class Lease:
             self.show()
 
     def end(self) -> None:
-        """The round's workers are gone."""
         with self._lock:
             self._write = None
 
     def renew(self) -> bool:
-        """This agent gives a sign of life now. Returns whether a look is needed first."""
+        """Give a sign of life now. Returns whether a look is needed first."""
         with self._lock:
             self._notice_gap()
             self._renewed_at = self._clock.monotonic()
@@ -95,7 +92,7 @@ class Lease:
             return self._lapsed_at is not None
 
     def wants_look(self) -> bool:
-        """Whether the newest record is to be read now, past all caches. For the thread that reads it."""
+        """Return whether the newest record is to be read now, past all caches. For the thread that reads it."""
         with self._lock:
             self._notice_gap()
             if self._questions >= 0:
@@ -106,7 +103,7 @@ class Lease:
             return self._is_asked or self._lapsed_at is not None
 
     def note(self, record: RoundRecord) -> None:
-        """This is the newest record."""
+        """Take in the newest record."""
         with self._lock:
             self._notice_gap()
             self._record = record

@@ -24,29 +24,28 @@ from hpc_elastic.store.key_value import KeyValueStore
 from hpc_elastic.store.notifier import open_notifier
 
 _UNORDERED = 10_000
-"""From here on, places of agents that follow another one on their node."""
+"""First place of agents that follow another one on their node."""
 
 
 class RoundResult(Struct, frozen=True, kw_only=True):
-    """A final round, as one of its members sees it."""
+    """A final round, as one of its members sees it. It unpacks as older rendezvous' tuple (store, rank, world size)."""
 
     store: KeyValueStore
     """The round's own: nothing of another round is in it."""
     rank: int
     """Group rank: of this node among the round's nodes."""
     world_size: int
-    """Group world size: nodes in the round."""
+    """Number of nodes in the round."""
     version: int
     """The round's number in the epoch."""
     master: str
-    """What rank 0's `open_master` said."""
+    """The result of rank 0's `open_master`."""
     directory: str
-    """Where `store` is: the store's folder on disk …"""
+    """The folder of the store that has `store` …"""
     folder: str
-    """… and below it."""
+    """… and its folder in there."""
 
     def __iter__(self) -> Iterator[object]:
-        """As the tuple that older rendezvous return."""
         return iter((self.store, self.rank, self.world_size))
 
 
@@ -59,22 +58,15 @@ class WhoIsHere(Struct, frozen=True, kw_only=True):
 
 
 def _go_on(record: RoundRecord, failures: Sequence[NodeFailure]) -> RestartDecision:
-    """How often to restart is the agents' own business here."""
+    """The agents themselves decide here how often to restart."""
     return RestartDecision(go_on=True, restarts_used=record.restarts_used, reason="", memory=record.memory)
 
 
 class Membership:
-    """One node's, under a name that is new with each one."""
-
     def __init__(
         self, config: HandlerConfig, folder: RunFolder, epoch: int, *, clock: Clock, rng: random.Random
     ) -> None:
-        """Enter the epoch.
-
-        Raises:
-            OSError: a passing fault.
-            HpcElasticError: a lasting one.
-        """
+        """Enter the epoch, under a name that is new each time. OSError is a passing fault."""
         self.store = folder.enter(epoch)
         self.round = -1
         """The last final round that this node was in."""
@@ -118,18 +110,13 @@ class Membership:
 
     @property
     def place(self) -> int:
-        """This node's index in the epoch."""
         return self._info.node
 
     def start(self) -> None:
         self._coordination.start()
 
     def look(self) -> RoundRecord | None:
-        """The newest record that has come; None before the first.
-
-        Raises:
-            Exception: what ended the thread.
-        """
+        """The newest record that has come; None before the first. Raises what ended the thread."""
         for notice in self._coordination.take():
             if isinstance(notice, Exception):
                 self._ended_by = notice
@@ -140,17 +127,15 @@ class Membership:
         return self._record
 
     def fileno(self) -> int:
-        """Readable when there is something to look at."""
         return self._coordination.fileno()
 
     def wait(self, seconds: float) -> None:
-        """Until there is something to look at."""
         poll = select.poll()
         poll.register(self.fileno(), select.POLLIN)
         poll.poll(max(0.0, seconds) * 1000)
 
     def ask_for_a_round(self) -> None:
-        """The one that is open, or the next: where this node is in a round that goes on, it ends."""
+        """Ask for the open or the next round: a round that this node is in ends."""
         self._here = None
         ended, info = self.round, self._info
         failure = NodeFailure(
@@ -185,11 +170,7 @@ class Membership:
         return True
 
     def result(self, record: RoundRecord) -> RoundResult:
-        """The final round `record`, which this node is a member of.
-
-        Raises:
-            OSError: a passing fault of the filesystem.
-        """
+        """The final round `record`, which this node is a member of."""
         rank = [member.uid for member in record.members].index(self._info.uid)
         folder = f"kv/{record.round:06d}"
         return RoundResult(
@@ -203,12 +184,12 @@ class Membership:
         )
 
     def report_done(self) -> None:
-        """All workers of this node have ended well in the last final round that it was in."""
+        """Report that all workers of this node have ended well in its last final round."""
         self._done = done = self.round
         self._coordination.ask(lambda participant: participant.claims.report_done(done))
 
     def ask_who_is_here(self) -> None:
-        """`who_is_here` has the answer once the filesystem has given it."""
+        """Ask; `who_is_here` has the answer once the filesystem has given it."""
         self._coordination.ask(self._find_who_is_here)
 
     def who_is_here(self) -> WhoIsHere | None:

@@ -16,13 +16,12 @@ from typing import Protocol
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
 from hpc_elastic.rendezvous.cache_invalidator import MOST, CacheInvalidator, PendingNotifications, record_name
-from hpc_elastic.rendezvous.claims import round_to_join
-from hpc_elastic.rendezvous.cluster_view import ClaimScanner
+from hpc_elastic.rendezvous.claims import OwnClaims, goodbye_key, round_to_join
+from hpc_elastic.rendezvous.cluster_view import ClaimScanner, ClusterView
 from hpc_elastic.rendezvous.coordinator import depends_on_missing_claims, next_proposal
-from hpc_elastic.rendezvous.ending import Ending, goodbye_key
+from hpc_elastic.rendezvous.ending import Ending
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.heartbeat_sender import HeartbeatSender, StoreId
-from hpc_elastic.rendezvous.own_claims import OwnClaims
 from hpc_elastic.rendezvous.peers import BeatPlan, NodeInfo, NotificationSender, Peers, addresses_of, notifier_of
 from hpc_elastic.rendezvous.proposals import Proposal, RequestsToAll, consequences, link_event, to_event
 from hpc_elastic.rendezvous.restart import DecideRestart
@@ -37,34 +36,33 @@ from hpc_elastic.store.base import Store
 
 logger = logging.getLogger(__name__)
 
+_SETTLES = (RoundEvent.FREEZE, RoundEvent.CLOSE, RoundEvent.AGREE)
+"""Events that take all claims into account, also those whose announcement was lost."""
 OBSERVER_NODE = -1
 """Node index of a participant that only looks: the supervisor."""
 
 
-class LookedAnew(RunEvent, frozen=True, kw_only=True):
-    """The files were read as the server has them. For this process: no log has it."""
+class Refreshed(RunEvent, frozen=True, kw_only=True):
+    """Files were read as the server has them. For this process: no log has it."""
 
     serial: int
-    """Of the call that asked for it."""
+    """The serial of the request."""
     announced: frozenset[str]
-    """All uids."""
 
 
 class Listener(Protocol):
-    """What a participant calls when something changes. Called from within `Participant.step`."""
+    """A participant calls it from within `step`."""
 
     def on_record(self, record: RoundRecord) -> None:
-        """A newer record is there; records in between may be skipped."""
+        """Take in a newer record; records in between may be skipped."""
         ...
 
     def on_event(self, event: RunEvent) -> None:
-        """This node, as coordinator, decided something; or there is news for its process alone."""
+        """Take in a decision of this coordinator, or news for its process alone."""
         ...
 
 
 class Participant:
-    """One node in the rendezvous of one store."""
-
     def __init__(
         self,
         *,
@@ -87,6 +85,8 @@ class Participant:
         self._clock = clock
         self._listener = listener
         self._notifier = notifier
+        self.observes = info.node == OBSERVER_NODE
+        """It is the supervisor's, which looks and never takes part."""
         now = clock.monotonic()
         self.intervals = poll_intervals(settings)
         self._peers = Peers(store, info, notifier)
@@ -99,40 +99,35 @@ class Participant:
             store, info.uid, store_id=self._store_id, settings=settings, intervals=self.intervals, rng=rng, now=now
         )
         self.claims = OwnClaims(store, info.uid)
-        """What its agent reports of its own node; written at the next step."""
+        """Reports of its agent about its own node; written at the next step."""
         self.to_all = RequestsToAll()
-        """What it asks for on behalf of all; in the log as soon as that takes it."""
+        """Requests of its agent on behalf of all; in the log as soon as that takes them."""
         self._announced = False
         self._wants_in = False
-        self._rests_until = 0.0
-        """Until then there is nothing to do for a member that is in touch with the coordinator."""
+        self._idle_until = 0.0
+        """Time until which a member that is in touch with the coordinator has nothing to do."""
         self.has_unwritten_record = False
-        """Whether the filesystem has refused this coordinator's next record, and no newer one is known: steps in which
-        nothing is written then don't show that it answers again."""
-        self._look_anew = 0
+        """The filesystem has refused this coordinator's next record, and no newer one is known: steps in which nothing
+        is written then don't show that it answers again."""
+        self._refresh_serial = 0
         self._has_committed = False
-        """As coordinator, with the last step: it has listed all that the next look needs."""
-        self._record: RoundRecord | None = None
+        """The coordinator committed in the last step: it knows all listings that the next look needs."""
+        self.record: RoundRecord | None = None
+        """The newest record seen."""
         self._started_at = now
         self._invalidator = CacheInvalidator(store, info.uid, observes=self.observes)
         self._notifications = PendingNotifications()
         self.ending = Ending(store, info.uid, listener, clock)
-        """Which process finishes the attempt, once the run is closed."""
         self._sweep = Sweep(store, info.uid, self._peers, observes=self.observes, now=now)
 
     @property
-    def observes(self) -> bool:
-        """Whether this is the supervisor's, which looks and never takes part."""
-        return self._info.node == OBSERVER_NODE
-
-    @property
     def looks_when_asked(self) -> bool:
-        """Whether what its agent asks for is a reason to look at the files too."""
-        return self.observes or self._record is None or self._record.status is Status.CLOSED
+        """Return whether a request of its agent is a reason to look at the files too."""
+        return self.observes or self.record is None or self.record.status is Status.CLOSED
 
     @property
     def waits_to_speak(self) -> bool:
-        """Whether it has something to write that others wait for."""
+        """Return whether it has something to write that others wait for."""
         return bool(self.claims or self.to_all) or self._wants_in
 
     # -- what the agent asks for; each takes effect at the next step ---------------------------------------------
@@ -142,72 +137,54 @@ class Participant:
         self._wants_in = True
 
     def member_addresses(self, uids: Collection[str]) -> frozenset[str] | None:
-        """Every address of these nodes; None where one of them has not said its own. It may read files.
-
-        Raises:
-            OSError: the filesystem refuses.
-        """
+        """Every address of these nodes; None where one of them has not said its own. It may read files."""
         return self._peers.all_addresses(uids)
 
     def leave(self, round_index: int, reason: str) -> None:
-        """This node takes itself out."""
         self._wants_in = False
         self.claims.leave(round_index, reason)
 
-    def doubt_store(self) -> None:
-        """Another participant has lost the store: look whether it is still the one that was joined."""
-        self._heartbeat_sender.doubt_store()
+    def recheck_store_id(self) -> None:
+        """Check whether the store is still the one that was joined: another participant has lost it."""
+        self._heartbeat_sender.recheck_store_id()
 
     def beat_to_files(self) -> None:
-        """Rewrite the heartbeat now: an access that no cache answers. The next step finds a missing store.
-
-        Raises:
-            OSError: as `step` does.
-        """
+        """Rewrite the heartbeat now: an access that no cache answers. The next step finds a missing store."""
         try:
             self._heartbeat_sender.beat_to_files(self._clock.monotonic())
         except FileNotFoundError:
             pass  # the store is doubted now, which the next step looks into
 
-    def look_anew(self, serial: int) -> None:
+    def refresh(self, serial: int) -> None:
         """Look at the log past all caches, and at all participants that have ever announced themselves.
 
-        The listener hears `LookedAnew` with the serial, and with all uids as ``announced``, when that is done.
+        The listener hears `Refreshed` with the serial when that is done.
         """
-        self._look_anew = serial
+        self._refresh_serial = serial
 
     def notified_of(self, keys: Iterable[str]) -> None:
-        """A peer sent a notification that names what it wrote: the next look finds it, past the caches that hide
-        it."""
+        """Take in the keys of a peer's notification: the next look finds them, past the caches that hide them."""
         self._notifications.add(keys)
 
     def note_newest(self, keys: Iterable[str]) -> bool:
-        """Beats have said which record is the newest. Returns whether that is news, and a reason to look."""
+        """Take in the newest record's name from beats. Returns whether it is news, and a reason to look."""
         self._notifications.add_news(keys, newest=self._newest_number)
         return self._notifications.newest_record > self._newest_number
 
     def beats(self) -> BeatPlan:
-        """To whom this participant is to say, each `intervals.beat` seconds, that it lives: to the coordinator; the
-        coordinator to all."""
-        record = self._record
+        """The beats to send each `intervals.beat` seconds: a member's to the coordinator, the coordinator's to all."""
+        record = self.record
         if record is None or record.status is Status.CLOSED or self.observes:
             return BeatPlan()
         uids = {m.uid for m in record.members} | self._scanner.joining if self._leads() else {record.leader}
         return self._peers.beat_plan(record, uids - {self._info.uid}, hears=self.detector.hears)
 
-    # -- the machine ---------------------------------------------------------------------------------------------
-
-    @property
-    def record(self) -> RoundRecord | None:
-        """The newest record seen."""
-        return self._record
-
     @property
     def _newest_number(self) -> int:
-        return self._record.number if self._record is not None else 0
+        return self.record.number if self.record is not None else 0
 
     def _leads(self) -> bool:
-        return self._record is not None and self._record.leader == self._info.uid
+        return self.record is not None and self.record.leader == self._info.uid
 
     def step(self, *, notified: bool = True) -> float:
         """Look, decide, act.
@@ -224,11 +201,11 @@ class Participant:
             RendezvousStateError: the log holds a record that this program can't read.
         """
         now = self.detector.begin_step()
-        self._heartbeat_sender.check_if_doubted(now)
+        self._heartbeat_sender.recheck_if_asked(now)
         plans = self.waits_to_speak
-        if not (notified or plans) and now < self._rests_until and self._is_connected():
+        if not (notified or plans) and now < self._idle_until and self._is_connected():
             self._scanner.paused_for(self.detector.look_at(()))
-            return min(self.intervals.stride, self._rests_until - now)
+            return min(self.intervals.stride, self._idle_until - now)
         self._scanner.listed = {}
         if notified and not self._notifications.keys:
             self._scanner.forget()  # nobody said what is new
@@ -239,17 +216,18 @@ class Participant:
         )
         self._schedule.update(idle=self._is_idle())
         looked = self._read_log(now, notified=notified)
-        if self._heartbeat_sender.answer_if_asked(self._record, now):
+        if self._heartbeat_sender.answer_if_asked(self.record, now):
             self._notify_coordinator()
-        self._report_links(self._record)
-        if cut_off := self._succession.cut_off(self._record, now):
+        self._report_links(self.record)
+        if cut_off := self._succession.cut_off(self.record, now):
             self._listener.on_event(NodesCutOff(nodes=cut_off))
         said = any([self._flush_claims(), self._join_if_wanted()])
         self._scanner.paused_for(self.detector.look_at(()))
         now = self._clock.monotonic()
         survey = self._schedule.survey_now(now, notified=notified or said)
         announced = self._notifications.keys
-        is_known = self._notifier is not None and len(announced) < MOST and (notified or said or self._has_committed)
+        is_known = notified or said or self._has_committed or self._scanner.hears_all(self.record)
+        is_known &= self._notifier is not None and len(announced) < MOST
         if survey and is_known:
             self._scanner.learn(announced, now=now, most_age=self.intervals.stride)
         elif survey:
@@ -257,23 +235,23 @@ class Participant:
         progress = self._commit_requests_to_all() or self._coordinate(looked=looked, survey=survey)
         if looked or survey:
             seen = self._scanner.claims_seen
-            self._invalidator.while_waiting(self._record, seen=seen, now=self._clock.monotonic())
+            self._invalidator.while_waiting(self.record, seen=seen, now=self._clock.monotonic())
             hides = self._invalidate_what_is_hidden(surveyed=survey)
             self._has_committed = progress and not hides
             progress = progress or hides
         now = self._clock.monotonic()
-        self._sweep.step(self._record, joined=self._scanner.joining, now=now)
+        self._sweep.step(self.record, joined=self._scanner.joining, now=now)
         if progress:
             self._schedule.hurry(now)
             return 0.0
-        closed = self._record is not None and self._record.status is Status.CLOSED
+        closed = self.record is not None and self.record.status is Status.CLOSED
         ending = self.ending.look_interval(self.intervals, observes=self.observes) if closed else None
         wait = self._schedule.wait(
-            now, self._record, leads=self._leads(), connected=self._is_connected(), ending=ending, idle=self._is_idle()
+            now, self.record, leads=self._leads(), connected=self._is_connected(), ending=ending, idle=self._is_idle()
         )
         due = min(self._heartbeat_sender.due, float("inf") if closed else self._succession.turn_due)
         until = min(self._schedule.look_due, due, self._succession.next_look)
-        self._rests_until = 0.0 if self._leads() or closed else until
+        self._idle_until = 0.0 if self._leads() or closed else until
         return max(0.0, min(wait, due - now))
 
     def _invalidate_what_is_hidden(self, *, surveyed: bool) -> bool:
@@ -283,6 +261,7 @@ class Participant:
         hidden = self._notifications.take_hidden(newest=self._newest_number, claims=self._scanner.listed)
         for folder in sorted(hidden):
             self._store.invalidate(folder)
+            self._scanner.forget()
         return bool(hidden)
 
     def _announce(self, now: float) -> bool:
@@ -300,29 +279,28 @@ class Participant:
         return not later
 
     def _is_connected(self) -> bool:
-        record = self._record
+        record = self.record
         return record is not None and self._notifier is not None and self.detector.is_connected(record.leader)
 
     def _is_idle(self) -> bool:
-        """Whether this node coordinates a round that runs, and it and all members hear each other."""
         return (
             self._notifier is not None
-            and self._schedule.may_rest
+            and self._schedule.is_idle_allowed
             and self._leads()
-            and self._scanner.is_idle(self._record)
+            and self._scanner.is_idle(self.record)
         )
 
     def _read_log(self, now: float, *, notified: bool) -> bool:
         """Returns whether it did."""
-        if self._look_anew:
+        if self._refresh_serial:
             self.look_past_caches()
             self._store.invalidate("node")
             announced = frozenset(self._peers.all_uids())
-            self._listener.on_event(LookedAnew(serial=self._look_anew, announced=announced))
-            self._look_anew = 0
+            self._listener.on_event(Refreshed(serial=self._refresh_serial, announced=announced))
+            self._refresh_serial = 0
         number = self._notifications.newest_record
         news = number > self._newest_number
-        if notified and not news and self._notifications.keys and self._record is not None:
+        if notified and not news and self._notifications.keys and self.record is not None:
             notified = False  # for a record that is known, or for a claim, which the log says nothing about
         if not self._schedule.look_now(now, notified=notified or news, connected=self._is_connected()):
             return False
@@ -338,13 +316,13 @@ class Participant:
 
     def _take_newest(self, *, hint: int = 0) -> None:
         found = self._log.latest(hint=hint)
-        if found is not None and found is not self._record:
+        if found is not None and found is not self.record:
             self._take_in(found)
 
     def _take_in(self, record: RoundRecord) -> None:
-        before = self._record
+        before = self.record
         self._store_id.accept(record.epoch)
-        self._record = record
+        self.record = record
         self.has_unwritten_record = False
         now = self._clock.monotonic()
         if before is None or (before.round, before.status) != (record.round, record.status):
@@ -370,7 +348,7 @@ class Participant:
         self._listener.on_record(record)
 
     def _report_links(self, record: RoundRecord | None) -> None:
-        """As coordinator: whose packets did not come through, though it lived."""
+        """Report, as coordinator, the nodes whose packets did not come through though they lived."""
         if record is None:
             return
         now, now_ns = self._clock.monotonic(), self._clock.time_ns()
@@ -379,8 +357,8 @@ class Participant:
                 self._listener.on_event(link_event(record, link, now=now, now_ns=now_ns))
 
     def _notify_coordinator(self, about: str = "") -> None:
-        if self._record is not None and not self._leads():
-            self._peers.notify(addresses_of(self._record.notifier), about)
+        if self.record is not None and not self._leads():
+            self._peers.notify(addresses_of(self.record.notifier), about)
 
     def _flush_claims(self) -> bool:
         """Returns whether there was something."""
@@ -399,7 +377,7 @@ class Participant:
 
     def _join_if_wanted(self) -> bool:
         """Returns whether it claimed a place."""
-        record = self._record
+        record = self.record
         target = round_to_join(record, self._info.uid) if self._wants_in else None
         if target is None:
             return False
@@ -410,7 +388,7 @@ class Participant:
 
     def _commit_requests_to_all(self) -> bool:
         """Close the run, or record a notice or a signal: any may. Returns whether it did, or was too late."""
-        record = self._record
+        record = self.record
         if record is None or not self.to_all:
             return False
         proposal = self.to_all.next(record, noticed_for=self._scanner.noticed_for(self._clock.monotonic()))
@@ -419,11 +397,9 @@ class Participant:
         self._commit(proposal)
         return True
 
-    # -- coordinating --------------------------------------------------------------------------------------------
-
     def _coordinate(self, *, looked: bool, survey: bool) -> bool:
         """Commit what is to be committed. Returns whether something was, or was lost to another."""
-        record = self._record
+        record = self.record
         if self.observes:
             if record is not None and record.status is Status.CLOSED and looked:
                 self.ending.step_of_supervisor(record, self._peers)
@@ -438,20 +414,22 @@ class Participant:
             return self._take_over_if_needed(record, looked=looked)
         if not survey or not self._heartbeat_sender.is_fresh(self._clock.monotonic()):
             return False  # nothing new; or too long without a beat of our own: others may be taking over
-        view = self._scanner.look(record)
-        proposal = next_proposal(view, self._settings, self._decide_restart)
-        if proposal is None:
-            return False
-        if is_hidden := depends_on_missing_claims(view, proposal):
-            self._invalidator.before_absence(record)
-        settles = proposal.event in (RoundEvent.FREEZE, RoundEvent.CLOSE)
-        if is_hidden or (settles and not self._scanner.has_listed_all):
+        view, proposal = self._survey(record)
+        if proposal is not None and proposal.event in _SETTLES and not self._scanner.has_listed_all:
             self._scanner.forget()
-            proposal = next_proposal(self._scanner.look(record), self._settings, self._decide_restart)
+            view, proposal = self._survey(record)
+        if proposal is not None and depends_on_missing_claims(view, proposal):
+            self._invalidator.before_absence(record)
+            self._scanner.forget()
+            _, proposal = self._survey(record)
         if proposal is None:
             return False
         self._commit(proposal)
         return True
+
+    def _survey(self, record: RoundRecord) -> tuple[ClusterView, Proposal | None]:
+        view = self._scanner.look(record)
+        return view, next_proposal(view, self._settings, self._decide_restart)
 
     def _open_first_round(self) -> bool:
         now = self._clock.monotonic()
@@ -481,7 +459,7 @@ class Participant:
         if not move.certain:
             self._store.invalidate("log")
             self._take_newest()
-            if self._record is not record:
+            if self.record is not record:
                 return True  # caches hid that another participant has gone on
         now = self._clock.monotonic()
         self._store_id.check(now)  # the coordinator may have gone because of it
@@ -493,7 +471,7 @@ class Participant:
 
     def _commit(self, proposal: Proposal) -> None:
         record = proposal.record
-        before = self._record
+        before = self.record
         assert before is not None
         events = [
             to_event(proposal.event, record, proposal.reason, explained=proposal.explained),

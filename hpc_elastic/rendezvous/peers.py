@@ -1,5 +1,5 @@
-"""Which participants there are and where their notifiers are: each announces itself once, in a name, so that one
-listing shows all of all."""
+"""Participants and the addresses of their notifiers. Each announces itself once, in a name: one directory listing
+returns every participant's address."""
 
 from __future__ import annotations
 
@@ -17,48 +17,43 @@ from hpc_elastic.store.notifier import MOST_FORWARDED, Address
 
 _FOLDER = "node"
 DIRECT_NOTIFICATIONS = 48
-"""Nodes that are notified directly; of more, some are notified, and notify the others."""
+"""Number of nodes that are notified directly; of more, some are notified, and notify the others."""
 _MOST_ADDRESSES = 8
-"""In a name. The value has them all."""
+"""Addresses in a name. The value has them all."""
 _MOST_READ = 256
-"""Values that are read for that."""
+"""Values that are read for addresses beyond those."""
 
 
 class NodeInfo(Struct, frozen=True, kw_only=True):
-    """What a node says about itself once, when its agent starts."""
+    """A node's announcement, made once when its agent starts."""
 
     uid: str
     node: int
     host: str
     local_world_size: int
     addresses: tuple[str, ...]
-    """Where its notifier may be reached, the likeliest first."""
+    """Addresses of its notifier, the likeliest first."""
     port: int = 0
-    """The notifier's."""
     spare: bool = False
-    """Submitted as one: it takes a lost node's place, and waits otherwise."""
+    """Submitted as a spare: it takes a lost node's place, and waits otherwise."""
 
 
 class NotificationSender(Protocol):
-    """What a participant needs of `store.notifier.Notifier`."""
-
     def notify(self, addresses: list[Address], about: str = "", forward: Sequence[Address] = ()) -> None: ...
 
 
 class BeatPlan(Struct, frozen=True, kw_only=True):
-    """To whom a participant is to say that it lives."""
+    """The receivers of this participant's beats."""
 
     about: str = ""
     """The key of the newest record that it has seen."""
     heard: tuple[Address, ...] = ()
-    """Those whom it hears …"""
+    """Addresses of participants that it hears …"""
     unheard: tuple[Address, ...] = ()
-    """… and those whom it does not."""
+    """… and of those that it does not hear."""
 
 
 class Peers:
-    """The participants that this one knows."""
-
     def __init__(self, store: Store, own: NodeInfo, notifier: NotificationSender | None) -> None:
         self._store = store
         self._own = own
@@ -67,7 +62,6 @@ class Peers:
         self._invalidated_for: set[str] = set()
 
     def announce(self) -> None:
-        """Write this participant's entry. Before any claim."""
         value = json.dumps({"v": 1, "addrs": self._own.addresses}, separators=(",", ":"))
         self._store.put_if_absent(f"{_FOLDER}/{announcement(self._own)}", value)
 
@@ -121,7 +115,7 @@ class Peers:
         return frozenset(found)
 
     def _addresses_in_full(self, node: NodeInfo) -> Sequence[str]:
-        """With those for which its name has no room; none where they can't be read."""
+        """Addresses with those for which the name has no room; none where they can't be read."""
         try:
             value = json.loads(self._store.get(f"{_FOLDER}/{announcement(node)}") or "null")
             return [str(address) for address in value["addrs"]]
@@ -133,17 +127,11 @@ class Peers:
         return {node.node: node.host for node in self._known.values()}
 
     def notify(self, where: Sequence[Address], about: str = "") -> None:
-        """Notify one of them to look now, for the key `about`."""
         if self._notifier is not None and where:
             self._notifier.notify(list(where), about)
 
     def notify_all(self, about: str = "", *, silent: Iterable[str] = ()) -> None:
-        """Notify all that are known to look now, for the key `about`.
-
-        Args:
-            about: The key that was written.
-            silent: Members that can't be relied on to pass the notification on.
-        """
+        """Notify all that are known to look now, for the key `about`; members that are `silent` may not pass it on."""
         if self._notifier is None:
             return
         nodes = [_addresses(node) for uid, node in self._known.items() if uid != self._own.uid and node.port]
@@ -159,7 +147,7 @@ class Peers:
             self._notifier.notify(first, about, forward)
 
     def beat_plan(self, record: RoundRecord, whom: Iterable[str], *, hears: Callable[[str], bool]) -> BeatPlan:
-        """Say to `whom` that this one lives; where the coordinator's notifier is, is in the record."""
+        """Say to `whom` that this one lives; the record has the coordinator's address."""
         # Thousands that have just claimed a place wait for the next record: the first would hold nothing for them.
         about = record_name(record.number) if record.number > 1 else ""
         found: dict[bool, list[Address]] = {True: [], False: []}
@@ -168,7 +156,7 @@ class Peers:
         return BeatPlan(about=about, heard=tuple(found[True]), unheard=tuple(found[False]))
 
     def addresses(self, uids: Iterable[str]) -> list[Address]:
-        """Where the notifiers of those of `uids` are that are known; never this one's own."""
+        """Known addresses of the notifiers of `uids`; never this one's own."""
         known = (self._known.get(uid) for uid in uids if uid != self._own.uid)
         return [address for node in known if node is not None for address in _addresses(node)]
 
@@ -185,7 +173,7 @@ def announcement(node: NodeInfo) -> str:
 
 
 def _understood(uid: str, said: str) -> NodeInfo | None:
-    """None where it makes no sense: then it is as if the node had not come."""
+    """None for a senseless name: then it is as if the node had not come."""
     try:
         size, port, spare, *addresses = said.split(".")
         return NodeInfo(
@@ -202,12 +190,12 @@ def _understood(uid: str, said: str) -> NodeInfo | None:
 
 
 def notifier_of(node: NodeInfo) -> tuple[str, ...]:
-    """As a record holds it (`RoundRecord.notifier`)."""
+    """Address as a record holds it (`RoundRecord.notifier`)."""
     return (str(node.port), *node.addresses) if node.port else ()
 
 
 def addresses_of(notifier: Sequence[str]) -> list[Address]:
-    """Of `notifier_of`; none where it makes no sense."""
+    """Addresses of a `notifier_of`; none where it makes no sense."""
     if not notifier or not notifier[0].isdecimal():
         return []
     return [(host, int(notifier[0])) for host in notifier[1:]]

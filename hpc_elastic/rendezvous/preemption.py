@@ -15,43 +15,43 @@ from msgspec.structs import replace
 from hpc_elastic.worker_api.heartbeat_record import NO_STEP, STEP_PENDING
 
 MEASURE_SECONDS = 1.0
-"""For how long a node measures how fast its workers step before it says where they stand."""
+"""Seconds for which a node measures how fast its workers step before it says where they stand."""
 NEWS_SECONDS = 1.0
-"""By how much less time a later notice has to leave than the one that holds, to be sent on."""
+"""Seconds by which a later notice must leave less time than the one that holds, to be sent on."""
 _MOST_STEPS = 1 << 62
 _MOST_RATE = 1e9
 
 
 class PreemptionNotice(Struct, frozen=True, array_like=True):
-    """In every record from when it was given. A later one that leaves less time takes its place."""
+    """Part of every record from when it was given. A later one that leaves less time takes its place."""
 
     reason: str
     """``SIGUSR2 on n1``."""
     seconds: float
-    """For how long a checkpoint is waited for, from when it was given."""
+    """Seconds for which a checkpoint is waited for, from when it was given."""
     step: int = STEP_PENDING
     """All workers save after this step; `NO_STEP`: no worker reports steps."""
     left: float | None = None
-    """Until the job is ended from outside, from when it was given; None where nobody knows."""
+    """Seconds until the job is ended from outside, from when it was given; None where nobody knows."""
 
     @property
     def is_agreed(self) -> bool:
         return self.step != STEP_PENDING
 
     def is_given_as(self, other: PreemptionNotice | None) -> bool:
-        """Whether it is that one, whatever has been agreed on since."""
+        """Return whether it is the same notice, whatever has been agreed on since."""
         return other is not None and replace(self, step=other.step) == other
 
     def leaves_less_than(self, other: PreemptionNotice, *, since: float) -> bool:
-        """Whether it is news to those who know of another one, given `since` seconds ago."""
+        """Return whether it is news to those who know of another one, given `since` seconds ago."""
         return self.seconds < other.seconds - since - NEWS_SECONDS
 
 
 class PreemptionStatus(Struct, frozen=True, kw_only=True):
-    """Where one node's workers stand when there is a preemption notice."""
+    """One node's workers, when there is a preemption notice."""
 
     heeds: bool
-    """Whether any of them has ever asked for notices, or is sent a signal."""
+    """One of them has asked for notices, or is sent a signal."""
     step: int = NO_STEP
     """The furthest step that one of them has reported."""
     rate: float = 0.0
@@ -59,11 +59,11 @@ class PreemptionStatus(Struct, frozen=True, kw_only=True):
 
 
 def seconds_to_save(given: float, *, shutdown_timeout: float) -> float:
-    """For how long a checkpoint is waited for.
+    """Seconds for which a checkpoint is waited for.
 
     Args:
         given: Seconds until the job is ended from outside.
-        shutdown_timeout: The workers' grace, which what remains must allow for.
+        shutdown_timeout: The workers' grace, which the rest must allow for.
     """
     return max(1.0, given - min(shutdown_timeout, given / 3) - min(5.0, given / 10))
 
@@ -71,12 +71,8 @@ def seconds_to_save(given: float, *, shutdown_timeout: float) -> float:
 def agreed_step(statuses: Collection[PreemptionStatus], *, spread: float) -> int:
     """The step after which all save: one that no worker has passed by the time that it hears of it.
 
-    Args:
-        statuses: Of the members that have reported where they stand.
-        spread: Seconds from those reports until every worker has read the step.
-
-    Returns:
-        The step; `NO_STEP` where no worker reports steps.
+    `spread`: seconds from the members' `statuses` until every worker has read the step. `NO_STEP`: no worker reports
+    steps.
     """
     known = [status for status in statuses if status.step >= 0]
     if not known:

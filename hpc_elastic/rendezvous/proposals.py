@@ -57,29 +57,24 @@ class Proposal(Struct, frozen=True, kw_only=True):
     gone: Collection[int] = ()
     """Nodes for which the launcher brings no further agent."""
     stale: Mapping[str, float] = field(default_factory=dict)
-    """As in `ClusterView`."""
     replaced: Sequence[tuple[Member, Member]] = ()
-    """(gone, come): whose place is taken by whom."""
+    """(gone, come) for each place that is taken over."""
     missing: Collection[int] = ()
     """Nodes that had not come in time, where this closes the run."""
     explained: tuple[int, ...] = ()
     """Nodes whose failures in the round before follow from the loss of a member."""
     dead_spares: Sequence[str] = ()
-    """Uids of those that waited for a place and are dead, where this closes the run: nobody waits for their goodbye."""
+    """Uids that waited for a place and are dead, where this closes the run: nobody waits for their goodbye."""
 
 
 def propose(record: RoundRecord, event: RoundEvent, why: str, /, **changes: Any) -> Proposal:
-    """The record that `event` leads to after `record`; `changes` are its other fields.
-
-    Raises:
-        IllegalTransitionError: nothing like it may follow.
-    """
+    """The record that `event` leads to after `record`; `changes` are its other fields. IllegalTransitionError: nothing
+    like it may follow."""
     after = record.successor(status=next_status(record.status, event), **changes)
     return Proposal(event=event, record=after, reason=why)
 
 
 def propose_close(record: RoundRecord, outcome: Outcome, reason: str, **changes: Any) -> Proposal:
-    """The record that closes the run after `record`."""
     return propose(record, RoundEvent.CLOSE, reason, outcome=outcome, reason=reason, **changes)
 
 
@@ -94,7 +89,7 @@ def propose_notice(record: RoundRecord, notice: PreemptionNotice) -> Proposal:
 
 
 class RequestsToAll:
-    """Those of one participant that the log has not taken yet.
+    """Requests of one participant that the log has not taken yet.
 
     The first end holds, the notice that leaves the least time, and a SIGTERM before any other signal: it may mean that
     there is less time than was thought.
@@ -109,7 +104,6 @@ class RequestsToAll:
         return self._closing is not None or self._notice is not None or bool(self._heard)
 
     def close(self, outcome: Outcome, reason: str) -> None:
-        """End the run. The first one to close wins."""
         self._closing = self._closing or (outcome, reason)
 
     def give_notice(self, notice: PreemptionNotice) -> None:
@@ -171,7 +165,7 @@ EVENTS: Mapping[RoundEvent, Callable[..., CoordinatorEvent]] = {
 def to_event(
     event: RoundEvent, record: RoundRecord, reason: str, *, explained: tuple[int, ...] = ()
 ) -> CoordinatorEvent:
-    """What `record` is reported as, which `event` led to; `explained` as in `Proposal`."""
+    """The event of `record`, to which `event` led; `explained` as in `Proposal`."""
     fields: dict[str, Any] = {}
     if event in (RoundEvent.CLOSE, RoundEvent.FREEZE):
         fields["explained"] = explained
@@ -186,7 +180,7 @@ def to_event(
 
 
 def link_event(record: RoundRecord, lost: LostLink, *, now: float, now_ns: int) -> LinkLost:
-    """As `to_event`, for packets that did not come through. `now` and `now_ns`: the same moment by both clocks."""
+    """The event of packets that did not come through. `now` and `now_ns`: the same moment by both clocks."""
     again = "" if lost.over else ", and none has since"
     return LinkLost(
         round=record.round,
@@ -200,7 +194,7 @@ def link_event(record: RoundRecord, lost: LostLink, *, now: float, now_ns: int) 
 
 
 def consequences(before: RoundRecord, proposal: Proposal, last_sign: Callable[[str], float]) -> list[CoordinatorEvent]:
-    """As `to_event`, for what a committed decision means for single nodes: lost, left, missing, replaced.
+    """The events of a committed decision for single nodes: lost, left, missing, replaced.
 
     Args:
         last_sign: Uid → seconds since its last sign of life.

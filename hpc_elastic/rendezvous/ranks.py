@@ -18,10 +18,10 @@ def assign_ranks(
 ) -> tuple[Member, ...]:
     """Choose and order the members of a round.
 
-    A node that was a member keeps its slot (also when a new agent came from there); a slot whose node is gone is
-    filled from the nodes that were not members: with one that brings as many workers, so that the rank block stays,
-    where there is one, and of several with the lowest node index. Empty slots are closed up in slot order, and the
-    remaining nodes come behind while there is room. The first round is in node order.
+    A node that was a member keeps its slot (also when a new agent came from there); a slot whose node is gone is filled
+    from the nodes that were not members: with one that brings as many workers, so that the rank block stays, where
+    there is one, and of several with the lowest node index. Empty slots are closed up in slot order, and the remaining
+    nodes come behind while there is room. The first round is in node order.
 
     With segments all of this holds for whole ones: a segment of which a node is missing is no member at all, and its
     slots go to another whole one.
@@ -30,8 +30,8 @@ def assign_ranks(
         previous: The last round's members in slot order; empty before the first round.
         live: The nodes that want to be in, at most one for each node index, in any order. The index is the place in
             Slurm's order, which is topology; spares are at its end.
-        max_nodes: No more than so many become members.
-        segment: So many neighbours in Slurm's order belong together: nodes 0 to `segment` - 1, and so on.
+        max_nodes: Most members.
+        segment: Number of neighbours in Slurm's order that belong together: nodes 0 to `segment` - 1, and so on.
 
     Returns:
         The members in slot order: the position is the group rank, and `rank_layout` gives the global ones.
@@ -53,14 +53,13 @@ def assign_ranks(
 
 
 def whole_segments(live: Sequence[Member], segment: int) -> list[Member]:
-    """Those whose segment is all there."""
+    """Nodes whose segment is all there."""
     if segment == 1:
         return list(live)
     return [m for found in _by_segment(live, segment).values() if len(found) == segment for m in found]
 
 
 def _by_segment(members: Sequence[Member], segment: int) -> dict[int, list[Member]]:
-    """The segments in the order of their first members, each in node order."""
     found: dict[int, list[Member]] = {}
     for member in members:
         found.setdefault(member.node // segment, []).append(member)
@@ -76,7 +75,7 @@ def _flat(segments: Sequence[Sequence[Member]]) -> tuple[Member, ...]:
 
 
 def replacements(previous: Sequence[Member], members: Sequence[Member]) -> list[tuple[Member, Member]]:
-    """Whose place was taken by whom: (gone, come) in slot order."""
+    """(gone, come) in slot order, for each place that is taken over."""
     were, are = {member.node for member in previous}, {member.node for member in members}
     gone = [member for member in previous if member.node not in are]
     come = [member for member in members if member.node not in were]
@@ -104,12 +103,7 @@ def rank_layout(members: Sequence[Member], uid: str) -> RankLayout:
 
 
 def layout_of(sizes: Sequence[int], group_rank: int) -> RankLayout:
-    """The place of the node of group rank `group_rank`.
-
-    Args:
-        sizes: How many workers each node brings, in the order of group ranks.
-        group_rank: An index into `sizes`.
-    """
+    """The place of the node of group rank `group_rank`; `sizes`: workers of each node, by group rank."""
     return RankLayout(
         group_rank=group_rank,
         group_world_size=len(sizes),

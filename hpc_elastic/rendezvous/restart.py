@@ -1,6 +1,6 @@
-"""What ended a round: which failure is the cause, and which only follow from the loss of a member. Pure.
+"""The cause of a round's end, apart from failures that only follow from the loss of a member. Pure.
 
-Both are decided when the next round is frozen, or the run is closed: who is lost is not known before. The restart
+Both are decided when the next round is frozen, or the run is closed: lost members are not known before. The restart
 policy is asked about the failures that are left, and alone charges the restart budget.
 """
 
@@ -17,21 +17,19 @@ from hpc_elastic.rendezvous.peers import NodeInfo
 from hpc_elastic.rendezvous.state import FailureMemory, Member, NodeFailure, RoundRecord, supersedes
 
 SIGN_SECONDS = 1.0
-"""A member may still give a sign of life for so long after the first failure that its loss explains."""
+"""Seconds after the first failure in which a member whose loss explains it may still give a sign of life."""
 SYMPTOM = FailureClass.SYMPTOM.value
 _CLASSES = {one.value: one for one in FailureClass}
 
 
 class RestartDecision(Struct, frozen=True, kw_only=True):
-    """The restart policy's decision about the failures of a round."""
-
     go_on: bool
     reason: str
     memory: FailureMemory
     restarts_used: int = 0
-    """Of the budget, where it goes on: with the new round, if that is charged."""
+    """Restarts used of the budget, with the new round if that is charged."""
     retryable: bool = True
-    """Where it does not go on: whether another attempt could end otherwise."""
+    """Another attempt could end otherwise, where the run does not go on."""
     apart: tuple[int, ...] = ()
     """Nodes that are to be in no further round: all workers there failed alike, and none elsewhere."""
 

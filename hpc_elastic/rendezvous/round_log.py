@@ -19,7 +19,7 @@ from hpc_elastic.store.base import Store, StoreFullError
 
 KEPT_RECORDS = 32
 RESERVE = "reserve"
-"""The key of what keeps room free for a run's end."""
+"""Key of a file that keeps room free for a run's end."""
 _RESERVE_BYTES = 256 << 10
 _FOLDER = "log"
 _DIGITS = 16
@@ -39,18 +39,13 @@ class RecordLog:
         self._store = store
         self._newest: LogRecord | None = None
         self.went_back = False
-        """Whether the last listing had nothing as new as what was seen before: the store was wiped, or a listing is
-        stale."""
+        """The last listing had nothing as new as what was seen before: the store was wiped, or a listing is stale."""
 
     def latest(self, *, hint: int = 0) -> LogRecord | None:
-        """The newest record that is visible. Costs one listing, and one read when there is something new.
+        """The newest visible record: one listing, and one read when there is something new.
 
-        Args:
-            hint: The number of a record that another participant says is there: one read where it is true and this
-                process has not seen it yet. A newer one is then found at the next look.
-
-        Raises:
-            OSError: a passing fault.
+        `hint` is the number of a record that another participant says is there: one read where it is true and this
+        process has not seen it yet. A newer one is then found at the next look.
         """
         known = self._newest.number if self._newest else 0
         if hint > known and (raw := self._store.get(_key(hint))) is not None:
@@ -86,7 +81,6 @@ class RecordLog:
         return True
 
     def read(self, number: int) -> LogRecord | None:
-        """An earlier record, or None where it is not there any more."""
         raw = self._store.get(_key(number))
         return LogRecord(number, _decode(raw)) if raw is not None else None
 
@@ -115,14 +109,12 @@ def _decode(raw: str) -> dict[str, Any]:
 def reserve_room(store: Store) -> None:
     """Keep room free for the run's last record, and for what is written after it: a disk may be full by then.
 
-    It is of random bytes, which no filesystem makes smaller. Removed with the first file of the attempt's end.
+    Random bytes, which no filesystem makes smaller. Removed with the first file of the attempt's end.
     """
     store.put_if_absent(RESERVE, os.urandom(_RESERVE_BYTES // 2).hex())
 
 
 class RoundLog:
-    """The log of one run, as one participant sees it."""
-
     def __init__(self, store: Store, run_id: str) -> None:
         self._store = store
         self._log = RecordLog(store)
@@ -131,14 +123,10 @@ class RoundLog:
 
     @property
     def went_back(self) -> bool:
-        """Whether the last look showed less than one before: a wiped store, or a stale listing."""
         return self._log.went_back
 
     def latest(self, *, hint: int = 0) -> RoundRecord | None:
-        """The newest record that is visible; the same object while there is no newer one.
-
-        Args:
-            hint: The number of a record that another participant says is there.
+        """The newest visible record, `hint` as in `RecordLog`; the same object while there is no newer one.
 
         Raises:
             OSError: a passing fault; also where the member list that a record refers to can't be read yet.
@@ -153,7 +141,7 @@ class RoundLog:
         """Create `record`, the successor of the newest one. False: another has its number; read `latest`.
 
         Raises:
-            StoreFullError: there is no room for it. For the last one there is what was kept free (`reserve_room`).
+            StoreFullError: there is no room for it. The last one takes what was kept free (`reserve_room`).
         """
         try:
             is_first = self._log.append(record.number, record.to_json())

@@ -1,4 +1,4 @@
-"""Where the rendezvous of a run id lives in a shared directory, and how its earlier epochs are removed.
+"""The folder of a run id's rendezvous in a shared directory, and the removal of its earlier epochs.
 
 ``<directory>[/<prefix>]/<name of the run>/epoch-000001`` is a store. When it is closed, the id stays closed, but for
 another job: that opens ``epoch-000002``, and nothing of the old one is read. An agent that has not ended yet, or slept,
@@ -14,7 +14,6 @@ import logging
 import os
 import stat
 import threading
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hpc_elastic.base.clock import Clock
@@ -30,11 +29,11 @@ from hpc_elastic.store.file_store import FileStore
 logger = logging.getLogger(__name__)
 
 CLOSED_SECONDS = 3600.0
-"""After so long without any change, a closed epoch is removed."""
+"""Seconds without any change after which a closed epoch is removed."""
 ABANDONED_SECONDS = 7200.0
 """The same for one that was never closed: every agent's heartbeat has stopped."""
 KEPT_EPOCHS = 3
-"""A closed epoch that so many have followed is waited for no longer than this: jobs may be short."""
+"""Number of followers after which a closed epoch is waited for no longer than this: jobs may be short."""
 OUTLIVED_SECONDS = 60.0
 WATCH_SECONDS = 20.0
 REMOVALS_PER_SECOND = 50.0
@@ -44,12 +43,9 @@ _STORE_FOLDERS = ("node", "hb", "bye", "gone", "place", "end", "round", "kv", "e
 
 
 def why_remove(*, closed: bool, followers: int, unchanged: float) -> str | None:
-    """Why an earlier epoch may go, or None where it has to stay.
+    """The reason to remove an earlier epoch, or None where it has to stay.
 
-    Args:
-        closed: Whether its run was closed.
-        followers: Epochs after it.
-        unchanged: Seconds for which neither its log nor any heartbeat in it has changed, on the observer's clock.
+    `unchanged`: seconds for which neither its log nor any heartbeat in it has changed, on the observer's clock.
     """
     if followers < 1:
         return None
@@ -58,60 +54,6 @@ def why_remove(*, closed: bool, followers: int, unchanged: float) -> str | None:
     if closed and followers >= KEPT_EPOCHS and unchanged >= OUTLIVED_SECONDS:
         return f"closed, and {followers} have followed it"
     return "abandoned" if unchanged >= ABANDONED_SECONDS else None
-
-
-class EpochSweep:
-    """`run` is for a thread of its own, which may wait for a dead mount as long as it likes."""
-
-    def __init__(
-        self,
-        *,
-        epochs: Callable[[], Sequence[int]],
-        state: Callable[[int], tuple[bool, object]],
-        path: Callable[[int], str],
-        clock: Clock,
-    ) -> None:
-        """Args:
-        epochs: Lists those that are there.
-        state: Whether an epoch is closed, and what changes when something happens in it.
-        """
-        self._epochs = epochs
-        self._state = state
-        self._path = path
-        self._clock = clock
-        self._ages: Staleness[int] = Staleness(longest_gap=4 * WATCH_SECONDS)
-        self._tried: set[int] = set()
-
-    def run(self, stop: threading.Event) -> None:
-        """Watch, and remove what may go, until `stop` or until no earlier epoch is left."""
-        while not stop.is_set():
-            try:
-                if not self.step(stop):
-                    return
-            except OSError as error:
-                logger.debug("earlier epochs are left for later: %s", error)
-            self._clock.wait(stop, WATCH_SECONDS)
-
-    def step(self, stop: threading.Event) -> bool:
-        """Look once, and remove what may go. Returns whether an earlier epoch is left.
-
-        Raises:
-            OSError: a passing fault.
-        """
-        epochs = sorted(self._epochs())
-        states = {epoch: self._state(epoch) for epoch in epochs[:-1]}
-        unchanged = self._ages.observe_all(
-            {epoch: state for epoch, (_, state) in states.items()}, self._clock.monotonic()
-        )
-        for position, epoch in enumerate(epochs[:-1]):
-            followers = len(epochs) - 1 - position
-            why = why_remove(closed=states[epoch][0], followers=followers, unchanged=unchanged[epoch])
-            if why is None or epoch in self._tried:
-                continue
-            self._tried.add(epoch)  # what is in use now is left to the next user
-            gone = remove_epoch(self._path(epoch), clock=self._clock, stop=stop)
-            logger.info("removed %s (%s)%s", self._path(epoch), why, "" if gone else ", but for what is in use")
-        return len(set(epochs[:-1]) - self._tried) > 0
 
 
 def remove_epoch(path: str, *, clock: Clock, stop: threading.Event) -> bool:
@@ -143,7 +85,6 @@ class _Removal:
         self._stop = stop
 
     def empty(self, parent: int, name: str, *, depth: int) -> None:
-        """Remove the folder `name` of `parent` and what is in it, at most `depth` folders deep."""
         try:
             fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
         except OSError:
@@ -160,7 +101,7 @@ class _Removal:
         self.rmdir(name, parent)
 
     def remove_strays(self, top: int) -> None:
-        """What a process that was killed left in the middle of a `FileStore.invalidate`."""
+        """Remove leftovers of a process that was killed in the middle of a `FileStore.invalidate`."""
         for entry in self._entries(top):
             if entry.name.startswith(".") and not entry.is_dir(follow_symlinks=False):
                 self._unlink(top, entry.name)
@@ -204,7 +145,7 @@ def safe_name(text: str) -> str:
 
 
 class RunFolder:
-    """The epochs of one run id. Methods read the filesystem anew and may raise OSError."""
+    """The epochs of one run id. Methods read the filesystem and may raise OSError."""
 
     def __init__(self, config: HandlerConfig, clock: Clock) -> None:
         self._directory = config.directory
@@ -230,7 +171,7 @@ class RunFolder:
 
         A closed one stays closed for nodes that are late. Only another job, or one that asks for it, begins the next.
         """
-        newest = max(self._epochs(), default=0)
+        newest = max(self.epochs(), default=0)
         if newest == 0:
             return 1
         record = self.latest(newest)
@@ -240,8 +181,7 @@ class RunFolder:
         return newest + 1 if self._reopen or is_other_job else newest
 
     def latest(self, epoch: int) -> RoundRecord | None:
-        """The newest record of `epoch`, or None where nothing exists yet."""
-        if epoch not in self._epochs():
+        if epoch not in self.epochs():
             return None
         return RoundLog(self.open(epoch), self._run_id).latest()
 
@@ -273,12 +213,8 @@ class RunFolder:
             store.put_if_absent("epoch/job", self._job)
         return store
 
-    def remove_earlier_epochs(self, stop: threading.Event) -> None:
-        """Remove what earlier runs of this id left, when it may go: for a thread in the background."""
-        EpochSweep(epochs=self._epochs, state=self._state, path=self.epoch_path, clock=self._clock).run(stop)
-
-    def _state(self, epoch: int) -> tuple[bool, object]:
-        """Whether an epoch is closed, and what changes when something happens in it."""
+    def state(self, epoch: int) -> tuple[bool, object]:
+        """Return whether an epoch is closed, and what changes when something happens in it."""
         # Looked at only: a folder that another process is removing must not be made anew.
         if not os.path.isdir(self.epoch_path(epoch)):
             return False, None
@@ -293,9 +229,47 @@ class RunFolder:
             beats,
         )
 
-    def _epochs(self) -> list[int]:
+    def epochs(self) -> list[int]:
         try:
             names = os.listdir(self.path)
         except FileNotFoundError:
             return []
         return [int(n[len(_EPOCH) :]) for n in names if n.startswith(_EPOCH) and n[len(_EPOCH) :].isdecimal()]
+
+
+class EpochSweep:
+    """`run` is for a thread of its own, which may wait for a dead mount as long as it likes."""
+
+    def __init__(self, folder: RunFolder, clock: Clock) -> None:
+        self._folder = folder
+        self._clock = clock
+        self._ages: Staleness[int] = Staleness(longest_gap=4 * WATCH_SECONDS)
+        self._tried: set[int] = set()
+
+    def run(self, stop: threading.Event) -> None:
+        """Watch, and remove what may go, until `stop` or until no earlier epoch is left."""
+        while not stop.is_set():
+            try:
+                if not self.step(stop):
+                    return
+            except OSError as error:
+                logger.debug("earlier epochs are left for later: %s", error)
+            self._clock.wait(stop, WATCH_SECONDS)
+
+    def step(self, stop: threading.Event) -> bool:
+        """Look once, and remove what may go. Returns whether an earlier epoch is left. OSError: a passing fault."""
+        epochs = sorted(self._folder.epochs())
+        states = {epoch: self._folder.state(epoch) for epoch in epochs[:-1]}
+        unchanged = self._ages.observe_all(
+            {epoch: state for epoch, (_, state) in states.items()}, self._clock.monotonic()
+        )
+        for position, epoch in enumerate(epochs[:-1]):
+            followers = len(epochs) - 1 - position
+            why = why_remove(closed=states[epoch][0], followers=followers, unchanged=unchanged[epoch])
+            if why is None or epoch in self._tried:
+                continue
+            self._tried.add(epoch)  # what is in use now is left to the next user
+            path = self._folder.epoch_path(epoch)
+            gone = remove_epoch(path, clock=self._clock, stop=stop)
+            logger.info("removed %s (%s)%s", path, why, "" if gone else ", but for what is in use")
+        return len(set(epochs[:-1]) - self._tried) > 0

@@ -1,4 +1,5 @@
-"""When a participant looks at the files and beats: intervals for nodes that share a server, and the next look of one.
+"""Times at which a participant looks at the files and beats: intervals for nodes that share a server, and one's next
+look.
 
 A metadata server takes some 10,000 operations a second, and a job should leave nearly all of them to others. So the
 intervals grow with the number of nodes, such that all nodes together stay below `budget`. Where packets get through
@@ -19,7 +20,7 @@ OPERATIONS_PER_PERIOD = 12.5
 """One look at the log and one heartbeat: asking for the attributes of six folders and a file, and a write; and a little
 for the coordinator."""
 WITHOUT_PACKETS = 1.3
-"""How many times as much that is where the coordinator has to read the heartbeats too."""
+"""Factor for that where the coordinator has to read the heartbeats too."""
 BEATS_PER_SECOND = 2048.0
 """Datagrams that one coordinator takes in."""
 CONNECTED_HEARTBEAT = 30.0
@@ -30,42 +31,42 @@ LOOK_AT_ONCE = 64
 
 
 class PollIntervals(Struct, frozen=True, kw_only=True):
-    """Between two looks, heartbeats and answers. In seconds."""
+    """Seconds between two looks, heartbeats and answers."""
 
     poll: float
-    """Between two looks at the log, where no packets come."""
+    """Looks at the log, where no packets come."""
     poll_connected: float
     poll_in_round: float
     """The first interval after a new record, where no packets come; it grows to `poll`."""
     poll_anxious: float
-    """While this node has just lost touch: it may be asked whether it lives."""
+    """Looks while this node has just lost touch: it may be asked whether it lives."""
     anxious: float
-    """For so long."""
+    """Duration of that."""
     first_look: float
-    """Up to this time after its first claim, a node waits for the notification before it looks."""
+    """Time after its first claim in which a node waits for the notification before it looks."""
     coordinator: float
     """The least time between two looks of the coordinator at the claims."""
     gathering: float
-    """Between two looks of the coordinator while nodes gather or confirm."""
+    """The coordinator's looks while nodes gather or confirm."""
     ending: float
-    """How many times as rarely as in a small run these nodes look for the process that finishes the run."""
+    """A factor: how many times as rarely as in a small run these nodes look for the process that finishes the run."""
     heartbeat: float
     heartbeat_connected: float
     early: float
-    """A heartbeat that is due within this part of its interval is written with a look: the folders above are asked for
-    only once then."""
+    """Part of its interval in which a due heartbeat is written with a look: the folders above are asked for only once
+    then."""
     first_reading: float
-    """From the first claim of a node that is not heard until its heartbeat is read; then …"""
+    """Time from the first claim of a node that is not heard until its heartbeat is read; then …"""
     reading: float
     """… the time between two readings."""
     lease: float
-    """Without a sign of life for so long, a member counts as lost."""
+    """Time without a sign of life after which a member counts as lost."""
     beat: float
-    """Between two datagrams that say "alive"."""
+    """Datagrams that say "alive"."""
     silence: float
-    """After so long without one, a node that was heard before is asked through the files."""
+    """Time without one after which a node that was heard before is asked through the files."""
     answer: float
-    """How long the answer of a node that was in touch may take …"""
+    """Time for the answer of a node that was in touch …"""
     answer_unheard: float
     """… and that of a node that was not, and looks as rarely as ever."""
     stride: float
@@ -124,8 +125,8 @@ _GROWTH = 2.0
 _SPREAD = 0.15
 """Many nodes that looked at the same moment should not do it again."""
 EARLY = 0.1
-"""What is due within this part of the longest wait is done at once: the coordination thread wakes up with a beat that
-comes a little before, and should not have to wake up once more."""
+"""Actions that are due within this part of the longest wait are done at once: the coordination thread wakes up with a
+beat that comes a little before, and should not have to wake up once more."""
 CALM_SECONDS = 2.0
 """The longest time between two looks at the files of a coordinator that is in touch with all members: they notify it of
 what they claim."""
@@ -139,7 +140,7 @@ class Schedule:
         self._early = EARLY * intervals.stride
         self._idle_stride = max(intervals.stride, min(2 * intervals.stride, CALM_SECONDS))
         self._is_idle = False
-        """Whether the next looks are due so late because all was idle."""
+        """The next looks are due so late because all was idle."""
         self._rng = rng
         self._looked_at = now
         self.look_due = now
@@ -151,19 +152,19 @@ class Schedule:
         self._survey_due = now
 
     @property
-    def may_rest(self) -> bool:
-        """Whether a coordinator would look more rarely while all is idle than else."""
+    def is_idle_allowed(self) -> bool:
+        """Return whether a coordinator would look more rarely while all is idle than else."""
         return self._idle_stride > self._intervals.stride
 
     def update(self, *, idle: bool) -> None:
-        """Where it is idle no more (a node falls silent, say) a coordinator looks as often as ever."""
+        """Let a coordinator look as often as ever where it is idle no more (a node falls silent, say)."""
         if self._is_idle and not idle:
             self._is_idle = False
             self.look_due = min(self.look_due, self._looked_at + self._intervals.stride)
             self._survey_due = min(self._survey_due, self._surveyed_at + self._intervals.stride)
 
     def look_now(self, now: float, *, notified: bool, connected: bool) -> bool:
-        """Whether to look at the log, for which the next time is set then."""
+        """Return whether to look at the log, for which the next time is set then."""
         if connected:
             self._touched_at = now
         elif self._connected:  # lost: the answer to a question may be due
@@ -177,7 +178,7 @@ class Schedule:
         return True
 
     def survey_now(self, now: float, *, notified: bool) -> bool:
-        """Whether to look at the claims, as coordinator."""
+        """Return whether to look at the claims, as coordinator."""
         if now < self._surveyed_at + self._intervals.coordinator:
             if notified:
                 self._survey_due = min(self._survey_due, self._surveyed_at + self._intervals.coordinator)
@@ -189,15 +190,14 @@ class Schedule:
         return True
 
     def look_later(self, now: float) -> None:
-        """Not before a notification should have come."""
+        """Look not before a notification should have come."""
         self.look_due = now + self._rng.uniform(0.5, 1.0) * self._intervals.first_look
 
     def new_record(self, now: float) -> None:
-        """Things are moving."""
         self._interval = self._intervals.poll_in_round
 
     def hurry(self, now: float) -> None:
-        """Something was committed, or lost to another: more may be to be done at once."""
+        """Look at once: something was committed, or lost to another, and more may be due."""
         self._survey_due = now
         if self.look_due == float("inf"):
             self.look_due = now
@@ -215,9 +215,9 @@ class Schedule:
         """Seconds until the next step.
 
         Args:
-            connected: Whether it and the coordinator hear each other.
+            connected: It and the coordinator hear each other.
             ending: Where the run is closed and something is waited for: seconds between two looks for it.
-            idle: Whether it coordinates a round that runs, and it and all members hear each other.
+            idle: It coordinates a round that runs, and it and all members hear each other.
         """
         self._is_idle = idle
         if self.look_due == float("inf"):

@@ -33,10 +33,9 @@ OBSERVER_PLACE = 99999
 def new_uid(node: int, host: str, clock: Clock, *, start: int = 0) -> str:
     """``00003-nid003-0001f87ab3c4d5e6-9f3c``: node index, host, start, four random digits.
 
-    Args:
-        clock: For the start's last 12 digits: this host's time in units of 65.5 µs.
-        start: Its first 4 digits: the ordinal of this agent on its node, where agents are counted. A node that comes
-            back may have another time than before; this orders its agents first.
+    `clock` gives the start's last 12 digits: this host's time in units of 65.5 µs. `start` gives the first 4: the
+    ordinal of this agent on its node, where agents are counted. A node that comes back may have another time than
+    before; this orders its agents first.
     """
     time = clock.time_ns() >> _TIME_SHIFT & (1 << _TIME_BITS) - 1
     started = min(start, 0xFFFF) << _TIME_BITS | time
@@ -45,19 +44,19 @@ def new_uid(node: int, host: str, clock: Clock, *, start: int = 0) -> str:
 
 
 def node_of(uid: str) -> int:
-    """The node index in a uid, -1 where it makes no sense."""
+    """The node index in a uid; -1 for a senseless one."""
     head = uid.partition("-")[0]
     return int(head) if head.isdecimal() else -1
 
 
 def host_of(uid: str) -> str:
-    """The host name in a uid, as readable as it was made there; the uid itself where it makes no sense."""
+    """The host name in a uid, as readable as it was made there; a senseless uid itself."""
     parts = uid.split("-")
     return "-".join(parts[1:-2]) if len(parts) > 3 else uid
 
 
 def supersedes(newer: str, older: str) -> bool:
-    """Whether `newer` is a later agent of the node that `older` ran on: two starts, or two times, of the same host."""
+    """`newer` is a later agent of the node that `older` ran on: two starts, or two times, of the same host."""
     if node_of(newer) != node_of(older) or newer == older:
         return False
     return newer.rsplit("-", 2)[-2:] > older.rsplit("-", 2)[-2:]
@@ -73,10 +72,7 @@ MOST_PLAIN = 64
 
 
 class Status(str, Enum):
-    """Where a round stands."""
-
     JOINABLE = "joinable"
-    """Nodes come."""
     FROZEN = "frozen"
     """The members are chosen and confirm."""
     FINAL = "final"
@@ -90,7 +86,6 @@ class Member(Struct, frozen=True, array_like=True):
 
     uid: str
     node: int
-    """Index in Slurm's node order."""
     local_world_size: int
 
 
@@ -99,28 +94,26 @@ class Members(tuple[Member, ...]):
 
     @cached_property
     def ranks(self) -> dict[str, int]:
-        """Uid → group rank."""
         return {member.uid: rank for rank, member in enumerate(self)}
 
 
 class FailureMemory(Struct, frozen=True, kw_only=True, array_like=True):
-    """What one coordinator leaves to the next one about the failures so far."""
+    """The memory about failures that one coordinator leaves to the next one."""
 
     fingerprint: str = ""
-    """Of the last round's root cause; empty where it had none that counts."""
+    """The last round's root cause; empty where it had none that counts."""
     times: int = 0
-    """How often in a row, with no progress between."""
+    """Number in a row, with no progress between."""
     step: int = -1
     """The furthest step that any worker had reported then."""
     counted_steps: int = -1
-    """How many steps the workers had done in that round, where they report none themselves; -1: not known."""
+    """Steps that the workers had done in that round, where they report none themselves; -1: not known."""
 
 
 class HangMark(Struct, frozen=True, array_like=True):
-    """Where a worker stood that gave no sign of life any more. No times: clocks of two hosts are not compared."""
+    """Place of a worker that gave no sign of life any more. No times: clocks of two hosts are not compared."""
 
     step: int
-    """Its last step, -1 for none."""
     age: float
     """Seconds for which it had been silent."""
     ranks: tuple[int, ...] = ()
@@ -133,12 +126,9 @@ class HangMark(Struct, frozen=True, array_like=True):
 
 
 class RoundRecord(Struct, frozen=True, kw_only=True, rename={"notifier": "bell", "restarts_used": "restarts"}):
-    """One record of the log."""
-
     number: int
-    """Position in the log, from 1."""
     epoch: str
-    """Of the store; a record of another epoch means that the store was replaced."""
+    """The store's id; a record of another epoch means that the store was replaced."""
     term: int
     """Grows with each change of coordinator."""
     leader: str
@@ -151,7 +141,7 @@ class RoundRecord(Struct, frozen=True, kw_only=True, rename={"notifier": "bell",
     members_at: int = 0
     """The number of the record that has the member list in full, where this one only refers to it; else 0."""
     notifier: tuple[str, ...] = ()
-    """Where the coordinator's notifier is: its port, then its addresses. Empty: it has none."""
+    """The coordinator's port, then its addresses. Empty: it has no notifier."""
     restarts_used: int = 0
     """Rounds of this attempt that followed a worker's failure."""
     waiting: int = 0
@@ -166,13 +156,11 @@ class RoundRecord(Struct, frozen=True, kw_only=True, rename={"notifier": "bell",
     """Node indexes that are in no further round, since all workers there failed alike, and none elsewhere: their
     agents leave on reading it."""
     reason: str = ""
-    """Why this round was opened, or the run closed."""
     master: str = ""
     """``host:port`` of the round's TCPStore; set when FINAL."""
     outcome: Outcome | None = None
-    """Set when CLOSED."""
     retryable: bool = True
-    """When CLOSED: whether another attempt could end otherwise."""
+    """Another attempt could end otherwise; set when CLOSED."""
     memory: FailureMemory = FailureMemory()
     hang: HangMark | None = None
     """The round before was ended because of this worker: its members take the stacks of all before they end them."""
@@ -203,7 +191,6 @@ class RoundRecord(Struct, frozen=True, kw_only=True, rename={"notifier": "bell",
         return value
 
     def rank(self, uid: str) -> int | None:
-        """The group rank of `uid`, or None where it is no member."""
         assert isinstance(self.members, Members)
         return self.members.ranks.get(uid)
 
@@ -249,10 +236,7 @@ def members_elsewhere(value: Mapping[str, Any]) -> int:
 def decode_record(
     number: int, value: Mapping[str, Any], *, run_id: str, known: RoundRecord | None = None
 ) -> RoundRecord:
-    """A record from the log.
-
-    Args:
-        known: A record with the same member list, where this one refers to another (`members_elsewhere`).
+    """A record from the log; `known` has the same member list, where it refers to another (`members_elsewhere`).
 
     Raises:
         RendezvousStateError: foreign, newer, or damaged beyond the checksum.
@@ -275,11 +259,11 @@ KILLED = "killed:"
 
 
 class NodeFailure(Struct, frozen=True, kw_only=True, rename={"fingerprint": "fp", "failure_class": "class"}):
-    """What one node says about the failures of its workers in a round: enough to decide, not the evidence."""
+    """One node's failures in a round: enough to decide, not the evidence."""
 
     node: int
     fingerprint: str
-    """Of the node's own root candidate; empty where all of them are symptoms."""
+    """The node's own root candidate; empty where all of them are symptoms."""
     failure_class: str
     """``root``, ``hang``, ``symptom`` or ``infrastructure``: the strongest among the node's failures."""
     retryable: bool
@@ -289,9 +273,8 @@ class NodeFailure(Struct, frozen=True, kw_only=True, rename={"fingerprint": "fp"
     counted_steps: int = -1
     """How many steps of the optimizer a worker here had done in the round, where they report none; -1: not known."""
     seconds: float = 0.0
-    """How long this node's workers had run."""
     hang: HangMark | None = None
-    """Of a worker here that hangs, the one that is furthest behind."""
+    """The worker here that is furthest behind of those that hang."""
     alike: int = 0
     """How many workers here failed in the way of `fingerprint`, where that may be the node's."""
     waited: float = 0.0
@@ -303,18 +286,18 @@ class NodeFailure(Struct, frozen=True, kw_only=True, rename={"fingerprint": "fp"
     printed_ns: int = 0
     """When its exception was printed; 0: not known, or it has none."""
     raised: bool = False
-    """Whether an exception of it is known."""
+    """It raised an exception that is known."""
     lost_connection: bool = False
-    """Whether it reports that what it was connected to is gone (`ranking.Standing`)."""
+    """It reports a lost connection (`ranking.Standing`)."""
 
     @property
     def is_kill(self) -> bool:
-        """Whether a signal from outside ended the worker, as far as is known."""
+        """A signal from outside ended the worker, as far as is known."""
         return not self.fingerprint or self.fingerprint.startswith(KILLED)
 
 
 class RoundEvent(str, Enum):
-    """What a coordinator writes a record for."""
+    """Reasons for a record."""
 
     TAKE_OVER = "take over"
     """A new coordinator; nothing else changes."""
@@ -380,11 +363,7 @@ TRANSITIONS = MappingProxyType(
 
 
 def next_status(status: Status, event: RoundEvent) -> Status:
-    """The state that `event` leads to.
-
-    Raises:
-        IllegalTransitionError: the table has no such row.
-    """
+    """Raises IllegalTransitionError where the table has no such row."""
     try:
         return TRANSITIONS[status][event]
     except KeyError:

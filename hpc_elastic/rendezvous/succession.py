@@ -1,4 +1,4 @@
-"""When a participant takes the coordinator's place, and how it finds out which other nodes live."""
+"""Succession of the coordinator: when a participant takes its place, and how it finds out which other nodes live."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Collection
 from msgspec import Struct
 
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
-from hpc_elastic.rendezvous.ending import goodbye_key
+from hpc_elastic.rendezvous.claims import goodbye_key
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.peers import NodeInfo, notifier_of
 from hpc_elastic.rendezvous.schedule import LOOK_AT_ONCE, PollIntervals
@@ -20,37 +20,34 @@ from hpc_elastic.store.base import Store
 logger = logging.getLogger(__name__)
 
 STANDBYS = 16
-"""Members, from the first slot on, that watch the coordinator's heartbeat; the others only see to it now and then."""
+"""Members, from the first slot on, that watch the coordinator's heartbeat; the others only look at it now and then."""
 _RARELY = 8
 HEAD_START = 1.5
 """Seconds that the node which asked has to take over before all others: it alone has seen all cells before the
-question, and so knows which other nodes did not answer; any other node has to ask them anew."""
+question, and so knows which other nodes did not answer; any other node has to ask them again."""
 
 
 CUT_OFF_SECONDS = 5.0
-"""Between two reports of a link that stays lost."""
+"""Seconds between two reports of a link that stays lost."""
 
 
 class NodesCutOff(RunEvent, frozen=True, kw_only=True):
-    """Nodes live, and their packets do not come through: Slurm may have given them up. For this process: no log has
-    it."""
+    """Nodes live, and their packets do not come through: Slurm may have given them up. No log has it."""
 
     nodes: tuple[int, ...]
 
 
 class Move(Struct, frozen=True, kw_only=True):
-    """What to do about the coordinator."""
+    """Step of this participant about the coordinator."""
 
     event: RoundEvent
-    """TAKE_OVER, or ASK: name it in the log, where it finds that it has to show that it lives."""
+    """TAKE_OVER, or ASK: name it in the log, so that the silent coordinator can answer."""
     why: str
     certain: bool = False
-    """Whether it rests on no absence: what caches may hide need not be looked for first."""
+    """It depends on no absence: what caches may hide need not be looked for first."""
 
 
 class Succession:
-    """One participant's view of the coordinator's office."""
-
     def __init__(
         self,
         store: Store,
@@ -69,19 +66,19 @@ class Succession:
         self._looks = rng.randrange(_RARELY)
         self._own_look = self._cut_off_due = 0.0
         self._asked_about = ""
-        """The coordinator about which this node has asked, or was about to when another did."""
+        """Coordinator about which this node has asked, or was about to when another did."""
         self._left: tuple[str, float] = ("", 0.0)
-        """The coordinator that is known to have said goodbye, and since when."""
+        """Coordinator that is known to have said goodbye, and the time since."""
         self.next_look = float("inf")
-        """When this node, as a standby, is to see to the coordinator's heartbeat next."""
+        """Time when this node, as a standby, looks at the coordinator's heartbeat next."""
         self.turn_due = float("inf")
-        """When this node's turn comes to take over from a coordinator that has said goodbye."""
+        """Time when this node's turn comes to take over from a coordinator that has said goodbye."""
 
     def move(self, record: RoundRecord, now: float, *, looked: bool, notified_of: Collection[str]) -> Move | None:
-        """What this node should do about the coordinator, if anything.
+        """Decide this node's step about the coordinator, if any.
 
-        Silence alone means no more than that no packet comes through from there to here: a node that took over for
-        that would take a healthy run's beats away. So the coordinator is asked like all others.
+        Silence alone means no more than that no packet comes through from there to here: a node that took over for that
+        would take a healthy run's beats away. So the coordinator is asked like all others.
         """
         leader = record.leader
         if supersedes(self._info.uid, leader):
@@ -106,7 +103,7 @@ class Succession:
         return None
 
     def _has_left(self, leader: str, now: float, turn: float, *, looked: bool, announced: bool) -> bool:
-        """Whether it has said goodbye, and this node's turn has come."""
+        """Return whether it has said goodbye, and this node's turn has come."""
         late = self._detector.unchanged(leader) > 1.5 * self._settings.heartbeat_interval
         suspicious = self._detector.is_silent(leader) or (late and not self._detector.hears(leader))
         worth_a_look = self._left[0] != leader and (announced or (looked and suspicious))
@@ -116,8 +113,8 @@ class Succession:
         return now >= self.turn_due
 
     def cut_off(self, record: RoundRecord | None, now: float) -> tuple[int, ...]:
-        """Nodes whose link is lost, where this node is to see to that: as coordinator, or as the first member that
-        lives of all that do not hear it. So Slurm is asked once."""
+        """Nodes whose link is lost, where this node reports them: as coordinator, or as the first member that lives of
+        all that do not hear it. So Slurm is asked once."""
         if record is None or record.status is Status.CLOSED or now < self._cut_off_due:
             return ()
         self._cut_off_due = now + CUT_OFF_SECONDS
@@ -128,7 +125,6 @@ class Succession:
         return tuple(sorted(map(node_of, found)))
 
     def new_record(self, before: RoundRecord, record: RoundRecord) -> None:
-        """Take in the new coordinator, or the answers."""
         leader = record.leader
         if before.leader != leader:
             self.turn_due = float("inf")
@@ -137,7 +133,7 @@ class Succession:
             self._detector.has_cut_off(leader)
 
     def _watch(self, record: RoundRecord, now: float, *, looked: bool) -> None:
-        """Its beats come from a thread that no hung filesystem stops: its heartbeat has to move as well."""
+        """Beats come from a thread that no hung filesystem stops: the coordinator's heartbeat has to move as well."""
         stands_by = self._turn(record) < STANDBYS
         if self._detector.hears(record.leader):
             due = now >= self._own_look and stands_by
@@ -156,7 +152,7 @@ class Succession:
         return min(rank, 20) if rank is not None else 20 + min(self._info.node, 20)
 
     def successor(self, record: RoundRecord, move: Move, *, asks: bool) -> RoundRecord:
-        """The record that carries `move` out; `asks`: whether there are packets, and so suspects."""
+        """The record that carries `move` out; `asks`: there are packets, and so suspects."""
         suspects = self._whom_to_ask(record, move) if asks and not move.certain else record.suspects
         if move.event is RoundEvent.ASK:
             self._asked_about = record.leader
@@ -168,8 +164,8 @@ class Succession:
     def _whom_to_ask(self, record: RoundRecord, move: Move) -> tuple[str, ...]:
         """Suspects beside the coordinator, of which this node hears none: they may have died with it.
 
-        A node that was asked with it and has answered is no suspect any more. Where there are many nodes
-        only the coordinator is asked: the others have to send their beats to the new one, or are asked for that.
+        A node that was asked with it and has answered is no suspect any more. Where there are many nodes only the
+        coordinator is asked: the others have to send their beats to the new one, or are asked for that.
         """
         if move.event is RoundEvent.TAKE_OVER and record.leader in record.suspects:
             self._detector.look_at(record.suspects, closely=True)
@@ -181,6 +177,5 @@ class Succession:
         return tuple(sorted(asked | set(record.suspects) - {self._info.uid}))
 
     def took_over(self, record: RoundRecord) -> None:
-        """This node is the coordinator now."""
         if record.notifier:
             self._detector.expect(m.uid for m in record.members if m.uid not in (*record.suspects, self._info.uid))

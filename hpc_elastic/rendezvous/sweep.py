@@ -1,9 +1,9 @@
-"""What a long run leaves in its store, and who removes it when: so that the number of files does not grow with rounds.
+"""Removal of old files in the store of a long run: their number does not grow with rounds.
 
 Each node removes its own claims on rounds that nobody reads any more; the coordinator removes the rest: the claims of
-nodes that died, old rounds' key-value folders, and what is left of agents that are gone. Only while a round is final, a
-few files at a step, and never anything of the newest rounds. A participant that was frozen for any number of rounds
-reads the log first, whose newest records stay, and finds itself out.
+nodes that died, old rounds' key-value folders, and files of agents that are gone. Only while a round is final, a few
+files at a step, and never anything of the newest rounds. A participant that was frozen for any number of rounds reads
+the log first, whose newest records stay, and finds itself out.
 """
 
 from __future__ import annotations
@@ -23,27 +23,25 @@ from hpc_elastic.store.base import Store, StoreError
 logger = logging.getLogger(__name__)
 
 KEPT_ROUNDS = 1
-"""Claims of the newest round and of so many before it are kept: a round's failures are settled in the next one."""
+"""Number of rounds before the newest whose claims are kept: a round's failures are settled in the next one."""
 KEPT_VALUES = 8
 """The same for rounds' key-value folders, which programs outside use too."""
 SWEEP_SECONDS = 30.0
-"""Between two looks of the coordinator for what is left."""
+"""Seconds between two looks of the coordinator for old files."""
 GONE_SECONDS = 900.0
-"""After so long without a change of its heartbeat, what an agent outside the round left is removed."""
+"""Seconds without a change of its heartbeat after which the files of an agent outside the round are removed."""
 REMOVALS_PER_SECOND = 50.0
 MOST_AT_ONCE = 25
-"""In one step."""
+"""Files in one step."""
 _OWN_KINDS = (ClaimKind.JOIN, ClaimKind.ACK, ClaimKind.FAIL, ClaimKind.SUM)
 
 
 def old_rounds(names: Iterable[str], *, newest: int, kept: int) -> list[int]:
-    """Which rounds' folders among `names` are to go: those before the last `kept` and `newest`."""
+    """The rounds' folders among `names` that are to go: those before the last `kept` and `newest`."""
     return sorted(int(name) for name in names if name.isdecimal() and int(name) < newest - kept)
 
 
 class Allowance:
-    """How many files may be removed now: so many per second, and at a step."""
-
     def __init__(self, now: float) -> None:
         self._left = 0.0
         self._at = now
@@ -63,10 +61,7 @@ class Sweep:
     """One participant's part in it: a `step` at the end of each of its machine's steps."""
 
     def __init__(self, store: Store, uid: str, peers: Peers, *, observes: bool, now: float) -> None:
-        """Args:
-        peers: Announces it anew, should others have taken it for gone.
-        observes: It only looks: it removes nothing.
-        """
+        """`peers` announces it again, should others have taken it for gone. One that `observes` removes nothing."""
         self._store = store
         self._uid = uid
         self._peers = peers
@@ -84,8 +79,7 @@ class Sweep:
     def step(self, record: RoundRecord | None, *, joined: AbstractSet[str], now: float) -> None:
         """Remove a little, where there is something and nobody waits. Raises nothing of the filesystem's.
 
-        Args:
-            joined: Who has claims on the next round, as the coordinator last saw it.
+        `joined`: claims on the next round, as the coordinator last saw them.
         """
         if self._observes:
             return
@@ -130,7 +124,6 @@ class Sweep:
                 return
 
     def _find(self, record: RoundRecord, joined: AbstractSet[str], now: float) -> Iterator[str]:
-        """Keys, and folders behind what is in them."""
         for index in old_rounds(self._store.list("round"), newest=record.round, kept=KEPT_ROUNDS):
             folder = claim_folder(index)
             yield from (f"{folder}/{name}" for name in self._store.list(folder))

@@ -1,2 +1,1 @@
-"""What the nodes of a run agree through: files on the shared filesystem, a notifier that says "look now", nothing
-else."""
+"""Storage by which the nodes of a run agree: files on the shared filesystem, and a notifier that says "look now"."""

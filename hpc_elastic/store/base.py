@@ -45,7 +45,7 @@ class Store(Protocol):
     """
 
     def put_if_absent(self, key: str, value: str) -> bool:
-        """Give `key` its value, once and for ever.
+        """Give `key` its value, once and for good.
 
         Returns:
             Whether `key` now holds `value`: true also when an earlier try of the same caller had worked although it
@@ -74,8 +74,7 @@ class Store(Protocol):
         ...
 
     def version(self, key: str) -> str | None:
-        """What differs between two states of a cell, or None where there is none: it changes with each `overwrite`,
-        also one that found no room for the new value."""
+        """A value that changes with each `overwrite` of a cell, also with one that found no room; None: no cell."""
         ...
 
     def overwrite(self, key: str, value: str) -> None:
@@ -89,7 +88,7 @@ class Store(Protocol):
     def invalidate(self, folder: str) -> None:
         """Make caches of `folder` expire: this client's at once, all others' when the server's clock has ticked.
 
-        Before a decision that rests on something's absence, and now and then while waiting for something.
+        Called before a decision that depends on something's absence, and now and then while waiting for something.
         """
         ...
 
@@ -102,14 +101,8 @@ class Store(Protocol):
 
 
 def wiped(store: Store, *, epoch: str, found: str | None, otherwise: str) -> StoreWipedError:
-    """What to raise where a store's epoch is not the one that was joined.
-
-    Args:
-        store: It is looked at once more, to see what happened.
-        epoch: The one that was joined.
-        found: The one that is there.
-        otherwise: What to call a store that has no place.
-    """
+    """The error where a store's epoch is `found` instead of the one that was joined; `otherwise` names a store without
+    a place."""
     why = f"was replaced (its epoch is {found}, and was {epoch})" if found is not None else "has lost its epoch"
     check = getattr(store, "check", None)
     try:
@@ -123,5 +116,5 @@ def wiped(store: Store, *, epoch: str, found: str | None, otherwise: str) -> Sto
 
 
 def fits_key(name: str) -> bool:
-    """Whether `name` can be one component of a key: short, printable, no dot first (readers skip dot-names)."""
+    """Return whether `name` can be one component of a key: short, printable, no dot first (readers skip dot-names)."""
     return 0 < len(name) <= 200 and name[0] != "." and all(c.isalnum() or c in "-_.+" for c in name) and name.isascii()

@@ -34,7 +34,7 @@ LONGEST_SYMLINK = 900
 LANES = 16
 """Reads at a time, where many are needed."""
 SETTLE_SECONDS = 5.0
-"""How long a name that a failed create may have left behind is looked for before the create is tried again."""
+"""Seconds for which a name that a failed create may have left behind is looked for before the create is tried again."""
 REFUSED_SECONDS = 0.5
 """The same where the looks are refused too: the caller tries again later."""
 
@@ -87,7 +87,7 @@ class FileStore(Store):
                 failure = error
                 if error.errno == errno.ENOENT:
                     self._folders.discard(os.path.dirname(key))
-                    self._make_folder(key)
+                    self.make_folder(os.path.dirname(key))
                     continue
             found = self._settle(key)
             if found is not None:
@@ -127,7 +127,7 @@ class FileStore(Store):
         self._symlinks, self._hard_links = symlinks, hard_links
 
     def _is_full(self) -> bool:
-        """Whether there is no room, for filesystems that give no reason when they refuse (sshfs)."""
+        """Return whether there is no room, for filesystems that give no reason when they refuse (sshfs)."""
         try:
             room = os.statvfs(self._root)
         except OSError:
@@ -135,11 +135,8 @@ class FileStore(Store):
         return room.f_bavail == 0 or (room.f_files > 0 and room.f_favail == 0)
 
     def _settle(self, key: str) -> str | None:
-        """Read what a refused create says is there, until it is visible, or five seconds have passed.
-
-        Raises:
-            OSError: the filesystem refuses the looks too.
-        """
+        """Read the value behind a refused create, until it is visible, or five seconds have passed. OSError: the looks
+        are refused too."""
         began = self._clock.monotonic()
         deadline = began + SETTLE_SECONDS
         folder, _, name = key.rpartition("/")
@@ -159,16 +156,7 @@ class FileStore(Store):
                 return None
             delay = min(0.2, delay * 2)
 
-    def make_folder(self, folder: str) -> None:
-        """Create a folder, and those above it, so that the first look into it finds one."""
-        self._make_folder(f"{folder}/")
-
     def get_many(self, keys: Sequence[str]) -> builtins.list[str | None]:
-        """The values of many keys, up to `LANES` reads at a time.
-
-        Raises:
-            OSError: as `get`, for any of them.
-        """
         return self._parallel([functools.partial(self.get, key) for key in keys])
 
     @staticmethod
@@ -212,9 +200,7 @@ class FileStore(Store):
 
         An NFS client remembers what it did not find, up to a minute (acdirmax), though it is created meanwhile. Opening
         the folder makes it ask, and forget; where the folder itself is missing, the one above has to be opened first.
-
-        Returns:
-            Whether the folder is there, so that another look can find more.
+        Returns whether the folder is there, so that another look can find more.
         """
         for again in (False, True):
             try:
@@ -278,7 +264,7 @@ class FileStore(Store):
             fd = os.open(path, flags, 0o600)
         except FileNotFoundError:
             self._folders.discard(os.path.dirname(key))
-            self._make_folder(key)
+            self.make_folder(os.path.dirname(key))
             fd = os.open(path, flags, 0o600)
         try:
             os.pwrite(fd, raw, 0)
@@ -321,7 +307,6 @@ class FileStore(Store):
             missing = not self._invalidate(path)
 
     def _invalidate(self, path: str) -> bool:
-        """Returns whether the folder is there."""
         name = f"{path}/.{os.urandom(8).hex()}"
         try:
             if self._symlinks:
@@ -339,22 +324,16 @@ class FileStore(Store):
 
     @property
     def root(self) -> str:
-        """Where it is."""
         return self._root
 
     def check(self) -> None:
-        """Refuse to go on over a store that was put in this one's place.
-
-        Raises:
-            UnsafePathError, FileNotFoundError: the folder is not ours any more, or gone.
-        """
+        """Refuse to go on over a store that was put in this one's place: UnsafePathError, FileNotFoundError."""
         check_private_dir(Path(self._root))
 
     def _path(self, key: str) -> str:
         return f"{self._root}/{key}"
 
-    def _make_folder(self, key: str) -> None:
-        folder = os.path.dirname(key)
+    def make_folder(self, folder: str) -> None:
         if not folder or folder in self._folders:
             return
         at = self._root
@@ -373,7 +352,7 @@ def _encode(value: str) -> bytes:
 
 
 def _decode(raw: bytes) -> str | None:
-    """The value, or None where the checksum says that it is not whole."""
+    """None where the checksum says that the value is not whole."""
     checksum, _, text = raw.partition(b" ")
     return text.decode("utf-8", "surrogateescape") if checksum == b"%08x" % zlib.crc32(text) else None
 
@@ -384,11 +363,8 @@ def _fits_symlink(raw: bytes) -> bool:
 
 
 def _ask_mount(path: str) -> None:
-    """Distinguish a folder that was removed from a filesystem that is gone, as where its export was withdrawn.
-
-    Raises:
-        OSError: the filesystem as a whole answers no more.
-    """
+    """Raise OSError where the filesystem as a whole answers no more (its export was withdrawn), and not only a folder
+    is gone."""
     point = "/"
     with open("/proc/self/mounts", "rb") as mounts:
         for line in mounts:
@@ -399,7 +375,7 @@ def _ask_mount(path: str) -> None:
 
 
 def _may_be_no_such_kind(error: OSError, path: str) -> bool:
-    """Whether a refused create may say that the filesystem has no such thing, not that another process was first."""
+    """A refused create may say that the filesystem has no such thing, not that another process was first."""
     return error.errno in _NO_SUCH_KIND or (error.errno == errno.EPERM and not os.path.lexists(path))
 
 

@@ -25,7 +25,8 @@ from hpc_elastic.base.file_executor import repeat
 from hpc_elastic.store.base import Store, StoreError
 
 KEPT_VERSIONS = 1024
-"""Of each key. A writer that was stopped while so many others wrote gets an error, instead of writing into the past."""
+"""Versions of each key. A writer that was stopped while that many others wrote gets an error, instead of writing into
+the past."""
 _PRUNE_EVERY = 256
 _FIRST_DELAY = 0.003
 _LONGEST_DELAY = 0.1
@@ -34,13 +35,13 @@ _FIRST_INVALIDATION = 1.0
 _LONGEST_INVALIDATION = 30.0
 TIMEOUT_SECONDS = 300.0
 FAULT_SECONDS = 30.0
-"""How long a filesystem that refuses is asked again before the caller hears of it."""
+"""Seconds for which a filesystem that refuses is asked again before the caller hears of it."""
 
 T = TypeVar("T")
 
 
 class KeyValueTimeoutError(StoreError):
-    """What was waited for did not come: `missing` names the keys."""
+    """Keys did not come in time: `missing` names them."""
 
     template = "store {root}: nothing under {missing} after {seconds:g} s"
 
@@ -58,10 +59,7 @@ class KeyValueStore:
     def __init__(self, store: Store, folder: str, *, clock: Clock, rng: random.Random | None = None) -> None:
         """Open, or create.
 
-        Args:
-            store: Where.
-            folder: A key prefix of its own, which nothing else uses.
-            rng: For the delays between two tries.
+        `folder` is a key prefix of its own, which nothing else uses; `rng` is for the delays between two tries.
 
         Raises:
             OSError: the filesystem refused for half a minute; here and in all methods.
@@ -88,7 +86,7 @@ class KeyValueStore:
         return self._newest(_digest(key)).value
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long `wait` and `multi_get` wait; 300 s before."""
+        """Set how long `wait` and `multi_get` wait; 300 s before."""
         self._timeout = timeout.total_seconds()
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
@@ -97,11 +95,7 @@ class KeyValueStore:
         return [self.get_waiting(key, self._timeout) for key in keys]
 
     def get_waiting(self, key: str, timeout: float) -> bytes:
-        """The value, waited for.
-
-        Raises:
-            KeyValueTimeoutError: it did not come.
-        """
+        """The value, waited for. KeyValueTimeoutError: it did not come."""
         found: list[bytes] = []
 
         def there(until: float) -> bool:
@@ -114,7 +108,7 @@ class KeyValueStore:
         return found[0]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, kept as decimal text; what is not there counts as 0. Returns the new value.
+        """Add to a counter, kept as decimal text; an absent one counts as 0. Returns the new value.
 
         Raises:
             ValueError: the value is no number.
@@ -131,14 +125,12 @@ class KeyValueStore:
         return int(changed)
 
     def append(self, key: str, value: bytes) -> None:
-        """Put `value` behind what is there."""
         self._change(key, lambda old: (old or b"") + value)
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """Set `desired` where the value is `expected`, or where there is none and `expected` is empty.
 
-        Returns:
-            The value after this; `expected` where there is none.
+        Returns the value after this; `expected` where there is none.
         """
 
         def decide(old: bytes | None) -> bytes | None:
@@ -158,7 +150,7 @@ class KeyValueStore:
         return existed[0]
 
     def check(self, keys: Iterable[str]) -> bool:
-        """Whether all of them have a value."""
+        """Return whether all of them have a value."""
         self._freshen()
         names = self._list()
         return all(self._newest(_digest(key), names).value is not None for key in keys)
@@ -194,7 +186,7 @@ class KeyValueStore:
     def _change(
         self, key: str, decide: Callable[[bytes | None], bytes | None], *, keep_same: bool = False
     ) -> bytes | None:
-        """Write what `decide` makes of the value, again and again until nobody else has written in between."""
+        """Write what `decide` makes of the value, until nobody else has written in between."""
         digest = _digest(key)
         delay = _FIRST_DELAY
         lost = 0
@@ -279,7 +271,7 @@ class KeyValueStore:
             self._store.invalidate(self._folder)
 
     def _wait_until(self, there: Callable[[float], bool], timeout: float, missing: Sequence[str]) -> None:
-        """`there` is given the moment until which it may try, on the clock; `missing` is read after it."""
+        """`there` gets the moment until which it may try, on the clock; `missing` is read after it."""
         deadline = self._clock.monotonic() + timeout
         delay = _FIRST_DELAY
         invalidate_after, invalidated_at = _FIRST_INVALIDATION, self._clock.monotonic()

@@ -75,14 +75,13 @@ MAX_DATAGRAM = 512
 MOST_REJECTED = 500
 """Invalid datagrams that are looked at within one period."""
 PERIOD = 0.5
-"""Seconds."""
 MOST_LOGGED = 16
 """Different (reason, host) that are logged: a forger may make up any number of hosts."""
 MOST_FORWARDED = 20
 """Addresses that a notification can carry on."""
 _LONGEST_KEY = 120
 _LONGEST_FORWARDED_KEY = 40
-"""With addresses beside it: both have to fit into a datagram."""
+"""A key's length beside addresses: both have to fit into a datagram."""
 _MAC_BYTES = 32
 _REASONS = {
     "oversized": f"longer than {MAX_DATAGRAM} bytes",
@@ -93,33 +92,29 @@ _REASONS = {
 }
 
 Address = tuple[str, int]
-"""IPv4 address in dotted form, and port."""
 _in_short = json.JSONEncoder(separators=(",", ":")).encode
 """Made once: a beat a second is half of what a sleeping agent does."""
 
 
 class Heard(Struct, frozen=True, kw_only=True):
-    """What valid datagrams said."""
+    """Content of the valid datagrams."""
 
     notified: bool
-    """A peer asks this participant to look now."""
     alive: frozenset[str]
     """Uids of the senders, of notifications too."""
     about: frozenset[str] = frozenset()
-    """The keys that were written, as the notifications said."""
+    """The keys that were written, by the notifications."""
     newest: frozenset[str] = frozenset()
-    """The keys of the newest records, as the beats said."""
+    """The keys of the newest records, by the beats."""
     hears: Mapping[str, bool] = field(default_factory=dict)
-    """Who sent beats, and whether it hears this participant."""
+    """Sender of a beat → whether it hears this participant."""
     refused: frozenset[str] = frozenset()
-    """Those of them whom the files refuse."""
+    """Senders whose uid the files refuse."""
     muted: float = 0.0
     """Seconds since the last time for which a flood may have drowned what others sent."""
 
 
 class Notifier:
-    """One participant's datagram socket."""
-
     def __init__(
         self, *, secret: bytes, run_uid: str, uid: str, host: str, port: int = 0, clock: Clock | None = None
     ) -> None:
@@ -129,11 +124,9 @@ class Notifier:
             secret: The run's; from a 0600 file.
             run_uid: Mixed into every code: notifications of another run don't verify.
             host: The address to bind: ``127.0.0.1`` on one machine, ``0.0.0.0`` across nodes.
-            port: 0 takes a free one.
-            clock: For the limit on invalid datagrams.
 
         Raises:
-            OSError: the address can't be bound; `open_doorbell` goes on without.
+            OSError: the address can't be bound; `open_notifier` goes on without.
         """
         self._mac = Mac(sha256(secret + b"\0" + run_uid.encode()))
         self._uid = uid
@@ -143,9 +136,8 @@ class Notifier:
         self._newest: dict[tuple[str, str], int] = {}
         self._clocks: dict[str, PeerClock] = {}
         self._senders: dict[Address, str] = {}
-        """The peer that sends from there: an answer about clocks may go there."""
+        """Address → the peer that sends from there: an answer about clocks may go there."""
         self.rejections: Counter[str] = Counter()
-        """Invalid datagrams by reason."""
         self._logged: set[tuple[str, str]] = set()
         self._period_end = 0.0
         self._left = MOST_REJECTED
@@ -162,12 +154,11 @@ class Notifier:
 
     @property
     def rejected(self) -> int:
-        """Invalid datagrams so far."""
         return self.rejections.total()
 
     @property
     def senders(self) -> frozenset[str]:
-        """From where valid datagrams came. For any thread."""
+        """Addresses that valid datagrams came from. For any thread."""
         return frozenset(host for host, _ in tuple(self._senders))
 
     def fileno(self) -> int:
@@ -177,9 +168,8 @@ class Notifier:
         """Ask each of `addresses` to look now. Never blocks, never raises: polling is the fallback.
 
         Args:
-            addresses: Where the others' notifiers are.
             about: The key that was written, so that they look past their caches for it; empty: none in particular.
-            forward: Whom they shall notify in their turn, `MOST_FORWARDED` at most.
+            forward: Addresses to notify in their turn, `MOST_FORWARDED` at most.
         """
         more = {"a": about} if 0 < len(about) <= (_LONGEST_FORWARDED_KEY if forward else _LONGEST_KEY) else {}
         if forward:
@@ -192,10 +182,9 @@ class Notifier:
         """Send each of `addresses` a heartbeat of this participant. From any thread.
 
         Args:
-            addresses: Where the others' notifiers are.
-            about: The key of the newest record, for those whom no notification about it reached.
-            hears: Whether this participant hears them.
-            refused: Whether the shared filesystem refuses this participant.
+            about: The key of the newest record, for participants whom no notification about it reached.
+            hears: This participant hears them.
+            refused: The shared filesystem refuses this participant.
         """
         self._send("beat", addresses, {"a": about, "h": 1 if hears else 0, **({"r": 1} if refused else {})})
 
@@ -220,7 +209,8 @@ class Notifier:
         return {"t": now_ns} if ahead is None else {"t": now_ns, "b": ahead}
 
     def offset_to(self, uid: str) -> Offset | None:
-        """How far this host's clock since its boot is ahead of that of `uid`'s host; None: not known. Any thread."""
+        """Nanoseconds by which this host's clock since its boot is ahead of that of `uid`'s host; None: not known. Any
+        thread."""
         known = self._clocks.get(uid)
         return None if known is None else known.offset(uptime_ns(self._clock))
 
@@ -292,7 +282,7 @@ class Notifier:
         self._senders[address] = sender
 
     def _accept(self, data: bytes) -> tuple[str, str, Mapping[str, Any]] | str:
-        """Sender, kind and all that was said; or why not."""
+        """Sender, kind and content; or the reason to reject it."""
         if len(data) > MAX_DATAGRAM:
             return "oversized"
         mac, body = data[:_MAC_BYTES], data[_MAC_BYTES:]
@@ -327,7 +317,6 @@ class Notifier:
         )
 
     def log_rejections(self) -> None:
-        """Say how many datagrams were dropped, where some were."""
         if self.rejections:
             counts = ", ".join(f"{count} {reason}" for reason, count in sorted(self.rejections.items()))
             logger.info("dropped packets in all: %s", counts)
@@ -341,7 +330,7 @@ def _pack(addresses: Sequence[Address]) -> str:
 
 
 def _unpack(packed: object) -> list[Address]:
-    """Nothing where it makes no sense."""
+    """Empty for a senseless text."""
     try:
         raw = bytes.fromhex(packed) if isinstance(packed, str) else b""
     except ValueError:
@@ -355,9 +344,7 @@ def open_notifier(
 ) -> Notifier | None:
     """A notifier, or None where there can be none: then polling alone has to do, which one line in the log says.
 
-    Args:
-        secret, run_uid, uid, host, clock: As `Notifier` takes them.
-        addresses: By which others reach this host; none: they can't notify it here.
+    `addresses` are those by which others reach this host; none: they can't notify it here.
     """
     why = "this host has no IPv4 address that others could reach"
     if addresses:

@@ -23,7 +23,8 @@ from hpc_elastic.launch.supersede import (
     agent_state,
     why_safe,
 )
-from hpc_elastic.rendezvous.ending import claim_end, close_run, goodbye_key
+from hpc_elastic.rendezvous.claims import goodbye_key
+from hpc_elastic.rendezvous.ending import claim_end, close_run
 from hpc_elastic.rendezvous.heartbeat_sender import Heartbeat
 from hpc_elastic.rendezvous.peers import NodeInfo, Peers
 from hpc_elastic.rendezvous.round_log import RoundLog

@@ -7,6 +7,7 @@ from typing import Any
 
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
+from hpc_elastic.rendezvous.claims import goodbye_key
 from hpc_elastic.rendezvous.ending import (
     END_ASKED,
     END_PATIENCE,
@@ -14,7 +15,6 @@ from hpc_elastic.rendezvous.ending import (
     END_UNCONFIRMED,
     Ending,
     claim_end,
-    goodbye_key,
 )
 from hpc_elastic.rendezvous.peers import NodeInfo, Peers
 from hpc_elastic.rendezvous.schedule import poll_intervals

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.options.rendezvous_settings import RendezvousSettings
+from hpc_elastic.rendezvous.claims import ClaimKind, claim_key
 from hpc_elastic.rendezvous.ending import close_run
 from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.participant import OBSERVER_NODE, Participant
@@ -214,6 +215,29 @@ def test_nobody_opens_a_round_that_it_does_not_want_to_be_in(store: SpyStore, cl
     seat = Seat(store, clock, 0)
     advance(clock, 10, seat)
     assert seat.participant.record is None
+
+
+def test_a_round_is_frozen_with_a_claim_whose_announcement_was_lost(store: SpyStore, clock: FakeClock) -> None:
+    decided: list[str] = []
+
+    def decide(_: RoundRecord, failures: Sequence[NodeFailure]) -> RestartDecision:
+        decided.extend(failure.message for failure in failures)
+        return RestartDecision(go_on=True, reason="", memory=FailureMemory())
+
+    first, second = running(store, clock, decide_restart=decide)
+    fact = NodeFailure(node=1, fingerprint="", failure_class="root", retryable=True, message="the fact")
+    second.participant.claims.report_failure(0, fact)
+    second.participant.step()
+    first.participant.notified_of([claim_key(0, ClaimKind.FAIL, second.info.uid)])
+    first.participant.step()
+    second.participant.claims.sum_up_failures(0, replace(fact, message="the evidence"))
+    second.participant.join()
+    second.settle_down()
+    first.participant.join()
+    first.participant.notified_of([claim_key(1, ClaimKind.JOIN, second.info.uid)])
+    first.participant.step()
+    assert first.record.status is Status.FROZEN
+    assert decided[-1] == "the evidence"
 
 
 def test_a_claim_is_made_again_until_the_store_takes_it(store: SpyStore, clock: FakeClock) -> None:

@@ -13,9 +13,8 @@ from msgspec.structs import replace
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.outcome import Outcome
-from hpc_elastic.rendezvous.claims import read_claim
+from hpc_elastic.rendezvous.claims import OwnClaims, read_claim
 from hpc_elastic.rendezvous.errors import RendezvousStateError
-from hpc_elastic.rendezvous.own_claims import OwnClaims
 from hpc_elastic.rendezvous.state import (
     FailureMemory,
     HangMark,

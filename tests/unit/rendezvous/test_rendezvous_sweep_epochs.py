@@ -69,8 +69,7 @@ class Runs:
         self.now.put_if_absent("place/00000", "what is going on")
 
     def sweep(self) -> EpochSweep:
-        f = self.folder
-        return EpochSweep(epochs=f._epochs, state=f._state, path=f.epoch_path, clock=self.clock)
+        return EpochSweep(self.folder, self.clock)
 
     @property
     def left(self) -> list[str]:

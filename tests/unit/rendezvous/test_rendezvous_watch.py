@@ -57,7 +57,7 @@ def test_a_coordinator_that_hears_all_looks_half_as_often_until_somebody_falls_s
 def test_many_nodes_are_looked_at_as_rarely_as_their_number_asks_for() -> None:
     def worth(nodes: int) -> bool:
         intervals = poll_intervals(RendezvousSettings(expected_nodes=nodes))
-        return Schedule(intervals, random.Random(1), 0.0).may_rest
+        return Schedule(intervals, random.Random(1), 0.0).is_idle_allowed
 
     assert worth(2)
     assert worth(2048)
