@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -12,15 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import click
-from msgspec import Struct
+from msgspec import to_builtins
 
-from hpc_elastic.base import codec
 from hpc_elastic.base.text import plural, ranks_text
 from hpc_elastic.cli.run_argument import find_run_dir
 from hpc_elastic.errors import UsageError
 from hpc_elastic.failures.flight_analysis import Analysis, analyse
 from hpc_elastic.failures.flight_dump import MOST_BYTES, RankDump, UnreadableDumpError, rank_of_name, read_dump
-from hpc_elastic.failures.flight_groups import FlightSuspect, GroupState
+from hpc_elastic.failures.flight_groups import GroupState
 from hpc_elastic.output.terminal import one_line
 
 SCHEMA = 1
@@ -30,23 +30,6 @@ _MOST_PROCESSES = 8
 _MOST_GROUPS = 20
 _MOST_MEMORY = 8 << 30
 _OTHER = re.compile(r"/attempt-\d+/(?!round-)")
-
-
-class UnreadableFile(Struct, frozen=True, kw_only=True):
-    file: str
-    why: str
-
-
-class HangsDocument(Struct, frozen=True, kw_only=True):
-    """The object that ``--json`` prints."""
-
-    schema: int = SCHEMA
-    ranks: tuple[int, ...]
-    suspects: tuple[FlightSuspect, ...]
-    says: str
-    """The finding where there are no suspects."""
-    groups: tuple[GroupState, ...]
-    unreadable: tuple[UnreadableFile, ...]
 
 
 PARAMETERS = (
@@ -67,14 +50,15 @@ def run(args: SimpleNamespace) -> int:
         raise UsageError(f"{name}: {why}")
     analysis = analyse(dumps)
     if args.json:
-        document = HangsDocument(
-            ranks=tuple(sorted({dump.rank for dump in dumps})),
-            suspects=analysis.suspects,
-            says=analysis.says,
-            groups=analysis.groups,
-            unreadable=tuple(UnreadableFile(file=name, why=why) for name, why in unreadable),
-        )
-        print(codec.dumps(document))
+        document = {
+            "schema": SCHEMA,
+            "ranks": sorted({dump.rank for dump in dumps}),
+            "suspects": analysis.suspects,
+            "says": analysis.says,
+            "groups": analysis.groups,
+            "unreadable": [{"file": name, "why": why} for name, why in unreadable],
+        }
+        print(json.dumps(to_builtins(document), separators=(",", ":")))
     else:
         print("\n".join(one_line(line) for line in _lines(analysis, dumps, unreadable)))
     return 0

@@ -296,10 +296,8 @@ def _again(asked: RunJob, client: SlurmClient, done: str) -> str:
         client.requeue(asked.job)
         return done
     except (RequeueDisabledError, UnknownJobError, SlurmPermissionError) as error:
-        from hpc_elastic.launch.slurm_site import (
-            own_script,
-            placement,
-        )  # with the launcher: report, status and list need none
+        # The launcher comes with it: report, status and list need none.
+        from hpc_elastic.launch.slurm_site import own_script, placement
 
         script, task = own_script(asked.paths), task_index(asked.paths.root.name)
         if script is None or {asked.owner, script.stat().st_uid} != {os.geteuid()}:

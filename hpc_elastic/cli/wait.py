@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from collections import Counter
+from contextlib import suppress
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import ExitCode
@@ -182,16 +183,11 @@ class SlurmWatch:
         is_final = result is not None and result != ExitCode.REQUEUED
         cancelled = all(state.state == "CANCELLED" for state in states) and bool(states)
         if is_final or cancelled or now - self._ended_since >= _SETTLE:
-            states = states or self._accounted()
+            with suppress(SlurmError):
+                states = states or self._client.accounted([self.job])
             if states or is_final or now - self._ended_since >= FORGOTTEN_SECONDS:
                 return how_it_ended(states, result)
         return None
-
-    def _accounted(self) -> tuple[JobState, ...]:
-        try:
-            return self._client.accounted([self.job])
-        except SlurmError:
-            return ()
 
     def _print(self, line: str) -> None:
         if line != self._said:

@@ -42,8 +42,6 @@ class Command(Struct, eq=False):
     """Ends it: ``|``, ``&&``, ``;`` or a line break."""
     document: str | None = None
     """The text of its here-document."""
-    is_quoted: bool = False
-    """Nothing is expanded in the here-document."""
     blocks: tuple[Block, ...] = ()
 
 
@@ -249,7 +247,6 @@ class _Parser:
             found = re.compile(rf"^\t*{re.escape(delimiter)}[ \t]*$", re.MULTILINE).search(self._text, self._at)
             end, behind = (found.start(), found.end() + 1) if found else (len(self._text),) * 2
             command.document = self._text[self._at : end]
-            command.is_quoted = delimiter != target
             command.text += f"\n{command.document}{delimiter}"
             self._at = behind
         self._documents.clear()

@@ -21,7 +21,6 @@ PLACEHOLDERS = {
     "RUN_VARIABLES": "variables of a run; for `unset`, where a worker of another run submitted the script",
     "SHAPE_VARIABLES": "variables that overrule srun's flags; for `unset`, if the script calls srun itself",
 }
-NEEDED = ("SBATCH_LINES", "COMMAND")
 _PLACEHOLDER = re.compile(r"@([A-Z_]+)@")
 _SHELLS = ("sh", "bash", "dash", "ksh", "zsh")
 _TRAP = re.compile(r"""trap\s+(?:''|"")\s+(?:\S+\s+)*(?:SIG)?USR2\b""")
@@ -161,15 +160,12 @@ def read_template(parsed: Parsed, cwd: Path, env: Mapping[str, str]) -> tuple[st
         raise UsageError(f"--template {given}: {'; '.join(problems)}")
     values, sources = dict(parsed.values), dict(parsed.sources)
     for dest, (name, value) in asked_by(sbatch_words(text.splitlines())).items():
-        if not _is_given(parsed, dest) and not any(variable in env for variable in sbatch_variables(dest)):
+        # A configuration file, which is neither, stands below the script.
+        is_given = parsed.source(dest, "").startswith(("-", "HPC_ELASTIC_", "PET_"))
+        if not is_given and not any(variable in env for variable in sbatch_variables(dest)):
             values[dest] = (value,)
             sources[dest] = f"{given}: {name}"
     return text, replace(parsed, values=values, sources=sources)
-
-
-def _is_given(parsed: Parsed, dest: str) -> bool:
-    """Tell what a layer above the script gave: a configuration file stands below it."""
-    return parsed.from_command_line(dest) or parsed.source(dest, "").startswith(("HPC_ELASTIC_", "PET_"))
 
 
 def asked_by(words: Sequence[str]) -> dict[str, tuple[str, str]]:
