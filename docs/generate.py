@@ -242,7 +242,7 @@ def words_of_members(path: Path, name: str) -> dict[str, str]:
 
 def sequence() -> str:
     """A wrapped call with one fault, as a Mermaid sequence diagram: the table walked along `life.RESTART`."""
-    words = words_of_members(ROOT / "hpc_elastic" / "inprocess" / "life.py", "Phase")
+    words = words_of_members(ROOT / "hpc_elastic" / "inprocess" / "life.py", "CallPhase")
     lines = [
         "```mermaid",
         "sequenceDiagram",
@@ -250,7 +250,7 @@ def sequence() -> str:
         "    participant S as the group's store",
         "    participant O as every other rank",
     ]
-    phase = life.Phase.JOINING
+    phase = life.CallPhase.JOINING
     for event in life.RESTART:
         said = words[phase.name].replace("`", "").replace(";", ",").replace(":", ",").rstrip(".")
         lines.append(f"    Note over F,O: {phase.value} - {said}")
@@ -262,7 +262,7 @@ def sequence() -> str:
                 f"    S-->>F: {event.value}",
                 f"    S-->>O: {event.value}",
             ]
-        elif event is life.Event.INTERRUPTED:
+        elif event is life.CallEvent.INTERRUPTED:
             lines += [
                 "    F->>S: record_interrupted",
                 "    S-->>O: interrupted",
@@ -290,7 +290,7 @@ def states_page() -> str:
             rows(fork_server_states.TRANSITIONS),
             "## A rank of a wrapped call\n\n"
             "What a rank does that [restarts in its process](../how-to/restart-in-process.md).\n",
-            diagram(life.TRANSITIONS, life.Phase.JOINING),
+            diagram(life.TRANSITIONS, life.CallPhase.JOINING),
             rows(life.TRANSITIONS),
             "A call with one fault, on the ranks that stay:\n",
             sequence(),

@@ -18,9 +18,9 @@ logger = logging.getLogger(__name__)
 
 BEFORE_CUT = 0.03
 """Seconds between the exception and the cut. An operation that begins in the very moment of the cut waits out its whole
-timeout (torch 2.13, gloo: 1 in 50); 30 ms later the main thread can't begin one any more."""
+timeout (torch 2.13, gloo: 1 in 50); 30 ms later the main thread can't begin another one."""
 BEFORE_STORE_CUT = 0.3
-"""Seconds after that, before the connection to the function's own store is cut."""
+"""Further seconds before the connection to the function's own store is cut."""
 
 ledger = SocketLedger()
 """The sockets of this process' groups, kept while a wrapped call lasts."""
@@ -62,7 +62,7 @@ class AbortTorchDistributed(Abort):
 
 
 def _abort_nccl() -> None:
-    """All at once where torch can, so that no communicator waits for another."""
+    # All at once where torch can, so that no communicator waits for another.
     # After torch 2.13 ``nccl`` is a class of its own, and the older one ``nccl-legacy``.
     names = ("ProcessGroupNCCL", "ProcessGroupNCCL2")
     kinds = tuple(kind for name in names for place in (distributed_c10d, dist) if (kind := getattr(place, name, None)))
@@ -90,6 +90,6 @@ def forget_half_made_groups() -> None:
 
 @contextlib.contextmanager
 def sockets_kept() -> Iterator[None]:
-    """While it lasts, every process group that is made is noted with its sockets. Nests."""
+    """Record the sockets of every process group that is made within a ``with`` block. Nests."""
     with ledger.kept(distributed_c10d):
         yield

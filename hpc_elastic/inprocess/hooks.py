@@ -1,7 +1,7 @@
-"""The hooks that a user gives the wrapper, but those of `abort` and `rank_assignment`, and their composition.
+"""The hooks that a user gives the wrapper, except `abort` and `rank_assignment`, and their composition.
 
-In the order of a restart: `Finalize` brings a process back into a state in which the function can start again,
-`HealthCheck` decides whether a rank may go on, `RankFilter` which ranks call the function and which wait as spares, and
+Order in a restart: `Finalize` brings a process back into a state in which the function can start again,
+`HealthCheck` decides whether a rank continues, `RankFilter` which ranks call the function and which wait as spares, and
 `Initialize` runs first in every iteration. ``Compose(a, b, c)(x)`` is ``a(b(c(x)))``.
 """
 
@@ -30,7 +30,7 @@ class Initialize(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, state: State) -> State:
-        """What it returns takes the state's place."""
+        """The returned state takes the place of `state`."""
         raise NotImplementedError
 
 
@@ -41,7 +41,7 @@ class RetryController(Initialize):
         self, max_iterations: int | None = None, min_world_size: int = 1, min_active_world_size: int = 1
     ) -> None:
         """Args:
-        max_iterations: How many times the function may start, the first included; no limit where None.
+        max_iterations: How many times the function may start, the first included.
         min_world_size: Ranks that must be there, spares included.
         min_active_world_size: Ranks that must call the function.
         """
@@ -70,13 +70,13 @@ class Finalize(abc.ABC):
     def __call__(self, state: State, train_ex: Exception | None = None) -> tuple[State, Exception | None]:
         """Args:
         state: This rank's.
-        train_ex: What the function raised on this rank; None where the fault was elsewhere.
+        train_ex: The exception of the function on this rank; None where the fault was elsewhere.
         """
         raise NotImplementedError
 
 
 class ThreadedFinalize(Finalize):
-    """Calls a function in a thread of its own, and waits no longer than it is given."""
+    """Calls a function in its own thread, and waits no longer than `timeout`; then this rank ends."""
 
     def __init__(
         self,
@@ -85,10 +85,6 @@ class ThreadedFinalize(Finalize):
         args: tuple[Any, ...] | None = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:
-        """Args:
-        timeout: After which this rank ends.
-        fn, args, kwargs: What to call.
-        """
         self.timeout = timeout
         self.fn = fn
         self.args = args or ()
@@ -96,8 +92,8 @@ class ThreadedFinalize(Finalize):
 
     def __call__(self, state: State, train_ex: Exception | None = None) -> tuple[State, Exception | None]:
         """Raises:
-        TimeoutError: it has not returned in time; the thread is left to itself.
-        BaseException: what `fn` raised.
+        TimeoutError: `fn` has not returned in time; its thread is left alone.
+        BaseException: any exception of `fn`.
         """
         call = functools.partial(self.fn, *self.args, **self.kwargs)
         _within(
@@ -110,12 +106,6 @@ class ThreadedFinalize(Finalize):
 
 
 def _within(timeout: timedelta, action: Callable[[], object], *, name: str, late: str) -> None:
-    """Call `action` in a thread of its own, and wait no longer than `timeout`.
-
-    Raises:
-        TimeoutError: it has not returned in time; the thread is left to itself.
-        BaseException: what `action` raised.
-    """
     raised: list[BaseException] = []
 
     def call() -> None:
@@ -140,7 +130,7 @@ class HealthCheck(abc.ABC):
     def __call__(self, state: State, train_ex: Exception | None = None) -> tuple[State, Exception | None]:
         """Args:
         state: This rank's.
-        train_ex: What the function raised on this rank; None where the fault was elsewhere, and before the function.
+        train_ex: The exception of the function on this rank; None before the function, and after a fault elsewhere.
         """
         raise NotImplementedError
 
@@ -153,7 +143,7 @@ class CudaHealthCheck(HealthCheck):
 
     def __init__(self, timeout: timedelta = timedelta(seconds=30)) -> None:
         """Args:
-        timeout: For all work that was queued on the GPU.
+        timeout: Limit for all work that was queued on the GPU.
         """
         self.timeout = timeout
 
@@ -180,9 +170,6 @@ class FaultCounter(HealthCheck):
     """Counts the faults that this process itself caused: exceptions of the function, `initialize`, health check."""
 
     def __init__(self, max_rank_faults: int | None = None) -> None:
-        """Args:
-        max_rank_faults: So many are allowed; no limit where None.
-        """
         self.max_rank_faults = max_rank_faults
         self.faults_count = 0
 
@@ -198,21 +185,18 @@ class FaultCounter(HealthCheck):
 
 
 class RankFilter(abc.ABC):
-    """Runs on every rank after each assignment. Spares take over in the next iteration, where ranks are gone."""
+    """Runs on every rank after each assignment. Spares take over in the next iteration, after ranks are gone."""
 
     @abc.abstractmethod
     def __call__(self, state: State) -> State:
-        """Set ``active_world_size`` and ``status``; what it returns takes the state's place."""
+        """Set ``active_world_size`` and ``status``; the returned state takes the place of `state`."""
         raise NotImplementedError
 
 
 class MaxActiveWorldSize(RankFilter):
-    """No more than so many ranks call the function."""
+    """Lets at most `max_active_world_size` ranks call the function; None is no limit."""
 
     def __init__(self, max_active_world_size: int | None) -> None:
-        """Args:
-        max_active_world_size: No limit where None.
-        """
         self.max_active_world_size = max_active_world_size
 
     def __call__(self, state: State) -> State:
@@ -237,10 +221,8 @@ def _narrow(state: State, active: int) -> State:
 
 
 class Compose:
-    """Hooks in a chain, which is itself a hook: an instance of the nearest class that all its parts have in common.
-
-    The last one is called first. A tuple that it returns is the next one's arguments; a hook that takes none gets none.
-    """
+    """Hooks in a chain, which is itself a hook: an instance of the nearest class that all its parts have in common. The
+    last one is called first. A tuple that it returns is the next one's arguments; a hook that takes none gets none."""
 
     instances: tuple[Callable[..., Any], ...]
 
@@ -263,11 +245,7 @@ class Compose:
         return made  # type: ignore[no-any-return]
 
     def __call__(self, *arguments: Any) -> Any:
-        """The chain's value.
-
-        Warns:
-            UserWarning: a link was given something and returned None: the next one gets that None.
-        """
+        """Warns UserWarning: a link had arguments and returned None: the next one gets that None."""
         result: Any = None
         for instance in reversed(self.instances):
             result = instance(*arguments)

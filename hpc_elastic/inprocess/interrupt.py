@@ -7,7 +7,7 @@ destructor, a callback from C) it is raised again. While it is on its way out (`
 that handles it), that is left alone for `GRACE` seconds; the program's own handler of SIGTERM, to which the monitor
 process gives a grace, is left alone for as long as it runs.
 
-Raising an exception in another thread, and raising one again that was swallowed. No torch.
+`async_raise` raises an exception in another thread, `reraise_if_unraisable` one again that was swallowed. No torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, TypeVar
 
 logger = logging.getLogger(__name__)
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 GRACE = 10.0
-"""Seconds for code that runs because of the exception, before it is raised in there again."""
+"""Seconds for code that runs because of the exception, before it is raised there again."""
 REPEAT = 0.05
-"""Seconds between two looks whether the main thread has left."""
+"""Seconds between two looks at whether the main thread has left."""
 
 
 class RankShouldRestart(BaseException):
@@ -41,7 +41,8 @@ class RankShouldRestart(BaseException):
     """
 
     owner: object = None
-    """The call that it belongs to: of nested ones, each takes its own. None: the function's own, of the innermost."""
+    """The call that it belongs to: each of nested calls takes its own. None: the function itself raised it, for the
+    innermost."""
 
 
 class Interruptible:
@@ -58,7 +59,6 @@ class Interruptible:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the main thread is to leave."""
         return self._wanted is not None
 
     def run(self, body: Callable[[], T]) -> T:
@@ -76,14 +76,14 @@ class Interruptible:
             self._leave()
 
     def interrupt(self, why: str) -> None:
-        """Make the main thread leave `run`. From any thread, any number of times; it returns at once."""
+        """Make the main thread leave `run`. Any thread may call it any number of times; it returns at once."""
         if self._wanted is None:
             self._wanted = why
         if self._frame is not None:
-            signal.pthread_kill(_main_ident(), SIGNAL)
+            signal.pthread_kill(threading.main_thread().ident or 0, SIGNAL)
 
     def wait_until_left(self, seconds: float) -> bool:
-        """Whether the main thread is out of `run`; interrupts it again and again, for up to `seconds`."""
+        """Interrupt the main thread repeatedly, for up to `seconds`; returns whether it is out of `run`."""
         deadline = self._clock() + seconds
         while (left := deadline - self._clock()) > 0:
             if self._left.wait(min(left, REPEAT)):
@@ -92,7 +92,7 @@ class Interruptible:
         return self._left.is_set()
 
     def insist(self, stop: threading.Event) -> None:
-        """Interrupt again and again until the main thread has left, or `stop` is set."""
+        """Interrupt repeatedly until the main thread has left, or `stop` is set."""
         while not self._left.wait(REPEAT) and not stop.is_set():
             self.interrupt(self._wanted or "")
         for place in self._places[:-1]:
@@ -109,12 +109,12 @@ class Interruptible:
             _active.remove(self)
         self._left.set()
 
-    def _raise_if_inside(self, frame: FrameType | None) -> None:
-        """In the main thread, by the signal's handler."""
+    def raise_if_inside(self, frame: FrameType | None) -> None:
+        """Called in the main thread, by the signal's handler."""
         target = self._frame
         if self._wanted is None or target is None:
             return
-        place, at_the_end = frame, _code_of(signal.getsignal(signal.SIGTERM))
+        place, at_the_end = frame, getattr(signal.getsignal(signal.SIGTERM), "__code__", None)
         while frame is not None and frame is not target:
             if frame.f_code is at_the_end:
                 return
@@ -140,46 +140,31 @@ class Interruptible:
         return False
 
 
-def _code_of(handler: object) -> CodeType | None:
-    """Of a function or a method."""
-    code = getattr(handler, "__code__", None)
-    return code if isinstance(code, CodeType) else None
-
-
 SIGNAL = signal.SIGRTMIN + 9
 """A real-time signal that neither Python, torch, NCCL nor Slurm uses; taken while a wrapped call lasts."""
 
 _active: list[Interruptible] = []
-"""From the outermost to the innermost."""
-
-
 _abort = threading.local()
 
 
 def set_aborted(part: Interruptible | None) -> None:
-    """Note, in the thread that aborts, what the main thread is to leave."""
+    """Set the part of the main thread's work that this thread, which aborts, interrupts."""
     _abort.part = part
 
 
 def aborted() -> Interruptible | None:
-    """What this thread, which aborts, is to get the main thread out of; None where no wrapped call is aborted."""
+    """The part that this thread aborts; None where it aborts no wrapped call."""
     found: Interruptible | None = getattr(_abort, "part", None)
     return found
 
 
-def _main_ident() -> int:
-    ident = threading.main_thread().ident
-    assert ident is not None
-    return ident
-
-
 def _handle(signum: int, frame: FrameType | None) -> None:
     for each in tuple(_active):
-        each._raise_if_inside(frame)
+        each.raise_if_inside(frame)
 
 
 class SignalHandler:
-    """``with SignalHandler():`` the signal is ours; afterwards it is as it was."""
+    """Takes the signal for a ``with`` block; afterwards it is as it was."""
 
     def __enter__(self) -> SignalHandler:
         self._before: Any = signal.signal(SIGNAL, _handle)
@@ -191,14 +176,9 @@ class SignalHandler:
 
 
 def async_raise(tid: int, exc_type: type[BaseException], event: threading.Event | None = None) -> None:
-    """Raise `exc_type` in another thread, when it executes its next bytecode.
+    """Raise `exc_type`, a class, in the thread with ident `tid`, when it executes its next bytecode, after `event`.
 
     This package itself does not use this: a signal reaches a thread in a system call, too.
-
-    Args:
-        tid: The thread's ``ident``.
-        exc_type: A class; the exception is made there.
-        event: Waited for first.
 
     Raises:
         RuntimeError: there is no such thread.
@@ -213,7 +193,6 @@ def async_raise(tid: int, exc_type: type[BaseException], event: threading.Event 
 
 
 def _is_running(function: Callable[..., Any], ident: int) -> bool:
-    """Whether that thread is in a call of `function`."""
     frame = sys._current_frames().get(ident)
     while frame is not None and frame.f_code is not function.__code__:
         frame = frame.f_back
@@ -222,7 +201,7 @@ def _is_running(function: Callable[..., Any], ident: int) -> bool:
 
 @contextmanager
 def reraise_if_unraisable(exc_type: type[BaseException]) -> Iterator[None]:
-    """While it lasts: an `exc_type` that a destructor or a callback swallows is raised again in the main thread.
+    """Raise an `exc_type` that a destructor or a callback swallows again in the main thread, within a ``with`` block.
 
     `RankShouldRestart` does not need it: it is raised again anyway.
     """

@@ -1,4 +1,4 @@
-"""Carries out the table of `hpc_elastic.inprocess.life` on one rank: a method per phase, each says what happened."""
+"""Carries out the table of `hpc_elastic.inprocess.life` on one rank: one method per phase, which returns the event."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from msgspec import Struct, field
 
 from hpc_elastic.inprocess.abort import forget_half_made_groups
 from hpc_elastic.inprocess.interrupt import Interruptible, RankShouldRestart
-from hpc_elastic.inprocess.life import Event, Phase, next_phase
-from hpc_elastic.inprocess.monitor_process import MonitorProcess, Place
+from hpc_elastic.inprocess.life import CallEvent, CallPhase, next_phase
+from hpc_elastic.inprocess.monitor_process import MonitorProcess, RankPlace
 from hpc_elastic.inprocess.monitor_thread import MonitorThread, SoftTimeout
 from hpc_elastic.inprocess.progress_watchdog import ProgressWatchdog
 from hpc_elastic.inprocess.rank_assignment import RankDiscarded
-from hpc_elastic.inprocess.replacement import Replacements, Surroundings
+from hpc_elastic.inprocess.replacement import Admissions, AgentLink
 from hpc_elastic.inprocess.settings import Settings
 from hpc_elastic.inprocess.state import (
     HealthCheckError,
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class Rank(Struct, kw_only=True):
-    """What one call has on one rank, as long as it lasts."""
+    """The parts of one call on one rank, which last as long as it does."""
 
     state: State
     base: PrefixStore
@@ -50,53 +50,48 @@ class Rank(Struct, kw_only=True):
     settings: Settings
     name: str = ""
     """The call's: the prefix of its keys."""
-    surroundings: Surroundings = field(default_factory=Surroundings)
-    replacements: Replacements | None = None
-    """Where an agent starts fresh processes in dead ones' places."""
+    agent_link: AgentLink = field(default_factory=AgentLink)
+    admissions: Admissions | None = None
+    """Set where an agent starts fresh processes in dead ones' places."""
     has_completed: bool = False
-    """Whether all ranks have completed; else others may go on for long."""
+    """All ranks have completed; else others may continue for long."""
 
     def announce_end(self) -> None:
-        """This rank needs the store no more. Where the store is in this process: wait for all others to say so."""
+        """Report that this rank does not need the store any more. The rank that serves it waits for all others."""
         is_critical = self.state.initial_rank in self.critical_ranks
         if not is_critical:
             self.process.shutdown()  # it uses the store too
         try:
             self.base.record_base_terminated_rank(self.state.initial_rank)
-            if is_critical:
-                self._wait_for_all()
+            deadline = time.monotonic() + self.settings.barrier_timeout.total_seconds()
+            pause = 0.002
+            while is_critical and self.base.get_base_terminated_count() < self.state.initial_world_size:
+                if self.has_completed and time.monotonic() >= deadline:
+                    logger.warning("the restart group's store ends; not all ranks have said that they need it no more")
+                    return
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.2)
         except Exception as error:
             logger.warning("rank %d: the restart group's store fails at the end: %s", self.state.rank, error)
 
-    def _wait_for_all(self) -> None:
-        deadline = time.monotonic() + self.settings.barrier_timeout.total_seconds()
-        pause = 0.002
-        while self.base.get_base_terminated_count() < self.state.initial_world_size:
-            if self.has_completed and time.monotonic() >= deadline:
-                logger.warning("the restart group's store ends; not all ranks have said that they need it no more")
-                return
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.2)
-
 
 class Iterations:
-    """One call's loop."""
+    """One call's loop.
+
+    It begins after the initial barrier, or, in a fresh process, after a running restart group took it in: then
+    `terminated` are the places that stayed empty.
+    """
 
     def __init__(self, rank: Rank, function: Callable[[], Any], *, terminated: Collection[int] = ()) -> None:
-        """Args:
-        rank: Past the initial barrier, or taken in by a restart group that runs.
-        function: What to call.
-        terminated: For the first assignment: the places that stayed empty, where this is a fresh process.
-        """
         self._call = rank
         self._settings = rank.settings
         self._function = function
         self._store: PrefixStore | None = None
-        """Of the iteration that lasts; None before the first iteration barrier of an assignment."""
+        """The current iteration's store; None before the first iteration barrier of an assignment."""
         self._terminated = set(terminated)
         self._joined: tuple[int, ...] = ()
         self._seen: tuple[tuple[int, str], ...] = ()
-        """What interrupted the iteration before."""
+        """The records of the interruption before."""
         self._part = Interruptible()
         self._thread: MonitorThread | None = None
         self._value: Any = None
@@ -109,33 +104,28 @@ class Iterations:
         return self._call.state
 
     def run(self) -> Any:
-        """From the first assignment on.
-
-        Raises:
-            BaseException: what ended this rank.
-        """
-        steps: dict[Phase, Callable[[], Event]] = {
-            Phase.ASSIGNING: self._assign,
-            Phase.STARTING: self._start,
-            Phase.RUNNING: self._run,
-            Phase.COMPLETING: self._complete,
-            Phase.ABORTING: self._abort,
-            Phase.FINALIZING: self._finalize,
-            Phase.CHECKING: self._check,
-            Phase.TERMINATING: self._terminate,
-            Phase.REPLACING: self._replace,
-            Phase.LEAVING: self._leave,
+        steps: dict[CallPhase, Callable[[], CallEvent]] = {
+            CallPhase.ASSIGNING: self._assign,
+            CallPhase.STARTING: self._start,
+            CallPhase.RUNNING: self._run,
+            CallPhase.COMPLETING: self._complete,
+            CallPhase.ABORTING: self._abort,
+            CallPhase.FINALIZING: self._finalize,
+            CallPhase.CHECKING: self._check,
+            CallPhase.TERMINATING: self._terminate,
+            CallPhase.REPLACING: self._replace,
+            CallPhase.LEAVING: self._leave,
         }
-        phase = next_phase(Phase.JOINING, Event.ALL_CAME)
+        phase = next_phase(CallPhase.JOINING, CallEvent.ALL_CAME)
         try:
             while phase in steps:
                 try:
                     event = steps[phase]()
                 except BaseException as error:
-                    if phase is Phase.LEAVING:
-                        logger.warning("rank %d can't say that it leaves: %s", self._state.rank, error)
+                    if phase is CallPhase.LEAVING:
+                        logger.warning("rank %d can't report that it leaves: %s", self._state.rank, error)
                         break
-                    event, self._leaving = Event.FAILED, _with_cause(phase, error)
+                    event, self._leaving = CallEvent.FAILED, _with_cause(phase, error)
                 logger.debug("rank %d: %s, while %s", self._state.rank, event.value, phase.value)
                 phase = next_phase(phase, event)
             if self._leaving is not None:
@@ -146,7 +136,7 @@ class Iterations:
 
     # --- the phases
 
-    def _assign(self) -> Event:
+    def _assign(self) -> CallEvent:
         state, settings = self._state, self._settings
         self._store = None
         state, left = settings.rank_assignment(state, self._terminated)
@@ -158,13 +148,13 @@ class Iterations:
             state = settings.rank_filter(state)
         state.set_distributed_vars()
         self._call.state = state
-        return Event.ASSIGNED
+        return CallEvent.ASSIGNED
 
-    def _start(self) -> Event:
+    def _start(self) -> CallEvent:
         state, call = self._state, self._call
         store = self._store = PrefixStore(state.iteration, call.base)
         call.process.start_iteration(
-            Place(
+            RankPlace(
                 iteration=state.iteration,
                 rank=state.rank,
                 count=state.world_size,
@@ -179,16 +169,13 @@ class Iterations:
         store.iteration_barrier(
             rank=state.rank, rendezvous_count=state.world_size, timeout=self._settings.barrier_timeout
         )
-        if self._interrupted_at:
-            self._report_restarted(time.monotonic() - self._interrupted_at)
-        return Event.ALL_CAME
-
-    def _report_restarted(self, seconds: float) -> None:
-        state = self._state
+        if not self._interrupted_at:
+            return CallEvent.ALL_CAME
+        seconds = time.monotonic() - self._interrupted_at
         logger.info("rank %d of %d: iteration %d, %.3f s after the fault was seen", state.rank,
                     state.world_size, state.iteration, seconds)  # fmt: skip
-        if self._call.surroundings.reports and state.store.is_first("told"):  # one rank reports for all
-            self._call.surroundings.report(
+        if call.agent_link.reports and store.is_first("told"):  # one rank reports for all
+            call.agent_link.report(
                 RestartGroupEvent.RESTARTED,
                 rank=state.initial_rank,
                 iteration=state.iteration,
@@ -198,8 +185,9 @@ class Iterations:
                 interruptions=self._seen,
                 joined=self._joined,
             )
+        return CallEvent.ALL_CAME
 
-    def _run(self) -> Event:
+    def _run(self) -> CallEvent:
         call, settings, store = self._call, self._settings, self._store
         assert store is not None
         call.watchdog.reset()
@@ -222,21 +210,21 @@ class Iterations:
         except RankShouldRestart as error:
             if error.owner is not None and error.owner is not self._part:
                 raise  # an outer call's
-            if error.owner is None and not self._part.is_wanted:  # the function's own wish
+            if error.owner is None and not self._part.is_wanted:  # the function raised it
                 logger.warning("rank %d: the function asks for a restart: %s", self._state.rank, error)
                 store.record_interrupted(InterruptionRecord(self._state.rank, Interruption.EXCEPTION))
-            return Event.INTERRUPTED
+            return CallEvent.INTERRUPTED
         except Exception as error:
             if not self._part.is_wanted:
                 logger.warning("rank %d: %s: %s", self._state.rank, type(error).__name__, error)
                 self._own_fault = error
                 store.record_interrupted(InterruptionRecord(self._state.rank, Interruption.EXCEPTION))
             # Otherwise the abort is the cause, not this rank.
-            return Event.INTERRUPTED
+            return CallEvent.INTERRUPTED
         finally:
             call.watchdog.show(None)
             call.watchdog.reset()
-        return Event.DONE
+        return CallEvent.DONE
 
     def _body(self) -> Any:
         state, settings = self._state, self._settings
@@ -252,7 +240,7 @@ class Iterations:
         state.store.record_completed()
         return value
 
-    def _complete(self) -> Event:
+    def _complete(self) -> CallEvent:
         assert self._store is not None
         has_completed = self._store.completion_barrier(
             rank=self._state.rank,
@@ -260,14 +248,14 @@ class Iterations:
             timeout=self._settings.completion_timeout,
         )
         if not has_completed:
-            return Event.INTERRUPTED
+            return CallEvent.INTERRUPTED
         self._call.has_completed = True
-        if self._call.replacements is not None:
-            self._call.replacements.finish()
+        if self._call.admissions is not None:
+            self._call.admissions.finish()
         self._end_thread()
-        return Event.ALL_COMPLETED
+        return CallEvent.ALL_COMPLETED
 
-    def _abort(self) -> Event:
+    def _abort(self) -> CallEvent:
         thread = self._thread
         assert thread is not None
         self._interrupted_at = time.monotonic()
@@ -279,63 +267,63 @@ class Iterations:
         self._call.watchdog.reset()
         if thread.error is not None:
             raise InternalError(f"the restart group's store fails: {thread.error}") from thread.error
-        return Event.ABORTED
+        return CallEvent.ABORTED
 
-    def _finalize(self) -> Event:
+    def _finalize(self) -> CallEvent:
         if self._settings.finalize is not None:
             self._settings.finalize(self._state, self._own_fault)
-        return Event.FINALIZED
+        return CallEvent.FINALIZED
 
-    def _check(self) -> Event:
+    def _check(self) -> CallEvent:
         if self._settings.health_check is not None:
             try:
                 self._settings.health_check(self._state, self._own_fault)
             except Exception as error:
                 raise HealthCheckError(f"rank {self._state.rank} is not healthy: {error}") from error
-        return Event.HEALTHY
+        return CallEvent.HEALTHY
 
-    def _terminate(self) -> Event:
+    def _terminate(self) -> CallEvent:
         store, state = self._store, self._state
         assert store is not None
         store.termination_barrier(
             rank=state.rank, rendezvous_count=state.world_size, timeout=self._settings.barrier_timeout
         )
-        # Until all have left the function, its frames stay: another rank's main thread may be connecting to a store
+        # The function's frames stay until all have left it: another rank's main thread may be connecting to a store
         # that this rank's function serves, and would try in vain until its timeout.
         self._own_fault = None
         self._part.close()
         self._terminated = store.get_terminated_ranks()
-        records = store.get_interruption_records() if self._call.surroundings.reports else ()
+        records = store.get_interruption_records() if self._call.agent_link.reports else ()
         self._seen = tuple(dict.fromkeys((record.rank, record.interruption.name) for record in records))
         while gc.collect():
             pass
         state.advance()
-        return Event.ALL_CAME
+        return CallEvent.ALL_CAME
 
-    def _replace(self) -> Event:
-        state, store, replacements = self._state, self._store, self._call.replacements
-        self._store = None  # that iteration is over: who leaves now says so in the next
-        if replacements is not None:
-            found = replacements.admit(state, store, self._terminated)
+    def _replace(self) -> CallEvent:
+        state, store, admissions = self._state, self._store, self._call.admissions
+        self._store = None  # that iteration is over: a rank that leaves now reports it in the next
+        if admissions is not None:
+            found = admissions.admit(state, store, self._terminated)
             state.world_size = found.world_size
             self._terminated = set(found.empty)
             self._joined = tuple(sorted(found.places.values()))
-        return Event.DECIDED
+        return CallEvent.DECIDED
 
-    def _leave(self) -> Event:
+    def _leave(self) -> CallEvent:
         """Report it to the others, in whatever iteration they are."""
         error, state, store = self._leaving, self._state, self._store
         logger.warning("rank %d leaves: %s: %s", state.rank, type(error).__name__, error)
         gives_up = isinstance(error, RestartAbort | InternalError | BarrierError)
         event = RestartGroupEvent.GAVE_UP if gives_up else RestartGroupEvent.LEFT
         reason = f"{type(error).__name__}: {error}"
-        self._call.surroundings.report(event, rank=state.initial_rank, iteration=state.iteration, reason=reason)
+        self._call.agent_link.report(event, rank=state.initial_rank, iteration=state.iteration, reason=reason)
         if store is None:
             if not isinstance(error, RankDiscarded):  # else all others know
                 PrefixStore(state.iteration, self._call.base).report_gone(state.initial_rank)
-            return Event.SAID
+            return CallEvent.SAID
         if store.outcome() == COMPLETED:
-            return Event.SAID
+            return CallEvent.SAID
         store.stand_in_for(state.rank, state.world_size, Interruption.BASE_EXCEPTION)
         if self._thread is not None:
             self._thread.has_aborted.wait(self._settings.hard_timeout.total_seconds())
@@ -344,7 +332,7 @@ class Iterations:
             store.termination_barrier(
                 rank=state.rank, rendezvous_count=state.world_size, timeout=self._settings.barrier_timeout
             )
-        return Event.SAID
+        return CallEvent.SAID
 
     # --- helpers
 
@@ -355,7 +343,7 @@ class Iterations:
             self._thread = None
 
     def _forget(self) -> None:
-        """Nothing of the function's stays: exceptions hold frames, and frames hold tensors."""
+        # Nothing of the function's stays: exceptions hold frames, and frames hold tensors.
         self._end_thread()
         self._part.close()
         self._own_fault = self._leaving = None
@@ -363,9 +351,9 @@ class Iterations:
         self._function = lambda: None
 
 
-def _with_cause(phase: Phase, error: BaseException) -> BaseException:
-    """`error`, or its meaning where the restart group's store is lost; a hook may use stores of its own."""
-    if phase in (Phase.FINALIZING, Phase.CHECKING) or not isinstance(error, dist.DistNetworkError):
+def _with_cause(phase: CallPhase, error: BaseException) -> BaseException:
+    """Replace `error` where it shows that the restart group's store is lost; a hook may use stores of its own."""
+    if phase in (CallPhase.FINALIZING, CallPhase.CHECKING) or not isinstance(error, dist.DistNetworkError):
         return error
     failure = InternalError(f"the restart group's store fails: {error}")
     failure.__cause__ = error

@@ -1,13 +1,11 @@
-"""What a rank does between the call and its end, as a table: `CallWrapper` carries it out."""
+"""The table of a rank's phases between the call and its end: `CallWrapper` carries it out."""
 
 from __future__ import annotations
 
 from enum import Enum
 
 
-class Phase(Enum):
-    """Where a rank is in one wrapped call."""
-
+class CallPhase(Enum):
     JOINING = "joining"
     """Waits for all ranks to be there: the initial barrier."""
     ASSIGNING = "assigning"
@@ -34,9 +32,7 @@ class Phase(Enum):
     LEFT = "left"
 
 
-class Event(Enum):
-    """What happened in a phase."""
-
+class CallEvent(Enum):
     ALL_CAME = "all came"
     ASSIGNED = "assigned"
     DONE = "done"
@@ -49,49 +45,51 @@ class Event(Enum):
     HEALTHY = "healthy"
     DECIDED = "decided"
     """The members of the next iteration are known."""
+    """The members of the next iteration are known."""
     FAILED = "failed"
     """Something raised that ends this rank."""
     SAID = "said"
     """The others know that this rank is gone."""
 
 
-TRANSITIONS: dict[Phase, dict[Event, Phase]] = {
-    Phase.JOINING: {Event.ALL_CAME: Phase.ASSIGNING, Event.FAILED: Phase.LEFT},
-    Phase.ASSIGNING: {Event.ASSIGNED: Phase.STARTING, Event.FAILED: Phase.LEAVING},
-    Phase.STARTING: {Event.ALL_CAME: Phase.RUNNING, Event.FAILED: Phase.LEAVING},
-    Phase.RUNNING: {
-        Event.DONE: Phase.COMPLETING,
-        Event.INTERRUPTED: Phase.ABORTING,
-        Event.FAILED: Phase.LEAVING,
+TRANSITIONS: dict[CallPhase, dict[CallEvent, CallPhase]] = {
+    CallPhase.JOINING: {CallEvent.ALL_CAME: CallPhase.ASSIGNING, CallEvent.FAILED: CallPhase.LEFT},
+    CallPhase.ASSIGNING: {CallEvent.ASSIGNED: CallPhase.STARTING, CallEvent.FAILED: CallPhase.LEAVING},
+    CallPhase.STARTING: {CallEvent.ALL_CAME: CallPhase.RUNNING, CallEvent.FAILED: CallPhase.LEAVING},
+    CallPhase.RUNNING: {
+        CallEvent.DONE: CallPhase.COMPLETING,
+        CallEvent.INTERRUPTED: CallPhase.ABORTING,
+        CallEvent.FAILED: CallPhase.LEAVING,
     },
-    Phase.COMPLETING: {
-        Event.ALL_COMPLETED: Phase.RETURNED,
-        Event.INTERRUPTED: Phase.ABORTING,
-        Event.FAILED: Phase.LEAVING,
+    CallPhase.COMPLETING: {
+        CallEvent.ALL_COMPLETED: CallPhase.RETURNED,
+        CallEvent.INTERRUPTED: CallPhase.ABORTING,
+        CallEvent.FAILED: CallPhase.LEAVING,
     },
-    Phase.ABORTING: {Event.ABORTED: Phase.FINALIZING, Event.FAILED: Phase.LEAVING},
-    Phase.FINALIZING: {Event.FINALIZED: Phase.CHECKING, Event.FAILED: Phase.LEAVING},
-    Phase.CHECKING: {Event.HEALTHY: Phase.TERMINATING, Event.FAILED: Phase.LEAVING},
-    Phase.TERMINATING: {Event.ALL_CAME: Phase.REPLACING, Event.FAILED: Phase.LEAVING},
-    Phase.REPLACING: {Event.DECIDED: Phase.ASSIGNING, Event.FAILED: Phase.LEAVING},
-    Phase.LEAVING: {Event.SAID: Phase.LEFT},
-    Phase.RETURNED: {},
-    Phase.LEFT: {},
+    CallPhase.ABORTING: {CallEvent.ABORTED: CallPhase.FINALIZING, CallEvent.FAILED: CallPhase.LEAVING},
+    CallPhase.FINALIZING: {CallEvent.FINALIZED: CallPhase.CHECKING, CallEvent.FAILED: CallPhase.LEAVING},
+    CallPhase.CHECKING: {CallEvent.HEALTHY: CallPhase.TERMINATING, CallEvent.FAILED: CallPhase.LEAVING},
+    CallPhase.TERMINATING: {CallEvent.ALL_CAME: CallPhase.REPLACING, CallEvent.FAILED: CallPhase.LEAVING},
+    CallPhase.REPLACING: {CallEvent.DECIDED: CallPhase.ASSIGNING, CallEvent.FAILED: CallPhase.LEAVING},
+    CallPhase.LEAVING: {CallEvent.SAID: CallPhase.LEFT},
+    CallPhase.RETURNED: {},
+    CallPhase.LEFT: {},
 }
 
 
-BARRIERS: dict[Phase, str] = {
-    Phase.JOINING: "initial_barrier",
-    Phase.STARTING: "iteration_barrier",
-    Phase.COMPLETING: "completion_barrier",
-    Phase.TERMINATING: "termination_barrier",
+BARRIERS: dict[CallPhase, str] = {
+    CallPhase.JOINING: "initial_barrier",
+    CallPhase.STARTING: "iteration_barrier",
+    CallPhase.COMPLETING: "completion_barrier",
+    CallPhase.TERMINATING: "termination_barrier",
 }
-"""Where all ranks meet: the method of `hpc_elastic.inprocess.store.StoreMixin`."""
+"""The phases in which all ranks meet, and the method of `hpc_elastic.inprocess.store.StoreMixin` for it."""
 
-RESTART: tuple[Event, ...] = (
-    Event.ALL_CAME, Event.ASSIGNED, Event.ALL_CAME,
-    Event.INTERRUPTED, Event.ABORTED, Event.FINALIZED, Event.HEALTHY, Event.ALL_CAME, Event.DECIDED, Event.ASSIGNED,
-    Event.ALL_CAME, Event.DONE, Event.ALL_COMPLETED,
+RESTART: tuple[CallEvent, ...] = (
+    CallEvent.ALL_CAME, CallEvent.ASSIGNED, CallEvent.ALL_CAME,
+    CallEvent.INTERRUPTED, CallEvent.ABORTED, CallEvent.FINALIZED, CallEvent.HEALTHY,
+    CallEvent.ALL_CAME, CallEvent.DECIDED, CallEvent.ASSIGNED,
+    CallEvent.ALL_CAME, CallEvent.DONE, CallEvent.ALL_COMPLETED,
 )  # fmt: skip
 """A call with one fault, on every rank that stays: what docs/ draws."""
 
@@ -99,7 +97,7 @@ RESTART: tuple[Event, ...] = (
 class IllegalEventError(Exception):
     """A phase met an event that the table does not know: a defect of this package."""
 
-    def __init__(self, phase: Phase, event: Event) -> None:
+    def __init__(self, phase: CallPhase, event: CallEvent) -> None:
         super().__init__(phase, event)
         self.phase = phase
         self.event = event
@@ -108,8 +106,7 @@ class IllegalEventError(Exception):
         return f"in phase {self.phase.value!r}: unexpected event {self.event.value!r}"
 
 
-def next_phase(phase: Phase, event: Event) -> Phase:
-    """Raises: IllegalEventError: the table has no such row."""
+def next_phase(phase: CallPhase, event: CallEvent) -> CallPhase:
     try:
         return TRANSITIONS[phase][event]
     except KeyError:

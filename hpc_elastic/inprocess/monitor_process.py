@@ -26,8 +26,8 @@ from hpc_elastic.base.files import Owner, open_checked
 from hpc_elastic.base.staleness import Staleness
 from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.errors import UnsafePathError
-from hpc_elastic.inprocess.progress_watchdog import HeartbeatWatch, ProgressPage, StallWatch
-from hpc_elastic.inprocess.replacement import PULSE, WITHDRAWN, Newcomer
+from hpc_elastic.inprocess.progress_watchdog import NeighbourWatch, ProgressPage, StallWatch
+from hpc_elastic.inprocess.replacement import PULSE, WITHDRAWN, Replacement
 from hpc_elastic.inprocess.settings import Settings
 from hpc_elastic.inprocess.sockets import detect_silence
 from hpc_elastic.inprocess.state import Interruption, InterruptionRecord
@@ -36,33 +36,29 @@ from hpc_elastic.inprocess.store import COMPLETED, PrefixStore, StoreMixin, TCPS
 logger = logging.getLogger(__name__)
 
 _RACE_SECONDS = 5.0
-"""A newcomer that has just died may be given a place by ranks that had read their list before."""
+"""Ranks that had read their list before may give a replacement that has just died a place."""
 
 
 ELSEWHERE = object()
-"""In place of a server: another process serves already."""
+"""Returned instead of a server where another process serves already."""
 
 
 class StoreSource(Struct, frozen=True):
-    """Where a monitor process has the restart group's store from."""
+    """Opens the restart group's store in a monitor process."""
 
     factory: type[StoreMixin]
     kwargs: Mapping[str, Any]
 
     def serve(self) -> Any:
-        """The store's server, where it is this rank that has to have one: it outlives the rank's process.
+        """Open the store's server, if this rank has to have one: it outlives the rank's process.
 
         Returns:
-            What keeps it; `ELSEWHERE`; None where this store has none, or this rank is not to be it.
+            The server; `ELSEWHERE`; None where this store has no server, or another rank has it.
         """
         return self.factory.serve_apart(ELSEWHERE, **self.kwargs)
 
     def open(self, *, within: float | None = None) -> Any:
-        """A connection of the monitor's own: never the server.
-
-        Args:
-            within: Seconds for the server to answer, where the store's own timeout is longer.
-        """
+        """Open the monitor's own connection; the server has `within` seconds, where the store's timeout is longer."""
         TCPStore.is_client_only = True  # in this process alone
         kwargs = dict(self.kwargs)
         if within is not None and self.factory.__init__ is TCPStore.__init__:
@@ -71,51 +67,46 @@ class StoreSource(Struct, frozen=True):
         return self.factory(**kwargs)
 
 
-class Place(Struct, frozen=True, kw_only=True):
-    """Where the rank is in an iteration: what it sends to its monitor."""
+class RankPlace(Struct, frozen=True, kw_only=True):
+    """The rank's place in an iteration, which it sends to its monitor."""
 
     iteration: int
     rank: int
     count: int
     initial_rank: int
     call: str = ""
-    """The wrapped call's name: the prefix of its keys."""
 
 
 class Unplaced(Struct, frozen=True, kw_only=True):
-    """A process that has no place yet: what its monitor has to report if it dies."""
+    """A process that has no place yet, and how its monitor reports its death."""
 
     call: str
-    """The call's name."""
     initial_rank: int
     world_size: int
     """Ranks of the whole call, as it began."""
-    newcomer: Newcomer | None = None
-    """It comes in a dead process' place; else it waits for the first iteration."""
+    replacement: Replacement | None = None
+    """Set where it comes in a dead process' place; else it waits for the first iteration."""
 
-    def mourn(self, open_store: Callable[[], Any], *, patience: float) -> None:
+    def report_exit(self, open_store: Callable[[], Any], *, patience: float) -> None:
         """Report its death, so that no rank waits for it.
 
-        Args:
-            open_store: Opens the restart group's, or raises.
-            patience: Seconds for the store to answer, and for the others to come to the first barrier or to give the
-                newcomer a place.
+        `patience` limits in seconds the wait for the others to come to the first barrier or to admit the replacement.
         """
         deadline = time.monotonic() + patience
         base = PrefixStore(self.call, open_store())
-        if self.newcomer is None:
+        if self.replacement is None:
             while not base.is_released(base.INITIAL_BARRIER):
-                if time.monotonic() >= deadline or base.fate(self.initial_rank):
+                if time.monotonic() >= deadline or base.slot_resolution(self.initial_rank):
                     return
                 time.sleep(0.02)
-            if base.decide_fate(self.initial_rank, "gone"):
+            if base.resolve_slot(self.initial_rank, "gone"):
                 PrefixStore(0, base).report_gone(self.initial_rank)
                 base.record_base_terminated_rank(self.initial_rank)
             return
-        base.append_item(WITHDRAWN, self.newcomer.uid)
+        base.append_item(WITHDRAWN, self.replacement.uid)
         deadline = time.monotonic() + min(patience, _RACE_SECONDS)
         while time.monotonic() < deadline:
-            if (found := self.newcomer.place_in(base, base.decided())) is not None:
+            if (found := self.replacement.place_in(base, base.decided())) is not None:
                 PrefixStore(found.iteration, base).report_gone(self.initial_rank)
                 return
             time.sleep(0.02)
@@ -125,12 +116,6 @@ class MonitorProcess:
     """The rank's side: start the process, send it where the rank is, end it."""
 
     def __init__(self, *, source: StoreSource, page: ProgressPage, unplaced: Unplaced, settings: Settings) -> None:
-        """Args:
-        source: Where the monitor process has the restart group's store from.
-        page: The rank's progress.
-        unplaced: What it is to report if the rank dies before it has a place.
-        settings: The wrapper's.
-        """
         self.source = source
         self.page = page
         self.unplaced = unplaced
@@ -139,10 +124,10 @@ class MonitorProcess:
         self._pipe = -1
 
     def start(self) -> bool:
-        """Fork. Before the store is made: its server's socket must not live on in the child.
+        """Fork, before the store is made: its server's socket must not live on in the child.
 
         Returns:
-            Whether the store's server is there, in that process or anywhere: the rank need not be it.
+            Whether the store's server is open, in that process or elsewhere: this rank need not be it.
         """
         reader, self._pipe = os.pipe()
         served_r, served_w = os.pipe()
@@ -158,15 +143,15 @@ class MonitorProcess:
         with os.fdopen(served_r, "rb") as served:
             return served.read() == b"yes"
 
-    def start_iteration(self, place: Place) -> None:
-        """The rank is there now. A monitor that is dead is not missed here: the other ranks notice."""
+    def start_iteration(self, place: RankPlace) -> None:
+        """Send the monitor the rank's place. A dead monitor is not noticed here: the other ranks notice."""
         try:
             os.write(self._pipe, f"{dumps(place)}\n".encode())
         except BrokenPipeError:
             logger.warning("initial rank %d: its monitor process is gone", self.unplaced.initial_rank)
 
     def shutdown(self) -> None:
-        """End it, and wait until it is gone."""
+        """End the process, and wait until it is gone."""
         if not self._pid:
             return
         try:
@@ -190,14 +175,7 @@ def _has_ended(pid: int) -> bool:
 
 
 def _run_child(rank: MonitorProcess, main: int, reader: int, served: int) -> NoReturn:
-    """The child: it never returns into the user's program.
-
-    Args:
-        rank: As the rank's process made it.
-        main: That process' pid.
-        reader: From which the rank's messages come.
-        served: To which it is written whether the store's server is there.
-    """
+    """Run the child: it never returns into the user's program. `served` gets whether the store's server is open."""
     status = 1
     try:
         pidfd = os.pidfd_open(main)
@@ -216,7 +194,7 @@ def _run_child(rank: MonitorProcess, main: int, reader: int, served: int) -> NoR
 
 
 def _detach(keep: tuple[int, ...], logfile: str | None) -> None:
-    """A session of its own, default signals, and none of the rank's descriptors."""
+    """Make a session, set default signals, and close the rank's descriptors."""
     os.setsid()
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, signal.SIG_DFL)
@@ -246,29 +224,25 @@ class _Monitor:
     """The child's side."""
 
     def __init__(self, rank: MonitorProcess, main: int, reader: int, pidfd: int, serves: bool) -> None:
-        """Args:
-        rank, main, reader: As for `_run_child`.
-        pidfd: Of the rank's process.
-        serves: Whether the store's server is in this process.
-        """
+        settings = rank.settings
         self._main = main
         self._pidfd = pidfd
         self._reader = reader
         self._source = rank.source
         self._page = rank.page
         self._unplaced = rank.unplaced
-        self._interval = rank.settings.monitor_process_interval.total_seconds()
-        self._hard_timeout = rank.settings.hard_timeout.total_seconds()
-        self._heartbeat_timeout = rank.settings.heartbeat_timeout.total_seconds()
-        self._barrier_timeout = rank.settings.barrier_timeout.total_seconds()
-        self._grace = rank.settings.termination_grace_time.total_seconds()
+        self._interval = settings.monitor_process_interval.total_seconds()
+        self._hard_timeout = settings.hard_timeout.total_seconds()
+        self._heartbeat_timeout = settings.heartbeat_timeout.total_seconds()
+        self._barrier_timeout = settings.barrier_timeout.total_seconds()
+        self._grace = settings.termination_grace_time.total_seconds()
         self._serves = serves
         self._raw: Any = None
         self._base: Any = None
         self._store: Any = None
-        self._place: Place | None = None
+        self._place: RankPlace | None = None
         self._stall = StallWatch(self._hard_timeout)
-        self._hearts: HeartbeatWatch | None = None
+        self._hearts: NeighbourWatch | None = None
         self._has_lost_store = False
         self._unread = b""
         self._has_ended = False
@@ -277,22 +251,23 @@ class _Monitor:
         try:
             cause = self._watch()
             if cause is not None:
-                self._end_after(cause)
-        except Exception:
-            logger.exception("the monitor process ends")
-            self._record_own_end()
-
-    def _end_after(self, cause: Interruption) -> None:
-        """The rank is dead: do its part, and keep the store's server while it is needed, if it is here."""
-        try:
-            self._mourn(cause)
-            if self._serves:
-                self._serve_the_others(self._open_base())
+                self._do_dead_ranks_part(cause)
+                if self._serves:
+                    self._serve_the_others()
         except dist.DistNetworkError:
             logger.warning("the restart group's store is lost")
+        except Exception:
+            logger.exception("the monitor process ends")
+            if self._place is None:
+                return
+            own_end = InterruptionRecord(self._place.rank, Interruption.MONITOR_PROCESS_EXCEPTION)
+            try:
+                self._store.record_interrupted(own_end)
+            except Exception:
+                pass  # the store is what failed
 
     def _watch(self) -> Interruption | None:
-        """Until the rank ends its call (None) or is dead (of what)."""
+        """Wait until the rank ends its call (None) or is dead (its cause)."""
         poller = select.poll()
         poller.register(self._pidfd, select.POLLIN)
         poller.register(self._reader, select.POLLIN)
@@ -315,19 +290,19 @@ class _Monitor:
                     return Interruption.HARD_TIMEOUT
 
     def _read_messages(self) -> bool:
-        """Read what the rank has sent; whether more can come."""
+        """Read the rank's messages; returns whether more can come."""
         raw = os.read(self._reader, 65536)
         *lines, self._unread = (self._unread + raw).split(b"\n")
         for line in lines:
             if line == b"bye":
                 self._has_ended = True
                 return False
-            self._enter(loads(Place, line.decode()))
+            self._enter(loads(RankPlace, line.decode()))
         return bool(raw)
 
-    def _enter(self, place: Place) -> None:
+    def _enter(self, place: RankPlace) -> None:
         self._place = place
-        self._hearts = HeartbeatWatch(rank=place.rank, count=place.count, timeout=self._heartbeat_timeout)
+        self._hearts = NeighbourWatch(rank=place.rank, count=place.count, timeout=self._heartbeat_timeout)
         self._store = None
         self._watch_others()
 
@@ -339,11 +314,7 @@ class _Monitor:
         return self._raw
 
     def _open_base(self) -> Any:
-        """The call's part of the store.
-
-        Raises:
-            torch.distributed.DistNetworkError: it is lost.
-        """
+        """The call's part of the store. Raises torch.distributed.DistNetworkError: the store is lost."""
         if self._has_lost_store:
             raise dist.DistNetworkError("the restart group's store is lost")
         if self._base is None:
@@ -380,7 +351,7 @@ class _Monitor:
                 self._base.record_base_terminated_rank(initial)
 
     def _kill(self) -> None:
-        """End the rank's process, and see it ended."""
+        """End the rank's process, and wait for its end."""
         logger.error("process %d shows no progress for %g s: it is killed", self._main, self._hard_timeout)
         poller = select.poll()
         poller.register(self._pidfd, select.POLLIN)
@@ -396,9 +367,9 @@ class _Monitor:
         except ProcessLookupError:
             pass
 
-    def _mourn(self, cause: Interruption) -> None:
-        """Do the dead rank's part in its iteration, and in the next one where it had got past this one's end."""
-        # What it sent last may still be in the pipe.
+    def _do_dead_ranks_part(self, cause: Interruption) -> None:
+        """Do it in the rank's iteration, and in the next one where it had got past this one's end."""
+        # Its last message may still be in the pipe.
         while wait_readable([self._reader], 0) and self._read_messages():
             pass
         place, store = self._place, self._store
@@ -408,7 +379,7 @@ class _Monitor:
             return  # all ranks end
         if place is None:
             patience = self._barrier_timeout  # as long as any rank waits for another one
-            self._unplaced.mourn(lambda: self._open_raw(within=patience), patience=patience)
+            self._unplaced.report_exit(lambda: self._open_raw(within=patience), patience=patience)
             return
         if store.outcome() != COMPLETED:
             store.stand_in_for(place.rank, place.count, cause)
@@ -419,12 +390,9 @@ class _Monitor:
                 PrefixStore(place.iteration + 1, self._base).report_gone(place.initial_rank)
         self._base.record_base_terminated_rank(place.initial_rank)
 
-    def _serve_the_others(self, base: Any) -> None:
-        """The store's server is here: stay until no rank needs it, or none is left.
-
-        Args:
-            base: The call's part of it.
-        """
+    def _serve_the_others(self) -> None:
+        """Keep the store's server, which is here, until no rank needs it, or no rank is left."""
+        base = self._open_base()
         ages: Staleness[str] = Staleness()
         patience = self._barrier_timeout + self._heartbeat_timeout
         while base.get_base_terminated_count() < self._unplaced.world_size:
@@ -432,11 +400,3 @@ class _Monitor:
             if ages.observe(PULSE, int(base.add(PULSE, 0)), now) >= patience:
                 return
             time.sleep(min(0.1, self._interval))
-
-    def _record_own_end(self) -> None:
-        if self._place is None:
-            return
-        try:
-            self._store.record_interrupted(InterruptionRecord(self._place.rank, Interruption.MONITOR_PROCESS_EXCEPTION))
-        except Exception:
-            pass  # the store is what failed

@@ -24,18 +24,13 @@ __all__ = ["MonitorThread", "RankShouldRestart", "SoftTimeout", "async_raise", "
 logger = logging.getLogger(__name__)
 
 _LONGEST_END = 5.0
-"""Seconds for a thread to end whose work is done."""
+"""Seconds for a thread to end after its work is done."""
 
 
 class SoftTimeout:
     """Interrupts the iteration, once, when this rank shows no progress."""
 
     def __init__(self, *, state: State, store: Any, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """Args:
-        state: This rank's.
-        store: This iteration's part.
-        limit: Seconds.
-        """
         self._state = state
         self._store = store
         self._limit = limit
@@ -44,7 +39,7 @@ class SoftTimeout:
         self._has_reported = False
 
     def look(self, reading: Reading) -> None:
-        """In the watchdog's thread."""
+        """Called in the watchdog's thread."""
         if self._has_reported or not self._stall.is_stalled(reading, self._clock()):
             return
         self._has_reported = True
@@ -69,14 +64,8 @@ class MonitorThread(threading.Thread):
         last_call_wait: float,
         hold: Callable[[], None],
     ) -> None:
-        """Args:
-        state: Given to `abort`; its status changes.
-        store: This iteration's part, through a connection that no other thread waits in.
-        part: What to get the main thread out of.
-        atomic_lock: Held from before the abort until the main thread has been interrupted.
-        abort: The hook.
-        last_call_wait: Seconds for all ranks to answer.
-        hold: Called first: from then on, to leave is the only progress.
+        """`store` is used by no other thread. `atomic_lock` is held from before the abort until the main thread was
+        interrupted. `hold` is called first: from then on, leaving is the only progress. `last_call_wait` is in seconds.
         """
         super().__init__(name=f"inprocess-monitor-{state.iteration}", daemon=True)
         self._state = state
@@ -88,9 +77,9 @@ class MonitorThread(threading.Thread):
         self._hold = hold
         self._stop_wanted = threading.Event()
         self.has_aborted = threading.Event()
-        """The main thread may go on; it is set however this ended."""
+        """Set however this ended: the main thread may continue."""
         self.error: Exception | None = None
-        """Of the store: the restart group can't go on."""
+        """The store's failure: the restart group can't continue."""
 
     def run(self) -> None:
         try:
@@ -105,7 +94,7 @@ class MonitorThread(threading.Thread):
             self.has_aborted.set()
 
     def shutdown(self) -> None:
-        """Wait for its end: once the iteration's outcome is known, that is near."""
+        """Wait for its end, which is near once the iteration's outcome is known."""
         self._stop_wanted.set()
         if self.ident is not None:
             self.join(_LONGEST_END)
@@ -130,7 +119,7 @@ class MonitorThread(threading.Thread):
                 try:
                     self._abort(state)
                 except Exception:
-                    logger.exception("rank %d: abort failed; the restart goes on", state.rank)
+                    logger.exception("rank %d: abort failed; the restart continues", state.rank)
             state.status = Status.ABORTED
             self._part.interrupt(why)
         self.has_aborted.set()

@@ -1,11 +1,11 @@
-"""Whether a process makes progress: two counters that another thread, and another process, watch change.
+"""Detects missing progress: two counters that another thread, and another process, watch change.
 
 The automatic one counts on when the main thread executes bytecode. Nothing of ours runs there: a *pending call* of the
 interpreter, which the main thread makes between two bytecodes, is libc's ``sem_post`` itself. So no Python code of ours
 can swallow an exception, and a held GIL, a stopped process and a system call that does not return all look the same:
 the counter stands still. The manual one counts the function's own pings, from the first on.
 
-`HeartbeatWatch` does the same for other ranks: a monitor process counts its neighbours' heartbeats.
+`NeighbourWatch` does the same for other ranks: a monitor process counts its neighbours' heartbeats.
 """
 
 from __future__ import annotations
@@ -24,14 +24,9 @@ _SEMAPHORE_BYTES = 128  # sem_t has 32 on x86-64 and aarch64
 
 
 class Reading(NamedTuple):
-    """The counters at one moment.
+    """The counters at one moment. `manual` counts the function's pings; the first one of an iteration arms its timeout.
 
-    Attributes:
-        automatic: Of the main thread's signs of life.
-        manual: Of the function's pings.
-        armed: Whether a ping of this iteration has armed the manual timeout.
-        epoch: Changes when everything starts anew.
-        paused: Whether no standstill counts for now.
+    `epoch` changes when both counters start again; while `paused`, no standstill counts.
     """
 
     automatic: int = 0
@@ -59,26 +54,17 @@ class ProgressPage:
 
 
 class StallWatch:
-    """Judges whether a counter has stood still for too long, by the observer's monotonic clock alone."""
+    """Judges when a counter has stood still for too long, by the observer's monotonic clock alone."""
 
     def __init__(self, limit: float) -> None:
-        """Args:
-        limit: Seconds.
-        """
         self._limit = limit
         self._ages: Staleness[str] = Staleness()
 
     def is_stalled(self, reading: Reading, now: float) -> bool:
-        """Look once more.
-
-        Args:
-            reading: As it is now.
-            now: Monotonic seconds.
-        """
         if reading.paused:
-            self._ages = Staleness()  # both limits begin anew afterwards
+            self._ages = Staleness()  # both limits begin again afterwards
             return False
-        # The epoch is part of what is compared: both counters start anew with it.
+        # The epoch is part of what is compared: both counters start again with it.
         automatic = self._ages.observe("automatic", (reading.epoch, reading.automatic), now)
         manual = self._ages.observe("manual", (reading.epoch, reading.manual), now)
         return automatic >= self._limit or (reading.armed and manual >= self._limit)
@@ -128,10 +114,6 @@ class ProgressWatchdog:
     """Keeps a page's counters: a thread for the automatic one, `ping` for the manual one."""
 
     def __init__(self, page: ProgressPage, *, interval: float) -> None:
-        """Args:
-        page: Whose only writer this is.
-        interval: Seconds between two looks at the main thread.
-        """
         self._page = page
         self._interval = interval
         self._stop = threading.Event()
@@ -151,31 +133,30 @@ class ProgressWatchdog:
         self._look = look
 
     def ping(self) -> None:
-        """The function makes progress. The first one of an iteration arms the manual timeout."""
+        """Count a sign of the function's progress. The first one of an iteration arms the manual timeout."""
         self._manual += 1
         self._armed = True
         self._write()
 
     def reset(self) -> None:
-        """Start anew: both timeouts begin now, the manual one is disarmed."""
+        """Restart both timeouts; the manual one is disarmed."""
         self._armed = self._is_held = False
         self._epoch += 1
         self._write()
 
     def pause(self) -> None:
-        """Until `resume`, as often as it was called: no standstill counts."""
+        """Suspend both timeouts until `resume` was called as often."""
         with self._lock:
             self._pauses += 1
         self._write()
 
     def resume(self) -> None:
-        """Both timeouts begin anew."""
         with self._lock:
             self._pauses -= 1
         self._write()
 
     def hold(self) -> None:
-        """Until `reset`, nothing counts: a main thread that does not leave, whatever it does, makes no progress."""
+        """Stop counting until `reset`: a main thread that does not leave, whatever it does, makes no progress."""
         self._is_held = True
         self._write()
 
@@ -203,17 +184,13 @@ class ProgressWatchdog:
                 look(self._page.read())
 
 
-class HeartbeatWatch:
-    """Which of the next ranks in the restart group are dead, by counters and the observer's own monotonic clock.
+class NeighbourWatch:
+    """Finds dead ranks among the next ones in the restart group, by counters and the observer's own monotonic clock.
 
-    One rank is watched; when it has been silent for half the time, all others are, too: a node's ranks die together.
+    One rank is watched; when it was silent for half of `timeout`, all others are, too: a node's ranks die together.
     """
 
     def __init__(self, *, rank: int, count: int, timeout: float) -> None:
-        """Args:
-        rank, count: This rank, and how many there are.
-        timeout: Seconds of silence after which a rank is dead.
-        """
         self._successors = [(rank + step) % count for step in range(1, count)]
         self._timeout = timeout
         self._ages: Staleness[int] = Staleness()
@@ -222,17 +199,12 @@ class HeartbeatWatch:
 
     @property
     def watched(self) -> list[int]:
-        """Whose counters to read now."""
+        """Ranks whose counters to read now."""
         left = [rank for rank in self._successors if rank not in self._dead]
         return left if self._is_suspicious else left[:1]
 
     def look(self, counts: Mapping[int, int], now: float) -> list[int]:
-        """The ranks that are dead since the last look.
-
-        Args:
-            counts: Of those `watched`.
-            now: Monotonic seconds.
-        """
+        """The ranks found dead by this look, by the counters of those `watched` and monotonic seconds."""
         silent = {rank: self._ages.observe(rank, count, now) for rank, count in counts.items()}
         found = sorted(rank for rank, seconds in silent.items() if seconds >= self._timeout)
         self._dead.update(found)

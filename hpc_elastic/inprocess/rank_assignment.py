@@ -10,11 +10,10 @@ from datetime import timedelta
 from typing import ClassVar
 
 from hpc_elastic.inprocess.state import RestartError, State
-from hpc_elastic.inprocess.store import StoreMixin
 
 
 class RankDiscarded(RestartError):
-    """This rank is not needed any more, or is taken for dead by the others."""
+    """The others do not need this rank any more, or take it for dead."""
 
 
 class RankAssignment(abc.ABC):
@@ -26,12 +25,12 @@ class RankAssignment(abc.ABC):
     @abc.abstractmethod
     def __call__(self, state: State, terminated_ranks: Set[int]) -> tuple[State, Set[int]]:
         """Args:
-            state: With rank and world size of the iteration that ended.
+            state: Its rank and world size are those of the iteration that ended.
             terminated_ranks: In that iteration's numbers, the same on every rank.
 
         Returns:
-            The state, with new rank and world size, and the terminated ranks that it still counts: none, or this rank
-            ends with `RestartError`.
+            The state, with new rank and world size, and the terminated ranks that it still counts: a set that is not
+            empty ends this rank with `RestartError`.
         """
         raise NotImplementedError
 
@@ -91,9 +90,9 @@ class FilterGroupedByKey(RankAssignment):
         timeout: timedelta = timedelta(seconds=60),
     ) -> None:
         """Args:
-        key_or_fn: This rank's key, or what gives it from rank and world size.
-        condition: From a key's number of ranks that are alive to whether they stay.
-        timeout: For all ranks to have said their key.
+        key_or_fn: This rank's key, or a function that gives it for rank and world size.
+        condition: Decides from a key's number of ranks that are alive whether they stay.
+        timeout: Limit for all ranks to publish their key.
         """
         self.key_or_fn = key_or_fn
         self.condition = condition
@@ -101,13 +100,20 @@ class FilterGroupedByKey(RankAssignment):
         self.name = f"{type(self).__name__}_{next(self.instance_count)}"
 
     def __call__(self, state: State, terminated_ranks: Set[int]) -> tuple[State, Set[int]]:
-        """Raises: BarrierTimeout: a rank has not said its key in time."""
+        """Raises: BarrierTimeout: a rank has not published its key in time."""
         if state.rank in terminated_ranks:
             return state, terminated_ranks
         key = self.key_or_fn(state.rank, state.world_size) if callable(self.key_or_fn) else self.key_or_fn
         alive = state.world_size - len(terminated_ranks)
         # Iterations share the base store before the first and after the last: the call is part of the name.
-        keys = _exchange(state.store, f"{self.name}/{state.iteration}", state.rank, str(key), alive, self.timeout)
+        store, name = state.store, f"{self.name}/{state.iteration}"
+        # One list for all: a key each would cost a round trip each.
+        store.append_item(f"{name}/keys", f"{state.rank}={str(key).encode().hex()}")
+        store.barrier(rank=state.rank, group_name=name, rendezvous_count=alive, timeout=self.timeout)
+        keys = {}
+        for item in store.items(f"{name}/keys"):
+            who, _, raw = item.partition("=")
+            keys[int(who)] = bytes.fromhex(raw).decode()
         return state, set(terminated_ranks) | grouped_out(keys, self.condition)
 
 
@@ -123,27 +129,11 @@ class ActivateAllRanks(RankAssignment):
 
 
 def grouped_out(keys: dict[int, str], condition: Callable[[int], bool]) -> set[int]:
-    """The ranks that leave.
-
-    Args:
-        keys: Of every rank that is alive.
-        condition: As of `FilterGroupedByKey`.
-    """
+    """The ranks that leave, by the keys of every rank that is alive."""
     groups: dict[str, list[int]] = {}
     for rank, key in keys.items():
         groups.setdefault(key, []).append(rank)
     return {rank for ranks in groups.values() if not condition(len(ranks)) for rank in ranks}
-
-
-def _exchange(store: StoreMixin, name: str, rank: int, value: str, count: int, timeout: timedelta) -> dict[int, str]:
-    """Every rank's value. One list for all: a key each would cost a round trip each."""
-    store.append_item(f"{name}/keys", f"{rank}={value.encode().hex()}")
-    store.barrier(rank=rank, group_name=name, rendezvous_count=count, timeout=timeout)
-    found = {}
-    for item in store.items(f"{name}/keys"):
-        who, _, raw = item.partition("=")
-        found[int(who)] = bytes.fromhex(raw).decode()
-    return found
 
 
 def _check_alive(state: State, terminated_ranks: Set[int]) -> None:

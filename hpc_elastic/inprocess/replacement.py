@@ -4,8 +4,6 @@ Between two iterations the ranks that are left wait until a fresh process has co
 until spares are enough, or for `HPC_ELASTIC_RING_WAIT` seconds. One of them writes the next members down, by
 compare-and-set; all others, and the fresh processes, read that. The places keep their numbers, so the terminated ranks
 that `rank_assignment` then gets are the places that stayed empty.
-
-`Surroundings` is what the process gets from a node's agent: where to report, and whether dead processes are replaced.
 """
 
 from __future__ import annotations
@@ -32,75 +30,70 @@ JOINERS, WITHDRAWN, SEATED = "joiners", "withdrawn", "seated"
 DECIDED, FINISHED, PULSE = "decided", "finished", "pulse"
 
 
-class Joiner(Struct, frozen=True, kw_only=True):
+class JoinRequest(Struct, frozen=True, kw_only=True):
     """A fresh process that has announced itself."""
 
     uid: str
     initial_rank: int
-    """Of the process that it was started in the place of."""
+    """Initial rank of the process that this one was started for."""
 
 
 class Admission(Struct, frozen=True, kw_only=True):
     """The members of the next iteration, in the numbers of the one that ended."""
 
     iteration: int
-    """The next one."""
     world_size: int
     """Empty places included."""
     places: Mapping[str, int]
-    """By the joiner's `uid`."""
+    """The rank of each request's `uid`."""
     empty: tuple[int, ...]
 
 
 def admission(
-    *, iteration: int, world_size: int, terminated: Mapping[int, int | None], joiners: Sequence[Joiner]
+    *, iteration: int, world_size: int, terminated: Mapping[int, int | None], requests: Sequence[JoinRequest]
 ) -> Admission:
-    """Give each joiner a place: the dead one's that it was started for, else any empty one, else a new one at the end.
+    """Give each request a place: the dead one's that it was started for, else any empty one, else a new one at the end.
 
     Args:
         iteration: The next one.
-        world_size: Of the one that ended.
-        terminated: Rank that is empty now → its process' initial rank, None where that is not known.
-        joiners: In the order in which they came.
+        world_size: That of the iteration that ended.
+        terminated: Rank that is empty now → its process' initial rank, None where that is unknown.
+        requests: In the order in which they came.
     """
     free = dict(sorted(terminated.items()))
     places: dict[str, int] = {}
-    for joiner in joiners:
-        own = next((rank for rank, initial in free.items() if initial == joiner.initial_rank), None)
+    for request in requests:
+        own = next((rank for rank, initial in free.items() if initial == request.initial_rank), None)
         if own is not None:
             del free[own]
-            places[joiner.uid] = own
-    for joiner in joiners:
-        if joiner.uid in places:
+            places[request.uid] = own
+    for request in requests:
+        if request.uid in places:
             continue
         if free:
-            places[joiner.uid] = min(free)
+            places[request.uid] = min(free)
             del free[min(free)]
         else:
-            places[joiner.uid] = world_size
+            places[request.uid] = world_size
             world_size += 1
     return Admission(iteration=iteration, world_size=world_size, places=places, empty=tuple(free))
 
 
-def is_enough(*, world_size: int, active_world_size: int, terminated: int, joiners: int) -> bool:
-    """Whether the wait can end: every place is taken, or the spares fill those of all ranks that called the function.
+def is_enough(*, world_size: int, active_world_size: int, terminated: int, requests: int) -> bool:
+    """Decide whether the wait can end: each place is taken, or spares fill those of all ranks that ran the function.
 
-    Args:
-        world_size, active_world_size: Of the iteration that ended.
-        terminated: How many places are empty.
-        joiners: How many fresh processes are there.
+    `world_size` and `active_world_size` are those of the iteration that ended, `terminated` its empty places.
     """
-    return joiners >= terminated or world_size - terminated + joiners >= active_world_size
+    return requests >= terminated or world_size - terminated + requests >= active_world_size
 
 
-class Replacements:
-    """A rank's side that is in the restart group."""
+class Admissions:
+    """The side of a rank that is in the restart group.
+
+    `wait` limits in seconds the wait for fresh processes, from the moment at which all have left the function.
+    """
 
     def __init__(self, base: Any, *, wait: float) -> None:
-        """Args:
-        base: The call's store.
-        wait: Seconds for fresh processes to come, from the moment at which all have left the function.
-        """
         self._base = base
         self._wait = wait
 
@@ -109,49 +102,49 @@ class Replacements:
 
         Args:
             state: This rank's, advanced to the next iteration; its ranks are still those of the one that ended.
-            store: Of the iteration that ended.
+            store: That of the iteration that ended.
             terminated: As its termination barrier found them.
         """
         key = f"admitted/{state.iteration}"
         initial = {rank: store.find_initial_rank(rank) for rank in terminated}
         began = time.monotonic()
-        has_told = False
+        has_reported = False
         while not (found := read_value(self._base, key)):
-            joiners = self._waiting()
+            requests = self._waiting()
             waited = time.monotonic() - began
             if waited >= self._wait or is_enough(
                 world_size=state.world_size,
                 active_world_size=state.active_world_size,
                 terminated=len(initial),
-                joiners=len(joiners),
+                requests=len(requests),
             ):
                 decided = admission(
-                    iteration=state.iteration, world_size=state.world_size, terminated=initial, joiners=joiners
+                    iteration=state.iteration, world_size=state.world_size, terminated=initial, requests=requests
                 )
                 self._base.compare_set(key, "", dumps(decided))
                 continue
-            if not has_told:
+            if not has_reported:
                 logger.info("rank %d waits for fresh processes in the places of ranks %s", state.rank, sorted(initial))
-                has_told = True
+                has_reported = True
             time.sleep(pause_after(waited))
         self._base.set(DECIDED, str(state.iteration))
         return loads(Admission, found)
 
-    def _waiting(self) -> list[Joiner]:
+    def _waiting(self) -> list[JoinRequest]:
         gone = {*self._base.items(WITHDRAWN), *self._base.items(SEATED)}
-        found: dict[str, Joiner] = {}
+        found: dict[str, JoinRequest] = {}
         for item in self._base.items(JOINERS):
             uid, _, rank = item.partition(" ")
             if uid not in gone:
-                found[uid] = Joiner(uid=uid, initial_rank=int(rank))
+                found[uid] = JoinRequest(uid=uid, initial_rank=int(rank))
         return list(found.values())
 
     def finish(self) -> None:
-        """All have completed: who still waits for a place gets none."""
+        """Give no places any more: all have completed."""
         self._base.set(FINISHED, "1")
 
 
-class Newcomer:
+class Replacement:
     """A fresh process' side, until it has a place."""
 
     def __init__(self, initial_rank: int, *, uid: str | None = None) -> None:
@@ -161,15 +154,11 @@ class Newcomer:
     def wait_for_place(self, base: Any, *, patience: float) -> Admission | None:
         """Announce this process, and wait until the restart group takes it in: without a fault, as a spare does.
 
-        Args:
-            base: The call's store.
-            patience: Seconds without any sign of the restart group.
-
         Returns:
             None where the call ended without it.
 
         Raises:
-            InternalError: the restart group is gone.
+            InternalError: the restart group has shown no life for `patience` seconds.
         """
         base.append_item(JOINERS, f"{self.uid} {self.initial_rank}")
         seen, pause = "", 0.002
@@ -197,19 +186,19 @@ class Newcomer:
         return found if found is not None and self.uid in found.places else None
 
 
-class Surroundings(Struct, frozen=True, kw_only=True):
-    """Nothing of it is there under torchrun or srun."""
+class AgentLink(Struct, frozen=True, kw_only=True):
+    """The connection to a node's agent. Under torchrun or srun there is no agent, and every field has its default."""
 
     reports: str = ""
-    """The agent's named pipe; empty: none."""
+    """The agent's named pipe."""
     wait: float | None = None
-    """Seconds for a fresh process to come in a dead one's place; None: none will."""
+    """Seconds for a fresh process to come in a dead one's place; None: the agent starts none."""
     replaces: int = 0
-    """This process is the n-th in a dead one's place; 0: it is none."""
+    """Replacement count of this slot; 0: original process."""
 
     @classmethod
-    def from_env(cls, env: Mapping[str, str]) -> Surroundings:
-        """What cannot be read counts as not there."""
+    def from_env(cls, env: Mapping[str, str]) -> AgentLink:
+        """Read the agent's variables; unreadable ones are ignored with a warning."""
         try:
             wait = float(env[WAIT]) if env.get(WAIT) else None
             replaces = int(env.get(REPLACES) or 0)

@@ -1,4 +1,4 @@
-"""The wrapper's arguments: types and order; and what the wrapped function gets for an annotated parameter."""
+"""The wrapper's arguments: types and order; and the value of an annotated parameter of the wrapped function."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LESS_THAN = (
 
 
 class Settings(Struct, frozen=True, kw_only=True):
-    """As `hpc_elastic.inprocess.wrap.Wrapper`'s arguments of the same names."""
+    """The arguments of `hpc_elastic.inprocess.wrap.Wrapper`."""
 
     store_factory: type[StoreMixin]
     store_kwargs: dict[str, Any] | None
@@ -63,7 +63,7 @@ GIVEN: Mapping[str, Sequence[str]] = {
     "rank_assignment": ("state", "terminated_ranks"),
     "rank_filter": ("state",),
 }
-"""What each hook is called with."""
+"""The arguments of each hook."""
 TIMES = tuple(name for name, kind in Settings.__annotations__.items() if kind == "timedelta")
 
 
@@ -99,11 +99,7 @@ def check(arguments: Mapping[str, Any]) -> None:
 
 
 def _check_call(name: str, hook: Callable[..., Any], given: Sequence[str]) -> None:
-    """Whether a hook can be called with what it is given: it is called for the first time after a fault.
-
-    Raises:
-        TypeError: it can't.
-    """
+    """Check early that a hook takes its arguments: it is called for the first time after a fault."""
     # The last of a chain is called first. What the others get is the one's value that is called before them.
     parts = hook.instances if isinstance(hook, Compose) else (hook,)
     for part in (parts[-1], *(part for part in parts[:-1] if isinstance(part, _HOOKS))):
@@ -134,7 +130,10 @@ def with_value_for(
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
         return args, dict(kwargs)
-    hints = _hints(fn)
+    try:
+        hints = typing.get_type_hints(fn)
+    except Exception:
+        hints = {}  # a name that only a type checker knows
     names = [
         name
         for name, parameter in signature.parameters.items()
@@ -145,16 +144,9 @@ def with_value_for(
     bound = signature.bind_partial(*args, **kwargs)
     for name in names:
         bound.arguments[name] = value
-    # In the signature's order: positional ones are taken from the front.
+    # Keep the signature's order: positional ones are taken from the front.
     bound.arguments = {name: bound.arguments[name] for name in signature.parameters if name in bound.arguments}
     return bound.args, bound.kwargs
-
-
-def _hints(fn: Callable[..., Any]) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(fn)
-    except Exception:
-        return {}  # a name that only a type checker knows
 
 
 def _is_for(annotation: object, wanted: type) -> bool:

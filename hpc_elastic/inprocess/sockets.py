@@ -1,5 +1,5 @@
-"""Which sockets a process group has, and cutting them: what appears among the descriptors while the group is made. And
-the one at which the restart group's own store listens.
+"""Finds and cuts a process group's sockets: those that appear among the descriptors while the group is made. And opens
+the socket at which the restart group's own store listens.
 
 gloo opens its connections in a constructor that says nothing about them. A socket is known by its inode: a number that
 was closed and given to another file meanwhile is left alone.
@@ -28,7 +28,6 @@ Sockets = dict[int, str]
 
 
 def open_sockets() -> Sockets:
-    """Of this process."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -41,7 +40,7 @@ def open_sockets() -> Sockets:
 
 
 def new_sockets(before: Sockets, after: Sockets) -> Sockets:
-    """Those of `after` that were not there `before`: by number and inode."""
+    """The sockets of `after` that were not there `before`, by number and inode."""
     return {fd: inode for fd, inode in after.items() if before.get(fd) != inode}
 
 
@@ -61,7 +60,7 @@ def ports(fd: int) -> tuple[int | None, int | None]:
 
 
 def cut(fd: int, inode: str) -> bool:
-    """Shut a socket down in both directions, if it is still the one that is meant. Its owner closes it."""
+    """Shut a socket down in both directions, if its inode is still `inode`. Its owner closes it."""
     try:
         copy = os.dup(fd)
     except OSError:
@@ -79,12 +78,12 @@ def cut(fd: int, inode: str) -> bool:
 
 
 def bind_store(host: str, port: int, *, one_host: bool) -> socket.socket | None:
-    """A listening socket for a store that the ranks find at `host`: at that address alone, if all mean the same by it.
+    """Open a listening socket for a store that the ranks find at `host`: at that address alone if all resolve it alike.
 
     Args:
-        host: An address, or a name. A name may mean another address elsewhere: its owner often calls it 127.0.1.1.
-        port: 0 for any.
-        one_host: Whether all ranks are on this one.
+        host: An address or a name, which may mean another address elsewhere: its owner often calls it 127.0.1.1.
+        port: 0 chooses one.
+        one_host: All ranks are on this host.
 
     Returns:
         None where it must listen at all addresses: a name on several hosts, or an address that is not this host's own.
@@ -118,12 +117,7 @@ def bind_store(host: str, port: int, *, one_host: bool) -> socket.socket | None:
 def listen_at(host: str, port: int, environ: Mapping[str, str]) -> dict[str, int]:
     """Arguments by which torch's ``TCPStore`` listens where its clients come to, and not at every address.
 
-    Args:
-        host, port: Where; 0 for any port.
-        environ: Says how many ranks there are, and how many of them on this host.
-
-    Raises:
-        OSError: the port is in use.
+    `environ` holds the numbers of ranks, and of those on this host. Raises OSError: the port is in use.
     """
     one_host = environ.get("WORLD_SIZE", "1") == environ.get("LOCAL_WORLD_SIZE", "")
     listener = bind_store(host, port, one_host=one_host)
@@ -168,7 +162,7 @@ class SocketLedger:
         self._making: list[Sockets] = []
         self._store_ports: set[int] = set()
         self._at_start: list[Sockets] = []
-        """Of each call, from the outermost: what was open as it began, the restart group's own connections included."""
+        """The sockets that were open as each call began, the restart group's own connections included."""
 
     @contextlib.contextmanager
     def kept(self, module: ModuleType) -> Iterator[None]:
@@ -187,7 +181,7 @@ class SocketLedger:
                 self.forget()
 
     def cut_groups(self) -> int:
-        """Cut the sockets of all groups, one that is being made included; how many were."""
+        """Cut the sockets of all groups, one that is being made included; returns how many."""
         with self._lock:
             meant = dict(self._groups)
             for before in self._making:
@@ -198,7 +192,7 @@ class SocketLedger:
         return sum(cut(fd, inode) for fd, inode in meant.items() if not spared & set(ports(fd)))
 
     def cut_stores(self) -> int:
-        """Cut the connections to the function's stores: those to their ports that appeared since the call began."""
+        """Cut the connections to the function's stores: those to their ports that were opened since the call began."""
         with self._lock:
             meant = new_sockets(self._at_start[-1], open_sockets()) if self._at_start else {}
             targets = self._store_ports | _environment_port() | _ports_in_main_thread()
@@ -241,7 +235,7 @@ def _store_port(store: Any) -> int | None:
 
 
 def _ports_in_main_thread() -> set[int]:
-    """Of the stores that the main thread's functions have at hand."""
+    """Ports of the stores in the local variables of the main thread's functions."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     found = set()
     while frame is not None:

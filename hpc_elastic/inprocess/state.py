@@ -1,5 +1,5 @@
-"""What the hooks and the function see: this rank's place in the current iteration, why an iteration was interrupted and
-on which rank, and the errors. All errors pickle."""
+"""State that hooks and the function see: this rank's place in the current iteration, why an iteration was interrupted
+and on which rank, and the errors. All errors pickle."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ from msgspec import Struct
 
 
 class Status(enum.Enum):
-    """What this rank is doing in the current iteration."""
-
     INITIALIZED = enum.auto()
     ACTIVE = enum.auto()
-    """It calls the function."""
     INACTIVE = enum.auto()
     """A spare: it waits."""
     ABORTING = enum.auto()
@@ -33,10 +30,9 @@ class State:
 
     Attributes:
         rank, world_size: In the current iteration, spares included.
-        active_world_size: Ranks that call the function; what ``WORLD_SIZE`` says.
+        active_world_size: Ranks that call the function; exported as ``WORLD_SIZE``.
         initial_rank, initial_world_size: As the call began.
         iteration: 0 for the first.
-        status: See `Status`.
         store: The restart group's store: while an iteration lasts, the part of it that is this iteration's own.
     """
 
@@ -53,7 +49,7 @@ class State:
 
     @classmethod
     def from_env(cls) -> State:
-        """As ``State()``; so NVIDIA's 0.4 has it."""
+        """Same as ``State()``; NVIDIA's 0.4 has it."""
         return cls()
 
     def __repr__(self) -> str:
@@ -76,7 +72,6 @@ class State:
         self.active_world_size = self.world_size
 
     def advance(self) -> None:
-        """Go on to the next iteration."""
         self.iteration += 1
 
 
@@ -84,8 +79,6 @@ _TEXT = re.compile(r"rank=(\d+).*Interruption\.(\w+)")
 
 
 class Interruption(enum.Enum):
-    """What happened to a rank."""
-
     EXCEPTION = enum.auto()
     """The function, `initialize` or the health check before it raised an ``Exception``."""
     BASE_EXCEPTION = enum.auto()
@@ -101,12 +94,7 @@ class Interruption(enum.Enum):
 
 
 class InterruptionRecord(Struct, frozen=True):
-    """One line of the store's list.
-
-    Args:
-        rank: In the iteration that was interrupted.
-        interruption: What happened there.
-    """
+    """One line of the store's list; `rank` is that of the interrupted iteration."""
 
     rank: int
     interruption: Interruption
@@ -116,11 +104,7 @@ class InterruptionRecord(Struct, frozen=True):
 
     @classmethod
     def from_str(cls, string: str) -> InterruptionRecord:
-        """Read what ``str`` wrote.
-
-        Raises:
-            ValueError: it is no such text.
-        """
+        """Read a text of ``str``. Raises: ValueError: it is no such text."""
         found = _TEXT.search(string)
         if found is None or found[2] not in Interruption.__members__:
             raise ValueError(f"not an interruption's record: {string!r}")
@@ -128,7 +112,7 @@ class InterruptionRecord(Struct, frozen=True):
 
 
 def format_interruption_records(records: Iterable[InterruptionRecord]) -> str:
-    """For people: ``SOFT_TIMEOUT on ranks 0, 2; EXCEPTION on rank 1``."""
+    """Text like ``SOFT_TIMEOUT on ranks 0, 2; EXCEPTION on rank 1``."""
     ranks: dict[Interruption, dict[int, None]] = {}
     for record in records:
         ranks.setdefault(record.interruption, {})[record.rank] = None
@@ -154,8 +138,8 @@ class HealthCheckError(RestartError):
 
 
 class InternalError(RestartError):
-    """The restart group itself can't go on: its store is gone, say."""
+    """The restart group itself can't continue: its store is gone, for example."""
 
 
 class TimeoutError(RestartError):
-    """A hook took longer than it was given."""
+    """A hook took longer than its timeout."""

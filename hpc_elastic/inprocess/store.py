@@ -1,4 +1,4 @@
-"""How the ranks agree: barriers, lists, and one decision per iteration, over any ``torch.distributed.Store``.
+"""Agreement between ranks: barriers, lists, and one decision per iteration, over any ``torch.distributed.Store``.
 
 - A list is one key to which all ranks append. A barrier is the list of the ranks that arrived; the rank that finds it
   complete sets the key for which all wait. An arrival twice is an arrival once, so a process that watches another one
@@ -30,14 +30,14 @@ from hpc_elastic.pytorch.file_system_store import FileSystemStore as _FileSystem
 LONGEST_PAUSE = 0.25
 """Seconds between two looks, at most."""
 _LONGEST_WAIT = timedelta(days=20)
-"""In one call of the store; torch counts the milliseconds in 32 bits."""
+"""Limit of one call of the store; torch counts the milliseconds in 32 bits."""
 
 COMPLETED = "completed"
 INTERRUPTED = "interrupted"
 
 
 class BarrierError(RestartError):
-    """A barrier did not come about."""
+    """A barrier failed."""
 
 
 class BarrierTimeout(BarrierError):
@@ -45,7 +45,7 @@ class BarrierTimeout(BarrierError):
 
 
 class BarrierOverflow(BarrierError):
-    """A rank came twice, or there are more than there should be: two processes believe to be the same rank."""
+    """A rank came twice, or there are more than there should be: two processes take themselves for the same rank."""
 
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ else:
 
 
 class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
-    """What the ranks agree with, over a ``Store``. It goes before torch's class, which has a ``barrier`` of its own."""
+    """The agreement's operations over a ``Store``. It goes before torch's class, which has a ``barrier`` of its own."""
 
     INITIAL_BARRIER = "initial_barrier"
     ITERATION_BARRIER = "iteration_barrier"
@@ -69,21 +69,17 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
 
     @classmethod
     def serve_apart(cls, elsewhere: object, **kwargs: Any) -> Any:
-        """Called in each rank's monitor process, with ``store_kwargs``: open the store's server, if it has one.
-
-        Args:
-            elsewhere: To be returned where a server is there already.
-            kwargs: ``store_kwargs``.
+        """Open the store's server, if it has one. Called in each rank's monitor process, with ``store_kwargs``.
 
         Returns:
-            What keeps the server; None where there is none to be opened here.
+            The server; `elsewhere` where there is one already; None where there is none to be opened here.
         """
         return None
 
     # --- lists
 
     def append_item(self, key: str, item: str) -> None:
-        """Add `item`, which has no line break, to the list `key`. None is lost, however many ranks write."""
+        """Add `item`, which has no line break, to the list `key`. No item is lost, however many ranks write."""
         line = f"{item}\n"
         if self.has_extended_api():
             self.append(key, line)
@@ -93,7 +89,6 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
             old = found
 
     def items(self, key: str) -> list[str]:
-        """What is in the list `key`, in order."""
         return read_value(self, key).split("\n")[:-1]
 
     # --- ranks
@@ -102,34 +97,33 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
         self.set(f"initial_rank/{rank}", str(initial_rank))
 
     def get_initial_rank(self, rank: int) -> int:
-        """Of a rank that has said it; waits for the store's timeout where it has not."""
+        """The initial rank of a rank that has published it; waits for the store's timeout."""
         return int(self.get(f"initial_rank/{rank}"))
 
     def find_initial_rank(self, rank: int) -> int | None:
-        """As `get_initial_rank`, None at once where `rank` has not said it."""
+        """Same as `get_initial_rank`, but returns None at once where `rank` has not published it."""
         found = read_value(self, f"initial_rank/{rank}")
         return int(found) if found else None
 
     def send_heartbeat(self, rank: int) -> None:
-        """Count on: an observer sees a number that changes. No clock."""
+        """Increase this rank's counter: an observer sees a number that changes. No clock."""
         self.add(f"heartbeat/{rank}", 1)
 
     def get_heartbeat(self, rank: int) -> int:
-        """0 where there was none yet."""
         return int(self.add(f"heartbeat/{rank}", 0))
 
     def record_terminated_rank(self, rank: int) -> None:
         self.append_item("terminated", str(rank))
 
     def get_terminated_ranks(self) -> set[int]:
-        """After the termination barrier: what it found, the same for all. Before: those so far."""
+        """The ranks that the termination barrier published, the same for all; before it, those so far."""
         published = read_value(self, f"{self.TERMINATION_BARRIER}/over")
         if published:
             return {int(rank) for rank in published.split(",") if rank}
         return {int(rank) for rank in self.items("terminated")}
 
     def record_base_terminated_rank(self, rank: int) -> None:
-        """The initial rank `rank` needs this store no more."""
+        """Record that the initial rank `rank` does not need this store any more."""
         self.append_item("base_terminated", str(rank))
 
     def get_base_terminated_count(self) -> int:
@@ -146,7 +140,7 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
         self.set("stir", "1")
 
     def is_first(self, what: str) -> bool:
-        """Whether this rank is the first that asks this."""
+        """Returns true on the first rank that asks this."""
         return int(self.add(f"first/{what}", 1)) == 1
 
     def get_interruption_records(self) -> list[InterruptionRecord]:
@@ -160,10 +154,9 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
         return read_value(self, "over") or None
 
     def wait_for_outcome(self) -> str:
-        """As `outcome`, as soon as there is one. It blocks in the store: no other thread can use this connection.
+        """Wait for the `outcome`. It blocks in the store: no other thread can use this connection.
 
-        Raises:
-            RuntimeError: the store fails.
+        Raises RuntimeError: the store fails.
         """
         while (found := self.outcome()) is None:
             started = time.monotonic()
@@ -175,7 +168,7 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
         return found
 
     def record_completed(self) -> None:
-        """The function returned on an active rank: spares may stop waiting."""
+        """Record that the function returned on an active rank: spares may stop waiting."""
         self.add("completed", 1)
         self.set("stir", "1")
 
@@ -183,31 +176,31 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
         return int(self.add("completed", 0)) > 0
 
     def wait_for_completed_or_interrupted(self, seconds: float) -> bool:
-        """Whether some rank completed, or the iteration is over; waits up to `seconds`."""
+        """Wait up to `seconds` until some rank completed, or the iteration is over; returns whether that happened."""
         return _wait(self, "stir", seconds)
 
     def answer(self, rank: int, count: int) -> None:
-        """`rank` knows that this iteration is interrupted, and has recorded whatever it had to."""
+        """Record that `rank` knows of this iteration's interruption, and has recorded its own part."""
         self.append_item("answers", str(rank))
         if len(set(self.items("answers"))) >= count:
             self.set("answered", "1")
 
     def wait_for_answers(self, seconds: float) -> bool:
-        """Whether all have answered; waits up to `seconds`."""
+        """Wait up to `seconds` until all have answered; returns whether they have."""
         return _wait(self, "answered", seconds)
 
     # --- before the first iteration
 
-    def fate(self, rank: int) -> str:
-        """What became of an initial rank that died before the first iteration; "" while that is open."""
+    def slot_resolution(self, rank: int) -> str:
+        """How the slot of an initial rank that died before the first iteration was resolved; "" while that is open."""
         return read_value(self, f"fate/{rank}")
 
-    def decide_fate(self, rank: int, fate: str) -> bool:
-        """Whether `fate` is it: the first value holds."""
-        return bool(self.compare_set(f"fate/{rank}", "", fate).decode() == fate)
+    def resolve_slot(self, rank: int, resolution: str) -> bool:
+        """Resolve a slot: the first value holds. Returns whether that is `resolution`."""
+        return bool(self.compare_set(f"fate/{rank}", "", resolution).decode() == resolution)
 
     def decided(self) -> str:
-        """The number of the last iteration whose members were decided; "" for none."""
+        """The number of the last iteration whose members were decided; "" before that."""
         return read_value(self, "decided")
 
     # --- barriers
@@ -226,8 +219,8 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
             rank: This one.
             group_name: The barrier's.
             rendezvous_count: How many ranks there are.
-            timeout: For all to come.
-            timeout_chunk: As in NVIDIA's, and without effect: this never blocks in the store.
+            timeout: Limit for all to come.
+            timeout_chunk: An argument of NVIDIA's, without effect: this never blocks in the store.
 
         Raises:
             BarrierOverflow: a rank came twice, or too many came.
@@ -250,7 +243,7 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
         timeout: timedelta,
         timeout_chunk: timedelta | None = None,
     ) -> None:
-        """As `barrier`, but coming twice counts once, and one process may come for several ranks."""
+        """Same as `barrier`, but coming twice counts once, and one process may come for several ranks."""
         for each in (rank,) if isinstance(rank, int) else rank:
             self.append_item(f"{group_name}/arrived", str(each))
         if len(arrived := _arrived(self, group_name)) > rendezvous_count:
@@ -264,13 +257,9 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
     def completion_barrier(
         self, rank: int, rendezvous_count: int, timeout: timedelta, timeout_chunk: timedelta | None = None
     ) -> bool:
-        """Wait until all ranks have completed, or the iteration is interrupted.
+        """Wait until all ranks have completed, or the iteration is interrupted; returns whether all have completed.
 
-        Returns:
-            Whether all have completed.
-
-        Raises:
-            BarrierTimeout: neither happened in time.
+        Raises BarrierTimeout: neither happened in time.
         """
         name = self.COMPLETION_BARRIER
         self.append_item(f"{name}/arrived", str(rank))
@@ -284,13 +273,13 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
         return rank in _arrived(self, group_name)
 
     def is_released(self, group_name: str) -> bool:
-        """Whether all came to that barrier."""
         return bool(self.check([f"{group_name}/over"]))
 
     # --- for the dead
 
     def stand_in_for(self, rank: int, count: int, interruption: Interruption) -> None:
-        """Do all that `rank`, which is dead, would have to do in this iteration, so that no rank waits for it."""
+        """Do everything that `rank`, which is dead, would have to do in this iteration, so that no rank waits for
+        it."""
         self.record_terminated_rank(rank)
         self.record_interrupted(InterruptionRecord(rank, interruption))
         self.answer(rank, count)
@@ -299,14 +288,14 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
             _release(self, name, count)
 
     def report_gone(self, initial_rank: int) -> None:
-        """`initial_rank` died after the assignment and before it said its new rank: it has the number that is left."""
+        """Record that `initial_rank` died before it published its new rank: it has the number that is left."""
         self.append_item("gone", str(initial_rank))
         counts = self.items("count")
         if counts:
             _release(self, self.ITERATION_BARRIER, int(counts[0]))
 
     def put_count(self, count: int) -> None:
-        """How many ranks this iteration has: so that others can find out which are missing."""
+        """Publish how many ranks this iteration has, so that others can find out which are missing."""
         self.append_item("count", str(count))
 
 
@@ -316,7 +305,7 @@ def _arrived(store: Any, name: str) -> set[int]:
 
 
 def _release(store: Any, name: str, count: int) -> None:
-    """Let all ranks go on, if all are here."""
+    """Let all ranks continue, if all are here."""
     arrived = _arrived(store, name)
     if name == store.ITERATION_BARRIER and len(arrived) < count:
         gone = set(store.items("gone"))
@@ -339,7 +328,6 @@ def _release(store: Any, name: str, count: int) -> None:
 
 
 def _meet(store: Any, name: str, count: int, timeout: timedelta) -> None:
-    """Wait until all have come. The last one lets all go on."""
     _release(store, name, count)
     if not _wait(store, f"{name}/over", timeout.total_seconds()):
         raise _timeout(store, name, count, timeout)
@@ -354,17 +342,16 @@ def _timeout(store: Any, name: str, count: int, timeout: timedelta) -> BarrierTi
 
 
 def pause_after(waited: float, shortest: float = 0.002) -> float:
-    """Seconds until a loop that has waited so long looks again."""
+    """Seconds between two looks of a loop that has waited for `waited` seconds."""
     return min(max(waited / 10, shortest), LONGEST_PAUSE)
 
 
 def read_value(store: Any, key: str) -> str:
-    """A value, "" where there is none. torch's ``get`` waits for what is not there."""
+    """A value, or "". torch's ``get`` waits for a missing key."""
     return bytes(store.get(key)).decode() if store.check([key]) else ""
 
 
 def _wait(store: Any, key: str, seconds: float) -> bool:
-    """Whether `key` is there, waited for up to `seconds`."""
     started = time.monotonic()
     while not store.check([key]):
         waited = time.monotonic() - started
@@ -385,7 +372,7 @@ class TCPStore(StoreMixin, dist.TCPStore):  # type: ignore[misc, unused-ignore]
 
     TCP_STORE_HOST_RANK: ClassVar[int] = 0
     is_client_only: ClassVar[bool] = False
-    """Never a server: in a monitor process, and where it is known that there is one."""
+    """Never become a server: set in a monitor process, and where a server is known to run."""
 
     def __init__(
         self,
@@ -398,11 +385,11 @@ class TCPStore(StoreMixin, dist.TCPStore):  # type: ignore[misc, unused-ignore]
         use_libuv: bool = True,
     ) -> None:
         """Args:
-        host_name, port, world_size: From MASTER_ADDR, MASTER_PORT and WORLD_SIZE where left out.
+        host_name, port, world_size: Default: MASTER_ADDR, MASTER_PORT and WORLD_SIZE.
         timeout, wait_for_workers, multi_tenant, use_libuv: As torch's.
 
         Raises:
-            KeyError: one is left out, and its variable is not there.
+            KeyError: an argument and its variable are missing.
             torch.distributed.DistNetworkError: no server answers.
         """
         host_name = os.environ["MASTER_ADDR"] if host_name is None else host_name
@@ -429,7 +416,7 @@ class TCPStore(StoreMixin, dist.TCPStore):  # type: ignore[misc, unused-ignore]
 
     @property
     def critical_ranks(self) -> tuple[int, ...]:
-        """None where the server is neither rank 0 nor its monitor process: an agent's, say."""
+        """Empty where the server is neither rank 0 nor its monitor process, but an agent's for instance."""
         return (self.TCP_STORE_HOST_RANK,) if self.check([_HOSTED]) else ()
 
     @classmethod
@@ -460,7 +447,7 @@ class SharedFileStore(StoreMixin, _FileSystemStore):
 
     def __init__(self, path: str | os.PathLike[str], *, timeout: timedelta | None = None) -> None:
         """Args:
-            path: Of this user's alone (0700); made where it is not there. Its parent exists.
+            path: A folder of this user's alone (0700), made where it is missing. Its parent exists.
             timeout: As torch's.
 
         Raises:

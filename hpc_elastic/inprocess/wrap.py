@@ -22,7 +22,7 @@ from hpc_elastic.inprocess.iterations import Iterations, Rank
 from hpc_elastic.inprocess.monitor_process import MonitorProcess, StoreSource, Unplaced
 from hpc_elastic.inprocess.progress_watchdog import ProgressPage, ProgressWatchdog
 from hpc_elastic.inprocess.rank_assignment import RankAssignment, ShiftRanks
-from hpc_elastic.inprocess.replacement import Admission, Newcomer, Replacements, Surroundings
+from hpc_elastic.inprocess.replacement import Admission, Admissions, AgentLink, Replacement
 from hpc_elastic.inprocess.settings import Settings, check, with_value_for
 from hpc_elastic.inprocess.sockets import detect_silence
 from hpc_elastic.inprocess.state import State
@@ -32,12 +32,11 @@ from hpc_elastic.worker_api.restart_group import RestartGroupEvent
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 _CALL = "call_of_now"
-"""In the restart group's store: the name of the outermost call that began last."""
+"""Key in the restart group's store: the name of the outermost call that began last."""
 
 _open: list[CallWrapper] = []
-"""From the outermost call to the innermost."""
 _outermost = itertools.count()
-"""Of calls that are in no other. All ranks make the same calls in the same order."""
+"""Numbers the calls that are in no other. All ranks make the same calls in the same order."""
 
 
 class Wrapper:
@@ -71,29 +70,29 @@ class Wrapper:
         enabled: bool = True,
     ) -> None:
         """Args:
-            store_factory, store_kwargs: What the ranks meet in: a class with `StoreMixin`, called on every rank and
-                once more in its monitor process.
+            store_factory, store_kwargs: The store in which the ranks meet: a class with `StoreMixin`, called on every
+                rank and once more in its monitor process.
             initialize: Runs first in each iteration.
             abort: Runs in the monitor thread after a fault.
             finalize: Runs after the abort.
             health_check: Runs before the function, and after `finalize`.
             rank_assignment: Gives the ranks that are left their numbers.
-            rank_filter: Says which of them call the function.
+            rank_filter: Chooses those that call the function.
             monitor_thread_interval: Between two looks at this rank's progress. (A fault elsewhere is seen at once.)
             monitor_process_interval: Between two heartbeats.
             progress_watchdog_interval: Between two looks whether the main thread executes bytecode.
-            soft_timeout: Without progress, after which a rank is interrupted.
-            hard_timeout: Without progress, after which a rank is killed.
-            heartbeat_timeout: Without a heartbeat, after which a rank counts as dead.
-            barrier_timeout: For the initial, iteration and termination barriers.
-            completion_timeout: For the completion barrier: from this rank's return to that of the last.
-            last_call_wait: For other ranks to say that they failed as well; it ends when all have answered.
+            soft_timeout: A rank without progress for this long is interrupted.
+            hard_timeout: A rank without progress for this long is killed.
+            heartbeat_timeout: A rank without a heartbeat for this long counts as dead.
+            barrier_timeout: Limit of the initial, iteration and termination barriers.
+            completion_timeout: Limit of the completion barrier: from this rank's return to that of the last.
+            last_call_wait: Limit for other ranks to report their own failure; it ends when all have answered.
             termination_grace_time: Between SIGTERM and SIGKILL at the hard timeout.
             monitor_process_logfile: An absolute path; ``{rank}`` is the initial rank.
             enabled: If false, the function stays as it is.
 
         Raises:
-            TypeError: an argument has the wrong type, or a hook can't be called with what it is given.
+            TypeError: an argument has the wrong type, or a hook can't be called with the arguments that it gets.
             ValueError: timeouts are out of order, the logfile's path is not absolute, or torch has no
                 ``torch.distributed``.
         """
@@ -138,9 +137,9 @@ class CallWrapper:
         self._rank: Rank | None = None
         self._inner = (-1, 0)
         self._admission: Admission | None = None
-        """Where this process was taken in by a restart group that ran already."""
+        """A running restart group took this process in like this."""
         self._is_over = False
-        """Where the call ended before this process was in it."""
+        """The call ended before this process was in it."""
         with contextlib.ExitStack() as stack:
             self._rank = self._set_up(wrapper.settings, stack)
             self._stack = stack.pop_all()
@@ -150,22 +149,22 @@ class CallWrapper:
         page = ProgressPage()
         stack.callback(page.close)
         name, is_outermost = self._name(), not _open
-        surroundings = Surroundings.from_env(os.environ) if is_outermost else Surroundings()
-        newcomer = Newcomer(state.initial_rank) if surroundings.replaces > 0 and name == "call0" else None
+        agent_link = AgentLink.from_env(os.environ) if is_outermost else AgentLink()
+        replacement = Replacement(state.initial_rank) if agent_link.replaces > 0 and name == "call0" else None
         source = StoreSource(settings.store_factory, dict(settings.store_kwargs or {}))
         process = MonitorProcess(
             source=source,
             page=page,
             unplaced=Unplaced(
-                call=name, initial_rank=state.initial_rank, world_size=state.initial_world_size, newcomer=newcomer
+                call=name, initial_rank=state.initial_rank, world_size=state.initial_world_size, replacement=replacement
             ),
             settings=settings,
         )
         is_served = process.start()
         stack.callback(process.shutdown)
         raw = _open_store(source, is_served=is_served)
-        if newcomer is not None:
-            name = self._take_place(raw, state, newcomer, settings)
+        if replacement is not None:
+            name = self._take_place(raw, state, replacement, settings)
         else:
             PrefixStore(name, raw).initial_barrier(
                 rank=state.rank, rendezvous_count=state.world_size, timeout=settings.barrier_timeout
@@ -196,47 +195,43 @@ class CallWrapper:
             atomic_lock=self._atomic_lock,
             settings=settings,
             name=name,
-            surroundings=surroundings,
-            replacements=Replacements(base, wait=surroundings.wait) if surroundings.wait is not None else None,
+            agent_link=agent_link,
+            admissions=Admissions(base, wait=agent_link.wait) if agent_link.wait is not None else None,
         )
         stack.enter_context(abort_module.sockets_kept())
         stack.enter_context(_frozen_garbage())
         stack.callback(rank.announce_end)
-        rank.surroundings.report(RestartGroupEvent.BEGUN, rank=state.initial_rank)
+        rank.agent_link.report(RestartGroupEvent.BEGUN, rank=state.initial_rank)
         return rank
 
     def _name(self) -> str:
-        """The call's own, the same on all ranks: its keys are apart, also where a store outlives it."""
+        """The call's own name, the same on all ranks: its keys are apart, also where a store outlives it."""
         if not _open:
             return f"call{next(_outermost)}"
         outer = _open[-1]
-        return f"{outer._open_rank().name}.{outer.iteration}.{outer._next_inner()}"
+        inner_iteration, number = outer._inner
+        number = number + 1 if inner_iteration == outer.iteration else 0
+        outer._inner = outer.iteration, number
+        return f"{outer._open_rank().name}.{outer.iteration}.{number}"
 
-    def _next_inner(self) -> int:
-        """The number of a call within this one, in this iteration."""
-        iteration, number = self._inner
-        number = number + 1 if iteration == self.iteration else 0
-        self._inner = self.iteration, number
-        return number
-
-    def _take_place(self, raw: Any, state: State, newcomer: Newcomer, settings: Settings) -> str:
-        """In a dead process' place: the call's name. `state` is that of the restart group afterwards."""
+    def _take_place(self, raw: Any, state: State, replacement: Replacement, settings: Settings) -> str:
+        """Take a dead process' place. Returns the call's name; `state` is that of the restart group afterwards."""
         name = "call0"
         base = PrefixStore(name, raw)
-        if not base.is_released(base.INITIAL_BARRIER) and base.decide_fate(state.rank, "taken"):
+        if not base.is_released(base.INITIAL_BARRIER) and base.resolve_slot(state.rank, "taken"):
             # It died before the call began, and may have come to its first barrier.
             base.reentrant_barrier(state.rank, base.INITIAL_BARRIER, state.world_size, settings.barrier_timeout)
             return name
         name = read_value(raw, _CALL) or name
         global _outermost
         _outermost = itertools.count(int(name.removeprefix("call")) + 1)
-        found = newcomer.wait_for_place(PrefixStore(name, raw), patience=settings.barrier_timeout.total_seconds())
+        found = replacement.wait_for_place(PrefixStore(name, raw), patience=settings.barrier_timeout.total_seconds())
         if found is None:
             self._is_over = True
             return name
         self._admission = found
         state.iteration = found.iteration
-        state.rank, state.world_size = found.places[newcomer.uid], found.world_size
+        state.rank, state.world_size = found.places[replacement.uid], found.world_size
         return name
 
     def __enter__(self) -> CallWrapper:
@@ -250,11 +245,11 @@ class CallWrapper:
 
     @property
     def iteration(self) -> int:
-        """Of restarts: 0 is the first time that the function runs."""
+        """Number of restarts: 0 is the first time that the function runs."""
         return self._open_rank().state.iteration
 
     def ping(self) -> None:
-        """Say that the function gets on: some microseconds.
+        """Report progress: some microseconds.
 
         The first one in an iteration arms the manual timeout: from then on, `soft_timeout` without a ping interrupts
         this rank, `hard_timeout` kills it.
@@ -263,19 +258,17 @@ class CallWrapper:
 
     @contextlib.contextmanager
     def atomic(self) -> Iterator[None]:
-        """``with call.atomic():`` what no abort may interrupt. Reentrant.
-
-        An abort waits for its end; while one is running, no thread gets in.
-        """
+        """Keep aborts out of a ``with`` block. Reentrant. An abort waits for its end; while an abort runs, no thread
+        enters."""
         with self._atomic_lock:
             yield
 
     @contextlib.contextmanager
     def disable_hang_protection(self) -> Iterator[None]:
-        """``with call.disable_hang_protection():`` what may take long without progress: a load, a compilation.
+        """Suspend `soft_timeout` and `hard_timeout` in a ``with`` block that may take long: a load, a compilation.
 
-        Neither `soft_timeout` nor `hard_timeout` counts meanwhile; both begin anew at the end. A fault on another rank
-        interrupts it all the same, and then `hard_timeout` counts. Nests.
+        Both begin again at its end. A fault on another rank interrupts it all the same, and then `hard_timeout`
+        counts. Nests.
         """
         watchdog = self._open_rank().watchdog
         watchdog.pause()
@@ -288,20 +281,20 @@ class CallWrapper:
         """Run `fn` until all ranks have completed it in the same iteration.
 
         Returns:
-            What it returned; None on a spare.
+            Its value; None on a spare.
 
         Raises:
-            RestartError: this rank can't go on (`HealthCheckError`, `RankDiscarded`, a barrier's timeout, …).
-            BaseException: what else ended this rank: the very object.
+            RestartError: this rank can't continue (`HealthCheckError`, `RankDiscarded`, a barrier's timeout, …).
+            BaseException: any other exception that ended this rank: the very object.
         """
         rank, admission = self._open_rank(), self._admission
         if self._is_over:
-            rank.surroundings.report(RestartGroupEvent.ENDED, rank=rank.state.initial_rank)
+            rank.agent_link.report(RestartGroupEvent.ENDED, rank=rank.state.initial_rank)
             return None
         args, kwargs = with_value_for(CallWrapper, fn, args, kwargs, self)
         empty = admission.empty if admission is not None else ()
         value = Iterations(rank, functools.partial(fn, *args, **kwargs), terminated=empty).run()
-        rank.surroundings.report(RestartGroupEvent.ENDED, rank=rank.state.initial_rank)
+        rank.agent_link.report(RestartGroupEvent.ENDED, rank=rank.state.initial_rank)
         return value
 
     def _open_rank(self) -> Rank:
@@ -321,9 +314,9 @@ def _open_store(source: StoreSource, *, is_served: bool) -> Any:
 
 @contextlib.contextmanager
 def _frozen_garbage() -> Iterator[None]:
-    """What is there now is no garbage until the call is over: the collections between iterations pass over it.
+    """Exclude everything that exists now from garbage collection until the call is over.
 
-    torch alone makes some 100,000 objects, which are looked at for a tenth of a second each time.
+    torch alone makes some 100,000 objects, which the collections between iterations would scan for 0.1 s each time.
     """
     if gc.get_freeze_count():
         yield  # the program's own, or an outer call's

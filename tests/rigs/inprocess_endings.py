@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import hpc_elastic.inprocess as inprocess
 from hpc_elastic.inprocess import store as ring_store
-from hpc_elastic.inprocess.progress_watchdog import HeartbeatWatch
+from hpc_elastic.inprocess.progress_watchdog import NeighbourWatch
 from tests.rigs.inprocess_phases import PATIENT
 from tests.rigs.inprocess_scenarios import Options, short_timeouts, store_of
 from tests.rigs.processes import is_alive
@@ -137,13 +137,13 @@ def monitor_fails(rank: int, folder: Path, options: Options) -> Any:
     """The monitor process of rank 1 meets an error of its own once the function runs."""
     runs = folder / "runs"
 
-    def fail(watch: HeartbeatWatch, *_: object) -> list[int]:
+    def fail(watch: NeighbourWatch, *_: object) -> list[int]:
         if runs.exists():
             raise ValueError("planted in the monitor process")
         return []
 
     if rank == 1:
-        HeartbeatWatch.look = fail  # type: ignore[method-assign, assignment]
+        NeighbourWatch.look = fail  # type: ignore[method-assign, assignment]
 
     @inprocess.Wrapper(**short_timeouts(**PATIENT), **store_of(folder, options))
     def function(call: inprocess.CallWrapper) -> list[int]:

@@ -1,4 +1,4 @@
-"""Plants one fault on some ranks, after a while: for trying out what a program does then."""
+"""Plants one fault on some ranks, after a delay, to try out how a program handles it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Fault(enum.Enum):
-    """What happens. All but the GPUs' happen to any process."""
+    """The kinds of faults. Only those of the GPU need one."""
 
     GPU = enum.auto()
     """A device-side assert, which spoils the CUDA context."""
@@ -43,16 +43,15 @@ class Fault(enum.Enum):
 
 
 class InjectedException(Exception):
-    """What `Fault.ASYNC_EXC` and `Fault.SIGNAL_EXC` raise."""
+    """Raised by `Fault.ASYNC_EXC` and `Fault.SIGNAL_EXC`."""
 
 
 class Plan(Struct, frozen=True, kw_only=True):
-    """Which ranks are hit by what, and when: the same on all ranks that use the same seed."""
+    """The ranks, the fault and the delay in seconds: the same on all ranks that use the same seed."""
 
     ranks: tuple[int, ...]
     fault: Fault
     delay: float
-    """Seconds."""
 
 
 def planned(
@@ -63,11 +62,7 @@ def planned(
     seed: int,
     world_size: int,
 ) -> Plan:
-    """What `inject_fault` with the same arguments does.
-
-    Raises:
-        ValueError: there is no fault to choose from.
-    """
+    """The plan of `inject_fault` with the same arguments. Raises ValueError: there is no fault to choose from."""
     if not faults:
         raise ValueError("inject_fault: there is no fault to choose from")
     rng = random.Random(seed)
@@ -90,10 +85,10 @@ def inject_fault(
 
     Args:
         faults: One of them is chosen.
-        num_faults: How many ranks are hit, or from how many to how many.
-        keep_alive: So many ranks, from 0 on, are spared.
-        delay: Seconds from now, or from how many to how many.
-        seed: Of all choices. Give each iteration its own.
+        num_faults: How many ranks are hit, or the range to choose from.
+        keep_alive: Number of ranks that are spared, from rank 0.
+        delay: Seconds from now, or the range to choose from.
+        seed: Seeds all choices. Give each iteration its own.
         callback: Called on the ranks that are hit, right before.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -114,16 +109,12 @@ def inject_fault(
 
 
 def strike(fault: Fault) -> None:
-    """Have it happen in this process, now; not every fault returns."""
+    """Cause the fault in this process, now; not every fault returns."""
     _STRIKES[fault]()
 
 
 def _raise_injected(*_: object) -> None:
     raise InjectedException("injected by a signal")
-
-
-def _raise_in_main() -> None:
-    async_raise(threading.main_thread().ident or 0, InjectedException)
 
 
 def _signal_main(signum: signal.Signals) -> Callable[[], None]:
@@ -132,14 +123,6 @@ def _signal_main(signum: signal.Signals) -> Callable[[], None]:
 
 def _signal_process(signum: signal.Signals) -> Callable[[], None]:
     return lambda: os.kill(os.getpid(), signum)
-
-
-def _hold_gil() -> None:
-    re.match(r"(a?){40}a{40}", "a" * 40)
-
-
-def _read_nothing() -> None:
-    ctypes.string_at(1)
 
 
 def _assert_on_gpu() -> None:
@@ -159,11 +142,11 @@ def _sleep_on_gpu() -> None:
 _STRIKES: dict[Fault, Callable[[], object]] = {
     Fault.GPU: _assert_on_gpu,
     Fault.GPU_SLEEP: _sleep_on_gpu,
-    Fault.ASYNC_EXC: _raise_in_main,
+    Fault.ASYNC_EXC: lambda: async_raise(threading.main_thread().ident or 0, InjectedException),
     Fault.SIGNAL_EXC: _signal_main(signal.SIGUSR1),
     Fault.ABORT: os.abort,
-    Fault.GIL: _hold_gil,
-    Fault.SEGFAULT: _read_nothing,
+    Fault.GIL: lambda: re.match(r"(a?){40}a{40}", "a" * 40),
+    Fault.SEGFAULT: lambda: ctypes.string_at(1),
     Fault.INT: _signal_main(signal.SIGINT),
     Fault.KILL: _signal_process(signal.SIGKILL),
     Fault.TERM: _signal_process(signal.SIGTERM),

@@ -358,7 +358,7 @@ def test_a_part_that_was_left_is_not_interrupted_although_it_has_not_said_so_yet
     part.interrupt("why")
     # As if the handler came between the end of the part and its `finally`.
     part._frame = (lambda: sys._getframe())()
-    part._raise_if_inside(sys._getframe())
+    part.raise_if_inside(sys._getframe())
     part.close()
 
 

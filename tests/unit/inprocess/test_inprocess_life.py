@@ -6,56 +6,64 @@ import pickle
 
 import pytest
 
-from hpc_elastic.inprocess.life import BARRIERS, RESTART, TRANSITIONS, Event, IllegalEventError, Phase, next_phase
+from hpc_elastic.inprocess.life import (
+    BARRIERS,
+    RESTART,
+    TRANSITIONS,
+    CallEvent,
+    CallPhase,
+    IllegalEventError,
+    next_phase,
+)
 from hpc_elastic.inprocess.store import StoreMixin
 
 pytestmark = pytest.mark.torch
 
 
-def walk(*events: Event) -> Phase:
-    phase = Phase.JOINING
+def walk(*events: CallEvent) -> CallPhase:
+    phase = CallPhase.JOINING
     for event in events:
         phase = next_phase(phase, event)
     return phase
 
 
-STARTED = (Event.ALL_CAME, Event.ASSIGNED, Event.ALL_CAME)
+STARTED = (CallEvent.ALL_CAME, CallEvent.ASSIGNED, CallEvent.ALL_CAME)
 RECOVERED = (
-    Event.INTERRUPTED,
-    Event.ABORTED,
-    Event.FINALIZED,
-    Event.HEALTHY,
-    Event.ALL_CAME,
-    Event.DECIDED,
-    Event.ASSIGNED,
+    CallEvent.INTERRUPTED,
+    CallEvent.ABORTED,
+    CallEvent.FINALIZED,
+    CallEvent.HEALTHY,
+    CallEvent.ALL_CAME,
+    CallEvent.DECIDED,
+    CallEvent.ASSIGNED,
 )
 
 
 def test_a_call_without_a_fault() -> None:
-    assert walk(*STARTED, Event.DONE, Event.ALL_COMPLETED) is Phase.RETURNED
+    assert walk(*STARTED, CallEvent.DONE, CallEvent.ALL_COMPLETED) is CallPhase.RETURNED
 
 
 def test_a_fault_starts_the_next_iteration() -> None:
-    assert walk(*STARTED, *RECOVERED) is Phase.STARTING
+    assert walk(*STARTED, *RECOVERED) is CallPhase.STARTING
 
 
 def test_a_rank_that_is_done_runs_again_where_another_fails_before_all_are() -> None:
-    assert walk(*STARTED, Event.DONE, *RECOVERED, Event.ALL_CAME) is Phase.RUNNING
+    assert walk(*STARTED, CallEvent.DONE, *RECOVERED, CallEvent.ALL_CAME) is CallPhase.RUNNING
 
 
-@pytest.mark.parametrize("phase", [phase for phase in Phase if Event.FAILED in TRANSITIONS[phase]])
-def test_whatever_fails_after_the_initial_barrier_is_told_to_the_others(phase: Phase) -> None:
-    wanted = Phase.LEFT if phase is Phase.JOINING else Phase.LEAVING
-    assert next_phase(phase, Event.FAILED) is wanted
+@pytest.mark.parametrize("phase", [phase for phase in CallPhase if CallEvent.FAILED in TRANSITIONS[phase]])
+def test_whatever_fails_after_the_initial_barrier_is_told_to_the_others(phase: CallPhase) -> None:
+    wanted = CallPhase.LEFT if phase is CallPhase.JOINING else CallPhase.LEAVING
+    assert next_phase(phase, CallEvent.FAILED) is wanted
 
 
 def test_only_the_ends_have_no_way_on() -> None:
-    assert {phase for phase in Phase if not TRANSITIONS[phase]} == {Phase.RETURNED, Phase.LEFT}
+    assert {phase for phase in CallPhase if not TRANSITIONS[phase]} == {CallPhase.RETURNED, CallPhase.LEFT}
 
 
 def test_every_other_event_is_refused_and_the_error_pickles() -> None:
-    for phase in Phase:
-        for event in set(Event) - set(TRANSITIONS[phase]):
+    for phase in CallPhase:
+        for event in set(CallEvent) - set(TRANSITIONS[phase]):
             with pytest.raises(IllegalEventError) as caught:
                 next_phase(phase, event)
             copy = pickle.loads(pickle.dumps(caught.value))
@@ -63,7 +71,7 @@ def test_every_other_event_is_refused_and_the_error_pickles() -> None:
 
 
 def test_the_restart_that_is_drawn_is_a_whole_call() -> None:
-    assert walk(*RESTART) is Phase.RETURNED
+    assert walk(*RESTART) is CallPhase.RETURNED
     assert all(callable(getattr(StoreMixin, name)) for name in BARRIERS.values())
     assert sorted(BARRIERS.values()) == sorted(
         (

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from hpc_elastic.base.codec import dumps, loads
-from hpc_elastic.inprocess.monitor_process import HeartbeatWatch, Place
+from hpc_elastic.inprocess.monitor_process import NeighbourWatch, RankPlace
 from hpc_elastic.inprocess.progress_watchdog import ProgressPage, ProgressWatchdog, Reading, StallWatch
 
 pytestmark = pytest.mark.torch
@@ -92,7 +92,7 @@ def test_the_watchdog_sees_bytecode_and_pings() -> None:
 
 
 def test_the_next_rank_is_watched_and_all_others_when_it_is_silent() -> None:
-    watch = HeartbeatWatch(rank=3, count=4, timeout=10)
+    watch = NeighbourWatch(rank=3, count=4, timeout=10)
     assert watch.watched == [0]
     assert watch.look({0: 5}, 0) == []
     assert watch.look({0: 6}, 4) == []
@@ -106,11 +106,11 @@ def test_the_next_rank_is_watched_and_all_others_when_it_is_silent() -> None:
 
 
 def test_one_rank_alone_watches_nobody() -> None:
-    watch = HeartbeatWatch(rank=0, count=1, timeout=10)
+    watch = NeighbourWatch(rank=0, count=1, timeout=10)
     assert watch.watched == []
     assert watch.look({}, 0) == []
 
 
 def test_a_place_is_read_back() -> None:
-    place = Place(iteration=3, rank=1, count=4, initial_rank=2, call="call0.1.0")
-    assert loads(Place, dumps(place)) == place
+    place = RankPlace(iteration=3, rank=1, count=4, initial_rank=2, call="call0.1.0")
+    assert loads(RankPlace, dumps(place)) == place
