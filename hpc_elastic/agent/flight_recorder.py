@@ -16,7 +16,7 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import Owner, open_checked, write_private
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.failures.flight_dump import MOST_BYTES, RankDump, UnreadableDumpError, read_dump, tail_of
-from hpc_elastic.run.flight_tail import FlightTail
+from hpc_elastic.run.activities import FlightTail
 from hpc_elastic.worker_api.flight_recorder import ASK, DUMP, PING, PONG, VARIABLE
 
 ANSWER_SECONDS = 1.5

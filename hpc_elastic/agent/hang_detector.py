@@ -29,7 +29,7 @@ from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.failures.stacks import look_at_process
 from hpc_elastic.rendezvous.state import Member, RoundRecord
-from hpc_elastic.run.flight_tail import FlightTail
+from hpc_elastic.run.activities import FlightTail
 from hpc_elastic.run.suspicions import HangSettings, NodeStall, Source, StalledRank, Suspicion
 
 if TYPE_CHECKING:

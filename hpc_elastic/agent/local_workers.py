@@ -41,7 +41,7 @@ from hpc_elastic.workers.spawn import EXEC_WAIT_S, Inherited, WorkerProcess, pip
 from hpc_elastic.workers.stop import GroupStopper, Stopped
 
 if TYPE_CHECKING:
-    from hpc_elastic.run.flight_tail import FlightTail
+    from hpc_elastic.run.activities import FlightTail
 
 logger = logging.getLogger(__name__)
 

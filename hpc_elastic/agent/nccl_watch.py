@@ -26,7 +26,7 @@ from hpc_elastic.workers.sockets import Address, has_socket, serving_socket
 from hpc_elastic.workers.tree import TAG_VARIABLE, Environ, own_processes_where
 
 if TYPE_CHECKING:
-    from hpc_elastic.run.flight_tail import FlightTail
+    from hpc_elastic.run.activities import FlightTail
 
 logger = logging.getLogger(__name__)
 

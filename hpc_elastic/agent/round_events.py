@@ -22,15 +22,15 @@ from hpc_elastic.base.clock import Clock, Offset, uptime_ns
 from hpc_elastic.failures.stacks import RankStacks, fold_stacks, fold_threads
 from hpc_elastic.rendezvous.state import node_of
 from hpc_elastic.run.agent_events import (
-    ClockOffset,
+    ClockCompared,
     HealthCheckFailed,
     HealthWarning,
     RankStack,
     RankState,
     RoundFinal,
+    SharedThreadStack,
     StacksTaken,
     StartRefused,
-    ThreadStack,
 )
 from hpc_elastic.run.coordinator_events import (
     CoordinatorChanged,
@@ -153,7 +153,7 @@ def log_stacks(
                 RankStack(ranks=tuple(ranks), stack=tuple(stack)) for ranks, stack in fold_stacks(main)[:_STACK_GROUPS]
             ),
             threads=tuple(
-                ThreadStack(ranks=tuple(ranks), name=name, stack=tuple(stack))
+                SharedThreadStack(ranks=tuple(ranks), name=name, stack=tuple(stack))
                 for ranks, (name, stack) in fold_threads(stacks)[:_STACK_GROUPS]
             ),
             silent=tuple(sorted(set(stacks) - set(main))),
@@ -252,7 +252,7 @@ class ClockOffsetLog:
             if is_news(sample, self._logged[reference]):
                 self._logged[reference] = sample
                 self._events.write(
-                    ClockOffset(
+                    ClockCompared(
                         reference=node_of(reference),
                         offset_ns=offset.offset_ns,
                         bound_ns=offset.bound_ns,

@@ -1,1 +1,1 @@
-"""What every other package stands on: clocks, files on filesystems that may hang, waking, records, text."""
+"""Clocks, files on filesystems that may hang, waking, records, text: the base of all other packages."""

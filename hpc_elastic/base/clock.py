@@ -1,11 +1,10 @@
 """The one module that reads the system's clocks; and how far apart the clocks of two hosts are.
 
 Everything else takes a `Clock`. Each host has a clock that is never set: the time since it was booted
-(`Clock.monotonic`). A packet that was sent at S by one such clock and came at R by another took some time, but never
-less than none: the receiver's clock is ahead of the sender's by at most R - S. Packets the other way bound it from
-below; half of the two bounds' distance is half a round trip, as in NTP, and how long an answer was held back does not
-matter. Of all packets the quickest ones count, but clocks run apart by and by: a bound that is `age` old has grown by
-`drift_ns(age)`.
+(`Clock.monotonic`). A packet that was sent at S by one such clock and came at R by another took some time: the
+receiver's clock is ahead of the sender's by at most R - S. Packets the other way bound it from below; half of the two
+bounds' distance is half a round trip, as in NTP, and how long an answer was held back does not matter. The quickest
+packets count, but clocks drift apart: a bound that is `age` old has grown by `drift_ns(age)`.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from msgspec import Struct
 
 
 class Clock(Protocol):
-    """What time it is, and a wait that can be cut short. Tests pass a fake that jumps."""
+    """The clocks, and a wait that can be cut short. Tests pass a fake that jumps."""
 
     def monotonic(self) -> float:
-        """Seconds that never go back, on this host only: for ages, deadlines and leases."""
+        """Seconds that never go back, on this host only; ages, deadlines and leases use them."""
         ...
 
     def time_ns(self) -> int:
-        """Nanoseconds since the epoch by this host's wall clock: for people, never subtracted across hosts."""
+        """Nanoseconds since the epoch by this host's wall clock, for people: never subtracted across hosts."""
         ...
 
     def wait(self, stop: threading.Event, seconds: float) -> bool:
@@ -34,7 +33,7 @@ class Clock(Protocol):
 
 
 def uptime_ns(clock: Clock) -> int:
-    """Nanoseconds that this host has been up: what is compared with another host's (`clock_offset`)."""
+    """Nanoseconds that this host has been up, which `clock_offset` compares with another host's."""
     return round(clock.monotonic() * 1e9)
 
 
@@ -52,10 +51,10 @@ class SystemClock:
 
 
 class RunClock(SystemClock):
-    """Those of an agent or a supervisor: its wall clock is read once, and carried on by the clock since the boot.
+    """The clocks of an agent or a supervisor: its wall clock is read once, and continued by the clock since the boot.
 
-    Who sets a node's clock in mid-run (an NTP step, an administrator, a restored virtual machine) would else tear the
-    record of the attempt: rounds that last an hour or end before they began.
+    A node's clock that is set in mid-run (an NTP step, an administrator, a restored virtual machine) would else tear
+    the record of the attempt: rounds that last an hour or end before they began.
     """
 
     def __init__(self) -> None:
@@ -66,31 +65,30 @@ class RunClock(SystemClock):
 
 
 DRIFT = 1000
-"""One nanosecond in so many is how fast two hosts' clocks may run apart: NTP slews each by up to 500 ppm. (chrony does
-more after a start with a wrong clock: measurements contradict each other then, and begin anew.)"""
+"""Two hosts' clocks drift by at most one nanosecond in this many: NTP slews each by up to 500 ppm. (chrony does more
+after a start with a wrong clock: measurements contradict each other then, and begin again.)"""
 
 
 def drift_ns(age_ns: int) -> int:
-    """How far two clocks may have run apart, `age_ns` before or after they were compared."""
+    """The most that two clocks can have drifted, `age_ns` before or after they were compared."""
     return -(-abs(age_ns) // DRIFT)
 
 
 class Offset(Struct, frozen=True, kw_only=True):
-    """How far one clock is ahead of another."""
+    """How far one clock is ahead of another, plus or minus `bound_ns`."""
 
     offset_ns: int
     bound_ns: int
-    """It is off by at most so much more or less."""
 
     def aged(self, age_ns: int) -> Offset:
-        """The same, so long before or after it was measured."""
+        """The same offset, `age_ns` before or after it was measured."""
         return Offset(offset_ns=self.offset_ns, bound_ns=self.bound_ns + drift_ns(age_ns))
 
 
 class PeerClock:
-    """What one participant knows about one other's clock. Times are nanoseconds by their hosts' clocks since boot.
+    """One participant's knowledge of another's clock. Times are nanoseconds by their hosts' clocks since boot.
 
-    Fed by one thread; other threads may ask, and get None while the two bounds are being changed.
+    One thread feeds it; other threads may ask, and get None while the two bounds are being changed.
     """
 
     __slots__ = ("_lower", "_upper")
@@ -101,12 +99,9 @@ class PeerClock:
         self._lower: tuple[int, int] | None = None
 
     def received(self, *, sent_ns: int, received_ns: int, told_ns: int | None) -> None:
-        """Take a packet in.
+        """Record a packet that was sent at `sent_ns` by the other's clock, and came by `received_ns` of the own one.
 
-        Args:
-            sent_ns: By the other's clock.
-            received_ns: By the own one, or later.
-            told_ns: By how much at most the other said that *its* clock is ahead; None: it did not know.
+        `told_ns`: the most that the other knew *its* clock to be ahead; None: unknown.
         """
         highest = received_ns - sent_ns
         if self._upper is None or highest <= _grown(self._upper, received_ns):
@@ -123,12 +118,12 @@ class PeerClock:
             self._upper, self._lower = (highest, received_ns), None
 
     def bound_to_send(self, now_ns: int) -> int | None:
-        """By how much at most the own clock is ahead, for the other to know; None: no packet of it came."""
+        """The most that the own clock is ahead, for the other to know; None: no packet of it came."""
         upper = self._upper
         return None if upper is None else _grown(upper, now_ns)
 
     def offset(self, now_ns: int) -> Offset | None:
-        """By how much the own clock is ahead; None: packets did not pass both ways."""
+        """How far the own clock is ahead; None: packets did not pass both ways."""
         upper, lower = self._upper, self._lower
         if upper is None or lower is None:
             return None

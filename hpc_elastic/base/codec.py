@@ -1,9 +1,9 @@
-"""Records to JSON and back: one way for all that is written to disk, sent, or handed to another process.
+"""Records to JSON and back: one way for everything that is written to disk, sent, or handed to another process.
 
 A record is a `msgspec.Struct` whose fields' types are its format. ``rename`` on the class gives a field its name in the
 JSON, ``array_like=True`` writes it as a list. Readers are strict about types and tolerant of everything else: unknown
-keys are ignored, missing ones take the field's default, and what can't be read is an `Unreadable`, a sentence, and no
-exception. The text itself is the standard library's JSON: msgspec's own encoder refuses the lone surrogates of paths
+keys are ignored, missing ones take the field's default, and an unreadable file gives an `Unreadable`, a sentence, and
+no exception. The text itself is the standard library's JSON: msgspec's own encoder refuses the lone surrogates of paths
 that are not UTF-8.
 """
 
@@ -25,11 +25,11 @@ from hpc_elastic.base.files import Unreadable, parse_json, read_json, write_json
 from hpc_elastic.errors import UsageError
 
 VERSION = 1
-"""Of every format that is written here. A change that older readers can't ignore takes the next number."""
+"""The version of every format here. A change that older readers can't ignore takes the next number."""
 
 R = TypeVar("R", bound=Struct)
 _REFUSALS = (ValidationError, UnicodeEncodeError, RecursionError)
-"""Of msgspec; the second where a key, or an enumeration's value, is a lone surrogate."""
+"""msgspec's errors; the second for a lone surrogate in a key or an enumeration's value."""
 
 
 class UnreadableRecordError(ValueError):
@@ -37,12 +37,7 @@ class UnreadableRecordError(ValueError):
 
 
 def to_json(record: Struct, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """A record as JSON values.
-
-    Args:
-        record: Any but an ``array_like`` one.
-        without: Names in the JSON to leave out: what the record's place says.
-    """
+    """Convert any record but an ``array_like`` one to JSON values, leaving out the names in `without`."""
     value: dict[str, Any] = to_builtins(record, enc_hook=_encode)
     for name in without:
         del value[name]
@@ -50,12 +45,7 @@ def to_json(record: Struct, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
 
 
 def from_json(cls: type[R], value: object, **known: Any) -> R:
-    """A record from JSON values.
-
-    Args:
-        cls: Its class.
-        value: What `json.loads` gave.
-        known: Names in the JSON, and values that hold whatever `value` says.
+    """Convert JSON values to a record. The names in `known` have those values whatever `value` says.
 
     Raises:
         UnreadableRecordError: a field is missing or of another type.
@@ -69,25 +59,22 @@ def from_json(cls: type[R], value: object, **known: Any) -> R:
 
 
 NOT_DECODED = (MsgspecError, UnicodeError, RecursionError)
-"""Of a `decoder`."""
+"""The errors of a `decoder`."""
 
 
 @cache
 def decoder(cls: type[R]) -> Decoder[R]:
-    """Reads records from texts, in a fraction of the time that `json.loads` and `from_json` take, for many of a kind.
+    """A decoder of texts, in a fraction of the time that `json.loads` and `from_json` take, for many of a kind.
 
-    What it gives is what those two give. It refuses more (`NOT_DECODED`): NaN, lone surrogates, what is not UTF-8; so a
-    text that it refuses is to be read by those two.
+    Its results are theirs. It refuses more (`NOT_DECODED`): NaN, lone surrogates, text that is not UTF-8; a text that
+    it refuses has to be read by those two.
     """
     with _preparing:
         return Decoder(cls, dec_hook=_decode)
 
 
 def _prepare(kind: Any) -> None:
-    """Have msgspec look at a type before it is used, in one thread at a time.
-
-    It does so at the first use else, and crashes where two threads are first at once (0.22: a segmentation fault).
-    """
+    # msgspec looks at a type at its first use, and crashes where two threads do so at once (0.22: a segfault).
     if kind not in _prepared:
         decoder(kind)
         _prepared.add(kind)
@@ -97,16 +84,16 @@ _prepared: set[Any] = set()
 _preparing = threading.Lock()
 
 
-def _forked() -> None:
+def _renew_lock() -> None:
     global _preparing
     _preparing = threading.Lock()  # the one that another thread may have held is nobody's here
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def readable(cls: type[R], value: object) -> R | None:
-    """A record from JSON values, or None where it can't be read."""
+    """A record from JSON values, or None."""
     try:
         return from_json(cls, value)
     except UnreadableRecordError:
@@ -114,9 +101,9 @@ def readable(cls: type[R], value: object) -> R | None:
 
 
 def readable_fields(cls: type[Struct], value: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that `value` has in their types: for a record of which any part is better than none.
+    """The fields of `value` that have their types, for a record of which any part is better than none.
 
-    Of a field that is a ``tuple[item, ...]`` the readable items.
+    A field that is a ``tuple[item, ...]`` keeps its readable items.
     """
     found = {}
     for each in _fields(cls):
@@ -150,7 +137,7 @@ def _fields(cls: type[Struct]) -> tuple[FieldInfo, ...]:
 
 
 def readable_items(cls: type[R], values: object) -> tuple[R, ...]:
-    """Those records of a list that can be read; none where it is no list."""
+    """The readable records of a list; empty for any other value."""
     found = (readable(cls, value) for value in (values if isinstance(values, list) else ()))
     return tuple(record for record in found if record is not None)
 
@@ -161,11 +148,7 @@ def dumps(record: Struct) -> str:
 
 
 def loads(cls: type[R], text: str | bytes) -> R:
-    """A record from a text.
-
-    Raises:
-        UnreadableRecordError: it is no JSON, or not that record.
-    """
+    """A record from a text. Raises UnreadableRecordError: it is no JSON, or not that record."""
     try:
         value = parse_json(text)
     except (ValueError, RecursionError) as error:
@@ -181,13 +164,9 @@ def save(path: Path, record: Struct, *, durable: bool = False, without: tuple[st
 def load(
     path: Path, cls: type[R], *, limit: int = 16 << 20, upgrade: Callable[[dict[str, Any]], None] | None = None
 ) -> R | Unreadable:
-    """A record from a file, or why there is none that can be read: ``missing``, ``unreadable: …``.
+    """A record from a file of at most `limit` bytes, or why it is unreadable: ``missing``, ``unreadable: …``.
 
-    Args:
-        path: The file.
-        cls: The record's class.
-        limit: Bytes.
-        upgrade: Changes what an earlier version of this program wrote into what this one writes.
+    `upgrade` changes the format of an earlier version of this program into this one's.
     """
     value = read_json(path, limit=limit)
     if isinstance(value, str):

@@ -1,7 +1,6 @@
 """SHA-1, SHA-256 and HMAC-SHA256 (RFC 2104) without OpenSSL, which `hashlib` and `hmac` load: 4 MB and 3 ms each time.
 
-CPython has the functions built in; some distributions leave them out (those that want all of it to come from OpenSSL).
-There `hashlib` does the same.
+CPython has the functions built in; some distributions leave them out, where `hashlib` does the same.
 """
 
 from __future__ import annotations
@@ -27,13 +26,12 @@ _compare_digest = import_module("_operator")._compare_digest  # where `hmac` has
 
 
 def sha1(data: bytes) -> bytes:
-    """The digest, 20 bytes: a short name for something, against no adversary."""
+    """A 20-byte digest: a short name for something, not against an adversary."""
     digest: bytes = _sha1(data, usedforsecurity=False).digest()
     return digest
 
 
 def sha256(data: bytes) -> bytes:
-    """The digest, 32 bytes."""
     digest: bytes = _sha256(data).digest()
     return digest
 
@@ -48,7 +46,6 @@ class Mac:
         self._outer = _sha256(bytes(byte ^ 0x5C for byte in key))
 
     def of(self, message: bytes) -> bytes:
-        """The code for `message`, 32 bytes."""
         inner, outer = self._inner.copy(), self._outer.copy()
         inner.update(message)
         outer.update(inner.digest())
@@ -56,5 +53,5 @@ class Mac:
         return code
 
     def verifies(self, code: bytes, message: bytes) -> bool:
-        """Whether `code` is that of `message`, in a time that does not depend on where they differ."""
+        """Compare `code` with that of `message`, in a time that does not depend on where they differ."""
         return bool(_compare_digest(code, self.of(message)))

@@ -1,9 +1,10 @@
-"""The one way to touch a filesystem that may hang or refuse: elsewhere, and waited for in bounded time.
+"""Access to filesystems that may hang or refuse: in another thread, and waited for in bounded time.
 
 A dead mount never answers, and a thread that asked it something can't be called back: not by a signal, and on some
 filesystems not by SIGKILL. So a loop that has workers to end leaves files to a thread of its own, a `FileExecutor`:
-`post` for what may take its time, `do` for what is waited for, with a bound. What was given up may still be done when
-the mount comes back. `repeat` tries again what was refused, and `read_each` reads many files of which any may hang.
+`post` for actions that may take their time, `do` for those that are waited for, with a bound. An action that was given
+up may still happen when the mount comes back. `repeat` retries a refused action, and `read_each` reads many files of
+which any may hang.
 """
 
 from __future__ import annotations
@@ -35,15 +36,13 @@ FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def is_refusal(error: BaseException) -> bool:
-    """Whether the filesystem as a whole may refuse for a while: an expired ticket, a withdrawn export, a dead server.
-
-    A missing file, a full disk or a lack of descriptors is none.
-    """
+    """Check for a filesystem that refuses as a whole for a while: an expired ticket, a withdrawn export, a dead server.
+    A missing file, a full disk or a lack of descriptors is no refusal."""
     return isinstance(error, OSError) and error.errno in _REFUSALS
 
 
 class FilesystemHangsError(TimeoutError):
-    """The filesystem did not answer in time, or is not waited for any more. An OSError: with the same way out."""
+    """The filesystem did not answer in time, or the caller gave up. Callers handle it like other OSErrors."""
 
 
 def repeat(
@@ -55,15 +54,15 @@ def repeat(
     pause: Callable[[float], float] = lambda last: min(_LONGEST_PAUSE, 2 * last),
     unless: Callable[[], bool] | None = None,
 ) -> T:
-    """Do `action` until it works; what it raises at last is raised here.
+    """Do `action`, which may run several times, until it works; its last exception is raised here.
 
     Args:
-        action: May be done several times.
-        again: Of what it raised: whether it is done again, as `is_refusal` says.
+        action: The action.
+        again: Decides by its exception whether to retry, as `is_refusal` does.
         within: Seconds; no try begins later.
-        clock: For the waits.
+        clock: Measures the waits.
         pause: The seconds of a wait, from those of the last one.
-        unless: Whether to give up at once.
+        unless: Checked before a retry: whether to give up at once.
     """
     deadline, seconds = clock.monotonic() + within, _LOOK_SECONDS
     while True:
@@ -78,16 +77,16 @@ def repeat(
 
 
 def read_each(items: Sequence[K], read: Callable[[K], T], *, patience: float, goes_on: bool = True) -> dict[K, T]:
-    """What `read` gives for each of `items`, but for those that do not answer: they are left to the thread that reads.
+    """Call `read` in another thread for each of `items`, in order; one that does not answer is left to that thread.
 
     Args:
-        items: To be read in this order.
-        read: Called in another thread.
-        patience: Seconds without any answer after which the item that is being read counts as hanging.
-        goes_on: Whether those behind an item that hangs are read.
+        items: What to read.
+        read: Reads one.
+        patience: Seconds without any answer after which the current item counts as hanging.
+        goes_on: Read those behind an item that hangs.
 
     Raises:
-        OSError: as `read` does.
+        OSError: `read` raised it.
     """
     found: dict[K, T] = {}
     left = list(items)
@@ -130,10 +129,6 @@ class FileExecutor:
     """One daemon thread, which does one thing after another in the order in which they came."""
 
     def __init__(self, *, name: str = "files", clock: Clock | None = None) -> None:
-        """Args:
-        name: Of the thread.
-        clock: For the bounds.
-        """
         self._name = name
         self._clock = clock or SystemClock()
         self._queue: deque[Callable[[], object] | None] = deque()
@@ -142,18 +137,11 @@ class FileExecutor:
         self._thread: threading.Thread | None = None
 
     def post(self, action: Callable[[], object]) -> None:
-        """Have `action` done some day; what it raises is lost. Never blocks."""
+        """Queue `action`; its exceptions are lost. Never blocks."""
         self._put(action)
 
     def close(self, within: float) -> bool:
-        """End the thread when all that was posted is done. Nothing may be posted any more.
-
-        Args:
-            within: Seconds.
-
-        Returns:
-            Whether it has ended.
-        """
+        """End the thread when everything posted is done; nothing may be posted any more. Returns whether it ended."""
         if self._thread is None:
             return True
         self._put(None)
@@ -177,16 +165,16 @@ class FileExecutor:
         again: Callable[[BaseException], bool] | None = None,
         refused_within: float | None = None,
     ) -> T:
-        """Have `action` done, and wait for it.
+        """Queue `action`, and wait for it.
 
         Args:
-            action: Its result is returned, what it raises is raised here. Given up before it began, it is not done;
-                given up later, what became of it is not reported.
-            within: Seconds. They count from when the thread got stuck, where it is stuck already: the next caller does
+            action: Its result is returned, its exception raised. If given up before it began, it does not run; if given
+                up later, its result is lost.
+            within: Seconds. Where the thread is stuck already, they count from when it got stuck: the next caller does
                 not wait as long again.
-            unless: Asked all the time: whether to give up at once.
-            again: Of what `action` raised: whether it is to be done again, as `is_refusal` says; None: never.
-            refused_within: Seconds after which it is not; None: `within`.
+            unless: Checked all the time: whether to give up at once.
+            again: Decides by the exception of `action` whether to retry, as `is_refusal` does; None: never.
+            refused_within: Limit of the retries in seconds; None: `within`.
 
         Raises:
             FilesystemHangsError: not in time, or given up.
@@ -229,12 +217,12 @@ class FileExecutor:
         return outcome[0]
 
     def stuck_for(self) -> float:
-        """Seconds since which the thread has been busy with one thing; 0 while it is idle."""
+        """Seconds since which the thread has been busy with one action; 0 while it is idle."""
         since = self._since
         return 0.0 if since is None else self._clock.monotonic() - since
 
     def settle(self, within: float) -> bool:
-        """Wait until all that was posted is done. Returns whether it is."""
+        """Wait until everything posted is done. Returns whether it is."""
         try:
             self.do(lambda: None, within=within)
         except FilesystemHangsError:

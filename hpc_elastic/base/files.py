@@ -1,4 +1,4 @@
-"""Private folders and whole-or-nothing files: how everything outside the store reaches the disk.
+"""Private folders and whole-or-nothing files, the way to disk for everything outside the store.
 
 Every folder is 0700 and every file 0600 whatever the umask; a path of another owner, or one that is a symbolic link,
 is refused: a second user of the machine must not be able to make us read or write through something that they planted.
@@ -21,12 +21,9 @@ from hpc_elastic.errors import UnsafePathError
 
 
 def make_private_dir(path: Path, *, exist_ok: bool = True) -> None:
-    """Create the folder `path` with mode 0700, or check that the one that is there is ours alone.
+    """Create the folder `path` with mode 0700, or check that an existing one is ours alone.
 
-    Raises:
-        UnsafePathError: something at `path` is a link, no folder, or another user's.
-        FileExistsError: it is there and `exist_ok` is false.
-        OSError: as mkdir.
+    Raises UnsafePathError (something else is at `path`), FileExistsError (without `exist_ok`), or mkdir's OSError.
     """
     try:
         os.mkdir(path, 0o700)
@@ -40,12 +37,7 @@ def make_private_dir(path: Path, *, exist_ok: bool = True) -> None:
 
 
 def check_private_dir(path: Path) -> None:
-    """Refuse a folder that is a link, that another user owns, or that others can write to.
-
-    Raises:
-        UnsafePathError: with one line that says which.
-        FileNotFoundError: nothing is there.
-    """
+    """Raise UnsafePathError for a folder that is a link, that another user owns, or that others can write to."""
     info = os.lstat(path)
     if stat.S_ISLNK(info.st_mode):
         raise UnsafePathError(f"{path} is a symbolic link; give the folder itself, or remove the link")
@@ -60,20 +52,10 @@ def check_private_dir(path: Path) -> None:
 
 
 def why_replaceable(folder: Path | str, *, option: str) -> str | None:
-    """Say why another user could put something else in the place of what lies in a folder; None: no other user could.
+    """Say why another user could replace the contents of a folder, and the way out; None: no other user could.
 
-    A sticky bit holds back all but the folder's owner. The folders above are not looked at: projects' folders often
-    belong to a user that is trusted.
-
-    Args:
-        folder: The folder; links are followed.
-        option: What another one is given with.
-
-    Returns:
-        What is wrong with it and the way out, to go behind its name.
-
-    Raises:
-        OSError: as stat.
+    A sticky bit holds back all but the folder's owner. The folders above are not checked: projects' folders often
+    belong to a user that is trusted. Links are followed. `option` is the one to give another folder with.
     """
     info = os.stat(folder)
     if info.st_uid not in (os.geteuid(), 0):
@@ -86,17 +68,15 @@ def why_replaceable(folder: Path | str, *, option: str) -> str | None:
 
 
 def sole_owner(folder: Path) -> int:
-    """The user who alone can have put there what stands in a folder: for what acts on it, not for what shows it.
+    """The user who alone can have written the contents of a folder, before acting on them; showing them needs no check.
 
-    Args:
-        folder: The folder. It and the one above it may be links, but no other user's: theirs could lead anywhere.
+    The folder and the one above it may be links, but no other user's: theirs could lead anywhere.
 
     Returns:
         This user, who may have to trust root; to root, any one user.
 
     Raises:
-        UnsafePathError: another user put it there, or could write into it.
-        OSError: as stat.
+        UnsafePathError: another user wrote them, or could write into it.
     """
     info, me = os.stat(folder), os.geteuid()
     if me != 0 and info.st_uid not in (me, 0):
@@ -113,33 +93,32 @@ def sole_owner(folder: Path) -> int:
 
 
 class Owner(Enum):
-    """Whose a file may be that is opened."""
+    """Which owners are accepted."""
 
     OWN = "own"
-    """This user's."""
     TRUSTED = "trusted"
-    """This user's or root's."""
+    """This user or root."""
     ANY = "any"
 
 
 def open_checked(path: Path | str, flags: int = os.O_RDONLY, *, owner: Owner, links: Owner | None = None) -> int:
     """Open a regular file, or make it, where other users may have planted something: the one way to do that.
 
-    What was opened is judged, not the path: another file could come in between the two. No FIFO's other end is waited
-    for. Who may write to a file may also link it to another name, so a file of ours that is to be written has one name.
+    The opened file is judged, not the path: another file could come in between the two. No FIFO's other end is waited
+    for. A user who may write to a file may also link it to another name, so a file of ours to be written has one name.
 
     Args:
-        path: Where. Other users may be able to write into its folder.
-        flags: As of ``os.open``; no O_TRUNC, since the file is judged after it was opened.
-        owner: Whose it may be.
-        links: Whose links are followed; None: no link is.
+        path: Other users may be able to write into its folder.
+        flags: Those of ``os.open``; no O_TRUNC, since the file is judged after it was opened.
+        owner: Accepted owners of the file.
+        links: Accepted owners of links on the way; None: no link is followed.
 
     Returns:
         A descriptor that programs started from here don't inherit.
 
     Raises:
         UnsafePathError: it is a link, no regular file, another user's, or has a second name.
-        OSError: as open.
+        OSError: open's.
     """
     here = Path(path)
     for _ in range(_MOST_LINKS):
@@ -168,7 +147,7 @@ _MOST_LINKS = 8
 
 
 def _target(link: Path, owner: Owner) -> Path:
-    """Where a link leads: its owner and its target are read from one descriptor."""
+    # The link's owner and its target are read from one descriptor.
     fd = os.open(link, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         info = os.fstat(fd)
@@ -200,16 +179,10 @@ def _of_another(info: os.stat_result) -> str:
 
 
 def write_private(path: Path, data: bytes | str, *, durable: bool = False, mode: int = 0o600) -> None:
-    """Write a file whole or not at all (temporary file beside it, then ``os.replace``).
+    """Write a file whole or not at all (temporary file beside it, then ``os.replace``). Its folder exists.
 
-    Args:
-        path: Where. Its folder exists.
-        data: Text is written as UTF-8.
-        durable: Wait until the disk has it. Not needed for others to *see* it.
-        mode: Whatever the umask; another one for a file that another user is to read.
-
-    Raises:
-        OSError: the disk is full, the folder is gone …; the temporary file is removed first.
+    Text is written as UTF-8. `durable` waits for the disk, which is not needed for others to *see* the file. `mode`
+    holds whatever the umask. Raises OSError, after the temporary file was removed.
     """
     raw = data.encode("utf-8", "surrogateescape") if isinstance(data, str) else data
     temporary = path.with_name(f".{path.name[:100]}.{os.getpid()}.{os.urandom(4).hex()}")
@@ -244,7 +217,7 @@ DECEPTIVE = (
     "\u2028\u2029"  # line ends
     "\u00ad\u180e\u200b\u2060-\u2064\u206a-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f"  # not to be seen
 )
-"""Characters, as the inside of a pattern's brackets, with which a text shows something that is not there."""
+"""Characters, as the inside of a pattern's brackets, with which a text shows something false."""
 _DECEPTIVE = re.compile(f"[{DECEPTIVE}]")
 
 
@@ -270,11 +243,10 @@ def json_text(value: Mapping[str, Any], *, indent: int | None = None) -> str:
 
 
 def read_bytes(path: Path, *, limit: int) -> bytes:
-    """At most `limit` bytes from the start of a regular file. Never follows a link, never blocks on a FIFO.
+    """Read at most `limit` bytes from the start of a regular file. Never follows a link, never blocks on a FIFO.
 
     Raises:
         UnsafePathError: it is a link, not a regular file, or another user's.
-        OSError: as open and read.
     """
     fd = open_checked(path, owner=Owner.TRUSTED if os.geteuid() else Owner.ANY)
     try:
@@ -284,7 +256,7 @@ def read_bytes(path: Path, *, limit: int) -> bytes:
 
 
 def read_from(fd: int, limit: int) -> bytes:
-    """At most `limit` bytes from where a descriptor stands."""
+    """Read at most `limit` bytes from a descriptor's position."""
     chunks: list[bytes] = []
     while limit > 0 and (chunk := os.read(fd, min(limit, 1 << 20))):
         chunks.append(chunk)
@@ -293,13 +265,10 @@ def read_from(fd: int, limit: int) -> bytes:
 
 
 def ask_about(folder: Path) -> bool:
-    """Have this host's NFS client ask the server what is in a folder, and in those above where it seems to be missing.
+    """Make this host's NFS client ask the server for the contents of a folder, and of those above if it seems missing.
 
-    A client remembers up to a minute (acdirmax) what it did not find, although another host makes it meanwhile. Opening
-    the folder makes it forget.
-
-    Returns:
-        Whether the folder is there, so that another look can find more.
+    A client remembers for up to a minute (acdirmax) that a name was missing, although another host makes it meanwhile.
+    Opening the folder makes it forget. Returns whether the folder is there, so that another look can find more.
     """
     for again in (False, True):
         try:
@@ -314,10 +283,10 @@ def ask_about(folder: Path) -> bool:
 
 
 class Unreadable(str):
-    """Why a file could not be read."""
+    """The reason why a file could not be read."""
 
     errno: int | None = None
-    """The filesystem's own word, where it was that which refused; another try may do better."""
+    """Set where the filesystem refused; another try may do better."""
 
 
 _MOST = (1 << 63) - 1
@@ -325,18 +294,16 @@ _DIGITS_AS_0 = bytes(ord("0") if chr(byte).isascii() and chr(byte).isdigit() els
 
 
 def has_long_number(raw: bytes | str) -> bool:
-    """Whether a JSON text may hold an integer of more than 64 bits."""
+    """Check whether a JSON text may hold an integer of more than 64 bits."""
     if isinstance(raw, bytes):  # a tenth of the time that the regular expression takes, which was a sixth of a report's
         return b"0" * 20 in raw.translate(_DIGITS_AS_0)
     return re.search(r"[0-9]{20}", raw) is not None
 
 
 def parse_json(raw: bytes | str) -> Any:
-    """JSON that another host, version or user may have written. Integers end at 64 bits: no larger one is converted to
-    a float, a time or a text.
+    """Decode JSON that another host, version or user may have written. Raises ValueError or RecursionError.
 
-    Raises:
-        ValueError, RecursionError: it is torn, or something else.
+    Integers are clamped to 64 bits: no larger one is converted to a float, a time or a text.
     """
     text = raw.decode("utf-8", "replace") if isinstance(raw, bytes) else raw
     return json.loads(text, parse_int=_within_64_bits if has_long_number(raw) else None)
@@ -349,11 +316,11 @@ def _within_64_bits(digits: str) -> int:
 
 
 def read_json(path: Path, *, limit: int = 16 << 20) -> dict[str, Any] | Unreadable:
-    """A JSON object from a file that may be missing, torn, foreign or newer.
+    """Read a JSON object from a file that may be missing, torn, foreign or newer.
 
     Returns:
-        The object, or a sentence, a `str`, that says why there is none ("missing", "unreadable: …"): readers treat
-        that as a fact, not as an exception.
+        The object, or a sentence that says why it is unreadable ("missing", "unreadable: …"): a fact for readers, not
+        an exception.
     """
     try:
         try:

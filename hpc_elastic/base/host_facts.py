@@ -1,7 +1,7 @@
 """Facts of this host: its addresses and links, free memory, and the arguments of processes.
 
-This module alone imports psutil. That takes 13 ms and 1.3 MB, so each function does it when it is called first. How
-processes are found and signalled, and why not with psutil, stands in `hpc_elastic.workers.tree`.
+This module alone imports psutil. That takes 13 ms and 1.3 MB, so each function does it when it is called first.
+`hpc_elastic.workers.tree` says how processes are found and signalled, and why not with psutil.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def interface_addresses() -> list[tuple[str, list[str]]]:
 
 
 def available_memory() -> int | None:
-    """Bytes that programs can have without swapping, what the kernel keeps of files included; None: unreadable.
+    """Bytes that programs can have without swapping, file caches included; None: unreadable.
 
-    The node's: what a cgroup leaves of it, psutil does not know.
+    It is the node's memory: psutil does not know the limits of a cgroup.
     """
     import psutil
 
@@ -38,7 +38,6 @@ def available_memory() -> int | None:
 
 
 def total_memory() -> int | None:
-    """Bytes that the node has at all; None: the system does not say."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):
@@ -46,7 +45,7 @@ def total_memory() -> int | None:
 
 
 def overcommits_memory() -> bool:
-    """Whether the kernel grants a process more memory than is free; it then ends one where none is left."""
+    """Check whether the kernel grants a process more memory than is free; it then kills one where memory runs out."""
     try:
         return Path("/proc/sys/vm/overcommit_memory").read_text().strip() != "2"
     except OSError:
@@ -54,11 +53,21 @@ def overcommits_memory() -> bool:
 
 
 def command_line(pid: int) -> list[str]:
-    """The arguments of a process; none where it is gone, another user's, or just being loaded."""
+    """The arguments of a process; empty where it is gone, another user's, or just being loaded."""
     import psutil
 
     try:
         return psutil.Process(pid).cmdline()
+    except (OSError, psutil.Error):
+        return []
+
+
+def files_written_by(pid: int) -> list[Path]:
+    """Regular files that a process has open for writing, not for appending; empty as for `command_line`."""
+    import psutil
+
+    try:
+        return [Path(file.path) for file in psutil.Process(pid).open_files() if file.mode in ("w", "r+")]
     except (OSError, psutil.Error):
         return []
 
@@ -70,9 +79,9 @@ _IFF_RUNNING = 0x40
 
 
 def candidate_addresses(node_name: str) -> list[str]:
-    """IPv4 addresses of this host: what its name resolves to, then those of its interfaces; never the loopback.
+    """IPv4 addresses of this host: those that its name resolves to, then those of its interfaces; never the loopback.
 
-    A name that resolves to 127.0.1.1, as Debian's installer writes it, is of no use to others: it is left out.
+    A name that resolves to 127.0.1.1, as Debian's installer writes it, is useless to others.
     """
     found: dict[str, None] = {}
     for name in (node_name, socket.gethostname()):
@@ -81,30 +90,22 @@ def candidate_addresses(node_name: str) -> list[str]:
                 found.setdefault(str(entry[4][0]))
         except (OSError, UnicodeError):
             continue  # not every node name is a host name
-    for address in _interface_addresses():
-        found.setdefault(address)
+    for name, addresses in interface_addresses():
+        if not (name == "lo" or name.startswith(("docker", "virbr", "veth", "br-"))):
+            found.update(dict.fromkeys(addresses))
     return [address for address in found if not address.startswith("127.")]
 
 
 def choose_master_address(*, given: str | None, reached: Iterable[str], candidates: Iterable[str]) -> str:
-    """The address that workers on other nodes are given.
-
-    Args:
-        given: The user's own choice wins.
-        reached: Addresses at which another node's packet has arrived: proven, not believed.
-        candidates: `candidate_addresses`.
-    """
-    if given:
-        return given
-    for address in (*reached, *candidates):
-        return address
-    return LOOPBACK
+    """Choose the address that workers on other nodes get: `given` by the user, else one at which another node's packet
+    arrived (`reached`), else one of `candidate_addresses`."""
+    return given or next(iter((*reached, *candidates)), LOOPBACK)
 
 
 def links(addresses: Collection[str]) -> list[tuple[str, bool]]:
     """The network interfaces that have one of these addresses, and whether each has a link.
 
-    Empty where there are none, as in a container whose interfaces are not the host's, or nothing can be read.
+    Empty where there are none, as in a container whose interfaces are not the host's, or they are unreadable.
     """
     try:
         names = [name for name, found in interface_addresses() if not set(addresses).isdisjoint(found)]
@@ -121,19 +122,10 @@ def _has_link(asked: socket.socket, name: str) -> bool:
     return bool(flags & _IFF_RUNNING)
 
 
-def _interface_addresses() -> list[str]:
-    found = []
-    for name, addresses in interface_addresses():
-        if name == "lo" or name.startswith(("docker", "virbr", "veth", "br-")):
-            continue
-        found += addresses
-    return found
-
-
 def filesystem_type(real: str, *, mountinfo: str = "/proc/self/mountinfo") -> str | None:
-    """Which filesystem `real`, a path without links, is on; None where it can't be found out.
+    """The type of the filesystem that `real`, a path without links, is on; None: unknown.
 
-    By proc(5): the longest mount point above it, the last one mounted there.
+    proc(5): it is the longest mount point above it, the last one mounted there.
     """
     best, kind = -1, None
     try:

@@ -1,4 +1,4 @@
-"""How an attempt can end, and the exit codes that say so. docs/reference/exit-codes.md lists them."""
+"""The outcomes of an attempt, and their exit codes. docs/reference/exit-codes.md lists them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ from enum import Enum, IntEnum
 
 
 class Outcome(str, Enum):
-    """How an attempt ended."""
-
     SUCCEEDED = "succeeded"
     FAILED = "failed"
-    """Its workers failed, and it was given up."""
+    """Its workers failed, and it gave up."""
     TOO_FEW_NODES = "too_few_nodes"
     CANCELLED = "cancelled"
     PREEMPTED = "preempted"
@@ -25,51 +23,48 @@ _NOTICES = {"(time limit)": "near time limit", "(requeue)": "asked to requeue"}
 
 
 def outcome_text(outcome: str, reason: str = "") -> str:
-    """The outcome in words: only a preemption preempts a run, whatever else made it save and end."""
+    """The outcome for people: only a preemption preempts a run, whatever else made it save and end."""
     other = next((text for meaning, text in _NOTICES.items() if meaning in reason), "")
     return other if other and outcome == Outcome.PREEMPTED.value else outcome.replace("_", " ")
 
 
+# Exit codes between agents, supervisor and guardian.
 STORE_LOST_CODE = 94
-"""Of an agent alone: the run's store is gone or was replaced, and another agent in its place could do no better."""
-
+"""An agent's: the run's store is gone or was replaced, and another agent in its place could do no better."""
 UNHEALTHY_CODE = 95
-"""Of an agent alone: its node failed a health check and has left the run; another agent there would find the same."""
-
+"""An agent's: its node failed a health check and has left the run; another agent there would find the same."""
 REFUSED_CODE = 96
-"""Of an agent alone: the run directory has refused it, or not answered, for longer than an agent waits. Whether that is
-its node's fault depends on what the others saw."""
-
+"""An agent's: the run directory has refused it, or not answered, for longer than an agent waits. The other agents'
+ends show whether that is its node's fault."""
 UNCONFIRMED_CODE = 97
-"""Of the process in which an agent would finish an attempt: Slurm did not confirm that this node belongs to the job."""
+"""A finisher's (an agent's process that would end the attempt): Slurm did not confirm that the job has this node."""
 
 
 class GivenUp(str, Enum):
     """Why the supervisor starts no further agent on a node: `cause` of its event ``node_given_up``."""
 
     NOT_STARTED = "not_started"
-    """Slurm could not start one there."""
+    """Slurm could not start an agent there."""
     COULD_NOT_RUN = "could_not_run"
-    """What was started there ended before it was an agent: no interpreter, no run directory, a failing TaskProlog."""
+    """The process there ended before it was an agent: no interpreter, no run directory, a failing TaskProlog."""
     DIED = "died"
     """Its agents took part and ended, too often; or in a way that another one would repeat."""
     UNHEALTHY = "unhealthy"
-    """It failed a health check."""
     STORE_LOST = "store_lost"
-    """Its agent lost the run's store."""
     REFUSED = "refused"
     """The run directory's filesystem refused its agent, or did not answer, for longer than an agent waits."""
 
 
 class ExitCode(IntEnum):
-    """Of every command that ends with a run's end. A run that a signal ended: 128 + the signal's number."""
+    """The exit codes of every command that ends with a run's end. A run that a signal ended: 128 + the signal's
+    number."""
 
     OK = 0
     WORKERS_FAILED = 1
     USAGE = 2
     REQUEUED = 75
     NOT_RETRYABLE = 93
-    """Also a worker's own way to say: don't try this again."""
+    """Also returned by a worker to forbid a retry."""
     HANG = 124
     INTERRUPTED = 130
     TERMINATED = 143

@@ -1,7 +1,7 @@
-"""How one process of ours starts another Python: never with the working directory first on its path.
+"""Commands by which one process of ours starts another Python: never with the working directory first on its path.
 
 ``python -c`` and ``python -m`` put it there, and a ``json.py`` that lies in it would be imported in place of Python's.
-A test finds what starts one in any other way.
+A test finds other ways of starting one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def module_command(module: str, function: str) -> list[str]:
 
 
 def worker_arguments(module: str) -> tuple[str, ...]:
-    """What an interpreter that has this package gets to run a module's ``main(arguments)`` in a worker.
+    """Arguments of an interpreter that has this package, to run a module's ``main(arguments)`` in a worker.
 
-    As ``-m MODULE``; but modules of the working directory, which are found too, hide no others.
+    Like ``-m MODULE``; but modules of the working directory, which are found too, hide no others.
     """
     boot = f"import sys; sys.path.sort(key=lambda path: path == ''); from {module} import main; main(sys.argv[2:])"
     return "-u", "-c", boot, module
@@ -42,5 +42,5 @@ def source_command(python: str, source: str) -> list[str]:
 
 
 def idle_arguments() -> tuple[str, ...]:
-    """What an interpreter gets to import its ``sitecustomize``, and to do nothing then."""
+    """Arguments of an interpreter to import its ``sitecustomize``, and do nothing then."""
     return "-u", "-c", "pass"

@@ -1,9 +1,9 @@
-"""For how long something has looked the same, by the observer's own monotonic clock.
+"""How long something has looked the same, by the observer's own monotonic clock.
 
 This is the one way in which this package finds that something is gone: a node, a worker, a rank, an agent, an old
 store. The other side changes a value (a counter, mostly), the observer remembers since when it has seen the same one,
 and compares that age with a limit. No time of another host is ever read. Time in which the observer itself was paused
-(SIGSTOP, a suspended job, a filesystem that hung) counts for nobody: it saw nothing then.
+(SIGSTOP, a suspended job, a filesystem that hung) does not count: it saw nothing then.
 """
 
 from __future__ import annotations
@@ -24,24 +24,17 @@ class _Seen:
 
 
 class Staleness(Generic[K]):
-    """How old the last change of each of several observed values is. Times are seconds of one monotonic clock."""
+    """The age of the last change of each of several observed values. Times are seconds of one monotonic clock."""
 
     def __init__(self, *, longest_gap: float = float("inf")) -> None:
-        """Args:
-        longest_gap: Where more time than that lies between two observations, the observer was paused in between, and
-            nothing has aged. Infinite where the caller finds that out itself (`paused_for`).
-        """
+        """`longest_gap`: a longer time between two observations is a pause of the observer, in which nothing aged.
+        Infinite where the caller finds pauses itself (`paused_for`)."""
         self._longest_gap = longest_gap
         self._seen: dict[K, _Seen] = {}
         self._observed_at: float | None = None
 
     def observe(self, key: K, value: object, now: float) -> float:
-        """Note what `key` looks like.
-
-        Args:
-            key: Which one.
-            value: Compared with the one before; None counts as a value too.
-            now: Taken before the value was read: what a slow read shows is no younger.
+        """Record the value of `key`; `now` was taken before it was read: a slow read does not make it younger.
 
         Returns:
             Its age: seconds for which it has looked the same; 0 at the first observation and after a change.
@@ -55,41 +48,36 @@ class Staleness(Generic[K]):
         return max(0.0, now - seen.since)
 
     def observe_all(self, values: Mapping[K, object], now: float) -> dict[K, float]:
-        """`observe` for all that there are now: a key that is not among them is forgotten. Returns their ages."""
+        """`observe` all present keys; others are forgotten. Returns their ages."""
         self._note_gap(now)
         for key in self._seen.keys() - values.keys():
             del self._seen[key]
         return {key: self.observe(key, value, now) for key, value in values.items()}
 
     def age(self, key: K) -> float:
-        """Seconds for which `key` had not changed when it was last observed; 0 before a second observation.
-
-        Not up to now: what was not observed has not aged.
-        """
+        """Seconds for which `key` had not changed when it was last observed; it does not age unobserved."""
         seen = self._seen.get(key)
         return max(0.0, seen.looked - seen.since) if seen else 0.0
 
     def unchanged_from(self, key: K, moment: float) -> float:
-        """For how many seconds after `moment` it was seen not to change; 0: it did, or was not observed since."""
+        """Seconds after `moment` for which it was seen not to change; 0: it changed, or was not observed since."""
         seen = self._seen.get(key)
         return max(0.0, seen.looked - moment) if seen and seen.since <= moment else 0.0
 
     def changed_since(self, key: K, moment: float) -> bool:
-        """Whether a change was first seen after `moment`."""
         seen = self._seen.get(key)
         return seen is not None and seen.since > moment
 
     def paused_for(self, seconds: float, *, now: float) -> None:
-        """The observer was paused for so long: nothing aged meanwhile."""
+        """Add a pause of the observer, in which nothing aged."""
         for seen in self._seen.values():
             seen.since = min(now, seen.since + seconds)
 
     def forget(self, key: K) -> None:
-        """Its age starts anew: it could not be observed, which is no evidence."""
+        """Reset its age: it could not be observed, which is no evidence."""
         self._seen.pop(key, None)
 
     def clear(self) -> None:
-        """All ages start anew."""
         self._seen.clear()
 
     def _note_gap(self, now: float) -> None:

@@ -1,7 +1,5 @@
-"""Text for people: durations, times, ranges of ranks, the first of many names; and foreign text made safe to show.
-
-All that this module writes is ASCII, so that no terminal and no log chokes on it.
-"""
+"""Text for people, in ASCII alone: durations, times, ranges of ranks, the first of many names; and foreign text made
+safe to show."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ def clean_text(text: str) -> str:
 
 
 def safe_text(text: str) -> str:
-    """The text as `clean_text`, and without characters that turn its direction, end a line, or are invisible."""
+    """The `clean_text` without characters that turn its direction, end a line, or are invisible."""
     return _DECEPTIVE.sub("\ufffd", clean_text(text))
 
 
@@ -43,7 +41,7 @@ def clean_lines(text: str) -> list[str]:
 
 
 def cut_middle(text: str, limit: int) -> str:
-    """At most `limit` characters and a note: the first eighth and the end, where the cause stands."""
+    """The first eighth and the end of `text`, where the cause stands: at most `limit` characters, and a note."""
     if len(text) <= limit:
         return text
     head = limit // 8
@@ -51,12 +49,10 @@ def cut_middle(text: str, limit: int) -> str:
 
 
 def cut_end(text: str, limit: int) -> str:
-    """At most `limit` characters and a note."""
     return text if len(text) <= limit else f"{text[:limit]}... ({len(text) - limit} characters cut)"
 
 
 def fit(line: str, width: int) -> str:
-    """A line that is cut at `width`."""
     return line if len(line) <= width else line[: width - 3] + "..."
 
 
@@ -74,10 +70,9 @@ def first_of(names: Sequence[str], most: int, *, noun: str = "") -> str:
 
 
 class RangeReader:
-    """Reads what `ranges` writes, each text once. A short text may stand for very many numbers: all have one limit."""
+    """Reads the texts of `ranges`, each once. A short text may stand for very many numbers: all have one limit."""
 
     def __init__(self, *, most: int) -> None:
-        """`most`: numbers of all texts together."""
         self._left = most
         self._known: dict[str, tuple[int, ...] | None] = {}
 
@@ -97,7 +92,7 @@ class RangeReader:
 
 
 def range_bounds(text: str) -> list[tuple[int, int]] | None:
-    """The first and the last number of each range; None where the text is none of `ranges`."""
+    """The first and the last number of each range; None for another text than those of `ranges`."""
     found = []
     for part in text.split(","):
         match = _RANGE.match(part)
@@ -108,7 +103,7 @@ def range_bounds(text: str) -> list[tuple[int, int]] | None:
 
 
 def ranges(numbers: Sequence[int], *, limit: int | None = None) -> str:
-    """``(12, 0, 1, 2)`` -> ``0-2,12``, where it is longer than `limit` cut between two numbers."""
+    """``(12, 0, 1, 2)`` -> ``0-2,12``, cut between two numbers to `limit`."""
     parts: list[str] = []
     start = end = None
     for number in sorted(set(numbers)):
@@ -144,12 +139,12 @@ def duration(seconds: float, *, fine: bool = False) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """``0.800 s``, ``3600.0 s``: what was measured."""
+    """A measured time: ``0.800 s``, ``3600.0 s``."""
     return f"{seconds:.3f} s" if seconds < 1 else f"{seconds:.1f} s"
 
 
 def milliseconds_text(ns: int) -> str:
-    """``0.4 ms``, rounded up: no more is claimed than is known."""
+    """``0.4 ms``, rounded up."""
     tenths = -(-ns // 100_000)
     if tenths < 100:
         return f"{tenths / 10:g} ms"
@@ -157,7 +152,7 @@ def milliseconds_text(ns: int) -> str:
 
 
 def local_time(when_ns: int | None) -> datetime | None:
-    """The local time, to the second; None for a time that is none."""
+    """The local time, to the second; None for an invalid time."""
     try:
         return datetime.fromtimestamp(when_ns // 1_000_000_000) if when_ns else None
     except (OverflowError, OSError, ValueError):

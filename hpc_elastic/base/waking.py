@@ -1,4 +1,4 @@
-"""Waiting for one of several descriptors, and ending such a wait from another thread or a signal handler."""
+"""Waits for one of several descriptors, which another thread or a signal handler can end."""
 
 from __future__ import annotations
 
@@ -6,38 +6,29 @@ import math
 import select
 import socket
 from collections.abc import Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
 
 
-class HasFileno(Protocol):
-    """What has a descriptor."""
+def wait_readable(watched: Iterable[FileDescriptorLike], seconds: float) -> set[int]:
+    """Wait until a descriptor is readable, has ended or is broken, or the time (rounded up to milliseconds) has passed.
 
-    def fileno(self) -> int: ...
-
-
-def wait_readable(watched: Iterable[int | HasFileno], seconds: float) -> set[int]:
-    """Wait until something can be read, has ended or is broken, or the time has passed.
-
-    Not `select.select`: it takes no descriptor beyond 1023, and an agent of 200 workers has more.
-
-    Args:
-        watched: Descriptors, or what has one.
-        seconds: How long at most; rounded up to whole milliseconds.
-
-    Returns:
-        The descriptors (numbers) that are ready; empty when the time has passed.
+    Not `select.select`: it takes no descriptor beyond 1023, and an agent of 200 workers has more. Returns the ready
+    descriptors' numbers.
     """
     poller = select.poll()
     for one in watched:
-        poller.register(one if isinstance(one, int) else one.fileno(), select.POLLIN)
+        poller.register(one, select.POLLIN)
     return {fd for fd, _ in poller.poll(max(0, math.ceil(seconds * 1000)))}
 
 
 class Waker:
-    """Ends a loop's wait: the loop watches it and calls `drain` when it can be read; `wake` is for any thread.
+    """Ends a loop's wait: the loop watches it and calls `drain` when it is readable; any thread calls `wake`.
 
     As the process' wake-up descriptor (`write_fd`, for `signal.set_wakeup_fd`) it collects the numbers of signals.
-    Neither end is inherited by programs that are started.
+    Started programs inherit neither end.
     """
 
     def __init__(self) -> None:
@@ -60,7 +51,7 @@ class Waker:
             pass  # full: there is a reason to wake up already
 
     def drain(self) -> bytes:
-        """What was written since the last call, one byte for each."""
+        """Read the bytes since the last call, one for each wake or signal."""
         parts = []
         try:
             while part := self._read.recv(4096):
@@ -70,7 +61,7 @@ class Waker:
         return b"".join(parts)
 
     def peek(self) -> bytes:
-        """The same, up to 4096 bytes, which `drain` still gives."""
+        """The same, up to 4096 bytes, without removing them."""
         try:
             return self._read.recv(4096, socket.MSG_PEEK)
         except BlockingIOError:

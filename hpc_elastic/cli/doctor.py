@@ -24,12 +24,11 @@ from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.cli.follow import show_to_end
 from hpc_elastic.cli.screen import print_note
 from hpc_elastic.cli.wait import ASK_SLURM_EVERY, SlurmWatch
-from hpc_elastic.doctor.allocation_checks import SlurmFacts
 from hpc_elastic.doctor.files import check_host
-from hpc_elastic.doctor.findings import Finding, Level, problem
-from hpc_elastic.doctor.node_job import TAKEN, NodeFacts, ProbeJob, collect, judge_nodes, plan_job, unfinished
+from hpc_elastic.doctor.findings import DoctorFinding, Severity, problem
+from hpc_elastic.doctor.node_job import TAKEN, ProbedNode, ProbeJob, collect, judge_nodes, plan_job, unfinished
 from hpc_elastic.doctor.saved import SavedFindings, save_findings
-from hpc_elastic.doctor.slurm_checks import ask_slurm, check_slurm
+from hpc_elastic.doctor.slurm_checks import SlurmFacts, ask_slurm, check_slurm
 from hpc_elastic.doctor.software import judge_pythons, look_at_python
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import create_run, make_runs_dir
@@ -90,9 +89,9 @@ def main(argv: Sequence[str]) -> int:
         save = parsed.get("save")
         if save not in (None, "", "user", "site"):
             raise UsageError(f"--save={save}: give user (the default) or site")
-    findings: list[Finding] = []
+    findings: list[DoctorFinding] = []
 
-    def report(found: Iterable[Finding]) -> None:
+    def report(found: Iterable[DoctorFinding]) -> None:
         """Each is shown when it is known."""
         for finding in found:
             findings.append(finding)
@@ -116,15 +115,15 @@ def main(argv: Sequence[str]) -> int:
     if save is not None:
         kept = SavedFindings(saved_ns=clock.time_ns(), findings=tuple(findings), slurm=slurm)
         print_note(f"kept in {save_findings(kept, env=env, for_site=save == 'site')}")
-    return 1 if any(finding.level is Level.PROBLEM for finding in findings) else 0
+    return 1 if any(finding.level is Severity.PROBLEM for finding in findings) else 0
 
 
 # -- the job -------------------------------------------------------------------------------------------------------
 
 
 def _examine_nodes(
-    job: ProbeJob, report: Callable[[Iterable[Finding]], None], *, clock: Clock, env: Mapping[str, str]
-) -> Mapping[str, NodeFacts]:
+    job: ProbeJob, report: Callable[[Iterable[DoctorFinding]], None], *, clock: Clock, env: Mapping[str, str]
+) -> Mapping[str, ProbedNode]:
     """Have the job done, and judge what its nodes wrote. Its run directory stays where something is missing."""
     for number in (signal.SIGTERM, signal.SIGHUP):  # the job ends with this process then, as with Ctrl-C
         signal.signal(number, lambda number, frame: sys.exit(128 + number))

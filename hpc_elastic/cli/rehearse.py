@@ -23,7 +23,7 @@ from hpc_elastic.options.table import Group, Option, Parsed, define, explaining
 from hpc_elastic.output.terminal import each_line
 from hpc_elastic.rehearsal import tables
 from hpc_elastic.rehearsal.faults import KINDS, QUICK, parse_kinds
-from hpc_elastic.rehearsal.journal import Source, parse_pattern
+from hpc_elastic.rehearsal.journal import LossSource, parse_pattern
 from hpc_elastic.rehearsal.live_run import RehearsalOptions
 from hpc_elastic.rehearsal.rehearse import Rehearsal
 from hpc_elastic.run.spec import EntryKind, RunSpec
@@ -111,7 +111,7 @@ def _options(parsed: Parsed, env: Mapping[str, str]) -> RehearsalOptions:
         folder=Path(os.path.abspath(folder)),
         kinds=kinds,
         tolerance=_number(parsed.get("tolerance") or "0.001", "--tolerance"),
-        source=Source(
+        source=LossSource(
             pattern=None if pattern is None else parse_pattern(pattern),
             file=parsed.get("losses_file") or "",
             is_asked=pattern is not None or parsed.get("losses_file") is not None,

@@ -32,7 +32,7 @@ from hpc_elastic.launch.run_status import RunState, RunStatus, ends_by_slurm, re
 from hpc_elastic.output.terminal import one_line
 from hpc_elastic.run.heartbeats import ProgressSource
 from hpc_elastic.run.index import array_tasks, jobs_of
-from hpc_elastic.run.node_records import forget_in
+from hpc_elastic.run.node_score import forget_in
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.preload import Preload, load_preload
 from hpc_elastic.slurm.client import SlurmClient

@@ -1,4 +1,4 @@
-"""The run's folder, and the folders of a host's own: what this host and the nodes see of them, and what that means."""
+"""The run's folder, and each host's own folders: the view of this host and of the nodes, and what that means."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from msgspec.structs import replace
 import hpc_elastic
 from hpc_elastic.agent.health import RoomFacts
 from hpc_elastic.base.host_facts import filesystem_type
-from hpc_elastic.doctor.findings import Finding, fold, problem, problem_unless, warn_unless
+from hpc_elastic.doctor.findings import DoctorFinding, fold, problem, problem_unless, warn_unless
 from hpc_elastic.doctor.probe_site import ProbeSite
 from hpc_elastic.launch.run_directory import why_not_shared
 
@@ -22,23 +22,22 @@ _LEAST_FREE = {"runs": 1 << 30, "home": 1 << 20, "tmp": 1 << 27, "shm": 256 << 2
 
 
 class FileFacts(Struct, frozen=True, kw_only=True):
-    """Of one node. Seconds by its own clock."""
+    """One node's facts. Seconds by its own clock."""
 
     rooms: Mapping[str, RoomFacts] = field(default_factory=dict)
     """``runs``, ``home``, ``tmp`` and ``shm``."""
     filesystem: str = ""
-    """The kind of the one with the run's folder; empty: not known."""
+    """The type of the filesystem of the run's folder; empty: unknown."""
     store_seconds: float | None = None
-    """From the writing of a value until those of all others were read, through the store; None: they never came."""
+    """From writing a value to having read those of all others through the store; None: they never came."""
     created: bool | None = None
-    """Of one name that all nodes create at once: this node did. None: not tried."""
+    """This node created the one name that all nodes tried to create at once; None: not tried."""
 
 
 # -- this host -----------------------------------------------------------------------------------------------------
 
 
-def check_host(runs_dir: Path, *, nodes: int) -> Iterator[Finding]:
-    """What this host shows, for a run with so many nodes."""
+def check_host(runs_dir: Path, *, nodes: int) -> Iterator[DoctorFinding]:
     place = next(folder for folder in (runs_dir, *runs_dir.parents) if folder.exists())
     yield _room("files.space", replace(try_to_write(place), path=str(runs_dir)), _LEAST_FREE["runs"])
     package = Path(hpc_elastic.__file__).resolve().parent
@@ -73,7 +72,7 @@ def probe_files(site: ProbeSite) -> FileFacts:
 
 
 def try_to_write(folder: Path) -> RoomFacts:
-    """A folder's room, and what only a try shows: a quota that is used up, a filesystem that has become read-only."""
+    """A folder's room, and what only a try shows: a quota that is used up, a read-only filesystem."""
     path = folder / f".doctor-{os.getpid()}-{os.urandom(4).hex()}"
     try:
         found = os.statvfs(folder)
@@ -92,8 +91,7 @@ def try_to_write(folder: Path) -> RoomFacts:
 # -- judged --------------------------------------------------------------------------------------------------------
 
 
-def judge_files(files: Mapping[str, FileFacts]) -> Iterator[Finding]:
-    """Judge the nodes' facts."""
+def judge_files(files: Mapping[str, FileFacts]) -> Iterator[DoctorFinding]:
     yield from fold([
         (node, _room(f"nodes.{name}", room, _LEAST_FREE[name]))
         for node, each in files.items()
@@ -112,7 +110,7 @@ def judge_files(files: Mapping[str, FileFacts]) -> Iterator[Finding]:
     yield from fold([(node, _store(each)) for node, each in files.items()])
 
 
-def _store(files: FileFacts) -> Finding:
+def _store(files: FileFacts) -> DoctorFinding:
     seconds = files.store_seconds
     kind = f" ({files.filesystem})" if files.filesystem else ""
     if seconds is None:
@@ -128,7 +126,7 @@ def _store(files: FileFacts) -> Finding:
     )  # fmt: skip
 
 
-def _room(check: str, room: RoomFacts, least: int) -> Finding:
+def _room(check: str, room: RoomFacts, least: int) -> DoctorFinding:
     if room.error:
         return problem(
             check, f"{room.path}: {room.error}", "what needs a file there fails",

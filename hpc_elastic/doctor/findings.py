@@ -1,4 +1,4 @@
-"""What a check found, with the way out."""
+"""The result of a check, with the way out."""
 
 from __future__ import annotations
 
@@ -12,53 +12,47 @@ from hpc_elastic.base.text import first_of
 from hpc_elastic.slurm.notation import names_text
 
 
-class Level(str, Enum):
-    """How bad it is."""
-
+class Severity(str, Enum):
     OK = "ok"
     WARNING = "warning"
     PROBLEM = "problem"
 
 
-class Finding(Struct, frozen=True, kw_only=True):
+class DoctorFinding(Struct, frozen=True, kw_only=True):
     """One line of `hpc-elastic doctor`."""
 
     check: str
-    """Its name, as in ``slurm.requeue``."""
-    level: Level
+    """Its name, such as ``slurm.requeue``."""
+    level: Severity
     found: str
     means: str = ""
-    """For a run; empty where nothing follows."""
+    """The consequence for a run."""
     way_out: str = ""
 
 
-def ok(check: str, found: str) -> Finding:
-    return Finding(check=check, level=Level.OK, found=found)
+def ok(check: str, found: str) -> DoctorFinding:
+    return DoctorFinding(check=check, level=Severity.OK, found=found)
 
 
-def warning(check: str, found: str, means: str, way_out: str) -> Finding:
-    return Finding(check=check, level=Level.WARNING, found=found, means=means, way_out=way_out)
+def warning(check: str, found: str, means: str, way_out: str) -> DoctorFinding:
+    return DoctorFinding(check=check, level=Severity.WARNING, found=found, means=means, way_out=way_out)
 
 
-def problem(check: str, found: str, means: str, way_out: str) -> Finding:
-    return Finding(check=check, level=Level.PROBLEM, found=found, means=means, way_out=way_out)
+def problem(check: str, found: str, means: str, way_out: str) -> DoctorFinding:
+    return DoctorFinding(check=check, level=Severity.PROBLEM, found=found, means=means, way_out=way_out)
 
 
-def warn_unless(is_fine: bool, check: str, found: str, means: str, way_out: str) -> Finding:
+def warn_unless(is_fine: bool, check: str, found: str, means: str, way_out: str) -> DoctorFinding:
     return ok(check, found) if is_fine else warning(check, found, means, way_out)
 
 
-def problem_unless(is_fine: bool, check: str, found: str, means: str, way_out: str) -> Finding:
+def problem_unless(is_fine: bool, check: str, found: str, means: str, way_out: str) -> DoctorFinding:
     return ok(check, found) if is_fine else problem(check, found, means, way_out)
 
 
-def fold(found: Sequence[tuple[str, Finding]]) -> list[Finding]:
-    """The findings of nodes, those that say the same in one line that names the nodes.
-
-    Args:
-        found: Node and finding, in the order of the lines.
-    """
-    lines: dict[tuple[str, Level, str], list[tuple[str, Finding]]] = {}
+def fold(found: Sequence[tuple[str, DoctorFinding]]) -> list[DoctorFinding]:
+    """Merge the nodes' findings that say the same into one line that names the nodes; the order is kept."""
+    lines: dict[tuple[str, Severity, str], list[tuple[str, DoctorFinding]]] = {}
     for node, finding in found:
         lines.setdefault((finding.check, finding.level, finding.means), []).append((node, finding))
     folded = []

@@ -1,4 +1,4 @@
-"""What Slurm does to this node's worker: bounds its memory, gives it notice. The probes, and what their facts mean."""
+"""Slurm's effects on this node's worker: a bound of its memory, and its notices. The probes, and their judges."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import ceil
 from msgspec import Struct
 
 from hpc_elastic.agent.health import memory_limits
-from hpc_elastic.doctor.findings import Finding, fold, ok, problem, warn_unless
+from hpc_elastic.doctor.findings import DoctorFinding, fold, ok, problem, warn_unless
 from hpc_elastic.doctor.probe_site import ProbeSite
 from hpc_elastic.slurm.client import SlurmClient, SubprocessRunner
 from hpc_elastic.slurm.commands import JobId
@@ -21,37 +21,36 @@ from hpc_elastic.workers.linux import oom_kill_count
 _NOTICE_SECONDS = 45.0
 _ASK_SECONDS = 30.0
 _SLOWEST_SECONDS = 720.0
-"""How long the slowest node may take for the probes before: a first import of torch, say."""
+"""The longest time of the slowest node for the probes before: a first import of torch, for example."""
 
 
-class MemoryFacts(Struct, frozen=True, kw_only=True):
+class JobMemoryFacts(Struct, frozen=True, kw_only=True):
     """Measured within the job, without changing it."""
 
     limit: str = ""
-    """What limits the memory, for a reader; empty: the node's alone."""
+    """The memory's limit, for a reader; empty: the node's alone."""
     counts_oom_kills: bool = False
 
 
 class NoticeFacts(Struct, frozen=True, kw_only=True):
-    """Whether a signal to the batch script is seen by the workers."""
+    """How a signal to the batch script reaches the workers."""
 
     seconds: float | None = None
-    """From the request, or from the last wait for the others before it, to the worker's notice; None: it did not
-    come."""
+    """From the request, or from the last wait for the others before it, to the worker's notice, if it came."""
     error: str = ""
-    """Why it could not be asked for."""
+    """Why the request failed."""
 
 
-def probe_memory(site: ProbeSite) -> MemoryFacts | None:
-    """What bounds the worker's memory; None where there is no Slurm job."""
+def probe_memory(site: ProbeSite) -> JobMemoryFacts | None:
+    """The bound of the worker's memory; None without a Slurm job."""
     if not in_job(site.env):
         return None
     limits = [each.limited_by for each in sorted(memory_limits(), key=lambda each: each.free)]
-    return MemoryFacts(limit=next(iter(limits), ""), counts_oom_kills=oom_kill_count() is not None)
+    return JobMemoryFacts(limit=next(iter(limits), ""), counts_oom_kills=oom_kill_count() is not None)
 
 
 def probe_notice(site: ProbeSite) -> NoticeFacts | None:
-    """Have Slurm signal the batch script, as at the time limit, and wait for the notice; None without a Slurm job."""
+    """Ask Slurm to signal the batch script, as at the time limit, and wait for the notice; None without a Slurm job."""
     if not in_job(site.env):
         return None
     site.barrier("before-notice", seconds=_SLOWEST_SECONDS)
@@ -76,15 +75,14 @@ def probe_notice(site: ProbeSite) -> NoticeFacts | None:
 # -- judged --------------------------------------------------------------------------------------------------------
 
 
-def judge_job(memories: Mapping[str, MemoryFacts], notices: Mapping[str, NoticeFacts]) -> list[Finding]:
-    """Judge the nodes' facts."""
+def judge_job(memories: Mapping[str, JobMemoryFacts], notices: Mapping[str, NoticeFacts]) -> list[DoctorFinding]:
     return [
         *fold([(node, _memory(each)) for node, each in memories.items()]),
         *fold([(node, _notice(each)) for node, each in notices.items()]),
     ]
 
 
-def _memory(memory: MemoryFacts) -> Finding:
+def _memory(memory: JobMemoryFacts) -> DoctorFinding:
     lacks = "" if memory.counts_oom_kills else ", and OOM kills are not counted"
     return warn_unless(
         bool(memory.limit) and not lacks, "nodes.memory", (memory.limit or "no limit of the job's memory") + lacks,
@@ -93,7 +91,7 @@ def _memory(memory: MemoryFacts) -> Finding:
     )  # fmt: skip
 
 
-def _notice(notice: NoticeFacts) -> Finding:
+def _notice(notice: NoticeFacts) -> DoctorFinding:
     if notice.seconds is not None:
         return ok("nodes.signals", f"a signal to the batch script reached the workers within {ceil(notice.seconds)} s")
     return problem(

@@ -1,7 +1,7 @@
-"""The network between the nodes: addresses, clocks and bandwidth. The probes, and what their facts mean.
+"""The network between the nodes: addresses, clocks and bandwidth. The probes, and their judges.
 
-Each node connects to every address of every other, which answers with its wall clock. For the bandwidth it exchanges
-data with up to three others, one after the other, by a process of the workers' interpreter
+Each node connects to every address of every other, which answers with its wall clock. To measure the bandwidth it
+exchanges data with up to three others, one after the other, by a process of the workers' interpreter
 (`hpc_elastic.pytorch.link_probe`).
 """
 
@@ -28,7 +28,7 @@ import hpc_elastic
 from hpc_elastic.base import codec
 from hpc_elastic.base.host_facts import LOOPBACK, candidate_addresses
 from hpc_elastic.base.text import first_of
-from hpc_elastic.doctor.findings import Finding, ok, problem, problem_unless, warn_unless, warning
+from hpc_elastic.doctor.findings import DoctorFinding, ok, problem, problem_unless, warn_unless, warning
 from hpc_elastic.doctor.probe_site import ProbeSite
 from hpc_elastic.slurm.job_environment import in_job
 from hpc_elastic.slurm.notation import names_text
@@ -38,10 +38,10 @@ PROGRAM = Path(hpc_elastic.__file__).resolve().parent / "pytorch" / "link_probe.
 _CONNECT_SECONDS = 3.0
 _GATHER_SECONDS = 30.0
 _READY_SECONDS, _TRANSFER_SECONDS = 60.0, 9.0
-"""How long a node may take to import torch, and for one exchange of data."""
+"""Limits of a node's import of torch, and of one exchange of data."""
 _PARTNERS = 3
 _BACKENDS = ("tcp", "gloo", "nccl")
-"""The more of what workers use comes later."""
+"""Later ones use more of what workers use."""
 _AT_ONCE = 32
 _APART = 1.0
 """Seconds between two wall clocks."""
@@ -53,14 +53,12 @@ class Reached(Struct, frozen=True, kw_only=True):
     """A TCP connection that was tried."""
 
     node: str
-    """Whose address it is; empty: MASTER_ADDR's."""
+    """The node of the address; empty: MASTER_ADDR's."""
     address: str
     error: str = ""
-    """Why there is none; empty: it was made."""
     ahead: float | None = None
-    """Seconds that this node's wall clock is ahead of the other's; None: it did not answer."""
+    """Seconds that this node's wall clock is ahead of the other's, plus or minus `bound`; None: it did not answer."""
     bound: float = 0.0
-    """`ahead` is off by at most so much."""
 
 
 class Transfer(Struct, frozen=True, kw_only=True):
@@ -70,51 +68,47 @@ class Transfer(Struct, frozen=True, kw_only=True):
     seconds: float | None = None
     """None: it failed."""
     bytes: int = 0
-    """In each direction."""
+    """Size in each direction."""
     why: str = ""
 
 
 class NetworkFacts(Struct, frozen=True, kw_only=True):
-    """What one node found."""
+    """One node's connections."""
 
     addresses: tuple[str, ...] = ()
-    """Of its own, as the agents use them: what its name resolves to, then those of its interfaces."""
+    """Its own, as the agents use them: those that its name resolves to, then those of its interfaces."""
     reached: tuple[Reached, ...] = ()
     master: Reached | None = None
-    """MASTER_ADDR and MASTER_PORT, as workers get them; None: there are none."""
+    """The workers' MASTER_ADDR and MASTER_PORT, where they are set."""
 
 
 class BandwidthFacts(Struct, frozen=True, kw_only=True):
-    """What one node exchanged."""
+    """One node's exchanges by ``nccl``, ``gloo`` or ``tcp``."""
 
     transfers: tuple[Transfer, ...] = ()
     backend: str = ""
-    """By which: ``nccl``, ``gloo`` or ``tcp``."""
 
 
 class NodeAddresses(Struct, frozen=True, kw_only=True):
-    """What a node shows the others, so that they can reach it."""
+    """A node's answer to the others, which they connect to."""
 
     node: str
     addresses: tuple[str, ...]
     port: int
-    """At which it answers."""
 
 
 class LinkEnd(NodeAddresses, frozen=True, kw_only=True):
-    """The same of a node that is ready to exchange data."""
+    """The same for a node that is ready to exchange data. A peer that connects to the port shows the token."""
 
     backend: str = "tcp"
     gpus: int = 0
     token: str = ""
-    """Shown by who connects to that port."""
 
 
 # -- measured ------------------------------------------------------------------------------------------------------
 
 
 def _own_addresses(site: ProbeSite) -> tuple[str, ...]:
-    """The likeliest first."""
     return tuple(candidate_addresses(site.node)) if in_job(site.env) else (LOOPBACK,)
 
 
@@ -142,7 +136,7 @@ def probe_network(site: ProbeSite) -> NetworkFacts:
 
 
 def _answer_all(listener: socket.socket) -> None:
-    """Send the wall clock to each that asks."""
+    """Send the wall clock to each connection."""
     with contextlib.suppress(OSError):  # it was closed
         while True:
             connection = listener.accept()[0]
@@ -153,7 +147,7 @@ def _answer_all(listener: socket.socket) -> None:
 
 
 def _connect(node: str, address: str, port: int) -> Reached:
-    """`node`: whose clock is asked for; empty: another program may answer there."""
+    # Without a `node` another program may answer there, whose clock is not asked for.
     try:
         with socket.create_connection((address, port), timeout=_CONNECT_SECONDS) as connection:
             if not node:
@@ -169,7 +163,7 @@ def _connect(node: str, address: str, port: int) -> Reached:
 
 
 def partners_of(rank: int, count: int) -> list[int | None]:
-    """With whom a node exchanges data in each round; None: it rests.
+    """The partner of a node in each round; None: it pauses.
 
     In a round the ranks of a pair add up to one odd number, modulo `count`: no two rounds have a pair in common.
     """
@@ -179,10 +173,10 @@ def partners_of(rank: int, count: int) -> list[int | None]:
 
 
 def probe_bandwidth(site: ProbeSite) -> BandwidthFacts | None:
-    """Exchange data with other nodes; None: there is one alone."""
+    """Exchange data with other nodes; None for a single node."""
     if site.world_size < 2:
         return None
-    # In a container the workers' interpreter is not to be had from here: then without torch.
+        # From here the workers' interpreter in a container can't be started: then without torch.
     python = site.settings.python if site.settings.container is None else sys.executable
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
@@ -198,8 +192,7 @@ def probe_bandwidth(site: ProbeSite) -> BandwidthFacts | None:
 def exchange_data(site: ProbeSite, control: socket.socket) -> BandwidthFacts:
     """Exchange data with one partner after the other, by the process at the other end of `control`.
 
-    Raises:
-        OSError: that process is not ready in time.
+    Raises OSError: that process is not ready in time.
     """
     ready = _receive(control, _READY_SECONDS)
     shown = {"node": site.node, "token": os.urandom(16).hex(), "addresses": list(_own_addresses(site))}
@@ -228,7 +221,7 @@ def exchange_data(site: ProbeSite, control: socket.socket) -> BandwidthFacts:
 
 
 def _receive(control: socket.socket, seconds: float) -> dict[str, Any]:
-    """An answer; empty: there is none."""
+    """An answer; empty without one."""
     control.settimeout(seconds)
     try:
         found = json.loads(control.recv(1 << 16))
@@ -240,13 +233,12 @@ def _receive(control: socket.socket, seconds: float) -> dict[str, Any]:
 # -- judged --------------------------------------------------------------------------------------------------------
 
 
-def judge_network(facts: Mapping[str, NetworkFacts]) -> list[Finding]:
-    """Addresses and clocks, by node."""
+def judge_network(facts: Mapping[str, NetworkFacts]) -> list[DoctorFinding]:
+    """Judge addresses and clocks."""
     return [_addresses(facts), *_master(facts), _clocks(facts)] if len(facts) > 1 else []
 
 
-def _addresses(facts: Mapping[str, NetworkFacts]) -> Finding:
-    """Which address of each node reaches which."""
+def _addresses(facts: Mapping[str, NetworkFacts]) -> DoctorFinding:
     tried = [(node, one) for node, own in facts.items() for one in own.reached]
     works = {(node, one.node) for node, one in tried if not one.error}
     why = {(node, one.node): f"{one.address}: {one.error}" for node, one in tried}
@@ -272,7 +264,7 @@ def _addresses(facts: Mapping[str, NetworkFacts]) -> Finding:
     )  # fmt: skip
 
 
-def _master(facts: Mapping[str, NetworkFacts]) -> Iterator[Finding]:
+def _master(facts: Mapping[str, NetworkFacts]) -> Iterator[DoctorFinding]:
     tried = {node: own.master for node, own in facts.items() if own.master is not None}
     failed = [f"{node} ({found.error})" for node, found in tried.items() if found.error]
     reached = f"not reached from {first_of(failed, _MOST)}" if failed else "reached from all nodes"
@@ -285,8 +277,8 @@ def _master(facts: Mapping[str, NetworkFacts]) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _clocks(facts: Mapping[str, NetworkFacts]) -> Finding:
-    """Each pair of nodes once, by its first node's clock."""
+def _clocks(facts: Mapping[str, NetworkFacts]) -> DoctorFinding:
+    # Each pair of nodes once, by its first node's clock.
     apart = [
         (abs(one.ahead), one.bound, f"{node}'s and {one.node}'s")
         for node, own in facts.items()
@@ -305,8 +297,8 @@ def _clocks(facts: Mapping[str, NetworkFacts]) -> Finding:
     )  # fmt: skip
 
 
-def judge_bandwidth(facts: Mapping[str, BandwidthFacts]) -> Iterator[Finding]:
-    """Which pairs fail, and which nodes are slow with each that they tried."""
+def judge_bandwidth(facts: Mapping[str, BandwidthFacts]) -> Iterator[DoctorFinding]:
+    """Judge the pairs that fail, and the nodes that are slow with each that they tried."""
     done = [(node, one) for node, own in facts.items() for one in own.transfers]
     if not done:
         return

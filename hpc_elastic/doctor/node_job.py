@@ -1,7 +1,6 @@
-"""The doctor's own job: which run it is, its worker on each node, what these have written, and what that means.
+"""The doctor's own job: its run, its worker on each node, the facts that these write, and their judgement.
 
-The worker runs by doctor's own interpreter, as the agents do; what is asked of the workers' interpreter is asked in a
-process. It judges nothing.
+The worker uses doctor's own interpreter, as the agents do; the workers' interpreter is probed in a process of its own.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from hpc_elastic.base.files import Unreadable, ask_about, make_private_dir
 from hpc_elastic.base.self_command import module_command
 from hpc_elastic.doctor import files, job, network, software
 from hpc_elastic.doctor.files import FileFacts
-from hpc_elastic.doctor.findings import Finding, fold, ok, problem
-from hpc_elastic.doctor.job import MemoryFacts, NoticeFacts
+from hpc_elastic.doctor.findings import DoctorFinding, fold, ok, problem
+from hpc_elastic.doctor.job import JobMemoryFacts, NoticeFacts
 from hpc_elastic.doctor.network import BandwidthFacts, NetworkFacts
 from hpc_elastic.doctor.probe_site import ProbeSettings, ProbeSite
 from hpc_elastic.doctor.software import IMPORT_SECONDS, GpusFacts, PythonFacts
@@ -33,7 +32,7 @@ from hpc_elastic.options.run_request import SlurmJob, build_spec, runs_directory
 from hpc_elastic.options.table import Parsed
 from hpc_elastic.run.attempt import UnreadableAttemptError, load_attempt, load_newest_result
 from hpc_elastic.run.container import Container
-from hpc_elastic.run.node_records import load_record
+from hpc_elastic.run.node_score import load_record
 from hpc_elastic.run.option_values import GrowPolicy
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec
@@ -46,7 +45,7 @@ _ENDING = ".node.json"
 _MINUTES = "20"
 _GRACE = "60"
 _LAST_CALL = 60.0
-"""Seconds for which a node that has not come is waited for, before the others begin without it."""
+"""Seconds for which the others wait for a missing node, before they begin without it."""
 TAKEN = frozenset(
     (
         *job_options.AS_GIVEN,
@@ -56,8 +55,8 @@ TAKEN = frozenset(
         *("grace", "shutdown_timeout"),
     )
 )
-"""`Option.dest` of those of ``submit`` that it takes, for its job or to compare with; ``--nodes`` is its own: a file's
-is meant for runs."""
+"""`Option.dest` of the options of ``submit`` that it takes, for its job or to compare with; ``--nodes`` is its own: a
+file's is meant for runs."""
 PARTS: Mapping[str, tuple[Callable[[ProbeSite], Any], float]] = {
     "memory": (job.probe_memory, 60.0),
     "files": (files.probe_files, 240.0),
@@ -67,16 +66,16 @@ PARTS: Mapping[str, tuple[Callable[[ProbeSite], Any], float]] = {
     "gpus": (software.probe_gpus, GPU_SECONDS + 15.0),
     "notice": (job.probe_notice, 800.0),  # last: the job ends with it
 }
-"""Fields of `NodeFacts`: the probe, and the seconds that it may take."""
+"""Fields of `ProbedNode`: the probe, and its time limit in seconds."""
 
 
-class NodeFacts(Struct, kw_only=True):
-    """One node's. A part is None where its probe failed, or was not reached."""
+class ProbedNode(Struct, kw_only=True):
+    """One node's facts. A part is None where its probe failed, or was not reached."""
 
     node: str
     rank: int = 0
     files: FileFacts | None = None
-    memory: MemoryFacts | None = None
+    memory: JobMemoryFacts | None = None
     network: NetworkFacts | None = None
     bandwidth: BandwidthFacts | None = None
     notice: NoticeFacts | None = None
@@ -92,14 +91,14 @@ class NodeFacts(Struct, kw_only=True):
 
 
 class ProbeJob(Struct, frozen=True, kw_only=True):
-    """A run that is to be made: one probe on each node."""
+    """A planned run with one probe on each node."""
 
     spec: RunSpec
     runs_dir: Path
     """Below the one for runs, so that `hpc-elastic list` does not show it."""
     settings: ProbeSettings
     slurm: SlurmJob | None = None
-    """With the same spec; None: on this machine."""
+    """The same spec as a job; None: on this machine."""
 
     @property
     def paths(self) -> RunPaths:
@@ -107,17 +106,13 @@ class ProbeJob(Struct, frozen=True, kw_only=True):
 
 
 def _folder(paths: RunPaths) -> Path:
-    """Where the probes' facts are."""
+    # The probes write their facts here.
     return paths.root / "doctor"
 
 
 def plan_job(parsed: Parsed, *, cluster: str, env: Mapping[str, str]) -> ProbeJob:
-    """What the options ask for, those of `TAKEN`; `cluster`: ``slurm`` or ``local``.
-
-    Raises:
-        UsageError: a value that can't be right.
-    """
-    # Not by this interpreter's name alone: --setup would put the one of its own in that place.
+    """Plan the job for the options in `TAKEN`; `cluster` is ``slurm`` or ``local``."""
+    # Not this interpreter's name alone: --setup would put its own interpreter in that place.
     command = ("/usr/bin/env", *module_command("hpc_elastic.doctor.node_job", "main"))
     values = {
         "job_name": (NAME,), "no_python": ("1",), "nproc_per_node": ("1",), "requeue": ("0",), "max_requeues": ("0",),
@@ -155,9 +150,9 @@ def plan_job(parsed: Parsed, *, cluster: str, env: Mapping[str, str]) -> ProbeJo
 # -- its worker ----------------------------------------------------------------------------------------------------
 
 
-def probe_node(site: ProbeSite) -> NodeFacts:
-    """Measure all parts, one after the other, and write what is known before each, and at the end."""
-    facts = NodeFacts(node=site.node, rank=site.rank)
+def probe_node(site: ProbeSite) -> ProbedNode:
+    """Measure all parts, one after the other, and write the facts before each, and at the end."""
+    facts = ProbedNode(node=site.node, rank=site.rank)
     for name, (probe, seconds) in PARTS.items():
         print(f"doctor: {name}", flush=True)
         facts.unfinished = name
@@ -173,7 +168,7 @@ def probe_node(site: ProbeSite) -> NodeFacts:
 
 
 def _bounded(probe: Callable[[ProbeSite], Any], site: ProbeSite, seconds: float) -> Any:
-    """What the probe found; a text: why it found nothing. One that hangs is left to its thread."""
+    # A text is the reason why the probe failed. One that hangs is left to its thread.
     outcome: list[Any] = []
 
     def work() -> None:
@@ -189,7 +184,7 @@ def _bounded(probe: Callable[[ProbeSite], Any], site: ProbeSite, seconds: float)
 
 
 def open_site(folder: Path, settings: str, env: Mapping[str, str]) -> ProbeSite:
-    """This worker's place, by the variables that each worker has; `settings`: of `ProbeSettings`, as JSON."""
+    """Open this worker's place, by the variables of each worker and the JSON of `ProbeSettings`."""
     rank, clock = int(env["GROUP_RANK"]), SystemClock()
     make_private_dir(folder)
     # A round that follows a lost node has keys of its own.
@@ -217,8 +212,8 @@ def main() -> NoReturn:
 # -- judged --------------------------------------------------------------------------------------------------------
 
 
-def collect(paths: RunPaths) -> tuple[tuple[str, ...], dict[str, NodeFacts], str]:
-    """The job's nodes, none where it never began; what they have written; and what is known of why some did not."""
+def collect(paths: RunPaths) -> tuple[tuple[str, ...], dict[str, ProbedNode], str]:
+    """The job's nodes, empty where it never began; their facts; and the known reason why some are missing."""
     begun = paths.begun_attempts()
     if not begun:
         return (), {}, ""
@@ -227,7 +222,7 @@ def collect(paths: RunPaths) -> tuple[tuple[str, ...], dict[str, NodeFacts], str
     except UnreadableAttemptError as error:
         return (), {}, str(error)
     ask_about(_folder(paths))
-    read = {node: codec.load(_folder(paths) / f"{node}{_ENDING}", NodeFacts) for node in attempt.nodes}
+    read = {node: codec.load(_folder(paths) / f"{node}{_ENDING}", ProbedNode) for node in attempt.nodes}
     facts = {node: each for node, each in read.items() if not isinstance(each, Unreadable)}
     left = unfinished(attempt.nodes, facts)
     known = (item.why for item in load_record(paths.nodes_json).evidence if item.node in left)
@@ -237,22 +232,18 @@ def collect(paths: RunPaths) -> tuple[tuple[str, ...], dict[str, NodeFacts], str
     return attempt.nodes, facts, why
 
 
-def unfinished(nodes: Sequence[str], facts: Mapping[str, NodeFacts]) -> dict[str, str]:
+def unfinished(nodes: Sequence[str], facts: Mapping[str, ProbedNode]) -> dict[str, str]:
     """Nodes that did not write all, and how far they came."""
     texts = {node: f"stopped while it probed {each.unfinished}" for node, each in facts.items() if each.unfinished}
     return {node: texts.get(node, "wrote nothing") for node in nodes if node in texts or node not in facts}
 
 
 def judge_nodes(
-    nodes: Sequence[str], facts: Mapping[str, NodeFacts], *, why: str = "", container: Container | None = None
-) -> list[Finding]:
-    """What the nodes' facts mean for a run.
+    nodes: Sequence[str], facts: Mapping[str, ProbedNode], *, why: str = "", container: Container | None = None
+) -> list[DoctorFinding]:
+    """Judge the facts of the job's nodes. `why` is the reason for missing facts, or how the job ended.
 
-    Args:
-        nodes: The job's; none where it never began.
-        facts: What they wrote.
-        why: Why some wrote less, or how the job ended.
-        container: In which the workers run; None: on the host.
+    `container` is the workers' image; None: they run on the host.
     """
 
     def part(name: str) -> dict[str, Any]:
@@ -269,7 +260,7 @@ def judge_nodes(
     ]
 
 
-def _came(nodes: Sequence[str], facts: Mapping[str, NodeFacts], why: str) -> Iterator[Finding]:
+def _came(nodes: Sequence[str], facts: Mapping[str, ProbedNode], why: str) -> Iterator[DoctorFinding]:
     means, way_out = "a run would not have those nodes", "see the job's log and report; leave nodes out with --exclude"
     texts = unfinished(nodes, facts)
     if not nodes:

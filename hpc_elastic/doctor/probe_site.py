@@ -1,6 +1,6 @@
-"""Where a node's probes stand: their rank, the folder that all nodes see, and how they exchange values.
+"""A node's place among the probes: its rank, the folder that all nodes see, and how they exchange values.
 
-What is exchanged goes through files of the run's own store, the only way that is known to work on all filesystems.
+Values are exchanged through files of the run's own store, the only way that is known to work on all filesystems.
 """
 
 from __future__ import annotations
@@ -21,22 +21,19 @@ _LONGEST_PAUSE = 0.2
 
 
 class ProbeSettings(Struct, frozen=True, kw_only=True):
-    """What the probes are asked for."""
-
     python: str
-    """The workers' interpreter. The probes themselves run by doctor's own, which has this package."""
+    """The workers' interpreter. The probes themselves use doctor's own, which has this package."""
     container: Container | None = None
-    """What workers are to run in; the probes run on the host."""
+    """The workers' image; the probes run on the host."""
 
 
 class ProbeSite(Struct, kw_only=True):
     """One node's place among the nodes of the job."""
 
     rank: int
-    """Of the node, from 0."""
     world_size: int
     node: str
-    """As Slurm calls it; ``node1`` where this machine plays the nodes."""
+    """Slurm's name; ``node1`` where this machine plays the nodes."""
     folder: Path
     """``doctor`` in the run directory: all nodes see it."""
     settings: ProbeSettings
@@ -48,8 +45,7 @@ class ProbeSite(Struct, kw_only=True):
     def gather(self, name: str, value: str = "1", *, seconds: float = 60.0) -> dict[int, str]:
         """Give `value`, not empty, to all, and wait for theirs. A `name` is used once.
 
-        Returns:
-            The values by rank; a rank that did not come in `seconds` is missing.
+        Returns the values by rank; a rank that did not come in `seconds` is missing.
         """
         self.store.put_if_absent(f"{name}/{self.rank:05d}", value)
         deadline = self.clock.monotonic() + seconds

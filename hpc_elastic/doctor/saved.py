@@ -12,9 +12,8 @@ from msgspec.structs import replace
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.files import Unreadable
-from hpc_elastic.doctor.allocation_checks import SlurmFacts
-from hpc_elastic.doctor.findings import Finding, Level
-from hpc_elastic.doctor.slurm_checks import check_slurm
+from hpc_elastic.doctor.findings import DoctorFinding, Severity
+from hpc_elastic.doctor.slurm_checks import SlurmFacts, check_slurm
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options import config_files
 from hpc_elastic.options.config_files import SITE_VARIABLE
@@ -25,9 +24,9 @@ class SavedFindings(Struct, frozen=True, kw_only=True):
     """The file that ``--save`` writes into the account's folder, or beside the site's configuration."""
 
     saved_ns: int
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[DoctorFinding, ...] = ()
     slurm: SlurmFacts | None = None
-    """What they were made of, judged again for each run that is submitted."""
+    """The facts behind them, which are judged again for each run that is submitted."""
 
 
 _NAME = "doctor.json"
@@ -36,10 +35,9 @@ _OF_THE_ACCOUNT = "slurm.limits"
 
 
 def save_findings(kept: SavedFindings, *, env: Mapping[str, str], for_site: bool = False) -> Path:
-    """Keep what was found, for this account; or, of what does not depend on the account, for all users of the site.
+    """Save the findings for this account; or those that do not depend on the account, for all users of the site.
 
-    Raises:
-        UsageError, OSError: as `make_account_folder`; the site has no folder for it, or it can't be written.
+    Raises UsageError or OSError: there is no such folder, or it refuses.
     """
     if not for_site:
         path = make_account_folder("doctor", env) / _NAME
@@ -57,17 +55,15 @@ def save_findings(kept: SavedFindings, *, env: Mapping[str, str], for_site: bool
 
 
 def _site_file(env: Mapping[str, str]) -> Path | None:
-    """Beside the site's configuration file."""
+    # It lies beside the site's configuration file.
     found = [each.path for each in config_files.candidates(env, Path("/")) if each.layer is config_files.Layer.SITE]
     return found[0].parent / _NAME if found else None
 
 
 def saved_notes(env: Mapping[str, str], **run: Any) -> list[str]:
-    """A line for each problem that was kept, and for what follows from the facts for a run that asks for other things.
+    """One line for each saved problem, and for each new one that follows for a run with these fields of `SlurmFacts`.
 
-    Args:
-        env: Where the files are: the site's, then this account's.
-        run: Fields of `SlurmFacts` that say what the run asks for.
+    The site's file comes first, then this account's, both found by `env`.
     """
     notes: dict[str, str] = {}
     folder = account_folder("doctor", env)
@@ -77,8 +73,8 @@ def saved_notes(env: Mapping[str, str], **run: Any) -> list[str]:
             continue
         day = time.strftime("%Y-%m-%d", time.localtime(saved.saved_ns / 1e9))
         judged = check_slurm(replace(saved.slurm, **run)) if saved.slurm is not None else ()
-        new = [each for each in judged if each.level is not Level.OK and each not in saved.findings]
-        problems = [each for each in saved.findings if each.level is Level.PROBLEM]
+        new = [each for each in judged if each.level is not Severity.OK and each not in saved.findings]
+        problems = [each for each in saved.findings if each.level is Severity.PROBLEM]
         for each in (*problems, *new):
             notes.setdefault(f"{each.check}: {each.found}; {each.way_out}", f" (found on {day})")
     return [note + day for note, day in notes.items()]

@@ -1,16 +1,21 @@
-"""What a site's Slurm means for a run, from what its commands print."""
+"""The meaning of a site's Slurm for a run: its settings, and the nodes, time, notice and jobs of this account.
+
+All but `ask_slurm` is pure.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.doctor.allocation_checks import ASSOCIATION_FIELDS, QOS_FIELDS, SlurmFacts, check_allocation
-from hpc_elastic.doctor.findings import Finding, problem, warn_unless, warning
+from hpc_elastic.base.text import plural
+from hpc_elastic.doctor.findings import DoctorFinding, ok, problem, problem_unless, warn_unless, warning
 from hpc_elastic.slurm.client import CommandRunner
 from hpc_elastic.slurm.cluster_facts import config_fields, parse_show_config
 
@@ -20,10 +25,42 @@ _SLOW_SECONDS = 5.0
 _LONG_SILENCE = 600
 _ANSWER_SECONDS = 60.0
 _MORE_SECONDS = 20.0
+_ASSOCIATION_FIELDS = ("MaxJobs", "MaxSubmitJobs", "GrpJobs", "MaxWall", "MaxTRES", "Account", "DefaultQOS", "QOS")
+_QOS_FIELDS = ("Name", "GraceTime", "PreemptMode", "MaxWall", "MaxTRES", "MaxJobsPU", "MaxSubmitJobsPU")
+"""Columns of sacctmgr's ``format=``."""
+Row = Mapping[str, str]
+
+
+class SlurmFacts(Struct, frozen=True, kw_only=True):
+    """The output of Slurm's commands, and what the run asks for."""
+
+    config: str = ""
+    """``scontrol show config``."""
+    config_seconds: float = 0.0
+    error: str = ""
+    """Why there is no `config`."""
+    is_missing: bool = False
+    """There is no Slurm on this machine."""
+    partitions: str = ""
+    """``scontrol show partition``."""
+    associations: str | None = None
+    """``sacctmgr -nP show assoc``; None: it does not answer."""
+    qos_limits: str | None = None
+    """``sacctmgr -nP show qos``; None: it does not answer."""
+    partition: str = ""
+    """The run's; empty: the default one."""
+    nodes: int = 1
+    account: str = ""
+    """The run's; empty: the user's default."""
+    qos: str = ""
+    """The run's; empty: the account's default."""
+    shutdown_timeout: float = 30.0
+    grace: int = 0
+    """Seconds of notice that the run wants for a last checkpoint; 0: not compared."""
 
 
 def ask_slurm(run: SlurmFacts, *, runner: CommandRunner, clock: Clock, env: Mapping[str, str]) -> SlurmFacts:
-    """What Slurm's commands print; nothing is changed. `run` says what the run asks for."""
+    """Run Slurm's commands, which change nothing, and add their output to what the run asks for."""
     began = clock.monotonic()
     try:
         config = runner(["scontrol", "show", "config"], timeout=_ANSWER_SECONDS)
@@ -43,19 +80,19 @@ def ask_slurm(run: SlurmFacts, *, runner: CommandRunner, clock: Clock, env: Mapp
         return done.stdout if done.rc == 0 else None
 
     user = env.get("USER") or str(os.getuid())
-    limits = f"format={','.join(ASSOCIATION_FIELDS)}"
+    limits = f"format={','.join(_ASSOCIATION_FIELDS)}"
     return replace(
         run,
         config=config.stdout,
         config_seconds=seconds,
         partitions=ask("scontrol", "show", "partition") or "",
         associations=ask("sacctmgr", "-nP", "show", "assoc", f"user={user}", limits),
-        qos_limits=ask("sacctmgr", "-nP", "show", "qos", f"format={','.join(QOS_FIELDS)}"),
+        qos_limits=ask("sacctmgr", "-nP", "show", "qos", f"format={','.join(_QOS_FIELDS)}"),
     )
 
 
-def check_slurm(facts: SlurmFacts) -> Iterator[Finding]:
-    """Judge. Pure; the order is that of the lines."""
+def check_slurm(facts: SlurmFacts) -> Iterator[DoctorFinding]:
+    """The findings in the order of the lines."""
     if facts.is_missing:
         yield warning(
             "slurm.commands", "no Slurm on this machine", "runs are executed here",
@@ -76,7 +113,7 @@ def check_slurm(facts: SlurmFacts) -> Iterator[Finding]:
     yield from check_allocation(facts)
 
 
-def _settings(facts: SlurmFacts) -> Iterator[Finding]:
+def _settings(facts: SlurmFacts) -> Iterator[DoctorFinding]:
     fields, config = config_fields(facts.config), parse_show_config(facts.config)
     yield warn_unless(
         bool(config.version) and _TESTED[0] <= config.version[:2] <= _TESTED[1], "slurm.version",
@@ -121,3 +158,119 @@ def _settings(facts: SlurmFacts) -> Iterator[Finding]:
         "a preempted job ends, and does not come back by itself",
         "nothing needs to be done where there is a GraceTime: the run requeues itself in it",
     )  # fmt: skip
+
+
+def check_allocation(facts: SlurmFacts) -> Iterator[DoctorFinding]:
+    """The findings about a job of this account in its partition, in the order of the lines."""
+    rows = [
+        row
+        for row in _rows(facts.associations or "", _ASSOCIATION_FIELDS)
+        if not facts.account or row.get("Account", facts.account) == facts.account
+    ]
+    every = {row["Name"]: row for row in _rows(facts.qos_limits or "", _QOS_FIELDS)}
+    qos = every.get(facts.qos or next((row["DefaultQOS"] for row in rows if row.get("DefaultQOS")), ""), {})
+    yield from _partition(facts, qos)
+    enforced = config_fields(facts.config).get("AccountingStorageEnforce", "").split(",")
+    if facts.associations is None:
+        yield ok("slurm.limits", "not known: sacctmgr does not answer")
+    elif not {"limits", "safe", "all"} & set(enforced):
+        yield ok("slurm.limits", f"none is enforced (AccountingStorageEnforce={','.join(enforced) or 'none'})")
+    else:
+        yield _limits(rows, qos, facts.nodes)
+
+
+def _partition(facts: SlurmFacts, qos: Row) -> Iterator[DoctorFinding]:
+    partitions: dict[str, Row] = {}
+    for block in facts.partitions.split("PartitionName=")[1:]:
+        words = block.split()
+        partitions[words[0]] = dict(word.split("=", 1) for word in words[1:] if "=" in word)
+    name = facts.partition or next((name for name, row in partitions.items() if row.get("Default") == "YES"), "")
+    fields = partitions.get(name)
+    if fields is None:
+        yield problem(
+            "partition", f"there is no {f'partition {name}' if name else 'default partition'}", "the job is refused",
+            f"give --partition {' or '.join(partitions) or 'NAME'}",
+        )  # fmt: skip
+        return
+    state, most = fields.get("State", "in no known state"), fields.get("MaxTime", "UNLIMITED")
+    ends = "" if most == "UNLIMITED" else f"; its jobs end after {most}, and a run goes on by requeues"
+    yield problem_unless(
+        state == "UP", "partition", f"{name} is {state}{ends}", "jobs there do not begin",
+        "another --partition, or wait",
+    )  # fmt: skip
+    limits = [fields.get("TotalNodes", ""), fields.get("MaxNodes", "")]
+    limit = min([int(text) for text in limits if text.isdigit()], default=facts.nodes)
+    yield problem_unless(
+        facts.nodes <= limit, "partition.nodes", f"{name} gives a job at most {limit} nodes",
+        f"a job with {facts.nodes} never begins", f"--nodes {limit}, or another --partition",
+    )  # fmt: skip
+    yield _grace(facts, fields, qos)
+
+
+def _grace(facts: SlurmFacts, fields: Row, qos: Row) -> DoctorFinding:
+    """Judge the time from a job's preemption to its end, by the setting that counts under the site's PreemptType."""
+    config = config_fields(facts.config)
+    by_qos = config.get("PreemptType", "").endswith("/qos") and bool(qos)
+    where = f"QOS {qos['Name']}: " if by_qos else ""
+    mode = (qos if by_qos else fields).get("PreemptMode", "OFF") or "OFF"
+    if mode == "cluster":  # sacctmgr's word for: as the cluster has it
+        mode = config.get("PreemptMode", "OFF")
+    grace = seconds_of((qos if by_qos else fields).get("GraceTime", "0"))
+    shown = f"{where}PreemptMode={mode}, GraceTime={grace} s"
+    if mode.upper() in ("OFF", ""):
+        return ok("partition.grace", shown)
+    if not grace:
+        shown += ": a preempted job ends without a notice"
+    elif grace < facts.grace:
+        shown += f", less than --grace {facts.grace}"
+    return warn_unless(
+        0 < grace >= facts.grace, "partition.grace", shown,
+        "a last checkpoint that takes longer is lost when the job is preempted",
+        "save often, or faster (asynchronously)",
+    )  # fmt: skip
+
+
+def _limits(rows: Sequence[Row], qos: Row, nodes: int) -> DoctorFinding:
+    """Judge the number and the size of jobs, by the account and its QOS."""
+    # Which of several accounts the job is for is unknown here: the largest counts.
+    most = min(
+        max((_node_limit(row.get("MaxTRES", "")) for row in rows), default=math.inf),
+        _node_limit(qos.get("MaxTRES", "")),
+    )
+    of = f" in QOS {qos['Name']}" if qos else ""
+    if nodes > most:
+        return problem(
+            "slurm.limits", f"a job of this account{of} has at most {plural(int(most), 'node')} (MaxTRES)",
+            f"a job with {nodes} is refused, or never begins",
+            f"--nodes {int(most)}, or another --qos or --account",
+        )  # fmt: skip
+    submits = [_largest(rows, "MaxSubmitJobs"), _largest([qos], "MaxSubmitJobsPU")]
+    submit = min((count for count in submits if count is not None), default=None)
+    return warn_unless(
+        submit is None or submit >= 2, "slurm.limits", f"MaxSubmitJobs={'none' if submit is None else submit}{of}",
+        "a follow-on job would be refused while this one runs", "--requeue-with scontrol, where jobs may be requeued",
+    )  # fmt: skip
+
+
+def _largest(rows: Sequence[Row], name: str) -> int | None:
+    return max((int(row[name]) for row in rows if row.get(name, "").isdigit()), default=None)
+
+
+def _node_limit(tres: str) -> float:
+    """The nodes in ``cpu=8,node=2``."""
+    found = dict(part.partition("=")[::2] for part in tres.split(","))
+    return int(found["node"]) if found.get("node", "").isdigit() else math.inf
+
+
+def _rows(text: str, names: Sequence[str]) -> list[dict[str, str]]:
+    """The lines of ``sacctmgr -nP``, by column."""
+    return [dict(zip(names, line.split("|"), strict=False)) for line in text.splitlines() if line.strip()]
+
+
+def seconds_of(text: str) -> int:
+    """Seconds of scontrol's ``10``, or sacctmgr's ``1-02:03:04``."""
+    days, dash, clock = text.partition("-")
+    total = 0
+    for part in (clock if dash else text).split(":"):
+        total = total * 60 + (int(part) if part.isdigit() else 0)
+    return total + (int(days) * 86400 if dash and days.isdigit() else 0)

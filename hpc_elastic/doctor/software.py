@@ -1,7 +1,7 @@
-"""A node's software and GPUs: the workers' interpreter, torch, and what NVML shows. The probe, and what its facts mean.
+"""A node's software and GPUs: the workers' interpreter, torch, and NVML's view. The probes, and their judges.
 
-What may hang or crash runs in a process of its own: the interpreter (on the host or in the container that was asked
-for, through the command line with which an agent starts a worker there) and NVML.
+Parts that may hang or crash run in a process of their own: the interpreter (on the host or in its container, by the
+command line with which an agent starts a worker there) and NVML.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from hpc_elastic.agent.health import GPU_SECONDS, GpuFacts, judge_gpus, own_gpus
 from hpc_elastic.agent.health_gpu import from_json
 from hpc_elastic.base.self_command import module_command, source_command
 from hpc_elastic.base.text import clean_line, first_of
-from hpc_elastic.doctor.findings import Finding, ok, problem, problem_unless, warn_unless, warning
+from hpc_elastic.doctor.findings import DoctorFinding, ok, problem, problem_unless, warn_unless, warning
 from hpc_elastic.doctor.probe_site import ProbeSite
 from hpc_elastic.run.container import Container, Runtime
 from hpc_elastic.slurm.job_environment import JobEnvironment, JobEnvironmentError, in_job
 from hpc_elastic.slurm.notation import names_text
 
 IMPORT_SECONDS = 300.0
-"""For one start of the interpreter with one import of torch."""
+"""Limit of one start of the interpreter with one import of torch."""
 _SLOW_IMPORT = 30.0
 _NVIDIA = "/dev/nvidiactl"
 _MOST = 4
@@ -54,12 +54,12 @@ class PythonFacts(Struct, frozen=True, kw_only=True):
     executable: str = ""
     version: str = ""
     error: str = ""
-    """Why it can't be started (or the container not); empty: it can."""
+    """Why it (or its container) does not start."""
     torch: str = ""
-    """Its version; empty: it can't be imported."""
+    """The version of torch, if its import works."""
     torch_error: str = ""
     seconds: float = 0.0
-    """Of ``import torch``."""
+    """Duration of ``import torch``."""
 
 
 class GpusFacts(Struct, frozen=True, kw_only=True):
@@ -76,7 +76,7 @@ class GpusFacts(Struct, frozen=True, kw_only=True):
 
 
 def probe_python(site: ProbeSite) -> PythonFacts | None:
-    """What a worker of this run has on this node. All nodes start it at once, as those of a run do."""
+    """Start the workers' interpreter on this node, on all nodes at once, as those of a run do."""
     site.barrier("python")
     return look_at_python(site.settings.python, site.env, cwd=os.getcwd(), container=site.settings.container)
 
@@ -89,14 +89,9 @@ def look_at_python(
     container: Container | None = None,
     limit: float = IMPORT_SECONDS,
 ) -> PythonFacts | None:
-    """Start an interpreter and have it import torch; None: it is in an image that Pyxis starts, in a step alone.
+    """Start an interpreter and import torch; None: it is in an image that only Pyxis starts, in a step.
 
-    Args:
-        python: Its path, or a name in PATH; in a container, that of the image.
-        env: The workers'.
-        cwd: The run's working directory.
-        container: Where it runs; None: on this host.
-        limit: Seconds that it may take.
+    `python` is a path, or a name in PATH; with a `container` that of its image. `limit` is in seconds.
     """
     if container is not None and container.image.runtime is Runtime.PYXIS:
         return None
@@ -117,12 +112,11 @@ def look_at_python(
     except (ValueError, IndexError, AttributeError):
         said = done.stderr.decode(errors="replace").strip().splitlines()
         how = f"ended with {done.returncode}" if done.returncode else "is no Python"
-        # A runtime's own number of its process would make one reason of each node another.
+        # A runtime's own process number would make each node's reason another one.
         return PythonFacts(error=_PID.sub("", clean_line(f"{argv[0]} {how}{f': {said[-1]}' if said else ''}"))[:300])
 
 
 def probe_gpus(site: ProbeSite) -> GpusFacts:
-    """Ask Slurm's variables and NVML."""
     env = site.env
     try:
         given = JobEnvironment.from_env(env).node.gpus if in_job(env) else None
@@ -144,13 +138,10 @@ def probe_gpus(site: ProbeSite) -> GpusFacts:
 
 def judge_pythons(
     pythons: Mapping[str, PythonFacts], container: Container | None, *, of: str = "nodes"
-) -> Iterator[Finding]:
-    """Does the workers' interpreter start everywhere, and has it the same torch?
+) -> Iterator[DoctorFinding]:
+    """Judge whether the workers' interpreter starts on each host, with the same torch.
 
-    Args:
-        pythons: By host.
-        container: The image that it is in; None: it is the hosts'.
-        of: ``nodes``; or ``software``, of this host alone: it may lack what the nodes have.
+    `of` is ``nodes``; or ``software`` for this host alone, which may lack what the nodes have.
     """
     check = f"{of}.{'python' if container is None else 'container'}"
     where = f"{container.image}: " if container is not None else ""
@@ -177,7 +168,7 @@ def judge_pythons(
         yield _torch(f"{of}.torch", started)
 
 
-def _torch(check: str, pythons: Mapping[str, PythonFacts]) -> Finding:
+def _torch(check: str, pythons: Mapping[str, PythonFacts]) -> DoctorFinding:
     missing = {node: python.torch_error for node, python in pythons.items() if not python.torch}
     if missing:
         return warning(
@@ -198,8 +189,8 @@ def _torch(check: str, pythons: Mapping[str, PythonFacts]) -> Finding:
     )  # fmt: skip
 
 
-def judge_node_gpus(nodes: Mapping[str, GpusFacts]) -> Iterator[Finding]:
-    """Are they there, alike, and fit?"""
+def judge_node_gpus(nodes: Mapping[str, GpusFacts]) -> Iterator[DoctorFinding]:
+    """Judge the GPUs: present, alike, and fit."""
     if not any(each.given or each.nvml.devices for each in nodes.values()):
         if nodes:
             yield ok("gpu.count", "the job has no GPUs of NVIDIA")

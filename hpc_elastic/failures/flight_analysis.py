@@ -41,7 +41,7 @@ from hpc_elastic.failures.flight_groups import (
     sized,
     state_of,
 )
-from hpc_elastic.run.flight_tail import Call
+from hpc_elastic.run.activities import Call
 
 MOST_SUSPECTS = 64
 _MOST_SHOWN = 60

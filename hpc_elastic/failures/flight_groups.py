@@ -12,7 +12,7 @@ from msgspec import Struct, field
 
 from hpc_elastic.base.text import ranks_text
 from hpc_elastic.failures.flight_dump import COALESCED, RankDump, Track, numel_of, shape_of, size_of
-from hpc_elastic.run.flight_tail import Call
+from hpc_elastic.run.activities import Call
 
 
 class Reason(str, Enum):

@@ -15,8 +15,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.text import cut_end, range_bounds
 from hpc_elastic.failures.ranking import Suspect
-from hpc_elastic.run.activities import Activity, RankSockets
-from hpc_elastic.run.flight_tail import Call, FlightTail, TailTrack
+from hpc_elastic.run.activities import Activity, Call, FlightTail, RankSockets, TailTrack
 
 _GLOO = re.compile(r"\[(\d+(?:\.\d+){3}|[0-9a-fA-F:]*:[0-9a-fA-F.:]*)\]:(\d+)")
 _NCCL = re.compile(r"(?<=\s)(\w[\w.-]*)<(\d{2,5})>(?=\W|\Z)")

@@ -1,6 +1,6 @@
-"""For scripts of training frameworks: a callback for each, and which of their checkpoints is whole.
+"""Callbacks for training frameworks, and `last_whole_checkpoint`.
 
-Each module imports its framework, and is imported by the script that uses it: nothing here is loaded otherwise.
+Only the script that uses a framework imports its module here, which imports the framework.
 """
 
 from hpc_elastic.integrations.checkpoints import last_whole_checkpoint as last_whole_checkpoint

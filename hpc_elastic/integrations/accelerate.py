@@ -1,4 +1,4 @@
-"""For a training loop with `Accelerator`: heartbeats, sections, whole checkpoints, and a save before the job ends."""
+"""Support for training loops with `Accelerator`: heartbeats, sections, whole checkpoints, a save before the end."""
 
 from __future__ import annotations
 
@@ -17,24 +17,20 @@ from hpc_elastic.worker_api.preemption import should_checkpoint
 
 
 class ElasticCallback:
-    """For the training loop, on every rank, after ``accelerator.prepare``::
+    """Used in the training loop, on every rank, after ``accelerator.prepare``::
 
         elastic = ElasticCallback(accelerator, "checkpoints", total=steps)
         for step in range(elastic.resume() + 1, steps + 1):
             ...
             if elastic.on_step_end(step, loss=loss, save=step % 500 == 0):
-                break  # saved; the job is going to end, and goes on from there
+                break  # saved; the job is going to end, and continues from there
 
-    Evaluate in ``with hpc_elastic.section("evaluation")``. Outside of a run it saves and resumes, and no more.
+    Evaluate in ``with hpc_elastic.section("evaluation")``. Outside of a run it only saves and resumes.
     """
 
     def __init__(self, accelerator: Accelerator, folder: str | os.PathLike[str], *, total: int | None = None) -> None:
-        """
-        Args:
-            accelerator: Whose states are saved and loaded.
-            folder: All nodes' own; the checkpoints are folders ``step-<number>`` in it.
-            total: How many steps the training has, for `hpc-elastic status`.
-        """
+        """`folder` is shared by all nodes and gets the checkpoints, ``step-<number>``; `total` is for `hpc-elastic
+        status`."""
         self._accelerator = accelerator
         self._folder = os.fspath(folder)
         self._total = total
@@ -54,8 +50,8 @@ class ElasticCallback:
 
         Args:
             step: From 1 on, the same on all ranks.
-            loss: A number; of a tensor its ``item()``, which waits for the GPU: give it now and then.
-            save: Whether a checkpoint is due in any case.
+            loss: A number; ``item()`` of a tensor waits for the GPU: give it now and then.
+            save: A checkpoint is due in any case.
 
         Returns:
             Whether to leave the loop: the job is going to end, and the checkpoint is complete.
@@ -68,10 +64,10 @@ class ElasticCallback:
         return is_ending
 
     def save(self, step: int) -> None:
-        """Save on all ranks: into a folder that gets its name when it is whole, by `hpc_elastic.commit`."""
+        """Save on all ranks, into a folder that gets its name when it is whole, by `hpc_elastic.commit`."""
         accelerator, path = self._accelerator, os.path.join(self._folder, f"step-{step}")
         with section("checkpoint", step=step):
-            # Of its own: a rank that was frozen, and thaws, writes on into the folder of its own round.
+            # A name of its own: a rank that was frozen, and thaws, continues to write into its own round's folder.
             part: str = broadcast_object_list([f"{path}.{time.time_ns()}.part"])[0]
             accelerator.save_state(part)
             accelerator.wait_for_everyone()

@@ -1,8 +1,8 @@
-"""Which checkpoint in a folder is the last whole one: a kill in mid-save leaves one that is torn. No torch.
+"""Finds the last whole checkpoint in a folder: a kill in mid-save leaves one that is torn. No torch.
 
-Nothing is loaded. A torch file is a zip archive, whose directory is written at its end; a safetensors file begins with
-the sizes of all that follows; a distributed checkpoint's ``.metadata``, and transformers' trainer_state.json, are
-written after everything else (torch 2.13, safetensors 0.7, transformers 5.23).
+No checkpoint is loaded. A torch file is a zip archive, whose directory is written at its end; a safetensors file begins
+with its sizes; a distributed checkpoint's ``.metadata``, and transformers' trainer_state.json, are written after
+everything else (torch 2.13, safetensors 0.7, transformers 5.23).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _DATA = {".ckpt", ".pt", ".pth", ".bin", ".pkl", ".safetensors", ".distcp"}
-"""Suffixes of what holds a training's state."""
+"""Suffixes of files with a training's state."""
 _UNFINISHED = (".part", ".tmp", ".incomplete")
 _MOST_JSON = 100_000_000
-"""Bytes: as many as safetensors allows its header."""
+"""Bytes: the limit of safetensors for its header."""
 _STEP = re.compile(r"step[=_-]?(\d+)")
 _TRAILING_NUMBER = re.compile(r"(?:^|[^=\d.])(\d+)$")
 _TRAINERS = re.compile(r"checkpoint-\d+")
@@ -29,19 +29,15 @@ _TRAINER_STATE = "trainer_state.json"
 def last_whole_checkpoint(folder: str | os.PathLike[str]) -> str | None:
     """Find the newest checkpoint in `folder` that was written to its end.
 
-    For transformers' ``Trainer`` (``checkpoint-500/``), Lightning (``*.ckpt``, files and folders), accelerate
+    It knows transformers' ``Trainer`` (``checkpoint-500/``), Lightning (``*.ckpt``, files and folders), accelerate
     (``save_state``), distributed checkpoints of torch, and any other file or folder of torch's and safetensors' files.
     Newest is the highest step in the names where all have one, else the time of the last change.
 
-    Each rank may call it before any checkpoint of this start is saved. On a network filesystem a node may see what
-    another node wrote some seconds late: ask on rank 0, and broadcast its answer, where that matters.
-
-    Args:
-        folder: Where the checkpoints are, each a file or a folder in it.
+    Each rank may call it before any checkpoint of this start is saved. On a network filesystem a node may see another
+    node's file some seconds late: ask on rank 0, and broadcast its answer, where that matters.
 
     Returns:
-        Its path, for ``trainer.train(resume_from_checkpoint=…)`` or ``trainer.fit(ckpt_path=…)``; None where there is
-        none, also where there is no folder.
+        Its path, for ``trainer.train(resume_from_checkpoint=…)`` or ``trainer.fit(ckpt_path=…)``; None without any.
     """
     try:
         found = [path for path in Path(folder).iterdir() if _may_be_one(path)]
@@ -93,12 +89,12 @@ def _files(folder: Path) -> Iterator[Path]:
 
 
 def _is_trainers(file: Path) -> bool:
-    """Whether a file is one that transformers' ``Trainer`` saves before its state."""
+    # transformers' ``Trainer`` saves these before its state.
     return file.name in ("config.json", "training_args.bin") or file.suffix == ".safetensors"
 
 
 def _is_whole_file(path: Path) -> bool:
-    """Whether a file of a known format has its end; True for any other that is not data."""
+    """Check that a file of a known format has its end; True for any other that is not data."""
     if path.suffix not in _DATA and path.suffix != ".json" and path.name != ".metadata":
         return True
     if not stat.S_ISREG(os.stat(path).st_mode):

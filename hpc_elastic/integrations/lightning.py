@@ -13,7 +13,7 @@ from hpc_elastic.worker_api.preemption import should_checkpoint
 
 _EVALUATION, _CHECKPOINT = "evaluation", "checkpoint"
 NAME = "last-before-the-end-step={step}.ckpt"
-"""Of the checkpoint that is saved where the job is going to end: ``ckpt_path="last"`` finds it, too."""
+"""Name of the checkpoint that is saved before the job's end: ``ckpt_path="last"`` finds it, too."""
 
 
 class ElasticCallback(Callback):
@@ -58,7 +58,7 @@ class ElasticCallback(Callback):
         heartbeat()
 
     def _report_saves(self, trainer: Any) -> None:
-        """Report what `ModelCheckpoint` and others save by this trainer; an asynchronous save when it is written."""
+        # An asynchronous save is reported when it is written.
         save, storage = trainer.save_checkpoint, trainer.strategy.checkpoint_io
         is_async = isinstance(storage, AsyncCheckpointIO) and trainer.is_global_zero
 

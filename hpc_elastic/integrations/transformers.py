@@ -57,6 +57,6 @@ class ElasticCallback(TrainerCallback):
         heartbeat()
 
     def _begin_section(self, control: Any) -> None:
-        """What the Trainer does next; it evaluates before it saves."""
+        # The Trainer evaluates before it saves.
         if control.should_evaluate or control.should_save:
             heartbeat(section=_EVALUATION if control.should_evaluate else _CHECKPOINT)

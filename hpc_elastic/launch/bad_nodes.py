@@ -8,12 +8,14 @@ from collections.abc import Collection
 from msgspec import Struct, field
 
 from hpc_elastic.launch.site import EligibleNodes, Site
-from hpc_elastic.run.node_records import NodeRecord, load_record, save_record
 from hpc_elastic.run.node_score import (
     Evidence,
     Exclusion,
+    NodeRecord,
     NodeScore,
     choose_excluded,
+    load_record,
+    save_record,
     score_nodes,
 )
 from hpc_elastic.run.option_values import Scope

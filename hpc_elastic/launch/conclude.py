@@ -40,7 +40,7 @@ from hpc_elastic.launch.signals import JobCondition
 from hpc_elastic.launch.site import AttemptContext
 from hpc_elastic.rendezvous.round_log import RESERVE
 from hpc_elastic.run.attempt import StoredResult, load_result
-from hpc_elastic.run.node_records import load_record, save_record
+from hpc_elastic.run.node_score import load_record, save_record
 from hpc_elastic.run.option_values import RequeueChoice
 from hpc_elastic.run.supervisor_events import (
     AttemptEnded,

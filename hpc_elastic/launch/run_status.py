@@ -32,7 +32,7 @@ from hpc_elastic.rendezvous.state import RoundRecord, Status
 from hpc_elastic.run.attempt import WITHOUT_VERDICT, AttemptInfo, UnreadableAttemptError, load_attempt, load_result
 from hpc_elastic.run.heartbeats import ProgressSource
 from hpc_elastic.run.index import JobEntry, array_tasks, jobs_of, known_jobs
-from hpc_elastic.run.node_records import load_record
+from hpc_elastic.run.node_score import load_record
 from hpc_elastic.run.paths import AttemptPaths, RunPaths, task_index
 from hpc_elastic.run.preload import Preload, load_preload
 from hpc_elastic.run.spec import RunSpec, UnreadableRunError, load_run_spec

@@ -1,4 +1,4 @@
-"""The catalogue of faults that a rehearsal does: what each is, and what it needs. Pure."""
+"""The catalogue of a rehearsal's faults: their effects and needs. Pure."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpc_elastic.errors import UsageError
 
 
 class Need(str, Enum):
-    """What must be there for a fault to be done; the value is the reason where it is not."""
+    """A precondition of a fault; the value is the reason not to inject it."""
 
     SECOND_NODE = "it needs two nodes or more (--nodes 2)"
     SAVES = "no checkpoint was seen in the undisturbed run (--watch DIR, for checkpoints in another folder)"
@@ -19,12 +19,9 @@ class Need(str, Enum):
 
 
 class Kind(Struct, frozen=True, kw_only=True):
-    """What is done to the run."""
-
     name: str
-    """As ``--faults`` takes it."""
+    """A value of ``--faults``."""
     title: str
-    """What happens, in words."""
     need: Need | None = None
     restarts: bool = True
     """Another round or another attempt follows; False: it may train on."""
@@ -41,30 +38,24 @@ DISK_FULL = Kind(
     name="disk-full", title="disk of the runs directory full", need=Need.SMALL_DISK, restarts=False
 )  # fmt: skip
 KINDS = (WORKER_KILLED, SAVING_KILLED, NOTICE, WORKER_EXCEPTION, NODE_KILLED, DISK_FULL)
-"""In the order in which they are done."""
+"""In the order of injection."""
 QUICK = (WORKER_KILLED, SAVING_KILLED, NOTICE)
-"""Those that find most: what is not restored, a checkpoint that a kill spoils, progress that a requeue loses."""
+"""Those that find most: state that is not restored, a checkpoint that a kill spoils, progress that a requeue loses."""
 
 
-class Fault(Struct, frozen=True, kw_only=True):
-    """One fault of a rehearsal."""
-
+class PlannedFault(Struct, frozen=True, kw_only=True):
     number: int
     """From 1."""
     kind: Kind
     seconds: float = 0.0
-    """How long it lasts, where it does."""
+    """Duration of a lasting one."""
 
     def __str__(self) -> str:
         return f"#{self.number} {self.kind.title}"
 
 
 def parse_kinds(text: str) -> tuple[Kind, ...]:
-    """Read ``kill-worker,notice``; ``all``; ``quick``.
-
-    Raises:
-        UsageError: a name that is none.
-    """
+    """Read ``kill-worker,notice``; ``all``; ``quick``."""
     if text.strip() in ("all", "quick"):
         return KINDS if text.strip() == "all" else QUICK
     names = [name for name in (word.strip() for word in text.split(",")) if name]

@@ -1,53 +1,63 @@
-"""Reaches the processes of a run on one machine: signals them, and stops them while they write a checkpoint."""
+"""Reaches the processes of a run: signals them, and stops them while they write a checkpoint.
+
+`Injector` works on its own machine. `RemoteInjector` does the same on a node of a Slurm job: each request is a step of
+its own beside the agents', which prints an answer. The owner of a job may start a step in it at any time (``srun
+--overlap``). That process has no mark of the run, so that faults don't hit it.
+"""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import select
 import signal
 import struct
+import subprocess
+import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
+from msgspec import Struct
+
+from hpc_elastic.base.codec import from_json, to_json
+from hpc_elastic.base.host_facts import files_written_by
+from hpc_elastic.base.self_command import module_command
 from hpc_elastic.rehearsal.saves import FileNames, SavedFiles, folders_below
+from hpc_elastic.slurm.commands import JobId, srun_one_agent, submission_environment
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.tree import NODE_TAG_VARIABLE, TAG_VARIABLE, Proc
 
 _STOP_SECONDS = 1.0
 _REFRESH_SECONDS = 1.0
-"""Workers and folders are listed again after so long, and after each write."""
+"""Seconds until workers and folders are listed again without a write."""
 _EVENT = struct.Struct("iIII")
-_MODIFIED, _MOVED_HERE, _CREATED, _IS_FOLDER = 0x2, 0x80, 0x100, 0x40000000
-"""As linux/inotify.h has them."""
+_MODIFIED, _MOVED_HERE, _CREATED, _IS_FOLDER = 0x2, 0x80, 0x100, 0x40000000  # linux/inotify.h
 _NICE = 10
 _SHORT_SECONDS = 1e-4
 NO_SAVE_CAUGHT = "no save was caught while a file was open: let it do more steps, or save more at once"
+_STEP_SECONDS = 30.0
+"""Limit for a step to begin on a busy node, and to end."""
 
 
 class NotNow(Exception):
-    """The fault can't be done to the run as it is; why."""
+    """The fault is impossible in the run's present state; why."""
 
 
 class Injector:
-    """On the machine where the processes are; elsewhere a `RemoteInjector` does the same. For one thread."""
+    """Injects faults into the processes of the run `uid` on this machine. For one thread."""
 
     def __init__(self, uid: str, folders: Sequence[Path]) -> None:
-        """Args:
-        uid: The run's.
-        folders: In which the script saves.
-        """
         self._uid = uid
         self._folders = [Path(os.path.realpath(folder)) for folder in folders]
 
     def processes(self, key: str = "", *, names: Sequence[str] = (NODE_TAG_VARIABLE, TAG_VARIABLE)) -> list[Proc]:
-        """All processes of the run but its supervisor: agents, what guards them, workers.
+        """All processes of the run but its supervisor: agents, guardians, workers; or those of the node `key`.
 
-        Args:
-            key: Those of one node (`tree.node_key`).
-            names: The marks by which they are known.
+        `names` are the variables that mark them (`tree.node_key`).
         """
         mark = f"{self._uid}:{key and f'{key}:'}"
         return tree.own_processes_where(
@@ -55,14 +65,13 @@ class Injector:
         )
 
     def _workers(self) -> list[Proc]:
-        """The workers, and what they started."""
+        """The workers and their children."""
         return self.processes(names=(TAG_VARIABLE,))
 
     def signal(self, pid: int, number: int) -> float:
         """Signal a process of the run. Returns when, by this machine's wall clock.
 
-        Raises:
-            NotNow: it is gone, or its number is another's by now; it has no handler for a signal beyond the usual ones.
+        Raises NotNow: it is gone, or has no handler for a signal beyond the usual ones.
         """
         proc = next((proc for proc in self.processes() if proc.pid == pid), None)
         if proc is None:
@@ -78,17 +87,10 @@ class Injector:
         return signal_all(self.processes(key), number)
 
     def kill_in_save(self, names: FileNames, seconds: float) -> tuple[float, str]:
-        """Kill the workers while one of them has a checkpoint open for writing.
+        """Kill the workers while one of them has a checkpoint open for writing. Returns when, and the file's name.
 
-        The kernel reports each write. All that takes time is done while the workers are stopped: on a busy machine,
-        too, no file is opened and closed unseen meanwhile.
-
-        Args:
-            names: What is known of the files that it writes.
-            seconds: How long to try.
-
-        Returns:
-            When, and the file's name.
+        The kernel reports each write. The slow part happens while the workers are stopped: on a busy machine, too, no
+        file is opened and closed unseen meanwhile. It tries for `seconds`.
 
         Raises:
             NotNow: no worker was caught so; or the kernel refuses to report writes.
@@ -98,10 +100,12 @@ class Injector:
         try:
             while time.monotonic() < until:
                 signal_all(workers, signal.SIGSTOP)
-                _wait_stopped(workers)
+                until_stopped = time.monotonic() + _STOP_SECONDS  # a process runs on for a moment after the signal
+                while time.monotonic() < until_stopped and any(_runs(proc.pid) for proc in workers):
+                    time.sleep(_SHORT_SECONDS)
                 writes.add_folders()
                 workers = self._workers()
-                found = {(proc.pid, path) for proc in workers for path in _written_files(proc.pid)}
+                found = {(proc.pid, path) for proc in workers for path in files_written_by(proc.pid)}
                 before = found if before is None else before & found
                 for _, path in found - before:
                     if files.is_checkpoint(path):
@@ -119,7 +123,7 @@ class Injector:
 
 
 class _Writes:
-    """What the kernel reports of files below some folders (inotify): on a shared filesystem, writes of this machine."""
+    """inotify's reports about files below some folders: on a shared filesystem, writes of this machine."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = folders
@@ -150,34 +154,8 @@ class _Writes:
         os.close(self._fd)
 
 
-def _wait_stopped(workers: Sequence[Proc]) -> None:
-    """A process runs on for a moment after the signal was sent."""
-    until = time.monotonic() + _STOP_SECONDS
-    while time.monotonic() < until and any(_runs(proc.pid) for proc in workers):
-        time.sleep(_SHORT_SECONDS)
-
-
-def _written_files(pid: int) -> Iterator[Path]:
-    """Files that a process has open for writing, not for appending."""
-    try:
-        numbers = os.listdir(f"/proc/{pid}/fd")
-    except OSError:
-        return
-    for number in numbers:
-        try:
-            path = os.readlink(f"/proc/{pid}/fd/{number}")
-            if not path.startswith("/"):
-                continue
-            with open(f"/proc/{pid}/fdinfo/{number}") as info:
-                flags = next(int(line.split()[1], 8) for line in info if line.startswith("flags:"))
-        except (OSError, StopIteration):
-            continue
-        if flags & os.O_ACCMODE != os.O_RDONLY and not flags & os.O_APPEND:
-            yield Path(path)
-
-
 def signal_all(processes: Sequence[Proc], number: int) -> float:
-    """Signal each; what has ended meanwhile is none to hit. Returns when."""
+    """Signal each process that has not ended meanwhile. Returns when."""
     now = time.time()
     for proc in processes:
         tree.kill_safely(proc, number)
@@ -190,10 +168,76 @@ def _runs(pid: int) -> bool:
 
 
 def _handles(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal."""
     try:
         with open(f"/proc/{pid}/status") as status:
             caught = next(int(line.split()[1], 16) for line in status if line.startswith("SigCgt:"))
     except (OSError, StopIteration):
         return False
     return bool(caught >> (number - 1) & 1)
+
+
+class _Answer(Struct, frozen=True, kw_only=True):
+    """The last line that the step prints."""
+
+    at: float = 0.0
+    name: str = ""
+    """The file that was being written."""
+    refused: str = ""
+
+
+class RemoteInjector:
+    """The caller's end of an injector on a node. It also raises NotNow where the node does not answer."""
+
+    def __init__(self, job: JobId, node: str, uid: str, *, env: Mapping[str, str], folders: Sequence[Path]) -> None:
+        self._job = job
+        self._node = node
+        self._env = submission_environment(env)
+        self._uid, self._folders = uid, tuple(map(str, folders))
+
+    def signal(self, pid: int, number: int) -> float:
+        return self._ask("signal", pid, number).at
+
+    def signal_node(self, key: str, number: int) -> float:
+        return self._ask("signal_node", key, number).at
+
+    def kill_in_save(self, names: FileNames, seconds: float) -> tuple[float, str]:
+        answer = self._ask("kill_in_save", to_json(names), seconds, seconds=seconds)
+        return answer.at, answer.name
+
+    def _ask(self, what: str, *arguments: object, seconds: float = 0.0) -> _Answer:
+        cluster = [f"--clusters={self._job.cluster}"] if self._job.cluster else []
+        request = json.dumps([self._uid, self._folders, what, *arguments])
+        command = [*module_command("hpc_elastic.rehearsal.injector", "main"), request]
+        try:
+            done = subprocess.run(
+                srun_one_agent(self._node, command, extra=(*cluster, f"--jobid={self._job}", "--quiet")),
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=_STEP_SECONDS + seconds,
+                start_new_session=True,
+            )
+            answer = from_json(_Answer, json.loads(done.stdout.splitlines()[-1]))
+        except (subprocess.TimeoutExpired, ValueError, IndexError):
+            raise NotNow(f"no step could be started on {self._node}") from None
+        if answer.refused:
+            raise NotNow(answer.refused)
+        return answer
+
+
+def main() -> NoReturn:
+    """The process on the node; its argument is `RemoteInjector`'s request."""
+    uid, folders, what, *arguments = json.loads(sys.argv[1])
+    injector = Injector(uid, [Path(folder) for folder in folders])
+    try:
+        if what == "kill_in_save":
+            names, seconds = arguments
+            at, name = injector.kill_in_save(from_json(FileNames, names), seconds)
+            answer = _Answer(at=at, name=name)
+        else:
+            does: dict[str, Callable[..., float]] = {"signal": injector.signal, "signal_node": injector.signal_node}
+            answer = _Answer(at=does[what](*arguments))
+    except NotNow as reason:
+        answer = _Answer(refused=str(reason))
+    sys.stdout.write(json.dumps(to_json(answer)) + "\n")
+    sys.exit(0)

@@ -1,4 +1,4 @@
-"""What the workers report of their steps: in their journals, in lines that they print, or in a file of the script's."""
+"""The steps that workers report: in their journals, in printed lines, or in a file of the script's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hpc_elastic.run.paths import RunPaths, attempt_number, rank_index, round_in
 Place = tuple[int, int]
 """(attempt, round): later ones are greater."""
 Position = tuple[float, ...]
-"""Which step: (step,), or (epoch, step) where a line has both. Whole numbers, but for an epoch with a fraction."""
+"""A step: (step,), or (epoch, step) where a line has both. Whole numbers, but for an epoch with a fraction."""
 
 _NUMBER = r"([-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf))"
 _BETWEEN = r"[\"']?\s*[=:\[\s]\s*[\[\"']?\s*"
@@ -29,9 +29,9 @@ _STEP = re.compile(
     rf"\b(?:(?:global[_ ]?step|steps?|iter(?:ation)?|num_updates){_BETWEEN}|batch[ :]+\[?\s*)(\d+)", re.IGNORECASE
 )
 _EPOCH = re.compile(rf"\bepoch{_BETWEEN}(\d+(?:\.\d+)?)(?:\s*/\s*\d+)?", re.IGNORECASE)
-"""With its fraction: some frameworks count steps so."""
+"""With its fraction: some frameworks count steps like that."""
 _COUNT = re.compile(r"(?<![\d./])(\d+)\s*/\s*\d+(?![\d/])")
-"""``12/100``, of batches or steps."""
+"""``12/100``, counting batches or steps."""
 _LOSS = re.compile(rf"\b((?:\w+[_ ])?)loss{_BETWEEN}{_NUMBER}", re.IGNORECASE)
 _OTHER_LOSS = re.compile("val|eval|test", re.IGNORECASE)
 _BAR = re.compile(r"\d+/\d+ \[.*(?:it/s|s/it)")
@@ -39,7 +39,7 @@ _BAR = re.compile(r"\d+/\d+ \[.*(?:it/s|s/it)")
 
 
 class StepSeen(Struct, frozen=True, kw_only=True):
-    """A step that a worker has reported. `at`: seconds by this machine's wall clock."""
+    """A step that a worker has reported. `at` is in seconds of this machine's wall clock."""
 
     at: float
     place: Place
@@ -47,14 +47,14 @@ class StepSeen(Struct, frozen=True, kw_only=True):
     position: Position
     loss: float | None = None
     world: int = 0
-    """0: not known."""
+    """0: unknown."""
 
 
-class Source(Struct, frozen=True, kw_only=True):
+class LossSource(Struct, frozen=True, kw_only=True):
     """Where the losses are."""
 
     pattern: re.Pattern[str] | None = None
-    """Of a printed line: groups ``step`` and ``loss``, or the first and the second; None: the usual ways."""
+    """Pattern of a printed line: groups ``step`` and ``loss``, or the first and the second; None: the usual ways."""
     file: str = ""
     """Relative to the script's folder; empty: the workers' output."""
     is_asked: bool = False
@@ -62,11 +62,7 @@ class Source(Struct, frozen=True, kw_only=True):
 
 
 def parse_pattern(text: str, option: str = "--losses") -> re.Pattern[str]:
-    """Read a regular expression with two groups.
-
-    Raises:
-        UsageError: it is none, or has not the groups.
-    """
+    """Read a regular expression with two groups."""
     try:
         found = re.compile(text)
     except re.error as error:
@@ -77,7 +73,7 @@ def parse_pattern(text: str, option: str = "--losses") -> re.Pattern[str]:
 
 
 def step_of_line(line: str, pattern: re.Pattern[str] | None) -> tuple[Position, float] | None:
-    """The step and the loss that a line reports; None: it reports none."""
+    """The step and the loss in a line."""
     if pattern is not None:
         match = pattern.search(line)
         if match is None:
@@ -103,37 +99,30 @@ def _count(text: str) -> float:
 
 
 class RunJournal:
-    """Reads on where it had come to."""
+    """Follows the steps of a run: its journals in `folder`, its output in `paths`, and a file of `source` in `work`."""
 
     def __init__(
-        self, folder: Path, *, paths: RunPaths | None = None, work: Path | None = None, source: Source
+        self, folder: Path, *, paths: RunPaths | None = None, work: Path | None = None, source: LossSource
     ) -> None:
-        """Args:
-        folder: The workers' journals.
-        paths: The run, for what its workers print; None: that is not read.
-        work: The script's folder, for the file that `source` names.
-        source: Where the losses are.
-        """
         self._folder = folder
         self._paths = paths
         self._work = work
         self._source = source
         self._offsets: dict[Path, int] = {}
         self.steps: list[StepSeen] = []
-        """By time; of the first of journals and prints that has losses."""
+        """By time; from journals, or from prints where only those have losses."""
         self._reported: list[StepSeen] = []
         self._printed: list[StepSeen] = []
         self._bars: dict[Path, StepSeen] = {}
-        """By output, a progress bar's latest step: its number may be drawn before its loss is, and both again."""
+        """A progress bar's latest step by output: its number may be drawn before its loss is, and both again."""
         self.saves: list[float] = []
-        """When checkpoints were complete, as the script reported them."""
+        """Times of complete checkpoints, as the script reported them."""
         self.notices: list[float] = []
-        """When a worker first saw a notice."""
+        """Times at which a worker first saw a notice."""
         self.lines: list[dict[str, Any]] = []
-        """Lines of journals that hold anything else."""
+        """Other lines of journals."""
 
     def read(self) -> None:
-        """Read what is new."""
         for path in sorted(self._folder.glob("*.jsonl")):
             for raw in self._new_lines(path):
                 try:
@@ -141,7 +130,8 @@ class RunJournal:
                 except (ValueError, KeyError, TypeError):
                     continue  # torn: the disk was full, or its writer was killed
         if self._source.file and self._work is not None:
-            self._read_prints(self._work / self._source.file, place=self._last_place(), rank=0)
+            last = max((step.place for step in self._reported), default=(0, 0))
+            self._read_prints(self._work / self._source.file, place=last, rank=0)
         elif self._paths is not None:
             for path, place, rank in _outputs(self._paths):
                 self._read_prints(path, place=place, rank=rank)
@@ -149,9 +139,6 @@ class RunJournal:
         if use_reported and self._printed and all(step.loss is None for step in self._reported):
             use_reported = []
         self.steps = sorted(self._reported if use_reported else self._printed, key=lambda step: step.at)
-
-    def _last_place(self) -> Place:
-        return max((step.place for step in self._reported), default=(0, 0))
 
     def _new_lines(self, path: Path) -> Iterator[bytes]:
         start = self._offsets.get(path, 0)
@@ -207,11 +194,11 @@ class RunJournal:
         return self.steps[-1] if self.steps else None
 
     def first_after(self, at: float, *, beyond: Place | None = None) -> StepSeen | None:
-        """The first step done after `at`, and where wanted, in a later round than `beyond`."""
+        """The first step done after `at`, in a later round than `beyond` if given."""
         return next((s for s in self.steps if s.at > at and (beyond is None or s.place > beyond)), None)
 
     def went_back(self, at: float, place: Place) -> StepSeen | None:
-        """The first step after `at` by which a rank went back within a round: its processes restarted the training."""
+        """The first step after `at` at which a rank went back within a round: its processes restarted the training."""
         furthest: dict[int, Position] = {}
         for step in self.steps:
             if step.place == place:
@@ -221,29 +208,22 @@ class RunJournal:
         return None
 
 
-class Course:
+class LossCurve:
     """The undisturbed run's steps, by which the disturbed runs are measured.
 
-    A script may report every tenth step alone: by the numbers it is known how many it has done.
+    A script may report only every tenth step: the numbers show how many it has done.
     """
 
     def __init__(self, steps: Sequence[StepSeen], *, started: float, saves: int = 0) -> None:
-        """Args:
-        steps: By time.
-        started: When the run was started, by the same clock.
-        saves: How often it was seen to save.
-        """
         self.steps = steps
         self.saves = saves
         self.first = steps[0].position if steps else None
         self.reporters = {step.rank for step in steps}
-        """The ranks that report steps."""
         self.until_first = steps[0].at - started if steps else 0.0
-        """Seconds."""
         self.seconds = steps[-1].at - steps[0].at if steps else 0.0
-        """From the first step to the last one."""
+        """Time from the first step to the last one."""
         self.full_seconds = min(20.0, max(2.0, 1.5 * self.seconds / (saves + 1)))
-        """How long a disk has to be full that a save may meet it."""
+        """Time for which a disk has to be full to meet a save."""
         self._order = sorted({step.position for step in steps})
         self._are_numbers = all(len(position) == 1 and position[0] == int(position[0]) for position in self._order)
         apart = [int(after[0] - one[0]) for one, after in pairwise(self._order)] if self._are_numbers else []
@@ -254,18 +234,17 @@ class Course:
         return self.number(self._order[-1]) if self._order else 0
 
     def number(self, position: Position) -> int:
-        """How many steps are done with this one."""
+        """How many steps are done after this one."""
         if self._are_numbers and self._order and len(position) == 1:
             first = int(self._order[0][0])
             return max(0, int(position[0]) - first) + min(max(1, first), self._stride)
         return bisect_right(self._order, position)
 
     def progress(self, steps: Sequence[StepSeen]) -> int:
-        """How many of its steps have been done; the furthest counts."""
         return max((self.number(step.position) for step in steps), default=0)
 
     def redone(self, furthest: Position, resumed: Position) -> int:
-        """How many steps were done again by a run that had come to the one, and has then first reported the other."""
+        """How many steps a run repeated that had come to `furthest`, and then reported `resumed` first."""
         return max(0, self.number(furthest) - self.number(resumed) + self._stride)
 
 
@@ -275,7 +254,7 @@ def step_text(position: Position) -> str:
 
 
 def is_close(one: float, other: float, tolerance: float) -> bool:
-    """Whether two losses are equal within a relative tolerance; two NaN are equal, too."""
+    """Compare two losses with a relative tolerance; two NaN are equal, too."""
     if not (math.isfinite(one) and math.isfinite(other)):
         return one == other or (math.isnan(one) and math.isnan(other))
     return math.isclose(one, other, rel_tol=tolerance, abs_tol=tolerance * 1e-3)

@@ -1,4 +1,4 @@
-"""What a rehearsal shows: whether the losses are those of the undisturbed run, and what each fault cost. Pure."""
+"""The judgement of a rehearsal: whether the losses are the undisturbed run's, and the cost of each fault. Pure."""
 
 from __future__ import annotations
 
@@ -9,13 +9,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.text import plural
-from hpc_elastic.rehearsal.faults import Fault
-from hpc_elastic.rehearsal.journal import Course, Place, Position, RunJournal, StepSeen, is_close, step_text
+from hpc_elastic.rehearsal.faults import PlannedFault
+from hpc_elastic.rehearsal.journal import LossCurve, Place, Position, RunJournal, StepSeen, is_close, step_text
 
 
 class Guilt(str, Enum):
-    """What a script can be found guilty of."""
-
     LOSSES_PART = "losses_part"
     NO_CHECKPOINT = "no_checkpoint"
     DID_NOT_GO_ON = "did_not_go_on"
@@ -23,40 +21,40 @@ class Guilt(str, Enum):
     LEFT_BEHIND = "left_behind"
 
 
-class Finding(Struct, frozen=True, kw_only=True):
-    """One thing that does not hold."""
+class ScriptFailure(Struct, frozen=True, kw_only=True):
+    """One failure of the script."""
 
     guilt: Guilt
     text: str
 
 
 _AFTER_SECONDS = 15.0
-"""A restart so soon after a fault that need not cause one is its effect."""
+"""A restart within this time after a fault that need not cause one is its effect."""
 _WELL_BEFORE = 0.5
 """Seconds: a save that a fault has interrupted does not count."""
 
 
 class InjectionSeen(Struct, frozen=True, kw_only=True):
-    """A fault that was done, and what came of it. Times in seconds by one wall clock."""
+    """A fault and its effect. Times in seconds by one wall clock."""
 
     run: int = 0
-    """Which of the disturbed runs, from 1; 0: it still runs."""
-    fault: Fault
+    """Number of the disturbed run, from 1; 0: it still runs."""
+    fault: PlannedFault
     what: str
     at: float
     before: Place
     trained_at: float | None = None
-    """When the training went on; None: it did not."""
+    """When the training continued, if it did."""
     resumed: Position | None = None
     """The first step after it."""
     redone: int = 0
-    """Steps that had been done before, and were done again."""
+    """Steps that had been done before, and were repeated."""
     saved_before: bool = False
-    """Whether files had been saved in this run well before it, and after its first step."""
+    """Files had been saved in this run well before it, and after its first step."""
     used_notice: bool | None = None
-    """Whether a checkpoint was saved by its notice; None: it gives none."""
+    """A checkpoint was saved after its notice; None: it gives no notice."""
     why_stuck: str = ""
-    """Where it did not go on: what the run reports."""
+    """The run's reason why it did not continue."""
 
     @property
     def seconds(self) -> float | None:
@@ -64,24 +62,24 @@ class InjectionSeen(Struct, frozen=True, kw_only=True):
 
 
 def look_back(
-    injection: InjectionSeen, journal: RunJournal, saved_at: Sequence[float], course: Course, *, is_asked: bool = False
+    injection: InjectionSeen,
+    journal: RunJournal,
+    saved_at: Sequence[float],
+    course: LossCurve,
+    *,
+    is_asked: bool = False,
 ) -> InjectionSeen:
-    """Add what came of a fault, now that the run is over.
+    """Add the effect of a fault, now that the run is over.
 
-    Args:
-        injection: The fault, as it was done.
-        journal: The run's steps.
-        saved_at: When files were written that may be checkpoints.
-        course: The undisturbed run.
-        is_asked: The script asked for a signal as its notice.
+    `saved_at` are times of files that may be checkpoints; `is_asked`: the script asked for a signal as its notice.
     """
     kind, at, before = injection.fault.kind, injection.at, injection.before
-    # Within the processes first: a later fault may have had another round begin.
+    # A restart within the processes comes first: a later fault may have had another round begin.
     back = journal.went_back(at, before) if kind.restarts else None
     first = back or journal.first_after(at, beyond=before)
     over = at + injection.fault.seconds
     if not kind.restarts and (first is None or first.at > over + _AFTER_SECONDS):
-        # It trained on in its round; by a step that was done when the fault was over.
+        # It trained on in its round: the step done when the fault was over counts.
         first = journal.first_after(at) if journal.first_after(over) is not None else None
     ended = first.at if first is not None and back is not None else float("inf")
     earlier = [step.position for step in journal.steps if step.at <= at or (step.place <= before and step.at < ended)]
@@ -97,7 +95,7 @@ def look_back(
     used_notice: bool | None = None
     if kind.gives_notice:
         asked = is_asked or any(at <= moment <= end for moment in journal.notices)
-        # By chance a checkpoint may just have been complete.
+        # A checkpoint may just have been complete by chance.
         used_notice = any(at <= moment <= end for moment in saves) and (asked or redone == 0)
     began = journal.steps[0].at if journal.steps else end
     return replace(
@@ -124,11 +122,11 @@ class Divergence(Struct, frozen=True, kw_only=True):
 
     @property
     def by(self) -> float:
-        """Relative to the expected loss."""
+        """The difference relative to the expected loss."""
         return abs(self.loss - self.expected) / (abs(self.expected) or 1.0)
 
 
-class Comparison(Struct, frozen=True, kw_only=True):
+class LossComparison(Struct, frozen=True, kw_only=True):
     """Losses of disturbed runs beside those of the undisturbed one."""
 
     compared: int = 0
@@ -136,9 +134,9 @@ class Comparison(Struct, frozen=True, kw_only=True):
     largest: float = 0.0
     """The largest difference, relative."""
     missing: tuple[Position, ...] = ()
-    """Steps of the undisturbed run that were never reported, in a run that came to its end."""
+    """Steps of the undisturbed run that a complete run never reported."""
     repeatable: bool = True
-    """False: another undisturbed run differs from the first one just so."""
+    """False: another undisturbed run differs from the first one as much."""
 
 
 def compare_losses(
@@ -147,18 +145,12 @@ def compare_losses(
     *,
     tolerance: float,
     complete: Iterable[int] = (),
-) -> Comparison:
-    """Compare each loss with that of the same step and rank of the undisturbed run.
+) -> LossComparison:
+    """Compare each loss with that of the same step and rank of the undisturbed run, within a relative tolerance.
 
-    Where several losses were reported for a step, one of them has to fit: a script prints its last one twice, say. A
-    rank's own loss depends on how many ranks there are: in a round of another size, only a rank that reports alone is
-    compared.
-
-    Args:
-        expected: Of the undisturbed run.
-        runs: Number → the steps of a disturbed run.
-        tolerance: Relative.
-        complete: The runs that came to their end.
+    If a step has several losses, one of them has to fit: a script prints its last one twice, for example. A rank's own
+    loss depends on the number of ranks: in a round of another size, only a rank that reports alone is compared. The
+    steps of `runs` in `complete`, which came to their end, must not miss any.
     """
     known: dict[tuple[int, Position], list[float]] = {}
     worlds = {step.world for step in expected}
@@ -185,33 +177,38 @@ def compare_losses(
     missing: set[Position] = set()
     for number in complete:
         missing |= wanted - {step.position for step in runs.get(number, ())}
-    return Comparison(compared=compared, divergence=divergence, largest=largest, missing=tuple(sorted(missing)))
+    return LossComparison(compared=compared, divergence=divergence, largest=largest, missing=tuple(sorted(missing)))
 
 
 class Rehearsed(Struct, frozen=True, kw_only=True):
-    """All that is known when a rehearsal is over."""
+    """All facts about a finished rehearsal."""
 
-    comparison: Comparison
+    comparison: LossComparison
     injections: tuple[InjectionSeen, ...]
     first: Position | None
     """The undisturbed run's first step."""
     steps: int
-    """How many it had."""
     failed: tuple[str, ...] = ()
-    """Why runs ended badly with no fault that explains it."""
+    """Reasons of bad ends of runs that no fault explains."""
     left: tuple[str, ...] = ()
-    """What was there after a run's end: processes, files in shared memory."""
+    """Remains of a run after its end: processes, files in shared memory."""
 
 
-def find_guilt(found: Rehearsed) -> tuple[Finding, ...]:
-    """What the script is guilty of; nothing: it holds."""
-    findings = [*_stuck(found), *_losses(found), *_no_checkpoint(found)]
-    findings += [Finding(guilt=Guilt.LEFT_BEHIND, text=f"left behind: {text}") for text in found.left]
+def attribute_failure(found: Rehearsed) -> tuple[ScriptFailure, ...]:
+    """The script's failures; empty: it holds."""
+    stuck = [
+        f"{title_of(injection)}: it did not train again{injection.why_stuck and f': {injection.why_stuck}'}"
+        for injection in found.injections
+        if injection.trained_at is None
+    ]
+    findings = [ScriptFailure(guilt=Guilt.DID_NOT_GO_ON, text=text) for text in (*stuck, *found.failed)]
+    findings += [*_losses(found), *_no_checkpoint(found)]
+    findings += [ScriptFailure(guilt=Guilt.LEFT_BEHIND, text=f"left behind: {text}") for text in found.left]
     return tuple(findings)
 
 
 def find_remarks(found: Rehearsed) -> tuple[str, ...]:
-    """What the script could do better, and is not guilty of."""
+    """Possible improvements of the script that are no failures."""
     unused = [one for one in found.injections if one.used_notice is False and one.redone > 0]
     if not unused:
         return ()
@@ -222,44 +219,31 @@ def find_remarks(found: Rehearsed) -> tuple[str, ...]:
     )
 
 
-def _stuck(found: Rehearsed) -> list[Finding]:
-    texts = [
-        f"{title_of(injection)}: it did not train again{injection.why_stuck and f': {injection.why_stuck}'}"
-        for injection in found.injections
-        if injection.trained_at is None
-    ]
-    return [Finding(guilt=Guilt.DID_NOT_GO_ON, text=text) for text in (*texts, *found.failed)]
-
-
-def _losses(found: Rehearsed) -> list[Finding]:
+def _losses(found: Rehearsed) -> list[ScriptFailure]:
     comparison = found.comparison
     divergence = comparison.divergence
     if divergence is not None and comparison.repeatable:
-        cause = _cause_of(divergence, found.injections)
+        before = [one for one in found.injections if one.run == divergence.run and one.at < divergence.at]
+        cause = title_of(before[-1]) if before else ""
         text = (
             f"the losses part at step {step_text(divergence.step)} (rank {divergence.rank}), "
             f"{f'after {cause}' if cause else 'before any fault'}: {divergence.loss:.9g}, undisturbed "
             f"{divergence.expected:.9g} ({divergence.by:.2%} off); what is not restored? the optimizer's state, the "
             "schedule, the place in the data, random generators, each rank's own part"
         )
-        return [Finding(guilt=Guilt.LOSSES_PART, text=text)]
+        return [ScriptFailure(guilt=Guilt.LOSSES_PART, text=text)]
     if comparison.missing and not comparison.compared:
         steps = ", ".join(map(step_text, comparison.missing[:5]))
-        return [Finding(guilt=Guilt.STEPS_LEFT_OUT, text=f"steps that were never done: {steps}")]
+        return [ScriptFailure(guilt=Guilt.STEPS_LEFT_OUT, text=f"steps that were never done: {steps}")]
     return []
-
-
-def _cause_of(divergence: Divergence, injections: Sequence[InjectionSeen]) -> str:
-    before = [injection for injection in injections if injection.run == divergence.run and injection.at < divergence.at]
-    return title_of(before[-1]) if before else ""
 
 
 _MUCH = 4
 """A quarter of the steps without a checkpoint are too many."""
 
 
-def _no_checkpoint(found: Rehearsed) -> list[Finding]:
-    """Each restart began with the first step, also after a save; or, where none was seen, after many steps."""
+def _no_checkpoint(found: Rehearsed) -> list[ScriptFailure]:
+    # Each restart began with the first step, also after a save; or, if no save was seen, after many steps.
     injections = [injection for injection in found.injections if injection.resumed is not None and injection.redone > 0]
     resumed = [injection for injection in found.injections if injection.resumed is not None]
     most = max((injection.redone for injection in injections), default=0)
@@ -268,7 +252,7 @@ def _no_checkpoint(found: Rehearsed) -> list[Finding]:
     if not any(injection.saved_before for injection in injections) and _MUCH * most < found.steps:
         return []
     text = f"every restart began at the first step again, also when {plural(most, 'step')} of {found.steps} were done"
-    return [Finding(guilt=Guilt.NO_CHECKPOINT, text=text)]
+    return [ScriptFailure(guilt=Guilt.NO_CHECKPOINT, text=text)]
 
 
 def title_of(injection: InjectionSeen) -> str:

@@ -1,4 +1,4 @@
-"""One run of the script, in a folder of its own: started, looked at, started again, cleared up."""
+"""One run of the script, in its own folder: started, watched, restarted, removed; and the members of that run."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from hpc_elastic.base.self_command import module_command
 from hpc_elastic.launch.run_directory import create_run
 from hpc_elastic.options.run_request import SlurmJob
 from hpc_elastic.rehearsal.faults import Kind
-from hpc_elastic.rehearsal.injector import Injector, signal_all
-from hpc_elastic.rehearsal.journal import RunJournal, Source
-from hpc_elastic.rehearsal.members import RunMembers
-from hpc_elastic.rehearsal.remote_injector import RemoteInjector
+from hpc_elastic.rehearsal.injector import Injector, RemoteInjector, signal_all
+from hpc_elastic.rehearsal.journal import LossSource, Place, RunJournal
 from hpc_elastic.rehearsal.saves import FileNames, SavedFiles
 from hpc_elastic.run.attempt import StoredResult, load_newest_result
+from hpc_elastic.run.event_reader import EventFile, EventLine, event_files
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec, new_run_id
 from hpc_elastic.worker_api import journal as worker_journal
@@ -53,44 +52,84 @@ except ImportError:
 '''
 _END_SECONDS = 10.0
 _LEFT_SECONDS = 10.0
-"""How long a run's processes may take to be gone after its end."""
+"""Longest time until a run's processes are gone after its end."""
 LOOK_SECONDS = 0.02
 
 
 class RehearsalOptions(Struct, frozen=True, kw_only=True):
-    """How the rehearsal is asked for."""
-
     spec: RunSpec
     folder: Path
-    """Where all of it is kept."""
+    """Folder of the whole rehearsal."""
     kinds: tuple[Kind, ...]
     tolerance: float
-    source: Source
-    """Where the losses are."""
+    source: LossSource
     patience: float
     """Seconds without a step after which the run counts as stuck."""
     inputs: tuple[Path, ...] = ()
-    """Are linked into each run's working directory."""
+    """Paths that are linked into each run's working directory."""
     watched: tuple[Path, ...] = ()
     """Further folders in which the script saves."""
     env: Mapping[str, str] = field(default_factory=dict)
-    """Of the runs."""
     job: SlurmJob | None = None
-    """Of each run, on the cluster; None: they run here."""
+    """Each run's job on the cluster; None: they run here."""
+
+
+class RunWorker(Struct, frozen=True, kw_only=True):
+    """A worker of a round."""
+
+    rank: int
+    node: int
+    """The node's index in the attempt."""
+    host: str
+    pid: int
+
+
+class RunMembers:
+    """Follows a run's events: which worker has which rank, and where."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self.paths = paths
+        self._files: dict[Path, EventFile] = {}
+        self._ranks: dict[tuple[Place, int], tuple[int, ...]] = {}
+        self._pids: dict[tuple[Place, int], tuple[str, tuple[int, ...]]] = {}
+
+    def read(self) -> None:
+        for attempt in self.paths.begun_attempts():
+            for path in event_files(attempt.events):
+                if path not in self._files:
+                    self._files[path] = EventFile(path, attempt=attempt.number)
+                for line in self._files[path].read() or ():
+                    self._take(line)
+
+    def _take(self, line: EventLine) -> None:
+        value, node = line.value, line.writer
+        if line.name == "round_final":
+            self._ranks[(line.attempt, value["round"]), node] = tuple(value.get("ranks", ()))
+        if line.name == "workers_started":
+            self._pids[(line.attempt, value["round"]), node] = (line.host, tuple(value.get("pids", ())))
+
+    @property
+    def place(self) -> Place | None:
+        """The newest round whose workers have been started."""
+        return max((place for place, _ in self._pids), default=None)
+
+    def workers(self) -> list[RunWorker]:
+        """The workers of the newest round, by rank."""
+        place, found = self.place, []
+        for (where, node), (host, pids) in self._pids.items():
+            if where == place:
+                ranks = self._ranks.get((where, node), ())
+                found += [
+                    RunWorker(rank=rank, node=node, host=host, pid=pid) for rank, pid in zip(ranks, pids, strict=False)
+                ]
+        return sorted(found, key=lambda worker: worker.rank)
 
 
 class LiveRun(ABC):
     """A run, from its start to its end. For one thread."""
 
     def __init__(self, options: RehearsalOptions, spec: RunSpec, name: str, names: FileNames) -> None:
-        """Make its folders.
-
-        Args:
-            options: What is asked for.
-            spec: What is to run; it gets an id, a working directory and arguments of its own.
-            name: Of its folder, which is not there yet.
-            names: What is known of the files that the script writes; it learns from this run.
-        """
+        """Make its folders. The run gets its own id, working directory and arguments; `names` learns from it."""
         self.options = options
         folder = self.folder = options.folder / name
         self.work = folder / "work"
@@ -116,44 +155,37 @@ class LiveRun(ABC):
         self.journal = RunJournal(journals, paths=self.paths, work=self.work, source=options.source)
         self.members = RunMembers(self.paths)
         self.code: int | None = None
-        """How it ended, after its last look; None: it got stuck."""
+        """Its exit code, after its last look; None: it got stuck."""
         self.started = 0.0
         """When its newest attempt began."""
         self.folders = (self.work, *options.watched)
-        """In which the script saves."""
         self.saved_at: list[float] = []
-        """When a file was written that may be a checkpoint, as this process saw it."""
+        """Times at which this process saw a written file that may be a checkpoint."""
         self._files = SavedFiles(self.folders, names)
 
     @property
     @abstractmethod
     def log(self) -> Path:
-        """What the run prints."""
+        """The run's output."""
 
     @property
     def is_queued(self) -> bool:
-        """Whether it waits for its nodes."""
+        """It waits for its nodes."""
         return False
 
     @abstractmethod
     def start(self) -> None:
-        """Start it.
-
-        Raises:
-            UsageError: it can't be.
-        """
+        """Start it, or raise UsageError."""
 
     @abstractmethod
     def poll(self) -> int | None:
-        """How it ended; None while it runs. Reads what is new of it."""
+        """Read its news. Returns its exit code; None while it runs."""
 
     @abstractmethod
-    def injectors(self) -> Sequence[Injector | RemoteInjector]:
-        """What reaches its processes, each on a machine of its own."""
+    def injectors(self) -> Sequence[Injector | RemoteInjector]: ...
 
     @abstractmethod
-    def injector_of(self, node: int) -> Injector | RemoteInjector:
-        """The one that reaches a node's."""
+    def injector_of(self, node: int) -> Injector | RemoteInjector: ...
 
     @abstractmethod
     def notice(self) -> None:
@@ -161,18 +193,18 @@ class LiveRun(ABC):
 
     @abstractmethod
     def restart(self) -> None:
-        """End the job at once, and have it begin again."""
+        """End the job at once, and let it begin again."""
 
     @abstractmethod
     def end(self) -> None:
-        """End what still runs, and stop watching."""
+        """End it, and stop watching."""
 
     @abstractmethod
     def leftovers(self) -> list[str]:
-        """What there still is of it a while after its end; it is ended."""
+        """Find and end its remains a while after its end."""
 
     def looks(self) -> Iterator[None]:
-        """Look at it again and again, until it is over (`code`), or has done no step for too long."""
+        """Watch it until it is over (`code`), or has done no step for too long."""
         seen, quiet_since = 0, time.monotonic()
         while (code := self.poll()) is None:
             if len(self.journal.steps) > seen or self.is_queued:
@@ -185,24 +217,22 @@ class LiveRun(ABC):
         self.code = code
 
     def read(self) -> None:
-        """Read what is new of it."""
         self.members.read()
         self.journal.read()
         if self._files.look():
             self.saved_at.append(time.time())
 
     def is_in_attempt(self, number: int) -> bool:
-        """Whether this attempt is the newest one, and has not ended."""
+        """Check that this attempt is the newest one, and has not ended."""
         begun = self.paths.begun_attempts()
         return bool(begun) and begun[-1].number == number and not begun[-1].result_json.exists()
 
     def result(self) -> StoredResult | None:
-        """How its newest attempt ended."""
         return load_newest_result(self.paths)
 
 
 class LocalRun(LiveRun):
-    """On this machine, by a process that supervises it."""
+    """A run on this machine, by a process that supervises it."""
 
     def __init__(self, options: RehearsalOptions, spec: RunSpec, name: str, names: FileNames) -> None:
         super().__init__(options, spec, name, names)

@@ -10,17 +10,17 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.text import plural
 from hpc_elastic.errors import UsageError
-from hpc_elastic.rehearsal.disturb import TOO_SHORT, Disturbance, estimate, why_never
-from hpc_elastic.rehearsal.faults import DISK_FULL, KINDS, QUICK, SAVING_KILLED, Fault
+from hpc_elastic.rehearsal.fault_schedule import TOO_SHORT, Disturbance, estimate, why_never
+from hpc_elastic.rehearsal.faults import DISK_FULL, KINDS, QUICK, SAVING_KILLED, PlannedFault
 from hpc_elastic.rehearsal.injector import NO_SAVE_CAUGHT
-from hpc_elastic.rehearsal.journal import Course, StepSeen, step_text
+from hpc_elastic.rehearsal.journal import LossCurve, StepSeen, step_text
 from hpc_elastic.rehearsal.judge import (
-    Comparison,
-    Finding,
     InjectionSeen,
+    LossComparison,
     Rehearsed,
+    ScriptFailure,
+    attribute_failure,
     compare_losses,
-    find_guilt,
     look_back,
 )
 from hpc_elastic.rehearsal.live_run import LiveRun, LocalRun, RehearsalOptions
@@ -29,22 +29,20 @@ from hpc_elastic.rehearsal.slurm_run import SlurmRun
 from hpc_elastic.run.spec import RunSpec
 
 _SAVE_RUNS = 3
-"""Runs in which no save was caught, before it counts as not done."""
+"""Runs without a caught save after which that fault is skipped."""
 
 
-class Outcome(Struct, frozen=True, kw_only=True):
-    """What the rehearsal came to."""
-
+class RehearsalResult(Struct, frozen=True, kw_only=True):
     options: RehearsalOptions
     found: Rehearsed
-    findings: tuple[Finding, ...]
+    findings: tuple[ScriptFailure, ...]
     skipped: dict[str, str]
-    """The names of faults that were not done, and why."""
+    """Name of a fault that was not done → why."""
     seconds: float
 
     @property
     def code(self) -> int:
-        """The exit code: 0 where all holds, 1 where something does not, 2 where a fault that was named was not done."""
+        """The exit code: 0 if all holds, 1 for findings, 2 where a fault that was named was not done."""
         if self.findings:
             return 1
         is_set = self.options.kinds in (KINDS, QUICK)  # those of them that can be done
@@ -52,17 +50,13 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
 
 class Rehearsal:
-    """The script undisturbed, then with faults, and the verdict."""
+    """The script undisturbed, then with faults, and the verdict. `report` gets lines for the user."""
 
     def __init__(self, options: RehearsalOptions, *, report: Callable[[str], None]) -> None:
-        """Args:
-        options: What is asked for.
-        report: Takes a line of what is done.
-        """
         self._options = options
         self._report = report
         self._names = FileNames()
-        self._course = Course((), started=0.0)
+        self._course = LossCurve((), started=0.0)
         self._steps: dict[int, list[StepSeen]] = {}
         self._complete: set[int] = set()
         self._injections: list[InjectionSeen] = []
@@ -70,12 +64,11 @@ class Rehearsal:
         self._failed: list[str] = []
         self._left: list[str] = []
 
-    def run(self) -> Outcome:
+    def run(self) -> RehearsalResult:
         """Run the script, disturb it, and judge.
 
-        Raises:
-            UsageError: the script can't be rehearsed: it fails undisturbed, reports no steps, or keeps its checkpoints
-                where both runs find them.
+        Raises UsageError: the script fails undisturbed, reports no steps, or keeps its checkpoints where both runs find
+        them.
         """
         began = time.monotonic()
         self._report("the script undisturbed; then it is known how long the faults take")
@@ -86,7 +79,7 @@ class Rehearsal:
                 f"name a pattern with --losses or a file with --losses-file; what it printed: {run.log}"
             )
         saves = max(len(run.saved_at), len(run.journal.saves))
-        self._course = Course(run.journal.steps, started=run.started, saves=saves)
+        self._course = LossCurve(run.journal.steps, started=run.started, saves=saves)
         self._report(f"  {plural(len(self._course), 'step')} in {time.monotonic() - began:.0f} s")
         self._disturb_all()
         found = Rehearsed(
@@ -97,10 +90,10 @@ class Rehearsal:
             failed=tuple(self._failed),
             left=tuple(self._left),
         )
-        return Outcome(
+        return RehearsalResult(
             options=self._options,
             found=found,
-            findings=find_guilt(found),
+            findings=attribute_failure(found),
             skipped=self._skipped,
             seconds=time.monotonic() - began,
         )
@@ -135,13 +128,13 @@ class Rehearsal:
     # -- disturbed -------------------------------------------------------------------------------------------------
 
     def _disturb_all(self) -> None:
-        waiting: list[Fault] = []
+        waiting: list[PlannedFault] = []
         for kind in self._options.kinds:
             if why := why_never(kind, self._options.spec, self._course, self._options.folder):
                 self._skipped[kind.name] = why
             else:
                 seconds = self._course.full_seconds if kind == DISK_FULL else 0.0
-                waiting.append(Fault(number=len(waiting) + 1, kind=kind, seconds=seconds))
+                waiting.append(PlannedFault(number=len(waiting) + 1, kind=kind, seconds=seconds))
         number = idle = 0
         while waiting:
             number += 1
@@ -157,7 +150,7 @@ class Rehearsal:
                 self._skipped[waiting.pop(0).kind.name] = NO_SAVE_CAUGHT if is_saving else TOO_SHORT
                 idle = 0
 
-    def _disturb(self, number: int, waiting: list[Fault]) -> None:
+    def _disturb(self, number: int, waiting: list[PlannedFault]) -> None:
         run = self._live_run(f"disturbed-{number}", self._options.spec)
         disturbed = Disturbance(run, self._course, report=self._report)
         try:
@@ -167,7 +160,12 @@ class Rehearsal:
             disturbed.undo()
             run.end()
         self._steps[number] = list(run.journal.steps)
-        self._check_start(run)
+        first = run.journal.steps[0].position if run.journal.steps else None
+        if first is not None and self._course.first is not None and first > self._course.first:
+            raise UsageError(
+                f"a fresh run began at step {step_text(first)}: the script finds the checkpoint of the run before; "
+                "have it save in its working directory, or give it {folder} in its arguments"
+            )
         if run.code == 0:
             self._complete.add(number)
         self._injections += [
@@ -182,15 +180,7 @@ class Rehearsal:
             self._failed.append(disturbed.why)
         self._left += run.leftovers()
 
-    def _check_start(self, run: LiveRun) -> None:
-        first = run.journal.steps[0].position if run.journal.steps else None
-        if first is not None and self._course.first is not None and first > self._course.first:
-            raise UsageError(
-                f"a fresh run began at step {step_text(first)}: the script finds the checkpoint of the run before; "
-                "have it save in its working directory, or give it {folder} in its arguments"
-            )
-
-    def _compare(self) -> Comparison:
+    def _compare(self) -> LossComparison:
         tolerance = self._options.tolerance
         comparison = compare_losses(self._course.steps, self._steps, tolerance=tolerance, complete=self._complete)
         if comparison.divergence is None:

@@ -1,4 +1,4 @@
-"""Which files a script writes, and when; how they were written before shows which of them are checkpoints."""
+"""Finds the files that a script writes, and when; how they were written before shows which are checkpoints."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from msgspec import Struct, field
 _MOST_FOLDERS = 500
 _LOOK_SECONDS = 0.2
 _SMALL = 0.1
-"""A file below this share of the largest one is no checkpoint: a pointer to it, say, or metrics."""
+"""A file below this share of the largest one is no checkpoint, but a pointer to it, or metrics."""
 _LONG = 0.3
-"""Of a run."""
+"""Share of a run."""
 _NOT_CHECKPOINTS = frozenset((".git", "__pycache__", ".venv", "node_modules"))
 
 
@@ -26,13 +26,13 @@ class FileNames(Struct, kw_only=True):
     sizes: dict[str, int] = field(default_factory=dict)
     """The largest of each name."""
     grown: dict[str, float] = field(default_factory=dict)
-    """For how many seconds a file of the name grew: a log does for long, a checkpoint while it is written."""
+    """Seconds for which a file of the name grew: a log does for long, a checkpoint while it is written."""
     replaced: set[str] = field(default_factory=set)
     seconds: float = 0.0
-    """How long the longest run took."""
+    """Duration of the longest run."""
 
     def is_checkpoint(self, name: str) -> bool:
-        """Whether such a file may be a checkpoint: it is no log, and not small. One that is not known may be one.
+        """Guess whether such a file is a checkpoint: it is no log, and not small. An unknown one may be one.
 
         A file that is still to be renamed mostly has the name of the file that it becomes, with more behind it.
         """
@@ -45,28 +45,24 @@ class FileNames(Struct, kw_only=True):
 
 
 class SavedFiles:
-    """Sees by their sizes and times which files below some folders were written. For one thread."""
+    """Finds the files below some folders that were written, by their sizes and times. For one thread."""
 
     def __init__(self, folders: Sequence[Path], names: FileNames) -> None:
-        """Args:
-        folders: They, and what is below them.
-        names: What is known of files' names; it learns from this watch.
-        """
         self._folders = folders
         self._names = names
         self._seen: dict[Path, os.stat_result] = {}
         self._first: dict[Path, float] = {}
-        """When each file was seen first."""
+        """When each file was first seen."""
         self._next = 0.0
         self._began = time.monotonic()
 
     def is_checkpoint(self, path: Path) -> bool:
-        """Whether this file is below one of the folders, and may be a checkpoint."""
+        """Check that this file is below one of the folders, and may be a checkpoint."""
         name = self._name_of(path)
         return name is not None and self._names.is_checkpoint(name)
 
     def look(self) -> bool:
-        """Whether a file that may be a checkpoint was written since the last look; looks a few times a second."""
+        """Look a few times a second; returns whether a file that may be a checkpoint was written since."""
         now = time.monotonic()
         if now < self._next:
             return False
@@ -97,7 +93,7 @@ class SavedFiles:
 
 
 def folders_below(folders: Sequence[Path]) -> Iterator[tuple[Path, list[os.DirEntry[str]]]]:
-    """They and those below them, some hundred at most, with what is in each."""
+    """These folders and those below, some hundred at most, with their entries."""
     waiting, count = list(folders), 0
     while waiting and count < _MOST_FOLDERS:
         folder, count = waiting.pop(), count + 1
@@ -112,7 +108,6 @@ def folders_below(folders: Sequence[Path]) -> Iterator[tuple[Path, list[os.DirEn
 
 
 def _files_below(folders: Sequence[Path]) -> Iterator[tuple[Path, os.stat_result]]:
-    """All files, links aside."""
     for _, entries in folders_below(folders):
         for entry in entries:
             with suppress(OSError):  # renamed meanwhile

@@ -13,9 +13,8 @@ from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.errors import UsageError
 from hpc_elastic.launch.run_directory import job_now
 from hpc_elastic.launch.submit_job import Submission, submission_client, submit_job
-from hpc_elastic.rehearsal.injector import NotNow
+from hpc_elastic.rehearsal.injector import NotNow, RemoteInjector
 from hpc_elastic.rehearsal.live_run import LiveRun, RehearsalOptions
-from hpc_elastic.rehearsal.remote_injector import RemoteInjector
 from hpc_elastic.rehearsal.saves import FileNames
 from hpc_elastic.run.attempt import UnreadableAttemptError, load_attempt
 from hpc_elastic.run.spec import RunSpec
@@ -24,20 +23,19 @@ from hpc_elastic.slurm.errors import SlurmError
 from hpc_elastic.slurm.job_state import JobPhase
 
 _ASK_SECONDS = 2.0
-"""Between two questions to Slurm."""
+"""Time between two questions to Slurm."""
 _SETTLE_SECONDS = 15.0
 """An ended job without a final result may be on its way back into the queue, and a result may be seen late."""
 _LEFT_SECONDS = 60.0
-"""For a job's end after that of its run: KillWait is 30 s on most sites."""
+"""Limit of a job's end after that of its run: KillWait is 30 s on most sites."""
 
 
 class SlurmRun(LiveRun):
-    """In a job of its own."""
+    """A run in its own job; `report` gets lines for the user."""
 
     def __init__(
         self, options: RehearsalOptions, spec: RunSpec, name: str, names: FileNames, *, report: Callable[[str], None]
     ) -> None:
-        """As `LiveRun`; `report` takes a line for the user."""
         assert options.job is not None
         super().__init__(options, spec, name, names)
         self._submission = Submission(job=replace(options.job, spec=self.spec), runs_dir=self.runs_dir)
@@ -87,7 +85,7 @@ class SlurmRun(LiveRun):
         return self._ask()
 
     def _ask(self) -> int | None:
-        """The exit code by Slurm, of a job that has ended without a result; None: it goes on, or Slurm is silent."""
+        """The exit code by Slurm of a job that has ended without a result; None: it continues, or Slurm is silent."""
         job = self._job
         try:
             states = self._client.job_states(job)

@@ -8,17 +8,17 @@ from typing import Any
 from hpc_elastic.base.codec import to_json
 from hpc_elastic.base.text import plural
 from hpc_elastic.rehearsal.journal import step_text
-from hpc_elastic.rehearsal.judge import Comparison, InjectionSeen, find_remarks
-from hpc_elastic.rehearsal.rehearse import Outcome
+from hpc_elastic.rehearsal.judge import InjectionSeen, LossComparison, find_remarks
+from hpc_elastic.rehearsal.rehearse import RehearsalResult
 from hpc_elastic.report.render_html import render_page
 
 _VERDICTS = ("holds", "guilty", "not certain")
-"""By the exit code."""
+"""By exit code."""
 _HEAD = ("fault", "hit", "resumed at", "done again", "trains again after", "notice")
 
 
 def rows(injections: Sequence[InjectionSeen]) -> list[tuple[str, ...]]:
-    """A row for each fault, below its titles."""
+    """A row for each fault, below the titles."""
     found: list[tuple[str, ...]] = [_HEAD]
     for injection in injections:
         if injection.resumed is not None:
@@ -38,8 +38,7 @@ def rows(injections: Sequence[InjectionSeen]) -> list[tuple[str, ...]]:
     return found
 
 
-def verdict_lines(outcome: Outcome) -> list[str]:
-    """What holds, and what does not."""
+def verdict_lines(outcome: RehearsalResult) -> list[str]:
     found, comparison = outcome.found, outcome.found.comparison
     lines = [_losses(comparison, outcome.options.tolerance)]
     lines += [f"not done: {text}" for text in _not_done(outcome)]
@@ -51,11 +50,11 @@ def verdict_lines(outcome: Outcome) -> list[str]:
     return lines
 
 
-def _not_done(outcome: Outcome) -> list[str]:
+def _not_done(outcome: RehearsalResult) -> list[str]:
     return [f"{name}: {why}" for name, why in outcome.skipped.items()]
 
 
-def _losses(comparison: Comparison, tolerance: float) -> str:
+def _losses(comparison: LossComparison, tolerance: float) -> str:
     if comparison.divergence is not None and not comparison.repeatable:
         return (
             f"losses: the script does not repeat itself: two undisturbed runs differ, too (by up to "
@@ -73,22 +72,20 @@ def _losses(comparison: Comparison, tolerance: float) -> str:
     )
 
 
-def as_text(outcome: Outcome) -> str:
-    """For the terminal."""
-    parts = [_aligned(rows(outcome.found.injections))] if outcome.found.injections else []
+def as_text(outcome: RehearsalResult) -> str:
+    """Text for the terminal."""
+    parts = []
+    if outcome.found.injections:
+        table = rows(outcome.found.injections)
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in table)
+        parts.append("\n".join(line.rstrip() for line in lines))
     parts.append("\n".join(verdict_lines(outcome)))
     return "\n\n".join(parts) + "\n"
 
 
-def _aligned(table: Sequence[tuple[str, ...]]) -> str:
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
-    )
-
-
-def as_json(outcome: Outcome) -> dict[str, Any]:
-    """One object; its fields are in docs/how-to/rehearse.md."""
+def as_json(outcome: RehearsalResult) -> dict[str, Any]:
+    """One object, whose fields are in docs/how-to/rehearse.md."""
     found, comparison = outcome.found, outcome.found.comparison
     return {
         "version": 1,
@@ -121,7 +118,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def as_page(outcome: Outcome) -> str:
+def as_page(outcome: RehearsalResult) -> str:
     """A page with the look of report.html, and without anything from elsewhere."""
     options, lines = outcome.options, verdict_lines(outcome)
     head, *faults = rows(outcome.found.injections)

@@ -20,8 +20,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.base.clock import drift_ns
 from hpc_elastic.failures.ranking import PRINTED_NS, Moment
-from hpc_elastic.run.agent_events import AgentStarted
-from hpc_elastic.run.agent_events import ClockOffset as ClockOffsetEvent
+from hpc_elastic.run.agent_events import AgentStarted, ClockCompared
 from hpc_elastic.run.event_reader import EventLine
 from hpc_elastic.run.event_types import RunEvent, name_of
 from hpc_elastic.run.supervisor_events import AttemptStarted
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
     from hpc_elastic.failures.worker_failure import WorkerFailure
     from hpc_elastic.report.history import NodeLoss
 
-OF_CLOCKS: frozenset[type[RunEvent]] = frozenset({ClockOffsetEvent, AgentStarted, AttemptStarted})
+OF_CLOCKS: frozenset[type[RunEvent]] = frozenset({ClockCompared, AgentStarted, AttemptStarted})
 """The events that `ClocksBuilder.take` reads."""
 CLOCK_EVENTS = frozenset(name_of(kind) for kind in OF_CLOCKS)
 SUPERVISOR = -1
@@ -236,7 +235,7 @@ class ClocksBuilder:
     def take(self, line: EventLine) -> None:
         """Other events are ignored."""
         event, node = line.event, line.node
-        if not isinstance(event, (ClockOffsetEvent, AgentStarted, AttemptStarted)):
+        if not isinstance(event, (ClockCompared, AgentStarted, AttemptStarted)):
             return
         self._built = None
         if isinstance(event, AttemptStarted):
@@ -246,7 +245,7 @@ class ClocksBuilder:
         if line.role != "agent" or node is None or node < 0 or line.by is not None:
             return
         self._hosts.setdefault(node, line.host)
-        if isinstance(event, ClockOffsetEvent) and event.reference >= 0 and event.bound_ns >= 0:
+        if isinstance(event, ClockCompared) and event.reference >= 0 and event.bound_ns >= 0:
             self._samples.append(
                 _Sample(
                     node=node,

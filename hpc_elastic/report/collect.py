@@ -32,8 +32,7 @@ from hpc_elastic.report.history import AttemptHistory, RunHistory
 from hpc_elastic.run.attempt import AttemptInfo, load_result
 from hpc_elastic.run.event_reader import EventFile, event_files, job_id_of
 from hpc_elastic.run.heartbeats import NodeHeartbeats
-from hpc_elastic.run.node_records import NodeRecord, load_record
-from hpc_elastic.run.node_score import NodeScore, score_nodes
+from hpc_elastic.run.node_score import NodeRecord, NodeScore, load_record, score_nodes
 from hpc_elastic.run.option_values import Scope, SectionTimeouts, StartMethod
 from hpc_elastic.run.paths import AttemptPaths, RunPaths, attempt_number, rank_index, round_index
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, decode_bad_nodes

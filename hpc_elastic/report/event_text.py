@@ -110,7 +110,7 @@ def _of_agent(event: AgentEvent) -> str:
             return "no fork server any more: workers are started fresh"
         case of_agent.PreloadLeftOut():
             return f"the fork server does without {event.module}"
-        case of_agent.ClockOffset():
+        case of_agent.ClockCompared():
             ahead, bound = event.offset_ns / 1e6, event.bound_ns / 1e6
             return (
                 f"this node's clock since its boot is {ahead:.3f} ms ahead of node {event.reference}'s, "

@@ -1,1 +1,1 @@
-"""The run directory: its paths, what is written there and by which type, its events, the index of runs."""
+"""The run directory: its paths, the records and events in it by type, and the index of runs."""

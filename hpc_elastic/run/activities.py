@@ -1,58 +1,99 @@
-"""What a rank was doing when its round broke: part of the event ``ranks_observed``."""
+"""What a rank was doing when its round broke, its last collectives included: part of the event ``ranks_observed``."""
 
 from __future__ import annotations
 
 from enum import Enum
+from typing import Annotated
 
-from msgspec import Struct
-
-from hpc_elastic.run.flight_tail import FlightTail
+from msgspec import Meta, Struct
 
 MOST_NAMED = 64
-"""Ranks that a message names, of which so many are kept."""
+"""Limit of the ranks that are kept of those that a message names."""
+Size = Annotated[int, Meta(ge=0, lt=1 << 62)]
+
+
+class Call(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A collective, a send or a receive, as the ranks that belong together in it must have called it."""
+
+    name: str
+    """``all_reduce``; ``send`` or ``recv``."""
+    group: str
+    """The process group's name in torch, the same on all its ranks."""
+    description: str = ""
+    """The name that the script or the framework gave the group."""
+    backend: str = ""
+    """``nccl`` or ``gloo``; empty: unknown."""
+    inputs: tuple[tuple[Size, ...], ...] = ()
+    outputs: tuple[tuple[Size, ...], ...] = ()
+    types: tuple[str, ...] = ()
+    peers: tuple[int, int] | None = None
+    """The sending and the receiving rank of a send or a receive, in the group's numbers."""
+
+
+class TailTrack(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The last calls of one rank in one process group, oldest first."""
+
+    group: str
+    backend: str = ""
+    is_transfer: bool = False
+    """Sends and receives; else collectives."""
+    sequences: tuple[int, ...] = ()
+    calls: tuple[int, ...] = ()
+    """Indices into `FlightTail.calls`."""
+    done: tuple[int, ...] = ()
+    """1 for a completed call."""
+    started: int = -1
+    """The last sequence number that its device has begun and not completed; -1: unknown, or there is no such call."""
+
+
+class FlightTail(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The end of one rank's dump of torch's flight recorder, or NCCL's watchdog's messages in place of one."""
+
+    calls: tuple[Call, ...] = ()
+    tracks: tuple[TailTrack, ...] = ()
+    members: tuple[tuple[str, str], ...] = ()
+    """A group and its ranks (``0-3,8``), for each where the dump has them."""
+    is_of_words: bool = False
+    """It comes from the watchdog's messages: a call without a name is unknown, and there are no types."""
 
 
 class Doing(str, Enum):
-    """What kind of call a rank was in."""
+    """The kind of call that a rank was in."""
 
     COLLECTIVE = "collective"
     """It waited for other ranks: in a collective, in a send or receive, or while a process group was made."""
     STORE = "store"
     """It waited for a key of the process group's store."""
     BACKWARD = "backward"
-    """In a backward pass, which may wait for a collective and may compute."""
+    """A backward pass, which may wait for a collective and may compute."""
     LOADER = "loader"
-    """It waited for a DataLoader's worker."""
     CHILD = "child"
     """It waited for a process that it had started."""
     SLEEP = "sleep"
     LOCK = "lock"
     """It waited for a lock, a queue or a thread; work.wait() of the script looks the same."""
     IO = "io"
-    """In a read, a write or a wait for a descriptor."""
+    """A read, a write or a wait for a descriptor."""
     STOPPED = "stopped"
-    """By SIGSTOP or a debugger, not by its agent."""
+    """SIGSTOP or a debugger stopped it, not its agent."""
     LEAVING = "leaving"
     """It had left the process group, or was about to end."""
     CODE = "code"
-    """In other code."""
     UNKNOWN = "unknown"
-    """No stack of it could be had."""
+    """It left no stack."""
 
 
 class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one rank was doing, for an event."""
-
     rank: int
     doing: Doing = Doing.UNKNOWN
     call: str = ""
-    """``all_reduce``, ``DataLoader``, ``time.sleep``; empty: not known, or the user's own code."""
+    """``all_reduce``, ``DataLoader``, ``time.sleep``; empty: unknown, or the user's own code."""
     at: str = ""
     """The innermost frame of the user's code: ``train.py:44 step``."""
     line: str = ""
-    """That line of the source, where it could be read and no collective's name says more."""
+    """That line of the source, where it was readable and no collective's name says more."""
     children: tuple[str, ...] = ()
-    """Of a rank that waits for its children, at most three: ``its child process 4711: S (sleeping) in pipe_read``."""
+    """At most three of the children that it waits for: ``its child process 4711: S (sleeping) in pipe_read``."""
     failed: bool = False
     """It had failed by itself; else it was silent."""
     sequence: int | None = None
@@ -62,26 +103,25 @@ class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True):
     peer_operation: tuple[int, str] | None = None
     """Another rank, and its collective, as its message has them."""
     names: tuple[int, ...] = ()
-    """Ranks that its message says did not come, or failed."""
+    """Ranks that its message names as missing or failed."""
     reports: str = ""
-    """What its message says that they raised: ``OSError: [Errno 122] Disk quota exceeded``."""
+    """Their exception in its message: ``OSError: [Errno 122] Disk quota exceeded``."""
     key: str = ""
-    """Of the store: the key that it waited for."""
+    """The store's key that it waited for."""
     clients: tuple[int, int] | None = None
-    """Of the store: how many ranks had come, of how many."""
+    """How many ranks had come to the store, of how many."""
     sizes: tuple[int, int] | None = None
-    """Bytes that came from a peer, and that its own collective expected at most."""
+    """Bytes that came from a peer, and the most that its own collective expected."""
     awaits: int | None = None
     """The rank that its send or receive is with."""
     peer: str = ""
     """The peer whose connection broke, as its message has it: ``[10.0.0.7]:41234``, ``n1<41234>``."""
 
     flight: FlightTail | None = None
-    """Its last collectives, where it left a dump of torch's flight recorder."""
 
     @property
     def where(self) -> str:
-        """One clause: what it was doing, and at which place of the user's code."""
+        """One clause: its activity, and the place in the user's code."""
         place = f" ({self.at})" if self.at else ""
         if self.doing in (Doing.COLLECTIVE, Doing.BACKWARD):
             return f"in {self.call or _WORDS[self.doing]}{place}"
@@ -112,7 +152,7 @@ _WORDS = {
 
 
 class RankSockets(Struct, frozen=True, kw_only=True):
-    """The TCP sockets of one rank, for an event."""
+    """The TCP sockets of one rank."""
 
     rank: int
     ends: tuple[tuple[str, str], ...] = ()

@@ -1,4 +1,4 @@
-"""An agent's events, each about its own node. Some the supervisor writes too."""
+"""An agent's events, each about its own node. The supervisor writes some of them too."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class UserCommandEnded(AgentEvent, frozen=True, kw_only=True):
     command: str
     """``setup``, ``after`` or ``notify``"""
     about: str = ""
-    """of what `--notify` was given notice"""
+    """the notice that `--notify` was run for"""
     reason: str = ""
-    """why it has failed; empty: it has not"""
+    """why it has failed; empty: success"""
     code: int = 0
     """negative: a signal"""
     seconds: Seconds = 0.0
@@ -82,12 +82,12 @@ class WorkersStarted(AgentEvent, frozen=True, kw_only=True):
     round: int
     pids: tuple[int, ...] = ()
     rendezvous_seconds: float | None = None
-    """from asking to be in until the round was final, the health check included"""
+    """from the request to join until the round was final, the health check included"""
     start_seconds: float | None = None
     restart_seconds: float | None = None
-    """from the first order to the old workers to end, until the new ones ran; null for a node's first round"""
+    """from the first order to the old workers to end, until the new ones ran; null in a node's first round"""
     started_fresh: str = ""
-    """with `--start-method forkserver`: why they, or some of them, are no forks of the server"""
+    """with `--start-method forkserver`: why some of them are no forks of the server"""
     cpus: tuple[str, ...] = ()
     """with `--numa-binding`: the CPUs of each worker, by local rank"""
 
@@ -104,7 +104,7 @@ class ForkServerReady(AgentEvent, frozen=True, kw_only=True):
 
 
 class ForkServerEnded(AgentEvent, frozen=True, kw_only=True):
-    """The fork server of this node is gone, or of no use any more; another one takes its place."""
+    """The fork server of this node is gone, or useless from now on; another one takes its place."""
 
     reason: str = ""
 
@@ -116,7 +116,7 @@ class ForkServerGaveUp(AgentEvent, frozen=True, kw_only=True):
 
 
 class PreloadLeftOut(AgentEvent, frozen=True, kw_only=True):
-    """A module can't be shared: the fork server starts anew without it."""
+    """A module can't be shared: the fork server starts again without it."""
 
     module: str
     reason: str = ""
@@ -140,9 +140,9 @@ class WorkerFailed(AgentEvent, frozen=True, kw_only=True):
     ended_uptime_ns: int = 0
     """the same by the host's clock that nobody sets"""
     printed_ns: int = 0
-    """when its traceback began to come from its pipe, by the clock of `ended_ns`; 0: not known"""
+    """when its traceback began to come from its pipe, by the clock of `ended_ns`; 0: unknown"""
     waited: float = 0.0
-    """seconds for which the other workers were let go on, since it may be its node's"""
+    """seconds of grace for the other workers, since the failure may be its node's"""
     stopped_ns: int = 0
     """when its agent began to end it, by the same clock; 0: it had ended before"""
     is_caught: bool = False
@@ -190,7 +190,7 @@ class InProcessRestarted(AgentEvent, frozen=True, kw_only=True, tag="ring_restar
     world_size: int = 0
     active_world_size: int = 0
     interruptions: tuple[tuple[int, str], ...] = ()
-    """a rank of the iteration before, and what happened there, for each"""
+    """a rank of the iteration before, and its interruption, for each"""
     joined: tuple[int, ...] = ()
     """ranks of the iteration before whose places fresh processes took"""
     reason: str = ""
@@ -198,7 +198,7 @@ class InProcessRestarted(AgentEvent, frozen=True, kw_only=True, tag="ring_restar
 
 
 class InProcessLeft(AgentEvent, frozen=True, kw_only=True, tag="ring_left"):
-    """This rank alone leaves a wrapped call; the others go on."""
+    """This rank alone leaves a wrapped call; the others continue."""
 
     round: int
     rank: int
@@ -236,11 +236,11 @@ class HangFound(AgentEvent, frozen=True, kw_only=True, tag="hang"):
 
 
 class HangSuspected(AgentEvent, frozen=True, kw_only=True):
-    """The run seems to hang, and none of its workers sent a heartbeat that says more; by the agent of group rank 0."""
+    """The run seems to hang, and no heartbeat of its workers says more; by the agent of group rank 0."""
 
     round: int
     source: str = ""
-    """``kernel``: by CPU time, bytes and context switches of all workers; ``nccl``: by what NCCL's RAS answers"""
+    """``kernel``: by CPU time, bytes and context switches of all workers; ``nccl``: by the answers of NCCL's RAS"""
     ranks: tuple[int, ...] = ()
     """those that the others wait for, where that is known"""
     reason: str = ""
@@ -253,7 +253,7 @@ class RankStack(Struct, frozen=True, kw_only=True):
     stack: tuple[str, ...] = ()
 
 
-class ThreadStack(Struct, frozen=True, kw_only=True):
+class SharedThreadStack(Struct, frozen=True, kw_only=True):
     """Ranks that had a thread of this name with the same stack."""
 
     ranks: tuple[int, ...] = ()
@@ -262,30 +262,30 @@ class ThreadStack(Struct, frozen=True, kw_only=True):
 
 
 class RankState(Struct, frozen=True, kw_only=True):
-    """What the kernel said of a rank without a stack."""
+    """The kernel's state of a rank without a stack."""
 
     rank: int
     state: str = ""
 
 
 class StacksTaken(AgentEvent, frozen=True, kw_only=True):
-    """What the workers here did when they were ended because of a hang, or since nothing but symptoms was known."""
+    """The stacks of the workers here when they were ended because of a hang, or since only symptoms were known."""
 
     round: int
     groups: tuple[RankStack, ...] = ()
     """`ranks`, `stack` of their main thread, the most recent call last"""
-    threads: tuple[ThreadStack, ...] = ()
+    threads: tuple[SharedThreadStack, ...] = ()
     """`ranks`, `name`, `stack` of the others"""
     silent: tuple[int, ...] = ()
     """ranks without a stack"""
     states: tuple[RankState, ...] = ()
-    """`rank`, `state`: what the kernel said of those"""
+    """`rank`, `state`: the kernel's state of those"""
     beats: tuple[RankHeartbeat, ...] = ()
     """`rank`, `local_rank`, `step`, `section`, `age`, `count` of each worker's heartbeats when it was ended"""
 
 
 class RanksObserved(AgentEvent, frozen=True, kw_only=True):
-    """What each rank here was doing when the round broke, where every failure here is a symptom, or a rank hung."""
+    """The activity of each rank here when the round broke, where every failure here is a symptom, or a rank hung."""
 
     round: int
     ranks: tuple[Activity, ...] = ()
@@ -299,7 +299,7 @@ class RanksObserved(AgentEvent, frozen=True, kw_only=True):
     """`rank`, `ends` (the addresses of its TCP sockets, each with the ports)"""
 
 
-class ClockOffset(AgentEvent, frozen=True, kw_only=True):
+class ClockCompared(AgentEvent, frozen=True, kw_only=True, tag="clock_offset"):
     """How far this node's clock is ahead of the coordinator's: see [clocks](#clocks)."""
 
     reference: int
@@ -318,7 +318,7 @@ class WorkersStopping(AgentEvent, frozen=True, kw_only=True):
 
 
 class OwnEnd(Struct, frozen=True, kw_only=True):
-    """How a worker ended that the agent's signal did not end."""
+    """The end of a worker that the agent's signal did not end."""
 
     rank: int
     exitcode: int
@@ -370,7 +370,7 @@ class AgentFailed(AgentEvent, frozen=True, kw_only=True):
 
 
 class StreamLoss(Struct, frozen=True, kw_only=True):
-    """What was lost of one stream in an episode, in bytes of what the worker printed."""
+    """The loss of one stream in an episode, in bytes that the worker printed."""
 
     round: int | None = None
     rank: int
@@ -381,7 +381,7 @@ class StreamLoss(Struct, frozen=True, kw_only=True):
 
 
 class OutputLost(AgentEvent, frozen=True, kw_only=True):
-    """Written when nothing more was lost for 10 s, every 10 minutes, and at the end."""
+    """Written when the loss had stopped for 10 s, every 10 minutes, and at the end."""
 
     reason: str = ""
     not_in_files: int = 0
@@ -405,6 +405,6 @@ class FilesystemRefused(AgentEvent, frozen=True, kw_only=True):
 
 
 class EventsDropped(AgentEvent, frozen=True, kw_only=True):
-    """Lines that were lost while the disk was full; of the supervisor too."""
+    """Lines that were lost while the disk was full; the supervisor writes this too."""
 
     count: int = 0

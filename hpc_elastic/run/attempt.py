@@ -15,15 +15,15 @@ from hpc_elastic.errors import UnreadableFileError
 from hpc_elastic.run.paths import RunPaths
 
 WITHOUT_VERDICT = "ended without a verdict: "
-"""What Slurm knows of an attempt whose supervisor could not write its end begins so."""
+"""The end that Slurm reports of an attempt whose supervisor could not write its own begins with this."""
 _JOB_ID = re.compile(r"[1-9][0-9]{0,9}(?:[_+][0-9]{1,10})?\Z")
 
 
 def is_job_id(value: object) -> bool:
-    """Whether it is a Slurm job's id: ``70``, an array's task ``70_3``, a component of a het job ``70+1``.
+    """Check for a Slurm job's id: ``70``, an array's task ``70_3``, a component of a het job ``70+1``.
 
-    Ids stand in files that another user may have prepared, and go to Slurm's commands, where ``--user=root`` would be
-    an option: what is read is passed on only if it is one.
+    Files that another user may have prepared hold ids, which go to Slurm's commands, where ``--user=root`` would be an
+    option.
     """
     return isinstance(value, str) and _JOB_ID.match(value) is not None
 
@@ -54,33 +54,28 @@ class AttemptInfo(Struct, frozen=True, kw_only=True):
     started_ns: int
     """The batch host's wall clock."""
     job_id: str | None = None
-    """As Slurm's commands take it: ``70_1`` for an array task."""
+    """Slurm's notation: ``70_1`` for an array task."""
     slurm_cluster: str = ""
-    """SLURM_CLUSTER_NAME: which of the site's clusters has the job."""
+    """SLURM_CLUSTER_NAME."""
     slurm_job_ids: tuple[str, ...] = ()
     """SLURM_JOB_ID of this attempt and of those before it, each once, the newest first: a follow-on job has its own."""
     restart_count: int = 0
-    """SLURM_RESTART_COUNT."""
     requeue_armed: bool = False
     requeue_reason: str = ""
     requeue_way: str = "requeue"
-    """How, where it is armed: ``requeue``, or ``chain`` for a follow-on job."""
+    """``requeue``, or ``chain`` for a follow-on job."""
     kill_wait: float | None = None
     """Seconds between Slurm's SIGTERM and SIGKILL."""
     versions: Mapping[str, str] = field(default_factory=dict)
     supervisor: LocalSupervisor | None = None
-    """Of a run of one machine."""
+    """Set for a run on one machine."""
 
     def save(self, path: Path) -> None:
         codec.save(path, self, durable=True)
 
 
 def load_attempt(path: Path) -> AttemptInfo:
-    """Read attempt.json.
-
-    Raises:
-        UnreadableAttemptError: it can't be.
-    """
+    """Read attempt.json, or raise UnreadableAttemptError."""
     found = codec.load(path, AttemptInfo)
     if isinstance(found, Unreadable):
         raise UnreadableAttemptError(path=str(path), why=found, errno=found.errno)
@@ -98,22 +93,22 @@ class StoredResult(Struct, frozen=True, kw_only=True):
     action: str
     """``requeue`` or ``end``."""
     decision: str
-    """Why."""
+    """The reason of the action."""
     fingerprint: str = ""
     step: int = -1
     idle: int = 0
-    """How many attempts in a row, this one included, ended by a failure without progress."""
+    """Number of attempts in a row, this one included, that ended by a failure without progress."""
     next_job: str = ""
     """The follow-on job's id, where the next attempt is another job's."""
     notice: str = ""
-    """Why the workers were asked to save and end, where they were: ``preemption``, ``time limit``, ``requeue``."""
+    """The notice after which the workers were asked to save and end: ``preemption``, ``time limit``, ``requeue``."""
 
     def save(self, path: Path) -> None:
         codec.save(path, self, durable=True)
 
 
 def load_result(path: Path) -> StoredResult | None:
-    """The stored end, or None where there is none that can be read."""
+    """The stored end, or None where it is missing or unreadable."""
     found = codec.load(path, StoredResult)
     if isinstance(found, Unreadable):
         return None
@@ -121,6 +116,6 @@ def load_result(path: Path) -> StoredResult | None:
 
 
 def load_newest_result(paths: RunPaths) -> StoredResult | None:
-    """How the newest attempt ended; None where it has not ended, or none has begun."""
+    """The end of the newest attempt; None where no attempt has ended."""
     begun = paths.begun_attempts()
     return load_result(begun[-1].result_json) if begun else None

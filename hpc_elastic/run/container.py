@@ -1,4 +1,4 @@
-"""The image that workers run in: what was asked for, and the parsers of the ``--container-*`` options.
+"""The image that workers run in, and the parsers of the ``--container-*`` options.
 
 The names are those of Pyxis. ``--container`` itself is sbatch's own, for OCI bundles.
 """
@@ -23,11 +23,10 @@ class Runtime(str, Enum):
     PODMAN = "podman"
     ENROOT = "enroot"
     PYXIS = "pyxis"
-    """Of srun: the agents are inside too."""
+    """Part of srun: the agents are inside too."""
 
     @property
     def program(self) -> str:
-        """What is executed, found in PATH."""
         return {Runtime.CHARLIECLOUD: "ch-run", Runtime.PYXIS: "srun"}.get(self, self.value)
 
 
@@ -36,7 +35,7 @@ class ContainerImage(Struct, frozen=True, kw_only=True):
 
     runtime: Runtime
     image: str
-    """As the runtime takes it: a path, a URI, or a name in its store."""
+    """In the runtime's notation: a path, a URI, or a name in its store."""
 
     def __str__(self) -> str:
         return f"{self.runtime.value}:{self.image}"
@@ -51,7 +50,7 @@ class ContainerMount(Struct, frozen=True, kw_only=True):
 
 
 class Container(Struct, frozen=True, kw_only=True):
-    """All that was asked for about the container."""
+    """All container options together."""
 
     image: ContainerImage
     mounts: tuple[ContainerMount, ...] = ()
@@ -64,7 +63,7 @@ class Container(Struct, frozen=True, kw_only=True):
 
 
 def parse_container_image(text: str, option: str) -> ContainerImage:
-    """``RUNTIME:IMAGE``, or an image whose form or the installed runtimes tell which one it is for."""
+    """Read ``RUNTIME:IMAGE``, or an image whose form or the installed runtimes show which one it is for."""
     name, colon, image = text.partition(":")
     names = [runtime.value for runtime in Runtime]
     if colon and name in names:
@@ -85,7 +84,7 @@ def parse_container_image(text: str, option: str) -> ContainerImage:
 
 
 def _runtimes_for(image: str) -> tuple[Runtime, ...]:
-    """Those that take an image of this form, the likeliest first."""
+    """The runtimes that take an image of this form, the likeliest first."""
     if image.endswith(".sif") or image.startswith(("docker://", "library://", "oras://", "shub://")):
         return Runtime.APPTAINER, Runtime.SINGULARITY
     if image.endswith((".sqsh", ".squashfs", ".sqfs")):
@@ -112,7 +111,7 @@ def _mount(text: str, given: str) -> ContainerMount:
 
 
 def parse_container_workdir(text: str, option: str) -> str:
-    """An absolute path inside."""
+    """Read an absolute path inside."""
     if not os.path.isabs(text):
         raise UsageError(f"{option} {text}: give an absolute path inside the container")
     return text
@@ -129,7 +128,6 @@ def parse_container_env(text: str, option: str) -> tuple[str, ...]:
 
 
 def parse_container_args(text: str, option: str) -> tuple[str, ...]:
-    """Quoted as for a shell."""
     try:
         return tuple(shlex.split(text))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The coordinator's events: what it decides about rounds, and about the nodes in them."""
+"""The coordinator's events: its decisions about rounds, and about the nodes in them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class RoundFrozen(CoordinatorEvent, frozen=True, kw_only=True):
     """The members of the round are chosen."""
 
     reason: str = ""
-    """what was decided about the failures of the round before"""
+    """the decision about the failures of the round before"""
     restarts_used: int | None = None
     nodes: tuple[int, ...] = ()
     explained: tuple[int, ...] = ()
@@ -44,7 +44,7 @@ class NodeLost(CoordinatorEvent, frozen=True, kw_only=True):
 
 
 class NodeLeft(CoordinatorEvent, frozen=True, kw_only=True):
-    """It took itself out, because of a health check say."""
+    """A node took itself out, because of a health check for instance."""
 
     node: int
     host: str = ""
@@ -65,10 +65,10 @@ class NodeMissing(CoordinatorEvent, frozen=True, kw_only=True):
     """A node has not come, or not as a member."""
 
     round: int
-    """the one that begins without it, or for which the run waited in vain"""
+    """the one that begins without it, or that waited for it until the time limit"""
     node: int
     host: str = ""
-    """empty where it is not known"""
+    """empty where it is unknown"""
     reason: str = ""
 
 
@@ -92,12 +92,12 @@ class NodesWaiting(CoordinatorEvent, frozen=True, kw_only=True):
     """Nodes wait for a place in the next round."""
 
     reason: str = ""
-    """which nodes, and what for"""
+    """which nodes, and for what"""
     restarts_used: int | None = None
 
 
 class LinkLost(CoordinatorEvent, frozen=True, kw_only=True):
-    """No packet of a node came through for a while, though it answered through the files; written when its packets come
+    """No packet of a node came through for a while, though it answered through the files; written when packets come
     through again."""
 
     node: int
@@ -124,7 +124,7 @@ class CoordinatorChanged(CoordinatorEvent, frozen=True, kw_only=True):
 
 
 class SignalHeard(CoordinatorEvent, frozen=True, kw_only=True):
-    """An agent heard it, and the supervisor is to find out what it means."""
+    """An agent got a signal, and the supervisor has to find out its meaning."""
 
     reason: str = ""
     """`SIGTERM on n2`"""
@@ -132,13 +132,13 @@ class SignalHeard(CoordinatorEvent, frozen=True, kw_only=True):
 
 
 class NoticeGiven(CoordinatorEvent, frozen=True, kw_only=True):
-    """The job is about to end. A second one: sooner than was thought, with the step that was agreed on."""
+    """The job is about to end. A second one: sooner than expected, with the step that was agreed on."""
 
     reason: str = ""
-    """which agent heard of it"""
+    """the agent that got it"""
     restarts_used: int | None = None
     seconds: float = 0.0
-    """for how long checkpoints are waited for"""
+    """limit of the wait for checkpoints"""
     step: int | None = None
     """null at first"""
 
@@ -154,7 +154,7 @@ class StepAgreed(CoordinatorEvent, frozen=True, kw_only=True):
 
 
 class RestartDecided(CoordinatorEvent, frozen=True, kw_only=True, tag="restart_decision"):
-    """What follows the round; of earlier versions: `round_frozen` of the next round or `closed` says the same."""
+    """The decision after a round, in earlier versions: `round_frozen` of the next round or `closed` contains it now."""
 
     action: str = ""
     """`restart`; `continue`: costs no restart; `close`"""
@@ -170,4 +170,4 @@ class RunClosed(CoordinatorEvent, frozen=True, kw_only=True, tag="closed"):
     reason: str = ""
     restarts_used: int | None = None
     explained: tuple[int, ...] = ()
-    """as of `round_frozen`"""
+    """same as in `round_frozen`"""

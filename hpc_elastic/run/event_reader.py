@@ -1,8 +1,8 @@
-"""Reads a run's events: the one reader of what `events.EventLog` writes, for `report` and `logs`.
+"""Reads a run's events: the one reader of the files of `events.EventLog`, for `report` and `logs`.
 
-Each writer has a file of its own, in which its lines stand in their order. `EventFile` reads one file, also while it
+Each writer has its own file, in which its lines stand in their order. `EventFile` reads one file, also while it
 grows; `merged_events` reads all files of an attempt in time order; a line's event is one of `EVENTS`. Torn and foreign
-lines are left out, and bounds hold for what no writer of ours leaves: a file of gigabytes, or a line of them.
+lines are skipped, and bounds hold against a file or a line of gigabytes, which no writer of ours leaves.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from hpc_elastic.run.paths import AttemptPaths
 LONGEST_EVENT = 4 << 20
 """Bytes of one line; a line of 64 MiB takes two gigabytes when it is decoded."""
 LARGEST_FILE = 64 << 20
-"""Bytes of one writer's file that are read: of a larger one the first half of these, and the last."""
+"""Bytes that are read of one writer's file: the first half and the last half of a larger one."""
 _CHUNK = 1 << 20
 _TEXT_LIMIT = 4000
 _SMALLEST_CHUNK = 4096
 _CHUNKS_TOGETHER = 32 << 20
-"""Bytes that all files which are merged may hold at once."""
+"""Bytes that all files may hold at once while they are merged."""
 _TOO_LARGE = f"it is larger than {LARGEST_FILE} bytes"
 _TOO_LONG = f"a line is longer than {LONGEST_EVENT} bytes"
 _WRITER = re.compile(r"[a-z]+-(-?\d+)-")
@@ -52,13 +52,13 @@ EVENTS = {
     **_defined_in(agent_events),
     **_defined_in(coordinator_events),
 }
-"""The type of each event, by its name in the file. Of ``agent_ended``, which two write, the agent's."""
+"""The type of each event, by its name in the file. ``agent_ended``, which two write, is the agent's here."""
 
 
 def read_event(value: Mapping[str, Any]) -> RunEvent | None:
-    """The event of a line; None: this version does not know it, or it lacks what makes it worth reading.
+    """The event of a line; None: this version does not know it, or a required field is missing.
 
-    A field of another type takes its default; of a list the readable items stay.
+    A field of another type takes its default; the readable items of a list stay.
     """
     name = value.get("event")
     kind = _kind_of(name, value.get("role")) if isinstance(name, str) else None
@@ -79,8 +79,7 @@ def _kind_of(name: str, role: object) -> type[RunEvent] | None:
 
 
 class _Head(Struct, kw_only=True):
-    """What every line has."""
-
+    # The fields that every line has.
     event: str
     t: int | None = None
     n: int | None = None
@@ -97,22 +96,21 @@ class EventLine(Struct, frozen=True, kw_only=True):
     event: RunEvent | None = None
     """None: this version does not know it, or can't read it."""
     raw: bytes = b""
-    """As it was written, without its line feed."""
     attempt: int = 0
     writer: int = -1
     """The node of its file; negative: the batch host. An event may be about another node."""
     time_ns: int = 0
-    """On one clock for all nodes, as far as their offsets are known; never before an earlier line of its file."""
+    """Time on one clock for all nodes, as far as their offsets are known; never before an earlier line of its file."""
     written_ns: int = 0
-    """By the writer's wall clock."""
+    """The writer's wall clock."""
     number: int | None = None
+    """Its place in its file."""
     """Its place in its file."""
     role: str = ""
     """``supervisor``, ``agent`` or ``operator``."""
     node: int | None = None
-    """That the event is about: of an agent's own that node, of a coordinator's the one that it names."""
+    """The node that the event is about: an agent's own, or the one that a coordinator names."""
     host: str = ""
-    """That node's."""
     by: int | None = None
     """The node of the writer, where the event is about a node."""
 
@@ -124,12 +122,11 @@ class EventLine(Struct, frozen=True, kw_only=True):
 
 
 def event_line(value: Mapping[str, Any]) -> EventLine:
-    """A line from its JSON value."""
     return _line(_head_of(value), json.dumps(value).encode(), read_event(value))
 
 
 def _head_of(value: Mapping[str, Any]) -> _Head:
-    """Another program may have given each of them another type."""
+    # Another program may have written another type.
     return _Head(
         event=value["event"],
         t=_integer(value.get("t")),
@@ -145,7 +142,9 @@ def _line(
     head: _Head, raw: bytes, event: RunEvent | None, *, attempt: int = 0, writer: int = -1, time_ns: int = 0
 ) -> EventLine:
     if event is not None and len(raw) > _TEXT_LIMIT:
-        event = _with_bounded_texts(event)
+        texts = {name: getattr(event, name) for name in event.__struct_fields__}
+        cut = {name: text[:_TEXT_LIMIT] for name, text in texts.items() if isinstance(text, str)}
+        event = replace(event, **cut)
     return EventLine(
         name=head.event,
         event=event,
@@ -160,11 +159,6 @@ def _line(
         host=head.host if len(head.host) <= _TEXT_LIMIT else head.host[:_TEXT_LIMIT],
         by=head.by,
     )
-
-
-def _with_bounded_texts(event: RunEvent) -> RunEvent:
-    texts = {name: getattr(event, name) for name in event.__struct_fields__}
-    return replace(event, **{name: text[:_TEXT_LIMIT] for name, text in texts.items() if isinstance(text, str)})
 
 
 class EventFile:
@@ -182,13 +176,7 @@ class EventFile:
         names: Collection[str] | None = None,
         chunk: int = _CHUNK,
     ) -> None:
-        """Args:
-        path: Its name says which node's clock it is.
-        attempt: Whose events they are.
-        offsets_ns: Node → how far its clock is ahead.
-        names: Only these events; None: all.
-        chunk: Bytes to read at once.
-        """
+        """`offsets_ns`: node → how far its clock is ahead. `names`: only these events. `chunk`: bytes read at once."""
         match = _WRITER.match(path.name)
         self._path = path
         self._attempt = attempt
@@ -203,13 +191,13 @@ class EventFile:
         self._begun = bytearray()
         """A line without its end so far."""
         self._skipping = ""
-        """Why nothing is taken up to the next line feed; empty: all is taken."""
+        """Reason to skip everything up to the next line feed."""
         self._left_out: dict[str, int] = {}
-        """Why → bytes."""
+        """Reason → bytes."""
         self._latest = 0
 
     def read(self) -> list[EventLine] | None:
-        """The events in the next whole lines; None: there are no more now, or the file can't be read."""
+        """The events in the next whole lines; None: there are none now, or the file is unreadable."""
         while data := self._pread():
             lines = self._whole_lines(data)
             if lines:
@@ -217,7 +205,7 @@ class EventFile:
         return None
 
     def rest(self) -> list[EventLine] | None:
-        """The event whose line has no end; None: there is none."""
+        """The event whose line has no end."""
         raw, self._begun = bytes(self._begun), bytearray()
         return self._parse(raw) or None
 
@@ -226,12 +214,12 @@ class EventFile:
         return bool(self._begun)
 
     def events(self) -> Iterator[EventLine]:
-        """All that follow, to the end that the file has now."""
+        """All further events, to the current end of the file."""
         while (found := self.read() or self.rest()) is not None:
             yield from found
 
     def left_out(self) -> list[str]:
-        """A sentence for each bound that has left out something of what was read so far."""
+        """One sentence for each bound that has left out a part of the file so far."""
         name = f"{self._path.parent.name}/{self._path.name}"
         return [f"{name}: {count} bytes were left out: {why}" for why, count in self._left_out.items()]
 
@@ -298,7 +286,7 @@ class EventFile:
 
 
 def _read(raw: bytes) -> tuple[_Head, RunEvent | None] | None:
-    """What a line says; None: it is torn or foreign. Its other values are decoded when they are asked for."""
+    """A line's head and event; None: it is torn or foreign. Its other values are decoded on demand."""
     if not has_long_number(raw):
         try:
             head = decoder(_Head).decode(raw)
@@ -320,7 +308,7 @@ def _decode(raw: bytes) -> Any:
 
 
 def event_files(folder: Path) -> list[Path]:
-    """The files that hold an attempt's events, by name; none where the folder is missing or can't be read."""
+    """The files of an attempt's events, by name; empty where the folder is missing or unreadable."""
     try:
         try:
             names = os.listdir(folder)
@@ -334,12 +322,7 @@ def event_files(folder: Path) -> list[Path]:
 
 
 def read_events(folder: Path, *, names: Collection[str] | None = None) -> Iterator[EventLine]:
-    """An attempt's events, or those of some names: file by file, each file in its own order.
-
-    Args:
-        folder: `AttemptPaths.events`.
-        names: Only these; None: all.
-    """
+    """The events in `folder` (`AttemptPaths.events`), or those with `names`: file by file, each in its own order."""
     for path in event_files(folder):
         yield from EventFile(path, names=names).events()
 
@@ -351,13 +334,10 @@ def merged_events(
     names: Collection[str] | None = None,
     on_left_out: Callable[[str], None] = lambda sentence: None,
 ) -> Iterator[EventLine]:
-    """An attempt's events, or those of some names, in time order and in bounded memory.
+    """An attempt's events, or those with `names`, in time order and in bounded memory.
 
-    Args:
-        attempt: Whose.
-        offsets_ns: Node → how far its clock is ahead.
-        names: Only these; None: all.
-        on_left_out: Is given a sentence for each bound that has left out something, after the last event.
+    `offsets_ns` maps a node to how far its clock is ahead. `on_left_out` gets, after the last event, one sentence for
+    each bound that has left out something.
     """
     paths = event_files(attempt.events)
     chunk = min(_CHUNK, max(_SMALLEST_CHUNK, _CHUNKS_TOGETHER // max(1, len(paths))))
@@ -369,10 +349,9 @@ def merged_events(
 
 
 def _integer(value: object) -> int | None:
-    """The whole number that `value` is; None: it is none."""
     return value if type(value) is int else None
 
 
 def job_id_of(value: object) -> str:
-    """A Slurm job's id; what is none is an empty one."""
+    """A Slurm job's id; empty for any other value."""
     return value if isinstance(value, str) and is_job_id(value) else ""

@@ -25,7 +25,7 @@ SCHEMA_VERSION = 1
 _KEPT_WHEN_DISK_IS_FULL = 1000
 _OPENED = os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_SYNC = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)
-"""A filesystem that knows nothing of it."""
+"""Errors of a filesystem that can't sync."""
 
 
 class EventLog:
@@ -47,14 +47,14 @@ class EventLog:
         Args:
             folder: Made where it is missing.
             role: ``supervisor`` or ``agent``.
-            host: Whose wall clock it is.
+            host: The host of the clock.
             node: Node index.
-            uid: What distinguishes this writer from an earlier one of the same role and node.
-            clock: For the lines' times.
-            files: The thread that writes, for a caller that must not wait for a disk; without, `write` writes itself.
+            uid: Distinguishes this writer from an earlier one of the same role and node.
+            clock: Gives the lines' times.
+            files: The thread that writes, for a caller that must not wait for a disk; without it `write` writes itself.
 
         Raises:
-            UnsafePathError, OSError: as `make_private_dir` and open; with `files` nothing is raised, ever.
+            UnsafePathError, OSError: only without `files`.
         """
         self._folder = folder
         self._path = folder / f"{role}-{node:05d}-{uid}.jsonl"
@@ -144,11 +144,7 @@ class EventLog:
                 self._waiting.popleft()
 
     def close(self, *, within: float = 5.0) -> None:
-        """Write what waits.
-
-        Args:
-            within: Seconds; where there is a thread of files. What a disk that hangs has not taken by then is lost.
-        """
+        """Write the waiting lines. With a thread of files, a disk that hangs loses them after `within` seconds."""
         if self._files is None:
             self._close()
             return

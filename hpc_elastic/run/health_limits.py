@@ -1,4 +1,4 @@
-"""``--health-checks``: what is looked at on a node, and the limits beyond which it is unfit."""
+"""``--health-checks``: the checks of a node, and the limits beyond which it is unfit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIB = 1 << 20
 
 
 class Check(str, Enum):
-    """What a node's health check can look at."""
+    """The checks that ``--health-checks`` names."""
 
     TMP = "tmp"
     """Room on the node's own disk: TMPDIR, or /tmp."""
@@ -24,7 +24,7 @@ class Check(str, Enum):
     SHARED = "shared"
     """The run directory takes a small file and gives it back."""
     CLOCK = "clock"
-    """The wall clock against that of the run directory's server: a warning, never more."""
+    """The wall clock against that of the run directory's server: only ever a warning."""
     GPU = "gpu"
     """The node's GPUs, as NVML sees them."""
     GPU_MEMORY = "gpu-memory"
@@ -45,15 +45,14 @@ DEFAULT_LIMITS: Mapping[Check, float] = MappingProxyType(
         Check.LINK: 3.0,
     }
 )
-"""Bytes that must be free; seconds within which the run directory must have answered, that clocks may be apart, within
-which GPUs must have given memory back, and for which there may be no link; ECC errors, uncorrectable, that make a GPU
-unfit. Floors that no node falls below on which a training could still start."""
+"""Free bytes; seconds for the run directory's answer, between clocks, until GPUs have given memory back, and without a
+link; uncorrectable ECC errors that make a GPU unfit. Floors below which no training could start on a node."""
 _SIZES = {Check.TMP, Check.SHM, Check.MEMORY}
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def parse_health_checks(text: str, option: str = "--health-checks") -> Mapping[Check, float]:
-    """``none``, or a list as in ``default,tmp=10G,shared=30``: the checks that are named, ``default`` for all."""
+    """Read ``none``, or a list such as ``default,tmp=10G,shared=30``; ``default`` stands for all checks."""
     if text == "none":
         return {}
     limits: dict[Check, float] = {}

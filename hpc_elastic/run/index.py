@@ -1,4 +1,4 @@
-"""What outlives a run in the account's folder, and the index of runs there: finds a run by path, id or job id.
+"""The files that outlive a run in the account's folder, and the index of runs there: finds a run by path, id or job id.
 
 The index is small files under ``$XDG_STATE_HOME/hpc_elastic/jobs``. Job ids come back (after a controller's restart,
 and on every cluster), so an entry is keyed by cluster, job id and submit time, and the newest wins. A home that can't
@@ -26,14 +26,10 @@ from hpc_elastic.run.paths import RunPaths, task_index
 
 
 def account_folder(name: str, env: Mapping[str, str] | None = None) -> Path | None:
-    """The folder for one kind of files, below ``$XDG_STATE_HOME``; None where the account has no home.
+    """The folder `name` below ``$XDG_STATE_HOME`` of `env`; None where the account has no home.
 
-    As root, a state folder that is not root's alone is not used, but the one in root's own home: ``sudo`` may keep the
-    user's HOME, where root's files would be in the user's way, and what the user puts there is not to lead root.
-
-    Args:
-        name: Of the folder.
-        env: Of the process; by default this one's.
+    As root, a state folder that is not root's alone is replaced by the one in root's own home: ``sudo`` may keep the
+    user's HOME, where root's files would be in the user's way, and the user's files must not lead root.
     """
     env = os.environ if env is None else env
     state = env.get("XDG_STATE_HOME", "")
@@ -51,12 +47,8 @@ def account_folder(name: str, env: Mapping[str, str] | None = None) -> Path | No
 
 
 def make_account_folder(name: str, env: Mapping[str, str] | None = None) -> Path:
-    """The same folder, made with those above it that are missing, all for this user alone.
-
-    Raises:
-        UsageError: there is no home, or a folder is another user's or open to others.
-        OSError: it can't be made.
-    """
+    """The same folder, made for this user alone with missing parents. Raises UsageError (no home, or another user's
+    folder) or OSError."""
     folder = account_folder(name, env)
     if folder is None:
         raise UsageError("neither XDG_STATE_HOME nor HOME is set")
@@ -68,7 +60,7 @@ def make_account_folder(name: str, env: Mapping[str, str] | None = None) -> Path
 
 
 def _is_roots(path: Path) -> bool:
-    """Whether only root can have put there what is at `path`, or what will be."""
+    """Check that only root can have written, or will write, at `path`."""
     try:
         return all(not os.path.lexists(above) or os.lstat(above).st_uid == 0 for above in (path, *path.parents))
     except OSError:  # NFS refuses root
@@ -82,10 +74,8 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 
 
 class JobEntry(Struct, frozen=True, kw_only=True):
-    """One submitted job."""
-
     cluster: str
-    """Slurm's name of it; empty where unknown."""
+    """Slurm's name; empty: unknown."""
     job_id: str
     submitted_ns: int
     run_dir: Path
@@ -94,18 +84,7 @@ class JobEntry(Struct, frozen=True, kw_only=True):
 def record(
     *, cluster: str, job_id: str, submitted_ns: int, run_dir: Path, env: Mapping[str, str] | None = None
 ) -> str | None:
-    """Remember a job's run directory.
-
-    Args:
-        cluster: Slurm's name of the cluster, or empty.
-        job_id: As Slurm's commands take it.
-        submitted_ns: This host's wall clock.
-        run_dir: Absolute.
-        env: For XDG_STATE_HOME and HOME; the process' own by default.
-
-    Returns:
-        None, or why it could not be remembered.
-    """
+    """Save a job's run directory, under `submitted_ns` of this host's wall clock. Returns None, or why that failed."""
     try:
         folder = make_account_folder("jobs", env)
         name = f"{_UNSAFE.sub('-', cluster) or '-'}-{_UNSAFE.sub('-', job_id)}-{submitted_ns}.json"
@@ -116,7 +95,7 @@ def record(
 
 
 def entries(job_id: str, *, cluster: str | None = None, env: Mapping[str, str] | None = None) -> list[JobEntry]:
-    """What is known of a job, newest first; ids of other clusters too unless `cluster` is given."""
+    """The entries of a job, newest first; ids of other clusters too unless `cluster` is given."""
     known = known_jobs(env=env, part_of_name=f"-{_UNSAFE.sub('-', job_id)}-")
     clusters = None if cluster is None else (cluster, "")
     return [entry for entry in known if entry.job_id == job_id and (clusters is None or entry.cluster in clusters)]
@@ -125,14 +104,9 @@ def entries(job_id: str, *, cluster: str | None = None, env: Mapping[str, str] |
 def jobs_of(
     run_dir: str, *, env: Mapping[str, str] | None = None, known: Sequence[JobEntry] | None = None
 ) -> list[JobEntry]:
-    """The jobs that were submitted with this run directory, newest first: one, but for a copy of a home.
+    """The jobs that were submitted with this absolute run directory, newest first: one, but for a copy of a home.
 
-    Of an array's task: ``ARRAYJOB_TASK``.
-
-    Args:
-        run_dir: Absolute.
-        env: As in `record`.
-        known: From `known_jobs`, where that is not to be read for each of many runs.
+    An array's task has ``ARRAYJOB_TASK``. `known`, from `known_jobs`, saves reading it for each of many runs.
     """
     known = known_jobs(env=env) if known is None else known
     task = task_index(os.path.basename(run_dir))
@@ -145,7 +119,7 @@ def jobs_of(
 
 
 def known_jobs(*, env: Mapping[str, str] | None = None, part_of_name: str = "") -> list[JobEntry]:
-    """Every job that is known, newest first; with `part_of_name` only of entries whose file's name has that part."""
+    """Every known job, newest first; with `part_of_name` only of entries whose file's name has that part."""
     folder = account_folder("jobs", env)
     try:
         names = os.listdir(folder) if folder is not None else []
@@ -160,7 +134,7 @@ def known_jobs(*, env: Mapping[str, str] | None = None, part_of_name: str = "") 
 
 
 class UnknownRunError(UsageError):
-    """No run is known by what the user gave."""
+    """The user's argument matches no run."""
 
 
 def find(
@@ -170,22 +144,17 @@ def find(
     env: Mapping[str, str] | None = None,
     cluster_here: Callable[[], str] = lambda: "",
 ) -> Path:
-    """The run directory that `text` means: a path to it or into it, a run id (or its beginning), or a job id.
+    """Find the run directory for `text`: a path to it or into it, a run id (or its beginning), or a job id.
 
-    Of an array's task the ids are the array's and ``_TASK``.
-
-    Args:
-        text: As the user gave it.
-        runs_dir: Where run ids are looked for; ``./runs`` where None.
-        env: As in `record`.
-        cluster_here: Asks for the name of this host's cluster, whose job is meant where several have one of that id.
+    The ids of an array's task are the array's and ``_TASK``. Run ids are searched in `runs_dir` (``./runs``).
+    `cluster_here` returns this host's cluster, whose job is meant where several clusters have one of that id.
 
     Returns:
         An absolute path to a folder with a run.json.
 
     Raises:
-        UnknownRunError: it means none that is known here; it says where was looked.
-        UsageError: it means several, or one whose directory is gone.
+        UnknownRunError: no match; the message names where was searched.
+        UsageError: several matches, or one whose directory is gone.
     """
     given = Path(os.path.abspath(text))
     for folder in (given, *given.parents[:4]) if given.exists() else ():
@@ -231,12 +200,7 @@ def find(
 
 
 def last_run(runs_dir: Path | None = None, *, env: Mapping[str, str] | None = None) -> Path | None:
-    """The newest run in the runs folder; where that has none, the newest that this account submitted.
-
-    Args:
-        runs_dir: ``./runs`` where None.
-        env: As in `record`.
-    """
+    """The newest run in the runs folder (``./runs``); where that is empty, the newest that this account submitted."""
     made: list[tuple[int, Path]] = []
     try:
         with os.scandir(os.path.abspath(runs_dir or DEFAULT_RUNS_DIR)) as folders:
@@ -253,13 +217,13 @@ def last_run(runs_dir: Path | None = None, *, env: Mapping[str, str] | None = No
 
 
 def account_runs(*, env: Mapping[str, str] | None = None) -> list[Path]:
-    """The run directories of this account's jobs that are still there, the last submitted one first."""
+    """The existing run directories of this account's jobs, the last submitted one first."""
     folders = dict.fromkeys(entry.run_dir for entry in known_jobs(env=env))
     return [folder for folder in folders if RunPaths(folder).run_json.is_file()]
 
 
 def array_tasks(paths: RunPaths) -> tuple[int, ...]:
-    """The tasks of the array of runs at `paths`, ascending; none where it is a single run, or can't be read."""
+    """The tasks of the array of runs at `paths`, ascending; empty for a single run, or an unreadable one."""
     try:
         found = map(task_index, os.listdir(paths.root))
     except OSError:
@@ -277,7 +241,7 @@ def _by_task_of_run(text: str, runs: Path) -> Path | None:
 
 
 def _by_run_id(text: str, runs: Path, *, digits: bool = False) -> Path | None:
-    """By the whole id, or by how it begins; what could be a job id is taken for a beginning with `digits` alone."""
+    """Find a whole id, or its beginning; a possible job id counts as a beginning only with `digits`."""
     if RunPaths(runs / text).run_json.is_file():
         return runs / text
     if is_job_id(text) and not digits:

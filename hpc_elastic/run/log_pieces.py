@@ -1,8 +1,8 @@
 """The pieces of an output file that is rotated by size: their names, and reading back from their end.
 
 ``stdout.log`` is the piece that is being written. When it is full it becomes ``stdout.log.000``, the next one
-``stdout.log.001`` and so on: in order, and none is ever renamed again. The first one is always kept, since that is
-where a run's first error often stands; of the others, the latest.
+``stdout.log.001`` and so on: in order, and none is ever renamed again. The first one, where a run's first error often
+stands, is always kept, and so are the latest of the others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"\.([0-9]{3,9})\Z")
 
 
 class PieceLimit(Struct, frozen=True, kw_only=True):
-    """When an output file is rotated, and what is kept of it."""
+    """The limits of a rotated output file."""
 
     size: int
     """Bytes of the largest piece."""
@@ -34,11 +34,7 @@ class PieceLimit(Struct, frozen=True, kw_only=True):
 
 
 def parse_bytes(text: str, option: str) -> int:
-    """Read ``1G``, ``500M``, ``64K`` or bytes; powers of 1024, ``GB`` and ``GiB`` too.
-
-    Raises:
-        UsageError: anything else.
-    """
+    """Read ``1G``, ``500M``, ``64K`` or bytes; powers of 1024, ``GB`` and ``GiB`` too."""
     match = _SIZE.match(text.strip())
     if match is None:
         raise UsageError(f"{option} {text!r}: give a size such as 500M or 1G (K, M, G, T: powers of 1024)")
@@ -46,11 +42,7 @@ def parse_bytes(text: str, option: str) -> int:
 
 
 def parse_size(text: str, option: str) -> int:
-    """The size at which a log is rotated, as `parse_bytes` reads it.
-
-    Raises:
-        UsageError: no size, or less than 64K.
-    """
+    """Read the size at which a log is rotated."""
     size = parse_bytes(text, option)
     if not SMALLEST_PIECE <= size <= _LARGEST_PIECE:
         raise UsageError(f"{option} {text}: give from 64K to 1024T; without the option files grow without limit")
@@ -58,27 +50,18 @@ def parse_size(text: str, option: str) -> int:
 
 
 def parse_count(text: str, option: str) -> int:
-    """Read how many pieces are kept.
-
-    Raises:
-        UsageError: no whole number from 2 to 1000.
-    """
     if not (text.isascii() and text.isdigit() and 2 <= int(text[:9]) <= 1000):
         raise UsageError(f"{option} {text}: give a whole number from 2 to 1000; the first and the last piece are kept")
     return int(text)
 
 
 def piece_path(path: Path, number: int) -> Path:
-    """Where the full piece `number` (from 0) of the output file `path` lies."""
+    """The path of the full piece `number` (from 0) of the output file `path`."""
     return path.with_name(f"{path.name}.{number:03d}")
 
 
 def find_pieces(path: Path) -> list[int]:
-    """The numbers of the full pieces of `path` that are there, ascending.
-
-    Raises:
-        OSError: its folder can't be listed.
-    """
+    """The numbers of the full pieces of `path`, ascending. Raises OSError: its folder can't be listed."""
     found = []
     for name in os.listdir(path.parent):
         match = _NUMBER.search(name)
@@ -88,7 +71,7 @@ def find_pieces(path: Path) -> list[int]:
 
 
 def to_remove(numbers: Sequence[int], count: int) -> list[int]:
-    """Which of the full pieces `numbers` (ascending) to remove, so that `count` are left with the one being written."""
+    """The full pieces of `numbers` (ascending) to remove, so that `count` are left with the one being written."""
     return list(numbers[1 : len(numbers) - (count - 2)]) if len(numbers) > count - 1 else []
 
 
@@ -96,12 +79,12 @@ class EndReader:
     """Reads an output file back from its end, over its pieces. As a context manager; positions count from the end."""
 
     def __init__(self, path: Path | str) -> None:
-        """Raises OSError where the piece that was written last can't be opened."""
+        """Raises OSError: the piece that was written last can't be opened."""
         self._path = Path(path)
         self._fds: list[int] = []
         self._sizes: list[int] = []
         self._left: list[int] | None = None
-        """Numbers of the full pieces that were not opened yet; None: not looked for."""
+        """Numbers of the full pieces that were not opened yet; None: not searched yet."""
         try:
             self._open(self._path)
         except FileNotFoundError:
@@ -110,11 +93,7 @@ class EndReader:
                 raise
 
     def read(self, count: int, *, before: int = 0) -> bytes:
-        """Up to `count` bytes that end `before` bytes before the end.
-
-        Raises:
-            OSError: they can't be read.
-        """
+        """Read up to `count` bytes that end `before` bytes before the end. Raises OSError."""
         while sum(self._sizes) < before + count and self._open_earlier():
             pass
         parts = []
@@ -130,7 +109,7 @@ class EndReader:
         return b"".join(reversed(parts))
 
     def has(self, count: int) -> bool:
-        """Whether there are more than `count` bytes."""
+        """Check for more than `count` bytes."""
         while sum(self._sizes) <= count and self._open_earlier():
             pass
         return sum(self._sizes) > count
@@ -168,7 +147,7 @@ class EndReader:
 
 
 def holds_at_end(path: Path | str, words: bytes, *, within: int) -> bool:
-    """Whether `words` stand in the last `within` bytes of an output file. Never raises."""
+    """Check for `words` in the last `within` bytes of an output file. Never raises."""
     try:
         with EndReader(path) as file:
             return words in file.read(within)

@@ -1,8 +1,8 @@
-"""Which nodes to leave out of the next attempt: pure functions over what happened there.
+"""The evidence against nodes (nodes.json in the run directory), and which of them the next attempt leaves out.
 
-A node is bad by what is known to break with the node (it was lost, it failed a health check, the driver named its GPU),
-or where failures keep beginning. A failure that begins on one node and then on another moves with the code, and speaks
-against none of them. Everything expires, and never are so many nodes left out that a run could not have its MIN.
+A node is bad by a failure that is known to break with the node (it was lost, it failed a health check, the driver named
+its GPU), or where failures keep beginning. A failure that begins on one node and then on another moves with the code,
+and counts against none of them. Everything expires, and enough nodes for the run's MIN are always kept.
 """
 
 from __future__ import annotations
@@ -10,31 +10,36 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from enum import Enum
 from itertools import combinations
+from pathlib import Path
 
 from msgspec import Struct
+from msgspec.structs import replace
 
+from hpc_elastic.base import codec
+from hpc_elastic.base.files import read_json, write_json
 from hpc_elastic.run.option_values import DEFAULT_HOURS, DEFAULT_SHARE
 
 BAD = 1.0
-"""From this score on a node is left out."""
+"""Least score of a node that is left out."""
+MOST_EVIDENCE = 2000
+"""The latest are kept."""
+_LARGEST_FILE = 4 << 20
 _FEW = 3
 _AHEAD_NS = 3600 * 10**9
-"""So far ahead of now the time of a piece of evidence may be: hosts' clocks differ. Beyond, it is left out."""
+"""Evidence from further ahead of now is ignored; hosts' clocks differ."""
 
 
 class EvidenceKind(str, Enum):
-    """What speaks against a node."""
-
     LOST = "lost"
     """It fell silent, or Slurm gave it up, or no agent could be started there."""
     UNHEALTHY = "unhealthy"
     """It failed a health check."""
     HARDWARE = "hardware"
-    """A worker's words name a broken part of it: an ECC error, an Xid."""
+    """A worker's message names a broken part of it: an ECC error, an Xid."""
     APART = "apart"
     """All its workers failed alike, and none of the other nodes': something is missing there."""
     FIRST_FAILURE = "first_failure"
-    """A round's first failure was there, by a signal, a hang or something that the node offers."""
+    """A round's first failure was there, by a signal, a hang or a resource of the node."""
     FIRST_EXCEPTION = "first_exception"
     """A round's first failure was there, and an exception: most often the code's own."""
 
@@ -56,24 +61,63 @@ class Evidence(Struct, frozen=True, kw_only=True):
     node: str
     kind: EvidenceKind
     at_ns: int
-    """By the wall clock of the host that saw it."""
+    """The wall clock of the host that saw it."""
     why: str = ""
-    """In words, for people."""
     fingerprint: str = ""
-    """Of a failure."""
     attempt: int = -1
     round: int = -1
 
 
-class NodeScore(Struct, frozen=True, kw_only=True):
-    """How bad a node is."""
+class NodeRecord(Struct, frozen=True, kw_only=True):
+    """The contents of nodes.json."""
 
+    evidence: tuple[Evidence, ...] = ()
+    excluded: tuple[str, ...] = ()
+    """The nodes that this program, and not the user, has put on the job's list of excluded ones."""
+    saved_ns: int = 0
+    """The writer's wall clock."""
+    problem: str = ""
+    """Why the file is unreadable; empty also where it is missing."""
+
+
+def load_record(path: Path) -> NodeRecord:
+    """Read nodes.json. Never raises."""
+    value = read_json(path, limit=_LARGEST_FILE)
+    if isinstance(value, str):
+        return NodeRecord(problem="" if value == "missing" else str(value))
+    if problem := codec.version_problem(value):
+        return NodeRecord(problem=problem)
+    evidence = codec.readable_items(Evidence, value.get("evidence"))
+    rest = codec.readable_fields(NodeRecord, {**value, "evidence": (), "problem": ""})
+    return NodeRecord(**{**rest, "evidence": tuple(item for item in evidence if item.node)})
+
+
+def save_record(path: Path, record: NodeRecord) -> None:
+    """Write nodes.json whole. Raises OSError."""
+    latest = sorted(dict.fromkeys(record.evidence), key=lambda item: item.at_ns)[-MOST_EVIDENCE:]
+    codec.save(path, replace(record, evidence=tuple(latest)), without=("problem",))
+
+
+def forget_in(path: Path, nodes: Collection[str] | None) -> int:
+    """Remove the evidence of some nodes, or of all, from a file. Returns how much that was. Raises OSError."""
+    value = read_json(path, limit=_LARGEST_FILE)
+    if isinstance(value, str):
+        return 0
+    listed = value.get("evidence")
+    known = [item for item in listed if isinstance(item, dict)] if isinstance(listed, list) else []
+    kept = [] if nodes is None else [item for item in known if item.get("node") not in nodes]
+    if len(kept) < len(known):
+        write_json(path, {**value, "evidence": kept})
+    return len(known) - len(kept)
+
+
+class NodeScore(Struct, frozen=True, kw_only=True):
     node: str
     score: float
     evidence: tuple[Evidence, ...]
-    """What counts, the latest first."""
+    """Unexpired evidence, the latest first."""
     until_ns: int
-    """When its score falls below `BAD`, where nothing more happens; when its last evidence expires, where it is."""
+    """When its score falls below `BAD` without new evidence; for a good node, when its last evidence expires."""
 
     @property
     def is_bad(self) -> bool:
@@ -81,28 +125,23 @@ class NodeScore(Struct, frozen=True, kw_only=True):
 
     @property
     def why(self) -> str:
-        """The latest of what weighs most, in words."""
+        """The latest of the heaviest evidence, for people."""
         heaviest = max(self.evidence, key=lambda item: WEIGHTS[item.kind])
         more = len(self.evidence) - 1
         return f"{heaviest.why or heaviest.kind.value.replace('_', ' ')}{f' (and {more} more)' if more else ''}"
 
 
 class Exclusion(Struct, frozen=True, kw_only=True):
-    """Which nodes to leave out."""
-
     nodes: tuple[str, ...] = ()
-    """Sorted by name; may be empty."""
+    """Nodes to leave out, sorted by name."""
     spared: tuple[tuple[str, str], ...] = ()
-    """Bad ones that stay in, each with the reason."""
+    """Bad nodes that stay in, each with the reason."""
 
 
 def score_nodes(evidence: Iterable[Evidence], *, now_ns: int, hours: float = DEFAULT_HOURS) -> tuple[NodeScore, ...]:
-    """The score of every node that something counts against, the worst first.
+    """The score of every node with evidence against it, the worst first.
 
-    Args:
-        evidence: In any order; the same thing reported twice counts once.
-        now_ns: The wall clock.
-        hours: For how long something counts.
+    `evidence` may be in any order; the same thing reported twice counts once. It expires after `hours`.
     """
     life_ns = int(hours * 3600e9)
     counts = [item for item in dict.fromkeys(evidence) if now_ns - life_ns < item.at_ns <= now_ns + _AHEAD_NS]
@@ -122,8 +161,8 @@ def score_nodes(evidence: Iterable[Evidence], *, now_ns: int, hours: float = DEF
 
 
 def _moved(counts: Sequence[Evidence]) -> set[str]:
-    """The failures that some nodes had apart from the others, and in another round other nodes: these move with the
-    code. Several nodes of one round may lack the same."""
+    """Find the failures that some nodes had apart from the others, and in another round other nodes: these move with
+    the code. Several nodes of one round may lack the same."""
     rounds: dict[str, dict[tuple[int, int], set[str]]] = {}
     for item in counts:
         if item.kind is EvidenceKind.APART:
@@ -133,7 +172,7 @@ def _moved(counts: Sequence[Evidence]) -> set[str]:
 
 
 def _score(node: str, items: list[Evidence], life_ns: int) -> NodeScore:
-    # By everything, so that neither the order nor the first reporter matters.
+    # The order has every field, so that neither the input's order nor the first reporter matters.
     items.sort(key=lambda e: (-e.at_ns, e.kind.value, e.why, e.attempt, e.round, e.fingerprint))
     total = sum(WEIGHTS[item.kind] for item in items)
     left, until = total, items[-1].at_ns
@@ -146,7 +185,7 @@ def _score(node: str, items: list[Evidence], life_ns: int) -> NodeScore:
 
 
 def is_everywhere(unable: int, *, nodes: int) -> bool:
-    """Whether so many nodes of an attempt could not run the agent that it is what they share, and speaks against none.
+    """Check whether so many nodes could not run the agent that the cause is shared, and counts against none of them.
 
     The batch host, where the supervisor runs, has the interpreter and the run directory in any case: of four nodes or
     more, all the others are as good as all. One node alone shows nothing.
@@ -166,12 +205,12 @@ def choose_excluded(
     """Choose the nodes to leave out, the worst first.
 
     Args:
-        scores: From `score_nodes`.
-        known: Names of the nodes that the job may get, by Slurm's own word: another name never comes out.
+        scores: Results of `score_nodes`.
+        known: Names of the nodes that the job may get, by Slurm's answer: another name never comes out.
         usable: Those of them that are not down or drained; busy ones count.
         need: The run's MIN: so many usable nodes are left.
         required: Nodes that the job was submitted for by name.
-        share: Of `known` never more are left out.
+        share: Maximum share of `known` to exclude.
     """
     most = int(len(set(known)) * share + 1e-9)
     chosen: list[str] = []

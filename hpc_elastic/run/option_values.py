@@ -1,7 +1,7 @@
-"""What the values of options are: one type for each, and the one parser that makes it from what the user wrote.
+"""The types of options' values, each with the one parser that makes it from the user's text.
 
-`hpc-elastic submit` parses each option once; the values travel in run.json (`run.spec`), and what reads a run.json, the
-agents among it, gets them back as these types. The same parsers read the text that a run.json of format 1 holds.
+`hpc-elastic submit` parses each option once; the values travel in run.json (`run.spec`), and readers of a run.json, the
+agents among them, get them back as these types. The same parsers read the text that a run.json of format 1 holds.
 Every ``parse_*`` takes the option as the user called it and raises UsageError, which names it and the wrong part.
 """
 
@@ -25,7 +25,7 @@ E = TypeVar("E", bound=Enum)
 
 
 def whole(*, least: int, most: int, wanted: str = "") -> Callable[[str, str], int]:
-    """A parser of whole numbers; `wanted` is what the message asks for."""
+    """Make a parser of whole numbers, whose message asks for `wanted`."""
 
     def parse(text: str, option: str) -> int:
         if not (text.isascii() and text.isdigit() and least <= int(text[:10]) <= most):
@@ -35,27 +35,27 @@ def whole(*, least: int, most: int, wanted: str = "") -> Callable[[str, str], in
     return parse
 
 
-def parse_seconds(text: str, option: str) -> float:
-    """0 or more."""
-    return _seconds(text, option, zero=True)
-
-
-def parse_positive_seconds(text: str, option: str) -> float:
-    return _seconds(text, option, zero=False)
-
-
-def _seconds(text: str, option: str, *, zero: bool) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
+def parse_seconds(text: str, option: str, *, zero: bool = True) -> float:
+    seconds = number_of(text)
     if not (0 <= seconds < 1e9 and (zero or seconds > 0)):
         raise UsageError(f"{option} {text}: give seconds, {'0 or more' if zero else 'more than 0'}")
     return seconds
 
 
+def parse_positive_seconds(text: str, option: str) -> float:
+    return parse_seconds(text, option, zero=False)
+
+
+def number_of(text: str) -> float:
+    """A number; -1 for any other text."""
+    try:
+        return float(text)
+    except ValueError:
+        return -1.0
+
+
 def one_of(kind: type[E]) -> Callable[[str, str], E]:
-    """A parser of the values of an enumeration."""
+    """Make a parser of the values of an enumeration."""
 
     def parse(text: str, option: str) -> E:
         try:
@@ -68,7 +68,7 @@ def one_of(kind: type[E]) -> Callable[[str, str], E]:
 
 
 class StartMethod(str, Enum):
-    """``--start-method``: how a worker's process comes to be."""
+    """``--start-method``: how a worker's process is started."""
 
     SPAWN = "spawn"
     """A fresh interpreter."""
@@ -82,7 +82,7 @@ def parse_start_method(text: str, option: str) -> StartMethod:
 
 
 class NumaBinding(str, Enum):
-    """``--numa-binding``: which CPUs a worker may use. torchrun's values; `agent.numa_binding` has their meanings."""
+    """``--numa-binding``: torchrun's values; `agent.numa_binding` has their meanings."""
 
     NODE = "node"
     SOCKET = "socket"
@@ -91,7 +91,7 @@ class NumaBinding(str, Enum):
 
 
 def parse_modules(text: str, option: str) -> tuple[str, ...]:
-    """``auto,mylib.models``: modules by their dotted names."""
+    """Read ``auto,mylib.models``: modules by their dotted names."""
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     if not names or not all(part.isidentifier() for name in names for part in name.split(".")):
         raise UsageError(
@@ -101,10 +101,10 @@ def parse_modules(text: str, option: str) -> tuple[str, ...]:
 
 
 class GrowPolicy(str, Enum):
-    """``--grow``: when a node that waits is taken into a healthy round that is smaller than MAX."""
+    """``--grow``: when a waiting node is taken into a healthy round that is smaller than MAX."""
 
     CHECKPOINT = "checkpoint"
-    """After the next checkpoint that the script reports; at once where it has reported none for some minutes."""
+    """After the next checkpoint that the script reports; at once after some minutes without a report."""
     NOW = "now"
     NEVER = "never"
     """Only where a new round begins for another reason."""
@@ -116,7 +116,6 @@ class RequeueChoice(str, Enum):
     AUTO = "auto"
     """CHAIN where the job can't be requeued, else SCONTROL."""
     SCONTROL = "scontrol"
-    """The same job again."""
     CHAIN = "chain"
     """A follow-on job."""
 
@@ -133,7 +132,7 @@ _ENDING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 
 
 def parse_handled_signals(text: str, option: str) -> tuple[str, ...]:
-    """torchrun's ``SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1``: those beside its first four, which always end a run."""
+    """Read torchrun's ``SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1``, without its first four, which always end a run."""
     names = dict.fromkeys(parse_signal(word.strip(), option) for word in text.split(",") if word.strip())
     if "SIGCHLD" in names:
         raise UsageError(f"{option} {text}: SIGCHLD reports the end of a process here; leave it out")
@@ -141,11 +140,11 @@ def parse_handled_signals(text: str, option: str) -> tuple[str, ...]:
 
 
 MOST_WORKERS = 4096
-"""On one node. A larger figure has a digit too many, and the node would fork until it stands still."""
+"""Limit of one node. A larger figure has a digit too many, and the node would fork until it stands still."""
 
 
 def parse_nproc(text: str, option: str) -> str:
-    """A number of workers, ``auto``, ``gpu`` or ``cpu``: what the last three mean is found out on each node."""
+    """Read a number of workers, ``auto``, ``gpu`` or ``cpu``: each node resolves the last three."""
     if text in ("auto", "gpu", "cpu") or (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= MOST_WORKERS):
         return text
     raise UsageError(f"{option} {text}: give a number of workers from 1 to {MOST_WORKERS}, or auto, gpu or cpu")
@@ -175,7 +174,6 @@ class StreamChoice(Struct, frozen=True, kw_only=True):
     by_local_rank: Mapping[int, Std] = field(default_factory=dict)
 
     def of(self, local_rank: int) -> Std:
-        """The streams of `local_rank`."""
         return self.by_local_rank.get(local_rank, self.default)
 
     def __str__(self) -> str:
@@ -183,7 +181,8 @@ class StreamChoice(Struct, frozen=True, kw_only=True):
 
 
 def parse_std_streams(text: str, option: str) -> StreamChoice:
-    """``0`` (none), ``1`` (stdout), ``2`` (stderr) or ``3`` (both); ``0:3,1:1``: ranks that are not named have none."""
+    """Read ``0`` (none), ``1`` (stdout), ``2`` (stderr), ``3`` (both) or ``0:3,1:1``: ranks that are not named have
+    none."""
     words = [word.strip() for word in text.strip().split(",")]
     if words[0] in ("0", "1", "2", "3") and len(words) == 1:
         return StreamChoice(default=Std(int(words[0])))
@@ -202,7 +201,7 @@ def parse_std_streams(text: str, option: str) -> StreamChoice:
 
 
 def parse_local_ranks(text: str, option: str = "--local-ranks-filter") -> tuple[int, ...]:
-    """``0,2``: local ranks, sorted, each once."""
+    """Read ``0,2``: local ranks, sorted, each once."""
     words = [word.strip() for word in text.split(",")]
     if not all(map(_is_rank, words)):
         raise UsageError(f"{option} {text!r}: give local ranks separated by commas, such as 0,2")
@@ -214,7 +213,6 @@ RankRanges = tuple[tuple[int, int], ...]
 
 
 def parse_rank_ranges(text: str, option: str) -> RankRanges:
-    """``0-3,8``: global ranks."""
     found: list[tuple[int, int]] = []
     for word in (word.strip() for word in text.split(",")):
         first, dash, last = word.partition("-")
@@ -240,16 +238,7 @@ def shown_in_job_log(
     only_local_ranks: tuple[int, ...] | None,
     only_ranks: RankRanges | None = None,
 ) -> Std:
-    """Which streams of a worker go to the job log.
-
-    Args:
-        local_rank: Of the worker.
-        rank: Its global one.
-        redirects: Streams that stay out of it.
-        tee: Streams that go there all the same.
-        only_local_ranks: Only these go there; None: all.
-        only_ranks: The same, by global rank.
-    """
+    """The streams of a worker that go to the job log: only for ranks in both filters, if given, and `tee` wins."""
     if only_local_ranks is not None and local_rank not in only_local_ranks:
         return Std.NONE
     if only_ranks is not None and not any(first <= rank <= last for first, last in only_ranks):
@@ -279,17 +268,17 @@ class SectionTimeouts(Struct, frozen=True, kw_only=True):
 
     @property
     def by_section(self) -> dict[str, float]:
-        """The timeouts; of ``step:auto`` the least that it can be."""
+        """The timeouts, with the least that a learned one can be."""
         return {**self.seconds, **({STEP: LEARNED_LEAST} if self.learns_step else {})}
 
     @property
     def shortest(self) -> float | None:
-        """No worker can hang for less and be judged; None where no worker is judged."""
+        """The least timeout; None where no worker is judged."""
         return min(self.by_section.values(), default=None)
 
 
 def parse_section_timeouts(text: str, option: str = "--section-timeouts") -> SectionTimeouts:
-    """``setup:900,step:60,checkpoint:300`` or ``step:auto``."""
+    """Read ``setup:900,step:60,checkpoint:300`` or ``step:auto``."""
     seconds: dict[str, float] = {}
     learns = False
     for part in text.split(","):
@@ -318,7 +307,7 @@ def parse_section_timeouts(text: str, option: str = "--section-timeouts") -> Sec
 
 
 def parse_health_command(text: str, option: str = "--health-check") -> tuple[str, ...]:
-    """The user's own check, quoted as for a shell, as an argument list; no shell is started."""
+    """Read the user's own check, quoted as for a shell, as an argument list; no shell is started."""
     try:
         argv = tuple(shlex.split(text))
     except ValueError as error:
@@ -332,14 +321,11 @@ def parse_health_command(text: str, option: str = "--health-check") -> tuple[str
 
 
 class MetricsTarget(Struct, frozen=True, kw_only=True):
-    """``--metrics``: where each agent writes its figures."""
-
     path: str
     """Absolute; ``{host}`` stands for the node's name."""
 
 
 def parse_metrics(text: str, option: str = "--metrics") -> MetricsTarget:
-    """``prometheus:FILE.prom``."""
     form, _, path = text.partition(":")
     if form == "jsonl":
         raise UsageError(f"{option} {text!r}: JSON lines were removed; give prometheus:FILE.prom")
@@ -362,7 +348,7 @@ _NUMBERS = (
 
 
 def parse_rdzv_conf(text: str, option: str = "--rdzv-conf") -> dict[str, float | bool]:
-    """``timeout=900,doorbell=off``: fields of `RendezvousSettings`."""
+    """Read ``timeout=900,doorbell=off``: fields of `RendezvousSettings`."""
     conf: dict[str, str] = {}
     for item in filter(None, text.split(",")):
         key, equals, value = item.partition("=")
@@ -375,7 +361,7 @@ def parse_rdzv_conf(text: str, option: str = "--rdzv-conf") -> dict[str, float |
 def rdzv_values(
     conf: Mapping[str, str | float | bool], option: str = "--rdzv-conf", *, known_only: bool = True
 ) -> dict[str, float | bool]:
-    """The same of keys and values; values that are no text are kept, unknown keys only with ``known_only=False``."""
+    """Parse the values; those that are no text are kept, unknown keys only with ``known_only=False``."""
     values: dict[str, float | bool] = {}
     for key, text in conf.items():
         if known_only and key not in (*_SWITCHES, *_NUMBERS):
@@ -387,10 +373,7 @@ def rdzv_values(
                 raise UsageError(f"{option} {key}={text}: give on or off")
             values[key] = text.lower() in ("on", "true", "1")
         else:
-            try:
-                number = float(text)
-            except ValueError:
-                raise UsageError(f"{option} {key}={text}: not a number of seconds") from None
+            number = number_of(text)
             if not 0 < number < 1e7:
                 raise UsageError(f"{option} {key}={text}: give a positive number of seconds")
             values[key] = number
@@ -401,9 +384,8 @@ def rdzv_values(
 
 
 class Scope(str, Enum):
-    """Whether a run's next attempt does without bad nodes."""
-
     RUN = "run"
+    """A run's next attempt leaves bad nodes out."""
     OFF = "off"
 
 
@@ -413,13 +395,11 @@ MOST_HOURS = 24.0 * 365
 
 
 class BadNodeSettings(Struct, frozen=True, kw_only=True):
-    """``--bad-nodes``."""
-
     scope: Scope = Scope.RUN
     hours: Annotated[float, Meta(ge=0, le=MOST_HOURS)] = DEFAULT_HOURS
-    """For how long something counts."""
+    """Evidence expires after this."""
     share: float = DEFAULT_SHARE
-    """Of the partition's nodes never more are left out."""
+    """Maximum share of the partition to exclude."""
 
     def __str__(self) -> str:
         hours = f",hours={self.hours:g}" if self.hours != DEFAULT_HOURS else ""
@@ -428,7 +408,7 @@ class BadNodeSettings(Struct, frozen=True, kw_only=True):
 
 
 def parse_bad_nodes(text: str, option: str = "--bad-nodes") -> BadNodeSettings:
-    """``run`` or ``off``, with ``hours=24`` and ``share=0.33`` behind it; empty: the default."""
+    """Read ``run`` or ``off``, with ``hours=24`` and ``share=0.33`` behind it; empty: the default."""
     scope, found = Scope.RUN, {"hours": DEFAULT_HOURS, "share": DEFAULT_SHARE}
     for index, word in enumerate(text.split(",")) if text else ():
         name, equals, value = word.strip().partition("=")
@@ -446,11 +426,3 @@ def parse_bad_nodes(text: str, option: str = "--bad-nodes") -> BadNodeSettings:
         else:
             raise UsageError(f"{option} {text}: give run or off, with hours=24 or share=0.33 after it")
     return BadNodeSettings(scope=scope, hours=found["hours"], share=found["share"])
-
-
-def number_of(text: str) -> float:
-    """-1 for what is none."""
-    try:
-        return float(text)
-    except ValueError:
-        return -1.0

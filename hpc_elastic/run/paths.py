@@ -1,4 +1,4 @@
-"""Where everything lies in a run directory. Names only: nothing here touches the disk.
+"""The layout of a run directory. Names only: nothing here touches the disk.
 
 ::
 
@@ -7,7 +7,7 @@
       preload.json                       what the fork servers import (run/preload.py)
       secret                             0600: authenticates notifications (store/notifier.py)
       job.sbatch  job.log                the exact script, and what the batch host printed (appended by every attempt)
-      nodes.json                         what speaks against nodes, and which are left out (run/node_records.py)
+      nodes.json                         the evidence against nodes, and which are left out (run/node_score.py)
       call.pkl  launcher.json            of a submitted function: see submission/call.py
       latest -> attempt-000
       attempt-000/                       one per execution of the job
@@ -44,26 +44,25 @@ _TASK = re.compile(r"task-(\d+)\Z", re.ASCII)
 _RANK = re.compile(r"rank-(\d{5,})\Z")
 
 
+class _File:
+    """A path below `root`, as an attribute of the folder's type."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: RankPaths | AttemptPaths | RunPaths, kind: type | None = None) -> Path:
+        return folder.root / self._name
+
+
 class RankPaths(Struct, frozen=True):
     """The files of one worker in one round."""
 
     root: Path
 
-    @property
-    def stdout(self) -> Path:
-        return self.root / "stdout.log"
-
-    @property
-    def stderr(self) -> Path:
-        return self.root / "stderr.log"
-
-    @property
-    def error_file(self) -> Path:
-        return self.root / "error.json"
-
-    @property
-    def stacks(self) -> Path:
-        return self.root / "stacks.txt"
+    stdout = _File("stdout.log")
+    stderr = _File("stderr.log")
+    error_file = _File("error.json")
+    stacks = _File("stacks.txt")
 
 
 class AttemptPaths(Struct, frozen=True):
@@ -71,52 +70,25 @@ class AttemptPaths(Struct, frozen=True):
 
     root: Path
 
+    attempt_json = _File("attempt.json")
+    store = _File("store")
+    events = _File("events")
+    result_json = _File("result.json")
+    report_json = _File("report.json")
+    report_text = _File("report.txt")
+    report_html = _File("report.html")
+    supervisor_error_file = _File("supervisor.error.json")
+    suspicions = _File("suspicions")
+
     @property
     def number(self) -> int:
-        match = _ATTEMPT.match(self.root.name)
-        return int(match.group(1)) if match else 0
-
-    @property
-    def attempt_json(self) -> Path:
-        return self.root / "attempt.json"
-
-    @property
-    def store(self) -> Path:
-        return self.root / "store"
-
-    @property
-    def events(self) -> Path:
-        return self.root / "events"
-
-    @property
-    def result_json(self) -> Path:
-        return self.root / "result.json"
-
-    @property
-    def report_json(self) -> Path:
-        return self.root / "report.json"
-
-    @property
-    def report_text(self) -> Path:
-        return self.root / "report.txt"
-
-    @property
-    def report_html(self) -> Path:
-        return self.root / "report.html"
-
-    @property
-    def supervisor_error_file(self) -> Path:
-        return self.root / "supervisor.error.json"
+        return attempt_number(self.root.name) or 0
 
     def agent_error_file(self, node: int) -> Path:
         return self.root / f"agent-{node:05d}.error.json"
 
     def heartbeats(self, node: int) -> Path:
         return self.root / "heartbeats" / f"node-{node:05d}.json"
-
-    @property
-    def suspicions(self) -> Path:
-        return self.root / "suspicions"
 
     def setup_log(self, node: int) -> Path:
         return self.root / "setup" / f"node-{node:05d}.log"
@@ -136,9 +108,17 @@ class RunPaths(Struct, frozen=True):
 
     root: Path
 
+    run_json = _File("run.json")
+    preload = _File("preload.json")
+    secret = _File("secret")
+    script = _File("job.sbatch")
+    job_log = _File("job.log")
+    nodes_json = _File("nodes.json")
+    latest = _File("latest")
+
     @property
     def run_id(self) -> str:
-        """The folder's name; of an array's task ``<the array's>_<k>``, as Slurm writes such jobs."""
+        """The folder's name; for an array's task ``<the array's>_<k>``, Slurm's notation of such jobs."""
         task = task_index(self.root.name)
         return self.root.name if task is None else f"{self.root.parent.name}_{task}"
 
@@ -146,73 +126,39 @@ class RunPaths(Struct, frozen=True):
         """The run of one task of this array."""
         return RunPaths(self.root / f"task-{index}")
 
-    @property
-    def run_json(self) -> Path:
-        return self.root / "run.json"
-
-    @property
-    def preload(self) -> Path:
-        return self.root / "preload.json"
-
-    @property
-    def secret(self) -> Path:
-        return self.root / "secret"
-
-    @property
-    def script(self) -> Path:
-        return self.root / "job.sbatch"
-
-    @property
-    def job_log(self) -> Path:
-        return self.root / "job.log"
-
-    @property
-    def nodes_json(self) -> Path:
-        return self.root / "nodes.json"
-
-    @property
-    def latest(self) -> Path:
-        return self.root / "latest"
-
     def attempt(self, number: int) -> AttemptPaths:
         return AttemptPaths(self.root / f"attempt-{number:03d}")
 
     def attempts(self) -> list[AttemptPaths]:
-        """Those that have begun, the newest last.
-
-        Raises:
-            OSError: the run directory can't be listed.
-        """
+        """The attempts that have begun, the newest last. Raises OSError: the run directory can't be listed."""
         numbers = [number for name in os.listdir(self.root) if (number := attempt_number(name)) is not None]
         return [self.attempt(number) for number in sorted(numbers)]
 
     def begun_attempts(self) -> list[AttemptPaths]:
-        """The same; none where the run directory can't be listed."""
+        """The same; empty where the run directory can't be listed."""
         try:
             return self.attempts()
         except OSError:
             return []
 
 
-def attempt_number(name: str) -> int | None:
-    """``attempt-007`` → 7; None for any other name."""
-    match = _ATTEMPT.match(name)
+def _number(pattern: re.Pattern[str], name: str) -> int | None:
+    match = pattern.match(name)
     return int(match.group(1)) if match else None
+
+
+def attempt_number(name: str) -> int | None:
+    """``attempt-007`` → 7; None for any other name. The three below read other folders' names in the same way."""
+    return _number(_ATTEMPT, name)
 
 
 def task_index(name: str) -> int | None:
-    """``task-7`` → 7; None for any other name."""
-    match = _TASK.match(name)
-    return int(match.group(1)) if match else None
+    return _number(_TASK, name)
 
 
 def round_index(name: str) -> int | None:
-    """``round-007`` → 7; None for any other name."""
-    match = _ROUND.match(name)
-    return int(match.group(1)) if match else None
+    return _number(_ROUND, name)
 
 
 def rank_index(name: str) -> int | None:
-    """``rank-00007`` → 7; None for any other name."""
-    match = _RANK.match(name)
-    return int(match.group(1)) if match else None
+    return _number(_RANK, name)

@@ -1,4 +1,4 @@
-"""What a run's fork servers import: given by the user, learned from workers, left out; `preload.json`, one of a run."""
+"""The modules that a run's fork servers import: given by the user, learned from workers, left out; `preload.json`."""
 
 from __future__ import annotations
 
@@ -12,51 +12,48 @@ from hpc_elastic.base import codec
 from hpc_elastic.base.files import Unreadable
 
 AUTO = "auto"
-"""Of ``--preload``: torch, and what workers are seen to import of it and of the libraries that the script names."""
+"""Value of ``--preload``: torch, and the imports that workers are seen to make of it and of the script's libraries."""
 
 
 class Preload(Struct, frozen=True, kw_only=True):
-    """What a server imports."""
+    """The modules that a server imports."""
 
     modules: tuple[str, ...]
     """Given by the user; torch for ``auto``."""
     learned: tuple[str, ...] = ()
-    """Which workers of earlier rounds were seen to import."""
+    """Imports that workers of earlier rounds were seen to make."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Module → why it can't be shared."""
     is_auto: bool = False
 
     def without(self, module: str, why: str) -> Preload:
-        """The same, and `module` is left out."""
         return replace(self, left_out={**self.left_out, module: why})
 
     def with_learned(self, modules: Sequence[str]) -> Preload:
-        """The same, with what a worker was seen to import."""
         return replace(self, learned=tuple(dict.fromkeys((*self.learned, *modules))))
 
     def merged(self, other: Preload) -> Preload:
-        """The same, with what another node has learned and left out."""
+        """Add the modules that another node has learned and left out."""
         learned = self.with_learned(other.learned)
         return replace(learned, left_out={**other.left_out, **self.left_out})
 
     @property
     def wanted(self) -> list[str]:
-        """In the order of their import."""
+        """The modules in the order of their import."""
         return [name for name in dict.fromkeys((*self.modules, *self.learned)) if name not in self.left_out]
 
     def save(self, path: Path) -> None:
-        """Write preload.json."""
         codec.save(path, self, durable=False)
 
 
 def load_preload(path: Path) -> Preload | None:
-    """What preload.json holds; None where there is none that can be read."""
+    """The contents of preload.json; None where it is missing or unreadable."""
     kept = codec.load(path, Preload)
     return None if isinstance(kept, Unreadable) else kept
 
 
 def preload_for(modules: Sequence[str], path: Path) -> Preload:
-    """What ``--preload MODULES`` stands for, with what is kept of earlier attempts in preload.json."""
+    """The modules of ``--preload MODULES``, with those that preload.json keeps from earlier attempts."""
     is_auto = AUTO in modules
     names = tuple("torch" if name == AUTO else name for name in modules)
     kept = load_preload(path)

@@ -1,4 +1,4 @@
-"""What was asked for: the contents of run.json, written once by `submit` or `run`, read by everything else."""
+"""The run that was asked for: the contents of run.json, written once by `submit` or `run`, read by everything else."""
 
 from __future__ import annotations
 
@@ -42,19 +42,17 @@ from hpc_elastic.worker_api.restart_group import RestartWith
 
 
 class UnreadableRunError(UnreadableFileError):
-    """run.json is missing, torn, or written by a newer version."""
+    """run.json is missing, torn, or of a version that this program does not know."""
 
 
 class EntryKind(str, Enum):
-    """How the worker is started."""
-
     SCRIPT = "script"  # python target args…
     MODULE = "module"  # python -m target args…
     COMMAND = "command"  # target args… (torchrun's --no-python)
 
 
 class Entrypoint(Struct, frozen=True, kw_only=True):
-    """What every worker runs."""
+    """The command of every worker."""
 
     kind: EntryKind
     target: str
@@ -63,7 +61,7 @@ class Entrypoint(Struct, frozen=True, kw_only=True):
     """Interpreter for SCRIPT and MODULE; also the one that hosts the TCPStore."""
 
     def argv(self) -> list[str]:
-        """The worker's argument list. ``-u``: a line that is printed is seen, also when the worker dies next."""
+        """The worker's argument list. ``-u`` shows a printed line also when the worker dies next."""
         if self.kind is EntryKind.COMMAND:
             return [self.target, *self.args]
         if self.kind is EntryKind.MODULE:
@@ -82,7 +80,6 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     uid: str
     """32 random hex digits: tags this run's processes, so that no other run's are ever touched."""
     name: str
-    """The job's name."""
     created_ns: int
     entrypoint: Entrypoint
     cwd: str
@@ -92,9 +89,9 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     min_nodes: int = 1
     max_nodes: int = 1
     spares: int = 0
-    """Nodes beyond `max_nodes` that wait, ready, to take a lost one's place."""
+    """Ready nodes beyond `max_nodes` that take a lost one's place."""
     segment: int = 1
-    """So many neighbours in Slurm's order are in the run together, or not at all."""
+    """Neighbours in Slurm's order that are in the run only together."""
     grow: GrowPolicy = GrowPolicy.CHECKPOINT
     nproc_per_node: str = "auto"
     """A number, ``auto`` (the node's GPUs as Slurm gave them, else 1), ``gpu`` or ``cpu``."""
@@ -104,19 +101,19 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     restart_policy: RestartWith = RestartWith.PROCESSES
     start_method: StartMethod = StartMethod.SPAWN
     preload: tuple[str, ...] = (AUTO,)
-    """For FORKSERVER: the modules that are imported once on each node."""
+    """Modules that each node's fork server imports once."""
     max_requeues: int = 3
     """Attempts after the first one."""
     max_same_failures: int = 2
-    """The same fingerprint so many times with no progress between is a bug in the script; 0: never."""
+    """Number of equal fingerprints without progress between that show a bug in the script; 0: never."""
     restart_window: float | None = None
     """Workers that ran this long have the whole of `max_restarts` again; None: time does not refill it."""
     section_timeouts: SectionTimeouts = field(default_factory=SectionTimeouts)
     hangs: HangSettings = field(default_factory=HangSettings)
     health_checks: Mapping[Check, float] = field(default_factory=lambda: dict(DEFAULT_LIMITS))
-    """What a node must pass before it joins a round, with the limit of each."""
+    """The checks that a node must pass before it joins a round, with the limit of each."""
     health_check: tuple[str, ...] = ()
-    """The command of the user's own check; empty: none."""
+    """The command of the user's own check."""
     health_check_timeout: float = 30.0
     metrics: MetricsTarget | None = None
     monitor_interval: float = 5.0
@@ -124,64 +121,62 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     virtual_local_rank: bool = False
     """Each worker has LOCAL_RANK 0 and sees its own GPU alone."""
     wandb: bool = False
-    """Each rank's W&B run goes on through restarts and requeues."""
+    """Each rank's W&B run continues through restarts and requeues."""
     numa_binding: NumaBinding | None = None
-    """Which CPUs each worker may use; None: all that the job has on its node."""
+    """The CPUs of each worker; None: all that the job has on its node."""
     shutdown_timeout: float = 30.0
-    """From SIGTERM to SIGKILL when workers are stopped."""
+    """Time from SIGTERM to SIGKILL when workers are stopped."""
     redirects: StreamChoice = field(default_factory=StreamChoice)
     tee: StreamChoice = field(default_factory=StreamChoice)
-    """By default all is shown in the job log; files are always written."""
+    """The job log shows all by default; files are always written."""
     local_ranks_filter: tuple[int, ...] | None = None
     """Only these local ranks reach the job log; None: all."""
     duplicate_stdout_filters: tuple[str, ...] = ()
-    """Lines in the job log with one of these go to a file of their own, too."""
+    """Lines in the job log that contain one of these go to their own file, too."""
     duplicate_stderr_filters: tuple[str, ...] = ()
     job_log_ranks: RankRanges | None = None
     """Only these global ranks do; None: all."""
     log_max_size: int | None = None
-    """Bytes from which on a worker's output file is rotated; None: never."""
+    """Bytes at which a worker's output file is rotated; None: never."""
     log_max_files: int = DEFAULT_PIECES
-    """Pieces of it that are kept."""
     master_addr: str | None = None
     master_port: int | None = None
     rdzv_conf: Mapping[str, float | bool] = field(default_factory=dict)
     requeue: bool = True
     requeue_with: RequeueChoice = RequeueChoice.AUTO
     bad_nodes: BadNodeSettings = field(default_factory=BadNodeSettings)
-    """Which nodes are left out."""
     signal_grace: int = 120
     """Seconds before the time limit at which the notice signal is asked for."""
     preemption_signal: str = ""
-    """``SIGUSR1``, say: workers are sent it when the job is going to be ended. Empty: none."""
+    """The signal by which workers learn that the job will end, such as ``SIGUSR1``; empty: none."""
     signals_to_handle: tuple[str, ...] = ()
-    """``SIGUSR1``, say: they announce the job's end to supervisor and agents, as SIGUSR2 does in any case."""
+    """Further signals, such as ``SIGUSR1``, that announce the job's end to supervisor and agents, as SIGUSR2 does."""
     array: str = ""
-    """``0-7%2``: this is an array of runs, one for each task, in a folder of its own; empty: it is a run."""
+    """``0-7%2``: an array of runs, one for each task, in its own folder; empty: a single run."""
     container_image: ContainerImage | None = None
-    """What the workers run in; None: on the host. See `container`, which has the four that follow too."""
+    """The workers' image; None: on the host. See `container`, which has the four that follow too."""
     container_mounts: tuple[ContainerMount, ...] = ()
     container_workdir: str = ""
     container_env: tuple[str, ...] = ()
     container_args: tuple[str, ...] = ()
     setup: str = ""
-    """Shell that makes the workers' environment, ``source FILE`` or commands; empty: none."""
+    """Shell that makes the workers' environment, ``source FILE`` or commands."""
     setup_timeout: float = 300.0
     worker_prefix: tuple[str, ...] = ()
     """Stands before each worker's command."""
     after: str = ""
     """Shell, after the run."""
     hook_timeout: float = 600.0
-    """Of `after`."""
+    """Limit of `after`."""
     notify: str = ""
-    """A URL, or shell; empty: nothing is notified."""
+    """A URL, or shell."""
     sbatch_args: tuple[str, ...] = ()
-    """What was passed to sbatch, for the record."""
+    """sbatch's arguments, for the record."""
     srun_args: tuple[str, ...] = ()
 
     @property
     def container(self) -> Container | None:
-        """All that was asked for about the workers' container; None: they run on the host."""
+        """The workers' container; None: they run on the host."""
         if self.container_image is None:
             return None
         return Container(
@@ -194,38 +189,33 @@ class RunSpec(Struct, frozen=True, kw_only=True):
 
     @property
     def command(self) -> str:
-        """What each worker runs, and in which image, for a reader."""
+        """The workers' command and image, for a reader."""
         prefix = f"{shlex.join(self.worker_prefix)} " if self.worker_prefix else ""
         return f"{prefix}{self.entrypoint}{f' in {self.container_image}' if self.container_image is not None else ''}"
 
     @property
     def around(self) -> str:
-        """The user's own commands around the workers, for a reader; of a URL the host alone. Empty: none."""
+        """The user's own commands around the workers, for a reader; only the host of a URL."""
         host = "/".join(self.notify.split("/")[:3]) if "://" in self.notify else self.notify
         commands = {"--setup": self.setup, "--after": self.after, "--notify": host}
         return "; ".join(f"{name} {shlex.quote(text)}" for name, text in commands.items() if text)
 
     @property
     def host_python(self) -> str:
-        """The interpreter for what an agent starts beside the workers, such as the TCPStore's process."""
+        """The interpreter of the processes that an agent starts beside the workers, such as the TCPStore's."""
         return self.entrypoint.python if self.container_image is None else sys.executable
 
     @property
     def log_limit(self) -> PieceLimit | None:
-        """When the workers' output files are rotated; None: never."""
+        """The limits of the workers' output files; None: they are never rotated."""
         return PieceLimit(size=self.log_max_size, count=self.log_max_files) if self.log_max_size else None
 
     def save(self, path: Path, *, durable: bool = True) -> None:
-        """Write run.json."""
         codec.save(path, self, durable=durable)
 
 
 def load_run_spec(path: Path) -> RunSpec:
-    """Read run.json.
-
-    Raises:
-        UnreadableRunError: missing, torn, or of a version that this program does not know.
-    """
+    """Read run.json, or raise UnreadableRunError."""
     found = codec.load(path, RunSpec, upgrade=_parse_texts)
     if isinstance(found, Unreadable):
         raise UnreadableRunError(path=str(path), why=found, errno=found.errno)
@@ -233,7 +223,7 @@ def load_run_spec(path: Path) -> RunSpec:
 
 
 def _parse_texts(value: dict[str, Any]) -> None:
-    """Until values of options were kept, run.json held what the user wrote: empty text was the default."""
+    # In format 1, run.json held the user's texts of options: empty text was the default.
     for key, parse in _PARSERS.items():
         if isinstance(text := value.get(key), str):
             del value[key]
@@ -248,7 +238,7 @@ def _parse_texts(value: dict[str, Any]) -> None:
 
 
 def decode_bad_nodes(value: object) -> BadNodeSettings:
-    """What a run.json has as ``bad_nodes``; the default for what another version wrote there."""
+    """The ``bad_nodes`` of a run.json; the default for another version's value."""
     try:
         return parse_bad_nodes(value) if isinstance(value, str) else codec.from_json(BadNodeSettings, value)
     except (codec.UnreadableRecordError, UsageError):
@@ -267,7 +257,7 @@ _PARSERS: Mapping[str, Callable[[str, str], Any]] = {
 
 
 def new_run_id(name: str, *, now: float | None = None) -> str:
-    """A fresh run id: UTC time, the name's letters and digits, four random hex digits."""
+    """Make a run id: UTC time, the name's letters and digits, four random hex digits."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
     readable = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "-" for c in name).strip("-")[:40] or "run"
     return f"{stamp}-{readable}-{os.urandom(2).hex()}"

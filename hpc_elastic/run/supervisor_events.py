@@ -1,4 +1,4 @@
-"""The supervisor's events: what it does for an attempt, and what it decides about the job."""
+"""The supervisor's events: its actions for an attempt, and its decisions about the job."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class AttemptSuperseded(SupervisorEvent, frozen=True, kw_only=True):
     seconds: Seconds = 0.0
     """waited for that"""
     reason: str = ""
-    """by which rule it was safe to go on without those"""
+    """the rule by which it was safe to continue without those"""
 
 
 class AgentsLaunched(SupervisorEvent, frozen=True, kw_only=True):
@@ -81,14 +81,14 @@ class SignalReceived(SupervisorEvent, frozen=True, kw_only=True, tag="notice"):
 
 
 class SignalDecided(SupervisorEvent, frozen=True, kw_only=True):
-    """What a signal means for the job: [the table](signals.md)."""
+    """The meaning of a signal for the job: [the table](signals.md)."""
 
     call: str
-    """what was heard, or that the supervisor looked by itself"""
+    """the signal, or that the supervisor looked by itself"""
     heard_by: str = ""
     """`supervisor` or `agents alone`"""
     slurm: str = ""
-    """what it says of the job"""
+    """its answer about the job"""
     meaning: str = ""
     saves: bool = False
     """whether workers may save first"""
@@ -105,7 +105,7 @@ class VerdictReached(SupervisorEvent, frozen=True, kw_only=True, tag="verdict"):
 
 
 class RequeueDecided(SupervisorEvent, frozen=True, kw_only=True, tag="requeue_decision"):
-    """Whether the job goes on after this attempt."""
+    """The decision whether the job continues after this attempt."""
 
     action: str
     """`requeue` or `end`"""
@@ -123,14 +123,12 @@ class NodesCompared(SupervisorEvent, frozen=True, kw_only=True, tag="nodes_diffe
 
 
 class SparedNode(Struct, frozen=True, kw_only=True):
-    """A bad node that stays."""
-
     node: str
     reason: str = ""
 
 
 class NodesJudged(SupervisorEvent, frozen=True, kw_only=True):
-    """What the attempt showed about its nodes."""
+    """The judgement of the attempt's nodes."""
 
     excluded: tuple[str, ...] = ()
     """nodes that the next attempt does without"""
@@ -144,7 +142,7 @@ class AttemptRequeued(SupervisorEvent, frozen=True, kw_only=True, tag="requeued"
     """The next attempt is queued."""
 
     job_id: str | None = None
-    """of the job that goes on: this one, or a follow-on job"""
+    """the id of the job that continues: this one, or a follow-on job"""
     reason: str = ""
     """what was done"""
 

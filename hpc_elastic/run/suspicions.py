@@ -1,4 +1,4 @@
-"""``--hangs``, and what nodes write into ``suspicions/`` where their workers make no progress."""
+"""``--hangs``, and the files that nodes write into ``suspicions/`` while their workers make no progress."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from enum import Enum
 from msgspec import Struct
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.run.flight_tail import FlightTail
+from hpc_elastic.run.activities import FlightTail
+from hpc_elastic.run.option_values import number_of
 
 
 class OnHang(str, Enum):
-    """What follows from a hang that no section's timeout has found."""
+    """The reaction to a hang that no section's timeout has found."""
 
     OBSERVE = "observe"
     """It is reported: in the job log, by `status` and in the report."""
@@ -20,7 +21,7 @@ class OnHang(str, Enum):
 
 
 class HangSettings(Struct, frozen=True, kw_only=True):
-    """``--hangs``: what follows when no worker makes progress."""
+    """``--hangs``."""
 
     action: OnHang = OnHang.OBSERVE
     least: float = 300.0
@@ -38,25 +39,21 @@ def parse_hangs(text: str, option: str = "--hangs") -> HangSettings:
         ) from None
     if not colon:
         return HangSettings(action=action)
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = 0.0
+    seconds = number_of(value)
     if not 1 <= seconds <= 1e8:
         raise UsageError(f"{option} {text}: {value!r} is not a number of seconds from 1 on")
     return HangSettings(action=action, least=seconds)
 
 
 class Source(str, Enum):
-    """What shows a hang."""
+    """The evidence of a hang."""
 
     HEARTBEAT = "heartbeat"
     """A worker sent no heartbeat, and its optimizer did no step, for its section's timeout."""
     KERNEL = "kernel"
-    """No worker of any node makes progress: each rests by what the kernel counts of it, or does not answer."""
+    """No worker of any node makes progress: each rests by the kernel's counts, or does not answer."""
     NCCL = "nccl"
-    """NCCL's RAS shows ranks that don't answer, or counts of collectives that differ and stand still, or stand still on
-    all."""
+    """NCCL's RAS shows ranks that don't answer, or counts of collectives that differ or stand still on all."""
 
 
 class StalledRank(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -64,13 +61,12 @@ class StalledRank(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     rank: int
     at: str = ""
-    """What the kernel says of its main process."""
+    """The kernel's state of its main process."""
     waits: bool = False
     """Its main thread is in a system call in which a process waits for another one."""
     is_stuck: bool = False
     """It is stopped, or sits in the kernel."""
     flight: FlightTail | None = None
-    """Its last collectives, where it dumped torch's flight recorder."""
 
 
 class NodeStall(Struct, frozen=True, kw_only=True):
@@ -84,18 +80,18 @@ class NodeStall(Struct, frozen=True, kw_only=True):
     ranks: tuple[StalledRank, ...] = ()
     """Empty: all workers here have ended with 0."""
     gpus: tuple[int, ...] = ()
-    """Percent of the time in which a kernel ran on each of its GPUs, by NVML; empty: not known."""
+    """Percent of the time in which a kernel ran on each of its GPUs, by NVML; empty: unknown."""
 
 
 class Suspicion(Struct, frozen=True, kw_only=True):
-    """``suspicions/now.json``: the run hangs, or seems to. It goes when its workers go on."""
+    """``suspicions/now.json``: the run hangs, or seems to. Removed when its workers continue."""
 
     round: int
     source: Source
     reason: str
     """One line, with the culprit where one is known."""
     ranks: tuple[int, ...] = ()
-    """The ranks that the others wait for; empty: not known."""
+    """The ranks that the others wait for."""
     written_ns: int = 0
     """Wall clock of the node of group rank 0."""
     seconds: float = 0.0

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.rehearsal.faults import NOTICE, SAVING_KILLED, WORKER_KILLED, Fault
-from hpc_elastic.rehearsal.journal import Source
-from hpc_elastic.rehearsal.judge import Comparison, InjectionSeen, Rehearsed, find_guilt
+from hpc_elastic.rehearsal.faults import NOTICE, SAVING_KILLED, WORKER_KILLED, PlannedFault
+from hpc_elastic.rehearsal.journal import LossSource
+from hpc_elastic.rehearsal.judge import InjectionSeen, LossComparison, Rehearsed, attribute_failure
 from hpc_elastic.rehearsal.live_run import RehearsalOptions
-from hpc_elastic.rehearsal.rehearse import Outcome
+from hpc_elastic.rehearsal.rehearse import RehearsalResult
 from hpc_elastic.rehearsal.tables import as_page
 from tests.browser.chromium import Browser
 from tests.rigs.specs import make_spec
@@ -18,12 +18,12 @@ from tests.rigs.specs import make_spec
 LONG = "while checkpoints/step_00000350/model-00001-of-00002.safetensors was written"
 
 
-def outcome(folder: Path) -> Outcome:
+def outcome(folder: Path) -> RehearsalResult:
     facts = [(WORKER_KILLED, "rank 1 on node1", None), (SAVING_KILLED, LONG, None), (NOTICE, "", False)]
     injections = tuple(
         InjectionSeen(
             run=1,
-            fault=Fault(number=number, kind=kind),
+            fault=PlannedFault(number=number, kind=kind),
             what=what,
             at=10.0 * number,
             before=(0, number),
@@ -35,12 +35,12 @@ def outcome(folder: Path) -> Outcome:
         )
         for number, (kind, what, used) in enumerate(facts, 1)
     )
-    found = Rehearsed(comparison=Comparison(compared=120), injections=injections, first=(1,), steps=60)
+    found = Rehearsed(comparison=LossComparison(compared=120), injections=injections, first=(1,), steps=60)
     options = RehearsalOptions(
-        spec=make_spec(), folder=folder, kinds=(), tolerance=0.001, source=Source(), patience=180.0
+        spec=make_spec(), folder=folder, kinds=(), tolerance=0.001, source=LossSource(), patience=180.0
     )
-    return Outcome(
-        options=options, found=found, findings=find_guilt(found), skipped={"disk-full": "a disk"}, seconds=61.0
+    return RehearsalResult(
+        options=options, found=found, findings=attribute_failure(found), skipped={"disk-full": "a disk"}, seconds=61.0
     )
 
 

@@ -16,9 +16,9 @@ import pytest
 
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.doctor.findings import Finding, Level
+from hpc_elastic.doctor.findings import DoctorFinding, Severity
 from hpc_elastic.doctor.network import PROGRAM, BandwidthFacts, exchange_data, judge_bandwidth, judge_network
-from hpc_elastic.doctor.node_job import NodeFacts
+from hpc_elastic.doctor.node_job import ProbedNode
 from hpc_elastic.doctor.probe_site import ProbeSettings, ProbeSite
 from hpc_elastic.store.file_store import FileStore
 from tests.rigs.network_nodes import Network, require_network
@@ -31,7 +31,7 @@ from pathlib import Path
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.doctor.network import probe_bandwidth, probe_network
-from hpc_elastic.doctor.node_job import NodeFacts
+from hpc_elastic.doctor.node_job import ProbedNode
 from hpc_elastic.doctor.probe_site import ProbeSettings, ProbeSite
 from hpc_elastic.store.file_store import FileStore
 
@@ -41,12 +41,14 @@ site = ProbeSite(
     rank=rank, world_size=count, node=f"n{rank}", folder=folder, settings=ProbeSettings(python=python), clock=clock,
     store=FileStore(folder / "store", clock=clock), env=os.environ,
 )
-print(codec.dumps(NodeFacts(node=site.node, network=probe_network(site), bandwidth=probe_bandwidth(site))))
+print(codec.dumps(ProbedNode(node=site.node, network=probe_network(site), bandwidth=probe_bandwidth(site))))
 """
 _BOOT = 'hostname "$1"; shift; exec "$@"'
 
 
-def probe(folder: Path, count: int, disturb: Callable[[Network], None] = lambda network: None) -> dict[str, Finding]:
+def probe(
+    folder: Path, count: int, disturb: Callable[[Network], None] = lambda network: None
+) -> dict[str, DoctorFinding]:
     """The findings on `count` nodes, by check."""
     require_network()
     python = folder / "python"  # without torch
@@ -62,7 +64,7 @@ def probe(folder: Path, count: int, disturb: Callable[[Network], None] = lambda 
             env = {**os.environ, "PYTHONPATH": str(ROOT), "SLURM_JOB_ID": "1"}
             processes.append(subprocess.Popen(argv, env=env, stdout=subprocess.PIPE))
         said = [process.communicate(timeout=180)[0] for process in processes]
-    facts = [codec.loads(NodeFacts, text) for text in said]
+    facts = [codec.loads(ProbedNode, text) for text in said]
     found = [
         *judge_network({each.node: each.network for each in facts if each.network}),
         # Of one check's, the worst is the first.
@@ -74,10 +76,10 @@ def probe(folder: Path, count: int, disturb: Callable[[Network], None] = lambda 
 def test_a_sound_network(tmp_path: Path) -> None:
     found = probe(tmp_path, 3)
     addresses = "each node reaches each (n0 at 10.77.0.1, n1 at 10.77.0.2, n2 at 10.77.0.3)"
-    assert (found["addresses"].level, found["addresses"].found) == (Level.OK, addresses)
-    assert found["clocks"].level is Level.OK
+    assert (found["addresses"].level, found["addresses"].found) == (Severity.OK, addresses)
+    assert found["clocks"].level is Severity.OK
     assert found["clocks"].found.endswith(" ms apart")
-    assert found["bandwidth"].level is Level.OK
+    assert found["bandwidth"].level is Severity.OK
     assert found["bandwidth"].found.endswith(
         "between two nodes by a plain TCP connection, as the workers' Python lacks torch"
     )
@@ -85,9 +87,9 @@ def test_a_sound_network(tmp_path: Path) -> None:
 
 def test_a_slow_node(tmp_path: Path) -> None:
     found = probe(tmp_path, 4, lambda network: network.slow_down(2, mbit=40))
-    assert found["addresses"].level is Level.OK
+    assert found["addresses"].level is Severity.OK
     slow = found["bandwidth"]
-    assert slow.level is Level.WARNING
+    assert slow.level is Severity.WARNING
     assert slow.found.startswith("n2: 3")
     assert " Mbit/s, where the median of 4 nodes is " in slow.found
 
@@ -95,9 +97,9 @@ def test_a_slow_node(tmp_path: Path) -> None:
 def test_a_node_that_cannot_be_reached(tmp_path: Path) -> None:
     found = probe(tmp_path, 4, lambda network: network.lose_from(3))
     cut_off = found["addresses"]
-    assert cut_off.level is Level.PROBLEM
+    assert cut_off.level is Severity.PROBLEM
     assert "n0 does not reach n3 (10.77.0.4: timed out)" in cut_off.found
-    assert found["bandwidth"].level is Level.PROBLEM
+    assert found["bandwidth"].level is Severity.PROBLEM
     assert found["bandwidth"].found.startswith("no transfer between n")
     assert found["bandwidth"].way_out.startswith("--exclude n3,")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_elastic.rehearsal.journal import Place, RunJournal, Source
+from hpc_elastic.rehearsal.journal import LossSource, Place, RunJournal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Journal(RunJournal):
     """What the trainers note beside their steps, too: that they have begun, planted faults, the end."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, source=Source())
+        super().__init__(folder, source=LossSource())
 
     @property
     def began(self) -> list[Began]:

@@ -17,8 +17,15 @@ from typing import Any
 
 from hpc_elastic.rehearsal import faults as rehearsed
 from hpc_elastic.rehearsal.injector import NotNow
-from hpc_elastic.rehearsal.journal import Course, StepSeen
-from hpc_elastic.rehearsal.judge import Comparison, InjectionSeen, Rehearsed, compare_losses, find_guilt, look_back
+from hpc_elastic.rehearsal.journal import LossCurve, StepSeen
+from hpc_elastic.rehearsal.judge import (
+    InjectionSeen,
+    LossComparison,
+    Rehearsed,
+    attribute_failure,
+    compare_losses,
+    look_back,
+)
 from tests.rigs.slurm_cluster import ENDED_STATES, RigError, SlurmCluster
 from tests.rigs.slurm_cluster.python_environment import PROJECT
 from tests.rigs.slurm_runs import SlurmRuns
@@ -67,7 +74,7 @@ class SoakResult:
     rounds: int = 0
     steps: int = 0
     seconds: float = 0.0
-    comparison: Comparison = field(default_factory=Comparison)
+    comparison: LossComparison = field(default_factory=LossComparison)
 
 
 class Soak:
@@ -336,7 +343,7 @@ class Soak:
         self.result.steps = final["final"]
         expected = undisturbed(self.result.steps, self._runs.folder / "undisturbed")
         self.result.comparison = compare_losses(expected, {1: self.journal.steps}, tolerance=1e-9)
-        course = Course(expected, started=expected[0].at)
+        course = LossCurve(expected, started=expected[0].at)
         began = self.journal.steps[0].at
         found = Rehearsed(
             comparison=self.result.comparison,
@@ -348,7 +355,7 @@ class Soak:
             first=course.first,
             steps=self.result.steps,
         )
-        for finding in find_guilt(found):
+        for finding in attribute_failure(found):
             self._complain(finding.text)
         if not math.isclose(final["loss_sum"], total := sum(step.loss or 0.0 for step in expected), rel_tol=1e-9):
             self._complain(f"the losses in the checkpoint add up to {final['loss_sum']!r}, undisturbed to {total!r}")
@@ -374,7 +381,7 @@ class Soak:
         return f"[{time.monotonic() - self._began:6.1f} s]"
 
 
-def _seen(injection: Injection, journal: Journal, course: Course) -> InjectionSeen:
+def _seen(injection: Injection, journal: Journal, course: LossCurve) -> InjectionSeen:
     """What the judge of rehearsals finds."""
     fault, nature = injection.fault, NATURES[injection.fault.kind]
     kind = rehearsed.Kind(
@@ -383,7 +390,7 @@ def _seen(injection: Injection, journal: Journal, course: Course) -> InjectionSe
         restarts=nature.effect is Effect.RESTART,
         gives_notice=nature.gives_notice,
     )
-    done = rehearsed.Fault(number=fault.number, kind=kind, seconds=fault.seconds)
+    done = rehearsed.PlannedFault(number=fault.number, kind=kind, seconds=fault.seconds)
     seen = InjectionSeen(run=1, fault=done, what=injection.node, at=injection.at, before=injection.before)
     return look_back(seen, journal, (), course)
 

@@ -32,12 +32,11 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.rendezvous.claims import Departure, OwnClaims, Ready, Saved, read_claim
 from hpc_elastic.rendezvous.preemption import PreemptionStatus
 from hpc_elastic.rendezvous.state import NodeFailure, RoundRecord, decode_record
-from hpc_elastic.run import index, node_records
+from hpc_elastic.run import index, node_score
 from hpc_elastic.run.attempt import AttemptInfo, StoredResult, load_attempt, load_result
 from hpc_elastic.run.heartbeats import RankHeartbeat
 from hpc_elastic.run.index import JobEntry
-from hpc_elastic.run.node_records import NodeRecord
-from hpc_elastic.run.node_score import Evidence
+from hpc_elastic.run.node_score import Evidence, NodeRecord
 from hpc_elastic.run.option_values import BadNodeSettings
 from hpc_elastic.run.preload import Preload
 from hpc_elastic.run.spec import RunSpec, load_run_spec
@@ -225,8 +224,8 @@ def gpus_there_and_back(record: GpuFacts, folder: Path) -> GpuFacts:
 
 
 def nodes_there_and_back(record: NodeRecord, folder: Path) -> NodeRecord:
-    node_records.save_record(folder / "nodes.json", record)
-    return msgspec.structs.replace(node_records.load_record(folder / "nodes.json"), problem=record.problem)
+    node_score.save_record(folder / "nodes.json", record)
+    return msgspec.structs.replace(node_score.load_record(folder / "nodes.json"), problem=record.problem)
 
 
 def evidence_there_and_back(record: Evidence, folder: Path) -> Evidence:

@@ -22,7 +22,7 @@ from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.failures.flight_dump import rank_of_name, read_dump, tail_of
 from hpc_elastic.failures.nccl_ras import Communicator, Launches, RasReport
 from hpc_elastic.rendezvous.state import Member
-from hpc_elastic.run.flight_tail import Call, FlightTail, TailTrack
+from hpc_elastic.run.activities import Call, FlightTail, TailTrack
 from hpc_elastic.run.suspicions import HangSettings, Source, Suspicion
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.fake_ras import FakeRas

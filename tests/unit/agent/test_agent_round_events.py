@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hpc_elastic.agent.round_events import MOST_REFERENCES, ClockOffsetLog, ClockSample, is_news
 from hpc_elastic.base.clock import Offset
-from hpc_elastic.run.agent_events import ClockOffset
+from hpc_elastic.run.agent_events import ClockCompared
 from tests.rigs.fake_clock import FakeClock
 
 MS = 1_000_000
@@ -16,7 +16,7 @@ class Log:
     def __init__(self) -> None:
         self.lines: list[tuple[int, int, int]] = []
 
-    def write(self, event: ClockOffset) -> None:
+    def write(self, event: ClockCompared) -> None:
         self.lines.append((event.reference, event.offset_ns, event.bound_ns))
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.cli.main import main
-from hpc_elastic.run.node_records import NodeRecord, load_record, save_record
-from hpc_elastic.run.node_score import Evidence, EvidenceKind
+from hpc_elastic.run.node_score import Evidence, EvidenceKind, NodeRecord, load_record, save_record
 from tests.unit.launch.test_launch_run_status import RUN_ID, Run
 
 

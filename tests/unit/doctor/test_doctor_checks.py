@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from hpc_elastic.doctor import files
-from hpc_elastic.doctor.allocation_checks import SlurmFacts
 from hpc_elastic.doctor.files import check_host, try_to_write
-from hpc_elastic.doctor.findings import Finding, Level, problem
+from hpc_elastic.doctor.findings import DoctorFinding, Severity, problem
 from hpc_elastic.doctor.saved import SavedFindings, save_findings, saved_notes
-from hpc_elastic.doctor.slurm_checks import ask_slurm, check_slurm
+from hpc_elastic.doctor.slurm_checks import SlurmFacts, ask_slurm, check_slurm
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.config_files import SITE_VARIABLE
 from hpc_elastic.slurm.client import CommandResult
@@ -44,9 +43,9 @@ def facts(**changes: object) -> SlurmFacts:
     return SlurmFacts(**{**known, **changes})  # type: ignore[arg-type]
 
 
-def level(found: list[Finding], check: str) -> Level:
+def level(found: list[DoctorFinding], check: str) -> Severity:
     (one,) = [finding for finding in found if finding.check == check]
-    if one.level is not Level.OK:
+    if one.level is not Severity.OK:
         assert one.means, "what it means for a run"
         assert one.way_out
     return one.level
@@ -54,60 +53,70 @@ def level(found: list[Finding], check: str) -> Level:
 
 def test_a_cluster_without_problems_has_none() -> None:
     found = list(check_slurm(facts()))
-    assert [finding for finding in found if finding.level is not Level.OK] == []
+    assert [finding for finding in found if finding.level is not Severity.OK] == []
     assert len(found) == len({finding.check for finding in found}) >= 11
 
 
 @pytest.mark.parametrize(
     ("check", "changes", "expected"),
     [
-        ("slurm.controller", {"config_seconds": 9.0}, Level.WARNING),
-        ("slurm.controller", {"error": "Unable to contact slurm controller"}, Level.PROBLEM),
-        ("slurm.commands", {"is_missing": True}, Level.WARNING),
-        ("slurm.version", {"config": config(SLURM_VERSION="17.11.2")}, Level.WARNING),
-        ("slurm.requeue", {"config": config(JobRequeue="0")}, Level.WARNING),
-        ("slurm.kill-wait", {"config": config(KillWait="5 sec")}, Level.WARNING),
-        ("slurm.slurmd-timeout", {"config": config(SlurmdTimeout="3600 sec")}, Level.WARNING),
-        ("slurm.slurmd-timeout", {"config": config(SlurmdTimeout="0 sec")}, Level.WARNING),
-        ("slurm.proctrack", {"config": config(ProctrackType="proctrack/linuxproc")}, Level.WARNING),
-        ("slurm.proctrack", {"config": config(ProctrackType="proctrack/pgid")}, Level.OK),
-        ("slurm.memory", {"config": config(ConstrainRAMSpace="no")}, Level.WARNING),
-        ("slurm.memory", {"config": config(TaskPlugin="task/affinity")}, Level.WARNING),
+        ("slurm.controller", {"config_seconds": 9.0}, Severity.WARNING),
+        ("slurm.controller", {"error": "Unable to contact slurm controller"}, Severity.PROBLEM),
+        ("slurm.commands", {"is_missing": True}, Severity.WARNING),
+        ("slurm.version", {"config": config(SLURM_VERSION="17.11.2")}, Severity.WARNING),
+        ("slurm.requeue", {"config": config(JobRequeue="0")}, Severity.WARNING),
+        ("slurm.kill-wait", {"config": config(KillWait="5 sec")}, Severity.WARNING),
+        ("slurm.slurmd-timeout", {"config": config(SlurmdTimeout="3600 sec")}, Severity.WARNING),
+        ("slurm.slurmd-timeout", {"config": config(SlurmdTimeout="0 sec")}, Severity.WARNING),
+        ("slurm.proctrack", {"config": config(ProctrackType="proctrack/linuxproc")}, Severity.WARNING),
+        ("slurm.proctrack", {"config": config(ProctrackType="proctrack/pgid")}, Severity.OK),
+        ("slurm.memory", {"config": config(ConstrainRAMSpace="no")}, Severity.WARNING),
+        ("slurm.memory", {"config": config(TaskPlugin="task/affinity")}, Severity.WARNING),
         (
             "slurm.preemption",
             {"config": config(PreemptMode="CANCEL", PreemptType="preempt/qos")},
-            Level.WARNING,
+            Severity.WARNING,
         ),
-        ("slurm.limits", {"associations": "|1|\n"}, Level.WARNING),
-        ("slurm.limits", {"associations": "4|100|\n"}, Level.OK),
-        ("partition", {"partition": "gone"}, Level.PROBLEM),
-        ("partition", {"partitions": PARTITION.replace("Default=YES", "Default=NO")}, Level.PROBLEM),
-        ("partition", {"partitions": PARTITION.replace("State=UP", "State=DOWN")}, Level.PROBLEM),
-        ("partition.nodes", {"nodes": 5}, Level.PROBLEM),
-        ("partition.nodes", {"nodes": 4}, Level.OK),
-        ("partition.nodes", {"partitions": PARTITION.replace("MaxNodes=UNLIMITED", "MaxNodes=1")}, Level.PROBLEM),
-        ("partition.grace", {"partitions": PARTITION.replace("GraceTime=60", "GraceTime=0")}, Level.WARNING),
-        ("partition.grace", {"partitions": PARTITION.replace("PreemptMode=REQUEUE", "PreemptMode=OFF")}, Level.OK),
+        ("slurm.limits", {"associations": "|1|\n"}, Severity.WARNING),
+        ("slurm.limits", {"associations": "4|100|\n"}, Severity.OK),
+        ("partition", {"partition": "gone"}, Severity.PROBLEM),
+        ("partition", {"partitions": PARTITION.replace("Default=YES", "Default=NO")}, Severity.PROBLEM),
+        ("partition", {"partitions": PARTITION.replace("State=UP", "State=DOWN")}, Severity.PROBLEM),
+        ("partition.nodes", {"nodes": 5}, Severity.PROBLEM),
+        ("partition.nodes", {"nodes": 4}, Severity.OK),
+        (
+            "partition.nodes",
+            {"partitions": PARTITION.replace("MaxNodes=UNLIMITED", "MaxNodes=1")},
+            Severity.PROBLEM,
+        ),
+        ("partition.grace", {"partitions": PARTITION.replace("GraceTime=60", "GraceTime=0")}, Severity.WARNING),
+        (
+            "partition.grace",
+            {"partitions": PARTITION.replace("PreemptMode=REQUEUE", "PreemptMode=OFF")},
+            Severity.OK,
+        ),
     ],
 )
-def test_each_property_of_slurm_in_its_other_outcome(check: str, changes: dict[str, object], expected: Level) -> None:
+def test_each_property_of_slurm_in_its_other_outcome(
+    check: str, changes: dict[str, object], expected: Severity
+) -> None:
     assert level(list(check_slurm(facts(**changes))), check) is expected
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_each_recorded_slurm_is_read(version: str) -> None:
     found = list(check_slurm(facts(config=captured(version, "scontrol-show-config")[1])))
-    assert level(found, "slurm.version") is Level.OK
-    assert level(found, "slurm.kill-wait") in (Level.OK, Level.WARNING)
+    assert level(found, "slurm.version") is Severity.OK
+    assert level(found, "slurm.kill-wait") in (Severity.OK, Severity.WARNING)
 
 
 def test_a_host_is_judged_for_one_node_and_for_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = tmp_path / "not yet" / "runs"
-    assert {one.level for one in check_host(runs, nodes=1)} == {Level.OK}, "one node needs nothing shared"
+    assert {one.level for one in check_host(runs, nodes=1)} == {Severity.OK}, "one node needs nothing shared"
     monkeypatch.setattr(files, "why_not_shared", lambda path: f"{path.parts[1]} is local to each node")
     found = list(check_host(runs, nodes=4))
     assert [(each.check, each.level) for each in found] == [
-        ("files.space", Level.OK), ("files.runs", Level.PROBLEM), ("software.install", Level.PROBLEM)
+        ("files.space", Severity.OK), ("files.runs", Severity.PROBLEM), ("software.install", Severity.PROBLEM)
     ]  # fmt: skip
     assert found[1].found == f"{runs}: {runs.parts[1]} is local to each node"
     assert not (tmp_path / "not yet").exists()

@@ -9,22 +9,22 @@ from msgspec.structs import replace
 
 from hpc_elastic.agent.health import RoomFacts
 from hpc_elastic.doctor.files import FileFacts
-from hpc_elastic.doctor.findings import Finding, Level, fold, ok, problem
-from hpc_elastic.doctor.job import MemoryFacts, NoticeFacts
-from hpc_elastic.doctor.node_job import NodeFacts, judge_nodes
+from hpc_elastic.doctor.findings import DoctorFinding, Severity, fold, ok, problem
+from hpc_elastic.doctor.job import JobMemoryFacts, NoticeFacts
+from hpc_elastic.doctor.node_job import ProbedNode, judge_nodes
 
 ROOM = RoomFacts(path="/some/where", free=100 << 30)
 ROOMS = dict.fromkeys(("runs", "home", "tmp", "shm"), ROOM)
 FILES = FileFacts(rooms=ROOMS, filesystem="nfs4", store_seconds=0.02, created=False)
-MEMORY = MemoryFacts(limit="the cgroup's limit of 2 GB", counts_oom_kills=True)
+MEMORY = JobMemoryFacts(limit="the cgroup's limit of 2 GB", counts_oom_kills=True)
 NOTICE = NoticeFacts(seconds=0.4)
 NODES = ("n1", "n2")
 
 
-def facts(**changes: Any) -> dict[str, NodeFacts]:
+def facts(**changes: Any) -> dict[str, ProbedNode]:
     """Of two nodes; what changes does so on the second."""
     both = {
-        node: NodeFacts(node=node, rank=rank, files=replace(FILES, created=not rank), memory=MEMORY, notice=NOTICE)
+        node: ProbedNode(node=node, rank=rank, files=replace(FILES, created=not rank), memory=MEMORY, notice=NOTICE)
         for rank, node in enumerate(NODES)
     }
     for name, value in changes.items():
@@ -32,25 +32,25 @@ def facts(**changes: Any) -> dict[str, NodeFacts]:
     return both
 
 
-def files(**changes: Any) -> dict[str, NodeFacts]:
+def files(**changes: Any) -> dict[str, ProbedNode]:
     return facts(files=replace(FILES, **changes))
 
 
-def room(name: str, **changes: Any) -> dict[str, NodeFacts]:
+def room(name: str, **changes: Any) -> dict[str, ProbedNode]:
     return files(rooms={**ROOMS, name: replace(ROOM, **changes)})
 
 
-def judged(found: dict[str, NodeFacts], nodes: tuple[str, ...] = NODES, **more: Any) -> list[Finding]:
+def judged(found: dict[str, ProbedNode], nodes: tuple[str, ...] = NODES, **more: Any) -> list[DoctorFinding]:
     return judge_nodes(nodes, found, **more)
 
 
-def of(found: list[Finding], check: str) -> list[Finding]:
+def of(found: list[DoctorFinding], check: str) -> list[DoctorFinding]:
     return [finding for finding in found if finding.check == check]
 
 
 def test_nodes_without_problems_have_none_and_each_check_is_one_line() -> None:
     found = judged(facts())
-    assert {finding.level for finding in found} == {Level.OK}
+    assert {finding.level for finding in found} == {Severity.OK}
     names = [finding.check for finding in found]
     assert len(names) == len(set(names)) == 9
     (store,) = of(found, "nodes.store")
@@ -60,27 +60,29 @@ def test_nodes_without_problems_have_none_and_each_check_is_one_line() -> None:
 @pytest.mark.parametrize(
     ("check", "changed", "level", "words"),
     [
-        ("nodes.runs", room("runs", error="Disk quota exceeded"), Level.PROBLEM, "Disk quota exceeded"),
-        ("nodes.runs", room("runs", free=1 << 20), Level.WARNING, "1 MiB free"),
-        ("nodes.home", room("home", error="Read-only file system"), Level.PROBLEM, "Read-only file system"),
-        ("nodes.tmp", room("tmp", free=1 << 20), Level.WARNING, "1 MiB free"),
-        ("nodes.shm", room("shm", free=64 << 20), Level.WARNING, "64 MiB free"),
-        ("nodes.create", files(created=True), Level.PROBLEM, "of 2 nodes that created one name at once, 2 did"),
-        ("nodes.store", files(store_seconds=None), Level.PROBLEM, "not seen within a minute"),
-        ("nodes.store", files(store_seconds=6.5), Level.WARNING, "within 6.5 s all nodes"),
-        ("nodes.memory", facts(memory=replace(MEMORY, limit="")), Level.WARNING, "no limit"),
-        ("nodes.memory", facts(memory=replace(MEMORY, counts_oom_kills=False)), Level.WARNING, "not counted"),
-        ("nodes.signals", facts(notice=NoticeFacts()), Level.PROBLEM, "did not reach the workers"),
-        ("nodes.signals", facts(notice=NoticeFacts(error="Access denied")), Level.PROBLEM, "Access denied"),
-        ("nodes.job", facts(unfinished="files"), Level.PROBLEM, "stopped while it probed files"),
-        ("nodes.probes", facts(failed={"network": "OSError: no"}), Level.PROBLEM, "network: OSError: no"),
+        ("nodes.runs", room("runs", error="Disk quota exceeded"), Severity.PROBLEM, "Disk quota exceeded"),
+        ("nodes.runs", room("runs", free=1 << 20), Severity.WARNING, "1 MiB free"),
+        ("nodes.home", room("home", error="Read-only file system"), Severity.PROBLEM, "Read-only file system"),
+        ("nodes.tmp", room("tmp", free=1 << 20), Severity.WARNING, "1 MiB free"),
+        ("nodes.shm", room("shm", free=64 << 20), Severity.WARNING, "64 MiB free"),
+        ("nodes.create", files(created=True), Severity.PROBLEM, "of 2 nodes that created one name at once, 2 did"),
+        ("nodes.store", files(store_seconds=None), Severity.PROBLEM, "not seen within a minute"),
+        ("nodes.store", files(store_seconds=6.5), Severity.WARNING, "within 6.5 s all nodes"),
+        ("nodes.memory", facts(memory=replace(MEMORY, limit="")), Severity.WARNING, "no limit"),
+        ("nodes.memory", facts(memory=replace(MEMORY, counts_oom_kills=False)), Severity.WARNING, "not counted"),
+        ("nodes.signals", facts(notice=NoticeFacts()), Severity.PROBLEM, "did not reach the workers"),
+        ("nodes.signals", facts(notice=NoticeFacts(error="Access denied")), Severity.PROBLEM, "Access denied"),
+        ("nodes.job", facts(unfinished="files"), Severity.PROBLEM, "stopped while it probed files"),
+        ("nodes.probes", facts(failed={"network": "OSError: no"}), Severity.PROBLEM, "network: OSError: no"),
     ],
 )
-def test_each_fact_in_its_other_outcome(check: str, changed: dict[str, NodeFacts], level: Level, words: str) -> None:
+def test_each_fact_in_its_other_outcome(
+    check: str, changed: dict[str, ProbedNode], level: Severity, words: str
+) -> None:
     found = of(judged(changed), check)
     (one,) = [finding for finding in found if words in finding.found]
     assert one.level is level
-    if level is not Level.OK:
+    if level is not Severity.OK:
         assert one.means
         assert one.way_out
         if check != "nodes.create":
@@ -92,7 +94,7 @@ def test_nodes_that_wrote_nothing_are_named_with_why_the_job_ended() -> None:
     some = facts()
     del some["n2"]
     (lost,) = of(judged(some, why="failed: node n2 could not run the agent"), "nodes.job")
-    assert lost.level is Level.PROBLEM
+    assert lost.level is Severity.PROBLEM
     assert lost.found == "n2: wrote nothing: failed: node n2 could not run the agent"
     (never,) = judged({}, (), why="PartitionTimeLimit: ask for less time")
     assert never.found == "it did not run on any node: PartitionTimeLimit: ask for less time"
@@ -100,7 +102,7 @@ def test_nodes_that_wrote_nothing_are_named_with_why_the_job_ended() -> None:
 
 def test_a_part_that_is_missing_is_left_out_of_its_checks() -> None:
     assert of(judged(facts(files=None)), "nodes.tmp")[0].found.startswith("n1: ")
-    here = {"node0": NodeFacts(node="node0", files=replace(FILES, created=True))}
+    here = {"node0": ProbedNode(node="node0", files=replace(FILES, created=True))}
     names = {finding.check for finding in judged(here, ("node0",))}
     assert not names & {"nodes.create", "nodes.store", "nodes.memory", "nodes.signals"}
 

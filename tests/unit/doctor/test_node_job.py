@@ -10,7 +10,7 @@ import pytest
 
 from hpc_elastic.base import codec
 from hpc_elastic.doctor import node_job
-from hpc_elastic.doctor.node_job import TAKEN, NodeFacts, ProbeJob, collect, open_site, plan_job, probe_node
+from hpc_elastic.doctor.node_job import TAKEN, ProbedNode, ProbeJob, collect, open_site, plan_job, probe_node
 from hpc_elastic.doctor.probe_site import ProbeSettings
 from hpc_elastic.options.command_line import parse
 from hpc_elastic.options.run_request import ALL_OPTIONS
@@ -83,4 +83,4 @@ def test_a_probe_that_fails_or_hangs_is_a_fact_and_the_others_are_made(
         released.set()
     assert facts.failed == {"files": "OSError: [Errno 5] Input/output error", "memory": "no end after 0.05 s"}
     assert facts.unfinished == ""
-    assert codec.load(tmp_path / "doctor" / "node0.node.json", NodeFacts) == facts
+    assert codec.load(tmp_path / "doctor" / "node0.node.json", ProbedNode) == facts

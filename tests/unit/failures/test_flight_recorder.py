@@ -27,8 +27,7 @@ from hpc_elastic.failures.flight_dump import (
     tail_of,
 )
 from hpc_elastic.failures.flight_groups import Reason
-from hpc_elastic.run.activities import Activity, Doing
-from hpc_elastic.run.flight_tail import Call, FlightTail, TailTrack
+from hpc_elastic.run.activities import Activity, Call, Doing, FlightTail, TailTrack
 
 DATA = Path(__file__).parents[2] / "data" / "flight_recorder"
 SHAPE = ((1024, 2048), "BFloat16")

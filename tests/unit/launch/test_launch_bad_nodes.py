@@ -11,8 +11,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.launch.bad_nodes import checked, keep_evidence, next_nodes, nodes_needed
 from hpc_elastic.launch.site import EligibleNodes
-from hpc_elastic.run.node_records import NodeRecord, load_record, save_record
-from hpc_elastic.run.node_score import Evidence, EvidenceKind
+from hpc_elastic.run.node_score import Evidence, EvidenceKind, NodeRecord, load_record, save_record
 from hpc_elastic.run.option_values import parse_bad_nodes
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec

@@ -19,7 +19,7 @@ from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
 from hpc_elastic.launch.site import AttemptContext, EligibleNodes
 from hpc_elastic.run.attempt import AttemptInfo, StoredResult, load_result
 from hpc_elastic.run.events import EventLog
-from hpc_elastic.run.node_records import load_record
+from hpc_elastic.run.node_score import load_record
 from hpc_elastic.run.option_values import RequeueChoice
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec

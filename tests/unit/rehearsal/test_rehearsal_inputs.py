@@ -10,7 +10,7 @@ import pytest
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.rehearsal.faults import KINDS, QUICK, parse_kinds
-from hpc_elastic.rehearsal.journal import Course, RunJournal, Source, StepSeen, parse_pattern, step_of_line
+from hpc_elastic.rehearsal.journal import LossCurve, LossSource, RunJournal, StepSeen, parse_pattern, step_of_line
 from hpc_elastic.rehearsal.saves import FileNames, SavedFiles
 
 
@@ -62,7 +62,7 @@ def test_a_file_of_the_scripts_is_read_on_and_journals_give_way_to_it(tmp_path: 
     (tmp_path / "journal").mkdir()
     line = {"t": 1.0, "attempt": 0, "round": 1, "rank": 0, "step": 9, "loss": 5.0}
     (tmp_path / "journal" / "a.jsonl").write_text(json.dumps(line) + "\n")
-    source = Source(file="losses.txt", is_asked=True)
+    source = LossSource(file="losses.txt", is_asked=True)
     journal = RunJournal(tmp_path / "journal", work=tmp_path, source=source)
     (tmp_path / "losses.txt").write_text("step 1 loss 0.5\nstep 2 lo")
     journal.read()
@@ -70,7 +70,7 @@ def test_a_file_of_the_scripts_is_read_on_and_journals_give_way_to_it(tmp_path: 
         file.write("ss 0.25\n")
     journal.read()
     assert [(one.position, one.loss) for one in journal.steps] == [((1,), 0.5), ((2,), 0.25)]
-    plain = RunJournal(tmp_path / "journal", source=Source())
+    plain = RunJournal(tmp_path / "journal", source=LossSource())
     plain.read()
     assert [one.position for one in plain.steps] == [(9,)]
 
@@ -78,7 +78,7 @@ def test_a_file_of_the_scripts_is_read_on_and_journals_give_way_to_it(tmp_path: 
 def test_a_progress_bars_step_counts_once_the_next_one_is_drawn(tmp_path: Path) -> None:
     """tqdm draws a new number with the loss before it, then with its own; or leaves the first out, as time has it."""
     bar = "\rEpoch 0:  50%|#| {}/9 [00:01<00:02, 8.0it/s, loss={}]"
-    journal = RunJournal(tmp_path, work=tmp_path, source=Source(file="bar.txt"))
+    journal = RunJournal(tmp_path, work=tmp_path, source=LossSource(file="bar.txt"))
     with open(tmp_path / "bar.txt", "w", newline="") as file:
         for step, loss in ((1, 0.5), (2, 0.5), (2, 0.25), (3, 0.125), (4, 0.125)):
             file.write(bar.format(step, loss))
@@ -140,14 +140,14 @@ def test_steps_are_counted_by_their_numbers_where_not_each_is_reported(
     printed: Iterable[int], steps: int, furthest: int, resumed: int, redone: int
 ) -> None:
     seen = [StepSeen(at=1.0 + number, place=(0, 0), rank=0, position=(number,)) for number in printed]
-    course = Course(seen, started=0.0)
+    course = LossCurve(seen, started=0.0)
     assert len(course) == steps
     assert course.redone((furthest,), (resumed,)) == redone
 
 
 def test_steps_of_epochs_are_counted_as_they_are_reported() -> None:
     seen = [StepSeen(at=1.0, place=(0, 0), rank=0, position=(epoch, number)) for epoch in (1, 2) for number in (0, 640)]
-    course = Course(seen, started=0.0)
+    course = LossCurve(seen, started=0.0)
     assert (len(course), course.redone((2, 0), (1, 640))) == (4, 2)
 
 
@@ -156,7 +156,7 @@ def test_a_rank_that_goes_back_within_a_round_has_restarted_within_its_processes
         {"t": float(t), "attempt": 0, "round": 0, "rank": 0, "step": step} for t, step in enumerate((1, 2, 3, 2, 3))
     ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    journal = RunJournal(tmp_path, source=Source())
+    journal = RunJournal(tmp_path, source=LossSource())
     journal.read()
     back = journal.went_back(1.5, (0, 0))
     assert back is not None

@@ -18,8 +18,7 @@ from msgspec.structs import replace
 from hpc_elastic.report.collect import collect_run
 from hpc_elastic.report.document import build_document
 from hpc_elastic.report.render_json import VERSION, json_report
-from hpc_elastic.run.node_records import NodeRecord, save_record
-from hpc_elastic.run.node_score import Evidence, EvidenceKind
+from hpc_elastic.run.node_score import Evidence, EvidenceKind, NodeRecord, save_record
 from tests.browser.sample_runs import agents, collectives_run, hung_run, requeued_run
 from tests.rigs.run_builder import GLOO, START_NS, RunBuilder, make_failure
 from tests.unit.report.test_report_advice import failing_run

@@ -16,8 +16,7 @@ from hpc_elastic.report.node_evidence import node_evidence
 from hpc_elastic.report.render_html import render_html
 from hpc_elastic.report.render_json import render_json
 from hpc_elastic.report.render_text import render_text
-from hpc_elastic.run.node_records import NodeRecord, save_record
-from hpc_elastic.run.node_score import Evidence, EvidenceKind
+from hpc_elastic.run.node_score import Evidence, EvidenceKind, NodeRecord, save_record
 from tests.rigs.run_builder import START_NS, RunBuilder, make_failure
 
 LOST, UNHEALTHY, HARDWARE = EvidenceKind.LOST, EvidenceKind.UNHEALTHY, EvidenceKind.HARDWARE

@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.run.node_records import MOST_EVIDENCE, NodeRecord, forget_in, load_record, save_record
-from hpc_elastic.run.node_score import Evidence, EvidenceKind
+from hpc_elastic.run.node_score import (
+    MOST_EVIDENCE,
+    Evidence,
+    EvidenceKind,
+    NodeRecord,
+    forget_in,
+    load_record,
+    save_record,
+)
 
 NOW = 1_800_000_000 * 10**9
 LOST = Evidence(node="n3", kind=EvidenceKind.LOST, at_ns=NOW, why="node n3 was lost", attempt=0, round=1)

@@ -1,4 +1,4 @@
-"""One run, and the faults that are done to it, each when it trains again after the one before."""
+"""One run, and the faults that are injected into it, each when it trains again after the one before."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from hpc_elastic.rehearsal.faults import (
     SAVING_KILLED,
     WORKER_EXCEPTION,
     WORKER_KILLED,
-    Fault,
     Kind,
     Need,
+    PlannedFault,
 )
 from hpc_elastic.rehearsal.injector import NO_SAVE_CAUGHT, NotNow
-from hpc_elastic.rehearsal.journal import Course
+from hpc_elastic.rehearsal.journal import LossCurve
 from hpc_elastic.rehearsal.judge import InjectionSeen, look_back
 from hpc_elastic.rehearsal.live_run import PLANT_SIGNAL, LiveRun
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.workers.tree import node_key
 
 _SAVE_SECONDS = 30.0
-"""How long a save is waited for that a fault is to interrupt; longer where the undisturbed run saves rarely."""
+"""Longest wait for a save that a fault has to interrupt; longer where the undisturbed run saves rarely."""
 TOO_SHORT = "the script was at its end first; let it do more steps"
 _SMALL_DISK = 1 << 30
 _SIGNALS = {WORKER_KILLED: signal.SIGKILL, WORKER_EXCEPTION: PLANT_SIGNAL}
 
 
-def why_never(kind: Kind, spec: RunSpec, course: Course, folder: Path) -> str:
-    """Why a fault can't be done in this rehearsal, whose runs are below the folder; empty: it can."""
+def why_never(kind: Kind, spec: RunSpec, course: LossCurve, folder: Path) -> str:
+    """Why a fault is impossible in this rehearsal, whose runs are below `folder`; empty: it is possible."""
     lacks = {
         Need.SECOND_NODE: spec.max_nodes + spec.spares < 2,
         Need.SAVES: not course.saves,
@@ -46,33 +46,28 @@ def why_never(kind: Kind, spec: RunSpec, course: Course, folder: Path) -> str:
 
 
 class Disturbance:
-    """One run, and the faults that are done to it."""
+    """One run, not started yet or just now, and the faults that are injected into it."""
 
-    def __init__(self, run: LiveRun, course: Course, *, report: Callable[[str], None]) -> None:
-        """Args:
-        run: Not started yet, or just now.
-        course: The undisturbed run.
-        report: Takes a line of what is done.
-        """
+    def __init__(self, run: LiveRun, course: LossCurve, *, report: Callable[[str], None]) -> None:
         self._run = run
         self._course = course
         self._report = report
         self.injections: list[InjectionSeen] = []
         self.skipped: dict[str, str] = {}
-        """The names of faults that were not done, and why."""
+        """Name of a fault that was not done → why."""
         self.why = ""
-        """Why it did not come to its end."""
+        """Why the run did not complete."""
         self._pending: InjectionSeen | None = None
-        """The fault that was done last, until the run trains again."""
+        """The last fault, until the run trains again."""
         self._undo_at: float | None = None
-        """When what lasts is to be undone, by this machine's wall clock; None: nothing is."""
-        self._waiting: list[Fault] = []
+        """When a lasting fault has to be undone, by this machine's wall clock."""
+        self._waiting: list[PlannedFault] = []
         self._restarts: list[float] = []
         self._next_step = 0
         """How many steps of the undisturbed run come before the next fault."""
 
-    def go(self, waiting: list[Fault]) -> None:
-        """Do the faults, and take each out of `waiting`; until the run is over, or stuck."""
+    def go(self, waiting: list[PlannedFault]) -> None:
+        """Inject the faults, and take each out of `waiting`, until the run is over or stuck."""
         self._waiting = waiting
         gap = max(1, len(self._course) // (len(waiting) + 3))  # the last one has an effect, too
         self._next_step = gap
@@ -98,14 +93,13 @@ class Disturbance:
             self.why = f"the run ended with exit code {code}{reason}; hpc-elastic report {self._run.paths.root}"
 
     def undo(self) -> None:
-        """End what still lasts."""
         self._fill_path.unlink(missing_ok=True)
 
     @property
     def _fill_path(self) -> Path:
         return self._run.paths.root.parent / ".rehearsal-fills-the-disk"
 
-    def _skip(self, fault: Fault, why: str) -> None:
+    def _skip(self, fault: PlannedFault, why: str) -> None:
         self.skipped[fault.kind.name] = why
         self._report(f"  not done: {fault.kind.name}: {why}")
 
@@ -120,7 +114,6 @@ class Disturbance:
         return self._next_step <= self._course.progress(journal.steps) < len(self._course)
 
     def _settle(self) -> None:
-        """Whether the last fault is over, and the training goes on."""
         injection, journal = self._pending, self._run.journal
         if injection is None:
             return
@@ -132,8 +125,9 @@ class Disturbance:
         elif self._undo_at is not None:
             self._undo_at = None
             self.undo()
-            if kind == NOTICE:
-                self._end_announced(injection)
+            if kind == NOTICE and self._run.is_in_attempt(injection.before[0]):
+                with suppress(NotNow):  # the job that was announced to end has not begun again by itself, or just now
+                    self._run.restart()
         seconds = look_back(injection, journal, (), self._course).seconds
         if seconds is not None:
             self._pending = None
@@ -141,15 +135,9 @@ class Disturbance:
             left = estimate(self._course, len(self._waiting), self._restarts, done=self._course.progress(journal.steps))
             self._report(f"    trains again after {self._restarts[-1]:.1f} s; {left} to go")
 
-    def _end_announced(self, injection: InjectionSeen) -> None:
-        """What a notice has announced: the job ends, and begins again; where it has not done so by itself."""
-        if self._run.is_in_attempt(injection.before[0]):
-            with suppress(NotNow):  # it has just ended
-                self._run.restart()
-
     # -- the faults ------------------------------------------------------------------------------------------------
 
-    def _do(self, waiting: list[Fault]) -> None:
+    def _do(self, waiting: list[PlannedFault]) -> None:
         place, fault = self._run.members.place, waiting[0]
         assert place is not None
         try:
@@ -165,8 +153,8 @@ class Disturbance:
         self.injections.append(self._pending)
         self._report(f"  {fault}{f': {what}' if what else ''}")
 
-    def _inject(self, fault: Fault) -> tuple[float, str, float]:
-        """Do it now. Returns when it was done, what it hit, and how long it lasts."""
+    def _inject(self, fault: PlannedFault) -> tuple[float, str, float]:
+        """Inject it now. Returns its time, its target, and its duration."""
         kind = fault.kind
         if kind == SAVING_KILLED:
             return self._kill_while_saving()
@@ -200,8 +188,8 @@ class Disturbance:
         raise reason
 
 
-def estimate(course: Course, faults: int, restarts: Sequence[float], *, done: int = 0) -> str:
-    """``about 90 s``: how long a run with so many faults takes from here, by what restarts have taken."""
+def estimate(course: LossCurve, faults: int, restarts: Sequence[float], *, done: int = 0) -> str:
+    """``about 90 s``: the time of a run with this many faults from here, by the duration of earlier restarts."""
     steps = len(course) - done + faults * len(course) / (course.saves + 1) / 2
     seconds = steps * course.seconds / max(1, len(course)) + faults * (
         mean(restarts) if restarts else course.until_first
@@ -210,10 +198,10 @@ def estimate(course: Course, faults: int, restarts: Sequence[float], *, done: in
 
 
 def take_all_space(path: Path) -> None:
-    """Have this file take what is free on its filesystem, to the last block.
+    """Let this file take all free space on its filesystem, to the last block.
 
-    Again and again while the disk is to be full: a script that begins a file anew gives its blocks back, and on a disk
-    of many users others take them before it writes.
+    Called repeatedly while the disk has to be full: a script that begins a file again gives its blocks back, and on a
+    disk of many users others take them before it writes.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
     try:
