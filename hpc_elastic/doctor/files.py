@@ -34,9 +34,6 @@ class FileFacts(Struct, frozen=True, kw_only=True):
     """This node created the one name that all nodes tried to create at once; None: not tried."""
 
 
-# -- this host -----------------------------------------------------------------------------------------------------
-
-
 def check_host(runs_dir: Path, *, nodes: int) -> Iterator[DoctorFinding]:
     place = next(folder for folder in (runs_dir, *runs_dir.parents) if folder.exists())
     yield _room("files.space", replace(try_to_write(place), path=str(runs_dir)), _LEAST_FREE["runs"])
@@ -47,9 +44,6 @@ def check_host(runs_dir: Path, *, nodes: int) -> Iterator[DoctorFinding]:
     ):
         why = why_not_shared(path) if nodes > 1 else None
         yield problem_unless(why is None, check, f"{path}{f': {why}' if why else ''}", means, way_out)
-
-
-# -- measured by nodes ---------------------------------------------------------------------------------------------
 
 
 def probe_files(site: ProbeSite) -> FileFacts:
@@ -86,9 +80,6 @@ def try_to_write(folder: Path) -> RoomFacts:
     except OSError as error:
         return RoomFacts(path=str(folder), error=error.strerror or str(error))
     return RoomFacts(path=str(folder), free=found.f_bavail * found.f_frsize)
-
-
-# -- judged --------------------------------------------------------------------------------------------------------
 
 
 def judge_files(files: Mapping[str, FileFacts]) -> Iterator[DoctorFinding]:

@@ -72,9 +72,6 @@ def probe_notice(site: ProbeSite) -> NoticeFacts | None:
     return NoticeFacts()
 
 
-# -- judged --------------------------------------------------------------------------------------------------------
-
-
 def judge_job(memories: Mapping[str, JobMemoryFacts], notices: Mapping[str, NoticeFacts]) -> list[DoctorFinding]:
     return [
         *fold([(node, _memory(each)) for node, each in memories.items()]),

@@ -105,9 +105,6 @@ class LinkEnd(NodeAddresses, frozen=True, kw_only=True):
     token: str = ""
 
 
-# -- measured ------------------------------------------------------------------------------------------------------
-
-
 def _own_addresses(site: ProbeSite) -> tuple[str, ...]:
     return tuple(candidate_addresses(site.node)) if in_job(site.env) else (LOOPBACK,)
 
@@ -228,9 +225,6 @@ def _receive(control: socket.socket, seconds: float) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-# -- judged --------------------------------------------------------------------------------------------------------
 
 
 def judge_network(facts: Mapping[str, NetworkFacts]) -> list[DoctorFinding]:

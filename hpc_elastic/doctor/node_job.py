@@ -87,9 +87,6 @@ class ProbedNode(Struct, kw_only=True):
     """The part that was being probed when this was written; empty: all are done."""
 
 
-# -- the run -------------------------------------------------------------------------------------------------------
-
-
 class ProbeJob(Struct, frozen=True, kw_only=True):
     """A planned run with one probe on each node."""
 
@@ -145,9 +142,6 @@ def plan_job(parsed: Parsed, *, cluster: str, env: Mapping[str, str]) -> ProbeJo
     )
     slurm = replace(slurm, spec=spec) if slurm is not None else None
     return ProbeJob(spec=spec, runs_dir=runs_dir, settings=settings, slurm=slurm)
-
-
-# -- its worker ----------------------------------------------------------------------------------------------------
 
 
 def probe_node(site: ProbeSite) -> ProbedNode:
@@ -207,9 +201,6 @@ def main() -> NoReturn:
     probe_node(open_site(Path(sys.argv[1]), sys.argv[2], os.environ))
     sys.stdout.flush()
     os._exit(0)  # a probe may hang in a mount
-
-
-# -- judged --------------------------------------------------------------------------------------------------------
 
 
 def collect(paths: RunPaths) -> tuple[tuple[str, ...], dict[str, ProbedNode], str]:

@@ -72,9 +72,6 @@ class GpusFacts(Struct, frozen=True, kw_only=True):
     """CUDA_VISIBLE_DEVICES."""
 
 
-# -- measured ------------------------------------------------------------------------------------------------------
-
-
 def probe_python(site: ProbeSite) -> PythonFacts | None:
     """Start the workers' interpreter on this node, on all nodes at once, as those of a run do."""
     site.barrier("python")
@@ -131,9 +128,6 @@ def probe_gpus(site: ProbeSite) -> GpusFacts:
     except subprocess.TimeoutExpired:
         nvml = GpuFacts(error=f"it has not answered for {GPU_SECONDS:g} s")
     return GpusFacts(nvml=nvml, given=given, visible=env.get("CUDA_VISIBLE_DEVICES"))
-
-
-# -- judged --------------------------------------------------------------------------------------------------------
 
 
 def judge_pythons(

@@ -91,10 +91,7 @@ class ThreadedFinalize(Finalize):
         self.kwargs = dict(kwargs or {})
 
     def __call__(self, state: State, train_ex: Exception | None = None) -> tuple[State, Exception | None]:
-        """Raises:
-        TimeoutError: `fn` has not returned in time; its thread is left alone.
-        BaseException: any exception of `fn`.
-        """
+        """Raises TimeoutError: `fn` has not returned in time, and its thread is left alone; or its exception."""
         call = functools.partial(self.fn, *self.args, **self.kwargs)
         _within(
             self.timeout,
@@ -142,16 +139,10 @@ class CudaHealthCheck(HealthCheck):
     """
 
     def __init__(self, timeout: timedelta = timedelta(seconds=30)) -> None:
-        """Args:
-        timeout: Limit for all work that was queued on the GPU.
-        """
         self.timeout = timeout
 
     def __call__(self, state: State, train_ex: Exception | None = None) -> tuple[State, Exception | None]:
-        """Raises:
-        TimeoutError: the GPU has not answered in time.
-        RuntimeError: CUDA's error.
-        """
+        """Raises TimeoutError: the GPU has not answered in `timeout`; or RuntimeError: CUDA's error."""
         if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
             return state, train_ex
         local_rank = os.environ.get("LOCAL_RANK")

@@ -62,12 +62,7 @@ class Interruptible:
         return self._wanted is not None
 
     def run(self, body: Callable[[], T]) -> T:
-        """Call `body` in the main thread.
-
-        Raises:
-            RankShouldRestart: it was interrupted; `owner` is this object.
-            BaseException: what `body` raised.
-        """
+        """Call `body` in the main thread. An interruption raises RankShouldRestart, whose `owner` is this object."""
         self._frame = sys._getframe()
         _active.append(self)
         try:

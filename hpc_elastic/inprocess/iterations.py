@@ -6,7 +6,7 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from msgspec import Struct, field
@@ -19,7 +19,6 @@ from hpc_elastic.inprocess.monitor_thread import MonitorThread, SoftTimeout
 from hpc_elastic.inprocess.progress_watchdog import ProgressWatchdog
 from hpc_elastic.inprocess.rank_assignment import RankDiscarded
 from hpc_elastic.inprocess.replacement import Admissions, AgentLink
-from hpc_elastic.inprocess.settings import Settings
 from hpc_elastic.inprocess.state import (
     HealthCheckError,
     InternalError,
@@ -32,6 +31,9 @@ from hpc_elastic.inprocess.state import (
 )
 from hpc_elastic.inprocess.store import COMPLETED, LONGEST_PAUSE, BarrierError, PrefixStore
 from hpc_elastic.worker_api.restart_group import RestartGroupEvent
+
+if TYPE_CHECKING:
+    from hpc_elastic.inprocess.wrap import Wrapper
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +49,7 @@ class Rank(Struct, kw_only=True):
     watchdog: ProgressWatchdog
     process: MonitorProcess
     atomic_lock: Any
-    settings: Settings
+    settings: Wrapper
     name: str = ""
     """The call's: the prefix of its keys."""
     agent_link: AgentLink = field(default_factory=AgentLink)
@@ -133,8 +135,6 @@ class Iterations:
             return self._value
         finally:
             self._forget()
-
-    # --- the phases
 
     def _assign(self) -> CallEvent:
         state, settings = self._state, self._settings
@@ -333,8 +333,6 @@ class Iterations:
                 rank=state.rank, rendezvous_count=state.world_size, timeout=self._settings.barrier_timeout
             )
         return CallEvent.SAID
-
-    # --- helpers
 
     def _end_thread(self) -> None:
         self._call.watchdog.show(None)

@@ -16,7 +16,7 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
 from msgspec import Struct
@@ -28,10 +28,12 @@ from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.inprocess.progress_watchdog import NeighbourWatch, ProgressPage, StallWatch
 from hpc_elastic.inprocess.replacement import PULSE, WITHDRAWN, Replacement
-from hpc_elastic.inprocess.settings import Settings
 from hpc_elastic.inprocess.sockets import detect_silence
 from hpc_elastic.inprocess.state import Interruption, InterruptionRecord
 from hpc_elastic.inprocess.store import COMPLETED, PrefixStore, StoreMixin, TCPStore
+
+if TYPE_CHECKING:
+    from hpc_elastic.inprocess.wrap import Wrapper
 
 logger = logging.getLogger(__name__)
 
@@ -115,7 +117,7 @@ class Unplaced(Struct, frozen=True, kw_only=True):
 class MonitorProcess:
     """The rank's side: start the process, send it where the rank is, end it."""
 
-    def __init__(self, *, source: StoreSource, page: ProgressPage, unplaced: Unplaced, settings: Settings) -> None:
+    def __init__(self, *, source: StoreSource, page: ProgressPage, unplaced: Unplaced, settings: Wrapper) -> None:
         self.source = source
         self.page = page
         self.unplaced = unplaced

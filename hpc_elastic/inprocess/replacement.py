@@ -54,11 +54,8 @@ def admission(
 ) -> Admission:
     """Give each request a place: the dead one's that it was started for, else any empty one, else a new one at the end.
 
-    Args:
-        iteration: The next one.
-        world_size: That of the iteration that ended.
-        terminated: Rank that is empty now → its process' initial rank, None where that is unknown.
-        requests: In the order in which they came.
+    `world_size` is that of the iteration that ended. `terminated` maps a rank that is empty now to its process' initial
+    rank, if that is known. `requests` are in the order in which they came.
     """
     free = dict(sorted(terminated.items()))
     places: dict[str, int] = {}
@@ -100,10 +97,8 @@ class Admissions:
     def admit(self, state: State, store: Any, terminated: Collection[int]) -> Admission:
         """Agree with all ranks that are left on the members of the next iteration.
 
-        Args:
-            state: This rank's, advanced to the next iteration; its ranks are still those of the one that ended.
-            store: That of the iteration that ended.
-            terminated: As its termination barrier found them.
+        `state` is this rank's, advanced to the next iteration; its ranks, `store` and `terminated` are still those of
+        the one that ended.
         """
         key = f"admitted/{state.iteration}"
         initial = {rank: store.find_initial_rank(rank) for rank in terminated}

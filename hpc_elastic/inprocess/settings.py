@@ -29,31 +29,6 @@ LESS_THAN = (
 """The first must be less than the second."""
 
 
-class Settings(Struct, frozen=True, kw_only=True):
-    """The arguments of `hpc_elastic.inprocess.wrap.Wrapper`."""
-
-    store_factory: type[StoreMixin]
-    store_kwargs: dict[str, Any] | None
-    initialize: Initialize | None
-    abort: Abort | None
-    finalize: Finalize | None
-    health_check: HealthCheck | None
-    rank_assignment: RankAssignment
-    rank_filter: RankFilter | None
-    monitor_thread_interval: timedelta
-    monitor_process_interval: timedelta
-    progress_watchdog_interval: timedelta
-    soft_timeout: timedelta
-    hard_timeout: timedelta
-    heartbeat_timeout: timedelta
-    barrier_timeout: timedelta
-    completion_timeout: timedelta
-    last_call_wait: timedelta
-    termination_grace_time: timedelta
-    monitor_process_logfile: str | None
-    enabled: bool
-
-
 _HOOKS = (Abort, Finalize, HealthCheck, Initialize, RankAssignment, RankFilter)
 GIVEN: Mapping[str, Sequence[str]] = {
     "initialize": ("state",),
@@ -64,20 +39,16 @@ GIVEN: Mapping[str, Sequence[str]] = {
     "rank_filter": ("state",),
 }
 """The arguments of each hook."""
-TIMES = tuple(name for name, kind in Settings.__annotations__.items() if kind == "timedelta")
 
 
-def check(arguments: Mapping[str, Any]) -> None:
-    """Check the wrapper's arguments.
-
-    Raises:
-        TypeError: one has the wrong type.
-        ValueError: one is not less than another that it must be less than, or a path is not absolute.
-    """
+def check(wrapper: Struct) -> None:
+    """Raise TypeError for a wrong type, and ValueError for a wrong order, or a path that is not absolute."""
+    hints = typing.get_type_hints(type(wrapper))
+    arguments = {name: getattr(wrapper, name) for name in hints}
     factory = arguments["store_factory"]
     if not (isinstance(factory, type) and issubclass(factory, StoreMixin)):
         raise TypeError(f"Wrapper: store_factory={factory!r} must be a subclass of StoreMixin")
-    for name, hint in typing.get_type_hints(Settings).items():
+    for name, hint in hints.items():
         value = arguments[name]
         kinds = tuple(typing.get_origin(kind) or kind for kind in typing.get_args(hint) or (hint,))
         if name != "store_factory" and not isinstance(value, kinds):
@@ -86,8 +57,8 @@ def check(arguments: Mapping[str, Any]) -> None:
     for name, given in GIVEN.items():
         if arguments[name] is not None:
             _check_call(name, arguments[name], given)
-    for name in TIMES:
-        if arguments[name] < timedelta(0):
+    for name, hint in hints.items():
+        if hint is timedelta and arguments[name] < timedelta(0):
             raise ValueError(f"Wrapper: {name}={_seconds(arguments[name])} must not be negative")
     for less, more in LESS_THAN:
         if not arguments[less] < arguments[more]:

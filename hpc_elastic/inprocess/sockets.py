@@ -80,10 +80,7 @@ def cut(fd: int, inode: str) -> bool:
 def bind_store(host: str, port: int, *, one_host: bool) -> socket.socket | None:
     """Open a listening socket for a store that the ranks find at `host`: at that address alone if all resolve it alike.
 
-    Args:
-        host: An address or a name, which may mean another address elsewhere: its owner often calls it 127.0.1.1.
-        port: 0 chooses one.
-        one_host: All ranks are on this host.
+    A name may mean another address elsewhere: its owner often calls it 127.0.1.1.
 
     Returns:
         None where it must listen at all addresses: a name on several hosts, or an address that is not this host's own.

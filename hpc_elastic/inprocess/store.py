@@ -76,8 +76,6 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
         """
         return None
 
-    # --- lists
-
     def append_item(self, key: str, item: str) -> None:
         """Add `item`, which has no line break, to the list `key`. No item is lost, however many ranks write."""
         line = f"{item}\n"
@@ -90,8 +88,6 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
 
     def items(self, key: str) -> list[str]:
         return read_value(self, key).split("\n")[:-1]
-
-    # --- ranks
 
     def set_initial_rank(self, rank: int, initial_rank: int) -> None:
         self.set(f"initial_rank/{rank}", str(initial_rank))
@@ -128,8 +124,6 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
 
     def get_base_terminated_count(self) -> int:
         return len(set(self.items("base_terminated")))
-
-    # --- the end of an iteration
 
     def record_interrupted(self, record: InterruptionRecord | Iterable[InterruptionRecord] | None = None) -> None:
         """Interrupt this iteration, unless all ranks have completed it; the record is kept in any case."""
@@ -189,8 +183,6 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
         """Wait up to `seconds` until all have answered; returns whether they have."""
         return _wait(self, "answered", seconds)
 
-    # --- before the first iteration
-
     def slot_resolution(self, rank: int) -> str:
         """How the slot of an initial rank that died before the first iteration was resolved; "" while that is open."""
         return read_value(self, f"fate/{rank}")
@@ -202,8 +194,6 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
     def decided(self) -> str:
         """The number of the last iteration whose members were decided; "" before that."""
         return read_value(self, "decided")
-
-    # --- barriers
 
     def barrier(
         self,
@@ -274,8 +264,6 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
 
     def is_released(self, group_name: str) -> bool:
         return bool(self.check([f"{group_name}/over"]))
-
-    # --- for the dead
 
     def stand_in_for(self, rank: int, count: int, interruption: Interruption) -> None:
         """Do everything that `rank`, which is dead, would have to do in this iteration, so that no rank waits for

@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
+from msgspec import Struct
 
 from hpc_elastic.inprocess import abort as abort_module
 from hpc_elastic.inprocess.abort import Abort, AbortTorchDistributed
@@ -23,7 +24,7 @@ from hpc_elastic.inprocess.monitor_process import MonitorProcess, StoreSource, U
 from hpc_elastic.inprocess.progress_watchdog import ProgressPage, ProgressWatchdog
 from hpc_elastic.inprocess.rank_assignment import RankAssignment, ShiftRanks
 from hpc_elastic.inprocess.replacement import Admission, Admissions, AgentLink, Replacement
-from hpc_elastic.inprocess.settings import Settings, check, with_value_for
+from hpc_elastic.inprocess.settings import check, with_value_for
 from hpc_elastic.inprocess.sockets import detect_silence
 from hpc_elastic.inprocess.state import State
 from hpc_elastic.inprocess.store import PrefixStore, StoreMixin, TCPStore, read_value
@@ -39,69 +40,64 @@ _outermost = itertools.count()
 """Numbers the calls that are in no other. All ranks make the same calls in the same order."""
 
 
-class Wrapper:
+class Wrapper(Struct, frozen=True, kw_only=True):
     """Decorates a function that all ranks call: a fault on any rank starts it again on all that are healthy.
 
     The processes stay. See ``docs/how-to/restart-in-process.md``.
+
+    Args:
+        store_factory, store_kwargs: The store in which the ranks meet: a class with `StoreMixin`, called on every
+            rank and once more in its monitor process.
+        initialize: Runs first in each iteration.
+        abort: Runs in the monitor thread after a fault.
+        finalize: Runs after the abort.
+        health_check: Runs before the function, and after `finalize`.
+        rank_assignment: Gives the ranks that are left their numbers.
+        rank_filter: Chooses those that call the function.
+        monitor_thread_interval: Between two looks at this rank's progress. (A fault elsewhere is seen at once.)
+        monitor_process_interval: Between two heartbeats.
+        progress_watchdog_interval: Between two looks whether the main thread executes bytecode.
+        soft_timeout: A rank without progress for this long is interrupted.
+        hard_timeout: A rank without progress for this long is killed.
+        heartbeat_timeout: A rank without a heartbeat for this long counts as dead.
+        barrier_timeout: Limit of the initial, iteration and termination barriers.
+        completion_timeout: Limit of the completion barrier: from this rank's return to that of the last.
+        last_call_wait: Limit for other ranks to report their own failure; it ends when all have answered.
+        termination_grace_time: Between SIGTERM and SIGKILL at the hard timeout.
+        monitor_process_logfile: An absolute path; ``{rank}`` is the initial rank.
+        enabled: If false, the function stays as it is.
+
+    Raises:
+        TypeError: an argument has the wrong type, or a hook can't be called with the arguments that it gets.
+        ValueError: timeouts are out of order, the logfile's path is not absolute, or torch has no
+            ``torch.distributed``.
     """
 
-    def __init__(
-        self,
-        *,
-        store_factory: type[StoreMixin] = TCPStore,
-        store_kwargs: dict[str, Any] | None = None,
-        initialize: Initialize | None = None,
-        abort: Abort | None = AbortTorchDistributed(),  # noqa: B008 - without a state
-        finalize: Finalize | None = None,
-        health_check: HealthCheck | None = None,
-        rank_assignment: RankAssignment = ShiftRanks(),  # noqa: B008 - without a state
-        rank_filter: RankFilter | None = None,
-        monitor_thread_interval: timedelta = timedelta(seconds=1),
-        monitor_process_interval: timedelta = timedelta(seconds=1),
-        progress_watchdog_interval: timedelta = timedelta(seconds=1),
-        soft_timeout: timedelta = timedelta(seconds=60),
-        hard_timeout: timedelta = timedelta(seconds=90),
-        heartbeat_timeout: timedelta = timedelta(seconds=30),
-        barrier_timeout: timedelta = timedelta(seconds=120),
-        completion_timeout: timedelta = timedelta(seconds=120),
-        last_call_wait: timedelta = timedelta(seconds=1),
-        termination_grace_time: timedelta = timedelta(seconds=5),
-        monitor_process_logfile: str | None = None,
-        enabled: bool = True,
-    ) -> None:
-        """Args:
-            store_factory, store_kwargs: The store in which the ranks meet: a class with `StoreMixin`, called on every
-                rank and once more in its monitor process.
-            initialize: Runs first in each iteration.
-            abort: Runs in the monitor thread after a fault.
-            finalize: Runs after the abort.
-            health_check: Runs before the function, and after `finalize`.
-            rank_assignment: Gives the ranks that are left their numbers.
-            rank_filter: Chooses those that call the function.
-            monitor_thread_interval: Between two looks at this rank's progress. (A fault elsewhere is seen at once.)
-            monitor_process_interval: Between two heartbeats.
-            progress_watchdog_interval: Between two looks whether the main thread executes bytecode.
-            soft_timeout: A rank without progress for this long is interrupted.
-            hard_timeout: A rank without progress for this long is killed.
-            heartbeat_timeout: A rank without a heartbeat for this long counts as dead.
-            barrier_timeout: Limit of the initial, iteration and termination barriers.
-            completion_timeout: Limit of the completion barrier: from this rank's return to that of the last.
-            last_call_wait: Limit for other ranks to report their own failure; it ends when all have answered.
-            termination_grace_time: Between SIGTERM and SIGKILL at the hard timeout.
-            monitor_process_logfile: An absolute path; ``{rank}`` is the initial rank.
-            enabled: If false, the function stays as it is.
+    store_factory: type[StoreMixin] = TCPStore
+    store_kwargs: dict[str, Any] | None = None
+    initialize: Initialize | None = None
+    abort: Abort | None = AbortTorchDistributed()
+    finalize: Finalize | None = None
+    health_check: HealthCheck | None = None
+    rank_assignment: RankAssignment = ShiftRanks()
+    rank_filter: RankFilter | None = None
+    monitor_thread_interval: timedelta = timedelta(seconds=1)
+    monitor_process_interval: timedelta = timedelta(seconds=1)
+    progress_watchdog_interval: timedelta = timedelta(seconds=1)
+    soft_timeout: timedelta = timedelta(seconds=60)
+    hard_timeout: timedelta = timedelta(seconds=90)
+    heartbeat_timeout: timedelta = timedelta(seconds=30)
+    barrier_timeout: timedelta = timedelta(seconds=120)
+    completion_timeout: timedelta = timedelta(seconds=120)
+    last_call_wait: timedelta = timedelta(seconds=1)
+    termination_grace_time: timedelta = timedelta(seconds=5)
+    monitor_process_logfile: str | None = None
+    enabled: bool = True
 
-        Raises:
-            TypeError: an argument has the wrong type, or a hook can't be called with the arguments that it gets.
-            ValueError: timeouts are out of order, the logfile's path is not absolute, or torch has no
-                ``torch.distributed``.
-        """
-        arguments = {name: value for name, value in locals().items() if name != "self"}
-        check(arguments)
+    def __post_init__(self) -> None:
+        check(self)
         if not dist.is_available():
             raise ValueError("Wrapper: this torch has no torch.distributed")
-        self.settings = Settings(**arguments)
-        self.enabled = enabled
 
     def __call__(self, fn: Function) -> Function:
         """Wrap `fn`. Its name, docstring and signature stay."""
@@ -141,10 +137,10 @@ class CallWrapper:
         self._is_over = False
         """The call ended before this process was in it."""
         with contextlib.ExitStack() as stack:
-            self._rank = self._set_up(wrapper.settings, stack)
+            self._rank = self._set_up(wrapper, stack)
             self._stack = stack.pop_all()
 
-    def _set_up(self, settings: Settings, stack: contextlib.ExitStack) -> Rank:
+    def _set_up(self, settings: Wrapper, stack: contextlib.ExitStack) -> Rank:
         state = State()
         page = ProgressPage()
         stack.callback(page.close)
@@ -214,7 +210,7 @@ class CallWrapper:
         outer._inner = outer.iteration, number
         return f"{outer._open_rank().name}.{outer.iteration}.{number}"
 
-    def _take_place(self, raw: Any, state: State, replacement: Replacement, settings: Settings) -> str:
+    def _take_place(self, raw: Any, state: State, replacement: Replacement, settings: Wrapper) -> str:
         """Take a dead process' place. Returns the call's name; `state` is that of the restart group afterwards."""
         name = "call0"
         base = PrefixStore(name, raw)

@@ -135,8 +135,6 @@ class Disturbance:
             left = estimate(self._course, len(self._waiting), self._restarts, done=self._course.progress(journal.steps))
             self._report(f"    trains again after {self._restarts[-1]:.1f} s; {left} to go")
 
-    # -- the faults ------------------------------------------------------------------------------------------------
-
     def _do(self, waiting: list[PlannedFault]) -> None:
         place, fault = self._run.members.place, waiting[0]
         assert place is not None

@@ -125,8 +125,6 @@ class Rehearsal:
             )
         return run
 
-    # -- disturbed -------------------------------------------------------------------------------------------------
-
     def _disturb_all(self) -> None:
         waiting: list[PlannedFault] = []
         for kind in self._options.kinds:

@@ -106,8 +106,6 @@ class SlurmRun(LiveRun):
             pass  # asked again
         return None
 
-    # -- its nodes -------------------------------------------------------------------------------------------------
-
     def _follow_attempt(self) -> None:
         begun = self.paths.begun_attempts()
         if begun and begun[-1].number != self._attempt:
@@ -122,8 +120,6 @@ class SlurmRun(LiveRun):
 
     def injector_of(self, node: int) -> RemoteInjector:
         return RemoteInjector(self._job, self._nodes[node], self.spec.uid, env=self.env, folders=self.folders)
-
-    # -- what is done to it ----------------------------------------------------------------------------------------
 
     def notice(self) -> None:
         try:

@@ -95,19 +95,18 @@ def _runtimes_for(image: str) -> tuple[Runtime, ...]:
 
 
 def parse_container_mounts(text: str, option: str) -> tuple[ContainerMount, ...]:
-    """``SRC[:DST[:ro]],...``."""
-    return tuple(_mount(part.strip(), f"{option} {text}") for part in text.split(","))
-
-
-def _mount(text: str, given: str) -> ContainerMount:
-    source, *rest = text.split(":")
-    target = rest[0] if rest and rest[0] else source
-    mode = rest[1] if len(rest) > 1 else "rw"
-    if not os.path.isabs(source) or not os.path.isabs(target) or len(rest) > 2 or mode not in ("ro", "rw"):
-        raise UsageError(
-            f"{given}: {text!r} is not of the form SRC[:DST[:ro]] with absolute paths, as in /data:/data:ro"
-        )
-    return ContainerMount(source=source, target=target, read_only=mode == "ro")
+    """Read ``SRC[:DST[:ro]],...``."""
+    mounts = []
+    for part in map(str.strip, text.split(",")):
+        source, *rest = part.split(":")
+        target = rest[0] if rest and rest[0] else source
+        mode = rest[1] if len(rest) > 1 else "rw"
+        if not os.path.isabs(source) or not os.path.isabs(target) or len(rest) > 2 or mode not in ("ro", "rw"):
+            raise UsageError(
+                f"{option} {text}: {part!r} is not of the form SRC[:DST[:ro]] with absolute paths, as in /data:/data:ro"
+            )
+        mounts.append(ContainerMount(source=source, target=target, read_only=mode == "ro"))
+    return tuple(mounts)
 
 
 def parse_container_workdir(text: str, option: str) -> str:

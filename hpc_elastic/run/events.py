@@ -136,8 +136,13 @@ class EventLog:
                 written.append(raw)
         except OSError:
             pass
-        if not written or not _is_synced(fd):
+        if not written:
             return
+        try:
+            os.fdatasync(fd)
+        except OSError as error:
+            if error.errno not in _NO_SYNC:
+                return
         self._offset = offset
         for raw in written:
             if self._waiting and self._waiting[0] is raw:  # else it was pushed out meanwhile, and counted as dropped
@@ -161,11 +166,3 @@ class EventLog:
         if self._dropped:
             self.write(EventsDropped(count=self._dropped))
         self._closed = True
-
-
-def _is_synced(fd: int) -> bool:
-    try:
-        os.fdatasync(fd)
-    except OSError as error:
-        return error.errno in _NO_SYNC
-    return True

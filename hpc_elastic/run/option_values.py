@@ -21,8 +21,6 @@ from hpc_elastic.worker_api.heartbeat_record import NAME_LIMIT, STEP, is_section
 
 E = TypeVar("E", bound=Enum)
 
-# -- plain values ------------------------------------------------------------------------------------------------------
-
 
 def whole(*, least: int, most: int, wanted: str = "") -> Callable[[str, str], int]:
     """Make a parser of whole numbers, whose message asks for `wanted`."""
@@ -150,9 +148,6 @@ def parse_nproc(text: str, option: str) -> str:
     raise UsageError(f"{option} {text}: give a number of workers from 1 to {MOST_WORKERS}, or auto, gpu or cpu")
 
 
-# -- which output goes to the job log ----------------------------------------------------------------------------------
-
-
 class Std(IntFlag):
     """A worker's output streams, with torchrun's numbers."""
 
@@ -250,8 +245,6 @@ def _is_rank(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 7
 
 
-# -- hangs -------------------------------------------------------------------------------------------------------------
-
 LEARNED_LEAST = 60.0
 """Seconds: a timeout that is learned from the steps is never shorter."""
 
@@ -303,9 +296,6 @@ def parse_section_timeouts(text: str, option: str = "--section-timeouts") -> Sec
     return SectionTimeouts(seconds=seconds, learns_step=learns)
 
 
-# -- commands ----------------------------------------------------------------------------------------------------------
-
-
 def parse_health_command(text: str, option: str = "--health-check") -> tuple[str, ...]:
     """Read the user's own check, quoted as for a shell, as an argument list; no shell is started."""
     try:
@@ -315,9 +305,6 @@ def parse_health_command(text: str, option: str = "--health-check") -> tuple[str
     if not argv or not argv[0]:
         raise UsageError(f"{option} {text!r}: give a command, as in '/path/check.sh --fast'")
     return argv
-
-
-# -- figures -----------------------------------------------------------------------------------------------------------
 
 
 class MetricsTarget(Struct, frozen=True, kw_only=True):
@@ -337,8 +324,6 @@ def parse_metrics(text: str, option: str = "--metrics") -> MetricsTarget:
         raise UsageError(f"{option} {text!r}: the node exporter only reads files that end in .prom")
     return MetricsTarget(path=path)
 
-
-# -- the rendezvous ----------------------------------------------------------------------------------------------------
 
 _SWITCHES = ("doorbell", "member_filter")
 _NUMBERS = (
@@ -378,9 +363,6 @@ def rdzv_values(
                 raise UsageError(f"{option} {key}={text}: give a positive number of seconds")
             values[key] = number
     return values
-
-
-# -- bad nodes ---------------------------------------------------------------------------------------------------------
 
 
 class Scope(str, Enum):
