@@ -93,7 +93,7 @@ def sole_owner(folder: Path) -> int:
 
 
 class Owner(Enum):
-    """Which owners are accepted."""
+    """The accepted owners of a file."""
 
     OWN = "own"
     TRUSTED = "trusted"

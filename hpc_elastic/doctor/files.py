@@ -29,7 +29,7 @@ class FileFacts(Struct, frozen=True, kw_only=True):
     filesystem: str = ""
     """The type of the filesystem of the run's folder; empty: unknown."""
     store_seconds: float | None = None
-    """From writing a value to having read those of all others through the store; None: they never came."""
+    """Seconds from writing a value to having read those of all others through the store; None: they never came."""
     created: bool | None = None
     """This node created the one name that all nodes tried to create at once; None: not tried."""
 

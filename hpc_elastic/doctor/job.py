@@ -36,7 +36,7 @@ class NoticeFacts(Struct, frozen=True, kw_only=True):
     """How a signal to the batch script reaches the workers."""
 
     seconds: float | None = None
-    """From the request, or from the last wait for the others before it, to the worker's notice, if it came."""
+    """Seconds from the request, or from the last wait for the others before it, to the worker's notice, if it came."""
     error: str = ""
     """Why the request failed."""
 

@@ -92,7 +92,7 @@ class ProbeJob(Struct, frozen=True, kw_only=True):
 
     spec: RunSpec
     runs_dir: Path
-    """Below the one for runs, so that `hpc-elastic list` does not show it."""
+    """A folder below the one for runs, so that `hpc-elastic list` does not show it."""
     settings: ProbeSettings
     slurm: SlurmJob | None = None
     """The same spec as a job; None: on this machine."""

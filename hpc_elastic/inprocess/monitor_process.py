@@ -27,7 +27,7 @@ from hpc_elastic.base.staleness import Staleness
 from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.inprocess.progress_watchdog import NeighbourWatch, ProgressPage, StallWatch
-from hpc_elastic.inprocess.replacement import PULSE, WITHDRAWN, Replacement
+from hpc_elastic.inprocess.replacement import PULSE, WITHDRAWN, ReplacementProcess
 from hpc_elastic.inprocess.sockets import detect_silence
 from hpc_elastic.inprocess.state import Interruption, InterruptionRecord
 from hpc_elastic.inprocess.store import COMPLETED, PrefixStore, StoreMixin, TCPStore
@@ -86,7 +86,7 @@ class Unplaced(Struct, frozen=True, kw_only=True):
     initial_rank: int
     world_size: int
     """Ranks of the whole call, as it began."""
-    replacement: Replacement | None = None
+    replacement: ReplacementProcess | None = None
     """Set where it comes in a dead process' place; else it waits for the first iteration."""
 
     def report_exit(self, open_store: Callable[[], Any], *, patience: float) -> None:

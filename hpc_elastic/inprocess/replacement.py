@@ -139,7 +139,7 @@ class Admissions:
         self._base.set(FINISHED, "1")
 
 
-class Replacement:
+class ReplacementProcess:
     """A fresh process' side, until it has a place."""
 
     def __init__(self, initial_rank: int, *, uid: str | None = None) -> None:
@@ -189,7 +189,7 @@ class AgentLink(Struct, frozen=True, kw_only=True):
     wait: float | None = None
     """Seconds for a fresh process to come in a dead one's place; None: the agent starts none."""
     replaces: int = 0
-    """Replacement count of this slot; 0: original process."""
+    """ReplacementProcess count of this slot; 0: original process."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> AgentLink:

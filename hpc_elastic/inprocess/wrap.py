@@ -23,7 +23,7 @@ from hpc_elastic.inprocess.iterations import Iterations, Rank
 from hpc_elastic.inprocess.monitor_process import MonitorProcess, StoreSource, Unplaced
 from hpc_elastic.inprocess.progress_watchdog import ProgressPage, ProgressWatchdog
 from hpc_elastic.inprocess.rank_assignment import RankAssignment, ShiftRanks
-from hpc_elastic.inprocess.replacement import Admission, Admissions, AgentLink, Replacement
+from hpc_elastic.inprocess.replacement import Admission, Admissions, AgentLink, ReplacementProcess
 from hpc_elastic.inprocess.settings import check, with_value_for
 from hpc_elastic.inprocess.sockets import detect_silence
 from hpc_elastic.inprocess.state import State
@@ -146,7 +146,7 @@ class CallWrapper:
         stack.callback(page.close)
         name, is_outermost = self._name(), not _open
         agent_link = AgentLink.from_env(os.environ) if is_outermost else AgentLink()
-        replacement = Replacement(state.initial_rank) if agent_link.replaces > 0 and name == "call0" else None
+        replacement = ReplacementProcess(state.initial_rank) if agent_link.replaces > 0 and name == "call0" else None
         source = StoreSource(settings.store_factory, dict(settings.store_kwargs or {}))
         process = MonitorProcess(
             source=source,
@@ -210,7 +210,7 @@ class CallWrapper:
         outer._inner = outer.iteration, number
         return f"{outer._open_rank().name}.{outer.iteration}.{number}"
 
-    def _take_place(self, raw: Any, state: State, replacement: Replacement, settings: Wrapper) -> str:
+    def _take_place(self, raw: Any, state: State, replacement: ReplacementProcess, settings: Wrapper) -> str:
         """Take a dead process' place. Returns the call's name; `state` is that of the restart group afterwards."""
         name = "call0"
         base = PrefixStore(name, raw)

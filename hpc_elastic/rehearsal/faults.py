@@ -38,14 +38,14 @@ DISK_FULL = Kind(
     name="disk-full", title="disk of the runs directory full", need=Need.SMALL_DISK, restarts=False
 )  # fmt: skip
 KINDS = (WORKER_KILLED, SAVING_KILLED, NOTICE, WORKER_EXCEPTION, NODE_KILLED, DISK_FULL)
-"""In the order of injection."""
+"""The order of injection."""
 QUICK = (WORKER_KILLED, SAVING_KILLED, NOTICE)
 """Those that find most: state that is not restored, a checkpoint that a kill spoils, progress that a requeue loses."""
 
 
 class PlannedFault(Struct, frozen=True, kw_only=True):
     number: int
-    """From 1."""
+    """Counted from 1."""
     kind: Kind
     seconds: float = 0.0
     """Duration of a lasting one."""

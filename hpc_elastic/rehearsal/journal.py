@@ -29,7 +29,7 @@ _STEP = re.compile(
     rf"\b(?:(?:global[_ ]?step|steps?|iter(?:ation)?|num_updates){_BETWEEN}|batch[ :]+\[?\s*)(\d+)", re.IGNORECASE
 )
 _EPOCH = re.compile(rf"\bepoch{_BETWEEN}(\d+(?:\.\d+)?)(?:\s*/\s*\d+)?", re.IGNORECASE)
-"""With its fraction: some frameworks count steps like that."""
+"""Includes the fraction: some frameworks count steps like that."""
 _COUNT = re.compile(r"(?<![\d./])(\d+)\s*/\s*\d+(?![\d/])")
 """``12/100``, counting batches or steps."""
 _LOSS = re.compile(rf"\b((?:\w+[_ ])?)loss{_BETWEEN}{_NUMBER}", re.IGNORECASE)
@@ -51,7 +51,7 @@ class StepSeen(Struct, frozen=True, kw_only=True):
 
 
 class LossSource(Struct, frozen=True, kw_only=True):
-    """Where the losses are."""
+    """The place of the losses."""
 
     pattern: re.Pattern[str] | None = None
     """Pattern of a printed line: groups ``step`` and ``loss``, or the first and the second; None: the usual ways."""
@@ -110,7 +110,7 @@ class RunJournal:
         self._source = source
         self._offsets: dict[Path, int] = {}
         self.steps: list[StepSeen] = []
-        """By time; from journals, or from prints where only those have losses."""
+        """Sorted by time; from journals, or from prints where only those have losses."""
         self._reported: list[StepSeen] = []
         self._printed: list[StepSeen] = []
         self._bars: dict[Path, StepSeen] = {}

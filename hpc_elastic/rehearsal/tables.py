@@ -13,7 +13,7 @@ from hpc_elastic.rehearsal.rehearse import RehearsalResult
 from hpc_elastic.report.render_html import render_page
 
 _VERDICTS = ("holds", "guilty", "not certain")
-"""By exit code."""
+"""Index: the exit code."""
 _HEAD = ("fault", "hit", "resumed at", "done again", "trains again after", "notice")
 
 

@@ -1,4 +1,4 @@
-"""What a rank was doing when its round broke, its last collectives included: part of the event ``ranks_observed``."""
+"""The activity of a rank when its round broke, with its last collectives: part of the event ``ranks_observed``."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True):
     at: str = ""
     """The innermost frame of the user's code: ``train.py:44 step``."""
     line: str = ""
-    """That line of the source, where it was readable and no collective's name says more."""
+    """The line of the source, where it was readable and no collective's name says more."""
     children: tuple[str, ...] = ()
     """At most three of the children that it waits for: ``its child process 4711: S (sleeping) in pipe_read``."""
     failed: bool = False
@@ -99,7 +99,7 @@ class Activity(Struct, frozen=True, kw_only=True, omit_defaults=True):
     sequence: int | None = None
     """The last collective that it had enqueued, as NCCL's watchdog counts them."""
     operation: str = ""
-    """That collective's type and size, as its messages have them."""
+    """The collective's type and size, as its messages have them."""
     peer_operation: tuple[int, str] | None = None
     """Another rank, and its collective, as its message has them."""
     names: tuple[int, ...] = ()

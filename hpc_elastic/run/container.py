@@ -35,7 +35,7 @@ class ContainerImage(Struct, frozen=True, kw_only=True):
 
     runtime: Runtime
     image: str
-    """In the runtime's notation: a path, a URI, or a name in its store."""
+    """The runtime's notation: a path, a URI, or a name in its store."""
 
     def __str__(self) -> str:
         return f"{self.runtime.value}:{self.image}"
@@ -55,7 +55,7 @@ class Container(Struct, frozen=True, kw_only=True):
     image: ContainerImage
     mounts: tuple[ContainerMount, ...] = ()
     workdir: str = ""
-    """Where the workers run inside; empty: where the run was started."""
+    """The workers' folder inside; empty: where the run was started."""
     env: tuple[str, ...] = ()
     """Variables that keep the host's value, whatever the image says."""
     args: tuple[str, ...] = ()

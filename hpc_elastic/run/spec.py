@@ -83,7 +83,7 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     created_ns: int
     entrypoint: Entrypoint
     cwd: str
-    """Where `submit` was called: the workers' working directory."""
+    """The workers' working directory: where `submit` was called."""
     cluster: str = "slurm"
     """``slurm`` or ``local``."""
     min_nodes: int = 1

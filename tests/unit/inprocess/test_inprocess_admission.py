@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from hpc_elastic.base.codec import dumps, loads
 from hpc_elastic.inprocess import replacement
-from hpc_elastic.inprocess.replacement import Admission, Admissions, JoinRequest, Replacement, admission, is_enough
+from hpc_elastic.inprocess.replacement import (
+    Admission,
+    Admissions,
+    JoinRequest,
+    ReplacementProcess,
+    admission,
+    is_enough,
+)
 from hpc_elastic.inprocess.state import InternalError, State
 from hpc_elastic.inprocess.store import PrefixStore, StoreMixin
 
@@ -70,7 +77,7 @@ def test_the_first_decision_holds_for_all(monkeypatch: pytest.MonkeyPatch) -> No
     base = PrefixStore("call", HashStore())
     ended = PrefixStore(0, base)
     ended.set_initial_rank(2, 2)
-    fresh = Replacement(2, uid="me")
+    fresh = ReplacementProcess(2, uid="me")
     StoreMixin.append_item(base, replacement.JOINERS, "me 2")
     first = Admissions(base, wait=60).admit(advanced(), ended, {2})
     assert first == Admission(iteration=1, world_size=3, places={"me": 2}, empty=())
@@ -103,8 +110,8 @@ def test_a_replacement_whose_restart_group_is_gone_stops_waiting(monkeypatch: py
     base: Any = PrefixStore("call", HashStore())
     if how == "over":
         Admissions(base, wait=1).finish()
-        assert Replacement(0).wait_for_place(base, patience=5) is None
+        assert ReplacementProcess(0).wait_for_place(base, patience=5) is None
         return
     with pytest.raises(InternalError, match="has shown no life for 5 s"):
-        Replacement(0).wait_for_place(base, patience=5)
+        ReplacementProcess(0).wait_for_place(base, patience=5)
     assert 5 <= now[0] < 6
