@@ -58,7 +58,6 @@ class ErrorFile(Struct, frozen=True, kw_only=True):
     traceback: str = ""
     timestamp_ns: int | None = None
     """The writer's wall clock: to the nanosecond from our own writer, else to the second."""
-    error_code: int | None = None
     own: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -152,15 +151,12 @@ def _understand(data: dict[str, Any]) -> ErrorFile:
     message = data.get("message")
     problem = ""
     stack: object = ""
-    when: object = None
-    code: object = None
     if isinstance(message, dict):
         extra = message.get("extraInfo")
         extra = extra if isinstance(extra, dict) else {}
-        text, stack, when, code = message.get("message"), extra.get("py_callstack"), extra.get("timestamp"), None
-        code = message.get("errorCode")
+        text, stack, when = message.get("message"), extra.get("py_callstack"), extra.get("timestamp")
     else:
-        text, when, code = message, data.get("timestamp"), data.get("errorCode")
+        text, when = message, data.get("timestamp")
     if "message" not in data:
         problem = "foreign: has no 'message'"
         text = json.dumps(data, default=str)
@@ -173,7 +169,6 @@ def _understand(data: dict[str, Any]) -> ErrorFile:
         message="" if text == "<NONE>" else _clip(text),
         traceback=traceback,
         timestamp_ns=_nanoseconds(own.get("timestamp_ns"), when),
-        error_code=code if isinstance(code, int) and not isinstance(code, bool) else None,
         own=own,
     )
 

@@ -41,33 +41,30 @@ def test_torchs_shape(tmp_path: Path) -> None:
     assert found.message == "ValueError: bad"
     assert found.traceback.startswith("Traceback")
     assert found.timestamp_ns == 1_700_000_001_000_000_000
-    assert found.error_code is None
     assert found.own == {}
     assert found.data == TORCH
 
 
 @pytest.mark.parametrize(
-    ("value", "message", "timestamp_ns", "code"),
+    ("value", "message", "timestamp_ns"),
     [
-        ({"message": "just text", "timestamp": 1700000002}, "just text", 1_700_000_002 * 10**9, None),
-        ({"message": "just text", "timestamp": "1700000002.5"}, "just text", 1_700_000_002_500_000_000, None),
-        ({"message": "no time"}, "no time", None, None),
-        ({"message": "with a code", "errorCode": 3}, "with a code", None, 3),
-        ({"message": {"message": "m", "errorCode": 3}}, "m", None, 3),
-        ({"message": {"message": "m", "extraInfo": {"timestamp": "soon"}}}, "m", None, None),
-        ({"message": {"message": "m", "extraInfo": {"timestamp": 1e400}}}, "m", None, None),
-        ({"message": {"message": "m", "extraInfo": "text"}}, "m", None, None),
-        ({"message": {"message": ["a", 1]}}, '["a", 1]', None, None),
-        ({"message": "<NONE>"}, "", None, None),
-        ({"message": None}, "", None, None),
-        ({"message": 7}, "7", None, None),
+        ({"message": "just text", "timestamp": 1700000002}, "just text", 1_700_000_002 * 10**9),
+        ({"message": "just text", "timestamp": "1700000002.5"}, "just text", 1_700_000_002_500_000_000),
+        ({"message": "no time"}, "no time", None),
+        ({"message": "with a code", "errorCode": 3}, "with a code", None),
+        ({"message": {"message": "m", "errorCode": 3}}, "m", None),
+        ({"message": {"message": "m", "extraInfo": {"timestamp": "soon"}}}, "m", None),
+        ({"message": {"message": "m", "extraInfo": {"timestamp": 1e400}}}, "m", None),
+        ({"message": {"message": "m", "extraInfo": "text"}}, "m", None),
+        ({"message": {"message": ["a", 1]}}, '["a", 1]', None),
+        ({"message": "<NONE>"}, "", None),
+        ({"message": None}, "", None),
+        ({"message": 7}, "7", None),
     ],
 )
-def test_other_shapes(
-    tmp_path: Path, value: dict[str, Any], message: str, timestamp_ns: int | None, code: int | None
-) -> None:
+def test_other_shapes(tmp_path: Path, value: dict[str, Any], message: str, timestamp_ns: int | None) -> None:
     found = read_error_file(put(tmp_path, value))
-    assert (found.problem, found.message, found.timestamp_ns, found.error_code) == ("", message, timestamp_ns, code)
+    assert (found.problem, found.message, found.timestamp_ns) == ("", message, timestamp_ns)
 
 
 def test_what_we_write_is_what_torch_reads_and_what_we_read(tmp_path: Path) -> None:
@@ -86,7 +83,7 @@ def test_what_we_write_is_what_torch_reads_and_what_we_read(tmp_path: Path) -> N
         "errorCode": 3,
     }
     found = read_error_file(path)
-    assert (found.message, found.traceback, found.error_code) == ("ValueError: x", "Trace", 3)
+    assert (found.message, found.traceback) == ("ValueError: x", "Trace")
     assert found.timestamp_ns == 1_700_000_001_123_456_789
     assert found.own["host"] == "n1"
 

@@ -63,7 +63,7 @@ def test_it_is_understood(version: str, case: str) -> None:
     assert found.message == message
     assert all(part in found.traceback for part in parts)
     assert "\x1b" not in found.traceback
-    assert found.error_code == code
+    assert found.data["message"].get("errorCode") == code
     assert found.timestamp_ns is not None
     assert 0 <= found.timestamp_ns // 10**9 - SECONDS < 1000
     assert found.own == {}
