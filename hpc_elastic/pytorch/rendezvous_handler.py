@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 import torch.distributed.elastic.rendezvous as torch_rendezvous
@@ -153,20 +153,17 @@ class TorchRendezvousHandler(torch_rendezvous.RendezvousHandler):  # type: ignor
         return f"{address}:{self._server.port}"
 
 
+_TORCH_ERRORS = (  # the first that fits
+    (errors.RendezvousClosedError, torch_rendezvous.RendezvousClosedError),
+    (errors.FilesystemTimeoutError, torch_rendezvous.RendezvousConnectionError),
+    (errors.RendezvousTimeoutError, torch_rendezvous.RendezvousTimeoutError),
+    (errors.RendezvousStateError, RendezvousStateError),
+    (errors.RendezvousError, torch_rendezvous.RendezvousError),
+)
+
+
 def _as_torch(call: Callable[[], T]) -> T:
     try:
         return call()
     except errors.RendezvousError as error:
-        _raise_as_torch(error)
-
-
-def _raise_as_torch(error: errors.RendezvousError) -> NoReturn:
-    if isinstance(error, errors.RendezvousClosedError):
-        raise torch_rendezvous.RendezvousClosedError(str(error)) from error
-    if isinstance(error, errors.FilesystemTimeoutError):
-        raise torch_rendezvous.RendezvousConnectionError(str(error)) from error
-    if isinstance(error, errors.RendezvousTimeoutError):
-        raise torch_rendezvous.RendezvousTimeoutError(str(error)) from error
-    if isinstance(error, errors.RendezvousStateError):
-        raise RendezvousStateError(str(error)) from error
-    raise torch_rendezvous.RendezvousError(str(error)) from error
+        raise next(theirs for ours, theirs in _TORCH_ERRORS if isinstance(error, ours))(str(error)) from error
