@@ -1,4 +1,4 @@
-"""Which addresses are served at a TCP port: the kernel decides as a connection begins, and no privilege is needed.
+"""Filter the addresses that are served at a TCP port: the kernel decides as a connection begins, and no
 
 Two sockets listen at one port (SO_REUSEPORT), and a classic BPF program decides which of them gets a connection
 (socket(7), SO_ATTACH_REUSEPORT_CBPF, since Linux 4.5). Nothing is spent on a connection once it is there. A filter on
@@ -18,11 +18,10 @@ from collections.abc import Callable, Iterable, Sequence
 logger = logging.getLogger(__name__)
 
 MOST_RANGES = 200
-"""In one program, for which the kernel may allow 20 KiB (net.core.optmem_max)."""
+"""Most ranges in one program, for which the kernel may allow 20 KiB (net.core.optmem_max)."""
 MOST_REFUSALS = 256
 """Connections that are logged and closed at once; later ones are left to wait."""
 Range = tuple[int, int]
-"""First and last address, as numbers."""
 _LOOPBACK = (127 << 24, (128 << 24) - 1)
 _SO_ATTACH_REUSEPORT_CBPF = 51
 _LOAD, _EQUAL, _GREATER, _AT_LEAST, _RETURN = 0x20, 0x15, 0x25, 0x35, 0x06
@@ -31,7 +30,7 @@ _SOURCE = 0xFFF00000 + 12  # SKF_NET_OFF, and where an IPv4 header has the sourc
 _IPV4 = 0x0800
 _REFUSED, _SERVED = 0, 1  # which of the two sockets, in the order in which they listen
 Instruction = tuple[int, int, int, int]
-"""Code, jump if true, jump if false, constant: linux/filter.h's ``sock_filter``."""
+"""A BPF instruction, linux/filter.h's ``sock_filter``: code, jump if true, jump if false, constant."""
 
 
 def ranges_of(addresses: Iterable[str], *, most: int = MOST_RANGES) -> list[Range]:
@@ -70,7 +69,7 @@ def program(ranges: Sequence[Range]) -> list[Instruction]:
 
 
 class Guard:
-    """Which addresses are served at a port: all others reach a second socket there, which is not served.
+    """The addresses that are served at a port: all others reach a second socket there, which is not served.
 
     Before `admit` all are others.
     """
@@ -97,12 +96,11 @@ class Guard:
         self._refusals = 0
 
     def fileno(self) -> int:
-        """Readable when a connection was refused."""
         return self._refusing.fileno()
 
     @property
     def has_refused_enough(self) -> bool:
-        """Whether `refuse` does nothing any more: a flood of connections must not keep the agent busy."""
+        """A flood of connections must not keep the agent busy: `refuse` does nothing then."""
         return self._refusals >= MOST_REFUSALS
 
     def admit(self, addresses: Iterable[str] | None) -> None:

@@ -1,16 +1,18 @@
-"""What this node's agent reports of its workers' checkpoints: to nodes that wait, and before a preemption."""
+"""Reports about the workers' checkpoints: to nodes that wait to come in, and before a preemption."""
 
 from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
 from hpc_elastic.agent.heartbeats import RankBeat
-from hpc_elastic.agent.local_workers import LocalWorkers
+from hpc_elastic.agent.part import Part
+from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.preemption import MEASURE_SECONDS, PreemptionNotice, PreemptionStatus, seconds_to_save
@@ -19,51 +21,55 @@ from hpc_elastic.run.option_values import GrowPolicy
 from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.worker_api.heartbeat_record import CHECKPOINT
 
+if TYPE_CHECKING:
+    from hpc_elastic.agent.local_workers import LocalWorkers
+    from hpc_elastic.agent.node_agent import NodeAgent
+    from hpc_elastic.agent.part import AgentSite
+
+Ask = Callable[[Callable[[Participant], None]], None]
 logger = logging.getLogger(__name__)
 
 CHECKPOINT_LOOK_SECONDS = 1.0
-"""Between two looks at the workers' heartbeats, while nodes wait."""
 
 
 class CheckpointStatus(Struct, frozen=True, kw_only=True):
-    """What this node reports about a checkpoint."""
-
     round: int
     serial: int
     age: float | None
     """Seconds since it was complete; None: workers here are writing one."""
 
     def send(self, participant: Participant) -> None:
-        """Report it to the coordinator through `participant`."""
         if self.age is None:
             participant.claims.report_saving(self.round, self.serial)
         else:
             participant.claims.report_saved(self.round, self.serial, self.age)
 
 
-class CheckpointWatch:
-    """One agent's. All methods are for its main thread, and none waits.
-
-    In each period in which nodes wait, a node reports at most three things: how long ago its last checkpoint was, that
-    it is writing one, and that this one is complete.
+class CheckpointWatch(Part):
+    """A node reports at most three things in each period in which nodes wait:
+    how long ago its last checkpoint was, that it is writing one, and that this one is complete.
     """
 
-    def __init__(self, watch: HeartbeatWatch, spec: RunSpec, *, clock: Clock) -> None:
+    due: float | None = None
+
+    @classmethod
+    def for_agent(cls, site: AgentSite) -> CheckpointWatch:
+        return cls(site.watch, site.me.spec, clock=site.clock, ask=site.coordination.ask)
+
+    def __init__(self, watch: HeartbeatWatch, spec: RunSpec, *, clock: Clock, ask: Ask = lambda command: None) -> None:
         self._watch = watch
+        self._ask = ask
         self._is_asked_for = spec.grow is GrowPolicy.CHECKPOINT
         self._max_nodes = spec.max_nodes
         self._clock = clock
         self._round = -1
         self._serial = 0
         self._before: int | None = None
-        """Checkpoints completed when this period began; None: it has yet to be looked at."""
+        """`None`: it has yet to be looked at."""
         self._has_reported_saving = False
         self._is_waiting = False
-        self.due: float | None = None
-        """When `look` is to be called next, monotonic; None: there is nothing to look for."""
 
-    def on_record(self, record: RoundRecord) -> None:
-        """A newer record: do nodes wait?"""
+    def on_record(self, record: RoundRecord, workers: LocalWorkers | None = None) -> None:
         if record.round != self._round:
             self._round, self._serial, self._is_waiting = record.round, 0, False
         waiting = record.status is Status.FINAL and record.waiting > 0 and len(record.members) < self._max_nodes
@@ -74,8 +80,12 @@ class CheckpointWatch:
             self.due = None
         self._is_waiting = waiting
 
-    def look(self, running: Collection[int]) -> CheckpointStatus | None:
-        """Read the heartbeats if it is time to."""
+    def look(self, agent: NodeAgent) -> None:
+        status = self.read(agent.workers.running) if agent.workers and agent.phase is Phase.RUNNING else None
+        if status is not None:
+            self._ask(status.send)
+
+    def read(self, running: Collection[int]) -> CheckpointStatus | None:
         now = self._clock.monotonic()
         if self.due is None or now < self.due:
             return None
@@ -103,22 +113,20 @@ class CheckpointWatch:
 
 
 PREEMPTION_LOOK_SECONDS = 0.2
-"""Between two looks at the workers' pages, while a checkpoint is waited for."""
 
 
 def notice_of(spec: RunSpec, reason: str) -> PreemptionNotice:
-    """The notice of a signal that an agent received itself: how much time is left is not known."""
+    """The agent received a signal itself: how much time is left is not known."""
     return PreemptionNotice(reason, seconds_to_save(spec.signal_grace, shutdown_timeout=spec.shutdown_timeout))
 
 
 class PreemptionReply(Struct, frozen=True, kw_only=True):
-    """What this node reports: where its workers stand, or, without a status, that they have saved."""
+    """The workers' steps; without a status: they have saved."""
 
     round: int
     status: PreemptionStatus | None = None
 
     def send(self, participant: Participant) -> None:
-        """Report it to the coordinator through `participant`."""
         if self.status is not None:
             participant.claims.report_noted(self.round, self.status)
         else:
@@ -126,43 +134,39 @@ class PreemptionReply(Struct, frozen=True, kw_only=True):
 
 
 def ended_by_notice(beat: RankBeat, *, is_signalled: bool) -> bool:
-    """Whether a worker that ended with 0 did so because of the notice, so that its training is to go on later.
+    """A worker that ended with 0 did so because of the notice, so its training is to continue later.
 
-    Args:
-        beat: Its last heartbeat. `total` shows that it is complete; steps may be numbered from 1.
-        is_signalled: It got the signal that stands for the notice.
+    `total` shows that it is complete; steps may be numbered from 1.
     """
     is_complete = beat.total is not None and beat.step is not None and beat.step >= beat.total
     return (is_signalled or beat.has_notice) and not is_complete
 
 
-class PreemptionWatch:
-    """One agent's. All methods are for its main thread, and none waits."""
+class PreemptionWatch(Part):
+    due: float | None = None
 
-    def __init__(self, watch: HeartbeatWatch, spec: RunSpec, *, clock: Clock) -> None:
+    @classmethod
+    def for_agent(cls, site: AgentSite) -> PreemptionWatch:
+        return cls(site.watch, site.me.spec, clock=site.clock, ask=site.coordination.ask)
+
+    def __init__(self, watch: HeartbeatWatch, spec: RunSpec, *, clock: Clock, ask: Ask = lambda command: None) -> None:
         self._watch = watch
+        self._ask = ask
         self._clock = clock
         self._signal = signal.Signals[spec.preemption_signal] if spec.preemption_signal else None
         self._notice: PreemptionNotice | None = None
         self._round = -1
         self._deadline = 0.0
         self._began: tuple[float, list[RankBeat]] | None = None
-        """When the workers' steps were read first, and what was found."""
         self._has_noted = False
         self._has_kept = False
         self._workers: LocalWorkers | None = None
-        """Those that are sent the signal."""
         self._unsent: set[int] | None = None
-        """Local ranks that have not got it; None: it has not been sent yet."""
+        """`None`: it has not been sent yet."""
         self._signalled: set[int] = set()
-        """Local ranks that have got it."""
         self._explained: set[int] = set()
-        """Local ranks whose checkpoint was too early, as the log has it."""
-        self.due: float | None = None
-        """When `look` is to be called next, monotonic; None: no notice, or nothing more to report."""
 
     def on_record(self, record: RoundRecord, workers: LocalWorkers | None) -> None:
-        """A newer record: does it hold a notice, one that leaves less time, or the step that is agreed?"""
         if record.notice is None or record.status is not Status.FINAL or record.notice == self._notice:
             return
         is_new = self._notice is None
@@ -177,8 +181,16 @@ class PreemptionWatch:
             self._workers = workers
             self._send()
 
-    def look(self, running: Collection[int]) -> PreemptionReply | None:
-        """Read the workers' pages if it is time to."""
+    def look(self, agent: NodeAgent) -> None:
+        reply = self.read(agent.workers.running) if agent.workers and agent.phase is Phase.RUNNING else None
+        if reply is not None:
+            self._ask(reply.send)
+
+    def on_success(self) -> None:
+        if (reply := self.ended()) is not None:
+            self._ask(reply.send)
+
+    def read(self, running: Collection[int]) -> PreemptionReply | None:
         now = self._clock.monotonic()
         if self.due is None or now < self.due:
             return None
@@ -199,7 +211,6 @@ class PreemptionWatch:
         return None
 
     def ended(self) -> PreemptionReply | None:
-        """All workers here have ended with 0: because of the notice, or since they had no more to do?"""
         if self._notice is None or self._has_kept:
             return None
         beats = self._watch.read()
@@ -207,7 +218,7 @@ class PreemptionWatch:
         return self._kept() if any(by_notice) else None
 
     def _send(self) -> None:
-        """Send the signal to the workers that have not got it: to one without a handler when it has one."""
+        """A worker without a handler gets the signal when it has one."""
         if self._workers is None or self._signal is None:
             return
         speakers = {
@@ -226,35 +237,33 @@ class PreemptionWatch:
         self._has_kept, self.due = True, None
         return PreemptionReply(round=self._round)
 
-    def _heeds(self, beat: RankBeat) -> bool:
+    def _polls_notice(self, beat: RankBeat) -> bool:
         return self._signal is not None or beat.asks_for_notices
 
     def _status(self, beats: Collection[RankBeat], before: Collection[RankBeat], seconds: float) -> PreemptionStatus:
-        heeds = any(map(self._heeds, beats))
+        polls = any(map(self._polls_notice, beats))
         steps = [beat.step for beat in beats if beat.step is not None]
         if not steps:
-            return PreemptionStatus(heeds=heeds)
+            return PreemptionStatus(heeds=polls)
         then = [beat.step for beat in before if beat.step is not None]
         walked = max(steps) - max(then, default=max(steps))
-        return PreemptionStatus(heeds=heeds, step=max(steps), rate=max(0.0, walked / seconds) if seconds > 0 else 0.0)
+        return PreemptionStatus(heeds=polls, step=max(steps), rate=max(0.0, walked / seconds) if seconds > 0 else 0.0)
 
     def _have_saved(self, beats: Collection[RankBeat], running: Collection[int]) -> bool:
-        """Whether there are workers that follow the notice, and all have saved because of it, or ended with 0."""
         assert self._began is not None
         before = {beat.local_rank: beat for beat in self._began[1]}
-        awaited = [beat for beat in beats if beat.local_rank in running and self._heeds(beat)]
+        awaited = [beat for beat in beats if beat.local_rank in running and self._polls_notice(beat)]
         missing = [beat for beat in awaited if not self._has_saved(beat, before[beat.local_rank])]
         self._explain([beat for beat in missing if beat.checkpoints > before[beat.local_rank].checkpoints])
-        return not missing and any(map(self._heeds, beats))
+        return not missing and any(map(self._polls_notice, beats))
 
     def _has_saved(self, beat: RankBeat, before: RankBeat) -> bool:
-        """Whether a worker has completed a checkpoint since the notice that holds the step it is to save after."""
         awaited = self._awaited_step(beat, before)
         is_far_enough = awaited is None or (beat.saved_step is not None and beat.saved_step >= awaited)
         return beat.checkpoints > before.checkpoints and is_far_enough
 
     def _awaited_step(self, beat: RankBeat, before: RankBeat) -> int | None:
-        """None: any checkpoint counts that is complete after the notice."""
+        """`None`: any checkpoint counts that is complete after the notice."""
         assert self._notice is not None
         if beat.step is None or self._notice.step < 0:
             return None
@@ -262,7 +271,6 @@ class PreemptionWatch:
         return self._notice.step if beat.asks_for_notices else before.step
 
     def _explain(self, early: Collection[RankBeat]) -> None:
-        """Log, once for each worker, that its checkpoint is not the one that is waited for."""
         assert self._notice is not None
         for beat in early:
             if beat.local_rank in self._explained:

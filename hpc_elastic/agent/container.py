@@ -29,9 +29,9 @@ _HOSTS_OWN = (
 )
 """They name the host's libraries and packages, which an image has not, or others."""
 _IMAGES_OWN = ("PATH", "HOME", "HOSTNAME", "SHELL", "TMPDIR", "XDG_RUNTIME_DIR", "_", "OLDPWD", "PWD")
-"""What the image says of these holds, where the runtime passes nothing on by itself."""
+"""Variables that the image sets, where the runtime passes nothing on by itself."""
 _NVIDIA = {"NVIDIA_VISIBLE_DEVICES": "all", "NVIDIA_DRIVER_CAPABILITIES": "compute,utility"}
-"""What an image of NVIDIA's sets by itself."""
+"""Variables that NVIDIA's images set."""
 _SHARED: Mapping[Runtime, tuple[str, ...]] = {
     Runtime.CHARLIECLOUD: ("/dev", "/proc", "/sys", "/tmp"),
     Runtime.APPTAINER: ("/dev", "/proc", "/sys", "/tmp"),
@@ -40,12 +40,10 @@ _SHARED: Mapping[Runtime, tuple[str, ...]] = {
     Runtime.ENROOT: ("/dev", "/proc", "/sys", "/tmp"),
     Runtime.PYXIS: ("/dev", "/proc", "/sys"),
 }
-"""What a container has of the host without being asked."""
+"""Host folders that a container sees without being asked."""
 
 
 class _Start(Struct, frozen=True, kw_only=True):
-    """What a runtime's command line is made of."""
-
     container: Container
     mounts: tuple[ContainerMount, ...]
     argv: tuple[str, ...]
@@ -59,7 +57,6 @@ class _Start(Struct, frozen=True, kw_only=True):
 def enter_container(
     container: Container, argv: Sequence[str], env: Mapping[str, str], *, local_rank: int, cwd: str, has_nvidia: bool
 ) -> tuple[list[str], dict[str, str]]:
-    """The command line that runs `argv` inside, and its environment."""
     if (image := container.image).image.startswith("."):
         container = replace(container, image=replace(image, image=os.path.join(cwd, image.image)))
     kept = {key: value for key, value in env.items() if key not in _HOSTS_OWN or key in container.env}
@@ -94,7 +91,7 @@ def exit_of_script(container: Container | None, exitcode: int) -> int:
 
 
 def needed_mounts(container: Container, *, env: Mapping[str, str], cwd: str) -> list[ContainerMount]:
-    """What a worker needs of the host and the container would not have: each folder once, at its own path."""
+    """Folders of the host that a worker needs and its container would not have: each once, at its own path."""
     files = (env.get("TORCHELASTIC_ERROR_FILE", ""), env.get(HEARTBEAT, ""), env.get(REPORTS, ""))
     folders = {cwd, env.get("HPC_ELASTIC_RUN_DIR", ""), *(os.path.dirname(file) for file in files)}
     given = [*_SHARED[container.image.runtime], *(mount.target for mount in container.mounts)]
@@ -160,10 +157,9 @@ def _enroot(start: _Start) -> list[str]:
 
 
 def pyxis_arguments(container: Container, *, cwd: str, run_dir: str, packages: Sequence[str]) -> list[str]:
-    """What srun gets for a step of agents in a container (pyxis 0.20): its workers are in the same one.
+    """Srun's arguments for a step of agents in a container (pyxis 0.20): its workers are in the same one.
 
-    Args:
-        packages: Folders of the agents' own interpreter and packages, which the image has not.
+    `packages`: folders of the agents' own interpreter and packages, which the image has not.
     """
     given = [*needed_mounts(container, env={"HPC_ELASTIC_RUN_DIR": run_dir}, cwd=cwd), *container.mounts]
     missing = [path for path in packages if not any(_is_below(path, mount.target) for mount in given)]
@@ -179,7 +175,6 @@ def pyxis_arguments(container: Container, *, cwd: str, run_dir: str, packages: S
 
 
 def _passed_on(start: _Start) -> list[str]:
-    """Names of variables, for a runtime that passes nothing on by itself."""
     return [name for name in sorted(start.env) if name not in _IMAGES_OWN or name in start.container.env]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from hpc_elastic.agent.metrics import MetricSink, NoMetrics, RoundFigures
+from hpc_elastic.agent.metrics import MetricSink, RoundFigures
 from hpc_elastic.agent.supervision import (
     DEFAULT_ROLE,
     Rendezvous,
@@ -55,34 +55,23 @@ class PeerMissingError(HpcElasticError):
 
 
 class _RoundIsOverError(Exception):
-    """The round ended while its agents still exchanged their facts."""
+    pass
 
 
 class GroupFacts(Struct, frozen=True, kw_only=True):
-    """What one agent publishes of itself at the start of a round."""
-
     role: str
     local_world_size: int
     restarts_used: int
-    """As it knew them in its last round; 0 for a newcomer."""
     failed: bool
-    """Whether one of its workers' failures ended its last round."""
 
 
 class _Agreed(Struct, frozen=True, kw_only=True):
-    """What group rank 0 publishes for all."""
-
     groups: tuple[GroupFacts, ...]
-    """In the order of group ranks."""
     master: tuple[str, int]
 
 
 def layouts_of(groups: Sequence[GroupFacts], group_rank: int) -> tuple[RankLayout, RankLayout]:
-    """The place of one group: among all workers of the round, and among those of its role.
-
-    Args:
-        groups: All of the round, in the order of group ranks.
-    """
+    """The place of one group among all workers of the round, and among those of its role."""
     role = groups[group_rank].role
     in_role = [group.local_world_size if group.role == role else 0 for group in groups]
     return layout_of([group.local_world_size for group in groups], group_rank), layout_of(in_role, group_rank)
@@ -122,7 +111,7 @@ class SimpleElasticAgent(ElasticAgent):
         self._worker_group = WorkerGroup(spec)
         self._exit_barrier_timeout = exit_barrier_timeout
         self._clock = clock or SystemClock()
-        self._figures = RoundFigures(metrics or NoMetrics(), role=spec.role, clock=self._clock)
+        self._figures = RoundFigures(metrics, role=spec.role, clock=self._clock)
         self._failed_last = False
         self._never = threading.Event()
 
@@ -233,7 +222,6 @@ class SimpleElasticAgent(ElasticAgent):
         self._worker_group.restarts_used = self._worker_group.spec.max_restarts - left
 
     def _restart_workers(self, group: WorkerGroup) -> None:
-        """End the workers, and start those of a new round."""
         with self._figures.timed("stop"):
             self._stop_workers(group)
         self._enter(group, WorkerState.STOPPED)
@@ -251,7 +239,6 @@ class SimpleElasticAgent(ElasticAgent):
                     logger.info("round %d ended before it began", group.round)
 
     def _initialize_workers(self, group: WorkerGroup) -> None:
-        """Meet, and start the workers."""
         self._rendezvous(group)
         self._figures.put("remaining_restarts", self._remaining_restarts)
         logger.info(
@@ -363,7 +350,7 @@ class SimpleElasticAgent(ElasticAgent):
 
 
 def _call(handler: Rendezvous, name: str) -> object:
-    """What `handler`'s method `name` returns; None where it has no such method."""
+    """`None` where `handler` has no such method."""
     method = getattr(handler, name, None)
     return method() if method is not None else None
 

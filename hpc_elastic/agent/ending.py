@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from hpc_elastic.agent.checkpoints import notice_of
 from hpc_elastic.agent.health import HealthVerdict
+from hpc_elastic.agent.round_events import log_coordination
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import (
     REFUSED_CODE,
@@ -39,12 +40,13 @@ from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.preemption import PreemptionNotice
 from hpc_elastic.rendezvous.state import Member, RoundRecord, Status
 from hpc_elastic.run.agent_events import AgentFailed
+from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.run.events import EventLog
 from hpc_elastic.store.base import StoreRefusedError, StoreWipedError
-from hpc_elastic.workers.linux import leave_hung_threads
+from hpc_elastic.workers.linux import SignalQueue, leave_hung_threads
 
 if TYPE_CHECKING:
-    from hpc_elastic.agent.context import AgentContext
+    from hpc_elastic.agent.part import AgentSite
 
 ANSWER_SECONDS = 4.0
 """How long the supervisor's answer is waited for at most: it asks Slurm for 2 s."""
@@ -56,19 +58,15 @@ LEAST_GRACE = 0.5
 LAST_COMMANDS_SECONDS = 5.0
 """How long an agent that ends waits for the shared filesystem to take what it has to report."""
 HUNG_SECONDS = 1.0
-"""The same where other files have not answered for as long either."""
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class HeardSignals:
-    """One agent's. All methods are for its main thread, and none waits."""
-
-    def __init__(self, context: AgentContext) -> None:
-        self._context = context
+    def __init__(self, site: AgentSite, signals: SignalQueue) -> None:
+        self._site = site
+        self._signals = signals
         self.ended_by: signal.Signals | None = None
-        """The signal that ends this node, unless it was found to mean something else."""
         self.due: float | None = None
-        """When the answer to the first signal is overdue, monotonic; None: none is waited for."""
         self._asked: signal.Signals | None = None
         self._notice: PreemptionNotice | None = None
         """The answer, or a notice that came by itself."""
@@ -83,7 +81,7 @@ class HeardSignals:
         Returns:
             Whether it ends this node now.
         """
-        is_slurm = self._context.attempt.cluster == "slurm"
+        is_slurm = self._site.me.attempt.cluster == "slurm"
         if number is signal.SIGUSR2:
             if is_slurm:
                 self._ask(number)
@@ -93,14 +91,13 @@ class HeardSignals:
         if number not in _ENDING_SIGNALS or self.ended_by is not None:
             return False
         if number is signal.SIGTERM and is_slurm:
-            self._kill_from = self._context.clock.monotonic()
+            self._kill_from = self._site.clock.monotonic()
             self._ask(number)
             return False
         self._end(number)
         return True
 
     def on_record(self, record: RoundRecord) -> None:
-        """A newer record: is it the answer, or does it leave less time than was known?"""
         notice = record.notice
         is_new = notice is not None and not notice.is_given_as(self._notice)
         if record.status is not Status.CLOSED and not is_new:
@@ -112,12 +109,11 @@ class HeardSignals:
             self._notice = notice
             self._kill_from = None  # it was the notice: what comes after it is the end
             if notice.left is not None:
-                ends_at = self._context.clock.monotonic() + notice.left
+                ends_at = self._site.clock.monotonic() + notice.left
                 self._ends_at = ends_at if self._ends_at is None else min(self._ends_at, ends_at)
 
     def overdue(self) -> signal.Signals | None:
-        """The signal that ends this node after all, since no answer has come."""
-        if self.due is None or self._context.clock.monotonic() < self.due:
+        if self.due is None or self._site.clock.monotonic() < self.due:
             return None
         self.due, number = None, self._asked
         if number is signal.SIGUSR2:
@@ -128,17 +124,17 @@ class HeardSignals:
         return number
 
     def is_ending(self) -> bool:
-        """Whether a signal has come that may end this node: handled already, or the next thing to be."""
-        return self.ended_by is not None or self._context.signals.holds(_ENDING_SIGNALS)
+        """A signal may be the next thing to be handled."""
+        return self.ended_by is not None or self._signals.holds(_ENDING_SIGNALS)
 
     def grace(self) -> float:
         """Seconds from the workers' SIGTERM to their SIGKILL; never more than Slurm leaves where it ends the job."""
-        left, grace = self._left(), self._context.spec.shutdown_timeout
+        left, grace = self._left(), self._site.me.spec.shutdown_timeout
         return grace if left is None else min(grace, left)
 
     def _left(self) -> float | None:
-        """Seconds that Slurm leaves where it ends the job, less a reserve; None: it does not."""
-        now, kill_wait, found = self._context.clock.monotonic(), self._context.attempt.kill_wait, []
+        """`None`: Slurm does not end the job."""
+        now, kill_wait, found = self._site.clock.monotonic(), self._site.me.attempt.kill_wait, []
         if self._kill_from is not None and kill_wait is not None:
             found.append(self._kill_from + kill_wait - now - max(KILL_RESERVE, KILL_WAIT_SHARE * kill_wait))
         if self._ends_at is not None:
@@ -150,21 +146,21 @@ class HeardSignals:
         if self._asked in (number, signal.SIGTERM) or (self._notice is not None and number is not signal.SIGTERM):
             return
         if self._asked is None and self._notice is None:
-            kill_wait = self._context.attempt.kill_wait
+            kill_wait = self._site.me.attempt.kill_wait
             patience = ANSWER_SECONDS if kill_wait is None else min(ANSWER_SECONDS, kill_wait / 2)
-            self.due = self._context.clock.monotonic() + patience
+            self.due = self._site.clock.monotonic() + patience
         self._asked = number
-        what = f"{number.name} on {self._context.place.host}"
-        self._context.coordination.ask(lambda participant: participant.to_all.heard(what))
+        what = f"{number.name} on {self._site.me.host}"
+        self._site.coordination.ask(lambda participant: participant.to_all.heard(what))
 
     def _give_notice(self, number: signal.Signals) -> None:
-        notice = notice_of(self._context.spec, f"{number.name} on {self._context.place.host}")
-        self._context.coordination.ask(lambda participant: participant.to_all.give_notice(notice))
+        notice = notice_of(self._site.me.spec, f"{number.name} on {self._site.me.host}")
+        self._site.coordination.ask(lambda participant: participant.to_all.give_notice(notice))
 
     def _end(self, number: signal.Signals) -> None:
         self.ended_by = number
-        reason = f"{number.name} on {self._context.place.host}"
-        self._context.coordination.ask(lambda participant: participant.to_all.close(Outcome.CANCELLED, reason))
+        reason = f"{number.name} on {self._site.me.host}"
+        self._site.coordination.ask(lambda participant: participant.to_all.close(Outcome.CANCELLED, reason))
 
 
 logger = logging.getLogger(__name__)
@@ -207,7 +203,6 @@ def exit_code(
     unfit: HealthVerdict | None,
     record: RoundRecord | None,
 ) -> int:
-    """The agent's exit code."""
     if ended_by is not None:
         return 128 + ended_by
     if isinstance(failure, StoreWipedError):
@@ -232,45 +227,42 @@ def leave_run(participant: Participant, reason: str) -> None:
     participant.leave(index + 1, reason)
 
 
-def deregister(context: AgentContext) -> bool:
-    """Report that nothing of this agent is left running.
+def deregister(site: AgentSite) -> bool:
+    """Returns whether the store took it in time; if not, a thread may wait for the filesystem forever."""
+    coordination = site.coordination
+    coordination.ask(lambda participant: participant.claims.deregister())
+    is_done = coordination.stop(within=HUNG_SECONDS)
+    if not is_done and site.files.stuck_for() < HUNG_SECONDS:
+        is_done = coordination.stop(within=LAST_COMMANDS_SECONDS - HUNG_SECONDS)
+    if not is_done:
+        refusal = coordination.refusal
+        how = "does not answer" if refusal is None else f"refuses: {refusal}"
+        logger.warning("%s %s; leaving without it", site.me.run.root, how)
+    for message in [*coordination.take(), coordination.lasting_refusal()]:
+        if isinstance(message, RunEvent):  # what was decided meanwhile: that the run is closed, for one
+            log_coordination(site.events, message, nodes=site.me.attempt.nodes)
+    return is_done
 
-    Returns:
-        Whether the store took it in time; if not, a thread may wait for the filesystem for ever.
-    """
-    context.coordination.ask(lambda participant: participant.claims.deregister())
-    if context.coordination.stop(within=HUNG_SECONDS):
-        return True
-    is_stuck = context.files.stuck_for() >= HUNG_SECONDS
-    if not is_stuck and context.coordination.stop(within=LAST_COMMANDS_SECONDS - HUNG_SECONDS):
-        return True
-    refusal = context.coordination.refusal
-    how = "does not answer" if refusal is None else f"refuses: {refusal}"
-    logger.warning("%s %s; leaving without it", context.run_dir, how)
-    return False
 
-
-def finish_if_unclaimed(context: AgentContext, record: RoundRecord | None, *, is_closing: bool = False) -> None:
+def finish_if_unclaimed(site: AgentSite, record: RoundRecord | None, *, ended_by: signal.Signals | None) -> None:
     """Make sure that a process writes the verdict and gives the allocation back.
 
     When the batch host dies, Slurm keeps the job running without its script (20.11 to 26.05, under --no-kill), and
-    nothing would ever end it. The same holds where the batch host lives and Slurm has given it up.
-
-    Args:
-        context: The agent's.
-        record: The newest one; nothing is done where it does not close the run, and where a later attempt has
-            superseded this one, which then finishes it too.
-        is_closing: This agent has just asked for the run to be closed: the record that does so may not be here yet.
+    nothing would ever end it. The same holds where the batch host lives and Slurm has given it up, and where Slurm has
+    killed the batch script (scancel --batch): `ended_by` is SIGTERM then, and the record that closes the run may not be
+    here yet. A later attempt that has superseded this one finishes it.
     """
-    if record is None or (record.status is not Status.CLOSED and not is_closing):
+    if ended_by not in (None, signal.SIGTERM) or site.me.attempt.cluster != "slurm":
         return
-    if record.outcome is Outcome.SUPERSEDED:
+    if record is None or record.outcome is Outcome.SUPERSEDED:
+        return
+    if record.status is not Status.CLOSED and ended_by is None:
         return
     for confirmed in (True, False):
-        if not is_unclaimed(context.coordination, record.members, context.info.uid, context.clock, confirmed=confirmed):
+        if not is_unclaimed(site.coordination, record.members, site.info.uid, site.clock, confirmed=confirmed):
             return
-        logger.warning("the supervisor on %s has not finished the attempt; trying it here", context.attempt.batch_host)
-        code = finish_attempt(context.run_dir, context.attempt.number, context.info.uid, context.environ, confirmed)
+        logger.warning("the supervisor on %s has not finished the attempt; trying it here", site.me.attempt.batch_host)
+        code = finish_attempt(str(site.me.run.root), site.me.attempt.number, site.info.uid, site.environ, confirmed)
         if code != UNCONFIRMED_CODE:
             return
 
@@ -300,28 +292,22 @@ _RESERVE_BYTES = 4 << 20
 LAST_WRITES_SECONDS = 1.0
 _MOST_LINES = 40
 _NEVER_END = frozenset({"coordination", "beats", "files", "log-pump", "log-files", "job-log"})
-"""Threads without which an agent is of no use."""
 
 
 class ThreadFailedError(HpcElasticError):
-    """One of the agent's own threads has ended where it never should."""
-
     template = "the agent's thread {thread!r} failed: {error}"
 
 
 class CrashGuard:
-    """One agent's. It holds back some memory, in order to have it when there is none."""
+    """It holds back some memory, in order to have it when there is none."""
 
     def __init__(self) -> None:
         self._reserve: bytes | None = bytes(_RESERVE_BYTES)  # never touched, and so not resident: a bytearray would be
         self._threads: set[threading.Thread] = set()
 
     def watch_threads(self, on_failure: Callable[[ThreadFailedError], None]) -> None:
-        """From now on, report a thread that an exception ends.
-
-        Args:
-            on_failure: Called in that thread; must not wait.
-        """
+        """An exception that ends a thread is reported from now on; `on_failure` is called in that thread, and must not
+        wait."""
 
         def failed(args: threading.ExceptHookArgs) -> None:
             self._reserve = None
@@ -332,11 +318,7 @@ class CrashGuard:
         threading.excepthook = failed
 
     def check(self) -> None:
-        """Look whether a thread has ended unreported: without memory, not even that may work. For the agent's loop.
-
-        Raises:
-            ThreadFailedError: one has.
-        """
+        """A thread may have ended unreported: without memory, not even that works. Raises `ThreadFailedError`."""
         for thread in self._threads:
             if not thread.is_alive():
                 raise ThreadFailedError(thread=thread.name, error="it ended without a message (out of memory?)")
@@ -352,7 +334,6 @@ class CrashGuard:
         write_error_file: Callable[[], object],
         pipes: Sequence[int],
     ) -> NoReturn:
-        """The main thread has failed: leave evidence, and end this process at once."""
         self._reserve = None
         steps: list[Callable[[], object]] = [
             lambda: events.write(AgentFailed(error=describe_error(error), where=where_raised(error))),

@@ -27,24 +27,19 @@ _NCCL_DUMP, _NCCL_PIPE = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_PIPE_
 
 
 class FlightRecorders:
-    """Those of one node's workers in one round. Nothing here waits or raises."""
+    """Nothing here waits or raises."""
 
     def __init__(self, folder: Path | None, *, round_index: int, clock: Clock) -> None:
-        """`folder`: on the node, the user's alone; None: there is none, and no dump."""
         self._prefix = f"{folder}/flight-{round_index}-" if folder is not None else ""
         self._clock = clock
         self._began_ns = clock.time_ns()
         self._users: dict[int, str] = {}
-        """Rank → where the user's own variable has NCCL dump."""
         self._awaited: list[str] = []
-        """Files that those that were asked write as a whole."""
         self._pinged: dict[str, float] = {}
-        """Pipe → when its listener was asked for a sign of life that has not come."""
         self._nccl_asked: list[int] = []
-        """Ranks whose NCCL was asked."""
 
     def environment(self, rank: int, given: Mapping[str, str]) -> dict[str, str]:
-        """The variables of one worker by its global rank; what it is given already stays."""
+        """A variable that is given already stays."""
         if not self._prefix:
             return {}
         self.forget(rank)
@@ -66,7 +61,6 @@ class FlightRecorders:
         }
 
     def ask(self, ranks: Iterable[int]) -> bool:
-        """Ask workers for their dumps. Returns whether any of them listens."""
         if self._prefix:
             for rank in ranks:
                 pipes = self._files(rank, ASK)
@@ -96,11 +90,10 @@ class FlightRecorders:
         return mute
 
     def have_answered(self) -> bool:
-        """Whether all that were asked have left their dumps."""
         return all(map(os.path.exists, self._awaited)) and all(map(self._is_settled, self._nccl_asked))
 
     def read(self, rank: int, keep_in: Path) -> FlightTail | None:
-        """What a worker dumped, and keep it with its logs. Reads and writes files."""
+        """The dump is kept with the worker's logs. Reads and writes files."""
         dumps: list[RankDump] = []
         found = [raw for path in self._files(rank, DUMP) if (raw := self._load(path))]
         # A child that imports torch, too, has recorded nothing.
@@ -119,7 +112,6 @@ class FlightRecorders:
         return tail_of(dumps) if dumps else None
 
     def forget(self, rank: int) -> None:
-        """Another process takes the rank's place, or the round is over: its files go."""
         if not self._prefix:
             return
         for path in (*self._files(rank), f"{self._prefix}nccl-{rank}", f"{self._prefix}nccl-{rank}.pipe"):
@@ -142,8 +134,7 @@ class FlightRecorders:
         return status.st_size > 0 and self._clock.time_ns() - status.st_mtime_ns > _SETTLED_SECONDS * 1e9
 
     def _load(self, path: str) -> bytes | None:
-        """A dump of this round; None where there is none. At a place of the user's it may be an earlier job's, or one
-        that another user has planted."""
+        """At a place of the user's it may be an earlier job's, or one that another user has planted."""
         try:
             with open(open_checked(path, owner=Owner.OWN), "rb") as file:
                 if os.fstat(file.fileno()).st_mtime_ns < self._began_ns:
@@ -154,7 +145,6 @@ class FlightRecorders:
 
 
 def _write(pipe: str, text: bytes = b"1") -> bool:
-    """One byte. Returns whether anybody reads it."""
     try:
         fd = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

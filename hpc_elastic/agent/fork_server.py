@@ -2,10 +2,10 @@
 
 All calls from the agent's main thread::
 
-    server.begin()                    # at the agent's start: it imports while the rendezvous is under way
+    server.start()                    # at the agent's start: it imports while the rendezvous is under way
     …                                 # server.handle() whenever server.fileno() is readable, and at server.due
-    server.is_awaited                 # workers that are to be started had better wait for it
-    server.fork(requests)             # a process for each request; None where a fresh start is to be made
+    server.holds_start                # workers that are to be started had better wait for it
+    server.fork_workers(environments) # a process for each; None where a fresh start is to be made
 
 What the server does is in `hpc_elastic.workers.fork_server`. Whatever becomes of it costs a fresh start at most:
 `why_fresh` holds the reason, and `fork_server_states` every way from one state to another.
@@ -21,52 +21,83 @@ import signal
 import socket
 import subprocess
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from hpc_elastic.agent.fork_request import ForkRequest, PendingFork
-from hpc_elastic.agent.fork_server_process import Launch, script_text, start_process
+from hpc_elastic.agent.fork_server_process import Launch, PendingFork, script_text, start_process
 from hpc_elastic.agent.fork_server_states import (
-    NoForkServer,
     ServerEvent,
     ServerState,
     next_state,
     why_given_up,
 )
+from hpc_elastic.agent.part import Part
 from hpc_elastic.agent.script_text import late_settings, top_level_imports
 from hpc_elastic.agent.worker_environment import shared_environment
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileExecutor
+from hpc_elastic.rendezvous.state import Status
 from hpc_elastic.run.agent_events import ForkServerEnded, ForkServerGaveUp, ForkServerReady, PreloadLeftOut
 from hpc_elastic.run.event_types import AgentEvent
-from hpc_elastic.run.paths import AttemptPaths, RunPaths
 from hpc_elastic.run.preload import Preload, load_preload, preload_for
-from hpc_elastic.run.spec import EntryKind, RunSpec
+from hpc_elastic.run.spec import EntryKind
 from hpc_elastic.workers import fork_server as program
 from hpc_elastic.workers.linux import oom_kill_count
-from hpc_elastic.workers.spawn import Inherited, WorkerProcess, pipe_bytes_for
+from hpc_elastic.workers.spawn import WorkerProcess, pipe_bytes_for
 from hpc_elastic.workers.user_command import NO_CHANGE, EnvironmentChange
+
+if TYPE_CHECKING:
+    from hpc_elastic.agent.node_agent import NodeAgent
+    from hpc_elastic.agent.part import AgentSite
 
 logger = logging.getLogger(__name__)
 
 IMPORT_SECONDS = 120.0
-"""For one module, and for the start: 44 to 78 s have been reported for a cold import of torch from Lustre."""
+"""One module's, and the start's: a cold import of torch from Lustre has been reported to take 44 to 78 s."""
 FORK_SECONDS = 2.0
-"""For all workers of a node, from the request until each is at its gate; one of torch's size takes 0.03 s."""
+"""All workers of a node: each of torch's size takes 0.03 s."""
 _MODULES_IN_ONE = 1000
 _SCRIPT_SECONDS = 2.0
 _FIRST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 5.0, 60.0
-"""Between two looks of a spare at what the workers elsewhere have learned."""
 _LOG_SECONDS = 2.0
 _LONGEST_SCRIPT = 1 << 20
 _END_SECONDS = 1.0
 
 
-class ForkServer(NoForkServer):
-    """One agent's. None of the methods waits but `fork`, for `FORK_SECONDS` at most."""
+class ForkServer(Part):
+    """None of the methods waits but `fork`, for `FORK_SECONDS` at most."""
+
+    @classmethod
+    def for_agent(cls, site: AgentSite) -> ForkServer:
+        me, spec, size = site.me, site.me.spec, site.info.local_world_size
+        run_dir = me.run.root
+        shared, watched = shared_environment(
+            site.environ,
+            spec=spec,
+            local_world_size=size,
+            run_dir=str(run_dir),
+            attempt=me.attempt.number,
+            tag=str(me.tag),
+        )
+        refusal = "the Python of the workers is in a container's image" if spec.container is not None else ""
+        if spec.entrypoint.kind is EntryKind.COMMAND:
+            refusal = "the workers run a command, not a Python script"
+        launch = Launch(
+            argv=spec.entrypoint.argv(),
+            environ=shared,
+            watched=sorted(watched),
+            cwd=spec.cwd,
+            inherited=me.inherited,
+            folder=site.watch.folder,
+            log_path=me.paths.root / f"fork-server-{me.node:05d}.log",
+            pipe_bytes=pipe_bytes_for(size),
+            preload_path=me.run.preload,
+            refusal=refusal,
+        )
+        preload = preload_for(spec.preload, me.run.preload)
+        return cls(launch, preload, clock=site.clock, files=site.files, write_event=site.events.write)
 
     def __init__(
         self,
@@ -95,22 +126,24 @@ class ForkServer(NoForkServer):
         self._starts = 0
         self._has_failed_start = False
         self._refusal = launch.refusal
-        """Why no server would do better than the last one."""
         self._oom_kills = 0
         self._has_remarked = False
         self._keeps_learned: bool | None = None
-        """Whether this node has group rank 0: one node writes down what is learned. None: it had no workers yet."""
+        """One node writes down what is learned, that of group rank 0. `None`: it had no workers yet."""
         self._look_seconds = _FIRST_LOOK_SECONDS
         self._looks_at = clock.monotonic() + _FIRST_LOOK_SECONDS
         self._found: deque[Preload] = deque()
-        """Read by the thread for files."""
 
     @property
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None else None
 
+    @property
+    def pids(self) -> Collection[int]:
+        return () if self.pid is None else (self.pid,)
+
     def fileno(self) -> int:
-        """Readable when there is something to `handle`. The same until `close`."""
+        """The same until `close`."""
         return self._readable.fileno()
 
     @property
@@ -121,7 +154,7 @@ class ForkServer(NoForkServer):
 
     @property
     def _is_spare(self) -> bool:
-        """Whether it waits for its first worker, and the workers elsewhere find out what is to be imported."""
+        """It waits for its first worker, and the workers elsewhere find out what is to be imported."""
         is_first_to_come = self._keeps_learned is None and self._launch.preload_path is not None
         return self.state is ServerState.READY and self.preload.is_auto and is_first_to_come
 
@@ -130,13 +163,21 @@ class ForkServer(NoForkServer):
         return self._import_seconds if self._module else IMPORT_SECONDS
 
     @property
-    def is_awaited(self) -> bool:
-        """Whether workers should wait for the import that is under way: not after a server that has failed."""
+    def holds_start(self) -> bool:
+        """Workers wait for an import, but not after a server that has failed."""
         return self.state is ServerState.IMPORTING and not self._has_failed_start
+
+    def holds_join(self, agent: NodeAgent) -> bool:
+        """A round elsewhere would be ended for workers that then wait for the import."""
+        goes_on = agent.record is not None and agent.record.status is Status.FINAL and not agent.has_run
+        return goes_on and self.holds_start
+
+    def on_setup(self, change: EnvironmentChange) -> None:
+        self.start(change)
 
     # -- the server's life ---------------------------------------------------------------------------------------
 
-    def begin(self, change: EnvironmentChange = NO_CHANGE) -> None:
+    def start(self, change: EnvironmentChange = NO_CHANGE) -> None:
         launch = self._launch
         self._launch = replace(launch, argv=change.command(launch.argv), environ=change.apply(launch.environ))
         why = self._refusal or why_given_up(self.preload, starts=self._starts)
@@ -180,6 +221,9 @@ class ForkServer(NoForkServer):
                 }
             )
 
+    def look(self, agent: NodeAgent) -> None:
+        self.handle()
+
     def handle(self) -> None:
         while self._control is not None:
             try:
@@ -199,7 +243,6 @@ class ForkServer(NoForkServer):
             self._replace(ServerEvent.HANGS, f"{what} has taken {self._limit:g} s")
 
     def _look_elsewhere(self) -> None:
-        """Import what the workers of other nodes have imported meanwhile, as a worker here may be next."""
         path, now = self._launch.preload_path, self._clock.monotonic()
         while self._found:
             merged = self.preload.merged(self._found.popleft())
@@ -268,7 +311,6 @@ class ForkServer(NoForkServer):
         return f"the fork server ended{how}" + (f" while it imported {self._module}" if self._module else "")
 
     def _replace(self, event: ServerEvent, why: str, *, leave_out: tuple[str, str] | None = None) -> None:
-        """End this server, and begin the next one, without the module that was at fault."""
         was_importing = self.state is ServerState.IMPORTING
         self.state = next_state(self.state, event)
         self._end()
@@ -284,7 +326,7 @@ class ForkServer(NoForkServer):
             self.why_fresh = why
             logger.warning("%s; a new one is started", why)
             self._write_event(ForkServerEnded(reason=why))
-        self.begin()
+        self.start()
 
     def _script(self) -> str:
         try:
@@ -327,38 +369,29 @@ class ForkServer(NoForkServer):
     def fork_workers(
         self, environments: Sequence[Mapping[str, str]], cpus: Sequence[frozenset[int]] = ()
     ) -> list[WorkerProcess | None]:
-        """Fork a worker with each of `environments` on its `cpus`; None: it is to be started fresh, which is logged."""
         had_kept = self._keeps_learned
         self._keeps_learned = bool(environments) and environments[0].get("GROUP_RANK") == "0"
         if self._keeps_learned and not had_kept:
             self._keep(self.preload)
-        found = self.fork(
-            [
-                ForkRequest(env=env, cpus=cpus[i] if cpus else frozenset(), learn=not i)
-                for i, env in enumerate(environments)
-            ]
-        )
+        found = self._fork(environments, cpus)
         if self.why_fresh:
             logger.warning("workers are started fresh: %s", self.why_fresh)
         return found
 
-    def fork(self, requests: Sequence[ForkRequest]) -> list[WorkerProcess | None]:
-        """Fork a worker for each of `requests`.
-
-        Returns:
-            In their order; None where it is to be started fresh, `why_fresh` says why.
-        """
-        if not requests:
-            return []
+    def _fork(
+        self, environments: Sequence[Mapping[str, str]], cpus: Sequence[frozenset[int]]
+    ) -> list[WorkerProcess | None]:
         self.handle()
         if self.state is not ServerState.READY:
-            if not self.why_fresh:
-                self.why_fresh = "the fork server is not ready yet"
-            return [None] * len(requests)
-        pending = [PendingFork(request, self._launch.pipe_bytes, self._clock) for request in requests]
+            self.why_fresh = self.why_fresh or "the fork server is not ready yet"
+            return [None] * len(environments)
+        pending = [
+            PendingFork(env, cpus[i] if cpus else frozenset(), self._launch.pipe_bytes, self._clock)
+            for i, env in enumerate(environments)
+        ]
         try:
             for each in pending:
-                self._ask(each)
+                self._ask(each, learn=each is pending[0] and self.preload.is_auto)
             found = self._gather(pending)
         finally:
             for each in pending:
@@ -367,13 +400,13 @@ class ForkServer(NoForkServer):
             self._starts = 0
         return found
 
-    def _ask(self, each: PendingFork) -> None:
+    def _ask(self, each: PendingFork, *, learn: bool) -> None:
         base = self._launch.environ
         message = {
             "do": "fork",
-            "set": {name: value for name, value in each.request.env.items() if base.get(name) != value},
-            "unset": [name for name in base if name not in each.request.env],
-            "learn": each.request.learn and self.preload.is_auto,
+            "set": {name: value for name, value in each.env.items() if base.get(name) != value},
+            "unset": [name for name in base if name not in each.env],
+            "learn": learn,
         }
         try:
             each.open()
@@ -400,51 +433,3 @@ class ForkServer(NoForkServer):
         if waiting and self.state is ServerState.READY:
             self._replace(ServerEvent.HANGS, self.why_fresh)
         return found
-
-
-def fork_server_for(
-    spec: RunSpec,
-    *,
-    environ: Mapping[str, str],
-    local_world_size: int,
-    inherited: Inherited,
-    folder: Path | None,
-    paths: AttemptPaths,
-    node: int,
-    tag: str,
-    clock: Clock,
-    files: FileExecutor,
-    write_event: Callable[[AgentEvent], object],
-) -> ForkServer:
-    """The fork server of a run's node."""
-    run_dir = paths.root.parent
-    shared, watched = shared_environment(
-        environ,
-        spec=spec,
-        local_world_size=local_world_size,
-        run_dir=str(run_dir),
-        attempt=paths.number,
-        tag=tag,
-    )
-    preload_path = RunPaths(run_dir).preload
-    refusal = "the Python of the workers is in a container's image" if spec.container is not None else ""
-    if spec.entrypoint.kind is EntryKind.COMMAND:
-        refusal = "the workers run a command, not a Python script"
-    return ForkServer(
-        Launch(
-            argv=spec.entrypoint.argv(),
-            environ=shared,
-            watched=sorted(watched),
-            cwd=spec.cwd,
-            inherited=inherited,
-            folder=folder,
-            log_path=paths.root / f"fork-server-{node:05d}.log",
-            pipe_bytes=pipe_bytes_for(local_world_size),
-            preload_path=preload_path,
-            refusal=refusal,
-        ),
-        preload_for(spec.preload, preload_path),
-        clock=clock,
-        files=files,
-        write_event=write_event,
-    )

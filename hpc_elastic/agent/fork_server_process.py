@@ -1,4 +1,4 @@
-"""The process of a fork server, as its agent starts it: with all that its workers have in common."""
+"""Starts the process of a fork server, with all that its workers have in common, and holds its forks at their gates."""
 
 from __future__ import annotations
 
@@ -12,23 +12,22 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.self_command import idle_arguments
 from hpc_elastic.workers import fork_server as program
-from hpc_elastic.workers import import_watch
-from hpc_elastic.workers.spawn import Inherited
+from hpc_elastic.workers import import_watch, linux
+from hpc_elastic.workers.spawn import Inherited, WorkerProcess, output_pipes
 
 _LOG_SECONDS = 2.0
 _LONGEST_SCRIPT = 1 << 20
 
 
 class Launch(Struct, frozen=True, kw_only=True):
-    """What a server is started with: all that its workers have in common."""
-
     argv: Sequence[str]
-    """Of each worker: interpreter, ``-u``, script or ``-m`` module, arguments."""
+    """Interpreter, ``-u``, script or ``-m`` module, arguments."""
     environ: Mapping[str, str]
-    """Of each worker, without what differs between ranks or rounds."""
+    """The workers' environment, without what differs between ranks or rounds."""
     watched: Sequence[str]
     """The names of the variables that do."""
     cwd: str
@@ -36,17 +35,14 @@ class Launch(Struct, frozen=True, kw_only=True):
     folder: Path | None
     """Node-local, the agent's own; None: there is none, and so no server."""
     log_path: Path
-    """For what the server itself prints."""
     pipe_bytes: int
-    """Capacity of each worker's output pipes."""
     preload_path: Path | None = None
-    """Where what is learned is kept."""
     refusal: str = ""
     """Why these workers can't be forks; "" where they can."""
 
 
 def start_process(launch: Launch, files: FileExecutor) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Start a server. Returns its process, and the agent's end of the socket to it.
+    """Returns the process, and the agent's end of the socket to it.
 
     Raises:
         OSError: it can't be started.
@@ -106,7 +102,7 @@ def start_process(launch: Launch, files: FileExecutor) -> tuple[subprocess.Popen
 
 
 def script_text(argv: Sequence[str], cwd: str) -> str:
-    """What the workers run, as a text; "" where it can't be read, or a module is not below the working directory."""
+    """Empty where it can't be read, or a module is not below the working directory."""
     for path in scripts_of(argv, cwd):
         try:
             with open(path, encoding="utf-8", errors="replace") as file:
@@ -117,7 +113,6 @@ def script_text(argv: Sequence[str], cwd: str) -> str:
 
 
 def scripts_of(argv: Sequence[str], cwd: str) -> list[str]:
-    """Where the script may be; a module below the working directory."""
     if argv[2] != "-m":
         return [os.path.join(cwd, argv[2])]
     path = os.path.join(cwd, *argv[3].split("."))
@@ -125,15 +120,91 @@ def scripts_of(argv: Sequence[str], cwd: str) -> list[str]:
 
 
 def folder_of(argv: Sequence[str], cwd: str) -> str:
-    """What a worker has as ``sys.path[0]``."""
+    """A worker's ``sys.path[0]``."""
     return cwd if argv[2] == "-m" else os.path.dirname(os.path.realpath(os.path.join(cwd, argv[2])))
 
 
 def _default_signals() -> None:
-    """Between fork and exec: what a nohup or the agent ignores is not ignored by the workers."""
+    """A signal that a nohup or the agent ignores is not ignored by the workers. Runs between fork and exec."""
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         try:
             signal.signal(number, signal.SIG_DFL)
         except (OSError, ValueError):
             continue
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+class PendingFork:
+    """One worker that the fork server is asked for: its pipes, and the gate at which it waits for the agent."""
+
+    def __init__(self, env: Mapping[str, str], cpus: frozenset[int], pipe_bytes: int, clock: Clock) -> None:
+        self.env, self._cpus = env, cpus
+        self.why = ""
+        self.gate: socket.socket | None = None
+        self.theirs: list[int] = []
+        self._pipe_bytes = pipe_bytes
+        self._clock = clock
+        self._read_ends: list[int] = []
+        self._pid = 0
+
+    def open(self) -> None:
+        opened: list[int] = []
+        try:
+            stdout_r, stdout_w, stderr_r, stderr_w = output_pipes(opened, self._pipe_bytes)
+        except OSError:
+            for fd in opened:
+                os.close(fd)
+            raise
+        self._read_ends = [stdout_r, stderr_r]
+        self.theirs = [stdout_w, stderr_w]
+        self.gate, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.theirs.append(other.detach())
+
+    def close_theirs(self) -> None:
+        for fd in self.theirs:
+            os.close(fd)
+        self.theirs = []
+
+    def hear(self) -> None:
+        assert self.gate is not None
+        try:
+            raw = self.gate.recv(program.MESSAGE_LIMIT)
+        except OSError:
+            raw = b""
+        message = json.loads(raw) if raw else {}
+        self._pid = int(message.get("pid", 0))
+        self.why = str(message.get("why", "")) or ("" if self._pid else "the fork ended before it was a worker")
+
+    def take(self) -> WorkerProcess | None:
+        if self.why or not self._pid or self.gate is None:
+            return None
+        try:
+            # Raises where the process is not this agent's child.
+            os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            pidfd = linux.pidfd_open(self._pid)
+        except OSError as error:
+            self.why = f"the fork can't be watched: {error.strerror}"
+            return None
+        try:
+            if self._cpus:
+                os.sched_setaffinity(self._pid, self._cpus)  # at its gate it has one thread
+        except OSError as error:
+            self.why = f"the fork can't be bound to its CPUs: {error.strerror}"
+            if pidfd is not None:
+                os.close(pidfd)
+            return None
+        try:
+            self.gate.send(b"g")
+        except OSError:
+            pass  # it has ended already: a worker that failed at once
+        stdout, stderr = self._read_ends
+        self._read_ends = []
+        return WorkerProcess(pid=self._pid, pidfd=pidfd, stdout_fd=stdout, stderr_fd=stderr, clock=self._clock)
+
+    def close(self) -> None:
+        """A worker that has not been let go ends."""
+        self.close_theirs()
+        for fd in self._read_ends:
+            os.close(fd)
+        if self.gate is not None:
+            self.gate.close()

@@ -46,16 +46,11 @@ class FunctionCall:
         self._call.write_bytes(pickle.dumps(sys.path) + raw)
 
     def argv(self, python: str, *, round_index: int) -> list[str]:
-        """The workers' command; each one's LOCAL_RANK names its result's file."""
         results = f"{self._folder.name}/result-{round_index}"
         return [python, *worker_arguments("hpc_elastic.agent.function_call"), str(self._call), results]
 
     def result(self, *, round_index: int, local_rank: int) -> Any:
-        """What the function returned there.
-
-        Raises:
-            OSError, pickle.UnpicklingError: it ended with 0 and left no result, as after ``os._exit(0)``.
-        """
+        """Raises `OSError`, `pickle.UnpicklingError`: it ended with 0 and left no result, as after ``os._exit(0)``."""
         return pickle.loads((Path(self._folder.name) / f"result-{round_index}-{local_rank}").read_bytes())
 
     def close(self) -> None:
@@ -63,7 +58,6 @@ class FunctionCall:
 
 
 def main(argv: list[str]) -> None:
-    """Call the function, in a worker."""
     call, results = argv
     local_rank = int(os.environ["LOCAL_RANK"])
     hold = ExitHold(f"{results}.hold", local_rank=local_rank, local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]))

@@ -14,9 +14,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.agent.heartbeats import RankBeat
-from hpc_elastic.agent.kernel_counts import Counts
 from hpc_elastic.base.text import duration, plural
-from hpc_elastic.failures.collectives import compare_ranks
 from hpc_elastic.failures.ranking import Suspect
 from hpc_elastic.run.activities import Activity
 from hpc_elastic.run.option_values import LEARNED_LEAST, SectionTimeouts
@@ -24,11 +22,9 @@ from hpc_elastic.run.suspicions import NodeStall, Source, StalledRank
 from hpc_elastic.worker_api.heartbeat_record import STEP
 
 HANG_FINGERPRINT = "hang:"
-"""What every hang's fingerprint begins with."""
 STOPPED_FINGERPRINT = "hang:stopped"
-"""The fingerprint of a worker that was stopped from outside."""
 KERNEL_FINGERPRINT = "hang:kernel"
-"""The fingerprint of a worker that sat in the kernel, where no signal reached it."""
+"""A worker sat in the kernel, where no signal reached it."""
 LEARNED_INTERVALS = 20
 """Least number of times between two heartbeats from which a timeout is learned."""
 LEARNED_FACTOR = 5.0
@@ -37,11 +33,8 @@ SLACK_SHARE = 0.1
 
 
 class Hang(Struct, frozen=True, kw_only=True):
-    """The run hangs, or seems to."""
-
     source: Source
     reason: str
-    """One line for people."""
     ranks: tuple[int, ...] = ()
     """Global ranks that the others wait for; empty: not known."""
     seconds: float = 0.0
@@ -53,7 +46,7 @@ class Hang(Struct, frozen=True, kw_only=True):
 
 
 def describe_silence(beat: RankBeat, now: float, *, limit: float | None = None) -> str:
-    """``no heartbeat for 92.0 s in section 'step' at step 1200 (timeout 60 s)``."""
+    """Returns ``no heartbeat for 92.0 s in section 'step' at step 1200 (timeout 60 s)``."""
     where = f" in section {beat.section!r}" if beat.section else ""
     step = f" at step {beat.step}" if beat.step is not None else ""
     timeout = f" (timeout {limit:g} s)" if limit is not None else ""
@@ -61,12 +54,10 @@ def describe_silence(beat: RankBeat, now: float, *, limit: float | None = None) 
 
 
 def learned_timeout(intervals: int, longest: float) -> float | None:
-    """The timeout for ``step`` that a run's own steps teach; None (no worker is judged) before enough were measured."""
     return None if intervals < LEARNED_INTERVALS else max(LEARNED_LEAST, LEARNED_FACTOR * longest)
 
 
 def limit_of(beat: RankBeat, timeouts: SectionTimeouts, *, learned: float | None = None) -> float | None:
-    """Seconds without a heartbeat after which `beat`'s worker counts as hung; None: it is not judged."""
     if beat.section == STEP and timeouts.learns_step:
         return learned
     return timeouts.seconds.get(beat.section)
@@ -75,7 +66,6 @@ def limit_of(beat: RankBeat, timeouts: SectionTimeouts, *, learned: float | None
 def judge(
     beats: Iterable[RankBeat], timeouts: SectionTimeouts, *, now: float, learned: float | None = None
 ) -> Hang | None:
-    """Decide whether workers of this node hang."""
     here = tuple(beats)
     limits = ((beat, limit_of(beat, timeouts, learned=learned)) for beat in here)
     silent = [(beat, limit) for beat, limit in limits if limit is not None and beat.age(now) >= limit]
@@ -93,7 +83,6 @@ def judge(
 
 
 def describe_lagging(behind: Sequence[RankBeat], *, step: int, now: float) -> dict[int, str]:
-    """Why those at the head of `lagging` count as hung, by local rank."""
     return {
         beat.local_rank: f"{describe_silence(beat, now)}, while others are at step {step} and wait"
         for beat in behind
@@ -104,10 +93,7 @@ def describe_lagging(behind: Sequence[RankBeat], *, step: int, now: float) -> di
 def next_look(
     beats: Iterable[RankBeat], timeouts: SectionTimeouts, *, now: float, learned: float | None = None
 ) -> float | None:
-    """When a worker may next be found to hang; None: never.
-
-    Not later than the shortest timeout from now: a worker may be in another section by then.
-    """
+    """Not later than the shortest timeout from now: a worker may be in another section by then."""
     if timeouts.shortest is None:
         return None
     limits = ((beat, limit_of(beat, timeouts, learned=learned)) for beat in beats)
@@ -130,22 +116,19 @@ def lagging(beats: Iterable[RankBeat], *, step: int, age: float, now: float) -> 
 
 
 def _lag(beat: RankBeat) -> tuple[int, float, int]:
-    """Sorts the furthest behind first: by step, then by the time of the last heartbeat."""
     return -1 if beat.step is None else beat.step, beat.at, beat.rank
 
 
 def may_be_a_bug(fingerprint: str) -> bool:
-    """Whether the same failure again, without progress between, speaks against the script.
-
-    A process that is stopped from outside, or a mount that hangs, is no bug in it, however often that happens.
-    """
+    """A process that is stopped from outside, or a mount that hangs, is no bug in the script, however often that
+    happens."""
     return bool(fingerprint) and fingerprint not in (STOPPED_FINGERPRINT, KERNEL_FINGERPRINT)
 
 
 # -- without heartbeats ------------------------------------------------------------------------------------------------
 
 IDLE_CPU, IDLE_BYTES, IDLE_SWITCHES = 0.02, 16384.0, 1000.0
-"""Below this share of a core, and these numbers a second, a worker rests: a thread that looks at times is no work.
+"""A worker is idle below this share of a core, and these numbers a second: a thread that looks at times is no work.
 Each gloo group of a waiting process has one that looks 100 times a second, at 0.2 % of a core (torch 2.13); a monitor
 that reads the machine's load (psutil, every 15 s) reads 1 to 2 KiB a second."""
 _CPU_ROUNDING = 0.03
@@ -154,23 +137,32 @@ LONGEST_FACTOR = 3.0
 """Multiple of the run's own longest pause so far that is no hang."""
 
 
+class Counts(Struct, frozen=True, kw_only=True):
+    """The kernel's counts of one worker and of all that it has started, since its start."""
+
+    cpu: float = 0.0
+    """Seconds."""
+    bytes: int = 0
+    """Read and written, in files and through TCP."""
+    switches: int = 0
+    beats: int = 0
+    """Heartbeats or optimizer steps, which no kernel counts."""
+
+
 class Stall(Struct, frozen=True, kw_only=True):
-    """How long the workers of one node have made no progress. Times are the agent's monotonic clock."""
+    """Times are the agent's monotonic clock."""
 
     at: float
-    """When the last counts were taken."""
     counts: Mapping[int, Counts]
-    """Local rank → counts; those of a worker that has just been started are 0."""
+    """Those of a worker that has just been started are 0."""
     since: Mapping[int, float] = {}
-    """Local rank → since when, of the workers that make none."""
+    """Local ranks that make no progress → since when."""
     ended_at: float | None = None
-    """The time from which on no worker runs here, all having ended with 0."""
     longest: float = 0.0
-    """The longest time without progress of any worker here that ended by itself, seconds."""
 
     @property
     def began(self) -> float | None:
-        """The time from which on no worker here makes progress; None: one does."""
+        """The time from which on no worker here makes progress."""
         if not self.counts:
             return self.ended_at
         return max(self.since.values()) if len(self.since) == len(self.counts) else None
@@ -179,14 +171,11 @@ class Stall(Struct, frozen=True, kw_only=True):
 def next_stall(
     before: Stall, counts: Mapping[int, Counts], *, mute: Mapping[int, float], running: int, now: float
 ) -> Stall:
-    """Take another look in.
+    """The stall after another look.
 
     Args:
-        before: After the look before; of a round that has just begun, with counts of 0.
-        counts: Of the workers that run, by local rank.
         mute: Local rank → since when it has not answered, though it is asked at each look.
-        running: How many workers run; of one in a container that has not come up yet there are no counts.
-        now: Monotonic.
+        running: Workers that run; one in a container that has not come up yet has no counts.
     """
     seconds, since = now - before.at, {}
     for rank, count in counts.items():
@@ -254,6 +243,8 @@ def find_odd_ranks(
 
     Without a majority of ranks that look alike, none is named, unless the others have ended.
     """
+    from hpc_elastic.failures.collectives import compare_ranks  # not at an agent's start: `round_workers.load`
+
     compared = compare_ranks(
         [Activity(rank=rank.rank, flight=rank.flight) for rank in ranks if rank.flight is not None], hosts=hosts
     )

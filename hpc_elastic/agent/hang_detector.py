@@ -9,7 +9,8 @@ a GPU in a loop use their CPU: what NCCL says of them is asked by the same node 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -18,32 +19,40 @@ from typing import TYPE_CHECKING
 from msgspec.structs import replace
 
 from hpc_elastic.agent.flight_recorder import ANSWER_SECONDS
-from hpc_elastic.agent.hang import Hang, Stall, judge_run, next_stall
+from hpc_elastic.agent.hang import Counts, Hang, Stall, judge_run, next_stall
 from hpc_elastic.agent.health import GpuFacts
-from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch, silent_watch
-from hpc_elastic.agent.kernel_counts import Counts, read_counts
+from hpc_elastic.agent.health_checks import HealthChecks
+from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
+from hpc_elastic.agent.nccl_ras import ADDRESS_VARIABLE, ENABLE_VARIABLE, choose_address
 from hpc_elastic.agent.nccl_watch import NcclWatch, StallFound, open_call
+from hpc_elastic.agent.part import Condemned, Part
+from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base import codec
-from hpc_elastic.base.clock import Clock, SystemClock
+from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import make_private_dir
+from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.stacks import look_at_process
 from hpc_elastic.rendezvous.state import Member, RoundRecord
 from hpc_elastic.run.activities import FlightTail
-from hpc_elastic.run.suspicions import HangSettings, NodeStall, Source, StalledRank, Suspicion
+from hpc_elastic.run.agent_events import HangFound, HangSuspected
+from hpc_elastic.run.event_types import AgentEvent
+from hpc_elastic.run.suspicions import HangSettings, NodeStall, OnHang, Source, StalledRank, Suspicion
+from hpc_elastic.workers import tree
+from hpc_elastic.workers.sockets import moved_bytes, socket_inodes
 
 if TYPE_CHECKING:
     from hpc_elastic.agent.local_workers import LocalWorkers
+    from hpc_elastic.agent.node_agent import NodeAgent
+    from hpc_elastic.agent.part import AgentSite
 
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 60.0
 FIRST_LOOK_SECONDS = 5.0
-"""After which a round is looked at first: then it shows whether its processes work."""
+"""A round's processes work by then."""
 LOOKS_PER_LIMIT = 4
-"""Looks within a limit that the user gave, where it is short."""
 TAKE_SECONDS = 1.0
-"""How long what is read and written in another thread is waited for."""
 PAUSED_SECONDS = 5.0
 """An agent that looks so much later than it asked for was stopped itself, and so were its workers."""
 WORK_MEMORY_USE = 5
@@ -51,16 +60,37 @@ WORK_MEMORY_USE = 5
 GPU busy, at 0 or 1 % of its memory's time."""
 
 
+_TICKS = os.sysconf("SC_CLK_TCK")
+_THREADS = 64
+
+
 class _Step(Enum):
     LOOK = "look"
     ASKED = "asked"
-    """Workers were asked for their dumps."""
     JUDGING = "judging"
-    """The files are being written and read."""
 
 
-class HangDetector:
-    """One agent's. All methods are for its main thread, and none waits: files are read and written elsewhere."""
+class HangDetector(Part):
+    """Files are read and written in another thread."""
+
+    @classmethod
+    def for_agent(cls, site: AgentSite) -> HangDetector:
+        me, settings = site.me, site.me.spec.hangs
+        chosen = choose_address(site.environ)
+        given = "" if site.environ.get(ENABLE_VARIABLE) == "0" else site.environ.get(ADDRESS_VARIABLE, "")
+        return cls(
+            me.paths.suspicions,
+            settings,
+            node=me.node,
+            names=me.attempt.nodes,
+            clock=site.clock,
+            files=site.files,
+            watch=site.watch,
+            nccl=NcclWatch(chosen or given, run_uid=me.spec.uid, least=settings.least, clock=site.clock),
+            gpus=HealthChecks.for_agent(site),
+            write_event=site.events.write,
+            environment={ADDRESS_VARIABLE: chosen} if chosen else {},
+        )
 
     def __init__(
         self,
@@ -73,68 +103,91 @@ class HangDetector:
         files: FileExecutor,
         watch: HeartbeatWatch,
         nccl: NcclWatch | None = None,
-        look_at_gpus: Callable[[Callable[[GpuFacts], None]], None] | None = None,
+        gpus: HealthChecks | None = None,
+        write_event: Callable[[AgentEvent], object] = lambda event: None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """
-        Args:
-            folder: Of the attempt, for `NodeStall` and `Suspicion`; None: heartbeats alone are watched.
-            files: Reads and writes the folder.
-            nccl: Asks NCCL's RAS; None: nobody does.
-            look_at_gpus: Has NVML asked, and calls what it is given with the answer, in another thread.
-        """
+        """Without a `folder`, heartbeats alone are watched."""
         self._watch, self._clock, self._files, self._folder, self._settings = watch, clock, files, folder, settings
         self._nccl = nccl or NcclWatch("", run_uid="", least=settings.least, clock=clock)
-        self._look_at_gpus, self._gpus = look_at_gpus, GpuFacts(is_there=False)
+        self._checks, self._gpus = gpus, GpuFacts(is_there=False)
+        self._write_event, self._environment = write_event, environment or {}
         self._node, self._names = node, names
         self._every = min(LOOK_SECONDS, settings.least / LOOKS_PER_LIMIT)
         self._stall = Stall(at=0.0, counts={})
         self._step = _Step.LOOK
         self._round = -1
         self._reported: Source | None = None
-        """What showed the hang that was reported and goes on."""
         self._found: Hang | None = None
         self._asked: set[int] = set()
-        """Local ranks that were asked for their dumps since the workers stall."""
         self._flights: dict[int, FlightTail] = {}
-        """Global rank → what it dumped then."""
         self._has_written = False
         self._even: StallFound | None = None
-        """What NCCL shows, which may be a rest: the workers' dumps are waited for."""
-        self._rests_since: float | None = None
-        """The time from which on it has been a rest, by the dumps."""
+        """NCCL may show an idle run: the workers' dumps are waited for."""
+        self._idle_since: float | None = None
+        """The workers are idle since then, by the dumps."""
         self._next: float | None = None
 
     @property
+    def pids(self) -> Collection[int]:
+        return self._checks.pids if self._checks is not None else ()
+
+    def close(self) -> None:
+        if self._checks is not None:
+            self._checks.close()
+
+    @property
     def due(self) -> float | None:
-        """When `look` is to be called next, monotonic; None: nothing is watched."""
         dues = (self._watch.due, self._next, self._nccl.due)
         return min((due for due in dues if due is not None), default=None)
 
-    def begin(self, round_index: int, count: int) -> None:
-        """A round's workers have been started, `count` here."""
+    def on_start(self, workers: LocalWorkers) -> None:
         self._forget()
-        self._round, now = round_index, self._clock.monotonic()
-        counts = dict.fromkeys(range(count), Counts())  # the kernel counts from a process' start on
+        self._round, now = workers.round, self._clock.monotonic()
+        counts = dict.fromkeys(
+            range(workers.layout.local_world_size), Counts()
+        )  # the kernel counts from a process' start on
         self._stall = Stall(at=now, counts=counts, longest=self._stall.longest)
         if self._folder is not None:
             self._next = now + min(self._every, FIRST_LOOK_SECONDS)
             self._nccl.begin()
 
-    def end(self) -> None:
-        """They are being ended."""
+    def before_stop(self) -> None:
         self._forget()
         self._nccl.end()
-        self._next = self._rests_since = None
+        self._next = self._idle_since = None
 
-    def look(self, workers: LocalWorkers, record: RoundRecord | None = None) -> Hang | None:
-        """Look at the workers if it is time to.
+    def environment(self, given: Mapping[str, str]) -> Mapping[str, str]:
+        return self._environment
 
-        Args:
-            workers: The round's.
-            record: The newest one; None: heartbeats alone are looked at.
+    def look(self, agent: NodeAgent) -> Condemned | None:
+        workers = agent.workers
+        if workers is None or agent.phase not in (Phase.RUNNING, Phase.DONE):
+            return None
+        found = self.judge(workers, agent.record)
+        return None if found is None else self._report(found, workers)
 
-        Returns:
-            A hang, once: by a section's timeout on the node of the worker, else on the node of group rank 0.
+    def _report(self, found: Hang, workers: LocalWorkers) -> Condemned | None:
+        """Returns nothing where the round is not to be ended for it."""
+        if found.source is Source.HEARTBEAT:
+            logger.error("%s", found.reason)
+            self._write_event(HangFound(round=workers.round, limit=found.seconds, reason=found.reason))
+        else:
+            acts = self._settings.action is OnHang.ACT and not found.may_be_rest
+            way_out = "" if acts or found.may_be_rest else " (nothing is ended; --hangs act starts the workers again)"
+            logger.warning("the run seems to hang: %s%s", found.reason, way_out)
+            self._write_event(
+                HangSuspected(round=workers.round, source=found.source.value, ranks=found.ranks, reason=found.reason)
+            )
+            if not acts:
+                return None
+            self._watch.declare(found, workers.running)
+        return Condemned(reason=found.reason, failure_class=FailureClass.HANG, ranks=self._watch.hung)
+
+    def judge(self, workers: LocalWorkers, record: RoundRecord | None = None) -> Hang | None:
+        """Find a hang, once: by a section's timeout on the node of the worker, else on the node of group rank 0.
+
+        Without a `record`, heartbeats alone are looked at.
         """
         if (found := self._watch.look(workers.running)) is not None:
             return found
@@ -171,7 +224,6 @@ class HangDetector:
         return found
 
     def _is_stalled(self, workers: LocalWorkers, now: float) -> bool:
-        """Look at what the kernel counts: whether no worker here has made progress for as long as the user allows."""
         assert self._next is not None
         before, was_paused = self._stall, now - self._next > PAUSED_SECONDS
         self._next = now + self._every
@@ -182,7 +234,7 @@ class HangDetector:
             self._stall = next_stall(before, counts, mute=mute, running=len(workers.running), now=now)
         began = self._stall.began
         if counts:
-            self._watch.note_rest(began)
+            self._watch.note_idle(began)
         if began is None:
             if self._reported is not Source.NCCL:
                 self._go_on()
@@ -195,21 +247,21 @@ class HangDetector:
         return {rank: replace(count, beats=beats.get(rank, 0)) for rank, count in found.items()}
 
     def _ask_for_dumps(self, workers: LocalWorkers) -> bool:
-        """Ask workers that were not asked since they stall, and NVML. Returns whether an answer is to be waited for."""
+        """Returns whether an answer is to be waited for."""
         new = set(workers.running) - self._asked
         if not new:
             return False
         self._asked |= new
         is_awaited = workers.ask_for_dumps(new)
-        if self._look_at_gpus is not None:
+        if self._checks is not None:
             self._gpus, is_awaited = GpuFacts(is_there=False), True
-            self._look_at_gpus(partial(setattr, self, "_gpus"))
+            self._checks.look_at_gpus(partial(setattr, self, "_gpus"))
         if is_awaited:
             self._step, self._next = _Step.ASKED, self._clock.monotonic() + ANSWER_SECONDS
         return is_awaited
 
     def _look_at_nccl(self, workers: LocalWorkers, members: Sequence[Member]) -> Hang | None:
-        """What NCCL's RAS shows, which is a hang where ranks differ; where they don't, after a look at dumps."""
+        """Ranks that differ are a hang; where they don't differ, the dumps decide."""
         first, hosts = workers.layout.first_rank, self._hosts(members)
         pids = {pid: first + local_rank for local_rank, pid in workers.running_pids.items()}
         self._nccl.look(pids, hosts, beats=sum(beat.changes for beat in self._watch.read()))
@@ -217,7 +269,7 @@ class HangDetector:
         if found is None:
             if self._reported is Source.NCCL:
                 self._go_on()
-        elif self._reported is None and self._step is _Step.LOOK and found.since != self._rests_since:
+        elif self._reported is None and self._step is _Step.LOOK and found.since != self._idle_since:
             if not found.is_even:
                 self._reported = Source.NCCL
                 self._files.post(partial(self._note, found.hang))
@@ -230,7 +282,7 @@ class HangDetector:
     # -- in the files' thread ------------------------------------------------------------------------------------------
 
     def _judge_stall(self, workers: LocalWorkers, members: Sequence[Member], now: float) -> None:
-        """Write what is known of this node, and on the node of group rank 0 read what the others wrote."""
+        """The node of group rank 0 reads what the others wrote."""
         assert self._folder is not None
         stall, index, pids = self._stall, self._round, workers.running_pids
         if any((device.memory_use or 0) >= WORK_MEMORY_USE for device in self._gpus.devices):
@@ -261,13 +313,13 @@ class HangDetector:
         self._files.post(write_and_read)
 
     def _judge_even(self, workers: LocalWorkers, even: StallFound) -> None:
-        """Have the dumps of the workers here read: in a hang of all each waits in a collective, in a rest none does."""
+        """Each worker waits in a collective in a hang of all, and none does while all are idle."""
 
         def read() -> None:
             flights = workers.read_dumps()
             waits = {rank: call for rank, tail in flights.items() if (call := open_call(tail))}
             if flights and not waits:
-                self._rests_since = even.since
+                self._idle_since = even.since
                 return
             hang = even.hang
             if waits:
@@ -296,11 +348,9 @@ class HangDetector:
     # --------------------------------------------------------------------------------------------------------------
 
     def _hosts(self, members: Sequence[Member]) -> dict[int, str]:
-        """Rank → its node's name."""
         return dict(enumerate(self._names[member.node] for member in members for _ in range(member.local_world_size)))
 
     def _go_on(self) -> None:
-        """The workers make progress again."""
         if self._reported is not None:
             logger.info("the workers go on")
         self._forget()
@@ -340,7 +390,35 @@ def _load(path: Path) -> NodeStall | None:
     return found if isinstance(found, NodeStall) else None
 
 
-def no_detector() -> HangDetector:
-    """A detector that watches nothing."""
-    clock, files = SystemClock(), FileExecutor(name="hangs")
-    return HangDetector(None, HangSettings(), node=0, names=(), clock=clock, files=files, watch=silent_watch())
+def read_counts(pids: Mapping[int, int], *, proc: str = "/proc") -> dict[int, Counts]:
+    processes, moved = tree.all_processes(), moved_bytes()
+    found = {}
+    for rank, pid in pids.items():
+        below = (process.pid for process in tree.subtree(processes, (pid,)))
+        each = [_counts_of(one, moved, proc) for one in (pid, *below)]
+        cpu, size, switches = (sum(values) for values in zip(*each, strict=True))
+        found[rank] = Counts(cpu=cpu, bytes=int(size), switches=int(switches))
+    return found
+
+
+def _counts_of(pid: int, moved: Mapping[int, int], proc: str) -> tuple[float, int, int]:
+    folder, switches = f"{proc}/{pid}", 0
+    try:
+        with open(f"{folder}/stat", "rb") as file:
+            words = file.read().rpartition(b")")[2].split()
+        for thread in os.listdir(f"{folder}/task")[:_THREADS]:
+            switches += _numbers(
+                f"{folder}/task/{thread}/status", ("voluntary_ctxt_switches", "nonvoluntary_ctxt_switches")
+            )
+        size = _numbers(f"{folder}/io", ("rchar", "wchar", "read_bytes"))
+        size += sum(moved.get(inode, 0) for inode in socket_inodes(pid, proc))
+        # Its own and that of children which have ended: a script may start many short programs.
+        return sum(map(int, words[11:15])) / _TICKS, size, switches
+    except (OSError, ValueError, IndexError):
+        return 0.0, 0, 0
+
+
+def _numbers(path: str, names: Sequence[str]) -> int:
+    with open(path, encoding="ascii", errors="replace") as file:
+        lines = (line.partition(":") for line in file)
+        return sum(int(value) for name, _, value in lines if name in names)

@@ -44,23 +44,20 @@ from hpc_elastic.workers.stop import GroupStopper, Stopped
 from hpc_elastic.workers.tree import Proc
 
 ANSWER_SECONDS = 3.0
-"""How long a dump may take before the worker counts as one that does not answer."""
 ASK_AGAIN_SECONDS = 1.5
-"""After which any thread of the worker may answer: its main thread may hold the signal back."""
+"""A worker's main thread may hold the signal back: any thread may answer then."""
 CHILDREN_SECONDS = 0.5
 """How long a worker's own processes may take for theirs; it is added to no deadline."""
 HEAD_START_SECONDS = 0.3
-"""For the news to reach all nodes before the first worker ends: it takes about 0.1 s."""
+"""The news reaches all nodes in about 0.1 s: before the first worker ends."""
 _LOOK_SECONDS = 0.02
 
 
 class Target(Struct, frozen=True, kw_only=True):
-    """A worker, and which of its processes is the one to ask."""
-
     worker: WorkerProcess
     pid: int
     is_asked: bool = True
-    """Whether it is asked for its stack, which ends it; else it is only looked at."""
+    """It is asked for its stack, which ends it; else it is only looked at."""
 
 
 class _Asked(Struct):
@@ -89,8 +86,6 @@ def find_targets(
 
 
 class StacksThenStop:
-    """Has the shape of the `GroupStopper` that it goes before."""
-
     def __init__(
         self, targets: Sequence[Target], stopper: GroupStopper, *, clock: Clock, head_start: float = 0.0
     ) -> None:
@@ -106,7 +101,6 @@ class StacksThenStop:
         return self._stopper.sent_kill
 
     def begin(self) -> None:
-        """Look at each, and stop it where it is."""
         self._began = self._clock.monotonic()
         self._deadline = self._began + self._head_start + ANSWER_SECONDS
         self._is_asking = True
@@ -133,7 +127,6 @@ class StacksThenStop:
         return not late and any(map(tree.lives, self._children))
 
     def _ask(self) -> None:
-        """Have them dump their stacks and end."""
         if self._ask_children():
             return
         self._was_asked = True
@@ -174,11 +167,9 @@ class StacksThenStop:
 
     @property
     def spared(self) -> set[int]:
-        """Pids of the workers that are not asked."""
         return {target.worker.pid for target in self._targets if not target.is_asked}
 
     def state_of(self, worker_pid: int) -> ProcessState | None:
-        """How the worker's process stood before the signal."""
         asked = self._asked.get(worker_pid)
         return asked.state if asked is not None else None
 
@@ -194,19 +185,14 @@ def _forbid_core_dump(pid: int) -> None:
 
 
 class HungWorker(Struct, frozen=True, kw_only=True):
-    """One worker of a hung round when it has ended."""
-
     facts: WorkerFailure
     paths: RankPaths
     state: ProcessState | None
-    """Before it was stopped; None: it had ended by itself."""
+    """`None`: it had ended by itself."""
     why: str
-    """Why it counts as hung; empty: it only waited."""
     environ: Mapping[str, str] = {}
-    """What it was started with."""
     cwd: str = ""
     is_spared: bool = False
-    """It was looked at, and not asked."""
 
 
 def read_stacks(worker: HungWorker) -> StackDump | None:
@@ -241,10 +227,7 @@ def _stacks_text(worker: HungWorker, dump: StackDump | None) -> str:
 
 
 def describe_hang(worker: HungWorker, dump: StackDump | None, *, last_heartbeat_ns: int) -> WorkerFailure:
-    """The failure of a worker that hung, written to its error.json.
-
-    `last_heartbeat_ns`, by this host's wall clock, is when it failed.
-    """
+    """It failed at `last_heartbeat_ns`, by this host's wall clock. Writes its error.json."""
     facts = replace(worker.facts, stopped_by_agent=False)
     found = describe_failure(facts=facts, error_file=worker.paths.error_file, stderr_log=worker.paths.stderr)
     if found.source is EvidenceSource.ERROR_FILE:
@@ -282,7 +265,7 @@ def _fingerprint(state: ProcessState | None, dump: StackDump | None) -> str:
 
 
 def _is_stuck(state: ProcessState | None, dump: StackDump | None) -> bool:
-    """Whether it sat in the kernel: one that prints its stack itself did so for a moment only."""
+    """A worker that prints its stack itself sat in the kernel for a moment only."""
     return state is not None and state.is_uninterruptible and dump is None
 
 

@@ -1,4 +1,4 @@
-"""Whether a node is fit for a round: what is measured, and pure decisions from that and from the limits to a reason.
+"""Decides whether a node is fit for a round: what is measured, and pure decisions from that and the limits to a reason.
 
 The default limits are floors that no node falls below on which a training could still start: they find the full, the
 dead and the broken; sites that want more ask for more. Every `measure_*` may hang where a mount does: each gets a
@@ -24,9 +24,7 @@ from hpc_elastic.run.health_limits import Check
 from hpc_elastic.workers.linux import OUT_OF_DESCRIPTORS, memory_folders
 
 DESCRIPTORS = "descriptors"
-"""The check that a finding names where the agent has no file descriptor left."""
 CHECK_SECONDS = 10.0
-"""How long a look at the node's own disk or memory may take."""
 GPU_MEMORY_SLACK = 512 << 20
 """Bytes of a GPU's memory in use that are no reason to wait: a CUDA context of others that came meanwhile, say."""
 GPU_SECONDS = 60.0
@@ -36,11 +34,8 @@ _MOST_REASONS = 4
 
 
 class HealthPlan(Struct, frozen=True, kw_only=True):
-    """What is checked before this node joins a round."""
-
     limits: Mapping[Check, float] = field(default_factory=dict)
     command: tuple[str, ...] = ()
-    """The user's own check; empty: none."""
     command_seconds: float = SCRIPT_SECONDS
 
 
@@ -48,21 +43,15 @@ class HealthPlan(Struct, frozen=True, kw_only=True):
 
 
 class RoomFacts(Struct, frozen=True, kw_only=True):
-    """One filesystem of the node's own."""
-
     path: str
     free: int = 0
-    """Bytes, for this user."""
     has_inodes: bool = True
     error: str = ""
     """Why it could not be asked; empty: it could."""
 
 
 class MemoryFacts(Struct, frozen=True, kw_only=True):
-    """What can still be had."""
-
     free: int
-    """Bytes."""
     limited_by: str = ""
     """``the cgroup's limit of 8.0 GiB``; empty: the node's own memory."""
 
@@ -86,7 +75,7 @@ class SharedFacts(Struct, frozen=True, kw_only=True):
     is_refusal: bool = False
     """It may pass: `base.file_executor.is_refusal`."""
     clock: ClockOffset | None = None
-    """Where its stamps are the server's; a client that stamps by itself shows no offset."""
+    """A client that stamps by itself shows no offset."""
 
 
 class GpuDevice(Struct, frozen=True, kw_only=True):
@@ -94,7 +83,6 @@ class GpuDevice(Struct, frozen=True, kw_only=True):
 
     index: int
     name: str = ""
-    """``NVIDIA H100 80GB HBM3``."""
     uuid: str = ""
     uncorrectable: int | None = None
     """ECC errors since the driver was loaded or the GPU was reset."""
@@ -106,21 +94,17 @@ class GpuDevice(Struct, frozen=True, kw_only=True):
     memory_use: int | None = None
     """Percent of it in which its memory was read or written."""
     held: int | None = None
-    """Bytes of its memory that are in use, but not by a living process that is none of this node's workers."""
+    """Memory in use, but not by a living process that is none of this node's workers."""
     error: str = ""
     """NVML's error in place of an answer: ``GPU is lost``."""
 
 
 class GpuFacts(Struct, frozen=True, kw_only=True):
-    """All of a node that NVML shows to this process."""
-
     devices: tuple[GpuDevice, ...] = ()
     driver: str = ""
-    """The driver's version."""
     error: str = ""
     """Why NVML could not be asked although it is there; empty: it could, or there is none."""
     is_there: bool = True
-    """Whether this node has NVML's library."""
     waited: float = 0.0
     """Seconds, for memory that ended workers held."""
     waited_for: int = 0
@@ -131,14 +115,11 @@ class GpuFacts(Struct, frozen=True, kw_only=True):
 
 
 class Finding(Struct, frozen=True, kw_only=True):
-    """The result of one check."""
-
     check: str
     reason: str = ""
     """Why the node is unfit; empty: it is fit."""
     warning: str = ""
     note: str = ""
-    """What took its time, on a node that is fit."""
     is_refusal: bool = False
     """The run directory's filesystem refuses, or does not answer: that need not be this node's fault."""
     is_usage: bool = False
@@ -146,16 +127,11 @@ class Finding(Struct, frozen=True, kw_only=True):
 
 
 class HealthVerdict(Struct, frozen=True, kw_only=True):
-    """The result of all checks."""
-
     reason: str = ""
     """``health check failed: …``; empty: the node is fit."""
     checks: tuple[str, ...] = ()
-    """Those that failed."""
     warnings: Mapping[str, str] = field(default_factory=dict)
-    """Check → what it warns of."""
     notes: tuple[str, ...] = ()
-    """What took its time."""
     is_refusal: bool = False
     """Nothing else is wrong than that the run directory's filesystem refuses, or does not answer."""
     is_usage: bool = False
@@ -167,7 +143,6 @@ class HealthVerdict(Struct, frozen=True, kw_only=True):
 
 
 def sum_up_findings(findings: Sequence[Finding]) -> HealthVerdict:
-    """One verdict, with one reason that names all that is wrong."""
     bad = [finding for finding in findings if finding.reason]
     reasons = [finding.reason for finding in bad]
     is_usage = bool(bad) and all(finding.is_usage for finding in bad)
@@ -185,7 +160,6 @@ def sum_up_findings(findings: Sequence[Finding]) -> HealthVerdict:
 
 
 def judge_room(check: Check, facts: RoomFacts, *, least: float) -> Finding:
-    """Is there room on one of the node's own filesystems?"""
     if facts.error:
         return Finding(check=check.value, reason=f"{facts.path} does not work: {facts.error}")
     if facts.free < least:
@@ -259,11 +233,7 @@ def judge_gpus(facts: GpuFacts, *, given: int | None, visible: str | None, least
 
 
 def judge_gpu_memory(facts: GpuFacts, *, before: Mapping[str, int]) -> Finding:
-    """Have the GPUs given back what ended workers held?
-
-    Args:
-        before: UUID → `GpuDevice.held` before workers ran here, of the job's own GPUs.
-    """
+    """`before`: UUID → `GpuDevice.held` before workers ran here, of the job's own GPUs."""
     full = [
         (device, device.held - before[device.uuid])
         for device in facts.devices
@@ -281,7 +251,7 @@ def judge_gpu_memory(facts: GpuFacts, *, before: Mapping[str, int]) -> Finding:
 
 
 def own_gpus(devices: Sequence[GpuDevice], *, given: int | None, visible: str | None) -> Sequence[GpuDevice]:
-    """The job's own, where they are known; else none: another job's broken GPU is no reason to leave."""
+    """Another job's broken GPU is no reason to leave."""
     if given is None and visible is None:
         return devices
     if given is not None and len(devices) <= given:
@@ -315,7 +285,6 @@ def _faults(device: GpuDevice, least_errors: float) -> list[str]:
 
 
 def judge_script(exitcode: int, last_line: str, *, command: str) -> Finding:
-    """The verdict of the user's own check: the last line on its stderr is the reason, where there is one."""
     if exitcode == 0:
         return Finding(check="script")
     how = f"exit code {exitcode}" if exitcode > 0 else f"signal {-exitcode}"
@@ -323,13 +292,11 @@ def judge_script(exitcode: int, last_line: str, *, command: str) -> Finding:
 
 
 def did_not_answer(check: str, what: str, seconds: float) -> Finding:
-    """A check that hangs makes the node unfit."""
     reason = f"{what} has not answered for {seconds:g} s"
     return Finding(check=check, reason=reason, is_refusal=check == Check.SHARED.value)
 
 
 def size(count: float) -> str:
-    """``1.5 GiB``."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.0f} bytes" if unit == "bytes" else f"{count:.1f} {unit}"
@@ -344,7 +311,7 @@ _NO_LIMIT = 1 << 60
 
 
 def measure_room(path: str) -> RoomFacts:
-    """How much is free on the filesystem of `path`; a folder that is not there has no want of room."""
+    """A folder that is not there is not reported as full."""
     try:
         found = os.statvfs(path)
     except (FileNotFoundError, PermissionError):
@@ -358,17 +325,13 @@ def measure_room(path: str) -> RoomFacts:
 
 
 def measure_memory(proc: str = "/proc") -> MemoryFacts | None:
-    """The least of what the node and the cgroups above this process have left; None where nothing can be read."""
     available = available_memory()
     own = [] if available is None else [MemoryFacts(free=available)]
     return min([*own, *memory_limits(proc)], key=lambda facts: facts.free, default=None)
 
 
 def memory_limits(proc: str = "/proc") -> list[MemoryFacts]:
-    """What is left below each limit of the cgroups above this process; `proc`: where they are looked up.
-
-    What the kernel keeps of files counts as free: it gives that up first.
-    """
+    """The kernel gives up what it keeps of files first, so that counts as free."""
     found = []
     for folder, is_v2 in memory_folders(proc=proc):
         names = ("memory.max", "memory.current") if is_v2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
@@ -419,7 +382,6 @@ def measure_shared(path: Path, clock: Clock) -> SharedFacts:
 
 
 def _no_descriptor(error: OSError) -> str:
-    """Why no file can be opened; empty where the error is another one."""
     if error.errno == errno.EMFILE:
         return f"open files: an agent may have {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} (ulimit -Hn)"
     return "the whole node has no open file left (fs.file-max)" if error.errno == errno.ENFILE else ""

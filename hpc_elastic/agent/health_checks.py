@@ -12,8 +12,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -43,43 +44,62 @@ from hpc_elastic.agent.health import (
     sum_up_findings,
 )
 from hpc_elastic.agent.health_gpu import from_json
+from hpc_elastic.agent.part import Part
+from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base.clock import Clock, SystemClock
-from hpc_elastic.base.host_facts import links
+from hpc_elastic.base.host_facts import LOOPBACK, links
 from hpc_elastic.base.self_command import module_command
-from hpc_elastic.base.waking import Waker, wait_readable
+from hpc_elastic.base.waking import Waker
 from hpc_elastic.run.health_limits import Check
+from hpc_elastic.slurm.job_environment import JobEnvironment, in_job
 from hpc_elastic.workers.spawn import Inherited, WorkerStartError
 from hpc_elastic.workers.user_command import END_SECONDS, UserCommand, last_lines
 
+if TYPE_CHECKING:
+    from hpc_elastic.agent.node_agent import NodeAgent
+    from hpc_elastic.agent.part import AgentSite
+
 AGAIN_SECONDS = 1.0
-"""A lack of room or memory is looked at again so much later: what ended workers held may still be on its way back."""
+"""A lack of room or memory is looked at again: what ended workers held may still be on its way back."""
 _SHM = "/dev/shm"
 _NVIDIA = "/dev/nvidiactl"
 _LOOK_SECONDS = 0.01
 _NO_PROGRAM = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.ENOEXEC)
-"""No such program, or none: the user's mistake."""
 
 
 class HealthSite(Struct, frozen=True, kw_only=True):
-    """Where the checks run."""
-
     probe: Path | None = None
     """A file of this agent's own in the run directory, for the check of that filesystem; None: it is left out."""
     environ: Mapping[str, str]
-    """The agent's: for the user's check, TMPDIR and CUDA_VISIBLE_DEVICES."""
     cwd: str = "/"
-    """Where the user's check runs."""
     inherited: Inherited
     addresses: tuple[str, ...] = ()
-    """Of this node, for others; empty: no other node takes part."""
+    """The addresses that other nodes use; empty: no other node takes part."""
     is_refused_alone: Callable[[], bool] = lambda: False
-    """Whether the shared filesystem refuses this node and not the others: then it need not be waited for."""
+    """The shared filesystem refuses this node and not the others: then it need not be waited for."""
     gpus_given: int | None = None
     """GPUs that Slurm gave to the job on this node; None: there is no Slurm."""
 
 
-class HealthChecks:
-    """One agent's. All methods are for its main thread, and none waits but `wait` and `close`."""
+class HealthChecks(Part):
+    """None of the methods waits but `close`."""
+
+    @classmethod
+    def for_agent(cls, site: AgentSite) -> HealthChecks:
+        me, spec = site.me, site.me.spec
+        return cls(
+            HealthPlan(limits=spec.health_checks, command=spec.health_check, command_seconds=spec.health_check_timeout),
+            HealthSite(
+                probe=me.paths.health_probe(me.node, me.short_uid),
+                environ=me.command_environment(site.environ),
+                cwd=spec.cwd,
+                inherited=me.inherited,
+                addresses=tuple(address for address in site.info.addresses if address != LOOPBACK),
+                is_refused_alone=site.coordination.is_refused_alone,
+                gpus_given=JobEnvironment.from_env(me.env).node.gpus if in_job(me.env) else None,
+            ),
+            clock=SystemClock(),  # it judges the wall clock as that is now
+        )
 
     def __init__(self, plan: HealthPlan, site: HealthSite, *, clock: Clock) -> None:
         self._plan = plan
@@ -89,43 +109,40 @@ class HealthChecks:
         self._verdicts: deque[HealthVerdict] = deque()
         self._session: _Session | None = None
         self._looks: _Session | None = None
-        """The last look at the GPUs beside the checks."""
         self._memory_before: dict[str, int] = {}
-        """UUID → memory that was in use when no worker of this node was."""
         self._warned: set[str] = set()
         self._have_had_link: set[str] = set()
-        """Network interfaces that had one at some look: of others the driver may not know."""
+        """The driver may not know the others."""
         self._is_awaited = False
-        """Whether something was begun whose answer has not been taken."""
 
     def fileno(self) -> int:
-        """Readable when `take` has something."""
         return self._waker.fileno()
 
     @property
-    def pids(self) -> frozenset[int]:
-        """Of the checks' own processes: their ends are waited for here."""
+    def pids(self) -> Collection[int]:
         return frozenset().union(*(session.pids for session in (self._session, self._looks) if session is not None))
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a thread still waits for something that does not answer."""
         return self._session is not None and self._session.is_stuck
 
-    def begin(self, last_round: int) -> None:
-        """Begin all checks now; where they run already, their answer will do.
-
-        Args:
-            last_round: The last one that this node took part in, -1 before the first: for the user's check.
-        """
+    def on_join(self, last_round: int) -> None:
+        """Begin all checks now; where they run already, their answer will do."""
         if self._is_awaited:
             return
         self._is_awaited = True
         self._session = _Session(self._post)
         self._session.run(self._jobs(self._session, last_round))
 
+    def holds_join(self, agent: NodeAgent) -> bool:
+        return self._is_awaited
+
+    def look(self, agent: NodeAgent) -> None:
+        if (verdict := self.take()) is not None and agent.phase is Phase.JOINING:
+            agent.on_health(verdict)
+
     def take(self) -> HealthVerdict | None:
-        """The verdict, once; None: there is none yet. A check's warning is given once in an agent's life."""
+        """A check's warning is given once in an agent's life."""
         self._waker.drain()
         if not self._verdicts:
             return None
@@ -135,14 +152,8 @@ class HealthChecks:
         self._warned.update(news)
         return replace(verdict, warnings=news)
 
-    def wait(self, seconds: float) -> None:
-        """Until there is an answer to what was begun, or so many seconds have passed."""
-        if not self._is_awaited:
-            return
-        wait_readable([self._waker], seconds)
-
     def close(self) -> None:
-        """No answer is wanted any more: end what runs. Waits for that, but not for what is stuck."""
+        """Waits for what is ended, but not for what is stuck."""
         for session in (self._session, self._looks):
             if session is not None:
                 session.cancel()
@@ -223,7 +234,7 @@ class HealthChecks:
         return os.path.exists(_NVIDIA) if given is None else given > 0
 
     def look_at_gpus(self, take: Callable[[GpuFacts], None]) -> None:
-        """Ask NVML once, beside all checks: `take` is called with its answer in another thread, soon or never."""
+        """`take` is called with NVML's answer in another thread, soon or never."""
         if not self._has_gpus:
             return
         session = self._looks = _Session(lambda _: None)
@@ -232,7 +243,6 @@ class HealthChecks:
             _thread.start_new_thread(lambda: take(self._own(from_json(child.run(GPU_SECONDS).stdout))), ())
 
     def _own(self, facts: GpuFacts) -> GpuFacts:
-        """Of the job's own GPUs."""
         visible = self._site.environ.get("CUDA_VISIBLE_DEVICES")
         return replace(facts, devices=tuple(own_gpus(facts.devices, given=self._site.gpus_given, visible=visible)))
 
@@ -287,7 +297,6 @@ class HealthChecks:
 class _Job(Struct, frozen=True):
     name: str
     what: str
-    """As a reason names it."""
     seconds: float
     look: Callable[[], list[Finding]]
     must_answer: bool = True
@@ -321,7 +330,6 @@ class _Session:
         inherited: Inherited,
         clock: Clock,
     ) -> UserCommand | WorkerStartError:
-        """Start a check's process, as `UserCommand.start` does; returns why where it could not be started."""
         try:
             child = UserCommand.start(
                 argv, environ=environ, cwd=cwd, inherited=inherited, clock=clock, cancelled=self._cancelled
@@ -332,7 +340,7 @@ class _Session:
         return child
 
     def twice(self, look: Callable[[], list[Finding]], *, only: str = "") -> Callable[[], list[Finding]]:
-        """Look again after a moment where something is wrong; `only`: where this is."""
+        """`only`: where this check found something."""
 
         def act() -> list[Finding]:
             found = look()
@@ -344,11 +352,10 @@ class _Session:
         return act
 
     def pause(self, seconds: float) -> bool:
-        """Wait before another look. Returns False where no time is left, or the session is cancelled."""
+        """Returns False where no time is left, or the session is cancelled."""
         return seconds > 0 and not self._cancelled.wait(seconds)
 
     def join(self, seconds: float) -> None:
-        """Wait for the ends of the checks' processes."""
         deadline = time.monotonic() + seconds
         while any(not child.is_gone for child in self._children) and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
@@ -357,7 +364,7 @@ class _Session:
         if not jobs:
             self._finish(HealthVerdict())
             return
-        # Not Thread.start: it would wait for ever for a thread that has no memory to begin (CPython 3.10 to 3.14), and
+        # Not Thread.start: it would wait forever for a thread that has no memory to begin (CPython 3.10 to 3.14), and
         # the caller is the agent's loop. One that never begins is one that does not answer.
         self._busy = {job.name for job in jobs}
         for job in jobs:
@@ -402,9 +409,3 @@ class _Session:
             for child in self._children:
                 child.kill()
         self._post(verdict)
-
-
-def no_health_checks() -> HealthChecks:
-    """Every node is fit."""
-    site = HealthSite(environ={}, inherited=Inherited(umask=0o077, core_limit=(0, 0), subreaper=False))
-    return HealthChecks(HealthPlan(), site, clock=SystemClock())

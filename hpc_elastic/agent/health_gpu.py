@@ -1,6 +1,6 @@
 """A node's GPUs as NVML sees them. Run as a program of its own, whose one line of output is JSON.
 
-A process of its own, since a driver in trouble can hold the process that asks it in the kernel for ever, and since an
+A process of its own, since a driver in trouble can hold the process that asks it in the kernel forever, and since an
 agent that loaded the library would carry it for the whole run. Names, arguments and codes: NVIDIA's nvml.h.
 """
 
@@ -21,10 +21,10 @@ LIBRARY = "libnvidia-ml.so.1"
 _UNCORRECTED = 1  # NVML_MEMORY_ERROR_TYPE_UNCORRECTED
 _VOLATILE = 0  # NVML_VOLATILE_ECC: since the driver was loaded
 _TEXT_BYTES = 96
-"""Of a name or a UUID, at most (NVML_DEVICE_NAME_V2_BUFFER_SIZE, NVML_DEVICE_UUID_V2_BUFFER_SIZE)."""
+"""The longest name or UUID (NVML_DEVICE_NAME_V2_BUFFER_SIZE, NVML_DEVICE_UUID_V2_BUFFER_SIZE)."""
 _INSUFFICIENT_SIZE = 7
 _NOT_AVAILABLE = (1 << 64) - 1
-"""NVML_VALUE_NOT_AVAILABLE: of a process' memory, on some systems."""
+"""NVML_VALUE_NOT_AVAILABLE: a process' memory, on some systems."""
 _LOOK_SECONDS = 0.1
 _ERRORS = {
     2: "invalid argument",
@@ -40,9 +40,9 @@ _ERRORS = {
     18: "driver and library are of different versions",
     999: "unknown error",
 }
-"""nvmlReturn_t. What is not in here is shown by its number."""
+"""nvmlReturn_t; others are shown by their number."""
 _BROKEN = frozenset({9, 10, 11, 14, 15, 16, 17, 18, 999})
-"""Of a single figure: the GPU does not work. Anything else: it has no such figure."""
+"""The GPU does not work. Anything else: it has no such figure."""
 
 
 class _NvmlError(Exception):
@@ -79,11 +79,7 @@ class _Utilization(ctypes.Structure):
 
 
 def read_gpus(library: str = LIBRARY, *, before: Mapping[str, int] | None = None, within: float = 0.0) -> GpuFacts:
-    """Ask the driver. May hang.
-
-    Args:
-        before: UUID → `GpuDevice.held` before this node's workers used it: memory beyond that is waited for.
-    """
+    """May hang. `before`: UUID → `GpuDevice.held` before the workers used it: memory beyond that is waited for."""
     try:
         nvml = ctypes.CDLL(library)
     except OSError:
@@ -178,7 +174,6 @@ def _held(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> int | None:
 
 
 def _processes(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> list[_Process]:
-    """Those that compute on it; none where NVML does not say."""
     for name in ("nvmlDeviceGetComputeRunningProcesses_v3", "nvmlDeviceGetComputeRunningProcesses_v2"):
         count = ctypes.c_uint(64)
         for _ in range(3):
@@ -196,7 +191,7 @@ def _processes(nvml: ctypes.CDLL, handle: ctypes.c_void_p) -> list[_Process]:
 
 
 def _is_of_others(pid: int) -> bool:
-    """Whether a process lives that is no worker of this node: its memory is not waited for."""
+    """The memory of a process that is no worker of this node is not waited for."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             tag = Environ(file.read()).get(TAG_VARIABLE) or ""
@@ -211,7 +206,7 @@ def _is_of_others(pid: int) -> bool:
 
 
 def _is_dead(pid: int) -> bool:
-    """Whether it has ended and only its entry is left: then its environment reads as empty."""
+    """A process of which only its entry is left has an empty environment."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             return file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
@@ -220,7 +215,7 @@ def _is_dead(pid: int) -> bool:
 
 
 def _optional(nvml: ctypes.CDLL, name: str, *arguments: Any) -> bool:
-    """Whether there is that figure (many GPUs have no ECC, older ones remap no rows, an older library knows none)."""
+    """Many GPUs have no ECC, older ones remap no rows, and an older library knows no such figure."""
     try:
         _call(nvml, name, *arguments)
     except _NvmlError as error:
@@ -231,7 +226,7 @@ def _optional(nvml: ctypes.CDLL, name: str, *arguments: Any) -> bool:
 
 
 def from_json(text: str | bytes) -> GpuFacts:
-    """What the program printed. Anything else is an error of it: a crash of the library, say."""
+    """Anything else than the program's line is an error: a crash of the library, say."""
     try:
         return codec.loads(GpuFacts, text)
     except codec.UnreadableRecordError:

@@ -12,7 +12,7 @@ from pathlib import Path
 from hpc_elastic.agent.hang import Hang, describe_lagging, judge, lagging, learned_timeout, next_look
 from hpc_elastic.agent.heartbeats import FOLDER_VARIABLE, HeartbeatFolder, RankBeat, RoundBeats, StepPace, is_seen_by
 from hpc_elastic.base import codec
-from hpc_elastic.base.clock import Clock, SystemClock
+from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.rendezvous.lease import Lease
@@ -33,19 +33,16 @@ from hpc_elastic.workers.tree import descendants
 logger = logging.getLogger(__name__)
 
 MOST_MARKED = 16
-"""Ranks that a record names, which is short."""
+"""Most ranks that a record names, which is short."""
 SUMMARY_SECONDS = 15.0
 """How often a node writes where its workers are, however fast their steps."""
 FIRST_SUMMARY_SECONDS = 5.0
-"""After which it does so first in a round."""
 PAUSED_SECONDS = 5.0
 """An agent that wakes so much later than it asked for was stopped itself (a suspended job or node), and so were its
 workers: no silence counts."""
 
 
 class HeartbeatWatch:
-    """One agent's. All methods are for its main thread, and none waits."""
-
     def __init__(
         self,
         *,
@@ -63,35 +60,31 @@ class HeartbeatWatch:
 
         `furthest_before` is the furthest step of the attempt before, as far as it is known; -1: none.
         """
-        self._folder, self._timeouts, self._clock, self._files = folder, timeouts, clock, files
+        self.pages, self._timeouts, self._clock, self._files = folder, timeouts, clock, files
         self._summary, self._node, self._host = summary, node, host
         self._lease = lease or Lease(clock, uid="", node=-1)
         self._beats = RoundBeats(folder, round_index=-1, first_rank=0, count=0, now=0.0)
         self._pace = StepPace()
         self._is_counted = False
-        """Whether the kernel's counts of the round's workers are known, and `_rests_since`, since when all rest."""
-        self._rests_since: float | None = None
+        """The kernel's counts of the round's workers are known, and `_idle_since`, since when all are idle."""
+        self._idle_since: float | None = None
         self._has_steps = False
-        """Whether a step of any round is known: then its collectives are no progress."""
+        """A step of any round is known: then its collectives are no progress."""
         self._round = -1
         self._furthest_before = furthest_before
         """The furthest step of all rounds before this one; -1 also where the steps go back by themselves."""
         self._awaits_first_step = True
         self._awaited: dict[str, float] = {}
-        """Section with a timeout that no worker here has entered in the run → its seconds, until that is said."""
+        """A section with a timeout that no worker here has entered in the run → its seconds, until that is logged."""
         self._began = 0.0
         self.due: float | None = None
-        """When `look` is to be called next, monotonic; None: no worker is judged."""
         self._summary_due = 0.0
         self._is_writing, self._is_first_write = False, True
         self._notices = self._intervals = 0
         self._longest = 0.0
         self.verdict: Hang | None = None
-        """The round's, where a section's timeout gave one here."""
         self.declared: HangMark | None = None
-        """The round's, where this node declared another hang."""
         self._pids: dict[int, int] = {}
-        """Local rank → pid."""
         self._unseen: set[int] = set()
         """Local ranks of this round that can send no heartbeats."""
         self.hung: dict[int, str] = {}
@@ -99,47 +92,42 @@ class HeartbeatWatch:
 
     @property
     def is_round_over(self) -> bool:
-        """Whether the others went on without this node: its workers get no grace."""
+        """The others went on without this node: its workers get no grace."""
         return self._lease.is_over
 
     @property
     def folder(self) -> Path | None:
-        """The agent's own on this node; None: there is none."""
-        return self._folder.path
+        return self.pages.path
 
     def begin(self, round_index: int, *, first_rank: int, count: int) -> None:
-        """A round's workers are about to be started."""
         self._began = now = self._clock.monotonic()
         self._furthest_before = max(self._furthest_before, self.furthest_step)
         self._awaits_first_step = first_rank == 0
         if self._round < 0 and first_rank == 0:
             self._awaited = self._timeouts.by_section
         self._round = round_index
-        self.verdict = self.declared = self._rests_since = None
+        self.verdict = self.declared = self._idle_since = None
         self._is_counted, self.hung, self._unseen = False, {}, set()
-        self._beats = RoundBeats(self._folder, round_index=round_index, first_rank=first_rank, count=count, now=now)
+        self._beats = RoundBeats(self.pages, round_index=round_index, first_rank=first_rank, count=count, now=now)
         self._lease.begin(round_index, self._beats.write_lease)
         self._pace = StepPace()
         self._summary_due = now + FIRST_SUMMARY_SECONDS
         self._plan(now, range(count))
 
     def begin_again(self, local_rank: int) -> None:
-        """Another process is about to be started in a worker's place."""
         now = self._clock.monotonic()
         self._beats.begin_again(local_rank, now)
         self._lease.show()
         self.due = now if self.due is not None else None
 
     def environment(self, local_rank: int) -> dict[str, str]:
-        """What the worker must find in its environment."""
         return {VARIABLE: self._beats.paths[local_rank]}
 
     def note_pid(self, local_rank: int, pid: int) -> None:
-        """A worker was started. One whose processes don't see its page can send nothing, and is not judged."""
+        """A worker whose processes don't see its page can send nothing, and is not judged."""
         self._pids[local_rank] = pid
 
     def look(self, running: Collection[int]) -> Hang | None:
-        """Read the heartbeats if it is time to. Returns the verdict, once, where workers hang."""
         now = self._clock.monotonic()
         if self.due is None or now < self.due or self.verdict is not None:
             return None
@@ -166,7 +154,6 @@ class HeartbeatWatch:
         return verdict
 
     def _note_awaited(self, beats: Collection[RankBeat], now: float) -> None:
-        """Say which timeouts watch nothing (yet), once, when they would have run out."""
         entered = [beat.sections for beat in beats]
         if None in entered:
             self._awaited = {}  # too many to know
@@ -183,7 +170,6 @@ class HeartbeatWatch:
                 )  # fmt: skip
 
     def _find_unseen(self, hung: Iterable[int]) -> bool:
-        """Note which of those that look hung have sent nothing since they can't."""
         before = len(self._unseen)
         for rank in hung:
             beat, path = self._beats.beats[rank], self._beats.paths[rank]
@@ -200,7 +186,6 @@ class HeartbeatWatch:
         return len(self._unseen) > before
 
     def declare(self, found: Hang, running: Collection[int]) -> None:
-        """The run hangs by what is known beside heartbeats: for workers of any node, or for all here."""
         own = {beat.rank: beat.local_rank for beat in self._beats.beats if beat.local_rank in running}
         ranks = found.ranks or tuple(own)
         self.hung = {own[rank]: found.reason for rank in ranks if rank in own}
@@ -222,7 +207,6 @@ class HeartbeatWatch:
             self.hung = describe_lagging(behind, step=mark.step, now=now)
 
     def read(self) -> list[RankBeat]:
-        """Every worker's last heartbeat, by local rank."""
         return self._beats.read(self._clock.monotonic())
 
     def deliver_notice(self, *, deadline: float, step: int) -> None:
@@ -231,7 +215,6 @@ class HeartbeatWatch:
         self._beats.write_notice(NoticeRecord(serial=self._notices, deadline_ns=int(deadline * 1e9), step=step))
 
     def refresh(self) -> list[RankBeat]:
-        """Every worker's last heartbeat, by local rank; also to the run directory."""
         now = self._clock.monotonic()
         beats = self._beats.read(now)
         self._learn(beats)
@@ -239,21 +222,16 @@ class HeartbeatWatch:
         return beats
 
     def progress(self) -> Progress | None:
-        """What the round's workers have done; None: there are none."""
         return self._describe(self.read(), self._clock.monotonic()) if self._beats.beats else None
 
-    def note_rest(self, since: float | None) -> None:
-        """Take what the kernel counts of all workers here: since when none does anything; None: one does.
-
-        That is written as it changes, so that a worker which sends nothing costs no file again and again.
-        """
-        is_new = not self._is_counted or (since is None) is not (self._rests_since is None)
-        self._is_counted, self._rests_since = True, since
+    def note_idle(self, since: float | None) -> None:
+        """The summary is written as this changes: a worker which sends nothing costs no file again and again."""
+        is_new = not self._is_counted or (since is None) is not (self._idle_since is None)
+        self._is_counted, self._idle_since = True, since
         if is_new:
             self._write_summary(self._beats.beats, self._clock.monotonic(), has_changed=True)
 
     def beat(self, local_rank: int) -> RankBeat | None:
-        """A worker's last heartbeat, as it was read last."""
         return self._beats.beats[local_rank] if self._beats.beats else None
 
     def last_step(self, local_rank: int) -> int | None:
@@ -262,7 +240,7 @@ class HeartbeatWatch:
 
     @property
     def furthest_step(self) -> int:
-        """The furthest step of all workers here in this round, -1 for none."""
+        """-1: no step is known."""
         return max((beat.step for beat in self._beats.beats if beat.step is not None), default=-1)
 
     @property
@@ -286,25 +264,22 @@ class HeartbeatWatch:
         return min(marks, key=lambda mark: mark.lag, default=None)
 
     def last_heartbeat_ns(self, local_rank: int) -> int:
-        """When a worker sent its last heartbeat, by this host's wall clock."""
         beat = self.beat(local_rank)
         age = beat.age(self._clock.monotonic()) if beat is not None else 0.0
         return self._clock.time_ns() - int(age * 1e9)
 
-    def rest(self) -> None:
-        """No worker is judged any more in this round; what is known of it stays."""
+    def stop_judging(self) -> None:
+        """No worker is judged any more in this round; all that is known of it stays."""
         self.due = None
 
     def end(self) -> None:
-        """The round's workers are gone."""
         self.due = None
         self._lease.end()
         self._beats.remove()
 
     def close(self) -> None:
-        """The agent ends."""
         self.end()
-        self._folder.remove()
+        self.pages.remove()
 
     def _learn(self, beats: Collection[RankBeat]) -> None:
         # The whole run's, on this node: a later round begins with what the earlier ones taught.
@@ -324,7 +299,7 @@ class HeartbeatWatch:
         self.due = min([*dues, look] if look is not None else dues)
 
     def _describe(self, beats: Collection[RankBeat], now: float) -> Progress:
-        resting = None if not self._is_counted else 0.0 if self._rests_since is None else now - self._rests_since
+        resting = None if not self._is_counted else 0.0 if self._idle_since is None else now - self._idle_since
         return describe_progress(beats, now, now_ns=self._clock.time_ns(), resting=resting)
 
     def _write_summary(self, beats: Collection[RankBeat], now: float, *, has_changed: bool = False) -> None:
@@ -364,7 +339,7 @@ class HeartbeatWatch:
 def describe_progress(
     beats: Collection[RankBeat], now: float, *, now_ns: int, resting: float | None = None
 ) -> Progress:
-    """What the workers of a round have done so far; `now` and `now_ns` are one moment on the agent's two clocks."""
+    """`now` and `now_ns` are one moment on the agent's two clocks."""
     entered = [beat.sections for beat in beats]
     sections = None
     if None not in entered:
@@ -393,7 +368,6 @@ def describe_progress(
 
 
 def describe_beat(beat: RankBeat, now: float) -> RankHeartbeat:
-    """The heartbeat as the node's file and the events have it."""
     return RankHeartbeat(
         rank=beat.rank,
         local_rank=beat.local_rank,
@@ -406,9 +380,3 @@ def describe_beat(beat: RankBeat, now: float) -> RankHeartbeat:
         saved_step=beat.saved_step,
         saved_age=round(max(0.0, now - beat.saved_at), 3) if beat.checkpoints else None,
     )
-
-
-def silent_watch() -> HeartbeatWatch:
-    """A watch without a folder, which watches no worker."""
-    files = FileExecutor(name="beats")
-    return HeartbeatWatch(folder=HeartbeatFolder(None), timeouts=SectionTimeouts(), clock=SystemClock(), files=files)

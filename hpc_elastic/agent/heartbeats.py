@@ -40,19 +40,18 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "hpc-elastic-beats."
 FOLDER_VARIABLE = "HPC_ELASTIC_HEARTBEAT_DIR"
-"""For an agent: where its folder of pages is made, on the node itself, and seen in the workers' containers."""
+"""A folder on the node itself for the pages, which the workers' containers see too."""
 _ALIVE = "alive"
 _MOST_ENTRIES = 100_000
 _MOST_NAMES = 5_000
-"""Of heartbeat folders, anybody's: some 20 ms."""
+"""Most names to look at, anybody's: some 20 ms."""
 _PACE_SAMPLES = 5
-"""A minute, of looks every 15 s."""
 _PACE_LEAST_SECONDS = 2.0
 _LOCAL_TYPES = frozenset({"tmpfs", "ramfs", "ext2", "ext3", "ext4", "xfs", "btrfs", "overlay", "zfs", "f2fs"})
 
 
 class HeartbeatFolder:
-    """One agent's folder. Without one (no place for it) all workers are silent, and the run goes on."""
+    """Without a place for a folder all workers are silent, and the run goes on."""
 
     def __init__(self, path: Path | None, lock_fd: int = -1) -> None:
         """`lock_fd` holds the lock that shows that its agent lives."""
@@ -60,7 +59,7 @@ class HeartbeatFolder:
         self._lock_fd = lock_fd
 
     def make_file(self, name: str) -> str:
-        """A new file for one worker: its path; empty where there can be none."""
+        """Empty where there can be none."""
         if self.path is None:
             return ""
         path = self.path / name
@@ -79,7 +78,7 @@ class HeartbeatFolder:
         return str(path)
 
     def make_pipe(self, name: str, use: str) -> tuple[str, int]:
-        """A pipe that workers write to: its path and a descriptor; empty and -1 where there can be none."""
+        """Returns a path and a descriptor; empty and -1 where there can be none."""
         if self.path is None:
             return "", -1
         path = str(self.path / name)
@@ -91,14 +90,13 @@ class HeartbeatFolder:
             return "", -1
 
     def remove(self) -> None:
-        """At the agent's end."""
         if self.path is not None:
             _remove(self.path)
             self.path = None
 
 
 def open_folder(name: str, env: Mapping[str, str], *, mounts: str = "/proc/self/mountinfo") -> HeartbeatFolder:
-    """Make the agent's folder in memory, or on the node's disk; clear up what dead agents of ours left there."""
+    """Clears up what the user's dead agents left there."""
     for base in candidates(env):
         if not _is_local(base, mounts):
             continue
@@ -112,7 +110,6 @@ def open_folder(name: str, env: Mapping[str, str], *, mounts: str = "/proc/self/
 
 
 def candidates(env: Mapping[str, str]) -> Iterator[Path]:
-    """Where the folder may be: as chosen, then memory first."""
     if env.get(FOLDER_VARIABLE, "").startswith("/"):
         yield Path(env[FOLDER_VARIABLE])
     yield Path("/dev/shm")
@@ -164,7 +161,7 @@ def _sweep(base: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """A folder of files, as far as it goes. (`shutil` brings half a megabyte of decompressors along.)"""
+    """`shutil` brings half a megabyte of decompressors along."""
     try:
         for name in os.listdir(path):
             os.unlink(path / name)
@@ -174,9 +171,9 @@ def _remove(path: Path) -> None:
 
 
 def is_seen_by(pids: Iterable[int], path: str) -> bool:
-    """Whether all these processes see the page `path` where this one does: a container may have its own /dev/shm.
+    """A container may have its own /dev/shm.
 
-    A process of which that can't be known, or that is gone, counts as one that does.
+    A process of which that can't be known, or that is gone, counts as one that sees the page.
     """
     try:
         mine = os.stat(path)
@@ -209,20 +206,16 @@ class RankBeat(Struct, frozen=True, kw_only=True):
     counted_steps: int | None = None
     """Steps of its optimizer in this round, or its collectives, where the script reports none; `step` is None then."""
     source: ProgressSource = ProgressSource.UNKNOWN
-    """What the steps are known by; unknown: there are none."""
     is_final: bool = False
     """The collectives were counted at the process' end, so that they are all that it did."""
     count: int = 0
-    """0: it has sent none."""
     intervals: int = 0
     longest: float = 0.0
     pid: int = 0
-    """0 where no process sends its heartbeats."""
     checkpoints: int = 0
     saved_at: float = 0.0
     saved_step: int | None = None
     total: int | None = None
-    """How many steps the training has, where it reports that."""
     loss: float | None = None
     first_step: int | None = None
     first_at: float = 0.0
@@ -230,10 +223,10 @@ class RankBeat(Struct, frozen=True, kw_only=True):
     checkpoint_seconds: float = 0.0
     redone_seconds: float = 0.0
     sections: tuple[str, ...] | None = ()
-    """All that it has ever been in; None: too many to know."""
+    """`None`: too many to know."""
     asks_for_notices: bool = False
     has_notice: bool = False
-    """Whether the script has got one: due by `should_checkpoint`, by a callback, or by `preemption_notice`."""
+    """The script may get it by `should_checkpoint`, by a callback, or by `preemption_notice`."""
 
     @property
     def changes(self) -> int:
@@ -251,7 +244,6 @@ class StepPace:
         self._samples: deque[tuple[float, int]] = deque(maxlen=_PACE_SAMPLES)
 
     def add(self, beats: Iterable[RankBeat], now: float) -> None:
-        """Take what a look has found: of the furthest worker."""
         done = (beat.counted_steps if beat.step is None else beat.step for beat in beats)
         if not (steps := [step for step in done if step is not None]):
             return
@@ -261,7 +253,7 @@ class StepPace:
 
     @property
     def steps_per_second(self) -> float | None:
-        """None before two looks; 0 where no step was done between."""
+        """`None` before two looks; 0 where no step was done between."""
         if len(self._samples) < 2 or self._samples[-1][0] <= self._samples[0][0]:
             return None
         (begin, first), (end, last) = self._samples[0], self._samples[-1]
@@ -269,8 +261,6 @@ class StepPace:
 
 
 class RoundBeats:
-    """One round's files, and what was read from them last."""
-
     def __init__(self, folder: HeartbeatFolder, *, round_index: int, first_rank: int, count: int, now: float) -> None:
         self._folder = folder
         self._round = round_index
@@ -285,22 +275,19 @@ class RoundBeats:
         self.beats[local_rank] = RankBeat(rank=rank, local_rank=local_rank, section=SETUP, at=now)
 
     def read(self, now: float) -> list[RankBeat]:
-        """Every worker's last heartbeat, by local rank. Some microseconds for each."""
         for local_rank, path in enumerate(self.paths):
             self.beats[local_rank] = self._read(self.beats[local_rank], path, now)
         self._last_look = now
         return list(self.beats)
 
     def write_notice(self, notice: NoticeRecord) -> None:
-        """Write the notice to every worker's page."""
         self._write(*pack_notice(notice))
 
     def write_lease(self, until_ns: int, looked_ns: int) -> None:
-        """Write to every worker's page as `pack_lease` says. For any thread."""
+        """Writes as `pack_lease` says. Thread-safe."""
         self._write(*pack_lease(until_ns, looked_ns))
 
     def _write(self, offset: int, raw: bytes) -> None:
-        """To every worker's page; one that is missing is left out."""
         for path in self.paths:
             try:
                 fd = os.open(path, os.O_WRONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -319,7 +306,6 @@ class RoundBeats:
         self._last_look = now
 
     def remove(self) -> None:
-        """The round is over."""
         for path in self.paths:
             if path:
                 try:

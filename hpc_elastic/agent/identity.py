@@ -1,4 +1,4 @@
-"""Which agent of which run a process is: from its options, its environment and the run directory."""
+"""Identifies an agent: from its options, its environment and the run directory."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from typing import TypeVar
 
 from msgspec import Struct
 
+from hpc_elastic.agent.part import Place
 from hpc_elastic.agent.rendezvous_session import claim_start_number
-from hpc_elastic.agent.setup import SetupSite
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock
-from hpc_elastic.base.file_executor import FileExecutor, is_refusal
+from hpc_elastic.base.file_executor import is_refusal
 from hpc_elastic.errors import HpcElasticError, UnreadableFileError, UsageError
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.state import Status, new_uid
 from hpc_elastic.run.attempt import AttemptInfo, load_attempt
-from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.heartbeats import NodeHeartbeats
 from hpc_elastic.run.paths import AttemptPaths, RunPaths
 from hpc_elastic.run.spec import RunSpec, load_run_spec
@@ -71,8 +70,6 @@ def end_with(launcher_pid: int) -> bool:
 
 
 class RunDirectoryRefusedError(HpcElasticError):
-    """The filesystem has refused the run directory for longer than an agent waits."""
-
     template = "{host}: the filesystem refuses the run directory: {why}"
 
 
@@ -123,8 +120,6 @@ def _node_index(attempt: AttemptInfo, given: int | None, env: dict[str, str]) ->
 
 
 class AgentIdentity(Struct, frozen=True, kw_only=True):
-    """Which agent of which run this is."""
-
     spec: RunSpec
     attempt: AttemptInfo
     run: RunPaths
@@ -136,22 +131,20 @@ class AgentIdentity(Struct, frozen=True, kw_only=True):
     env: dict[str, str]
     inherited: Inherited
     furthest_before: int
-    """The furthest step that this node's workers had reported in the attempt before; -1: none is known."""
+    """-1: no step is known."""
 
     @property
     def short_uid(self) -> str:
-        """A part of `uid` for names of files."""
         return self.uid[-21:]
 
     def takes_part(self, clock: Clock) -> bool:
-        """Whether the workers of this agent's round are to run, by the log as the server has it. It may hang."""
+        """The workers of this agent's round are to run, by the log as the server has it. It may hang."""
         store = FileStore(self.paths.store, clock=clock)
         store.invalidate("log")
         record = RoundLog(store, self.spec.run_id).latest()
         return record is not None and record.status is Status.FINAL and record.member(self.uid) is not None
 
     def command_environment(self, base: Mapping[str, str]) -> dict[str, str]:
-        """Of the user's own commands."""
         return {
             **base,
             TAG_VARIABLE: str(self.tag),
@@ -161,17 +154,9 @@ class AgentIdentity(Struct, frozen=True, kw_only=True):
             "HPC_ELASTIC_HOST": self.host,
         }
 
-    def setup_site(self, base: Mapping[str, str], *, files: FileExecutor, clock: Clock, events: EventLog) -> SetupSite:
-        """Where ``--setup`` runs."""
-        return SetupSite(
-            environ=self.command_environment(base),
-            cwd=self.spec.cwd,
-            inherited=self.inherited,
-            log=self.paths.setup_log(self.node),
-            clock=clock,
-            executor=files,
-            write_event=events.write,
-        )
+    @property
+    def place(self) -> Place:
+        return Place(attempt=self.paths, host=self.host, node=self.node)
 
     @classmethod
     def read(cls, options: AgentOptions, inherited: Inherited, clock: Clock) -> AgentIdentity:
@@ -188,7 +173,7 @@ class AgentIdentity(Struct, frozen=True, kw_only=True):
         node = _node_index(attempt, options.node, env)
         host = attempt.nodes[node]
         try:
-            start = claim_start_number(paths.store, node, clock=clock)
+            start = claim_start_number(lambda: FileStore(paths.store, clock=clock), node, clock=clock)
         except OSError as error:
             raise RunDirectoryRefusedError(host=host, why=error) from None
         uid = new_uid(node, host, clock, start=start)

@@ -1,7 +1,7 @@
-"""Before silent ranks are ended: a moment in which they may fail by themselves, and then a look at where they stand.
+"""Give silent ranks a short delay to fail by themselves before they are ended, then look at where they stand.
 
 Where every failure so far is a symptom, the rank behind it has not failed yet: it is about to (its exception still
-unwinds), or it is stuck outside of the collective that the others lost. So the group gets `MOMENT_SECONDS`, unless all
+unwinds), or it is stuck outside of the collective that the others lost. So the group gets `DELAY_SECONDS`, unless all
 of it ends sooner or a cause shows, and the ranks that are silent then are asked for their stacks. Where a cause is
 known, none of this happens.
 """
@@ -24,7 +24,7 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.run.activities import Activity, Doing
 from hpc_elastic.workers.stop import GroupStopper, Stopped
 
-MOMENT_SECONDS = 1.0
+DELAY_SECONDS = 1.0
 JUDGE_SECONDS = 0.1
 """How long the last output of a worker that has failed is waited for, before its failure counts as a known cause."""
 _SOURCE_BYTES = 1 << 20
@@ -33,7 +33,7 @@ _POLLS = ("poll", "ppoll", "select", "pselect6", "epoll_wait", "epoll_pwait")
 _LOOK_SECONDS = 0.02
 
 
-class MomentThenStop:
+class DelayedStop:
     """Has the shape of the `Stopper` that it goes before."""
 
     def __init__(
@@ -43,14 +43,9 @@ class MomentThenStop:
         then: Callable[[float], Stopper],
         grace: float,
         clock: Clock,
-        seconds: float = MOMENT_SECONDS,
+        seconds: float = DELAY_SECONDS,
     ) -> None:
-        """
-        Args:
-            is_over: Asked all the time: whether nothing is left to wait for.
-            then: What ends the workers, made when the moment is over; called with the grace.
-            seconds: How long the moment is at most.
-        """
+        """`is_over` is asked all the time; `then` makes what ends the workers, and is called with the grace."""
         self._seconds, self._is_over, self._then, self._grace = seconds, is_over, then, grace
         self._clock, self._deadline = clock, 0.0
         self._next: Stopper | None = None
@@ -62,8 +57,7 @@ class MomentThenStop:
     def begin(self) -> None:
         self._deadline = self._clock.monotonic() + self._seconds
 
-    def end_moment(self) -> None:
-        """A cause is known elsewhere, or there is no time: go on at the next step."""
+    def end_delay(self) -> None:
         self._deadline = self._clock.monotonic()
 
     def kill_now(self) -> None:
@@ -75,7 +69,7 @@ class MomentThenStop:
             self._next.shorten(grace)
         elif grace < self._grace:
             self._grace = grace
-            self.end_moment()  # less time than was known
+            self.end_delay()  # less time than was known
 
     def step(self) -> Stopped | float:
         if self._next is None:
@@ -86,14 +80,11 @@ class MomentThenStop:
         return self._next.step()
 
 
-Stopper = GroupStopper | StacksThenStop | MomentThenStop
+Stopper = GroupStopper | StacksThenStop | DelayedStop
 
 
 def observe_failure(failure: WorkerFailure, *, latest_ns: int) -> Activity | None:
-    """What a rank was doing whose failure is a symptom; None for another failure.
-
-    What it prints of a lost peer after `latest_ns` may be another agent's doing.
-    """
+    """A lost peer that it prints after `latest_ns` may be another agent's doing."""
     if failure.failure_class is not FailureClass.SYMPTOM:
         return None
     found, dump = find_python_traceback(failure.traceback), find_dump(failure.traceback)
@@ -105,7 +96,7 @@ def observe_failure(failure: WorkerFailure, *, latest_ns: int) -> Activity | Non
 
 
 def observe_silent(rank: int, state: ProcessState | None, dump: StackDump | None) -> Activity:
-    """What a rank was doing that had not failed; `state` is from before it was asked. Reads a line of its script."""
+    """`state` is from before the rank was asked. Reads a line of its script."""
     frames = dump.main if dump is not None else ()
     if state is not None and state.is_stopped:
         return replace(activity_of_stack(rank, frames), doing=Doing.STOPPED, call="")
@@ -128,7 +119,6 @@ def observe_silent(rank: int, state: ProcessState | None, dump: StackDump | None
 
 
 def _source(frame: Frame) -> str:
-    """The line of the source; empty where it can't be read."""
     try:
         with open(frame.file, "rb") as file:
             lines = file.read(_SOURCE_BYTES).split(b"\n")

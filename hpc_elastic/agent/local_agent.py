@@ -21,18 +21,19 @@ from typing import Any
 
 from hpc_elastic.agent.elastic_agent import EXIT_BARRIER_SECONDS, SimpleElasticAgent
 from hpc_elastic.agent.function_call import FunctionCall
-from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch, silent_watch
+from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
 from hpc_elastic.agent.heartbeats import open_folder
 from hpc_elastic.agent.local_workers import LocalWorkers
 from hpc_elastic.agent.metrics import MetricSink
+from hpc_elastic.agent.part import Condemned, Place
 from hpc_elastic.agent.supervision import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from hpc_elastic.agent.worker_environment import RoundFacts, worker_environment
-from hpc_elastic.agent.worker_evidence import Place
 from hpc_elastic.base.clock import Clock, RunClock
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.errors import UsageError
+from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.output.job_log import JobLog
 from hpc_elastic.output.pump import LogPump
 from hpc_elastic.run.log_pieces import PieceLimit
@@ -124,7 +125,8 @@ class LocalElasticAgent(SimpleElasticAgent):
             if section_timeouts
             else SectionTimeouts()
         )
-        self._watch = silent_watch()
+        self._watch: HeartbeatWatch
+        """It is there once `run` is called."""
         self._workers: LocalWorkers | None = None
         self._job_log: JobLog | None = None
         self._pump: LogPump | None = None
@@ -240,7 +242,7 @@ class LocalElasticAgent(SimpleElasticAgent):
         if verdict is None:
             return RunResult(WorkerState.HEALTHY)
         logger.error("%s", verdict.reason)
-        workers.take_stacks_first()
+        workers.condemn(Condemned(reason=verdict.reason, failure_class=FailureClass.HANG, ranks=self._watch.hung))
         self._end(workers)
         return self._failed(workers)
 
@@ -270,7 +272,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _end(self, workers: LocalWorkers) -> None:
         self._watch.refresh()
-        self._watch.rest()
+        self._watch.stop_judging()
         workers.begin_stop(grace=self._shutdown_timeout)
         while not isinstance(result := workers.step_stop(), Stopped):
             self._local_clock.wait(self._never, result)

@@ -14,19 +14,20 @@ from msgspec.structs import replace
 
 from hpc_elastic.agent.container import enter_container, exit_of_script
 from hpc_elastic.agent.flight_recorder import ANSWER_SECONDS, FlightRecorders
-from hpc_elastic.agent.fork_server_states import NoForkServer
 from hpc_elastic.agent.hang_stop import HEAD_START_SECONDS, StacksThenStop, find_targets
-from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch, silent_watch
-from hpc_elastic.agent.last_look import MomentThenStop, Stopper
+from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
+from hpc_elastic.agent.last_look import DelayedStop, Stopper
+from hpc_elastic.agent.part import Condemned, Place
 from hpc_elastic.agent.restart_group import DeadWorker, keep_apart
 from hpc_elastic.agent.socket_watch import SocketWatch
-from hpc_elastic.agent.worker_evidence import Place, StopRecord, WorkerEvidence, WorkerSlot
+from hpc_elastic.agent.worker_evidence import StopRecord, WorkerEvidence, WorkerSlot
 from hpc_elastic.base.clock import Clock, uptime_ns
 from hpc_elastic.base.file_executor import FileExecutor, is_refusal
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.failures.classify import signal_of
+from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.stacks import HeldLock, find_held_locks, remove_locks
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.output.pump import LogPump
@@ -47,7 +48,14 @@ logger = logging.getLogger(__name__)
 
 _NVIDIA = "/dev/nvidiactl"
 FOLDERS_SECONDS = 60.0
-"""How long a filesystem is waited for that hangs, or refuses, just when workers are to be started."""
+"""A filesystem may hang, or refuse, just when workers are to be started."""
+
+
+ForkWorkers = Callable[
+    [Sequence[Mapping[str, str]], Sequence[frozenset[int]]],
+    Sequence[WorkerProcess | None],
+]
+"""Environments and CPUs of workers → each as a fork; None where it is to be started fresh."""
 
 
 class LocalWorkers:
@@ -70,8 +78,8 @@ class LocalWorkers:
         excluding: Callable[[], AbstractSet[int]],
         files: FileExecutor,
         is_ending: Callable[[], bool],
-        watch: HeartbeatWatch | None = None,
-        fork_server: NoForkServer | None = None,
+        watch: HeartbeatWatch,
+        fork: ForkWorkers | None = None,
         were_ended: Callable[[], bool] = lambda: False,
     ) -> None:
         """`excluding` gives the pids that are no workers; once `is_ending`, nothing is waited for any more;
@@ -87,20 +95,20 @@ class LocalWorkers:
         self._files = files
         self._is_ending = is_ending
         self._were_ended, self._by_guardian = were_ended, False
-        self._watch = watch or silent_watch()
-        self._fork_server = fork_server or NoForkServer()
+        self._watch = watch
+        self._fork = fork or (lambda environments, cpus: [None] * len(environments))
         self._slots: list[WorkerSlot] = []
         self._replaced: list[WorkerProcess] = []
         """Ended, and kept until the group is ended: what they started may still run."""
         self._start_one: Callable[[int, Mapping[str, str]], WorkerProcess] | None = None
         self._container: Container | None = None
         self._inside: Inside | None = None
-        """Given where the workers are containers, whose runtimes may have processes of their own."""
+        """Containers' runtimes may have processes of their own."""
         self._is_wrapped = False
         self._stopper: Stopper | None = None
         self._stop = StopRecord()
         self._held_locks: tuple[HeldLock, ...] = ()
-        """What the workers that were stopped had open of builds of C++ extensions."""
+        """Locks of C++ extensions' builds that the stopped workers held."""
         self._recorders = FlightRecorders(self._watch.folder, round_index=round_index, clock=clock)
         self.evidence = WorkerEvidence(
             place,
@@ -115,9 +123,7 @@ class LocalWorkers:
             recorders=self._recorders,
         )
         self.sockets = SocketWatch(clock)
-        """Which sockets the workers have."""
-        self._waits_since: float | None = None
-        """Since when the workers elsewhere are let go on after a failure here that may be the node's."""
+        self._grace_since: float | None = None
         self._started_at = clock.monotonic()
 
     def start(
@@ -181,12 +187,12 @@ class LocalWorkers:
 
         def start_one(local_rank: int, extra: Mapping[str, str]) -> WorkerProcess:
             env = env_of(local_rank, extra)
-            forked = self._fork_server.fork_workers([env], cpus[local_rank : local_rank + 1])
+            forked = self._fork([env], cpus[local_rank : local_rank + 1])
             return forked[0] or start_fresh(local_rank, env, EXEC_WAIT_S)
 
         self._start_one = start_one
         environments = [env_of(local_rank, {}) for local_rank in range(self.layout.local_world_size)]
-        forked = self._fork_server.fork_workers(environments, cpus)
+        forked = self._fork(environments, cpus)
         for local_rank, global_rank in enumerate(self.layout.global_ranks):
             try:
                 process = forked[local_rank] or start_fresh(
@@ -212,7 +218,6 @@ class LocalWorkers:
 
     @property
     def dead(self) -> list[DeadWorker]:
-        """The workers that have ended badly, and not by the agent."""
         return [
             DeadWorker(local_rank=s.local_rank, rank=s.global_rank, pid=s.process.pid, exitcode=s.exit.exitcode)
             for s in self._slots
@@ -220,11 +225,7 @@ class LocalWorkers:
         ]
 
     def replace(self, local_rank: int, extra: Mapping[str, str]) -> int:
-        """Put a fresh process in the place of a dead one, and leave the others alone. Returns its pid.
-
-        Raises:
-            WorkerStartError: it could not be started.
-        """
+        """Returns the pid of the fresh process. Raises `WorkerStartError`."""
         slot = self._slots[local_rank]
         assert self._start_one is not None
         slot.process.signal_group(signal.SIGKILL)  # what it started holds memory, and the GPU
@@ -248,11 +249,9 @@ class LocalWorkers:
         return [*(slot.process.pid for slot in self._slots), *(process.pid for process in self._replaced)]
 
     def watched(self) -> list[int]:
-        """Descriptors of the workers that run: readable when one has ended."""
         return [s.process.pidfd for s in self._slots if s.exit is None and s.process.pidfd is not None]
 
     def poll(self) -> bool:
-        """Note which workers have ended. Returns whether one has since the last call."""
         changed = False
         now, uptime = self._clock.time_ns(), uptime_ns(self._clock)
         for slot in self._slots:
@@ -271,31 +270,26 @@ class LocalWorkers:
         return changed
 
     def look_at_sockets(self) -> None:
-        """Note which sockets the workers have that run. Some milliseconds."""
         self.sockets.look({self._slots[rank].global_rank: pid for rank, pid in self.running_pids.items()})
 
     @property
     def failed(self) -> bool:
-        """Whether a worker has ended badly, and not by the agent."""
         return any(slot.has_failed for slot in self._slots)
 
     def look_at_failure(self) -> WorkerFailure | None:
-        """The first failure, as far as its output has come; None: a signal, or its output is out of reach."""
+        """`None`: a signal, or its output is out of reach."""
         slot = next((one for one in self._slots if one.has_failed), None)
         return self.evidence.look_at(slot) if slot is not None else None
 
-    def begin_moment(self) -> None:
-        """The workers that run are let go on, since the failure here may be the node's."""
-        self._waits_since = self._clock.monotonic()
+    def begin_grace(self) -> None:
+        self._grace_since = self._clock.monotonic()
 
     @property
     def want_no_other_try(self) -> bool:
-        """Whether the exit code of one of them asks for no other try."""
         return any(slot.exit is not None and slot.exit.exitcode == ExitCode.NOT_RETRYABLE for slot in self._slots)
 
     @property
     def succeeded(self) -> bool:
-        """Whether all have ended with 0."""
         return all(slot.exit is not None and slot.exit.exitcode == 0 for slot in self._slots)
 
     @property
@@ -310,7 +304,6 @@ class LocalWorkers:
 
     @property
     def seconds(self) -> float:
-        """Since the start, monotonic."""
         return self._clock.monotonic() - self._started_at
 
     def send(self, number: signal.Signals, speakers: Mapping[int, int]) -> list[int]:
@@ -339,35 +332,41 @@ class LocalWorkers:
         return {rank: scripts[rank].pid for rank in self.running if rank in scripts}
 
     def ask_for_dumps(self, local_ranks: Iterable[int]) -> bool:
-        """Have workers dump torch's flight recorder, which disturbs none. Returns whether any of them listens."""
         return self._recorders.ask(self.layout.first_rank + local_rank for local_rank in local_ranks)
 
     def find_mute(self) -> dict[int, float]:
-        """Local rank → since when, monotonic, one that listens has not answered: a thread holds the interpreter."""
         return self._recorders.find_mute({rank: self._slots[rank].global_rank for rank in self.running})
 
     def read_dumps(self) -> dict[int, FlightTail]:
-        """Global rank → what the workers have dumped. Reads and writes files: not for the main thread."""
+        """Reads and writes files: not for the main thread."""
         ranks = [(slot.global_rank, slot.paths.root) for slot in self._slots]
         found = {rank: self._recorders.read(rank, root) for rank, root in ranks}
         return {rank: tail for rank, tail in found.items() if tail is not None}
 
-    def take_stacks_first(self) -> None:
-        """The round hangs: when the workers are ended, they get SIGABRT in place of SIGTERM, and leave their stacks."""
-        self._stop.wants_stacks = True
+    def condemn(self, found: Condemned) -> None:
+        """Have the workers that are named described as failures once they have ended.
+
+        In a hang all workers get SIGABRT in place of SIGTERM when they are ended, and leave their stacks.
+        """
+        if found.ranks or self.evidence.condemned is None:
+            self.evidence.condemned = found
+        self._stop.wants_stacks |= found.failure_class is FailureClass.HANG
+
+    def condemn_unstarted(self, error: Exception) -> Condemned:
+        local_rank = min(len(self._slots), self.layout.local_world_size - 1)
+        self.evidence.start_error = local_rank, error
+        return Condemned(reason=str(error), failure_class=FailureClass.INFRASTRUCTURE, ranks={local_rank: str(error)})
 
     def look_first(self) -> None:
-        """Nothing but symptoms is known: workers get a moment to fail by themselves, and silent ones leave stacks."""
+        """Symptoms are known alone: workers get a delay to fail by themselves, and silent ones leave stacks."""
         self._stop.wants_look = True
 
-    def end_moment(self) -> None:
-        """What happened is known: nothing is waited for any more."""
-        if isinstance(self._stopper, MomentThenStop):
-            self._stopper.end_moment()
+    def end_delay(self) -> None:
+        if isinstance(self._stopper, DelayedStop):
+            self._stopper.end_delay()
 
     @property
     def has_symptoms_only(self) -> bool:
-        """Whether workers have failed here, and each only shows that another rank is gone. Some milliseconds."""
         failed = [slot for slot in self._slots if slot.has_failed]
         return bool(failed) and all(self.evidence.is_symptom(slot) for slot in failed)
 
@@ -386,11 +385,11 @@ class LocalWorkers:
         ranks = [slot.global_rank for slot in self._slots if slot.exit is None]
         is_unknown = self._stop.wants_look or self._stop.wants_stacks
         listens = is_unknown and self._recorders.ask(ranks)  # what is stopped can dump nothing
-        moment = partial(MomentThenStop, then=self._stop_now, grace=grace, clock=self._clock)
+        delayed = partial(DelayedStop, then=self._stop_now, grace=grace, clock=self._clock)
         if self._stop.wants_look and not self._stop.wants_stacks:
-            self._stopper = moment(is_over=self._is_moment_over)
+            self._stopper = delayed(is_over=self._is_delay_over)
         elif listens:
-            self._stopper = moment(is_over=self._recorders.have_answered, seconds=ANSWER_SECONDS)
+            self._stopper = delayed(is_over=self._recorders.have_answered, seconds=ANSWER_SECONDS)
         else:
             self._stopper = self._stop_now(grace)
         if at_once:
@@ -398,16 +397,15 @@ class LocalWorkers:
         else:
             self._stopper.begin()
 
-    def _is_moment_over(self) -> bool:
+    def _is_delay_over(self) -> bool:
         self.poll()
         if any(slot.has_failed and not self.evidence.is_symptom(slot) for slot in self._slots):
             self._stop.wants_look = False
         return not self._stop.wants_look or not self.running
 
     def _stop_now(self, grace: float) -> Stopper:
-        """What ends the workers that run now."""
-        if self._waits_since is not None:
-            self._stop.waited = self._clock.monotonic() - self._waits_since
+        if self._grace_since is not None:
+            self._stop.waited = self._clock.monotonic() - self._grace_since
         self._stop.began_ns = self._clock.time_ns()
         for slot in self._slots:
             slot.stopped_by_agent = self._by_guardian or slot.exit is None
@@ -442,7 +440,7 @@ class LocalWorkers:
         return asked
 
     def step_stop(self) -> Stopped | float:
-        """Go on ending them. Returns what became of them, or the seconds until the next call."""
+        """Returns what became of them, or the seconds until the next call."""
         assert self._stopper is not None
         result = self._stopper.step()
         if isinstance(result, Stopped):
@@ -458,19 +456,17 @@ class LocalWorkers:
         return result
 
     def _remove_locks(self) -> None:
-        """Of builds that the stop broke off: else the next round would wait for them for ever."""
+        """The next round would wait for the locks of a build that the stop broke off forever."""
         for path in remove_locks(self._held_locks, self._slots[0].environ):
             logger.info("removed the lock file %s of a C++ extension's build, which the stop broke off", path)
 
     def exit_summary(self) -> str:
-        """One line about the first failure, before any evidence is read."""
         return str(self.dead[0]) if self.failed else "the guardian of the stopped agent has ended the workers"
 
     # -- what they leave -----------------------------------------------------------------------------------------
 
     @property
     def own_ends(self) -> tuple[OwnEnd, ...]:
-        """As of `WorkerEvidence`."""
         return self.evidence.own_ends(self._slots)
 
     def describe_failures(self) -> list[WorkerFailure]:
@@ -480,17 +476,10 @@ class LocalWorkers:
             self._recorders.forget(slot.global_rank)
         return found
 
-    def describe_start_failure(self, error: Exception) -> WorkerFailure:
-        """The evidence where a worker could not even be started."""
-        local_rank = min(len(self._slots), self.layout.local_world_size - 1)
-        return self.evidence.describe_start_failure(local_rank, error)
-
     @property
     def wants_look(self) -> bool:
-        """Whether nothing but symptoms is known of the round."""
         return self._stop.wants_look
 
     @property
     def took_stacks(self) -> bool:
-        """Whether workers were asked for their stacks before they were ended."""
         return self._stop.asked is not None and (self._stop.wants_stacks or bool(self.evidence.stacks))

@@ -1,4 +1,4 @@
-"""What an agent measures of its rounds, and where it goes: nowhere by default, or for Prometheus.
+"""Measures rounds, and sends the figures: nowhere by default, or for Prometheus.
 
 Names are ``workers.<role>.<what>``, as torch's agent has them: ``remaining_restarts``; a state in lower case, 1 at the
 moment of its entering; ``rendezvous_seconds``, ``start_seconds``, ``stop_seconds``, ``restart_seconds``.
@@ -27,18 +27,11 @@ _NAME = re.compile(r"workers\.(?P<role>.+)\.(?P<what>[a-z_]+)\Z", re.DOTALL)
 
 
 class MetricSink(Protocol):
-    """Where figures go."""
+    """The user's own sink, or `PrometheusMetrics`."""
 
     def put(self, name: str, value: float) -> None:
         """One figure, now. Never raises: a full disk must not end a run."""
         ...
-
-
-class NoMetrics:
-    """Nowhere."""
-
-    def put(self, name: str, value: float) -> None:
-        pass
 
 
 class PrometheusMetrics:
@@ -112,17 +105,18 @@ class PrometheusMetrics:
         return "{" + ",".join(f'{key}="{escaped(value)}"' for key, value in sorted(labels.items())) + "}"
 
 
-def open_metrics(target: MetricsTarget | None, *, labels: Mapping[str, str], post: Post | None = None) -> MetricSink:
-    """The sink for ``--metrics``."""
+def open_metrics(
+    target: MetricsTarget | None, *, labels: Mapping[str, str], post: Post | None = None
+) -> MetricSink | None:
     if target is None:
-        return NoMetrics()
+        return None
     return PrometheusMetrics(Path(target.path.replace("{host}", labels.get("host", ""))), labels=labels, post=post)
 
 
 class RoundFigures:
     """Durations in seconds by this node's monotonic clock, which the agent begins and ends, and the group's state."""
 
-    def __init__(self, sink: MetricSink, *, role: str, clock: Clock) -> None:
+    def __init__(self, sink: MetricSink | None, *, role: str, clock: Clock) -> None:
         self._sink = sink
         self._role = role
         self._clock = clock
@@ -130,11 +124,10 @@ class RoundFigures:
         self._state: WorkerState | None = None
 
     def begin(self, what: str) -> None:
-        """`what` begins now, where it has not begun already."""
         self._began.setdefault(what, self._clock.monotonic())
 
     def end(self, what: str) -> float | None:
-        """`what` ends now. Returns its seconds, rounded to milliseconds; None where it had not begun."""
+        """Returns the seconds, rounded to milliseconds; `None` where it had not begun."""
         began = self._began.pop(what, None)
         if began is None:
             return None
@@ -144,17 +137,15 @@ class RoundFigures:
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
-        """`begin` and `end` around a block; nothing is measured where it raises."""
         self.begin(what)
         yield
         self.end(what)
 
     def enter(self, state: WorkerState) -> None:
-        """The worker group is in `state`; it may be in it already."""
         if state is not self._state:
             self._state = state
             self.put(state.name.lower(), 1)
 
     def put(self, what: str, value: float) -> None:
-        """One figure under ``workers.<role>.<what>``."""
-        self._sink.put(f"workers.{self._role}.{what}", value)
+        if self._sink is not None:
+            self._sink.put(f"workers.{self._role}.{what}", value)

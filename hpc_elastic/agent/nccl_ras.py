@@ -18,26 +18,22 @@ from hpc_elastic.workers.sockets import Address
 
 ADDRESS_VARIABLE, ENABLE_VARIABLE = "NCCL_RAS_ADDR", "NCCL_RAS_ENABLE"
 _PORTS = range(20000, 28000)
-"""Below NCCL's own default, 28028, and those that Linux gives to outgoing connections."""
+"""NCCL's own default is 28028, and Linux gives ports above to outgoing connections."""
 _CONNECT_SECONDS = 2.0
 _RAS_SECONDS = 5
-"""How long RAS is to wait for a process that does not answer; its own default."""
 _ANSWER_SECONDS = 20.0
-"""For the whole of an answer."""
 _BYTES_PER_RANK, _MOST_BYTES = 64 << 10, 64 << 20
-"""Of an answer: room for 90 communicators of each rank; and of any."""
+"""An answer's room: 90 communicators of each rank; and the most of any."""
 _LIBRARY = r"\S*/libnccl\.so\S*"
 _NUMBERS = r"(\d+)\.(\d+)\.(\d+)"
 
 
 class NotOursError(HpcElasticError):
-    """Something listens there that is no RAS of this run."""
-
     template = "{address} is not this run's: {why}"
 
 
 def choose_address(given: Mapping[str, str]) -> str:
-    """Where the workers' RAS is to listen: a port that nobody can guess; empty: the user set one, or wants none."""
+    """A port that nobody can guess; empty: the user set one, or wants none."""
     if given.get(ADDRESS_VARIABLE) or given.get(ENABLE_VARIABLE) == "0":
         return ""
     for _ in range(32):

@@ -31,13 +31,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ASK_SECONDS = 60.0
-"""Between two questions; RAS asks every process of the job for each."""
+"""RAS asks every process of the job for each question."""
 _ASKS_PER_LIMIT = 4
-"""Questions within a limit that the user gave, where it is short."""
 _LOOK_SECONDS = 0.5
-"""How often an answer is looked for."""
 _MOST_TROUBLE = 3
-"""After so many answers of a program that is no RAS of this run, it is asked no more in this round."""
+"""A program that is no RAS of this run is asked no more in this round after so many answers."""
 _SHOWN = 3
 _LEAST_VERSION = (2, 28, 7)
 """An older NCCL has no JSON, and before 2.27.5 it may crash when it is asked while communicators are made (nccl issues
@@ -45,15 +43,14 @@ _LEAST_VERSION = (2, 28, 7)
 
 
 class Unchanged(Struct, frozen=True, kw_only=True):
-    """Values by name, each with the time since which it is the same; and the longest such time that ended."""
+    """The values by name, each with the time since which it is the same, and the longest such time that ended."""
 
     at: float = 0.0
-    """When the values were taken, monotonic."""
     values: Mapping[str, tuple[object, float]] = {}
     longest: float = 0.0
 
     def then(self, values: Mapping[str, object], now: float) -> Unchanged:
-        """Take the next values in; a name that is missing has ended."""
+        """A name that is missing has ended."""
         known = {
             name: self.values[name] if name in self.values and self.values[name][0] == value else (value, now)
             for name, value in values.items()
@@ -62,7 +59,6 @@ class Unchanged(Struct, frozen=True, kw_only=True):
         return Unchanged(at=now, values=known, longest=max([self.longest, *ended]))
 
     def over(self, least: float) -> dict[str, float]:
-        """Name → since when, of those that are the same for longer than that and than any that ended allow."""
         limit = limit_without_progress(self.longest, least)
         return {name: since for name, (_, since) in self.values.items() if self.at - since >= limit}
 
@@ -72,35 +68,29 @@ class NcclStall(Struct, frozen=True, kw_only=True):
 
     progress: Unchanged = Unchanged()
     trouble: Unchanged = Unchanged()
-    """The same for what keeps each communicator's ranks apart."""
 
     def then(self, report: RasReport, *, beats: int, now: float) -> NcclStall:
-        """Take another answer in; `beats` is how many heartbeats the workers here have sent."""
         trouble: dict[str, object] = {each.name: each.trouble for each in report.communicators if each.trouble}
         return NcclStall(
             progress=self.progress.then({"": (report.progress, beats)}, now), trouble=self.trouble.then(trouble, now)
         )
 
     def in_next_round(self) -> NcclStall:
-        """What the run's pauses have shown stays known."""
         return NcclStall(
             progress=Unchanged(longest=self.progress.longest), trouble=Unchanged(longest=self.trouble.longest)
         )
 
 
 class StallFound(Struct, frozen=True, kw_only=True):
-    """The run seems to hang."""
-
     since: float
     hang: Hang
     is_even: bool = False
-    """All ranks have launched the same: a hang of all, or a rest in which they do something else."""
+    """All ranks have launched the same: a hang of all, or an idle run."""
 
 
 def judge_stall(
     stall: NcclStall, report: RasReport, *, least: float, hosts: Mapping[int, str], pids: Mapping[int, int]
 ) -> StallFound | None:
-    """Whether the run seems to hang, by the last answer: `hosts` of every rank of the round, `pids` of those here."""
     now = stall.progress.at
     if late := stall.trouble.over(least):
         since = min(late.values())
@@ -119,7 +109,6 @@ def judge_stall(
 def _name_culprits(
     held: Sequence[Communicator], report: RasReport, *, hosts: Mapping[int, str], pids: Mapping[int, int]
 ) -> tuple[str, tuple[int, ...]]:
-    """What is said of those that hold the others up, and which ranks of the run they are, where that is known."""
     ranks = _ranks_of(report, world_size=len(hosts), pids=pids)
     named: dict[object, str] = {}
     for each in held:
@@ -139,7 +128,7 @@ def _name_culprits(
 
 
 def _ranks_of(report: RasReport, *, world_size: int, pids: Mapping[int, int]) -> dict[tuple[str, int], int]:
-    """Process → rank in the run: a communicator of all ranks numbers them as the run does."""
+    """A communicator of all ranks numbers them as the run does."""
     found: dict[tuple[str, int], int] = {}
     for each in report.communicators:
         for rank, (host, pid) in each.processes.items():
@@ -151,7 +140,6 @@ def _ranks_of(report: RasReport, *, world_size: int, pids: Mapping[int, int]) ->
 
 
 def open_call(tail: FlightTail) -> str:
-    """The first call of a rank that it has entered and not completed, ``all_reduce #7 of group tp_0``; or nothing."""
     for track in tail.tracks:
         for sequence, call, is_done in zip(track.sequences, track.calls, track.done, strict=False):
             if not is_done:
@@ -164,49 +152,38 @@ def open_call(tail: FlightTail) -> str:
 
 
 class NcclWatch:
-    """One agent's. All methods are for its main thread, and none waits: the questions have a thread of their own."""
+    """The questions have a thread of their own."""
 
     def __init__(self, address: str, *, run_uid: str, least: float, clock: Clock) -> None:
-        """
-        Args:
-            address: Where the workers' RAS listens, as in NCCL_RAS_ADDR; empty: nothing is asked.
-        """
         self._address, self._run_uid, self._least, self._clock = parse_address(address), run_uid, least, clock
         self._every = min(ASK_SECONDS, least / _ASKS_PER_LIMIT)
         self._thread = FileExecutor(name="nccl-ras")
         self._answers: list[RasReport | None] = []
         self._asked = 0
-        """Which question the next answer must be to: those of another round are late."""
+        """Answers to the questions of another round are late."""
         self._is_asking = False
         self._trouble = 0
         self._stall = NcclStall()
         self.found: StallFound | None = None
-        """The verdict over the last answer."""
         self._next: float | None = None
 
     @property
     def due(self) -> float | None:
-        """When `look` is to be called next, monotonic; None: nothing is asked."""
         return self._clock.monotonic() + _LOOK_SECONDS if self._is_asking else self._next
 
     def begin(self) -> None:
-        """A round's workers have been started."""
         self.end()
         if self._address is not None:
             self._next = self._clock.monotonic() + self._every
 
     def end(self) -> None:
-        """They are being ended. What the run's pauses have shown stays known."""
+        """The run's pauses stay known."""
         self._next, self.found = None, None
         self._asked += 1
         self._answers, self._is_asking, self._trouble = [], False, 0
         self._stall = self._stall.in_next_round()
 
     def look(self, pids: Mapping[int, int], hosts: Mapping[int, str], *, beats: int) -> None:
-        """Take an answer in, and ask where it is time to: `found` follows.
-
-        `pids` are those of the workers here, with their ranks; `hosts` of every rank; `beats` how many they have sent.
-        """
         now = self._clock.monotonic()
         report = self._answers[-1] if self._answers else None
         self._answers.clear()
@@ -250,7 +227,7 @@ class NcclWatch:
         return report
 
     def _why_not_ours(self, connection: socket.socket) -> str:
-        """Why the process at the other end is none of this run; empty: it is this user's, and no other run's."""
+        """Empty: the other end is this user's, and no other run's."""
         found = serving_socket(connection)
         if found is None:
             return "no process of this host has the other end"

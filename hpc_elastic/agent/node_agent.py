@@ -1,9 +1,9 @@
 """The agent of one node: one loop over events, one phase at a time; whatever may be slow happens elsewhere.
 
 `run` waits for what comes first: the end of a worker (its pidfd), a newer record of the rendezvous (from the
-coordination thread), a signal, an answer of the health checks, the TCPStore's process, or a time that is due. `step`
-takes in all that has come: what was observed becomes an `Event`, `supervision.TRANSITIONS` holds which phase follows,
-and `_happens` does what belongs to it. The way of a worker that is killed:
+coordination thread), a signal, what a part waits for, or a time that is due. `step` takes in all that has come: what
+was observed becomes an `Event`, `supervision.TRANSITIONS` holds which phase follows, and `_happens` does what belongs
+to it. Everything beside the loop, the workers and the policy is a `Part`. The way of a worker that is killed:
 
 - `_handle_workers` sees its end, and `FailureReports` the bare fact, so that all nodes stop;
 - `_stop_workers` begins to end the others, and `_handle_stop` goes on with that until nothing is left;
@@ -14,13 +14,13 @@ and `_happens` does what belongs to it. The way of a worker that is killed:
 from __future__ import annotations
 
 import logging
-import selectors
 import signal
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
 
-from hpc_elastic.agent.checkpoints import CheckpointWatch, PreemptionWatch
-from hpc_elastic.agent.confirmation import confirm_round
-from hpc_elastic.agent.context import AgentContext
 from hpc_elastic.agent.ending import (
+    CrashGuard,
     HeardSignals,
     ThreadFailedError,
     deregister,
@@ -28,25 +28,31 @@ from hpc_elastic.agent.ending import (
     finish_if_unclaimed,
     leave_run,
 )
-from hpc_elastic.agent.failure_reports import FailureReports
 from hpc_elastic.agent.health import HealthVerdict
-from hpc_elastic.agent.job_nodes import JobNodes
-from hpc_elastic.agent.local_workers import LocalWorkers
-from hpc_elastic.agent.metrics import NoMetrics, RoundFigures
+from hpc_elastic.agent.metrics import MetricSink, RoundFigures
+from hpc_elastic.agent.part import AgentSite, Condemned, Part, environment_of, fork_workers
 from hpc_elastic.agent.round_events import ClockOffsetLog, log_coordination, log_health, log_round
-from hpc_elastic.agent.round_workers import RoundWorkers, log_started, log_stopped
-from hpc_elastic.agent.store_server import StoreState
+from hpc_elastic.agent.round_workers import LOAD_SECONDS, RoundWorkers, confirm_round, load, log_started, log_stopped
 from hpc_elastic.agent.supervision import WORKER_STATE, Event, Phase, WorkerState, next_phase
+from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.base.waking import wait_readable
-from hpc_elastic.failures.contrast import ALL_ALIKE
+from hpc_elastic.failures.ranking import ALL_ALIKE
 from hpc_elastic.output.pump import log_losses
 from hpc_elastic.rendezvous.state import RoundRecord, Status, supersedes
 from hpc_elastic.rendezvous.succession import NodesCutOff
 from hpc_elastic.run.agent_events import AgentEnded, WorkersStopping, WorkersSucceeded
 from hpc_elastic.run.event_types import RunEvent
+from hpc_elastic.workers.linux import SignalQueue
 from hpc_elastic.workers.spawn import WorkerStartError, reap_orphans
 from hpc_elastic.workers.stop import Stopped
+from hpc_elastic.workers.user_command import NO_CHANGE, EnvironmentChange
+
+if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
+
+    from hpc_elastic.agent.failure_reports import FailureReports
+    from hpc_elastic.agent.local_workers import LocalWorkers
 
 logger = logging.getLogger(__name__)
 
@@ -59,48 +65,60 @@ FIRST_RECORD_SECONDS = 1.0
 class NodeAgent:
     """Runs one node's part of an attempt, from joining to the end."""
 
-    def __init__(self, context: AgentContext) -> None:
-        self._context = context
+    def __init__(
+        self,
+        site: AgentSite,
+        parts: Sequence[Part],
+        *,
+        signals: SignalQueue,
+        guardian_pid: int = 0,
+        were_workers_ended: Callable[[], bool] = lambda: False,
+        crash: CrashGuard | None = None,
+        metrics: MetricSink | None = None,
+        loader: FileExecutor | None = None,
+    ) -> None:
+        """The guardian may end the workers of a stopped agent. `loader`: the run directory's `files` may hang."""
+        self.site = site
+        self.parts = parts
         self.phase = Phase.JOINING
-        self._record: RoundRecord | None = None
-        self._workers: LocalWorkers | None = None
-        self._round = -1
+        self.record: RoundRecord | None = None
+        self.workers: LocalWorkers | None = None
+        self.change = NO_CHANGE
+        self.has_run = False
+        self.hangs = False
+        """The filesystem did not take the last commands in time: a thread may wait for it forever."""
+        self._signals = signals
+        self._guardian_pid = guardian_pid
+        self._were_workers_ended = were_workers_ended
+        self._crash = crash or CrashGuard()
+        self._loader = loader or site.files
+        self.round = -1
         """The round that this node confirmed last."""
-        self._has_run = self._joins_when_warm = False
+        self._wants_join = self._waits_to_start = False
         self._failure: Exception | None = None
-        """What ended this agent, and was no worker's."""
+        """Internal error that ended this agent."""
         self._why_ended = ""
         self._stop_due: float | None = None
-        """When workers that are being ended must be looked at again; None: none are."""
         self._swept = False
-        """Whether the workers ended with 0 and all that they left running has been ended."""
-        self.hangs = False
-        """Whether the filesystem did not take the last commands in time: a thread may wait for it for ever."""
-        self._selector = selectors.DefaultSelector()
-        self._watched: set[int] = set()
         self._unfit: HealthVerdict | None = None
-        self._moment_ends: float | None = None
-        """Until when the workers elsewhere are let go on after a failure here that may be this node's."""
-        self._figures = context.figures or RoundFigures(NoMetrics(), role=context.spec.role, clock=context.clock)
-        self._checkpoints = CheckpointWatch(context.watch, context.spec, clock=context.clock)
-        uid, clock = context.info.uid, context.clock
-        self._clock_offsets = ClockOffsetLog(context.events, context.notifier, uid=uid, clock=clock)
-        self._reports = FailureReports(context, self._clock_offsets)
-        self._heard = HeardSignals(context)
-        self._notice = PreemptionWatch(context.watch, context.spec, clock=context.clock)
+        self._grace_for_peers_until: float | None = None
+        """Deadline for other nodes to show the same failure, before the workers here are ended."""
+        self._figures = RoundFigures(metrics, role=site.me.spec.role, clock=site.clock)
+        self._rendezvous_seconds: float | None = None
+        self._clock_offsets = ClockOffsetLog(site.events, site.notifier, uid=site.info.uid, clock=site.clock)
+        self._reports: FailureReports
+        """It is there from the first workers on."""
+        self._heard = HeardSignals(site, signals)
         self._unendable: set[int] = set()
-        """Pids that not even SIGKILL ended: logged once, and not waited for again."""
-        self._job_nodes = JobNodes(context)
-        self._met: float | None = None  # seconds that the rendezvous of this round took
-        self._awaits_imports = False  # the round is final, and its workers wait for the fork server
+        """Not even SIGKILL ended them: logged once, and not waited for again."""
 
     @property
     def state(self) -> WorkerState:
-        if self._record is not None and self._record.outcome is Outcome.SUCCEEDED:
+        if self.record is not None and self.record.outcome is Outcome.SUCCEEDED:
             return WorkerState.SUCCEEDED
         if self.phase is Phase.ENDED:
             return WorkerState.FAILED
-        return WORKER_STATE[self.phase] if self._has_run else WorkerState.INIT
+        return WORKER_STATE[self.phase] if self.has_run else WorkerState.INIT
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -110,152 +128,147 @@ class NodeAgent:
         Returns:
             The agent's exit code: information for a person; the verdict is in the store.
         """
-        context = self._context
-        for source in (context.coordination, context.signals, context.health, context.setup):
-            if source.fileno() >= 0:
-                self._selector.register(source, selectors.EVENT_READ)
         self.begin()
         while self.phase is not Phase.ENDED:
-            self._watch_workers()
-            self._selector.select(self._timeout())
+            wait_readable(self._readers(), self._timeout())
             self.step()
         return self.leave()
 
     def begin(self) -> None:
-        """Ask to be in the first round, once ``--setup`` has made the workers' environment."""
-        context = self._context
-        context.setup.begin()
-        if not context.setup.is_ready:
-            context.coordination.start()
+        """Ask to be in the first round, once every part is ready."""
+        self._loader.post(load)
+        for part in self.parts:
+            part.begin()
+        if not all(part.is_ready for part in self.parts):
+            self.site.coordination.start()
             return
-        self._begin_servers()
-        if is_cold := context.fork_server.is_awaited:
-            context.coordination.start()
+        self._set_up(NO_CHANGE)
+        if is_cold := self._is_start_held:
+            self.site.coordination.start()
             self._find_round()
         self._join()
-        # Of thousands that start, each should ask at once.
-        context.health.wait(FIRST_HEALTH_SECONDS)
-        self._handle_health()
-        if not is_cold:
-            context.coordination.start()
+        self._look_at_parts()
+        if is_cold:
+            return
+        if holding := [part for part in self.parts if part.fileno() >= 0 and part.holds_join(self)]:
+            wait_readable(holding, FIRST_HEALTH_SECONDS)  # of thousands that start, each should ask at once
+            self._look_at_parts()
+        self.site.coordination.start()
+
+    def begin_joining(self, change: EnvironmentChange) -> None:
+        self._set_up(change)
+        self._join()
+
+    def _set_up(self, change: EnvironmentChange) -> None:
+        self.change = change
+        for part in self.parts:
+            part.on_setup(change)
 
     def _find_round(self) -> None:
-        """Wait for the record of the round that goes on, if there is one, while the fork server imports anyway."""
-        context = self._context
-        while self._record is None and context.fork_server.is_awaited:
-            if not wait_readable([context.coordination, context.fork_server], FIRST_RECORD_SECONDS):
+        """Wait for the record of the round that goes on, if there is one, while a part holds the start anyway."""
+        while self.record is None and (holding := [part for part in self.parts if part.holds_start]):
+            if not wait_readable([self.site.coordination, *holding], FIRST_RECORD_SECONDS):
                 return
             self._handle_messages()
-            context.fork_server.handle()
+            for part in holding:
+                part.look(self)
 
-    def _begin_servers(self) -> None:
-        change = self._context.setup.change
-        self._context.store_server.take_change(change)
-        self._context.fork_server.begin(change)
+    @property
+    def _is_start_held(self) -> bool:
+        return any(part.holds_start for part in self.parts)
 
     def step(self) -> None:
         """Take in all that has come, and do what follows. Never waits."""
         self._handle_signals()
-        self._handle_setup()
         self._handle_workers()
-        self._handle_heartbeats()
         self._handle_messages()
-        self._job_nodes.handle()
         if self._failure is None:
-            self._context.crash.check()
-        self._handle_health()
+            self._crash.check()
         self._handle_stop()
-        self._handle_store()
-        self._handle_fork_server()
-        log_losses(self._context.events, self._context.pump)
+        self._look_at_parts()
+        log_losses(self.site.events, self.site.pump)
         self._figures.enter(self.state)
 
-    def _watch_workers(self) -> None:
-        wanted = set(self._workers.watched()) if self._workers else set()
-        context = self._context
-        parts = (context.store_server, context.restart_group, context.fork_server, self._job_nodes)
-        wanted |= {fd for part in parts if (fd := part.fileno()) >= 0}
-        for fd in self._watched - wanted:
-            self._selector.unregister(fd)
-        for fd in wanted - self._watched:
-            self._selector.register(fd, selectors.EVENT_READ)
-        self._watched = wanted
+    def _look_at_parts(self) -> None:
+        for part in self.parts:
+            if (found := part.look(self)) is not None:
+                self.condemn(found)
+        if self._waits_to_start and not self._is_start_held:
+            self._waits_to_start = False
+            self._start_workers()
+        self._ask_to_join()
+
+    def _ask_to_join(self) -> None:
+        is_held = any(part.holds_join(self) for part in self.parts)
+        if self._wants_join and self.phase is Phase.JOINING and not is_held:
+            self._wants_join = False
+            self.site.coordination.ask(lambda participant: participant.join())
+
+    def _readers(self) -> list[FileDescriptorLike]:
+        parts = [part for part in self.parts if part.fileno() >= 0]
+        return [self.site.coordination, self._signals, *(self.workers.watched() if self.workers else ()), *parts]
 
     def _timeout(self) -> float:
-        context, now = self._context, self._context.clock.monotonic()
+        now = self.site.clock.monotonic()
         if self._stop_due is not None:
             return max(0.0, self._stop_due - now)
-        watches = (context.hangs, self._checkpoints, self._notice, self._heard, context.fork_server)
-        dues = (*(watch.due for watch in watches), self._moment_ends)
-        looks = [due - now for due in dues if due is not None]
-        looks += [self._workers.sockets.due - now] if self._workers is not None and self.phase is Phase.RUNNING else []
-        return max(0.0, min([context.spec.monitor_interval, *looks]))
+        dues = [*(part.due for part in self.parts), self._heard.due, self._grace_for_peers_until]
+        dues += [self.workers.sockets.due] if self.workers is not None and self.phase is Phase.RUNNING else []
+        return max(0.0, min([self.site.me.spec.monitor_interval, *(due - now for due in dues if due is not None)]))
+
+    def _helpers(self) -> set[int]:
+        """Pids of the agent's own helpers, which are no workers."""
+        return {self._guardian_pid, *(pid for part in self.parts for pid in part.pids)}
 
     # -- what comes in -------------------------------------------------------------------------------------------
 
     def _handle_signals(self) -> None:
-        for number in self._context.signals.take():
+        for number in self._signals.take():
             if number is signal.SIGCHLD:
-                reap_orphans(set(self._workers.pids if self._workers else ()) | self._context.helpers())
+                reap_orphans(set(self.workers.pids if self.workers else ()) | self._helpers())
             elif self._heard.hear(number):
                 self._happens(Event.LEAVE, f"{number.name} received")
-            elif self._stop_due is not None and self._workers is not None:
-                self._workers.begin_stop(grace=self._heard.grace())  # Slurm may leave less time than was known
+            elif self._stop_due is not None and self.workers is not None:
+                self.workers.begin_stop(grace=self._heard.grace())  # Slurm may leave less time than was known
         if (overdue := self._heard.overdue()) is not None:
             self._happens(Event.LEAVE, f"{overdue.name} received")
 
     def _handle_workers(self) -> None:
-        workers = self._workers
-        self._context.restart_group.handle(self._round)
+        workers, now = self.workers, self.site.clock.monotonic()
         if workers is None or self.phase is not Phase.RUNNING:
             return
         changed = workers.poll()
-        if self._moment_ends is not None:
-            if self._context.clock.monotonic() >= self._moment_ends:
-                self._moment_ends = None
+        if now >= workers.sockets.due:
+            workers.look_at_sockets()
+        if self._grace_for_peers_until is not None:
+            if now >= self._grace_for_peers_until:
+                self._grace_for_peers_until = None
                 self._happens(Event.FAILED, workers.exit_summary())
             return
         if not changed:
             return
         if workers.failed:
-            if self._context.restart_group.replace_dead(workers):
+            if any(part.replace_dead(workers) for part in self.parts):
                 return
-            if (seconds := self._reports.moment_for(workers, self._record)) is not None:
-                self._moment_ends = self._context.clock.monotonic() + seconds
+            if (seconds := self._reports.grace_for_peers(workers, self.record)) is not None:
+                self._grace_for_peers_until = now + seconds
             else:
                 self._happens(Event.FAILED, workers.exit_summary())
         elif workers.succeeded:
             self._happens(Event.SUCCEEDED, "all workers here ended with 0")
         elif not workers.running:  # its guardian has ended them: a newer record says why, or this node's files hung
-            self._moment_ends = self._context.clock.monotonic() + FIRST_RECORD_SECONDS
-
-    def _handle_heartbeats(self) -> None:
-        workers, is_running = self._workers, self.phase is Phase.RUNNING
-        if workers is None or not (is_running or self.phase is Phase.DONE):
-            return
-        if (found := self._context.hangs.look(workers, self._record)) and self._reports.on_hang(workers, found):
-            if is_running:
-                self._happens(Event.FAILED, found.reason)
-            else:
-                self._reports.on_failure(workers, found.reason)  # of ranks elsewhere: all here have ended with 0
-            return
-        if not is_running:
-            return
-        if self._context.clock.monotonic() >= workers.sockets.due:
-            workers.look_at_sockets()
-        if (status := self._checkpoints.look(workers.running)) is not None:
-            self._context.coordination.ask(status.send)
-        elif (reply := self._notice.look(workers.running)) is not None:
-            self._context.coordination.ask(reply.send)
+            self._grace_for_peers_until = now + FIRST_RECORD_SECONDS
 
     def _handle_messages(self) -> None:
-        for message in self._context.coordination.take():
+        events = self.site.events
+        for message in self.site.coordination.take():
             if isinstance(message, RoundRecord):
                 self._handle_record(message)
-            elif isinstance(message, NodesCutOff) and self._record is not None:
-                self._job_nodes.on_cut_off(message, self._record)
+            elif isinstance(message, NodesCutOff) and self.record is not None:
+                for part in self.parts:
+                    part.on_cut_off(message, self.record)
             elif isinstance(message, RunEvent):
-                log_coordination(self._context.events, message, nodes=self._context.attempt.nodes)
+                log_coordination(events, message, nodes=self.site.me.attempt.nodes)
             else:
                 self._failure = message
                 logger.error("%s", message)
@@ -265,97 +278,66 @@ class NodeAgent:
     def _handle_record(self, record: RoundRecord) -> None:
         if self.phase is Phase.ENDED:
             return
-        self._record = record
+        self.record = record
         self._clock_offsets.on_leader(record.leader)
-        self._checkpoints.on_record(record)
         self._heard.on_record(record)
-        self._notice.on_record(record, self._workers)
-        uid = self._context.info.uid
+        for part in self.parts:
+            part.on_record(record, self.workers)
+        uid = self.site.info.uid
         if any(supersedes(member.uid, uid) for member in record.members):
             self._happens(Event.LEAVE, "a newer agent runs on this node")
-        elif self._context.info.node in record.unfit and self._unfit is None:
+        elif self.site.info.node in record.unfit and self._unfit is None:
             # All workers here failed alike, and none elsewhere: another agent here would find the same.
-            self._unfit = HealthVerdict(reason=ALL_ALIKE)
-            self._context.coordination.ask(lambda participant: leave_run(participant, ALL_ALIKE))
-            self._happens(Event.LEAVE, ALL_ALIKE)
+            self._leave_unfit(HealthVerdict(reason=ALL_ALIKE))
         elif record.status is Status.CLOSED:
             self._happens(Event.CLOSED, record.reason)
-        elif record.round > self._round and self.phase in (Phase.READY, Phase.RUNNING, Phase.DONE, Phase.STOPPING):
+        elif record.round > self.round and self.phase in (Phase.READY, Phase.RUNNING, Phase.DONE, Phase.STOPPING):
             self._happens(Event.NEWER_ROUND, record.reason)
-        if record.member(uid) is None or record.round < self._round:
+        if record.member(uid) is None or record.round < self.round:
             return
         if record.status is Status.FROZEN and self.phase is Phase.JOINING:
             # Not in READY: that is the same round under a new coordinator, and the port that was published must stay.
             self._happens(Event.FROZEN, record.reason)
-        elif record.status is Status.FINAL and self.phase is Phase.READY and record.round == self._round:
+        elif record.status is Status.FINAL and self.phase is Phase.READY and record.round == self.round:
             self._happens(Event.FINAL, record.reason)
 
-    def _handle_setup(self) -> None:
-        why = self._context.setup.take()
-        if why is None or self.phase is not Phase.JOINING:
-            return
-        if why:
-            self._on_health(HealthVerdict(reason=why, is_usage=True))
-        else:
-            self._begin_servers()
-            self._join()
+    def on_health(self, verdict: HealthVerdict) -> None:
+        """Log what was found of this node, and leave the run where it is not fit."""
+        log_health(self.site.events, verdict, round_index=max(0, self.round))
+        if not verdict.is_healthy:
+            self._leave_unfit(verdict)
 
-    def _handle_health(self) -> None:
-        if (verdict := self._context.health.take()) is not None and self.phase is Phase.JOINING:
-            self._on_health(verdict)
-
-    def _on_health(self, verdict: HealthVerdict) -> None:
-        context = self._context
-        log_health(context.events, verdict, round_index=max(0, self._round))
-        if verdict.is_healthy:
-            self._joins_when_warm = self._is_too_cold
-            if not self._joins_when_warm:
-                context.coordination.ask(lambda participant: participant.join())
-            return
+    def _leave_unfit(self, verdict: HealthVerdict) -> None:
         self._unfit = verdict
         if not verdict.is_usage:  # else the supervisor gives the node up, and judges by what all of them did
-            context.coordination.ask(lambda participant: leave_run(participant, verdict.reason))
+            self.site.coordination.ask(lambda participant: leave_run(participant, verdict.reason))
         self._happens(Event.LEAVE, verdict.reason)
 
+    def condemn(self, found: Condemned) -> None:
+        """End the workers as failed that have not ended by themselves. There is no other way to do that."""
+        if self.workers is None:
+            return
+        self._reports.on_condemned(self.workers, found)
+        if self.phase is Phase.RUNNING:
+            self._happens(Event.FAILED, found.reason)
+        elif self.phase is Phase.DONE:  # ranks elsewhere are meant: all here have ended with 0
+            self._reports.on_failure(self.workers, found.reason)
+
     def _handle_stop(self) -> None:
-        workers = self._workers
+        workers = self.workers
         if self._stop_due is None or workers is None:
             return
         result = workers.step_stop()
         if not isinstance(result, Stopped):
-            self._stop_due = self._context.clock.monotonic() + result
+            self._stop_due = self.site.clock.monotonic() + result
             return
         self._stop_due = None
         self._figures.end("stop")
-        log_stopped(self._context, workers, result)
+        log_stopped(self.site, workers, result)
         self._unendable.update(survivor.pid for survivor in result.left)
         self._swept = self.phase is Phase.DONE
         if self.phase in (Phase.STOPPING, Phase.LEAVING):
             self._happens(Event.STOPPED, "workers have ended")
-
-    def _handle_store(self) -> None:
-        store, reports = self._context.store_server, self._reports
-        has_workers = self.phase in (Phase.RUNNING, Phase.STOPPING)  # a worker may notice it before this agent does
-        if store.handle() is not StoreState.FAILED or not has_workers or reports.platform_failure:
-            return
-        reports.on_platform_failure(self._round, f"the workers' TCPStore is gone: {store.failure}")
-        if self.phase is Phase.RUNNING:  # workers that connect would retry for five minutes before they fail
-            self._happens(Event.FAILED, reports.platform_failure)
-
-    def _handle_fork_server(self) -> None:
-        self._context.fork_server.handle()
-        if self._joins_when_warm and self.phase is Phase.JOINING and not self._is_too_cold:
-            self._joins_when_warm = False
-            self._context.coordination.ask(lambda participant: participant.join())
-        if self._awaits_imports and not self._context.fork_server.is_awaited:
-            self._awaits_imports = False
-            self._start_workers()
-
-    @property
-    def _is_too_cold(self) -> bool:
-        """Whether a round goes on elsewhere, which would be ended for workers that then wait for the fork server."""
-        goes_on = self._record is not None and self._record.status is Status.FINAL and not self._has_run
-        return goes_on and self._context.fork_server.is_awaited
 
     # -- what follows --------------------------------------------------------------------------------------------
 
@@ -366,25 +348,25 @@ class NodeAgent:
             return
         self.phase = next_phase(before, event)
         self._figures.enter(self.state)
-        self._awaits_imports = False
+        self._waits_to_start = False
         if event in (Event.CLOSED, Event.LEAVE):
             self._why_ended = self._why_ended or reason
         if event is Event.FROZEN:
-            assert self._record is not None
-            self._round = self._record.round
-            confirm_round(self._context, self._record, is_ending=self._heard.is_ending)
+            assert self.record is not None
+            self.round = self.record.round
+            confirm_round(self.site, self.record, change=self.change, is_ending=self._heard.is_ending)
         elif event is Event.FINAL:
-            self._met = self._figures.end("rendezvous")
+            self._rendezvous_seconds = self._figures.end("rendezvous")
             self._figures.begin("start")
-            self._awaits_imports = self._context.fork_server.is_awaited
-            if not self._awaits_imports:
+            self._waits_to_start = self._is_start_held
+            if not self._waits_to_start:
                 self._start_workers()
         elif event is Event.FAILED:
             self._clock_offsets.log_changes()
-            assert self._workers is not None
-            if self._workers.has_symptoms_only:
-                self._workers.look_first()
-            self._reports.on_failure(self._workers, reason)
+            assert self.workers is not None
+            if self.workers.has_symptoms_only:
+                self.workers.look_first()
+            self._reports.on_failure(self.workers, reason)
             self._stop_workers(reason)
         elif event is Event.SUCCEEDED:
             self._report_done()
@@ -396,83 +378,105 @@ class NodeAgent:
             self._join()
 
     def _join(self) -> None:
-        """Ask to be in the next round, once this node is known to be fit."""
+        """Ask to be in the next round, once no part objects: this node is fit."""
         self._figures.begin("rendezvous")
-        self._context.health.begin(self._round)
-        self._handle_health()
+        self._wants_join = True
+        for part in self.parts:
+            part.on_join(self.round)
+        self._ask_to_join()
 
     def _start_workers(self) -> None:
-        record, context = self._record, self._context
+        record, site = self.record, self.site
         assert record is not None
-        own = RoundWorkers(context, record)
+        if not self.has_run and not self._load():
+            return
+        own = RoundWorkers(site, record, change=self.change)
         if not own.serves_store:
             # Rank 0 opens it itself, or another node has it now. Not sooner: workers elsewhere that were still being
             # ended would have failed with a lost connection.
-            context.store_server.release()
-        self._moment_ends = None
-        workers = self._workers = own.group(
-            excluding=lambda: context.helpers() | self._unendable | self._job_nodes.pids,
+            site.store_server.release()
+        self._grace_for_peers_until = None
+        workers = self.workers = own.group(
+            excluding=lambda: self._helpers() | self._unendable,
             is_ending=self._heard.is_ending,
+            were_ended=self._were_workers_ended,
+            fork=partial(fork_workers, self.parts),
         )
-        self._reports.write_again()
-        self._swept, self._has_run, self._reports.platform_failure = False, True, ""
-        log_round(context.events, own.facts, restarts_used=record.restarts_used)
-        self._figures.put("remaining_restarts", context.spec.max_restarts - record.restarts_used)
+        self._reports.begin()
+        self._swept, self.has_run = False, True
+        log_round(site.events, own.facts, restarts_used=record.restarts_used)
+        self._figures.put("remaining_restarts", site.me.spec.max_restarts - record.restarts_used)
         try:
-            own.start(workers)
+            own.start(workers, environment_of(self.parts, site.environ))
         except (WorkerStartError, OSError) as error:
             if isinstance(error, WorkerStartError) and not error.is_passing:
-                self._on_health(HealthVerdict(reason=str(error), is_usage=True))  # who else lacks it?
+                self.on_health(HealthVerdict(reason=str(error), is_usage=True))  # who else lacks it?
                 return
-            self._reports.on_start_failure(workers, error)
-            self.phase = next_phase(self.phase, Event.FAILED)
-            self._stop_workers(str(error))
+            logger.error("the workers could not be started: %s", error)
+            self.condemn(workers.condemn_unstarted(error))
             return
         self._clock_offsets.log_first()
-        context.hangs.begin(record.round, workers.layout.local_world_size)
+        for part in self.parts:
+            part.on_start(workers)
         log_started(
-            context,
+            site,
             workers,
-            rendezvous_seconds=self._met,
+            why_fresh="".join(part.why_fresh for part in self.parts),
+            rendezvous_seconds=self._rendezvous_seconds,
             start_seconds=self._figures.end("start"),
             restart_seconds=self._figures.end("restart"),
         )
         if own.serves_store:
-            context.store_server.serve()
+            site.store_server.serve()
+
+    def _load(self) -> bool:
+        try:
+            self._loader.do(load, within=LOAD_SECONDS, unless=self._heard.is_ending)
+        except OSError as error:
+            self._failure = error
+            self._happens(Event.LEAVE, f"this package can't be read: {error}")
+            return False
+        from hpc_elastic.agent.failure_reports import FailureReports
+
+        self._reports = FailureReports(self.site, self._clock_offsets)
+        return True
 
     def _report_done(self) -> None:
-        assert self._workers is not None
-        self._context.events.write(WorkersSucceeded(round=(index := self._workers.round)))
-        self._context.watch.refresh()
-        self._context.watch.rest()
-        if (reply := self._notice.ended()) is not None:
-            self._context.coordination.ask(reply.send)  # first: done alone would mean that there is no more to do
-        self._context.coordination.ask(lambda participant: participant.claims.report_done(index))
+        assert self.workers is not None
+        self.site.events.write(WorkersSucceeded(round=(index := self.workers.round)))
+        self.site.watch.refresh()
+        self.site.watch.stop_judging()
+        for part in self.parts:
+            part.on_success()  # a preemption's first: done alone would mean that there is no more to do
+        self.site.coordination.ask(lambda participant: participant.claims.report_done(index))
         # What they left running does not outlive the round; the other nodes do not wait for its end.
-        self._workers.begin_stop(grace=self._heard.grace())
-        self._stop_due = self._context.clock.monotonic()
+        self.workers.begin_stop(grace=self._heard.grace())
+        self._stop_due = self.site.clock.monotonic()
 
     def _stop_workers(self, reason: str) -> None:
         """Begin to end the workers, or leave them less time; what they did last is read before."""
-        workers, context, record = self._workers, self._context, self._record
+        workers, site, record = self.workers, self.site, self.record
         if workers is None or self._swept:
-            self._reports.on_break_elsewhere(workers, record)
+            if workers is not None:
+                self._reports.on_break_elsewhere(workers, record)
             self._stop_due = None
             self._happens(Event.STOPPED, reason)
             return
         if not workers.stopping and self._stop_due is None:
-            context.events.write(WorkersStopping(round=workers.round, reason=reason))
+            site.events.write(WorkersStopping(round=workers.round, reason=reason))
             self._figures.begin("restart")
             self._figures.begin("stop")
             self._reports.before_stop(workers, record)
+            for part in self.parts:
+                part.before_stop()
         elif record is not None and not record.symptoms and record.round > workers.round:
-            workers.end_moment()
-        workers.begin_stop(grace=self._heard.grace(), at_once=context.watch.is_round_over)
-        self._stop_due = context.clock.monotonic()
+            workers.end_delay()
+        workers.begin_stop(grace=self._heard.grace(), at_once=site.watch.is_round_over)
+        self._stop_due = site.clock.monotonic()
 
     def _workers_ended(self) -> None:
         """All of the group are gone: write and report the evidence, and join again where this agent goes on."""
-        workers, self._workers = self._workers, None
+        workers, self.workers = self.workers, None
         if workers is not None:
             self._reports.on_end(workers)
         if self.phase is Phase.JOINING:
@@ -482,19 +486,14 @@ class NodeAgent:
 
     def leave(self) -> int:
         """The phase is ENDED: close all, and report the end. Returns the exit code."""
-        context = self._context
-        self._selector.close()
-        self._reports.write_again()
-        code = exit_code(ended_by=self._heard.ended_by, failure=self._failure, unfit=self._unfit, record=self._record)
-        for part in (context.store_server, context.fork_server, context.watch, context.health, context.setup):
+        if self.has_run:
+            self._reports.write_again()
+        code = exit_code(ended_by=self._heard.ended_by, failure=self._failure, unfit=self._unfit, record=self.record)
+        for part in self.parts:
             part.close()
-        # Slurm's own end too: where it has killed the batch script (scancel --batch), nothing else writes the verdict.
-        by_slurm = self._heard.ended_by in (None, signal.SIGTERM)
-        if by_slurm and self._failure is None and context.attempt.cluster == "slurm":
-            finish_if_unclaimed(context, self._record, is_closing=self._heard.ended_by is not None)
-        context.events.write(AgentEnded(reason=self._why_ended, code=code))
-        self.hangs = not deregister(context)
-        for message in [*context.coordination.take(), context.coordination.lasting_refusal()]:
-            if isinstance(message, RunEvent):  # what was decided meanwhile: that the run is closed, for one
-                log_coordination(context.events, message, nodes=context.attempt.nodes)
+        self.site.watch.close()
+        if self._failure is None:
+            finish_if_unclaimed(self.site, self.record, ended_by=self._heard.ended_by)
+        self.site.events.write(AgentEnded(reason=self._why_ended, code=code))
+        self.hangs = not deregister(self.site)
         return code

@@ -1,4 +1,4 @@
-"""Which CPUs each worker of a node may use: torchrun's ``--numa-binding``, from /sys alone, without numactl and torch.
+"""Divides a node's CPUs among its workers: torchrun's ``--numa-binding``, from /sys alone, without numactl and torch.
 
 `read_machine` reads what the kernel says of the node's CPUs and GPUs, `bind_workers` decides. A worker belongs to the
 GPU of its local rank; a node without GPUs, or whose GPUs are on no known NUMA node, divides its NUMA nodes among the
@@ -8,6 +8,7 @@ ends the worker since the job has no CPU of the GPU's NUMA node, the nearest nod
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -15,9 +16,12 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.text import plural, ranges
 from hpc_elastic.errors import UsageError
 from hpc_elastic.run.option_values import NumaBinding
+
+logger = logging.getLogger(__name__)
 
 READ_SECONDS = 5.0
 """How long the kernel may take: a GPU's driver in trouble can hold what reads its facts."""
@@ -25,16 +29,14 @@ _DATA_CACHES = ("Unified", "Data")
 
 
 class Gpu(Struct, frozen=True, kw_only=True):
-    """One GPU that workers see."""
-
     bus_id: str = ""
-    """PCI address, as in /sys; "" where it is not known, as for a part of a GPU (MIG)."""
+    """Empty where the PCI address is not known, as for a part of a GPU (MIG)."""
     node: int | None = None
     """NUMA node; None: the firmware does not say."""
 
 
 class Machine(Struct, frozen=True, kw_only=True):
-    """What the kernel says of this node. Of CPUs those alone that this job may use; a CPU is one hardware thread."""
+    """The CPUs are those alone that this job may use; a CPU is one hardware thread."""
 
     nodes: Mapping[int, frozenset[int]]
     """NUMA node → its CPUs. Nodes without are left out."""
@@ -47,12 +49,10 @@ class Machine(Struct, frozen=True, kw_only=True):
     caches: Mapping[int, int]
     """CPU → the first CPU of those that share its last level of cache."""
     gpus: Sequence[Gpu] = ()
-    """In CUDA's order, which is that of their PCI addresses where all are of one model."""
+    """CUDA's order, which is that of their PCI addresses where all are of one model."""
 
 
 class WorkerCpus(Struct, frozen=True, kw_only=True):
-    """What one worker gets."""
-
     cpus: frozenset[int]
     why: str
     """``NUMA node 1 of GPU 0000:c1:00.0``."""
@@ -88,7 +88,6 @@ def bind_workers(binding: NumaBinding, machine: Machine, workers: int) -> list[W
 
 
 def _home(seat: int, seats: int, machine: Machine) -> tuple[int, str]:
-    """The NUMA node of a local rank, and why."""
     nodes = sorted(machine.nodes)
     by_rank = nodes[seat * len(nodes) // seats]
     if not machine.gpus:
@@ -110,7 +109,7 @@ def _socket(machine: Machine, node: int) -> frozenset[int]:
 
 
 def _share(machine: Machine, node: int, place: int, count: int) -> frozenset[int]:
-    """Whole physical cores; the first workers have those that are left over."""
+    """The first workers have the cores that are left over."""
     cores = sorted(_grouped(machine.nodes[node], machine.cores).items())
     least, extra = divmod(len(cores), count)
     if least == 0:
@@ -124,7 +123,7 @@ def _share(machine: Machine, node: int, place: int, count: int) -> frozenset[int
 
 
 def _core_complex(machine: Machine, node: int, place: int) -> frozenset[int]:
-    """Another one for each worker while there are any, those with most CPUs first."""
+    """Each worker has another one while there are any, those with most CPUs first."""
     groups = sorted(_grouped(machine.nodes[node], machine.caches).items(), key=lambda item: (-len(item[1]), item[0]))
     return frozenset(groups[place % len(groups)][1])
 
@@ -137,9 +136,26 @@ def _grouped(cpus: Iterable[int], keys: Mapping[int, int]) -> dict[int, set[int]
 
 
 def describe_binding(binding: NumaBinding, bound: Sequence[WorkerCpus]) -> str:
-    """One line: what each worker got."""
     each = (f"local rank {rank}: CPUs {ranges(sorted(one.cpus))} ({one.why})" for rank, one in enumerate(bound))
     return f"--numa-binding {binding.value}: {'; '.join(each)}"
+
+
+def bind_agent(
+    binding: NumaBinding, env: Mapping[str, str], workers: int, files: FileExecutor
+) -> tuple[frozenset[int], ...]:
+    """The CPUs of each worker, by local rank; empty: they have those of this process.
+
+    Raises:
+        UsageError: ``--numa-binding exclusive``, and there are too few.
+    """
+    try:
+        machine = files.do(lambda: read_machine(env, os.sched_getaffinity(0)), within=READ_SECONDS)
+    except (OSError, ValueError) as error:
+        logger.warning("--numa-binding %s: nothing is bound, /sys can't be read: %s", binding.value, error)
+        return ()
+    bound = bind_workers(binding, machine, workers)
+    logger.info("%s", describe_binding(binding, bound))
+    return tuple(one.cpus for one in bound)
 
 
 # -- what the kernel says ------------------------------------------------------------------------------------------
@@ -153,12 +169,7 @@ def read_machine(
     driver: Path = Path("/proc/driver/nvidia/gpus"),
     devices: Path = Path("/dev"),
 ) -> Machine:
-    """Read this node's topology.
-
-    Args:
-        allowed: The CPUs that Slurm, a cpuset or taskset has left to this process.
-        driver: Of NVIDIA's driver: a folder for each GPU, named by its PCI address.
-    """
+    """`allowed`: the CPUs that Slurm, a cpuset or taskset has left to this process."""
     cpus = system / "devices/system/cpu"
     nodes, distances = {}, {}
     for folder in (system / "devices/system/node").glob("node[0-9]*"):
@@ -180,7 +191,7 @@ def read_machine(
 
 
 def _last_cache(folder: Path) -> frozenset[int]:
-    """Those that share the last level; empty where the kernel shows no caches, as in some virtual machines."""
+    """Empty where the kernel shows no caches, as in some virtual machines."""
     found: tuple[int, frozenset[int]] = (0, frozenset())
     for index in folder.glob("index[0-9]*"):
         level = int(_text(index / "level") or 0)
@@ -190,7 +201,7 @@ def _last_cache(folder: Path) -> frozenset[int]:
 
 
 def _gpus(system: Path, driver: Path, devices: Path, *, has_one_node: bool) -> dict[str, Gpu]:
-    """UUID → GPU, of those that this job may open, by their PCI addresses."""
+    """The GPUs that this job may open, by UUID, in the order of their PCI addresses."""
     found = {}
     for folder in sorted(driver.glob("*:*")):
         lines = (line.partition(":") for line in _text(folder / "information").splitlines())
@@ -204,7 +215,7 @@ def _gpus(system: Path, driver: Path, devices: Path, *, has_one_node: bool) -> d
 
 
 def _visible(gpus: Mapping[str, Gpu], env: Mapping[str, str]) -> tuple[Gpu, ...]:
-    """Those that CUDA_VISIBLE_DEVICES leaves, in its order. CUDA stops at the first entry that it can't use."""
+    """CUDA stops at the first entry that it can't use."""
     every = tuple(gpus.values())
     visible = env.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not every:
@@ -224,7 +235,6 @@ def _visible(gpus: Mapping[str, Gpu], env: Mapping[str, str]) -> tuple[Gpu, ...]
 
 
 def _cpu_list(text: str) -> frozenset[int]:
-    """``0-3,8`` as in sysfs."""
     bounds = (part.partition("-") for part in text.split(",") if part)
     return frozenset(cpu for first, _, last in bounds for cpu in range(int(first), int(last or first) + 1))
 

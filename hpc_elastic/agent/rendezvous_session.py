@@ -30,7 +30,6 @@ from hpc_elastic.store.notifier import Notifier, open_notifier
 
 
 def rendezvous_settings(spec: RunSpec, attempt: AttemptInfo) -> RendezvousSettings:
-    """The same on every node, and for the supervisor."""
     launched = len(attempt.nodes)
     base = RendezvousSettings(
         timeout=RendezvousSettings().timeout + (spec.setup_timeout if spec.setup else 0.0),  # a node joins after it
@@ -44,14 +43,13 @@ def rendezvous_settings(spec: RunSpec, attempt: AttemptInfo) -> RendezvousSettin
 
 
 def session_addresses(attempt: AttemptInfo, host: str) -> tuple[str, ...]:
-    """The addresses by which the attempt's other nodes may reach this host, the likeliest first."""
+    """The likeliest first."""
     return (LOOPBACK,) if attempt.cluster == "local" else tuple(candidate_addresses(host))
 
 
 def open_session_notifier(
     spec: RunSpec, attempt: AttemptInfo, *, secret: bytes, uid: str, addresses: tuple[str, ...]
 ) -> Notifier | None:
-    """This process' notifier in the attempt, or None where there can be none. Arguments as of `prepare_session`."""
     bind_to = LOOPBACK if attempt.cluster == "local" else "0.0.0.0"
     return open_notifier(secret=secret, run_uid=spec.uid, uid=uid, host=bind_to, addresses=addresses)
 
@@ -100,22 +98,16 @@ def prepare_session(
 
 START_NUMBER_SECONDS = 120.0
 """Seconds for which a filesystem that refuses is waited for, as the health check does before a round."""
-"""Seconds for which a filesystem may refuse."""
 _PAUSE = 0.1
 
 
-def claim_start_number(root: Path, node: int, *, clock: Clock) -> int:
-    """Count this start, in the attempt's store at `root`. From 1.
+def claim_start_number(open_store: Callable[[], Store], node: int, *, clock: Clock) -> int:
+    """Count this start, in the attempt's store. From 1.
 
     Raises:
-        OSError: the filesystem has refused for `PATIENCE`.
+        OSError: the filesystem has refused for `START_NUMBER_SECONDS`.
         UnsafePathError, StoreError: the store is not usable.
     """
-    return next_start_number(lambda: FileStore(root, clock=clock), node, clock=clock)
-
-
-def next_start_number(open_store: Callable[[], Store], node: int, *, clock: Clock) -> int:
-    """`claim_start_number`, on any store."""
     folder = f"start/{node:05d}"
     mine = os.urandom(8).hex()
     least = 1

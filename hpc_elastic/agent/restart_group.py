@@ -11,11 +11,12 @@ import os
 import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
 from hpc_elastic.agent.heartbeats import HeartbeatFolder
+from hpc_elastic.agent.part import Part
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.run.agent_events import (
     InProcessGaveUp,
@@ -35,16 +36,19 @@ from hpc_elastic.worker_api.restart_group import (
     decode,
 )
 
+if TYPE_CHECKING:
+    from hpc_elastic.agent.local_workers import LocalWorkers
+    from hpc_elastic.agent.node_agent import NodeAgent
+    from hpc_elastic.agent.part import AgentSite
+
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 300.0
-"""For a fresh process to come to its restart group: Python's start and the script's imports, from a slow filesystem."""
+"""A fresh process comes to its restart group after Python's start and the script's imports, from a slow filesystem."""
 _MOST_AT_ONCE = 1 << 16
 
 
 class DeadWorker(Struct, frozen=True, kw_only=True):
-    """A worker that ended badly, and not by us."""
-
     local_rank: int
     rank: int
     pid: int
@@ -56,24 +60,8 @@ class DeadWorker(Struct, frozen=True, kw_only=True):
         return f"rank {self.rank} ended with {how}"
 
 
-class Workers(Protocol):
-    """What is needed of `agent.local_workers.LocalWorkers`."""
-
-    round: int
-
-    @property
-    def dead(self) -> list[DeadWorker]: ...
-
-    def replace(self, local_rank: int, extra: Mapping[str, str]) -> int: ...
-
-
 def why_not_replaced(dead: DeadWorker, *, last: RestartGroupEvent | None, used: int, limit: int) -> str:
-    """Why no fresh process is put in its place; "" where one is.
-
-    Args:
-        last: Its process' last report; None: there was none.
-        used: Processes that were replaced on this node in this round.
-    """
+    """Empty where a fresh process is put in its place. `used`: replacements on this node in this round."""
     if last is None:
         return f"{dead} before it was in a wrapped call"
     if last is RestartGroupEvent.ENDED:
@@ -85,8 +73,11 @@ def why_not_replaced(dead: DeadWorker, *, last: RestartGroupEvent | None, used: 
     return ""
 
 
-class RestartGroupWatch:
-    """One agent's. All methods are for its main thread, and none waits."""
+class RestartGroupWatch(Part):
+    @classmethod
+    def for_agent(cls, site: AgentSite) -> RestartGroupWatch:
+        spec = site.me.spec
+        return cls(folder=site.watch.pages, events=site.events, policy=spec.restart_policy, limit=spec.max_restarts)
 
     def __init__(self, *, folder: HeartbeatFolder, events: EventLog, policy: RestartWith, limit: int) -> None:
         self._events = events
@@ -99,15 +90,10 @@ class RestartGroupWatch:
         self._path, self._fd = folder.make_pipe("ring", "in-process restart can be reported")
 
     def fileno(self) -> int:
-        """Readable when a rank has reported something; -1: none can."""
         return self._fd
 
     def environment(self, given: Mapping[str, str]) -> dict[str, str]:
-        """What every worker's environment must hold.
-
-        Args:
-            given: The agent's own: a wait that the user chose stays.
-        """
+        """A wait that the user chose stays."""
         if not self._path:
             return {}
         found = {REPORTS: self._path}
@@ -115,8 +101,10 @@ class RestartGroupWatch:
             found[WAIT] = given.get(WAIT) or f"{WAIT_SECONDS:g}"
         return found
 
+    def look(self, agent: NodeAgent) -> None:
+        self.handle(agent.round)
+
     def handle(self, round_index: int) -> None:
-        """Read what the ranks have reported."""
         if self._fd < 0:
             return
         try:
@@ -128,12 +116,8 @@ class RestartGroupWatch:
             if (line := decode(raw_line)) is not None:
                 self._take(line, round_index)
 
-    def replace_dead(self, workers: Workers) -> bool:
-        """Put fresh processes in the places of all that ended badly.
-
-        Returns:
-            False where that is not to be done, or cannot: all workers are to start again.
-        """
+    def replace_dead(self, workers: LocalWorkers) -> bool:
+        """False where all workers are to start again."""
         if self._policy is not RestartWith.IN_PROCESS:
             return False
         if workers.round != self._round:
@@ -148,7 +132,7 @@ class RestartGroupWatch:
                 return self._refuse(each, why, workers.round)
         return all(self._replace(each, workers) for each in dead)
 
-    def _replace(self, dead: DeadWorker, workers: Workers) -> bool:
+    def _replace(self, dead: DeadWorker, workers: LocalWorkers) -> bool:
         number = self._used.get(dead.local_rank, 0) + 1
         self._used[dead.local_rank] = number
         try:
@@ -205,16 +189,8 @@ class RestartGroupWatch:
             )
 
 
-class NoRestartGroup(RestartGroupWatch):
-    """Where there is none."""
-
-    def __init__(self) -> None:
-        self._fd = -1
-        self._policy = RestartWith.PROCESSES
-
-
 def keep_apart(error_file: Path, number: int) -> None:
-    """Rename a dead worker's error file, so that it is not taken for that of the process in its place."""
+    """The error file must not be taken for that of the process in the dead one's place."""
     try:
         error_file.rename(error_file.with_name(f"{error_file.stem}-replaced-{number}{error_file.suffix}"))
     except OSError:

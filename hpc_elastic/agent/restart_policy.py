@@ -1,6 +1,6 @@
-"""Whether a round's failures are worth another round: pure, decided by the coordinator when it freezes the next one.
+"""The restart policy: whether failures are worth another round. Pure; asked when the next round is frozen.
 
-`sum_up`, `early_failure` and `platform_failure` make the one record (`NodeFailure`) that a node sends for that.
+`sum_up`, `early_failure` and `bare_failure` make the one record (`NodeFailure`) that a node sends for that.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from hpc_elastic.agent.hang import may_be_a_bug
-from hpc_elastic.base.text import ranks_text
 from hpc_elastic.failures.contrast import NodeFailures, may_be_of_node, nodes_apart, sum_up_node, wrong_input
 from hpc_elastic.failures.ranking import FailureClass, Ranking
 from hpc_elastic.failures.worker_failure import WorkerFailure
@@ -27,11 +26,9 @@ PROGRESS_SECONDS = 600.0
 
 
 class RestartPolicy(Struct, frozen=True, kw_only=True):
-    """The run's budget, as the user gave it."""
-
     max_restarts: int
     max_same_failures: int
-    """So many times the same fingerprint with no progress between: a bug in the script. 0: never."""
+    """Give up after this many identical failures without progress. 0: never."""
     restart_window: float | None = None
     """Seconds that workers must have run for the whole budget to be there again; None: time does not refill it."""
 
@@ -80,7 +77,7 @@ class RestartPolicy(Struct, frozen=True, kw_only=True):
     def _remember(
         self, before: FailureMemory, failures: Sequence[NodeFailure], cause: NodeFailure
     ) -> tuple[FailureMemory, float | None]:
-        """What the next failure is compared with; and the seconds that decided about progress, where steps did not."""
+        """Returns the seconds that decided about progress, too, where steps did not."""
         step, counted = max(f.step for f in failures), max(f.counted_steps for f in failures)
         progress, limit = made_progress(
             step=step,
@@ -101,7 +98,6 @@ class RestartPolicy(Struct, frozen=True, kw_only=True):
 
 
 def _apart(record: RoundRecord, failures: Sequence[NodeFailure]) -> tuple[int, ...]:
-    """The nodes on which all workers failed alike, and none elsewhere."""
     found = {failure.node: failure for failure in failures}
     return nodes_apart(
         NodeFailures(node=member.node, workers=member.local_world_size)
@@ -119,7 +115,7 @@ def _apart(record: RoundRecord, failures: Sequence[NodeFailure]) -> tuple[int, .
 
 
 def _is_of_one_node(record: RoundRecord, failures: Sequence[NodeFailure], cause: NodeFailure) -> bool:
-    """Whether an infrastructure failure with a fingerprint, a read-only filesystem, shows on one node of several.
+    """Decide whether an infrastructure failure with a fingerprint (a read-only filesystem) is one node's of several.
 
     That is the node's mount. All workers of a container that write to ``/results.txt`` have a wrong path. (Before the
     same failure counts again, the other nodes' workers get a moment to show it: `may_wait`.)
@@ -130,7 +126,7 @@ def _is_of_one_node(record: RoundRecord, failures: Sequence[NodeFailure], cause:
 
 
 def may_wait(failure: WorkerFailure, record: RoundRecord, *, max_restarts: int) -> bool:
-    """Whether the workers of the other nodes are let go on for a moment, to show whether a failure is its node's.
+    """The workers of the other nodes get a delay to show whether a failure is its node's.
 
     Only where that delays no recovery: another round would end the same way, or has done so, or is not left.
     """
@@ -147,7 +143,7 @@ def _give_up(reason: str, memory: FailureMemory) -> RestartDecision:
 def made_progress(
     *, step: int, before: int, seconds: float, window: float | None, counted: int = -1, counted_before: int = -1
 ) -> tuple[bool, float | None]:
-    """Whether a failure came after progress since the last one: then it is not "the same again".
+    """Decide whether a failure came after progress since the last one: then it is not "the same again".
 
     Args:
         step: The furthest that was reported by now, -1 for none.
@@ -184,11 +180,10 @@ def sum_up(
     workers: int = 0,
     leader: tuple[int, int] | None = None,
 ) -> NodeFailure:
-    """One node's failures in a round, as the coordinator needs them.
+    """Sum one node's failures up, as the coordinator needs them.
 
     Args:
         seconds: How long they had run when the first of them failed.
-        counted_steps: How many were counted in the round, where none was reported.
         leader: The coordinator's node, and by how many nanoseconds this host's clock is ahead of its; None: not known.
     """
     ranking = Ranking(failures, WorkerFailure.standing)
@@ -226,7 +221,6 @@ def sum_up(
 
 
 def early_failure(reason: str, *, node: int, workers: LocalWorkers, watch: HeartbeatWatch) -> NodeFailure:
-    """A failure of this node's workers as it is reported at once, before the evidence is there."""
     hang = watch.mark
     return NodeFailure(
         node=node,
@@ -241,16 +235,8 @@ def early_failure(reason: str, *, node: int, workers: LocalWorkers, watch: Heart
     )
 
 
-def hang_elsewhere(mark: HangMark, *, node: int, seconds: float) -> NodeFailure:
-    """What a node sums up that declared a hang for which no worker of its own is named; arguments as of `sum_up`."""
-    message = f"{ranks_text(mark.ranks)} made no progress for {mark.age:.0f} s"
+def bare_failure(message: str, failure_class: FailureClass, *, node: int, seconds: float) -> NodeFailure:
+    """No worker of this node failed: a hang was declared for ranks elsewhere, or this package failed."""
     return NodeFailure(
-        node=node, fingerprint="", failure_class="symptom", retryable=True, message=message, seconds=seconds
-    )
-
-
-def platform_failure(message: str, *, node: int, seconds: float) -> NodeFailure:
-    """A failure of this package in a round, where none of the workers failed; arguments as of `sum_up`."""
-    return NodeFailure(
-        node=node, fingerprint="", failure_class="infrastructure", retryable=True, message=message, seconds=seconds
+        node=node, fingerprint="", failure_class=failure_class.value, retryable=True, message=message, seconds=seconds
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
@@ -19,7 +19,6 @@ from hpc_elastic.agent.heartbeat_watch import describe_beat
 from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.agent.worker_environment import RoundFacts
 from hpc_elastic.base.clock import Clock, Offset, uptime_ns
-from hpc_elastic.failures.stacks import RankStacks, fold_stacks, fold_threads
 from hpc_elastic.rendezvous.state import node_of
 from hpc_elastic.run.agent_events import (
     ClockCompared,
@@ -53,7 +52,9 @@ from hpc_elastic.run.event_types import RunEvent, name_of
 from hpc_elastic.run.events import EventLog
 
 if TYPE_CHECKING:
+    from hpc_elastic.failures.stacks import RankStacks
     from hpc_elastic.failures.worker_failure import WorkerFailure
+    from hpc_elastic.store.notifier import Notifier
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,6 @@ _STACK_GROUPS = 50
 
 
 def log_coordination(events: EventLog, event: RunEvent, *, nodes: Sequence[str]) -> None:
-    """What this node decided as coordinator."""
     events.write(event)
     what = name_of(event).replace("_", " ")
     match event:
@@ -90,7 +90,6 @@ def _name(nodes: Sequence[str], node: int) -> str:
 
 
 def log_round(events: EventLog, facts: RoundFacts, *, restarts_used: int) -> None:
-    """The round is final: ranks hold, workers are about to be started."""
     layout = facts.layout
     ranks = tuple(layout.global_ranks)
     events.write(
@@ -122,7 +121,6 @@ def log_round(events: EventLog, facts: RoundFacts, *, restarts_used: int) -> Non
 
 
 def log_health(events: EventLog, verdict: HealthVerdict, *, round_index: int) -> None:
-    """What was found before a round: nothing where the node is fit, and was at once."""
     for check, text in verdict.warnings.items():
         events.write(HealthWarning(check=check, reason=text))
         logger.warning("%s", text)
@@ -137,14 +135,14 @@ def log_health(events: EventLog, verdict: HealthVerdict, *, round_index: int) ->
 
 
 def log_failure(events: EventLog, failure: WorkerFailure) -> None:
-    """A worker ended badly, and its evidence is written."""
     events.write(failure.to_event())
 
 
 def log_stacks(
     events: EventLog, round_index: int, *, stacks: Mapping[int, RankStacks], beats: Sequence[RankBeat], now: float
 ) -> None:
-    """The stacks of this node's workers in a round that was ended because of a hang."""
+    from hpc_elastic.failures.stacks import fold_stacks, fold_threads  # not at an agent's start
+
     main = {rank: found.main for rank, found in stacks.items() if found.main}
     events.write(
         StacksTaken(
@@ -166,29 +164,19 @@ def log_stacks(
 
 
 MOST_REFERENCES = 4
-"""Of so many coordinators, the latest ones, an offset is logged."""
+"""How many recent coordinators to log clock offsets for."""
 _READS = 5
 STEP_NS = 1_000_000
-"""By so much the wall clock has to be set for another line."""
-
-
-class Ruler(Protocol):
-    """What is needed of `store.notifier.Notifier`."""
-
-    def offset_to(self, uid: str) -> Offset | None: ...
+"""The wall clock was set by this much: worth another line."""
 
 
 class ClockSample(Struct, frozen=True, kw_only=True):
-    """What is known at one moment."""
-
     offset: Offset
     uptime_ns: int
-    """By this host's clock since its boot."""
     wall_ns: int
 
 
 def is_news(sample: ClockSample, logged: ClockSample | None) -> bool:
-    """Whether `sample` is worth a line after `logged`, the last one of its kind, which grows old."""
     if logged is None:
         return True
     age = sample.uptime_ns - logged.uptime_ns
@@ -204,18 +192,15 @@ def is_news(sample: ClockSample, logged: ClockSample | None) -> bool:
 
 
 class ClockOffsetLog:
-    """One agent's."""
-
-    def __init__(self, events: EventLog, ruler: Ruler | None, *, uid: str, clock: Clock) -> None:
+    def __init__(self, events: EventLog, ruler: Notifier | None, *, uid: str, clock: Clock) -> None:
         self._events = events
         self._ruler = ruler
         self._uid = uid
         self._clock = clock
         self._logged: dict[str, ClockSample | None] = {}
-        """By coordinator, the latest last."""
+        """The latest coordinator is the last one."""
 
     def on_leader(self, leader: str) -> None:
-        """The coordinator is the agent `leader` from now on."""
         self._logged[leader] = self._logged.pop(leader, None)
         if len(self._logged) > MOST_REFERENCES:
             del self._logged[next(iter(self._logged))]
@@ -232,11 +217,9 @@ class ClockOffsetLog:
         return None if offset is None else (node_of(leader), offset.offset_ns)
 
     def log_first(self) -> None:
-        """Log the offset to each coordinator for which nothing was logged so far."""
         self._log([reference for reference, logged in self._logged.items() if logged is None])
 
     def log_changes(self) -> None:
-        """Log the offsets that have changed: something has happened here whose time counts."""
         self._log(list(self._logged))
 
     def _log(self, references: list[str]) -> None:
@@ -262,7 +245,7 @@ class ClockOffsetLog:
                 )
 
     def _both_clocks(self) -> tuple[int, int]:
-        """The time since the boot and the wall clock's, at one moment: the closest of several reads."""
+        """The closest of several reads, so that both are of one moment."""
         reads = [(uptime_ns(self._clock), self._clock.time_ns(), uptime_ns(self._clock)) for _ in range(_READS)]
         before, wall, after = min(reads, key=lambda read: read[2] - read[0])
         return (before + after) // 2, wall

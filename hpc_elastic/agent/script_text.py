@@ -1,4 +1,4 @@
-"""What a worker's script says without being run: its top-level imports, and variables that it sets too late."""
+"""Reads a worker's script without running it: its top-level imports, and variables that it sets too late."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ def top_level_imports(source: str) -> list[str]:
 
 
 def late_settings(source: str, *, imported: Collection[str], reads: Mapping[str, str]) -> list[str]:
-    """Where a script sets a variable that a module has read already, since it was imported beforehand.
-
+    """
     Args:
-        source: The script.
         imported: The modules that were imported beforehand.
         reads: Variable → the module whose import has read it.
     """
@@ -52,7 +50,7 @@ def _imports_of(statement: ast.stmt) -> list[str]:
 
 
 def _flat(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
-    """In the order of the lines: with those inside if, for, try and with, and without functions."""
+    """Statements inside if, for, try and with count, those of functions don't."""
     for statement in statements:
         yield statement
         if not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -61,7 +59,6 @@ def _flat(statements: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _set_variables(statement: ast.stmt) -> list[str]:
-    """The variables that the statement itself sets or removes in the environment."""
     keys: list[ast.expr | None] = []
     if isinstance(statement, (ast.Assign, ast.Delete)):
         keys += [

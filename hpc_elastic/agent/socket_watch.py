@@ -1,4 +1,4 @@
-"""Which TCP sockets each worker of this node has, so that a peer's address in a message can be found to be a rank.
+"""Notes the TCP sockets of each worker of this node, so that a peer's address in a message can be found to be a rank.
 
 A worker that ends takes its sockets along, and its peers' messages name nothing but one of their addresses. So the
 watch looks while the workers live: soon after their start, when process groups are made, and then ever more rarely.
@@ -16,37 +16,26 @@ from hpc_elastic.run.activities import RankSockets
 from hpc_elastic.workers.sockets import Address, network_id, read_sockets
 
 FIRST_SECONDS = 3.0
-"""After the start; few workers have imported torch by then."""
 _OFTEN_SECONDS = 60.0
-"""For so long each look is 1.4 times as far from the start as the one before; then twice as far."""
+"""Each look is 1.4 times as far from the start as the one before until then; twice as far later."""
 _MOST_SECONDS = 600.0
-"""Between two looks."""
 _MOST_PORTS = 1024
-"""Of one rank, in the event: a full mesh of more ranks is not worth its size."""
+"""Most ports of one rank in the event: a full mesh of more ranks is not worth its size."""
 
 
 def next_look(age: float) -> float:
-    """When to look again, in seconds since the start, after a look at `age`."""
     return min(age * (1.4 if age < _OFTEN_SECONDS else 2.0), age + _MOST_SECONDS)
 
 
 class SocketWatch:
-    """One group of workers'. All methods are for the main thread, and none waits."""
-
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._began = clock.monotonic()
         self.due = self._began + FIRST_SECONDS
-        """When to look next, monotonic."""
         self._known: dict[int, frozenset[Address]] = {}
         self.network = ""
 
     def look(self, running: Mapping[int, int]) -> None:
-        """Look now.
-
-        Args:
-            running: Global rank → pid of the workers that have not ended. What is known of the others stays.
-        """
         found = read_sockets(running.values())
         self._known |= {rank: found[pid] for rank, pid in running.items() if pid in found}
         if running and not self.network:
@@ -55,12 +44,10 @@ class SocketWatch:
         self.due = self._began + next_look(max(FIRST_SECONDS, now - self._began))
 
     def forget(self, rank: int) -> None:
-        """Another process is in the rank's place."""
         self._known.pop(rank, None)
 
     @property
     def ranks(self) -> tuple[RankSockets, ...]:
-        """What is known, for an event."""
         return tuple(_of_rank(rank, addresses) for rank, addresses in sorted(self._known.items()))
 
 

@@ -27,22 +27,25 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from enum import Enum
 from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import TYPE_CHECKING, Any
 
 from hpc_elastic.agent.address_filter import Guard
+from hpc_elastic.agent.part import Condemned, Part
+from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.host_facts import LOOPBACK
 from hpc_elastic.base.self_command import source_command
 from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.workers.spawn import find_program
 from hpc_elastic.workers.user_command import EnvironmentChange
 
 if TYPE_CHECKING:
-    import subprocess
+    from hpc_elastic.agent.node_agent import NodeAgent
 
 logger = logging.getLogger(__name__)
 
@@ -58,8 +61,6 @@ _FIND_TORCH = "import importlib.util as u; s = u.find_spec('torch'); sys.exit(0 
 
 
 class StoreBindError(HpcElasticError):
-    """The store's address or port can't be listened on."""
-
     template = (
         "cannot listen on port {port} of {address} for the workers' TCPStore: {reason}; "
         "look at --master-addr and --master-port, or leave them out to have both found"
@@ -67,8 +68,6 @@ class StoreBindError(HpcElasticError):
 
 
 class MasterPortTakenError(StoreBindError):
-    """The port that the user gave is in use."""
-
     template = (
         "port {port} of {address} is in use by another program, so the workers' TCPStore can't have it; "
         "give another --master-port, or leave it out for a free one in each round"
@@ -76,8 +75,6 @@ class MasterPortTakenError(StoreBindError):
 
 
 class StoreState(str, Enum):
-    """What serves the port of this round."""
-
     IDLE = "idle"  # no port is bound
     BOUND = "bound"  # connections wait in the backlog; nothing serves them yet
     STARTING = "starting"  # handed over, not confirmed yet: connections still wait
@@ -85,7 +82,7 @@ class StoreState(str, Enum):
     FAILED = "failed"  # why: `StoreServer.failure`; connections are refused
 
 
-class StoreServer:
+class StoreServer(Part):
     """The store of one agent. One port and one process at a time.
 
     Args:
@@ -112,10 +109,9 @@ class StoreServer:
         }
         self._listener: socket.socket | None = None
         self.guard: Guard | None = None
-        """Of the bound port; None where it has none."""
         self._target: tuple[str, int] = ("", 0)
         self._serial = 0
-        self._state = StoreState.IDLE
+        self.state = StoreState.IDLE
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         # A descriptor that stays the same while processes come and go, for the agent's own selector: a new control
@@ -124,24 +120,21 @@ class StoreServer:
         self._full_import = False
         self._was_ready = False
         self.failure = ""
-        """Why the state is FAILED."""
+        self._is_reported = False
 
-    def take_change(self, change: EnvironmentChange) -> None:
-        """From now on the processes have what ``--setup`` has made of the environment."""
+    def on_setup(self, change: EnvironmentChange) -> None:
         self._python, self._environ = change.command([self._python])[0], change.apply(self._environ)
 
     @property
-    def state(self) -> StoreState:
-        """As of the last `handle`."""
-        return self._state
-
-    @property
     def pid(self) -> int | None:
-        """The process, which is no worker and no stray; None where there is none."""
         return self._process.pid if self._process is not None else None
 
+    @property
+    def pids(self) -> Collection[int]:
+        return () if self.pid is None else (self.pid,)
+
     def fileno(self) -> int:
-        """Readable when there is something to `handle`, the process' death included. The same until `close`."""
+        """The same until `close`."""
         return self._readable.fileno()
 
     def bind(self, address: str, port: int | None, *, guarded: bool = False) -> tuple[str, int]:
@@ -181,8 +174,8 @@ class StoreServer:
             self._readable.register(self.guard, select.EPOLLIN)
         self._serial += 1
         self._target = (connect_to, listener.getsockname()[1])
-        self._state = StoreState.BOUND
-        self.failure = ""
+        self.state = StoreState.BOUND
+        self.failure, self._is_reported = "", False
         return address, self._target[1]
 
     def serve(self) -> None:
@@ -195,11 +188,20 @@ class StoreServer:
         self.handle()
         if self._process is None and not self._start():
             return
-        self._state = StoreState.STARTING
+        self.state = StoreState.STARTING
         self._hand_over()
 
+    def look(self, agent: NodeAgent) -> Condemned | None:
+        """A worker may notice that the store is gone before this agent does; one that connects would retry for five
+        minutes before it fails."""
+        has_workers = agent.phase in (Phase.RUNNING, Phase.STOPPING)
+        if self.handle() is not StoreState.FAILED or self._is_reported or not has_workers:
+            return None
+        self._is_reported = True
+        reason = f"the workers' TCPStore is gone: {self.failure}"
+        return Condemned(reason=reason, failure_class=FailureClass.INFRASTRUCTURE)
+
     def handle(self) -> StoreState:
-        """Take in the process' messages since the last call, its end included. Never blocks."""
         if self.guard is not None:
             self._log_refused(self.guard)
         while self._control is not None:
@@ -213,7 +215,7 @@ class StoreServer:
                 self._lost()
             else:
                 self._heard(json.loads(raw))
-        return self._state
+        return self.state
 
     def _log_refused(self, guard: Guard) -> None:
         for address in guard.refuse():
@@ -234,17 +236,17 @@ class StoreServer:
         state = self.handle()
         dropped = state is StoreState.SERVING and self._dropped()
         self._shut_port()
-        self._state = StoreState.IDLE
+        self.state = StoreState.IDLE
         # A process that has not confirmed yet might be just about to listen again on a socket that is shut already:
         # it is ended, and so is one that does not answer.
         if state is StoreState.STARTING or (state is StoreState.SERVING and not dropped):
             self._end()
 
     def close(self) -> None:
-        """`release`, and end the process. Nothing is left of either, unless the process hangs in the kernel."""
+        """Nothing is left, unless the process hangs in the kernel."""
         self.handle()
         self._shut_port()
-        self._state = StoreState.IDLE
+        self.state = StoreState.IDLE
         self._end()
         self._readable.close()
         if not self._log.closed:
@@ -309,26 +311,25 @@ class StoreServer:
         what = message.get("is")
         if what == "ready":
             self._was_ready = True
-        elif message.get("serial") == self._serial and self._state is StoreState.STARTING:
+        elif message.get("serial") == self._serial and self.state is StoreState.STARTING:
             if what == "serving":
-                self._state = StoreState.SERVING
+                self.state = StoreState.SERVING
             elif what == "failed":
                 self._fail(str(message.get("why")))
 
     def _lost(self) -> None:
-        """The process has ended, or ends now."""
         was_ready = self._was_ready
         self._end()
-        if self._state is StoreState.STARTING and not self._full_import and not was_ready:
+        if self.state is StoreState.STARTING and not self._full_import and not was_ready:
             # The lean import crashed, which no exception handler in the process can catch. No worker was served yet.
             self._full_import = True
             if self._start():
                 self._hand_over()
-        elif self._state in (StoreState.STARTING, StoreState.SERVING):
+        elif self.state in (StoreState.STARTING, StoreState.SERVING):
             self._fail(f"the process that serves it ended{self._log_tail()}")
 
     def _fail(self, why: str) -> None:
-        self._state = StoreState.FAILED
+        self.state = StoreState.FAILED
         self.failure = why
         # Kept as FAILED and not IDLE; but workers that connect must fail at once.
         self._shut_port()
@@ -340,7 +341,6 @@ class StoreServer:
         return f": {text.splitlines()[-1]}" if text else ""
 
     def _dropped(self) -> bool:
-        """Ask the process to drop its store. Returns whether it confirms that in time."""
         assert self._control is not None
         deadline = time.monotonic() + _RELEASE_SECONDS
         try:
@@ -402,7 +402,7 @@ def listen_for(address: str) -> tuple[socket.socket, str]:
 
 
 def _listen_address(address: str) -> tuple[socket.AddressFamily, str, str]:
-    """The family and address to listen on for workers that get `address`, and where this node itself connects."""
+    """Returns the family, the address to listen on, and where this node itself connects."""
     for family in (socket.AF_INET, socket.AF_INET6):
         try:
             socket.inet_pton(family, address.partition("%")[0])
@@ -415,11 +415,7 @@ def _listen_address(address: str) -> tuple[socket.AddressFamily, str, str]:
 
 
 def _bound(family: socket.AddressFamily, address: str, port: int | None, *, shared: bool = False) -> socket.socket:
-    """A socket that is bound, maybe to a port that another one of ours has; its descriptor is closed on exec.
-
-    Raises:
-        OSError: as socket and bind.
-    """
+    """The port may be another one's of ours; the descriptor is closed on exec. Raises `OSError`."""
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         if family is socket.AF_INET6:
@@ -442,11 +438,7 @@ def _bound(family: socket.AddressFamily, address: str, port: int | None, *, shar
 
 
 def _guard(family: socket.AddressFamily, address: str, port: int | None) -> Guard | None:
-    """Of a port that both its sockets are bound to; None where the kernel can't do that.
-
-    Raises:
-        OSError: the port can't be had.
-    """
+    """Both its sockets are bound to the port; `None` where the kernel can't do that. Raises `OSError`."""
     first = _bound(family, address, port)
     try:
         return Guard(first, lambda same: _bound(family, address, same, shared=True))
@@ -456,7 +448,7 @@ def _guard(family: socket.AddressFamily, address: str, port: int | None) -> Guar
 
 @functools.cache
 def torch_available(python: str) -> bool:
-    """Whether `python` could import torch, found out without importing it, once in this process' life."""
+    """Finds out without importing torch, once in this process' life."""
     found = find_program(python)
     if found is None:
         return False

@@ -41,7 +41,7 @@ class WorkerState(int, Enum):
 
     @staticmethod
     def is_running(state: WorkerState) -> bool:
-        """Whether processes of the group are there."""
+        """The processes of the group are there."""
         return state in (WorkerState.HEALTHY, WorkerState.UNHEALTHY)
 
 
@@ -64,7 +64,6 @@ class WorkerGroup:
     """The workers of one node, which change state as a unit."""
 
     def __init__(self, spec: WorkerSpec) -> None:
-        """A group that has not started: its workers have local ranks and nothing else."""
         self.spec = spec
         self.workers = [Worker(local_rank=local_rank) for local_rank in range(spec.local_world_size)]
         self.state = WorkerState.INIT
@@ -73,7 +72,6 @@ class WorkerGroup:
         self.group_rank: int | None = None
         self.group_world_size: int | None = None
         self.layout: RankLayout | None = None
-        """This node's place among the round's ranks; None before the first round."""
         self.master_addr: str | None = None
         self.master_port: int | None = None
         self.round = -1
@@ -140,7 +138,6 @@ class WorkerGroupFailureError(HpcElasticError):
     template = "{reason}"
 
     def __init__(self, reason: str, exceptions: Mapping[int, Any] | None = None) -> None:
-        """`exceptions`: global rank → failure, of the workers on this node."""
         super().__init__(reason=reason, exceptions=dict(exceptions or {}))
 
     def get_worker_exceptions(self) -> Mapping[int, Any]:
@@ -152,8 +149,6 @@ WorkerGroupFailureException = WorkerGroupFailureError
 
 
 class Phase(str, Enum):
-    """What the agent of one node is doing."""
-
     JOINING = "joining"
     """No workers; asks to be in the next round."""
     READY = "ready"
@@ -171,8 +166,6 @@ class Phase(str, Enum):
 
 
 class Event(str, Enum):
-    """What happens to an agent."""
-
     FROZEN = "frozen with this node"
     FINAL = "final with this node"
     NEWER_ROUND = "a newer round"
@@ -251,11 +244,6 @@ WORKER_STATE = MappingProxyType(
 
 
 def next_phase(phase: Phase, event: Event) -> Phase:
-    """The phase that `event` leads to.
-
-    Raises:
-        IllegalTransitionError: the table has no such row.
-    """
     try:
         return TRANSITIONS[phase][event]
     except KeyError:
@@ -322,7 +310,7 @@ class Rendezvous(Protocol):
 
 
 class WorkerSpec:
-    """What one node's workers run, and how often they may be started again."""
+    """The workers of one node: their program, and how often they may be started again."""
 
     def __init__(
         self,
@@ -378,7 +366,6 @@ class WorkerSpec:
 
     @property
     def handler(self) -> Rendezvous:
-        """`rdzv_handler`, which is there."""
         assert self.rdzv_handler is not None
         return self.rdzv_handler
 

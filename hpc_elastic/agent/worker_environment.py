@@ -17,15 +17,13 @@ TAG_VARIABLE = "HPC_ELASTIC_TAG"
 
 
 class RoundFacts(Struct, frozen=True, kw_only=True):
-    """What all workers of a node share in a round."""
-
     layout: RankLayout
     round: int
     max_restarts: int
     master_addr: str
     master_port: int
     agent_store: bool
-    """Whether a TCPStore of ours serves at the master address; otherwise rank 0 opens it."""
+    """A TCPStore of ours serves at the master address; otherwise rank 0 opens it."""
     run_id: str
     run_dir: str
     attempt: int
@@ -38,7 +36,6 @@ class RoundFacts(Struct, frozen=True, kw_only=True):
 def round_facts(
     record: RoundRecord, layout: RankLayout, *, spec: RunSpec, run_dir: str, attempt: int, tag: str
 ) -> RoundFacts:
-    """Put together for a node whose place in the final round `record` is `layout`."""
     address, port, serves = record.master.split(" ")
     return RoundFacts(
         layout=layout,
@@ -58,7 +55,7 @@ def round_facts(
 
 
 def worker_command(spec: RunSpec, change: EnvironmentChange) -> list[str]:
-    """A worker's command line, by the Python that ``--setup`` has put first on PATH where none was asked for."""
+    """The Python is the one that ``--setup`` has put first on PATH, where none was asked for."""
     return [*spec.worker_prefix, *change.command(spec.entrypoint.argv())]
 
 
@@ -119,7 +116,7 @@ def worker_environment(
 def shared_environment(
     base: Mapping[str, str], *, spec: RunSpec, local_world_size: int, run_dir: str, attempt: int, tag: str
 ) -> tuple[dict[str, str], frozenset[str]]:
-    """What the environments of all workers of a node have in common, in every round, and the names of the rest."""
+    """Returns the names of the variables that differ between workers or rounds, too."""
     environments = []
     for number in (1, 2):  # two workers that have nothing in common that workers need not have
         layout = RankLayout(

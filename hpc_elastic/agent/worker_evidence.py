@@ -1,4 +1,4 @@
-"""What the workers of one node leave as they fail: looked at before the group is ended, described afterwards."""
+"""The evidence of one node's failed workers: looked at before the group is ended, described afterwards."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from hpc_elastic.agent.flight_recorder import FlightRecorders
 from hpc_elastic.agent.hang_stop import HungWorker, StacksThenStop, describe_hang, read_stacks
 from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
 from hpc_elastic.agent.last_look import JUDGE_SECONDS, Stopper, observe_failure, observe_silent
+from hpc_elastic.agent.part import Place
 from hpc_elastic.base.clock import Clock, uptime_ns
 from hpc_elastic.base.file_executor import FileExecutor, FilesystemHangsError
 from hpc_elastic.failures.evidence import describe_exit, describe_failure, find_logged, write_evidence
@@ -26,41 +27,37 @@ from hpc_elastic.output.pump import LogPump, WorkerOutput
 from hpc_elastic.rendezvous.ranks import RankLayout
 from hpc_elastic.run.agent_events import OwnEnd
 from hpc_elastic.run.log_pieces import holds_at_end
-from hpc_elastic.run.paths import AttemptPaths, RankPaths
+from hpc_elastic.run.paths import RankPaths
 from hpc_elastic.workers.linux import node_oom_kill_count, oom_kill_count
 from hpc_elastic.workers.spawn import ExitStatus, WorkerProcess, exit_status_now
 
 if TYPE_CHECKING:
+    from hpc_elastic.agent.part import Condemned
     from hpc_elastic.failures.stacks import RankStacks
     from hpc_elastic.run.activities import Activity
 
 logger = logging.getLogger(__name__)
 
 EVIDENCE_SECONDS = 10.0
-"""For reading what failed workers left, and writing it down."""
 HURRIED_SECONDS = 2.0
-"""The same when this node is to end."""
 DRAIN_SECONDS = 0.5
 """How long the last output of an ended worker is waited for; a descendant may hold its pipes open."""
 PEERS_NS = 500_000_000
-"""After the stop is known: by then a message that names a lost peer means none that another node's agent ended, since
-that one gives its workers a moment, too (`last_look.MOMENT_SECONDS`)."""
+"""A message that names a lost peer this long after the stop is known means no rank that another node's agent ended,
+since that one gives its workers a delay, too (`last_look.DELAY_SECONDS`).
+"""
 _TRACEBACK = b"Traceback (most recent call last)"
 _TRACEBACK_WITHIN = 16 << 10
-"""Bytes at the end of stderr.log."""
 _OURS = {-int(signal.SIGTERM), -int(signal.SIGKILL), 128 + int(signal.SIGTERM), 0}
 _ABORTED = {-int(signal.SIGABRT), 128 + int(signal.SIGABRT)}
 
 
 class WorkerSlot(Struct):
-    """One worker of the group, whichever process is in its place now."""
-
     local_rank: int
     global_rank: int
     process: WorkerProcess
     paths: RankPaths
     environ: Mapping[str, str] = {}
-    """What it was started with."""
     cwd: str = ""
     exit: ExitStatus | None = None
     stopped_by_agent: bool = False
@@ -71,7 +68,6 @@ class WorkerSlot(Struct):
 
     @property
     def has_failed(self) -> bool:
-        """Whether it has ended badly, and not by the agent."""
         return self.exit is not None and self.exit.exitcode != 0 and not self.stopped_by_agent
 
     def note_exit(self, status: ExitStatus, stopper: Stopper | None) -> None:
@@ -84,33 +80,17 @@ class WorkerSlot(Struct):
             self.stopped_by_agent = False
 
 
-class Place(Struct, frozen=True, kw_only=True):
-    """Where the workers are, for their evidence."""
-
-    attempt: AttemptPaths
-    host: str
-    node: int
-
-
 class StopRecord(Struct):
-    """How the group is ended, as far as its evidence depends on that."""
-
     wants_stacks: bool = False
-    """The round hangs: the workers leave their stacks."""
     wants_look: bool = False
-    """Nothing but symptoms is known of the round."""
     asked: StacksThenStop | None = None
     noticed_ns: int = 0
-    """When it was known that they are to be ended; 0: not yet."""
     began_ns: int = 0
-    """When the workers that ran were ended; 0: not yet."""
     waited: float = 0.0
-    """Seconds for which the workers elsewhere were let go on after a failure here."""
 
 
 class WorkerEvidence:
-    """Describes the failures of one group of workers. All methods are for the main thread, and wait for files within
-    the bounds above, but not when this node is to end."""
+    """All methods wait for files within the bounds above, but not when this node is to end."""
 
     def __init__(
         self,
@@ -126,7 +106,6 @@ class WorkerEvidence:
         watch: HeartbeatWatch,
         recorders: FlightRecorders,
     ) -> None:
-        """`stop` is kept up to date by the caller."""
         self._place = place
         self._round = round_index
         self._layout = layout
@@ -137,16 +116,14 @@ class WorkerEvidence:
         self._is_ending = is_ending
         self._watch = watch
         self._recorders = recorders
+        self.condemned: Condemned | None = None
+        self.start_error: tuple[int, Exception] | None = None
         self._is_nodes_oom = False
         self._oom_kills = oom_kill_count() or 0
         self.stacks: dict[int, RankStacks] = {}
-        """Global rank → its main thread's stack, once `describe` has read what a hung round left;
-        empty where there was none."""
         self._observed: dict[int, Activity] = {}
         self.activities: list[Activity] = []
-        """What each worker here was doing, once `describe` has found nothing but symptoms, or a hang."""
         self.unwritten: list[Callable[[], object]] = []
-        """Each writes a failure's evidence that the filesystem refused when `describe` wrote it."""
 
     def count_nodes_oom_kills(self) -> None:
         """The workers' containers have cgroups of their own, which end with them. To be called before they start."""
@@ -157,12 +134,11 @@ class WorkerEvidence:
         return ((node_oom_kill_count if self._is_nodes_oom else oom_kill_count)() or 0) - self._oom_kills
 
     def is_symptom(self, slot: WorkerSlot) -> bool:
-        """Whether the failure of an ended worker only shows that another rank is gone."""
         found = self.look_at(slot)
         return found is not None and found.failure_class is FailureClass.SYMPTOM
 
     def look_at(self, slot: WorkerSlot) -> WorkerFailure | None:
-        """A failure before the group is ended, where its exit code does not say what happened. Some milliseconds."""
+        """Looks where the exit code does not say what happened. Some milliseconds."""
         assert slot.exit is not None
         if slot.is_looked_at:
             return slot.early
@@ -182,7 +158,6 @@ class WorkerEvidence:
         return slot.early
 
     def own_ends(self, slots: Sequence[WorkerSlot]) -> tuple[OwnEnd, ...]:
-        """How the workers ended that the agent's signal did not end: a few, however many ranks there are."""
         return tuple(
             OwnEnd(
                 rank=slot.global_rank,
@@ -205,7 +180,7 @@ class WorkerEvidence:
             return ""
 
     def describe(self, slots: Sequence[WorkerSlot]) -> list[WorkerFailure]:
-        """Gather and write the evidence of all that ended badly. To be called once the group has ended."""
+        """The group has ended."""
         kills = self._oom_kills_since()
         hung = self._asked_for_stacks(slots, kills)
         failed = [
@@ -213,7 +188,12 @@ class WorkerEvidence:
             for slot in slots
             if slot.exit is not None
             and (slot.has_failed or self._fell_while_stopping(slot))
-            and not (hung and slot.local_rank in self._watch.hung)
+            and not (hung and slot.local_rank in self._whys)
+        ]
+        condemned = [
+            (slot, self._facts(slot, slot.exit, kills))
+            for slot in slots
+            if not self._is_hang and slot.exit is not None and slot.stopped_by_agent and slot.local_rank in self._whys
         ]
         stopped = [
             (slot, self._facts(slot, slot.exit, kills))
@@ -222,13 +202,16 @@ class WorkerEvidence:
             and slot.exit is not None
             and slot.stopped_by_agent
             and slot.exit.exitcode in self._ours - {0}
+            and not any(slot is one for one, _ in condemned)
         ]
-        if not (failed or hung or stopped):
-            return []
+        unstarted = [] if self.start_error is None else [self.describe_start_failure(*self.start_error)]
+        if not (failed or hung or stopped or condemned):
+            return unstarted
 
         def gather() -> list[WorkerFailure]:
             found = [self._describe_hung(slot, worker) for slot, worker in hung]
             found += [self._describe(slot, facts) for slot, facts in failed]
+            found += [self._describe_condemned(slot, facts) for slot, facts in condemned]
             found += [self._describe_stopped(slot, facts) for slot, facts in stopped]
             described = [failure for failure in found if failure is not None]
             if self._stop.wants_stacks or self._stop.wants_look:
@@ -243,14 +226,42 @@ class WorkerEvidence:
 
         hurried = self._is_ending()
         try:
-            return self._files.do(
+            return unstarted + self._files.do(
                 gather,
                 within=HURRIED_SECONDS if hurried else EVIDENCE_SECONDS,
                 unless=None if hurried else self._is_ending,
             )
         except FilesystemHangsError as error:
             logger.warning("no evidence of the workers' failures: %s: %s", self._place.attempt.root, error.strerror)
-            return [describe_exit(facts, f"its evidence was out of reach: {error.strerror}") for _, facts in failed]
+            return unstarted + [
+                describe_exit(facts, f"its evidence was out of reach: {error.strerror}") for _, facts in failed
+            ]
+
+    @property
+    def _whys(self) -> Mapping[int, str]:
+        return self.condemned.ranks if self.condemned is not None else {}
+
+    @property
+    def _is_hang(self) -> bool:
+        return self.condemned is not None and self.condemned.failure_class is FailureClass.HANG
+
+    def _describe_condemned(self, slot: WorkerSlot, facts: WorkerFailure) -> WorkerFailure:
+        assert self.condemned is not None
+        self._pump.drained(slot.process.pid, DRAIN_SECONDS)
+        failure_class, why = self.condemned.failure_class, self._whys[slot.local_rank]
+        is_ours = failure_class is FailureClass.INFRASTRUCTURE
+        failure = replace(
+            facts,
+            stopped_by_agent=False,
+            message=why,
+            reason=f"{why}; ended by its agent",
+            failure_class=failure_class,
+            category=Category.INFRASTRUCTURE if is_ours else Category.WORKER,
+            fingerprint=f"condemned:{failure_class.value}",
+            error_file=str(slot.paths.error_file),
+        )
+        self._write_evidence(failure, slot.paths.error_file)
+        return failure
 
     def _with_flight(self, activity: Activity) -> Activity:
         paths = self._place.attempt.rank(self._round, activity.rank)
@@ -258,7 +269,6 @@ class WorkerEvidence:
         return activity if tail is None else replace(activity, flight=tail)
 
     def _asked_for_stacks(self, slots: Sequence[WorkerSlot], kills: int) -> list[tuple[WorkerSlot, HungWorker]]:
-        """The workers that were to leave their stacks before they ended."""
         asked = self._stop.asked
         if asked is None:
             return []
@@ -271,7 +281,7 @@ class WorkerEvidence:
                 facts=self._facts(slot, status, kills),
                 paths=slot.paths,
                 state=asked.state_of(slot.process.pid),
-                why=self._watch.hung.get(slot.local_rank, ""),
+                why=self._whys.get(slot.local_rank, "") if self._is_hang else "",
                 environ=slot.environ,
                 cwd=slot.cwd,
                 is_spared=slot.process.pid in asked.spared,
@@ -305,8 +315,7 @@ class WorkerEvidence:
         return failure
 
     def _describe_stopped(self, slot: WorkerSlot, facts: WorkerFailure) -> WorkerFailure | None:
-        """A worker that the agent's signal ended, where it had printed an exception before: it was about to end, or
-        hung in its shutdown."""
+        """It was about to end, or hung in its shutdown."""
 
         self._pump.drained(slot.process.pid, DRAIN_SECONDS)
         if not holds_at_end(slot.paths.stderr, _TRACEBACK, within=_TRACEBACK_WITHIN):
@@ -324,7 +333,6 @@ class WorkerEvidence:
             self.unwritten.append(lambda: write_evidence(failure, path))
 
     def describe_start_failure(self, local_rank: int, error: Exception) -> WorkerFailure:
-        """The evidence where a worker could not even be started."""
         rank = self._layout.first_rank + local_rank
         path = self._place.attempt.rank(self._round, rank).error_file
         failure = WorkerFailure(
@@ -376,5 +384,4 @@ class WorkerEvidence:
 
     @property
     def _ours(self) -> AbstractSet[int]:
-        """Exit codes of workers that the agent ended."""
         return _OURS | _ABORTED if self._stop.asked is not None else _OURS

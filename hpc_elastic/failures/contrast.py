@@ -22,8 +22,6 @@ from hpc_elastic.failures.patterns import IMAGE_MISSING
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.worker_failure import WorkerFailure
 
-ALL_ALIKE = "all its workers failed alike, and none of the other nodes'"
-"""Why such a node is left out."""
 MOMENT_SECONDS = 1.0
 """So long the other workers may go on, so that those which would fail in the same way do; see `moment_after`."""
 _LONGEST_MOMENT_SECONDS = 5.0

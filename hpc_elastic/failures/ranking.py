@@ -16,6 +16,9 @@ from typing import Generic, NamedTuple, TypeVar
 
 from msgspec import Struct
 
+ALL_ALIKE = "all its workers failed alike, and none of the other nodes'"
+"""Why such a node is left out."""
+
 
 class FailureClass(str, Enum):
     """Tells whose failure it is."""

@@ -1,1 +1,1 @@
-"""What runs in the user's training process: heartbeat, section, should_checkpoint, callbacks."""
+"""Modules that run in the user's training process: heartbeat, section, should_checkpoint, callbacks."""

@@ -57,7 +57,7 @@ class ExitHold:
             return
 
     def _is_over(self, rank: int) -> bool:
-        """Whether a worker has returned or its process is gone; False for one that has yet to start."""
+        """False for a worker that has yet to start."""
         state = os.pread(self._fd, 1, rank)
         if state != _STARTED:
             return state == _RETURNED

@@ -15,13 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 VARIABLE = "HPC_ELASTIC_FLIGHT_RECORDER"
-"""What the names of this rank's files begin with; unset: there are none."""
+"""The rank's files begin with this; unset: there are none."""
 ASK, DUMP, PONG = ".ask", ".json", ".alive"
 """``PREFIX.<pid>.ask`` is a pipe: a byte asks for a dump, which comes as ``PREFIX.<pid>.json``."""
 PING = b"?"
 """This byte asks for ``PREFIX.<pid>.alive`` alone, an empty file."""
 _LOOK_MS = 200
-"""Between two looks at the completed collectives, at some 0.1 ms each with the thread's waking."""
 _OLD_NAMES = {
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "TORCH_FR_BUFFER_SIZE",
     "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "TORCH_FR_DUMP_TEMP_FILE",
@@ -70,15 +69,13 @@ def _listen(fd: int, own: str, collectives: _Collectives) -> None:
 
 
 class _Collectives:
-    """Those that this process has completed, of all its process groups."""
-
     def __init__(self, report: Callable[..., bool]) -> None:
         self._report = report
         self._done = self._seen = 0
         self._is_over = False
 
     def note(self, *, is_final: bool = False) -> bool:
-        """Report them. Returns whether another look may be of use. Never raises."""
+        """Returns whether another look may be of use. Never raises."""
         if self._is_over:
             return False
         self._is_over = is_final
@@ -92,7 +89,7 @@ class _Collectives:
 
 
 def _completed(dump: str) -> int:
-    """By the recorder without its entries, which takes 12 µs (torch 2.13): gloo's and NCCL's have one each."""
+    """The recorder without its entries takes 12 µs (torch 2.13): gloo's and NCCL's have one each."""
     read = getattr(sys.modules["torch"]._C._distributed_c10d, dump, None)
     if read is None:
         return 0

@@ -154,7 +154,6 @@ class section:
 
 
 def _innermost() -> bytes:
-    """The section that this thread is in."""
     stack: list[bytes] | None = getattr(_inside, "stack", None)
     return stack[-1] if stack else b"step"
 
@@ -189,7 +188,6 @@ class _Reporter:
     def __init__(self) -> None:
         self._map: object | None = None
         self._words: Any = ()
-        """The mapped file as words of 8 bytes."""
         self.is_off = False
         self._retry_ns = 0
         self._lock_fd = -1
@@ -207,19 +205,16 @@ class _Reporter:
         self._first_ns = self._stepped_ns = self._checkpoint_ns = self._redone_ns = 0
         self._sections: set[bytes] = set()
         self._stepper = 0
-        """The thread that reported a step last."""
         self.asks_for_notices = False
         self._has_notice = False
         self.is_counted = False
-        """Whether the steps are those that the optimizer did, since the script reports none."""
         self._collectives = self._first_collective_ns = self._last_collective_ns = 0
         self._total: int | None = None
         self.has_begun = False
         self.journal: Journal | None = None
-        """Of a rehearsed run; None: nobody asked for one."""
 
     def read_notice(self) -> NoticeRecord | None:
-        """The agent's notice. The heartbeats then show that this worker asks."""
+        """The heartbeats then show that this worker asks."""
         if not self.asks_for_notices:
             self.asks_for_notices = True
             self.beat(None, self._last_section or b"setup", False)
@@ -229,14 +224,14 @@ class _Reporter:
         return read_notice(self._map)
 
     def _hold(self, now: int) -> int:
-        """Wait where the agent's lease is old: the others may have gone on without this worker. Returns the time."""
+        """The others may have gone on without this worker where the agent's lease is old. Returns the time."""
         if 0 < self._words[LEASE] < now:
             await_lease(lambda: self._words[LEASE] >= clock_gettime_ns(CLOCK_BOOTTIME))
             now = clock_gettime_ns(CLOCK_BOOTTIME)
         return now
 
     def pass_on_notice(self) -> None:
-        """The script is about to get the notice. The heartbeats then show that: it may end because of it."""
+        """The heartbeats then show that the script gets the notice: it may end because of it."""
         if not self._has_notice:
             self._has_notice = True
             if self.journal is not None:
@@ -247,7 +242,7 @@ class _Reporter:
         self.beat(None, self._last_section or b"setup", False, saved=self.held_step(step))
 
     def set_total(self, total: int) -> None:
-        """After `beat`, which finds the page."""
+        """`beat` comes first: it finds the page."""
         if total != self._total and self._map is not None:
             TOTAL.write(self._map, _checked_step(total))
             self._total = total
@@ -268,7 +263,6 @@ class _Reporter:
             self.set_total(self._step)
 
     def note_step(self, loss: object) -> None:
-        """Write the step that was reported last into the rehearsal's journal."""
         if self.journal is not None:
             # Any: a tensor of a library that is not imported here.
             number: Any = loss
@@ -276,7 +270,7 @@ class _Reporter:
             self.journal.note(step=None if self._step == NO_STEP else self._step, **found)
 
     def set_loss(self, loss: float) -> None:
-        """After `beat`, which finds the page."""
+        """`beat` comes first: it finds the page."""
         if self._map is not None:
             LOSS.write(self._map, loss)
 
@@ -291,7 +285,7 @@ class _Reporter:
         return self._step if is_known else NO_STEP
 
     def forget_steps(self) -> None:
-        """The script begins to report its progress itself: those so far were counted."""
+        """The script begins to report its progress itself: the steps so far were counted."""
         self.is_counted = False
         self._step = self._first_step = self._furthest = NO_STEP
         self._first_ns = self._stepped_ns = 0
@@ -399,13 +393,12 @@ class _Reporter:
 
 
 def _is_helper_process() -> bool:
-    """Whether this is a daemonic process of `multiprocessing`, as a data loader's worker is."""
     process = sys.modules.get("multiprocessing.process")
     return process is not None and bool(process.current_process().daemon)
 
 
 def _be_silent() -> None:
-    """In a forked child: its parent reports."""
+    """A forked child is silent: its parent reports."""
     global reporter
     reporter = _Reporter()
     reporter.is_off = True
@@ -420,7 +413,6 @@ class _OptimizerSteps:
     def __init__(self) -> None:
         self._furthest = 0
         self.is_off = True
-        """Outside of a run, in a forked child, and where the script sends heartbeats itself."""
 
     def begin(self, hooks: Any) -> None:
         self.is_off = False
@@ -434,7 +426,7 @@ class _OptimizerSteps:
         self.is_off = True
 
     def note(self, optimizer: Any) -> None:
-        """Count a step of any optimizer, in an attribute of it: an id may come again, and a weak dictionary is slow."""
+        """The count is an attribute of the optimizer: an id may come again, and a weak dictionary is slow."""
         if self.is_off:
             return
         state = optimizer.__dict__
@@ -473,12 +465,12 @@ def note_collectives(done: int, *, is_final: bool = False) -> bool:
 
 
 def is_outside() -> bool:
-    """Whether this process reports for no worker, and never will: outside of a run, a helper, a forked child."""
+    """This process reports for no worker, and never will: outside of a run, a helper, a forked child."""
     return reporter.is_off or not os.environ.get(VARIABLE)
 
 
 def notice_is_there() -> bool:
-    """Whether this worker's agent has a notice for it. The agent does not learn of the look."""
+    """The agent does not learn of the look."""
     try:
         fd = os.open(os.environ.get(VARIABLE, ""), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError:

@@ -26,7 +26,7 @@ except ImportError:  # a worker's Python may have the folder of this package alo
 
 
 VARIABLE = "HPC_ELASTIC_HEARTBEAT"
-"""In a worker's environment: the path of its file, on the node itself."""
+"""The path of a worker's file, on the node itself."""
 SETUP = "setup"
 """The section from the start to the first heartbeat."""
 STEP = "step"
@@ -34,7 +34,6 @@ STEP = "step"
 CHECKPOINT = "checkpoint"
 """The section whose end is a checkpoint that is complete."""
 NAME_LIMIT = 32
-"""Characters of a section's name."""
 FILE_BYTES = 1024
 MAGIC = b"hpc-elastic heartbeat 5\n"
 NO_STEP = -1
@@ -50,7 +49,7 @@ LEASE = 4
 word is when its last look at the newest record began that was past all caches (negative: the round is over).
 CLOCK_BOOTTIME, nanoseconds."""
 QUESTIONS = "questions"
-"""The pipe beside the file: a byte in it asks the agent for such a look."""
+"""A byte in this pipe beside the file asks the agent for such a look."""
 _SECTIONS_AT, _MOST_SECTIONS = 512, 15
 ASKS, HAS_NOTICE, IS_COUNTED = 1, 2, 4
 
@@ -58,7 +57,7 @@ FIELDS = (
     "count", "at_ns", "step", "pid", "intervals", "longest_ns", "checkpoints", "saved_ns", "saved_step", "first_step",
     "first_ns", "stepped_ns", "checkpoint_ns", "redone_ns",
 )  # fmt: skip
-"""Of `HeartbeatRecord`, in the order of the bytes; the flags and the section follow."""
+"""The fields of `HeartbeatRecord`, in the order of the bytes; the flags and the section follow."""
 _STEPS = frozenset({"step", "saved_step", "first_step"})
 
 STEP_PENDING = -2
@@ -66,8 +65,6 @@ STEP_PENDING = -2
 
 
 class HeartbeatRecord(Struct, frozen=True, kw_only=True):
-    """The last heartbeat of a worker."""
-
     count: int
     """Heartbeats so far; from 1."""
     at_ns: int
@@ -79,11 +76,8 @@ class HeartbeatRecord(Struct, frozen=True, kw_only=True):
     intervals: int
     """How many times between two heartbeats in section ``step`` were measured."""
     longest_ns: int
-    """The longest of them."""
     checkpoints: int = 0
-    """How many were completed."""
     saved_ns: int = 0
-    """When the last of them was, by the same clock."""
     saved_step: int | None = None
     """The furthest step that one of them holds; None where no step of any is known."""
     first_step: int | None = None
@@ -92,22 +86,19 @@ class HeartbeatRecord(Struct, frozen=True, kw_only=True):
     stepped_ns: int = 0
     """When it reported a step last."""
     checkpoint_ns: int = 0
-    """How long it was in section ``checkpoint`` in all."""
     redone_ns: int = 0
-    """For how long it was at steps no further than one that it had reported before: they were done again."""
+    """Time at steps no further than one that it had reported before: they were done again."""
     asks_for_notices: bool = False
-    """Whether it has ever asked if there is a notice."""
     has_notice: bool = False
-    """Whether the script has got one."""
     is_counted: bool = False
-    """Whether the script reports no steps itself: those of its optimizer are counted, from 1 in each process."""
+    """The script reports no steps itself: those of its optimizer are counted, from 1 in each process."""
 
 
 class NoticeRecord(Struct, frozen=True, kw_only=True):
     """The preemption notice that an agent writes for a worker."""
 
     serial: int
-    """From 1; grows when the notice changes."""
+    """It grows when the notice changes."""
     deadline_ns: int
     """CLOCK_BOOTTIME of this host: until then a checkpoint is waited for."""
     step: int
@@ -115,7 +106,6 @@ class NoticeRecord(Struct, frozen=True, kw_only=True):
 
 
 def is_section_name(name: str) -> bool:
-    """Whether `name` can be a section's: 1 to 32 ASCII letters, digits, ``_``, ``-`` and ``.``."""
     plain = name.replace("_", "a").replace("-", "a").replace(".", "a")
     return name.isascii() and plain.isalnum() and len(name) <= NAME_LIMIT
 
@@ -159,15 +149,12 @@ def read_record(raw: bytes) -> HeartbeatRecord | None:
 
 
 class Cell:
-    """Some numbers in the file beside the records, with a checksum."""
-
     def __init__(self, at: int, numbers: str) -> None:
         """`numbers`: their format, as `struct` has it."""
         self._at, self._numbers = at, struct.Struct(f"<{numbers}")
         self._end = at + _CHECKSUM.size + self._numbers.size
 
     def pack(self, *values: float) -> tuple[int, bytes]:
-        """Where in the file they are written, and what."""
         body = self._numbers.pack(*values)
         return self._at, _CHECKSUM.pack(crc32(body)) + body
 
@@ -184,9 +171,7 @@ class Cell:
 
 
 TOTAL = Cell(64, "q")
-"""How many steps the training has."""
 LOSS = Cell(80, "d")
-"""The training's loss, as it was reported last."""
 COLLECTIVES = Cell(96, "Iqq?")
 """How many collectives the worker has completed, for a script whose steps are not known; when the first and the last of
 them were seen, by the clock of `HeartbeatRecord`; and whether that was at the process' end, so that they are all."""
@@ -202,19 +187,17 @@ def write_section(buffer: bytearray | memoryview | object, number: int, section:
 
 
 def read_sections(raw: bytes) -> tuple[str, ...] | None:
-    """The sections that the worker has ever been in; None where they are too many to know."""
+    """`None`: too many to know."""
     ends = range(_SECTIONS_AT, _SECTIONS_AT + NAME_LIMIT * (_MOST_SECTIONS + 1), NAME_LIMIT)
     names = [raw[at : at + NAME_LIMIT].rstrip(b"\0").decode("ascii", "replace") for at in ends]
     return None if names[-1] else tuple(filter(None, names))
 
 
 def pack_lease(until_ns: int, looked_ns: int) -> tuple[int, bytes]:
-    """Where in the file a lease is written, and what."""
     return LEASE * 8, struct.pack("=qq", until_ns, looked_ns)
 
 
 def pack_notice(notice: NoticeRecord) -> tuple[int, bytes]:
-    """Where in the file a notice is written, and what."""
     return _NOTICE.pack(notice.serial, notice.deadline_ns, notice.step)
 
 
@@ -225,5 +208,5 @@ def read_notice(buffer: bytes | memoryview | object) -> NoticeRecord | None:
 
 
 def empty_file() -> bytes:
-    """What the agent puts there before the worker starts: all of it, so that no page of it is missing later."""
+    """The agent puts all of it there before the worker starts, so that no page of it is missing later."""
     return MAGIC.ljust(FILE_BYTES, b"\0")

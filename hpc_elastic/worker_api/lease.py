@@ -19,7 +19,6 @@ from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.worker_api.heartbeat_record import LEASE, QUESTIONS, VARIABLE
 
 ASK_SECONDS = 1.0
-"""Between two questions to the agent."""
 GONE_SECONDS = 10.0
 """How long a worker without an agent waits to be ended: the guardian needs 3 s."""
 _LOOK_SECONDS = 0.001

@@ -25,15 +25,15 @@ class PreemptionNotice(Struct, frozen=True):
     """The job is going to be ended: by its time limit, a preemption, or ``hpc-elastic requeue``."""
 
     deadline_ns: int
-    """Until then a checkpoint is waited for: CLOCK_BOOTTIME of this host, nanoseconds. It may come nearer."""
+    """A checkpoint is waited for until then: CLOCK_BOOTTIME of this host, nanoseconds. It may come nearer."""
     step: int | None
-    """After this step all ranks save; None while it is being agreed on, and where there are no steps to agree on."""
+    """All ranks save after this step; `None` while it is being agreed on, and where there are no steps to agree on."""
     is_agreed: bool
     """False: the agents are still about to agree; go on training."""
 
     @property
     def seconds_left(self) -> float:
-        """Until `deadline_ns`; never below 0."""
+        """Seconds until `deadline_ns`; never below 0."""
         return max(0.0, (self.deadline_ns - clock_gettime_ns(CLOCK_BOOTTIME)) / 1e9)
 
     def is_due(self, step: int) -> bool:
@@ -53,7 +53,6 @@ def preemption_notice() -> PreemptionNotice | None:
 
 
 def _read() -> PreemptionNotice | None:
-    """The notice, which the script does not get yet."""
     found = heartbeat.reporter.read_notice()
     if found is None:
         return None
@@ -160,6 +159,6 @@ _keys = count()
 
 
 def _forget() -> None:
-    """In a forked child: the thread is not there, and its parent is asked to save."""
+    """A forked child has no thread, and its parent is asked to save."""
     global _watch
     _watch = _Watch()

@@ -1,4 +1,4 @@
-"""What a rank of the in-process restart group reports to its node's agent, and what the agent gives it. Pure.
+"""The reports of a rank of the in-process restart group to its node's agent, and what the agent gives it. Pure.
 
 A report is a line of JSON in a named pipe, short enough to be written whole beside those of other ranks. The restart
 group imports torch, the agent must not: so both import this module.
@@ -25,21 +25,16 @@ _LONGEST_TEXT = 1000
 
 
 class RestartWith(str, Enum):
-    """What `--restart-policy` says about a worker that ends badly."""
-
     PROCESSES = "processes"
     """All workers of the run start again."""
     IN_PROCESS = "in-process"
-    """That worker alone is replaced, if it was in the in-process restart group; the others keep their processes."""
+    """The worker alone is replaced, if it was in the in-process restart group; the others keep their processes."""
 
 
 class RestartGroupEvent(str, Enum):
-    """What happened to a process of the in-process restart group: the kind of a line."""
-
     BEGUN = "begun"
     """The process is in a wrapped call: the restart group can replace it."""
     ENDED = "ended"
-    """It is out of it, as all others."""
     LEFT = "left"
     """It ends alone; the others go on without it."""
     GAVE_UP = "gave_up"
@@ -57,7 +52,7 @@ class RestartGroupReport(Struct, frozen=True, kw_only=True):
     reason: str = ""
     iteration: int = 0
     seconds: float = 0.0
-    """From the fault being seen to the function's start, on the rank that reports."""
+    """Seconds between the fault being seen and the function's start, on the rank that reports."""
     world_size: int = 0
     active_world_size: int = 0
     interruptions: tuple[tuple[int, str], ...] = ()
@@ -78,7 +73,6 @@ class RestartGroupReport(Struct, frozen=True, kw_only=True):
 
 
 def decode(line: bytes) -> RestartGroupReport | None:
-    """One line; None where it is none, or of another version."""
     try:
         return loads(RestartGroupReport, line)
     except UnreadableRecordError:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from hpc_elastic.agent.fork_request import ForkRequest
 from hpc_elastic.agent.fork_server_states import ServerState
 from hpc_elastic.run.agent_events import ForkServerEnded, ForkServerGaveUp
 from hpc_elastic.run.preload import preload_for
@@ -25,9 +24,9 @@ def test_where_nothing_can_be_shared_workers_are_started_fresh(tmp_path: Path) -
     (tmp_path / "mine.py").write_text("import os\nos.abort()")
     (tmp_path / "train.py").write_text("")
     with Starter(tmp_path, ["train.py"], preload=("mine",)) as starter:
-        starter.server.begin()
+        starter.server.start()
         starter.until(ServerState.FAILED)
-        assert starter.server.fork([ForkRequest(env={})]) == [None]
+        assert starter.server.fork_workers([{}]) == [None]
         assert "nothing is left to preload: mine: the fork server ended with SIGABRT" in starter.server.why_fresh
         assert isinstance(starter.events[-1], ForkServerGaveUp)
 
@@ -38,7 +37,7 @@ def test_an_interpreter_that_does_not_read_the_servers_file_never_runs_the_scrip
     with Starter(tmp_path, ["train.py"]) as starter:
         starter.command[0] = python
         starter.server._launch.argv[0] = python  # type: ignore[index]
-        starter.server.begin()
+        starter.server.start()
         starter.until(ServerState.FAILED)
     assert not (tmp_path / "ran").exists()
 
@@ -52,7 +51,7 @@ def test_an_isolated_interpreter_gets_no_server_and_never_runs_the_script(tmp_pa
     (tmp_path / "train.py").write_text("open('ran', 'w')")
     with Starter(tmp_path, ["train.py"]) as starter:
         starter.server._launch.argv[0] = str(wrapper)  # type: ignore[index]
-        starter.server.begin()
+        starter.server.start()
         starter.until(ServerState.FAILED)
         assert "ended" in starter.server.why_fresh or "fork servers in a row" in starter.server.why_fresh
     assert not (tmp_path / "ran").exists()
@@ -74,7 +73,7 @@ def test_a_sitecustomize_that_cannot_be_shared_means_no_server(text: str, reason
     (tmp_path / "libs" / "sitecustomize.py").write_text(text)
     (tmp_path / "train.py").write_text("")
     with Starter(tmp_path, ["train.py"], environ={"PYTHONPATH": str(tmp_path / "libs")}) as starter:
-        starter.server.begin()
+        starter.server.start()
         starter.until(ServerState.FAILED)
         assert starter.server.why_fresh == f"there is no fork server: sitecustomize can't be shared: {reason}" + (
             ", which differ between workers" if "RANK" in reason else ""
@@ -115,7 +114,7 @@ def test_a_server_that_dies_is_replaced(tmp_path: Path) -> None:
         assert first is not None
         os.kill(first, signal.SIGKILL)
         until(lambda: (starter.server.handle(), starter.server.pid != first)[1], "another server")
-        assert not starter.server.is_awaited or starter.server.state is ServerState.IMPORTING
+        assert not starter.server.holds_start or starter.server.state is ServerState.IMPORTING
         starter.until(ServerState.READY)
         assert finish(starter.fork()).stdout == "here\n"
         assert "SIGKILL" in next(e for e in starter.events if isinstance(e, ForkServerEnded)).reason
@@ -129,7 +128,7 @@ def test_a_stopped_server_costs_a_fresh_start_and_no_worker_twice(tmp_path: Path
         assert first is not None
         os.kill(first, signal.SIGSTOP)
         began = time.monotonic()
-        assert starter.server.fork([ForkRequest(env=starter.base)] * 2) == [None, None]
+        assert starter.server.fork_workers([starter.base] * 2) == [None, None]
         assert time.monotonic() - began < 5.0
         assert "has not answered for 2 s" in starter.server.why_fresh
         assert starter.server.pid != first
@@ -144,7 +143,7 @@ def test_a_worker_that_was_given_up_at_its_gate_never_runs(tmp_path: Path) -> No
     (tmp_path / "train.py").write_text("open('ran', 'w')")
     with Starter(tmp_path, ["train.py"], preload=("slow",)) as starter:
         starter.ready()
-        assert starter.server.fork([ForkRequest(env=starter.base)]) == [None]
+        assert starter.server.fork_workers([starter.base]) == [None]
         starter.server.close()
         until(lambda: not _forks(), "end of what was forked")
     assert not (tmp_path / "ran").exists()
@@ -172,7 +171,7 @@ def test_a_file_that_changed_since_its_import_is_imported_again(tmp_path: Path) 
         starter.ready()
         assert finish(starter.fork()).stdout == "old\n"
         mine.write_text("VALUE = 'newer'")
-        assert starter.server.fork([ForkRequest(env=starter.base)]) == [None]
+        assert starter.server.fork_workers([starter.base]) == [None]
         assert f"{mine} has changed since it was imported" in starter.server.why_fresh
         starter.until(ServerState.READY)
         assert finish(starter.fork()).stdout == "newer\n"
@@ -189,7 +188,7 @@ def test_a_project_that_is_a_virtual_environment_itself_has_its_files_watched(tm
         starter.ready()
         assert finish(starter.fork()).stdout == "old\n"
         model.write_text("VALUE = 'newer'")
-        assert starter.server.fork([ForkRequest(env=starter.base)]) == [None]
+        assert starter.server.fork_workers([starter.base]) == [None]
         assert f"{model} has changed since it was imported" in starter.server.why_fresh
 
 
@@ -199,7 +198,7 @@ def test_what_a_module_read_of_the_environment_must_hold_for_the_worker(tmp_path
     with Starter(tmp_path, ["train.py"], preload=("mine",), environ={"LEVEL": "1"}) as starter:
         starter.ready()
         assert finish(starter.fork()).stdout == "1\n"
-        assert starter.server.fork([ForkRequest(env={**starter.base, "LEVEL": "2"})]) == [None]
+        assert starter.server.fork_workers([{**starter.base, "LEVEL": "2"}]) == [None]
         assert "mine reads LEVEL when it is imported" in starter.server.why_fresh
 
 

@@ -14,6 +14,7 @@ from hpc_elastic.agent import health_checks
 from hpc_elastic.agent.health import HealthPlan, HealthVerdict, RoomFacts, SharedFacts
 from hpc_elastic.agent.health_checks import HealthChecks, HealthSite
 from hpc_elastic.base.clock import SystemClock
+from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.run.health_limits import Check
 from hpc_elastic.workers import tree
 from hpc_elastic.workers.spawn import Inherited
@@ -49,9 +50,9 @@ def make(tmp_path: Path, command: str = "", *, seconds: float = 10.0, **limits: 
 
 def answer(checks: HealthChecks, last_round: int = -1) -> HealthVerdict:
     began = time.monotonic()
-    checks.begin(last_round)
+    checks.on_join(last_round)
     assert time.monotonic() - began < 10.0, "nothing is waited for"
-    checks.wait(PATIENCE)
+    wait_readable([checks], PATIENCE)
     verdict = checks.take()
     assert verdict is not None
     assert checks.take() is None
@@ -101,8 +102,8 @@ def test_an_agent_that_can_open_no_file_does_not_blame_the_run_directory() -> No
             HealthPlan(limits={Check.SHARED: 10.0, Check.MEMORY: 1, Check.CLOCK: 60}),
             HealthSite(environ=dict(os.environ), probe=probe, inherited=inherited), clock=clock)
         def verdict():
-            checks.begin(-1)
-            checks.wait(20)
+            checks.on_join(-1)
+            wait_readable([checks], 20)
             return checks.take()
         before = verdict()
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
@@ -232,7 +233,7 @@ def test_nothing_that_a_script_started_outlives_it(tmp_path: Path, ends: bool) -
 
 def test_close_ends_what_runs(tmp_path: Path) -> None:
     checks = make(tmp_path, "echo > started; sleep 1000", seconds=1000)
-    checks.begin(0)
+    checks.on_join(0)
     assert len(checks.pids) == 1
     deadline = time.monotonic() + PATIENCE
     while not (tmp_path / "started").exists() and time.monotonic() < deadline:
@@ -254,6 +255,6 @@ def test_each_begin_has_its_answer(tmp_path: Path, answers: threading.Event, mon
 
     monkeypatch.setattr(checks, "_post", post_and_stay)
     for last_round in (-1, 0):
-        checks.begin(last_round)
-        checks.wait(PATIENCE)
+        checks.on_join(last_round)
+        wait_readable([checks], PATIENCE)
         assert checks.take() is not None

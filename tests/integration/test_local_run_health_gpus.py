@@ -15,6 +15,7 @@ from hpc_elastic.agent.health_checks import HealthChecks, HealthSite
 from hpc_elastic.agent.health_gpu import from_json
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.self_command import module_command
+from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.options.machine import workers_here
 from hpc_elastic.run.health_limits import Check
 from hpc_elastic.workers.spawn import Inherited
@@ -83,8 +84,8 @@ def verdict_of(library: str, *, given: int, seconds: float = 30.0, **environ: st
         ),
         clock=SystemClock(),
     )
-    checks.begin(-1)
-    checks.wait(seconds)
+    checks.on_join(-1)
+    wait_readable([checks], seconds)
     found = checks.take()
     checks.close()
     assert not checks.pids
@@ -166,11 +167,11 @@ class Rounds:
         self.round = -1
 
     def begin(self) -> None:
-        self.checks.begin(self.round)
+        self.checks.on_join(self.round)
         self.round += 1
 
     def verdict(self, within: float = 30.0) -> HealthVerdict | None:
-        self.checks.wait(within)
+        wait_readable([self.checks], within)
         return self.checks.take()
 
     def pass_first(self) -> None:

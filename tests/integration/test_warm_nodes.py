@@ -83,8 +83,8 @@ def test_a_spare_imports_what_workers_elsewhere_have_learned(tmp_path: Path) -> 
         assert starter.server.preload.left_out == {"unfit": "why"}
         until(lambda: (starter.server.handle(), starter.imports() == 2)[1], "the second import")
         starter.until(ServerState.READY)
-        assert finish(starter.fork()).stdout == "True\n"
         assert starter.server.due is not None
+        assert finish(starter.fork()).stdout == "True\n"
         starter.server.fork_workers([{**starter.base, "GROUP_RANK": "1"}])
         assert starter.server.due is None, "with workers of its own it learns from them"
 

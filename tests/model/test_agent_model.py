@@ -73,7 +73,7 @@ class Lone:
             self.effects.clear()
             if event is Event.FINAL:
                 self.record = replace(self.record, status=Status.FINAL, master="10.0.0.1 29500 1")
-            self.agent._record = self.record
+            self.agent.record = self.record
             self.agent._happens(event, "why")
         return self.effects
 

@@ -13,22 +13,19 @@ import random
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from msgspec.structs import replace
 
-from hpc_elastic.agent import node_agent, round_workers
-from hpc_elastic.agent.context import AgentContext
-from hpc_elastic.agent.health import HealthVerdict
+from hpc_elastic.agent import local_workers, node_agent, round_workers
+from hpc_elastic.agent.checkpoints import CheckpointWatch, PreemptionWatch
 from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
 from hpc_elastic.agent.heartbeats import HeartbeatFolder, RankBeat
 from hpc_elastic.agent.node_agent import NodeAgent
+from hpc_elastic.agent.part import Condemned, Part, Place
 from hpc_elastic.agent.restart_policy import RestartPolicy
-from hpc_elastic.agent.store_server import StoreState
 from hpc_elastic.agent.supervision import Phase
-from hpc_elastic.agent.worker_evidence import Place
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import RankStacks
@@ -42,11 +39,8 @@ from hpc_elastic.run.activities import Activity
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.run.option_values import SectionTimeouts
-from hpc_elastic.run.paths import AttemptPaths
-from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
-from hpc_elastic.workers.spawn import Inherited
 from hpc_elastic.workers.stop import Stopped
-from hpc_elastic.workers.user_command import EnvironmentChange
+from tests.rigs.agent_site import make_site, make_spec
 from tests.rigs.event_pairs import log_into
 from tests.rigs.rendezvous_world import Crash, Node, World
 
@@ -132,8 +126,8 @@ class FakeWorkers:
     def exit_summary(self) -> str:
         return self._message
 
-    def take_stacks_first(self) -> None:
-        self.took_stacks = True
+    def condemn(self, found: Condemned) -> None:
+        self.took_stacks |= found.failure_class is FailureClass.HANG
 
     def look_first(self) -> None:
         self.wants_look = True
@@ -141,10 +135,10 @@ class FakeWorkers:
     def look_at_failure(self) -> WorkerFailure | None:
         return None
 
-    def begin_moment(self) -> None:
+    def begin_grace(self) -> None:
         pass
 
-    def end_moment(self) -> None:
+    def end_delay(self) -> None:
         pass
 
     def begin_stop(self, *, grace: float, at_once: bool = False) -> None:
@@ -176,7 +170,7 @@ class FakeWorkers:
             )
         ]
 
-    def describe_start_failure(self, error: Exception) -> WorkerFailure:
+    def condemn_unstarted(self, error: Exception) -> Condemned:
         raise AssertionError(f"the workers can always be started, and yet: {error}")
 
     # -- what happens to them ------------------------------------------------------------------------------------
@@ -247,7 +241,7 @@ class FakeCoordination:
         return self._node.participant.step()
 
 
-class FakeServer:
+class FakeServer(Part):
     """Stands for the TCPStore's host."""
 
     failure = ""
@@ -256,47 +250,31 @@ class FakeServer:
     def __init__(self) -> None:
         self._port = 29500
 
-    def fileno(self) -> int:
-        return -1
-
     def bind(self, address: str, port: int | None, *, guarded: bool = False) -> tuple[str, int]:
         self._port += 1
         return address, self._port
 
-    def handle(self) -> StoreState:
-        return StoreState.IDLE
-
     def serve(self) -> None:
-        pass
-
-    def take_change(self, change: EnvironmentChange) -> None:
         pass
 
     release = close = serve
 
 
-class FakeHealth:
+class FakeHealth(Part):
     """Every node is fit, and says so a little later."""
-
-    is_stuck = False
-    pids: Collection[int] = frozenset()
 
     def __init__(self, looks: int) -> None:
         self._looks = looks
         self._begun = 0
 
-    def begin(self, last_round: int) -> None:
-        self._begun = self._looks
+    def on_join(self, last_round: int) -> None:
+        self._begun = self._looks - 1
 
-    def wait(self, seconds: float) -> None:
-        pass
-
-    def take(self) -> HealthVerdict | None:
+    def look(self, agent: NodeAgent) -> None:
         self._begun -= 1
-        return HealthVerdict() if self._begun == 0 else None
 
-    def close(self) -> None:
-        pass
+    def holds_join(self, agent: NodeAgent) -> bool:
+        return self._begun > 0
 
 
 @dataclass
@@ -324,7 +302,7 @@ class AgentNode(Node):
 
     @property
     def workers(self) -> FakeWorkers | None:
-        return self.agent._workers  # type: ignore[return-value]
+        return self.agent.workers  # type: ignore[return-value]
 
     def is_settled(self, round_index: int) -> bool:
         """Whether its workers run in that round and nothing is to come, or have ended with 0, whatever it did since."""
@@ -338,7 +316,7 @@ class AgentNode(Node):
         self.coordination = FakeCoordination(self)
         self.lease = Lease(world.clock, uid=self.info.uid, node=self.index)
         self.lease.set_intervals(self.participant.intervals, has_beats=False)
-        context = AgentContext(
+        site = make_site(
             spec=world.spec,
             attempt=AttemptInfo(
                 number=0,
@@ -347,28 +325,24 @@ class AgentNode(Node):
                 batch_host="n0",
                 started_ns=0,
             ),
-            place=Place(attempt=AttemptPaths(Path("/nowhere")), host=self.info.host, node=self.index),
             info=self.info,
-            tag="tag",
-            run_dir="/nowhere",
-            environ={},
-            inherited=Inherited(umask=0o77, core_limit=(0, 0), subreaper=False),
             clock=world.clock,
-            coordination=self.coordination,  # type: ignore[arg-type]
-            notifier=None,
-            pump=SimpleNamespace(take_losses=lambda: None),  # type: ignore[arg-type]
-            store_server=FakeServer(),  # type: ignore[arg-type]
-            torch_available=lambda: True,
-            events=log_into(self.told),  # type: ignore[arg-type]
-            signals=SimpleNamespace(take=list, holds=lambda numbers: False),  # type: ignore[arg-type]
-            shown=lambda local_rank: None,  # type: ignore[arg-type,return-value]
-            helpers=frozenset,
-            files=SimpleNamespace(stuck_for=lambda: 0.0, do=lambda job, **_: job(), post=lambda job: None),  # type: ignore[arg-type]
+            coordination=self.coordination,
+            store_server=(server := FakeServer()),
+            events=log_into(self.told),
             watch=FakeWatch(self),
-            health=FakeHealth(world.looks_to_health),  # type: ignore[arg-type]
+        )
+        self.agent = NodeAgent(
+            site,
+            [
+                CheckpointWatch.for_agent(site),
+                PreemptionWatch.for_agent(site),
+                FakeHealth(world.looks_to_health),
+                server,
+            ],
+            signals=SimpleNamespace(take=list, holds=lambda numbers: False),  # type: ignore[arg-type]
             crash=SimpleNamespace(check=lambda: None),  # type: ignore[arg-type]
         )
-        self.agent = NodeAgent(context)
         self.agent.begin()
 
     def on_record(self, record: RoundRecord) -> None:
@@ -439,19 +413,15 @@ class AgentWorld(World):
         self.processes: list[Worker] = []
         self.has_spares = True
         self.looks_to_health = 2
-        self.spec = RunSpec(
+        self.spec = make_spec(
             run_id="model",
-            uid="0" * 32,
-            name="model",
-            created_ns=0,
-            entrypoint=Entrypoint(kind=EntryKind.SCRIPT, target="train.py"),
-            cwd="/",
             max_restarts=max_restarts,
             min_nodes=settings.min_nodes,
             max_nodes=settings.max_nodes,
             grow=settings.grow,
         )
-        patch(round_workers, "LocalWorkers", self._make_workers)
+        patch(local_workers, "LocalWorkers", self._make_workers)
+        patch(round_workers, "torch_available", lambda python: True)
         patch(node_agent, "reap_orphans", lambda known: [])
 
     def _make_workers(self, place: Place, *, round_index: int, layout: RankLayout, **_: object) -> FakeWorkers:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpc_elastic.agent.fork_request import ForkRequest
 from hpc_elastic.agent.fork_server import IMPORT_SECONDS, ForkServer
 from hpc_elastic.agent.fork_server_process import Launch
 from hpc_elastic.agent.fork_server_states import ServerState
@@ -102,7 +101,7 @@ class Starter:
 
     def ready(self) -> None:
         """Begin the server, and wait until it has imported all."""
-        self.server.begin()
+        self.server.start()
         self.until(ServerState.READY)
 
     def imports(self) -> int:
@@ -127,7 +126,7 @@ class Starter:
 
     def fork(self, **env: str) -> WorkerProcess:
         """A fork of the server."""
-        (found,) = self.server.fork([ForkRequest(env={**self.base, **env}, learn=self.is_auto)])
+        (found,) = self.server.fork_workers([{**self.base, **env}])
         assert found is not None, f"{self.server.why_fresh}\n{self.log()}"
         return found
 

@@ -85,7 +85,23 @@ def after(code: str) -> set[str]:
 
 NOT_AN_AGENTS = ("hpc_elastic.report", "hpc_elastic.options.table", "tomllib")
 """Reports come later; what is configured comes with run.json, and is not read on every node anew."""
-AGENT = "import hpc_elastic.cli.main, hpc_elastic.agent.main"
+START = "import hpc_elastic.cli.main, hpc_elastic.agent.main"
+AGENT = (
+    f"{START}\n"
+    "from hpc_elastic.agent import part, round_workers\n"
+    "round_workers.load()\n"
+    "for name, _, is_needed in part.PARTS:\n"
+    "    if name != 'fork_server': __import__(f'hpc_elastic.agent.{name}')\n"
+)
+"""All that is loaded when the first worker starts."""
+MOST_AT_START = 115
+"""Modules of ours that an agent imports before it asks to join; 160 with all that it may need."""
+
+
+def test_an_agent_asks_to_join_before_it_imports_what_describes_failures() -> None:
+    loaded = [name for name in after(START) if name.startswith("hpc_elastic") and ".cli" not in name]
+    assert "hpc_elastic.agent.local_workers" not in loaded
+    assert 60 < len(loaded) <= MOST_AT_START
 
 
 def test_an_agent_starts_without_what_it_may_never_need() -> None:
@@ -97,7 +113,8 @@ def test_an_agent_starts_without_what_it_may_never_need() -> None:
 
 
 def test_what_an_agent_may_need_is_imported_at_its_start() -> None:
-    """A mount that hangs must not keep it from saying what failed, nor a newer version lie there by then."""
+    """A mount that hangs must not keep it from reporting what failed, nor a newer version lie there by then: all is
+    loaded before the first worker starts."""
     loaded = after(AGENT)
     missing = {}
     for name in sorted(after(AGENT)):
@@ -133,7 +150,7 @@ DEF = (ast.FunctionDef, ast.AsyncFunctionDef)
 NOT_AT_WORK = ("hpc_elastic.cli",)
 """What they import in functions, agents need at their start, or never."""
 RARELY_NEEDED = {
-    "hpc_elastic.agent.fork_server",
+    "hpc_elastic.agent.numa_binding",
     "psutil",
     "base64",
     "concurrent.futures",

@@ -53,9 +53,9 @@ class Node:
         spec = SimpleNamespace(grow=grow, max_nodes=max_nodes)
         self.watch = CheckpointWatch(self.heartbeats, spec, clock=self.clock)  # type: ignore[arg-type]
 
-    def look(self, after: float = 0.0, running: tuple[int, ...] = (0, 1)) -> tuple[int, int, float | None] | None:
+    def read(self, after: float = 0.0, running: tuple[int, ...] = (0, 1)) -> tuple[int, int, float | None] | None:
         self.clock.now += after
-        word = self.watch.look(running)
+        word = self.watch.read(running)
         return None if word is None else (word.round, word.serial, word.age)
 
 
@@ -64,7 +64,7 @@ def test_while_nobody_waits_nobody_looks() -> None:
     node.watch.on_record(FINAL)
     node.heartbeats.complete(0)
     assert node.watch.due is None
-    assert node.look(after=100) is None
+    assert node.read(after=100) is None
     assert node.heartbeats.reads == 0
 
 
@@ -79,12 +79,12 @@ def test_an_earlier_checkpoint_is_told_with_its_age_and_the_next_one_when_it_is_
     node.heartbeats.complete(1)
     node.clock.now += 40
     node.watch.on_record(WAITING)
-    assert node.look() == (2, 0, 40.0)
-    assert node.look(after=0.5) is None
+    assert node.read() == (2, 0, 40.0)
+    assert node.read(after=0.5) is None
     assert node.heartbeats.reads == 1, "once a second is enough"
-    assert node.look(after=0.5) is None
+    assert node.read(after=0.5) is None
     node.heartbeats.complete(0)
-    assert node.look(after=1) == (2, 1, 1.0)
+    assert node.read(after=1) == (2, 1, 1.0)
     assert node.watch.due is None, "it has said what there is to say"
     node.watch.on_record(replace(WAITING, number=6, waiting=2))
     assert node.watch.due is None, "also where one more waits"
@@ -93,37 +93,37 @@ def test_an_earlier_checkpoint_is_told_with_its_age_and_the_next_one_when_it_is_
 def test_while_workers_write_one_it_says_so_once_and_not_that_another_is_complete() -> None:
     node = Node()
     node.watch.on_record(WAITING)
-    assert node.look() is None
+    assert node.read() is None
     node.heartbeats.write(0)
     node.heartbeats.write(1)
-    assert node.look(after=1) == (2, 0, None)
+    assert node.read(after=1) == (2, 0, None)
     node.heartbeats.complete(1)
-    assert node.look(after=1) is None
+    assert node.read(after=1) is None
     node.heartbeats.complete(0)
-    assert node.look(after=1) == (2, 0, 1.0)
+    assert node.read(after=1) == (2, 0, 1.0)
 
 
 def test_who_has_ended_writes_nothing() -> None:
     node = Node()
     node.watch.on_record(WAITING)
-    node.look()
+    node.read()
     node.heartbeats.write(0)
     node.heartbeats.complete(1)
-    assert node.look(after=1, running=(1,)) == (2, 0, 1.0)
+    assert node.read(after=1, running=(1,)) == (2, 0, 1.0)
 
 
 def test_nodes_that_wait_again_begin_a_new_period() -> None:
     node = Node()
     node.watch.on_record(WAITING)
-    node.look()
+    node.read()
     node.heartbeats.complete(0)
-    assert node.look(after=1) == (2, 0, 1.0)
+    assert node.read(after=1) == (2, 0, 1.0)
     node.watch.on_record(FINAL)
     assert node.watch.due is None
     node.watch.on_record(WAITING)
-    assert node.look(after=5) == (2, 1, 6.0), "a word of its own: the former can't be taken back"
+    assert node.read(after=5) == (2, 1, 6.0), "a word of its own: the former can't be taken back"
     node.watch.on_record(replace(WAITING, round=3))
-    assert node.look(after=1) == (3, 0, 7.0)
+    assert node.read(after=1) == (3, 0, 7.0)
 
 
 def test_a_round_that_is_over_ends_it() -> None:

@@ -12,7 +12,6 @@ from hpc_elastic.agent.fork_server_process import folder_of, scripts_of
 from hpc_elastic.agent.fork_server_states import (
     MOST_STARTS,
     TRANSITIONS,
-    NoForkServer,
     ServerEvent,
     ServerState,
     next_state,
@@ -190,12 +189,3 @@ def test_every_way_to_set_a_variable_at_the_top_of_a_script_is_seen(text: str) -
 )
 def test_where_the_script_and_its_neighbours_are(argv: list[str], scripts: list[str], folder: str) -> None:
     assert (scripts_of(argv, "/w"), folder_of(argv, "/w")) == (scripts, folder)
-
-
-def test_without_a_server_nothing_is_forked_watched_or_waited_for() -> None:
-    none = NoForkServer()
-    none.begin()
-    none.handle()
-    none.close()
-    assert none.fork_workers([{}, {}]) == [None, None]
-    assert (none.pid, none.due, none.is_awaited, none.fileno(), none.why_fresh) == (None, None, False, -1, "")

@@ -15,17 +15,16 @@ import pytest
 from msgspec.structs import replace
 
 from hpc_elastic.agent import hang_detector
-from hpc_elastic.agent.hang import Hang, Stall, judge_run, limit_without_progress, next_stall
-from hpc_elastic.agent.hang_detector import HangDetector
+from hpc_elastic.agent.hang import Counts, Hang, Stall, judge_run, limit_without_progress, next_stall
+from hpc_elastic.agent.hang_detector import HangDetector, read_counts
 from hpc_elastic.agent.health import GpuDevice, GpuFacts
-from hpc_elastic.agent.heartbeat_watch import silent_watch
-from hpc_elastic.agent.kernel_counts import Counts, read_counts
 from hpc_elastic.base import codec
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.errors import UsageError
 from hpc_elastic.failures.flight_dump import rank_of_name, read_dump, tail_of
 from hpc_elastic.rendezvous.state import Member
 from hpc_elastic.run.suspicions import HangSettings, NodeStall, OnHang, StalledRank, Suspicion, parse_hangs
+from tests.rigs.agent_site import silent_watch
 from tests.rigs.fake_clock import FakeClock
 
 DATA = Path(__file__).parents[2] / "data" / "flight_recorder"
@@ -216,6 +215,11 @@ def test_what_it_does_not_mean(text: str) -> None:
         parse_hangs(text)
 
 
+def started(round_index: int, count: int) -> Any:
+    """Workers of a round that have just been started."""
+    return SimpleNamespace(round=round_index, layout=SimpleNamespace(local_world_size=count))
+
+
 class Workers(SimpleNamespace):
     """What is needed of `LocalWorkers`."""
 
@@ -253,12 +257,12 @@ class Steps:
             names=names,
             clock=self.clock,
             files=self.files,
-            watch=silent_watch(),
+            watch=silent_watch(self.clock),
             **settings,
         )
         members = [Member(name, node, 1) for node, name in enumerate(names)]
         self.record: Any = SimpleNamespace(round=0, members=members)
-        self.detector.begin(0, 1)
+        self.detector.on_start(started(0, 1))
 
     def until(self, is_there: Callable[[Hang | None], bool], looks: int) -> Hang | None:
         for _ in range(looks):
@@ -266,7 +270,7 @@ class Steps:
             self.clock.wait(threading.Event(), self.detector.due - self.clock.monotonic())
             self.cpu += self.pace + self.workers.cost
             self.workers.cost = 0.0
-            found = self.detector.look(self.workers, self.record)
+            found = self.detector.judge(self.workers, self.record)
             self.files.do(lambda: None, within=20.0)
             if is_there(found):
                 return found
@@ -297,7 +301,7 @@ def test_a_hang_is_found_once_and_goes_when_the_workers_go_on(steps: Callable[..
     run.pace = 30.0
     run.until(lambda _: False, 3)
     assert not list(run.folder.iterdir())
-    run.detector.end()
+    run.detector.before_stop()
     assert run.detector.due is None
 
 
@@ -307,7 +311,7 @@ def test_a_worker_that_ends_while_its_dump_is_awaited_ends_no_agent(
 ) -> None:
     run = steps()
     run.workers.running_pids, run.workers.running = {0: 2**22 + 1, 1: 2**22 + 2}, [0, 1]
-    run.detector.begin(0, 2)
+    run.detector.on_start(started(0, 2))
     run.pace = 0.0
     assert run.until(lambda _: bool(run.workers.asked), 20) is None
     run.workers.running_pids, run.workers.running = dict.fromkeys(left, 2**22 + 2), left
@@ -317,10 +321,10 @@ def test_a_worker_that_ends_while_its_dump_is_awaited_ends_no_agent(
 def test_the_next_round_is_watched_from_its_start_on(steps: Callable[..., Steps]) -> None:
     run = steps()
     run.until(lambda _: False, 3)
-    run.detector.end()
+    run.detector.before_stop()
     run.pace = run.cpu = 0.0
     run.record.round = 1
-    run.detector.begin(1, 1)
+    run.detector.on_start(started(1, 1))
     began = run.clock.monotonic()
     assert run.until_hang(9) is not None
     assert run.clock.monotonic() - began < 420
@@ -386,7 +390,7 @@ def test_workers_that_wait_for_a_gpu_at_work_do_not_hang(
         asked.append(1)
         take(GpuFacts(devices=(device,)))
 
-    run = steps(look_at_gpus=look_at_gpus)
+    run = steps(gpus=SimpleNamespace(look_at_gpus=look_at_gpus))
     assert run.until_hang(5) is None
     assert not asked  # not while they work
     run.pace = 0.0

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from hpc_elastic.agent.hang import may_be_a_bug
 from hpc_elastic.agent.hang_stop import HungWorker, describe_hang, read_stacks
+from hpc_elastic.agent.part import Condemned, Place
+from hpc_elastic.agent.worker_evidence import StopRecord, WorkerEvidence, WorkerSlot
 from hpc_elastic.failures.ranking import Category, FailureClass
 from hpc_elastic.failures.stacks import ProcessState, Whereabouts
 from hpc_elastic.failures.worker_failure import WorkerFailure
-from hpc_elastic.run.paths import RankPaths
+from hpc_elastic.run.paths import AttemptPaths, RankPaths
+from hpc_elastic.workers.spawn import ExitStatus
+from tests.rigs.fake_clock import FakeClock
 
 DUMP = """\
 Fatal Python error: Aborted
@@ -97,3 +103,34 @@ def test_a_child_that_hangs_is_told_of(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fingerprint", ["", "hang:stopped", "hang:kernel"])
 def test_what_is_no_bug(fingerprint: str) -> None:
     assert not may_be_a_bug(fingerprint)
+
+
+def test_a_worker_that_is_condemned_is_described_though_its_agent_ended_it(tmp_path: Path) -> None:
+    """Whatever the reason: nothing but the class of the failure tells it from a hang."""
+    attempt = AttemptPaths(tmp_path / "attempt-000")
+    inert: Any = SimpleNamespace(drained=lambda pid, seconds: True, last_step=lambda rank: 7, read=lambda *_: None)
+    evidence = WorkerEvidence(
+        Place(attempt=attempt, host="n0", node=0),
+        round_index=0,
+        layout=inert,
+        stop=StopRecord(),
+        pump=inert,
+        clock=FakeClock(),
+        files=SimpleNamespace(do=lambda job, **_: job()),  # type: ignore[arg-type]
+        is_ending=lambda: False,
+        watch=inert,
+        recorders=inert,
+    )
+    slots = []
+    for rank in (0, 1):
+        paths = attempt.rank(0, rank)
+        paths.root.mkdir(parents=True)
+        ended = ExitStatus(exitcode=-15, core_dumped=False, observed_ns=5, observed_uptime_ns=5)
+        process: Any = SimpleNamespace(pid=7 + rank)
+        slots.append(WorkerSlot(rank, rank, process, paths, exit=ended, stopped_by_agent=True))
+    why = "it holds 90 GiB, and 80 are its share"
+    evidence.condemned = Condemned(reason=why, failure_class=FailureClass.ROOT, ranks={1: why})
+    (found,) = evidence.describe(slots)
+    assert (found.global_rank, found.message, found.failure_class) == (1, why, FailureClass.ROOT)
+    assert not found.is_stopped
+    assert slots[1].paths.error_file.exists()

@@ -6,10 +6,11 @@ import os
 from collections.abc import Callable, Iterator
 
 import pytest
-from msgspec.structs import replace
 
 from hpc_elastic.agent.ending import leave_run
 from hpc_elastic.agent.health import HealthVerdict
+from hpc_elastic.agent.health_checks import HealthChecks
+from hpc_elastic.agent.node_agent import NodeAgent
 from hpc_elastic.agent.supervision import Phase
 from hpc_elastic.base.outcome import UNHEALTHY_CODE, Outcome
 from tests.unit.agent.test_agent_node_agent import (  # noqa: F401
@@ -26,27 +27,32 @@ from tests.unit.agent.test_agent_node_agent import (  # noqa: F401
 WHY = "health check failed: GPU 2 is lost"
 
 
-class Health:
-    """Stands for `HealthChecks`: answers when a test says so."""
+class Health(HealthChecks):
+    """Answers when a test says so."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self.begun: list[int] = []
         self.answers: list[HealthVerdict] = []
         self.calls: list[str] = []
-        self.pids: frozenset[int] = frozenset()
+        self.is_awaited = False
+
+    pids: frozenset[int] = frozenset()
+    is_stuck = False
 
     def fileno(self) -> int:
         return self._fd
 
-    def begin(self, last_round: int) -> None:
+    def on_join(self, last_round: int) -> None:
+        self.is_awaited = True
         self.begun.append(last_round)
 
-    def take(self) -> HealthVerdict | None:
-        return self.answers.pop() if self.answers else None
+    def holds_join(self, agent: NodeAgent) -> bool:
+        return self.is_awaited
 
-    def wait(self, seconds: float) -> None:
-        self.calls.append("wait")
+    def take(self) -> HealthVerdict | None:
+        self.is_awaited = self.is_awaited and not self.answers
+        return self.answers.pop() if self.answers else None
 
     def close(self) -> None:
         self.calls.append("close")
@@ -64,9 +70,7 @@ def health() -> Iterator[Health]:
 
 @pytest.fixture
 def p(play: Callable[..., Play], health: Health) -> Play:  # noqa: F811
-    made = play()
-    made.agent._context = replace(made.agent._context, health=health)  # type: ignore[arg-type]
-    return made
+    return play(parts=[health])
 
 
 def test_it_joins_when_its_node_is_fit_and_looks_again_before_the_next_round(p: Play, health: Health) -> None:
@@ -96,7 +100,7 @@ def test_it_joins_when_its_node_is_fit_and_looks_again_before_the_next_round(p: 
     assert health.begun == [-1, 0]
     assert p.said.all("join") == ["join", "join"]
     assert p.event("health_warning") == {"check": "clock", "reason": "the clock is off"}
-    assert health.calls == ["wait", "close"]
+    assert health.calls == ["close"]
 
 
 def test_one_that_is_unfit_after_a_failure_leaves_with_the_reason(p: Play, health: Health) -> None:

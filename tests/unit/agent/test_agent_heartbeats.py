@@ -423,7 +423,7 @@ def test_what_the_kernel_shows_is_written_as_it_changes(watch: HeartbeatWatch, c
     written: list[float] = []
     for since in (None, None, began + 100.0, began + 100.0, None):
         clock.now += 60.0
-        watch.note_rest(since)
+        watch.note_idle(since)
         if path.exists():
             written.append(json.loads(path.read_text())["progress"]["resting"])
             path.unlink()

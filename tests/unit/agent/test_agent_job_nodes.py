@@ -16,13 +16,14 @@ RECORD = RoundRecord(number=5, epoch="e", term=1, leader="l", round=1, status=St
 
 
 class Asked:
-    """Stands for the agent's context and for the process that asks."""
+    """Stands for the agent's site and for the process that asks."""
 
     pid = 4711
 
     def __init__(self, *, cluster: str = "slurm") -> None:
         self.attempt = SimpleNamespace(nodes=("n1", "n2", "n3"), batch_host="n1", cluster=cluster)
-        self.run_dir, self.environ, self.coordination, self.events = "/run", {"SLURM_JOB_ID": "7"}, self, self
+        self.me, self.run = self, SimpleNamespace(root="/run")
+        self.environ, self.coordination, self.events = {"SLURM_JOB_ID": "7"}, self, self
         self.commands: list[list[str]] = []
         self.written: list[Any] = []
         self.given_up: list[int] = []
@@ -63,7 +64,7 @@ def test_slurm_is_asked_where_the_supervisor_can_not(
     for _ in range(2):  # no second question beside the first
         question.on_cut_off(NodesCutOff(nodes=cut_off), RECORD.successor(lost=lost))
     assert [argv[-3:] for argv in asked.commands] == [["batch", "--job-nodes", "/run"]] * asks
-    assert question.pids == ({4711} if asks else set())
+    assert set(question.pids) == ({4711} if asks else set())
 
 
 @pytest.mark.parametrize(
@@ -76,9 +77,9 @@ def test_a_node_that_is_not_in_the_job_any_more_is_given_up(
     monkeypatch.setattr(subprocess, "Popen", asked.start)
     question = JobNodes(asked)  # type: ignore[arg-type]
     question.on_cut_off(NodesCutOff(nodes=(0,)), RECORD)
-    question.handle()
+    question.look(None)  # type: ignore[arg-type]
     assert question.pids, "it is still asking"
     asked.answer = answer
-    question.handle()
-    assert (asked.given_up, question.pids) == (given_up, frozenset())
+    question.look(None)  # type: ignore[arg-type]
+    assert (asked.given_up, set(question.pids)) == (given_up, set())
     assert [(event.node, event.name, event.reason) for event in asked.written] == [(0, "n1", GIVEN_UP)][: len(given_up)]

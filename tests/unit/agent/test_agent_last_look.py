@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hpc_elastic.agent.last_look import MOMENT_SECONDS, MomentThenStop, observe_failure, observe_silent
+from hpc_elastic.agent.last_look import DELAY_SECONDS, DelayedStop, observe_failure, observe_silent
 from hpc_elastic.failures.failure_text import Frame
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.failures.stacks import ProcessState, StackDump, ThreadStack, Whereabouts
@@ -41,7 +41,7 @@ class Moment:
         self.ends = Ends()
         self.graces: list[float] = []
         self.is_over = False
-        self.stopper = MomentThenStop(is_over=lambda: self.is_over, then=self.then, grace=30.0, clock=self.clock)
+        self.stopper = DelayedStop(is_over=lambda: self.is_over, then=self.then, grace=30.0, clock=self.clock)
         self.stopper.begin()
 
     def then(self, grace: float) -> Ends:
@@ -52,7 +52,7 @@ class Moment:
 def test_the_moment_ends_after_a_second() -> None:
     moment = Moment()
     assert isinstance(moment.stopper.step(), float)
-    moment.clock.now += MOMENT_SECONDS - 0.01
+    moment.clock.now += DELAY_SECONDS - 0.01
     assert isinstance(moment.stopper.step(), float)
     assert moment.graces == []
     moment.clock.now += 0.02
@@ -68,7 +68,7 @@ def test_the_moment_ends_at_once_where_there_is_nothing_to_wait_for() -> None:
 
 def test_a_cause_that_is_known_elsewhere_ends_the_moment() -> None:
     moment = Moment()
-    moment.stopper.end_moment()
+    moment.stopper.end_delay()
     assert moment.stopper.step() is GONE
 
 

@@ -12,10 +12,8 @@ from typing import Any
 import pytest
 
 from hpc_elastic.agent import hang_detector, nccl_watch
-from hpc_elastic.agent.hang import Hang
+from hpc_elastic.agent.hang import Counts, Hang
 from hpc_elastic.agent.hang_detector import HangDetector
-from hpc_elastic.agent.heartbeat_watch import silent_watch
-from hpc_elastic.agent.kernel_counts import Counts
 from hpc_elastic.agent.nccl_watch import NcclStall, NcclWatch, StallFound, judge_stall, open_call
 from hpc_elastic.base import codec
 from hpc_elastic.base.file_executor import FileExecutor
@@ -24,6 +22,7 @@ from hpc_elastic.failures.nccl_ras import Communicator, Launches, RasReport
 from hpc_elastic.rendezvous.state import Member
 from hpc_elastic.run.activities import Call, FlightTail, TailTrack
 from hpc_elastic.run.suspicions import HangSettings, Source, Suspicion
+from tests.rigs.agent_site import silent_watch
 from tests.rigs.fake_clock import FakeClock
 from tests.rigs.fake_ras import FakeRas
 
@@ -154,6 +153,11 @@ def ranks_that_wait_for_a_gpu_in_a_loop(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(hang_detector, "read_counts", counts)
 
 
+def started(round_index: int, count: int) -> Any:
+    """Workers of a round that have just been started."""
+    return SimpleNamespace(round=round_index, layout=SimpleNamespace(local_world_size=count))
+
+
 class Workers(SimpleNamespace):
     """What is needed of `LocalWorkers`, of the node of group rank 0."""
 
@@ -187,12 +191,12 @@ class Scene:
             names=["n0", "n1"],
             clock=self.clock,
             files=files,
-            watch=silent_watch(),
+            watch=silent_watch(self.clock),
             nccl=self.nccl,
         )
         self.record: Any = SimpleNamespace(round=0, members=[Member("u", 0, 2), Member("v", 1, 2)])
         self.idle = 0
-        self.watch.begin(0, 1)
+        self.watch.on_start(started(0, 1))
 
     def minutes(self, count: float) -> list[Hang]:
         found, end = [], self.clock.monotonic() + 60.0 * count
@@ -202,7 +206,7 @@ class Scene:
             self.idle = self.idle + 1 if wait <= 0 else 0
             assert self.idle < 5, "the agent's loop would spin"
             self.clock.wait(threading.Event(), wait)
-            found.append(self.watch.look(self.workers, self.record))
+            found.append(self.watch.judge(self.workers, self.record))
             self.nccl._thread.do(lambda: None, within=30.0)
             self.files.do(lambda: None, within=30.0)
         return [each for each in found if each is not None]
@@ -237,7 +241,7 @@ def test_a_straggler_is_a_suspicion_once_and_none_when_it_goes_on(tmp_path: Path
         counts[:] = [10, 10, 10, 10]
         assert scene.minutes(2) == []
         assert scene.shown is None
-        scene.watch.end()
+        scene.watch.before_stop()
         assert scene.watch.due is None
 
 

@@ -15,18 +15,19 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from hpc_elastic.agent import ending, node_agent, round_workers
+from hpc_elastic.agent import ending, local_workers, node_agent, round_workers
 from hpc_elastic.agent.address_filter import Guard
-from hpc_elastic.agent.context import AgentContext
-from hpc_elastic.agent.fork_server_states import NoForkServer
+from hpc_elastic.agent.checkpoints import PreemptionWatch
+from hpc_elastic.agent.fork_server import ForkServer
 from hpc_elastic.agent.hang import Hang
+from hpc_elastic.agent.hang_detector import HangDetector
 from hpc_elastic.agent.node_agent import NodeAgent
-from hpc_elastic.agent.store_server import MasterPortTakenError, StoreState
+from hpc_elastic.agent.part import Condemned, Part, Place
+from hpc_elastic.agent.store_server import MasterPortTakenError, StoreServer, StoreState
 from hpc_elastic.agent.supervision import Phase, WorkerState
-from hpc_elastic.agent.worker_evidence import Place
 from hpc_elastic.base.outcome import UNCONFIRMED_CODE, UNHEALTHY_CODE, Outcome
-from hpc_elastic.failures.contrast import ALL_ALIKE, moment_after
-from hpc_elastic.failures.ranking import Category, FailureClass
+from hpc_elastic.failures.contrast import moment_after
+from hpc_elastic.failures.ranking import ALL_ALIKE, Category, FailureClass
 from hpc_elastic.failures.stacks import RankStacks
 from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.rendezvous.ending import EndClaimed, EndUnclaimed
@@ -38,13 +39,12 @@ from hpc_elastic.run.agent_events import OwnEnd
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.coordinator_events import RunClosed
 from hpc_elastic.run.event_types import RunEvent
-from hpc_elastic.run.paths import AttemptPaths
-from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
 from hpc_elastic.run.suspicions import HangSettings, OnHang, Source
 from hpc_elastic.store.base import StoreError
-from hpc_elastic.workers.spawn import Inherited, WorkerStartError
+from hpc_elastic.workers.spawn import WorkerStartError
 from hpc_elastic.workers.stop import Stopped, Survivor
 from hpc_elastic.workers.user_command import EnvironmentChange
+from tests.rigs.agent_site import make_site, make_spec
 from tests.rigs.event_pairs import log_into
 from tests.rigs.fake_clock import FakeClock
 
@@ -118,6 +118,7 @@ class Workers:
     activities: list[Activity] = field(default_factory=list)
     sockets: Any = field(default_factory=lambda: SimpleNamespace(due=math.inf, ranks=(), network=""))
     socket_looks: int = 0
+    condemned: list[Condemned] = field(default_factory=list)
 
     @property
     def evidence(self) -> Workers:
@@ -127,19 +128,24 @@ class Workers:
         self.socket_looks += 1
         self.sockets.due = math.inf
 
-    def take_stacks_first(self) -> None:
-        self.took_stacks = True
+    def condemn(self, found: Condemned) -> None:
+        self.condemned.append(found)
+        self.took_stacks |= found.failure_class is FailureClass.HANG
+
+    def condemn_unstarted(self, error: Exception) -> Condemned:
+        self.failures = [failure(message=str(error))]
+        return Condemned(reason=str(error), failure_class=FailureClass.INFRASTRUCTURE, ranks={0: str(error)})
 
     def look_first(self) -> None:
         self.wants_look = True
 
-    def end_moment(self) -> None:
+    def end_delay(self) -> None:
         self.moment_ended = True
 
     def look_at_failure(self) -> WorkerFailure | None:
         return self.early
 
-    def begin_moment(self) -> None:
+    def begin_grace(self) -> None:
         self.waits = True
 
     def start(self, argv: list[str], environment: Callable[[int, str], Mapping[str, str]], **_how: object) -> None:
@@ -170,9 +176,6 @@ class Workers:
 
     def describe_failures(self) -> list[WorkerFailure]:
         return self.failures
-
-    def describe_start_failure(self, error: Exception) -> WorkerFailure:
-        return failure(message=str(error))
 
     def fall(self, *failures: WorkerFailure) -> None:
         self.failed, self.news, self.failures = True, True, list(failures)
@@ -260,13 +263,16 @@ class Script:
         return found if isinstance(found, list) else []
 
 
-class Server:
+class Server(StoreServer):
     """Stands for the TCPStore's host."""
 
+    state = StoreState.IDLE
+    pid = None
+
     def __init__(self) -> None:
+        self._is_reported = False
         self.calls: list[str] = []
         self.port = 29500
-        self.state = StoreState.IDLE
         self.failure = ""
         self.refusal: Exception | None = None
         self.guard: Guard | None = None
@@ -281,11 +287,17 @@ class Server:
         self.port += 1
         return address, port or self.port
 
-    def take_change(self, change: EnvironmentChange) -> None:
+    def on_setup(self, change: EnvironmentChange) -> None:
         pass
 
-    def __getattr__(self, name: str) -> Callable[[], None]:
-        return lambda: self.calls.append(name)
+    def serve(self) -> None:
+        self.calls.append("serve")
+
+    def release(self) -> None:
+        self.calls.append("release")
+
+    def close(self) -> None:
+        self.calls.append("close")
 
     def handle(self) -> StoreState:
         return self.state
@@ -308,7 +320,7 @@ class Play:
         return self.agent.run()
 
     def pass_seconds(self, seconds: float) -> None:
-        self.agent._context.clock.now += seconds  # type: ignore[attr-defined]
+        self.agent.site.clock.now += seconds  # type: ignore[attr-defined]
 
     def phase_is(self, phase: Phase) -> Step:
         def check() -> None:
@@ -331,7 +343,9 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
         cluster: str = "slurm",
         kill_wait: float | None = None,
         start_error: Exception | None = None,
-        fork_server: NoForkServer | None = None,
+        parts: Sequence[Part] = (),
+        watch: Any = None,
+        hangs: HangSettings | None = None,
         **spec: Any,
     ) -> Play:
         said, server = Said(), Server()
@@ -351,45 +365,40 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
             made.append(workers)
             return workers
 
-        monkeypatch.setattr(round_workers, "LocalWorkers", make_workers)
+        monkeypatch.setattr(local_workers, "LocalWorkers", make_workers)
+        monkeypatch.setattr(round_workers, "torch_available", lambda python: True)
 
         def take() -> list[signal.Signals]:
             taken = list(signals)
             signals.clear()
             return taken
 
-        context = AgentContext(
-            spec=RunSpec(
-                run_id="run",
-                uid="0" * 32,
-                name="x",
-                created_ns=0,
-                entrypoint=Entrypoint(kind=EntryKind.SCRIPT, target="train.py"),
-                cwd="/",
-                **spec,
-            ),
+        site = make_site(
+            spec=make_spec(**spec),
             attempt=AttemptInfo(
                 number=0, cluster=cluster, nodes=("n0", "n1"), batch_host="n0", started_ns=0, kill_wait=kill_wait
             ),
-            place=Place(attempt=AttemptPaths(tmp_path), host="n0", node=0),
             info=NodeInfo(uid=ME, node=0, host="n0", local_world_size=2, addresses=("10.0.0.1",), port=1),
-            tag="tag",
-            run_dir="/run",
             environ={"PATH": "/bin"},
-            inherited=Inherited(umask=0o22, core_limit=(0, 0), subreaper=True),
-            clock=FakeClock(),
-            coordination=script,  # type: ignore[arg-type]
-            notifier=None,
-            pump=SimpleNamespace(take_losses=lambda: None),  # type: ignore[arg-type]
-            store_server=server,  # type: ignore[arg-type]
-            torch_available=lambda: True,
-            events=log_into(events),  # type: ignore[arg-type]
-            signals=SimpleNamespace(fileno=lambda: never_ready, take=take),  # type: ignore[arg-type]
-            shown=lambda local_rank, rank: None,  # type: ignore[arg-type,return-value]
-            helpers=lambda: {77},
-            fork_server=fork_server or NoForkServer(),
+            coordination=script,
+            store_server=server,
+            events=log_into(events),
+            **({"watch": watch} if watch is not None else {}),
         )
-        return Play(NodeAgent(context), said, server, made, signals, events, script)
+        if hangs is not None:
+            found = HangDetector(
+                None, hangs, node=0, names=("n0", "n1"), clock=site.clock, files=site.files,
+                watch=watch, write_event=site.events.write,
+            )  # fmt: skip
+            parts = [*parts, found]
+        preemption = PreemptionWatch.for_agent(site)
+        agent = NodeAgent(
+            site,
+            [*parts, preemption, server],
+            signals=SimpleNamespace(fileno=lambda: never_ready, take=take, holds=lambda numbers: False),  # type: ignore[arg-type]
+            guardian_pid=77,
+        )
+        return Play(agent, said, server, made, signals, events, script)
 
     yield build
     os.close(always_ready)
@@ -442,14 +451,19 @@ def test_who_is_not_the_first_confirms_without_a_port(play: Callable[..., Play])
     assert [env["RANK"] for env in p.workers[0].environments] == ["1", "2"]
 
 
-class ColdServer(NoForkServer):
+class ColdServer(ForkServer):
     """Imports until it is warm; its messages come first."""
 
-    is_awaited = True
+    holds_start = True
+    due = None
 
     def __init__(self, fd: int) -> None:
-        super().__init__()
         self._fd = fd
+
+    def on_setup(self, change: EnvironmentChange) -> None:
+        pass
+
+    handle = close = lambda self: None
 
     def fileno(self) -> int:
         return self._fd
@@ -459,9 +473,9 @@ def test_a_cold_agent_waits_for_a_late_record_before_it_asks_to_join(
     play: Callable[..., Play], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would end a round that goes on, for workers that then wait for the import."""
-    p = play(fork_server=ColdServer(os.eventfd(0)))
+    p = play(parts=[ColdServer(os.eventfd(0))])
     ready = iter([{-1}, {-1}, {p.script.fileno()}])
-    monkeypatch.setattr(node_agent, "wait_readable", lambda watched, seconds: next(ready))
+    monkeypatch.setattr(node_agent, "wait_readable", lambda watched, seconds: next(ready, set()))
     others = final(members=(Member(OTHER, 1, 1),))
     assert p.run([], [], [others], p.phase_is(Phase.JOINING), [closed()]) == 0
     assert p.said.all("join") == []
@@ -747,8 +761,7 @@ def test_the_grace_is_never_more_than_a_notice_leaves(play: Callable[..., Play])
 
 @pytest.mark.parametrize("is_over", [False, True])
 def test_workers_whose_round_went_on_without_them_are_killed_at_once(play: Callable[..., Play], is_over: bool) -> None:
-    p = play()
-    watch = with_watch(p)
+    p = play(watch=(watch := Watch(FakeClock())), hangs=HangSettings())
     watch.is_round_over, watch.due = is_over, None
     p.run(*RUNNING, [joinable(2)], [closed()])
     assert p.workers[0].graces[0] == (-1.0 if is_over else 30.0)
@@ -941,7 +954,7 @@ def test_an_agent_that_slurm_ends_looks_whether_the_supervisor_lives(play: Calla
 
 
 class Watch:
-    """Stands for `HeartbeatWatch` and `HangDetector`: finds that a worker hangs when a test says so."""
+    """Stands for `HeartbeatWatch`: finds that a worker hangs when a test says so."""
 
     def __init__(self, clock: FakeClock) -> None:
         self.due: float | None = clock.monotonic()
@@ -951,8 +964,10 @@ class Watch:
         self.furthest_step = 12
         self.is_round_over = False
         self.calls: list[Any] = []
+        self.hung: dict[int, str] = {}
+        self.progress = lambda: None
 
-    def look(self, workers: Any, record: Any) -> Any:
+    def look(self, running: Sequence[int]) -> Any:
         found, self.verdict = self.verdict, None
         return found
 
@@ -966,15 +981,39 @@ class Watch:
         return lambda *_, **__: self.calls.append(name)
 
 
-def with_watch(p: Play) -> Watch:
-    watch = Watch(FakeClock())
-    p.agent._context = p.agent._reports._context = replace(p.agent._context, watch=watch, hangs=watch)  # type: ignore[type-var]
-    return watch
+class Scale(Part):
+    """A new reason to end workers: a part, and nothing else."""
+
+    found: Condemned | None = None
+
+    def environment(self, given: Mapping[str, str]) -> Mapping[str, str]:
+        return {"SCALE": given["PATH"]}
+
+    def look(self, agent: NodeAgent) -> Condemned | None:
+        found, self.found = self.found, None
+        return found
+
+
+def test_a_part_ends_a_worker_as_a_failure_and_adds_to_its_environment(play: Callable[..., Play]) -> None:
+    scale = Scale()
+    p = play(parts=[scale])
+    condemned = Condemned(reason="rank 1: too heavy", failure_class=FailureClass.ROOT, ranks={1: "too heavy"})
+
+    def condemn() -> None:
+        assert p.workers[0].environments[0]["SCALE"] == "/bin"
+        scale.found = condemned
+
+    def told() -> list[Any]:
+        assert p.workers[0].condemned == [condemned]
+        assert p.workers[0].stopping
+        assert p.said.last("report_failure")[1].message == "rank 1: too heavy"
+        return [closed(Outcome.FAILED)]
+
+    p.run(*RUNNING, condemn, told)
 
 
 def test_a_hang_is_a_failure_that_has_the_stacks_taken_first(play: Callable[..., Play]) -> None:
-    p = play()
-    watch = with_watch(p)
+    p = play(watch=(watch := Watch(FakeClock())), hangs=HangSettings())
 
     def hang() -> None:
         watch.verdict = Hang(source=Source.HEARTBEAT, reason="rank 1 hangs: no heartbeat for 60.0 s", seconds=60.0)
@@ -1015,8 +1054,7 @@ def of_kernel(**changes: Any) -> Hang:
 
 
 def test_a_hang_that_is_observed_ends_nothing(play: Callable[..., Play]) -> None:
-    p = play()
-    watch = with_watch(p)
+    p = play(watch=(watch := Watch(FakeClock())), hangs=HangSettings())
 
     def hang() -> None:
         watch.verdict = of_kernel()
@@ -1034,8 +1072,7 @@ def test_a_hang_of_another_nodes_rank_is_declared_and_charged_to_none_here(
     play: Callable[..., Play], is_done: bool
 ) -> None:
     """Also by a node whose own workers have all ended with 0."""
-    p = play(hangs=HangSettings(action=OnHang.ACT))
-    watch = with_watch(p)
+    p = play(hangs=HangSettings(action=OnHang.ACT), watch=(watch := Watch(FakeClock())))
 
     def finish() -> list[Any]:
         if is_done:
@@ -1058,8 +1095,7 @@ def test_a_hang_of_another_nodes_rank_is_declared_and_charged_to_none_here(
 
 @pytest.mark.parametrize("hang", [None, HangMark(7, 60.0)])
 def test_a_hang_elsewhere_has_the_stacks_taken_here(play: Callable[..., Play], hang: HangMark | None) -> None:
-    p = play()
-    watch = with_watch(p)
+    p = play(watch=(watch := Watch(FakeClock())), hangs=HangSettings())
 
     def stopping() -> list[Any]:
         assert p.workers[0].stopping
@@ -1204,8 +1240,7 @@ def test_an_agent_leaves_whose_node_is_in_no_further_round(play: Callable[..., P
 
 def test_an_older_rounds_hang_takes_nobodys_stacks(play: Callable[..., Play]) -> None:
     """The records in between were not seen: this round's workers are ended for another reason."""
-    p = play()
-    with_watch(p)
+    p = play(watch=Watch(FakeClock()))
     p.run(*RUNNING, [joinable(2, hang=HangMark(7, 60.0))], [], [], [closed(Outcome.FAILED)])
     assert not p.workers[0].took_stacks
 

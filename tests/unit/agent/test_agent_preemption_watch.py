@@ -67,16 +67,16 @@ class Node:
         self.sent += [number] * len(heard)
         return [rank for rank in speakers if rank in self.deaf]
 
-    def look(self, after: float = 0.0, running: tuple[int, ...] = (0, 1)) -> Any:
+    def read(self, after: float = 0.0, running: tuple[int, ...] = (0, 1)) -> Any:
         self.clock.now += after
-        return self.watch.look(running)
+        return self.watch.read(running)
 
 
 def test_without_a_notice_nobody_looks() -> None:
     node = Node()
     node.on_record(FINAL)
     assert node.watch.due is None
-    assert node.look() is None
+    assert node.read() is None
     assert node.watch.ended() is None
 
 
@@ -114,13 +114,13 @@ def test_a_worker_that_does_not_catch_the_signal_yet_gets_it_when_it_does(caplog
     node = Node("SIGUSR1")
     node.deaf = {1}
     node.on_record(NOTICED)
-    node.look(after=0.2)
+    node.read(after=0.2)
     node.on_record(AGREED)
-    node.look(after=1.0)
+    node.read(after=1.0)
     assert node.sent == [signal.SIGUSR1], "to the other one, once"
     node.deaf = set()
-    node.look(after=0.2)
-    node.look(after=0.2)
+    node.read(after=0.2)
+    node.read(after=0.2)
     assert node.sent == [signal.SIGUSR1] * 2
     assert caplog.messages == ["no process of rank 1 catches SIGUSR1: it is sent when one does"]
 
@@ -128,11 +128,11 @@ def test_a_worker_that_does_not_catch_the_signal_yet_gets_it_when_it_does(caplog
 def test_the_node_says_where_its_workers_stand_and_how_fast_they_are() -> None:
     node = Node()
     node.on_record(NOTICED)
-    assert node.look() is None
+    assert node.read() is None
     node.pages.put(1, step=14)
-    assert node.look(after=0.5) is None
+    assert node.read(after=0.5) is None
     node.pages.put(1, step=15)
-    reply = node.look(after=0.5)
+    reply = node.read(after=0.5)
     assert (reply.round, reply.status) == (2, PreemptionStatus(heeds=True, step=15, rate=5.0))
 
 
@@ -141,7 +141,7 @@ def test_workers_that_tell_no_steps_are_not_measured() -> None:
     for rank in range(2):
         node.pages.put(rank, step=None, asks_for_notices=rank == 1)
     node.on_record(NOTICED)
-    assert node.look().status == PreemptionStatus(heeds=True, step=NO_STEP)
+    assert node.read().status == PreemptionStatus(heeds=True, step=NO_STEP)
 
 
 def test_a_signal_counts_as_heeding() -> None:
@@ -150,7 +150,7 @@ def test_a_signal_counts_as_heeding() -> None:
         node.pages.put(rank, step=None, asks_for_notices=False)
     node.on_record(NOTICED)
     node.on_record(replace(NOTICED, number=7))
-    assert node.look().status.heeds
+    assert node.read().status.heeds
     assert node.sent == [signal.SIGUSR1] * 2, "once to each"
 
 
@@ -158,8 +158,8 @@ def noted() -> Node:
     node = Node()
     node.pages.put(0, checkpoints=3)
     node.on_record(NOTICED)
-    node.look()
-    assert node.look(after=1.0).status is not None
+    node.read()
+    assert node.read(after=1.0).status is not None
     return node
 
 
@@ -167,14 +167,14 @@ def test_the_node_has_saved_when_all_its_workers_have() -> None:
     node = noted()
     node.pages.put(0, checkpoints=4, saved_step=30)
     node.pages.put(1, checkpoints=1, saved_step=30)
-    assert node.look(after=1.0) is None, "not before the step is agreed: it was another checkpoint"
+    assert node.read(after=1.0) is None, "not before the step is agreed: it was another checkpoint"
     node = noted()
     node.on_record(AGREED)
-    assert node.look(after=1.0) is None
+    assert node.read(after=1.0) is None
     node.pages.put(1, checkpoints=1, saved_step=30)
-    assert node.look(after=1.0) is None
+    assert node.read(after=1.0) is None
     node.pages.put(0, checkpoints=4, saved_step=31)
-    reply = node.look(after=1.0)
+    reply = node.read(after=1.0)
     assert (reply.round, reply.status) == (2, None)
     assert node.watch.due is None, "there is no more to say"
 
@@ -183,12 +183,12 @@ def test_who_has_ended_or_does_not_heed_is_not_waited_for() -> None:
     node = noted()
     node.on_record(AGREED)
     node.pages.put(1, checkpoints=1, saved_step=30)
-    assert node.look(after=1.0, running=(1,)).status is None
+    assert node.read(after=1.0, running=(1,)).status is None
     node = noted()
     node.on_record(AGREED)
     node.pages.put(0, asks_for_notices=False)
     node.pages.put(1, checkpoints=1, saved_step=30)
-    assert node.look(after=1.0).status is None
+    assert node.read(after=1.0).status is None
 
 
 @pytest.mark.parametrize("early", [10, 29, None])
@@ -200,13 +200,13 @@ def test_a_checkpoint_of_an_earlier_step_or_of_none_is_not_the_one_that_is_waite
     node.on_record(AGREED)
     node.pages.put(0, checkpoints=4, saved_step=30)
     node.pages.put(1, checkpoints=1, saved_step=early)
-    assert node.look(after=1.0) is None
-    assert node.look(after=1.0) is None
+    assert node.read(after=1.0) is None
+    assert node.read(after=1.0) is None
     (line,) = caplog.messages
     assert "rank 1" in line
     assert "step 30 is waited for" in line
     node.pages.put(1, checkpoints=2, saved_step=30)
-    assert node.look(after=1.0).status is None
+    assert node.read(after=1.0).status is None
 
 
 def test_a_worker_that_heeds_the_signal_alone_saves_where_it_stands() -> None:
@@ -214,14 +214,14 @@ def test_a_worker_that_heeds_the_signal_alone_saves_where_it_stands() -> None:
     for rank in range(2):
         node.pages.put(rank, asks_for_notices=False)
     node.on_record(NOTICED)
-    node.look()
-    node.look(after=1.0)
+    node.read()
+    node.read(after=1.0)
     node.on_record(AGREED)
     node.pages.put(0, checkpoints=1, saved_step=10)
     node.pages.put(1, checkpoints=1, saved_step=7)
-    assert node.look(after=1.0) is None, "begun before the signal"
+    assert node.read(after=1.0) is None, "begun before the signal"
     node.pages.put(1, checkpoints=2, saved_step=12)
-    assert node.look(after=1.0).status is None
+    assert node.read(after=1.0).status is None
 
 
 def test_a_worker_without_steps_has_saved_with_any_checkpoint() -> None:
@@ -229,7 +229,7 @@ def test_a_worker_without_steps_has_saved_with_any_checkpoint() -> None:
     node.on_record(AGREED)
     node.pages.put(0, checkpoints=4, saved_step=30)
     node.pages.put(1, step=None, checkpoints=1)
-    assert node.look(after=1.0).status is None
+    assert node.read(after=1.0).status is None
 
 
 def test_workers_that_end_because_of_it_have_saved_and_others_were_ready() -> None:
@@ -246,17 +246,17 @@ def test_a_signal_that_no_worker_got_has_ended_none() -> None:
     node = Node("SIGUSR1")
     node.deaf = {0, 1}
     node.on_record(NOTICED)
-    node.look(after=0.2)
+    node.read(after=0.2)
     assert node.watch.ended() is None
     node.deaf = {0}
-    node.look(after=0.2)
+    node.read(after=0.2)
     assert node.watch.ended() is not None, "one of them has got it"
 
 
 def test_workers_that_have_all_ended_save_no_more() -> None:
     node = noted()
     node.on_record(AGREED)
-    assert node.look(after=1.0, running=()) is None, "`ended` says why they ended"
+    assert node.read(after=1.0, running=()) is None, "`ended` says why they ended"
 
 
 @pytest.mark.parametrize(

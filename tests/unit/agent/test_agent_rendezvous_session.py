@@ -10,8 +10,8 @@ import pytest
 
 from hpc_elastic.agent.rendezvous_session import (
     START_NUMBER_SECONDS,
+    claim_start_number,
     local_world_size,
-    next_start_number,
     prepare_session,
 )
 from hpc_elastic.errors import UsageError
@@ -100,7 +100,7 @@ class Refusing(MemoryStore):
 
 
 def start(store: MemoryStore, node: int = 3) -> int:
-    return next_start_number(lambda: store, node, clock=FakeClock())
+    return claim_start_number(lambda: store, node, clock=FakeClock())
 
 
 def test_each_start_of_a_node_has_the_next_number() -> None:
@@ -130,7 +130,7 @@ def test_a_full_disk_holds_up_no_start() -> None:
 def test_a_filesystem_that_goes_on_refusing_is_told_of() -> None:
     clock = FakeClock()
     with pytest.raises(OSError, match="Input/output"):
-        next_start_number(lambda: Refusing(fails=10**6), 0, clock=clock)
+        claim_start_number(lambda: Refusing(fails=10**6), 0, clock=clock)
     assert clock.now - 1000.0 >= START_NUMBER_SECONDS
 
 

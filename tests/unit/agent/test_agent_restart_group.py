@@ -12,7 +12,6 @@ import pytest
 from hpc_elastic.agent.heartbeats import HeartbeatFolder
 from hpc_elastic.agent.restart_group import (
     DeadWorker,
-    NoRestartGroup,
     RestartGroupWatch,
     keep_apart,
     why_not_replaced,
@@ -144,7 +143,6 @@ def test_without_a_folder_nothing_is_heard(tmp_path: Path) -> None:
     assert watch.fileno() == -1
     assert watch.environment({}) == {}
     watch.handle(0)
-    assert not NoRestartGroup().replace_dead(Workers(DEAD))
 
 
 def test_a_line_is_taken_in_pieces(group: Group) -> None:

@@ -1,0 +1,191 @@
+"""The features of an agent beside its loop, its workers and its policy: parts behind one interface, in one list.
+
+A new feature is a module with a `Part`, and a line in `PARTS`. The module of a part is imported where its run needs it:
+at the agent's start, so that a mount that hangs later keeps nothing from working.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+
+from hpc_elastic.failures.ranking import FailureClass
+from hpc_elastic.run.option_values import StartMethod
+from hpc_elastic.run.paths import AttemptPaths
+from hpc_elastic.workers.user_command import EnvironmentChange
+
+if TYPE_CHECKING:
+    from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
+    from hpc_elastic.agent.identity import AgentIdentity
+    from hpc_elastic.agent.local_workers import LocalWorkers
+    from hpc_elastic.agent.node_agent import NodeAgent
+    from hpc_elastic.agent.store_server import StoreServer
+    from hpc_elastic.base.clock import Clock
+    from hpc_elastic.base.file_executor import FileExecutor
+    from hpc_elastic.output.pump import LogPump
+    from hpc_elastic.rendezvous.coordination import Coordination
+    from hpc_elastic.rendezvous.peers import NodeInfo
+    from hpc_elastic.rendezvous.state import RoundRecord
+    from hpc_elastic.rendezvous.succession import NodesCutOff
+    from hpc_elastic.run.events import EventLog
+    from hpc_elastic.store.notifier import Notifier
+    from hpc_elastic.workers.spawn import WorkerProcess
+
+
+class Condemned(Struct, frozen=True, kw_only=True):
+    """Workers to end as failures, though none has ended by itself; the round ends with them."""
+
+    reason: str
+    """One line for people."""
+    failure_class: FailureClass
+    """`HANG`: the stacks of all workers are taken first."""
+    ranks: Mapping[int, str] = {}
+    """Local rank → why; empty: no worker of this node is at fault, but this package or a worker elsewhere."""
+
+
+class Place(Struct, frozen=True, kw_only=True):
+    attempt: AttemptPaths
+    host: str
+    node: int
+
+
+class AgentSite(Struct, frozen=True, kw_only=True):
+    me: AgentIdentity
+    info: NodeInfo
+    environ: Mapping[str, str]
+    """The workers', before ``--setup`` and without their ranks."""
+    clock: Clock
+    files: FileExecutor
+    """Does what the loop needs done with files: the loop itself touches none."""
+    events: EventLog
+    pump: LogPump
+    coordination: Coordination
+    notifier: Notifier | None
+    watch: HeartbeatWatch
+    store_server: StoreServer
+    cpus: Sequence[frozenset[int]] = ()
+    """Each worker's, by local rank; empty: all have those of the agent."""
+
+
+class Part:
+    """One feature of an agent. The loop calls all of this from the main thread, and nothing here waits."""
+
+    is_ready = True
+    """The agent asks to be in its first round once all parts are; one that was not calls `NodeAgent.begin_joining`
+    later."""
+    why_fresh = ""
+    """Why the workers that were started last are no forks, though they might be."""
+
+    @property
+    def due(self) -> float | None:
+        """When `look` is to be called next, monotonic; it is called whenever the loop wakes, too."""
+        return None
+
+    @property
+    def pids(self) -> Collection[int]:
+        """The part's own processes, which are no workers."""
+        return ()
+
+    @property
+    def is_stuck(self) -> bool:
+        """A thread still waits for something that does not answer."""
+        return False
+
+    @property
+    def holds_start(self) -> bool:
+        """The workers of a final round are not to be started yet."""
+        return False
+
+    def fileno(self) -> int:
+        """Readable when there is something to `look` at; -1: never."""
+        return -1
+
+    def begin(self) -> None:
+        """The agent has started."""
+
+    def on_setup(self, change: EnvironmentChange) -> None:
+        """The workers' environment is known."""
+
+    def on_join(self, last_round: int) -> None:
+        """The node is about to ask for a round; `last_round` is -1 before the first."""
+
+    def holds_join(self, agent: NodeAgent) -> bool:
+        """The node is not to ask for a round yet."""
+        return False
+
+    def on_record(self, record: RoundRecord, workers: LocalWorkers | None) -> None:
+        """The rendezvous has a newer record."""
+
+    def on_cut_off(self, found: NodesCutOff, record: RoundRecord) -> None:
+        """Nodes live, and no packet of theirs comes through."""
+
+    def fork_workers(
+        self, environments: Sequence[Mapping[str, str]], cpus: Sequence[frozenset[int]] = ()
+    ) -> Sequence[WorkerProcess | None] | None:
+        """A worker with each of `environments`, on those CPUs; None where it, or all, are to be started fresh."""
+        return None
+
+    def environment(self, given: Mapping[str, str]) -> Mapping[str, str]:
+        """Return variables that every worker's environment is to hold beside `given`."""
+        return {}
+
+    def on_start(self, workers: LocalWorkers) -> None:
+        """The workers of a round run."""
+
+    def look(self, agent: NodeAgent) -> Condemned | None:
+        """Take in what has come, in any phase. Returns which workers are to be ended as failures."""
+        return None
+
+    def replace_dead(self, workers: LocalWorkers) -> bool:
+        """Put fresh processes in the places of workers that ended badly. Returns whether the round goes on."""
+        return False
+
+    def before_stop(self) -> None:
+        """The workers are about to be ended."""
+
+    def on_success(self) -> None:
+        """All workers of this node have ended with 0."""
+
+    def close(self) -> None:
+        """The agent ends. May wait for what it ends, in bounded time."""
+
+
+PARTS: tuple[tuple[str, str, Callable[[AgentIdentity], bool]], ...] = (
+    ("hang_detector", "HangDetector", lambda me: True),
+    ("checkpoints", "CheckpointWatch", lambda me: True),
+    ("checkpoints", "PreemptionWatch", lambda me: True),
+    ("setup", "Setup", lambda me: bool(me.spec.setup)),
+    ("restart_group", "RestartGroupWatch", lambda me: True),
+    ("job_nodes", "JobNodes", lambda me: me.attempt.cluster == "slurm"),
+    ("health_checks", "HealthChecks", lambda me: bool(me.spec.health_checks or me.spec.health_check)),
+    ("fork_server", "ForkServer", lambda me: me.spec.start_method is StartMethod.FORKSERVER),
+)
+"""Module here, class with ``for_agent``, and which runs need it; in the order in which the loop calls them."""
+
+
+def make_parts(site: AgentSite) -> list[Part]:
+    """The parts that this run needs."""
+    found: list[Part] = []
+    for module, name, is_needed in PARTS:
+        if is_needed(site.me):
+            made = getattr(import_module(f"hpc_elastic.agent.{module}"), name).for_agent(site)
+            found.append(made)
+    return [*found, site.store_server]
+
+
+def environment_of(parts: Sequence[Part], given: Mapping[str, str]) -> dict[str, str]:
+    """`given`, with what the parts add."""
+    found = dict(given)
+    for part in parts:
+        found.update(part.environment(given))
+    return found
+
+
+def fork_workers(
+    parts: Sequence[Part], environments: Sequence[Mapping[str, str]], cpus: Sequence[frozenset[int]]
+) -> Sequence[WorkerProcess | None]:
+    forked = (part.fork_workers(environments, cpus) for part in parts)
+    return next((found for found in forked if found is not None), [None] * len(environments))

@@ -1,0 +1,75 @@
+"""What the parts of an agent share, for tests: everything that is not given is inert."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
+from hpc_elastic.agent.heartbeats import HeartbeatFolder
+from hpc_elastic.agent.identity import AgentIdentity
+from hpc_elastic.agent.part import AgentSite, Part
+from hpc_elastic.run.attempt import AttemptInfo
+from hpc_elastic.run.option_values import SectionTimeouts
+from hpc_elastic.run.paths import RunPaths
+from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec
+from hpc_elastic.workers.spawn import Inherited
+from hpc_elastic.workers.tree import Tag
+from tests.rigs.fake_clock import FakeClock
+
+FILES: Any = SimpleNamespace(stuck_for=lambda: 0.0, do=lambda job, **_: job(), post=lambda job: None)
+
+
+def silent_watch(clock: Any = None, lease: Any = None) -> HeartbeatWatch:
+    """A watch without a folder: no worker is judged."""
+    return HeartbeatWatch(
+        folder=HeartbeatFolder(None),
+        timeouts=SectionTimeouts(),
+        clock=clock or FakeClock(),
+        files=FILES,
+        lease=lease,
+    )
+
+
+def make_spec(**changes: Any) -> RunSpec:
+    plain: dict[str, Any] = {
+        "run_id": "run",
+        "uid": "0" * 32,
+        "name": "x",
+        "created_ns": 0,
+        "entrypoint": Entrypoint(kind=EntryKind.SCRIPT, target="train.py"),
+        "cwd": "/",
+    }
+    return RunSpec(**{**plain, **changes})
+
+
+def make_site(
+    *, spec: RunSpec, attempt: AttemptInfo, info: Any, run_dir: Path = Path("/run"), **shared: Any
+) -> AgentSite:
+    """`shared`: fields of `AgentSite`."""
+    run = RunPaths(run_dir)
+    me = AgentIdentity(
+        spec=spec,
+        attempt=attempt,
+        run=run,
+        paths=run.attempt(attempt.number),
+        node=info.node,
+        host=info.host,
+        uid=info.uid,
+        tag=Tag(run_uid=spec.uid, node_key="n", agent_uid=info.uid),
+        env={},
+        inherited=Inherited(umask=0o22, core_limit=(0, 0), subreaper=True),
+        furthest_before=-1,
+    )
+    clock = shared.get("clock") or FakeClock()
+    given: dict[str, Any] = {
+        "environ": {},
+        "clock": clock,
+        "files": FILES,
+        "pump": SimpleNamespace(take_losses=lambda: None),
+        "notifier": None,
+        "watch": silent_watch(clock),
+        "store_server": Part(),
+    }
+    return AgentSite(me=me, info=info, **{**given, **shared})
