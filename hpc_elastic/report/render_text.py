@@ -101,7 +101,7 @@ def _cause(document: Document, width: int, *, lines: int | None, most: int | Non
     found = _split_words(clean_line(title), width, most=most or len(title))
     if finding.headline:
         headline = finding.headline
-        if most is None and finding.evidence is not None:
+        if width == _WHOLE and finding.evidence is not None:
             headline = summary_line(finding.evidence.message, limit=_WHOLE) or headline
         found += headline_lines(headline, width, most=most)
     if finding.place:
