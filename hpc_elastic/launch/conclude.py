@@ -242,7 +242,10 @@ class _End:
         paths, spec, site = self._context.paths, self._context.spec, self._context.site
         now_ns = self._context.clock.time_ns()
         seen = node_evidence(history, attempt=self._context.attempt.number)
-        if any(one.round < 0 for one in seen) and self._is_cancelled(asks_slurm=asks_slurm):
+        is_cancelled = self._result.outcome is Outcome.CANCELLED or self._result.cancelled
+        if any(one.round < 0 for one in seen) and (
+            is_cancelled or (asks_slurm and site.ask(near=0.0).condition is JobCondition.ENDED)
+        ):
             seen = tuple(one for one in seen if one.round >= 0)  # the cancel kept agents from starting
         record = self._disk.do(lambda: keep_evidence(paths, seen, now_ns=now_ns), None)
         if record is None:
@@ -270,11 +273,6 @@ class _End:
                 )
             )
         return nodes
-
-    def _is_cancelled(self, *, asks_slurm: bool) -> bool:
-        if self._result.outcome is Outcome.CANCELLED or self._result.cancelled:
-            return True
-        return asks_slurm and self._context.site.ask(near=0.0).condition is JobCondition.ENDED
 
     def _finish(self, history: RunHistory | None) -> None:
         def report() -> bool:
@@ -340,13 +338,7 @@ def _pass_on(verdict: Verdict, result: AttemptResult, path: str, *, exit_code: i
         own["category"] = verdict.category.value
     if verdict.lost_node is not None:
         own["host"] = verdict.lost_node.host
-    write_summary(
-        path,
-        verdict.summary if known else result.reason,
-        now_ns=now_ns,
-        error_code=exit_code,
-        own=own,
-    )
+    write_summary(path, verdict.summary if known else result.reason, now_ns=now_ns, error_code=exit_code, own=own)
 
 
 class LastFiles(Struct, eq=False):

@@ -38,7 +38,7 @@ class RequeueWay(str, Enum):
     NONE = "none"
 
 
-class Arming(Struct, frozen=True, kw_only=True):
+class Arming(Struct, frozen=True):
     way: RequeueWay
     reason: str = ""
     """The reason for no way, or an unusual one."""
@@ -68,29 +68,27 @@ def decide_arming(
     """
     own_script = "the batch script is not one that hpc-elastic submit made"
     if not (spec.requeue and spec.max_requeues > 0):
-        return Arming(way=RequeueWay.NONE, reason="--no-requeue or --max-requeues 0 was given")
+        return Arming(RequeueWay.NONE, "--no-requeue or --max-requeues 0 was given")
     if state is not None and not state.is_batch:
-        return Arming(
-            way=RequeueWay.NONE, reason="this is an allocation of salloc's, and Slurm requeues batch jobs only"
-        )
+        return Arming(RequeueWay.NONE, "this is an allocation of salloc's, and Slurm requeues batch jobs only")
     if spec.requeue_with is RequeueChoice.CHAIN:
         if can_chain:
-            return Arming(way=RequeueWay.CHAIN, reason="--requeue-with chain was given")
-        return Arming(way=RequeueWay.NONE, reason=f"--requeue-with chain: {own_script}")
+            return Arming(RequeueWay.CHAIN, "--requeue-with chain was given")
+        return Arming(RequeueWay.NONE, f"--requeue-with chain: {own_script}")
     if missing:
-        return Arming(way=RequeueWay.NONE, reason=missing)
+        return Arming(RequeueWay.NONE, missing)
     if problem:
-        return Arming(way=RequeueWay.REQUEUE, reason=f"not verified: {problem}")
+        return Arming(RequeueWay.REQUEUE, f"not verified: {problem}")
     if state is None:
-        return Arming(way=RequeueWay.NONE, reason="Slurm does not know this job")
+        return Arming(RequeueWay.NONE, "Slurm does not know this job")
     if state.requeue:
-        return Arming(way=RequeueWay.REQUEUE)
+        return Arming(RequeueWay.REQUEUE)
     why = "this job was submitted with --no-requeue" if site_allows else "the site has JobRequeue=0"
     if spec.requeue_with is RequeueChoice.AUTO and can_chain:
-        return Arming(way=RequeueWay.CHAIN, reason=f"this job may not be requeued: {why}")
+        return Arming(RequeueWay.CHAIN, f"this job may not be requeued: {why}")
     if not site_allows:
-        return Arming(way=RequeueWay.ALLOW, reason=why)
-    return Arming(way=RequeueWay.NONE, reason=f"{why}, or the site's rules say so")
+        return Arming(RequeueWay.ALLOW, why)
+    return Arming(RequeueWay.NONE, f"{why}, or the site's rules say so")
 
 
 def back_off(idle: int) -> float:

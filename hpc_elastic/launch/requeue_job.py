@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import threading
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock
+from hpc_elastic.base.file_executor import repeat
 from hpc_elastic.launch.requeue import RequeueWay
 from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId
@@ -191,18 +191,17 @@ class JobRequeuer(Struct, eq=False):
 
     def _update(self, action: Callable[[], None], patience: float) -> str | None:
         """Repeat until it is done, or impossible. Returns why not."""
-        deadline = self.clock.monotonic() + patience
-        while True:
-            try:
-                action()
-                return None
-            except (SlurmUnavailableError, JobNotPendingError) as error:
-                # Not pending: the requeue is on its way, or it runs again already, and then it stays so.
-                if self.clock.monotonic() >= deadline or self._runs_again():
-                    return str(error)
-                self.clock.wait(threading.Event(), UPDATE_RETRY)
-            except SlurmError as error:
-                return str(error)
+
+        def again(error: BaseException) -> bool:
+            # Not pending: the requeue is on its way, or it runs again already, and then it stays so.
+            passing = isinstance(error, SlurmUnavailableError | JobNotPendingError)
+            return passing and patience > 0 and not self._runs_again()
+
+        try:
+            repeat(action, again=again, within=patience, clock=self.clock, pause=lambda last: UPDATE_RETRY)
+        except SlurmError as error:
+            return str(error)
+        return None
 
     def _runs_again(self) -> bool:
         try:
@@ -246,21 +245,19 @@ class JobRequeuer(Struct, eq=False):
         return Requeued(summary=summary, next_job=found[0])
 
     def _patiently(self, action: Callable[[], None]) -> None:
-        deadline = self.clock.monotonic() + CONTROLLER_PATIENCE
         is_logged = False
-        while True:
-            try:
-                action()
-                return
-            except SlurmUnavailableError as error:
-                # The controller restarts, or is overrun: the job would be lost for what passes in minutes.
-                left = deadline - self.clock.monotonic()
-                if left <= 0:
-                    raise
-                if not is_logged:
-                    logger.warning("%s; trying again for up to %.0f s", error, left)
-                is_logged = True
-                self.clock.wait(threading.Event(), CONTROLLER_RETRY)
+
+        def again(error: BaseException) -> bool:
+            # The controller restarts, or is overrun: the job would be lost for what passes in minutes.
+            nonlocal is_logged
+            if not isinstance(error, SlurmUnavailableError):
+                return False
+            if not is_logged:
+                logger.warning("%s; trying again for up to %.0f s", error, CONTROLLER_PATIENCE)
+            is_logged = True
+            return True
+
+        repeat(action, again=again, within=CONTROLLER_PATIENCE, clock=self.clock, pause=lambda last: CONTROLLER_RETRY)
 
 
 def follow_on_arguments(job: JobId, plan: NextAttempt, *, array_task: str | None = None) -> Sequence[str]:

@@ -150,10 +150,10 @@ def read_status(paths: RunPaths, *, clock: Clock, looks_at_output: bool = False)
         "created_ns": spec.created_ns if spec else 0,
         "bad_nodes": load_record(paths.nodes_json).excluded,
     }
-    number = _newest_attempt(paths)
-    if number is None:
+    begun = paths.attempts()
+    if not begun:
         return RunStatus(**known, state=RunState.SUBMITTED, problem=problem)
-    attempt = paths.attempt(number)
+    attempt, number = begun[-1], begun[-1].number
     known.update(attempt=number, requeues_used=number)
     info: AttemptInfo | None = None
     try:
@@ -164,7 +164,8 @@ def read_status(paths: RunPaths, *, clock: Clock, looks_at_output: bool = False)
         problem = problem or str(error)
     record: RoundRecord | None = None
     try:
-        record = _newest_record(attempt, known["run_id"], clock)
+        if attempt.store.is_dir():  # a store would be made otherwise
+            record = RoundLog(FileStore(attempt.store, clock=clock, largest=_LARGEST_RECORD), known["run_id"]).latest()
     except (OSError, HpcElasticError) as error:
         problem = problem or f"the rounds can't be read: {error}"
     if record is not None:
@@ -286,17 +287,6 @@ def state_of(record: RoundRecord | None, exit_code: int | None) -> RunState:
     if record.status is Status.CLOSED:
         return RunState.ENDING
     return RunState.TRAINING if record.notice is None else RunState.SAVING
-
-
-def _newest_attempt(paths: RunPaths) -> int | None:
-    begun = paths.attempts()
-    return begun[-1].number if begun else None
-
-
-def _newest_record(attempt: AttemptPaths, run_id: str, clock: Clock) -> RoundRecord | None:
-    if not attempt.store.is_dir():
-        return None  # nor is it made here
-    return RoundLog(FileStore(attempt.store, clock=clock, largest=_LARGEST_RECORD), run_id).latest()
 
 
 def _round(record: RoundRecord, nodes: Sequence[str]) -> Mapping[str, Any]:

@@ -41,12 +41,7 @@ _COMPLAINT = re.compile(
 
 class _Step:
     def __init__(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str],
-        nodes: set[int],
-        umask: int,
-        keep: Sequence[int],
+        self, argv: Sequence[str], env: Mapping[str, str], nodes: set[int], umask: int, keep: Sequence[int]
     ) -> None:
         self.nodes = nodes
         self.ended: set[int] = set()

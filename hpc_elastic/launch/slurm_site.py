@@ -168,7 +168,7 @@ class SlurmSite(Site):
         try:
             if arming.way is RequeueWay.ALLOW:
                 self._client.allow_requeue(self._id)
-                return Arming(way=RequeueWay.REQUEUE, reason=f"{arming.reason}; it was set for this job")
+                return Arming(RequeueWay.REQUEUE, f"{arming.reason}; it was set for this job")
             if arming.way is RequeueWay.CHAIN:
                 why = self._client.would_run(str(self._script), extra=self._placement)
                 if why is not None and is_limit(why):
@@ -176,13 +176,13 @@ class SlurmSite(Site):
                     reason = (
                         f"{arming.reason}; a job more would be refused now, so it is tried at this one's end: {why}"
                     )
-                    return Arming(way=arming.way, reason=reason)
+                    return Arming(arming.way, reason)
                 if why is not None:
-                    return Arming(way=RequeueWay.NONE, reason=f"no job can be submitted from here: {why}")
+                    return Arming(RequeueWay.NONE, f"no job can be submitted from here: {why}")
         except SlurmUnavailableError as error:
-            return Arming(way=arming.way, reason=f"{arming.reason}; not verified: {error}")
+            return Arming(arming.way, f"{arming.reason}; not verified: {error}")
         except SlurmError as error:
-            return Arming(way=RequeueWay.NONE, reason=f"{arming.reason}, and nothing else is possible: {error}")
+            return Arming(RequeueWay.NONE, f"{arming.reason}, and nothing else is possible: {error}")
         return arming
 
     def launcher(self, spec: RunSpec, paths: RunPaths, attempt: AttemptInfo) -> SlurmLauncher:

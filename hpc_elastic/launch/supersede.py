@@ -320,11 +320,7 @@ class EarlierAttempts:
             logger.warning("attempt %d was not seen to end everywhere; this attempt starts now: %s", number, rule)
         self._context.events.write(
             AttemptSuperseded(
-                superseded=number,
-                ended=tuple(ended),
-                silent=tuple(silent),
-                seconds=round(seconds, 3),
-                reason=rule,
+                superseded=number, ended=tuple(ended), silent=tuple(silent), seconds=round(seconds, 3), reason=rule
             )
         )
 

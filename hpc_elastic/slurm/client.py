@@ -20,7 +20,6 @@ from hpc_elastic.slurm import commands
 from hpc_elastic.slurm.cluster_facts import PartitionNodes, SlurmConfig, parse_show_config, parse_sinfo_nodes
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import (
-    ErrorKind,
     SlurmAnswerError,
     SlurmError,
     SlurmMissingError,
@@ -271,13 +270,10 @@ class SlurmClient:
             del argv[1:3]  # -M takes an accounting that answers, and not every site has one
         try:
             result = self._run_quietly(what, argv, tries=tries)
-        except SlurmUnavailableError as error:
-            self._on_answer(error)
-            raise
         except SlurmMissingError:
             raise
-        except SlurmError:
-            self._on_answer(None)
+        except SlurmError as error:
+            self._on_answer(error if isinstance(error, SlurmUnavailableError) else None)
             raise
         self._on_answer(None)
         return result
@@ -299,14 +295,13 @@ class SlurmClient:
                 what=what, why=f"{argv[0]} did not answer in {seconds:.0f} s", argv=tuple(argv)
             ) from None
         text = result.stderr if result.stderr.strip() else result.stdout
-        kind = classify(text)
+        error = classify(text)
         if result.rc == 0:
             if not _is_no_answer(argv, result):
                 return result
-            kind = ErrorKind.UNAVAILABLE if kind is ErrorKind.OTHER else kind
-        error: type[SlurmError] = kind.value
+            error = SlurmUnavailableError if error is SlurmError else error
         why = one_line(text) or f"{argv[0]} exited with {result.rc} and printed nothing"
-        if kind is ErrorKind.UNAVAILABLE:
+        if error is SlurmUnavailableError:
             why += f" (after {self._clock.monotonic() - began:.0f} s)"
         raise _failure(error, what=what, why=why, argv=argv, result=result)
 

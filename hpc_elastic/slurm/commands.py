@@ -76,11 +76,7 @@ class JobId(Struct, frozen=True):
 
 
 def srun_agents(
-    nodes: int,
-    command: Sequence[str],
-    *,
-    exclude: Iterable[str] = (),
-    extra: Sequence[str] = (),
+    nodes: int, command: Sequence[str], *, exclude: Iterable[str] = (), extra: Sequence[str] = ()
 ) -> list[str]:
     """One task on each of `nodes` nodes of the allocation, with all of the job's CPUs there.
 

@@ -6,7 +6,6 @@ Checked on the messages of 20.11, 22.05, 24.11 and 26.05.
 from __future__ import annotations
 
 import re
-from enum import Enum
 from typing import Any
 
 from hpc_elastic.errors import HpcElasticError
@@ -79,24 +78,13 @@ class MaybeSubmittedError(SlurmError):
     """sbatch failed, and Slurm does not show whether it took the job: it may yet."""
 
 
-class ErrorKind(Enum):
-    UNAVAILABLE = SlurmUnavailableError
-    UNKNOWN_JOB = UnknownJobError
-    PERMISSION = SlurmPermissionError
-    REQUEUE_DISABLED = RequeueDisabledError
-    NOT_PENDING = JobNotPendingError
-    FINISHED = JobFinishedError
-    INVALID_NODE = InvalidNodeError
-    OTHER = SlurmError
-
-
 # In this order: a message may hold more than one. "Unexpected message received" is what `scontrol requeue` says
 # without a controller (all versions tried).
-_PATTERNS: tuple[tuple[ErrorKind, re.Pattern[str]], ...] = tuple(
-    (kind, re.compile(pattern, re.IGNORECASE))
-    for kind, pattern in (
+_PATTERNS: tuple[tuple[type[SlurmError], re.Pattern[str]], ...] = tuple(
+    (error, re.compile(pattern, re.IGNORECASE))
+    for error, pattern in (
         (
-            ErrorKind.UNAVAILABLE,
+            SlurmUnavailableError,
             r"unable to contact slurm controller|unexpected message received|could not establish a configuration source"
             r"|socket timed out|zero bytes were transmitted|connection refused|connection timed out|no route to host"
             r"|protocol authentication error|munge encode failed|standby mode|resource temporarily unavailable"
@@ -105,12 +93,12 @@ _PATTERNS: tuple[tuple[ErrorKind, re.Pattern[str]], ...] = tuple(
             r"|can'?t? be reached now|problem talking to (?:the )?database|unable to connect to database"
             r"|no cluster '.*' known by database",
         ),
-        (ErrorKind.REQUEUE_DISABLED, r"requested operation is presently disabled"),
-        (ErrorKind.NOT_PENDING, r"job is no longer pending execution"),
-        (ErrorKind.FINISHED, r"job has already finished|already completing or completed"),
-        (ErrorKind.UNKNOWN_JOB, r"invalid job id"),
-        (ErrorKind.PERMISSION, r"access/permission denied|invalid user id"),
-        (ErrorKind.INVALID_NODE, r"invalid node name specified"),
+        (RequeueDisabledError, r"requested operation is presently disabled"),
+        (JobNotPendingError, r"job is no longer pending execution"),
+        (JobFinishedError, r"job has already finished|already completing or completed"),
+        (UnknownJobError, r"invalid job id"),
+        (SlurmPermissionError, r"access/permission denied|invalid user id"),
+        (InvalidNodeError, r"invalid node name specified"),
     )
 )
 _PREFIX = re.compile(
@@ -118,12 +106,9 @@ _PREFIX = re.compile(
 )
 
 
-def classify(text: str) -> ErrorKind:
+def classify(text: str) -> type[SlurmError]:
     """The error that the text of a failed command means."""
-    for kind, pattern in _PATTERNS:
-        if pattern.search(text):
-            return kind
-    return ErrorKind.OTHER
+    return next((error for error, pattern in _PATTERNS if pattern.search(text)), SlurmError)
 
 
 def is_limit(why: str) -> bool:

@@ -33,6 +33,10 @@ class JobEnvironmentError(UsageError):
         HpcElasticError.__init__(self, **facts)
 
 
+def _wrong(variable: str, value: str, why: str) -> JobEnvironmentError:
+    return JobEnvironmentError(variable=variable, value=value, why=why)
+
+
 class NodeFacts(Struct, frozen=True, kw_only=True):
     """The node of this process, by the environment."""
 
@@ -149,17 +153,15 @@ class _Reader:
             return default
         name, value = found
         if not (value.isascii() and value.isdigit() and len(value) < 20 and int(value) < _MAX_NUMBER):
-            raise JobEnvironmentError(variable=name, value=value, why="is not a number")
+            raise _wrong(name, value, "is not a number")
         return int(value)
 
     def need_number(self, *names: str, below: tuple[str, int] | None = None) -> int:
         value = self.number(*names)
         if value is None:
-            raise JobEnvironmentError(
-                variable=names[0], value="", why="is missing, though this is a task of a Slurm step"
-            )
+            raise _wrong(names[0], "", "is missing, though this is a task of a Slurm step")
         if below is not None and value >= below[1]:
-            raise JobEnvironmentError(variable=names[0], value=str(value), why=f"is not below {below[0]}={below[1]}")
+            raise _wrong(names[0], str(value), f"is not below {below[0]}={below[1]}")
         return value
 
     def optional_id(self, *names: str) -> str | None:
@@ -169,11 +171,9 @@ class _Reader:
     def job_id(self, *names: str) -> str:
         value = self.number(*names)
         if value is None:
-            raise JobEnvironmentError(
-                variable=names[0], value="", why="is missing: this process is not in a Slurm job; try --cluster local"
-            )
+            raise _wrong(names[0], "", "is missing: this process is not in a Slurm job; try --cluster local")
         if value == 0:
-            raise JobEnvironmentError(variable=names[0], value="0", why="is not a job's id")
+            raise _wrong(names[0], "0", "is not a job's id")
         return str(value)
 
     def nodes(self, *names: str) -> tuple[str, ...] | None:
@@ -184,9 +184,9 @@ class _Reader:
         try:
             nodes = expand(value)
         except HostlistError as error:
-            raise JobEnvironmentError(variable=name, value=value, why=f"is not a list of hosts: {error.why}") from None
+            raise _wrong(name, value, f"is not a list of hosts: {error.why}") from None
         if len(set(nodes)) != len(nodes):
-            raise JobEnvironmentError(variable=name, value=value, why="names a host twice")
+            raise _wrong(name, value, "names a host twice")
         return nodes
 
     def parsed(self, parse: Callable[[str], T], *names: str) -> T | None:
@@ -196,7 +196,7 @@ class _Reader:
         try:
             return parse(found[1])
         except ValueError as error:
-            raise JobEnvironmentError(variable=found[0], value=found[1], why=str(error)) from None
+            raise _wrong(found[0], found[1], str(error)) from None
 
     def devices(self, *names: str) -> int | None:
         for name in names:
@@ -218,7 +218,7 @@ def _in_task(reader: _Reader) -> bool:
     try:
         step = int(value)
     except ValueError:
-        raise JobEnvironmentError(variable=name, value=value, why="is not a number") from None
+        raise _wrong(name, value, "is not a number") from None
     if not 0 <= step < 0xFFFFFFF0:
         return False
     nodes = reader.nodes("SLURM_STEP_NODELIST") or ()
@@ -238,16 +238,14 @@ def _in_task(reader: _Reader) -> bool:
 def _job_nodes(reader: _Reader) -> tuple[str, ...]:
     listed = reader.nodes("SLURM_JOB_NODELIST", "SLURM_NODELIST")
     if not listed:
-        raise JobEnvironmentError(
-            variable="SLURM_JOB_NODELIST",
-            value="",
-            why="is missing, though SLURM_JOB_ID is there; outside of a job, unset SLURM_JOB_ID; in a job, restore it",
+        raise _wrong(
+            "SLURM_JOB_NODELIST",
+            "",
+            "is missing, though SLURM_JOB_ID is there; outside of a job, unset SLURM_JOB_ID; in a job, restore it",
         )
     count = reader.number("SLURM_JOB_NUM_NODES")
     if count is not None and count != len(listed):
-        raise JobEnvironmentError(
-            variable="SLURM_JOB_NUM_NODES", value=str(count), why=f"but SLURM_JOB_NODELIST names {len(listed)} nodes"
-        )
+        raise _wrong("SLURM_JOB_NUM_NODES", str(count), f"but SLURM_JOB_NODELIST names {len(listed)} nodes")
     return listed
 
 
@@ -256,17 +254,13 @@ def _task_facts(reader: _Reader) -> TaskFacts:
     num_nodes = reader.number("SLURM_STEP_NUM_NODES", default=len(step_nodes))
     assert num_nodes is not None
     if num_nodes != len(step_nodes):
-        raise JobEnvironmentError(
-            variable="SLURM_STEP_NUM_NODES",
-            value=str(num_nodes),
-            why=f"but SLURM_STEP_NODELIST names {len(step_nodes)}",
-        )
+        raise _wrong("SLURM_STEP_NUM_NODES", str(num_nodes), f"but SLURM_STEP_NODELIST names {len(step_nodes)}")
     tasks_per_node = reader.parsed(expand_counts, "SLURM_STEP_TASKS_PER_NODE") or ()
     if tasks_per_node and len(tasks_per_node) != num_nodes:
-        raise JobEnvironmentError(
-            variable="SLURM_STEP_TASKS_PER_NODE",
-            value=reader.text("SLURM_STEP_TASKS_PER_NODE") or "",
-            why=f"is for {len(tasks_per_node)} nodes, but the step has {num_nodes}",
+        raise _wrong(
+            "SLURM_STEP_TASKS_PER_NODE",
+            reader.text("SLURM_STEP_TASKS_PER_NODE") or "",
+            f"is for {len(tasks_per_node)} nodes, but the step has {num_nodes}",
         )
     num_tasks = reader.need_number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
     return TaskFacts(

@@ -11,7 +11,7 @@ from enum import Enum
 
 from msgspec import Struct
 
-from hpc_elastic.slurm.errors import ErrorKind, classify
+from hpc_elastic.slurm.errors import SlurmError, classify
 from hpc_elastic.slurm.notation import HostlistError, expand
 
 
@@ -43,10 +43,7 @@ _RULES = tuple(
         (SrunEventKind.TASK_EXITED, _TASKS + r"(?P<detail>Exited with exit code (?P<code>\d+).*)"),
         (SrunEventKind.TASK_KILLED, _TASKS + r"(?P<detail>.*)"),
         (SrunEventKind.NODE_FAILED, r"srun: error: Node failure on (?P<nodes>\S+)"),
-        (
-            SrunEventKind.LAUNCH_FAILED,
-            r"srun: error: Task launch for .*?failed on node (?P<nodes>\S+): (?P<detail>.*)",
-        ),
+        (SrunEventKind.LAUNCH_FAILED, r"srun: error: Task launch for .*?failed on node (?P<nodes>\S+): (?P<detail>.*)"),
         (
             SrunEventKind.STEP_REFUSED,
             r"srun: error: (?:Unable to create (?:job )?step|Unable to confirm allocation |Unable to allocate resources"
@@ -72,7 +69,7 @@ def complaint_of(line: str) -> str:
 
 def is_passing(complaint: str) -> bool:
     """Whether the reason is momentary, or one node's: another start may do better."""
-    return classify(complaint) is not ErrorKind.OTHER or bool(_PASSING.search(complaint))
+    return classify(complaint) is not SlurmError or bool(_PASSING.search(complaint))
 
 
 def parse_srun_line(line: str) -> SrunEvent | None:

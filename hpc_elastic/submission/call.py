@@ -431,8 +431,4 @@ def job_id_of(env: Mapping[str, str], run_dir: Path) -> str:
 
 def submitit_variables(env: Mapping[str, str], place: WorkerPlace, terms: CallTerms) -> dict[str, str]:
     """The variables by which ``submitit.JobEnvironment()`` recognises our workers."""
-    return {
-        EXECUTOR_VARIABLE: "elastic",
-        FOLDER_VARIABLE: terms.folder,
-        JOB_VARIABLE: job_id_of(env, place.run_dir),
-    }
+    return {EXECUTOR_VARIABLE: "elastic", FOLDER_VARIABLE: terms.folder, JOB_VARIABLE: job_id_of(env, place.run_dir)}

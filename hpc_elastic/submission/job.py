@@ -33,7 +33,8 @@ from hpc_elastic.submission.outcome import ElasticJobFailedError, ElasticJobUnco
 SLURM_SECONDS = 30.0
 FORGOTTEN = "UNKNOWN"
 """Slurm does not know the job (any more), or could not be asked."""
-_WITHOUT_A_START = frozenset(("CANCELLED", "DEADLINE", "REVOKED"))
+_WITHOUT_A_START = ("CANCELLED", "DEADLINE", "REVOKED")
+"""A job in one of these states, of which nothing else is known, has never run."""
 
 
 def slurm_client() -> SlurmClient:
@@ -78,15 +79,6 @@ class ElasticWatcher(InfoWatcher):  # type: ignore[misc]
     def look_again_at(self, job_id: str) -> None:
         """Ask again about a job that seemed to have ended: it may be back in the queue."""
         self._finished.discard(job_id)
-
-
-def is_over(state: str) -> bool:
-    return JobState(job_id="", state=state, reason="").phase is JobPhase.FINISHED
-
-
-def is_over_before_it_began(state: str) -> bool:
-    """Whether a job in this state, of which nothing else is known, has never run."""
-    return state in _WITHOUT_A_START
 
 
 def _info(job_id: str, state: JobState | None) -> dict[str, str]:
@@ -252,7 +244,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
             self.watcher.look_again_at(job_id)  # it may be requeued at this moment
         state = self.watcher.get_state(job_id, mode="force" if force else "standard")
         if state != FORGOTTEN:
-            return is_over(state)
+            return JobState(job_id="", state=state, reason="").phase is JobPhase.FINISHED
         begun = self._run.begun_attempts()
         silent = silent_for(self._run, begun[-1].number if begun else None, now_ns=time.time_ns())
         return self.watcher.answers_about(job_id) > 0 and (silent is None or silent >= FORGOTTEN_SECONDS)
@@ -264,7 +256,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         """Whether it surely never began. Files of one that did may be seen here only later."""
         if self.cluster != "slurm":
             return True
-        return is_over_before_it_began(self.watcher.get_state(self._watched, mode="cache"))
+        return self.watcher.get_state(self._watched, mode="cache") in _WITHOUT_A_START
 
     def wait(self) -> None:
         """Return when it is `done`."""
