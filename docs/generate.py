@@ -300,10 +300,10 @@ def states_page() -> str:
 
 def signals_page() -> str:
     """The table, with what is the same for several words of Slurm's, or for both hearers, in one row."""
-    said: dict[tuple[str, tuple[str, ...], signals.Row], list[str]] = {}
+    said: dict[tuple[str, tuple[str, ...], signals.Reaction], list[str]] = {}
     for call, halves in signals.TABLE.items():
         for condition in signals.JobCondition:
-            found: dict[signals.Row, list[str]] = {}
+            found: dict[signals.Reaction, list[str]] = {}
             for heard_by, rows in halves.items():
                 if condition in rows:
                     found.setdefault(rows[condition], []).append(heard_by.value)
@@ -321,7 +321,7 @@ def signals_page() -> str:
     return SIGNALS_INTRODUCTION + "\n".join(lines) + "\n" + SIGNALS_END
 
 
-def _who_requeues(row: signals.Row, words: list[str]) -> str:
+def _who_requeues(row: signals.Reaction, words: list[str]) -> str:
     if row.meaning is signals.Meaning.CANCEL:
         return "nobody"
     return "Slurm has" if words == [signals.JobCondition.REQUEUED.value] else "we do"

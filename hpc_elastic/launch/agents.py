@@ -26,7 +26,7 @@ from msgspec.structs import replace
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import REFUSED_CODE, STORE_LOST_CODE, UNHEALTHY_CODE, ExitCode, GivenUp
 from hpc_elastic.base.text import plural
-from hpc_elastic.launch.site import AgentEnded, Launcher, describe_code
+from hpc_elastic.launch.site import AgentEnd, Launcher, describe_code
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.state import RoundRecord, node_of
 from hpc_elastic.run.events import EventLog
@@ -122,7 +122,7 @@ class _Relaunch(Struct, frozen=True, kw_only=True):
     at: float
     look: int
     """This look at the log comes first: the agent may have ended because the run has."""
-    ended: AgentEnded
+    ended: AgentEnd
     has_waited: bool = False
 
 
@@ -216,7 +216,7 @@ class Agents(Struct, eq=False):
 
     # -- an agent's end ----------------------------------------------------------------------------------------------
 
-    def _handle_ended(self, ended: AgentEnded) -> None:
+    def _handle_ended(self, ended: AgentEnd) -> None:
         node, name = ended.node, self.names[ended.node]
         if not ended.started and not ended.gone and self._is_tried_later(ended):
             return
@@ -243,7 +243,7 @@ class Agents(Struct, eq=False):
             self._relaunches[node] = _Relaunch(at=self.clock.monotonic() + SETTLE_SECONDS, look=look, ended=ended)
             self.ask(lambda participant: participant.refresh(look))
 
-    def _is_tried_later(self, ended: AgentEnded) -> bool:
+    def _is_tried_later(self, ended: AgentEnd) -> bool:
         """Whether the end only shows that a lost node is not back yet, or lacks mounts."""
         trial = self._trials.get(ended.node)
         if trial is None or trial.at is not None or trial.trials >= MAX_TRIALS:

@@ -26,7 +26,7 @@ from hpc_elastic.launch.requeue import RequeueAction
 from hpc_elastic.launch.requeue_job import NextAttempt, Requeued
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
 from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
-from hpc_elastic.launch.site import AgentEnded, Site, agent_command, attempt_facts, describe_code, node_mark
+from hpc_elastic.launch.site import AgentEnd, Site, agent_command, attempt_facts, describe_code, node_mark
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec
@@ -278,7 +278,7 @@ class LocalLauncher:
         self._umask = umask
         self._agents: dict[int, tuple[int, AgentProcess]] = {}
         """pidfd → node, process."""
-        self._failed: list[AgentEnded] = []
+        self._failed: list[AgentEnd] = []
         self.unlaunched: Mapping[int, str] = {}
         self._dead_since: dict[int, float] = {}
         self._has_killed = False
@@ -296,7 +296,7 @@ class LocalLauncher:
         try:
             process = AgentProcess(self._command(node), env=self._environment(node), umask=self._umask)
         except OSError as error:
-            self._failed.append(AgentEnded(node=node, code=None, detail=str(error), started=False))
+            self._failed.append(AgentEnd(node=node, code=None, detail=str(error), started=False))
             return
         self._agents[os.pidfd_open(process.pid)] = (node, process)
 
@@ -309,7 +309,7 @@ class LocalLauncher:
         dead = [since + HUNG_DEAD_SECONDS for since in self._dead_since.values()]
         return min([self._looked_at + HUNG_LOOK_SECONDS, *dead]) if self._agents else None
 
-    def take(self) -> list[AgentEnded]:
+    def take(self) -> list[AgentEnd]:
         ended, self._failed = self._failed, []
         self._looked_at = time.monotonic()
         for fd in list(self._agents):
@@ -320,7 +320,7 @@ class LocalLauncher:
             os.close(fd)
             del self._agents[fd]
             self._dead_since.pop(process.pid, None)
-            ended.append(AgentEnded(node=node, code=code, detail=describe_code(code)))
+            ended.append(AgentEnd(node=node, code=code, detail=describe_code(code)))
         return ended
 
     def _is_hung_dead(self, pid: int) -> bool:

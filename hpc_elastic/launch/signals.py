@@ -25,7 +25,7 @@ from hpc_elastic.run.events import EventLog
 from hpc_elastic.run.supervisor_events import SignalDecided
 
 
-class Call(str, Enum):
+class Heard(str, Enum):
     NOTICE = "notice (SIGUSR2)"
     END = "SIGTERM"
     INTERRUPT = "SIGINT, SIGHUP"
@@ -64,7 +64,7 @@ class Deadline(str, Enum):
     KILL_WAIT = "KillWait"
 
 
-class Row(Struct, frozen=True):
+class Reaction(Struct, frozen=True):
     """With END_TIME and GRACE workers may save first; with KILL_WAIT everything ends at once."""
 
     meaning: Meaning
@@ -75,29 +75,29 @@ class Row(Struct, frozen=True):
         return self.deadline is not Deadline.KILL_WAIT
 
 
-_ENDS: Mapping[JobCondition, Row] = {
-    JobCondition.PREEMPTED: Row(Meaning.PREEMPT, Deadline.KILL_WAIT),
-    JobCondition.TIME_LIMIT: Row(Meaning.LIMIT, Deadline.KILL_WAIT),
-    JobCondition.REQUEUED: Row(Meaning.REQUEUE, Deadline.KILL_WAIT),
-    JobCondition.ENDED: Row(Meaning.CANCEL, Deadline.KILL_WAIT),
+_ENDS: Mapping[JobCondition, Reaction] = {
+    JobCondition.PREEMPTED: Reaction(Meaning.PREEMPT, Deadline.KILL_WAIT),
+    JobCondition.TIME_LIMIT: Reaction(Meaning.LIMIT, Deadline.KILL_WAIT),
+    JobCondition.REQUEUED: Reaction(Meaning.REQUEUE, Deadline.KILL_WAIT),
+    JobCondition.ENDED: Reaction(Meaning.CANCEL, Deadline.KILL_WAIT),
 }
 """Slurm has begun to end the job: its SIGKILL is KillWait away."""
-_PREEMPTING: Mapping[JobCondition, Row] = {JobCondition.PREEMPTING: Row(Meaning.PREEMPT, Deadline.END_TIME)}
-_NEAR_LIMIT: Mapping[JobCondition, Row] = {JobCondition.NEAR_LIMIT: Row(Meaning.LIMIT, Deadline.END_TIME)}
-_CANCEL = Row(Meaning.CANCEL, Deadline.KILL_WAIT)
-_NOTICE: Mapping[JobCondition, Row] = {
+_PREEMPTING: Mapping[JobCondition, Reaction] = {JobCondition.PREEMPTING: Reaction(Meaning.PREEMPT, Deadline.END_TIME)}
+_NEAR_LIMIT: Mapping[JobCondition, Reaction] = {JobCondition.NEAR_LIMIT: Reaction(Meaning.LIMIT, Deadline.END_TIME)}
+_CANCEL = Reaction(Meaning.CANCEL, Deadline.KILL_WAIT)
+_NOTICE: Mapping[JobCondition, Reaction] = {
     **_ENDS,
     **_PREEMPTING,
     **_NEAR_LIMIT,
-    JobCondition.RUNNING: Row(Meaning.REQUEUE, Deadline.GRACE),  # by hand: hpc-elastic requeue
-    JobCondition.SILENT: Row(Meaning.LIMIT, Deadline.GRACE),
-    JobCondition.NO_SLURM: Row(Meaning.REQUEUE, Deadline.GRACE),
+    JobCondition.RUNNING: Reaction(Meaning.REQUEUE, Deadline.GRACE),  # by hand: hpc-elastic requeue
+    JobCondition.SILENT: Reaction(Meaning.LIMIT, Deadline.GRACE),
+    JobCondition.NO_SLURM: Reaction(Meaning.REQUEUE, Deadline.GRACE),
 }
 
-TABLE: Mapping[Call, Mapping[HeardBy, Mapping[JobCondition, Row]]] = MappingProxyType(
+TABLE: Mapping[Heard, Mapping[HeardBy, Mapping[JobCondition, Reaction]]] = MappingProxyType(
     {
-        Call.NOTICE: {HeardBy.BATCH: _NOTICE, HeardBy.AGENTS: _NOTICE},
-        Call.END: {
+        Heard.NOTICE: {HeardBy.BATCH: _NOTICE, HeardBy.AGENTS: _NOTICE},
+        Heard.END: {
             HeardBy.BATCH: {
                 **_ENDS,
                 **_PREEMPTING,
@@ -112,16 +112,16 @@ TABLE: Mapping[Call, Mapping[HeardBy, Mapping[JobCondition, Row]]] = MappingProx
                 **_NEAR_LIMIT,  # a user's own --signal=TERM@60
                 JobCondition.RUNNING: _CANCEL,
                 # Of all that Slurm does, only a preemption's grace begins with the tasks alone.
-                JobCondition.SILENT: Row(Meaning.PREEMPT, Deadline.GRACE),
+                JobCondition.SILENT: Reaction(Meaning.PREEMPT, Deadline.GRACE),
                 JobCondition.NO_SLURM: _CANCEL,
             },
         },
-        Call.INTERRUPT: {
+        Heard.INTERRUPT: {
             HeardBy.BATCH: dict.fromkeys(JobCondition, _CANCEL),
             HeardBy.AGENTS: dict.fromkeys(JobCondition, _CANCEL),
         },
         # What is being ended sends its signal as well.
-        Call.LOOK: {HeardBy.BATCH: {**_PREEMPTING, **_NEAR_LIMIT}},
+        Heard.LOOK: {HeardBy.BATCH: {**_PREEMPTING, **_NEAR_LIMIT}},
     }
 )
 
@@ -153,14 +153,14 @@ class SignalDecision(Struct, frozen=True, kw_only=True):
         return f"{self.meaning.value}; Slurm: {self.held}" if self.held else self.meaning.value
 
 
-def call_of(number: signal.Signals) -> Call:
+def call_of(number: signal.Signals) -> Heard:
     if number is signal.SIGUSR2:
-        return Call.NOTICE
-    return Call.END if number is signal.SIGTERM else Call.INTERRUPT
+        return Heard.NOTICE
+    return Heard.END if number is signal.SIGTERM else Heard.INTERRUPT
 
 
 def decide_signal(
-    call: Call, heard_by: HeardBy, answer: SlurmAnswer, *, grace: float, kill_wait: float | None
+    call: Heard, heard_by: HeardBy, answer: SlurmAnswer, *, grace: float, kill_wait: float | None
 ) -> SignalDecision | None:
     """Decide what to do about a call; None: nothing.
 
@@ -257,7 +257,7 @@ class SignalResolver(Struct, eq=False):
         """
         call = call_of(number)
         # A person at a terminal does not wait for Slurm's answer.
-        answer = SlurmAnswer(JobCondition.NO_SLURM) if call is Call.INTERRUPT else self.ask(self.grace + EARLY_NOTICE)
+        answer = SlurmAnswer(JobCondition.NO_SLURM) if call is Heard.INTERRUPT else self.ask(self.grace + EARLY_NOTICE)
         decision = decide_signal(call, heard_by, answer, grace=self.grace, kill_wait=self.kill_wait)
         assert decision is not None, "the table has a row for each signal"
         if ends_in is not None:
@@ -280,11 +280,11 @@ class SignalResolver(Struct, eq=False):
                 self.due = self.clock.monotonic() + answer.seconds_left - lead + LATE_LOOK
                 return None
             answer = replace(answer, condition=JobCondition.NEAR_LIMIT)
-        decision = decide_signal(Call.LOOK, HeardBy.BATCH, answer, grace=self.grace, kill_wait=self.kill_wait)
-        return decision and self._log(decision, Call.LOOK, HeardBy.BATCH, answer, "no notice was given")
+        decision = decide_signal(Heard.LOOK, HeardBy.BATCH, answer, grace=self.grace, kill_wait=self.kill_wait)
+        return decision and self._log(decision, Heard.LOOK, HeardBy.BATCH, answer, "no notice was given")
 
     def _log(
-        self, decision: SignalDecision, call: Call, heard_by: HeardBy, answer: SlurmAnswer, reason: str
+        self, decision: SignalDecision, call: Heard, heard_by: HeardBy, answer: SlurmAnswer, reason: str
     ) -> SignalDecision:
         self.events.write(
             SignalDecided(

@@ -22,7 +22,7 @@ from hpc_elastic.run.spec import RunSpec
 from hpc_elastic.workers.tree import node_key
 
 
-class AgentEnded(Struct, frozen=True, kw_only=True):
+class AgentEnd(Struct, frozen=True, kw_only=True):
     """An agent ended, or never started."""
 
     node: int
@@ -80,7 +80,7 @@ class Launcher(Protocol):
         """When `take` may have something that no descriptor announces, on the monotonic clock; None: never."""
         ...
 
-    def take(self) -> list[AgentEnded]: ...
+    def take(self) -> list[AgentEnd]: ...
 
     def last_message(self, node: int) -> str:
         """The newest start's last error line on a node, which may come a moment after the end; empty: unknown."""

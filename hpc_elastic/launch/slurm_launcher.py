@@ -21,7 +21,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from hpc_elastic.base.waking import wait_readable
-from hpc_elastic.launch.site import AgentEnded, describe_code
+from hpc_elastic.launch.site import AgentEnd, describe_code
 from hpc_elastic.slurm.commands import scrubbed_environment, srun_agents, srun_one_agent
 from hpc_elastic.slurm.srun_messages import SrunEvent, SrunEventKind, complaint_of, is_passing, parse_srun_line
 
@@ -123,7 +123,7 @@ class SlurmLauncher(Struct, eq=False):
     _newest: dict[int, _Step] = field(default_factory=dict)
     """Node → its newest step; reports of older steps about that node are ignored."""
     _gone: set[int] = field(default_factory=set)
-    _unstarted: list[AgentEnded] = field(default_factory=list)
+    _unstarted: list[AgentEnd] = field(default_factory=list)
     unlaunched: dict[int, str] = field(default_factory=dict)
     _tries: int = 0
     _ending: bool = False
@@ -152,9 +152,7 @@ class SlurmLauncher(Struct, eq=False):
             step = _Step(argv, scrubbed_environment(self.environment), nodes, self.umask, self.keep)
         except OSError as error:  # no srun here: a container without it
             detail = f"srun can't be started: {error}"
-            self._unstarted += [
-                AgentEnded(node=node, code=None, detail=detail, started=False) for node in sorted(nodes)
-            ]
+            self._unstarted += [AgentEnd(node=node, code=None, detail=detail, started=False) for node in sorted(nodes)]
             return
         self._steps.append(step)
         step.instead_of = {node: before for node in nodes if (before := self._newest.get(node)) is not None}
@@ -167,7 +165,7 @@ class SlurmLauncher(Struct, eq=False):
         # srun speaks through a pipe, and its end is a SIGCHLD.
         return time.monotonic() if self._unstarted else None
 
-    def take(self) -> list[AgentEnded]:
+    def take(self) -> list[AgentEnd]:
         found, self._unstarted = self._unstarted, []
         for step in list(self._steps):
             for line in step.lines():
@@ -180,7 +178,7 @@ class SlurmLauncher(Struct, eq=False):
                 found += self._step_ended(step, code)
         return found
 
-    def _read_line(self, step: _Step, line: str) -> list[AgentEnded]:
+    def _read_line(self, step: _Step, line: str) -> list[AgentEnd]:
         event = parse_srun_line(line)
         step.keep_message(line, event)
         # Everything goes on into the job log: it is what a person who knows Slurm looks for.
@@ -215,11 +213,11 @@ class SlurmLauncher(Struct, eq=False):
     def _newly_ended(self, step: _Step, nodes: Iterable[int]) -> list[int]:
         return [node for node in nodes if node not in step.ended and self._newest.get(node) is step]
 
-    def _ended(self, step: _Step, node: int, code: int | None, detail: str, *, started: bool = True) -> AgentEnded:
+    def _ended(self, step: _Step, node: int, code: int | None, detail: str, *, started: bool = True) -> AgentEnd:
         step.ended.add(node)
-        return AgentEnded(node=node, code=code, detail=detail, started=started, gone=node in self._gone)
+        return AgentEnd(node=node, code=code, detail=detail, started=started, gone=node in self._gone)
 
-    def _step_ended(self, step: _Step, code: int) -> list[AgentEnded]:
+    def _step_ended(self, step: _Step, code: int) -> list[AgentEnd]:
         if step.bad and self._worth_another_launch(step):
             # The whole step was aborted for one dead node (slurm 22.05: rc 233 after 11 s, whatever --no-kill says).
             names = ", ".join(self.nodes[node] for node in sorted(step.bad))

@@ -37,7 +37,7 @@ def _wrong(variable: str, value: str, why: str) -> JobEnvironmentError:
     return JobEnvironmentError(variable=variable, value=value, why=why)
 
 
-class NodeFacts(Struct, frozen=True, kw_only=True):
+class NodeEnvironment(Struct, frozen=True, kw_only=True):
     """The node of this process, by the environment."""
 
     name: str | None
@@ -70,7 +70,7 @@ class JobEnvironment(Struct, frozen=True, kw_only=True):
     cluster: str | None
     nodes: tuple[str, ...]
     """All nodes of the job as it started, in Slurm's order: this is the order of ranks."""
-    node: NodeFacts
+    node: NodeEnvironment
     task: TaskFacts | None
     """None: a batch script, or a shell in an allocation: a process of the job that is in no step."""
 
@@ -94,7 +94,7 @@ class JobEnvironment(Struct, frozen=True, kw_only=True):
             restart_count=reader.number("SLURM_RESTART_COUNT", default=0) or 0,
             cluster=reader.text("SLURM_CLUSTER_NAME"),
             nodes=_job_nodes(reader),
-            node=NodeFacts(name=reader.text("SLURMD_NODENAME"), gpus=gpus),
+            node=NodeEnvironment(name=reader.text("SLURMD_NODENAME"), gpus=gpus),
             task=_task_facts(reader) if in_task else None,
         )
 

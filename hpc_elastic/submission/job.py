@@ -309,7 +309,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
                     raise
             time.sleep(_FIRST_LOOK)
 
-    def _failure(self, end: outcome.RunEnd | None) -> ElasticJobFailedError | ElasticJobUncompletedError:
+    def _failure(self, end: outcome.FunctionEnd | None) -> ElasticJobFailedError | ElasticJobUncompletedError:
         text = self._awaited_report()
         raised = outcome.read_exception(self._run)
         if not text and raised is not None:

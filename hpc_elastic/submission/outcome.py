@@ -91,7 +91,7 @@ STREAMS = ("stdout", "stderr")
 _LONGEST_REPORT = 64 << 10
 
 
-class RunEnd(Struct, frozen=True, kw_only=True):
+class FunctionEnd(Struct, frozen=True, kw_only=True):
     """The run's end, once and for all."""
 
     outcome: str
@@ -119,12 +119,14 @@ _STATES = {
 }
 
 
-def find_end(paths: RunPaths) -> RunEnd | None:
+def find_end(paths: RunPaths) -> FunctionEnd | None:
     """The run's end; None while it runs, waits, or is about to come back."""
     stored = load_newest_result(paths)
     if stored is None or stored.action == RequeueAction.REQUEUE.value:
         return None
-    return RunEnd(outcome=stored.outcome, reason=stored.decision, is_out_of_time=stored.notice == Meaning.LIMIT.value)
+    return FunctionEnd(
+        outcome=stored.outcome, reason=stored.decision, is_out_of_time=stored.notice == Meaning.LIMIT.value
+    )
 
 
 def world_size(paths: RunPaths) -> int | None:

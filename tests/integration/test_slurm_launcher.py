@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from hpc_elastic.base.clock import SystemClock
-from hpc_elastic.launch.site import AgentEnded
+from hpc_elastic.launch.site import AgentEnd
 from hpc_elastic.launch.slurm_launcher import SlurmLauncher
 from hpc_elastic.launch.slurm_site import slurm_site
 from hpc_elastic.run.paths import RunPaths
@@ -118,9 +118,9 @@ def test_an_srun_that_closes_its_stderr_and_stays_keeps_nobody_busy(
     assert [found.node for found in ended(launcher, 4)] == [0, 1, 2, 3]
 
 
-def ended(launcher: SlurmLauncher, count: int) -> list[AgentEnded]:
+def ended(launcher: SlurmLauncher, count: int) -> list[AgentEnd]:
     """The next `count` agents that end, by node; waits for them."""
-    found: list[AgentEnded] = []
+    found: list[AgentEnd] = []
     deadline = time.monotonic() + 60
     while len(found) < count:
         assert time.monotonic() < deadline, f"only {found}"
@@ -137,9 +137,9 @@ def nothing_more(launcher: SlurmLauncher, seconds: float = 0.1) -> None:
         time.sleep(0.01)
 
 
-def play(launcher: SlurmLauncher, condition: Callable[[], object], what: str) -> list[AgentEnded]:
+def play(launcher: SlurmLauncher, condition: Callable[[], object], what: str) -> list[AgentEnd]:
     """Take until a condition holds; what ended meanwhile."""
-    found: list[AgentEnded] = []
+    found: list[AgentEnd] = []
 
     def step() -> object:
         found.extend(launcher.take())
@@ -197,7 +197,7 @@ def test_an_agent_that_is_killed_is_told_of_while_the_others_run(
     srun.plan("echo 'srun: error: n3: task 2: Killed' >&2; until [ -e $FAKE/end ]; do sleep 0.01; done; exit 137")
     launcher = make()
     launcher.launch()
-    assert ended(launcher, 1) == [AgentEnded(node=2, code=-9, detail="Killed")]
+    assert ended(launcher, 1) == [AgentEnd(node=2, code=-9, detail="Killed")]
     assert launcher.running()
     (srun.folder / "end").touch()
     assert [end.node for end in ended(launcher, 3)] == [0, 1, 3]
@@ -560,7 +560,7 @@ def test_the_last_message_of_a_node_is_what_names_it_or_what_its_own_step_printe
     )
     launcher = make()
     launcher.launch()
-    ended: list[AgentEnded] = []
+    ended: list[AgentEnd] = []
     until(lambda: ended.extend(launcher.take()) or len(ended) == 2, "two ends")  # type: ignore[func-returns-value]
     assert [launcher.last_message(node) for node in (2, 3)] == [
         "slurmstepd-n3: error: TaskProlog failed status=3",

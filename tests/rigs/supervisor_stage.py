@@ -13,7 +13,7 @@ from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.launch.job_watch import EndClaim
 from hpc_elastic.launch.requeue import AttemptResult
 from hpc_elastic.launch.signals import JobCondition, SignalResolver, SlurmAnswer
-from hpc_elastic.launch.site import AgentEnded, Allocation
+from hpc_elastic.launch.site import AgentEnd, Allocation
 from hpc_elastic.launch.supervisor import (
     Supervisor,
 )
@@ -133,7 +133,7 @@ class Agents:
         self._world = world
         self._play = play
         self._until = 0.0
-        self._ended: list[AgentEnded] = []
+        self._ended: list[AgentEnd] = []
         self.of: dict[int, Node] = {}
         self.relaunched: list[tuple[int, float]] = []
         self.ends: list[float] = []
@@ -155,13 +155,13 @@ class Agents:
     def relaunch(self, node: int) -> None:
         self.relaunched.append((node, self._world.clock.now))
         if node in self.powerless:
-            self._ended.append(AgentEnded(node=node, code=None, detail="launch failed", started=False))
+            self._ended.append(AgentEnd(node=node, code=None, detail="launch failed", started=False))
             return
         self.of[node] = self._world.start(node)
 
     def kill(self, node: int, code: int | None = -9, *, started: bool = True, detail: str = "Killed") -> None:
         self.of.pop(node).alive = False
-        self._ended.append(AgentEnded(node=node, code=code, detail=detail, started=started))
+        self._ended.append(AgentEnd(node=node, code=code, detail=detail, started=started))
 
     def stand_in(self, node: int) -> None:
         """Something runs there that is no agent."""
@@ -173,7 +173,7 @@ class Agents:
         self.powerless.add(node)
 
     def give_up(self, node: int) -> None:
-        self._ended.append(AgentEnded(node=node, code=None, detail="given up", started=False, gone=True))
+        self._ended.append(AgentEnd(node=node, code=None, detail="given up", started=False, gone=True))
 
     def filenos(self) -> list[int]:
         return []
@@ -181,7 +181,7 @@ class Agents:
     def due(self) -> float | None:
         return None
 
-    def take(self) -> list[AgentEnded]:
+    def take(self) -> list[AgentEnd]:
         world = self._world
         world.clock.now += TICK
         for agent in list(self.of.values()):

@@ -18,7 +18,7 @@ from hpc_elastic.base.self_command import own_command
 from hpc_elastic.launch import agents
 from hpc_elastic.launch.local import LocalLauncher
 from hpc_elastic.launch.run_attempt import load_run, log_to_stdout, run_attempt
-from hpc_elastic.launch.site import AgentEnded, Site, attempt_facts
+from hpc_elastic.launch.site import AgentEnd, Site, attempt_facts
 from hpc_elastic.run.attempt import AttemptInfo
 from hpc_elastic.run.paths import RunPaths
 from hpc_elastic.run.spec import RunSpec
@@ -36,7 +36,7 @@ class ChaosLauncher(LocalLauncher):
 
     def relaunch(self, node: int) -> None:
         if (self._stage / f"down-{node}").exists():
-            self._failed.append(AgentEnded(node=node, code=None, detail="the node is down", started=False))
+            self._failed.append(AgentEnd(node=node, code=None, detail="the node is down", started=False))
         else:
             super().relaunch(node)
 

@@ -23,7 +23,7 @@ from hpc_elastic.launch.agents import (
     describe_unable_nodes,
     is_same_everywhere,
 )
-from hpc_elastic.launch.site import AgentEnded
+from hpc_elastic.launch.site import AgentEnd
 from hpc_elastic.launch.supervisor import ORPHANED_SECONDS, SILENT_SECONDS
 from tests.rigs.event_pairs import log_into
 from tests.rigs.fake_clock import FakeClock
@@ -38,19 +38,19 @@ class Dead:
     def __init__(self, clock: FakeClock) -> None:
         self.clock = clock
         self.tried: list[tuple[int, float]] = []
-        self.ended: list[tuple[float, AgentEnded]] = []
+        self.ended: list[tuple[float, AgentEnd]] = []
 
     def launch(self) -> None: ...
 
     def relaunch(self, node: int) -> None:
         self.tried.append((node, self.clock.now))
-        ended = AgentEnded(node=node, code=None, detail="launch failed", started=False)
+        ended = AgentEnd(node=node, code=None, detail="launch failed", started=False)
         self.ended.append((self.clock.now + 11.0, ended))
 
     def due(self) -> float | None:
         return min((at for at, _ in self.ended), default=None)
 
-    def take(self) -> list[AgentEnded]:
+    def take(self) -> list[AgentEnd]:
         taken = [ended for at, ended in self.ended if at <= self.clock.now]
         self.ended = [(at, ended) for at, ended in self.ended if at > self.clock.now]
         return taken

@@ -11,7 +11,7 @@ import pytest
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.launch.signals import (
     TABLE,
-    Call,
+    Heard,
     HeardBy,
     JobCondition,
     Meaning,
@@ -29,32 +29,32 @@ SAVES = True
 
 # (what was heard, by whom or both, what Slurm says) → (meaning, whether workers may save, seconds, outcome)
 ROWS = [
-    (Call.NOTICE, None, W.RUNNING, Meaning.REQUEUE, SAVES, GRACE, Outcome.PREEMPTED),
-    (Call.NOTICE, None, W.NO_SLURM, Meaning.REQUEUE, SAVES, GRACE, Outcome.PREEMPTED),
-    (Call.NOTICE, None, W.SILENT, Meaning.LIMIT, SAVES, GRACE, Outcome.PREEMPTED),
-    (Call.NOTICE, None, W.NEAR_LIMIT, Meaning.LIMIT, SAVES, LEFT, Outcome.PREEMPTED),
-    (Call.NOTICE, None, W.PREEMPTING, Meaning.PREEMPT, SAVES, LEFT, Outcome.PREEMPTED),
-    (Call.NOTICE, None, W.PREEMPTED, Meaning.PREEMPT, False, KILL_WAIT, Outcome.PREEMPTED),
-    (Call.NOTICE, None, W.TIME_LIMIT, Meaning.LIMIT, False, KILL_WAIT, Outcome.TIMED_OUT),
-    (Call.NOTICE, None, W.REQUEUED, Meaning.REQUEUE, False, KILL_WAIT, Outcome.PREEMPTED),
-    (Call.NOTICE, None, W.ENDED, Meaning.CANCEL, False, KILL_WAIT, Outcome.CANCELLED),
-    (Call.END, None, W.RUNNING, Meaning.CANCEL, False, KILL_WAIT, Outcome.CANCELLED),
-    (Call.END, None, W.NO_SLURM, Meaning.CANCEL, False, KILL_WAIT, Outcome.CANCELLED),
-    (Call.END, BATCH, W.NEAR_LIMIT, Meaning.CANCEL, False, KILL_WAIT, Outcome.CANCELLED),
-    (Call.END, AGENTS, W.NEAR_LIMIT, Meaning.LIMIT, SAVES, LEFT, Outcome.PREEMPTED),
-    (Call.END, BATCH, W.SILENT, Meaning.CANCEL, False, KILL_WAIT, Outcome.CANCELLED),
-    (Call.END, AGENTS, W.SILENT, Meaning.PREEMPT, SAVES, GRACE, Outcome.PREEMPTED),
-    (Call.END, None, W.PREEMPTING, Meaning.PREEMPT, SAVES, LEFT, Outcome.PREEMPTED),
-    (Call.END, None, W.PREEMPTED, Meaning.PREEMPT, False, KILL_WAIT, Outcome.PREEMPTED),
-    (Call.END, None, W.TIME_LIMIT, Meaning.LIMIT, False, KILL_WAIT, Outcome.TIMED_OUT),
-    (Call.END, None, W.REQUEUED, Meaning.REQUEUE, False, KILL_WAIT, Outcome.PREEMPTED),
-    (Call.END, None, W.ENDED, Meaning.CANCEL, False, KILL_WAIT, Outcome.CANCELLED),
+    (Heard.NOTICE, None, W.RUNNING, Meaning.REQUEUE, SAVES, GRACE, Outcome.PREEMPTED),
+    (Heard.NOTICE, None, W.NO_SLURM, Meaning.REQUEUE, SAVES, GRACE, Outcome.PREEMPTED),
+    (Heard.NOTICE, None, W.SILENT, Meaning.LIMIT, SAVES, GRACE, Outcome.PREEMPTED),
+    (Heard.NOTICE, None, W.NEAR_LIMIT, Meaning.LIMIT, SAVES, LEFT, Outcome.PREEMPTED),
+    (Heard.NOTICE, None, W.PREEMPTING, Meaning.PREEMPT, SAVES, LEFT, Outcome.PREEMPTED),
+    (Heard.NOTICE, None, W.PREEMPTED, Meaning.PREEMPT, False, KILL_WAIT, Outcome.PREEMPTED),
+    (Heard.NOTICE, None, W.TIME_LIMIT, Meaning.LIMIT, False, KILL_WAIT, Outcome.TIMED_OUT),
+    (Heard.NOTICE, None, W.REQUEUED, Meaning.REQUEUE, False, KILL_WAIT, Outcome.PREEMPTED),
+    (Heard.NOTICE, None, W.ENDED, Meaning.CANCEL, False, KILL_WAIT, Outcome.CANCELLED),
+    (Heard.END, None, W.RUNNING, Meaning.CANCEL, False, KILL_WAIT, Outcome.CANCELLED),
+    (Heard.END, None, W.NO_SLURM, Meaning.CANCEL, False, KILL_WAIT, Outcome.CANCELLED),
+    (Heard.END, BATCH, W.NEAR_LIMIT, Meaning.CANCEL, False, KILL_WAIT, Outcome.CANCELLED),
+    (Heard.END, AGENTS, W.NEAR_LIMIT, Meaning.LIMIT, SAVES, LEFT, Outcome.PREEMPTED),
+    (Heard.END, BATCH, W.SILENT, Meaning.CANCEL, False, KILL_WAIT, Outcome.CANCELLED),
+    (Heard.END, AGENTS, W.SILENT, Meaning.PREEMPT, SAVES, GRACE, Outcome.PREEMPTED),
+    (Heard.END, None, W.PREEMPTING, Meaning.PREEMPT, SAVES, LEFT, Outcome.PREEMPTED),
+    (Heard.END, None, W.PREEMPTED, Meaning.PREEMPT, False, KILL_WAIT, Outcome.PREEMPTED),
+    (Heard.END, None, W.TIME_LIMIT, Meaning.LIMIT, False, KILL_WAIT, Outcome.TIMED_OUT),
+    (Heard.END, None, W.REQUEUED, Meaning.REQUEUE, False, KILL_WAIT, Outcome.PREEMPTED),
+    (Heard.END, None, W.ENDED, Meaning.CANCEL, False, KILL_WAIT, Outcome.CANCELLED),
     *(
-        (Call.INTERRUPT, None, condition, Meaning.CANCEL, False, KILL_WAIT, Outcome.CANCELLED)
+        (Heard.INTERRUPT, None, condition, Meaning.CANCEL, False, KILL_WAIT, Outcome.CANCELLED)
         for condition in JobCondition
     ),
-    (Call.LOOK, BATCH, W.PREEMPTING, Meaning.PREEMPT, SAVES, LEFT, Outcome.PREEMPTED),
-    (Call.LOOK, BATCH, W.NEAR_LIMIT, Meaning.LIMIT, SAVES, LEFT, Outcome.PREEMPTED),
+    (Heard.LOOK, BATCH, W.PREEMPTING, Meaning.PREEMPT, SAVES, LEFT, Outcome.PREEMPTED),
+    (Heard.LOOK, BATCH, W.NEAR_LIMIT, Meaning.LIMIT, SAVES, LEFT, Outcome.PREEMPTED),
 ]
 EXPECTED = {
     (call, by, condition): rest
@@ -63,21 +63,21 @@ EXPECTED = {
 }
 
 
-def decide(call: Call, heard_by: HeardBy, condition: JobCondition) -> SignalDecision | None:
+def decide(call: Heard, heard_by: HeardBy, condition: JobCondition) -> SignalDecision | None:
     return decide_signal(call, heard_by, SlurmAnswer(condition, LEFT), grace=GRACE, kill_wait=KILL_WAIT)
 
 
-@pytest.mark.parametrize(("call", "heard_by", "condition"), list(itertools.product(Call, HeardBy, JobCondition)))
-def test_each_row(call: Call, heard_by: HeardBy, condition: JobCondition) -> None:
+@pytest.mark.parametrize(("call", "heard_by", "condition"), list(itertools.product(Heard, HeardBy, JobCondition)))
+def test_each_row(call: Heard, heard_by: HeardBy, condition: JobCondition) -> None:
     found = decide(call, heard_by, condition)
     wanted = EXPECTED.get((call, heard_by, condition))
     if wanted is None:
-        assert call is Call.LOOK, "each signal means something, whoever heard it and whatever Slurm says"
+        assert call is Heard.LOOK, "each signal means something, whoever heard it and whatever Slurm says"
         assert found is None
     else:
         assert found is not None
         assert [found.meaning, found.saves, found.seconds, found.outcome] == wanted
-        assert found.requeued is (condition is W.REQUEUED and call in (Call.NOTICE, Call.END, Call.INTERRUPT))
+        assert found.requeued is (condition is W.REQUEUED and call in (Heard.NOTICE, Heard.END, Heard.INTERRUPT))
 
 
 def test_the_table_has_no_row_that_is_not_tested() -> None:
@@ -88,18 +88,18 @@ def test_the_table_has_no_row_that_is_not_tested() -> None:
 
 
 def test_an_end_that_slurm_does_not_name_is_the_grace() -> None:
-    found = decide_signal(Call.NOTICE, BATCH, SlurmAnswer(W.PREEMPTING), grace=GRACE, kill_wait=None)
+    found = decide_signal(Heard.NOTICE, BATCH, SlurmAnswer(W.PREEMPTING), grace=GRACE, kill_wait=None)
     assert found is not None
     assert found.seconds == GRACE
-    late = decide_signal(Call.NOTICE, BATCH, SlurmAnswer(W.PREEMPTING, -5.0), grace=GRACE, kill_wait=None)
+    late = decide_signal(Heard.NOTICE, BATCH, SlurmAnswer(W.PREEMPTING, -5.0), grace=GRACE, kill_wait=None)
     assert late is not None
     assert late.seconds == 1.0
 
 
 def test_which_signal_is_what() -> None:
-    assert call_of(signal.SIGUSR2) is Call.NOTICE
-    assert call_of(signal.SIGTERM) is Call.END
-    assert call_of(signal.SIGINT) is call_of(signal.SIGHUP) is Call.INTERRUPT
+    assert call_of(signal.SIGUSR2) is Heard.NOTICE
+    assert call_of(signal.SIGTERM) is Heard.END
+    assert call_of(signal.SIGINT) is call_of(signal.SIGHUP) is Heard.INTERRUPT
 
 
 # As scontrol of 22.05.8 printed them at the moment of the signal, cut down to what is read of them.

@@ -17,7 +17,7 @@ from hpc_elastic.launch import supervisor as module
 from hpc_elastic.launch.agents import NEWS_SECONDS, RELAUNCHES_PER_NODE, SETTLE_SECONDS
 from hpc_elastic.launch.job_watch import LOOK_SECONDS, EndClaim, JobWatch
 from hpc_elastic.launch.signals import JobCondition, SlurmAnswer
-from hpc_elastic.launch.site import AgentEnded, Allocation
+from hpc_elastic.launch.site import AgentEnd, Allocation
 from hpc_elastic.launch.supervisor import (
     AT_ONCE,
     END_RESERVE,
@@ -389,7 +389,7 @@ def test_news_of_the_end_comes_before_a_restart_also_without_notifications() -> 
         def due(self) -> float | None:
             return clock.monotonic() + 0.05
 
-        def take(self) -> list[AgentEnded]:
+        def take(self) -> list[AgentEnd]:
             self.turn += 1
             if supervisor.record is None or self.gone:
                 return []
@@ -397,7 +397,7 @@ def test_news_of_the_end_comes_before_a_restart_also_without_notifications() -> 
                 node.participant.claims.report_done(0)
             assert world.run(lambda: world.newest().status is Status.CLOSED)  # type: ignore[union-attr]
             self.gone = True
-            return [AgentEnded(node=node, code=0, detail="exit code 0") for node in (0, 1, 2)]
+            return [AgentEnd(node=node, code=0, detail="exit code 0") for node in (0, 1, 2)]
 
         def running(self) -> bool:
             return not self.gone
@@ -813,7 +813,7 @@ class Sleeper:
         """When its loop woke up."""
 
     def begin(self) -> None:
-        def take() -> list[AgentEnded]:
+        def take() -> list[AgentEnd]:
             clock = self._stage.world.clock
             due = self._stage.supervisor.due()
             assert due is not None, "it would sleep for ever"
@@ -874,7 +874,7 @@ def test_the_end_of_all_agents_is_dealt_with_without_polling(s: Stage) -> None:
             s.agents.kill(node, None, started=False)
         taken = s.agents.take
 
-        def last() -> list[AgentEnded]:
+        def last() -> list[AgentEnd]:
             s.agents.take = taken  # type: ignore[method-assign]
             sleeper.begin()
             return taken()
