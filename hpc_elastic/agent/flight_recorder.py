@@ -17,7 +17,7 @@ from hpc_elastic.base.files import Owner, open_checked, write_private
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.failures.flight_dump import MOST_BYTES, RankDump, UnreadableDumpError, read_dump, tail_of
 from hpc_elastic.run.activities import FlightTail
-from hpc_elastic.worker_api.flight_recorder import ASK, DUMP, PING, PONG, VARIABLE
+from hpc_elastic.worker_api.flight_recorder import ARRIVALS, ASK, DUMP, PING, PONG, VARIABLE, WHEN
 
 ANSWER_SECONDS = 1.5
 """How long dumps are waited for: NCCL's thread looks at its pipe once a second."""
@@ -67,6 +67,24 @@ class FlightRecorders:
                 self._awaited += [pipe.removesuffix(ASK) + DUMP for pipe in pipes if _write(pipe)]
                 self._nccl_asked += [rank] if _write(f"{self._prefix}nccl-{rank}.pipe") else []
         return bool(self._awaited or self._nccl_asked)
+
+    def ask_for_arrivals(self, ranks: Iterable[int]) -> None:
+        """Ask workers when they entered their last collectives."""
+        for rank in ranks if self._prefix else ():
+            for pipe in self._files(rank, ASK):
+                _write(pipe, WHEN)
+
+    def take_arrivals(self, ranks: Iterable[int]) -> dict[int, bytes]:
+        """Rank → what was written since it was asked, as JSON. Reads files of the node's own disk, and removes them."""
+        found: dict[int, bytes] = {}
+        for rank in ranks if self._prefix else ():
+            raws = []
+            for path in self._files(rank, ARRIVALS):
+                raws.append(self._load(path) or b"")
+                os.unlink(path)
+            if raws:
+                found[rank] = max(raws, key=len)  # a child that imports torch, too, has recorded nothing
+        return found
 
     def find_mute(self, ranks: Mapping[int, int]) -> dict[int, float]:
         """Ask workers (local rank → global rank) for a sign of life, and look for the last one.

@@ -334,6 +334,14 @@ class LocalWorkers:
     def ask_for_dumps(self, local_ranks: Iterable[int]) -> bool:
         return self._recorders.ask(self.layout.first_rank + local_rank for local_rank in local_ranks)
 
+    def ask_for_arrivals(self) -> None:
+        """Have workers write when they entered their last collectives; `take_arrivals` has it a moment later."""
+        self._recorders.ask_for_arrivals(self._slots[rank].global_rank for rank in self.running)
+
+    def take_arrivals(self) -> dict[int, bytes]:
+        """Global rank → what it wrote, as JSON. Reads files of the node's own disk."""
+        return self._recorders.take_arrivals(slot.global_rank for slot in self._slots)
+
     def find_mute(self) -> dict[int, float]:
         return self._recorders.find_mute({rank: self._slots[rank].global_rank for rank in self.running})
 

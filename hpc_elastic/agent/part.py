@@ -155,6 +155,7 @@ class Part:
 
 PARTS: tuple[tuple[str, str, Callable[[AgentIdentity], bool]], ...] = (
     ("hang_detector", "HangDetector", lambda me: True),
+    ("slow_rank_watch", "SlowRankWatch", lambda me: True),
     ("checkpoints", "CheckpointWatch", lambda me: True),
     ("checkpoints", "PreemptionWatch", lambda me: True),
     ("setup", "Setup", lambda me: bool(me.spec.setup)),

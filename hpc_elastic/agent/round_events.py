@@ -230,10 +230,7 @@ class ClockOffsetLog:
             offset = Offset(offset_ns=0, bound_ns=0) if own else self._ruler.offset_to(reference)
             if offset is None:
                 continue
-            # Both are of one moment: the closest of several reads.
-            reads = [(uptime_ns(self._clock), self._clock.time_ns(), uptime_ns(self._clock)) for _ in range(_READS)]
-            before, wall, after = min(reads, key=lambda read: read[2] - read[0])
-            uptime = (before + after) // 2
+            uptime, wall = self._both_clocks()
             sample = ClockSample(offset=offset, uptime_ns=uptime, wall_ns=wall)
             if is_news(sample, self._logged[reference]):
                 self._logged[reference] = sample
@@ -246,3 +243,9 @@ class ClockOffsetLog:
                         wall_ns=wall,
                     )
                 )
+
+    def _both_clocks(self) -> tuple[int, int]:
+        """The closest of several reads, so that both are of one moment."""
+        reads = [(uptime_ns(self._clock), self._clock.time_ns(), uptime_ns(self._clock)) for _ in range(_READS)]
+        before, wall, after = min(reads, key=lambda read: read[2] - read[0])
+        return (before + after) // 2, wall

@@ -48,10 +48,11 @@ class SocketWatch:
 
     @property
     def ranks(self) -> tuple[RankSockets, ...]:
-        ranks = []
-        for rank, addresses in sorted(self._known.items()):
-            ports: dict[str, list[int]] = {}
-            for ip, port in sorted(addresses)[:_MOST_PORTS]:
-                ports.setdefault(ip, []).append(port)
-            ranks.append(RankSockets(rank=rank, ends=tuple((ip, ranges(found)) for ip, found in ports.items())))
-        return tuple(ranks)
+        return tuple(_of_rank(rank, addresses) for rank, addresses in sorted(self._known.items()))
+
+
+def _of_rank(rank: int, addresses: frozenset[Address]) -> RankSockets:
+    ports: dict[str, list[int]] = {}
+    for ip, port in sorted(addresses)[:_MOST_PORTS]:
+        ports.setdefault(ip, []).append(port)
+    return RankSockets(rank=rank, ends=tuple((ip, ranges(found)) for ip, found in ports.items()))

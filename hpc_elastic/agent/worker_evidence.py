@@ -187,8 +187,7 @@ class WorkerEvidence:
             (slot, self._facts(slot, slot.exit, kills))
             for slot in slots
             if slot.exit is not None
-            # One that the signal did not end was failing already when it came: its evidence is worth keeping.
-            and (slot.has_failed or (slot.stopped_by_agent and slot.exit.exitcode not in self._ours))
+            and (slot.has_failed or self._fell_while_stopping(slot))
             and not (hung and slot.local_rank in self._whys)
         ]
         condemned = [
@@ -222,10 +221,7 @@ class WorkerEvidence:
                     for failure in described
                     if (each := observe_failure(failure, latest_ns=latest_ns))
                 }
-                for rank, activity in self._observed.items():
-                    tail = self._recorders.read(rank, self._place.attempt.rank(self._round, rank).root)
-                    self._observed[rank] = activity if tail is None else replace(activity, flight=tail)
-                self.activities = [self._observed[rank] for rank in sorted(self._observed)]
+                self.activities = [self._with_flight(self._observed[rank]) for rank in sorted(self._observed)]
             return described
 
         hurried = self._is_ending()
@@ -266,6 +262,11 @@ class WorkerEvidence:
         )
         self._write_evidence(failure, slot.paths.error_file)
         return failure
+
+    def _with_flight(self, activity: Activity) -> Activity:
+        paths = self._place.attempt.rank(self._round, activity.rank)
+        tail = self._recorders.read(activity.rank, paths.root)
+        return activity if tail is None else replace(activity, flight=tail)
 
     def _asked_for_stacks(self, slots: Sequence[WorkerSlot], kills: int) -> list[tuple[WorkerSlot, HungWorker]]:
         asked = self._stop.asked
@@ -376,6 +377,10 @@ class WorkerEvidence:
             stopped_ns=self._stop.began_ns if slot.stopped_by_agent else 0,
             last_step=self._watch.last_step(slot.local_rank),
         )
+
+    def _fell_while_stopping(self, slot: WorkerSlot) -> bool:
+        # It was failing already when the agent's signal came: its evidence is worth keeping.
+        return slot.exit is not None and slot.stopped_by_agent and slot.exit.exitcode not in self._ours
 
     @property
     def _ours(self) -> AbstractSet[int]:

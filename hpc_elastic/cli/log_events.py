@@ -29,6 +29,7 @@ from hpc_elastic.run.agent_events import (
     HangSuspected,
     HealthCheckFailed,
     OutputLost,
+    SlowRankFound,
     WorkerFailed,
 )
 from hpc_elastic.run.coordinator_events import NodeLost, RestartDecided, RoundFrozen, RunClosed
@@ -42,6 +43,7 @@ _BAD: frozenset[type[RunEvent]] = frozenset(
         WorkerFailed,
         HangFound,
         HangSuspected,
+        SlowRankFound,
         NodeLost,
         AgentFailed,
         HealthCheckFailed,

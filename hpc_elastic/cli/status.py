@@ -243,6 +243,8 @@ def status_lines(
         put(name.lower(), text)
     if status.suspicion:
         put("hangs?", status.suspicion)
+    for slow in status.slow_ranks:
+        put("slow", str(slow))
     if status.output is not None:
         put("output", _output(status.output, status.resting))
     if status.preload is not None:

@@ -105,6 +105,7 @@ ROUND_EVENTS: frozenset[type[RunEvent]] = frozenset(
         of_agent.PlatformFailure, of_agent.InProcessRestarted, of_agent.InProcessGaveUp, of_agent.WorkersStopping,
         of_agent.WorkersSucceeded, of_agent.WorkersStopped, of_coordinator.RestartDecided, of_agent.StacksTaken,
         of_agent.RanksObserved, of_agent.WorkersStarted, of_agent.HangSuspected,
+        of_agent.SlowRankFound, of_agent.SlowRankEnded,
     }
 )  # fmt: skip
 """The events that `RoundBuilder.take` reads."""
@@ -148,6 +149,7 @@ class RoundBuilder(Struct):
     """(name, state, stack) of a `StackGroup` → ranks."""
     threads: dict[tuple[str, str, tuple[str, ...]], list[int]] = field(default_factory=dict)
     suspicion: tuple[int, str] = (0, "")
+    slow_ranks: dict[tuple[int, int], of_agent.SlowRankEnded] = field(default_factory=dict)
     orphans: dict[str, None] = field(default_factory=dict)
 
     def facts(self, attempt: int, rank: int) -> WorkerFailure:
@@ -227,6 +229,11 @@ class RoundBuilder(Struct):
                     )
             case of_agent.HangSuspected():
                 self.suspicion = max(self.suspicion, (when, event.reason[:_WORDS]))
+            case of_agent.SlowRankFound():
+                slow = event.slow
+                self.slow_ranks[slow.rank, slow.since_ns] = of_agent.SlowRankEnded(round=event.round, slow=slow)
+            case of_agent.SlowRankEnded():
+                self.slow_ranks[event.slow.rank, event.slow.since_ns] = event
             case of_agent.StacksTaken():
                 self._take_stacks(event, when, node)
             case of_agent.RanksObserved():
@@ -300,6 +307,7 @@ class RoundBuilder(Struct):
         history.stacks = _stack_groups(self.stacks)
         history.threads = _stack_groups(self.threads)
         history.suspected_ns, history.suspicion = self.suspicion
+        history.slow_ranks = tuple(sorted(self.slow_ranks.values(), key=lambda one: one.slow.since_ns))
         history.orphans = tuple(self.orphans)
         return history
 

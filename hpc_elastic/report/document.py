@@ -375,6 +375,8 @@ def _notes(history: RunHistory, subject: Subject, shown: AttemptHistory | None) 
             if root is None or (root.failure_class, root.round) != (FailureClass.HANG, item.index):
                 when = clock(item.suspected_ns)
                 notes.append(Fact("seemed to hang", f"{when}, round {item.index}: {item.suspicion}"))
+        slow = [one for item in shown.rounds for one in item.slow_ranks]
+        notes += [Fact("slow rank", line) for line in wording.describe_slow_ranks(slow, clock)]
         notes += [Fact("did without", line) for line in nodes_done_without(subject, shown)]
         notes += [Fact(*note) for note in wording.describe_outages(shown.outages, clock)]
         notes += [Fact(*note) for note in wording.describe_commands(shown.commands)]

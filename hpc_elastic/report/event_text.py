@@ -162,6 +162,10 @@ def _of_round(event: AgentEvent) -> str:
             text = "a part of hpc-elastic itself failed"
         case of_agent.HangSuspected():
             return f"the run seems to hang: {event.reason}"
+        case of_agent.SlowRankFound():
+            return str(event.slow)
+        case of_agent.SlowRankEnded():
+            text = f"rank {event.slow.rank} on {event.slow.host} was slow for {event.seconds:.0f} s"
         case of_agent.HangFound():
             text = f"no heartbeat for {event.limit} s"
         case of_agent.StacksTaken():

@@ -19,6 +19,7 @@ from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report.clocks import NOTABLE_NS, SUPERVISOR, Clocks
 from hpc_elastic.report.history import AttemptHistory, NodeLoss, RoundHistory, RunHistory, StackGroup
 from hpc_elastic.report.incidents import CommandFailure, InProcessRestart, Outage, OutageKind, OutputLoss
+from hpc_elastic.run.agent_events import SlowRankEnded
 from hpc_elastic.run.heartbeats import describe_begun_again
 from hpc_elastic.worker_api.heartbeat_record import SETUP
 
@@ -280,6 +281,28 @@ def describe_size(part: RoundHistory) -> str:
     size = [plural(len(part.nodes), "node")] if part.nodes else []
     size += [plural(part.world_size, "worker")] if part.world_size is not None else []
     return ", ".join(size) or "never started"
+
+
+def describe_slow_ranks(found: Sequence[SlowRankEnded], clock: Callable[[int], str]) -> list[str]:
+    """One line for each rank, those first that cost the most.
+
+    Args:
+        found: Each time that a rank was slow; 0 seconds: to the end, which its agent did not live to report.
+        clock: A time in nanoseconds → the time of day.
+    """
+    by_rank: dict[int, list[SlowRankEnded]] = {}
+    for one in found:
+        by_rank.setdefault(one.slow.rank, []).append(one)
+    lines: list[tuple[float, str]] = []
+    for times in by_rank.values():
+        seconds, lost = sum(one.seconds for one in times), sum(one.seconds * one.slow.share for one in times)
+        often = f"{len(times)} times, " if len(times) > 1 else ""
+        lasted = f"for {seconds_text(seconds)}" if all(one.seconds for one in times) else "to the end"
+        cost = f", {seconds_text(lost)} lost" if lost else ""
+        lines.append((-lost, f"{times[-1].slow}; {often}from {clock(times[0].slow.since_ns)} on {lasted}{cost}"))
+    lines.sort()
+    more = [f"and {plural(len(lines) - _MOST_NAMES, 'more rank')}"] if len(lines) > _MOST_NAMES else []
+    return [line for _, line in lines[:_MOST_NAMES]] + more
 
 
 def describe_outages(outages: Sequence[Outage], clock: Callable[[int], str]) -> list[tuple[str, str]]:

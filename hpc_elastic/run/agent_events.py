@@ -7,6 +7,7 @@ from msgspec import UNSET, Struct, UnsetType
 from hpc_elastic.run.activities import Activity, RankSockets
 from hpc_elastic.run.event_types import AgentEvent, Seconds
 from hpc_elastic.run.heartbeats import Progress, RankHeartbeat
+from hpc_elastic.run.slow_ranks import SlowRank
 
 
 class AgentStarted(AgentEvent, frozen=True, kw_only=True):
@@ -244,6 +245,25 @@ class HangSuspected(AgentEvent, frozen=True, kw_only=True):
     ranks: tuple[int, ...] = ()
     """those that the others wait for, where that is known"""
     reason: str = ""
+
+
+class SlowRankFound(AgentEvent, frozen=True, kw_only=True):
+    """The other ranks wait for this one in their collectives; by the agent of group rank 0."""
+
+    round: int
+    slow: SlowRank
+    """`rank`, `node`, `seconds` after the others, `call`, `calls` of which that is the median, `share` of the time that
+    is lost, `step` in seconds, `since_ns`"""
+
+
+class SlowRankEnded(AgentEvent, frozen=True, kw_only=True):
+    """They do not any more, or the round is over."""
+
+    round: int
+    slow: SlowRank
+    """as it was last"""
+    seconds: float = 0.0
+    """for which it was slow"""
 
 
 class RankStack(Struct, frozen=True, kw_only=True):

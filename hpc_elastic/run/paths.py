@@ -18,6 +18,7 @@
         heartbeats/node-00012.json       where each node's workers were last (agent/hang.py)
         setup/node-00012.log             the end of what --setup printed
         suspicions/now.json  node-00012.json  the run seems to hang (run/suspicions.py)
+        slow-ranks/now.json  node-00012.json  ranks that the others wait for (run/slow_ranks.py)
         round-000/times-node-00003       when what was printed (output/log_times.py)
         round-000/rank-00012/            stdout.log stderr.log error.json stacks.txt,
                                            flight-recorder-12.json (agent/flight_recorder.py)
@@ -79,6 +80,7 @@ class AttemptPaths(Struct, frozen=True):
     report_html = _File("report.html")
     supervisor_error_file = _File("supervisor.error.json")
     suspicions = _File("suspicions")
+    slow_ranks = _File("slow-ranks")
 
     @property
     def number(self) -> int:

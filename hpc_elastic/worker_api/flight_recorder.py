@@ -7,12 +7,16 @@ the recorder shows as complete are reported as its progress.
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import select
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
+
+from hpc_elastic.worker_api.arrivals import read_arrivals
 
 VARIABLE = "HPC_ELASTIC_FLIGHT_RECORDER"
 """The rank's files begin with this; unset: there are none."""
@@ -20,6 +24,8 @@ ASK, DUMP, PONG = ".ask", ".json", ".alive"
 """``PREFIX.<pid>.ask`` is a pipe: a byte asks for a dump, which comes as ``PREFIX.<pid>.json``."""
 PING = b"?"
 """This byte asks for ``PREFIX.<pid>.alive`` alone, an empty file."""
+WHEN, ARRIVALS = b"t", ".when"
+"""This byte asks for ``PREFIX.<pid>.when``: when the last collectives were entered, and the seconds that this took."""
 _LOOK_MS = 200
 _OLD_NAMES = {
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "TORCH_FR_BUFFER_SIZE",
@@ -64,7 +70,9 @@ def _listen(fd: int, own: str, collectives: _Collectives) -> None:
             os.close(os.open(own + PONG, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
         except OSError:
             pass  # its folder is gone
-        if asked.strip(PING):
+        if WHEN in asked:
+            _write_arrivals(own)
+        if asked.strip(PING + WHEN):
             _dump(own)
 
 
@@ -93,8 +101,6 @@ def _completed(dump: str) -> int:
     read = getattr(sys.modules["torch"]._C._distributed_c10d, dump, None)
     if read is None:
         return 0
-    import json
-
     groups = json.loads(read(False)).get("pg_status", {}).values()
     return sum(max(0, int(group["last_completed_collective"])) for group in groups)
 
@@ -107,13 +113,31 @@ def _at_exit(own: str, pid: int, collectives: _Collectives) -> None:
         _dump(own)
 
 
+def _write_arrivals(own: str) -> None:
+    """Never raises, as `_dump`."""
+    try:
+        began = time.thread_time()
+        c10d: Any = sys.modules["torch"]._C._distributed_c10d
+        groups: dict[str, Any] = {}
+        for backend, dump in (("gloo", "_dump_fr_trace_json"), ("nccl", "_dump_nccl_trace_json")):
+            if (read := getattr(c10d, dump, None)) is not None:
+                groups |= {f"{backend} {name}": group for name, group in read_arrivals(read(True)).items()}
+        _write(own, ARRIVALS, json.dumps({"groups": groups, "seconds": time.thread_time() - began}).encode())
+    except Exception:
+        pass
+
+
 def _dump(own: str) -> None:
     """Write what this process has recorded; without a process group that is nothing. Never raises."""
     try:
         c10d: Any = sys.modules["torch"]._C._distributed_c10d
         raw = c10d._dump_fr_trace_json()
-        with open(os.open(f"{own}.part", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
-            file.write(raw if isinstance(raw, bytes) else raw.encode())
-        os.replace(f"{own}.part", own + DUMP)
+        _write(own, DUMP, raw if isinstance(raw, bytes) else raw.encode())
     except Exception:
         pass  # no distributed torch, an older one, a full disk: as if there were no recorder
+
+
+def _write(own: str, ending: str, raw: bytes) -> None:
+    with open(os.open(f"{own}.part", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "wb") as file:
+        file.write(raw)
+    os.replace(f"{own}.part", own + ending)

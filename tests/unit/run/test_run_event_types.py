@@ -127,5 +127,5 @@ def test_what_a_round_learns_from_is_what_it_is_given() -> None:
         for method in record.body
         if isinstance(method, ast.FunctionDef) and method.name == "take"
     )
-    cases = {ast.unparse(node.cls) for node in ast.walk(take) if isinstance(node, ast.MatchClass)}
+    cases = {ast.unparse(node.cls).rpartition(".")[2] for node in ast.walk(take) if isinstance(node, ast.MatchClass)}
     assert cases == {kind.__name__ for kind in collect_round.ROUND_EVENTS}

@@ -1,0 +1,151 @@
+"""Which ranks of a run are slow, from what all nodes wrote of their ranks' collectives. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from hpc_elastic.agent.lateness import Arrivals, Finding, judge
+from hpc_elastic.run.slow_ranks import GroupArrivals, NodeArrivals, SlowRank
+
+WINDOWS = 2
+"""A rank is slow, and is slow no more, when so many windows in a row show it: the first minutes of a run differ."""
+
+
+def find_slow(nodes: Mapping[int, NodeArrivals], *, round_index: int, names: Sequence[str]) -> dict[int, SlowRank]:
+    """Compare the ranks of all nodes within each of their process groups.
+
+    Args:
+        nodes: Node → what it wrote; what it wrote in another round counts for nothing.
+        names: Those of all nodes.
+
+    Returns:
+        Rank → how slow it is, by the group in which that costs most. A rank that waits for a slow one in a group of
+        theirs is not slow itself, though it is late everywhere else.
+    """
+    groups, pipelines = _groups(nodes, round_index), _Pipelines()
+    for group in groups.values():
+        for rank, links in group.links.items():
+            for other in (*links, *(group.ranks if group.has_transfers else ())):
+                pipelines.join(rank, other)
+    findings = {name: judge(group.ranks) for name, group in groups.items() if pipelines.are_apart(group.ranks)}
+    slow: dict[int, SlowRank] = {}
+    for name, finding in sorted(findings.items(), key=lambda item: item[1].share):
+        for late in finding.late:
+            if not _waits_for_another(late.rank, name, groups, findings):
+                slow[late.rank] = SlowRank(
+                    rank=late.rank,
+                    node=(node := groups[name].nodes[late.rank]),
+                    host=names[node],
+                    seconds=late.seconds,
+                    call=late.kind,
+                    calls=late.calls,
+                    share=finding.share,
+                    step=finding.step,
+                )
+    return slow
+
+
+class _Group(Struct):
+    ranks: dict[int, Arrivals] = {}
+    nodes: dict[int, int] = {}
+    links: dict[int, tuple[int, ...]] = {}
+    has_transfers: bool = False
+
+
+class _Pipelines:
+    """Which ranks are stages of one pipeline: they do different work, and enter their common collectives apart."""
+
+    def __init__(self) -> None:
+        self._above: dict[int, int] = {}
+
+    def join(self, one: int, other: int) -> None:
+        self._above[self._root(one)] = self._root(other)
+
+    def are_apart(self, ranks: Collection[int]) -> bool:
+        """Whether no two of the ranks are in one pipeline."""
+        return len({self._root(rank) for rank in ranks}) == len(ranks)
+
+    def _root(self, rank: int) -> int:
+        while (above := self._above.get(rank, rank)) != rank:
+            rank = above
+        return rank
+
+
+def _groups(nodes: Mapping[int, NodeArrivals], round_index: int) -> dict[str, _Group]:
+    """Process groups by name and members; the times of all are on one clock, or the group is left out."""
+    groups: dict[str, _Group] = {}
+    of_round = {node: found for node, found in nodes.items() if found.round == round_index}
+    references = {found.reference for found in of_round.values() if found.reference}
+    for node, found in of_round.items():
+        if len(of_round) > 1 and (len(references) > 1 or not found.reference):
+            continue
+        for one in found.groups:
+            group = groups.setdefault(f"{one.group} {one.members}", _Group())
+            group.ranks[one.rank] = _arrivals(one, found)
+            group.nodes[one.rank] = node
+            group.links[one.rank] = one.links
+            group.has_transfers |= one.has_transfers
+    return groups
+
+
+def _arrivals(one: GroupArrivals, found: NodeArrivals) -> Arrivals:
+    since = found.since_ns // 1000
+    return Arrivals(
+        first=one.first,
+        kinds=tuple(one.kinds[at] for at in one.calls),
+        at=tuple((since + entered) / 1e6 for entered in one.entered_us),
+        bound=found.bound_ns / 1e9,
+    )
+
+
+def _waits_for_another(rank: int, name: str, groups: Mapping[str, _Group], findings: Mapping[str, Finding]) -> bool:
+    """Whether a rank that is late in one group waits for another one in another group of its own.
+
+    So does a rank whose group has a slow one; and one of a group that is late as a whole, across nodes: a stage of a
+    pipeline whose transfers are not known.
+    """
+    late_here = {late.rank for late in findings[name].late}
+    for other, finding in findings.items():
+        group = groups[other]
+        if rank not in group.ranks or any(late.rank == rank for late in finding.late):
+            continue
+        if finding.late or (finding.calls and late_here.issuperset(group.ranks) and len(set(group.nodes.values())) > 1):
+            return True
+    return False
+
+
+class Watched(Struct, frozen=True, kw_only=True):
+    """What was known after the last window."""
+
+    seen: Mapping[int, int] = {}
+    """Rank → windows in a row that show it as slow, or, below zero, as slow no more."""
+    slow: Mapping[int, SlowRank] = {}
+    """The ranks that were reported."""
+
+
+def next_watched(before: Watched, found: Mapping[int, SlowRank], *, now_ns: int) -> Watched:
+    """Take one more window in. What is in `slow` now and was not before is to be reported, and the reverse."""
+    seen: dict[int, int] = {}
+    slow: dict[int, SlowRank] = {}
+    for rank in sorted({*before.seen, *before.slow, *found}):
+        count, known = before.seen.get(rank, 0), before.slow.get(rank)
+        if rank in found:
+            seen[rank] = max(count, 0) + 1
+            if known is not None or seen[rank] >= WINDOWS:
+                slow[rank] = replace(found[rank], since_ns=known.since_ns if known is not None else now_ns)
+        elif known is not None:
+            seen[rank] = min(count, 0) - 1
+            if seen[rank] > -WINDOWS:
+                slow[rank] = known
+    return Watched(seen=seen, slow=slow)
+
+
+def by_node(ranks: Iterable[SlowRank], counts: Sequence[int]) -> tuple[int, ...]:
+    """The nodes of which all ranks are slow; `counts` is the number of ranks of each node."""
+    late: dict[int, int] = {}
+    for rank in ranks:
+        late[rank.node] = late.get(rank.node, 0) + 1
+    return tuple(node for node, count in sorted(late.items()) if count == counts[node])

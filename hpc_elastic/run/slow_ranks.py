@@ -1,0 +1,72 @@
+"""What nodes write into ``slow-ranks/``: when their ranks entered which collectives, and which ranks are slow."""
+
+from __future__ import annotations
+
+from msgspec import Struct
+
+
+class GroupArrivals(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One rank's last collectives in one process group."""
+
+    rank: int
+    group: str
+    members: str = ""
+    """Ranks of the group, as ``0-3,8``; empty: not known."""
+    links: tuple[int, ...] = ()
+    """The ranks that it sends to or receives from: other stages of its pipeline."""
+    has_transfers: bool = False
+    """It sends or receives, and to whom is not known: all ranks of the group may be stages of one pipeline."""
+    first: int = 0
+    """The number of the first collective in its group; the others follow without a gap."""
+    kinds: tuple[str, ...] = ()
+    """Name and size of each kind of call."""
+    calls: tuple[int, ...] = ()
+    """The kind of each call, a place in `kinds`."""
+    entered_us: tuple[int, ...] = ()
+    """Microseconds from `NodeArrivals.since_ns` at which each was entered."""
+
+
+class NodeArrivals(Struct, frozen=True, kw_only=True):
+    """``slow-ranks/node-<index>.json``: what the ranks of a node entered last, for the node that compares all."""
+
+    round: int
+    reference: str = ""
+    """The node whose clock since its boot is `since_ns`' clock, by its uid; empty: this node's own."""
+    since_ns: int
+    bound_ns: int = 0
+    """By how much that may be off."""
+    groups: tuple[GroupArrivals, ...] = ()
+
+
+class SlowRank(Struct, frozen=True, kw_only=True):
+    """A rank that the others wait for in their collectives."""
+
+    rank: int
+    node: int
+    host: str
+    seconds: float
+    """By how much it enters `call` after the others, median."""
+    call: str
+    calls: int
+    """How many collectives that is the median of."""
+    share: float
+    """The share of the run's time that is lost to the slow ranks of its group, 0 to 1."""
+    step: float = 0.0
+    """Seconds between two collectives of the same place in the step; 0: not known."""
+    since_ns: int = 0
+    """Wall clock of the node that compared, when it was first seen."""
+
+    def __str__(self) -> str:
+        call, late = self.call.partition(" ")[0].rpartition(":")[2], f"{self.seconds * 1e3:.0f} ms"
+        text = f"rank {self.rank} on {self.host} enters each {call} {late} after the others (median of {self.calls})"
+        if self.step:
+            return f"{text}: a step takes {self.step:.3f} s instead of {self.step * (1 - self.share):.3f} s"
+        return f"{text}: that costs {self.share:.0%} of the time"
+
+
+class SlowRanks(Struct, frozen=True, kw_only=True):
+    """``slow-ranks/now.json``: the ranks that are slow now. There is no such file where none is."""
+
+    round: int
+    written_ns: int
+    ranks: tuple[SlowRank, ...]

@@ -1,0 +1,115 @@
+"""Slow ranks of a run: its process groups, its pipelines, its nodes' clocks, and when they are reported."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from hpc_elastic.agent.slow_ranks import WINDOWS, Watched, by_node, find_slow, next_watched
+from hpc_elastic.run.slow_ranks import GroupArrivals, NodeArrivals, SlowRank
+
+STEPS = 40
+STEP_US = 100_000
+LATE_US = 30_000
+NAMES = [f"n{index}" for index in range(10)]
+
+
+def arrivals(rank: int, *, group: str = "0", late: int = 0, links: tuple[int, ...] = (), at: int = 0) -> GroupArrivals:
+    return GroupArrivals(
+        rank=rank,
+        group=group,
+        links=links,
+        kinds=("gloo:all_reduce [[1]]",),
+        calls=(0,) * STEPS,
+        entered_us=tuple(step * STEP_US + late + at + rank * 10 + step % 3 for step in range(STEPS)),
+    )
+
+
+def node(*groups: GroupArrivals, index: int = 1, reference: str = "a", bound_ns: int = 1000) -> NodeArrivals:
+    return NodeArrivals(round=index, reference=reference, since_ns=10**15, bound_ns=bound_ns, groups=groups)
+
+
+def find(*nodes: NodeArrivals) -> list[int]:
+    return sorted(find_slow(dict(enumerate(nodes)), round_index=1, names=NAMES))
+
+
+def test_a_rank_of_any_node_is_named() -> None:
+    first = node(arrivals(0), arrivals(1))
+    assert find(first, node(arrivals(2), arrivals(3, late=LATE_US))) == [3]
+    found = find_slow({5: first, 9: node(arrivals(2), arrivals(3, late=LATE_US))}, round_index=1, names=NAMES)[3]
+    assert (found.node, found.call) == (9, "gloo:all_reduce [[1]]")
+    assert found.seconds == pytest.approx(0.03, rel=0.01)
+    assert found.share == pytest.approx(0.3, rel=0.05)
+    assert str(found) == (
+        f"rank 3 on n9 enters each all_reduce 30 ms after the others (median of {STEPS}): "
+        "a step takes 0.100 s instead of 0.069 s"
+    )
+
+
+def test_what_another_round_wrote_counts_for_nothing() -> None:
+    late = node(arrivals(2), arrivals(3, late=LATE_US), index=0)
+    assert find(node(arrivals(0), arrivals(1)), late) == []
+
+
+@pytest.mark.parametrize("reference", ["", "b"])
+def test_a_clock_that_is_not_known_is_not_compared(reference: str) -> None:
+    late = node(arrivals(2), arrivals(3, late=LATE_US), reference=reference)
+    assert find(node(arrivals(0), arrivals(1)), late) == []
+
+
+def test_one_node_needs_no_reference() -> None:
+    assert find(node(arrivals(0), arrivals(1, late=LATE_US), reference="")) == [1]
+
+
+def test_a_rank_that_waits_for_a_slow_one_is_not_slow() -> None:
+    """Ranks 0 and 1, 2 and 3 are tensor-parallel; 0 and 2, 1 and 3 hold the same shards. Rank 3 is slow, and so late is
+    2 in its own data-parallel group, since it waits for 3 in the other."""
+    ranks = [
+        *(arrivals(rank, group="tp01") for rank in (0, 1)),
+        arrivals(2, group="tp23"),
+        arrivals(3, group="tp23", late=LATE_US),
+        arrivals(0, group="dp02"),
+        arrivals(2, group="dp02", late=LATE_US),
+        arrivals(1, group="dp13"),
+        arrivals(3, group="dp13", late=LATE_US),
+    ]
+    assert find(node(*ranks)) == [3]
+
+
+def test_stages_of_a_pipeline_are_not_compared_with_each_other() -> None:
+    """Ranks 0 and 1 are one pipeline, 2 and 3 another; 0 and 2, 1 and 3 are the same stage."""
+    stages = [arrivals(0, links=(1,)), arrivals(1, late=LATE_US), arrivals(2, links=(3,)), arrivals(3, late=LATE_US)]
+    assert find(node(*stages)) == []
+    same = [arrivals(1, group="dp"), arrivals(3, group="dp", late=LATE_US)]
+    assert find(node(*stages, *same)) == [3]
+
+
+def test_where_it_is_not_known_who_sends_to_whom_all_ranks_of_a_group_are_stages() -> None:
+    stages = [replace(arrivals(rank, late=LATE_US * (rank == 1)), has_transfers=True) for rank in range(4)]
+    assert find(node(*stages)) == []
+
+
+def test_a_stage_that_is_late_as_a_whole_is_not_slow() -> None:
+    """Ranks 1 and 3 are the last stage; gloo does not record who sends to whom in a group without collectives."""
+    world = [arrivals(rank, late=LATE_US * (rank % 2)) for rank in range(8)]
+    same = [arrivals(rank, group="dp") for rank in (1, 3, 5, 7)]
+    assert find(node(*world[:4], *same[:2]), node(*world[4:], *same[2:])) == []
+    assert find(node(*world[:4]), node(*world[4:])) == [1, 3, 5, 7]
+
+
+def slow(rank: int, on: int = 0) -> SlowRank:
+    return SlowRank(rank=rank, node=on, host=NAMES[on], seconds=0.03, call="x", calls=9, share=0.2)
+
+
+def test_a_rank_is_reported_after_windows_in_a_row_and_until_as_many_show_it_no_more() -> None:
+    watched = Watched()
+    reported = []
+    for now, found in enumerate([{3}, {}, {3}, {3}, {3, 4}, {}, {3}, {}, {}]):
+        watched = next_watched(watched, {rank: slow(rank) for rank in found}, now_ns=now)
+        reported.append({rank: one.since_ns for rank, one in watched.slow.items()})
+    assert WINDOWS == 2
+    assert reported == [{}, {}, {}, {3: 3}, {3: 3}, {3: 3}, {3: 3}, {3: 3}, {}]
+
+
+def test_a_node_of_which_all_ranks_are_slow() -> None:
+    assert by_node([slow(2, 1), slow(3, 1), slow(4, 2)], [2, 2, 2]) == (1,)

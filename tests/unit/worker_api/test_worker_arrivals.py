@@ -1,0 +1,80 @@
+"""When a worker entered its last collectives, from dumps that torch 2.13 wrote."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from hpc_elastic.worker_api import arrivals, flight_recorder
+from hpc_elastic.worker_api.arrivals import read_arrivals
+
+DATA = Path(__file__).parents[2] / "data" / "flight_recorder"
+
+
+def entry(number: int, call: str = "nccl:all_reduce", *, group: str = "0", op: int = 0, p2p: bool = False) -> Any:
+    return {
+        "process_group": [group, "x"], "profiling_name": call, "collective_seq_id": number, "op_id": op or number,
+        "is_p2p": p2p, "input_sizes": [[4]], "time_created_ns": number * 1000,
+    }  # fmt: skip
+
+
+def read(*entries: Any, config: dict[str, Any] | None = None) -> dict[str, dict[str, Any]]:
+    return read_arrivals(json.dumps({"entries": entries, "pg_config": config or {}}))
+
+
+def test_a_dump_of_gloo() -> None:
+    group = read_arrivals((DATA / "gloo_2.13_other_0").read_bytes())["0"]
+    assert group["kinds"][:2] == ["gloo:all_reduce [[7]]", "gloo:all_reduce [[4, 5]]"]
+    assert (group["first"], len(group["calls"]), group["transfers"]) == (1, 4, [])
+    assert group["entered_ns"] == sorted(group["entered_ns"])
+
+
+def test_gloo_counts_the_sends_that_it_does_not_record() -> None:
+    assert read_arrivals((DATA / "gloo_2.13_never_0").read_bytes())["0"]["transfers"] == [""]
+    assert read_arrivals((DATA / "gloo_2.13_never_3").read_bytes())["0"]["transfers"] == []
+
+
+def test_nccl_records_who_sends_to_whom() -> None:
+    held = read(
+        entry(1), entry(1, "nccl:send 0->1", p2p=True), entry(2), config={"0": {"name": "0", "ranks": "[4, 6]"}}
+    )
+    assert held["0"]["transfers"] == ["nccl:send 0->1"]
+    assert held["0"]["members"] == "[4, 6]"
+    assert (held["0"]["first"], held["0"]["entered_ns"]) == (1, [1000, 2000])
+
+
+def test_the_newest_are_kept_without_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read(entry(1), entry(2), entry(4), entry(5))["0"]["first"] == 4
+    together = read(entry(1), entry(2), entry(2, "nccl:coalesced"), entry(3))["0"]
+    assert [together["kinds"][call] for call in together["calls"]] == [
+        "nccl:all_reduce [[4]]", "nccl:coalesced [[4]]", "nccl:all_reduce [[4]]"
+    ]  # fmt: skip
+    monkeypatch.setattr(arrivals, "MOST_CALLS", 2)
+    assert read(entry(1), entry(2), entry(3))["0"]["entered_ns"] == [2000, 3000]
+
+
+def test_a_byte_brings_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dump = (DATA / "gloo_2.13_other_0").read_bytes()
+    c10d = SimpleNamespace(_dump_fr_trace_json=lambda whole: dump)
+    torch = SimpleNamespace(__version__="2.13.0", _C=SimpleNamespace(_distributed_c10d=c10d))
+    monkeypatch.setitem(sys.modules, "torch", torch)  # type: ignore[arg-type]
+    monkeypatch.setenv(flight_recorder.VARIABLE, str(tmp_path / "x"))
+    monkeypatch.setattr(flight_recorder.atexit, "register", lambda *rest: None)
+    replaced, move = threading.Event(), os.replace
+    monkeypatch.setattr(flight_recorder.os, "replace", lambda *paths: (move(*paths), replaced.set()))
+    flight_recorder.start(lambda *args, **kwargs: False)
+    fd = os.open(tmp_path / f"x.{os.getpid()}.ask", os.O_WRONLY | os.O_NONBLOCK)
+    os.write(fd, flight_recorder.WHEN)
+    os.close(fd)
+    assert replaced.wait(20)
+    answer = json.loads((tmp_path / f"x.{os.getpid()}.when").read_text())
+    assert list(answer["groups"]) == ["gloo 0"]
+    assert 0 <= answer["seconds"] < 1
+    assert not list(tmp_path.glob("*.json")), "it was not asked for a whole dump"
