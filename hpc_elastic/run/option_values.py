@@ -7,6 +7,7 @@ Every ``parse_*`` takes the option as the user called it and raises UsageError, 
 
 from __future__ import annotations
 
+import math
 import os
 import shlex
 import signal
@@ -45,11 +46,11 @@ def parse_positive_seconds(text: str, option: str) -> float:
 
 
 def number_of(text: str) -> float:
-    """A number; -1 for any other text."""
+    """A number; NaN for any other text."""
     try:
         return float(text)
     except ValueError:
-        return -1.0
+        return math.nan
 
 
 def one_of(kind: type[E]) -> Callable[[str, str], E]:
@@ -360,7 +361,8 @@ def rdzv_values(
         else:
             number = number_of(text)
             if not 0 < number < 1e7:
-                raise UsageError(f"{option} {key}={text}: give a positive number of seconds")
+                way_out = "not a number of seconds" if math.isnan(number) else "give a positive number of seconds"
+                raise UsageError(f"{option} {key}={text}: {way_out}")
             values[key] = number
     return values
 

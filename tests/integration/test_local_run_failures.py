@@ -213,7 +213,8 @@ def test_what_was_printed_first_is_the_cause_though_its_worker_lives_on(tmp_path
         run.wait_moments("here", count=4)
         run.say("go")
         run.wait_moments("lingers", count=1)
-        run.until(lambda: "shard 17" in run.rank(0).stderr.read_text(), "traceback of rank 0")
+        stderr = run.rank(0).stderr
+        run.until(lambda: stderr.exists() and "shard 17" in stderr.read_text(), "traceback of rank 0")
         run.say("fail")
         assert run.finish() != ExitCode.OK
         verdict = run.report()["verdict"]
