@@ -74,7 +74,7 @@ def read_steps(attempt: AttemptPaths, record: RoundRecord, *, now_ns: int) -> tu
         for beat in found.ranks:
             source = ProgressSource.HEARTBEAT if beat.step is not None else beat.source
             step = beat.counted_steps if beat.step is None else beat.step
-            if step is not None:
+            if step is not None and source is not ProgressSource.UNKNOWN:  # an earlier version named no source
                 known.setdefault(source, {})[beat.rank] = step
         if found.progress is not None and found.progress.resting is not None:
             resting.append(found.progress.resting and found.progress.resting + age)

@@ -118,6 +118,8 @@ class Golden:
 def unpack(folder: Path, name: str) -> Path:
     with tarfile.open(RECORDED / f"{name}.tar.xz") as archive:
         archive.extractall(folder, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # type: ignore[arg-type]
+    for path in (path for path in (folder / name).rglob("*") if not path.is_symlink()):
+        path.chmod(0o700 if path.is_dir() else 0o600)  # as a run makes them: no mode is taken from the archive
     return folder / name
 
 
