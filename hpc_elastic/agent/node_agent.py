@@ -103,7 +103,7 @@ class NodeAgent:
         self._unfit: HealthVerdict | None = None
         self._grace_for_peers_until: float | None = None
         """Deadline for other nodes to show the same failure, before the workers here are ended."""
-        self._figures = RoundFigures(metrics, role=site.me.spec.role, clock=site.clock)
+        self.figures = RoundFigures(metrics, role=site.me.spec.role, clock=site.clock)
         self._rendezvous_seconds: float | None = None
         self._clock_offsets = ClockOffsetLog(site.events, site.notifier, uid=site.info.uid, clock=site.clock)
         self._reports: FailureReports
@@ -187,7 +187,7 @@ class NodeAgent:
         self._handle_stop()
         self._look_at_parts()
         log_losses(self.site.events, self.site.pump)
-        self._figures.enter(self.state)
+        self.figures.enter(self.state)
 
     def _look_at_parts(self) -> None:
         for part in self.parts:
@@ -332,7 +332,7 @@ class NodeAgent:
             self._stop_due = self.site.clock.monotonic() + result
             return
         self._stop_due = None
-        self._figures.end("stop")
+        self.figures.end("stop")
         log_stopped(self.site, workers, result)
         self._unendable.update(survivor.pid for survivor in result.left)
         self._swept = self.phase is Phase.DONE
@@ -347,7 +347,7 @@ class NodeAgent:
         if before is Phase.ENDED:
             return
         self.phase = next_phase(before, event)
-        self._figures.enter(self.state)
+        self.figures.enter(self.state)
         self._waits_to_start = False
         if event in (Event.CLOSED, Event.LEAVE):
             self._why_ended = self._why_ended or reason
@@ -356,8 +356,8 @@ class NodeAgent:
             self.round = self.record.round
             confirm_round(self.site, self.record, change=self.change, is_ending=self._heard.is_ending)
         elif event is Event.FINAL:
-            self._rendezvous_seconds = self._figures.end("rendezvous")
-            self._figures.begin("start")
+            self._rendezvous_seconds = self.figures.end("rendezvous")
+            self.figures.begin("start")
             self._waits_to_start = self._is_start_held
             if not self._waits_to_start:
                 self._start_workers()
@@ -379,7 +379,7 @@ class NodeAgent:
 
     def _join(self) -> None:
         """Ask to be in the next round, once no part objects: this node is fit."""
-        self._figures.begin("rendezvous")
+        self.figures.begin("rendezvous")
         self._wants_join = True
         for part in self.parts:
             part.on_join(self.round)
@@ -405,7 +405,7 @@ class NodeAgent:
         self._reports.begin()
         self._swept, self.has_run = False, True
         log_round(site.events, own.facts, restarts_used=record.restarts_used)
-        self._figures.put("remaining_restarts", site.me.spec.max_restarts - record.restarts_used)
+        self.figures.put("remaining_restarts", site.me.spec.max_restarts - record.restarts_used)
         try:
             own.start(workers, environment_of(self.parts, site.environ))
         except (WorkerStartError, OSError) as error:
@@ -423,8 +423,8 @@ class NodeAgent:
             workers,
             why_fresh="".join(part.why_fresh for part in self.parts),
             rendezvous_seconds=self._rendezvous_seconds,
-            start_seconds=self._figures.end("start"),
-            restart_seconds=self._figures.end("restart"),
+            start_seconds=self.figures.end("start"),
+            restart_seconds=self.figures.end("restart"),
         )
         if own.serves_store:
             site.store_server.serve()
@@ -464,8 +464,8 @@ class NodeAgent:
             return
         if not workers.stopping and self._stop_due is None:
             site.events.write(WorkersStopping(round=workers.round, reason=reason))
-            self._figures.begin("restart")
-            self._figures.begin("stop")
+            self.figures.begin("restart")
+            self.figures.begin("stop")
             self._reports.before_stop(workers, record)
             for part in self.parts:
                 part.before_stop()

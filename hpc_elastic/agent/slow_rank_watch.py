@@ -112,6 +112,10 @@ class SlowRankWatch(Part):
         if workers is None or record is None or self._next is None or now < self._next:
             return
         is_judge = workers.layout.group_rank == 0
+        if is_judge and self._step is _Step.ASK:
+            slow = self._watched.slow.values()
+            agent.figures.put("slow_ranks", len(slow))
+            agent.figures.put("slow_ranks_share", max((one.share for one in slow), default=0.0))
         if self._step is _Step.ASK:
             workers.ask_for_arrivals()
             self._step, self._next = _Step.WRITE, now + ANSWER_SECONDS

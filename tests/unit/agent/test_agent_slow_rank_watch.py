@@ -51,6 +51,7 @@ class Workers:
 class Node:
     def __init__(self, clock: FakeClock, folder: Path, node: int, offset: Offset | None) -> None:
         self.events: list[Any] = []
+        self.figures: dict[str, float] = {}
         self.watch = SlowRankWatch(
             folder,
             node=node,
@@ -83,7 +84,7 @@ def run(nodes: list[Node], clock: FakeClock, seconds: float) -> None:
         clock.now = max(due, clock.now)
         for node in nodes:
             if node.watch.due is not None and node.watch.due <= clock.now:
-                node.watch.look(None)  # type: ignore[arg-type]
+                node.watch.look(SimpleNamespace(figures=SimpleNamespace(put=node.figures.__setitem__)))  # type: ignore[arg-type]
     clock.now = end
 
 
@@ -102,11 +103,14 @@ def test_a_slow_rank_is_reported_once_and_again_when_it_is_over(
     now = codec.load(tmp_path / "slow" / "now.json", SlowRanks)
     assert isinstance(now, SlowRanks)
     assert [slow.rank for slow in now.ranks] == [3]
+    assert nodes[0].figures["slow_ranks"] == 1
+    assert nodes[0].figures["slow_ranks_share"] == pytest.approx(0.3, rel=0.1)
     nodes[1].workers.late = {}
     run(nodes, clock, 3 * EVERY_SECONDS)
     assert isinstance(nodes[0].events[-1], SlowRankEnded)
     assert nodes[0].events[-1].seconds == pytest.approx(4 * EVERY_SECONDS, abs=EVERY_SECONDS)
     assert not (tmp_path / "slow" / "now.json").exists()
+    assert nodes[0].figures["slow_ranks"] == 0
     assert nodes[1].events == [], "the node of group rank 0 alone reports"
 
 
