@@ -51,9 +51,9 @@ def test_handlers_on_mounts_of_their_own_meet_and_start_a_new_epoch(tmp_path: Pa
         try:
             for _ in range(2):
                 rig.folder = emulator.paths[0]
-                one = rig.make(2, doorbell=False, timeout=40.0)
+                one = rig.make(2, doorbell=False, timeout=40.0, reopen=True)
                 rig.folder = emulator.paths[1]
-                other = rig.make(2, doorbell=False, timeout=40.0)
+                other = rig.make(2, doorbell=False, timeout=40.0, reopen=True)
                 found = rig.meet(one, other)
                 assert sorted(round_.rank for round_ in found) == [0, 1]
                 assert {round_.version for round_ in found} == {0}

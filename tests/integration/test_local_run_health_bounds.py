@@ -97,6 +97,7 @@ def test_an_agent_that_can_open_no_file_does_not_blame_the_run_directory() -> No
         import pathlib, tempfile
         from hpc_elastic.agent.health import Check, HealthPlan
         from hpc_elastic.agent.health_checks import HealthChecks, HealthSite
+        from hpc_elastic.base.waking import wait_readable
         probe = pathlib.Path(tempfile.mkdtemp()) / "health" / "node-0"
         checks = HealthChecks(
             HealthPlan(limits={Check.SHARED: 10.0, Check.MEMORY: 1, Check.CLOCK: 60}),
