@@ -1,7 +1,4 @@
-"""``hpc-elastic config``: every option's value, and which file, variable or option it comes from.
-
-`read_command_line` reads that of `submit`, `run` and `agent`.
-"""
+"""``hpc-elastic config``: every option's value, and its source. And the command line of ``submit`` and its like."""
 
 from __future__ import annotations
 
@@ -19,8 +16,9 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.options.command_line import Help, HelpWanted, parse, render_help
 from hpc_elastic.options.config_files import Layer
 from hpc_elastic.options.hook_options import current_directory
+from hpc_elastic.options.job_options import SBATCH_VARIABLES
 from hpc_elastic.options.resolve import Origin, Resolved, resolve
-from hpc_elastic.options.run_request import ALL_OPTIONS, REFUSED, YIELDS, check_values, default_of
+from hpc_elastic.options.run_request import ALL_OPTIONS, REFUSED, check_values, default_of
 from hpc_elastic.options.table import Group, Keys, Option, Parsed, define, explaining, key_of
 from hpc_elastic.options.worker_options import UNNEEDED
 from hpc_elastic.output.terminal import each_line
@@ -43,13 +41,8 @@ def read_command_line(
 ) -> Parsed | None:
     """Read it, and the layers below it; None where ``--help`` was asked for and printed.
 
-    Args:
-        argv: Without the program and the subcommand.
-        subcommand: Its name.
-        help_: What its help says.
-        env: Variables, and where the files are.
-        own: Options of this subcommand alone, which no file and no variable gives; it takes those of ``submit``, too.
-        taken: Those of ``submit`` that it takes (`Option.dest`); None: all.
+    `own` has options of this subcommand alone, which no file and no variable gives; it takes those of ``submit``, too,
+    or of them `taken` (`Option.dest`).
     """
     options = options_of(subcommand, own, taken)
     left_out = {option.dest for option in ALL_OPTIONS if option not in options}
@@ -60,29 +53,26 @@ def read_command_line(
         _print_help(subcommand, help_, [option for option in options if subcommand not in option.ignored_by], wanted)
         return None
     here = current_directory(env)
-    parsed = resolve(given, ALL_OPTIONS, env=env, here=here, left_out=sorted(left_out), yields=YIELDS).parsed
+    parsed = resolve(given, ALL_OPTIONS, env=env, here=here, left_out=sorted(left_out), yields=SBATCH_VARIABLES).parsed
     for line in parsed.executed:
         print_note(line)
     mine = {option.dest: given.values[option.dest] for option in own if option.dest in given.values}
     return replace(parsed, values={**parsed.values, **mine}, sources={**given.sources, **parsed.sources})
 
 
-_SETTINGS = (
-    "Long options are taken with - and with _. Each option can also be set in a configuration file or by a variable: "
-    "--max-restarts is HPC_ELASTIC_MAX_RESTARTS (hpc-elastic config shows each value and where it comes from)."
-)
-
-
 def _print_help(subcommand: str, help_: Help, taken: Sequence[Option], wanted: HelpWanted) -> None:
     options = [option for option in taken if option.help]
     shown = options if wanted.everything else [option for option in options if option.common]
-    ending = _SETTINGS
+    ending = (
+        "Long options are taken with - and with _. Each option can also be set in a configuration file or by a "
+        "variable: --max-restarts is HPC_ELASTIC_MAX_RESTARTS (hpc-elastic config shows each value and where it comes "
+        "from)."
+    )
     if any(option.env for option in shown):
         ending += " A variable in brackets, as in [PET_NNODES], is one of torchrun's for the same option."
     if len(shown) < len(options):
         ending += f" hpc-elastic {subcommand} --help-all shows all {len(options)} options."
-    text = render_help(replace(help_, ending=ending), shown, width=get_terminal_size().columns)
-    sys.stdout.write(text)
+    sys.stdout.write(render_help(replace(help_, ending=ending), shown, width=get_terminal_size().columns))
 
 
 HELP = Help(
@@ -117,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
         _print_help("config", HELP, OPTIONS, wanted)
         return 0
     env = os.environ
-    found = resolve(given, ALL_OPTIONS, env=env, here=current_directory(env), yields=YIELDS)
+    found = resolve(given, ALL_OPTIONS, env=env, here=current_directory(env), yields=SBATCH_VARIABLES)
     with explaining(found.parsed):
         check_values(found.parsed)
     shown = _asked(given.command)
@@ -185,7 +175,11 @@ def _as_text(found: Resolved, shown: Sequence[Option], env: Mapping[str, str], *
         value, origin = _value(found, option, env)
         if value is None and origin is None and not everything:
             continue
-        rows.append((key_of(option), _shown(value), _from(origin)))
+        source = "not set"
+        if origin is not None:
+            profile = f" [profile.{origin.profile}]" if origin.profile else ""
+            source = f"{origin.where or origin.layer.value}{profile}"
+        rows.append((key_of(option), _shown(value), source))
     widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 1)]
     lines += ["", *(f"{key:<{widths[0]}}  {value:<{min(widths[1], 30)}}  {source}" for key, value, source in rows)]
     return "\n".join(lines) + "\n"
@@ -197,9 +191,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return " ".join(value) if isinstance(value, list) else value or "true"
-
-
-def _from(origin: Origin | None) -> str:
-    if origin is None:
-        return "not set"
-    return f"{origin.where or origin.layer.value}{f' [profile.{origin.profile}]' if origin.profile else ''}"

@@ -1,11 +1,8 @@
-"""Command lines and their help, on click: the words up to the user's script become values, and what is wrong one line.
-
-What follows the script is the script's. An unknown name is answered with the one that was probably meant.
-"""
+"""Command lines and their help, on click: the words up to the user's script become values, an error one line."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -34,25 +31,6 @@ class Help(Struct, frozen=True, kw_only=True):
     ending: str = ""
 
 
-class _Named(click.Option):
-    """An option under one of its names: a message names it as the user did."""
-
-    def __init__(self, option: Option, name: str, number: int, use: Callable[[Option, str, Any], None]) -> None:
-        takes_value = option.metavar is not None
-
-        def callback(context: click.Context, parameter: click.Parameter, given: Any) -> None:
-            if given:
-                use(option, name, given)
-
-        super().__init__(
-            [name, f"option_{number}"],
-            is_flag=None if takes_value else True,
-            multiple=takes_value,
-            expose_value=False,
-            callback=callback,
-        )
-
-
 def parse(
     argv: Sequence[str],
     options: Sequence[Option],
@@ -63,24 +41,22 @@ def parse(
 ) -> Parsed:
     """Read `argv` up to the first word that is not an option, or ``--``.
 
-    Args:
-        argv: Without the program and the subcommand.
-        options: The table.
-        refused: Long options that will never be, with the reason and the way out.
-        elsewhere: Options of another subcommand → which.
-        unneeded: Another program's that mean nothing here: refused all together. The help is the reason.
-
-    Raises:
-        HelpWanted: ``--help`` or ``--help-all`` stands before the script.
-        UsageError: an option that is unknown, refused, or without its value.
+    `refused` are options that will never be, with the reason and the way out; `elsewhere` those of another subcommand,
+    with its name; `unneeded` another program's that mean nothing here, refused all together. Raises HelpWanted, too.
     """
     by_name = {name: option for option in options for name in option.names}
     meaningless = {name: option for option in unneeded for name in option.names}
     values: dict[str, tuple[str, ...]] = {}
     sources: dict[str, str] = {}
     leave_out: dict[str, str] = {}
+    parameters: list[click.Parameter] = [
+        click.Option(words, is_flag=True, is_eager=True, expose_value=False, callback=_raise_help)
+        for words in (["-h", "--help"], ["--help-all"])
+    ]
 
     def use(option: Option, name: str, given: Any) -> None:
+        if not given:
+            return
         if name in meaningless:
             leave_out[name] = option.help
             return
@@ -90,12 +66,17 @@ def parse(
         values[option.dest] = (*values.get(option.dest, ()), *texts) if option.repeatable else texts[-1:]
         sources[option.dest] = name
 
-    named = [(option, name) for table in (by_name, meaningless) for name, option in table.items()]
-    parameters: list[click.Parameter] = [_Named(option, name, at, use) for at, (option, name) in enumerate(named)]
-    parameters += [
-        click.Option(words, is_flag=True, is_eager=True, expose_value=False, callback=_help(everything=everything))
-        for words, everything in ((["-h", "--help"], False), (["--help-all"], True))
-    ]
+    # Each name is an option of click's: a message names it as the user did.
+    for name, option in (*by_name.items(), *meaningless.items()):
+        parameters.append(
+            click.Option(
+                [name, f"option_{len(parameters)}"],
+                is_flag=option.metavar is None or None,
+                multiple=option.metavar is not None,
+                expose_value=False,
+                callback=lambda _, __, given, option=option, name=name: use(option, name, given),
+            )
+        )
     command = click.Command("", params=parameters, add_help_option=False)
     # A value may be left out only where it stands behind "=": `--exclusive train.py`.
     bare = {name for name, option in by_name.items() if option.optional_value}
@@ -153,12 +134,9 @@ def read_arguments(
     return SimpleNamespace(**context.params)
 
 
-def _help(*, everything: bool) -> Callable[[click.Context, click.Parameter, bool], None]:
-    def callback(context: click.Context, parameter: click.Parameter, given: bool) -> None:
-        if given:
-            raise HelpWanted(everything=everything)
-
-    return callback
+def _raise_help(context: click.Context, parameter: click.Parameter, given: bool) -> None:
+    if given:
+        raise HelpWanted(everything="--help-all" in parameter.opts)
 
 
 def _long_name(word: str) -> str:

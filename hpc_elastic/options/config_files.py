@@ -20,8 +20,7 @@ from hpc_elastic.base.files import Owner, open_checked, read_from
 from hpc_elastic.errors import UnsafePathError, UsageError
 from hpc_elastic.options.table import Keys, key_of, texts_of
 
-SITE_VARIABLE, USER_VARIABLE, PROJECT_VARIABLE = (f"HPC_ELASTIC_{name}_CONFIG" for name in ("SITE", "USER", "PROJECT"))
-PROFILE_VARIABLE = "HPC_ELASTIC_PROFILE"
+SITE_VARIABLE = "HPC_ELASTIC_SITE_CONFIG"
 _OWN_NAME, _PYPROJECT = "hpc_elastic.toml", "pyproject.toml"
 _OWN_TABLE: tuple[tuple[str, ...], ...] = ((),)
 _PYPROJECT_TABLES = (("tool", "hpc-elastic"), ("tool", "hpc_elastic"))
@@ -56,7 +55,41 @@ def candidates(env: Mapping[str, str], here: Path) -> list[Candidate]:
 
     `env` has HOME, XDG_CONFIG_DIRS, XDG_CONFIG_HOME, and the variables that name a file (empty: none).
     """
-    return [*_site(env), *_user(env), *_project(env, here)]
+    found = []
+    for layer in FILE_LAYERS:
+        named = env.get(_variable_of(layer))
+        if named is None:
+            found += _usual(layer, env, here)
+        elif named:
+            path = Path(os.path.abspath(named))
+            tables = _PYPROJECT_TABLES if path.name == _PYPROJECT else _OWN_TABLE
+            found.append(Candidate(layer=layer, path=path, tables=tables, required=True))
+    return found
+
+
+def _variable_of(layer: Layer) -> str:
+    return f"HPC_ELASTIC_{layer.value.upper()}_CONFIG"
+
+
+def _usual(layer: Layer, env: Mapping[str, str], here: Path) -> list[Candidate]:
+    home = env.get("HOME", "")
+    if layer is Layer.SITE:
+        folders = (env.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(":")
+        paths = [Path(folder, "hpc_elastic", "config.toml") for folder in folders if folder.startswith("/")]
+        there = [*filter(os.path.exists, paths), *paths]
+        return [Candidate(layer=layer, path=path) for path in there[:1]]
+    if layer is Layer.USER:
+        usual = f"{home}/.config" if home.startswith("/") else ""
+        own = env.get("XDG_CONFIG_HOME", "")
+        chosen = Path(own if own.startswith("/") else usual, "hpc_elastic", "config.toml")
+        return [Candidate(layer=layer, path=chosen)] if chosen.is_absolute() else []
+    found = []
+    for folder in (here, *here.parents):
+        found.append(Candidate(layer=layer, path=folder / _OWN_NAME))
+        found.append(Candidate(layer=layer, path=folder / _PYPROJECT, tables=_PYPROJECT_TABLES))
+        if os.path.exists(folder / ".git") or str(folder) == home:
+            break
+    return found
 
 
 def there(found: Sequence[Candidate]) -> list[Candidate]:
@@ -67,8 +100,7 @@ def there(found: Sequence[Candidate]) -> list[Candidate]:
             os.stat(candidate.path)
         except OSError as error:
             if candidate.required:
-                variable = f"HPC_ELASTIC_{candidate.layer.value.upper()}_CONFIG"
-                raise UsageError(f"{variable}={candidate.path}: {error.strerror}") from None
+                raise UsageError(f"{_variable_of(candidate.layer)}={candidate.path}: {error.strerror}") from None
             continue
         present.append(candidate)
     return present
@@ -85,7 +117,7 @@ def is_trusted_by_name(candidate: Candidate) -> bool:
 
 def way_out(candidate: Candidate, error: UnsafePathError) -> str:
     """The advice for a user with such a file in the way."""
-    variable = f"HPC_ELASTIC_{candidate.layer.value.upper()}_CONFIG"
+    variable = _variable_of(candidate.layer)
     leave_out = f"to ignore it, set {variable}= (empty)"
     if "owner" not in error.facts:
         return leave_out
@@ -94,54 +126,11 @@ def way_out(candidate: Candidate, error: UnsafePathError) -> str:
     return f"if you trust it: export {variable}={candidate.path}; {leave_out}"
 
 
-def _site(env: Mapping[str, str]) -> list[Candidate]:
-    if SITE_VARIABLE in env:
-        return _named(env[SITE_VARIABLE], Layer.SITE)
-    folders = (env.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(":")
-    paths = [Path(folder, "hpc_elastic", "config.toml") for folder in folders if folder.startswith("/")]
-    chosen = next(filter(os.path.exists, paths), paths[0] if paths else None)
-    return [] if chosen is None else [Candidate(layer=Layer.SITE, path=chosen)]
-
-
-def _user(env: Mapping[str, str]) -> list[Candidate]:
-    if USER_VARIABLE in env:
-        return _named(env[USER_VARIABLE], Layer.USER)
-    folder = env.get("XDG_CONFIG_HOME", "")
-    if not folder.startswith("/"):
-        home = env.get("HOME", "")
-        if not home.startswith("/"):
-            return []
-        folder = home + "/.config"
-    return [Candidate(layer=Layer.USER, path=Path(folder, "hpc_elastic", "config.toml"))]
-
-
-def _project(env: Mapping[str, str], here: Path) -> list[Candidate]:
-    if PROJECT_VARIABLE in env:
-        return _named(env[PROJECT_VARIABLE], Layer.PROJECT)
-    found = []
-    home = env.get("HOME")
-    for folder in (here, *here.parents):
-        found.append(Candidate(layer=Layer.PROJECT, path=folder / _OWN_NAME))
-        found.append(Candidate(layer=Layer.PROJECT, path=folder / _PYPROJECT, tables=_PYPROJECT_TABLES))
-        if os.path.exists(folder / ".git") or str(folder) == home:
-            break
-    return found
-
-
-def _named(text: str, layer: Layer) -> list[Candidate]:
-    if not text:
-        return []
-    path = Path(os.path.abspath(text))
-    tables = _PYPROJECT_TABLES if path.name == _PYPROJECT else _OWN_TABLE
-    return [Candidate(layer=layer, path=path, tables=tables, required=True)]
-
-
 PROFILES, DEFAULT_PROFILE = "profile", "default-profile"
 _MAX_BYTES = 256 << 10
 _MAX_SEARCHED = 4 << 20
 """Bytes of a pyproject.toml that may not mention us."""
 _PROFILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
-_COMMAND_LINE_ONLY = "is allowed on the command line only"
 
 
 class Setting(Struct, frozen=True, kw_only=True):
@@ -161,24 +150,12 @@ class SettingsFile(Struct, frozen=True, kw_only=True):
 
 
 def read_settings(
-    path: Path,
-    keys: Keys,
-    *,
-    tables: tuple[tuple[str, ...], ...] = ((),),
-    any_owner: bool = False,
+    path: Path, keys: Keys, *, tables: tuple[tuple[str, ...], ...] = _OWN_TABLE, any_owner: bool = False
 ) -> SettingsFile | None:
-    """Read a file. It is opened once, and not parsed before its owner is known.
+    """Read a TOML file. It is opened once, and not parsed before its owner is known.
 
-    Args:
-        path: A TOML file.
-        keys: What may stand in it.
-        tables: Where in the file our keys are: the first that is there; where none is, None is returned.
-        any_owner: The user has named this file, and trusts it, any owner's.
-
-    Raises:
-        UnsafePathError: it is not trusted, no regular file, or can't be read.
-        UsageError: it is no TOML, or says something that can't be right; with file and line.
-        FileNotFoundError: there is none.
+    Our keys are in the first of `tables` that is there; where none is, None is returned. `any_owner`: the user has
+    named this file, and trusts it. Raises UnsafePathError, FileNotFoundError, and UsageError with file and line.
     """
     data = _read(path, tables, any_owner=any_owner)
     if data is None:
@@ -213,7 +190,8 @@ def _read(path: Path, tables: tuple[tuple[str, ...], ...], *, any_owner: bool) -
             if not any_owner:
                 _check_trusted(path, info)
         except UnsafePathError:
-            if not _has_table(data, tables):
+            keys = _lines_of_keys(data[:_MAX_BYTES].decode("utf-8", "replace"))
+            if not any(key[: len(table)] == table for key in keys for table in tables):
                 return None  # our name is that of a dependency, say
             raise
     except UnsafePathError as error:
@@ -236,12 +214,6 @@ def _check_trusted(path: Path, info: os.stat_result) -> None:
     if info.st_mode & stat.S_IWOTH:
         # Who may write to a file of root's may also link it to another name.
         raise UnsafePathError(f"{path} can be written by every user; run: chmod o-w {path}")
-
-
-def _has_table(data: bytes, tables: tuple[tuple[str, ...], ...]) -> bool:
-    """Look for one of the tables in a file that is not parsed."""
-    keys = _lines_of_keys(data[:_MAX_BYTES].decode("utf-8", "replace"))
-    return any(key[: len(table)] == table for key in keys for table in tables)
 
 
 def _parse(path: Path, data: bytes) -> dict[str, Any]:
@@ -292,10 +264,9 @@ class _Reader:
         if not isinstance(value, dict):
             raise UsageError(f"{where}: {key} is not a table; write [{'.'.join((*self._table, key))}.NAME]")
         for name, item in value.items():
-            if not _PROFILE_NAME.match(name) or not isinstance(item, dict):
-                wrong = (
-                    "its name has letters, digits, '.', '_' and '-'" if isinstance(item, dict) else "it is not a table"
-                )
+            wrong = "" if _PROFILE_NAME.match(name) else "its name has letters, digits, '.', '_' and '-'"
+            wrong = wrong if isinstance(item, dict) else "it is not a table"
+            if wrong:
                 raise UsageError(f"{self._at((key,), name)}: {key}.{name}: {wrong}; write [{key}.NAME]")
         return {name: self._settings((key, name), item) for name, item in value.items()}
 
@@ -314,7 +285,7 @@ class _Reader:
                 hint = f"did you mean {nearest}?" if nearest else "hpc-elastic config --all lists them"
                 raise UsageError(f"{where}: unknown key {name}; {hint}")
             if not option.in_files:
-                raise UsageError(f"{where}: {name} {_COMMAND_LINE_ONLY}")
+                raise UsageError(f"{where}: {name} is allowed on the command line only")
             if option.dest in found:
                 raise UsageError(f"{where}: {name} is {key_of(option)} once more; give one of them")
             texts = texts_of(option, value, called=f"{where}: {name}")

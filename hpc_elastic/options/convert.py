@@ -70,8 +70,6 @@ class Conversion(Struct, frozen=True, kw_only=True):
         return tuple(line for line in self.lines if line.status is LineStatus.MANUAL)
 
 
-_IN_SETUP = "--setup: bash does it on each node before the workers start"
-_IN_THE_SHELL = "in the shell that submits; the job gets its environment"
 _BEFORE_TRAINING = (
     "it ran on the first node, before the training: do it before you submit, or at the beginning of the script"
 )
@@ -109,7 +107,7 @@ class _Converter:
         self._find_start()
         launch, reach = self._launch, self._variables.reach
         units = units_of(self._script, self._start.blocks if self._start else ())
-        self._variables.set_units(units)
+        self._variables.units = units
         kept, setup = self._sort(units)
         self._count()
         for option in launch.options:
@@ -135,13 +133,11 @@ class _Converter:
             words += self._in_the_job(inner, needed.open)
             self._note_units(inner, LineStatus.CONVERTED, "each worker does it, before the script")
         else:
-            own = [
-                *(["--python", *launch.program] if launch.program else []),
-                *(["--module"] if launch.is_module else []),
-            ]
+            own = ["--python", *launch.program] if launch.program else []
+            own += ["--module"] if launch.is_module else []
             words += [_unset(word, needed.open) for word in (*own, *(launch.script or ["SCRIPT"]))]
         self._note_start(needed.open | for_options.open | for_options.job)
-        self._note_units(kept, LineStatus.KEPT, _IN_THE_SHELL)
+        self._note_units(kept, LineStatus.KEPT, "in the shell that submits; the job gets its environment")
         self._note_units([unit for unit in units if unit.defines], LineStatus.DROPPED, "the command does not need it")
         before = [(unit.number, f"export {unit.text}" if in_job and unit in here else unit.text) for unit in kept]
         before += [(loop.number, f"{loop.head}; do") for loop in self._loops]
@@ -244,7 +240,7 @@ class _Converter:
         found = [
             (command, launch)
             for command in self._script.commands
-            if not (command.words[:1] and command.words[0] in ("for", "case"))
+            if command.words[:1] not in (["for"], ["case"])
             and (launch := find_launch(_without_condition(command.words), self._variables))
         ]
         found.sort(key=lambda one: (one[1].is_single, not one[1].script))
@@ -314,17 +310,17 @@ class _Converter:
             return LineStatus.DROPPED, "the function's start is in the command"
         if unit.defines and unit.defines <= self._inlined:
             return LineStatus.DROPPED, "its text is in the command"
-        if is_behind and not unit.is_pure:
+        if is_behind and not unit.is_pure():
             return LineStatus.MANUAL, "it ran after the training; give it a job of its own: sbatch --dependency"
-        if firsts[0] in ("cd", "mkdir", "ulimit") or (unit.is_pure and writes and not unit.block):
+        if firsts[0] in ("cd", "mkdir", "ulimit") or (unit.is_pure() and writes and not unit.block):
             if "SLURM_SUBMIT_DIR" in names and firsts[0] == "cd":
                 return LineStatus.DROPPED, "a job begins in the folder where it is submitted"
             return (LineStatus.KEPT, "") if is_known_here else (LineStatus.MANUAL, _BEFORE_TRAINING)
-        if any(first in ENVIRONMENT for first in firsts) and (not unit.block or unit.does_only(ENVIRONMENT)):
+        if any(first in ENVIRONMENT for first in firsts) and (not unit.block or unit.is_pure(ENVIRONMENT)):
             if names & PER_WORKER or reach.open:
                 return LineStatus.MANUAL, "its value is not known before the workers start: set it in the script"
             return LineStatus.CONVERTED, ""
-        if unit.is_pure:
+        if unit.is_pure():
             return LineStatus.DROPPED, "" if unit.defines else "it prints, or is about the batch script itself"
         return LineStatus.MANUAL, _BEFORE_TRAINING
 
@@ -340,17 +336,13 @@ class _Converter:
         tasks = number(counts.get("--ntasks-per-node", "")) or _divided(number(counts.get("--ntasks", "")), nodes)
         workers = launch.counts.get("nproc", "")
         nproc = number(workers) or _divided(number(launch.counts.get("total", "")), nodes)
+        is_by_tasks = launch.is_per_task and "--ntasks-per-gpu" not in counts
+        is_by_tasks = is_by_tasks and bool(launch.script or tasks not in (None, "1"))
         if launch.is_single and not nproc:
             nproc = "1"
-            launch.open.append(
-                "plain python is one process: take --nproc-per-node out where it may be one for each GPU"
-            )
-        elif (
-            launch.is_per_task
-            and not nproc
-            and "--ntasks-per-gpu" not in counts
-            and (launch.script or tasks not in (None, "1"))
-        ):
+            why = "plain python is one process: take --nproc-per-node out where it may be one for each GPU"
+            launch.open.append(why)
+        elif is_by_tasks and not nproc:
             nproc = tasks or "1"
             if tasks is None and "--ntasks" in counts:
                 launch.open.append("--ntasks without --nodes: give --nodes, and --nproc-per-node")
@@ -373,10 +365,10 @@ class _Converter:
             for other in (*self._variables.reach(expanded_names(unit.text) - unit.defines).units, unit):
                 if other not in taken:
                     taken.append(other)
-        self._note_units(taken[: len(taken) - len(exports)], LineStatus.CONVERTED, _IN_SETUP)
+        why = "--setup: bash does it on each node before the workers start"
+        self._note_units(taken[: len(taken) - len(exports)], LineStatus.CONVERTED, why)
         if taken:
-            texts = [unit.text for unit in taken]
-            self._options.insert(self._setup_at, ("--setup", _quoted(texts)))
+            self._options.insert(self._setup_at, ("--setup", _quoted([unit.text for unit in taken])))
 
     def _words(self, missing: set[str]) -> list[str]:
         launch = self._launch
@@ -385,8 +377,7 @@ class _Converter:
         if container:
             options.append(("--container-args", f'"{container}"' if "$" in container else shlex.quote(container)))
         if launch.chdir:
-            in_container = any(name == "--container-image" for name, _ in options)
-            options.append(("--container-workdir" if in_container else "--chdir", launch.chdir))
+            options.append(("--container-workdir" if "--container-image" in dict(options) else "--chdir", launch.chdir))
         words = [_unset(word, missing) for name, value in options for word in _option_words(name, value)]
         return ["hpc-elastic", "submit", *words]
 

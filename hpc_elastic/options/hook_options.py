@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from hpc_elastic.errors import UsageError
@@ -35,12 +36,10 @@ def current_directory(env: Mapping[str, str]) -> Path:
     (A home may be mounted at another path on each host, with one symbolic link for people.)
     """
     here = env.get("PWD", "")
-    try:
-        if not here.startswith("/") or not os.path.samefile(here, "."):
-            here = os.getcwd()
-    except OSError:
-        here = os.getcwd()
-    return Path(here)
+    with suppress(OSError):
+        if here.startswith("/") and os.path.samefile(here, "."):
+            return Path(here)
+    return Path.cwd()
 
 
 def parse_worker_prefix(text: str, option: str) -> tuple[str, ...]:

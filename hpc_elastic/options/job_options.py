@@ -13,9 +13,9 @@ from hpc_elastic.options.sbatch import (
     FORMS,
     MAX_NODES,
     SbatchOptions,
-    check_given_once,
     check_srun_argument,
     check_time_option,
+    option_name,
     parse_nodes,
     sbatch_variables,
 )
@@ -68,9 +68,6 @@ def _parse_run_id(text: str, option: str) -> str:
     return text
 
 
-_DECIDES_WHAT_RUNS = ("--container", "--export-file", "--get-user-env")
-
-
 def _as_it_is(word: str) -> Option:
     name = word.rstrip("=?")
     names = tuple(name.split("/"))
@@ -79,7 +76,7 @@ def _as_it_is(word: str) -> Option:
         dest=names[-1][2:].replace("-", "_"),
         metavar="VALUE" if name != word else None,
         optional_value=word.endswith("?"),
-        executes=names[-1] in _DECIDES_WHAT_RUNS,
+        executes=names[-1] in ("--container", "--export-file", "--get-user-env"),
         help="",
         group=Group.JOB,
         sbatch=True,
@@ -172,7 +169,7 @@ SBATCH_VARIABLES: Mapping[str, tuple[str, ...]] = {
     "nodes": (),
     "requeue": ("SBATCH_NO_REQUEUE", "SBATCH_REQUEUE"),
 }
-"""`Option.dest` → the variables by which sbatch is given the same."""
+"""`Option.dest` → the variables by which sbatch is given the same: they win over files, as every variable does."""
 
 
 def sbatch_options(parsed: Parsed, *, nodes: tuple[int, int], job_name: str, grace: int) -> SbatchOptions:
@@ -192,7 +189,9 @@ def sbatch_options(parsed: Parsed, *, nodes: tuple[int, int], job_name: str, gra
         if option.sbatch and not option.repeatable and (option.dest in parsed.values or option.dest == "nodes")
         for name in option.names
     }
-    check_given_once(parsed.all("sbatch_args"), known)
+    for argument in parsed.all("sbatch_args"):
+        if (own := known.get(option_name(argument))) is not None:
+            raise UsageError(f"--sbatch-arg {argument}: {own} contradicts it; leave one of them out")
     for argument in parsed.all("srun_args"):
         check_srun_argument(argument)
     return SbatchOptions(

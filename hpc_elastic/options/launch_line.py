@@ -53,18 +53,14 @@ _EXPORTED = {
     "--gradient-accumulation-steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
 }  # fmt: skip
 """Options by which accelerate sets a variable for the script."""
-_LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "torch.distributed.run", "torch.distributed.launch")
 _MODULES = {
     "torch.distributed.run": "torchrun", "torch.distributed.launch": "torch.distributed.launch",
     "torch.distributed.elastic": "torchrun", "accelerate.commands.launch": "accelerate",
     "deepspeed.launcher.runner": "deepspeed",
 }  # fmt: skip
 _MPI = ("mpirun", "mpiexec", "horovodrun", "orterun")
-_WRAPPERS = ("time", "exec", "nohup", "command", "env", "!")
 _PREFIXES = ("numactl", "taskset", "nice", "ionice", "stdbuf", "chrt", "catchsegv")
-_REMOTE = ("ssh", "pdsh", "clush")
 _STARTS = r"\b(?:torchrun|accelerate|deepspeed|python[\d.]*)\b"
-_SHELLS = ("bash", "sh", "zsh", "dash")
 
 
 class _ContainerCommand(Struct, frozen=True, kw_only=True):
@@ -146,7 +142,7 @@ class _LaunchReader:
             if assigned := ASSIGNMENT.fullmatch(rest[0]):
                 self._export(assigned[1], assigned[2])
                 rest.pop(0)
-            elif program in _WRAPPERS:
+            elif program in ("time", "exec", "nohup", "command", "env", "!"):
                 rest.pop(0)
             elif program in ("srun", *_MPI):
                 self._in_step = launch.is_per_task = True
@@ -155,11 +151,11 @@ class _LaunchReader:
                 self._in_container = True
                 if not self._enter_container(rest):
                     return False
-            elif program in _REMOTE:
+            elif program in ("ssh", "pdsh", "clush"):
                 launch.notes.append(f"{program}: one agent is started on each node")
                 at = next((at for at, word in enumerate(rest) if at and re.search(_STARTS, word)), len(rest))
                 rest = rest[at:] if len(rest) - at > 1 else ["bash", "-c", *rest[at:]]
-            elif program in _SHELLS:
+            elif program in ("bash", "sh", "zsh", "dash"):
                 return self._shell(rest)
             elif program in ("torchrun", "deepspeed") or (program == "accelerate" and rest[1:2] == ["launch"]):
                 return self._launcher(program, rest[2 if program == "accelerate" else 1 :])
@@ -183,7 +179,7 @@ class _LaunchReader:
 
     def _prefix(self, program: str, rest: list[str]) -> bool:
         """Take off `rest` what stands before the launcher."""
-        known = ["srun", *_MPI, *_CONTAINER_COMMANDS, *_LAUNCHERS[:3]]
+        known = ["srun", *_MPI, *_CONTAINER_COMMANDS, "torchrun", "accelerate", "deepspeed"]
         known += ["python", "python3"] if self._in_step or program in _PREFIXES else []
         at = next((at for at, word in enumerate(rest) if at and plain(word).rpartition("/")[2] in known), 0)
         if not at:
@@ -239,10 +235,8 @@ class _LaunchReader:
         if known.verbs and verb not in known.verbs:
             return self._in_step and self._unseen(f"{program} {verb}")
         if known.verbs and known.verbs.index(verb):
-            launch.open.append(
-                f"{program} {verb} has the image's runscript start the command: it is left out; what it sets goes into "
-                "--container-env, or into the script"
-            )
+            why = "it is left out; what it sets goes into --container-env, or into the script"
+            launch.open.append(f"{program} {verb} has the image's runscript start the command: {why}")
         mounts, args, dropped = [], [], []
         while rest and rest[0].startswith("-") and rest[0] != "--":
             name, equals, value = rest.pop(0).partition("=")
@@ -325,14 +319,13 @@ class _LaunchReader:
         passes_rank = launcher in ("torch.distributed.launch", "deepspeed")
         while (rest := self._variables.spread(rest)) and rest[0].startswith("-"):
             name, equals, value = rest.pop(0).partition("=")
-            name = name.replace("_", "-") if name.startswith("--") else name
-            name = {"-t": "--tee"}.get(name, name)
+            name = name.replace("_", "-") if name.startswith("--") else {"-t": "--tee"}.get(name, name)
             option = _UNNEEDED.get(name) or _OF_WORKERS.get(name)
-            takes_value = name in (*_VALUES_OF_MEETING, *_COUNTS, *_EXPORTED) or (
-                option.metavar is not None
-                if option is not None
-                else name not in _FLAGS_OF_MEETING and bool(rest) and re.match(r"-|.*\.py\b", plain(rest[0])) is None
-            )
+            takes_value = name not in _FLAGS_OF_MEETING and rest and not re.match(r"-|.*\.py\b", plain(rest[0]))
+            if name in (*_VALUES_OF_MEETING, *_COUNTS, *_EXPORTED):
+                takes_value = True
+            elif option is not None:
+                takes_value = option.metavar is not None
             if takes_value and not equals and rest:
                 value = rest.pop(0)
             passes_rank = passes_rank and name not in ("--use-env", "--no-local-rank")
@@ -348,9 +341,8 @@ class _LaunchReader:
         if not rest:
             self._unseen(launcher)
         elif passes_rank:
-            launch.script.insert(
-                1, "--local-rank=$LOCAL_RANK" if launcher != "deepspeed" else "--local_rank=$LOCAL_RANK"
-            )
+            name = "--local-rank" if launcher != "deepspeed" else "--local_rank"
+            launch.script.insert(1, f"{name}=$LOCAL_RANK")
             launch.notes.append(f"{launcher} passes the local rank to the script, so the command does")
         return True
 

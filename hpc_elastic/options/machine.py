@@ -27,12 +27,8 @@ def workers_here(
 ) -> int:
     """Resolve ``auto``, ``gpu`` or ``cpu`` on this machine; raises UsageError for ``gpu`` on a machine without.
 
-    Args:
-        asked: ``gpu``: the GPUs that CUDA_VISIBLE_DEVICES leaves. ``auto``: the same, and without any the CPUs that
-            this process may use. ``cpu``: those.
-        env: The run's.
-        count_gpus: Asks the driver; None as its answer: there is none, or it does not answer.
-        devices: Where NVIDIA's driver puts its devices, for a driver that does not answer.
+    ``gpu``: the GPUs that CUDA_VISIBLE_DEVICES leaves; ``auto``: the same, and without any the CPUs that this process
+    may use. Where the driver does not answer (`count_gpus` returns None), its files in `devices` are counted.
     """
     cpus = len(os.sched_getaffinity(0))
     if asked == "cpu":

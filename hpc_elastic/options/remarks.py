@@ -22,65 +22,53 @@ from hpc_elastic.run.spec import EntryKind, RunSpec
 
 _LAUNCHERS = ("torchrun", "deepspeed", "mpirun", "mpiexec", "horovodrun", "srun")
 _LAUNCHING_MODULES = ("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch")
-_EXPORTS_ALL = ("ALL", "NONE", "NIL")
 _ASK_SECONDS = 5.0
 _PYTHON = re.compile(rb"(?:Python|PyPy) ?\d")
 
 
 def plan_text(spec: RunSpec, run_dir: Path, options: SbatchOptions | None = None) -> str:
     """Nodes and workers, what they run, where, what happens at a failure; without `options` on this machine."""
+    nodes = str(spec.max_nodes) if spec.min_nodes == spec.max_nodes else f"{spec.min_nodes}-{spec.max_nodes}"
+    nodes += f" and {plural(spec.spares, 'spare')}" if spec.spares else ""
+    nodes += f", for each task of --array {spec.array}" if spec.array else ""
+    number = spec.nproc_per_node
+    workers = f"workers on each: as many as it has {number.upper()}s"
+    if number.isdigit():
+        workers = f"{plural(int(number), 'worker')} on each"
+    elif number == "auto":
+        workers = "workers on each: as many as Slurm gave it GPUs, else 1"
+    where = "this machine"
+    if options is not None:
+        partition = f"partition {options.partition}" if options.partition else "the default partition"
+        limit = f"time limit {options.time}" if options.time else "the partition's time limit"
+        where = f"Slurm, {partition}, {limit}"
+    restarts = f"up to {plural(spec.max_restarts, 'restart')} within the job" if spec.max_restarts else "no restart"
+    has_requeues = spec.requeue and spec.max_requeues
+    requeues = f", then up to {plural(spec.max_requeues, 'requeue')}" if has_requeues else "; no requeue"
     rows = (
-        ("nodes", f"{_nodes(spec)}; {_workers(spec)}"),
+        ("nodes", f"{nodes}; {workers}"),
         ("runs", spec.command),
-        ("where", _where(spec, options)),
+        ("where", f"{where}, in {spec.cwd}"),
         *([("around it", spec.around)] if spec.around else []),
-        ("on failure", _on_failure(spec)),
+        ("on failure", restarts + requeues),
         ("run directory", str(run_dir)),
     )
     return "".join(f"{label:<16}{text}\n" for label, text in rows)
 
 
-def _nodes(spec: RunSpec) -> str:
-    count = str(spec.max_nodes) if spec.min_nodes == spec.max_nodes else f"{spec.min_nodes}-{spec.max_nodes}"
-    spares = f" and {plural(spec.spares, 'spare')}" if spec.spares else ""
-    tasks = f", for each task of --array {spec.array}" if spec.array else ""
-    return f"{count}{spares}{tasks}"
-
-
-def _workers(spec: RunSpec) -> str:
-    number = spec.nproc_per_node
-    if number.isdigit():
-        return f"{plural(int(number), 'worker')} on each"
-    if number == "auto":
-        return "workers on each: as many as Slurm gave it GPUs, else 1"
-    return f"workers on each: as many as it has {number.upper()}s"
-
-
-def _where(spec: RunSpec, options: SbatchOptions | None) -> str:
-    if options is None:
-        return f"this machine, in {spec.cwd}"
-    partition = f"partition {options.partition}" if options.partition else "the default partition"
-    limit = f"time limit {options.time}" if options.time else "the partition's time limit"
-    return f"Slurm, {partition}, {limit}, in {spec.cwd}"
-
-
-def _on_failure(spec: RunSpec) -> str:
-    restarts = f"up to {plural(spec.max_restarts, 'restart')} within the job" if spec.max_restarts else "no restart"
-    if not spec.requeue or not spec.max_requeues:
-        return f"{restarts}; no requeue"
-    return f"{restarts}, then up to {plural(spec.max_requeues, 'requeue')}"
-
-
 def remarks(parsed: Parsed, spec: RunSpec, options: Sequence[Option], *, env: Mapping[str, str]) -> Iterator[str]:
-    """Probable mistakes, one line each.
-
-    Raises:
-        UsageError: ``--python`` is no Python, or the program of ``--health-check`` can't be started.
-    """
-    yield from _misplaced(parsed, options)
+    """Probable mistakes, one line each; raises UsageError for a program or a container that can't be started."""
+    by_name = {name: option for option in options for name in option.names if name.startswith("--")}
+    for word in parsed.command[1:]:
+        option = by_name.get(word.partition("=")[0].replace("_", "-")) if word.startswith("--") else None
+        if option is not None and option.dest not in parsed.values:
+            yield (
+                f"{word.partition('=')[0]} comes after {parsed.command[0]}, so it is an argument of the script; "
+                f"if it is meant for hpc-elastic, write it before {parsed.command[0]}"
+            )
     export = parsed.get("export")
     names = [name.partition("=")[0] for name in (export or "").split(",")]
-    if export is not None and not any(name in _EXPORTS_ALL for name in names):
+    if export is not None and not any(name in ("ALL", "NONE", "NIL") for name in names):
         yield (
             f"{parsed.source('export', '--export')} {export}: Slurm then keeps everything else of your environment "
             f"(PATH, a conda environment) from the job; to add to it write ALL,{export}"
@@ -97,19 +85,14 @@ def remarks(parsed: Parsed, spec: RunSpec, options: Sequence[Option], *, env: Ma
         )
     yield from _container(parsed, spec, env)
     yield from _interpreter(parsed, spec, env)
-    yield from _health_program(parsed, spec, env)
+    if spec.health_check:
+        program = spec.health_check[0]
+        if _found(program, spec, env) is None:
+            yield from _missing(f"{parsed.source('health_check', '--health-check')} {program}", program, spec)
 
 
-def _misplaced(parsed: Parsed, options: Sequence[Option]) -> Iterator[str]:
-    by_name = {name: option for option in options for name in option.names if name.startswith("--")}
-    for word in parsed.command[1:]:
-        name = word.partition("=")[0].replace("_", "-")
-        option = by_name.get(name) if word.startswith("--") else None
-        if option is not None and option.dest not in parsed.values:
-            yield (
-                f"{word.partition('=')[0]} comes after {parsed.command[0]}, so it is an argument of the script; "
-                f"if it is meant for hpc-elastic, write it before {parsed.command[0]}"
-            )
+def _found(program: str, spec: RunSpec, env: Mapping[str, str]) -> str | None:
+    return shutil.which(os.path.join(spec.cwd, program) if "/" in program else program, path=env.get("PATH"))
 
 
 def _nested_launcher(spec: RunSpec) -> str:
@@ -128,11 +111,9 @@ def _container(parsed: Parsed, spec: RunSpec, env: Mapping[str, str]) -> Iterato
     container = spec.container
     if container is None:
         for dest in ("container_mounts", "container_workdir", "container_env", "container_args"):
-            if parsed.get(dest) is not None:
+            if (given := parsed.get(dest)) is not None:
                 name = parsed.source(dest, dest)
-                raise UsageError(
-                    f"{name} {parsed.get(dest)}: the workers run in no container; give --container-image too"
-                )
+                raise UsageError(f"{name} {given}: the workers run in no container; give --container-image too")
         return
     runtime, image = container.image.runtime, container.image.image
     option = f"{parsed.source('container_image', '--container-image')} {parsed.get('container_image')}"
@@ -159,7 +140,7 @@ def _interpreter(parsed: Parsed, spec: RunSpec, env: Mapping[str, str]) -> Itera
     if given is None or spec.entrypoint.kind is EntryKind.COMMAND or spec.container is not None:
         return
     option = f"{parsed.source('python', '--python')} {given}"
-    found = shutil.which(os.path.join(spec.cwd, given) if "/" in given else given, path=env.get("PATH"))
+    found = _found(given, spec, env)
     if found is None:
         yield from _missing(option, given, spec)
         return
@@ -169,15 +150,6 @@ def _interpreter(parsed: Parsed, spec: RunSpec, env: Mapping[str, str]) -> Itera
         return  # a slow filesystem, or a binary for the nodes' processors: the nodes find out
     if not _PYTHON.match(answer.stdout or answer.stderr):
         raise UsageError(f"{option}: not a Python interpreter ({found} -V does not print its version)")
-
-
-def _health_program(parsed: Parsed, spec: RunSpec, env: Mapping[str, str]) -> Iterator[str]:
-    if not spec.health_check:
-        return
-    program = spec.health_check[0]
-    option = f"{parsed.source('health_check', '--health-check')} {program}"
-    if shutil.which(os.path.join(spec.cwd, program) if "/" in program else program, path=env.get("PATH")) is None:
-        yield from _missing(option, program, spec)
 
 
 def _missing(option: str, program: str, spec: RunSpec) -> Iterator[str]:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from hpc_elastic.errors import UnsafePathError, UsageError
 from hpc_elastic.options import config_files
-from hpc_elastic.options.config_files import FILE_LAYERS, Candidate, Layer, Setting, SettingsFile, read_settings
+from hpc_elastic.options.config_files import FILE_LAYERS, Candidate, Layer, SettingsFile, read_settings
 from hpc_elastic.options.table import (
     VARIABLE_PREFIX,
     Keys,
@@ -88,27 +88,21 @@ def resolve(
     left_out: Sequence[str] = (),
     yields: Mapping[str, Sequence[str]] | None = None,
 ) -> Resolved:
-    """Fill in what `given` does not say.
+    """Fill in what `given`, a command line or a program's `arguments`, does not say.
 
     Args:
-        given: The command line, read without variables; or a program's arguments (`arguments`).
         options: The whole table: what a file may hold, even where this subcommand does not take it.
-        env: Variables of ours and torchrun's; where the files are.
-        here: The working directory: where the project's file is looked for.
         left_out: Options (`Option.dest`) that this subcommand does not take: what files say of them is only checked.
         yields: `Option.dest` → variables of another program's that win over what files say of it.
     """
     keys = Keys(options)
     found = config_files.candidates(env, here)
     read, files = _read_files(found, keys)
-    profile, asked_by = _profile(given, read, env)
+    profile = _profile(given, read, env)
     values = _Values()
-    for layer, file in read:
-        _put_settings(values, keys, file.base, layer, file.path.parent, env, profile=None)
-    if profile is not None:
-        _check_profile(profile, asked_by, read)
+    for tables in (None,) if profile is None else (None, profile):
         for layer, file in read:
-            _put_settings(values, keys, file.profiles.get(profile, {}), layer, file.path.parent, env, profile=profile)
+            _put_settings(values, keys, file, layer, env, profile=tables)
     _put_environment(values, keys, env, yields or {})
     for option in keys.options():
         if option.dest in given.values:
@@ -118,13 +112,8 @@ def resolve(
     for dest in left_out:
         values.values.pop(dest, None)
         values.sources.pop(dest, None)
-    parsed = replace(
-        given,
-        values=values.values,
-        sources=values.sources,
-        named=values.named,
-        executed=tuple(_executed(values, keys)),
-    )
+    executed = tuple(_executed(values, keys))
+    parsed = replace(given, values=values.values, sources=values.sources, named=values.named, executed=executed)
     return Resolved(parsed=parsed, origins=values.origins, files=tuple(files), profile=profile)
 
 
@@ -207,25 +196,18 @@ def _executed(values: _Values, keys: Keys) -> Iterator[str]:
             yield f"{origin.where}{profile}: {key_of(option)} = {shown}"
 
 
-def _profile(
-    given: Parsed, read: Sequence[tuple[Layer, SettingsFile]], env: Mapping[str, str]
-) -> tuple[str | None, str]:
-    """The profile that is asked for, and by what."""
-    asked = given.get("profile")
-    if asked is not None:
-        return asked, given.source("profile", "--profile")
-    if env.get(config_files.PROFILE_VARIABLE):
-        return env[config_files.PROFILE_VARIABLE], config_files.PROFILE_VARIABLE
+def _profile(given: Parsed, read: Sequence[tuple[Layer, SettingsFile]], env: Mapping[str, str]) -> str | None:
+    """The profile that is asked for; raises UsageError where no file has it."""
+    asked_by = given.source("profile", "--profile")
+    profile = given.get("profile")
+    if profile is None and (profile := env.get("HPC_ELASTIC_PROFILE") or None):
+        asked_by = "HPC_ELASTIC_PROFILE"
     for _, file in reversed(read):
-        if file.default_profile is not None:
-            return file.default_profile, f"default-profile in {file.path}"
-    return None, ""
-
-
-def _check_profile(profile: str, asked_by: str, read: Sequence[tuple[Layer, SettingsFile]]) -> None:
+        if profile is None and file.default_profile is not None:
+            profile, asked_by = file.default_profile, f"default-profile in {file.path}"
     names = sorted({name for _, file in read for name in file.profiles})
-    if profile in names:
-        return
+    if profile is None or profile in names:
+        return profile
     from difflib import get_close_matches
 
     matches = get_close_matches(profile, names, n=1)
@@ -235,15 +217,10 @@ def _check_profile(profile: str, asked_by: str, read: Sequence[tuple[Layer, Sett
 
 
 def _put_settings(
-    values: _Values,
-    keys: Keys,
-    settings: Mapping[str, Setting],
-    layer: Layer,
-    folder: Path,
-    env: Mapping[str, str],
-    *,
-    profile: str | None,
+    values: _Values, keys: Keys, file: SettingsFile, layer: Layer, env: Mapping[str, str], *, profile: str | None
 ) -> None:
+    settings = file.base if profile is None else file.profiles.get(profile, {})
+    folder = file.path.parent
     for option in keys.options():
         setting = settings.get(option.dest)
         if setting is None:
@@ -260,14 +237,11 @@ def _put_settings(
 
 def _put_environment(values: _Values, keys: Keys, env: Mapping[str, str], yields: Mapping[str, Sequence[str]]) -> None:
     known = {variable_of(option): option for option in keys.options() if option.in_files}
-    for dest, variables in yields.items():
-        for name in variables:
-            if name in env:  # even empty: SBATCH_NO_REQUEUE means something by being there
-                for option in keys.options():
-                    if option.dest == dest:
-                        where = f"{name}, which sbatch reads"
-                        values.put(option, (), called=name, origin=Origin(layer=Layer.ENVIRONMENT, where=where))
     for option in keys.options():
+        for name in yields.get(option.dest, ()):
+            if name in env:  # even empty: SBATCH_NO_REQUEUE means something by being there
+                where = f"{name}, which sbatch reads"
+                values.put(option, (), called=name, origin=Origin(layer=Layer.ENVIRONMENT, where=where))
         if option.env and env.get(option.env):
             _put_variable(values, option, option.env, (env[option.env],))
     for name, option in known.items():
@@ -275,7 +249,7 @@ def _put_environment(values: _Values, keys: Keys, env: Mapping[str, str], yields
             _put_variable(values, option, name, texts_of_variable(option, env[name], called=name))
     for name in env:
         if name.startswith(VARIABLE_PREFIX) and name not in known and name not in NOT_SETTINGS:
-            _refuse_if_ours(name, known)
+            _refuse_if_ours(name.removeprefix(VARIABLE_PREFIX), known)
 
 
 def _put_variable(values: _Values, option: Option, name: str, texts: tuple[str, ...]) -> None:
@@ -288,15 +262,12 @@ def _refuse_if_ours(name: str, known: Mapping[str, Option]) -> None:
 
     from hpc_elastic.options.worker_options import removal
 
-    if (why := removal(name.removeprefix(VARIABLE_PREFIX))) is not None:
-        raise UsageError(f"{name} {why}; unset the variable")
-    plain = [variable.removeprefix(VARIABLE_PREFIX) for variable in known]
-    matches = get_close_matches(name.removeprefix(VARIABLE_PREFIX), plain, n=1, cutoff=0.75)
-    if matches:
-        meant = VARIABLE_PREFIX + matches[0]
-        raise UsageError(
-            f"unknown variable {name}; did you mean {meant}? (unset it if it is not meant for hpc-elastic)"
-        )
+    variable = VARIABLE_PREFIX + name
+    if (why := removal(name)) is not None:
+        raise UsageError(f"{variable} {why}; unset the variable")
+    if matches := get_close_matches(name, [one.removeprefix(VARIABLE_PREFIX) for one in known], n=1, cutoff=0.75):
+        hint = f"did you mean {VARIABLE_PREFIX}{matches[0]}? (unset it if it is not meant for hpc-elastic)"
+        raise UsageError(f"unknown variable {variable}; {hint}")
 
 
 def _expanded(text: str, env: Mapping[str, str], *, called: str, base: Path | None, bare: bool) -> str:

@@ -1,7 +1,4 @@
-"""Options → a `RunSpec` and what Slurm is asked for, for `submit`, `run` and Python programs.
-
-`ALL_OPTIONS` is the one table of the command line, the configuration files and the executor.
-"""
+"""Options → a `RunSpec` and what Slurm is asked for, for `submit`, `run` and Python programs."""
 
 from __future__ import annotations
 
@@ -38,17 +35,13 @@ from hpc_elastic.run.option_values import BadNodeSettings, StartMethod, StreamCh
 from hpc_elastic.run.spec import EntryKind, Entrypoint, RunSpec, new_run_id
 
 ALL_OPTIONS = (*worker_options.OPTIONS, *hook_options.OPTIONS, *job_options.OPTIONS)
-_NOT_FOR_A_JOB = ("--help", "--usage", "--version", "-V")
+"""The one table of the command line, the configuration files and the executor."""
 REFUSED: Mapping[str, str] = {
-    **{name: why for name, why in {**RELIED_ON, **IMPOSSIBLE}.items() if name not in _NOT_FOR_A_JOB},
+    **{name: why for name, why in {**RELIED_ON, **IMPOSSIBLE}.items() if not why.startswith("see sbatch")},
     **worker_options.REFUSED,
     **{name: f"was removed: {instead}" for name, instead in worker_options.REMOVED.items()},
 }
 """Options that will never be, torchrun's and sbatch's, with the reason and the way out."""
-YIELDS: Mapping[str, Sequence[str]] = job_options.SBATCH_VARIABLES
-"""Slurm alone: variables of sbatch win over files, as every variable does."""
-
-
 _NOT_IN_THE_SPEC = {"nodes": "1", "cluster": "auto", "runs_dir": f"./{DEFAULT_RUNS_DIR}"}
 
 
@@ -79,9 +72,6 @@ _FIELDS = {
 """`Option.dest` → the field of `RunSpec` whose default is the option's."""
 
 
-_MOST_LOCAL_NODES, _MOST_LOCAL_WORKERS = 256, 1024
-
-
 def cluster_here(asked: str, env: Mapping[str, str]) -> str:
     """``slurm`` or ``local`` for ``auto``, by whether there is an sbatch; anything else is what was asked for."""
     if asked != "auto":
@@ -107,8 +97,7 @@ def build_spec(
 ) -> RunSpec:
     """The content of run.json; raises UsageError for a value that can't be right.
 
-    `cluster` is ``slurm`` or ``local``, `nodes` the least and the most, `cwd` from `working_directory`, `grace` from
-    `notice_seconds`, or what is left of it in a short job; `env` has sbatch's own variables.
+    `cluster` is ``slurm`` or ``local``, `nodes` the least and the most; `env` has sbatch's own variables.
     """
     entry = worker_options.entrypoint(parsed, cwd=cwd, interpreter=sys.executable)
     name = job_name(parsed, entry, env)
@@ -169,6 +158,9 @@ def spec_fields(parsed: Parsed) -> dict[str, Any]:
     return fields
 
 
+_MOST_LOCAL_NODES, _MOST_LOCAL_WORKERS = 256, 1024
+
+
 def _check_fits_here(parsed: Parsed, nodes: int, nproc: str) -> None:
     """A figure with a digit too many would fork until the machine stands still, for all its users."""
     if nodes > _MOST_LOCAL_NODES:
@@ -190,9 +182,8 @@ def check_values(parsed: Parsed) -> None:
     job_options.asked_cluster(parsed)
     job_options.segment_nodes(parsed, nodes)
     spec_fields(parsed)
-    options = job_options.sbatch_options(
-        parsed, nodes=nodes, job_name=parsed.get("job_name") or "run", grace=job_options.notice_seconds(parsed)
-    )
+    grace = job_options.notice_seconds(parsed)
+    options = job_options.sbatch_options(parsed, nodes=nodes, job_name=parsed.get("job_name") or "run", grace=grace)
     for argument in sbatch_arguments(options):
         sbatch_line(argument)
 
@@ -208,15 +199,13 @@ def job_name(parsed: Parsed, entry: Entrypoint, env: Mapping[str, str]) -> str:
     return name.removesuffix(".py") or name or "run"
 
 
-_PYTHON = re.compile(r"python[0-9.]*")
-
-
 def _script_in(words: Sequence[str]) -> str | None:
     """The script, or a module's last name, that a wrapper's command line runs in the end: a container's, a shell's."""
     for place, word in enumerate(words):
         if word.endswith(".py") and not re.search(r"\s|=", word):
             return word
-        if word == "-m" and place and _PYTHON.fullmatch(os.path.basename(words[place - 1])) and words[place + 1 :]:
+        before = os.path.basename(words[place - 1]) if place else ""
+        if word == "-m" and re.fullmatch(r"python[0-9.]*", before) and words[place + 1 :]:
             return words[place + 1].rpartition(".")[2]
         if re.search(r"\s", word):  # what a shell is given to run
             try:
@@ -255,16 +244,11 @@ def slurm_job(parsed: Parsed, env: Mapping[str, str], *, array: str | None = Non
         array = parsed.get("array") or env.get("SBATCH_ARRAY_INX") or ""
     tasks = parse_array(array, option=parsed.source("array", "SBATCH_ARRAY_INX")) if array else ()
     options = job_options.sbatch_options(parsed, nodes=nodes, job_name=spec.name, grace=spec.signal_grace)
-    options = replace(
-        options,
-        requeue=spec.requeue,
-        array=array or None,
-        chdir=spec.cwd if parsed.get("chdir") is not None else None,
-    )
+    chdir = spec.cwd if parsed.get("chdir") is not None else None
+    options = replace(options, requeue=spec.requeue, array=array or None, chdir=chdir)
+    arguments = tuple(sbatch_arguments(options))
     return SlurmJob(
-        spec=replace(
-            spec, array=array, signal_grace=notice_grace(options), sbatch_args=tuple(sbatch_arguments(options))
-        ),
+        spec=replace(spec, array=array, signal_grace=notice_grace(options), sbatch_args=arguments),
         options=options,
         tasks=tasks,
         template=template,

@@ -41,11 +41,7 @@ _TEE = re.compile(r"\d+:[0-3](?:,\d+:[0-3])*\Z|\d+:\d+,.*\Z", re.ASCII)
 
 
 def parse_time_limit(text: str) -> int | None:
-    """Seconds; None where there is no limit.
-
-    Raises:
-        ValueError: not one of Slurm's forms.
-    """
+    """Seconds; None where there is no limit. Raises ValueError for what is none of Slurm's forms."""
     if text.lower() in _UNLIMITED:
         return None
     match = _CLOCK.match(text)
@@ -75,9 +71,8 @@ def check_time_option(text: str, option: str = "-t") -> int | None:
             "days-hours:minutes, days-hours:minutes:seconds or UNLIMITED"
         ) from None
     if seconds == 0:
-        raise UsageError(
-            f"{option} {text}: a time limit of zero; leave {option} out for the partition's own, or UNLIMITED"
-        )
+        why = f"a time limit of zero; leave {option} out for the partition's own, or UNLIMITED"
+        raise UsageError(f"{option} {text}: {why}")
     return seconds
 
 
@@ -106,34 +101,27 @@ def parse_array(text: str, *, option: str = "--array") -> tuple[int, ...]:
 
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]*-]+\Z")
 _MAX_VALUE = 4000  # bytes; sbatch copies an argument into a buffer of 8192
-_MIN_GRACE = 1
 COMMENT_MARK = "hpc-elastic "
 """Begins the comment of a job that this program submitted; the run directory follows."""
 
 # Tasks belong to srun: with them, 20.11 and 22.05 give `-N3-4` 3 nodes with 4 idle, and after a requeue for ever what
 # was left. The others make sbatch do something else than submit this script.
 IMPOSSIBLE = {
-    "--ntasks": "tasks are started by srun, one agent per node; use --nproc-per-node for workers",
-    "-n": "tasks are started by srun, one agent per node; use --nproc-per-node for workers",
-    "--ntasks-per-node": "tasks are started by srun, one agent per node; use --nproc-per-node for workers",
-    "--ntasks-per-gpu": "tasks are started by srun, one agent per node; use --nproc-per-node for workers",
-    "--tasks-per-node": "tasks are started by srun, one agent per node; use --nproc-per-node for workers",
-    "--gpus-per-task": "one agent per node has all its GPUs; use --gpus-per-node",
-    "--gpus": "use hpc-elastic submit --gpus, or --gpus-per-node",
-    "-G": "use hpc-elastic submit --gpus, or --gpus-per-node",
-    "--array": "use hpc-elastic submit --array, which gives each task a run directory of its own",
-    "-a": "use hpc-elastic submit --array, which gives each task a run directory of its own",
-    "--wrap": "the batch script is generated",
-    "--wait": "use hpc-elastic submit --wait, which follows requeues",
-    "-W": "use hpc-elastic submit --wait, which follows requeues",
-    "--test-only": "use --dry-run",
-    "--help": "see sbatch --help",
-    "--usage": "see sbatch --help",
-    "--version": "see sbatch --version",
-    "-V": "see sbatch --version",
-}
-
-
+    name: why
+    for names, why in (
+        ("--ntasks -n --ntasks-per-node --ntasks-per-gpu --tasks-per-node",
+         "tasks are started by srun, one agent per node; use --nproc-per-node for workers"),
+        ("--gpus-per-task", "one agent per node has all its GPUs; use --gpus-per-node"),
+        ("--gpus -G", "use hpc-elastic submit --gpus, or --gpus-per-node"),
+        ("--array -a", "use hpc-elastic submit --array, which gives each task a run directory of its own"),
+        ("--wrap", "the batch script is generated"),
+        ("--wait -W", "use hpc-elastic submit --wait, which follows requeues"),
+        ("--test-only", "use --dry-run"),
+        ("--help --usage", "see sbatch --help"),
+        ("--version -V", "see sbatch --version"),
+    )
+    for name in names.split()
+}  # fmt: skip
 RELIED_ON = {
     "--signal": "the run's notice before the time limit comes by it; give --grace SECONDS, or --signal itself",
     "--open-mode": "every attempt appends to the job log",
@@ -214,7 +202,7 @@ class SbatchOptions(Struct, frozen=True, kw_only=True):
         names = ["SBATCH_OPEN_MODE", "SBATCH_NO_KILL", "SBATCH_REQUEUE", "SBATCH_NO_REQUEUE"]
         names += ["SBATCH_OUTPUT", "SBATCH_ERROR", "SBATCH_SIGNAL", "SBATCH_WAIT"]
         names.append("SBATCH_ARRAY_INX")  # an array that the run directory is not made for would have no tasks there
-        for name in (*_given(self), *(_option_name(one)[2:].replace("-", "_") for one in self.extra)):
+        for name in (*_given(self), *(option_name(one)[2:].replace("-", "_") for one in self.extra)):
             names += sbatch_variables(name)
         return tuple(dict.fromkeys(names))
 
@@ -279,7 +267,7 @@ def sbatch_arguments(options: SbatchOptions) -> list[str]:
         if not argument.startswith("-") or argument in ("-", "--"):
             raise UsageError(f"--sbatch-arg {argument}: not an option; write it as --sbatch-arg=--name=value")
         check_possible(argument, option="--sbatch-arg")
-        if (name := _option_name(argument)) in RELIED_ON:
+        if (name := option_name(argument)) in RELIED_ON:
             raise UsageError(f"--sbatch-arg {argument}: {RELIED_ON[name]}")
     return [*arguments, *options.extra]
 
@@ -288,21 +276,11 @@ def check_srun_argument(text: str, option: str = "--srun-arg") -> None:
     """Raises UsageError for an option of srun's under which no run can work, with the reason."""
     if not text.startswith("-") or text in ("-", "--"):
         raise UsageError(f"{option} {text}: not an option; write it as {option}=--name=value")
-    if (name := _option_name(text)) in _OF_THE_STEP:
+    if (name := option_name(text)) in _OF_THE_STEP:
         raise UsageError(f"{option} {text}: not possible here: {_OF_THE_STEP[name]}")
 
 
-def check_given_once(extra: Sequence[str], given: Mapping[str, str]) -> None:
-    """Raises UsageError where ``--sbatch-arg`` repeats an option that hpc-elastic has by its own name.
-
-    `given` has each name of sbatch's that a layer already gives → as what, with its value: ``-N`` → ``--nodes 4``.
-    """
-    for argument in extra:
-        if (own := given.get(_option_name(argument))) is not None:
-            raise UsageError(f"--sbatch-arg {argument}: {own} contradicts it; leave one of them out")
-
-
-def _option_name(argument: str) -> str:
+def option_name(argument: str) -> str:
     """``--time=10`` → ``--time``; ``-t10`` → ``-t``."""
     name = argument.partition("=")[0].partition(" ")[0]
     return name if name.startswith("--") else name[:2]
@@ -310,14 +288,14 @@ def _option_name(argument: str) -> str:
 
 def check_possible(argument: str, *, option: str) -> None:
     """Raises UsageError for an argument of sbatch under which no run can work; `option` is what the user gave."""
-    if (name := _option_name(argument)) in IMPOSSIBLE:
+    if (name := option_name(argument)) in IMPOSSIBLE:
         raise UsageError(f"{option} {argument}: not possible here: {IMPOSSIBLE[name]}")
 
 
 def notice_grace(options: SbatchOptions) -> int:
     """`grace`, but at most a quarter of a short job, which would otherwise get its notice as it begins."""
     limit = check_time_option(options.time) if options.time else None
-    return options.grace if limit is None else max(_MIN_GRACE, min(options.grace, limit // 4))
+    return options.grace if limit is None else max(1, min(options.grace, limit // 4))
 
 
 def sbatch_line(argument: str) -> str:

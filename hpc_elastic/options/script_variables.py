@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from itertools import repeat
 
 from msgspec import Struct, field
 
@@ -45,7 +44,7 @@ COUNTS = {
     }.items()
     for name in (option, *names)
 }
-"""What counts nodes, tasks and GPUs, sbatch's and srun's options and the job's variables → the option's long name."""
+"""Options and variables that count nodes, tasks and GPUs → the option's long name."""
 
 
 class Unit(Struct, eq=False):
@@ -60,13 +59,17 @@ class Unit(Struct, eq=False):
     def defines(self) -> set[str]:
         return {name for command in self.commands for name, _ in assignments(command)}
 
-    @property
-    def is_pure(self) -> bool:
-        """It does nothing but give variables their values, and print."""
-        return self.does_only(())
-
-    def does_only(self, also: Sequence[str]) -> bool:
-        return all(map(_is_pure, self.commands, repeat(also)))
+    def is_pure(self, also: Sequence[str] = ()) -> bool:
+        """It does nothing but give variables their values, and print; and what is in `also`."""
+        known = (*PRINTS, *SHELL, *also, "for", "case", "{")
+        for command in self.commands:
+            words = command.words
+            if words[:1] and words[0] in ("if", "while", "until"):
+                words = words[2 if words[1:2] == ["!"] else 1 :]
+            first = plain(words[0]) if words else "cat"
+            if not (first in known or first.startswith(("((", "[[ ")) or assignments(command)):
+                return False
+        return True
 
 
 class Reach(Struct):
@@ -77,15 +80,6 @@ class Reach(Struct):
     """Variables that the file does not set."""
     open: set[str] = field(default_factory=set)
     """Variables whose value can't be found here."""
-
-
-def _is_pure(command: Command, also: Sequence[str]) -> bool:
-    words = command.words
-    if words[:1] and words[0] in ("if", "while", "until"):
-        words = words[2 if words[1:2] == ["!"] else 1 :]
-    first = plain(words[0]) if words else "cat"
-    known = (*PRINTS, *SHELL, *also, "for", "case", "{")
-    return first in known or first.startswith(("((", "[[ ")) or bool(assignments(command))
 
 
 def assignments(command: Command) -> list[tuple[str, str]]:
@@ -124,7 +118,7 @@ class Variables:
     def __init__(self, script: Script) -> None:
         self._values: dict[str, str] = {}
         """Raw values that the file itself shows."""
-        self._units: list[Unit] = []
+        self.units: list[Unit] = []
         self.shown: set[str] = set()
         """Variables whose text became a part of the command."""
         self.numbers: dict[str, str] = {}
@@ -140,9 +134,6 @@ class Variables:
                 else:
                     before = inner_text(self._values.get(name, ""))
                     self._values[name] = re.sub(rf"\$\{{{name}\}}|\${name}\b", before.replace("\\", r"\\"), value)
-
-    def set_units(self, units: list[Unit]) -> None:
-        self._units = units
 
     def _shown(self, name: str) -> str | None:
         value = self._values.get(name)
@@ -180,9 +171,8 @@ class Variables:
             text = re.sub(rf"\b{name}\b", self._values.get(name, name), text)
         if match := re.fullmatch(r"\$\(\(\s*(\d+)\s*([*/+-])\s*(\d+)\s*\)\)", text):
             first, sign, second = int(match[1]), match[2], int(match[3])
-            text = str(
-                {"*": first * second, "+": first + second, "-": first - second}.get(sign, first // (second or 1))
-            )
+            results = {"*": first * second, "+": first + second, "-": first - second, "/": first // (second or 1)}
+            text = str(results[sign])
         return text if re.fullmatch(r"\d+([-:]\d+)?|gpu|auto|cpu", text) else None
 
     def reach(self, names: Iterable[str]) -> Reach:
@@ -190,13 +180,13 @@ class Variables:
         waiting, seen = list(names), set(_USERS_OWN)
         while waiting:
             name = waiting.pop()
-            units = [unit for unit in self._units if name in unit.defines]
+            units = [unit for unit in self.units if name in unit.defines]
             if (name in seen or name in self.of_loop) and (not units or name not in _USERS_OWN):
                 continue
             seen.add(name)
             if name in MEETING or (not units and name.startswith("SLURM")):
                 found.job.add(name)
-            elif name.isdigit() or name in "@*" or any(not unit.is_pure or "srun" in unit.text for unit in units):
+            elif name.isdigit() or name in "@*" or any(not unit.is_pure() or "srun" in unit.text for unit in units):
                 found.open.add(name)
             elif not units:
                 found.unknown.add(name)

@@ -116,7 +116,11 @@ class _Parser:
             if char in " \t\r" or text.startswith("\\\n", self._at):
                 self._at += 1 + (char == "\\")
             elif char == "#":
-                self._comment()
+                end = text.find("\n", self._at)
+                end = len(text) if end < 0 else end
+                if self._at == 0 or text[self._at - 1] == "\n":
+                    self._script.comments.append((self._number(), text[self._at : end].rstrip()))
+                self._at = end
             elif match := _REDIRECTION.match(text, self._at):
                 self._redirect(match)
             elif match := _OPERATOR.match(text, self._at):
@@ -131,13 +135,6 @@ class _Parser:
     def _number(self) -> int:
         return self._text.count("\n", 0, self._at) + 1
 
-    def _comment(self) -> None:
-        end = self._text.find("\n", self._at)
-        end = len(self._text) if end < 0 else end
-        if self._at == 0 or self._text[self._at - 1] == "\n":
-            self._script.comments.append((self._number(), self._text[self._at : end].rstrip()))
-        self._at = end
-
     def _current(self) -> Command:
         if self._command is None:
             self._command = Command(number=self._number(), text="", blocks=tuple(self._blocks))
@@ -146,11 +143,8 @@ class _Parser:
 
     def _redirect(self, match: re.Match[str]) -> None:
         command = self._current()
-        self._at = match.end()
-        begin = self._at
-        self._at = self._word_end(begin)
-        target = self._text[begin : self._at]
-        self._end = self._at
+        self._at = self._end = self._word_end(match.end())
+        target = self._text[match.end() : self._at]
         if match[0].strip() in ("<<", "<<-"):
             self._documents.append((command, target))
         else:
@@ -164,28 +158,20 @@ class _Parser:
             self._end = self._at
             return
         self._at += len(operator)
-        is_pattern = operator == ")" and bool(self._blocks) and self._blocks[-1].head.startswith("case ")
+        in_case = bool(self._blocks) and self._blocks[-1].head.startswith("case ")
         if operator == "(" and self._command is not None and self._command.words:
             self._function = self._command.words[-1]
             self._command = None
-        if is_pattern or (operator == "|" and self._is_before_pattern()):
+        if in_case and (operator == ")" or (operator == "|" and re.match(r"[^\n|;]*\)", self._text[self._at :]))):
             self._command = None
         self._finish(operator)
         if operator == "\n":
             self._read_documents()
 
-    def _is_before_pattern(self) -> bool:
-        return (
-            bool(self._blocks)
-            and re.match(r"[^\n|;]*\)", self._text[self._at :]) is not None
-            and (self._blocks[-1].head.startswith("case "))
-        )
-
     def _word(self) -> None:
         text = self._text
         begin = self._at
-        array = _ARRAY.match(text, begin)
-        if array:
+        if array := _ARRAY.match(text, begin):
             self._at = self._closing(array.end())
         elif text.startswith("[[ ", begin) and (end := text.find("]]", begin)) > 0:
             self._at = end + 2

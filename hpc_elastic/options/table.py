@@ -86,7 +86,7 @@ class Parsed(Struct, frozen=True, kw_only=True):
     command: tuple[str, ...]
     """The script and its arguments, untouched."""
     named: Mapping[str, str] = field(default_factory=dict)
-    """Option name → what the user wrote in its place, for options that came from elsewhere (`explained`)."""
+    """Option name → what the user wrote in its place, for options that came from elsewhere (`explaining`)."""
     executed: tuple[str, ...] = ()
     """A line for each option of a file that decides what is executed: ``/etc/hpc.toml:3: python = /opt/bin/python``."""
 
@@ -117,37 +117,26 @@ class Parsed(Struct, frozen=True, kw_only=True):
         """Tell an option of the command line from a file's or a variable's."""
         return self.sources.get(dest, "").startswith("-")
 
-    def explained(self, error: UsageError) -> UsageError:
-        """The same error, naming what the user wrote where it names an option that a file or a variable gave.
-
-        Code that checks a value far from here knows its option alone: ``--mem 3X: …`` → ``hpc.toml:4: mem = 3X: …``.
-        """
-        name, blank, rest = str(error).partition(" ")
-        written = self.named.get(name.removesuffix(":"))
-        if written is None or type(error) is not UsageError:
-            return error
-        return UsageError(f"{written}{':' if name.endswith(':') else ''}{blank}{rest}")
-
 
 @contextmanager
 def explaining(parsed: Parsed) -> Iterator[None]:
-    """Within, a UsageError about an option names what gave it (`Parsed.explained`)."""
+    """Within, a UsageError names what the user wrote where it names an option that a file or a variable gave.
+
+    Code that checks a value far from here knows its option alone: ``--mem 3X: …`` → ``hpc.toml:4: mem = 3X: …``.
+    """
     try:
         yield
     except UsageError as error:
-        explained = parsed.explained(error)
-        if explained is error:
+        name, blank, rest = str(error).partition(" ")
+        written = parsed.named.get(name.removesuffix(":"))
+        if written is None or type(error) is not UsageError:
             raise
-        raise explained from None
+        raise UsageError(f"{written}{':' if name.endswith(':') else ''}{blank}{rest}") from None
 
 
 _MEANT: tuple[tuple[str, str, str], ...] = (
-    (
-        "nproc-per-node",
-        "on each node",
-        "nproc nprocs np num-procs procs-per-node processes-per-node num-processes-per-node workers nworkers "
-        "workers-per-node",
-    ),
+    ("nproc-per-node", "on each node", "nproc nprocs np num-procs procs-per-node processes-per-node"),
+    ("nproc-per-node", "on each node", "num-processes-per-node workers nworkers workers-per-node"),
     ("nproc-per-node", "per node, not in total", "world-size num-processes"),
     ("rdzv-conf", "timeout=SECONDS", "rdzv-timeout"),
     ("nodes", "", "num-machines num-nodes nnode n-nodes machines num-hosts"),
@@ -178,8 +167,6 @@ MEANT: Mapping[str, tuple[str, str]] = {
     name: (meant, remark) for meant, remark, names in _MEANT for name in names.split()
 }
 
-_ALIKE = 0.66
-
 
 def nearest(name: str, known: Collection[str]) -> str | None:
     """The one of `known` that was probably meant; None: none looks like it. Names have no dashes in front."""
@@ -189,7 +176,7 @@ def nearest(name: str, known: Collection[str]) -> str | None:
         return meant
     from difflib import get_close_matches
 
-    return next(iter(get_close_matches(plain, known, n=1, cutoff=_ALIKE)), None)
+    return next(iter(get_close_matches(plain, known, n=1, cutoff=0.66)), None)
 
 
 def remark_on(name: str) -> str:
@@ -207,7 +194,7 @@ class Keys:
 
     def __init__(self, options: Iterable[Option]) -> None:
         self.by_name: dict[str, Option] = {}
-        """Names have ``-``, as in ``max-restarts``; ``nnodes`` as well as ``nodes``."""
+        """``max-restarts``; ``nnodes`` as well as ``nodes``."""
         for option in options:
             if option.constant == "0":
                 continue  # --no-requeue: requeue = false
@@ -236,13 +223,8 @@ def variable_of(option: Option) -> str:
 def texts_of(option: Option, value: object, *, called: str) -> tuple[str, ...]:
     """A value of TOML's or Python's as what would stand on the command line; none: as if it was given nowhere.
 
-    Args:
-        option: Whose it is.
-        value: A number, string, boolean, date or time; a list of strings where the option may be repeated.
-        called: What the user gave it as, for the message: ``FILE:3: nodes``.
-
-    Raises:
-        UsageError: of another type than the option takes.
+    `called` is what the user gave it as, for the message: ``FILE:3: nodes``. Raises UsageError for a value of another
+    type than the option takes.
     """
     if any(isinstance(item, str) and "\0" in item for item in (value if isinstance(value, (list, tuple)) else [value])):
         raise UsageError(f"{called} = {value!r}: paths and arguments can't contain a NUL character")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -31,20 +31,24 @@ _SIGNAL = re.compile(r"--signal(?:=|\s+)(\S+)")
 
 def check_template(text: str) -> list[str]:
     """The faults of a template, each in a few words; none, where a run can be submitted with it."""
+    return list(_problems(text))
+
+
+def _problems(text: str) -> Iterator[str]:
     lines = text.splitlines()
-    problems = []
     shell = _shell(lines[0] if lines else "")
     if shell is None:
-        problems.append("line 1 must name the shell, as in #!/bin/bash")
+        yield "line 1 must name the shell, as in #!/bin/bash"
     elif shell not in _SHELLS:
-        problems.append(f"line 1 names {shell}; the script must be for bash or sh")
+        yield f"line 1 names {shell}; the script must be for bash or sh"
     if "\r" in text:
-        problems.append("it has DOS line ends, which sbatch refuses; run dos2unix on it")
+        yield "it has DOS line ends, which sbatch refuses; run dos2unix on it"
     known = ", ".join(f"@{name}@" for name in PLACEHOLDERS)
     for name in dict.fromkeys(_PLACEHOLDER.findall(text)):
         if name not in PLACEHOLDERS:
-            problems.append(f"@{name}@ is not a known placeholder; there are {known}")
-    return problems + _problems_of_lines(lines) + _problems_of_options(lines)
+            yield f"@{name}@ is not a known placeholder; there are {known}"
+    yield from _problems_of_lines(lines)
+    yield from _problems_of_options(lines)
 
 
 def _shell(line: str) -> str | None:
@@ -55,75 +59,62 @@ def _shell(line: str) -> str | None:
     return next((name for name in names if name != "env"), None)
 
 
-def _problems_of_lines(lines: Sequence[str]) -> list[str]:
-    problems = []
+def _problems_of_lines(lines: Sequence[str]) -> Iterator[str]:
     commands = [number for number, line in enumerate(lines, 1) if _is_command(line)]
     own = [number for number, line in enumerate(lines, 1) if line.startswith("#SBATCH")]
     placed = [number for number, line in enumerate(lines, 1) if line.strip() == "@SBATCH_LINES@"]
     begin = commands[0] if commands else len(lines) + 1
     if not placed:
-        problems.append("a line @SBATCH_LINES@ is missing: nothing of the command line would reach sbatch")
+        yield "a line @SBATCH_LINES@ is missing: nothing of the command line would reach sbatch"
     elif placed[0] > begin:
-        problems.append(f"@SBATCH_LINES@ must stand before line {begin}, the first command: sbatch reads no further")
+        yield f"@SBATCH_LINES@ must stand before line {begin}, the first command: sbatch reads no further"
     late = [number for number in own if number > begin]
     if late:
-        problems.append(f"line {late[0]}: sbatch reads no #SBATCH line after the first command, on line {begin}")
+        yield f"line {late[0]}: sbatch reads no #SBATCH line after the first command, on line {begin}"
     elif placed and own and own[-1] > placed[0]:
-        problems.append(
+        yield (
             f"@SBATCH_LINES@ must stand after the template's own #SBATCH lines (line {own[-1]}), so that the command "
             "line wins"
         )
     traps = [number for number in commands if _TRAP.match(lines[number - 1].strip())]
     if not traps:
-        problems.append(
-            "trap '' USR2 is missing: the notice before the time limit would end the shell, and the job with it"
-        )
+        yield ("trap '' USR2 is missing: the notice before the time limit would end the shell, and the job with it")
     else:
         before = [n for n in commands if n < traps[0] and not _HARMLESS.match(lines[n - 1].strip())]
         if before:
-            problems.append(f"trap '' USR2 must stand before line {before[0]}: a notice during that would end the job")
-    problems += _problems_of_exec(lines)
-    return problems
-
-
-def _problems_of_exec(lines: Sequence[str]) -> list[str]:
-    text = "\n".join(line for line in lines if _is_command(line))
+            yield f"trap '' USR2 must stand before line {before[0]}: a notice during that would end the job"
+    text = "\n".join(lines[number - 1] for number in commands)
+    meant = ["@COMMAND@", *(f'"${{{name}[@]}}"' for name in _ARRAY.findall(text))]
+    starts = [part for part in re.split(r"&&|\|\||;|\n", text) if part.strip().startswith("exec ")]
     if "@COMMAND@" not in text:
-        return ["@COMMAND@ is missing: the script would start no supervisor"]
-    arrays = _ARRAY.findall(text)
-    meant = ["@COMMAND@", *(f'"${{{name}[@]}}"' for name in arrays)]
-    for line in text.splitlines():
-        for part in re.split(r"&&|\|\||;", line):
-            if part.strip().startswith("exec ") and any(word in part for word in meant):
-                return []
-    return ["the supervisor must be started with exec (exec @COMMAND@): signals go to the script's own process alone"]
+        yield "@COMMAND@ is missing: the script would start no supervisor"
+    elif not any(word in part for part in starts for word in meant):
+        yield "the supervisor must be started with exec (exec @COMMAND@): signals go to the script's own process alone"
 
 
-def _problems_of_options(lines: Sequence[str]) -> list[str]:
-    problems = []
+def _problems_of_options(lines: Sequence[str]) -> Iterator[str]:
     for number, line in enumerate(lines, 1):
         if not line.startswith("#SBATCH"):
             continue
         try:
             words = sbatch_words([line])
         except ValueError as error:
-            problems.append(f"line {number}: {str(error).lower()}")
+            yield f"line {number}: {str(error).lower()}"
             continue
         if has_components(words):
-            problems.append(f"line {number}: {NO_HET_JOBS}")
+            yield f"line {number}: {NO_HET_JOBS}"
             continue
         for word in words:
             try:
                 if word.startswith("-"):
                     check_possible(word, option=f"line {number}:")
             except UsageError as error:
-                problems.append(str(error))
+                yield str(error)
         signal = _SIGNAL.search(" ".join(words))
         if signal and not re.match(r"B:(?:SIG)?USR2(?:@|\Z)", signal.group(1)):
-            problems.append(
+            yield (
                 f"line {number}: --signal={signal.group(1)}: the supervisor must get USR2, as in --signal=B:USR2@120"
             )
-    return problems
 
 
 def sbatch_words(lines: Sequence[str]) -> list[str]:

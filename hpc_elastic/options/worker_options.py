@@ -247,7 +247,11 @@ def entrypoint(parsed: Parsed, *, cwd: Path, interpreter: str) -> Entrypoint:
         if in_container:
             target = str(cwd / target)  # whatever the working directory is inside
     elif kind is EntryKind.COMMAND and "/" in target and not is_images_own:
-        _check_command(target, cwd)
+        path = cwd / target
+        if not path.exists():
+            raise UsageError(f"the command {target} does not exist in {cwd}")
+        if path.is_dir() or not os.access(path, os.X_OK):
+            raise UsageError(f"the command {target} is not executable; run: chmod +x {target}")
     python = parsed.get("python") or ("python3" if in_container else interpreter)
     return Entrypoint(kind=kind, target=target, args=tuple(args), python=python)
 
@@ -277,11 +281,3 @@ def _check_script(target: str, cwd: Path) -> None:
             f"{target} is a shell script, and a script is run by Python; {way_out}, or have it run as it is with "
             "--no-python"
         )
-
-
-def _check_command(target: str, cwd: Path) -> None:
-    path = cwd / target
-    if not path.exists():
-        raise UsageError(f"the command {target} does not exist in {cwd}")
-    if path.is_dir() or not os.access(path, os.X_OK):
-        raise UsageError(f"the command {target} is not executable; run: chmod +x {target}")

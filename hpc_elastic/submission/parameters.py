@@ -12,8 +12,9 @@ from msgspec.structs import replace
 
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.hook_options import current_directory
+from hpc_elastic.options.job_options import SBATCH_VARIABLES
 from hpc_elastic.options.resolve import resolve
-from hpc_elastic.options.run_request import ALL_OPTIONS, YIELDS
+from hpc_elastic.options.run_request import ALL_OPTIONS
 from hpc_elastic.options.sbatch import ScriptLines
 from hpc_elastic.options.table import Option, Parsed, nearest, texts_of
 from hpc_elastic.options.worker_options import removal
@@ -136,7 +137,7 @@ def parsed_options(parameters: Mapping[str, Any], *, job_name: str, env: Mapping
     given = Parsed(values=values, sources=sources, command=("hpc_elastic.submission.worker",))
     here = current_directory(env)
     resolved = resolve(
-        given, ALL_OPTIONS, env=env, here=here, left_out=_LEFT_OUT, yields=YIELDS if slurm else None
+        given, ALL_OPTIONS, env=env, here=here, left_out=_LEFT_OUT, yields=SBATCH_VARIABLES if slurm else None
     ).parsed
     found = dict(resolved.values)
     found.setdefault("time", (str(DEFAULT_MINUTES),))

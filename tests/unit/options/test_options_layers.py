@@ -17,8 +17,9 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.options import config_files, job_options, worker_options
 from hpc_elastic.options.command_line import parse
 from hpc_elastic.options.config_files import Layer
+from hpc_elastic.options.job_options import SBATCH_VARIABLES
 from hpc_elastic.options.resolve import NOT_SETTINGS, Resolved, arguments, configured_runs_dir, resolve
-from hpc_elastic.options.run_request import ALL_OPTIONS, YIELDS, check_values, default_of
+from hpc_elastic.options.run_request import ALL_OPTIONS, check_values, default_of
 from hpc_elastic.options.table import Keys, explaining, key_of, variable_of
 from hpc_elastic.submission.parameters import unknown
 
@@ -50,7 +51,7 @@ class Place:
     def resolve(self, *argv: str, left_out: tuple[str, ...] = (), **env: str) -> Resolved:
         given = parse(argv, ALL_OPTIONS, refused=worker_options.REFUSED)
         environ: Mapping[str, str] = {**self.env, **env}
-        return resolve(given, ALL_OPTIONS, env=environ, here=self.here, left_out=left_out, yields=YIELDS)
+        return resolve(given, ALL_OPTIONS, env=environ, here=self.here, left_out=left_out, yields=SBATCH_VARIABLES)
 
     def refused(self, *argv: str, **env: str) -> str:
         with pytest.raises(UsageError) as caught:
