@@ -1,7 +1,4 @@
-"""``srun … hpc-elastic agent SCRIPT``: a run whose agents are the tasks of a step of the user's own.
-
-The agents of our own launchers do not pass here: `cli.main` starts them.
-"""
+"""``srun … hpc-elastic agent SCRIPT``: a run whose agents are the tasks of a step of the user's own."""
 
 from __future__ import annotations
 
@@ -63,7 +60,6 @@ def main(argv: Sequence[str]) -> int:
 
 def _take_part(parsed: Parsed, job: JobEnvironment, env: Mapping[str, str]) -> int:
     assert job.task is not None
-    is_first = job.task.procid == 0
     cwd = working_directory(parsed, env)
     runs_dir = runs_directory(parsed, cwd)
     nodes = step_nodes(job)
@@ -72,7 +68,7 @@ def _take_part(parsed: Parsed, job: JobEnvironment, env: Mapping[str, str]) -> i
         rendezvous = StepRendezvous(runs_dir, job, env, SystemClock())
     except OSError as error:
         raise UsageError(f"can't write in {runs_dir}: {error.strerror}; choose another with --runs-dir") from None
-    if not is_first:
+    if job.task.procid:
         run = rendezvous.wait()
         return ExitCode.USAGE if run.refused else become_agent(run, env)
     try:
@@ -81,14 +77,8 @@ def _take_part(parsed: Parsed, job: JobEnvironment, env: Mapping[str, str]) -> i
         if ignored := ignored_in_allocation(parsed, "agent"):
             print_note(f"no effect in an existing allocation: {' '.join(ignored)}")
         rendezvous.clean()
-        spec = build_spec(
-            parsed,
-            cluster="slurm",
-            nodes=nodes_of(parsed, len(nodes), what="step"),
-            cwd=cwd,
-            env=env,
-            grace=notice_seconds(parsed),
-        )
+        count = nodes_of(parsed, len(nodes), what="step")
+        spec = build_spec(parsed, cluster="slurm", nodes=count, cwd=cwd, env=env, grace=notice_seconds(parsed))
         run_dir = create_run_in_job(job, spec, runs_dir, env)
     except BaseException:
         rendezvous.publish(StepRun(refused=True))

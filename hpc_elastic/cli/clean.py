@@ -12,6 +12,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,21 +69,25 @@ NOTE = f"RUN: only these: {RUN_HELP}"
 
 def run(args: SimpleNamespace) -> int:
     """Show, ask, remove. Returns 0; 1 where something could not be removed."""
-    older = _age(args.older_than)
+    older = 0.0
+    if args.older_than is not None:
+        match = _AGE.match(args.older_than)
+        if match is None:
+            wrong = "give an age such as 30d, 12h or 2w (m, h, d, w; days without a unit)"
+            raise UsageError(f"--older-than {args.older_than}: {wrong}")
+        older = float(int(match[1]) * _SECONDS[match[2]])
     wanted = asked_states(args.state)
     larger = -1 if args.larger_than is None else parse_bytes(args.larger_than, "--larger-than")
     if not (args.runs or wanted or args.older_than or args.larger_than):
         raise UsageError("name the runs to remove: RUN..., --older-than 30d, --state failed or --larger-than 1G")
     clock = SystemClock()
-    paths = [_named(text, args.runs_dir) for text in args.runs] or _all(args.runs_dir)
+    paths = [_named(text, args.runs_dir) for text in args.runs] or [
+        run for run in map(RunPaths, folders_of_runs(args.runs_dir)[1]) if run.run_json.is_file()
+    ]
     found = []
     for old in ended_runs(paths, clock, says_why=bool(args.runs)):
         states = {name for status in old.statuses for name in states_of(status)}
-        if (
-            (wanted and not wanted & states)
-            or old.age < (older or 0.0)
-            or old.size <= (-1 if larger is None else larger)
-        ):
+        if (wanted and not wanted & states) or old.age < older or old.size <= larger:
             continue
         sys.stdout.write(one_line(f"{_size(old.size):>9}  {duration(old.age):>12} ago  {old.paths.root}") + "\n")
         found.append(old)
@@ -90,9 +95,15 @@ def run(args: SimpleNamespace) -> int:
     if not found or args.dry_run:
         print_note(f"would remove {total}" if found else "no ended run matches; nothing is removed")
         return 0
-    if not args.yes and not _agrees(total):
-        print_note("nothing is removed")
-        return 0
+    if not args.yes:
+        if not is_terminal(sys.stdin):
+            raise UsageError(f"{total} would be removed, and there is no terminal to ask on; give --yes")
+        sys.stdout.flush()
+        sys.stderr.write(f"hpc-elastic: remove {total}? [y/N] ")
+        sys.stderr.flush()
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+            print_note("nothing is removed")
+            return 0
     failed = [old for old in found if not _remove(old, clock)]
     print_note(f"removed {plural(len(found) - len(failed), 'run')}")
     return 1 if failed else 0
@@ -105,12 +116,11 @@ def ended_runs(paths: Sequence[RunPaths], clock: Clock, *, says_why: bool = Fals
         some = paths[first : first + _AT_ONCE]
         members = [[run.task(task) for task in array_tasks(run)] or [run] for run in some]
         flat = []
-        for runs in members:
-            for one in runs:
-                try:
-                    flat.append(read_status(one, clock=clock))
-                except OSError:
-                    flat.append(RunStatus(run_id="", run_dir="", name="", cluster="", state=RunState.TRAINING))
+        for one in chain.from_iterable(members):
+            try:
+                flat.append(read_status(one, clock=clock))
+            except OSError:
+                flat.append(RunStatus(run_id="", run_dir="", name="", cluster="", state=RunState.TRAINING))
         known = iter(ends_by_slurm(client, flat, clock=clock, warn=print_note))
         for run, runs in zip(some, members, strict=True):
             statuses = tuple(next(known)[0] for _ in runs)
@@ -132,34 +142,12 @@ def _silent(paths: RunPaths, status: RunStatus, clock: Clock) -> float | None:
     return changed if is_abandoned else None
 
 
-def _all(runs_dir: str | None) -> list[RunPaths]:
-    return [paths for paths in map(RunPaths, folders_of_runs(runs_dir)[1]) if paths.run_json.is_file()]
-
-
 def _named(text: str, runs_dir: str | None) -> RunPaths:
     folder = find_run_dir(text, runs_dir)
     if attempt_number(folder.name) is not None:
         raise UsageError(f"{text} is one attempt of a run; give the run's directory, {folder.parent}")
     run_job.run_owner(text, RunPaths(folder))
     return RunPaths(folder)
-
-
-def _age(text: str | None) -> float:
-    if text is None:
-        return 0.0
-    match = _AGE.match(text)
-    if match is None:
-        raise UsageError(f"--older-than {text}: give an age such as 30d, 12h or 2w (m, h, d, w; days without a unit)")
-    return float(int(match[1]) * _SECONDS[match[2]])
-
-
-def _agrees(total: str) -> bool:
-    if not is_terminal(sys.stdin):
-        raise UsageError(f"{total} would be removed, and there is no terminal to ask on; give --yes")
-    sys.stdout.flush()
-    sys.stderr.write(f"hpc-elastic: remove {total}? [y/N] ")
-    sys.stderr.flush()
-    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def _remove(old: OldRun, clock: Clock) -> bool:

@@ -17,7 +17,6 @@ from hpc_elastic.cli.main import _SUBCOMMANDS, COMPLETE_VARIABLE, PROGRAM
 from hpc_elastic.options.run_request import ALL_OPTIONS
 from hpc_elastic.options.table import Keys, Option
 
-_WORD = re.compile(r"[a-z][a-z-]*\Z")
 PARAMETERS = (click.Argument(["shell"], type=click.Choice(("bash", "zsh", "fish"))),)
 NOTE = (
     "To load it: source <(hpc-elastic completion bash), in ~/.bashrc; for zsh likewise; for fish: "
@@ -52,31 +51,20 @@ class _Subcommands(click.Group):
             return click.Command(cmd_name, params=list(module.PARAMETERS), help=help_)
         taken = options_of(cmd_name, getattr(module, "OPTIONS", ()), getattr(module, "TAKEN", None))
         options = [_parameter(option) for option in taken if cmd_name not in option.ignored_by]
-        return click.Command(
-            cmd_name,
-            params=[*options, _argument(cmd_name)],
-            help=help_,
-            context_settings={"allow_interspersed_args": False},
-        )
+        argument = click.Argument(["command"], nargs=-1, type=click.Path())
+        if cmd_name == "config":
+            keys = list(Keys(option for option in ALL_OPTIONS if option.in_files).by_name)
+            argument = click.Argument(["keys"], nargs=-1, type=click.Choice(keys))
+        settings = {"allow_interspersed_args": False}
+        return click.Command(cmd_name, params=[*options, argument], help=help_, context_settings=settings)
 
 
 def _parameter(option: Option) -> click.Parameter:
     names = [*option.names, f"option_{option.names[0].strip('-').replace('-', '_')}"]
     if option.metavar is None:
         return click.Option(names, is_flag=True, help=option.help)
-    return click.Option(names, type=_type(option.metavar), help=option.help)
-
-
-def _type(metavar: str) -> click.ParamType[str] | type[str]:
-    """``auto|slurm|local`` → these words; a file or folder; else anything."""
-    if metavar in ("FILE", "PATH", "DIR"):
-        return click.Path(file_okay=metavar != "DIR")
-    words = [word for word in re.split(r"[|,\[\]]", metavar) if _WORD.match(word)]
-    return click.Choice(words) if words else str
-
-
-def _argument(subcommand: str) -> click.Argument:
-    if subcommand == "config":
-        keys = list(Keys(option for option in ALL_OPTIONS if option.in_files).by_name)
-        return click.Argument(["keys"], nargs=-1, type=click.Choice(keys))
-    return click.Argument(["command"], nargs=-1, type=click.Path())
+    words = [word for word in re.split(r"[|,\[\]]", option.metavar) if re.fullmatch(r"[a-z][a-z-]*", word)]
+    kind: click.ParamType[str] | type[str] = click.Choice(words) if words else str  # ``auto|slurm|local``
+    if option.metavar in ("FILE", "PATH", "DIR"):
+        kind = click.Path(file_okay=option.metavar != "DIR")
+    return click.Option(names, type=kind, help=option.help)

@@ -13,13 +13,12 @@ from hpc_elastic.base.text import fit, plural
 from hpc_elastic.cli.screen import print_note
 from hpc_elastic.errors import UsageError
 from hpc_elastic.options.command_line import parse
-from hpc_elastic.options.convert import Conversion, convert
+from hpc_elastic.options.convert import convert
 from hpc_elastic.options.run_request import ALL_OPTIONS, REFUSED, check_values
 from hpc_elastic.output.terminal import each_line, one_line
 
 _LARGEST = 1 << 20
 _WIDTH = 100
-
 
 PARAMETERS = (click.Argument(["file"], metavar="FILE", type=click.Path()),)
 NOTE = "FILE: an sbatch file; -: standard input"
@@ -35,15 +34,6 @@ def run(args: SimpleNamespace) -> int:
             sys.stderr.write(f"{line.number:>4}  {fit(one_line(line.text), _WIDTH)}\n")
         sys.stderr.write(f"      {line.status.value}: {one_line(line.why)}\n")
     sys.stderr.flush()
-    sys.stdout.write(each_line(_shell_text(found)))
-    sys.stdout.flush()
-    if found.manual:
-        print_note(f"{plural(len(found.manual), 'point')} left to you (above): decide about each before you submit")
-    return 1 if found.manual else 0
-
-
-def _shell_text(found: Conversion) -> str:
-    """The lines before the command, and the command in lines of a readable length."""
     lines, current = [], ""
     for word in found.words:
         if current and len(current) + len(word) + 3 > _WIDTH and word.startswith("-"):
@@ -51,7 +41,11 @@ def _shell_text(found: Conversion) -> str:
             current = f"    {word}"
         else:
             current = f"{current} {word}" if current else word
-    return "\n".join([*found.before, *lines, current, *found.after]) + "\n"
+    sys.stdout.write(each_line("\n".join([*found.before, *lines, current, *found.after]) + "\n"))
+    sys.stdout.flush()
+    if found.manual:
+        print_note(f"{plural(len(found.manual), 'point')} left to you (above): decide about each before you submit")
+    return 1 if found.manual else 0
 
 
 def _read(name: str) -> str:

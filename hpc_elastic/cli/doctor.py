@@ -60,9 +60,6 @@ OPTIONS = (
     define(Group.SHOWN, "--save", metavar="user|site", optional_value=True, in_files=False, common=True,
         help="keep what was found, for this account or, as --save=site, for all: submit then warns by it"),
 )  # fmt: skip
-_NODES_OF_A_RUN = 2
-"""Nodes of the run for which the login node is judged, without ``--nodes``."""
-_END_SECONDS = 30.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -77,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
         asked = job_options.asked_cluster(parsed)
         has_job = parsed.get("nodes") is not None
         job = plan_job(parsed, cluster=cluster_here(asked, env), env=env)
-        nodes = job_options.asked_nodes(parsed)[1] if has_job else _NODES_OF_A_RUN
+        nodes = job_options.asked_nodes(parsed)[1] if has_job else 2  # this host is judged for a run of 2
         run = SlurmFacts(
             partition=parsed.get("partition") or env.get("SBATCH_PARTITION", ""),
             nodes=1 if asked == "local" else nodes,
@@ -116,9 +113,6 @@ def main(argv: Sequence[str]) -> int:
         kept = SavedFindings(saved_ns=clock.time_ns(), findings=tuple(findings), slurm=slurm)
         print_note(f"kept in {save_findings(kept, env=env, for_site=save == 'site')}")
     return 1 if any(finding.level is Severity.PROBLEM for finding in findings) else 0
-
-
-# -- the job -------------------------------------------------------------------------------------------------------
 
 
 def _examine_nodes(
@@ -166,7 +160,7 @@ def _run_here(job: ProbeJob, env: Mapping[str, str]) -> str:
     except BaseException:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
-            process.wait(_END_SECONDS)
+            process.wait(30.0)
         process.kill()  # nothing, where it has ended
         raise
 

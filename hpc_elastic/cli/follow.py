@@ -1,13 +1,11 @@
-"""``--follow`` of `logs` and `report`: show what is new until the run has ended, and take over its exit code.
-
-`RunWatch` decides that a run has ended: by its files and, where these show nothing new, by Slurm.
-"""
+"""``--follow`` of `logs` and `report`: show what is new until the run has ended, and take over its exit code."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from msgspec import Struct
@@ -39,11 +37,9 @@ class RunEnd(Struct, frozen=True, kw_only=True):
 
 
 class RunWatch:
-    """Looks for a run's end, seldom enough to cost nothing."""
+    """Looks for a run's end by its files and, where these show nothing new, by Slurm; seldom enough to cost nothing."""
 
-    def __init__(
-        self, paths: RunPaths, *, attempt: int | None, clock: Clock, client: SlurmClient | None = None
-    ) -> None:
+    def __init__(self, paths: RunPaths, *, attempt: int | None, clock: Clock, client: SlurmClient | None) -> None:
         """Only the end of `attempt` is awaited, or with None the run's, through its requeues.
 
         `client` knows of a job that was cancelled in the queue, or whose supervisor was killed.
@@ -65,10 +61,12 @@ class RunWatch:
         if now < self._look_at:
             return None
         self._look_at = now + _LOOK_SECONDS
-        number = self._attempt if self._attempt is not None else self._newest()
-        if number is None:
+        if self._attempt is not None:
+            attempt = self._paths.attempt(self._attempt)
+        elif begun := self._paths.begun_attempts():
+            attempt = begun[-1]
+        else:
             return self._by_slurm(now)
-        attempt = self._paths.attempt(number)
         result = load_result(attempt.result_json)
         was_requeued = self._is_requeued
         self._is_requeued = result is not None and result.exit_code == ExitCode.REQUEUED and self._attempt is None
@@ -108,20 +106,13 @@ class RunWatch:
             return None
         return RunEnd(code=status.exit_code or 0, why=f"{status.reason} (exit code {status.exit_code})")
 
-    def _newest(self) -> int | None:
-        begun = self._paths.begun_attempts()
-        return begun[-1].number if begun else None
-
 
 def _signs_in(folder: str) -> tuple[tuple[str, int, int], ...]:
     found = []
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                info = entry.stat(follow_symlinks=False)
-                found.append((entry.name, info.st_size, info.st_mtime_ns))
-    except OSError:
-        pass
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            info = entry.stat(follow_symlinks=False)
+            found.append((entry.name, info.st_size, info.st_mtime_ns))
     return tuple(sorted(found))
 
 
@@ -140,8 +131,7 @@ def show_to_end(show: Callable[[], float], end: Callable[[], RunEnd | None], *, 
     stop = threading.Event()  # never set: Ctrl-C ends it
     while True:
         seconds = show()
-        found = end()
-        if found is not None:
+        if (found := end()) is not None:
             return found
         clock.wait(stop, seconds)
 

@@ -23,14 +23,8 @@ from hpc_elastic.failures.flight_dump import MOST_BYTES, RankDump, UnreadableDum
 from hpc_elastic.failures.flight_groups import GroupState
 from hpc_elastic.output.terminal import one_line
 
-SCHEMA = 1
-_ALONE = 64
-"""Most dumps that one process reads by itself."""
-_MOST_PROCESSES = 8
 _MOST_GROUPS = 20
-_MOST_MEMORY = 8 << 30
 _OTHER = re.compile(r"/attempt-\d+/(?!round-)")
-
 
 PARAMETERS = (
     click.Argument(["files"], metavar="FILES...", nargs=-1, required=True, type=click.Path()),
@@ -51,7 +45,7 @@ def run(args: SimpleNamespace) -> int:
     analysis = analyse(dumps)
     if args.json:
         document = {
-            "schema": SCHEMA,
+            "schema": 1,
             "ranks": sorted({dump.rank for dump in dumps}),
             "suspects": analysis.suspects,
             "says": analysis.says,
@@ -68,7 +62,7 @@ def run(args: SimpleNamespace) -> int:
 def _limited_memory() -> Iterator[None]:
     """Ten bytes of a pickle can ask for all memory of the machine; a thousand real dumps take 140 MB."""
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (min(each for each in (_MOST_MEMORY, soft, hard) if each >= 0), hard))
+    resource.setrlimit(resource.RLIMIT_AS, (min(each for each in (8 << 30, soft, hard) if each >= 0), hard))
     try:
         yield
     finally:
@@ -78,25 +72,18 @@ def _limited_memory() -> Iterator[None]:
 def _files(given: Sequence[str]) -> list[Path]:
     """Each once, those of folders (or runs) and of the folders in them by their names; of a run those of its ranks."""
     found: dict[Path, None] = {}
-    for path in map(_run_or_path, given):
+    for text in given:
+        path = Path(text)
+        if not os.path.lexists(text):
+            with suppress(UsageError):
+                path = find_run_dir(text, None)
         if path.is_dir():
-            within = (
-                Path(root, name)
-                for root, _, names in os.walk(path)
-                if not _OTHER.search(os.path.abspath(root))
-                for name in names
-            )
+            folders = ((root, names) for root, _, names in os.walk(path) if not _OTHER.search(os.path.abspath(root)))
+            within = (Path(root, name) for root, names in folders for name in names)
             found |= dict.fromkeys(sorted(each for each in within if _may_be_dump(each)))
         else:
             found[path] = None
     return list(found)
-
-
-def _run_or_path(text: str) -> Path:
-    if not os.path.lexists(text):
-        with suppress(UsageError):
-            return find_run_dir(text, None)
-    return Path(text)
 
 
 def _may_be_dump(path: Path) -> bool:
@@ -130,8 +117,8 @@ def _without_older(found: Sequence[tuple[str, RankDump | str]]) -> list[tuple[st
 
 
 def _read_all(files: Sequence[Path]) -> list[tuple[str, RankDump | str]]:
-    processes = min(_MOST_PROCESSES, len(os.sched_getaffinity(0)))
-    if len(files) <= _ALONE or processes == 1:
+    processes = min(8, len(os.sched_getaffinity(0)))
+    if len(files) <= 64 or processes == 1:
         return [_read(path) for path in files]
     import multiprocessing
 
@@ -141,9 +128,8 @@ def _read_all(files: Sequence[Path]) -> list[tuple[str, RankDump | str]]:
 
 def _read(path: Path) -> tuple[str, RankDump | str]:
     try:
-        with open(
-            os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb"
-        ) as file:  # waits for no pipe's writer
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # waits for no pipe's writer
+        with open(fd, "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 return str(path), "no regular file"
             raw = file.read(MOST_BYTES + 1)

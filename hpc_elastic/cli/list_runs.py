@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 MOST = 20
 STATES = (*(state.value for state in RunState), *(outcome.value for outcome in Outcome))
 _AT_ONCE = 100
-
+_LEAST_REASON = 10
+"""Columns below which a reason is not begun."""
 
 PARAMETERS = (
     RUNS_DIR,
@@ -82,7 +83,11 @@ def run(args: SimpleNamespace) -> int:
             elif measured is not None:
                 line = measured.line(status, goodput)
             else:
-                line = _fitted(status, clock.time_ns(), width)
+                line = status_line(status, clock.time_ns())
+                # The reason is cut to the terminal's width, never what one needs to name the run.
+                end = line.find(status.run_id) + len(status.run_id)
+                if width is not None:
+                    line = fit(line, width) if width > end + _LEAST_REASON else line[:end]
             sys.stdout.write(line + "\n")
             shown += 1
     _end(measured, as_json=args.json)
@@ -112,27 +117,12 @@ def _unreadable(folder: str, error: OSError) -> UsageError:
     return UsageError(f"{folder} can't be read: {error.strerror}; say where runs are with --runs-dir")
 
 
-def _fitted(status: RunStatus, now_ns: int, width: int | None) -> str:
-    """A run's line, its reason cut to the terminal's width; what one needs to name the run is never cut."""
-    line = status_line(status, now_ns)
-    end = line.find(status.run_id) + len(status.run_id)
-    if width is None:
-        return line
-    return fit(line, width) if width > end + _LEAST_REASON else line[:end]
-
-
-_LEAST_REASON = 10
-"""Columns below which a reason is not begun."""
-_BAD_ENDS = frozenset((Outcome.TOO_FEW_NODES.value, Outcome.TIMED_OUT.value))
-"""Outcomes that are failures for a user, too."""
-
-
 def states_of(status: RunStatus) -> frozenset[str]:
     """The names by which ``--state`` finds a run: its state, its outcome if it has ended; ``failed`` is any bad end."""
     if status.state is not RunState.ENDED:
         return frozenset((status.state.value,))
-    bad = {Outcome.FAILED.value} if status.outcome in _BAD_ENDS else set()
-    return frozenset((status.state.value, status.outcome, *bad))
+    bad = (Outcome.FAILED,) if status.outcome in (Outcome.TOO_FEW_NODES, Outcome.TIMED_OUT) else ()
+    return frozenset((status.state.value, status.outcome, *(end.value for end in bad)))
 
 
 def statuses_of(some: Sequence[RunPaths], clock: Clock) -> Iterator[RunStatus]:

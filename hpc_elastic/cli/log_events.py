@@ -34,28 +34,14 @@ from hpc_elastic.run.agent_events import (
 )
 from hpc_elastic.run.coordinator_events import NodeLost, RestartDecided, RoundFrozen, RunClosed
 from hpc_elastic.run.event_reader import EVENTS, EventFile, EventLine, event_files, merged_events
-from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.run.supervisor_events import AttemptStarted, RequeueDecided, VerdictReached
 
-_BAD: frozenset[type[RunEvent]] = frozenset(
-    {
-        WorkerFailed,
-        HangFound,
-        HangSuspected,
-        SlowRankFound,
-        NodeLost,
-        AgentFailed,
-        HealthCheckFailed,
-        OutputLost,
-        EventsDropped,
-        FilesystemRefused,
-    }
-)
-_DECISIONS: frozenset[type[RunEvent]] = frozenset(
-    {RestartDecided, RequeueDecided, VerdictReached, RunClosed, RoundFrozen, AttemptStarted}
-)
-_HOST_WIDTH = 12
+_BAD = (
+    WorkerFailed, HangFound, HangSuspected, SlowRankFound, NodeLost, AgentFailed, HealthCheckFailed, OutputLost,
+    EventsDropped, FilesystemRefused,
+)  # fmt: skip
+_DECISIONS = (RestartDecided, RequeueDecided, VerdictReached, RunClosed, RoundFrozen, AttemptStarted)
 _BATCH_NODE = -1
 
 
@@ -72,7 +58,7 @@ class EventChoice(Struct, frozen=True, kw_only=True):
 
 def show_events(asked: AskedRun, args: SimpleNamespace, tail: int | None) -> int:
     """Print them. Returns 0, or with ``--follow`` the run's exit code."""
-    choice = EventChoice(names=_names(args.event or None), nodes=args.node)
+    choice = EventChoice(names=_names(args.event) if args.event else None, nodes=args.node)
     printer = _Printer(as_json=args.json, colours=wants_colour(sys.stdout, os.environ))
     if args.follow:
         clock = SystemClock()
@@ -84,9 +70,7 @@ def show_events(asked: AskedRun, args: SimpleNamespace, tail: int | None) -> int
     return 0
 
 
-def _names(given: list[str] | None) -> frozenset[str] | None:
-    if given is None:
-        return None
+def _names(given: list[str]) -> frozenset[str]:
     names = [name.strip() for text in given for name in text.split(",")]
     for name in names:
         if name not in EVENTS:
@@ -119,29 +103,23 @@ def _is_of(event: EventLine, nodes: frozenset[int] | None) -> bool:
     return nodes is None or event.writer in nodes or event.node in nodes
 
 
-class _Printer:
-    def __init__(self, *, as_json: bool, colours: bool) -> None:
-        self._as_json = as_json
-        self._colours = colours
-        self._is_terminal = is_terminal(sys.stdout)
+class _Printer(Struct, frozen=True, kw_only=True):
+    as_json: bool
+    colours: bool
 
     def show(self, event: EventLine) -> None:
-        if self._as_json:
+        if self.as_json:
             raw = event.raw + b"\n"
-            sys.stdout.buffer.write(harmless(raw) if self._is_terminal else raw)
+            sys.stdout.buffer.write(harmless(raw) if is_terminal(sys.stdout) else raw)
             return
-        sys.stdout.buffer.write((self._line(event) + "\n").encode("utf-8", "backslashreplace"))
-
-    def _line(self, event: EventLine) -> str:
-        name = event.name
         host = "batch" if event.role == "supervisor" else event.host
         kind = type(event.event)
         mark = RED if kind in _BAD else BOLD if kind in _DECISIONS else ""
-        colour = mark if self._colours else ""
-        time = painted(time_text(event.time_ns, fine=True), DIM if self._colours else "")
-        head = f"{host:<{_HOST_WIDTH}} {name:<19}"
+        colour = mark if self.colours else ""
+        time = painted(time_text(event.time_ns, fine=True), DIM if self.colours else "")
+        head = f"{host:<12} {event.name:<19}"
         line = f"{time} {painted(head, colour)} {describe_event(event)}".rstrip()
-        return harmless((line + "\n").encode("utf-8", "backslashreplace"))[:-1].decode("utf-8", "replace")
+        sys.stdout.buffer.write(harmless((line + "\n").encode("utf-8", "backslashreplace")))
 
 
 class EventFollower:
@@ -163,7 +141,9 @@ class EventFollower:
 
     def look(self, *, everything: bool = False) -> float:
         found = [event for _, events in self._followed.look(everything=everything) for event in events]
-        found = [event for event in found if _is_of(event, self._nodes_of(event.attempt))]
+        for attempt in {event.attempt for event in found} - self._nodes.keys():
+            self._nodes[attempt] = self._choice.indices_in(self._asked.paths.attempt(attempt))
+        found = [event for event in found if _is_of(event, self._nodes[event.attempt])]
         found.sort(key=lambda event: (event.attempt, event.time_ns))
         tail, self._tail = self._tail, None
         for event in found if tail is None else found[max(0, len(found) - tail) :]:
@@ -175,11 +155,6 @@ class EventFollower:
         for file in self._files.values():
             for sentence in file.left_out():
                 print_note(sentence)
-
-    def _nodes_of(self, attempt: int) -> frozenset[int] | None:
-        if attempt not in self._nodes:
-            self._nodes[attempt] = self._choice.indices_in(self._asked.paths.attempt(attempt))
-        return self._nodes[attempt]
 
     def _find_files(self) -> None:
         numbers = self._asked.attempts()

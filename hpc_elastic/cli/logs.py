@@ -82,8 +82,6 @@ class LogChoice(Struct, frozen=True, kw_only=True):
 
     def check(self, attempt: AttemptPaths, rounds: Sequence[int]) -> None:
         """Raises UsageError for ranks and nodes that are in none of the rounds."""
-        if self.ranks is None and self.nodes is None:
-            return
         if self.nodes is not None:
             asked_nodes(self.nodes, attempt)
         if self.ranks is None or not rounds:
@@ -95,61 +93,49 @@ class LogChoice(Struct, frozen=True, kw_only=True):
         check_ranks(self.ranks, world, option="--rank", where=f"{name} of attempt {attempt.number}")
 
     def streams_in(self, attempt: AttemptPaths, round_number: int) -> list[LogStream]:
-        ranks = self.ranks
-        if self.nodes is None:
-            return streams_of(
-                attempt, round_number, wanted=lambda rank: ranks is None or rank in ranks, streams=self.streams
-            )
-        layouts, indices = read_layouts(attempt), asked_nodes(self.nodes, attempt)
+        ranks, nodes = self.ranks, self.nodes
+        layouts = read_layouts(attempt) if nodes is not None else {}
         places = layouts[round_number].nodes if round_number in layouts else {}
-        return streams_of(
-            attempt,
-            round_number,
-            wanted=lambda rank: (ranks is None or rank in ranks) and places.get(rank) in indices,
-            streams=self.streams,
-        )
+        indices = asked_nodes(nodes, attempt) if nodes is not None else ()
+
+        def wanted(rank: int) -> bool:
+            return (ranks is None or rank in ranks) and (nodes is None or places.get(rank) in indices)
+
+        return streams_of(attempt, round_number, wanted=wanted, streams=self.streams)
 
 
-class LogPrinter:
-    """Prints workers' lines: with their rank before each, and fit for where they go."""
+class LogPrinter(Struct):
+    """Prints workers' lines, fit for where they go."""
 
-    def __init__(
-        self, out: BinaryIO, *, clean: bool = False, prefix: bool = True, times: bool = False, colours: bool = False
-    ) -> None:
-        """`clean`: without what steers a terminal; `prefix`, `times`: each line begins with the rank, with its time."""
-        self._out = out
-        self._clean = clean
-        self._prefix = prefix
-        self._times = times
-        self._colours = colours
-        self._labels: dict[int, str] = {}
+    out: BinaryIO
+    clean: bool = False
+    """Without what steers a terminal."""
+    prefix: bool = True
+    """Each line begins with the rank."""
+    times: bool = False
+    colours: bool = False
 
     def show(self, piece: Piece) -> None:
         rank = piece.stream.rank
         if piece.after_gap:
             self.note(f"[rank {rank}] ... output removed here by --log-max-files ...")
-        data = harmless(piece.data) if self._clean else piece.data
-        self._out.write(with_prefix(data, self._before(rank, piece.time_us).encode()))
+        data = harmless(piece.data) if self.clean else piece.data
+        before, time_us = "", piece.time_us
+        if self.times:
+            before = f"{time_text(time_us * 1000, fine=True) if time_us is not None else '-':<{_TIME_WIDTH}} "
+        if self.prefix:
+            before += painted(f"[rank {rank}]", rank_colour(rank) if self.colours else "") + " "
+        self.out.write(with_prefix(data, before.encode()))
 
     def note(self, text: str, colour: str = DIM) -> None:
-        line = painted(one_line(text), colour if self._colours else "")
-        self._out.write(line.encode("utf-8", "replace") + b"\n")
+        line = painted(one_line(text), colour if self.colours else "")
+        self.out.write(line.encode("utf-8", "replace") + b"\n")
 
     def title(self, text: str) -> None:
         self.note(f"--- {text} ---", BOLD)
 
     def flush(self) -> None:
-        self._out.flush()
-
-    def _before(self, rank: int, time_us: int | None) -> str:
-        text = ""
-        if self._times:
-            text = f"{time_text(time_us * 1000, fine=True) if time_us is not None else '-':<{_TIME_WIDTH}} "
-        if self._prefix:
-            if rank not in self._labels:
-                self._labels[rank] = painted(f"[rank {rank}]", rank_colour(rank) if self._colours else "") + " "
-            text += self._labels[rank]
-        return text
+        self.out.flush()
 
 
 PARAMETERS = (
@@ -245,15 +231,11 @@ def run(args: SimpleNamespace) -> int:
     if not rounds:
         print_note(f"attempt {attempt.number} of run {asked.paths.run_id} has no round yet: no worker was started")
     if not _print(attempt, rounds, choice, printer, tail) and rounds and tail != 0:
-        print_note(_nothing_printed(attempt, rounds, choice))
+        whose = "any worker" if choice.ranks is None and choice.nodes is None else "these workers"
+        what = "output" if len(choice.streams) > 1 else "stdout" if choice.streams == (STDOUT,) else "stderr"
+        numbers = f"round{'' if len(rounds) == 1 else 's'} {ranges(rounds)} of attempt {attempt.number}"
+        print_note(f"no {what} from {whose} in {numbers}")
     return 0
-
-
-def _nothing_printed(attempt: AttemptPaths, rounds: Sequence[int], choice: LogChoice) -> str:
-    chosen = choice.ranks is not None or choice.nodes is not None
-    what = "output" if len(choice.streams) > 1 else "stdout" if choice.streams == (STDOUT,) else "stderr"
-    numbers = f"round{'' if len(rounds) == 1 else 's'} {ranges(rounds)} of attempt {attempt.number}"
-    return f"no {what} from {'these workers' if chosen else 'any worker'} in {numbers}"
 
 
 def _choice(args: SimpleNamespace) -> LogChoice:
@@ -297,7 +279,16 @@ def _tail(args: SimpleNamespace) -> int | None:
 def _print(
     attempt: AttemptPaths, rounds: Sequence[int], choice: LogChoice, printer: LogPrinter, tail: int | None
 ) -> bool:
-    pieces = _pieces(attempt, rounds, choice, tail)
+    offsets = read_offsets_ns(attempt)
+
+    def read() -> Iterator[Piece]:
+        for index in rounds:
+            streams = choice.streams_in(attempt, index)
+            marks = read_round_marks(attempt.round_dir(index), offsets_ns=offsets)
+            _warn_without_times(streams, marks)
+            yield from merged(readers_of(streams) if tail is None else readers_of_last(streams, tail), marks)
+
+    pieces = read()
     before: LogStream | None = None
     for piece in pieces if tail is None else last_of(pieces, tail):
         if len(rounds) > 1 and (before is None or before.round != piece.stream.round):
@@ -306,15 +297,6 @@ def _print(
         printer.show(piece)
     printer.flush()
     return before is not None
-
-
-def _pieces(attempt: AttemptPaths, rounds: Sequence[int], choice: LogChoice, tail: int | None) -> Iterator[Piece]:
-    offsets = read_offsets_ns(attempt)
-    for index in rounds:
-        streams = choice.streams_in(attempt, index)
-        marks = read_round_marks(attempt.round_dir(index), offsets_ns=offsets)
-        _warn_without_times(streams, marks)
-        yield from merged(readers_of(streams) if tail is None else readers_of_last(streams, tail), marks)
 
 
 def _around(args: SimpleNamespace, asked: AskedRun, choice: LogChoice, printer: LogPrinter) -> int:
@@ -395,11 +377,8 @@ def first_failure(history: RunHistory, *, attempt: int | None) -> Moment:
 
 
 def _warn_without_times(streams: Sequence[LogStream], marks: RoundMarks) -> None:
-    found = []
-    for one in streams if len(streams) > 1 else ():
-        if marks.of(one.rank, one.stream).first_us is None and has_anything(one):
-            found.append(one.rank)
-    if found:
+    found = [one.rank for one in streams if marks.of(one.rank, one.stream).first_us is None and has_anything(one)]
+    if found and len(streams) > 1:
         print_note(f"no times are kept for {ranks_text(found)}: one after the other")
 
 

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 from hpc_elastic import __version__
@@ -121,7 +122,12 @@ def _dispatch(argv: list[str]) -> int:
         return _run(_SUBCOMMANDS[name][0], name, rest)
     if name == "batch":
         return _batch(rest)
-    raise UsageError(f"no subcommand {name!r}{_nearest(name)}; {PROGRAM} --help lists them")
+    from difflib import get_close_matches
+
+    hint = f"; to run a script: {PROGRAM} submit {name}" if name.endswith(".py") else ""
+    if matches := get_close_matches(name, _SUBCOMMANDS, n=1):
+        hint = f"; did you mean {matches[0]}?"
+    raise UsageError(f"no subcommand {name!r}{hint}; {PROGRAM} --help lists them")
 
 
 def _run(module_name: str, name: str, argv: list[str]) -> int:
@@ -188,21 +194,9 @@ def _print_error(error: HpcElasticError, code: int) -> int:
     # On one line, whatever it quotes; never a second failure over a closed stderr.
     from hpc_elastic.output.terminal import one_line
 
-    line = " ".join(str(error).splitlines())
-    try:
-        sys.stderr.write(f"{PROGRAM}: error: {one_line(line)}\n")
-    except OSError:
-        pass
+    with suppress(OSError):
+        sys.stderr.write(f"{PROGRAM}: error: {one_line(' '.join(str(error).splitlines()))}\n")
     return code
-
-
-def _nearest(name: str) -> str:
-    from difflib import get_close_matches
-
-    matches = get_close_matches(name, _SUBCOMMANDS, n=1)
-    if matches:
-        return f"; did you mean {matches[0]}?"
-    return f"; to run a script: {PROGRAM} submit {name}" if name.endswith(".py") else ""
 
 
 def _help() -> str:

@@ -19,7 +19,7 @@ from hpc_elastic.launch.run_directory import make_runs_dir
 from hpc_elastic.options import job_options
 from hpc_elastic.options.command_line import Help
 from hpc_elastic.options.run_request import SlurmJob, build_spec, runs_directory, slurm_job, working_directory
-from hpc_elastic.options.table import Group, Option, Parsed, define, explaining
+from hpc_elastic.options.table import Group, Parsed, define, explaining
 from hpc_elastic.output.terminal import each_line
 from hpc_elastic.rehearsal import tables
 from hpc_elastic.rehearsal.faults import KINDS, QUICK, parse_kinds
@@ -47,32 +47,25 @@ HELP = Help(
 )
 
 
-def _option(name: str, metavar: str | None, help_: str, *, repeatable: bool = False) -> Option:
-    return define(
-        Group.SHOWN, f"--{name}", metavar=metavar, in_files=False, common=True, repeatable=repeatable, help=help_
+OPTIONS = tuple(
+    define(
+        Group.SHOWN, f"--{name}", metavar=metavar, repeatable=text.endswith("repeatable"), in_files=False, common=True,
+        help=text,
     )
-
-
-OPTIONS = (
-    _option(
-        "faults",
-        "NAME,...|quick|all|list",
-        "what is done to it (default: all that can be done); quick: kill-worker, kill-saving and notice, which find "
-        "most; list shows them",
-    ),
-    _option("losses", "REGEX", "lines of the output that have a step and its loss, as two groups"),
-    _option("losses-file", "FILE", "the file in which the script writes them, in its working directory"),
-    _option("tolerance", "T", "relative difference of losses that does not count (default: 0.001)"),
-    _option("patience", "SECONDS", "without a step for so long, the script is stuck (default: 180)"),
-    _option("input", "PATH", "link it into the working directory of each run; repeatable", repeatable=True),
-    _option("watch", "DIR", "a folder elsewhere in which the script saves; repeatable", repeatable=True),
-    _option("json", None, "print one JSON object"),
-)
+    for name, metavar, text in (
+        ("faults", "NAME,...|quick|all|list", "what is done to it (default: all that can be done); quick: kill-worker, "
+         "kill-saving and notice, which find most; list shows them"),
+        ("losses", "REGEX", "lines of the output that have a step and its loss, as two groups"),
+        ("losses-file", "FILE", "the file in which the script writes them, in its working directory"),
+        ("tolerance", "T", "relative difference of losses that does not count (default: 0.001)"),
+        ("patience", "SECONDS", "without a step for so long, the script is stuck (default: 180)"),
+        ("input", "PATH", "link it into the working directory of each run; repeatable"),
+        ("watch", "DIR", "a folder elsewhere in which the script saves; repeatable"),
+        ("json", None, "print one JSON object"),
+    )
+)  # fmt: skip
 _MOST_NODES = _MOST_WORKERS = 2
 """Small: of each, unless fewer are asked for."""
-_GRACE_SECONDS = 15
-"""Between a notice and the end, where no --grace is given."""
-_MOST_GRACE = 40
 
 
 def main(argv: Sequence[str]) -> int:
@@ -91,10 +84,10 @@ def main(argv: Sequence[str]) -> int:
     quiet = parsed.flag("json")
     outcome = Rehearsal(options, report=lambda line: None if quiet else print_note(line)).run()
     (options.folder / "rehearsal.html").write_text(tables.as_page(outcome))
-    found = tables.as_json(outcome)
-    (options.folder / "rehearsal.json").write_text(json.dumps(found, indent=2) + "\n")
+    found = json.dumps(tables.as_json(outcome), indent=2) + "\n"
+    (options.folder / "rehearsal.json").write_text(found)
     if quiet:
-        sys.stdout.write(json.dumps(found, indent=2) + "\n")
+        sys.stdout.write(found)
     else:
         sys.stdout.write(each_line(f"{tables.as_text(outcome)}page: {options.folder / 'rehearsal.html'}\n"))
     return outcome.code
@@ -147,7 +140,7 @@ def _small(parsed: Parsed, cwd: Path, env: Mapping[str, str]) -> tuple[SlurmJob 
     """The run that the options ask for, small, and with all the restarts that faults take; on the cluster its job."""
     least, most = job_options.asked_nodes(parsed)
     nodes = (min(least, _MOST_NODES), min(most, _MOST_NODES))
-    grace = min(job_options.notice_seconds(parsed), _MOST_GRACE) if parsed.get("grace") else _GRACE_SECONDS
+    grace = min(job_options.notice_seconds(parsed), 40) if parsed.get("grace") else 15
     small: dict[str, str] = {"nodes": "-".join(map(str, dict.fromkeys(nodes))), "grace": str(grace)}
     asked = parsed.get("nproc_per_node") or ""
     if asked.isdigit():

@@ -6,10 +6,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Container
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import click
+from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.clock import Clock, SystemClock
@@ -46,16 +48,9 @@ from hpc_elastic.report.subject import with_end
 from hpc_elastic.run.paths import RankPaths, RunPaths
 
 _CLEAR = "\x1b[H\x1b[2J"
-_STACKS_LIMIT = 256 << 10
-_SHORTEST_S = 1.0
-_FILES_PER_SECOND = 200
-_SHARE = 10
-"""Making a report takes at most a tenth of the time."""
 _FIELD = re.compile(r"(  [a-z_ ]{10}: )(.*)", re.DOTALL)
 _RULE = re.compile(r"[-=]{20,}\Z")
 _OPEN = (" is running", " is starting", "no attempt yet", " REQUEUED ")
-_BOLD_RED = f"{BOLD};{RED}"
-
 
 PARAMETERS = (
     *RUN_PARAMETERS,
@@ -97,11 +92,10 @@ def run(args: SimpleNamespace) -> int:
     if args.follow and args.format == "html":
         raise UsageError("--follow goes with --format text or json; a page is written at the end of every attempt")
     asked = asked_run(args)
-    if args.format == "html":
-        _print(_page(_history(asked, args), asked.attempt, args.output))
-        return 0
     if not args.follow:
-        _print(_text(_history(asked, args), asked.attempt, args))
+        history = _history(asked, args)
+        is_page = args.format == "html"
+        _print(_page(history, asked.attempt, args.output) if is_page else _text(history, asked.attempt, args))
         return 0
     from hpc_elastic.cli.follow import follow_to_end
 
@@ -146,12 +140,9 @@ def _with_slurms_end(history: RunHistory, asked: AskedRun) -> RunHistory:
     if status.attempt is None or before.state is RunState.REQUEUED:
         print_note(f"run {status.run_id} has ended: {status.reason}")
         return history if status.attempt is not None else replace(history, never_began=status.reason)
+    decision = f"end: {status.reason}"
     return with_end(
-        history,
-        attempt=status.attempt,
-        outcome=status.outcome,
-        exit_code=status.exit_code,
-        decision=f"end: {status.reason}",
+        history, attempt=status.attempt, outcome=status.outcome, exit_code=status.exit_code, decision=decision
     )
 
 
@@ -182,7 +173,7 @@ def _ranks(history: RunHistory, attempt: int | None, args: SimpleNamespace) -> s
 
     def stacks(paths: RankPaths) -> str:
         try:
-            return read_bytes(paths.stacks, limit=_STACKS_LIMIT).decode("utf-8", "backslashreplace")
+            return read_bytes(paths.stacks, limit=256 << 10).decode("utf-8", "backslashreplace")
         except (OSError, UnsafePathError):
             return ""
 
@@ -208,16 +199,6 @@ def _page(history: RunHistory, attempt: int | None, output: str | None) -> str:
     return f"{one_line(str(path))}\n"
 
 
-def _check_own(attempt: Path) -> None:
-    """Raises UsageError where another user chose the folder: a link of theirs could lead to any file of this name."""
-    try:
-        is_own = {sole_owner(folder) for folder in (attempt, attempt.parent)} == {os.geteuid()}
-    except (OSError, UnsafePathError):
-        is_own = False
-    if not is_own:
-        raise UsageError(f"{attempt} is not yours alone; say where to write the page with --output FILE")
-
-
 def _page_path(history: RunHistory, attempt: int | None, output: str | None) -> Path:
     if output is not None:
         path = Path(os.path.abspath(output))
@@ -226,7 +207,13 @@ def _page_path(history: RunHistory, attempt: int | None, output: str | None) -> 
         if number is None:
             raise UsageError(f"run {history.run_id} has no attempt yet; say where to write the page with --output FILE")
         path = RunPaths(Path(history.run_dir)).attempt(number).report_html
-        _check_own(path.parent)
+        attempt_dir = path.parent
+        try:  # a link in another user's folder could lead to any file of this name
+            is_own = {sole_owner(folder) for folder in (attempt_dir, attempt_dir.parent)} == {os.geteuid()}
+        except (OSError, UnsafePathError):
+            is_own = False
+        if not is_own:
+            raise UsageError(f"{attempt_dir} is not yours alone; say where to write the page with --output FILE")
     if path.exists() and not path.is_file():  # it would be replaced, /dev/stdout as well
         raise UsageError(f"{path} is not a regular file; --output - writes the page to standard output")
     return path
@@ -249,7 +236,7 @@ def coloured_report(text: str) -> str:
         if is_rule:
             found.append(painted(line, DIM))
         elif line.startswith("Root Cause"):
-            found.append(painted(line, _BOLD_RED))
+            found.append(painted(line, f"{BOLD};{RED}"))
             is_headline = True
             continue
         elif field is not None:
@@ -258,7 +245,8 @@ def coloured_report(text: str) -> str:
             found.append(painted(line, BOLD))
             continue
         elif after_rule and number == 1:
-            found.append(painted(line, _status_colour(line)))
+            is_open = any(text in line for text in _OPEN)
+            found.append(painted(line, f"{BOLD};{GREEN if ' SUCCEEDED' in line else YELLOW if is_open else RED}"))
         elif line and not line.startswith(" ") and (line.endswith(":") or after_rule):
             found.append(painted(line, BOLD))
         else:
@@ -267,43 +255,29 @@ def coloured_report(text: str) -> str:
     return "\n".join(found)
 
 
-def _status_colour(line: str) -> str:
-    if " SUCCEEDED" in line:
-        return f"{BOLD};{GREEN}"
-    return f"{BOLD};{YELLOW}" if any(text in line for text in _OPEN) else _BOLD_RED
-
-
-class ReportFollower:
+class ReportFollower(Struct):
     """Looks whether there is anything new, and only then reads the run."""
 
-    def __init__(self, asked: AskedRun, show: Callable[[], None], *, clock: Clock) -> None:
-        """`show` reads the run, and prints its report where it differs from the last one."""
-        self._asked = asked
-        self._show = show
-        self._clock = clock
-        self._seen: object = None
+    asked: AskedRun
+    show: Callable[[], None]
+    """Reads the run, and prints its report where it differs from the last one."""
+    clock: Clock
+    seen: object = None
 
     def look(self, *, everything: bool = False) -> float:
-        state, files = self._state()
-        began = self._clock.monotonic()
-        if state != self._seen:
-            self._seen = state
-            self._show()
-        cost = self._clock.monotonic() - began
-        return max(_SHORTEST_S, files / _FILES_PER_SECOND, cost * _SHARE)
+        files: list[tuple[str, int]] = []
+        attempt = self.asked.shown_attempt()
+        if attempt is not None:
+            with suppress(OSError), os.scandir(attempt.events) as entries:
+                files = sorted((entry.name, entry.stat(follow_symlinks=False).st_size) for entry in entries)
+        # The sizes of the newest attempt's event logs, and whether it has ended, change when there is news.
+        state = (attempt.number, files, attempt.result_json.exists()) if attempt is not None else None
+        began = self.clock.monotonic()
+        if state != self.seen:
+            self.seen = state
+            self.show()
+        cost = self.clock.monotonic() - began
+        return max(1.0, len(files) / 200, 10 * cost)  # making a report takes at most a tenth of the time
 
     def finish(self) -> None:
-        self._show()
-
-    def _state(self) -> tuple[object, int]:
-        """The sizes of the newest attempt's event logs, and whether it has ended: they change when there is news."""
-        attempt = self._asked.shown_attempt()
-        if attempt is None:
-            return None, 0
-        found: list[tuple[str, int]] = []
-        try:
-            with os.scandir(attempt.events) as entries:
-                found = sorted((entry.name, entry.stat(follow_symlinks=False).st_size) for entry in entries)
-        except OSError:
-            pass
-        return (attempt.number, tuple(found), attempt.result_json.exists()), len(found)
+        self.show()

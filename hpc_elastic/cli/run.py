@@ -9,6 +9,7 @@ from pathlib import Path
 
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.base.outcome import ExitCode
+from hpc_elastic.base.text import plural
 from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.cli.screen import print_note
 from hpc_elastic.errors import UsageError
@@ -17,13 +18,7 @@ from hpc_elastic.launch.run_directory import create_run, earlier_run, make_runs_
 from hpc_elastic.options import job_options
 from hpc_elastic.options.command_line import Help
 from hpc_elastic.options.remarks import plan_text, remarks
-from hpc_elastic.options.run_request import (
-    ALL_OPTIONS,
-    build_spec,
-    cluster_here,
-    runs_directory,
-    working_directory,
-)
+from hpc_elastic.options.run_request import ALL_OPTIONS, build_spec, cluster_here, runs_directory, working_directory
 from hpc_elastic.options.sbatch import parse_nodes, refuse_het_job
 from hpc_elastic.options.table import Parsed, explaining
 from hpc_elastic.output.terminal import each_line
@@ -55,25 +50,19 @@ def main(argv: Sequence[str]) -> int:
             raise UsageError("--cluster slurm: not in a Slurm allocation; use hpc-elastic submit, or salloc first")
         if cluster == "local" or not in_job(env):
             if cluster == "auto":
-                _refuse_on_login_node(parsed, env)
+                nodes = job_options.asked_nodes(parsed)[1] + job_options.spare_nodes(parsed)
+                if nodes > 1 and cluster_here("auto", env) == "slurm":
+                    raise UsageError(
+                        f"{parsed.source('nodes', '--nodes')} {parsed.get('nodes') or 1}: run starts everything on "
+                        "this machine, and it can submit to Slurm; use hpc-elastic submit (or salloc first), or say "
+                        "--cluster local to have all agents and workers on this machine"
+                    )
             return run_here(parsed, env)
         return _run_in_allocation(parsed, env)
 
 
-def _refuse_on_login_node(parsed: Parsed, env: Mapping[str, str]) -> None:
-    """Raises UsageError where several nodes were asked for on a machine that can submit jobs to Slurm."""
-    nodes = job_options.asked_nodes(parsed)[1] + job_options.spare_nodes(parsed)
-    if nodes > 1 and cluster_here("auto", env) == "slurm":
-        raise UsageError(
-            f"{parsed.source('nodes', '--nodes')} {parsed.get('nodes') or 1}: run starts everything on this machine, "
-            "and it can submit to Slurm; use hpc-elastic submit (or salloc first), or say --cluster local to have "
-            "all agents and workers on this machine"
-        )
-
-
 def run_here(parsed: Parsed, env: Mapping[str, str], *, dry_run: bool = False) -> int:
-    ignored = job_options.only_for_slurm(parsed)
-    if ignored:
+    if ignored := job_options.only_for_slurm(parsed):
         print_note(f"no effect without Slurm: {' '.join(ignored)}")
     cwd = working_directory(parsed, env)
     nodes = job_options.asked_nodes(parsed)
@@ -150,17 +139,13 @@ def nodes_of(parsed: Parsed, allocated: int, *, what: str) -> tuple[int, int]:
     if given is None:
         spares = job_options.spare_nodes(parsed)
         if spares >= allocated:
-            raise UsageError(f"--spares {spares}: this {what} has {_nodes(allocated)}; at least 1 must work")
+            raise UsageError(f"--spares {spares}: this {what} has {plural(allocated, 'node')}; at least 1 must work")
         return allocated - spares, allocated - spares
     option = parsed.source("nodes", "--nodes")
     least, most = parse_nodes(given, option=option)
     if least > allocated:
-        raise UsageError(f"{option} {given}: this {what} has {_nodes(allocated)}")
+        raise UsageError(f"{option} {given}: this {what} has {plural(allocated, 'node')}")
     return least, min(most, allocated)
-
-
-def _nodes(count: int) -> str:
-    return f"{count} node{'' if count == 1 else 's'}"
 
 
 def create_run_in_job(job: JobEnvironment, spec: RunSpec, runs_dir: Path, env: Mapping[str, str]) -> Path:

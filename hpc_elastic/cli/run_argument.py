@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from msgspec import Struct
 
 from hpc_elastic.base.files import read_json
 from hpc_elastic.base.text import ranges
+from hpc_elastic.cli.screen import print_note
 from hpc_elastic.errors import UsageError
 from hpc_elastic.run.index import DEFAULT_RUNS_DIR
 from hpc_elastic.run.paths import RUN_ID, AttemptPaths, RunPaths, attempt_number
@@ -29,10 +31,6 @@ class NumberSet(Struct, frozen=True):
     def __contains__(self, number: object) -> bool:
         return isinstance(number, int) and any(first <= number <= last for first, last in self.ranges)
 
-    @property
-    def largest(self) -> int:
-        return max(last for _, last in self.ranges)
-
     def within(self, numbers: Iterable[int]) -> list[int]:
         return [number for number in numbers if number in self]
 
@@ -40,8 +38,7 @@ class NumberSet(Struct, frozen=True):
 def parse_numbers(text: str, *, option: str) -> NumberSet:
     """Read ``3``, ``0-3,7``; raises UsageError for anything else."""
     ranges = []
-    items = text.replace(" ", "").split(",")
-    for item in items:
+    for item in text.replace(" ", "").split(","):
         match = _ITEM.match(item)
         first, last = (int(match[1]), int(match[2] or match[1])) if match is not None else (1, 0)
         if match is None or first > last:
@@ -51,11 +48,8 @@ def parse_numbers(text: str, *, option: str) -> NumberSet:
 
 
 def check_ranks(ranks: NumberSet, world_size: int, *, option: str, where: str) -> None:
-    """Raises UsageError, with the valid range, for ranks that are nowhere.
-
-    `world_size` is 0 where it is not known; `where` names the round or run: ``round 2 of attempt 0``.
-    """
-    if world_size and ranks.largest >= world_size:
+    """Raises UsageError for ranks that are nowhere; `world_size` is 0 where it is not known."""
+    if world_size and max(last for _, last in ranks.ranges) >= world_size:
         valid = f"ranks 0-{world_size - 1}" if world_size > 1 else "rank 0 only"
         raise UsageError(f"{option} {ranks.text}: {where} has {valid}")
 
@@ -159,35 +153,37 @@ def find_run_dir(text: str, runs_dir: str | None, *, ask_slurm: bool = True) -> 
     if path.name == "latest" and path.is_symlink():
         path = Path(os.path.realpath(path))
     try:
-        if text and path.is_dir() and (attempt_number(path.name) is not None or _is_run_dir(path)):
-            return path
+        if text and path.is_dir():
+            names = [path.name] if attempt_number(path.name) is not None else _names_in(path)
+            # A copy may have lost its run.json.
+            if "run.json" in names or any(attempt_number(name) is not None for name in names):
+                return path
         from hpc_elastic.run.attempt import is_job_id
-        from hpc_elastic.run.index import UnknownRunError, find
+        from hpc_elastic.run.index import UnknownRunError, find, last_run
 
         if text == LAST:
-            return _last_run(runs_folder(runs_dir))
+            found = last_run(folder := runs_folder(runs_dir))
+            if found is None:
+                where = os.path.abspath(folder or DEFAULT_RUNS_DIR)
+                raise UsageError(f"no run in {where} (--runs-dir), and none submitted by this account; name one")
+            print_note(f"the last run: {found}")
+            return found
         try:
             return find(text, runs_folder(runs_dir), cluster_here=_cluster_here if ask_slurm else str)
         except UnknownRunError as error:
             if not (ask_slurm and is_job_id(text)):
                 raise
-            return _by_slurm(text, error)
+            from hpc_elastic.cli.run_job import run_of_job, slurm_client
+            from hpc_elastic.slurm.errors import SlurmMissingError
+
+            try:
+                return run_of_job(text, slurm_client())
+            except SlurmMissingError:
+                raise error from None
     except PermissionError as error:
         raise UsageError(
             f"{error.filename} can't be read: {error.strerror}; only their owner can read a run's files: ask for a copy"
         ) from None
-
-
-def _last_run(runs_dir: Path | None) -> Path:
-    from hpc_elastic.cli.screen import print_note
-    from hpc_elastic.run.index import DEFAULT_RUNS_DIR, last_run
-
-    found = last_run(runs_dir)
-    if found is None:
-        where = os.path.abspath(runs_dir or DEFAULT_RUNS_DIR)
-        raise UsageError(f"no run in {where} (--runs-dir), and none submitted by this account; name one")
-    print_note(f"the last run: {found}")
-    return found
 
 
 def runs_folder(given: str | None) -> Path | None:
@@ -201,8 +197,6 @@ def runs_folder(given: str | None) -> Path | None:
         try:
             given = configured_runs_dir(os.environ, Path.cwd())
         except UsageError as error:
-            from hpc_elastic.cli.screen import print_note
-
             print_note(f"{error}; continuing without the configuration")
     return Path(given) if given is not None else None
 
@@ -217,41 +211,23 @@ def _cluster_here() -> str:
         return ""
 
 
-def _by_slurm(job: str, unknown: UsageError) -> Path:
-    from hpc_elastic.cli.run_job import run_of_job, slurm_client
-    from hpc_elastic.slurm.errors import SlurmMissingError
-
-    try:
-        return run_of_job(job, slurm_client())
-    except SlurmMissingError:
-        raise unknown from None
-
-
 def check_single(paths: RunPaths) -> None:
     """Raises UsageError, with how to name one, where `paths` is an array of runs."""
     from hpc_elastic.run.index import array_tasks, jobs_of
 
-    tasks = array_tasks(paths)
-    if tasks:
+    if tasks := array_tasks(paths):
         known = [entry for entry in jobs_of(str(paths.root)) if "_" not in entry.job_id]
         names = f"{known[0].job_id}_{tasks[0]} or {paths.run_id}_{tasks[0]}" if known else f"{paths.run_id}_{tasks[0]}"
         raise UsageError(f"{paths.run_id} is an array of {len(tasks)} runs; name one of them, as in {names}")
-
-
-def _is_run_dir(path: Path) -> bool:
-    """A copy may have lost its run.json."""
-    names = _names_in(path)
-    return "run.json" in names or any(attempt_number(name) is not None for name in names)
 
 
 def _names_in(folder: Path) -> list[str]:
     try:
         return os.listdir(folder)
     except PermissionError as error:
-        try:
+        whose = ""
+        with suppress(OSError):
             whose = f"it belongs to uid {folder.stat().st_uid}, and "
-        except OSError:
-            whose = ""
         raise UsageError(
             f"{folder} can't be read: {error.strerror}; {whose}only their owner can read a run's files: ask for a copy"
         ) from None

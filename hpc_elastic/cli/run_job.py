@@ -59,10 +59,9 @@ def find_paths(args: SimpleNamespace) -> RunPaths:
     return RunPaths(folder.parent if attempt_number(folder.name) is not None else folder)
 
 
-_START_AGAIN = "start it again with the command that started it"
-
-
-def find_run_job(args: SimpleNamespace, *, arrays: bool = False, if_ended: str = _START_AGAIN) -> RunJob:
+def find_run_job(
+    args: SimpleNamespace, *, arrays: bool = False, if_ended: str = "start it again with the command that started it"
+) -> RunJob:
     """The run that is meant, and its job; `if_ended` is what to say of a run of this machine that has ended."""
     paths = find_paths(args)
     if not arrays:
@@ -127,9 +126,8 @@ def run_owner(text: str, paths: RunPaths) -> int:
 def _checked(asked: RunJob, client: SlurmClient) -> JobState | None:
     """The job's state by Slurm, if the job is the run's; None: Slurm does not know it.
 
-    Raises:
-        UsageError: root is to act on the job of a user who did not write the number of that job: any
-            other user reads files of their own alone, and Slurm keeps them off others' jobs.
+    Raises UsageError where root is to act on the job of a user who did not write the number of that job: any other
+    user reads files of their own alone, and Slurm keeps them off others' jobs.
     """
     try:
         state = job_of_run(client, asked.job, asked.paths)
@@ -166,42 +164,33 @@ def run_of_job(job: str, client: SlurmClient) -> Path:
         raise UsageError(
             f"job {job}: no such run (searched this account's runs; Slurm does not answer: {last}); give its directory"
         ) from None
-    return _run_of(job, state)
-
-
-def _run_of(text: str, state: JobState | None) -> Path:
     if state is None:
         raise UsageError(
-            f"job {text}: no such run (searched this account's runs; Slurm does not know the job); "
+            f"job {job}: no such run (searched this account's runs; Slurm does not know the job); "
             "give the run directory"
         )
     whose = state.user if state.user not in (None, _name_of(os.getuid()), str(os.getuid())) else None
-    root = _run_directory_of(state)
+    folder = Path(state.stdout).parent if state.stdout and state.stdout.endswith("/job.log") else None
+    root = folder if folder is not None and RunPaths(folder).run_json.is_file() else None
+    if state.comment.startswith(COMMENT_MARK):  # else the user gave another comment: it is where the log is
+        root = Path(state.comment.removeprefix(COMMENT_MARK))
     if root is None:
         owner = f", of {whose}" if whose else ""
         raise UsageError(
-            f"job {text} ({state.name}{owner}): no such run (not submitted by hpc-elastic, or its run directory is "
+            f"job {job} ({state.name}{owner}): no such run (not submitted by hpc-elastic, or its run directory is "
             "elsewhere; see scontrol show job)"
         )
     if whose:
-        raise UsageError(f"job {text} belongs to {whose}: only their owner can read a run's files ({root})")
-    task = text.partition("_")[2]
+        raise UsageError(f"job {job} belongs to {whose}: only their owner can read a run's files ({root})")
+    task = job.partition("_")[2]
     paths = RunPaths(root)
     if task.isdecimal() and task_index(root.name) is None:
         paths = paths.task(int(task))
     if not paths.run_json.is_file():
         raise UsageError(
-            f"the run directory of job {text} is gone: {paths.root}; if the job runs on, scancel {text} ends it"
+            f"the run directory of job {job} is gone: {paths.root}; if the job runs on, scancel {job} ends it"
         )
     return paths.root
-
-
-def _run_directory_of(state: JobState) -> Path | None:
-    """The run directory by the comment, or where the user gave another, by where the log is."""
-    if state.comment.startswith(COMMENT_MARK):
-        return Path(state.comment.removeprefix(COMMENT_MARK))
-    folder = Path(state.stdout).parent if state.stdout and state.stdout.endswith("/job.log") else None
-    return folder if folder is not None and RunPaths(folder).run_json.is_file() else None
 
 
 def _name_of(uid: int) -> str:
@@ -217,16 +206,9 @@ def run_cancel(args: SimpleNamespace) -> int:
     if _signal_local(args, signal.SIGTERM):
         sys.stdout.write("the run is cancelled: its workers get SIGTERM\n")
         return 0
-    sys.stdout.write(
-        one_line(cancel(find_run_job(args, arrays=True, if_ended="nothing to cancel"), slurm_client())) + "\n"
-    )
+    asked = find_run_job(args, arrays=True, if_ended="nothing to cancel")
+    sys.stdout.write(one_line(cancel(asked, slurm_client())) + "\n")
     return 0
-
-
-def _where_the_report_is(asked: RunJob) -> str:
-    if asked.paths.job_log.is_file():
-        return f"the report will stand in {asked.paths.job_log}"
-    return f"then see hpc-elastic report {asked.job}"  # a batch script of the user's own has its own log
 
 
 def cancel(asked: RunJob, client: SlurmClient) -> str:
@@ -237,14 +219,16 @@ def cancel(asked: RunJob, client: SlurmClient) -> str:
     where = f" on cluster {elsewhere}" if (elsewhere := client.elsewhere(asked.job)) else ""
     if _checked(asked, client) is None:
         raise UsageError(f"job {asked.job}{where} is not known to Slurm; nothing is cancelled")
+    client.cancel(asked.job)
     if tasks:
-        client.cancel(asked.job)
         rest = f"none of its {len(tasks)} runs begins any more, and those that run end"
         return f"job {asked.job}{where} is cancelled: {rest}"
-    client.cancel(asked.job)
     if status.state in (RunState.SUBMITTED, RunState.REQUEUED):
         return f"job {asked.job}{where} is cancelled; none of its workers was running"
-    return f"job {asked.job}{where} is cancelled: its workers get SIGTERM; {_where_the_report_is(asked)}"
+    report = f"then see hpc-elastic report {asked.job}"  # a batch script of the user's own has its own log
+    if asked.paths.job_log.is_file():
+        report = f"the report will stand in {asked.paths.job_log}"
+    return f"job {asked.job}{where} is cancelled: its workers get SIGTERM; {report}"
 
 
 def run_requeue(args: SimpleNamespace) -> int:
@@ -261,9 +245,8 @@ def requeue(asked: RunJob, client: SlurmClient) -> str:
     status, job = asked.status, asked.job
     if status.state is RunState.REQUEUED and _has_ended(job, client):
         # The process that decided it was killed before it asked Slurm.
-        return _again(
-            asked, client, f"job {job} had ended without the requeue that was decided; it is back in the queue now"
-        )
+        said = "had ended without the requeue that was decided; it is back in the queue now"
+        return _again(asked, client, f"job {job} {said}")
     if status.state is RunState.SUBMITTED and _has_ended(job, client):
         return _again(asked, client, f"job {job} had ended before it began; it is back in the queue now")
     if status.state in (RunState.SUBMITTED, RunState.REQUEUED):
@@ -306,12 +289,8 @@ def _again(asked: RunJob, client: SlurmClient, done: str) -> str:
         where = [f"--clusters={cluster}"] if cluster else placement(script, asked.job.cluster, os.environ)
         number = client.submit(str(script), extra=[*where, *([] if task is None else [f"--array={task}"])])
         job = str(number) if task is None else f"{number}_{task}"
-        index.record(
-            cluster=number.cluster or asked.job.cluster or "",
-            job_id=job,
-            submitted_ns=SystemClock().time_ns(),
-            run_dir=script.parent,
-        )
+        cluster, now_ns = number.cluster or asked.job.cluster or "", SystemClock().time_ns()
+        index.record(cluster=cluster, job_id=job, submitted_ns=now_ns, run_dir=script.parent)
         return f"job {job} goes on from the last checkpoint; job {asked.job} can't run again: {error.facts['why']}"
 
 

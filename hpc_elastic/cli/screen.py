@@ -1,7 +1,4 @@
-"""Output of the subcommands: colours, width, notes on stderr.
-
-Standard output that can't be written: a full disk, a reader that has gone.
-"""
+"""Output of the subcommands: colours, width, notes on stderr, and standard output that can't be written."""
 
 from __future__ import annotations
 
@@ -10,11 +7,11 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TextIO
 
 from hpc_elastic.output.terminal import one_line
 
-NO_TERMINAL_WIDTH = 120
 BOLD, DIM, RED, GREEN, YELLOW = "1", "2", "31", "32", "33"
 _RANK_COLOURS = ("36", "35", "33", "34", "32", "96", "95", "94")
 
@@ -37,7 +34,7 @@ def is_terminal(stream: TextIO) -> bool:
 
 def width_for(stream: TextIO) -> int:
     """Columns: the terminal's, or what a log has."""
-    return shutil.get_terminal_size().columns if is_terminal(stream) else NO_TERMINAL_WIDTH
+    return shutil.get_terminal_size().columns if is_terminal(stream) else 120
 
 
 def painted(text: str, colour: str) -> str:
@@ -51,19 +48,15 @@ def rank_colour(rank: int) -> str:
 
 def print_note(text: str) -> None:
     """A line for the person, beside what is printed; never a failure over a closed stderr."""
-    try:
+    with suppress(OSError):
         sys.stderr.write(f"hpc-elastic: {one_line(text)}\n")
         sys.stderr.flush()
-    except OSError:
-        pass
-
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def output_failed(error: OSError) -> bool:
     """Tell a failed write to standard output: the error names no file."""
-    return error.filename is None and (isinstance(error, BrokenPipeError) or error.errno in _FULL)
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    return error.filename is None and (isinstance(error, BrokenPipeError) or is_full)
 
 
 def leave_output() -> None:

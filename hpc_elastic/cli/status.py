@@ -1,7 +1,4 @@
-"""``hpc-elastic status RUN``: where a run stands now.
-
-A run is shown by its files and one question to Slurm, an array as a line for each of its runs.
-"""
+"""``hpc-elastic status RUN``: where a run stands now, by its files and one question to Slurm."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from textwrap import wrap
+from textwrap import TextWrapper
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -47,10 +44,7 @@ JSON_VERSION = 1
 _MOST_BEHIND = 8
 WATCH_SECONDS = 5.0
 """Between two looks of ``--watch``: some file operations, and one squeue."""
-_TEXT_COLUMN = 13
-"""Column at which the text of a line begins, behind its name."""
 _CLEAR = "\x1b[H\x1b[J"
-
 
 PARAMETERS = (
     *RUN_PARAMETERS,
@@ -73,7 +67,15 @@ def run(args: SimpleNamespace) -> int:
     """Print. Returns 0 whatever the run does: `report` has its exit code."""
     paths = run_job.find_paths(args)
     if args.forget_nodes is not None:
-        return _forget_nodes(args.forget_nodes, paths)
+        try:
+            nodes = None if args.forget_nodes == "all" else expand(args.forget_nodes)
+        except HostlistError as error:
+            wrong = f"--forget-nodes {args.forget_nodes}: give nodes, as in n3,n[5-7], or all: {error.why}"
+            raise UsageError(wrong) from None
+        if nodes == ():
+            raise UsageError("--forget-nodes: give nodes, as in n3,n[5-7], or all")
+        print(f"{plural(forget_in(paths.nodes_json, nodes), 'record')} forgotten")
+        return 0
     if args.preload:
         return _show_preload(paths, as_json=args.json)
     clock = SystemClock()
@@ -99,17 +101,6 @@ def run(args: SimpleNamespace) -> int:
         clock.wait(threading.Event(), WATCH_SECONDS)
 
 
-def _forget_nodes(text: str, paths: RunPaths) -> int:
-    try:
-        nodes = None if text == "all" else expand(text)
-    except HostlistError as error:
-        raise UsageError(f"--forget-nodes {text}: give nodes, as in n3,n[5-7], or all: {error.why}") from None
-    if nodes == ():
-        raise UsageError("--forget-nodes: give nodes, as in n3,n[5-7], or all")
-    print(f"{plural(forget_in(paths.nodes_json, nodes), 'record')} forgotten")
-    return 0
-
-
 def _show_preload(paths: RunPaths, *, as_json: bool) -> int:
     found = load_preload(paths.preload)
     if as_json:
@@ -133,17 +124,16 @@ def _show_preload(paths: RunPaths, *, as_json: bool) -> int:
 def _show_array(
     paths: RunPaths, tasks: Sequence[int], client: SlurmClient | None, clock: Clock, *, as_json: bool, clears: bool
 ) -> bool:
-    runs = {task: read_status(paths.task(task), clock=clock) for task in tasks}
-    found = ends_by_slurm(client, list(runs.values()), clock=clock, warn=print_note)
-    runs = {task: status for task, (status, _) in zip(runs, found, strict=True)}
-    jobs = {task: job for task, (_, job) in zip(runs, found, strict=True) if job is not None}
-    told = [status.job_id.partition("_")[0] for status in runs.values() if status.job_id]
-    known = [entry.job_id for entry in jobs_of(str(paths.root)) if "_" not in entry.job_id]
-    number = next(iter((*known, *told)), "")
+    before = [read_status(paths.task(task), clock=clock) for task in tasks]
+    found = ends_by_slurm(client, before, clock=clock, warn=print_note)
+    runs = {task: status for task, (status, _) in zip(tasks, found, strict=True)}
+    jobs = {task: job for task, (_, job) in zip(tasks, found, strict=True) if job is not None}
     if as_json:
-        text = json.dumps(array_json(paths, runs, jobs))
+        each = {str(task): status_json(one, jobs.get(task), seconds_left=None) for task, one in runs.items()}
+        head = {"version": JSON_VERSION, "run_id": paths.run_id, "run_dir": str(paths.root)}
+        text = json.dumps({**head, "tasks": each})
     else:
-        text = "\n".join(map(one_line, array_lines(paths, runs, jobs, number)))
+        text = "\n".join(map(one_line, _array_lines(paths, runs, jobs)))
     sys.stdout.write((_CLEAR if clears and not as_json else "") + text + "\n")
     sys.stdout.flush()
     return all(status.state is RunState.ENDED for status in runs.values())
@@ -168,15 +158,12 @@ def _print(status: RunStatus, job: JobState | None, clock: Clock, *, as_json: bo
         found = status_lines(status, job, seconds_left=left, now_ns=clock.time_ns(), goodput=goodput)
         lines = [one_line(line) for line in found]
         if is_terminal(sys.stdout):
-            lines = [_wrapped(line, width_for(sys.stdout)) for line in lines]
+            wrapper = TextWrapper(
+                width=width_for(sys.stdout), subsequent_indent=" " * 13, break_long_words=False, break_on_hyphens=False
+            )  # a path stays whole
+            lines = [wrapper.fill(line) for line in lines]
         sys.stdout.write((_CLEAR if clears else "") + "\n".join(lines) + "\n")
     sys.stdout.flush()
-
-
-def _wrapped(line: str, width: int) -> str:
-    """`line` on as many as it needs; a path stays whole."""
-    indent = " " * _TEXT_COLUMN
-    return "\n".join(wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False))
 
 
 def status_lines(
@@ -201,22 +188,18 @@ def status_lines(
         put("slurm", _slurm(job, seconds_left))
     if spent := _time(status, now_ns):
         put("time", spent)
+    because = f": {status.reason}" if status.reason else ""
     if status.state is RunState.ENDED:
-        put(
-            "ended",
-            f"{outcome_text(status.outcome, status.reason)} (exit code {status.exit_code}){_because(status.reason)}",
-        )
+        put("ended", f"{outcome_text(status.outcome, status.reason)} (exit code {status.exit_code}){because}")
     elif status.state is RunState.REQUEUED:
-        put("requeued", f"{outcome_text(status.outcome, status.reason)}{_because(status.reason)}")
+        put("requeued", f"{outcome_text(status.outcome, status.reason)}{because}")
         if job is not None and job.phase is JobPhase.FINISHED:
             put("but", f"the job has ended without its requeue; to requeue it: hpc-elastic requeue {job_id}")
     elif status.state is RunState.ENDING:
         put("ending", status.reason)
     if status.round is not None and status.members:
-        put(
-            "round",
-            f"{status.round}: {len(status.members)} nodes, {status.workers} workers: {names_text(status.members)}",
-        )
+        numbers = f"{len(status.members)} nodes, {status.workers} workers"
+        put("round", f"{status.round}: {numbers}: {names_text(status.members)}")
     elif status.round is not None and status.state is RunState.MEETING:
         put("round", f"{status.round}: nodes are joining")
     if status.lost:
@@ -230,10 +213,8 @@ def status_lines(
     if status.opened_because:
         put("because", status.opened_because)
     if status.steps is not None:
-        put(
-            "steps" if status.progress is not ProgressSource.COLLECTIVES else "progress",
-            _steps(status.steps, has_ended=status.state is RunState.ENDED),
-        )
+        name = "steps" if status.progress is not ProgressSource.COLLECTIVES else "progress"
+        put(name, _steps(status.steps, has_ended=status.state is RunState.ENDED))
         if status.state is not RunState.ENDED:
             put("saved", _saved(status.steps))
     if goodput is not None:
@@ -248,7 +229,9 @@ def status_lines(
     if status.output is not None:
         put("output", _output(status.output, status.resting))
     if status.preload is not None:
-        put("preload", _preload(status.preload))
+        left_out = f"; {len(status.preload.left_out)} left out" if status.preload.left_out else ""
+        learned = f"{len(status.preload.learned)} modules learned from workers"
+        put("preload", f"{', '.join(status.preload.modules)}; {learned}{left_out} (--preload lists them)")
     put("used", f"{status.restarts_used} of {status.max_restarts} restarts in this attempt, "
         f"{status.requeues_used} of {status.max_requeues} requeues")  # fmt: skip
     if status.job_log:
@@ -267,12 +250,8 @@ def status_json(
     """The object of docs/reference/status-json.md."""
     slurm: dict[str, Any] | None = None
     if job is not None:
-        slurm = {
-            "state": job.state,
-            "reason": job.reason,
-            "nodes": list(job.nodes),
-            "seconds_left": seconds_left,
-        }
+        nodes = list(job.nodes)
+        slurm = {"state": job.state, "reason": job.reason, "nodes": nodes, "seconds_left": seconds_left}
         if differ := _differ(status, job):
             slurm["differs"] = str(differ)
     shown = {"version": JSON_VERSION, **to_builtins(status), "state": status.state.value, "slurm": slurm}
@@ -291,8 +270,7 @@ def _differ(status: RunStatus, job: JobState | None) -> NodesDiffer:
 
 def duration(seconds: float) -> str:
     """``3:41:20``, ``2-03:00:00``."""
-    whole = int(max(0.0, seconds))
-    days, rest = divmod(whole, 86400)
+    days, rest = divmod(int(max(0.0, seconds)), 86400)
     clock = f"{rest // 3600}:{rest % 3600 // 60:02d}:{rest % 60:02d}"
     return f"{days}-{clock:0>8}" if days else clock
 
@@ -342,7 +320,7 @@ def _steps(steps: StepStatus, *, has_ended: bool) -> str:
         text += f", loss {steps.loss:.4g}"
     seconds = steps.told_seconds if steps.heartbeat_seconds is None else steps.heartbeat_seconds
     last = "one" if steps.source is ProgressSource.COLLECTIVES else "heartbeat"
-    return f"{text}; last {last} {_ago(seconds)} ({steps.ranks} worker{'' if steps.ranks == 1 else 's'})"
+    return f"{text}; last {last} {_ago(seconds)} ({plural(steps.ranks, 'worker')})"
 
 
 def _saved(steps: StepStatus) -> str:
@@ -360,23 +338,13 @@ def _output(output: OutputStatus, resting: float | None) -> str:
     if output.silent_seconds is None:
         return f"{text}none of {output.ranks} ranks has printed anything yet"
     text += f"{output.bytes} bytes, the last {_ago(output.silent_seconds)} (rank {output.newest_rank})"
-    return text + (
-        f"; {output.silent_ranks} of {output.ranks} ranks have printed nothing" if output.silent_ranks else ""
-    )
-
-
-def _preload(found: Preload) -> str:
-    text = f"{', '.join(found.modules)}; {len(found.learned)} modules learned from workers"
-    return text + (f"; {len(found.left_out)} left out" if found.left_out else "") + " (--preload lists them)"
+    silent = f"; {output.silent_ranks} of {output.ranks} ranks have printed nothing"
+    return text + (silent if output.silent_ranks else "")
 
 
 def _ago(seconds: float) -> str:
     """``2 s ago``, ``0:12:00 ago``."""
     return f"{seconds:.0f} s ago" if seconds < 120 else f"{duration(seconds)} ago"
-
-
-def _because(reason: str) -> str:
-    return f": {reason}" if reason else ""
 
 
 LINE_HEAD = f"{'state':<13}  {'created':<16}  {'took':>9}  {'job':>8}  run"
@@ -401,10 +369,12 @@ def status_line(status: RunStatus, now_ns: int | None = None) -> str:
     return one_line("  ".join(parts))
 
 
-def array_lines(paths: RunPaths, runs: Mapping[int, RunStatus], jobs: Mapping[int, JobState], job: str) -> list[str]:
+def _array_lines(paths: RunPaths, runs: Mapping[int, RunStatus], jobs: Mapping[int, JobState]) -> list[str]:
+    known = [entry.job_id for entry in jobs_of(str(paths.root)) if "_" not in entry.job_id]
+    known += [status.job_id.partition("_")[0] for status in runs.values() if status.job_id]
     counts = Counter(status.state for status in runs.values())
     said = ", ".join(f"{counts[state]} {state.value}" for state in RunState if counts[state])
-    lines = [f"array {paths.run_id}{f', job {job}' if job else ''}: {len(runs)} runs: {said}"]
+    lines = [f"array {paths.run_id}{f', job {known[0]}' if known else ''}: {len(runs)} runs: {said}"]
     for task, status in runs.items():
         state = jobs.get(task)
         shows = state is not None and status.state is not RunState.ENDED
@@ -412,12 +382,3 @@ def array_lines(paths: RunPaths, runs: Mapping[int, RunStatus], jobs: Mapping[in
         lines.append(f"  {status_line(status)}{slurm}")
     lines.append(f"  directory: {paths.root}")
     return lines
-
-
-def array_json(paths: RunPaths, runs: Mapping[int, RunStatus], jobs: Mapping[int, JobState]) -> dict[str, Any]:
-    return {
-        "version": JSON_VERSION,
-        "run_id": paths.run_id,
-        "run_dir": str(paths.root),
-        "tasks": {str(task): status_json(status, jobs.get(task), seconds_left=None) for task, status in runs.items()},
-    }

@@ -6,7 +6,6 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from hpc_elastic.cli.config import read_command_line
 from hpc_elastic.cli.screen import is_terminal, print_note
@@ -15,10 +14,6 @@ from hpc_elastic.options.command_line import Help
 from hpc_elastic.options.run_request import ALL_OPTIONS, cluster_here, runs_directory, slurm_job, working_directory
 from hpc_elastic.options.table import Parsed, explaining
 from hpc_elastic.output.terminal import each_line
-
-if TYPE_CHECKING:
-    from hpc_elastic.launch.submit_job import Submission
-    from hpc_elastic.slurm.commands import JobId
 
 HELP = Help(
     usage="hpc-elastic submit [options] SCRIPT [script arguments...]",
@@ -62,12 +57,13 @@ def _submit(parsed: Parsed, env: Mapping[str, str]) -> int:
     from hpc_elastic.doctor.saved import saved_notes
     from hpc_elastic.launch.submit_job import Submission, dry_run, submission_client, submit_job
     from hpc_elastic.options.remarks import plan_text, remarks
+    from hpc_elastic.slurm.commands import scancel
 
     runs_dir = runs_directory(parsed, working_directory(parsed, env))
     submission = Submission(job=slurm_job(parsed, env), runs_dir=runs_dir)
-    for line in remarks(parsed, submission.job.spec, ALL_OPTIONS, env=env):
-        print_note(line)
     spec, options = submission.job.spec, submission.job.options
+    for line in remarks(parsed, spec, ALL_OPTIONS, env=env):
+        print_note(line)
     for line in saved_notes(
         env, partition=options.partition or env.get("SBATCH_PARTITION", ""), nodes=spec.max_nodes + spec.spares,
         account=options.account or env.get("SBATCH_ACCOUNT", ""), qos=options.qos or env.get("SBATCH_QOS", ""),
@@ -77,9 +73,7 @@ def _submit(parsed: Parsed, env: Mapping[str, str]) -> int:
     if parsed.flag("dry_run"):
         text = dry_run(submission)
         # On stderr: what comes from stdout is a batch script as it stands.
-        sys.stderr.write(
-            each_line(plan_text(submission.job.spec, submission.paths.root, submission.job.options)) + "\n"
-        )
+        sys.stderr.write(each_line(plan_text(spec, submission.paths.root, options)) + "\n")
         sys.stderr.flush()
         sys.stdout.write(each_line(text) if is_terminal(sys.stdout) else text)
         return 0
@@ -88,7 +82,17 @@ def _submit(parsed: Parsed, env: Mapping[str, str]) -> int:
     job = submit_job(submission, client, clock=clock, env=env, log=print_note)
     tasks = submission.job.tasks
     try:
-        _print_where(job, submission)
+        root, task = submission.paths.root, "task-*/" if options.array else ""
+        text = (
+            f"job             {job}{f' on cluster {job.cluster}' if job.cluster else ''}\n"
+            f"run directory   {root}\n"
+            f"job log         {options.output or f'{root}/{task}job.log'}\n"
+            f"workers' logs   {root}/{task}attempt-*/round-*/rank-*/\n"
+            f"report          hpc-elastic report {job}{'_TASK' if options.array else ''}\n"
+            f"cancel          {shlex.join(scancel(job))}\n"
+        )
+        sys.stdout.write(each_line(text))
+        sys.stdout.flush()
         if not (parsed.flag("wait") or parsed.flag("follow")):
             return 0
         if parsed.flag("follow") and tasks:
@@ -97,21 +101,3 @@ def _submit(parsed: Parsed, env: Mapping[str, str]) -> int:
         return wait.follow(client, job, submission.paths, clock=clock, show_log=shows_log)
     except KeyboardInterrupt:
         return wait.leave(job, submission.paths)
-
-
-def _print_where(job: JobId, submission: Submission) -> None:
-    from hpc_elastic.slurm.commands import scancel
-
-    root, options = submission.paths.root, submission.job.options
-    task = "task-*/" if options.array else ""
-    log = options.output or f"{root}/{task}job.log"
-    text = (
-        f"job             {job}{f' on cluster {job.cluster}' if job.cluster else ''}\n"
-        f"run directory   {root}\n"
-        f"job log         {log}\n"
-        f"workers' logs   {root}/{task}attempt-*/round-*/rank-*/\n"
-        f"report          hpc-elastic report {job}{'_TASK' if options.array else ''}\n"
-        f"cancel          {shlex.join(scancel(job))}\n"
-    )
-    sys.stdout.write(each_line(text))
-    sys.stdout.flush()

@@ -33,27 +33,19 @@ _MOST_REPORTS = 3
 
 
 def how_it_ended(states: tuple[JobState, ...], result: int | None) -> RunEnd:
-    """The run's exit code, by what Slurm last said of the job (nothing: it has forgotten it), and by `result`.
-
-    `result` is the exit code that the newest attempt stored; None: it stored none.
-    """
+    """The run's exit code, by the `newest_result` and by what Slurm last said of the job (nothing: it forgot it)."""
     if result is not None and result != ExitCode.REQUEUED:
         return RunEnd(code=result, why=f"exit code {result}")
     if not states:
         return RunEnd(code=1, why="Slurm no longer knows the job, and its last attempt wrote no result")
-    codes = [state.code for state in states]
-    worst = max(range(len(states)), key=lambda index: codes[index])
-    state = states[worst]
-    reason = f" ({state.reason})" if state.reason else ""
-    return RunEnd(code=codes[worst], why=f"{state.state.lower()}{reason} by Slurm, exit code {codes[worst]}")
+    worst = max(states, key=lambda state: state.code)
+    reason = f" ({worst.reason})" if worst.reason else ""
+    return RunEnd(code=worst.code, why=f"{worst.state.lower()}{reason} by Slurm, exit code {worst.code}")
 
 
 def newest_result(paths: RunPaths) -> int | None:
-    """The exit code that the newest attempt stored; None where it stored none (yet). Of an array the worst one, once
-    all have ended.
-    """
-    tasks = array_tasks(paths)
-    if tasks:
+    """The exit code that the newest attempt stored, of an array the worst once all have ended; None: there is none."""
+    if tasks := array_tasks(paths):
         codes = [newest_result(paths.task(task)) for task in tasks]
         known = [code for code in codes if code is not None and code != ExitCode.REQUEUED]
         return max(known) if len(known) == len(codes) else None
@@ -90,11 +82,9 @@ def follow(client: SlurmClient, job: JobId, paths: RunPaths, *, clock: Clock, sh
 
 def leave(job: JobId, paths: RunPaths) -> int:
     """Say what becomes of a job whose follower got Ctrl-C. Returns the exit code."""
-    again = (
-        f"hpc-elastic status {job} --watch"
-        if array_tasks(paths)
-        else f"hpc-elastic logs {job} --follow (or, for its exit code, hpc-elastic report {job} --follow)"
-    )
+    again = f"hpc-elastic logs {job} --follow (or, for its exit code, hpc-elastic report {job} --follow)"
+    if array_tasks(paths):
+        again = f"hpc-elastic status {job} --watch"
     print_note(f"job {job} continues; to end it: {shlex.join(scancel(job))}; to follow it again: {again}")
     return int(ExitCode.INTERRUPTED)
 
@@ -167,10 +157,8 @@ class SlurmWatch:
         if not restarts or restarts in self._waived:
             return
         self._waived.add(restarts)
-        try:
+        with suppress(SlurmError):  # then it begins after the delay
             self._client.start_now(self.job)
-        except SlurmError:
-            pass  # then it begins after the delay
 
     def _when_finished(self, states: tuple[JobState, ...]) -> RunEnd | None:
         following = job_now(self._paths)

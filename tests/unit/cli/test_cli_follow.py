@@ -160,7 +160,7 @@ def store(paths: RunPaths, attempt: int, code: int, outcome: str = "failed") -> 
 
 
 def watch(paths: RunPaths, clock: FakeClock, attempt: int | None = None) -> RunWatch:
-    return RunWatch(paths, attempt=attempt, clock=clock)
+    return RunWatch(paths, attempt=attempt, clock=clock, client=None)
 
 
 def look(watched: RunWatch, clock: FakeClock, seconds: float = 60.0) -> RunEnd | None:
