@@ -124,6 +124,6 @@ def test_all_that_the_packages_offer_is_on_the_python_page() -> None:
 def test_an_argument_of_a_docstring_is_on_the_python_page() -> None:
     text = python_page.python_page()
     assert "\nshould_checkpoint(step: int) -> bool\n" in text
-    assert "- `soft_timeout`: Without progress, after which a rank is interrupted." in text
+    assert "- `soft_timeout`: A rank without progress for this long is interrupted." in text
     assert "- `name`: 1 to 32 letters" in text
     assert "``" not in re.sub(r"^```.*$", "", text, flags=re.MULTILINE)
