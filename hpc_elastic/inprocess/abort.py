@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import abc
-import contextlib
 import logging
-from collections.abc import Iterator
 
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
@@ -43,19 +42,15 @@ class AbortTorchDistributed(Abort):
     """
 
     def __call__(self, state: State) -> State:
-        if not dist.is_available():
-            return state
         part = interrupt.aborted()
         _abort_nccl()
-        has_left = False
         if part is not None:
             part.interrupt("torch.distributed is aborted")
-            has_left = part.wait_until_left(BEFORE_CUT)
-        if not has_left:
+        if part is None or not part.wait_until_left(BEFORE_CUT):
             # A thread that has left waits in nothing; a cut while its last operation ends can hold up the group's end.
             ledger.cut_groups()
-        if not has_left and part is not None and not part.wait_until_left(BEFORE_STORE_CUT):
-            ledger.cut_stores()
+            if part is not None and not part.wait_until_left(BEFORE_STORE_CUT):
+                ledger.cut_stores()
         if dist.is_initialized():
             dist.destroy_process_group()
         return state
@@ -68,8 +63,6 @@ def _abort_nccl() -> None:
     kinds = tuple(kind for name in names for place in (distributed_c10d, dist) if (kind := getattr(place, name, None)))
     if not kinds or not dist.is_initialized():
         return
-    import torch
-
     for group in list(distributed_c10d._world.pg_map):
         try:
             backend = group._get_backend(torch.device("cuda"))
@@ -86,10 +79,3 @@ def forget_half_made_groups() -> None:
     """
     if not dist.is_initialized() and hasattr(distributed_c10d._world, "group_count"):
         distributed_c10d._world.group_count = 0
-
-
-@contextlib.contextmanager
-def sockets_kept() -> Iterator[None]:
-    """Record the sockets of every process group that is made within a ``with`` block. Nests."""
-    with ledger.kept(distributed_c10d):
-        yield

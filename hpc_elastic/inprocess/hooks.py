@@ -93,12 +93,8 @@ class ThreadedFinalize(Finalize):
     def __call__(self, state: State, train_ex: Exception | None = None) -> tuple[State, Exception | None]:
         """Raises TimeoutError: `fn` has not returned in time, and its thread is left alone; or its exception."""
         call = functools.partial(self.fn, *self.args, **self.kwargs)
-        _within(
-            self.timeout,
-            call,
-            name=f"{type(self).__name__}-{state.rank}",
-            late=f"finalize: {self.fn!r} has not returned",
-        )
+        name = f"{type(self).__name__}-{state.rank}"
+        _within(self.timeout, call, name=name, late=f"finalize: {self.fn!r} has not returned")
         return state, train_ex
 
 
@@ -224,12 +220,10 @@ class Compose:
         for instance in instances:
             if not callable(instance):
                 raise TypeError(f"Compose: {instance!r} can't be called")
-        bases: tuple[type, ...] = (Compose,)
         ancestor = _nearest_ancestor(instances)
-        if ancestor is Compose or issubclass(ancestor, Compose):
+        bases: tuple[type, ...] = (Compose,) if ancestor is object else (Compose, ancestor)
+        if issubclass(ancestor, Compose):
             bases = (ancestor,)
-        elif ancestor is not object:
-            bases = (Compose, ancestor)
         # A hook's base class is abstract, and Compose has the call that it lacks.
         made = type("Compose", bases, {"__new__": object.__new__, "__init__": object.__init__})()
         made.instances = instances
@@ -242,10 +236,12 @@ class Compose:
             result = instance(*arguments)
             if result is None and any(argument is not None for argument in arguments):
                 warnings.warn(f"Compose: {instance!r} returned None, which breaks the chain", stacklevel=2)
-            if isinstance(result, tuple):
-                arguments = result
-            else:
-                arguments = (result,) if _takes_arguments(instance) else ()
+            arguments = result if isinstance(result, tuple) else (result,)
+            if not isinstance(result, tuple):
+                try:
+                    arguments = (result,) if inspect.signature(instance).parameters else ()
+                except (TypeError, ValueError):
+                    pass  # written in C
         return result
 
 
@@ -257,10 +253,3 @@ def _nearest_ancestor(instances: tuple[object, ...]) -> type:
     except TypeError:
         return object  # functions: no class can inherit from theirs
     return found
-
-
-def _takes_arguments(instance: Callable[..., Any]) -> bool:
-    try:
-        return bool(inspect.signature(instance).parameters)
-    except (TypeError, ValueError):
-        return True

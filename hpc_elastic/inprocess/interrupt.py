@@ -1,13 +1,9 @@
 """Getting the main thread out of the function: a signal whose handler raises `RankShouldRestart`.
 
-A handler runs in the main thread, between two bytecodes, and a signal ends a system call that blocks. The handler
-raises only where the main thread is inside the frame of `Interruptible.run`: it can't come too late, whatever that
-thread did between the signal and the handler. Where the exception was swallowed (``except BaseException``, a
-destructor, a callback from C) it is raised again. While it is on its way out (``finally``, ``__exit__``, an ``except``
-that handles it), that is left alone for `GRACE` seconds; the program's own handler of SIGTERM, to which the monitor
-process gives a grace, is left alone for as long as it runs.
-
-`async_raise` raises an exception in another thread, `reraise_if_unraisable` one again that was swallowed. No torch.
+The handler raises only where the main thread is inside the frame of `Interruptible.run`: it can't come too late. Where
+the exception was swallowed (``except BaseException``, a destructor, a callback from C) it is raised again. While it is
+on its way out (``finally``, ``__exit__``, an ``except`` that handles it), that is left alone for `GRACE` seconds; the
+program's own handler of SIGTERM, to which the monitor process gives a grace, for as long as it runs. No torch.
 """
 
 from __future__ import annotations
@@ -19,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -116,23 +113,18 @@ class Interruptible:
             frame = frame.f_back
         if frame is None:
             return
-        if self._is_on_its_way(sys.exc_info()[1]) and self._clock() - self._raised_at < GRACE:
-            return
+        handled, seen = sys.exc_info()[1], set[int]()
+        while handled is not None and handled is not self._raised and id(handled) not in seen:
+            seen.add(id(handled))
+            handled = handled.__context__
+        if handled is not None and handled is self._raised and self._clock() - self._raised_at < GRACE:
+            return  # it is on its way
         error = RankShouldRestart(self._wanted)
         error.owner = self
         self._raised, self._raised_at = error, self._clock()
         if place is not None:
             self._places.append(f"{place.f_code.co_filename}:{place.f_lineno}")
         raise error
-
-    def _is_on_its_way(self, handled: BaseException | None) -> bool:
-        seen: set[int] = set()
-        while handled is not None and id(handled) not in seen:
-            if handled is self._raised:
-                return True
-            seen.add(id(handled))
-            handled = handled.__context__
-        return False
 
 
 SIGNAL = signal.SIGRTMIN + 9
@@ -173,10 +165,8 @@ class SignalHandler:
 def async_raise(tid: int, exc_type: type[BaseException], event: threading.Event | None = None) -> None:
     """Raise `exc_type`, a class, in the thread with ident `tid`, when it executes its next bytecode, after `event`.
 
-    This package itself does not use this: a signal reaches a thread in a system call, too.
-
-    Raises:
-        RuntimeError: there is no such thread.
+    This package itself does not use this: a signal reaches a thread in a system call, too. RuntimeError: no such
+    thread.
     """
     if event is not None:
         event.wait()
@@ -185,13 +175,6 @@ def async_raise(tid: int, exc_type: type[BaseException], event: threading.Event 
     found = ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(tid), ctypes.py_object(exc_type))
     if found != 1:
         raise RuntimeError(f"async_raise: no thread {tid}")
-
-
-def _is_running(function: Callable[..., Any], ident: int) -> bool:
-    frame = sys._current_frames().get(ident)
-    while frame is not None and frame.f_code is not function.__code__:
-        frame = frame.f_back
-    return frame is not None
 
 
 @contextmanager
@@ -210,7 +193,7 @@ def reraise_if_unraisable(exc_type: type[BaseException]) -> Iterator[None]:
             _thread.start_new_thread(raise_outside, ())
 
     def raise_outside() -> None:
-        while _is_running(hook, main):
+        while hook.__code__ in [frame.f_code for frame, _ in traceback.walk_stack(sys._current_frames().get(main))]:
             time.sleep(0.0005)
         async_raise(main, exc_type)
 

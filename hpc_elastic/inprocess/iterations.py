@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from msgspec import Struct, field
+from msgspec import Struct
 
 from hpc_elastic.inprocess.abort import forget_half_made_groups
 from hpc_elastic.inprocess.interrupt import Interruptible, RankShouldRestart
@@ -50,10 +50,10 @@ class Rank(Struct, kw_only=True):
     process: MonitorProcess
     atomic_lock: Any
     settings: Wrapper
-    name: str = ""
+    name: str
     """The call's: the prefix of its keys."""
-    agent_link: AgentLink = field(default_factory=AgentLink)
-    admissions: Admissions | None = None
+    agent_link: AgentLink
+    admissions: Admissions | None
     """Set where an agent starts fresh processes in dead ones' places."""
     has_completed: bool = False
     """All ranks have completed; else others may continue for long."""
@@ -84,7 +84,7 @@ class Iterations:
     `terminated` are the places that stayed empty.
     """
 
-    def __init__(self, rank: Rank, function: Callable[[], Any], *, terminated: Collection[int] = ()) -> None:
+    def __init__(self, rank: Rank, function: Callable[[], Any], *, terminated: Collection[int]) -> None:
         self._call = rank
         self._settings = rank.settings
         self._function = function
@@ -92,8 +92,7 @@ class Iterations:
         """The current iteration's store; None before the first iteration barrier of an assignment."""
         self._terminated = set(terminated)
         self._joined: tuple[int, ...] = ()
-        self._seen: tuple[tuple[int, str], ...] = ()
-        """The records of the interruption before."""
+        self._seen: tuple[tuple[int, str], ...] = ()  # the records of the interruption before
         self._part = Interruptible()
         self._thread: MonitorThread | None = None
         self._value: Any = None
@@ -127,19 +126,28 @@ class Iterations:
                     if phase is CallPhase.LEAVING:
                         logger.warning("rank %d can't report that it leaves: %s", self._state.rank, error)
                         break
-                    event, self._leaving = CallEvent.FAILED, _with_cause(phase, error)
+                    event, self._leaving = CallEvent.FAILED, error
+                    # The restart group's store is lost, but for a hook, which may use stores of its own.
+                    is_hook = phase in (CallPhase.FINALIZING, CallPhase.CHECKING)
+                    if isinstance(error, dist.DistNetworkError) and not is_hook:
+                        self._leaving = InternalError(f"the restart group's store fails: {error}")
+                        self._leaving.__cause__ = error
                 logger.debug("rank %d: %s, while %s", self._state.rank, event.value, phase.value)
                 phase = next_phase(phase, event)
             if self._leaving is not None:
                 raise self._leaving
             return self._value
         finally:
-            self._forget()
+            # Nothing of the function's stays: exceptions hold frames, and frames hold tensors.
+            self._end_thread()
+            self._part.close()
+            self._own_fault = self._leaving = self._value = None
+            self._function = lambda: None
 
     def _assign(self) -> CallEvent:
-        state, settings = self._state, self._settings
+        settings = self._settings
         self._store = None
-        state, left = settings.rank_assignment(state, self._terminated)
+        state, left = settings.rank_assignment(self._state, self._terminated)
         if left:
             shown = ", ".join(map(str, sorted(left)))
             raise RestartError(f"rank_assignment={settings.rank_assignment!r} left terminated ranks: {shown}")
@@ -242,12 +250,8 @@ class Iterations:
 
     def _complete(self) -> CallEvent:
         assert self._store is not None
-        has_completed = self._store.completion_barrier(
-            rank=self._state.rank,
-            rendezvous_count=self._state.world_size,
-            timeout=self._settings.completion_timeout,
-        )
-        if not has_completed:
+        rank, count = self._state.rank, self._state.world_size
+        if not self._store.completion_barrier(rank, count, self._settings.completion_timeout):
             return CallEvent.INTERRUPTED
         self._call.has_completed = True
         if self._call.admissions is not None:
@@ -285,9 +289,7 @@ class Iterations:
     def _terminate(self) -> CallEvent:
         store, state = self._store, self._state
         assert store is not None
-        store.termination_barrier(
-            rank=state.rank, rendezvous_count=state.world_size, timeout=self._settings.barrier_timeout
-        )
+        self._pass_termination_barrier(store)
         # The function's frames stay until all have left it: another rank's main thread may be connecting to a store
         # that this rank's function serves, and would try in vain until its timeout.
         self._own_fault = None
@@ -329,30 +331,15 @@ class Iterations:
             self._thread.has_aborted.wait(self._settings.hard_timeout.total_seconds())
         self._end_thread()
         if not isinstance(error, BarrierError | InternalError):
-            store.termination_barrier(
-                rank=state.rank, rendezvous_count=state.world_size, timeout=self._settings.barrier_timeout
-            )
+            self._pass_termination_barrier(store)
         return CallEvent.SAID
+
+    def _pass_termination_barrier(self, store: PrefixStore) -> None:
+        rank, count = self._state.rank, self._state.world_size
+        store.termination_barrier(rank=rank, rendezvous_count=count, timeout=self._settings.barrier_timeout)
 
     def _end_thread(self) -> None:
         self._call.watchdog.show(None)
         if self._thread is not None:
             self._thread.shutdown()
             self._thread = None
-
-    def _forget(self) -> None:
-        # Nothing of the function's stays: exceptions hold frames, and frames hold tensors.
-        self._end_thread()
-        self._part.close()
-        self._own_fault = self._leaving = None
-        self._value = None
-        self._function = lambda: None
-
-
-def _with_cause(phase: CallPhase, error: BaseException) -> BaseException:
-    """Replace `error` where it shows that the restart group's store is lost; a hook may use stores of its own."""
-    if phase in (CallPhase.FINALIZING, CallPhase.CHECKING) or not isinstance(error, dist.DistNetworkError):
-        return error
-    failure = InternalError(f"the restart group's store fails: {error}")
-    failure.__cause__ = error
-    return failure

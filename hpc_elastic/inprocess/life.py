@@ -45,7 +45,6 @@ class CallEvent(Enum):
     HEALTHY = "healthy"
     DECIDED = "decided"
     """The members of the next iteration are known."""
-    """The members of the next iteration are known."""
     FAILED = "failed"
     """Something raised that ends this rank."""
     SAID = "said"

@@ -7,6 +7,7 @@ store's factory may be a class of the user's script. The fork comes before the r
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -37,10 +38,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RACE_SECONDS = 5.0
-"""Ranks that had read their list before may give a replacement that has just died a place."""
-
-
 ELSEWHERE = object()
 """Returned instead of a server where another process serves already."""
 
@@ -50,14 +47,6 @@ class StoreSource(Struct, frozen=True):
 
     factory: type[StoreMixin]
     kwargs: Mapping[str, Any]
-
-    def serve(self) -> Any:
-        """Open the store's server, if this rank has to have one: it outlives the rank's process.
-
-        Returns:
-            The server; `ELSEWHERE`; None where this store has no server, or another rank has it.
-        """
-        return self.factory.serve_apart(ELSEWHERE, **self.kwargs)
 
     def open(self, *, within: float | None = None) -> Any:
         """Open the monitor's own connection; the server has `within` seconds, where the store's timeout is longer."""
@@ -76,7 +65,7 @@ class RankPlace(Struct, frozen=True, kw_only=True):
     rank: int
     count: int
     initial_rank: int
-    call: str = ""
+    call: str
 
 
 class Unplaced(Struct, frozen=True, kw_only=True):
@@ -90,10 +79,7 @@ class Unplaced(Struct, frozen=True, kw_only=True):
     """Set where it comes in a dead process' place; else it waits for the first iteration."""
 
     def report_exit(self, open_store: Callable[[], Any], *, patience: float) -> None:
-        """Report its death, so that no rank waits for it.
-
-        `patience` limits in seconds the wait for the others to come to the first barrier or to admit the replacement.
-        """
+        """Report its death. `patience` limits the wait for the others to come to the first barrier or to admit it."""
         deadline = time.monotonic() + patience
         base = PrefixStore(self.call, open_store())
         if self.replacement is None:
@@ -106,7 +92,8 @@ class Unplaced(Struct, frozen=True, kw_only=True):
                 base.record_base_terminated_rank(self.initial_rank)
             return
         base.append_item(WITHDRAWN, self.replacement.uid)
-        deadline = time.monotonic() + min(patience, _RACE_SECONDS)
+        # Ranks that had read their list before may give a replacement that has just died a place.
+        deadline = time.monotonic() + min(patience, 5)
         while time.monotonic() < deadline:
             if (found := self.replacement.place_in(base, base.decided())) is not None:
                 PrefixStore(found.iteration, base).report_gone(self.initial_rank)
@@ -115,7 +102,7 @@ class Unplaced(Struct, frozen=True, kw_only=True):
 
 
 class MonitorProcess:
-    """The rank's side: start the process, send it where the rank is, end it."""
+    """The rank's side."""
 
     def __init__(self, *, source: StoreSource, page: ProgressPage, unplaced: Unplaced, settings: Wrapper) -> None:
         self.source = source
@@ -126,11 +113,8 @@ class MonitorProcess:
         self._pipe = -1
 
     def start(self) -> bool:
-        """Fork, before the store is made: its server's socket must not live on in the child.
-
-        Returns:
-            Whether the store's server is open, in that process or elsewhere: this rank need not be it.
-        """
+        """Fork, before the store is made: its server's socket must not live on in the child. Returns whether the
+        store's server is open, in that process or elsewhere."""
         reader, self._pipe = os.pipe()
         served_r, served_w = os.pipe()
         main = os.getpid()
@@ -156,34 +140,28 @@ class MonitorProcess:
         """End the process, and wait until it is gone."""
         if not self._pid:
             return
-        try:
+        with contextlib.suppress(BrokenPipeError):
             os.write(self._pipe, b"bye\n")
-        except BrokenPipeError:
-            pass
         os.close(self._pipe)
         pid, self._pid = self._pid, 0
         deadline = time.monotonic() + 5
-        while not _has_ended(pid):
-            if time.monotonic() >= deadline:
-                os.kill(pid, signal.SIGKILL)
-            time.sleep(0.002)
-
-
-def _has_ended(pid: int) -> bool:
-    try:
-        return os.waitpid(pid, os.WNOHANG)[0] != 0
-    except ChildProcessError:
-        return True  # the user's program has collected it
+        try:
+            while os.waitpid(pid, os.WNOHANG)[0] == 0:
+                if time.monotonic() >= deadline:
+                    os.kill(pid, signal.SIGKILL)
+                time.sleep(0.002)
+        except ChildProcessError:
+            pass  # the user's program has collected it
 
 
 def _run_child(rank: MonitorProcess, main: int, reader: int, served: int) -> NoReturn:
-    """Run the child: it never returns into the user's program. `served` gets whether the store's server is open."""
+    """Run the child. `served` gets whether the store's server is open."""
     status = 1
     try:
         pidfd = os.pidfd_open(main)
         logfile = rank.settings.monitor_process_logfile
         _detach((reader, served, pidfd), None if logfile is None else logfile.format(rank=rank.unplaced.initial_rank))
-        server = rank.source.serve()
+        server = rank.source.factory.serve_apart(ELSEWHERE, **rank.source.kwargs)
         os.write(served, b"yes" if server is not None else b"no")
         os.close(served)
         if os.getppid() == main:
@@ -263,10 +241,8 @@ class _Monitor:
             if self._place is None:
                 return
             own_end = InterruptionRecord(self._place.rank, Interruption.MONITOR_PROCESS_EXCEPTION)
-            try:
+            with contextlib.suppress(Exception):  # the store is what failed
                 self._store.record_interrupted(own_end)
-            except Exception:
-                pass  # the store is what failed
 
     def _watch(self) -> Interruption | None:
         """Wait until the rank ends its call (None) or is dead (its cause)."""
@@ -299,14 +275,11 @@ class _Monitor:
             if line == b"bye":
                 self._has_ended = True
                 return False
-            self._enter(loads(RankPlace, line.decode()))
+            self._place = place = loads(RankPlace, line.decode())
+            self._hearts = NeighbourWatch(rank=place.rank, count=place.count, timeout=self._heartbeat_timeout)
+            self._store = None
+            self._watch_others()
         return bool(raw)
-
-    def _enter(self, place: RankPlace) -> None:
-        self._place = place
-        self._hearts = NeighbourWatch(rank=place.rank, count=place.count, timeout=self._heartbeat_timeout)
-        self._store = None
-        self._watch_others()
 
     def _open_raw(self, *, within: float | None = None) -> Any:
         if self._raw is None:
@@ -364,10 +337,8 @@ class _Monitor:
             poller.poll(self._barrier_timeout * 1000)
 
     def _send(self, signum: signal.Signals) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, signum)
-        except ProcessLookupError:
-            pass
 
     def _do_dead_ranks_part(self, cause: Interruption) -> None:
         """Do it in the rank's iteration, and in the next one where it had got past this one's end."""
@@ -375,10 +346,8 @@ class _Monitor:
         while wait_readable([self._reader], 0) and self._read_messages():
             pass
         place, store = self._place, self._store
-        if self._has_ended:
+        if self._has_ended or self._has_lost_store:  # without the store all ranks end
             return
-        if self._has_lost_store:
-            return  # all ranks end
         if place is None:
             patience = self._barrier_timeout  # as long as any rank waits for another one
             self._unplaced.report_exit(lambda: self._open_raw(within=patience), patience=patience)
@@ -393,7 +362,7 @@ class _Monitor:
         self._base.record_base_terminated_rank(place.initial_rank)
 
     def _serve_the_others(self) -> None:
-        """Keep the store's server, which is here, until no rank needs it, or no rank is left."""
+        """Keep the store's server until no rank needs it, or no rank is left."""
         base = self._open_base()
         ages: Staleness[str] = Staleness()
         patience = self._barrier_timeout + self._heartbeat_timeout

@@ -23,24 +23,20 @@ __all__ = ["MonitorThread", "RankShouldRestart", "SoftTimeout", "async_raise", "
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_END = 5.0
-"""Seconds for a thread to end after its work is done."""
-
 
 class SoftTimeout:
     """Interrupts the iteration, once, when this rank shows no progress."""
 
-    def __init__(self, *, state: State, store: Any, limit: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, *, state: State, store: Any, limit: float) -> None:
         self._state = state
         self._store = store
         self._limit = limit
         self._stall = StallWatch(limit)
-        self._clock = clock
         self._has_reported = False
 
     def look(self, reading: Reading) -> None:
         """Called in the watchdog's thread."""
-        if self._has_reported or not self._stall.is_stalled(reading, self._clock()):
+        if self._has_reported or not self._stall.is_stalled(reading, time.monotonic()):
             return
         self._has_reported = True
         logger.warning("rank %d shows no progress for %g s", self._state.rank, self._limit)
@@ -84,7 +80,10 @@ class MonitorThread(threading.Thread):
     def run(self) -> None:
         try:
             if self._store.wait_for_outcome() == INTERRUPTED:
-                self._interrupt()
+                self._hold()
+                self._store.answer(self._state.rank, self._state.world_size)
+                self._store.wait_for_answers(self._last_call_wait)
+                self._get_main_thread_out(format_interruption_records(self._store.get_interruption_records()))
         except Exception as error:
             self.error = error
             if not self._stop_wanted.is_set():
@@ -97,17 +96,9 @@ class MonitorThread(threading.Thread):
         """Wait for its end, which is near once the iteration's outcome is known."""
         self._stop_wanted.set()
         if self.ident is not None:
-            self.join(_LONGEST_END)
+            self.join(5)
             if self.is_alive():
                 logger.warning("rank %d: the monitor thread does not end: its store does not answer", self._state.rank)
-
-    def _interrupt(self) -> None:
-        state, store = self._state, self._store
-        self._hold()
-        store.answer(state.rank, state.world_size)
-        store.wait_for_answers(self._last_call_wait)
-        why = format_interruption_records(store.get_interruption_records())
-        self._get_main_thread_out(why)
 
     def _get_main_thread_out(self, why: str) -> None:
         state = self._state

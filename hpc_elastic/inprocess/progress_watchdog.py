@@ -1,11 +1,8 @@
 """Detects missing progress: two counters that another thread, and another process, watch change.
 
-The automatic one counts on when the main thread executes bytecode. Nothing of ours runs there: a *pending call* of the
-interpreter, which the main thread makes between two bytecodes, is libc's ``sem_post`` itself. So no Python code of ours
-can swallow an exception, and a held GIL, a stopped process and a system call that does not return all look the same:
-the counter stands still. The manual one counts the function's own pings, from the first on.
-
-`NeighbourWatch` does the same for other ranks: a monitor process counts its neighbours' heartbeats.
+The automatic one counts on when the main thread executes bytecode: a *pending call* of the interpreter, which the main
+thread makes between two bytecodes, is libc's ``sem_post`` itself. No Python code of ours runs there that could swallow
+an exception. The manual one counts the function's own pings, from the first on.
 """
 
 from __future__ import annotations
@@ -105,8 +102,7 @@ _probe_lock = threading.Lock()
 def _bytecode_probe() -> _BytecodeProbe:
     global _probe
     with _probe_lock:
-        if _probe is None:
-            _probe = _BytecodeProbe()
+        _probe = _probe or _BytecodeProbe()
         return _probe
 
 

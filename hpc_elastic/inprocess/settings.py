@@ -28,7 +28,6 @@ LESS_THAN = (
 )
 """The first must be less than the second."""
 
-
 _HOOKS = (Abort, Finalize, HealthCheck, Initialize, RankAssignment, RankFilter)
 GIVEN: Mapping[str, Sequence[str]] = {
     "initialize": ("state",),
@@ -57,13 +56,13 @@ def check(wrapper: Struct) -> None:
     for name, given in GIVEN.items():
         if arguments[name] is not None:
             _check_call(name, arguments[name], given)
-    for name, hint in hints.items():
-        if hint is timedelta and arguments[name] < timedelta(0):
-            raise ValueError(f"Wrapper: {name}={_seconds(arguments[name])} must not be negative")
+    seconds = {name: f"{arguments[name].total_seconds():g} s" for name, hint in hints.items() if hint is timedelta}
+    for name, shown in seconds.items():
+        if arguments[name] < timedelta(0):
+            raise ValueError(f"Wrapper: {name}={shown} must not be negative")
     for less, more in LESS_THAN:
         if not arguments[less] < arguments[more]:
-            shown = f"{less}={_seconds(arguments[less])} must be less than {more}={_seconds(arguments[more])}"
-            raise ValueError(f"Wrapper: {shown}")
+            raise ValueError(f"Wrapper: {less}={seconds[less]} must be less than {more}={seconds[more]}")
     logfile = arguments["monitor_process_logfile"]
     if logfile is not None and not os.path.isabs(logfile):
         raise ValueError(f"Wrapper: monitor_process_logfile={logfile!r} must be an absolute path")
@@ -86,17 +85,10 @@ def _check_call(name: str, hook: Callable[..., Any], given: Sequence[str]) -> No
             ) from None
 
 
-def _seconds(value: timedelta) -> str:
-    return f"{value.total_seconds():g} s"
-
-
 def with_value_for(
     wanted: type, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], value: object
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """`args` and `kwargs`, with `value` for each parameter of `fn` annotated with `wanted` or ``Optional[wanted]``.
-
-    A value that the caller gave there is replaced. Annotations may be text.
-    """
+    """`args` and `kwargs`, with `value` for each parameter of `fn` annotated with `wanted` or ``Optional[wanted]``."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):

@@ -175,7 +175,9 @@ class SocketLedger:
             if not self._at_start:
                 module._new_process_group_helper = self._original  # type: ignore[attr-defined]
                 self._original = None
-                self.forget()
+                with self._lock:
+                    self._groups.clear()
+                    self._store_ports.clear()
 
     def cut_groups(self) -> int:
         """Cut the sockets of all groups, one that is being made included; returns how many."""
@@ -196,11 +198,6 @@ class SocketLedger:
         found = {fd: inode for fd, inode in meant.items() if ports(fd)[1] in targets}
         logger.debug("stores at %s: cut %s", targets, found)
         return sum(cut(fd, inode) for fd, inode in found.items())
-
-    def forget(self) -> None:
-        with self._lock:
-            self._groups.clear()
-            self._store_ports.clear()
 
     def _noting(self, original: Any) -> Any:
         def noting_process_group_helper(*args: Any, **kwargs: Any) -> Any:

@@ -9,11 +9,10 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 if TYPE_CHECKING:
     from hpc_elastic.inprocess.store import StoreMixin
-
-
-from msgspec import Struct
 
 
 class Status(enum.Enum):
@@ -39,7 +38,6 @@ class State:
     store: StoreMixin
 
     def __init__(self) -> None:
-        """Reads RANK and WORLD_SIZE; without them this is rank 0 of 1."""
         self.get_distributed_vars()
         self.iteration = 0
         self.initial_rank = self.rank
@@ -57,7 +55,7 @@ class State:
         return f"State({', '.join(f'{name}={getattr(self, name)}' for name in shown)})"
 
     def get_distributed_vars(self) -> None:
-        """Take rank and world size from the environment."""
+        """Take rank and world size from the environment; without them this is rank 0 of 1."""
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -73,9 +71,6 @@ class State:
 
     def advance(self) -> None:
         self.iteration += 1
-
-
-_TEXT = re.compile(r"rank=(\d+).*Interruption\.(\w+)")
 
 
 class Interruption(enum.Enum):
@@ -105,7 +100,7 @@ class InterruptionRecord(Struct, frozen=True):
     @classmethod
     def from_str(cls, string: str) -> InterruptionRecord:
         """Read a text of ``str``. Raises: ValueError: it is no such text."""
-        found = _TEXT.search(string)
+        found = re.search(r"rank=(\d+).*Interruption\.(\w+)", string)
         if found is None or found[2] not in Interruption.__members__:
             raise ValueError(f"not an interruption's record: {string!r}")
         return cls(rank=int(found[1]), interruption=Interruption[found[2]])

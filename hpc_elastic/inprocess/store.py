@@ -1,14 +1,11 @@
 """Agreement between ranks: barriers, lists, and one decision per iteration, over any ``torch.distributed.Store``.
 
-- A list is one key to which all ranks append. A barrier is the list of the ranks that arrived; the rank that finds it
-  complete sets the key for which all wait. An arrival twice is an arrival once, so a process that watches another one
-  can arrive for it after its death, whatever it had done before.
+- A barrier is a list of the ranks that arrived: one key to which all append. The rank that finds it complete sets the
+  key for which all wait. A process that watches another one can arrive for it after its death: twice counts once.
 - How an iteration ends is decided once, by compare-and-set: all ranks completed, or it was interrupted. No rank can
   return while another restarts. Both wake all ranks that wait, at once.
-- The last rank that arrives at the termination barrier publishes the terminated ranks: all ranks read the same.
-- A wait in the main thread polls, so that signals and the watchdog get their turn: after a pause that is a tenth of the
-  wait so far. (torch's ``TCPStore`` also logs a warning for each wait that times out.) One thread alone waits in the
-  store itself: the one that must see an interruption at once.
+- A wait in the main thread polls, so that signals and the watchdog get their turn. (torch's ``TCPStore`` also logs a
+  warning for each wait that times out.) One thread alone waits in the store: it must see an interruption at once.
 """
 
 from __future__ import annotations
@@ -28,7 +25,6 @@ from hpc_elastic.inprocess.state import Interruption, InterruptionRecord, Restar
 from hpc_elastic.pytorch.file_system_store import FileSystemStore as _FileSystemStore
 
 LONGEST_PAUSE = 0.25
-"""Seconds between two looks, at most."""
 _LONGEST_WAIT = timedelta(days=20)
 """Limit of one call of the store; torch counts the milliseconds in 32 bits."""
 
@@ -69,11 +65,7 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
 
     @classmethod
     def serve_apart(cls, elsewhere: object, **kwargs: Any) -> Any:
-        """Open the store's server, if it has one. Called in each rank's monitor process, with ``store_kwargs``.
-
-        Returns:
-            The server; `elsewhere` where there is one already; None where there is none to be opened here.
-        """
+        """Open the store's server in a rank's monitor process: it, `elsewhere` (there is one already), or None."""
         return None
 
     def append_item(self, key: str, item: str) -> None:
@@ -148,10 +140,7 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
         return read_value(self, "over") or None
 
     def wait_for_outcome(self) -> str:
-        """Wait for the `outcome`. It blocks in the store: no other thread can use this connection.
-
-        Raises RuntimeError: the store fails.
-        """
+        """Wait for the `outcome`. It blocks in the store: no other thread can use this connection."""
         while (found := self.outcome()) is None:
             started = time.monotonic()
             try:
@@ -203,18 +192,9 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
         timeout: timedelta,
         timeout_chunk: timedelta | None = None,
     ) -> None:
-        """Wait until all ranks are here. Each comes once.
+        """Wait until all ranks are here. Each comes once. BarrierOverflow, BarrierTimeout.
 
-        Args:
-            rank: This one.
-            group_name: The barrier's.
-            rendezvous_count: How many ranks there are.
-            timeout: Limit for all to come.
-            timeout_chunk: An argument of NVIDIA's, without effect: this never blocks in the store.
-
-        Raises:
-            BarrierOverflow: a rank came twice, or too many came.
-            BarrierTimeout: not all came in time.
+        `timeout_chunk` is an argument of NVIDIA's, without effect: this never blocks in the store.
         """
         self.append_item(f"{group_name}/arrived", str(rank))
         entries = self.items(f"{group_name}/arrived")
@@ -247,10 +227,7 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
     def completion_barrier(
         self, rank: int, rendezvous_count: int, timeout: timedelta, timeout_chunk: timedelta | None = None
     ) -> bool:
-        """Wait until all ranks have completed, or the iteration is interrupted; returns whether all have completed.
-
-        Raises BarrierTimeout: neither happened in time.
-        """
+        """Wait until all ranks have completed, or the iteration is interrupted; returns whether all have completed."""
         name = self.COMPLETION_BARRIER
         self.append_item(f"{name}/arrived", str(rank))
         if len(set(self.items(f"{name}/arrived"))) >= rendezvous_count:
@@ -266,8 +243,7 @@ class StoreMixin(_AnyStore):  # type: ignore[misc, unused-ignore]
         return bool(self.check([f"{group_name}/over"]))
 
     def stand_in_for(self, rank: int, count: int, interruption: Interruption) -> None:
-        """Do everything that `rank`, which is dead, would have to do in this iteration, so that no rank waits for
-        it."""
+        """Do all that `rank`, which is dead, would have to do in this iteration, so that no rank waits for it."""
         self.record_terminated_rank(rank)
         self.record_interrupted(InterruptionRecord(rank, interruption))
         self.answer(rank, count)
@@ -382,11 +358,10 @@ class TCPStore(StoreMixin, dist.TCPStore):  # type: ignore[misc, unused-ignore]
         """
         host_name = os.environ["MASTER_ADDR"] if host_name is None else host_name
         port = int(os.environ["MASTER_PORT"]) if port is None else port
-        world_size = int(os.environ["WORLD_SIZE"]) if world_size is None else world_size
         arguments = {
             "host_name": host_name,
             "port": port,
-            "world_size": world_size,
+            "world_size": int(os.environ["WORLD_SIZE"]) if world_size is None else world_size,
             "timeout": timeout,
             "wait_for_workers": wait_for_workers,
             "multi_tenant": multi_tenant,

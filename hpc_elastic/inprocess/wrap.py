@@ -14,9 +14,9 @@ from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from msgspec import Struct
+from torch.distributed import distributed_c10d
 
-from hpc_elastic.inprocess import abort as abort_module
-from hpc_elastic.inprocess.abort import Abort, AbortTorchDistributed
+from hpc_elastic.inprocess.abort import Abort, AbortTorchDistributed, ledger
 from hpc_elastic.inprocess.hooks import Finalize, HealthCheck, Initialize, RankFilter
 from hpc_elastic.inprocess.interrupt import SignalHandler
 from hpc_elastic.inprocess.iterations import Iterations, Rank
@@ -116,12 +116,7 @@ class CallWrapper:
     """One wrapped call on one rank. A parameter of the function that is annotated with this class receives it."""
 
     def __init__(self, wrapper: Wrapper) -> None:
-        """Start the monitor process, open the store, and wait for all ranks.
-
-        Raises:
-            ValueError: a default process group exists, or this is not the main thread.
-            BarrierTimeout: not all ranks came.
-        """
+        """Start the monitor process, open the store, and wait for all ranks."""
         if threading.current_thread() is not threading.main_thread():
             raise ValueError("a wrapped function is called in the main thread alone: there it can be interrupted")
         if dist.is_initialized():
@@ -132,10 +127,8 @@ class CallWrapper:
         self._atomic_lock = threading.RLock()
         self._rank: Rank | None = None
         self._inner = (-1, 0)
-        self._admission: Admission | None = None
-        """A running restart group took this process in like this."""
-        self._is_over = False
-        """The call ended before this process was in it."""
+        self._admission: Admission | None = None  # a running restart group took this process in like this
+        self._is_over = False  # the call ended before this process was in it
         with contextlib.ExitStack() as stack:
             self._rank = self._set_up(wrapper, stack)
             self._stack = stack.pop_all()
@@ -158,7 +151,12 @@ class CallWrapper:
         )
         is_served = process.start()
         stack.callback(process.shutdown)
-        raw = _open_store(source, is_served=is_served)
+        was_client_only = TCPStore.is_client_only
+        TCPStore.is_client_only = was_client_only or is_served
+        try:
+            raw: Any = source.factory(**source.kwargs)
+        finally:
+            TCPStore.is_client_only = was_client_only
         if replacement is not None:
             name = self._take_place(raw, state, replacement, settings)
         else:
@@ -194,7 +192,7 @@ class CallWrapper:
             agent_link=agent_link,
             admissions=Admissions(base, wait=agent_link.wait) if agent_link.wait is not None else None,
         )
-        stack.enter_context(abort_module.sockets_kept())
+        stack.enter_context(ledger.kept(distributed_c10d))
         stack.enter_context(_frozen_garbage())
         stack.callback(rank.announce_end)
         rank.agent_link.report(RestartGroupEvent.BEGUN, rank=state.initial_rank)
@@ -283,13 +281,11 @@ class CallWrapper:
             RestartError: this rank can't continue (`HealthCheckError`, `RankDiscarded`, a barrier's timeout, …).
             BaseException: any other exception that ended this rank: the very object.
         """
-        rank, admission = self._open_rank(), self._admission
-        if self._is_over:
-            rank.agent_link.report(RestartGroupEvent.ENDED, rank=rank.state.initial_rank)
-            return None
-        args, kwargs = with_value_for(CallWrapper, fn, args, kwargs, self)
-        empty = admission.empty if admission is not None else ()
-        value = Iterations(rank, functools.partial(fn, *args, **kwargs), terminated=empty).run()
+        rank, value = self._open_rank(), None
+        if not self._is_over:
+            args, kwargs = with_value_for(CallWrapper, fn, args, kwargs, self)
+            empty = self._admission.empty if self._admission is not None else ()
+            value = Iterations(rank, functools.partial(fn, *args, **kwargs), terminated=empty).run()
         rank.agent_link.report(RestartGroupEvent.ENDED, rank=rank.state.initial_rank)
         return value
 
@@ -297,15 +293,6 @@ class CallWrapper:
         if self._rank is None:
             raise ValueError("this wrapped call is over")
         return self._rank
-
-
-def _open_store(source: StoreSource, *, is_served: bool) -> Any:
-    before = TCPStore.is_client_only
-    TCPStore.is_client_only = before or is_served
-    try:
-        return source.factory(**source.kwargs)
-    finally:
-        TCPStore.is_client_only = before
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ is a ValueError (a ``TCPStore`` drops the connection, or adds to the digits in f
 
 from __future__ import annotations
 
+import functools
 import operator
 import os
 from collections.abc import Iterator, Sequence
@@ -76,7 +77,8 @@ class FileSystemStore(dist.Store):  # type: ignore[misc, unused-ignore]
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self._path, self.timeout, self._prefix, self._folder)
+        rebuild = functools.partial(FileSystemStore, timeout=self.timeout, prefix=self._prefix, folder=self._folder)
+        return rebuild, (self._path,)
 
     def __repr__(self) -> str:
         return f"FileSystemStore({self._path!r}, folder={self._folder!r}, prefix={self._prefix!r})"
@@ -175,10 +177,6 @@ class FileSystemStore(dist.Store):  # type: ignore[misc, unused-ignore]
             raise dist.DistStoreError(why) from error
         except (StoreError, OSError) as error:
             raise dist.DistStoreError(f"{operation} in {self._path}: {error}") from error
-
-
-def _rebuild(path: str, timeout: timedelta, prefix: str, folder: str) -> FileSystemStore:
-    return FileSystemStore(path, timeout=timeout, prefix=prefix, folder=folder)
 
 
 def _bytes(value: str | bytes) -> bytes:

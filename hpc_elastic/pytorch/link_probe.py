@@ -1,8 +1,7 @@
 """Measures the network between this node and one other at a time: the far end of `hpc_elastic.doctor.network`.
 
-Started as a file by the workers' interpreter; it needs the standard library alone, and torch where that is there: then
-the data goes as the workers' does, through NCCL where there are GPUs (one rank for each), else through gloo. Without
-torch it goes through a plain TCP connection.
+Started as a file by the workers' interpreter. The data goes as the workers' does, through NCCL (one rank for each GPU)
+or gloo; without torch, through a plain TCP connection.
 
 File descriptor 0 is a socket (``SOCK_SEQPACKET``) with one JSON object per message. To the doctor: ``{"backend": "nccl"
 | "gloo" | "tcp", "gpus": n, "port": p}`` once all is imported. From it, one at a time: ``{"rank": 0 | 1, "addresses":
@@ -34,9 +33,6 @@ if TYPE_CHECKING:
 
 SIZES = {"nccl": 64 << 20, "gloo": 4 << 20, "tcp": 4 << 20}
 """Bytes that each rank sends to the other in one transfer."""
-MOST_TRANSFERS = 16
-ENOUGH_SECONDS = 1.0
-"""Seconds after which no further transfer is begun."""
 _CONNECT_SECONDS = 1.0
 _MESSAGE = 65536
 
@@ -71,11 +67,7 @@ def _import_torch() -> Any:
 
 
 def measure(order: dict[str, Any], listener: socket.socket, torch: Any) -> dict[str, Any]:
-    """Meet the other node and exchange data with it.
-
-    Raises:
-        OSError, RuntimeError: it could not be reached, or the data did not come through in time.
-    """
+    """Meet the other node and exchange data with it. OSError, RuntimeError: it did not come through in time."""
     deadline = time.monotonic() + order["seconds"]
     with _meet(order, listener, deadline) as peer:
         if order["backend"] == "tcp":
@@ -174,7 +166,7 @@ def _transfers(size: int, exchange: Callable[[int], None], goes_on: Callable[[bo
     exchange(min(size, 1 << 16))
     times: list[float] = []
     began = time.monotonic()
-    while goes_on(len(times) < MOST_TRANSFERS and (not times or time.monotonic() - began < ENOUGH_SECONDS)):
+    while goes_on(len(times) < 16 and (not times or time.monotonic() - began < 1)):
         start = time.monotonic()
         exchange(size)
         times.append(time.monotonic() - start)
@@ -221,7 +213,13 @@ def _measure_with_torch(order: dict[str, Any], peer: socket.socket, torch: Any, 
             pid = os.fork()
             if pid == 0:
                 os.close(reading)
-                _be_rank(order["rank"] * local + index, 2 * local, order, where, deadline, torch, index, writing)
+                try:
+                    rank, left = order["rank"] * local + index, _left(deadline)
+                    answer = _torch_transfers(rank, 2 * local, order["backend"], where, left, torch, index)
+                except BaseException as error:
+                    answer = {"why": _describe(error)}
+                os.write(writing, json.dumps(answer).encode())
+                os._exit(0)
             os.close(writing)
             children[reading] = pid
         for reading in children:
@@ -239,24 +237,6 @@ def _measure_with_torch(order: dict[str, Any], peer: socket.socket, torch: Any, 
         _receive(peer, 1, deadline)
     del store
     return next((answer for answer in answers if "why" in answer), max(answers, key=lambda one: one.get("seconds", 0)))
-
-
-def _be_rank(
-    rank: int,
-    world: int,
-    order: dict[str, Any],
-    where: tuple[str, int],
-    deadline: float,
-    torch: Any,
-    index: int,
-    out: int,
-) -> None:
-    try:
-        answer = _torch_transfers(rank, world, order["backend"], where, _left(deadline), torch, index)
-    except BaseException as error:
-        answer = {"why": _describe(error)}
-    os.write(out, json.dumps(answer).encode())
-    os._exit(0)
 
 
 def _torch_transfers(

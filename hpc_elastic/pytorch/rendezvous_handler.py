@@ -51,11 +51,7 @@ def get_handler() -> Callable[[RendezvousParameters], TorchRendezvousHandler]:
 
 
 def create_handler(params: RendezvousParameters) -> TorchRendezvousHandler:
-    """A handler for the options that torchrun was given.
-
-    Raises:
-        ValueError: with one line that names the value, as torch's own backends do.
-    """
+    """A handler for torchrun's options. ValueError: one line that names the value, as torch's own backends say."""
     try:
         config = config_from_parameters(params, os.environ)
     except UsageError as error:
@@ -64,14 +60,10 @@ def create_handler(params: RendezvousParameters) -> TorchRendezvousHandler:
 
 
 def config_from_parameters(params: RendezvousParameters, environ: Mapping[str, str]) -> HandlerConfig:
-    """The configuration by torchrun's options, and under Slurm its environment: node order, and which start of the job
-    this is.
+    """The configuration by torchrun's options, and by Slurm's environment.
 
     Settings that mean something to torch's own backends alone are ignored, as these ignore each other's, with one
     warning: an existing line needs another backend's name and endpoint, and nothing else.
-
-    Raises:
-        UsageError: one line that names the value.
     """
     conf = {key: str(value) for key, value in params.config.items() if key not in _OF_OTHER_BACKENDS}
     if ignored := sorted(_OF_OTHER_BACKENDS.intersection(params.config)):

@@ -17,6 +17,7 @@ does not work that way is noticed by a trial store, and this process starts itse
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import importlib.util
 import json
@@ -31,29 +32,13 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE)
 _MESSAGE_LIMIT = 65536
-_CONNECT_SECONDS = 30.0
-
-
-def end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when the thread that started it ends; end now if that has happened already."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os._exit(0)
-
-
-def ignore_signals() -> None:
-    """Slurm sends TERM to every process of a step, and workers that save a checkpoint still need their store."""
-    for number in _IGNORED:
-        signal.signal(number, signal.SIG_IGN)
 
 
 def import_store_class(*, lean: bool) -> Any:
     """torch's ``TCPStore`` class.
 
-    `lean` loads torch's extension module alone. A process that has done so can't import torch any more.
-
-    Raises:
-        Exception: whatever the import raises; lean, also when the class is there but does not work.
+    `lean` loads torch's extension module alone: a process that has done so can't import torch any more. It raises also
+    when the class is there but does not work.
     """
     if not lean:
         from torch.distributed import TCPStore
@@ -75,7 +60,14 @@ def import_store_class(*, lean: bool) -> Any:
     if not extension._c10d_init():
         raise ImportError("this torch is built without torch.distributed")
     store_class = importlib.import_module("torch._C._distributed_c10d").TCPStore
-    _try_out(store_class)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        port = listener.getsockname()[1]
+        store = serve(store_class, "127.0.0.1", port, listener.detach())
+    store.set("key", "value")
+    if bytes(store.get("key")) != b"value" or store.add("count", 2) != 2:
+        raise RuntimeError("a trial store gave back something else than was put in")
     return store_class
 
 
@@ -88,18 +80,6 @@ def _stand_in(name: str, path: list[str]) -> None:
         setattr(sys.modules[parent], child, module)
 
 
-def _try_out(store_class: Any) -> None:
-    """Serve a store on a loopback port for a moment; raises when that fails."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        port = listener.getsockname()[1]
-        store = serve(store_class, "127.0.0.1", port, listener.detach())
-    store.set("key", "value")
-    if bytes(store.get("key")) != b"value" or store.add("count", 2) != 2:
-        raise RuntimeError("a trial store gave back something else than was put in")
-
-
 def serve(store_class: Any, host: str, port: int, listening_fd: int) -> Any:
     """A store that serves on `listening_fd` (which it takes over) until it is dropped.
 
@@ -110,7 +90,7 @@ def serve(store_class: Any, host: str, port: int, listening_fd: int) -> Any:
         port,
         None,
         True,
-        timeout=timedelta(seconds=_CONNECT_SECONDS),
+        timeout=timedelta(seconds=30),
         wait_for_workers=False,
         master_listen_fd=listening_fd,
     )
@@ -150,10 +130,8 @@ class StoreHost:
             self._send({"is": "serving", "serial": serial})
 
     def _send(self, message: dict[str, Any]) -> None:
-        try:
+        with contextlib.suppress(OSError):  # the agent has gone: the next receive says so
             self._control.send(json.dumps(message).encode())
-        except OSError:
-            pass  # the agent has gone: the next receive says so
 
 
 def main(argv: list[str]) -> None:
@@ -162,8 +140,13 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--parent", type=int, required=True, help="the agent's process id")
     parser.add_argument("--full", action="store_true", help="import torch in the usual way")
     arguments = parser.parse_args(argv)
-    ignore_signals()
-    end_with_parent(arguments.parent)
+    # Slurm sends TERM to every process of a step, and workers that save a checkpoint still need their store.
+    for number in _IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    # The kernel kills this process when the thread that started it ends; that may have happened already.
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != arguments.parent:
+        os._exit(0)
     code = 1
     try:
         try:

@@ -92,9 +92,9 @@ class ClaimScanner:
         self._growth = GrowthSigns(store)
         self._noted = ClaimReader(store, ClaimKind.NOTED, PreemptionStatus)
         self._dead: frozenset[str] = frozenset()
-        self._status_since = detector.mark
-        self._lost_since = detector.mark
-        self._noticed_at = detector.mark
+        self.status_since = detector.mark
+        self.lost_since = detector.mark
+        self.noticed_at = detector.mark
         self._failed_at: dict[tuple[int, str], float] = {}
         self.joining: frozenset[str] = frozenset()
         self.listed: Mapping[int, Claims] = {}
@@ -112,8 +112,8 @@ class ClaimScanner:
     def learn(self, keys: Collection[str], *, now: float, most_age: float) -> None:
         """Read the claims that were announced, where their folders were listed less than `most_age` seconds ago.
 
-        Claims never change and never go while their round is looked at. So a listing and the claims announced since
-        are a newer listing, which may lack claims whose announcement was lost, until `most_age`.
+        Claims never change or go while their round is looked at: with a listing, those are a newer listing, which may
+        lack claims whose announcement was lost.
         """
         folders: dict[str, set[str]] = {}
         for key in keys:
@@ -134,23 +134,10 @@ class ClaimScanner:
             self._names[folder] = set(self._store.list(folder))
         return self._names[folder]
 
-    def status_began(self, now: float) -> None:
-        self._status_since = now
-
-    def somebody_was_lost(self, now: float) -> None:
-        self._lost_since = now
-
-    def notice_was_given(self, now: float) -> None:
-        self._noticed_at = now
-
-    def noticed_for(self, now: float) -> float:
-        """Seconds since the notice that holds was read here."""
-        return now - self._noticed_at
-
     def paused_for(self, seconds: float) -> None:
         """Add a pause of this process to all ages: no node has aged by it."""
-        self._status_since += seconds
-        self._lost_since += seconds
+        self.status_since += seconds
+        self.lost_since += seconds
         self._failed_at = {key: at + seconds for key, at in self._failed_at.items()}
         self._growth.paused_for(seconds)
 
@@ -169,17 +156,8 @@ class ClaimScanner:
         others = {m.uid for m in record.members} | self.joining if record is not None else set()
         return bool(others) and all(self._detector.is_connected(uid) for uid in others if uid != self._uid)
 
-    def _read_confirmed(self, record: RoundRecord, here: Claims) -> dict[str, str]:
-        # The first slot has confirmed when the content of its claim can be read: no node can start without it.
-        if record.status is not Status.FROZEN:
-            return {}
-        first = record.members[0].uid
-        others = dict.fromkeys((uid for uid in here.get("ack", ()) if uid != first), "")
-        ready = self._ready.read(record.round, here, without=others)
-        return others | {uid: claim.master for uid, claim in ready.items()}
-
     def look(self, record: RoundRecord) -> ClusterView:
-        """Collect what a decision needs: listings that are not known, heartbeats of silent nodes, and failures."""
+        """Collect what a decision needs."""
         self.prepare(record.round)
         joinable = record.status is Status.JOINABLE
         beside = record.round - 1 if joinable else record.round + 1
@@ -198,25 +176,31 @@ class ClaimScanner:
         gone = frozenset(int(n) for n in self._list(GONE) if n.isdecimal())
         away = gone | set(record.lost) | {node_of(uid) for uid in (*joined, *here.get("leave", ()))}
         awaited = [m.uid for m in record.members if joinable and m.node not in away]
-        self._detector.wait_for(awaited, waited=self._detector.mark - self._status_since)
+        self._detector.wait_for(awaited, waited=self._detector.mark - self.status_since)
         self._peers.learn(uids)
         self.paused_for(self._detector.look_at(sorted(uids - {self._uid})))
         self.joining = frozenset(joined)
         dead = frozenset(uid for uid in uids if self._detector.is_dead(uid))
         if dead - self._dead:
-            self._lost_since = self._detector.mark
+            self.lost_since = self._detector.mark
         self._dead = dead
         if record.status is Status.FINAL:
             self._growth.look(record.round, here, waiting=not dead.issuperset(joined), now=self._detector.mark)
         failures = self._failures.read(failed_round, failed)
         known, mark = self._failed_at, self._detector.mark
         self._failed_at = {(failed_round, uid): known.get((failed_round, uid), mark) for uid in failures}
+        acked: dict[str, str] = {}
+        if record.status is Status.FROZEN:
+            # The first slot has confirmed when the content of its claim can be read: no node can start without it.
+            acked = dict.fromkeys((uid for uid in here.get("ack", ()) if uid != record.members[0].uid), "")
+            ready = self._ready.read(record.round, here, without=acked)
+            acked |= {uid: claim.master for uid, claim in ready.items()}
         supervisor = self._peers.observer() if joinable and record.lost else None
         is_unsupervised = supervisor is not None and self._detector.is_overdue(supervisor)
         return ClusterView(
             record=record,
             joined={uid: node for uid in joined if (node := self._peers.get(uid)) is not None},
-            acked=self._read_confirmed(record, here),
+            acked=acked,
             failures=failures,
             since_failed={uid: mark - at for (_, uid), at in self._failed_at.items()},
             since_sign={m.uid: self._detector.last_sign(m.uid) for m in record.members if joinable and failures},
@@ -229,13 +213,13 @@ class ClaimScanner:
             stale=self._detector.stale(),
             answered=self._detector.answered(record.suspects) | {self._uid},
             names=self._peers.names(),
-            since_status=self._detector.mark - self._status_since,
-            since_lost=self._detector.mark - self._lost_since,
+            since_status=self._detector.mark - self.status_since,
+            since_lost=self._detector.mark - self.lost_since,
             is_unsupervised=is_unsupervised,
             since_waiting=self._growth.since_waiting,
             since_saved=self._growth.since_saved,
             is_saving=self._growth.is_saving,
             noted=self._noted.read(record.round, here) if record.notice is not None else {},
             kept=frozenset(here.get("kept", ())),
-            since_notice=self._detector.mark - self._noticed_at,
+            since_notice=self._detector.mark - self.noticed_at,
         )

@@ -36,8 +36,6 @@ WORTH_TELLING = 1.0
 """Seconds from which on a refusal is an event: a stale handle passes sooner."""
 ALONE_SECONDS = 10.0
 """Seconds of refusal here and none at a peer, after which it is this node's own problem."""
-_HEARD_SECONDS = 3.0
-"""Seconds for which a peer's beat says how the filesystem treats the peer."""
 
 
 class Refusal(Struct, frozen=True, kw_only=True):
@@ -88,11 +86,7 @@ class RefusalWatch:
         return ended
 
     def heard(self, beats: Collection[str], refused: frozenset[str], now: float) -> bool:
-        """Take in beats of peers, some of which say that they are refused.
-
-        Returns:
-            Whether a peer is refused that was not before: this process should find out how it fares itself.
-        """
+        """Take in beats of peers. Returns whether one is refused that was not before: how does this process fare?"""
         if refused:
             self._peer_refused_at = now
         if len(refused) < len(beats):
@@ -103,7 +97,7 @@ class RefusalWatch:
 
     def is_alone(self, now: float) -> bool:
         refusal = self.now
-        if refusal is None or now - self._peer_fine_at > _HEARD_SECONDS:
+        if refusal is None or now - self._peer_fine_at > 3:  # a beat says for 3 s how the filesystem treats a peer
             return False
         return now - max(refusal.since, self._peer_refused_at) >= ALONE_SECONDS
 
@@ -111,9 +105,6 @@ class RefusalWatch:
 logger = logging.getLogger(__name__)
 
 _FIRST_BACKOFF = 0.05
-_LONGEST_BACKOFF = 5.0
-_LONG_WAIT = 0.5
-_SLACK = 0.1
 FULL_SECONDS = 600.0
 """Seconds for which a filesystem that is full, or refuses, is waited for with something to write: as long as a
 rendezvous waits by default."""
@@ -131,15 +122,14 @@ class Coordination:
         *,
         notifier: Notifier | None,
         clock: Clock,
-        longest_backoff: float = _LONGEST_BACKOFF,
+        longest_backoff: float = 5.0,
         beat_interval: float = 1.0,
         lease: Lease | None = None,
     ) -> None:
-        """Args:
-        make_participant: Called in the thread with this object, which is the participant's listener.
-        longest_backoff: Seconds between two tries on a filesystem that refuses: no more than between two heartbeats,
-        which may well work on a full disk and must not be missed for it.
-        lease: An agent's, where it has workers: renewed here.
+        """`make_participant` is called in the thread with this object, which is the participant's listener.
+
+        `longest_backoff`: seconds between two tries on a filesystem that refuses: no more than between two heartbeats,
+        which may well work on a full disk and must not be missed for it. `lease`: an agent's, renewed here.
         """
         self._make_participant = make_participant
         self._notifier = notifier
@@ -169,10 +159,7 @@ class Coordination:
 
     def take(self) -> list[Message]:
         self._taken.drain()
-        taken: list[Message] = []
-        while self._messages:
-            taken.append(self._messages.popleft())
-        return taken
+        return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def ask(self, command: Callable[[Participant], None]) -> None:
         """Have `command` done in the thread, before its next step."""
@@ -255,7 +242,8 @@ class Coordination:
                 waits = isinstance(error, StoreFullError) or participant is None or participant.waits_to_speak
                 full_since = (now if full_since is None else full_since) if waits else None
                 if full_since is not None and now - full_since > FULL_SECONDS:
-                    self._give_up(error, now - full_since)
+                    lasting = StoreRefusedError(seconds=now - full_since, why=self._refusals.now or error)
+                    self._post(lasting if is_refusal(error) else error)
                     return
             except HpcElasticError as error:
                 self._post(error)
@@ -269,18 +257,10 @@ class Coordination:
             notified = self._wait(delay, participant) or notified
 
     def _answered(self) -> None:
-        ended = self._refusals.answered()
-        if ended is None:
-            return
-        now = self._clock.monotonic()
-        if now - ended.since >= WORTH_TELLING:
+        ended, now = self._refusals.answered(), self._clock.monotonic()
+        if ended is not None and now - ended.since >= WORTH_TELLING:
             logger.warning("the shared filesystem answers again, after %.0f s of: %s", now - ended.since, ended)
             self._post(ended.to_event(now, over=True))
-
-    def _give_up(self, error: Exception, seconds: float) -> None:
-        if is_refusal(error):
-            error = StoreRefusedError(seconds=seconds, why=self._refusals.now or error)
-        self._post(error)
 
     def lasting_refusal(self) -> FilesystemRefused | None:
         """The event of a refusal that still lasts at this process' end, and is not a short one."""
@@ -295,7 +275,7 @@ class Coordination:
         A beat ends no wait, unless it announces a newer record; nor does what is no valid datagram. But a long wait
         that is nearly over ends with a beat, and is a little longer where none comes: one waking in place of two.
         """
-        slack = _SLACK * seconds if seconds >= _LONG_WAIT and self._notifier is not None else 0.0
+        slack = 0.1 * seconds if seconds >= 0.5 and self._notifier is not None else 0.0
         deadline = self._clock.monotonic() + seconds + slack
         watched: list[Any] = [self._wake]
         if self._notifier is not None:
@@ -369,10 +349,7 @@ def open_session(
     rng: random.Random | None = None,
     lease: Lease | None = None,
 ) -> RendezvousSession:
-    """Put a participant and its thread together. Touches no file: the thread does, once it is started.
-
-    `info` is this node's, or the supervisor's; its port is the notifier's. `lease` is that of an agent with workers.
-    """
+    """Put a participant and its thread together. Touches no file: the thread does, once it is started."""
     info = replace(info, port=notifier.port if notifier is not None else 0)
 
     def make_participant(listener: Coordination) -> Participant:

@@ -169,7 +169,10 @@ def _while_joinable(view: ClusterView, settings: RendezvousSettings, decide_rest
     last_call_over = view.since_status >= settings.last_call_timeout
     timed_out = view.since_status >= settings.timeout
     first_choices = awaited & frozenset(range(settings.max_nodes))
-    is_full = len(present) >= settings.max_nodes and not (first_choices and _has_new_spares(view, present, settings))
+    seated = {member.node for member in record.members}
+    settled = sum(member.node in seated or not view.joined[member.uid].spare for member in present)
+    # Spares must not become members only because the nodes that they are spares for are not here yet.
+    is_full = len(present) >= settings.max_nodes and not (first_choices and settled < settings.max_nodes)
     complete = not stopping and (not awaited or is_full or last_call_over)
     if enough and (complete or timed_out):
         if is_full and not last_call_over:
@@ -253,13 +256,6 @@ def _freeze(
     return replace(proposal, replaced=replaced)
 
 
-def _has_new_spares(view: ClusterView, present: Sequence[Member], settings: RendezvousSettings) -> bool:
-    """Return whether spares would become members only because the nodes that they are spares for are not here yet."""
-    seated = {member.node for member in view.record.members}
-    settled = sum(1 for member in present if member.node in seated or not view.joined[member.uid].spare)
-    return settled < settings.max_nodes
-
-
 def _while_frozen(view: ClusterView, settings: RendezvousSettings) -> Proposal | None:
     record = view.record
     out = _lost_members(view)
@@ -284,7 +280,7 @@ def _while_final(view: ClusterView, settings: RendezvousSettings) -> Proposal | 
         # A lost node explains the symptoms.
         symptoms = not lost and all(failure.failure_class == SYMPTOM for failure in view.failures.values())
         return _reopen(record, reason, lost=lost, failed=True, hang=hang, symptoms=symptoms)
-    lost = {node: why for node, why in _lost_members(view).items() if not _node_done(view, node)}
+    lost = _lost_with_work(view)
     if lost:
         return _reopen(record, _describe_nodes(lost, view), lost=lost)
     if all(m.uid in view.done or m.uid in view.dead or m.node in view.gone for m in record.members):
@@ -316,7 +312,7 @@ def _under_notice(view: ClusterView, notice: PreemptionNotice, settings: Rendezv
         final = [failure for failure in view.failures.values() if not failure.retryable]
         first = first_failure(final or view.failures.values())
         return _preempted(record, notice, f"then {_describe_first(first, view)}", retryable=not final)
-    lost = {node: why for node, why in _lost_members(view).items() if not _node_done(view, node)}
+    lost = _lost_with_work(view)
     if lost:
         return _preempted(record, notice, f"then {_describe_nodes(lost, view)}")
     if len(over) == len(record.members) and not view.kept:
@@ -332,8 +328,7 @@ def _under_notice(view: ClusterView, notice: PreemptionNotice, settings: Rendezv
         )
     if view.since_notice >= notice.seconds:
         names = first_of([_name(m.node, view) for m in awaited], _MOST_NAMES)
-        late = f"{names} had not saved after {notice.seconds:.0f} s"
-        return _preempted(record, notice, late)
+        return _preempted(record, notice, f"{names} had not saved after {notice.seconds:.0f} s")
     missing = [m for m in record.members if m.uid not in view.noted and m not in over]
     patience = min(0.25 * notice.seconds, MEASURE_SECONDS + settings.suspect_answer)
     if notice.is_agreed or (missing and view.since_notice < patience):
@@ -417,8 +412,9 @@ def _describe_nodes(nodes: Mapping[int, str], view: ClusterView) -> str:
     return "; ".join(f"{_name(node, view)} {why}" for node, why in sorted(nodes.items()))
 
 
-def _node_done(view: ClusterView, node: int) -> bool:
-    return any(m.node == node and m.uid in view.done for m in view.record.members)
+def _lost_with_work(view: ClusterView) -> dict[int, str]:
+    done = {m.node for m in view.record.members if m.uid in view.done}
+    return {node: why for node, why in _lost_members(view).items() if node not in done}
 
 
 def _reopen(record: RoundRecord, reason: str, *, lost: Mapping[int, str], **changes: Any) -> Proposal:

@@ -1,21 +1,19 @@
 """After the run is closed: which process finishes the attempt, and whether all agents have ended.
 
-One key says who finishes it (verdict, report, requeue, the allocation). The supervisor writes its name there once Slurm
-has confirmed that this node still belongs to the job: a node that Slurm has given up may live, but Slurm would not take
-its requeue or end its job. Where the supervisor does not claim the end in time, the agents try it one after the other,
-each in a process that asks Slurm first (`launch.batch`). Exactly one succeeds.
+One key says who finishes it. The supervisor writes its name there once Slurm has confirmed that this node still belongs
+to the job: Slurm would not take a requeue from a node that it has given up. Where the supervisor does not claim the end
+in time, the agents try it one after the other, each in a process that asks Slurm first (`launch.batch`).
 """
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Collection, Iterable
 from typing import Protocol
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import Outcome
 from hpc_elastic.rendezvous.claims import BYE, read_claims
+from hpc_elastic.rendezvous.heartbeat_sender import StoreId
 from hpc_elastic.rendezvous.peers import Peers
 from hpc_elastic.rendezvous.proposals import propose_close
 from hpc_elastic.rendezvous.round_log import RoundLog
@@ -103,9 +101,8 @@ class Ending:
     def begin(self, turn: int, *, confirmed: bool) -> None:
         """Have an agent find out, in the steps to come, who finishes the attempt.
 
-        Args:
-            turn: The agent's place in the order in which agents step in.
-            confirmed: Whether Slurm would be asked first; else this is the last resort, which waits longer.
+        `turn` is its place in the order in which agents step in; not `confirmed`: Slurm would not be asked first, and
+        this last resort waits longer.
         """
         self._turn = turn
         self._patience = END_PATIENCE if confirmed else END_UNCONFIRMED
@@ -146,10 +143,7 @@ class Ending:
             self._listener.on_event(EndUnclaimed())
 
     def step_of_supervisor(self, record: RoundRecord, peers: Peers) -> None:
-        """Claim the end where allowed, or report `EndTakenOver`.
-
-        Report `AgentsDeparted` when no living agent is left.
-        """
+        """Claim the end where allowed, or report `EndTakenOver`; `AgentsDeparted` when no living agent is left."""
         if self._announces:
             self._store.put_if_absent(_ASKED, self._uid)
             self._announces = False
@@ -171,17 +165,15 @@ class Ending:
 
 
 def close_run(store: Store, run_id: str, outcome: Outcome, reason: str) -> None:
-    """Append the closing record, also where nothing was there yet. The first one to close wins.
-
-    Raises:
-        OSError: a passing fault; the call may be repeated.
-        RendezvousStateError: the log can't be understood.
-    """
+    """Append the closing record, also where nothing was there yet. The first one to close wins. OSError: repeat it."""
     log = RoundLog(store, run_id)
     while True:
         record = log.latest()
         if record is None:
-            closed = _closed_at_once(store, outcome, reason)
+            epoch = StoreId(store, run_id, patience=0).open()
+            closed = RoundRecord(
+                number=1, epoch=epoch, term=1, leader="", round=0, status=Status.CLOSED, outcome=outcome, reason=reason
+            )
         elif record.status is Status.CLOSED:
             return
         else:
@@ -207,13 +199,3 @@ def close_if_last(store: Store, run_id: str) -> None:
         close_run(store, run_id, Outcome.SUCCEEDED, "all workers ended with 0")
     else:
         close_run(store, run_id, Outcome.FAILED, "all nodes left")
-
-
-def _closed_at_once(store: Store, outcome: Outcome, reason: str) -> RoundRecord:
-    store.put_if_absent("epoch/id", os.urandom(8).hex())
-    epoch = store.get("epoch/id")
-    if epoch is None:
-        raise OSError(errno.EIO, "the store's epoch can't be read yet")
-    return RoundRecord(
-        number=1, epoch=epoch, term=1, leader="", round=0, status=Status.CLOSED, outcome=outcome, reason=reason
-    )

@@ -18,6 +18,7 @@ any other node whose beats arrive is not read: that of thousands is in nobody's 
 from __future__ import annotations
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterable
 
 from msgspec import Struct
@@ -93,7 +94,7 @@ class FailureDetector:
         self._longest_gap = max(4 * intervals.stride, settings.heartbeat_ttl / 2)
         self._clock = clock
         self._heartbeats = HeartbeatAges(store)
-        self._peers: dict[str, _Peer] = {}
+        self._peers: defaultdict[str, _Peer] = defaultdict(_Peer)
         self._suspects: frozenset[str] = frozenset()
         self._awaited: frozenset[str] = frozenset()
         self._waited = 0.0
@@ -101,12 +102,6 @@ class FailureDetector:
         self.mark = clock.monotonic()
         """When heartbeats were last looked at: the moment that a decision is about."""
         self._listened = self.mark
-
-    def _peer(self, uid: str) -> _Peer:
-        peer = self._peers.get(uid)
-        if peer is None:
-            peer = self._peers[uid] = _Peer()
-        return peer
 
     # -- packets -------------------------------------------------------------------------------------------------
 
@@ -120,7 +115,7 @@ class FailureDetector:
         """Take in datagrams of these; `hears_us`: what they say of this participant, None where they don't."""
         now = self._clock.monotonic()
         for uid in uids:
-            peer = self._peer(uid)
+            peer = self._peers[uid]
             peer.heard_at = now
             if (since := peer.cut_off_since) is not None:
                 self._restored.append(LostLink(uid=uid, since=since, seconds=now - since, over=True))
@@ -132,12 +127,12 @@ class FailureDetector:
         """Let the silence of these mean something from now on: they will send their beats to this participant."""
         now = self._clock.monotonic()
         for uid in uids:
-            peer = self._peer(uid)
+            peer = self._peers[uid]
             peer.heard_at = now if peer.heard_at is None else peer.heard_at
 
     def forget(self, uid: str) -> None:
         """Let its silence mean nothing until it is heard again."""
-        self._peer(uid).heard_at = None
+        self._peers[uid].heard_at = None
 
     def silence(self, uid: str) -> float | None:
         """Seconds since it was heard, up to this step's begin; None where it was not, which says nothing."""
@@ -170,9 +165,9 @@ class FailureDetector:
         """Take in the suspects of the log's newest record."""
         before, self._suspects = self._suspects, frozenset(suspects)
         for uid in before - self._suspects:
-            self._peer(uid).asked_at = None
+            self._peers[uid].asked_at = None
         for uid in self._suspects - before:
-            self._peer(uid).asked_at = now
+            self._peers[uid].asked_at = now
 
     def answered(self, suspects: Iterable[str]) -> frozenset[str]:
         """Those that have rewritten their heartbeat since they were asked, or are heard and not awaited.
@@ -181,7 +176,7 @@ class FailureDetector:
         """
         found = set()
         for uid in suspects:
-            peer = self._peer(uid)
+            peer = self._peers[uid]
             if peer.asked_at is None:
                 continue
             hears = self.hears(uid)
@@ -194,7 +189,7 @@ class FailureDetector:
 
     def has_cut_off(self, uid: str) -> None:
         """It lives, and its packets do not come through."""
-        peer = self._peer(uid)
+        peer = self._peers[uid]
         if peer.cut_off_since is None:
             peer.cut_off_since = peer.heard_at
         peer.heard_at = None
@@ -217,7 +212,7 @@ class FailureDetector:
     def lost(self, uids: Iterable[str]) -> None:
         """Forget the lost links of nodes that are lost to the run: their silence meant more."""
         for uid in uids:
-            self._peer(uid).cut_off_since = None
+            self._peers[uid].cut_off_since = None
 
     # -- heartbeats ----------------------------------------------------------------------------------------------
 
@@ -231,18 +226,24 @@ class FailureDetector:
             now = self._clock.monotonic()
             if closely or self._is_worth_reading(uid, now):
                 self._heartbeats.look(uid, now)
-                self._peer(uid).read_due = now + self._intervals.reading
+                self._peers[uid].read_due = now + self._intervals.reading
         now = self._clock.monotonic()
         gap = now - self.mark
         self.mark = now
         if gap <= self._longest_gap:
             return 0.0
         logger.warning("this process was paused for %.1f s: no node counts as lost because of that", gap)
-        self._paused_for(gap, now)
+        self._heartbeats.paused_for(gap, now=now)
+        self.packets_dropped_for(gap)
+        for peer in self._peers.values():
+            if peer.asked_at is not None:
+                peer.asked_at = min(now, peer.asked_at + gap)
+            if peer.cut_off_since is not None:
+                peer.cut_off_since = min(now, peer.cut_off_since + gap)
         return gap
 
     def _is_worth_reading(self, uid: str, now: float) -> bool:
-        peer = self._peer(uid)
+        peer = self._peers[uid]
         if peer.asked_at is not None:
             return True
         if self.hears(uid) and uid not in self._awaited:
@@ -252,15 +253,6 @@ class FailureDetector:
         if peer.read_due is None:
             peer.read_due = now + self._intervals.first_reading
         return now >= peer.read_due
-
-    def _paused_for(self, seconds: float, now: float) -> None:
-        self._heartbeats.paused_for(seconds, now=now)
-        self.packets_dropped_for(seconds)
-        for peer in self._peers.values():
-            if peer.asked_at is not None:
-                peer.asked_at = min(now, peer.asked_at + seconds)
-            if peer.cut_off_since is not None:
-                peer.cut_off_since = min(now, peer.cut_off_since + seconds)
 
     def unchanged(self, uid: str) -> float:
         return self._heartbeats.age(uid)
@@ -300,7 +292,7 @@ class FailureDetector:
         """Return whether its lease has passed without a sign of life in its cell and on the network; or it was asked,
         and gave no answer in time. `patience`: seconds more than that."""
         silent = self.silence(uid)
-        peer = self._peer(uid)
+        peer = self._peers[uid]
         if peer.asked_at is not None:
             # A node that was connected notices that it is not any more, and looks; another looks as rarely as ever.
             allowed = self._intervals.answer if peer.hears_us else self._intervals.answer_unheard

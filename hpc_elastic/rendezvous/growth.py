@@ -41,14 +41,10 @@ class Growth(Struct, frozen=True, kw_only=True):
 
 
 def decide_growth(facts: GrowthFacts, policy: GrowPolicy, *, patience: float, answer: float) -> Growth:
-    """Decide whether a new round begins so that nodes that wait come in.
+    """Decide whether a new round begins so that nodes that wait come in. Spares come in only for a lost node.
 
-    One that replaces a lost node comes in at once; spares come in for no other reason.
-
-    Args:
-        patience: Seconds without a checkpoint after which CHECKPOINT waits for none any more.
-        answer: Seconds until the members, asked by the record that says that nodes wait, have reported the checkpoints
-            that they completed before.
+    CHECKPOINT waits for none any more after `patience` seconds without one. Members, asked by the record that says that
+    nodes wait, have reported the checkpoints that they completed before after `answer` seconds.
     """
     several = facts.newcomers + facts.spares > 1
     waits, as_a_spare = ("wait", "wait as spares") if several else ("waits", "waits as a spare")
@@ -89,10 +85,8 @@ class GrowthSigns:
             self._round, self._waiting_since = round_index, None
             self._saved_at, self._saving = {}, set()
         self._now = now
-        if not waiting:
-            self._waiting_since = None
-        elif self._waiting_since is None:
-            self._waiting_since = now
+        if not waiting or self._waiting_since is None:
+            self._waiting_since = now if waiting else None
         self._saving = {(uid, serial) for uid, serial, _ in _words(claims, ClaimKind.SAVING)}
         unread = [word for word in _words(claims, ClaimKind.SAVED) if word[:2] not in self._saved_at]
         keys = [claim_key(round_index, ClaimKind.SAVED, uid, serial=serial) for uid, serial, _ in unread]

@@ -112,7 +112,10 @@ class FileRendezvousHandler:
                 left = deadline - self._clock.monotonic()
                 if left <= 0:
                     raise self._timeout_error(membership)
-                membership.wait(self._ask_who_is_here(membership, left))
+                early = min(1.0, self._config.settings.timeout / 4)
+                if left <= early:  # just before the time is over
+                    membership.ask_who_is_here()
+                membership.wait(left if left <= early else left - early)
         except RendezvousError:
             self._drop_membership(_GRACE)
             raise
@@ -267,14 +270,6 @@ class FileRendezvousHandler:
         if membership is not None:
             membership.leave(within=within, workers_done=False)
 
-    def _ask_who_is_here(self, membership: Membership, left: float) -> float:
-        """Ask just before the time is over. Returns how long to wait for news now."""
-        early = min(1.0, self._config.settings.timeout / 4)
-        if left <= early:
-            membership.ask_who_is_here()
-            return left
-        return left - early
-
     def _closed_error(
         self, record: RoundRecord, error_type: type[RendezvousClosedError] = RendezvousClosedError
     ) -> RendezvousClosedError:
@@ -286,14 +281,10 @@ class FileRendezvousHandler:
         record = self._look(membership)
         if record is not None and record.status is Status.FINAL and len(record.members) >= places:
             return NoPlaceError(run_id=self._config.run_id, places=places, timeout=timeout)
-        here = membership.who_is_here()
+        here = membership.who_is_here
         if here is None:
-            return FilesystemTimeoutError(
-                run_id=self._config.run_id,
-                path=self._folder.path,
-                timeout=timeout,
-                why="no answer to the last question",
-            )
+            path, why = self._folder.path, "no answer to the last question"
+            return FilesystemTimeoutError(run_id=self._config.run_id, path=path, timeout=timeout, why=why)
         least = self._config.min_nodes
         missing = ", ".join(here.missing) or "never seen"
         return RendezvousTimeoutError(
@@ -306,13 +297,7 @@ class FileRendezvousHandler:
         )
 
     def _steadily(self, action: Callable[[], T], seconds: float) -> T:
-        """Do something with files, which may be repeated, in the thread for them: a dead mount never answers.
-
-        Raises:
-            FilesystemTimeoutError: not within `seconds`.
-            RendezvousError: what no repetition would help.
-            KeyValueTimeoutError: as `action` does.
-        """
+        """Do something with files, which may be repeated, in the thread for them: a dead mount never answers."""
         run_id = self._config.run_id
         try:
             return self._files.do(action, within=seconds, again=lambda error: isinstance(error, OSError))

@@ -38,13 +38,7 @@ class HandlerConfig(Struct, frozen=True, kw_only=True):
 def config_from_keys(
     directory: str, run_id: str, *, min_nodes: int, max_nodes: int, conf: Mapping[str, str], source: str = "--rdzv-conf"
 ) -> HandlerConfig:
-    """Check and combine ``key=value`` pairs: ``prefix``, ``reopen`` and those of `settings_from_conf`.
-
-    `source` is how the user gave them, for messages.
-
-    Raises:
-        UsageError: one line that names the value.
-    """
+    """Check and combine ``key=value`` pairs; `source` is how the user gave them, for messages."""
     if not run_id:
         raise UsageError("the run id is empty: give one that all nodes share, as with --rdzv-id")
     if not os.path.isabs(directory):

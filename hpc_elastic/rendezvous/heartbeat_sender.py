@@ -22,9 +22,7 @@ _KEY = "epoch/id"
 
 class StoreId:
     def __init__(self, store: Store, run_id: str, *, patience: float) -> None:
-        """Args:
-        patience: Seconds for which the id may not be found: a stale handle reads the same for a while.
-        """
+        """`patience`: seconds for which the id may not be found: a stale handle reads the same for a while."""
         self._store = store
         self._run_id = run_id
         self._patience = patience
@@ -52,22 +50,16 @@ class StoreId:
             raise wiped(self._store, epoch=self._id, found=found, otherwise=self._run_id)
 
     def check(self, now: float) -> None:
-        """Check that it is still the store of a known id.
-
-        Raises:
-            OSError: its id can't be found, for the moment.
-            StoreWipedError: it is gone, or another store is in its place.
-        """
+        """Check that it is still the store of a known id. OSError: that can't be found, for the moment."""
         if self._id is None:
             return
         found = self._store.get(_KEY)
-        if found is None:
-            if self._missing_since is None:
-                self._missing_since = now
-            if now - self._missing_since < self._patience:
-                raise OSError(errno.ESTALE, "the store's epoch can't be found")
-        else:
+        if found is not None:
             self._missing_since = None
+        elif self._missing_since is None:
+            self._missing_since = now
+        if self._missing_since is not None and now - self._missing_since < self._patience:
+            raise OSError(errno.ESTALE, "the store's epoch can't be found")
         if found != self._id:
             raise wiped(self._store, epoch=self._id, found=found, otherwise=self._run_id)
 
@@ -144,12 +136,7 @@ class HeartbeatSender:
         self._heartbeat.beat(now)
 
     def beat_if_due(self, now: float, *, leads: bool, connected: bool, look_due: float) -> None:
-        """Beat where that is due, or soon is and the files are looked at now anyway.
-
-        Args:
-            connected: Packets pass between it and the coordinator: then it beats to the files more rarely.
-            look_due: When the files are to be looked at next.
-        """
+        """Beat where that is due, or soon is and the files are looked at now anyway; `connected`: more rarely."""
         if leads:
             self._interval = self._settings.heartbeat_interval
         else:
@@ -172,13 +159,9 @@ class HeartbeatSender:
             raise
 
     def answer_if_asked(self, record: RoundRecord | None, now: float) -> bool:
-        """Show by the files that this node lives, where a record asks for it.
+        """Show by the files that this node lives, where a record asks. Returns whether its author is to be notified.
 
-        The coordinator asks a node that it has not heard for a while. A supervisor that supersedes this attempt asks
-        all of its nodes: it waits for those that answer.
-
-        Returns:
-            Whether a record asked, and its author is to be notified too.
+        A supervisor that supersedes this attempt asks all of its nodes: it waits for those that answer.
         """
         if record is None or record.number <= self._answered_number:
             return False

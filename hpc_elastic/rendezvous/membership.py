@@ -31,9 +31,9 @@ class RoundResult(Struct, frozen=True, kw_only=True):
     """A final round, as one of its members sees it. It unpacks as older rendezvous' tuple (store, rank, world size)."""
 
     store: KeyValueStore
-    """The round's own: nothing of another round is in it."""
+    """The round's own: nothing of another round is in it. It is `folder` of the store in `directory`."""
     rank: int
-    """Group rank: of this node among the round's nodes."""
+    """Group rank."""
     world_size: int
     """Number of nodes in the round."""
     version: int
@@ -41,9 +41,7 @@ class RoundResult(Struct, frozen=True, kw_only=True):
     master: str
     """The result of rank 0's `open_master`."""
     directory: str
-    """The folder of the store that has `store` …"""
     folder: str
-    """… and its folder in there."""
 
     def __iter__(self) -> Iterator[object]:
         return iter((self.store, self.rank, self.world_size))
@@ -77,7 +75,7 @@ class Membership:
         self._confirmed = -1
         self._asked_for = -1
         self._done = -1
-        self._here: WhoIsHere | None = None
+        self.who_is_here: WhoIsHere | None = None
         node = _claim_place(self.store, config.node)
         uid = new_uid(node, config.host, clock)
         notifier = None
@@ -136,7 +134,7 @@ class Membership:
 
     def ask_for_a_round(self) -> None:
         """Ask for the open or the next round: a round that this node is in ends."""
-        self._here = None
+        self.who_is_here = None
         ended, info = self.round, self._info
         failure = NodeFailure(
             node=info.node, fingerprint="", failure_class="root", retryable=True, message="a new round was asked for"
@@ -189,11 +187,8 @@ class Membership:
         self._coordination.ask(lambda participant: participant.claims.report_done(done))
 
     def ask_who_is_here(self) -> None:
-        """Ask; `who_is_here` has the answer once the filesystem has given it."""
+        """Ask; `who_is_here` is the answer once the filesystem has given it."""
         self._coordination.ask(self._find_who_is_here)
-
-    def who_is_here(self) -> WhoIsHere | None:
-        return self._here
 
     def reached_addresses(self) -> list[str]:
         return list(self._notifier.reached) if self._notifier is not None else []
@@ -224,17 +219,14 @@ class Membership:
     def _find_who_is_here(self, participant: Participant) -> None:
         record = participant.record
         if record is None:
-            self._here = WhoIsHere(present=(self._info.host,), missing=())
+            self.who_is_here = WhoIsHere(present=(self._info.host,), missing=())
             return
         target = record.round if record.status is Status.JOINABLE else record.round + 1
         uids = set(read_claims(self.store, target).get("join", ()))
         uids = {uid for uid in uids if node_of(uid) not in record.lost} | {self._info.uid}
         absent = {m.uid for m in record.members} - uids
-        self._here = WhoIsHere(present=self._hosts(uids), missing=self._hosts(absent))
-
-    @staticmethod
-    def _hosts(uids: set[str]) -> list[str]:
-        return [host_of(uid) for uid in sorted(uids)]
+        present, missing = ([host_of(uid) for uid in sorted(found)] for found in (uids, absent))
+        self.who_is_here = WhoIsHere(present=present, missing=missing)
 
 
 def _claim_place(store: FileStore, wanted: int | None) -> int:

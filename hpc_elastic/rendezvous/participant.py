@@ -1,9 +1,7 @@
 """One node's part in the rendezvous, as a machine that is stepped: look, decide, act once, say when to step again.
 
-A step reads the log where it is time for that, does what its agent asked for, and, where this node is the coordinator,
-commits at most what `coordinator.next_proposal` says. It never waits: a thread with a notifier drives it in an agent, a
-loop with a fake clock in a test. It may be cut short after any single effect on the store; a later step, of this or of
-another participant, goes on from what is there.
+A step never waits. It may be cut short after any single effect on the store; a later step, of this or of another
+participant, goes on from what is there.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from hpc_elastic.rendezvous.cache_invalidator import MOST, CacheInvalidator, Pen
 from hpc_elastic.rendezvous.claims import OwnClaims, goodbye_key, round_to_join
 from hpc_elastic.rendezvous.cluster_view import ClaimScanner, ClusterView
 from hpc_elastic.rendezvous.coordinator import depends_on_missing_claims, next_proposal
-from hpc_elastic.rendezvous.ending import Ending
+from hpc_elastic.rendezvous.ending import Ending, EventListener
 from hpc_elastic.rendezvous.failure_detector import FailureDetector
 from hpc_elastic.rendezvous.heartbeat_sender import HeartbeatSender, StoreId
 from hpc_elastic.rendezvous.peers import BeatPlan, NodeInfo, NotificationSender, Peers, addresses_of, notifier_of
@@ -50,16 +48,10 @@ class Refreshed(RunEvent, frozen=True, kw_only=True):
     announced: frozenset[str]
 
 
-class Listener(Protocol):
-    """A participant calls it from within `step`."""
+class Listener(EventListener, Protocol):
+    """A participant calls it from within `step`: with records, of which some may be skipped, and its decisions."""
 
-    def on_record(self, record: RoundRecord) -> None:
-        """Take in a newer record; records in between may be skipped."""
-        ...
-
-    def on_event(self, event: RunEvent) -> None:
-        """Take in a decision of this coordinator, or news for its process alone."""
-        ...
+    def on_record(self, record: RoundRecord) -> None: ...
 
 
 class Participant:
@@ -86,7 +78,6 @@ class Participant:
         self._listener = listener
         self._notifier = notifier
         self.observes = info.node == OBSERVER_NODE
-        """It is the supervisor's, which looks and never takes part."""
         now = clock.monotonic()
         self.intervals = poll_intervals(settings)
         self._peers = Peers(store, info, notifier)
@@ -104,16 +95,13 @@ class Participant:
         """Requests of its agent on behalf of all; in the log as soon as that takes them."""
         self._announced = False
         self._wants_in = False
-        self._idle_until = 0.0
-        """Time until which a member that is in touch with the coordinator has nothing to do."""
+        self._idle_until = 0.0  # until then a member that is in touch with the coordinator has nothing to do
         self.has_unwritten_record = False
         """The filesystem has refused this coordinator's next record, and no newer one is known: steps in which nothing
         is written then don't show that it answers again."""
         self._refresh_serial = 0
-        self._has_committed = False
-        """The coordinator committed in the last step: it knows all listings that the next look needs."""
+        self._has_committed = False  # in the last step: the coordinator knows all listings that the next look needs
         self.record: RoundRecord | None = None
-        """The newest record seen."""
         self._started_at = now
         self._invalidator = CacheInvalidator(store, info.uid, observes=self.observes)
         self._notifications = PendingNotifications()
@@ -156,10 +144,7 @@ class Participant:
             pass  # the store is doubted now, which the next step looks into
 
     def refresh(self, serial: int) -> None:
-        """Look at the log past all caches, and at all participants that have ever announced themselves.
-
-        The listener hears `Refreshed` with the serial when that is done.
-        """
+        """Have the next step read the log and all announcements past all caches, and report `Refreshed`."""
         self._refresh_serial = serial
 
     def notified_of(self, keys: Iterable[str]) -> None:
@@ -187,17 +172,14 @@ class Participant:
         return self.record is not None and self.record.leader == self._info.uid
 
     def step(self, *, notified: bool = True) -> float:
-        """Look, decide, act.
+        """Look, decide, act. Returns seconds until the next step is due, where no notification comes first.
 
         Args:
             notified: Whether there is a reason to look at the files; else that is done where it is due by itself.
 
-        Returns:
-            Seconds until the next step is due, where no notification comes first.
-
         Raises:
             OSError: a passing fault of the filesystem: step again after a while.
-            StoreError: a lasting one. StoreWipedError: the store is not the one that was joined.
+            StoreError: a lasting one; or the store is not the one that was joined.
             RendezvousStateError: the log holds a record that this program can't read.
         """
         now = self.detector.begin_step()
@@ -265,14 +247,10 @@ class Participant:
         return bool(hidden)
 
     def _announce(self, now: float) -> bool:
-        """Write this node's entry, before anything else. Returns whether to look at the log now.
-
-        Many nodes that start together claim a place in the first round before they look: the notification that says
-        that the round is frozen holds all that they need to know.
-        """
+        """Write this node's entry, before anything else. Returns whether to look at the log now."""
         self._peers.announce()
         later = self._info.node > 0 and self._wants_in and self.intervals.first_look > 0
-        if later:
+        if later:  # of many nodes that start together: the notification that the first round is frozen says all
             self.claims.join(0)
             self._schedule.look_later(now)
         self._announced = True
@@ -326,16 +304,16 @@ class Participant:
         self.has_unwritten_record = False
         now = self._clock.monotonic()
         if before is None or (before.round, before.status) != (record.round, record.status):
-            self._scanner.status_began(now)
+            self._scanner.status_since = now
             if record.status in (Status.FROZEN, Status.FINAL) and record.member(self._info.uid) is not None:
                 # The agent must ask for the next round itself: its workers must have ended, and an agent that does not
                 # even confirm must not come back, to break round after round. Reset once per state: what the agent
                 # asks for in it holds, even where another participant writes a record.
                 self._wants_in = False
         if before is None or before.lost != record.lost:
-            self._scanner.somebody_was_lost(now)
+            self._scanner.lost_since = now
         if record.notice is not None and not record.notice.is_given_as(before.notice if before else None):
-            self._scanner.notice_was_given(now)
+            self._scanner.noticed_at = now
         if not self._leads():
             self._scanner.forget()
         self._schedule.new_record(now)
@@ -361,7 +339,6 @@ class Participant:
             self._peers.notify(addresses_of(self.record.notifier), about)
 
     def _flush_claims(self) -> bool:
-        """Returns whether there was something."""
         keys = self.claims.flush()
         for key in keys:
             self._announce_claim(key)
@@ -388,14 +365,10 @@ class Participant:
 
     def _commit_requests_to_all(self) -> bool:
         """Close the run, or record a notice or a signal: any may. Returns whether it did, or was too late."""
-        record = self.record
-        if record is None or not self.to_all:
+        if self.record is None or not self.to_all:
             return False
-        proposal = self.to_all.next(record, noticed_for=self._scanner.noticed_for(self._clock.monotonic()))
-        if proposal is None:
-            return False
-        self._commit(proposal)
-        return True
+        noticed_for = self._clock.monotonic() - self._scanner.noticed_at
+        return self._commit(self.to_all.next(self.record, noticed_for=noticed_for))
 
     def _coordinate(self, *, looked: bool, survey: bool) -> bool:
         """Commit what is to be committed. Returns whether something was, or was lost to another."""
@@ -422,10 +395,7 @@ class Participant:
             self._invalidator.before_absence(record)
             self._scanner.forget()
             _, proposal = self._survey(record)
-        if proposal is None:
-            return False
-        self._commit(proposal)
-        return True
+        return self._commit(proposal)
 
     def _survey(self, record: RoundRecord) -> tuple[ClusterView, Proposal | None]:
         view = self._scanner.look(record)
@@ -469,16 +439,18 @@ class Participant:
             self._succession.took_over(successor)
         return True
 
-    def _commit(self, proposal: Proposal) -> None:
-        record = proposal.record
+    def _commit(self, proposal: Proposal | None) -> bool:
         before = self.record
-        assert before is not None
+        if proposal is None or before is None:
+            return False
+        record = proposal.record
         events = [
             to_event(proposal.event, record, proposal.reason, explained=proposal.explained),
             *consequences(before, proposal, self.detector.last_sign),
         ]
         if self._append(record, *events) and record.number % 16 == 0:
             self._log.compact()
+        return True
 
     def _append(self, record: RoundRecord, *events: CoordinatorEvent) -> bool:
         self.has_unwritten_record = True

@@ -81,8 +81,7 @@ class Peers:
         return newest
 
     def learn(self, uids: Iterable[str]) -> None:
-        """Learn about those that are not known yet, and with them about everybody new: observers want notifications
-        too."""
+        """Learn about those that are not known yet, and with them about everybody new: observers are notified too."""
         missing = {uid for uid in uids if uid not in self._known}
         if not missing and len(self._known) > 1:
             return

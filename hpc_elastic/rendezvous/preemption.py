@@ -18,8 +18,6 @@ MEASURE_SECONDS = 1.0
 """Seconds for which a node measures how fast its workers step before it says where they stand."""
 NEWS_SECONDS = 1.0
 """Seconds by which a later notice must leave less time than the one that holds, to be sent on."""
-_MOST_STEPS = 1 << 62
-_MOST_RATE = 1e9
 
 
 class PreemptionNotice(Struct, frozen=True, array_like=True):
@@ -59,12 +57,7 @@ class PreemptionStatus(Struct, frozen=True, kw_only=True):
 
 
 def seconds_to_save(given: float, *, shutdown_timeout: float) -> float:
-    """Seconds for which a checkpoint is waited for.
-
-    Args:
-        given: Seconds until the job is ended from outside.
-        shutdown_timeout: The workers' grace, which the rest must allow for.
-    """
+    """Seconds for which a checkpoint is waited for, of those `given` until the job is ended from outside."""
     return max(1.0, given - min(shutdown_timeout, given / 3) - min(5.0, given / 10))
 
 
@@ -78,6 +71,6 @@ def agreed_step(statuses: Collection[PreemptionStatus], *, spread: float) -> int
     if not known:
         return NO_STEP
     furthest = max(status.step for status in known)
-    ahead = math.ceil(min(_MOST_RATE, max(0.0, *(status.rate for status in known))) * spread)
+    ahead = math.ceil(min(1e9, max(0.0, *(status.rate for status in known))) * spread)
     # One more: a step is reported when it is complete. Ranks that wait for each other are no further apart.
-    return min(_MOST_STEPS, furthest + ahead + 1)
+    return min(1 << 62, furthest + ahead + 1)

@@ -119,8 +119,7 @@ class RequestsToAll:
     def next(self, record: RoundRecord, *, noticed_for: float = 0.0) -> Proposal | None:
         """The next of them to append after `record`; None where it says all of it, and nothing waits any more.
 
-        Args:
-            noticed_for: Seconds since this participant read the record's notice, where it has one.
+        `noticed_for`: seconds since this participant read the record's notice, where it has one.
         """
         if record.status is not Status.CLOSED:
             if self._closing is not None:
@@ -129,7 +128,9 @@ class RequestsToAll:
             known = record.notice
             if self._notice is not None and (known is None or self._notice.leaves_less_than(known, since=noticed_for)):
                 return propose_notice(record, self._notice)
-            if self._heard and _is_news(self._heard, record):
+            # Who knows of a notice may still learn that a preemption begins, which leaves less time.
+            knows_as_much = _is_end(record.heard) if _is_end(self._heard) else record.heard or record.notice is not None
+            if self._heard and not knows_as_much:
                 return propose(record, RoundEvent.HEARD, self._heard, heard=self._heard)
         self._closing = self._notice = None
         self._heard = ""
@@ -138,13 +139,6 @@ class RequestsToAll:
 
 def _is_end(heard: str) -> bool:
     return heard.startswith(Signals.SIGTERM.name)
-
-
-def _is_news(heard: str, record: RoundRecord) -> bool:
-    """Who knows of a notice may still learn that a preemption begins, which leaves less time."""
-    if _is_end(heard):
-        return not _is_end(record.heard)
-    return not record.heard and record.notice is None
 
 
 EVENTS: Mapping[RoundEvent, Callable[..., CoordinatorEvent]] = {
@@ -194,11 +188,7 @@ def link_event(record: RoundRecord, lost: LostLink, *, now: float, now_ns: int) 
 
 
 def consequences(before: RoundRecord, proposal: Proposal, last_sign: Callable[[str], float]) -> list[CoordinatorEvent]:
-    """The events of a committed decision for single nodes: lost, left, missing, replaced.
-
-    Args:
-        last_sign: Uid → seconds since its last sign of life.
-    """
+    """The events of a committed decision for single nodes; `last_sign`: uid → seconds since its last sign of life."""
     record = proposal.record
     members = {m.node: m.uid for m in before.members}
     events: list[CoordinatorEvent] = []

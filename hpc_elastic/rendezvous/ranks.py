@@ -1,8 +1,4 @@
-"""Ranks: from the last round's members and the nodes that live to the next round's members, in order.
-
-The one place where ranks come from. The coordinator calls `assign_ranks` when it freezes a round, and the answer is in
-the round's record; every agent reads its own ranks off that with `rank_layout`.
-"""
+"""Ranks: `assign_ranks` orders a round's members for its record, off which each agent reads its own (`rank_layout`)."""
 
 from __future__ import annotations
 
@@ -28,13 +24,12 @@ def assign_ranks(
 
     Args:
         previous: The last round's members in slot order; empty before the first round.
-        live: The nodes that want to be in, at most one for each node index, in any order. The index is the place in
-            Slurm's order, which is topology; spares are at its end.
-        max_nodes: Most members.
+        live: The nodes that want to be in, at most one for each node index. The index is the place in Slurm's order,
+            which is topology; spares are at its end.
         segment: Number of neighbours in Slurm's order that belong together: nodes 0 to `segment` - 1, and so on.
 
     Returns:
-        The members in slot order: the position is the group rank, and `rank_layout` gives the global ones.
+        The members in slot order: the position is the group rank.
     """
     most = max_nodes // segment
     places = list(_by_segment(previous, segment).items())[:most]

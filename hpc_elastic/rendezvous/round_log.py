@@ -22,7 +22,6 @@ RESERVE = "reserve"
 """Key of a file that keeps room free for a run's end."""
 _RESERVE_BYTES = 256 << 10
 _FOLDER = "log"
-_DIGITS = 16
 
 
 class LogRecord(Struct, frozen=True):
@@ -64,11 +63,7 @@ class RecordLog:
         return self._newest
 
     def append(self, number: int, value: Mapping[str, Any]) -> bool:
-        """Create record `number`, the successor of the newest one that the caller knows.
-
-        Returns:
-            Whether it was this call that did. False: another record has that number; read `latest`.
-        """
+        """Create record `number`, the successor of the newest one that the caller knows. Returns whether it did."""
         raw = json.dumps({**value, "nonce": os.urandom(8).hex()}, separators=(",", ":"))
         if not self._store.put_if_absent(_key(number), raw):
             self._store.invalidate(_FOLDER)  # so that the next look shows who was first, also where caches hid it
@@ -95,7 +90,7 @@ class RecordLog:
 
 
 def _key(number: int) -> str:
-    return f"{_FOLDER}/{number:0{_DIGITS}d}"
+    return f"{_FOLDER}/{number:016d}"
 
 
 def _decode(raw: str) -> dict[str, Any]:
@@ -128,9 +123,7 @@ class RoundLog:
     def latest(self, *, hint: int = 0) -> RoundRecord | None:
         """The newest visible record, `hint` as in `RecordLog`; the same object while there is no newer one.
 
-        Raises:
-            OSError: a passing fault; also where the member list that a record refers to can't be read yet.
-            RendezvousStateError: a record that this program can't read.
+        OSError is raised also where the member list that a record refers to can't be read yet.
         """
         found = self._log.latest(hint=hint)
         if found is not None and (self._newest is None or found.number > self._newest.number):
@@ -138,22 +131,17 @@ class RoundLog:
         return self._newest
 
     def append(self, record: RoundRecord) -> bool:
-        """Create `record`, the successor of the newest one. False: another has its number; read `latest`.
-
-        Raises:
-            StoreFullError: there is no room for it. The last one takes what was kept free (`reserve_room`).
-        """
+        """Create `record`, the successor of the newest one. False: another has its number; read `latest`."""
         try:
             is_first = self._log.append(record.number, record.to_json())
         except StoreFullError:
             if record.status is not Status.CLOSED:
                 raise
-            self._store.delete(RESERVE)
+            self._store.delete(RESERVE)  # the last one takes what was kept free (`reserve_room`)
             is_first = self._log.append(record.number, record.to_json())
-        if not is_first:
-            return False
-        self._newest = record
-        return True
+        if is_first:
+            self._newest = record
+        return is_first
 
     def compact(self) -> None:
         """Remove old records, but for the one whose member list still holds. For the coordinator alone."""

@@ -57,11 +57,9 @@ def why_remove(*, closed: bool, followers: int, unchanged: float) -> str | None:
 
 
 def remove_epoch(path: str, *, clock: Clock, stop: threading.Event) -> bool:
-    """Remove a store's folder with what this program makes in one, some files a second.
+    """Remove a store's folder with what this program makes in one, some files a second. Returns whether all is gone.
 
-    Returns:
-        Whether all of it is gone. What is not ours, ``.nfsXXXX`` (a file that a process has open) and so the folders
-        that hold them stay.
+    What is not ours, ``.nfsXXXX`` (a file that a process has open) and so the folders that hold them stay.
     """
     try:
         top = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -73,7 +71,9 @@ def remove_epoch(path: str, *, clock: Clock, stop: threading.Event) -> bool:
         removal = _Removal(clock, stop)
         for name in _STORE_FOLDERS:
             removal.empty(top, name, depth=3)
-        removal.remove_strays(top)
+        for entry in removal.entries(top):
+            if entry.name.startswith(".") and not entry.is_dir(follow_symlinks=False):
+                removal.unlink(top, entry.name)  # of a process that was killed in a `FileStore.invalidate`
     finally:
         os.close(top)
     return removal.rmdir(path)
@@ -90,28 +90,22 @@ class _Removal:
         except OSError:
             return  # not there, or no folder of ours
         try:
-            for entry in self._entries(fd):
+            for entry in self.entries(fd):
                 if entry.is_dir(follow_symlinks=False):
                     if depth > 1:
                         self.empty(fd, entry.name, depth=depth - 1)
                 else:
-                    self._unlink(fd, entry.name)
+                    self.unlink(fd, entry.name)
         finally:
             os.close(fd)
         self.rmdir(name, parent)
 
-    def remove_strays(self, top: int) -> None:
-        """Remove leftovers of a process that was killed in the middle of a `FileStore.invalidate`."""
-        for entry in self._entries(top):
-            if entry.name.startswith(".") and not entry.is_dir(follow_symlinks=False):
-                self._unlink(top, entry.name)
-
     @staticmethod
-    def _entries(fd: int) -> list[os.DirEntry[str]]:
+    def entries(fd: int) -> list[os.DirEntry[str]]:
         with os.scandir(fd) as found:
             return [entry for entry in found if not entry.name.startswith(".nfs")]
 
-    def _unlink(self, parent: int, name: str) -> None:
+    def unlink(self, parent: int, name: str) -> None:
         if self._stop.is_set():
             return
         self._clock.wait(self._stop, 1 / REMOVALS_PER_SECOND)
@@ -132,7 +126,6 @@ class _Removal:
 
 
 _EPOCH = "epoch-"
-_READABLE = 48
 
 
 def safe_name(text: str) -> str:
@@ -140,7 +133,7 @@ def safe_name(text: str) -> str:
 
     ``jobs/42`` → ``jobs_42.`` and 32 hexadecimal digits of its SHA-256.
     """
-    readable = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "_" for c in text[:_READABLE])
+    readable = "".join(c if c.isascii() and (c.isalnum() or c in "-_") else "_" for c in text[:48])
     return f"{readable}.{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
 
 
@@ -186,12 +179,7 @@ class RunFolder:
         return RoundLog(self.open(epoch), self._run_id).latest()
 
     def open(self, epoch: int) -> FileStore:
-        """The store of `epoch`, created where it is not there.
-
-        Raises:
-            UnsafePathError: another user could put a store of theirs in its place.
-            RendezvousError: the shared directory is gone.
-        """
+        """The store of `epoch`, created where it is not there. UnsafePathError: another user could replace it."""
         at = Path(self._directory)
         try:
             problem = why_replaceable(at, option="--rdzv-endpoint")
@@ -224,10 +212,8 @@ class RunFolder:
         except RendezvousStateError:
             record = None  # a later program's: it counts as one that was never closed
         beats = {uid: store.version(f"hb/{uid}") for uid in store.list("hb")}
-        return record is not None and record.status is Status.CLOSED, (
-            record.number if record is not None else 0,
-            beats,
-        )
+        is_closed = record is not None and record.status is Status.CLOSED
+        return is_closed, (record.number if record is not None else 0, beats)
 
     def epochs(self) -> list[int]:
         try:

@@ -1,5 +1,4 @@
-"""Times at which a participant looks at the files and beats: intervals for nodes that share a server, and one's next
-look.
+"""Times at which a participant looks at the files and beats.
 
 A metadata server takes some 10,000 operations a second, and a job should leave nearly all of them to others. So the
 intervals grow with the number of nodes, such that all nodes together stay below `budget`. Where packets get through
@@ -23,7 +22,6 @@ WITHOUT_PACKETS = 1.3
 """Factor for that where the coordinator has to read the heartbeats too."""
 BEATS_PER_SECOND = 2048.0
 """Datagrams that one coordinator takes in."""
-CONNECTED_HEARTBEAT = 30.0
 FEW_NODES = 16
 """Up to so many, heartbeats are read at once; of more nodes, a claim is sign of life enough for a while."""
 LOOK_AT_ONCE = 64
@@ -99,7 +97,7 @@ def poll_intervals(settings: RendezvousSettings) -> PollIntervals:
         gathering=min(max(0.25, nodes / 16_000), settings.poll_interval),
         ending=max(1.0, nodes / 64),
         heartbeat=heartbeat,
-        heartbeat_connected=max(settings.heartbeat_interval, period, CONNECTED_HEARTBEAT),
+        heartbeat_connected=max(settings.heartbeat_interval, period, 30.0),
         early=0.4 if period > settings.heartbeat_interval else 0.0,
         first_reading=0.0 if few else heartbeat,
         reading=settings.heartbeat_interval / 4 if few else heartbeat,
@@ -120,10 +118,6 @@ def budget(nodes: int, operations_per_second: float) -> float:
     return 0.9 * operations_per_second * max(1.0, nodes / 17 / 150)
 
 
-_FIRST = 0.02
-_GROWTH = 2.0
-_SPREAD = 0.15
-"""Many nodes that looked at the same moment should not do it again."""
 EARLY = 0.1
 """Actions that are due within this part of the longest wait are done at once: the coordination thread wakes up with a
 beat that comes a little before, and should not have to wake up once more."""
@@ -145,7 +139,7 @@ class Schedule:
         self._looked_at = now
         self.look_due = now
         """When the log is to be looked at without a notification."""
-        self._interval = _FIRST
+        self._interval = 0.02
         self._connected = False
         self._touched_at = float("-inf")
         self._surveyed_at = float("-inf")
@@ -173,7 +167,7 @@ class Schedule:
         if not notified and now < self.look_due - self._early:
             return False
         self._looked_at = now
-        self._interval = min(self._interval * _GROWTH, self._intervals.poll)
+        self._interval = min(self._interval * 2, self._intervals.poll)
         self.look_due = float("inf")  # until `wait` has seen what came of it
         return True
 
@@ -212,13 +206,7 @@ class Schedule:
         ending: float | None = None,
         idle: bool = False,
     ) -> float:
-        """Seconds until the next step.
-
-        Args:
-            connected: It and the coordinator hear each other.
-            ending: Where the run is closed and something is waited for: seconds between two looks for it.
-            idle: It coordinates a round that runs, and it and all members hear each other.
-        """
+        """Seconds until the next step; `ending`: between two looks for what is waited for after the close."""
         self._is_idle = idle
         if self.look_due == float("inf"):
             self.look_due = self._looked_at + self._spread(self._until_look(now, leads, connected, ending))
@@ -248,4 +236,4 @@ class Schedule:
     def _spread(self, seconds: float) -> float:
         if self._intervals.ending <= 1.0:
             return seconds
-        return seconds * self._rng.uniform(1.0 - _SPREAD, 1.0 + _SPREAD)
+        return seconds * self._rng.uniform(0.85, 1.15)  # nodes that looked at one moment should not do it again

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 from functools import cached_property
 from types import MappingProxyType
@@ -24,8 +24,6 @@ from hpc_elastic.errors import IllegalTransitionError
 from hpc_elastic.rendezvous.errors import RendezvousStateError
 from hpc_elastic.rendezvous.preemption import PreemptionNotice
 
-_TIME_BITS = 48
-_TIME_SHIFT = 16
 OBSERVER_PLACE = 99999
 """The node index in the uid of a supervisor, which is no node."""
 
@@ -33,12 +31,10 @@ OBSERVER_PLACE = 99999
 def new_uid(node: int, host: str, clock: Clock, *, start: int = 0) -> str:
     """``00003-nid003-0001f87ab3c4d5e6-9f3c``: node index, host, start, four random digits.
 
-    `clock` gives the start's last 12 digits: this host's time in units of 65.5 µs. `start` gives the first 4: the
-    ordinal of this agent on its node, where agents are counted. A node that comes back may have another time than
-    before; this orders its agents first.
+    The start begins with the ordinal `start` of this agent on its node, where agents are counted: a node that comes
+    back may have another time than before. Then 12 digits of this host's time in units of 65.5 µs.
     """
-    time = clock.time_ns() >> _TIME_SHIFT & (1 << _TIME_BITS) - 1
-    started = min(start, 0xFFFF) << _TIME_BITS | time
+    started = min(start, 0xFFFF) << 48 | clock.time_ns() >> 16 & (1 << 48) - 1
     readable = "".join(c if c.isascii() and (c.isalnum() or c in "-.") else "_" for c in host)[:64]
     return f"{node:05d}-{readable}-{started:016x}-{os.urandom(2).hex()}"
 
@@ -182,7 +178,13 @@ class RoundRecord(Struct, frozen=True, kw_only=True, rename={"notifier": "bell",
     def to_json(self) -> dict[str, Any]:
         """The record without its number, which is its name, and short: that of a few nodes fits into a symlink."""
         value = {"v": codec.VERSION, **codec.to_json(self, without=("number", "members_at"))}
-        value["members"] = self.members_at or _pack_members(value["members"])
+        value["members"] = members = self.members_at or value["members"]
+        if isinstance(members, list | tuple) and len(members) > MOST_PLAIN:
+            # Thousands of nodes read it at once: what they have in common is most of it.
+            from base64 import b85encode
+
+            packed = zlib.compress(json.dumps(members, separators=(",", ":")).encode(), 6)
+            value["members"] = b85encode(packed).decode()
         for name in ("vacant", "unfit", "hang", "failed", "symptoms", "notice", "heard"):
             if not value[name]:
                 del value[name]
@@ -205,16 +207,6 @@ class RoundRecord(Struct, frozen=True, kw_only=True, rename={"notifier": "bell",
             changes["members"] = self.members
             members_at = self.members_at or self.number
         return replace(self, number=self.number + 1, members_at=members_at, **changes)
-
-
-def _pack_members(members: Sequence[Any]) -> Sequence[Any] | str:
-    if len(members) <= MOST_PLAIN:
-        return members
-    # Thousands of nodes read it at once: what they have in common is most of it.
-    from base64 import b85encode
-
-    packed = zlib.compress(json.dumps(members, separators=(",", ":")).encode(), 6)
-    return b85encode(packed).decode()
 
 
 def _unpack_members(text: str) -> Any:
@@ -321,45 +313,38 @@ class RoundEvent(str, Enum):
     """Done, given up, or cancelled."""
 
 
-TRANSITIONS = MappingProxyType(
-    {
-        Status.JOINABLE: MappingProxyType(
-            {
-                RoundEvent.TAKE_OVER: Status.JOINABLE,
-                RoundEvent.ANNOUNCE: Status.JOINABLE,
-                RoundEvent.ASK: Status.JOINABLE,
-                RoundEvent.HEARD: Status.JOINABLE,
-                RoundEvent.NOTICE: Status.JOINABLE,
-                RoundEvent.FREEZE: Status.FROZEN,
-                RoundEvent.CLOSE: Status.CLOSED,
-            }
-        ),
-        Status.FROZEN: MappingProxyType(
-            {
-                RoundEvent.TAKE_OVER: Status.FROZEN,
-                RoundEvent.ASK: Status.FROZEN,
-                RoundEvent.HEARD: Status.FROZEN,
-                RoundEvent.NOTICE: Status.FROZEN,
-                RoundEvent.CONFIRM: Status.FINAL,
-                RoundEvent.REOPEN: Status.JOINABLE,
-                RoundEvent.CLOSE: Status.CLOSED,
-            }
-        ),
-        Status.FINAL: MappingProxyType(
-            {
-                RoundEvent.TAKE_OVER: Status.FINAL,
-                RoundEvent.ANNOUNCE: Status.FINAL,
-                RoundEvent.ASK: Status.FINAL,
-                RoundEvent.HEARD: Status.FINAL,
-                RoundEvent.NOTICE: Status.FINAL,
-                RoundEvent.AGREE: Status.FINAL,
-                RoundEvent.REOPEN: Status.JOINABLE,
-                RoundEvent.CLOSE: Status.CLOSED,
-            }
-        ),
-        Status.CLOSED: MappingProxyType({}),
-    }
-)
+_TABLE: dict[Status, dict[RoundEvent, Status]] = {
+    Status.JOINABLE: {
+        RoundEvent.TAKE_OVER: Status.JOINABLE,
+        RoundEvent.ANNOUNCE: Status.JOINABLE,
+        RoundEvent.ASK: Status.JOINABLE,
+        RoundEvent.HEARD: Status.JOINABLE,
+        RoundEvent.NOTICE: Status.JOINABLE,
+        RoundEvent.FREEZE: Status.FROZEN,
+        RoundEvent.CLOSE: Status.CLOSED,
+    },
+    Status.FROZEN: {
+        RoundEvent.TAKE_OVER: Status.FROZEN,
+        RoundEvent.ASK: Status.FROZEN,
+        RoundEvent.HEARD: Status.FROZEN,
+        RoundEvent.NOTICE: Status.FROZEN,
+        RoundEvent.CONFIRM: Status.FINAL,
+        RoundEvent.REOPEN: Status.JOINABLE,
+        RoundEvent.CLOSE: Status.CLOSED,
+    },
+    Status.FINAL: {
+        RoundEvent.TAKE_OVER: Status.FINAL,
+        RoundEvent.ANNOUNCE: Status.FINAL,
+        RoundEvent.ASK: Status.FINAL,
+        RoundEvent.HEARD: Status.FINAL,
+        RoundEvent.NOTICE: Status.FINAL,
+        RoundEvent.AGREE: Status.FINAL,
+        RoundEvent.REOPEN: Status.JOINABLE,
+        RoundEvent.CLOSE: Status.CLOSED,
+    },
+    Status.CLOSED: {},
+}
+TRANSITIONS = MappingProxyType({status: MappingProxyType(row) for status, row in _TABLE.items()})
 
 
 def next_status(status: Status, event: RoundEvent) -> Status:

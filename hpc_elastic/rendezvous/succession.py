@@ -164,8 +164,7 @@ class Succession:
     def _whom_to_ask(self, record: RoundRecord, move: Move) -> tuple[str, ...]:
         """Suspects beside the coordinator, of which this node hears none: they may have died with it.
 
-        A node that was asked with it and has answered is no suspect any more. Where there are many nodes only the
-        coordinator is asked: the others have to send their beats to the new one, or are asked for that.
+        Of many nodes only the coordinator is asked: the others have to send their beats to the new one.
         """
         if move.event is RoundEvent.TAKE_OVER and record.leader in record.suspects:
             self._detector.look_at(record.suspects, closely=True)

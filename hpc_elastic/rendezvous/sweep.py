@@ -77,10 +77,7 @@ class Sweep:
         coordinator."""
 
     def step(self, record: RoundRecord | None, *, joined: AbstractSet[str], now: float) -> None:
-        """Remove a little, where there is something and nobody waits. Raises nothing of the filesystem's.
-
-        `joined`: claims on the next round, as the coordinator last saw them.
-        """
+        """Remove a little, where nobody waits; `joined`: claims on the next round, as the coordinator last saw them."""
         if self._observes:
             return
         try:
@@ -89,7 +86,9 @@ class Sweep:
             self._stepped_at = now
             if record is None:
                 return
-            self._note(record.round)
+            for index in (record.round, record.round + 1):  # a claim may be on the next one already
+                if not self._mine or self._mine[-1] < index:
+                    self._mine.append(index)
             self._allowance.renew(now)
             if record.status is not Status.FINAL:
                 return
@@ -98,11 +97,6 @@ class Sweep:
                 self._remove_others(record, joined, now)
         except (OSError, StoreError) as error:
             logger.debug("not swept: %s", error)  # the next step tries again; nothing depends on it
-
-    def _note(self, newest: int) -> None:
-        for index in (newest, newest + 1):  # a claim may be on the next one already
-            if not self._mine or self._mine[-1] < index:
-                self._mine.append(index)
 
     def _remove_own(self, newest: int) -> None:
         while self._mine and self._mine[0] < newest - KEPT_ROUNDS:

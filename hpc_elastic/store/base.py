@@ -47,13 +47,8 @@ class Store(Protocol):
     def put_if_absent(self, key: str, value: str) -> bool:
         """Give `key` its value, once and for good.
 
-        Returns:
-            Whether `key` now holds `value`: true also when an earlier try of the same caller had worked although it
-            looked like a failure (a lost reply). False: another process's value is there.
-
-        Raises:
-            StoreFullError: no space: nothing was written.
-            StoreError: a filesystem that is read-only: nothing was written.
+        Returns whether `key` now holds `value`: true also when an earlier try of the same caller had worked although it
+        looked like a failure (a lost reply). Where StoreFullError or StoreError is raised, nothing was written.
         """
         ...
 
@@ -113,8 +108,3 @@ def wiped(store: Store, *, epoch: str, found: str | None, otherwise: str) -> Sto
     except (OSError, UnsafePathError) as error:
         why = f"is not what it was ({error})"
     return StoreWipedError(root=str(getattr(store, "root", otherwise)), why=why)
-
-
-def fits_key(name: str) -> bool:
-    """Return whether `name` can be one component of a key: short, printable, no dot first (readers skip dot-names)."""
-    return 0 < len(name) <= 200 and name[0] != "." and all(c.isalnum() or c in "-_.+" for c in name) and name.isascii()

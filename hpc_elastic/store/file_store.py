@@ -14,6 +14,7 @@ O_APPEND, replacing a file by rename, comparing times) is not used.
 from __future__ import annotations
 
 import builtins
+import contextlib
 import errno
 import functools
 import os
@@ -51,16 +52,14 @@ class FileStore(Store):
     def __init__(
         self, root: Path, *, clock: Clock, stop: threading.Event | None = None, largest: int | None = None
     ) -> None:
-        """Open, or create, the store.
+        """Open, or create, the store; `root`'s parent exists.
 
         Args:
-            root: The folder; its parent exists.
             stop: Ends every wait at once.
             largest: Bytes of an entry, for a reader of what anybody may have prepared; a larger one is refused.
 
         Raises:
             UnsafePathError: the folder is a link, another user's, or open to others.
-            OSError: it can't be created.
         """
         make_private_dir(root)
         self._root = os.fspath(root)
@@ -96,13 +95,15 @@ class FileStore(Store):
                 break
         if self._is_full():
             raise StoreFullError(root=self._root, why=f"can't create {key}: {os.strerror(errno.ENOSPC)}")
-        raise failure or OSError(errno.EIO, "the create was never tried")
+        assert failure is not None
+        raise failure
 
     def _create(self, path: str, raw: bytes) -> None:
         # That a way is not offered here is only remembered once another has worked: sshfs says EPERM to everything, to
         # a lost race and a full disk too.
         symlinks, hard_links = self._symlinks, self._hard_links
-        if symlinks and _fits_symlink(raw):
+        # sshfs 3.7 refuses to read a link with ".." in it (EPERM).
+        if symlinks and len(raw) <= LONGEST_SYMLINK and b".." not in raw and b"\0" not in raw:
             try:
                 os.symlink(raw, os.fsencode(path))  # bytes: the text must not depend on this node's locale
                 return
@@ -281,17 +282,15 @@ class FileStore(Store):
         path = self._path(key)
         try:
             os.unlink(path)
+            return
         except OSError as error:
             if error.errno in _GONE:
                 return
             if error.errno not in (errno.EISDIR, errno.EPERM) or not stat.S_ISDIR(os.lstat(path).st_mode):
                 raise
-            self._remove_folder(key)
-
-    def _remove_folder(self, folder: str) -> None:
-        self._folders.discard(folder)
+        self._folders.discard(key)
         try:
-            os.rmdir(self._path(folder))
+            os.rmdir(path)
         except OSError as error:
             # Not empty: another process's .nfsXXXX, or a claim that was just made.
             if error.errno not in (*_GONE, errno.ENOTEMPTY, errno.EEXIST, errno.EBUSY):
@@ -316,10 +315,8 @@ class FileStore(Store):
         except OSError as error:
             if error.errno in _GONE:
                 return False  # any other is no matter: it only makes a cache fresher
-        try:
+        with contextlib.suppress(OSError):
             os.unlink(name)  # also after an error: the reply may have been lost
-        except OSError:
-            pass
         return True
 
     @property
@@ -339,10 +336,8 @@ class FileStore(Store):
         at = self._root
         for part in folder.split("/"):
             at = f"{at}/{part}"
-            try:
-                os.mkdir(at, 0o700)
-            except FileExistsError:
-                pass  # also with a stale negative entry on NFS, where the look-up said that it was not there
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(at, 0o700)  # also with a stale negative entry on NFS: the look-up said that it is not there
         self._folders.add(folder)
 
 
@@ -355,11 +350,6 @@ def _decode(raw: bytes) -> str | None:
     """None where the checksum says that the value is not whole."""
     checksum, _, text = raw.partition(b" ")
     return text.decode("utf-8", "surrogateescape") if checksum == b"%08x" % zlib.crc32(text) else None
-
-
-def _fits_symlink(raw: bytes) -> bool:
-    # sshfs 3.7 refuses to read a link with ".." in it (EPERM).
-    return len(raw) <= LONGEST_SYMLINK and b".." not in raw and b"\0" not in raw
 
 
 def _ask_mount(path: str) -> None:

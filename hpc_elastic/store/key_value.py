@@ -30,10 +30,6 @@ the past."""
 _PRUNE_EVERY = 256
 _FIRST_DELAY = 0.003
 _LONGEST_DELAY = 0.1
-_FRESH_SECONDS = 2.0
-_FIRST_INVALIDATION = 1.0
-_LONGEST_INVALIDATION = 30.0
-TIMEOUT_SECONDS = 300.0
 FAULT_SECONDS = 30.0
 """Seconds for which a filesystem that refuses is asked again before the caller hears of it."""
 
@@ -56,10 +52,10 @@ class _Version(Struct, frozen=True):
 class KeyValueStore:
     """Keys and values in `folder` of `store`. Any text is a key, any bytes are a value."""
 
-    def __init__(self, store: Store, folder: str, *, clock: Clock, rng: random.Random | None = None) -> None:
+    def __init__(self, store: Store, folder: str, *, clock: Clock) -> None:
         """Open, or create.
 
-        `folder` is a key prefix of its own, which nothing else uses; `rng` is for the delays between two tries.
+        `folder` is a key prefix of its own, which nothing else uses.
 
         Raises:
             OSError: the filesystem refused for half a minute; here and in all methods.
@@ -68,8 +64,8 @@ class KeyValueStore:
         self._store = store
         self._folder = f"{folder}/key"
         self._clock = clock
-        self._rng = rng or random.Random()
-        self._timeout = TIMEOUT_SECONDS
+        self._rng = random.Random()
+        self._timeout = 300.0
         self._never = threading.Event()
         self._invalidated_at = clock.monotonic()
         # The folder must be there before anybody looks for something in it: a client may remember for a minute that it
@@ -108,11 +104,7 @@ class KeyValueStore:
         return found[0]
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter, kept as decimal text; an absent one counts as 0. Returns the new value.
-
-        Raises:
-            ValueError: the value is no number.
-        """
+        """Add to a counter, kept as decimal text; an absent one counts as 0. ValueError: the value is no number."""
 
         def decide(old: bytes | None) -> bytes:
             try:
@@ -141,13 +133,14 @@ class KeyValueStore:
 
     def delete_key(self, key: str) -> bool:
         """Remove the value. Returns whether there was one."""
-        existed = [False]
+        existed = False
 
         def decide(old: bytes | None) -> None:
-            existed[0] = old is not None
+            nonlocal existed
+            existed = old is not None
 
         self._change(key, decide, keep_same=True)
-        return existed[0]
+        return existed
 
     def check(self, keys: Iterable[str]) -> bool:
         """Return whether all of them have a value."""
@@ -156,11 +149,7 @@ class KeyValueStore:
         return all(self._newest(_digest(key), names).value is not None for key in keys)
 
     def wait(self, keys: Iterable[str], timeout: float | timedelta | None = None) -> None:
-        """Wait until all of them have a value.
-
-        Raises:
-            KeyValueTimeoutError: after `timeout` (seconds, or what `set_timeout` gave); it names those without.
-        """
+        """Wait until all of them have a value. KeyValueTimeoutError: after `timeout` (in seconds, if a number)."""
         seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
         left = list(dict.fromkeys(keys))
 
@@ -172,7 +161,6 @@ class KeyValueStore:
         self._wait_until(there, self._timeout if seconds is None else seconds, left)
 
     def num_keys(self) -> int:
-        """How many keys have a value. One read for each."""
         return len(self.all_keys())
 
     def all_keys(self) -> list[str]:
@@ -266,7 +254,7 @@ class KeyValueStore:
         """Make sure that what is polled shows some day: a change within one tick of the server's clock does not show
         in a listing that a client has cached, until the folder changes again."""
         now = self._clock.monotonic()
-        if now - self._invalidated_at >= _FRESH_SECONDS:
+        if now - self._invalidated_at >= 2:
             self._invalidated_at = now
             self._store.invalidate(self._folder)
 
@@ -274,13 +262,13 @@ class KeyValueStore:
         """`there` gets the moment until which it may try, on the clock; `missing` is read after it."""
         deadline = self._clock.monotonic() + timeout
         delay = _FIRST_DELAY
-        invalidate_after, invalidated_at = _FIRST_INVALIDATION, self._clock.monotonic()
+        invalidate_after, invalidated_at = 1.0, self._clock.monotonic()
         while not there(deadline):
             now = self._clock.monotonic()
             left = deadline - now
             if now - invalidated_at >= invalidate_after:
                 self._store.invalidate(self._folder)  # as in `_freshen`, but ever more rarely
-                invalidate_after, invalidated_at = min(_LONGEST_INVALIDATION, 2 * invalidate_after), now
+                invalidate_after, invalidated_at = min(30, 2 * invalidate_after), now
             if left <= 0:
                 raise KeyValueTimeoutError(root=self._folder, missing=list(missing), seconds=timeout)
             self._clock.wait(self._never, min(left, self._rng.uniform(0.7, 1) * delay))

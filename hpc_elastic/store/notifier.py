@@ -34,17 +34,9 @@ from hpc_elastic.base.digests import Mac, sha256
 from hpc_elastic.base.files import read_bytes
 from hpc_elastic.errors import UnsafePathError, UsageError
 
-_LEAST_BYTES = 16
-
 
 def read_secret(path: Path) -> bytes:
-    """The run's secret.
-
-    Raises:
-        UnsafePathError: it is a link or no regular file, another user owns it, or others may read or write it.
-        UsageError: it is missing, or too short to be one.
-        OSError: a passing fault of the filesystem.
-    """
+    """The run's secret. UnsafePathError: others could know it; UsageError: it is missing, or too short to be one."""
     anew = "submit the run anew"
     try:
         info = os.lstat(path)
@@ -64,8 +56,8 @@ def read_secret(path: Path) -> bytes:
             f"they can forge packets of this run; {anew}"
         )
     secret = read_bytes(path, limit=4096).strip()
-    if len(secret) < _LEAST_BYTES:
-        raise UsageError(f"the run's secret {path} holds {len(secret)} bytes, less than {_LEAST_BYTES}; {anew}")
+    if len(secret) < 16:
+        raise UsageError(f"the run's secret {path} holds {len(secret)} bytes, less than 16; {anew}")
     return secret
 
 
@@ -115,18 +107,10 @@ class Heard(Struct, frozen=True, kw_only=True):
 
 
 class Notifier:
-    def __init__(
-        self, *, secret: bytes, run_uid: str, uid: str, host: str, port: int = 0, clock: Clock | None = None
-    ) -> None:
-        """Bind.
+    def __init__(self, *, secret: bytes, run_uid: str, uid: str, host: str, clock: Clock | None = None) -> None:
+        """Bind to `host`: ``127.0.0.1`` on one machine, ``0.0.0.0`` across nodes. OSError: it can't be bound.
 
-        Args:
-            secret: The run's; from a 0600 file.
-            run_uid: Mixed into every code: notifications of another run don't verify.
-            host: The address to bind: ``127.0.0.1`` on one machine, ``0.0.0.0`` across nodes.
-
-        Raises:
-            OSError: the address can't be bound; `open_notifier` goes on without.
+        `run_uid` is mixed into every code: notifications of another run don't verify.
         """
         self._mac = Mac(sha256(secret + b"\0" + run_uid.encode()))
         self._uid = uid
@@ -146,7 +130,7 @@ class Notifier:
         """This host's own addresses at which a valid notification from another participant arrived, first one first."""
         self._socket = socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
         try:
-            self._socket.bind((host, port))
+            self._socket.bind((host, 0))
         except BaseException:
             self._socket.close()
             raise
@@ -173,7 +157,8 @@ class Notifier:
         """
         more = {"a": about} if 0 < len(about) <= (_LONGEST_FORWARDED_KEY if forward else _LONGEST_KEY) else {}
         if forward:
-            more["f"] = _pack(forward[:MOST_FORWARDED])
+            packed = [socket.inet_aton(host) + port.to_bytes(2, "big") for host, port in forward[:MOST_FORWARDED]]
+            more["f"] = b"".join(packed).hex()
         self._send("ring", addresses, more)
 
     def beat(
@@ -323,10 +308,6 @@ class Notifier:
 
     def close(self) -> None:
         self._socket.close()
-
-
-def _pack(addresses: Sequence[Address]) -> str:
-    return b"".join(socket.inet_aton(host) + port.to_bytes(2, "big") for host, port in addresses).hex()
 
 
 def _unpack(packed: object) -> list[Address]:

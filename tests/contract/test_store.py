@@ -21,7 +21,7 @@ import pytest
 from hpc_elastic.base.clock import SystemClock
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.store import file_store
-from hpc_elastic.store.base import StoreError, StoreFullError, fits_key
+from hpc_elastic.store.base import StoreError, StoreFullError
 from hpc_elastic.store.file_store import FileStore
 from tests.contract.store_suite import ProcessSuite, StoreSuite, Subject, wait_for_second
 from tests.rigs.fake_clock import FakeClock
@@ -571,16 +571,3 @@ def test_a_store_that_was_replaced_is_noticed(tmp_path: Path) -> None:
     os.chown(tmp_path / "store", 65534, 65534)
     with pytest.raises(UnsafePathError):
         files.check()
-
-
-# -- names
-
-
-@pytest.mark.parametrize("name", ["a", "00003-n3-18a0-9f3c", "join+00003-n3", "x.y_z", "n" * 200])
-def test_names_that_fit(name: str) -> None:
-    assert fits_key(name)
-
-
-@pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "a/b", "a b", "ü", "a\n", "n" * 201, "a\0"])
-def test_names_that_do_not_fit(name: str) -> None:
-    assert not fits_key(name)

@@ -41,3 +41,8 @@ class MemoryStore(Store):
 
     def invalidate(self, folder: str) -> None:
         pass
+
+
+def fits_key(name: str) -> bool:
+    """Return whether `name` can be one component of a key: short, printable, no dot first (readers skip dot-names)."""
+    return 0 < len(name) <= 200 and name[0] != "." and all(c.isalnum() or c in "-_.+" for c in name) and name.isascii()

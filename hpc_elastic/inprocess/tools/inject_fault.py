@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from msgspec import Struct
 
 from hpc_elastic.inprocess.monitor_thread import async_raise
@@ -108,47 +109,31 @@ def inject_fault(
     threading.Thread(target=strike_later, name="inject-fault", daemon=True).start()
 
 
-def strike(fault: Fault) -> None:
-    """Cause the fault in this process, now; not every fault returns."""
-    _STRIKES[fault]()
-
-
 def _raise_injected(*_: object) -> None:
     raise InjectedException("injected by a signal")
 
 
-def _signal_main(signum: signal.Signals) -> Callable[[], None]:
-    return lambda: signal.pthread_kill(threading.main_thread().ident or 0, signum)
-
-
-def _signal_process(signum: signal.Signals) -> Callable[[], None]:
-    return lambda: os.kill(os.getpid(), signum)
-
-
-def _assert_on_gpu() -> None:
-    import torch
-
-    values = torch.zeros(1, device="cuda")
-    values[torch.ones(1, dtype=torch.int64, device="cuda")] = 1
-    torch.cuda.synchronize()
-
-
-def _sleep_on_gpu() -> None:
-    import torch
-
-    torch.cuda._sleep(1 << 62)
-
-
-_STRIKES: dict[Fault, Callable[[], object]] = {
-    Fault.GPU: _assert_on_gpu,
-    Fault.GPU_SLEEP: _sleep_on_gpu,
-    Fault.ASYNC_EXC: lambda: async_raise(threading.main_thread().ident or 0, InjectedException),
-    Fault.SIGNAL_EXC: _signal_main(signal.SIGUSR1),
-    Fault.ABORT: os.abort,
-    Fault.GIL: lambda: re.match(r"(a?){40}a{40}", "a" * 40),
-    Fault.SEGFAULT: lambda: ctypes.string_at(1),
-    Fault.INT: _signal_main(signal.SIGINT),
-    Fault.KILL: _signal_process(signal.SIGKILL),
-    Fault.TERM: _signal_process(signal.SIGTERM),
-    Fault.STOP: _signal_process(signal.SIGSTOP),
-}
+def strike(fault: Fault) -> None:
+    """Cause the fault in this process, now; not every fault returns."""
+    main = threading.main_thread().ident or 0
+    match fault:
+        case Fault.GPU:
+            values = torch.zeros(1, device="cuda")
+            values[torch.ones(1, dtype=torch.int64, device="cuda")] = 1
+            torch.cuda.synchronize()
+        case Fault.GPU_SLEEP:
+            torch.cuda._sleep(1 << 62)
+        case Fault.ASYNC_EXC:
+            async_raise(main, InjectedException)
+        case Fault.SIGNAL_EXC:
+            signal.pthread_kill(main, signal.SIGUSR1)
+        case Fault.INT:
+            signal.pthread_kill(main, signal.SIGINT)
+        case Fault.ABORT:
+            os.abort()
+        case Fault.GIL:
+            re.match(r"(a?){40}a{40}", "a" * 40)
+        case Fault.SEGFAULT:
+            ctypes.string_at(1)
+        case Fault.KILL | Fault.TERM | Fault.STOP:
+            os.kill(os.getpid(), signal.Signals[f"SIG{fault.name}"])

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from hpc_elastic.rendezvous.peers import DIRECT_NOTIFICATIONS, NodeInfo, Peers, addresses_of, announcement, notifier_of
-from hpc_elastic.store.base import fits_key
 from hpc_elastic.store.notifier import MOST_FORWARDED, Address
-from tests.rigs.memory_store import MemoryStore
+from tests.rigs.memory_store import MemoryStore, fits_key
 
 
 def info(node: int, *, port: int = 7000, addresses: tuple[str, ...] | None = None, host: str = "") -> NodeInfo:

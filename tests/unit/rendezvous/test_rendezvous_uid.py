@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from hpc_elastic.rendezvous.state import new_uid, node_of, supersedes
-from hpc_elastic.store.base import fits_key
 from tests.rigs.fake_clock import FakeClock
+from tests.rigs.memory_store import fits_key
 
 
 def test_it_reads_well() -> None:
