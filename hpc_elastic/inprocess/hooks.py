@@ -68,10 +68,7 @@ class Finalize(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, state: State, train_ex: Exception | None = None) -> tuple[State, Exception | None]:
-        """Args:
-        state: This rank's.
-        train_ex: The exception of the function on this rank; None where the fault was elsewhere.
-        """
+        """`train_ex` is the exception of the function on this rank; None where the fault was elsewhere."""
         raise NotImplementedError
 
 
@@ -121,10 +118,7 @@ class HealthCheck(abc.ABC):
 
     @abc.abstractmethod
     def __call__(self, state: State, train_ex: Exception | None = None) -> tuple[State, Exception | None]:
-        """Args:
-        state: This rank's.
-        train_ex: The exception of the function on this rank; None before the function, and after a fault elsewhere.
-        """
+        """`train_ex` is the exception of the function on this rank; None before it, and after a fault elsewhere."""
         raise NotImplementedError
 
 

@@ -163,11 +163,7 @@ class SignalHandler:
 
 
 def async_raise(tid: int, exc_type: type[BaseException], event: threading.Event | None = None) -> None:
-    """Raise `exc_type`, a class, in the thread with ident `tid`, when it executes its next bytecode, after `event`.
-
-    This package itself does not use this: a signal reaches a thread in a system call, too. RuntimeError: no such
-    thread.
-    """
+    """Raise `exc_type`, a class, in the thread with ident `tid`, when it executes its next bytecode, after `event`."""
     if event is not None:
         event.wait()
     if sys.is_finalizing():

@@ -78,10 +78,9 @@ class Rank(Struct, kw_only=True):
 
 
 class Iterations:
-    """One call's loop.
+    """One call's loop, after the initial barrier.
 
-    It begins after the initial barrier, or, in a fresh process, after a running restart group took it in: then
-    `terminated` are the places that stayed empty.
+    Or after a running restart group took this fresh process in: then `terminated` are the places that stayed empty.
     """
 
     def __init__(self, rank: Rank, function: Callable[[], Any], *, terminated: Collection[int]) -> None:

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 from hpc_elastic.base.staleness import Staleness
 
-_FIELDS = struct.Struct("=qqqqq")
-_SEMAPHORE_BYTES = 128  # sem_t has 32 on x86-64 and aarch64
+_FIELDS = struct.Struct("=qq?q?")
 
 
 class Reading(NamedTuple):
@@ -43,8 +42,7 @@ class ProgressPage:
         _FIELDS.pack_into(self._memory, 0, *reading)
 
     def read(self) -> Reading:
-        automatic, manual, armed, epoch, paused = _FIELDS.unpack_from(self._memory, 0)
-        return Reading(automatic=automatic, manual=manual, armed=bool(armed), epoch=epoch, paused=bool(paused))
+        return Reading(*_FIELDS.unpack_from(self._memory, 0))
 
     def close(self) -> None:
         self._memory.close()
@@ -73,7 +71,7 @@ class _BytecodeProbe:
 
     def __init__(self) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
-        self._semaphore = ctypes.create_string_buffer(_SEMAPHORE_BYTES)
+        self._semaphore = ctypes.create_string_buffer(128)  # sem_t has 32 bytes on x86-64 and aarch64
         self._take = libc.sem_trywait
         if libc.sem_init(self._semaphore, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "sem_init")

@@ -2,8 +2,7 @@
 
 Between two iterations the ranks that are left wait until a fresh process has come for every place that is empty, or
 until spares are enough, or for `HPC_ELASTIC_RING_WAIT` seconds. One of them writes the next members down, by
-compare-and-set; all others, and the fresh processes, read that. The places keep their numbers, so the terminated ranks
-that `rank_assignment` then gets are the places that stayed empty.
+compare-and-set. The terminated ranks that `rank_assignment` then gets are the places that stayed empty.
 """
 
 from __future__ import annotations
@@ -85,21 +84,15 @@ def is_enough(*, world_size: int, active_world_size: int, terminated: int, reque
 
 
 class Admissions:
-    """The side of a rank that is in the restart group.
-
-    `wait` limits in seconds the wait for fresh processes, from the moment at which all have left the function.
-    """
+    """The side of a rank that is in the restart group. It waits for fresh processes for `wait` seconds."""
 
     def __init__(self, base: Any, *, wait: float) -> None:
         self._base = base
         self._wait = wait
 
     def admit(self, state: State, store: Any, terminated: Collection[int]) -> Admission:
-        """Agree with all ranks that are left on the members of the next iteration.
-
-        `state` is this rank's, advanced to the next iteration; its ranks, `store` and `terminated` are still those of
-        the one that ended.
-        """
+        """Agree on the members of the next iteration, to which `state` is advanced; its ranks, `store` and `terminated`
+        are still those of the one that ended."""
         key = f"admitted/{state.iteration}"
         initial = {rank: store.find_initial_rank(rank) for rank in terminated}
         began = time.monotonic()
@@ -147,13 +140,9 @@ class ReplacementProcess:
         self.initial_rank = initial_rank
 
     def wait_for_place(self, base: Any, *, patience: float) -> Admission | None:
-        """Announce this process, and wait until the restart group takes it in: without a fault, as a spare does.
+        """Announce this process, and wait until the restart group takes it in; None where the call ended without it.
 
-        Returns:
-            None where the call ended without it.
-
-        Raises:
-            InternalError: the restart group has shown no life for `patience` seconds.
+        InternalError: the restart group has shown no life for `patience` seconds.
         """
         base.append_item(JOINERS, f"{self.uid} {self.initial_rank}")
         seen, pause = "", 0.002
@@ -189,7 +178,7 @@ class AgentLink(Struct, frozen=True, kw_only=True):
     wait: float | None = None
     """Seconds for a fresh process to come in a dead one's place; None: the agent starts none."""
     replaces: int = 0
-    """ReplacementProcess count of this slot; 0: original process."""
+    """How many processes of this slot came before; 0: none."""
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> AgentLink:

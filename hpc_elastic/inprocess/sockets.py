@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
-_BACKLOG = 65535  # the kernel caps it at net.core.somaxconn
 Sockets = dict[int, str]
 """Inodes (``socket:[123]``) by descriptor."""
 
@@ -80,13 +79,8 @@ def cut(fd: int, inode: str) -> bool:
 def bind_store(host: str, port: int, *, one_host: bool) -> socket.socket | None:
     """Open a listening socket for a store that the ranks find at `host`: at that address alone if all resolve it alike.
 
-    A name may mean another address elsewhere: its owner often calls it 127.0.1.1.
-
-    Returns:
-        None where it must listen at all addresses: a name on several hosts, or an address that is not this host's own.
-
-    Raises:
-        OSError: the port is in use.
+    None where it must listen at all addresses: a name on several hosts, which its owner often calls 127.0.1.1, or an
+    address that is not this host's own. OSError: the port is in use.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
@@ -102,7 +96,7 @@ def bind_store(host: str, port: int, *, one_host: bool) -> socket.socket | None:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
-        listener.listen(_BACKLOG)
+        listener.listen(65535)  # the kernel caps it at net.core.somaxconn
     except OSError as error:
         listener.close()
         if error.errno == errno.EADDRNOTAVAIL:

@@ -116,7 +116,12 @@ class CallWrapper:
     """One wrapped call on one rank. A parameter of the function that is annotated with this class receives it."""
 
     def __init__(self, wrapper: Wrapper) -> None:
-        """Start the monitor process, open the store, and wait for all ranks."""
+        """Start the monitor process, open the store, and wait for all ranks.
+
+        Raises:
+            ValueError: a default process group exists, or this is not the main thread.
+            BarrierTimeout: not all ranks came.
+        """
         if threading.current_thread() is not threading.main_thread():
             raise ValueError("a wrapped function is called in the main thread alone: there it can be interrupted")
         if dist.is_initialized():

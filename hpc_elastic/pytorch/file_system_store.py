@@ -1,14 +1,13 @@
 """A ``torch.distributed.Store`` in a folder of a shared filesystem: no server, no port, no node that must not die.
 
-Correct with any number of processes on any number of mounts (`hpc_elastic.store.key_value`); torch's own ``FileStore``
-locks one file, and loses increments or hangs where locks or sizes are not coherent between nodes.
+torch's own ``FileStore`` locks one file, and loses increments or hangs where locks or sizes are not coherent.
 
 What torch 2.13's ``PrefixStore`` does not hand on to a store written in Python (its trampoline knows no such method):
 ``delete_key`` and ``num_keys`` (RuntimeError), and ``list_keys`` (NotImplementedError). `FileSystemStore.prefixed`
 gives a prefix that has them. It has no queues, which torch itself does not use: NotImplementedError.
 
-It behaves as ``TCPStore`` does, errors and their words included; where it differs: adding to a value that is no number
-is a ValueError (a ``TCPStore`` drops the connection, or adds to the digits in front), and a counter does not wrap.
+It behaves as ``TCPStore`` does, errors and their words included, but adding to a value that is no number is a
+ValueError (a ``TCPStore`` drops the connection, or adds to the digits in front), and a counter does not wrap.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@ A client may trust a folder's listing for seconds (sshfs, GlusterFS, NFS mounted
 has not changed, which a server may show by the second: what came within the tick of the last look is not shown. To
 invalidate the folder in a later tick ends that for all clients.
 
-- `CacheInvalidator`: what is waited for is invalidated once the tick is over, and then ever more rarely: another
-  invalidation, or a claim in the same tick, opens the same hole again.
-- `PendingNotifications`: a notification is faster than the caches, and names the key that was written. A key that
-  the listings lack has its folder invalidated, once: one about a key that does not exist costs one look.
+- `CacheInvalidator`: what is waited for is invalidated once the tick is over, and then ever more rarely.
+- `PendingNotifications`: a notification names the key that was written. Its folder is invalidated, once, where the
+  listings lack it.
 """
 
 from __future__ import annotations

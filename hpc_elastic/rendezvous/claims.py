@@ -91,11 +91,6 @@ def claims_of(names: Iterable[str]) -> Claims:
     return found
 
 
-def gone_key(node: int) -> str:
-    """Key that says that a node will have no agent any more."""
-    return f"{GONE}/{node:05d}"
-
-
 def goodbye_key(uid: str) -> str:
     """Key by which an agent says that it ends and leaves nothing running."""
     return f"{BYE}/{uid}"
@@ -152,13 +147,9 @@ def read_claim(cls: type[C], raw: str | None) -> C | None:
 
 
 def round_to_join(record: RoundRecord | None, uid: str) -> int | None:
-    """The round in which a node that wants to be in claims a place now.
-
-    A node that has seen no record claims the first round: where it turns out to be another one, nobody looks at the
-    claim.
-    """
+    """The round in which a node that wants to be in claims a place now."""
     if record is None:
-        return 0
+        return 0  # where it turns out to be another one, nobody looks at the claim
     if record.status is Status.JOINABLE:
         return record.round
     if record.status is Status.CLOSED or record.member(uid) is not None:
@@ -188,10 +179,8 @@ class OwnClaims:
         self._add_failure(round_index, ClaimKind.FAIL, failure)
 
     def sum_up_failures(self, round_index: int, failure: NodeFailure) -> None:
-        """Report this node's failures, once its workers have ended and the evidence is written.
-
-        To be called before `join`: the coordinator settles a round's failures when the next one is frozen.
-        """
+        """Report this node's failures, once the evidence is written; before `join`, since the next freeze settles
+        them."""
         self._add_failure(round_index, ClaimKind.SUM, failure)
 
     def report_done(self, round_index: int) -> None:
@@ -206,7 +195,7 @@ class OwnClaims:
 
     def give_up_node(self, node: int) -> None:
         """Report that the launcher will bring no further agent to `node`."""
-        self._write_later(gone_key(node), "gone")
+        self._write_later(f"{GONE}/{node:05d}", "gone")
 
     def deregister(self) -> None:
         """Report that this node's agent ends now, and leaves nothing running."""

@@ -2,17 +2,13 @@
 
 `next_proposal` looks at the round's status, and then at these facts, the first that holds:
 
-- joinable: enough nodes are here and none is waited for → freeze the member list (the restart policy decides whether a
-  new round follows a failure, and whether it counts; not about failures that a lost member explains, which are known
-  only now); too few can ever come, or the timeout is over → close; a member is lost, and needed → it is named as lost.
+- joinable: enough nodes are here and none is waited for → freeze the member list, where the restart policy says so;
+  too few can ever come, or the timeout is over → close; a member is lost, and needed → it is named as lost.
 - frozen: a member is lost or does not confirm → the next round; all confirmed → final.
-- final: a worker failed → the next round; a member is lost → the next round; all workers ended with 0 → close; nodes
-  wait and may come in (`growth`) → the next round.
+- final: a worker failed, or a member is lost → the next round; all workers ended with 0 → close; nodes wait and may
+  come in (`growth`) → the next round.
 - under a preemption notice: no round begins; all workers saved, or time is over → close.
-- otherwise: silent nodes are named as suspects, to be asked whether they live (`failure_detector`); while joinable
-  also members that are heard and waited for, and whose heartbeat does not change.
-
-`participant` brings the view, and commits the proposal where the log takes it.
+- otherwise: silent nodes are named as suspects, to be asked whether they live (`failure_detector`).
 """
 
 from __future__ import annotations
@@ -90,8 +86,7 @@ def next_proposal(view: ClusterView, settings: RendezvousSettings, decide_restar
 def _with_the_dead(view: ClusterView, proposal: Proposal) -> Proposal:
     """The closing record with all dead nodes as lost, so that no process waits until their agents deregister.
 
-    A node that waited for a place and is dead counts as lost only here: until then it stays a suspect that does not
-    answer, since once lost it would not be asked any more, and would not count as dead.
+    A spare that is dead counts as lost only here: once lost it would not be asked any more, and not count as dead.
     """
     known = {**{uid: info.node for uid, info in view.joined.items()}, **{m.uid: m.node for m in view.record.members}}
     here = {node for uid, node in known.items() if uid not in view.dead}

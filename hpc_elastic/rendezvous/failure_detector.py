@@ -217,11 +217,8 @@ class FailureDetector:
     # -- heartbeats ----------------------------------------------------------------------------------------------
 
     def look_at(self, uids: Iterable[str], *, closely: bool = False) -> float:
-        """Read the heartbeats that are worth it; `closely`: all of them, now.
-
-        Returns:
-            Seconds for which this process was paused since it last did; no node has aged for that. 0: it was not.
-        """
+        """Read the heartbeats that are worth it; `closely`: all of them, now. Returns for how many seconds this process
+        was paused since it last did; no node has aged for that."""
         for uid in uids:
             now = self._clock.monotonic()
             if closely or self._is_worth_reading(uid, now):

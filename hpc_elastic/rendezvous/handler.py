@@ -36,7 +36,6 @@ from hpc_elastic.store.key_value import KeyValueStore, KeyValueTimeoutError
 
 logger = logging.getLogger(__name__)
 
-BACKEND = "hpcfs"
 _GRACE = 0.4
 """Seconds after a deadline for withdrawing."""
 _FIRST_LOOK_SECONDS = 5.0
@@ -73,7 +72,7 @@ class FileRendezvousHandler:
             logger.warning("%s; trying again when it is needed", error)
 
     def get_backend(self) -> str:
-        return BACKEND
+        return "hpcfs"
 
     def get_run_id(self) -> str:
         return self._config.run_id

@@ -1,9 +1,8 @@
 """A node's lease on its workers' round: until when they may take that round for the current one.
 
-The others go on without a node only after a silence of some seconds. So an agent that has been on the network every
-second, without a gap, need not ask: each beat renews its lease. An agent that stood still (frozen, suspended, starved)
-has lost it, and reads the newest record past all caches before it renews it. A filesystem that hangs ends no lease by
-itself: the beats need no file.
+The others go on without a node only after a silence of some seconds, so each beat renews its lease. An agent that stood
+still (frozen, suspended, starved) has lost it, and reads the newest record past all caches before it renews it. A
+filesystem that hangs ends no lease by itself: the beats need no file.
 """
 
 from __future__ import annotations

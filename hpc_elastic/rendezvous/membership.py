@@ -76,7 +76,7 @@ class Membership:
         self._asked_for = -1
         self._done = -1
         self.who_is_here: WhoIsHere | None = None
-        node = _claim_place(self.store, config.node)
+        self.place = node = _claim_place(self.store, config.node)
         uid = new_uid(node, config.host, clock)
         notifier = None
         if config.settings.doorbell and config.addresses:
@@ -105,10 +105,6 @@ class Membership:
         if secret is None:
             raise OSError("the store's secret can't be read yet")
         return secret.encode()
-
-    @property
-    def place(self) -> int:
-        return self._info.node
 
     def start(self) -> None:
         self._coordination.start()
@@ -234,12 +230,9 @@ def _claim_place(store: FileStore, wanted: int | None) -> int:
     mine = os.urandom(8).hex()
     while True:
         taken = {int(name) for name in store.list("place") if name.isdecimal()}
-        if wanted is not None and wanted not in taken:
-            place = wanted
-        elif wanted is not None:
-            place = max(_UNORDERED, *taken) + 1
-        else:
-            place = max(taken, default=-1) + 1
+        place = wanted
+        if place is None or place in taken:
+            place = max({-1 if wanted is None else _UNORDERED, *taken}) + 1
         if store.put_if_absent(f"place/{place:05d}", mine):
             return place
         threading.Event().wait(random.uniform(0, 0.02))

@@ -316,7 +316,7 @@ class Participant:
             self._scanner.noticed_at = now
         if not self._leads():
             self._scanner.forget()
-        self._schedule.new_record(now)
+        self._schedule.new_record()
         self.detector.asked(record.suspects, now)
         if before is not None and before.lost != record.lost:
             self.detector.lost(m.uid for m in before.members if m.node in record.lost)

@@ -121,10 +121,7 @@ class RoundLog:
         return self._log.went_back
 
     def latest(self, *, hint: int = 0) -> RoundRecord | None:
-        """The newest visible record, `hint` as in `RecordLog`; the same object while there is no newer one.
-
-        OSError is raised also where the member list that a record refers to can't be read yet.
-        """
+        """The newest visible record, `hint` as in `RecordLog`; the same object while there is no newer one."""
         found = self._log.latest(hint=hint)
         if found is not None and (self._newest is None or found.number > self._newest.number):
             self._newest = self._decode(found.number, found.value)

@@ -1,9 +1,8 @@
 """The folder of a run id's rendezvous in a shared directory, and the removal of its earlier epochs.
 
 ``<directory>[/<prefix>]/<name of the run>/epoch-000001`` is a store. When it is closed, the id stays closed, but for
-another job: that opens ``epoch-000002``, and nothing of the old one is read. An agent that has not ended yet, or slept,
-may still look at the old one: so it is watched for a while, on this process' own clock, before it is removed. What this
-program did not make is not touched, no symbolic link is followed, and nothing outside the folder is ever opened.
+another job: that opens ``epoch-000002``. An agent that slept may still look at the old one: so it is watched for a
+while, on this process' own clock, before it is removed. No symbolic link is followed.
 """
 
 from __future__ import annotations
@@ -141,23 +140,20 @@ class RunFolder:
     """The epochs of one run id. Methods read the filesystem and may raise OSError."""
 
     def __init__(self, config: HandlerConfig, clock: Clock) -> None:
-        self._directory = config.directory
-        self._run_id = config.run_id
+        self._config = config
         self._prefix = safe_name(config.prefix) if config.prefix else ""
-        self._job = config.job
-        self._reopen = config.reopen
         self._clock = clock
 
     @property
     def path(self) -> str:
-        return os.path.join(self._directory, self._prefix, safe_name(self._run_id))
+        return os.path.join(self._config.directory, self._prefix, safe_name(self._config.run_id))
 
     def epoch_path(self, epoch: int) -> str:
         return os.path.join(self.path, f"{_EPOCH}{epoch:06d}")
 
     def epoch_name(self, epoch: int) -> str:
         """The same on every node, by whatever path each of them sees the directory."""
-        return "/".join(part for part in (self._prefix, safe_name(self._run_id), f"{_EPOCH}{epoch:06d}") if part)
+        return "/".join(part for part in (self._prefix, safe_name(self._config.run_id), f"{_EPOCH}{epoch:06d}") if part)
 
     def current_epoch(self) -> int:
         """The epoch that a newcomer belongs to: the newest.
@@ -170,25 +166,25 @@ class RunFolder:
         record = self.latest(newest)
         if record is None or record.status is not Status.CLOSED:
             return newest
-        is_other_job = bool(self._job) and self.open(newest).get("epoch/job") != self._job
-        return newest + 1 if self._reopen or is_other_job else newest
+        is_other_job = bool(self._config.job) and self.open(newest).get("epoch/job") != self._config.job
+        return newest + 1 if self._config.reopen or is_other_job else newest
 
     def latest(self, epoch: int) -> RoundRecord | None:
         if epoch not in self.epochs():
             return None
-        return RoundLog(self.open(epoch), self._run_id).latest()
+        return RoundLog(self.open(epoch), self._config.run_id).latest()
 
     def open(self, epoch: int) -> FileStore:
         """The store of `epoch`, created where it is not there. UnsafePathError: another user could replace it."""
-        at = Path(self._directory)
+        at = Path(self._config.directory)
         try:
             problem = why_replaceable(at, option="--rdzv-endpoint")
         except FileNotFoundError:
             why = f"the rendezvous folder {at} is gone; create it again, or give another one"
-            raise RendezvousError(message=f"rendezvous of run {self._run_id!r}: {why}") from None
+            raise RendezvousError(message=f"rendezvous of run {self._config.run_id!r}: {why}") from None
         if problem is not None:
             raise UnsafePathError(f"the rendezvous folder {at} {problem}")
-        for part in (self._prefix, safe_name(self._run_id)):
+        for part in (self._prefix, safe_name(self._config.run_id)):
             if part:
                 at = at / part
                 make_private_dir(at)
@@ -197,8 +193,8 @@ class RunFolder:
     def enter(self, epoch: int) -> FileStore:
         """`open` for taking part in it."""
         store = self.open(epoch)
-        if self._job:
-            store.put_if_absent("epoch/job", self._job)
+        if self._config.job:
+            store.put_if_absent("epoch/job", self._config.job)
         return store
 
     def state(self, epoch: int) -> tuple[bool, object]:
@@ -208,7 +204,7 @@ class RunFolder:
             return False, None
         store = self.open(epoch)
         try:
-            record = RoundLog(store, self._run_id).latest()
+            record = RoundLog(store, self._config.run_id).latest()
         except RendezvousStateError:
             record = None  # a later program's: it counts as one that was never closed
         beats = {uid: store.version(f"hb/{uid}") for uid in store.list("hb")}

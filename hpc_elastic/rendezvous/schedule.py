@@ -187,7 +187,7 @@ class Schedule:
         """Look not before a notification should have come."""
         self.look_due = now + self._rng.uniform(0.5, 1.0) * self._intervals.first_look
 
-    def new_record(self, now: float) -> None:
+    def new_record(self) -> None:
         self._interval = self._intervals.poll_in_round
 
     def hurry(self, now: float) -> None:

@@ -228,11 +228,7 @@ def members_elsewhere(value: Mapping[str, Any]) -> int:
 def decode_record(
     number: int, value: Mapping[str, Any], *, run_id: str, known: RoundRecord | None = None
 ) -> RoundRecord:
-    """A record from the log; `known` has the same member list, where it refers to another (`members_elsewhere`).
-
-    Raises:
-        RendezvousStateError: foreign, newer, or damaged beyond the checksum.
-    """
+    """A record from the log; `known` has the same member list, where it refers to another (`members_elsewhere`)."""
     try:
         if value["v"] != codec.VERSION:
             raise RendezvousStateError(run_id=run_id, number=number, why=f"of format version {value['v']!r}")

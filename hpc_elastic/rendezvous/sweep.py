@@ -1,9 +1,8 @@
 """Removal of old files in the store of a long run: their number does not grow with rounds.
 
-Each node removes its own claims on rounds that nobody reads any more; the coordinator removes the rest: the claims of
-nodes that died, old rounds' key-value folders, and files of agents that are gone. Only while a round is final, a few
-files at a step, and never anything of the newest rounds. A participant that was frozen for any number of rounds reads
-the log first, whose newest records stay, and finds itself out.
+Each node removes its own claims on rounds that nobody reads any more; the coordinator removes the rest. Only while a
+round is final, a few files at a step, and never anything of the newest rounds. A participant that was frozen for any
+number of rounds reads the log first, whose newest records stay, and finds itself out.
 """
 
 from __future__ import annotations

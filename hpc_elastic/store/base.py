@@ -50,14 +50,12 @@ class Store(Protocol):
         Returns whether `key` now holds `value`: true also when an earlier try of the same caller had worked although it
         looked like a failure (a lost reply). Where StoreFullError or StoreError is raised, nothing was written.
         """
-        ...
 
     def get(self, key: str) -> str | None:
         """The value of `key`, or None where there is none yet (or it can't be read whole yet).
 
         Of a cell: maybe an older value, and on GlusterFS for as long as it is not rewritten once more; `version` tells.
         """
-        ...
 
     def list(self, folder: str) -> list[str]:
         """The names in `folder`, in no order, fresh from the server; empty where the folder is not there.
@@ -66,26 +64,21 @@ class Store(Protocol):
         until the next change; a client that caches by time alone (sshfs) shows what others changed that much later:
         `invalidate` before what must not be missed.
         """
-        ...
 
     def version(self, key: str) -> str | None:
         """A value that changes with each `overwrite` of a cell, also with one that found no room; None: no cell."""
-        ...
 
     def overwrite(self, key: str, value: str) -> None:
         """Rewrite a cell of one's own. One writer per cell; readers may see the old value for a while."""
-        ...
 
     def delete(self, key: str) -> None:
         """Remove a key that nobody will look for again, or an empty folder; one that is not empty stays."""
-        ...
 
     def invalidate(self, folder: str) -> None:
         """Make caches of `folder` expire: this client's at once, all others' when the server's clock has ticked.
 
         Called before a decision that depends on something's absence, and now and then while waiting for something.
         """
-        ...
 
     def make_folder(self, folder: str) -> None:
         """Create a folder before anybody looks into it: one that is missing is asked for again and again."""

@@ -3,12 +3,10 @@
 Those are the only operations that held on ext4, GlusterFS, MooseFS, CephFS, NFSv3 and sshfs alike; what did not (locks,
 O_APPEND, replacing a file by rename, comparing times) is not used.
 
-- A value is a symbolic link whose target text is the value: one operation on the server, whole or not there, no data
-  block, no fsync. A longer value, or a filesystem without symlinks, takes a hard link to a temporary file in the same
-  folder; where there are no hard links either, an exclusively created file.
-- Values carry a checksum, so that a reader of a half-written file sees "not yet".
-- The return code of a create is not trusted: a reply can be lost after the server did the work. The loser reads
-  what is there.
+- A value is a symbolic link whose target text is the value: one operation on the server, whole or not there, no fsync.
+  A longer value, or a filesystem without symlinks, takes a hard link to a temporary file; where there are no hard links
+  either, an exclusively created file. A checksum shows that a file is half-written.
+- The return code of a create is not trusted: a reply can be lost after the server did the work.
 """
 
 from __future__ import annotations
@@ -16,14 +14,12 @@ from __future__ import annotations
 import builtins
 import contextlib
 import errno
-import functools
 import os
 import stat
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.file_executor import FULL, is_refusal
@@ -38,8 +34,6 @@ SETTLE_SECONDS = 5.0
 """Seconds for which a name that a failed create may have left behind is looked for before the create is tried again."""
 REFUSED_SECONDS = 0.5
 """The same where the looks are refused too: the caller tries again later."""
-
-T = TypeVar("T")
 
 _HOPELESS = {errno.ENAMETOOLONG, errno.EROFS, errno.EMLINK}
 _NO_SUCH_KIND = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EXDEV}
@@ -158,16 +152,12 @@ class FileStore(Store):
             delay = min(0.2, delay * 2)
 
     def get_many(self, keys: Sequence[str]) -> builtins.list[str | None]:
-        return self._parallel([functools.partial(self.get, key) for key in keys])
-
-    @staticmethod
-    def _parallel(calls: Sequence[Callable[[], T]]) -> builtins.list[T]:
-        if len(calls) < 4:
-            return [call() for call in calls]
+        if len(keys) < 4:
+            return [self.get(key) for key in keys]
         from concurrent.futures import ThreadPoolExecutor  # no agent of a small run ever needs it
 
-        with ThreadPoolExecutor(min(LANES, len(calls)), thread_name_prefix="store") as pool:
-            return list(pool.map(lambda call: call(), calls))
+        with ThreadPoolExecutor(min(LANES, len(keys)), thread_name_prefix="store") as pool:
+            return list(pool.map(self.get, keys))
 
     def get(self, key: str) -> str | None:
         path = self._path(key)

@@ -120,10 +120,8 @@ class KeyValueStore:
         self._change(key, lambda old: (old or b"") + value)
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """Set `desired` where the value is `expected`, or where there is none and `expected` is empty.
-
-        Returns the value after this; `expected` where there is none.
-        """
+        """Set `desired` where the value is `expected`, or where there is none and `expected` is empty. Returns the
+        value after this; `expected` where there is none."""
 
         def decide(old: bytes | None) -> bytes | None:
             return desired if old == expected or (old is None and not expected) else old

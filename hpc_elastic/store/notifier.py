@@ -1,8 +1,7 @@
 """The notifier: small authenticated datagrams that say "look at the files now" or "I am alive", and nothing else.
 
 Every decision is in the files. A lost notification costs the wait for the next poll; a lost beat makes no node lost,
-since a silent one is asked through the files; a forged or repeated datagram is dropped, counted, and logged once; and
-where no packet gets through the same program runs on polling alone.
+since a silent one is asked through the files. Where no packet gets through, the same program runs on polling alone.
 
 A datagram is an HMAC-SHA256 with the run's secret, and JSON: the sender's uid (``u``), the kind (``k``: ``ring`` or
 ``beat``), a counter that only grows (``c``), the address and port that it was sent to (``to``, ``p``: so the receiver
@@ -10,8 +9,8 @@ learns by which of its addresses others reach it), the key that was written, of 
 addresses to notify in turn (``f``), whether the sender hears the receiver (``h``), whether the filesystem refuses the
 sender (``r``), the sender's clock (``t``), and by how much it may be ahead of the receiver's (``b``).
 
-A flood costs little: after `MOST_REJECTED` invalid datagrams within `PERIOD` seconds the notifier is muted until that
-time is over, so that it needs about one hundredth of a core. No node counts as silent for that time.
+After `MOST_REJECTED` invalid datagrams within `PERIOD` seconds the notifier is muted until that time is over, so that a
+flood takes about one hundredth of a core. No node counts as silent for that time.
 """
 
 from __future__ import annotations
@@ -137,10 +136,6 @@ class Notifier:
         self.port: int = self._socket.getsockname()[1]
 
     @property
-    def rejected(self) -> int:
-        return self.rejections.total()
-
-    @property
     def senders(self) -> frozenset[str]:
         """Addresses that valid datagrams came from. For any thread."""
         return frozenset(host for host, _ in tuple(self._senders))
@@ -151,9 +146,7 @@ class Notifier:
     def notify(self, addresses: Iterable[Address], about: str = "", forward: Sequence[Address] = ()) -> None:
         """Ask each of `addresses` to look now. Never blocks, never raises: polling is the fallback.
 
-        Args:
-            about: The key that was written, so that they look past their caches for it; empty: none in particular.
-            forward: Addresses to notify in their turn, `MOST_FORWARDED` at most.
+        `about` is the key that was written, so that they look past their caches for it. They notify `forward` in turn.
         """
         more = {"a": about} if 0 < len(about) <= (_LONGEST_FORWARDED_KEY if forward else _LONGEST_KEY) else {}
         if forward:
@@ -166,10 +159,7 @@ class Notifier:
     ) -> None:
         """Send each of `addresses` a heartbeat of this participant. From any thread.
 
-        Args:
-            about: The key of the newest record, for participants whom no notification about it reached.
-            hears: This participant hears them.
-            refused: The shared filesystem refuses this participant.
+        `about` is the key of the newest record; `hears`: it hears them; `refused`: the filesystem refuses it.
         """
         self._send("beat", addresses, {"a": about, "h": 1 if hears else 0, **({"r": 1} if refused else {})})
 
@@ -320,17 +310,12 @@ def _unpack(packed: object) -> list[Address]:
     return [(socket.inet_ntoa(part[:4]), int.from_bytes(part[4:], "big")) for part in parts]
 
 
-def open_notifier(
-    *, secret: bytes, run_uid: str, uid: str, host: str, addresses: Sequence[str], clock: Clock | None = None
-) -> Notifier | None:
-    """A notifier, or None where there can be none: then polling alone has to do, which one line in the log says.
-
-    `addresses` are those by which others reach this host; none: they can't notify it here.
-    """
+def open_notifier(*, secret: bytes, run_uid: str, uid: str, host: str, addresses: Sequence[str]) -> Notifier | None:
+    """A notifier, or None where there can be none; `addresses` are those by which others reach this host."""
     why = "this host has no IPv4 address that others could reach"
     if addresses:
         try:
-            return Notifier(secret=secret, run_uid=run_uid, uid=uid, host=host, clock=clock)
+            return Notifier(secret=secret, run_uid=run_uid, uid=uid, host=host)
         except OSError as error:
             why = f"no datagram socket can be bound to {host}: {error.strerror or error}"
     logger.warning("%s; going on without packets, by looking at the files alone, which is slower", why)
