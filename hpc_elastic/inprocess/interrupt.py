@@ -113,18 +113,23 @@ class Interruptible:
             frame = frame.f_back
         if frame is None:
             return
-        handled, seen = sys.exc_info()[1], set[int]()
-        while handled is not None and handled is not self._raised and id(handled) not in seen:
-            seen.add(id(handled))
-            handled = handled.__context__
-        if handled is not None and handled is self._raised and self._clock() - self._raised_at < GRACE:
-            return  # it is on its way
+        if self._is_on_its_way(sys.exc_info()[1]) and self._clock() - self._raised_at < GRACE:
+            return
         error = RankShouldRestart(self._wanted)
         error.owner = self
         self._raised, self._raised_at = error, self._clock()
         if place is not None:
             self._places.append(f"{place.f_code.co_filename}:{place.f_lineno}")
         raise error
+
+    def _is_on_its_way(self, handled: BaseException | None) -> bool:
+        seen: set[int] = set()
+        while handled is not None and id(handled) not in seen:
+            if handled is self._raised:
+                return True
+            seen.add(id(handled))
+            handled = handled.__context__
+        return False
 
 
 SIGNAL = signal.SIGRTMIN + 9
