@@ -1,9 +1,7 @@
 """The one module that reads the system's clocks; and how far apart the clocks of two hosts are.
 
-Everything else takes a `Clock`. Each host has a clock that is never set: the time since it was booted
-(`Clock.monotonic`). A packet that was sent at S by one such clock and came at R by another took some time: the
-receiver's clock is ahead of the sender's by at most R - S. Packets the other way bound it from below; half of the two
-bounds' distance is half a round trip, as in NTP, and how long an answer was held back does not matter. The quickest
+A packet that was sent at S by one host's clock since its boot and came at R by another's took some time: the receiver's
+clock is ahead of the sender's by at most R - S. Packets the other way bound it from below, as in NTP. The quickest
 packets count, but clocks drift apart: a bound that is `age` old has grown by `drift_ns(age)`.
 """
 

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, get_args, get_origin
 
 from msgspec import MsgspecError, Struct, ValidationError, convert, to_builtins
 from msgspec.json import Decoder
-from msgspec.structs import FieldInfo, fields
+from msgspec.structs import fields
 
 from hpc_elastic.base.files import Unreadable, parse_json, read_json, write_json
 from hpc_elastic.errors import UsageError
@@ -47,12 +47,11 @@ def to_json(record: Struct, *, without: tuple[str, ...] = ()) -> dict[str, Any]:
 def from_json(cls: type[R], value: object, **known: Any) -> R:
     """Convert JSON values to a record. The names in `known` have those values whatever `value` says.
 
-    Raises:
-        UnreadableRecordError: a field is missing or of another type.
+    Raises UnreadableRecordError: a field is missing or of another type.
     """
     try:
         merged = {**value, **known} if known and isinstance(value, dict) else value
-        _prepare(cls)
+        decoder(cls)
         return convert(merged, cls, dec_hook=_decode, str_keys=True)
     except _REFUSALS as error:
         raise UnreadableRecordError(str(error)) from None
@@ -67,20 +66,13 @@ def decoder(cls: type[R]) -> Decoder[R]:
     """A decoder of texts, in a fraction of the time that `json.loads` and `from_json` take, for many of a kind.
 
     Its results are theirs. It refuses more (`NOT_DECODED`): NaN, lone surrogates, text that is not UTF-8; a text that
-    it refuses has to be read by those two.
+    it refuses has to be read by those two. They ask for it first: msgspec looks at a type at its first use, and crashes
+    where two threads do so at once (0.22: a segfault).
     """
     with _preparing:
         return Decoder(cls, dec_hook=_decode)
 
 
-def _prepare(kind: Any) -> None:
-    # msgspec looks at a type at its first use, and crashes where two threads do so at once (0.22: a segfault).
-    if kind not in _prepared:
-        decoder(kind)
-        _prepared.add(kind)
-
-
-_prepared: set[Any] = set()
 _preparing = threading.Lock()
 
 
@@ -106,7 +98,7 @@ def readable_fields(cls: type[Struct], value: Mapping[str, Any]) -> dict[str, An
     A field that is a ``tuple[item, ...]`` keeps its readable items.
     """
     found = {}
-    for each in _fields(cls):
+    for each in _fields_of(cls):
         if each.encode_name in value:
             try:
                 found[each.name] = _field(value[each.encode_name], each.type)
@@ -115,8 +107,11 @@ def readable_fields(cls: type[Struct], value: Mapping[str, Any]) -> dict[str, An
     return found
 
 
+_fields_of = cache(fields)
+
+
 def _field(value: object, kind: Any) -> object:
-    _prepare(kind)
+    decoder(kind)
     try:
         return convert(value, kind, dec_hook=_decode, str_keys=True)
     except _REFUSALS:
@@ -129,11 +124,6 @@ def _field(value: object, kind: Any) -> object:
         except _REFUSALS:
             pass
     return tuple(found)
-
-
-@cache
-def _fields(cls: type[Struct]) -> tuple[FieldInfo, ...]:
-    return fields(cls)
 
 
 def readable_items(cls: type[R], values: object) -> tuple[R, ...]:

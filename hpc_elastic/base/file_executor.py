@@ -56,13 +56,8 @@ def repeat(
 ) -> T:
     """Do `action`, which may run several times, until it works; its last exception is raised here.
 
-    Args:
-        action: The action.
-        again: Decides by its exception whether to retry, as `is_refusal` does.
-        within: Seconds; no try begins later.
-        clock: Measures the waits.
-        pause: The seconds of a wait, from those of the last one.
-        unless: Checked before a retry: whether to give up at once.
+    `again` decides by an exception whether to retry, as `is_refusal` does; no try begins later than `within` seconds.
+    `pause` gives the seconds of a wait from those of the last one. `unless`, checked before a retry, gives up at once.
     """
     deadline, seconds = clock.monotonic() + within, _LOOK_SECONDS
     while True:
@@ -79,14 +74,8 @@ def repeat(
 def read_each(items: Sequence[K], read: Callable[[K], T], *, patience: float, goes_on: bool = True) -> dict[K, T]:
     """Call `read` in another thread for each of `items`, in order; one that does not answer is left to that thread.
 
-    Args:
-        items: What to read.
-        read: Reads one.
-        patience: Seconds without any answer after which the current item counts as hanging.
-        goes_on: Read those behind an item that hangs.
-
-    Raises:
-        OSError: `read` raised it.
+    After `patience` seconds without any answer the current item counts as hanging; with `goes_on` those behind it are
+    read all the same. Raises OSError, where `read` does.
     """
     found: dict[K, T] = {}
     left = list(items)
@@ -176,8 +165,7 @@ class FileExecutor:
             again: Decides by the exception of `action` whether to retry, as `is_refusal` does; None: never.
             refused_within: Limit of the retries in seconds; None: `within`.
 
-        Raises:
-            FilesystemHangsError: not in time, or given up.
+        Raises FilesystemHangsError: not in time, or given up.
         """
         if again is None:
             return self._do(action, within, unless)

@@ -70,13 +70,8 @@ def why_replaceable(folder: Path | str, *, option: str) -> str | None:
 def sole_owner(folder: Path) -> int:
     """The user who alone can have written the contents of a folder, before acting on them; showing them needs no check.
 
-    The folder and the one above it may be links, but no other user's: theirs could lead anywhere.
-
-    Returns:
-        This user, who may have to trust root; to root, any one user.
-
-    Raises:
-        UnsafePathError: another user wrote them, or could write into it.
+    The folder and the one above it may be links, but no other user's: theirs could lead anywhere. It is this user, who
+    may have to trust root; to root, any one user. Raises UnsafePathError: another user wrote them, or could.
     """
     info, me = os.stat(folder), os.geteuid()
     if me != 0 and info.st_uid not in (me, 0):
@@ -109,19 +104,16 @@ def open_checked(path: Path | str, flags: int = os.O_RDONLY, *, owner: Owner, li
 
     Args:
         path: Other users may be able to write into its folder.
-        flags: Those of ``os.open``; no O_TRUNC, since the file is judged after it was opened.
+        flags: No O_TRUNC, since the file is judged after it was opened.
         owner: Accepted owners of the file.
         links: Accepted owners of links on the way; None: no link is followed.
-
-    Returns:
-        A descriptor that programs started from here don't inherit.
 
     Raises:
         UnsafePathError: it is a link, no regular file, another user's, or has a second name.
         OSError: open's.
     """
     here = Path(path)
-    for _ in range(_MOST_LINKS):
+    for _ in range(8):  # links
         try:
             fd = os.open(here, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o600)
             break
@@ -141,9 +133,6 @@ def open_checked(path: Path | str, flags: int = os.O_RDONLY, *, owner: Owner, li
         os.close(fd)
         raise
     return fd
-
-
-_MOST_LINKS = 8
 
 
 def _target(link: Path, owner: Owner) -> Path:
@@ -243,11 +232,7 @@ def json_text(value: Mapping[str, Any], *, indent: int | None = None) -> str:
 
 
 def read_bytes(path: Path, *, limit: int) -> bytes:
-    """Read at most `limit` bytes from the start of a regular file. Never follows a link, never blocks on a FIFO.
-
-    Raises:
-        UnsafePathError: it is a link, not a regular file, or another user's.
-    """
+    """Read at most `limit` bytes from the start of a file, as `open_checked` opens it: no link, never a FIFO."""
     fd = open_checked(path, owner=Owner.TRUSTED if os.geteuid() else Owner.ANY)
     try:
         return read_from(fd, limit)
@@ -316,12 +301,8 @@ def _within_64_bits(digits: str) -> int:
 
 
 def read_json(path: Path, *, limit: int = 16 << 20) -> dict[str, Any] | Unreadable:
-    """Read a JSON object from a file that may be missing, torn, foreign or newer.
-
-    Returns:
-        The object, or a sentence that says why it is unreadable ("missing", "unreadable: …"): a fact for readers, not
-        an exception.
-    """
+    """A JSON object from a file that may be missing, torn, foreign or newer, or why it is unreadable ("missing",
+    "unreadable: …")."""
     try:
         try:
             raw = read_bytes(path, limit=limit)

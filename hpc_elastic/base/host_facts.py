@@ -110,16 +110,12 @@ def links(addresses: Collection[str]) -> list[tuple[str, bool]]:
     try:
         names = [name for name, found in interface_addresses() if not set(addresses).isdisjoint(found)]
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as asked:
-            return [(name, _has_link(asked, name)) for name in names]
+            # Not from /sys: that may be another network namespace's.
+            requests = [struct.pack("16sh14x", name.encode()[:15], 0) for name in names]
+            flags = [struct.unpack_from("h", fcntl.ioctl(asked, _SIOCGIFFLAGS, one), 16)[0] for one in requests]
+        return [(name, bool(flag & _IFF_RUNNING)) for name, flag in zip(names, flags, strict=True)]
     except OSError:
         return []
-
-
-def _has_link(asked: socket.socket, name: str) -> bool:
-    # Not from /sys: that may be another network namespace's.
-    answer = fcntl.ioctl(asked, _SIOCGIFFLAGS, struct.pack("16sh14x", name.encode()[:15], 0))
-    flags: int = struct.unpack_from("h", answer, 16)[0]
-    return bool(flags & _IFF_RUNNING)
 
 
 def filesystem_type(real: str, *, mountinfo: str = "/proc/self/mountinfo") -> str | None:

@@ -4,11 +4,6 @@ This module alone imports filelock. The lock file lies on a filesystem of this h
 be on NFS, where flock(2) asks the server, is refused by some, and waits without end for one that is down (``LOCK_NB``
 too). So two hosts do not exclude each other: data that several hosts change is files that are written once, or goes
 through the store. Nothing fails without the lock: after the timeout, or without flock, the caller continues.
-
-Protected today: the choice of an allocation's nodes (`launch.node_claims`). Nothing else needs it: the index of jobs
-(`run.index`) is files of their own name, written once and whole; ``hpc-elastic config`` writes nothing; several hosts
-write in the runs folder (``.steps`` among it). A run's supervisor writes nodes.json without the lock:
-``--forget-nodes`` usually comes from another host.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """How long something has looked the same, by the observer's own monotonic clock.
 
-This is the one way in which this package finds that something is gone: a node, a worker, a rank, an agent, an old
-store. The other side changes a value (a counter, mostly), the observer remembers since when it has seen the same one,
-and compares that age with a limit. No time of another host is ever read. Time in which the observer itself was paused
-(SIGSTOP, a suspended job, a filesystem that hung) does not count: it saw nothing then.
+The one way in which this package finds that something is gone: the other side changes a value (a counter, mostly), the
+observer compares with a limit for how long it has seen the same one. No time of another host is read. Time in which
+the observer itself was paused (SIGSTOP, a suspended job, a filesystem that hung) does not count: it saw nothing then.
 """
 
 from __future__ import annotations
@@ -11,16 +10,15 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from typing import Generic, TypeVar
 
+from msgspec import Struct
+
 K = TypeVar("K", bound=Hashable)
 
 
-class _Seen:
-    __slots__ = ("looked", "since", "value")
-
-    def __init__(self, value: object, now: float) -> None:
-        self.value = value
-        self.since = now
-        self.looked = now
+class _Seen(Struct):
+    value: object
+    since: float
+    looked: float
 
 
 class Staleness(Generic[K]):
@@ -36,13 +34,12 @@ class Staleness(Generic[K]):
     def observe(self, key: K, value: object, now: float) -> float:
         """Record the value of `key`; `now` was taken before it was read: a slow read does not make it younger.
 
-        Returns:
-            Its age: seconds for which it has looked the same; 0 at the first observation and after a change.
+        Returns its age: seconds for which it has looked the same; 0 at the first observation and after a change.
         """
         self._note_gap(now)
         seen = self._seen.get(key)
         if seen is None or seen.value != value:
-            self._seen[key] = _Seen(value, now)
+            self._seen[key] = _Seen(value, now, now)
             return 0.0
         seen.looked = now
         return max(0.0, now - seen.since)
@@ -76,9 +73,6 @@ class Staleness(Generic[K]):
     def forget(self, key: K) -> None:
         """Reset its age: it could not be observed, which is no evidence."""
         self._seen.pop(key, None)
-
-    def clear(self) -> None:
-        self._seen.clear()
 
     def _note_gap(self, now: float) -> None:
         if self._observed_at is not None and now - self._observed_at > self._longest_gap:

@@ -79,16 +79,14 @@ class RangeReader:
     def read(self, text: str) -> tuple[int, ...] | None:
         """The numbers; None: it is something else, or stands for more than may still be read."""
         if text not in self._known:
-            self._known[text] = self._read(text)
+            bounds = range_bounds(text)
+            count = sum(last - first + 1 for first, last in bounds or ())
+            if bounds is None or count > self._left:
+                self._known[text] = None
+            else:
+                self._left -= count
+                self._known[text] = tuple(number for first, last in bounds for number in range(first, last + 1))
         return self._known[text]
-
-    def _read(self, text: str) -> tuple[int, ...] | None:
-        bounds = range_bounds(text)
-        count = sum(last - first + 1 for first, last in bounds or ())
-        if bounds is None or count > self._left:
-            return None
-        self._left -= count
-        return tuple(number for first, last in bounds for number in range(first, last + 1))
 
 
 def range_bounds(text: str) -> list[tuple[int, int]] | None:
@@ -104,18 +102,13 @@ def range_bounds(text: str) -> list[tuple[int, int]] | None:
 
 def ranges(numbers: Sequence[int], *, limit: int | None = None) -> str:
     """``(12, 0, 1, 2)`` -> ``0-2,12``, cut between two numbers to `limit`."""
-    parts: list[str] = []
-    start = end = None
+    bounds: list[list[int]] = []
     for number in sorted(set(numbers)):
-        if end is not None and number == end + 1:
-            end = number
-            continue
-        if start is not None:
-            parts.append(str(start) if start == end else f"{start}-{end}")
-        start = end = number
-    if start is not None:
-        parts.append(str(start) if start == end else f"{start}-{end}")
-    text = ",".join(parts)
+        if bounds and number == bounds[-1][1] + 1:
+            bounds[-1][1] = number
+        else:
+            bounds.append([number, number])
+    text = ",".join(str(first) if first == last else f"{first}-{last}" for first, last in bounds)
     return text if limit is None or len(text) <= limit else text[: limit - 3].rpartition(",")[0] + ",..."
 
 

@@ -72,5 +72,3 @@ def test_what_is_forgotten_starts_anew() -> None:
     seen.forget("a")
     seen.forget("a")
     assert seen.observe("a", "1", 530.0) == 0.0
-    seen.clear()
-    assert seen.observe("a", "1", 540.0) == 0.0
