@@ -29,8 +29,8 @@ from hpc_elastic.report.clocks import Clocks
 from hpc_elastic.report.collect_attempt import AttemptBuilder
 from hpc_elastic.report.collect_round import EventCoverage, RoundBuilder, rank_statuses
 from hpc_elastic.report.history import AttemptHistory, RunHistory
-from hpc_elastic.run.attempt import AttemptInfo, load_result
-from hpc_elastic.run.event_reader import EventFile, event_files, job_id_of
+from hpc_elastic.run.attempt import AttemptInfo, is_job_id, load_result
+from hpc_elastic.run.event_reader import EventFile, event_files
 from hpc_elastic.run.heartbeats import NodeHeartbeats
 from hpc_elastic.run.node_score import NodeRecord, NodeScore, load_record, score_nodes
 from hpc_elastic.run.option_values import Scope, SectionTimeouts, StartMethod
@@ -267,7 +267,7 @@ def collect_attempt(paths: AttemptPaths, *, ranks: Container[int] = ()) -> Attem
         history.problems += (f"attempt.json: {info}",)
     else:
         known = readable_fields(AttemptInfo, info)
-        history.job_id = job_id_of(known.get("job_id"))
+        history.job_id = known["job_id"] if is_job_id(known.get("job_id")) else ""
         history.nodes = known.get("nodes", ())
         history.started_ns = known.get("started_ns")
         history.versions = tuple(known.get("versions", {}).items())

@@ -29,7 +29,8 @@ from hpc_elastic.report.node_times import TimesBuilder
 from hpc_elastic.run import agent_events as of_agent
 from hpc_elastic.run import coordinator_events as of_coordinator
 from hpc_elastic.run import supervisor_events as of_supervisor
-from hpc_elastic.run.event_reader import EventLine, job_id_of
+from hpc_elastic.run.attempt import is_job_id
+from hpc_elastic.run.event_reader import EventLine
 from hpc_elastic.run.event_types import RunEvent
 
 _MOST_WORDS = 300
@@ -103,7 +104,7 @@ class AttemptBuilder(Struct):
                 self.closed_explained = event.round, event.explained
             case of_supervisor.AttemptStarted():
                 self.history.started_ns = when
-                self.history.job_id = job_id_of(event.job_id) or self.history.job_id
+                self.history.job_id = event.job_id if is_job_id(event.job_id) else self.history.job_id
                 self.history.nodes = event.nodes or self.history.nodes
             case of_supervisor.AgentProcessEnded():
                 self._agent_ended(event, when)

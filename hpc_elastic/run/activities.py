@@ -58,7 +58,7 @@ class FlightTail(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Doing(str, Enum):
-    """The kind of call that a rank was in."""
+    """The kind of call that a rank was in; `_WORDS` says it in words."""
 
     COLLECTIVE = "collective"
     """It waited for other ranks: in a collective, in a send or receive, or while a process group was made."""
@@ -68,16 +68,13 @@ class Doing(str, Enum):
     """A backward pass, which may wait for a collective and may compute."""
     LOADER = "loader"
     CHILD = "child"
-    """It waited for a process that it had started."""
     SLEEP = "sleep"
     LOCK = "lock"
     """It waited for a lock, a queue or a thread; work.wait() of the script looks the same."""
     IO = "io"
-    """A read, a write or a wait for a descriptor."""
     STOPPED = "stopped"
     """SIGSTOP or a debugger stopped it, not its agent."""
     LEAVING = "leaving"
-    """It had left the process group, or was about to end."""
     CODE = "code"
     UNKNOWN = "unknown"
     """It left no stack."""
@@ -152,8 +149,6 @@ _WORDS = {
 
 
 class RankSockets(Struct, frozen=True, kw_only=True):
-    """The TCP sockets of one rank."""
-
     rank: int
     ends: tuple[tuple[str, str], ...] = ()
-    """Each address of its own ends with the ports there: ``("10.0.0.7", "33421,36000-36007")``."""
+    """The addresses of its TCP sockets, each with the ports there: ``("10.0.0.7", "33421,36000-36007")``."""

@@ -166,7 +166,6 @@ class WorkerReplaced(AgentEvent, frozen=True, kw_only=True):
     exitcode: int | None = None
     """of the process that ended"""
     old_pid: int = 0
-    """of the process that ended"""
     pid: int = 0
     """of the fresh one in its place"""
     reason: str = ""

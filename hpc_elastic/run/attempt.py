@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeGuard
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -19,7 +20,7 @@ WITHOUT_VERDICT = "ended without a verdict: "
 _JOB_ID = re.compile(r"[1-9][0-9]{0,9}(?:[_+][0-9]{1,10})?\Z")
 
 
-def is_job_id(value: object) -> bool:
+def is_job_id(value: object) -> TypeGuard[str]:
     """Check for a Slurm job's id: ``70``, an array's task ``70_3``, a component of a het job ``70+1``.
 
     Files that another user may have prepared hold ids, which go to Slurm's commands, where ``--user=root`` would be an

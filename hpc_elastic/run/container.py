@@ -15,8 +15,6 @@ from hpc_elastic.errors import UsageError
 
 
 class Runtime(str, Enum):
-    """The program that starts a container."""
-
     CHARLIECLOUD = "charliecloud"
     APPTAINER = "apptainer"
     SINGULARITY = "singularity"
@@ -31,8 +29,6 @@ class Runtime(str, Enum):
 
 
 class ContainerImage(Struct, frozen=True, kw_only=True):
-    """``--container-image``."""
-
     runtime: Runtime
     image: str
     """The runtime's notation: a path, a URI, or a name in its store."""
@@ -50,8 +46,6 @@ class ContainerMount(Struct, frozen=True, kw_only=True):
 
 
 class Container(Struct, frozen=True, kw_only=True):
-    """All container options together."""
-
     image: ContainerImage
     mounts: tuple[ContainerMount, ...] = ()
     workdir: str = ""
@@ -59,7 +53,6 @@ class Container(Struct, frozen=True, kw_only=True):
     env: tuple[str, ...] = ()
     """Variables that keep the host's value, whatever the image says."""
     args: tuple[str, ...] = ()
-    """Further arguments of the runtime."""
 
 
 def parse_container_image(text: str, option: str) -> ContainerImage:

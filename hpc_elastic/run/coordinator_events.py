@@ -80,12 +80,10 @@ class NodeReplaced(CoordinatorEvent, frozen=True, kw_only=True):
     node: int
     """the node that came"""
     host: str = ""
-    """its name"""
     reason: str = ""
     replaces_node: int = -1
     """the node whose place that was"""
     replaces_host: str = ""
-    """its name"""
 
 
 class NodesWaiting(CoordinatorEvent, frozen=True, kw_only=True):

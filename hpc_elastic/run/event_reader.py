@@ -23,7 +23,6 @@ from hpc_elastic.base.codec import NOT_DECODED, UnreadableRecordError, decoder, 
 from hpc_elastic.base.files import Owner, ask_about, has_long_number, open_checked, parse_json
 from hpc_elastic.errors import UnsafePathError
 from hpc_elastic.run import agent_events, coordinator_events, supervisor_events
-from hpc_elastic.run.attempt import is_job_id
 from hpc_elastic.run.event_types import RunEvent, name_of
 from hpc_elastic.run.paths import AttemptPaths
 
@@ -47,11 +46,7 @@ def _defined_in(module: ModuleType) -> dict[str, type[RunEvent]]:
 
 
 SUPERVISOR_EVENTS = _defined_in(supervisor_events)
-EVENTS = {
-    **SUPERVISOR_EVENTS,
-    **_defined_in(agent_events),
-    **_defined_in(coordinator_events),
-}
+EVENTS = {**SUPERVISOR_EVENTS, **_defined_in(agent_events), **_defined_in(coordinator_events)}
 """The type of each event, by its name in the file. ``agent_ended``, which two write, is the agent's here."""
 
 
@@ -79,7 +74,7 @@ def _kind_of(name: str, role: object) -> type[RunEvent] | None:
 
 
 class _Head(Struct, kw_only=True):
-    # The fields that every line has.
+    # The fields that every line has. Another program may have written another type: then the default.
     event: str
     t: int | None = None
     n: int | None = None
@@ -105,7 +100,6 @@ class EventLine(Struct, frozen=True, kw_only=True):
     """The writer's wall clock."""
     number: int | None = None
     """Its place in its file."""
-    """Its place in its file."""
     role: str = ""
     """``supervisor``, ``agent`` or ``operator``."""
     node: int | None = None
@@ -122,20 +116,7 @@ class EventLine(Struct, frozen=True, kw_only=True):
 
 
 def event_line(value: Mapping[str, Any]) -> EventLine:
-    return _line(_head_of(value), json.dumps(value).encode(), read_event(value))
-
-
-def _head_of(value: Mapping[str, Any]) -> _Head:
-    # Another program may have written another type.
-    return _Head(
-        event=value["event"],
-        t=_integer(value.get("t")),
-        n=_integer(value.get("n")),
-        role=value["role"] if isinstance(value.get("role"), str) else "",
-        node=_integer(value.get("node")),
-        host=value["host"] if isinstance(value.get("host"), str) else "",
-        by=_integer(value.get("by")),
-    )
+    return _line(_Head(**readable_fields(_Head, value)), json.dumps(value).encode(), read_event(value))
 
 
 def _line(
@@ -254,8 +235,9 @@ class EventFile:
                 return b""
             self._skipping, data = "", data[end:]
         end = data.rfind(b"\n") + 1
-        lines = bytes(self._begun) + data[:end] if end else b""
+        lines = b""
         if end:
+            lines = bytes(self._begun) + data[:end]
             self._begun.clear()
         self._begun += data[end:]
         if len(self._begun) >= LONGEST_EVENT:
@@ -297,7 +279,7 @@ def _read(raw: bytes) -> tuple[_Head, RunEvent | None] | None:
     value = _decode(raw)
     if not isinstance(value, dict) or not isinstance(value.get("event"), str):
         return None
-    return _head_of(value), read_event(value)
+    return _Head(**readable_fields(_Head, value)), read_event(value)
 
 
 def _decode(raw: bytes) -> Any:
@@ -346,12 +328,3 @@ def merged_events(
     for file in files:
         for sentence in file.left_out():
             on_left_out(sentence)
-
-
-def _integer(value: object) -> int | None:
-    return value if type(value) is int else None
-
-
-def job_id_of(value: object) -> str:
-    """A Slurm job's id; empty for any other value."""
-    return value if isinstance(value, str) and is_job_id(value) else ""

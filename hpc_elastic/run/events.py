@@ -42,19 +42,11 @@ class EventLog:
         clock: Clock,
         files: FileExecutor | None = None,
     ) -> None:
-        """Create the file.
+        """Create the file, and `folder` where it is missing.
 
-        Args:
-            folder: Made where it is missing.
-            role: ``supervisor`` or ``agent``.
-            host: The host of the clock.
-            node: Node index.
-            uid: Distinguishes this writer from an earlier one of the same role and node.
-            clock: Gives the lines' times.
-            files: The thread that writes, for a caller that must not wait for a disk; without it `write` writes itself.
-
-        Raises:
-            UnsafePathError, OSError: only without `files`.
+        `uid` distinguishes this writer from an earlier one of the same role and node. `files` is the thread that
+        writes, for a caller that must not wait for a disk; without it `write` writes itself, and UnsafePathError or
+        OSError is raised here.
         """
         self._folder = folder
         self._path = folder / f"{role}-{node:05d}-{uid}.jsonl"
@@ -81,14 +73,9 @@ class EventLog:
     def write(self, event: RunEvent) -> None:
         """Append one event. Never raises for the disk's sake, and with a thread of files never waits for it."""
         fields = to_json(event)
-        line = {
-            "v": SCHEMA_VERSION,
-            "t": self._clock.time_ns(),
-            "n": self._count,
-            **self._head,
-            **fields,
-            **({"by": self._head["node"]} if "node" in fields else {}),
-        }
+        line = {"v": SCHEMA_VERSION, "t": self._clock.time_ns(), "n": self._count, **self._head, **fields}
+        if "node" in fields:
+            line["by"] = self._head["node"]
         self._count += 1
         raw = (json_text(line) + "\n").encode()
         if len(self._waiting) == self._waiting.maxlen:

@@ -31,8 +31,6 @@ COUNTED = (ProgressSource.OPTIMIZER, ProgressSource.COLLECTIVES)
 
 
 class RankHeartbeat(Struct, frozen=True, kw_only=True):
-    """A worker's last heartbeat."""
-
     rank: int
     local_rank: int = -1
     step: int | None = None
@@ -104,15 +102,12 @@ class NodeHeartbeats(Struct, frozen=True, kw_only=True):
     ranks: tuple[RankHeartbeat, ...] = ()
 
 
-_BEGINNING, _LEAST_LOST = 1, 2
-
-
 def describe_begun_again(first: int, before: int) -> str:
     """The problem of a round that begins at step `first` after an earlier one came to `before`; empty: no problem.
 
     A script whose rounds each look for checkpoints in another folder trains the first steps again and again.
     """
-    if first > _BEGINNING or before - first < _LEAST_LOST:
+    if first > 1 or before - first < 2:
         return ""
     return (
         f"training began at step {first} again, after step {before} of an earlier round: no checkpoint was loaded. "

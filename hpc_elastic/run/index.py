@@ -1,9 +1,8 @@
 """The files that outlive a run in the account's folder, and the index of runs there: finds a run by path, id or job id.
 
-The index is small files under ``$XDG_STATE_HOME/hpc_elastic/jobs``. Job ids come back (after a controller's restart,
-and on every cluster), so an entry is keyed by cluster, job id and submit time, and the newest wins. A home that can't
-be written never stops a submission, and runs are found without the index. Each entry is a file of its own name, written
-whole and never changed, so no lock is needed.
+Job ids come back (after a controller's restart, and on every cluster), so an entry is keyed by cluster, job id and
+submit time, and the newest wins. A home that can't be written never stops a submission, and runs are found without the
+index. Each entry is a file of its own name, written whole and never changed, so no lock is needed.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ def account_folder(name: str, env: Mapping[str, str] | None = None) -> Path | No
 
 
 def make_account_folder(name: str, env: Mapping[str, str] | None = None) -> Path:
-    """The same folder, made for this user alone with missing parents. Raises UsageError (no home, or another user's
-    folder) or OSError."""
+    """The same folder, made for this user alone. Raises UsageError (no home, or another user's folder) or OSError."""
     folder = account_folder(name, env)
     if folder is None:
         raise UsageError("neither XDG_STATE_HOME nor HOME is set")
@@ -68,7 +66,6 @@ def _is_roots(path: Path) -> bool:
 
 
 DEFAULT_RUNS_DIR = "runs"
-_CANDIDATES = 5
 _TASK_OF = re.compile(r"(.+)_(\d{1,10})\Z", re.ASCII)
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 
@@ -147,14 +144,8 @@ def find(
     """Find the run directory for `text`: a path to it or into it, a run id (or its beginning), or a job id.
 
     The ids of an array's task are the array's and ``_TASK``. Run ids are searched in `runs_dir` (``./runs``).
-    `cluster_here` returns this host's cluster, whose job is meant where several clusters have one of that id.
-
-    Returns:
-        An absolute path to a folder with a run.json.
-
-    Raises:
-        UnknownRunError: no match; the message names where was searched.
-        UsageError: several matches, or one whose directory is gone.
+    `cluster_here` returns this host's cluster, whose job is meant where several clusters have one of that id. The path
+    that is returned is absolute. Raises UnknownRunError, or UsageError: several matches, or the directory is gone.
     """
     given = Path(os.path.abspath(text))
     for folder in (given, *given.parents[:4]) if given.exists() else ():
@@ -233,11 +224,10 @@ def array_tasks(paths: RunPaths) -> tuple[int, ...]:
 
 def _by_task_of_run(text: str, runs: Path) -> Path | None:
     match = _TASK_OF.match(text)
-    if match is None or is_job_id(text):
+    if match is None or is_job_id(text) or (array := _by_run_id(match.group(1), runs)) is None:
         return None
-    array = _by_run_id(match.group(1), runs)
-    task = None if array is None else RunPaths(array).task(int(match.group(2)))
-    return task.root if task is not None and task.run_json.is_file() else None
+    task = RunPaths(array).task(int(match.group(2)))
+    return task.root if task.run_json.is_file() else None
 
 
 def _by_run_id(text: str, runs: Path, *, digits: bool = False) -> Path | None:
@@ -252,6 +242,6 @@ def _by_run_id(text: str, runs: Path, *, digits: bool = False) -> Path | None:
         return None
     matches = [runs / name for name in names if RunPaths(runs / name).run_json.is_file()]
     if len(matches) > 1:
-        shown = first_of([match.name for match in matches], _CANDIDATES)
+        shown = first_of([match.name for match in matches], 5)
         raise UsageError(f"{text} begins {len(matches)} runs in {runs}; give more of one of {shown}")
     return matches[0] if matches else None

@@ -16,17 +16,13 @@ from msgspec import Struct
 
 from hpc_elastic.errors import UsageError
 
-SMALLEST_PIECE = 64 << 10
 DEFAULT_PIECES = 5
-_LARGEST_PIECE = 1 << 50
 _SIZE = re.compile(r"([0-9]{1,15})(?:([KMGT])(?:i?B)?|B)?\Z", re.IGNORECASE)
 _UNIT = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _NUMBER = re.compile(r"\.([0-9]{3,9})\Z")
 
 
 class PieceLimit(Struct, frozen=True, kw_only=True):
-    """The limits of a rotated output file."""
-
     size: int
     """Bytes of the largest piece."""
     count: int = DEFAULT_PIECES
@@ -44,7 +40,7 @@ def parse_bytes(text: str, option: str) -> int:
 def parse_size(text: str, option: str) -> int:
     """Read the size at which a log is rotated."""
     size = parse_bytes(text, option)
-    if not SMALLEST_PIECE <= size <= _LARGEST_PIECE:
+    if not 64 << 10 <= size <= 1 << 50:
         raise UsageError(f"{option} {text}: give from 64K to 1024T; without the option files grow without limit")
     return size
 

@@ -24,7 +24,6 @@ BAD = 1.0
 MOST_EVIDENCE = 2000
 """The latest are kept."""
 _LARGEST_FILE = 4 << 20
-_FEW = 3
 _AHEAD_NS = 3600 * 10**9
 """Evidence from further ahead of now is ignored; hosts' clocks differ."""
 
@@ -56,8 +55,6 @@ _FIRST = (EvidenceKind.FIRST_FAILURE, EvidenceKind.FIRST_EXCEPTION)
 
 
 class Evidence(Struct, frozen=True, kw_only=True):
-    """One thing that happened on a node."""
-
     node: str
     kind: EvidenceKind
     at_ns: int
@@ -190,7 +187,7 @@ def is_everywhere(unable: int, *, nodes: int) -> bool:
     The batch host, where the supervisor runs, has the interpreter and the run directory in any case: of four nodes or
     more, all the others are as good as all. One node alone shows nothing.
     """
-    return nodes > 1 and unable >= nodes - (1 if nodes > _FEW else 0)
+    return nodes > 1 and unable >= nodes - (1 if nodes > 3 else 0)
 
 
 def choose_excluded(
@@ -205,8 +202,7 @@ def choose_excluded(
     """Choose the nodes to leave out, the worst first.
 
     Args:
-        scores: Results of `score_nodes`.
-        known: Names of the nodes that the job may get, by Slurm's answer: another name never comes out.
+        known: The nodes that the job may get, by Slurm's answer: another name never comes out.
         usable: Those of them that are not down or drained; busy ones count.
         need: The run's MIN: so many usable nodes are left.
         required: Nodes that the job was submitted for by name.

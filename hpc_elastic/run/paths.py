@@ -33,16 +33,25 @@ from __future__ import annotations
 
 import os
 import re
+from functools import partial
 from pathlib import Path
 
 from msgspec import Struct
 
 RUN_ID = "[A-Za-z0-9][A-Za-z0-9._-]{0,99}"
 """A pattern of Python's and of POSIX: the whole text of a run's id, which is a folder's name, and no shell's syntax."""
-_ATTEMPT = re.compile(r"attempt-(\d{3,})\Z")
-_ROUND = re.compile(r"round-(\d{3,})\Z")
-_TASK = re.compile(r"task-(\d+)\Z", re.ASCII)
-_RANK = re.compile(r"rank-(\d{5,})\Z")
+
+
+def _number(pattern: re.Pattern[str], name: str) -> int | None:
+    match = pattern.match(name)
+    return int(match.group(1)) if match else None
+
+
+# ``attempt-007`` → 7; None for any other name.
+attempt_number = partial(_number, re.compile(r"attempt-(\d{3,})\Z"))
+round_index = partial(_number, re.compile(r"round-(\d{3,})\Z"))
+task_index = partial(_number, re.compile(r"task-(\d+)\Z", re.ASCII))
+rank_index = partial(_number, re.compile(r"rank-(\d{5,})\Z"))
 
 
 class _File:
@@ -142,25 +151,3 @@ class RunPaths(Struct, frozen=True):
             return self.attempts()
         except OSError:
             return []
-
-
-def _number(pattern: re.Pattern[str], name: str) -> int | None:
-    match = pattern.match(name)
-    return int(match.group(1)) if match else None
-
-
-def attempt_number(name: str) -> int | None:
-    """``attempt-007`` → 7; None for any other name. The three below read other folders' names in the same way."""
-    return _number(_ATTEMPT, name)
-
-
-def task_index(name: str) -> int | None:
-    return _number(_TASK, name)
-
-
-def round_index(name: str) -> int | None:
-    return _number(_ROUND, name)
-
-
-def rank_index(name: str) -> int | None:
-    return _number(_RANK, name)

@@ -52,8 +52,6 @@ class EntryKind(str, Enum):
 
 
 class Entrypoint(Struct, frozen=True, kw_only=True):
-    """The command of every worker."""
-
     kind: EntryKind
     target: str
     args: tuple[str, ...] = ()
@@ -113,7 +111,6 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     health_checks: Mapping[Check, float] = field(default_factory=lambda: dict(DEFAULT_LIMITS))
     """The checks that a node must pass before it joins a round, with the limit of each."""
     health_check: tuple[str, ...] = ()
-    """The command of the user's own check."""
     health_check_timeout: float = 30.0
     metrics: MetricsTarget | None = None
     monitor_interval: float = 5.0
@@ -167,11 +164,9 @@ class RunSpec(Struct, frozen=True, kw_only=True):
     after: str = ""
     """Shell, after the run."""
     hook_timeout: float = 600.0
-    """Limit of `after`."""
     notify: str = ""
     """A URL, or shell."""
     sbatch_args: tuple[str, ...] = ()
-    """sbatch's arguments, for the record."""
     srun_args: tuple[str, ...] = ()
 
     @property

@@ -144,7 +144,6 @@ class AttemptRequeued(SupervisorEvent, frozen=True, kw_only=True, tag="requeued"
     job_id: str | None = None
     """the id of the job that continues: this one, or a follow-on job"""
     reason: str = ""
-    """what was done"""
 
 
 class AttemptEnded(SupervisorEvent, frozen=True, kw_only=True):

@@ -21,8 +21,6 @@ class OnHang(str, Enum):
 
 
 class HangSettings(Struct, frozen=True, kw_only=True):
-    """``--hangs``."""
-
     action: OnHang = OnHang.OBSERVE
     least: float = 300.0
     """Seconds without progress that are never a hang."""
