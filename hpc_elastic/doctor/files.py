@@ -16,7 +16,6 @@ from hpc_elastic.doctor.findings import DoctorFinding, fold, problem, problem_un
 from hpc_elastic.doctor.probe_site import ProbeSite
 from hpc_elastic.launch.run_directory import why_not_shared
 
-_SLOW_STORE = 2.0
 _LEAST_FREE = {"runs": 1 << 30, "home": 1 << 20, "tmp": 1 << 27, "shm": 256 << 20}
 """Bytes."""
 
@@ -47,7 +46,6 @@ def check_host(runs_dir: Path, *, nodes: int) -> Iterator[DoctorFinding]:
 
 
 def probe_files(site: ProbeSite) -> FileFacts:
-    """Measure, together with all other nodes."""
     seconds: float | None = None
     created: bool | None = None
     if not site.barrier("files"):
@@ -110,7 +108,7 @@ def _store(files: FileFacts) -> DoctorFinding:
             "the nodes can't meet there", "another filesystem with --runs-dir; is it the same one on all nodes?",
         )  # fmt: skip
     return warn_unless(
-        seconds <= _SLOW_STORE, "nodes.store",
+        seconds <= 2.0, "nodes.store",
         f"within {max(seconds, 0.1):.1f} s all nodes have read what each wrote{kind}",
         "starts and restarts take that much longer, and a slow node may count as lost",
         f"--rdzv-conf heartbeat_ttl={max(20, round(10 * seconds))}, or another filesystem with --runs-dir",

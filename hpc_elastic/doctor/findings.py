@@ -19,8 +19,6 @@ class Severity(str, Enum):
 
 
 class DoctorFinding(Struct, frozen=True, kw_only=True):
-    """One line of `hpc-elastic doctor`."""
-
     check: str
     """Its name, such as ``slurm.requeue``."""
     level: Severity

@@ -19,14 +19,11 @@ from hpc_elastic.worker_api.preemption import preemption_notice
 from hpc_elastic.workers.linux import oom_kill_count
 
 _NOTICE_SECONDS = 45.0
-_ASK_SECONDS = 30.0
 _SLOWEST_SECONDS = 720.0
 """The longest time of the slowest node for the probes before: a first import of torch, for example."""
 
 
 class JobMemoryFacts(Struct, frozen=True, kw_only=True):
-    """Measured within the job, without changing it."""
-
     limit: str = ""
     """The memory's limit, for a reader; empty: the node's alone."""
     counts_oom_kills: bool = False
@@ -38,7 +35,6 @@ class NoticeFacts(Struct, frozen=True, kw_only=True):
     seconds: float | None = None
     """Seconds from the request, or from the last wait for the others before it, to the worker's notice, if it came."""
     error: str = ""
-    """Why the request failed."""
 
 
 def probe_memory(site: ProbeSite) -> JobMemoryFacts | None:
@@ -62,7 +58,7 @@ def probe_notice(site: ProbeSite) -> NoticeFacts | None:
             SlurmClient(SubprocessRunner(site.env), site.clock, timeout=20.0).notify(job)
         except SlurmError as refusal:
             error = str(refusal)
-    error = json.loads(site.gather("notice", json.dumps(error), seconds=_ASK_SECONDS).get(0, '""'))
+    error = json.loads(site.gather("notice", json.dumps(error), seconds=30.0).get(0, '""'))
     if error:
         return NoticeFacts(error=error)
     while (waited := site.clock.monotonic() - began) < _NOTICE_SECONDS:

@@ -34,24 +34,15 @@ from hpc_elastic.slurm.job_environment import in_job
 from hpc_elastic.slurm.notation import names_text
 
 PROGRAM = Path(hpc_elastic.__file__).resolve().parent / "pytorch" / "link_probe.py"
-"""Run by the workers' interpreter."""
 _CONNECT_SECONDS = 3.0
 _GATHER_SECONDS = 30.0
 _READY_SECONDS, _TRANSFER_SECONDS = 60.0, 9.0
 """Limits of a node's import of torch, and of one exchange of data."""
 _PARTNERS = 3
-_BACKENDS = ("tcp", "gloo", "nccl")
-"""Later ones use more of what workers use."""
-_AT_ONCE = 32
-_APART = 1.0
-"""Seconds between two wall clocks."""
-_SLOW_FACTOR = 2.0
 _MOST = 4
 
 
 class Reached(Struct, frozen=True, kw_only=True):
-    """A TCP connection that was tried."""
-
     node: str
     """The node of the address; empty: MASTER_ADDR's."""
     address: str
@@ -62,8 +53,6 @@ class Reached(Struct, frozen=True, kw_only=True):
 
 
 class Transfer(Struct, frozen=True, kw_only=True):
-    """An exchange of data with another node."""
-
     node: str = ""
     seconds: float | None = None
     """None: it failed."""
@@ -73,8 +62,6 @@ class Transfer(Struct, frozen=True, kw_only=True):
 
 
 class NetworkFacts(Struct, frozen=True, kw_only=True):
-    """One node's connections."""
-
     addresses: tuple[str, ...] = ()
     """Its own, as the agents use them: those that its name resolves to, then those of its interfaces."""
     reached: tuple[Reached, ...] = ()
@@ -123,7 +110,7 @@ def probe_network(site: ProbeSite) -> NetworkFacts:
         threading.Thread(target=_answer_all, args=(one,), daemon=True).start()
     hellos = [codec.loads(NodeAddresses, text) for rank, text in sorted(raw.items()) if rank != site.rank]
     places = [(hello.node, address, hello.port) for hello in hellos for address in hello.addresses]
-    with ThreadPoolExecutor(_AT_ONCE) as pool:
+    with ThreadPoolExecutor(32) as pool:
         reached = tuple(pool.map(lambda place: _connect(*place), places))
     to_master = _connect("", master, port) if master else None
     site.barrier("network-connected", seconds=_GATHER_SECONDS)
@@ -133,7 +120,6 @@ def probe_network(site: ProbeSite) -> NetworkFacts:
 
 
 def _answer_all(listener: socket.socket) -> None:
-    """Send the wall clock to each connection."""
     with contextlib.suppress(OSError):  # it was closed
         while True:
             connection = listener.accept()[0]
@@ -198,7 +184,8 @@ def exchange_data(site: ProbeSite, control: socket.socket) -> BandwidthFacts:
         raise TimeoutError("the workers' interpreter did not start it in time")
     raw = site.gather("link-ends", codec.dumps(own), seconds=_READY_SECONDS)
     ends = {rank: codec.loads(LinkEnd, text) for rank, text in raw.items()}
-    backend = min((end.backend for end in ends.values()), key=_BACKENDS.index)  # one for all: the times are compared
+    # One for all: the times are compared. Later ones use more of what workers use.
+    backend = min((end.backend for end in ends.values()), key=("tcp", "gloo", "nccl").index)
     done = []
     for number, partner in enumerate(partners_of(site.rank, site.world_size)):
         site.barrier(f"link-round-{number}", seconds=_TRANSFER_SECONDS + 2.0)
@@ -228,7 +215,6 @@ def _receive(control: socket.socket, seconds: float) -> dict[str, Any]:
 
 
 def judge_network(facts: Mapping[str, NetworkFacts]) -> list[DoctorFinding]:
-    """Judge addresses and clocks."""
     return [_addresses(facts), *_master(facts), _clocks(facts)] if len(facts) > 1 else []
 
 
@@ -281,7 +267,7 @@ def _clocks(facts: Mapping[str, NetworkFacts]) -> DoctorFinding:
     ]
     if not apart:
         return ok("network.clocks", "not known: no node reached another")
-    far = dict.fromkeys(pair for ahead, bound, pair in apart if ahead - bound > _APART)
+    far = dict.fromkeys(pair for ahead, bound, pair in apart if ahead - bound > 1.0)
     least, most = max(ahead - bound for ahead, bound, _ in apart), max(ahead + bound for ahead, bound, _ in apart)
     return warn_unless(
         not far, "network.clocks",
@@ -315,7 +301,7 @@ def judge_bandwidth(facts: Mapping[str, BandwidthFacts]) -> Iterator[DoctorFindi
     if not best:
         return
     size, usual = max(one.bytes for _, one in done), median(best.values())
-    slow = [f"{node}: {_rate(size, seconds)}" for node, seconds in best.items() if seconds > _SLOW_FACTOR * usual]
+    slow = [f"{node}: {_rate(size, seconds)}" for node, seconds in best.items() if seconds > 2 * usual]
     if slow:
         yield warning(
             "network.bandwidth",

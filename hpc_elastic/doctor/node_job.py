@@ -42,10 +42,6 @@ from hpc_elastic.worker_api.preemption import preemption_notice
 
 NAME = "doctor"
 _ENDING = ".node.json"
-_MINUTES = "20"
-_GRACE = "60"
-_LAST_CALL = 60.0
-"""Seconds for which the others wait for a missing node, before they begin without it."""
 TAKEN = frozenset(
     (
         *job_options.AS_GIVEN,
@@ -116,8 +112,8 @@ def plan_job(parsed: Parsed, *, cluster: str, env: Mapping[str, str]) -> ProbeJo
         "max_restarts": ("0",), "health_checks": ("none",),
     }  # fmt: skip
     if "SBATCH_TIMELIMIT" not in env:
-        values["time"] = (_MINUTES,)
-    asked = replace(parsed, command=command, values={**values, **parsed.values, "grace": (_GRACE,)})
+        values["time"] = ("20",)
+    asked = replace(parsed, command=command, values={**values, **parsed.values, "grace": ("60",)})
     cwd = working_directory(parsed, env)
     runs_dir = runs_directory(parsed, cwd) / NAME
     slurm = slurm_job(asked, env, array="") if cluster == "slurm" else None
@@ -137,7 +133,7 @@ def plan_job(parsed: Parsed, *, cluster: str, env: Mapping[str, str]) -> ProbeJo
         entrypoint=replace(spec.entrypoint, args=args, python=sys.executable),
         min_nodes=1,  # facts of the nodes that come are better than none
         grow=GrowPolicy.NEVER,
-        rdzv_conf={"last_call_timeout": _LAST_CALL, **spec.rdzv_conf},
+        rdzv_conf={"last_call_timeout": 60.0, **spec.rdzv_conf},
         container_image=None,
     )
     slurm = replace(slurm, spec=spec) if slurm is not None else None
@@ -146,18 +142,18 @@ def plan_job(parsed: Parsed, *, cluster: str, env: Mapping[str, str]) -> ProbeJo
 
 def probe_node(site: ProbeSite) -> ProbedNode:
     """Measure all parts, one after the other, and write the facts before each, and at the end."""
-    facts = ProbedNode(node=site.node, rank=site.rank)
+    facts, path = ProbedNode(node=site.node, rank=site.rank), site.folder / f"{site.node}{_ENDING}"
     for name, (probe, seconds) in PARTS.items():
         print(f"doctor: {name}", flush=True)
         facts.unfinished = name
-        codec.save(site.folder / f"{site.node}{_ENDING}", facts)
+        codec.save(path, facts)
         found = _bounded(probe, site, seconds)
         if isinstance(found, str):
             facts.failed[name] = found
         else:
             setattr(facts, name, found)
     facts.unfinished = ""
-    codec.save(site.folder / f"{site.node}{_ENDING}", facts)
+    codec.save(path, facts)
     return facts
 
 

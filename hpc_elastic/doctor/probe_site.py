@@ -16,7 +16,6 @@ from hpc_elastic.run.container import Container
 from hpc_elastic.store.file_store import FileStore
 
 _LOOK_SECONDS = 0.01
-_INVALIDATE_SECONDS = 0.5
 _LONGEST_PAUSE = 0.2
 
 
@@ -28,8 +27,6 @@ class ProbeSettings(Struct, frozen=True, kw_only=True):
 
 
 class ProbeSite(Struct, kw_only=True):
-    """One node's place among the nodes of the job."""
-
     rank: int
     world_size: int
     node: str
@@ -55,7 +52,7 @@ class ProbeSite(Struct, kw_only=True):
             now = self.clock.monotonic()
             if now >= invalidate_at:
                 self.store.invalidate(name)
-                invalidate_at = now + _INVALIDATE_SECONDS
+                invalidate_at = now + 0.5
             new = [key for key in self.store.list(name) if key.isdecimal() and int(key) not in found]
             values = self.store.get_many([f"{name}/{key}" for key in new])
             found.update({int(key): text for key, text in zip(new, values, strict=True) if text is not None})

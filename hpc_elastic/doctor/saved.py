@@ -30,8 +30,8 @@ class SavedFindings(Struct, frozen=True, kw_only=True):
 
 
 _NAME = "doctor.json"
+# All of these but slurm.limits, which are the account's.
 _OF_THE_SITE = ("slurm.", "partition", "gpu.", "network.", "nodes.memory", "nodes.signals", "nodes.shm")
-_OF_THE_ACCOUNT = "slurm.limits"
 
 
 def save_findings(kept: SavedFindings, *, env: Mapping[str, str], for_site: bool = False) -> Path:
@@ -46,7 +46,7 @@ def save_findings(kept: SavedFindings, *, env: Mapping[str, str], for_site: bool
     site = _site_file(env)
     if site is None:
         raise UsageError(f"--save=site: {SITE_VARIABLE} and XDG_CONFIG_DIRS name no folder; use --save")
-    found = (each for each in kept.findings if each.check.startswith(_OF_THE_SITE) and each.check != _OF_THE_ACCOUNT)
+    found = (each for each in kept.findings if each.check.startswith(_OF_THE_SITE) and each.check != "slurm.limits")
     slurm = replace(kept.slurm, associations=None, qos_limits=None) if kept.slurm is not None else None
     site.parent.mkdir(parents=True, exist_ok=True)
     codec.save(site, replace(kept, findings=tuple(found), slurm=slurm))
@@ -55,7 +55,6 @@ def save_findings(kept: SavedFindings, *, env: Mapping[str, str], for_site: bool
 
 
 def _site_file(env: Mapping[str, str]) -> Path | None:
-    # It lies beside the site's configuration file.
     found = [each.path for each in config_files.candidates(env, Path("/")) if each.layer is config_files.Layer.SITE]
     return found[0].parent / _NAME if found else None
 

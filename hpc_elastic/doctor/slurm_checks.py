@@ -21,10 +21,7 @@ from hpc_elastic.slurm.cluster_facts import config_fields, parse_show_config
 
 _TESTED = ((20, 11), (26, 5))
 """The oldest and the newest version that this project's tests run with."""
-_SLOW_SECONDS = 5.0
-_LONG_SILENCE = 600
 _ANSWER_SECONDS = 60.0
-_MORE_SECONDS = 20.0
 _ASSOCIATION_FIELDS = ("MaxJobs", "MaxSubmitJobs", "GrpJobs", "MaxWall", "MaxTRES", "Account", "DefaultQOS", "QOS")
 _QOS_FIELDS = ("Name", "GraceTime", "PreemptMode", "MaxWall", "MaxTRES", "MaxJobsPU", "MaxSubmitJobsPU")
 """Columns of sacctmgr's ``format=``."""
@@ -35,10 +32,9 @@ class SlurmFacts(Struct, frozen=True, kw_only=True):
     """The output of Slurm's commands, and what the run asks for."""
 
     config: str = ""
-    """``scontrol show config``."""
+    """``scontrol show config``; empty: see `error`."""
     config_seconds: float = 0.0
     error: str = ""
-    """Why there is no `config`."""
     is_missing: bool = False
     """There is no Slurm on this machine."""
     partitions: str = ""
@@ -46,7 +42,7 @@ class SlurmFacts(Struct, frozen=True, kw_only=True):
     associations: str | None = None
     """``sacctmgr -nP show assoc``; None: it does not answer."""
     qos_limits: str | None = None
-    """``sacctmgr -nP show qos``; None: it does not answer."""
+    """``sacctmgr -nP show qos``, likewise."""
     partition: str = ""
     """The run's; empty: the default one."""
     nodes: int = 1
@@ -74,7 +70,7 @@ def ask_slurm(run: SlurmFacts, *, runner: CommandRunner, clock: Clock, env: Mapp
 
     def ask(*argv: str) -> str | None:
         try:
-            done = runner(list(argv), timeout=_MORE_SECONDS)
+            done = runner(list(argv), timeout=20.0)
         except (FileNotFoundError, PermissionError, subprocess.TimeoutExpired):
             return None
         return done.stdout if done.rc == 0 else None
@@ -92,7 +88,6 @@ def ask_slurm(run: SlurmFacts, *, runner: CommandRunner, clock: Clock, env: Mapp
 
 
 def check_slurm(facts: SlurmFacts) -> Iterator[DoctorFinding]:
-    """The findings in the order of the lines."""
     if facts.is_missing:
         yield warning(
             "slurm.commands", "no Slurm on this machine", "runs are executed here",
@@ -106,7 +101,7 @@ def check_slurm(facts: SlurmFacts) -> Iterator[DoctorFinding]:
         )  # fmt: skip
         return
     yield warn_unless(
-        facts.config_seconds <= _SLOW_SECONDS, "slurm.controller", f"answers in {facts.config_seconds:.1f} s",
+        facts.config_seconds <= 5.0, "slurm.controller", f"answers in {facts.config_seconds:.1f} s",
         "starts, status and requeues wait for it", "ask it less often: hpc-elastic status --no-slurm",
     )  # fmt: skip
     yield from _settings(facts)
@@ -133,7 +128,7 @@ def _settings(facts: SlurmFacts) -> Iterator[DoctorFinding]:
         f"--shutdown-timeout {max(1, config.kill_wait - 2)}, and save at the notice (--grace), not at SIGTERM",
     )  # fmt: skip
     yield warn_unless(
-        0 < config.slurmd_timeout < _LONG_SILENCE, "slurm.slurmd-timeout",
+        0 < config.slurmd_timeout < 600, "slurm.slurmd-timeout",
         f"SlurmdTimeout={config.slurmd_timeout} s{'' if config.slurmd_timeout else ' (never)'}",
         "a dead node is given up late, and a requeued job waits for that; the run itself notices it in seconds",
         "--spares 1, or a range as --nodes 3-4, so that the run goes on in the same job",

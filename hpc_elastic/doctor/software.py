@@ -27,8 +27,6 @@ from hpc_elastic.slurm.notation import names_text
 
 IMPORT_SECONDS = 300.0
 """Limit of one start of the interpreter with one import of torch."""
-_SLOW_IMPORT = 30.0
-_NVIDIA = "/dev/nvidiactl"
 _MOST = 4
 """Names that one line shows."""
 # Python 3.8 and later, the standard library alone: it runs in the workers' interpreter.
@@ -44,8 +42,6 @@ except BaseException as error:
     facts["torch_error"] = "%s: %s" % (type(error).__name__, error)
 sys.__stdout__.write("\\n" + json.dumps(facts) + "\\n")
 """
-_PID = re.compile(r"\[\d+\]")
-_TEXTS = ("executable", "version", "torch", "torch_error")
 
 
 class PythonFacts(Struct, frozen=True, kw_only=True):
@@ -94,7 +90,7 @@ def look_at_python(
         return None
     argv, environ = source_command(python, _LOOK), dict(env)
     if container is not None:
-        has_nvidia = os.path.exists(_NVIDIA)
+        has_nvidia = os.path.exists("/dev/nvidiactl")
         argv, environ = enter_container(container, argv, env, local_rank=0, cwd=cwd, has_nvidia=has_nvidia)
     try:
         done = subprocess.run(argv, env=environ, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit)
@@ -102,15 +98,18 @@ def look_at_python(
         return PythonFacts(error=f"{argv[0]} has not answered for {limit:g} s")
     except OSError as error:
         return PythonFacts(error=f"{error.filename or argv[0]}: {error.strerror or error}")
+    names = ("executable", "version", "torch", "torch_error")
     try:
         found = json.loads(done.stdout.decode(errors="replace").strip().splitlines()[-1])
-        texts = {name: clean_line(str(found.get(name, "")))[:300] for name in _TEXTS}
+        texts = {name: clean_line(str(found.get(name, "")))[:300] for name in names}
         return PythonFacts(**texts, seconds=float(found.get("seconds", 0.0)))
     except (ValueError, IndexError, AttributeError):
         said = done.stderr.decode(errors="replace").strip().splitlines()
         how = f"ended with {done.returncode}" if done.returncode else "is no Python"
         # A runtime's own process number would make each node's reason another one.
-        return PythonFacts(error=_PID.sub("", clean_line(f"{argv[0]} {how}{f': {said[-1]}' if said else ''}"))[:300])
+        return PythonFacts(
+            error=re.sub(r"\[\d+\]", "", clean_line(f"{argv[0]} {how}{f': {said[-1]}' if said else ''}"))[:300]
+        )
 
 
 def probe_gpus(site: ProbeSite) -> GpusFacts:
@@ -177,14 +176,13 @@ def _torch(check: str, pythons: Mapping[str, PythonFacts]) -> DoctorFinding:
         )  # fmt: skip
     longest, slowest = max((python.seconds, node) for node, python in pythons.items())
     return warn_unless(
-        longest <= _SLOW_IMPORT, check,
+        longest <= 30.0, check,
         f"{next(iter(kinds.values()))}, imported in {longest:.1f} s at most ({slowest})",
         "each start takes so long", "--start-method forkserver for restarts, or a filesystem nearer to the nodes",
     )  # fmt: skip
 
 
 def judge_node_gpus(nodes: Mapping[str, GpusFacts]) -> Iterator[DoctorFinding]:
-    """Judge the GPUs: present, alike, and fit."""
     if not any(each.given or each.nvml.devices for each in nodes.values()):
         if nodes:
             yield ok("gpu.count", "the job has no GPUs of NVIDIA")

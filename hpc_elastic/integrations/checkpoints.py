@@ -17,13 +17,10 @@ from pathlib import Path
 
 _DATA = {".ckpt", ".pt", ".pth", ".bin", ".pkl", ".safetensors", ".distcp"}
 """Suffixes of files with a training's state."""
-_UNFINISHED = (".part", ".tmp", ".incomplete")
 _MOST_JSON = 100_000_000
 """Bytes: the limit of safetensors for its header."""
 _STEP = re.compile(r"step[=_-]?(\d+)")
 _TRAILING_NUMBER = re.compile(r"(?:^|[^=\d.])(\d+)$")
-_TRAINERS = re.compile(r"checkpoint-\d+")
-_TRAINER_STATE = "trainer_state.json"
 
 
 def last_whole_checkpoint(folder: str | os.PathLike[str]) -> str | None:
@@ -50,7 +47,7 @@ def last_whole_checkpoint(folder: str | os.PathLike[str]) -> str | None:
 
 
 def _may_be_one(path: Path) -> bool:
-    if path.name.startswith((".", "tmp")) or path.name.endswith(_UNFINISHED):
+    if path.name.startswith((".", "tmp")) or path.name.endswith((".part", ".tmp", ".incomplete")):
         return False
     if path.is_dir():
         return any(file.suffix in _DATA for file in _files(path))
@@ -75,8 +72,12 @@ def _is_whole(path: Path) -> bool:
         if not path.is_dir():
             return _is_whole_file(path)
         files = list(_files(path))
-        if _TRAINERS.fullmatch(path.name) and any(map(_is_trainers, files)) and not (path / _TRAINER_STATE).exists():
-            return False
+        if re.fullmatch(r"checkpoint-\d+", path.name):
+            # transformers' ``Trainer`` saves these before its state.
+            first = ("config.json", "training_args.bin")
+            is_trainers = any(file.name in first or file.suffix == ".safetensors" for file in files)
+            if is_trainers and not (path / "trainer_state.json").exists():
+                return False
         shards = {file.parent for file in files if file.suffix == ".distcp"}
         return all((parent / ".metadata").exists() for parent in shards) and all(map(_is_whole_file, files))
     except OSError:
@@ -86,11 +87,6 @@ def _is_whole(path: Path) -> bool:
 def _files(folder: Path) -> Iterator[Path]:
     for root, _, names in os.walk(folder):
         yield from (Path(root, name) for name in sorted(names))
-
-
-def _is_trainers(file: Path) -> bool:
-    # transformers' ``Trainer`` saves these before its state.
-    return file.name in ("config.json", "training_args.bin") or file.suffix == ".safetensors"
 
 
 def _is_whole_file(path: Path) -> bool:

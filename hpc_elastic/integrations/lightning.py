@@ -11,7 +11,6 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from hpc_elastic.worker_api.heartbeat import checkpoint_done, heartbeat
 from hpc_elastic.worker_api.preemption import should_checkpoint
 
-_EVALUATION, _CHECKPOINT = "evaluation", "checkpoint"
 NAME = "last-before-the-end-step={step}.ckpt"
 """Name of the checkpoint that is saved before the job's end: ``ckpt_path="last"`` finds it, too."""
 
@@ -49,10 +48,10 @@ class ElasticCallback(Callback):
             trainer.save_checkpoint(os.path.join(folder, NAME.format(step=step)))
 
     def on_validation_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        heartbeat(section=_EVALUATION)
+        heartbeat(section="evaluation")
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        heartbeat(section=_EVALUATION)
+        heartbeat(section="evaluation")
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         heartbeat()
@@ -64,7 +63,7 @@ class ElasticCallback(Callback):
 
         def save_checkpoint(*args: Any, **kwargs: Any) -> None:
             step = trainer.global_step
-            heartbeat(section=_CHECKPOINT)
+            heartbeat(section="checkpoint")
             save(*args, **kwargs)
             if not is_async:
                 checkpoint_done(step)

@@ -9,8 +9,6 @@ from transformers import TrainerCallback
 from hpc_elastic.worker_api.heartbeat import checkpoint_done, heartbeat
 from hpc_elastic.worker_api.preemption import should_checkpoint
 
-_EVALUATION, _CHECKPOINT = "evaluation", "checkpoint"
-
 
 class ElasticCallback(TrainerCallback):
     """``Trainer(…, callbacks=[ElasticCallback()])``: reports steps, losses and checkpoints to the node's agent.
@@ -47,10 +45,10 @@ class ElasticCallback(TrainerCallback):
             self._begin_section(control)
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        heartbeat(section=_EVALUATION)
+        heartbeat(section="evaluation")
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        heartbeat(section=_CHECKPOINT if control.should_save else None)
+        heartbeat(section="checkpoint" if control.should_save else None)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         checkpoint_done(state.global_step)
@@ -59,4 +57,4 @@ class ElasticCallback(TrainerCallback):
     def _begin_section(self, control: Any) -> None:
         # The Trainer evaluates before it saves.
         if control.should_evaluate or control.should_save:
-            heartbeat(section=_EVALUATION if control.should_evaluate else _CHECKPOINT)
+            heartbeat(section="evaluation" if control.should_evaluate else "checkpoint")

@@ -31,7 +31,6 @@ from hpc_elastic.workers.tree import node_key
 _SAVE_SECONDS = 30.0
 """Longest wait for a save that a fault has to interrupt; longer where the undisturbed run saves rarely."""
 TOO_SHORT = "the script was at its end first; let it do more steps"
-_SMALL_DISK = 1 << 30
 _SIGNALS = {WORKER_KILLED: signal.SIGKILL, WORKER_EXCEPTION: PLANT_SIGNAL}
 
 
@@ -40,7 +39,7 @@ def why_never(kind: Kind, spec: RunSpec, course: LossCurve, folder: Path) -> str
     lacks = {
         Need.SECOND_NODE: spec.max_nodes + spec.spares < 2,
         Need.SAVES: not course.saves,
-        Need.SMALL_DISK: _free(str(folder)) > _SMALL_DISK,
+        Need.SMALL_DISK: _free(str(folder)) > 1 << 30,
     }
     return kind.need.value if kind.need is not None and lacks.get(kind.need) else ""
 

@@ -34,9 +34,7 @@ SAVING_KILLED = Kind(name="kill-saving", title="workers killed while one saves",
 WORKER_EXCEPTION = Kind(name="exception", title="worker's exception", need=Need.HOOK)
 NODE_KILLED = Kind(name="kill-node", title="all processes of a node killed", need=Need.SECOND_NODE)
 NOTICE = Kind(name="notice", title="notice of the job's end, then the end", gives_notice=True)
-DISK_FULL = Kind(
-    name="disk-full", title="disk of the runs directory full", need=Need.SMALL_DISK, restarts=False
-)  # fmt: skip
+DISK_FULL = Kind(name="disk-full", title="disk of the runs directory full", need=Need.SMALL_DISK, restarts=False)
 KINDS = (WORKER_KILLED, SAVING_KILLED, NOTICE, WORKER_EXCEPTION, NODE_KILLED, DISK_FULL)
 """The order of injection."""
 QUICK = (WORKER_KILLED, SAVING_KILLED, NOTICE)

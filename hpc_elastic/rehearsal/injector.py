@@ -16,7 +16,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -36,8 +36,6 @@ _REFRESH_SECONDS = 1.0
 """Seconds until workers and folders are listed again without a write."""
 _EVENT = struct.Struct("iIII")
 _MODIFIED, _MOVED_HERE, _CREATED, _IS_FOLDER = 0x2, 0x80, 0x100, 0x40000000  # linux/inotify.h
-_NICE = 10
-_SHORT_SECONDS = 1e-4
 NO_SAVE_CAUGHT = "no save was caught while a file was open: let it do more steps, or save more at once"
 _STEP_SECONDS = 30.0
 """Limit for a step to begin on a busy node, and to end."""
@@ -57,16 +55,12 @@ class Injector:
     def processes(self, key: str = "", *, names: Sequence[str] = (NODE_TAG_VARIABLE, TAG_VARIABLE)) -> list[Proc]:
         """All processes of the run but its supervisor: agents, guardians, workers; or those of the node `key`.
 
-        `names` are the variables that mark them (`tree.node_key`).
+        `names` are the variables that mark them (`tree.node_key`); TAG_VARIABLE alone: workers and their children.
         """
         mark = f"{self._uid}:{key and f'{key}:'}"
         return tree.own_processes_where(
             lambda _, environ: any(f"{environ.get(name) or ''}:".startswith(mark) for name in names)
         )
-
-    def _workers(self) -> list[Proc]:
-        """The workers and their children."""
-        return self.processes(names=(TAG_VARIABLE,))
 
     def signal(self, pid: int, number: int) -> float:
         """Signal a process of the run. Returns when, by this machine's wall clock.
@@ -90,21 +84,19 @@ class Injector:
         """Kill the workers while one of them has a checkpoint open for writing. Returns when, and the file's name.
 
         The kernel reports each write. The slow part happens while the workers are stopped: on a busy machine, too, no
-        file is opened and closed unseen meanwhile. It tries for `seconds`.
-
-        Raises:
-            NotNow: no worker was caught so; or the kernel refuses to report writes.
+        file is opened and closed unseen meanwhile. It tries for `seconds`. Raises NotNow: no worker was caught so, or
+        the kernel refuses to report writes.
         """
         files, until = SavedFiles(self._folders, names), time.monotonic() + seconds
-        writes, workers, before = _Writes(self._folders), self._workers(), None
+        writes, workers, before = _Writes(self._folders), self.processes(names=(TAG_VARIABLE,)), None
         try:
             while time.monotonic() < until:
                 signal_all(workers, signal.SIGSTOP)
                 until_stopped = time.monotonic() + _STOP_SECONDS  # a process runs on for a moment after the signal
                 while time.monotonic() < until_stopped and any(_runs(proc.pid) for proc in workers):
-                    time.sleep(_SHORT_SECONDS)
+                    time.sleep(1e-4)
                 writes.add_folders()
-                workers = self._workers()
+                workers = self.processes(names=(TAG_VARIABLE,))
                 found = {(proc.pid, path) for proc in workers for path in files_written_by(proc.pid)}
                 before = found if before is None else before & found
                 for _, path in found - before:
@@ -112,7 +104,7 @@ class Injector:
                         return signal_all(workers, signal.SIGKILL), path.name
                 for proc in workers:
                     with suppress(OSError):  # on a busy machine their saves then take longer than this process sleeps
-                        os.setpriority(os.PRIO_PROCESS, proc.pid, _NICE)
+                        os.setpriority(os.PRIO_PROCESS, proc.pid, 10)
                 signal_all(workers, signal.SIGCONT)
                 if not workers:
                     break
@@ -235,8 +227,7 @@ def main() -> NoReturn:
             at, name = injector.kill_in_save(from_json(FileNames, names), seconds)
             answer = _Answer(at=at, name=name)
         else:
-            does: dict[str, Callable[..., float]] = {"signal": injector.signal, "signal_node": injector.signal_node}
-            answer = _Answer(at=does[what](*arguments))
+            answer = _Answer(at=(injector.signal if what == "signal" else injector.signal_node)(*arguments))
     except NotNow as reason:
         answer = _Answer(refused=str(reason))
     sys.stdout.write(json.dumps(to_json(answer)) + "\n")

@@ -16,7 +16,7 @@ from typing import Any
 from msgspec import Struct
 
 from hpc_elastic.errors import UsageError
-from hpc_elastic.run.paths import RunPaths, attempt_number, rank_index, round_index
+from hpc_elastic.run.paths import RunPaths, rank_index, round_index
 
 Place = tuple[int, int]
 """(attempt, round): later ones are greater."""
@@ -61,14 +61,14 @@ class LossSource(Struct, frozen=True, kw_only=True):
     """The user has named it, and journals do not count."""
 
 
-def parse_pattern(text: str, option: str = "--losses") -> re.Pattern[str]:
-    """Read a regular expression with two groups."""
+def parse_pattern(text: str) -> re.Pattern[str]:
+    """Read ``--losses``, a regular expression with two groups."""
     try:
         found = re.compile(text)
     except re.error as error:
-        raise UsageError(f"{option} {text}: not a regular expression: {error}") from None
+        raise UsageError(f"--losses {text}: not a regular expression: {error}") from None
     if not {"step", "loss"} <= set(found.groupindex) and found.groups != 2:
-        raise UsageError(f"{option} {text}: give two groups, the step and the loss, as in 'step (\\d+) loss (\\S+)'")
+        raise UsageError(f"--losses {text}: give two groups, the step and the loss, as in 'step (\\d+) loss (\\S+)'")
     return found
 
 
@@ -101,9 +101,7 @@ def _count(text: str) -> float:
 class RunJournal:
     """Follows the steps of a run: its journals in `folder`, its output in `paths`, and a file of `source` in `work`."""
 
-    def __init__(
-        self, folder: Path, *, paths: RunPaths | None = None, work: Path | None = None, source: LossSource
-    ) -> None:
+    def __init__(self, folder: Path, *, paths: RunPaths, work: Path, source: LossSource) -> None:
         self._folder = folder
         self._paths = paths
         self._work = work
@@ -119,8 +117,6 @@ class RunJournal:
         """Times of complete checkpoints, as the script reported them."""
         self.notices: list[float] = []
         """Times at which a worker first saw a notice."""
-        self.lines: list[dict[str, Any]] = []
-        """Other lines of journals."""
 
     def read(self) -> None:
         for path in sorted(self._folder.glob("*.jsonl")):
@@ -129,10 +125,10 @@ class RunJournal:
                     self._take(json.loads(raw))
                 except (ValueError, KeyError, TypeError):
                     continue  # torn: the disk was full, or its writer was killed
-        if self._source.file and self._work is not None:
+        if self._source.file:
             last = max((step.place for step in self._reported), default=(0, 0))
             self._read_prints(self._work / self._source.file, place=last, rank=0)
-        elif self._paths is not None:
+        else:
             for path, place, rank in _outputs(self._paths):
                 self._read_prints(path, place=place, rank=rank)
         use_reported = not self._source.is_asked and self._reported
@@ -186,8 +182,6 @@ class RunJournal:
             self.saves.append(float(line["t"]))
         elif "notice" in line:
             self.notices.append(float(line["t"]))
-        else:
-            self.lines.append(line)
 
     @property
     def last(self) -> StepSeen | None:
@@ -263,9 +257,8 @@ def is_close(one: float, other: float, tolerance: float) -> bool:
 def _outputs(paths: RunPaths) -> Iterator[tuple[Path, Place, int]]:
     """The workers' output files of all rounds, with the place and the rank of each."""
     for attempt in paths.begun_attempts():
-        number = attempt_number(attempt.root.name) or 0
         for folder in sorted(attempt.root.glob("round-*/rank-*")):
             index, rank = round_index(folder.parent.name), rank_index(folder.name)
             if index is not None and rank is not None:
-                yield folder / "stdout.log", (number, index), rank
-                yield folder / "stderr.log", (number, index), rank
+                yield folder / "stdout.log", (attempt.number, index), rank
+                yield folder / "stderr.log", (attempt.number, index), rank

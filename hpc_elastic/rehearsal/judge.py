@@ -22,8 +22,6 @@ class Guilt(str, Enum):
 
 
 class ScriptFailure(Struct, frozen=True, kw_only=True):
-    """One failure of the script."""
-
     guilt: Guilt
     text: str
 
@@ -181,8 +179,6 @@ def compare_losses(
 
 
 class Rehearsed(Struct, frozen=True, kw_only=True):
-    """All facts about a finished rehearsal."""
-
     comparison: LossComparison
     injections: tuple[InjectionSeen, ...]
     first: Position | None
@@ -238,18 +234,14 @@ def _losses(found: Rehearsed) -> list[ScriptFailure]:
     return []
 
 
-_MUCH = 4
-"""A quarter of the steps without a checkpoint are too many."""
-
-
 def _no_checkpoint(found: Rehearsed) -> list[ScriptFailure]:
-    # Each restart began with the first step, also after a save; or, if no save was seen, after many steps.
+    # Each restart began with the first step, also after a save; or, if no save was seen, after a quarter of the steps.
     injections = [injection for injection in found.injections if injection.resumed is not None and injection.redone > 0]
     resumed = [injection for injection in found.injections if injection.resumed is not None]
     most = max((injection.redone for injection in injections), default=0)
     if not injections or any(injection.resumed != found.first for injection in resumed):
         return []
-    if not any(injection.saved_before for injection in injections) and _MUCH * most < found.steps:
+    if not any(injection.saved_before for injection in injections) and 4 * most < found.steps:
         return []
     text = f"every restart began at the first step again, also when {plural(most, 'step')} of {found.steps} were done"
     return [ScriptFailure(guilt=Guilt.NO_CHECKPOINT, text=text)]

@@ -59,7 +59,6 @@ LOOK_SECONDS = 0.02
 class RehearsalOptions(Struct, frozen=True, kw_only=True):
     spec: RunSpec
     folder: Path
-    """Folder of the whole rehearsal."""
     kinds: tuple[Kind, ...]
     tolerance: float
     source: LossSource
@@ -75,8 +74,6 @@ class RehearsalOptions(Struct, frozen=True, kw_only=True):
 
 
 class RunWorker(Struct, frozen=True, kw_only=True):
-    """A worker of a round."""
-
     rank: int
     node: int
     """The node's index in the attempt."""
@@ -154,6 +151,10 @@ class LiveRun(ABC):
         self.env = {**options.env, worker_journal.VARIABLE: str(journals), "PYTHONPATH": python_path}
         self.journal = RunJournal(journals, paths=self.paths, work=self.work, source=options.source)
         self.members = RunMembers(self.paths)
+        self.log = folder / "job.log"
+        """The run's output."""
+        self.is_queued = False
+        """It waits for its nodes."""
         self.code: int | None = None
         """Its exit code, after its last look; None: it got stuck."""
         self.started = 0.0
@@ -162,16 +163,6 @@ class LiveRun(ABC):
         self.saved_at: list[float] = []
         """Times at which this process saw a written file that may be a checkpoint."""
         self._files = SavedFiles(self.folders, names)
-
-    @property
-    @abstractmethod
-    def log(self) -> Path:
-        """The run's output."""
-
-    @property
-    def is_queued(self) -> bool:
-        """It waits for its nodes."""
-        return False
 
     @abstractmethod
     def start(self) -> None:
@@ -239,10 +230,6 @@ class LocalRun(LiveRun):
         create_run(self.spec, self.runs_dir)
         self._injector = Injector(self.spec.uid, self.folders)
         self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def log(self) -> Path:
-        return self.folder / "job.log"
 
     def start(self) -> None:
         self.started = time.time()

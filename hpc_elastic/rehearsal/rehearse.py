@@ -65,11 +65,8 @@ class Rehearsal:
         self._left: list[str] = []
 
     def run(self) -> RehearsalResult:
-        """Run the script, disturb it, and judge.
-
-        Raises UsageError: the script fails undisturbed, reports no steps, or keeps its checkpoints where both runs find
-        them.
-        """
+        """Raises UsageError: the script fails undisturbed, reports no steps, or keeps its checkpoints where both runs
+        find them."""
         began = time.monotonic()
         self._report("the script undisturbed; then it is known how long the faults take")
         run = self._run_undisturbed("undisturbed")

@@ -15,8 +15,6 @@ _MOST_FOLDERS = 500
 _LOOK_SECONDS = 0.2
 _SMALL = 0.1
 """A file below this share of the largest one is no checkpoint, but a pointer to it, or metrics."""
-_LONG = 0.3
-"""Share of a run."""
 _NOT_CHECKPOINTS = frozenset((".git", "__pycache__", ".venv", "node_modules"))
 
 
@@ -41,7 +39,7 @@ class FileNames(Struct, kw_only=True):
         return not known or any(self.sizes[one] >= _SMALL * largest and not self._is_log(one) for one in known)
 
     def _is_log(self, name: str) -> bool:
-        return self.grown.get(name, 0.0) > _LONG * self.seconds and name not in self.replaced
+        return self.grown.get(name, 0.0) > 0.3 * self.seconds and name not in self.replaced
 
 
 class SavedFiles:

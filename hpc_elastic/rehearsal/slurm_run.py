@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from msgspec.structs import replace
 
@@ -45,19 +44,12 @@ class SlurmRun(LiveRun):
         self._first: JobId | None = None
         self._ask_at = 0.0
         self._ended_since: float | None = None
-        self._phase = JobPhase.PENDING
+        self.log = self.paths.job_log
+        self.is_queued = True
         self._why = ""
         self._waived: set[int] = set()
         self._attempt = -1
         self._nodes: tuple[str, ...] = ()
-
-    @property
-    def log(self) -> Path:
-        return self.paths.job_log
-
-    @property
-    def is_queued(self) -> bool:
-        return self._phase is JobPhase.PENDING
 
     @property
     def _job(self) -> JobId:
@@ -95,7 +87,7 @@ class SlurmRun(LiveRun):
                 self._ended_since = self._ended_since or now
                 is_over = now - self._ended_since >= _SETTLE_SECONDS
                 return max([1, *(state.code for state in states)]) if is_over else None
-            self._ended_since, self._phase = None, left[0].phase
+            self._ended_since, self.is_queued = None, left[0].phase is JobPhase.PENDING
             if self.is_queued and left[0].reason != self._why:
                 self._why = left[0].reason
                 self._report(f"  job {job} waits: {self._why}" if self._why else f"  job {job} waits")

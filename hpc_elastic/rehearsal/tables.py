@@ -41,17 +41,13 @@ def rows(injections: Sequence[InjectionSeen]) -> list[tuple[str, ...]]:
 def verdict_lines(outcome: RehearsalResult) -> list[str]:
     found, comparison = outcome.found, outcome.found.comparison
     lines = [_losses(comparison, outcome.options.tolerance)]
-    lines += [f"not done: {text}" for text in _not_done(outcome)]
+    lines += [f"not done: {name}: {why}" for name, why in outcome.skipped.items()]
     lines += [f"remark: {text}" for text in find_remarks(found)]
     lines += [f"GUILTY: {finding.text}" for finding in outcome.findings]
     if not outcome.findings:
         lacks = f"; not tried: {', '.join(outcome.skipped)}" if outcome.skipped else ""
         lines.append(f"{_VERDICTS[outcome.code]}: {plural(len(found.injections), 'fault')}{lacks}")
     return lines
-
-
-def _not_done(outcome: RehearsalResult) -> list[str]:
-    return [f"{name}: {why}" for name, why in outcome.skipped.items()]
 
 
 def _losses(comparison: LossComparison, tolerance: float) -> str:
@@ -73,7 +69,6 @@ def _losses(comparison: LossComparison, tolerance: float) -> str:
 
 
 def as_text(outcome: RehearsalResult) -> str:
-    """Text for the terminal."""
     parts = []
     if outcome.found.injections:
         table = rows(outcome.found.injections)
@@ -114,7 +109,7 @@ def as_json(outcome: RehearsalResult) -> dict[str, Any]:
         ],
         "remarks": list(find_remarks(found)),
         "guilty": [{"of": finding.guilt.value, "text": finding.text} for finding in outcome.findings],
-        "not_done": _not_done(outcome),
+        "not_done": [f"{name}: {why}" for name, why in outcome.skipped.items()],
     }
 
 

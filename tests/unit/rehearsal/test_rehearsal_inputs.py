@@ -12,6 +12,7 @@ from hpc_elastic.errors import UsageError
 from hpc_elastic.rehearsal.faults import KINDS, QUICK, parse_kinds
 from hpc_elastic.rehearsal.journal import LossCurve, LossSource, RunJournal, StepSeen, parse_pattern, step_of_line
 from hpc_elastic.rehearsal.saves import FileNames, SavedFiles
+from hpc_elastic.run.paths import RunPaths
 
 
 def test_faults_are_named_and_a_wrong_name_is_answered_with_those_there_are() -> None:
@@ -63,14 +64,14 @@ def test_a_file_of_the_scripts_is_read_on_and_journals_give_way_to_it(tmp_path: 
     line = {"t": 1.0, "attempt": 0, "round": 1, "rank": 0, "step": 9, "loss": 5.0}
     (tmp_path / "journal" / "a.jsonl").write_text(json.dumps(line) + "\n")
     source = LossSource(file="losses.txt", is_asked=True)
-    journal = RunJournal(tmp_path / "journal", work=tmp_path, source=source)
+    journal = RunJournal(tmp_path / "journal", paths=RunPaths(tmp_path), work=tmp_path, source=source)
     (tmp_path / "losses.txt").write_text("step 1 loss 0.5\nstep 2 lo")
     journal.read()
     with open(tmp_path / "losses.txt", "a") as file:
         file.write("ss 0.25\n")
     journal.read()
     assert [(one.position, one.loss) for one in journal.steps] == [((1,), 0.5), ((2,), 0.25)]
-    plain = RunJournal(tmp_path / "journal", source=LossSource())
+    plain = RunJournal(tmp_path / "journal", paths=RunPaths(tmp_path), work=tmp_path, source=LossSource())
     plain.read()
     assert [one.position for one in plain.steps] == [(9,)]
 
@@ -78,7 +79,7 @@ def test_a_file_of_the_scripts_is_read_on_and_journals_give_way_to_it(tmp_path: 
 def test_a_progress_bars_step_counts_once_the_next_one_is_drawn(tmp_path: Path) -> None:
     """tqdm draws a new number with the loss before it, then with its own; or leaves the first out, as time has it."""
     bar = "\rEpoch 0:  50%|#| {}/9 [00:01<00:02, 8.0it/s, loss={}]"
-    journal = RunJournal(tmp_path, work=tmp_path, source=LossSource(file="bar.txt"))
+    journal = RunJournal(tmp_path, paths=RunPaths(tmp_path), work=tmp_path, source=LossSource(file="bar.txt"))
     with open(tmp_path / "bar.txt", "w", newline="") as file:
         for step, loss in ((1, 0.5), (2, 0.5), (2, 0.25), (3, 0.125), (4, 0.125)):
             file.write(bar.format(step, loss))
@@ -156,7 +157,7 @@ def test_a_rank_that_goes_back_within_a_round_has_restarted_within_its_processes
         {"t": float(t), "attempt": 0, "round": 0, "rank": 0, "step": step} for t, step in enumerate((1, 2, 3, 2, 3))
     ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    journal = RunJournal(tmp_path, source=LossSource())
+    journal = RunJournal(tmp_path, paths=RunPaths(tmp_path), work=tmp_path, source=LossSource())
     journal.read()
     back = journal.went_back(1.5, (0, 0))
     assert back is not None

@@ -18,6 +18,7 @@ from hpc_elastic.rehearsal.judge import (
     find_remarks,
     look_back,
 )
+from hpc_elastic.run.paths import RunPaths
 
 
 def step(
@@ -112,7 +113,7 @@ def test_a_notice_that_was_not_used_is_a_remark_where_steps_were_lost_and_no_gui
 def test_a_notice_was_used_where_a_checkpoint_was_saved_after_it(
     saved_at: float, asked: bool, resumed: int, used: bool, tmp_path: Path
 ) -> None:
-    journal = RunJournal(tmp_path, source=LossSource())
+    journal = RunJournal(tmp_path, paths=RunPaths(tmp_path), work=tmp_path, source=LossSource())
     again = [StepSeen(at=10.0 + number, place=(1, 0), rank=0, position=(number,)) for number in range(resumed, 11)]
     journal.steps = [*(step(number, 1.0) for number in range(1, 7)), *again]
     course = LossCurve([step(number, 1.0) for number in range(1, 11)], started=0.0)
@@ -122,7 +123,7 @@ def test_a_notice_was_used_where_a_checkpoint_was_saved_after_it(
 
 
 def test_a_fault_that_need_not_restart_is_over_with_a_step_after_it(tmp_path: Path) -> None:
-    journal = RunJournal(tmp_path, source=LossSource())
+    journal = RunJournal(tmp_path, paths=RunPaths(tmp_path), work=tmp_path, source=LossSource())
     journal.steps = [step(number, 1.0) for number in range(1, 9)]
     done = InjectionSeen(
         run=1, fault=PlannedFault(number=1, kind=DISK_FULL, seconds=3.0), what="", at=2.5, before=(0, 0)
