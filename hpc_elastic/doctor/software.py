@@ -75,12 +75,7 @@ def probe_python(site: ProbeSite) -> PythonFacts | None:
 
 
 def look_at_python(
-    python: str,
-    env: Mapping[str, str],
-    *,
-    cwd: str,
-    container: Container | None = None,
-    limit: float = IMPORT_SECONDS,
+    python: str, env: Mapping[str, str], *, cwd: str, container: Container | None = None, limit: float = IMPORT_SECONDS
 ) -> PythonFacts | None:
     """Start an interpreter and import torch; None: it is in an image that only Pyxis starts, in a step.
 

@@ -98,14 +98,12 @@ def entries(job_id: str, *, cluster: str | None = None, env: Mapping[str, str] |
     return [entry for entry in known if entry.job_id == job_id and (clusters is None or entry.cluster in clusters)]
 
 
-def jobs_of(
-    run_dir: str, *, env: Mapping[str, str] | None = None, known: Sequence[JobEntry] | None = None
-) -> list[JobEntry]:
+def jobs_of(run_dir: str, *, known: Sequence[JobEntry] | None = None) -> list[JobEntry]:
     """The jobs that were submitted with this absolute run directory, newest first: one, but for a copy of a home.
 
     An array's task has ``ARRAYJOB_TASK``. `known`, from `known_jobs`, saves reading it for each of many runs.
     """
-    known = known_jobs(env=env) if known is None else known
+    known = known_jobs() if known is None else known
     task = task_index(os.path.basename(run_dir))
     if task is not None:
         arrays = jobs_of(os.path.dirname(run_dir), known=known)
@@ -190,7 +188,7 @@ def find(
     )
 
 
-def last_run(runs_dir: Path | None = None, *, env: Mapping[str, str] | None = None) -> Path | None:
+def last_run(runs_dir: Path | None) -> Path | None:
     """The newest run in the runs folder (``./runs``); where that is empty, the newest that this account submitted."""
     made: list[tuple[int, Path]] = []
     try:
@@ -204,12 +202,12 @@ def last_run(runs_dir: Path | None = None, *, env: Mapping[str, str] | None = No
         pass
     if made:
         return max(made)[1]
-    return next(iter(account_runs(env=env)), None)
+    return next(iter(account_runs()), None)
 
 
-def account_runs(*, env: Mapping[str, str] | None = None) -> list[Path]:
+def account_runs() -> list[Path]:
     """The existing run directories of this account's jobs, the last submitted one first."""
-    folders = dict.fromkeys(entry.run_dir for entry in known_jobs(env=env))
+    folders = dict.fromkeys(entry.run_dir for entry in known_jobs())
     return [folder for folder in folders if RunPaths(folder).run_json.is_file()]
 
 

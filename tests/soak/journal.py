@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_elastic.rehearsal.journal import LossSource, Place, RunJournal
+from hpc_elastic.run.paths import RunPaths
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,12 +28,18 @@ class Journal(RunJournal):
     """What the trainers note beside their steps, too: that they have begun, planted faults, the end."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, source=LossSource())
+        super().__init__(folder, paths=RunPaths(folder), work=folder, source=LossSource())
+        self._lines: list[dict[str, Any]] = []
+
+    def _take(self, line: dict[str, Any]) -> None:
+        super()._take(line)
+        if line.get("step") is None:
+            self._lines.append(line)
 
     @property
     def began(self) -> list[Began]:
         found = []
-        for line in self.lines:
+        for line in self._lines:
             if "began" in line:
                 facts = {key: line[key] for key in ("rank", "world", "node", "pid")}
                 place = (line["attempt"], line["round"])
@@ -41,11 +48,11 @@ class Journal(RunJournal):
 
     @property
     def planted(self) -> list[dict[str, Any]]:
-        return [line for line in self.lines if "planted" in line]
+        return [line for line in self._lines if "planted" in line]
 
     @property
     def final(self) -> dict[str, Any] | None:
-        return next((line for line in self.lines if "final" in line), None)
+        return next((line for line in self._lines if "final" in line), None)
 
     def members(self) -> list[Began]:
         """Those who train in the newest round that trains, by rank."""
