@@ -15,19 +15,14 @@ from hpc_elastic.base.text import duration, plural
 from hpc_elastic.report.goodput import Cost, Goodput, RestartPart, goodput_of
 from hpc_elastic.report.history import RunHistory
 
-_TIME_LIMIT = "time limit"
-"""`AttemptHistory.meaning`."""
 LEAST_FAILURES = 3
 """Fewer show no time between failures."""
 _WORTH = 0.005
 """Share of the time below which a cost is not worth a line."""
 _FAR = 1.5
 """The least ratio of an interval to the best one: costs hardly differ in between."""
-_LEAST_RESTARTS = 2
-_LEAST_QUEUE = 600.0
 _LEAST_WALL = 1800.0
 """Seconds: what a run that took less had to wait for shows nothing."""
-_LEAST_CHECKPOINTS = 3
 _NOT_RESUMED = 3.0
 """Intervals between checkpoints: a failure that takes more was not gone on from the newest one."""
 _FORKSERVER = "--start-method forkserver"
@@ -55,7 +50,6 @@ class MeasuredCosts(Struct, frozen=True, kw_only=True):
     """One run's. None: not known, or too little was seen."""
 
     nodes: int
-    """The largest round's."""
     failures: int
     began_on: tuple[tuple[str, int], ...] = ()
     """Host → the failures that began there, the most first."""
@@ -67,7 +61,6 @@ class MeasuredCosts(Struct, frozen=True, kw_only=True):
     checkpoint_every: float | None = None
     """Seconds of steps from one to the next: those that were kept, which a failure's lost ones do not lengthen."""
     lost_seconds: float = 0.0
-    """The mean of the steps that a failure took back."""
     restarts: int = 0
     """Those within a job."""
     restart_seconds: float | None = None
@@ -86,7 +79,7 @@ def measure_costs(history: RunHistory, goodput: Goodput) -> MeasuredCosts:
     rounds = {(item.number, part.index): part for item in history.attempts for part in item.rounds}
     failures = [cost for cost in goodput.costs if cost.is_failure]
     within = [cost for cost in failures if cost.recovered and not cost.queued]
-    limited = {item.number for item in history.attempts if item.meaning == _TIME_LIMIT}
+    limited = {item.number for item in history.attempts if item.meaning == "time limit"}
     limits = [cost for cost in goodput.costs if cost.queued and not cost.is_failure and cost.attempt in limited]
     saved = goodput.checkpoints
     running = goodput.wall - goodput.queued
@@ -131,7 +124,6 @@ class Advice(Struct, frozen=True, kw_only=True):
 
 
 def advise(history: RunHistory, goodput: Goodput | None = None) -> tuple[Advice, ...]:
-    """Advise by the run's own numbers; empty where too little was seen."""
     goodput = goodput_of(history) if goodput is None else goodput
     return advise_by(
         measure_costs(history, goodput), goodput, step_timeout=history.step_timeout, could_fork=history.could_fork
@@ -141,14 +133,7 @@ def advise(history: RunHistory, goodput: Goodput | None = None) -> tuple[Advice,
 def advise_by(
     costs: MeasuredCosts, goodput: Goodput, *, step_timeout: float | None = None, could_fork: bool = True
 ) -> tuple[Advice, ...]:
-    """The same by its numbers.
-
-    Args:
-        costs: The run's.
-        goodput: The run's.
-        step_timeout: Seconds without a heartbeat in section ``step`` that make a hang; None: no fixed ones.
-        could_fork: Whether the run could have had ``--start-method forkserver``, and had not.
-    """
+    """The same by its numbers; `step_timeout` and `could_fork` as in `RunHistory`."""
     if goodput.wall < _LEAST_WALL:
         return ()
     found = (
@@ -175,7 +160,7 @@ def interval_cost(every: float, checkpoint_seconds: float, time_to_failure: floa
 
 def _interval(costs: MeasuredCosts) -> Iterator[str]:
     every, saves, fails = costs.checkpoint_every, costs.checkpoint_seconds, costs.time_to_failure
-    if not (every and saves and fails) or costs.checkpoints < _LEAST_CHECKPOINTS:
+    if not (every and saves and fails) or costs.checkpoints < 3:
         return
     if costs.lost_seconds > _NOT_RESUMED * every:
         yield (
@@ -198,7 +183,7 @@ def _interval(costs: MeasuredCosts) -> Iterator[str]:
 
 
 def _restart(costs: MeasuredCosts, goodput: Goodput, *, could_fork: bool) -> Iterator[str]:
-    if costs.restarts < _LEAST_RESTARTS or costs.restart_seconds is None or not costs.restart_parts:
+    if costs.restarts < 2 or costs.restart_seconds is None or not costs.restart_parts:
         return
     longest = max(costs.restart_parts, key=lambda part: part.seconds)
     if longest.seconds * costs.restarts < _WORTH * goodput.wall:
@@ -263,4 +248,4 @@ def _failures(goodput: Goodput) -> float:
 
 
 def _least_queue(goodput: Goodput) -> float:
-    return max(_LEAST_QUEUE, 0.05 * goodput.wall)
+    return max(600.0, 0.05 * goodput.wall)

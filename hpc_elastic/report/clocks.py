@@ -3,8 +3,7 @@
 Each agent compares its host's clock with the coordinator's (`clock_offset` in the event log). All nodes' times are
 taken to one of them, the reference, over a chain of such samples where the coordinator changed: offsets and bounds add
 up, and a bound grows with the time between the measurement and the moment that is asked for. What was measured are the
-clocks that nobody sets; a wall clock that was set meanwhile disturbs nothing where an agent saw the moment. Where
-nothing was measured, nothing is known, and the report states that. Pure.
+clocks that nobody sets; a wall clock that was set meanwhile disturbs nothing where an agent saw the moment. Pure.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from hpc_elastic.report.history import NodeLoss
 
 OF_CLOCKS: frozenset[type[RunEvent]] = frozenset({ClockCompared, AgentStarted, AttemptStarted})
-"""The events that `ClocksBuilder.take` reads."""
 CLOCK_EVENTS = frozenset(name_of(kind) for kind in OF_CLOCKS)
 SUPERVISOR = -1
 _VIEWS = 8
@@ -50,19 +48,6 @@ class ClockOffset(Struct, frozen=True, kw_only=True):
     """The offset's error, either way."""
     measured: bool = True
     """False: concluded from the rounds."""
-
-
-class _Sample(Struct, frozen=True, kw_only=True):
-    """One measurement: `node`'s clock was ahead of `reference`'s by this."""
-
-    node: int
-    reference: int
-    offset_ns: int
-    bound_ns: int
-    uptime_ns: int
-    """The time by `node`'s clock since its boot."""
-    wall_ns: int
-    """The same moment by its wall clock."""
 
 
 class _Hop(Struct, frozen=True):
@@ -105,10 +90,8 @@ class Clocks(Struct, frozen=True, kw_only=True):
     def around(self, moments: Sequence[tuple[int, int]]) -> Clocks:
         """The same with that coordinator's clock as the reference against which some moments are known best.
 
-        Each round has its own: measurements against an earlier coordinator have grown old.
-
-        Args:
-            moments: Node, and its time since its boot.
+        Each round has its own: measurements against an earlier coordinator have grown old. A moment is a node and its
+        time since its boot.
         """
         some = moments[:_SOME]
         return min(self._views, key=lambda view: sum(view._doubt(*moment) for moment in some), default=self)
@@ -118,12 +101,9 @@ class Clocks(Struct, frozen=True, kw_only=True):
         return 1 << 62 if bound is None else bound
 
     def moment(self, node: int | None, wall_ns: int, *, uptime_ns: int = 0) -> Moment:
-        """Place a node's observation among the others.
+        """Place an observation of a node, or of the `SUPERVISOR`, among the others.
 
-        Args:
-            node: The node that saw it; `SUPERVISOR`: the supervisor. None: not known.
-            wall_ns: Its wall clock's time.
-            uptime_ns: Its time since its boot; 0: not known, and concluded from the wall clock.
+        Its time since its boot is concluded from the wall clock where `uptime_ns` is 0.
         """
         key = (node, wall_ns, uptime_ns)
         found = self._found.get(key)
@@ -138,7 +118,6 @@ class Clocks(Struct, frozen=True, kw_only=True):
         return self.moment(node, failure.ended_ns, uptime_ns=failure.ended_uptime_ns)
 
     def of_printed(self, failure: WorkerFailure) -> Moment | None:
-        """When the failure's traceback was printed; None: not known."""
         if not failure.printed_ns:
             return None
         node = failure.node if failure.node >= 0 else None
@@ -146,7 +125,6 @@ class Clocks(Struct, frozen=True, kw_only=True):
         return self.moment(node, failure.printed_ns, uptime_ns=max(0, uptime))._replace(blur_ns=PRINTED_NS)
 
     def of_loss(self, loss: NodeLoss) -> Moment:
-        """The last sign of a lost node, by its observer's clock."""
         return self.moment(loss.observer, loss.gone_ns)
 
     def _moment(self, node: int | None, wall_ns: int, uptime_ns: int) -> Moment:
@@ -180,10 +158,8 @@ class Clocks(Struct, frozen=True, kw_only=True):
         """The likeliest moment of a wall clock that was set in between, for a picture.
 
         A clock that was set back shows the same time twice. Of the possible moments it is the one that is nearest to a
-        measurement: agents compare clocks whenever workers start.
-
-        Returns:
-            The reference's wall clock; None: this clock was not set, or not compared with the reference's.
+        measurement: agents compare clocks whenever workers start. By the reference's wall clock; None: this clock was
+        not set, or not compared with the reference's.
         """
         here = self._supervisor if node == SUPERVISOR else node
         if here is None or here not in self.set_nodes:
@@ -205,8 +181,7 @@ class Clocks(Struct, frozen=True, kw_only=True):
     def on_axis_of(self, before: tuple[int, int] | None) -> Clocks:
         """The same by the wall clock of an earlier attempt, where the reference's was set since then.
 
-        Args:
-            before: What `axes` said of the reference's host then; None: nothing.
+        `before`: what `axes` said of the reference's host then.
         """
         if self.reference is None or before is None:
             return self
@@ -215,25 +190,18 @@ class Clocks(Struct, frozen=True, kw_only=True):
             return self
         return replace(self, _axis_ns=before[1], set_nodes=frozenset(self._walls), _views=(), _found={})
 
-    @property
-    def bound_ns(self) -> int | None:
-        """The largest bound of those that are known; None: nothing was measured."""
-        return max((offset.bound_ns for offset in self.offsets.values()), default=None)
-
 
 NO_CLOCKS = Clocks()
 
 
 class ClocksBuilder:
-    """Fed with an attempt's events in any order of files."""
-
     def __init__(self) -> None:
-        self._samples: list[_Sample] = []
+        self._samples: list[tuple[int, ClockCompared]] = []
+        """Each with its node."""
         self._hosts: dict[int, str] = {}
         self._built: Clocks | None = None
 
     def take(self, line: EventLine) -> None:
-        """Other events are ignored."""
         event, node = line.event, line.node
         if not isinstance(event, (ClockCompared, AgentStarted, AttemptStarted)):
             return
@@ -246,16 +214,7 @@ class ClocksBuilder:
             return
         self._hosts.setdefault(node, line.host)
         if isinstance(event, ClockCompared) and event.reference >= 0 and event.bound_ns >= 0:
-            self._samples.append(
-                _Sample(
-                    node=node,
-                    reference=event.reference,
-                    offset_ns=event.offset_ns,
-                    bound_ns=event.bound_ns,
-                    uptime_ns=event.uptime_ns,
-                    wall_ns=event.wall_ns,
-                )
-            )
+            self._samples.append((node, event))
 
     def build(self) -> Clocks:
         if self._built is None:
@@ -265,12 +224,12 @@ class ClocksBuilder:
     def _build(self) -> Clocks:
         links, contradicted = _links(self._samples)
         walls: dict[int, list[tuple[int, int]]] = {}
-        for sample in self._samples:
-            walls.setdefault(sample.node, []).append((sample.uptime_ns, sample.wall_ns - sample.uptime_ns))
+        for node, sample in self._samples:
+            walls.setdefault(node, []).append((sample.uptime_ns, sample.wall_ns - sample.uptime_ns))
         if not walls:
             return Clocks()
         degree = Counter(near for near, _ in links)
-        references = {sample.reference for sample in self._samples}.intersection(walls) or walls.keys()
+        references = {sample.reference for _, sample in self._samples}.intersection(walls) or walls.keys()
         steps = {node: {ahead for _, ahead in measured} for node, measured in walls.items()}
         were_set = frozenset(node for node, aheads in steps.items() if max(aheads) - min(aheads) > _STEP_NS)
         supervisor = self._hosts.get(SUPERVISOR)
@@ -286,34 +245,29 @@ class ClocksBuilder:
                 set_nodes=were_set,
                 _supervisor=nodes[0] if nodes else None,
             )
-            known = [node for node in sorted(clocks._hops) if node in walls]
-            offsets = {node: _wall_offset(clocks, node, *clocks._walls[node][-1]) for node in known}
+            offsets = {}
+            for node in (node for node in sorted(clocks._hops) if node in walls):
+                uptime, ahead = clocks._walls[node][-1]
+                moment = clocks.moment(node, uptime + ahead, uptime_ns=uptime)
+                assert moment.bound_ns is not None
+                offsets[node] = ClockOffset(offset_ns=uptime + ahead - moment.at_ns, bound_ns=moment.bound_ns)
             views.append(replace(clocks, offsets=offsets, _found={}))
         return views[0] if len(views) == 1 else replace(views[0], _views=tuple(views), _found={})
 
 
-def _wall_offset(clocks: Clocks, node: int, uptime_ns: int, ahead_ns: int) -> ClockOffset:
-    wall = uptime_ns + ahead_ns
-    moment = clocks.moment(node, wall, uptime_ns=uptime_ns)
-    assert moment.bound_ns is not None
-    return ClockOffset(offset_ns=wall - moment.at_ns, bound_ns=moment.bound_ns)
-
-
-def _links(samples: list[_Sample]) -> tuple[dict[tuple[int, int], _Hop], tuple[int, ...]]:
+def _links(samples: list[tuple[int, ClockCompared]]) -> tuple[dict[tuple[int, int], _Hop], tuple[int, ...]]:
     """(near, far) → the way between two compared clocks, both ways; and the nodes that contradict themselves."""
     found: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
-    for sample in samples:
-        if sample.node == sample.reference:
+    for node, sample in samples:
+        if node == sample.reference:
             continue
+        found.setdefault((node, sample.reference), []).append((sample.uptime_ns, sample.offset_ns, sample.bound_ns))
         far = sample.uptime_ns - sample.offset_ns
-        found.setdefault((sample.node, sample.reference), []).append(
-            (sample.uptime_ns, sample.offset_ns, sample.bound_ns)
-        )
         back = (far, -sample.offset_ns, sample.bound_ns + drift_ns(sample.bound_ns))
-        found.setdefault((sample.reference, sample.node), []).append(back)
+        found.setdefault((sample.reference, node), []).append(back)
     links: dict[tuple[int, int], _Hop] = {}
     wrong: set[int] = set()
-    pairs = {(sample.node, sample.reference) for sample in samples}
+    pairs = {(node, sample.reference) for node, sample in samples}
     for (near, to), measured in found.items():
         measured.sort()
         # Each is (near time, offset, bound).

@@ -10,9 +10,8 @@ import gc
 import os
 import shlex
 import sys
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -44,13 +43,7 @@ _MISSING = "error.json is missing: this is what its agent's event says"
 
 
 def read_failures(paths: AttemptPaths, builder: AttemptBuilder, ranks: Container[int] = ()) -> None:
-    """Complete the failures that events report, and add those that no event reports.
-
-    Args:
-        paths: The attempt's.
-        builder: Fed with all events.
-        ranks: Whose error files are read in any case.
-    """
+    """Complete the failures that events report, and add those that no event reports; those of `ranks` in any case."""
     texts: dict[str, str] = {}
     reasons: dict[str, str] = {}
     clocks = builder.clocks.build()
@@ -98,7 +91,14 @@ class _RoundReader:
                     self._read(reported.global_rank)
                 is_new = reported.global_rank not in part.failures and reported.global_rank not in self._missing
                 if is_new and example is not None:
-                    part.failures[reported.global_rank] = _alike(reported, example)
+                    part.failures[reported.global_rank] = replace(
+                        reported,
+                        exception_type=example.exception_type,
+                        category=example.category,
+                        reason=example.reason,
+                        retryable=example.retryable,
+                        node_suspect=example.node_suspect,
+                    )
 
     def read_unreported(self, coverage: EventCoverage) -> None:
         """An event that was never written hides no failure."""
@@ -147,17 +147,6 @@ class _RoundReader:
         return failure
 
 
-def _alike(reported: WorkerFailure, example: WorkerFailure) -> WorkerFailure:
-    return replace(
-        reported,
-        exception_type=example.exception_type,
-        category=example.category,
-        reason=example.reason,
-        retryable=example.retryable,
-        node_suspect=example.node_suspect,
-    )
-
-
 def _reason(reported: WorkerFailure, known: dict[str, str]) -> str:
     """A symptom's reason by the message in its event; `known`: by fingerprint."""
     if reported.failure_class is not FailureClass.SYMPTOM:
@@ -204,6 +193,8 @@ def collect_run(run_dir: Path | str, *, ranks: Container[int] = ()) -> RunHistor
     entrypoint: Entrypoint = known.get("entrypoint") or Entrypoint(kind=EntryKind.COMMAND, target="")
     timeouts: SectionTimeouts = known.get("section_timeouts") or SectionTimeouts()
     given = str(known.get("name", ""))
+    # An image's Python is not ours to fork, and a command may be no Python script.
+    can_fork = entrypoint.kind is not EntryKind.COMMAND and known.get("container_image") is None
     # The run's own name where a function is called, and of `bash -c` and a container's runtime.
     is_named = entrypoint.kind is EntryKind.COMMAND or _WORKER in entrypoint.args
     name = (is_named and given) or entrypoint.target.rsplit("/", 1)[-1] or given or root.name
@@ -219,7 +210,7 @@ def collect_run(run_dir: Path | str, *, ranks: Container[int] = ()) -> RunHistor
         command="" if _WORKER in entrypoint.args else shlex.join(filter(None, (entrypoint.target, *entrypoint.args))),
         section_timeouts=_sections(timeouts),
         step_timeout=None if timeouts.learns_step else timeouts.seconds.get(STEP),
-        could_fork=_could_fork(entrypoint, known),
+        could_fork=can_fork and known.get("start_method") is not StartMethod.FORKSERVER,
         attempts=_collect_attempts(paths, numbers, ranks),
         bad_nodes=_bad_nodes(record, spec.get("bad_nodes")),
         excluded=record.excluded,
@@ -239,12 +230,6 @@ def _bad_nodes(record: NodeRecord, option: object) -> tuple[NodeScore, ...]:
 def _sections(timeouts: SectionTimeouts) -> tuple[str, ...]:
     names = tuple(filter(is_section_name, timeouts.seconds))
     return (*names, STEP) if timeouts.learns_step and STEP not in names else names
-
-
-def _could_fork(entrypoint: Entrypoint, known: Mapping[str, Any]) -> bool:
-    """Not with an image, whose Python the workers have, nor with a command that is no Python script."""
-    is_python = entrypoint.kind is not EntryKind.COMMAND and known.get("container_image") is None
-    return is_python and known.get("start_method") is not StartMethod.FORKSERVER
 
 
 def _collect_attempts(paths: RunPaths, numbers: Sequence[int], ranks: Container[int]) -> tuple[AttemptHistory, ...]:
@@ -294,13 +279,11 @@ def _read_result(paths: AttemptPaths, builder: AttemptBuilder) -> None:
     result = load_result(paths.result_json)
     if result is None or builder.history.exit_code is not None:
         return
-    builder.has_result = True
-    builder.history.outcome, builder.history.reason = (
-        builder.history.outcome or result.outcome,
-        builder.history.reason or result.reason,
-    )
-    builder.history.exit_code = result.exit_code
-    builder.history.decision = builder.history.decision or f"{result.action}: {result.decision}"
+    builder.has_result, history = True, builder.history
+    history.outcome = history.outcome or result.outcome
+    history.reason = history.reason or result.reason
+    history.exit_code = result.exit_code
+    history.decision = history.decision or f"{result.action}: {result.decision}"
 
 
 def _describe_missing(builder: AttemptBuilder) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -49,7 +49,6 @@ class AttemptBuilder(Struct):
     replaced_ends: list[AgentEnd] = field(default_factory=list)
     """Those after which another agent was started on the node: they were there, and took part."""
     own_reasons: dict[int, list[str]] = field(default_factory=dict)
-    """Node → its agents' reports of their own failures."""
     relaunched: list[tuple[int, str]] = field(default_factory=list)
     agent_starts: Counter[int] = field(default_factory=Counter)
     unstarted: dict[str, str] = field(default_factory=dict)
@@ -66,6 +65,9 @@ class AttemptBuilder(Struct):
     coverage: EventCoverage = field(default_factory=EventCoverage)
     known: dict[RoundNode, RoundNode] = field(default_factory=dict)
     clocks: ClocksBuilder = field(default_factory=ClocksBuilder)
+    bad_ends: dict[int, list[AgentEnd]] = field(default_factory=dict)
+    cut_short: dict[int, list[int]] = field(default_factory=dict)
+    """Node with bad ends → rounds of which it reported no end, though it was there again later."""
     has_result: bool = False
     """Its end is known by result.json, and not by the events."""
     is_supervised: bool = False
@@ -76,7 +78,6 @@ class AttemptBuilder(Struct):
         return self.rounds[index]
 
     def take(self, line: EventLine) -> None:
-        """Fill in what one event reports; one that this version does not know is left out."""
         event = line.event
         if line.role == "agent":
             self.coverage.take(line)
@@ -112,12 +113,9 @@ class AttemptBuilder(Struct):
                 self.relaunched.append((-1 if node is None else node, event.name))
                 self.replaced_ends += [end for end in reversed(self.history.agent_ends) if end.name == event.name][:1]
             case of_supervisor.NodeGivenUp() if event.node >= 0:
-                self.given_up[event.node] = GivenUpNode(
-                    node=event.node,
-                    name=event.name or self.name_of(event.node),
-                    cause=event.cause,
-                    reason=event.reason[:_MOST_REASON],
-                    seen_ns=when,
+                name, reason = event.name or self.name_of(event.node), event.reason[:_MOST_REASON]
+                self.given_up[event.node] = read_incident(
+                    GivenUpNode, line, event, name=name, reason=reason, seen_ns=when
                 )
             case of_agent.AgentStarted() if node is not None:
                 self.agent_starts[node] += 1
@@ -166,11 +164,13 @@ class AttemptBuilder(Struct):
     def build(self) -> AttemptHistory:
         self._drop_repeated_departures()
         self._explain_agent_failures()
-        bad_ends: dict[int, list[AgentEnd]] = {}
+        bad_ends = self.bad_ends
         for end in self.history.agent_ends:
             if end.code != 0 and (end.code is not None or end in self.replaced_ends):
                 bad_ends.setdefault(end.node, []).append(end)
-        cut_short = {node: self._cut_short(node) for node in bad_ends}
+        for node in bad_ends:
+            mine = [index for index in sorted(self.rounds) if node in self.rounds[index].nodes]
+            self.cut_short[node] = [index for index in mine[:-1] if node not in self.rounds[index].ended]
         # A round that was opened but never became final had no workers: it is only what came after the one before.
         clocks = self.clocks.build()
         built = [self.rounds[index].build() for index in sorted(self.rounds)]
@@ -181,10 +181,13 @@ class AttemptBuilder(Struct):
         history = self.history
         history.outcome = history.outcome or self.closed_outcome
         history.reason = history.reason or self.closed_reason
-        history.rounds = tuple(self._completed(part, bad_ends, cut_short) for part in rounds)
+        history.rounds = tuple(map(self._completed, rounds))
         history.relaunched = tuple(name for node, name in self.relaunched if self.agent_starts[node] > 1)
         history.unstarted = tuple(self.unstarted.items())
-        given_up = (*map(self._explained, self.given_up.values()), *self._never_joined())
+        for node, reason in self.refusals.items():
+            if node in self.given_up:
+                self.given_up[node] = replace(self.given_up[node], cause=START_REFUSED, reason=reason)
+        given_up = (*self.given_up.values(), *self._never_joined())
         history.given_up = tuple(sorted(given_up, key=lambda one: one.node))
         history.notices = tuple(dict.fromkeys(history.notices))
         history.outages = attributed(history.outages, history.nodes)
@@ -192,10 +195,6 @@ class AttemptBuilder(Struct):
         history.times = self.times.build()
         history.clocks = clocks
         return history
-
-    def _explained(self, one: GivenUpNode) -> GivenUpNode:
-        reason = self.refusals.get(one.node)
-        return one if reason is None else replace(one, cause=START_REFUSED, reason=reason)
 
     def _never_joined(self) -> list[GivenUpNode]:
         lasted = (self.history.ended_ns or 0) - (self.history.started_ns or 0)
@@ -229,14 +228,8 @@ class AttemptBuilder(Struct):
                 self.history.agent_ends = tuple(explained if one is end else one for one in self.history.agent_ends)
                 self.replaced_ends = [explained if one is end else one for one in self.replaced_ends]
 
-    def _completed(
-        self, part: RoundHistory, bad_ends: Mapping[int, Sequence[AgentEnd]], cut_short: Mapping[int, Sequence[int]]
-    ) -> RoundHistory:
-        lost = [self._named(loss, bad_ends, cut_short) for loss in part.lost_nodes]
-        if bad_ends:
-            lost += _dead_agents(part, bad_ends, cut_short)
-        if lost:
-            part.lost_nodes = tuple(lost)
+    def _completed(self, part: RoundHistory) -> RoundHistory:
+        part.lost_nodes = (*map(self._named, part.lost_nodes), *self._dead_agents(part))
         part.failures = self._without_consequences(part)
         if part.decision is not None or not part.broken:
             return part
@@ -260,18 +253,11 @@ class AttemptBuilder(Struct):
             for failure in part.failures
         )
 
-    def _cut_short(self, node: int) -> list[int]:
-        """Rounds of which this node reported no end, though it was there again later."""
-        mine = [index for index in sorted(self.rounds) if node in self.rounds[index].nodes]
-        return [index for index in mine[:-1] if node not in self.rounds[index].ended]
-
-    def _named(
-        self, loss: NodeLoss, bad_ends: Mapping[int, Sequence[AgentEnd]], cut_short: Mapping[int, Sequence[int]]
-    ) -> NodeLoss:
+    def _named(self, loss: NodeLoss) -> NodeLoss:
         host = loss.host or self.name_of(loss.node)
-        ends = bad_ends.get(loss.node, ())
+        ends = self.bad_ends.get(loss.node, [])
         # Its agent may have died and been started again before: each end goes with a round of its own.
-        earlier = [index for index in cut_short.get(loss.node, ()) if index < loss.round]
+        earlier = [index for index in self.cut_short.get(loss.node, ()) if index < loss.round]
         if len(earlier) >= len(ends) or loss.left:
             return replace(loss, host=host)
         detail = _end_text(ends[len(earlier)])
@@ -281,34 +267,25 @@ class AttemptBuilder(Struct):
             detail += f"; given up after that: {given_up.reason}"
         return replace(loss, host=host, detail=detail)
 
+    def _dead_agents(self, part: RoundHistory) -> Iterator[NodeLoss]:
+        """Agents that died in this round and were started again: no coordinator reports them as lost nodes.
 
-def _dead_agents(
-    part: RoundHistory, bad_ends: Mapping[int, Sequence[AgentEnd]], cut_short: Mapping[int, Sequence[int]]
-) -> list[NodeLoss]:
-    """Agents that died in this round and were started again: no coordinator reports them as lost nodes.
-
-    No clocks compared: such a node took part, reported no end of it, and takes part in a later round. The n-th of its
-    rounds of that kind goes with the n-th bad end of its agent that the supervisor saw.
-    """
-    lost = []
-    known = {loss.node for loss in part.lost_nodes}
-    for node in part.nodes:
-        ends = bad_ends.get(node.node, ())
-        if not ends or node.node in known or part.index not in cut_short[node.node][: len(ends)]:
-            continue
-        end = ends[cut_short[node.node].index(part.index)]
-        lost.append(
-            NodeLoss(
-                round=part.index,
-                node=node.node,
-                host=node.host,
-                seen_ns=end.seen_ns,
-                detail=_end_text(end),
-                agent_only=True,
-                observer=SUPERVISOR,
-            )
-        )
-    return lost
+        No clocks compared: such a node took part, reported no end of it, and takes part in a later round. The n-th of
+        its rounds of that kind goes with the n-th bad end of its agent that the supervisor saw.
+        """
+        known = {loss.node for loss in part.lost_nodes}
+        for node in part.nodes if self.bad_ends else ():
+            for index, end in zip(self.cut_short.get(node.node, ()), self.bad_ends.get(node.node, ()), strict=False):
+                if index == part.index and node.node not in known:
+                    yield NodeLoss(
+                        round=part.index,
+                        node=node.node,
+                        host=node.host,
+                        seen_ns=end.seen_ns,
+                        detail=_end_text(end),
+                        agent_only=True,
+                        observer=SUPERVISOR,
+                    )
 
 
 def _end_text(end: AgentEnd) -> str:

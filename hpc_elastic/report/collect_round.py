@@ -8,7 +8,7 @@ server.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from msgspec import Struct, field
 from msgspec.structs import replace
@@ -51,10 +51,8 @@ class EventCoverage(Struct):
     _unsure: dict[int, set[int]] = field(default_factory=dict)
     _next: int = 0
     _is_whole: bool = True
-    """No line since the round began is missing."""
     _has_ended: bool = False
     _place: tuple[int, int] | None = None
-    """Round and node of the file's last events."""
 
     def begin_file(self) -> None:
         """Another writer's lines follow; call it after the last file, too."""
@@ -88,7 +86,6 @@ class EventCoverage(Struct):
                 self.heard.add(line.node)
 
     def is_sure_of(self, index: int, node: int) -> bool:
-        """Whether every file of the node with events of the round has all of them."""
         return node not in self._unsure.get(index, ())
 
     def _close(self, *, is_complete: bool) -> None:
@@ -108,7 +105,6 @@ ROUND_EVENTS: frozenset[type[RunEvent]] = frozenset(
         of_agent.SlowRankFound, of_agent.SlowRankEnded,
     }
 )  # fmt: skip
-"""The events that `RoundBuilder.take` reads."""
 _FRAMES = 20
 _WORDS = 300
 
@@ -133,7 +129,6 @@ class RoundBuilder(Struct):
     own: dict[int, NodeLoss] = field(default_factory=dict)
     succeeded: set[int] = field(default_factory=set)
     ended: set[int] = field(default_factory=set)
-    """Nodes that reported the end of their workers."""
     stopping: dict[str, None] = field(default_factory=dict)
     stopping_ns: dict[int, int] = field(default_factory=dict)
     frozen_reason: str = ""
@@ -146,9 +141,7 @@ class RoundBuilder(Struct):
     activities: dict[int, Activity] = field(default_factory=dict)
     sockets: dict[int, Sockets] = field(default_factory=dict)
     stacks: dict[tuple[str, str, tuple[str, ...]], list[int]] = field(default_factory=dict)
-    """(name, state, stack) of a `StackGroup` → ranks."""
     threads: dict[tuple[str, str, tuple[str, ...]], list[int]] = field(default_factory=dict)
-    suspicion: tuple[int, str] = (0, "")
     slow_ranks: dict[tuple[int, int], of_agent.SlowRankEnded] = field(default_factory=dict)
     orphans: dict[str, None] = field(default_factory=dict)
 
@@ -192,13 +185,14 @@ class RoundBuilder(Struct):
                 self._take_end(when, node)
             case of_agent.WorkerFailed():
                 self._take_failure(event, when, node, host)
-            case (
-                of_coordinator.NodeLost()
-                | of_coordinator.NodeLeft()
-                | of_agent.HealthCheckFailed()
-                | of_agent.PlatformFailure()
-            ):
-                self._take_loss(event, line, NodeLoss(round=self.history.index, node=node, host=host, seen_ns=when))
+            case of_coordinator.NodeLost():
+                self.lost[node] = self._loss(line, age=event.age, observer=line.by)
+            case of_coordinator.NodeLeft():
+                self.left[node] = self._loss(line, left=event.reason or "no reason was given", observer=line.by)
+            case of_agent.HealthCheckFailed():
+                self.lost[node] = self._loss(line, left=event.reason, observer=node)
+            case of_agent.PlatformFailure():
+                self.own[node] = self._loss(line, broke=event.reason, observer=node)
             case of_coordinator.RoundOpened():
                 self.history.reason = event.reason
             case of_coordinator.RoundFrozen():
@@ -221,14 +215,11 @@ class RoundBuilder(Struct):
             case of_coordinator.RestartDecided():
                 if when >= self.decided_ns:  # a new coordinator may have decided again: the last decision holds
                     self.decided_ns = when
-                    self.history.decision = RestartRecord(
-                        action=event.action,
-                        reason=event.reason,
-                        restarts_used=event.restarts_used,
-                        max_restarts=event.max_restarts,
-                    )
+                    self.history.decision = read_incident(RestartRecord, line, event)
             case of_agent.HangSuspected():
-                self.suspicion = max(self.suspicion, (when, event.reason[:_WORDS]))
+                self.history.suspected_ns, self.history.suspicion = max(
+                    (self.history.suspected_ns, self.history.suspicion), (when, event.reason[:_WORDS])
+                )
             case of_agent.SlowRankFound():
                 slow = event.slow
                 self.slow_ranks[slow.rank, slow.since_ns] = of_agent.SlowRankEnded(round=event.round, slow=slow)
@@ -237,29 +228,16 @@ class RoundBuilder(Struct):
             case of_agent.StacksTaken():
                 self._take_stacks(event, when, node)
             case of_agent.RanksObserved():
-                for found in event.ranks:
-                    self.activities[found.rank] = _cut(found)
+                for one in event.ranks:
+                    texts = ("call", "at", "line", "operation", "key", "peer")
+                    cut = {name: getattr(one, name)[:_WORDS] for name in texts}
+                    self.activities[one.rank] = replace(one, names=one.names[:MOST_NAMED], **cut)
                 if event.sockets:
                     self.sockets[node] = Sockets(network=event.network, ranks=event.sockets)
 
-    def _take_loss(
-        self,
-        event: of_coordinator.NodeLost
-        | of_coordinator.NodeLeft
-        | of_agent.HealthCheckFailed
-        | of_agent.PlatformFailure,
-        line: EventLine,
-        loss: NodeLoss,
-    ) -> None:
-        match event:
-            case of_coordinator.NodeLost():
-                self.lost[loss.node] = replace(loss, age=event.age, observer=line.by)
-            case of_coordinator.NodeLeft():
-                self.left[loss.node] = replace(loss, left=event.reason or "no reason was given", observer=line.by)
-            case of_agent.HealthCheckFailed():
-                self.lost[loss.node] = replace(loss, left=event.reason, observer=loss.node)
-            case of_agent.PlatformFailure():
-                self.own[loss.node] = replace(loss, broke=event.reason, observer=loss.node)
+    def _loss(self, line: EventLine, **known: Any) -> NodeLoss:
+        node = -1 if line.node is None else line.node
+        return NodeLoss(round=self.history.index, node=node, host=line.host, seen_ns=line.written_ns, **known)
 
     def _take_failure(self, event: of_agent.WorkerFailed, when: int, node: int, host: str) -> None:
         ended = event.ended_ns or when
@@ -306,7 +284,6 @@ class RoundBuilder(Struct):
         history.sockets = _by_key(self.sockets)
         history.stacks = _stack_groups(self.stacks)
         history.threads = _stack_groups(self.threads)
-        history.suspected_ns, history.suspicion = self.suspicion
         history.slow_ranks = tuple(sorted(self.slow_ranks.values(), key=lambda one: one.slow.since_ns))
         history.orphans = tuple(self.orphans)
         return history
@@ -314,11 +291,6 @@ class RoundBuilder(Struct):
 
 def _by_key(found: Mapping[int, _T]) -> tuple[_T, ...]:
     return tuple(found[key] for key in sorted(found))
-
-
-def _cut(found: Activity) -> Activity:
-    texts = {name: getattr(found, name)[:_WORDS] for name in ("call", "at", "line", "operation", "key", "peer")}
-    return replace(found, names=found.names[:MOST_NAMED], **texts)
 
 
 def _stack_groups(found: dict[tuple[str, str, tuple[str, ...]], list[int]]) -> tuple[StackGroup, ...]:

@@ -44,7 +44,6 @@ _ASKED_TO_END = (Outcome.CANCELLED.value, Outcome.PREEMPTED.value, Outcome.TIMED
 """Agents of such an attempt ended otherwise than well because they were asked to."""
 _WITHOUT_FAILURE = (*_ASKED_TO_END, Outcome.SUCCEEDED.value, Outcome.SUPERSEDED.value)
 _MOST_CAUSES = 2
-_MOST_AGENTS = 3
 _MOST_SUSPECTS = 3
 _Key = tuple[str, str, int]
 
@@ -53,7 +52,6 @@ class SimilarFailures(Struct, frozen=True, kw_only=True):
     """Failures whose words differ in numbers, addresses and paths at most."""
 
     members: tuple[WorkerFailure, ...]
-    """They are in order of time."""
 
     @property
     def first(self) -> WorkerFailure:
@@ -61,13 +59,10 @@ class SimilarFailures(Struct, frozen=True, kw_only=True):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Global ranks, ascending."""
         return tuple(sorted(failure.global_rank for failure in self.members))
 
 
 class Fold(SimilarFailures, frozen=True, kw_only=True):
-    """Failures of one kind."""
-
     wordings: tuple[SimilarFailures, ...]
     """The most frequent first, then by their words; of what is no symptom there is one."""
 
@@ -77,7 +72,6 @@ class Fold(SimilarFailures, frozen=True, kw_only=True):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Each once, by node index."""
         return tuple(dict.fromkeys(f.host for f in sorted(self.members, key=lambda f: (f.node, f.host))))
 
 
@@ -115,7 +109,6 @@ class Fact(NamedTuple):
 class RoundEntry(Struct, frozen=True, kw_only=True):
     part: RoundHistory
     size: str
-    """``2 nodes, 4 workers``."""
     how: str
     failure: str
     """The cause; empty: nothing broke it."""
@@ -127,11 +120,8 @@ class Finding(Struct, frozen=True, kw_only=True):
     title: str
     """``Root Cause (first observed failure)``; or, where there is none, the sentence that says so."""
     headline: str = ""
-    """It is empty where the title says all."""
     place: str = ""
-    """The rank, its node, and the line of its code."""
     facts: tuple[Fact, ...] = ()
-    """Its kind, and why it is taken for the cause."""
     evidence: WorkerFailure | None = None
     details: tuple[Fact, ...] = ()
     """Search terms: exit code, file, time."""
@@ -144,7 +134,6 @@ class Document(Struct, frozen=True, kw_only=True):
     """The attempt whose end the report states."""
     status: str
     is_fine: bool
-    """Nothing failed that the report would have to explain."""
     survived: str
     """How many failures a run survived that succeeded; empty: none."""
     finding: Finding
@@ -156,7 +145,6 @@ class Document(Struct, frozen=True, kw_only=True):
     """Problems beside the cause: missing nodes, outages, lost output, files that can't be read."""
     goodput: Goodput
     placed: tuple[PlacedAttempt, ...]
-    """The attempts on one axis of time, which goodput and the page's timeline are made of."""
 
     @property
     def advice(self) -> tuple[Advice, ...]:
@@ -174,14 +162,10 @@ class Document(Struct, frozen=True, kw_only=True):
 
 
 def build_document(history: RunHistory, *, attempt: int | None = None) -> Document:
-    """Put the report together.
-
-    Args:
-        history: The run.
-        attempt: The one that it is about; None: the verdict is on the last failure, the end is the last attempt's.
-    """
+    """Put the report together, on one attempt; None: the verdict is on the last failure, the end the last attempt's."""
     subject = choose_subject(history, attempt=attempt)
-    shown = choose_attempt(history, attempt)
+    numbered = [part for part in history.attempts if attempt is None or part.number == attempt]
+    shown = numbered[-1] if numbered else None
     placed = place_attempts(history)
     succeeded = shown is not None and shown.outcome == "succeeded"
     is_ended_well = not history.never_began if shown is None else shown.outcome in ("", "succeeded")
@@ -207,12 +191,6 @@ def build_document(history: RunHistory, *, attempt: int | None = None) -> Docume
         goodput=goodput_of(history, placed),
         placed=placed,
     )
-
-
-def choose_attempt(history: RunHistory, attempt: int | None) -> AttemptHistory | None:
-    if attempt is None:
-        return history.attempts[-1] if history.attempts else None
-    return next((part for part in history.attempts if part.number == attempt), None)
 
 
 def _nothing_failed(history: RunHistory, shown: AttemptHistory | None, all_parts: Sequence[AttemptHistory]) -> Finding:
@@ -324,27 +302,21 @@ def _where(history: RunHistory, subject: Subject) -> str:
 
 def _last_steps(part: RoundHistory | None, loss: NodeLoss) -> list[Fact]:
     statuses = [status for status in (part.rank_statuses if part is not None else ()) if status.node == loss.node]
-    steps = [status.step for status in statuses if status.step is not None]
-    if not steps:
+    mine = [(status, status.step) for status in statuses if status.step is not None]
+    if not mine:
         return []
-    at = f"{min(steps)}" if min(steps) == max(steps) else f"{min(steps)} to {max(steps)}"
-    mine = [status for status in statuses if status.step is not None]
-    seen = time_text(mine[0].reported_ns, date=False, fine=True)
-    return [Fact("last step", f"{at} of its ranks {ranges([status.rank for status in mine])}, reported at {seen}")]
+    steps = sorted({step for _, step in mine})
+    at = f"{steps[0]}" if len(steps) == 1 else f"{steps[0]} to {steps[-1]}"
+    seen = time_text(mine[0][0].reported_ns, date=False, fine=True)
+    return [Fact("last step", f"{at} of its ranks {ranges([status.rank for status, _ in mine])}, reported at {seen}")]
 
 
 def _bad_agents(subject: Subject, shown: AttemptHistory | None) -> tuple[str, ...]:
     verdict = subject.verdict
-    if (
-        shown is None
-        or shown.outcome in _ASKED_TO_END
-        or verdict.failure is not None
-        or verdict.lost_node is not None
-        or verdict.what
-        or verdict.headline
-    ):
+    is_explained = verdict.failure or verdict.lost_node or verdict.what or verdict.headline
+    if shown is None or shown.outcome in _ASKED_TO_END or is_explained:
         return ()
-    ends = [end for end in shown.agent_ends if end.code != 0][:_MOST_AGENTS]
+    ends = [end for end in shown.agent_ends if end.code != 0][:3]
     return tuple(
         f"the agent on {end.name} ended{f' with code {end.code}' if end.code is not None else f': {end.detail}'}"
         for end in ends
@@ -380,10 +352,8 @@ def _notes(history: RunHistory, subject: Subject, shown: AttemptHistory | None) 
         notes += [Fact("did without", line) for line in nodes_done_without(subject, shown)]
         notes += [Fact(*note) for note in wording.describe_outages(shown.outages, clock)]
         notes += [Fact(*note) for note in wording.describe_commands(shown.commands)]
-        orphans = [one for item in shown.rounds for one in item.orphans]
-        notes += (
-            [Fact("outlived", f"its worker, and was ended by the agent: {first_of(orphans, 3)}")] if orphans else []
-        )
+        if orphans := [one for item in shown.rounds for one in item.orphans]:
+            notes.append(Fact("outlived", f"its worker, and was ended by the agent: {first_of(orphans, 3)}"))
         notes += [Fact("output lost", line) for line in wording.describe_losses(shown.output_lost)]
     notes += [Fact("not resumed", line) for line in wording.describe_rounds_begun_again(history)]
     notes += [Fact("hang watch", line) for line in wording.describe_unused_timeouts(history)]
@@ -419,7 +389,6 @@ def round_entry(
     elif attempt.outcome or attempt is not history.attempts[-1]:
         how = "no end is recorded"
     else:
-        how = (
-            f"no end yet, since {time_text(part.started_ns, separator=separator)}" if part.started_ns else "no end yet"
-        )
+        since = f", since {time_text(part.started_ns, separator=separator)}" if part.started_ns else ""
+        how = f"no end yet{since}"
     return RoundEntry(part=part, size=size, how=how, alike=alike, failure=failure)

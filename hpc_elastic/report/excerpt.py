@@ -30,15 +30,12 @@ _FRAME = re.compile(r'(?:\s*\| )*\s*File "([^"]+)", line (\d+)(?:,? in (.*))?')
 
 
 class _Line(Struct, frozen=True):
-    """A frame of the user's own code in a traceback."""
-
     at: int
     frame: Frame
 
 
 class Excerpt(Struct, frozen=True, kw_only=True):
     name: str
-    """``traceback`` or ``stderr``."""
     title: str
     """Python's own first line of a traceback, or why there is nothing; may be empty."""
     lines: tuple[str, ...]
@@ -53,10 +50,7 @@ def user_frame(failure: WorkerFailure) -> Frame | None:
 def make_excerpt(failure: WorkerFailure, *, lost: str = "", most: int | None = None) -> Excerpt | None:
     """Choose the lines of a failure to show; None where there are none, and its signal says why.
 
-    Args:
-        failure: The failure.
-        lost: Why its output is not in its file; empty where it is.
-        most: At most so many lines, the title's included; None: all.
+    `lost`: why its output is not in its file. `most`: lines, the title's included; None: all.
     """
     if failure.traceback:
         body = clean_lines(failure.traceback)

@@ -16,7 +16,7 @@ from hpc_elastic.base.text import duration, plural
 from hpc_elastic.failures.ranking import FailureClass
 from hpc_elastic.report.history import RunHistory
 from hpc_elastic.report.subject import verdict_of
-from hpc_elastic.report.timeline_attempt import PlacedAttempt, RoundSteps, RoundTimes, place_attempts
+from hpc_elastic.report.timeline_attempt import PlacedAttempt, RoundTimes, place_attempts
 from hpc_elastic.report.verdict import Cause
 from hpc_elastic.report.wording import describe_restart
 from hpc_elastic.run.heartbeats import COUNTED, ProgressSource
@@ -51,7 +51,6 @@ class Cost(Struct, frozen=True, kw_only=True):
     is_failure: bool = True
     """False: the membership changed."""
     host: str = ""
-    """The failure began there; empty: not known."""
     parts: tuple[RestartPart, ...] = ()
     """A restart within a job has them."""
 
@@ -74,11 +73,9 @@ class Goodput(Struct, frozen=True, kw_only=True):
     """The time after the last workers had ended well; where steps are known, after the last step."""
     steps_known: bool = False
     why_unknown: str = STEPS_UNKNOWN
-    """It is empty where steps are known."""
     progress: ProgressSource = ProgressSource.UNKNOWN
     """Its steps may be counted from 1 in each round: then those that a failure took back are not known."""
     kept: float = 0.0
-    """Steps that no restart took back."""
     recomputed: float = 0.0
     """Steps that were lost with a failure, the one that it broke off included; by the mean step's time."""
     hanging: float = 0.0
@@ -169,10 +166,10 @@ def goodput_of(history: RunHistory, placed: Sequence[PlacedAttempt] | None = Non
     if not attempts:
         return Goodput(wall=0, training=0, starting=0, interrupted=0, queued=0, ending=0, costs=())
     account = _Account(history, attempts, rounds)
-    for times in sorted(
-        (one for one in rounds if one.trained_ns is not None), key=lambda one: one.trained_ns or (0, 0)
+    for trained, times in sorted(
+        ((one.trained_ns, one) for one in rounds if one.trained_ns is not None), key=lambda pair: pair[0]
     ):
-        account.add(times)
+        account.add(times, *trained)
     return account.close(rounds[-1] if rounds else None)
 
 
@@ -193,21 +190,17 @@ class _Account:
         self._why_unknown = self._find_why_unknown(rounds)
         self._resumed = _resumed_at(rounds)
         self._lost: dict[tuple[int, int], float] = {}
-        """Seconds of steps that went with a round's end."""
         self._hung: dict[tuple[int, int], float] = {}
-        """Seconds until the hang was found that ended a round."""
 
     def _find_why_unknown(self, rounds: Sequence[RoundTimes]) -> str:
-        with_steps = [one for one in rounds if one.steps is not None]
-        if not with_steps:
+        known = [(self._found[one.attempt, one.round], one.steps) for one in rounds if one.steps is not None]
+        if not known:
             return STEPS_UNKNOWN
-        for one in with_steps:
-            if one.steps is not None and one.steps.redone > 0 and not self._found[one.attempt, one.round].in_process:
-                return STEPS_GO_BACK
-        return "" if any(one.steps.last > one.steps.first for one in with_steps if one.steps is not None) else ONE_STEP
+        if any(steps.redone > 0 and not item.in_process for item, steps in known):
+            return STEPS_GO_BACK
+        return "" if any(steps.last > steps.first for _, steps in known) else ONE_STEP
 
-    def add(self, times: RoundTimes) -> None:
-        begin, stop = times.trained_ns or (0, 0)
+    def add(self, times: RoundTimes, begin: int, stop: int) -> None:
         begin, stop = max(begin, self._cursor), max(stop, self._cursor)
         waited = _overlap(self._gaps, self._cursor, begin)
         idle = (begin - self._cursor) / 1e9 - waited
@@ -232,9 +225,8 @@ class _Account:
         restarts = [one for one in self._found[times.attempt, times.round].in_process if not one.gave_up]
         by_iteration = {one.iteration: one for one in restarts}
         for one in by_iteration.values():
-            self._costs.append(
-                Cost(attempt=times.attempt, round=times.round, what=describe_restart(one), seconds=one.seconds)
-            )
+            what = describe_restart(one)
+            self._costs.append(Cost(attempt=times.attempt, round=times.round, what=what, seconds=one.seconds))
         return sum(one.seconds for one in by_iteration.values())
 
     def _book_steps(self, times: RoundTimes, begin: int, stop: int, within: float) -> tuple[float, float]:
@@ -359,8 +351,7 @@ def _resumed_at(rounds: Sequence[RoundTimes]) -> dict[tuple[int, int], int]:
         if least is not None:
             found[times.attempt, times.round] = least
         if times.steps is not None and not times.steps.is_counted:
-            first: RoundSteps = times.steps
-            least = first.first if least is None else min(least, first.first)
+            least = times.steps.first if least is None else min(least, times.steps.first)
     return found
 
 

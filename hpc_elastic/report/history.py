@@ -34,7 +34,6 @@ class NodeLoss(Struct, frozen=True, kw_only=True):
     age: float = 0.0
     """Seconds for which the coordinator had seen no heartbeat by then."""
     detail: str = ""
-    """More facts: ``its agent was ended by SIGKILL``."""
     agent_only: bool = False
     """Its agent died and was started again: the node itself was well."""
     left: str = ""
@@ -135,14 +134,11 @@ class StackGroup(Struct, frozen=True, kw_only=True):
     stack: tuple[str, ...]
     """``/path/train.py:44 step``, the most recent call last; empty: none could be had."""
     name: str = ""
-    """A thread's that is not the main one, where it has one."""
     state: str = ""
     """The kernel's view where there is no stack: ``D (disk sleep) in rpc_wait_bit_killable``."""
 
 
 class RestartRecord(Struct, frozen=True, kw_only=True):
-    """The coordinator's decision after a round had broken."""
-
     action: str
     """``restart``, ``continue`` (free of charge: the membership changed) or ``close``."""
     reason: str
@@ -189,7 +185,6 @@ class RoundHistory(Struct, kw_only=True, dict=True):
     """Each node's, where the round broke by symptoms alone."""
     stacks: tuple[StackGroup, ...] = ()
     threads: tuple[StackGroup, ...] = ()
-    """The same of threads that are not the main one."""
     suspicion: str = ""
     """Why it seemed to hang, as that was found last; empty: it never did."""
     suspected_ns: int = 0
@@ -203,7 +198,6 @@ class RoundHistory(Struct, kw_only=True, dict=True):
 
     @property
     def broken(self) -> bool:
-        """Whether something failed, including workers that we stopped."""
         return bool(self.failures or self.lost_nodes or self.own_failures)
 
     @property
@@ -220,7 +214,6 @@ class AgentEnd(Struct, frozen=True, kw_only=True):
     """None: its step ended, and its own exit code is not known."""
     seen_ns: int
     detail: str = ""
-    """``its step ended, srun: SIGKILL``."""
     why: str = ""
     """Its own report of a failure: ``MemoryError (node_agent.py:12 in run)``."""
 
@@ -282,19 +275,15 @@ class AttemptHistory(Struct, kw_only=True):
     relaunched: tuple[str, ...] = ()
     """Names of the nodes on which another agent ran, once for each time that one was started there."""
     unstarted: tuple[tuple[str, str], ...] = ()
-    """Names of the nodes where no agent could be started, each with the reason."""
     given_up: tuple[GivenUpNode, ...] = ()
     """Nodes that the attempt went on without, or could not go on without, by node."""
     versions: tuple[tuple[str, str], ...] = ()
-    """Python's, torch's, Slurm's …"""
     notices: tuple[str, ...] = ()
     meaning: str = ""
     """The last signal's: a value of `launch.signals.JobCondition`; empty: none came."""
     outages: tuple[Outage, ...] = ()
-    """They are in order of time."""
     output_lost: tuple[OutputLoss, ...] = ()
     commands: tuple[CommandFailure, ...] = ()
-    """The user's commands that failed; by time."""
     problems: tuple[str, ...] = ()
     times: AttemptTimes = field(default_factory=AttemptTimes)
     clocks: Clocks = NO_CLOCKS

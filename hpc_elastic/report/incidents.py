@@ -29,7 +29,6 @@ _Incident = TypeVar("_Incident", bound=Struct)
 
 class OutageKind(str, Enum):
     FILESYSTEM = "filesystem"
-    """The filesystem of the run directory refused a node."""
     LINK = "link"
     """No packet of a node came through; the node answered through the files."""
 
@@ -46,7 +45,6 @@ class Outage(Struct, frozen=True, kw_only=True):
     over: bool = True
     error: str = ""
     path: str = ""
-    """The first that it refused."""
 
 
 def read_outage(line: EventLine, event: FilesystemRefused | LinkLost) -> Outage:
@@ -118,9 +116,7 @@ class CommandFailure(Struct, frozen=True, kw_only=True):
     seconds: float
     reported_ns: int = field(name="told_ns")
     about: str = ""
-    """The event to notify of."""
     output: tuple[str, ...] = ()
-    """The last lines that it printed."""
     log: str = ""
 
 

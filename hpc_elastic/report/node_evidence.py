@@ -15,7 +15,6 @@ _WORDS = 400
 
 
 def node_evidence(history: RunHistory, *, attempt: int) -> tuple[Evidence, ...]:
-    """List what happened on which node in one attempt, each thing once."""
     found: dict[tuple[str, EvidenceKind, int], Evidence] = {}
     for part in history.attempts:
         if part.number != attempt:

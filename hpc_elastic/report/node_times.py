@@ -29,7 +29,6 @@ class NodeTimes(NamedTuple):
     started_ns: int | None = None
     stopping_ns: int | None = None
     ended_ns: int | None = None
-    """The last of its workers was gone."""
     succeeded: bool = False
 
 
@@ -40,7 +39,6 @@ class AgentTimes(Struct, frozen=True, kw_only=True):
     host: str
     started_ns: tuple[int, ...] = ()
     ended_ns: tuple[int, ...] = ()
-    """An agent that was killed has none."""
 
 
 class AttemptTimes(Struct, frozen=True, kw_only=True):
@@ -98,12 +96,7 @@ SUSPECT_NS = 90 * 1_000_000_000
 
 
 def node_offsets(times: Iterable[NodeTimes], *, clocks: Clocks) -> dict[int, ClockOffset]:
-    """Node index → how far its wall clock is off in one attempt; a node that is not there is trusted.
-
-    Args:
-        times: All nodes' times.
-        clocks: The measurements.
-    """
+    """Node index → how far its wall clock is off in one attempt; a node that is not there is trusted."""
     found = dict(clocks.offsets)
     rounds: dict[int, dict[int, int]] = {}
     for item in times:

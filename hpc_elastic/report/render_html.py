@@ -14,27 +14,20 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from msgspec import Struct
+
 from hpc_elastic.base.text import milliseconds_text, plural, safe_text
+from hpc_elastic.failures.worker_failure import WorkerFailure
 from hpc_elastic.report import wording
 from hpc_elastic.report.clocks import NOTABLE_NS
-from hpc_elastic.report.document import Document, Fact, round_entry
+from hpc_elastic.report.document import NOT_AVAILABLE, Document, round_entry
 from hpc_elastic.report.goodput import Cost, Goodput, describe_goodput, describe_progress, is_worth_showing
 from hpc_elastic.report.history import AttemptHistory, RoundHistory, RunHistory
 from hpc_elastic.report.render_html_chart import ZOOMS, ChartLimits, describe_spans, draw_chart
-from hpc_elastic.report.render_html_failures import (
-    MEMBERS,
-    WORDINGS,
-    TextRoom,
-    describe_entry,
-    describe_whose,
-    evidence_texts,
-    files_of,
-    make_window,
-    stacks_of,
-)
-from hpc_elastic.report.render_html_text import clock_time, duration, ranks, shorten, time_of_day, zone
+from hpc_elastic.report.render_html_text import clock_time, duration, names, ranks, shorten, time_of_day, zone
 from hpc_elastic.report.subject import Subject
 from hpc_elastic.report.timeline import IMPORTANCE, Entry, Timeline, build_timeline
+from hpc_elastic.run.paths import RunPaths
 
 if TYPE_CHECKING:
     import jinja2
@@ -44,6 +37,11 @@ ENTRIES = 250
 ROUNDS = 300
 COSTS = 12
 BAD_NODES = 50
+TRACEBACK_CHARS = 12_000
+TRACEBACK_TOTAL = 600_000
+MEMBERS = 40
+STACKS = 60
+WORDINGS = 12
 _RANK_ROUNDS = 30_000
 """Rank rows times rounds that are drawn: beyond, only ranks that failed have rows of their own."""
 CHEAP_NODE_ROUNDS = 20_000
@@ -92,15 +90,9 @@ def is_cheap(history: RunHistory) -> bool:
 
 
 def render_html(document: Document, *, limits: ChartLimits | None = None, links: str = "..") -> str:
-    """Render the page.
+    """Render the page, whose timeline is the whole run's, without a character that UTF-8 can't write.
 
-    Args:
-        document: The report. The timeline is the whole run's.
-        limits: How much of the chart a page may hold.
-        links: The way from the page to the run directory, for the links to the ranks' logs.
-
-    Returns:
-        HTML without a character that UTF-8 can't write.
+    `links`: the way from the page to the run directory, for the links to the ranks' logs.
     """
     limits, history, subject = limits or ChartLimits(), document.history, document.subject
     rounds = sum(len(part.rounds) for part in history.attempts)
@@ -146,8 +138,7 @@ def _entry_of(subject: Subject, entries: Sequence[Entry]) -> int | None:
     if subject.round is None or len(subject.round.failures) < 2:
         return None
     for entry in sorted(entries, key=lambda e: e.number):
-        members = entry.fold.members if entry.fold is not None else ()
-        if (loss is not None and entry.loss is loss) or any(member is failure for member in members):
+        if (loss is not None and entry.loss is loss) or any(member is failure for member in entry.members):
             return entry.number
     return None
 
@@ -156,13 +147,8 @@ def _head(document: Document, *, zone: str) -> dict[str, Any]:
     shown = document.shown
     if shown is None:
         return {"tone": "warn", "head": [], "versions": []}
-    tone = (
-        "good"
-        if shown.outcome == "succeeded"
-        else "bad"
-        if shown.outcome and not wording.is_requeued(shown)
-        else "warn"
-    )
+    tone = "bad" if shown.outcome and not wording.is_requeued(shown) else "warn"
+    tone = "good" if shown.outcome == "succeeded" else tone
     facts = [f"attempt {shown.number}"]
     facts += [f"job {shown.job_id}"] if shown.job_id else []
     facts += [f"exit code {shown.exit_code}"] if shown.exit_code is not None else []
@@ -180,17 +166,16 @@ def _verdict(document: Document, *, opens: int | None) -> dict[str, Any]:
     facts += [("" if number else "agents", line) for number, line in enumerate(document.agents)]
     outcome = [("" if number else "recovery", _arrow(line)) for number, line in enumerate(document.done)]
     texts = evidence_texts(finding.evidence, TextRoom(), is_open=True) if finding.evidence is not None else []
+    # torch puts a ``_`` between the date and the hour.
+    details = [
+        one._replace(text=one.text.replace("_", " ", 1)) if one.name == "time" else one for one in finding.details
+    ]
     return {
         "facts": facts,
         "texts": texts,
-        "outcome": [*outcome, *map(_blank, finding.details), *document.notes],
+        "outcome": [*outcome, *details, *document.notes],
         "opens": opens,
     }
-
-
-def _blank(fact: Fact) -> Fact:
-    """A time as the page writes it; torch puts a ``_`` between the date and the hour."""
-    return fact._replace(text=fact.text.replace("_", " ", 1)) if fact.name == "time" else fact
 
 
 def _arrow(line: str) -> str:
@@ -279,3 +264,126 @@ def _clock_notes(timeline: Timeline) -> list[str]:
     if len(timeline.attempts) > 1:
         notes.append("Attempts are to scale; the waits between them are hatched and cut short, short attempts widened.")
     return notes
+
+
+class TextRoom(Struct):
+    """How many characters of tracebacks the page still takes."""
+
+    left: int = TRACEBACK_TOTAL
+    refused: int = 0
+
+    def take(self, text: str) -> str | None:
+        """A text, cut to its end where the cause stands; None where there is no room any more."""
+        if len(text) > TRACEBACK_CHARS:
+            text = f"\u2026 {len(text) - TRACEBACK_CHARS} characters above\n{text[-TRACEBACK_CHARS:]}"
+        if len(text) > self.left:
+            self.refused += 1
+            return None
+        self.left -= len(text)
+        return text
+
+
+class Text(Struct, frozen=True, kw_only=True):
+    """Lines that unfold below a title; without lines the title says why there are none."""
+
+    title: str
+    text: str = ""
+    is_open: bool = False
+    label: str = ""
+    """A screen reader's; empty: the title."""
+
+
+def make_window(entry: Entry, room: TextRoom) -> dict[str, Any]:
+    facts: list[tuple[str, str]] = [
+        ("kind", entry.kind.value),
+        ("where", f"{describe_whose(entry)}, round {entry.round} of attempt {entry.attempt}"),
+    ]
+    if (loss := entry.loss) is not None:
+        facts.append(("taken out at", clock_time(loss.seen_ns, fine=True)))
+        facts += [("without a heartbeat", duration(loss.age))] if loss.age else []
+        facts += [("known", loss.detail)] if loss.detail else []
+    window: dict[str, Any] = {"entry": entry, "facts": facts}
+    if entry.fold is not None:
+        first = entry.fold.first
+        facts.append(("first at", f"{clock_time(first.ended_ns, fine=True)} ({first.host}'s clock)"))
+        facts.append(("exitcode", wording.describe_exit(first)))
+        facts.append(("class", wording.describe_class(first)))
+        facts += [("last step", str(first.last_step))] if first.last_step is not None else []
+        facts.append(("error_file", first.error_file or NOT_AVAILABLE))
+        facts += [("note", first.problem)] if first.problem else []
+        window["texts"] = evidence_texts(first, room, is_open=True)
+        window["other_texts"] = [
+            text
+            for same in entry.fold.wordings[:WORDINGS]
+            if same.first is not first
+            for text in evidence_texts(same.first, room, is_open=False, whose=ranks(same.ranks, limit=40))
+        ]
+    return window
+
+
+def evidence_texts(failure: WorkerFailure, room: TextRoom, *, is_open: bool, whose: str = "") -> list[Text]:
+    tail = failure.stderr_tail.rstrip("\n")
+    text = failure.traceback.rstrip("\n") or tail
+    if not text:
+        return [Text(title="Its stderr is empty, so there is no traceback.")]
+    kept = room.take(text)
+    if kept is None:
+        return [Text(title="The traceback is left out here for the page's size: see the error file.")]
+    title = "Traceback" if failure.traceback else "The end of its stderr"
+    shown = [Text(title=f"{title} ({whose})" if whose else title, text=kept, is_open=is_open)]
+    if failure.traceback and tail and tail != text and not whose and (rest := room.take(tail)) is not None:
+        shown.append(Text(title="The end of its stderr", text=rest))
+    return shown
+
+
+def files_of(failure: WorkerFailure) -> tuple[Path, ...]:
+    paths = RunPaths(Path()).attempt(failure.attempt).rank(failure.round, failure.global_rank)
+    return (paths.stdout, paths.stderr, paths.error_file)
+
+
+def stacks_of(attempt: AttemptHistory | None, part: RoundHistory | None) -> dict[str, Any] | None:
+    """Each rank's place when a round was ended because of a hang, the odd one out first."""
+    stacks = wording.known_stacks(part) if part is not None else []
+    if part is None or attempt is None or not stacks:
+        return None
+    steps = {status.rank: status for status in part.rank_statuses}
+    items = []
+    for number, group in enumerate(stacks[:STACKS]):
+        at = sorted({status.step for rank in group.ranks if (status := steps.get(rank)) and status.step is not None})
+        step = "" if not at else f", step {at[0]}" if len(at) == 1 else f", steps {at[0]} to {at[-1]}"
+        inner = group.stack[-1] if group.stack else f"no Python stack; {group.state}".rstrip("; ")
+        title = f"{ranks(group.ranks)} ({plural(len(group.ranks), 'rank')}{step}): {shorten(inner, 120)}"
+        lines = "\n".join(reversed(group.stack)) or group.state or "none could be had"
+        items.append(Text(title=title, text=lines, is_open=number < 3, label=f"Stack of {ranks(group.ranks)}"))
+    hidden = sum(len(group.ranks) for group in stacks[STACKS:])
+    more = f"and {plural(hidden, 'rank')} more, in report.json" if hidden else ""
+    return {"place": (part.index, attempt.number), "main": items, "more": more, "others": _other_threads(part)}
+
+
+def _other_threads(part: RoundHistory) -> list[Text]:
+    if not part.threads:
+        return []
+    lines = []
+    for group in part.threads[:STACKS]:
+        name = f", {group.name}" if group.name else ""
+        lines += [f"{ranks(group.ranks)} ({plural(len(group.ranks), 'rank')}{name})"]
+        lines += [*(f"    {frame}" for frame in reversed(group.stack)), ""]
+    if len(part.threads) > STACKS:
+        lines.append(f"and {plural(len(part.threads) - STACKS, 'place')} more, in report.json")
+    title = f"The other threads: {plural(len(part.threads), 'place')}"
+    return [Text(title=title, text="\n".join(lines), label="Stacks of the other threads")]
+
+
+def describe_entry(entry: Entry, limit: int | None = None) -> str:
+    text = entry.headline if limit is None else shorten(entry.headline, limit)
+    others = len(entry.fold.wordings) - 1 if entry.fold is not None else 0
+    more = f" (+{plural(others, 'other wording')})" if others else ""
+    return f"{text or '(no message)'}{more}"
+
+
+def describe_whose(entry: Entry) -> str:
+    if entry.loss is not None:
+        return f"{entry.loss.host} (node {entry.loss.node})"
+    if entry.fold is None:
+        return ""
+    return f"{ranks(entry.fold.ranks, limit=40)} on {names(entry.fold.hosts, limit=40)}"

@@ -11,13 +11,9 @@ from hpc_elastic.report.render_html_text import clock_time, duration, names, ran
 from hpc_elastic.report.timeline import IMPORTANCE, Axis, Entry, Mark, MarkKind, Row, Timeline, make_axis
 from hpc_elastic.report.timeline_attempt import Span, State
 
-MANY = 40
-"""Rows are lower where there are more."""
 ZOOMS = (1, 4, 16, 64)
 _TICKS = (1, 4, 16)
 """Zooms that have their own; larger ones show the last one's."""
-_TICK_SPACING = 0.1
-_LINE_SPACING = 0.02
 # Each state is a line of its own height and width, or several: they differ without their colours, and a picture
 # that is stretched sideways keeps them.
 _LINES: Mapping[State, tuple[str, tuple[int, ...]]] = {
@@ -32,8 +28,6 @@ _LINES: Mapping[State, tuple[str, tuple[int, ...]]] = {
     State.LOST: ("s-x", (3, 8, 13)),
 }
 _WORKING = (State.RUNNING, State.UP)
-_OTHERS_FAULT = (MarkKind.SYMPTOM, MarkKind.STOPPED)
-"""Nodes are alike whether they noticed another one's failure or were stopped before."""
 
 
 class ChartLimits(Struct, frozen=True, kw_only=True):
@@ -49,7 +43,6 @@ class Label(Struct, frozen=True, kw_only=True):
     tag: str
     text: str
     left: str
-    """Per cent."""
     title: str = ""
     look: str = ""
 
@@ -180,7 +173,9 @@ def _alike(rows: Sequence[Row]) -> tuple[Row, ...]:
     """Rows that went through the same, as one: the picture is the first one's."""
     groups: dict[tuple[object, ...], list[Row]] = {}
     for row in rows:
-        marks = tuple(sorted({mark.entry for mark in row.marks if mark.kind not in _OTHERS_FAULT}))
+        # Nodes are alike whether they noticed another one's failure or were stopped before.
+        own = (mark.entry for mark in row.marks if mark.kind not in (MarkKind.SYMPTOM, MarkKind.STOPPED))
+        marks = tuple(sorted(set(own)))
         groups.setdefault((row.key, marks), []).append(row)
     found = []
     for members in groups.values():
@@ -215,7 +210,13 @@ class _Drawing(Struct):
 
     def view(self, name: str, what: str, rows: Sequence[Row], total: int) -> View:
         kept = rows[: self.limits.rows]
-        pressed = self._pressed(kept)
+        marks = [
+            (IMPORTANCE[mark.kind], mark.at_ns, number, mark.entry)
+            for number, row in enumerate(kept)
+            for mark in row.marks
+            if mark.entry in self.shown
+        ]
+        pressed = {(number, entry, at) for _, at, number, entry in sorted(marks)[: self.limits.buttons]}
         drawn, missing, unpressed = [], len(rows) - len(kept), 0
         for number, row in enumerate(kept):
             buttons = [mark for mark in row.marks if (number, mark.entry, mark.at_ns) in pressed]
@@ -232,16 +233,7 @@ class _Drawing(Struct):
             self.left_out.append(
                 f"{unpressed} marks in the rows of {what} are drawn as thin lines: the table of failures has them all"
             )
-        return View(name=name, label=f"{what} ({total})", what=what, rows=drawn, is_many=len(rows) > MANY)
-
-    def _pressed(self, rows: Sequence[Row]) -> set[tuple[int, int, int]]:
-        marks = [
-            (IMPORTANCE[mark.kind], mark.at_ns, number, mark.entry)
-            for number, row in enumerate(rows)
-            for mark in row.marks
-            if mark.entry in self.shown
-        ]
-        return {(number, entry, at) for _, at, number, entry in sorted(marks)[: self.limits.buttons]}
+        return View(name=name, label=f"{what} ({total})", what=what, rows=drawn, is_many=len(rows) > 40)
 
     def _button(self, row: Row, mark: Mark) -> tuple[Mark, str, str]:
         whose = f" on {ranks(mark.ranks, limit=30)}" if mark.ranks and not row.name.startswith("rank ") else ""
@@ -277,7 +269,7 @@ def _labels(axis: Axis, timeline: Timeline) -> list[Label]:
             found.append(Label(tag="em", text=f"round {times.round}", left=f"{100 * place:.2f}", title=title))
             free = place + 0.08
     for factor in _TICKS:
-        for when in axis.ticks(spacing=_TICK_SPACING / factor):
+        for when in axis.ticks(spacing=0.1 / factor):
             place = axis.place(when)
             look = f"t{factor}{' first' if place * factor < 0.02 else ''}"
             found.append(Label(tag="time", text=time_of_day(when), left=f"{100 * place:.3f}", look=look))
@@ -293,5 +285,5 @@ def _lines(axis: Axis, timeline: Timeline) -> list[tuple[str, str]]:
     for place in (axis.place(times.start_ns) for times in timeline.rounds):
         if place >= free:  # of a hundred rounds the gaps between the bars are enough
             lines.append(("", f"left:{100 * place:.2f}%"))
-            free = place + _LINE_SPACING
+            free = place + 0.02
     return lines

@@ -36,20 +36,11 @@ def render_ranks(
 ) -> str:
     """Everything that is known of `ranks`, by round and rank. Lines are not cut.
 
-    Args:
-        history: The run.
-        ranks: Ascending.
-        attempt: Only this one's rounds.
-        everywhere: All rounds; else the round that the report is about, or the newest where nothing failed.
-        stacks: Reads the stacks of a hung round.
+    Of all rounds, or `everywhere` unset of the one that the report is about, or the newest where nothing failed.
+    `stacks` reads the stacks of a hung round.
     """
-    rounds = [
-        (item, part)
-        for item in history.attempts
-        if attempt in (None, item.number)
-        for part in item.rounds
-        if part.nodes
-    ] or [(item, part) for item in history.attempts if attempt in (None, item.number) for part in item.rounds]
+    rounds = [(item, part) for item in history.attempts if attempt in (None, item.number) for part in item.rounds]
+    rounds = [(item, part) for item, part in rounds if part.nodes] or rounds
     subject = choose_subject(history, attempt=attempt)
     chosen = rounds
     if not everywhere:
@@ -128,10 +119,8 @@ def _well(part: RoundHistory, rank: int) -> list[str]:
         return [f"Rank {rank}: was not in this round, or its node reported nothing"]
     status = next((status for status in part.rank_statuses if status.rank == rank), None)
     loss = next((loss for loss in part.lost_nodes if node is not None and loss.node == node.node), None)
-    what = (
-        "no failure of it is recorded" if loss is None else f"no failure of it is recorded; {clean_line(loss.summary)}"
-    )
-    lines = [f"Rank {rank}{where}: {what}"]
+    lost = f"; {clean_line(loss.summary)}" if loss is not None else ""
+    lines = [f"Rank {rank}{where}: no failure of it is recorded{lost}"]
     if status is not None:
         section = f" in {clean_line(status.section)}" if status.section else ""
         lines.append(

@@ -1,7 +1,6 @@
 """The report that stands in the job log: a document on one screen, for a person who opens it at 3 a.m.
 
-What happened, to which rank, where, in the first two lines of the root cause; its kind, the verdict and the end of its
-traceback; what else failed in that round, folded; where the ranks stood, if it was a hang; the recovery; one line for
+The root cause, its traceback, what else failed in that round, where hung ranks stood, the recovery, and one line for
 each attempt and round where there were several. ASCII only.
 """
 
@@ -43,13 +42,9 @@ _SHOW_ALL = "(--all shows them)"
 def render_text(
     document: Document, *, max_lines: int | None = DEFAULT_LINES, width: int = DEFAULT_WIDTH, is_file: bool = False
 ) -> str:
-    """Render the report.
+    """Render at most `max_lines`, or everything; longer lines than `width` are cut, but for paths.
 
-    Args:
-        document: The report.
-        max_lines: At most so many lines; None: everything.
-        width: Longer lines are cut, but for paths.
-        is_file: It is not shown, but kept: the root cause is not cut.
+    `is_file`: it is not shown, but kept: the root cause is not cut.
     """
     everything = max_lines is None
     width = _WHOLE if everything else max(_NARROWEST, width)
@@ -168,15 +163,11 @@ def _others(part: RoundHistory, verdict: Verdict, width: int, *, cap: int | None
     lines = [fit(line, width) for line in lines]
     if is_known:
         return [f"Other failures in that round: {len(rest) + len(lost)}", *lines]
-    return [f"Failures in that round: {len(rest) + len(lost)}", *lines, *_first_symptom(verdict, width, cap=cap)]
-
-
-def _first_symptom(verdict: Verdict, width: int, *, cap: int | None) -> list[str]:
-    first = verdict.failure
-    if first is None:
-        return []
-    title = f"What rank {first.global_rank} on {first.host} printed, the first of them:"
-    return [title, *_traceback(first, width, None if cap is None else _CONSEQUENCE_MOST, lost="")]
+    lines.insert(0, f"Failures in that round: {len(rest) + len(lost)}")
+    if (first := verdict.failure) is not None:
+        lines.append(f"What rank {first.global_rank} on {first.host} printed, the first of them:")
+        lines += _traceback(first, width, None if cap is None else _CONSEQUENCE_MOST, lost="")
+    return lines
 
 
 def _fold_line(fold: Fold, root: WorkerFailure | None, verdict: Verdict, clocks: Clocks, *, limit: int | None) -> str:
@@ -208,13 +199,9 @@ def _stacks(part: RoundHistory, width: int, *, cap: int | None) -> list[str]:
 def _where_stood(group: StackGroup) -> str:
     if not group.stack:
         return f"no Python stack; {clean_line(group.state)}" if group.state else "no Python stack"
-    return " < ".join(_frame(frame) for frame in reversed(group.stack[-3:]))
-
-
-def _frame(frame: str) -> str:
-    """``/a/b/train.py:44 step`` -> ``step (train.py:44)``."""
-    place, _, function = clean_line(frame).partition(" ")
-    return f"{function} ({place.rsplit('/', 1)[-1]})"
+    # ``/a/b/train.py:44 step`` -> ``step (train.py:44)``
+    frames = [clean_line(frame).partition(" ") for frame in reversed(group.stack[-3:])]
+    return " < ".join(f"{function} ({place.rsplit('/', 1)[-1]})" for place, _, function in frames)
 
 
 def _threads(part: RoundHistory, *, is_short: bool) -> list[str]:

@@ -66,17 +66,9 @@ def decide_verdict(
     ranks: Mapping[int, str] | None = None,
     clocks: Clocks = NO_CLOCKS,
 ) -> Verdict:
-    """Name the root cause among the failures of one round.
+    """Name the root cause among the failures of one round, which `RoundHistory` describes.
 
-    Args:
-        failures: In any order.
-        lost_nodes: Nodes that were taken out of the round; each is a candidate at the time of its last sign.
-        rank_statuses: All ranks' last heartbeats.
-        ends: How the workers ended that the agents did not end.
-        activities: What the ranks were doing, where the nodes knew nothing but symptoms, or a hang.
-        sockets: What the nodes knew of their ranks' sockets.
-        ranks: The host of every rank of the round, where it is known.
-        clocks: What two hosts' times are worth.
+    Each lost node is a candidate at the time of its last sign. `ranks`: rank → host, where it is known.
     """
     ranking, when = _rank(failures, clocks)
     causes, symptoms, first = _lost_peer_last(ranking.causes, when), ranking.symptoms, ranking.first
@@ -128,7 +120,6 @@ def decide_verdict(
 
 
 def _gave_up_waiting(failure: WorkerFailure) -> bool:
-    """Whether the script itself limits the time of something that another rank may have to do."""
     found = find_python_traceback(failure.traceback)
     by_script = found is not None and bool(found.chain) and is_raised_by_script(found.chain[0])
     return by_script and gave_up_waiting(failure.headline)
@@ -247,14 +238,12 @@ def _symptoms_verdict(
 def _unknown_verdict(
     symptoms: Sequence[WorkerFailure], suspects: tuple[Suspect, ...], says: str, *, same: tuple[int, ...]
 ) -> Verdict:
-    if len(symptoms) == 1:
-        reads = "not known: the only failure reads like the consequence of another"
-    else:
-        reads = f"not known: {len(symptoms)} failures, and each reads like the consequence of another"
-    more = f": {says}" if says else ""
+    is_only = len(symptoms) == 1
+    what = "the only failure" if is_only else f"{len(symptoms)} failures, and each"
+    reads, more = f"not known: {what} reads like the consequence of another", f": {says}" if says else ""
     evidence = f"{reads}{more or ', which left no trace'}. Shown is the first one seen"
     if suspects:
-        evidence = f"{reads}{more}. {look_at(suspects)}{'' if len(symptoms) == 1 else '. Shown is the first one seen'}"
+        evidence = f"{reads}{more}. {look_at(suspects)}{'' if is_only else '. Shown is the first one seen'}"
     return of_worker(symptoms[0], Confidence.NONE, evidence, cause=Cause.UNKNOWN, same=same, suspects=suspects)
 
 
@@ -338,13 +327,10 @@ def _within(first: Moment, near: Sequence[Moment]) -> str:
         return f"within the clocks' resolution ({milliseconds_text(SAME_NODE_NS)} on one host)"
     resolution = max(resolution_ns(first, moment) or 0 for moment in near)
     gap = max(abs(gap_ns(first, moment)) for moment in near)
-    if gap < _PLAIN_GAP_NS:
+    if gap < 1_000_000_000:
         return f"within the clocks' resolution ({milliseconds_text(resolution)} between hosts)"
     # A clock was set between two comparisons.
     return f"{seconds_text(gap / 1e9)} apart by clocks that are known to within {seconds_text(resolution / 1e9)} only"
-
-
-_PLAIN_GAP_NS = 1_000_000_000
 
 
 def _names(failures: Sequence[tuple[WorkerFailure, Moment]]) -> str:

@@ -33,28 +33,21 @@ _SILENT = "it hung, was late, or ended early"
 
 
 class RanksKnown(NamedTuple):
-    """The facts on a round's ranks."""
-
     failed: Sequence[int]
-    """The ranks with a failure."""
     ends: Sequence[WorkerEnd]
     activities: Sequence[Activity]
     hosts: Mapping[int, str]
-    """The host of every rank of the round, where it is known."""
     clocks: Clocks
 
     def suspects(self, found: Iterable[tuple[int, str]]) -> tuple[Suspect, ...]:
-        """(rank, why) as suspects, not too many."""
         some = itertools.islice(found, MOST_SUSPECTS)
         return tuple(Suspect(rank=rank, host=self.hosts.get(rank, ""), why=why) for rank, why in some)
 
     def done(self) -> list[WorkerEnd]:
-        """The ends with 0 of ranks that did not fail."""
         return [end for end in self.ends if end.exitcode == 0 and not end.stopped and end.rank not in self.failed]
 
 
 def find_early_ends(known: RanksKnown, first: Moment) -> tuple[Suspect, ...]:
-    """The ranks that ended with 0 before the first symptom, the earliest first."""
     return known.suspects(
         (
             end.rank,

@@ -32,8 +32,6 @@ _STEPS: Sequence[int] = (
 
 
 class Piece(Struct, frozen=True, kw_only=True):
-    """A stretch of time to one scale."""
-
     start_ns: int
     end_ns: int
     left: float
@@ -49,7 +47,6 @@ class Axis(Struct, frozen=True):
     _starts: tuple[int, ...] = ()
 
     def place(self, when_ns: int) -> float:
-        """A time's place; what is outside lies at the edge."""
         if not self.pieces:
             return 0.0
         piece = self.pieces[max(0, bisect_right(self._starts, when_ns) - 1)]
@@ -122,12 +119,15 @@ class Entry(Struct, frozen=True, kw_only=True):
     """Something that went wrong: failures of one kind in one round, or a lost node."""
 
     number: int
-    """Its place in `Timeline.entries`."""
     kind: MarkKind
     attempt: int
     round: int
     fold: Fold | None = None
     loss: NodeLoss | None = None
+
+    @property
+    def members(self) -> tuple[WorkerFailure, ...]:
+        return self.fold.members if self.fold is not None else ()
 
     @property
     def headline(self) -> str:
@@ -200,8 +200,6 @@ def build_timeline(parts: tuple[PlacedAttempt, ...], *, most_ranks: int = 1024) 
 
 
 class _Rows:
-    """Rows that grow attempt by attempt."""
-
     def __init__(self) -> None:
         self._spans: dict[str, list[Span]] = {}
         self._keys: dict[str, list[tuple[State, int, int]]] = {}
@@ -267,7 +265,7 @@ def _draw_nodes(part: PlacedAttempt, rows: _Rows, by_round: Mapping[tuple[int, i
             if entry.loss is not None and entry.loss.node in names:
                 rows.mark(names[entry.loss.node], _loss_mark(entry, entry.loss, part))
             hit_nodes: dict[int, list[WorkerFailure]] = {}
-            for failure in entry.fold.members if entry.fold is not None else ():
+            for failure in entry.members:
                 hit_nodes.setdefault(failure.node, []).append(failure)
             for node, members in hit_nodes.items():
                 if node in names:
@@ -284,26 +282,21 @@ def _draw_ranks(
         rows.add(f"rank {rank}", part.attempt.number, (), "")
     for item in part.attempt.rounds:
         ends = {f.global_rank: part.failure_at(f) for f in item.failures if f.ended_ns}
-        entries = by_round.get((part.attempt.number, item.index), ())
         for node in item.nodes:
             stay = part.by_round.get(item.index, {}).get(node.node)
-            for rank in node.ranks if stay is not None else ():
-                if rank in wanted and stay is not None:
+            if stay is not None:
+                for rank in wanted.intersection(node.ranks):
                     spans = part.rank_spans(stay, ends.get(rank))
                     rows.add(f"rank {rank}", part.attempt.number, spans, part.name(node.node))
-        for entry in entries:
+        for entry in by_round.get((part.attempt.number, item.index), ()):
             if entry.loss is not None:
-                for node in item.nodes:
-                    for rank in node.ranks if node.node == entry.loss.node else ():
-                        rows.mark(f"rank {rank}", _loss_mark(entry, entry.loss, part))
-            for failure in entry.fold.members if entry.fold is not None else ():
-                if failure.global_rank in wanted:
-                    at = part.failure_at(failure)
-                    kind = entry.kind
-                    rows.mark(
-                        f"rank {failure.global_rank}",
-                        Mark(entry=entry.number, kind=kind, at_ns=at, ranks=(failure.global_rank,)),
-                    )
+                mark = _loss_mark(entry, entry.loss, part)
+                for rank in (rank for node in item.nodes if node.node == entry.loss.node for rank in node.ranks):
+                    rows.mark(f"rank {rank}", mark)
+            for failure in (failure for failure in entry.members if failure.global_rank in wanted):
+                hit = (failure.global_rank,)
+                mark = Mark(entry=entry.number, kind=entry.kind, at_ns=part.failure_at(failure), ranks=hit)
+                rows.mark(f"rank {failure.global_rank}", mark)
 
 
 def _loss_mark(entry: Entry, loss: NodeLoss, part: PlacedAttempt) -> Mark:
@@ -326,13 +319,13 @@ def _unique_names(nodes: Iterable[int], name: Callable[[int], str]) -> dict[int,
 
 def _choose_ranks(parts: Sequence[PlacedAttempt], entries: Sequence[Entry], most: int) -> tuple[tuple[int, ...], int]:
     everybody = {rank for part in parts for item in part.attempt.rounds for node in item.nodes for rank in node.ranks}
-    everybody |= {failure.global_rank for entry in entries if entry.fold is not None for failure in entry.fold.members}
+    everybody |= {failure.global_rank for entry in entries for failure in entry.members}
     everybody = {rank for rank in everybody if rank >= 0}
     if len(everybody) <= most:
         return tuple(sorted(everybody)), 0
     first: dict[int, int] = {}
     for entry in entries:
-        for failure in entry.fold.members if entry.fold is not None else ():
+        for failure in entry.members:
             order = IMPORTANCE[entry.kind]
             first[failure.global_rank] = min(order, first.get(failure.global_rank, order))
     order_of_all = sorted(everybody, key=lambda rank: (first.get(rank, len(IMPORTANCE)), rank))

@@ -22,7 +22,6 @@ class State(str, Enum):
     LAUNCHING = "agent being launched"
     """The attempt goes on, and nothing was heard of its agent yet."""
     RENDEZVOUS = "rendezvous"
-    """Between rounds: agents agree on the next one."""
     STARTING = "starting"
     """The round is agreed upon: its workers are started, import and load, until the round's first step."""
     RUNNING = "running"
@@ -33,9 +32,7 @@ class State(str, Enum):
     SPARE = "waiting as a spare"
     """Others run a round without it."""
     DONE = "done"
-    """Its workers ended with 0."""
     LOST = "lost"
-    """Nothing was heard from it."""
 
 
 class Span(NamedTuple):
@@ -45,7 +42,6 @@ class Span(NamedTuple):
     start_ns: int
     end_ns: int
     round: int
-    """-1: none."""
 
 
 class Stay(NamedTuple):
@@ -58,9 +54,7 @@ class Stay(NamedTuple):
     stopping_ns: int
     end_ns: int
     lost_ns: int | None = None
-    """When it was lost; its stay ends then."""
     back_ns: int | None = None
-    """When it was heard of again."""
     succeeded: bool = False
     first_step_ns: int | None = None
     """When the round's first step was done, or the stay's end where none was; None: the run's steps are not known."""
@@ -170,6 +164,7 @@ class PlacedAttempt:
             for index, there in self.by_round.items()
         }
         """Round → when the first node was in it, when the last."""
+        self.rounds = [self._round_times(item) for item in attempt.rounds]
 
     def _make_stays(self, node: int, *, steps_known: bool) -> list[Stay]:
         """A node's parts in the rounds, ascending and without overlap."""
@@ -231,7 +226,6 @@ class PlacedAttempt:
         return spans
 
     def rank_spans(self, stay: Stay, failed_ns: int | None) -> list[Span]:
-        """A rank's states in a round: its node's, until it failed."""
         kept = []
         for span in stay.spans(self.end_ns):
             if failed_ns is None or span.state is State.LOST or span.end_ns <= failed_ns:
@@ -241,7 +235,6 @@ class PlacedAttempt:
         return kept
 
     def name(self, node: int) -> str:
-        """The node's name: Slurm's, or else what its agent calls its host."""
         names = self.attempt.nodes
         if 0 <= node < len(names) and names[node]:
             return names[node]
@@ -290,10 +283,6 @@ class PlacedAttempt:
         times += [self._seen_by_supervisor(end.seen_ns) for end in attempt.agent_ends]
         known = [when for when in times if when]
         return (min(known), max(known)) if known else (0, 0)
-
-    @property
-    def rounds(self) -> list[RoundTimes]:
-        return [self._round_times(item) for item in self.attempt.rounds]
 
     def _round_times(self, item: RoundHistory) -> RoundTimes:
         """A round trains from when all its workers run till the first stopped, failed or was lost."""
@@ -346,7 +335,6 @@ class PlacedAttempt:
 
 
 def place_attempts(history: RunHistory) -> tuple[PlacedAttempt, ...]:
-    """The attempts of which anything is known."""
     placed = []
     axes: dict[str, tuple[int, int]] = {}
     for attempt in history.attempts:

@@ -40,7 +40,6 @@ class Verdict(Struct, frozen=True, kw_only=True):
     cause: Cause
     confidence: Confidence
     evidence: str
-    """A sentence for the report: why this one."""
     failure: WorkerFailure | None = None
     """The root cause, or for `Cause.UNKNOWN` the first of the symptoms."""
     lost_node: NodeLoss | None = None
@@ -121,15 +120,9 @@ def decide_hang(
 ) -> Verdict:
     """Find the rank for which the others wait: the furthest behind, the odd one out by the stacks, or the first silent.
 
-    Args:
-        root: The failure that the ranking names.
-        causes: All that are no symptoms.
-        symptoms: The others.
-        rank_statuses: All ranks' last heartbeats.
-        odd: The ranks whose stacks differ from the others'.
-        world_size: 0: not known.
-        has_ended: Whether `odd` are ranks that had ended with 0, and those that hung waited for them.
-        is_open: Whether either `odd` or the others may be at fault: it waits, and they do something else.
+    `root` is what the ranking names; `odd` are the ranks whose stacks differ from the others', or with `has_ended`
+    those that had ended with 0, for which those that hung waited. `is_open`: either `odd` or the others may be at
+    fault, since it waits, and they do something else.
     """
     step = -1 if root.last_step is None else root.last_step
     others = [status for status in rank_statuses if status.rank != root.global_rank]

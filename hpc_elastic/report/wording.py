@@ -48,10 +48,8 @@ _MOST_RESTARTS = 3
 def describe_class(failure: WorkerFailure, category: Category | None = None, *, is_apart: bool = False) -> str:
     """Why a failure is of its class, whether its node is suspect, and whether another try may help.
 
-    Args:
-        failure: The failure.
-        category: What its round shows it to be; None: as it was judged alone.
-        is_apart: All workers of its node failed so, and none elsewhere.
+    `category`: what its round shows it to be; None: as it was judged alone. `is_apart`: all workers of its node failed
+    so, and none elsewhere.
     """
     retry = f"; {failure.host} is suspect" if failure.node_suspect or is_apart else ""
     retry += "" if failure.retryable or is_apart else "; not retryable"
@@ -146,7 +144,6 @@ def describe_end_without_failure(attempt: AttemptHistory) -> str:
 
 
 def describe_end(attempt: AttemptHistory | None) -> str:
-    """Why an attempt ended, where no failure says so."""
     if attempt is None or not attempt.outcome:
         return "no end is recorded"
     notices = f" (notice: {', '.join(attempt.notices)})" if attempt.notices else ""
@@ -277,19 +274,13 @@ def describe_rounds_begun_again(history: RunHistory) -> list[str]:
 
 
 def describe_size(part: RoundHistory) -> str:
-    """``2 nodes, 4 workers``."""
     size = [plural(len(part.nodes), "node")] if part.nodes else []
     size += [plural(part.world_size, "worker")] if part.world_size is not None else []
     return ", ".join(size) or "never started"
 
 
 def describe_slow_ranks(found: Sequence[SlowRankEnded], clock: Callable[[int], str]) -> list[str]:
-    """One line for each rank, those first that cost the most.
-
-    Args:
-        found: Each time that a rank was slow; 0 seconds: to the end, which its agent did not live to report.
-        clock: A time in nanoseconds → the time of day.
-    """
+    """One line for each rank, those first that cost the most; 0 seconds: to the end, which its agent did not report."""
     by_rank: dict[int, list[SlowRankEnded]] = {}
     for one in found:
         by_rank.setdefault(one.slow.rank, []).append(one)
@@ -306,12 +297,7 @@ def describe_slow_ranks(found: Sequence[SlowRankEnded], clock: Callable[[int], s
 
 
 def describe_outages(outages: Sequence[Outage], clock: Callable[[int], str]) -> list[tuple[str, str]]:
-    """Each error with its duration, and the path in a line of its own; and each lost link.
-
-    Args:
-        outages: `incidents.attributed` gives them.
-        clock: A time in nanoseconds → the time of day.
-    """
+    """Each error with its duration, and the path in a line of its own; and each lost link."""
     lines = []
     by_error: dict[str, list[Outage]] = {}
     by_link: dict[str, list[Outage]] = {}
@@ -344,20 +330,15 @@ def describe_commands(failures: Sequence[CommandFailure]) -> list[tuple[str, str
         alike.setdefault((one.command, one.about, one.reason), []).append(one)
     lines: list[tuple[str, str]] = []
     for (command, about, reason), same in alike.items():
-        hosts = first_of(list(dict.fromkeys(one.host for one in sorted(same, key=lambda one: one.node))), _MOST_HOSTS)
+        hosts = first_of(list(dict.fromkeys(one.host for one in sorted(same, key=lambda one: one.node))), 4)
         where = f" on {hosts}" if any(one.node != SUPERVISOR for one in same) else ""
         lines.append((command, f"failed{where}{f' ({about})' if about else ''}: {reason}"))
-        printed = same[0].output[-_MOST_PRINTED:]
+        printed = same[0].output[-8:]
         lines += [("", text) for text in (printed if len(printed) > 1 else ())]
     return lines
 
 
-_MOST_HOSTS = 4
-_MOST_PRINTED = 8
-
-
 def describe_losses(losses: Sequence[OutputLoss]) -> list[str]:
-    """At most one line for the files, and one for the job log."""
     lines = []
     files = [loss for loss in losses if loss.not_in_files]
     if files:
@@ -377,7 +358,6 @@ def _lost_bytes(count: int, numbers: Sequence[int], where: str, why: str) -> str
 
 
 def describe_restart(restart: InProcessRestart) -> str:
-    """One clause, as in ``iteration 2 after 0.12 s: EXCEPTION on rank 1``."""
     if restart.gave_up:
         return f"the in-process restart group gave up: {restart.gave_up}"
     kinds: dict[str, list[int]] = {}
