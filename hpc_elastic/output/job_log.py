@@ -32,7 +32,6 @@ class JobLogSource:
         self.dropped = 0
         """Bytes of it that never reached the job log, so far."""
         self.unsaid = 0
-        """How many of these no line has reported yet."""
 
 
 class JobLog:
@@ -42,12 +41,7 @@ class JobLog:
     """
 
     def __init__(self, fd: int, *, total_bytes: int = 2 << 20, source_bytes: int = 512 << 10) -> None:
-        """
-        Args:
-            fd: Where to write; not closed here. Blocking or not, a pipe, socket, file or terminal.
-            total_bytes: The most that waits.
-            source_bytes: The most that waits of one source.
-        """
+        """`fd` is not closed here. Blocking or not, a pipe, socket, file or terminal."""
         self._fd = fd
         self._total_bytes = total_bytes
         self._source_bytes = source_bytes
@@ -72,7 +66,6 @@ class JobLog:
         return source
 
     def forget(self, source: JobLogSource) -> None:
-        """`source` writes no more."""
         with self._lock:
             self._sources.discard(source)
             self._queue_loss_message(source)
@@ -83,13 +76,8 @@ class JobLog:
     def write(self, source: JobLogSource, lines: bytes, *, patience: float = 0.0) -> bool:
         """Queue whole lines (each ends with a line feed), or count them as dropped.
 
-        Args:
-            source: Theirs.
-            lines: Without the prefix.
-            patience: Seconds to wait for room, where there is none, for each 64 KiB.
-
-        Returns:
-            Whether there was room without waiting.
+        `patience`: seconds to wait for room, where there is none, for each 64 KiB. Returns whether there was room
+        without waiting.
         """
         had_room = True
         start = 0

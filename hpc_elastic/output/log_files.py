@@ -31,8 +31,6 @@ _ITEM_COST = 200
 _TOTAL_BYTES = 4 << 20
 _FILE_BYTES = 512 << 10
 HANGS = "the disk hangs"
-
-
 _KEPT_BYTES = 16 << 10
 """Enough for the traceback that a worker ends with, where the disk is full."""
 
@@ -56,18 +54,13 @@ class LogFile:
         times: StreamTimes | None = None,
         makes_empty: bool = True,
     ) -> None:
-        """Args:
-        path: Of the piece that is being written, where it is rotated.
-        on_end: It is closed.
-        on_loss: So many bytes will never be in it, and why. From any thread.
-        limit: When it is rotated; None: never.
-        times: Where it is written down when what was printed; None: nowhere.
-        makes_empty: Whether a worker that prints nothing gets an empty file.
+        """`on_loss`: so many bytes will never be in it, and why; it is called from any thread.
+
+        With `makes_empty` a worker that prints nothing gets an empty file.
         """
         self.path = path
         self.pending = 0
         self.skipped = 0
-        """Bytes that were not queued, since the last item that was."""
         self.written = 0
         self.failure: str | None = None
         """Why it cannot be written at the moment."""
@@ -91,10 +84,7 @@ class LogFile:
     def write(self, data: bytes, *, now: float, at_us: int = 0) -> None:
         """Write all of `data`, or count what could not be written. Blocks as long as the disk does.
 
-        Args:
-            data: What was printed.
-            now: Seconds, monotonic.
-            at_us: When it was printed, by the wall clock, microseconds; 0: unknown.
+        `now`: seconds, monotonic; `at_us`: when it was printed, by the wall clock, microseconds; 0: unknown.
         """
         if self.failure is not None and now < self._retry_at:
             self._lose(data)
@@ -258,7 +248,7 @@ class HoldBudget:
         self._written = 0
 
     def may_hold(self, *, now: float, written: int, holding: bool) -> bool:
-        """Whether workers may be held up, or go on being so.
+        """Decide whether workers may be held up, or go on being so.
 
         `written`: bytes that the disk has taken so far; `holding`: whether a writer was held up since the last call.
         """
@@ -296,7 +286,7 @@ class FileWriter:
         return self._times.setdefault(path, TimesFile(path))
 
     def has_room(self, file: LogFile) -> bool:
-        """Whether more of `file` may be queued; if not, `on_room` will be called."""
+        """If no more of `file` may be queued, `on_room` will be called."""
         with self._changed:
             if file.pending < _FILE_BYTES and self._pending < _TOTAL_BYTES:
                 return True
@@ -317,7 +307,6 @@ class FileWriter:
         file.on_loss(count, file.failure or HANGS)
 
     def end(self, file: LogFile) -> None:
-        """Close `file` behind what is queued."""
         with self._changed:
             self._put(file, None)
 

@@ -1,10 +1,7 @@
 """Reading outputs that may grow, be rotated (`log_pieces`), be missing, or hold a gigabyte without a line end.
 
-`OutputReader` reads the lines of one file. `FollowedFiles` follows many, each looked at as often as is worth while, not
-by inotify, which shows nothing of what other hosts write: a file that grows is looked at four times a second; one that
-does not, less and less often, down to every two seconds; all files together 200 times a second at most, so that a
-person who watches a run of a thousand ranks costs a file server no more than one who watches eight.
-
+`OutputReader` reads one file. `FollowedFiles` looks at many, not by inotify, which shows nothing of what other hosts
+write: four times a second at one that grows, down to every two seconds at others, 200 times a second at most in all.
 No descriptor stays open between two reads: a large run has more files than a process may open, and an NFS client asks
 the server for news when a file is opened.
 """
@@ -25,7 +22,6 @@ from hpc_elastic.run.log_pieces import find_pieces, piece_path
 
 CHUNK = 64 << 10
 LONGEST_LINE = 64 << 10
-"""Bytes without a line end that are shown as a line."""
 _FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _TRIES = 10
 _SMALLEST_CHUNK = 4096
@@ -58,10 +54,9 @@ class OutputReader:
     """The lines of one output, in order; what is not there yet comes with a later call."""
 
     def __init__(self, path: Path, *, at: Place | None = None, chunk: int = CHUNK) -> None:
-        """Args:
-        path: Of the piece that is being written; nothing need be there.
-        at: Where to begin; None: with the first piece that is there.
-        chunk: Bytes to read at once.
+        """`path` is that of the piece that is being written; nothing need be there.
+
+        It begins at `at`; None: with the first piece that is there. `chunk`: bytes to read at once.
         """
         self.path = path
         self._chunk = max(_SMALLEST_CHUNK, chunk)
@@ -179,7 +174,6 @@ class OutputReader:
 
 
 def chunk_for(files: int) -> int:
-    """Bytes to read at once where so many files are read together."""
     return min(CHUNK, max(_SMALLEST_CHUNK, _MEMORY // max(1, files)))
 
 
@@ -253,9 +247,7 @@ LONGEST_S = 2.0
 LOOKS_PER_SECOND = 200
 _SLOWER = 1.5
 _FIND_S = 1.0
-"""Between two looks for files that are new."""
 _AT_ONCE = 64
-"""Reads of one file before the next one has its turn."""
 
 
 class Reader(Protocol[T_co]):
@@ -277,15 +269,13 @@ class _Followed(Generic[T]):
         self.interval = 0.0
         self.due = -math.inf
         self.begun_at: float | None = None
-        """When the line was seen that has no end yet."""
 
 
 class FollowedFiles(Generic[K, T]):
     def __init__(self, find: Callable[[], None], *, clock: Clock, partial: bool = True) -> None:
-        """Args:
-        find: Is called now and then to `add` the files that are there.
-        clock: For when a file is due.
-        partial: Lines without an end are shown too, after a while.
+        """`find` is called now and then to `add` the files that are there.
+
+        With `partial`, lines without an end are shown too, after a while.
         """
         self._find = find
         self._clock = clock
@@ -310,7 +300,6 @@ class FollowedFiles(Generic[K, T]):
         self._find_at = self._clock.monotonic() + max(_FIND_S, len(self._files) / LOOKS_PER_SECOND)
 
     def look(self, *, everything: bool = False) -> Iterator[tuple[K, T]]:
-        """The news of the files that are due, or of all (`everything`)."""
         now = self._clock.monotonic()
         if everything or now >= self._find_at:
             self.find()
@@ -327,7 +316,6 @@ class FollowedFiles(Generic[K, T]):
                 yield key, rest
 
     def seconds_until_due(self) -> float:
-        """How long nothing need be looked at."""
         return max(0.0, min([self._find_at, *(file.due for file in self._files.values())]) - self._clock.monotonic())
 
     def _read(self, file: _Followed[T], now: float) -> Iterator[T]:
@@ -353,13 +341,7 @@ class FollowedFiles(Generic[K, T]):
 
 
 def next_interval(interval: float, *, has_grown: bool, files: int) -> float:
-    """Seconds until a file is to be looked at again.
-
-    Args:
-        interval: How long it was this time; 0: it was the first.
-        has_grown: Whether there was something new.
-        files: How many are followed.
-    """
+    """Seconds until one of so many files is to be looked at again. `interval`: this time's; 0: it was the first."""
     shortest = max(SHORTEST_S, files / LOOKS_PER_SECOND)
     if has_grown or not interval:
         return shortest

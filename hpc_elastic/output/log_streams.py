@@ -40,9 +40,7 @@ class RoundLayout(Struct, frozen=True, kw_only=True):
     """The ranks and nodes of a round, from the agents' events."""
 
     nodes: Mapping[int, int]
-    """Rank → node."""
     hosts: Mapping[int, str]
-    """Node → host."""
     world_size: int
     """0: no event names it."""
 
@@ -62,14 +60,7 @@ def streams_of(
     wanted: Callable[[int], bool] = lambda rank: True,
     streams: tuple[int, ...] = (STDOUT, STDERR),
 ) -> list[LogStream]:
-    """The outputs of a round, by rank, stdout first. Their files need not be there yet.
-
-    Args:
-        attempt: The attempt.
-        round_number: The round.
-        wanted: Of which ranks.
-        streams: `STDOUT`, `STDERR` or both.
-    """
+    """The outputs of a round, by rank, stdout first. Their files need not be there yet."""
     found = []
     for rank in rank_numbers(attempt, round_number):
         if wanted(rank):
@@ -114,7 +105,6 @@ class StreamMarks(Struct):
 
     _pieces: dict[int, tuple[array[int], array[int]]] = field(default_factory=dict)
     _newest: int = -1
-    """The piece that was added to last."""
     _ends: tuple[array[int], array[int]] = field(default_factory=lambda: (array("q"), array("q")))
     """Each piece's last known byte."""
     _latest: int = 0
@@ -160,14 +150,9 @@ class StreamMarks(Struct):
                 return Place(piece, offsets[at])
         return None
 
-    @property
-    def last_us(self) -> int:
-        return self._latest
-
 
 class RoundMarks(Struct, frozen=True, kw_only=True):
     streams: Mapping[tuple[int, int], StreamMarks]
-    """(rank, stream) → its entries."""
     nodes: Mapping[int, int]
     """Rank → its node, where something was printed."""
 
@@ -176,12 +161,7 @@ class RoundMarks(Struct, frozen=True, kw_only=True):
 
 
 def read_round_marks(round_dir: Path, *, offsets_ns: Mapping[int, int] | None = None) -> RoundMarks:
-    """All nodes' entries. What is missing or torn is left out.
-
-    Args:
-        round_dir: The round's folder.
-        offsets_ns: Node → how far its clock is ahead, nanoseconds.
-    """
+    """All nodes' entries, less how far each node's clock is ahead. Missing or torn ones are left out."""
     files: list[tuple[int, Path, int]] = []
     try:
         with os.scandir(round_dir) as entries:
@@ -265,11 +245,8 @@ def merged(
 ) -> Iterator[Piece]:
     """Everything that the outputs hold from where their readers stand, in time order.
 
-    Args:
-        readers: Of one round. Streams without any time come last, one after the other.
-        marks: That round's.
-        is_over: Nothing more will come: a line without its end is one too.
-        window: Only what was printed from then to then, microseconds; what has no time is there too.
+    Streams without any time come last, one after the other. With `is_over` nothing more will come: a line without its
+    end is one too. `window`: only what was printed from then to then, microseconds; what has no time is there too.
     """
 
     def pieces(stream: LogStream) -> Iterator[Piece]:
@@ -294,12 +271,7 @@ def _place(stream: LogStream) -> tuple[int, int]:
 def readers_of(
     streams: Sequence[LogStream], begin: Callable[[LogStream], Place | None] = lambda stream: None
 ) -> dict[LogStream, OutputReader]:
-    """Readers of many outputs.
-
-    Args:
-        streams: The outputs.
-        begin: Where to begin; None, or where it raises an OSError: at the beginning.
-    """
+    """Readers that start where `begin` says; None, or where it raises an OSError: at the beginning."""
     readers = {}
     for one in streams:
         try:
@@ -319,11 +291,7 @@ def readers_around(
 ) -> dict[LogStream, OutputReader]:
     """Readers that begin shortly before a moment, found by the times that were kept.
 
-    Args:
-        streams: Of one round.
-        marks: That round's.
-        since_us: The moment.
-        without_times: Lines at the end of an output that has no times: a failure is near a round's end.
+    `without_times`: lines at the end of an output that has no times: a failure is near a round's end.
     """
 
     def begin(one: LogStream) -> Place | None:
@@ -334,8 +302,6 @@ def readers_around(
 
 
 class _LastLines:
-    """The pieces with the last `count` lines of those that were added."""
-
     def __init__(self, count: int) -> None:
         self._count = count
         self._pieces: deque[Piece] = deque()
@@ -357,7 +323,6 @@ class _LastLines:
 
 
 def _end_of_lines(data: bytes, count: int) -> int:
-    """The end of the first `count` lines of `data`, or of all."""
     at = 0
     for _ in range(count):
         at = data.find(b"\n", at) + 1
@@ -378,11 +343,7 @@ def nearest_lines(
 ) -> tuple[list[Piece], list[Piece]]:
     """The last `count` lines of each output before a moment, and the first `count` after it, each in time order.
 
-    Args:
-        pieces: In time order.
-        at_us: The moment.
-        count: Lines of each output, before and after.
-        ended: The rank that ended at that moment: what it printed was before it, also where its agent read it later.
+    `ended`: the rank that ended at that moment: what it printed was before it, also where its agent read it later.
     """
     before: dict[LogStream, _LastLines] = {}
     after: list[Piece] = []

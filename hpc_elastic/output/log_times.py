@@ -1,15 +1,10 @@
-"""When what was printed: the lines of a file that stands beside the output files of one node's ranks. Pure.
+"""When what was printed: the lines of a file that stands beside the output files of one node's ranks.
 
-A worker's output is kept byte for byte, with no time in it. So its agent writes down now and then, at most every 10 ms
-of each stream, how much it had of it and when: ``RANK STREAM PIECE OFFSET MICROSECONDS``, one line each, after a first
-line with the version. What stands at OFFSET of that piece, and after it up to the next such place, was printed at that
-time of the node's wall clock, or after it. The file stays below 512 KiB: when it is full, its older three quarters lose
-every second entry of each stream, so that the end of a round, where failures are, is known best.
-
-Writes down when workers printed what (`log_times`). For the thread that writes their files; never at their expense.
-
-Entries wait in memory for a second, so that whatever is printed costs one small write a second at most. What can't be
-written is dropped: the output itself is what counts.
+Below a line with the version: ``RANK STREAM PIECE OFFSET MICROSECONDS``, up to every 10 ms of a stream. What stands at
+OFFSET of that piece, up to the next such place, was printed at that time of the node's wall clock, or after it. The
+file stays below 512 KiB: when it is full, its older three quarters lose every second entry of each stream, so that the
+end of a round, where failures are, is known best. Entries wait in memory for a second; what can't be written is
+dropped.
 """
 
 from __future__ import annotations
@@ -43,7 +38,6 @@ class TimeMark(Struct, frozen=True):
     piece: int
     """A rotated file's number, from 0; the one that is being written has the next free one."""
     offset: int
-    """Bytes from the piece's beginning."""
     time_us: int
     """The node's wall clock, since the epoch."""
 
@@ -115,7 +109,6 @@ class RecentTimes:
         self._marks: list[tuple[int, int]] = []
 
     def note(self, offset: int, at_us: int) -> None:
-        """The stream from byte `offset` on was printed at `at_us`."""
         marks = self._marks
         if marks and 0 <= at_us - marks[-1][1] < FINEST_US:
             return
@@ -186,7 +179,8 @@ class TimesFile:
             self._size += done
             self._is_torn = done < len(data)
             if self._size > self._largest:
-                self._thin_out()
+                write_private(self.path, thinned(os.pread(self._fd, self._size, 0)))
+                self._close()
         except (OSError, UnsafePathError):
             self._retry_at = now + _RETRY_S
             self._close()
@@ -210,11 +204,6 @@ class TimesFile:
         if not self._size:
             self._size = os.pwrite(self._fd, HEADER, 0)
 
-    def _thin_out(self) -> None:
-        raw = thinned(os.pread(self._fd, self._size, 0))
-        write_private(self.path, raw)
-        self._close()
-
     def _close(self) -> None:
         fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -232,11 +221,9 @@ class StreamTimes:
         self._rank = rank
         self._number = number
         self._place = -1
-        """The piece of the last entry."""
         self._at_us = 0
 
     def note(self, piece: int, offset: int, at_us: int) -> None:
-        """The next bytes, at `offset` of `piece`, were printed at `at_us`."""
         if piece == self._place and 0 <= at_us - self._at_us < FINEST_US:
             return
         self._place, self._at_us = piece, at_us

@@ -21,9 +21,7 @@ QUIET_S = 10.0
 LONGEST_EPISODE_S = 600.0
 """An episode that lasts longer is reported before its end."""
 _NAMED = 8
-"""Streams that a line names."""
 _MOST_STREAMS = 100
-"""An event lists no more."""
 
 
 class StreamAccount:
@@ -37,7 +35,6 @@ class StreamAccount:
         self.path = path
         self.source = source
         self.lost = 0
-        """Bytes that are not in its file."""
         self.reported = 0
         """Bytes that the job log dropped, of which an episode has reported."""
         self.has_ended = False
@@ -80,7 +77,6 @@ class LossBook:
         return account
 
     def end(self, account: StreamAccount) -> None:
-        """Nothing more will be lost of it, but by the job log what waits there."""
         with self._lock:
             account.has_ended = True
             self._forget()

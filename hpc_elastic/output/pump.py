@@ -5,10 +5,8 @@ per-rank files, `job_log.JobLog` the agent's stdout. Supervision (the main threa
 
 What a worker's ``print`` may be held up for, at most: 0.5 s by a job log that is not read, and 1/50 of the time in the
 long run; 5 s by files on a disk that takes nothing, and as long as it takes by one that takes more than 1 MiB/s. The
-rest is lost, counted and logged (`losses`).
-
-Memory, whatever the workers print: 4 MiB for the files, 2 MiB for the job log, 64 KiB per stream for lines that have
-begun and for its reserve, and some hundred KiB for what is being read and written.
+rest is lost, counted and logged (`losses`). Memory, whatever the workers print: 4 MiB for the files, 2 MiB for the job
+log, 64 KiB per stream for lines that have begun and for its reserve, and some hundred KiB for what is being moved.
 """
 
 from __future__ import annotations
@@ -96,7 +94,6 @@ class _Duplicate:
         self._prefix = prefix.encode()
 
     def choose(self, lines: bytes) -> bytes:
-        """The whole lines to write, each with the prefix that it has in the job log."""
         kept = (line for line in lines.splitlines(keepends=True) if any(text in line for text in self._texts))
         return b"".join(self._prefix + line for line in kept)
 
@@ -140,7 +137,7 @@ class LogPump:
         Args:
             host: For the prefix ``[host:rank] ``.
             clock: For waits, and to distinguish a slow disk from a hung one.
-            job_log: Where shown lines go; not closed here.
+            job_log: It is not closed here.
             limit: When the workers' files are rotated; None: never.
             node: Whose times are kept beside the ranks' folders (`log_times`); None: nobody's.
             duplicate_filters: Stream → texts: shown lines with one of them go to a file ``filtered_…`` of their own.
@@ -170,17 +167,9 @@ class LogPump:
         self._thread.start()
 
     def add(self, *, rank: int, worker: WorkerProcess, stdout: Path, stderr: Path, shown: Std) -> WorkerOutput:
-        """Take over a worker's output pipes.
+        """Take over a worker's output pipes: into files, and of the streams that are `shown` into the job log too.
 
-        Args:
-            rank: The global rank, for the prefix.
-            worker: Its pipes are ours from now on.
-            stdout: The file of its stdout. It and its folder are made as needed, for our user alone.
-            stderr: The file of its stderr.
-            shown: The streams that go to the job log too.
-
-        Returns:
-            What is asked about it once all is drained.
+        The files and their folder are made as needed, for our user alone.
         """
         pid = worker.pid
 
@@ -220,10 +209,8 @@ class LogPump:
     def drained(self, pid: int, timeout: float) -> bool:
         """Wait until all output of the worker `pid` is in its files, or is known to be lost.
 
-        A descendant that it left behind may hold the pipes open as long as it runs.
-
-        Returns:
-            Whether it is so within `timeout` seconds; True for a worker that was never added.
+        A descendant that it left behind may hold the pipes open as long as it runs. Returns whether it is so within
+        `timeout` seconds; True for a worker that was never added.
         """
         output = self._outputs.get(pid)
         if output is None:
@@ -238,11 +225,8 @@ class LogPump:
     def close(self, timeout: float) -> bool:
         """Move what is in the pipes now, write it out, and end. `take_losses` says what was lost, in the job log too.
 
-        Args:
-            timeout: Seconds for all of it. A hung disk is left to itself after that.
-
-        Returns:
-            Whether everything is in the files, but for what was said to be lost.
+        A hung disk is left to itself after `timeout` seconds for all of it. Returns whether everything is in the files,
+        but for what was said to be lost.
         """
         deadline = self._clock.monotonic() + timeout
         self._close_by = self._clock.monotonic() + timeout / 2
@@ -268,7 +252,10 @@ class LogPump:
                 stream = self._streams.get(fd)
                 if stream is not None:
                     is_flood |= self._move(stream)
-            self._resume()
+            for stream in list(self._paused):
+                if self.files.has_room(stream.file) or not self._may_hold():
+                    self._epoll.register(stream.fd, select.EPOLLIN)
+                    self._paused.discard(stream)
             now = self._clock.monotonic()
             self._flush_partials(now)
             if self._close_by is not None and (now > self._close_by or not (ready or self._paused)):
@@ -319,12 +306,6 @@ class LogPump:
         else:
             self.files.skip(stream.file, len(data))
         return len(data) >= stream.flood
-
-    def _resume(self) -> None:
-        for stream in list(self._paused):
-            if self.files.has_room(stream.file) or not self._may_hold():
-                self._epoll.register(stream.fd, select.EPOLLIN)
-                self._paused.discard(stream)
 
     def _may_hold(self) -> bool:
         now = self._clock.monotonic()

@@ -1,12 +1,9 @@
 """What workers print, made fit for a log that many of them share, and for the terminal that shows it. Pure.
 
-Colours stay, and end with their line, so that one rank's red is not the next one's. Whatever else steers a terminal
-(cursor movements, titles, bells, other character sets) is taken out: in a file it is noise, and on a terminal it would
-draw over another rank's lines.
-
-The job log shows what a terminal would show, one line at a time (`LineSplitter`): a progress bar that redraws itself
-with carriage returns, or several that move the cursor up (tqdm with positions, rich: `Screen`), appear as their latest
-state whenever they are flushed, not as each of their redraws. The per-rank files hold every byte as it came.
+Colours stay, and end with their line. Whatever else steers a terminal (cursor movements, titles, bells, other character
+sets) is taken out: on a terminal it would draw over another rank's lines. A progress bar that redraws itself with
+carriage returns, or several that move the cursor up (tqdm with positions, rich: `Screen`), appear as their latest state
+whenever they are flushed (`LineSplitter`). The per-rank files hold every byte as it came.
 """
 
 from __future__ import annotations
@@ -32,15 +29,12 @@ _SLICE = 16 << 10
 
 
 def readable(lines: bytes) -> bytes:
-    """Take out of whole lines (without carriage returns) what is not for a log.
-
-    Args:
-        lines: Empty, or ending with a line feed.
-    """
+    """Take out of whole lines (without carriage returns) what is not for a log."""
     if not any(byte in lines for byte in _STEERING):
         return lines
     if b"\x1b" in lines:
-        lines = _OPEN_COLOUR.sub(b"\\1\x1b[0m\n", b"".join(map(_without_steering, _slices(lines))))
+        plain = b"".join(_NO_COLOUR.sub(b"", text) for text in _slices(lines))
+        lines = _OPEN_COLOUR.sub(b"\\1\x1b[0m\n", plain)
     if b"\b" in lines:
         lines = b"\n".join(map(_rubbed_out, lines.split(b"\n")))
     return lines.translate(None, _NOISE)
@@ -65,10 +59,6 @@ def unfinished(text: bytes) -> int:
         if byte < 0x80:
             return 0
     return 0
-
-
-def _without_steering(text: bytes) -> bytes:
-    return _NO_COLOUR.sub(b"", text)
 
 
 def _slices(text: bytes) -> Iterator[bytes]:
@@ -103,17 +93,12 @@ _CONTROL = bytes([*range(9), *range(11, 27), *range(28, 32), 127])
 
 
 def _last_drawn(line: bytes) -> bytes:
-    """A line as carriage returns left it: a progress bar's last state."""
     line = line.rstrip(b"\r")
     return line[line.rfind(b"\r") + 1 :]
 
 
 def harmless(lines: bytes) -> bytes:
-    """Whole lines as a terminal may show them.
-
-    Args:
-        lines: Empty, or ending with a line feed.
-    """
+    """Whole lines as a terminal may show them."""
     if b"\r" in lines:
         lines = b"\n".join(map(_last_drawn, lines.split(b"\n")))
     lines = readable(lines).translate(None, _CONTROL)
@@ -169,11 +154,7 @@ class Screen:
         return self._scroll()
 
     def take(self, *, again: bool) -> bytes:
-        """The rows that changed since they were printed, as lines.
-
-        Args:
-            again: Those too that were printed before and are drawn over now and then; else what is new alone.
-        """
+        """The new rows, or with `again` all that changed since they were printed, as lines."""
         printed = b""
         for number, row in enumerate(self._rows):
             before = self._shown[number]
@@ -267,7 +248,6 @@ class LineSplitter:
         self._is_drawn = False
         """The line that has begun was written over by a carriage return."""
         self._is_shown = False
-        """A state of it was shown already."""
 
     @property
     def has_partial(self) -> bool:
@@ -301,9 +281,8 @@ class LineSplitter:
     def flush(self, *, again: bool = True, final: bool = False) -> bytes:
         """The line that has begun, as a line (possibly none), or what changed of the lines that are drawn over.
 
-        Args:
-            again: Later states of what was shown already, too.
-            final: No more comes: also what may be half a character or escape sequence.
+        With `again`, later states of what was shown already, too; with `final`, also what may be half a character or
+        escape sequence.
         """
         if self._screen is not None:
             printed = self._screen.take(again=again or final)
@@ -311,9 +290,7 @@ class LineSplitter:
                 printed += self._end_screen()
             elif again:
                 self._screen.has_moved = False
-            if not final:
-                return printed
-            return printed + self.flush(final=True)
+            return printed + self.flush(final=True) if final else printed
         if self._is_drawn and self._is_shown and not (again or final):
             return b""
         cut = len(self._tail) - (0 if final else unfinished(self._tail))
