@@ -7,8 +7,7 @@
     conclude        the attempt's end: result.json, bad nodes, report
     requeue         whether there is another attempt, and how; `requeue_job` has it queued
 
-Where that happens is a `site.Site` with its launcher of agents: `slurm_site` and `slurm_launcher`, `step` (an srun
-step of the user's own), or `local` (this machine).
+That happens at a `site.Site`, with its launcher of agents: `slurm_site`, `step` (in the user's srun step), or `local`.
 """
 
 from __future__ import annotations

@@ -1,13 +1,8 @@
 """The agents of an attempt, as the supervisor keeps them: one on each node, until a node is given up.
 
-`Agents` reacts to the end of an agent, which the launcher reports:
-
-- A failed health check, a filesystem that refuses the node, a wiped store: the node is given up.
-- The agent could not be started: the node is given up.
-- Anything else: after a moment, and a fresh look at the log (the run may just have ended), it is started again. An
-  agent announces itself in the store before all else. What ends without having done so was never an agent: there is
-  no interpreter (exit code 127), it can't be executed (126), the run directory is not mounted (2, and the agent says
-  so), or Slurm's TaskProlog failed. Such a node gets one more start, and is *unable* then.
+An agent announces itself in the store before all else. What ends without having done so was never an agent: there is
+no interpreter (exit code 127), it can't be executed (126), the run directory is not mounted (2, and the agent says
+so), or Slurm's TaskProlog failed. Such a node gets one more start, and is *unable* then.
 
 srun reports an agent's end only while it hears of the node. A node that lost its power and was back before Slurm missed
 it (SlurmdTimeout: 300 s by default) is in the job as before, idle, and srun waits for it for ever (seen on 20.11 to
@@ -50,14 +45,10 @@ LONGEST_PAUSE = 120.0
 """The pauses between trials double up to this."""
 MAX_TRIALS = 8
 """About ten minutes: a site's SlurmdTimeout, and a slow reboot."""
-NOT_EXECUTABLE = 126
-NOT_FOUND = 127
-_LASTING = (ExitCode.USAGE, NOT_EXECUTABLE, NOT_FOUND)
+_LASTING = (ExitCode.USAGE, 126, 127)  # the shell's codes for what can't be executed, and what is not found
 _PROLOG = "TaskProlog failed"
 """slurmstepd's text (20.11 to 26.05); the exit code is the program's own."""
-_OWN_PREFIX = "hpc-elastic: error: "
 _NAMED = 4
-
 _LEFT = {
     UNHEALTHY_CODE: (GivenUp.UNHEALTHY, "it failed a health check, or its workers alone failed"),
     REFUSED_CODE: (GivenUp.REFUSED, "the filesystem of the run directory refuses it, or does not answer"),
@@ -78,7 +69,7 @@ class UnableNode(Struct, frozen=True, kw_only=True):
     @property
     def reason(self) -> str:
         how = describe_code(self.code) if self.code else self.detail
-        message = self.message.removeprefix(_OWN_PREFIX)
+        message = self.message.removeprefix("hpc-elastic: error: ")
         return f"{how}: {message}" if message else how
 
 
@@ -140,7 +131,6 @@ class Agents(Struct, eq=False):
     launcher: Launcher
     names: Sequence[str]
     ask: Callable[[Callable[[Participant], None]], None]
-    """Runs a command on the supervisor's participant."""
     events: EventLog
     clock: Clock
     _is_ending: bool = False
@@ -206,10 +196,6 @@ class Agents(Struct, eq=False):
         self._trials = {node: self._trials.get(node) or _Trial(at=first) for node in lost}
 
     def on_looked_anew(self, serial: int, announced: frozenset[str]) -> None:
-        """Args:
-        serial: The look that is done.
-        announced: Uids of the agents that it found in the store.
-        """
         self._looks_done = serial
         self._announcements.update(node_of(uid) for uid in announced - self._announced)
         self._announced |= announced
@@ -272,7 +258,9 @@ class Agents(Struct, eq=False):
         most = FRUITLESS_RELAUNCHES if never_came else RELAUNCHES_PER_NODE
         # The code for wrong usage: the agent said why, and would say it again.
         is_refusal = ended.code == ExitCode.USAGE
-        if used >= most or is_refusal or (never_came and self._fails_everywhere()):
+        failing = 1 + len(self._unable) + sum(not self._has_come(other) for other in self._relaunches.values())
+        fails_everywhere = failing > 1 and 2 * failing > len(self.names)
+        if used >= most or is_refusal or (never_came and fails_everywhere):
             starts = plural(used + 1, "start")
             logger.error("the agent on %s ended (%s); giving the node up after %s", name, unable.reason, starts)
             is_unable = never_came or is_refusal
@@ -288,10 +276,6 @@ class Agents(Struct, eq=False):
         """Whether the process was an agent that took part; True too where the store does not answer."""
         node = relaunch.ended.node
         return relaunch.look > self._looks_done or self._announcements[node] > self._announced_by_end[node]
-
-    def _fails_everywhere(self) -> bool:
-        failing = 1 + len(self._unable) + sum(1 for other in self._relaunches.values() if not self._has_come(other))
-        return failing > 1 and 2 * failing > len(self.names)
 
     def _relaunch(self, node: int, reason: str) -> None:
         self.events.write(AgentRelaunched(node=node, name=self.names[node], reason=reason))
@@ -335,9 +319,7 @@ class Agents(Struct, eq=False):
         return describe_unable_nodes(self._unable.values(), nodes=len(self.names))
 
     def why_none_is_left(self, refusal: object) -> str:
-        """Args:
-        refusal: The filesystem's refusal of this process itself, or None.
-        """
+        """`refusal` is the filesystem's refusal of this process itself, or None."""
         unhealthy, refused, known = self._count(GivenUp.UNHEALTHY), self._count(GivenUp.REFUSED), len(self._given_up)
         reasons = [f"{unhealthy} of {known} failed a health check"] if unhealthy else []
         if refused:

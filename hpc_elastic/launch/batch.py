@@ -1,9 +1,7 @@
 """The entry points of the batch side of a Slurm job: ``hpc-elastic batch RUN_DIR``, which the generated script exec's.
 
-The way of an attempt from here: `run_batch` → `run_attempt` (claim the attempt's directory, end earlier attempts) →
-`supervisor` (start the agents, watch, wait for the verdict) → `conclude` (verdict, report, requeue). `finish_attempt`,
-``hpc-elastic batch --finish N RUN_DIR``, is the last of these steps by an agent: under ``--no-kill`` Slurm keeps a job
-running whose batch host has died, and its tasks go on (seen on 20.11 to 26.05); no process would write the verdict,
+``hpc-elastic batch --finish N RUN_DIR`` is the last step of an attempt by an agent: under ``--no-kill`` Slurm keeps a
+job running whose batch host has died, and its tasks go on (seen on 20.11 to 26.05); no process would write the verdict,
 requeue the job, or ever give the allocation back.
 """
 
@@ -41,29 +39,20 @@ from hpc_elastic.workers.linux import SignalQueue, not_ignored
 
 logger = logging.getLogger(__name__)
 
-INTERVAL = 1.0
-"""Seconds; a server sees at most one WRITE a second of each job that prints."""
-
 
 def run_batch(
     run_dir: Path,
-    env: Mapping[str, str] | None = None,
+    env: Mapping[str, str],
     *,
-    clock: Clock | None = None,
     nodes: Sequence[str] | None = None,
     keep: Sequence[int] = (),
 ) -> int:
-    """Supervise one attempt in this job. Returns its exit code, 75 if the job was requeued.
-
-    Raises:
-        UsageError: no run can be read at `run_dir` from here, or this is no Slurm job.
-    """
+    """Supervise one attempt in this job. Returns its exit code, 75 if the job was requeued. Raises UsageError."""
     ending = not_ignored([signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
     signals = SignalQueue([signal.SIGUSR2, signal.SIGCHLD, *ending])
     umask = os.umask(0o077)
     log_to_stdout()
-    env = os.environ if env is None else env
-    clock = clock or RunClock()
+    clock = RunClock()
     WriteBack(1, clock).start()
     paths, spec = load_run(run_dir)
     site = slurm_site(env, clock, umask=umask, paths=paths, nodes=nodes, keep=keep)
@@ -71,11 +60,7 @@ def run_batch(
 
 
 def run_of_this_job(run_dir: Path, env: Mapping[str, str]) -> Path:
-    """The run directory of this job: `run_dir`, or the one in it of this array task.
-
-    Raises:
-        UsageError: `run_dir` can't be read from here, or the array and the job don't fit.
-    """
+    """The run directory of this job: `run_dir`, or that of this array task in it. Raises UsageError."""
     paths, spec = load_run(run_dir)
     task = env.get("SLURM_ARRAY_TASK_ID")
     if spec.array and (task is None or not task.isdecimal()):
@@ -92,19 +77,14 @@ def finish_attempt(run_dir: Path, number: int, env: Mapping[str, str], *, agent:
     """Write the verdict and the report, append it to the job log, and requeue the job or end it.
 
     Args:
-        number: The attempt's; its log is closed.
         agent: The uid of the agent that asks.
-        confirmed: Act only if Slurm confirms that this node belongs to the job.
-
-    Returns:
-        The attempt's exit code; `UNCONFIRMED_CODE` where Slurm did not confirm.
+        confirmed: Act only if Slurm confirms that this node belongs to the job; else return `UNCONFIRMED_CODE`.
 
     Raises:
         UsageError: there is no such attempt, or it has not ended.
     """
-    signal.signal(
-        signal.SIGTERM, signal.SIG_IGN
-    )  # Slurm may send it more than once; its SIGKILL is the end of the time
+    # Slurm may send it more than once; its SIGKILL is the end of the time.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     umask = os.umask(0o077)
     clock = RunClock()
     paths, spec = load_run(run_dir)
@@ -179,7 +159,8 @@ class WriteBack:
     unlike an fsync. The thread alone waits where the mount hangs.
     """
 
-    def __init__(self, fd: int, clock: Clock, *, interval: float = INTERVAL) -> None:
+    def __init__(self, fd: int, clock: Clock, *, interval: float = 1.0) -> None:
+        """`interval` in seconds: a server sees at most one WRITE in each, of a job that prints."""
         self._fd = fd
         self._clock = clock
         self._interval = interval
@@ -195,9 +176,6 @@ class WriteBack:
         if is_file:
             self._thread.start()
         return is_file
-
-    def stop(self) -> None:
-        self._stop.set()
 
     def _run(self) -> None:
         while not self._clock.wait(self._stop, self._interval):

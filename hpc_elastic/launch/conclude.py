@@ -1,14 +1,9 @@
 """The end of an attempt, in one place: decision, result.json, the nodes, the report, the requeue.
 
-`conclude` is called by the supervisor (`run_attempt`), or by an agent's process in its place (`batch`). From Slurm's
-signal on, and once the job is requeued, SIGKILL is KillWait away. So there are two orders:
-
-- `in_order`: decide, write result.json, judge the nodes (nodes.json), write and print the report; then ask Slurm for
-  the next attempt, and write again what that changed.
-- `in_haste`, where Slurm's signal has come already: the next attempt first, then the files.
-
-This process may be killed between any two steps, and another may do them again: each step leaves files that are true,
-and `requeue_job` asks Slurm first what is done already.
+From Slurm's signal on, and once the job is requeued, SIGKILL is KillWait away. So there are two orders: `in_order` asks
+Slurm for the next attempt last, and writes again what that changed; `in_haste`, where Slurm's signal has come already,
+asks first. This process may be killed between any two steps, and another (`batch`) may do them again: each step leaves
+files that are true, and `requeue_job` asks Slurm first what is done already.
 """
 
 from __future__ import annotations
@@ -81,12 +76,7 @@ def conclude(
     files: FileExecutor | None = None,
     is_hurried: Callable[[], bool] = lambda: False,
 ) -> RequeueDecision:
-    """Write how an attempt ended, and have the next one queued where that is decided.
-
-    Args:
-        files: Touches the files; in bounded time, since the user waits for the end.
-        is_hurried: Whether the user has asked (again) for the end: a mount that hangs is not waited for then.
-    """
+    """Write how an attempt ended, and have the next one queued where that is decided."""
     disk = LastFiles(files or FileExecutor(), is_hurried=is_hurried, is_late=result.signal_number is not None)
     end = _End(context, result, disk)
     return end.in_haste() if result.signal_number is not None else end.in_order()
@@ -131,8 +121,6 @@ class _End:
             self._requeue(NextNodes(), is_late=True)
         self._finish(self._judge(is_late=True)[1])
         return self._decision
-
-    # -- the decision ------------------------------------------------------------------------------------------------
 
     def _asks_slurm(self) -> bool:
         """Whether there is to be another attempt, and Slurm has not queued it already."""
@@ -226,7 +214,6 @@ class _End:
         return nodes, replace(history, excluded=nodes.exclusion.nodes) if asks_slurm else history
 
     def _history(self) -> RunHistory | None:
-        """None: the history can't be read; the attempt ends all the same."""
         from hpc_elastic.report.collect import collect_run
 
         try:
@@ -295,13 +282,8 @@ class _End:
             log_plain(report.text)
             path = os.environ.get("TORCHELASTIC_ERROR_FILE")
             if decision.exit_code and path:
-                _pass_on(
-                    report.verdict,
-                    self._result,
-                    path,
-                    exit_code=decision.exit_code,
-                    now_ns=self._context.clock.time_ns(),
-                )
+                now_ns = self._context.clock.time_ns()
+                _pass_on(report.verdict, self._result, path, exit_code=decision.exit_code, now_ns=now_ns)
         except Exception as error:
             logger.exception("the report could not be made: %s", error)
 
@@ -353,10 +335,9 @@ class LastFiles(Struct, eq=False):
     """A retry has timed out before."""
 
     def do(self, action: Callable[[], T], otherwise: T, *, answers: bool = False) -> T:
-        """Args:
-        action: Repeated while the filesystem refuses, or is full, as long as one that hangs is waited for.
-        otherwise: Returned where the filesystem hangs.
-        answers: The filesystem has just answered, so a long time means work.
+        """Do `action`, again while the filesystem refuses or is full, as long as one that hangs is waited for.
+
+        Returns `otherwise` where it hangs. With `answers` the filesystem has just answered, so a long time means work.
         """
         is_stuck = self.files.stuck_for() > HUNG_SECONDS
         within = HUNG_SECONDS if is_stuck or (self.is_late and not answers) else REPORT_SECONDS

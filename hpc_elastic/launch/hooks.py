@@ -1,9 +1,8 @@
 """The user's own commands on the batch host: ``--notify`` and ``--after``.
 
-A notice (``--notify``) is JSON, given to the user's command as its input, or posted to the user's URL by a process of
-our own, since nothing else bounds a name server or a server that sends a byte a minute. Each has its time; the
-supervisor goes on meanwhile, and waits for them at its very end only. What fails is an event, a line of the job log and
-of the report, and never the run's failure.
+A notice is JSON for the user's command, or posted to the user's URL by a process of our own, since nothing else bounds
+a name server or a server that sends a byte a minute. The supervisor waits for them at its very end only. What fails is
+an event, a line of the job log and of the report, and never the run's failure.
 """
 
 from __future__ import annotations
@@ -107,13 +106,7 @@ class BatchCommands:
                 self.notify(what, f"{self.context.spec.name}: {what}: {reason}", reason=reason, round=record.round)
 
     def notify(self, what: str, text: str, **facts: Any) -> None:
-        """Give notice. Does not wait.
-
-        Args:
-            what: ``failure``, ``hang``, ``requeue`` or ``end``.
-            text: The same for a reader, in one line.
-            facts: Further entries of the notice.
-        """
+        """Give notice of a ``failure``, ``hang``, ``requeue`` or ``end``, with a line of text. Does not wait."""
         target = self.context.spec.notify
         if not target:
             return
@@ -139,11 +132,7 @@ class BatchCommands:
     ) -> bool:
         """Give notice of the attempt's end, and run ``--after`` where the run has ended.
 
-        Args:
-            is_hurried: Whether the user has asked again for the end: nothing is waited for then.
-
-        Returns:
-            Whether a command of this attempt has failed, so that the report should be written again.
+        Returns whether a command of this attempt has failed, so that the report should be written again.
         """
         spec, outcome = self.context.spec, result.outcome.value
         if not (spec.notify or spec.after):

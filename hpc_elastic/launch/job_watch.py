@@ -91,10 +91,6 @@ class EndClaim:
         clock: Clock,
         start: Start = _in_thread,
     ) -> None:
-        """Args:
-        allocation: Whether this node still belongs to the job; may take a minute.
-        ask: Runs a command on this supervisor's participant.
-        """
         self._question = SlurmQuestion(allocation, start)
         self._ask = ask
         self._clock = clock
@@ -175,9 +171,7 @@ class NodesDiffer(Struct, frozen=True, kw_only=True):
 
 
 def nodes_differ(*, used: Sequence[str], lost: Sequence[str], job: Collection[str]) -> NodesDiffer:
-    """Args:
-    job: Slurm's list; empty: unknown.
-    """
+    """An empty `job`, Slurm's list, means unknown."""
     if not job:
         return NodesDiffer()
     return NodesDiffer(
@@ -206,11 +200,7 @@ class JobWatch:
         return None if self._question.is_open else self._look_at
 
     def look(self, *, used: Sequence[str] | None, lost: Sequence[str]) -> None:
-        """Ask when it is time, and log news. Never waits.
-
-        Args:
-            used: The newest round's nodes; None: nodes are just meeting.
-        """
+        """Ask when it is time, and log news. Never waits. `used` is None while nodes are just meeting."""
         now = self._clock.monotonic()
         if tuple(lost) != tuple(self._lost):
             self._lost = tuple(lost)

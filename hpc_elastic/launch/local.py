@@ -1,11 +1,9 @@
 """``--cluster local``: the whole run on this machine, requeues included. The same agents, store and supervisor.
 
-`run_behind_front` puts a front between the user's shell and the launcher: it touches no file, so that it can always
-end. A thread that waits for a dead mount can keep its process in the kernel's table for as long as the mount is dead,
-and the shell, which waits for that process, with it. So the supervisor runs in a child: the front hands it every
-signal, and ends when the child reports how the run ended, or has ended but for what the kernel holds of it.
-
-`run_local` is the launcher: `LocalSite` plays the cluster, `LocalLauncher` starts each agent as an `AgentProcess`.
+A thread that waits for a dead mount can keep its process in the kernel's table for as long as the mount is dead, and
+the shell, which waits for that process, with it. So the supervisor runs in a child (`run_behind_front`): the front
+touches no file, hands the child every signal, and ends when that reports how the run ended, or has ended but for what
+the kernel holds of it.
 """
 
 from __future__ import annotations
@@ -48,15 +46,12 @@ _READY = b"r"
 
 
 def run_behind_front(work: Callable[[Callable[[], None]], int], *, what: str) -> int:
-    """Run `work` in a child of this process; before the first thread starts.
+    """Run `work` in a child of this process; before the first thread starts. Returns the exit code, when it is over.
 
     Args:
         work: Called in the child with a function to call once it handles signals itself; returns the exit code. Its
             exceptions come out of this call, in the child.
         what: The files that it begins with, for the message where they do not answer.
-
-    Returns:
-        The exit code, when it is over. The child does not come back.
     """
     pipes = output_pipes()
     read_end, write_end = os.pipe()
@@ -196,12 +191,9 @@ KILL_SECONDS = 5.0
 """Time for a process to be gone after SIGKILL (D state)."""
 LOOK_SECONDS = 0.02
 
-AgentCommand = Callable[[int], Sequence[str]]
-"""Node index → the agent's argument list."""
-
 
 class AgentProcess:
-    """One agent as a child of this process, started so that no filesystem can hold up this process.
+    """One agent as a child of this process, in a session of its own, so that no filesystem can hold up this process.
 
     For the main thread: the agent ends when the thread that started it does (``--launcher-pid``).
 
@@ -211,11 +203,7 @@ class AgentProcess:
     """
 
     def __init__(self, argv: Sequence[str], *, env: Mapping[str, str], umask: int) -> None:
-        """Start it, as the leader of a session of its own, with no input. Raises OSError.
-
-        Args:
-            argv: Its command, with the program's whole path.
-        """
+        """`argv` begins with the program's whole path. Raises OSError."""
         own = os.umask(umask)
         try:
             self.pid = os.posix_spawn(
@@ -261,17 +249,16 @@ def _closing() -> list[tuple[int, int]]:
 
 
 class LocalLauncher:
-    """One process per node, each in a session of its own: a terminal's Ctrl-C reaches the supervisor alone.
-
-    For the main thread: an agent ends when the thread that started it does (``--launcher-pid``).
-    """
+    """One `AgentProcess` per node: a terminal's Ctrl-C reaches the supervisor alone. For the main thread."""
 
     def __init__(
-        self, nodes: int, command: AgentCommand, *, environment: Callable[[int], Mapping[str, str]], umask: int
+        self,
+        nodes: int,
+        command: Callable[[int], Sequence[str]],
+        *,
+        environment: Callable[[int], Mapping[str, str]],
+        umask: int,
     ) -> None:
-        """Args:
-        umask: The user's, for the workers.
-        """
         self._nodes = nodes
         self._command = command
         self._environment = environment
@@ -418,15 +405,11 @@ def run_local(
     ready: Callable[[], None] = lambda: None,
     limit_is_near: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Run to the end, through requeues. Returns the run's exit code.
+    """Run to the end, through requeues. Returns the run's exit code. Raises UsageError.
 
     Args:
-        env: For the agents.
         ready: Called once no signal is lost on a filesystem that hangs.
         limit_is_near: Whether a notice of now means that the attempt is out of time.
-
-    Raises:
-        UsageError: no run is at `run_dir`.
     """
     umask = os.umask(0o077)
     signals = SignalQueue([signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2, signal.SIGCHLD])

@@ -1,12 +1,8 @@
 """The nodes of an allocation that a run takes: requested, and not held by another run of the allocation.
 
-A claim is a lock on a file of this host, one for each node: it ends with the process that holds it, and with each srun
-that was started with it, however these end. So runs that were started on the same host, as from one batch script or one
-salloc, stay apart; other hosts do not see them.
-
-The claims are flock(2) by hand and not filelock's: the srun that runs a node's agent inherits the descriptor and holds
-the lock with it, also where this process is killed, and the file's text names the run. A lock of filelock's is never
-inherited, keeps its descriptor to itself, and may truncate the file. The short lock around the choice is a `host_lock`.
+A claim is a flock(2) on a file of this host, one for each node: the srun that runs the node's agent inherits it (which
+filelock's can't be), so it ends with the last process that holds it. So runs that were started on the same host, as
+from one batch script or one salloc, stay apart; other hosts do not see the claims.
 """
 
 from __future__ import annotations
@@ -44,14 +40,7 @@ class NodeWish(Struct, frozen=True, kw_only=True):
 
 
 def choose_nodes(allocated: Sequence[str], wish: NodeWish, taken: Mapping[str, str]) -> tuple[str, ...]:
-    """The run's nodes, in the allocation's order.
-
-    Args:
-        taken: Nodes that other runs of the allocation have → which run.
-
-    Raises:
-        UsageError: not available; the message names the nodes.
-    """
+    """The run's nodes, in the allocation's order; `taken` maps nodes to the run that has them. Raises UsageError."""
     listed, excluded = set(wish.listed), set(wish.excluded)
     foreign = [node for node in wish.listed if node not in allocated]
     if foreign:
@@ -93,11 +82,7 @@ class NodeClaims(Struct):
     """Node → the descriptor that holds its lock."""
 
     def claim(self, allocated: Sequence[str], wish: NodeWish) -> tuple[str, ...]:
-        """Choose nodes and hold them until this process, and every process that inherits the descriptors, has ended.
-
-        Raises:
-            UsageError: as `choose_nodes`.
-        """
+        """Choose nodes and hold them until all that inherit the descriptors have ended. Raises UsageError."""
         if self.folder is None:
             return choose_nodes(allocated, wish, {})
         try:

@@ -1,7 +1,6 @@
 """Decisions about the requeue, with reasons; pure.
 
-`decide_arming` chooses the way at an attempt's start; `decide_requeue` takes it or not at the end: by how
-the attempt ended (`AttemptResult`), and how the one before it did (`StoredResult`, from its result.json).
+`decide_arming` chooses the way at an attempt's start; `decide_requeue` takes it or not at the end.
 """
 
 from __future__ import annotations
@@ -60,9 +59,8 @@ def decide_arming(
     """Decide how the run gets its next attempt, if at all.
 
     Args:
-        state: Slurm's record of the job; None: it has none, or could not be asked.
+        state: None: Slurm has no record of the job, or could not be asked.
         can_chain: The submitted script is this program's own, so it can be submitted once more.
-        site_allows: ``JobRequeue=1``: the default for jobs.
         problem: The reason why Slurm could not be asked.
         missing: The reason why Slurm can never be asked: no commands here.
     """
@@ -165,8 +163,7 @@ def decide_requeue(
 ) -> RequeueDecision:
     """Decide whether another attempt follows: where it can mend the end of this one (spent restarts, lost nodes).
 
-    Args:
-        before: The end of the attempt before; None: the first one, or unknown.
+    The end of the attempt `before` is None for the first one, or where it is unknown.
     """
     if result.outcome is Outcome.SUCCEEDED:
         return _end("the run succeeded", ExitCode.OK)

@@ -79,7 +79,6 @@ class JobRequeuer(Struct, eq=False):
     """Every call may take a minute."""
     clock: Clock
     job: JobId
-    """As ``scontrol requeue`` wants it."""
     restart_count: int
     """This execution's; a higher one means that the job has been requeued."""
     array_task: str | None = None
@@ -276,11 +275,7 @@ def follow_on_arguments(job: JobId, plan: NextAttempt, *, array_task: str | None
 def node_range(nodes: tuple[int, int], *, names: Collection[str], up: Collection[str]) -> tuple[tuple[int, int], str]:
     """The nodes to ask for: all spares if enough nodes are up, else as many as there are. Pure.
 
-    Args:
-        up: Nodes of `names` neither drained nor down; busy ones count.
-
-    Returns:
-        The range, and why it is not all; empty: it is.
+    Returns the range, and why it is not all; empty: it is. Busy nodes are `up`.
     """
     train, with_spares = nodes
     if len(up) >= with_spares:

@@ -1,8 +1,4 @@
-"""One attempt from its directory to its report, on whichever site: the supervisor's frame.
-
-`run_attempt` claims the attempt's directory, ends earlier attempts that still run, lets the `Supervisor` start the
-agents and watch over them, and concludes.
-"""
+"""One attempt from its directory to its report, on whichever site: the supervisor's frame."""
 
 from __future__ import annotations
 
@@ -66,7 +62,6 @@ _JOB_LOG_SECONDS = 2.0
 """Time to wait for the job log at the end: it may lie on a mount that hangs."""
 _READ_SECONDS = 1e6
 """A terminal, or a reader at a pipe's other end, takes its time."""
-
 T = TypeVar("T")
 
 
@@ -77,11 +72,7 @@ class FilesystemSilentError(HpcElasticError):
 
 
 def run_attempt(paths: RunPaths, spec: RunSpec, site: Site, *, clock: Clock, signals: SignalQueue) -> RequeueDecision:
-    """Run one attempt to its end: report written and printed, requeue decided and, where decided, done.
-
-    Raises:
-        HpcElasticError, OSError: it could not begin.
-    """
+    """Run one attempt to its end: report, requeue. Raises HpcElasticError, OSError where it could not begin."""
     signals.hear_as(signal.SIGUSR2, spec.signals_to_handle)
     try:
         return _AttemptRun(paths, spec, site, clock=clock, signals=signals).run()

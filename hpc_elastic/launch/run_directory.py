@@ -1,9 +1,7 @@
 """Folders of runs and attempts: made, claimed, found again, and removed where a submission fails.
 
-A run directory is made by `create_run`. An attempt takes the next free number in it by an exclusive mkdir
-(`claim_attempt`), and gives way to another job that has begun (`give_way`). A run may go on in a follow-on job
-(`job_now`), and a requeued batch script of the user's own, which is only ``run`` again, finds the run that it began
-(`earlier_run`).
+A run may go on in a follow-on job (`job_now`), and a requeued batch script of the user's own, which is only ``run``
+again, finds the run that it began (`earlier_run`).
 """
 
 from __future__ import annotations
@@ -49,18 +47,12 @@ class NewRun(Struct, frozen=True):
 
     def discard(self) -> None:
         """Remove it, and the folders that were made for it if they are still empty. Never raises."""
-        import shutil
-
         shutil.rmtree(self.paths.root, ignore_errors=True)
         _remove_empty(self.made)
 
 
 def create_run(spec: RunSpec, runs_dir: Path) -> NewRun:
-    """Make ``<runs_dir>/<run id>`` (0700) with its secret (0600) and run.json.
-
-    Raises:
-        UsageError: it exists, is a link, another user's, not writable, or the disk is full: one line, nothing left.
-    """
+    """Make ``<runs_dir>/<run id>`` (0700) with its secret (0600) and run.json. Raises UsageError: nothing is left."""
     runs = Path(os.path.abspath(runs_dir))
     paths = RunPaths(runs / spec.run_id)
     made: tuple[Path, ...] = ()
@@ -91,12 +83,8 @@ def create_run(spec: RunSpec, runs_dir: Path) -> NewRun:
 def make_runs_dir(runs_dir: Path) -> tuple[Path, ...]:
     """Make the folder of run directories, or check an existing one; before anything is made, or believed, in it.
 
-    Returns:
-        The folders that were made, outermost first.
-
-    Raises:
-        UsageError: another user could replace our run directory there, or it is no folder, can't be made, or its disk
-        is full: one line, nothing left.
+    Returns the folders that were made, outermost first. Raises UsageError (another user could replace our run directory
+    there, or it can't be made): nothing is left.
     """
     runs = Path(os.path.abspath(runs_dir))
     made: list[Path] = []
@@ -236,13 +224,8 @@ def give_way(
 
     A batch script that begins late, on a node that Slurm has given up since, gives way to the same job's newer start.
 
-    Args:
-        mine: The claimed attempt; it is removed where this job gives way.
-        restart_count: The job's restarts when Slurm started this process.
-        is_running: Whether Slurm says that of a job; False if it can't be asked.
-
     Raises:
-        RunElsewhereError: it gives way.
+        RunElsewhereError: it gives way; `mine`, the claimed attempt, is removed.
     """
     deadline = clock.monotonic() + YOUNG_SECONDS
     for number in range(mine.number - 1, -1, -1):
@@ -321,10 +304,6 @@ def earlier_run(job: JobEnvironment, spec: RunSpec, runs_dir: Path, env: Mapping
     """The directory of the run that this very job began, with this very command; None: there is none.
 
     A script may have several runs, one after the other: it was requeued from the one that has not ended.
-
-    Args:
-        runs_dir: Where its directory would be made.
-        env: For the index.
     """
     if not job.restart_count:
         return None

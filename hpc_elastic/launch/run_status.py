@@ -1,10 +1,8 @@
 """The present state of a run: by its files and, where they hold no end, by Slurm.
 
-`read_status` reads a handful of files, however many nodes and rounds a run has: its state is the newest record of the
-rendezvous' log, and its end is result.json. (The events, in a file of each node, are the report's story, too much to
-read for a line of `list`.) `ends_by_slurm` asks Slurm about all runs at once.
-
-Ages compare this host's wall clock with the writers': for people, not for decisions.
+`read_status` reads a handful of files, however many nodes and rounds a run has (the events, the report's story, are
+too much to read for a line of `list`). Ages compare this host's wall clock with the writers': for people, not for
+decisions.
 """
 
 from __future__ import annotations
@@ -238,7 +236,6 @@ def with_slurms_end(
     """`status` with the end that its files do not hold, where Slurm says that its job has ended.
 
     Args:
-        status: It has no verdict where the supervisor was killed, and no process was left to write one.
         job: None: not asked, or see `is_known`.
         is_known: False: neither Slurm's controller nor its accounting knows the job (any more).
         silent_seconds: Time since a file of the newest attempt, or before the first of the run, changed.
@@ -268,11 +265,7 @@ def with_slurms_end(
 
 
 def silent_for(paths: RunPaths, number: int | None, *, now_ns: int) -> float | None:
-    """Seconds since a file that an attempt's agents keep writing changed; None: no file.
-
-    Args:
-        number: None: no attempt has begun, and the run's own files count.
-    """
+    """Seconds since a file that an attempt's (None: the run's) agents keep writing changed; None: no file."""
     attempt = None if number is None else paths.attempt(number)
     newest = 0
     for folder in (paths.root,) if attempt is None else (attempt.events, attempt.store / "node", attempt.root):
@@ -339,9 +332,6 @@ def newest_job(status: RunStatus, known: Sequence[JobEntry] | None = None) -> Jo
 def job_of_run(client: SlurmClient, job: JobId, paths: RunPaths) -> JobState | None:
     """Ask for a run's job before an action on its number, which Slurm may have given to another job since.
 
-    Returns:
-        Slurm's record; None: unknown.
-
     Raises:
         UnknownJobError: it is another job.
         SlurmError: it can't be asked.
@@ -382,8 +372,7 @@ def query_job_states(
 ) -> dict[JobId, JobState | None]:
     """Ask each job's controller, and the accounting about jobs that it has forgotten.
 
-    Args:
-        warn: Gets a sentence where Slurm can't be asked.
+    `warn` gets a sentence where Slurm can't be asked.
 
     Returns:
         None for a job that neither knows. A job that could not be asked about is missing; on another cluster that can't
@@ -455,9 +444,7 @@ def ends_by_slurm(
 ) -> list[tuple[RunStatus, JobState | None]]:
     """Each run with Slurm's record of its job, asked about all at once, and with the end that only Slurm knows.
 
-    Args:
-        client: None: Slurm is not asked.
-        warn: Gets a sentence where Slurm can't be asked.
+    Without a client Slurm is not asked; `warn` gets a sentence where it can't be.
     """
     asked: dict[int, JobId] = {}
     if client is not None:

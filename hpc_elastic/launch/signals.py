@@ -1,11 +1,9 @@
 """Meaning of a signal for the attempt: `TABLE`, by its receiver and Slurm's state of the job.
 
 Slurm signals the tasks alone when a preemption's grace time begins, and the batch script too when it is over (seen on
-22.05, as at a cancel, a requeue and the time limit): so a signal by itself says little. docs/reference/signals.md is
-generated from the table.
-
-`SignalResolver` asks Slurm when a signal comes, and looks by itself in time: Slurm gives its notice once. The notice is
-lost on a batch script that can't hear yet, and there is none in an allocation that was made without ``--signal``.
+22.05, as at a cancel, a requeue and the time limit): so a signal by itself says little. Slurm gives its notice once:
+it is lost on a batch script that can't hear yet, and there is none in an allocation that was made without ``--signal``.
+docs/reference/signals.md is generated from the table.
 """
 
 from __future__ import annotations
@@ -162,12 +160,7 @@ def call_of(number: signal.Signals) -> Heard:
 def decide_signal(
     call: Heard, heard_by: HeardBy, answer: SlurmAnswer, *, grace: float, kill_wait: float | None
 ) -> SignalDecision | None:
-    """Decide what to do about a call; None: nothing.
-
-    Args:
-        grace: ``--grace``, in seconds.
-        kill_wait: Seconds from Slurm's SIGTERM to its SIGKILL; None: unknown.
-    """
+    """Decide what to do about a call; None: nothing. `kill_wait`: seconds from SIGTERM to SIGKILL; None: unknown."""
     row = TABLE[call].get(heard_by, {}).get(answer.condition)
     if row is None:
         return None
@@ -203,11 +196,7 @@ class PreemptionDeadlines(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def now(cls, reason: str, left: float, *, shutdown_timeout: float, now: float) -> PreemptionDeadlines:
-        """Args:
-        reason: The signal, its receiver and meaning.
-        left: Seconds until the job is ended from outside.
-        shutdown_timeout: The workers' grace, in seconds.
-        """
+        """`left`: seconds until the job is ended from outside; `shutdown_timeout`: the workers' grace."""
         seconds = seconds_to_save(left, shutdown_timeout=shutdown_timeout)
         return cls(
             notice=PreemptionNotice(reason, seconds, left=left),
@@ -232,9 +221,7 @@ class SignalResolver(Struct, eq=False):
     ask: Callable[[float], SlurmAnswer]
     """Asks Slurm about the job, in bounded time; its argument is when the limit is near, in seconds."""
     grace: float
-    """``--grace``, in seconds."""
     kill_wait: float | None
-    """Seconds from Slurm's SIGTERM to its SIGKILL; None: unknown."""
     events: EventLog
     clock: Clock
     due: float | None = None
@@ -246,14 +233,10 @@ class SignalResolver(Struct, eq=False):
     def hear(
         self, number: signal.Signals, heard_by: HeardBy, *, reason: str, ends_in: float | None = None
     ) -> SignalDecision | None:
-        """Decide what a signal means.
+        """Decide what a signal means; the workers have a notice already by which the job `ends_in` seconds, or none.
 
-        Args:
-            ends_in: Seconds until the job's end by the notice that the workers have already; None: they have none.
-
-        Returns:
-            None only after a notice: nothing new. News is that the job ends now, or sooner. The former is not taken
-            from agents alone: Slurm signals the batch script as well.
+        Returns None only after a notice: nothing new. News is that the job ends now, or sooner. The former is not taken
+        from agents alone: Slurm signals the batch script as well.
         """
         call = call_of(number)
         # A person at a terminal does not wait for Slurm's answer.

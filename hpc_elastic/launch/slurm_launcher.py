@@ -218,7 +218,9 @@ class SlurmLauncher(Struct, eq=False):
         return AgentEnd(node=node, code=code, detail=detail, started=started, gone=node in self._gone)
 
     def _step_ended(self, step: _Step, code: int) -> list[AgentEnd]:
-        if step.bad and self._worth_another_launch(step):
+        others = step.nodes - set(step.bad)
+        may_repeat = not self._ending and len(step.nodes) > 1 and self._tries < _LAUNCH_TRIES
+        if step.bad and may_repeat and len(others) >= max(1, self.min_nodes):
             # The whole step was aborted for one dead node (slurm 22.05: rc 233 after 11 s, whatever --no-kill says).
             names = ", ".join(self.nodes[node] for node in sorted(step.bad))
             logger.warning("the launch failed on %s; launching again without", names)
@@ -246,11 +248,6 @@ class SlurmLauncher(Struct, eq=False):
             # An agent that was there before may still be: what its own step reports of it is news again.
             self._newest.update({node: before for node, before in step.instead_of.items() if before in self._steps})
         return found
-
-    def _worth_another_launch(self, step: _Step) -> bool:
-        left = len(step.nodes - set(step.bad))
-        enough = left >= max(1, self.min_nodes)
-        return not self._ending and len(step.nodes) > 1 and enough and self._tries < _LAUNCH_TRIES
 
     def _close(self, step: _Step) -> None:
         self._steps.remove(step)

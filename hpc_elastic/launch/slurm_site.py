@@ -43,10 +43,9 @@ _LIMIT_REASONS = ("TimeLimit", "DeadLine")
 
 
 def slurm_answer(state: JobState | None, *, restarts: int, near: float, now_ns: int) -> SlurmAnswer:
-    """Translate Slurm's record of the job.
+    """Translate Slurm's record of the job; None: it does not know the job (any more).
 
     Args:
-        state: None: Slurm does not know the job (any more).
         restarts: The job's restarts when this attempt began.
         near: Seconds to the limit from which it counts as near.
     """
@@ -68,12 +67,9 @@ def slurm_answer(state: JobState | None, *, restarts: int, near: float, now_ns: 
 
 
 def allocation_of(state: JobState | None, *, restarts: int, node: str) -> Allocation:
-    """Whether a node still belongs to a job.
+    """Whether a node still belongs to a job (None: unknown to Slurm) that had `restarts` when this attempt began.
 
-    Args:
-        state: None: Slurm does not know the job (any more).
-        restarts: The job's restarts when this attempt began.
-        node: Slurm's name; empty: none of the job's nodes (a login node's salloc).
+    An empty name is none of the job's nodes (a login node's salloc).
     """
     if state is None or state.phase is JobPhase.FINISHED:
         return Allocation.HELD  # nothing else can have the job
@@ -106,7 +102,6 @@ class SlurmSite(Site):
         """Args:
         confirming: Asks whether this node still belongs to the job; None: `client`.
         hurried: A client with a short timeout, while Slurm's SIGKILL is KillWait away.
-        script: The one that `submit` made; None: the job's script is the user's own.
         nodes: The nodes that the run takes; None: all of the allocation.
         keep: Descriptors that each srun inherits: `NodeClaims`.
         """
@@ -286,11 +281,7 @@ class SlurmSite(Site):
         return done
 
     def end_job(self) -> None:
-        """Cancel the job, where no batch script is left; not a requeued one: its next attempt has the same id.
-
-        Raises:
-            SlurmError: Slurm refused.
-        """
+        """Cancel the job, where no batch script is left; not a requeued one: its next attempt has the same id."""
         if self.allocation() is Allocation.LOST:
             logger.warning("job %s is no longer this attempt's; leaving it alone", self._id)
             return

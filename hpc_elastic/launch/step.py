@@ -58,13 +58,7 @@ class StepRun(Struct, frozen=True, kw_only=True):
 
 class StepRendezvous:
     def __init__(self, runs_dir: Path, job: JobEnvironment, env: Mapping[str, str], clock: Clock) -> None:
-        """Args:
-        runs_dir: The same on each node.
-        env: Holds srun's port, which no other step of this job's id has.
-
-        Raises:
-            UsageError, OSError: the folder can't be made there.
-        """
+        """`runs_dir` is the same on each node; `env` has srun's port, which no other step of this job's id has."""
         assert job.task is not None
         port = env.get("SLURM_STEP_LAUNCHER_PORT") or env.get("SLURM_SRUN_COMM_PORT") or "0"
         name = f"{job.job_id}.{job.task.step_id}.{job.restart_count}.{port}"

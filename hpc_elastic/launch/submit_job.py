@@ -96,7 +96,6 @@ def submit_job(
     """Make the run directory, submit its script, and remember the job.
 
     Args:
-        env: sbatch's own variables, and the account's folder.
         log: Gets remarks for the user.
         fill: Writes more into the run's `places`, which exist by then.
 
@@ -282,11 +281,7 @@ def users_excluded(options: SbatchOptions, env: Mapping[str, str]) -> frozenset[
 def check_node_count(job: SlurmJob, partitions: Sequence[PartitionNodes], users: Collection[str]) -> str | None:
     """Compare the request with the partitions: 20.11, 22.05 and 26.05 accept more nodes, and the job pends for ever.
 
-    Returns:
-        A remark where the job has to wait.
-
-    Raises:
-        UsageError: no partition has so many nodes.
+    Returns a remark where the job has to wait.
     """
     least = parse_nodes(job.options.nodes or "1")[0]
     largest = max(partitions, key=lambda part: len(part.names.difference(users)), default=None)

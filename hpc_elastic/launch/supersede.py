@@ -65,8 +65,6 @@ def agent_state(
     """Decide the state of an agent since its attempt was closed. Pure.
 
     Args:
-        has_ended: It has deregistered.
-        has_answered: Its heartbeat has changed.
         silent_for: Seconds on this process' clock for which its heartbeat was seen not to change.
         is_node_up: Slurm reaches its node: it has ended the job's processes there before it started the next attempt.
         answer: Seconds within which a living agent answers, where nothing is out of order.
@@ -93,9 +91,6 @@ class EarlierAttempt:
         number: int = 0,
         nodes: Sequence[str] = (),
     ) -> None:
-        """Args:
-        nodes: Slurm's names of its nodes; empty: unknown.
-        """
         self._store = store
         self._run_id = run_id
         self._intervals = intervals
@@ -114,8 +109,7 @@ class EarlierAttempt:
     def supersede(self, uid: str, reason: str) -> bool:
         """Close the attempt, and take the duty to finish it.
 
-        Returns:
-            Whether the attempt was still open, and no other process is going to finish it.
+        Returns whether the attempt was still open, and no other process is going to finish it.
         """
         self.record = RoundLog(self._store, self._run_id).latest()
         self.had_begun = self.record is not None
@@ -147,11 +141,7 @@ class EarlierAttempt:
         self._closed_at += seconds
 
     def look(self, up: Collection[str] = ()) -> dict[str, AgentState]:
-        """The agents' states, by uid.
-
-        Args:
-            up: Slurm's names of the nodes that it reaches.
-        """
+        """The agents' states, by uid; `up` are Slurm's names of the nodes that it reaches."""
         ended = departed(self._store)
         found = {}
         for uid in self.agents():
@@ -217,9 +207,7 @@ class EarlierAttempts:
     def end(self, on_disk: Callable[[Callable[[], bool]], bool], *, is_interrupted: Callable[[], bool]) -> None:
         """Close all earlier attempts, and wait until no worker of theirs runs any more.
 
-        Args:
-            on_disk: Runs file operations, and repeats those that a filesystem refuses.
-            is_interrupted: Whether a signal has come.
+        `on_disk` runs file operations, and repeats those that a filesystem refuses.
 
         Raises:
             StartInterruptedError: a signal came first.
@@ -363,13 +351,7 @@ _AWAITED = (AgentState.ALIVE, AgentState.AWAITED)
 
 
 def why_safe(silent: Collection[str], up: Collection[str], *, seconds: float) -> str:
-    """The rule by which an attempt may begin, though earlier agents have not deregistered.
-
-    Args:
-        silent: Slurm's names of their nodes.
-        up: Those that Slurm reaches.
-        seconds: How long they were waited for.
-    """
+    """The rule by which an attempt may begin after `seconds`, though earlier agents have not deregistered."""
     known, unknown = sorted(set(silent) & set(up)), sorted(set(silent) - set(up))
     parts = []
     if known:

@@ -2,9 +2,6 @@
 
 The supervisor decides nothing about rounds. It takes part in the rendezvous as an observer: it reads the log, is
 notified like the agents, and can close the run (Ctrl-C, a preemption notice, or when no agent is left to do so).
-`run` is its loop; what becomes of each agent is decided in `agents`, what a signal means in `signals`, what Slurm knows
-of the job is asked in `job_watch`. When the run is closed, the supervisor claims the attempt's end and leaves nothing
-running; `conclude` does the rest.
 """
 
 from __future__ import annotations
@@ -85,11 +82,7 @@ class Supervisor:
         job_watch: JobWatch | None = None,
         on_record: Callable[[RoundRecord], object] = lambda record: None,
     ) -> None:
-        """Args:
-        coordination: An observer's; not started yet.
-        shutdown_timeout: The workers' grace, in seconds.
-        on_record: Gets each newer record; must not wait.
-        """
+        """The coordination is an observer's, not started yet; `on_record` gets each newer record, and must not wait."""
         self._attempt = attempt
         self._launcher = launcher
         self._coordination = coordination
@@ -414,12 +407,9 @@ class Supervisor:
         return max(wiped, ORPHANED_SECONDS) + (CLOSE_SECONDS if self._has_closed_for_orphans else 0.0)
 
     def fail(self, error: Exception, *, keep: Callable[[], None]) -> None:
-        """Leave evidence, and have the agents end their workers. Never raises.
+        """Leave evidence (`keep` writes it for the report), and have the agents end their workers. Never raises.
 
         An uncaught exception would end the batch script and the job: no verdict, no report, no requeue.
-
-        Args:
-            keep: Writes it where the report looks for it.
         """
         self.failure = failure = SupervisorFailedError(error=describe_error(error), where=where_raised(error))
         logger.error("%s; ending the workers", failure, exc_info=error)

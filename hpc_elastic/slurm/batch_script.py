@@ -42,15 +42,9 @@ def render_script(
     template: str | None = None,
     lines: ScriptLines | None = None,
 ) -> str:
-    """Render the batch script.
+    """Render the batch script, which becomes `command`, an absolute interpreter first.
 
-    Args:
-        options: The ``#SBATCH`` lines. Without `output` both streams go to job.log in the run directory, or in each
-            task's.
-        run_dir: Absolute.
-        command: The command that the script becomes: an absolute interpreter first.
-        template: Used instead of the built-in template.
-        lines: The user's, around the run.
+    Without `output` both streams go to job.log in the run directory, or in each task's.
 
     Raises:
         UsageError: a value that can't be given to sbatch, with its option's name; lines for which a template of the

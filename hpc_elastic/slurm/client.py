@@ -1,7 +1,6 @@
 """Runs Slurm's commands, and turns their output into facts and typed errors.
 
-Every call is one process. Without a controller a command takes 9 to 18 s to say so (SlurmUnavailableError); retries
-are the caller's decision.
+Every call is one process. Without a controller a command takes 9 to 18 s to say so (SlurmUnavailableError).
 """
 
 from __future__ import annotations
@@ -43,8 +42,6 @@ from hpc_elastic.slurm.notation import compress
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_TIMEOUT = 60.0
-
 
 class CommandResult(Struct, frozen=True, kw_only=True):
     """Text is UTF-8 with surrogate escapes."""
@@ -55,11 +52,7 @@ class CommandResult(Struct, frozen=True, kw_only=True):
 
 
 CommandRunner = Callable[..., CommandResult]
-"""``runner(argv, timeout=SECONDS)`` runs one command to its end: the seam for fakes and for rigs.
-
-Raises `subprocess.TimeoutExpired`; FileNotFoundError, PermissionError: there is no such command, or none that we may
-run.
-"""
+"""``runner(argv, timeout=SECONDS)`` runs one command to its end, with the exceptions of `subprocess.run`."""
 ASKED_AGAIN = 3
 """Tries of a question that a signal ends. When Slurm ends a job, it signals all processes of the batch script (seen on
 22.05): the very command that asks what that means, too.
@@ -70,10 +63,7 @@ class SubprocessRunner:
     """Runs commands on this host, in a session of their own: a Ctrl-C at our terminal must not cut one in half."""
 
     def __init__(self, env: Mapping[str, str], *, overruled: Sequence[str] = ()) -> None:
-        """Args:
-        env: The environment that each command's own is made from.
-        overruled: SBATCH_* variables to keep from sbatch (`commands.submission_environment`).
-        """
+        """`overruled`: SBATCH_* variables to keep from sbatch (`commands.submission_environment`)."""
         self._command_env = commands.command_environment(env)
         self._submission_env = commands.submission_environment(env, overruled=overruled)
 
@@ -94,12 +84,11 @@ class SlurmClient:
         runner: CommandRunner,
         clock: Clock,
         *,
-        timeout: float = DEFAULT_TIMEOUT,
+        timeout: float = 60.0,
         on_answer: Callable[[SlurmUnavailableError | None], None] = lambda error: None,
         log: Callable[[str], object] = logger.info,
     ) -> None:
         """Args:
-        timeout: Seconds for each command.
         on_answer: Called after each: with the error where the controller did not answer, else with None.
         log: Gets sbatch's further output: notes of the site's plugins, mostly.
         """
@@ -191,11 +180,7 @@ class SlurmClient:
         return states if cluster is None else tuple(replace(state, cluster=cluster) for state in states)
 
     def requeue(self, job: JobId) -> None:
-        """Requeue a running or ended job. It starts no sooner than the site's delay (`start_now` waives it).
-
-        Raises:
-            RequeueDisabledError: it was submitted with --no-requeue: `allow_requeue` first.
-        """
+        """Requeue a running or ended job. It starts no sooner than the site's delay (`start_now` waives it)."""
         self._run(f"requeueing job {job}", commands.scontrol(job, "requeue", str(job)))
 
     def allow_requeue(self, job: JobId) -> None:
@@ -203,11 +188,7 @@ class SlurmClient:
         self._run(f"setting Requeue=1 of job {job}", commands.update(job, Requeue="1"))
 
     def start_now(self, job: JobId, *, delay: float = 0.0) -> None:
-        """Waive a pending job's begin time, as after a requeue: it may start in two seconds, or `delay` later.
-
-        Raises:
-            JobNotPendingError: it runs.
-        """
+        """Waive a pending job's begin time, as after a requeue: it may start in two seconds, or `delay` later."""
         when = f"in {delay:.0f} s" if delay else "now"
         now = None if self.elsewhere(job) else self.config().now
         self._run(f"starting job {job} {when}", commands.update(job, StartTime=commands.soon(delay, now=now)))
@@ -229,12 +210,7 @@ class SlurmClient:
         return parse_dependents(found.stdout, job.number)
 
     def exclude_nodes(self, job: JobId, nodes: Sequence[str]) -> None:
-        """Keep a pending job off these nodes, and these only: an earlier list is replaced.
-
-        Raises:
-            HostlistError, InvalidNodeError: an invalid name, or none of the cluster's.
-            JobNotPendingError: it runs.
-        """
+        """Keep a pending job off these nodes, and these only: an earlier list is replaced."""
         listed = compress(nodes)
         self._run(f"excluding {listed or 'no node'} from job {job}", commands.update(job, ExcNodeList=listed))
 
@@ -297,20 +273,16 @@ class SlurmClient:
         text = result.stderr if result.stderr.strip() else result.stdout
         error = classify(text)
         if result.rc == 0:
-            if not _is_no_answer(argv, result):
+            # A question may get only an error, with any exit code; squeue -M prints the cluster's name before.
+            asks = argv[0] in ("squeue", "sacct", "sinfo") or "show" in argv
+            answer = [line for line in result.stdout.splitlines() if line.strip() and not line.startswith("CLUSTER: ")]
+            if not asks or answer or not re.search(r"\b(?:error|fatal):", result.stderr):
                 return result
             error = SlurmUnavailableError if error is SlurmError else error
         why = one_line(text) or f"{argv[0]} exited with {result.rc} and printed nothing"
         if error is SlurmUnavailableError:
             why += f" (after {self._clock.monotonic() - began:.0f} s)"
         raise _failure(error, what=what, why=why, argv=argv, result=result)
-
-
-def _is_no_answer(argv: Sequence[str], result: CommandResult) -> bool:
-    """Whether a question got only an error, with any exit code; squeue -M prints the cluster's name before."""
-    asks = argv[0] in ("squeue", "sacct", "sinfo") or "show" in argv
-    answer = [line for line in result.stdout.splitlines() if line.strip() and not line.startswith("CLUSTER: ")]
-    return asks and not answer and bool(re.search(r"\b(?:error|fatal):", result.stderr))
 
 
 def _failure(error: type[SlurmError], *, what: str, why: str, argv: Sequence[str], result: CommandResult) -> SlurmError:

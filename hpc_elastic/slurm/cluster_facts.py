@@ -9,8 +9,6 @@ from msgspec import Struct
 
 _LINE = re.compile(r"(\S+)\s+= (.*)\Z")
 _LEADING_NUMBER = re.compile(r"\d{1,9}", re.ASCII)
-# Slurm's own defaults, used where a line is missing or unreadable.
-_KILL_WAIT, _SLURMD_TIMEOUT = 30, 300
 # sinfo adds a mark to a state: * not responding, ~ powered down, # powering up, $ reserved, @ to reboot, - planned.
 _UNUSABLE = ("down", "drained", "draining", "drain", "fail", "failing", "error", "unknown", "inval", "maint", "future")
 
@@ -47,12 +45,12 @@ def config_fields(text: str) -> dict[str, str]:
 
 
 def parse_show_config(text: str) -> SlurmConfig:
-    """Missing settings take Slurm's defaults."""
+    """Missing and unreadable settings take Slurm's defaults."""
     fields = config_fields(text)
     return SlurmConfig(
         version=tuple(int(part) for part in re.findall(r"\d{1,9}", fields.get("SLURM_VERSION", ""))[:3]),
-        kill_wait=_seconds(fields.get("KillWait"), _KILL_WAIT),
-        slurmd_timeout=_seconds(fields.get("SlurmdTimeout"), _SLURMD_TIMEOUT),
+        kill_wait=_seconds(fields.get("KillWait"), 30),
+        slurmd_timeout=_seconds(fields.get("SlurmdTimeout"), 300),
         job_requeue=fields.get("JobRequeue", "1").startswith("1"),
         cluster=fields.get("ClusterName", ""),
         now=_time(text.partition("\n")[0].rpartition(" ")[2]),

@@ -58,10 +58,8 @@ _PERSONAL_PREFIXES = ("SQUEUE_", "SINFO_", "SCANCEL_", "SCONTROL_", "SACCT_")
 class JobId(Struct, frozen=True):
     """A job as Slurm's commands want it: ``12``, ``12_3``, ``12+1``, and its cluster; None: this host's.
 
-    The last check: nothing becomes an argument that a command could take for an option or for several jobs.
-
-    Raises:
-        UsageError: it could be.
+    Raises UsageError, the last check: nothing becomes an argument that a command could take for an option or for
+    several jobs.
     """
 
     number: str
@@ -83,7 +81,6 @@ def srun_agents(
     Run it with `scrubbed_environment`. srun's end and exit code are no verdict: it may never return.
 
     Args:
-        command: No element may be a lone ``:``, which separates components for srun.
         exclude: Nodes of the allocation to leave out: dead ones, which would abort the whole launch.
         extra: The user's ``--srun-arg``s, after ours, so that they win.
     """
@@ -122,12 +119,10 @@ def command_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def submission_environment(env: Mapping[str, str], *, overruled: Iterable[str] = ()) -> dict[str, str]:
-    """sbatch's environment, which it hands on to the job.
+    """sbatch's environment, which it hands on to the job; `env` may be a worker's, of whose run the job gets nothing.
 
-    Args:
-        env: The submitter's. It may be a worker of a run; the new job gets nothing of that run.
-        overruled: SBATCH_* variables to drop: sbatch lets them win over ``#SBATCH`` lines, so each would silently
-            replace an option that was given to us.
+    `overruled` SBATCH_* variables are dropped: sbatch lets them win over ``#SBATCH`` lines, so each would silently
+    replace an option that was given to us.
     """
     dropped = {*overruled, "SBATCH_WAIT", *(_SET_BY_GRES if in_job(env) else ())}
     return {
@@ -167,8 +162,7 @@ def sacct(jobs: Iterable[JobId]) -> list[str]:
 def soon(delay: float = 0.0, *, now: float | None = None) -> str:
     """StartTime for a job that may start in `delay` seconds: never sooner than `SOON_SECONDS`.
 
-    Args:
-        now: The controller's time, since the epoch; None: unknown. scontrol counts ``now+…`` from its own host's clock.
+    `now` is the controller's time, since the epoch, if known: scontrol counts ``now+…`` from its own host's clock.
     """
     seconds = SOON_SECONDS + math.ceil(delay)
     return f"now+{seconds}" if now is None else time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now + seconds))
@@ -197,10 +191,10 @@ def _cluster(job: JobId) -> list[str]:
 
 
 _FIELDS = {
-    "SLURM_GPUS": ("TresPerJob",),
-    "SLURM_GPUS_PER_NODE": ("TresPerNode",),
-    "SLURM_GPUS_PER_TASK": ("TresPerTask",),
-    "SLURM_TRES_PER_TASK": ("TresPerTask",),
+    "SLURM_GPUS": "TresPerJob",
+    "SLURM_GPUS_PER_NODE": "TresPerNode",
+    "SLURM_GPUS_PER_TASK": "TresPerTask",
+    "SLURM_TRES_PER_TASK": "TresPerTask",
 }
 """The fields of ``scontrol show job`` by which a job has itself asked for what the variable holds."""
 _AS_A_WHOLE = ("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")  # the last one since 24.11
@@ -222,8 +216,9 @@ def step_gpu_flags(env: Mapping[str, str], job: JobState | None = None) -> tuple
     """
 
     def is_own(name: str) -> bool:
-        asked = job is None or any(field in job.tres_asked for field in _FIELDS[name])
-        return asked and _asks_for_gpus(name, env.get(name, ""))
+        value = env.get(name, "")
+        asks_for_gpus = "gpu" in value if name == "SLURM_TRES_PER_TASK" else bool(value)
+        return asks_for_gpus and (job is None or _FIELDS[name] in job.tres_asked)
 
     given = next(filter(is_own, _AS_A_WHOLE), None)
     if given is None or is_own("SLURM_GPUS_PER_NODE"):
@@ -242,7 +237,3 @@ def step_gpu_flags(env: Mapping[str, str], job: JobState | None = None) -> tuple
             )
         return (f"--gpus-per-node={each}",)
     return (f"--gpus-per-node={here}",) if here else ()
-
-
-def _asks_for_gpus(name: str, value: str) -> bool:
-    return "gpu" in value if name == "SLURM_TRES_PER_TASK" else bool(value)

@@ -12,10 +12,9 @@ from hpc_elastic.errors import HpcElasticError
 
 
 class SlurmError(HpcElasticError):
-    """A Slurm command failed.
+    """A Slurm command failed: `what` was being done, and `why` it failed (one line).
 
-    Facts: `what` was being done, `why` it failed (one line), `argv`, `rc` (None: it never ended or never began),
-    `stdout`, `stderr`.
+    There is no `rc` where the command never ended or never began.
     """
 
     template = "{what}: {why}"

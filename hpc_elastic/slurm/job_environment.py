@@ -29,12 +29,8 @@ class JobEnvironmentError(UsageError):
 
     template = "{variable}={value!r} in the environment {why}"
 
-    def __init__(self, **facts: str) -> None:
-        HpcElasticError.__init__(self, **facts)
-
-
-def _wrong(variable: str, value: str, why: str) -> JobEnvironmentError:
-    return JobEnvironmentError(variable=variable, value=value, why=why)
+    def __init__(self, variable: str, value: str, why: str) -> None:
+        HpcElasticError.__init__(self, variable=variable, value=value, why=why)
 
 
 class NodeEnvironment(Struct, frozen=True, kw_only=True):
@@ -153,15 +149,15 @@ class _Reader:
             return default
         name, value = found
         if not (value.isascii() and value.isdigit() and len(value) < 20 and int(value) < _MAX_NUMBER):
-            raise _wrong(name, value, "is not a number")
+            raise JobEnvironmentError(name, value, "is not a number")
         return int(value)
 
     def need_number(self, *names: str, below: tuple[str, int] | None = None) -> int:
         value = self.number(*names)
         if value is None:
-            raise _wrong(names[0], "", "is missing, though this is a task of a Slurm step")
+            raise JobEnvironmentError(names[0], "", "is missing, though this is a task of a Slurm step")
         if below is not None and value >= below[1]:
-            raise _wrong(names[0], str(value), f"is not below {below[0]}={below[1]}")
+            raise JobEnvironmentError(names[0], str(value), f"is not below {below[0]}={below[1]}")
         return value
 
     def optional_id(self, *names: str) -> str | None:
@@ -171,9 +167,11 @@ class _Reader:
     def job_id(self, *names: str) -> str:
         value = self.number(*names)
         if value is None:
-            raise _wrong(names[0], "", "is missing: this process is not in a Slurm job; try --cluster local")
+            raise JobEnvironmentError(
+                names[0], "", "is missing: this process is not in a Slurm job; try --cluster local"
+            )
         if value == 0:
-            raise _wrong(names[0], "0", "is not a job's id")
+            raise JobEnvironmentError(names[0], "0", "is not a job's id")
         return str(value)
 
     def nodes(self, *names: str) -> tuple[str, ...] | None:
@@ -184,9 +182,9 @@ class _Reader:
         try:
             nodes = expand(value)
         except HostlistError as error:
-            raise _wrong(name, value, f"is not a list of hosts: {error.why}") from None
+            raise JobEnvironmentError(name, value, f"is not a list of hosts: {error.why}") from None
         if len(set(nodes)) != len(nodes):
-            raise _wrong(name, value, "names a host twice")
+            raise JobEnvironmentError(name, value, "names a host twice")
         return nodes
 
     def parsed(self, parse: Callable[[str], T], *names: str) -> T | None:
@@ -196,7 +194,7 @@ class _Reader:
         try:
             return parse(found[1])
         except ValueError as error:
-            raise _wrong(found[0], found[1], str(error)) from None
+            raise JobEnvironmentError(found[0], found[1], str(error)) from None
 
     def devices(self, *names: str) -> int | None:
         for name in names:
@@ -218,7 +216,7 @@ def _in_task(reader: _Reader) -> bool:
     try:
         step = int(value)
     except ValueError:
-        raise _wrong(name, value, "is not a number") from None
+        raise JobEnvironmentError(name, value, "is not a number") from None
     if not 0 <= step < 0xFFFFFFF0:
         return False
     nodes = reader.nodes("SLURM_STEP_NODELIST") or ()
@@ -238,14 +236,16 @@ def _in_task(reader: _Reader) -> bool:
 def _job_nodes(reader: _Reader) -> tuple[str, ...]:
     listed = reader.nodes("SLURM_JOB_NODELIST", "SLURM_NODELIST")
     if not listed:
-        raise _wrong(
+        raise JobEnvironmentError(
             "SLURM_JOB_NODELIST",
             "",
             "is missing, though SLURM_JOB_ID is there; outside of a job, unset SLURM_JOB_ID; in a job, restore it",
         )
     count = reader.number("SLURM_JOB_NUM_NODES")
     if count is not None and count != len(listed):
-        raise _wrong("SLURM_JOB_NUM_NODES", str(count), f"but SLURM_JOB_NODELIST names {len(listed)} nodes")
+        raise JobEnvironmentError(
+            "SLURM_JOB_NUM_NODES", str(count), f"but SLURM_JOB_NODELIST names {len(listed)} nodes"
+        )
     return listed
 
 
@@ -254,10 +254,12 @@ def _task_facts(reader: _Reader) -> TaskFacts:
     num_nodes = reader.number("SLURM_STEP_NUM_NODES", default=len(step_nodes))
     assert num_nodes is not None
     if num_nodes != len(step_nodes):
-        raise _wrong("SLURM_STEP_NUM_NODES", str(num_nodes), f"but SLURM_STEP_NODELIST names {len(step_nodes)}")
+        raise JobEnvironmentError(
+            "SLURM_STEP_NUM_NODES", str(num_nodes), f"but SLURM_STEP_NODELIST names {len(step_nodes)}"
+        )
     tasks_per_node = reader.parsed(expand_counts, "SLURM_STEP_TASKS_PER_NODE") or ()
     if tasks_per_node and len(tasks_per_node) != num_nodes:
-        raise _wrong(
+        raise JobEnvironmentError(
             "SLURM_STEP_TASKS_PER_NODE",
             reader.text("SLURM_STEP_TASKS_PER_NODE") or "",
             f"is for {len(tasks_per_node)} nodes, but the step has {num_nodes}",

@@ -193,12 +193,7 @@ def is_hold(reason: str) -> bool:
 
 
 def seconds_until_end(job: JobState | None, *, now_ns: int) -> float | None:
-    """Seconds to the job's time limit, negative after it; None: unlimited, or unknown.
-
-    Args:
-        job: As Slurm gave it on this host, in this host's time zone.
-        now_ns: This host's wall clock.
-    """
+    """Seconds to the job's time limit, negative after it; None: unlimited, or unknown."""
     try:
         end = time.mktime(time.strptime(job.end_time if job and job.end_time else "", "%Y-%m-%dT%H:%M:%S"))
     except (ValueError, OverflowError):

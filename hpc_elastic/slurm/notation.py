@@ -1,8 +1,8 @@
 """Slurm's packed strings: hostlists ``rack[1-2]n[01-10],login1``, counts ``4(x2),1``, GRES and device lists.
 
-Hostlists are expanded and compressed here, since a container has no scontrol. The order is Slurm's (topology), and
-duplicates stay: ``n[1-3,1]`` names n1 twice, as ``scontrol show hostnames`` does. Suffixes (``n[1-2].cluster.local``)
-are read as Slurm 24.11 reads them; 20.11 and 22.05 call them invalid, with rc 0.
+Hostlists are expanded here, since a container has no scontrol. The order is Slurm's (topology), and duplicates stay, as
+in ``scontrol show hostnames``. Suffixes (``n[1-2].cluster.local``) are read as Slurm 24.11 reads them; 20.11 and 22.05
+call them invalid, with rc 0.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ class HostlistError(UsageError):
 def expand(text: str) -> tuple[str, ...]:
     """The host names of a hostlist, in its order, duplicates kept. Empty text is an empty list.
 
-    Raises:
-        HostlistError: not a hostlist (``(null)`` and ``None assigned`` are not), or more than `MAX_HOSTS` hosts.
+    Raises HostlistError, also for ``(null)`` and ``None assigned``, and for more than `MAX_HOSTS` hosts.
     """
     hosts: list[str] = []
     for item in _items(text):
@@ -75,12 +74,15 @@ def compress(hosts: Iterable[str]) -> str:
             continue
         ranges = groups[-1][1]
         first, last = ranges[-1]
-        follows = int(digits) == int(last) + 1 and digits == str(int(digits)).zfill(len(first))
-        if follows:
+        if int(digits) == int(last) + 1 and digits == str(int(digits)).zfill(len(first)):
             ranges[-1][1] = digits
         else:
             ranges.append([digits, digits])
-    return ",".join(_group_text(prefix, ranges) for prefix, ranges in groups)
+    texts = []
+    for prefix, ranges in groups:
+        numbers = ",".join(first if first == last else f"{first}-{last}" for first, last in ranges)
+        texts.append(prefix + (numbers if numbers.isdigit() or not numbers else f"[{numbers}]"))
+    return ",".join(texts)
 
 
 def names_text(hosts: Iterable[str]) -> str:
@@ -90,14 +92,6 @@ def names_text(hosts: Iterable[str]) -> str:
         return compress(names)
     except HostlistError:
         return ", ".join(names)
-
-
-def _group_text(prefix: str, ranges: list[list[str]]) -> str:
-    if not ranges:
-        return prefix
-    if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
-        return prefix + ranges[0][0]
-    return prefix + "[" + ",".join(a if a == b else f"{a}-{b}" for a, b in ranges) + "]"
 
 
 def _items(text: str) -> Iterator[str]:

@@ -44,14 +44,11 @@ class UnreadableObjectError(UnreadableFileError):
 
 
 def write_object(path: Path, head: Mapping[str, Any], value: object) -> int:
-    """Write whole or not at all, mode 0600, without a second copy of a huge value in memory.
+    """Write whole or not at all, mode 0600, without a second copy of a huge value in memory. Returns the size in bytes.
 
     Args:
         head: JSON, for `read_head`.
         value: For cloudpickle: functions of ``__main__``, lambdas and closures go by value.
-
-    Returns:
-        The file's size in bytes.
 
     Raises:
         Exception: whatever a user's object raises when it is taken apart.
@@ -225,15 +222,11 @@ def own_sys_path() -> tuple[str, ...]:
     found = []
     for entry in sys.path:
         path = os.path.abspath(entry)
-        if not any(_is_inside(os.path.realpath(path), prefix) for prefix in own):
+        real = os.path.realpath(path)
+        # /usr holds homes of some clusters: of it, only lib is the interpreter's.
+        if real not in own and not any(f"{real}/".startswith(os.path.join(prefix, "lib", "")) for prefix in own):
             found.append(path)
     return tuple(dict.fromkeys(found))
-
-
-def _is_inside(path: str, prefix: str) -> bool:
-    """``/usr`` holds homes of some clusters: of it, only ``lib`` is the interpreter's."""
-    library = os.path.join(prefix, "lib")
-    return path in (prefix, library) or path.startswith(library + "/")
 
 
 class _Program:
@@ -277,12 +270,7 @@ class Script(_Program):
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Args:
-        path: The file, which all nodes see.
-
-        Raises:
-            UsageError: there is none.
-        """
+        """Take a file that all nodes see. Raises UsageError: there is none."""
         self.path = os.path.abspath(path)
         if not os.path.isfile(self.path):
             raise UsageError(f"there is no script {self.path}")

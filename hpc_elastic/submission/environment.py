@@ -17,10 +17,7 @@ class ElasticJobPaths(JobPaths):  # type: ignore[misc]
     """Paths of one rank (`task_id`) of a job. Restarts change them, so they are looked up on each use."""
 
     def __init__(self, folder: Path | str, job_id: str, task_id: int | None = None, *, run_dir: Path | None) -> None:
-        """Args:
-        folder: The executor's, with ``%j`` and the like.
-        run_dir: None: by the link that `remember` made.
-        """
+        """`folder` is the executor's, with ``%j`` and the like; no `run_dir`: by the link of `remember`."""
         super().__init__(folder, job_id=job_id, task_id=task_id)
         self.run_dir = Path(os.path.realpath(self._link)) if run_dir is None else run_dir
 

@@ -1,8 +1,8 @@
 """`ElasticExecutor`: submitit's executor, with agents under the function. Calls become Slurm jobs, or local processes.
 
-``submitit.AutoExecutor(folder, cluster="elastic")`` finds it by the entry points in pyproject.toml. An AutoExecutor
-(submitit 1.5) silently drops what has another executor's prefix. A program that gives ``slurm_partition`` and moves to
-``cluster="elastic"`` means it all the same; so it is read where the AutoExecutor, which is calling, holds it.
+An AutoExecutor (submitit 1.5) silently drops what has another executor's prefix. A program that gives
+``slurm_partition`` and moves to ``cluster="elastic"`` means it all the same; so it is read where the AutoExecutor,
+which is calling, holds it.
 """
 
 from __future__ import annotations
@@ -63,13 +63,9 @@ class Request(Struct, frozen=True, kw_only=True):
 
 
 def submit_here(requests: Sequence[Request]) -> list[tuple[str, Path]]:
-    """Start runs on this machine, of one call each.
+    """Start runs on this machine, of one call each. Returns the jobs' ids, which are the runs', and their directories.
 
-    Returns:
-        The jobs' ids, which are the runs', and the run directories, in order.
-
-    Raises:
-        UsageError: an invalid value: nothing is started then.
+    Nothing is started where a value is invalid (UsageError).
     """
     _log_what_files_decide(*requests)
     prepared = [(request, *_local_run(request)) for request in requests]
@@ -113,16 +109,9 @@ def _start(request: Request, spec: RunSpec, limit: int) -> tuple[str, Path]:
 
 
 def submit_to_slurm(request: Request, *, parallelism: int) -> list[tuple[str, Path]]:
-    """Submit one call as a job, several as an array of one run each.
+    """Submit one call as a job, several as an array of one run each. Returns the jobs' ids and run directories.
 
-    Args:
-        parallelism: Tasks of an array that run at once.
-
-    Returns:
-        The jobs' ids and run directories, in order.
-
-    Raises:
-        UsageError, SlurmError: not submitted; nothing is left.
+    `parallelism` tasks of an array run at once. Raises UsageError, SlurmError: not submitted; nothing is left.
     """
     _log_what_files_decide(request)
     count = len(request.calls)
@@ -184,40 +173,29 @@ class ElasticDebugJob(DebugJob):  # type: ignore[misc]
 
     def __init__(self, folder: Path, submission: DelayedSubmission) -> None:
         super().__init__(folder, submission)
-        self.environ.update(_world_of_one())
+        # An agent's variables for the only worker, so that torch's env:// works.
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
+        self.environ.update(dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0"))
+        self.environ.update(dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"), "1"))
 
     def report(self) -> str:
         """Always empty."""
         return ""
 
 
-def _world_of_one() -> dict[str, str]:
-    """An agent's variables for the only worker, so that torch's ``env://`` works."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    zeros = dict.fromkeys(("RANK", "LOCAL_RANK", "GROUP_RANK"), "0")
-    ones = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"), "1")
-    return {**zeros, **ones, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-
-
-_MODULE = "submitit.auto.auto"
-_PREFIX = "slurm_"
-_FRAMES = 4
-
-
 def slurm_arguments() -> dict[str, Any]:
     """The ``slurm_*`` arguments, without the prefix, of the AutoExecutor's call that is under way; empty: none."""
-    frame = sys._getframe(1)
-    for _ in range(_FRAMES):
-        found = frame.f_back
-        if found is None:
-            return {}
-        frame = found
+    frame = sys._getframe(1).f_back
+    for _ in range(4):
+        if frame is None:
+            break
         is_call = frame.f_code.co_name in ("flexible_init", "_internal_update_parameters")
-        if is_call and frame.f_globals.get("__name__") == _MODULE:
+        if is_call and frame.f_globals.get("__name__") == "submitit.auto.auto":
             given = frame.f_locals.get("kwargs", {})
-            return {name[len(_PREFIX) :]: value for name, value in given.items() if name.startswith(_PREFIX)}
+            return {name[len("slurm_") :]: value for name, value in given.items() if name.startswith("slurm_")}
+        frame = frame.f_back
     return {}
 
 
@@ -239,9 +217,6 @@ class ParameterNames(frozenset[str]):
 
 
 _OF_OTHERS = frozenset(SlurmExecutor._valid_parameters() | LocalExecutor._valid_parameters())
-
-
-_GIGABYTE = 1 << 30
 
 
 class ElasticExecutor(Executor):  # type: ignore[misc]
@@ -298,9 +273,7 @@ class ElasticExecutor(Executor):  # type: ignore[misc]
     def _internal_update_parameters(self, **kwargs: Any) -> None:
         """Change parameters for the jobs to come.
 
-        Raises:
-            UnknownParameterError: unknown; the nearest name is in the message.
-            UsageError: an invalid value.
+        Raises UnknownParameterError, with the nearest name in the message, and UsageError for an invalid value.
         """
         changed = names.normalized(kwargs)
         wanted = {**self.parameters, **changed}
@@ -361,7 +334,7 @@ class ElasticExecutor(Executor):  # type: ignore[misc]
             lines=names.script_lines(parameters),
             runs_dir=Path(os.path.abspath(JobPaths.get_first_id_independent_folder(self.folder))),
             python=self.python or parsed.get("python") or sys.executable,
-            largest=int(self.max_pickle_size_gb * _GIGABYTE / many),
+            largest=int(self.max_pickle_size_gb * (1 << 30) / many),
             env=env,
         )
 

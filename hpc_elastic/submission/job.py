@@ -210,8 +210,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
     def done(self, force_check: bool = False) -> bool:
         """Whether it has ended, once and for all: a job that is about to come back has not.
 
-        Args:
-            force_check: Ask Slurm now; else it is asked seldom, and the run's files are looked at.
+        Without `force_check` Slurm is asked seldom, and the run's files are looked at.
         """
         if outcome.find_end(self._run) is not None:
             return True
@@ -221,7 +220,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         now = time.monotonic()
         self._over_since = now if self._over_since is None else self._over_since
         if not self._run.begun_attempts() and self._has_never_begun():
-            return True  # nothing has begun that could come back
+            return True
         if now - self._over_since < _SETTLE_SECONDS:
             return False
         # Slurm is asked seldom, and may have the job in its queue again.
@@ -375,11 +374,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
     # -- what can be done to it -------------------------------------------------------------------------------------
 
     def cancel(self, check: bool = True) -> None:
-        """End it; it does not come back.
-
-        Args:
-            check: Raise where Slurm does not take it.
-        """
+        """End it; it does not come back. With `check`, raise where Slurm does not take it."""
         if self.cluster != "slurm":
             local_process.send(self._run, signal.SIGTERM)
             return
@@ -395,8 +390,7 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
     def _interrupt(self, timeout: bool = False) -> None:
         """Give it notice, as Slurm does before its time is over: workers save, and the job comes back.
 
-        Args:
-            timeout: submitit's; whether it counts as a timeout is decided by the time that it has run.
+        `timeout` is submitit's; whether it counts as a timeout is decided by the time that it has run.
         """
         if self.cluster == "slurm":
             client = slurm_client()

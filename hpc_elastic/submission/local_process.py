@@ -1,6 +1,6 @@
 """The process of a submitted function's run on this machine, which outlives the submitting program.
 
-As a program, ``python -c … RUN_DIR SECONDS DELAY``, it is the launcher of the run, with a time limit for each attempt.
+`main` is the launcher of the run, with a time limit for each attempt: ``python -c … RUN_DIR SECONDS DELAY``.
 """
 
 from __future__ import annotations
@@ -30,13 +30,7 @@ _children: dict[int, subprocess.Popen[bytes]] = {}
 
 
 def start(paths: RunPaths, *, limit: float, delay: float, lines: ScriptLines, env: Mapping[str, str], cwd: str) -> None:
-    """Start the run.
-
-    Args:
-        limit: Seconds of an attempt; 0: unlimited.
-        delay: Seconds before that at which notice is given.
-        env: For the launcher, the agents and the workers.
-    """
+    """Start the run. Notice is given `delay` seconds before the `limit` of an attempt; 0: unlimited."""
     command = [*module_command(_MODULE, "main"), str(paths.root), f"{limit}", f"{delay}"]
     if lines:
         body = [*lines.setup, '"$@"', "code=$?", *lines.teardown, 'exit "$code"']

@@ -75,12 +75,7 @@ class WorkerRaisedError(HpcElasticError):
 
 
 def as_cause(error: BaseException | None, head: dict[str, Any]) -> BaseException:
-    """A worker's exception, with its traceback there.
-
-    Args:
-        error: The copy; None: impossible.
-        head: The head of its file.
-    """
+    """A worker's exception, with its traceback there; no `error`: no copy of it could be made. `head` is its file's."""
     facts = {name: str(head.get(name, "")) for name in ("type", "message")}
     found = error if error is not None else WorkerRaisedError(**facts)
     found.__cause__ = WorkerTracebackError(traceback=str(head.get("traceback", "")).rstrip())
@@ -167,10 +162,9 @@ def results_count(paths: RunPaths) -> int | None:
 
 
 def read_exception(paths: RunPaths) -> tuple[BaseException | None, dict[str, Any]] | None:
-    """The exception of the rank that the report names as the cause, else the first exception.
+    """The exception of the rank that the report names as the cause, else the first exception; None: nothing was raised.
 
-    Returns:
-        The exception, None where no copy could be made, and the head of its file; None: nothing was raised.
+    The exception itself is None where no copy could be made; the head of its file says then what it was.
     """
     for path in _exception_files(paths):
         try:
@@ -214,11 +208,7 @@ def report_text(paths: RunPaths) -> str:
 
 
 def output(paths: RunPaths, rank: int, stream: str) -> str | None:
-    """A rank's output, in all attempts and rounds one after the other; None: it has not begun.
-
-    Args:
-        stream: ``stdout`` or ``stderr``.
-    """
+    """A rank's output, in all attempts and rounds one after the other; None: it has not begun."""
     texts = []
     for attempt in paths.begun_attempts():
         for number in rounds(attempt):

@@ -81,8 +81,7 @@ def unknown(name: str) -> UnknownParameterError:
 def normalized(given: Mapping[str, Any]) -> dict[str, Any]:
     """Parameters under one name each; of two names for the same, the later one counts. None is "not given".
 
-    Raises:
-        UnknownParameterError, UsageError: an unknown name; an invalid value.
+    Raises UnknownParameterError, and UsageError for an invalid value.
     """
     found: dict[str, Any] = {}
     for name, value in given.items():
@@ -117,15 +116,9 @@ def _check(found: Mapping[str, Any]) -> None:
 
 
 def parsed_options(parameters: Mapping[str, Any], *, job_name: str, env: Mapping[str, str], slurm: bool) -> Parsed:
-    """The parameters over the configuration's layers, as a command line of ``submit``.
+    """The parameters over the configuration's layers, as a command line of ``submit``. Raises UsageError.
 
-    Args:
-        job_name: The default.
-        env: For the layers.
-        slurm: Whether sbatch's own variables count.
-
-    Raises:
-        UsageError: an invalid value.
+    With `slurm` sbatch's own variables count; `job_name` is the default.
     """
     values: dict[str, tuple[str, ...]] = {}
     sources: dict[str, str] = {}

@@ -107,11 +107,7 @@ def decide(
 
 
 def next_call(call: Call) -> Call | None:
-    """The call that the callable's `checkpoint` gives to go on with; None: it gives nothing.
-
-    Raises:
-        TypeError: it gives something else than submitit's DelayedSubmission.
-    """
+    """The call that the callable's `checkpoint` gives to go on with; None: it gives nothing. Raises TypeError."""
     assert call.checkpoint is not None
     delayed = call.checkpoint(*call.args, **call.kwargs)
     if delayed is None:
@@ -140,12 +136,7 @@ class SavedState(Struct, frozen=True, kw_only=True):
 def find_state(paths: RunPaths, *, rank: int, before: int) -> SavedState | None:
     """The state of the newest attempt before `before` in which every rank wrote one.
 
-    Args:
-        rank: A rank beyond that attempt's world takes rank 0's.
-        before: The running attempt.
-
-    Raises:
-        UnreadableObjectError: it can't be unpickled: a module is missing here.
+    A rank beyond that attempt's world takes rank 0's. Raises UnreadableObjectError: a module is missing here.
     """
     for attempt in reversed(paths.begun_attempts()):
         if attempt.number >= before:
