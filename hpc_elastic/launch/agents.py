@@ -46,8 +46,6 @@ LONGEST_PAUSE = 120.0
 MAX_TRIALS = 8
 """About ten minutes: a site's SlurmdTimeout, and a slow reboot."""
 _LASTING = (ExitCode.USAGE, 126, 127)  # the shell's codes for what can't be executed, and what is not found
-_PROLOG = "TaskProlog failed"
-"""slurmstepd's text (20.11 to 26.05); the exit code is the program's own."""
 _NAMED = 4
 _LEFT = {
     UNHEALTHY_CODE: (GivenUp.UNHEALTHY, "it failed a health check, or its workers alone failed"),
@@ -85,7 +83,8 @@ def is_same_everywhere(unable: Collection[UnableNode], *, nodes: int) -> bool:
         return codes == {ExitCode.USAGE}
     if not is_everywhere(len(unable), nodes=nodes) or len(codes) != 1:
         return False
-    return codes <= set(_LASTING) or all(_PROLOG in node.message for node in unable)
+    # slurmstepd's text (20.11 to 26.05); the exit code is the program's own.
+    return codes <= set(_LASTING) or all("TaskProlog failed" in node.message for node in unable)
 
 
 def is_refused_by_all(unable: Collection[UnableNode], *, nodes: int) -> bool:

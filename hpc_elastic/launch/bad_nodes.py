@@ -26,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 
 class NextNodes(Struct, frozen=True, kw_only=True):
-    """The bad nodes, and those that the next attempt does without."""
-
     bad: tuple[NodeScore, ...] = ()
     exclusion: Exclusion = field(default_factory=Exclusion)
     excluded: tuple[str, ...] | None = None

@@ -156,13 +156,10 @@ class _End:
             self._give_up(f"the requeue failed: {error}; {again}", ExitCode.WORKERS_FAILED)
             return False
         logger.info("%s", done.summary)
-        self._context.events.write(
-            AttemptRequeued(job_id=done.next_job or self._context.attempt.job_id, reason=done.summary)
-        )
         self._next_job = done.next_job
+        job_id = done.next_job or self._context.attempt.job_id
+        self._context.events.write(AttemptRequeued(job_id=job_id, reason=done.summary))
         return True
-
-    # -- the files ---------------------------------------------------------------------------------------------------
 
     def _save(self) -> bool:
         """Write result.json. Returns whether the filesystem answered."""

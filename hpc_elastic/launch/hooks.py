@@ -39,9 +39,6 @@ LOOK_SECONDS = 10.0
 LATE_SECONDS = 5.0
 """Most seconds of ``--after`` where Slurm's SIGKILL is near."""
 _END_SECONDS = 2.0
-_POLL = 0.1
-
-
 REPORT_SECONDS = 30.0
 NOTICE_SECONDS = 10.0
 URL_VARIABLE = "HPC_ELASTIC_NOTIFY_URL"
@@ -174,7 +171,7 @@ class BatchCommands:
         deadline = time.monotonic() + seconds
         with self._changed:
             while self._running and time.monotonic() < deadline and not is_hurried():
-                self._changed.wait(_POLL)
+                self._changed.wait(0.1)
             for command in self._running:
                 command.kill()
         self._write_events()

@@ -73,16 +73,12 @@ def run_behind_front(work: Callable[[Callable[[], None]], int], *, what: str) ->
         _write(write_end, b"%d\n" % code)
         leave_hung_threads(code, pipes)
     os.close(write_end)
-    _let_go_of_files(pipes)
-    return _Front(child, read_end, what).wait()
-
-
-def _let_go_of_files(pipes: Sequence[int]) -> None:
-    """Close files while their filesystem answers: the kernel asks it too when it closes them at a process' end."""
+    # Close files while their filesystem answers: the kernel asks it too when it closes them at a process' end.
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for fd in {0, 1, 2} - set(pipes):
         os.dup2(null, fd)
     os.close(null)
+    return _Front(child, read_end, what).wait()
 
 
 def _write(fd: int, message: bytes) -> None:

@@ -24,7 +24,6 @@ from hpc_elastic.slurm.notation import compress
 
 logger = logging.getLogger(__name__)
 
-CHOICE_SECONDS = 10.0
 _KEPT_SECONDS = 7 * 86400.0
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 
@@ -92,7 +91,7 @@ class NodeClaims(Struct):
             return choose_nodes(allocated, wish, {})
 
     def _claim(self, folder: Path, allocated: Sequence[str], wish: NodeWish) -> tuple[str, ...]:
-        with host_lock(folder / "choosing", seconds=CHOICE_SECONDS):
+        with host_lock(folder / "choosing", seconds=10.0):
             taken = self._lock_all(folder, allocated)
             chosen: tuple[str, ...] = ()
             try:

@@ -97,8 +97,6 @@ def back_off(idle: int) -> float:
 
 
 class AttemptResult(Struct, frozen=True, kw_only=True):
-    """The facts about an attempt's end that decide what follows."""
-
     outcome: Outcome
     reason: str
     retryable: bool
@@ -119,7 +117,6 @@ class AttemptResult(Struct, frozen=True, kw_only=True):
 def closed_result(
     record: RoundRecord, outcome: Outcome, *, signal_number: int | None = None, seconds: float = 0.0
 ) -> AttemptResult:
-    """The result by the record that closed the attempt."""
     return AttemptResult(
         outcome=outcome,
         reason=record.reason,

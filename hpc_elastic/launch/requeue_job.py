@@ -61,7 +61,6 @@ class NextAttempt(Struct, frozen=True, kw_only=True):
     for. None: unchanged.
     """
     falls_back: bool = True
-    """Submit a follow-on job where Slurm refuses the requeue."""
     placement: tuple[str, ...] = ()
     """sbatch's arguments that keep a follow-on job on this job's cluster."""
 
@@ -73,8 +72,6 @@ class Requeued(Struct, frozen=True, kw_only=True):
 
 
 class JobRequeuer(Struct, eq=False):
-    """Requeues one execution of a job."""
-
     client: SlurmClient
     """Every call may take a minute."""
     clock: Clock
@@ -101,8 +98,6 @@ class JobRequeuer(Struct, eq=False):
             logger.warning("%s; submitting a follow-on job instead", error)
             return self._chain(plan)
         return Requeued(summary=f"job {self.job} is requeued{self._prepare(plan, gone)}")
-
-    # -- the same job again --------------------------------------------------------------------------------------------
 
     def _requeue(self) -> None:
         if self._is_requeued():
@@ -208,8 +203,6 @@ class JobRequeuer(Struct, eq=False):
         except SlurmError:
             return False
         return state is None or (state.phase is JobPhase.RUNNING and state.restarts > self.restart_count)
-
-    # -- a follow-on job -----------------------------------------------------------------------------------------------
 
     def _chain(self, plan: NextAttempt) -> Requeued:
         script = plan.script

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic import __version__
@@ -75,23 +76,22 @@ def run_attempt(paths: RunPaths, spec: RunSpec, site: Site, *, clock: Clock, sig
     """Run one attempt to its end: report, requeue. Raises HpcElasticError, OSError where it could not begin."""
     signals.hear_as(signal.SIGUSR2, spec.signals_to_handle)
     try:
-        return _AttemptRun(paths, spec, site, clock=clock, signals=signals).run()
+        return _AttemptRun(paths, spec, site, clock, signals, FileExecutor(clock=clock)).run()
     except (FilesystemSilentError, StartInterruptedError) as error:
         logger.error("%s", error)
         number = next((n for n in signals.take() if n in _ENDING_SIGNALS), signal.SIGTERM)
         return RequeueDecision(action=RequeueAction.END, reason=str(error), exit_code=128 + number)
 
 
-class _AttemptRun:
+class _AttemptRun(Struct, eq=False):
     """The frame of one attempt. Its thread touches no file of the run: `files` does, which may hang."""
 
-    def __init__(self, paths: RunPaths, spec: RunSpec, site: Site, *, clock: Clock, signals: SignalQueue) -> None:
-        self._paths = paths
-        self._spec = spec
-        self._site = site
-        self._clock = clock
-        self._signals = signals
-        self._files = FileExecutor(clock=clock)
+    _paths: RunPaths
+    _spec: RunSpec
+    _site: Site
+    _clock: Clock
+    _signals: SignalQueue
+    _files: FileExecutor
 
     def run(self) -> RequeueDecision:
         paths, spec, site, clock = self._paths, self._spec, self._site, self._clock
@@ -120,7 +120,7 @@ class _AttemptRun:
         launcher = site.launcher(spec, paths, attempt)
         coordination = self._on_disk(lambda: self._observe(attempt, folder, uid))
         self._files.post(lambda: _reserve_room(folder, clock))
-        self._files.settle(_ROOM_SECONDS)  # nothing is half written where the supervisor dies as the agents start
+        self._files.settle(1.0)  # nothing is half written where the supervisor dies as the agents start
         commands = BatchCommands(context)
         supervisor = Supervisor(
             attempt=attempt,
@@ -238,8 +238,6 @@ print("python", ".".join(map(str, sys.version_info[:3])))
 from importlib.metadata import version
 print("torch", version("torch"))
 """
-_VERSIONS_SECONDS = 5.0
-_ROOM_SECONDS = 1.0
 
 
 def _versions(site: Mapping[str, str], entry: Entrypoint | None) -> dict[str, str]:
@@ -266,10 +264,7 @@ def _interpreter(entry: Entrypoint | None) -> str:
     if entry is None or entry.kind is not EntryKind.COMMAND:
         return entry.python if entry is not None else ""
     words = (entry.target, *entry.args)
-    return next((word for word in words if _PYTHON.fullmatch(os.path.basename(word))), "")
-
-
-_PYTHON = re.compile(r"python[0-9.]*")
+    return next((word for word in words if re.fullmatch(r"python[0-9.]*", os.path.basename(word))), "")
 
 
 def _ask_versions(python: str) -> dict[str, str]:
@@ -277,7 +272,7 @@ def _ask_versions(python: str) -> dict[str, str]:
     try:
         said = subprocess.run(
             source_command(python, _ASK_VERSIONS),
-            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_VERSIONS_SECONDS, check=False,
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=5.0, check=False,
         ).stdout  # fmt: skip
     except (OSError, subprocess.SubprocessError):
         return {}
@@ -329,19 +324,18 @@ class JobOutput:
 
     def __init__(self) -> None:
         self._job_log = JobLog(1, total_bytes=_MOST_BYTES, source_bytes=_MOST_BYTES)
-        messages, plain = _Handler(self._job_log), _Handler(self._job_log)
-        messages.setFormatter(logging.Formatter("[hpc-elastic] %(message)s"))
-        for name, handler in (("hpc_elastic", messages), (JOB_LOG, plain)):
+        self._handlers = {"hpc_elastic": _Handler(self._job_log), JOB_LOG: _Handler(self._job_log)}
+        self._handlers["hpc_elastic"].setFormatter(logging.Formatter("[hpc-elastic] %(message)s"))
+        for name, handler in self._handlers.items():
             logger = logging.getLogger(name)
             logger.setLevel(logging.INFO)
             logger.addHandler(handler)
             logger.propagate = False
         self._close_seconds = _READ_SECONDS if 1 in output_pipes() else _JOB_LOG_SECONDS
-        self._handlers = (("hpc_elastic", messages), (JOB_LOG, plain))
 
     def close(self) -> bool:
         """Write what waits. Returns whether stdout took it all, in bounded time."""
-        for name, handler in self._handlers:
+        for name, handler in self._handlers.items():
             logging.getLogger(name).removeHandler(handler)
         return self._job_log.close(self._close_seconds)
 

@@ -195,6 +195,14 @@ class RunElsewhereError(HpcElasticError):
     template = "attempt {attempt} of this run is running in job {job}; this job ends, and changes nothing"
 
 
+def read_attempt(attempt: AttemptPaths) -> AttemptInfo | None:
+    """None: it gave way to another one, was never written, or can't be read."""
+    try:
+        return load_attempt(attempt.attempt_json)
+    except UnreadableAttemptError:
+        return None
+
+
 def claim_attempt(paths: RunPaths) -> AttemptPaths:
     """Make the directory of a new attempt, for this process alone, and point ``latest`` at it. Raises OSError."""
     before = paths.attempts()
@@ -234,9 +242,7 @@ def give_way(
             clock.wait(threading.Event(), _LOOK_SECONDS)
         if not before.root.is_dir():
             continue  # one that gave way
-        try:
-            info = load_attempt(before.attempt_json)
-        except UnreadableAttemptError:
+        if (info := read_attempt(before)) is None:
             return
         other = info.job_id
         is_newer_start = other is not None and other == job_id and info.restart_count > restart_count
@@ -260,11 +266,9 @@ def slurm_job_ids(paths: RunPaths, number: int, own: str) -> tuple[str, ...]:
     """`own`, and those of the attempts before `number`: the agents end what these left on their nodes."""
     found = dict.fromkeys([own] if own else [])
     for before in range(number - 1, -1, -1):
-        try:
-            found |= dict.fromkeys(load_attempt(paths.attempt(before).attempt_json).slurm_job_ids)
+        if (info := read_attempt(paths.attempt(before))) is not None:
+            found |= dict.fromkeys(info.slurm_job_ids)
             break  # it names those before it
-        except UnreadableAttemptError:
-            continue  # it gave way to another one, or was never written
     return tuple(found)
 
 
@@ -283,11 +287,7 @@ def job_now(paths: RunPaths) -> JobId | None:
     Where an attempt's note of its follow-on job was lost, or is past, that job's own attempt names it.
     """
     for attempt in reversed(paths.begun_attempts()):
-        stored, info = load_result(attempt.result_json), None
-        try:
-            info = load_attempt(attempt.attempt_json)
-        except UnreadableAttemptError:
-            pass
+        stored, info = load_result(attempt.result_json), read_attempt(attempt)
         cluster = (info.slurm_cluster if info is not None else "") or None
         if stored is not None and stored.next_job and stored.exit_code == ExitCode.REQUEUED:
             return JobId(stored.next_job, cluster)
@@ -342,10 +342,7 @@ def _candidates(job: JobEnvironment, runs_dir: Path, env: Mapping[str, str]) -> 
 def _attempts_of(paths: RunPaths, job: JobEnvironment) -> list[AttemptInfo]:
     found = []
     for begun in paths.begun_attempts():
-        try:
-            attempt = load_attempt(begun.attempt_json)
-        except UnreadableAttemptError:
-            continue
-        if attempt.job_id == job.requeue_id and attempt.restart_count < job.restart_count:
+        attempt = read_attempt(begun)
+        if attempt and attempt.job_id == job.requeue_id and attempt.restart_count < job.restart_count:
             found.append(attempt)
     return found

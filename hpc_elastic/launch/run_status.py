@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -23,6 +22,7 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.files import read_bytes
 from hpc_elastic.base.outcome import ExitCode, Outcome
 from hpc_elastic.errors import HpcElasticError, UnsafePathError, UsageError
+from hpc_elastic.launch.run_directory import read_attempt
 from hpc_elastic.launch.run_progress import OutputStatus, StepStatus, read_output, read_steps
 from hpc_elastic.options.sbatch import COMMENT_MARK, parse_array
 from hpc_elastic.rendezvous.round_log import RoundLog
@@ -40,6 +40,7 @@ from hpc_elastic.slurm.client import SlurmClient
 from hpc_elastic.slurm.commands import JobId
 from hpc_elastic.slurm.errors import SlurmError, SlurmMissingError, UnknownJobError
 from hpc_elastic.slurm.job_state import JobPhase, JobState
+from hpc_elastic.slurm.notation import local_time
 from hpc_elastic.store.file_store import FileStore
 
 _LARGEST_RECORD = 16 << 20
@@ -62,7 +63,6 @@ _OUTCOMES: Mapping[str, str] = {
 
 class RunState(str, Enum):
     SUBMITTED = "submitted"
-    """No attempt has begun."""
     MEETING = "meeting"
     """Nodes come together: at the start, or after a failure."""
     UP = "up"
@@ -71,9 +71,7 @@ class RunState(str, Enum):
     SAVING = "saving"
     """A notice was given: the job is about to end, and workers save."""
     ENDING = "ending"
-    """The attempt is closed, and its agents are about to end."""
     REQUEUED = "requeued"
-    """The attempt has ended, and the next one has not begun."""
     ENDED = "ended"
 
 
@@ -106,7 +104,6 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     suspicion: str = ""
     """Why the run seems to hang; empty: it does not."""
     slow_ranks: tuple[SlowRank, ...] = ()
-    """Those that the others wait for now."""
     output: OutputStatus | None = None
     """Read on request, where a round's workers report no steps."""
     preload: Preload | None = None
@@ -122,11 +119,8 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     rank_logs: str = ""
     """A shell pattern; empty before the first round."""
     ended_ns: int = 0
-    """Time of the newest attempt's result file; 0: it has not ended."""
     bad_nodes: tuple[str, ...] = ()
-    """Nodes that later attempts do without."""
     problem: str = ""
-    """Unreadable files."""
 
 
 def read_status(paths: RunPaths, *, clock: Clock, looks_at_output: bool = False) -> RunStatus:
@@ -359,12 +353,10 @@ def _is_of(state: JobState, paths: RunPaths) -> bool:
     # A batch script of the user's own bears no mark; but a job that first ran after the newest attempt is another.
     if state.restarts:
         return True
-    try:
-        began = load_attempt(begun[-1].attempt_json).started_ns / 1e9
-        started = time.mktime(time.strptime(state.start_time or "", "%Y-%m-%dT%H:%M:%S"))
-    except (UnreadableAttemptError, ValueError, OverflowError):
+    info, started = read_attempt(begun[-1]), local_time(state.start_time)
+    if info is None or started is None:
         return state.phase is not JobPhase.PENDING
-    return started < began + _CLOCKS_DIFFER_SECONDS
+    return started < info.started_ns / 1e9 + _CLOCKS_DIFFER_SECONDS
 
 
 def query_job_states(

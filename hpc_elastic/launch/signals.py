@@ -11,7 +11,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Mapping
 from enum import Enum
-from types import MappingProxyType
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -92,36 +91,34 @@ _NOTICE: Mapping[JobCondition, Reaction] = {
     JobCondition.NO_SLURM: Reaction(Meaning.REQUEUE, Deadline.GRACE),
 }
 
-TABLE: Mapping[Heard, Mapping[HeardBy, Mapping[JobCondition, Reaction]]] = MappingProxyType(
-    {
-        Heard.NOTICE: {HeardBy.BATCH: _NOTICE, HeardBy.AGENTS: _NOTICE},
-        Heard.END: {
-            HeardBy.BATCH: {
-                **_ENDS,
-                **_PREEMPTING,
-                JobCondition.RUNNING: _CANCEL,
-                JobCondition.NEAR_LIMIT: _CANCEL,
-                JobCondition.SILENT: _CANCEL,
-                JobCondition.NO_SLURM: _CANCEL,
-            },
-            HeardBy.AGENTS: {
-                **_ENDS,
-                **_PREEMPTING,
-                **_NEAR_LIMIT,  # a user's own --signal=TERM@60
-                JobCondition.RUNNING: _CANCEL,
-                # Of all that Slurm does, only a preemption's grace begins with the tasks alone.
-                JobCondition.SILENT: Reaction(Meaning.PREEMPT, Deadline.GRACE),
-                JobCondition.NO_SLURM: _CANCEL,
-            },
+TABLE: Mapping[Heard, Mapping[HeardBy, Mapping[JobCondition, Reaction]]] = {
+    Heard.NOTICE: {HeardBy.BATCH: _NOTICE, HeardBy.AGENTS: _NOTICE},
+    Heard.END: {
+        HeardBy.BATCH: {
+            **_ENDS,
+            **_PREEMPTING,
+            JobCondition.RUNNING: _CANCEL,
+            JobCondition.NEAR_LIMIT: _CANCEL,
+            JobCondition.SILENT: _CANCEL,
+            JobCondition.NO_SLURM: _CANCEL,
         },
-        Heard.INTERRUPT: {
-            HeardBy.BATCH: dict.fromkeys(JobCondition, _CANCEL),
-            HeardBy.AGENTS: dict.fromkeys(JobCondition, _CANCEL),
+        HeardBy.AGENTS: {
+            **_ENDS,
+            **_PREEMPTING,
+            **_NEAR_LIMIT,  # a user's own --signal=TERM@60
+            JobCondition.RUNNING: _CANCEL,
+            # Of all that Slurm does, only a preemption's grace begins with the tasks alone.
+            JobCondition.SILENT: Reaction(Meaning.PREEMPT, Deadline.GRACE),
+            JobCondition.NO_SLURM: _CANCEL,
         },
-        # What is being ended sends its signal as well.
-        Heard.LOOK: {HeardBy.BATCH: {**_PREEMPTING, **_NEAR_LIMIT}},
-    }
-)
+    },
+    Heard.INTERRUPT: {
+        HeardBy.BATCH: dict.fromkeys(JobCondition, _CANCEL),
+        HeardBy.AGENTS: dict.fromkeys(JobCondition, _CANCEL),
+    },
+    # What is being ended sends its signal as well.
+    Heard.LOOK: {HeardBy.BATCH: {**_PREEMPTING, **_NEAR_LIMIT}},
+}
 
 
 class SlurmAnswer(Struct, frozen=True):
@@ -143,7 +140,6 @@ class SignalDecision(Struct, frozen=True, kw_only=True):
     outcome: Outcome
     """The attempt's, unless something else ends it first."""
     requeued: bool
-    """Slurm has put the job back into the queue."""
     held: str = ""
 
     @property
@@ -219,7 +215,6 @@ class SignalResolver(Struct, eq=False):
     """Asks Slurm what a signal means."""
 
     ask: Callable[[float], SlurmAnswer]
-    """Asks Slurm about the job, in bounded time; its argument is when the limit is near, in seconds."""
     grace: float
     kill_wait: float | None
     events: EventLog

@@ -205,9 +205,11 @@ class SlurmLauncher(Struct, eq=False):
             return [self._ended(step, node, None, why, started=False) for node in fresh]
         if event.kind in (SrunEventKind.TASK_EXITED, SrunEventKind.TASK_KILLED) and not step.bad:
             # After a failed launch srun kills all tasks: that is reported, and mended, when the step has ended.
-            detail = event.detail or f"exit code {event.exit_code}"
+            detail, code = event.detail or f"exit code {event.exit_code}", event.exit_code
+            if event.kind is SrunEventKind.TASK_KILLED:
+                code = -int(signal.SIGKILL) if event.detail.startswith("Killed") else None
             nodes = [self._index[name] for name in event.nodes if name in self._index]
-            return [self._ended(step, node, _code(event), detail) for node in self._newly_ended(step, nodes)]
+            return [self._ended(step, node, code, detail) for node in self._newly_ended(step, nodes)]
         return []
 
     def _newly_ended(self, step: _Step, nodes: Iterable[int]) -> list[int]:
@@ -279,9 +281,3 @@ class SlurmLauncher(Struct, eq=False):
             step.process.kill()  # its tasks end when the batch script does
             step.process.wait()
             self._close(step)
-
-
-def _code(event: SrunEvent) -> int | None:
-    if event.kind is SrunEventKind.TASK_EXITED:
-        return event.exit_code
-    return -int(signal.SIGKILL) if event.detail.startswith("Killed") else None

@@ -44,8 +44,6 @@ RENDEZVOUS_SECONDS = 120.0
 SILENT_SECONDS = 120.0
 """Agents elsewhere whose files stay unchanged this long are gone: they write each half minute at least."""
 _LOOK_SECONDS = 1.0
-_POLL_SECONDS = 0.1
-_KEPT_SECONDS = 86400.0
 _RUN = "step/run"
 
 
@@ -81,7 +79,7 @@ class StepRendezvous:
                 text = None
             if text is not None:
                 return codec.loads(StepRun, text)
-            self._clock.wait(threading.Event(), _POLL_SECONDS)
+            self._clock.wait(threading.Event(), 0.1)
         raise UsageError(
             f"{os.uname().nodename}: the step's first task has not begun the run in {RENDEZVOUS_SECONDS:.0f} s, or "
             f"{self._folder} is not the same folder on all nodes (--runs-dir)"
@@ -93,7 +91,7 @@ class StepRendezvous:
         now = time.time()
         for path in self._folder.iterdir():
             try:
-                if now - path.stat().st_mtime > _KEPT_SECONDS:
+                if now - path.stat().st_mtime > 86400.0:
                     shutil.rmtree(path)
             except OSError:
                 pass
@@ -149,7 +147,6 @@ class StepSite(SlurmSite):
         client = SlurmClient(runner, clock, on_answer=ControllerOutage(clock).on_answer)
         super().__init__(env, client=client, hurried=hurried, clock=clock, umask=umask)
         self.environment = dict(env)
-        self.umask = umask
         self.rendezvous = rendezvous
         job = JobEnvironment.from_env(env)
         assert job.task is not None

@@ -11,7 +11,7 @@ import re
 import shlex
 import signal
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -34,8 +34,6 @@ from hpc_elastic.slurm.commands import JobId, sbatch
 from hpc_elastic.slurm.errors import MaybeSubmittedError, SlurmError, SlurmMissingError, SubmissionRefusedError
 from hpc_elastic.slurm.notation import HostlistError, expand
 
-_LATE_SUBMISSION = (3.0, 6.0)
-"""Seconds between looks for a job that a busy controller may still take."""
 Log = Callable[[str], None]
 
 
@@ -128,8 +126,12 @@ def submit_job(
             if not job.tasks:
                 write_private(run.paths.job_log, "")  # Slurm appends to it, and would make it with the job's umask
             number = _submit(client, submission, env, clock, log)
+        try:
+            cluster = number.cluster or client.config().cluster  # sbatch names it only on request
+        except SlurmError:
+            cluster = env.get("SLURM_CLUSTER_NAME", "")
         problem = index.record(
-            cluster=cluster_of(number, client, env),
+            cluster=cluster,
             job_id=number.number,
             submitted_ns=now_ns,
             run_dir=run.paths.root,
@@ -138,14 +140,6 @@ def submit_job(
         if problem is not None:
             log(f"the run can't be found by its job id later, only by its directory: {problem}")
     return number
-
-
-def cluster_of(job: JobId, client: SlurmClient, env: Mapping[str, str]) -> str:
-    """The cluster of a job just submitted; sbatch names it only on request. Empty: unknown."""
-    try:
-        return job.cluster or client.config().cluster
-    except SlurmError:
-        return env.get("SLURM_CLUSTER_NAME", "")
 
 
 def _submit(client: SlurmClient, submission: Submission, env: Mapping[str, str], clock: Clock, log: Log) -> JobId:
@@ -160,7 +154,7 @@ def _submit(client: SlurmClient, submission: Submission, env: Mapping[str, str],
             raise
         is_refused = isinstance(error, SubmissionRefusedError)
         clusters = _clusters(submission.job.options, env)
-        for wait in (0.0,) if is_refused else (0.0, *_LATE_SUBMISSION):
+        for wait in (0.0,) if is_refused else (0.0, 3.0, 6.0):  # a busy controller may still take it
             clock.wait(threading.Event(), wait)
             try:
                 found = client.find_submitted(run_dir, clusters=clusters)
@@ -251,9 +245,6 @@ def _interrupts_deferred() -> Iterator[None]:
             signal.raise_signal(came[0])
 
 
-# -- its nodes -----------------------------------------------------------------------------------------------------
-
-
 def eligible_partitions(
     client: SlurmClient, options: SbatchOptions, env: Mapping[str, str]
 ) -> tuple[PartitionNodes, ...]:
@@ -278,24 +269,23 @@ def users_excluded(options: SbatchOptions, env: Mapping[str, str]) -> frozenset[
         return frozenset()
 
 
-def check_node_count(job: SlurmJob, partitions: Sequence[PartitionNodes], users: Collection[str]) -> str | None:
+def check_node_count(job: SlurmJob, partitions: Sequence[PartitionNodes], users: frozenset[str]) -> str | None:
     """Compare the request with the partitions: 20.11, 22.05 and 26.05 accept more nodes, and the job pends for ever.
 
     Returns a remark where the job has to wait.
     """
     least = parse_nodes(job.options.nodes or "1")[0]
-    largest = max(partitions, key=lambda part: len(part.names.difference(users)), default=None)
+    largest = max(partitions, key=lambda part: len(part.names - users), default=None)
     if largest is None:
         return None
-    left, up = (len(names.difference(users)) for names in (largest.names, largest.usable_names))
+    total, left, up = len(largest.names), len(largest.names - users), len(largest.usable_names - users)
     if left < least:
         spares = f" and {job.spec.spares} spare{'s' if job.spec.spares > 1 else ''}" if job.spec.spares else ""
-        less = f", {largest.total - left} of them excluded" if left < largest.total else ""
+        less = f", {total - left} of them excluded" if left < total else ""
         raise UsageError(
-            f"{job.asked_nodes}{spares}: partition {largest.name} has {largest.total} nodes{less}; "
-            "the job would never start"
+            f"{job.asked_nodes}{spares}: partition {largest.name} has {total} nodes{less}; the job would never start"
         )
     if up < least:
-        those = " that are not excluded" if left < largest.total else ""
+        those = " that are not excluded" if left < total else ""
         return f"only {up} of the {left} nodes of partition {largest.name}{those} are up now"
     return None

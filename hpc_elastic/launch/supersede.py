@@ -19,6 +19,7 @@ from hpc_elastic.base.clock import Clock
 from hpc_elastic.base.outcome import ExitCode, Outcome
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.launch.requeue import RequeueAction
+from hpc_elastic.launch.run_directory import read_attempt
 from hpc_elastic.launch.site import AttemptContext, supervisor_events
 from hpc_elastic.rendezvous.cache_invalidator import record_name
 from hpc_elastic.rendezvous.ending import claim_end, close_run, departed, newest_agents
@@ -28,7 +29,7 @@ from hpc_elastic.rendezvous.peers import NodeInfo, NotificationSender, Peers
 from hpc_elastic.rendezvous.round_log import RoundLog
 from hpc_elastic.rendezvous.schedule import PollIntervals, poll_intervals
 from hpc_elastic.rendezvous.state import OBSERVER_PLACE, RoundRecord, host_of, node_of
-from hpc_elastic.run.attempt import AttemptInfo, StoredResult, UnreadableAttemptError, load_attempt
+from hpc_elastic.run.attempt import StoredResult
 from hpc_elastic.run.paths import AttemptPaths
 from hpc_elastic.run.supervisor_events import AttemptEnded, AttemptSuperseded, RequeueDecided
 from hpc_elastic.slurm.notation import compress
@@ -231,10 +232,7 @@ class EarlierAttempts:
             folder = self._context.paths.attempt(number)
             if not folder.root.is_dir():
                 continue  # one that gave way
-            try:
-                info: AttemptInfo | None = load_attempt(folder.attempt_json)
-            except UnreadableAttemptError:
-                info = None
+            info = read_attempt(folder)
             intervals = poll_intervals(rendezvous_settings(self._context.spec, info or self._context.attempt))
             earlier = EarlierAttempt(
                 FileStore(folder.store, clock=self._context.clock),

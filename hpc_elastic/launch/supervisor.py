@@ -97,13 +97,10 @@ class Supervisor:
         self._agents = Agents(launcher, attempt.nodes, ask=coordination.ask, events=events, clock=clock)
         self._started_at = clock.monotonic()
         self._has_logged_waiting = False
-
         self.record: RoundRecord | None = None
         self.superseded = False
         """Another process finishes the attempt, or a later attempt has taken the run over."""
         self.failure: Exception | None = None
-        """An unreadable store, or an exception."""
-
         self._agents_heard = ""
         """The agents' newest signal in the log; each is handled once."""
         self._notice: PreemptionDeadlines | None = None
@@ -112,9 +109,7 @@ class Supervisor:
         self._signal: signal.Signals | None = None
         self._signal_reason = ""
         self._requeued = self._cancelled = False
-
         self._asked: tuple[Outcome, str] | None = None
-        """The end that this process asked for."""
         self._asked_to_close_at: float | None = None
         self._is_store_silent = False
         """The end could not be written where the agents would read it."""

@@ -76,28 +76,17 @@ class SubprocessRunner:
         return CommandResult(rc=done.returncode, stdout=done.stdout, stderr=done.stderr)
 
 
-class SlurmClient:
+class SlurmClient(Struct, eq=False):
     """Slurm's commands as methods. Every one may raise SlurmUnavailableError and SlurmMissingError."""
 
-    def __init__(
-        self,
-        runner: CommandRunner,
-        clock: Clock,
-        *,
-        timeout: float = 60.0,
-        on_answer: Callable[[SlurmUnavailableError | None], None] = lambda error: None,
-        log: Callable[[str], object] = logger.info,
-    ) -> None:
-        """Args:
-        on_answer: Called after each: with the error where the controller did not answer, else with None.
-        log: Gets sbatch's further output: notes of the site's plugins, mostly.
-        """
-        self._on_answer = on_answer
-        self._runner = runner
-        self._clock = clock
-        self._timeout = timeout
-        self._log = log
-        self._cluster_here: str | None = None
+    runner: CommandRunner
+    clock: Clock
+    timeout: float = 60.0
+    on_answer: Callable[[SlurmUnavailableError | None], None] = lambda error: None
+    """Called after each: with the error where the controller did not answer, else with None."""
+    log: Callable[[str], object] = logger.info
+    """Gets sbatch's further output: notes of the site's plugins, mostly."""
+    _cluster_here: str | None = None
 
     def submit(self, script: str, *, extra: Sequence[str] = ()) -> JobId:
         argv = commands.sbatch(script, extra=extra)
@@ -107,7 +96,7 @@ class SlurmClient:
             raise
         except SlurmError as error:
             if (job := parse_submitted(error.facts["stdout"])) is not None:
-                self._log(f"sbatch: {error.facts['why']}")
+                self.log(f"sbatch: {error.facts['why']}")
                 return job
             if isinstance(error, SlurmUnavailableError):
                 raise
@@ -117,7 +106,7 @@ class SlurmClient:
             why = f"printed {(result.stdout.strip().splitlines() or [''])[-1]!r} instead of a job id"
             raise _failure(SlurmAnswerError, what="sbatch", why=why, argv=argv, result=result)
         if note := one_line(result.stderr):
-            self._log(f"sbatch: {note}")
+            self.log(f"sbatch: {note}")
         return job
 
     def find_submitted(self, run_dir: str, *, clusters: str = "") -> JobId | None:
@@ -249,16 +238,16 @@ class SlurmClient:
         except SlurmMissingError:
             raise
         except SlurmError as error:
-            self._on_answer(error if isinstance(error, SlurmUnavailableError) else None)
+            self.on_answer(error if isinstance(error, SlurmUnavailableError) else None)
             raise
-        self._on_answer(None)
+        self.on_answer(None)
         return result
 
     def _run_quietly(self, what: str, argv: list[str], *, tries: int) -> CommandResult:
-        began = self._clock.monotonic()
+        began = self.clock.monotonic()
         try:
             for _ in range(tries):
-                result = self._runner(argv, timeout=self._timeout)
+                result = self.runner(argv, timeout=self.timeout)
                 if result.rc >= 0:
                     break
         except (FileNotFoundError, PermissionError):
@@ -266,7 +255,7 @@ class SlurmClient:
                 what=what, why=f"{argv[0]} is not on PATH: no Slurm here, or a container without it", argv=tuple(argv)
             ) from None
         except subprocess.TimeoutExpired:
-            seconds = self._clock.monotonic() - began
+            seconds = self.clock.monotonic() - began
             raise SlurmUnavailableError(
                 what=what, why=f"{argv[0]} did not answer in {seconds:.0f} s", argv=tuple(argv)
             ) from None
@@ -281,7 +270,7 @@ class SlurmClient:
             error = SlurmUnavailableError if error is SlurmError else error
         why = one_line(text) or f"{argv[0]} exited with {result.rc} and printed nothing"
         if error is SlurmUnavailableError:
-            why += f" (after {self._clock.monotonic() - began:.0f} s)"
+            why += f" (after {self.clock.monotonic() - began:.0f} s)"
         raise _failure(error, what=what, why=why, argv=argv, result=result)
 
 

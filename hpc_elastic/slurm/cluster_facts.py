@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
-import time
 
 from msgspec import Struct
+
+from hpc_elastic.slurm.notation import local_time
 
 _LINE = re.compile(r"(\S+)\s+= (.*)\Z")
 _LEADING_NUMBER = re.compile(r"\d{1,9}", re.ASCII)
@@ -53,17 +54,9 @@ def parse_show_config(text: str) -> SlurmConfig:
         slurmd_timeout=_seconds(fields.get("SlurmdTimeout"), 300),
         job_requeue=fields.get("JobRequeue", "1").startswith("1"),
         cluster=fields.get("ClusterName", ""),
-        now=_time(text.partition("\n")[0].rpartition(" ")[2]),
+        now=local_time(text.partition("\n")[0].rpartition(" ")[2]),  # Configuration data as of 2026-11-21T02:15:51
         has_epilog=any(fields.get(key, "(null)") not in ("", "(null)", "N/A") for key in ("Epilog", "Epilog[0]")),
     )
-
-
-def _time(text: str) -> float | None:
-    """Read the first line, ``Configuration data as of 2026-11-21T02:15:51``, in this host's time zone."""
-    try:
-        return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
-    except (ValueError, OverflowError):
-        return None
 
 
 def _seconds(value: str | None, default: int) -> int:
@@ -74,11 +67,9 @@ def _seconds(value: str | None, default: int) -> int:
 class PartitionNodes(Struct, frozen=True, kw_only=True):
     name: str
     default: bool
-    total: int
-    usable: int
+    names: frozenset[str]
+    usable_names: frozenset[str]
     """Not down, drained or failing: busy ones count."""
-    names: frozenset[str] = frozenset()
-    usable_names: frozenset[str] = frozenset()
 
 
 def parse_sinfo_nodes(text: str) -> tuple[PartitionNodes, ...]:
@@ -95,8 +86,6 @@ def parse_sinfo_nodes(text: str) -> tuple[PartitionNodes, ...]:
         PartitionNodes(
             name=name.rstrip("*"),
             default=name.endswith("*"),
-            total=len(hosts),
-            usable=sum(hosts.values()),
             names=frozenset(hosts),
             usable_names=frozenset(host for host, is_usable in hosts.items() if is_usable),
         )

@@ -197,7 +197,6 @@ _FIELDS = {
     "SLURM_TRES_PER_TASK": "TresPerTask",
 }
 """The fields of ``scontrol show job`` by which a job has itself asked for what the variable holds."""
-_AS_A_WHOLE = ("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")  # the last one since 24.11
 
 
 def step_gpu_flags(env: Mapping[str, str], job: JobState | None = None) -> tuple[str, ...]:
@@ -220,7 +219,8 @@ def step_gpu_flags(env: Mapping[str, str], job: JobState | None = None) -> tuple
         asks_for_gpus = "gpu" in value if name == "SLURM_TRES_PER_TASK" else bool(value)
         return asks_for_gpus and (job is None or _FIELDS[name] in job.tres_asked)
 
-    given = next(filter(is_own, _AS_A_WHOLE), None)
+    # The last one since 24.11.
+    given = next(filter(is_own, ("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")), None)
     if given is None or is_own("SLURM_GPUS_PER_NODE"):
         return ()
     facts = JobEnvironment.from_env(env)

@@ -18,9 +18,6 @@ from hpc_elastic.errors import HpcElasticError, UsageError
 from hpc_elastic.slurm.notation import HostlistError, device_count, expand, expand_counts, gpu_count
 
 _MAX_NUMBER = 1 << 62
-_VISIBLE_DEVICES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-
-
 T = TypeVar("T")
 
 
@@ -282,7 +279,7 @@ def _gpus(reader: _Reader, variable: str) -> int:
         given = reader.devices(variable, "SLURM_JOB_GPUS")
     if given is None:
         given = reader.parsed(gpu_count, "SLURM_GPUS_PER_NODE")
-    visible = reader.devices(*_VISIBLE_DEVICES)
+    visible = reader.devices("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
     if given is None:
         return visible or 0
     return given if visible is None else min(given, visible)

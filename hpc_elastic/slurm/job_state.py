@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Mapping
 from enum import Enum
 from typing import Any
@@ -14,7 +13,7 @@ from hpc_elastic.base.outcome import ExitCode
 from hpc_elastic.options.sbatch import parse_time_limit
 from hpc_elastic.run.attempt import is_job_id
 from hpc_elastic.slurm.commands import JobId
-from hpc_elastic.slurm.notation import HostlistError, expand
+from hpc_elastic.slurm.notation import HostlistError, expand, local_time
 
 
 class JobPhase(Enum):
@@ -194,11 +193,8 @@ def is_hold(reason: str) -> bool:
 
 def seconds_until_end(job: JobState | None, *, now_ns: int) -> float | None:
     """Seconds to the job's time limit, negative after it; None: unlimited, or unknown."""
-    try:
-        end = time.mktime(time.strptime(job.end_time if job and job.end_time else "", "%Y-%m-%dT%H:%M:%S"))
-    except (ValueError, OverflowError):
-        return None
-    return end - now_ns / 1e9
+    end = local_time(job.end_time if job else None)
+    return None if end is None else end - now_ns / 1e9
 
 
 def parse_show_job(text: str) -> tuple[JobState, ...]:

@@ -8,6 +8,7 @@ call them invalid, with rc 0.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterable, Iterator
 
 from hpc_elastic.errors import HpcElasticError, UsageError
@@ -150,11 +151,18 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
 
 
+def local_time(text: str | None) -> float | None:
+    """``2026-11-21T02:15:51`` in this host's time zone → seconds since the epoch; None: Slurm names no time."""
+    try:
+        return time.mktime(time.strptime(text or "", "%Y-%m-%dT%H:%M:%S"))
+    except (ValueError, OverflowError):
+        return None
+
+
 def _shown(text: str) -> str:
     return text if len(text) <= 120 else text[:117] + "..."
 
 
-MAX_ITEMS = 1 << 17
 _COUNTED = re.compile(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?\Z")
 _PARENTHESES = re.compile(r"\([^()]*\)")
 
@@ -167,8 +175,8 @@ def expand_counts(text: str) -> tuple[int, ...]:
         if match is None:
             raise ValueError("is not of the form 4(x2),1")
         repeat = int(match.group(2) or 1)
-        if repeat < 1 or len(counts) + repeat > MAX_ITEMS:
-            raise ValueError(f"counts no node, or more than {MAX_ITEMS}")
+        if repeat < 1 or len(counts) + repeat > MAX_HOSTS:
+            raise ValueError(f"counts no node, or more than {MAX_HOSTS}")
         counts += [int(match.group(1))] * repeat
     return tuple(counts)
 

@@ -36,7 +36,6 @@ from hpc_elastic.worker_api import heartbeat
 
 TRUST_VARIABLE = "HPC_ELASTIC_TRUST_COPIES"
 _MADE = "made"
-_LONGEST_HEAD = 4 << 20
 
 
 class UnreadableObjectError(UnreadableFileError):
@@ -124,7 +123,7 @@ def _was_made_here(path: Path, file: BufferedReader, made: object) -> bool:
 
 def _head(path: Path, file: BufferedReader) -> dict[str, Any]:
     try:
-        value = json.loads(file.readline(_LONGEST_HEAD))
+        value = json.loads(file.readline(4 << 20))
     except ValueError as error:
         raise UnreadableObjectError(path=str(path), why=f"torn: {error}") from None
     if not isinstance(value, dict) or codec.version_problem(value):
@@ -381,7 +380,6 @@ def _names(folder: Path) -> list[str]:
         return []
 
 
-EXECUTOR_VARIABLE = "SUBMITIT_EXECUTOR"
 FOLDER_VARIABLE = "SUBMITIT_FOLDER"
 JOB_VARIABLE = "HPC_ELASTIC_JOB_ID"
 """Names the job in a submitted function's worker, as `ElasticJob.job_id` has it."""
@@ -419,4 +417,5 @@ def job_id_of(env: Mapping[str, str], run_dir: Path) -> str:
 
 def submitit_variables(env: Mapping[str, str], place: WorkerPlace, terms: CallTerms) -> dict[str, str]:
     """The variables by which ``submitit.JobEnvironment()`` recognises our workers."""
-    return {EXECUTOR_VARIABLE: "elastic", FOLDER_VARIABLE: terms.folder, JOB_VARIABLE: job_id_of(env, place.run_dir)}
+    job_id = job_id_of(env, place.run_dir)
+    return {"SUBMITIT_EXECUTOR": "elastic", FOLDER_VARIABLE: terms.folder, JOB_VARIABLE: job_id}

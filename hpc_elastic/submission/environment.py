@@ -95,7 +95,6 @@ class ElasticJobEnvironment(JobEnvironment):  # type: ignore[misc]
         """The nodes of this round, that of rank 0 first."""
         from hpc_elastic.base.clock import SystemClock
         from hpc_elastic.launch.run_status import read_status
-        from hpc_elastic.run.paths import RunPaths
 
         run_dir = os.environ.get("HPC_ELASTIC_RUN_DIR")
         if run_dir is None or "SLURM_JOB_ID" not in os.environ:

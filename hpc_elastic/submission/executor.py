@@ -14,7 +14,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -165,9 +165,6 @@ def _write_call(paths: RunPaths, request: Request, call: Call, limit: int) -> No
         )
 
 
-R = TypeVar("R", covariant=True)
-
-
 class ElasticDebugJob(DebugJob):  # type: ignore[misc]
     """submitit's own debug job, a world of one rank: its exceptions come out as they are, in a debugger first."""
 
@@ -279,7 +276,7 @@ class ElasticExecutor(Executor):  # type: ignore[misc]
         wanted = {**self.parameters, **changed}
         if "max_num_timeout" in changed:
             self.max_num_timeout = changed["max_num_timeout"]
-        self._parsed(wanted, "any", os.environ)
+        self._parsed(wanted, "any")
         self.parameters.update(changed)
 
     @property
@@ -287,12 +284,12 @@ class ElasticExecutor(Executor):  # type: ignore[misc]
         """``slurm``, ``local`` or ``debug``."""
         asked: str = self.parameters.get("cluster", "auto")
         if asked == "auto":
-            asked = self._parsed(self.parameters, "any", os.environ).get("cluster") or "auto"
+            asked = self._parsed(self.parameters, "any").get("cluster") or "auto"
         return cluster_here(asked, os.environ)
 
-    def _parsed(self, parameters: Mapping[str, Any], name: str, env: Mapping[str, str]) -> Parsed:
+    def _parsed(self, parameters: Mapping[str, Any], name: str) -> Parsed:
         slurm = parameters.get("cluster", "auto") in ("auto", "slurm")
-        parsed = names.parsed_options(parameters, job_name=name, env=env, slurm=slurm)
+        parsed = names.parsed_options(parameters, job_name=name, env=os.environ, slurm=slurm)
         with explaining(parsed):
             check_values(parsed)
         return parsed
@@ -315,7 +312,6 @@ class ElasticExecutor(Executor):  # type: ignore[misc]
 
     def _request(self, calls: tuple[Call, ...], *, many: int) -> Request:
         """`many`: the number of calls that share a submission's size limit."""
-        env = os.environ
         name = function_name(calls[0].function)
         terms = CallTerms(
             name=name,
@@ -326,7 +322,7 @@ class ElasticExecutor(Executor):  # type: ignore[misc]
             sys_path=own_sys_path(),
         )
         parameters = {"max_num_timeout": self.max_num_timeout, **self.parameters}
-        parsed = self._parsed(parameters, name, env)
+        parsed = self._parsed(parameters, name)
         return Request(
             calls=calls,
             terms=terms,
@@ -335,7 +331,7 @@ class ElasticExecutor(Executor):  # type: ignore[misc]
             runs_dir=Path(os.path.abspath(JobPaths.get_first_id_independent_folder(self.folder))),
             python=self.python or parsed.get("python") or sys.executable,
             largest=int(self.max_pickle_size_gb * (1 << 30) / many),
-            env=env,
+            env=os.environ,
         )
 
 

@@ -159,7 +159,12 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
         """Ranks of the newest round; before the first, the planned ones."""
         if self._rank is not None:
             return 1
-        return outcome.world_size(self._run) or self._planned_ranks()
+        if begun := outcome.world_size(self._run):
+            return begun
+        spec = self._spec()
+        if spec is None:
+            return 1
+        return spec.max_nodes * (int(spec.nproc_per_node) if spec.nproc_per_node.isdigit() else 1)
 
     @property
     def task_id(self) -> int | None:
@@ -219,7 +224,10 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
             return False
         now = time.monotonic()
         self._over_since = now if self._over_since is None else self._over_since
-        if not self._run.begun_attempts() and self._has_never_begun():
+        # Files of a job that did begin may be seen here only later.
+        if not self._run.begun_attempts() and (
+            self.cluster != "slurm" or self.watcher.get_state(self._watched, mode="cache") in _WITHOUT_A_START
+        ):
             return True
         if now - self._over_since < _SETTLE_SECONDS:
             return False
@@ -250,12 +258,6 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
 
     def _answers(self) -> int:
         return self.watcher.answers_about(self._watched) if self.cluster == "slurm" else 0
-
-    def _has_never_begun(self) -> bool:
-        """Whether it surely never began. Files of one that did may be seen here only later."""
-        if self.cluster != "slurm":
-            return True
-        return self.watcher.get_state(self._watched, mode="cache") in _WITHOUT_A_START
 
     def wait(self) -> None:
         """Return when it is `done`."""
@@ -429,13 +431,6 @@ class ElasticJob(Job[R], Generic[R]):  # type: ignore[misc]
             return load_run_spec(self._run.run_json)
         except UnreadableRunError:
             return None
-
-    def _planned_ranks(self) -> int:
-        spec = self._spec()
-        if spec is None:
-            return 1
-        per_node = int(spec.nproc_per_node) if spec.nproc_per_node.isdigit() else 1
-        return spec.max_nodes * per_node
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -24,7 +24,6 @@ from hpc_elastic.workers import tree
 
 _MODULE = "hpc_elastic.submission.local_process"
 _LOOK_SECONDS = 0.2
-_EXEC_LOOKS, _EXEC_LOOK_SECONDS = 50, 0.01
 _children: dict[int, subprocess.Popen[bytes]] = {}
 """Launchers that this process started, to be waited for when they have ended."""
 
@@ -93,10 +92,10 @@ def _launcher(paths: RunPaths, facts: Mapping[str, object]) -> tree.Proc | None:
     proc = tree.look_at(pid) if type(pid) is int and pid > 1 else None
     if proc is None or proc.is_dead or proc.starttime != facts.get("starttime"):
         return None
-    words, looks = command_line(proc.pid), 0
-    while not words and looks < _EXEC_LOOKS:  # an execve is just under way: the kernel sets the arguments last
-        time.sleep(_EXEC_LOOK_SECONDS)
-        words, looks = command_line(proc.pid), looks + 1
+    for _ in range(51):  # an execve may just be under way: the kernel sets the arguments last
+        if words := command_line(proc.pid):
+            break
+        time.sleep(0.01)
     root = os.path.realpath(paths.root)
     return proc if any(os.path.realpath(word) == root for word in words if word.startswith("/")) else None
 

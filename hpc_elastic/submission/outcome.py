@@ -82,7 +82,6 @@ def as_cause(error: BaseException | None, head: dict[str, Any]) -> BaseException
     return found
 
 
-STREAMS = ("stdout", "stderr")
 _LONGEST_REPORT = 64 << 10
 
 

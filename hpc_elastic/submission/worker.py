@@ -174,9 +174,7 @@ class _Leave(SystemExit):
 def main(arguments: Sequence[str] = ()) -> None:
     """Run. Ends the process with 0, 1, or 93 where no other attempt is wanted."""
     sys.argv = [__file__, *arguments]
-    place = WorkerPlace.from_env(os.environ)
-    worker = _Worker(place)
-    sys.exit(worker.run())
+    sys.exit(_Worker(WorkerPlace.from_env(os.environ)).run())
 
 
 class _Worker:
@@ -241,8 +239,6 @@ class _Worker:
     def _head(self) -> dict[str, Any]:
         return {"rank": self._place.rank, "world_size": self._place.world_size}
 
-    # -- a notice -------------------------------------------------------------------------------------------------
-
     def _on_notice(self, number: int, frame: FrameType | None) -> None:
         """Runs in the main thread, between two bytecodes of the user's function."""
         assert self._call is not None
@@ -284,8 +280,6 @@ class _Worker:
             return time.time() - load_attempt(self._attempt.attempt_json).started_ns / 1e9
         except UnreadableAttemptError:
             return time.monotonic() - _STARTED
-
-    # -- a failure ------------------------------------------------------------------------------------------------
 
     def _fail(self, error: BaseException, code: int) -> int:
         """Leave the exception for the submitting program, and the report."""

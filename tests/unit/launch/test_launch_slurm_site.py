@@ -183,8 +183,6 @@ def partitions(*names: Sequence[str]) -> tuple[PartitionNodes, ...]:
         PartitionNodes(
             name=f"p{index}",
             default=False,
-            total=len(hosts),
-            usable=len(hosts) - 1,
             names=frozenset(hosts),
             usable_names=frozenset(hosts[1:]),
         )

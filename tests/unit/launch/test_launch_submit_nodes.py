@@ -16,10 +16,8 @@ from hpc_elastic.slurm.errors import SlurmUnavailableError
 from tests.rigs.specs import make_spec
 
 NAMES = frozenset({"n1", "n2", "n3", "n4", "n5", "n6"})
-MAIN = PartitionNodes(name="main", default=True, total=6, usable=6, names=NAMES, usable_names=NAMES)
-OTHER = PartitionNodes(
-    name="x", default=False, total=1, usable=1, names=frozenset({"x1"}), usable_names=frozenset({"x1"})
-)
+MAIN = PartitionNodes(name="main", default=True, names=NAMES, usable_names=NAMES)
+OTHER = PartitionNodes(name="x", default=False, names=frozenset({"x1"}), usable_names=frozenset({"x1"}))
 SPEC = make_spec(run_id="r", min_nodes=2, max_nodes=4)
 UNAVAILABLE = SlurmUnavailableError(what="asking", why="Unable to contact slurm controller")
 
@@ -55,7 +53,7 @@ def remark(
     job = SlurmJob(
         spec=replace(SPEC, spares=spares), options=SbatchOptions(nodes=nodes), asked_nodes=f"--nodes {nodes}"
     )
-    return check_node_count(job, partitions, users)
+    return check_node_count(job, partitions, frozenset(users))
 
 
 def test_as_many_nodes_as_there_are() -> None:
@@ -63,7 +61,7 @@ def test_as_many_nodes_as_there_are() -> None:
     assert remark("2-9") is None, "the least is enough"
     assert remark("4", "n1", "n2", "n9") is None
     assert remark("99", partitions=()) is None, "nobody knows"
-    down = replace(MAIN, usable=4, usable_names=NAMES - {"n1", "n2"})
+    down = replace(MAIN, usable_names=NAMES - {"n1", "n2"})
     assert remark("4", partitions=(down,)) is None
     assert remark("5", partitions=(down,)) == "only 4 of the 6 nodes of partition main are up now"
     some = remark("4", "n6", partitions=(down,))

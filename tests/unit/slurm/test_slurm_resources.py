@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hpc_elastic.slurm.notation import MAX_ITEMS, device_count, expand_counts, gpu_count
+from hpc_elastic.slurm.notation import MAX_HOSTS, device_count, expand_counts, gpu_count
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ def test_counts(text: str, counts: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "x", "4(x)", "4(x0)", "4x2", "-1", "4(x2", ",", "1,,2", f"1(x{MAX_ITEMS + 1})", "٣"]
+    "text", ["", "x", "4(x)", "4(x0)", "4x2", "-1", "4(x2", ",", "1,,2", f"1(x{MAX_HOSTS + 1})", "٣"]
 )
 def test_counts_refuse_nonsense(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not|counts no node"):
