@@ -22,7 +22,7 @@ from hpc_elastic.base.text import duration, plural
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.failures.nccl_ras import Communicator, RasReport, find_culprits, parse_json
 from hpc_elastic.run.suspicions import Source
-from hpc_elastic.workers.sockets import Address, has_socket, serving_socket
+from hpc_elastic.workers.sockets import Address, serving_socket, socket_inodes
 from hpc_elastic.workers.tree import TAG_VARIABLE, Environ, own_processes_where
 
 if TYPE_CHECKING:
@@ -240,4 +240,5 @@ class NcclWatch:
             return bool(tag) and not str(tag).startswith(f"{self._run_uid}:")
 
         others = own_processes_where(lambda _, environ: is_of_another_run(environ))
-        return "a process of another run listens there" if any(has_socket(one.pid, inode) for one in others) else ""
+        is_others = any(inode in socket_inodes(one.pid) for one in others)
+        return "a process of another run listens there" if is_others else ""

@@ -34,8 +34,6 @@ NOT_RETRYABLE_EXIT_CODE = 93
 
 
 class Classification(Struct, frozen=True, kw_only=True):
-    """A failure's place, with the reason in words for the report."""
-
     failure_class: FailureClass
     category: Category
     retryable: bool
@@ -115,15 +113,9 @@ def classify(
 ) -> Classification:
     """Say what kind of failure a worker's end was.
 
-    Args:
-        facts: What its agent saw.
-        chain: The exception that ended it and those before it, the last one first; empty where none is known.
-        message: What else ended it: looked at only where no exception is known.
-        node_bytes: The node's memory, 0 for not known: a larger request is no full memory.
-        stderr_tail: The last lines of stderr: looked at only where no exception is known.
-        printed_tail: The last lines of stdout, where they are what explains the end.
-        is_said: `message` is what the process printed right before its end.
-        overcommits: The node's kernel refuses no size that the node has (`host_facts.overcommits_memory`).
+    `chain`: the exception that ended it and those before it, the last one first; the texts count only where there is
+    none. `printed_tail`: of stdout, where that explains the end. `is_said`: the process printed `message` right before
+    its end. `node_bytes`: 0 for not known. `overcommits`: the kernel refuses no size that the node has.
     """
     number = signal_of(facts.exitcode)
     exception_type = chain[0].exception_type if chain else ""
@@ -164,8 +156,7 @@ def classify(
             failure_class, reason = words.failure_class, words.says
         elif not exception_type and number in _ASKED_TO_END and not is_said:
             failure_class = FailureClass.INFRASTRUCTURE
-            came = f"{signal_name(number)} {NOT_OURS}"
-            reason = f"{came}: {FROM_SLURM}"
+            reason = f"{signal_name(number)} {NOT_OURS}: {FROM_SLURM}"
         else:
             failure_class = FailureClass.ROOT
             said = f"{message}\n{printed_tail or stderr_tail}"
@@ -226,7 +217,6 @@ def kind_of(failure: WorkerFailure) -> tuple[str, str, int]:
 
 
 def is_same_failure(one: WorkerFailure, other: WorkerFailure) -> bool:
-    """Tell whether a report may call two failures the same."""
     return one.fingerprint == other.fingerprint or kind_of(one) == kind_of(other)
 
 
@@ -300,16 +290,12 @@ def is_stop_noise(chain: Sequence[RaisedException]) -> bool:
     if not chain:
         return False
     first = chain[-1]
-    name = first.exception_type.rsplit(".", 1)[-1]
-    return re.match(_TYPE, name) is not None or re.search(_TEXT, first.message) is not None or _is_in_handler(first)
-
-
-def _is_in_handler(raised: RaisedException) -> bool:
-    """Python called the function by itself: the line that seems to call it does not name it."""
-    if len(raised.frames) < 2 or not raised.caller:
+    if re.match(_TYPE, first.exception_type.rsplit(".", 1)[-1]) or re.search(_TEXT, first.message):
+        return True
+    if len(first.frames) < 2 or not first.caller:
         return False
-    function = raised.frames[-1].function
-    return re.search(_HANDLER, function) is not None and function not in raised.caller
+    function = first.frames[-1].function  # of a handler: the line that seems to call it does not name it
+    return re.search(_HANDLER, function) is not None and function not in first.caller
 
 
 _EXIT_USAGE = 2
@@ -341,10 +327,7 @@ _HYDRA_RAN = re.compile(r"^Error executing job with overrides: |^Traceback \(mos
 
 
 def is_wrong_call(exception_type: str, exitcode: int, said: str) -> bool:
-    """Tell whether a script that reported no step could not start with its options, configuration or modules.
-
-    Such a call fails again in the same way, so it is not started again.
-    """
+    """Tell whether a script that reported no step could not start with its options, configuration or modules."""
     name = exception_type.rsplit(".", 1)[-1]
     if name in _TYPES or _RAISED.match(exception_type):
         return True

@@ -1,8 +1,6 @@
 """Compares what each rank was doing when a round broke, and finds the rank that differs from the others. Pure.
 
-A collective that fails shows that *some* rank did not come to it. The ranks show together which one it was: one was in
-no collective while the others waited in one, or in another collective; the watchdogs' sequence numbers are lower on one
-rank; torch's own comparison (``TORCH_DISTRIBUTED_DEBUG=DETAIL``) or `monitored_barrier` names it. An agent makes an
+A collective that fails shows that *some* rank did not come to it; the ranks show together which one. An agent makes an
 `Activity` of each of its ranks, from the traceback that the rank printed or from the stack that it left; the report
 compares those of all nodes.
 """
@@ -30,11 +28,8 @@ from hpc_elastic.run.activities import MOST_NAMED, Activity, Doing
 
 MOST_SUSPECTS = 8
 _SAYS_LIMIT = 400
-
-
 _POINT_TO_POINT = ("recv", "irecv", "send", "isend", "batch_isend_irecv", "recv_object_list", "send_object_list")
 _PARTNER = re.compile(r"\b(?:src|dst)\s*=\s*(\d+)\b")
-"""The rank that a send or receive is with, where the script's line names it."""
 _ROOTED = ("gather", "gather_object", "reduce", "broadcast", "broadcast_object_list", "scatter", "scatter_object_list")
 """Collectives that one rank leaves later than the others, by their nature."""
 _COLLECTS = ("gather", "gather_object", "reduce")
@@ -80,7 +75,7 @@ def activity_of_stack(
     Args:
         rank: Its global rank.
         frames: Its main thread's, outermost call first; empty: none could be had.
-        syscall: The system call that its main thread was in before it was asked.
+        syscall: Its main thread's before it was asked.
         line: The source of the innermost frame of the user's code.
         is_ending: It left its stacks, and its main thread had no Python in it any more.
     """
@@ -123,7 +118,6 @@ def _partner(call: str, text: str) -> int | None:
 
 
 def _call_of(frames: Sequence[Frame]) -> tuple[Doing, str]:
-    """The library's call that the user's code was in, and its kind."""
     at = len(frames)
     while at > 0 and not user_frames(frames[at - 1 : at]):
         at -= 1
@@ -172,7 +166,6 @@ _SIZES = re.compile(r"op\.preamble\.(?:length|nbytes) <= op\.nbytes\. (\d+) vs (
 
 
 def _read_messages(rank: int, text: str) -> dict[str, Any]:
-    """The fields of an `Activity` that messages show."""
     sequence, operation, peer = None, "", None
     if works := _WORK.findall(text):
         number, kind, into, out = works[-1]
@@ -230,7 +223,6 @@ class RankComparison(Struct, frozen=True, kw_only=True):
 
 
 _WRONG_SIZE = "the world size that the script gives is too large"
-_WRONG_RANKS = "the ranks that the script gives are not this job's"
 
 
 def is_with_the_others(activity: Activity, activities: Sequence[Activity]) -> bool:
@@ -265,7 +257,10 @@ def compare_ranks(activities: Sequence[Activity], *, hosts: Mapping[int, str] | 
                 replace(suspect, host=where.get(suspect.rank, "")) for suspect in found.suspects[:MOST_SUSPECTS]
             )
             return replace(found, suspects=tuple(suspects))
-    return RankComparison(says=_of_all_dumps(recorded))
+    if recorded.suspects:  # they left no dump
+        ranks = ranks_text([one.rank for one in recorded.suspects])
+        return RankComparison(says=f"{ranks} {recorded.suspects[0].reason}")
+    return RankComparison(says=recorded.says if any(group.waiting for group in recorded.groups) else "")
 
 
 def _blame(whys: Mapping[int, str], says: str = "") -> RankComparison:
@@ -298,14 +293,6 @@ def _by_flight_recorder(known: Mapping[int, Activity], *, recorded: Analysis) ->
     if is_open and (other := next((one for rank, one in known.items() if rank not in whys), None)) is not None:
         whys = {rank: f"{why}, and the others were {other.where}" for rank, why in whys.items()}
     return replace(_blame(whys), is_open=is_open) if whys else None
-
-
-def _of_all_dumps(recorded: Analysis) -> str:
-    """The collective that ranks wait in where no rank differs; empty: none waits."""
-    if recorded.suspects:  # they left no dump
-        ranks = [one.rank for one in recorded.suspects]
-        return f"{ranks_text(ranks)} {recorded.suspects[0].reason}"
-    return recorded.says if any(group.waiting for group in recorded.groups) else ""
 
 
 def _by_operation(known: Mapping[int, Activity]) -> RankComparison | None:
@@ -351,7 +338,8 @@ def _by_store(known: Mapping[int, Activity], *, workers: int) -> RankComparison 
         if rank >= workers:
             return RankComparison(says=f"{come}, and {plural(workers, 'worker')} run: {_WRONG_SIZE}", is_of_all=True)
         if rank in waiting:
-            return RankComparison(says=f"{come}, rank {rank} of this job too: {_WRONG_RANKS}", is_of_all=True)
+            why = "the ranks that the script gives are not this job's"
+            return RankComparison(says=f"{come}, rank {rank} of this job too: {why}", is_of_all=True)
         does = f"; it was {known[rank].where}" if rank in known and known[rank].doing is not Doing.UNKNOWN else ""
         return _blame({rank: f"{ranks_text(waiting)} waited for it to join the process group in vain{does}"})
     others = {
@@ -401,7 +389,6 @@ def _outside(known: Mapping[int, Activity]) -> RankComparison | None:
 
 
 def _by_call(known: Mapping[int, Activity]) -> RankComparison | None:
-    """Another collective, or another place of the script."""
     inside = {rank: activity for rank, activity in known.items() if activity.doing in WAITS_FOR_RANKS}
     calls = {rank: activity.call for rank, activity in inside.items() if activity.call}
     places = {rank: activity.at for rank, activity in inside.items() if activity.at and (activity.call or not calls)}

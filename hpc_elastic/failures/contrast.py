@@ -1,13 +1,9 @@
 """Contrasts nodes: the same failure on all workers of some nodes, and on none elsewhere. Pure.
 
-A package, a library or a file that is missing on one node raises the same exception in every worker there. That is a
-fact about the node: another attempt without it may go well. The same exception on all nodes is the user's mistake, and
-another attempt would end the same way. The coordinator asks `apart_in_round` when a round has broken, the report asks
-it for the same round afterwards.
-
-Whether the workers elsewhere would have failed a moment later shows only where they got that moment
-(`WorkerFailure.waited`), or where they had come to a collective, and failed in it when the peer was gone. A failure
-after which all were ended at once is contrasted with nothing.
+What is missing on one node raises the same exception in every worker there, and another attempt without that node may
+go well; the same exception on all nodes is the user's mistake. Whether the workers elsewhere would have failed a moment
+later shows only where they got that moment (`WorkerFailure.waited`), or where they had come to a collective, and failed
+in it when the peer was gone. A failure after which all were ended at once is contrasted with nothing.
 """
 
 from __future__ import annotations

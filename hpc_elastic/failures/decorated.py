@@ -67,10 +67,7 @@ def undecorate(text: str) -> str:
 
 def _strip_prefix(lines: list[str], at: int, before: str) -> None:
     """Take the prefix from the lines that follow, too, where it stands before the first frame."""
-    parts = _CLOCK.split(before)
-    clocks = _CLOCK.findall(before)
-    shapes = [re.escape(part) + (r"[\d:.,-]+" if index < len(clocks) else "") for index, part in enumerate(parts)]
-    prefix = re.compile("".join(shapes))
+    prefix = re.compile(r"[\d:.,-]+".join(re.escape(part) for part in _CLOCK.split(before)))
     if at + 1 >= len(lines) or not (match := prefix.match(lines[at + 1])):
         return
     if not lines[at + 1][match.end() :].startswith((_FRAME, "  + Exception Group")):
@@ -122,8 +119,6 @@ def read_json_line(line: str) -> tuple[str, str]:
         values = json.loads(line[start:])
     except (ValueError, RecursionError):
         return "", ""
-    if not isinstance(values, dict):
-        return "", ""
     traceback = next(_tracebacks(values), "")
     said = [_first_text(values, _TITLES), "" if traceback else _first_text(values, _REASONS)]
     return traceback, ": ".join(text for text in said if text)
@@ -171,35 +166,25 @@ _GUIDES = r"[│|] ?"
 _PATH_LINES = 6
 
 
-def plain_tracebacks(lines: list[str], header: str) -> None:
+def plain_tracebacks(lines: list[str]) -> None:
     """Rewrite every box in `lines` in place, line by line, so that each keeps its number."""
     for top, line in enumerate(lines):
         if TITLE not in line or not re.match(_TOP, line):
             continue
-        bottom = next(
-            (at for at in range(top + 1, min(len(lines), top + _MOST_LINES)) if re.match(_BOTTOM, lines[at])), 0
-        )
-        if bottom:
-            lines[top] = header
-            _rewrite(lines, top + 1, bottom)
-
-
-def _rewrite(lines: list[str], first: int, bottom: int) -> None:
-    inside = [_inside(line) for line in lines[first:bottom]]
-    lines[first : bottom + 1] = [INSIDE] * (bottom + 1 - first)
-    at = 0
-    while at < len(inside):
-        taken, place = _place(inside, at)
-        if place is not None:
-            lines[first + at] = f'  File "{place[1]}", line {place[2]}, in {place[3]}'
-        elif source := re.match(_SOURCE, inside[at]):
-            lines[first + at] = f"    {re.sub(_GUIDES, '', source[1]).strip()}"
-        at += taken
-
-
-def _inside(line: str) -> str:
-    match = re.match(_SIDES, line)
-    return match[1] if match else ""
+        first, end = top + 1, min(len(lines), top + _MOST_LINES)
+        bottom = next((at for at in range(first, end) if re.match(_BOTTOM, lines[at])), None)
+        if bottom is None:
+            continue
+        inside = [match[1] if (match := re.match(_SIDES, line)) else "" for line in lines[first:bottom]]
+        lines[top : bottom + 1] = [HEADER] + [INSIDE] * (bottom - top)
+        at = 0
+        while at < len(inside):
+            taken, place = _place(inside, at)
+            if place is not None:
+                lines[first + at] = f'{_FRAME}{place[1]}", line {place[2]}, in {place[3]}'
+            elif source := re.match(_SOURCE, inside[at]):
+                lines[first + at] = f"    {re.sub(_GUIDES, '', source[1]).strip()}"
+            at += taken
 
 
 def _place(inside: list[str], at: int) -> tuple[int, re.Match[str] | None]:

@@ -31,7 +31,6 @@ from hpc_elastic.failures.failure_text import MESSAGE_LIMIT, TEXT_LIMIT
 from hpc_elastic.failures.ranking import Category
 
 OWN_KEY = "hpc_elastic"
-OWN_VERSION = 1
 _WHOLE = 2 << 20
 """A file up to this size is parsed as JSON; of a larger one the parts that matter are picked out."""
 _HEAD = 128 << 10
@@ -39,7 +38,6 @@ _TAIL = 64 << 10
 _STEP = 256 << 10
 _FEW = 64
 _SCAN = 32 << 20
-"""How far into a large file the traceback is looked for."""
 
 # Unrolled: one step of the regex engine for each character takes 150 bytes, of a long message 40 MB.
 _STRING = r'\s*:\s*"([^"\\]*(?:\\.[^"\\]*)*)'
@@ -68,9 +66,7 @@ class ErrorFile(Struct, frozen=True, kw_only=True):
 def read_error_file(path: Path | str, *, seek_traceback: bool = True) -> ErrorFile:
     """Read an error file of any origin and state. Never raises; reads at most 32 MiB and holds far less.
 
-    Args:
-        path: Where.
-        seek_traceback: Look for it in a file of more than 2 MiB, too: some milliseconds.
+    `seek_traceback`: in a file of more than 2 MiB, too: some milliseconds.
     """
     try:
         return _read(os.fspath(path), seek_traceback=seek_traceback)
@@ -88,14 +84,9 @@ def error_data(
     error_code: int | None = None,
     own: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Make the JSON object to write: torch's shape, and our keys beside it.
+    """Make the JSON object to write: torch's shape, and our keys (`own`) beside it.
 
-    Args:
-        message: ``ValueError: bad batch``.
-        traceback: Shown by torch's readers in place of the message; where there is none the message stands for it.
-        timestamp_ns: Nanoseconds since the epoch; torch's field gets whole seconds.
-        error_code: The process's exit code, where it is known.
-        own: The values under ``hpc_elastic``.
+    torch's readers show the traceback in place of the message; where there is none the message stands for it.
     """
     inner: dict[str, Any] = {
         "message": message,
@@ -103,21 +94,13 @@ def error_data(
     }
     if error_code is not None:
         inner["errorCode"] = error_code
-    return {"message": inner, OWN_KEY: {"version": OWN_VERSION, "timestamp_ns": timestamp_ns, **(own or {})}}
+    return {"message": inner, OWN_KEY: {"version": 1, "timestamp_ns": timestamp_ns, **(own or {})}}
 
 
 def write_error_data(path: Path | str, data: Mapping[str, Any]) -> None:
     """Write an error file through a temporary one and ``os.replace``; raises OSError."""
     # ASCII only: a message may hold lone surrogates, which no encoding of the file could store.
     write_private(Path(path), json.dumps(data, default=str))
-
-
-def error_code_set(data: dict[str, Any], error_code: int) -> dict[str, Any]:
-    """`data` with the child's exit code as ``message.errorCode``, where message is an object; torch does the same."""
-    message = data.get("message")
-    if isinstance(message, dict):
-        return {**data, "message": {**message, "errorCode": error_code}}
-    return data
 
 
 def _read(path: str, *, seek_traceback: bool) -> ErrorFile:
@@ -127,7 +110,11 @@ def _read(path: str, *, seek_traceback: bool) -> ErrorFile:
         if not stat.S_ISREG(info.st_mode):
             return ErrorFile(problem="unreadable: not a regular file")
         if info.st_size > _WHOLE:
-            return _read_large(fd, info.st_size, seek_traceback=seek_traceback)
+            head = _pread(fd, _HEAD, 0).decode("utf-8", "replace")
+            tail = _pread(fd, _TAIL, info.st_size - _TAIL).decode("utf-8", "replace")
+            at = _find(fd, b'"py_callstack"', min(info.st_size, _SCAN)) if seek_traceback else -1
+            stack = _pread(fd, _HEAD, at).decode("utf-8", "replace") if at >= 0 else ""
+            return _salvaged(head, stack, tail, f"cut: {info.st_size} bytes long, only its parts were read")
         raw = _pread(fd, _WHOLE, 0)
     finally:
         os.close(fd)
@@ -162,12 +149,11 @@ def _understand(data: dict[str, Any]) -> ErrorFile:
         text = json.dumps(data, default=str)
     elif text is None or not isinstance(text, str):
         text = "" if text is None else json.dumps(text, default=str)
-    traceback = cut_middle(clean_text(stack), TEXT_LIMIT) if isinstance(stack, str) else ""
     return ErrorFile(
         problem=problem,
         data=data,
         message="" if text == "<NONE>" else _clip(text),
-        traceback=traceback,
+        traceback=cut_middle(clean_text(stack), TEXT_LIMIT) if isinstance(stack, str) else "",
         timestamp_ns=_nanoseconds(own.get("timestamp_ns"), when),
         own=own,
     )
@@ -184,17 +170,7 @@ def _nanoseconds(fine: object, seconds: object) -> int | None:
 
 
 def _clip(text: str) -> str:
-    return cut_end(
-        clean_text(text[: 2 * MESSAGE_LIMIT]) if len(text) > 2 * MESSAGE_LIMIT else clean_text(text), MESSAGE_LIMIT
-    )
-
-
-def _read_large(fd: int, size: int, *, seek_traceback: bool) -> ErrorFile:
-    head = _pread(fd, _HEAD, 0).decode("utf-8", "replace")
-    tail = _pread(fd, _TAIL, size - _TAIL).decode("utf-8", "replace")
-    at = _find(fd, b'"py_callstack"', min(size, _SCAN)) if seek_traceback else -1
-    stack = _pread(fd, _HEAD, at).decode("utf-8", "replace") if at >= 0 else ""
-    return _salvaged(head, stack, tail, f"cut: {size} bytes long, only its parts were read")
+    return cut_end(clean_text(text[: 2 * MESSAGE_LIMIT]), MESSAGE_LIMIT)
 
 
 def _find(fd: int, marker: bytes, end: int) -> int:
@@ -256,11 +232,7 @@ def _json_string(body: str) -> str:
 
 
 def write_own_failure(path: Path | str, error: BaseException, *, role: str, host: str, now_ns: int) -> None:
-    """Write what ended an agent or a supervisor (`role`), by the wall clock of its host.
-
-    Raises:
-        OSError: the disk is full, the folder is gone …
-    """
+    """Write what ended an agent or a supervisor (`role`), by the wall clock of its host; raises OSError."""
     text = clean_text("".join(traceback.format_exception(error)))
     own = {"host": host, "role": role, "pid": os.getpid(), "category": Category.PLATFORM.value}
     write_summary(path, describe_error(error), traceback_text=cut_middle(text, TEXT_LIMIT), now_ns=now_ns, own=own)
@@ -275,11 +247,7 @@ def write_summary(
     error_code: int | None = None,
     own: dict[str, object] | None = None,
 ) -> None:
-    """Write an error file about what no worker left one of: a lost node, too few nodes, a failure of our own.
-
-    Raises:
-        OSError: the disk is full, the folder is gone …
-    """
+    """Write what no worker left a file of: a lost node, too few nodes, a failure of our own; raises OSError."""
     text = cut_end(clean_text(message), MESSAGE_LIMIT)
     data = error_data(message=text, traceback=traceback_text, timestamp_ns=now_ns, error_code=error_code, own=own)
     write_error_data(path, data)

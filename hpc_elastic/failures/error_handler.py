@@ -6,13 +6,13 @@ at all; a torn or foreign one raises nothing and is passed on as far as it could
 ties; `host` is where it happened; both errors pickle; nothing that fails here hides the failure that is on its way up.
 
 The report does not need `record`, since the agent finds a traceback in stderr.log; a recorded one is exact, has the
-time at which it was raised, and reaches outer schedulers. The *verdict* on the cause is another thing:
-``report.verdict``.
+time at which it was raised, and reaches outer schedulers.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import os
 import socket
@@ -20,22 +20,19 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field  # noqa: TID251  (torch's is one; no agent imports this module as it starts)
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
-
-from hpc_elastic.errors import HpcElasticError
-from hpc_elastic.failures.classify import signal_name
-from hpc_elastic.failures.error_file import ErrorFile, error_data, read_error_file
-
-if TYPE_CHECKING:
-    from hpc_elastic.failures.worker_failure import WorkerFailure
-
-import json
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from hpc_elastic.base.files import write_private
 from hpc_elastic.base.text import clean_text, cut_end, cut_middle
+from hpc_elastic.errors import HpcElasticError
+from hpc_elastic.failures.classify import signal_name
+from hpc_elastic.failures.error_file import ErrorFile, error_data, read_error_file
 from hpc_elastic.failures.failure_text import MESSAGE_LIMIT, TEXT_LIMIT, fingerprint
 from hpc_elastic.failures.traceback_text import find_python_traceback
+
+if TYPE_CHECKING:
+    from hpc_elastic.failures.worker_failure import WorkerFailure
 
 __all__ = ["ErrorHandler"]
 
@@ -179,7 +176,6 @@ def _ranks() -> dict[str, int]:
 
 
 NOT_AVAILABLE = "<N/A>"
-_WIDEST_RULE = 60
 
 
 @dataclass
@@ -191,7 +187,6 @@ class ProcessFailure:
         error_file_data: The file's JSON object; ``{"message": "<NONE>"}`` where none could be read.
         message: The file's ``message``, a string or torch's object; else one that names the signal or the exit code.
         timestamp: Whole seconds since the epoch by the worker's clock; now where there is no file.
-        timestamp_ns: The finer one, where the file has it.
     """
 
     local_rank: int
@@ -218,7 +213,10 @@ class ProcessFailure:
             self.message = content.data["message"] or self._exit_message()
         else:
             if content.timestamp_ns is None:
-                self.timestamp_ns = _modified_ns(path)
+                try:
+                    self.timestamp_ns = os.stat(path).st_mtime_ns
+                except OSError:
+                    self.timestamp_ns = time.time_ns()
             if content.found:
                 self.message = error_data(
                     message=content.message, traceback=content.traceback, timestamp_ns=self.timestamp_ns
@@ -274,7 +272,7 @@ class ChildFailedError(HpcElasticError):
         blocks = {rank: _block(index, rank, item) for index, (rank, item) in enumerate(self.failures.items())}
         others = [line for rank, lines in blocks.items() if rank != first for line in lines]
         widest = max(len(line) for lines in [[title], *blocks.values()] for line in lines)
-        border, section = (delimiter * min(widest, _WIDEST_RULE) for delimiter in (boarder_delim, section_delim))
+        border, section = (delimiter * min(widest, 60) for delimiter in (boarder_delim, section_delim))
         parts = [border, title, section, "Failures:", *(others or ["  <NO_OTHER_FAILURES>"])]
         parts += [section, "Root Cause (first observed failure):", *blocks[first], border]
         return "\n" + "\n".join(parts)
@@ -305,19 +303,11 @@ def _block(index: int, rank: int, failure: ProcessFailure) -> list[str]:
 
 
 def _shown(message: object) -> str:
-    """The traceback where there is one, else the message; later lines indented."""
     if isinstance(message, Mapping):
         extra = message.get("extraInfo")
         stack = extra.get("py_callstack") if isinstance(extra, Mapping) else None
         message = stack if stack is not None else message.get("message", NOT_AVAILABLE)
     return str(message).replace("\n", "\n  ")
-
-
-def _modified_ns(path: str) -> int:
-    try:
-        return os.stat(path).st_mtime_ns
-    except OSError:
-        return time.time_ns()
 
 
 _P = ParamSpec("_P")
@@ -329,10 +319,7 @@ def record(fn: Callable[_P, _R], error_handler: ErrorHandler | None = None) -> C
 
     Everything is raised again, except an exit with 0, for which the call returns None. A
     `ChildFailedError`, torch's or ours, passes the first child's file on. An exit with another code is a failure.
-
-    Args:
-        fn: The function.
-        error_handler: None: what `get_error_handler` gives.
+    Without `error_handler`, `get_error_handler` makes one.
 
     Example::
 
@@ -374,7 +361,6 @@ def _guarded(action: Callable[..., None], *args: Any) -> None:
 
 
 def _first_of_children(error: BaseException) -> Any:
-    """The first failure of a ChildFailedError, torch's included, which is not imported for this; else None."""
     if not any(base.__name__ == "ChildFailedError" for base in type(error).__mro__):
         return None
     try:

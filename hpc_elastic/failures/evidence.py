@@ -19,7 +19,6 @@ from hpc_elastic.failures.decorated import undecorate
 from hpc_elastic.failures.error_file import (
     OWN_KEY,
     ErrorFile,
-    error_code_set,
     error_data,
     read_error_file,
     write_error_data,
@@ -46,17 +45,11 @@ _STDOUT_TAIL = 32 << 10
 _SCAN_BACK = 64 << 20
 """How far back a traceback's header is looked for where the tail holds none: a message may be 30 MB long."""
 _FAR_PART = 192 << 10
-_SCRIPT_LIMIT = 1 << 20
-_TAIL_LINES = 20
 _TAIL_LINE = 300
 _HEADER = b"Traceback (most recent call last)"
-
-
 _LINE_END = re.compile(rb"\r\n?|\n")
 _NOT_AHEAD_NS = 1_000_000_000
 """An error file's time that is later than the end by more is by a clock that was set."""
-
-
 _LIVED_ON_NS = 2_000_000_000
 """A process that ends by a signal or an exit code of its own so long after it recorded an exception had handled it.
 torch writes whole seconds."""
@@ -80,13 +73,11 @@ def describe_failure(
     output: Output | None = None,
     is_alone: bool = False,
 ) -> WorkerFailure:
-    """Gather what is known about a worker's end. Never raises; some milliseconds.
+    """Gather what is known about a worker's end. Never raises; some milliseconds. No file need be there.
 
     Args:
         facts: What the agent saw, the rest of the record being left at its defaults.
-        error_file: The worker's ``TORCHELASTIC_ERROR_FILE``; it may not be there, torn, foreign …
-        stderr_log: What it printed; it may not be there.
-        stdout_log: Looked at where stderr says nothing; empty for none.
+        error_file: The worker's ``TORCHELASTIC_ERROR_FILE``; it may be torn, foreign …
         output: What is known of its output beside the files: the end that a full disk refused, and when it was printed.
         is_alone: Whether its agent got no signal: Slurm signals all processes of a step.
     """
@@ -114,14 +105,9 @@ def find_logged(stderr_log: Path | str) -> str:
 
 
 def read_failure(error_file: Path | str, *, facts: WorkerFailure) -> WorkerFailure | None:
-    """Read error.json back, whichever program wrote it.
+    """Read error.json back, whichever program wrote it; None where it holds no failure.
 
-    Args:
-        error_file: Where.
-        facts: Used where no agent completed the file (it died first): what can be guessed from elsewhere.
-
-    Returns:
-        The failure with its evidence; None where the file holds none.
+    `facts`: used where no agent completed the file (it died first): what can be guessed from elsewhere.
     """
     file = read_error_file(error_file)
     if "failure_class" not in file.own:
@@ -135,13 +121,10 @@ def read_failure(error_file: Path | str, *, facts: WorkerFailure) -> WorkerFailu
 
 
 def write_evidence(failure: WorkerFailure, error_file: Path | str) -> str:
-    """Write error.json, or add ours to what the worker wrote there. Never raises.
+    """Write error.json, or add ours to what the worker wrote there. Never raises: returns what went wrong, or "".
 
     The file keeps torch's shape, so that torch's readers and an outer scheduler understand it. A file that was torn,
     foreign or cut is kept beside it as ``error.original.json``.
-
-    Returns:
-        What went wrong, in words; empty where nothing did.
     """
     try:
         path = Path(error_file)
@@ -152,8 +135,11 @@ def write_evidence(failure: WorkerFailure, error_file: Path | str) -> str:
             for key, text in (("message", present.message), ("traceback", present.traceback)):
                 if own[key].rstrip("\n") == text.rstrip("\n"):
                     del own[key]
-            data = error_code_set({**present.data, OWN_KEY: own}, failure.exitcode)
-            if isinstance(data.get("message"), str):
+            data = {**present.data, OWN_KEY: own}
+            inner = data.get("message")
+            if isinstance(inner, dict):  # torch does the same
+                data["message"] = {**inner, "errorCode": failure.exitcode}
+            elif isinstance(inner, str):
                 data.setdefault("timestamp", failure.ended_ns // 1_000_000_000)
         else:
             if present.problem not in ("missing", "empty"):
@@ -183,7 +169,10 @@ def _describe(
     file = read_error_file(error_file)
     recorded = _recorded(file) if file.found else None
     if recorded is not None and not _did_not_end(recorded, file, text, facts):
-        span = _printed_again(recorded, text)
+        # Python prints what went up through ``@record``.
+        printed_again = find_python_traceback(text, cleaned=True)
+        is_same = printed_again is not None and _start(printed_again) == _start(recorded)
+        span = printed_again.span if printed_again is not None and is_same else (0, 0)
         # Our own writer's time; torch's has whole seconds.
         at_ns = file.timestamp_ns if "timestamp_ns" in file.own else None
         recorded_ns = at_ns if at_ns is not None and 0 < at_ns <= facts.ended_ns + _NOT_AHEAD_NS else 0
@@ -292,17 +281,15 @@ def _from_error_file(
 
 
 def _did_not_end(recorded: FailureText, file: ErrorFile, text: str, facts: WorkerFailure) -> bool:
-    """Tell whether something else than the recorded exception ended the process.
-
-    The script may have handled it, and a later one, a signal or an exit code of its own came; a child of it, which has
-    the same error file, may have left it. What Python printed as uncaught ended it, whatever came in its shutdown.
+    """The script may have handled it, and a later one, a signal or an exit code of its own came; or a child left it,
+    which has the same error file. What Python printed as uncaught ended it, whatever came in its shutdown.
     """
     if not recorded.frames:
         return False
     lines = text.split("\n")
     ended = find_uncaught(text, lines, exitcode=1)
     is_certain = ended is not None and bool(ended.frames) and (ended.is_prefixed or reaches_top(ended))
-    is_same = ended is not None and not _headlines(ended).isdisjoint(_headlines(recorded))
+    is_same = ended is not None and not {*map(_start, ended.chain)}.isdisjoint(map(_start, recorded.chain))
     if facts.exitcode == 1:
         return is_certain and not is_same
     if facts.stopped_by_agent or file.timestamp_ns is None or (is_certain and is_same):
@@ -310,24 +297,8 @@ def _did_not_end(recorded: FailureText, file: ErrorFile, text: str, facts: Worke
     return facts.ended_ns - file.timestamp_ns >= _LIVED_ON_NS
 
 
-def _headlines(found: FailureText) -> set[tuple[str, str]]:
-    return {_start(raised.exception_type, raised.message) for raised in found.chain}
-
-
-def _printed_again(recorded: FailureText, text: str) -> tuple[int, int]:
-    """The recorded exception's traceback in stderr: Python prints what went up through ``@record``."""
-    printed = find_python_traceback(text, cleaned=True)
-    if printed is None or _name(printed) != _name(recorded):
-        return (0, 0)
-    return printed.span
-
-
-def _name(found: FailureText) -> tuple[str, str]:
-    return _start(found.exception_type, found.message)
-
-
-def _start(exception_type: str, message: str) -> tuple[str, str]:
-    return exception_type.rsplit(".", 1)[-1], message.split("\n", 1)[0][:200]
+def _start(raised: RaisedException) -> tuple[str, str]:
+    return raised.exception_type.rsplit(".", 1)[-1], raised.message.split("\n", 1)[0][:200]
 
 
 def _build(
@@ -419,9 +390,8 @@ def _exit_message(facts: WorkerFailure, found: FailureText | None) -> str:
         if number:
             text += f" ({signal_name(number)}, as a shell reports it)"
     if facts.oom_kills and number == 9:
-        text = (
-            f"Out of memory: {text}; the OOM killer struck {'on its node' if facts.is_nodes_oom else 'in its cgroup'}"
-        )
+        where = "on its node" if facts.is_nodes_oom else "in its cgroup"
+        text = f"Out of memory: {text}; the OOM killer struck {where}"
     if facts.core_dumped:
         text += "; core dumped"
     return text
@@ -438,8 +408,7 @@ def _read_tail(path: str) -> tuple[bytes, bool, str]:
 
 
 def _find_far_back(path: str, tail: str, *, exitcode: int) -> FailureText | None:
-    """The exception whose header lies before the tail, because its message is megabytes long."""
-    step, end = 1 << 20, 0
+    step, end = 1 << 20, 0  # a message of megabytes has its header before the tail
     with EndReader(path) as file:
         while end < _SCAN_BACK and file.has(end):
             overlap = min(end, len(_HEADER))
@@ -461,19 +430,18 @@ def _find_far_back(path: str, tail: str, *, exitcode: int) -> FailureText | None
 def _read_script(path: str) -> list[str]:
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read(_SCRIPT_LIMIT).split("\n")
+            return file.read(1 << 20).split("\n")
     except (OSError, ValueError):
         return []
 
 
 def _last_lines(text: str, without: tuple[int, int]) -> str:
     """The last lines that say something but for those `without`, which stand in the evidence already."""
-    lines = text.split("\n")
-    first, last = without
     found: list[str] = []
+    lines = text.split("\n")
     for at in range(len(lines) - 1, -1, -1):
-        if len(found) == _TAIL_LINES:
+        if len(found) == 20:
             break
-        if not first <= at < last and lines[at].strip():
+        if not without[0] <= at < without[1] and lines[at].strip():
             found.append(cut_end(lines[at], _TAIL_LINE))
     return "\n".join(reversed(found))

@@ -1,10 +1,9 @@
 """Finds the part of a worker's output that explains its end: an exception, a crash's dump, or the lines printed last.
 
-Pure functions over text. A traceback that was logged is not one that nothing caught. torch's hook puts ``[rank3]: ``
-before every line of what nothing caught: that is certain. Else the place decides: what Python prints of an exception
-that nothing caught begins at the script's ``<module>``, what a handler logs begins in the function that caught it. Such
-a one ended the process only where the output ends soon after it ("except: log it, exit with 1"). A process that prints
-the same lines as before after a traceback went on.
+Pure functions over text. torch's hook puts ``[rank3]: `` before every line of what nothing caught: that is certain.
+Else the place decides: what Python prints of an exception that nothing caught begins at the script's ``<module>``, what
+a handler logs begins in the function that caught it. Such a one ended the process only where the output ends soon after
+it. A process that prints the same lines as before after a traceback went on.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from hpc_elastic.base.text import clean_text, cut_end
+from hpc_elastic.base.text import cut_end
 from hpc_elastic.failures.classify import signal_of
 from hpc_elastic.failures.decorated import read_json_line
 from hpc_elastic.failures.failure_text import MESSAGE_LIMIT, TEXT_LIMIT, FailureText, Frame, TextKind
@@ -29,7 +28,6 @@ _CLOSE = 40
 _RIGHT_BEFORE_NS = 500_000_000
 """A process prints so shortly before it sends itself a signal why it does."""
 _SAID_BEFORE = 30
-"""Lines before a dump or a KeyboardInterrupt in which the reason may stand."""
 
 
 def find_explanation(
@@ -40,14 +38,8 @@ def find_explanation(
 ) -> tuple[FailureText | None, EvidenceSource, str]:
     """Find the explanation of an end in stderr, else in stdout (``2>&1 | tee log``); both cleaned.
 
-    Args:
-        facts: The end.
-        stderr: The end of it.
-        read_stdout: Gives the end of stdout; called where stderr says nothing.
-        lived_ns: How long it lived after it had printed a traceback on stderr; None where that is not known.
-
-    Returns:
-        What explains it, None where nothing does; where it was found; the text that it stands in.
+    `lived_ns`: how long the worker lived after it had printed a traceback on stderr; None where that is not known.
+    Returns what explains the end, None where nothing does; where it was found; the text that it stands in.
     """
     found = _find_in_text(facts, stderr, lived_ns)
     number = signal_of(facts.exitcode)
@@ -56,10 +48,11 @@ def find_explanation(
     said = find_last_lines(stderr.split("\n"))
     if number == signal.SIGTERM:  # a thread of its own may have sent it, and then printed why
         found = _from_lines(facts, said, stderr.split("\n"))
-        lived = lived_ns(found) if found is not None else None
-        is_near = found is not None and lived is not None and lived <= _RIGHT_BEFORE_NS
-        is_reason = is_near or (found is not None and lived is None and found.kind is TextKind.LINES)
-        return found if is_reason else None, EvidenceSource.STDERR, stderr
+        if found is not None:
+            lived = lived_ns(found)
+            is_reason = lived <= _RIGHT_BEFORE_NS if lived is not None else found.kind is TextKind.LINES
+            found = found if is_reason else None
+        return found, EvidenceSource.STDERR, stderr
     if said is None or not said.is_telling:
         stdout = read_stdout()
         found = _find_in_text(facts, stdout, lambda _: None)
@@ -72,7 +65,7 @@ def find_explanation(
 
 
 def _from_lines(facts: WorkerFailure, said: LastLines | None, lines: list[str]) -> FailureText | None:
-    """The lines printed last. A process that crashed has an explanation there only where they speak of an error."""
+    # A process that crashed has an explanation there only where they speak of an error.
     if said is None or (signal_of(facts.exitcode) not in (0, signal.SIGTERM) and not said.is_telling):
         return None
     traceback, logged = read_json_line(lines[said.at])
@@ -93,7 +86,7 @@ def _find_in_text(facts: WorkerFailure, text: str, lived_ns: Callable[[FailureTe
     lines = text.split("\n")
     if not number:
         ending = find_uncaught(text, lines, exitcode=facts.exitcode, lived_ns=lived_ns)
-        return ending or find_cpp_terminate(text, cleaned=True)
+        return ending or find_cpp_terminate(text)
     if number == signal.SIGINT and not facts.stopped_by_agent:
         return _interrupted(text, lines)
     python = find_python_traceback(text, cleaned=True)
@@ -107,7 +100,7 @@ def _find_in_text(facts: WorkerFailure, text: str, lived_ns: Callable[[FailureTe
         if python is None or python.lines_after > _CLOSE:
             return None
         return None if went_on(python, lines) else python
-    fatal, cpp = find_fatal_error(text, cleaned=True), find_cpp_terminate(text, cleaned=True)
+    fatal, cpp = find_fatal_error(text), find_cpp_terminate(text)
     dumped = max((one.span[1] - one.span[0] for one in (fatal, cpp) if one is not None), default=0)
     lived = lived_ns(python) if python is not None else None
     is_close = python is not None and (python.lines_after <= _CLOSE + dumped or ended_soon(python, lived))
@@ -140,7 +133,6 @@ def _interrupted(text: str, lines: list[str]) -> FailureText | None:
 _SOON = 5
 """A process prints at most so many speaking lines after a logged traceback for which it ends."""
 _LOOKED_AT = 100
-"""Lines before and after a traceback that are compared."""
 _SHUTDOWN_NS = 2_000_000_000
 """A process ends so soon after what nothing caught; a table or C++ logs that it prints then are no progress."""
 _LOGGER = re.compile(r".{0,80}?\b(?:ERROR|CRITICAL|WARNING|INFO|DEBUG|EXCEPTION)\b")
@@ -195,7 +187,6 @@ def ended_soon(found: FailureText, lived_ns: int | None) -> bool:
 
 
 def went_on(found: FailureText, lines: Sequence[str], lived_ns: int | None = None) -> bool:
-    """The process went on with its work after it had printed a traceback."""
     if found.is_prefixed:
         return False
     after = lines[found.exception_at + 1 : found.exception_at + 1 + _LOOKED_AT]
@@ -225,16 +216,12 @@ _VIRTUAL = re.compile(r"(?:pure|deleted) virtual method called\s*\Z")
 _FATAL_LOG = re.compile(
     r"^(?:\[rank\d+\]:)?(?:\[F\d* ?[\d:.]*|F(?:\d{4})?\d{4} [\d:.]+ +\d+) ?\S+:\d+\] (.+)$", re.MULTILINE
 )
-
-
-# faulthandler prints 100 frames and then "...".
 _RECURSION = 10
-_OVERFLOW = " (a stack overflow?)"
+"""At most so many functions call each other where the stack overflows."""
 
 
-def find_fatal_error(text: str, *, cleaned: bool = False) -> FailureText | None:
+def find_fatal_error(text: str) -> FailureText | None:
     """faulthandler's dump of the stack at a fatal signal: from ``Fatal Python error: Segmentation fault`` on."""
-    text = text if cleaned else clean_text(text)
     last = _last_match(_FATAL, "Fatal Python error: ", text)
     if last is None:
         return None
@@ -249,43 +236,38 @@ def find_fatal_error(text: str, *, cleaned: bool = False) -> FailureText | None:
         elif match and inside:
             frames.append(Frame(file=match[1], line=int(match[2]), function=match[3]))
         elif frames:
+            # faulthandler prints 100 frames and then "...".
             endless = line.strip() == "..." and len({frame.function for frame in frames}) <= _RECURSION
             break
     return FailureText(
         kind=TextKind.FATAL,
         text=cut_end(body.rstrip(), TEXT_LIMIT // 4),
         exception_type="",
-        message=f"Fatal Python error: {last[1].strip()}" + (_OVERFLOW if endless else ""),
+        message=f"Fatal Python error: {last[1].strip()}" + (" (a stack overflow?)" if endless else ""),
         frames=tuple(reversed(frames)),
         span=_to_the_end(text, last.start()),
     )
 
 
-def find_cpp_terminate(text: str, *, cleaned: bool = False) -> FailureText | None:
+def find_cpp_terminate(text: str) -> FailureText | None:
     """``terminate called after throwing an instance of 'X'`` and its ``what()``; else a library's last FATAL line."""
-    text = text if cleaned else clean_text(text)
-    last = _last_match(_TERMINATE, "terminate called ", text)
-    if last is None:
-        logged = _last_match(_FATAL_LOG, "] ", text) if _FATAL_LOG.search(text) else None
-        if logged is None:
-            return None
-        body = text[logged.start() :]
-        return FailureText(
-            kind=TextKind.CPP,
-            text=cut_end(body.rstrip(), TEXT_LIMIT // 4),
-            exception_type="",
-            message=cut_end(logged[1], MESSAGE_LIMIT),
-            span=_to_the_end(text, logged.start()),
-        )
-    body = text[last.start() :]
-    what = _WHAT.search(body)
-    before = text[: last.start()].rstrip("\n").rpartition("\n")[2]
-    first = before if _VIRTUAL.match(before) else body.split("\n", 1)[0]
+    exception_type = ""
+    if (last := _last_match(_TERMINATE, "terminate called ", text)) is not None:
+        body = text[last.start() :]
+        exception_type = (last[1] or "").strip("'")
+        before = text[: last.start()].rstrip("\n").rpartition("\n")[2]
+        message = before if _VIRTUAL.match(before) else body.split("\n", 1)[0]
+        if what := _WHAT.search(body):
+            message = cut_end(_AFTER_WHAT.split(what[1], 1)[0], MESSAGE_LIMIT)
+    elif _FATAL_LOG.search(text) and (last := _last_match(_FATAL_LOG, "] ", text)) is not None:
+        body, message = text[last.start() :], cut_end(last[1], MESSAGE_LIMIT)
+    else:
+        return None
     return FailureText(
         kind=TextKind.CPP,
         text=cut_end(body.rstrip(), TEXT_LIMIT // 4),
-        exception_type=(last[1] or "").strip("'"),
-        message=cut_end(_AFTER_WHAT.split(what[1], 1)[0], MESSAGE_LIMIT) if what else first,
+        exception_type=exception_type,
+        message=message,
         span=_to_the_end(text, last.start()),
     )
 

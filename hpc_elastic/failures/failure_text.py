@@ -27,7 +27,6 @@ class TextKind(str, Enum):
     FATAL = "faulthandler"
     CPP = "c++"
     LINES = "lines"
-    """The last lines, which speak of an error."""
     LAST_LINE = "last line"
 
 
@@ -38,8 +37,6 @@ class Frame(Struct, frozen=True, kw_only=True):
 
 
 class RaisedException(Struct, frozen=True, kw_only=True):
-    """One exception of a chain."""
-
     exception_type: str
     """Printed so, ``torch.distributed.DistNetworkError``; empty for a line that stands for one, or a fatal error."""
     message: str = ""
@@ -48,7 +45,6 @@ class RaisedException(Struct, frozen=True, kw_only=True):
     source: str = ""
     """The innermost frame's line of code; empty where it was not printed."""
     caller: str = ""
-    """The line of code of the frame around it."""
     while_handling: bool = False
     """The next exception of the chain was raised while this one was handled, and not from it."""
     rank: int | None = None
@@ -63,8 +59,6 @@ class RaisedException(Struct, frozen=True, kw_only=True):
 
 
 class FailureText(RaisedException, frozen=True, kw_only=True):
-    """One failure, as its process described it: the exception that ended it, and those before."""
-
     kind: TextKind
     text: str
     """The print without colours and rank prefixes; at most `TEXT_LIMIT` characters."""
@@ -97,7 +91,6 @@ class FailureText(RaisedException, frozen=True, kw_only=True):
 
 
 HEADER = "Traceback (most recent call last):"
-_MOST_JOINED = 4
 _LIMIT = 1000
 _CONTINUES = re.compile(r"Traceback \(most recent call last\):|\A: |^  File \".*\", line \d+, in ", re.MULTILINE)
 """A message whose cause stands below its first line: a traceback, with or without its header, or Py4J's exception."""
@@ -118,7 +111,7 @@ def _joined(lines: list[str]) -> str:
     if not said:
         return ""
     words = said[0]
-    for line in said[1:_MOST_JOINED]:
+    for line in said[1:4]:
         if line.startswith(": "):
             words = words.rstrip(".") + line
         elif words.endswith(":") and not line.endswith(HEADER):

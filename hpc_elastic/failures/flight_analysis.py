@@ -60,7 +60,7 @@ class _Wait(Struct, frozen=True, kw_only=True):
     sequence: int
     waiting: tuple[int, ...]
     missing: tuple[int, ...]
-    kind: Reason = Reason.NEVER_ENTERED
+    kind: Reason
 
     def describe(self) -> str:
         return f"{named(self.call, self.sequence)} of group {self.group}{sized(self.call)}"
@@ -70,17 +70,11 @@ class _Wait(Struct, frozen=True, kw_only=True):
             rank=rank, kind=kind, reason=reason, group=self.group, collective=self.call.name, sequence=self.sequence
         )
 
-    @property
-    def order(self) -> tuple[int, str, int]:
-        return -len(self.waiting), self.group, self.sequence
-
 
 def analyse(dumps: Iterable[RankDump], *, world_size: int | None = None) -> Analysis:
     """Match the entries of all ranks by group and number, and name the ranks that the others wait for.
 
-    Args:
-        dumps: One for each rank; of several with one rank (two backends) all count.
-        world_size: Ranks without a dump are missing, where it is known.
+    Of several dumps with one rank (two backends) all count. Ranks without one are missing where `world_size` is known.
     """
     known = sorted(dumps, key=lambda dump: dump.rank)
     if not known:
@@ -146,14 +140,8 @@ def _waits(group: ProcessGroup, dumps: Sequence[RankDump]) -> Iterator[_Wait]:
         if missing is behind and group.backend == GLOO:
             waiting = sorted({*waiting, *(rank for rank, last in group.last.items() if last == number)})
         if missing:
-            yield _Wait(
-                group=group.label,
-                call=call,
-                sequence=number,
-                waiting=tuple(waiting),
-                missing=tuple(missing),
-                kind=kind,
-            )
+            ranks = {"waiting": tuple(waiting), "missing": tuple(missing)}
+            yield _Wait(group=group.label, call=call, sequence=number, kind=kind, **ranks)
         if kind is Reason.AHEAD:
             return  # what they wait in now follows from it
 
@@ -175,15 +163,18 @@ def _transfers(dumps: Sequence[RankDump], groups: Sequence[ProcessGroup]) -> Ite
     for (_, name, source, target), ends in sorted(open_calls.items()):
         sends, receives = ends["send"], ends["recv"]
         unlike = (pair for pair in zip(sends, receives, strict=False) if _differ(pair[0][0], pair[1][0]))
+        waiting: tuple[int, ...] = ()
+        missing: tuple[int, ...] = (source, target)
         if (pair := next(unlike, None)) is not None:
-            yield _wait_of_pair(*pair[0], (), (source, target), name, kind=Reason.OTHER_SIZE)
+            (call, number), kind = pair[0], Reason.OTHER_SIZE
+        elif len(sends) == len(receives):
             continue
-        if len(sends) == len(receives):
-            continue
-        waits, missing = (source, target) if len(sends) > len(receives) else (target, source)
-        call, number = (sends if len(sends) > len(receives) else receives)[min(len(sends), len(receives))]
-        kind = Reason.NEVER_ENTERED if missing in ranks else Reason.NO_DUMP
-        yield _wait_of_pair(call, number, (waits,), (missing,), name, kind=kind)
+        else:
+            waiting, missing = ((source,), (target,)) if len(sends) > len(receives) else ((target,), (source,))
+            call, number = (sends if len(sends) > len(receives) else receives)[min(len(sends), len(receives))]
+            kind = Reason.NEVER_ENTERED if missing[0] in ranks else Reason.NO_DUMP
+        group = call.description or name
+        yield _Wait(group=group, call=call, sequence=number, waiting=waiting, missing=missing, kind=kind)
 
 
 def _differ(send: Call, receive: Call) -> bool:
@@ -193,20 +184,11 @@ def _differ(send: Call, receive: Call) -> bool:
     return numel_of(send)[0] != numel_of(receive)[1] or (all(kinds) and kinds[0] != kinds[1])
 
 
-def _wait_of_pair(
-    call: Call, number: int, waiting: tuple[int, ...], missing: tuple[int, ...], name: str, *, kind: Reason
-) -> _Wait:
-    return _Wait(
-        group=call.description or name, call=call, sequence=number, waiting=waiting, missing=missing, kind=kind
-    )
-
-
 def _who_is_waited_for(waits: Sequence[_Wait], groups: Sequence[ProcessGroup]) -> list[FlightSuspect]:
-    """The ends of the chains of ranks that wait for each other."""
     edges: dict[int, set[int]] = {}
     by_missing: dict[int, list[_Wait]] = {}
     found = []
-    for wait in sorted(waits, key=lambda wait: wait.order):
+    for wait in sorted(waits, key=lambda wait: (-len(wait.waiting), wait.group, wait.sequence)):
         if wait.kind is Reason.OTHER_SIZE:
             does = f"in the size or type of the {wait.describe()}"
             for rank, other in zip(wait.missing, reversed(wait.missing), strict=True):
@@ -233,7 +215,12 @@ def _who_is_waited_for(waits: Sequence[_Wait], groups: Sequence[ProcessGroup]) -
     for rank in certain or sorted(stuck_nowhere):
         found.append(_missing(by_missing[rank][0], rank, groups))
     if not found and by_missing:
-        found += [_each_other(rank, waits) for rank in _cycles(edges)]
+        for rank in _cycles(edges):
+            wait = next(wait for wait in waits if rank in wait.waiting)
+            whom = ranks_text(wait.missing, limit=_MOST_SHOWN)
+            verb = "waits" if len(wait.missing) == 1 else "wait"
+            does = f"waits in {wait.describe()} for {whom}, which {verb} for it elsewhere"
+            found.append(wait.suspect(rank, Reason.EACH_OTHER, does))
     return found
 
 
@@ -248,7 +235,10 @@ def _cycles(edges: Mapping[int, set[int]]) -> list[int]:
 
 
 def _missing(wait: _Wait, rank: int, groups: Sequence[ProcessGroup]) -> FlightSuspect:
-    who = _who(wait.waiting, wait.missing, wait.group, groups)
+    group = next((group for group in groups if group.label == wait.group), None)
+    who = ranks_text(wait.waiting, limit=_MOST_SHOWN)
+    if group is not None and {*wait.waiting, *wait.missing} == {*group.members} and len(wait.waiting) > 1:
+        who = f"the {len(wait.waiting)} others"
     waits = "waits" if len(wait.waiting) == 1 else "wait"
     if wait.call.peers is not None:
         other = "recv" if wait.call.name == "send" else "send"
@@ -274,14 +264,6 @@ def _its_last(wait: _Wait, rank: int, groups: Sequence[ProcessGroup]) -> str:
         return ""
     call = group.call(rank, group.last[rank])
     return f"; its last there was {named(call, group.last[rank])}" if call is not None else ""
-
-
-def _each_other(rank: int, waits: Sequence[_Wait]) -> FlightSuspect:
-    wait = next(wait for wait in waits if rank in wait.waiting)
-    whom = ranks_text(wait.missing, limit=_MOST_SHOWN)
-    verb = "waits" if len(wait.missing) == 1 else "wait"
-    does = f"waits in {wait.describe()} for {whom}, which {verb} for it elsewhere"
-    return wait.suspect(rank, Reason.EACH_OTHER, does)
 
 
 def _says(groups: Sequence[ProcessGroup], *, is_live: bool) -> str:
@@ -319,10 +301,3 @@ def _unequal(group: ProcessGroup, first: Call, number: int) -> tuple[int, int] |
     counts = [numel_of(call) for call in calls if call is not None]
     given, taken = sum(into for into, _ in counts), sum(out for _, out in counts)
     return (given, taken) if given != taken else None
-
-
-def _who(waiting: Sequence[int], missing: Sequence[int], label: str, groups: Sequence[ProcessGroup]) -> str:
-    group = next((group for group in groups if group.label == label), None)
-    if group is not None and set(waiting) | set(missing) == set(group.members) and len(waiting) > 1:
-        return f"the {len(waiting)} others"
-    return ranks_text(waiting, limit=_MOST_SHOWN)

@@ -32,7 +32,6 @@ from hpc_elastic.run.activities import Call, FlightTail, TailTrack
 MOST_BYTES = 256 << 20
 """Some hundred thousand entries."""
 MOST_KEPT = 48
-"""Calls of each group at the end of a dump that an event has."""
 _MOST_RANKS = 1 << 20
 """A run's; and all its groups' together, each once."""
 _MOST_ELEMENTS = 1 << 62
@@ -79,7 +78,6 @@ class RankDump(Struct, kw_only=True):
 
 
 def numel_of(call: Call) -> tuple[int, int]:
-    """Count the elements that go in, and that come out."""
     return sum(map(_elements, call.inputs)), sum(map(_elements, call.outputs))
 
 
@@ -212,20 +210,14 @@ def rank_of_name(name: str) -> int | None:
 
 
 def read_dump(raw: bytes, *, rank: int | None = None) -> RankDump:
-    """Read a dump, JSON or pickle; `rank`: where the dump does not hold it.
-
-    Raises:
-        UnreadableDumpError: it is none, or half of one, or its rank is not known.
-    """
+    """Read a dump, JSON or pickle; raises `UnreadableDumpError`. `rank`: where the dump does not hold it."""
     if len(raw) > MOST_BYTES:
         raise UnreadableDumpError(why=f"{size_text(len(raw))}, which is more than any dump has")
     # A dump is a hundred thousand objects without a circle: looking for one takes longer than to read it.
     collects = gc.isenabled()
     gc.disable()
     try:
-        if raw[:1] == b"\x80":
-            return _of_pickle(raw, rank)
-        return _of_json(raw, rank)
+        return _of_pickle(raw, rank) if raw[:1] == b"\x80" else _of_json(raw, rank)
     except UnreadableDumpError:
         raise
     except msgspec.DecodeError as error:
@@ -356,8 +348,13 @@ class _Builder:
                 track.done[:at] = b"\1" * max(0, at)
             if len(set(track.sequences)) < len(track.sequences):
                 self._fold(track)
+        calls = self.dump.calls
         for track in self.dump.transfers.values():
-            self._end_together(track)
+            # Those that were put together are completed when the entry at their end is.
+            rows = list(zip(track.sequences, track.calls, track.done, strict=True))
+            ends = {number: done for number, at, done in rows if calls[at].name.endswith(_COALESCED)}
+            if ends:
+                track.done = bytearray(ends.get(number, done) for number, _, done in rows)
         return self.dump
 
     def _fold(self, track: Track) -> None:
@@ -380,19 +377,6 @@ class _Builder:
                 found.done.append(track.done[end - 1])
             place = end
         track.sequences, track.calls, track.done = found.sequences, found.calls, found.done
-
-    def _end_together(self, track: Track) -> None:
-        """Sends and receives that were put together are completed when the entry at their end is."""
-        calls = self.dump.calls
-        ends = {
-            number: done
-            for number, at, done in zip(track.sequences, track.calls, track.done, strict=True)
-            if calls[at].name.endswith(_COALESCED)
-        }
-        if ends:
-            track.done = bytearray(
-                ends.get(number, done) for number, done in zip(track.sequences, track.done, strict=True)
-            )
 
 
 _SEEN: dict[object, Call] = {}
@@ -449,17 +433,13 @@ def _number(value: object) -> int:
 
 
 def _shapes(sizes: object) -> tuple[tuple[int, ...], ...]:
-    if not isinstance(sizes, list | tuple):
-        return ()
-    return tuple(
-        tuple(map(_number, shape)) if isinstance(shape, list | tuple) else (_number(shape),) for shape in sizes
-    )
+    shapes = sizes if isinstance(sizes, list | tuple) else ()
+    return tuple(tuple(map(_number, each if isinstance(each, list | tuple) else (each,))) for each in shapes)
 
 
 def _kinds(types: object) -> tuple[str, ...]:
-    if isinstance(types, str):
-        return (types,) if types else ()
-    return tuple(map(_text, types)) if isinstance(types, list | tuple) else ()
+    named = types if isinstance(types, list | tuple) else [types] if isinstance(types, str) and types else ()
+    return tuple(map(_text, named))
 
 
 def _members(config: object) -> Iterable[tuple[str, tuple[int, ...]]]:
@@ -475,7 +455,6 @@ def _members(config: object) -> Iterable[tuple[str, tuple[int, ...]]]:
 
 @lru_cache(maxsize=64)
 def _listed(ranks: str) -> tuple[int, ...]:
-    """The ranks of ``[0, 1]``, the same in the dumps of a thousand ranks."""
     try:
         return msgspec.json.decode(ranks, type=tuple[int, ...])
     except msgspec.DecodeError:

@@ -22,12 +22,10 @@ class Reason(str, Enum):
     OTHER_COLLECTIVE = "other_collective"
     OTHER_SIZE = "other_size"
     AHEAD = "ahead"
-    """It has completed what the others wait in."""
     NOT_COMPLETED = "not_completed"
     NOT_STARTED = "not_started"
     """Its device has not begun what the others' have."""
     EACH_OTHER = "each_other"
-    """It waits for a rank that waits for it."""
     NO_DUMP = "no_dump"
 
 
@@ -38,7 +36,6 @@ class FlightSuspect(Struct, frozen=True, kw_only=True):
     """A clause whose subject is the rank: ``never entered all_reduce #6 of group tp_3, which the 3 others wait in``."""
     group: str
     collective: str
-    """It missed, or called, or waits in it: ``all_reduce``."""
     sequence: int
 
 
@@ -146,7 +143,6 @@ _BY_INPUT = frozenset(
     {"broadcast", "_broadcast_oop", "reduce", "_reduce_oop", "gather", "reduce_scatter", "_reduce_scatter_base",
      "reduce_scatter_single", "reduce_scatter_tensor_coalesced"}
 )  # fmt: skip
-_BY_OUTPUT = frozenset({"scatter"})
 TO_ALL = frozenset({"all_to_all", "all_to_all_single", "alltoall"})
 """Collectives of which each rank may give every other another size."""
 
@@ -171,16 +167,11 @@ def _other(
     theirs = [other for other, value in values.items() if value == most and other != rank]
     call, other = calls[rank], calls[theirs[0]]
     who = "the others" if len(theirs) == len(values) - 1 and len(theirs) > 1 else ranks_text(theirs, limit=_MOST_SHOWN)
+    does = f"called {named(call, number)} of group {group.label}"
     if kind is Reason.OTHER_COLLECTIVE:
-        does = (
-            f"called {named(call, number)} of group {group.label}{sized(call)} "
-            f"where {who} called {other.name}{sized(other)}"
-        )
+        does += f"{sized(call)} where {who} called {other.name}{sized(other)}"
     else:
-        does = (
-            f"called {named(call, number)} of group {group.label} with {shape_of(call) or 'nothing'} "
-            f"where {who} gave {shape_of(other) or 'nothing'}"
-        )
+        does += f" with {shape_of(call) or 'nothing'} where {who} gave {shape_of(other) or 'nothing'}"
     return FlightSuspect(rank=rank, kind=kind, reason=does, group=group.label, collective=call.name, sequence=number)
 
 
@@ -212,15 +203,14 @@ def _first_difference(group: ProcessGroup) -> Iterator[int]:
 
 def _is_comparable(dump: RankDump, track: Track) -> bool:
     """It has all numbers of its window, and knows what was called with each."""
-    return all(call.name for call in dump.calls) and track.sequences[-1] - track.sequences[0] + 1 == len(
-        track.sequences
-    )
+    window = track.sequences[-1] - track.sequences[0] + 1
+    return window == len(track.sequences) and all(call.name for call in dump.calls)
 
 
 def _size_of(call: Call) -> object:
     """It must be equal on all ranks of a collective."""
     name = call.name.removeprefix(COALESCED)
-    if name in _BY_OUTPUT:
+    if name == "scatter":
         return numel_of(call)[1:]
     if name not in _BY_INPUT and name not in _BY_BOTH:
         return ()

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from hpc_elastic.base.text import cut_end
+from hpc_elastic.failures.failure_text import HEADER
 
 _NEAR = 12
 """The line that speaks of an error stands at most so many lines from the end."""
@@ -46,7 +47,6 @@ _LOGGED = (
     r"(?:DEBUG|INFO|WARNING)[: ]|.{0,60}?[\s\[|:](?:DEBUG|INFO|WARNING|WARN|TRACE|SUCCESS)[\s\]|:]"
     r'|\{.*"(?:level|levelname|log_level|severity|lvl)": ?"(?i:trace|debug|info|notice|warn|warning)"'
 )
-"""A logger's line below ERROR."""
 _STRONG = (
     r"(?i)"
     r"error\b|\b(?:fatal|critical|panic(?:ked)?|assertion|assert|abort(?:ed|ing)?|exception|failed|failure)\b|\w\(\): "
@@ -70,7 +70,6 @@ _BOX_TOP = r"[╭┌+][─-]+ .* [─-]+[╮┐+]\s*\Z"
 _USAGE = r"\s*(?:[Uu]sage|USAGE):(?: |\Z)"
 _HYDRA_RAN = "Error executing job with overrides: "
 _HYDRA_END = "Set the environment variable HYDRA_FULL_ERROR=1 "
-_HEADER = "Traceback (most recent call last):"
 
 
 class LastLines(Struct, frozen=True, kw_only=True):
@@ -113,7 +112,7 @@ def speaking_lines(lines: Sequence[str]) -> list[tuple[int, str]]:
     found: list[tuple[int, str]] = []
     inside = warned = False
     for at, line in enumerate(lines):
-        if line.endswith(_HEADER):
+        if line.endswith(HEADER):
             inside, warned = True, False
         elif inside:
             inside = line.startswith("  ") or not line.strip()
@@ -179,7 +178,7 @@ def _shape(line: str) -> str:
 def _paragraph(lines: Sequence[str], at: int, line: str) -> str:
     text = [cut_end(re.sub(_TIME, "", line, count=1).strip(), _LINE_LIMIT)]
     for following in lines[at + 1 : at + 1 + _FOLLOWING]:
-        if re.match(_SILENT, following) or re.match(_LOGGED, following) or following.endswith(_HEADER):
+        if re.match(_SILENT, following) or re.match(_LOGGED, following) or following.endswith(HEADER):
             break
         match = re.match(_BOX, following)
         if match is None:

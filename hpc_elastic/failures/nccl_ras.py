@@ -25,8 +25,6 @@ class UnreadableReportError(HpcElasticError):
 
 
 class Launches(Struct, frozen=True):
-    """Ranks of a communicator that have launched a kind of collective equally often."""
-
     launched: int
     count: int
     ranks: tuple[int, ...] = ()

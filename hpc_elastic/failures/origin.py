@@ -47,8 +47,6 @@ _EXPECTED = frozenset(
      "FileExistsError", "ImportError", "ModuleNotFoundError", "BlockingIOError", "LookupError", "NotImplementedError"}
 )  # fmt: skip
 """A script catches them in the line that raises them, as a part of its normal course."""
-
-
 _CLEANS_UP = r"(?i)__a?exit__|__del__|close|clean_?up|tear_?down|shut_?down|finali[sz]e"
 """A function that runs while an exception goes up, too: what fails in it follows from that."""
 _COLLECTIVE_WAIT = r"\.wait\(|\b(?:group|pg|backend)\.\w+\("
@@ -99,7 +97,6 @@ def find_origin(chain: Sequence[RaisedException]) -> RaisedException | None:
 
 
 def explain(raised: RaisedException) -> FailurePattern | None:
-    """Explain one exception, or a line that stands for one."""
     if not raised.exception_type:
         return explain_text(raised.message)
     if _is_of_own_limit(raised):
@@ -199,7 +196,6 @@ def _without_expected(chain: Sequence[RaisedException]) -> Sequence[RaisedExcept
 
 
 def _ends(text: str) -> str:
-    """The parts of a long text where it says what it is."""
     return text if len(text) <= 4000 else f"{text[:2500]}\n{text[-1500:]}"
 
 
@@ -211,14 +207,11 @@ _WRAPPERS = (
 )
 _WORKER_GONE = r"DataLoader worker \(pid.*?(?:exited unexpectedly|is killed by signal)"
 _LOOKED_BACK = 400
-"""Lines before its traceback in which a child's output may stand."""
 _CHILD_LINES = 60
-"""At most so many speaking lines stand between a child's traceback and that of its parent."""
 _NEAR = 8
 """At most so many speaking lines before its traceback the process logged what led to it."""
 _DEEPEST = 4
 _READS = r"(?i)\b\w*(?:load|read|restore|resume|open)\w*\("
-"""A line of code that reads a file."""
 _LITERAL = r"""["']([^"'\n]*[^"'\n/.]\.[A-Za-z]\w{0,11}|[^"'\n]*\w/\w[^"'\n]*)["']"""
 """A text in code that may be a file's name, fields of an f-string included."""
 _PATH = (
@@ -226,28 +219,23 @@ _PATH = (
 )
 _PRINTED_PATH = rf"(?:(?<=[\s=:(\['\"])|\A){_PATH}"
 _ABOVE = 40
-"""Lines of the script in which a name of the line that reads may get its value."""
 
 
 def find_wrapped(found: FailureText, lines: Sequence[str]) -> RaisedException | None:
-    """Find what an exception hides: what its child printed, or what was logged just before.
-
-    Returns:
-        The exception, or a line that stands for one (then without a type); None where nothing was printed.
-    """
+    """Find what an exception hides: what its child printed, or what was logged just before; a line has no type."""
     before = lines[max(0, found.span[0] - _LOOKED_BACK) : found.span[0]]
     if not before or not found.exception_type:
         return None
     if is_wrapper(found) or is_wrapper(found.chain[-1]):
         return _of_child(before)
-    text, last = "\n".join(before), found
+    text = "\n".join(before)
     logged = next((one for one in reversed(find_tracebacks(text)) if is_near(one, before)), None)
     row = explain_chain(logged.chain) if logged is not None else None
     if logged is not None and row is not None and row.failure_class is FailureClass.SYMPTOM:
         return find_origin(logged.chain)  # what fails in the cleanup after a lost connection follows from that
     known = [row for raised in found.chain if (row := explain(raised)) is not None]
-    waits = last.exception_type.rsplit(".", 1)[-1] in _WAITING
-    if waits or (is_raised_by_script(last) and not known):
+    waits = found.exception_type.rsplit(".", 1)[-1] in _WAITING
+    if waits or (is_raised_by_script(found) and not known):
         threads = (one for one in reversed(find_tracebacks(text, threads=True)) if is_near(one, before))
         headlines = {raised.headline for raised in found.chain}
         for one in filter(None, (next(threads, None), None if waits else logged)):
@@ -255,15 +243,15 @@ def find_wrapped(found: FailureText, lines: Sequence[str]) -> RaisedException | 
                 return one
     near = [line for _, line in speaking_lines(before)[-_NEAR:]]
     for line in reversed(near):
-        row = None if waits or (not known and not is_raised_by_script(last)) else explain_text(line)
-        if row is not None and (not known or known[0] is row is KERNEL_CHECK or _is_local(row, line, known[0])):
+        row = None if waits or (not known and not is_raised_by_script(found)) else explain_text(line)
+        if row is None:
+            continue
+        # NCCL may have warned of a failure on this node, which its exception does not show.
+        is_warning = " NCCL WARN " in line and row.failure_class is not FailureClass.SYMPTOM
+        is_local = is_warning and bool(known) and known[0].failure_class is FailureClass.SYMPTOM
+        if not known or known[0] is row is KERNEL_CHECK or is_local:
             return RaisedException(exception_type="", message=line.strip())
     return None
-
-
-def _is_local(row: FailurePattern, line: str, known: FailurePattern) -> bool:
-    """NCCL had warned of a failure on this node, and its exception does not show that."""
-    return " NCCL WARN " in line and FailureClass.SYMPTOM is known.failure_class is not row.failure_class
 
 
 def is_near(found: FailureText, before: Sequence[str]) -> bool:

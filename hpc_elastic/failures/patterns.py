@@ -17,7 +17,6 @@ from msgspec import Struct
 from hpc_elastic.failures.ranking import Category, FailureClass
 
 _GAP = 200
-"""How many characters ``*`` may stand for."""
 IMAGE_MISSING = "the container's image is not on this node, and can't be fetched"
 _ROOT, _SYMPTOM, _INFRASTRUCTURE = FailureClass.ROOT, FailureClass.SYMPTOM, FailureClass.INFRASTRUCTURE
 

@@ -161,11 +161,9 @@ def tail_of_words(text: str) -> FlightTail | None:
         first = completed + 1 if waits is None else waits
         numbers = sorted({number for number in (completed, first, enqueued) if 0 <= number <= enqueued})
         nameless = Call(name="", group=name, description=description, backend="nccl")
-        named = Call(
+        named = replace(
+            nameless,
             name=_NAMES.get(kind, kind.lower()),
-            group=name,
-            description=description,
-            backend="nccl",
             inputs=((int(into),),) if into else (),
             outputs=((int(out),),) if out else (),
         )

@@ -1,10 +1,9 @@
 """The kinds of failures, and the one ranking by which the cause is found among several: live and post mortem.
 
-An agent ranks the failures of its workers, the coordinator those that the nodes report, and the report's verdict those
-of a round. All three call `Ranking`, so that the reason of a restart and the report differ in nothing but what was
-known by then. The order: a failure that nothing else explains before one that the agent's own signal may have
-provoked, before a symptom; what the agent ended is none. Of several causes the earliest, by when its traceback was
-printed; where that is a hang, the hung rank that is furthest behind, since the others wait for it. Where times can't be
+The agent, the coordinator and the report's verdict all call `Ranking`, so that the reason of a restart and the report
+differ in nothing but what was known by then. The order: a failure that nothing else explains before one that the
+agent's own signal may have provoked, before a symptom; what the agent ended is none. Of several causes the earliest, by
+when its traceback was printed; where that is a hang, the hung rank that is furthest behind. Where times can't be
 compared, the script's own failure before a hang before the infrastructure's.
 """
 
@@ -21,11 +20,8 @@ ALL_ALIKE = "all its workers failed alike, and none of the other nodes'"
 
 
 class FailureClass(str, Enum):
-    """Tells whose failure it is."""
-
     ROOT = "root"
     SYMPTOM = "symptom"
-    """Another rank is gone, and this one noticed it."""
     STOPPED_BY_US = "stopped_by_us"
     HANG = "hang"
     """It gave no sign of life any more, and was ended for that. Never by `classify`: its end alone does not show it."""
@@ -136,8 +132,6 @@ SAME_NODE_NS = 2_000_000
 """One agent reads the ends of its workers one after the other."""
 OBSERVED_NS = 10_000_000
 """An agent that is woken by a worker's end, on a busy node, may read the clock by so much later."""
-
-
 PRINTED_NS = 20_000_000
 """The pump reads what was printed up to 10 ms later, and keeps its time to 10 ms."""
 
@@ -161,15 +155,13 @@ class Order(str, Enum):
 
     KNOWN = "known"
     TIE = "tie"
-    """Closer than the clocks can order."""
     UNKNOWN = "unknown"
     """Two nodes whose clocks nobody has compared."""
 
 
 def order_of(first: Moment, other: Moment, *, slack_ns: int = 0) -> Order:
     """Decide whether `first` came first; it may be later than it says by `slack_ns` more."""
-    within = resolution_ns(first, other)
-    if within is None:
+    if (within := resolution_ns(first, other)) is None:
         return Order.UNKNOWN
     return Order.TIE if gap_ns(first, other) <= within + slack_ns else Order.KNOWN
 

@@ -1,31 +1,23 @@
 """Shows where a hung process stood: the stacks of its threads, and what the kernel says of it.
 
 faulthandler's dump comes with the SIGABRT that ends a hung worker (``PYTHONFAULTHANDLER=1``): all threads, also with
-the GIL held in C. `look_at_process` shows a process that sits in the kernel, is stopped, or is no Python (states, wait
-channels, system calls, children). Nothing waits for longer than a moment.
+the GIL held in C. `look_at_process` shows a process that sits in the kernel, is stopped, or is no Python.
 
-A build of a torch C++ extension that was killed leaves its lock file, and every later start waits for it. torch 2.13's
-`FileBaton` is a file that exists while a process builds, and that it has open; the kernel does not take it back. An
-agent that ends a build itself removes it (`find_held_locks` before, `remove_locks` after); what another kill left is
-named where a worker waits for it.
+A build of a torch C++ extension that was killed leaves its lock file (torch 2.13's `FileBaton`), and every later start
+waits for it. An agent that ends a build itself removes it (`find_held_locks` before, `remove_locks` after); what
+another kill left is named where a worker waits for it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-from msgspec import Struct
-
-if TYPE_CHECKING:
-    from hpc_elastic.failures.failure_text import Frame
-
 import platform
 import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import TypeVar
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.base.file_executor import read_each
@@ -66,13 +58,10 @@ class StackDump(Struct, frozen=True, kw_only=True):
 
 
 class RankStacks(Struct, frozen=True, kw_only=True):
-    """The places of a rank's threads, for an event."""
-
     main: tuple[str, ...] = ()
     others: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Each other thread with Python in it: its name, where it has one, and its `short_stack`."""
     where: str = ""
-    """The kernel's description, where there is no stack."""
 
 
 def find_dump(text: str, *, may_be_child: bool = True) -> StackDump | None:
@@ -80,11 +69,8 @@ def find_dump(text: str, *, may_be_child: bool = True) -> StackDump | None:
 
     Any thread may have got the signal, also one without Python, where the process had been stopped. The main thread is
     the last of a dump: the interpreter lists the newest first (CPython 3.10 to 3.14). Where it stopped after a hundred,
-    the main thread is not among them.
-
-    Args:
-        text: The end of stderr, which a process shares with its children.
-        may_be_child: The process itself may have been started by multiprocessing; else such a dump is not its own.
+    the main thread is not among them. `may_be_child`: multiprocessing may have started the process itself; else such a
+    dump is not its own.
     """
     dumps = [dump for part in text.split(_FATAL)[1:][-_MOST_DUMPS:] if (dump := _read_dump(_FATAL + part))]
     if not dumps or not (may_be_child or forked_frames(dumps[-1]) is None):
@@ -211,7 +197,6 @@ class Whereabouts(Struct, frozen=True, kw_only=True):
     pid: int
     name: str
     state: str
-    """``S (sleeping)``."""
     wchan: str = ""
     syscall: str = ""
 
@@ -314,12 +299,8 @@ def _look(folder: str, calls: Mapping[str, str]) -> Whereabouts:
 
 
 def _status(path: str) -> dict[str, str]:
-    found = {}
-    for line in _read(path).splitlines():
-        key, colon, value = line.partition(":")
-        if colon:
-            found[key] = value.strip()
-    return found
+    fields = (line.partition(":") for line in _read(path).splitlines())
+    return {key: value.strip() for key, colon, value in fields if colon}
 
 
 def _read(path: str) -> str:
@@ -340,8 +321,16 @@ def explain_lock(frames: Iterable[Frame], environ: Mapping[str, str], *, cwd: st
     """
     if not any(frame.file.endswith(_WAITS_IN) for frame in frames):
         return ""
-    locks = _find_locks(environ, cwd)
-    named = " or ".join(map(str, locks)) or "lock in the build folder (TORCH_EXTENSIONS_DIR)"
+    root, locks = _root(environ), list[Path]()
+    try:
+        # <root>/<name>/lock, or with a folder of the Python and the accelerator between.
+        locks = [*root.glob("*/lock"), *root.glob("*/*/lock")]
+        if cwd:
+            own = (path for depth in ("lock", "*/lock", "*/*/lock") for path in Path(cwd).glob(depth))
+            locks += [path for path in own if path not in locks and (path.parent / "build.ninja").exists()]
+    except OSError:
+        locks = []
+    named = " or ".join(map(str, sorted(locks)[:3])) or "lock in the build folder (TORCH_EXTENSIONS_DIR)"
     return (
         f"it waits for the lock file {named} of a C++ extension's build; where the process that built it was killed, "
         "remove the file: every later start waits for it, too"
@@ -393,16 +382,3 @@ def remove_locks(held: Iterable[HeldLock], environ: Mapping[str, str]) -> list[s
 def _root(environ: Mapping[str, str]) -> Path:
     cache = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME", "/"), ".cache")
     return Path(environ.get("TORCH_EXTENSIONS_DIR") or os.path.join(cache, "torch_extensions"))
-
-
-def _find_locks(environ: Mapping[str, str], cwd: str) -> list[Path]:
-    root = _root(environ)
-    try:
-        # <root>/<name>/lock, or with a folder of the Python and the accelerator between.
-        found = [*root.glob("*/lock"), *root.glob("*/*/lock")]
-        if cwd:
-            own = (path for depth in ("lock", "*/lock", "*/*/lock") for path in Path(cwd).glob(depth))
-            found += [path for path in own if path not in found and (path.parent / "build.ninja").exists()]
-        return sorted(found)[:3]
-    except OSError:
-        return []

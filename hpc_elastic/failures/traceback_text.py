@@ -1,8 +1,7 @@
 """Finds Python tracebacks in what a dying process printed.
 
-Pure functions over text, fed with the end of a worker's stderr.log or with an error file's ``py_callstack``. Nothing
-has to be injected into the worker for this. Formats seen with CPython 3.10-3.14, torch 2.13, whose excepthook puts
-``[rank3]: `` before every line, and rich (`hpc_elastic.failures.decorated`).
+Pure functions over text: the end of a worker's stderr.log, or an error file's ``py_callstack``. Formats seen with
+CPython 3.10-3.14, torch 2.13, whose excepthook puts ``[rank3]: `` before every line, and rich (`decorated`).
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from hpc_elastic.failures.failure_text import (
 
 _MESSAGE_LINES = 40
 _MOST_PREFIXED = 1000
-
 _RANK_PREFIX = re.compile(r"\[rank\d+\]: ?(?!\[)")
 _LAST = "(most recent call last):"
 _GROUP_HEADER = "+ Exception Group Traceback (most recent call last):"
@@ -136,12 +134,11 @@ def _split(text: str) -> tuple[list[str], list[bool]]:
     prefixed = [False] * len(lines)
     if "[rank" in text:
         for index, line in enumerate(lines):
-            match = _RANK_PREFIX.match(line)
-            if match:
+            if match := _RANK_PREFIX.match(line):
                 lines[index] = line[match.end() :]
                 prefixed[index] = True
     if TITLE in text:
-        plain_tracebacks(lines, HEADER)
+        plain_tracebacks(lines)
     return lines, prefixed
 
 
@@ -156,13 +153,6 @@ def _begins_traceback(lines: list[str], at: int) -> bool:
     return at + 1 < len(lines) and _FRAME.match(lines[at + 1]) is not None
 
 
-def _begins_group(lines: list[str], at: int) -> bool:
-    line = lines[at]
-    if line.lstrip() == _GROUP_HEADER:
-        return not line.startswith("    ")
-    return line.endswith(f"  {_GROUP_HEADER}") and at + 1 < len(lines) and lines[at + 1].startswith('  |   File "')
-
-
 def _blocks(lines: list[str], prefixed: list[bool]) -> list[_Block]:
     blocks: list[_Block] = []
     total = len(lines)
@@ -170,8 +160,11 @@ def _blocks(lines: list[str], prefixed: list[bool]) -> list[_Block]:
     for start in [at for at, line in enumerate(lines) if line.endswith(_LAST)]:
         if start < index:  # within the one before
             continue
-        index = start
-        group = _begins_group(lines, start)
+        index, line, below = start, lines[start], "".join(lines[start + 1 : start + 2])
+        if line.lstrip() == _GROUP_HEADER:
+            group = not line.startswith("    ")
+        else:
+            group = line.endswith(f"  {_GROUP_HEADER}") and below.startswith('  |   File "')
         if not group and not _begins_traceback(lines, start):
             continue
         at = index + 1
@@ -219,10 +212,8 @@ def _stack_end(lines: list[str], at: int) -> int:
 
 
 def _is_exception_line(lines: list[str], at: int) -> bool:
-    if at >= len(lines):
-        return False
     # A class made at run time may have any name: accept what is followed by a colon and a space.
-    return _EXCEPTION_LINE.match(lines[at]) is not None or ": " in lines[at][:200]
+    return at < len(lines) and (_EXCEPTION_LINE.match(lines[at]) is not None or ": " in lines[at][:200])
 
 
 def _line_before(lines: list[str], index: int) -> str:
@@ -309,10 +300,8 @@ def _from_block(lines: list[str], prefixed: list[bool], blocks: list[_Block], in
 
 
 def _raised(lines: list[str], block: _Block, *, while_handling: bool = False) -> RaisedException:
-    if block.group:
-        exception_type, message = _group_message(lines[block.exception : block.end])
-    else:
-        exception_type, message = _split_exception(lines[block.exception : block.end])
+    read = _group_message if block.group else _split_exception
+    exception_type, message = read(lines[block.exception : block.end])
     frames, source, caller = _frames(lines[block.start + 1 : block.exception], shift=4 if block.group else 0)
     return RaisedException(
         exception_type=exception_type,
@@ -355,13 +344,12 @@ def _quoted_exceptions(lines: list[str], block: _Block, raised: RaisedException)
         until = next((later for later, line in enumerate(body) if line in _CONNECTORS), len(body))
         exception_type, text = _split_exception(body[end:until])
         frames, source, _ = _frames(body[:end])
-        rank = int(match[1]) if match[1] else None
         quoted = RaisedException(
             exception_type=exception_type,
             message=text.rstrip(),
             frames=frames,
             source=source,
-            rank=rank,
+            rank=int(match[1]) if match[1] else None,
             is_quoted=True,
         )
         if _line_before(message, at) not in _CONNECTORS:
@@ -396,8 +384,7 @@ def _split_exception(lines: list[str]) -> tuple[str, str]:
     if not lines:
         return "", ""
     first = lines[0]
-    match = _EXCEPTION_LINE.match(first)
-    if match:
+    if match := _EXCEPTION_LINE.match(first):
         exception_type, message = match[1], match[2] or ""
     else:
         exception_type, _, message = first.partition(": ")

@@ -28,19 +28,17 @@ class EvidenceSource(str, Enum):
     """The place where the evidence of the failure comes from, best first."""
 
     ERROR_FILE = "error_file"
-    """The worker's own error file (torch's ``@record`` or ours)."""
     STDERR = "stderr"
     """Found in what it printed: a traceback, faulthandler's dump, a C++ termination."""
     STDOUT = "stdout"
     """Found there, since stderr says nothing: ``2>&1 | tee log``."""
     EXIT = "exit"
-    """Only the exit code or the signal is known."""
     EVENT = "event"
     """The agent's event alone: error.json was not written or is gone."""
 
 
 class WorkerFailure(Struct, frozen=True, kw_only=True):
-    """A worker's bad end with its evidence. All texts are bounded and free of control characters."""
+    """All texts are bounded and free of control characters."""
 
     attempt: int = 0
     round: int = 0
@@ -75,7 +73,6 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
     reason: str = ""
     retryable: bool = True
     node_suspect: bool = False
-    """Its message shows that a part of its node is likely broken."""
     oom_kills: int = 0
     """The cgroup's counter rose by so much since the workers started (`cgroup.oom_kill_count`)."""
     is_nodes_oom: bool = False
@@ -104,14 +101,9 @@ class WorkerFailure(Struct, frozen=True, kw_only=True):
         return cls(**{**found, **texts, **overrides})
 
     def to_event(self) -> WorkerFailed:
-        shared = {name: getattr(self, name) for name in _SHARED}
-        own = {
-            "rank": self.global_rank,
-            "failure_class": self.failure_class.value,
-            "category": self.category.value,
-            "message": self.headline,
-        }
-        return WorkerFailed(**{**shared, **own})
+        fields = {name: getattr(self, name) for name in _SHARED}
+        fields |= {"failure_class": self.failure_class.value, "category": self.category.value}
+        return WorkerFailed(**{**fields, "rank": self.global_rank, "message": self.headline})
 
     @classmethod
     def from_event(cls, event: WorkerFailed, **overrides: Any) -> WorkerFailure:

@@ -33,6 +33,7 @@ import struct
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING or __name__ != "sitecustomize":
@@ -142,16 +143,12 @@ def _forget_this_file(config: dict[str, Any], watch: ImportWatch) -> bool:
 
 
 class PreloadServer:
-    """Imports, looks at itself, and forks."""
-
     def __init__(self, control: socket.socket, config: dict[str, Any], libc: Any) -> None:
         self._control = control
         self._config = config
         self._libc = libc
         self._queue: list[str] = []
-        """Still to be imported, first in the list first."""
         self._watched: set[str] = set()
-        """Variables that differ between workers, or between rounds."""
         self._left_out: set[str] = set()
         self._imported: list[str] = []
         self._failed: dict[str, str] = {}
@@ -192,8 +189,6 @@ class PreloadServer:
             else:
                 self._learn()
 
-    # -- messages ------------------------------------------------------------------------------------------------
-
     def _receive(self) -> tuple[dict[str, Any] | None, list[int]]:
         fds = array.array("i")
         try:
@@ -208,10 +203,8 @@ class PreloadServer:
         return (json.loads(raw), list(fds)) if raw else (None, [])
 
     def _send(self, message: dict[str, Any]) -> None:
-        try:
+        with suppress(OSError):  # the agent has gone, or does not read: the next receive finds out
             self._control.send(json.dumps(message).encode())
-        except OSError:
-            pass  # the agent has gone, or does not read: the next receive finds out
 
     def _handle(self, message: dict[str, Any], fds: list[int]) -> bool:
         if message["do"] == "import":
@@ -246,7 +239,6 @@ class PreloadServer:
         return False
 
     def _why_not(self, message: dict[str, Any]) -> str:
-        """Why no worker can be forked; "" where one can."""
         for path, known in self._files.items():
             if _state_of(path) != known:
                 self._send({"is": "stale", "path": path})
@@ -257,10 +249,7 @@ class PreloadServer:
                 return f"{reads[name]} reads {name} when it is imported, which differs for this worker"
         return ""
 
-    # -- workers -------------------------------------------------------------------------------------------------
-
     def _fork(self, message: dict[str, Any], fds: list[int], *, is_learning: bool) -> bool:
-        """Fork one worker. Returns True in it."""
         child = os.fork()
         if child:
             wait_for(child)
@@ -306,8 +295,6 @@ class PreloadServer:
             sys.modules[_WHEN_TORCH_IS_IMPORTED].start()
         if is_learning and self._memory is not None:
             sys.meta_path.insert(0, _Recorder(self._memory))
-
-    # -- imports -------------------------------------------------------------------------------------------------
 
     def _import_next(self, name: str) -> bool:
         """Import one module, and look what it did. Returns False where the server is to be started anew without it."""
@@ -361,8 +348,6 @@ class PreloadServer:
             }
         )
 
-    # -- learning ------------------------------------------------------------------------------------------------
-
     def _learn(self) -> None:
         """Take in what the worker has imported, once it has imported nothing for one look."""
         assert self._memory is not None
@@ -372,7 +357,7 @@ class PreloadServer:
             self._due = time.monotonic() + _FIRST_LOOK_S
             return
         names = self._memory[4:end].decode("utf-8", "replace").splitlines()
-        roots = _installed_roots(self._roots)
+        roots = {"torch", *(root for root in self._roots if _is_installed(_place_of(root)))}
         wanted = [name for name in dict.fromkeys(names) if name.partition(".")[0] in roots]
         fresh = [n for n in wanted if n not in sys.modules and n not in self._failed and n not in self._left_out]
         self._look = _FIRST_LOOK_S if fresh else min(_LONGEST_LOOK_S, self._look * 1.5)
@@ -383,14 +368,9 @@ class PreloadServer:
             self._queue += fresh
 
 
-# -- what this process is like -----------------------------------------------------------------------------------
-
-
 def _tell(gate: int, message: dict[str, Any]) -> None:
-    try:
+    with suppress(OSError):
         os.write(gate, json.dumps(message).encode())
-    except OSError:
-        pass
 
 
 def _state_of(path: str) -> tuple[int, int] | None:
@@ -417,18 +397,13 @@ def _files_to_watch(entries: Iterable[str]) -> list[str]:
     return found
 
 
-def _origin(root: str) -> str | None:
+def _place_of(root: str) -> str:
+    if path := getattr(sys.modules.get(root), "__file__", None):
+        return str(path)
     try:
-        spec = importlib.util.find_spec(root)
+        return getattr(importlib.util.find_spec(root), "origin", None) or ""
     except (ImportError, ValueError):
-        return None
-    return spec.origin if spec is not None else None
-
-
-def _installed_roots(names: Iterable[str]) -> set[str]:
-    """torch, and those of `names` that are installed libraries."""
-    found = ((root, getattr(sys.modules.get(root), "__file__", None) or _origin(root) or "") for root in names)
-    return {"torch"} | {root for root, path in found if _is_installed(path)}
+        return ""
 
 
 def _is_installed(path: str) -> bool:

@@ -1,16 +1,15 @@
 """The guardian: a tiny process that ends what an agent leaves behind when it dies, by SIGKILL too.
 
-It is forked when the agent starts and does nothing but wait at a socket whose other end only the agent has. At the end
-of file the agent is dead: the guardian ends every process of the run's job here that carries the agent's tag, with all
-below them, removes the agent's node-local folder, and leaves. At a clean end the agent writes to the socket, and the
-guardian just leaves. The workers of an agent that is stopped (SIGSTOP) are ended too, once the others go on without it:
-then the guardian writes to the socket first.
+It is forked when the agent starts, and waits at a socket whose other end only the agent has. At the end of file the
+agent is dead: the guardian ends every process of the run's job here that carries the agent's tag, with all below them,
+removes the agent's node-local folder, and leaves. At a clean end the agent writes to the socket, and the guardian just
+leaves. The workers of an agent that is stopped (SIGSTOP) are ended too, once the others go on without it: then the
+guardian writes to the socket first.
 
-Workers get a parent-death signal as well, but what *they* started does not: that is what the guardian is for. A process
-that cleared its environment is found by the guardian's last snapshot of the children (`ChildSnapshot`), taken two
-seconds before at most. A container's runtime gets some seconds to clean up when what is inside has ended. Where agent
-*and* guardian are killed, the next agent of the node ends what carries the tag, and a process without it stays until
-Slurm ends the step.
+Workers get a parent-death signal as well, but what *they* started does not. A process that cleared its environment is
+found by the last snapshot of the children (`ChildSnapshot`), taken two seconds before at most. Where agent *and*
+guardian are killed, the next agent of the node ends what carries the tag, and a process without it stays until Slurm
+ends the step.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NoReturn
-
-from msgspec import Struct
 
 from hpc_elastic.base.clock import Clock, SystemClock
 from hpc_elastic.base.staleness import Staleness
@@ -69,10 +66,8 @@ class Guardian:
         False: it has not gone yet, and still will.
         """
         if self._control_fd >= 0:
-            try:
+            with contextlib.suppress(OSError):  # it is gone: it was killed
                 os.write(self._control_fd, _LEAVE)
-            except OSError:
-                pass  # it is gone: it was killed
             os.close(self._control_fd)
             self._control_fd = -1
         return _wait_for_child(self.pid, timeout) is not None
@@ -101,10 +96,6 @@ def start_guardian(
             on without its workers, and these are ended. None: never.
         still_takes_part: Whether the others have not: then they are not ended. Asked in a process of its own, which may
             fail or hang.
-
-    Raises:
-        RuntimeError: this process has several threads already.
-        OSError: no process or descriptor left.
     """
     if threading.active_count() > 1:
         raise RuntimeError(
@@ -243,7 +234,6 @@ def end_tagged(
     is ended: an agent that goes on has workers of its next round, which carry the same tag. Returns what still runs
     after `bound` seconds (D state).
     """
-
     inside = Inside()
     began_inside: float | None = None
 
@@ -270,10 +260,8 @@ def kill_stale_processes(tag: Tag, *, clock: Clock, bound: float = _STALE_BOUND_
 
     A new agent calls it before it joins. Only processes of this run's own jobs on this node are touched: those whose
     worker tag is of another incarnation, older ones that carry the node's tag (the agent, its store host and its
-    guardian), and all below them. This process, its ancestors and its children are not.
-
-    Returns:
-        What still runs after `bound` seconds (D state): it may hold memory and devices.
+    guardian), and all below them. This process, its ancestors and its children are not. Returns what still runs after
+    `bound` seconds (D state): it may hold memory and devices.
     """
     me = tree.look_at(os.getpid())
     born = (me.starttime, me.pid) if me is not None else (0, 0)
@@ -310,7 +298,7 @@ def _with_descendants(roots: Sequence[Proc], *, protected: AbstractSet[int]) -> 
     roots = [proc for proc in roots if proc.pid not in protected]
     if not roots:
         return []
-    below = tree.descendants_of({proc.pid for proc in roots}, excluding=protected)
+    below = tree.subtree(tree.all_processes(), {proc.pid for proc in roots}, excluding=protected)
     return [proc for proc in (*roots, *below) if not proc.is_dead]
 
 
@@ -347,7 +335,6 @@ def _end_until_none(
 
 
 def _wait_for_child(pid: int, timeout: float) -> int | None:
-    """Its wait status; None: it has not ended in time."""
     try:
         pidfd = linux.pidfd_open(pid)
     except OSError:
@@ -366,12 +353,6 @@ def _wait_for_child(pid: int, timeout: float) -> int | None:
             os.close(pidfd)
 
 
-class _Child(Struct, frozen=True):
-    proc: Proc
-    leads: bool
-    """Its session is its own, and so one in which none but its descendants can be."""
-
-
 class ChildSnapshot:
     """The children of one agent. Call `look` while the agent lives, and `remnants` when it has died.
 
@@ -385,23 +366,20 @@ class ChildSnapshot:
         self._leave_out = frozenset(leave_out)
         own = tree.look_at(agent)
         self._own_session = own.sid if own is not None else -1
-        self._children: dict[int, _Child] = {}
+        self._children: dict[int, Proc] = {}
 
     def look(self) -> None:
         """Take in the children of this moment: one read where none has come or gone."""
         pids = tree.main_children(self._agent)
         if pids is None:
             return  # it is dying, or this kernel has no such file
-        seen: dict[int, _Child] = {}
+        seen: dict[int, Proc] = {}
         for pid in pids:
             known = self._children.get(pid)
             if known is None and pid not in self._leave_out:
-                proc = tree.look_at(pid)
-                # In the agent's own session are commands that it runs itself; a fork that is no session's yet, too.
-                if proc is None or proc.sid == self._own_session:
-                    continue
-                known = _Child(proc, leads=proc.sid == proc.pid)
-            if known is not None:
+                known = tree.look_at(pid)
+            # In the agent's own session are commands that it runs itself; a fork that is no session's yet, too.
+            if known is not None and known.sid != self._own_session:
                 seen[pid] = known
         self._children = seen
 
@@ -412,8 +390,9 @@ class ChildSnapshot:
 
     def remnants(self) -> list[Proc]:
         """Those that live. A pid or session that has got another meaning since is not taken for one."""
-        leaders = {child.proc.sid: child.proc.starttime for child in self._children.values() if child.leads}
-        known = {(child.proc.pid, child.proc.starttime) for child in self._children.values()}
+        # In a session of a child's own can be none but its descendants.
+        leaders = {child.sid: child.starttime for child in self._children.values() if child.sid == child.pid}
+        known = {(child.pid, child.starttime) for child in self._children.values()}
         processes = tree.all_processes()
         found = []
         for proc in processes.values():

@@ -13,16 +13,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from msgspec import Struct
 
-from hpc_elastic.workers.tree import (
-    Delivery,
-    Environ,
-    Proc,
-    descendants,
-    kill_safely,
-    lives,
-    look_at,
-    read_environments,
-)
+from hpc_elastic.workers import tree
+from hpc_elastic.workers.tree import Delivery, Environ, Proc
 
 INSIDE_VARIABLE = "HPC_ELASTIC_INSIDE"
 """The local rank, in a process that a container's runtime has started inside; the runtime itself does not have it."""
@@ -39,7 +31,7 @@ class Inside:
     has a mark in its environment.
     """
 
-    def __init__(self, read: Callable[[Sequence[int]], Mapping[int, bytes]] = read_environments) -> None:
+    def __init__(self, read: Callable[[Sequence[int]], Mapping[int, bytes]] = tree.read_environments) -> None:
         self._read = read
         self._known: dict[tuple[int, int], int] = {}
         self._scripts: dict[int, Proc] = {}
@@ -74,12 +66,10 @@ class Inside:
 
     def has_ended(self, local_rank: int) -> bool:
         """A script that `scripts` has found is not there any more."""
-        return local_rank in self._scripts and not lives(self._scripts[local_rank])
+        return local_rank in self._scripts and not tree.lives(self._scripts[local_rank])
 
 
 class SignalMasks(Struct, frozen=True, kw_only=True):
-    """A process' signals, as ``/proc/<pid>/status`` has them."""
-
     caught: int
     ignored: int
     blocked: int
@@ -93,7 +83,7 @@ class SignalMasks(Struct, frozen=True, kw_only=True):
 
 
 def read_masks(pid: int) -> SignalMasks | None:
-    """The masks of the process `pid`; None where they can't be read."""
+    """Read ``/proc/<pid>/status``; None where that can't be read."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8", errors="replace") as file:
             lines = (line.partition(":") for line in file)
@@ -116,13 +106,13 @@ def acts_on(number: int, pid: int) -> bool:
 
 def send_to_handler(pid: int, number: int, *, speaker: int) -> bool:
     """Signal the processes of a running worker that `choose_receivers` chooses. False: none catches it."""
-    root = look_at(pid)
+    root = tree.look_at(pid)
     if root is None or root.is_dead:
         return True
-    below = descendants(pid)
+    below = tree.descendants(pid)
     masks = {proc.pid: known for proc in (root, *below) if (known := read_masks(proc.pid)) is not None}
     receivers = choose_receivers(root, below, masks, number=number, speaker=speaker)
-    return Delivery.SENT in [kill_safely(proc, number) for proc in receivers]
+    return Delivery.SENT in [tree.kill_safely(proc, number) for proc in receivers]
 
 
 def choose_receivers(
@@ -130,16 +120,10 @@ def choose_receivers(
 ) -> list[Proc]:
     """Choose the processes of one worker to which a signal is sent that asks it to save. Pure.
 
-    Args:
-        root: The process that the agent started.
-        below: All below it, parents first.
-        masks: By pid, as far as they could be read.
-        speaker: The pid of the process that sends the worker's heartbeats, in its own namespace; 0 where none does.
-
-    Returns:
-        The root where it catches the signal; else the process that sends the heartbeats; else on each branch the first
-        process that does. (What it forked, a data loader's workers for one, has inherited its handlers.) Empty where
-        no process catches it: the signal would end them.
+    The root where it catches the signal; else the process that sends the heartbeats (`speaker`: its pid in its own
+    namespace, 0 where none does); else on each branch the first process that does. (What it forked, a data loader's
+    workers for one, has inherited its handlers.) Empty where no process catches it: the signal would end them. `below`:
+    all below the root, parents first.
     """
     catching = {pid for pid, known in masks.items() if known.catches(number)}
     if root.pid in catching:
@@ -156,10 +140,9 @@ def choose_rank_processes(
 ) -> list[Proc]:
     """Choose the processes of one worker that get SIGTERM before what they have started does. Pure.
 
-    Returns:
-        The process that sends the heartbeats; else the root where it is one of the `pythons`; else on each branch the
-        first process that is one, or catches the signal. Beside it the root where that is none and catches the signal,
-        as a shell's trap does. Empty: none is known to be the script, and all get the signal at once.
+    The process that sends the heartbeats; else the root where it is one of the `pythons`; else on each branch the first
+    process that is one, or catches the signal. Beside it the root where that is none and catches the signal, as a
+    shell's trap does. Empty: none is known to be the script, and all get the signal at once.
     """
     catching = {pid for pid, known in masks.items() if known.catches(signal.SIGTERM)}
     if root.pid in catching & set(pythons):

@@ -18,7 +18,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, ClassVar
 
 _OWN = "HPC_ELASTIC_"
@@ -107,8 +107,6 @@ class ImportWatch:
         self._bit_generators: list[Any] = []
         """numpy's of the same kind."""
 
-    # -- while it runs -------------------------------------------------------------------------------------------
-
     @contextmanager
     def during(self, entry: str) -> Iterator[None]:
         """Import `entry` within. Does not return in a process that the import has forked."""
@@ -131,23 +129,22 @@ class ImportWatch:
             WatchedEnviron.entry = ""
 
     def _places(self) -> list[tuple[Any, str, Callable[..., Any]]]:
-        """(where, name, what stands there while an import runs)."""
         urandom, sanitize, seed = os.urandom, getattr(tempfile, "_sanitize_params", None), random.Random.seed
         watch = self
 
         def draw(count: int) -> bytes:
             if watch._is_running and _is_asked_by_the_user():
-                watch._note("it draws random bytes, which would be the same in all workers")
+                watch._noted.append("it draws random bytes, which would be the same in all workers")
             return urandom(count)
 
         def ask_for_pid() -> int:
             if watch._is_running and _is_asked_by_the_user():
-                watch._note("it asks for the process id, which a worker's is not")
+                watch._noted.append("it asks for the process id, which a worker's is not")
             return watch._getpid()
 
         def name_file(*args: Any) -> Any:
             if watch._is_running:
-                watch._note("it makes a temporary file or folder")
+                watch._noted.append("it makes a temporary file or folder")
             assert sanitize is not None
             return sanitize(*args)
 
@@ -173,7 +170,7 @@ class ImportWatch:
     def _refusing(self, execute: Callable[..., Any]) -> Callable[..., Any]:
         def refuse(*args: Any) -> Any:
             if self._is_running:
-                self._note("it executes another program in this process's place")
+                self._noted.append("it executes another program in this process's place")
                 raise ImportError("no other program can be executed while modules are preloaded")
             return execute(*args)
 
@@ -188,11 +185,6 @@ class ImportWatch:
                 setattr(where, name, old)
 
         return undo
-
-    def _note(self, why: str) -> None:
-        self._noted.append(why)
-
-    # -- afterwards ----------------------------------------------------------------------------------------------
 
     def fault(self, *, is_thorough: bool) -> str:
         """Say why this process can't be forked any more; "": it can. `is_thorough`: for shared memory, too, 1 ms."""
@@ -216,7 +208,6 @@ class ImportWatch:
         return self._noted[0] if self._noted else ""
 
     def accept_mappings(self) -> None:
-        """The mappings of now are the server's own."""
         self._shared = _shared_mappings()
 
     def _look_at_descriptors(self) -> str:
@@ -260,19 +251,14 @@ class ImportWatch:
                 kind = type(value)
                 home = str(getattr(kind, "__module__", ""))
                 if kind is int and value == self._pid and "pid" in key.lower():
-                    self._note(f"it keeps the process id, as {name}.{key}")
+                    self._noted.append(f"it keeps the process id, as {name}.{key}")
                 elif home == "uuid" and getattr(value, "version", None) == 4:
-                    self._note(f"it keeps a random id, as {name}.{key}")
+                    self._noted.append(f"it keeps a random id, as {name}.{key}")
                 elif home.startswith("numpy.random") and name != "numpy.random.mtrand":
-                    self._note_generator(value)
-
-    def _note_generator(self, value: Any) -> None:
-        bits = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)
-        entropy = getattr(getattr(bits, "seed_seq", None), "entropy", None)
-        if isinstance(entropy, int) and entropy.bit_length() > _LEAST_ENTROPY_BITS:
-            self._bit_generators.append(bits)
-
-    # -- in a worker ---------------------------------------------------------------------------------------------
+                    bits = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)
+                    entropy = getattr(getattr(bits, "seed_seq", None), "entropy", None)
+                    if isinstance(entropy, int) and entropy.bit_length() > _LEAST_ENTROPY_BITS:
+                        self._bit_generators.append(bits)
 
     def renew_seeds(self) -> None:
         """Seed what a fresh interpreter seeds from the system's entropy. `random` does so at a fork by itself."""
@@ -290,30 +276,23 @@ class ImportWatch:
             bits.state = type(bits)().state
 
 
-# -- what this process is like -----------------------------------------------------------------------------------
-
-
 def _process_state() -> dict[str, object]:
     """A change of it would be lost, or come too early; by the words for the change."""
     umask = os.umask(0o077)
     os.umask(umask)
-    timers = [
-        signal.getitimer(which)[0] > 0 for which in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-    ]
+    kinds = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
     return {
         "changes the working directory": os.getcwd(),
         "changes the umask": umask,
         "blocks or unblocks signals": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
-        "sets a timer": timers,
+        "sets a timer": [signal.getitimer(kind)[0] > 0 for kind in kinds],
     }
 
 
 def wait_for(child: int) -> None:
     """Reap `child`; a module may have SIGCHLD ignored, or reap by itself."""
-    try:
+    with suppress(ChildProcessError):
         os.waitpid(child, 0)
-    except ChildProcessError:
-        pass
 
 
 def _thread_count() -> int:
@@ -356,7 +335,6 @@ def _has_children() -> bool:
 
 
 def _shared_mappings() -> dict[str, str]:
-    """Address → name of what is mapped writable and shared."""
     with open("/proc/self/maps") as file:
         parts = [line.split(maxsplit=5) for line in file if "s " in line]
     return {part[0]: part[5].strip() for part in parts if part[1][1] == "w" and part[1][3] == "s"}

@@ -14,7 +14,7 @@ import signal
 import stat
 import threading
 from collections.abc import Callable, Container, Iterable, Sequence
-from types import FrameType
+from contextlib import suppress
 from typing import NoReturn, TypeVar
 
 from hpc_elastic.base.waking import Waker
@@ -70,11 +70,8 @@ def set_name(name: str) -> None:
 def pidfd_open(pid: int) -> int | None:
     """Open a descriptor (close-on-exec) that names the process `pid` and becomes readable when it ends.
 
-    None where the kernel has none (before Linux 5.3: RHEL 8), or a sandbox refuses it.
-
-    Raises:
-        ProcessLookupError: there is no such process.
-        OSError: out of descriptors.
+    None where the kernel has none (before Linux 5.3: RHEL 8), or a sandbox refuses it. Raises ProcessLookupError, or
+    another OSError where there is no descriptor left.
     """
     try:
         return _check(_syscall(_SYS_PIDFD_OPEN, ctypes.c_int(pid), ctypes.c_uint(0)))
@@ -85,21 +82,9 @@ def pidfd_open(pid: int) -> int | None:
 
 
 def pidfd_send_signal(pidfd: int, signal_number: int) -> None:
-    """Signal exactly the process that `pidfd` names.
-
-    Raises:
-        ProcessLookupError: it has ended and was waited for.
-        PermissionError: it is another user's.
-    """
-    _check(
-        _syscall(
-            _SYS_PIDFD_SEND_SIGNAL,
-            ctypes.c_int(pidfd),
-            ctypes.c_int(signal_number),
-            ctypes.c_void_p(None),
-            ctypes.c_uint(0),
-        )
-    )
+    """Signal exactly the process that `pidfd` names; raises ProcessLookupError, PermissionError."""
+    arguments = ctypes.c_int(pidfd), ctypes.c_int(signal_number), ctypes.c_void_p(None), ctypes.c_uint(0)
+    _check(_syscall(_SYS_PIDFD_SEND_SIGNAL, *arguments))
 
 
 def signal_main_thread(pid: int, signal_number: int) -> None:
@@ -119,22 +104,18 @@ def close_from(first: int) -> None:
         return
     for name in os.listdir("/proc/self/fd"):
         if int(name) >= first:
-            try:
+            with suppress(OSError):  # the one that listed the folder
                 os.close(int(name))
-            except OSError:
-                pass  # the one that listed the folder
 
 
 def output_pipes() -> list[int]:
     """Those of stdout and stderr that can be closed without asking a filesystem. To be called while all answer."""
     found = []
     for fd in (1, 2):
-        try:
+        with suppress(OSError):
             mode = os.fstat(fd).st_mode
-        except OSError:
-            continue
-        if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISCHR(mode):
-            found.append(fd)
+            if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or stat.S_ISCHR(mode):
+                found.append(fd)
     return found
 
 
@@ -195,10 +176,8 @@ class SpareDescriptor:
 
     def _take(self) -> None:
         if self._fd < 0:
-            try:
+            with suppress(OSError):  # the next one that needs it finds out
                 self._fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError:
-                pass  # the next one that needs it finds out
 
 
 SPARE = SpareDescriptor()
@@ -233,7 +212,7 @@ class SignalQueue:
 
     @staticmethod
     def _hear(number: signal.Signals) -> None:
-        signal.signal(number, _ignore)
+        signal.signal(number, lambda *_: None)  # the number goes through the wake-up socket
         signal.siginterrupt(number, False)
 
     def fileno(self) -> int:
@@ -255,10 +234,6 @@ class SignalQueue:
         return any(number in numbers for number in self._waker.peek())
 
 
-def _ignore(number: int, frame: FrameType | None) -> None:
-    """The number has gone through the wake-up socket."""
-
-
 def oom_kill_count(pid: int | str = "self", *, proc: str = "/proc") -> int | None:
     """Count the OOM kills so far in the memory cgroup of a process: the evidence that "-9" was one.
 
@@ -266,8 +241,7 @@ def oom_kill_count(pid: int | str = "self", *, proc: str = "/proc") -> int | Non
     task/cgroup the kill is counted in the *task's* cgroup, the agent's own (seen on 22.05.8, cgroup v1 and v2).
     None where no cgroup with a counter can be read.
     """
-    found = _memory_cgroup(pid, proc)
-    if found is None:
+    if (found := _memory_cgroup(pid, proc)) is None:
         return None
     folder, _, is_v2 = found
     return _counter(folder, "memory.events" if is_v2 else "memory.oom_control")
@@ -283,8 +257,7 @@ def memory_folders(pid: int | str = "self", *, proc: str = "/proc") -> list[tupl
 
     Each with whether it is of version 2.
     """
-    found = _memory_cgroup(pid, proc)
-    if found is None:
+    if (found := _memory_cgroup(pid, proc)) is None:
         return []
     folder, top, is_v2 = found
     folders = [(folder, is_v2)]
@@ -295,7 +268,6 @@ def memory_folders(pid: int | str = "self", *, proc: str = "/proc") -> list[tupl
 
 
 def _memory_cgroup(pid: int | str, proc: str) -> tuple[str, str, bool] | None:
-    """(folder, mount point, whether it is of version 2)."""
     try:
         memberships = _read(os.path.join(proc, str(pid), "cgroup"))
         mounts = _read(os.path.join(proc, "self", "mountinfo"))
@@ -313,11 +285,9 @@ def _memory_cgroup(pid: int | str, proc: str) -> tuple[str, str, bool] | None:
     # With both mounted (hybrid), the memory controller is where v1 lists it.
     if v1_path is not None:
         where = _folder(mounts, "cgroup", v1_path, controller="memory")
-        return (*where, False) if where is not None else None
-    if v2_path is not None:
-        where = _folder(mounts, "cgroup2", v2_path, controller=None)
-        return (*where, True) if where is not None else None
-    return None
+    else:
+        where = _folder(mounts, "cgroup2", v2_path, controller=None) if v2_path is not None else None
+    return (*where, v1_path is None) if where is not None else None
 
 
 def _read(path: str) -> str:

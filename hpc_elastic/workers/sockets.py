@@ -1,9 +1,8 @@
 """The TCP sockets of processes, by the addresses of their own ends: from /proc, without a privilege and without torch.
 
-A process group's message names the peer that is gone by its address. The kernel knows which process has a socket, as
-long as it lives: ``/proc/PID/net/tcp`` has every socket of the network namespace with its inode, and ``/proc/PID/fd``
-the inodes of one process. One look reads the table once, and one link for each open file of the processes: some
-milliseconds on a full node.
+A process group's message names the peer that is gone by its address. ``/proc/PID/net/tcp`` has every socket of the
+network namespace with its inode, and ``/proc/PID/fd`` the inodes of one process that lives: some milliseconds for one
+look on a full node.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import socket
 import struct
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 
 from hpc_elastic.base.digests import sha1
 
@@ -66,11 +66,6 @@ def serving_socket(connection: socket.socket, *, proc: str = "/proc") -> tuple[i
     return None
 
 
-def has_socket(pid: int, inode: int, *, proc: str = "/proc") -> bool:
-    """Tell whether a process of this user has the socket open."""
-    return inode in socket_inodes(pid, proc)
-
-
 _NETLINK_SOCK_DIAG, _BY_FAMILY, _INFO, _DONE_OR_ERROR = 4, 20, 2, (2, 3)
 _REQUEST_AND_DUMP = 0x301
 _HEADER = struct.Struct("=IHHII")
@@ -86,18 +81,18 @@ def moved_bytes() -> dict[int, int]:
     ``/proc/PID/io`` does not count them. Empty where the kernel does not answer.
     """
     found: dict[int, int] = {}
-    try:
-        with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _NETLINK_SOCK_DIAG) as kernel:
-            kernel.settimeout(1.0)
-            for family in (socket.AF_INET, socket.AF_INET6):
-                wanted = struct.pack("=BBBBI48x", family, socket.IPPROTO_TCP, 1 << (_INFO - 1), 0, 0xFFFFFFFF)
-                size = _HEADER.size + len(wanted)
-                kernel.send(_HEADER.pack(size, _BY_FAMILY, _REQUEST_AND_DUMP, 1, 0) + wanted)
-                for body in _answers(kernel):
-                    (inode,) = struct.unpack_from("=I", body, _INODE_AT)
-                    found[inode] = _moved(body)
-    except (OSError, struct.error):
-        pass  # no permission, no such kernel
+    with (
+        suppress(OSError, struct.error),  # no permission, no such kernel
+        socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _NETLINK_SOCK_DIAG) as kernel,
+    ):
+        kernel.settimeout(1.0)
+        for family in (socket.AF_INET, socket.AF_INET6):
+            wanted = struct.pack("=BBBBI48x", family, socket.IPPROTO_TCP, 1 << (_INFO - 1), 0, 0xFFFFFFFF)
+            size = _HEADER.size + len(wanted)
+            kernel.send(_HEADER.pack(size, _BY_FAMILY, _REQUEST_AND_DUMP, 1, 0) + wanted)
+            for body in _answers(kernel):
+                (inode,) = struct.unpack_from("=I", body, _INODE_AT)
+                found[inode] = _moved(body)
     return found
 
 
@@ -166,17 +161,12 @@ def socket_inodes(pid: int, proc: str = "/proc") -> set[int]:
     """Those of the sockets that a process has open; of one that is gone, or is another user's, none."""
     folder = f"{proc}/{pid}/fd"
     found: set[int] = set()
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return found
-    for name in names:
-        try:
-            target = os.readlink(f"{folder}/{name}")
-        except OSError:
-            continue
-        if target.startswith("socket:["):
-            found.add(int(target[8:-1]))
+    with suppress(OSError):
+        for name in os.listdir(folder):
+            with suppress(OSError):
+                target = os.readlink(f"{folder}/{name}")
+                if target.startswith("socket:["):
+                    found.add(int(target[8:-1]))
     return found
 
 

@@ -19,6 +19,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Collection, Container, Mapping, Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 from msgspec import Struct
@@ -45,7 +46,7 @@ class Inherited(Struct, frozen=True, kw_only=True):
 
     umask: int
     core_limit: tuple[int, int]
-    """Soft and hard RLIMIT_CORE."""
+    """Soft and hard, as of `file_limit`."""
     subreaper: bool
     """Orphaned descendants come to this process. False in a sandbox that refuses it."""
     file_limit: tuple[int, int] | None = None
@@ -53,8 +54,6 @@ class Inherited(Struct, frozen=True, kw_only=True):
 
 
 class ExitStatus(Struct, frozen=True, kw_only=True):
-    """How a worker ended."""
-
     exitcode: int
     """0–255, or minus the signal's number, as `subprocess` has it."""
     core_dumped: bool
@@ -67,7 +66,6 @@ class ExitStatus(Struct, frozen=True, kw_only=True):
 
 
 def exit_status_now(exitcode: int, clock: Clock, *, core_dumped: bool = False, lost: bool = False) -> ExitStatus:
-    """The status of a worker whose end is seen now."""
     return ExitStatus(
         exitcode=exitcode,
         core_dumped=core_dumped,
@@ -113,10 +111,8 @@ class WorkerProcess:
         """
         if self.is_released:
             return
-        try:
+        with suppress(ProcessLookupError, PermissionError):  # no process left in it, or only set-user-id programs
             os.killpg(self.pid, signal_number)
-        except (ProcessLookupError, PermissionError):
-            pass  # no process left in it, or only set-user-id programs
 
     def take_output(self) -> tuple[int, int]:
         """Hand over the read ends of stdout and stderr; the caller closes them."""
@@ -134,10 +130,8 @@ class WorkerProcess:
             return None
         if not self.is_released:
             self.is_released = True
-            try:
+            with suppress(ChildProcessError):
                 os.waitpid(self.pid, 0)
-            except ChildProcessError:
-                pass
         self.close()
         return status
 
@@ -163,18 +157,16 @@ def prepare_agent_process() -> Inherited:
             os.set_inheritable(os.open("/dev/null", os.O_RDWR), True)  # the lowest free number: this one
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, the kernel would throw every exit status away
-    subreaper = True
     try:
         linux.set_child_subreaper()
+        subreaper = True
     except OSError:
         subreaper = False
     core_limit = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (0, core_limit[1]))
     file_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    try:
+    with suppress(OSError, ValueError):  # a sandbox: then it is as it is
         resource.setrlimit(resource.RLIMIT_NOFILE, (file_limit[1], file_limit[1]))
-    except (OSError, ValueError):
-        pass  # a sandbox: then it is as it is
     SPARE.hold()
     return Inherited(umask=os.umask(0o077), core_limit=core_limit, subreaper=subreaper, file_limit=file_limit)
 
@@ -197,7 +189,9 @@ def start_worker(
     cpus: Collection[int] = (),
     stdin: int | None = None,
 ) -> WorkerProcess:
-    """Start one worker. Call it from the main thread: the parent-death signal comes when the *forking thread* ends.
+    """Start one worker; raises `WorkerStartError`.
+
+    Call it from the main thread: the parent-death signal comes when the *forking thread* ends.
 
     Args:
         argv: The command, found by the PATH of `env` where it has no slash, and its arguments.
@@ -205,10 +199,6 @@ def start_worker(
         exec_wait: Seconds that the program is given to be there. One on a mount that hangs counts as started then.
         cpus: Those that it may use; empty: as this process.
         stdin: A descriptor for its input, which stays the caller's; None: ``/dev/null``.
-
-    Raises:
-        WorkerStartError: no such command, not executable, no such `cwd`, no process or descriptor left …
-        RuntimeError: not in the main thread.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("start_worker must be called from the main thread: its end would kill the workers")
@@ -227,7 +217,13 @@ def start_worker(
         _check_started(error_r, pid, argv[0], cwd, exec_wait)
         opened.remove(error_r)
         os.close(error_r)
-        pidfd = _open_pidfd(pid, argv[0])
+        try:
+            pidfd = linux.pidfd_open(pid)
+        except OSError as error:  # out of descriptors: a worker that can't be watched must not run
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            reason = f"pidfd: {_shortage(error)}"
+            raise WorkerStartError(command=argv[0], reason=reason, errno=error.errno) from None
         opened.clear()
     finally:
         for fd in opened:
@@ -250,11 +246,9 @@ def reap_orphans(known: Container[int]) -> list[int]:
         proc = tree.look_at(pid)
         if proc is None or not proc.is_dead or proc.sid == own_session:
             continue
-        try:
+        with suppress(ChildProcessError):
             if os.waitpid(pid, os.WNOHANG)[0] == pid:
                 reaped.append(pid)
-        except ChildProcessError:
-            pass
     return reaped
 
 
@@ -277,21 +271,9 @@ def output_pipes(opened: list[int], pipe_bytes: int) -> tuple[int, int, int, int
         fds += (read_end, write_end)
         os.set_blocking(read_end, False)  # the write end, another open file, goes on blocking
         if pipe_bytes > _DEFAULT_PIPE:
-            try:
+            with suppress(OSError):  # over the user's share: it works at its usual size too
                 fcntl.fcntl(write_end, _F_SETPIPE_SZ, pipe_bytes)
-            except OSError:
-                pass  # over the user's share: it works at its usual size too
     return fds[0], fds[1], fds[2], fds[3]
-
-
-def _open_pidfd(pid: int, command: str) -> int | None:
-    try:
-        return linux.pidfd_open(pid)
-    except OSError as error:  # out of descriptors: a worker that can't be watched must not run
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        reason = f"pidfd: {_shortage(error)}"
-        raise WorkerStartError(command=command, reason=reason, errno=error.errno) from None
 
 
 def _fork_worker(
@@ -413,17 +395,13 @@ class WorkerStartError(HpcElasticError):
 
 
 def candidates(command: str, env: Mapping[str, str]) -> list[str]:
-    """The paths to try for `command`, in order, as execvp does: a name with a slash is a path, any other goes by PATH.
-
-    Relative ones mean: from the worker's working directory.
-    """
+    """The paths to try for `command`, in order, as execvp does; relative ones mean: from the working directory."""
     if "/" in command:
         return [command]
     return [os.path.join(folder or ".", command) for folder in env.get("PATH", os.defpath).split(":")]
 
 
 def find_program(command: str, env: Mapping[str, str] | None = None) -> str | None:
-    """The first of `candidates` that may be executed. (What `shutil.which` does, without its imports.)"""
     for path in candidates(command, os.environ if env is None else env):
         if os.access(path, os.X_OK) and not os.path.isdir(path):
             return path

@@ -66,7 +66,6 @@ class Stopped(Struct, frozen=True, kw_only=True):
     left: tuple[Survivor, ...]
     """Processes to log, and to pass as `excluding` from now on: else the next stop waits for them again."""
     seconds: float
-    """Time from `begin` to the end."""
     orphans: tuple[str, ...] = ()
     """Name and pid of some that outlived a worker which had ended before, and were ended."""
 
@@ -88,10 +87,8 @@ class _Progress(Struct):
     held: dict[int, list[Proc]] = field(default_factory=dict)
     """Root of a worker → its rank's processes, which alone have got SIGTERM."""
     roots: set[tuple[int, int]] = field(default_factory=set)
-    """The first processes of the containers that have come up."""
     orphans: dict[int, str] = field(default_factory=dict)
     outlived: set[int] = field(default_factory=set)
-    """Sessions of workers that had ended before."""
     groups: set[int] = field(default_factory=set)
     """Process groups of which all members have got SIGTERM: what joins one later is the script's own way to end."""
     sent_kill: bool = False
@@ -250,12 +247,16 @@ class GroupStopper:
     def _signal_strays(self, left: Sequence[Proc]) -> None:
         """SIGTERM for processes that left the workers' process groups, once for each; SIGKILL for old ones."""
         held, is_late = set(self._state.held), self._clock.monotonic() >= self._state.began + ORPHAN_SECONDS
+        orphans = self._state.orphans
         for proc in left:
             if proc.pid in held or proc.ppid in held:
                 held.add(proc.pid)
                 continue
             if proc.sid in self._state.outlived:
-                self._note_orphan(proc)
+                if not orphans:
+                    logger.info("%s (pid %d) outlived its worker, and gets %g s", proc.name, proc.pid, ORPHAN_SECONDS)
+                if proc.pid not in orphans and len(orphans) < _MOST_ORPHANS:
+                    orphans[proc.pid] = f"{proc.name} (pid {proc.pid})"
                 if is_late:
                     self._state.killed.add((proc.pid, proc.starttime))
                     tree.kill_safely(proc, signal.SIGKILL)
@@ -264,13 +265,6 @@ class GroupStopper:
                 self._state.signalled.add(identity)
                 tree.kill_safely(proc, signal.SIGTERM)
                 tree.kill_safely(proc, signal.SIGCONT)
-
-    def _note_orphan(self, proc: Proc) -> None:
-        orphans = self._state.orphans
-        if proc.pid not in orphans and len(orphans) < _MOST_ORPHANS:
-            if not orphans:
-                logger.info("%s (pid %d) outlived its worker, and gets %g s", proc.name, proc.pid, ORPHAN_SECONDS)
-            orphans[proc.pid] = f"{proc.name} (pid {proc.pid})"
 
     def _signal_inside(self, left: Sequence[Proc], inside: Inside) -> None:
         """SIGTERM for what is inside a container, as on the host: for all of the script's group, then for strays."""
@@ -339,11 +333,7 @@ class GroupStopper:
         return tuple(found)
 
     def _finish(self, left: tuple[Survivor, ...]) -> Stopped:
-        exits = {}
-        for worker in self._workers:
-            status = worker.release()
-            if status is not None:
-                exits[worker.pid] = status
+        exits = {worker.pid: status for worker in self._workers if (status := worker.release()) is not None}
         self._state.phase = _Phase.DONE
         return Stopped(
             exits=exits,

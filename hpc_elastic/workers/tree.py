@@ -3,21 +3,10 @@
 Where there is no descriptor left, not even `linux.SPARE`, looks raise OSError: no process counts as gone for that.
 A process is known by its pid *and* its start time: a pid alone may name another process a moment later.
 
-Everything comes from ``/proc`` by hand. psutil serves elsewhere (`base.host_facts`); for the walks of agents and
-guardians it was measured, version 7.2 on Linux 6.18 with 490 processes, CPU time in ms:
-
-| | here | psutil |
-| --- | --- | --- |
-| all processes: parent, start time, state, name (here session and group too) | 7.4 | 24 (first time: 42) |
-| the processes of this user whose environment has a mark | 16 | 34 |
-| a process' direct children | 0.02 | 8 (it reads all processes) |
-| a process' start time | 0.01 | 0.03 |
-| import, in a guardian or an agent | - | 13, and 1.3 MB |
-
-And it lacks what these walks stand on: a start time that a step of the wall clock leaves alone (``create_time`` counts
-from the clock's time of boot), pidfds to signal by, sessions and groups, a spare descriptor for a look when there is
-none left, and a way out of ``/proc/<pid>/environ`` where that blocks (`read_all`). System calls and wait channels
-(`failures.stacks`), cgroups and OOM kills (`workers.linux`) it does not know.
+Everything comes from ``/proc`` by hand. psutil 7.2 (which serves in `base.host_facts`) takes 2 to 400 times as long for
+these walks, and lacks what they stand on: a start time that a step of the wall clock leaves alone (``create_time``
+counts from the clock's time of boot), pidfds to signal by, sessions and groups, a spare descriptor for a look when
+there is none left, and a way out of ``/proc/<pid>/environ`` where that blocks (`read_environments`).
 
 The marks in the environment by which a run's processes are known on a node.
 
@@ -45,12 +34,8 @@ from hpc_elastic.base.file_executor import read_each
 from hpc_elastic.workers import linux
 from hpc_elastic.workers.linux import OUT_OF_DESCRIPTORS, SPARE
 
-_DEAD = frozenset("ZX")
-
 
 class Proc(Struct, frozen=True, kw_only=True):
-    """One process as it was when it was looked at."""
-
     pid: int
     starttime: int
     """Clock ticks since this host's boot; never changes."""
@@ -64,7 +49,7 @@ class Proc(Struct, frozen=True, kw_only=True):
     @property
     def is_dead(self) -> bool:
         """It has ended and only waits for its parent to look."""
-        return self.state in _DEAD
+        return self.state in ("Z", "X")
 
 
 class Delivery(Enum):
@@ -72,7 +57,6 @@ class Delivery(Enum):
     GONE = "gone"
     """The process has ended; its pid may be another's by now."""
     REFUSED = "refused"
-    """It belongs to another user (a set-user-id program)."""
 
 
 class Environ:
@@ -84,7 +68,6 @@ class Environ:
         self._raw = b"\0" + raw
 
     def get(self, key: str) -> str | None:
-        """The value of `key`; None where it is unset."""
         mark = b"\0" + key.encode() + b"="
         start = self._raw.find(mark)
         if start < 0:
@@ -140,7 +123,6 @@ def _list(path: str) -> list[str]:
 
 
 def look_at(pid: int) -> Proc | None:
-    """The process `pid` as it is now; None where there is none."""
     raw = _read(f"/proc/{pid}/stat")
     return None if raw is None else parse_stat(raw)
 
@@ -176,16 +158,10 @@ def subtree(processes: Mapping[int, Proc], roots: Collection[int], *, excluding:
 
 def descendants(root_pid: int, *, excluding: Collection[int] = ()) -> list[Proc]:
     """All processes below `root_pid`, without those of `excluding` and what is below these."""
-    return descendants_of((root_pid,), excluding=excluding)
-
-
-def descendants_of(roots: Collection[int], *, excluding: Collection[int] = ()) -> list[Proc]:
-    """All processes below `roots`, without the roots, those of `excluding` and what is below these."""
-    return subtree(all_processes(), roots, excluding=excluding)
+    return subtree(all_processes(), (root_pid,), excluding=excluding)
 
 
 def ancestors(processes: Mapping[int, Proc], pid: int) -> set[int]:
-    """The pids of `pid` and of all above it."""
     found: set[int] = set()
     while pid not in found and pid > 0:
         found.add(pid)
@@ -262,7 +238,6 @@ def read_environments(
 
 
 def tagged(key: str, value: str) -> list[Proc]:
-    """Our user's living processes that were started with ``key=value`` in their environment."""
     return own_processes_where(lambda _proc, environ: environ.get(key) == value)
 
 
@@ -289,9 +264,9 @@ def kill_safely(proc: Proc, signal_number: int, *, main_thread: bool = False) ->
     """
     try:
         pidfd = linux.pidfd_open(proc.pid)
-    except OSError as error:
-        if isinstance(error, ProcessLookupError):
-            return Delivery.GONE
+    except ProcessLookupError:
+        return Delivery.GONE
+    except OSError:
         pidfd = None  # out of descriptors: better with the gap than not at all
     try:
         now = look_at(proc.pid)
@@ -392,7 +367,6 @@ class Tag(Struct, frozen=True, kw_only=True):
         return environ.get(TAG_VARIABLE) == str(self) and self.is_in_own_job(environ, cgroup_job)
 
     def is_of_other_incarnation(self, worker_tag: str) -> bool:
-        """`worker_tag` marks a worker of this run's agents on this node, but not of this very agent."""
         return worker_tag.startswith(self.node + ":") and worker_tag != str(self)
 
 

@@ -28,7 +28,6 @@ TOKEN_VARIABLE = "HPC_ELASTIC_COMMAND_TOKEN"
 """Marks a command's process and all that it starts; another value each time."""
 EXEC_SECONDS = 0.5
 END_SECONDS = 2.0
-"""How long what was sent SIGKILL is waited for."""
 KEPT_OUTPUT = 65536
 _LOOK_SECONDS = 0.05
 _PIPE = 65536
@@ -39,8 +38,6 @@ _OWN_PLACE = re.compile(rf"^{_SHELL_NAME}: (?:eval: )?line \d+: ")
 
 
 class CommandEnd(Struct, frozen=True, kw_only=True):
-    """How a command ended, and what it printed last."""
-
     exitcode: int
     """-9 where its time was over; else as `subprocess` has it."""
     stdout: bytes = b""
@@ -51,8 +48,6 @@ class CommandEnd(Struct, frozen=True, kw_only=True):
 
 
 class UserCommand:
-    """One command, and whatever it starts."""
-
     def __init__(
         self, process: WorkerProcess, env: Mapping[str, str], *, cancelled: threading.Event, kept: int = KEPT_OUTPUT
     ) -> None:
@@ -77,15 +72,17 @@ class UserCommand:
     ) -> UserCommand:
         """Start it, in the main thread alone; raises `WorkerStartError`.
 
-        Args:
-            argv: The command and its arguments, or what `shell_command` makes of a line.
-            environ, cwd, inherited, clock: As `start_worker` takes them.
-            stdin: What it can read as its input, and need not.
-            cancelled: Set when no one wants its end any more; None: `kill` does the same.
-            kept: Bytes of each stream that are kept, the last ones.
+        `stdin`: what it can read as its input, and need not. `cancelled`: set when no one wants its end any more; None:
+        `kill` does the same. `kept`: bytes of each stream that are kept, the last ones.
         """
         env = {**environ, TOKEN_VARIABLE: os.urandom(8).hex()}
-        fd = _as_file(stdin) if stdin is not None else None
+        fd = None
+        if stdin is not None:  # a file, so that no one has to write while it is read
+            fd = os.memfd_create("hpc-elastic-input", os.MFD_CLOEXEC)
+            view = memoryview(stdin)
+            while view:
+                view = view[os.write(fd, view) :]
+            os.lseek(fd, 0, os.SEEK_SET)
         try:
             process = start_worker(
                 argv=argv, env=env, cwd=cwd, inherited=inherited, clock=clock, pipe_bytes=0, exec_wait=EXEC_SECONDS,
@@ -166,7 +163,6 @@ class UserCommand:
 
 
 def shell_command(line: str, *arguments: str) -> list[str]:
-    """The argument list by which bash runs a line."""
     return [_BASH if os.path.exists(_BASH) else "bash", "-c", line, _SHELL_NAME, *arguments]
 
 
@@ -186,22 +182,9 @@ def describe_end(end: CommandEnd) -> str:
 
 def last_lines(output: bytes, most: int) -> list[str]:
     """The last lines that are not empty, without what a terminal would act on. Pure."""
-    lines = [
-        _OWN_PLACE.sub("", line.rstrip()) for line in output.decode("utf-8", "replace").splitlines() if line.strip()
-    ]
-    return [
-        "".join(char if char.isprintable() or char == "\t" else "?" for char in line)[:300] for line in lines[-most:]
-    ]
-
-
-def _as_file(data: bytes) -> int:
-    """A descriptor from which `data` can be read: a file, so that no one has to write while it is read."""
-    fd = os.memfd_create("hpc-elastic-input", os.MFD_CLOEXEC)
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-    os.lseek(fd, 0, os.SEEK_SET)
-    return fd
+    printed = output.decode("utf-8", "replace").splitlines()
+    lines = [_OWN_PLACE.sub("", line.rstrip()) for line in printed if line.strip()][-most:]
+    return ["".join(char if char.isprintable() or char == "\t" else "?" for char in line)[:300] for line in lines]
 
 
 _SHELLS_OWN = ("_", "SHLVL", "PWD", "OLDPWD")
@@ -278,11 +261,9 @@ def read_change(end: CommandEnd, base: Mapping[str, str]) -> EnvironmentChange |
     if "PATH" not in after:
         return "it has ended before its environment could be read"
     put = {name: value for name, value in after.items() if base.get(name) != value and not _is_kept(name)}
-    change = EnvironmentChange(
-        put=put, unset=frozenset(name for name in base if name not in after and not _is_kept(name))
-    )
+    unset = frozenset(name for name in base if name not in after and not _is_kept(name))
     before, now = (next(filter(None, (find_program(name, env) for name in _PYTHONS)), None) for env in (base, after))
-    return EnvironmentChange(put=change.put, unset=change.unset, python=now if now and now != before else "")
+    return EnvironmentChange(put=put, unset=unset, python=now if now and now != before else "")
 
 
 def _is_kept(name: str) -> bool:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from hpc_elastic.failures import ProcessFailure
-from hpc_elastic.failures.error_file import ErrorFile, error_code_set, error_data, read_error_file, write_error_data
+from hpc_elastic.failures.error_file import ErrorFile, error_data, read_error_file, write_error_data
 
 TORCH = {
     "message": {
@@ -158,12 +158,6 @@ def test_long_texts_are_bounded(tmp_path: Path) -> None:
     assert found.problem == ""
     assert len(found.message) < 17_000
     assert len(found.traceback) < 66_000
-
-
-def test_error_code_set() -> None:
-    assert error_code_set(TORCH, 3)["message"]["errorCode"] == 3
-    assert "errorCode" not in TORCH["message"]
-    assert error_code_set({"message": "text"}, 3) == {"message": "text"}
 
 
 @pytest.mark.parametrize(
