@@ -1,8 +1,7 @@
 """Decides a failure's kind, and what that means for the next step. Pure, over text and numbers.
 
-A *symptom* is what a healthy rank says when another one is gone; ordering by class before time is what keeps 511 of
-them from hiding the one that matters. What was said counts only together with where it was said: an exception is a
-symptom where torch, gloo or NCCL raised it, and the first exception of a chain decides for all of it.
+A *symptom* is what a healthy rank says when another one is gone: an exception is one where torch, gloo or NCCL raised
+it, and the first exception of a chain decides for all of it.
 
 Wrong calls: what libraries print was captured from argparse (Python 3.11), click 8.5, rich-click 1.9, typer 0.29, fire
 0.7, absl 2.5, hydra 1.3.8, jsonargparse 4.53, tyro 1.0, cyclopts 5.4, docopt 0.6, plumbum 2.0, draccus 0.11 and

@@ -7,8 +7,6 @@ The shapes that are understood, with ``E`` = ``TORCHELASTIC_ERROR_FILE``'s conte
 
 and beside ``message`` our own object under ``hpc_elastic`` (docs/reference/error-file.md). A file that is missing,
 empty, torn, foreign, unreadable or huge gives an `ErrorFile` that says so: never an exception.
-
-A failure of this package itself is written in the same form, for a person and for an outer scheduler.
 """
 
 from __future__ import annotations

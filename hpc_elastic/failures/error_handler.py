@@ -289,25 +289,21 @@ def _as_process_failure(failure: Any) -> ProcessFailure:
 
 
 def _block(index: int, rank: int, failure: ProcessFailure) -> list[str]:
-    signal = failure.signal_name()
+    signal, message = failure.signal_name(), failure.message
+    if isinstance(message, Mapping):  # the traceback where there is one
+        extra = message.get("extraInfo")
+        stack = extra.get("py_callstack") if isinstance(extra, Mapping) else None
+        message = stack if stack is not None else message.get("message", NOT_AVAILABLE)
     values = (
         ("time", failure.timestamp_isoformat()),
         ("host", failure.host),
         ("rank", f"{rank} (local_rank: {failure.local_rank})"),
         ("exitcode", f"{failure.exitcode} (pid: {failure.pid})" + ("" if signal == NOT_AVAILABLE else f" ({signal})")),
         ("error_file", failure.error_file),
-        ("traceback", _shown(failure.message)),
+        ("traceback", str(message).replace("\n", "\n  ")),
     )
     text = "\n".join(f"  {name:<10}: {value}" for name, value in values)
     return [f"[{index}]:", *text.split("\n")]
-
-
-def _shown(message: object) -> str:
-    if isinstance(message, Mapping):
-        extra = message.get("extraInfo")
-        stack = extra.get("py_callstack") if isinstance(extra, Mapping) else None
-        message = stack if stack is not None else message.get("message", NOT_AVAILABLE)
-    return str(message).replace("\n", "\n  ")
 
 
 _P = ParamSpec("_P")

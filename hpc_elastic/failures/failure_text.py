@@ -1,8 +1,7 @@
 """The failure of a dying process as it printed it: exceptions, their chain and their frames; and its fingerprint.
 
-The fingerprint is a short name for "the same failure again": equal across ranks, rounds, hosts and restarts. It leaves
-out what changes between two occurrences of one bug: addresses, numbers, pids, ports, ranks, line numbers and the
-folders of paths. ``ValueError:3f2a90c1d4e5``, ``signal:SIGSEGV``, ``exit:3``.
+The fingerprint is equal across ranks, rounds, hosts and restarts: it leaves out addresses, numbers, pids, ports, ranks,
+line numbers and the folders of paths. ``ValueError:3f2a90c1d4e5``, ``signal:SIGSEGV``, ``exit:3``.
 """
 
 from __future__ import annotations

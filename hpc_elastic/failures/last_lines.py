@@ -1,8 +1,7 @@
 """Finds in what a process printed last the lines that say why it ended, where it left no exception, or beside one.
 
-A process ends with much that says nothing: progress bars, loggers' lines, warnings, the dump of a fault handler, a
-usage text before the one line with the wrong option. Of what is left the last line that speaks of an error counts, else
-the last line of all, unless it is one of a row of alike lines: those are the program's progress.
+Progress bars, loggers' lines, warnings and dumps say nothing. Of what is left the last line that speaks of an error
+counts, else the last line of all, unless it is one of a row of alike lines: those are the program's progress.
 """
 
 from __future__ import annotations

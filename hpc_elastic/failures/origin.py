@@ -1,13 +1,10 @@
 """Finds the exception of a chain that an end comes from, and what it means: by where it was raised, then by its text.
 
-A text alone shows little: "connection reset by peer" is what torch's process group says of another rank, what a client
-says of its data server, and what a script may print. So a text that speaks of a peer counts only where torch, gloo or
-NCCL raised the exception or wrote the line, and a text of the system's error numbers only where the script did not
-write it itself.
+A text that speaks of a peer ("connection reset by peer") counts only where torch, gloo or NCCL raised the exception or
+wrote the line, and a text of the system's error numbers only where the script did not write it itself.
 
-An exception may only report the end of something else: ``CalledProcessError: … returned non-zero exit status 1`` has
-its cause in what the child printed before it; what a process logged just before an exception that the script raised may
-be why it raised it (``raise RuntimeError("giving up")``).
+An exception may only report the end of something else: ``CalledProcessError`` has its cause in what the child printed
+before it; what a process logged just before ``raise RuntimeError("giving up")`` may be why it raised that.
 """
 
 from __future__ import annotations

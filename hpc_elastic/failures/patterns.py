@@ -1,10 +1,9 @@
 """Tables of what libraries, the CUDA driver and the kernel print when they fail, and what it means.
 
 To know one more text is to add one row, and an excerpt of it to tests/data/failures. The texts of gloo and the stores
-were produced with torch 2.13; those of NCCL, CUDA and the driver are from public issue threads
-(tests/data/failures/expected.json says which). The first row that fits holds, so a row about a part that is broken
-stands before one about what follows from it: NCCL's watchdog ends a process for an error of the GPU with the same
-sentence as for a peer that is gone.
+were produced with torch 2.13; those of NCCL, CUDA and the driver are from public issue threads (expected.json there
+says which). The first row that fits holds, so a row about a part that is broken stands before one about what follows
+from it.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 Run by the workers' interpreter, which may lack this package: this file needs the standard library alone. The agent puts
 a copy of it as ``sitecustomize.py`` into a node-local folder, and that folder into PYTHONPATH; so it runs inside the
-start of an interpreter, after its ``site`` and before its script. There the server waits. A worker is a fork that
-returns from here: the interpreter goes on with its start, and *is* ``python -u script args``, with the command line,
-``__main__``, ``sys.path[0]``, exit code and tracebacks of a fresh one.
+start of an interpreter, before its script, and waits there. A worker is a fork that returns from here: the interpreter
+goes on with its start, with the command line, ``__main__``, exit code and tracebacks of a fresh one.
 
 In two stages, since a script must never run in the server's place. The first runs ``-u -c pass``: an interpreter that
 leaves this file out ends at once. The second executes the same interpreter with the workers' command line.

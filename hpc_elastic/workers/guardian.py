@@ -356,9 +356,8 @@ def _wait_for_child(pid: int, timeout: float) -> int | None:
 class ChildSnapshot:
     """The children of one agent. Call `look` while the agent lives, and `remnants` when it has died.
 
-    A process that has cleared its environment is found by its parent, as long as its agent lives. When the agent dies
-    it has another parent. What it had from the agent then is that it was a worker's descendant in the worker's session,
-    or that it had become the agent's own child (a subreaper's). Both can be read from one small file now and then.
+    A process that has cleared its environment was then a worker's descendant in the worker's session, or had become the
+    agent's own child (a subreaper's). Both can be read from one small file now and then.
     """
 
     def __init__(self, agent: int, *, leave_out: Iterable[int] = ()) -> None:

@@ -1,14 +1,12 @@
 """Ending a worker group, in small steps that an event loop can take.
 
-SIGTERM goes to each rank's own process (`find_rank_processes`), which may be saving when a data loader's worker or
-another helper of it would end. What it has started gets SIGTERM when it has ended, or shortly before the end of the
-grace. After the grace everything that is below the agent gets SIGKILL, again and again, until nothing is left; what
-outlived a worker that had ended before gets it after `ORPHAN_SECONDS`. As the agent is a subreaper, nothing that a
-worker started can get out from below it: a daemon that forked twice and made itself a session becomes its child.
-The agent's own helpers (`excluding`, and anything in the agent's own session) are not touched.
+SIGTERM goes to each rank's own process (`find_rank_processes`), which may be saving. What it has started gets SIGTERM
+when it has ended, or shortly before the end of the grace. After the grace everything that is below the agent gets
+SIGKILL, again and again, until nothing is left; what outlived a worker that had ended before gets it after
+`ORPHAN_SECONDS`. As the agent is a subreaper, nothing that a worker started can get out from below it. The agent's own
+helpers (`excluding`, and anything in the agent's own session) are not touched.
 
-Of a container only what is inside is signalled, as soon as it is there; the runtime ends by itself then, and leaves
-nothing mounted. It is killed only where it does not.
+Of a container only what is inside is signalled; the runtime ends by itself then, and is killed only where it does not.
 """
 
 from __future__ import annotations
