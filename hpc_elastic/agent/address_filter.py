@@ -34,12 +34,7 @@ Instruction = tuple[int, int, int, int]
 
 
 def ranges_of(addresses: Iterable[str], *, most: int = MOST_RANGES) -> list[Range]:
-    """`most` ranges at most that hold the loopback and all of `addresses`, and as few others as that allows.
-
-    Args:
-        addresses: IPv4 addresses; anything else is left out.
-        most: 1 or more.
-    """
+    """`most` ranges at most that hold the loopback and `addresses`, and as few others as that allows. IPv4 alone."""
     found: set[Range] = {_LOOPBACK}
     for address in addresses:
         try:
@@ -75,12 +70,10 @@ class Guard:
     """
 
     def __init__(self, first: socket.socket, bind_beside: Callable[[int], socket.socket]) -> None:
-        """Args:
-            first: Bound as any other socket, so that a port that another program has was refused. It is taken over.
-            bind_beside: Binds another one to the same port (SO_REUSEPORT): `listener`, which does not listen yet.
+        """`first` is bound as any other socket, so that a port that another program has was refused. It is taken over.
 
-        Raises:
-            OSError: the kernel can't do that (a sandbox).
+        `bind_beside` binds another one to the same port (SO_REUSEPORT): `listener`, which does not listen yet. Raises
+        `OSError` where the kernel can't do that (a sandbox).
         """
         self._refusing = first
         try:

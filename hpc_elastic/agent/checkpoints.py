@@ -251,30 +251,23 @@ class PreemptionWatch(Part):
 
     def _have_saved(self, beats: Collection[RankBeat], running: Collection[int]) -> bool:
         assert self._began is not None
+        assert self._notice is not None
         before = {beat.local_rank: beat for beat in self._began[1]}
         awaited = [beat for beat in beats if beat.local_rank in running and self._polls_notice(beat)]
         missing = [beat for beat in awaited if not self._has_saved(beat, before[beat.local_rank])]
-        self._explain([beat for beat in missing if beat.checkpoints > before[beat.local_rank].checkpoints])
-        return not missing and any(map(self._polls_notice, beats))
-
-    def _has_saved(self, beat: RankBeat, before: RankBeat) -> bool:
-        awaited = self._awaited_step(beat, before)
-        is_far_enough = awaited is None or (beat.saved_step is not None and beat.saved_step >= awaited)
-        return beat.checkpoints > before.checkpoints and is_far_enough
-
-    def _awaited_step(self, beat: RankBeat, before: RankBeat) -> int | None:
-        """`None`: any checkpoint counts that is complete after the notice."""
-        assert self._notice is not None
-        if beat.step is None or self._notice.step < 0:
-            return None
-        # A worker that only heeds the signal does not know of the agreed step: it saves where the signal meets it.
-        return self._notice.step if beat.asks_for_notices else before.step
-
-    def _explain(self, early: Collection[RankBeat]) -> None:
-        assert self._notice is not None
-        for beat in early:
-            if beat.local_rank in self._explained:
+        for beat in missing:
+            if beat.checkpoints <= before[beat.local_rank].checkpoints or beat.local_rank in self._explained:
                 continue
             self._explained.add(beat.local_rank)
             holds = f"holds step {beat.saved_step}" if beat.saved_step is not None else "was reported without its step"
             logger.info("a checkpoint of rank %d %s: step %d is waited for", beat.rank, holds, self._notice.step)
+        return not missing and any(map(self._polls_notice, beats))
+
+    def _has_saved(self, beat: RankBeat, before: RankBeat) -> bool:
+        assert self._notice is not None
+        awaited: int | None = None  # any checkpoint counts that is complete after the notice
+        if beat.step is not None and self._notice.step >= 0:
+            # A worker that only heeds the signal does not know of the agreed step: it saves where the signal meets it.
+            awaited = self._notice.step if beat.asks_for_notices else before.step
+        is_far_enough = awaited is None or (beat.saved_step is not None and beat.saved_step >= awaited)
+        return beat.checkpoints > before.checkpoints and is_far_enough

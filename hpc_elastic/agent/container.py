@@ -1,12 +1,8 @@
 """How a worker is started inside a container: the runtime's command line around the worker's own. Pure.
 
-Agents, supervisor and everything that speaks to Slurm stay on the host; a worker is the runtime's process, which is, or
-becomes, the script's. Its folders are mounted at the paths that they have outside, so that an error file, a
-heartbeat's page or a checkpoint has one name. What a runtime has beside the script is told from it by a mark
-(`hpc_elastic.workers.handlers.Inside`). Tried: charliecloud 0.31, podman 4.3. The command lines of the
-others follow their manuals (apptainer 1.3, enroot 3.5, pyxis 0.20) and are not tried. Pyxis starts containers through
-srun alone: there the agents are inside too, with their own interpreter mounted, and every call of Slurm's programs is
-the supervisor's.
+Agents, supervisor and Slurm's programs stay on the host; a worker is the runtime's process. Its folders are mounted at
+the paths that they have outside. Tried: charliecloud 0.31, podman 4.3; the others follow their manuals (apptainer 1.3,
+enroot 3.5, pyxis 0.20). Pyxis starts containers through srun alone: there the agents are inside too.
 """
 
 from __future__ import annotations

@@ -314,9 +314,7 @@ class SimpleElasticAgent(ElasticAgent):
     def _all_are_done(self, group: WorkerGroup) -> bool:
         """The exit barrier: this node's workers have ended well, and others may still need its store or its place.
 
-        Returns:
-            False where a new round was asked for: after a failure elsewhere all start again from what the script has
-            saved; a script that finds its work done ends at once.
+        False where a new round was asked for: all start again from what the script has saved.
         """
         assert group.store is not None
         assert group.group_world_size is not None

@@ -1,13 +1,8 @@
 """How an agent ends: by a signal, with the supervisor's last duties where no supervisor is left, or by a crash.
 
-When a preemption's grace time begins Slurm sends SIGTERM to the tasks, and nothing to the batch script, so the agents
-learn of it first; but a SIGTERM may as well be a cancel. `HeardSignals` reports it through the rendezvous, and the
-supervisor finds out what it means; an agent that gets no answer goes by the signal alone.
-
-An agent may fail itself, out of memory or descriptors, or by a defect of this package. Its workers must not
-outlive it, the other nodes must go on without it, and a person must be able to see why (`CrashGuard`). A thread that
-fails takes the agent out of the run as an unusable store does, in an orderly way; where the main thread fails, the
-agent writes what evidence it can and ends at once, and the guardian ends the workers.
+When a preemption's grace time begins Slurm sends SIGTERM to the tasks, and nothing to the batch script; but a SIGTERM
+may as well be a cancel. `HeardSignals` reports it through the rendezvous, and the supervisor finds out what it means.
+The workers must not outlive an agent that fails itself, and a person must be able to see why (`CrashGuard`).
 """
 
 from __future__ import annotations
@@ -76,10 +71,9 @@ class HeardSignals:
         """When the job is ended from outside, by the notice."""
 
     def hear(self, number: signal.Signals) -> bool:
-        """Take a signal in. Slurm sends it twice at a limit, and at both ends of a preemption's grace.
+        """Take a signal in; returns whether it ends this node now.
 
-        Returns:
-            Whether it ends this node now.
+        Slurm sends it twice at a limit, and at both ends of a preemption's grace.
         """
         is_slurm = self._site.me.attempt.cluster == "slurm"
         if number is signal.SIGUSR2:
@@ -175,12 +169,8 @@ def is_unclaimed(
 ) -> bool:
     """Wait until a process claims the end of the closed attempt, or it is this agent's turn to finish it.
 
-    Args:
-        members: The last round's: their order is the order of turns.
-        confirmed: Whether Slurm would be asked first; else this is the last resort, which waits longer.
-
-    Returns:
-        Whether it is this agent's turn. False too where the store does not answer in time.
+    The turns are in the order of `members`, the last round's. `confirmed`: Slurm would be asked first; else this is the
+    last resort, which waits longer. False too where the store does not answer in time.
     """
     uids = [member.uid for member in members]
     turn = uids.index(uid) if uid in uids else len(uids)
@@ -270,9 +260,8 @@ def finish_if_unclaimed(site: AgentSite, record: RoundRecord | None, *, ended_by
 def finish_attempt(run_dir: str, attempt: int, uid: str, environ: Mapping[str, str], confirmed: bool) -> int | None:
     """Finish the attempt in the supervisor's place, in another process: an agent runs none of Slurm's commands.
 
-    Returns:
-        Its exit code, `UNCONFIRMED_CODE` where it claimed nothing since Slurm did not confirm that this node belongs
-        to the job; None where it could not be run to its end.
+    Returns its exit code, `UNCONFIRMED_CODE` where it claimed nothing since Slurm did not confirm that this node
+    belongs to the job; None where it could not be run to its end.
     """
     how = "--finish" if confirmed else "--finish-unconfirmed"
     argv = own_command("batch", how, str(attempt), uid, run_dir)

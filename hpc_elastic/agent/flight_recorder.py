@@ -89,8 +89,7 @@ class FlightRecorders:
     def find_mute(self, ranks: Mapping[int, int]) -> dict[int, float]:
         """Ask workers (local rank → global rank) for a sign of life, and look for the last one.
 
-        Returns:
-            Local rank → since when one of its processes that listen has not answered, monotonic.
+        Returns local rank → since when one of its processes that listen has not answered, monotonic.
         """
         now = self._clock.monotonic()
         mute: dict[int, float] = {}

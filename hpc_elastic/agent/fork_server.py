@@ -1,14 +1,8 @@
 """The fork server of one node, seen from its agent: started, heard, asked for workers, and replaced where it ends.
 
-All calls from the agent's main thread::
-
-    server.start()                    # at the agent's start: it imports while the rendezvous is under way
-    …                                 # server.handle() whenever server.fileno() is readable, and at server.due
-    server.holds_start                # workers that are to be started had better wait for it
-    server.fork_workers(environments) # a process for each; None where a fresh start is to be made
-
-What the server does is in `hpc_elastic.workers.fork_server`. Whatever becomes of it costs a fresh start at most:
-`why_fresh` holds the reason, and `fork_server_states` every way from one state to another.
+It imports while the rendezvous is under way; `handle` is called whenever `fileno` is readable, and at `due`. What it
+does is in `hpc_elastic.workers.fork_server`. Whatever becomes of it costs a fresh start at most: `why_fresh` holds the
+reason, and `fork_server_states` every way from one state to another.
 """
 
 from __future__ import annotations
@@ -27,12 +21,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from hpc_elastic.agent.fork_server_process import Launch, PendingFork, script_text, start_process
-from hpc_elastic.agent.fork_server_states import (
-    ServerEvent,
-    ServerState,
-    next_state,
-    why_given_up,
-)
+from hpc_elastic.agent.fork_server_states import ServerEvent, ServerState, next_state, why_given_up
 from hpc_elastic.agent.part import Part
 from hpc_elastic.agent.script_text import late_settings, top_level_imports
 from hpc_elastic.agent.worker_environment import shared_environment
@@ -61,8 +50,6 @@ FORK_SECONDS = 2.0
 _MODULES_IN_ONE = 1000
 _SCRIPT_SECONDS = 2.0
 _FIRST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 5.0, 60.0
-_LOG_SECONDS = 2.0
-_LONGEST_SCRIPT = 1 << 20
 _END_SECONDS = 1.0
 
 

@@ -42,11 +42,7 @@ class Launch(Struct, frozen=True, kw_only=True):
 
 
 def start_process(launch: Launch, files: FileExecutor) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """Returns the process, and the agent's end of the socket to it.
-
-    Raises:
-        OSError: it can't be started.
-    """
+    """Returns the process, and the agent's end of the socket to it. Raises `OSError`."""
     folder, inherited = launch.folder, launch.inherited
     assert folder is not None
     (folder / "sitecustomize.py").write_bytes(Path(program.__file__).read_bytes())

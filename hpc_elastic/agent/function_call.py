@@ -25,11 +25,7 @@ class FunctionCall:
     """One function for all workers of a node, and a place for what they return. `close` removes it."""
 
     def __init__(self, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        """Write the call.
-
-        Raises:
-            UsageError: the function or an argument can't be handed to another process.
-        """
+        """Raises `UsageError`: the function or an argument can't be handed to another process."""
         import cloudpickle
 
         try:

@@ -103,12 +103,10 @@ def next_look(
 def lagging(beats: Iterable[RankBeat], *, step: int, age: float, now: float) -> tuple[RankBeat, ...]:
     """Workers of this node that a worker, here or on another node, waits for, which is silent at `step` for `age`.
 
-    In a collective all wait for the worker that did not come, and the first whose time is over may be one that waits:
-    by a shorter timeout, by milliseconds, or because the worker that hangs is in a section without any. That one is
-    behind in steps and has been silent for about as long (less a second, or a tenth, in which reports are under way).
-
-    Returns:
-        The furthest behind first. Never a worker that has reported no step: in many scripts one rank reports for all.
+    In a collective all wait for the worker that did not come, and the first whose time is over may be one that waits.
+    The one that hangs is behind in steps, and has been silent for about as long (less a second, or a tenth, in which
+    reports are under way). The furthest behind first; never a worker that has reported no step: in many scripts one
+    rank reports for all.
     """
     least = age - max(SLACK_SECONDS, SLACK_SHARE * age)
     behind = [beat for beat in beats if beat.step is not None and beat.step < step and beat.age(now) >= least]
@@ -171,11 +169,9 @@ class Stall(Struct, frozen=True, kw_only=True):
 def next_stall(
     before: Stall, counts: Mapping[int, Counts], *, mute: Mapping[int, float], running: int, now: float
 ) -> Stall:
-    """The stall after another look.
+    """The stall after another look. `mute`: since when a worker has not answered, though it is asked at each look.
 
-    Args:
-        mute: Local rank → since when it has not answered, though it is asked at each look.
-        running: Workers that run; one in a container that has not come up yet has no counts.
+    `running` counts the workers that run; one in a container that has not come up yet has no counts.
     """
     seconds, since = now - before.at, {}
     for rank, count in counts.items():
@@ -212,8 +208,7 @@ def judge_run(
 ) -> Hang | None:
     """Whether the run hangs, by what each node wrote (None: nothing that can be read); `hosts` of every rank.
 
-    Returns:
-        None where a node makes progress, or may, and where all workers of all nodes have ended.
+    None where a node makes progress, or may, and where all workers of all nodes have ended.
     """
     here = [stall for stall in stalls.values() if stall is not None and stall.round == round_index]
     ranks = sorted((rank for stall in here for rank in stall.ranks), key=lambda rank: rank.rank)

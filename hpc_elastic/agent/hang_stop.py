@@ -1,12 +1,10 @@
 """Ending a round that hangs: first the stacks of all workers, then the workers; and what is left of them as evidence.
 
-First each worker is stopped where it is: a collective whose peer on another node is gone would raise, and its stack be
-lost. When the other nodes have had time to learn of the hang and to do the same, each worker's main process gets a
-SIGABRT, on which faulthandler prints the Python stacks of all its threads to stderr and ends it (0.1 s). The main
-thread gets it, since a process that was stopped goes on in all its threads at once: while another thread printed the
-stacks, the main thread would leave the place where it stood. Then the rest of the group is ended as always. Nothing
-here waits. When all have ended, each worker's
-stacks go to its stacks.txt, and those that hung are described as failures.
+Each worker is stopped where it is: a collective whose peer on another node is gone would raise, and its stack be lost.
+When the other nodes have had time to do the same, each worker's main process gets a SIGABRT, on which faulthandler
+prints the Python stacks of all its threads to stderr and ends it (0.1 s). The main thread gets it: a process that was
+stopped goes on in all its threads at once, and the main thread would leave the place where it stood. Nothing here
+waits.
 """
 
 from __future__ import annotations
@@ -70,11 +68,9 @@ def find_targets(
 ) -> list[Target]:
     """The process of each worker that holds its Python stacks: one look at the process table for all.
 
-    Args:
-        workers: Each with the pid that sends its heartbeats, 0 where none does. That process is the one, where it is
-            below the worker; else the worker itself where it is a Python, else the first Python below it (a shell
-            script around the training script).
-        scripts: Worker's pid → pid of the script, where that is not below the worker.
+    Each worker comes with the pid that sends its heartbeats, 0 where none does. That process is the one, where it is
+    below the worker; else the worker itself where it is a Python, else the first Python below it (a shell script around
+    the training script). `scripts`: worker's pid → pid of the script, where that is not below the worker.
     """
     processes, found = tree.all_processes(), []
     for worker, speaker in workers:

@@ -212,13 +212,9 @@ def judge_links(interfaces: Sequence[tuple[str, bool]], *, seconds: float) -> Fi
 
 
 def judge_gpus(facts: GpuFacts, *, given: int | None, visible: str | None, least_errors: float) -> Finding:
-    """Are the GPUs of this job fit, and all there?
+    """Are the GPUs of this job fit, and all there? NVML shows those of other jobs too, where Slurm confines no devices.
 
-    Args:
-        facts: What NVML shows; where Slurm does not confine devices, also GPUs of other jobs.
-        given: How many Slurm gave this node; None: there is no Slurm.
-        visible: CUDA_VISIBLE_DEVICES, where it is set.
-        least_errors: So many uncorrectable ECC errors make a GPU unfit.
+    `given`: how many Slurm gave this node; None: there is no Slurm. `visible`: CUDA_VISIBLE_DEVICES.
     """
     if given == 0 or not facts.is_there:
         return Finding(check=Check.GPU.value)  # none of ours; or none of NVIDIA's, or a container without the library
@@ -347,7 +343,7 @@ def memory_limits(proc: str = "/proc") -> list[MemoryFacts]:
 def measure_shared(path: Path, clock: Clock) -> SharedFacts:
     """Write a few bytes to a file of this agent's own, sync them to the server, and read them back.
 
-    The file is left there, and rewritten the next time; the server's stamp is compared with `clock`.
+    The file stays for the next time; the server's stamp is compared with `clock`.
     """
     text = os.urandom(16).hex().encode()
     folder = str(path.parent)

@@ -171,10 +171,7 @@ def _remove(path: Path) -> None:
 
 
 def is_seen_by(pids: Iterable[int], path: str) -> bool:
-    """A container may have its own /dev/shm.
-
-    A process of which that can't be known, or that is gone, counts as one that sees the page.
-    """
+    """A container may have its own /dev/shm. A process of which that can't be known, or that is gone, sees the page."""
     try:
         mine = os.stat(path)
     except OSError:

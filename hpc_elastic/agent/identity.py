@@ -74,12 +74,7 @@ class RunDirectoryRefusedError(HpcElasticError):
 
 
 def patiently(action: Callable[[], T], clock: Clock) -> T:
-    """Carry out `action`, which reads or writes the run directory, and again where its filesystem refuses.
-
-    Raises:
-        RunDirectoryRefusedError: it refuses for too long.
-        Exception: what `action` raises otherwise.
-    """
+    """Again where the filesystem of the run directory refuses. Raises `RunDirectoryRefusedError` in the end."""
     for pause in (*READ_AGAIN_SECONDS, None):
         try:
             return action()
@@ -160,12 +155,7 @@ class AgentIdentity(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def read(cls, options: AgentOptions, inherited: Inherited, clock: Clock) -> AgentIdentity:
-        """Read the run directory, and find this node in it.
-
-        Raises:
-            UsageError: it can't be read from here, or knows no such node.
-            RunDirectoryRefusedError: its filesystem refuses.
-        """
+        """Read the run directory, and find this node in it. Raises `UsageError`, `RunDirectoryRefusedError`."""
         run = RunPaths(Path(options.run_dir))
         paths = run.attempt(options.attempt)
         env = dict(os.environ)

@@ -43,38 +43,27 @@ class Arrivals(Struct, frozen=True, kw_only=True):
 
 
 class Late(Struct, frozen=True, kw_only=True):
-    """A slow rank."""
-
     rank: int
     seconds: float
     """By how much it enters after the others, median over `calls`."""
     calls: int
     kind: str
-    """The collective that shows it."""
 
 
 class Finding(Struct, frozen=True, kw_only=True):
-    """What the arrivals of one process group show."""
-
     late: tuple[Late, ...] = ()
-    """The slow ranks, the slowest one first."""
     share: float = 0.0
     """Share of the time which the group would have saved without them, 0 to 1."""
     calls: int = 0
-    """How many collectives were compared."""
     step: float = 0.0
     """Seconds from one step to the next, median; 0: the calls do not repeat."""
 
 
 def judge(group: Mapping[int, Arrivals]) -> Finding:
-    """Compare the ranks of one process group.
+    """Compare the ranks of one process group, over the numbers that all have arrivals of.
 
-    Args:
-        group: Rank → its arrivals, in any part of the numbers; what not all ranks have is left out.
-
-    Returns:
-        No slow rank where the calls are few, where the numbers have no part in common, or where more than half of the
-        ranks would be slow: then it is the others that are fast, for a reason of the script's.
+    No slow rank where the calls are few, where the numbers have no part in common, or where more than half of the ranks
+    would be slow: then it is the others that are fast, for a reason of the script's.
     """
     first = max(one.first for one in group.values())
     end = min(one.first + len(one.at) for one in group.values())

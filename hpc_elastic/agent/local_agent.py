@@ -281,11 +281,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
 
 def _refuse_what_is_not_there(entrypoint: object, env: Mapping[str, str]) -> None:
-    """Check the entry point before any other node is waited for. (A module is the workers' Python's to find.)
-
-    Raises:
-        UsageError: it names the script or the command.
-    """
+    """Before any other node is waited for. Raises `UsageError`. (A module is the workers' Python's to find.)"""
     target, kind = entrypoint, None
     if isinstance(entrypoint, Entrypoint):
         target, kind = entrypoint.target, entrypoint.kind

@@ -136,16 +136,11 @@ class LocalWorkers:
         cpus: Sequence[frozenset[int]] = (),
         is_wrapped: bool = False,
     ) -> None:
-        """Start all workers of the node.
+        """Start all workers of the node. `environment`: (local rank, path of its error file) → the whole environment.
 
-        `environment`: (local rank, path of its error file) → the whole environment.
-        `container`: what they run in; None: on the host.
-        `cpus`: those of each, by local rank; none: as this process.
-        `is_wrapped`: `argv` begins with a program that may stay, and report a signal N of the script as 128 + N.
-
-        Raises:
-            WorkerStartError: one could not be; the others, if any, run and are to be stopped.
-            OSError: their folders could not be made.
+        `is_wrapped`: `argv` begins with a program that may stay, and report a signal N of the script as 128 + N. Raises
+        `WorkerStartError` where one could not be started (the others run and are to be stopped), and `OSError` for
+        folders.
         """
 
         def make_folders() -> None:
@@ -309,12 +304,8 @@ class LocalWorkers:
     def send(self, number: signal.Signals, speakers: Mapping[int, int]) -> list[int]:
         """A signal to those workers in `speakers` that run: to the process of each that catches it.
 
-        Args:
-            number: The signal.
-            speakers: Local rank → pid of the process that sends its heartbeats; 0 where none does.
-
-        Returns:
-            Local ranks of running workers no process of which catches it: it would end them.
+        `speakers`: local rank → pid of the process that sends its heartbeats; 0 where none does. Returns the local
+        ranks of running workers no process of which catches it: it would end them.
         """
         pids = self.running_pids
         return [

@@ -123,10 +123,7 @@ def agent_main(argv: Sequence[str]) -> int:
 def _make_site(
     me: AgentIdentity, secret: bytes, folder: HeartbeatFolder, output: _Output, *, clock: Clock, files: FileExecutor
 ) -> AgentSite:
-    """
-    Raises:
-        UsageError: the run asks for something that this node does not have.
-    """
+    """Raises `UsageError`: the run asks for something that this node does not have."""
     spec, at = me.spec, me.paths
     worker_count = local_world_size(spec.nproc_per_node, me.env)
     cpus: Sequence[frozenset[int]] = ()

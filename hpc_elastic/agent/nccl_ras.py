@@ -56,19 +56,10 @@ def parse_address(text: str) -> Address | None:
 
 
 def ask_ras(address: Address, *, world_size: int, why_not_ours: Callable[[socket.socket], str]) -> str:
-    """Ask for the state of all communicators, in bounded time.
+    """Ask for the state of all communicators, in bounded time and memory; returns JSON.
 
-    Args:
-        address: Where a process listens.
-        world_size: Ranks of the run, by which the answer's size is limited.
-        why_not_ours: Of the connection: why the other end is no process of this run; empty: it is one.
-
-    Returns:
-        The answer, in JSON.
-
-    Raises:
-        OSError: nobody listens, or the answer does not come in time.
-        NotOursError: what listens speaks another protocol, has too much to say, or is no process of this run.
+    `why_not_ours`, of the connection: why the other end is no process of this run; empty: it is one. Raises `OSError`
+    where nobody listens or answers in time, and `NotOursError`.
     """
     most = min(_MOST_BYTES, _BYTES_PER_RANK * world_size)
     deadline = time.monotonic() + _CONNECT_SECONDS

@@ -32,16 +32,17 @@ from hpc_elastic.agent.health import HealthVerdict
 from hpc_elastic.agent.metrics import MetricSink, RoundFigures
 from hpc_elastic.agent.part import AgentSite, Condemned, Part, environment_of, fork_workers
 from hpc_elastic.agent.round_events import ClockOffsetLog, log_coordination, log_health, log_round
-from hpc_elastic.agent.round_workers import LOAD_SECONDS, RoundWorkers, confirm_round, load, log_started, log_stopped
+from hpc_elastic.agent.round_workers import LOAD_SECONDS, RoundWorkers, confirm_round, load, log_stopped
 from hpc_elastic.agent.supervision import WORKER_STATE, Event, Phase, WorkerState, next_phase
 from hpc_elastic.base.file_executor import FileExecutor
 from hpc_elastic.base.outcome import Outcome
+from hpc_elastic.base.text import ranges
 from hpc_elastic.base.waking import wait_readable
 from hpc_elastic.failures.ranking import ALL_ALIKE
 from hpc_elastic.output.pump import log_losses
 from hpc_elastic.rendezvous.state import RoundRecord, Status, supersedes
 from hpc_elastic.rendezvous.succession import NodesCutOff
-from hpc_elastic.run.agent_events import AgentEnded, WorkersStopping, WorkersSucceeded
+from hpc_elastic.run.agent_events import AgentEnded, WorkersStarted, WorkersStopping, WorkersSucceeded
 from hpc_elastic.run.event_types import RunEvent
 from hpc_elastic.workers.linux import SignalQueue
 from hpc_elastic.workers.spawn import WorkerStartError, reap_orphans
@@ -123,11 +124,7 @@ class NodeAgent:
     # -- the loop ------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
-        """Take part until the run is closed, or this node is out.
-
-        Returns:
-            The agent's exit code: information for a person; the verdict is in the store.
-        """
+        """Take part until the run is closed, or this node is out. Returns the exit code, which is for a person."""
         self.begin()
         while self.phase is not Phase.ENDED:
             wait_readable(self._readers(), self._timeout())
@@ -418,13 +415,16 @@ class NodeAgent:
         self._clock_offsets.log_first()
         for part in self.parts:
             part.on_start(workers)
-        log_started(
-            site,
-            workers,
-            why_fresh="".join(part.why_fresh for part in self.parts),
-            rendezvous_seconds=self._rendezvous_seconds,
-            start_seconds=self.figures.end("start"),
-            restart_seconds=self.figures.end("restart"),
+        site.events.write(
+            WorkersStarted(
+                round=workers.round,
+                pids=tuple(workers.pids),
+                rendezvous_seconds=self._rendezvous_seconds,
+                start_seconds=self.figures.end("start"),
+                restart_seconds=self.figures.end("restart"),
+                started_fresh="".join(part.why_fresh for part in self.parts),
+                cpus=tuple(ranges(sorted(own)) for own in site.cpus),
+            )
         )
         if own.serves_store:
             site.store_server.serve()

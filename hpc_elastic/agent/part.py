@@ -169,12 +169,8 @@ PARTS: tuple[tuple[str, str, Callable[[AgentIdentity], bool]], ...] = (
 
 def make_parts(site: AgentSite) -> list[Part]:
     """The parts that this run needs."""
-    found: list[Part] = []
-    for module, name, is_needed in PARTS:
-        if is_needed(site.me):
-            made = getattr(import_module(f"hpc_elastic.agent.{module}"), name).for_agent(site)
-            found.append(made)
-    return [*found, site.store_server]
+    needed = [(import_module(f"hpc_elastic.agent.{module}"), name) for module, name, needs in PARTS if needs(site.me)]
+    return [*(getattr(module, name).for_agent(site) for module, name in needed), site.store_server]
 
 
 def environment_of(parts: Sequence[Part], given: Mapping[str, str]) -> dict[str, str]:

@@ -102,12 +102,7 @@ _PAUSE = 0.1
 
 
 def claim_start_number(open_store: Callable[[], Store], node: int, *, clock: Clock) -> int:
-    """Count this start, in the attempt's store. From 1.
-
-    Raises:
-        OSError: the filesystem has refused for `START_NUMBER_SECONDS`.
-        UnsafePathError, StoreError: the store is not usable.
-    """
+    """Count this start, in the attempt's store, from 1. Raises `OSError` after `START_NUMBER_SECONDS`."""
     folder = f"start/{node:05d}"
     mine = os.urandom(8).hex()
     least = 1
@@ -131,12 +126,8 @@ def claim_start_number(open_store: Callable[[], Store], node: int, *, clock: Clo
 def local_world_size(asked: str, env: Mapping[str, str], *, devices: Path = Path("/dev")) -> int:
     """Resolve a number, ``auto``, ``gpu`` or ``cpu`` on this node.
 
-    Args:
-        asked: What the user gave. ``auto``: the GPUs that Slurm gave (or CUDA_VISIBLE_DEVICES names), else 1. ``gpu``:
-            the same, and where neither Slurm nor CUDA_VISIBLE_DEVICES limits them, all that this machine has.
-
-    Raises:
-        UsageError: no such word, a number below 1, or ``gpu`` on a node without.
+    ``auto``: the GPUs that Slurm gave (or CUDA_VISIBLE_DEVICES names), else 1. ``gpu``: the same, and where neither
+    limits them, all that this machine has. Raises `UsageError`.
     """
     if asked.isdecimal():
         if int(asked) < 1:

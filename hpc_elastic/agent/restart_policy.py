@@ -115,10 +115,10 @@ def _apart(record: RoundRecord, failures: Sequence[NodeFailure]) -> tuple[int, .
 
 
 def _is_of_one_node(record: RoundRecord, failures: Sequence[NodeFailure], cause: NodeFailure) -> bool:
-    """Decide whether an infrastructure failure with a fingerprint (a read-only filesystem) is one node's of several.
+    """Whether an infrastructure failure with a fingerprint (a read-only filesystem) is one node's: its mount's.
 
-    That is the node's mount. All workers of a container that write to ``/results.txt`` have a wrong path. (Before the
-    same failure counts again, the other nodes' workers get a moment to show it: `may_wait`.)
+    All workers of a container that write to ``/results.txt`` have a wrong path. (Before the same failure counts again,
+    the other nodes' workers get a moment to show it: `may_wait`.)
     """
     alike = [one for one in failures if one.fingerprint == cause.fingerprint]
     is_infrastructure = cause.failure_class == FailureClass.INFRASTRUCTURE.value
@@ -145,16 +145,9 @@ def made_progress(
 ) -> tuple[bool, float | None]:
     """Decide whether a failure came after progress since the last one: then it is not "the same again".
 
-    Args:
-        step: The furthest that was reported by now, -1 for none.
-        before: The same at the last failure.
-        seconds: How long the workers ran.
-        counted: Steps that were counted in the round, where none was reported; -1: not known.
-        counted_before: The same of the last failure's round. More steps than in that round are progress; of fewer it
-            is not known where they began, and the seconds decide.
-
-    Returns:
-        Whether there was progress; and the seconds that decided it, None where steps did.
+    `step` is the furthest that was reported by now, `before` at the last failure, -1 for none. Of steps that were
+    counted, more than in the last failure's round are progress; of fewer it is not known where they began, and the
+    seconds decide. Returns the seconds that decided it, too; None where steps did.
     """
     if step >= 0 and before >= 0:
         return step > before, None
@@ -180,11 +173,9 @@ def sum_up(
     workers: int = 0,
     leader: tuple[int, int] | None = None,
 ) -> NodeFailure:
-    """Sum one node's failures up, as the coordinator needs them.
+    """Sum one node's failures up, as the coordinator needs them. `seconds`: until the first of them failed.
 
-    Args:
-        seconds: How long they had run when the first of them failed.
-        leader: The coordinator's node, and by how many nanoseconds this host's clock is ahead of its; None: not known.
+    `leader`: the coordinator's node, and by how many nanoseconds this host's clock is ahead of its; None: not known.
     """
     ranking = Ranking(failures, WorkerFailure.standing)
     first = ranking.first or ranking.all[0]

@@ -1,9 +1,8 @@
 """Events of a round, for the agent's event log and, where a person should read them, for the job log.
 
-Beside them this host's clock: how far it is ahead of the coordinators', each with a bound. Every node compares its
-clock with the coordinator's alone, by the packets that pass between the two anyway: so the report can order what
-happened on different nodes, over a chain of them where the coordinator changed. Little is logged, and only where
-another event is written too: once for each coordinator, when workers start, and anew when a worker fails.
+Beside them this host's clock: how far it is ahead of the coordinators', each with a bound, by the packets that pass
+between the two anyway: so the report can order what happened on different nodes. It is logged once for each
+coordinator, when workers start, and anew when a worker fails.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ from hpc_elastic.run.events import EventLog
 
 if TYPE_CHECKING:
     from hpc_elastic.failures.stacks import RankStacks
-    from hpc_elastic.failures.worker_failure import WorkerFailure
     from hpc_elastic.store.notifier import Notifier
 
 logger = logging.getLogger(__name__)
@@ -132,10 +130,6 @@ def log_health(events: EventLog, verdict: HealthVerdict, *, round_index: int) ->
     elif not verdict.is_healthy:
         events.write(HealthCheckFailed(round=round_index, checks=tuple(verdict.checks), reason=verdict.reason))
         logger.error("this node leaves the run: %s", verdict.reason)
-
-
-def log_failure(events: EventLog, failure: WorkerFailure) -> None:
-    events.write(failure.to_event())
 
 
 def log_stacks(

@@ -16,11 +16,10 @@ from hpc_elastic.agent.worker_environment import round_facts, worker_command, wo
 from hpc_elastic.base.file_executor import FilesystemHangsError
 from hpc_elastic.base.host_facts import choose_master_address
 from hpc_elastic.base.outcome import Outcome
-from hpc_elastic.base.text import ranges
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.ranks import rank_layout
 from hpc_elastic.rendezvous.state import RoundRecord
-from hpc_elastic.run.agent_events import WorkersStarted, WorkersStopped
+from hpc_elastic.run.agent_events import WorkersStopped
 from hpc_elastic.run.option_values import shown_in_job_log
 from hpc_elastic.workers.stop import Stopped
 from hpc_elastic.workers.user_command import EnvironmentChange
@@ -72,13 +71,9 @@ def confirm_round(
 
 
 def _open_master(site: AgentSite, record: RoundRecord, change: EnvironmentChange, is_ending: Callable[[], bool]) -> str:
-    """Bind the TCPStore's port on this node: on the loopback where no other node is in the round.
+    """Bind the TCPStore's port on this node: on the loopback where it is alone. Raises `StoreBindError`.
 
-    Returns:
-        ``address port 1|0``, the last for whether this agent serves it; else rank 0 does.
-
-    Raises:
-        StoreBindError: the port can't be listened on.
+    Returns ``address port 1|0``, the last for whether this agent serves it; else rank 0 does.
     """
     is_alone = len(record.members) == 1
     host = choose_master_address(
@@ -121,7 +116,6 @@ class RoundWorkers:
         were_ended: Callable[[], bool],
         fork: ForkWorkers,
     ) -> LocalWorkers:
-        """Arguments as of `LocalWorkers`."""
         from hpc_elastic.agent.local_workers import LocalWorkers
 
         site, spec = self._site, self._site.me.spec
@@ -161,28 +155,6 @@ class RoundWorkers:
             cpus=site.cpus,
             is_wrapped=bool(spec.worker_prefix),
         )
-
-
-def log_started(
-    site: AgentSite,
-    group: LocalWorkers,
-    *,
-    why_fresh: str,
-    rendezvous_seconds: float | None,
-    start_seconds: float | None,
-    restart_seconds: float | None,
-) -> None:
-    site.events.write(
-        WorkersStarted(
-            round=group.round,
-            pids=tuple(group.pids),
-            rendezvous_seconds=rendezvous_seconds,
-            start_seconds=start_seconds,
-            restart_seconds=restart_seconds,
-            started_fresh=why_fresh,
-            cpus=tuple(ranges(sorted(own)) for own in site.cpus),
-        )
-    )
 
 
 def log_stopped(site: AgentSite, group: LocalWorkers, result: Stopped) -> None:

@@ -15,11 +15,7 @@ def top_level_imports(source: str) -> list[str]:
 
 
 def late_settings(source: str, *, imported: Collection[str], reads: Mapping[str, str]) -> list[str]:
-    """
-    Args:
-        imported: The modules that were imported beforehand.
-        reads: Variable → the module whose import has read it.
-    """
+    """`imported`: modules that were imported beforehand. `reads`: variable → the module whose import has read it."""
     roots = {name.partition(".")[0] for name in imported}
     found = []
     for statement in _flat(_statements(source)):

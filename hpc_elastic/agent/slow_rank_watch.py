@@ -160,7 +160,9 @@ class SlowRankWatch(Part):
             reference=record.leader if offset is not None else "",
             since_ns=since * 1000 - boot_ns - (offset.offset_ns if offset is not None else 0),
             bound_ns=offset.bound_ns if offset is not None else 0,
-            groups=tuple(_since(group, since) for group in groups),
+            groups=tuple(
+                replace(group, entered_us=tuple(entered - since for entered in group.entered_us)) for group in groups
+            ),
         )
         self._has_written = True
         try:
@@ -181,7 +183,11 @@ class SlowRankWatch(Part):
             slow = after.slow[rank]
             logger.warning("%s; look at the node with hpc-elastic doctor --nodes", slow)
             self._write_event(SlowRankFound(round=workers.round, slow=slow))
-        self._report_ended(workers.round, before, after, now_ns)
+        for rank in before.slow.keys() - after.slow.keys():
+            slow = before.slow[rank]
+            seconds = (now_ns - slow.since_ns) / 1e9
+            logger.warning("rank %s on %s is not slow any more, after %.0f s", rank, slow.host, seconds)
+            self._write_event(SlowRankEnded(round=workers.round, slow=slow, seconds=round(seconds, 1)))
         counts = [0] * len(self._names)
         for member in record.members:
             counts[member.node] = member.local_world_size
@@ -189,13 +195,6 @@ class SlowRankWatch(Part):
             if counts[node] > 1:
                 logger.warning("all ranks on %s are slow", self._names[node])
         self._save(workers.round, after, now_ns)
-
-    def _report_ended(self, index: int, before: Watched, after: Watched, now_ns: int) -> None:
-        for rank in before.slow.keys() - after.slow.keys():
-            slow = before.slow[rank]
-            seconds = (now_ns - slow.since_ns) / 1e9
-            logger.warning("rank %s on %s is not slow any more, after %.0f s", rank, slow.host, seconds)
-            self._write_event(SlowRankEnded(round=index, slow=slow, seconds=round(seconds, 1)))
 
     def _save(self, round_index: int, watched: Watched, now_ns: int) -> None:
         path = self._folder / "now.json"
@@ -238,7 +237,3 @@ def _read_group(rank: int, name: str, group: Mapping[str, Any]) -> GroupArrivals
         calls=tuple(group["calls"]),
         entered_us=tuple(entered // 1000 for entered in group["entered_ns"]),
     )
-
-
-def _since(group: GroupArrivals, since_us: int) -> GroupArrivals:
-    return replace(group, entered_us=tuple(entered - since_us for entered in group.entered_us))

@@ -15,15 +15,10 @@ WINDOWS = 2
 
 
 def find_slow(nodes: Mapping[int, NodeArrivals], *, round_index: int, names: Sequence[str]) -> dict[int, SlowRank]:
-    """Compare the ranks of all nodes within each of their process groups.
+    """Compare the ranks of all nodes within each of their process groups, by what each node wrote in this round.
 
-    Args:
-        nodes: Node → what it wrote; what it wrote in another round counts for nothing.
-        names: Those of all nodes.
-
-    Returns:
-        Rank → how slow it is, by the group in which that costs most. A rank that waits for a slow one in a group of
-        theirs is not slow itself, though it is late everywhere else.
+    Returns rank → how slow it is, by the group in which that costs most. A rank that waits for a slow one in a group of
+    theirs is not slow itself, though it is late everywhere else.
     """
     groups, pipelines = _groups(nodes, round_index), _Pipelines()
     for group in groups.values():
@@ -65,7 +60,6 @@ class _Pipelines:
         self._above[self._root(one)] = self._root(other)
 
     def are_apart(self, ranks: Collection[int]) -> bool:
-        """Whether no two of the ranks are in one pipeline."""
         return len({self._root(rank) for rank in ranks}) == len(ranks)
 
     def _root(self, rank: int) -> int:
@@ -118,12 +112,9 @@ def _waits_for_another(rank: int, name: str, groups: Mapping[str, _Group], findi
 
 
 class Watched(Struct, frozen=True, kw_only=True):
-    """What was known after the last window."""
-
     seen: Mapping[int, int] = {}
     """Rank → windows in a row that show it as slow, or, below zero, as slow no more."""
     slow: Mapping[int, SlowRank] = {}
-    """The ranks that were reported."""
 
 
 def next_watched(before: Watched, found: Mapping[int, SlowRank], *, now_ns: int) -> Watched:

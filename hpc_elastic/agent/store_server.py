@@ -1,17 +1,10 @@
 """The workers' ``TCPStore``, seen from the agent: it binds the port and has another process serve it.
 
-One round, on the node of group rank 0, all calls from the agent's main thread::
-
-    host, port = server.bind(address, None)   # before the port is published: it is listening from here on
-    server.guard.admit(addresses)             # from the coordination's thread, where there is one
-    …                                         # spawn the workers: those that connect early wait in the backlog
-    server.serve()                            # hands the socket over; the first time, starts the process
-    …                                         # server.handle() whenever server.fileno() is readable
-    server.release()                          # this round's store is gone, its port free
-
-The process (`hpc_elastic.pytorch.store_host`) lives across rounds; the agent never imports torch. Where torch is not to
-be had (`torch_available`), rank 0 serves the store itself: ``TORCHELASTIC_USE_AGENT_STORE=False``, and `release` before
-the workers start.
+In a round, on the node of group rank 0, from the agent's main thread: `bind` before the port is published, `serve` when
+the workers are spawned (those that connect early wait in the backlog), `handle` whenever `fileno` is readable, and
+`release`. The process (`hpc_elastic.pytorch.store_host`) lives across rounds; the agent never imports torch. Where
+torch is not to be had (`torch_available`), rank 0 serves the store itself, and `release` comes before the workers
+start.
 """
 
 from __future__ import annotations
@@ -85,11 +78,7 @@ class StoreState(str, Enum):
 class StoreServer(Part):
     """The store of one agent. One port and one process at a time.
 
-    Args:
-        python: An interpreter that has torch.
-        log_path: Where `close` writes what the processes printed (0600), if they printed anything; its folder exists.
-        environ: The process' environment: the agent's own, with the run's tag.
-        files: The thread that writes the log; without, the caller's own does.
+    `python` has torch; `close` writes what the processes printed to `log_path`, by the thread of `files`.
     """
 
     def __init__(
@@ -140,18 +129,9 @@ class StoreServer(Part):
     def bind(self, address: str, port: int | None, *, guarded: bool = False) -> tuple[str, int]:
         """Bind the port of a new round and listen on it; the former round's is released first.
 
-        Args:
-            address: What the workers get. An IP address is what is listened on; with a name, which may mean
-                something else on another node, all addresses of this node are.
-            port: The user's own, in every round the same; None for any free one.
-            guarded: Serve no address before `Guard.admit`, where other hosts can reach it and the kernel has filters.
-
-        Returns:
-            `address`, and the port.
-
-        Raises:
-            MasterPortTakenError: another program listens on `port`.
-            StoreBindError: the address is not this node's, or the port may not be used.
+        An IP address is what is listened on; with a name, which may mean something else on another node, all addresses
+        of this node are. `port`: the user's own, in every round the same. `guarded`: serve no address before
+        `Guard.admit`, where other hosts can reach it and the kernel has filters. Raises `StoreBindError`.
         """
         self.release()
         family, bind_to, connect_to = _listen_address(address)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Struct
@@ -176,70 +175,54 @@ class Event(str, Enum):
     LEAVE = "this node takes itself out"
 
 
-TRANSITIONS = MappingProxyType(
-    {
-        Phase.JOINING: MappingProxyType(
-            {
-                Event.FROZEN: Phase.READY,
-                Event.NEWER_ROUND: Phase.JOINING,
-                Event.CLOSED: Phase.ENDED,
-                Event.LEAVE: Phase.ENDED,
-            }
-        ),
-        Phase.READY: MappingProxyType(
-            {
-                Event.FINAL: Phase.RUNNING,
-                Event.NEWER_ROUND: Phase.JOINING,
-                Event.CLOSED: Phase.ENDED,
-                Event.LEAVE: Phase.ENDED,
-            }
-        ),
-        Phase.RUNNING: MappingProxyType(
-            {
-                Event.FAILED: Phase.STOPPING,
-                Event.SUCCEEDED: Phase.DONE,
-                Event.NEWER_ROUND: Phase.STOPPING,
-                Event.CLOSED: Phase.LEAVING,
-                Event.LEAVE: Phase.LEAVING,
-            }
-        ),
-        Phase.DONE: MappingProxyType(
-            {
-                Event.NEWER_ROUND: Phase.STOPPING,  # what the workers left running is ended first
-                Event.CLOSED: Phase.LEAVING,
-                Event.LEAVE: Phase.LEAVING,
-            }
-        ),
-        Phase.STOPPING: MappingProxyType(
-            {
-                Event.STOPPED: Phase.JOINING,
-                Event.NEWER_ROUND: Phase.STOPPING,
-                Event.CLOSED: Phase.LEAVING,
-                Event.LEAVE: Phase.LEAVING,
-            }
-        ),
-        Phase.LEAVING: MappingProxyType(
-            {
-                Event.STOPPED: Phase.ENDED,
-                Event.NEWER_ROUND: Phase.LEAVING,
-                Event.CLOSED: Phase.LEAVING,
-                Event.LEAVE: Phase.LEAVING,
-            }
-        ),
-        Phase.ENDED: MappingProxyType({}),
-    }
-)
+TRANSITIONS: Mapping[Phase, Mapping[Event, Phase]] = {
+    Phase.JOINING: {
+        Event.FROZEN: Phase.READY,
+        Event.NEWER_ROUND: Phase.JOINING,
+        Event.CLOSED: Phase.ENDED,
+        Event.LEAVE: Phase.ENDED,
+    },
+    Phase.READY: {
+        Event.FINAL: Phase.RUNNING,
+        Event.NEWER_ROUND: Phase.JOINING,
+        Event.CLOSED: Phase.ENDED,
+        Event.LEAVE: Phase.ENDED,
+    },
+    Phase.RUNNING: {
+        Event.FAILED: Phase.STOPPING,
+        Event.SUCCEEDED: Phase.DONE,
+        Event.NEWER_ROUND: Phase.STOPPING,
+        Event.CLOSED: Phase.LEAVING,
+        Event.LEAVE: Phase.LEAVING,
+    },
+    Phase.DONE: {
+        Event.NEWER_ROUND: Phase.STOPPING,  # what the workers left running is ended first
+        Event.CLOSED: Phase.LEAVING,
+        Event.LEAVE: Phase.LEAVING,
+    },
+    Phase.STOPPING: {
+        Event.STOPPED: Phase.JOINING,
+        Event.NEWER_ROUND: Phase.STOPPING,
+        Event.CLOSED: Phase.LEAVING,
+        Event.LEAVE: Phase.LEAVING,
+    },
+    Phase.LEAVING: {
+        Event.STOPPED: Phase.ENDED,
+        Event.NEWER_ROUND: Phase.LEAVING,
+        Event.CLOSED: Phase.LEAVING,
+        Event.LEAVE: Phase.LEAVING,
+    },
+    Phase.ENDED: {},
+}
 
-WORKER_STATE = MappingProxyType(
-    {
-        Phase.JOINING: WorkerState.STOPPED,
-        Phase.READY: WorkerState.STOPPED,
-        Phase.RUNNING: WorkerState.HEALTHY,
-        Phase.DONE: WorkerState.SUCCEEDED,
-        Phase.STOPPING: WorkerState.UNHEALTHY,
-        Phase.LEAVING: WorkerState.UNHEALTHY,
-    }
-)
+WORKER_STATE: Mapping[Phase, WorkerState] = {
+    Phase.JOINING: WorkerState.STOPPED,
+    Phase.READY: WorkerState.STOPPED,
+    Phase.RUNNING: WorkerState.HEALTHY,
+    Phase.DONE: WorkerState.SUCCEEDED,
+    Phase.STOPPING: WorkerState.UNHEALTHY,
+    Phase.LEAVING: WorkerState.UNHEALTHY,
+}
 """The group's state by phase; ENDED keeps what the run ended with, and before the first start it is INIT."""
 
 

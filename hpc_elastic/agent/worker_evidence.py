@@ -187,7 +187,8 @@ class WorkerEvidence:
             (slot, self._facts(slot, slot.exit, kills))
             for slot in slots
             if slot.exit is not None
-            and (slot.has_failed or self._fell_while_stopping(slot))
+            # One that fell while it was stopped was failing already: its evidence is worth keeping.
+            and (slot.has_failed or (slot.stopped_by_agent and slot.exit.exitcode not in self._ours))
             and not (hung and slot.local_rank in self._whys)
         ]
         condemned = [
@@ -316,7 +317,6 @@ class WorkerEvidence:
 
     def _describe_stopped(self, slot: WorkerSlot, facts: WorkerFailure) -> WorkerFailure | None:
         """It was about to end, or hung in its shutdown."""
-
         self._pump.drained(slot.process.pid, DRAIN_SECONDS)
         if not holds_at_end(slot.paths.stderr, _TRACEBACK, within=_TRACEBACK_WITHIN):
             return None
@@ -377,10 +377,6 @@ class WorkerEvidence:
             stopped_ns=self._stop.began_ns if slot.stopped_by_agent else 0,
             last_step=self._watch.last_step(slot.local_rank),
         )
-
-    def _fell_while_stopping(self, slot: WorkerSlot) -> bool:
-        # It was failing already when the agent's signal came: its evidence is worth keeping.
-        return slot.exit is not None and slot.stopped_by_agent and slot.exit.exitcode not in self._ours
 
     @property
     def _ours(self) -> AbstractSet[int]:

@@ -42,21 +42,17 @@ def start(note_collectives: Callable[..., bool]) -> None:
     prefix = os.environ.get(VARIABLE)
     if not prefix:
         return
-    _name_as_before()
+    major, minor = sys.modules["torch"].__version__.split(".")[:2]
+    if (int(major), int(minor)) < (2, 9):
+        for old, new in _OLD_NAMES.items():
+            if new in os.environ:
+                os.environ.setdefault(old, os.environ[new])
     own = f"{prefix}.{os.getpid()}"
     os.mkfifo(own + ASK, 0o600)
     fd = os.open(own + ASK, os.O_RDWR | os.O_CLOEXEC)  # with a writer of its own it never reads an end
     args = (fd, own, collectives := _Collectives(note_collectives))
     threading.Thread(target=_listen, args=args, name="hpc-elastic-flight-recorder", daemon=True).start()
     atexit.register(_at_exit, own, os.getpid(), collectives)
-
-
-def _name_as_before() -> None:
-    major, minor = sys.modules["torch"].__version__.split(".")[:2]
-    if (int(major), int(minor)) < (2, 9):
-        for old, new in _OLD_NAMES.items():
-            if new in os.environ:
-                os.environ.setdefault(old, os.environ[new])
 
 
 def _listen(fd: int, own: str, collectives: _Collectives) -> None:

@@ -98,7 +98,6 @@ class NoticeRecord(Struct, frozen=True, kw_only=True):
     """The preemption notice that an agent writes for a worker."""
 
     serial: int
-    """It grows when the notice changes."""
     deadline_ns: int
     """CLOCK_BOOTTIME of this host: until then a checkpoint is waited for."""
     step: int
@@ -113,10 +112,8 @@ def is_section_name(name: str) -> bool:
 def put_record(buffer: bytearray | memoryview | object, *values: int | bytes) -> None:
     """Write a record, over the older copy.
 
-    Args:
-        buffer: The mapped file.
-        values: Those of `FIELDS`, a step that is not known as `NO_STEP`; the flags; the section, ASCII. `count` goes up
-            by one with each call.
+    The values are those of `FIELDS`, a step that is not known as `NO_STEP`; the flags; the section, ASCII. `count` goes
+    up by one with each call.
     """
     body = _BODY.pack(*values)
     start = _AT[values[0] & 1]  # type: ignore[operator]

@@ -34,8 +34,7 @@ class RoundOverError(HpcElasticError):
 def await_lease(is_valid: Callable[[], bool], what: str = "progress") -> None:
     """Ask this node's agent to read the newest record, and wait until `is_valid`.
 
-    Raises:
-        RoundOverError: there is no agent any more, and no guardian has ended this process for that.
+    `RoundOverError`: there is no agent any more, and no guardian has ended this process for that.
     """
     began, asked_at, gone_since = time.monotonic(), float("-inf"), None
     while not is_valid():
@@ -107,11 +106,7 @@ def _sync(path: str) -> None:
 
 
 def _await_look(page: str, what: str) -> None:
-    """Wait for a look at the newest record that began after this call.
-
-    Raises:
-        RoundOverError: it has shown that the round is over.
-    """
+    """Wait for a look at the newest record that began after this call. `RoundOverError`: the round is over."""
     global _page
     try:
         # Never closed: that would give back the lock by which this process reports for its worker.
