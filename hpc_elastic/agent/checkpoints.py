@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from hpc_elastic.agent.heartbeat_watch import HeartbeatWatch
 from hpc_elastic.agent.heartbeats import RankBeat
 from hpc_elastic.agent.part import Part
 from hpc_elastic.agent.supervision import Phase
-from hpc_elastic.base.clock import Clock
 from hpc_elastic.rendezvous.participant import Participant
 from hpc_elastic.rendezvous.preemption import MEASURE_SECONDS, PreemptionNotice, PreemptionStatus, seconds_to_save
 from hpc_elastic.rendezvous.state import RoundRecord, Status
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from hpc_elastic.agent.node_agent import NodeAgent
     from hpc_elastic.agent.part import AgentSite
 
-Ask = Callable[[Callable[[Participant], None]], None]
 logger = logging.getLogger(__name__)
 
 CHECKPOINT_LOOK_SECONDS = 1.0
@@ -52,16 +49,10 @@ class CheckpointWatch(Part):
 
     due: float | None = None
 
-    @classmethod
-    def for_agent(cls, site: AgentSite) -> CheckpointWatch:
-        return cls(site.watch, site.me.spec, clock=site.clock, ask=site.coordination.ask)
-
-    def __init__(self, watch: HeartbeatWatch, spec: RunSpec, *, clock: Clock, ask: Ask = lambda command: None) -> None:
-        self._watch = watch
-        self._ask = ask
-        self._is_asked_for = spec.grow is GrowPolicy.CHECKPOINT
-        self._max_nodes = spec.max_nodes
-        self._clock = clock
+    def __init__(self, site: AgentSite) -> None:
+        self._watch, self._ask, self._clock = site.watch, site.coordination.ask, site.clock
+        self._is_asked_for = site.me.spec.grow is GrowPolicy.CHECKPOINT
+        self._max_nodes = site.me.spec.max_nodes
         self._round = -1
         self._serial = 0
         self._before: int | None = None
@@ -145,15 +136,10 @@ def ended_by_notice(beat: RankBeat, *, is_signalled: bool) -> bool:
 class PreemptionWatch(Part):
     due: float | None = None
 
-    @classmethod
-    def for_agent(cls, site: AgentSite) -> PreemptionWatch:
-        return cls(site.watch, site.me.spec, clock=site.clock, ask=site.coordination.ask)
-
-    def __init__(self, watch: HeartbeatWatch, spec: RunSpec, *, clock: Clock, ask: Ask = lambda command: None) -> None:
-        self._watch = watch
-        self._ask = ask
-        self._clock = clock
-        self._signal = signal.Signals[spec.preemption_signal] if spec.preemption_signal else None
+    def __init__(self, site: AgentSite) -> None:
+        self._watch, self._ask, self._clock = site.watch, site.coordination.ask, site.clock
+        name = site.me.spec.preemption_signal
+        self._signal = signal.Signals[name] if name else None
         self._notice: PreemptionNotice | None = None
         self._round = -1
         self._deadline = 0.0

@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from msgspec import Struct
 
-from hpc_elastic.agent.part import Place
 from hpc_elastic.agent.rendezvous_session import claim_start_number
 from hpc_elastic.base import codec
 from hpc_elastic.base.clock import Clock
@@ -148,10 +147,6 @@ class AgentIdentity(Struct, frozen=True, kw_only=True):
             "HPC_ELASTIC_NODE": str(self.node),
             "HPC_ELASTIC_HOST": self.host,
         }
-
-    @property
-    def place(self) -> Place:
-        return Place(attempt=self.paths, host=self.host, node=self.node)
 
     @classmethod
     def read(cls, options: AgentOptions, inherited: Inherited, clock: Clock) -> AgentIdentity:

@@ -28,10 +28,6 @@ GIVEN_UP = "Slurm gave the node up (node failure), and the supervisor is out of 
 
 
 class JobNodes(Part):
-    @classmethod
-    def for_agent(cls, site: AgentSite) -> JobNodes:
-        return cls(site)
-
     def __init__(self, site: AgentSite) -> None:
         self._site = site
         self._process: subprocess.Popen[str] | None = None

@@ -30,7 +30,7 @@ from hpc_elastic.agent.ending import (
 )
 from hpc_elastic.agent.health import HealthVerdict
 from hpc_elastic.agent.metrics import MetricSink, RoundFigures
-from hpc_elastic.agent.part import AgentSite, Condemned, Part, environment_of, fork_workers
+from hpc_elastic.agent.part import AgentSite, Condemned, Part, fork_workers
 from hpc_elastic.agent.round_events import ClockOffsetLog, log_coordination, log_health, log_round
 from hpc_elastic.agent.round_workers import LOAD_SECONDS, RoundWorkers, confirm_round, load, log_stopped
 from hpc_elastic.agent.supervision import WORKER_STATE, Event, Phase, WorkerState, next_phase
@@ -97,7 +97,6 @@ class NodeAgent:
         """The round that this node confirmed last."""
         self._wants_join = self._waits_to_start = False
         self._failure: Exception | None = None
-        """Internal error that ended this agent."""
         self._why_ended = ""
         self._stop_due: float | None = None
         self._swept = False
@@ -403,8 +402,11 @@ class NodeAgent:
         self._swept, self.has_run = False, True
         log_round(site.events, own.facts, restarts_used=record.restarts_used)
         self.figures.put("remaining_restarts", site.me.spec.max_restarts - record.restarts_used)
+        environ = dict(site.environ)
+        for part in self.parts:
+            environ.update(part.environment(site.environ))
         try:
-            own.start(workers, environment_of(self.parts, site.environ))
+            own.start(workers, environ)
         except (WorkerStartError, OSError) as error:
             if isinstance(error, WorkerStartError) and not error.is_passing:
                 self.on_health(HealthVerdict(reason=str(error), is_usage=True))  # who else lacks it?

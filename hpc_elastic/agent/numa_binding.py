@@ -76,7 +76,10 @@ def bind_workers(binding: NumaBinding, machine: Machine, workers: int) -> list[W
         elif binding is NumaBinding.EXCLUSIVE:
             cpus = _share(machine, node, place, count)
         elif binding is NumaBinding.CORE_COMPLEX:
-            cpus = _core_complex(machine, node, place)
+            # Each worker has another one while there are any, those with most CPUs first.
+            groups = _grouped(machine.nodes[node], machine.caches).items()
+            ordered = sorted(groups, key=lambda item: (-len(item[1]), item[0]))
+            cpus = frozenset(ordered[place % len(ordered)][1])
         else:
             cpus = machine.nodes[node]
         found.append(WorkerCpus(cpus=cpus, why=why))
@@ -116,12 +119,6 @@ def _share(machine: Machine, node: int, place: int, count: int) -> frozenset[int
     start = place * least + min(place, extra)
     mine = cores[start : start + least + (place < extra)]
     return frozenset().union(*(cpus for _, cpus in mine))
-
-
-def _core_complex(machine: Machine, node: int, place: int) -> frozenset[int]:
-    """Each worker has another one while there are any, those with most CPUs first."""
-    groups = sorted(_grouped(machine.nodes[node], machine.caches).items(), key=lambda item: (-len(item[1]), item[0]))
-    return frozenset(groups[place % len(groups)][1])
 
 
 def _grouped(cpus: Iterable[int], keys: Mapping[int, int]) -> dict[int, set[int]]:

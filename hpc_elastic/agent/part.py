@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import import_module
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
@@ -39,7 +40,6 @@ class Condemned(Struct, frozen=True, kw_only=True):
     """Workers to end as failures, though none has ended by itself; the round ends with them."""
 
     reason: str
-    """One line for people."""
     failure_class: FailureClass
     """`HANG`: the stacks of all workers are taken first."""
     ranks: Mapping[int, str] = {}
@@ -154,31 +154,23 @@ class Part:
 
 
 PARTS: tuple[tuple[str, str, Callable[[AgentIdentity], bool]], ...] = (
-    ("hang_detector", "HangDetector", lambda me: True),
+    ("hang_detector", "HangDetector.for_agent", lambda me: True),
     ("slow_rank_watch", "SlowRankWatch", lambda me: True),
     ("checkpoints", "CheckpointWatch", lambda me: True),
     ("checkpoints", "PreemptionWatch", lambda me: True),
     ("setup", "Setup", lambda me: bool(me.spec.setup)),
     ("restart_group", "RestartGroupWatch", lambda me: True),
     ("job_nodes", "JobNodes", lambda me: me.attempt.cluster == "slurm"),
-    ("health_checks", "HealthChecks", lambda me: bool(me.spec.health_checks or me.spec.health_check)),
-    ("fork_server", "ForkServer", lambda me: me.spec.start_method is StartMethod.FORKSERVER),
+    ("health_checks", "HealthChecks.for_agent", lambda me: bool(me.spec.health_checks or me.spec.health_check)),
+    ("fork_server", "ForkServer.for_agent", lambda me: me.spec.start_method is StartMethod.FORKSERVER),
 )
-"""Module here, class with ``for_agent``, and which runs need it; in the order in which the loop calls them."""
+"""Module here, what makes the part of a site, and which runs need it; in the order in which the loop calls them."""
 
 
 def make_parts(site: AgentSite) -> list[Part]:
     """The parts that this run needs."""
     needed = [(import_module(f"hpc_elastic.agent.{module}"), name) for module, name, needs in PARTS if needs(site.me)]
-    return [*(getattr(module, name).for_agent(site) for module, name in needed), site.store_server]
-
-
-def environment_of(parts: Sequence[Part], given: Mapping[str, str]) -> dict[str, str]:
-    """`given`, with what the parts add."""
-    found = dict(given)
-    for part in parts:
-        found.update(part.environment(given))
-    return found
+    return [*(attrgetter(name)(module)(site) for module, name in needed), site.store_server]
 
 
 def fork_workers(

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from hpc_elastic.agent.heartbeats import HeartbeatFolder
 from hpc_elastic.agent.part import Part
 from hpc_elastic.errors import HpcElasticError
 from hpc_elastic.run.agent_events import (
@@ -25,7 +24,6 @@ from hpc_elastic.run.agent_events import (
     ReplacementRefused,
     WorkerReplaced,
 )
-from hpc_elastic.run.events import EventLog
 from hpc_elastic.worker_api.restart_group import (
     REPLACES,
     REPORTS,
@@ -74,20 +72,14 @@ def why_not_replaced(dead: DeadWorker, *, last: RestartGroupEvent | None, used: 
 
 
 class RestartGroupWatch(Part):
-    @classmethod
-    def for_agent(cls, site: AgentSite) -> RestartGroupWatch:
-        spec = site.me.spec
-        return cls(folder=site.watch.pages, events=site.events, policy=spec.restart_policy, limit=spec.max_restarts)
-
-    def __init__(self, *, folder: HeartbeatFolder, events: EventLog, policy: RestartWith, limit: int) -> None:
-        self._events = events
-        self._policy = policy
-        self._limit = limit
+    def __init__(self, site: AgentSite) -> None:
+        self._events, self._policy = site.events, site.me.spec.restart_policy
+        self._limit = site.me.spec.max_restarts
         self._round = -1
         self._last: dict[int, RestartGroupEvent] = {}
         self._used: dict[int, int] = {}
         self._unread = b""
-        self._path, self._fd = folder.make_pipe("ring", "in-process restart can be reported")
+        self._path, self._fd = site.watch.pages.make_pipe("ring", "in-process restart can be reported")
 
     def fileno(self) -> int:
         return self._fd

@@ -224,7 +224,10 @@ class ClockOffsetLog:
             offset = Offset(offset_ns=0, bound_ns=0) if own else self._ruler.offset_to(reference)
             if offset is None:
                 continue
-            uptime, wall = self._both_clocks()
+            # The closest of several reads, so that both are of one moment.
+            reads = [(uptime_ns(self._clock), self._clock.time_ns(), uptime_ns(self._clock)) for _ in range(_READS)]
+            before, wall, after = min(reads, key=lambda read: read[2] - read[0])
+            uptime = (before + after) // 2
             sample = ClockSample(offset=offset, uptime_ns=uptime, wall_ns=wall)
             if is_news(sample, self._logged[reference]):
                 self._logged[reference] = sample
@@ -237,9 +240,3 @@ class ClockOffsetLog:
                         wall_ns=wall,
                     )
                 )
-
-    def _both_clocks(self) -> tuple[int, int]:
-        """The closest of several reads, so that both are of one moment."""
-        reads = [(uptime_ns(self._clock), self._clock.time_ns(), uptime_ns(self._clock)) for _ in range(_READS)]
-        before, wall, after = min(reads, key=lambda read: read[2] - read[0])
-        return (before + after) // 2, wall

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Set
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from hpc_elastic.agent.part import Place
 from hpc_elastic.agent.rendezvous_session import rendezvous_settings
 from hpc_elastic.agent.store_server import StoreBindError, torch_available
 from hpc_elastic.agent.worker_environment import round_facts, worker_command, worker_environment
@@ -120,7 +121,7 @@ class RoundWorkers:
 
         site, spec = self._site, self._site.me.spec
         return LocalWorkers(
-            site.me.place,
+            Place(attempt=site.me.paths, host=site.me.host, node=site.me.node),
             round_index=self.facts.round,
             layout=self.layout,
             inherited=site.me.inherited,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -20,13 +20,11 @@ from msgspec.structs import replace
 from hpc_elastic.agent.part import AgentSite, Part
 from hpc_elastic.agent.slow_ranks import Watched, by_node, find_slow, next_watched
 from hpc_elastic.base import codec
-from hpc_elastic.base.clock import Clock, Offset, uptime_ns
-from hpc_elastic.base.file_executor import FileExecutor
+from hpc_elastic.base.clock import Offset, uptime_ns
 from hpc_elastic.base.files import make_private_dir
 from hpc_elastic.base.text import ranges
 from hpc_elastic.rendezvous.state import RoundRecord
 from hpc_elastic.run.agent_events import SlowRankEnded, SlowRankFound
-from hpc_elastic.run.event_types import AgentEvent
 from hpc_elastic.run.slow_ranks import GroupArrivals, NodeArrivals, SlowRanks
 
 if TYPE_CHECKING:
@@ -53,34 +51,10 @@ class _Step(Enum):
 class SlowRankWatch(Part):
     """One agent's. Nothing here waits: files are read and written elsewhere."""
 
-    @classmethod
-    def for_agent(cls, site: AgentSite) -> SlowRankWatch:
-        return cls(
-            site.me.paths.slow_ranks,
-            node=site.me.node,
-            names=site.me.attempt.nodes,
-            clock=site.clock,
-            files=site.files,
-            offset_to=site.notifier.offset_to if site.notifier is not None else lambda uid: None,
-            uid=site.info.uid,
-            write_event=site.events.write,
-        )
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        node: int,
-        names: Sequence[str],
-        clock: Clock,
-        files: FileExecutor,
-        offset_to: Callable[[str], Offset | None],
-        uid: str,
-        write_event: Callable[[AgentEvent], object],
-    ) -> None:
-        self._folder, self._node, self._names = folder, node, names
-        self._clock, self._files = clock, files
-        self._offset_to, self._uid, self._write_event = offset_to, uid, write_event
+    def __init__(self, site: AgentSite) -> None:
+        self._folder, self._node, self._names = site.me.paths.slow_ranks, site.me.node, site.me.attempt.nodes
+        self._clock, self._files, self._notifier = site.clock, site.files, site.notifier
+        self._uid, self._write_event = site.info.uid, site.events.write
         self._step = _Step.ASK
         self._next: float | None = None
         self._workers: LocalWorkers | None = None
@@ -142,7 +116,9 @@ class SlowRankWatch(Part):
 
     def _write(self, workers: LocalWorkers, record: RoundRecord) -> None:
         boot_ns = self._clock.time_ns() - uptime_ns(self._clock)
-        offset = Offset(offset_ns=0, bound_ns=0) if record.leader == self._uid else self._offset_to(record.leader)
+        offset = self._notifier.offset_to(record.leader) if self._notifier is not None else None
+        if record.leader == self._uid:
+            offset = Offset(offset_ns=0, bound_ns=0)
         groups: list[GroupArrivals] = []
         for rank, raw in workers.take_arrivals().items():
             try:

@@ -8,7 +8,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from hpc_elastic.agent.lateness import Arrivals, Finding, judge
-from hpc_elastic.run.slow_ranks import GroupArrivals, NodeArrivals, SlowRank
+from hpc_elastic.run.slow_ranks import NodeArrivals, SlowRank
 
 WINDOWS = 2
 """A rank is slow, and is slow no more, when so many windows in a row show it: the first minutes of a run differ."""
@@ -78,21 +78,17 @@ def _groups(nodes: Mapping[int, NodeArrivals], round_index: int) -> dict[str, _G
             continue
         for one in found.groups:
             group = groups.setdefault(f"{one.group} {one.members}", _Group())
-            group.ranks[one.rank] = _arrivals(one, found)
+            since = found.since_ns // 1000
+            group.ranks[one.rank] = Arrivals(
+                first=one.first,
+                kinds=tuple(one.kinds[at] for at in one.calls),
+                at=tuple((since + entered) / 1e6 for entered in one.entered_us),
+                bound=found.bound_ns / 1e9,
+            )
             group.nodes[one.rank] = node
             group.links[one.rank] = one.links
             group.has_transfers |= one.has_transfers
     return groups
-
-
-def _arrivals(one: GroupArrivals, found: NodeArrivals) -> Arrivals:
-    since = found.since_ns // 1000
-    return Arrivals(
-        first=one.first,
-        kinds=tuple(one.kinds[at] for at in one.calls),
-        at=tuple((since + entered) / 1e6 for entered in one.entered_us),
-        bound=found.bound_ns / 1e9,
-    )
 
 
 def _waits_for_another(rank: int, name: str, groups: Mapping[str, _Group], findings: Mapping[str, Finding]) -> bool:

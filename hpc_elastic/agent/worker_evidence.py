@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.structs import replace
 
 from hpc_elastic.agent.flight_recorder import FlightRecorders
@@ -89,49 +89,35 @@ class StopRecord(Struct):
     waited: float = 0.0
 
 
-class WorkerEvidence:
+class WorkerEvidence(Struct, eq=False):
     """All methods wait for files within the bounds above, but not when this node is to end."""
 
-    def __init__(
-        self,
-        place: Place,
-        *,
-        round_index: int,
-        layout: RankLayout,
-        stop: StopRecord,
-        pump: LogPump,
-        clock: Clock,
-        files: FileExecutor,
-        is_ending: Callable[[], bool],
-        watch: HeartbeatWatch,
-        recorders: FlightRecorders,
-    ) -> None:
-        self._place = place
-        self._round = round_index
-        self._layout = layout
-        self._stop = stop
-        self._pump = pump
-        self._clock = clock
-        self._files = files
-        self._is_ending = is_ending
-        self._watch = watch
-        self._recorders = recorders
-        self.condemned: Condemned | None = None
-        self.start_error: tuple[int, Exception] | None = None
-        self._is_nodes_oom = False
-        self._oom_kills = oom_kill_count() or 0
-        self.stacks: dict[int, RankStacks] = {}
-        self._observed: dict[int, Activity] = {}
-        self.activities: list[Activity] = []
-        self.unwritten: list[Callable[[], object]] = []
+    place: Place
+    round_index: int
+    layout: RankLayout
+    stop: StopRecord
+    pump: LogPump
+    clock: Clock
+    files: FileExecutor
+    is_ending: Callable[[], bool]
+    watch: HeartbeatWatch
+    recorders: FlightRecorders
+    condemned: Condemned | None = None
+    start_error: tuple[int, Exception] | None = None
+    is_nodes_oom: bool = False
+    oom_kills: int = field(default_factory=lambda: oom_kill_count() or 0)
+    stacks: dict[int, RankStacks] = {}
+    observed: dict[int, Activity] = {}
+    activities: list[Activity] = []
+    unwritten: list[Callable[[], object]] = []
 
     def count_nodes_oom_kills(self) -> None:
         """The workers' containers have cgroups of their own, which end with them. To be called before they start."""
-        self._is_nodes_oom = True
-        self._oom_kills = node_oom_kill_count() or 0
+        self.is_nodes_oom = True
+        self.oom_kills = node_oom_kill_count() or 0
 
     def _oom_kills_since(self) -> int:
-        return ((node_oom_kill_count if self._is_nodes_oom else oom_kill_count)() or 0) - self._oom_kills
+        return ((node_oom_kill_count if self.is_nodes_oom else oom_kill_count)() or 0) - self.oom_kills
 
     def is_symptom(self, slot: WorkerSlot) -> bool:
         found = self.look_at(slot)
@@ -145,9 +131,9 @@ class WorkerEvidence:
         slot.is_looked_at = True
         facts = self._facts(slot, slot.exit, self._oom_kills_since())
         if facts.exitcode > 0 or facts.exitcode in _ABORTED:
-            self._pump.drained(slot.process.pid, JUDGE_SECONDS)
+            self.pump.drained(slot.process.pid, JUDGE_SECONDS)
             try:
-                slot.early = self._files.do(
+                slot.early = self.files.do(
                     lambda: describe_failure(
                         facts=facts, error_file=slot.paths.error_file, stderr_log=slot.paths.stderr, output=slot.output
                     ),
@@ -173,9 +159,7 @@ class WorkerEvidence:
 
     def _logged(self, slot: WorkerSlot) -> str:
         try:
-            return self._files.do(
-                lambda: find_logged(slot.paths.stderr), within=HURRIED_SECONDS, unless=self._is_ending
-            )
+            return self.files.do(lambda: find_logged(slot.paths.stderr), within=HURRIED_SECONDS, unless=self.is_ending)
         except FilesystemHangsError:
             return ""
 
@@ -199,7 +183,7 @@ class WorkerEvidence:
         stopped = [
             (slot, self._facts(slot, slot.exit, kills))
             for slot in slots
-            if not (hung and self._stop.wants_stacks)
+            if not (hung and self.stop.wants_stacks)
             and slot.exit is not None
             and slot.stopped_by_agent
             and slot.exit.exitcode in self._ours - {0}
@@ -215,25 +199,25 @@ class WorkerEvidence:
             found += [self._describe_condemned(slot, facts) for slot, facts in condemned]
             found += [self._describe_stopped(slot, facts) for slot, facts in stopped]
             described = [failure for failure in found if failure is not None]
-            if self._stop.wants_stacks or self._stop.wants_look:
-                latest_ns = self._stop.noticed_ns + PEERS_NS
-                self._observed |= {
+            if self.stop.wants_stacks or self.stop.wants_look:
+                latest_ns = self.stop.noticed_ns + PEERS_NS
+                self.observed |= {
                     failure.global_rank: each
                     for failure in described
                     if (each := observe_failure(failure, latest_ns=latest_ns))
                 }
-                self.activities = [self._with_flight(self._observed[rank]) for rank in sorted(self._observed)]
+                self.activities = [self._with_flight(self.observed[rank]) for rank in sorted(self.observed)]
             return described
 
-        hurried = self._is_ending()
+        hurried = self.is_ending()
         try:
-            return unstarted + self._files.do(
+            return unstarted + self.files.do(
                 gather,
                 within=HURRIED_SECONDS if hurried else EVIDENCE_SECONDS,
-                unless=None if hurried else self._is_ending,
+                unless=None if hurried else self.is_ending,
             )
         except FilesystemHangsError as error:
-            logger.warning("no evidence of the workers' failures: %s: %s", self._place.attempt.root, error.strerror)
+            logger.warning("no evidence of the workers' failures: %s: %s", self.place.attempt.root, error.strerror)
             return unstarted + [
                 describe_exit(facts, f"its evidence was out of reach: {error.strerror}") for _, facts in failed
             ]
@@ -248,7 +232,7 @@ class WorkerEvidence:
 
     def _describe_condemned(self, slot: WorkerSlot, facts: WorkerFailure) -> WorkerFailure:
         assert self.condemned is not None
-        self._pump.drained(slot.process.pid, DRAIN_SECONDS)
+        self.pump.drained(slot.process.pid, DRAIN_SECONDS)
         failure_class, why = self.condemned.failure_class, self._whys[slot.local_rank]
         is_ours = failure_class is FailureClass.INFRASTRUCTURE
         failure = replace(
@@ -265,19 +249,19 @@ class WorkerEvidence:
         return failure
 
     def _with_flight(self, activity: Activity) -> Activity:
-        paths = self._place.attempt.rank(self._round, activity.rank)
-        tail = self._recorders.read(activity.rank, paths.root)
+        paths = self.place.attempt.rank(self.round_index, activity.rank)
+        tail = self.recorders.read(activity.rank, paths.root)
         return activity if tail is None else replace(activity, flight=tail)
 
     def _asked_for_stacks(self, slots: Sequence[WorkerSlot], kills: int) -> list[tuple[WorkerSlot, HungWorker]]:
-        asked = self._stop.asked
+        asked = self.stop.asked
         if asked is None:
             return []
         found = []
         for slot in slots:
             if not slot.stopped_by_agent:
                 continue
-            status = slot.exit or exit_status_now(-int(signal.SIGKILL), self._clock)
+            status = slot.exit or exit_status_now(-int(signal.SIGKILL), self.clock)
             worker = HungWorker(
                 facts=self._facts(slot, status, kills),
                 paths=slot.paths,
@@ -292,32 +276,32 @@ class WorkerEvidence:
 
     def _describe_hung(self, slot: WorkerSlot, worker: HungWorker) -> WorkerFailure | None:
         """Keep its stacks; a failure only where it hung itself, and did not wait for one that did."""
-        self._pump.drained(slot.process.pid, DRAIN_SECONDS)
+        self.pump.drained(slot.process.pid, DRAIN_SECONDS)
         dump = read_stacks(worker)
-        if self._stop.wants_stacks or worker.is_spared or (dump is not None and dump.main):
+        if self.stop.wants_stacks or worker.is_spared or (dump is not None and dump.main):
             where = worker.state.whereabouts() if worker.state is not None else ""
             self.stacks[slot.global_rank] = stacks_of(dump, where=where)  # else it was about to end
-        self._observed[slot.global_rank] = observe_silent(slot.global_rank, worker.state, dump)
+        self.observed[slot.global_rank] = observe_silent(slot.global_rank, worker.state, dump)
         if not worker.why:
             return None
-        return describe_hang(worker, dump, last_heartbeat_ns=self._watch.last_heartbeat_ns(slot.local_rank))
+        return describe_hang(worker, dump, last_heartbeat_ns=self.watch.last_heartbeat_ns(slot.local_rank))
 
     def _describe(self, slot: WorkerSlot, facts: WorkerFailure) -> WorkerFailure:
-        self._pump.drained(slot.process.pid, DRAIN_SECONDS)
+        self.pump.drained(slot.process.pid, DRAIN_SECONDS)
         failure = describe_failure(
             facts=facts,
             error_file=slot.paths.error_file,
             stderr_log=slot.paths.stderr,
             stdout_log=slot.paths.stdout,
             output=slot.output,
-            is_alone=not self._is_ending(),
+            is_alone=not self.is_ending(),
         )
         self._write_evidence(failure, slot.paths.error_file)
         return failure
 
     def _describe_stopped(self, slot: WorkerSlot, facts: WorkerFailure) -> WorkerFailure | None:
         """It was about to end, or hung in its shutdown."""
-        self._pump.drained(slot.process.pid, DRAIN_SECONDS)
+        self.pump.drained(slot.process.pid, DRAIN_SECONDS)
         if not holds_at_end(slot.paths.stderr, _TRACEBACK, within=_TRACEBACK_WITHIN):
             return None
         failure = describe_failure(
@@ -333,18 +317,18 @@ class WorkerEvidence:
             self.unwritten.append(lambda: write_evidence(failure, path))
 
     def describe_start_failure(self, local_rank: int, error: Exception) -> WorkerFailure:
-        rank = self._layout.first_rank + local_rank
-        path = self._place.attempt.rank(self._round, rank).error_file
+        rank = self.layout.first_rank + local_rank
+        path = self.place.attempt.rank(self.round_index, rank).error_file
         failure = WorkerFailure(
-            attempt=self._place.attempt.number,
-            round=self._round,
-            host=self._place.host,
-            node=self._place.node,
+            attempt=self.place.attempt.number,
+            round=self.round_index,
+            host=self.place.host,
+            node=self.place.node,
             local_rank=local_rank,
             global_rank=rank,
             exitcode=127,
-            ended_ns=self._clock.time_ns(),
-            ended_uptime_ns=uptime_ns(self._clock),
+            ended_ns=self.clock.time_ns(),
+            ended_uptime_ns=uptime_ns(self.clock),
             message=str(error),
             exception_type=type(error).__name__,
             fingerprint=f"start:{type(error).__name__}",
@@ -354,15 +338,15 @@ class WorkerEvidence:
             reason="the worker's process could not be started",
             error_file=str(path),
         )
-        self._files.post(lambda: write_evidence(failure, path))
+        self.files.post(lambda: write_evidence(failure, path))
         return failure
 
     def _facts(self, slot: WorkerSlot, status: ExitStatus, oom_kills: int) -> WorkerFailure:
         return WorkerFailure(
-            attempt=self._place.attempt.number,
-            round=self._round,
-            host=self._place.host,
-            node=self._place.node,
+            attempt=self.place.attempt.number,
+            round=self.round_index,
+            host=self.place.host,
+            node=self.place.node,
             local_rank=slot.local_rank,
             global_rank=slot.global_rank,
             pid=slot.process.pid,
@@ -370,14 +354,14 @@ class WorkerEvidence:
             ended_ns=status.observed_ns,
             ended_uptime_ns=status.observed_uptime_ns,
             oom_kills=max(0, oom_kills),
-            is_nodes_oom=self._is_nodes_oom,
+            is_nodes_oom=self.is_nodes_oom,
             core_dumped=status.core_dumped,
             stopped_by_agent=slot.stopped_by_agent,
-            waited=0.0 if slot.stopped_by_agent else round(self._stop.waited, 3),
-            stopped_ns=self._stop.began_ns if slot.stopped_by_agent else 0,
-            last_step=self._watch.last_step(slot.local_rank),
+            waited=0.0 if slot.stopped_by_agent else round(self.stop.waited, 3),
+            stopped_ns=self.stop.began_ns if slot.stopped_by_agent else 0,
+            last_step=self.watch.last_step(slot.local_rank),
         )
 
     @property
     def _ours(self) -> AbstractSet[int]:
-        return _OURS | _ABORTED if self._stop.asked is not None else _OURS
+        return _OURS | _ABORTED if self.stop.asked is not None else _OURS

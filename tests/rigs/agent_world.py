@@ -335,8 +335,8 @@ class AgentNode(Node):
         self.agent = NodeAgent(
             site,
             [
-                CheckpointWatch.for_agent(site),
-                PreemptionWatch.for_agent(site),
+                CheckpointWatch(site),
+                PreemptionWatch(site),
                 FakeHealth(world.looks_to_health),
                 server,
             ],

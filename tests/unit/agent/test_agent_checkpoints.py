@@ -50,8 +50,10 @@ class Node:
     def __init__(self, grow: GrowPolicy = GrowPolicy.CHECKPOINT, max_nodes: int = 3) -> None:
         self.clock = FakeClock()
         self.heartbeats = Heartbeats(self.clock)
-        spec = SimpleNamespace(grow=grow, max_nodes=max_nodes)
-        self.watch = CheckpointWatch(self.heartbeats, spec, clock=self.clock)  # type: ignore[arg-type]
+        me = SimpleNamespace(spec=SimpleNamespace(grow=grow, max_nodes=max_nodes))
+        coordination = SimpleNamespace(ask=None)
+        site: Any = SimpleNamespace(watch=self.heartbeats, me=me, clock=self.clock, coordination=coordination)
+        self.watch = CheckpointWatch(site)
 
     def read(self, after: float = 0.0, running: tuple[int, ...] = (0, 1)) -> tuple[int, int, float | None] | None:
         self.clock.now += after

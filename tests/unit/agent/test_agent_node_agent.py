@@ -391,7 +391,7 @@ def play(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
                 watch=watch, write_event=site.events.write,
             )  # fmt: skip
             parts = [*parts, found]
-        preemption = PreemptionWatch.for_agent(site)
+        preemption = PreemptionWatch(site)
         agent = NodeAgent(
             site,
             [*parts, preemption, server],

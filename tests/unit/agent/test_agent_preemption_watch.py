@@ -56,8 +56,9 @@ class Node:
         self.sent: list[signal.Signals] = []
         self.deaf: set[int] = set()
         """Local ranks no process of which catches the signal."""
-        spec = SimpleNamespace(preemption_signal=signal_name)
-        self.watch = PreemptionWatch(self.pages, spec, clock=self.clock)  # type: ignore[arg-type]
+        me = SimpleNamespace(spec=SimpleNamespace(preemption_signal=signal_name))
+        site: Any = SimpleNamespace(watch=self.pages, me=me, clock=self.clock, coordination=SimpleNamespace(ask=None))
+        self.watch = PreemptionWatch(site)
 
     def on_record(self, record: RoundRecord) -> None:
         self.watch.on_record(record, SimpleNamespace(send=self._send))  # type: ignore[arg-type]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,11 +49,16 @@ class Workers:
         return 200 + len(self.started)
 
 
+def site_of(folder: HeartbeatFolder, events: Any, *, policy: RestartWith, limit: int) -> Any:
+    me = SimpleNamespace(spec=SimpleNamespace(restart_policy=policy, max_restarts=limit))
+    return SimpleNamespace(me=me, events=events, watch=SimpleNamespace(pages=folder))
+
+
 class Group:
     def __init__(self, folder: Path, *, policy: RestartWith = RestartWith.IN_PROCESS, limit: int = 2) -> None:
         self.events: list[dict[str, Any]] = []
         log: Any = log_into_dicts(self.events)
-        self.watch = RestartGroupWatch(folder=HeartbeatFolder(folder), events=log, policy=policy, limit=limit)
+        self.watch = RestartGroupWatch(site_of(HeartbeatFolder(folder), log, policy=policy, limit=limit))
         self.path = folder / "ring"
 
     def report(self, event: RestartGroupEvent, *, pid: int = 100, **facts: Any) -> None:
@@ -139,7 +145,7 @@ def test_the_workers_are_given_where_to_report_and_how_long_to_wait(group: Group
 
 
 def test_without_a_folder_nothing_is_heard(tmp_path: Path) -> None:
-    watch = RestartGroupWatch(folder=HeartbeatFolder(None), events=None, policy=RestartWith.IN_PROCESS, limit=1)  # type: ignore[arg-type]
+    watch = RestartGroupWatch(site_of(HeartbeatFolder(None), None, policy=RestartWith.IN_PROCESS, limit=1))
     assert watch.fileno() == -1
     assert watch.environment({}) == {}
     watch.handle(0)

@@ -52,16 +52,17 @@ class Node:
     def __init__(self, clock: FakeClock, folder: Path, node: int, offset: Offset | None) -> None:
         self.events: list[Any] = []
         self.figures: dict[str, float] = {}
-        self.watch = SlowRankWatch(
-            folder,
-            node=node,
-            names=["n0", "n1"],
+        site: Any = SimpleNamespace(
+            me=SimpleNamespace(
+                paths=SimpleNamespace(slow_ranks=folder), node=node, attempt=SimpleNamespace(nodes=["n0", "n1"])
+            ),
             clock=clock,
-            files=SimpleNamespace(post=lambda action: action()),  # type: ignore[arg-type]
-            offset_to=lambda uid: offset,
-            uid=f"uid{node}",
-            write_event=self.events.append,
+            files=SimpleNamespace(post=lambda action: action()),
+            notifier=SimpleNamespace(offset_to=lambda uid: offset),
+            info=SimpleNamespace(uid=f"uid{node}"),
+            events=SimpleNamespace(write=self.events.append),
         )
+        self.watch = SlowRankWatch(site)
         self.workers = Workers(clock, node)
         members = [SimpleNamespace(node=n, local_world_size=2) for n in range(2)]
         self.watch.on_record(SimpleNamespace(leader="uid0", members=members), None)  # type: ignore[arg-type]
